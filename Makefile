@@ -1,0 +1,48 @@
+# Everything a fresh machine needs: python3 (3.11 to 3.13) and make.
+#   make demo       set up, measure every KV format on the embedded model, write demo/report.html
+#   make test       set up, lint, types, architecture, tests
+#   make test-long  the tests that take minutes
+
+SHELL := /bin/bash
+VENV := .venv
+BIN := $(VENV)/bin
+# The first interpreter of a version that torch supports; override with PYTHON=...
+PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
+	$$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null && { echo $$p; break; }; done)
+RUN_DIRS := kvq tests tools examples benchmarks
+
+.PHONY: demo test test-long lint setup setup-demo clean
+
+demo: setup-demo
+	$(BIN)/kvq demo --out demo
+
+test: lint
+	OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(BIN)/python -m pytest -n 2 --dist worksteal -m "not long" --durations=10
+
+test-long: setup
+	TOKENIZERS_PARALLELISM=false $(BIN)/python -m pytest -m long --durations=10
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-logo
+
+setup: $(VENV)/.dev
+setup-demo: $(VENV)/.demo
+
+$(VENV)/.dev: $(VENV)/.created
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $(VENV)/.dev $(VENV)/.demo
+
+$(VENV)/.demo: $(VENV)/.created
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[plot]'
+	@touch $(VENV)/.demo
+
+$(VENV)/.created: pyproject.toml constraints.txt
+	@test -n "$(PYTHON)" || { echo "kvq needs Python 3.11, 3.12 or 3.13 as python3; found: $$(python3 --version 2>&1). Install one, or name it: make PYTHON=/path/to/python3.12" >&2; exit 2; }
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || { echo "python3 can't make a virtual environment; on Debian and Ubuntu: apt install python3-venv" >&2; exit 2; }
+	@touch $(VENV)/.created
+
+clean:
+	rm -rf $(VENV) demo build dist *.egg-info

@@ -1,0 +1,5 @@
+"""Ids of the block manager, kept apart by the type checker."""
+
+from typing import NewType
+
+BlockId = NewType("BlockId", int)  # index of a block in the pool of its layer group

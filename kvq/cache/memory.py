@@ -1,0 +1,47 @@
+"""How much memory a device has left, asked before pools are allocated."""
+
+import os
+
+import torch
+
+from kvq.errors import OutOfMemory
+
+
+def available_bytes(device: torch.device) -> int | None:
+    """Free bytes on the device, or None if it can't be told."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    try:
+        with open("/proc/meminfo", encoding="ascii") as file:
+            for line in file:
+                if line.startswith("MemAvailable:"):
+                    return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    try:
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (ValueError, OSError):
+        return None
+
+
+def allocate_bytes(nbytes: int, device: torch.device) -> torch.Tensor:
+    """Return a zeroed uint8 tensor of `nbytes`.
+
+    Raises:
+        OutOfMemory: the device has less free memory; nothing was allocated.
+    """
+    free = available_bytes(device)
+    if free is not None and nbytes > free:
+        raise _refusal(nbytes, free, device)
+    try:
+        return torch.zeros(nbytes, dtype=torch.uint8, device=device)
+    except (RuntimeError, MemoryError) as error:  # torch reports a full device as RuntimeError
+        raise _refusal(nbytes, free, device) from error
+
+
+def _refusal(nbytes: int, free: int | None, device: torch.device) -> OutOfMemory:
+    left = "an unknown amount" if free is None else f"{free / 2**30:.2f} GiB"
+    return OutOfMemory(
+        f"the KV pool needs {nbytes / 2**30:.2f} GiB on {device}, but {left} is free; "
+        f"use a shorter context, fewer sequences or a smaller format such as int4"
+    )

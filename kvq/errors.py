@@ -1,0 +1,40 @@
+"""The one tree of errors that kvq raises on purpose.
+
+Every message says what was given, what is allowed and what to do about it.
+"""
+
+
+class KVQError(Exception):
+    """Base of every error that kvq raises for its users."""
+
+
+class ConfigError(KVQError, ValueError):
+    """An option, a format name or a recipe that can't be used as given."""
+
+
+class ModelError(KVQError):
+    """A model that is missing, damaged, or of a kind that kvq would run wrongly."""
+
+
+class RequestError(KVQError, ValueError):
+    """One request that can't be served; others go on."""
+
+
+class OutOfBlocks(KVQError):
+    """A pool has fewer free blocks than were asked for. Nothing was taken."""
+
+
+class OutOfMemory(KVQError):
+    """The device has less free memory than the pools need. Nothing was allocated."""
+
+
+class UnsupportedKernel(KVQError):
+    """No backend can run an operation on this device; the message lists every reason."""
+
+
+def nearest(name: str, allowed: list[str]) -> str:
+    """Return `; did you mean 'x'?` for the closest allowed name, or an empty string."""
+    import difflib
+
+    close = difflib.get_close_matches(name.lower(), allowed, n=1, cutoff=0.4)
+    return f"; did you mean {close[0]!r}?" if close else ""

@@ -1,0 +1,24 @@
+"""KV formats: names, sizes, recipes and static scales. No tensors, no torch."""
+
+from kvq.formats.names import FOREIGN_NAMES, KNOWN_NAMES, KVName, parse_format, split_pair
+from kvq.formats.recipe import KVRecipe, LayerFormats
+from kvq.formats.scales import HeadMaxima, StaticScales
+from kvq.formats.spec import Code, Grouped, KVFormat, PerHead, PerTokenHead, legal_group_sizes
+
+__all__ = [
+    "FOREIGN_NAMES",
+    "KNOWN_NAMES",
+    "Code",
+    "Grouped",
+    "HeadMaxima",
+    "KVFormat",
+    "KVName",
+    "KVRecipe",
+    "LayerFormats",
+    "PerHead",
+    "PerTokenHead",
+    "StaticScales",
+    "legal_group_sizes",
+    "parse_format",
+    "split_pair",
+]

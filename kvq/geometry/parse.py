@@ -1,0 +1,110 @@
+"""Geometry from the dict of a config.json, without transformers."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from kvq.errors import ConfigError, nearest
+from kvq.geometry.families import FAMILIES, Family
+from kvq.geometry.geometry import LayerGeometry, ModelGeometry
+
+_KINDS = {"full_attention": False, "sliding_attention": True}
+_GPT2_NAMES = {
+    "num_hidden_layers": "n_layer",
+    "num_attention_heads": "n_head",
+    "hidden_size": "n_embd",
+    "max_position_embeddings": "n_positions",
+}
+
+
+def parse_geometry(config: Mapping[str, Any]) -> ModelGeometry:
+    """Return the geometry of a Hugging Face config.json's dict.
+
+    Raises:
+        ConfigError: a family kvq has not checked, a layer kind other than full and sliding
+            attention, or numbers that don't fit together.
+    """
+    reader = _Reader(config)
+    family, heads = reader.family, reader.count("num_attention_heads", reader.family.q_heads)
+    num_layers = reader.count("num_hidden_layers", family.num_layers)
+    hidden = reader.count("hidden_size", family.hidden_size)
+    k_dim, v_dim = reader.head_dims(hidden, heads)
+    kv_heads = heads if family.latent else reader.count("num_key_value_heads", family.kv_heads or heads)
+    layers = tuple(
+        LayerGeometry(index=i, kv_heads=kv_heads, k_head_dim=k_dim, v_head_dim=v_dim, window=window)
+        for i, window in enumerate(reader.windows(num_layers))
+    )
+    softcap = config.get("attn_logit_softcapping", family.softcap)
+    return ModelGeometry(
+        model_type=reader.model_type,
+        layers=layers,
+        q_heads=heads,
+        hidden_size=hidden,
+        vocab_size=reader.count("vocab_size", family.vocab_size),
+        max_context=reader.count("max_position_embeddings", family.max_context),
+        softcap=float(softcap) if softcap else None,
+        has_sinks=family.has_sinks,
+    )
+
+
+class _Reader:
+    """Reads one config with its family's defaults."""
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        self.config = config
+        self.model_type = str(config.get("model_type", ""))
+        if self.model_type not in FAMILIES:
+            raise ConfigError(
+                f"model_type {self.model_type!r} is not a family kvq has checked"
+                f"{nearest(self.model_type, list(FAMILIES))} it knows {', '.join(FAMILIES)}"
+            )
+        self.family: Family = FAMILIES[self.model_type]
+
+    def count(self, key: str, default: int) -> int:
+        """A positive integer of the config, or its default."""
+        name = _GPT2_NAMES.get(key, key) if self.model_type == "gpt2" else key
+        value = self.config.get(name)
+        if value is None:
+            return default
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise ConfigError(f"config.json: {name} must be a positive number, got {value!r}")
+        return value
+
+    def head_dims(self, hidden: int, heads: int) -> tuple[int, int]:
+        """K and V head dimensions in elements."""
+        if self.family.latent:
+            k_dim = self.count("qk_nope_head_dim", 128) + self.count("qk_rope_head_dim", 64)
+            return k_dim, self.count("v_head_dim", 128)
+        derived = self.family.head_dim or hidden // heads
+        dim = derived if self.family.head_dim_is_fixed else self.count("head_dim", derived)
+        return dim, dim
+
+    def windows(self, num_layers: int) -> list[int | None]:
+        """The window of every layer; None for full attention."""
+        window = self._window()
+        kinds = self.config.get("layer_types")
+        if kinds is not None and not self.family.ignores_layer_types:
+            if not isinstance(kinds, list) or len(kinds) != num_layers:
+                raise ConfigError(f"config.json: layer_types must list {num_layers} layers, got {kinds!r}")
+            for kind in kinds:
+                if kind not in _KINDS:
+                    raise ConfigError(
+                        f"config.json: layer kind {kind!r} is not one kvq can run; "
+                        f"it runs {', '.join(_KINDS)}"
+                    )
+            return [window if _KINDS[kind] else None for kind in kinds]
+        return [window if self._slides(i) else None for i in range(num_layers)]
+
+    def _window(self) -> int | None:
+        if self.family.window_rule in ("upper", "optional") and not self.config.get("use_sliding_window"):
+            return None
+        value = self.config.get("sliding_window", self.family.window)
+        return int(value) if value else None
+
+    def _slides(self, layer: int) -> bool:
+        rule = self.family.window_rule
+        if rule == "pattern":
+            pattern = self.config.get("sliding_window_pattern") or self.family.pattern
+            return (layer + 1) % int(pattern) != 0
+        if rule == "upper":
+            return layer >= int(self.config.get("max_window_layers", self.family.max_window_layers))
+        return rule in ("uniform", "optional")

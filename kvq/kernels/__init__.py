@@ -1,0 +1,20 @@
+"""Kernels over quantized blocks, one folder per operation, each with its PyTorch reference."""
+
+from kvq.kernels.paged import PagedKV, PagedRows, SequenceBatch
+from kvq.kernels.registry import BACKENDS, Kernel, check_backend, register, registered, select
+from kvq.kernels.spec import Device, KernelSpec, Support
+
+__all__ = [
+    "BACKENDS",
+    "Device",
+    "Kernel",
+    "KernelSpec",
+    "PagedKV",
+    "PagedRows",
+    "SequenceBatch",
+    "Support",
+    "check_backend",
+    "register",
+    "registered",
+    "select",
+]

@@ -1,0 +1,32 @@
+"""Block Hadamard rotation: spreads outlier channels over their block before quantization.
+
+Source: Ashkboos et al., "QuaRot", 2024, section 4; the fast Walsh-Hadamard transform.
+"""
+
+import torch
+from torch import Tensor
+
+
+def hadamard_block(dim: int) -> int:
+    """The largest power of two that divides `dim`: the size of one rotated block in elements."""
+    return dim & -dim
+
+
+def rotate(x: Tensor) -> Tensor:
+    """Rotate the last dimension block by block; its own inverse.
+
+    `x`: [..., dim], any float dtype. Returns fp32 [..., dim]: fp32 butterflies with stages
+    h = 1, 2, 4, ..., then one multiplication by block**-0.5, in this order on every backend, so
+    that codes agree bit for bit.
+    """
+    dim = x.shape[-1]
+    block = hadamard_block(dim)
+    y = x.float()
+    h = 1
+    while h < block:
+        pairs = y.reshape(*x.shape[:-1], dim // (2 * h), 2, h)
+        low, high = pairs[..., 0, :], pairs[..., 1, :]
+        y = torch.stack((low + high, low - high), dim=-2)
+        h *= 2
+    return y.reshape(x.shape) * block**-0.5
+

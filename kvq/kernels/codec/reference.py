@@ -1,0 +1,100 @@
+"""Reference encoder and decoder of every format: the definition of correct.
+
+Token rows are the last dimension. `encode` returns codes and scales as they lie in a block:
+
+    code            codes                       scales
+    fp32 bf16 fp16  that dtype [..., dim]       none
+    fp8, int8       uint8 / int8 [..., dim]     fp16 [..., 1] per token row; none if static
+    int4, int2      uint8 [..., dim*bits/8]     fp16 [..., 2*groups]: scale, minimum, scale, ...
+"""
+
+import torch
+from torch import Tensor
+
+from kvq.formats import Code, Grouped, KVFormat
+from kvq.kernels.codec import e4m3
+from kvq.kernels.codec.hadamard import rotate
+from kvq.kernels.codec.packing import pack, unpack
+
+CODE_DTYPES = {
+    Code.FP32: torch.float32,
+    Code.BF16: torch.bfloat16,
+    Code.FP16: torch.float16,
+    Code.FP8: torch.uint8,
+    Code.INT8: torch.int8,
+    Code.INT4: torch.uint8,
+    Code.INT2: torch.uint8,
+}
+_FP16_LARGEST = 65504.0
+_SMALLEST_SCALE = 2.0**-24
+
+
+def encode(x: Tensor, fmt: KVFormat, static_scale: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+    """Quantize token rows.
+
+    `x`: [..., dim], any float dtype; NaN and infinity are stored as zero (whoever writes them
+    learns of it from `write_kv`'s flags). `static_scale`: fp32, broadcastable to [..., 1], for
+    per-head formats. Returns (codes, scales), laid out as the table above says.
+    """
+    x = x.float()
+    x = torch.where(torch.isfinite(x), x, 0.0)
+    if fmt.rotated:
+        x = rotate(x)
+    if fmt.code.is_float:
+        if fmt.code is Code.FP16:
+            x = x.clamp(-_FP16_LARGEST, _FP16_LARGEST)
+        return x.to(CODE_DTYPES[fmt.code]), None
+    if isinstance(fmt.scale, Grouped):
+        return _encode_grouped(x, fmt.code, fmt.scale.group_size)
+    if fmt.is_static:
+        assert static_scale is not None, f"{fmt.name} needs a static scale"
+        return _encode_symmetric(x, fmt.code, static_scale), None
+    scale = _row_scale(x, 448.0 if fmt.code is Code.FP8 else 127.0)
+    return _encode_symmetric(x, fmt.code, scale.float()), scale
+
+
+def decode(codes: Tensor, scales: Tensor | None, fmt: KVFormat, static_scale: Tensor | None = None) -> Tensor:
+    """Return the fp32 rows [..., dim] that codes and scales stand for, still rotated if `fmt` rotates."""
+    if fmt.code.is_float:
+        return codes.float()
+    if isinstance(fmt.scale, Grouped):
+        assert scales is not None, f"{fmt.name} stores scales"
+        return _decode_grouped(codes, scales, fmt.code.bits)
+    scale = static_scale if fmt.is_static else scales
+    assert scale is not None, f"{fmt.name} needs scales"
+    values = e4m3.decode(codes) if fmt.code is Code.FP8 else codes.float()
+    return values * scale.float()
+
+
+def _row_scale(x: Tensor, largest: float) -> Tensor:
+    """fp16 [..., 1]: clamp(fp16(amax / largest), 2**-24, 65504)."""
+    amax = x.abs().amax(dim=-1, keepdim=True)
+    return _clamp_fp16(amax / largest)
+
+
+def _clamp_fp16(scale: Tensor) -> Tensor:
+    return scale.half().float().clamp(_SMALLEST_SCALE, _FP16_LARGEST).half()
+
+
+def _encode_symmetric(x: Tensor, code: Code, scale: Tensor) -> Tensor:
+    if code is Code.FP8:
+        return e4m3.encode(x / scale)
+    return torch.floor(x / scale + 0.5).clamp(-127, 127).to(torch.int8)
+
+
+def _encode_grouped(x: Tensor, code: Code, group_size: int) -> tuple[Tensor, Tensor]:
+    """m = fp16(min), s = clamp(fp16((max - m) / levels)), q = clamp(floor((x - m) / s + 0.5))."""
+    levels = (1 << code.bits) - 1
+    grouped = x.unflatten(-1, (-1, group_size))  # [..., groups, group_size]
+    low, high = grouped.aminmax(dim=-1, keepdim=True)
+    minimum = low.clamp(-_FP16_LARGEST, _FP16_LARGEST).half()
+    scale = _clamp_fp16((high - minimum.float()) / levels)
+    q = torch.floor((grouped - minimum.float()) / scale.float() + 0.5).clamp(0, levels)
+    codes = pack(q.to(torch.uint8).flatten(-2), code.bits)
+    return codes, torch.cat((scale, minimum), dim=-1).flatten(-2)
+
+
+def _decode_grouped(codes: Tensor, scales: Tensor, bits: int) -> Tensor:
+    pairs = scales.float().unflatten(-1, (-1, 2))  # [..., groups, (scale, minimum)]
+    q = unpack(codes, bits).float().unflatten(-1, (pairs.shape[-2], -1))
+    return (q * pairs[..., :1] + pairs[..., 1:]).flatten(-2)

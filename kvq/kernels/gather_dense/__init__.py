@@ -1,0 +1,1 @@
+"""Dequantize blocks of a sequence into dense K and V."""

@@ -1,0 +1,44 @@
+"""The tensors that kernels work on: one layer's blocks, and the sequences of one step."""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from kvq.formats import LayerFormats
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class PagedRows:
+    """K or V of one layer in blocks.
+
+    Kernels take strides from the tensors, never from their shapes: blocks may be padded, and
+    neighbouring blocks of one layer may lie a whole block of all layers apart.
+    """
+
+    codes: Tensor  # [num_blocks, kv_heads, block_size, row elements of the code dtype]
+    scales: Tensor | None  # fp16 [num_blocks, kv_heads, block_size, scales per row]
+    static_scale: Tensor | None  # fp32 [kv_heads]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class PagedKV:
+    """One layer's K and V in blocks, and their formats."""
+
+    k: PagedRows
+    v: PagedRows
+    formats: LayerFormats
+    block_size: int  # tokens
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class SequenceBatch:
+    """The sequences of one step, seen by one layer group, in the order their tokens are packed.
+
+    Sequence i adds query_lens[i] tokens to a context that is then context_lens[i] tokens long;
+    its new tokens take the last query_lens[i] positions.
+    """
+
+    query_lens: tuple[int, ...]
+    context_lens: tuple[int, ...]
+    tables: Tensor  # int32 [sequences, blocks of the longest]; entries past a sequence's end unused
+    slots: Tensor  # int64 [tokens]: block * block_size + offset of every new token

@@ -1,0 +1,96 @@
+"""Which kernel runs an operation: asked by backend name, answered with a kernel or every reason."""
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+from kvq.errors import ConfigError, UnsupportedKernel, nearest
+from kvq.kernels.attend.reference import attend
+from kvq.kernels.gather_dense.reference import gather_dense
+from kvq.kernels.merge_partials.reference import merge_partials
+from kvq.kernels.spec import Device, KernelSpec, Support
+from kvq.kernels.write_kv.reference import write_kv
+
+_log = logging.getLogger("kvq")
+
+BACKENDS = ("triton", "cpu", "reference")  # `auto` tries them in this order
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Kernel:
+    """One implementation of one operation."""
+
+    operation: str
+    backend: str
+    run: Callable[..., Any]
+    supports: Callable[[KernelSpec, Device], Support]
+
+
+def supported_everywhere(spec: KernelSpec, device: Device) -> Support:
+    """The reference runs every format on every device: bytes are storage, decoded by arithmetic."""
+    return Support(True)
+
+
+_KERNELS: list[Kernel] = [
+    Kernel(operation=name, backend="reference", run=run, supports=supported_everywhere)
+    for name, run in (
+        ("write_kv", write_kv),
+        ("attend", attend),
+        ("merge_partials", merge_partials),
+        ("gather_dense", gather_dense),
+    )
+]
+
+
+def register(kernel: Kernel) -> None:
+    """Add an implementation; one per operation and backend."""
+    if any((k.operation, k.backend) == (kernel.operation, kernel.backend) for k in _KERNELS):
+        raise ConfigError(f"{kernel.operation} already has a {kernel.backend} kernel")
+    _KERNELS.append(kernel)
+
+
+def registered(backend: str) -> list[str]:
+    """The operations that a backend implements."""
+    return [k.operation for k in _KERNELS if k.backend == backend]
+
+
+def check_backend(backend: str) -> None:
+    """Raise ConfigError unless `backend` is `auto` or a known name."""
+    allowed = ["auto", *BACKENDS]
+    if backend not in allowed:
+        raise ConfigError(f"unknown backend {backend!r}{nearest(backend, allowed)} allowed: {', '.join(allowed)}")
+
+
+def select(operation: str, spec: KernelSpec, device: Device, backend: str = "auto") -> Kernel:
+    """Return the kernel for an operation.
+
+    `auto` takes the first backend of `BACKENDS` that supports the spec; a backend that the user
+    names is used or refused, never replaced.
+
+    Raises:
+        UnsupportedKernel: nothing fits; the message lists every backend's reason.
+    """
+    check_backend(backend)
+    reasons = []
+    for name in BACKENDS if backend == "auto" else (backend,):
+        kernel = next((k for k in _KERNELS if (k.operation, k.backend) == (operation, name)), None)
+        if kernel is None:
+            reasons.append(f"{name}: has no {operation} kernel")
+            continue
+        support = kernel.supports(spec, device)
+        if support.yes:
+            if any(registered(skipped.partition(":")[0]) for skipped in reasons):
+                _log_fallback(operation, name, "; ".join(reasons))
+            return kernel
+        reasons.append(f"{name}: {support.reason}")
+    raise UnsupportedKernel(
+        f"no backend can run {operation} for K {spec.formats.k.name}, V {spec.formats.v.name} "
+        f"on {device.name}: {'; '.join(reasons)}; use --backend reference"
+    )
+
+
+@lru_cache
+def _log_fallback(operation: str, backend: str, reasons: str) -> None:
+    _log.warning("%s runs on the %s backend (%s)", operation, backend, reasons)

@@ -1,0 +1,45 @@
+"""What a kernel is asked to support, and on which device."""
+
+from dataclasses import dataclass
+
+import torch
+
+from kvq.formats import LayerFormats
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KernelSpec:
+    """The shape of one layer's attention, as far as it decides which kernels fit."""
+
+    formats: LayerFormats
+    q_heads: int
+    kv_heads: int
+    block_size: int  # tokens
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Device:
+    """A device as kernels see it."""
+
+    type: str  # "cpu", "cuda" or "mps"
+    name: str
+    capability: tuple[int, int] | None = None  # compute capability of a CUDA device
+
+    @classmethod
+    def of(cls, device: torch.device) -> "Device":
+        """Describe a torch device."""
+        if device.type == "cuda":
+            return cls(
+                type="cuda",
+                name=torch.cuda.get_device_name(device),
+                capability=torch.cuda.get_device_capability(device),
+            )
+        return cls(type=device.type, name=device.type)
+
+
+@dataclass(frozen=True, slots=True)
+class Support:
+    """Yes, or no with a reason."""
+
+    yes: bool
+    reason: str = ""

@@ -1,0 +1,1 @@
+"""Quantize new K and V rows and scatter them into their slots."""

@@ -1,0 +1,30 @@
+"""Reference `write_kv`: quantize new token rows and put them into their slots."""
+
+import torch
+from torch import Tensor
+
+from kvq.formats import KVFormat
+from kvq.kernels.codec import encode
+from kvq.kernels.paged import PagedKV, PagedRows
+
+
+def write_kv(k: Tensor, v: Tensor, kv: PagedKV, slots: Tensor) -> Tensor:
+    """Store K and V rows of new tokens, each quantized once, here.
+
+    `k`: [tokens, kv_heads, k_head_dim], `v`: [tokens, kv_heads, v_head_dim], any strides, after
+    RoPE. `slots`: int64 [tokens], all different. Returns bool [tokens]: True where K or V held a
+    NaN or an infinity, which is stored as zero.
+    """
+    _scatter(k, kv.k, kv.formats.k, slots, kv.block_size)
+    _scatter(v, kv.v, kv.formats.v, slots, kv.block_size)
+    return ~(torch.isfinite(k).all(dim=-1).all(dim=-1) & torch.isfinite(v).all(dim=-1).all(dim=-1))
+
+
+def _scatter(x: Tensor, rows: PagedRows, fmt: KVFormat, slots: Tensor, block_size: int) -> None:
+    static = None if rows.static_scale is None else rows.static_scale[:, None]
+    codes, scales = encode(x, fmt, static)  # [tokens, kv_heads, row]
+    block, offset = slots // block_size, slots % block_size
+    rows.codes[block, :, offset] = codes
+    if rows.scales is not None:
+        assert scales is not None, f"{fmt.name} stores scales"
+        rows.scales[block, :, offset] = scales

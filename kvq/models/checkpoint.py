@@ -1,0 +1,170 @@
+"""Checking a model folder before anything is loaded from it: safetensors and JSON, whole and honest."""
+
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from kvq.errors import ModelError
+
+_DTYPE_BITS = {
+    "F64": 64, "I64": 64, "U64": 64, "F32": 32, "I32": 32, "U32": 32, "F16": 16, "BF16": 16,
+    "I16": 16, "U16": 16, "I8": 8, "U8": 8, "BOOL": 8, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8,
+    "F4": 4,
+}  # fmt: skip
+_MAX_HEADER_BYTES = 100 << 20
+_CHUNK_BYTES = 8 << 20
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TensorEntry:
+    """One tensor of a safetensors file; offsets are from the start of the file, in bytes."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read a JSON object.
+
+    Raises:
+        ModelError: missing, unreadable, or not a JSON object.
+    """
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise ModelError(f"{path.parent} has no {path.name}; is it a Hugging Face model folder?") from error
+    except OSError as error:
+        raise ModelError(f"can't read {path}: {error.strerror}") from error
+    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ModelError(f"{path} is not JSON ({error}); download it again") from error
+    if not isinstance(data, dict):
+        raise ModelError(f"{path} must hold a JSON object, got {type(data).__name__}")
+    return data
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """Return the safetensors files of a model folder, sharded or not.
+
+    Raises:
+        ModelError: no safetensors, only pickled weights, or an index that names missing files.
+    """
+    index = folder / "model.safetensors.index.json"
+    if (folder / "model.safetensors").is_file():
+        return [folder / "model.safetensors"]
+    if index.is_file():
+        return _shards(folder, read_json(index))
+    pickled = sorted(p.name for p in folder.iterdir() if p.suffix in (".bin", ".pt", ".pth", ".ckpt"))
+    if pickled:
+        raise ModelError(
+            f"{folder} holds only pickled weights ({pickled[0]}), which can run code when read; "
+            f"kvq loads safetensors: convert it with safetensors, or take a copy that has them"
+        )
+    raise ModelError(f"{folder} has no model.safetensors and no model.safetensors.index.json")
+
+
+def _shards(folder: Path, index: dict[str, Any]) -> list[Path]:
+    weight_map = index.get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise ModelError(f"{folder}/model.safetensors.index.json has no weight_map; download it again")
+    names = sorted({str(name) for name in weight_map.values()})
+    for name in names:
+        if Path(name).name != name:
+            raise ModelError(f"model.safetensors.index.json names {name!r}, which is outside {folder}")
+        if not (folder / name).is_file():
+            raise ModelError(f"shard {name} of {folder} is missing; download the model again to resume")
+    held = {entry.name: path.name for path in (folder / n for n in names) for entry in read_header(path)}
+    for tensor, name in weight_map.items():
+        if held.get(tensor) != name:
+            raise ModelError(f"shard {name} of {folder} lacks tensor {tensor}, which the index promises")
+    return [folder / name for name in names]
+
+
+def read_header(path: Path) -> list[TensorEntry]:
+    """Return the tensors of a safetensors file after checking its header against its size.
+
+    Raises:
+        ModelError: truncated, overlong, or a header whose shapes, types or offsets don't agree.
+    """
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        prefix = file.read(8)
+        length = int.from_bytes(prefix, "little")
+        if len(prefix) < 8 or length > min(size - 8, _MAX_HEADER_BYTES):
+            raise _damaged(path, f"its header claims {length} bytes, the file has {size}")
+        raw = file.read(length)
+    try:
+        header = json.loads(raw)
+    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise _damaged(path, f"its header is not JSON ({error})") from error
+    if not isinstance(header, dict):
+        raise _damaged(path, "its header is not a JSON object")
+    start = 8 + length
+    entries = [_entry(path, name, info, start) for name, info in header.items() if name != "__metadata__"]
+    at = start
+    for entry in sorted(entries, key=lambda e: (e.begin, e.end)):
+        if entry.begin != at:
+            raise _damaged(path, f"tensor {entry.name} starts at byte {entry.begin}, not {at}")
+        at = entry.end
+    if at != size:
+        raise _damaged(path, f"its tensors end at byte {at}, the file has {size}")
+    return entries
+
+
+def _entry(path: Path, name: str, info: object, start: int) -> TensorEntry:
+    if not isinstance(info, dict):
+        raise _damaged(path, f"tensor {name} has no description")
+    dtype, shape, offsets = info.get("dtype"), info.get("shape"), info.get("data_offsets")
+    if dtype not in _DTYPE_BITS or not _is_counts(shape) or not _is_counts(offsets) or len(offsets) != 2:
+        raise _damaged(path, f"tensor {name} has dtype {dtype!r}, shape {shape!r}, offsets {offsets!r}")
+    nbytes = offsets[1] - offsets[0]
+    if nbytes * 8 != math.prod(shape) * _DTYPE_BITS[dtype]:
+        raise _damaged(path, f"tensor {name} of {dtype} {shape} can't have {nbytes} bytes")
+    return TensorEntry(
+        name=name, dtype=dtype, shape=tuple(shape), begin=start + offsets[0], end=start + offsets[1]
+    )
+
+
+def _is_counts(values: object) -> bool:
+    return isinstance(values, list) and all(
+        isinstance(x, int) and not isinstance(x, bool) and 0 <= x < 1 << 48 for x in values
+    )
+
+
+def _damaged(path: Path, why: str) -> ModelError:
+    return ModelError(f"{path} is damaged: {why}; download or copy it again")
+
+
+def content_digest(files: list[Path]) -> str:
+    """Return a digest of all tensors' names, shapes, types and bytes, however they are sharded.
+
+    xxh3 over every tensor's bytes, in hex: tells models apart and finds flipped bits; it is no
+    defence against somebody who forges weights on purpose.
+    """
+    lines = []
+    for path in files:
+        entries = read_header(path)
+        with path.open("rb") as file:
+            for entry in entries:
+                file.seek(entry.begin)
+                hasher = xxhash.xxh3_128()
+                for chunk in _chunks(file.read, entry.end - entry.begin):
+                    hasher.update(chunk)
+                lines.append(f"{entry.name} {entry.dtype} {entry.shape} {hasher.hexdigest()}")
+    return xxhash.xxh3_128("\n".join(sorted(lines)).encode()).hexdigest()
+
+
+def _chunks(read: Any, left: int) -> Iterator[bytes]:
+    while left > 0:
+        chunk = read(min(left, _CHUNK_BYTES))
+        if not chunk:
+            return
+        left -= len(chunk)
+        yield chunk

@@ -1,0 +1,75 @@
+"""The load-time probe: does the model, run by kvq, compute what its own code computes?"""
+
+import torch
+from torch import Tensor
+
+from kvq.errors import ModelError
+from kvq.formats import KVRecipe
+from kvq.layout import plan_layout
+from kvq.models.attention import NAME
+from kvq.models.session import Session
+from kvq.models.weights import LoadedWeights
+
+_TOLERANCE = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}  # max|a-b| / max|b|
+_LENGTHS = (7, 5)  # tokens of the two probed sequences
+
+
+def probe(weights: LoadedWeights) -> None:
+    """Run two short sequences packed, alone, and through the model's own eager attention.
+
+    Raises:
+        ModelError: a layer called kvq's attention not exactly once, a sequence changed with its
+            batch neighbour, or the model's own attention gives something else.
+    """
+    geometry = weights.geometry
+    recipe = KVRecipe.uniform("fp32", geometry.head_dims)
+    length = min(max(_LENGTHS), weights.max_context)
+    session = Session(
+        weights, recipe, plan_layout(geometry, recipe), max_tokens=length, max_sequences=2, backend="reference"
+    )
+    tokens = [
+        [(31 * i + 977 * s + 5) % geometry.vocab_size for i in range(min(n, length))] for s, n in enumerate(_LENGTHS)
+    ]
+    layers: list[int] = []
+    session.observer = lambda layer, k, v: layers.append(layer)
+    packed = _run(session, tokens)
+    if sorted(layers) != list(range(len(geometry.layers))):
+        raise ModelError(
+            f"kvq does not run {geometry.model_type}: its {len(geometry.layers)} layers called the "
+            f"registered attention for {sorted(layers)}, not once each"
+        )
+    alone = [_run(session, [ids])[0] for ids in tokens]
+    own = [_eager(weights, ids) for ids in tokens]
+    limit = _TOLERANCE.get(next(weights.model.parameters()).dtype, 1e-1)
+    for what, others in (("a batch neighbour changes its results", alone), ("its own attention differs", own)):
+        worst = max(relative_error(a, b) for a, b in zip(packed, others, strict=True))
+        if not worst <= limit:
+            raise ModelError(
+                f"kvq does not run {geometry.model_type}: {what} (relative error {worst:.1e}, "
+                f"allowed {limit:.0e})"
+            )
+
+
+def relative_error(a: Tensor, b: Tensor) -> float:
+    """max|a - b| / max|b|."""
+    return float((a - b).abs().max() / b.abs().max().clamp(min=1e-30))
+
+
+def _run(session: Session, tokens: list[list[int]]) -> list[Tensor]:
+    work = [(session.new_sequence(), ids) for ids in tokens]
+    logits = [result.logits for result in session.forward(work, all_rows=True)]
+    for sequence, _ in work:
+        session.free(sequence)
+    return logits
+
+
+@torch.inference_mode()
+def _eager(weights: LoadedWeights, ids: list[int]) -> Tensor:
+    model = weights.model
+    model.set_attn_implementation("eager")
+    try:
+        output = model(input_ids=torch.tensor([ids], device=weights.device), use_cache=False)
+    finally:
+        model.set_attn_implementation(NAME)
+    logits: Tensor = output.logits[0].float()
+    return logits

@@ -1,0 +1,64 @@
+"""From what the user typed to a model folder: the embedded model, a folder, or a hub name."""
+
+import re
+from pathlib import Path
+
+from kvq.errors import ModelError, nearest
+
+EMBEDDED = {"tiny": Path(__file__).parent / "tiny"}
+_HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
+_HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "*.tiktoken"]
+
+
+def resolve_model(name: str, *, revision: str | None = None, token: str | None = None) -> Path:
+    """Return the folder of a model, downloading it from the hub if it is neither here nor embedded.
+
+    Raises:
+        ModelError: no such folder, or a hub name that is missing, gated or out of reach.
+    """
+    if name in EMBEDDED:
+        return EMBEDDED[name]
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return path
+    if path.is_file():
+        raise ModelError(f"{name} is a file; name the folder that holds config.json and the weights")
+    if name.startswith((".", "/", "~")) or not _HUB_NAME.fullmatch(name):
+        raise ModelError(f"there is no folder {name}; give a Hugging Face model folder, a hub name or 'tiny'")
+    if "/" not in name and (hint := nearest(name, list(EMBEDDED))):
+        raise ModelError(f"there is no model {name!r}{hint} or give a folder, or a hub name such as org/name")
+    return _download(name, revision, token)
+
+
+def _download(name: str, revision: str | None, token: str | None) -> Path:
+    import httpx
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HfHubHTTPError,
+        HFValidationError,
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
+
+    try:
+        return Path(snapshot_download(name, revision=revision, token=token, allow_patterns=_HUB_FILES))
+    except GatedRepoError as error:
+        raise ModelError(
+            f"{name} is gated: accept its terms on its hub page, then run `hf auth login` or pass --token"
+        ) from error
+    except RevisionNotFoundError as error:
+        raise ModelError(f"{name} has no revision {revision!r}; see its branches and tags on the hub") from error
+    except RepositoryNotFoundError as error:
+        raise ModelError(
+            f"there is no folder {name} here and no public model of that name on the hub; check the "
+            f"spelling, or pass --token if it is private"
+        ) from error
+    except HFValidationError as error:
+        raise ModelError(f"{name!r} is neither a folder here nor a valid hub name (org/name)") from error
+    except (LocalEntryNotFoundError, HfHubHTTPError, httpx.HTTPError, OSError) as error:
+        raise ModelError(
+            f"{name} is not a folder here and the hub can't be reached ({type(error).__name__}); check the "
+            f"network and try again, a broken download resumes, or give a local folder"
+        ) from error

@@ -1,0 +1,129 @@
+"""A session: pools for some sequences of one model, and the steps that run over them."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvq.blockmgr import BlockManager, Sequence
+from kvq.cache import KVCache
+from kvq.errors import RequestError
+from kvq.formats import KVRecipe
+from kvq.layout import KVLayout
+from kvq.models.step import Observer, PackedStep, sequence_batch
+from kvq.models.weights import LoadedWeights
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class StepResult:
+    """Logits of one sequence's part of a step."""
+
+    logits: Tensor  # fp32 [rows, vocab]: every new token's row, or the last one's only
+    finite: bool  # False: K or V held a NaN or an infinity; the sequence's blocks were scrubbed
+
+
+class Session:
+    """Runs packed steps over its own pools: copies none, writes, then attends."""
+
+    def __init__(
+        self,
+        weights: LoadedWeights,
+        recipe: KVRecipe,
+        layout: KVLayout,
+        *,
+        max_tokens: int,
+        max_sequences: int = 1,
+        backend: str = "auto",
+    ) -> None:
+        """Allocate pools for `max_sequences` sequences of up to `max_tokens` tokens each.
+
+        Raises:
+            RequestError: `max_tokens` is beyond the model's context.
+            OutOfMemory: the pools don't fit.
+        """
+        if not 1 <= max_tokens <= weights.max_context:
+            raise RequestError(
+                f"a context of {max_tokens} tokens was asked for; this model takes 1 to {weights.max_context}"
+            )
+        count = max_sequences * -(-max_tokens // layout.block_size)
+        num_blocks = [count] * len(layout.groups)
+        self.weights = weights
+        self.cache = KVCache(
+            weights.geometry, recipe, layout, num_blocks=num_blocks, device=weights.device, backend=backend
+        )
+        self.manager = BlockManager(num_blocks=num_blocks, block_size=layout.block_size)
+        self.window_limit: int | None = None
+        self.observer: Observer | None = None
+
+    def new_sequence(self) -> Sequence:
+        """Start an empty sequence."""
+        return self.manager.new_sequence()
+
+    def free(self, sequence: Sequence) -> None:
+        """Give back a sequence's blocks."""
+        self.manager.free(sequence)
+
+    @torch.inference_mode()
+    def forward(self, work: list[tuple[Sequence, list[int]]], *, all_rows: bool = False) -> list[StepResult]:
+        """Run one step: append tokens to sequences and return their logits.
+
+        `work` pairs each sequence with its new token ids: a prefill chunk, or one decoded token.
+        The logits are of the last new token of each, or of all with `all_rows`.
+
+        Raises:
+            RequestError: no tokens, a token id outside the vocabulary, or past the model's context.
+            OutOfBlocks: the pools are full. In all cases nothing has changed.
+        """
+        for sequence, ids in work:
+            self._check(sequence, ids)
+        slots = self.manager.append([(sequence, len(ids)) for sequence, ids in work])
+        step = self._step(work, slots)
+        lens = [len(ids) for _, ids in work]
+        starts = [sum(lens[:i]) for i in range(len(lens))]
+        keep = range(sum(lens)) if all_rows else [s + n - 1 for s, n in zip(starts, lens, strict=True)]
+        device = self.weights.device
+        ids = [token for _, tokens in work for token in tokens]
+        positions = [p for sequence, tokens in work for p in range(sequence.length - len(tokens), sequence.length)]
+        output = self.weights.model(
+            input_ids=torch.tensor([ids], device=device),
+            position_ids=torch.tensor([positions], device=device),
+            use_cache=False,
+            logits_to_keep=torch.tensor(list(keep), device=device),
+            kvq_step=step,
+        )
+        rows = lens if all_rows else [1] * len(work)
+        parts = output.logits[0].float().split(rows)
+        bad = [bool(part.any()) for part in step.bad_tokens.split(lens)]
+        for (sequence, _), broken in zip(work, bad, strict=True):
+            if broken:
+                for group, table in enumerate(sequence.tables):
+                    self.cache.scrub(group, [int(block) for block in table])
+        return [StepResult(logits=x, finite=not broken) for x, broken in zip(parts, bad, strict=True)]
+
+    def _check(self, sequence: Sequence, ids: list[int]) -> None:
+        vocab, limit = self.weights.geometry.vocab_size, self.weights.max_context
+        if not ids:
+            raise RequestError("no tokens were given; a step needs at least one per sequence")
+        if min(ids) < 0 or max(ids) >= vocab:
+            worst = min(ids) if min(ids) < 0 else max(ids)
+            raise RequestError(f"token id {worst} is outside the vocabulary of 0 to {vocab - 1}")
+        if sequence.length + len(ids) > limit:
+            raise RequestError(
+                f"{sequence.length + len(ids)} tokens are more than this model's context of {limit}"
+            )
+
+    def _step(self, work: list[tuple[Sequence, list[int]]], slots: list[list[int]]) -> PackedStep:
+        lens = [len(ids) for _, ids in work]
+        contexts = [sequence.length for sequence, _ in work]
+        device = self.weights.device
+        return PackedStep(
+            cache=self.cache,
+            geometry=self.weights.geometry,
+            batches=tuple(
+                sequence_batch([[*map(int, s.tables[g])] for s, _ in work], slots[g], lens, contexts, device)
+                for g in range(len(slots))
+            ),
+            bad_tokens=torch.zeros(sum(lens), dtype=torch.bool, device=device),
+            window_limit=self.window_limit,
+            observer=self.observer,
+        )

@@ -1,0 +1,92 @@
+"""One forward pass over a packed batch, as the attention of every layer sees it."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from kvq.cache import KVCache
+from kvq.errors import ModelError
+from kvq.geometry import ModelGeometry
+from kvq.kernels import SequenceBatch
+
+Observer = Callable[[int, Tensor, Tensor], None]  # (layer, K, V), both [tokens, kv_heads, dim]
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class PackedStep:
+    """What the registered attention function needs; passed through the model as a keyword."""
+
+    cache: KVCache
+    geometry: ModelGeometry
+    batches: tuple[SequenceBatch, ...]  # per layer group
+    bad_tokens: Tensor  # bool [tokens]; set where K or V was not finite
+    window_limit: int | None = None  # shortens every layer's window, to see what context is worth
+    observer: Observer | None = None
+    calls: list[int] = field(default_factory=list)  # layer indices, in order
+
+    def attend(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        scale: float,
+        softcap: float | None,
+        sinks: Tensor | None,
+    ) -> Tensor:
+        """Write the new tokens of one layer, then attend from them.
+
+        `q`: [tokens, q_heads, k_head_dim]; `k`, `v`: [tokens, kv_heads, dim].
+        Returns [tokens, q_heads, v_head_dim].
+        """
+        self.calls.append(layer)
+        if self.observer is not None:
+            self.observer(layer, k, v)
+        batch = self.batches[self.cache.group_of[layer]]
+        self.bad_tokens |= self.cache.write(layer, k, v, batch.slots)
+        windows = [w for w in (self.geometry.layers[layer].window, self.window_limit) if w is not None]
+        out, _ = self.cache.attend(
+            layer,
+            q,
+            batch,
+            scale=scale,
+            window=min(windows, default=None),
+            softcap=softcap,
+            sinks=sinks,
+        )
+        return out
+
+    def check_agrees(self, layer: int, **claims: object) -> None:
+        """Raise ModelError if the model code hands over other numbers than its config named."""
+        geometry = self.geometry.layers[layer]
+        expected = {
+            "window": geometry.window,
+            "softcap": self.geometry.softcap,
+            "has_sinks": self.geometry.has_sinks,
+            "kv_heads": geometry.kv_heads,
+            "k_head_dim": geometry.k_head_dim,
+            "v_head_dim": geometry.v_head_dim,
+        }
+        for name, value in claims.items():
+            if value != expected[name]:
+                raise ModelError(
+                    f"{self.geometry.model_type} layer {layer}: the model code uses {name}={value}, "
+                    f"its config says {expected[name]}; kvq can't tell which is right"
+                )
+
+
+def sequence_batch(
+    tables: list[list[int]], slots: list[int], query_lens: list[int], context_lens: list[int], device: torch.device
+) -> SequenceBatch:
+    """Build the tensors of one layer group: `tables` as padded int32 rows, `slots` as int64."""
+    longest = max(len(table) for table in tables)
+    padded = [table + [0] * (longest - len(table)) for table in tables]
+    return SequenceBatch(
+        query_lens=tuple(query_lens),
+        context_lens=tuple(context_lens),
+        tables=torch.tensor(padded, dtype=torch.int32, device=device),
+        slots=torch.tensor(slots, dtype=torch.int64, device=device),
+    )

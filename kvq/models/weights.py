@@ -1,0 +1,167 @@
+"""A loaded model: transformers' own module with kvq's attention, its geometry and its tokenizer."""
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kvq.errors import ConfigError, ModelError, nearest
+from kvq.geometry import ModelGeometry
+from kvq.models.attention import NAME, register_attention
+from kvq.models.checkpoint import content_digest, read_header, read_json, weight_files
+from kvq.models.live_geometry import live_geometry
+from kvq.models.rope import pin_rope
+from kvq.models.support import check_supported, rope_types
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class LoadedWeights:
+    """The weights of one model on one device. Made by `load_weights`."""
+
+    def __init__(self, *, folder: Path, model: Any, geometry: ModelGeometry, device: torch.device, max_context: int):
+        self.folder = folder
+        self.model = model
+        self.geometry = geometry
+        self.device = device
+        self.max_context = max_context  # tokens
+
+    @cached_property
+    def digest(self) -> str:
+        """Digest of all tensors of the checkpoint; reads the files once."""
+        return content_digest(weight_files(self.folder))
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        """The model's tokenizer.
+
+        Raises:
+            ModelError: the folder has none that loads without running its code.
+        """
+        from transformers import AutoTokenizer
+
+        config = self.folder / "tokenizer_config.json"
+        if config.is_file() and read_json(config).get("auto_map"):
+            raise ModelError(f"{config} has auto_map, code that would run at load; kvq never runs it")
+        try:
+            return AutoTokenizer.from_pretrained(self.folder, local_files_only=True, trust_remote_code=False)
+        except (OSError, ValueError, KeyError, TypeError, ImportError, RuntimeError) as error:
+            raise ModelError(f"{self.folder} has no tokenizer that loads: {_first_line(error)}") from error
+
+
+def load_weights(folder: Path, *, device: str = "auto", dtype: str = "auto", max_context: int | None = None) -> LoadedWeights:
+    """Load a Hugging Face folder: safetensors only, no code from it, every tensor accounted for.
+
+    `dtype="auto"` is the checkpoint's on a GPU and fp32 on a CPU. `max_context` in tokens limits
+    the context and pins longrope and dynamic RoPE.
+
+    Raises:
+        ModelError: damaged, incomplete or refused; the message says which and why.
+        ConfigError: an unknown device or dtype, or a context beyond the model's.
+    """
+    where = pick_device(device)
+    config_dict = read_json(folder / "config.json")
+    geometry = check_supported(config_dict, max_context=max_context)
+    context = _context(geometry, max_context, dynamic="dynamic" in rope_types(config_dict))
+    for path in weight_files(folder):
+        read_header(path)
+    model = _load_model(folder, _pick_dtype(dtype, where))
+    if not type(model)._supports_attention_backend:
+        raise ModelError(f"kvq does not run {geometry.model_type}: its attention can't be replaced")
+    if (live := live_geometry(model.config)) != geometry:
+        raise ModelError(
+            f"kvq reads {folder}/config.json as {geometry}, transformers as {live}; "
+            f"please report this model, it would be run wrongly"
+        )
+    pin_rope(model, context)
+    return LoadedWeights(
+        folder=folder, model=model.to(where).eval(), geometry=geometry, device=where, max_context=context
+    )
+
+
+def pick_device(device: str) -> torch.device:
+    """Return the torch device for a name; `auto` is the first GPU, or the CPU.
+
+    Raises:
+        ConfigError: no such device on this machine.
+    """
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        chosen = torch.device(device)
+        torch.empty(1, device=chosen)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise ConfigError(
+            f"device {device!r} is not usable here ({_first_line(error)}); use auto, cpu or cuda"
+        ) from error
+    return chosen
+
+
+def _pick_dtype(dtype: str, device: torch.device) -> torch.dtype | str:
+    if dtype == "auto":
+        return torch.float32 if device.type == "cpu" else "auto"
+    if dtype not in DTYPES:
+        allowed = ["auto", *DTYPES]
+        raise ConfigError(f"unknown dtype {dtype!r}{nearest(dtype, allowed)} allowed: {', '.join(allowed)}")
+    return DTYPES[dtype]
+
+
+def _context(geometry: ModelGeometry, max_context: int | None, *, dynamic: bool) -> int:
+    if max_context is None:
+        return geometry.max_context
+    if max_context < 1 or (max_context > geometry.max_context and not dynamic):
+        raise ConfigError(
+            f"a context of {max_context} tokens was asked for; this model takes 1 to {geometry.max_context}"
+        )
+    return max_context
+
+
+def _load_model(folder: Path, dtype: torch.dtype | str) -> Any:
+    from safetensors import SafetensorError
+    from transformers import AutoModelForCausalLM
+
+    register_attention()
+    try:
+        with _quiet():
+            model, info = AutoModelForCausalLM.from_pretrained(
+                folder,
+                dtype=dtype,
+                attn_implementation=NAME,
+                use_safetensors=True,
+                trust_remote_code=False,
+                local_files_only=True,
+                output_loading_info=True,
+            )
+    except (OSError, ValueError, KeyError, TypeError, RuntimeError, ImportError, AttributeError, SafetensorError) as error:
+        raise ModelError(f"{folder} can't be loaded: {_first_line(error)}") from error
+    if missing := sorted(info["missing_keys"]):
+        raise ModelError(f"{folder} lacks {len(missing)} tensors, first {missing[0]}; download it again")
+    if wrong := info["mismatched_keys"]:
+        raise ModelError(f"{folder}: tensors don't have the shapes that config.json implies: {sorted(map(str, wrong))[0]}")
+    return model
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep transformers' load report and progress bars off the terminal; its errors still raise."""
+    from transformers.utils import logging as hf_logging
+
+    logger = logging.getLogger("transformers")
+    level, bars = logger.level, hf_logging.is_progress_bar_enabled()
+    logger.setLevel(logging.ERROR)
+    hf_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+        if bars:
+            hf_logging.enable_progress_bar()
+
+
+def _first_line(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0][:300] if lines else type(error).__name__
