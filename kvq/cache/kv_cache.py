@@ -119,7 +119,9 @@ def _layer_views(
             maxima = recipe.static_scales.layers[layer.geometry.index]
             static = torch.tensor(maxima.scales(part, fmt), dtype=torch.float32, device=pool.device)
         return PagedRows(
-            codes=_view(pool, CODE_DTYPES[fmt.code], layer, codes, base, stride, num_blocks, group.block_size),
+            codes=_view(
+                pool, CODE_DTYPES[fmt.code], layer, codes, base, stride, num_blocks, group.block_size
+            ),
             scales=_view(pool, torch.float16, layer, scales, base, stride, num_blocks, group.block_size)
             if scales.row_bytes
             else None,

@@ -192,7 +192,9 @@ def _layer(data: object) -> LayerFormats:
 def _check_keys(data: dict[str, object], allowed: tuple[str, ...]) -> None:
     for key in data:
         if key not in allowed:
-            raise ConfigError(f"unknown key {key!r}{nearest(key, list(allowed))} allowed: {', '.join(allowed)}")
+            raise ConfigError(
+                f"unknown key {key!r}{nearest(key, list(allowed))} allowed: {', '.join(allowed)}"
+            )
     for key in allowed:
         if key not in data:
             raise ConfigError(f"missing key {key!r}")

@@ -90,8 +90,6 @@ class ModelGeometry:
         windows = {layer.window for layer in self.layers}
         ordered = sorted(windows, key=lambda w: (w is not None, -(w or 0)))
         return tuple(
-            LayerGroup(
-                index=i, window=window, layers=tuple(x for x in self.layers if x.window == window)
-            )
+            LayerGroup(index=i, window=window, layers=tuple(x for x in self.layers if x.window == window))
             for i, window in enumerate(ordered)
         )

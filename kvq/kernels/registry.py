@@ -60,7 +60,9 @@ def check_backend(backend: str) -> None:
     """Raise ConfigError unless `backend` is `auto` or a known name."""
     allowed = ["auto", *BACKENDS]
     if backend not in allowed:
-        raise ConfigError(f"unknown backend {backend!r}{nearest(backend, allowed)} allowed: {', '.join(allowed)}")
+        raise ConfigError(
+            f"unknown backend {backend!r}{nearest(backend, allowed)} allowed: {', '.join(allowed)}"
+        )
 
 
 def select(operation: str, spec: KernelSpec, device: Device, backend: str = "auto") -> Kernel:

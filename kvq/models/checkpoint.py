@@ -5,7 +5,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import xxhash
 
@@ -132,7 +132,7 @@ def _entry(path: Path, name: str, info: object, start: int) -> TensorEntry:
     )
 
 
-def _is_counts(values: object) -> bool:
+def _is_counts(values: object) -> TypeGuard[list[int]]:
     return isinstance(values, list) and all(
         isinstance(x, int) and not isinstance(x, bool) and 0 <= x < 1 << 48 for x in values
     )

@@ -107,7 +107,9 @@ def _decode_loop(
     for left in range(options.max_tokens - 1, -1, -1):
         result = session.forward([(sequence, step)])[0]
         if not result.finite:
-            raise RequestError("K or V held NaN or infinity; the weights or the dtype overflow, try dtype=fp32")
+            raise RequestError(
+                "K or V held NaN or infinity; the weights or the dtype overflow, try dtype=fp32"
+            )
         token = sample(result.logits[0], options, generator)
         if token in end_ids:
             break

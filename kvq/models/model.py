@@ -21,7 +21,9 @@ from kvq.models.weights import LoadedWeights, load_weights
 class Model:
     """A model whose KV cache lies in blocks of one recipe."""
 
-    def __init__(self, weights: LoadedWeights, recipe: KVRecipe, *, block_size: int, order: BlockOrder, backend: str):
+    def __init__(
+        self, weights: LoadedWeights, recipe: KVRecipe, *, block_size: int, order: BlockOrder, backend: str
+    ):
         self.weights = weights
         self.recipe = recipe
         self.block_size = block_size
@@ -95,7 +97,9 @@ class Model:
         for at in range(0, len(token_ids), size):
             result = session.forward([(sequence, token_ids[at : at + size])], all_rows=True)[0]
             if not result.finite:
-                raise RequestError("K or V held NaN or infinity; the weights or the dtype overflow, try dtype=fp32")
+                raise RequestError(
+                    "K or V held NaN or infinity; the weights or the dtype overflow, try dtype=fp32"
+                )
             parts.append(result.logits)
         return torch.cat(parts)
 
@@ -152,10 +156,14 @@ def resolve_recipe(weights: LoadedWeights, kv: str | KVRecipe, scales: str | Pat
     beside = weights.folder / "kvq.json"
     if scales is not None:
         if not recipe.is_static:
-            raise ConfigError(f"{scales} was given, but {recipe.name} uses no static scales; drop one of them")
+            raise ConfigError(
+                f"{scales} was given, but {recipe.name} uses no static scales; drop one of them"
+            )
         found = KVRecipe.load(scales).static_scales
         if found is None:
-            raise ConfigError(f"{scales} holds no static scales; make some with `kvq calibrate MODEL --out kvq.json`")
+            raise ConfigError(
+                f"{scales} holds no static scales; make some with `kvq calibrate MODEL --out kvq.json`"
+            )
         recipe = recipe.with_scales(found)
     elif recipe.is_static and recipe.static_scales is None and beside.is_file():
         recipe = recipe.with_scales(KVRecipe.load(beside).static_scales)

@@ -25,10 +25,16 @@ def probe(weights: LoadedWeights) -> None:
     recipe = KVRecipe.uniform("fp32", geometry.head_dims)
     length = min(max(_LENGTHS), weights.max_context)
     session = Session(
-        weights, recipe, plan_layout(geometry, recipe), max_tokens=length, max_sequences=2, backend="reference"
+        weights,
+        recipe,
+        plan_layout(geometry, recipe),
+        max_tokens=length,
+        max_sequences=2,
+        backend="reference",
     )
     tokens = [
-        [(31 * i + 977 * s + 5) % geometry.vocab_size for i in range(min(n, length))] for s, n in enumerate(_LENGTHS)
+        [(31 * i + 977 * s + 5) % geometry.vocab_size for i in range(min(n, length))]
+        for s, n in enumerate(_LENGTHS)
     ]
     layers: list[int] = []
     session.observer = lambda layer, k, v: layers.append(layer)
@@ -41,7 +47,10 @@ def probe(weights: LoadedWeights) -> None:
     alone = [_run(session, [ids])[0] for ids in tokens]
     own = [_eager(weights, ids) for ids in tokens]
     limit = _TOLERANCE.get(next(weights.model.parameters()).dtype, 1e-1)
-    for what, others in (("a batch neighbour changes its results", alone), ("its own attention differs", own)):
+    for what, others in (
+        ("a batch neighbour changes its results", alone),
+        ("its own attention differs", own),
+    ):
         worst = max(relative_error(a, b) for a, b in zip(packed, others, strict=True))
         if not worst <= limit:
             raise ModelError(

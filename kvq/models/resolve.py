@@ -31,7 +31,6 @@ def resolve_model(name: str, *, revision: str | None = None, token: str | None =
 
 
 def _download(name: str, revision: str | None, token: str | None) -> Path:
-    import httpx
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import (
         GatedRepoError,
@@ -49,7 +48,9 @@ def _download(name: str, revision: str | None, token: str | None) -> Path:
             f"{name} is gated: accept its terms on its hub page, then run `hf auth login` or pass --token"
         ) from error
     except RevisionNotFoundError as error:
-        raise ModelError(f"{name} has no revision {revision!r}; see its branches and tags on the hub") from error
+        raise ModelError(
+            f"{name} has no revision {revision!r}; see its branches and tags on the hub"
+        ) from error
     except RepositoryNotFoundError as error:
         raise ModelError(
             f"there is no folder {name} here and no public model of that name on the hub; check the "
@@ -57,7 +58,7 @@ def _download(name: str, revision: str | None, token: str | None) -> Path:
         ) from error
     except HFValidationError as error:
         raise ModelError(f"{name!r} is neither a folder here nor a valid hub name (org/name)") from error
-    except (LocalEntryNotFoundError, HfHubHTTPError, httpx.HTTPError, OSError) as error:
+    except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
         raise ModelError(
             f"{name} is not a folder here and the hub can't be reached ({type(error).__name__}); check the "
             f"network and try again, a broken download resumes, or give a local folder"

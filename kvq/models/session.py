@@ -83,7 +83,9 @@ class Session:
         keep = range(sum(lens)) if all_rows else [s + n - 1 for s, n in zip(starts, lens, strict=True)]
         device = self.weights.device
         ids = [token for _, tokens in work for token in tokens]
-        positions = [p for sequence, tokens in work for p in range(sequence.length - len(tokens), sequence.length)]
+        positions = [
+            p for sequence, tokens in work for p in range(sequence.length - len(tokens), sequence.length)
+        ]
         output = self.weights.model(
             input_ids=torch.tensor([ids], device=device),
             position_ids=torch.tensor([positions], device=device),

@@ -79,7 +79,11 @@ class PackedStep:
 
 
 def sequence_batch(
-    tables: list[list[int]], slots: list[int], query_lens: list[int], context_lens: list[int], device: torch.device
+    tables: list[list[int]],
+    slots: list[int],
+    query_lens: list[int],
+    context_lens: list[int],
+    device: torch.device,
 ) -> SequenceBatch:
     """Build the tensors of one layer group: `tables` as padded int32 rows, `slots` as int64."""
     longest = max(len(table) for table in tables)

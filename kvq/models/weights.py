@@ -17,13 +17,17 @@ from kvq.models.live_geometry import live_geometry
 from kvq.models.rope import pin_rope
 from kvq.models.support import check_supported, rope_types
 
+# What transformers raises for files that are damaged, incomplete or of the wrong kind.
+_LOAD_ERRORS = (OSError, ValueError, KeyError, TypeError, RuntimeError, ImportError, AttributeError)
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class LoadedWeights:
     """The weights of one model on one device. Made by `load_weights`."""
 
-    def __init__(self, *, folder: Path, model: Any, geometry: ModelGeometry, device: torch.device, max_context: int):
+    def __init__(
+        self, *, folder: Path, model: Any, geometry: ModelGeometry, device: torch.device, max_context: int
+    ):
         self.folder = folder
         self.model = model
         self.geometry = geometry
@@ -49,11 +53,13 @@ class LoadedWeights:
             raise ModelError(f"{config} has auto_map, code that would run at load; kvq never runs it")
         try:
             return AutoTokenizer.from_pretrained(self.folder, local_files_only=True, trust_remote_code=False)
-        except (OSError, ValueError, KeyError, TypeError, ImportError, RuntimeError) as error:
+        except _LOAD_ERRORS as error:
             raise ModelError(f"{self.folder} has no tokenizer that loads: {_first_line(error)}") from error
 
 
-def load_weights(folder: Path, *, device: str = "auto", dtype: str = "auto", max_context: int | None = None) -> LoadedWeights:
+def load_weights(
+    folder: Path, *, device: str = "auto", dtype: str = "auto", max_context: int | None = None
+) -> LoadedWeights:
     """Load a Hugging Face folder: safetensors only, no code from it, every tensor accounted for.
 
     `dtype="auto"` is the checkpoint's on a GPU and fp32 on a CPU. `max_context` in tokens limits
@@ -136,12 +142,13 @@ def _load_model(folder: Path, dtype: torch.dtype | str) -> Any:
                 local_files_only=True,
                 output_loading_info=True,
             )
-    except (OSError, ValueError, KeyError, TypeError, RuntimeError, ImportError, AttributeError, SafetensorError) as error:
+    except (*_LOAD_ERRORS, SafetensorError) as error:
         raise ModelError(f"{folder} can't be loaded: {_first_line(error)}") from error
     if missing := sorted(info["missing_keys"]):
         raise ModelError(f"{folder} lacks {len(missing)} tensors, first {missing[0]}; download it again")
     if wrong := info["mismatched_keys"]:
-        raise ModelError(f"{folder}: tensors don't have the shapes that config.json implies: {sorted(map(str, wrong))[0]}")
+        first = min(map(str, wrong))
+        raise ModelError(f"{folder}: tensors don't have the shapes that config.json implies: {first}")
     return model
 
 

@@ -28,5 +28,5 @@ def rotate(x: Tensor) -> Tensor:
         low, high = pairs[..., 0, :], pairs[..., 1, :]
         y = torch.stack((low + high, low - high), dim=-2)
         h *= 2
-    return y.reshape(x.shape) * block**-0.5
-
+    scaled: Tensor = y.reshape(x.shape) * block**-0.5
+    return scaled

@@ -97,4 +97,5 @@ def _encode_grouped(x: Tensor, code: Code, group_size: int) -> tuple[Tensor, Ten
 def _decode_grouped(codes: Tensor, scales: Tensor, bits: int) -> Tensor:
     pairs = scales.float().unflatten(-1, (-1, 2))  # [..., groups, (scale, minimum)]
     q = unpack(codes, bits).float().unflatten(-1, (pairs.shape[-2], -1))
-    return (q * pairs[..., :1] + pairs[..., 1:]).flatten(-2)
+    rows: Tensor = (q * pairs[..., :1] + pairs[..., 1:]).flatten(-2)
+    return rows
