@@ -1,3 +1,66 @@
-"""kvq: quantized, block-managed KV caches, and an honest look at what they cost."""
+"""kvq: quantized, block-managed KV caches for language models, and what they cost.
 
-__version__ = "0.1.0"
+    import kvq
+
+    model = kvq.load("tiny", kv="int4")
+    rows = kvq.perplexity("tiny", kv=["fp32", "int8", "int4"])
+
+Importing kvq loads nothing else: torch and transformers come with the first name that needs them.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+from kvq.errors import (
+    ConfigError,
+    KVQError,
+    ModelError,
+    OutOfBlocks,
+    OutOfMemory,
+    RequestError,
+    UnsupportedKernel,
+)
+from kvq.version import __version__
+
+if TYPE_CHECKING:
+    from kvq.api import load, perplexity
+    from kvq.calib import calibrate
+    from kvq.formats import KVRecipe
+    from kvq.models import Model, SamplingOptions
+
+_HOMES = {
+    "KVRecipe": "kvq.formats",
+    "Model": "kvq.models",
+    "SamplingOptions": "kvq.models",
+    "calibrate": "kvq.calib",
+    "load": "kvq.api",
+    "perplexity": "kvq.api",
+}
+
+__all__ = [
+    "ConfigError",
+    "KVQError",
+    "KVRecipe",
+    "Model",
+    "ModelError",
+    "OutOfBlocks",
+    "OutOfMemory",
+    "RequestError",
+    "SamplingOptions",
+    "UnsupportedKernel",
+    "__version__",
+    "calibrate",
+    "load",
+    "perplexity",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'kvq' has no attribute {name!r}")
+    import importlib
+
+    return getattr(importlib.import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -8,32 +8,50 @@ from typing import Any
 import torch
 
 from kvq.errors import ConfigError, RequestError
-from kvq.formats import KVRecipe
+from kvq.formats import KVRecipe, StaticScales
 from kvq.geometry import ModelGeometry
-from kvq.layout import BlockOrder, KVLayout, plan_layout
+from kvq.kernels import check_backend
+from kvq.layout import BlockOrder, KVLayout, check_recipe_fits, plan_layout
 from kvq.models.generation import Piece, SamplingOptions, stream
 from kvq.models.probe import probe
 from kvq.models.resolve import resolve_model
 from kvq.models.session import Session
 from kvq.models.weights import LoadedWeights, load_weights
 
+_UNQUANTIZED = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+
 
 class Model:
     """A model whose KV cache lies in blocks of one recipe."""
 
     def __init__(
-        self, weights: LoadedWeights, recipe: KVRecipe, *, block_size: int, order: BlockOrder, backend: str
-    ):
+        self,
+        weights: LoadedWeights,
+        recipe: KVRecipe,
+        *,
+        static_scales: StaticScales | None = None,
+        block_size: int = 32,
+        order: BlockOrder = BlockOrder.LAYER_MAJOR,
+        backend: str = "auto",
+    ) -> None:
+        """`static_scales` go to every static recipe that brings none of its own."""
         self.weights = weights
-        self.recipe = recipe
+        self.static_scales = static_scales
         self.block_size = block_size
         self.order = order
         self.backend = backend
+        self.recipe = self._with_scales(recipe)
 
     @property
     def geometry(self) -> ModelGeometry:
         """Layers, heads, head dimensions, windows."""
         return self.weights.geometry
+
+    @property
+    def description(self) -> str:
+        """Family and size, for reports."""
+        count = sum(p.numel() for p in self.weights.model.parameters())
+        return f"{self.geometry.model_type}, {count / 1e6:,.1f} M parameters"
 
     @property
     def tokenizer(self) -> Any:
@@ -55,19 +73,38 @@ class Model:
         """Stored bits per K or V element, scales included."""
         return float(self.recipe.bits_per_element(self.geometry.kv_heads))
 
-    def with_kv(self, kv: "str | KVRecipe", *, scales: "str | Path | None" = None) -> "Model":
+    def with_kv(self, kv: str | KVRecipe) -> "Model":
         """The same weights with another KV recipe; nothing is loaded again.
 
         Raises:
             ConfigError: unknown format, one that doesn't fit, or static scales missing or foreign.
         """
         other = copy.copy(self)
-        other.recipe = resolve_recipe(self.weights, kv, scales)
+        other.recipe = self._with_scales(resolve_recipe(self.weights, kv))
+        other.check_scales()
         return other
+
+    def with_static_scales(self, scales: StaticScales) -> "Model":
+        """The same model with other static scales, for this recipe and those of `with_kv`."""
+        other = copy.copy(self)
+        other.static_scales = scales
+        other.recipe = self.recipe.with_scales(scales) if self.recipe.is_static else self.recipe
+        other.check_scales()
+        return other
+
+    def check_scales(self) -> None:
+        """Raise ConfigError if the recipe's static scales are missing or another model's."""
+        if self.recipe.is_static:
+            self.recipe.check_scales(model_digest=self.weights.digest, kv_heads=self.geometry.kv_heads)
+
+    def _with_scales(self, recipe: KVRecipe) -> KVRecipe:
+        if recipe.is_static and recipe.static_scales is None:
+            return recipe.with_scales(self.static_scales)
+        return recipe
 
     def session(self, *, max_tokens: int, max_sequences: int = 1) -> Session:
         """Pools for `max_sequences` sequences of up to `max_tokens` tokens, and steps over them."""
-        self.recipe.check_scales(model_digest=self._digest_if_needed(), kv_heads=self.geometry.kv_heads)
+        self.check_scales()
         return Session(
             self.weights,
             self.recipe,
@@ -111,9 +148,6 @@ class Model:
         """
         return stream(self.tokenizer, self.session, prompt, options or SamplingOptions(), self.weights)
 
-    def _digest_if_needed(self) -> str:
-        return self.weights.digest if self.recipe.static_scales is not None else ""
-
 
 def load(
     path_or_name: str | Path,
@@ -133,51 +167,53 @@ def load(
 
     `path_or_name`: a Hugging Face folder, a hub name, or "tiny", the embedded model. `kv`: a
     format name, a pair, a kvq.json or a KVRecipe; "auto" is the weights' own type. `scales`: a
-    kvq.json with static scales; one inside the model folder is found by itself.
+    kvq.json with static scales; one inside the model folder is found by itself. A static format
+    without any is refused when it is first used.
 
     Raises:
         ModelError: missing, damaged or refused model.
         ConfigError: an option that can't be used as given.
     """
-    from kvq.kernels import check_backend
-
     check_backend(backend)
     folder = resolve_model(str(path_or_name), revision=revision, token=token)
     weights = load_weights(folder, device=device, dtype=dtype, max_context=max_context)
-    probe(weights)
-    recipe = resolve_recipe(weights, kv, scales)
+    recipe = resolve_recipe(weights, kv)
     plan_layout(weights.geometry, recipe, block_size=block_size)
-    return Model(weights, recipe, block_size=block_size, order=order, backend=backend)
+    static = find_scales(weights, scales)
+    probe(weights)
+    return Model(weights, recipe, static_scales=static, block_size=block_size, order=order, backend=backend)
 
 
-def resolve_recipe(weights: LoadedWeights, kv: str | KVRecipe, scales: str | Path | None) -> KVRecipe:
-    """Return the recipe that `kv` means for a model, with static scales where it needs them."""
-    recipe = _named_recipe(weights, kv)
+def find_scales(weights: LoadedWeights, path: str | Path | None) -> StaticScales | None:
+    """Static scales from a kvq.json, or from the one inside the model folder if there is one.
+
+    Raises:
+        ConfigError: the file is unreadable, holds no static scales, or another model's.
+    """
     beside = weights.folder / "kvq.json"
-    if scales is not None:
-        if not recipe.is_static:
-            raise ConfigError(
-                f"{scales} was given, but {recipe.name} uses no static scales; drop one of them"
-            )
-        found = KVRecipe.load(scales).static_scales
-        if found is None:
-            raise ConfigError(
-                f"{scales} holds no static scales; make some with `kvq calibrate MODEL --out kvq.json`"
-            )
-        recipe = recipe.with_scales(found)
-    elif recipe.is_static and recipe.static_scales is None and beside.is_file():
-        recipe = recipe.with_scales(KVRecipe.load(beside).static_scales)
-    if recipe.static_scales is not None:
-        recipe.check_scales(model_digest=weights.digest, kv_heads=weights.geometry.kv_heads)
-    return recipe
+    if path is None and not beside.is_file():
+        return None
+    scales = KVRecipe.load(path or beside).static_scales
+    if path is not None and scales is None:
+        raise ConfigError(f"{path} holds no static scales; make some: `kvq calibrate MODEL --out kvq.json`")
+    if path is not None and scales is not None:
+        scales.check(model_digest=weights.digest, kv_heads=weights.geometry.kv_heads)
+    return scales
 
 
-def _named_recipe(weights: LoadedWeights, kv: str | KVRecipe) -> KVRecipe:
+def resolve_recipe(weights: LoadedWeights, kv: str | KVRecipe) -> KVRecipe:
+    """Return the recipe that `kv` means for a model.
+
+    Raises:
+        ConfigError: unknown format, or one that the model's head dimensions don't fit.
+    """
     if isinstance(kv, KVRecipe):
+        check_recipe_fits(weights.geometry, kv)
         return kv
     if kv.endswith(".json"):
-        return KVRecipe.load(kv)
+        recipe = KVRecipe.load(kv)
+        check_recipe_fits(weights.geometry, recipe)
+        return recipe
     if kv == "auto":
-        names = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
-        kv = names.get(next(weights.model.parameters()).dtype, "bf16")
+        kv = _UNQUANTIZED.get(next(weights.model.parameters()).dtype, "bf16")
     return KVRecipe.uniform(kv, weights.geometry.head_dims)

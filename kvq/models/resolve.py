@@ -7,11 +7,16 @@ from kvq.errors import ModelError, nearest
 
 EMBEDDED = {"tiny": Path(__file__).parent / "tiny"}
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
-_HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "*.tiktoken"]
+_SMALL_FILES = ["*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken"]
+_HUB_FILES = [*_SMALL_FILES, "*.safetensors"]
 
 
-def resolve_model(name: str, *, revision: str | None = None, token: str | None = None) -> Path:
+def resolve_model(
+    name: str, *, revision: str | None = None, token: str | None = None, weights: bool = True
+) -> Path:
     """Return the folder of a model, downloading it from the hub if it is neither here nor embedded.
+
+    Without `weights` only the small files of a hub model are fetched.
 
     Raises:
         ModelError: no such folder, or a hub name that is missing, gated or out of reach.
@@ -27,10 +32,10 @@ def resolve_model(name: str, *, revision: str | None = None, token: str | None =
         raise ModelError(f"there is no folder {name}; give a Hugging Face model folder, a hub name or 'tiny'")
     if "/" not in name and (hint := nearest(name, list(EMBEDDED))):
         raise ModelError(f"there is no model {name!r}{hint} or give a folder, or a hub name such as org/name")
-    return _download(name, revision, token)
+    return _download(name, revision, token, _HUB_FILES if weights else _SMALL_FILES)
 
 
-def _download(name: str, revision: str | None, token: str | None) -> Path:
+def _download(name: str, revision: str | None, token: str | None, patterns: list[str]) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import (
         GatedRepoError,
@@ -42,7 +47,7 @@ def _download(name: str, revision: str | None, token: str | None) -> Path:
     )
 
     try:
-        return Path(snapshot_download(name, revision=revision, token=token, allow_patterns=_HUB_FILES))
+        return Path(snapshot_download(name, revision=revision, token=token, allow_patterns=patterns))
     except GatedRepoError as error:
         raise ModelError(
             f"{name} is gated: accept its terms on its hub page, then run `hf auth login` or pass --token"

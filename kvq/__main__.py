@@ -1,0 +1,5 @@
+"""`python -m kvq`."""
+
+from kvq.cli import main
+
+main()

@@ -1,0 +1,78 @@
+"""The `kvq` command. Commands are loaded when they are called, so that `--help` answers at once."""
+
+import importlib
+import sys
+from typing import Any
+
+import click
+
+from kvq.errors import KVQError, nearest
+from kvq.version import __version__
+
+# Command name -> (module below kvq.commands, its one-line help, shown without loading the module).
+_COMMANDS = {
+    "perplexity": ("perplexity", "Measure what KV formats cost on a text."),
+    "generate": ("generate", "Go on from a prompt, streamed."),
+    "inspect": ("inspect", "Show a model's KV geometry and the bytes per token of every format."),
+    "calibrate": ("calibrate", "Observe a model and write static scales to a kvq.json."),
+    "demo": ("demo", "Measure every format on the embedded model and write a report."),
+    "doctor": ("doctor", "Show what runs on this machine and why the rest does not."),
+}
+_WINDOWS = (
+    "kvq runs on Linux, macOS and WSL; on Windows, install WSL (wsl --install) and run it there, please."
+)
+
+
+class _Commands(click.Group):
+    """Loads a command's module when the command is called, not to list it."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(_COMMANDS)
+
+    def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
+        if name not in _COMMANDS:
+            return None
+        module = importlib.import_module(f"kvq.commands.{_COMMANDS[name][0]}")
+        command: click.Command = module.command
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, line) for name, (_, line) in _COMMANDS.items()])
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        if args and not args[0].startswith("-") and args[0] not in _COMMANDS:
+            hint = nearest(args[0], list(_COMMANDS)) or ";"
+            ctx.fail(f"there is no command {args[0]!r}{hint} commands: {', '.join(_COMMANDS)}")
+        return super().resolve_command(ctx, args)
+
+
+@click.command(
+    cls=_Commands,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+    epilog="Exit codes: 0 done, 1 a check failed, 2 the request was wrong.",
+)
+@click.version_option(__version__, prog_name="kvq")
+def root() -> None:
+    """Quantized, block-managed KV caches for language models, and what they cost."""
+
+
+def main(args: list[str] | None = None) -> Any:
+    """Run the command line; errors that kvq raises on purpose become one line and exit code 2."""
+    if sys.platform == "win32":
+        click.echo(_WINDOWS, err=True)
+        sys.exit(2)
+    try:
+        root.main(args, prog_name="kvq")
+    except KVQError as error:
+        click.echo(f"kvq: error: {error}", err=True)
+        sys.exit(2)
+    except BrokenPipeError:  # the reader of our output, such as `head`, is gone
+        sys.stderr.close()
+        sys.exit(0)
+
+
+if __name__ == "__main__":
+    main()

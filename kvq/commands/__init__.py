@@ -1,0 +1,1 @@
+"""The commands behind `kvq`, one module each."""

@@ -1,0 +1,55 @@
+"""`kvq demo`: every format on the embedded model, text beside text, and a report."""
+
+from pathlib import Path
+
+import click
+
+KV = "fp32,bf16,fp8,fp8_per_head,int8,int8_per_head,k8v4,int4,int4_g32,int2_g32"
+PROMPT = "The history of the city of"
+
+
+@click.command(name="demo")
+@click.option(
+    "--out",
+    default="kvq-demo",
+    show_default=True,
+    type=click.Path(),
+    help="Folder for report.html, results.json and plot.svg.",
+)
+@click.option("--max-windows", type=int, help="Stop after this many windows.  [default: the whole text]")
+def command(out: str, max_windows: int | None) -> None:
+    """Measure every format on the embedded model and write a report."""
+    from kvq.commands.perplexity import measure_and_print
+    from kvq.commands.progress import status
+    from kvq.errors import ConfigError
+    from kvq.evals.plot import check_plot_path, write_plot
+    from kvq.evals.report import write_report
+    from kvq.evals.results import write_json
+    from kvq.models import SamplingOptions
+    from kvq.models.model import load
+
+    folder = Path(out)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"can't make folder {out}: {error.strerror}") from error
+    check_plot_path(folder / "plot.svg")
+    with status("loading the embedded model"):
+        model = load("tiny")
+    result = measure_and_print(model, "tiny", KV.split(","), instrument=True, max_windows=max_windows)
+    click.echo("\nThe same prompt and random numbers; a very small model: compare, don't expect sense.\n")
+    samples = {}
+    for kv in ("fp32", "int4"):
+        click.echo(f"--- {kv} ---\n{PROMPT}", nl=False)
+        pieces = []
+        for piece in model.with_kv(kv).stream(
+            PROMPT, SamplingOptions(max_tokens=64, temperature=0.7, seed=3)
+        ):
+            click.echo(piece.text, nl=False)
+            pieces.append(piece.text)
+        samples[kv] = PROMPT + "".join(pieces)
+        click.echo("\n")
+    write_json(folder / "results.json", result)
+    write_plot(folder / "plot.svg", result)
+    write_report(folder / "report.html", result, samples)
+    click.echo(f"wrote {folder}/report.html, {folder}/results.json and {folder}/plot.svg")

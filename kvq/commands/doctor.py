@@ -1,0 +1,80 @@
+"""`kvq doctor`: what runs on this machine, and why the rest does not."""
+
+import os
+import platform
+import shutil
+import subprocess
+
+import click
+
+from kvq.version import __version__
+
+
+@click.command(name="doctor")
+def command() -> None:
+    """Show device, compiler, and which backends run here and why the others don't."""
+    import torch
+
+    from kvq.cache import available_bytes
+    from kvq.evals.results import describe_device, versions
+    from kvq.models.weights import pick_device
+
+    device = pick_device("auto")
+    free = available_bytes(device)
+    found = versions()
+    _line("kvq", __version__)
+    _line("python", f"{found['python']} on {found['platform']}")
+    _line("torch", f"{found['torch']}, transformers {found['transformers']}")
+    _line("device", describe_device(device))
+    _line("memory", "unknown" if free is None else f"{free / 2**30:.1f} GiB available")
+    _line("cpu cores", f"{os.cpu_count()}, torch uses {torch.get_num_threads()} threads")
+    _line("gpu", _gpu())
+    _line("compiler", _compiler())
+    click.echo("\nbackends (auto takes the first that runs):")
+    for name, verdict in backend_verdicts():
+        _line(f"  {name}", verdict)
+
+
+def backend_verdicts() -> list[tuple[str, str]]:
+    """Every backend with `runs here` or the reason why not."""
+    import torch
+
+    from kvq.kernels import BACKENDS, registered
+
+    verdicts = []
+    for name in BACKENDS:
+        if operations := registered(name):
+            verdicts.append((name, f"runs here: {', '.join(operations)}"))
+            continue
+        reason = f"does not run: kvq {__version__} has no {name} kernels yet"
+        if name == "triton" and not torch.cuda.is_available():
+            reason += ", and torch sees no GPU"
+        verdicts.append((name, reason))
+    return verdicts
+
+
+def _line(name: str, value: str) -> None:
+    click.echo(f"{name:<12} {value}")
+
+
+def _gpu() -> str:
+    import torch
+
+    if not torch.cuda.is_available():
+        return "none that torch can use"
+    major, minor = torch.cuda.get_device_capability()
+    return f"{torch.cuda.get_device_name()}, compute capability {major}.{minor}, CUDA {torch.version.cuda}"
+
+
+def _compiler() -> str:
+    for name in ("c++", "g++", "clang++"):
+        path = shutil.which(name)
+        if path is None:
+            continue
+        try:
+            run = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=10, check=True)
+        except (OSError, subprocess.SubprocessError):
+            continue
+        return run.stdout.splitlines()[0] if run.stdout else path
+    packages = "Xcode command line tools" if platform.system() == "Darwin" else "g++ or clang"
+    return f"none found; compiled CPU kernels will need {packages}"

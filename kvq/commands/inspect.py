@@ -1,0 +1,173 @@
+"""`kvq inspect`: a model's KV geometry, the bytes per token of every format, and the layout."""
+
+import sys
+from typing import Any
+
+import click
+
+from kvq.commands.options import kv_option
+
+_FORMATS = (
+    "fp32", "bf16", "fp16", "fp8", "fp8_per_head", "int8", "int8_per_head", "k8v4",
+    "int4_g32", "int4", "int4_g128", "int2_g32", "int2",
+)  # fmt: skip
+
+
+@click.command(name="inspect")
+@click.option("--model", "-m", default="tiny", show_default=True, help="Folder, hub name, or 'tiny'.")
+@kv_option("int4", many=False)
+@click.option(
+    "--block-size", type=click.IntRange(1, 4096), default=32, show_default=True, help="Tokens per block."
+)
+@click.option("--max-model-len", type=click.IntRange(min=1), help="Longest context in tokens.")
+@click.option("--revision", help="Branch, tag or commit of a hub model.")
+@click.option("--token", help="Hub token for gated or private models.")
+@click.option("--json", "json_path", type=click.Path(), help="Write the numbers as JSON.")
+def command(
+    model: str,
+    kv: list[str],
+    block_size: int,
+    max_model_len: int | None,
+    revision: str | None,
+    token: str | None,
+    json_path: str | None,
+) -> None:
+    """Show a model's KV geometry and the bytes per token of every format. Reads config.json only."""
+    from kvq import fileio
+    from kvq.errors import ConfigError
+    from kvq.formats import KVRecipe
+    from kvq.layout import plan_layout
+    from kvq.models.checkpoint import read_json
+    from kvq.models.resolve import resolve_model
+    from kvq.models.support import check_supported
+
+    if json_path:
+        fileio.check_writable(json_path)
+    folder = resolve_model(model, revision=revision, token=token, weights=False)
+    config = read_json(folder / "config.json")
+    geometry = check_supported(config, max_context=max_model_len or 1)
+    name = "bf16" if kv[0] == "auto" else kv[0]
+    chosen = KVRecipe.load(name) if name.endswith(".json") else KVRecipe.uniform(name, geometry.head_dims)
+    layout = plan_layout(geometry, chosen, block_size=block_size)
+    rows = []
+    for label in dict.fromkeys((*_FORMATS, name)):
+        try:
+            recipe = chosen if label == name else KVRecipe.uniform(label, geometry.head_dims)
+            rows.append(
+                _format_row(label, recipe, plan_layout(geometry, recipe, block_size=block_size), geometry)
+            )
+        except ConfigError as error:
+            rows.append({"kv": label, "refused": str(error)})
+    result: dict[str, Any] = {
+        "model": model,
+        "model_type": geometry.model_type,
+        "max_context": geometry.max_context,
+        "q_heads": geometry.q_heads,
+        "block_size": block_size,
+        "layers": [
+            {
+                "index": x.index,
+                "kind": x.kind,
+                "kv_heads": x.kv_heads,
+                "head_dim": x.k_head_dim,
+                "v_head_dim": x.v_head_dim,
+                "window": x.window,
+            }
+            for x in geometry.layers
+        ],
+        "formats": rows,
+        "layout": [_group_row(group) for group in layout.groups],
+    }
+    _print(result, name)
+    if json_path:
+        import torch
+
+        from kvq.evals.results import envelope, write_json
+
+        write_json(json_path, envelope(["kvq", *sys.argv[1:]], torch.device("cpu"), [result]))
+
+
+def _format_row(label: str, recipe: Any, layout: Any, geometry: Any) -> dict[str, Any]:
+    layer = recipe.layers[0]
+    return {
+        "kv": label,
+        "k": layer.k.name,
+        "v": layer.v.name,
+        "bits_per_element": float(recipe.bits_per_element(geometry.kv_heads)),
+        "kv_bytes_per_token": layout.kv_bytes_per_token,
+        "compression": 2 * geometry.elements_per_token / layout.kv_bytes_per_token,
+        "block_bytes": sum(group.block_bytes for group in layout.groups),
+    }
+
+
+def _group_row(group: Any) -> dict[str, Any]:
+    layer = group.layers[0]
+    return {
+        "group": group.group.name,
+        "layers": len(group.layers),
+        "block_bytes": group.block_bytes,
+        "regions": {
+            name: {
+                "offset": getattr(layer, name).offset,
+                "row_bytes": getattr(layer, name).row_bytes,
+                "nbytes": getattr(layer, name).nbytes,
+            }
+            for name in ("k_codes", "v_codes", "k_scales", "v_scales")
+        },
+        "layer_bytes": layer.nbytes,
+    }
+
+
+def _print(result: dict[str, Any], chosen: str) -> None:
+    from rich.table import Table
+
+    from kvq.commands.tables import console
+
+    out = console()
+    first = result["layers"][0]
+    windows = sorted({x["window"] or 0 for x in result["layers"]})
+    out.print(
+        f"{result['model']}: {result['model_type']}, {len(result['layers'])} layers, "
+        f"{result['q_heads']} query heads, {first['kv_heads']} KV heads, head_dim {first['head_dim']}"
+        + (f" (V {first['v_head_dim']})" if first["v_head_dim"] != first["head_dim"] else "")
+        + f", context {result['max_context']:,}",
+        highlight=False,
+    )
+    for window in windows:
+        count = sum((x["window"] or 0) == window for x in result["layers"])
+        kind = f"sliding window of {window:,} tokens" if window else "full attention"
+        out.print(f"  {count} layers of {kind}", highlight=False)
+    out.print()
+    table = Table(box=None, pad_edge=False)
+    for name in ("kv", "K", "V", "bits", "bytes/token", "vs bf16", f"block of {result['block_size']}"):
+        table.add_column(name, justify="left" if name in ("kv", "K", "V") else "right", no_wrap=True)
+    refused = []
+    for row in result["formats"]:
+        if "refused" in row:
+            refused.append(f"{row['kv']}: {row['refused']}")
+            continue
+        table.add_row(
+            row["kv"],
+            row["k"],
+            row["v"],
+            f"{row['bits_per_element']:.3f}".rstrip("0").rstrip("."),
+            f"{row['kv_bytes_per_token']:,.0f}",
+            f"{row['compression']:.2f}x",
+            f"{row['block_bytes']:,} B",
+        )
+    out.print(table)
+    for line in refused:
+        out.print(f"does not fit: {line}", highlight=False)
+    out.print()
+    out.print(f"layout of one {chosen} block of {result['block_size']} tokens:", highlight=False)
+    for group in result["layout"]:
+        regions = ", ".join(
+            f"{name} at {r['offset']} ({r['nbytes']} B, {r['row_bytes']} a row)"
+            for name, r in group["regions"].items()
+            if r["nbytes"]
+        )
+        out.print(
+            f"  {group['group']}: {group['layers']} layers x {group['layer_bytes']} B = "
+            f"{group['block_bytes']:,} B; each layer {regions}",
+            highlight=False,
+        )

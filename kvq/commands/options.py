@@ -1,0 +1,141 @@
+"""Options that several commands share, with the spellings people know from other engines."""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import click
+
+from kvq.errors import ConfigError
+from kvq.formats import split_pair
+
+_Command = TypeVar("_Command", bound=Callable[..., Any])
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelOptions:
+    """How a command was told to load its model."""
+
+    model: str
+    device: str
+    dtype: str
+    max_model_len: int | None
+    block_size: int
+    backend: str
+    revision: str | None
+    token: str | None
+    scales: str | None
+    calibrate_on_load: bool
+
+    def load_options(self) -> dict[str, Any]:
+        """Keyword arguments of `kvq.models.load`, static scales included."""
+        return {
+            "device": self.device,
+            "dtype": self.dtype,
+            "max_context": self.max_model_len,
+            "block_size": self.block_size,
+            "backend": self.backend,
+            "revision": self.revision,
+            "token": self.token,
+            "scales": self.scales,
+        }
+
+
+def model_options(command: _Command) -> _Command:
+    """Add the options of `ModelOptions`; the command gets them as `model_options`."""
+    options = [
+        click.option(
+            "--model",
+            "-m",
+            default="tiny",
+            show_default=True,
+            help="Folder, hub name, or 'tiny', the embedded model.",
+        ),
+        click.option("--device", default="auto", show_default=True, help="auto, cpu or cuda."),
+        click.option(
+            "--dtype",
+            default="auto",
+            show_default=True,
+            help="Of the weights: auto (fp32 on a CPU, the checkpoint's on a GPU), fp32, bf16, fp16.",
+        ),
+        click.option(
+            "--max-model-len",
+            type=click.IntRange(min=1),
+            help="Longest context in tokens; pins longrope and dynamic RoPE.",
+        ),
+        click.option(
+            "--block-size",
+            type=click.IntRange(1, 4096),
+            default=32,
+            show_default=True,
+            help="Tokens per block.",
+        ),
+        click.option(
+            "--backend",
+            default="auto",
+            show_default=True,
+            help="Kernels: auto, reference, cpu or triton; see `kvq doctor`.",
+        ),
+        click.option("--revision", help="Branch, tag or commit of a hub model."),
+        click.option("--token", help="Hub token for gated or private models."),
+        click.option(
+            "--scales", type=click.Path(), help="A kvq.json with static scales, for the per-head formats."
+        ),
+        click.option(
+            "--calibrate-on-load", is_flag=True, help="Make static scales now, from CPython's help topics."
+        ),
+    ]
+
+    @functools.wraps(command)
+    def wrapped(**values: Any) -> Any:
+        names = ModelOptions.__dataclass_fields__
+        picked = ModelOptions(**{name: values.pop(name) for name in names})
+        return command(model_options=picked, **values)
+
+    for option in reversed(options):
+        wrapped = option(wrapped)
+    return wrapped  # type: ignore[return-value]
+
+
+def kv_option(default: str, many: bool) -> Callable[[_Command], _Command]:
+    """Add --kv and its aliases --kv-cache-dtype, -ctk and -ctv; the command gets a list `kv`."""
+    what = "KV formats, separated by commas" if many else "KV format"
+
+    def add(command: _Command) -> _Command:
+        @functools.wraps(command)
+        def wrapped(kv: str | None, cache_type_k: str | None, cache_type_v: str | None, **values: Any) -> Any:
+            return command(kv=_named(kv, cache_type_k, cache_type_v, default, many), **values)
+
+        for option in (
+            click.option("-ctv", "--cache-type-v", help="Format of V alone, with -ctk."),
+            click.option("-ctk", "--cache-type-k", help="Format of K alone, with -ctv."),
+            click.option(
+                "--kv",
+                "--kv-cache-dtype",
+                help=f"{what}: a name, a pair K/V, or a kvq.json.  [default: {default}]",
+            ),
+        ):
+            wrapped = option(wrapped)
+        return wrapped  # type: ignore[return-value]
+
+    return add
+
+
+def _named(kv: str | None, k: str | None, v: str | None, default: str, many: bool) -> list[str]:
+    if kv is not None and (k or v):
+        raise ConfigError("--kv and -ctk/-ctv both name the KV format; give one of them")
+    if k or v:
+        kv = f"{k or 'auto'}/{v or 'auto'}"
+        if "auto" in kv:
+            raise ConfigError("-ctk and -ctv name one half each; give both, or --kv for K and V alike")
+    names = [name.strip() for name in (kv or default).split(",")]
+    if not many and len(names) > 1:
+        raise ConfigError(f"one KV format is needed, got {len(names)}: {', '.join(names)}")
+    notes = []
+    for name in names:
+        if name != "auto" and not name.endswith(".json"):
+            notes.append(split_pair(name).note)
+    for note in dict.fromkeys(filter(None, notes)):
+        click.echo(f"kvq: {note}", err=True)
+    return names

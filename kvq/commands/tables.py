@@ -1,0 +1,58 @@
+"""Tables on standard output."""
+
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from kvq.evals.report import row_cells
+
+
+def console() -> Console:
+    """A console on standard output, wide enough for whole tables when it is a pipe."""
+    out = Console()
+    return out if out.is_terminal else Console(width=140)
+
+
+def print_perplexity(result: dict[str, Any]) -> None:
+    """Print the rows of `kvq perplexity` with what they were measured on."""
+    out = console()
+    table = Table(box=None, pad_edge=False)
+    for name in (
+        "kv",
+        "bits",
+        "bytes/token",
+        "vs bf16",
+        "perplexity",
+        "change",
+        "KL mean",
+        "KL 99.9%",
+        "top-1",
+        "seconds",
+    ):
+        table.add_column(name, justify="left" if name == "kv" else "right", no_wrap=True)
+    for row in result["rows"]:
+        table.add_row(*row_cells(row))
+    out.print(f"model   {result['model']}", highlight=False)
+    out.print(
+        f"text    {result['text']}, {result['rows'][0]['tokens']:,} tokens predicted, "
+        f"windows of {result['context']}",
+        highlight=False,
+    )
+    out.print(f"device  {result['device']}", highlight=False)
+    out.print()
+    out.print(table)
+    if check := result.get("instrument"):
+        out.print()
+        out.print(instrument_line(check), highlight=False)
+
+
+def instrument_line(check: dict[str, Any]) -> str:
+    """Say in one line whether the model and the text can show damage."""
+    verdict = "can" if check["passed"] else "can NOT"
+    return (
+        f"instrument: this model on this text {verdict} show damage: "
+        f"perplexity {check['window_change']:+.1%} with a {check['window_tokens']}-token window, "
+        f"{check['int2_change']:+.1%} with {check['int2_format']} "
+        f"(both must reach {check['limit']:+.0%})"
+    )

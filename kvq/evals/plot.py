@@ -1,0 +1,97 @@
+"""The plot of a perplexity measurement: what each format saves against what it costs."""
+
+import io
+from pathlib import Path
+from typing import Any
+
+from kvq import fileio
+from kvq.errors import ConfigError
+
+_SUFFIXES = (".svg", ".png", ".pdf")
+_COLORS = {"fp8": "#0969da", "int8": "#1a7f37", "int4": "#bc4c00", "int2": "#cf222e", "k": "#8250df"}
+_GREY = "#57606a"  # unquantized
+
+
+def check_plot_path(path: str | Path) -> None:
+    """Raise ConfigError if a plot can't be written there: unknown suffix, or no matplotlib."""
+    if Path(path).suffix not in _SUFFIXES:
+        raise ConfigError(f"can't plot to {path}; the name must end in {', '.join(_SUFFIXES)}")
+    _figure_class()
+
+
+def write_plot(path: str | Path, result: dict[str, Any]) -> None:
+    """Draw a measurement into an .svg, .png or .pdf file."""
+    check_plot_path(path)
+    fileio.check_writable(path)
+    figure = _draw(result)
+    figure.savefig(path, dpi=160)
+
+
+def svg_plot(result: dict[str, Any]) -> str:
+    """Return the plot as SVG text for a page."""
+    text = io.StringIO()
+    _draw(result).savefig(text, format="svg")
+    svg = text.getvalue()
+    return svg[svg.index("<svg") :]
+
+
+def _figure_class() -> Any:
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ConfigError("plots need matplotlib; pip install 'kvq-toolkit[plot]'") from error
+    return Figure
+
+
+def _draw(result: dict[str, Any]) -> Any:
+    rows = [r for r in result["rows"] if not r["attention_window"]]
+    figure = _figure_class()(figsize=(9.6, 4.0), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    _bytes_panel(left, rows)
+    _kl_panel(right, rows)
+    figure.suptitle(f"{result['model']}, {result['text']}", fontsize=9, color=_GREY)
+    return figure
+
+
+def _bytes_panel(axes: Any, rows: list[dict[str, Any]]) -> None:
+    """Bars: KV bytes per token, each labelled with its change in perplexity."""
+    names = [r["kv"] for r in rows]
+    sizes = [r["kv_bytes_per_token"] for r in rows]
+    axes.barh(names, sizes, color=[_color(r["kv"]) for r in rows])
+    for i, row in enumerate(rows):
+        label = f" {row['perplexity_change']:+.2%}" if row["kl_mean"] else " baseline"
+        axes.text(sizes[i], i, label, va="center", fontsize=8)
+    axes.invert_yaxis()
+    axes.set_xlim(0, max(sizes) * 1.22)
+    axes.set_xlabel("KV cache bytes per token (label: change in perplexity)", fontsize=8)
+    _plain(axes)
+
+
+def _kl_panel(axes: Any, rows: list[dict[str, Any]]) -> None:
+    """Points: bits per element against mean KL divergence, logarithmic."""
+    quantized = [r for r in rows if r["kl_mean"] > 0]
+    for row in quantized:
+        axes.scatter(row["bits_per_element"], row["kl_mean"], color=_color(row["kv"]), s=28, zorder=3)
+        axes.annotate(
+            row["kv"],
+            (row["bits_per_element"], row["kl_mean"]),
+            xytext=(5, 3),
+            textcoords="offset points",
+            fontsize=8,
+        )
+    axes.set_yscale("log")
+    axes.margins(x=0.18, y=0.12)
+    axes.grid(alpha=0.25, which="both")
+    axes.set_xlabel("bits per stored element, scales included", fontsize=8)
+    axes.set_ylabel("mean KL divergence, nats per token", fontsize=8)
+    _plain(axes)
+
+
+def _color(name: str) -> str:
+    return next((c for prefix, c in _COLORS.items() if name.startswith(prefix)), _GREY)
+
+
+def _plain(axes: Any) -> None:
+    axes.tick_params(labelsize=8)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)

@@ -1,0 +1,87 @@
+"""The JSON envelope of every measuring command."""
+
+import dataclasses
+import datetime
+import json
+import platform
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kvq import fileio
+from kvq.version import __version__
+
+
+def envelope(command: list[str], device: torch.device, rows: list[Any], **more: object) -> dict[str, Any]:
+    """Return the JSON object of a measuring command.
+
+    `rows` are dicts or dataclasses. `more` adds keys beside the promised ones.
+    """
+    return {
+        "kvq_version": __version__,
+        "commit": _commit(),
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "device": describe_device(device),
+        "versions": versions(),
+        "command": " ".join(command),
+        **more,
+        "rows": [dataclasses.asdict(r) if dataclasses.is_dataclass(r) else r for r in rows],  # type: ignore[arg-type]
+    }
+
+
+def write_json(path: str | Path, result: dict[str, Any]) -> None:
+    """Write an envelope, aside and renamed."""
+    fileio.write_text(path, json.dumps(result, indent=1, allow_nan=False) + "\n")
+
+
+def describe_device(device: torch.device) -> str:
+    """A line that names the hardware: the GPU, or the CPU with its threads."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{_cpu_name()}, {torch.get_num_threads()} threads, {torch.backends.cpu.get_cpu_capability()}"
+
+
+def versions() -> dict[str, str]:
+    """Versions that a figure may depend on."""
+    import transformers
+
+    found = {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "platform": f"{platform.system()} {platform.machine()}",
+    }
+    if torch.version.cuda:
+        found["cuda"] = torch.version.cuda
+    return found
+
+
+def _cpu_name() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def _commit() -> str | None:
+    """The commit of a source checkout, with `-dirty` if it was changed; None for an installed copy."""
+    root = Path(__file__).parents[2]
+    if not (root / ".git").exists() or sys.platform == "win32":
+        return None
+    try:
+        run = subprocess.run(
+            ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"],
+            capture_output=True,
+            text=True,
+            timeout=10,
+            check=True,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return run.stdout.strip()

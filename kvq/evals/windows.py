@@ -1,0 +1,39 @@
+"""Cutting a text into windows of tokens, as every evaluation here sees it."""
+
+from typing import Any
+
+from kvq.errors import RequestError
+
+
+def token_windows(
+    tokenizer: Any, text: str, *, context: int, max_windows: int | None = None
+) -> list[list[int]]:
+    """Return windows of `context` tokens, neighbours in the text; a shorter rest is left out.
+
+    If the tokenizer starts texts with a begin-of-sequence token, every window starts with it.
+
+    Raises:
+        RequestError: the text is shorter than one window, or a size makes no sense.
+    """
+    if context < 2:
+        raise RequestError(f"context must be at least 2 tokens, got {context}; nothing could be predicted")
+    if max_windows is not None and max_windows < 1:
+        raise RequestError(f"the number of windows must be at least 1, got {max_windows}")
+    ids: list[int] = tokenizer(text, add_special_tokens=False, return_attention_mask=False, verbose=False)[
+        "input_ids"
+    ]
+    prefix = _begin_ids(tokenizer)
+    step = context - len(prefix)
+    count = len(ids) // step
+    if not count:
+        raise RequestError(
+            f"the text has {len(ids)} tokens, one window needs {step}; "
+            f"give a longer text or --context {max(2, len(ids) + len(prefix))} or less"
+        )
+    return [prefix + ids[i * step : (i + 1) * step] for i in range(min(count, max_windows or count))]
+
+
+def _begin_ids(tokenizer: Any) -> list[int]:
+    begin = tokenizer.bos_token_id
+    with_special: list[int] = tokenizer("a", return_attention_mask=False)["input_ids"]
+    return [begin] if begin is not None and with_special[:1] == [begin] else []
