@@ -34,7 +34,8 @@ def command(
         max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed, ignore_eos=ignore_eos
     )
     model = load_for(model_options, kv).with_kv(kv[0])
+    pieces = model.stream(prompt, options)  # refuses what it can't serve before anything is shown
     click.echo(prompt, nl=False)
-    for piece in model.stream(prompt, options):
+    for piece in pieces:
         click.echo(piece.text, nl=False)
     click.echo()

@@ -140,7 +140,7 @@ def _check_known(name: str, given: str) -> None:
 
 def _unknown(name: str) -> ConfigError:
     return ConfigError(
-        f"unknown KV format {name!r}{nearest(name, [*KNOWN_NAMES, *FOREIGN_NAMES])} "
+        f"unknown KV format {name!r}{nearest(name, [*KNOWN_NAMES, *FOREIGN_NAMES]) or ';'} "
         f"kvq knows {', '.join(KNOWN_NAMES)}, int4_gN and int2_gN for any group size N, "
         f"'_rot' after any of them, and pairs K/V such as int8/int4"
     )

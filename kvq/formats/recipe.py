@@ -142,10 +142,10 @@ class KVRecipe:
             return cls.from_json(data)
         except OSError as error:
             raise ConfigError(f"can't read recipe {path}: {error.strerror}") from error
-        except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise ConfigError(f"recipe {path} is not JSON: {error}") from error
         except ConfigError as error:
             raise ConfigError(f"recipe {path}: {error}") from error
+        except (ValueError, RecursionError) as error:  # of json: syntax, encoding, huge numbers
+            raise ConfigError(f"recipe {path} is not JSON: {error}") from error
 
     @classmethod
     def from_json(cls, data: object) -> "KVRecipe":

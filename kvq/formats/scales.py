@@ -1,12 +1,13 @@
 """Static scales: what calibration saw of K and V, per layer and KV head."""
 
-import math
 from dataclasses import dataclass
 
 from kvq.errors import ConfigError
 from kvq.formats.spec import Code, KVFormat
 
 LARGEST_CODE = {Code.FP8: 448.0, Code.INT8: 127.0}
+_SMALLEST_SCALE = 2.0**-126  # the smallest normal fp32 number: a scale never rounds to zero
+_LARGEST_MAXIMUM = float.fromhex("0x1.fffffep127")  # the largest fp32 number
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -21,10 +22,12 @@ class HeadMaxima:
     def scales(self, part: str, fmt: KVFormat) -> tuple[float, ...]:
         """Static fp32 scales of `part` ("k" or "v") for a per-head format, one per KV head.
 
-        scale = amax / 448 for FP8, amax / 127 for INT8; a head that was always zero gets 1.
+        scale = max(amax / 448, 2**-126) for FP8, amax / 127 for INT8; a head that was always
+        zero gets 1.
         """
         maxima: tuple[float, ...] = getattr(self, part + ("_rotated" if fmt.rotated else ""))
-        return tuple(a / LARGEST_CODE[fmt.code] if a > 0 else 1.0 for a in maxima)
+        largest = LARGEST_CODE[fmt.code]
+        return tuple(max(a / largest, _SMALLEST_SCALE) if a > 0 else 1.0 for a in maxima)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -88,7 +91,7 @@ def _maxima(index: int, data: object) -> HeadMaxima:
     for part in parts:
         values = data[part]
         if not isinstance(values, list) or not all(
-            isinstance(x, int | float) and not isinstance(x, bool) and math.isfinite(x) and x >= 0
+            isinstance(x, int | float) and not isinstance(x, bool) and 0 <= x <= _LARGEST_MAXIMUM
             for x in values
         ):
             raise ConfigError(

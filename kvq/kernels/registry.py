@@ -61,7 +61,7 @@ def check_backend(backend: str) -> None:
     allowed = ["auto", *BACKENDS]
     if backend not in allowed:
         raise ConfigError(
-            f"unknown backend {backend!r}{nearest(backend, allowed)} allowed: {', '.join(allowed)}"
+            f"unknown backend {backend!r}{nearest(backend, allowed) or ';'} allowed: {', '.join(allowed)}"
         )
 
 

@@ -1,5 +1,6 @@
 """From what the user typed to a model folder: the embedded model, a folder, or a hub name."""
 
+import importlib
 import re
 from pathlib import Path
 
@@ -63,8 +64,19 @@ def _download(name: str, revision: str | None, token: str | None, patterns: list
         ) from error
     except HFValidationError as error:
         raise ModelError(f"{name!r} is neither a folder here nor a valid hub name (org/name)") from error
-    except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
+    except (LocalEntryNotFoundError, HfHubHTTPError, OSError, *_transport_errors()) as error:
         raise ModelError(
             f"{name} is not a folder here and the hub can't be reached ({type(error).__name__}); check the "
             f"network and try again, a broken download resumes, or give a local folder"
         ) from error
+
+
+def _transport_errors() -> tuple[type[Exception], ...]:
+    """Base errors of the HTTP clients that releases of huggingface_hub use."""
+    found: list[type[Exception]] = []
+    for name in ("httpx2", "httpx"):
+        try:
+            found.append(importlib.import_module(name).HTTPError)
+        except ImportError:
+            continue
+    return tuple(found)

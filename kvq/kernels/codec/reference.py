@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kvq.formats import Code, Grouped, KVFormat
 from kvq.kernels.codec import e4m3
-from kvq.kernels.codec.hadamard import rotate
+from kvq.kernels.codec.hadamard import hadamard_block, rotate
 from kvq.kernels.codec.packing import pack, unpack
 
 CODE_DTYPES = {
@@ -26,24 +26,26 @@ CODE_DTYPES = {
     Code.INT2: torch.uint8,
 }
 _FP16_LARGEST = 65504.0
+_FP32_LARGEST = torch.finfo(torch.float32).max
 _SMALLEST_SCALE = 2.0**-24
 
 
 def encode(x: Tensor, fmt: KVFormat, static_scale: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
     """Quantize token rows.
 
-    `x`: [..., dim], any float dtype; NaN and infinity are stored as zero (whoever writes them
-    learns of it from `write_kv`'s flags). `static_scale`: fp32, broadcastable to [..., 1], for
-    per-head formats. Returns (codes, scales), laid out as the table above says.
+    `x`: [..., dim], any float dtype; finite elements saturate, NaN and infinity are stored as zero
+    (whoever writes them learns of it from `write_kv`'s flags). `static_scale`: fp32, broadcastable
+    to [..., 1], for per-head formats. Returns (codes, scales), laid out as the table above says.
     """
     x = x.float()
     x = torch.where(torch.isfinite(x), x, 0.0)
     if fmt.rotated:
-        x = rotate(x)
+        bound = _FP32_LARGEST / hadamard_block(x.shape[-1])  # no butterfly can overflow
+        x = rotate(x.clamp(-bound, bound))
     if fmt.code.is_float:
-        if fmt.code is Code.FP16:
-            x = x.clamp(-_FP16_LARGEST, _FP16_LARGEST)
-        return x.to(CODE_DTYPES[fmt.code]), None
+        dtype = CODE_DTYPES[fmt.code]
+        largest = torch.finfo(dtype).max
+        return x.clamp(-largest, largest).to(dtype), None
     if isinstance(fmt.scale, Grouped):
         return _encode_grouped(x, fmt.code, fmt.scale.group_size)
     if fmt.is_static:

@@ -1,0 +1,20 @@
+"""Stream text from one prompt with a 4-bit KV cache, beside the same with a full one.
+
+python examples/stream_int4.py [PROMPT]
+"""
+
+import sys
+
+import kvq
+
+prompt = sys.argv[1] if len(sys.argv) > 1 else "In the north of the country"
+options = kvq.SamplingOptions(max_tokens=40, temperature=0.7, seed=1)
+model = kvq.load("tiny", kv="fp32")
+
+for kv in ("fp32", "int4"):
+    chosen = model.with_kv(kv)
+    print(f"--- {kv}, {chosen.kv_bytes_per_token:.0f} bytes of KV a token ---")
+    print(prompt, end="")
+    for piece in chosen.stream(prompt, options):
+        print(piece.text, end="", flush=True)
+    print()

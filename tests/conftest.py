@@ -1,0 +1,27 @@
+"""Fixtures that several tests share. Nothing here reaches for a network."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+SHARED = Path(__file__).parents[2] / "shared"
+
+
+@pytest.fixture(scope="session")
+def tiny():
+    """The embedded model over unquantized KV, loaded once."""
+    import kvq
+
+    return kvq.load("tiny")
+
+
+@pytest.fixture(scope="session")
+def wikitext() -> str:
+    """WikiText-2's test split, where it is at hand."""
+    path = SHARED / "data" / "wikitext-2" / "test.txt"
+    if not path.is_file():
+        pytest.skip("WikiText-2 is not at hand")
+    return path.read_text(encoding="utf-8")

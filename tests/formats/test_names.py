@@ -1,0 +1,154 @@
+"""Names of formats: every spelling in, the canonical name out."""
+
+import pytest
+
+from kvq.errors import ConfigError
+from kvq.formats import FOREIGN_NAMES, KNOWN_NAMES, KVFormat, parse_format, split_pair
+from kvq.formats.spec import Code, Grouped, PerHead, PerTokenHead, legal_group_sizes
+
+TABLE = {
+    "fp32": (Code.FP32, None),
+    "bf16": (Code.BF16, None),
+    "fp16": (Code.FP16, None),
+    "fp8": (Code.FP8, PerTokenHead()),
+    "fp8_per_token_head": (Code.FP8, PerTokenHead()),
+    "fp8_per_head": (Code.FP8, PerHead()),
+    "int8": (Code.INT8, PerTokenHead()),
+    "int8_per_token_head": (Code.INT8, PerTokenHead()),
+    "int8_per_head": (Code.INT8, PerHead()),
+    "int4_g32": (Code.INT4, Grouped(32)),
+    "int4_g64": (Code.INT4, Grouped(64)),
+    "int4_g128": (Code.INT4, Grouped(128)),
+    "int2_g32": (Code.INT2, Grouped(32)),
+    "int2_g64": (Code.INT2, Grouped(64)),
+}
+ALIASES = {"fp8": "fp8_per_token_head", "int8": "int8_per_token_head"}
+
+
+@pytest.mark.parametrize("rotated", [False, True])
+@pytest.mark.parametrize("name", TABLE)
+def test_every_name_of_the_table_means_its_code_and_scale(name: str, rotated: bool) -> None:
+    fmt = parse_format(name + "_rot" * rotated, 128)
+    assert (fmt.code, fmt.scale, fmt.rotated) == (*TABLE[name], rotated)
+
+
+@pytest.mark.parametrize("rotated", [False, True])
+@pytest.mark.parametrize("name", TABLE)
+def test_a_parsed_name_is_canonical_and_reads_back_as_the_same_format(name: str, rotated: bool) -> None:
+    fmt = parse_format(name + "_rot" * rotated, 128)
+    assert fmt.name == ALIASES.get(name, name) + "_rot" * rotated
+    assert parse_format(fmt.name, 128) == fmt
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "group"),
+    [(48, 48), (60, 60), (64, 64), (80, 40), (96, 48), (128, 64), (192, 48), (256, 64)],
+)
+def test_int4_is_rotated_with_the_largest_legal_group_up_to_64(head_dim: int, group: int) -> None:
+    assert parse_format("int4", head_dim) == KVFormat(code=Code.INT4, scale=Grouped(group), rotated=True)
+    assert parse_format("int4_rot", head_dim) == parse_format("int4", head_dim)
+    assert parse_format("int4", head_dim).name == f"int4_g{group}_rot"
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "group"),
+    [(48, 24), (60, 30), (64, 32), (80, 20), (96, 24), (128, 32), (192, 32), (256, 32)],
+)
+def test_int2_is_rotated_with_the_largest_legal_group_up_to_32(head_dim: int, group: int) -> None:
+    assert parse_format("int2", head_dim) == KVFormat(code=Code.INT2, scale=Grouped(group), rotated=True)
+
+
+@pytest.mark.parametrize("name", [n for n in KNOWN_NAMES if n != "k8v4"])
+def test_every_name_that_errors_advertise_is_accepted(name: str) -> None:
+    pair = split_pair(name)
+    assert (pair.k, pair.v, pair.note) == (name, name, "")
+    parse_format(name, 256)
+
+
+@pytest.mark.parametrize(
+    ("given", "k", "v"),
+    [
+        ("k8v4", "int8", "int4"),
+        ("k16v4", "bf16", "int4"),
+        ("k16v8", "bf16", "int8"),
+        ("k4v2", "int4", "int2"),
+        ("K8V4", "int8", "int4"),
+        ("int8/int4", "int8", "int4"),
+        (" fp8 / int4_g32_rot ", "fp8", "int4_g32_rot"),
+        ("fp8_per_head/int8_per_head_rot", "fp8_per_head", "int8_per_head_rot"),
+    ],
+)
+def test_pairs_name_k_and_v_apart(given: str, k: str, v: str) -> None:
+    assert (split_pair(given).k, split_pair(given).v) == (k, v)
+    assert split_pair(given).note == ""
+
+
+@pytest.mark.parametrize("foreign", FOREIGN_NAMES)
+def test_a_foreign_spelling_is_mapped_with_a_note(foreign: str) -> None:
+    pair = split_pair(foreign)
+    assert pair.k == pair.v == FOREIGN_NAMES[foreign]
+    assert pair.note == f"{foreign} is read as kvq's {pair.k}"
+    parse_format(pair.k, 128)
+
+
+@pytest.mark.parametrize(
+    ("foreign", "ours"),
+    [("q8_0", "int8"), ("q4_0", "int4_g32"), ("f16", "fp16"), ("fp8_e4m3", "fp8"), ("bfloat16", "bf16")],
+)
+def test_the_common_foreign_spellings_mean_what_their_engines_mean(foreign: str, ours: str) -> None:
+    assert split_pair(foreign).k == ours
+
+
+def test_a_foreign_pair_notes_each_part_once() -> None:
+    assert split_pair("q8_0/q4_0").note == "q8_0 is read as kvq's int8; q4_0 is read as kvq's int4_g32"
+    assert split_pair("q8_0/q8_0").note == "q8_0 is read as kvq's int8"
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [("int5", "int"), ("fp8_per_hed", "fp8_per_head"), ("itn4", "int4"), ("k8v5", "k8v4"), ("q8_1", "q8_0")],
+)
+def test_an_unknown_name_is_refused_with_the_nearest(given: str, meant: str) -> None:
+    with pytest.raises(ConfigError, match=rf"unknown KV format '{given}'; did you mean '{meant}"):
+        split_pair(given)
+
+
+@pytest.mark.parametrize(
+    "given", ["", "/", "int8/", "/int8", "int8/int4/int2", "int4_g", "int4_g-4", "_rot", "int4_rot_rot", "auto"]
+)
+def test_what_is_no_name_is_refused(given: str) -> None:
+    with pytest.raises(ConfigError, match="unknown KV format"):
+        split_pair(given)
+
+
+def test_a_refusal_without_a_near_name_still_reads_as_a_sentence() -> None:
+    with pytest.raises(ConfigError, match=r"unknown KV format '@@@'; kvq knows fp32, bf16"):
+        split_pair("@@@")
+
+
+@pytest.mark.parametrize("given", ["nope", "int4_g", "k8v4", "fp8_per_heads", "int4_per_token_head"])
+def test_parse_format_refuses_unknown_names_itself(given: str) -> None:
+    with pytest.raises(ConfigError, match=f"unknown KV format '{given}'"):
+        parse_format(given, 128)
+
+
+@pytest.mark.parametrize(("group", "head_dim"), [(32, 80), (64, 80), (64, 64 + 32), (7, 64), (128, 64), (0, 64)])
+def test_a_group_size_that_does_not_fit_lists_what_fits(group: int, head_dim: int) -> None:
+    fits = [n for n in range(4, head_dim + 1) if n == head_dim or (head_dim // 2) % n == 0]
+    for code in ("int4", "int2"):
+        with pytest.raises(ConfigError) as refused:
+            parse_format(f"{code}_g{group}", head_dim)
+        assert f"head_dim={head_dim}" in str(refused.value)
+        assert f"got {group}" in str(refused.value)
+        assert f"use one of {fits}" in str(refused.value)
+
+
+@pytest.mark.parametrize("head_dim", [48, 60, 64, 80, 96, 128, 192, 256])
+def test_no_legal_group_straddles_the_two_halves_of_a_packed_row(head_dim: int) -> None:
+    half = head_dim // 2
+    for size in legal_group_sizes(head_dim):
+        if size != head_dim:
+            starts = range(0, head_dim, size)
+            assert all(at + size <= half or at >= half for at in starts), size
+            assert head_dim % size == 0
+        parse_format(f"int4_g{size}", head_dim)

@@ -1,0 +1,318 @@
+"""The command line: what people type, what they read, and what bad input gets."""
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from kvq import cli
+from kvq.models.resolve import EMBEDDED
+
+SHORT = ["--context", "64", "--max-windows", "1"]
+
+
+@pytest.fixture
+def run(capsys):
+    """Call the command line in this process; returns (exit code, stdout, stderr)."""
+
+    def call(*args):
+        code = 0
+        try:
+            cli.main([str(a) for a in args])
+        except SystemExit as stop:
+            code = stop.code or 0
+        out, err = capsys.readouterr()
+        return code, out, err
+
+    return call
+
+
+@pytest.fixture(scope="module")
+def copy(tmp_path_factory):
+    """A copy of the embedded model's folder that a test may damage."""
+
+    def make(name="model"):
+        folder = tmp_path_factory.mktemp("models") / name
+        shutil.copytree(EMBEDDED["tiny"], folder)
+        return folder
+
+    return make
+
+
+def test_help_answers_in_under_a_third_of_a_second_and_names_every_command():
+    seconds = []
+    for _ in range(5):
+        start = time.perf_counter()
+        done = subprocess.run(
+            [sys.executable, "-m", "kvq", "--help"], capture_output=True, text=True, check=True
+        )
+        seconds.append(time.perf_counter() - start)
+    for name in ("perplexity", "generate", "inspect", "calibrate", "demo", "doctor"):
+        assert re.search(rf"^  {name} ", done.stdout, re.M)
+    assert min(seconds) < 0.3, seconds
+
+
+@pytest.mark.parametrize("name", list(cli._COMMANDS))
+def test_every_command_explains_itself(run, name):
+    code, out, _ = run(name, "--help")
+    assert code == 0
+    assert "Usage: kvq " + name in out
+
+
+def test_perplexity_prints_a_table_and_writes_json_plot_and_report(run, tmp_path):
+    paths = [tmp_path / name for name in ("r.json", "r.svg", "r.html")]
+    code, out, err = run(
+        "perplexity",
+        "--kv",
+        "fp32,fp8_per_head,int4",
+        *SHORT,
+        "--json",
+        paths[0],
+        "--plot",
+        paths[1],
+        "--html",
+        paths[2],
+    )
+    assert (code, err) == (0, "")
+    assert re.search(r"^int4 +4\.5 +864 +3\.56x", out, re.M)
+    result = json.loads(paths[0].read_text())
+    assert {"kvq_version", "commit", "date", "device", "versions", "command", "rows"} <= set(result)
+    assert [row["kv"] for row in result["rows"]] == ["fp32", "fp8_per_head", "int4"]
+    assert result["rows"][0]["tokens"] == 63
+    assert len(result["text_digest"]) == 64
+    assert paths[1].read_text().lstrip().startswith("<?xml")
+    page = paths[2].read_text()
+    assert "<svg" in page
+    assert not re.search(r"(src|href)=.https?://", page)
+
+
+def test_familiar_spellings_work_and_say_what_they_became(run):
+    code, out, err = run("perplexity", "--kv-cache-dtype", "f16,q8_0", *SHORT)
+    assert code == 0
+    assert "q8_0 is read as kvq's int8" in err
+    assert re.search(r"^q8_0 +8\.25", out, re.M)
+    code, out, err = run("perplexity", "-ctk", "q8_0", "-ctv", "q4_0", *SHORT)
+    assert code == 0
+    assert re.search(r"^q8_0/q4_0 +6\.625", out, re.M)
+    assert "q4_0 is read as kvq's int4_g32" in err
+
+
+def test_generate_streams_the_same_text_from_fp32_blocks_as_transformers(run, tiny):
+    import torch
+
+    prompt = "The king of France"
+    code, out, _ = run("generate", "--kv", "fp32", "-n", "24", "--ignore-eos", prompt)
+    ids = tiny.tokenizer(prompt, return_tensors="pt")["input_ids"]
+    hf = tiny.weights.model
+    hf.set_attn_implementation("eager")
+    try:
+        with torch.inference_mode():
+            expected = hf.generate(ids, max_new_tokens=24, min_new_tokens=24, do_sample=False)
+    finally:
+        hf.set_attn_implementation("kvq")
+    assert code == 0
+    assert out == tiny.tokenizer.decode(expected[0]) + "\n"
+
+
+def test_a_seed_makes_sampling_repeatable(run):
+    args = ("generate", "--kv", "int4", "-n", "12", "--temperature", "1.2", "--top-p", "0.9", "A story")
+    outputs = [run(*args, "--seed", seed)[1] for seed in (1, 1, 2)]
+    assert outputs[0] == outputs[1] != outputs[2]
+
+
+def test_inspect_counts_bytes_and_reads_no_weights(run, copy, tmp_path):
+    folder = copy()
+    (folder / "model.safetensors").unlink()
+    code, out, _ = run("inspect", "--model", folder, "--kv", "k8v4", "--json", tmp_path / "i.json")
+    assert code == 0
+    row = json.loads((tmp_path / "i.json").read_text())["rows"][0]
+    k8v4 = next(f for f in row["formats"] if f["kv"] == "k8v4")
+    assert (k8v4["bits_per_element"], k8v4["kv_bytes_per_token"]) == (6.375, 1224)
+    assert row["layers"][0] == {
+        "index": 0, "kind": "full", "kv_heads": 2, "head_dim": 64, "v_head_dim": 64, "window": None,
+    }  # fmt: skip
+    assert "does not fit: int4_g128" in out
+
+
+def test_doctor_says_what_runs_and_why_the_rest_does_not(run):
+    code, out, _ = run("doctor")
+    assert code == 0
+    assert re.search(r"reference +runs here: write_kv, attend", out)
+    assert re.search(r"triton +does not run: .*", out)
+    assert re.search(r"cpu +does not run: .*", out)
+
+
+def test_calibrate_writes_a_recipe_that_serves_static_formats(run, tmp_path):
+    out = tmp_path / "kvq.json"
+    code, said, _ = run("calibrate", "tiny", "--out", out, "--context", "64", "--max-windows", "2")
+    assert code == 0
+    assert "128 tokens" in said
+    code, table, _ = run("perplexity", "--kv", f"fp32,int8_per_head,{out}", "--scales", out, *SHORT)
+    assert code == 0
+    assert "int8_per_head" in table
+
+
+BAD_FORMATS = [
+    ("int5", "unknown KV format 'int5'; did you mean 'int"),
+    (
+        "int4_g48",
+        "group size must divide head_dim/2 or equal head_dim=64, got 48; use one of [4, 8, 16, 32, 64]",
+    ),
+    ("fp32,,int4", "unknown KV format ''"),
+    ("no/such.json", "can't read recipe no/such.json"),
+]
+
+
+@pytest.mark.parametrize(("kv", "says"), BAD_FORMATS)
+def test_formats_that_do_not_exist_or_fit_are_refused_with_what_does(run, kv, says):
+    code, out, err = run("perplexity", "--kv", kv, *SHORT)
+    assert (code, out) == (2, "")
+    assert says in err
+    assert "Traceback" not in err
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        (["perplexity", "--model", "no/such/folder/x"], "there is no folder no/such/folder/x"),
+        (["perplexity", "--model", "tinny"], "did you mean 'tiny'?"),
+        (["perplexity", "--context", "9999"], "--context 9999 is beyond this model's context of 4096"),
+        (["perplexity", "--context", "1"], "at least 2 tokens"),
+        (["perplexity", "--text", "missing.txt"], "can't read missing.txt"),
+        (["perplexity", "--json", "no/folder/r.json"], "there is no folder no/folder"),
+        (["perplexity", "--plot", "r.gif"], "the name must end in .svg, .png, .pdf"),
+        (["perplexity", "--device", "cuda:99"], "device 'cuda:99' is not usable here"),
+        (["perplexity", "--dtype", "fp33"], "unknown dtype 'fp33'; did you mean 'fp32'?"),
+        (["perplexity", "--backend", "trition"], "did you mean 'triton'?"),
+        (["perplexity", "--backend", "triton"], "triton: has no write_kv kernel"),
+        (["perplexity", "--kv", "int8", "-ctk", "int8"], "give one of them"),
+        (["perplexity", "--kv", "int4", "--scales", "kvq.json"], "kvq.json"),
+        (["perplexity", "--max-model-len", "99999"], "this model takes 1 to 4096"),
+        (["generate", "--kv", "int8,int4", "hello"], "one KV format is needed"),
+        (["generate", ""], "the prompt is empty"),
+        (["generate", "-n", "5000", "hello"], "more than this model's context of 4096"),
+        (["generate", "--temperature", "-1", "hello"], "temperature must be 0 to 10"),
+        (["inspect", "--kv", "int7"], "unknown KV format 'int7'"),
+        (["calibrate", "tiny", "--out", "/no/folder/kvq.json"], "there is no folder /no/folder"),
+        (["perplxity"], "did you mean 'perplexity'?"),
+        (["perplexity", "--no-such-option"], "No such option"),
+    ],
+)
+def test_bad_requests_say_what_was_given_and_what_to_do(run, args, says, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    code, out, err = run(*args, *([] if "--context" in args or args[0] != "perplexity" else SHORT))
+    assert (code, out) == (2, "")
+    assert says.lower() in err.lower()
+    assert "Traceback" not in err
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [(b"", "is empty"), (b"\xff\xfe\x00bad", "is not UTF-8"), (b"too short", "one window needs 64")],
+)
+def test_unusable_texts(run, tmp_path, content, says):
+    path = tmp_path / "text.txt"
+    path.write_bytes(content)
+    code, _, err = run("perplexity", "--text", path, "--context", "64")
+    assert code == 2
+    assert says in err
+
+
+def damage_truncate(folder):
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-1000])
+
+
+def damage_header(folder):
+    path = folder / "model.safetensors"
+    path.write_bytes((1 << 40).to_bytes(8, "little") + path.read_bytes()[8:])
+
+
+def damage_shapes(folder):
+    config = json.loads((folder / "config.json").read_text())
+    config["intermediate_size"] += 128
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def damage_layers(folder):
+    config = json.loads((folder / "config.json").read_text())
+    config["num_hidden_layers"] += 1
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def damage_config(folder):
+    (folder / "config.json").write_text("{not json")
+
+
+def damage_weights_gone(folder):
+    (folder / "model.safetensors").unlink()
+
+
+def damage_tokenizer(folder):
+    (folder / "tokenizer.json").write_text("{}")
+
+
+@pytest.mark.parametrize(
+    ("damage", "says"),
+    [
+        (damage_truncate, "is damaged"),
+        (damage_header, "is damaged: its header claims"),
+        (damage_shapes, "shapes"),
+        (damage_layers, "lacks 9 tensors"),
+        (damage_config, "is not JSON"),
+        (damage_weights_gone, "has no model.safetensors"),
+        (damage_tokenizer, "tokenizer"),
+    ],
+)
+def test_a_damaged_model_is_named_with_what_is_wrong(run, copy, damage, says):
+    folder = copy(damage.__name__)
+    damage(folder)
+    code, out, err = run("perplexity", "--model", folder, *SHORT)
+    assert (code, out) == (2, "")
+    assert says in err
+    assert "Traceback" not in err
+
+
+def test_out_of_memory_for_the_pool_is_told_with_numbers(run, monkeypatch):
+    monkeypatch.setattr("kvq.cache.memory.available_bytes", lambda device: 100_000)
+    code, _, err = run("perplexity", *SHORT)
+    assert code == 2
+    assert re.search(r"the KV pool needs 0\.00 GiB on cpu, but 0\.00 GiB is free; use a shorter context", err)
+
+
+def test_plain_windows_gets_one_friendly_line(run, monkeypatch):
+    monkeypatch.setattr(sys, "platform", "win32")
+    code, out, err = run("doctor")
+    assert (code, out) == (2, "")
+    assert "WSL" in err
+    assert len(err.splitlines()) == 1
+
+
+def test_an_instrument_that_sees_nothing_is_exit_code_1(run):
+    code, out, _ = run("perplexity", "--kv", "fp32", "--instrument", *SHORT)
+    assert code == 1
+    assert "can NOT show damage" in out
+
+
+def test_a_reader_that_goes_away_ends_the_command_quietly():
+    process = subprocess.Popen(
+        [sys.executable, "-m", "kvq", "inspect"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    process.stdout.close()
+    err = process.stderr.read()
+    process.wait(timeout=60)
+    assert "Traceback" not in err
+
+
+@pytest.mark.parametrize("script", ["measure_formats.py", "stream_int4.py"])
+def test_examples_run(script):
+    path = Path(__file__).parents[1] / "examples" / script
+    done = subprocess.run([sys.executable, path], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "int4" in done.stdout
