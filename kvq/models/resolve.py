@@ -47,6 +47,12 @@ def _download(name: str, revision: str | None, token: str | None, patterns: list
         RevisionNotFoundError,
     )
 
+    unreachable: tuple[type[Exception], ...] = (
+        LocalEntryNotFoundError,
+        HfHubHTTPError,
+        OSError,
+        *_transport_errors(),
+    )
     try:
         return Path(snapshot_download(name, revision=revision, token=token, allow_patterns=patterns))
     except GatedRepoError as error:
@@ -64,7 +70,7 @@ def _download(name: str, revision: str | None, token: str | None, patterns: list
         ) from error
     except HFValidationError as error:
         raise ModelError(f"{name!r} is neither a folder here nor a valid hub name (org/name)") from error
-    except (LocalEntryNotFoundError, HfHubHTTPError, OSError, *_transport_errors()) as error:
+    except unreachable as error:
         raise ModelError(
             f"{name} is not a folder here and the hub can't be reached ({type(error).__name__}); check the "
             f"network and try again, a broken download resumes, or give a local folder"
