@@ -36,7 +36,9 @@ def table(result: dict) -> str:
         f"\nModel: {result['model']}, a very small one; nothing larger was measured yet. "
         f"Text: {result['text']}, {result['rows'][0]['tokens']:,} tokens in windows of {result['context']}. "
         f"{result['date'][:10]}, {result['device']}, torch {result['versions']['torch']}, "
-        f"transformers {result['versions']['transformers']}. This model and text {verdict} show damage: {check['window_change']:+.1%} with attention cut to "
+        f"transformers {result['versions']['transformers']}. "
+        f"This model and text {verdict} show damage: "
+        f"{check['window_change']:+.1%} with attention cut to "
         f"{check['window_tokens']} tokens, {check['int2_change']:+.1%} with {check['int2_format']}."
     )
     return "\n".join(lines) + "\n"

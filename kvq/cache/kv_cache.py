@@ -4,7 +4,6 @@ import torch
 from torch import Tensor
 
 from kvq.cache.memory import allocate_bytes
-from kvq.errors import ConfigError
 from kvq.formats import KVFormat, KVRecipe
 from kvq.geometry import ModelGeometry
 from kvq.kernels import Device, Kernel, KernelSpec, PagedKV, PagedRows, SequenceBatch, select
@@ -32,8 +31,7 @@ class KVCache:
             OutOfMemory: the pools don't fit on the device; nothing stays allocated.
             UnsupportedKernel: no backend can run a layer.
         """
-        if recipe.is_static and recipe.static_scales is None:
-            raise ConfigError(f"{recipe.name} needs static scales; run `kvq calibrate MODEL --out kvq.json`")
+        recipe.require_scales()
         self.layout = layout
         self.num_blocks = num_blocks
         total = sum(g.pool_bytes(n) for g, n in zip(layout.groups, num_blocks, strict=True))

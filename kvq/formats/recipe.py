@@ -93,9 +93,13 @@ class KVRecipe:
 
     def check_scales(self, *, model_digest: str, kv_heads: list[int]) -> None:
         """Raise ConfigError unless every static format has scales made for this model."""
+        self.require_scales()
         if self.static_scales is not None:
             self.static_scales.check(model_digest=model_digest, kv_heads=kv_heads)
-        elif self.is_static:
+
+    def require_scales(self) -> None:
+        """Raise ConfigError if a layer needs static scales and none were given."""
+        if self.is_static and self.static_scales is None:
             raise ConfigError(
                 f"{self.name} needs static scales and none were given; run "
                 f"`kvq calibrate MODEL --out kvq.json` and pass `--scales kvq.json`, or use "

@@ -43,7 +43,7 @@ FAMILIES: dict[str, Family] = {
     "cohere": Family(num_layers=40, q_heads=64, hidden_size=8192, vocab_size=256000, max_context=8192),
     "cohere2": Family(
         num_layers=40, q_heads=64, hidden_size=8192, vocab_size=256000, max_context=8192,
-        window=4096, window_rule="pattern", pattern=4, head_dim_is_fixed=True,
+        window=4096, window_rule="pattern", pattern=4,
     ),
     "deepseek_v3": Family(
         num_layers=61, q_heads=128, hidden_size=7168, vocab_size=129280, max_context=4096,

@@ -28,12 +28,15 @@ def parse_geometry(config: Mapping[str, Any]) -> ModelGeometry:
     num_layers = reader.count("num_hidden_layers", family.num_layers)
     hidden = reader.count("hidden_size", family.hidden_size)
     k_dim, v_dim = reader.head_dims(hidden, heads)
-    kv_heads = heads if family.latent else reader.count("num_key_value_heads", family.kv_heads or heads)
+    default = None if "num_key_value_heads" in config else family.kv_heads  # null: as many as query heads
+    kv_heads = heads if family.latent else reader.count("num_key_value_heads", default or heads)
     layers = tuple(
         LayerGeometry(index=i, kv_heads=kv_heads, k_head_dim=k_dim, v_head_dim=v_dim, window=window)
         for i, window in enumerate(reader.windows(num_layers))
     )
     softcap = config.get("attn_logit_softcapping", family.softcap)
+    if softcap is not None and (not isinstance(softcap, int | float) or softcap < 0):
+        raise ConfigError(f"config.json: attn_logit_softcapping must be a positive number, got {softcap!r}")
     return ModelGeometry(
         model_type=reader.model_type,
         layers=layers,
@@ -97,14 +100,17 @@ class _Reader:
     def _window(self) -> int | None:
         if self.family.window_rule in ("upper", "optional") and not self.config.get("use_sliding_window"):
             return None
-        value = self.config.get("sliding_window", self.family.window)
-        return int(value) if value else None
+        if not self.config.get("sliding_window", self.family.window):
+            return None
+        return self.count("sliding_window", self.family.window or 0)
 
     def _slides(self, layer: int) -> bool:
         rule = self.family.window_rule
         if rule == "pattern":
-            pattern = self.config.get("sliding_window_pattern") or self.family.pattern
-            return (layer + 1) % int(pattern) != 0
+            given = self.config.get("sliding_window_pattern")
+            pattern = self.count("sliding_window_pattern", 0) if given else self.family.pattern
+            return (layer + 1) % pattern != 0
         if rule == "upper":
-            return layer >= int(self.config.get("max_window_layers", self.family.max_window_layers))
+            key = "max_window_layers"  # 0 is legal: all layers slide
+            return layer >= (self.config.get(key) != 0 and self.count(key, self.family.max_window_layers))
         return rule in ("uniform", "optional")

@@ -114,7 +114,8 @@ def test_an_unknown_name_is_refused_with_the_nearest(given: str, meant: str) -> 
 
 
 @pytest.mark.parametrize(
-    "given", ["", "/", "int8/", "/int8", "int8/int4/int2", "int4_g", "int4_g-4", "_rot", "int4_rot_rot", "auto"]
+    "given",
+    ["", "/", "int8/", "/int8", "int8/int4/int2", "int4_g", "int4_g-4", "_rot", "int4_rot_rot", "auto"],
 )
 def test_what_is_no_name_is_refused(given: str) -> None:
     with pytest.raises(ConfigError, match="unknown KV format"):
@@ -132,7 +133,9 @@ def test_parse_format_refuses_unknown_names_itself(given: str) -> None:
         parse_format(given, 128)
 
 
-@pytest.mark.parametrize(("group", "head_dim"), [(32, 80), (64, 80), (64, 64 + 32), (7, 64), (128, 64), (0, 64)])
+@pytest.mark.parametrize(
+    ("group", "head_dim"), [(32, 80), (64, 80), (64, 64 + 32), (7, 64), (128, 64), (0, 64)]
+)
 def test_a_group_size_that_does_not_fit_lists_what_fits(group: int, head_dim: int) -> None:
     fits = [n for n in range(4, head_dim + 1) if n == head_dim or (head_dim // 2) % n == 0]
     for code in ("int4", "int2"):

@@ -97,7 +97,9 @@ def test_a_name_without_a_label_is_the_common_pair_or_mixed(tmp_path: Path) -> N
     assert reloaded("int4", HEAD_DIMS) == "mixed"
 
 
-@pytest.mark.parametrize("kv", ["fp8_per_head", "int8_per_head", "int8/fp8_per_head", "int8_per_head_rot/bf16"])
+@pytest.mark.parametrize(
+    "kv", ["fp8_per_head", "int8_per_head", "int8/fp8_per_head", "int8_per_head_rot/bf16"]
+)
 def test_a_static_format_without_scales_is_refused_and_never_scaled_by_1(kv: str) -> None:
     recipe = KVRecipe.uniform(kv, HEAD_DIMS)
     assert recipe.is_static
@@ -138,7 +140,9 @@ def test_an_unknown_version_is_refused(version: object, tmp_path: Path) -> None:
 
 def test_an_unknown_key_is_refused_with_the_nearest(tmp_path: Path) -> None:
     path = write(tmp_path / "odd.json", {"static_scale": None})
-    with pytest.raises(ConfigError, match=r"odd\.json: unknown key 'static_scale'; did you mean 'static_scales'"):
+    with pytest.raises(
+        ConfigError, match=r"odd\.json: unknown key 'static_scale'; did you mean 'static_scales'"
+    ):
         KVRecipe.load(path)
     layer = {"k": "int8", "v": "int8", "k_head_dim": 64, "v_head_dim": 64, "k_headdim": 1}
     with pytest.raises(ConfigError, match=r"odd\.json: unknown key 'k_headdim'; did you mean 'k_head_dim'"):
@@ -191,8 +195,12 @@ def test_layers_must_be_a_list_of_objects(layers: object, tmp_path: Path) -> Non
         KVRecipe.load(write(tmp_path / "bad.json", {"layers": layers}))
 
 
-@pytest.mark.parametrize("literal", ["NaN", "Infinity", "-Infinity", "-0.5", "1e400", "1e39", "1" + "0" * 400])
-def test_a_scale_that_is_no_finite_positive_number_is_refused_with_the_file(literal: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "literal", ["NaN", "Infinity", "-Infinity", "-0.5", "1e400", "1e39", "1" + "0" * 400]
+)
+def test_a_scale_that_is_no_finite_positive_number_is_refused_with_the_file(
+    literal: str, tmp_path: Path
+) -> None:
     text = json.dumps(KVRecipe.uniform("fp8_per_head", HEAD_DIMS).with_scales(scales()).to_json())
     first = repr(scales().layers[0].k[0])
     assert text.count(first) == 1

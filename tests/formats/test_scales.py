@@ -14,7 +14,9 @@ MAXIMA = HeadMaxima(k=(8.0, 3.5), v=(1.0, 0.25), k_rotated=(4.0, 2.0), v_rotated
 
 def scales_json() -> dict[str, Any]:
     """A fresh JSON object of two layers with two KV heads."""
-    return StaticScales(model_digest="aa" * 32, text_digest="bb" * 32, tokens=63, layers=(MAXIMA, MAXIMA)).to_json()
+    return StaticScales(
+        model_digest="aa" * 32, text_digest="bb" * 32, tokens=63, layers=(MAXIMA, MAXIMA)
+    ).to_json()
 
 
 def test_a_static_scale_is_the_maximum_over_the_largest_code() -> None:
@@ -56,7 +58,9 @@ def test_a_wrong_number_of_heads_or_layers_is_refused(kv_heads: list[int]) -> No
 
 @pytest.mark.parametrize("part", ["k", "v", "k_rotated", "v_rotated"])
 @pytest.mark.parametrize(
-    "value", [math.nan, math.inf, -1.0, -math.inf, 1e39, 10**400, "1.0", None, True, [1.0]], ids=lambda x: repr(x)[:5]
+    "value",
+    [math.nan, math.inf, -1.0, -math.inf, 1e39, 10**400, "1.0", None, True, [1.0]],
+    ids=lambda x: repr(x)[:5],
 )
 def test_a_maximum_that_is_no_finite_number_of_at_least_0_is_refused(part: str, value: object) -> None:
     data = scales_json()
@@ -94,7 +98,9 @@ def test_what_is_no_object_of_scales_is_refused(data: object) -> None:
         StaticScales.from_json(data)
 
 
-@pytest.mark.parametrize(("key", "value"), [("layers", {}), ("layers", None), ("tokens", "many"), ("tokens", 1.5)])
+@pytest.mark.parametrize(
+    ("key", "value"), [("layers", {}), ("layers", None), ("tokens", "many"), ("tokens", 1.5)]
+)
 def test_layers_and_tokens_have_their_types(key: str, value: object) -> None:
     with pytest.raises(ConfigError, match=r"static_scales\.layers must be a list and static_scales\.tokens"):
         StaticScales.from_json({**scales_json(), key: value})

@@ -48,7 +48,9 @@ def test_bytes_of_a_row_are_codes_plus_fp16_scales_and_minimums(head_dim: int) -
 
 
 def test_static_and_quantized_are_told_from_the_scale_and_the_code() -> None:
-    assert [parse_format(n, 64).is_static for n in ("fp8_per_head", "int8_per_head_rot", "fp8", "int4", "bf16")] == [
+    assert [
+        parse_format(n, 64).is_static for n in ("fp8_per_head", "int8_per_head_rot", "fp8", "int4", "bf16")
+    ] == [
         True,
         True,
         False,
@@ -81,7 +83,9 @@ def test_a_code_with_a_scale_mode_that_is_not_its_own_is_no_format(code: Code, s
         KVFormat(code=code, scale=scale)
 
 
-@pytest.mark.parametrize(("name", "head_dim", "multiple"), [("int4", 63, 2), ("int2", 62, 4), ("int4_g9", 9, 2)])
+@pytest.mark.parametrize(
+    ("name", "head_dim", "multiple"), [("int4", 63, 2), ("int2", 62, 4), ("int4_g9", 9, 2)]
+)
 def test_a_row_that_does_not_fill_whole_bytes_is_refused(name: str, head_dim: int, multiple: int) -> None:
     with pytest.raises(ConfigError, match=f"multiple of {multiple}, got {head_dim}; use int8 or fp8"):
         parse_format(name, head_dim)

@@ -34,7 +34,11 @@ def static_scales(heads: list[int]) -> StaticScales:
 
 
 def geometry(
-    dims: list[tuple[int, int]], *, kv_heads: int = 3, q_heads: int | None = None, windows: list[int | None] | None = None
+    dims: list[tuple[int, int]],
+    *,
+    kv_heads: int = 3,
+    q_heads: int | None = None,
+    windows: list[int | None] | None = None,
 ) -> ModelGeometry:
     """A model with those (K, V) head dimensions by layer."""
     windows = windows or [None] * len(dims)
@@ -147,7 +151,9 @@ class Tables:
     def slots(self, sequence: int, start: int, end: int) -> list[int]:
         """The slots of the positions [start, end) of one sequence."""
         table = self.blocks[sequence]
-        return [table[at // self.block_size] * self.block_size + at % self.block_size for at in range(start, end)]
+        return [
+            table[at // self.block_size] * self.block_size + at % self.block_size for at in range(start, end)
+        ]
 
     def batch(self, query_lens: list[int], context_lens: list[int], unused: int = -1) -> SequenceBatch:
         """The step that adds query_lens[i] tokens to end at context_lens[i]; `unused` pads the tables."""

@@ -82,9 +82,7 @@ def test_options_within_a_family_equal_transformers(family, options, tmp_path):
     ("head_dim", "kv_heads", "q_heads"),
     [(48, 1, 3), (60, 3, 6), (64, 2, 2), (80, 8, 8), (96, 3, 3), (128, 1, 4), (256, 2, 4), (60, 8, 16)],
 )
-def test_head_dimensions_and_kv_head_counts_equal_transformers(
-    family, head_dim, kv_heads, q_heads, tmp_path
-):
+def test_head_dimensions_and_kv_head_counts_equal_transformers(family, head_dim, kv_heads, q_heads, tmp_path):
     folder = save_model(
         tmp_path,
         family,

@@ -14,7 +14,17 @@ HEAD_DIMS = [48, 60, 64, 80, 96, 128, 192, 256]
 FLOATS = ["fp32", "bf16", "fp16"]
 SCALED = ["fp8", "fp8_per_head", "int8", "int8_per_head"]
 GROUPED = ["int4", "int2"]
-ALL = [*FLOATS, *SCALED, "fp32_rot", "bf16_rot", "fp16_rot", "fp8_rot", "int8_rot", "int8_per_head_rot", *GROUPED]
+ALL = [
+    *FLOATS,
+    *SCALED,
+    "fp32_rot",
+    "bf16_rot",
+    "fp16_rot",
+    "fp8_rot",
+    "int8_rot",
+    "int8_per_head_rot",
+    *GROUPED,
+]
 F32, F16 = np.float32, np.float16
 SMALLEST, LARGEST = F16(2.0**-24), F16(65504.0)
 
@@ -167,7 +177,9 @@ def test_a_static_format_is_never_coded_or_decoded_without_its_scale(name: str) 
         decode(encode(tame(64), fmt, static_of(fmt))[0], None, fmt)
 
 
-@pytest.mark.parametrize(("name", "dtype"), [("fp32", torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.float16)])
+@pytest.mark.parametrize(
+    ("name", "dtype"), [("fp32", torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.float16)]
+)
 def test_float_formats_store_the_values_as_they_are(name: str, dtype: torch.dtype) -> None:
     x = tame(60)
     codes, scales = encode(x, parse_format(name, 60))
@@ -188,7 +200,9 @@ def test_int8_is_symmetric_and_never_minus_128() -> None:
 
 
 @pytest.mark.parametrize("name", ["int8", "fp8", "int4_g32", "int2_g32"])
-@pytest.mark.parametrize(("size", "stored"), [(1e-9, 2.0**-24), (1e-38, 2.0**-24), (1e9, 65504.0), (1e38, 65504.0)])
+@pytest.mark.parametrize(
+    ("size", "stored"), [(1e-9, 2.0**-24), (1e-38, 2.0**-24), (1e9, 65504.0), (1e38, 65504.0)]
+)
 def test_scales_are_clamped_to_what_fp16_holds(name: str, size: float, stored: float) -> None:
     x = torch.zeros(1, 64)
     x[0, 5], x[0, 40] = size, size / 2
@@ -300,7 +314,9 @@ def test_no_finite_row_ever_becomes_nan_or_infinity(name: str, dim: int) -> None
 @pytest.mark.parametrize(("name", "largest"), [("fp16", 65504.0), ("bf16", torch.finfo(torch.bfloat16).max)])
 def test_float_formats_saturate_at_their_largest_value(name: str, largest: float) -> None:
     huge = torch.finfo(torch.float32).max
-    codes, _ = encode(torch.tensor([[1e5 if name == "fp16" else huge, -huge, 1.0, largest]]), parse_format(name, 4))
+    codes, _ = encode(
+        torch.tensor([[1e5 if name == "fp16" else huge, -huge, 1.0, largest]]), parse_format(name, 4)
+    )
     assert codes.double().tolist() == [[largest, -largest, 1.0, largest]]
 
 
@@ -324,7 +340,9 @@ def test_a_row_is_coded_alike_alone_strided_and_in_half_precision(name: str) -> 
     fmt = parse_format(name, 96)
     x = tame(96).half()
     whole, scales = encode(x, fmt, static_of(fmt))
-    turned, turned_scales = encode(x.permute(2, 1, 0).contiguous().permute(2, 1, 0).float(), fmt, static_of(fmt))
+    turned, turned_scales = encode(
+        x.permute(2, 1, 0).contiguous().permute(2, 1, 0).float(), fmt, static_of(fmt)
+    )
     alone, alone_scales = encode(x[5:6], fmt, static_of(fmt))
     assert torch.equal(whole, turned)
     assert torch.equal(whole[5:6], alone)

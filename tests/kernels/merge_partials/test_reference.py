@@ -1,5 +1,6 @@
 """merge_partials: attention over any split of the keys is attention over all of them."""
 
+import itertools
 import math
 
 import pytest
@@ -32,10 +33,12 @@ def merge(parts: list[tuple[Tensor, Tensor]], sinks: Tensor | None = None) -> tu
     return merge_partials(outs, lses, sinks)
 
 
-@pytest.mark.parametrize("bounds", [[0, 63], [0, 1, 63], [0, 20, 20, 41, 63], [0, 0, 63, 63], list(range(64))])
+@pytest.mark.parametrize(
+    "bounds", [[0, 63], [0, 1, 63], [0, 20, 20, 41, 63], [0, 0, 63, 63], list(range(64))]
+)
 def test_any_split_of_the_keys_merges_to_one_softmax(bounds: list[int]) -> None:
     scores, values = scores_and_values(63)
-    pairs = list(zip(bounds[:-1], bounds[1:], strict=True))
+    pairs = list(itertools.pairwise(bounds))
     out, lse = merge([softmax_part(scores[..., a:b], values[a:b]) for a, b in pairs])
     expected_out, expected_lse = softmax_part(scores, values)
     assert out.dtype == lse.dtype == torch.float32
@@ -73,7 +76,7 @@ def test_an_empty_part_changes_nothing_even_if_its_output_is_nan() -> None:
 def test_sinks_enter_once_however_many_parts_there_are(bounds: list[int]) -> None:
     scores, values = scores_and_values(63)
     sinks = torch.tensor([3.0, 45.0, -2.0])
-    pairs = list(zip(bounds[:-1], bounds[1:], strict=True))
+    pairs = list(itertools.pairwise(bounds))
     out, lse = merge([softmax_part(scores[..., a:b], values[a:b]) for a, b in pairs], sinks)
     as_key = torch.cat((scores, sinks.double()[None, :, None].expand(5, 3, 1)), dim=-1)
     with_key = softmax_part(as_key, torch.cat((values, torch.zeros(1, 3, 7, dtype=torch.float64))))

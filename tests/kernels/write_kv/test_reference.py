@@ -17,7 +17,9 @@ LENGTHS = [13, 1, 21]
 
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("kv", KINDS)
-def test_written_rows_read_back_as_decode_of_encode_and_no_other_byte_changes(kv: str, order: BlockOrder) -> None:
+def test_written_rows_read_back_as_decode_of_encode_and_no_other_byte_changes(
+    kv: str, order: BlockOrder
+) -> None:
     cache = poisoned_cache(kv, DIMS, order=order)
     tables = Tables.scattered(LENGTHS, 5, 11)
     slots = [s for i, n in enumerate(LENGTHS) for s in tables.slots(i, 0, n)]
@@ -72,7 +74,10 @@ def test_k_and_v_may_have_any_strides(kv: str) -> None:
     dim_first = v.permute(2, 1, 0).contiguous().permute(2, 1, 0)
     inside = torch.full((7, 6, 120), math.nan)
     inside[:, ::2, ::2] = k
-    for k_view, v_view in ((heads_first, dim_first), (inside[:, ::2, ::2], v[:, :, None].expand(7, 3, 2, 48)[:, :, 1])):
+    for k_view, v_view in (
+        (heads_first, dim_first),
+        (inside[:, ::2, ::2], v[:, :, None].expand(7, 3, 2, 48)[:, :, 1]),
+    ):
         assert torch.equal(k_view, k)
         assert torch.equal(v_view, v)
         cache = poisoned_cache(kv, [(60, 48)])
@@ -141,7 +146,9 @@ def test_huge_but_finite_tokens_are_not_flagged_and_read_back_finite(kv: str) ->
 
 def test_no_tokens_change_nothing() -> None:
     cache = poisoned_cache("int4", [(60, 48)])
-    flags = write_kv(torch.empty(0, 3, 60), torch.empty(0, 3, 48), cache.layer(0), torch.empty(0, dtype=torch.int64))
+    flags = write_kv(
+        torch.empty(0, 3, 60), torch.empty(0, 3, 48), cache.layer(0), torch.empty(0, dtype=torch.int64)
+    )
     assert flags.shape == (0,)
     assert (cache.pool(0) == POISON).all()
 

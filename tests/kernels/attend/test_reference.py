@@ -1,0 +1,300 @@
+"""attend, against a dense fp64 softmax over the dequantized K and V, row by row."""
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvq.cache import KVCache
+from kvq.kernels import SequenceBatch
+from kvq.kernels.attend import reference
+from kvq.kernels.attend.reference import attend
+from kvq.kernels.merge_partials.reference import merge_partials
+from kvq.kernels.write_kv.reference import write_kv
+from kvq.layout import BlockOrder
+from tests.kernels.kit import KINDS, POISON, Tables, poisoned_cache, rows_like_kv, unrotated
+
+NUM_BLOCKS = 40
+BLOCK_SIZE = 5
+# prefill from nothing, chunk over context, decode, empty, decode of a first token, odd prefill
+QUERY_LENS = [17, 9, 1, 0, 1, 33]
+CONTEXT_LENS = [17, 31, 23, 12, 1, 33]
+
+
+def dense(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Attention of the last rows of one sequence, one query and head at a time, in fp64.
+
+    `q` [new, q_heads, k_dim]; `k`, `v` [context, kv_heads, dim].
+    """
+    q, k, v = q.double(), k.double(), v.double()
+    new, q_heads, _ = q.shape
+    context, kv_heads, _ = k.shape
+    out = torch.zeros(new, q_heads, v.shape[-1], dtype=torch.float64)
+    lse = torch.zeros(new, q_heads, dtype=torch.float64)
+    for i in range(new):
+        position = context - new + i
+        oldest = 0 if window is None else max(0, position + 1 - window)
+        for head in range(q_heads):
+            kv_head = head // (q_heads // kv_heads)
+            scores = k[oldest : position + 1, kv_head] @ q[i, head] * scale
+            if softcap is not None:
+                scores = softcap * torch.tanh(scores / softcap)
+            logits = scores if sinks is None else torch.cat((scores, sinks[head, None].double()))
+            lse[i, head] = torch.logsumexp(logits, dim=0)
+            weights = torch.exp(scores - lse[i, head])
+            out[i, head] = weights @ v[oldest : position + 1, kv_head]
+    return out, lse
+
+
+@dataclass
+class Case:
+    """A batch of sequences whose K and V are written, and the queries of their new tokens."""
+
+    kv: str = "fp32"
+    dims: tuple[int, int] = (48, 48)
+    heads: tuple[int, int] = (6, 3)  # query heads, KV heads
+    query_lens: list[int] = field(default_factory=lambda: QUERY_LENS)
+    context_lens: list[int] = field(default_factory=lambda: CONTEXT_LENS)
+    order: BlockOrder = BlockOrder.LAYER_MAJOR
+    dtype: torch.dtype = torch.float32
+    fill: int = POISON
+    unused: int = -1
+
+    def __post_init__(self) -> None:
+        q_heads, kv_heads = self.heads
+        self.cache: KVCache = poisoned_cache(
+            self.kv,
+            [self.dims, self.dims],
+            kv_heads=kv_heads,
+            q_heads=q_heads,
+            block_size=BLOCK_SIZE,
+            num_blocks=NUM_BLOCKS,
+            order=self.order,
+            fill=self.fill,
+        )
+        self.tables = Tables.scattered(self.context_lens, BLOCK_SIZE, NUM_BLOCKS)
+        self.batch: SequenceBatch = self.tables.batch(self.query_lens, self.context_lens, self.unused)
+        self.k, self.v = [], []
+        for i, context in enumerate(self.context_lens):
+            k = rows_like_kv(context, kv_heads, self.dims[0], 2 * i)
+            v = rows_like_kv(context, kv_heads, self.dims[1], 2 * i + 1)
+            write_kv(
+                k, v, self.cache.layer(1), torch.tensor(self.tables.slots(i, 0, context), dtype=torch.int64)
+            )
+            self.k.append(unrotated(self.cache, 1, "k", k))
+            self.v.append(unrotated(self.cache, 1, "v", v))
+        self.q = rows_like_kv(sum(self.query_lens), q_heads, self.dims[0], 77).to(self.dtype)
+
+    def attend(self, **options: Any) -> tuple[Tensor, Tensor]:
+        """Run the kernel on the whole batch."""
+        return attend(self.q, self.cache.layer(1), self.batch, **{"scale": self.dims[0] ** -0.5, **options})
+
+    def expected(self, **options: Any) -> tuple[Tensor, Tensor]:
+        """The same by `dense`, sequence after sequence."""
+        parts = [
+            dense(q, k, v, **{"scale": self.dims[0] ** -0.5, **options})
+            for q, k, v in zip(self.q.split(self.query_lens), self.k, self.v, strict=True)
+        ]
+        return torch.cat([p[0] for p in parts]), torch.cat([p[1] for p in parts])
+
+    def check(self, **options: Any) -> None:
+        """Compare both: outputs to 2e-5 of the largest, log-sum-exps to 1e-5."""
+        out, lse = self.attend(**options)
+        expected_out, expected_lse = self.expected(**options)
+        assert out.shape == (sum(self.query_lens), self.heads[0], self.dims[1])
+        assert lse.dtype == torch.float32
+        assert relative_error(out, expected_out) < 2e-5
+        torch.testing.assert_close(lse.double(), expected_lse, rtol=1e-5, atol=1e-5)
+
+
+def relative_error(a: Tensor, b: Tensor) -> float:
+    """max|a - b| / max|b|"""
+    return ((a.double() - b.double()).abs().max() / b.double().abs().max()).item()
+
+
+@pytest.mark.parametrize("order", list(BlockOrder))
+@pytest.mark.parametrize("kv", KINDS)
+def test_every_format_attends_as_dense_softmax_over_what_it_stored(kv: str, order: BlockOrder) -> None:
+    Case(kv, order=order).check()
+
+
+@pytest.mark.parametrize("kv", ["fp32", "int8", "int4"])
+@pytest.mark.parametrize("heads", [(1, 1), (2, 1), (8, 1), (2, 2), (4, 2), (3, 3), (9, 3), (8, 8), (16, 8)])
+def test_every_query_head_reads_its_groups_kv_head(heads: tuple[int, int], kv: str) -> None:
+    Case(kv, heads=heads).check()
+
+
+@pytest.mark.parametrize("kv", ["fp32", "int8", "int4", "fp8_rot"])
+@pytest.mark.parametrize("dims", [(60, 60), (80, 80), (96, 96), (192, 128), (48, 80), (64, 256)])
+def test_any_head_dimension_and_k_unlike_v(dims: tuple[int, int], kv: str) -> None:
+    Case(kv, dims=dims).check()
+
+
+@pytest.mark.parametrize("window", [1, 2, 5, 7, 16, 32, 33, 100])
+@pytest.mark.parametrize("kv", ["fp32", "int4"])
+def test_a_window_counts_the_querys_own_position(window: int, kv: str) -> None:
+    Case(kv).check(window=window)
+
+
+@pytest.mark.parametrize("softcap", [0.5, 30.0])
+@pytest.mark.parametrize("window", [None, 7])
+def test_softcap_bounds_the_scaled_scores(softcap: float, window: int | None) -> None:
+    Case("int8").check(softcap=softcap, window=window)
+    Case("int8").check(softcap=softcap, window=window, scale=1.7)
+
+
+@pytest.mark.parametrize("kv", ["fp32", "int8", "int4"])
+@pytest.mark.parametrize("window", [None, 7])
+def test_sinks_join_the_softmax_and_the_log_sum_exp(kv: str, window: int | None) -> None:
+    sinks = torch.tensor([0.0, 4.0, -3.0, 9.0, 1.0, -math.inf])
+    Case(kv).check(sinks=sinks, window=window, softcap=20.0)
+
+
+@pytest.mark.parametrize(
+    ("query_lens", "context_lens"),
+    [
+        ([1], [1]),
+        ([1], [63]),
+        ([63], [63]),
+        ([5, 5], [5, 10]),
+        ([0, 1, 0], [7, 8, 0]),
+        ([4, 1, 6], [4, 6, 61]),
+    ],
+)
+def test_any_mix_of_prefill_chunks_and_decodes(query_lens: list[int], context_lens: list[int]) -> None:
+    for kv in ("fp32", "int4"):
+        Case(kv, query_lens=query_lens, context_lens=context_lens).check()
+
+
+@pytest.mark.parametrize("sinks", [None, torch.zeros(6)], ids=["", "sinks"])
+def test_a_batch_without_new_tokens_gives_nothing(sinks: Tensor | None) -> None:
+    out, lse = Case(query_lens=[0, 0], context_lens=[9, 0]).attend(sinks=sinks)
+    assert out.shape == (0, 6, 48)
+    assert lse.shape == (0, 6)
+
+
+@pytest.mark.parametrize("window", [None, 6])
+@pytest.mark.parametrize("kv", KINDS)
+def test_what_lies_in_free_blocks_past_the_end_and_in_unused_table_entries_changes_nothing(
+    kv: str, window: int | None
+) -> None:
+    options = {"window": window, "sinks": torch.linspace(-1, 1, 6)}
+    clean = Case(kv, fill=0x00, unused=0).attend(**options)
+    poisoned = Case(kv, fill=POISON, unused=(1 << 31) - 1).attend(**options)
+    assert torch.isfinite(poisoned[0]).all()
+    assert torch.equal(clean[0], poisoned[0])
+    assert torch.equal(clean[1], poisoned[1])
+
+
+@pytest.mark.parametrize("kv", ["fp32", "int4", "fp8"])
+def test_blocks_that_fell_out_of_the_window_may_hold_anything(kv: str) -> None:
+    case = Case(kv)
+    before = case.attend(window=6)
+    for i, (new, context) in enumerate(zip(case.query_lens, case.context_lens, strict=True)):
+        dead = max(0, context - new - 6 + 1)  # positions that no query sees any more
+        for rows in (case.cache.layer(1).k, case.cache.layer(1).v):
+            for block in case.tables.blocks[i][: dead // BLOCK_SIZE]:
+                rows.codes[block] = -1 if rows.codes.dtype == torch.int8 else rows.codes.new_tensor(255)
+                if rows.codes.is_floating_point():
+                    rows.codes[block] = math.nan
+                if rows.scales is not None:
+                    rows.scales[block] = math.nan
+    after = case.attend(window=6)
+    assert not all(torch.isfinite(x).all() for x in case.attend(window=31))  # the poison is there
+    assert torch.equal(before[0], after[0])
+    assert torch.equal(before[1], after[1])
+
+
+@pytest.mark.parametrize("window", [None, 7])
+@pytest.mark.parametrize(("rows", "scores"), [(1, 4 << 20), (4, 4 << 20), (256, 1), (256, 700), (5, 3000)])
+def test_tiles_of_any_size_give_the_same(
+    rows: int, scores: int, window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = Case("int8")
+    out, lse = case.attend(window=window, softcap=30.0)
+    monkeypatch.setattr(reference, "_TILE_ROWS", rows)
+    monkeypatch.setattr(reference, "_TILE_SCORES", scores)
+    tiled_out, tiled_lse = case.attend(window=window, softcap=30.0)
+    assert relative_error(tiled_out, out) < 1e-6
+    torch.testing.assert_close(tiled_lse, lse, rtol=1e-6, atol=1e-6)
+    case.check(window=window, softcap=30.0)
+
+
+@pytest.mark.parametrize("kv", ["fp32", "bf16", "int4"])
+@pytest.mark.parametrize(("dtype", "step"), [(torch.float16, 2.0**-11), (torch.bfloat16, 2.0**-8)])
+def test_half_precision_queries_are_computed_in_fp32_and_rounded_once(
+    dtype: torch.dtype, step: float, kv: str
+) -> None:
+    case = Case(kv, dtype=dtype)
+    out, lse = case.attend()
+    expected_out, expected_lse = case.expected()
+    assert out.dtype == dtype
+    assert lse.dtype == torch.float32
+    assert ((out.double() - expected_out).abs() <= expected_out.abs() * step + 1e-5).all()
+    torch.testing.assert_close(lse.double(), expected_lse, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_queries_may_have_any_strides_and_are_left_alone(dtype: torch.dtype) -> None:
+    case = Case("int8_rot", dtype=dtype)
+    expected = case.attend()
+    case.q = case.q.transpose(0, 1).contiguous().transpose(0, 1)
+    before = case.q.clone()
+    turned = case.attend()
+    assert torch.equal(expected[0], turned[0])
+    assert torch.equal(case.q, before)
+
+
+@pytest.mark.parametrize("kv", ["fp32", "int8", "int4"])
+def test_chunk_size_and_batch_neighbours_change_only_the_order_of_additions(kv: str) -> None:
+    whole = Case(kv, query_lens=[33, 8], context_lens=[33, 21])
+    out, lse = whole.attend()
+    at = 0
+    for new in (1, 7, 24, 1):
+        batch = whole.tables.batch([new, 0], [at + new, 21])
+        part = attend(whole.q[at : at + new], whole.cache.layer(1), batch, scale=48**-0.5)
+        assert relative_error(part[0], out[at : at + new]) < 1e-6
+        torch.testing.assert_close(part[1], lse[at : at + new], rtol=1e-6, atol=1e-6)
+        at += new
+    assert at == 33
+
+
+def test_lse_allows_an_exact_merge_of_a_context_cut_in_two() -> None:
+    case = Case("int8", query_lens=[1, 1], context_lens=[24, 24], heads=(6, 3))
+    q = case.q[:1]
+    halves = [dense(q, case.k[0][a:b], case.v[0][a:b], scale=48**-0.5) for a, b in ((0, 11), (11, 24))]
+    out, lse = merge_partials(*(torch.stack(x).float() for x in zip(*halves, strict=True)))
+    whole, whole_lse = case.attend()
+    assert relative_error(out, whole[:1]) < 1e-5
+    torch.testing.assert_close(lse, whole_lse[:1], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("kv", "allowed"), [("fp32", 1e-5), ("bf16", 0.02), ("fp8", 0.15), ("int8", 0.03), ("int4_g24", 0.4)]
+)
+def test_rotation_changes_attention_by_no_more_than_the_quantization(kv: str, allowed: float) -> None:
+    plain, rotated, exact = Case(kv), Case(f"{kv}_rot"), Case("fp32")
+    error = relative_error(rotated.attend()[0], exact.attend()[0])
+    assert error <= allowed
+    assert relative_error(plain.attend()[0], rotated.attend()[0]) <= 2 * allowed
+    assert kv == "fp32" or error > 1e-5  # it was quantized, and in other codes
+
+
+def test_narrower_formats_are_further_from_exact_attention() -> None:
+    exact = Case("fp32").attend()[0]
+    errors = [relative_error(Case(kv).attend()[0], exact) for kv in ("bf16", "int8", "int4", "int2")]
+    assert errors == sorted(errors)
+    assert errors[0] < 0.02
+    assert errors[3] > 0.1

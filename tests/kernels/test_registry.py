@@ -1,0 +1,168 @@
+"""Which kernel runs: chosen, fallen back to, or refused with every reason."""
+
+import logging
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from kvq.errors import ConfigError, UnsupportedKernel
+from kvq.formats import KVRecipe
+from kvq.kernels import (
+    BACKENDS,
+    Device,
+    Kernel,
+    KernelSpec,
+    Support,
+    check_backend,
+    register,
+    registered,
+    registry,
+    select,
+)
+
+OPERATIONS = ("write_kv", "attend", "merge_partials", "gather_dense")
+CPU = Device(type="cpu", name="cpu")
+OLD_GPUS = [
+    Device(type="cuda", name="A100", capability=(8, 0)),
+    Device(type="cuda", name="T4", capability=(7, 5)),
+    Device(type="cuda", name="L4", capability=(8, 9)),
+]
+
+
+def spec(kv: str) -> KernelSpec:
+    """A layer of 6 query heads over 3 KV heads in that format."""
+    layer = KVRecipe.uniform(kv, [(64, 64)]).layers[0]
+    return KernelSpec(formats=layer, q_heads=6, kv_heads=3, block_size=32)
+
+
+@pytest.fixture
+def own_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Kernel]]:
+    """The registry's list, holding the reference only and put back after the test."""
+    kernels = [k for k in registry._KERNELS if k.backend == "reference"]
+    monkeypatch.setattr(registry, "_KERNELS", kernels)
+    registry._log_fallback.cache_clear()
+    yield kernels
+    registry._log_fallback.cache_clear()
+
+
+def add(backend: str, support: Support, operation: str = "attend") -> Kernel:
+    """Register a kernel that answers so."""
+    kernel = Kernel(operation=operation, backend=backend, run=lambda: backend, supports=lambda *_: support)
+    register(kernel)
+    return kernel
+
+
+def test_the_reference_has_every_operation() -> None:
+    assert sorted(registered("reference")) == sorted(OPERATIONS)
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+@pytest.mark.parametrize("device", [CPU, *OLD_GPUS, Device(type="mps", name="mps")], ids=lambda d: d.name)
+def test_every_operation_has_a_kernel_on_every_device(operation: str, device: Device) -> None:
+    for kv in ("fp32", "bf16", "fp8", "int8_per_head", "int4", "int2"):
+        assert select(operation, spec(kv), device).operation == operation
+
+
+@pytest.mark.parametrize("kv", ["fp8", "fp8_per_head", "fp8_rot", "fp8/int4", "bf16/fp8"])
+@pytest.mark.parametrize("device", OLD_GPUS, ids=lambda d: d.name)
+def test_fp8_is_only_storage_so_gpus_without_fp8_run_it_wherever_they_run_int8(
+    device: Device, kv: str
+) -> None:
+    assert {select(operation, spec(kv), device).operation for operation in OPERATIONS} == set(OPERATIONS)
+    for kernel in registry._KERNELS:
+        if kernel.supports(spec("int8"), device).yes:
+            assert kernel.supports(spec(kv), device).yes, f"{kernel.backend} {kernel.operation}"
+
+
+def test_auto_takes_the_first_backend_that_supports_the_spec(own_kernels: list[Kernel]) -> None:
+    cpu = add("cpu", Support(True))
+    assert select("attend", spec("int4"), CPU) is cpu
+    triton = add("triton", Support(True))
+    assert select("attend", spec("int4"), CPU) is triton
+    assert select("write_kv", spec("int4"), CPU).backend == "reference"
+    assert len(own_kernels) == len(OPERATIONS) + 2
+
+
+def test_auto_falls_back_and_logs_each_reason_once(
+    own_kernels: list[Kernel], caplog: pytest.LogCaptureFixture
+) -> None:
+    add("triton", Support(False, "needs a GPU"))
+    cpu = add("cpu", Support(True))
+    with caplog.at_level(logging.WARNING, logger="kvq"):
+        for _ in range(3):
+            assert select("attend", spec("int4"), CPU) is cpu
+    messages = [r.getMessage() for r in caplog.records]
+    assert messages == ["attend runs on the cpu backend (triton: needs a GPU)"]
+    assert own_kernels[-1] is cpu
+
+
+@pytest.mark.usefixtures("own_kernels")
+def test_without_other_backends_the_reference_is_no_fallback_worth_a_line(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with caplog.at_level(logging.WARNING, logger="kvq"):
+        assert select("attend", spec("int4"), CPU).backend == "reference"
+    assert not caplog.records
+
+
+@pytest.mark.usefixtures("own_kernels")
+def test_a_backend_that_the_user_named_is_refused_and_never_replaced(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    add("triton", Support(False, "head_dim 60 is not a power of two"))
+    with pytest.raises(UnsupportedKernel, match="triton: head_dim 60 is not a power of two") as refused:
+        select("attend", spec("k8v4"), OLD_GPUS[0], "triton")
+    message = str(refused.value)
+    assert "no backend can run attend for K int8_per_token_head, V int4_g64_rot on A100" in message
+    assert "--backend reference" in message
+    with pytest.raises(UnsupportedKernel, match="cpu: has no attend kernel"):
+        select("attend", spec("int4"), CPU, "cpu")
+    assert not caplog.records
+
+
+def test_when_nothing_fits_every_backends_reason_is_listed(own_kernels: list[Kernel]) -> None:
+    own_kernels.clear()
+    add("triton", Support(False, "needs a GPU"))
+    add("reference", Support(False, "is switched off"))
+    with pytest.raises(
+        UnsupportedKernel, match=r"triton: needs a GPU; cpu: has no attend kernel; reference: is switched off"
+    ):
+        select("attend", spec("int4"), CPU)
+
+
+@pytest.mark.usefixtures("own_kernels")
+def test_an_operation_has_one_kernel_per_backend() -> None:
+    add("cpu", Support(True))
+    with pytest.raises(ConfigError, match="attend already has a cpu kernel"):
+        add("cpu", Support(True))
+    with pytest.raises(ConfigError, match="attend already has a reference kernel"):
+        add("reference", Support(True))
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"), [("trition", "triton"), ("CPU", "cpu"), ("ref", "reference"), ("atuo", "auto")]
+)
+def test_an_unknown_backend_is_refused_with_the_nearest(given: str, meant: str) -> None:
+    for refuse in (check_backend, lambda name: select("attend", spec("int4"), CPU, name)):
+        with pytest.raises(
+            ConfigError, match=rf"unknown backend '{given}'; did you mean '{meant}'\? allowed: auto"
+        ):
+            refuse(given)
+
+
+def test_known_backends_pass_and_a_wild_name_still_reads_as_a_sentence() -> None:
+    for name in ("auto", *BACKENDS):
+        check_backend(name)
+    with pytest.raises(ConfigError, match="unknown backend '@@@'; allowed: auto, triton, cpu, reference"):
+        check_backend("@@@")
+
+
+def test_a_torch_device_is_described_by_its_type() -> None:
+    assert Device.of(torch.device("cpu")) == CPU
+
+
+def test_a_cuda_device_is_described_by_name_and_capability(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "T4")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (7, 5))
+    assert Device.of(torch.device("cuda:0")) == OLD_GPUS[1]
