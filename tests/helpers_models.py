@@ -222,3 +222,9 @@ def run_step(session: Any, rows: list[Decoded]) -> None:
     for row, result in zip(rows, results, strict=True):
         assert result.finite, "K or V was not finite"
         row.take(result.logits)
+
+
+def mean_kl(a: Tensor, b: Tensor) -> float:
+    """Mean over tokens of KL(softmax(a) || softmax(b)), in nats; logits [tokens, vocab]."""
+    p, q = a.double().log_softmax(dim=-1), b.double().log_softmax(dim=-1)
+    return float((p.exp() * (p - q)).sum(dim=-1).mean())

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from kvq.cache.memory import allocate_bytes
+from kvq.errors import ConfigError
 from kvq.formats import KVFormat, KVRecipe
 from kvq.geometry import ModelGeometry
 from kvq.kernels import Device, Kernel, KernelSpec, PagedKV, PagedRows, SequenceBatch, select
@@ -116,6 +117,11 @@ def _layer_views(
             assert recipe.static_scales is not None, "checked by KVCache"
             maxima = recipe.static_scales.layers[layer.geometry.index]
             static = torch.tensor(maxima.scales(part, fmt), dtype=torch.float32, device=pool.device)
+            if len(static) != layer.geometry.kv_heads:
+                raise ConfigError(
+                    f"layer {layer.geometry.index} has {layer.geometry.kv_heads} KV heads, its static "
+                    f"scales {len(static)}; run `kvq calibrate MODEL --out kvq.json`"
+                )
         return PagedRows(
             codes=_view(
                 pool, CODE_DTYPES[fmt.code], layer, codes, base, stride, num_blocks, group.block_size

@@ -197,7 +197,7 @@ def _check_keys(data: dict[str, object], allowed: tuple[str, ...]) -> None:
     for key in data:
         if key not in allowed:
             raise ConfigError(
-                f"unknown key {key!r}{nearest(key, list(allowed))} allowed: {', '.join(allowed)}"
+                f"unknown key {key!r}{nearest(key, list(allowed)) or ';'} allowed: {', '.join(allowed)}"
             )
     for key in allowed:
         if key not in data:

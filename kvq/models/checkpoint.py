@@ -80,7 +80,12 @@ def _shards(folder: Path, index: dict[str, Any]) -> list[Path]:
             raise ModelError(f"model.safetensors.index.json names {name!r}, which is outside {folder}")
         if not (folder / name).is_file():
             raise ModelError(f"shard {name} of {folder} is missing; download the model again to resume")
-    held = {entry.name: path.name for path in (folder / n for n in names) for entry in read_header(path)}
+    held: dict[str, str] = {}
+    for name in names:
+        for entry in read_header(folder / name):
+            if entry.name in held:
+                raise ModelError(f"{folder}: shards {held[entry.name]} and {name} both hold {entry.name}")
+            held[entry.name] = name
     for tensor, name in weight_map.items():
         if held.get(tensor) != name:
             raise ModelError(f"shard {name} of {folder} lacks tensor {tensor}, which the index promises")

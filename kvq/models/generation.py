@@ -89,7 +89,8 @@ def stream(
             f"{len(prompt_ids)} prompt tokens and max_tokens={options.max_tokens} are {total}, more than "
             f"this model's context of {weights.max_context}; shorten one of them"
         )
-    return _decode_loop(open_session(max_tokens=total), prompt_ids, options, weights, tokenizer)
+    session = open_session(max_tokens=total, batch_invariant=False)  # nobody else is in these steps
+    return _decode_loop(session, prompt_ids, options, weights, tokenizer)
 
 
 def _decode_loop(

@@ -13,7 +13,8 @@ def live_geometry(config: Any) -> ModelGeometry:
         dims = (config.qk_nope_head_dim + config.qk_rope_head_dim, config.v_head_dim)
         kv_heads = heads
     else:
-        dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+        given = None if family.head_dim_is_fixed else getattr(config, "head_dim", None)
+        dim = given or config.hidden_size // heads
         dims = (dim, dim)
         kv_heads = getattr(config, "num_key_value_heads", None) or heads
     softcap = getattr(config, "attn_logit_softcapping", None)

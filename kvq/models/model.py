@@ -102,7 +102,7 @@ class Model:
             return recipe.with_scales(self.static_scales)
         return recipe
 
-    def session(self, *, max_tokens: int, max_sequences: int = 1) -> Session:
+    def session(self, *, max_tokens: int, max_sequences: int = 1, batch_invariant: bool = True) -> Session:
         """Pools for `max_sequences` sequences of up to `max_tokens` tokens, and steps over them."""
         self.check_scales()
         return Session(
@@ -112,6 +112,7 @@ class Model:
             max_tokens=max_tokens,
             max_sequences=max_sequences,
             backend=self.backend,
+            batch_invariant=batch_invariant,
         )
 
     def logits(self, token_ids: list[int], *, chunk: int | None = None) -> torch.Tensor:

@@ -13,6 +13,8 @@ from kvq.layout import KVLayout
 from kvq.models.step import Observer, PackedStep, sequence_batch
 from kvq.models.weights import LoadedWeights
 
+_INVARIANT_ROWS = 16  # from this many on, BLAS sums every row of a product in the same order
+
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class StepResult:
@@ -34,8 +36,13 @@ class Session:
         max_tokens: int,
         max_sequences: int = 1,
         backend: str = "auto",
+        batch_invariant: bool = True,
     ) -> None:
         """Allocate pools for `max_sequences` sequences of up to `max_tokens` tokens each.
+
+        `batch_invariant`: on a CPU, run steps of fewer than 16 tokens as 16. BLAS sums a handful of
+        rows in another order, which can flip a code of the KV cache; padded, a token's results
+        don't depend on what else is in its step. Single-token steps then take longer.
 
         Raises:
             RequestError: `max_tokens` is beyond the model's context.
@@ -51,6 +58,7 @@ class Session:
         self.cache = KVCache(
             weights.geometry, recipe, layout, num_blocks=num_blocks, device=weights.device, backend=backend
         )
+        self._min_rows = _INVARIANT_ROWS if batch_invariant and weights.device.type == "cpu" else 1
         self.manager = BlockManager(num_blocks=num_blocks, block_size=layout.block_size)
         self.window_limit: int | None = None
         self.observer: Observer | None = None
@@ -81,26 +89,30 @@ class Session:
         lens = [len(ids) for _, ids in work]
         starts = [sum(lens[:i]) for i in range(len(lens))]
         keep = range(sum(lens)) if all_rows else [s + n - 1 for s, n in zip(starts, lens, strict=True)]
-        device = self.weights.device
         ids = [token for _, tokens in work for token in tokens]
         positions = [
             p for sequence, tokens in work for p in range(sequence.length - len(tokens), sequence.length)
         ]
         output = self.weights.model(
-            input_ids=torch.tensor([ids], device=device),
-            position_ids=torch.tensor([positions], device=device),
+            input_ids=self._padded(ids),
+            position_ids=self._padded(positions),
             use_cache=False,
-            logits_to_keep=torch.tensor(list(keep), device=device),
+            logits_to_keep=self._padded(list(keep))[0],
             kvq_step=step,
         )
         rows = lens if all_rows else [1] * len(work)
-        parts = output.logits[0].float().split(rows)
+        parts = output.logits[0, : len(keep)].float().split(rows)
         bad = [bool(part.any()) for part in step.bad_tokens.split(lens)]
         for (sequence, _), broken in zip(work, bad, strict=True):
             if broken:
                 for group, table in enumerate(sequence.tables):
                     self.cache.scrub(group, [int(block) for block in table])
         return [StepResult(logits=x, finite=not broken) for x, broken in zip(parts, bad, strict=True)]
+
+    def _padded(self, values: list[int]) -> torch.Tensor:
+        """int64 [1, rows]: the values, and zeros up to the fewest rows that a step may have."""
+        padding = [0] * (self._min_rows - len(values))
+        return torch.tensor([values + padding], device=self.weights.device)
 
     def _check(self, sequence: Sequence, ids: list[int]) -> None:
         vocab, limit = self.weights.geometry.vocab_size, self.weights.max_context

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from kvq.cache import KVCache
 from kvq.errors import ModelError
@@ -39,10 +40,12 @@ class PackedStep:
     ) -> Tensor:
         """Write the new tokens of one layer, then attend from them.
 
-        `q`: [tokens, q_heads, k_head_dim]; `k`, `v`: [tokens, kv_heads, dim].
-        Returns [tokens, q_heads, v_head_dim].
+        `q`: [rows, q_heads, k_head_dim]; `k`, `v`: [rows, kv_heads, dim]. Rows past the step's
+        tokens are padding: not written, and zero in the result, [rows, q_heads, v_head_dim].
         """
         self.calls.append(layer)
+        rows, tokens = q.shape[0], self.bad_tokens.shape[0]
+        q, k, v = q[:tokens], k[:tokens], v[:tokens]
         if self.observer is not None:
             self.observer(layer, k, v)
         batch = self.batches[self.cache.group_of[layer]]
@@ -57,7 +60,7 @@ class PackedStep:
             softcap=softcap,
             sinks=sinks,
         )
-        return out
+        return functional.pad(out, (0, 0, 0, 0, 0, rows - tokens))
 
     def check_agrees(self, layer: int, **claims: object) -> None:
         """Raise ModelError if the model code hands over other numbers than its config named."""

@@ -112,7 +112,9 @@ def _pick_dtype(dtype: str, device: torch.device) -> torch.dtype | str:
         return torch.float32 if device.type == "cpu" else "auto"
     if dtype not in DTYPES:
         allowed = ["auto", *DTYPES]
-        raise ConfigError(f"unknown dtype {dtype!r}{nearest(dtype, allowed)} allowed: {', '.join(allowed)}")
+        raise ConfigError(
+            f"unknown dtype {dtype!r}{nearest(dtype, allowed) or ';'} allowed: {', '.join(allowed)}"
+        )
     return DTYPES[dtype]
 
 

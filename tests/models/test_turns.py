@@ -8,12 +8,12 @@ from tests.helpers_models import (
     Decoded,
     build_model,
     load_fp32,
+    mean_kl,
     random_tokens,
     run_step,
     save_model,
     small_config,
 )
-from tests.models.test_chunks import mean_kl
 
 
 @pytest.mark.parametrize("v_head_dim", [12, 32])  # below and above K's 24

@@ -2,14 +2,19 @@
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from kvq.kernels.codec import rotate
 from kvq.kernels.gather_dense.reference import gather_dense
 from kvq.kernels.merge_partials.reference import merge_partials
 from kvq.kernels.paged import PagedKV, SequenceBatch
 
-_TILE_SCORES = 4 << 20  # scores computed at once, in elements: bounds memory on long contexts
-_TILE_ROWS = 256  # query rows at most in one tile: keys past a tile's last row are skipped
+# Keys are taken in tiles that start at multiples of this position, and rows at least a few at a
+# time. Every matrix product then has the same inner shape however a context was split into steps,
+# so the same tokens give the same bits: chunk sizes and neighbours do not flip a single KV code.
+_KEY_TILE = 256
+_MIN_ROWS = 4  # BLAS takes another path for a single row
+_ROW_TILE = 256  # query rows in one tile: bounds memory, and skips keys past the tile's last row
 
 
 def attend(
@@ -46,7 +51,7 @@ def attend(
             oldest = 0 if window is None else max(0, start - window + 1)
             k, v = gather_dense(kv, batch.tables[i], oldest, context)
             out[rows], lse[rows] = _attend_one(
-                query[rows] * scale, k, v, start - oldest, window=window, softcap=softcap
+                query[rows] * scale, k, v, start=start, oldest=oldest, window=window, softcap=softcap
             )
     if sinks is not None:
         out, lse = merge_partials(out[None], lse[None], sinks)
@@ -56,33 +61,74 @@ def attend(
 
 
 def _attend_one(
-    q: Tensor, k: Tensor, v: Tensor, start: int, *, window: int | None, softcap: float | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    start: int,
+    oldest: int,
+    window: int | None,
+    softcap: float | None,
 ) -> tuple[Tensor, Tensor]:
-    """One sequence: `q` fp32 [new, q_heads, dim] scaled, its first row at key position `start`."""
-    new, q_heads, _ = q.shape
-    kv_heads, keys, _ = k.shape
-    rows_at_once = max(1, min(_TILE_ROWS, _TILE_SCORES // (q_heads * keys)))
+    """One sequence: `q` fp32 [new, q_heads, dim], scaled, from position `start` on; `k` and `v`
+    [kv_heads, keys, dim] from position `oldest` on. Returns out [new, q_heads, dim] and lse.
+    """
+    front = oldest % _KEY_TILE
+    back = -(oldest + k.shape[1]) % _KEY_TILE
+    k, v = (functional.pad(x, (0, 0, front, back)) for x in (k, v))  # whole tiles of keys
+    origin = oldest - front  # position of the first padded key
     outs, lses = [], []
-    for row in range(0, new, rows_at_once):
-        tile = q[row : row + rows_at_once]
-        first = start + row  # key position of the tile's first query
-        end = first + tile.shape[0]
-        begin = 0 if window is None else max(0, first - window + 1)
-        position = torch.arange(first, end, device=q.device)[:, None]
-        key = torch.arange(begin, end, device=q.device)
-        visible = key <= position  # [rows, keys]
-        if window is not None:
-            visible &= key > position - window
-        # [rows, kv_heads, group, dim] -> [kv_heads, group * rows, dim]
-        folded = tile.unflatten(1, (kv_heads, -1)).permute(1, 2, 0, 3).flatten(1, 2)
-        scores = folded @ k[:, begin:end].transpose(1, 2)
+    for row in range(0, q.shape[0], _ROW_TILE):
+        tile = q[row : row + _ROW_TILE]
+        out, lse = _attend_tile(tile, k, v, first=start + row, origin=origin, window=window, softcap=softcap)
+        outs.append(out)
+        lses.append(lse)
+    return torch.cat(outs), torch.cat(lses)
+
+
+def _attend_tile(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    first: int,
+    origin: int,
+    window: int | None,
+    softcap: float | None,
+) -> tuple[Tensor, Tensor]:
+    """Some query rows, the first at position `first`, over key tiles with a running softmax.
+
+    Source: Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018.
+    """
+    rows, kv_heads = q.shape[0], k.shape[0]
+    q = functional.pad(q, (0, 0, 0, 0, 0, max(0, _MIN_ROWS - rows)))
+    padded = q.shape[0]
+    # [padded, kv_heads, group, dim] -> [kv_heads, group * padded, dim]
+    folded = q.unflatten(1, (kv_heads, -1)).permute(1, 2, 0, 3).flatten(1, 2)
+    position = torch.arange(first, first + padded, device=q.device)[:, None]
+    top = torch.full((*folded.shape[:2], 1), float("-inf"), device=q.device)
+    total = torch.zeros_like(top)
+    out = torch.zeros(*folded.shape[:2], v.shape[2], device=q.device)
+    seen = 0 if window is None else max(0, first - window + 1)  # oldest key that any row sees
+    begin = (seen - origin) // _KEY_TILE * _KEY_TILE
+    for at in range(begin, first + rows - origin, _KEY_TILE):
+        keys = slice(at, at + _KEY_TILE)
+        scores = folded @ k[:, keys].transpose(1, 2)
         if softcap is not None:
             scores = softcap * torch.tanh(scores / softcap)
-        scores = scores.unflatten(1, (-1, tile.shape[0])).masked_fill_(~visible, float("-inf"))
-        top = scores.amax(dim=-1, keepdim=True)  # every row sees its own key: finite
-        weights = torch.exp(scores - top)
-        total = weights.sum(dim=-1, keepdim=True)  # [kv_heads, group, rows, 1]
-        part = (weights / total).flatten(1, 2) @ v[:, begin:end]
-        outs.append(part.unflatten(1, (-1, tile.shape[0])).permute(2, 0, 1, 3).flatten(1, 2))
-        lses.append((top + total.log())[..., 0].permute(2, 0, 1).flatten(1, 2))
-    return torch.cat(outs), torch.cat(lses)
+        key = torch.arange(origin + at, origin + at + _KEY_TILE, device=q.device)
+        hidden = key > position  # [padded, keys]
+        if window is not None:
+            hidden |= key <= position - window
+        scores = scores.unflatten(1, (-1, padded)).masked_fill_(hidden, float("-inf")).flatten(1, 2)
+        higher = torch.maximum(top, scores.amax(dim=-1, keepdim=True))
+        finite = torch.where(torch.isneginf(higher), 0.0, higher)  # nothing visible yet: weights are 0
+        weights = torch.exp(scores - finite)
+        decay = torch.exp(top - finite)
+        total = total * decay + weights.sum(dim=-1, keepdim=True)
+        out = out * decay + weights @ v[:, keys]
+        top = higher
+    unfold = (-1, padded)
+    merged = (out / total).unflatten(1, unfold).permute(2, 0, 1, 3).flatten(1, 2)
+    lse = (top + total.log())[..., 0].unflatten(1, unfold).permute(2, 0, 1).flatten(1, 2)
+    return merged[:rows], lse[:rows]
