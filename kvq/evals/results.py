@@ -4,6 +4,7 @@ import dataclasses
 import datetime
 import json
 import platform
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -26,10 +27,24 @@ def envelope(command: list[str], device: torch.device, rows: list[Any], **more: 
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "device": describe_device(device),
         "versions": versions(),
-        "command": " ".join(command),
+        "command": shlex.join(_without_secrets(command)),
         **more,
         "rows": [dataclasses.asdict(r) if dataclasses.is_dataclass(r) else r for r in rows],  # type: ignore[arg-type]
     }
+
+
+def _without_secrets(command: list[str]) -> list[str]:
+    """The command line with the value of --token left out."""
+    shown, hide = [], False
+    for word in command:
+        if hide:
+            shown.append("***")
+        elif word.startswith("--token="):
+            shown.append("--token=***")
+        else:
+            shown.append(word)
+        hide = word == "--token"
+    return shown
 
 
 def write_json(path: str | Path, result: dict[str, Any]) -> None:
