@@ -13,8 +13,8 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
 def test_the_measured_table_is_that_of_the_committed_results():
-    check = [sys.executable, ROOT / "tools" / "readme_table.py", "--check"]
-    assert subprocess.run(check, check=False).returncode == 0, "run tools/readme_table.py"
+    check = [sys.executable, ROOT / "tools" / "measured_tables.py", "--check"]
+    assert subprocess.run(check, check=False).returncode == 0, "run tools/measured_tables.py"
 
 
 def test_every_command_and_path_that_the_readme_names_exists():

@@ -55,3 +55,13 @@ def test_rotated_int4_at_4_and_a_half_bits_costs_under_0_8_percent(on_wikitext):
 def test_the_default_text_is_long_enough_for_whole_windows(tiny):
     rows = measure_perplexity(tiny, ["fp32"], default_text().text, context=1024, max_windows=3)
     assert rows[0].tokens == 3 * 1023
+
+
+@pytest.mark.long
+def test_the_limits_hold_on_all_of_wikitext(tiny, wikitext):
+    kv = ["fp32", "fp8", "fp8_per_head", "int8", "int8_per_head", "int4", "int2_g32"]
+    rows = measure_perplexity(tiny, kv, wikitext, context=1024, instrument=True)
+    cost = {row.kv: row.perplexity_change for row in rows if row.attention_window is None}
+    assert all(abs(cost[name]) < 0.002 for name in ("fp8", "fp8_per_head", "int8", "int8_per_head")), cost
+    assert cost["int4"] < 0.008
+    assert instrument_check(rows)["passed"]

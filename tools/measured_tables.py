@@ -1,7 +1,7 @@
-"""Write the measured table of README.md from the JSON that a benchmark run left.
+"""Write the measured tables of README.md and docs/ from the JSON that benchmark runs left.
 
-python tools/readme_table.py          # rewrite the table
-python tools/readme_table.py --check  # exit 1 if README and JSON differ
+python tools/measured_tables.py          # rewrite the tables
+python tools/measured_tables.py --check  # exit 1 if a page and its JSON differ
 """
 
 import json
@@ -44,24 +44,26 @@ def table(result: dict) -> str:
     return "\n".join(lines) + "\n"
 
 
-def rewritten(readme: str) -> str:
-    """Return README's text with every marked table made anew from its JSON."""
+def rewritten(page: str) -> str:
+    """Return a page's text with every marked table made anew from its JSON."""
 
     def fill(match: re.Match[str]) -> str:
         result = json.loads((ROOT / match[2]).read_text(encoding="utf-8"))
         return match[1] + table(result) + match[3]
 
-    return MARK.sub(fill, readme)
+    return MARK.sub(fill, page)
 
 
 def main() -> None:
-    """Rewrite README.md, or check it."""
-    path = ROOT / "README.md"
-    old = path.read_text(encoding="utf-8")
-    new = rewritten(old)
-    if "--check" in sys.argv:
-        sys.exit(old != new)
-    path.write_text(new, encoding="utf-8")
+    """Rewrite the pages, or check them."""
+    differ = False
+    for path in (ROOT / "README.md", ROOT / "docs" / "quality.md"):
+        old = path.read_text(encoding="utf-8")
+        new = rewritten(old)
+        differ |= old != new
+        if "--check" not in sys.argv:
+            path.write_text(new, encoding="utf-8")
+    sys.exit("--check" in sys.argv and differ)
 
 
 if __name__ == "__main__":
