@@ -72,11 +72,13 @@ def _kl_panel(axes: Any, rows: list[dict[str, Any]]) -> None:
     quantized = [r for r in rows if r["kl_mean"] > 0]
     for row in quantized:
         axes.scatter(row["bits_per_element"], row["kl_mean"], color=_color(row["kv"]), s=28, zorder=3)
+        crowded = any(0 < other["bits_per_element"] - row["bits_per_element"] < 1 for other in quantized)
         axes.annotate(
             row["kv"],
             (row["bits_per_element"], row["kl_mean"]),
-            xytext=(5, 3),
+            xytext=(-5 if crowded else 5, 3),
             textcoords="offset points",
+            ha="right" if crowded else "left",
             fontsize=8,
         )
     axes.set_yscale("log")

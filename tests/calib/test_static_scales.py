@@ -44,9 +44,7 @@ def test_maxima_are_those_of_transformers_own_cache(tiny):
 def test_the_embedded_model_ships_scales_that_belong_to_it(tiny):
     recipe = KVRecipe.load(EMBEDDED["tiny"] / "kvq.json")
     assert recipe.static_scales.model_digest == tiny.weights.digest
-    assert (
-        recipe.static_scales.text_digest == calibration_text().digest or recipe.static_scales.tokens > 10_000
-    )
+    assert recipe.static_scales.tokens > 10_000
     for kv in ("fp8_per_head", "int8_per_head", "int8_per_head_rot", "fp8_per_head/int4"):
         tiny.with_kv(kv).logits([1, 2, 3])
 
@@ -75,12 +73,16 @@ def test_a_static_format_without_scales_names_the_command(bare_copy):
         kvq.load(bare_copy, kv="fp8_per_head")
 
 
-def test_calibrate_on_load_makes_them_in_place(bare_copy):
+def test_calibrate_on_load_makes_the_scales_that_ship_and_writes_nothing(bare_copy, tiny):
     model = kvq.load(bare_copy, kv="fp8_per_head", calibrate_on_load=True)
-    assert model.recipe.static_scales is not None
     assert not (bare_copy / "kvq.json").exists()
-    full = model.with_kv("fp32").logits([5, 6, 7, 8])
-    assert torch.allclose(model.logits([5, 6, 7, 8]), full, atol=0.2)
+    if model.static_scales.text_digest != tiny.static_scales.text_digest:
+        pytest.skip("this CPython has other help topics than the shipped scales were made from")
+    for ours, shipped in zip(model.recipe.static_scales.layers, tiny.static_scales.layers, strict=True):
+        assert ours.k == pytest.approx(shipped.k, rel=1e-3)
+        assert ours.v_rotated == pytest.approx(shipped.v_rotated, rel=1e-3)
+    expected = tiny.with_kv("fp8_per_head").logits([5, 6, 7, 8])
+    assert torch.allclose(model.logits([5, 6, 7, 8]), expected, atol=1e-2)
 
 
 def test_another_models_scales_are_refused(bare_copy, tmp_path):
