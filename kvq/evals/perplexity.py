@@ -8,7 +8,7 @@ one chunk of baseline logits is ever kept, and their times are taken side by sid
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -52,13 +52,13 @@ class _Candidate:
     label: str
     model: Model
     session: Session
+    kl: Tensor  # fp32 [tokens to predict], on the CPU; one buffer, small pieces would fragment the heap
     window_limit: int | None = None
     sequence: Sequence | None = None
     seconds: float = 0.0
     nll: float = 0.0  # nats, summed
     tokens: int = 0
     agree: int = 0
-    kl: list[Tensor] = field(default_factory=list)  # fp32 [rows] per chunk, on the CPU
 
 
 def measure_perplexity(
@@ -93,7 +93,9 @@ def measure_perplexity(
     if attention_window is not None and attention_window < 1:
         raise RequestError(f"the attention window must be at least 1 token, got {attention_window}")
     windows = token_windows(model.tokenizer, text, context=context, max_windows=max_windows)
-    candidates = _candidates(model, kv, context, attention_window, instrument)
+    candidates = _candidates(
+        model, kv, context, attention_window, instrument, tokens=len(windows) * (context - 1)
+    )
     baseline = next(c for c in candidates if not c.model.recipe.is_quantized)
     candidates.sort(key=lambda c: c is not baseline)  # stable: the baseline runs first
     size = _chunk_size(model, context, chunk)
@@ -136,7 +138,12 @@ def instrument_check(rows: list[PerplexityRow]) -> dict[str, object]:
 
 
 def _candidates(
-    model: Model, kv: list[str | KVRecipe], context: int, window: int | None, instrument: bool
+    model: Model,
+    kv: list[str | KVRecipe],
+    context: int,
+    window: int | None,
+    instrument: bool,
+    tokens: int,
 ) -> list[_Candidate]:
     models = [model.with_kv(name) for name in kv]
     if all(m.recipe.is_quantized for m in models):
@@ -151,7 +158,8 @@ def _candidates(
     for m, limit in wanted:
         session = m.session(max_tokens=context)
         session.window_limit = limit
-        made.append(_Candidate(label=m.recipe.name, model=m, session=session, window_limit=limit))
+        kl = torch.zeros(tokens)
+        made.append(_Candidate(label=m.recipe.name, model=m, session=session, kl=kl, window_limit=limit))
     return made
 
 
@@ -184,17 +192,15 @@ def _account(candidate: _Candidate, log_probs: Tensor, reference: Tensor, target
     log_probs, reference = log_probs[:rows], reference[:rows]
     target = torch.tensor(targets, device=log_probs.device)
     candidate.nll -= float(log_probs.gather(1, target[:, None]).double().sum())
-    candidate.tokens += rows
     candidate.agree += int((log_probs.argmax(-1) == reference.argmax(-1)).sum())
-    if log_probs is reference:
-        candidate.kl.append(torch.zeros(rows))
-    else:
-        candidate.kl.append((reference.exp() * (reference - log_probs)).sum(-1).cpu())
+    divergence = (reference.exp() * (reference - log_probs)).sum(-1)
+    candidate.kl[candidate.tokens : candidate.tokens + rows] = divergence
+    candidate.tokens += rows
 
 
 def _row(candidate: _Candidate, baseline_perplexity: float) -> PerplexityRow:
     model = candidate.model
-    kl = torch.cat(candidate.kl).double()
+    kl = candidate.kl.double()
     perplexity = math.exp(candidate.nll / candidate.tokens)
     nbytes = model.kv_bytes_per_token
     return PerplexityRow(
