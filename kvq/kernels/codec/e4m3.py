@@ -12,6 +12,7 @@ from torch import Tensor
 LARGEST = 448.0
 _SMALLEST_NORMAL = 2.0**-6
 _SUBNORMAL_MAGIC = 2.0**14  # fp32 numbers near 2**14 are 2**-9 apart, the E4M3 subnormal step
+_SUBNORMAL_MAGIC_BITS = 0x46800000  # the same as int32
 
 
 def encode(x: Tensor) -> Tensor:
@@ -23,8 +24,7 @@ def encode(x: Tensor) -> Tensor:
     magnitude = x.abs()
     bits = magnitude.view(torch.int32)
     normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - ((127 - 7) << 3)
-    shifted = (magnitude + _SUBNORMAL_MAGIC).view(torch.int32)
-    subnormal = shifted - torch.tensor(_SUBNORMAL_MAGIC).view(torch.int32).item()
+    subnormal = (magnitude + _SUBNORMAL_MAGIC).view(torch.int32) - _SUBNORMAL_MAGIC_BITS
     code = torch.where(magnitude < _SMALLEST_NORMAL, subnormal, normal)
     sign = (x.view(torch.int32) >> 24) & 0x80
     return (code | sign).to(torch.uint8)
