@@ -3,6 +3,7 @@
 #   benchmarks/quality.sh [TEXT_FILE NAME]     writes benchmarks/results/tiny-{default,NAME}-cpu.json
 set -euo pipefail
 cd "$(dirname "$0")/.."
+mkdir -p benchmarks/results
 KV=fp32,bf16,fp8,fp8_per_head,int8,int8_per_head,k8v4,int4,int4_g32,int2_g32
 .venv/bin/kvq perplexity --model tiny --kv "$KV" --instrument \
   --json benchmarks/results/tiny-default-cpu.json --plot docs/kv-formats.svg
