@@ -19,7 +19,6 @@ _FORMATS = (
 @click.option(
     "--block-size", type=click.IntRange(1, 4096), default=32, show_default=True, help="Tokens per block."
 )
-@click.option("--max-model-len", type=click.IntRange(min=1), help="Longest context in tokens.")
 @click.option("--revision", help="Branch, tag or commit of a hub model.")
 @click.option("--token", help="Hub token for gated or private models.")
 @click.option("--json", "json_path", type=click.Path(), help="Write the numbers as JSON.")
@@ -27,7 +26,6 @@ def command(
     model: str,
     kv: list[str],
     block_size: int,
-    max_model_len: int | None,
     revision: str | None,
     token: str | None,
     json_path: str | None,
@@ -45,7 +43,7 @@ def command(
         fileio.check_writable(json_path)
     folder = resolve_model(model, revision=revision, token=token, weights=False)
     config = read_json(folder / "config.json")
-    geometry = check_supported(config, max_context=max_model_len or 1)
+    geometry = check_supported(config, max_context=1)  # RoPE need not be pinned to count bytes
     name = "bf16" if kv[0] == "auto" else kv[0]
     chosen = KVRecipe.load(name) if name.endswith(".json") else KVRecipe.uniform(name, geometry.head_dims)
     layout = plan_layout(geometry, chosen, block_size=block_size)
@@ -88,11 +86,12 @@ def command(
 
 
 def _format_row(label: str, recipe: Any, layout: Any, geometry: Any) -> dict[str, Any]:
-    layer = recipe.layers[0]
+    names = [{layer.k.name for layer in recipe.layers}, {layer.v.name for layer in recipe.layers}]
+    k, v = ("/".join(sorted(found)) for found in names)
     return {
         "kv": label,
-        "k": layer.k.name,
-        "v": layer.v.name,
+        "k": k,
+        "v": v,
         "bits_per_element": float(recipe.bits_per_element(geometry.kv_heads)),
         "kv_bytes_per_token": layout.kv_bytes_per_token,
         "compression": 2 * geometry.elements_per_token / layout.kv_bytes_per_token,
