@@ -9,7 +9,6 @@ BIN := $(VENV)/bin
 # The first interpreter of a version that torch supports; override with PYTHON=...
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 	$$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null && { echo $$p; break; }; done)
-RUN_DIRS := kvq tests tools examples benchmarks
 
 .PHONY: demo test test-long lint setup setup-demo clean
 

@@ -8,7 +8,7 @@ import sys
 import kvq
 
 prompt = sys.argv[1] if len(sys.argv) > 1 else "In the north of the country"
-options = kvq.SamplingOptions(max_tokens=40, temperature=0.7, seed=1)
+options = kvq.SamplingParams(max_tokens=40, temperature=0.7, seed=1)
 model = kvq.load("tiny", kv="fp32")
 
 for kv in ("fp32", "int4"):

@@ -25,12 +25,12 @@ if TYPE_CHECKING:
     from kvq.api import load, perplexity
     from kvq.calib import calibrate
     from kvq.formats import KVRecipe
-    from kvq.models import Model, SamplingOptions
+    from kvq.models import Model, SamplingParams
 
 _HOMES = {
     "KVRecipe": "kvq.formats",
     "Model": "kvq.models",
-    "SamplingOptions": "kvq.models",
+    "SamplingParams": "kvq.models",
     "calibrate": "kvq.calib",
     "load": "kvq.api",
     "perplexity": "kvq.api",
@@ -45,7 +45,7 @@ __all__ = [
     "OutOfBlocks",
     "OutOfMemory",
     "RequestError",
-    "SamplingOptions",
+    "SamplingParams",
     "UnsupportedKernel",
     "__version__",
     "calibrate",

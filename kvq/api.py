@@ -17,18 +17,20 @@ def load(
 ) -> Model:
     """Load a model and choose its KV format; see `kvq.models.load` for the options.
 
-    With `calibrate_on_load`, a static format (`fp8_per_head`, `int8_per_head`) gets its scales
-    from a run over the default calibration text, in memory only.
+    With `calibrate_on_load`, static formats (`fp8_per_head`, `int8_per_head`), this one or those of
+    `with_kv`, get their scales from a run over the default calibration text, in memory only.
 
     Raises:
         ModelError: missing, damaged or refused model.
         ConfigError: an option that can't be used as given, or a static format without scales.
     """
     model = load_model(path_or_name, kv, **options)
-    if options.get("scales") is not None and (calibrate_on_load or not model.recipe.is_static):
-        why = "calibrate_on_load makes its own" if calibrate_on_load else f"{model.recipe.name} uses none"
-        raise ConfigError(f"static scales {options['scales']} were given, but {why}; drop one of the two")
-    if calibrate_on_load and model.recipe.is_static:
+    scales = options.get("scales")
+    if scales is not None and calibrate_on_load:
+        raise ConfigError(f"calibrate_on_load makes static scales and {scales} holds some; give one of them")
+    if (scales is not None or calibrate_on_load) and kv != "auto" and not model.recipe.is_static:
+        raise ConfigError(f"static scales were asked for, but {model.recipe.name} uses none; drop them")
+    if calibrate_on_load:
         return with_fresh_scales(model)
     model.check_scales()
     return model
@@ -40,7 +42,7 @@ def with_fresh_scales(model: Model, **options: Any) -> Model:
 
 
 def perplexity(
-    model: str | Path | Model, kv: list[str | KVRecipe], text: str | None = None, **options: Any
+    model: str | Path | Model, kv: str | list[str | KVRecipe], text: str | None = None, **options: Any
 ) -> list[dict[str, Any]]:
     """Measure KV formats on a text; rows have the keys of `kvq perplexity --json`.
 
@@ -48,4 +50,7 @@ def perplexity(
     CPython. Options are those of `kvq.evals.measure_perplexity`.
     """
     loaded = model if isinstance(model, Model) else load(model)
-    return [asdict(row) for row in measure_perplexity(loaded, kv, text or default_text().text, **options)]
+    return [
+        asdict(row)
+        for row in measure_perplexity(loaded, kv, default_text().text if text is None else text, **options)
+    ]

@@ -52,7 +52,7 @@ class _Commands(click.Group):
 @click.command(
     cls=_Commands,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
-    epilog="Exit codes: 0 done, 1 a check failed, 2 the request was wrong.",
+    epilog="Exit codes: 0 done, 1 a check failed, 2 the request was wrong, 130 interrupted.",
 )
 @click.version_option(__version__, prog_name="kvq")
 def root() -> None:
@@ -65,7 +65,13 @@ def main(args: list[str] | None = None) -> Any:
         click.echo(_WINDOWS, err=True)
         sys.exit(2)
     try:
-        root.main(args, prog_name="kvq")
+        sys.exit(root.main(args, prog_name="kvq", standalone_mode=False))
+    except click.ClickException as error:
+        error.show()
+        sys.exit(2)
+    except (click.Abort, KeyboardInterrupt):
+        click.echo("kvq: interrupted", err=True)
+        sys.exit(130)
     except KVQError as error:
         click.echo(f"kvq: error: {error}", err=True)
         sys.exit(2)

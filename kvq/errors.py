@@ -32,6 +32,14 @@ class UnsupportedKernel(KVQError):
     """No backend can run an operation on this device; the message lists every reason."""
 
 
+def first_lines(error: BaseException, limit: int = 300) -> str:
+    """Return a foreign error's text on one line, shortened; its type's name where it says nothing."""
+    text = " ".join(str(error).split())
+    if not text or isinstance(error, KeyError):
+        text = f"{type(error).__name__} {text}".strip()
+    return text if len(text) <= limit else text[: limit - 3] + "..."
+
+
 def nearest(name: str, allowed: list[str]) -> str:
     """Return `; did you mean 'x'?` for the closest allowed name, or an empty string."""
     import difflib

@@ -8,30 +8,49 @@ from kvq.errors import ConfigError
 
 
 def write_text(path: str | Path, text: str) -> None:
-    """Write `text` as UTF-8 beside `path` and rename it into place.
+    """Write `text` as UTF-8; see `write_bytes`."""
+    write_bytes(path, text.encode("utf-8"))
+
+
+def write_bytes(path: str | Path, content: bytes) -> None:
+    """Write `content` beside `path` and rename it into place. A symbolic link keeps pointing there.
 
     Raises:
-        ConfigError: the folder is missing or can't be written to.
+        ConfigError: the folder is missing or full, or nothing can be written there.
     """
-    target = Path(path)
-    check_writable(target)
-    handle, aside = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
+    target = check_writable(path)
+    aside = ""
     try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
+        handle, aside = tempfile.mkstemp(prefix=".kvq-", dir=target.parent)
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
         os.chmod(aside, 0o644)
         os.replace(aside, target)
-    except BaseException:
-        os.unlink(aside)
+    except BaseException as error:
+        if aside and os.path.exists(aside):
+            os.unlink(aside)
+        if isinstance(error, OSError):
+            raise ConfigError(f"can't write {path}: {error.strerror or error}") from error
         raise
 
 
-def check_writable(path: str | Path) -> None:
-    """Raise ConfigError unless a file can be made at `path`; called before long work starts."""
-    target = Path(path)
-    if target.is_dir():
-        raise ConfigError(f"{target} is a folder; name a file inside it")
-    if not target.parent.is_dir():
-        raise ConfigError(f"can't write {target}: there is no folder {target.parent}; create it first")
+def check_writable(path: str | Path) -> Path:
+    """Return the file that `path` leads to; called before long work starts.
+
+    Raises:
+        ConfigError: nothing can be written there: no such folder, no permission, too long a name,
+            or something that is not a regular file.
+    """
+    try:
+        target = Path(path).resolve()
+        if target.is_dir():
+            raise ConfigError(f"can't write {str(path)!r}: it is a folder; name a file inside it")
+        if target.exists() and not target.is_file():
+            raise ConfigError(f"can't write {path}: it is not a regular file; name another")
+        if not target.parent.is_dir():
+            raise ConfigError(f"can't write {path}: there is no folder {Path(path).parent}; create it first")
+    except (OSError, RuntimeError, ValueError) as error:  # too long, a loop of links, a NUL
+        raise ConfigError(f"can't write {path}: {getattr(error, 'strerror', None) or error}") from error
     if not os.access(target.parent, os.W_OK) or (target.exists() and not os.access(target, os.W_OK)):
-        raise ConfigError(f"can't write {target}: permission denied; choose another place")
+        raise ConfigError(f"can't write {path}: permission denied; choose another place")
+    return target

@@ -12,7 +12,7 @@ from kvq.errors import ConfigError
 from kvq.formats import KVRecipe, LayerFormats
 from kvq.geometry import LayerGeometry, LayerGroup, ModelGeometry
 
-VERSION = 1  # of the byte order inside a block; part of every digest of stored KV
+VERSION = 1  # of the byte order inside a block; blocks of another version must not be read
 ALIGNMENT = 16  # bytes
 MAX_BLOCK_SIZE = 4096  # tokens
 
@@ -118,7 +118,9 @@ def plan_layout(
     Raises:
         ConfigError: block size out of range, or a recipe made for other layers.
     """
-    if not 1 <= block_size <= MAX_BLOCK_SIZE:
+    if not isinstance(order, BlockOrder):
+        raise ConfigError(f"order must be a BlockOrder, got {order!r}; use BlockOrder({order!r})")
+    if not isinstance(block_size, int) or not 1 <= block_size <= MAX_BLOCK_SIZE:
         raise ConfigError(f"block_size must be 1 to {MAX_BLOCK_SIZE} tokens, got {block_size}; 32 is usual")
     check_recipe_fits(geometry, recipe)
     groups = tuple(

@@ -32,30 +32,38 @@ class _Maxima:
 
 def calibrate(
     model: Model,
-    text: EvalText,
+    text: EvalText | str,
     *,
-    context: int = 1024,
+    context: int | None = None,
     max_windows: int = 32,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> StaticScales:
     """Observe K (after RoPE) and V of every layer while a text runs over unquantized KV.
 
     At most `max_windows` windows of `context` tokens are taken, spread evenly over the text; a
-    text shorter than one window is taken whole.
+    text shorter than one window is taken whole. `context` defaults to 1,024 tokens or what the
+    model can take.
 
     Raises:
-        RequestError: a text of fewer than two tokens, or K or V that are not finite.
+        RequestError: a text of fewer than two tokens, a context beyond the model's, no windows, or
+            K or V that are not finite.
     """
+    if isinstance(text, str):
+        text = EvalText(name="text", text=text)
+    if max_windows < 1:
+        raise RequestError(f"the number of windows must be at least 1, got {max_windows}")
+    limit = model.weights.max_context
+    context = min(1024, limit) if context is None else context
+    if not 2 <= context <= limit:
+        raise RequestError(f"a context of {context} tokens was asked for; this model takes 2 to {limit}")
     unquantized = model.with_kv("fp32")
-    context = min(context, model.weights.max_context)
     windows = _spread(model, text.text, context, max_windows)
     layers = [_Maxima() for _ in model.geometry.layers]
     session = unquantized.session(max_tokens=context)
     session.observer = lambda layer, k, v: layers[layer].update(k, v)
     for done, ids in enumerate(windows, start=1):
         sequence = session.new_sequence()
-        if not session.forward([(sequence, ids)])[0].finite:
-            raise RequestError("K or V held NaN or infinity while calibrating; try --dtype fp32")
+        session.forward([(sequence, ids)])[0].trusted_logits()
         session.free(sequence)
         progress(done, len(windows))
     return StaticScales(

@@ -16,7 +16,7 @@ from kvq.commands.options import kv_option
     "--out", default="kvq.json", show_default=True, type=click.Path(), help="Where to write the recipe."
 )
 @kv_option("fp8_per_head", many=False)
-@click.option("--context", default=1024, show_default=True, help="Tokens per window.")
+@click.option("--context", type=int, help="Tokens per window.  [default: 1024, or what the model takes]")
 @click.option("--max-windows", default=32, show_default=True, help="Windows taken, spread over the text.")
 @click.option("--device", default="auto", show_default=True, help="auto, cpu or cuda.")
 @click.option("--dtype", default="auto", show_default=True, help="Of the weights: auto, fp32, bf16 or fp16.")
@@ -32,7 +32,7 @@ def command(
     text: str | None,
     out: str,
     kv: list[str],
-    context: int,
+    context: int | None,
     max_windows: int,
     device: str,
     dtype: str,
@@ -51,7 +51,7 @@ def command(
     from kvq.evals import calibration_text, read_text
     from kvq.models.model import load, resolve_recipe
 
-    source = read_text(text) if text else calibration_text()
+    source = calibration_text() if text is None else read_text(text)
     fileio.check_writable(out)
     with status(f"loading {model}"):
         loaded = load(

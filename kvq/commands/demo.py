@@ -25,7 +25,7 @@ def command(out: str, max_windows: int | None) -> None:
     from kvq.evals.plot import check_plot_path, write_plot
     from kvq.evals.report import write_report
     from kvq.evals.results import write_json
-    from kvq.models import SamplingOptions
+    from kvq.models import SamplingParams
     from kvq.models.model import load
 
     folder = Path(out)
@@ -42,9 +42,7 @@ def command(out: str, max_windows: int | None) -> None:
     for kv in ("fp32", "int4"):
         click.echo(f"--- {kv} ---\n{PROMPT}", nl=False)
         pieces = []
-        for piece in model.with_kv(kv).stream(
-            PROMPT, SamplingOptions(max_tokens=64, temperature=0.7, seed=3)
-        ):
+        for piece in model.with_kv(kv).stream(PROMPT, SamplingParams(max_tokens=64, temperature=0.7, seed=3)):
             click.echo(piece.text, nl=False)
             pieces.append(piece.text)
         samples[kv] = PROMPT + "".join(pieces)

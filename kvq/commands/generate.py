@@ -28,9 +28,9 @@ def command(
 ) -> None:
     """Go on from PROMPT, streamed to standard output."""
     from kvq.commands.loading import load_for
-    from kvq.models import SamplingOptions
+    from kvq.models import SamplingParams
 
-    options = SamplingOptions(
+    options = SamplingParams(
         max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed, ignore_eos=ignore_eos
     )
     model = load_for(model_options, kv).with_kv(kv[0])

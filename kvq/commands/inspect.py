@@ -34,12 +34,12 @@ def command(
     from kvq import fileio
     from kvq.errors import ConfigError
     from kvq.formats import KVRecipe
-    from kvq.layout import plan_layout
+    from kvq.layout import VERSION, plan_layout
     from kvq.models.checkpoint import read_json
     from kvq.models.resolve import resolve_model
     from kvq.models.support import check_supported
 
-    if json_path:
+    if json_path is not None:
         fileio.check_writable(json_path)
     folder = resolve_model(model, revision=revision, token=token, weights=False)
     config = read_json(folder / "config.json")
@@ -62,6 +62,7 @@ def command(
         "max_context": geometry.max_context,
         "q_heads": geometry.q_heads,
         "block_size": block_size,
+        "layout_version": VERSION,
         "layers": [
             {
                 "index": x.index,

@@ -18,13 +18,15 @@ def load_for(options: ModelOptions, kv: list[str]) -> Model:
         model = load(options.model, **options.load_options())
         recipes = [resolve_recipe(model.weights, name) for name in kv]
     needed = any(recipe.is_static for recipe in recipes)
+    if options.calibrate_on_load and not needed:
+        raise ConfigError(f"--calibrate-on-load was given, but {', '.join(kv)} use no static scales; drop it")
     if options.scales and not needed:
         raise ConfigError(
             f"--scales {options.scales} was given, but {', '.join(kv)} use no static scales; drop it"
         )
     if options.scales and options.calibrate_on_load:
         raise ConfigError("--calibrate-on-load makes static scales and --scales names some; give one of them")
-    if options.calibrate_on_load and needed:
+    if options.calibrate_on_load:
         with progress_bar("calibrating") as progress:
             model = with_fresh_scales(model, progress=progress)
     for name in kv:

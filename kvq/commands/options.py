@@ -123,13 +123,13 @@ def kv_option(default: str, many: bool) -> Callable[[_Command], _Command]:
 
 
 def _named(kv: str | None, k: str | None, v: str | None, default: str, many: bool) -> list[str]:
-    if kv is not None and (k or v):
+    if kv is not None and (k is not None or v is not None):
         raise ConfigError("--kv and -ctk/-ctv both name the KV format; give one of them")
-    if k or v:
-        kv = f"{k or 'auto'}/{v or 'auto'}"
-        if "auto" in kv:
-            raise ConfigError("-ctk and -ctv name one half each; give both, or --kv for K and V alike")
-    names = [name.strip() for name in (kv or default).split(",")]
+    if (k is None) != (v is None):
+        raise ConfigError("-ctk and -ctv name one half each; give both, or --kv for K and V alike")
+    if k is not None:
+        kv = "auto" if (k, v) == ("auto", "auto") else f"{k}/{v}"
+    names = [name.strip() for name in (default if kv is None else kv).split(",")]
     if not many and len(names) > 1:
         raise ConfigError(f"one KV format is needed, got {len(names)}: {', '.join(names)}")
     notes = []

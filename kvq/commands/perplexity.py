@@ -58,9 +58,9 @@ def command(
     from kvq.evals.report import write_report
     from kvq.evals.results import write_json
 
-    source = read_text(text) if text else default_text()
+    source = default_text() if text is None else read_text(text)
     for path in (json_path, plot_path, html_path):
-        if path:
+        if path is not None:
             fileio.check_writable(path)
     if plot_path or html_path:
         check_plot_path(plot_path or "report.svg")

@@ -17,13 +17,14 @@ from torch import Tensor
 from kvq.blockmgr import Sequence
 from kvq.errors import RequestError
 from kvq.evals.windows import token_windows
-from kvq.formats import KVRecipe
+from kvq.formats import Code, KVRecipe
 from kvq.models import Model, Session
 
 Progress = Callable[[int, int], None]  # (steps done, steps in all)
 
 INSTRUMENT_WINDOW = 64  # tokens
 INSTRUMENT_LIMIT = 0.05  # an instrument that can see must lose this much, relatively
+_LARGEST_LOSS = 700.0  # nats per token; exp of more overflows
 _LOGITS_BYTES = 256 << 20  # of one chunk's logits, which sets the default chunk
 
 
@@ -43,6 +44,7 @@ class PerplexityRow:
     top1_agreement: float  # share of tokens with the baseline's likeliest token
     seconds: float
     attention_window: int | None = None  # tokens, when attention was cut short on purpose
+    instrument: str = ""  # "window" or "int2": the rows that check the instrument
 
 
 @dataclass(kw_only=True, slots=True)
@@ -54,6 +56,7 @@ class _Candidate:
     session: Session
     kl: Tensor  # fp32 [tokens to predict], on the CPU; one buffer, small pieces would fragment the heap
     window_limit: int | None = None
+    role: str = ""  # see PerplexityRow.instrument
     sequence: Sequence | None = None
     seconds: float = 0.0
     nll: float = 0.0  # nats, summed
@@ -63,7 +66,7 @@ class _Candidate:
 
 def measure_perplexity(
     model: Model,
-    kv: list[str | KVRecipe],
+    kv: str | list[str | KVRecipe],
     text: str,
     *,
     context: int = 1024,
@@ -84,6 +87,8 @@ def measure_perplexity(
         RequestError: text shorter than a window, or a context beyond the model's.
         ConfigError: a format that is unknown, doesn't fit, or lacks its scales.
     """
+    if isinstance(kv, str):
+        kv = [kv]
     if not kv:
         raise RequestError("no KV format was named; try fp32,int8,int4")
     if context > model.weights.max_context:
@@ -115,7 +120,7 @@ def measure_perplexity(
         for candidate in candidates:
             assert candidate.sequence is not None, "opened above"
             candidate.session.free(candidate.sequence)
-    base = math.exp(baseline.nll / baseline.tokens)
+    base = _perplexity(baseline)
     return [_row(c, base) for c in candidates]
 
 
@@ -124,8 +129,8 @@ def instrument_check(rows: list[PerplexityRow]) -> dict[str, object]:
 
     Returns JSON: the relative changes with a short window and with 2-bit KV, the limit, and `passed`.
     """
-    window = next(r for r in rows if r.attention_window == INSTRUMENT_WINDOW)
-    int2 = next(r for r in rows if r.kv.startswith("int2") and r.attention_window is None)
+    window = next(r for r in rows if r.instrument == "window")
+    int2 = next(r for r in rows if r.instrument == "int2")
     changes = (window.perplexity_change, int2.perplexity_change)
     return {
         "window_tokens": INSTRUMENT_WINDOW,
@@ -148,19 +153,26 @@ def _candidates(
     models = [model.with_kv(name) for name in kv]
     if all(m.recipe.is_quantized for m in models):
         models.insert(0, model.with_kv("auto"))
-    wanted = [(m, window) for m in models]
+    wanted = [(m, window, "int2" if instrument and _is_int2(m) else "") for m in models]
     if instrument:
         unquantized = next(m for m in models if not m.recipe.is_quantized)
-        wanted.append((unquantized, INSTRUMENT_WINDOW))
-        if not any(m.recipe.name.startswith("int2") for m in models):
-            wanted.append((model.with_kv("int2"), window))
+        wanted.append((unquantized, INSTRUMENT_WINDOW, "window"))
+        if not any(map(_is_int2, models)):
+            wanted.append((model.with_kv("int2"), window, "int2"))
     made = []
-    for m, limit in wanted:
+    for m, limit, role in wanted:
         session = m.session(max_tokens=context)
         session.window_limit = limit
         kl = torch.zeros(tokens)
-        made.append(_Candidate(label=m.recipe.name, model=m, session=session, kl=kl, window_limit=limit))
+        made.append(
+            _Candidate(label=m.recipe.name, model=m, session=session, kl=kl, window_limit=limit, role=role)
+        )
     return made
+
+
+def _is_int2(model: Model) -> bool:
+    """True if K and V of every layer are stored in 2 bits."""
+    return all(layer.k.code is layer.v.code is Code.INT2 for layer in model.recipe.layers)
 
 
 def _chunk_size(model: Model, context: int, chunk: int | None) -> int:
@@ -177,12 +189,7 @@ def _run_chunk(candidate: _Candidate, ids: list[int]) -> Tensor:
     start = time.perf_counter()
     result = candidate.session.forward([(candidate.sequence, ids)], all_rows=True)[0]
     candidate.seconds += time.perf_counter() - start
-    if not result.finite:
-        raise RequestError(
-            f"{candidate.label}: K or V held NaN or infinity; the weights or the dtype overflow, "
-            f"try --dtype fp32"
-        )
-    return torch.log_softmax(result.logits, dim=-1)
+    return torch.log_softmax(result.trusted_logits(), dim=-1)
 
 
 def _account(candidate: _Candidate, log_probs: Tensor, reference: Tensor, targets: list[int]) -> None:
@@ -198,10 +205,21 @@ def _account(candidate: _Candidate, log_probs: Tensor, reference: Tensor, target
     candidate.tokens += rows
 
 
+def _perplexity(candidate: _Candidate) -> float:
+    """exp of the mean negative log-likelihood."""
+    mean = candidate.nll / candidate.tokens
+    if not mean < _LARGEST_LOSS:  # NaN too
+        raise RequestError(
+            f"{candidate.label}: the loss is {mean:.3g} nats a token, which no perplexity can express; "
+            f"the weights or the dtype overflow, or the tokenizer is another model's"
+        )
+    return math.exp(mean)
+
+
 def _row(candidate: _Candidate, baseline_perplexity: float) -> PerplexityRow:
     model = candidate.model
     kl = candidate.kl.double()
-    perplexity = math.exp(candidate.nll / candidate.tokens)
+    perplexity = _perplexity(candidate)
     nbytes = model.kv_bytes_per_token
     return PerplexityRow(
         kv=candidate.label,
@@ -216,4 +234,5 @@ def _row(candidate: _Candidate, baseline_perplexity: float) -> PerplexityRow:
         top1_agreement=candidate.agree / candidate.tokens,
         seconds=candidate.seconds,
         attention_window=candidate.window_limit,
+        instrument=candidate.role,
     )

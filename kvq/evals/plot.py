@@ -22,9 +22,9 @@ def check_plot_path(path: str | Path) -> None:
 def write_plot(path: str | Path, result: dict[str, Any]) -> None:
     """Draw a measurement into an .svg, .png or .pdf file."""
     check_plot_path(path)
-    fileio.check_writable(path)
-    figure = _draw(result)
-    figure.savefig(path, dpi=160)
+    image = io.BytesIO()
+    _draw(result).savefig(image, format=Path(path).suffix[1:], dpi=160)
+    fileio.write_bytes(path, image.getvalue())
 
 
 def svg_plot(result: dict[str, Any]) -> str:
@@ -44,7 +44,7 @@ def _figure_class() -> Any:
 
 
 def _draw(result: dict[str, Any]) -> Any:
-    rows = [r for r in result["rows"] if not r["attention_window"]]
+    rows = [r for r in result["rows"] if r["instrument"] != "window"]
     figure = _figure_class()(figsize=(9.6, 4.0), layout="constrained")
     left, right = figure.subplots(1, 2)
     _bytes_panel(left, rows)

@@ -55,7 +55,7 @@ def render(result: dict[str, Any], samples: dict[str, str]) -> str:
 
 def _summary(rows: list[dict[str, Any]]) -> str:
     """The format that saves most at under 1% more perplexity, in a sentence."""
-    good = [r for r in rows if not r["attention_window"] and r["perplexity_change"] < 0.01]
+    good = [r for r in rows if r["instrument"] != "window" and r["perplexity_change"] < 0.01]
     best = min(good, key=lambda r: r["kv_bytes_per_token"])
     return (
         f"Of the formats measured, <b>{escape(best['kv'])}</b> is the smallest whose perplexity rises by "

@@ -3,6 +3,7 @@
 from typing import Any
 
 from kvq.errors import RequestError
+from kvq.models.generation import check_unicode
 
 
 def token_windows(
@@ -19,6 +20,7 @@ def token_windows(
         raise RequestError(f"context must be at least 2 tokens, got {context}; nothing could be predicted")
     if max_windows is not None and max_windows < 1:
         raise RequestError(f"the number of windows must be at least 1, got {max_windows}")
+    check_unicode(text, "the text")
     ids: list[int] = tokenizer(text, add_special_tokens=False, return_attention_mask=False, verbose=False)[
         "input_ids"
     ]

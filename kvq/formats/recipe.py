@@ -160,7 +160,8 @@ class KVRecipe:
         """
         if not isinstance(data, dict):
             raise ConfigError("expected a JSON object")
-        if data.get("format_version") != FORMAT_VERSION:
+        version = data.get("format_version")
+        if version != FORMAT_VERSION or isinstance(version, bool):
             raise ConfigError(
                 f"format_version must be {FORMAT_VERSION}, got {data.get('format_version')!r}; "
                 f"make the file again with `kvq calibrate`"

@@ -74,7 +74,7 @@ class StaticScales:
         """
         if not isinstance(data, dict) or set(data) != {"model_digest", "text_digest", "tokens", "layers"}:
             raise ConfigError("static_scales must hold model_digest, text_digest, tokens and layers")
-        if not isinstance(data["layers"], list) or not isinstance(data["tokens"], int):
+        if not isinstance(data["layers"], list) or not isinstance(data["tokens"], int) or data["tokens"] < 0:
             raise ConfigError("static_scales.layers must be a list and static_scales.tokens a number")
         return cls(
             model_digest=str(data["model_digest"]),

@@ -8,6 +8,7 @@ from kvq.geometry.families import FAMILIES, Family
 from kvq.geometry.geometry import LayerGeometry, ModelGeometry
 
 _KINDS = {"full_attention": False, "sliding_attention": True}
+_MAX_LAYERS = 10_000
 _GPT2_NAMES = {
     "num_hidden_layers": "n_layer",
     "num_attention_heads": "n_head",
@@ -26,6 +27,8 @@ def parse_geometry(config: Mapping[str, Any]) -> ModelGeometry:
     reader = _Reader(config)
     family, heads = reader.family, reader.count("num_attention_heads", reader.family.q_heads)
     num_layers = reader.count("num_hidden_layers", family.num_layers)
+    if num_layers > _MAX_LAYERS:
+        raise ConfigError(f"config.json: {num_layers} layers are more than the {_MAX_LAYERS} kvq allows")
     hidden = reader.count("hidden_size", family.hidden_size)
     k_dim, v_dim = reader.head_dims(hidden, heads)
     default = None if "num_key_value_heads" in config else family.kv_heads  # null: as many as query heads
@@ -89,7 +92,7 @@ class _Reader:
             if not isinstance(kinds, list) or len(kinds) != num_layers:
                 raise ConfigError(f"config.json: layer_types must list {num_layers} layers, got {kinds!r}")
             for kind in kinds:
-                if kind not in _KINDS:
+                if not isinstance(kind, str) or kind not in _KINDS:
                     raise ConfigError(
                         f"config.json: layer kind {kind!r} is not one kvq can run; "
                         f"it runs {', '.join(_KINDS)}"

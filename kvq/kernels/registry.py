@@ -75,22 +75,26 @@ def select(operation: str, spec: KernelSpec, device: Device, backend: str = "aut
         UnsupportedKernel: nothing fits; the message lists every backend's reason.
     """
     check_backend(backend)
-    reasons = []
+    reasons: list[tuple[str, str]] = []  # (backend, why not)
     for name in BACKENDS if backend == "auto" else (backend,):
         kernel = next((k for k in _KERNELS if (k.operation, k.backend) == (operation, name)), None)
         if kernel is None:
-            reasons.append(f"{name}: has no {operation} kernel")
+            reasons.append((name, f"has no {operation} kernel"))
             continue
         support = kernel.supports(spec, device)
         if support.yes:
-            if any(registered(skipped.partition(":")[0]) for skipped in reasons):
-                _log_fallback(operation, name, "; ".join(reasons))
+            if any(registered(skipped) for skipped, _ in reasons):
+                _log_fallback(operation, name, _listed(reasons))
             return kernel
-        reasons.append(f"{name}: {support.reason}")
+        reasons.append((name, support.reason))
     raise UnsupportedKernel(
         f"no backend can run {operation} for K {spec.formats.k.name}, V {spec.formats.v.name} "
-        f"on {device.name}: {'; '.join(reasons)}; use --backend reference"
+        f"on {device.name}: {_listed(reasons)}; use --backend reference"
     )
+
+
+def _listed(reasons: list[tuple[str, str]]) -> str:
+    return "; ".join(f"{backend}: {why}" for backend, why in reasons)
 
 
 @lru_cache

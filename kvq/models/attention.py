@@ -40,7 +40,7 @@ def kvq_attention(
         ModelError: called outside a kvq session, or with numbers that the config did not name.
     """
     if kvq_step is None:
-        raise ModelError('attn_implementation="kvq" works inside kvq.load and kvq.LLM only')
+        raise ModelError('attn_implementation="kvq" works inside the sessions of kvq.load only')
     layer = getattr(module, "layer_idx", None)
     if not isinstance(layer, int):
         raise ModelError(f"{type(module).__name__} has no layer_idx; kvq can't tell its layer")

@@ -9,7 +9,7 @@ from typing import Any, TypeGuard
 
 import xxhash
 
-from kvq.errors import ModelError
+from kvq.errors import ModelError, first_lines
 
 _DTYPE_BITS = {
     "F64": 64, "I64": 64, "U64": 64, "F32": 32, "I32": 32, "U32": 32, "F16": 16, "BF16": 16,
@@ -43,8 +43,8 @@ def read_json(path: Path) -> dict[str, Any]:
         raise ModelError(f"{path.parent} has no {path.name}; is it a Hugging Face model folder?") from error
     except OSError as error:
         raise ModelError(f"can't read {path}: {error.strerror}") from error
-    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ModelError(f"{path} is not JSON ({error}); download it again") from error
+    except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, or a number of 5,000 digits
+        raise ModelError(f"{path} is not JSON ({first_lines(error)}); download it again") from error
     if not isinstance(data, dict):
         raise ModelError(f"{path} must hold a JSON object, got {type(data).__name__}")
     return data
@@ -98,17 +98,20 @@ def read_header(path: Path) -> list[TensorEntry]:
     Raises:
         ModelError: truncated, overlong, or a header whose shapes, types or offsets don't agree.
     """
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        prefix = file.read(8)
-        length = int.from_bytes(prefix, "little")
-        if len(prefix) < 8 or length > min(size - 8, _MAX_HEADER_BYTES):
-            raise _damaged(path, f"its header claims {length} bytes, the file has {size}")
-        raw = file.read(length)
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            prefix = file.read(8)
+            length = int.from_bytes(prefix, "little")
+            if len(prefix) < 8 or length > min(size - 8, _MAX_HEADER_BYTES):
+                raise _damaged(path, f"its header claims {length} bytes, the file has {size}")
+            raw = file.read(length)
+    except OSError as error:
+        raise ModelError(f"can't read {path}: {error.strerror}") from error
     try:
         header = json.loads(raw)
-    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise _damaged(path, f"its header is not JSON ({error})") from error
+    except (ValueError, RecursionError) as error:
+        raise _damaged(path, f"its header is not JSON ({first_lines(error)})") from error
     if not isinstance(header, dict):
         raise _damaged(path, "its header is not a JSON object")
     start = 8 + length

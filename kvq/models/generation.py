@@ -15,7 +15,7 @@ _INCOMPLETE = "\ufffd"  # what a decoder shows for a character whose bytes are n
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SamplingOptions:
+class SamplingParams:
     """How the next token is chosen. Temperature 0 takes the likeliest."""
 
     max_tokens: int = 64
@@ -31,6 +31,8 @@ class SamplingOptions:
             raise RequestError(f"temperature must be 0 to 10, got {self.temperature}")
         if not 0 < self.top_p <= 1:
             raise RequestError(f"top_p must be above 0 and at most 1, got {self.top_p}")
+        if self.seed is not None and not -(1 << 63) <= self.seed < 1 << 64:
+            raise RequestError(f"seed must fit into 64 bits, got {self.seed}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,14 +74,25 @@ class Detokenizer:
         return self._decode(ids, skip_special_tokens=True)
 
 
+def check_unicode(text: str, what: str) -> None:
+    """Raise RequestError if `text` holds lone surrogates, as bytes that were not UTF-8 leave them."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise RequestError(
+            f"{what} is not valid Unicode at character {error.start}; give UTF-8 text"
+        ) from error
+
+
 def stream(
     tokenizer: Any,
     open_session: Callable[..., Session],
     prompt: str,
-    options: SamplingOptions,
+    options: SamplingParams,
     weights: LoadedWeights,
 ) -> Iterator[Piece]:
     """Prefill the prompt, then decode token by token until an end token or max_tokens."""
+    check_unicode(prompt, "the prompt")
     prompt_ids: list[int] = tokenizer(prompt, return_attention_mask=False)["input_ids"]
     if not prompt_ids:
         raise RequestError("the prompt is empty; give some text to go on from")
@@ -94,7 +107,7 @@ def stream(
 
 
 def _decode_loop(
-    session: Session, prompt_ids: list[int], options: SamplingOptions, weights: LoadedWeights, tokenizer: Any
+    session: Session, prompt_ids: list[int], options: SamplingParams, weights: LoadedWeights, tokenizer: Any
 ) -> Iterator[Piece]:
     end_ids = set() if options.ignore_eos else _end_ids(weights)
     generator = torch.Generator()
@@ -107,12 +120,10 @@ def _decode_loop(
     step = prompt_ids
     for left in range(options.max_tokens - 1, -1, -1):
         result = session.forward([(sequence, step)])[0]
-        if not result.finite:
-            raise RequestError(
-                "K or V held NaN or infinity; the weights or the dtype overflow, try dtype=fp32"
-            )
-        token = sample(result.logits[0], options, generator)
+        token = sample(result.trusted_logits()[0], options, generator)
         if token in end_ids:
+            if held_back := detokenizer.flush():
+                yield Piece(token_id=token, text=held_back)
             break
         text = detokenizer.push(token)
         yield Piece(token_id=token, text=text if left else text + detokenizer.flush())
@@ -120,11 +131,12 @@ def _decode_loop(
     session.free(sequence)
 
 
-def sample(logits: Tensor, options: SamplingOptions, generator: torch.Generator) -> int:
+def sample(logits: Tensor, options: SamplingParams, generator: torch.Generator) -> int:
     """Choose a token from logits [vocab]: temperature, then nucleus (top_p)."""
     if options.temperature == 0:
         return int(logits.argmax())
-    weights = torch.softmax(logits.double().cpu() / options.temperature, dim=-1)
+    logits = logits.double().cpu()
+    weights = torch.softmax((logits - logits.max()) / options.temperature, dim=-1)
     ordered, ids = weights.sort(descending=True)
     before = ordered.cumsum(0) - ordered
     ordered[before >= options.top_p] = 0.0

@@ -1,6 +1,7 @@
 """`kvq.load` and the model it returns."""
 
 import copy
+import operator
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from kvq.formats import KVRecipe, StaticScales
 from kvq.geometry import ModelGeometry
 from kvq.kernels import check_backend
 from kvq.layout import BlockOrder, KVLayout, check_recipe_fits, plan_layout
-from kvq.models.generation import Piece, SamplingOptions, stream
+from kvq.models.generation import Piece, SamplingParams, stream
 from kvq.models.probe import probe
 from kvq.models.resolve import resolve_model
 from kvq.models.session import Session
@@ -73,7 +74,7 @@ class Model:
         """Stored bits per K or V element, scales included."""
         return float(self.recipe.bits_per_element(self.geometry.kv_heads))
 
-    def with_kv(self, kv: str | KVRecipe) -> "Model":
+    def with_kv(self, kv: str | Path | KVRecipe) -> "Model":
         """The same weights with another KV recipe; nothing is loaded again.
 
         Raises:
@@ -124,6 +125,10 @@ class Model:
             RequestError: no tokens, ids outside the vocabulary, a context beyond the model's, or
                 K or V values that are not finite.
         """
+        try:
+            token_ids = [operator.index(token) for token in token_ids]
+        except TypeError as error:
+            raise RequestError(f"token ids must be whole numbers in a list: {error}") from error
         if not token_ids:
             raise RequestError("no tokens were given; logits need at least one")
         if chunk is not None and chunk < 1:
@@ -134,25 +139,21 @@ class Model:
         parts = []
         for at in range(0, len(token_ids), size):
             result = session.forward([(sequence, token_ids[at : at + size])], all_rows=True)[0]
-            if not result.finite:
-                raise RequestError(
-                    "K or V held NaN or infinity; the weights or the dtype overflow, try dtype=fp32"
-                )
-            parts.append(result.logits)
+            parts.append(result.trusted_logits())
         return torch.cat(parts)
 
-    def stream(self, prompt: str, options: SamplingOptions | None = None) -> Iterator[Piece]:
+    def stream(self, prompt: str, options: SamplingParams | None = None) -> Iterator[Piece]:
         """Generate text from a prompt, piece by piece; never splits a character.
 
         Raises:
             RequestError: an empty prompt, or prompt and max_tokens beyond the model's context.
         """
-        return stream(self.tokenizer, self.session, prompt, options or SamplingOptions(), self.weights)
+        return stream(self.tokenizer, self.session, prompt, options or SamplingParams(), self.weights)
 
 
 def load(
     path_or_name: str | Path,
-    kv: str | KVRecipe = "auto",
+    kv: str | Path | KVRecipe = "auto",
     *,
     device: str = "auto",
     dtype: str = "auto",
@@ -202,7 +203,7 @@ def find_scales(weights: LoadedWeights, path: str | Path | None) -> StaticScales
     return scales
 
 
-def resolve_recipe(weights: LoadedWeights, kv: str | KVRecipe) -> KVRecipe:
+def resolve_recipe(weights: LoadedWeights, kv: str | Path | KVRecipe) -> KVRecipe:
     """Return the recipe that `kv` means for a model.
 
     Raises:
@@ -211,6 +212,9 @@ def resolve_recipe(weights: LoadedWeights, kv: str | KVRecipe) -> KVRecipe:
     if isinstance(kv, KVRecipe):
         check_recipe_fits(weights.geometry, kv)
         return kv
+    if not isinstance(kv, str | Path):
+        raise ConfigError(f"kv must be a format name, a kvq.json or a KVRecipe, got {kv!r}")
+    kv = str(kv)
     if kv.endswith(".json"):
         recipe = KVRecipe.load(kv)
         check_recipe_fits(weights.geometry, recipe)

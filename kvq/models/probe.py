@@ -1,5 +1,7 @@
 """The load-time probe: does the model, run by kvq, compute what its own code computes?"""
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -52,6 +54,8 @@ def probe(weights: LoadedWeights) -> None:
         ("its own attention differs", own),
     ):
         worst = max(relative_error(a, b) for a, b in zip(packed, others, strict=True))
+        if math.isnan(worst):
+            raise ModelError(f"{weights.folder}: its weights or config give NaN or infinity in the logits")
         if not worst <= limit:
             raise ModelError(
                 f"kvq does not run {geometry.model_type}: {what} (relative error {worst:.1e}, "

@@ -4,7 +4,7 @@ import importlib
 import re
 from pathlib import Path
 
-from kvq.errors import ModelError, nearest
+from kvq.errors import ConfigError, ModelError, first_lines, nearest
 
 EMBEDDED = {"tiny": Path(__file__).parent / "tiny"}
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
@@ -21,19 +21,31 @@ def resolve_model(
 
     Raises:
         ModelError: no such folder, or a hub name that is missing, gated or out of reach.
+        ConfigError: a revision of something that is not from the hub.
     """
-    if name in EMBEDDED:
-        return EMBEDDED[name]
-    path = Path(name).expanduser()
-    if path.is_dir():
-        return path
-    if path.is_file():
-        raise ModelError(f"{name} is a file; name the folder that holds config.json and the weights")
+    local = EMBEDDED.get(name) or _local(name)
+    if local is not None and revision is not None:
+        raise ConfigError(f"--revision {revision} names a version on the hub, but {name} is here; drop it")
+    if local is not None:
+        return local
     if name.startswith((".", "/", "~")) or not _HUB_NAME.fullmatch(name):
         raise ModelError(f"there is no folder {name}; give a Hugging Face model folder, a hub name or 'tiny'")
     if "/" not in name and (hint := nearest(name, list(EMBEDDED))):
         raise ModelError(f"there is no model {name!r}{hint} or give a folder, or a hub name such as org/name")
     return _download(name, revision, token, _HUB_FILES if weights else _SMALL_FILES)
+
+
+def _local(name: str) -> Path | None:
+    """The folder of that name, or None."""
+    if not name.strip():
+        raise ModelError("the model's name is empty; give a folder, a hub name or 'tiny'")
+    try:
+        path = Path(name).expanduser()
+        if path.is_file():
+            raise ModelError(f"{name} is a file; name the folder that holds config.json and the weights")
+        return path if path.is_dir() else None
+    except (OSError, RuntimeError, ValueError) as error:  # too long, no such user, a NUL
+        raise ModelError(f"there is no folder {name[:100]!r}: {first_lines(error, 100)}") from error
 
 
 def _download(name: str, revision: str | None, token: str | None, patterns: list[str]) -> Path:

@@ -23,9 +23,17 @@ class StepResult:
     logits: Tensor  # fp32 [rows, vocab]: every new token's row, or the last one's only
     finite: bool  # False: K or V held a NaN or an infinity; the sequence's blocks were scrubbed
 
+    def trusted_logits(self) -> Tensor:
+        """The logits, or a RequestError if K or V was not finite."""
+        if not self.finite:
+            raise RequestError(
+                "K or V held NaN or infinity; the weights or the dtype overflow, try dtype fp32"
+            )
+        return self.logits
+
 
 class Session:
-    """Runs packed steps over its own pools: copies none, writes, then attends."""
+    """Runs packed steps over its own pools: each step writes its tokens, then attends from them."""
 
     def __init__(
         self,
@@ -120,7 +128,10 @@ class Session:
             raise RequestError("no tokens were given; a step needs at least one per sequence")
         if min(ids) < 0 or max(ids) >= vocab:
             worst = min(ids) if min(ids) < 0 else max(ids)
-            raise RequestError(f"token id {worst} is outside the vocabulary of 0 to {vocab - 1}")
+            raise RequestError(
+                f"token id {worst} is outside the vocabulary of 0 to {vocab - 1}; "
+                f"if a tokenizer made it, it is not this model's"
+            )
         if sequence.length + len(ids) > limit:
             raise RequestError(
                 f"{sequence.length + len(ids)} tokens are more than this model's context of {limit}"

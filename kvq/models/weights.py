@@ -1,6 +1,7 @@
 """A loaded model: transformers' own module with kvq's attention, its geometry and its tokenizer."""
 
 import logging
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cached_property
@@ -9,7 +10,7 @@ from typing import Any
 
 import torch
 
-from kvq.errors import ConfigError, ModelError, nearest
+from kvq.errors import ConfigError, ModelError, first_lines, nearest
 from kvq.geometry import ModelGeometry
 from kvq.models.attention import NAME, register_attention
 from kvq.models.checkpoint import content_digest, read_header, read_json, weight_files
@@ -17,8 +18,8 @@ from kvq.models.live_geometry import live_geometry
 from kvq.models.rope import pin_rope
 from kvq.models.support import check_supported, rope_types
 
-# What transformers raises for files that are damaged, incomplete or of the wrong kind.
-_LOAD_ERRORS = (OSError, ValueError, KeyError, TypeError, RuntimeError, ImportError, AttributeError)
+_DEVICES = re.compile(r"cpu|mps|cuda(:\d{1,3})?")
+_DERIVED = (".inv_freq", ".attn.bias", ".attn.masked_bias")  # buffers that old checkpoints stored
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -53,8 +54,8 @@ class LoadedWeights:
             raise ModelError(f"{config} has auto_map, code that would run at load; kvq never runs it")
         try:
             return AutoTokenizer.from_pretrained(self.folder, local_files_only=True, trust_remote_code=False)
-        except _LOAD_ERRORS as error:
-            raise ModelError(f"{self.folder} has no tokenizer that loads: {_first_line(error)}") from error
+        except Exception as error:  # whatever a damaged file makes the parsers raise
+            raise ModelError(f"{self.folder} has no tokenizer that loads: {first_lines(error)}") from error
 
 
 def load_weights(
@@ -97,12 +98,14 @@ def pick_device(device: str) -> torch.device:
     """
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if not _DEVICES.fullmatch(device):
+        raise ConfigError(f"unknown device {device!r}; use auto, cpu, mps, cuda or cuda:N")
     try:
         chosen = torch.device(device)
         torch.empty(1, device=chosen)
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         raise ConfigError(
-            f"device {device!r} is not usable here ({_first_line(error)}); use auto, cpu or cuda"
+            f"device {device!r} is not usable here ({first_lines(error)}); use auto, cpu or cuda"
         ) from error
     return chosen
 
@@ -129,7 +132,6 @@ def _context(geometry: ModelGeometry, max_context: int | None, *, dynamic: bool)
 
 
 def _load_model(folder: Path, dtype: torch.dtype | str) -> Any:
-    from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
 
     register_attention()
@@ -144,10 +146,15 @@ def _load_model(folder: Path, dtype: torch.dtype | str) -> Any:
                 local_files_only=True,
                 output_loading_info=True,
             )
-    except (*_LOAD_ERRORS, SafetensorError) as error:
-        raise ModelError(f"{folder} can't be loaded: {_first_line(error)}") from error
+    except Exception as error:  # whatever a damaged folder makes transformers raise
+        raise ModelError(f"{folder} can't be loaded: {first_lines(error)}") from error
     if missing := sorted(info["missing_keys"]):
         raise ModelError(f"{folder} lacks {len(missing)} tensors, first {missing[0]}; download it again")
+    if extra := [name for name in sorted(info["unexpected_keys"]) if not name.endswith(_DERIVED)]:
+        raise ModelError(
+            f"{folder} holds {len(extra)} tensors that its config.json has no place for, first {extra[0]}; "
+            f"config and weights don't belong together"
+        )
     if wrong := info["mismatched_keys"]:
         first = min(map(str, wrong))
         raise ModelError(f"{folder}: tensors don't have the shapes that config.json implies: {first}")
@@ -169,8 +176,3 @@ def _quiet() -> Iterator[None]:
         logger.setLevel(level)
         if bars:
             hf_logging.enable_progress_bar()
-
-
-def _first_line(error: BaseException) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0][:300] if lines else type(error).__name__

@@ -52,3 +52,13 @@ def test_the_limits_are_far_below_what_the_formats_themselves_change(whole):
     for kv in LIMITS:
         if kv != "fp32":
             assert relative_error(whole[kv], whole["fp32"]) > 5 * LIMITS[kv], kv
+
+
+def test_two_threads_agree_too(tiny, ids):
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        model = tiny.with_kv("int4")
+        assert relative_error(model.logits(ids, chunk=7), model.logits(ids)) <= LIMITS["int4"]
+    finally:
+        torch.set_num_threads(threads)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from kvq.errors import RequestError
-from kvq.models import SamplingOptions
+from kvq.models import SamplingParams
 from kvq.models.generation import Detokenizer, sample
 
 TEXTS = [
@@ -36,35 +36,35 @@ def test_a_stream_that_ends_inside_a_character_shows_what_is_left_at_the_flush(t
 def test_temperature_zero_takes_the_likeliest_and_a_tiny_nucleus_does_too():
     logits = torch.tensor([0.1, 2.0, 1.9, -3.0])
     generator = torch.Generator().manual_seed(0)
-    assert sample(logits, SamplingOptions(), generator) == 1
-    narrow = SamplingOptions(temperature=1.0, top_p=0.01)
+    assert sample(logits, SamplingParams(), generator) == 1
+    narrow = SamplingParams(temperature=1.0, top_p=0.01)
     assert {sample(logits, narrow, generator) for _ in range(50)} == {1}
 
 
 def test_sampling_follows_the_distribution():
     weights = torch.tensor([0.5, 0.3, 0.15, 0.05])
     generator = torch.Generator().manual_seed(1)
-    options = SamplingOptions(temperature=2.0)
+    options = SamplingParams(temperature=2.0)
     drawn = torch.tensor([sample(2.0 * weights.log(), options, generator) for _ in range(4000)])
     assert torch.bincount(drawn, minlength=4) / 4000 == pytest.approx(weights.tolist(), abs=0.03)
-    nucleus = SamplingOptions(temperature=1.0, top_p=0.79)  # 0.5 + 0.3 reach it
+    nucleus = SamplingParams(temperature=1.0, top_p=0.79)  # 0.5 + 0.3 reach it
     assert {sample(weights.log(), nucleus, generator) for _ in range(300)} == {0, 1}
 
 
 def test_the_end_token_ends_the_stream_and_is_not_shown(tiny, monkeypatch):
     tokens = iter([10, 11, 0, 12])  # 0 is <|endoftext|>
     monkeypatch.setattr("kvq.models.generation.sample", lambda *_: next(tokens))
-    pieces = list(tiny.stream("Hello", SamplingOptions(max_tokens=10)))
+    pieces = list(tiny.stream("Hello", SamplingParams(max_tokens=10)))
     assert [p.token_id for p in pieces] == [10, 11]
     tokens = iter([10, 0, 12])
-    ignoring = SamplingOptions(max_tokens=3, ignore_eos=True)
+    ignoring = SamplingParams(max_tokens=3, ignore_eos=True)
     assert [p.token_id for p in tiny.stream("Hello", ignoring)] == [10, 0, 12]
 
 
 def test_greedy_text_is_that_of_logits_computed_at_once(tiny):
     model = tiny.with_kv("fp32")
     prompt = "The war of the"
-    got = [p.token_id for p in model.stream(prompt, SamplingOptions(max_tokens=12, ignore_eos=True))]
+    got = [p.token_id for p in model.stream(prompt, SamplingParams(max_tokens=12, ignore_eos=True))]
     ids = model.tokenizer(prompt)["input_ids"] + got
     expected = model.logits(ids).argmax(-1).tolist()[len(ids) - len(got) - 1 : -1]
     assert got == expected
@@ -76,4 +76,4 @@ def test_greedy_text_is_that_of_logits_computed_at_once(tiny):
 )
 def test_options_out_of_range_are_refused(options):
     with pytest.raises(RequestError):
-        SamplingOptions(**options)
+        SamplingParams(**options)

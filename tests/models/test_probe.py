@@ -18,7 +18,7 @@ def folder(tmp_path_factory):
 
 
 def test_an_ordinary_model_passes(folder):
-    probe(load_fp32(folder).weights)
+    assert probe(load_fp32(folder).weights) is None
 
 
 def test_a_layer_that_does_not_call_the_registered_attention_is_refused(folder, monkeypatch):

@@ -1,0 +1,232 @@
+"""More of what bad input gets: one clear line, exit code 2, nothing half-written, nothing silent."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+import kvq
+from kvq import cli
+from kvq.errors import ConfigError, ModelError, RequestError
+from kvq.models.resolve import EMBEDDED
+
+SHORT = ["--context", "64", "--max-windows", "1"]
+
+
+@pytest.fixture
+def run(capsys):
+    """Call the command line in this process; returns (exit code, stdout, stderr)."""
+
+    def call(*args):
+        with pytest.raises(SystemExit) as stop:
+            cli.main([str(a) for a in args])
+        out, err = capsys.readouterr()
+        return stop.value.code or 0, out, err
+
+    return call
+
+
+@pytest.fixture
+def edited(tmp_path):
+    """A copy of the embedded model with keys of config.json (or another file) changed."""
+
+    def make(file="config.json", **changes):
+        folder = tmp_path / "edited"
+        shutil.rmtree(folder, ignore_errors=True)
+        shutil.copytree(EMBEDDED["tiny"], folder)
+        data = json.loads((folder / file).read_text())
+        (folder / file).write_text(json.dumps(data | changes))
+        return folder
+
+    return make
+
+
+def refused(result, says):
+    code, out, err = result
+    assert (code, out) == (2, ""), err
+    assert says in err
+    assert "Traceback" not in err
+    assert len(err.strip().splitlines()) <= 4  # click adds a usage and a hint to its own
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"num_hidden_layers": 5}, "holds 9 tensors that its config.json has no place for"),
+        ({"layer_types": [["a"]] * 6, "model_type": "qwen3"}, "layer kind ['a'] is not one kvq can run"),
+        ({"rope_parameters": "abc"}, "can't be loaded"),
+        ({"rms_norm_eps": "x"}, "can't be loaded"),
+        ({"eos_token_id": {"a": 1}}, "can't be loaded"),
+        ({"pad_token_id": 99999}, "can't be loaded"),
+        ({"hidden_act": "nope"}, "can't be loaded: KeyError 'nope'"),
+        ({"num_hidden_layers": 30_000_000}, "30000000 layers are more than the 10000"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "its weights are quantized (gptq)"),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 0.0}}, "give NaN or infinity"),
+    ],
+)
+def test_odd_configs(run, edited, changes, says):
+    refused(run("generate", "--model", edited(**changes), "hello"), says)
+
+
+def test_a_number_of_5000_digits_in_a_config(run, edited):
+    folder = edited()
+    (folder / "config.json").write_text('{"model_type": "llama", "vocab_size": ' + "9" * 5000 + "}")
+    refused(run("inspect", "--model", folder), "is not JSON")
+
+
+def test_a_tokenizer_that_does_not_load(run, edited):
+    folder = edited("tokenizer.json", model={"type": "BPE", "vocab": {}, "merges": []})
+    refused(run("generate", "--model", folder, "hello"), "has no tokenizer that loads")
+
+
+def test_a_tokenizer_of_another_model_is_hinted_at(tiny):
+    with pytest.raises(RequestError, match="if a tokenizer made it, it is not this model's"):
+        tiny.logits([1, 4096])
+
+
+@pytest.mark.parametrize("name", ["", "   ", "a" * 5000, "~nosuchuser/x", "./\0"])
+def test_odd_model_names(run, name):
+    refused(run("inspect", "--model", name), "model" if not name.strip() else "there is no folder")
+
+
+def test_a_revision_of_something_local_is_refused_not_ignored(run):
+    refused(run("inspect", "--revision", "v1"), "--revision v1 names a version on the hub, but tiny is here")
+
+
+@pytest.mark.parametrize("device", ["meta", "cpu:7", "tpu", ""])
+def test_odd_devices(run, device):
+    refused(run("perplexity", "--device", device, *SHORT), f"unknown device {device!r}")
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        (["--kv", ""], "unknown KV format ''"),
+        (["--kv", "int4_g٦٤"], "unknown KV format"),
+        (["--kv", "int4_g032"], "unknown KV format"),
+        (["--text", ""], "can't read"),
+        (["--json", ""], "it is a folder"),
+        (["--json", "n" * 300], "File name too long"),
+        (["--plot", "p" * 300 + ".svg"], "File name too long"),
+        (["--calibrate-on-load"], "use no static scales"),
+        (["-ctk", "int8"], "give both"),
+    ],
+)
+def test_odd_options_of_perplexity(run, args, says, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    refused(run("perplexity", *args, *SHORT), says)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        (["--max-windows", "0"], "the number of windows must be at least 1"),
+        (["--context", "999999"], "this model takes 2 to 4096"),
+        (["--context", "0"], "this model takes 2 to 4096"),
+    ],
+)
+def test_odd_options_of_calibrate(run, args, says, tmp_path):
+    refused(run("calibrate", "tiny", "--out", tmp_path / "k.json", *args), says)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        (["\udcff"], "not valid Unicode"),
+        (["--seed", str(1 << 70), "x"], "seed must fit into 64 bits"),
+        (["--seed", str(-(1 << 70)), "x"], "seed must fit into 64 bits"),
+    ],
+)
+def test_odd_options_of_generate(run, args, says):
+    refused(run("generate", *args), says)
+
+
+def test_a_temperature_next_to_zero_takes_the_likeliest(run):
+    same = ("-n", "6", "The king")
+    assert run("generate", "--temperature", "1e-320", *same) == run("generate", *same)
+
+
+def test_auto_for_both_halves_is_auto(run):
+    code, out, _ = run("perplexity", "-ctk", "auto", "-ctv", "auto", *SHORT)
+    assert code == 0
+    assert "\nfp32 " in out
+
+
+@pytest.mark.parametrize("window", [16, 64])
+def test_a_cut_attention_window_goes_with_every_output(run, tmp_path, window):
+    outputs = ["--json", tmp_path / "r.json", "--html", tmp_path / "r.html", "--plot", tmp_path / "r.png"]
+    args = ["--kv", "fp32,int4", "--attention-window", window, "--instrument", *outputs]
+    code, out, err = run("perplexity", *args, *SHORT)
+    assert (code, err) == (1, "")  # a 64-token window can't hurt 64 tokens of context
+    rows = json.loads((tmp_path / "r.json").read_text())["rows"]
+    assert [(r["kv"], r["attention_window"], r["instrument"]) for r in rows] == [
+        ("fp32", window, ""), ("int4", window, ""), ("fp32", 64, "window"), ("int2", window, "int2"),
+    ]  # fmt: skip
+    assert (tmp_path / "r.png").stat().st_size > 1000
+
+
+def test_results_do_not_replace_what_is_not_a_file_and_follow_links(run, tmp_path):
+    os.mkfifo(tmp_path / "fifo")
+    refused(run("perplexity", "--json", tmp_path / "fifo", *SHORT), "it is not a regular file")
+    assert (tmp_path / "fifo").is_fifo()
+    target = tmp_path / "real.json"
+    target.write_text("old")
+    (tmp_path / "link.json").symlink_to(target)
+    assert run("perplexity", "--kv", "fp32", "--json", tmp_path / "link.json", *SHORT)[0] == 0
+    assert (tmp_path / "link.json").is_symlink()
+    assert json.loads(target.read_text())["rows"]
+
+
+def test_a_loss_that_no_perplexity_can_express_is_told():
+    model = kvq.load("tiny")
+    with torch.no_grad():
+        head = model.weights.model.lm_head
+        head.weight = torch.nn.Parameter(head.weight * 1e6)
+    with pytest.raises(RequestError, match="nats a token, which no perplexity can express"):
+        kvq.perplexity(model, kv="fp32", context=64, max_windows=1)
+
+
+def test_ctrl_c_ends_a_measurement_with_130_and_leaves_nothing(tmp_path):
+    command = [sys.executable, "-m", "kvq", "perplexity", "--json", str(tmp_path / "r.json")]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    time.sleep(4)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "interrupted" in err
+    assert "Traceback" not in err
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_library_refuses_what_it_can_not_use(tiny):
+    with pytest.raises(RequestError, match="is empty|0 tokens"):
+        kvq.perplexity(tiny, kv="fp32", text="")
+    with pytest.raises(ConfigError, match="kv must be a format name"):
+        tiny.with_kv(None)
+    with pytest.raises(RequestError, match="whole numbers"):
+        tiny.logits([1.5])
+    with pytest.raises(RequestError, match="not valid Unicode"):
+        kvq.perplexity(tiny, kv="fp32", text="\ud800" * 100)
+    for options in ({"block_size": 2.5}, {"order": "block-major"}):
+        with pytest.raises(ConfigError):
+            kvq.load("tiny", **options)
+    with pytest.raises(ModelError, match="no folder"):
+        kvq.load(Path("/no/such/folder"))
+
+
+def test_the_library_takes_what_people_hand_it(tiny, tmp_path):
+    assert torch.equal(tiny.logits(torch.tensor([3, 4])), tiny.logits([3, 4]))
+    tiny.with_kv("k8v4").recipe.save(tmp_path / "kvq.json")
+    assert tiny.with_kv(tmp_path / "kvq.json").kv_bytes_per_token == 1224
+    assert kvq.calibrate(tiny, "some words " * 40, context=32, max_windows=1).tokens == 32
+    with_scales = kvq.load("tiny", scales=EMBEDDED["tiny"] / "kvq.json")
+    assert with_scales.with_kv("int8_per_head").recipe.is_static
