@@ -82,7 +82,7 @@ def test_a_number_of_5000_digits_in_a_config(run, edited):
 
 
 def test_a_tokenizer_that_does_not_load(run, edited):
-    folder = edited("tokenizer.json", model={"type": "BPE", "vocab": {}, "merges": []})
+    folder = edited("tokenizer.json", model={"type": "BPE", "vocab": {"a": 0}, "merges": ["a b"]})
     refused(run("generate", "--model", folder, "hello"), "has no tokenizer that loads")
 
 
@@ -91,7 +91,11 @@ def test_a_tokenizer_of_another_model_is_hinted_at(tiny):
         tiny.logits([1, 4096])
 
 
-@pytest.mark.parametrize("name", ["", "   ", "a" * 5000, "~nosuchuser/x", "./\0"])
+@pytest.mark.parametrize(
+    "name",
+    ["", "   ", "a" * 5000, "~nosuchuser/x", "./\0"],
+    ids=["empty", "blank", "long", "no user", "nul"],
+)
 def test_odd_model_names(run, name):
     refused(run("inspect", "--model", name), "model" if not name.strip() else "there is no folder")
 
@@ -109,7 +113,7 @@ def test_odd_devices(run, device):
     ("args", "says"),
     [
         (["--kv", ""], "unknown KV format ''"),
-        (["--kv", "int4_g٦٤"], "unknown KV format"),
+        pytest.param(["--kv", "int4_g٦٤"], "unknown KV format", id="digits"),
         (["--kv", "int4_g032"], "unknown KV format"),
         (["--text", ""], "can't read"),
         (["--json", ""], "it is a folder"),
@@ -141,7 +145,7 @@ def test_odd_options_of_calibrate(run, args, says, tmp_path):
 @pytest.mark.parametrize(
     ("args", "says"),
     [
-        (["\udcff"], "not valid Unicode"),
+        pytest.param(["\udcff"], "not valid Unicode", id="surrogate"),
         (["--seed", str(1 << 70), "x"], "seed must fit into 64 bits"),
         (["--seed", str(-(1 << 70)), "x"], "seed must fit into 64 bits"),
     ],
@@ -165,7 +169,7 @@ def test_auto_for_both_halves_is_auto(run):
 def test_a_cut_attention_window_goes_with_every_output(run, tmp_path, window):
     outputs = ["--json", tmp_path / "r.json", "--html", tmp_path / "r.html", "--plot", tmp_path / "r.png"]
     args = ["--kv", "fp32,int4", "--attention-window", window, "--instrument", *outputs]
-    code, out, err = run("perplexity", *args, *SHORT)
+    code, _, err = run("perplexity", *args, *SHORT)
     assert (code, err) == (1, "")  # a 64-token window can't hurt 64 tokens of context
     rows = json.loads((tmp_path / "r.json").read_text())["rows"]
     assert [(r["kv"], r["attention_window"], r["instrument"]) for r in rows] == [
@@ -208,7 +212,7 @@ def test_ctrl_c_ends_a_measurement_with_130_and_leaves_nothing(tmp_path):
 
 
 def test_the_library_refuses_what_it_can_not_use(tiny):
-    with pytest.raises(RequestError, match="is empty|0 tokens"):
+    with pytest.raises(RequestError, match="0 tokens"):
         kvq.perplexity(tiny, kv="fp32", text="")
     with pytest.raises(ConfigError, match="kv must be a format name"):
         tiny.with_kv(None)

@@ -180,7 +180,7 @@ def load(
     folder = resolve_model(str(path_or_name), revision=revision, token=token)
     weights = load_weights(folder, device=device, dtype=dtype, max_context=max_context)
     recipe = resolve_recipe(weights, kv)
-    plan_layout(weights.geometry, recipe, block_size=block_size)
+    plan_layout(weights.geometry, recipe, block_size=block_size, order=order)
     static = find_scales(weights, scales)
     probe(weights)
     return Model(weights, recipe, static_scales=static, block_size=block_size, order=order, backend=backend)
