@@ -35,7 +35,8 @@ def test_a_failure_at_any_step_keeps_the_old_file_and_leaves_nothing_beside_it(
         raise error
 
     monkeypatch.setattr(os, failing, fail)
-    with pytest.raises(type(error)):
+    expected = ConfigError if isinstance(error, OSError) else type(error)
+    with pytest.raises(expected):
         fileio.write_text(target, "new")
     monkeypatch.undo()
     assert target.read_text() == "old"
@@ -49,7 +50,7 @@ def test_text_that_is_not_encodable_leaves_nothing(tmp_path: Path) -> None:
 
 
 def test_a_folder_is_refused_as_a_file(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="is a folder; name a file inside it"):
+    with pytest.raises(ConfigError, match="it is a folder; name a file inside it"):
         fileio.write_text(tmp_path, "x")
 
 

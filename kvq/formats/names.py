@@ -60,7 +60,7 @@ KNOWN_NAMES = (
 
 _FLOAT = re.compile(r"(fp32|bf16|fp16)")
 _SCALED = re.compile(r"(fp8|int8)_(per_token_head|per_head)")
-_GROUPED = re.compile(r"(int4|int2)_g([1-9][0-9]{0,4})")
+_GROUPED = re.compile(r"(int4|int2)_g(0|[1-9][0-9]{0,4})")
 _PAIR = re.compile(r"k(16|8|4|2)v(16|8|4|2)")
 
 

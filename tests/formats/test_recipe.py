@@ -243,7 +243,7 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_half_written(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "replace", refuse)
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(ConfigError, match="No space left"):
         KVRecipe.uniform("int4", HEAD_DIMS).save(path)
     assert [x.name for x in tmp_path.iterdir()] == ["kvq.json"]
     assert KVRecipe.load(path).layers == old.layers
