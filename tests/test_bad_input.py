@@ -48,7 +48,7 @@ def edited(tmp_path):
     return make
 
 
-def refused(result, says):
+def check_refused(result, says):
     code, out, err = result
     assert (code, out) == (2, ""), err
     assert says in err
@@ -72,18 +72,18 @@ def refused(result, says):
     ],
 )
 def test_odd_configs(run, edited, changes, says):
-    refused(run("generate", "--model", edited(**changes), "hello"), says)
+    check_refused(run("generate", "--model", edited(**changes), "hello"), says)
 
 
 def test_a_number_of_5000_digits_in_a_config(run, edited):
     folder = edited()
     (folder / "config.json").write_text('{"model_type": "llama", "vocab_size": ' + "9" * 5000 + "}")
-    refused(run("inspect", "--model", folder), "is not JSON")
+    check_refused(run("inspect", "--model", folder), "is not JSON")
 
 
 def test_a_tokenizer_that_does_not_load(run, edited):
     folder = edited("tokenizer.json", model={"type": "BPE", "vocab": {"a": 0}, "merges": ["a b"]})
-    refused(run("generate", "--model", folder, "hello"), "has no tokenizer that loads")
+    check_refused(run("generate", "--model", folder, "hello"), "has no tokenizer that loads")
 
 
 def test_a_tokenizer_of_another_model_is_hinted_at(tiny):
@@ -97,16 +97,18 @@ def test_a_tokenizer_of_another_model_is_hinted_at(tiny):
     ids=["empty", "blank", "long", "no user", "nul"],
 )
 def test_odd_model_names(run, name):
-    refused(run("inspect", "--model", name), "model" if not name.strip() else "there is no folder")
+    check_refused(run("inspect", "--model", name), "model" if not name.strip() else "there is no folder")
 
 
 def test_a_revision_of_something_local_is_refused_not_ignored(run):
-    refused(run("inspect", "--revision", "v1"), "--revision v1 names a version on the hub, but tiny is here")
+    check_refused(
+        run("inspect", "--revision", "v1"), "--revision v1 names a version on the hub, but tiny is here"
+    )
 
 
 @pytest.mark.parametrize("device", ["meta", "cpu:7", "tpu", ""])
 def test_odd_devices(run, device):
-    refused(run("perplexity", "--device", device, *SHORT), f"unknown device {device!r}")
+    check_refused(run("perplexity", "--device", device, *SHORT), f"unknown device {device!r}")
 
 
 @pytest.mark.parametrize(
@@ -125,7 +127,7 @@ def test_odd_devices(run, device):
 )
 def test_odd_options_of_perplexity(run, args, says, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    refused(run("perplexity", *args, *SHORT), says)
+    check_refused(run("perplexity", *args, *SHORT), says)
     assert not list(tmp_path.iterdir())
 
 
@@ -138,7 +140,7 @@ def test_odd_options_of_perplexity(run, args, says, tmp_path, monkeypatch):
     ],
 )
 def test_odd_options_of_calibrate(run, args, says, tmp_path):
-    refused(run("calibrate", "tiny", "--out", tmp_path / "k.json", *args), says)
+    check_refused(run("calibrate", "tiny", "--out", tmp_path / "k.json", *args), says)
     assert not list(tmp_path.iterdir())
 
 
@@ -151,7 +153,7 @@ def test_odd_options_of_calibrate(run, args, says, tmp_path):
     ],
 )
 def test_odd_options_of_generate(run, args, says):
-    refused(run("generate", *args), says)
+    check_refused(run("generate", *args), says)
 
 
 def test_a_temperature_next_to_zero_takes_the_likeliest(run):
@@ -180,7 +182,7 @@ def test_a_cut_attention_window_goes_with_every_output(run, tmp_path, window):
 
 def test_results_do_not_replace_what_is_not_a_file_and_follow_links(run, tmp_path):
     os.mkfifo(tmp_path / "fifo")
-    refused(run("perplexity", "--json", tmp_path / "fifo", *SHORT), "it is not a regular file")
+    check_refused(run("perplexity", "--json", tmp_path / "fifo", *SHORT), "it is not a regular file")
     assert (tmp_path / "fifo").is_fifo()
     target = tmp_path / "real.json"
     target.write_text("old")

@@ -1,7 +1,7 @@
 """One forward pass over a packed batch, as the attention of every layer sees it."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -25,7 +25,6 @@ class PackedStep:
     bad_tokens: Tensor  # bool [tokens]; set where K or V was not finite
     window_limit: int | None = None  # shortens every layer's window, to see what context is worth
     observer: Observer | None = None
-    calls: list[int] = field(default_factory=list)  # layer indices, in order
 
     def attend(
         self,
@@ -43,7 +42,6 @@ class PackedStep:
         `q`: [rows, q_heads, k_head_dim]; `k`, `v`: [rows, kv_heads, dim]. Rows past the step's
         tokens are padding: not written, and zero in the result, [rows, q_heads, v_head_dim].
         """
-        self.calls.append(layer)
         rows, tokens = q.shape[0], self.bad_tokens.shape[0]
         q, k, v = q[:tokens], k[:tokens], v[:tokens]
         if self.observer is not None:
