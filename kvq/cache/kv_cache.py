@@ -1,15 +1,21 @@
 """The KV cache: the tensors behind the block pools, and the kernels that write and read them."""
 
+from collections.abc import Sequence
+from pathlib import Path
+
 import torch
 from torch import Tensor
 
-from kvq.cache.memory import allocate_bytes
+from kvq.blockmgr.orders import Copy, Order, Scrub, SwapIn, SwapOut
+from kvq.cache.host_store import HostStore
+from kvq.cache.memory import check_room
+from kvq.cache.pool import PoolBytes
+from kvq.cache.views import layer_views
 from kvq.errors import ConfigError
-from kvq.formats import KVFormat, KVRecipe
+from kvq.formats import KVRecipe
 from kvq.geometry import ModelGeometry
-from kvq.kernels import Device, Kernel, KernelSpec, PagedKV, PagedRows, SequenceBatch, select
-from kvq.kernels.codec import CODE_DTYPES
-from kvq.layout import GroupLayout, KVLayout, LayerLayout, Region
+from kvq.kernels import Device, Kernel, KernelSpec, PagedKV, SequenceBatch, select
+from kvq.layout import KVLayout, LayerLayout
 
 
 class KVCache:
@@ -24,51 +30,65 @@ class KVCache:
         num_blocks: list[int],
         device: torch.device,
         backend: str = "auto",
+        host_slots: list[int] | None = None,
+        swap_folder: str | Path | None = None,
     ) -> None:
         """Allocate pools of `num_blocks` blocks, one entry per layer group of `layout`.
 
+        `host_slots`: blocks per layer group that can be swapped out, to host memory or to a file in
+        `swap_folder`; None for no swapping.
+
         Raises:
-            ConfigError: a static format without scales.
-            OutOfMemory: the pools don't fit on the device; nothing stays allocated.
+            ConfigError: a static format without scales, or a folder in which no file can be made.
+            OutOfMemory: the pools or the host store don't fit; nothing stays allocated.
             UnsupportedKernel: no backend can run a layer.
         """
         recipe.require_scales()
+        self.recipe = recipe
         self.layout = layout
-        self.num_blocks = num_blocks
         total = sum(g.pool_bytes(n) for g, n in zip(layout.groups, num_blocks, strict=True))
-        self._memory = allocate_bytes(total, device)
-        self._pools: list[Tensor] = []
+        check_room(total, device)
+        self._pools = [PoolBytes(g, n, device) for g, n in zip(layout.groups, num_blocks, strict=True)]
         self._layers: dict[int, PagedKV] = {}
         self._write: dict[int, Kernel] = {}
         self._attend: dict[int, Kernel] = {}
+        self._copy: list[Kernel] = []
         self.group_of: dict[int, int] = {}
         where = Device.of(device)
-        offset = 0
-        for group, count in zip(layout.groups, num_blocks, strict=True):
-            pool = self._memory[offset : offset + group.pool_bytes(count)]
-            offset += group.pool_bytes(count)
-            self._pools.append(pool)
-            for position, layer in enumerate(group.layers):
+        for group in layout.groups:
+            for layer in group.layers:
                 index = layer.geometry.index
-                self._layers[index] = _layer_views(pool, group, position, count, recipe)
                 self.group_of[index] = group.group.index
-                spec = KernelSpec(
-                    formats=layer.formats,
-                    q_heads=geometry.q_heads,
-                    kv_heads=layer.geometry.kv_heads,
-                    block_size=layout.block_size,
-                )
+                spec = _kernel_spec(geometry, layout, layer)
                 self._write[index] = select("write_kv", spec, where, backend)
                 self._attend[index] = select("attend", spec, where, backend)
+            # Every backend moves the same bytes, so the user's choice of one does not matter here.
+            self._copy.append(select("copy_blocks", _kernel_spec(geometry, layout, group.layers[0]), where))
+            self._make_views(group.group.index)
+        self._host = (
+            None
+            if host_slots is None
+            else HostStore(layout, recipe, host_slots=host_slots, folder=swap_folder)
+        )
+
+    @property
+    def num_blocks(self) -> list[int]:
+        """Blocks of every layer group's pool."""
+        return [pool.num_blocks for pool in self._pools]
 
     @property
     def nbytes(self) -> int:
         """Bytes allocated for all pools."""
-        return self._memory.numel()
+        return sum(pool.memory.numel() for pool in self._pools)
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes reserved for swapped-out blocks, in host memory or on a disk."""
+        return 0 if self._host is None else self._host.nbytes
 
     def pool(self, group: int) -> Tensor:
-        """The bytes of one layer group's pool, uint8 [pool_bytes]."""
-        return self._pools[group]
+        """The bytes of one layer group's pool, uint8 [pool_bytes]. Another tensor after `grow`."""
+        return self._pools[group].memory
 
     def layer(self, index: int) -> PagedKV:
         """The blocks of one layer."""
@@ -96,65 +116,117 @@ class KVCache:
         )
         return result
 
-    def scrub(self, group: int, blocks: list[int]) -> None:
+    def copy(self, group: int, pairs: Sequence[tuple[int, int]]) -> None:
+        """`copy_blocks` in one group: (source, target) block ids, as if one after another."""
+        self._copy[group].run(self._pools[group].parts, pairs)
+
+    def scrub(self, group: int, blocks: Sequence[int]) -> None:
         """Zero the bytes of blocks: codes, scales and padding."""
-        layout, count = self.layout.groups[group], self.num_blocks[group]
         for block in blocks:
-            for run in layout.runs(block, count):
-                self._pools[group][run.offset : run.offset + run.nbytes] = 0
+            self._pools[group].zero(block)
+
+    def carry_out(self, orders: Sequence[Order]) -> list[SwapIn]:
+        """Carry out a block manager's orders, strictly one after another.
+
+        Returns the swap-ins whose bytes were not those that had been swapped out, or could not be
+        read: their blocks are zeroed and their tokens have to be computed again.
+
+        Raises:
+            ConfigError: an order to swap, but the cache has no such host slot.
+        """
+        failed: list[SwapIn] = []
+        copies: list[Copy] = []
+        for order in orders:
+            if isinstance(order, Copy):
+                copies.append(order)
+                continue
+            self._copy_all(copies)
+            copies = []
+            match order:
+                case SwapOut(group=group, block=block, slot=slot):
+                    self._swap_store().put(group, slot, self._pools[group].read(block))
+                case SwapIn():
+                    if not self._swap_in(order):
+                        failed.append(order)
+                case Scrub(group=group, block=block):
+                    self.scrub(group, [block])
+        self._copy_all(copies)
+        return failed
+
+    def read_block(self, group: int, block: int) -> Tensor:
+        """A copy of a block's bytes, uint8 [block_bytes] on the host; the same in both block orders."""
+        return self._pools[group].read(block)
+
+    def write_block(self, group: int, block: int, content: Tensor) -> None:
+        """Overwrite a block with `content`, uint8 [block_bytes], as `read_block` gave it."""
+        self._pools[group].write(block, content)
+
+    def grow(self, num_blocks: list[int]) -> None:
+        """Enlarge the pools; blocks keep their ids and their bytes, new ones are zero.
+
+        Tensors that `pool` and `layer` gave before belong to the old pools. One group grows after
+        the other, so the old and new bytes of a single group exist at once.
+
+        Raises:
+            ConfigError: a pool would shrink.
+            OutOfMemory: the larger pools don't fit. Nothing has changed, unless a device refused
+                what it had reported free; then some groups are larger and the others as before.
+        """
+        if len(num_blocks) != len(self._pools) or any(
+            new < old for new, old in zip(num_blocks, self.num_blocks, strict=True)
+        ):
+            raise ConfigError(f"pools can only grow, from {self.num_blocks} blocks, got {num_blocks}")
+        peak = added = 0
+        for pool, count in zip(self._pools, num_blocks, strict=True):
+            new = pool.layout.pool_bytes(count) if count > pool.num_blocks else 0
+            peak = max(peak, added + new)
+            added += max(0, new - pool.memory.numel())
+        check_room(peak, self._pools[0].memory.device)
+        for index, count in enumerate(num_blocks):
+            if count > self._pools[index].num_blocks:
+                self._pools[index] = self._pools[index].grown(count)
+                self._make_views(index)
+
+    def close(self) -> None:
+        """Give back the host store; blocks that were swapped out are lost."""
+        if self._host is not None:
+            self._host.close()
+
+    @torch.inference_mode(False)
+    def _make_views(self, group: int) -> None:
+        """View a pool anew. Views made during inference could not be written outside it."""
+        for position, layer in enumerate(self.layout.groups[group].layers):
+            self._layers[layer.geometry.index] = layer_views(self._pools[group], position, self.recipe)
+
+    def _copy_all(self, copies: list[Copy]) -> None:
+        pairs: dict[int, list[tuple[int, int]]] = {}
+        for order in copies:
+            pairs.setdefault(order.group, []).append((order.source, order.target))
+        for group, some in pairs.items():
+            self.copy(group, some)
+
+    def _swap_in(self, order: SwapIn) -> bool:
+        content = self._swap_store().get(order.group, order.slot)
+        pool = self._pools[order.group]
+        if content is None:
+            pool.zero(order.block)
+            return False
+        pool.write(order.block, content)
+        return True
+
+    def _swap_store(self) -> HostStore:
+        if self._host is None:
+            raise ConfigError(
+                "an order to swap a block, but the cache has no host store; give KVCache the block "
+                "manager's host_slots"
+            )
+        return self._host
 
 
-def _layer_views(
-    pool: Tensor, group: GroupLayout, position: int, num_blocks: int, recipe: KVRecipe
-) -> PagedKV:
-    layer = group.layers[position]
-    base = group.base(position, num_blocks)
-    stride = group.block_stride(position)
-
-    def rows(part: str, fmt: KVFormat, codes: Region, scales: Region) -> PagedRows:
-        static = None
-        if fmt.is_static:
-            assert recipe.static_scales is not None, "checked by KVCache"
-            maxima = recipe.static_scales.layers[layer.geometry.index]
-            static = torch.tensor(maxima.scales(part, fmt), dtype=torch.float32, device=pool.device)
-            if len(static) != layer.geometry.kv_heads:
-                raise ConfigError(
-                    f"layer {layer.geometry.index} has {layer.geometry.kv_heads} KV heads, its static "
-                    f"scales {len(static)}; run `kvq calibrate MODEL --out kvq.json`"
-                )
-        return PagedRows(
-            codes=_view(
-                pool, CODE_DTYPES[fmt.code], layer, codes, base, stride, num_blocks, group.block_size
-            ),
-            scales=_view(pool, torch.float16, layer, scales, base, stride, num_blocks, group.block_size)
-            if scales.row_bytes
-            else None,
-            static_scale=static,
-        )
-
-    return PagedKV(
-        k=rows("k", layer.formats.k, layer.k_codes, layer.k_scales),
-        v=rows("v", layer.formats.v, layer.v_codes, layer.v_scales),
+def _kernel_spec(geometry: ModelGeometry, layout: KVLayout, layer: LayerLayout) -> KernelSpec:
+    return KernelSpec(
         formats=layer.formats,
-        block_size=group.block_size,
-    )
-
-
-def _view(
-    pool: Tensor,
-    dtype: torch.dtype,
-    layer: LayerLayout,
-    region: Region,
-    base: int,
-    block_stride: int,
-    num_blocks: int,
-    block_size: int,
-) -> Tensor:
-    """View a region of every block as [num_blocks, kv_heads, block_size, row] of `dtype`."""
-    size = dtype.itemsize
-    row = region.row_bytes // size
-    return pool.view(dtype).as_strided(
-        (num_blocks, layer.geometry.kv_heads, block_size, row),
-        (block_stride // size, block_size * row, row, 1),
-        pool.view(dtype).storage_offset() + (base + region.offset) // size,
+        q_heads=geometry.q_heads,
+        kv_heads=layer.geometry.kv_heads,
+        block_size=layout.block_size,
     )

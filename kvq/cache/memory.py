@@ -24,24 +24,30 @@ def available_bytes(device: torch.device) -> int | None:
         return None
 
 
-def allocate_bytes(nbytes: int, device: torch.device) -> torch.Tensor:
-    """Return a zeroed uint8 tensor of `nbytes`.
+def check_room(nbytes: int, device: torch.device, *, purpose: str = "the KV pool") -> None:
+    """Raise OutOfMemory if the device has fewer than `nbytes` free. Allocates nothing."""
+    free = available_bytes(device)
+    if free is not None and nbytes > free:
+        raise _refusal(nbytes, free, device, purpose)
+
+
+def allocate_bytes(nbytes: int, device: torch.device, *, purpose: str = "the KV pool") -> torch.Tensor:
+    """Return a zeroed uint8 tensor of `nbytes`, which may be written in any torch mode.
 
     Raises:
         OutOfMemory: the device has less free memory; nothing was allocated.
     """
-    free = available_bytes(device)
-    if free is not None and nbytes > free:
-        raise _refusal(nbytes, free, device)
+    check_room(nbytes, device, purpose=purpose)
     try:
-        return torch.zeros(nbytes, dtype=torch.uint8, device=device)
+        with torch.inference_mode(False):  # else a pool grown during inference is frozen outside it
+            return torch.zeros(nbytes, dtype=torch.uint8, device=device)
     except (RuntimeError, MemoryError) as error:  # torch reports a full device as RuntimeError
-        raise _refusal(nbytes, free, device) from error
+        raise _refusal(nbytes, available_bytes(device), device, purpose) from error
 
 
-def _refusal(nbytes: int, free: int | None, device: torch.device) -> OutOfMemory:
+def _refusal(nbytes: int, free: int | None, device: torch.device, purpose: str) -> OutOfMemory:
     left = "an unknown amount" if free is None else f"{free / 2**30:.2f} GiB"
     return OutOfMemory(
-        f"the KV pool needs {nbytes / 2**30:.2f} GiB on {device}, but {left} is free; "
+        f"{purpose} needs {nbytes / 2**30:.2f} GiB on {device}, but {left} is free; "
         f"use a shorter context, fewer sequences or a smaller format such as int4"
     )

@@ -8,6 +8,7 @@ from typing import Any
 
 from kvq.errors import ConfigError, UnsupportedKernel, nearest
 from kvq.kernels.attend.reference import attend
+from kvq.kernels.copy_blocks.reference import copy_blocks
 from kvq.kernels.gather_dense.reference import gather_dense
 from kvq.kernels.merge_partials.reference import merge_partials
 from kvq.kernels.spec import Device, KernelSpec, Support
@@ -40,6 +41,7 @@ _KERNELS: list[Kernel] = [
         ("attend", attend),
         ("merge_partials", merge_partials),
         ("gather_dense", gather_dense),
+        ("copy_blocks", copy_blocks),
     )
 ]
 

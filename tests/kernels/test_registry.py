@@ -21,7 +21,7 @@ from kvq.kernels import (
     select,
 )
 
-OPERATIONS = ("write_kv", "attend", "merge_partials", "gather_dense")
+OPERATIONS = ("write_kv", "attend", "merge_partials", "gather_dense", "copy_blocks")
 CPU = Device(type="cpu", name="cpu")
 OLD_GPUS = [
     Device(type="cuda", name="A100", capability=(8, 0)),

@@ -1,0 +1,179 @@
+"""The host store: blocks moved out of the pools, in host memory or in a file, each with its digest."""
+
+import logging
+import os
+import tempfile
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from kvq.cache.digest import BlockDigests
+from kvq.cache.memory import allocate_bytes
+from kvq.errors import ConfigError, OutOfMemory
+from kvq.formats import KVRecipe
+from kvq.layout import KVLayout
+
+_log = logging.getLogger("kvq")
+_ZEROS = bytes(1 << 20)
+
+
+class _Storage(Protocol):
+    """A fixed number of bytes that blocks are written to and read from."""
+
+    def write(self, offset: int, content: Tensor) -> None: ...
+
+    def read(self, offset: int, nbytes: int) -> Tensor: ...
+
+    def close(self) -> None: ...
+
+
+class HostStore:
+    """Slots for blocks outside the device: in host memory, or in a nameless file in a folder.
+
+    The digests stay in memory, so a file that changes behind our back is noticed, even when an
+    older, once valid block comes back.
+    """
+
+    def __init__(
+        self, layout: KVLayout, recipe: KVRecipe, *, host_slots: list[int], folder: str | Path | None = None
+    ) -> None:
+        """Reserve `host_slots` blocks, one entry per layer group, all of it now.
+
+        `folder`: where to keep them in a file. The file has no name there, only this process's user
+        could open it, and it is gone when it is closed or the process ends, however it ends.
+
+        Raises:
+            ConfigError: a negative count, or a folder in which no file can be made.
+            OutOfMemory: too little memory, or too little room on the disk; nothing is left behind.
+        """
+        if len(host_slots) != len(layout.groups) or min(host_slots) < 0:
+            raise ConfigError(
+                f"host_slots must be {len(layout.groups)} counts of at least 0, one per layer group, "
+                f"got {host_slots}"
+            )
+        self._sizes = [group.block_bytes for group in layout.groups]
+        self._offsets = [
+            sum(n * size for n, size in zip(host_slots[:i], self._sizes, strict=False))
+            for i in range(len(host_slots))
+        ]
+        self.host_slots = list(host_slots)
+        self.nbytes = sum(n * size for n, size in zip(host_slots, self._sizes, strict=True))
+        self._digests = [BlockDigests(group, recipe) for group in layout.groups]
+        self._stored: dict[tuple[int, int], bytes] = {}  # (group, slot) -> digest
+        self._storage: _Storage = _Memory(self.nbytes) if folder is None else _File(self.nbytes, Path(folder))
+
+    def put(self, group: int, slot: int, content: Tensor) -> None:
+        """Keep a block's bytes, uint8 [block_bytes] on the host, in a slot.
+
+        A disk that fails leaves the slot empty, with a warning: reading it is then a miss.
+        """
+        offset = self._offset(group, slot)
+        self._stored.pop((group, slot), None)
+        try:
+            self._storage.write(offset, content)
+        except OSError as error:
+            _log.warning("a swapped-out block is lost: %s", error.strerror or error)
+            return
+        self._stored[group, slot] = self._digests[group].of(content, slot)
+
+    def get(self, group: int, slot: int) -> Tensor | None:
+        """A slot's bytes, uint8 [block_bytes], or None unless they are exactly what was put there."""
+        offset = self._offset(group, slot)
+        expected = self._stored.get((group, slot))
+        if expected is None:
+            return None
+        try:
+            content = self._storage.read(offset, self._sizes[group])
+        except OSError as error:
+            _log.warning("a swapped-out block can't be read: %s", error.strerror or error)
+            return None
+        if self._digests[group].of(content, slot) != expected:
+            _log.warning("a swapped-out block changed outside: group %d, slot %d; a miss", group, slot)
+            return None
+        return content
+
+    def close(self) -> None:
+        """Give back the memory or the file; every slot is empty afterwards."""
+        self._stored.clear()
+        self._storage.close()
+
+    def _offset(self, group: int, slot: int) -> int:
+        if not 0 <= slot < self.host_slots[group]:
+            raise ConfigError(
+                f"group {group} has {self.host_slots[group]} host slots, got slot {slot}; "
+                f"give the block manager and the cache the same host_slots"
+            )
+        return self._offsets[group] + slot * self._sizes[group]
+
+
+class _Memory:
+    """Host memory."""
+
+    def __init__(self, nbytes: int) -> None:
+        self._bytes = allocate_bytes(nbytes, torch.device("cpu"), purpose="the host store")
+
+    def write(self, offset: int, content: Tensor) -> None:
+        """Copy `content`, uint8 [n], to `offset`."""
+        self._bytes[offset : offset + content.numel()] = content
+
+    def read(self, offset: int, nbytes: int) -> Tensor:
+        """The bytes at `offset`, uint8 [nbytes]; a view."""
+        return self._bytes[offset : offset + nbytes]
+
+    def close(self) -> None:
+        """Give back the memory."""
+        self._bytes = self._bytes.new_empty(0)
+
+
+class _File:
+    """A nameless file of a fixed size, with its room on the disk taken."""
+
+    def __init__(self, nbytes: int, folder: Path) -> None:
+        try:
+            self._file = tempfile.TemporaryFile(dir=folder, prefix=".kvq-swap-", buffering=0)  # noqa: SIM115
+        except OSError as error:
+            raise ConfigError(
+                f"can't keep swapped blocks in {folder}: {error.strerror or error}; "
+                f"name a folder that can be written to, or swap to memory"
+            ) from error
+        try:
+            _reserve(self._file.fileno(), nbytes)
+        except OSError as error:
+            self._file.close()
+            raise OutOfMemory(
+                f"the host store needs {nbytes / 2**30:.2f} GiB in {folder}: {error.strerror or error}; "
+                f"use fewer host slots or a larger disk"
+            ) from error
+
+    def write(self, offset: int, content: Tensor) -> None:
+        """Write `content`, uint8 [n], at `offset`."""
+        left = memoryview(content.numpy().data)
+        while left:
+            done = os.pwrite(self._file.fileno(), left, offset)
+            left, offset = left[done:], offset + done
+
+    def read(self, offset: int, nbytes: int) -> Tensor:
+        """The bytes at `offset`, uint8 [nbytes]; fewer where the file was cut short."""
+        content = torch.zeros(nbytes, dtype=torch.uint8)
+        left = memoryview(content.numpy().data)
+        while left and (done := os.preadv(self._file.fileno(), [left], offset)):
+            left, offset = left[done:], offset + done
+        return content
+
+    def close(self) -> None:
+        """Close the file, which removes it."""
+        self._file.close()
+
+
+def _reserve(file: int, nbytes: int) -> None:
+    """Take a file's whole room on the disk now, so that no later write finds it full."""
+    if hasattr(os, "posix_fallocate"):
+        if nbytes:
+            os.posix_fallocate(file, 0, nbytes)
+        return
+    for offset in range(0, nbytes, len(_ZEROS)):
+        piece = memoryview(_ZEROS)[: nbytes - offset]
+        if os.pwrite(file, piece, offset) != len(piece):
+            raise OSError(28, "No space left on device")

@@ -1,0 +1,1 @@
+"""Copy whole blocks inside a pool."""

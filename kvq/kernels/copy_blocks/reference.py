@@ -1,0 +1,35 @@
+"""Reference `copy_blocks`: whole blocks copied inside one layer group's pool, one after another."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def copy_blocks(parts: Sequence[Tensor], pairs: Sequence[tuple[int, int]]) -> None:
+    """Copy blocks as if pair by pair: a block written by one pair may be read by the next.
+
+    `parts`: uint8 [num_blocks, run bytes], one for each run of bytes that a block consists of: one
+    per layer in layer-major pools, a single one in block-major pools. `pairs`: (source, target)
+    block ids, repeats and chains allowed. Codes, scales and padding move alike, so no format
+    matters here, and a kernel's `supports` has only the device to look at.
+    """
+    origin = final_sources(pairs)
+    if not origin:
+        return
+    device = parts[0].device
+    targets = torch.tensor(list(origin), dtype=torch.int64, device=device)
+    sources = torch.tensor(list(origin.values()), dtype=torch.int64, device=device)
+    for part in parts:
+        part[targets] = part[sources]  # all are gathered before the first is overwritten
+
+
+def final_sources(pairs: Sequence[tuple[int, int]]) -> dict[int, int]:
+    """Map every block that changes to the block whose bytes, before any copy, it ends up with.
+
+    [(0, 1), (1, 2)] gives {1: 0, 2: 0}; [(1, 2), (0, 1)] gives {2: 1, 1: 0}.
+    """
+    origin: dict[int, int] = {}
+    for source, target in pairs:
+        origin[target] = origin.get(source, source)
+    return {target: source for target, source in origin.items() if target != source}
