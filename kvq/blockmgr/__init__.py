@@ -1,7 +1,33 @@
-"""Block memory: pools, reference counts, tables and slots. Plain Python, no torch."""
+"""Block memory: pools, prefix index, tables, copy-on-write, swap orders. Plain Python, no torch."""
 
-from kvq.blockmgr.ids import BlockId
-from kvq.blockmgr.manager import BlockManager, Sequence
-from kvq.blockmgr.pool import BlockPool
+from kvq.blockmgr.events import Copied, Event, Evicted, Stored, SwappedIn, SwappedOut
+from kvq.blockmgr.ids import BlockId, HostSlot
+from kvq.blockmgr.manager import BlockManager
+from kvq.blockmgr.orders import Copy, Order, Scrub, SwapIn, SwapOut
+from kvq.blockmgr.pool import BlockPool, PoolUsage
+from kvq.blockmgr.prefix import Prompt
+from kvq.blockmgr.prefixes import Match
+from kvq.blockmgr.sequence import Receipt, Sequence
 
-__all__ = ["BlockId", "BlockManager", "BlockPool", "Sequence"]
+__all__ = [
+    "BlockId",
+    "BlockManager",
+    "BlockPool",
+    "Copied",
+    "Copy",
+    "Event",
+    "Evicted",
+    "HostSlot",
+    "Match",
+    "Order",
+    "PoolUsage",
+    "Prompt",
+    "Receipt",
+    "Scrub",
+    "Sequence",
+    "Stored",
+    "SwapIn",
+    "SwapOut",
+    "SwappedIn",
+    "SwappedOut",
+]

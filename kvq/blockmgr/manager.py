@@ -1,96 +1,424 @@
-"""Tables: the blocks of every sequence in every layer group, and the slots of its new tokens."""
+"""The block manager: sequences over shared blocks, from the first token to the last release."""
 
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
 
+from kvq.blockmgr.blocks import Blocks
+from kvq.blockmgr.events import Subscriber
 from kvq.blockmgr.ids import BlockId
-from kvq.blockmgr.pool import BlockPool
-from kvq.errors import ConfigError, OutOfBlocks
-
-
-@dataclass(slots=True, eq=False)
-class Sequence:
-    """One sequence's length and tables. Changed only by the `BlockManager` that made it."""
-
-    tables: list[list[BlockId]]  # per layer group
-    length: int = 0  # tokens
+from kvq.blockmgr.integrity import check_integrity
+from kvq.blockmgr.matching import find
+from kvq.blockmgr.orders import Order, Scrub, SwapIn
+from kvq.blockmgr.pins import Pins
+from kvq.blockmgr.pool import Account, BlockPool, PoolUsage
+from kvq.blockmgr.prefix import Digest, Prompt, sha256_digest, token_array
+from kvq.blockmgr.prefixes import Match, Prefixes
+from kvq.blockmgr.sequence import Receipt, Sequence
+from kvq.blockmgr.swap import SwapSpace
+from kvq.blockmgr.tables import Tables, Work
+from kvq.errors import ConfigError
 
 
 class BlockManager:
-    """Pools by layer group, and the tables of all sequences over them."""
+    """Decides which block holds what: allocation, sharing, copy-on-write, prefix reuse, swapping.
 
-    def __init__(self, *, num_blocks: list[int], block_size: int) -> None:
-        """`num_blocks` has one entry per layer group; `block_size` is in tokens."""
-        if block_size < 1:
-            raise ConfigError(f"block_size must be at least 1 token, got {block_size}")
-        self.block_size = block_size
-        self.pools = [BlockPool(count) for count in num_blocks]
-        self._live: set[Sequence] = set()
+    It owns no bytes. What has to happen to them is queued as orders, which `take_orders` hands out
+    and `kvq.cache` carries out before the step's writes. All calls come from one thread.
 
-    def new_sequence(self) -> Sequence:
-        """Start an empty sequence; it owns no blocks yet."""
-        sequence = Sequence(tables=[[] for _ in self.pools])
-        self._live.add(sequence)
-        return sequence
+        prompt = manager.prompt(token_ids, tenant="a")
+        sequence = manager.start(prompt)              # hits are shared; sequence.length is reused
+        slots = manager.append([(sequence, 5)])       # where the next tokens' K and V go
+        cache.carry_out(manager.take_orders())        # then run the step
+        manager.commit(sequence, [sampled_token])     # its KV is good: others may reuse it
+        receipt = manager.free(sequence)
+    """
 
-    def blocks_needed(self, sequence: Sequence, count: int) -> int:
-        """Blocks per layer group that `count` more tokens would take. Changes nothing."""
-        have = len(sequence.tables[0])
-        return max(0, -(-(sequence.length + count) // self.block_size) - have)
+    def __init__(
+        self,
+        *,
+        num_blocks: list[int],
+        block_size: int,
+        windows: list[int | None] | None = None,
+        host_slots: list[int] | None = None,
+        reserve_blocks: int = 0,
+        max_pinned_blocks: int | None = None,
+        identity: bytes = b"",
+        digest: Digest = sha256_digest,
+    ) -> None:
+        """One entry of `num_blocks`, `windows` and `host_slots` per layer group.
 
-    def can_append(self, work: list[tuple[Sequence, int]]) -> bool:
-        """True if `append(work)` would succeed now. Changes nothing."""
-        need = sum(self.blocks_needed(sequence, count) for sequence, count in work)
-        return all(pool.can_allocate(need) for pool in self.pools)
-
-    def append(self, work: list[tuple[Sequence, int]]) -> list[list[int]]:
-        """Make room for new tokens: (sequence, count) each. Return their slots per layer group.
-
-        All or nothing over all sequences and groups.
+        `block_size` is in tokens; a window of None means full attention. `reserve_blocks` of every
+        pool are kept from new sequences, so that running ones can grow. `max_pinned_blocks` of
+        every pool may be pinned, by default half. `identity` names the model and the recipe:
+        prefixes of another identity never match.
 
         Raises:
-            OutOfBlocks: a pool has too few free blocks; nothing was taken.
+            ConfigError: a number out of range, or lists of different lengths.
         """
-        assert all(sequence in self._live for sequence, _ in work), "a sequence was freed"
-        assert len({id(sequence) for sequence, _ in work}) == len(work), "a sequence comes twice"
-        needs = [self.blocks_needed(sequence, count) for sequence, count in work]
-        for pool in self.pools:
-            if not pool.can_allocate(sum(needs)):
-                raise OutOfBlocks(
-                    f"{sum(count for _, count in work)} more tokens need {sum(needs)} blocks of "
-                    f"{self.block_size}, but only {pool.num_free} of {pool.num_blocks} are free; "
-                    f"shorten or finish a sequence, or give the pool more memory"
-                )
-        slots: list[list[int]] = [[] for _ in self.pools]
-        for (sequence, count), need in zip(work, needs, strict=True):
-            start = sequence.length
-            sequence.length += count
-            for pool, table, group_slots in zip(self.pools, sequence.tables, slots, strict=True):
-                table.extend(pool.allocate(need))
-                group_slots.extend(
-                    table[at // self.block_size] * self.block_size + at % self.block_size
-                    for at in range(start, sequence.length)
-                )
+        groups = len(num_blocks)
+        self.blocks = Blocks(
+            num_blocks=num_blocks,
+            block_size=block_size,
+            windows=windows or [None] * groups,
+            identity=identity,
+            digest=digest,
+        )
+        self.block_size = block_size
+        self.reserve_blocks = reserve_blocks
+        self.swap = SwapSpace(self.blocks, host_slots or [0] * groups)
+        self.pins = Pins(self.blocks, max_pinned_blocks)
+        self.prefixes = Prefixes(self.blocks)
+        self._tables = Tables(self.blocks)
+        self._accounts: dict[str, list[Account]] = {}
+        self._live: dict[Sequence, None] = {}  # in order of their start
+
+    @property
+    def pools(self) -> list[BlockPool]:
+        """The pools by layer group; for reading."""
+        return self.blocks.pools
+
+    def sequences(self) -> list[Sequence]:
+        """All live sequences, swapped ones included, in order of their start."""
+        return list(self._live)
+
+    def prompt(self, tokens: Iterable[int], *, tenant: str = "", shared_salt: str | None = None) -> Prompt:
+        """Prepare a prompt for `lookup` and `start`; hold on to it to hash its tokens only once.
+
+        Prefixes are found among the same tenant's prompts only, or, with `shared_salt`, among all
+        prompts that named the same salt, whoever sent them.
+
+        Raises:
+            RequestError: an id that is no whole number of 0 to 2**32 - 1.
+        """
+        return self.blocks.index.prompt(tokens, tenant=tenant, shared_salt=shared_salt)
+
+    def lookup(self, prompt: Prompt) -> Match:
+        """How many tokens `start` would reuse, and who is computing the next ones. Changes nothing."""
+        return self.prefixes.match(prompt)
+
+    def held_prefix(self, prompt: Prompt) -> tuple[int, list[int], list[list[BlockId]]]:
+        """The longest hit in whole blocks: (length, starts, tables per group). Changes nothing."""
+        hit = find(self.blocks, prompt, len(prompt.tokens))
+        length = len(hit.nodes) * self.block_size
+        return length, *self.prefixes.tables(hit, length)
+
+    def can_admit(self, prompt: Prompt, count: int) -> bool:
+        """True if a sequence could start and append `count` tokens beyond its hit now.
+
+        The reserve is left untouched. Changes nothing.
+        """
+        hit = self.prefixes.hit(prompt)
+        whole = len(hit.nodes) * self.block_size
+        _, tables = self.prefixes.tables(hit, whole)
+        need = -(-(hit.length + count) // self.block_size) - len(hit.nodes)
+        accounts = self._accounts.get(prompt.tenant)
+        demand = [[(need, accounts[group] if accounts else None)] for group in range(len(self.pools))]
+        return self.blocks.can_take(
+            demand,
+            beside=[table[self.blocks.first_seen(g, whole) :] for g, table in enumerate(tables)],
+            spare=self.reserve_blocks,
+        )
+
+    def new_sequence(self, *, tenant: str = "") -> Sequence:
+        """Start an empty sequence without looking for a prefix; it holds no blocks yet."""
+        sequence = Sequence(
+            tables=[[] for _ in self.pools],
+            starts=[0] * len(self.pools),
+            node=self.blocks.index.root(self.blocks.index.root_digest(tenant)),
+            tenant=tenant,
+            accounts=self._accounts.get(tenant),
+        )
+        self._live[sequence] = None
+        return sequence
+
+    def start(self, prompt: Prompt) -> Sequence:
+        """Start a sequence from the longest prefix hit; `length` is what need not be computed.
+
+        At least one token of the prompt is left to compute. A block that matches only in its first
+        tokens is copied, if a block is free for it.
+        """
+        sequence = self._begin(prompt)
+        self.prefixes.fill(sequence, prompt)
+        self.prefixes.announce(sequence, prompt)
+        self.blocks.events.deliver()
+        return sequence
+
+    def start_without_reuse(self, prompt: Prompt) -> Sequence:
+        """Start a sequence that computes its whole prompt, as prompt log-probabilities need."""
+        sequence = self._begin(prompt)
+        self.prefixes.announce(sequence, prompt)
+        return sequence
+
+    def adopt(self, prompt: Prompt, length: int) -> Sequence:
+        """Start a sequence whose first `length` tokens will be filled in, not computed.
+
+        Full-attention groups get blocks for all of it, sliding-window groups for the last window.
+        Fill every block of `tables[g][starts[g]:]`, then `commit`; `free` without `commit` leaves
+        nothing behind.
+
+        Raises:
+            ConfigError: `length` is no multiple of the block size, or beyond the prompt.
+            OutOfBlocks: too few blocks; nothing changed.
+        """
+        if length % self.block_size or not 0 <= length <= len(prompt.tokens):
+            raise ConfigError(
+                f"length must be a multiple of the block size {self.block_size} and at most the prompt's "
+                f"{len(prompt.tokens)} tokens, got {length}"
+            )
+        sequence = self._begin(prompt)
+        try:
+            self.prefixes.adopt(sequence, length)
+        except BaseException:
+            self._end(sequence)
+            raise
+        self.prefixes.announce(sequence, prompt)
+        self.blocks.events.deliver()
+        return sequence
+
+    def can_append(self, work: Work) -> bool:
+        """True if `append(work)` would succeed now. Changes nothing."""
+        demand = self._tables.demand(self._tables.plan(work))
+        return self.blocks.can_take(demand, beside=[[] for _ in demand])
+
+    def append(self, work: Work) -> list[list[int]]:
+        """Make room for new tokens: (sequence, count) each. Return their slots per layer group.
+
+        All or nothing over all sequences and groups. A last block that somebody else sees too, a
+        fork or the index, is copied first: the order is queued, exactly once.
+
+        Raises:
+            OutOfBlocks: a pool or a quota has too few blocks; nothing changed.
+        """
+        assert len(dict(work)) == len(work), "a sequence comes twice"
+        for sequence, _ in work:
+            self._check_usable(sequence)
+        slots = self._tables.append(work)
+        if self.blocks.events.active:
+            self.blocks.events.deliver()
         return slots
 
-    def free(self, sequence: Sequence) -> None:
-        """Give back all blocks of a sequence; it can't be used any more."""
-        assert sequence in self._live, "the sequence was freed already"
-        for pool, table in zip(self.pools, sequence.tables, strict=True):
-            for block in table:
-                pool.release(block)
-            table.clear()
-        sequence.length = 0
-        self._live.discard(sequence)
+    def commit(self, sequence: Sequence, tokens: Iterable[int] | None = None) -> None:
+        """Say that the KV of all appended tokens is good, and which further tokens are known now.
+
+        Full blocks whose tokens are known enter the prefix index and can be reused from here on.
+        Blocks of sliding-window groups that no later token sees are given back.
+
+        Raises:
+            RequestError: an id that is no whole number of 0 to 2**32 - 1; nothing changed.
+        """
+        self._check_usable(sequence)
+        if tokens is not None:
+            sequence.tokens.extend(token_array(tokens))
+        sequence.committed = sequence.length
+        if (
+            sequence.indexing
+            and min(sequence.length, len(sequence.tokens)) // self.block_size > sequence.depth
+        ):
+            sequence.indexing = self.blocks.publish(sequence)
+            self.prefixes.withdraw(sequence, sequence.depth if sequence.indexing else None)
+        self._tables.release_unseen(sequence)
+        if self.blocks.events.active:
+            self.blocks.events.deliver()
+
+    def fork(self, sequence: Sequence) -> Sequence:
+        """A second sequence with the same tokens; all blocks are shared until one of them writes.
+
+        Raises:
+            ConfigError: tokens were appended and not committed, or the sequence is swapped out.
+        """
+        self._check_committed(sequence, "fork")
+        twin = self.new_sequence(tenant=sequence.tenant)
+        self._tables.share_all(sequence, twin)
+        twin.node, twin.depth, twin.indexing = sequence.node, sequence.depth, sequence.indexing
+        twin.length, twin.committed = sequence.length, sequence.committed
+        twin.tokens, twin.digests = sequence.tokens[:], sequence.digests
+        return twin
+
+    def truncate(self, sequence: Sequence, length: int) -> None:
+        """End a sequence after its first `length` tokens: rejected drafts, or a rewind.
+
+        Raises:
+            ConfigError: longer than the sequence, or back to where a sliding-window group gave
+                back blocks that would be seen again; nothing changed.
+        """
+        self._check_usable(sequence)
+        self._tables.shorten(sequence, length)
+        if len(sequence.tokens) > length:
+            self.prefixes.withdraw(sequence)
+            del sequence.tokens[length:]
+
+    def scrub(self, sequence: Sequence) -> None:
+        """Queue zeroing of every block that only this sequence sees; it is never indexed again."""
+        self._check_usable(sequence)
+        sequence.indexing = False
+        self.prefixes.withdraw(sequence)
+        for group, (table, start) in enumerate(zip(sequence.tables, sequence.starts, strict=True)):
+            for block in table[start:]:
+                if self.pools[group].is_writable(block):
+                    self.blocks.orders.append(Scrub(group=group, block=block))
+
+    def free(self, sequence: Sequence) -> Receipt:
+        """End a sequence and give back what it holds. Indexed blocks stay cached."""
+        assert sequence.live, "the sequence was freed already"
+        self._end(sequence)
+        return sequence.receipt.snapshot()
+
+    def can_swap_out(self, sequence: Sequence) -> bool:
+        """True if host slots are free for all of a sequence's blocks. Changes nothing."""
+        return self.swap.can_swap_out(sequence)
+
+    def swap_out(self, sequence: Sequence) -> None:
+        """Queue the move of a sequence's blocks to host slots and release them.
+
+        Raises:
+            OutOfBlocks: too few host slots; nothing changed.
+            ConfigError: tokens were appended and not committed.
+        """
+        self._check_committed(sequence, "swap out")
+        self.swap.swap_out(sequence)
+        self.prefixes.withdraw(sequence)
+        self.blocks.events.deliver()
+
+    def can_swap_in(self, sequence: Sequence) -> bool:
+        """True if `swap_in` would succeed now. Changes nothing."""
+        return self.swap.can_swap_in(sequence)
+
+    def swap_in(self, sequence: Sequence) -> None:
+        """Bring a sequence back: what the index still holds is shared, the rest is ordered in.
+
+        Raises:
+            OutOfBlocks: too few blocks; the sequence stays swapped out.
+        """
+        assert sequence.live, "the sequence was freed"
+        self.swap.swap_in(sequence)
+        self.blocks.events.deliver()
+
+    def recover(self, sequence: Sequence, failed: Iterable[SwapIn]) -> None:
+        """Shorten a sequence to what is good after swap-ins whose bytes were not what went out.
+
+        The tokens stay known: compute from `sequence.length` on. Orders of other sequences are
+        passed over.
+        """
+        self._check_usable(sequence)
+        lost = [
+            sequence.tables[order.group].index(order.block, sequence.starts[order.group])
+            for order in failed
+            if order.block in sequence.tables[order.group][sequence.starts[order.group] :]
+        ]
+        if lost:
+            before = sequence.length
+            length = min(min(lost) * self.block_size, before)
+            self._tables.shorten(sequence, length if self._tables.can_shorten(sequence, length) else 0)
+            sequence.receipt.recomputed += before - sequence.length
+
+    def pin(self, prompt: Prompt, until: float) -> int:
+        """Keep the indexed whole blocks of a prompt until a time on the caller's clock, in seconds.
+
+        Pinning the same prefix again extends the pin. Returns the tokens pinned, maybe 0.
+
+        Raises:
+            OutOfBlocks: pins would hold more than their limit; nothing changed.
+        """
+        return self.pins.add(find(self.blocks, prompt, len(prompt.tokens)).nodes, until)
+
+    def expire(self, now: float) -> int:
+        """Release the pins whose time is over. Returns how many."""
+        return self.pins.expire(now)
+
+    def set_quota(self, tenant: str, blocks: int) -> None:
+        """Limit the blocks of every pool that a tenant may own, live and cached ones together.
+
+        A tenant owns the blocks that its sequences took, until they are free again; sharing
+        another's costs nothing. At its quota it gives up its own cached blocks first, then it is
+        refused. Applies to sequences that start from now on.
+
+        Raises:
+            ConfigError: less than one block.
+        """
+        if blocks < 1:
+            raise ConfigError(f"a quota must be at least one block, got {blocks}")
+        accounts = self._accounts.setdefault(tenant, [Account(quota=blocks) for _ in self.pools])
+        for account in accounts:
+            account.quota = blocks
+
+    def take_orders(self) -> list[Order]:
+        """Every order queued since the last call, in order, each exactly once."""
+        return self.blocks.take_orders()
+
+    def subscribe(self, subscriber: Subscriber) -> Callable[[], None]:
+        """Call `subscriber` with every event from now on. Returns a function that ends it."""
+        return self.blocks.events.subscribe(subscriber)
+
+    def usage(self) -> list[PoolUsage]:
+        """Free, cached and live blocks per layer group."""
+        return [pool.usage() for pool in self.pools]
+
+    def utilization(self) -> float:
+        """Tokens held / slots of live blocks, over all layer groups; 1.0 when nothing is live."""
+        slots = unused = 0
+        for group, pool in enumerate(self.pools):
+            slots += pool.num_live * self.block_size
+            tails: dict[BlockId, int] = {}
+            for sequence in self._live:
+                table = sequence.tables[group]
+                empty = -sequence.length % self.block_size
+                if empty and not sequence.is_swapped:
+                    tails[table[-1]] = min(empty, tails.get(table[-1], empty))
+            unused += sum(empty for block, empty in tails.items() if pool.entry(block) is None)
+        return 1 - unused / slots if slots else 1.0
+
+    def drop_cached(self) -> None:
+        """Evict every cached block. Live and pinned ones stay."""
+        for pool in self.pools:
+            pool.drop_cached()
+        self.blocks.events.deliver()
+
+    def grow(self, num_blocks: list[int]) -> None:
+        """Enlarge the pools; the blocks there are keep their ids.
+
+        Raises:
+            ConfigError: a pool would shrink.
+        """
+        if any(n < pool.num_blocks for n, pool in zip(num_blocks, self.pools, strict=True)):
+            raise ConfigError(
+                f"pools can't shrink from {[pool.num_blocks for pool in self.pools]} to {num_blocks} blocks"
+            )
+        for pool, count in zip(self.pools, num_blocks, strict=True):
+            pool.grow(count)
 
     def check_integrity(self) -> None:
-        """Raise AssertionError if tables and reference counts disagree anywhere."""
-        for group, pool in enumerate(self.pools):
-            pool.check_integrity()
-            counted = [0] * pool.num_blocks
-            for sequence in self._live:
-                expected = -(-sequence.length // self.block_size)
-                assert len(sequence.tables[group]) == expected, "a table has the wrong length"
-                for block in sequence.tables[group]:
-                    counted[block] += 1
-            for i, count in enumerate(counted):
-                assert pool.references(BlockId(i)) == count, f"block {i}: references and tables differ"
+        """Raise AssertionError, naming it, if any invariant of docs/blocks.md is broken."""
+        check_integrity(
+            self.blocks, self.sequences(), self.pins, self.swap, self.prefixes.computing(), self._accounts
+        )
+
+    def _begin(self, prompt: Prompt) -> Sequence:
+        sequence = self.new_sequence(tenant=prompt.tenant)
+        sequence.node = self.blocks.index.root(prompt.root)
+        sequence.tokens = prompt.tokens[:]
+        sequence.digests = prompt.digests
+        return sequence
+
+    def _end(self, sequence: Sequence) -> None:
+        """Release everything of a sequence, deepest blocks first."""
+        self.prefixes.withdraw(sequence)
+        if sequence.is_swapped:
+            self.swap.discard(sequence)
+        for pool, table, start in zip(self.pools, sequence.tables, sequence.starts, strict=True):
+            pool.release_all(reversed(table[start:]))
+            table.clear()
+        sequence.starts = [0] * len(self.pools)
+        sequence.length = sequence.committed = 0
+        sequence.live = False
+        del self._live[sequence]
+
+    def _check_usable(self, sequence: Sequence) -> None:
+        assert sequence.live, "the sequence was freed"
+        assert sequence.swapped is None, "the sequence is swapped out"
+
+    def _check_committed(self, sequence: Sequence, verb: str) -> None:
+        self._check_usable(sequence)
+        if sequence.committed != sequence.length:
+            raise ConfigError(
+                f"can't {verb} a sequence with {sequence.length - sequence.committed} tokens that were "
+                f"appended and not committed; commit or truncate them first"
+            )

@@ -1,77 +1,246 @@
-"""The pool: which blocks of a layer group are free, and how often each live one is referenced."""
+"""The pool: which blocks of a layer group are free, cached or live."""
 
-from collections import deque
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 
 from kvq.blockmgr.ids import BlockId
 from kvq.errors import ConfigError, OutOfBlocks
 
 
-class BlockPool:
-    """Reference-counted blocks. Decides only; the bytes belong to `kvq.cache`."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PoolUsage:
+    """The three gauges of one pool; they always add up to `total`."""
 
-    def __init__(self, num_blocks: int) -> None:
+    free: int  # hold nothing
+    cached: int  # hold indexed tokens that nobody uses now; given away when free blocks run out
+    live: int  # referenced by sequences or pins
+    total: int
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class Account:
+    """One tenant's quota in one pool. Its blocks are those it allocated, live or cached."""
+
+    quota: int  # blocks
+    owned: int = 0  # blocks
+    cached: OrderedDict[BlockId, None] = field(default_factory=OrderedDict)  # least recently used first
+
+    def excess(self, count: int) -> int:
+        """How many of its own cached blocks must go before it may take `count` more."""
+        return max(0, self.owned + count - self.quota)
+
+
+# Told (block, entry) of every evicted block; returns cached blocks that nobody can find without it.
+EvictionListener = Callable[[BlockId, object], Iterable[BlockId]]
+
+
+class BlockPool:
+    """Reference-counted blocks. Decides only; the bytes belong to `kvq.cache`.
+
+    A block with references is live. Without, it is cached if it was marked with an index entry by
+    `keep`, else free. Every change of state is O(1) a block.
+    """
+
+    def __init__(self, num_blocks: int, *, on_evict: EvictionListener | None = None) -> None:
         if num_blocks < 1:
             raise ConfigError(f"a pool needs at least one block, got {num_blocks}")
         self.num_blocks = num_blocks
         self._refs = [0] * num_blocks
+        self._entries: list[object | None] = [None] * num_blocks  # what the index knows a block by
+        self._accounts: list[Account | None] = [None] * num_blocks  # who allocated it, if under a quota
         self._free: deque[BlockId] = deque(BlockId(i) for i in range(num_blocks))
+        self._cached: OrderedDict[BlockId, None] = OrderedDict()  # least recently used first
+        self._on_evict = on_evict
 
     @property
     def num_free(self) -> int:
-        """Blocks that nobody references."""
+        """Blocks that hold nothing."""
         return len(self._free)
+
+    @property
+    def num_cached(self) -> int:
+        """Blocks without references that hold indexed tokens."""
+        return len(self._cached)
 
     @property
     def num_live(self) -> int:
         """Blocks with at least one reference."""
-        return self.num_blocks - len(self._free)
+        return self.num_blocks - len(self._free) - len(self._cached)
 
-    def can_allocate(self, count: int) -> bool:
-        """True if `allocate(count)` would succeed now. Changes nothing."""
-        return count <= len(self._free)
+    @property
+    def num_available(self) -> int:
+        """Blocks that an allocation could take: free and cached ones."""
+        return len(self._free) + len(self._cached)
 
-    def allocate(self, count: int) -> list[BlockId]:
-        """Take `count` blocks, least recently freed first, each with one reference.
+    def usage(self) -> PoolUsage:
+        """The three gauges."""
+        return PoolUsage(
+            free=self.num_free, cached=self.num_cached, live=self.num_live, total=self.num_blocks
+        )
 
+    def can_allocate(self, count: int, account: Account | None = None) -> bool:
+        """True if `allocate(count, account)` would succeed now. Changes nothing."""
+        if account is not None and account.excess(count) > len(account.cached):
+            return False
+        return count <= len(self._free) + len(self._cached)
+
+    def allocate(self, count: int, account: Account | None = None) -> list[BlockId]:
+        """Take `count` blocks, each with one reference: free ones first, least recently freed first.
+
+        When they run out, the least recently used cached blocks leave the prefix index, here and
+        nowhere else. An account at its quota gives up its own cached blocks before anybody's.
         All or nothing: a refused request leaves the pool unchanged.
 
         Raises:
-            OutOfBlocks: fewer than `count` blocks are free.
+            OutOfBlocks: too few blocks are free or cached, or the account is at its quota.
         """
-        if not self.can_allocate(count):
-            raise OutOfBlocks(
-                f"need {count} blocks, but only {len(self._free)} of {self.num_blocks} are free; "
-                f"shorten or finish a sequence, or give the pool more memory"
-            )
-        taken = [self._free.popleft() for _ in range(count)]
+        if not self.can_allocate(count, account):
+            raise self._refusal(count, account)
+        if account is not None:
+            for _ in range(account.excess(count)):
+                if account.excess(count):  # an eviction may have taken more than one
+                    self._evict(next(iter(account.cached)))
+        free, refs = self._free, self._refs
+        while len(free) < count:
+            self._evict(next(iter(self._cached)))
+        take = free.popleft
+        taken = [take() for _ in range(count)]
         for block in taken:
-            self._refs[block] = 1
+            refs[block] = 1
+        if account is not None:
+            account.owned += count
+            for block in taken:
+                self._accounts[block] = account
         return taken
 
     def share(self, block: BlockId) -> None:
-        """Add a reference to a live block."""
-        self._check_live(block)
-        self._refs[block] += 1
+        """Add a reference to a live or cached block."""
+        refs = self._refs[block]
+        self._refs[block] = refs + 1
+        if not refs:
+            assert self._entries[block] is not None, f"block {block} is free, it can't be shared"
+            del self._cached[block]
+            account = self._accounts[block]
+            if account is not None:
+                del account.cached[block]
 
     def release(self, block: BlockId) -> None:
-        """Drop a reference; the last one frees the block."""
-        self._check_live(block)
-        self._refs[block] -= 1
-        if not self._refs[block]:
-            self._free.append(block)
+        """Drop a reference; without any left, the block is cached if it is indexed, else free."""
+        self.release_all((block,))
+
+    def release_all(self, blocks: Iterable[BlockId]) -> None:
+        """Drop one reference of each block, in order: what comes first is given away first."""
+        refs, entries, accounts = self._refs, self._entries, self._accounts
+        cached, free = self._cached, self._free
+        for block in blocks:
+            left = refs[block] - 1
+            assert left >= 0, f"block {block} has no reference to release"
+            refs[block] = left
+            if left:
+                continue
+            if entries[block] is None:
+                free.append(block)
+                if accounts[block] is not None:
+                    self._close(block)
+            else:
+                cached[block] = None
+                account = accounts[block]
+                if account is not None:
+                    account.cached[block] = None
 
     def references(self, block: BlockId) -> int:
-        """How often the block is referenced; 0 for a free one."""
+        """How often the block is referenced; 0 for a free or cached one."""
         return self._refs[block]
+
+    def entry(self, block: BlockId) -> object | None:
+        """The index entry that the block was marked with, or None."""
+        return self._entries[block]
+
+    def account(self, block: BlockId) -> Account | None:
+        """The account that owns the block, or None."""
+        return self._accounts[block]
+
+    def cached_blocks(self) -> list[BlockId]:
+        """The cached blocks, least recently used first."""
+        return list(self._cached)
+
+    def num_indexed(self) -> int:
+        """Blocks with an index entry, live or cached. O(blocks)."""
+        return self.num_blocks - self._entries.count(None)
+
+    def is_writable(self, block: BlockId) -> bool:
+        """True if exactly one sequence sees the block: one reference, and not indexed."""
+        return self._refs[block] == 1 and self._entries[block] is None
+
+    def keep(self, block: BlockId, entry: object) -> None:
+        """Mark a live block as indexed: it stays cached when its last reference goes."""
+        assert self._refs[block] > 0, f"block {block} is not live, it can't be indexed"
+        assert self._entries[block] is None, f"block {block} is indexed already"
+        self._entries[block] = entry
+
+    def drop_cached(self) -> None:
+        """Evict every cached block."""
+        while self._cached:
+            self._evict(next(iter(self._cached)))
+
+    def grow(self, num_blocks: int) -> None:
+        """Add free blocks up to `num_blocks`; the blocks there are keep their ids."""
+        more = num_blocks - self.num_blocks
+        if more < 0:
+            raise ConfigError(f"a pool of {self.num_blocks} blocks can't shrink to {num_blocks}")
+        self._free.extend(BlockId(i) for i in range(self.num_blocks, num_blocks))
+        self._refs += [0] * more
+        self._entries += [None] * more
+        self._accounts += [None] * more
+        self.num_blocks = num_blocks
 
     def check_integrity(self) -> None:
         """Raise AssertionError if a block is in two states or in none."""
-        free = set(self._free)
+        free, cached = set(self._free), set(self._cached)
         assert len(free) == len(self._free), "a block is in the free list twice"
-        assert all(refs >= 0 for refs in self._refs), "a reference count is negative"
-        idle = {i for i, refs in enumerate(self._refs) if refs == 0}
-        assert idle == free, f"unreferenced and free blocks differ: {sorted(idle ^ free)}"
+        assert min(self._refs) >= 0, "a reference count is negative"
+        idle = {i for i, refs in enumerate(self._refs) if not refs}
+        assert not free & cached, f"blocks are free and cached: {sorted(free & cached)}"
+        assert idle == free | cached, (
+            f"idle and free or cached blocks differ: {sorted(idle ^ (free | cached))}"
+        )
+        for block in free:
+            assert self._entries[block] is None, f"block {block} is free and indexed"
+            assert self._accounts[block] is None, f"block {block} is free and owned"
+        for block in cached:
+            assert self._entries[block] is not None, f"block {block} is cached and not indexed"
 
-    def _check_live(self, block: BlockId) -> None:
-        assert 0 <= block < self.num_blocks, f"block {block} is outside the pool"
-        assert self._refs[block] > 0, f"block {block} is free"
+    def _evict(self, block: BlockId) -> None:
+        """Turn a cached block into a free one, and those that can't be found without it."""
+        doomed = [block]
+        while doomed:
+            block = doomed.pop()
+            del self._cached[block]
+            entry = self._entries[block]
+            self._entries[block] = None
+            self._free.append(block)
+            account = self._accounts[block]
+            if account is not None:
+                del account.cached[block]
+                self._close(block)
+            if self._on_evict is not None:
+                doomed.extend(self._on_evict(block, entry))
+
+    def _close(self, block: BlockId) -> None:
+        account = self._accounts[block]
+        assert account is not None, f"block {block} belongs to no account"
+        account.owned -= 1
+        self._accounts[block] = None
+
+    def _refusal(self, count: int, account: Account | None) -> OutOfBlocks:
+        if account is not None and account.excess(count) > len(account.cached):
+            return OutOfBlocks(
+                f"need {count} blocks, but the tenant holds {account.owned} of its quota of "
+                f"{account.quota} and {len(account.cached)} of them can be given up; finish or preempt one "
+                f"of its requests, let its pins expire, or raise the quota"
+            )
+        return OutOfBlocks(
+            f"need {count} blocks, but only {len(self._free)} of {self.num_blocks} are free and "
+            f"{len(self._cached)} cached; shorten or finish a sequence, or give the pool more memory"
+        )

@@ -67,7 +67,11 @@ class Session:
             weights.geometry, recipe, layout, num_blocks=num_blocks, device=weights.device, backend=backend
         )
         self._min_rows = _INVARIANT_ROWS if batch_invariant and weights.device.type == "cpu" else 1
-        self.manager = BlockManager(num_blocks=num_blocks, block_size=layout.block_size)
+        self.manager = BlockManager(
+            num_blocks=num_blocks,
+            block_size=layout.block_size,
+            windows=[group.group.window for group in layout.groups],
+        )
         self.window_limit: int | None = None
         self.observer: Observer | None = None
 
@@ -93,6 +97,7 @@ class Session:
         for sequence, ids in work:
             self._check(sequence, ids)
         slots = self.manager.append([(sequence, len(ids)) for sequence, ids in work])
+        self.cache.carry_out(self.manager.take_orders())
         step = self._step(work, slots)
         lens = [len(ids) for _, ids in work]
         starts = [sum(lens[:i]) for i in range(len(lens))]
@@ -113,8 +118,10 @@ class Session:
         bad = [bool(part.any()) for part in step.bad_tokens.split(lens)]
         for (sequence, _), broken in zip(work, bad, strict=True):
             if broken:
-                for group, table in enumerate(sequence.tables):
-                    self.cache.scrub(group, [int(block) for block in table])
+                self.manager.scrub(sequence)
+            else:
+                self.manager.commit(sequence)
+        self.cache.carry_out(self.manager.take_orders())
         return [StepResult(logits=x, finite=not broken) for x, broken in zip(parts, bad, strict=True)]
 
     def _padded(self, values: list[int]) -> torch.Tensor:
@@ -145,7 +152,7 @@ class Session:
             cache=self.cache,
             geometry=self.weights.geometry,
             batches=tuple(
-                sequence_batch([[*map(int, s.tables[g])] for s, _ in work], slots[g], lens, contexts, device)
+                sequence_batch([list[int](s.tables[g]) for s, _ in work], slots[g], lens, contexts, device)
                 for g in range(len(slots))
             ),
             bad_tokens=torch.zeros(sum(lens), dtype=torch.bool, device=device),

@@ -1,0 +1,181 @@
+"""The memory that sequences and pins share: pools, prefix index, orders and events."""
+
+from collections.abc import Iterable
+from itertools import chain
+
+from kvq.blockmgr.events import Copied, Events, Evicted, Stored
+from kvq.blockmgr.ids import BlockId
+from kvq.blockmgr.orders import Copy, Order
+from kvq.blockmgr.pool import Account, BlockPool, EvictionListener
+from kvq.blockmgr.prefix import Digest, Node, PrefixIndex
+from kvq.blockmgr.sequence import Sequence
+from kvq.errors import ConfigError
+
+Demand = list[list[tuple[int, Account | None]]]  # per layer group: (blocks, on whose quota)
+
+
+class Blocks:
+    """Pools by layer group with the index over them. Used by the parts of the block manager only."""
+
+    def __init__(
+        self,
+        *,
+        num_blocks: list[int],
+        block_size: int,
+        windows: list[int | None],
+        identity: bytes,
+        digest: Digest,
+    ) -> None:
+        if block_size < 1:
+            raise ConfigError(f"block_size must be at least 1 token, got {block_size}")
+        if len(windows) != len(num_blocks):
+            raise ConfigError(
+                f"windows and num_blocks need one entry per layer group, got {len(windows)} and "
+                f"{len(num_blocks)}"
+            )
+        self.block_size = block_size
+        self.windows = windows
+        self.pools = [
+            BlockPool(count, on_evict=self._listener(group)) for group, count in enumerate(num_blocks)
+        ]
+        self.index = PrefixIndex(
+            block_size=block_size, num_groups=len(num_blocks), identity=identity, digest=digest
+        )
+        self.events = Events()
+        self.orders: list[Order] = []
+
+    def first_seen(self, group: int, length: int) -> int:
+        """Index of the first block that a token at position `length`, or any later one, can see."""
+        window = self.windows[group]
+        return 0 if window is None else max(0, length - window + 1) // self.block_size
+
+    def can_take(self, demand: Demand, *, beside: list[list[BlockId]], spare: int = 0) -> bool:
+        """True if `take(demand)` would succeed with the blocks `beside` shared first. Changes nothing.
+
+        `spare` blocks of every pool must be left over.
+        """
+        for pool, parts, shared in zip(self.pools, demand, beside, strict=True):
+            used = [block for block in shared if not pool.references(block)]
+            if sum(count for count, _ in parts) + spare > pool.num_available - len(used):
+                return False
+            for account, count in _by_account(parts).items():
+                if account.excess(count) > len(account.cached) - sum(b in account.cached for b in used):
+                    return False
+        return True
+
+    def take(self, demand: Demand) -> list[list[BlockId]]:
+        """Allocate blocks in every group, in the order of the demand's parts. All or nothing.
+
+        Raises:
+            OutOfBlocks: a pool or a quota has too few; nothing was taken.
+        """
+        self._check_room(demand)
+        taken: list[list[BlockId]] = [[] for _ in self.pools]
+        try:
+            for pool, parts, got in zip(self.pools, demand, taken, strict=True):
+                if all(account is None for _, account in parts):
+                    got += pool.allocate(sum(count for count, _ in parts))
+                    continue
+                for count, account in parts:
+                    got += pool.allocate(count, account)
+        except BaseException:
+            for pool, got in zip(self.pools, taken, strict=True):
+                pool.release_all(reversed(got))
+            raise
+        return taken
+
+    def _check_room(self, demand: Demand) -> None:
+        """Raise OutOfBlocks as the first pool would that can't meet its part; evict nothing yet."""
+        for pool, parts in zip(self.pools, demand, strict=True):
+            for account, count in chain([(None, sum(n for n, _ in parts))], _by_account(parts).items()):
+                if not pool.can_allocate(count, account):
+                    pool.allocate(count, account)
+
+    def give_back(self, taken: list[list[BlockId]]) -> None:
+        """Release blocks that `take` returned and nobody used."""
+        for pool, blocks in zip(self.pools, taken, strict=True):
+            pool.release_all(reversed(blocks))
+
+    def order_copy(self, group: int, source: BlockId, target: BlockId) -> None:
+        """Queue a copy."""
+        self.orders.append(Copy(group=group, source=source, target=target))
+        if self.events.active:
+            self.events.add(Copied(group=group, source=source, target=target))
+
+    def take_orders(self) -> list[Order]:
+        """Every order queued since the last call, in order, each exactly once."""
+        orders, self.orders = self.orders, []
+        return orders
+
+    def publish(self, sequence: Sequence) -> bool:
+        """Index the full committed blocks of a sequence whose tokens are known.
+
+        A block whose tokens are indexed already gives way to the one that the index knows, so that
+        equal prefixes computed side by side end up in one copy.
+
+        Returns False if a digest collision stopped the chain.
+        """
+        self.climb(sequence)
+        size = self.block_size
+        full = min(sequence.committed, len(sequence.tokens)) // size
+        while sequence.depth < full:
+            i = sequence.depth
+            tokens = sequence.tokens[i * size : (i + 1) * size].tobytes()
+            known = sequence.digests
+            digest = known[i] if i < len(known) else self.index.chain(sequence.node.digest, tokens)
+            node = self.index.insert(sequence.node, digest, tokens)
+            if node is None:
+                break
+            for group in range(len(self.pools)):
+                if i >= sequence.starts[group]:
+                    self._settle(sequence, group, i, node)
+            sequence.node = node
+            sequence.depth += 1
+        self.index.prune(sequence.node)
+        return sequence.depth == full
+
+    def climb(self, sequence: Sequence) -> None:
+        """Step back from nodes that left the index while the sequence did not hold their blocks."""
+        while not sequence.node.alive:
+            assert sequence.node.parent is not None, "a root is always alive"
+            sequence.node = sequence.node.parent
+            sequence.depth -= 1
+
+    def _settle(self, sequence: Sequence, group: int, i: int, node: Node) -> None:
+        """Let the index know a sequence's block, or let the sequence use the one it knows."""
+        table, pool = sequence.tables[group], self.pools[group]
+        mine, known = table[i], node.blocks[group]
+        if known is None:
+            pool.keep(mine, node)
+            self.index.attach(node, group, mine)
+            if self.events.active:
+                assert node.parent is not None, "a root has no blocks"
+                self.events.add(
+                    Stored(group=group, block=mine, digest=node.digest, parent=node.parent.digest)
+                )
+        elif known != mine:
+            pool.share(known)
+            pool.release(mine)
+            table[i] = known
+
+    def _listener(self, group: int) -> EvictionListener:
+        def evicted(block: BlockId, entry: object) -> Iterable[BlockId]:
+            assert isinstance(entry, Node), "only nodes are kept"
+            children = entry.children
+            doomed: list[BlockId] = []
+            if children and self.windows[group] is None:
+                doomed = [b for child in children if (b := child.blocks[group]) is not None]
+            self.index.detach(entry, group)
+            if self.events.active:
+                self.events.add(Evicted(group=group, block=block, digest=entry.digest))
+            return doomed
+
+        return evicted
+
+
+def _by_account(parts: list[tuple[int, Account | None]]) -> dict[Account, int]:
+    sums: dict[Account, int] = {}
+    for count, account in parts:
+        if account is not None:
+            sums[account] = sums.get(account, 0) + count
+    return sums

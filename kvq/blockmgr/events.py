@@ -1,0 +1,96 @@
+"""Events of the block manager, for metrics, routers and tests. They never carry token ids."""
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kvq.blockmgr.ids import BlockId, HostSlot
+
+_log = logging.getLogger("kvq")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Stored:
+    """A block entered the prefix index. `parent` is the digest of the block before it, or the root's."""
+
+    group: int
+    block: BlockId
+    digest: bytes
+    parent: bytes
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Evicted:
+    """A cached block left the prefix index; its bytes are up for overwriting."""
+
+    group: int
+    block: BlockId
+    digest: bytes
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Copied:
+    """A block was copied: before a write into a shared one, or to reuse its first tokens."""
+
+    group: int
+    source: BlockId
+    target: BlockId
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SwappedOut:
+    """A sequence's block went to a host slot."""
+
+    group: int
+    block: BlockId
+    slot: HostSlot
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SwappedIn:
+    """A host slot was ordered back into a block."""
+
+    group: int
+    slot: HostSlot
+    block: BlockId
+
+
+Event = Stored | Evicted | Copied | SwappedOut | SwappedIn
+Subscriber = Callable[[Event], object]
+
+
+class Events:
+    """Delivers events when the operation that caused them is complete, in order."""
+
+    def __init__(self) -> None:
+        self.active = False  # True while anybody listens; events are not even made otherwise
+        self._subscribers: list[Subscriber] = []
+        self._queue: list[Event] = []
+
+    def subscribe(self, subscriber: Subscriber) -> Callable[[], None]:
+        """Call `subscriber` with every event from now on. Returns a function that ends it."""
+        self._subscribers.append(subscriber)
+        self.active = True
+
+        def unsubscribe() -> None:
+            if subscriber in self._subscribers:
+                self._subscribers.remove(subscriber)
+            self.active = bool(self._subscribers)
+
+        return unsubscribe
+
+    def add(self, event: Event) -> None:
+        """Queue an event until `deliver`."""
+        self._queue.append(event)
+
+    def deliver(self) -> None:
+        """Hand out what was queued. A subscriber that raises is reported and not called again."""
+        queue, self._queue = self._queue, []
+        for event in queue:
+            for subscriber in tuple(self._subscribers):
+                try:
+                    subscriber(event)
+                except Exception:  # noqa: BLE001 - a listener's fault must not undo an allocation
+                    _log.exception("a subscriber to block events failed and is dropped")
+                    self._subscribers.remove(subscriber)
+        self.active = bool(self._subscribers)

@@ -1,0 +1,152 @@
+"""Every invariant of block memory, checked. docs/blocks.md says them in words."""
+
+from collections import Counter
+from itertools import pairwise
+
+from kvq.blockmgr.blocks import Blocks
+from kvq.blockmgr.ids import BlockId
+from kvq.blockmgr.pins import Pins
+from kvq.blockmgr.pool import Account, BlockPool
+from kvq.blockmgr.prefix import TOKEN_BYTES, Node
+from kvq.blockmgr.sequence import Sequence
+from kvq.blockmgr.swap import SwapSpace
+
+
+def check_integrity(
+    blocks: Blocks,
+    sequences: list[Sequence],
+    pins: Pins,
+    swap: SwapSpace,
+    computing: dict[bytes, Sequence],
+    accounts: dict[str, list[Account]],
+) -> None:
+    """Raise AssertionError, saying what is wrong, unless every invariant holds."""
+    for group, pool in enumerate(blocks.pools):
+        pool.check_integrity()
+        _check_references(group, pool, sequences, pins)
+        _check_accounts(group, pool, accounts)
+        _check_order(group, pool, blocks.windows[group])
+        _check_slots(group, sequences, swap)
+    _check_index(blocks)
+    for sequence in sequences:
+        _check_sequence(blocks, sequence)
+    _check_announcements(sequences, computing)
+
+
+def _check_references(group: int, pool: BlockPool, sequences: list[Sequence], pins: Pins) -> None:
+    """Every reference belongs to one entry of one table or pin."""
+    counted: Counter[BlockId] = Counter()
+    for sequence in sequences:
+        counted.update(sequence.tables[group][sequence.starts[group] :])
+    for pin in pins.all():
+        counted.update(pin.blocks[group])
+    for block in range(pool.num_blocks):
+        have, should = pool.references(BlockId(block)), counted[BlockId(block)]
+        assert have == should, (
+            f"group {group}, block {block}: references and tables differ, {have} and {should}"
+        )
+    assert pins.num_pinned(group) <= pins.limit(group), f"group {group}: more blocks are pinned than may be"
+
+
+def _check_accounts(group: int, pool: BlockPool, accounts: dict[str, list[Account]]) -> None:
+    """Accounts own what the pool says, within their quota unless it was lowered."""
+    owned: Counter[Account] = Counter()
+    cached: Counter[Account] = Counter()
+    for i in range(pool.num_blocks):
+        block = BlockId(i)
+        if (account := pool.account(block)) is not None:
+            owned[account] += 1
+            is_cached = not pool.references(block)
+            cached[account] += is_cached
+            assert is_cached == (block in account.cached), f"group {group}, block {i}: account is wrong"
+    for tenant, per_group in accounts.items():
+        account = per_group[group]
+        assert account.owned == owned[account], f"group {group}: {tenant!r} owns {owned[account]} blocks"
+        assert len(account.cached) == cached[account], f"group {group}: {tenant!r} has stray cached blocks"
+
+
+def _check_order(group: int, pool: BlockPool, window: int | None) -> None:
+    """In a full-attention group a cached block is given away before the prefix it needs."""
+    if window is not None:
+        return
+    rank = {block: i for i, block in enumerate(pool.cached_blocks())}
+    for block, i in rank.items():
+        node = pool.entry(block)
+        assert isinstance(node, Node), f"group {group}, block {block} is cached for no node"
+        assert node.parent is not None, f"group {group}, block {block} is a root's"
+        if node.parent.parent is None:
+            continue
+        before = node.parent.blocks[group]
+        assert before is not None, f"group {group}, block {block} outlived the prefix it needs"
+        assert rank.get(before, i + 1) > i, f"group {group}, block {block} is given away after its prefix"
+
+
+def _check_slots(group: int, sequences: list[Sequence], swap: SwapSpace) -> None:
+    """A host slot is free or holds one block of one sequence."""
+    free = swap.free_slots(group)
+    used = [slot for s in sequences if s.swapped is not None for _, slot in s.swapped[group]]
+    assert len(free) == swap.num_free[group], f"group {group}: a host slot is free twice"
+    assert len(set(used)) == len(used), f"group {group}: a host slot holds two blocks"
+    assert not free & set(used), f"group {group}: a host slot is free and used"
+    assert len(free) + len(used) == swap.num_slots[group], f"group {group}: a host slot was lost"
+
+
+def _check_index(blocks: Blocks) -> None:
+    """Nodes, their chains and the pools' marks agree; nothing useless stays."""
+    step = blocks.block_size * TOKEN_BYTES
+    marks = [0] * len(blocks.pools)
+    for node in blocks.index.nodes():
+        assert node.alive, "a dead node is in the index"
+        assert node.parent is not None, "a root is in the index"
+        assert len(node.tokens) == step, "a node has another size than a block"
+        assert node.num_held or node.children, "a node is kept for nothing"
+        assert node.num_held == sum(b is not None for b in node.blocks), "a node counts its blocks wrongly"
+        assert node in node.parent.children, "a node's parent doesn't know it"
+        for group, block in enumerate(node.blocks):
+            if block is not None:
+                marks[group] += 1
+                assert blocks.pools[group].entry(block) is node, f"group {group}, block {block}: wrong mark"
+        _check_children(blocks, node)
+    for root in blocks.index.roots():
+        assert root.children, "a root is kept for nothing"
+        _check_children(blocks, root)
+    for group, pool in enumerate(blocks.pools):
+        assert marks[group] == pool.num_indexed(), f"group {group}: a block is marked for no node"
+
+
+def _check_children(blocks: Blocks, node: Node) -> None:
+    assert node.keys == [child.tokens for child in node.children], "children and their keys differ"
+    assert all(a < b for a, b in pairwise(node.keys)), "children are out of order"
+    for child in node.children:
+        assert child.parent is node, "a child has another parent"
+        assert blocks.index.get(child.digest) is child, "a child is not in the index"
+
+
+def _check_sequence(blocks: Blocks, sequence: Sequence) -> None:
+    """Tables are as long as the tokens need, and what is indexed is what the sequence holds."""
+    size = blocks.block_size
+    assert 0 <= sequence.committed <= sequence.length, "more tokens are committed than appended"
+    for group, table in enumerate(sequence.tables):
+        start = sequence.starts[group]
+        assert len(table) == -(-sequence.length // size), f"group {group}: a table has the wrong length"
+        assert 0 <= start <= len(table), f"group {group}: a table starts outside itself"
+        needed = min(blocks.first_seen(group, sequence.committed), len(table))
+        assert sequence.is_swapped or start <= needed, f"group {group}: a block that is seen was given back"
+    node, depth = sequence.node, sequence.depth
+    assert node.depth == depth <= sequence.committed // size, "a sequence's node has another depth"
+    while node.parent is not None:
+        i = node.depth - 1
+        assert node.tokens == sequence.tokens[i * size : (i + 1) * size].tobytes(), "indexed tokens differ"
+        for group, table in enumerate(sequence.tables):
+            held = not sequence.is_swapped and i >= sequence.starts[group]
+            assert not held or node.blocks[group] == table[i], f"group {group}: the index has another block"
+        node = node.parent
+
+
+def _check_announcements(sequences: list[Sequence], computing: dict[bytes, Sequence]) -> None:
+    """Who is waited for is there and will compute it."""
+    announced = {digest: s for s in sequences for _, digest in s.announced}
+    assert announced == computing, "somebody may wait for what nobody computes"
+    for sequence in sequences:
+        assert all(i >= sequence.depth for i, _ in sequence.announced), "an indexed block is announced"
+        assert not (sequence.announced and sequence.is_swapped), "a swapped sequence is waited for"

@@ -1,0 +1,88 @@
+"""Pins: prefixes that stay cached for a time, whoever needs memory."""
+
+from dataclasses import dataclass
+
+from kvq.blockmgr.blocks import Blocks
+from kvq.blockmgr.ids import BlockId
+from kvq.blockmgr.prefix import Node
+from kvq.errors import OutOfBlocks
+
+
+@dataclass(slots=True, eq=False)
+class Pin:
+    """References on the blocks of one prefix, until a time."""
+
+    length: int  # tokens
+    blocks: list[list[BlockId]]  # per layer group
+    until: float  # seconds, on the caller's clock
+
+
+class Pins:
+    """All pins. A pinned block is live: it is never evicted, and the gauges count it as live."""
+
+    def __init__(self, blocks: Blocks, max_blocks: int | None) -> None:
+        self._blocks = blocks
+        self._max_blocks = max_blocks
+        self._pins: dict[Node, Pin] = {}
+
+    def __len__(self) -> int:
+        return len(self._pins)
+
+    def all(self) -> list[Pin]:
+        """Every pin."""
+        return list(self._pins.values())
+
+    def limit(self, group: int) -> int:
+        """Blocks of a layer group that pins may hold: as configured, else half the pool."""
+        total = self._blocks.pools[group].num_blocks
+        return total // 2 if self._max_blocks is None else min(self._max_blocks, total)
+
+    def num_pinned(self, group: int) -> int:
+        """Blocks of a layer group under any pin."""
+        return len({block for pin in self._pins.values() for block in pin.blocks[group]})
+
+    def add(self, nodes: list[Node], until: float) -> int:
+        """Pin the blocks of a valid hit, or extend a pin that is there. Returns tokens pinned.
+
+        Raises:
+            OutOfBlocks: pins would hold more than their limit; nothing changed.
+        """
+        if not nodes:
+            return 0
+        length = len(nodes) * self._blocks.block_size
+        pin = self._pins.get(nodes[-1])
+        if pin is not None:
+            pin.until = max(pin.until, until)
+            return pin.length
+        wanted: list[list[BlockId]] = []
+        for group in range(len(self._blocks.pools)):
+            first = self._blocks.first_seen(group, length)
+            held = [block for node in nodes[first:] if (block := node.blocks[group]) is not None]
+            assert len(held) == len(nodes) - min(first, len(nodes)), "a valid hit holds every block"
+            wanted.append(held)
+        self._check_limit(wanted)
+        for pool, held in zip(self._blocks.pools, wanted, strict=True):
+            for block in held:
+                pool.share(block)
+        self._pins[nodes[-1]] = Pin(length, wanted, until)
+        return length
+
+    def expire(self, now: float) -> int:
+        """Release every pin whose time is over. Returns how many."""
+        over = [node for node, pin in self._pins.items() if pin.until <= now]
+        for node in over:
+            pin = self._pins.pop(node)
+            for pool, held in zip(self._blocks.pools, pin.blocks, strict=True):
+                pool.release_all(reversed(held))
+        return len(over)
+
+    def _check_limit(self, wanted: list[list[BlockId]]) -> None:
+        for group, held in enumerate(wanted):
+            pinned = {block for pin in self._pins.values() for block in pin.blocks[group]}
+            total = len(pinned.union(held))
+            if total > self.limit(group):
+                raise OutOfBlocks(
+                    f"pins would hold {total} of {self._blocks.pools[group].num_blocks} blocks, the limit "
+                    f"is {self.limit(group)}; let a pin expire, pin a shorter prefix, or raise "
+                    f"max_pinned_blocks"
+                )

@@ -1,0 +1,214 @@
+"""The prefix index: which blocks hold the KV of which tokens, found by chained digests.
+
+The digest of a block covers the model, the recipe, the salt and all tokens up to the block's end, so
+one dictionary lookup a block finds a prefix. Digests only find: on a hit the tokens themselves are
+compared, block by block from the root, so that equal digests of different tokens can't serve wrong KV.
+"""
+
+from array import array
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from hashlib import sha256
+
+from kvq.blockmgr.ids import BlockId
+from kvq.errors import RequestError
+
+TOKEN_BYTES = 4
+_VERSION = b"kvq-prefix-1"
+
+Digest = Callable[[bytes], bytes]
+
+
+def sha256_digest(data: bytes) -> bytes:
+    """SHA-256 of `data`, 32 bytes."""
+    return sha256(data).digest()
+
+
+class Node:
+    """One block's worth of tokens after a prefix, and the blocks that hold their KV per layer group.
+
+    A node stays while it has a block in any group or a node after it, so that every chain from a
+    root can be compared token by token.
+    """
+
+    __slots__ = ("alive", "blocks", "children", "depth", "digest", "keys", "num_held", "parent", "tokens")
+
+    def __init__(self, parent: "Node | None", digest: bytes, tokens: bytes, num_groups: int) -> None:
+        self.parent = parent  # None: a root
+        self.digest = digest
+        self.tokens = tokens  # the block's token ids as bytes
+        self.depth: int = 0 if parent is None else parent.depth + 1  # blocks up to this one's end
+        self.blocks: list[BlockId | None] = [None] * num_groups
+        self.num_held = 0  # groups whose block is there
+        self.keys: list[bytes] = []  # tokens of the children, sorted
+        self.children: list[Node] = []  # in the order of `keys`
+        self.alive = True  # False once it left the index
+
+
+@dataclass(slots=True, eq=False)
+class Prompt:
+    """Tokens to be looked up: validated once, digests computed as far as they were needed."""
+
+    tokens: "array[int]"
+    tenant: str
+    root: bytes  # digest that starts the chain: model, recipe and salt
+    data: bytes  # the tokens as bytes
+    digests: list[bytes]  # of the full blocks, in order
+
+
+def token_array(tokens: Iterable[int]) -> "array[int]":
+    """Token ids as `array('I')`.
+
+    Raises:
+        RequestError: an id that is no whole number of 0 to 2**32 - 1.
+    """
+    try:
+        return array("I", tokens)
+    except (OverflowError, TypeError, ValueError) as error:
+        raise RequestError(f"token ids must be whole numbers from 0 to 2**32 - 1: {error}") from error
+
+
+class PrefixIndex:
+    """Chains of nodes below one root per salt."""
+
+    def __init__(
+        self, *, block_size: int, num_groups: int, identity: bytes = b"", digest: Digest = sha256_digest
+    ) -> None:
+        """`identity` names the model and the recipe; `digest` maps bytes to a digest (SHA-256)."""
+        self.block_size = block_size
+        self._step = block_size * TOKEN_BYTES
+        self._num_groups = num_groups
+        self._identity = sha256_digest(identity)
+        self._digest = digest
+        self._nodes: dict[bytes, Node] = {}
+        self._roots: dict[bytes, Node] = {}
+
+    def __len__(self) -> int:
+        return len(self._nodes)
+
+    def get(self, digest: bytes) -> Node | None:
+        """The node of that digest, roots left out."""
+        return self._nodes.get(digest)
+
+    def nodes(self) -> Iterator[Node]:
+        """Every node, roots left out."""
+        return iter(self._nodes.values())
+
+    def roots(self) -> Iterator[Node]:
+        """The roots that have nodes below them."""
+        return iter(self._roots.values())
+
+    def root_digest(self, tenant: str, shared_salt: str | None = None) -> bytes:
+        """Where a tenant's chains start; those of equal `shared_salt` are one for all tenants."""
+        kind, salt = (b"t", tenant) if shared_salt is None else (b"s", shared_salt)
+        return sha256_digest(_VERSION + self._identity + kind + salt.encode("utf-8", "surrogatepass"))
+
+    def root(self, digest: bytes) -> Node:
+        """The root of that digest; it joins the index with its first child."""
+        return self._roots.get(digest) or Node(None, digest, b"", self._num_groups)
+
+    def prompt(self, tokens: Iterable[int], *, tenant: str, shared_salt: str | None) -> Prompt:
+        """Prepare tokens for lookups."""
+        ids = token_array(tokens)
+        return Prompt(ids, tenant, self.root_digest(tenant, shared_salt), ids.tobytes(), [])
+
+    def digest_at(self, prompt: Prompt, block: int) -> bytes:
+        """The chained digest of a prompt's full block, hashing what was not hashed yet."""
+        digests, data, step, digest = prompt.digests, prompt.data, self._step, self._digest
+        while len(digests) <= block:
+            at = len(digests) * step
+            last = digests[-1] if digests else prompt.root
+            digests.append(digest(last + data[at : at + step]))
+        return digests[block]
+
+    def chain(self, parent: bytes, tokens: bytes) -> bytes:
+        """The digest of a block of tokens after `parent`."""
+        return self._digest(parent + tokens)
+
+    def walk(self, prompt: Prompt, max_blocks: int) -> list[Node]:
+        """The nodes of a prompt's first blocks, as far as they are indexed. Changes nothing."""
+        parent = self._roots.get(prompt.root)
+        found: list[Node] = []
+        if parent is None:
+            return found
+        digests, data, step, digest = prompt.digests, prompt.data, self._step, self._digest
+        nodes = self._nodes
+        last, known = prompt.root, len(digests)
+        for i in range(max_blocks):
+            tokens = data[i * step : (i + 1) * step]
+            if i < known:
+                last = digests[i]
+            else:
+                last = digest(last + tokens)
+                digests.append(last)
+            node = nodes.get(last)
+            if node is None or node.parent is not parent or node.tokens != tokens:
+                break
+            found.append(node)
+            parent = node
+        return found
+
+    def insert(self, parent: Node, digest: bytes, tokens: bytes) -> Node | None:
+        """The node of a block of tokens after `parent`, new if need be; None on a digest collision."""
+        if parent.parent is None:
+            parent = self._roots.get(parent.digest, parent)  # another may have joined meanwhile
+        node = self._nodes.get(digest)
+        if node is not None:
+            return node if node.parent is parent and node.tokens == tokens else None
+        if parent.parent is None:
+            self._roots[parent.digest] = parent
+        assert parent.alive, "a node's parent must be in the index"
+        node = self._nodes[digest] = Node(parent, digest, tokens, self._num_groups)
+        at = bisect_left(parent.keys, tokens)
+        parent.keys.insert(at, tokens)
+        parent.children.insert(at, node)
+        return node
+
+    def attach(self, node: Node, group: int, block: BlockId) -> None:
+        """Say that a block holds the node's KV in one layer group."""
+        assert node.blocks[group] is None, "the node has a block in that group already"
+        node.blocks[group] = block
+        node.num_held += 1
+
+    def detach(self, node: Node, group: int) -> None:
+        """Forget a node's block in one group; a node that nothing needs any more leaves the index."""
+        node.blocks[group] = None
+        node.num_held -= 1
+        if not node.num_held and not node.children:
+            self.prune(node)
+
+    def prune(self, node: Node) -> None:
+        """Remove a node without blocks and children, and ancestors that it alone kept."""
+        while node.parent is not None:
+            if node.num_held or node.children or not node.alive:
+                return
+            parent = node.parent
+            node.alive = False
+            del self._nodes[node.digest]
+            at = bisect_left(parent.keys, node.tokens)
+            del parent.keys[at], parent.children[at]
+            node = parent
+        if not node.children:
+            self._roots.pop(node.digest, None)
+
+    def best_child(self, node: Node, tokens: bytes) -> tuple[Node | None, int]:
+        """The child that starts with most of `tokens`, and how many tokens they share.
+
+        Children are sorted by their tokens, so the longest common prefix is a neighbour's.
+        """
+        best: Node | None = None
+        longest = 0
+        at = bisect_left(node.keys, tokens)
+        for i in (at - 1, at):
+            if 0 <= i < len(node.keys) and node.children[i].num_held == self._num_groups:
+                common = _common_tokens(node.keys[i], tokens)
+                if common > longest:
+                    best, longest = node.children[i], common
+        return best, longest
+
+
+def _common_tokens(a: bytes, b: bytes) -> int:
+    """How many tokens two rows of token ids share from the start."""
+    pairs = zip(memoryview(a).cast("I"), memoryview(b).cast("I"), strict=False)
+    return next((i for i, (x, y) in enumerate(pairs) if x != y), min(len(a), len(b)) // TOKEN_BYTES)

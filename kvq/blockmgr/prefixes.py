@@ -1,0 +1,137 @@
+"""Starting sequences from prefixes that are there, and knowing who is computing which."""
+
+from dataclasses import dataclass
+
+from kvq.blockmgr.blocks import Blocks
+from kvq.blockmgr.ids import BlockId
+from kvq.blockmgr.matching import Hit, find
+from kvq.blockmgr.prefix import TOKEN_BYTES, Node, Prompt
+from kvq.blockmgr.sequence import Sequence
+from kvq.errors import OutOfBlocks
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """What a prompt would find."""
+
+    length: int  # tokens that need not be computed
+    waits_for: Sequence | None  # who is computing the tokens after them right now; better wait
+
+
+class Prefixes:
+    """Prefix hits for new sequences, and the prefixes that running sequences will bring."""
+
+    def __init__(self, blocks: Blocks) -> None:
+        self._blocks = blocks
+        self._computing: dict[bytes, Sequence] = {}  # digest of a prompt's block -> who computes it
+
+    def hit(self, prompt: Prompt) -> Hit:
+        """The longest hit that leaves at least one token to compute. Changes nothing."""
+        return find(self._blocks, prompt, max(0, len(prompt.tokens) - 1))
+
+    def match(self, prompt: Prompt) -> Match:
+        """The hit's length, and who is computing the block after the known ones. Changes nothing."""
+        hit = self.hit(prompt)
+        i, size = hit.walked, self._blocks.block_size
+        if (i + 1) * size > len(prompt.tokens) - 1:
+            return Match(hit.length, None)
+        owner = self._computing.get(self._blocks.index.digest_at(prompt, i))
+        end = (i + 1) * size
+        if owner is None or owner.tokens[:end].tobytes() != prompt.data[: end * TOKEN_BYTES]:
+            return Match(hit.length, None)
+        return Match(hit.length, owner)
+
+    def computing(self) -> dict[bytes, Sequence]:
+        """Digests of blocks that are being computed, and by whom."""
+        return dict(self._computing)
+
+    def tables(self, hit: Hit, length: int) -> tuple[list[int], list[list[BlockId]]]:
+        """(starts, tables) of the whole blocks of a hit that a token at position `length` needs."""
+        starts, tables = [], []
+        for group in range(len(self._blocks.pools)):
+            first = min(self._blocks.first_seen(group, length), len(hit.nodes))
+            held = [block for node in hit.nodes[first:] if (block := node.blocks[group]) is not None]
+            assert len(held) == len(hit.nodes) - first, "a valid hit holds every block"
+            starts.append(first)
+            tables.append([BlockId(0)] * first + held)
+        return starts, tables
+
+    def fill(self, sequence: Sequence, prompt: Prompt) -> None:
+        """Share a prompt's hit with its new, empty sequence; queue the copy of a part of a block.
+
+        The part is left out when no block is free for the copy. Never raises OutOfBlocks.
+        """
+        hit = self.hit(prompt)
+        self._share(sequence, hit, len(hit.nodes) * self._blocks.block_size)
+        if hit.part is not None:
+            self._copy_part(sequence, hit.part, hit.length)
+        sequence.committed = sequence.length
+        sequence.receipt.reused = sequence.length
+        sequence.receipt.peak = sequence.num_held
+
+    def adopt(self, sequence: Sequence, length: int) -> None:
+        """Give a new, empty sequence fresh blocks for its first `length` tokens, contents to come.
+
+        Raises:
+            OutOfBlocks: too few blocks; nothing changed.
+        """
+        total = length // self._blocks.block_size
+        starts = [
+            min(self._blocks.first_seen(group, length), total) for group in range(len(self._blocks.pools))
+        ]
+        accounts = sequence.accounts
+        taken = self._blocks.take(
+            [[(total - first, accounts[group] if accounts else None)] for group, first in enumerate(starts)]
+        )
+        for group, blocks in enumerate(taken):
+            sequence.tables[group] = [BlockId(0)] * starts[group] + blocks
+            sequence.starts[group] = starts[group]
+        sequence.length = length
+        sequence.receipt.own = sequence.receipt.peak = sequence.num_held
+
+    def announce(self, sequence: Sequence, prompt: Prompt) -> None:
+        """Let others wait for the full blocks of a prompt that its sequence still has to compute."""
+        for i in reversed(range(sequence.depth, len(prompt.tokens) // self._blocks.block_size)):
+            digest = self._blocks.index.digest_at(prompt, i)
+            if digest not in self._computing:
+                self._computing[digest] = sequence
+                sequence.announced.append((i, digest))
+
+    def withdraw(self, sequence: Sequence, depth: int | None = None) -> None:
+        """Nobody need wait any more for this sequence's first `depth` blocks, by default for any."""
+        announced = sequence.announced  # the next block to come is the last one
+        while announced and (depth is None or announced[-1][0] < depth):
+            del self._computing[announced.pop()[1]]
+
+    def _share(self, sequence: Sequence, hit: Hit, length: int) -> None:
+        sequence.starts, sequence.tables = self.tables(hit, length)
+        for pool, table, start in zip(self._blocks.pools, sequence.tables, sequence.starts, strict=True):
+            for block in table[start:]:
+                pool.share(block)
+        if hit.nodes:
+            sequence.node = hit.nodes[-1]
+        sequence.depth = len(hit.nodes)
+        sequence.length = length
+        sequence.receipt.shared = sequence.num_held
+
+    def _copy_part(self, sequence: Sequence, part: Node, length: int) -> None:
+        """Copy a block whose first tokens come next, if there is room; its owner keeps it."""
+        blocks = self._blocks
+        sources = [block for block in part.blocks if block is not None]
+        assert len(sources) == len(blocks.pools), "a part is there in every layer group"
+        for pool, source in zip(blocks.pools, sources, strict=True):
+            pool.share(source)  # so that making room can't evict it
+        try:
+            accounts = sequence.accounts
+            taken = blocks.take([[(1, accounts[g] if accounts else None)] for g in range(len(sources))])
+        except OutOfBlocks:
+            return
+        finally:
+            for pool, source in zip(blocks.pools, sources, strict=True):
+                pool.release(source)
+        for group, (source, (target,)) in enumerate(zip(sources, taken, strict=True)):
+            blocks.order_copy(group, source, target)
+            sequence.tables[group].append(target)
+        sequence.length = length
+        sequence.receipt.own += len(sources)
+        sequence.receipt.copied += len(sources)

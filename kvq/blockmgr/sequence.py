@@ -1,0 +1,61 @@
+"""A sequence: its tokens, its tables in every layer group, and what it used."""
+
+from array import array
+from dataclasses import dataclass, field, replace
+
+from kvq.blockmgr.ids import BlockId, HostSlot
+from kvq.blockmgr.pool import Account
+from kvq.blockmgr.prefix import Node
+
+
+@dataclass(kw_only=True, slots=True)
+class Receipt:
+    """What one sequence used, in blocks over all layer groups unless said otherwise."""
+
+    own: int = 0  # taken from the pools
+    shared: int = 0  # found in the prefix index, or taken over by a fork
+    reused: int = 0  # tokens that did not have to be computed
+    copied: int = 0  # blocks copied before a write, or for their first tokens
+    recomputed: int = 0  # tokens whose KV was lost and computed again
+    swapped: int = 0  # blocks moved to host slots
+    peak: int = 0  # most blocks held at once
+
+    def snapshot(self) -> "Receipt":
+        """A copy that later operations don't change."""
+        return replace(self)
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """One sequence's length and tables. Read it freely; only its `BlockManager` changes it.
+
+    `tables[g][i]` is the block of positions [i * block_size, (i + 1) * block_size) in layer group g.
+    Entries before `starts[g]` were given back, because no token can see them any more; what they
+    say means nothing.
+    """
+
+    tables: list[list[BlockId]]  # per layer group
+    starts: list[int]  # per layer group, index of the first block held
+    node: Node  # of the last indexed block; a root while there is none
+    tenant: str = ""
+    accounts: list[Account] | None = None  # per layer group, if the tenant has a quota
+    length: int = 0  # tokens that have a slot
+    committed: int = 0  # tokens whose KV is known to be good
+    tokens: "array[int]" = field(default_factory=lambda: array("I"))  # ids known so far
+    digests: list[bytes] = field(default_factory=list)  # of the prompt's full blocks
+    depth: int = 0  # full blocks that are indexed
+    indexing: bool = True  # False: its tokens can't be indexed, or must not
+    announced: list[tuple[int, bytes]] = field(default_factory=list)  # blocks others may wait for, last first
+    swapped: list[list[tuple[int, HostSlot]]] | None = None  # (table index, slot) per group
+    live: bool = True
+    receipt: Receipt = field(default_factory=Receipt)
+
+    @property
+    def is_swapped(self) -> bool:
+        """True while its blocks are in host slots."""
+        return self.swapped is not None
+
+    @property
+    def num_held(self) -> int:
+        """Blocks held now, over all layer groups."""
+        return sum(len(table) - start for table, start in zip(self.tables, self.starts, strict=True))

@@ -1,0 +1,153 @@
+"""Swapping a sequence's blocks to host slots and back, without losing what the index still holds."""
+
+from collections import deque
+
+from kvq.blockmgr.blocks import Blocks, Demand
+from kvq.blockmgr.events import SwappedIn, SwappedOut
+from kvq.blockmgr.ids import BlockId, HostSlot
+from kvq.blockmgr.orders import SwapIn, SwapOut
+from kvq.blockmgr.prefix import Node
+from kvq.blockmgr.sequence import Sequence
+from kvq.errors import OutOfBlocks
+
+
+class SwapSpace:
+    """Host slots by layer group: free, or holding a block of a swapped sequence."""
+
+    def __init__(self, blocks: Blocks, host_slots: list[int]) -> None:
+        self.num_slots = host_slots
+        self._blocks = blocks
+        self._free = [deque(HostSlot(i) for i in range(count)) for count in host_slots]
+
+    @property
+    def num_free(self) -> list[int]:
+        """Free slots per layer group."""
+        return [len(free) for free in self._free]
+
+    def free_slots(self, group: int) -> set[HostSlot]:
+        """The free slots of a layer group."""
+        return set(self._free[group])
+
+    def can_swap_out(self, sequence: Sequence) -> bool:
+        """True if there are slots for all of a sequence's blocks. Changes nothing."""
+        held = zip(sequence.tables, sequence.starts, self._free, strict=True)
+        return all(len(table) - start <= len(free) for table, start, free in held)
+
+    def swap_out(self, sequence: Sequence) -> None:
+        """Queue a move of every held block to a slot, then release the blocks.
+
+        Raises:
+            OutOfBlocks: too few slots are free; nothing changed.
+        """
+        if not self.can_swap_out(sequence):
+            raise OutOfBlocks(
+                f"{sequence.num_held} blocks don't fit into the free host slots per layer group "
+                f"{self.num_free}; free the sequence and compute it again, or give more host memory"
+            )
+        moved: list[list[tuple[int, HostSlot]]] = []
+        for group, (table, pool) in enumerate(zip(sequence.tables, self._blocks.pools, strict=True)):
+            slots = []
+            for i in range(sequence.starts[group], len(table)):
+                slot = self._free[group].popleft()
+                slots.append((i, slot))
+                self._blocks.orders.append(SwapOut(group=group, block=table[i], slot=slot))
+                if self._blocks.events.active:
+                    self._blocks.events.add(SwappedOut(group=group, block=table[i], slot=slot))
+            pool.release_all(reversed(table[sequence.starts[group] :]))
+            sequence.starts[group] = len(table)
+            moved.append(slots)
+            sequence.receipt.swapped += len(slots)
+        sequence.swapped = moved
+
+    def can_swap_in(self, sequence: Sequence) -> bool:
+        """True if `swap_in` would succeed now. Changes nothing."""
+        found = self._find(sequence)
+        beside = [list(held.values()) for held in found]
+        return self._blocks.can_take(self._demand(sequence, found), beside=beside)
+
+    def swap_in(self, sequence: Sequence) -> None:
+        """Share the blocks that the index still holds, and queue the others' way back.
+
+        Raises:
+            OutOfBlocks: too few blocks; nothing changed.
+        """
+        assert sequence.swapped is not None, "the sequence is not swapped out"
+        blocks = self._blocks
+        found = self._find(sequence)
+        for pool, held in zip(blocks.pools, found, strict=True):
+            for block in held.values():
+                pool.share(block)
+        try:
+            taken = blocks.take(self._demand(sequence, found))
+        except BaseException:
+            blocks.give_back([list(held.values()) for held in found])
+            raise
+        for group, slots in enumerate(sequence.swapped):
+            fresh = iter(taken[group])
+            table = sequence.tables[group]
+            for i, slot in slots:
+                known = found[group].get(i)
+                table[i] = next(fresh) if known is None else known
+                if known is None:
+                    blocks.orders.append(SwapIn(group=group, slot=slot, block=table[i]))
+                    if blocks.events.active:
+                        blocks.events.add(SwappedIn(group=group, slot=slot, block=table[i]))
+                self._free[group].append(slot)
+            sequence.starts[group] = slots[0][0] if slots else len(table)
+        sequence.swapped = None
+        self._set_depth(sequence)
+        receipt = sequence.receipt
+        receipt.own += sum(map(len, taken))
+        receipt.shared += sum(map(len, found))
+        receipt.peak = max(receipt.peak, sequence.num_held)
+
+    def discard(self, sequence: Sequence) -> None:
+        """Give up a swapped sequence's slots."""
+        for free, slots in zip(self._free, sequence.swapped or [], strict=False):
+            free.extend(slot for _, slot in slots)
+        sequence.swapped = None
+
+    def _find(self, sequence: Sequence) -> list[dict[int, BlockId]]:
+        """Blocks by table index that the index still holds, per layer group. Changes nothing."""
+        nodes = _path(sequence.node)
+        found: list[dict[int, BlockId]] = []
+        for group, slots in enumerate(sequence.swapped or []):
+            held: dict[int, BlockId] = {}
+            for i, _ in slots:
+                block = nodes[i].blocks[group] if i < len(nodes) and nodes[i].alive else None
+                if block is not None:
+                    held[i] = block
+            found.append(held)
+        return found
+
+    def _demand(self, sequence: Sequence, found: list[dict[int, BlockId]]) -> Demand:
+        assert sequence.swapped is not None, "the sequence is not swapped out"
+        accounts = sequence.accounts
+        return [
+            [(len(slots) - len(found[group]), accounts[group] if accounts else None)]
+            for group, slots in enumerate(sequence.swapped)
+        ]
+
+    def _set_depth(self, sequence: Sequence) -> None:
+        """Keep as indexed only the leading blocks that the index and the sequence both hold."""
+        nodes = _path(sequence.node)
+        depth = 0
+        for i, node in enumerate(nodes):
+            held = [g for g, start in enumerate(sequence.starts) if i >= start]
+            if not node.alive or any(node.blocks[g] != sequence.tables[g][i] for g in held):
+                break
+            depth = i + 1
+        node = sequence.node
+        while node.depth > depth:
+            assert node.parent is not None, "a root has depth 0"
+            node = node.parent
+        sequence.node, sequence.depth = node, depth
+
+
+def _path(node: Node) -> list[Node]:
+    """The nodes from the first block down to `node`, the root left out."""
+    path = []
+    while node.parent is not None:
+        path.append(node)
+        node = node.parent
+    return path[::-1]

@@ -1,0 +1,153 @@
+"""Tables: room for new tokens, copy-on-write, and giving blocks back."""
+
+from collections.abc import Iterator
+
+from kvq.blockmgr.blocks import Blocks, Demand
+from kvq.blockmgr.ids import BlockId
+from kvq.blockmgr.sequence import Sequence
+from kvq.errors import ConfigError
+
+Work = list[tuple[Sequence, int]]  # (sequence, new tokens)
+_Grow = list[tuple[Sequence, int, bool]]  # who needs blocks: (sequence, new blocks, copy the last one?)
+
+
+class Tables:
+    """Operations on the tables of sequences."""
+
+    def __init__(self, blocks: Blocks) -> None:
+        self._blocks = blocks
+
+    def plan(self, work: Work) -> list[_Grow]:
+        """Per layer group, which sequences need blocks for `work`. Changes nothing."""
+        size = self._blocks.block_size
+        plan: list[_Grow] = []
+        for group, pool in enumerate(self._blocks.pools):
+            grow: _Grow = []
+            leaving: dict[BlockId, int] = {}  # references that earlier copies of this plan give up
+            is_writable = pool.is_writable
+            for sequence, count in work:
+                table, length = sequence.tables[group], sequence.length
+                need = -(-(length + count) // size) - len(table)
+                if count and length % size and not is_writable(last := table[-1]):
+                    gone = leaving.get(last, 0)
+                    if pool.entry(last) is not None or pool.references(last) - gone > 1:
+                        leaving[last] = gone + 1
+                        grow.append((sequence, need, True))
+                        continue
+                if need:
+                    grow.append((sequence, need, False))
+            plan.append(grow)
+        return plan
+
+    def demand(self, plan: list[_Grow]) -> Demand:
+        """The blocks that a plan takes, and on whose quota."""
+        return [
+            [(need + copies, s.accounts[group] if s.accounts else None) for s, need, copies in grow]
+            for group, grow in enumerate(plan)
+        ]
+
+    def append(self, work: Work) -> list[list[int]]:
+        """Take the blocks that `work` needs; return the new tokens' slots per layer group.
+
+        Raises:
+            OutOfBlocks: a pool or a quota has too few; nothing changed.
+        """
+        plan = self.plan(work)
+        if any(plan):
+            taken = self._blocks.take(self.demand(plan))
+            for group, grow in enumerate(plan):
+                fresh = iter(taken[group])
+                for sequence, need, copies in grow:
+                    self._extend(sequence, group, fresh, need, copies)
+            for sequence in {id(s): s for grow in plan for s, _, _ in grow}.values():
+                sequence.receipt.peak = max(sequence.receipt.peak, sequence.num_held)
+        slots = [self._slots(work, group) for group in range(len(plan))]
+        for sequence, count in work:
+            sequence.length += count
+        return slots
+
+    def _extend(
+        self, sequence: Sequence, group: int, fresh: Iterator[BlockId], need: int, copies: bool
+    ) -> None:
+        table, receipt = sequence.tables[group], sequence.receipt
+        if copies:
+            source, target = table[-1], next(fresh)
+            self._blocks.order_copy(group, source, target)
+            table[-1] = target
+            self._blocks.pools[group].release(source)
+            receipt.copied += 1
+        table.extend(next(fresh) for _ in range(need))
+        receipt.own += need + copies
+
+    def _slots(self, work: Work, group: int) -> list[int]:
+        size = self._blocks.block_size
+        slots: list[int] = []
+        for sequence, count in work:
+            table, at = sequence.tables[group], sequence.length
+            if count == 1:
+                slots.append(table[at // size] * size + at % size)
+                continue
+            end = at + count
+            while at < end:
+                base, offset = table[at // size] * size, at % size
+                stop = min(size, offset + end - at)
+                slots.extend(range(base + offset, base + stop))
+                at += stop - offset
+        return slots
+
+    def share_all(self, source: Sequence, target: Sequence) -> None:
+        """Give `target`, an empty sequence, all of another's blocks by reference."""
+        for group, pool in enumerate(self._blocks.pools):
+            table, start = source.tables[group], source.starts[group]
+            for block in table[start:]:
+                pool.share(block)
+            target.tables[group] = table[:]
+            target.starts[group] = start
+        target.receipt.shared = target.receipt.peak = target.num_held
+
+    def can_shorten(self, sequence: Sequence, length: int) -> bool:
+        """True if every layer group still holds what a token at position `length` sees."""
+        return all(
+            not length or start <= self._blocks.first_seen(group, length)
+            for group, start in enumerate(sequence.starts)
+        )
+
+    def shorten(self, sequence: Sequence, length: int) -> None:
+        """Release the blocks after the first `length` tokens, deepest first.
+
+        Raises:
+            ConfigError: a longer length, or a window that would be needed was given back.
+        """
+        if not 0 <= length <= sequence.length:
+            raise ConfigError(f"can't truncate {sequence.length} tokens to {length}")
+        if not self.can_shorten(sequence, length):
+            raise ConfigError(
+                f"can't truncate {sequence.length} tokens to {length}: blocks that the sliding window there "
+                f"would see were given back; truncate before commit, or to 0"
+            )
+        size = self._blocks.block_size
+        keep = -(-length // size)
+        for group, pool in enumerate(self._blocks.pools):
+            table = sequence.tables[group]
+            pool.release_all(reversed(table[max(keep, sequence.starts[group]) :]))
+            del table[keep:]
+            sequence.starts[group] = min(sequence.starts[group], keep)
+        sequence.length = length
+        sequence.committed = min(sequence.committed, length)
+        sequence.digests = sequence.digests[: length // size]
+        while sequence.depth > length // size:
+            assert sequence.node.parent is not None, "a root has depth 0"
+            sequence.node = sequence.node.parent
+            sequence.depth -= 1
+
+    def release_unseen(self, sequence: Sequence) -> None:
+        """Release the blocks of sliding-window groups that no later token can see."""
+        for group, window in enumerate(self._blocks.windows):
+            if window is None:
+                continue
+            table, start = sequence.tables[group], sequence.starts[group]
+            first = min(self._blocks.first_seen(group, sequence.committed), len(table))
+            if first > start:
+                self._blocks.pools[group].release_all(table[start:first])
+                table[start:first] = [BlockId(0)] * (first - start)
+                sequence.starts[group] = first
