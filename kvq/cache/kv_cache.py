@@ -6,7 +6,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from kvq.blockmgr.orders import Copy, Order, Scrub, SwapIn, SwapOut
+from kvq.blockmgr.orders import Order, SwapIn
+from kvq.cache.backend import carry_out
 from kvq.cache.host_store import HostStore
 from kvq.cache.memory import check_room
 from kvq.cache.pool import PoolBytes
@@ -125,33 +126,39 @@ class KVCache:
         for block in blocks:
             self._pools[group].zero(block)
 
+    def swap_out(self, group: int, block: int, slot: int) -> None:
+        """Copy a block to a host slot, with a digest of its bytes.
+
+        Raises:
+            ConfigError: there is no such host slot.
+        """
+        self._swap_store().put(group, slot, self._pools[group].read(block))
+
+    def swap_in(self, group: int, slot: int, block: int) -> bool:
+        """Bring a host slot's bytes back into a block.
+
+        Returns False, and zeroes the block, if they are not what was swapped out or can't be read.
+
+        Raises:
+            ConfigError: there is no such host slot.
+        """
+        content = self._swap_store().get(group, slot)
+        if content is None:
+            self._pools[group].zero(block)
+            return False
+        self._pools[group].write(block, content)
+        return True
+
     def carry_out(self, orders: Sequence[Order]) -> list[SwapIn]:
         """Carry out a block manager's orders, strictly one after another.
 
-        Returns the swap-ins whose bytes were not those that had been swapped out, or could not be
-        read: their blocks are zeroed and their tokens have to be computed again.
+        Returns the swap-ins that failed: their blocks are zeroed and their tokens have to be
+        computed again.
 
         Raises:
             ConfigError: an order to swap, but the cache has no such host slot.
         """
-        failed: list[SwapIn] = []
-        copies: list[Copy] = []
-        for order in orders:
-            if isinstance(order, Copy):
-                copies.append(order)
-                continue
-            self._copy_all(copies)
-            copies = []
-            match order:
-                case SwapOut(group=group, block=block, slot=slot):
-                    self._swap_store().put(group, slot, self._pools[group].read(block))
-                case SwapIn():
-                    if not self._swap_in(order):
-                        failed.append(order)
-                case Scrub(group=group, block=block):
-                    self.scrub(group, [block])
-        self._copy_all(copies)
-        return failed
+        return carry_out(self, orders)
 
     def read_block(self, group: int, block: int) -> Tensor:
         """A copy of a block's bytes, uint8 [block_bytes] on the host; the same in both block orders."""
@@ -197,22 +204,6 @@ class KVCache:
         """View a pool anew. Views made during inference could not be written outside it."""
         for position, layer in enumerate(self.layout.groups[group].layers):
             self._layers[layer.geometry.index] = layer_views(self._pools[group], position, self.recipe)
-
-    def _copy_all(self, copies: list[Copy]) -> None:
-        pairs: dict[int, list[tuple[int, int]]] = {}
-        for order in copies:
-            pairs.setdefault(order.group, []).append((order.source, order.target))
-        for group, some in pairs.items():
-            self.copy(group, some)
-
-    def _swap_in(self, order: SwapIn) -> bool:
-        content = self._swap_store().get(order.group, order.slot)
-        pool = self._pools[order.group]
-        if content is None:
-            pool.zero(order.block)
-            return False
-        pool.write(order.block, content)
-        return True
 
     def _swap_store(self) -> HostStore:
         if self._host is None:

@@ -1,0 +1,201 @@
+"""What an engine needs of a KV cache, and the cache backends that are installed."""
+
+import importlib
+from collections.abc import Sequence
+from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
+from typing import Any, Protocol, cast
+
+import torch
+from torch import Tensor
+
+from kvq.blockmgr.orders import Copy, Order, Scrub, SwapIn, SwapOut
+from kvq.errors import ConfigError, first_lines, nearest
+from kvq.formats import KVRecipe
+from kvq.geometry import ModelGeometry
+from kvq.kernels import SequenceBatch
+from kvq.layout import KVLayout
+
+ENTRY_POINTS = "kvq.cache_backends"
+# Named in pyproject.toml too; here so that they are found without installed metadata, and so that
+# no other package can take their names.
+_BUILT_IN = {"kvq": "kvq.cache.kv_cache:KVCache", "dense": "kvq.cache.dense_backend:DenseCache"}
+
+
+class CacheBackend(Protocol):
+    """Blocks of K and V of all layers, by layer group. `kvq.cache.conformance` tests one.
+
+    A slot is one token's place in a layer group: block * block_size + offset.
+    """
+
+    group_of: dict[int, int]  # layer index -> layer group
+
+    @property
+    def num_blocks(self) -> list[int]:
+        """Blocks per layer group."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes allocated for all blocks on the device."""
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes reserved for swapped-out blocks, in host memory or on a disk."""
+
+    def write(self, layer: int, k: Tensor, v: Tensor, slots: Tensor) -> Tensor:
+        """Store new rows after RoPE: [tokens, kv_heads, dim] each, `slots` int64 [tokens].
+
+        Returns bool [tokens]: True where K or V held a NaN or an infinity.
+        """
+
+    def attend(
+        self,
+        layer: int,
+        q: Tensor,
+        batch: SequenceBatch,
+        *,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+        sinks: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        """Causal attention of new tokens, written before, over their sequences' blocks.
+
+        `q`: [tokens, q_heads, k_head_dim]. Returns out [tokens, q_heads, v_head_dim] in q's dtype
+        and lse fp32 [tokens, q_heads], natural log, sinks included.
+
+        Raises:
+            UnsupportedKernel: softcap or sinks, if this backend does not do them.
+        """
+
+    def copy(self, group: int, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy blocks, (source, target) each, as if one after another."""
+
+    def scrub(self, group: int, blocks: Sequence[int]) -> None:
+        """Zero blocks."""
+
+    def swap_out(self, group: int, block: int, slot: int) -> None:
+        """Copy a block to a host slot. What goes wrong there shows when it is swapped in."""
+
+    def swap_in(self, group: int, slot: int, block: int) -> bool:
+        """Bring a host slot's bytes into a block; False, and a zeroed block, if they are not intact."""
+
+    def carry_out(self, orders: Sequence[Order]) -> list[SwapIn]:
+        """`carry_out` of this module: all orders, one after another; returns the swap-ins that failed."""
+
+    def read_block(self, group: int, block: int) -> Tensor:
+        """A copy of a block's bytes, uint8 [bytes of a block in that group] on the host."""
+
+    def write_block(self, group: int, block: int, content: Tensor) -> None:
+        """Overwrite a block with what `read_block` gave."""
+
+    def grow(self, num_blocks: list[int]) -> None:
+        """Enlarge the pools; blocks keep their ids and bytes, new ones are zero.
+
+        Raises:
+            ConfigError: a pool would shrink.
+            OutOfMemory: the larger pools don't fit; nothing is lost.
+        """
+
+    def close(self) -> None:
+        """Give back what lies outside the device."""
+
+
+class CacheFactory(Protocol):
+    """Makes a `CacheBackend`; a class with this constructor is one."""
+
+    def __call__(
+        self,
+        geometry: ModelGeometry,
+        recipe: KVRecipe,
+        layout: KVLayout,
+        *,
+        num_blocks: list[int],
+        device: torch.device,
+        host_slots: list[int] | None = None,
+        swap_folder: str | Path | None = None,
+    ) -> CacheBackend:
+        """Allocate `num_blocks` zeroed blocks and `host_slots` slots for swapping, per layer group.
+
+        Raises:
+            ConfigError: a recipe that this backend can't store.
+            OutOfMemory: they don't fit; nothing stays allocated.
+        """
+
+
+def carry_out(cache: CacheBackend, orders: Sequence[Order]) -> list[SwapIn]:
+    """Carry out a block manager's orders, strictly one after another.
+
+    Neighbouring copies go to the backend together. Returns the swap-ins that failed: their blocks
+    are zeroed and their tokens have to be computed again.
+    """
+    failed: list[SwapIn] = []
+    copies: dict[int, list[tuple[int, int]]] = {}  # per group: groups share no block
+    for order in orders:
+        if isinstance(order, Copy):
+            copies.setdefault(order.group, []).append((order.source, order.target))
+            continue
+        _copy_all(cache, copies)
+        match order:
+            case SwapOut(group=group, block=block, slot=slot):
+                cache.swap_out(group, block, slot)
+            case SwapIn(group=group, slot=slot, block=block):
+                if not cache.swap_in(group, slot, block):
+                    failed.append(order)
+            case Scrub(group=group, block=block):
+                cache.scrub(group, [block])
+    _copy_all(cache, copies)
+    return failed
+
+
+def _copy_all(cache: CacheBackend, copies: dict[int, list[tuple[int, int]]]) -> None:
+    for group, pairs in copies.items():
+        cache.copy(group, pairs)
+    copies.clear()
+
+
+def cache_backends() -> list[str]:
+    """The names that `cache_backend` knows; loads none of them."""
+    return sorted({*_BUILT_IN, *(point.name for point in entry_points(group=ENTRY_POINTS))})
+
+
+def cache_backend(name: str) -> CacheFactory:
+    """The backend of that name: built in, or of an installed package's entry point.
+
+    Raises:
+        ConfigError: no such name, two packages that claim it, or one that can't be loaded.
+    """
+    if name in _BUILT_IN:
+        module, _, attribute = _BUILT_IN[name].partition(":")
+        return cast(CacheFactory, getattr(importlib.import_module(module), attribute))
+    points = list(entry_points(group=ENTRY_POINTS, name=name))
+    if not points:
+        known = cache_backends()
+        raise ConfigError(
+            f"unknown cache backend {name!r}{nearest(name, known) or ';'} installed: {', '.join(known)}"
+        )
+    if len(points) > 1:
+        raise ConfigError(
+            f"cache backend {name!r} is claimed by {' and '.join(map(_source, points))}; keep one of them"
+        )
+    return _load(points[0])
+
+
+def _load(point: EntryPoint) -> CacheFactory:
+    try:
+        factory: Any = point.load()
+    except Exception as error:  # whatever somebody else's module raises while it is imported
+        raise ConfigError(
+            f"cache backend {point.name!r} of {_source(point)} can't be loaded: "
+            f"{type(error).__name__}: {first_lines(error)}; update or uninstall that package"
+        ) from error
+    if not callable(factory):
+        raise ConfigError(
+            f"cache backend {point.name!r} of {_source(point)} must be a class or a function that "
+            f"makes a cache, got {type(factory).__name__}; update or uninstall that package"
+        )
+    return cast(CacheFactory, factory)
+
+
+def _source(point: EntryPoint) -> str:
+    return f"{point.dist.name} {point.dist.version}" if point.dist else f"an unnamed package ({point.value})"

@@ -1,0 +1,258 @@
+"""A conformance suite for cache backends: run `check_backend` on yours.
+
+Expected attention is computed here in fp64 from what the recipe's formats make of every row, so a
+backend that stores those formats has to agree to `tolerance`, whatever their own error is.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from kvq.blockmgr.ids import BlockId, HostSlot
+from kvq.blockmgr.orders import Copy, Order, Scrub, SwapIn, SwapOut
+from kvq.cache.backend import CacheBackend, CacheFactory
+from kvq.cache.conformance_model import BLOCK_SIZE, WINDOW, Step, Trial
+from kvq.errors import ConfigError, KVQError, UnsupportedKernel
+from kvq.layout import BlockOrder
+
+_POISON = 0xFF  # NaN as fp32, bf16, fp16, E4M3FN and as a scale
+_SLOTS = [3, 2]  # host slots per layer group
+_SLIDING = 1  # the layer with a window
+
+
+class NotConforming(KVQError):
+    """A backend does something else than `CacheBackend` promises."""
+
+
+def check_backend(
+    make: CacheFactory,
+    *,
+    kv: str = "fp32",
+    order: BlockOrder = BlockOrder.LAYER_MAJOR,
+    device: torch.device | None = None,
+    tolerance: float = 2e-3,
+) -> None:
+    """Run every check on backends that `make` makes.
+
+    `kv`: formats as on the command line. `tolerance`: largest allowed max|a - b| / max|b| of
+    attention outputs and log-sum-exps.
+
+    Raises:
+        NotConforming: names every check that failed, and how.
+    """
+    trial = Trial(make=make, kv=kv, order=order, device=device or torch.device("cpu"), tolerance=tolerance)
+    failures = []
+    for name, check in CHECKS.items():
+        try:
+            check(trial)
+        except (NotConforming, UnsupportedKernel) as failure:
+            failures.append(f"{name}: {failure}")
+    if failures:
+        raise NotConforming(
+            f"{len(failures)} of {len(CHECKS)} checks fail with {kv}, {order.value}: " + "; ".join(failures)
+        )
+
+
+def _require(holds: bool, otherwise: str) -> None:
+    if not holds:
+        raise NotConforming(otherwise)
+
+
+def _agree(trial: Trial, got: Tensor, expected: Tensor, what: str) -> None:
+    _require(got.shape == expected.shape, f"{what}: shape {tuple(got.shape)}, not {tuple(expected.shape)}")
+    if not expected.numel():
+        return
+    error = (got.double().cpu() - expected).abs().max() / expected.abs().max().clamp_min(1e-30)
+    _require(bool(error <= trial.tolerance), f"{what}: relative error {error:.1e} over {trial.tolerance:.1e}")
+
+
+def _writes_and_attends(trial: Trial) -> None:
+    """Mixed prefills and decodes, empty and one-token sequences, odd head dimensions, windows."""
+    cache = trial.cache()
+    for step in trial.steps():
+        for layer in range(len(trial.geometry.layers)):
+            _attend_and_compare(trial, cache, step, layer)
+
+
+def _attend_and_compare(trial: Trial, cache: CacheBackend, step: Step, layer: int) -> None:
+    bad = trial.write(cache, step, layer)
+    _require(not bool(bad.any()) and len(bad) == step.tokens, "write: finite rows were flagged")
+    for softcap, with_sinks in ((None, False), (20.0, False), (None, True)):
+        options = trial.options(layer, softcap=softcap, with_sinks=with_sinks)
+        try:
+            out, lse = trial.attend(cache, step, layer, options)
+        except UnsupportedKernel as refusal:
+            _require(softcap is not None or with_sinks, f"plain attention is refused: {refusal}")
+            continue
+        expected_out, expected_lse = trial.expected(step, layer, options)
+        where = f"layer {layer}, contexts {step.context_lens}, softcap {softcap}, sinks {with_sinks}"
+        _agree(trial, out, expected_out, f"attention output, {where}")
+        _agree(trial, lse, expected_lse, f"log-sum-exp, {where}")
+
+
+def _ignores_what_free_blocks_hold(trial: Trial) -> None:
+    """Every unwritten byte is a NaN; results stay the same."""
+    clean, poisoned = trial.cache(), trial.cache()
+    for group, count in enumerate(poisoned.num_blocks):
+        for block in range(count):
+            content = poisoned.read_block(group, block)
+            poisoned.write_block(group, block, torch.full_like(content, _POISON))
+    for step in trial.steps():
+        for layer in range(len(trial.geometry.layers)):
+            results = []
+            for cache in (clean, poisoned):
+                trial.write(cache, step, layer)
+                results.append(trial.attend(cache, step, layer, trial.options(layer)))
+            for a, b in zip(*results, strict=True):
+                _require(torch.equal(a, b), f"layer {layer}: unwritten slots reach the result")
+
+
+def _flags_rows_that_are_not_finite(trial: Trial) -> None:
+    cache, step = trial.cache(), trial.steps()[0]
+    k, v = trial.rows(step, 0)
+    k[0, 0, 1], v[2, 1, 0] = float("nan"), float("inf")
+    bad = cache.write(0, k, v, step.batch(trial.device).slots).tolist()
+    _require(bad == [i in (0, 2) for i in range(step.tokens)], f"write: flags are {bad}")
+
+
+def _blocks_do_not_overlap(trial: Trial) -> None:
+    """And together they are exactly the bytes that are reported."""
+    cache = trial.cache()
+    total = 0
+    for group, contents in enumerate(trial.fill(cache)):
+        total += sum(content.numel() for content in contents)
+        for block, content in enumerate(contents):
+            _require(torch.equal(cache.read_block(group, block), content), f"block {block} was overwritten")
+    _require(cache.nbytes == total, f"nbytes is {cache.nbytes}, its blocks have {total} bytes")
+
+
+def _carries_out_orders_one_by_one(trial: Trial) -> None:
+    """Copies, chains of copies, swaps and scrubs end as a plain simulation of them does."""
+    orders: list[Order] = [
+        *(_copy(0, a, b) for a, b in ((0, 1), (1, 2), (3, 1), (1, 4))),
+        *(_copy(1, a, b) for a, b in ((5, 6), (6, 5))),
+        SwapOut(group=0, block=BlockId(4), slot=HostSlot(2)),
+        Scrub(group=0, block=BlockId(4)),
+        _copy(0, 4, 5),
+        SwapIn(group=0, slot=HostSlot(2), block=BlockId(6)),
+        SwapOut(group=0, block=BlockId(0), slot=HostSlot(2)),
+        SwapIn(group=0, slot=HostSlot(2), block=BlockId(5)),
+        _copy(0, 5, 0),
+        Scrub(group=1, block=BlockId(6)),
+    ]
+    cache = trial.cache(host_slots=_SLOTS)
+    blocks = trial.fill(cache)
+    slots: dict[tuple[int, int], Tensor] = {}
+    for order in orders:
+        match order:
+            case Copy(group=group, source=source, target=target):
+                blocks[group][target] = blocks[group][source]
+            case SwapOut(group=group, block=block, slot=slot):
+                slots[group, slot] = blocks[group][block]
+            case SwapIn(group=group, slot=slot, block=block):
+                blocks[group][block] = slots[group, slot]
+            case Scrub(group=group, block=block):
+                blocks[group][block] = torch.zeros_like(blocks[group][block])
+    _require(cache.carry_out(orders) == [], "carry_out: a swap-in failed")
+    for group, contents in enumerate(blocks):
+        for i, content in enumerate(contents):
+            same = torch.equal(cache.read_block(group, i), content)
+            _require(same, f"carry_out: group {group}, block {i} is not what the orders make of it")
+    cache.close()
+
+
+def _copy(group: int, source: int, target: int) -> Copy:
+    return Copy(group=group, source=BlockId(source), target=BlockId(target))
+
+
+def _swap_ins_fail_where_nothing_was_stored(trial: Trial) -> None:
+    cache = trial.cache(host_slots=_SLOTS)
+    blocks = trial.fill(cache)
+    missing = SwapIn(group=0, slot=HostSlot(1), block=BlockId(3))
+    out, back = _swap(1, 2, 1, 0)
+    _require(cache.carry_out([out, missing, back]) == [missing], "carry_out: the failed swap-in is not named")
+    _require(not bool(cache.read_block(0, 3).any()), "a block whose swap-in failed is not zero")
+    _require(torch.equal(cache.read_block(1, 0), blocks[1][2]), "a swap-in after a failed one is wrong")
+    _require(cache.host_bytes > 0, "host_bytes is 0 with a block swapped out")
+    cache.close()
+
+
+def _swap(group: int, block: int, slot: int, target: int) -> tuple[SwapOut, SwapIn]:
+    """Out of `block` and back into `target`."""
+    return (
+        SwapOut(group=group, block=BlockId(block), slot=HostSlot(slot)),
+        SwapIn(group=group, slot=HostSlot(slot), block=BlockId(target)),
+    )
+
+
+def _scrubs(trial: Trial) -> None:
+    cache = trial.cache()
+    blocks = trial.fill(cache)
+    cache.scrub(0, [1, 4])
+    cache.scrub(1, [])
+    for group, contents in enumerate(blocks):
+        for i, content in enumerate(contents):
+            expected = torch.zeros_like(content) if group == 0 and i in (1, 4) else content
+            _require(torch.equal(cache.read_block(group, i), expected), f"scrub: block {i} is wrong")
+
+
+def _grows(trial: Trial) -> None:
+    """Blocks keep their ids, their bytes and what attention makes of them; new ones are zero."""
+    cache, step = trial.cache(), trial.steps()[0]
+    blocks = trial.fill(cache)
+    for layer in range(len(trial.geometry.layers)):
+        trial.write(cache, step, layer)
+    before = [trial.attend(cache, step, x, trial.options(x)) for x in range(len(trial.geometry.layers))]
+    untouched = {(g, i) for g, some in enumerate(blocks) for i in range(len(some))} - step.blocks
+    with torch.inference_mode():
+        cache.grow([n + 4 * (g + 1) for g, n in enumerate(trial.num_blocks)])
+    sizes = [cache.num_blocks[g] * len(some[0]) for g, some in enumerate(blocks)]
+    _require(cache.nbytes == sum(sizes), f"after grow nbytes is {cache.nbytes}, not {sum(sizes)}")
+    for g, i in untouched:
+        _require(torch.equal(cache.read_block(g, i), blocks[g][i]), f"grow: group {g}, block {i} changed")
+    for g, old in enumerate(trial.num_blocks):
+        for i in range(old, cache.num_blocks[g]):
+            _require(not bool(cache.read_block(g, i).any()), f"grow: new block {i} is not zero")
+    for layer, expected in enumerate(before):
+        for a, b in zip(trial.attend(cache, step, layer, trial.options(layer)), expected, strict=True):
+            _require(torch.equal(a, b), f"grow: attention of layer {layer} changed")
+    trial.write(cache, step, _SLIDING)
+    try:
+        cache.grow(list(trial.num_blocks))
+    except ConfigError:
+        return
+    raise NotConforming("grow: a pool shrank instead of raising ConfigError")
+
+
+def _forgets_what_left_the_window(trial: Trial) -> None:
+    """A table's entries before the window are not read: a block manager leaves them stale."""
+    cache = trial.cache()
+    for step in trial.steps():
+        trial.write(cache, step, _SLIDING)
+    options = trial.options(_SLIDING)
+    expected = trial.attend(cache, step, _SLIDING, options)
+    group = cache.group_of[_SLIDING]
+    lost = [
+        max(0, n - q - WINDOW + 1) // BLOCK_SIZE
+        for q, n in zip(step.query_lens, step.context_lens, strict=True)
+    ]
+    _require(max(lost) > 0, "the trial has no context beyond its window")
+    free = ({(group, i) for i in range(cache.num_blocks[group])} - step.blocks).pop()[1]
+    cache.write_block(group, free, torch.full_like(cache.read_block(group, free), _POISON))
+    stale = step.with_stale_entries(group, lost, free)
+    for a, b in zip(trial.attend(cache, stale, _SLIDING, options), expected, strict=True):
+        _require(torch.equal(a, b), "blocks before the window reach the result")
+
+
+CHECKS: dict[str, Callable[[Trial], None]] = {
+    "writes and attends": _writes_and_attends,
+    "forgets what left the window": _forgets_what_left_the_window,
+    "ignores what free blocks hold": _ignores_what_free_blocks_hold,
+    "flags rows that are not finite": _flags_rows_that_are_not_finite,
+    "blocks do not overlap": _blocks_do_not_overlap,
+    "carries out orders one by one": _carries_out_orders_one_by_one,
+    "swap-ins fail where nothing was stored": _swap_ins_fail_where_nothing_was_stored,
+    "scrubs": _scrubs,
+    "grows": _grows,
+}

@@ -1,0 +1,242 @@
+"""The small model, the sequences and the expected attention that the conformance suite uses."""
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from kvq.cache.backend import CacheBackend, CacheFactory
+from kvq.formats import HeadMaxima, KVFormat, KVRecipe, StaticScales
+from kvq.geometry import LayerGeometry, ModelGeometry
+from kvq.kernels import SequenceBatch
+from kvq.kernels.codec import decode, encode, rotate
+from kvq.layout import BlockOrder, plan_layout
+
+BLOCK_SIZE = 5  # tokens
+WINDOW = 9  # tokens, of layer 1
+_KV_HEADS, _Q_HEADS = 3, 6
+_HEAD_DIMS = [(60, 48), (48, 60), (64, 64)]  # K and V, by layer
+_WINDOWS = [None, WINDOW, None]
+_LARGEST = 5.0  # absolute value of any K or V element, for static scales
+# New tokens of every sequence, step by step: prefills of several lengths, an empty sequence that
+# starts later, a sequence of one token that rests, and decodes.
+_STEPS = ((23, 0, 1, 7), (1, 4, 0, 6), (2, 1, 1, 1))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Options:
+    """What attention is asked to do besides reading blocks."""
+
+    scale: float
+    window: int | None
+    softcap: float | None
+    sinks: Tensor | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Step:
+    """One step of all sequences; tables per layer group and sequence."""
+
+    query_lens: tuple[int, ...]
+    context_lens: tuple[int, ...]
+    tables: list[list[list[int]]]
+
+    @property
+    def tokens(self) -> int:
+        """New tokens."""
+        return sum(self.query_lens)
+
+    @property
+    def blocks(self) -> set[tuple[int, int]]:
+        """(group, block) of every block that a table names."""
+        return {(g, block) for g, tables in enumerate(self.tables) for table in tables for block in table}
+
+    def batch(self, device: torch.device, group: int = 0) -> SequenceBatch:
+        """The step as one layer group sees it; unused entries of tables are -1."""
+        tables = self.tables[group]
+        slots = [
+            table[at // BLOCK_SIZE] * BLOCK_SIZE + at % BLOCK_SIZE
+            for table, new, context in zip(tables, self.query_lens, self.context_lens, strict=True)
+            for at in range(context - new, context)
+        ]
+        width = max(map(len, tables)) + 1
+        padded = [table + [-1] * (width - len(table)) for table in tables]
+        return SequenceBatch(
+            query_lens=self.query_lens,
+            context_lens=self.context_lens,
+            tables=torch.tensor(padded, dtype=torch.int32, device=device),
+            slots=torch.tensor(slots, dtype=torch.int64, device=device),
+        )
+
+    def with_stale_entries(self, group: int, lost: list[int], block: int) -> "Step":
+        """The same step, but the first lost[i] entries of table i name another block."""
+        tables = list(self.tables)
+        tables[group] = [[block] * n + table[n:] for n, table in zip(lost, self.tables[group], strict=True)]
+        return replace(self, tables=tables)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trial:
+    """A backend under test: how to make it, and for which formats."""
+
+    make: CacheFactory
+    kv: str
+    order: BlockOrder
+    device: torch.device
+    tolerance: float
+    num_blocks = (13, 14)  # per layer group: full attention, sliding window
+
+    @property
+    def geometry(self) -> ModelGeometry:
+        """Three layers in two groups; no head dimension is a power of two in all of them."""
+        return ModelGeometry(
+            model_type="conformance",
+            layers=tuple(
+                LayerGeometry(index=i, kv_heads=_KV_HEADS, k_head_dim=k, v_head_dim=v, window=window)
+                for i, ((k, v), window) in enumerate(zip(_HEAD_DIMS, _WINDOWS, strict=True))
+            ),
+            q_heads=_Q_HEADS,
+            hidden_size=64,
+            vocab_size=64,
+            max_context=4096,
+        )
+
+    @property
+    def recipe(self) -> KVRecipe:
+        """`kv` for all layers, with static scales where it needs them."""
+        recipe = KVRecipe.uniform(self.kv, _HEAD_DIMS)
+        heads = tuple(_LARGEST * (1 + h / 4) for h in range(_KV_HEADS))
+        maxima = HeadMaxima(k=heads, v=heads, k_rotated=heads, v_rotated=heads)
+        scales = StaticScales(
+            model_digest="", text_digest="", tokens=1, layers=tuple(maxima for _ in _HEAD_DIMS)
+        )
+        return recipe.with_scales(scales) if recipe.is_static else recipe
+
+    def cache(self, host_slots: list[int] | None = None) -> CacheBackend:
+        """A new, empty backend."""
+        layout = plan_layout(self.geometry, self.recipe, block_size=BLOCK_SIZE, order=self.order)
+        return self.make(
+            self.geometry,
+            self.recipe,
+            layout,
+            num_blocks=list(self.num_blocks),
+            device=self.device,
+            host_slots=host_slots,
+        )
+
+    def steps(self) -> list[Step]:
+        """The steps, over scattered blocks that no two sequences share."""
+        lengths = [sum(counts) for counts in zip(*_STEPS, strict=True)]
+        tables = []
+        for group, count in enumerate(self.num_blocks):
+            free = torch.randperm(count, generator=torch.Generator().manual_seed(group)).tolist()
+            tables.append([[free.pop() for _ in range(-(-n // BLOCK_SIZE))] for n in lengths])
+        contexts = [0] * len(lengths)
+        steps = []
+        for counts in _STEPS:
+            contexts = [a + b for a, b in zip(contexts, counts, strict=True)]
+            steps.append(Step(query_lens=counts, context_lens=tuple(contexts), tables=tables))
+        return steps
+
+    def options(self, layer: int, *, softcap: float | None = None, with_sinks: bool = False) -> Options:
+        """The layer's own scale and window, with or without the rest."""
+        sinks = torch.linspace(-2, 3, _Q_HEADS, device=self.device) if with_sinks else None
+        scale = _HEAD_DIMS[layer][0] ** -0.5
+        return Options(scale=scale, window=_WINDOWS[layer], softcap=softcap, sinks=sinks)
+
+    def rows(self, step: Step, layer: int) -> tuple[Tensor, Tensor]:
+        """K and V of a step's new tokens, fp32 [tokens, kv_heads, dim]."""
+        parts = [
+            [x[context - new : context] for x in self._history(layer, i)]
+            for i, (new, context) in enumerate(zip(step.query_lens, step.context_lens, strict=True))
+        ]
+        k, v = (torch.cat(some).to(self.device) for some in zip(*parts, strict=True))
+        return k, v
+
+    def queries(self, step: Step, layer: int) -> Tensor:
+        """fp32 [tokens, q_heads, k_head_dim]."""
+        return _random((step.tokens, _Q_HEADS, _HEAD_DIMS[layer][0]), seed=sum(step.context_lens) + layer)
+
+    def write(self, cache: CacheBackend, step: Step, layer: int) -> Tensor:
+        """Write a step's new rows of one layer; returns the flags."""
+        slots = step.batch(self.device, cache.group_of[layer]).slots
+        return cache.write(layer, *self.rows(step, layer), slots)
+
+    def attend(self, cache: CacheBackend, step: Step, layer: int, options: Options) -> tuple[Tensor, Tensor]:
+        """Let the backend attend."""
+        return cache.attend(
+            layer,
+            self.queries(step, layer).to(self.device),
+            step.batch(self.device, cache.group_of[layer]),
+            scale=options.scale,
+            window=options.window,
+            softcap=options.softcap,
+            sinks=options.sinks,
+        )
+
+    def expected(self, step: Step, layer: int, options: Options) -> tuple[Tensor, Tensor]:
+        """Output and log-sum-exp in fp64 on the host, from rows as the formats store them."""
+        formats = self.recipe.layers[layer]
+        queries = self.queries(step, layer).double().split(step.query_lens)
+        outs, lses = [], []
+        for i, (q, context) in enumerate(zip(queries, step.context_lens, strict=True)):
+            k, v = (x[:context] for x in self._history(layer, i))
+            stored_k, stored_v = (
+                self._stored(k, formats.k, layer),
+                self._stored(v, formats.v, layer, part="v"),
+            )
+            out, lse = _attention(q, stored_k, stored_v, options)
+            outs.append(out)
+            lses.append(lse)
+        return torch.cat(outs), torch.cat(lses)
+
+    def fill(self, cache: CacheBackend) -> list[list[Tensor]]:
+        """Put random bytes into every block; returns them by group and block."""
+        filled = []
+        for group, count in enumerate(self.num_blocks):
+            size = cache.read_block(group, 0).numel()
+            draw = torch.Generator().manual_seed(group)
+            blocks = [torch.randint(0, 256, (size,), dtype=torch.uint8, generator=draw) for _ in range(count)]
+            for block, content in enumerate(blocks):
+                cache.write_block(group, block, content)
+            filled.append(blocks)
+        return filled
+
+    def _history(self, layer: int, sequence: int) -> tuple[Tensor, Tensor]:
+        """K and V of every position of one sequence, fp32 [positions, kv_heads, dim]."""
+        length = sum(counts[sequence] for counts in _STEPS)
+        seed = 100 * layer + 10 * sequence
+        k, v = (
+            _random((length, _KV_HEADS, dim), seed=seed + i).clamp(-_LARGEST, _LARGEST)
+            for i, dim in enumerate(_HEAD_DIMS[layer])
+        )
+        return k, v
+
+    def _stored(self, x: Tensor, fmt: KVFormat, layer: int, part: str = "k") -> Tensor:
+        """fp64 rows that a format makes of `x` [tokens, kv_heads, dim]."""
+        static = None
+        scales = self.recipe.static_scales
+        if fmt.is_static and scales is not None:
+            static = torch.tensor(scales.layers[layer].scales(part, fmt))[:, None]
+        rows = decode(*encode(x, fmt, static), fmt, static)
+        return (rotate(rows) if fmt.rotated else rows).double()
+
+
+def _random(shape: tuple[int, ...], *, seed: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def _attention(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor]:
+    """`q` fp64 [new, q_heads, dim], the last positions of `k`, `v` [keys, kv_heads, dim]."""
+    new, keys = q.shape[0], k.shape[0]
+    shared = q.shape[1] // k.shape[1]
+    scores = torch.einsum("qhd,khd->hqk", q, k.repeat_interleave(shared, dim=1)) * options.scale
+    if options.softcap is not None:
+        scores = options.softcap * torch.tanh(scores / options.softcap)
+    age = torch.arange(keys - new, keys)[:, None] - torch.arange(keys)  # [new, keys]
+    hidden = age < 0 if options.window is None else (age < 0) | (age >= options.window)
+    lse = torch.logsumexp(scores.masked_fill(hidden, float("-inf")), dim=-1)  # [q_heads, new]
+    if options.sinks is not None:
+        lse = torch.logaddexp(lse, options.sinks.double().cpu()[:, None])
+    weights = torch.exp(scores - lse[..., None]).masked_fill(hidden, 0)
+    return torch.einsum("hqk,khd->qhd", weights, v.repeat_interleave(shared, dim=1)), lse.T

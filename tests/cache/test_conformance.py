@@ -1,0 +1,224 @@
+"""Every backend passes the conformance suite, and the suite notices every kind of fault."""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvq.blockmgr.orders import Order, Scrub, SwapIn
+from kvq.cache import KVCache
+from kvq.cache.conformance import CHECKS, NotConforming, check_backend
+from kvq.cache.dense_backend import DenseCache
+from kvq.errors import ConfigError, UnsupportedKernel
+from kvq.layout import BlockOrder
+
+KINDS = ["fp32", "bf16", "fp8", "int8", "int8_per_head_rot", "int4", "int2", "k8v4", "fp8_per_head/bf16"]
+
+
+@pytest.mark.parametrize("order", list(BlockOrder))
+@pytest.mark.parametrize("kv", KINDS)
+def test_kvq_conforms_in_every_kind_of_format_and_both_orders(kv: str, order: BlockOrder) -> None:
+    check_backend(partial(KVCache, backend="reference"), kv=kv, order=order, tolerance=1e-5)
+
+
+@pytest.mark.parametrize("kv", ["fp32", "bf16", "fp16"])
+def test_dense_conforms(kv: str) -> None:
+    check_backend(DenseCache, kv=kv, tolerance=1e-5)
+
+
+class OldStrides(KVCache):
+    """Reads through the views it had before it grew."""
+
+    def grow(self, num_blocks: list[int]) -> None:
+        old = dict(self._layers)
+        super().grow(num_blocks)
+        self._layers = old
+        for layer in old.values():
+            layer.k.codes.zero_()
+
+
+class NewBlocksDirty(KVCache):
+    """Grows without zeroing."""
+
+    def grow(self, num_blocks: list[int]) -> None:
+        before = self.num_blocks
+        super().grow(num_blocks)
+        self.write_block(0, before[0], self.read_block(0, before[0]) + 1)
+
+
+class Shrinks(KVCache):
+    """Accepts fewer blocks in silence."""
+
+    def grow(self, num_blocks: list[int]) -> None:
+        if num_blocks >= self.num_blocks:
+            super().grow(num_blocks)
+
+
+class OffByOneWindow(KVCache):
+    """Sees one token less than the window allows."""
+
+    def attend(self, *args: Any, window: int | None, **options: Any) -> tuple[Tensor, Tensor]:
+        return super().attend(*args, window=None if window is None else window - 1, **options)
+
+
+class SinksAreLost(KVCache):
+    """Takes sinks and does nothing with them."""
+
+    def attend(self, *args: Any, sinks: Tensor | None, **options: Any) -> tuple[Tensor, Tensor]:
+        return super().attend(*args, sinks=None, **options)
+
+
+class ScaledWrong(KVCache):
+    """Off by one percent."""
+
+    def attend(self, *args: Any, **options: Any) -> tuple[Tensor, Tensor]:
+        out, lse = super().attend(*args, **options)
+        return out * 1.01, lse
+
+
+class NoFlags(KVCache):
+    """Says that every row is finite."""
+
+    def write(self, *args: Any) -> Tensor:
+        return torch.zeros_like(super().write(*args))
+
+
+class UnorderedCopies(KVCache):
+    """Copies all pairs at once: a chain takes what its middle held before."""
+
+    def copy(self, group: int, pairs: Sequence[tuple[int, int]]) -> None:
+        contents = [self.read_block(group, source) for source, _ in pairs]
+        for (_, target), content in zip(pairs, contents, strict=True):
+            self.write_block(group, target, content)
+
+
+class ScrubsFirst(KVCache):
+    """Carries scrubs out before everything else."""
+
+    def carry_out(self, orders: Sequence[Order]) -> list[SwapIn]:
+        return super().carry_out(sorted(orders, key=lambda order: not isinstance(order, Scrub)))
+
+
+class SwapsWithoutChecking(KVCache):
+    """A slot that holds nothing gives zeros and no complaint."""
+
+    def swap_in(self, group: int, slot: int, block: int) -> bool:
+        super().swap_in(group, slot, block)
+        return True
+
+
+class LeavesFailedBlock(KVCache):
+    """A failed swap-in leaves what the block held."""
+
+    def swap_in(self, group: int, slot: int, block: int) -> bool:
+        before = self.read_block(group, block)
+        done = super().swap_in(group, slot, block)
+        if not done:
+            self.write_block(group, block, before)
+        return done
+
+
+class ScrubsCodesOnly(KVCache):
+    """Leaves the last bytes of a block, where the scales lie."""
+
+    def scrub(self, group: int, blocks: Sequence[int]) -> None:
+        for block in blocks:
+            content = self.read_block(group, block)
+            content[:-64] = 0
+            self.write_block(group, block, content)
+
+
+class ReportsLess(KVCache):
+    """Leaves padding out of its bytes."""
+
+    @property
+    def nbytes(self) -> int:
+        return super().nbytes - 16
+
+
+class SharesABlock(KVCache):
+    """Two ids, one block."""
+
+    def write_block(self, group: int, block: int, content: Tensor) -> None:
+        super().write_block(group, max(block, 1), content)
+
+    def read_block(self, group: int, block: int) -> Tensor:
+        return super().read_block(group, max(block, 1))
+
+
+class ReadsStaleEntries(KVCache):
+    """Adds a little of a table's first block, as 0 x NaN would."""
+
+    def attend(self, layer: int, q: Tensor, batch: Any, **options: Any) -> tuple[Tensor, Tensor]:
+        out, lse = super().attend(layer, q, batch, **options)
+        first = self.layer(layer).v.codes[batch.tables[0, 0].long()].float()
+        return out + 0 * first.sum(), lse
+
+
+class ReadsUnwrittenSlots(KVCache):
+    """Adds 0 x everything in the last sequence's last block, whose end is not written yet."""
+
+    def attend(self, layer: int, q: Tensor, batch: Any, **options: Any) -> tuple[Tensor, Tensor]:
+        out, lse = super().attend(layer, q, batch, **options)
+        last = batch.tables[-1][(batch.context_lens[-1] - 1) // 5].long()
+        return out + 0 * self.layer(layer).v.codes[last].float().sum(), lse
+
+
+FAULTS: list[tuple[type[KVCache], str]] = [
+    (OldStrides, "grows"),
+    (NewBlocksDirty, "grows"),
+    (Shrinks, "grows"),
+    (OffByOneWindow, "writes and attends"),
+    (SinksAreLost, "writes and attends"),
+    (ScaledWrong, "writes and attends"),
+    (NoFlags, "flags rows that are not finite"),
+    (UnorderedCopies, "carries out orders one by one"),
+    (ScrubsFirst, "carries out orders one by one"),
+    (SwapsWithoutChecking, "swap-ins fail where nothing was stored"),
+    (LeavesFailedBlock, "swap-ins fail where nothing was stored"),
+    (ScrubsCodesOnly, "scrubs"),
+    (ReportsLess, "blocks do not overlap"),
+    (SharesABlock, "blocks do not overlap"),
+    (ReadsStaleEntries, "forgets what left the window"),
+    (ReadsUnwrittenSlots, "ignores what free blocks hold"),
+]
+
+
+@pytest.mark.parametrize(("broken", "check"), FAULTS)
+def test_every_kind_of_fault_is_named(broken: type[KVCache], check: str) -> None:
+    with pytest.raises(
+        NotConforming, match=rf"of {len(CHECKS)} checks fail with fp32, layer-major: .*{check}: "
+    ):
+        check_backend(partial(broken, backend="reference"))
+
+
+def test_a_backend_may_refuse_softcap_and_sinks_with_a_reason() -> None:
+    class Plain(DenseCache):
+        def attend(self, *args: Any, **options: Any) -> tuple[Tensor, Tensor]:
+            if options["softcap"] is not None or options["sinks"] is not None:
+                raise UnsupportedKernel("this backend knows neither softcap nor sinks")
+            return super().attend(*args, **options)
+
+    class Nothing(DenseCache):
+        def attend(self, *args: Any, **options: Any) -> tuple[Tensor, Tensor]:
+            raise UnsupportedKernel("not today")
+
+    check_backend(Plain)
+    with pytest.raises(NotConforming, match="plain attention is refused: not today"):
+        check_backend(Nothing)
+
+
+@pytest.mark.parametrize("kv", ["int8", "bf16/fp16", "fp32_rot"])
+def test_dense_refuses_what_it_can_not_store(kv: str) -> None:
+    with pytest.raises(
+        ConfigError, match=rf"stores fp32, bf16 or fp16 for all layers, got {kv}; use the kvq"
+    ):
+        check_backend(DenseCache, kv=kv)
+
+
+def test_dense_swaps_to_memory_only() -> None:
+    with pytest.raises(ConfigError, match=r"swaps to memory only, got swap_folder='/tmp'; leave it out"):
+        check_backend(partial(DenseCache, swap_folder="/tmp"))
