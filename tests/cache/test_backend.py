@@ -14,7 +14,6 @@ from kvq.cache.conformance import check_backend
 from kvq.cache.dense_backend import DenseCache
 from kvq.errors import ConfigError
 
-
 Install = Callable[[str, str, str, str], None]  # package, entry point, module, its source
 
 
