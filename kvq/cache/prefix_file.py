@@ -1,0 +1,259 @@
+"""Prefixes kept in files: the blocks of a prompt's known prefix, written once and restored later.
+
+A file is safetensors: one uint8 tensor [blocks, block_bytes] per layer group, codes and scales alike,
+and a sealed header. It fits only the model, recipe, layout, salt and tokens it was made for; anything
+else, and any damage, is a miss: the tokens are computed again.
+"""
+
+import hashlib
+import json
+import logging
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, deserialize
+from safetensors.torch import save
+from torch import Tensor
+
+from kvq import fileio
+from kvq.blockmgr.manager import BlockManager
+from kvq.blockmgr.prefix import TOKEN_BYTES, PrefixIndex, Prompt
+from kvq.cache.digest import BlockDigests, layout_numbers
+from kvq.cache.kv_cache import KVCache
+from kvq.errors import ConfigError, OutOfBlocks, first_lines
+
+_log = logging.getLogger("kvq")
+FORMAT_VERSION = 1
+_HEADER_LIMIT = 1 << 20  # bytes
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Header:
+    """What a file is for. All digests are hex; the salt and the tokens appear as digests only."""
+
+    format_version: int = FORMAT_VERSION
+    layout: str
+    recipe: str
+    root: str  # of the model, the recipe and the salt, as the block manager knows them
+    length: int  # tokens
+    tokens: str
+    starts: list[int]  # per layer group, index of the first block kept
+    blocks: list[str]  # per layer group, xxh3-128 of its blocks' bytes
+
+
+class _Miss(Exception):
+    """Why a file can't be used; never leaves this module."""
+
+
+def save_prefix(path: str | Path, cache: KVCache, manager: BlockManager, prompt: Prompt) -> int:
+    """Write the longest indexed prefix of a prompt, in whole blocks, to a file.
+
+    The file appears complete or not at all. Anyone who can read it can read the prefix's K and V.
+    Returns the number of tokens kept.
+
+    Raises:
+        ConfigError: no whole block of the prompt is indexed, the file can't be written, the block
+            manager has no identity or does not belong to the cache, or orders are waiting.
+    """
+    _check_pair(cache, manager)
+    fileio.check_writable(path)
+    length, starts, tables = manager.held_prefix(prompt)
+    if not length:
+        raise ConfigError(
+            f"can't save a prefix to {path}: no whole block of {manager.block_size} tokens of this prompt "
+            f"is in the cache; run the prompt first"
+        )
+    tensors = {
+        _name(group): torch.stack([cache.read_block(group, block) for block in table[start:]])
+        for group, (start, table) in enumerate(zip(starts, tables, strict=True))
+    }
+    digests = [_digest(cache, g, start, tensors[_name(g)]) for g, start in enumerate(starts)]
+    header = _text(_header(cache, prompt, length, starts, digests))
+    fileio.write_bytes(path, save(tensors, metadata={"kvq": header, "seal": _seal(header)}))
+    return length
+
+
+def load_prefix(path: str | Path, cache: KVCache, manager: BlockManager, prompt: Prompt) -> int:
+    """Restore a prefix that `save_prefix` wrote, if this prompt starts with it.
+
+    Returns how many of the prompt's tokens are now in the prefix index, for `start` to reuse; 0 if
+    the file does not fit or is damaged, with the reason in the log. Then nothing has changed, except
+    that other cached blocks may have been evicted.
+
+    Raises:
+        ConfigError: there is no such file or it can't be read, the block manager has no identity or
+            does not belong to the cache, or orders are waiting.
+    """
+    _check_pair(cache, manager)
+    try:
+        header, tensors = _read(path, cache, prompt)
+        return _restore(header, tensors, cache, manager, prompt)
+    except _Miss as miss:
+        _log.warning("prefix file %s is not used: %s", path, miss)
+        return 0
+
+
+def _restore(
+    header: _Header, tensors: list[Tensor], cache: KVCache, manager: BlockManager, prompt: Prompt
+) -> int:
+    """Put checked blocks into the cache; they are indexed only once the last one is there."""
+    try:
+        sequence = manager.adopt(prompt, header.length)
+    except OutOfBlocks as error:
+        raise _Miss(str(error)) from error
+    try:
+        if sequence.starts != header.starts:
+            raise _Miss("the block manager's windows are others than the layout's")
+        for group, (start, table) in enumerate(zip(sequence.starts, sequence.tables, strict=True)):
+            for block, content in zip(table[start:], tensors[group], strict=True):
+                cache.write_block(group, block, content)
+        manager.commit(sequence)
+    finally:
+        manager.free(sequence)
+    return header.length
+
+
+def _read(path: str | Path, cache: KVCache, prompt: Prompt) -> tuple[_Header, list[Tensor]]:
+    """A file's header and its groups' blocks, all checked against this cache and prompt."""
+    raw = _content(path, limit=_largest(cache, prompt))
+    found = _sealed_header(raw)
+    length, starts = found.get("length"), found.get("starts")
+    if not isinstance(length, int) or not isinstance(starts, list):
+        raise _Miss("its header has no length or no starts")
+    total, rest = divmod(length, cache.layout.block_size)
+    if found.get("layout") != _layout_digest(cache):
+        raise _Miss("it was made for another layout: block size, layers or their formats differ")
+    if rest or not 0 < length <= len(prompt.tokens):
+        raise _Miss(f"it holds {length} tokens, the prompt has {len(prompt.tokens)}")
+    if len(starts) != len(cache.layout.groups) or any(
+        not isinstance(start, int) or not 0 <= start <= total for start in starts
+    ):
+        raise _Miss("its header names blocks that can't be")
+    tensors = _tensors(raw, cache, [total - start for start in starts])
+    digests = [_digest(cache, g, start, tensors[g]) for g, start in enumerate(starts)]
+    header = _header(cache, prompt, length, starts, digests)
+    for name, reason in {
+        "format_version": "another version of kvq made it",
+        "recipe": "it was made for another recipe",
+        "root": "it was made for another model, recipe or salt",
+        "tokens": "it holds other tokens than the prompt starts with",
+        "blocks": "its blocks are damaged",
+    }.items():
+        if found.get(name) != getattr(header, name):
+            raise _Miss(reason)
+    if json.dumps(found, sort_keys=True) != _text(header):
+        raise _Miss("its header is not written as this version writes it")
+    return header, tensors
+
+
+def _content(path: str | Path, *, limit: int) -> bytes:
+    try:
+        if not Path(path).is_file():
+            what = "it is not a regular file" if Path(path).exists() else "there is no such file"
+            raise ConfigError(f"can't load a prefix from {path}: {what}; write one with save_prefix")
+        with open(path, "rb") as file:
+            raw = file.read(limit + 1)
+    except (OSError, ValueError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        why = getattr(error, "strerror", None) or error
+        raise ConfigError(f"can't load a prefix from {path}: {why}; name a file that can be read") from error
+    if len(raw) > limit:
+        raise _Miss("it is larger than all blocks of this prompt")
+    return raw
+
+
+def _sealed_header(raw: bytes) -> dict[str, object]:
+    """The JSON object in a file's metadata, if its seal holds."""
+    size = int.from_bytes(raw[:8], "little")
+    try:
+        metadata = json.loads(raw[8 : 8 + size])["__metadata__"]
+        text, seal = metadata.pop("kvq"), metadata.pop("seal")
+        if metadata or seal != _seal(text):
+            raise _Miss("its header is damaged")
+        header = json.loads(text)
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise _Miss("it is cut short, damaged or no prefix file") from error
+    if not isinstance(header, dict):
+        raise _Miss("its header is no JSON object")
+    return header
+
+
+def _tensors(raw: bytes, cache: KVCache, counts: list[int]) -> list[Tensor]:
+    """The groups' blocks, uint8 [counts[g], block_bytes], checked for shape and extent only."""
+    try:
+        found = dict(deserialize(raw))
+    except SafetensorError as error:
+        raise _Miss(f"it is cut short or damaged: {first_lines(error)}") from error
+    tensors = []
+    for group, (layout, count) in enumerate(zip(cache.layout.groups, counts, strict=True)):
+        entry = found.pop(_name(group), {})
+        shape = [count, layout.block_bytes]
+        if entry.get("dtype") != "U8" or entry.get("shape") != shape:
+            raise _Miss(f"the blocks of layer group {group} are missing or of another size")
+        data = entry["data"]
+        content = torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+        tensors.append(content.view(shape))
+    if found:
+        raise _Miss("it holds more than the blocks of its layer groups")
+    return tensors
+
+
+def _header(cache: KVCache, prompt: Prompt, length: int, starts: list[int], digests: list[str]) -> _Header:
+    return _Header(
+        layout=_layout_digest(cache),
+        recipe=cache.recipe.digest(),
+        root=hashlib.sha256(b"kvq prefix file root" + prompt.root).hexdigest(),
+        length=length,
+        tokens=hashlib.sha256(prompt.data[: length * TOKEN_BYTES]).hexdigest(),
+        starts=starts,
+        blocks=digests,
+    )
+
+
+def _text(header: _Header) -> str:
+    return json.dumps(asdict(header), sort_keys=True)
+
+
+def _digest(cache: KVCache, group: int, start: int, blocks: Tensor) -> str:
+    return BlockDigests(cache.layout.groups[group], cache.recipe).of(blocks, start).hex()
+
+
+def _layout_digest(cache: KVCache) -> str:
+    numbers = json.dumps([layout_numbers(group) for group in cache.layout.groups], sort_keys=True)
+    return hashlib.sha256(numbers.encode()).hexdigest()
+
+
+def _largest(cache: KVCache, prompt: Prompt) -> int:
+    blocks = len(prompt.tokens) // cache.layout.block_size
+    return _HEADER_LIMIT + sum(group.pool_bytes(blocks) for group in cache.layout.groups)
+
+
+def _seal(header: str) -> str:
+    return hashlib.sha256(header.encode()).hexdigest()
+
+
+def _name(group: int) -> str:
+    return f"group.{group}"
+
+
+def _check_pair(cache: KVCache, manager: BlockManager) -> None:
+    """Raise ConfigError unless blocks of this manager can be bound to a model and read as they are."""
+    counts = [pool.num_blocks for pool in manager.pools]
+    if manager.block_size != cache.layout.block_size or counts != cache.num_blocks:
+        raise ConfigError(
+            f"the block manager has {counts} blocks of {manager.block_size} tokens, the cache "
+            f"{cache.num_blocks} of {cache.layout.block_size}; use the pair that belongs together"
+        )
+    anonymous = PrefixIndex(block_size=1, num_groups=1, identity=b"")
+    if manager.prompt([]).root == anonymous.root_digest(""):
+        raise ConfigError(
+            "prefix files need a block manager that knows its model, and this one has no identity; make "
+            "it with identity = model digest + recipe digest"
+        )
+    if manager.blocks.orders:
+        raise ConfigError(
+            f"{len(manager.blocks.orders)} orders wait to be carried out, so blocks may not hold their "
+            f"bytes yet; call cache.carry_out(manager.take_orders()) first"
+        )
