@@ -52,7 +52,7 @@ def test_help_answers_in_under_a_third_of_a_second_and_names_every_command():
             [sys.executable, "-m", "kvq", "--help"], capture_output=True, text=True, check=True
         )
         seconds.append(time.perf_counter() - start)
-    for name in ("perplexity", "generate", "inspect", "calibrate", "demo", "doctor"):
+    for name in ("perplexity", "generate", "inspect", "calibrate", "bench", "demo", "doctor"):
         assert re.search(rf"^  {name} ", done.stdout, re.M)
     assert min(seconds) < 0.3, seconds
 

@@ -1,7 +1,7 @@
 """The memory that sequences and pins share: pools, prefix index, orders and events."""
 
-from collections.abc import Iterable
 from itertools import chain
+from typing import Any
 
 from kvq.blockmgr.events import Copied, Events, Evicted, Stored
 from kvq.blockmgr.ids import BlockId
@@ -159,16 +159,15 @@ class Blocks:
             table[i] = known
 
     def _listener(self, group: int) -> EvictionListener:
-        def evicted(block: BlockId, entry: object) -> Iterable[BlockId]:
-            assert isinstance(entry, Node), "only nodes are kept"
-            children = entry.children
-            doomed: list[BlockId] = []
-            if children and self.windows[group] is None:
-                doomed = [b for child in children if (b := child.blocks[group]) is not None]
-            self.index.detach(entry, group)
+        """What a group's pool calls when it evicts."""
+        needs_prefix = self.windows[group] is None
+
+        def evicted(blocks: list[BlockId], entries: list[Any]) -> list[BlockId]:
             if self.events.active:
-                self.events.add(Evicted(group=group, block=block, digest=entry.digest))
-            return doomed
+                for block, node in zip(blocks, entries, strict=True):
+                    self.events.add(Evicted(group=group, block=block, digest=node.digest))
+            stranded = self.index.forget(entries, group)
+            return stranded if needs_prefix else []
 
         return evicted
 

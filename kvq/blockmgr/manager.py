@@ -188,13 +188,17 @@ class BlockManager:
         Raises:
             OutOfBlocks: a pool or a quota has too few blocks; nothing changed.
         """
-        assert len(dict(work)) == len(work), "a sequence comes twice"
-        for sequence, _ in work:
-            self._check_usable(sequence)
-        slots = self._tables.append(work)
-        if self.blocks.events.active:
-            self.blocks.events.deliver()
+        self._make_room(work)
+        slots = self._tables.slots(work)
+        for sequence, count in work:
+            sequence.length += count
         return slots
+
+    def extend(self, work: Work) -> None:
+        """`append` for those who compute slots from the tables themselves, on the device."""
+        self._make_room(work)
+        for sequence, count in work:
+            sequence.length += count
 
     def commit(self, sequence: Sequence, tokens: Iterable[int] | None = None) -> None:
         """Say that the KV of all appended tokens is good, and which further tokens are known now.
@@ -390,6 +394,14 @@ class BlockManager:
         check_integrity(
             self.blocks, self.sequences(), self.pins, self.swap, self.prefixes.computing(), self._accounts
         )
+
+    def _make_room(self, work: Work) -> None:
+        assert len(dict(work)) == len(work), "a sequence comes twice"
+        for sequence, _ in work:
+            assert sequence.live and sequence.swapped is None, "a sequence was freed or is swapped out"
+        self._tables.make_room(work)
+        if self.blocks.events.active:
+            self.blocks.events.deliver()
 
     def _begin(self, prompt: Prompt) -> Sequence:
         sequence = self.new_sequence(tenant=prompt.tenant)

@@ -31,8 +31,8 @@ class Account:
         return max(0, self.owned + count - self.quota)
 
 
-# Told (block, entry) of every evicted block; returns cached blocks that nobody can find without it.
-EvictionListener = Callable[[BlockId, object], Iterable[BlockId]]
+# Told the evicted blocks and their entries; returns cached blocks that nobody can find without them.
+EvictionListener = Callable[[list[BlockId], list[object]], Iterable[BlockId]]
 
 
 class BlockPool:
@@ -51,6 +51,7 @@ class BlockPool:
         self._accounts: list[Account | None] = [None] * num_blocks  # who allocated it, if under a quota
         self._free: deque[BlockId] = deque(BlockId(i) for i in range(num_blocks))
         self._cached: OrderedDict[BlockId, None] = OrderedDict()  # least recently used first
+        self._has_accounts = False  # True once any block belonged to one
         self._on_evict = on_evict
 
     @property
@@ -98,17 +99,20 @@ class BlockPool:
         if not self.can_allocate(count, account):
             raise self._refusal(count, account)
         if account is not None:
-            for _ in range(account.excess(count)):
-                if account.excess(count):  # an eviction may have taken more than one
-                    self._evict(next(iter(account.cached)))
+            while account.excess(count):
+                oldest, _ = account.cached.popitem(last=False)
+                del self._cached[oldest]
+                self._evict([oldest])
         free, refs = self._free, self._refs
-        while len(free) < count:
-            self._evict(next(iter(self._cached)))
+        if count > len(free):
+            pop = self._cached.popitem
+            self._evict([pop(last=False)[0] for _ in range(count - len(free))])
         take = free.popleft
         taken = [take() for _ in range(count)]
         for block in taken:
             refs[block] = 1
         if account is not None:
+            self._has_accounts = True
             account.owned += count
             for block in taken:
                 self._accounts[block] = account
@@ -181,8 +185,9 @@ class BlockPool:
 
     def drop_cached(self) -> None:
         """Evict every cached block."""
-        while self._cached:
-            self._evict(next(iter(self._cached)))
+        blocks = list(self._cached)
+        self._cached.clear()
+        self._evict(blocks)
 
     def grow(self, num_blocks: int) -> None:
         """Add free blocks up to `num_blocks`; the blocks there are keep their ids."""
@@ -211,21 +216,25 @@ class BlockPool:
         for block in cached:
             assert self._entries[block] is not None, f"block {block} is cached and not indexed"
 
-    def _evict(self, block: BlockId) -> None:
-        """Turn a cached block into a free one, and those that can't be found without it."""
-        doomed = [block]
-        while doomed:
-            block = doomed.pop()
-            del self._cached[block]
-            entry = self._entries[block]
-            self._entries[block] = None
-            self._free.append(block)
-            account = self._accounts[block]
-            if account is not None:
-                del account.cached[block]
-                self._close(block)
-            if self._on_evict is not None:
-                doomed.extend(self._on_evict(block, entry))
+    def _evict(self, blocks: list[BlockId]) -> None:
+        """Turn blocks that were just taken out of the cache into free ones.
+
+        Cached blocks that can't be found without them go with them.
+        """
+        while blocks:
+            known = self._entries
+            entries = [known[block] for block in blocks]
+            for block in blocks:
+                known[block] = None
+            if self._has_accounts:
+                for block in blocks:
+                    if (account := self._accounts[block]) is not None:
+                        account.cached.pop(block, None)
+                        self._close(block)
+            self._free.extend(blocks)
+            blocks = list(self._on_evict(blocks, entries)) if self._on_evict is not None else []
+            for block in blocks:
+                del self._cached[block]
 
     def _close(self, block: BlockId) -> None:
         account = self._accounts[block]

@@ -41,9 +41,21 @@ class Node:
         self.depth: int = 0 if parent is None else parent.depth + 1  # blocks up to this one's end
         self.blocks: list[BlockId | None] = [None] * num_groups
         self.num_held = 0  # groups whose block is there
-        self.keys: list[bytes] = []  # tokens of the children, sorted
-        self.children: list[Node] = []  # in the order of `keys`
+        self.keys = _NO_KEYS  # tokens of the children, sorted
+        self.children = _NO_CHILDREN  # in the order of `keys`
         self.alive = True  # False once it left the index
+
+
+_NO_KEYS: list[bytes] = []  # shared by all childless nodes, so never changed
+_NO_CHILDREN: list[Node] = []
+
+
+def _remove_child(parent: Node, child: Node) -> None:
+    if len(parent.children) == 1:
+        parent.keys, parent.children = _NO_KEYS, _NO_CHILDREN
+    else:
+        at = bisect_left(parent.keys, child.tokens)
+        del parent.keys[at], parent.children[at]
 
 
 @dataclass(slots=True, eq=False)
@@ -160,9 +172,12 @@ class PrefixIndex:
             self._roots[parent.digest] = parent
         assert parent.alive, "a node's parent must be in the index"
         node = self._nodes[digest] = Node(parent, digest, tokens, self._num_groups)
-        at = bisect_left(parent.keys, tokens)
-        parent.keys.insert(at, tokens)
-        parent.children.insert(at, node)
+        if not parent.children:
+            parent.keys, parent.children = [tokens], [node]
+        else:
+            at = bisect_left(parent.keys, tokens)
+            parent.keys.insert(at, tokens)
+            parent.children.insert(at, node)
         return node
 
     def attach(self, node: Node, group: int, block: BlockId) -> None:
@@ -171,12 +186,30 @@ class PrefixIndex:
         node.blocks[group] = block
         node.num_held += 1
 
-    def detach(self, node: Node, group: int) -> None:
-        """Forget a node's block in one group; a node that nothing needs any more leaves the index."""
-        node.blocks[group] = None
-        node.num_held -= 1
-        if not node.num_held and not node.children:
-            self.prune(node)
+    def forget(self, nodes: list[Node], group: int) -> list[BlockId]:
+        """Forget the nodes' blocks in one group; nodes that nothing needs any more leave the index.
+
+        Returns the blocks of that group that follow directly after a forgotten one.
+        """
+        stranded: list[BlockId] = []
+        known = self._nodes
+        for node in nodes:
+            node.blocks[group] = None
+            node.num_held -= 1
+            if node.children:
+                stranded += [b for child in node.children if (b := child.blocks[group]) is not None]
+            elif not node.num_held:
+                parent = node.parent
+                assert parent is not None, "a root has no blocks"
+                node.alive = False
+                del known[node.digest]
+                if len(parent.children) > 1:
+                    _remove_child(parent, node)
+                    continue
+                parent.keys, parent.children = _NO_KEYS, _NO_CHILDREN
+                if not parent.num_held:
+                    self.prune(parent)
+        return stranded
 
     def prune(self, node: Node) -> None:
         """Remove a node without blocks and children, and ancestors that it alone kept."""
@@ -186,8 +219,7 @@ class PrefixIndex:
             parent = node.parent
             node.alive = False
             del self._nodes[node.digest]
-            at = bisect_left(parent.keys, node.tokens)
-            del parent.keys[at], parent.children[at]
+            _remove_child(parent, node)
             node = parent
         if not node.children:
             self._roots.pop(node.digest, None)

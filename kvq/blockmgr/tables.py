@@ -46,8 +46,8 @@ class Tables:
             for group, grow in enumerate(plan)
         ]
 
-    def append(self, work: Work) -> list[list[int]]:
-        """Take the blocks that `work` needs; return the new tokens' slots per layer group.
+    def make_room(self, work: Work) -> None:
+        """Take the blocks that `work` needs, copy-on-write included. Lengths stay as they are.
 
         Raises:
             OutOfBlocks: a pool or a quota has too few; nothing changed.
@@ -61,10 +61,10 @@ class Tables:
                     self._extend(sequence, group, fresh, need, copies)
             for sequence in {id(s): s for grow in plan for s, _, _ in grow}.values():
                 sequence.receipt.peak = max(sequence.receipt.peak, sequence.num_held)
-        slots = [self._slots(work, group) for group in range(len(plan))]
-        for sequence, count in work:
-            sequence.length += count
-        return slots
+
+    def slots(self, work: Work) -> list[list[int]]:
+        """The slots of `count` tokens from each sequence's length on, per layer group."""
+        return [self._slots(work, group) for group in range(len(self._blocks.pools))]
 
     def _extend(
         self, sequence: Sequence, group: int, fresh: Iterator[BlockId], need: int, copies: bool

@@ -1,0 +1,1 @@
+"""Benchmarks that `kvq bench` runs; each checks correctness before it measures."""
