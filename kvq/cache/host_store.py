@@ -1,5 +1,6 @@
 """The host store: blocks moved out of the pools, in host memory or in a file, each with its digest."""
 
+import errno
 import logging
 import os
 import tempfile
@@ -176,4 +177,4 @@ def _reserve(file: int, nbytes: int) -> None:
     for offset in range(0, nbytes, len(_ZEROS)):
         piece = memoryview(_ZEROS)[: nbytes - offset]
         if os.pwrite(file, piece, offset) != len(piece):
-            raise OSError(28, "No space left on device")
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kvq.blockmgr import BlockManager
+from kvq.blockmgr import BlockId, BlockManager, Scrub
 from kvq.cache import KVCache, kv_cache, memory
 from kvq.errors import ConfigError, OutOfMemory, UnsupportedKernel
 from kvq.formats import KVRecipe
@@ -174,3 +174,109 @@ def test_a_layer_that_no_backend_can_run_is_refused(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(kv_cache, "select", refuse)
     with pytest.raises(UnsupportedKernel, match="no backend can run write_kv"):
         KVCache(model, recipe, plan_layout(model, recipe), num_blocks=[2], device=CPU)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("kv", ["fp32", "int4", "k8v4"])
+def test_growing_keeps_every_block_under_its_id_and_adds_zeroed_ones(kv: str, order: BlockOrder) -> None:
+    cache = poisoned_cache(kv, DIMS, windows=WINDOWS, block_size=3, num_blocks=6, order=order)
+    for group in (0, 1):
+        cache.pool(group).random_(0, 256)
+    before = [[cache.read_block(group, block) for block in range(6)] for group in (0, 1)]
+    cache.grow([6, 13])
+    cache.grow([7, 13])
+    assert cache.num_blocks == [7, 13]
+    sizes = [group.pool_bytes(n) for group, n in zip(cache.layout.groups, [7, 13], strict=True)]
+    assert cache.nbytes == sum(sizes) == cache.pool(0).numel() + cache.pool(1).numel()
+    for group, count in enumerate([7, 13]):
+        for block in range(count):
+            if block < 6:
+                assert torch.equal(cache.read_block(group, block), before[group][block])
+            else:
+                assert not cache.read_block(group, block).any()
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_layers_write_into_the_grown_pool(order: BlockOrder) -> None:
+    cache = poisoned_cache("int8", DIMS, windows=WINDOWS, block_size=3, num_blocks=2, order=order)
+    fresh = poisoned_cache("int8", DIMS, windows=WINDOWS, block_size=3, num_blocks=9, order=order, fill=0)
+    with torch.inference_mode():
+        cache.grow([9, 9])
+    for layer, (k_dim, v_dim) in enumerate(DIMS):
+        k, v = rows_like_kv(2, 3, k_dim), rows_like_kv(2, 3, v_dim)
+        for one in (cache, fresh):
+            one.write(layer, k, v, torch.tensor([26, 20]))  # outside inference mode
+    for group in (0, 1):
+        for block in range(2, 9):
+            assert torch.equal(cache.read_block(group, block), fresh.read_block(group, block))
+    cache.carry_out([Scrub(group=0, block=BlockId(8))])
+    assert not cache.read_block(0, 8).any()
+
+
+@pytest.mark.parametrize("num_blocks", [[5, 6], [7], [7, 7, 7]])
+def test_a_pool_never_shrinks(num_blocks: list[int]) -> None:
+    cache = poisoned_cache("int4", DIMS, windows=WINDOWS, num_blocks=6)
+    with pytest.raises(ConfigError, match=r"pools can only grow, from \[6, 6\] blocks, got"):
+        cache.grow(num_blocks)
+    assert cache.num_blocks == [6, 6]
+
+
+def test_growing_needs_room_for_one_groups_old_and_new_bytes_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = poisoned_cache("int4", DIMS, windows=WINDOWS, num_blocks=6)
+    first, second = (group.block_bytes for group in cache.layout.groups)
+    peak = max(20 * first, 14 * first + 20 * second)  # beyond what is held before
+    monkeypatch.setattr(memory, "available_bytes", lambda _: peak - 1)
+    pools = [cache.pool(0), cache.pool(1)]
+    with pytest.raises(OutOfMemory, match="the KV pool needs"):
+        cache.grow([20, 20])
+    assert cache.num_blocks == [6, 6]
+    assert all(cache.pool(group) is pool for group, pool in enumerate(pools))
+    monkeypatch.setattr(memory, "available_bytes", lambda _: peak)
+    cache.grow([20, 20])
+    assert cache.num_blocks == [20, 20]
+
+
+def test_a_device_that_refuses_midway_leaves_every_block_readable(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = poisoned_cache("int4", DIMS, windows=WINDOWS, num_blocks=6)
+    zeros, calls = torch.zeros, []
+
+    def second_fails(*args: object, **options: object) -> torch.Tensor:
+        calls.append(args)
+        if len(calls) == 2:
+            raise RuntimeError("out of memory")
+        return zeros(*args, **options)
+
+    monkeypatch.setattr(torch, "zeros", second_fails)
+    with pytest.raises(OutOfMemory):
+        cache.grow([9, 9])
+    monkeypatch.undo()
+    assert cache.num_blocks == [9, 6]
+    assert (cache.read_block(0, 5) == POISON).all()
+    assert (cache.pool(1) == POISON).all()
+    cache.grow([9, 9])
+    assert cache.num_blocks == [9, 9]
+
+
+def test_blocks_read_alike_in_both_orders() -> None:
+    caches = [poisoned_cache("k8v4", DIMS, windows=WINDOWS, order=order, fill=0) for order in ORDERS]
+    for layer, (k_dim, v_dim) in enumerate(DIMS):
+        for cache in caches:
+            cache.write(layer, rows_like_kv(8, 3, k_dim), rows_like_kv(8, 3, v_dim), torch.arange(9, 17))
+    for group in (0, 1):
+        for block in range(11):
+            assert torch.equal(*(cache.read_block(group, block) for cache in caches))
+        content = torch.arange(caches[0].layout.groups[group].block_bytes).to(torch.uint8)
+        for cache in caches:
+            cache.write_block(group, 3, content)
+            assert torch.equal(cache.read_block(group, 3), content)
+
+
+def test_too_little_room_for_the_host_store_leaves_nothing_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = geometry(DIMS)
+    recipe = KVRecipe.uniform("int4", DIMS)
+    layout = plan_layout(model, recipe)
+    pool = layout.groups[0].pool_bytes(2)
+    monkeypatch.setattr(memory, "available_bytes", lambda _: pool)
+    with pytest.raises(OutOfMemory, match="the host store needs"):
+        KVCache(model, recipe, layout, num_blocks=[2], device=CPU, host_slots=[3])
+    KVCache(model, recipe, layout, num_blocks=[2], device=CPU, host_slots=[2])
