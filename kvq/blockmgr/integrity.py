@@ -130,7 +130,8 @@ def _check_sequence(blocks: Blocks, sequence: Sequence) -> None:
         start = sequence.starts[group]
         assert len(table) == -(-sequence.length // size), f"group {group}: a table has the wrong length"
         assert 0 <= start <= len(table), f"group {group}: a table starts outside itself"
-        needed = min(blocks.first_seen(group, sequence.committed), len(table))
+        known = sequence.committed or sequence.length  # an adopted prefix is committed as a whole
+        needed = min(blocks.first_seen(group, known), len(table))
         assert sequence.is_swapped or start <= needed, f"group {group}: a block that is seen was given back"
     node, depth = sequence.node, sequence.depth
     assert node.depth == depth <= sequence.committed // size, "a sequence's node has another depth"
