@@ -13,8 +13,51 @@ ROOT = Path(__file__).parents[1]
 MARK = re.compile(r"(<!-- table:(\S+) -->\n).*?(<!-- end -->)", re.S)
 
 
+# Rows of `kvq bench blocks` that docs/blocks.md shows, in words, and the limit each was built to.
+BLOCK_ROWS = {
+    "allocate": ("take a block for a sequence, free ones left", "0.30"),
+    "allocate_evicting": ("take a block that has to leave the prefix index first", ""),
+    "allocate_with_slots": ("take a block and list its 16 slots", ""),
+    "free": ("give back an indexed block", "0.21"),
+    "append": ("one more token for a sequence, 1,000 sequences a step", "0.65"),
+    "commit": ("commit a sampled token", ""),
+    "hash": ("chained SHA-256 of a 16-token block", "1.0"),
+    "publish": ("index a computed block", ""),
+    "lookup": ("look up a prefix, per block, hashing included", ""),
+    "lookup_long": ("look up a cached prompt of 100,000 tokens, hashing included", "10,000"),
+    "start_long": ("start a sequence from that hit, sharing 6,249 blocks", ""),
+    "fork": ("fork a sequence of 64 blocks", ""),
+    "append_after_fork": ("the first write after a fork, with its copy order", ""),
+}
+
+
 def table(result: dict) -> str:
-    """Return the Markdown table of a `kvq perplexity` result, with what it was measured on."""
+    """Return the Markdown table of a result, with what it was measured on."""
+    return blocks_table(result) if "utilization" in result else perplexity_table(result)
+
+
+def blocks_table(result: dict) -> str:
+    """The table of a `kvq bench blocks` result."""
+    rows = {row["operation"]: row for row in result["rows"]}
+    lines = ["| operation | median us | p10 - p90 | limit |", "|---|--:|--:|--:|"]
+    for name, (words, limit) in BLOCK_ROWS.items():
+        row = rows[name]
+        digits = 0 if row["us_median"] >= 100 else 2
+        spread = f"{row['us_p10']:,.{digits}f} - {row['us_p90']:,.{digits}f}"
+        lines.append(f"| {words} | {row['us_median']:,.{digits}f} | {spread} | {limit} |")
+    filled = result["utilization"]
+    lines.append(
+        f"\nOf the slots in live blocks {filled['paged_mean']:.1%} hold tokens ({filled['sequences']} running "
+        f"sequences, log-normal lengths with median {filled['median_length']} tokens, "
+        f"block {filled['block_size']}); one buffer of {filled['longest']:,} tokens each would be "
+        f"{filled['contiguous_mean']:.1%} full. `{result['command']}`, {result['date'][:10]}, "
+        f"{result['device']}, Python {result['versions']['python']}, commit {result['commit']}."
+    )
+    return "\n".join(lines) + "\n"
+
+
+def perplexity_table(result: dict) -> str:
+    """The table of a `kvq perplexity` result."""
     lines = [
         "| KV format | bits / element | bytes / token | tokens in bf16's memory | perplexity | change "
         "| mean KL | same top token |",
@@ -57,7 +100,7 @@ def rewritten(page: str) -> str:
 def main() -> None:
     """Rewrite the pages, or check them."""
     differ = False
-    for path in (ROOT / "README.md", ROOT / "docs" / "quality.md"):
+    for path in (ROOT / "README.md", ROOT / "docs" / "quality.md", ROOT / "docs" / "blocks.md"):
         old = path.read_text(encoding="utf-8")
         new = rewritten(old)
         differ |= old != new

@@ -398,7 +398,8 @@ class BlockManager:
     def _make_room(self, work: Work) -> None:
         assert len(dict(work)) == len(work), "a sequence comes twice"
         for sequence, _ in work:
-            assert sequence.live and sequence.swapped is None, "a sequence was freed or is swapped out"
+            assert sequence.live, "a sequence was freed"
+            assert sequence.swapped is None, "a sequence is swapped out"
         self._tables.make_room(work)
         if self.blocks.events.active:
             self.blocks.events.deliver()

@@ -27,15 +27,15 @@ class Tables:
             is_writable = pool.is_writable
             for sequence, count in work:
                 table, length = sequence.tables[group], sequence.length
-                need = -(-(length + count) // size) - len(table)
-                if count and length % size and not is_writable(last := table[-1]):
+                room = len(table) * size - length
+                if room and count and not is_writable(last := table[-1]):
                     gone = leaving.get(last, 0)
                     if pool.entry(last) is not None or pool.references(last) - gone > 1:
                         leaving[last] = gone + 1
-                        grow.append((sequence, need, True))
+                        grow.append((sequence, -(-max(0, count - room) // size), True))
                         continue
-                if need:
-                    grow.append((sequence, need, False))
+                if count > room:
+                    grow.append((sequence, -((room - count) // size), False))
             plan.append(grow)
         return plan
 
@@ -85,7 +85,7 @@ class Tables:
         for sequence, count in work:
             table, at = sequence.tables[group], sequence.length
             if count == 1:
-                slots.append(table[at // size] * size + at % size)
+                slots.append(table[-1] * size + at % size)
                 continue
             end = at + count
             while at < end:
