@@ -33,6 +33,8 @@ class Blocks:
                 f"windows and num_blocks need one entry per layer group, got {len(windows)} and "
                 f"{len(num_blocks)}"
             )
+        if any(window is not None and window < 1 for window in windows):
+            raise ConfigError(f"a window must be at least 1 token, or None, got {windows}")
         self.block_size = block_size
         self.windows = windows
         self.pools = [

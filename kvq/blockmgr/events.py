@@ -92,5 +92,6 @@ class Events:
                     subscriber(event)
                 except Exception:  # noqa: BLE001 - a listener's fault must not undo an allocation
                     _log.exception("a subscriber to block events failed and is dropped")
-                    self._subscribers.remove(subscriber)
+                    if subscriber in self._subscribers:  # it may have ended its subscription itself
+                        self._subscribers.remove(subscriber)
         self.active = bool(self._subscribers)

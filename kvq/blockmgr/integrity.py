@@ -95,6 +95,7 @@ def _check_index(blocks: Blocks) -> None:
     """Nodes, their chains and the pools' marks agree; nothing useless stays."""
     step = blocks.block_size * TOKEN_BYTES
     marks = [0] * len(blocks.pools)
+    roots = set(blocks.index.roots())
     for node in blocks.index.nodes():
         assert node.alive, "a dead node is in the index"
         assert node.parent is not None, "a root is in the index"
@@ -102,12 +103,13 @@ def _check_index(blocks: Blocks) -> None:
         assert node.num_held or node.children, "a node is kept for nothing"
         assert node.num_held == sum(b is not None for b in node.blocks), "a node counts its blocks wrongly"
         assert node in node.parent.children, "a node's parent doesn't know it"
+        assert node.depth > 1 or node.parent in roots, "a node's root is not in the index"
         for group, block in enumerate(node.blocks):
             if block is not None:
                 marks[group] += 1
                 assert blocks.pools[group].entry(block) is node, f"group {group}, block {block}: wrong mark"
         _check_children(blocks, node)
-    for root in blocks.index.roots():
+    for root in roots:
         assert root.children, "a root is kept for nothing"
         _check_children(blocks, root)
     for group, pool in enumerate(blocks.pools):

@@ -54,6 +54,8 @@ class BlockManager:
         Raises:
             ConfigError: a number out of range, or lists of different lengths.
         """
+        if reserve_blocks < 0:
+            raise ConfigError(f"reserve_blocks must be at least 0, got {reserve_blocks}")
         groups = len(num_blocks)
         self.blocks = Blocks(
             num_blocks=num_blocks,
@@ -359,14 +361,19 @@ class BlockManager:
     def utilization(self) -> float:
         """Tokens held / slots of live blocks, over all layer groups; 1.0 when nothing is live."""
         slots = unused = 0
+        held = [sequence for sequence in self._live if not sequence.is_swapped]
         for group, pool in enumerate(self.pools):
             slots += pool.num_live * self.block_size
             tails: dict[BlockId, int] = {}
-            for sequence in self._live:
-                table = sequence.tables[group]
-                empty = -sequence.length % self.block_size
-                if empty and not sequence.is_swapped:
-                    tails[table[-1]] = min(empty, tails.get(table[-1], empty))
+            for sequence in held:
+                if empty := -sequence.length % self.block_size:
+                    last = sequence.tables[group][-1]
+                    tails[last] = min(empty, tails.get(last, empty))
+            if any(pool.references(block) > 1 for block in tails):
+                for sequence in held:  # a fork may be further on in the same block
+                    table = sequence.tables[group][sequence.starts[group] :]
+                    for block in table if sequence.length % self.block_size == 0 else table[:-1]:
+                        tails.pop(block, None)
             unused += sum(empty for block, empty in tails.items() if pool.entry(block) is None)
         return 1 - unused / slots if slots else 1.0
 

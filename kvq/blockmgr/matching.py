@@ -13,7 +13,6 @@ class Hit:
     nodes: list[Node]  # of the whole blocks, from the root on
     part: Node | None  # a block whose first tokens come next in the prompt; to be copied
     length: int  # tokens, those of the part included
-    walked: int  # blocks whose tokens the index knows, usable or not
 
 
 def find(blocks: Blocks, prompt: Prompt, max_tokens: int) -> Hit:
@@ -30,7 +29,7 @@ def find(blocks: Blocks, prompt: Prompt, max_tokens: int) -> Hit:
     start = depth * size
     rest = prompt.data[start * TOKEN_BYTES : min(start + size, max_tokens) * TOKEN_BYTES]
     part, common = blocks.index.best_child(parent, rest)
-    return Hit(nodes=nodes, part=part, length=start + common, walked=len(walked))
+    return Hit(nodes=nodes, part=part, length=start + common)
 
 
 def _valid_depth(blocks: Blocks, nodes: list[Node]) -> int:

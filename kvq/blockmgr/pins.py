@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from kvq.blockmgr.blocks import Blocks
 from kvq.blockmgr.ids import BlockId
 from kvq.blockmgr.prefix import Node
-from kvq.errors import OutOfBlocks
+from kvq.errors import ConfigError, OutOfBlocks
 
 
 @dataclass(slots=True, eq=False)
@@ -21,6 +21,8 @@ class Pins:
     """All pins. A pinned block is live: it is never evicted, and the gauges count it as live."""
 
     def __init__(self, blocks: Blocks, max_blocks: int | None) -> None:
+        if max_blocks is not None and max_blocks < 0:
+            raise ConfigError(f"max_pinned_blocks must be at least 0, or None, got {max_blocks}")
         self._blocks = blocks
         self._max_blocks = max_blocks
         self._pins: dict[Node, Pin] = {}

@@ -28,7 +28,7 @@ class Account:
 
     def excess(self, count: int) -> int:
         """How many of its own cached blocks must go before it may take `count` more."""
-        return max(0, self.owned + count - self.quota)
+        return max(0, self.owned + count - self.quota) if count else 0
 
 
 # Told the evicted blocks and their entries; returns cached blocks that nobody can find without them.

@@ -221,22 +221,26 @@ class PrefixIndex:
             del self._nodes[node.digest]
             _remove_child(parent, node)
             node = parent
-        if not node.children:
-            self._roots.pop(node.digest, None)
+        if not node.children and self._roots.get(node.digest) is node:
+            del self._roots[node.digest]
 
     def best_child(self, node: Node, tokens: bytes) -> tuple[Node | None, int]:
         """The child that starts with most of `tokens`, and how many tokens they share.
 
-        Children are sorted by their tokens, so the longest common prefix is a neighbour's.
+        Children are sorted by their tokens, so on either side the nearest that is there in every
+        layer group shares most.
         """
         best: Node | None = None
         longest = 0
         at = bisect_left(node.keys, tokens)
-        for i in (at - 1, at):
-            if 0 <= i < len(node.keys) and node.children[i].num_held == self._num_groups:
+        for side in (range(at - 1, -1, -1), range(at, len(node.keys))):
+            for i in side:
                 common = _common_tokens(node.keys[i], tokens)
-                if common > longest:
+                if common <= longest:
+                    break
+                if node.children[i].num_held == self._num_groups:
                     best, longest = node.children[i], common
+                    break
         return best, longest
 
 

@@ -30,13 +30,13 @@ class Prefixes:
         return find(self._blocks, prompt, max(0, len(prompt.tokens) - 1))
 
     def match(self, prompt: Prompt) -> Match:
-        """The hit's length, and who is computing the block after the known ones. Changes nothing."""
+        """The hit's length, and who is computing the block after its whole ones. Changes nothing."""
         hit = self.hit(prompt)
-        i, size = hit.walked, self._blocks.block_size
-        if (i + 1) * size > len(prompt.tokens) - 1:
+        i, size = len(hit.nodes), self._blocks.block_size
+        end = (i + 1) * size
+        if end > len(prompt.tokens) - 1:
             return Match(hit.length, None)
         owner = self._computing.get(self._blocks.index.digest_at(prompt, i))
-        end = (i + 1) * size
         if owner is None or owner.tokens[:end].tobytes() != prompt.data[: end * TOKEN_BYTES]:
             return Match(hit.length, None)
         return Match(hit.length, owner)

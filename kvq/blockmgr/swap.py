@@ -8,13 +8,18 @@ from kvq.blockmgr.ids import BlockId, HostSlot
 from kvq.blockmgr.orders import SwapIn, SwapOut
 from kvq.blockmgr.prefix import Node
 from kvq.blockmgr.sequence import Sequence
-from kvq.errors import OutOfBlocks
+from kvq.errors import ConfigError, OutOfBlocks
 
 
 class SwapSpace:
     """Host slots by layer group: free, or holding a block of a swapped sequence."""
 
     def __init__(self, blocks: Blocks, host_slots: list[int]) -> None:
+        if len(host_slots) != len(blocks.pools) or any(count < 0 for count in host_slots):
+            raise ConfigError(
+                f"host_slots must be {len(blocks.pools)} counts of at least 0, one per layer group, "
+                f"got {host_slots}"
+            )
         self.num_slots = host_slots
         self._blocks = blocks
         self._free = [deque(HostSlot(i) for i in range(count)) for count in host_slots]

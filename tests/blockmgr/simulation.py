@@ -5,19 +5,21 @@ tokens up to here). Orders and writes are carried out on these chains as the cac
 out on bytes. After any operation, `check` reads every position that any sequence can see.
 """
 
-import random
-from collections.abc import Callable
+from collections import Counter
 from dataclasses import dataclass, field
+from zlib import crc32
 
-from kvq.blockmgr import BlockManager, Copy, Scrub, Sequence, SwapIn, SwapOut
+from kvq.blockmgr import BlockManager, Copy, Prompt, Scrub, Sequence, SwapIn, SwapOut
 from kvq.errors import ConfigError, OutOfBlocks
+from tests.blockmgr.mirror import Mirror
 
 POISON = -1  # what an unwritten, scrubbed or lost slot holds
+BROKEN = -2  # what a failed step wrote
 
 
 def chain(key: int, token: int) -> int:
     """The KV of a token after a prefix whose KV is `key`."""
-    return hash((key, token)) or 1
+    return hash((key, token))
 
 
 @dataclass(eq=False)
@@ -25,146 +27,176 @@ class Client:
     """One sequence as its user sees it."""
 
     sequence: Sequence
-    salt: str
-    tokens: list[int]
+    tenant: str
+    shared: str | None  # the salt, if not the tenant's own
+    tokens: list[int] = field(default_factory=list)
     keys: list[int] = field(default_factory=list)  # KV of the known tokens
+    drafts: list[int] = field(default_factory=list)  # tokens guessed and appended, not accepted yet
+
+    def keys_of(self, tokens: list[int]) -> list[int]:
+        """The KV of tokens that come after the known ones."""
+        salt = f"tenant {self.tenant}" if self.shared is None else f"salt {self.shared}"
+        key = self.keys[-1] if self.keys else crc32(salt.encode())
+        return [key := chain(key, token) for token in tokens]
 
     def extend(self, tokens: list[int]) -> None:
         """Learn more tokens."""
-        for token in tokens:
-            self.keys.append(chain(self.keys[-1] if self.keys else hash(self.salt), token))
+        self.keys += self.keys_of(tokens)
         self.tokens += tokens
 
     def cut(self, length: int) -> None:
         """Forget all tokens but the first."""
         del self.tokens[length:], self.keys[length:]
 
+    @property
+    def is_committed(self) -> bool:
+        """True if it can be forked or swapped out, or given more tokens."""
+        return not self.sequence.is_swapped and self.sequence.committed == self.sequence.length
+
 
 class Simulation:
     """A manager, the bytes it decides about, and its clients."""
 
-    def __init__(
-        self,
-        *,
-        num_blocks: list[int],
-        block_size: int,
-        windows: list[int | None],
-        host_slots: list[int],
-        digest: Callable[[bytes], bytes] | None = None,
-        max_clients: int = 5,
-        quotas: dict[str, int] | None = None,
-    ) -> None:
-        options = {} if digest is None else {"digest": digest}
-        self.manager = BlockManager(
-            num_blocks=num_blocks,
-            block_size=block_size,
-            windows=windows,
-            host_slots=host_slots,
-            **options,
-        )
-        for tenant, blocks in (quotas or {}).items():
-            self.manager.set_quota(tenant, blocks)
-        self.size = block_size
-        self.windows = windows
+    def __init__(self, manager: BlockManager, *, max_clients: int = 5, mirrored: bool = True) -> None:
+        self.manager = manager
+        self.size = manager.block_size
+        self.windows = manager.blocks.windows
         self.max_clients = max_clients
-        self.kv = [[POISON] * (count * block_size) for count in num_blocks]
-        self.host = [[[POISON] * block_size for _ in range(count)] for count in host_slots]
+        self.kv = [[[POISON] * self.size for _ in range(pool.num_blocks)] for pool in manager.pools]
+        self.host = [[[POISON] * self.size for _ in range(count)] for count in manager.swap.num_slots]
+        self.mirror = Mirror(manager) if mirrored else None
         self.clients: list[Client] = []
         self.past: list[list[int]] = []  # tokens of requests that ended
         self.now = 0.0
-        self.reused = 0
-        self.copies = 0
-        self.refused = 0
+        self.seen: Counter[str] = Counter()  # how often which path was taken
 
     # Operations. Each leaves manager and bytes in step; a refusal must leave everything as it was.
 
     def start(self, tenant: str, tokens: list[int], shared: str | None = None, reuse: bool = True) -> None:
         """A request arrives; its prefix hit is trusted from here on."""
-        if len(self.clients) >= self.max_clients:
-            return
         prompt = self.manager.prompt(tokens, tenant=tenant, shared_salt=shared)
-        expected = self.manager.lookup(prompt).length if reuse else 0
+        match = self.manager.lookup(prompt)
+        if match.waits_for is not None:
+            self.seen["waits"] += 1
+            assert match.waits_for.live
+            assert not match.waits_for.is_swapped
         sequence = self.manager.start(prompt) if reuse else self.manager.start_without_reuse(prompt)
-        assert sequence.length <= expected  # less only if no block was free to copy a part into
-        assert sequence.length < max(1, len(tokens))
-        self.reused += sequence.length
-        client = Client(sequence, tenant if shared is None else f"shared {shared}", [])
+        expected = match.length if reuse else 0
+        whole = expected // self.size * self.size
+        assert sequence.length in (expected, min(expected, whole))  # the part needs a free block
+        assert sequence.length <= max(0, len(tokens) - 1)
+        self.seen["hits"] += sequence.length >= self.size
+        self.seen["parts"] += sequence.length % self.size > 0
+        self._welcome(sequence, prompt, tokens, shared)
+
+    def adopt(self, tenant: str, tokens: list[int], num_blocks: int) -> None:
+        """A request arrives with the KV of its first blocks from elsewhere."""
+        prompt = self.manager.prompt(tokens, tenant=tenant)
+        try:
+            sequence = self.manager.adopt(prompt, num_blocks * self.size)
+        except OutOfBlocks:
+            self.seen["refused adopt"] += 1
+            return
+        self.seen["adopted"] += 1
+        client = self._welcome(sequence, prompt, tokens, None)
+        for group, (table, start) in enumerate(zip(sequence.tables, sequence.starts, strict=True)):
+            for i in range(start, len(table)):
+                self.kv[group][table[i]] = client.keys[i * self.size : (i + 1) * self.size]
+
+    def _welcome(self, sequence: Sequence, prompt: Prompt, tokens: list[int], shared: str | None) -> Client:
+        client = Client(sequence, prompt.tenant, shared)
         client.extend(tokens)
         self.clients.append(client)
         self.carry_out()
+        return client
 
-    def step(self, client: Client, count: int, *, drafts: int = 0) -> None:
-        """Compute some known tokens and some drafts; nothing is committed yet."""
-        sequence = client.sequence
-        if sequence.is_swapped or sequence.committed != sequence.length:
-            return
-        count = min(count, len(client.tokens) - sequence.length)
-        total = count + (drafts if sequence.length + count == len(client.tokens) else 0)
-        can = self.manager.can_append([(sequence, total)])
+    def step(self, work: list[tuple[Client, int, list[int]]]) -> bool:
+        """Compute known tokens and drafts of some clients, if there is room; nothing is committed yet."""
+        todo = []
+        for client, count, drafts in work:
+            count = min(count, len(client.tokens) - client.sequence.length)
+            ends = client.sequence.length + count == len(client.tokens)
+            todo.append((client, count, drafts if ends else []))
+        request = [(client.sequence, count + len(drafts)) for client, count, drafts in todo]
+        can = self.manager.can_append(request)
+        copies = self.seen["copies"]
         try:
-            slots = self.manager.append([(sequence, total)])
-        except OutOfBlocks:
+            slots = self.manager.append(request)
+        except OutOfBlocks as error:
             assert not can
-            self.refused += 1
-            return
+            self.seen["refused by quota" if "quota" in str(error) else "refused"] += 1
+            return False
         assert can
         self.carry_out()
-        at = sequence.length - total
-        for group, group_slots in enumerate(slots):
-            for i, slot in enumerate(group_slots):
-                known = at + i < len(client.keys)
-                self.kv[group][slot] = client.keys[at + i] if known else chain(7, at + i)
+        self.seen["copies on write"] += self.seen["copies"] - copies
+        for group, row in enumerate(slots):
+            self._write(group, iter(row), todo)
+        for client, _, drafts in todo:
+            client.drafts = drafts
+        return True
 
-    def commit(self, client: Client, sampled: list[int]) -> None:
-        """The step was good; rejected drafts are dropped, and tokens sampled if the prompt is done."""
+    def _write(self, group: int, slots, todo: list[tuple[Client, int, list[int]]]) -> None:
+        blocks, size = self.kv[group], self.size
+        for client, count, drafts in todo:
+            at = client.sequence.length - count - len(drafts)
+            for key in client.keys[at : at + count] + client.keys_of(drafts):
+                slot = next(slots)
+                blocks[slot // size][slot % size] = key
+        assert next(slots, None) is None
+
+    def commit(self, client: Client, accept: int, sampled: list[int]) -> None:
+        """The step was good: some drafts are accepted, the others dropped, and tokens may be sampled."""
         sequence = client.sequence
-        if sequence.is_swapped:
-            return
-        if sequence.length > len(client.tokens):
-            self.manager.truncate(sequence, len(client.tokens))
-        done = sequence.length == len(client.tokens)
-        self.manager.commit(sequence, sampled if done else None)
+        done = sequence.length >= len(client.tokens)
+        news = client.drafts[:accept] if done else []
+        if len(news) < len(client.drafts):
+            self.manager.truncate(sequence, len(client.tokens) + len(news))
+            self.seen["drafts rejected"] += 1
+        self.seen["drafts accepted"] += len(news)
+        client.drafts = []
         if done:
-            client.extend(sampled)
+            news = news + sampled
+            client.extend(news)
+        before = [table[:] for table in sequence.tables]
+        was_indexing = sequence.indexing
+        self.manager.commit(sequence, news if done else None)
+        self.seen["collisions"] += was_indexing and not sequence.indexing
+        for table, old, start in zip(sequence.tables, before, sequence.starts, strict=True):
+            self.seen["deduplicated"] += sum(a != b for a, b in zip(table[start:], old[start:], strict=True))
+            self.seen["window moved"] += table[:start] != old[:start]
 
     def fail(self, client: Client) -> None:
         """The step's KV held a NaN: its blocks are scrubbed, the request ends."""
-        sequence = client.sequence
-        if sequence.is_swapped:
-            return
-        for group, table in enumerate(sequence.tables):
-            for p in range(sequence.committed, sequence.length):
-                self.kv[group][table[p // self.size] * self.size + p % self.size] = 666
+        sequence, size = client.sequence, self.size
+        for group, (table, start) in enumerate(zip(sequence.tables, sequence.starts, strict=True)):
+            for p in range(max(sequence.committed, start * size), sequence.length):
+                self.kv[group][table[p // size]][p % size] = BROKEN
         self.manager.scrub(sequence)
         self.free(client)
-        assert all(666 not in group for group in self.kv)
+        self.seen["failed"] += 1
+        assert not any(BROKEN in block for group in self.kv for block in group)
 
     def fork(self, client: Client) -> None:
         """A second continuation of the same tokens."""
-        sequence = client.sequence
-        if sequence.is_swapped or sequence.committed != sequence.length:
-            return
-        if len(self.clients) >= self.max_clients:
-            return
-        twin = Client(self.manager.fork(sequence), client.salt, [])
+        twin = Client(self.manager.fork(client.sequence), client.tenant, client.shared)
         twin.tokens, twin.keys = client.tokens[:], client.keys[:]
         self.clients.append(twin)
+        self.seen["forked"] += 1
 
     def truncate(self, client: Client, length: int) -> None:
         """Rewind, if the windows allow it."""
-        sequence = client.sequence
-        if sequence.is_swapped:
-            return
-        length = min(length, sequence.length)
         try:
-            self.manager.truncate(sequence, length)
+            self.manager.truncate(client.sequence, length)
         except ConfigError:
-            assert any(sequence.starts)
+            assert any(client.sequence.starts)
+            self.seen["rewinds refused"] += 1
             return
-        client.cut(max(length, 0))
-        if not client.tokens:
+        self.seen["rewound"] += 1
+        client.drafts = client.drafts[: max(0, length - len(client.tokens))]
+        client.cut(length)
+        if not length:
             client.extend([1])
-            self.manager.commit(sequence, [1])
+            self.manager.commit(client.sequence, [1])
 
     def free(self, client: Client) -> None:
         """The request ends, whatever state it is in."""
@@ -176,126 +208,108 @@ class Simulation:
 
     def swap_out(self, client: Client) -> None:
         """Preempt."""
-        sequence = client.sequence
-        if sequence.is_swapped or sequence.committed != sequence.length:
-            return
-        can = self.manager.can_swap_out(sequence)
+        can = self.manager.can_swap_out(client.sequence)
         try:
-            self.manager.swap_out(sequence)
+            self.manager.swap_out(client.sequence)
         except OutOfBlocks:
             assert not can
-            self.refused += 1
+            self.seen["refused swap out"] += 1
             return
         assert can
+        self.seen["swapped out"] += 1
         self.carry_out()
 
-    def swap_in(self, client: Client, lose: bool = False) -> None:
-        """Resume; with `lose`, what comes back is damaged and found out."""
+    def swap_in(self, client: Client, lost: int = 0) -> bool:
+        """Resume, if there is room; the last `lost` blocks that come back are damaged, which is found out."""
         sequence = client.sequence
-        if not sequence.is_swapped:
-            return
         can = self.manager.can_swap_in(sequence)
+        shared = sequence.receipt.shared
         try:
             self.manager.swap_in(sequence)
         except OutOfBlocks:
             assert not can
-            self.refused += 1
-            return
+            self.seen["refused swap in"] += 1
+            return False
         assert can
-        failed = self.carry_out(lose=lose)
+        self.seen["swapped in"] += 1
+        self.seen["found again at swap in"] += sequence.receipt.shared - shared
+        failed = self.carry_out(lost=lost)
+        self.seen["damaged"] += len(failed)
         self.manager.recover(sequence, failed)
+        return True
 
     def pin(self, client: Client, seconds: float) -> None:
         """Keep what is indexed of a client's tokens."""
-        shared = client.salt.removeprefix("shared ") if client.salt.startswith("shared ") else None
-        tenant = client.salt if shared is None else "a"
-        prompt = self.manager.prompt(client.tokens, tenant=tenant, shared_salt=shared)
+        prompt = self.manager.prompt(client.tokens, tenant=client.tenant, shared_salt=client.shared)
         try:
-            self.manager.pin(prompt, self.now + seconds)
+            self.seen["pinned"] += self.manager.pin(prompt, self.now + seconds) > 0
         except OutOfBlocks:
-            self.refused += 1
+            self.seen["refused pin"] += 1
 
     def wait(self, seconds: float) -> None:
         """Time passes."""
         self.now += seconds
-        self.manager.expire(self.now)
+        self.seen["pins expired"] += self.manager.expire(self.now)
 
-    def drop_cached(self) -> None:
-        """Everything cached is evicted."""
-        self.manager.drop_cached()
+    def grow(self, more: int) -> None:
+        """The pools get more blocks."""
+        self.manager.grow([pool.num_blocks + more for pool in self.manager.pools])
+        for kv in self.kv:
+            kv.extend([POISON] * self.size for _ in range(more))
 
-    def carry_out(self, *, lose: bool = False) -> list[SwapIn]:
+    def carry_out(self, *, lost: int = 0) -> list[SwapIn]:
         """Do to the simulated bytes what was ordered; return swap-ins found damaged."""
-        failed = []
-        size = self.size
-        for order in self.manager.take_orders():
+        orders = self.manager.take_orders()
+        arriving = [order for order in orders if isinstance(order, SwapIn)]
+        failed = arriving[len(arriving) - min(lost, len(arriving)) :]
+        for order in orders:
             kv = self.kv[order.group]
             if isinstance(order, Copy):
-                self.copies += 1
-                source, target = order.source * size, order.target * size
-                assert source != target
-                kv[target : target + size] = kv[source : source + size]
-                continue
-            at = order.block * size
-            if isinstance(order, SwapOut):
-                self.host[order.group][order.slot] = kv[at : at + size]
-            elif isinstance(order, Scrub):
-                kv[at : at + size] = [POISON] * size
-            elif lose:
-                kv[at : at + size] = [POISON] * size
-                failed.append(order)
+                self.seen["copies"] += 1
+                assert order.source != order.target
+                kv[order.target] = kv[order.source][:]
+            elif isinstance(order, SwapOut):
+                self.host[order.group][order.slot] = kv[order.block][:]
+            elif isinstance(order, Scrub) or order in failed:
+                kv[order.block] = [POISON] * self.size
             else:
-                kv[at : at + size] = self.host[order.group][order.slot]
+                kv[order.block] = self.host[order.group][order.slot][:]
         return failed
 
     def check(self) -> None:
         """Every invariant, and every position that a sequence can see holds that sequence's own KV."""
         self.manager.check_integrity()
-        size = self.size
+        if self.mirror is not None:
+            self.mirror.check()
         for client in self.clients:
-            sequence = client.sequence
-            if sequence.is_swapped:
-                continue
-            keys = client.keys
-            end = min(sequence.length, len(keys))
-            for group, window in enumerate(self.windows):
-                kv, table = self.kv[group], sequence.tables[group]
-                first = 0 if window is None else max(0, sequence.committed - window + 1)
-                for p in range(first, end):
-                    held = kv[table[p // size] * size + p % size]
-                    assert held == keys[p], f"position {p} of group {group} holds another's KV"
+            if not client.sequence.is_swapped:
+                self._check_kv(client)
 
-    def random_step(self, rng: random.Random, tenants: list[str], alphabet: int, longest: int) -> None:
-        """One operation, chosen by `rng`."""
-        roll = rng.random()
-        clients = self.clients
-        if roll < 0.12 or not clients:
-            tokens = [rng.randrange(alphabet) for _ in range(rng.randint(1, longest))]
-            if self.past and rng.random() < 0.7:  # a next turn, or the same prompt again
-                tokens = (rng.choice(self.past) + tokens)[: longest + 2]
-            shared = "public" if rng.random() < 0.15 else None
-            self.start(rng.choice(tenants), tokens, shared, reuse=rng.random() < 0.9)
-            return
-        client = clients[int(rng.random() * len(clients))]
-        if roll < 0.40:
-            self.step(client, 1 + int(rng.random() * 4), drafts=int(rng.random() * 3))
-        elif roll < 0.66:
-            self.commit(client, [int(rng.random() * alphabet)])
-        elif roll < 0.72:
-            self.fork(client)
-        elif roll < 0.77:
-            self.truncate(client, int(rng.random() * (client.sequence.length + 1)))
-        elif roll < 0.85:
+    def _check_kv(self, client: Client) -> None:
+        sequence, size = client.sequence, self.size
+        keys = client.keys + client.keys_of(client.drafts)
+        end = min(sequence.length, len(keys))
+        assert end == sequence.length, "a slot for a token that nobody knows"
+        for group, window in enumerate(self.windows):
+            kv, table = self.kv[group], sequence.tables[group]
+            first = 0 if window is None else max(0, sequence.committed - window + 1)
+            if not sequence.committed:
+                first = max(first, sequence.starts[group] * size)  # adopted, only the last window
+            at = first - first % size
+            held = [key for block in table[first // size :] for key in kv[block]]
+            assert held[first - at : end - at] == keys[first:end], f"group {group} holds another's KV"
+
+    def close(self) -> None:
+        """End everything; nothing may be left anywhere."""
+        manager = self.manager
+        for client in self.clients[:]:
             self.free(client)
-        elif roll < 0.88:
-            self.swap_out(client)
-        elif roll < 0.93:
-            self.swap_in(client, lose=rng.random() < 0.2)
-        elif roll < 0.95:
-            self.pin(client, rng.random() * 3)
-        elif roll < 0.98:
-            self.wait(rng.random())
-        elif roll < 0.99:
-            self.fail(client)
-        else:
-            self.drop_cached()
+        manager.expire(float("inf"))
+        manager.drop_cached()
+        self.check()
+        assert all(usage.free == usage.total for usage in manager.usage())
+        assert manager.swap.num_free == manager.swap.num_slots
+        assert not len(manager.blocks.index)
+        assert not list(manager.blocks.index.roots())
+        assert not manager.prefixes.computing()
+        assert not manager.take_orders()

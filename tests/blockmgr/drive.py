@@ -1,0 +1,226 @@
+"""Random requests against a simulated cache, checked after every step.
+
+    python -m tests.blockmgr.drive --steps 1000000 --seed 1 --processes 2
+
+Episodes of a few thousand steps each, on small pools of changing shape, so that blocks are always
+short. A step is one operation on the block manager with everything that `Simulation.check` reads.
+"""
+
+import argparse
+import json
+import random
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from hashlib import sha256
+
+from kvq.blockmgr import BlockManager
+from tests.blockmgr.simulation import Client, Simulation
+
+TENANTS = ["a", "b"]
+EPISODE = 4000  # steps
+
+# Every path that has to be taken often for a run to mean anything.
+PATHS = [
+    "hits", "parts", "copies on write", "evicted", "deduplicated", "waits", "forked", "failed", "rewound",
+    "rewinds refused", "drafts accepted", "drafts rejected", "window moved", "swapped out", "swapped in",
+    "found again at swap in", "damaged", "refused swap out", "refused swap in", "refused", "refused by quota",
+    "pinned", "pins expired", "refused pin", "adopted", "refused adopt", "collisions", "grown",
+]  # fmt: skip
+
+
+def tiny_digest(bits: int) -> Callable[[bytes], bytes]:
+    """A digest that collides all the time."""
+    return lambda data: bytes([sha256(data).digest()[0] & ((1 << bits) - 1)])
+
+
+def random_simulation(rng: random.Random) -> Simulation:
+    """A manager of random shape: windows, pool sizes, quotas, host slots, digests that collide or not."""
+    windows = rng.choice([[None], [None, rng.randint(1, 9)], [rng.randint(2, 9), None], [rng.randint(2, 7)]])
+    collides = {"digest": tiny_digest(rng.randint(2, 5))} if rng.random() < 0.25 else {}
+    manager = BlockManager(
+        num_blocks=[rng.randint(4, 20) for _ in windows],
+        block_size=rng.randint(1, 4),
+        windows=windows,
+        host_slots=[rng.randint(3, 12) for _ in windows],
+        max_pinned_blocks=rng.choice([None, 3]),
+        **collides,
+    )
+    for tenant in TENANTS:
+        if rng.random() < 0.3:
+            manager.set_quota(tenant, rng.randint(3, 12))
+    return Simulation(manager, max_clients=rng.randint(2, 6), mirrored=rng.random() < 0.5)
+
+
+def random_prompt(sim: Simulation, rng: random.Random) -> list[int]:
+    """A new prompt, a next turn of a past one, or one that another request is computing now."""
+    roll = rng.random()
+    tokens = [int(rng.random() * 2) for _ in range(int(rng.random() * 9))]
+    if roll < 0.45 and sim.past:
+        return (rng.choice(sim.past) + tokens)[:14]
+    if roll < 0.75 and sim.clients:
+        known = rng.choice(sim.clients).tokens
+        return (known[: 1 + int(rng.random() * len(known))] + tokens)[:14]
+    return tokens
+
+
+def random_step(sim: Simulation, rng: random.Random) -> None:
+    """One operation, chosen by `rng` among those that make sense now."""
+    roll = rng.random()
+    room = len(sim.clients) < sim.max_clients
+    if not sim.clients or (room and roll < 0.14):
+        _arrive(sim, rng)
+    elif roll > 0.94:
+        _disturb(sim, rng, rng.choice(sim.clients))
+    else:
+        client = sim.clients[int(rng.random() * len(sim.clients))]
+        if client.sequence.is_swapped:
+            _resume(sim, rng, client)
+        elif client.is_committed:
+            _continue(sim, rng, client)
+        else:
+            _conclude(sim, rng, client)
+
+
+def _arrive(sim: Simulation, rng: random.Random) -> None:
+    tokens = random_prompt(sim, rng)
+    roll = rng.random()
+    if roll < 0.05:
+        sim.adopt(rng.choice(TENANTS), tokens, rng.randint(0, len(tokens) // sim.size))
+    else:
+        shared = "public" if roll < 0.25 else None
+        sim.start(rng.choice(TENANTS), tokens, shared, reuse=roll < 0.95)
+
+
+def _continue(sim: Simulation, rng: random.Random, client: Client) -> None:
+    """Nothing is in flight: compute more, or end, branch or preempt the request."""
+    roll = rng.random()
+    if roll < 0.72:
+        ready = [c for c in sim.clients if c.is_committed] if roll < 0.12 else [client]
+        if not sim.step([(c, 1 + int(rng.random() * 5), _drafts(rng)) for c in ready]):
+            _make_room(sim, rng)
+    elif roll < 0.80:
+        sim.free(client)
+    elif roll < 0.87:
+        if len(sim.clients) < sim.max_clients:
+            sim.fork(client)
+    elif roll < 0.93:
+        sim.swap_out(client)
+    elif roll < 0.96:
+        sim.truncate(client, int(rng.random() * (client.sequence.length + 1)))
+    else:
+        sim.pin(client, rng.random() * 4)
+
+
+def _conclude(sim: Simulation, rng: random.Random, client: Client) -> None:
+    """A step is in flight."""
+    roll = rng.random()
+    if roll < 0.88:
+        long = len(client.tokens) > 16
+        sampled = [] if long and roll < 0.5 else [int(rng.random() * 2)]
+        sim.commit(client, int(rng.random() * 3), sampled)
+        if long and roll < 0.3:
+            sim.free(client)
+    elif roll < 0.92:
+        sim.truncate(client, int(rng.random() * (client.sequence.length + 1)))
+    elif roll < 0.96:
+        sim.fail(client)
+    else:
+        sim.free(client)
+
+
+def _resume(sim: Simulation, rng: random.Random, client: Client) -> None:
+    roll = rng.random()
+    if roll < 0.9:
+        if not sim.swap_in(client, lost=int(rng.random() * 3) if roll < 0.2 else 0):
+            _make_room(sim, rng)
+    else:
+        sim.free(client)
+
+
+def _make_room(sim: Simulation, rng: random.Random) -> None:
+    """What a scheduler does about a refusal, most of the time."""
+    roll = rng.random()
+    client = rng.choice(sim.clients)
+    if roll < 0.4:
+        sim.free(client)
+    elif roll < 0.7 and client.is_committed:
+        sim.swap_out(client)
+
+
+def _disturb(sim: Simulation, rng: random.Random, client: Client) -> None:
+    """What is no request's doing: time, memory pressure, quotas, growth."""
+    roll = rng.random()
+    if roll < 0.65:
+        sim.wait(rng.random())
+    elif roll < 0.80:
+        sim.manager.drop_cached()
+    elif roll < 0.90:
+        sim.manager.set_quota(rng.choice(TENANTS), rng.randint(2, 16))
+    elif sim.manager.pools[0].num_blocks < 24 and roll < 0.93:
+        sim.grow(1)
+        sim.seen["grown"] += 1
+    else:
+        sim.free(client)
+
+
+def _drafts(rng: random.Random) -> list[int]:
+    return [int(rng.random() * 2) for _ in range(int(rng.random() * 4))] if rng.random() < 0.3 else []
+
+
+def episode(name: str, steps: int) -> Counter[str]:
+    """Drive one simulation; returns how often which path was taken.
+
+    Raises:
+        AssertionError: an invariant broke; the message says in which episode and step.
+    """
+    rng = random.Random(name)
+    sim = random_simulation(rng)
+    for step in range(steps):
+        try:
+            indexed = sum(pool.num_cached for pool in sim.manager.pools)
+            random_step(sim, rng)
+            sim.seen["evicted"] += max(0, indexed - sum(pool.num_cached for pool in sim.manager.pools))
+            sim.check()
+        except Exception as error:
+            raise AssertionError(f"episode {name!r}, step {step}: {error!r}") from error
+    sim.close()
+    return sim.seen
+
+
+def episodes(seed: int, steps: int) -> Iterator[tuple[str, int]]:
+    """Names and lengths of the episodes of a run."""
+    for number, first in enumerate(range(0, steps, EPISODE)):
+        yield f"{seed}:{number}", min(EPISODE, steps - first)
+
+
+def drive(*, steps: int, seed: int, processes: int = 1) -> Counter[str]:
+    """All episodes of a run, over several processes; returns how often which path was taken."""
+    seen: Counter[str] = Counter()
+    names, lengths = zip(*episodes(seed, steps), strict=True)
+    if processes == 1:
+        for name, length in zip(names, lengths, strict=True):
+            seen += episode(name, length)
+        return seen
+    with ProcessPoolExecutor(processes) as pool:
+        for more in pool.map(episode, names, lengths, chunksize=4):
+            seen += more
+    return seen
+
+
+def main() -> None:
+    """Drive, and print what was seen as JSON."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--steps", type=int, default=100_000)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--processes", type=int, default=1)
+    options = parser.parse_args()
+    begin = time.perf_counter()
+    seen = drive(**vars(options))
+    seconds = round(time.perf_counter() - begin, 1)
+    print(json.dumps({**vars(options), "seconds": seconds, "seen": dict(sorted(seen.items()))}, indent=1))
+
+
+if __name__ == "__main__":
+    main()
