@@ -6,6 +6,11 @@ import torch
 
 from kvq.errors import OutOfMemory
 
+_REMEDIES = {
+    "the KV pool": "use a shorter context, fewer sequences or a smaller format such as int4",
+    "the host store": "use fewer host slots, or swap to a folder on a disk",
+}
+
 
 def available_bytes(device: torch.device) -> int | None:
     """Free bytes on the device, or None if it can't be told."""
@@ -48,6 +53,5 @@ def allocate_bytes(nbytes: int, device: torch.device, *, purpose: str = "the KV 
 def _refusal(nbytes: int, free: int | None, device: torch.device, purpose: str) -> OutOfMemory:
     left = "an unknown amount" if free is None else f"{free / 2**30:.2f} GiB"
     return OutOfMemory(
-        f"{purpose} needs {nbytes / 2**30:.2f} GiB on {device}, but {left} is free; "
-        f"use a shorter context, fewer sequences or a smaller format such as int4"
+        f"{purpose} needs {nbytes / 2**30:.2f} GiB on {device}, but {left} is free; {_REMEDIES[purpose]}"
     )

@@ -12,7 +12,7 @@ from kvq.blockmgr.orders import Order, Scrub, SwapIn
 from kvq.cache import KVCache
 from kvq.cache.conformance import CHECKS, NotConforming, check_backend
 from kvq.cache.dense_backend import DenseCache
-from kvq.errors import ConfigError, UnsupportedKernel
+from kvq.errors import UnsupportedKernel
 from kvq.layout import BlockOrder
 
 KINDS = ["fp32", "bf16", "fp8", "int8", "int8_per_head_rot", "int4", "int2", "k8v4", "fp8_per_head/bf16"]
@@ -209,16 +209,3 @@ def test_a_backend_may_refuse_softcap_and_sinks_with_a_reason() -> None:
     check_backend(Plain)
     with pytest.raises(NotConforming, match="plain attention is refused: not today"):
         check_backend(Nothing)
-
-
-@pytest.mark.parametrize("kv", ["int8", "bf16/fp16", "fp32_rot"])
-def test_dense_refuses_what_it_can_not_store(kv: str) -> None:
-    with pytest.raises(
-        ConfigError, match=rf"stores fp32, bf16 or fp16 for all layers, got {kv}; use the kvq"
-    ):
-        check_backend(DenseCache, kv=kv)
-
-
-def test_dense_swaps_to_memory_only() -> None:
-    with pytest.raises(ConfigError, match=r"swaps to memory only, got swap_folder='/tmp'; leave it out"):
-        check_backend(partial(DenseCache, swap_folder="/tmp"))

@@ -270,7 +270,10 @@ def test_room_is_taken_either_way(tmp_path: Path) -> None:
 
 def test_too_little_memory_is_refused_with_the_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "available_bytes", lambda _: 1000)
-    with pytest.raises(OutOfMemory, match=r"the host store needs 0\.00 GiB on cpu, but 0\.00 GiB is free"):
+    message = (
+        r"the host store needs 0\.00 GiB on cpu, but 0\.00 GiB is free; use fewer host slots, or swap to"
+    )
+    with pytest.raises(OutOfMemory, match=message):
         store()
 
 

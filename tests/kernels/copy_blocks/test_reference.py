@@ -1,11 +1,12 @@
 """copy_blocks: the bytes that copying one pair after another would give, and no others."""
 
 import random
+from collections.abc import Callable
 
 import pytest
 import torch
 
-from kvq.kernels.copy_blocks.reference import copy_blocks, final_sources
+from kvq.kernels.copy_blocks.reference import copy_blocks, copy_together, final_sources
 from kvq.layout import BlockOrder
 from tests.kernels.kit import poisoned_cache
 
@@ -45,23 +46,24 @@ def test_chains_and_overlaps_end_as_if_copied_one_after_another(order: BlockOrde
             for a, b in zip(layout.runs(source, 7), layout.runs(target, 7), strict=True):
                 moved = expected[a.offset : a.offset + a.nbytes].clone()
                 expected[b.offset : b.offset + b.nbytes] = moved
-        other = cache.pool(1).clone()
+        before, other = pool.clone(), cache.pool(1).clone()
         cache.copy(0, pairs)
         assert torch.equal(pool, expected), pairs
         assert torch.equal(cache.pool(1), other)
+        pool.copy_(before)
+        copy_together(cache._pools[0].parts, pairs)  # what devices other than the CPU do
+        assert torch.equal(pool, expected), pairs
 
 
 def test_blocks_that_keep_their_bytes_are_not_touched() -> None:
     assert final_sources([(0, 1), (1, 0)]) == {1: 0}
     assert final_sources([(2, 2)]) == {}
-    part = torch.arange(12, dtype=torch.uint8).view(4, 3)
-    copy_blocks([part], [(2, 2)])
-    assert torch.equal(part.flatten(), torch.arange(12, dtype=torch.uint8))
 
 
-def test_a_part_that_is_a_view_with_gaps_is_copied_by_its_strides() -> None:
+@pytest.mark.parametrize("copy", [copy_blocks, copy_together])
+def test_a_part_that_is_a_view_with_gaps_is_copied_by_its_strides(copy: Callable[..., None]) -> None:
     memory = torch.arange(40, dtype=torch.uint8).view(4, 10)
     before = memory.clone()
-    copy_blocks([memory[:, :4], memory[:, 6:8]], [(3, 0)])
+    copy([memory[:, :4], memory[:, 6:8]], [(3, 0)])
     before[0, :4], before[0, 6:8] = before[3, :4], before[3, 6:8]
     assert torch.equal(memory, before)
