@@ -16,6 +16,7 @@ def command() -> None:
     import torch
 
     from kvq.cache import available_bytes
+    from kvq.cache.backend import cache_backends
     from kvq.evals.results import describe_device, versions
     from kvq.models.weights import pick_device
 
@@ -30,6 +31,7 @@ def command() -> None:
     _line("cpu cores", f"{os.cpu_count()}, torch uses {torch.get_num_threads()} threads")
     _line("gpu", _gpu())
     _line("compiler", _compiler())
+    _line("caches", ", ".join(cache_backends()))
     click.echo("\nbackends (auto takes the first that runs):")
     for name, verdict in backend_verdicts():
         _line(f"  {name}", verdict)

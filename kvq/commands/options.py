@@ -23,6 +23,7 @@ class ModelOptions:
     max_model_len: int | None
     block_size: int
     backend: str
+    cache: str
     revision: str | None
     token: str | None
     scales: str | None
@@ -36,6 +37,7 @@ class ModelOptions:
             "max_context": self.max_model_len,
             "block_size": self.block_size,
             "backend": self.backend,
+            "cache": self.cache,
             "revision": self.revision,
             "token": self.token,
             "scales": self.scales,
@@ -76,6 +78,12 @@ def model_options(command: _Command) -> _Command:
             default="auto",
             show_default=True,
             help="Kernels: auto, reference, cpu or triton; see `kvq doctor`.",
+        ),
+        click.option(
+            "--cache",
+            default="kvq",
+            show_default=True,
+            help="Cache backend: kvq, dense (unquantized), or an installed package's.",
         ),
         click.option("--revision", help="Branch, tag or commit of a hub model."),
         click.option("--token", help="Hub token for gated or private models."),

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from kvq.cache.backend import cache_backend
 from kvq.errors import ConfigError, RequestError
 from kvq.formats import KVRecipe, StaticScales
 from kvq.geometry import ModelGeometry
@@ -16,7 +17,7 @@ from kvq.layout import BlockOrder, KVLayout, check_recipe_fits, plan_layout
 from kvq.models.generation import Piece, SamplingParams, stream
 from kvq.models.probe import probe
 from kvq.models.resolve import resolve_model
-from kvq.models.session import Session
+from kvq.models.session import Session, check_kernels_unnamed
 from kvq.models.weights import LoadedWeights, load_weights
 
 _UNQUANTIZED = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -34,6 +35,7 @@ class Model:
         block_size: int = 32,
         order: BlockOrder = BlockOrder.LAYER_MAJOR,
         backend: str = "auto",
+        cache: str = "kvq",
     ) -> None:
         """`static_scales` go to every static recipe that brings none of its own."""
         self.weights = weights
@@ -41,6 +43,7 @@ class Model:
         self.block_size = block_size
         self.order = order
         self.backend = backend
+        self.cache = cache
         self.recipe = self._with_scales(recipe)
 
     @property
@@ -113,6 +116,7 @@ class Model:
             max_tokens=max_tokens,
             max_sequences=max_sequences,
             backend=self.backend,
+            cache=self.cache,
             batch_invariant=batch_invariant,
         )
 
@@ -161,6 +165,7 @@ def load(
     block_size: int = 32,
     order: BlockOrder = BlockOrder.LAYER_MAJOR,
     backend: str = "auto",
+    cache: str = "kvq",
     scales: str | Path | None = None,
     revision: str | None = None,
     token: str | None = None,
@@ -170,20 +175,31 @@ def load(
     `path_or_name`: a Hugging Face folder, a hub name, or "tiny", the embedded model. `kv`: a
     format name, a pair, a kvq.json or a KVRecipe; "auto" is the weights' own type. `scales`: a
     kvq.json with static scales; one inside the model folder is found by itself. A static format
-    without any is refused when it is first used.
+    without any is refused when it is first used. `cache`: the cache backend that keeps K and V,
+    kvq's own, "dense", or one that an installed package brings.
 
     Raises:
         ModelError: missing, damaged or refused model.
         ConfigError: an option that can't be used as given.
     """
     check_backend(backend)
+    check_kernels_unnamed(cache, backend)
+    cache_backend(cache)
     folder = resolve_model(str(path_or_name), revision=revision, token=token)
     weights = load_weights(folder, device=device, dtype=dtype, max_context=max_context)
     recipe = resolve_recipe(weights, kv)
     plan_layout(weights.geometry, recipe, block_size=block_size, order=order)
     static = find_scales(weights, scales)
     probe(weights)
-    return Model(weights, recipe, static_scales=static, block_size=block_size, order=order, backend=backend)
+    return Model(
+        weights,
+        recipe,
+        static_scales=static,
+        block_size=block_size,
+        order=order,
+        backend=backend,
+        cache=cache,
+    )
 
 
 def find_scales(weights: LoadedWeights, path: str | Path | None) -> StaticScales | None:

@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 
 from kvq.blockmgr import BlockManager, Sequence
-from kvq.cache import KVCache
-from kvq.errors import RequestError
+from kvq.cache.backend import CacheBackend, cache_backend
+from kvq.cache.kv_cache import KVCache
+from kvq.errors import ConfigError, RequestError
 from kvq.formats import KVRecipe
 from kvq.layout import KVLayout
 from kvq.models.step import Observer, PackedStep, sequence_batch
@@ -44,9 +45,12 @@ class Session:
         max_tokens: int,
         max_sequences: int = 1,
         backend: str = "auto",
+        cache: str = "kvq",
         batch_invariant: bool = True,
     ) -> None:
         """Allocate pools for `max_sequences` sequences of up to `max_tokens` tokens each.
+
+        `backend` names the kernels of kvq's own cache, `cache` the cache backend that keeps K and V.
 
         `batch_invariant`: on a CPU, run steps of fewer than 16 tokens as 16. BLAS sums a handful of
         rows in another order, which can flip a code of the KV cache; padded, a token's results
@@ -54,6 +58,7 @@ class Session:
 
         Raises:
             RequestError: `max_tokens` is beyond the model's context.
+            ConfigError: no such cache backend, or one that can't store the recipe.
             OutOfMemory: the pools don't fit.
         """
         if not 1 <= max_tokens <= weights.max_context:
@@ -63,9 +68,20 @@ class Session:
         count = max_sequences * -(-max_tokens // layout.block_size)
         num_blocks = [count] * len(layout.groups)
         self.weights = weights
-        self.cache = KVCache(
-            weights.geometry, recipe, layout, num_blocks=num_blocks, device=weights.device, backend=backend
-        )
+        self.cache: CacheBackend
+        if cache == "kvq":
+            self.cache = KVCache(
+                weights.geometry,
+                recipe,
+                layout,
+                num_blocks=num_blocks,
+                device=weights.device,
+                backend=backend,
+            )
+        else:
+            check_kernels_unnamed(cache, backend)
+            make = cache_backend(cache)
+            self.cache = make(weights.geometry, recipe, layout, num_blocks=num_blocks, device=weights.device)
         self._min_rows = _INVARIANT_ROWS if batch_invariant and weights.device.type == "cpu" else 1
         self.manager = BlockManager(
             num_blocks=num_blocks,
@@ -158,4 +174,12 @@ class Session:
             bad_tokens=torch.zeros(sum(lens), dtype=torch.bool, device=device),
             window_limit=self.window_limit,
             observer=self.observer,
+        )
+
+
+def check_kernels_unnamed(cache: str, backend: str) -> None:
+    """Raise ConfigError if kernels were named for a cache backend that brings its own."""
+    if cache != "kvq" and backend != "auto":
+        raise ConfigError(
+            f"--backend {backend} names kernels of kvq's own cache, but the cache is {cache!r}; leave one out"
         )

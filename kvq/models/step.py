@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kvq.cache import KVCache
+from kvq.cache.backend import CacheBackend
 from kvq.errors import ModelError
 from kvq.geometry import ModelGeometry
 from kvq.kernels import SequenceBatch
@@ -19,7 +19,7 @@ Observer = Callable[[int, Tensor, Tensor], None]  # (layer, K, V), both [tokens,
 class PackedStep:
     """What the registered attention function needs; passed through the model as a keyword."""
 
-    cache: KVCache
+    cache: CacheBackend
     geometry: ModelGeometry
     batches: tuple[SequenceBatch, ...]  # per layer group
     bad_tokens: Tensor  # bool [tokens]; set where K or V was not finite
