@@ -45,6 +45,13 @@ class Node:
         self.children = _NO_CHILDREN  # in the order of `keys`
         self.alive = True  # False once it left the index
 
+    def root_digest(self) -> bytes:
+        """The digest of the root above: model, recipe and salt. O(depth)."""
+        node = self
+        while node.parent is not None:
+            node = node.parent
+        return node.digest
+
 
 _NO_KEYS: list[bytes] = []  # shared by all childless nodes, so never changed
 _NO_CHILDREN: list[Node] = []

@@ -37,9 +37,10 @@ class Prefixes:
         if end > len(prompt.tokens) - 1:
             return Match(hit.length, None)
         owner = self._computing.get(self._blocks.index.digest_at(prompt, i))
-        if owner is None or owner.tokens[:end].tobytes() != prompt.data[: end * TOKEN_BYTES]:
+        if owner is None or owner.depth > i or owner.node.root_digest() != prompt.root:
             return Match(hit.length, None)
-        return Match(hit.length, owner)
+        same = owner.tokens[:end].tobytes() == prompt.data[: end * TOKEN_BYTES]
+        return Match(hit.length, owner if same else None)
 
     def computing(self) -> dict[bytes, Sequence]:
         """Digests of blocks that are being computed, and by whom."""
