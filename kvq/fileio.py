@@ -12,8 +12,10 @@ def write_text(path: str | Path, text: str) -> None:
     write_bytes(path, text.encode("utf-8"))
 
 
-def write_bytes(path: str | Path, content: bytes) -> None:
+def write_bytes(path: str | Path, content: bytes, *, permissions: int = 0o644) -> None:
     """Write `content` beside `path` and rename it into place. A symbolic link keeps pointing there.
+
+    The file gets those Unix permissions, whatever an older one had.
 
     Raises:
         ConfigError: the folder is missing or full, or nothing can be written there.
@@ -24,7 +26,7 @@ def write_bytes(path: str | Path, content: bytes) -> None:
         handle, aside = tempfile.mkstemp(prefix=".kvq-", dir=target.parent)
         with os.fdopen(handle, "wb") as file:
             file.write(content)
-        os.chmod(aside, 0o644)
+        os.chmod(aside, permissions)
         os.replace(aside, target)
     except BaseException as error:
         if aside and os.path.exists(aside):

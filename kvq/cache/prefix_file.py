@@ -49,7 +49,7 @@ class _Miss(Exception):
 def save_prefix(path: str | Path, cache: KVCache, manager: BlockManager, prompt: Prompt) -> int:
     """Write the longest indexed prefix of a prompt, in whole blocks, to a file.
 
-    The file appears complete or not at all. Anyone who can read it can read the prefix's K and V.
+    The file appears complete or not at all, readable by its owner only: K and V tell about the text.
     Returns the number of tokens kept.
 
     Raises:
@@ -70,7 +70,8 @@ def save_prefix(path: str | Path, cache: KVCache, manager: BlockManager, prompt:
     }
     digests = [_digest(cache, g, start, tensors[_name(g)]) for g, start in enumerate(starts)]
     header = _text(_header(cache, prompt, length, starts, digests))
-    fileio.write_bytes(path, save(tensors, metadata={"kvq": header, "seal": _seal(header)}))
+    content = save(tensors, metadata={"kvq": header, "seal": _seal(header)})
+    fileio.write_bytes(path, content, permissions=0o600)
     return length
 
 

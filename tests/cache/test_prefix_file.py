@@ -334,6 +334,7 @@ def test_prompts_and_salts_are_not_in_the_file(tmp_path: Path) -> None:
     run(cache, manager, prompt)
     save_prefix(tmp_path / "p", cache, manager, prompt)
     content = (tmp_path / "p").read_bytes()
+    assert (tmp_path / "p").stat().st_mode & 0o777 == 0o600
     assert b"secret" not in content
     assert prompt.root not in content
     assert prompt.root.hex().encode() not in content
