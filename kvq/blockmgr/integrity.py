@@ -40,29 +40,27 @@ def _check_references(group: int, pool: BlockPool, sequences: list[Sequence], pi
         counted.update(sequence.tables[group][sequence.starts[group] :])
     for pin in pins.all():
         counted.update(pin.blocks[group])
-    for block in range(pool.num_blocks):
-        have, should = pool.references(BlockId(block)), counted[BlockId(block)]
-        assert have == should, (
-            f"group {group}, block {block}: references and tables differ, {have} and {should}"
+    have = pool.held()
+    if have != counted:
+        block = min(b for b in have.keys() | counted.keys() if have.get(b, 0) != counted[b])
+        raise AssertionError(
+            f"group {group}, block {block}: references and tables differ, {have.get(block, 0)} and "
+            f"{counted[block]}"
         )
     assert pins.num_pinned(group) <= pins.limit(group), f"group {group}: more blocks are pinned than may be"
 
 
 def _check_accounts(group: int, pool: BlockPool, accounts: dict[str, list[Account]]) -> None:
-    """Accounts own what the pool says, within their quota unless it was lowered."""
-    owned: Counter[Account] = Counter()
-    cached: Counter[Account] = Counter()
-    for i in range(pool.num_blocks):
-        block = BlockId(i)
-        if (account := pool.account(block)) is not None:
-            owned[account] += 1
-            is_cached = not pool.references(block)
-            cached[account] += is_cached
-            assert is_cached == (block in account.cached), f"group {group}, block {i}: account is wrong"
-    for tenant, per_group in accounts.items():
-        account = per_group[group]
-        assert account.owned == owned[account], f"group {group}: {tenant!r} owns {owned[account]} blocks"
-        assert len(account.cached) == cached[account], f"group {group}: {tenant!r} has stray cached blocks"
+    """Accounts own what the pool says, and list those of their blocks that are cached."""
+    owners = pool.owners()
+    known = {per_group[group]: tenant for tenant, per_group in accounts.items()}
+    strays = [i for i, owner in enumerate(owners) if owner is not None and owner not in known]
+    assert not strays, f"group {group}: blocks {strays} belong to nobody's account"
+    for account, tenant in known.items():
+        owned = [BlockId(i) for i, owner in enumerate(owners) if owner is account]
+        assert account.owned == len(owned), f"group {group}: {tenant!r} owns {len(owned)} blocks"
+        cached = {block for block in owned if not pool.references(block)}
+        assert account.cached.keys() == cached, f"group {group}: {tenant!r} has stray cached blocks"
 
 
 def _check_order(group: int, pool: BlockPool, window: int | None) -> None:
@@ -96,32 +94,40 @@ def _check_index(blocks: Blocks) -> None:
     step = blocks.block_size * TOKEN_BYTES
     marks = [0] * len(blocks.pools)
     roots = set(blocks.index.roots())
+    num_children = 0
     for node in blocks.index.nodes():
         assert node.alive, "a dead node is in the index"
         assert node.parent is not None, "a root is in the index"
         assert len(node.tokens) == step, "a node has another size than a block"
         assert node.num_held or node.children, "a node is kept for nothing"
-        assert node.num_held == sum(b is not None for b in node.blocks), "a node counts its blocks wrongly"
-        assert node in node.parent.children, "a node's parent doesn't know it"
         assert node.depth > 1 or node.parent in roots, "a node's root is not in the index"
+        assert node.depth == node.parent.depth + 1, "a node has another depth than its chain"
+        digest = blocks.index.chain(node.parent.digest, node.tokens)
+        assert node.digest == digest, "a digest is not that of its tokens"
+        num_held = 0
         for group, block in enumerate(node.blocks):
             if block is not None:
+                num_held += 1
                 marks[group] += 1
                 assert blocks.pools[group].entry(block) is node, f"group {group}, block {block}: wrong mark"
-        _check_children(blocks, node)
+        assert node.num_held == num_held, "a node counts its blocks wrongly"
+        if node.children:
+            num_children += _check_children(blocks, node)
     for root in roots:
         assert root.children, "a root is kept for nothing"
-        _check_children(blocks, root)
+        num_children += _check_children(blocks, root)
+    assert num_children == len(blocks.index), "a node's parent doesn't know it"
     for group, pool in enumerate(blocks.pools):
         assert marks[group] == pool.num_indexed(), f"group {group}: a block is marked for no node"
 
 
-def _check_children(blocks: Blocks, node: Node) -> None:
+def _check_children(blocks: Blocks, node: Node) -> int:
     assert node.keys == [child.tokens for child in node.children], "children and their keys differ"
     assert all(a < b for a, b in pairwise(node.keys)), "children are out of order"
     for child in node.children:
         assert child.parent is node, "a child has another parent"
         assert blocks.index.get(child.digest) is child, "a child is not in the index"
+    return len(node.children)
 
 
 def _check_sequence(blocks: Blocks, sequence: Sequence) -> None:

@@ -157,6 +157,14 @@ class BlockPool:
         """How often the block is referenced; 0 for a free or cached one."""
         return self._refs[block]
 
+    def held(self) -> dict[BlockId, int]:
+        """The live blocks and how often each is referenced."""
+        return {BlockId(block): refs for block, refs in enumerate(self._refs) if refs}
+
+    def owners(self) -> list[Account | None]:
+        """The account of every block."""
+        return self._accounts[:]
+
     def entry(self, block: BlockId) -> object | None:
         """The index entry that the block was marked with, or None."""
         return self._entries[block]

@@ -9,9 +9,10 @@ from collections import Counter
 from dataclasses import dataclass, field
 from zlib import crc32
 
-from kvq.blockmgr import BlockManager, Copy, Prompt, Scrub, Sequence, SwapIn, SwapOut
+from kvq.blockmgr import BlockManager, Copy, Match, Prompt, Scrub, Sequence, SwapIn, SwapOut
 from kvq.errors import ConfigError, OutOfBlocks
 from tests.blockmgr.mirror import Mirror
+from tests.blockmgr.oracle import hit_length
 
 POISON = -1  # what an unwritten, scrubbed or lost slot holds
 BROKEN = -2  # what a failed step wrote
@@ -76,10 +77,8 @@ class Simulation:
         """A request arrives; its prefix hit is trusted from here on."""
         prompt = self.manager.prompt(tokens, tenant=tenant, shared_salt=shared)
         match = self.manager.lookup(prompt)
-        if match.waits_for is not None:
-            self.seen["waits"] += 1
-            assert match.waits_for.live
-            assert not match.waits_for.is_swapped
+        assert match.length == hit_length(self.manager, prompt)
+        self._check_wait(match, tokens, prompt.root)
         sequence = self.manager.start(prompt) if reuse else self.manager.start_without_reuse(prompt)
         expected = match.length if reuse else 0
         whole = expected // self.size * self.size
@@ -88,6 +87,19 @@ class Simulation:
         self.seen["hits"] += sequence.length >= self.size
         self.seen["parts"] += sequence.length % self.size > 0
         self._welcome(sequence, prompt, tokens, shared)
+
+    def _check_wait(self, match: Match, tokens: list[int], root: bytes) -> None:
+        """Whoever is waited for has the next block among its tokens, and has yet to commit it."""
+        other = match.waits_for
+        if other is not None:
+            self.seen["waits"] += 1
+            depth = match.length // self.size
+            end = (depth + 1) * self.size
+            assert other in self.manager.sequences()
+            assert not other.is_swapped
+            assert other.depth <= depth
+            assert list(other.tokens[:end]) == tokens[:end]
+            assert other.node.root_digest() == root
 
     def adopt(self, tenant: str, tokens: list[int], num_blocks: int) -> None:
         """A request arrives with the KV of its first blocks from elsewhere."""
