@@ -19,7 +19,7 @@ BLOCK_ROWS = {
     "allocate_evicting": ("take a block that has to leave the prefix index first", ""),
     "allocate_with_slots": ("take a block and list its 16 slots", ""),
     "free": ("give back an indexed block", "0.21"),
-    "append": ("one more token for a sequence, 1,000 sequences a step", "0.65"),
+    "append": ("one more token for a sequence, all of them in one step", "0.65"),
     "commit": ("commit a sampled token", ""),
     "hash": ("chained SHA-256 of a 16-token block", "1.0"),
     "publish": ("index a computed block", ""),
@@ -38,22 +38,34 @@ def table(result: dict) -> str:
 
 def blocks_table(result: dict) -> str:
     """The table of a `kvq bench blocks` result."""
-    rows = {row["operation"]: row for row in result["rows"]}
-    lines = ["| operation | median us | p10 - p90 | limit |", "|---|--:|--:|--:|"]
+    scales = list(dict.fromkeys(row["scale"] for row in result["rows"]))[1:-1]  # the loads of sequences
+    rows = {(row["operation"], row["scale"]): row for row in result["rows"]}
+    for row in result["rows"]:  # of one prompt in a large pool
+        rows.setdefault((row["operation"], scales[-1]), row)
+    lines = [
+        f"| median us (10th to 90th percentile) | {' | '.join(scales)} | limit |",
+        f"|---|{'--:|' * len(scales)}--:|",
+    ]
     for name, (words, limit) in BLOCK_ROWS.items():
-        row = rows[name]
-        digits = 0 if row["us_median"] >= 100 else 2
-        spread = f"{row['us_p10']:,.{digits}f} - {row['us_p90']:,.{digits}f}"
-        lines.append(f"| {words} | {row['us_median']:,.{digits}f} | {spread} | {limit} |")
+        cells = [_times(rows.get((name, scale))) for scale in scales]
+        lines.append(f"| {words} | {' | '.join(cells)} | {limit} |")
     filled = result["utilization"]
     lines.append(
-        f"\nOf the slots in live blocks {filled['paged_mean']:.1%} hold tokens ({filled['sequences']} running "
-        f"sequences, log-normal lengths with median {filled['median_length']} tokens, "
+        f"\nOf the slots in live blocks {filled['paged_mean']:.1%} hold tokens ({filled['sequences']} "
+        f"running sequences, log-normal lengths with median {filled['median_length']} tokens, "
         f"block {filled['block_size']}); one buffer of {filled['longest']:,} tokens each would be "
         f"{filled['contiguous_mean']:.1%} full. `{result['command']}`, {result['date'][:10]}, "
         f"{result['device']}, Python {result['versions']['python']}, commit {result['commit']}."
     )
     return "\n".join(lines) + "\n"
+
+
+def _times(row: dict | None) -> str:
+    """`median (p10 - p90)` in microseconds."""
+    if row is None:
+        return ""
+    digits = 0 if row["us_median"] >= 100 else 2
+    return f"{row['us_median']:,.{digits}f} ({row['us_p10']:,.{digits}f} - {row['us_p90']:,.{digits}f})"
 
 
 def perplexity_table(result: dict) -> str:

@@ -12,6 +12,7 @@ from kvq.blockmgr import BlockManager, BlockPool, Prompt, Sequence
 Progress = Callable[[int, int], None]
 _TOKENS = 50_000  # ids are drawn below this
 _LONG = 100_000  # tokens of the long prompt
+_MORE = 6  # blocks that a sequence may add to its prompt's
 
 
 def bench_blocks(
@@ -23,21 +24,23 @@ def bench_blocks(
     seed: int = 0,
     progress: Progress = lambda done, total: None,
 ) -> list[dict[str, Any]]:
-    """Measure every operation on many sequences, then on one large pool.
+    """Measure every operation on `num_sequences` sequences, then on as many as fill `num_blocks`.
 
-    Times are per block for allocate, free, hash and lookup, else per sequence. Returns rows with
-    the keys `operation`, `scale`, `us_median`, `us_p10`, `us_p90`, `per` and `samples`.
+    Returns rows with the keys `operation`, `scale`, `us_median`, `us_p10`, `us_p90`, `per` (what the
+    time is for: a block, a sequence or a prompt) and `samples`.
     """
     rng = random.Random(seed)
     rows = _pool_rows(num_blocks, blocks_per_sequence)
-    progress(1, 4)
-    load = _Load(rng, num_sequences, blocks_per_sequence, block_size, num_blocks)
-    rows += load.prompt_rows()
-    progress(2, 4)
-    rows += load.decode_rows()
-    progress(3, 4)
+    progress(1, 6)
+    filling = max(1, num_blocks // (blocks_per_sequence + _MORE))
+    for i, count in enumerate((num_sequences, filling)):
+        load = _Load(rng, count, blocks_per_sequence, block_size)
+        rows += load.prompt_rows()
+        progress(2 + 2 * i, 6)
+        rows += load.decode_rows()
+        progress(3 + 2 * i, 6)
     rows += _long_rows(rng, num_blocks, block_size)
-    progress(4, 4)
+    progress(6, 6)
     return rows
 
 
@@ -67,16 +70,14 @@ def _pool_rows(num_blocks: int, batch: int) -> list[dict[str, Any]]:
 class _Load:
     """Sequences with prompts of their own over one manager."""
 
-    def __init__(
-        self, rng: random.Random, num_sequences: int, blocks_each: int, block_size: int, num_blocks: int
-    ) -> None:
+    def __init__(self, rng: random.Random, num_sequences: int, blocks_each: int, block_size: int) -> None:
         self._rng = rng
         self._each = blocks_each
         self._size = block_size
         self._count = num_sequences
-        room = max(num_blocks, num_sequences * (blocks_each + 2))
+        room = num_sequences * (blocks_each + _MORE)
         self._manager = BlockManager(num_blocks=[room], block_size=block_size)
-        self._scale = f"{num_sequences:,} sequences of {blocks_each} blocks"
+        self._scale = f"{num_sequences:,} sequences of {blocks_each} blocks in {room:,}"
         self._prompts: list[array[int]] = [
             array("I", rng.choices(range(_TOKENS), k=blocks_each * block_size)) for _ in range(num_sequences)
         ]

@@ -135,8 +135,8 @@ class BlockPool:
 
     def release_all(self, blocks: Iterable[BlockId]) -> None:
         """Drop one reference of each block, in order: what comes first is given away first."""
-        refs, entries, accounts = self._refs, self._entries, self._accounts
-        cached, free = self._cached, self._free
+        refs, entries, cached = self._refs, self._entries, self._cached
+        free = self._free.append
         for block in blocks:
             left = refs[block] - 1
             assert left >= 0, f"block {block} has no reference to release"
@@ -144,13 +144,13 @@ class BlockPool:
             if left:
                 continue
             if entries[block] is None:
-                free.append(block)
-                if accounts[block] is not None:
-                    self._close(block)
+                free(block)
             else:
                 cached[block] = None
-                account = accounts[block]
-                if account is not None:
+            if self._has_accounts and (account := self._accounts[block]) is not None:
+                if entries[block] is None:
+                    self._close(block)
+                else:
                     account.cached[block] = None
 
     def references(self, block: BlockId) -> int:
