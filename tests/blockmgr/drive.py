@@ -65,14 +65,14 @@ def random_prompt(sim: Simulation, rng: random.Random) -> list[int]:
     return tokens
 
 
-def random_step(sim: Simulation, rng: random.Random) -> None:
+def random_step(sim: Simulation, rng: random.Random, *, grows: bool = True) -> None:
     """One operation, chosen by `rng` among those that make sense now."""
     roll = rng.random()
     room = len(sim.clients) < sim.max_clients
     if not sim.clients or (room and roll < 0.14):
         _arrive(sim, rng)
     elif roll > 0.94:
-        _disturb(sim, rng, rng.choice(sim.clients))
+        _disturb(sim, rng, rng.choice(sim.clients), grows)
     else:
         client = sim.clients[int(rng.random() * len(sim.clients))]
         if client.sequence.is_swapped:
@@ -149,7 +149,7 @@ def _make_room(sim: Simulation, rng: random.Random) -> None:
         sim.swap_out(client)
 
 
-def _disturb(sim: Simulation, rng: random.Random, client: Client) -> None:
+def _disturb(sim: Simulation, rng: random.Random, client: Client, grows: bool) -> None:
     """What is no request's doing: time, memory pressure, quotas, growth."""
     roll = rng.random()
     if roll < 0.65:
@@ -158,7 +158,7 @@ def _disturb(sim: Simulation, rng: random.Random, client: Client) -> None:
         sim.manager.drop_cached()
     elif roll < 0.90:
         sim.manager.set_quota(rng.choice(TENANTS), rng.randint(2, 16))
-    elif sim.manager.pools[0].num_blocks < 24 and roll < 0.93:
+    elif grows and sim.manager.pools[0].num_blocks < 24 and roll < 0.93:
         sim.grow(1)
         sim.seen["grown"] += 1
     else:

@@ -119,6 +119,7 @@ class Simulation:
         client = Client(sequence, prompt.tenant, shared)
         client.extend(tokens)
         self.clients.append(client)
+        self.seen["requests"] += 1
         self.carry_out()
         return client
 
