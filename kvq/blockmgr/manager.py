@@ -305,14 +305,10 @@ class BlockManager:
         passed over.
         """
         self._check_usable(sequence)
-        lost = [
-            sequence.tables[order.group].index(order.block, sequence.starts[order.group])
-            for order in failed
-            if order.block in sequence.tables[order.group][sequence.starts[order.group] :]
-        ]
-        if lost:
+        lost = self.swap.lost(sequence, failed)
+        if lost is not None:
             before = sequence.length
-            length = min(min(lost) * self.block_size, before)
+            length = min(lost * self.block_size, before)
             self._tables.shorten(sequence, length if self._tables.can_shorten(sequence, length) else 0)
             sequence.receipt.recomputed += before - sequence.length
 
@@ -360,22 +356,7 @@ class BlockManager:
 
     def utilization(self) -> float:
         """Tokens held / slots of live blocks, over all layer groups; 1.0 when nothing is live."""
-        slots = unused = 0
-        held = [sequence for sequence in self._live if not sequence.is_swapped]
-        for group, pool in enumerate(self.pools):
-            slots += pool.num_live * self.block_size
-            tails: dict[BlockId, int] = {}
-            for sequence in held:
-                if empty := -sequence.length % self.block_size:
-                    last = sequence.tables[group][-1]
-                    tails[last] = min(empty, tails.get(last, empty))
-            if any(pool.references(block) > 1 for block in tails):
-                for sequence in held:  # a fork may be further on in the same block
-                    table = sequence.tables[group][sequence.starts[group] :]
-                    for block in table if sequence.length % self.block_size == 0 else table[:-1]:
-                        tails.pop(block, None)
-            unused += sum(empty for block, empty in tails.items() if pool.entry(block) is None)
-        return 1 - unused / slots if slots else 1.0
+        return self._tables.utilization(self.sequences())
 
     def drop_cached(self) -> None:
         """Evict every cached block. Live and pinned ones stay."""

@@ -1,6 +1,7 @@
 """Swapping a sequence's blocks to host slots and back, without losing what the index still holds."""
 
 from collections import deque
+from collections.abc import Iterable
 
 from kvq.blockmgr.blocks import Blocks, Demand
 from kvq.blockmgr.events import SwappedIn, SwappedOut
@@ -105,6 +106,16 @@ class SwapSpace:
         receipt.own += sum(map(len, taken))
         receipt.shared += sum(map(len, found))
         receipt.peak = max(receipt.peak, sequence.num_held)
+
+    def lost(self, sequence: Sequence, failed: Iterable[SwapIn]) -> int | None:
+        """Table index of the first block that one of the failed orders should have filled, or None."""
+        lost = []
+        for order in failed:
+            start = sequence.starts[order.group]
+            held = sequence.tables[order.group][start:]
+            if order.block in held:
+                lost.append(start + held.index(order.block))
+        return min(lost, default=None)
 
     def discard(self, sequence: Sequence) -> None:
         """Give up a swapped sequence's slots."""

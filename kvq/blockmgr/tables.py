@@ -151,3 +151,18 @@ class Tables:
                 self._blocks.pools[group].release_all(table[start:first])
                 table[start:first] = [BlockId(0)] * (first - start)
                 sequence.starts[group] = first
+
+    def utilization(self, sequences: list[Sequence]) -> float:
+        """Tokens held / slots of live blocks, over all layer groups; 1.0 when nothing is live."""
+        size = self._blocks.block_size
+        slots = unused = 0
+        for group, pool in enumerate(self._blocks.pools):
+            slots += pool.num_live * size
+            tails: dict[BlockId, int] = {}  # last blocks that are not full, and their empty slots
+            for sequence in sequences:
+                empty = -sequence.length % size
+                if empty and not sequence.is_swapped:
+                    last = sequence.tables[group][-1]
+                    tails[last] = min(empty, tails.get(last, empty))
+            unused += sum(empty for block, empty in tails.items() if pool.entry(block) is None)
+        return 1 - unused / slots if slots else 1.0
