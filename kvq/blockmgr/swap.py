@@ -68,8 +68,7 @@ class SwapSpace:
     def can_swap_in(self, sequence: Sequence) -> bool:
         """True if `swap_in` would succeed now. Changes nothing."""
         found = self._find(sequence)
-        beside = [list(held.values()) for held in found]
-        return self._blocks.can_take(self._demand(sequence, found), beside=beside)
+        return self._fits(self._demand(sequence, found), found)
 
     def swap_in(self, sequence: Sequence) -> None:
         """Share the blocks that the index still holds, and queue the others' way back.
@@ -80,11 +79,18 @@ class SwapSpace:
         assert sequence.swapped is not None, "the sequence is not swapped out"
         blocks = self._blocks
         found = self._find(sequence)
+        demand = self._demand(sequence, found)
+        if not self._fits(demand, found):
+            raise OutOfBlocks(
+                f"need {[sum(count for count, _ in parts) for parts in demand]} blocks per layer group beside "
+                f"those shared, more than are free, cached or within the quota; finish or preempt another "
+                f"sequence"
+            )
         for pool, held in zip(blocks.pools, found, strict=True):
             for block in held.values():
                 pool.share(block)
         try:
-            taken = blocks.take(self._demand(sequence, found))
+            taken = blocks.take(demand)
         except BaseException:
             blocks.give_back([list(held.values()) for held in found])
             raise
@@ -122,6 +128,9 @@ class SwapSpace:
         for free, slots in zip(self._free, sequence.swapped or [], strict=False):
             free.extend(slot for _, slot in slots)
         sequence.swapped = None
+
+    def _fits(self, demand: Demand, found: list[dict[int, BlockId]]) -> bool:
+        return self._blocks.can_take(demand, beside=[list(held.values()) for held in found])
 
     def _find(self, sequence: Sequence) -> list[dict[int, BlockId]]:
         """Blocks by table index that the index still holds, per layer group. Changes nothing."""
