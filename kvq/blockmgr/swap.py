@@ -82,7 +82,7 @@ class SwapSpace:
         demand = self._demand(sequence, found)
         if not self._fits(demand, found):
             raise OutOfBlocks(
-                f"need {[sum(count for count, _ in parts) for parts in demand]} blocks per layer group beside "
+                f"need {[sum(n for n, _ in parts) for parts in demand]} blocks per layer group beside "
                 f"those shared, more than are free, cached or within the quota; finish or preempt another "
                 f"sequence"
             )
