@@ -7,7 +7,7 @@ from kvq.blockmgr.events import Subscriber
 from kvq.blockmgr.ids import BlockId
 from kvq.blockmgr.integrity import check_integrity
 from kvq.blockmgr.matching import find
-from kvq.blockmgr.orders import Order, Scrub, SwapIn
+from kvq.blockmgr.orders import Order, SwapIn
 from kvq.blockmgr.pins import Pins
 from kvq.blockmgr.pool import Account, BlockPool, PoolUsage
 from kvq.blockmgr.prefix import Digest, Prompt, sha256_digest, token_array
@@ -56,17 +56,16 @@ class BlockManager:
         """
         if reserve_blocks < 0:
             raise ConfigError(f"reserve_blocks must be at least 0, got {reserve_blocks}")
-        groups = len(num_blocks)
         self.blocks = Blocks(
             num_blocks=num_blocks,
             block_size=block_size,
-            windows=windows or [None] * groups,
+            windows=windows or [None] * len(num_blocks),
             identity=identity,
             digest=digest,
         )
         self.block_size = block_size
         self.reserve_blocks = reserve_blocks
-        self.swap = SwapSpace(self.blocks, host_slots or [0] * groups)
+        self.swap = SwapSpace(self.blocks, host_slots or [0] * len(num_blocks))
         self.pins = Pins(self.blocks, max_pinned_blocks)
         self.prefixes = Prefixes(self.blocks)
         self._tables = Tables(self.blocks)
@@ -108,17 +107,8 @@ class BlockManager:
 
         The reserve is left untouched. Changes nothing.
         """
-        hit = self.prefixes.hit(prompt)
-        whole = len(hit.nodes) * self.block_size
-        _, tables = self.prefixes.tables(hit, whole)
-        need = -(-(hit.length + count) // self.block_size) - len(hit.nodes)
         accounts = self._accounts.get(prompt.tenant)
-        demand = [[(need, accounts[group] if accounts else None)] for group in range(len(self.pools))]
-        return self.blocks.can_take(
-            demand,
-            beside=[table[self.blocks.first_seen(g, whole) :] for g, table in enumerate(tables)],
-            spare=self.reserve_blocks,
-        )
+        return self.prefixes.can_start(prompt, count, accounts, spare=self.reserve_blocks)
 
     def new_sequence(self, *, tenant: str = "") -> Sequence:
         """Start an empty sequence without looking for a prefix; it holds no blocks yet."""
@@ -257,10 +247,7 @@ class BlockManager:
         self._check_usable(sequence)
         sequence.indexing = False
         self.prefixes.withdraw(sequence)
-        for group, (table, start) in enumerate(zip(sequence.tables, sequence.starts, strict=True)):
-            for block in table[start:]:
-                if self.pools[group].is_writable(block):
-                    self.blocks.orders.append(Scrub(group=group, block=block))
+        self._tables.scrub(sequence)
 
     def free(self, sequence: Sequence) -> Receipt:
         """End a sequence and give back what it holds. Indexed blocks stay cached."""

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from kvq.blockmgr.blocks import Blocks
 from kvq.blockmgr.ids import BlockId
 from kvq.blockmgr.matching import Hit, find
+from kvq.blockmgr.pool import Account
 from kvq.blockmgr.prefix import TOKEN_BYTES, Node, Prompt
 from kvq.blockmgr.sequence import Sequence
 from kvq.errors import OutOfBlocks
@@ -56,6 +57,21 @@ class Prefixes:
             starts.append(first)
             tables.append([BlockId(0)] * first + held)
         return starts, tables
+
+    def can_start(self, prompt: Prompt, count: int, accounts: list[Account] | None, *, spare: int) -> bool:
+        """True if blocks are there for a prompt's hit and `count` tokens more, with `spare` left over.
+
+        Changes nothing.
+        """
+        hit = self.hit(prompt)
+        size = self._blocks.block_size
+        starts, tables = self.tables(hit, len(hit.nodes) * size)
+        need = -(-(hit.length + count) // size) - len(hit.nodes)
+        return self._blocks.can_take(
+            [[(need, accounts[group] if accounts else None)] for group in range(len(tables))],
+            beside=[table[start:] for start, table in zip(starts, tables, strict=True)],
+            spare=spare,
+        )
 
     def fill(self, sequence: Sequence, prompt: Prompt) -> None:
         """Share a prompt's hit with its new, empty sequence; queue the copy of a part of a block.

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 from kvq.blockmgr.blocks import Blocks, Demand
 from kvq.blockmgr.ids import BlockId
+from kvq.blockmgr.orders import Scrub
 from kvq.blockmgr.sequence import Sequence
 from kvq.errors import ConfigError
 
@@ -151,6 +152,13 @@ class Tables:
                 self._blocks.pools[group].release_all(table[start:first])
                 table[start:first] = [BlockId(0)] * (first - start)
                 sequence.starts[group] = first
+
+    def scrub(self, sequence: Sequence) -> None:
+        """Queue zeroing of every block that only this sequence sees."""
+        for group, (table, start) in enumerate(zip(sequence.tables, sequence.starts, strict=True)):
+            for block in table[start:]:
+                if self._blocks.pools[group].is_writable(block):
+                    self._blocks.orders.append(Scrub(group=group, block=block))
 
     def utilization(self, sequences: list[Sequence]) -> float:
         """Tokens held / slots of live blocks, over all layer groups; 1.0 when nothing is live."""
