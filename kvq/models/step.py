@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from kvq.cache.attention import check_agrees
 from kvq.cache.backend import CacheBackend
-from kvq.errors import ModelError
 from kvq.geometry import ModelGeometry
 from kvq.kernels import SequenceBatch
 
@@ -62,21 +62,7 @@ class PackedStep:
 
     def check_agrees(self, layer: int, **claims: object) -> None:
         """Raise ModelError if the model code hands over other numbers than its config named."""
-        geometry = self.geometry.layers[layer]
-        expected = {
-            "window": geometry.window,
-            "softcap": self.geometry.softcap,
-            "has_sinks": self.geometry.has_sinks,
-            "kv_heads": geometry.kv_heads,
-            "k_head_dim": geometry.k_head_dim,
-            "v_head_dim": geometry.v_head_dim,
-        }
-        for name, value in claims.items():
-            if value != expected[name]:
-                raise ModelError(
-                    f"{self.geometry.model_type} layer {layer}: the model code uses {name}={value}, "
-                    f"its config says {expected[name]}; kvq can't tell which is right"
-                )
+        check_agrees(self.geometry, layer, **claims)
 
 
 def sequence_batch(

@@ -1,0 +1,187 @@
+"""The attention functions that kvq registers with transformers.
+
+`attn_implementation="kvq"` attends from the blocks of a `KvqCache`. Its mask function hands the
+2-D padding mask through, unexpanded. `"kvq_packed"` is for kvq's own sessions, which pass their
+step as a keyword: no mask function stands beside it, because with one, transformers' search for
+packed sequences would synchronize the device every step.
+"""
+
+import threading
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+
+from kvq.errors import ConfigError, ModelError
+from kvq.geometry import ModelGeometry
+
+NAME = "kvq"
+PACKED_NAME = "kvq_packed"
+
+
+class PackedAttention(Protocol):
+    """A step over a packed batch, passed through the model as the keyword `kvq_step`."""
+
+    def check_agrees(self, layer: int, **claims: object) -> None:
+        """Raise ModelError if the model code hands over other numbers than its config named."""
+
+    def attend(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        scale: float,
+        softcap: float | None,
+        sinks: Tensor | None,
+    ) -> Tensor:
+        """Write [tokens, kv_heads, dim], then attend: [tokens, q_heads, dim] in and out."""
+
+
+class BatchAttention(Protocol):
+    """What a cache hands over between its `update` and the attention of the same layer."""
+
+    layer: int
+    key: Tensor | None  # what `update` returned; None where the model code makes another one of it
+    geometry: ModelGeometry
+
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        padding: Tensor | None,
+        *,
+        scale: float,
+        softcap: float | None,
+        sinks: Tensor | None,
+    ) -> Tensor:
+        """Write and attend: [batch, heads, tokens, dim] in, [batch, tokens, heads, dim] out.
+
+        `padding`: bool [batch, tokens so far], False where a token is padding.
+        """
+
+
+class _Waiting(threading.local):
+    """What `update` handed over in this thread and no attention has taken yet."""
+
+    step: BatchAttention | None = None
+
+
+_waiting = _Waiting()
+
+
+def register_attention() -> None:
+    """Make `attn_implementation="kvq"` known to transformers; doing it again changes nothing.
+
+    A `KvqCache` does it too; call it to name "kvq" in `from_pretrained` before there is one.
+    """
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    AttentionInterface.register(NAME, kvq_attention)
+    AttentionInterface.register(PACKED_NAME, kvq_attention)
+    AttentionMaskInterface.register(NAME, padding_mask)
+
+
+def padding_mask(*, attention_mask: Tensor | None = None, **_: Any) -> Tensor | None:
+    """The mask function of "kvq": the 2-D padding mask as it is, bool [batch, tokens so far]."""
+    return attention_mask
+
+
+def hand_over(step: BatchAttention) -> None:
+    """Leave a layer's new tokens for the attention call that follows in this thread.
+
+    Raises:
+        ConfigError: no attention took what was handed over before.
+    """
+    left, _waiting.step = _waiting.step, step
+    if left is not None:
+        _waiting.step = None
+        raise ConfigError(
+            f"layer {left.layer} did not attend from kvq's blocks although the config says "
+            f"attn_implementation={NAME!r}; pass the model's own config, KvqCache(model.config), and "
+            f"choose the attention with model.set_attn_implementation({NAME!r})"
+        )
+
+
+def kvq_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    kvq_step: PackedAttention | None = None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """Attend over kvq's blocks: [batch, heads, tokens, dim] -> [batch, tokens, heads, dim].
+
+    Raises:
+        ModelError: neither a kvq session nor a KvqCache, or numbers that the config did not name.
+        RequestError: a mask that is not left padding.
+    """
+    layer = getattr(module, "layer_idx", None)
+    if not isinstance(layer, int):
+        raise ModelError(f"{type(module).__name__} has no layer_idx; kvq can't tell its layer")
+    claims: dict[str, object] = {
+        "kv_heads": key.shape[1],
+        "k_head_dim": key.shape[3],
+        "v_head_dim": value.shape[3],
+        "softcap": softcap,
+        "has_sinks": s_aux is not None,
+    }
+    if "sliding_window" in options:
+        claims["window"] = options["sliding_window"] or None
+    scale = query.shape[3] ** -0.5 if scaling is None else scaling
+    if kvq_step is None:
+        step = _take(layer, key)
+        check_agrees(step.geometry, layer, **claims)
+        out = step.attend(query, key, value, attention_mask, scale=scale, softcap=softcap, sinks=s_aux)
+        return out, None
+    kvq_step.check_agrees(layer, **claims)
+    out = kvq_step.attend(
+        layer,
+        query[0].transpose(0, 1),  # [tokens, q_heads, k_head_dim]
+        key[0].transpose(0, 1),
+        value[0].transpose(0, 1),
+        scale=scale,
+        softcap=softcap,
+        sinks=s_aux,
+    )
+    return out[None], None
+
+
+def check_agrees(geometry: ModelGeometry, layer: int, **claims: object) -> None:
+    """Raise ModelError if the model code hands over other numbers than its config named."""
+    expected = {
+        "window": geometry.layers[layer].window,
+        "softcap": geometry.softcap,
+        "has_sinks": geometry.has_sinks,
+        "kv_heads": geometry.layers[layer].kv_heads,
+        "k_head_dim": geometry.layers[layer].k_head_dim,
+        "v_head_dim": geometry.layers[layer].v_head_dim,
+    }
+    for name, value in claims.items():
+        if value != expected[name]:
+            raise ModelError(
+                f"{geometry.model_type} layer {layer}: the model code uses {name}={value}, "
+                f"its config says {expected[name]}; kvq can't tell which is right"
+            )
+
+
+def _take(layer: int, key: Tensor) -> BatchAttention:
+    step, _waiting.step = _waiting.step, None
+    if step is None:
+        raise ModelError(
+            f"attn_implementation={NAME!r} attends from kvq's blocks and found none; pass "
+            f"past_key_values=KvqCache(model.config), or run the model by kvq.load"
+        )
+    if step.layer != layer or (step.key is not None and step.key is not key):
+        raise ModelError(
+            f"layer {layer} attends with K that is not what KvqCache.update returned for layer "
+            f"{step.layer}; kvq can't run this model's attention, choose 'sdpa'"
+        )
+    return step

@@ -1,0 +1,180 @@
+"""KvqCache: a transformers cache whose memory is kvq's quantized blocks."""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache
+
+from kvq.cache.attention import register_attention
+from kvq.cache.dense import DenseScratch
+from kvq.cache.hf_config import read_config
+from kvq.cache.hf_layer import KvqLayer
+from kvq.cache.hf_state import CacheOptions, CacheState
+from kvq.cache.rows import BatchRows
+from kvq.errors import ConfigError, RequestError
+from kvq.formats import KVRecipe
+from kvq.kernels import check_backend
+from kvq.layout import BlockOrder
+
+
+class KvqCache(Cache):  # type: ignore[misc]
+    """A cache for `model.generate(past_key_values=...)` and for plain `model(...)` loops.
+
+        model.generate(**inputs, past_key_values=KvqCache(model.config, kv="int4"))
+
+    With any attention of transformers, each layer's rows are dequantized into scratch memory that
+    all layers share, anew in every step. With `model.set_attn_implementation("kvq")` attention
+    reads the blocks instead, on a CPU through the same scratch memory, and need not undo rotations.
+
+    For inference: no gradients flow through it. Padding goes on the left; with "kvq" it takes no
+    blocks, otherwise it is stored like other tokens. A sliding-window layer's pool holds its window
+    and the longest chunk of prefill: with long prompts pass `prefill_chunk_size` to `generate`.
+    `copy.deepcopy` copies the blocks, to go on from one prompt in several ways.
+
+    NaN or infinity in K or V raises RequestError once a step's last layer is done (one
+    synchronization per step on a GPU), and again until those rows are dropped or `reset`.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        kv: str | Path | KVRecipe = "int4",
+        *,
+        block_size: int = 32,
+        max_tokens: int | None = None,
+        scales: str | Path | None = None,
+        order: BlockOrder = BlockOrder.LAYER_MAJOR,
+        backend: str = "auto",
+    ) -> None:
+        """Check everything; memory is allocated by the first forward pass, which tells the batch size.
+
+        `config`: `model.config` itself, not a copy. `kv`: a format name, a pair, a kvq.json or a
+        KVRecipe. `max_tokens`: tokens per batch row to allocate at once and never exceed; without it
+        the pools grow as needed. `scales`: a kvq.json with static scales, made from this very model:
+        from its config alone it can't be told from others with as many heads.
+
+        Raises:
+            ConfigError: an unknown family or format, an encoder-decoder, static scales missing, or
+                an option out of range.
+        """
+        if max_tokens is not None and (not isinstance(max_tokens, int) or max_tokens < 1):
+            raise ConfigError(f"max_tokens must be a positive number of tokens per row, got {max_tokens!r}")
+        check_backend(backend)
+        register_attention()
+        options = CacheOptions(
+            kv=kv,
+            scales=scales,
+            block_size=block_size,
+            max_tokens=max_tokens,
+            order=order,
+            backend=backend,
+        )
+        self._state = CacheState(read_config(config), options)
+        super().__init__(layers=[KvqLayer(self._state, x) for x in self._state.config.geometry.layers])
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the blocks' pools; 0 before the first forward pass."""
+        return 0 if self._state.rows is None else self._state.rows.blocks.nbytes
+
+    @property
+    def scratch_bytes(self) -> int:
+        """Bytes of the scratch memory for dequantized rows of one layer."""
+        return 0 if self._state.rows is None else self._state.rows.scratch.nbytes
+
+    @property
+    def rows(self) -> BatchRows | None:
+        """The batch's sequences and blocks; None before the first forward pass."""
+        return self._state.rows
+
+    @property
+    def batch_size(self) -> int:
+        """Rows, or -1 before the first forward pass."""
+        return -1 if self._state.rows is None or not self._state.length else self._state.rows.batch
+
+    def reset(self) -> None:
+        """Forget all tokens; the pools stay for the next batch, of any size."""
+        if self._state.rows is not None:
+            self._state.rows.start(self._state.rows.batch)
+        self._state.layers_done = 0
+        for layer in self.layers:
+            layer.cumulative_length = 0
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Drop the last `-tokens_to_remove` tokens of every row; give back what `-0` no longer needs.
+
+        Raises:
+            RequestError: a positive number, more tokens than there are, or a window that slid on
+                without `activate_past_recording`.
+        """
+        count, length, rows = -tokens_to_remove, self._state.length, self._state.rows
+        if count < 0 or count > length:
+            raise RequestError(
+                f"crop takes 0 to minus the {length} cached tokens, got {tokens_to_remove}; a negative "
+                f"number is how many tokens to drop"
+            )
+        if rows is None or not length:
+            return
+        self._state.check_whole()
+        slid = [x.window for x in self._state.config.geometry.layers if x.window and length >= x.window]
+        if count and slid and not self._state.records_past:
+            raise RequestError(
+                f"the window of {min(slid)} tokens has slid on, what it left is gone; call "
+                f"activate_past_recording() before the forward passes that crop() may undo"
+            )
+        rows.truncate(count)
+        rows.commit()
+        for layer in self.layers:
+            layer.cumulative_length -= count
+
+    def activate_past_recording(self) -> None:
+        """Keep what slides out of a window until the next `crop`, so that crop can undo a step."""
+        self._state.records_past = True
+
+    def is_recording_past(self, layer_idx: int) -> bool:
+        """True if that layer keeps what slides out of its window until the next `crop`."""
+        return bool(self.layers[layer_idx].record_past)
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Beam search: row i goes on from row `beam_idx[i]`; beams share blocks until they write."""
+        self._select(beam_idx.tolist())
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat every row `repeats` times, sharing its blocks."""
+        rows = self._state.rows
+        if rows is not None:
+            self._select([row for row in range(rows.batch) for _ in range(repeats)])
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep those rows: indices, or a bool for every row."""
+        picked = indices.nonzero().flatten() if indices.dtype is torch.bool else indices
+        self._select(picked.tolist())
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError if block references and tables disagree anywhere."""
+        if self._state.rows is not None:
+            self._state.rows.manager.check_integrity()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "KvqCache":
+        """A copy with its own blocks; the model's config stays shared, scratch memory does not."""
+        state = self._state
+        memo[id(state.config)] = state.config
+        if state.rows is not None:
+            memo[id(state.rows.scratch)] = DenseScratch(state.rows.device)
+        other: KvqCache = type(self).__new__(type(self))
+        memo[id(self)] = other
+        for name, value in self.__dict__.items():
+            setattr(other, name, copy.deepcopy(value, memo))
+        return other
+
+    def _select(self, indices: list[int]) -> None:
+        rows = self._state.rows
+        if rows is None or not rows.length:
+            return
+        self._state.check_whole()
+        if not indices or min(indices) < -rows.batch or max(indices) >= rows.batch:
+            raise RequestError(f"rows {indices} were asked for; the cache holds rows 0 to {rows.batch - 1}")
+        rows.select([index % rows.batch for index in indices])

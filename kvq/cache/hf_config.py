@@ -1,0 +1,128 @@
+"""What a transformers config says about its cache: geometry, recipe, attention."""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from kvq.cache.attention import NAME, PACKED_NAME
+from kvq.errors import ConfigError
+from kvq.formats import KVRecipe
+from kvq.geometry import FAMILIES, LayerGeometry, ModelGeometry, parse_geometry
+from kvq.layout import check_recipe_fits
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class CacheConfig:
+    """A live config, read when needed: its attention can be chosen anew between two calls."""
+
+    text: Any  # the decoder's own PreTrainedConfig, shared with the model's modules
+    geometry: ModelGeometry  # K and V as attention sees them
+    latent: ModelGeometry | None  # K and V as `update` gets them, where that is something else
+    has_other_parts: bool  # vision or audio beside the text decoder
+
+    @property
+    def attends_from_blocks(self) -> bool:
+        """True if the model's attention is kvq's.
+
+        Raises:
+            ConfigError: it is the one of kvq's sessions, or the model is not text only.
+        """
+        name = self.text._attn_implementation
+        if name == PACKED_NAME:
+            raise ConfigError(
+                f"this model was loaded by kvq.load, whose attention takes no KvqCache; load it with "
+                f"transformers, or call model.set_attn_implementation({NAME!r})"
+            )
+        if name == NAME and self.has_other_parts:
+            raise ConfigError(
+                f"attn_implementation={NAME!r} runs text models only, {self.geometry.model_type} is part "
+                f"of a larger one whose masks it can't see; use 'sdpa', KvqCache works with it too"
+            )
+        return bool(name == NAME)
+
+    @property
+    def received(self) -> ModelGeometry:
+        """The rows that `update` gets."""
+        return self.geometry if self.latent is None else self.latent
+
+    @property
+    def stored(self) -> ModelGeometry:
+        """The rows that go into blocks: latents only where the model code expands them itself."""
+        return self.geometry if self.latent is None or self.attends_from_blocks else self.latent
+
+
+def read_config(config: Any) -> CacheConfig:
+    """Check a model's config and read what a cache has to know.
+
+    Raises:
+        ConfigError: not a config, an encoder-decoder, not causal, or a family kvq has not checked.
+    """
+    if not hasattr(config, "get_text_config"):
+        raise ConfigError(
+            f"config must be a transformers config, got {type(config).__name__}; pass model.config"
+        )
+    text = config.get_text_config(decoder=True)
+    for flag in ("is_encoder_decoder", "add_cross_attention"):
+        if getattr(config, flag, False) or getattr(text, flag, False):
+            raise ConfigError(
+                f"{config.model_type} has {flag}=True; KvqCache holds decoder self-attention only, "
+                f"use transformers' EncoderDecoderCache"
+            )
+    if getattr(text, "use_bidirectional_attention", False) or getattr(text, "is_causal", True) is False:
+        raise ConfigError(f"{text.model_type}: its attention is not causal; its KV can't be cached")
+    data = text.to_dict()
+    geometry = parse_geometry(data)
+    return CacheConfig(
+        text=text,
+        geometry=geometry,
+        latent=_latents(text, geometry) if FAMILIES[geometry.model_type].latent else None,
+        has_other_parts=text is not config,
+    )
+
+
+def read_recipe(kv: str | Path | KVRecipe, scales: str | Path | None, geometry: ModelGeometry) -> KVRecipe:
+    """Return the recipe that `kv` means, with the static scales it needs.
+
+    Raises:
+        ConfigError: an unknown format, a recipe for other layers, scales missing or for other heads.
+    """
+    if isinstance(kv, KVRecipe):
+        recipe = kv
+    elif not isinstance(kv, str | Path):
+        raise ConfigError(f"kv must be a format name, a kvq.json or a KVRecipe, got {kv!r}")
+    elif str(kv).endswith(".json"):
+        recipe = KVRecipe.load(kv)
+    else:
+        recipe = KVRecipe.uniform(str(kv), geometry.head_dims)
+    check_recipe_fits(geometry, recipe)
+    if scales is not None:
+        static = KVRecipe.load(scales).static_scales
+        if static is None:
+            raise ConfigError(
+                f"{scales} holds no static scales; make some: `kvq calibrate MODEL --out kvq.json`"
+            )
+        recipe = recipe.with_scales(static)
+    recipe.require_scales()
+    if recipe.is_static and recipe.static_scales is not None:
+        found = [len(layer.k) for layer in recipe.static_scales.layers]
+        if found != geometry.kv_heads:
+            raise ConfigError(
+                f"the static scales hold {found} KV heads per layer, the model has {geometry.kv_heads}; "
+                f"run `kvq calibrate MODEL --out kvq.json`"
+            )
+    return recipe
+
+
+def _latents(text: Any, geometry: ModelGeometry) -> ModelGeometry:
+    """Multi-head latent attention caches one latent and one rotated key row for all heads."""
+    layers = tuple(
+        LayerGeometry(
+            index=layer.index,
+            kv_heads=1,
+            k_head_dim=text.kv_lora_rank,
+            v_head_dim=text.qk_rope_head_dim,
+            window=layer.window,
+        )
+        for layer in geometry.layers
+    )
+    return replace(geometry, layers=layers)

@@ -1,0 +1,153 @@
+"""What the layers of one KvqCache share: the rows, the scratch memory, and where a step stands."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from kvq.cache.hf_config import CacheConfig, read_recipe
+from kvq.cache.rows import BatchRows
+from kvq.errors import RequestError
+from kvq.formats import KVRecipe
+from kvq.layout import BlockOrder, KVLayout, plan_layout
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CacheOptions:
+    """What the user asked for, checked when the recipe is planned."""
+
+    kv: str | Path | KVRecipe
+    scales: str | Path | None
+    block_size: int  # tokens
+    max_tokens: int | None  # per row
+    order: BlockOrder
+    backend: str
+
+
+class CacheState:
+    """Rows and scratch memory, opened by the first update, and the step that is under way."""
+
+    def __init__(self, config: CacheConfig, options: CacheOptions) -> None:
+        self.config = config
+        self.options = options
+        self.rows: BatchRows | None = None
+        self.records_past = False
+        self.layers_done = 0  # of the forward pass under way
+        self._dtypes: tuple[torch.dtype, torch.dtype] | None = None
+        self.plan()
+
+    @property
+    def length(self) -> int:
+        """Tokens per row, padding included."""
+        return 0 if self.rows is None else self.rows.length
+
+    def plan(self) -> tuple[KVRecipe, KVLayout]:
+        """The recipe and layout of what is stored under the attention that the config names now.
+
+        Raises:
+            ConfigError: they don't fit the model.
+        """
+        stored = self.config.stored
+        recipe = read_recipe(self.options.kv, self.options.scales, stored)
+        layout = plan_layout(stored, recipe, block_size=self.options.block_size, order=self.options.order)
+        return recipe, layout
+
+    def open(self, layer: int, k: Tensor, v: Tensor) -> BatchRows:
+        """Check new rows [batch, heads, tokens, dim] of one layer; allocate if they are the first.
+
+        Raises:
+            RequestError: shapes, dtype, device or batch size are not the model's, or not as before.
+            OutOfMemory: the pools don't fit.
+        """
+        shape = self.config.received.layers[layer]
+        for name, x, dim in (("K", k, shape.k_head_dim), ("V", v, shape.v_head_dim)):
+            expected = (k.shape[0], shape.kv_heads, k.shape[2], dim)
+            if x.shape != expected or not x.is_floating_point():
+                raise RequestError(
+                    f"layer {layer}: {name} must be a float tensor [batch, {shape.kv_heads} heads, tokens, "
+                    f"{dim}], got {x.dtype} {list(x.shape)}; is the cache made from this model's config?"
+                )
+        if not self.length:
+            self._reopen(k, v)
+        assert self.rows is not None, "opened above"
+        self._check_as_before(self.rows, layer, k, v)
+        return self.rows
+
+    def begin(self, rows: BatchRows, seen: int, count: int, padding: list[int] | None) -> None:
+        """Make room for a step of `count` tokens when its first layer comes, which has seen `seen`.
+
+        Raises:
+            RequestError: a layer is out of step with the others.
+        """
+        if seen == rows.length:
+            self.check_whole()
+            rows.append(count, padding)
+        elif seen + count != rows.length:
+            raise RequestError(
+                f"a layer got {count} tokens after {seen}, while others hold {rows.length}; "
+                f"every layer must be updated once per forward pass"
+            )
+
+    def layer_done(self, rows: BatchRows) -> None:
+        """Count a layer of the step; after the last, keep the step and look for NaN.
+
+        Raises:
+            RequestError: K or V held NaN or infinity.
+        """
+        self.layers_done += 1
+        if self.layers_done == len(self.config.geometry.layers):
+            self.layers_done = 0
+            if not self.records_past:
+                rows.commit()
+            rows.check_finite()
+
+    @property
+    def dtypes(self) -> tuple[torch.dtype, torch.dtype]:
+        """The dtypes of K and V as they came first, and as they go back."""
+        assert self._dtypes is not None, "set with the rows"
+        return self._dtypes
+
+    def check_whole(self) -> None:
+        """Raise RequestError if the last forward pass stopped between two layers."""
+        if self.layers_done:
+            raise RequestError(
+                f"the last forward pass ended after {self.layers_done} of "
+                f"{len(self.config.geometry.layers)} layers; reset() the cache and run the prompt again"
+            )
+
+    def _reopen(self, k: Tensor, v: Tensor) -> None:
+        """Rows for an empty cache: the old pools if they serve, or new ones."""
+        batch, rows = k.shape[0], self.rows
+        self._dtypes = (k.dtype, v.dtype)
+        if rows is None or rows.geometry is not self.config.stored or rows.device != k.device:
+            recipe, layout = self.plan()
+            self.rows = None  # the old memory goes before the new comes
+            self.rows = BatchRows(
+                self.config.stored,
+                recipe,
+                layout,
+                batch=batch,
+                max_tokens=self.options.max_tokens,
+                device=k.device,
+                backend=self.options.backend,
+            )
+        elif rows.batch != batch:
+            rows.start(batch)
+
+    def _check_as_before(self, rows: BatchRows, layer: int, k: Tensor, v: Tensor) -> None:
+        if rows.geometry is not self.config.stored:
+            raise RequestError(
+                "the attention implementation was changed while the cache held tokens; reset() the cache "
+                "first: this family stores other rows for each"
+            )
+        if k.shape[0] != rows.batch:
+            raise RequestError(
+                f"the cache holds {rows.batch} rows, got a batch of {k.shape[0]}; reset() the cache, or "
+                f"use batch_select_indices or batch_repeat_interleave"
+            )
+        if (k.dtype, v.dtype) != self._dtypes or k.device != rows.device or v.device != rows.device:
+            raise RequestError(
+                f"layer {layer}: K and V are {k.dtype} and {v.dtype} on {k.device}, the cache began with "
+                f"{self._dtypes} on {rows.device}; keep one dtype and one device"
+            )

@@ -1,0 +1,267 @@
+"""The rows of a batch as sequences over their own pools: what KvqCache keeps, without transformers."""
+
+import torch
+from torch import Tensor
+
+from kvq.blockmgr import BlockManager, Sequence
+from kvq.cache.dense import DenseScratch
+from kvq.cache.dense_attention import attend_by_torch
+from kvq.cache.few_rows import MOST_ROWS, can_write_few, write_few
+from kvq.cache.kv_cache import KVCache
+from kvq.errors import OutOfBlocks, RequestError
+from kvq.formats import KVRecipe
+from kvq.geometry import ModelGeometry
+from kvq.kernels import Device, KernelSpec, SequenceBatch, select
+from kvq.layout import KVLayout
+
+_GROWTH = 32  # a pool that is full grows by one part in so many
+
+
+class BatchRows:
+    """One sequence per batch row, appended to together, and the blocks that hold them.
+
+    `length` counts the tokens of every row as transformers sees them, padding included; row i holds
+    the last `length - padding[i]` of them.
+    """
+
+    def __init__(
+        self,
+        geometry: ModelGeometry,
+        recipe: KVRecipe,
+        layout: KVLayout,
+        *,
+        batch: int,
+        max_tokens: int | None,
+        device: torch.device,
+        backend: str,
+    ) -> None:
+        """Start `batch` empty rows; `max_tokens` per row are allocated at once, or one block each.
+
+        Raises:
+            OutOfMemory: the pools don't fit.
+        """
+        self.geometry = geometry
+        self.layout = layout
+        self.max_tokens = max_tokens
+        self.device = device
+        self.blocks = KVCache(
+            geometry, recipe, layout, num_blocks=self._least_blocks(batch), device=device, backend=backend
+        )
+        self.manager = BlockManager(
+            num_blocks=self._least_blocks(batch),
+            block_size=layout.block_size,
+            windows=[group.group.window for group in layout.groups],
+        )
+        self.scratch = DenseScratch(device)
+        layers = range(len(geometry.layers))
+        self._prefers_dense = [backend == "auto" and self._only_reference("attend", x) for x in layers]
+        self._writes_few = [
+            backend == "auto" and self._only_reference("write_kv", x) and can_write_few(self.blocks.layer(x))
+            for x in layers
+        ]
+        self.sequences: list[Sequence] = []
+        self.start(batch)
+
+    @property
+    def batch(self) -> int:
+        """Number of rows."""
+        return len(self.sequences)
+
+    def start(self, batch: int) -> None:
+        """Drop all rows and start `batch` empty ones in the same pools."""
+        for sequence in self.sequences:
+            self.manager.free(sequence)
+        self._grow_to(self._least_blocks(batch))
+        self.sequences = [self.manager.new_sequence() for _ in range(batch)]
+        self.length = 0
+        self.padding = [0] * batch
+        self.counts: list[int] = []  # tokens that each row got in the last step
+        self.bad_rows = torch.zeros(batch, dtype=torch.bool, device=self.device)
+        self.batches: list[SequenceBatch] = []  # of the last step, per layer group
+        self._place: Tensor | None = None  # where its tokens lie in [batch * count], if not everywhere
+        self._may_copy = False
+
+    def append(self, count: int, padding: list[int] | None = None) -> None:
+        """Make room for `count` more tokens in every row, the first `padding[i]` of row i left out.
+
+        Raises:
+            RequestError: more tokens than `max_tokens`, or padding after a row's first token.
+            OutOfMemory: the pools can't grow. In all cases nothing has changed.
+        """
+        padding = self.padding if padding is None else padding
+        total = self.length + count
+        if self.max_tokens is not None and total > self.max_tokens:
+            raise RequestError(
+                f"the cache was made for max_tokens={self.max_tokens} per row, this step needs {total}; "
+                f"make one with a larger max_tokens, or without it, to let it grow"
+            )
+        counts = [total - pad - s.length for pad, s in zip(padding, self.sequences, strict=True)]
+        if any(new < 0 or new > count for new in counts):
+            raise RequestError(
+                f"the padding changed from {self.padding} to {padding} tokens after {self.length} tokens; "
+                f"pad on the left, and pass the attention_mask of the whole context in every call"
+            )
+        work = [(s, new) for s, new in zip(self.sequences, counts, strict=True) if new]
+        self._make_room(work)
+        slots = self.manager.append(work)
+        self.blocks.carry_out(self.manager.take_orders())
+        self._may_copy = False
+        self.length, self.padding, self.counts = total, list(padding), counts
+        self.batches = [self._batch(group, group_slots) for group, group_slots in enumerate(slots)]
+        self._place = self._places(count) if any(new != count for new in counts) else None
+        self._places_of = self.batch * count
+
+    def write(self, layer: int, k: Tensor, v: Tensor) -> None:
+        """Store one layer's new tokens, [batch, kv_heads, count, dim]; see `check_finite`."""
+        slots = self.batches[self.blocks.group_of[layer]].slots
+        k, v = self._packed(k), self._packed(v)
+        if self._writes_few[layer] and len(slots) <= MOST_ROWS:
+            bad = write_few(k, v, self.blocks.layer(layer), slots)
+        else:
+            bad = self.blocks.write(layer, k, v, slots)
+        if self._place is not None:
+            full = torch.zeros(self._places_of, dtype=torch.bool, device=self.device)
+            bad = full.index_copy_(0, self._place, bad)
+        self.bad_rows |= bad.view(self.batch, -1).any(dim=1)
+
+    def attend(
+        self, layer: int, q: Tensor, *, scale: float, softcap: float | None, sinks: Tensor | None
+    ) -> Tensor:
+        """Attend from one layer's blocks, after `write`.
+
+        `q`: [batch, q_heads, count, k_head_dim]. Returns [batch, count, q_heads, v_head_dim], zero
+        where a token is padding. Where only the reference kernel runs, blocks are dequantized into
+        `scratch` for torch's own attention, if that knows the layer's kind.
+        """
+        window, batch = self.geometry.layers[layer].window, self.batches[self.blocks.group_of[layer]]
+        if self._prefers_dense[layer]:
+            kv = self.blocks.layer(layer)
+            out = attend_by_torch(
+                self.scratch, q, kv, batch, scale=scale, window=window, softcap=softcap, sinks=sinks
+            )
+            if out is not None:
+                return out
+        packed, _ = self.blocks.attend(
+            layer, self._packed(q), batch, scale=scale, window=window, softcap=softcap, sinks=sinks
+        )
+        if self._place is not None:
+            full = packed.new_zeros(q.shape[0] * q.shape[2], *packed.shape[1:])
+            packed = full.index_copy_(0, self._place, packed)
+        return packed.view(q.shape[0], q.shape[2], *packed.shape[1:])
+
+    def dense(self, layer: int, start: int, dtypes: tuple[torch.dtype, torch.dtype]) -> tuple[Tensor, Tensor]:
+        """K and V of a layer from position `start` on: [batch, kv_heads, tokens, dim] in `dtypes`.
+
+        They lie in `scratch` and are overwritten by the next layer's.
+
+        Raises:
+            RequestError: the rows were stored without their padding.
+        """
+        if any(self.padding):
+            raise RequestError(
+                "the left padding was not stored under attn_implementation='kvq', so another attention "
+                "can't go on from it; keep 'kvq', or reset() the cache"
+            )
+        tables = self.batches[self.blocks.group_of[layer]].tables
+        kv = self.blocks.layer(layer)
+        return self.scratch.gather(kv, tables, start, self.length, dtypes=dtypes, unrotate=True)
+
+    def check_finite(self) -> None:
+        """Raise RequestError if K or V of a row ever held NaN or infinity. Synchronizes the device."""
+        if bool(self.bad_rows.any()):
+            rows = self.bad_rows.nonzero().flatten().tolist()
+            raise RequestError(
+                f"K or V of batch rows {rows} held NaN or infinity; the weights or the dtype overflow, "
+                f"try dtype fp32. The rows can't be used any more: reset() the cache, or drop them with "
+                f"batch_select_indices"
+            )
+
+    def commit(self) -> None:
+        """Keep what was appended; sliding groups give back blocks that no later token sees."""
+        for sequence in self.sequences:
+            self.manager.commit(sequence)
+
+    def truncate(self, count: int) -> None:
+        """Drop the last `count` tokens of every row."""
+        self.length -= count
+        self.padding = [min(pad, self.length) for pad in self.padding]
+        for sequence, pad in zip(self.sequences, self.padding, strict=True):
+            if sequence.length > self.length - pad:
+                self.manager.truncate(sequence, self.length - pad)
+
+    def select(self, indices: list[int]) -> None:
+        """Make row i what row `indices[i]` was; rows named twice share their blocks."""
+        self.commit()
+        chosen: dict[int, Sequence] = {}
+        for index in indices:
+            chosen.setdefault(index, self.sequences[index])
+        for index, sequence in enumerate(self.sequences):
+            if index not in chosen:
+                self.manager.free(sequence)
+        first = set(chosen)
+        rows = []
+        for index in indices:
+            rows.append(chosen[index] if index in first else self.manager.fork(chosen[index]))
+            first.discard(index)
+        self._may_copy = self._may_copy or len(set(indices)) < len(indices)
+        self.sequences = rows
+        self.padding = [self.padding[index] for index in indices]
+        self.bad_rows = self.bad_rows[torch.tensor(indices, device=self.device)]
+
+    def _packed(self, x: Tensor) -> Tensor:
+        """[batch, heads, count, dim] -> [tokens, heads, dim] without the padding."""
+        flat = x.transpose(1, 2).flatten(0, 1)
+        return flat if self._place is None else flat[self._place]
+
+    def _places(self, count: int) -> Tensor:
+        ends = range(count, count * (self.batch + 1), count)
+        places = [range(end - new, end) for end, new in zip(ends, self.counts, strict=True)]
+        return torch.tensor([p for some in places for p in some], dtype=torch.int64, device=self.device)
+
+    def _only_reference(self, operation: str, layer: int) -> bool:
+        """True if no faster kernel than the reference runs an operation on this layer's blocks."""
+        kv = self.blocks.layer(layer)
+        spec = KernelSpec(
+            formats=kv.formats,
+            q_heads=self.geometry.q_heads,
+            kv_heads=kv.k.codes.shape[1],
+            block_size=kv.block_size,
+        )
+        return select(operation, spec, Device.of(self.device)).backend == "reference"
+
+    def _batch(self, group: int, slots: list[int]) -> SequenceBatch:
+        tables = [sequence.tables[group] for sequence in self.sequences]
+        longest = max(1, max(len(table) for table in tables))
+        padded = [[*map(int, table), *[0] * (longest - len(table))] for table in tables]
+        return SequenceBatch(
+            query_lens=tuple(self.counts),
+            context_lens=tuple(sequence.length for sequence in self.sequences),
+            tables=torch.tensor(padded, dtype=torch.int32, device=self.device),
+            slots=torch.tensor(slots, dtype=torch.int64, device=self.device),
+        )
+
+    def _least_blocks(self, batch: int) -> list[int]:
+        """Blocks per group that `batch` rows start with: `max_tokens` each, or one block."""
+        return [batch * -(-(self.max_tokens or 1) // self.layout.block_size)] * len(self.layout.groups)
+
+    def _make_room(self, work: list[tuple[Sequence, int]]) -> None:
+        """Let the pools grow until the tokens fit: by what they lack, and a little more."""
+        if self.manager.can_append(work):
+            return
+        size = self.layout.block_size
+        new = sum(-(-(s.length + count) // size) - -(-s.length // size) for s, count in work)
+        copies = len(work) if self._may_copy else 0
+        target = []
+        for usage in self.manager.usage():
+            lacking = max(0, new + copies - usage.free - usage.cached)
+            spare = 0 if self.max_tokens else usage.total // _GROWTH
+            target.append(usage.total + (max(lacking, spare) if lacking else 0))
+        self._grow_to(target)
+        if not self.manager.can_append(work):
+            raise OutOfBlocks(f"{new} new blocks and {copies} copies don't fit into pools of {target}")
+
+    def _grow_to(self, target: list[int]) -> None:
+        wanted = [max(new, old) for new, old in zip(target, self.blocks.num_blocks, strict=True)]
+        if wanted != self.blocks.num_blocks:
+            self.blocks.grow(wanted)
+            self.manager.grow(wanted)
