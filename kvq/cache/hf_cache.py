@@ -161,7 +161,8 @@ class KvqCache(Cache):  # type: ignore[misc]
     def __deepcopy__(self, memo: dict[int, Any]) -> "KvqCache":
         """A copy with its own blocks; the model's config stays shared, scratch memory does not."""
         state = self._state
-        memo[id(state.config)] = state.config
+        for shared in (state.config, state.config.geometry, state.config.latent):
+            memo[id(shared)] = shared
         if state.rows is not None:
             memo[id(state.rows.scratch)] = DenseScratch(state.rows.device)
         other: KvqCache = type(self).__new__(type(self))
