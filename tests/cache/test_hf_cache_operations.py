@@ -285,7 +285,7 @@ def test_calls_that_do_not_fit_are_refused_by_name() -> None:
             cache.update(row, row, 0)
         with pytest.raises(RequestError, match="1 of 2 layers"):
             cache.crop(-1)
-    with pytest.raises(ConfigError, match="cache.crop"):
+    with pytest.raises(ConfigError, match=r"cache\.crop"):
         cache.layers[0].crop(-1)
 
 
@@ -317,7 +317,7 @@ def test_configs_and_options_that_do_not_fit_are_refused_by_name(tmp_path: Path)
 
 def test_the_attention_of_kvq_load_takes_no_cache(tiny: Any) -> None:
     ids, _ = _prompt(5)
-    with pytest.raises(ConfigError, match="kvq.load"), torch.no_grad():
+    with pytest.raises(ConfigError, match=r"kvq\.load"), torch.no_grad():
         tiny.weights.model(ids, past_key_values=KvqCache(tiny.weights.model.config))
 
 
