@@ -204,7 +204,8 @@ def main() -> None:
         print(
             f"{row['name']:32s} batch {row['batch']}  step {row['step_ms_median']:6.2f} ms "
             f"({row['step_ms_p10']:.2f} to {row['step_ms_p90']:.2f})  prefill "
-            f"{row['prefill_s_median']:.2f} s  {row['kv_bytes_per_token']:7.0f} B/token  perplexity {row['perplexity']:.4f}"
+            f"{row['prefill_s_median']:.2f} s  {row['kv_bytes_per_token']:7.0f} B/token  "
+            f"perplexity {row['perplexity']:.4f}"
         )
     if options.json:
         result = envelope(
