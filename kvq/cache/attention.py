@@ -9,6 +9,7 @@ packed sequences would synchronize the device every step.
 import threading
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor, nn
 
 from kvq.errors import ConfigError, ModelError
@@ -83,9 +84,15 @@ def register_attention() -> None:
     AttentionMaskInterface.register(NAME, padding_mask)
 
 
-def padding_mask(*, attention_mask: Tensor | None = None, **_: Any) -> Tensor | None:
-    """The mask function of "kvq": the 2-D padding mask as it is, bool [batch, tokens so far]."""
-    return attention_mask
+def padding_mask(
+    *, attention_mask: Tensor | None = None, allow_is_causal_skip: bool = True, **_: Any
+) -> Tensor | None:
+    """The mask function of "kvq": the 2-D padding mask as it is, bool [batch, tokens so far].
+
+    Where the model lays more over causal attention (images, packed sequences), a mask of no shape
+    that attention over blocks takes: a KvqCache refuses it, and kvq's sessions need none.
+    """
+    return attention_mask if allow_is_causal_skip else torch.empty(0, 0, 0)
 
 
 def hand_over(step: BatchAttention) -> None:

@@ -9,7 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvq.cache import register_attention
 from tests.helpers_models import build_model, random_tokens, small_config
+
+register_attention()
 
 FAMILIES = ["llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3_text", "gpt2", "gpt_oss", "deepseek_v3"]
 

@@ -247,6 +247,40 @@ def test_masks_that_blocks_cannot_follow_are_refused() -> None:
             model(ids[:, :1], attention_mask=torch.ones(2, 7), past_key_values=cache)
 
 
+def test_a_mask_that_the_model_lays_over_causal_attention_is_refused() -> None:
+    from transformers.masking_utils import create_causal_mask
+
+    model = family_model("llama")
+    model.set_attn_implementation("kvq")
+    ids, _ = _prompt(6)
+    cache = KvqCache(model.config)
+    mask = create_causal_mask(
+        config=model.config,
+        inputs_embeds=model.get_input_embeddings()(ids),
+        attention_mask=None,
+        past_key_values=cache,
+        or_mask_function=lambda batch, head, query, key: query >= 0,
+    )
+    with pytest.raises(RequestError, match="of your own"), torch.no_grad():
+        model(ids, attention_mask=mask[None], past_key_values=cache)
+
+
+def test_a_second_turn_goes_on_from_the_first() -> None:
+    model = family_model("gemma3_text")
+    ids, mask = left_padded([12, 7])
+    for attention in ATTENTIONS:
+        model.set_attn_implementation(attention)
+        caches = KvqCache(model.config, kv="fp32", block_size=4), DynamicCache(config=model.config)
+        turns = []
+        for cache in caches:
+            model.set_attn_implementation(attention if isinstance(cache, KvqCache) else "sdpa")
+            first = generate(model, cache, ids, mask)
+            longer = torch.cat((first, ids[:, -3:]), dim=1)
+            seen = torch.cat((mask, torch.ones(2, longer.shape[1] - mask.shape[1], dtype=torch.long)), dim=1)
+            turns.append(generate(model, cache, longer, seen))
+        assert torch.equal(*turns)
+
+
 def test_an_attention_that_does_not_read_the_blocks_is_told() -> None:
     model = family_model("llama")
     ids, mask = _prompt(6)

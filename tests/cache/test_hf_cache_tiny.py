@@ -10,7 +10,7 @@ import torch
 from transformers import DynamicCache
 from transformers.utils import is_optimum_quanto_available
 
-from kvq.cache import KvqCache, register_attention
+from kvq.cache import KvqCache
 from tests.cache.hf_kit import attention_of
 
 _BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "quantized_cache.py"
@@ -28,7 +28,6 @@ def thousand(tiny: Any) -> list[int]:
 def test_a_thousand_tokens_in_int4_hold_less_than_a_third_of_bf16(
     tiny: Any, thousand: list[int], attention: str, whole: bool
 ) -> None:
-    register_attention()
     bf16_bytes = 1000 * tiny.with_kv("bf16").kv_bytes_per_token
     ids = torch.tensor([thousand])
     with attention_of(tiny.weights.model, attention) as model, torch.inference_mode():
@@ -44,7 +43,6 @@ def test_a_thousand_tokens_in_int4_hold_less_than_a_third_of_bf16(
 
 @pytest.mark.parametrize("attention", ["sdpa", "kvq"])
 def test_int4_tokens_are_those_of_kvqs_own_sessions_up_to_a_near_tie(tiny: Any, attention: str) -> None:
-    register_attention()
     own = tiny.with_kv("int4")
     prompt = tiny.tokenizer(_TEXT)["input_ids"][3:60]
     session = own.session(max_tokens=len(prompt) + 60)
@@ -70,7 +68,6 @@ def test_int4_tokens_are_those_of_kvqs_own_sessions_up_to_a_near_tie(tiny: Any, 
 
 
 def test_fp32_blocks_give_the_embedded_model_its_own_tokens(tiny: Any) -> None:
-    register_attention()
     ids = torch.tensor([tiny.tokenizer(_TEXT)["input_ids"][:300]])
     outs = []
     for attention in ("sdpa", "kvq"):
