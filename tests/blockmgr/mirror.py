@@ -20,7 +20,9 @@ class Mirror:
                 self.faults.append(event)
             self.parents[event.digest] = event.parent
             self.indexed[event.group, event.block] = event.digest
-        elif isinstance(event, Evicted) and self.indexed.pop((event.group, event.block), None) != event.digest:
+        elif (
+            isinstance(event, Evicted) and self.indexed.pop((event.group, event.block), None) != event.digest
+        ):
             self.faults.append(event)
 
     def check(self) -> None:

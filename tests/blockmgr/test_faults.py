@@ -1,0 +1,140 @@
+"""Running out of blocks or host slots at every possible place, one after another."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from kvq.blockmgr import BlockManager, BlockPool
+from kvq.blockmgr.swap import SwapSpace
+from kvq.errors import OutOfBlocks
+from tests.blockmgr.simulation import Simulation
+from tests.blockmgr.state import state, unordered
+
+PROMPT = [1, 0, 1, 1, 0, 0, 1]
+
+
+class Fault:
+    """Makes one call of a method fail, the n-th."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, owner: type, name: str, fails: Callable[[], Any]) -> None:
+        self.countdown = 0
+        self.fired = False
+        real = getattr(owner, name)
+
+        def call(*arguments: Any) -> Any:
+            self.countdown -= 1
+            if not self.countdown:
+                self.fired = True
+                return fails()
+            return real(*arguments)
+
+        patch.setattr(owner, name, call)
+
+
+def out_of_blocks() -> None:
+    raise OutOfBlocks("injected")
+
+
+SITES: dict[str, tuple[type, str, Callable[[], Any], int]] = {
+    "blocks": (BlockPool, "allocate", out_of_blocks, 20),
+    "host slots": (SwapSpace, "can_swap_out", lambda: False, 4),
+}
+
+
+def simulation(num_blocks: int) -> Simulation:
+    manager = BlockManager(
+        num_blocks=[num_blocks] * 2, block_size=2, windows=[None, 4], host_slots=[9, 9], max_pinned_blocks=9
+    )
+    manager.set_quota("a", num_blocks - 1)
+    sim = Simulation(manager)
+    sim.surprised = True
+    return sim
+
+
+def compute(sim: Simulation, *which: int) -> None:
+    """All that is known of some clients in one step."""
+    clients = [sim.clients[i] for i in which]
+    sim.step([(client, 99, [1]) for client in clients])
+
+
+def commit(sim: Simulation, *which: int, accept: int = 1) -> None:
+    for i in which:
+        sim.commit(sim.clients[i], accept, [0])
+
+
+def refusals(sim: Simulation) -> int:
+    return sum(count for path, count in sim.seen.items() if path.startswith("refused"))
+
+
+# A part is copied at the second start; the forks' last blocks, shared in both groups, at their step.
+SCENARIO: list[Callable[[Simulation], Any]] = [
+    lambda sim: sim.start("a", PROMPT),
+    lambda sim: compute(sim, 0),
+    lambda sim: commit(sim, 0),
+    lambda sim: sim.start("a", [*PROMPT[:5], 1, 1]),
+    lambda sim: compute(sim, 1),
+    lambda sim: commit(sim, 1),
+    lambda sim: compute(sim, 0, 1),
+    lambda sim: commit(sim, 0, 1, accept=0),
+    lambda sim: sim.fork(sim.clients[0]),
+    lambda sim: compute(sim, 0, 2),
+    lambda sim: commit(sim, 0, 2),
+    lambda sim: sim.adopt("b", PROMPT, 3),
+    lambda sim: commit(sim, 3),
+    lambda sim: sim.swap_out(sim.clients[0]),
+    lambda sim: sim.swap_out(sim.clients[3]),
+    lambda sim: sim.pin(sim.clients[1], 1.0),
+    lambda sim: sim.manager.drop_cached(),
+    lambda sim: sim.swap_in(sim.clients[0]),
+    lambda sim: sim.swap_in(sim.clients[3]),
+    lambda sim: compute(sim, 0, 3),
+    lambda sim: commit(sim, 0, 3),
+    lambda sim: sim.wait(2.0),
+]
+
+
+def play(sim: Simulation, fault: Fault, *, strict: bool) -> None:
+    """The scenario; an operation that failed is tried again."""
+    for operation in SCENARIO:
+        before, refused = unordered(state(sim.manager)), refusals(sim)
+        operation(sim)
+        sim.check()
+        if refusals(sim) > refused:
+            if strict:
+                assert fault.fired
+                assert unordered(state(sim.manager)) == before
+            operation(sim)
+            sim.check()
+
+
+@pytest.mark.parametrize("site", SITES)
+def test_a_failure_at_any_place_leaves_everything_as_it_was(
+    site: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    owner, name, fails, at_least = SITES[site]
+    fault = Fault(monkeypatch, owner, name, fails)
+    n = 1
+    while True:
+        fault.countdown, fault.fired = n, False
+        sim = simulation(num_blocks=40)
+        play(sim, fault, strict=True)
+        assert sim.seen["swapped in"] == 2
+        assert sim.seen["copies on write"] >= 2
+        sim.close()
+        if fault.countdown > 0:
+            break
+        n += 1
+    assert n > at_least
+
+
+def test_a_failure_under_pressure_leaks_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    fault = Fault(monkeypatch, BlockPool, "allocate", out_of_blocks)
+    refused = 0
+    for n in range(1, 60):
+        sim = simulation(num_blocks=13)
+        fault.countdown, fault.fired = n, False
+        play(sim, fault, strict=False)
+        refused += refusals(sim)
+        sim.close()
+    assert refused > 60  # not only the injected ones

@@ -1,0 +1,215 @@
+"""Any sequence of operations, as hypothesis finds and shrinks them, over two layer groups."""
+
+from collections import Counter
+from collections.abc import Callable
+from hashlib import sha256
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from kvq.blockmgr import BlockManager
+from tests.blockmgr.drive import PATHS
+from tests.blockmgr.simulation import Client, Simulation
+
+EXPECTED = set(PATHS) - {"evicted", "grown"}
+BASE = [0, 1, 0, 0, 1, 1, 0]
+TOKENS = st.lists(st.integers(0, 1), min_size=1, max_size=9)
+SMALL = st.integers(0, 5)
+
+
+def is_away(client: Client) -> bool:
+    return client.sequence.is_swapped
+
+
+def is_here(client: Client) -> bool:
+    return not client.sequence.is_swapped
+
+
+def is_idle(client: Client) -> bool:
+    return client.is_committed
+
+
+def is_stepping(client: Client) -> bool:
+    return is_here(client) and not client.is_committed
+
+
+class Machine(RuleBasedStateMachine):
+    """The simulation's operations as rules. Two tenants, a shared salt, full and sliding layers."""
+
+    seen: Counter[str] = Counter()
+
+    @initialize(
+        blocks=st.tuples(st.integers(4, 9), st.integers(4, 9)),
+        size=st.integers(1, 3),
+        window=st.integers(1, 6),
+        quota=st.none() | st.integers(2, 6),
+        bits=st.sampled_from([8, 2]),
+    )
+    def begin(self, blocks: tuple[int, int], size: int, window: int, quota: int | None, bits: int) -> None:
+        """A manager of some shape; with two bits, digests collide all the time."""
+        collides = {"digest": lambda data: bytes([sha256(data).digest()[0] & 3])} if bits == 2 else {}
+        manager = BlockManager(
+            num_blocks=list(blocks),
+            block_size=size,
+            windows=[None, window],
+            host_slots=[5, 5],
+            **collides,
+        )
+        if quota is not None:
+            manager.set_quota("a", quota)
+        self.sim = Simulation(manager)
+        self.sim.start("a", BASE)
+        self.compute(0, BASE)
+
+    def compute(self, number: int, drafts: list[int]) -> None:
+        """A request computes all it knows and some drafts, and commits it."""
+        client = self.sim.clients[number]
+        if self.sim.step([(client, 99, drafts)]):
+            self.sim.commit(client, 2, [1])
+
+    def pick(self, number: int, fits: Callable[[Client], bool]) -> Client:
+        """One of the clients that can be worked on; a precondition says that there is one."""
+        fit = [client for client in self.sim.clients if fits(client)]
+        return fit[number % len(fit)]
+
+    @precondition(lambda self: len(self.sim.clients) < 5)
+    @rule(tenant=st.sampled_from("ab"), known=SMALL, more=TOKENS, public=st.booleans(), reuse=st.booleans())
+    def start(self, tenant: str, known: int, more: list[int], public: bool, reuse: bool) -> None:
+        """A request arrives."""
+        self.sim.start(tenant, BASE[:known] + more, "public" if public else None, reuse)
+
+    @precondition(lambda self: 0 < len(self.sim.clients) < 5)
+    @rule(number=SMALL, more=TOKENS)
+    def start_again(self, number: int, more: list[int]) -> None:
+        """A request continues what another one has, and is computed at once."""
+        known = self.sim.clients[number % len(self.sim.clients)]
+        self.sim.start(known.tenant, (known.tokens + more)[:14], known.shared)
+        self.compute(-1, more[:2])
+
+    @precondition(lambda self: len(self.sim.clients) < 5)
+    @rule(tokens=TOKENS)
+    def adopt(self, tokens: list[int]) -> None:
+        """A request arrives with the KV of its whole blocks."""
+        self.sim.adopt("b", tokens, len(tokens) // self.sim.size)
+
+    @precondition(lambda self: any(map(is_idle, self.sim.clients)))
+    @rule(number=SMALL, count=st.integers(1, 9), drafts=st.lists(st.integers(0, 1), max_size=3))
+    def step(self, number: int, count: int, drafts: list[int]) -> None:
+        """A request computes some tokens."""
+        self.sim.step([(self.pick(number, is_idle), count, drafts)])
+
+    @precondition(lambda self: any(map(is_idle, self.sim.clients)))
+    @rule(drafts=st.lists(st.integers(0, 1), max_size=2))
+    def step_all(self, drafts: list[int]) -> None:
+        """All requests compute what they can, some tokens are accepted."""
+        work = [client for client in self.sim.clients if is_idle(client)]
+        if self.sim.step([(client, 99, drafts) for client in work]):
+            for client in work:
+                self.sim.commit(client, 1, [0])
+
+    @precondition(lambda self: any(map(is_stepping, self.sim.clients)))
+    @rule(number=SMALL, accept=st.integers(0, 3), sampled=st.lists(st.integers(0, 1), max_size=1))
+    def commit(self, number: int, accept: int, sampled: list[int]) -> None:
+        """A step was good."""
+        self.sim.commit(self.pick(number, is_stepping), accept, sampled)
+
+    @precondition(lambda self: any(map(is_stepping, self.sim.clients)))
+    @rule(number=SMALL)
+    def fail(self, number: int) -> None:
+        """A step was not."""
+        self.sim.fail(self.pick(number, is_stepping))
+
+    @precondition(lambda self: any(map(is_idle, self.sim.clients)) and len(self.sim.clients) < 5)
+    @rule(number=SMALL)
+    def fork(self, number: int) -> None:
+        """A request branches, and both branches go on."""
+        self.sim.fork(self.pick(number, is_idle))
+
+    @precondition(lambda self: any(map(is_here, self.sim.clients)))
+    @rule(number=SMALL, length=st.integers(0, 20))
+    def truncate(self, number: int, length: int) -> None:
+        """A request is rewound."""
+        client = self.pick(number, is_here)
+        self.sim.truncate(client, min(length, client.sequence.length))
+
+    @precondition(lambda self: any(map(is_idle, self.sim.clients)))
+    @rule(number=SMALL)
+    def swap_out(self, number: int) -> None:
+        """A request is preempted."""
+        self.sim.swap_out(self.pick(number, is_idle))
+
+    @precondition(lambda self: any(map(is_away, self.sim.clients)))
+    @rule(number=SMALL, lost=st.integers(0, 2))
+    def swap_in(self, number: int, lost: int) -> None:
+        """A preempted request resumes, maybe with damage."""
+        self.sim.swap_in(self.pick(number, is_away), lost)
+
+    @precondition(lambda self: any(map(is_here, self.sim.clients)))
+    @rule(number=SMALL, seconds=st.floats(0, 3))
+    def pin(self, number: int, seconds: float) -> None:
+        """What is indexed of a request is kept for a time, while some time passes."""
+        self.sim.pin(self.pick(number, is_here), seconds)
+        self.sim.wait(seconds / 2)
+
+    @precondition(lambda self: self.sim.clients)
+    @rule(number=SMALL)
+    def end(self, number: int) -> None:
+        """A request ends, in whatever state it is."""
+        self.sim.free(self.sim.clients[number % len(self.sim.clients)])
+
+    @rule(quota=st.none() | st.integers(1, 8))
+    def disturb(self, quota: int | None) -> None:
+        """Everything cached goes, or a tenant's quota changes."""
+        if quota is None:
+            self.sim.manager.drop_cached()
+        else:
+            self.sim.manager.set_quota("a", quota)
+
+    @invariant()
+    def nothing_is_broken(self) -> None:
+        """Holds after every step."""
+        if hasattr(self, "sim"):
+            self.sim.check()
+            self.sim.seen["steps"] += 1
+
+    def teardown(self) -> None:
+        """Nothing is left when all have gone."""
+        if hasattr(self, "sim"):
+            self.sim.close()
+            self.seen.update(self.sim.seen)
+
+
+def run(examples: int, steps: int) -> Counter[str]:
+    """Let hypothesis choose; returns how often which path was taken."""
+    Machine.seen = Counter()
+    run_state_machine_as_test(
+        Machine,
+        settings=settings(
+            max_examples=examples,
+            stateful_step_count=steps,
+            derandomize=True,
+            database=None,
+            deadline=None,
+        ),
+    )
+    return Machine.seen
+
+
+def test_no_sequence_of_operations_breaks_an_invariant() -> None:
+    seen = run(examples=1000, steps=50)
+    assert seen["steps"] >= 30_000
+    assert {path for path in EXPECTED if seen[path] < 10} == set()
+
+
+@pytest.mark.long
+def test_no_long_sequence_of_operations_breaks_an_invariant() -> None:
+    assert run(examples=3000, steps=100)["steps"] >= 250_000
