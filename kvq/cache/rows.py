@@ -84,11 +84,18 @@ class BatchRows:
     def append(self, count: int, padding: list[int] | None = None) -> None:
         """Make room for `count` more tokens in every row, the first `padding[i]` of row i left out.
 
+        Without `padding`, whatever pads a row is stored like its other tokens.
+
         Raises:
             RequestError: more tokens than `max_tokens`, or padding after a row's first token.
             OutOfMemory: the pools can't grow. In all cases nothing has changed.
         """
-        padding = self.padding if padding is None else padding
+        if padding is None and any(self.padding):
+            raise RequestError(
+                "the left padding was not stored under attn_implementation='kvq', so another attention "
+                "can't go on from it; keep 'kvq', or reset() the cache"
+            )
+        padding = padding or self.padding
         total = self.length + count
         if self.max_tokens is not None and total > self.max_tokens:
             raise RequestError(
@@ -96,7 +103,11 @@ class BatchRows:
                 f"make one with a larger max_tokens, or without it, to let it grow"
             )
         counts = [total - pad - s.length for pad, s in zip(padding, self.sequences, strict=True)]
-        if any(new < 0 or new > count for new in counts):
+        has_moved = [
+            bool(s.length) and new != old
+            for new, old, s in zip(padding, self.padding, self.sequences, strict=True)
+        ]
+        if any(has_moved) or any(new < 0 or new > count for new in counts):
             raise RequestError(
                 f"the padding changed from {self.padding} to {padding} tokens after {self.length} tokens; "
                 f"pad on the left, and pass the attention_mask of the whole context in every call"
@@ -152,16 +163,8 @@ class BatchRows:
     def dense(self, layer: int, start: int, dtypes: tuple[torch.dtype, torch.dtype]) -> tuple[Tensor, Tensor]:
         """K and V of a layer from position `start` on: [batch, kv_heads, tokens, dim] in `dtypes`.
 
-        They lie in `scratch` and are overwritten by the next layer's.
-
-        Raises:
-            RequestError: the rows were stored without their padding.
+        They lie in `scratch` and are overwritten by the next layer's. Rows must be without padding.
         """
-        if any(self.padding):
-            raise RequestError(
-                "the left padding was not stored under attn_implementation='kvq', so another attention "
-                "can't go on from it; keep 'kvq', or reset() the cache"
-            )
         tables = self.batches[self.blocks.group_of[layer]].tables
         kv = self.blocks.layer(layer)
         return self.scratch.gather(kv, tables, start, self.length, dtypes=dtypes, unrotate=True)

@@ -242,9 +242,17 @@ def test_masks_that_blocks_cannot_follow_are_refused() -> None:
         model(ids, attention_mask=padded, past_key_values=cache)
         with pytest.raises(RequestError, match="padding changed"):
             model(ids[:, :1], past_key_values=cache)
+        more_padding = torch.ones(2, 10, dtype=torch.long)
+        more_padding[0, :4] = 0
+        with pytest.raises(RequestError, match="padding changed"):
+            model(ids[:, :4], attention_mask=more_padding, past_key_values=cache)
         model.set_attn_implementation("sdpa")
         with pytest.raises(RequestError, match="not stored"):
             model(ids[:, :1], attention_mask=torch.ones(2, 7), past_key_values=cache)
+        model.set_attn_implementation("kvq")
+        right = torch.cat((padded, torch.ones(2, 1, dtype=torch.long)), dim=1)
+        model(ids[:, :1], attention_mask=right, past_key_values=cache)
+    assert cache.get_seq_length() == 7
 
 
 def test_a_mask_that_the_model_lays_over_causal_attention_is_refused() -> None:
