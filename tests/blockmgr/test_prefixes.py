@@ -1,0 +1,186 @@
+"""Whose prefixes are found: tenants, shared salts, what is computed right now, and adopted prefixes."""
+
+import random
+
+import pytest
+
+from kvq.blockmgr import BlockManager, Sequence
+from kvq.errors import ConfigError, OutOfBlocks, RequestError
+from tests.blockmgr.helpers import cache, compute, hit, manager, run
+
+
+def test_no_tenant_hits_another_in_1000_pairs_of_equal_prompts() -> None:
+    rng = random.Random(6)
+    blocks = manager(64, 64, windows=[None, 6])
+    for number in range(1000):
+        tokens = [number, *(rng.randrange(50) for _ in range(rng.randint(3, 20)))]
+        own = run(blocks, tokens, "a")
+        assert hit(blocks, tokens, "b") == 0
+        other = run(blocks, tokens, "b")
+        for group in range(2):
+            mine, theirs = (set(s.tables[group][s.starts[group] :]) for s in (own, other))
+            assert mine
+            assert not mine & theirs
+        assert hit(blocks, tokens, "a") == hit(blocks, tokens, "b") == len(tokens) - 1
+        blocks.free(own)
+        blocks.free(other)
+    blocks.check_integrity()
+
+
+def test_a_shared_salt_hits_across_tenants_and_only_under_its_name() -> None:
+    blocks = manager(40)
+    cache(blocks, range(6), "a", salt="common")
+    assert hit(blocks, range(6), "b", salt="common") == 5
+    assert hit(blocks, range(6), "a", salt="other") == 0
+    assert hit(blocks, range(6), "a") == 0
+    assert hit(blocks, range(6), "common") == 0  # a tenant can't name itself after a salt
+    cache(blocks, range(6), "x")
+    assert hit(blocks, range(6), "a", salt="x") == 0
+
+
+def test_another_identity_has_other_digests() -> None:
+    roots = {
+        manager(4, identity=identity).prompt([1], tenant=tenant).root
+        for identity in (b"", b"model", b"model2")
+        for tenant in ("", "a", "\ud800")
+    }
+    assert len(roots) == 9
+
+
+def test_digests_are_visible_only_after_commit() -> None:
+    blocks = manager(8)
+    sequence = blocks.start(blocks.prompt(range(5)))
+    blocks.append([(sequence, 5)])
+    assert hit(blocks, range(5)) == 0
+    blocks.commit(sequence)
+    assert hit(blocks, range(5)) == 4
+
+
+def test_a_start_without_reuse_computes_everything_and_is_found_again() -> None:
+    blocks = manager(8)
+    cache(blocks, range(4))
+    sequence = blocks.start_without_reuse(blocks.prompt(range(4)))
+    assert (sequence.length, sequence.receipt.reused) == (0, 0)
+    compute(blocks, sequence)
+    assert sequence.tables == [[0, 1]]  # its copy gave way to the known one
+    assert blocks.usage()[0].live == 2
+
+
+def test_equal_prefixes_computed_side_by_side_end_up_in_one_copy() -> None:
+    blocks = manager(12, 12, windows=[None, 8])
+    prompt = blocks.prompt(range(7))
+    twins = [blocks.start(prompt) for _ in range(3)]
+    blocks.append([(twin, 7) for twin in twins])
+    assert blocks.usage()[0].live == 12
+    for twin in twins:
+        blocks.commit(twin)
+    assert [usage.live for usage in blocks.usage()] == [3 + 3, 3 + 3]
+    assert all(twin.tables[0][:3] == twins[0].tables[0][:3] for twin in twins)
+    blocks.check_integrity()
+
+
+def waited_for(blocks: BlockManager, tokens: range, tenant: str = "") -> Sequence | None:
+    return blocks.lookup(blocks.prompt(tokens, tenant=tenant)).waits_for
+
+
+def test_waits_for_names_who_computes_the_next_block() -> None:
+    blocks = manager(12)
+    first = blocks.start(blocks.prompt(range(6)))
+    assert waited_for(blocks, range(9)) is first
+    assert waited_for(blocks, range(3)) is first  # 0 and 1 can be had
+    assert waited_for(blocks, range(2)) is None  # one token must be computed anyway
+    assert waited_for(blocks, range(9), "b") is None
+    assert waited_for(blocks, range(1, 9)) is None
+    blocks.append([(first, 3)])
+    assert waited_for(blocks, range(3)) is first  # written, and not known to be good
+    blocks.commit(first)
+    assert waited_for(blocks, range(3)) is None
+    assert waited_for(blocks, range(5)) is first
+    blocks.append([(first, 3)])
+    blocks.commit(first)
+    assert waited_for(blocks, range(9)) is None  # what comes after its prompt it does not promise
+
+
+@pytest.mark.parametrize("end", ["free", "scrub", "swap_out", "truncate"])
+def test_nobody_waits_for_a_request_that_stopped(end: str) -> None:
+    blocks = manager(12, host_slots=[12])
+    first = blocks.start(blocks.prompt(range(8)))
+    blocks.append([(first, 2)])
+    blocks.commit(first)
+    assert waited_for(blocks, range(8)) is first
+    getattr(blocks, end)(first, *([1] if end == "truncate" else []))
+    assert waited_for(blocks, range(8)) is None
+    blocks.check_integrity()
+
+
+def test_one_waits_for_a_block_that_is_computed_again_although_deeper_ones_are_known() -> None:
+    blocks = manager(8, 8, windows=[None, 8])
+    cache(blocks, range(6))
+    blocks.pools[0].drop_cached()  # the sliding group still knows all three blocks
+    assert hit(blocks, range(6)) == 0
+    again = blocks.start(blocks.prompt(range(6)))
+    assert waited_for(blocks, range(6)) is again
+
+
+def test_a_digest_collision_makes_nobody_wait() -> None:
+    blocks = manager(12, digest=lambda data: b"the same for all")
+    blocks.start(blocks.prompt([1, 2, 3, 4], tenant="a"))
+    assert waited_for(blocks, range(5), "a") is None
+    assert blocks.lookup(blocks.prompt([1, 2, 3, 4], tenant="b")).waits_for is None
+    assert blocks.lookup(blocks.prompt([1, 2, 3, 4], tenant="a")).waits_for is not None
+
+
+def test_an_adopted_prefix_holds_what_its_windows_see_and_is_indexed_at_commit() -> None:
+    blocks = manager(9, 9, windows=[None, 4])
+    prompt = blocks.prompt(range(9))
+    sequence = blocks.adopt(prompt, 8)
+    assert (sequence.length, sequence.committed, sequence.starts) == (8, 0, [0, 2])
+    assert [usage.live for usage in blocks.usage()] == [4, 2]
+    assert blocks.lookup(prompt).length == 0
+    blocks.check_integrity()
+    blocks.commit(sequence)
+    blocks.check_integrity()
+    blocks.free(sequence)
+    assert blocks.lookup(prompt).length == 8
+    assert blocks.held_prefix(prompt)[:2] == (8, [0, 2])
+
+
+def test_an_adopted_prefix_freed_without_commit_leaves_nothing() -> None:
+    blocks = manager(9)
+    blocks.free(blocks.adopt(blocks.prompt(range(8)), 8))
+    assert blocks.usage()[0].free == 9
+    assert hit(blocks, range(8)) == 0
+
+
+def test_adopting_needs_whole_blocks_within_the_prompt_and_room() -> None:
+    blocks = manager(3)
+    prompt = blocks.prompt(range(9))
+    for length in (3, -2, 10):
+        with pytest.raises(ConfigError, match=f"multiple of the block size 2 and at most .* got {length}"):
+            blocks.adopt(prompt, length)
+    with pytest.raises(OutOfBlocks, match="need 4 blocks"):
+        blocks.adopt(prompt, 8)
+    assert blocks.sequences() == []
+    assert blocks.adopt(prompt, 0).length == 0
+
+
+def test_a_held_prefix_covers_a_whole_prompt_in_whole_blocks() -> None:
+    blocks = manager(9, 9, windows=[None, 3])
+    run(blocks, range(8))
+    length, starts, tables = blocks.held_prefix(blocks.prompt(range(8)))
+    assert (length, starts) == (8, [0, 3])
+    assert [len(table) for table in tables] == [4, 4]
+    assert blocks.held_prefix(blocks.prompt(range(7)))[0] == 6
+    assert blocks.held_prefix(blocks.prompt([9, 9])) == (0, [0, 0], [[], []])
+
+
+@pytest.mark.parametrize("bad", [[-1], [2**32], [1.5], ["1"], [None]])
+def test_token_ids_that_are_none_are_refused_and_nothing_changes(bad: list[int]) -> None:
+    blocks = manager(4)
+    with pytest.raises(RequestError, match="whole numbers from 0"):
+        blocks.prompt(bad)
+    sequence = run(blocks, [1, 2])
+    blocks.append([(sequence, 1)])
+    with pytest.raises(RequestError, match="whole numbers from 0"):
+        blocks.commit(sequence, bad)
+    assert (sequence.committed, list(sequence.tokens)) == (2, [1, 2])
