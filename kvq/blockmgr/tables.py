@@ -164,13 +164,17 @@ class Tables:
         """Tokens held / slots of live blocks, over all layer groups; 1.0 when nothing is live."""
         size = self._blocks.block_size
         slots = unused = 0
+        sequences = [sequence for sequence in sequences if not sequence.is_swapped]
         for group, pool in enumerate(self._blocks.pools):
             slots += pool.num_live * size
             tails: dict[BlockId, int] = {}  # last blocks that are not full, and their empty slots
             for sequence in sequences:
-                empty = -sequence.length % size
-                if empty and not sequence.is_swapped:
+                if empty := -sequence.length % size:
                     last = sequence.tables[group][-1]
                     tails[last] = min(empty, tails.get(last, empty))
+            if any(pool.references(block) > 1 for block in tails):
+                for sequence in sequences:  # a fork may be further on in the same block
+                    for block in sequence.tables[group][sequence.starts[group] : sequence.length // size]:
+                        tails.pop(block, None)
             unused += sum(empty for block, empty in tails.items() if pool.entry(block) is None)
         return 1 - unused / slots if slots else 1.0

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Callable
 from hashlib import sha256
+from typing import ClassVar
 
 import pytest
 from hypothesis import settings
@@ -45,7 +46,7 @@ def is_stepping(client: Client) -> bool:
 class Machine(RuleBasedStateMachine):
     """The simulation's operations as rules. Two tenants, a shared salt, full and sliding layers."""
 
-    seen: Counter[str] = Counter()
+    seen: ClassVar[Counter[str]] = Counter()
 
     @initialize(
         blocks=st.tuples(st.integers(4, 9), st.integers(4, 9)),

@@ -1,194 +1,202 @@
-"""Tables and slots: against a plain model under random operations, and all or nothing."""
+"""The manager as a whole: quotas, receipts, utilization, eviction order, growth, bad configuration."""
 
-from collections.abc import Callable
+import random
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from kvq.blockmgr import BlockId, BlockManager, Sequence
+from kvq.blockmgr import BlockManager, PoolUsage
 from kvq.errors import ConfigError, OutOfBlocks
+from tests.blockmgr.drive import random_simulation, random_step
+from tests.blockmgr.helpers import cache, compute, hit, manager, run
 
-STEP = st.one_of(
-    st.tuples(st.just("append"), st.lists(st.tuples(st.integers(0, 4), st.integers(0, 11)), max_size=4)),
-    st.tuples(st.just("free"), st.integers(0, 4)),
-    st.tuples(st.just("new"), st.just(0)),
+
+def test_a_tenant_at_its_quota_gives_up_its_own_oldest_prefix_first() -> None:
+    blocks = manager(12)
+    blocks.set_quota("a", 4)
+    cache(blocks, range(4), "b")
+    cache(blocks, range(10, 14), "a")
+    cache(blocks, range(20, 24), "a")
+    assert [usage.free for usage in blocks.usage()] == [6]
+    cache(blocks, range(30, 34), "a")
+    assert hit(blocks, range(10, 15), "a") == 0
+    assert hit(blocks, range(20, 25), "a") == 4
+    assert hit(blocks, range(5), "b") == 4
+    assert blocks.usage()[0].cached == 6
+    blocks.check_integrity()
+
+
+def test_a_tenant_at_its_quota_is_refused_while_the_pool_has_room() -> None:
+    blocks = manager(12)
+    blocks.set_quota("a", 2)
+    sequence = run(blocks, range(4), "a")
+    assert not blocks.can_append([(sequence, 1)])
+    assert not blocks.can_admit(blocks.prompt([7], tenant="a"), 1)
+    assert blocks.can_admit(blocks.prompt([7], tenant="b"), 1)
+    with pytest.raises(OutOfBlocks, match="holds 2 of its quota of 2 and 0 of them can be given up"):
+        blocks.append([(sequence, 1)])
+    run(blocks, range(4), "b")
+
+
+def test_sharing_anothers_blocks_costs_no_quota() -> None:
+    blocks = manager(12)
+    blocks.set_quota("b", 1)
+    run(blocks, range(8), "a", salt="common")
+    sequence = blocks.start(blocks.prompt(range(9), tenant="b", shared_salt="common"))
+    assert sequence.length == 8
+    compute(blocks, sequence)
+    blocks.check_integrity()
+
+
+def test_a_quota_counts_for_requests_that_start_later_and_can_be_changed() -> None:
+    blocks = manager(12)
+    before = run(blocks, range(4), "a")
+    blocks.set_quota("a", 1)
+    blocks.append([(before, 4)])
+    after = blocks.start(blocks.prompt(range(50, 60), tenant="a"))
+    assert not blocks.can_append([(after, 3)])
+    blocks.set_quota("a", 2)
+    assert blocks.can_append([(after, 3)])
+    with pytest.raises(ConfigError, match="a quota must be at least one block, got 0"):
+        blocks.set_quota("a", 0)
+
+
+def test_a_part_is_not_copied_when_the_quota_has_no_room_for_it() -> None:
+    blocks = manager(12)
+    blocks.set_quota("a", 2)
+    run(blocks, range(4), "a")
+    prompt = blocks.prompt([0, 1, 2, 9], tenant="a")
+    assert blocks.lookup(prompt).length == 3
+    assert blocks.start(prompt).length == 2
+    assert blocks.take_orders() == []
+
+
+def test_a_cached_prefix_survives_while_blocks_are_free_elsewhere() -> None:
+    blocks = manager(10)
+    cache(blocks, range(6))
+    sequence = blocks.new_sequence()
+    blocks.append([(sequence, 14)])
+    assert hit(blocks, range(7)) == 6
+    blocks.append([(sequence, 2)])
+    assert hit(blocks, range(7)) == 4  # the deepest block went first
+
+
+def test_prefixes_go_oldest_first_and_deeper_blocks_before_their_prefix() -> None:
+    blocks = manager(8)
+    cache(blocks, [*range(4), 10, 11])
+    cache(blocks, [*range(4), 20, 21])
+    cache(blocks, range(50, 54))
+    run(blocks, range(4))  # in use again
+    hog = blocks.new_sequence()
+    left = []
+    for _ in range(6):
+        prompts = [*range(4), 10, 11, 9], [*range(4), 20, 21, 9], [*range(50, 54), 9]
+        left.append([hit(blocks, tokens) for tokens in prompts])
+        blocks.append([(hog, 2)])
+    assert left == [[6, 6, 4]] * 3 + [[4, 6, 4], [4, 4, 4], [4, 4, 2]]
+
+
+def test_a_receipt_says_what_a_request_used() -> None:
+    blocks = manager(20, 20, windows=[None, 4], host_slots=[9, 9])
+    cache(blocks, range(6))
+    sequence = blocks.start(blocks.prompt([*range(5), 9, 9, 9]))
+    r = sequence.receipt
+    assert (r.shared, r.reused, r.own, r.copied, r.peak) == (2 + 2, 5, 2, 2, 6)
+    compute(blocks, sequence)
+    assert (r.own, r.copied, r.peak) == (2 + 2, 2, 8)
+    blocks.swap_out(sequence)
+    assert r.swapped == 4 + 2
+    final = blocks.free(sequence)
+    assert final == r
+    assert final is not r
+    assert (final.recomputed, final.reused) == (0, 5)
+
+
+def brute_utilization(blocks: BlockManager) -> float:
+    """Tokens in live blocks / their slots, slot by slot."""
+    slots = used = 0
+    for group, pool in enumerate(blocks.pools):
+        filled: dict[int, int] = {}
+        for s in blocks.sequences():
+            if not s.is_swapped:
+                for i, block in enumerate(s.tables[group][s.starts[group] :], start=s.starts[group]):
+                    n = min(blocks.block_size, s.length - i * blocks.block_size)
+                    filled[block] = max(n, filled.get(block, 0))
+        for block in pool.held():
+            slots += blocks.block_size
+            used += blocks.block_size if pool.entry(block) is not None else filled[block]
+    return used / slots if slots else 1.0
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_utilization_is_the_share_of_live_slots_that_hold_tokens(seed: int) -> None:
+    rng = random.Random(seed)
+    sim = random_simulation(rng)
+    for _ in range(1000):
+        random_step(sim, rng)
+        assert sim.manager.utilization() == pytest.approx(brute_utilization(sim.manager), abs=1e-12)
+
+
+def test_a_rewound_fork_leaves_its_twins_tokens_counted() -> None:
+    blocks = manager(9, size=4)
+    first = blocks.new_sequence()
+    blocks.append([(first, 8)])
+    blocks.commit(first)  # its tokens are not known, so nothing is indexed
+    twin = blocks.fork(first)
+    blocks.truncate(twin, 5)
+    assert blocks.utilization() == 1.0
+    blocks.truncate(first, 6)
+    assert blocks.utilization() == 6 / 8
+
+
+def test_pools_grow_while_requests_run() -> None:
+    blocks = manager(2, 3)
+    sequence = run(blocks, range(4))
+    assert not blocks.can_append([(sequence, 1)])
+    blocks.grow([3, 3])
+    assert blocks.append([(sequence, 1)]) == [[4], [4]]
+    assert blocks.usage() == [PoolUsage(free=0, cached=0, live=3, total=3)] * 2
+    with pytest.raises(ConfigError, match=r"can't shrink from \[3, 3\] to \[4, 2\]"):
+        blocks.grow([4, 2])
+    assert blocks.usage()[0].total == 3
+    blocks.check_integrity()
+
+
+def test_dropping_the_cache_leaves_live_and_pinned_blocks() -> None:
+    blocks = manager(12, 12, windows=[None, 4])
+    cache(blocks, range(6))
+    cache(blocks, range(10, 14))
+    blocks.pin(blocks.prompt(range(10, 14)), 1.0)
+    run(blocks, range(3))
+    blocks.drop_cached()
+    assert [usage.cached for usage in blocks.usage()] == [0, 0]
+    assert hit(blocks, range(7)) == 2
+    assert hit(blocks, range(10, 15)) == 4
+
+
+def test_orders_are_handed_out_once() -> None:
+    blocks = manager(9)
+    cache(blocks, range(4))
+    blocks.start(blocks.prompt([0, 9, 9]))
+    assert len(blocks.take_orders()) == 1
+    assert blocks.take_orders() == []
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"block_size": 0}, "block_size must be at least 1 token, got 0"),
+        ({"num_blocks": [0, 4]}, "at least one block, got 0"),
+        ({"windows": [None]}, "one entry per layer group, got 1 and 2"),
+        ({"windows": [None, 0]}, "a window must be at least 1 token"),
+        ({"host_slots": [4]}, "host_slots must be 2 counts of at least 0"),
+        ({"host_slots": [4, -1]}, "host_slots must be 2 counts of at least 0"),
+        ({"reserve_blocks": -1}, "reserve_blocks must be at least 0, got -1"),
+        ({"max_pinned_blocks": -1}, "max_pinned_blocks must be at least 0"),
+    ],
 )
-
-
-def state(manager: BlockManager, sequences: list[Sequence]) -> Any:
-    """Everything that an operation could change."""
-    return (
-        [(list(pool._free), list(pool._refs)) for pool in manager.pools],
-        [(s.length, [list(t) for t in s.tables]) for s in sequences],
-    )
-
-
-@settings(derandomize=True, deadline=None, database=None, max_examples=120)
-@given(
-    num_blocks=st.lists(st.integers(2, 14), min_size=1, max_size=3),
-    block_size=st.integers(1, 5),
-    steps=st.lists(STEP, min_size=1, max_size=40),
-)
-def test_random_operations_agree_with_a_dictionary_of_slots(
-    num_blocks: list[int], block_size: int, steps: list[tuple[str, Any]]
-) -> None:
-    manager = BlockManager(num_blocks=num_blocks, block_size=block_size)
-    live: dict[Sequence, list[list[int]]] = {}  # slots of every token, per layer group
-    for operation, argument in steps:
-        order = list(live)
-        if operation == "new" or not order:
-            if len(order) < 5:
-                live[manager.new_sequence()] = [[] for _ in num_blocks]
-        elif operation == "free":
-            sequence = order[argument % len(order)]
-            manager.free(sequence)
-            del live[sequence]
-        else:
-            work = list({order[i % len(order)]: count for i, count in argument}.items())
-            try_append(manager, live, work, num_blocks)
-        manager.check_integrity()
-        for group, total in enumerate(num_blocks):
-            slots = [slot for per_group in live.values() for slot in per_group[group]]
-            assert len(set(slots)) == len(slots)  # no slot in two sequences, or twice in one
-            assert all(0 <= slot < total * block_size for slot in slots)
-            used = sum(-(-s.length // block_size) for s in live)
-            assert manager.pools[group].num_free == total - used
-        for sequence, slots_by_group in live.items():
-            assert [len(slots) for slots in slots_by_group] == [sequence.length] * len(num_blocks)
-            for table, slots in zip(sequence.tables, slots_by_group, strict=True):
-                assert [
-                    table[i // block_size] * block_size + i % block_size for i in range(len(slots))
-                ] == slots
-
-
-def try_append(
-    manager: BlockManager,
-    live: dict[Sequence, list[list[int]]],
-    work: list[tuple[Sequence, int]],
-    num_blocks: list[int],
-) -> None:
-    """Append, or see it refused exactly when the plain count of blocks says so."""
-    size = manager.block_size
-    need = {s: -(-(s.length + n) // size) - -(-s.length // size) for s, n in work}
-    used = sum(-(-s.length // size) for s in live)
-    fits = all(used + sum(need.values()) <= total for total in num_blocks)
-    before = state(manager, list(live))
-    assert manager.can_append(work) == fits
-    assert {s: manager.blocks_needed(s, n) for s, n in work} == need
-    assert state(manager, list(live)) == before  # neither question changed anything
-    if not fits:
-        with pytest.raises(OutOfBlocks):
-            manager.append(work)
-        assert state(manager, list(live)) == before
-        return
-    slots = manager.append(work)
-    for group, group_slots in enumerate(slots):
-        assert len(group_slots) == sum(n for _, n in work)
-        at = 0
-        for sequence, count in work:
-            live[sequence][group] += group_slots[at : at + count]
-            at += count
-
-
-def test_append_is_all_or_nothing_over_sequences_and_groups() -> None:
-    manager = BlockManager(num_blocks=[9, 4], block_size=4)
-    a, b = manager.new_sequence(), manager.new_sequence()
-    manager.append([(a, 5)])
-    before = state(manager, [a, b])
-    # the first group has room for all, the second not for both together
-    assert manager.can_append([(a, 4)])
-    assert manager.can_append([(b, 8)])
-    assert not manager.can_append([(a, 4), (b, 8)])
-    with pytest.raises(
-        OutOfBlocks, match=r"12 more tokens need 3 blocks of 4, but only 2 of 4 are free; shorten"
-    ):
-        manager.append([(a, 4), (b, 8)])
-    assert state(manager, [a, b]) == before
-    manager.check_integrity()
-
-
-def test_tokens_fill_the_last_block_before_a_new_one_is_taken() -> None:
-    manager = BlockManager(num_blocks=[3], block_size=4)
-    sequence = manager.new_sequence()
-    assert manager.append([(sequence, 3)]) == [[0, 1, 2]]
-    assert manager.append([(sequence, 1)]) == [[3]]
-    assert manager.append([(sequence, 2)]) == [[4, 5]]
-    assert sequence.tables == [[0, 1]]
-
-
-def test_no_tokens_take_no_blocks() -> None:
-    manager = BlockManager(num_blocks=[2], block_size=4)
-    sequence = manager.new_sequence()
-    assert manager.append([(sequence, 0)]) == [[]]
-    assert manager.append([]) == [[]]
-    assert (sequence.length, sequence.tables) == (0, [[]])
-
-
-def test_a_freed_sequence_gives_back_its_blocks_and_is_dead() -> None:
-    manager = BlockManager(num_blocks=[3, 3], block_size=4)
-    sequence = manager.new_sequence()
-    manager.append([(sequence, 12)])
-    manager.free(sequence)
-    assert [pool.num_free for pool in manager.pools] == [3, 3]
-    with pytest.raises(AssertionError, match="freed"):
-        manager.append([(sequence, 1)])
-    with pytest.raises(AssertionError, match="freed already"):
-        manager.free(sequence)
-    manager.check_integrity()
-
-
-def test_a_sequence_comes_at_most_once_in_one_append() -> None:
-    manager = BlockManager(num_blocks=[3], block_size=4)
-    sequence = manager.new_sequence()
-    with pytest.raises(AssertionError, match="comes twice"):
-        manager.append([(sequence, 1), (sequence, 1)])
-    assert sequence.length == 0
-
-
-def test_a_shared_block_outlives_the_sequence_that_wrote_it() -> None:
-    manager = BlockManager(num_blocks=[3], block_size=4)
-    sequence = manager.new_sequence()
-    manager.append([(sequence, 8)])
-    block = sequence.tables[0][0]
-    manager.pools[0].share(block)
-    manager.free(sequence)
-    assert manager.pools[0].references(block) == 1
-    assert manager.pools[0].num_free == 2
-
-
-@pytest.mark.parametrize("block_size", [0, -4])
-def test_a_block_holds_at_least_one_token(block_size: int) -> None:
-    with pytest.raises(ConfigError, match=f"block_size must be at least 1 token, got {block_size}"):
-        BlockManager(num_blocks=[2], block_size=block_size)
-
-
-CORRUPTIONS: dict[str, tuple[Callable[[BlockManager, Sequence], object], str]] = {
-    "a lost block": (lambda _, s: s.tables[1].pop(), "a table has the wrong length"),
-    "a block too many": (lambda _, s: s.tables[0].append(BlockId(3)), "a table has the wrong length"),
-    "a grown length": (lambda _, s: setattr(s, "length", 9), "a table has the wrong length"),
-    "another's block": (lambda _, s: s.tables[0].__setitem__(0, BlockId(2)), "references and tables differ"),
-    "a freed block": (
-        lambda m, s: m.pools[1].release(s.tables[1][0]),
-        "block 0: references and tables differ",
-    ),
-    "a stray reference": (
-        lambda m, s: m.pools[0].share(s.tables[0][1]),
-        "block 1: references and tables differ",
-    ),
-    "a forgotten sequence": (lambda m, s: m._live.discard(s), "block 0: references and tables differ"),
-    "a broken pool": (lambda m, _: m.pools[1]._free.popleft(), "unreferenced and free blocks differ"),
-}
-
-
-@pytest.mark.parametrize("name", CORRUPTIONS)
-def test_check_integrity_finds(name: str) -> None:
-    manager = BlockManager(num_blocks=[5, 5], block_size=4)
-    first, second = manager.new_sequence(), manager.new_sequence()
-    manager.append([(first, 8), (second, 3)])
-    manager.check_integrity()
-    corrupt, reason = CORRUPTIONS[name]
-    corrupt(manager, first)
-    with pytest.raises(AssertionError, match=reason):
-        manager.check_integrity()
+def test_a_bad_configuration_is_refused(change: dict[str, Any], reason: str) -> None:
+    good: dict[str, Any] = {"num_blocks": [4, 4], "block_size": 2, "windows": [None, 4]}
+    BlockManager(**good)
+    with pytest.raises(ConfigError, match=reason):
+        BlockManager(**{**good, **change})

@@ -132,8 +132,6 @@ def test_every_token_id_is_told_from_its_neighbours(token: int) -> None:
         assert hit(blocks, [other, token, 1]) == 0
 
 
-
-
 def test_a_prompt_is_looked_up_again_after_it_was_hashed() -> None:
     blocks = manager(12)
     prompt = blocks.prompt(range(9))

@@ -1,0 +1,96 @@
+"""Pins: a prefix stays through any pressure until its time is over, within a limit."""
+
+import pytest
+
+from kvq.blockmgr import BlockManager
+from kvq.errors import ConfigError, OutOfBlocks
+from tests.blockmgr.helpers import cache, hit, manager, run
+from tests.blockmgr.state import state
+
+
+def press(blocks: BlockManager) -> None:
+    """Let a request take everything that can be had."""
+    sequence = blocks.new_sequence()
+    room = min(usage.free + usage.cached for usage in blocks.usage())
+    blocks.append([(sequence, room * blocks.block_size)])
+    blocks.free(sequence)
+
+
+def test_a_pin_holds_through_pressure_until_its_time_and_not_longer() -> None:
+    blocks = manager(10, 10, windows=[None, 4])
+    cache(blocks, range(8))
+    assert blocks.pin(blocks.prompt(range(9)), 5.0) == 8
+    assert [usage.live for usage in blocks.usage()] == [4, 2]
+    press(blocks)
+    blocks.drop_cached()
+    assert hit(blocks, range(9)) == 8
+    assert blocks.expire(4.9) == 0
+    assert blocks.expire(5.0) == 1
+    assert hit(blocks, range(9)) == 8
+    press(blocks)
+    assert hit(blocks, range(9)) == 0
+    blocks.check_integrity()
+
+
+def test_pinning_again_extends_and_never_shortens() -> None:
+    blocks = manager(10)
+    cache(blocks, range(4))
+    prompt = blocks.prompt(range(4))
+    assert [blocks.pin(prompt, until) for until in (3.0, 5.0, 1.0)] == [4, 4, 4]
+    assert len(blocks.pins) == 1
+    assert (blocks.expire(4.0), blocks.expire(5.0)) == (0, 1)
+
+
+def test_a_pin_within_a_pin_ends_by_itself() -> None:
+    blocks = manager(10)
+    cache(blocks, range(6))
+    blocks.pin(blocks.prompt(range(6)), 1.0)
+    blocks.pin(blocks.prompt(range(2)), 2.0)
+    assert blocks.pins.num_pinned(0) == 3
+    assert blocks.expire(1.5) == 1
+    press(blocks)
+    assert hit(blocks, range(7)) == 2
+    blocks.check_integrity()
+
+
+def test_what_is_not_indexed_is_not_pinned() -> None:
+    blocks = manager(10)
+    cache(blocks, range(3))
+    assert blocks.pin(blocks.prompt([5, 5]), 9.0) == 0
+    assert blocks.pin(blocks.prompt([0]), 9.0) == 0
+    assert len(blocks.pins) == 0
+
+
+@pytest.mark.parametrize(("limit", "fits"), [(None, 4), (2, 2), (99, 8), (0, 0)])
+def test_pins_hold_at_most_their_limit(limit: int | None, fits: int) -> None:
+    blocks = manager(8, max_pinned_blocks=limit)
+    cache(blocks, range(16))
+    assert blocks.pins.limit(0) == fits
+    if fits < 8:
+        before = state(blocks)
+        with pytest.raises(OutOfBlocks, match=f"pins would hold {fits + 1} of 8 blocks, the limit is {fits}"):
+            blocks.pin(blocks.prompt(range(fits * 2 + 2)), 1.0)
+        assert state(blocks) == before
+    assert blocks.pin(blocks.prompt(range(fits * 2)), 1.0) == fits * 2
+
+
+def test_pins_of_one_prefix_are_counted_once() -> None:
+    blocks = manager(8, max_pinned_blocks=3)
+    cache(blocks, range(6))
+    blocks.pin(blocks.prompt(range(4)), 1.0)
+    assert blocks.pin(blocks.prompt(range(6)), 1.0) == 6
+    assert blocks.pins.num_pinned(0) == 3
+
+
+def test_requests_share_pinned_blocks_and_leave_them_pinned() -> None:
+    blocks = manager(8)
+    cache(blocks, range(4))
+    blocks.pin(blocks.prompt(range(4)), 1.0)
+    blocks.free(run(blocks, range(5)))
+    assert blocks.usage()[0].live == 2
+    blocks.check_integrity()
+
+
+def test_a_negative_limit_is_refused() -> None:
+    with pytest.raises(ConfigError, match="max_pinned_blocks must be at least 0"):
+        manager(8, max_pinned_blocks=-1)
