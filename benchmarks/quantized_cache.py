@@ -3,11 +3,14 @@
     OMP_NUM_THREADS=1 python benchmarks/quantized_cache.py --json benchmarks/results/quantized-cache-cpu.json
 
 Needs `optimum-quanto` for the rival (`pip install optimum-quanto`). Every repeat runs all caches
-one after another: prefill, then single-token steps, greedily. Perplexity is taken over the steps of
-one token, as each cache serves them: 512 tokens of held-out text after a prefill of 512.
+one after another: prefill, then single-token steps, greedily. Perplexity and KL divergence from
+DynamicCache in fp32 are taken over the steps of one token, as each cache serves them: 512 tokens of
+held-out text after a prefill of 512. QuantizedCache keeps up to 128 recent tokens unquantized (and
+its prefill's logits come from unquantized K and V); KvqCache quantizes every token as it is written.
 """
 
 import argparse
+import math
 import statistics
 import sys
 import time
@@ -55,7 +58,7 @@ def contenders(fp32: Any, bf16: Any) -> list[Contender]:
         Contender("DynamicCache bf16", bf16, "sdpa", lambda config: DynamicCache(config=config)),
         Contender(RIVAL, fp32, "sdpa", quanto),
     ]
-    for kv in ("int4", "int8", "fp32"):
+    for kv in ("int4", "k8v4", "int8", "fp32"):
         for attention in ("kvq", "sdpa"):
             found.append(
                 Contender(
@@ -89,14 +92,23 @@ def run(contender: Contender, ids: Tensor, steps: int) -> dict[str, Any]:
 
 
 @torch.inference_mode()
-def negative_log_likelihood(contender: Contender, windows: Tensor, prefill: int) -> float:
-    """Mean nats per token over the tokens after `prefill`, each predicted by a step of one token."""
-    cache, total = contender.open(), 0.0
+def quality(contender: Contender, windows: Tensor, prefill: int, reference: list[Tensor]) -> dict[str, float]:
+    """Perplexity and mean KL divergence (nats) over the tokens after `prefill`, one a step.
+
+    `reference`: log-probabilities by step, [windows, vocab]; filled by the first contender.
+    """
+    cache, loss, divergence, is_first = contender.open(), 0.0, 0.0, not reference
     contender.model(windows[:, :prefill], past_key_values=cache, logits_to_keep=1)
     for at in range(prefill, windows.shape[1] - 1):
         logits = contender.model(windows[:, at : at + 1], past_key_values=cache).logits[:, 0].float()
-        total += float(torch.nn.functional.cross_entropy(logits, windows[:, at + 1], reduction="sum"))
-    return total / (windows.shape[0] * (windows.shape[1] - 1 - prefill))
+        found = logits.log_softmax(dim=-1)
+        if is_first:
+            reference.append(found)
+        exact = reference[at - prefill]
+        loss -= float(found.gather(1, windows[:, at + 1 : at + 2]).sum())
+        divergence += float((exact.exp() * (exact - found)).sum())
+    count = windows.shape[0] * (windows.shape[1] - 1 - prefill)
+    return {"perplexity": math.exp(loss / count), "kl_mean": divergence / count}
 
 
 def held_bytes(cache: Any) -> int:
@@ -192,20 +204,19 @@ def main() -> None:
     shapes = [(2, 128, 4)] if options.quick else [(8, 960, 160), (1, 960, 160)]
     found = contenders(fp32, bf16)
     check(found, windows[:2])
-    perplexity = {
-        contender.name: torch.tensor(negative_log_likelihood(contender, windows, prefill)).exp().item()
-        for contender in found
-    }
+    reference: list[Tensor] = []
+    scores = {contender.name: quality(contender, windows, prefill, reference) for contender in found}
+    reference.clear()
     rows = []
     for shape in shapes:
         rows += measure(found, windows, shape, 1 if options.quick else options.repeats)
     for row in rows:
-        row["perplexity"] = perplexity[row["name"]]
+        row |= scores[row["name"]]
         print(
             f"{row['name']:32s} batch {row['batch']}  step {row['step_ms_median']:6.2f} ms "
             f"({row['step_ms_p10']:.2f} to {row['step_ms_p90']:.2f})  prefill "
             f"{row['prefill_s_median']:.2f} s  {row['kv_bytes_per_token']:7.0f} B/token  "
-            f"perplexity {row['perplexity']:.4f}"
+            f"perplexity {row['perplexity']:.3f}  KL {row['kl_mean']:.5f}"
         )
     if options.json:
         result = envelope(
