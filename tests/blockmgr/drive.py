@@ -16,7 +16,8 @@ from concurrent.futures import ProcessPoolExecutor
 from hashlib import sha256
 
 from kvq.blockmgr import BlockManager
-from tests.blockmgr.simulation import Client, Simulation
+from tests.blockmgr.client import Client
+from tests.blockmgr.simulation import Simulation
 
 TENANTS = ["a", "b"]
 EPISODE = 4000  # steps

@@ -6,53 +6,16 @@ out on bytes. After any operation, `check` reads every position that any sequenc
 """
 
 from collections import Counter
-from dataclasses import dataclass, field
-from zlib import crc32
+from collections.abc import Iterator
 
 from kvq.blockmgr import BlockManager, Copy, Match, Prompt, Scrub, Sequence, SwapIn, SwapOut
 from kvq.errors import ConfigError, OutOfBlocks
+from tests.blockmgr.client import Client
 from tests.blockmgr.mirror import Mirror
 from tests.blockmgr.oracle import hit_length
 
 POISON = -1  # what an unwritten, scrubbed or lost slot holds
 BROKEN = -2  # what a failed step wrote
-
-
-def chain(key: int, token: int) -> int:
-    """The KV of a token after a prefix whose KV is `key`."""
-    return hash((key, token))
-
-
-@dataclass(eq=False)
-class Client:
-    """One sequence as its user sees it."""
-
-    sequence: Sequence
-    tenant: str
-    shared: str | None  # the salt, if not the tenant's own
-    tokens: list[int] = field(default_factory=list)
-    keys: list[int] = field(default_factory=list)  # KV of the known tokens
-    drafts: list[int] = field(default_factory=list)  # tokens guessed and appended, not accepted yet
-
-    def keys_of(self, tokens: list[int]) -> list[int]:
-        """The KV of tokens that come after the known ones."""
-        salt = f"tenant {self.tenant}" if self.shared is None else f"salt {self.shared}"
-        key = self.keys[-1] if self.keys else crc32(salt.encode())
-        return [key := chain(key, token) for token in tokens]
-
-    def extend(self, tokens: list[int]) -> None:
-        """Learn more tokens."""
-        self.keys += self.keys_of(tokens)
-        self.tokens += tokens
-
-    def cut(self, length: int) -> None:
-        """Forget all tokens but the first."""
-        del self.tokens[length:], self.keys[length:]
-
-    @property
-    def is_committed(self) -> bool:
-        """True if it can be forked or swapped out, or given more tokens."""
-        return not self.sequence.is_swapped and self.sequence.committed == self.sequence.length
 
 
 class Simulation:
@@ -149,7 +112,7 @@ class Simulation:
             client.drafts = drafts
         return True
 
-    def _write(self, group: int, slots, todo: list[tuple[Client, int, list[int]]]) -> None:
+    def _write(self, group: int, slots: Iterator[int], todo: list[tuple[Client, int, list[int]]]) -> None:
         blocks, size = self.kv[group], self.size
         for client, count, drafts in todo:
             at = client.sequence.length - count - len(drafts)

@@ -18,8 +18,9 @@ from hypothesis.stateful import (
 )
 
 from kvq.blockmgr import BlockManager
+from tests.blockmgr.client import Client
 from tests.blockmgr.drive import PATHS
-from tests.blockmgr.simulation import Client, Simulation
+from tests.blockmgr.simulation import Simulation
 
 EXPECTED = set(PATHS) - {"evicted", "grown"}
 BASE = [0, 1, 0, 0, 1, 1, 0]
