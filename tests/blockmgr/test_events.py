@@ -111,3 +111,13 @@ def test_nobody_is_called_after_leaving() -> None:
     compute(blocks, sequence)
     assert seen == []
     assert not blocks.blocks.events.active
+
+
+def test_others_are_still_told_after_one_left() -> None:
+    blocks = manager(9)
+    seen: list[Event] = []
+    leave = blocks.subscribe(lambda event: None)
+    blocks.subscribe(seen.append)
+    leave()
+    cache(blocks, range(4))
+    assert [type(event) for event in seen] == [Stored, Stored]

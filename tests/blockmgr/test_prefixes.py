@@ -184,3 +184,25 @@ def test_token_ids_that_are_none_are_refused_and_nothing_changes(bad: list[int])
     with pytest.raises(RequestError, match="whole numbers from 0"):
         blocks.commit(sequence, bad)
     assert (sequence.committed, list(sequence.tokens)) == (2, [1, 2])
+
+
+def test_nobody_waits_for_a_request_that_a_digest_collision_stopped_indexing() -> None:
+    blocks = manager(12, digest=lambda data: bytes([data[-4] % 5]))  # by the last token of a block
+    cache(blocks, [8, 4])
+    sequence = blocks.start(blocks.prompt([1, 9, 2, 6]))  # its first block collides with 8, 4
+    assert blocks.lookup(blocks.prompt([1, 9, 2])).waits_for is sequence
+    blocks.append([(sequence, 2)])
+    blocks.commit(sequence)
+    assert not sequence.indexing
+    assert sequence.announced == []
+    assert blocks.prefixes.computing() == {}
+
+
+def test_a_prompt_stays_as_it_is_while_its_requests_go_on() -> None:
+    blocks = manager(12)
+    prompt = blocks.prompt(range(3))
+    for sampled in (5, 6):
+        sequence = blocks.start(prompt)
+        compute(blocks, sequence, [sampled])
+        assert list(sequence.tokens) == [0, 1, 2, sampled]
+    assert list(prompt.tokens) == [0, 1, 2]
