@@ -46,6 +46,7 @@ class KvqCache(Cache):  # type: ignore[misc]
         block_size: int = 32,
         max_tokens: int | None = None,
         scales: str | Path | None = None,
+        residual_length: int = 0,
         order: BlockOrder = BlockOrder.LAYER_MAJOR,
         backend: str = "auto",
     ) -> None:
@@ -54,7 +55,9 @@ class KvqCache(Cache):  # type: ignore[misc]
         `config`: `model.config` itself, not a copy. `kv`: a format name, a pair, a kvq.json or a
         KVRecipe. `max_tokens`: tokens per batch row to allocate at once and never exceed; without it
         the pools grow as needed. `scales`: a kvq.json with static scales, made from this very model:
-        from its config alone it can't be told from others with as many heads.
+        from its config alone it can't be told from others with as many heads. `residual_length`:
+        last tokens of every row that attention gets as they came, and with them all of a step's own;
+        they take as much memory as without quantization. 0 for none; not with "kvq" attention.
 
         Raises:
             ConfigError: an unknown family or format, an encoder-decoder, static scales missing, or
@@ -62,6 +65,8 @@ class KvqCache(Cache):  # type: ignore[misc]
         """
         if max_tokens is not None and (not isinstance(max_tokens, int) or max_tokens < 1):
             raise ConfigError(f"max_tokens must be a positive number of tokens per row, got {max_tokens!r}")
+        if not isinstance(residual_length, int) or residual_length < 0:
+            raise ConfigError(f"residual_length must be a number of tokens per row, got {residual_length!r}")
         check_backend(backend)
         register_attention()
         options = CacheOptions(
@@ -71,14 +76,15 @@ class KvqCache(Cache):  # type: ignore[misc]
             max_tokens=max_tokens,
             order=order,
             backend=backend,
+            residual_length=residual_length,
         )
         self._state = CacheState(read_config(config), options)
         super().__init__(layers=[KvqLayer(self._state, x) for x in self._state.config.geometry.layers])
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the blocks' pools; 0 before the first forward pass."""
-        return 0 if self._state.rows is None else self._state.rows.blocks.nbytes
+        """Bytes that hold K and V: the blocks' pools, and recent tokens as they came."""
+        return 0 if self._state.rows is None else self._state.rows.nbytes
 
     @property
     def scratch_bytes(self) -> int:

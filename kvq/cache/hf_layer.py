@@ -53,13 +53,14 @@ class KvqLayer(CacheLayerMixin):  # type: ignore[misc]
             rows = self.state.open(self.index, key_states, value_states)
             self.is_initialized = True
             if self.state.config.attends_from_blocks:
+                self.state.check_no_residual()
                 step = _BlockStep(self, key_states.detach())
                 hand_over(step)
                 return step.new_key, value_states
             seen = self.cumulative_length
             self.state.begin(rows, seen, key_states.shape[2], None)
             rows.write(self.index, key_states, value_states)
-            k, v = rows.dense(self.index, self._oldest(seen), self.state.dtypes)
+            k, v = rows.dense(self.index, self._oldest(seen), (key_states, value_states))
             self.cumulative_length = rows.length
             self.state.layer_done(rows)
         return k, v

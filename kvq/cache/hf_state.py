@@ -8,7 +8,7 @@ from torch import Tensor
 
 from kvq.cache.hf_config import CacheConfig, read_recipe
 from kvq.cache.rows import BatchRows
-from kvq.errors import RequestError
+from kvq.errors import ConfigError, RequestError
 from kvq.formats import KVRecipe
 from kvq.layout import BlockOrder, KVLayout, plan_layout
 
@@ -23,6 +23,7 @@ class CacheOptions:
     max_tokens: int | None  # per row
     order: BlockOrder
     backend: str
+    residual_length: int  # tokens per row
 
 
 class CacheState:
@@ -102,11 +103,13 @@ class CacheState:
                 rows.commit()
             rows.check_finite()
 
-    @property
-    def dtypes(self) -> tuple[torch.dtype, torch.dtype]:
-        """The dtypes of K and V as they came first, and as they go back."""
-        assert self._dtypes is not None, "set with the rows"
-        return self._dtypes
+    def check_no_residual(self) -> None:
+        """Raise ConfigError if recent tokens were asked for as they came: blocks are all quantized."""
+        if self.options.residual_length:
+            raise ConfigError(
+                f"residual_length={self.options.residual_length} keeps recent tokens beside the blocks, and "
+                f"attn_implementation='kvq' reads blocks only; leave it out, or choose 'sdpa'"
+            )
 
     def check_whole(self) -> None:
         """Raise RequestError if the last forward pass stopped between two layers."""
@@ -131,6 +134,7 @@ class CacheState:
                 max_tokens=self.options.max_tokens,
                 device=k.device,
                 backend=self.options.backend,
+                residual_length=self.options.residual_length,
             )
         elif rows.batch != batch:
             rows.start(batch)

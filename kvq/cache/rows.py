@@ -8,6 +8,7 @@ from kvq.cache.dense import DenseScratch
 from kvq.cache.dense_attention import attend_by_torch
 from kvq.cache.few_rows import MOST_ROWS, can_write_few, write_few
 from kvq.cache.kv_cache import KVCache
+from kvq.cache.recent import RecentRows
 from kvq.errors import OutOfBlocks, RequestError
 from kvq.formats import KVRecipe
 from kvq.geometry import ModelGeometry
@@ -34,8 +35,11 @@ class BatchRows:
         max_tokens: int | None,
         device: torch.device,
         backend: str,
+        residual_length: int = 0,
     ) -> None:
         """Start `batch` empty rows; `max_tokens` per row are allocated at once, or one block each.
+
+        `residual_length`: last tokens of every row that `dense` hands out as they came.
 
         Raises:
             OutOfMemory: the pools don't fit.
@@ -53,6 +57,7 @@ class BatchRows:
             windows=[group.group.window for group in layout.groups],
         )
         self.scratch = DenseScratch(device)
+        self.recent = RecentRows(residual_length) if residual_length else None
         layers = range(len(geometry.layers))
         self._prefers_dense = [backend == "auto" and self._only_reference("attend", x) for x in layers]
         self._writes_few = [
@@ -63,6 +68,11 @@ class BatchRows:
         self.start(batch)
 
     @property
+    def nbytes(self) -> int:
+        """Bytes that hold K and V: the pools, and the exact rows of recent tokens."""
+        return self.blocks.nbytes + (0 if self.recent is None else self.recent.nbytes)
+
+    @property
     def batch(self) -> int:
         """Number of rows."""
         return len(self.sequences)
@@ -71,6 +81,8 @@ class BatchRows:
         """Drop all rows and start `batch` empty ones in the same pools."""
         for sequence in self.sequences:
             self.manager.free(sequence)
+        if self.recent is not None:
+            self.recent.clear()
         self._grow_to(self._least_blocks(batch))
         self.sequences = [self.manager.new_sequence() for _ in range(batch)]
         self.length = 0
@@ -160,14 +172,18 @@ class BatchRows:
             packed = full.index_copy_(0, self._place, packed)
         return packed.view(q.shape[0], q.shape[2], *packed.shape[1:])
 
-    def dense(self, layer: int, start: int, dtypes: tuple[torch.dtype, torch.dtype]) -> tuple[Tensor, Tensor]:
-        """K and V of a layer from position `start` on: [batch, kv_heads, tokens, dim] in `dtypes`.
+    def dense(self, layer: int, start: int, new: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """K and V of a layer from position `start` on: [batch, kv_heads, tokens, dim].
 
-        They lie in `scratch` and are overwritten by the next layer's. Rows must be without padding.
+        `new`: the step's own K and V, just written; the result has their dtypes. It lies in `scratch`
+        and is overwritten by the next layer's. Rows must be without padding.
         """
         tables = self.batches[self.blocks.group_of[layer]].tables
-        kv = self.blocks.layer(layer)
-        return self.scratch.gather(kv, tables, start, self.length, dtypes=dtypes, unrotate=True)
+        kv, dtypes = self.blocks.layer(layer), (new[0].dtype, new[1].dtype)
+        k, v = self.scratch.gather(kv, tables, start, self.length, dtypes=dtypes, unrotate=True)
+        if self.recent is not None:
+            self.recent.restore(layer, k, v, new)
+        return k, v
 
     def check_finite(self) -> None:
         """Raise RequestError if K or V of a row ever held NaN or infinity. Synchronizes the device."""
@@ -187,6 +203,8 @@ class BatchRows:
     def truncate(self, count: int) -> None:
         """Drop the last `count` tokens of every row."""
         self.length -= count
+        if self.recent is not None:
+            self.recent.truncate(count)
         self.padding = [min(pad, self.length) for pad in self.padding]
         for sequence, pad in zip(self.sequences, self.padding, strict=True):
             if sequence.length > self.length - pad:
@@ -209,7 +227,10 @@ class BatchRows:
         self._may_copy = self._may_copy or len(set(indices)) < len(indices)
         self.sequences = rows
         self.padding = [self.padding[index] for index in indices]
-        self.bad_rows = self.bad_rows[torch.tensor(indices, device=self.device)]
+        picked = torch.tensor(indices, device=self.device)
+        self.bad_rows = self.bad_rows[picked]
+        if self.recent is not None:
+            self.recent.select(picked)
 
     def _packed(self, x: Tensor) -> Tensor:
         """[batch, heads, count, dim] -> [tokens, heads, dim] without the padding."""
