@@ -118,6 +118,7 @@ def test_others_are_still_told_after_one_left() -> None:
     seen: list[Event] = []
     leave = blocks.subscribe(lambda event: None)
     blocks.subscribe(seen.append)
+    sequence = blocks.start(blocks.prompt(range(4)))
     leave()
-    cache(blocks, range(4))
+    compute(blocks, sequence)
     assert [type(event) for event in seen] == [Stored, Stored]

@@ -111,6 +111,8 @@ def test_nobody_waits_for_a_request_that_stopped(end: str) -> None:
     getattr(blocks, end)(first, *([1] if end == "truncate" else []))
     assert waited_for(blocks, range(8)) is None
     blocks.check_integrity()
+    second = blocks.start(blocks.prompt(range(8)))
+    assert waited_for(blocks, range(8)) is second
 
 
 def test_one_waits_for_a_block_that_is_computed_again_although_deeper_ones_are_known() -> None:
