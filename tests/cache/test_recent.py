@@ -1,0 +1,100 @@
+"""Recent tokens beside the blocks: exact where they are held, quantized before, in any operation."""
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+from kvq.cache import KvqCache
+from kvq.cache.recent import RecentRows
+from kvq.errors import ConfigError
+from tests.cache.hf_kit import dense_attention_name, family_model, generate, left_padded
+from tests.helpers_models import random_tokens
+
+MODES: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "beams": {"num_beams": 3},
+    "prompt lookup": {"prompt_lookup_num_tokens": 3},
+}
+
+
+@pytest.mark.parametrize("mode", list(MODES))
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt_oss", "deepseek_v3"])
+def test_with_all_tokens_recent_two_bits_give_the_tokens_of_dynamic_cache(family: str, mode: str) -> None:
+    model = family_model(family)
+    model.set_attn_implementation(dense_attention_name(model))
+    one_row = mode == "prompt lookup"
+    ids, mask = (torch.tensor([random_tokens(25, seed=0)]), None) if one_row else left_padded([21, 9])
+    mask = torch.ones_like(ids) if mask is None else mask
+    want = generate(model, DynamicCache(config=model.config), ids, mask, **MODES[mode])
+    cache = KvqCache(model.config, kv="int2_g4", block_size=8, residual_length=64)
+    assert torch.equal(generate(model, cache, ids, mask, **MODES[mode]), want)
+    cache.check_integrity()
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_random_steps_crops_and_reorders_keep_exactly_the_rows_that_are_held(seed: int) -> None:
+    rng = random.Random(seed)
+    torch.manual_seed(seed)
+    limit, batch = rng.choice([1, 3, 7]), 3
+    recent = RecentRows(limit)
+    past: Tensor = torch.zeros(batch, 2, 0, 4)  # every token as it came
+    held = 0
+    for _ in range(60):
+        roll = rng.random()
+        if roll < 0.6:
+            count = rng.choice([1, 1, 2, 9])
+            new = torch.randn(batch, 2, count, 4)
+            past = torch.cat([past, new], dim=2)
+            k, v = (torch.full((batch, 2, past.shape[2], 4), 99.0) for _ in "kv")
+            recent.restore(0, k, v, (new, new + 1))
+            exact = min(past.shape[2], held + count)
+            assert torch.equal(k[:, :, -exact:], past[:, :, -exact:])
+            assert torch.equal(v[:, :, -exact:], past[:, :, -exact:] + 1)
+            assert (k[:, :, : k.shape[2] - exact] == 99).all()
+            held = min(limit, held + count)
+        elif roll < 0.8:
+            dropped = min(rng.choice([1, 2, 5]), past.shape[2])
+            recent.truncate(dropped)
+            past = past[:, :, : past.shape[2] - dropped]
+            held = max(0, held - dropped)
+        else:
+            picked = torch.tensor([rng.randrange(batch) for _ in range(batch)])
+            recent.select(picked)
+            past = past[picked]
+
+
+def test_recent_tokens_count_as_memory_and_help(tiny: Any) -> None:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(tiny.weights.folder, dtype=torch.float32).eval()
+    ids = torch.tensor([random_tokens(90, seed=1, vocab=tiny.geometry.vocab_size)])
+    errors, sizes = [], []
+    with torch.inference_mode():
+        exact = model(ids).logits[:, -1]
+        for length in (0, 16, 64):
+            cache = KvqCache(model.config, kv="int2", residual_length=length)
+            for piece in ids.split(10, dim=1):
+                logits = model(piece, past_key_values=cache).logits[:, -1]
+            errors.append(float((logits - exact).abs().max()))
+            sizes.append(cache.nbytes)
+    assert errors[0] > errors[1] > errors[2]
+    row = 2 * 2 * 64 * 4 * model.config.num_hidden_layers  # K and V, KV heads, head_dim, fp32
+    assert [size - sizes[0] for size in sizes] == [0, 16 * row, 64 * row]
+
+
+def test_blocks_alone_are_not_asked_for_recent_tokens() -> None:
+    model = family_model("llama")
+    model.set_attn_implementation("kvq")
+    cache = KvqCache(model.config, residual_length=8)
+    with pytest.raises(ConfigError, match="residual_length=8 keeps recent tokens beside the blocks"):
+        model(torch.tensor([[1, 2]]), past_key_values=cache)
+
+
+@pytest.mark.parametrize("bad", [-1, 1.5, "many"])
+def test_a_residual_length_is_a_number_of_tokens(bad: Any) -> None:
+    with pytest.raises(ConfigError, match="residual_length must be a number of tokens"):
+        KvqCache(family_model("llama").config, residual_length=bad)
