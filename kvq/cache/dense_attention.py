@@ -7,7 +7,10 @@ from torch.nn import functional
 from kvq.cache.dense import DenseScratch
 from kvq.cache.folded_attention import MOST_QUERIES, can_fold, folded_attention
 from kvq.cache.int4 import unrotated
+from kvq.cache.recent import put_over
 from kvq.kernels import PagedKV, SequenceBatch
+
+Rows = tuple[Tensor, Tensor]  # K and V
 
 
 def attend_by_torch(
@@ -20,20 +23,30 @@ def attend_by_torch(
     window: int | None,
     softcap: float | None,
     sinks: Tensor | None,
+    recent: Rows | None = None,
 ) -> Tensor | None:
     """The better of both ways for this step, or None where only kvq's own kernels know how.
 
-    `q`: [batch, q_heads, count, k_head_dim]; returns [batch, count, q_heads, v_head_dim].
+    `q`: [batch, q_heads, count, k_head_dim]; `recent`: K and V of every row's last tokens as they
+    came, [batch, kv_heads, some, dim]. Returns [batch, count, q_heads, v_head_dim].
     """
     count = q.shape[2]
     is_even = len(set(batch.context_lens)) == 1 and set(batch.query_lens) == {count}
     if is_even and count <= MOST_QUERIES and can_fold(kv):
         return folded_attention(
-            scratch, q, kv, batch, scale=scale, window=window, softcap=softcap, sinks=sinks
+            scratch,
+            q,
+            kv,
+            batch,
+            scale=scale,
+            window=window,
+            softcap=softcap,
+            sinks=sinks,
+            recent=recent,
         )
     if softcap is not None or sinks is not None:
         return None
-    return dense_attention(scratch, q, kv, batch, scale=scale, window=window)
+    return dense_attention(scratch, q, kv, batch, scale=scale, window=window, recent=recent)
 
 
 def dense_attention(
@@ -44,6 +57,7 @@ def dense_attention(
     *,
     scale: float,
     window: int | None,
+    recent: Rows | None = None,
 ) -> Tensor | None:
     """Causal attention of each row's last tokens.
 
@@ -61,6 +75,9 @@ def dense_attention(
     for i, length in enumerate(lengths):
         k[i, :, length - start :] = 0  # slots past a row's end may decode to NaN
         v[i, :, length - start :] = 0
+    if recent is not None:
+        for x, exact, fmt in zip((k, v), recent, (kv.formats.k, kv.formats.v), strict=True):
+            put_over(x, exact, lengths, start, rotated=fmt.rotated)
     if kv.formats.k.rotated:
         q = unrotated(q).to(q.dtype)  # its own inverse
     mask = (

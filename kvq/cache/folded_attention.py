@@ -35,10 +35,13 @@ def folded_attention(
     window: int | None,
     softcap: float | None,
     sinks: Tensor | None,
+    recent: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """Causal attention of the last `count` tokens of rows of equal length; see `kernels.attend`.
 
-    `q`: [batch, q_heads, count, k_head_dim]; returns [batch, count, q_heads, v_head_dim].
+    `q`: [batch, q_heads, count, k_head_dim]; `recent`: K and V of the rows' last tokens as they came,
+    [batch, kv_heads, some, dim], which take the place of the stored ones. Returns
+    [batch, count, q_heads, v_head_dim].
     """
     rows, q_heads, count, _ = q.shape
     length, heads = batch.context_lens[0], kv.k.codes.shape[1]
@@ -50,17 +53,29 @@ def folded_attention(
     folded = folded.unflatten(1, (heads, -1))  # [batch, kv_heads, query heads of each, count, dim]
     sink = None if sinks is None else sinks.float().view(heads, -1, 1, 1)
     out = torch.empty(rows, q_heads, count, kv.formats.v_head_dim)
+    unused = length - first * kv.block_size  # slots from here on may decode to NaN
+    plain = q.float().mul(scale).unflatten(1, (heads, -1))  # not rotated, as recent rows are not
+    exact_part = None if recent is None else torch.empty_like(out)
     tall = max(1, _TILE // max(1, heads * hidden.shape[1] * q.shape[3]))
     for at in range(0, rows, tall):
         some = blocks[at : at + tall]
         scores = _scores(scratch, folded[at : at + tall], kv.k, some)
+        if recent is not None:
+            last = min(recent[0].shape[2], unused)
+            exact_k, exact_v = (x[at : at + tall, :, None, -last:].float() for x in recent)
+            scores[..., unused - last : unused] = plain[at : at + tall] @ exact_k.transpose(-1, -2)
         if softcap is not None:
             scores = scores.div_(softcap).tanh_().mul_(softcap)
         weights = _softmax(scores.masked_fill_(hidden, float("-inf")), sink)
-        unused = length - first * kv.block_size  # slots from here on may decode to NaN
+        if exact_part is not None:
+            exact = weights[..., unused - last : unused]
+            exact_part[at : at + tall] = (exact @ exact_v).flatten(1, 2)
+            exact.zero_()
         out[at : at + tall] = _values(scratch, weights, kv.v, some, unused).flatten(1, 2)
     if kv.formats.v.rotated:
         out = unrotated(out)
+    if exact_part is not None:
+        out += exact_part
     return out.to(q.dtype).transpose(1, 2)
 
 

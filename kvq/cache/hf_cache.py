@@ -57,7 +57,7 @@ class KvqCache(Cache):  # type: ignore[misc]
         the pools grow as needed. `scales`: a kvq.json with static scales, made from this very model:
         from its config alone it can't be told from others with as many heads. `residual_length`:
         last tokens of every row that attention gets as they came, and with them all of a step's own;
-        they take as much memory as without quantization. 0 for none; not with "kvq" attention.
+        they take as much memory as without quantization, and a quarter more. 0 for none.
 
         Raises:
             ConfigError: an unknown family or format, an encoder-decoder, static scales missing, or

@@ -53,7 +53,6 @@ class KvqLayer(CacheLayerMixin):  # type: ignore[misc]
             rows = self.state.open(self.index, key_states, value_states)
             self.is_initialized = True
             if self.state.config.attends_from_blocks:
-                self.state.check_no_residual()
                 step = _BlockStep(self, key_states.detach())
                 hand_over(step)
                 return step.new_key, value_states
@@ -138,7 +137,7 @@ class _BlockStep:
             _left_padding(padding, rows.batch, seen + count) if seen == rows.length else None,
         )
         rows.write(self.layer, key, value)
-        out = rows.attend(self.layer, query, scale=scale, softcap=softcap, sinks=sinks)
+        out = rows.attend(self.layer, query, (key, value), scale=scale, softcap=softcap, sinks=sinks)
         self._of.cumulative_length = rows.length
         state.layer_done(rows)
         return out

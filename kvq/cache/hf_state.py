@@ -8,7 +8,7 @@ from torch import Tensor
 
 from kvq.cache.hf_config import CacheConfig, read_recipe
 from kvq.cache.rows import BatchRows
-from kvq.errors import ConfigError, RequestError
+from kvq.errors import RequestError
 from kvq.formats import KVRecipe
 from kvq.layout import BlockOrder, KVLayout, plan_layout
 
@@ -102,14 +102,6 @@ class CacheState:
             if not self.records_past:
                 rows.commit()
             rows.check_finite()
-
-    def check_no_residual(self) -> None:
-        """Raise ConfigError if recent tokens were asked for as they came: blocks are all quantized."""
-        if self.options.residual_length:
-            raise ConfigError(
-                f"residual_length={self.options.residual_length} keeps recent tokens beside the blocks, and "
-                f"attn_implementation='kvq' reads blocks only; leave it out, or choose 'sdpa'"
-            )
 
     def check_whole(self) -> None:
         """Raise RequestError if the last forward pass stopped between two layers."""

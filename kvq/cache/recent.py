@@ -3,76 +3,101 @@
 import torch
 from torch import Tensor
 
+from kvq.kernels.codec import rotate
+
 
 class RecentRows:
-    """K and V of each layer's last tokens, unquantized, in rings that position p enters at p % limit.
+    """K and V of each layer's last tokens, unquantized.
 
     Attention looks at recent tokens most, so a few of them exact save much of what 4 bits cost. The
-    blocks hold these tokens too: dropping a ring loses precision, never tokens.
+    blocks hold these tokens too: dropping recent rows loses precision, never tokens.
     """
 
     def __init__(self, limit: int) -> None:
         self.limit = limit  # tokens per row
-        self._rings: dict[int, tuple[Tensor, Tensor]] = {}  # layer -> [batch, kv_heads, limit, dim] each
-        self._ends: dict[int, int] = {}  # layer -> position after its last token
-        self._held: dict[int, int] = {}  # layer -> tokens in its ring
+        self._layers: dict[int, _Tail] = {}
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all rings."""
-        return sum(k.nbytes + v.nbytes for k, v in self._rings.values())
+        """Bytes allocated for all layers."""
+        return sum(tail.k.nbytes + tail.v.nbytes for tail in self._layers.values())
 
     def clear(self) -> None:
         """Forget all tokens."""
-        self._rings.clear()
-        self._ends.clear()
-        self._held.clear()
+        self._layers.clear()
 
-    def restore(self, layer: int, k: Tensor, v: Tensor, new: tuple[Tensor, Tensor]) -> None:
-        """Put exact rows over the last ones of `k` and `v`, and remember the newest.
+    def take(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Remember a step's rows; return the exact rows that end with them.
 
-        `k`, `v`: [batch, kv_heads, tokens, dim], dequantized, up to the step's last token. `new`: the
-        step's own rows, [batch, kv_heads, count, dim]; all of them go over theirs.
+        `k`, `v`: [batch, kv_heads, count, dim]. Returns those held before and all of the step's own,
+        [batch, kv_heads, count + up to `limit`, dim], valid until the layer's next step.
         """
-        count = new[0].shape[2]
-        held = min(self._held.get(layer, 0), k.shape[2] - count)
-        end = self._ends.get(layer, 0)
-        if layer not in self._rings:
-            self._rings[layer] = self._empty(new[0]), self._empty(new[1])
-        for dense, ring, fresh in zip((k, v), self._rings[layer], new, strict=True):
-            for at, where in self._pieces(end - held, end):
-                offset = dense.shape[2] - count - end + at
-                dense[:, :, offset : offset + where.stop - where.start] = ring[:, :, where]
-            dense[:, :, dense.shape[2] - count :] = fresh
-            first = max(0, count - self.limit)
-            for at, where in self._pieces(end + first, end + count):
-                ring[:, :, where] = fresh[:, :, at - end : at - end + where.stop - where.start]
-        self._ends[layer] = end + count
-        self._held[layer] = min(self.limit, self._held.get(layer, 0) + count)
+        if layer not in self._layers:
+            self._layers[layer] = _Tail(k, v, self.limit)
+        return self._layers[layer].push(k, v, self.limit)
 
     def truncate(self, count: int) -> None:
         """Drop the last `count` tokens; those before them stay exact as far as they are held."""
-        for layer, held in self._held.items():
-            self._ends[layer] -= count
-            self._held[layer] = max(0, held - count)
+        for tail in self._layers.values():
+            tail.held = max(0, tail.held - count)
+            tail.end -= min(tail.end, count)
 
     @torch.inference_mode(False)
     def select(self, indices: Tensor) -> None:
         """Make row i what row `indices[i]` was."""
-        self._rings = {x: (k[indices], v[indices]) for x, (k, v) in self._rings.items()}
+        for tail in self._layers.values():
+            tail.k, tail.v = tail.k[indices], tail.v[indices]
+
+
+class _Tail:
+    """One layer's recent rows: the last `held` before place `end` of two buffers.
+
+    The buffers have room for a quarter more than is held, so that rows seldom move.
+    """
 
     @torch.inference_mode(False)
-    def _empty(self, new: Tensor) -> Tensor:
-        """A ring for rows such as `new`. Made during inference, it could not be written outside it."""
-        batch, heads, _, dim = new.shape
-        return torch.zeros(batch, heads, self.limit, dim, dtype=new.dtype, device=new.device)
+    def __init__(self, k: Tensor, v: Tensor, limit: int) -> None:
+        """Empty buffers for rows such as `k` and `v`; made during inference, they'd be fit for it only."""
+        room = limit + -(-limit // 4)
+        self.k, self.v = (
+            torch.zeros(*x.shape[:2], room, x.shape[3], dtype=x.dtype, device=x.device) for x in (k, v)
+        )
+        self.held = self.end = 0
 
-    def _pieces(self, start: int, end: int) -> list[tuple[int, slice]]:
-        """The positions [start, end) as (first position, place in the ring), one or two of them."""
-        pieces = []
-        while start < end:
-            place = start % self.limit
-            size = min(end - start, self.limit - place)
-            pieces.append((start, slice(place, place + size)))
-            start += size
-        return pieces
+    def push(self, k: Tensor, v: Tensor, limit: int) -> tuple[Tensor, Tensor]:
+        """See `RecentRows.take`."""
+        count, room = k.shape[2], self.k.shape[2]
+        if self.held + count > room:
+            exact = [torch.cat((old, new), dim=2) for old, new in zip(self._rows(), (k, v), strict=True)]
+            self.held = self.end = min(limit, self.held + count)
+            for rows, all_of_them in zip((self.k, self.v), exact, strict=True):
+                rows[:, :, : self.end] = all_of_them[:, :, -self.end :]
+            return exact[0], exact[1]
+        if self.end + count > room:
+            for rows in (self.k, self.v):
+                rows[:, :, : self.held] = rows[:, :, self.end - self.held : self.end].clone()
+            self.end = self.held
+        self.k[:, :, self.end : self.end + count] = k
+        self.v[:, :, self.end : self.end + count] = v
+        self.end += count
+        self.held += count
+        exact_k, exact_v = self._rows()
+        self.held = min(self.held, limit)
+        return exact_k, exact_v
+
+    def _rows(self) -> tuple[Tensor, Tensor]:
+        held = slice(self.end - self.held, self.end)
+        return self.k[:, :, held], self.v[:, :, held]
+
+
+def put_over(dense: Tensor, exact: Tensor, lengths: tuple[int, ...], start: int, rotated: bool) -> None:
+    """Put exact rows over the last dequantized ones of every row.
+
+    `dense`: [batch, kv_heads, tokens, dim], the positions from `start` on, of rotated formats maybe;
+    `exact`: [batch, kv_heads, some, dim], the last ones of each row; row i is `lengths[i]` long.
+    """
+    if rotated:
+        exact = rotate(exact)
+    for i, length in enumerate(lengths):
+        some = min(exact.shape[2], length - start)
+        dense[i, :, length - start - some : length - start] = exact[i, :, exact.shape[2] - some :]

@@ -8,8 +8,8 @@ from kvq.cache.dense import DenseScratch
 from kvq.cache.dense_attention import attend_by_torch
 from kvq.cache.few_rows import MOST_ROWS, can_write_few, write_few
 from kvq.cache.kv_cache import KVCache
-from kvq.cache.recent import RecentRows
-from kvq.errors import OutOfBlocks, RequestError
+from kvq.cache.recent import RecentRows, put_over
+from kvq.errors import ConfigError, OutOfBlocks, RequestError
 from kvq.formats import KVRecipe
 from kvq.geometry import ModelGeometry
 from kvq.kernels import Device, KernelSpec, SequenceBatch, select
@@ -148,22 +148,47 @@ class BatchRows:
         self.bad_rows |= bad.view(self.batch, -1).any(dim=1)
 
     def attend(
-        self, layer: int, q: Tensor, *, scale: float, softcap: float | None, sinks: Tensor | None
+        self,
+        layer: int,
+        q: Tensor,
+        new: tuple[Tensor, Tensor],
+        *,
+        scale: float,
+        softcap: float | None,
+        sinks: Tensor | None,
     ) -> Tensor:
         """Attend from one layer's blocks, after `write`.
 
-        `q`: [batch, q_heads, count, k_head_dim]. Returns [batch, count, q_heads, v_head_dim], zero
-        where a token is padding. Where only the reference kernel runs, blocks are dequantized into
+        `q`: [batch, q_heads, count, k_head_dim]; `new`: the step's own K and V, just written. Returns
+        [batch, count, q_heads, v_head_dim], zero where a token is padding. Where only the reference
+        kernel runs, or recent tokens are wanted as they came, blocks are dequantized into
         `scratch` for torch's own attention, if that knows the layer's kind.
+
+        Raises:
+            ConfigError: recent tokens are wanted as they came where only kvq's kernels know how to attend.
         """
         window, batch = self.geometry.layers[layer].window, self.batches[self.blocks.group_of[layer]]
-        if self._prefers_dense[layer]:
+        exact = None if self.recent is None else self.recent.take(layer, *new)
+        if self._prefers_dense[layer] or exact is not None:
             kv = self.blocks.layer(layer)
             out = attend_by_torch(
-                self.scratch, q, kv, batch, scale=scale, window=window, softcap=softcap, sinks=sinks
+                self.scratch,
+                q,
+                kv,
+                batch,
+                scale=scale,
+                window=window,
+                softcap=softcap,
+                sinks=sinks,
+                recent=exact,
             )
             if out is not None:
                 return out
+        if exact is not None:
+            raise ConfigError(
+                f"residual_length does not go with attn_implementation='kvq' in {self.geometry.model_type} "
+                f"(sinks, softcaps, or windows over padded rows); leave it out, or choose 'sdpa' or 'eager'"
+            )
         packed, _ = self.blocks.attend(
             layer, self._packed(q), batch, scale=scale, window=window, softcap=softcap, sinks=sinks
         )
@@ -182,7 +207,9 @@ class BatchRows:
         kv, dtypes = self.blocks.layer(layer), (new[0].dtype, new[1].dtype)
         k, v = self.scratch.gather(kv, tables, start, self.length, dtypes=dtypes, unrotate=True)
         if self.recent is not None:
-            self.recent.restore(layer, k, v, new)
+            lengths = (self.length,) * self.batch
+            for dense, exact in zip((k, v), self.recent.take(layer, *new), strict=True):
+                put_over(dense, exact, lengths, start, rotated=False)
         return k, v
 
     def check_finite(self) -> None:
