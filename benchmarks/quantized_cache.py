@@ -5,12 +5,12 @@
 Needs `optimum-quanto` for the rival (`pip install optimum-quanto`). Every repeat runs all caches
 one after another: prefill, then single-token steps, greedily. Perplexity and KL divergence from
 DynamicCache in fp32 are taken over the steps of one token, as each cache serves them: 512 tokens of
-held-out text after a prefill of 512. QuantizedCache keeps up to 128 recent tokens unquantized (and
-its prefill's logits come from unquantized K and V); KvqCache quantizes every token as it is written.
+held-out text after a prefill of 512, with the standard error of the change. QuantizedCache keeps up to
+128 recent tokens unquantized, as KvqCache does with residual_length=128; by itself KvqCache quantizes
+every token as it is written.
 """
 
 import argparse
-import math
 import statistics
 import sys
 import time
@@ -30,6 +30,7 @@ from kvq.evals.text import default_text, read_text
 
 TINY = Path(__file__).parents[1] / "kvq" / "models" / "tiny"
 RIVAL = "QuantizedCache quanto int4"
+RECENT = 128  # tokens, QuantizedCache's own default
 
 
 @dataclass(frozen=True)
@@ -58,14 +59,14 @@ def contenders(fp32: Any, bf16: Any) -> list[Contender]:
         Contender("DynamicCache bf16", bf16, "sdpa", lambda config: DynamicCache(config=config)),
         Contender(RIVAL, fp32, "sdpa", quanto),
     ]
-    for kv in ("int4", "k8v4", "int8", "fp32"):
+    for kv, recent in (("int4", RECENT), ("int4", 0), ("int8", 0), ("fp32", 0)):
         for attention in ("kvq", "sdpa"):
             found.append(
                 Contender(
-                    f"KvqCache {kv}, attention {attention}",
+                    f"KvqCache {kv}{f', {recent} recent' if recent else ''}, attention {attention}",
                     fp32,
                     attention,
-                    lambda config, kv=kv: KvqCache(config, kv=kv),
+                    lambda config, kv=kv, recent=recent: KvqCache(config, kv=kv, residual_length=recent),
                 )
             )
     return found
@@ -92,23 +93,32 @@ def run(contender: Contender, ids: Tensor, steps: int) -> dict[str, Any]:
 
 
 @torch.inference_mode()
-def quality(contender: Contender, windows: Tensor, prefill: int, reference: list[Tensor]) -> dict[str, float]:
+def quality(contender: Contender, windows: Tensor, prefill: int, exact: list[Tensor]) -> dict[str, Any]:
     """Perplexity and mean KL divergence (nats) over the tokens after `prefill`, one a step.
 
-    `reference`: log-probabilities by step, [windows, vocab]; filled by the first contender.
+    `exact`: the reference's log-probabilities by step, [windows, vocab]; filled by the first contender.
     """
-    cache, loss, divergence, is_first = contender.open(), 0.0, 0.0, not reference
+    is_first = not exact
+    changes, losses, divergence = [], [], 0.0
+    cache = contender.open()
     contender.model(windows[:, :prefill], past_key_values=cache, logits_to_keep=1)
     for at in range(prefill, windows.shape[1] - 1):
         logits = contender.model(windows[:, at : at + 1], past_key_values=cache).logits[:, 0].float()
         found = logits.log_softmax(dim=-1)
         if is_first:
-            reference.append(found)
-        exact = reference[at - prefill]
-        loss -= float(found.gather(1, windows[:, at + 1 : at + 2]).sum())
-        divergence += float((exact.exp() * (exact - found)).sum())
-    count = windows.shape[0] * (windows.shape[1] - 1 - prefill)
-    return {"perplexity": math.exp(loss / count), "kl_mean": divergence / count}
+            exact.append(found)
+        wanted = exact[at - prefill]
+        target = windows[:, at + 1 : at + 2]
+        losses.append(-found.gather(1, target))
+        changes.append(wanted.gather(1, target) - found.gather(1, target))
+        divergence += float((wanted.exp() * (wanted - found)).sum())
+    change = torch.cat(changes).double()
+    return {
+        "perplexity": float(torch.cat(losses).double().mean().exp()),
+        "perplexity_change": float(change.mean().exp() - 1),
+        "perplexity_change_error": float(change.std() / change.numel() ** 0.5),
+        "kl_mean": divergence / change.numel(),
+    }
 
 
 def held_bytes(cache: Any) -> int:
@@ -190,6 +200,7 @@ def main() -> None:
     parser.add_argument("--json", help="where to write the results")
     parser.add_argument("--text", help="a text file; default: held-out text that ships with Python")
     parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--windows", type=int, default=8, help="of 1,024 tokens, for the perplexity")
     parser.add_argument("--quick", action="store_true", help="a small run that shows only that it works")
     options = parser.parse_args()
     register_attention()
@@ -199,7 +210,7 @@ def main() -> None:
     )
     text = read_text(options.text) if options.text else default_text()
     ids = torch.tensor(AutoTokenizer.from_pretrained(TINY)(text.text)["input_ids"])
-    length, prefill, rows_of_text = (192, 128, 2) if options.quick else (1024, 512, 8)
+    length, prefill, rows_of_text = (192, 128, 2) if options.quick else (1024, 512, options.windows)
     windows = ids[: length * rows_of_text].view(rows_of_text, length)
     shapes = [(2, 128, 4)] if options.quick else [(8, 960, 160), (1, 960, 160)]
     found = contenders(fp32, bf16)
@@ -213,10 +224,11 @@ def main() -> None:
     for row in rows:
         row |= scores[row["name"]]
         print(
-            f"{row['name']:32s} batch {row['batch']}  step {row['step_ms_median']:6.2f} ms "
+            f"{row['name']:42s} batch {row['batch']}  step {row['step_ms_median']:6.2f} ms "
             f"({row['step_ms_p10']:.2f} to {row['step_ms_p90']:.2f})  prefill "
             f"{row['prefill_s_median']:.2f} s  {row['kv_bytes_per_token']:7.0f} B/token  "
-            f"perplexity {row['perplexity']:.3f}  KL {row['kl_mean']:.5f}"
+            f"perplexity {row['perplexity']:.3f} ({row['perplexity_change']:+.2%} "
+            f"+- {row['perplexity_change_error']:.2%})  KL {row['kl_mean']:.5f}"
         )
     if options.json:
         result = envelope(

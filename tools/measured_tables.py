@@ -33,7 +33,34 @@ BLOCK_ROWS = {
 
 def table(result: dict) -> str:
     """Return the Markdown table of a result, with what it was measured on."""
-    return blocks_table(result) if "utilization" in result else perplexity_table(result)
+    if "utilization" in result:
+        return blocks_table(result)
+    return caches_table(result) if "step_ms_median" in result["rows"][0] else perplexity_table(result)
+
+
+def caches_table(result: dict) -> str:
+    """The table of a benchmarks/quantized_cache.py result."""
+    lines = [
+        "| cache | batch | ms a step, median (p10 - p90) | bytes / token | perplexity | change | mean KL |",
+        "|---|--:|--:|--:|--:|--:|--:|",
+    ]
+    for row in result["rows"]:
+        lines.append(
+            f"| {row['name']} | {row['batch']} "
+            f"| {row['step_ms_median']:.1f} ({row['step_ms_p10']:.1f} - {row['step_ms_p90']:.1f}) "
+            f"| {row['kv_bytes_per_token']:,.0f} | {row['perplexity']:.2f} "
+            f"| {row['perplexity_change']:+.2%} ± {row['perplexity_change_error']:.2%} | {row['kl_mean']:.4f} |"
+        )
+    first = result["rows"][0]
+    lines.append(
+        f"\nSteps of one token after {first['prompt_tokens']} tokens, {first['steps']} of them, "
+        f"{first['repeats']} times, all caches one after another each time; perplexity over "
+        f"{result['perplexity_tokens']:,} such steps, its change with standard error. Model: {result['model']}, a "
+        f"very small one, fp32 weights. Text: {result['text']}. {result['date'][:10]}, {result['device']}, torch "
+        f"{result['versions']['torch']}, transformers {result['versions']['transformers']}, optimum-quanto "
+        f"{result['versions']['optimum-quanto']}, commit {result['commit']}."
+    )
+    return "\n".join(lines) + "\n"
 
 
 def blocks_table(result: dict) -> str:
@@ -112,7 +139,7 @@ def rewritten(page: str) -> str:
 def main() -> None:
     """Rewrite the pages, or check them."""
     differ = False
-    for path in (ROOT / "README.md", ROOT / "docs" / "quality.md", ROOT / "docs" / "blocks.md"):
+    for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))):
         old = path.read_text(encoding="utf-8")
         new = rewritten(old)
         differ |= old != new

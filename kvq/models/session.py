@@ -6,9 +6,10 @@ import torch
 from torch import Tensor
 
 from kvq.blockmgr import BlockManager, Sequence
+from kvq.cache.attention import PACKED_NAME
 from kvq.cache.backend import CacheBackend, cache_backend
 from kvq.cache.kv_cache import KVCache
-from kvq.errors import ConfigError, RequestError
+from kvq.errors import ConfigError, ModelError, RequestError
 from kvq.formats import KVRecipe
 from kvq.layout import KVLayout
 from kvq.models.step import Observer, PackedStep, sequence_batch
@@ -110,6 +111,7 @@ class Session:
             RequestError: no tokens, a token id outside the vocabulary, or past the model's context.
             OutOfBlocks: the pools are full. In all cases nothing has changed.
         """
+        self._check_attention()
         for sequence, ids in work:
             self._check(sequence, ids)
         slots = self.manager.append([(sequence, len(ids)) for sequence, ids in work])
@@ -144,6 +146,15 @@ class Session:
         """int64 [1, rows]: the values, and zeros up to the fewest rows that a step may have."""
         padding = [0] * (self._min_rows - len(values))
         return torch.tensor([values + padding], device=self.weights.device)
+
+    def _check_attention(self) -> None:
+        """Raise ModelError if the model would attend past this session's blocks."""
+        name = self.weights.model.config._attn_implementation
+        if name != PACKED_NAME:
+            raise ModelError(
+                f"the model was switched to attn_implementation={name!r}, which does not read kvq's blocks; "
+                f"set it back: model.set_attn_implementation({PACKED_NAME!r})"
+            )
 
     def _check(self, sequence: Sequence, ids: list[int]) -> None:
         vocab, limit = self.weights.geometry.vocab_size, self.weights.max_context

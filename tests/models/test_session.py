@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import kvq
-from kvq.errors import OutOfBlocks, RequestError
+from kvq.errors import ModelError, OutOfBlocks, RequestError
 
 
 @pytest.fixture
@@ -104,3 +104,15 @@ def test_block_orders_and_sizes_give_the_same_logits():
         for order in BlockOrder
     ]
     assert all(torch.equal(r, results[0]) for r in results)
+
+
+def test_a_model_that_was_switched_to_another_attention_is_refused(tiny):
+    session = tiny.session(max_tokens=8)
+    model = tiny.weights.model
+    before = model.config._attn_implementation
+    try:
+        model.set_attn_implementation("sdpa")
+        with pytest.raises(ModelError, match="switched to attn_implementation='sdpa'"):
+            session.forward([(session.new_sequence(), [1])])
+    finally:
+        model.set_attn_implementation(before)
