@@ -49,15 +49,17 @@ def caches_table(result: dict) -> str:
             f"| {row['name']} | {row['batch']} "
             f"| {row['step_ms_median']:.1f} ({row['step_ms_p10']:.1f} - {row['step_ms_p90']:.1f}) "
             f"| {row['kv_bytes_per_token']:,.0f} | {row['perplexity']:.2f} "
-            f"| {row['perplexity_change']:+.2%} ± {row['perplexity_change_error']:.2%} | {row['kl_mean']:.4f} |"
+            f"| {row['perplexity_change']:+.2%} ± {row['perplexity_change_error']:.2%} "
+            f"| {row['kl_mean']:.4f} |"
         )
     first = result["rows"][0]
     lines.append(
         f"\nSteps of one token after {first['prompt_tokens']} tokens, {first['steps']} of them, "
         f"{first['repeats']} times, all caches one after another each time; perplexity over "
-        f"{result['perplexity_tokens']:,} such steps, its change with standard error. Model: {result['model']}, a "
-        f"very small one, fp32 weights. Text: {result['text']}. {result['date'][:10]}, {result['device']}, torch "
-        f"{result['versions']['torch']}, transformers {result['versions']['transformers']}, optimum-quanto "
+        f"{result['perplexity_tokens']:,} such steps, its change with standard error. "
+        f"Model: {result['model']}, a very small one, fp32 weights. Text: {result['text']}. "
+        f"{result['date'][:10]}, {result['device']}, torch {result['versions']['torch']}, "
+        f"transformers {result['versions']['transformers']}, optimum-quanto "
         f"{result['versions']['optimum-quanto']}, commit {result['commit']}."
     )
     return "\n".join(lines) + "\n"
