@@ -98,6 +98,18 @@ class Blocks:
         for pool, blocks in zip(self.pools, taken, strict=True):
             pool.release_all(reversed(blocks))
 
+    def grow(self, num_blocks: list[int]) -> None:
+        """Enlarge the pools.
+
+        Raises:
+            ConfigError: a pool would shrink; nothing changed.
+        """
+        now = [pool.num_blocks for pool in self.pools]
+        if len(num_blocks) != len(now) or any(new < old for new, old in zip(num_blocks, now, strict=True)):
+            raise ConfigError(f"pools can only grow, from {now} blocks, got {num_blocks}")
+        for pool, count in zip(self.pools, num_blocks, strict=True):
+            pool.grow(count)
+
     def order_copy(self, group: int, source: BlockId, target: BlockId) -> None:
         """Queue a copy."""
         self.orders.append(Copy(group=group, source=source, target=target))

@@ -144,18 +144,12 @@ class BlockManager:
         """Start a sequence whose first `length` tokens will be filled in, not computed.
 
         Full-attention groups get blocks for all of it, sliding-window groups for the last window.
-        Fill every block of `tables[g][starts[g]:]`, then `commit`; `free` without `commit` leaves
-        nothing behind.
+        Fill every block of `tables[g][starts[g]:]`, then `commit`; without it, `free` leaves nothing.
 
         Raises:
             ConfigError: `length` is no multiple of the block size, or beyond the prompt.
             OutOfBlocks: too few blocks; nothing changed.
         """
-        if length % self.block_size or not 0 <= length <= len(prompt.tokens):
-            raise ConfigError(
-                f"length must be a multiple of the block size {self.block_size} and at most the prompt's "
-                f"{len(prompt.tokens)} tokens, got {length}"
-            )
         sequence = self._begin(prompt)
         try:
             self.prefixes.adopt(sequence, length)
@@ -316,9 +310,8 @@ class BlockManager:
     def set_quota(self, tenant: str, blocks: int) -> None:
         """Limit the blocks of every pool that a tenant may own, live and cached ones together.
 
-        A tenant owns the blocks that its sequences took, until they are free again; sharing
-        another's costs nothing. At its quota it gives up its own cached blocks first, then it is
-        refused. Applies to sequences that start from now on.
+        A tenant owns the blocks that its sequences took until they are free again; at its quota it
+        gives up its own cached blocks, then it is refused. For sequences that start from now on.
 
         Raises:
             ConfigError: less than one block.
@@ -357,12 +350,7 @@ class BlockManager:
         Raises:
             ConfigError: a pool would shrink.
         """
-        if any(n < pool.num_blocks for n, pool in zip(num_blocks, self.pools, strict=True)):
-            raise ConfigError(
-                f"pools can't shrink from {[pool.num_blocks for pool in self.pools]} to {num_blocks} blocks"
-            )
-        for pool, count in zip(self.pools, num_blocks, strict=True):
-            pool.grow(count)
+        self.blocks.grow(num_blocks)
 
     def check_integrity(self) -> None:
         """Raise AssertionError, naming it, if any invariant of docs/blocks.md is broken."""

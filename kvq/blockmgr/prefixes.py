@@ -8,7 +8,7 @@ from kvq.blockmgr.matching import Hit, find
 from kvq.blockmgr.pool import Account
 from kvq.blockmgr.prefix import TOKEN_BYTES, Node, Prompt
 from kvq.blockmgr.sequence import Sequence
-from kvq.errors import OutOfBlocks
+from kvq.errors import ConfigError, OutOfBlocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,9 +90,15 @@ class Prefixes:
         """Give a new, empty sequence fresh blocks for its first `length` tokens, contents to come.
 
         Raises:
+            ConfigError: `length` is no multiple of the block size, or beyond the sequence's tokens.
             OutOfBlocks: too few blocks; nothing changed.
         """
-        total = length // self._blocks.block_size
+        total, rest = divmod(length, self._blocks.block_size)
+        if rest or not 0 <= length <= len(sequence.tokens):
+            raise ConfigError(
+                f"length must be a multiple of the block size {self._blocks.block_size} and at most the "
+                f"prompt's {len(sequence.tokens)} tokens, got {length}"
+            )
         starts = [
             min(self._blocks.first_seen(group, length), total) for group in range(len(self._blocks.pools))
         ]

@@ -156,7 +156,7 @@ def test_pools_grow_while_requests_run() -> None:
     blocks.grow([3, 3])
     assert blocks.append([(sequence, 1)]) == [[4], [4]]
     assert blocks.usage() == [PoolUsage(free=0, cached=0, live=3, total=3)] * 2
-    with pytest.raises(ConfigError, match=r"can't shrink from \[3, 3\] to \[4, 2\]"):
+    with pytest.raises(ConfigError, match=r"pools can only grow, from \[3, 3\] blocks, got \[4, 2\]"):
         blocks.grow([4, 2])
     assert blocks.usage()[0].total == 3
     blocks.check_integrity()
