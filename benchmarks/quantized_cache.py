@@ -59,7 +59,7 @@ def contenders(fp32: Any, bf16: Any) -> list[Contender]:
         Contender("DynamicCache bf16", bf16, "sdpa", lambda config: DynamicCache(config=config)),
         Contender(RIVAL, fp32, "sdpa", quanto),
     ]
-    for kv, recent in (("int4", RECENT), ("int4", 0), ("int8", 0), ("fp32", 0)):
+    for kv, recent in (("int4", RECENT), ("int4", 0), ("fp32", 0)):
         for attention in ("kvq", "sdpa"):
             found.append(
                 Contender(
