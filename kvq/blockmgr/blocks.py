@@ -28,6 +28,8 @@ class Blocks:
     ) -> None:
         if block_size < 1:
             raise ConfigError(f"block_size must be at least 1 token, got {block_size}")
+        if not num_blocks:
+            raise ConfigError("num_blocks must name at least one layer group's pool, got none")
         if len(windows) != len(num_blocks):
             raise ConfigError(
                 f"windows and num_blocks need one entry per layer group, got {len(windows)} and "

@@ -47,20 +47,28 @@ def _check_references(group: int, pool: BlockPool, sequences: list[Sequence], pi
             f"group {group}, block {block}: references and tables differ, {have.get(block, 0)} and "
             f"{counted[block]}"
         )
+    pinned = {block for pin in pins.all() for block in pin.blocks[group]}
+    assert pins.num_pinned(group) == len(pinned), f"group {group}: pinned blocks are counted wrongly"
     assert pins.num_pinned(group) <= pins.limit(group), f"group {group}: more blocks are pinned than may be"
 
 
 def _check_accounts(group: int, pool: BlockPool, accounts: dict[str, list[Account]]) -> None:
     """Accounts own what the pool says, and list those of their blocks that are cached."""
-    owners = pool.owners()
+    owned: dict[Account, set[BlockId]] = {}
+    cached: dict[Account, set[BlockId]] = {}
+    for i, owner in enumerate(pool.owners()):
+        if owner is not None:
+            owned.setdefault(owner, set()).add(BlockId(i))
+            if not pool.references(BlockId(i)):
+                cached.setdefault(owner, set()).add(BlockId(i))
     known = {per_group[group]: tenant for tenant, per_group in accounts.items()}
-    strays = [i for i, owner in enumerate(owners) if owner is not None and owner not in known]
+    strays = sorted(block for owner, some in owned.items() if owner not in known for block in some)
     assert not strays, f"group {group}: blocks {strays} belong to nobody's account"
     for account, tenant in known.items():
-        owned = [BlockId(i) for i, owner in enumerate(owners) if owner is account]
-        assert account.owned == len(owned), f"group {group}: {tenant!r} owns {len(owned)} blocks"
-        cached = {block for block in owned if not pool.references(block)}
-        assert account.cached.keys() == cached, f"group {group}: {tenant!r} has stray cached blocks"
+        count = len(owned.get(account, ()))
+        assert account.owned == count, f"group {group}: {tenant!r} owns {count} blocks"
+        listed = account.cached.keys()
+        assert listed == cached.get(account, set()), f"group {group}: {tenant!r} has stray cached blocks"
 
 
 def _check_order(group: int, pool: BlockPool, window: int | None) -> None:

@@ -6,12 +6,13 @@ from kvq.blockmgr.blocks import Blocks
 from kvq.blockmgr.events import Subscriber
 from kvq.blockmgr.ids import BlockId
 from kvq.blockmgr.integrity import check_integrity
-from kvq.blockmgr.matching import find
+from kvq.blockmgr.matching import check_prompt, find
 from kvq.blockmgr.orders import Order, SwapIn
 from kvq.blockmgr.pins import Pins
 from kvq.blockmgr.pool import Account, BlockPool, PoolUsage
 from kvq.blockmgr.prefix import Digest, Prompt, sha256_digest, token_array
 from kvq.blockmgr.prefixes import Match, Prefixes
+from kvq.blockmgr.register import Register
 from kvq.blockmgr.sequence import Receipt, Sequence
 from kvq.blockmgr.swap import SwapSpace
 from kvq.blockmgr.tables import Tables, Work
@@ -54,23 +55,26 @@ class BlockManager:
         Raises:
             ConfigError: a number out of range, or lists of different lengths.
         """
-        if reserve_blocks < 0:
-            raise ConfigError(f"reserve_blocks must be at least 0, got {reserve_blocks}")
         self.blocks = Blocks(
             num_blocks=num_blocks,
             block_size=block_size,
-            windows=windows or [None] * len(num_blocks),
+            windows=[None] * len(num_blocks) if windows is None else list(windows),
             identity=identity,
             digest=digest,
         )
+        if not 0 <= reserve_blocks < min(num_blocks):
+            raise ConfigError(
+                f"reserve_blocks must be at least 0 and less than every pool's {num_blocks} blocks, got "
+                f"{reserve_blocks}"
+            )
         self.block_size = block_size
         self.reserve_blocks = reserve_blocks
-        self.swap = SwapSpace(self.blocks, host_slots or [0] * len(num_blocks))
+        self.swap = SwapSpace(self.blocks, list(host_slots or [0] * len(num_blocks)))
         self.pins = Pins(self.blocks, max_pinned_blocks)
         self.prefixes = Prefixes(self.blocks)
         self._tables = Tables(self.blocks)
         self._accounts: dict[str, list[Account]] = {}
-        self._live: dict[Sequence, None] = {}  # in order of their start
+        self._register = Register()
 
     @property
     def pools(self) -> list[BlockPool]:
@@ -79,7 +83,7 @@ class BlockManager:
 
     def sequences(self) -> list[Sequence]:
         """All live sequences, swapped ones included, in order of their start."""
-        return list(self._live)
+        return list(self._register)
 
     def prompt(self, tokens: Iterable[int], *, tenant: str = "", shared_salt: str | None = None) -> Prompt:
         """Prepare a prompt for `lookup` and `start`; hold on to it to hash its tokens only once.
@@ -119,7 +123,7 @@ class BlockManager:
             tenant=tenant,
             accounts=self._accounts.get(tenant),
         )
-        self._live[sequence] = None
+        self._register.add(sequence)
         return sequence
 
     def start(self, prompt: Prompt) -> Sequence:
@@ -161,7 +165,8 @@ class BlockManager:
         return sequence
 
     def can_append(self, work: Work) -> bool:
-        """True if `append(work)` would succeed now. Changes nothing."""
+        """True if blocks are there for `append(work)`. Changes nothing."""
+        self._register.check_work(work)
         demand = self._tables.demand(self._tables.plan(work))
         return self.blocks.can_take(demand, beside=[[] for _ in demand])
 
@@ -173,6 +178,7 @@ class BlockManager:
 
         Raises:
             OutOfBlocks: a pool or a quota has too few blocks; nothing changed.
+            ConfigError: a negative count, a sequence twice, or one that can't be used now.
         """
         self._make_room(work)
         slots = self._tables.slots(work)
@@ -195,7 +201,7 @@ class BlockManager:
         Raises:
             RequestError: an id that is no whole number of 0 to 2**32 - 1; nothing changed.
         """
-        self._check_usable(sequence)
+        self._register.check_ready(sequence)
         if tokens is not None:
             sequence.tokens.extend(token_array(tokens))
         sequence.committed = sequence.length
@@ -215,7 +221,7 @@ class BlockManager:
         Raises:
             ConfigError: tokens were appended and not committed, or the sequence is swapped out.
         """
-        self._check_committed(sequence, "fork")
+        self._register.check_committed(sequence, "fork")
         twin = self.new_sequence(tenant=sequence.tenant)
         self._tables.share_all(sequence, twin)
         twin.node, twin.depth, twin.indexing = sequence.node, sequence.depth, sequence.indexing
@@ -230,7 +236,7 @@ class BlockManager:
             ConfigError: longer than the sequence, or back to where a sliding-window group gave
                 back blocks that would be seen again; nothing changed.
         """
-        self._check_usable(sequence)
+        self._register.check_ready(sequence)
         self._tables.shorten(sequence, length)
         if len(sequence.tokens) > length:
             self.prefixes.withdraw(sequence)
@@ -238,19 +244,20 @@ class BlockManager:
 
     def scrub(self, sequence: Sequence) -> None:
         """Queue zeroing of every block that only this sequence sees; it is never indexed again."""
-        self._check_usable(sequence)
+        self._register.check_ready(sequence)
         sequence.indexing = False
         self.prefixes.withdraw(sequence)
         self._tables.scrub(sequence)
 
     def free(self, sequence: Sequence) -> Receipt:
         """End a sequence and give back what it holds. Indexed blocks stay cached."""
-        assert sequence.live, "the sequence was freed already"
+        self._register.check_live(sequence)
         self._end(sequence)
         return sequence.receipt.snapshot()
 
     def can_swap_out(self, sequence: Sequence) -> bool:
         """True if host slots are free for all of a sequence's blocks. Changes nothing."""
+        self._register.check_committed(sequence, "swap out")
         return self.swap.can_swap_out(sequence)
 
     def swap_out(self, sequence: Sequence) -> None:
@@ -260,32 +267,44 @@ class BlockManager:
             OutOfBlocks: too few host slots; nothing changed.
             ConfigError: tokens were appended and not committed.
         """
-        self._check_committed(sequence, "swap out")
+        self._register.check_committed(sequence, "swap out")
         self.swap.swap_out(sequence)
+        sequence.ready = False
         self.prefixes.withdraw(sequence)
         self.blocks.events.deliver()
 
     def can_swap_in(self, sequence: Sequence) -> bool:
-        """True if `swap_in` would succeed now. Changes nothing."""
+        """True if blocks are there for `swap_in`. Changes nothing."""
+        self._register.check_swapped(sequence)
         return self.swap.can_swap_in(sequence)
 
     def swap_in(self, sequence: Sequence) -> None:
         """Bring a sequence back: what the index still holds is shared, the rest is ordered in.
 
+        Its bytes are not trusted yet: carry out the orders, then call `recover`, whether or not any
+        failed. Until then the sequence can only be freed.
+
         Raises:
             OutOfBlocks: too few blocks; the sequence stays swapped out.
+            ConfigError: the sequence is not swapped out.
         """
-        assert sequence.live, "the sequence was freed"
+        self._register.check_swapped(sequence)
         self.swap.swap_in(sequence)
         self.blocks.events.deliver()
 
     def recover(self, sequence: Sequence, failed: Iterable[SwapIn]) -> None:
-        """Shorten a sequence to what is good after swap-ins whose bytes were not what went out.
+        """Go on after a swap-in: `failed` are the orders whose bytes were not what went out, if any.
 
-        The tokens stay known: compute from `sequence.length` on. Orders of other sequences are
-        passed over.
+        The sequence is shortened to what is good. Its tokens stay known: compute from
+        `sequence.length` on. Orders of other sequences are passed over.
+
+        Raises:
+            ConfigError: the sequence was not just swapped in, or its orders were not taken yet.
         """
-        self._check_usable(sequence)
+        self._register.check_restored(sequence)
+        if any(isinstance(order, SwapIn) for order in self.blocks.orders):
+            raise ConfigError("swap-ins were ordered and not carried out; take_orders() first")
+        sequence.ready = True
         lost = self.swap.lost(sequence, failed)
         if lost is not None:
             before = sequence.length
@@ -300,6 +319,7 @@ class BlockManager:
 
         Raises:
             OutOfBlocks: pins would hold more than their limit; nothing changed.
+            ConfigError: `until` is not a finite number.
         """
         return self.pins.add(find(self.blocks, prompt, len(prompt.tokens)).nodes, until)
 
@@ -316,8 +336,8 @@ class BlockManager:
         Raises:
             ConfigError: less than one block.
         """
-        if blocks < 1:
-            raise ConfigError(f"a quota must be at least one block, got {blocks}")
+        if not isinstance(blocks, int) or blocks < 1:
+            raise ConfigError(f"a quota must be a number of at least one block, got {blocks!r}")
         accounts = self._accounts.setdefault(tenant, [Account(quota=blocks) for _ in self.pools])
         for account in accounts:
             account.quota = blocks
@@ -359,15 +379,13 @@ class BlockManager:
         )
 
     def _make_room(self, work: Work) -> None:
-        assert len(dict(work)) == len(work), "a sequence comes twice"
-        for sequence, _ in work:
-            assert sequence.live, "a sequence was freed"
-            assert sequence.swapped is None, "a sequence is swapped out"
+        self._register.check_work(work)
         self._tables.make_room(work)
         if self.blocks.events.active:
             self.blocks.events.deliver()
 
     def _begin(self, prompt: Prompt) -> Sequence:
+        check_prompt(self.blocks, prompt)
         sequence = self.new_sequence(tenant=prompt.tenant)
         sequence.node = self.blocks.index.root(prompt.root)
         sequence.tokens = prompt.tokens[:]
@@ -384,17 +402,4 @@ class BlockManager:
             table.clear()
         sequence.starts = [0] * len(self.pools)
         sequence.length = sequence.committed = 0
-        sequence.live = False
-        del self._live[sequence]
-
-    def _check_usable(self, sequence: Sequence) -> None:
-        assert sequence.live, "the sequence was freed"
-        assert sequence.swapped is None, "the sequence is swapped out"
-
-    def _check_committed(self, sequence: Sequence, verb: str) -> None:
-        self._check_usable(sequence)
-        if sequence.committed != sequence.length:
-            raise ConfigError(
-                f"can't {verb} a sequence with {sequence.length - sequence.committed} tokens that were "
-                f"appended and not committed; commit or truncate them first"
-            )
+        self._register.remove(sequence)

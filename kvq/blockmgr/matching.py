@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from kvq.blockmgr.blocks import Blocks
 from kvq.blockmgr.prefix import TOKEN_BYTES, Node, Prompt
+from kvq.errors import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -21,6 +22,7 @@ def find(blocks: Blocks, prompt: Prompt, max_tokens: int) -> Hit:
     A hit of length L is valid if full-attention groups hold all of [0, L), and sliding-window groups
     the part of it that a token at position L sees.
     """
+    check_prompt(blocks, prompt)
     size = blocks.block_size
     walked = blocks.index.walk(prompt, max_tokens // size)
     depth = _valid_depth(blocks, walked)
@@ -30,6 +32,15 @@ def find(blocks: Blocks, prompt: Prompt, max_tokens: int) -> Hit:
     rest = prompt.data[start * TOKEN_BYTES : min(start + size, max_tokens) * TOKEN_BYTES]
     part, common = blocks.index.best_child(parent, rest)
     return Hit(nodes=nodes, part=part, length=start + common)
+
+
+def check_prompt(blocks: Blocks, prompt: Prompt) -> None:
+    """Raise ConfigError if a prompt was prepared for blocks of another size: its digests mean others."""
+    if prompt.block_size != blocks.block_size:
+        raise ConfigError(
+            f"the prompt was prepared for blocks of {prompt.block_size} tokens, these have "
+            f"{blocks.block_size}; prepare it with this manager's prompt()"
+        )
 
 
 def _valid_depth(blocks: Blocks, nodes: list[Node]) -> int:

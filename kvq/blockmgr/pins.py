@@ -1,6 +1,8 @@
 """Pins: prefixes that stay cached for a time, whoever needs memory."""
 
+from collections import Counter
 from dataclasses import dataclass
+from math import isfinite
 
 from kvq.blockmgr.blocks import Blocks
 from kvq.blockmgr.ids import BlockId
@@ -26,6 +28,7 @@ class Pins:
         self._blocks = blocks
         self._max_blocks = max_blocks
         self._pins: dict[Node, Pin] = {}
+        self._pinned: list[Counter[BlockId]] = [Counter() for _ in blocks.pools]  # pins of each block
 
     def __len__(self) -> int:
         return len(self._pins)
@@ -41,7 +44,7 @@ class Pins:
 
     def num_pinned(self, group: int) -> int:
         """Blocks of a layer group under any pin."""
-        return len({block for pin in self._pins.values() for block in pin.blocks[group]})
+        return len(self._pinned[group])
 
     def add(self, nodes: list[Node], until: float) -> int:
         """Pin the blocks of a valid hit, or extend a pin that is there. Returns tokens pinned.
@@ -49,6 +52,8 @@ class Pins:
         Raises:
             OutOfBlocks: pins would hold more than their limit; nothing changed.
         """
+        if not isfinite(until):
+            raise ConfigError(f"a pin needs a time to end, in seconds, got {until}")
         if not nodes:
             return 0
         length = len(nodes) * self._blocks.block_size
@@ -63,7 +68,8 @@ class Pins:
             assert len(held) == len(nodes) - min(first, len(nodes)), "a valid hit holds every block"
             wanted.append(held)
         self._check_limit(wanted)
-        for pool, held in zip(self._blocks.pools, wanted, strict=True):
+        for pool, pinned, held in zip(self._blocks.pools, self._pinned, wanted, strict=True):
+            pinned.update(held)
             for block in held:
                 pool.share(block)
         self._pins[nodes[-1]] = Pin(length, wanted, until)
@@ -74,14 +80,17 @@ class Pins:
         over = [node for node, pin in self._pins.items() if pin.until <= now]
         for node in over:
             pin = self._pins.pop(node)
-            for pool, held in zip(self._blocks.pools, pin.blocks, strict=True):
+            for pool, pinned, held in zip(self._blocks.pools, self._pinned, pin.blocks, strict=True):
                 pool.release_all(reversed(held))
+                for block in held:
+                    pinned[block] -= 1
+                    if not pinned[block]:
+                        del pinned[block]
         return len(over)
 
     def _check_limit(self, wanted: list[list[BlockId]]) -> None:
         for group, held in enumerate(wanted):
-            pinned = {block for pin in self._pins.values() for block in pin.blocks[group]}
-            total = len(pinned.union(held))
+            total = len(self._pinned[group]) + sum(block not in self._pinned[group] for block in held)
             if total > self.limit(group):
                 raise OutOfBlocks(
                     f"pins would hold {total} of {self._blocks.pools[group].num_blocks} blocks, the limit "

@@ -254,8 +254,8 @@ class BlockPool:
         if account is not None and account.excess(count) > len(account.cached):
             return OutOfBlocks(
                 f"need {count} blocks, but the tenant holds {account.owned} of its quota of "
-                f"{account.quota} and {len(account.cached)} of them can be given up; finish or preempt one "
-                f"of its requests, let its pins expire, or raise the quota"
+                f"{account.quota} and {len(account.cached)} of them can be given up; finish or preempt a "
+                f"request that uses its blocks, let their pins expire, or raise the quota"
             )
         return OutOfBlocks(
             f"need {count} blocks, but only {len(self._free)} of {self.num_blocks} are free and "

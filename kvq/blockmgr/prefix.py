@@ -15,6 +15,7 @@ from kvq.blockmgr.ids import BlockId
 from kvq.errors import RequestError
 
 TOKEN_BYTES = 4
+_NEIGHBOURS = 32  # children looked at on either side for a part to copy
 _VERSION = b"kvq-prefix-1"
 
 Digest = Callable[[bytes], bytes]
@@ -74,6 +75,7 @@ class Prompt:
     root: bytes  # digest that starts the chain: model, recipe and salt
     data: bytes  # the tokens as bytes
     digests: list[bytes]  # of the full blocks, in order
+    block_size: int  # tokens; what a full block is
 
 
 def token_array(tokens: Iterable[int]) -> "array[int]":
@@ -82,6 +84,10 @@ def token_array(tokens: Iterable[int]) -> "array[int]":
     Raises:
         RequestError: an id that is no whole number of 0 to 2**32 - 1.
     """
+    if isinstance(tokens, bytes | bytearray | str):
+        raise RequestError(
+            f"token ids must be whole numbers, got {type(tokens).__name__}; tokenize text first"
+        )
     try:
         return array("I", tokens)
     except (OverflowError, TypeError, ValueError) as error:
@@ -130,7 +136,7 @@ class PrefixIndex:
     def prompt(self, tokens: Iterable[int], *, tenant: str, shared_salt: str | None) -> Prompt:
         """Prepare tokens for lookups."""
         ids = token_array(tokens)
-        return Prompt(ids, tenant, self.root_digest(tenant, shared_salt), ids.tobytes(), [])
+        return Prompt(ids, tenant, self.root_digest(tenant, shared_salt), ids.tobytes(), [], self.block_size)
 
     def digest_at(self, prompt: Prompt, block: int) -> bytes:
         """The chained digest of a prompt's full block, hashing what was not hashed yet."""
@@ -235,12 +241,14 @@ class PrefixIndex:
         """The child that starts with most of `tokens`, and how many tokens they share.
 
         Children are sorted by their tokens, so on either side the nearest that is there in every
-        layer group shares most.
+        layer group shares most. Only some neighbours are looked at, so that nobody can make it slow.
         """
         best: Node | None = None
         longest = 0
         at = bisect_left(node.keys, tokens)
-        for side in (range(at - 1, -1, -1), range(at, len(node.keys))):
+        before = range(at - 1, max(-1, at - 1 - _NEIGHBOURS), -1)
+        after = range(at, min(len(node.keys), at + _NEIGHBOURS))
+        for side in (before, after):
             for i in side:
                 common = _common_tokens(node.keys[i], tokens)
                 if common <= longest:

@@ -47,7 +47,7 @@ class Sequence:
     indexing: bool = True  # False: its tokens can't be indexed, or must not
     announced: list[tuple[int, bytes]] = field(default_factory=list)  # blocks others may wait for, last first
     swapped: list[list[tuple[int, HostSlot]]] | None = None  # (table index, slot) per group
-    live: bool = True
+    ready: bool = True  # False while swapped out, until a swap-in is confirmed, and once freed
     receipt: Receipt = field(default_factory=Receipt)
 
     @property

@@ -76,7 +76,7 @@ class SwapSpace:
         Raises:
             OutOfBlocks: too few blocks; nothing changed.
         """
-        assert sequence.swapped is not None, "the sequence is not swapped out"
+        assert sequence.swapped is not None, "checked by the manager"
         blocks = self._blocks
         found = self._find(sequence)
         demand = self._demand(sequence, found)

@@ -31,6 +31,8 @@ def test_a_life_of_a_block_is_told_in_order() -> None:
     blocks.swap_in(sequence)
     assert [type(event) for event in seen] == [SwappedIn, SwappedIn]
     seen.clear()
+    blocks.take_orders()
+    blocks.recover(sequence, [])
     blocks.commit(sequence, [4])
     assert [event.digest for event in seen if isinstance(event, Stored)] == [first, second]
     seen.clear()

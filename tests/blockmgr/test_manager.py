@@ -6,9 +6,10 @@ from typing import Any
 import pytest
 
 from kvq.blockmgr import BlockManager, PoolUsage
-from kvq.errors import ConfigError, OutOfBlocks
+from kvq.errors import ConfigError, OutOfBlocks, RequestError
 from tests.blockmgr.drive import random_simulation, random_step
 from tests.blockmgr.helpers import cache, compute, hit, manager, run
+from tests.blockmgr.state import state
 
 
 def test_a_tenant_at_its_quota_gives_up_its_own_oldest_prefix_first() -> None:
@@ -57,7 +58,7 @@ def test_a_quota_counts_for_requests_that_start_later_and_can_be_changed() -> No
     assert not blocks.can_append([(after, 3)])
     blocks.set_quota("a", 2)
     assert blocks.can_append([(after, 3)])
-    with pytest.raises(ConfigError, match="a quota must be at least one block, got 0"):
+    with pytest.raises(ConfigError, match="a quota must be a number of at least one block, got 0"):
         blocks.set_quota("a", 0)
 
 
@@ -191,7 +192,7 @@ def test_orders_are_handed_out_once() -> None:
         ({"windows": [None, 0]}, "a window must be at least 1 token"),
         ({"host_slots": [4]}, "host_slots must be 2 counts of at least 0"),
         ({"host_slots": [4, -1]}, "host_slots must be 2 counts of at least 0"),
-        ({"reserve_blocks": -1}, "reserve_blocks must be at least 0, got -1"),
+        ({"reserve_blocks": -1}, "reserve_blocks must be at least 0 and less than every pool's"),
         ({"max_pinned_blocks": -1}, "max_pinned_blocks must be at least 0"),
     ],
 )
@@ -200,3 +201,41 @@ def test_a_bad_configuration_is_refused(change: dict[str, Any], reason: str) -> 
     BlockManager(**good)
     with pytest.raises(ConfigError, match=reason):
         BlockManager(**{**good, **change})
+
+
+def test_wrong_use_is_refused_and_changes_nothing() -> None:
+    blocks, others = manager(6, host_slots=[6]), manager(6)
+    sequence, foreign = run(blocks, [1, 2, 3]), run(others, [1, 2, 3])
+    before = state(blocks)
+    for wrong, message in (
+        (lambda: blocks.append([(sequence, -1)]), "can't append -1 tokens; truncate drops some"),
+        (lambda: blocks.extend([(sequence, -1)]), "can't append -1 tokens"),
+        (lambda: blocks.append([(foreign, 1)]), "another manager's"),
+        (lambda: blocks.commit(foreign), "another manager's"),
+        (lambda: blocks.free(foreign), "another manager's"),
+        (lambda: blocks.can_swap_in(sequence), "not swapped out"),
+        (lambda: blocks.swap_in(sequence), "not swapped out"),
+        (lambda: blocks.recover(sequence, []), "nothing to recover"),
+        (
+            lambda: blocks.start(manager(6, size=3).prompt([1])),
+            "prepared for blocks of 3 tokens, these have 2",
+        ),
+        (lambda: blocks.lookup(manager(6, size=3).prompt([1])), "prepared for blocks of 3 tokens"),
+        (lambda: blocks.pin(blocks.prompt([1, 2]), float("nan")), "a pin needs a time to end"),
+        (lambda: blocks.pin(blocks.prompt([1, 2]), float("inf")), "a pin needs a time to end"),
+        (lambda: blocks.set_quota("a", 2.5), "got 2.5"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            wrong()
+        assert state(blocks) == before
+    for tokens in (b"text", "text", bytearray(4), [1.5], [-1], [1 << 32]):
+        with pytest.raises(RequestError, match="whole numbers"):
+            blocks.prompt(tokens)
+
+
+def test_the_lists_of_a_configuration_are_copied() -> None:
+    windows, slots = [None], [3]
+    blocks = BlockManager(num_blocks=[6], block_size=2, windows=windows, host_slots=slots)
+    windows[0], slots[0] = 1, 99
+    run(blocks, range(5))
+    blocks.check_integrity()

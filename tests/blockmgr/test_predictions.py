@@ -26,7 +26,8 @@ def ask_everything(sim: Simulation, rng: random.Random) -> None:
     ready = [client for client in sim.clients if client.is_committed]
     manager.can_append([(client.sequence, rng.randint(0, 9)) for client in ready])
     for client in sim.clients:
-        manager.can_swap_out(client.sequence)
+        if client in ready:
+            manager.can_swap_out(client.sequence)
         if client.sequence.is_swapped:
             manager.can_swap_in(client.sequence)
     manager.usage()

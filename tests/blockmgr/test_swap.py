@@ -43,6 +43,7 @@ def test_what_the_index_still_holds_is_shared_and_the_rest_comes_back() -> None:
     ]
     assert (sequence.depth, sequence.receipt.shared, sequence.receipt.own) == (2, 2, 4 + 2)
     assert blocks.swap.num_free == [9]
+    blocks.recover(sequence, [])
     compute(blocks, sequence, [7])
     compute(blocks, sequence)
     assert sequence.depth == 4
@@ -130,7 +131,7 @@ def test_damage_to_others_and_none_at_all_cost_nothing() -> None:
     blocks.swap_in(first)
     blocks.swap_in(second)
     orders = blocks.take_orders()
-    blocks.recover(first, [])
+    blocks.recover(second, [])
     blocks.recover(first, [o for o in orders if isinstance(o, SwapIn) and o.block in second.tables[0]])
     assert (first.length, first.receipt.recomputed) == (5, 0)
 
@@ -151,7 +152,41 @@ def test_blocks_found_again_are_those_of_the_same_prefix() -> None:
     other = run(blocks, range(7))  # indexed again, by somebody else
     blocks.swap_in(sequence)
     blocks.check_integrity()
+    blocks.take_orders()
+    blocks.recover(sequence, [])
     compute(blocks, sequence, [6, 7])
     compute(blocks, sequence)
     assert sequence.tables[0][:3] == other.tables[0][:3]
     blocks.check_integrity()
+
+
+@pytest.mark.parametrize("use", ["append", "commit", "fork", "truncate", "scrub", "swap_out", "can_append"])
+def test_nothing_is_done_with_bytes_that_are_not_confirmed(use: str) -> None:
+    blocks = manager(20, host_slots=[20])
+    sequence = swapped(blocks, range(7))
+    blocks.drop_cached()
+    blocks.take_orders()
+    blocks.swap_in(sequence)
+    arguments = {"append": ([(sequence, 1)],), "can_append": ([(sequence, 1)],), "truncate": (sequence, 2)}
+    before = state(blocks)
+    with pytest.raises(ConfigError, match="not confirmed; carry out the orders, then call recover"):
+        getattr(blocks, use)(*arguments.get(use, (sequence,)))
+    with pytest.raises(ConfigError, match="ordered and not carried out"):
+        blocks.recover(sequence, [])
+    assert state(blocks) == before
+    orders = [order for order in blocks.take_orders() if isinstance(order, SwapIn)]
+    blocks.recover(sequence, orders[:1])
+    assert sequence.length == 0
+    assert hit(blocks, range(8)) == 0
+    with pytest.raises(ConfigError, match="nothing to recover"):
+        blocks.recover(sequence, [])
+
+
+def test_an_unconfirmed_sequence_may_be_freed() -> None:
+    blocks = manager(9, host_slots=[9])
+    sequence = swapped(blocks, range(7))
+    blocks.drop_cached()
+    blocks.swap_in(sequence)
+    blocks.free(sequence)
+    blocks.check_integrity()
+    assert blocks.usage()[0].free == 9

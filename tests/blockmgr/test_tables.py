@@ -73,15 +73,15 @@ def test_append_is_all_or_nothing_over_sequences_and_groups() -> None:
 def test_a_sequence_comes_once_and_lives() -> None:
     blocks = manager(3, host_slots=[3])
     sequence = run(blocks, [1, 2])
-    with pytest.raises(AssertionError, match="comes twice"):
+    with pytest.raises(ConfigError, match="comes twice"):
         blocks.append([(sequence, 1), (sequence, 1)])
     blocks.swap_out(sequence)
-    with pytest.raises(AssertionError, match="swapped out"):
+    with pytest.raises(ConfigError, match="swapped out"):
         blocks.append([(sequence, 1)])
     blocks.free(sequence)
-    with pytest.raises(AssertionError, match="freed"):
+    with pytest.raises(ConfigError, match="freed"):
         blocks.append([(sequence, 1)])
-    with pytest.raises(AssertionError, match="freed already"):
+    with pytest.raises(ConfigError, match="freed"):
         blocks.free(sequence)
 
 

@@ -162,7 +162,7 @@ def test_sequences_keep_their_rows_through_random_operations(
             for sequence in run.live:  # a start that was refused after its hit was shared
                 if not sequence.is_swapped and sequence.length == 0:
                     run.manager.free(sequence)
-            run.live = [x for x in run.live if x.live]
+            run.live = [x for x in run.live if x in run.manager.sequences()]
         if run.random.random() < 0.1:  # orders may also be taken between two operations
             run.carry_out()
         run.check()
