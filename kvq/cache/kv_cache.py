@@ -119,10 +119,12 @@ class KVCache:
 
     def copy(self, group: int, pairs: Sequence[tuple[int, int]]) -> None:
         """`copy_blocks` in one group: (source, target) block ids, as if one after another."""
+        self._check_blocks(group, [block for pair in pairs for block in pair])
         self._copy[group].run(self._pools[group].parts, pairs)
 
     def scrub(self, group: int, blocks: Sequence[int]) -> None:
         """Zero the bytes of blocks: codes, scales and padding."""
+        self._check_blocks(group, blocks)
         for block in blocks:
             self._pools[group].zero(block)
 
@@ -132,6 +134,7 @@ class KVCache:
         Raises:
             ConfigError: there is no such host slot.
         """
+        self._check_blocks(group, [block])
         self._swap_store().put(group, slot, self._pools[group].read(block))
 
     def swap_in(self, group: int, slot: int, block: int) -> bool:
@@ -142,6 +145,7 @@ class KVCache:
         Raises:
             ConfigError: there is no such host slot.
         """
+        self._check_blocks(group, [block])
         content = self._swap_store().get(group, slot)
         if content is None:
             self._pools[group].zero(block)
@@ -162,10 +166,12 @@ class KVCache:
 
     def read_block(self, group: int, block: int) -> Tensor:
         """A copy of a block's bytes, uint8 [block_bytes] on the host; the same in both block orders."""
+        self._check_blocks(group, [block])
         return self._pools[group].read(block)
 
     def write_block(self, group: int, block: int, content: Tensor) -> None:
         """Overwrite a block with `content`, uint8 [block_bytes], as `read_block` gave it."""
+        self._check_blocks(group, [block])
         self._pools[group].write(block, content)
 
     def grow(self, num_blocks: list[int]) -> None:
@@ -204,6 +210,14 @@ class KVCache:
         """View a pool anew. Views made during inference could not be written outside it."""
         for position, layer in enumerate(self.layout.groups[group].layers):
             self._layers[layer.geometry.index] = layer_views(self._pools[group], position, self.recipe)
+
+    def _check_blocks(self, group: int, blocks: Sequence[int]) -> None:
+        count = self._pools[group].num_blocks
+        if blocks and not 0 <= min(blocks) <= max(blocks) < count:
+            raise ConfigError(
+                f"group {group} has blocks 0 to {count - 1}, got {sorted(set(blocks))}; "
+                f"give the block manager and the cache the same num_blocks"
+            )
 
     def _swap_store(self) -> HostStore:
         if self._host is None:

@@ -99,6 +99,9 @@ def _restore(
     header: _Header, tensors: list[Tensor], cache: KVCache, manager: BlockManager, prompt: Prompt
 ) -> int:
     """Put checked blocks into the cache; they are indexed only once the last one is there."""
+    held, _, _ = manager.held_prefix(prompt)
+    if held >= header.length:
+        return header.length
     try:
         sequence = manager.adopt(prompt, header.length)
     except OutOfBlocks as error:
