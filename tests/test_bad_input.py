@@ -205,8 +205,13 @@ def test_ctrl_c_ends_a_measurement_with_130_and_leaves_nothing(tmp_path):
     command = [sys.executable, "-m", "kvq", "perplexity", "--json", str(tmp_path / "r.json")]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     time.sleep(4)
-    process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=60)
+    for _ in range(4):  # a signal that falls into the import of a C extension may be lost
+        process.send_signal(signal.SIGINT)
+        try:
+            _, err = process.communicate(timeout=30)
+            break
+        except subprocess.TimeoutExpired:
+            continue
     assert process.returncode == 130
     assert "interrupted" in err
     assert "Traceback" not in err
