@@ -184,6 +184,10 @@ def apply(manager: BlockManager, operation: Operation) -> None:
             elif verb == "fail":
                 manager.scrub(sequence)
                 manager.free(sequence)
+            elif verb == "swap_in":
+                manager.swap_in(sequence)
+                manager.take_orders()
+                manager.recover(sequence, [])
             else:
                 getattr(manager, verb)(sequence, *rest)
         except OutOfBlocks:
