@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from kvq.blockmgr import BlockManager, Sequence
+from kvq.cache.attention import NAME as KVQ_NAME
 from kvq.cache.attention import PACKED_NAME
 from kvq.cache.backend import CacheBackend, cache_backend
 from kvq.cache.kv_cache import KVCache
@@ -150,7 +151,7 @@ class Session:
     def _check_attention(self) -> None:
         """Raise ModelError if the model would attend past this session's blocks."""
         name = self.weights.model.config._attn_implementation
-        if name != PACKED_NAME:
+        if name not in (PACKED_NAME, KVQ_NAME):
             raise ModelError(
                 f"the model was switched to attn_implementation={name!r}, which does not read kvq's blocks; "
                 f"set it back: model.set_attn_implementation({PACKED_NAME!r})"
