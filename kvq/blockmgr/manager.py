@@ -290,6 +290,7 @@ class BlockManager:
         """
         self._register.check_swapped(sequence)
         self.swap.swap_in(sequence)
+        sequence.ready = False
         self.blocks.events.deliver()
 
     def recover(self, sequence: Sequence, failed: Iterable[SwapIn]) -> None:
