@@ -203,7 +203,13 @@ def test_a_loss_that_no_perplexity_can_express_is_told():
 
 def test_ctrl_c_ends_a_measurement_with_130_and_leaves_nothing(tmp_path):
     command = [sys.executable, "-m", "kvq", "perplexity", "--json", str(tmp_path / "r.json")]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        command,
+        stderr=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # shells ignore it for `command &`
+    )
     time.sleep(4)
     for _ in range(12):  # a signal that falls into the import of a C extension may be lost
         process.send_signal(signal.SIGINT)
