@@ -102,9 +102,8 @@ class Prefixes:
         starts = [
             min(self._blocks.first_seen(group, length), total) for group in range(len(self._blocks.pools))
         ]
-        accounts = sequence.accounts
         taken = self._blocks.take(
-            [[(total - first, accounts[group] if accounts else None)] for group, first in enumerate(starts)]
+            [[(total - first, sequence.account(group))] for group, first in enumerate(starts)]
         )
         for group, blocks in enumerate(taken):
             sequence.tables[group] = [BlockId(0)] * starts[group] + blocks
@@ -145,8 +144,7 @@ class Prefixes:
         for pool, source in zip(blocks.pools, sources, strict=True):
             pool.share(source)  # so that making room can't evict it
         try:
-            accounts = sequence.accounts
-            taken = blocks.take([[(1, accounts[g] if accounts else None)] for g in range(len(sources))])
+            taken = blocks.take([[(1, sequence.account(group))] for group in range(len(sources))])
         except OutOfBlocks:
             return
         finally:

@@ -55,6 +55,10 @@ class Sequence:
         """True while its blocks are in host slots."""
         return self.swapped is not None
 
+    def account(self, group: int) -> Account | None:
+        """Whose quota its blocks of a layer group count on, if anybody's."""
+        return None if self.accounts is None else self.accounts[group]
+
     @property
     def num_held(self) -> int:
         """Blocks held now, over all layer groups."""

@@ -147,9 +147,8 @@ class SwapSpace:
 
     def _demand(self, sequence: Sequence, found: list[dict[int, BlockId]]) -> Demand:
         assert sequence.swapped is not None, "the sequence is not swapped out"
-        accounts = sequence.accounts
         return [
-            [(len(slots) - len(found[group]), accounts[group] if accounts else None)]
+            [(len(slots) - len(found[group]), sequence.account(group))]
             for group, slots in enumerate(sequence.swapped)
         ]
 

@@ -43,8 +43,7 @@ class Tables:
     def demand(self, plan: list[_Grow]) -> Demand:
         """The blocks that a plan takes, and on whose quota."""
         return [
-            [(need + copies, s.accounts[group] if s.accounts else None) for s, need, copies in grow]
-            for group, grow in enumerate(plan)
+            [(need + copies, s.account(group)) for s, need, copies in grow] for group, grow in enumerate(plan)
         ]
 
     def make_room(self, work: Work) -> None:

@@ -4,10 +4,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kvq.cache.dense import DenseScratch
 from kvq.cache.folded_attention import MOST_QUERIES, can_fold, folded_attention
 from kvq.cache.int4 import unrotated
 from kvq.cache.recent import put_over
+from kvq.cache.scratch import DenseScratch
 from kvq.kernels import PagedKV, SequenceBatch
 
 Rows = tuple[Tensor, Tensor]  # K and V

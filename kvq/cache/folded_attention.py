@@ -7,8 +7,8 @@ goes to the scores, the V scale to the probabilities, and only codes become floa
 import torch
 from torch import Tensor
 
-from kvq.cache.dense import DenseScratch
 from kvq.cache.int4 import unrotated
+from kvq.cache.scratch import DenseScratch
 from kvq.formats import Code, Grouped
 from kvq.kernels import PagedKV, PagedRows, SequenceBatch
 

@@ -9,11 +9,11 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from kvq.cache.attention import register_attention
-from kvq.cache.dense import DenseScratch
 from kvq.cache.hf_config import read_config
 from kvq.cache.hf_layer import KvqLayer
 from kvq.cache.hf_state import CacheOptions, CacheState
 from kvq.cache.rows import BatchRows
+from kvq.cache.scratch import DenseScratch
 from kvq.errors import ConfigError, RequestError
 from kvq.formats import KVRecipe
 from kvq.kernels import check_backend

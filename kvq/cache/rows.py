@@ -4,11 +4,11 @@ import torch
 from torch import Tensor
 
 from kvq.blockmgr import BlockManager, Sequence
-from kvq.cache.dense import DenseScratch
 from kvq.cache.dense_attention import attend_by_torch
 from kvq.cache.few_rows import MOST_ROWS, can_write_few, write_few
 from kvq.cache.kv_cache import KVCache
 from kvq.cache.recent import RecentRows, put_over
+from kvq.cache.scratch import DenseScratch
 from kvq.errors import ConfigError, OutOfBlocks, RequestError
 from kvq.formats import KVRecipe
 from kvq.geometry import ModelGeometry

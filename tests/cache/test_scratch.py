@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from kvq.cache.dense import DenseScratch
 from kvq.cache.dense_attention import attend_by_torch
 from kvq.cache.few_rows import can_write_few, write_few
 from kvq.cache.int4 import decode_int4, encode_int4, is_power_of_two, unrotate_int4
 from kvq.cache.kv_cache import KVCache
+from kvq.cache.scratch import DenseScratch
 from kvq.formats import Grouped, parse_format
 from kvq.kernels import SequenceBatch
 from kvq.kernels.attend.reference import attend
