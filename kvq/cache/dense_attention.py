@@ -4,55 +4,20 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kvq.cache.folded_attention import MOST_QUERIES, can_fold, folded_attention
-from kvq.cache.int4 import unrotated
+from kvq.cache.kv_cache import KVCache
 from kvq.cache.recent import put_over
 from kvq.cache.scratch import DenseScratch
-from kvq.kernels import PagedKV, SequenceBatch
+from kvq.kernels import SequenceBatch
+from kvq.kernels.codec import rotate_by_product
 
 Rows = tuple[Tensor, Tensor]  # K and V
 
 
-def attend_by_torch(
-    scratch: DenseScratch,
-    q: Tensor,
-    kv: PagedKV,
-    batch: SequenceBatch,
-    *,
-    scale: float,
-    window: int | None,
-    softcap: float | None,
-    sinks: Tensor | None,
-    recent: Rows | None = None,
-) -> Tensor | None:
-    """The better of both ways for this step, or None where only kvq's own kernels know how.
-
-    `q`: [batch, q_heads, count, k_head_dim]; `recent`: K and V of every row's last tokens as they
-    came, [batch, kv_heads, some, dim]. Returns [batch, count, q_heads, v_head_dim].
-    """
-    count = q.shape[2]
-    is_even = len(set(batch.context_lens)) == 1 and set(batch.query_lens) == {count}
-    if is_even and count <= MOST_QUERIES and can_fold(kv):
-        return folded_attention(
-            scratch,
-            q,
-            kv,
-            batch,
-            scale=scale,
-            window=window,
-            softcap=softcap,
-            sinks=sinks,
-            recent=recent,
-        )
-    if softcap is not None or sinks is not None:
-        return None
-    return dense_attention(scratch, q, kv, batch, scale=scale, window=window, recent=recent)
-
-
 def dense_attention(
     scratch: DenseScratch,
+    cache: KVCache,
+    layer: int,
     q: Tensor,
-    kv: PagedKV,
     batch: SequenceBatch,
     *,
     scale: float,
@@ -61,25 +26,28 @@ def dense_attention(
 ) -> Tensor | None:
     """Causal attention of each row's last tokens.
 
-    `q`: [batch, q_heads, count, k_head_dim]; returns [batch, count, q_heads, v_head_dim]. A row's
+    `q`: [batch, q_heads, count, k_head_dim]; `recent`: K and V of every row's last tokens as they
+    came, [batch, kv_heads, some, dim]. Returns [batch, count, q_heads, v_head_dim]. A row's
     new tokens are the last of its `count` queries; those before are padding and give zero. Stored
     rows stay rotated: Q is rotated instead, and the output once. Returns None for windows over
     rows of unequal length, where the oldest blocks of some rows were given back.
     """
-    count, lengths = q.shape[2], batch.context_lens
+    count, lengths, formats = q.shape[2], batch.context_lens, cache.layer(layer).formats
     longest, even = max(lengths), len(set(lengths)) == 1
     if window is not None and not even:
         return None
     start = 0 if window is None else max(0, longest - count - window + 1)
-    k, v = scratch.gather(kv, batch.tables, start, longest, dtypes=(q.dtype, q.dtype), unrotate=False)
+    k, v = scratch.gather(
+        cache, layer, batch.tables, start, longest, dtypes=(q.dtype, q.dtype), unrotate=False
+    )
     for i, length in enumerate(lengths):
         k[i, :, length - start :] = 0  # slots past a row's end may decode to NaN
         v[i, :, length - start :] = 0
     if recent is not None:
-        for x, exact, fmt in zip((k, v), recent, (kv.formats.k, kv.formats.v), strict=True):
+        for x, exact, fmt in zip((k, v), recent, (formats.k, formats.v), strict=True):
             put_over(x, exact, lengths, start, rotated=fmt.rotated)
-    if kv.formats.k.rotated:
-        q = unrotated(q).to(q.dtype)  # its own inverse
+    if formats.k.rotated:
+        q = rotate_by_product(q).to(q.dtype)  # its own inverse
     mask = (
         None if even and count == 1 and window is None else _visible(lengths, count, start, window, q.device)
     )
@@ -87,8 +55,8 @@ def dense_attention(
     out = functional.scaled_dot_product_attention(
         q, k, v, attn_mask=None if plain else mask, is_causal=plain, scale=scale, enable_gqa=True
     )
-    if kv.formats.v.rotated:
-        out = unrotated(out).to(q.dtype)
+    if formats.v.rotated:
+        out = rotate_by_product(out).to(q.dtype)
     out = out.transpose(1, 2)
     new = batch.query_lens
     if any(some != count for some in new):

@@ -53,6 +53,7 @@ class KVCache:
         self._layers: dict[int, PagedKV] = {}
         self._write: dict[int, Kernel] = {}
         self._attend: dict[int, Kernel] = {}
+        self._gather: dict[int, Kernel] = {}
         self._copy: list[Kernel] = []
         self.group_of: dict[int, int] = {}
         where = Device.of(device)
@@ -63,6 +64,7 @@ class KVCache:
                 spec = _kernel_spec(geometry, layout, layer)
                 self._write[index] = select("write_kv", spec, where, backend)
                 self._attend[index] = select("attend", spec, where, backend)
+                self._gather[index] = select("gather_dense", spec, where)
             # Every backend moves the same bytes, so the user's choice of one does not matter here.
             self._copy.append(select("copy_blocks", _kernel_spec(geometry, layout, group.layers[0]), where))
             self._make_views(group.group.index)
@@ -110,12 +112,36 @@ class KVCache:
         window: int | None,
         softcap: float | None,
         sinks: Tensor | None,
+        skip_last: int = 0,
     ) -> tuple[Tensor, Tensor]:
         """`attend` for one layer; returns (out, lse)."""
         result: tuple[Tensor, Tensor] = self._attend[layer].run(
-            q, self._layers[layer], batch, scale=scale, window=window, softcap=softcap, sinks=sinks
+            q,
+            self._layers[layer],
+            batch,
+            scale=scale,
+            window=window,
+            softcap=softcap,
+            sinks=sinks,
+            skip_last=skip_last,
         )
         return result
+
+    def gather(
+        self,
+        layer: int,
+        tables: Tensor,
+        start: int,
+        end: int,
+        *,
+        unrotate: bool,
+        out: tuple[Tensor, Tensor] | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """`gather_dense` for one layer: K and V of the positions [start, end) of every table."""
+        rows: tuple[Tensor, Tensor] = self._gather[layer].run(
+            self._layers[layer], tables, start, end, unrotate=unrotate, out=out
+        )
+        return rows
 
     def copy(self, group: int, pairs: Sequence[tuple[int, int]]) -> None:
         """`copy_blocks` in one group: (source, target) block ids, as if one after another."""

@@ -1,13 +1,15 @@
 """The rows of a batch as sequences over their own pools: what KvqCache keeps, without transformers."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from kvq.blockmgr import BlockManager, Sequence
-from kvq.cache.dense_attention import attend_by_torch
-from kvq.cache.few_rows import MOST_ROWS, can_write_few, write_few
+from kvq.cache.dense_attention import dense_attention
 from kvq.cache.kv_cache import KVCache
 from kvq.cache.recent import RecentRows, put_over
+from kvq.cache.recent_attention import attend_both, can_attend_both
 from kvq.cache.scratch import DenseScratch
 from kvq.errors import ConfigError, OutOfBlocks, RequestError
 from kvq.formats import KVRecipe
@@ -16,6 +18,7 @@ from kvq.kernels import Device, KernelSpec, SequenceBatch, select
 from kvq.layout import KVLayout
 
 _GROWTH = 32  # a pool that is full grows by one part in so many
+_DENSE_FROM = 17  # new tokens per row; see docs/decisions.md
 
 
 class BatchRows:
@@ -59,11 +62,7 @@ class BatchRows:
         self.scratch = DenseScratch(device)
         self.recent = RecentRows(residual_length) if residual_length else None
         layers = range(len(geometry.layers))
-        self._prefers_dense = [backend == "auto" and self._only_reference("attend", x) for x in layers]
-        self._writes_few = [
-            backend == "auto" and self._only_reference("write_kv", x) and can_write_few(self.blocks.layer(x))
-            for x in layers
-        ]
+        self._dense_from = [self._crossover(x) if backend == "auto" else None for x in layers]
         self.sequences: list[Sequence] = []
         self.start(batch)
 
@@ -137,11 +136,7 @@ class BatchRows:
     def write(self, layer: int, k: Tensor, v: Tensor) -> None:
         """Store one layer's new tokens, [batch, kv_heads, count, dim]; see `check_finite`."""
         slots = self.batches[self.blocks.group_of[layer]].slots
-        k, v = self._packed(k), self._packed(v)
-        if self._writes_few[layer] and len(slots) <= MOST_ROWS:
-            bad = write_few(k, v, self.blocks.layer(layer), slots)
-        else:
-            bad = self.blocks.write(layer, k, v, slots)
+        bad = self.blocks.write(layer, self._packed(k), self._packed(v), slots)
         if self._place is not None:
             full = torch.zeros(self._places_of, dtype=torch.bool, device=self.device)
             bad = full.index_copy_(0, self._place, bad)
@@ -160,38 +155,34 @@ class BatchRows:
         """Attend from one layer's blocks, after `write`.
 
         `q`: [batch, q_heads, count, k_head_dim]; `new`: the step's own K and V, just written. Returns
-        [batch, count, q_heads, v_head_dim], zero where a token is padding. Where only the reference
-        kernel runs, or recent tokens are wanted as they came, blocks are dequantized into
-        `scratch` for torch's own attention, if that knows the layer's kind.
+        [batch, count, q_heads, v_head_dim], zero where a token is padding. Where that is faster,
+        blocks are dequantized into `scratch` for torch's own attention, if that knows the layer's kind.
 
         Raises:
-            ConfigError: recent tokens are wanted as they came where only kvq's kernels know how to attend.
+            ConfigError: recent tokens are wanted as they came by a kind of attention that can't mask
+                the padding among them.
         """
         window, batch = self.geometry.layers[layer].window, self.batches[self.blocks.group_of[layer]]
         exact = None if self.recent is None else self.recent.take(layer, *new)
-        if self._prefers_dense[layer] or exact is not None:
-            kv = self.blocks.layer(layer)
-            out = attend_by_torch(
-                self.scratch,
-                q,
-                kv,
-                batch,
-                scale=scale,
-                window=window,
-                softcap=softcap,
-                sinks=sinks,
-                recent=exact,
+        splits = exact is None or can_attend_both(batch, exact[0].shape[2])
+        plain = softcap is None and sinks is None
+        least = self._dense_from[layer]
+        if plain and (not splits or (least is not None and q.shape[2] >= least)):
+            out = dense_attention(
+                self.scratch, self.blocks, layer, q, batch, scale=scale, window=window, recent=exact
             )
             if out is not None:
                 return out
-        if exact is not None:
+        if not splits:
             raise ConfigError(
                 f"residual_length does not go with attn_implementation='kvq' in {self.geometry.model_type} "
-                f"(sinks, softcaps, or windows over padded rows); leave it out, or choose 'sdpa' or 'eager'"
+                f"over padded rows (sinks, softcaps or windows); leave it out, or choose 'sdpa' or 'eager'"
             )
-        packed, _ = self.blocks.attend(
-            layer, self._packed(q), batch, scale=scale, window=window, softcap=softcap, sinks=sinks
-        )
+        options: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap, "sinks": sinks}
+        if exact is None:
+            packed, _ = self.blocks.attend(layer, self._packed(q), batch, **options)
+        else:
+            packed = attend_both(self.blocks, layer, self._packed(q), batch, exact, **options)
         if self._place is not None:
             full = packed.new_zeros(q.shape[0] * q.shape[2], *packed.shape[1:])
             packed = full.index_copy_(0, self._place, packed)
@@ -204,8 +195,10 @@ class BatchRows:
         and is overwritten by the next layer's. Rows must be without padding.
         """
         tables = self.batches[self.blocks.group_of[layer]].tables
-        kv, dtypes = self.blocks.layer(layer), (new[0].dtype, new[1].dtype)
-        k, v = self.scratch.gather(kv, tables, start, self.length, dtypes=dtypes, unrotate=True)
+        dtypes = (new[0].dtype, new[1].dtype)
+        k, v = self.scratch.gather(
+            self.blocks, layer, tables, start, self.length, dtypes=dtypes, unrotate=True
+        )
         if self.recent is not None:
             lengths = (self.length,) * self.batch
             for dense, exact in zip((k, v), self.recent.take(layer, *new), strict=True):
@@ -269,8 +262,8 @@ class BatchRows:
         places = [range(end - new, end) for end, new in zip(ends, self.counts, strict=True)]
         return torch.tensor([p for some in places for p in some], dtype=torch.int64, device=self.device)
 
-    def _only_reference(self, operation: str, layer: int) -> bool:
-        """True if no faster kernel than the reference runs an operation on this layer's blocks."""
+    def _crossover(self, layer: int) -> int:
+        """New tokens per row from which dequantizing the context once beats attending from blocks."""
         kv = self.blocks.layer(layer)
         spec = KernelSpec(
             formats=kv.formats,
@@ -278,7 +271,7 @@ class BatchRows:
             kv_heads=kv.k.codes.shape[1],
             block_size=kv.block_size,
         )
-        return select(operation, spec, Device.of(self.device)).backend == "reference"
+        return 1 if select("attend", spec, Device.of(self.device)).backend == "reference" else _DENSE_FROM
 
     def _batch(self, group: int, slots: list[int]) -> SequenceBatch:
         tables = [sequence.tables[group] for sequence in self.sequences]

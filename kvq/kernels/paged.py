@@ -20,7 +20,7 @@ class PagedRows:
     static_scale: Tensor | None  # fp32 [kv_heads]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False, weakref_slot=True)
 class PagedKV:
     """One layer's K and V in blocks, and their formats."""
 
@@ -30,7 +30,7 @@ class PagedKV:
     block_size: int  # tokens
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False, weakref_slot=True)
 class SequenceBatch:
     """The sequences of one step, seen by one layer group, in the order their tokens are packed.
 

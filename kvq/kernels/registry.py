@@ -7,11 +7,16 @@ from functools import lru_cache
 from typing import Any
 
 from kvq.errors import ConfigError, UnsupportedKernel, nearest
+from kvq.kernels.attend.cpu import attend as cpu_attend
 from kvq.kernels.attend.reference import attend
 from kvq.kernels.copy_blocks.reference import copy_blocks
+from kvq.kernels.gather_dense.cpu import gather_dense as cpu_gather_dense
 from kvq.kernels.gather_dense.reference import gather_dense
+from kvq.kernels.merge_partials.cpu import merge_partials as cpu_merge_partials
 from kvq.kernels.merge_partials.reference import merge_partials
+from kvq.kernels.native.support import supports as cpu_supports
 from kvq.kernels.spec import Device, KernelSpec, Support
+from kvq.kernels.write_kv.cpu import write_kv as cpu_write_kv
 from kvq.kernels.write_kv.reference import write_kv
 
 _log = logging.getLogger("kvq")
@@ -42,6 +47,14 @@ _KERNELS: list[Kernel] = [
         ("merge_partials", merge_partials),
         ("gather_dense", gather_dense),
         ("copy_blocks", copy_blocks),
+    )
+] + [
+    Kernel(operation=name, backend="cpu", run=run, supports=cpu_supports)
+    for name, run in (
+        ("write_kv", cpu_write_kv),
+        ("attend", cpu_attend),
+        ("gather_dense", cpu_gather_dense),
+        ("merge_partials", cpu_merge_partials),
     )
 ]
 
@@ -78,6 +91,7 @@ def select(operation: str, spec: KernelSpec, device: Device, backend: str = "aut
     """
     check_backend(backend)
     reasons: list[tuple[str, str]] = []  # (backend, why not)
+    refused = False  # by a kernel that there is
     for name in BACKENDS if backend == "auto" else (backend,):
         kernel = next((k for k in _KERNELS if (k.operation, k.backend) == (operation, name)), None)
         if kernel is None:
@@ -85,9 +99,10 @@ def select(operation: str, spec: KernelSpec, device: Device, backend: str = "aut
             continue
         support = kernel.supports(spec, device)
         if support.yes:
-            if any(registered(skipped) for skipped, _ in reasons):
+            if refused and name == "reference":
                 _log_fallback(operation, name, _listed(reasons))
             return kernel
+        refused = True
         reasons.append((name, support.reason))
     raise UnsupportedKernel(
         f"no backend can run {operation} for K {spec.formats.k.name}, V {spec.formats.v.name} "

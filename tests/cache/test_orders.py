@@ -82,7 +82,9 @@ class Run:
                 group = self.cache.group_of[layer]
                 start = sequence.starts[group] * SIZE
                 table = torch.tensor(sequence.tables[group], dtype=torch.int32)
-                got = gather_dense(self.cache.layer(layer), table, start, sequence.length)
+                got = [
+                    x[0] for x in gather_dense(self.cache.layer(layer), table[None], start, sequence.length)
+                ]
                 if start == sequence.length:
                     continue
                 for part, rows in enumerate(got):

@@ -107,14 +107,30 @@ def test_recent_tokens_count_as_memory_and_help(tiny: Any) -> None:
     assert [size - sizes[0] for size in sizes] == [0, 20 * row, 80 * row]
 
 
-def test_attention_that_only_kernels_know_refuses_recent_rows() -> None:
+@pytest.mark.parametrize("family", ["gpt_oss", "gemma2", "gemma3_text"])
+def test_sinks_softcaps_and_windows_see_recent_rows_too(family: str) -> None:
+    model = family_model(family)
+    ids = torch.tensor([random_tokens(40, seed=s) for s in (1, 2)])
+    logits = {}
+    for kv, recent in (("fp32", 0), ("int2_g4", 0), ("int2_g4", 6), ("int2_g4", 100)):
+        model.set_attn_implementation("kvq")
+        cache = KvqCache(model.config, kv=kv, block_size=8, residual_length=recent)
+        with torch.inference_mode():
+            parts = [model(x, past_key_values=cache).logits for x in ids.split([20, 1, 9, 1, 1, 7, 1], dim=1)]
+        logits[kv, recent] = torch.cat(parts, dim=1)
+        cache.check_integrity()
+    exact = logits.pop(("fp32", 0))
+    none, few, every = ((x - exact).abs().mean() / exact.abs().mean() for x in logits.values())
+    assert every < 1e-5 < few < none
+
+
+def test_padding_among_recent_rows_is_refused_where_it_can_not_be_masked() -> None:
     model = family_model("gpt_oss")
     model.set_attn_implementation("kvq")
+    ids, mask = left_padded([9, 3])
     cache = KvqCache(model.config, kv="int8", residual_length=8)
-    with pytest.raises(
-        ConfigError, match="residual_length does not go with attn_implementation='kvq' in gpt"
-    ):
-        model(torch.tensor([[1, 2]]), past_key_values=cache)
+    with pytest.raises(ConfigError, match=r"residual_length does not go with .* in gpt_oss over padded rows"):
+        model(ids, attention_mask=mask, past_key_values=cache)
 
 
 @pytest.mark.parametrize("bad", [-1, 1.5, "many"])

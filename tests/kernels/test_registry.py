@@ -84,16 +84,27 @@ def test_auto_takes_the_first_backend_that_supports_the_spec(own_kernels: list[K
     assert len(own_kernels) == len(OPERATIONS) + 2
 
 
-def test_auto_falls_back_and_logs_each_reason_once(
+def test_falling_back_to_the_reference_logs_each_reason_once(
+    own_kernels: list[Kernel], caplog: pytest.LogCaptureFixture
+) -> None:
+    add("triton", Support(False, "needs a GPU"))
+    add("cpu", Support(False, "was not built"))
+    with caplog.at_level(logging.WARNING, logger="kvq"):
+        for _ in range(3):
+            assert select("attend", spec("int4"), CPU) is own_kernels[1]
+    messages = [r.getMessage() for r in caplog.records]
+    assert messages == ["attend runs on the reference backend (triton: needs a GPU; cpu: was not built)"]
+
+
+def test_a_compiled_kernel_is_no_fallback_worth_a_line(
     own_kernels: list[Kernel], caplog: pytest.LogCaptureFixture
 ) -> None:
     add("triton", Support(False, "needs a GPU"))
     cpu = add("cpu", Support(True))
     with caplog.at_level(logging.WARNING, logger="kvq"):
-        for _ in range(3):
-            assert select("attend", spec("int4"), CPU) is cpu
-    messages = [r.getMessage() for r in caplog.records]
-    assert messages == ["attend runs on the cpu backend (triton: needs a GPU)"]
+        assert select("attend", spec("int4"), CPU) is cpu
+        assert select("write_kv", spec("int4"), CPU).backend == "reference"
+    assert not caplog.records
     assert own_kernels[-1] is cpu
 
 

@@ -26,6 +26,7 @@ def attend(
     window: int | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    skip_last: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """Causal attention of every sequence's new tokens over its blocks.
 
@@ -33,9 +34,11 @@ def attend(
     order; query head h reads KV head h * kv_heads // q_heads. `scale` multiplies the scores, then
     `softcap` bounds them as softcap * tanh(s / softcap). `window`: keys that a query sees, its own
     position included. `sinks`: [q_heads], logits that join the softmax without a value.
+    `skip_last`: keys at the end of every sequence that are left out, for those who hold them in
+    another form and merge both parts with `merge_partials`.
 
     Returns out [tokens, q_heads, v_head_dim] in q's dtype and lse fp32 [tokens, q_heads], natural
-    log, sinks included.
+    log, sinks included; (0, -inf) where a query sees nothing.
     """
     tokens, q_heads, _ = q.shape
     fmt = kv.formats
@@ -49,7 +52,10 @@ def attend(
         if new:
             start = context - new
             oldest = 0 if window is None else max(0, start - window + 1)
-            k, v = gather_dense(kv, batch.tables[i], oldest, context)
+            end = context - skip_last
+            if end <= oldest:
+                continue
+            k, v = (x[0] for x in gather_dense(kv, batch.tables[i : i + 1], oldest, end))
             out[rows], lse[rows] = _attend_one(
                 query[rows] * scale, k, v, start=start, oldest=oldest, window=window, softcap=softcap
             )
@@ -73,14 +79,16 @@ def _attend_one(
     """One sequence: `q` fp32 [new, q_heads, dim], scaled, from position `start` on; `k` and `v`
     [kv_heads, keys, dim] from position `oldest` on. Returns out [new, q_heads, dim] and lse.
     """
-    front = oldest % _KEY_TILE
-    back = -(oldest + k.shape[1]) % _KEY_TILE
+    keys = k.shape[1]
+    front, back = oldest % _KEY_TILE, -(oldest + keys) % _KEY_TILE
     k, v = (functional.pad(x, (0, 0, front, back)) for x in (k, v))  # whole tiles of keys
-    origin = oldest - front  # position of the first padded key
+    origin, end = oldest - front, oldest + keys  # positions of the first padded key and behind the last
     outs, lses = [], []
     for row in range(0, q.shape[0], _ROW_TILE):
         tile = q[row : row + _ROW_TILE]
-        out, lse = _attend_tile(tile, k, v, first=start + row, origin=origin, window=window, softcap=softcap)
+        out, lse = _attend_tile(
+            tile, k, v, first=start + row, origin=origin, end=end, window=window, softcap=softcap
+        )
         outs.append(out)
         lses.append(lse)
     return torch.cat(outs), torch.cat(lses)
@@ -93,6 +101,7 @@ def _attend_tile(
     *,
     first: int,
     origin: int,
+    end: int,
     window: int | None,
     softcap: float | None,
 ) -> tuple[Tensor, Tensor]:
@@ -111,13 +120,13 @@ def _attend_tile(
     out = torch.zeros(*folded.shape[:2], v.shape[2], device=q.device)
     seen = 0 if window is None else max(0, first - window + 1)  # oldest key that any row sees
     begin = (seen - origin) // _KEY_TILE * _KEY_TILE
-    for at in range(begin, first + rows - origin, _KEY_TILE):
+    for at in range(begin, min(first + rows, end) - origin, _KEY_TILE):
         keys = slice(at, at + _KEY_TILE)
         scores = folded @ k[:, keys].transpose(1, 2)
         if softcap is not None:
             scores = softcap * torch.tanh(scores / softcap)
         key = torch.arange(origin + at, origin + at + _KEY_TILE, device=q.device)
-        hidden = key > position  # [padded, keys]
+        hidden = (key > position) | (key >= end)  # [padded, keys]
         if window is not None:
             hidden |= key <= position - window
         scores = scores.unflatten(1, (-1, padded)).masked_fill_(hidden, float("-inf")).flatten(1, 2)
@@ -129,6 +138,7 @@ def _attend_tile(
         out = out * decay + weights @ v[:, keys]
         top = higher
     unfold = (-1, padded)
-    merged = (out / total).unflatten(1, unfold).permute(2, 0, 1, 3).flatten(1, 2)
+    out = torch.where(total == 0, 0.0, out / total)
+    merged = out.unflatten(1, unfold).permute(2, 0, 1, 3).flatten(1, 2)
     lse = (top + total.log())[..., 0].unflatten(1, unfold).permute(2, 0, 1).flatten(1, 2)
     return merged[:rows], lse[:rows]

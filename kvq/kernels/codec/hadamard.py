@@ -3,6 +3,8 @@
 Source: Ashkboos et al., "QuaRot", 2024, section 4; the fast Walsh-Hadamard transform.
 """
 
+from functools import lru_cache
+
 import torch
 from torch import Tensor
 
@@ -30,3 +32,17 @@ def rotate(x: Tensor) -> Tensor:
         h *= 2
     scaled: Tensor = y.reshape(x.shape) * block**-0.5
     return scaled
+
+
+def rotate_by_product(x: Tensor) -> Tensor:
+    """`rotate` as one matrix product: fp32 [..., dim], faster for many rows, other in the last bits."""
+    block = hadamard_block(x.shape[-1])
+    product: Tensor = (x.float().reshape(-1, block) @ _matrix(block, x.device)).view(x.shape)
+    return product
+
+
+@lru_cache(maxsize=32)
+def _matrix(block: int, device: torch.device) -> Tensor:
+    """The matrix of `rotate` for one block, fp32 [block, block]; symmetric, its own inverse."""
+    with torch.inference_mode(False):
+        return rotate(torch.eye(block, device=device))

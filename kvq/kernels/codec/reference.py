@@ -89,7 +89,7 @@ def _encode_grouped(x: Tensor, code: Code, group_size: int) -> tuple[Tensor, Ten
     levels = (1 << code.bits) - 1
     grouped = x.unflatten(-1, (-1, group_size))  # [..., groups, group_size]
     low, high = grouped.aminmax(dim=-1, keepdim=True)
-    minimum = low.clamp(-_FP16_LARGEST, _FP16_LARGEST).half()
+    minimum = (low.clamp(-_FP16_LARGEST, _FP16_LARGEST) + 0.0).half()  # never -0: either may come first
     scale = _clamp_fp16((high - minimum.float()) / levels)
     q = torch.floor((grouped - minimum.float()) / scale.float() + 0.5).clamp(0, levels)
     codes = pack(q.to(torch.uint8).flatten(-2), code.bits)

@@ -1,28 +1,43 @@
-"""Reference `gather_dense`: the K and V of one sequence, dequantized, as dense tensors."""
+"""Reference `gather_dense`: K and V of some positions, dequantized, as dense tensors."""
 
+import torch
 from torch import Tensor
 
 from kvq.formats import KVFormat
-from kvq.kernels.codec import decode
+from kvq.kernels.codec import decode, rotate
 from kvq.kernels.paged import PagedKV, PagedRows
 
 
-def gather_dense(kv: PagedKV, table: Tensor, start: int, end: int) -> tuple[Tensor, Tensor]:
-    """Return K and V of the positions [start, end) of one sequence.
+def gather_dense(
+    kv: PagedKV,
+    tables: Tensor,
+    start: int,
+    end: int,
+    *,
+    unrotate: bool = False,
+    out: tuple[Tensor, Tensor] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return K and V of the positions [start, end) of every sequence.
 
-    `table`: int32 [blocks], the sequence's blocks in order. Returns fp32
-    [kv_heads, end - start, k_head_dim] and [kv_heads, end - start, v_head_dim]; rows of rotated
-    formats stay rotated. Slots outside [start, end) are not read into the result, whatever
-    their bytes hold.
+    `tables`: integer [sequences, blocks], each sequence's blocks in order; entries outside the range
+    are not looked at. `unrotate`: whether rows of rotated formats are rotated back. `out`: where to
+    put them, fp32, bf16 or fp16; without it they come as fp32. Returns [sequences, kv_heads,
+    end - start, k_head_dim] and the same of v_head_dim. Slots outside [start, end) are not read into
+    the result, whatever their bytes hold.
     """
     first, last = start // kv.block_size, -(-end // kv.block_size)
-    blocks = table[first:last].long()
     skip = start - first * kv.block_size
     window = slice(skip, skip + end - start)
-    return (
-        _rows(kv.k, kv.formats.k, blocks, window),
-        _rows(kv.v, kv.formats.v, blocks, window),
-    )
+    if out is None:
+        shape = (tables.shape[0], kv.k.codes.shape[1], end - start)
+        dims, device = (kv.formats.k_head_dim, kv.formats.v_head_dim), kv.k.codes.device
+        out = (torch.empty(*shape, dims[0], device=device), torch.empty(*shape, dims[1], device=device))
+    for i, table in enumerate(tables):  # one after another: dequantizing takes memory
+        blocks = table[first:last].long()
+        for into, rows, fmt in zip(out, (kv.k, kv.v), (kv.formats.k, kv.formats.v), strict=True):
+            x = _rows(rows, fmt, blocks, window)
+            into[i] = rotate(x) if unrotate and fmt.rotated else x
+    return out
 
 
 def _rows(rows: PagedRows, fmt: KVFormat, blocks: Tensor, window: slice) -> Tensor:

@@ -11,11 +11,22 @@ from torch import Tensor
 from kvq.cache import KVCache
 from kvq.kernels import SequenceBatch
 from kvq.kernels.attend import reference
-from kvq.kernels.attend.reference import attend
 from kvq.kernels.merge_partials.reference import merge_partials
 from kvq.kernels.write_kv.reference import write_kv
 from kvq.layout import BlockOrder
+from tests.kernels.backends import NAMES, kernel
 from tests.kernels.kit import KINDS, POISON, Tables, poisoned_cache, rows_like_kv, unrotated
+
+attend: Any = None  # the implementation under test
+
+
+@pytest.fixture(autouse=True, params=NAMES)
+def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Every test below holds for every implementation."""
+    monkeypatch.setitem(globals(), "attend", kernel("attend", request.param, monkeypatch))
+    name: str = request.param
+    return name
+
 
 NUM_BLOCKS = 40
 BLOCK_SIZE = 5
@@ -220,8 +231,10 @@ def test_blocks_that_fell_out_of_the_window_may_hold_anything(kv: str) -> None:
 @pytest.mark.parametrize("window", [None, 7])
 @pytest.mark.parametrize(("rows", "keys"), [(1, 256), (4, 256), (256, 1), (256, 8), (5, 24), (3, 5)])
 def test_tiles_of_any_size_give_the_same(
-    rows: int, keys: int, window: int | None, monkeypatch: pytest.MonkeyPatch
+    rows: int, keys: int, window: int | None, backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    if backend != "reference":
+        pytest.skip("its tiles are compiled in")
     case = Case("int8")
     out, lse = case.attend(window=window, softcap=30.0)
     monkeypatch.setattr(reference, "_ROW_TILE", rows)
@@ -292,9 +305,39 @@ def test_rotation_changes_attention_by_no_more_than_the_quantization(kv: str, al
     assert kv == "fp32" or error > 1e-5  # it was quantized, and in other codes
 
 
-def test_narrower_formats_are_further_from_exact_attention() -> None:
+def test_narrower_formats_are_further_from_exact_attention(backend: str) -> None:
     exact = Case("fp32").attend()[0]
-    errors = [relative_error(Case(kv).attend()[0], exact) for kv in ("bf16", "int8", "int4", "int2")]
+    formats = ["bf16", "int8", "int4"] + (["int2"] if backend == "reference" else [])
+    errors = [relative_error(Case(kv).attend()[0], exact) for kv in formats]
     assert errors == sorted(errors)
     assert errors[0] < 0.02
-    assert errors[3] > 0.1
+    assert errors[2] > 0.05
+    assert backend != "reference" or errors[3] > 0.1
+
+
+@pytest.mark.parametrize("window", [None, 7, 40])
+@pytest.mark.parametrize("skip", [1, 5, 9, 16, 17, 40])
+def test_keys_left_out_at_the_end_are_seen_by_no_query(skip: int, window: int | None) -> None:
+    case = Case("int4", query_lens=[3, 1, 17, 1], context_lens=[9, 16, 17, 40])
+    options = {"window": window, "softcap": 9.0, "scale": 0.2}
+    out, lse = case.attend(skip_last=skip, **options)
+    kept = Case("int4", query_lens=[3, 1, 17, 1], context_lens=[9, 16, 17, 40])
+    for rows in (kept.k, kept.v):
+        for x in rows:
+            x[max(0, len(x) - skip) :] = math.nan
+    row = 0
+    for i, (new, context) in enumerate(zip(case.query_lens, case.context_lens, strict=True)):
+        for j in range(new):
+            position = context - new + j
+            low = 0 if window is None else max(0, position + 1 - window)
+            high = min(position + 1, context - skip)
+            if high <= low:
+                assert not out[row].any()
+                assert torch.isneginf(lse[row]).all()
+            else:
+                want, want_lse = dense(
+                    case.q[row : row + 1], kept.k[i][low:high], kept.v[i][low:high], scale=0.2, softcap=9.0
+                )
+                assert relative_error(out[row : row + 1], want) < 2e-5
+                torch.testing.assert_close(lse[row].double(), want_lse[0], rtol=1e-5, atol=1e-5)
+            row += 1

@@ -1,12 +1,25 @@
 """gather_dense: any range of positions of a scattered sequence, and nothing from outside it."""
 
+from typing import Any
+
 import pytest
 import torch
 
-from kvq.kernels.gather_dense.reference import gather_dense
 from kvq.kernels.write_kv.reference import write_kv
 from kvq.layout import BlockOrder
+from tests.kernels.backends import NAMES, kernel
 from tests.kernels.kit import KINDS, Tables, poisoned_cache, rows_like_kv, stored
+
+gather_dense: Any = None  # the implementation under test
+
+
+@pytest.fixture(autouse=True, params=NAMES)
+def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Every test below holds for every implementation."""
+    monkeypatch.setitem(globals(), "gather_dense", kernel("gather_dense", request.param, monkeypatch))
+    name: str = request.param
+    return name
+
 
 RANGES = [(0, 23), (0, 1), (22, 23), (4, 5), (5, 10), (4, 11), (0, 20), (19, 23), (7, 7), (0, 0)]
 
@@ -22,7 +35,7 @@ def test_every_range_of_positions_is_those_rows(kv: str, order: BlockOrder) -> N
     whole_k = stored(cache, 1, "k", k).transpose(0, 1)
     whole_v = stored(cache, 1, "v", v).transpose(0, 1)
     for start, end in RANGES:
-        got_k, got_v = gather_dense(cache.layer(1), table, start, end)
+        got_k, got_v = (x[0] for x in gather_dense(cache.layer(1), table[None], start, end))
         assert got_k.dtype == got_v.dtype == torch.float32
         assert torch.equal(got_k, whole_k[:, start:end]), (start, end)
         assert torch.equal(got_v, whole_v[:, start:end]), (start, end)
@@ -34,6 +47,6 @@ def test_slots_outside_the_range_are_not_read_whatever_they_hold(kv: str) -> Non
     k, v = rows_like_kv(3, 3, 60), rows_like_kv(3, 3, 48)
     table = torch.tensor([9, 4], dtype=torch.int32)
     write_kv(k, v, cache.layer(0), torch.tensor([9 * 5 + 3, 9 * 5 + 4, 4 * 5]))  # positions 3, 4, 5
-    for rows in gather_dense(cache.layer(0), table, 3, 6):
-        assert rows.shape[:2] == (3, 3)
+    for rows in gather_dense(cache.layer(0), table[None], 3, 6):
+        assert rows.shape[:3] == (1, 3, 3)
         assert torch.isfinite(rows).all()

@@ -1,14 +1,26 @@
 """write_kv: what is stored is decode(encode(x)), in its slots and nowhere else."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
 
 from kvq.kernels.gather_dense.reference import gather_dense
-from kvq.kernels.write_kv.reference import write_kv
 from kvq.layout import BlockOrder
+from tests.kernels.backends import NAMES, kernel
 from tests.kernels.kit import KINDS, POISON, Tables, poisoned_cache, rows_like_kv, slot_bytes, stored
+
+write_kv: Any = None  # the implementation under test
+
+
+@pytest.fixture(autouse=True, params=NAMES)
+def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Every test below holds for every implementation."""
+    monkeypatch.setitem(globals(), "write_kv", kernel("write_kv", request.param, monkeypatch))
+    name: str = request.param
+    return name
+
 
 ORDERS = list(BlockOrder)
 DIMS = [(60, 48), (48, 60), (64, 64)]  # three layers; regions of 60 elements leave padding
@@ -34,7 +46,7 @@ def test_written_rows_read_back_as_decode_of_encode_and_no_other_byte_changes(
         at = 0
         for i, length in enumerate(LENGTHS):
             table = torch.tensor(tables.blocks[i], dtype=torch.int32)
-            ours = gather_dense(cache.layer(layer), table, 0, length)
+            ours = [x[0] for x in gather_dense(cache.layer(layer), table[None], 0, length)]
             for part, x, got in (("k", k, ours[0]), ("v", v, ours[1])):
                 expected = stored(cache, layer, part, x[at : at + length]).transpose(0, 1)
                 assert torch.equal(got, expected), part
@@ -100,7 +112,7 @@ def test_scales_lie_right_in_blocks_with_padding(kv: str, order: BlockOrder) -> 
     slots = torch.randperm(33, generator=torch.Generator().manual_seed(0))
     write_kv(k, v, cache.layer(1), slots)
     everything = torch.arange(11, dtype=torch.int32)
-    got_k, got_v = gather_dense(cache.layer(1), everything, 0, 33)
+    got_k, got_v = (x[0] for x in gather_dense(cache.layer(1), everything[None], 0, 33))
     assert torch.equal(got_k[:, slots], stored(cache, 1, "k", k).transpose(0, 1))
     assert torch.equal(got_v[:, slots], stored(cache, 1, "v", v).transpose(0, 1))
     untouched = ~slot_bytes(cache, 1, list(range(33)))
@@ -140,7 +152,7 @@ def test_huge_but_finite_tokens_are_not_flagged_and_read_back_finite(kv: str) ->
     cache = poisoned_cache(kv, [(64, 64)])
     k = rows_like_kv(4, 3, 64).sign() * torch.tensor([65504.0, 1e5, 1e38, 3.4e38])[:, None, None]
     assert not write_kv(k, -k, cache.layer(0), torch.arange(4)).any()
-    for rows in gather_dense(cache.layer(0), torch.tensor([0], dtype=torch.int32), 0, 4):
+    for rows in gather_dense(cache.layer(0), torch.tensor([[0]], dtype=torch.int32), 0, 4):
         assert torch.isfinite(rows).all()
 
 

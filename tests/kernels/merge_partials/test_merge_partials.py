@@ -2,12 +2,24 @@
 
 import itertools
 import math
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from kvq.kernels.merge_partials.reference import merge_partials
+from tests.kernels.backends import NAMES, kernel
+
+merge_partials: Any = None  # the implementation under test
+
+
+@pytest.fixture(autouse=True, params=NAMES)
+def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Every test below holds for every implementation."""
+    monkeypatch.setitem(globals(), "merge_partials", kernel("merge_partials", request.param, monkeypatch))
+    name: str = request.param
+    return name
+
 
 EMPTY = -math.inf
 

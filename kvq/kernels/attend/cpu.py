@@ -1,0 +1,56 @@
+"""`attend` in C++ for CPUs, in fp32 arithmetic."""
+
+import ctypes
+
+import torch
+from torch import Tensor
+
+from kvq.kernels.native.library import check, loaded
+from kvq.kernels.native.structs import Attention, batch_of, dense_of, layer_of
+from kvq.kernels.paged import PagedKV, SequenceBatch
+
+
+def attend(
+    q: Tensor,
+    kv: PagedKV,
+    batch: SequenceBatch,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    skip_last: int = 0,
+) -> tuple[Tensor, Tensor]:
+    """Do what the reference does; see there.
+
+    Raises:
+        IndexError: a table names a block outside the pool.
+        MemoryError: no room for scratch memory.
+    """
+    tokens, q_heads, _ = q.shape
+    queries, kept_q = dense_of(q)
+    out = torch.empty(tokens, q_heads, kv.formats.v_head_dim, dtype=kept_q.dtype)
+    lse = torch.empty(tokens, q_heads)
+    results, _ = dense_of(out)
+    sequences, _kept_tables = batch_of(batch, skip_last)
+    if sinks is not None:
+        sinks = sinks.float().contiguous()
+    options = Attention(
+        scale=scale,
+        softcap=softcap or 0.0,
+        window=window or 0,
+        q_heads=q_heads,
+        sinks=None if sinks is None else sinks.data_ptr(),
+        threads=torch.get_num_threads(),
+    )
+    check(
+        loaded().attend(
+            ctypes.byref(layer_of(kv)),
+            ctypes.byref(queries),
+            ctypes.byref(results),
+            ctypes.c_void_p(lse.data_ptr()),
+            ctypes.byref(sequences),
+            ctypes.byref(options),
+        )
+    )
+    return out.to(q.dtype), lse

@@ -1,0 +1,66 @@
+// What Python hands to the CPU kernels; `structs.py` mirrors it field by field. Plain C types only.
+#pragma once
+
+#include <stdint.h>
+
+enum KvqCode { KVQ_FP32, KVQ_BF16, KVQ_FP16, KVQ_FP8, KVQ_INT8, KVQ_INT4 };
+
+enum KvqStatus { KVQ_OK, KVQ_NO_MEMORY, KVQ_BAD_BLOCK };
+
+// K or V of one layer in blocks. Strides are bytes, rows themselves contiguous.
+struct KvqRows {
+    uint8_t* codes;  // [num_blocks, kv_heads, block_size, row bytes]
+    int64_t codes_block, codes_head, codes_slot;
+    uint8_t* scales;  // fp16 [num_blocks, kv_heads, block_size, scales per row], or null
+    int64_t scales_block, scales_head, scales_slot;
+    const float* static_scales;  // [kv_heads], or null
+    int32_t code;                // KvqCode
+    int32_t dim;                 // elements of a token row
+    int32_t group_size;          // elements that share a scale and a minimum; 0 if not grouped
+    int32_t rotated;
+};
+
+struct KvqLayer {
+    KvqRows k, v;
+    int64_t num_blocks;
+    int32_t kv_heads, block_size;
+};
+
+// A dense tensor [tokens, heads, dim] of fp32, bf16 or fp16. Strides are bytes, rows contiguous.
+struct KvqDense {
+    uint8_t* data;
+    int64_t token, head;
+    int32_t code;  // KVQ_FP32, KVQ_BF16 or KVQ_FP16
+};
+
+struct KvqBatch {
+    const int32_t* query_lens;    // [sequences]
+    const int32_t* context_lens;  // [sequences]
+    const int32_t* tables;        // [sequences, blocks of the longest]
+    int64_t table_stride;         // entries
+    int32_t sequences;
+    int32_t skip_last;  // keys at every sequence's end that are left out
+};
+
+// The positions [start, end) of several sequences.
+struct KvqPositions {
+    const int32_t* tables;  // [sequences, blocks of the longest]
+    int64_t table_stride;   // entries
+    int32_t sequences, start, end, block_size;
+};
+
+// A dense tensor [sequences, heads, tokens, dim], as KvqDense otherwise.
+struct KvqGathered {
+    uint8_t* data;
+    int64_t sequence, head, token;
+    int32_t code;
+};
+
+struct KvqAttention {
+    float scale;
+    float softcap;       // 0: none
+    int32_t window;      // tokens, the query's own included; 0: none
+    int32_t q_heads;
+    const float* sinks;  // [q_heads], or null
+    int32_t threads;
+};

@@ -1,0 +1,87 @@
+"""Finds and loads the compiled kernels, and picks the variant for this CPU."""
+
+import ctypes
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib.machinery import EXTENSION_SUFFIXES
+from pathlib import Path
+from typing import Any
+
+import torch  # noqa: F401  its OpenMP runtime must be there before the kernels ask for one
+
+from kvq.errors import UnsupportedKernel
+
+VARIANTS = ("avx512", "avx2", "portable")  # the best first
+OPERATIONS = ("write_kv", "attend", "gather_dense", "merge_partials")
+_STATUS = {1: MemoryError("the CPU kernel found no memory for its scratch space")}
+_BAD_BLOCK = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Library:
+    """One variant of the loaded kernels."""
+
+    variant: str
+    write_kv: Any
+    attend: Any
+    gather_dense: Any
+    merge_partials: Any
+
+
+@lru_cache(maxsize=1)
+def load() -> Library | str:
+    """Return the library in the best variant that this CPU runs, or why there is none."""
+    found = variants()
+    return found if isinstance(found, str) else found[0]
+
+
+@lru_cache(maxsize=1)
+def variants() -> list[Library] | str:
+    """Every variant that was built and runs on this CPU, the best first, or why there is none."""
+    path = _path()
+    if path is None:
+        return (
+            "the C++ kernels were not built; install a C++ compiler (gcc or clang) and kvq-toolkit once more"
+        )
+    try:
+        library = ctypes.CDLL(str(path))
+    except OSError as error:
+        return f"{path.name} can't be loaded: {error}"
+    library.kvq_cpu_features.restype = ctypes.c_char_p
+    best = library.kvq_cpu_features().decode()
+    return [
+        Library(variant, *(getattr(library, f"kvq_{variant}_{name}") for name in OPERATIONS))
+        for variant in VARIANTS[VARIANTS.index(best) :]
+        if hasattr(library, f"kvq_{variant}_attend")
+    ]
+
+
+def loaded() -> Library:
+    """Return the library.
+
+    Raises:
+        UnsupportedKernel: there is none.
+    """
+    library = load()
+    if isinstance(library, str):
+        raise UnsupportedKernel(library)
+    return library
+
+
+def check(status: int) -> None:
+    """Raise what a kernel's status stands for.
+
+    Raises:
+        IndexError: a table or a slot names a block that does not exist; nothing was written.
+        MemoryError: no room for scratch memory.
+    """
+    if status == _BAD_BLOCK:
+        raise IndexError("a table or a slot names a block outside the pool")
+    if status:
+        raise _STATUS[status]
+
+
+def _path() -> Path | None:
+    folder = Path(__file__).parent
+    candidates = (folder / f"_kernels{suffix}" for suffix in EXTENSION_SUFFIXES)
+    return next((path for path in candidates if path.exists()), None)

@@ -1,0 +1,171 @@
+"""What the compiled kernels are called with: `abi.h`, field by field, filled from tensors."""
+
+import ctypes
+from ctypes import POINTER, c_float, c_int32, c_int64, c_void_p
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from kvq.formats import Code, Grouped, KVFormat
+from kvq.kernels.paged import PagedKV, PagedRows, SequenceBatch
+
+CODES = {Code.FP32: 0, Code.BF16: 1, Code.FP16: 2, Code.FP8: 3, Code.INT8: 4, Code.INT4: 5}
+DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+
+
+class Rows(ctypes.Structure):
+    """KvqRows."""
+
+    _fields_ = (
+        ("codes", c_void_p),
+        ("codes_block", c_int64),
+        ("codes_head", c_int64),
+        ("codes_slot", c_int64),
+        ("scales", c_void_p),
+        ("scales_block", c_int64),
+        ("scales_head", c_int64),
+        ("scales_slot", c_int64),
+        ("static_scales", c_void_p),
+        ("code", c_int32),
+        ("dim", c_int32),
+        ("group_size", c_int32),
+        ("rotated", c_int32),
+    )
+
+
+class Layer(ctypes.Structure):
+    """KvqLayer."""
+
+    _fields_ = (
+        ("k", Rows),
+        ("v", Rows),
+        ("num_blocks", c_int64),
+        ("kv_heads", c_int32),
+        ("block_size", c_int32),
+    )
+
+
+class Dense(ctypes.Structure):
+    """KvqDense."""
+
+    _fields_ = (("data", c_void_p), ("token", c_int64), ("head", c_int64), ("code", c_int32))
+
+
+class Batch(ctypes.Structure):
+    """KvqBatch."""
+
+    _fields_ = (
+        ("query_lens", POINTER(c_int32)),
+        ("context_lens", POINTER(c_int32)),
+        ("tables", c_void_p),
+        ("table_stride", c_int64),
+        ("sequences", c_int32),
+        ("skip_last", c_int32),
+    )
+
+
+class Positions(ctypes.Structure):
+    """KvqPositions."""
+
+    _fields_ = (
+        ("tables", c_void_p),
+        ("table_stride", c_int64),
+        ("sequences", c_int32),
+        ("start", c_int32),
+        ("end", c_int32),
+        ("block_size", c_int32),
+    )
+
+
+class Gathered(ctypes.Structure):
+    """KvqGathered."""
+
+    _fields_ = (
+        ("data", c_void_p),
+        ("sequence", c_int64),
+        ("head", c_int64),
+        ("token", c_int64),
+        ("code", c_int32),
+    )
+
+
+class Attention(ctypes.Structure):
+    """KvqAttention."""
+
+    _fields_ = (
+        ("scale", c_float),
+        ("softcap", c_float),
+        ("window", c_int32),
+        ("q_heads", c_int32),
+        ("sinks", c_void_p),
+        ("threads", c_int32),
+    )
+
+
+_layers: WeakKeyDictionary[PagedKV, Layer] = WeakKeyDictionary()
+_batches: WeakKeyDictionary[SequenceBatch, tuple[Any, Any]] = WeakKeyDictionary()
+
+
+def layer_of(kv: PagedKV) -> Layer:
+    """The layer's blocks; kept for as long as `kv` lives."""
+    layer = _layers.get(kv)
+    if layer is None:
+        num_blocks, kv_heads = kv.k.codes.shape[:2]
+        layer = Layer(
+            k=_rows(kv.k, kv.formats.k, kv.formats.k_head_dim),
+            v=_rows(kv.v, kv.formats.v, kv.formats.v_head_dim),
+            num_blocks=num_blocks,
+            kv_heads=kv_heads,
+            block_size=kv.block_size,
+        )
+        _layers[kv] = layer
+    return layer
+
+
+def dense_of(x: Tensor) -> tuple[Dense, Tensor]:
+    """A tensor [tokens, heads, dim] and what keeps its memory: `x`, or a copy with contiguous rows."""
+    if x.stride(2) != 1 or x.dtype not in DTYPES:
+        x = x.contiguous() if x.dtype in DTYPES else x.float().contiguous()
+    size = x.element_size()
+    return Dense(x.data_ptr(), x.stride(0) * size, x.stride(1) * size, DTYPES[x.dtype]), x
+
+
+def batch_of(batch: SequenceBatch, skip_last: int) -> tuple[Batch, Tensor]:
+    """The sequences of a step, and the table tensor whose memory it names."""
+    lens = _batches.get(batch)
+    if lens is None:
+        array = c_int32 * len(batch.query_lens)
+        lens = _batches[batch] = (array(*batch.query_lens), array(*batch.context_lens))
+    tables = entries_of(batch.tables)
+    return Batch(*lens, tables.data_ptr(), tables.stride(0), len(batch.query_lens), skip_last), tables
+
+
+def entries_of(tables: Tensor) -> Tensor:
+    """`tables` [sequences, blocks] as int32 with contiguous rows, copied only if it must be."""
+    if tables.dtype is not torch.int32 or tables.stride(1) != 1:
+        tables = tables.int().contiguous()
+    return tables
+
+
+def _rows(rows: PagedRows, fmt: KVFormat, dim: int) -> Rows:
+    assert rows.codes.stride(3) == 1, "token rows are contiguous"
+    code_bytes = rows.codes.element_size()
+    scales = rows.scales
+    block, head, slot = (0, 0, 0) if scales is None else (2 * stride for stride in scales.stride()[:3])
+    return Rows(
+        codes=rows.codes.data_ptr(),
+        codes_block=rows.codes.stride(0) * code_bytes,
+        codes_head=rows.codes.stride(1) * code_bytes,
+        codes_slot=rows.codes.stride(2) * code_bytes,
+        scales=None if scales is None else scales.data_ptr(),
+        scales_block=block,
+        scales_head=head,
+        scales_slot=slot,
+        static_scales=None if rows.static_scale is None else rows.static_scale.data_ptr(),
+        code=CODES[fmt.code],
+        dim=dim,
+        group_size=fmt.scale.group_size if isinstance(fmt.scale, Grouped) else 0,
+        rotated=fmt.rotated,
+    )

@@ -1,0 +1,78 @@
+"""Builds the CPU kernels, one library with a variant per instruction set; the rest is in pyproject.toml.
+
+The kernels are optional: without a compiler the installation still succeeds, and kvq runs on its
+slower reference backend.
+"""
+
+import logging
+import platform
+import sys
+from pathlib import Path
+
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+from setuptools.errors import CCompilerError, CompileError, ExecError, PlatformError
+
+KERNELS = Path("kvq/kernels")
+COMMON = ["-O3", "-std=c++17", "-fPIC", "-fno-math-errno", "-fno-exceptions", "-fno-rtti", "-Wno-psabi"]
+AVX2 = ["-mavx2", "-mfma", "-mf16c"]
+AVX512 = [*AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mprefer-vector-width=512"]
+IS_X86 = platform.machine().lower() in ("x86_64", "amd64")
+VARIANTS = {"portable": [], **({"avx2": AVX2, "avx512": AVX512} if IS_X86 else {})}
+SOURCES = {  # and what each file needs
+    "attend/attend.cpp": ["-ffp-contract=fast"],
+    "gather_dense/gather_dense.cpp": ["-ffp-contract=off"],  # bit-equal to the reference,
+    "merge_partials/merge_partials.cpp": ["-ffp-contract=fast"],
+    "write_kv/write_kv.cpp": ["-ffp-contract=off"],  # as are codes and scales
+}
+# Parallel regions use the OpenMP runtime that torch has loaded: nothing is linked that could bring
+# a second pool of threads. Elsewhere than on Linux the kernels run on one thread.
+OPENMP = ["-fopenmp"] if sys.platform == "linux" else []
+
+
+class BuildKernels(build_ext):
+    """Compiles every source once per variant; a variant that the compiler can't build is left out."""
+
+    def build_extension(self, ext: Extension) -> None:
+        """Build the library next to the package, or say why there is none."""
+        try:
+            objects = self._compile(str(KERNELS / "native/variants.cpp"), "common", [])
+            for variant, flags in VARIANTS.items():
+                objects += self._variant(variant, flags)
+            self.compiler.link_shared_object(objects, self.get_ext_fullpath(ext.name), target_lang="c++")
+        except (CCompilerError, CompileError, ExecError, PlatformError) as error:
+            logging.getLogger("kvq").warning(
+                "the CPU kernels were not built (%s); kvq will run on its slower reference backend", error
+            )
+
+    def _variant(self, variant: str, flags: list[str]) -> list[str]:
+        objects: list[str] = []
+        for source, own in SOURCES.items():
+            try:
+                objects += self._compile(str(KERNELS / source), variant, [*flags, *own])
+            except CompileError:
+                if variant == "portable":
+                    raise
+                return []
+        return objects
+
+    def _compile(self, source: str, variant: str, flags: list[str]) -> list[str]:
+        return self.compiler.compile(
+            [source],
+            output_dir=str(Path(self.build_temp) / variant),
+            macros=[("KVQ_VARIANT", variant)],
+            extra_postargs=[*COMMON, *OPENMP, *flags],
+        )
+
+
+setup(
+    ext_modules=[
+        Extension(
+            "kvq.kernels.native._kernels",
+            sources=[str(KERNELS / source) for source in SOURCES],
+            depends=[str(path) for path in sorted(KERNELS.rglob("*.h"))],
+            optional=True,
+        )
+    ],
+    cmdclass={"build_ext": BuildKernels},
+)

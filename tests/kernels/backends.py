@@ -1,0 +1,34 @@
+"""Every implementation of an operation that runs here, to be held to one suite of promises."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from kvq.kernels import Device, KernelSpec, registry
+from kvq.kernels.native import library
+from kvq.kernels.native.library import variants
+
+_BUILT = variants()
+NAMES = ["reference", *(f"cpu-{x.variant}" for x in ([] if isinstance(_BUILT, str) else _BUILT))]
+
+
+def kernel(operation: str, name: str, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """An operation as that backend (and variant) runs it; formats that it refuses skip the test."""
+    backend, _, variant = name.partition("-")
+    if variant:
+        chosen = next(x for x in _BUILT if x.variant == variant)
+        monkeypatch.setattr(library, "load", lambda: chosen)
+    found = next(k for k in registry._KERNELS if (k.operation, k.backend) == (operation, backend))
+
+    def run(*args: Any, **options: Any) -> Any:
+        kv = next((x for x in args if hasattr(x, "formats")), None)
+        if kv is not None:
+            heads = kv.k.codes.shape[1]
+            spec = KernelSpec(formats=kv.formats, q_heads=heads, kv_heads=heads, block_size=kv.block_size)
+            support = found.supports(spec, Device(type="cpu", name="cpu"))
+            if not support.yes:
+                pytest.skip(f"{backend} {support.reason}")
+        return found.run(*args, **options)
+
+    return run
