@@ -25,7 +25,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, QuantizedCache
 
 from kvq.cache import KvqCache, register_attention
-from kvq.evals.results import envelope, write_json
+from kvq.evals.results import envelope, source_commit, write_json
 from kvq.evals.text import default_text, read_text
 
 TINY = Path(__file__).parents[1] / "kvq" / "models" / "tiny"
@@ -203,6 +203,7 @@ def main() -> None:
     parser.add_argument("--windows", type=int, default=8, help="of 1,024 tokens, for the perplexity")
     parser.add_argument("--quick", action="store_true", help="a small run that shows only that it works")
     options = parser.parse_args()
+    source_commit()
     register_attention()
     fp32, bf16 = (
         AutoModelForCausalLM.from_pretrained(TINY, dtype=dtype).eval()

@@ -18,7 +18,6 @@ from kvq.kernels import Device, KernelSpec, SequenceBatch, select
 from kvq.layout import KVLayout
 
 _GROWTH = 32  # a pool that is full grows by one part in so many
-_DENSE_FROM = 17  # new tokens per row; see docs/decisions.md
 
 
 class BatchRows:
@@ -62,7 +61,7 @@ class BatchRows:
         self.scratch = DenseScratch(device)
         self.recent = RecentRows(residual_length) if residual_length else None
         layers = range(len(geometry.layers))
-        self._dense_from = [self._crossover(x) if backend == "auto" else None for x in layers]
+        self._prefers_dense = [backend == "auto" and self._has_only_reference(x) for x in layers]
         self.sequences: list[Sequence] = []
         self.start(batch)
 
@@ -155,8 +154,9 @@ class BatchRows:
         """Attend from one layer's blocks, after `write`.
 
         `q`: [batch, q_heads, count, k_head_dim]; `new`: the step's own K and V, just written. Returns
-        [batch, count, q_heads, v_head_dim], zero where a token is padding. Where that is faster,
-        blocks are dequantized into `scratch` for torch's own attention, if that knows the layer's kind.
+        [batch, count, q_heads, v_head_dim], zero where a token is padding. Where only
+        the reference kernel runs, blocks are dequantized into `scratch` for torch's own attention, if
+        that knows the layer's kind.
 
         Raises:
             ConfigError: recent tokens are wanted as they came by a kind of attention that can't mask
@@ -166,8 +166,7 @@ class BatchRows:
         exact = None if self.recent is None else self.recent.take(layer, *new)
         splits = exact is None or can_attend_both(batch, exact[0].shape[2])
         plain = softcap is None and sinks is None
-        least = self._dense_from[layer]
-        if plain and (not splits or (least is not None and q.shape[2] >= least)):
+        if plain and (not splits or self._prefers_dense[layer]):
             out = dense_attention(
                 self.scratch, self.blocks, layer, q, batch, scale=scale, window=window, recent=exact
             )
@@ -262,8 +261,8 @@ class BatchRows:
         places = [range(end - new, end) for end, new in zip(ends, self.counts, strict=True)]
         return torch.tensor([p for some in places for p in some], dtype=torch.int64, device=self.device)
 
-    def _crossover(self, layer: int) -> int:
-        """New tokens per row from which dequantizing the context once beats attending from blocks."""
+    def _has_only_reference(self, layer: int) -> bool:
+        """True if no faster kernel than the reference attends from this layer's blocks."""
         kv = self.blocks.layer(layer)
         spec = KernelSpec(
             formats=kv.formats,
@@ -271,7 +270,7 @@ class BatchRows:
             kv_heads=kv.k.codes.shape[1],
             block_size=kv.block_size,
         )
-        return 1 if select("attend", spec, Device.of(self.device)).backend == "reference" else _DENSE_FROM
+        return select("attend", spec, Device.of(self.device)).backend == "reference"
 
     def _batch(self, group: int, slots: list[int]) -> SequenceBatch:
         tables = [sequence.tables[group] for sequence in self.sequences]

@@ -40,10 +40,11 @@ def blocks(
     from kvq.bench.blocks import bench_blocks
     from kvq.bench.utilization import measure_utilization
     from kvq.commands.progress import progress_bar
-    from kvq.evals.results import envelope, write_json
+    from kvq.evals.results import envelope, source_commit, write_json
 
     if json_path is not None:
         fileio.check_writable(json_path)
+    source_commit()
     with progress_bar("blocks") as progress:
         rows = bench_blocks(
             num_sequences=sequences,

@@ -42,16 +42,23 @@ def backend_verdicts() -> list[tuple[str, str]]:
     import torch
 
     from kvq.kernels import BACKENDS, registered
+    from kvq.kernels.native.library import load
 
     verdicts = []
     for name in BACKENDS:
-        if operations := registered(name):
-            verdicts.append((name, f"runs here: {', '.join(operations)}"))
-            continue
-        reason = f"does not run: kvq {__version__} has no {name} kernels yet"
-        if name == "triton" and not torch.cuda.is_available():
-            reason += ", and torch sees no GPU"
-        verdicts.append((name, reason))
+        operations = registered(name)
+        verdict = f"runs here: {', '.join(operations)}"
+        if name == "cpu":
+            library = load()
+            if isinstance(library, str):
+                verdict = f"does not run: {library}"
+            else:
+                verdict += f" ({library.variant})"
+        elif not operations:
+            verdict = f"does not run: kvq {__version__} has no {name} kernels yet"
+            if name == "triton" and not torch.cuda.is_available():
+                verdict += ", and torch sees no GPU"
+        verdicts.append((name, verdict))
     return verdicts
 
 

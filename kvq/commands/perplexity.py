@@ -101,9 +101,10 @@ def measure_and_print(
     from kvq.commands.tables import print_perplexity
     from kvq.evals import default_text, measure_perplexity
     from kvq.evals.perplexity import instrument_check
-    from kvq.evals.results import envelope
+    from kvq.evals.results import envelope, source_commit
 
     text = text or default_text()
+    source_commit()
     with progress_bar("measuring") as progress:
         rows = measure_perplexity(
             model, list(kv), text.text, context=context, instrument=instrument, progress=progress, **options

@@ -7,6 +7,7 @@ import platform
 import shlex
 import subprocess
 import sys
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ def envelope(command: list[str], device: torch.device, rows: list[Any], **more: 
     """
     return {
         "kvq_version": __version__,
-        "commit": _commit(),
+        "commit": source_commit(),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "device": describe_device(device),
         "versions": versions(),
@@ -84,8 +85,12 @@ def _cpu_name() -> str:
     return platform.processor() or platform.machine()
 
 
-def _commit() -> str | None:
-    """The commit of a source checkout, with `-dirty` if it was changed; None for an installed copy."""
+@lru_cache(maxsize=1)
+def source_commit() -> str | None:
+    """The commit of a source checkout, with `-dirty` if it was changed; None for an installed copy.
+
+    Looked up once: what takes long asks when it begins, so that its result names the code that ran.
+    """
     root = Path(__file__).parents[2]
     if not (root / ".git").exists() or sys.platform == "win32":
         return None

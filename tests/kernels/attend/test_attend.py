@@ -270,18 +270,44 @@ def test_queries_may_have_any_strides_and_are_left_alone(dtype: torch.dtype) -> 
     assert torch.equal(case.q, before)
 
 
+@pytest.mark.parametrize("window", [None, 11])
 @pytest.mark.parametrize("kv", ["fp32", "int8", "int4"])
-def test_chunk_size_and_batch_neighbours_change_only_the_order_of_additions(kv: str) -> None:
+def test_chunk_size_and_batch_neighbours_change_no_bit(kv: str, window: int | None) -> None:
     whole = Case(kv, query_lens=[33, 8], context_lens=[33, 21])
-    out, lse = whole.attend()
+    out, lse = whole.attend(window=window)
     at = 0
     for new in (1, 7, 24, 1):
         batch = whole.tables.batch([new, 0], [at + new, 21])
-        part = attend(whole.q[at : at + new], whole.cache.layer(1), batch, scale=48**-0.5)
-        assert relative_error(part[0], out[at : at + new]) < 1e-6
-        torch.testing.assert_close(part[1], lse[at : at + new], rtol=1e-6, atol=1e-6)
+        part = attend(whole.q[at : at + new], whole.cache.layer(1), batch, scale=48**-0.5, window=window)
+        assert torch.equal(part[0], out[at : at + new])
+        assert torch.equal(part[1], lse[at : at + new])
         at += new
     assert at == 33
+
+
+def test_a_long_context_gives_the_same_bits_in_one_task_and_in_many(backend: str) -> None:
+    context, heads = 2600, (8, 1)
+    cache = poisoned_cache("int4", [(48, 48)], kv_heads=1, q_heads=8, num_blocks=530)
+    tables = Tables.scattered([context], BLOCK_SIZE, 530)
+    k, v = rows_like_kv(context, 1, 48, 1), rows_like_kv(context, 1, 48, 2)
+    write_kv(k, v, cache.layer(0), torch.tensor(tables.slots(0, 0, context)))
+    q = rows_like_kv(context, heads[0], 48, 3)
+    count = 40  # 320 query rows: tasks take all keys; one token's 8 rows are cut along the keys
+    for window in (None, 1500):
+        many, many_lse = attend(
+            q[-count:], cache.layer(0), tables.batch([count], [context]), scale=0.14, window=window
+        )
+        one, one_lse = attend(q[-1:], cache.layer(0), tables.batch([1], [context]), scale=0.14, window=window)
+        assert torch.equal(one, many[-1:])
+        assert torch.equal(one_lse, many_lse[-1:])
+        want, want_lse = dense(
+            q[-1:],
+            unrotated(cache, 0, "k", k)[-(window or context) :],
+            unrotated(cache, 0, "v", v)[-(window or context) :],
+            scale=0.14,
+        )
+        assert relative_error(one, want) < 2e-5
+        torch.testing.assert_close(one_lse.double(), want_lse, rtol=1e-5, atol=1e-5)
 
 
 def test_lse_allows_an_exact_merge_of_a_context_cut_in_two() -> None:
