@@ -10,6 +10,9 @@ BIN := $(VENV)/bin
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 	$$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null && { echo $$p; break; }; done)
 
+# The C++ kernels; when one changes, the editable installation is built anew.
+NATIVE := setup.py $(shell find kvq/kernels -name '*.cpp' -o -name '*.h')
+
 .PHONY: demo test test-long lint setup setup-demo clean
 
 demo: setup-demo
@@ -30,11 +33,11 @@ lint: setup
 setup: $(VENV)/.dev
 setup-demo: $(VENV)/.demo
 
-$(VENV)/.dev: $(VENV)/.created
+$(VENV)/.dev: $(VENV)/.created $(NATIVE)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	@touch $(VENV)/.dev $(VENV)/.demo
 
-$(VENV)/.demo: $(VENV)/.created
+$(VENV)/.demo: $(VENV)/.created $(NATIVE)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[plot]'
 	@touch $(VENV)/.demo
 
@@ -44,4 +47,4 @@ $(VENV)/.created: pyproject.toml constraints.txt
 	@touch $(VENV)/.created
 
 clean:
-	rm -rf $(VENV) demo build dist *.egg-info
+	rm -rf $(VENV) demo build dist *.egg-info kvq/kernels/native/_kernels*.so

@@ -5,8 +5,9 @@ import ctypes
 import torch
 from torch import Tensor
 
+from kvq.errors import ConfigError
 from kvq.kernels.native.library import check, loaded
-from kvq.kernels.native.structs import Attention, batch_of, dense_of, layer_of
+from kvq.kernels.native.structs import Attention, batch_of, check_shape, dense_of, layer_of
 from kvq.kernels.paged import PagedKV, SequenceBatch
 
 
@@ -26,8 +27,16 @@ def attend(
     Raises:
         IndexError: a table names a block outside the pool.
         MemoryError: no room for scratch memory.
+        ConfigError: shapes that don't fit the blocks or the batch.
     """
     tokens, q_heads, _ = q.shape
+    check_shape("q", q, q_heads, kv.formats.k_head_dim)
+    if tokens != sum(batch.query_lens) or len(batch.tables) < len(batch.query_lens):
+        raise ConfigError(
+            f"q holds {tokens} tokens and tables {len(batch.tables)} rows, query_lens are {batch.query_lens}"
+        )
+    if q_heads % kv.k.codes.shape[1] or (sinks is not None and sinks.shape != (q_heads,)):
+        raise ConfigError(f"{q_heads} query heads don't fit {kv.k.codes.shape[1]} KV heads, or the sinks")
     queries, kept_q = dense_of(q)
     out = torch.empty(tokens, q_heads, kv.formats.v_head_dim, dtype=kept_q.dtype)
     lse = torch.empty(tokens, q_heads)

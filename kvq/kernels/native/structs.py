@@ -8,6 +8,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
+from kvq.errors import ConfigError
 from kvq.formats import Code, Grouped, KVFormat
 from kvq.kernels.paged import PagedKV, PagedRows, SequenceBatch
 
@@ -122,6 +123,12 @@ def layer_of(kv: PagedKV) -> Layer:
         )
         _layers[kv] = layer
     return layer
+
+
+def check_shape(name: str, x: Tensor, heads: int, dim: int) -> None:
+    """Raise ConfigError unless `x` is [tokens, heads, dim]: compiled code would read past its end."""
+    if x.dim() != 3 or x.shape[1:] != (heads, dim):
+        raise ConfigError(f"{name} must be [tokens, {heads}, {dim}], got {list(x.shape)}")
 
 
 def dense_of(x: Tensor) -> tuple[Dense, Tensor]:

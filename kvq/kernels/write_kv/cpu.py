@@ -5,8 +5,9 @@ import ctypes
 import torch
 from torch import Tensor
 
+from kvq.errors import ConfigError
 from kvq.kernels.native.library import check, loaded
-from kvq.kernels.native.structs import dense_of, layer_of
+from kvq.kernels.native.structs import check_shape, dense_of, layer_of
 from kvq.kernels.paged import PagedKV
 
 
@@ -15,8 +16,13 @@ def write_kv(k: Tensor, v: Tensor, kv: PagedKV, slots: Tensor) -> Tensor:
 
     Raises:
         IndexError: a slot lies outside the pool; nothing was written.
+        ConfigError: shapes that don't fit the blocks.
     """
-    tokens = k.shape[0]
+    tokens, heads = k.shape[0], kv.k.codes.shape[1]
+    check_shape("k", k, heads, kv.formats.k_head_dim)
+    check_shape("v", v, heads, kv.formats.v_head_dim)
+    if len(v) != tokens or slots.shape != (tokens,):
+        raise ConfigError(f"k, v and slots must be as many tokens, got {tokens}, {len(v)}, {slots.numel()}")
     from_k, k = dense_of(k)
     from_v, v = dense_of(v)
     slots = slots.long().contiguous()

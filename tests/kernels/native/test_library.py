@@ -1,0 +1,144 @@
+"""The compiled kernels as a library: found, refused with a reason, and called with sizes that fit."""
+
+import logging
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from kvq.errors import ConfigError, UnsupportedKernel
+from kvq.formats import KVRecipe
+from kvq.kernels import Device, KernelSpec, registry, select
+from kvq.kernels.attend.cpu import attend
+from kvq.kernels.gather_dense.cpu import gather_dense
+from kvq.kernels.native import library, support
+from kvq.kernels.write_kv.cpu import write_kv
+from tests.kernels.kit import POISON, Tables, poisoned_cache, rows_like_kv
+
+CPU = Device(type="cpu", name="cpu")
+
+
+def spec(kv: str) -> KernelSpec:
+    """A layer in that format."""
+    layer = KVRecipe.uniform(kv, [(64, 64)]).layers[0]
+    return KernelSpec(formats=layer, q_heads=6, kv_heads=3, block_size=32)
+
+
+def test_every_variant_up_to_this_cpus_best_was_built() -> None:
+    found = library.variants()
+    assert not isinstance(found, str), found
+    names = [x.variant for x in found]
+    assert names == list(library.VARIANTS[library.VARIANTS.index(names[0]) :])
+    assert library.load() == found[0]
+
+
+def test_without_the_library_the_reference_runs_and_one_line_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    reason = "the C++ kernels were not built; install a C++ compiler (gcc or clang) and kvq-toolkit once more"
+    monkeypatch.setattr(library, "_path", lambda: None)
+    library.variants.cache_clear()
+    registry._log_fallback.cache_clear()
+    try:
+        assert library.variants() == reason
+        monkeypatch.setattr(support, "load", lambda: reason)
+        monkeypatch.setattr(library, "load", lambda: reason)
+        with caplog.at_level(logging.WARNING, logger="kvq"):
+            for _ in range(3):
+                assert select("attend", spec("int4"), CPU).backend == "reference"
+        assert [r.getMessage() for r in caplog.records] == [
+            f"attend runs on the reference backend (triton: has no attend kernel; cpu: {reason})"
+        ]
+        with pytest.raises(UnsupportedKernel, match="not built"):
+            select("attend", spec("int4"), CPU, "cpu")
+        with pytest.raises(UnsupportedKernel, match="not built"):
+            library.loaded()
+    finally:
+        library.variants.cache_clear()
+        registry._log_fallback.cache_clear()
+
+
+def test_a_library_that_is_no_library_is_a_reason_not_a_crash(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    broken = tmp_path / "_kernels.so"
+    broken.write_bytes(b"not an ELF file")
+    monkeypatch.setattr(library, "_path", lambda: broken)
+    library.variants.cache_clear()
+    try:
+        assert "can't be loaded" in str(library.variants())
+    finally:
+        library.variants.cache_clear()
+
+
+def test_formats_without_a_kernel_and_other_devices_are_refused_by_name() -> None:
+    assert "int2_g32_rot" in support.supports(spec("int2"), CPU).reason
+    gpu = Device(type="cuda", name="H200", capability=(9, 0))
+    assert support.supports(spec("int4"), gpu).reason == "works on CPU memory, not on H200"
+
+
+@pytest.mark.parametrize("bad", [-1, 11, 1 << 30])
+def test_blocks_outside_the_pool_are_refused_before_anything_is_touched(bad: int) -> None:
+    cache = poisoned_cache("int4", [(48, 48)])
+    kv = cache.layer(0)
+    k, v = rows_like_kv(3, 3, 48), rows_like_kv(3, 3, 48, 1)
+    with pytest.raises(IndexError, match="outside the pool"):
+        write_kv(k, v, kv, torch.tensor([0, 1, bad * 5]))
+    assert (cache.pool(0) == POISON).all()
+    batch = Tables([[0, bad]], 5).batch([1], [7])
+    with pytest.raises(IndexError, match="outside the pool"):
+        attend(rows_like_kv(1, 6, 48), kv, batch, scale=1.0)
+    with pytest.raises(IndexError, match="outside the pool"):
+        gather_dense(kv, torch.tensor([[0, bad]]), 0, 6)
+    assert gather_dense(kv, torch.tensor([[0, bad]]), 0, 5)[0].shape == (1, 3, 5, 48)
+
+
+def test_a_table_shorter_than_its_sequence_is_refused() -> None:
+    cache = poisoned_cache("int4", [(48, 48)])
+    batch = Tables([[0]], 5).batch([1], [5])
+    with pytest.raises(IndexError, match="outside the pool"):
+        attend(
+            rows_like_kv(1, 6, 48),
+            cache.layer(0),
+            type(batch)(
+                query_lens=(1,), context_lens=(11,), tables=batch.tables[:, :2] * 0, slots=batch.slots
+            ),
+            scale=1.0,
+        )
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/maps")
+def test_the_kernels_bring_no_second_openmp_runtime() -> None:
+    program = """
+import re, torch
+from tests.kernels.kit import Tables, poisoned_cache, rows_like_kv
+from kvq.kernels.attend.cpu import attend
+torch.set_num_threads(2)
+cache = poisoned_cache("int4", [(48, 48)], fill=0)
+attend(rows_like_kv(30, 6, 48), cache.layer(0), Tables([[0, 1, 2, 3, 4, 5]], 5).batch([30], [30]), scale=1.0)
+maps = open("/proc/self/maps").read()
+print(len(set(re.findall(r"\\S*lib(?:gomp|iomp|omp)\\S*", maps))))
+"""
+    root = Path(__file__).parents[3]
+    run = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, cwd=root, check=True
+    )
+    assert run.stdout.strip() == "1"
+
+
+def test_shapes_that_do_not_fit_are_refused() -> None:
+    cache = poisoned_cache("int4", [(48, 60)])
+    kv, slots = cache.layer(0), torch.arange(3)
+    k, v = rows_like_kv(3, 3, 48), rows_like_kv(3, 3, 60)
+    for bad_k, bad_v, bad_slots in ((v, v, slots), (k, k, slots), (k[:, :2], v, slots), (k, v, slots[:2])):
+        with pytest.raises(ConfigError, match="must be"):
+            write_kv(bad_k, bad_v, kv, bad_slots)
+    batch = Tables([[0, 1]], 5).batch([1], [7])
+    for q, sinks in ((v, None), (rows_like_kv(2, 6, 48), None), (rows_like_kv(1, 4, 48), None)):
+        with pytest.raises(ConfigError):
+            attend(q, kv, batch, scale=1.0, sinks=sinks)
+    with pytest.raises(ConfigError, match="sinks"):
+        attend(rows_like_kv(1, 6, 48), kv, batch, scale=1.0, sinks=torch.zeros(3))
+    assert (cache.pool(0) == POISON).all()
