@@ -7,6 +7,7 @@ import subprocess
 
 import click
 
+from kvq.errors import UnsupportedKernel
 from kvq.version import __version__
 
 
@@ -38,27 +39,26 @@ def command() -> None:
 
 
 def backend_verdicts() -> list[tuple[str, str]]:
-    """Every backend with `runs here` or the reason why not."""
-    import torch
-
-    from kvq.kernels import BACKENDS, registered
+    """Every backend with the operations that run here, or the reason why none does."""
+    from kvq.formats import KVRecipe
+    from kvq.kernels import BACKENDS, Device, KernelSpec, registered, select
     from kvq.kernels.native.library import load
+    from kvq.models.weights import pick_device
 
+    formats = KVRecipe.uniform("int4", [(128, 128)]).layers[0]
+    spec = KernelSpec(formats=formats, q_heads=8, kv_heads=8, block_size=32)
+    device = Device.of(pick_device("auto"))
     verdicts = []
     for name in BACKENDS:
-        operations = registered(name)
-        verdict = f"runs here: {', '.join(operations)}"
-        if name == "cpu":
-            library = load()
-            if isinstance(library, str):
-                verdict = f"does not run: {library}"
-            else:
-                verdict += f" ({library.variant})"
-        elif not operations:
-            verdict = f"does not run: kvq {__version__} has no {name} kernels yet"
-            if name == "triton" and not torch.cuda.is_available():
-                verdict += ", and torch sees no GPU"
-        verdicts.append((name, verdict))
+        try:
+            runs = [select(operation, spec, device, name).operation for operation in registered(name)]
+        except UnsupportedKernel as error:
+            reason = str(error).partition(f"{name}: ")[2].partition("; use --backend")[0]
+            verdicts.append((name, f"does not run: {reason}"))
+            continue
+        library = load() if name == "cpu" else None
+        variant = "" if library is None or isinstance(library, str) else f" ({library.variant})"
+        verdicts.append((name, f"runs here: {', '.join(runs)}{variant}"))
     return verdicts
 
 

@@ -12,6 +12,8 @@ from kvq.kernels.attend.reference import attend
 from kvq.kernels.copy_blocks.reference import copy_blocks
 from kvq.kernels.gather_dense.cpu import gather_dense as cpu_gather_dense
 from kvq.kernels.gather_dense.reference import gather_dense
+from kvq.kernels.gpu.support import lazy as gpu_lazy
+from kvq.kernels.gpu.support import supports as gpu_supports
 from kvq.kernels.merge_partials.cpu import merge_partials as cpu_merge_partials
 from kvq.kernels.merge_partials.reference import merge_partials
 from kvq.kernels.native.support import supports as cpu_supports
@@ -39,24 +41,31 @@ def supported_everywhere(spec: KernelSpec, device: Device) -> Support:
     return Support(True)
 
 
-_KERNELS: list[Kernel] = [
-    Kernel(operation=name, backend="reference", run=run, supports=supported_everywhere)
-    for name, run in (
-        ("write_kv", write_kv),
-        ("attend", attend),
-        ("merge_partials", merge_partials),
-        ("gather_dense", gather_dense),
-        ("copy_blocks", copy_blocks),
-    )
-] + [
-    Kernel(operation=name, backend="cpu", run=run, supports=cpu_supports)
-    for name, run in (
-        ("write_kv", cpu_write_kv),
-        ("attend", cpu_attend),
-        ("gather_dense", cpu_gather_dense),
-        ("merge_partials", cpu_merge_partials),
-    )
-]
+_KERNELS: list[Kernel] = (
+    [
+        Kernel(operation=name, backend="reference", run=run, supports=supported_everywhere)
+        for name, run in (
+            ("write_kv", write_kv),
+            ("attend", attend),
+            ("merge_partials", merge_partials),
+            ("gather_dense", gather_dense),
+            ("copy_blocks", copy_blocks),
+        )
+    ]
+    + [
+        Kernel(operation=name, backend="cpu", run=run, supports=cpu_supports)
+        for name, run in (
+            ("write_kv", cpu_write_kv),
+            ("attend", cpu_attend),
+            ("gather_dense", cpu_gather_dense),
+            ("merge_partials", cpu_merge_partials),
+        )
+    ]
+    + [
+        Kernel(operation=name, backend="triton", run=gpu_lazy(name), supports=gpu_supports)
+        for name in ("write_kv", "attend", "merge_partials", "gather_dense", "copy_blocks")
+    ]
+)
 
 
 def register(kernel: Kernel) -> None:
@@ -91,7 +100,7 @@ def select(operation: str, spec: KernelSpec, device: Device, backend: str = "aut
     """
     check_backend(backend)
     reasons: list[tuple[str, str]] = []  # (backend, why not)
-    refused = False  # by a kernel that there is
+    missed = False  # a kernel made for this device can't run
     for name in BACKENDS if backend == "auto" else (backend,):
         kernel = next((k for k in _KERNELS if (k.operation, k.backend) == (operation, name)), None)
         if kernel is None:
@@ -99,10 +108,10 @@ def select(operation: str, spec: KernelSpec, device: Device, backend: str = "aut
             continue
         support = kernel.supports(spec, device)
         if support.yes:
-            if refused and name == "reference":
+            if missed and name == "reference":
                 _log_fallback(operation, name, _listed(reasons))
             return kernel
-        refused = True
+        missed = missed or support.is_missed
         reasons.append((name, support.reason))
     raise UnsupportedKernel(
         f"no backend can run {operation} for K {spec.formats.k.name}, V {spec.formats.v.name} "

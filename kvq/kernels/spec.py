@@ -43,3 +43,4 @@ class Support:
 
     yes: bool
     reason: str = ""
+    is_missed: bool = True  # False where the backend is made for other devices, so nobody misses it

@@ -10,7 +10,7 @@ MOST_DIM = 4096  # elements of a token row that write_kv.cpp has room for
 def supports(spec: KernelSpec, device: Device) -> Support:
     """Yes for memory of a CPU and formats down to 4 bits, if the library is there."""
     if device.type != "cpu":
-        return Support(False, f"works on CPU memory, not on {device.name}")
+        return Support(False, f"works on CPU memory, not on {device.name}", is_missed=False)
     library = load()
     if isinstance(library, str):
         return Support(False, library)

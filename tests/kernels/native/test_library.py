@@ -49,7 +49,7 @@ def test_without_the_library_the_reference_runs_and_one_line_says_what_to_instal
             for _ in range(3):
                 assert select("attend", spec("int4"), CPU).backend == "reference"
         assert [r.getMessage() for r in caplog.records] == [
-            f"attend runs on the reference backend (triton: has no attend kernel; cpu: {reason})"
+            f"attend runs on the reference backend (triton: needs an NVIDIA GPU, not cpu; cpu: {reason})"
         ]
         with pytest.raises(UnsupportedKernel, match="not built"):
             select("attend", spec("int4"), CPU, "cpu")

@@ -1,0 +1,218 @@
+"""`attend` in Triton: tiles of few query rows split their keys, tiles of many take them all."""
+
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kvq.formats import Code
+from kvq.kernels.attend.triton_kernel import attend_kernel, merge_kernel
+from kvq.kernels.gpu.layer import dense_strides, part_arguments
+from kvq.kernels.gpu.rows import bias
+from kvq.kernels.gpu.shapes import DECODE_ROWS, TileShape, decode_shape, extend_shape, split_keys
+from kvq.kernels.paged import PagedKV, SequenceBatch
+
+
+def attend(
+    q: Tensor,
+    kv: PagedKV,
+    batch: SequenceBatch,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    skip_last: int = 0,
+) -> tuple[Tensor, Tensor]:
+    """Do what the reference does; see there. Tables are not checked.
+
+    Queries of fp16 and bf16 are multiplied in 16 bits and summed in fp32, fp32 queries in fp32.
+    """
+    if q.device.type == "cpu" and q.dtype is not torch.float32:  # the interpreter can't round to bf16
+        out, lse = attend(
+            q.float(),
+            kv,
+            batch,
+            scale=scale,
+            window=window,
+            softcap=softcap,
+            sinks=sinks,
+            skip_last=skip_last,
+        )
+        return out.to(q.dtype), lse
+    tokens, q_heads, _ = q.shape
+    share = q_heads // kv.k.codes.shape[1]
+    out = torch.empty(tokens, q_heads, kv.formats.v_head_dim, dtype=q.dtype, device=q.device)
+    lse = torch.empty(tokens, q_heads, device=q.device)
+    options = {
+        "scale": scale,
+        "softcap": softcap or 1.0,
+        "window": window or 0,
+        "skip_last": skip_last,
+        "sink_ptr": lse if sinks is None else sinks,
+        "WINDOW": window is not None,
+        "SOFTCAP": softcap is not None,
+        "SINKS": sinks is not None,
+    }
+    for step in _steps(batch, share, q.device, extend_shape(kv, q)):
+        if step.tiles is not None:
+            _launch(q, kv, batch, step, out, lse, share, options)
+    return out, lse
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """The sequences of a batch whose new tokens fill tiles of one height."""
+
+    rows: int  # of a tile
+    tiles: Tensor | None  # int32 [tiles, 2]: sequence, first row; None if there are none
+    longest: int  # keys
+    keys: int  # of all sequences
+    is_decode: bool
+    lens: tuple[Tensor, Tensor, Tensor]  # int32 [sequences]: first token, new tokens, context
+
+
+_plans: WeakKeyDictionary[SequenceBatch, dict[tuple[int, int], list[_Step]]] = WeakKeyDictionary()
+
+
+def _steps(batch: SequenceBatch, share: int, device: torch.device, shape: TileShape) -> list[_Step]:
+    """Decode and extend tiles of a batch; worked out once for all layers of a kind."""
+    plans = _plans.setdefault(batch, {})
+    if (share, shape.rows) not in plans:
+        first, at = [], 0
+        for new in batch.query_lens:
+            first.append(at)
+            at += new
+        lens = tuple(
+            torch.tensor(x, dtype=torch.int32, device=device)
+            for x in (first, batch.query_lens, batch.context_lens)
+        )
+        few = [i for i, new in enumerate(batch.query_lens) if 0 < new * share <= DECODE_ROWS]
+        many = [i for i, new in enumerate(batch.query_lens) if new * share > DECODE_ROWS]
+        plans[share, shape.rows] = [
+            _step(batch, few, share, DECODE_ROWS, lens, device, is_decode=True),
+            _step(batch, many, share, shape.rows, lens, device, is_decode=False),
+        ]
+    return plans[share, shape.rows]
+
+
+def _step(
+    batch: SequenceBatch,
+    chosen: list[int],
+    share: int,
+    rows: int,
+    lens: Any,
+    device: torch.device,
+    *,
+    is_decode: bool,
+) -> _Step:
+    tiles = [(i, row) for i in chosen for row in range(0, batch.query_lens[i] * share, rows)]
+    keys = [batch.context_lens[i] for i in chosen]
+    return _Step(
+        rows=rows,
+        tiles=torch.tensor(tiles, dtype=torch.int32, device=device) if tiles else None,
+        longest=max(keys, default=0),
+        keys=sum(keys),
+        is_decode=is_decode,
+        lens=lens,
+    )
+
+
+def _launch(
+    q: Tensor,
+    kv: PagedKV,
+    batch: SequenceBatch,
+    step: _Step,
+    out: Tensor,
+    lse: Tensor,
+    share: int,
+    options: dict[str, Any],
+) -> None:
+    assert step.tiles is not None, "checked by attend"
+    kv_heads, (first, new, context) = kv.k.codes.shape[1], step.lens
+    shape = decode_shape(kv, q) if step.is_decode else extend_shape(kv, q)
+    k, v = part_arguments("k", kv), part_arguments("v", kv)
+    per_split = split_keys(step.longest, step.keys * kv_heads, q.device, shape)
+    splits = -(-step.longest // per_split) if step.is_decode else 1
+    parts, part_lses = out, lse
+    if splits > 1:
+        parts = torch.empty(splits, *lse.shape, v["V_PAD"], device=q.device)
+        part_lses = torch.empty(splits, *lse.shape, device=q.device)
+    strides = parts.stride() if splits > 1 else (0, *out.stride())
+    lens = {"tiles_ptr": step.tiles, "first_ptr": first, "new_ptr": new, "context_ptr": context}
+    common = {
+        **lens,
+        "sink_ptr": options["sink_ptr"],
+        "skip_last": options["skip_last"],
+        "lse_part": part_lses.stride(0),
+        "split_keys": per_split,
+        "Q_HEADS": q.shape[1],
+        "SHARE": share,
+        "ROWS": step.rows,
+        "SINKS": options["SINKS"],
+    }
+    attend_kernel[(len(step.tiles), kv_heads, splits)](
+        q,
+        parts,
+        part_lses,
+        tables_ptr=batch.tables,
+        table_stride=batch.tables.stride(0),
+        **dense_strides("q", q),
+        out_part=strides[0],
+        out_token=strides[1],
+        out_head=strides[2],
+        **k,
+        **v,
+        **_computing("K", k, q, kv),
+        **_computing("V", v, q, kv),
+        BLOCK_SIZE=kv.block_size,
+        KEYS=shape.keys,
+        SPLIT=splits > 1,
+        num_warps=shape.warps,
+        num_stages=shape.stages,
+        **{name: options[name] for name in ("scale", "softcap", "window", "WINDOW", "SOFTCAP")},
+        **common,
+    )
+    if splits > 1:
+        merge_kernel[(len(step.tiles), kv_heads)](
+            parts,
+            part_lses,
+            out,
+            lse,
+            out_part=parts.stride(0),
+            out_token=out.stride(0),
+            out_head=out.stride(1),
+            V_DIM=v["V_DIM"],
+            V_PAD=v["V_PAD"],
+            V_ROTATED=v["V_ROTATED"],
+            num_warps=4,
+            **common,
+        )
+
+
+def _computing(name: str, part: dict[str, Any], q: Tensor, kv: PagedKV) -> dict[str, Any]:
+    """In what numbers codes are multiplied, and how an int4 row is cut into runs of one group."""
+    half, group = part[f"{name}_DIM"] // 2, part[f"{name}_GROUP"]
+    run = min(group, half)
+    code = (kv.formats.k if name == "K" else kv.formats.v).code
+    compute = _compute_dtype(code, q)
+    return {
+        f"{name}_RUN": run,
+        f"{name}_WIDTH": max(16, triton.next_power_of_2(run)),
+        f"{name}_COMPUTE": compute,
+        f"{name}_BIAS": bias(compute),
+    }
+
+
+def _compute_dtype(code: Code, q: Tensor) -> tl.dtype:
+    if q.device.type == "cpu" or q.dtype is torch.float32 or code is Code.FP32:
+        return tl.float32  # the interpreter's 16-bit products can't be trusted
+    if code in (Code.FP8, Code.FP16):
+        return tl.float16
+    if code is Code.BF16:
+        return tl.bfloat16
+    return tl.bfloat16 if q.dtype is torch.bfloat16 else tl.float16

@@ -1,0 +1,393 @@
+"""The device code of `attend` in Triton: one kernel for decode and extend, one that merges splits.
+
+A program takes one tile of query rows (new token, query head of the KV head) of one sequence and one
+KV head, and some or all of the keys. Codes are never scaled: the K scale and minimum go to the
+scores, the V scale and minimum to the probabilities. An int4 row is read as runs of one group in
+each half, so that one load of packed bytes gives two of them.
+
+Source: Dao, "FlashAttention-2", 2023, section 3.1; Dao et al., "Flash-Decoding", 2023, for splits.
+"""
+
+import triton
+import triton.language as tl
+
+from kvq.kernels.gpu.rows import FLOAT, FP8, INT4, fp8_codes, nibbles, rotate
+
+_LOG2_E = tl.constexpr(1.4426950408889634)
+_LN_2 = tl.constexpr(0.6931471805599453)
+_FP8_UNIT = tl.constexpr(256.0)  # what fp8_codes divides by
+
+
+@triton.jit
+def _dot(a, b):
+    return tl.dot(a, b, input_precision="ieee")
+
+
+@triton.jit
+def _plain_codes(codes, at, mask, KIND: tl.constexpr, COMPUTE: tl.constexpr):
+    """Codes of float, FP8 and INT8 formats as COMPUTE numbers, without their scale."""
+    x = tl.load(codes + at, mask=mask, other=0)
+    if KIND == FP8:
+        return fp8_codes(x, COMPUTE)
+    return x.to(COMPUTE)
+
+
+@triton.jit
+def _row_scales(scales, static, at, head, inside, KIND: tl.constexpr, STATIC: tl.constexpr):
+    """What codes of those tokens are multiplied by, fp32 [keys]."""
+    unit: tl.constexpr = _FP8_UNIT if KIND == FP8 else 1.0
+    if STATIC:
+        return tl.where(inside, tl.load(static + head) * unit, 0.0)
+    return tl.load(scales + at, mask=inside, other=0.0).to(tl.float32) * unit
+
+
+@triton.jit
+def _run(x, start, WIDTH: tl.constexpr, RUN: tl.constexpr, PAD: tl.constexpr, ROWS: tl.constexpr):
+    """Columns [start, start + RUN) of x [ROWS, PAD] as [ROWS, WIDTH], padded with zeros."""
+    col = tl.arange(0, WIDTH)[None, :] + tl.zeros((ROWS, 1), tl.int32)
+    picked = tl.gather(x, tl.minimum(start + col, PAD - 1), axis=1)
+    return tl.where(col < RUN, picked, 0.0)
+
+
+@triton.jit
+def _group(scales, at, inside, GROUP_INDEX: tl.constexpr):
+    """Scale and minimum of one group of those tokens, fp32 [keys]."""
+    scale = tl.load(scales + at + 2 * GROUP_INDEX, mask=inside, other=0.0).to(tl.float32)
+    minimum = tl.load(scales + at + 2 * GROUP_INDEX + 1, mask=inside, other=0.0).to(tl.float32)
+    return scale, minimum
+
+
+@triton.jit
+def _run_scores(
+    low_q, high_q, low_sum, high_sum, low, high, scales, at, inside,
+    FIRST: tl.constexpr, SECOND: tl.constexpr, BIAS: tl.constexpr,
+):  # fmt: skip
+    """What two runs of codes, of the groups FIRST and SECOND, add to the scores."""
+    scale, minimum = _group(scales, at, inside, FIRST)
+    start = minimum - BIAS * scale
+    low_part = _dot(low_q, tl.trans(low))
+    high_part = _dot(high_q, tl.trans(high))
+    if FIRST == SECOND:  # one group for the whole row
+        part = (low_part + high_part) * scale[None, :] + (low_sum + high_sum)[:, None] * start[None, :]
+    else:
+        part = low_part * scale[None, :] + low_sum[:, None] * start[None, :]
+        scale, minimum = _group(scales, at, inside, SECOND)
+        start = minimum - BIAS * scale
+        part += high_part * scale[None, :] + high_sum[:, None] * start[None, :]
+    return part
+
+
+@triton.jit
+def _int4_scores(
+    low_q, high_q, low_sum, high_sum, codes, scales, codes_at, scales_at, inside,
+    DIM: tl.constexpr, GROUP: tl.constexpr, RUN: tl.constexpr, WIDTH: tl.constexpr,
+    COMPUTE: tl.constexpr, BIAS: tl.constexpr,
+):  # fmt: skip
+    """q . k of one tile, fp32 [rows, keys]: a partial product per group, then its scale and minimum."""
+    col = tl.arange(0, WIDTH)
+    mask = inside[:, None] & (col < RUN)[None, :]
+    total = tl.zeros((low_q[0].shape[0], codes_at.shape[0]), tl.float32)
+    for j in tl.static_range(DIM // 2 // RUN):
+        packed = tl.load(codes + codes_at[:, None] + (j * RUN + col)[None, :], mask=mask, other=0)
+        low, high = nibbles(packed, COMPUTE)
+        total += _run_scores(
+            low_q[j], high_q[j], low_sum[j], high_sum[j], low, high, scales, scales_at, inside,
+            j * RUN // GROUP, (DIM // 2 + j * RUN) // GROUP, BIAS,
+        )  # fmt: skip
+    return total
+
+
+@triton.jit
+def _weighted(p, scales, at, inside, GROUP_INDEX: tl.constexpr, COMPUTE: tl.constexpr, BIAS: tl.constexpr):
+    """Probabilities times one group's scale, rounded for the product with codes, and what the
+    minimum and the bias of these very numbers add to every element of the group, fp32 [rows]."""
+    scale, minimum = _group(scales, at, inside, GROUP_INDEX)
+    scaled = (p * scale[None, :]).to(COMPUTE)
+    added = tl.sum(p * minimum[None, :] - BIAS * scaled.to(tl.float32), axis=1)
+    return scaled, added
+
+
+@triton.jit
+def _run_values(
+    low_out, high_out, p, decay, low, high, scales, at, inside,
+    FIRST: tl.constexpr, SECOND: tl.constexpr, COMPUTE: tl.constexpr, BIAS: tl.constexpr,
+):  # fmt: skip
+    """Two runs of the output, of the groups FIRST and SECOND, with one tile taken in."""
+    scaled, added = _weighted(p, scales, at, inside, FIRST, COMPUTE, BIAS)
+    low_out = low_out * decay[:, None] + _dot(scaled, low) + added[:, None]
+    if FIRST != SECOND:
+        scaled, added = _weighted(p, scales, at, inside, SECOND, COMPUTE, BIAS)
+    high_out = high_out * decay[:, None] + _dot(scaled, high) + added[:, None]
+    return low_out, high_out
+
+
+@triton.jit
+def _add_int4_values(
+    low_out, high_out, p, decay, codes, scales, codes_at, scales_at, inside,
+    DIM: tl.constexpr, GROUP: tl.constexpr, RUN: tl.constexpr, WIDTH: tl.constexpr,
+    COMPUTE: tl.constexpr, BIAS: tl.constexpr,
+):  # fmt: skip
+    """Let the runs of the output take one tile in; returns them."""
+    col = tl.arange(0, WIDTH)
+    mask = inside[:, None] & (col < RUN)[None, :]
+    new_low = ()
+    new_high = ()
+    for j in tl.static_range(DIM // 2 // RUN):
+        packed = tl.load(codes + codes_at[:, None] + (j * RUN + col)[None, :], mask=mask, other=0)
+        low, high = nibbles(packed, COMPUTE)
+        first, second = _run_values(
+            low_out[j], high_out[j], p, decay, low, high, scales, scales_at, inside,
+            j * RUN // GROUP, (DIM // 2 + j * RUN) // GROUP, COMPUTE, BIAS,
+        )  # fmt: skip
+        new_low = new_low + (first,)
+        new_high = new_high + (second,)
+    return new_low, new_high
+
+
+@triton.jit
+def _placed(out, run, col, START: tl.constexpr, RUN: tl.constexpr, WIDTH: tl.constexpr):
+    """`out` with the columns [START, START + RUN) taken from `run`."""
+    own = (col >= START) & (col < START + RUN)
+    at = tl.minimum(tl.maximum(col - START, 0), WIDTH - 1)
+    return tl.where(own, tl.gather(run, at, axis=1), out)
+
+
+@triton.jit
+def _joined(
+    low_out, high_out, ROWS: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr, RUN: tl.constexpr,
+    WIDTH: tl.constexpr,
+):  # fmt: skip
+    """The runs of an int4 output as one row each, fp32 [ROWS, PAD]."""
+    col = tl.arange(0, PAD)[None, :] + tl.zeros((ROWS, 1), tl.int32)
+    out = tl.zeros((ROWS, PAD), tl.float32)
+    for j in tl.static_range(DIM // 2 // RUN):
+        out = _placed(out, low_out[j], col, j * RUN, RUN, WIDTH)
+        out = _placed(out, high_out[j], col, DIM // 2 + j * RUN, RUN, WIDTH)
+    return out
+
+
+@triton.jit
+def _read_queries(
+    q_ptr, at, mask, ROWS: tl.constexpr, PAD: tl.constexpr, ROTATED: tl.constexpr, COMPUTE: tl.constexpr
+):
+    """Queries as COMPUTE numbers [ROWS, PAD], and what each row's scores are to be multiplied by.
+
+    fp16 can't hold every bf16 number, so rows are divided by a power of two where it is needed.
+    """
+    x = tl.load(q_ptr + at, mask=mask, other=0.0)
+    unit = tl.full((ROWS,), 1.0, tl.float32)
+    narrow: tl.constexpr = (tl.float16 == COMPUTE) and (q_ptr.dtype.element_ty != tl.float16)
+    if (ROTATED > 1) or narrow:
+        y = x.to(tl.float32)
+        if ROTATED > 1:
+            y = rotate(y, ROWS, PAD, ROTATED)
+        if narrow:
+            top = tl.max(tl.abs(y), axis=1)
+            unit = tl.exp2(tl.ceil(tl.log2(tl.where(top > 0, top, 1.0))))
+            y = y / unit[:, None]
+        x = y.to(COMPUTE)
+    return x.to(COMPUTE), unit
+
+
+@triton.jit
+def _store_rows(
+    out, top, total, out_ptr, lse_ptr, out_at, lse_at, sink_ptr, head, valid,
+    ROWS: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr, ROTATED: tl.constexpr, SINKS: tl.constexpr,
+):  # fmt: skip
+    """Divide, let the sink join, undo V's rotation, and store; `top` counts in powers of two."""
+    if SINKS:
+        sink = tl.load(sink_ptr + head, mask=valid, other=float("-inf")).to(tl.float32) * _LOG2_E
+        higher = tl.maximum(top, sink)
+        safe = tl.where(higher == float("-inf"), 0.0, higher)
+        decay = tl.exp2(top - safe)
+        total = total * decay + tl.exp2(sink - safe)
+        out = out * decay[:, None]
+        top = higher
+    seen = total > 0
+    out = tl.where(seen[:, None], out / tl.where(seen, total, 1.0)[:, None], 0.0)
+    lse = tl.where(seen, (top + tl.log2(tl.where(seen, total, 1.0))) * _LN_2, float("-inf"))
+    if ROTATED > 1:
+        out = rotate(out, ROWS, PAD, ROTATED)
+    col = tl.arange(0, PAD)
+    mask = valid[:, None] & (col < DIM)[None, :]
+    tl.store(out_ptr + out_at[:, None] + col[None, :], out.to(out_ptr.dtype.element_ty), mask=mask)
+    tl.store(lse_ptr + lse_at, lse, mask=valid)
+
+
+@triton.jit
+def attend_kernel(
+    q_ptr, out_ptr, lse_ptr, tiles_ptr, first_ptr, new_ptr, context_ptr, tables_ptr, sink_ptr,
+    k_codes, k_scales, k_static, kc_block, kc_head, kc_slot, ks_block, ks_head, ks_slot,
+    v_codes, v_scales, v_static, vc_block, vc_head, vc_slot, vs_block, vs_head, vs_slot,
+    q_token, q_head, q_dim, out_part, out_token, out_head, lse_part, table_stride,
+    scale, softcap, window, skip_last, split_keys,
+    K_KIND: tl.constexpr, K_DIM: tl.constexpr, K_PAD: tl.constexpr, K_GROUP: tl.constexpr,
+    K_ROTATED: tl.constexpr, K_STATIC: tl.constexpr,
+    V_KIND: tl.constexpr, V_DIM: tl.constexpr, V_PAD: tl.constexpr, V_GROUP: tl.constexpr,
+    V_ROTATED: tl.constexpr, V_STATIC: tl.constexpr,
+    K_RUN: tl.constexpr, K_WIDTH: tl.constexpr, K_COMPUTE: tl.constexpr, K_BIAS: tl.constexpr,
+    V_RUN: tl.constexpr, V_WIDTH: tl.constexpr, V_COMPUTE: tl.constexpr, V_BIAS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, Q_HEADS: tl.constexpr, SHARE: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr,
+    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, SPLIT: tl.constexpr,
+):  # fmt: skip
+    """Grid: (tiles, KV heads, splits). `SHARE`: query heads of one KV head.
+
+    With SPLIT, `out_ptr` and `lse_ptr` take the parts, [splits, tokens, q_heads, V_PAD] fp32 and
+    still rotated; a split without keys stores nothing, and the merge knows which those are.
+    """
+    sequence = tl.load(tiles_ptr + 2 * tl.program_id(0))
+    kv_head = tl.program_id(1).to(tl.int64)
+    new, context = tl.load(new_ptr + sequence), tl.load(context_ptr + sequence)
+    row = tl.load(tiles_ptr + 2 * tl.program_id(0) + 1) + tl.arange(0, ROWS)
+    valid = row < new * SHARE
+    position = context - new + row // SHARE
+    newest = tl.minimum(tl.max(tl.where(valid, position, 0), axis=0) + 1, context - skip_last)
+    oldest = 0
+    if WINDOW:
+        oldest = tl.maximum(tl.min(tl.where(valid, position, context), axis=0) - window + 1, 0)
+    begin, end = 0, newest
+    if SPLIT:
+        begin = tl.program_id(2) * split_keys
+        if (begin >= context - skip_last) & (begin > 0):
+            return
+        end = tl.minimum(begin + split_keys, newest)
+    begin = tl.maximum(begin, oldest // KEYS * KEYS)
+
+    token = (tl.load(first_ptr + sequence) + row // SHARE).to(tl.int64)
+    head = kv_head * SHARE + row % SHARE
+    col = tl.arange(0, K_PAD)
+    q_mask = valid[:, None] & (col < K_DIM)[None, :]
+    q_at = token[:, None] * q_token + head[:, None] * q_head + col[None, :] * q_dim
+    q, unit = _read_queries(q_ptr, q_at, q_mask, ROWS, K_PAD, K_ROTATED, K_COMPUTE)
+    low_q = ()
+    high_q = ()
+    low_sum = ()
+    high_sum = ()
+    if K_KIND == INT4:
+        for j in tl.static_range(K_DIM // 2 // K_RUN):
+            low = _run(q, j * K_RUN, K_WIDTH, K_RUN, K_PAD, ROWS)
+            high = _run(q, K_DIM // 2 + j * K_RUN, K_WIDTH, K_RUN, K_PAD, ROWS)
+            low_q, high_q = low_q + (low,), high_q + (high,)
+            low_sum = low_sum + (tl.sum(low.to(tl.float32), axis=1),)
+            high_sum = high_sum + (tl.sum(high.to(tl.float32), axis=1),)
+
+    top = tl.full((ROWS,), float("-inf"), tl.float32)
+    total = tl.zeros((ROWS,), tl.float32)
+    out = tl.zeros((ROWS, V_PAD if V_KIND != INT4 else 16), tl.float32)
+    low_out = ()
+    high_out = ()
+    if V_KIND == INT4:
+        for _ in tl.static_range(V_DIM // 2 // V_RUN):
+            low_out = low_out + (tl.zeros((ROWS, V_WIDTH), tl.float32),)
+            high_out = high_out + (tl.zeros((ROWS, V_WIDTH), tl.float32),)
+    v_col = tl.arange(0, V_PAD)
+    table = tables_ptr + sequence.to(tl.int64) * table_stride
+    row_scale = unit * scale
+    if not SOFTCAP:
+        row_scale = row_scale * _LOG2_E
+
+    for at in range(begin, end, KEYS):
+        key = at + tl.arange(0, KEYS)
+        inside = (key < end) & (key >= oldest)
+        block = tl.load(table + key // BLOCK_SIZE, mask=inside, other=0).to(tl.int64)
+        slot = (key % BLOCK_SIZE).to(tl.int64)
+        codes_at = block * kc_block + kv_head * kc_head + slot * kc_slot
+        scales_at = block * ks_block + kv_head * ks_head + slot * ks_slot
+        if K_KIND == INT4:
+            scores = _int4_scores(
+                low_q, high_q, low_sum, high_sum, k_codes, k_scales, codes_at, scales_at, inside,
+                K_DIM, K_GROUP, K_RUN, K_WIDTH, K_COMPUTE, K_BIAS,
+            )  # fmt: skip
+        else:
+            mask = inside[:, None] & (col < K_DIM)[None, :]
+            k = _plain_codes(k_codes, codes_at[:, None] + col[None, :], mask, K_KIND, K_COMPUTE)
+            scores = _dot(q, tl.trans(k))
+            if K_KIND != FLOAT:
+                k_scale = _row_scales(k_scales, k_static, scales_at, kv_head, inside, K_KIND, K_STATIC)
+                scores = scores * k_scale[None, :]
+        scores = scores * row_scale[:, None]
+        if SOFTCAP:
+            grown = tl.exp2(scores * (2.0 / softcap * _LOG2_E))
+            scores = (softcap * _LOG2_E) * (1.0 - 2.0 / (grown + 1.0))
+        visible = inside[None, :] & (key[None, :] <= position[:, None])
+        if WINDOW:
+            visible = visible & (key[None, :] > position[:, None] - window)
+        scores = tl.where(visible, scores, float("-inf"))
+
+        higher = tl.maximum(top, tl.max(scores, axis=1))
+        safe = tl.where(higher == float("-inf"), 0.0, higher)
+        p = tl.exp2(scores - safe[:, None])
+        decay = tl.exp2(top - safe)
+        total = total * decay + tl.sum(p, axis=1)
+        top = higher
+
+        codes_at = block * vc_block + kv_head * vc_head + slot * vc_slot
+        scales_at = block * vs_block + kv_head * vs_head + slot * vs_slot
+        if V_KIND == INT4:
+            low_out, high_out = _add_int4_values(
+                low_out, high_out, p, decay, v_codes, v_scales, codes_at, scales_at, inside,
+                V_DIM, V_GROUP, V_RUN, V_WIDTH, V_COMPUTE, V_BIAS,
+            )  # fmt: skip
+        else:
+            mask = inside[:, None] & (v_col < V_DIM)[None, :]
+            v = _plain_codes(v_codes, codes_at[:, None] + v_col[None, :], mask, V_KIND, V_COMPUTE)
+            if V_KIND != FLOAT:
+                v_scale = _row_scales(v_scales, v_static, scales_at, kv_head, inside, V_KIND, V_STATIC)
+                p = p * v_scale[None, :]
+            out = out * decay[:, None] + _dot(p.to(V_COMPUTE), v)
+
+    if V_KIND == INT4:
+        out = _joined(low_out, high_out, ROWS, V_DIM, V_PAD, V_RUN, V_WIDTH)
+    lse_at = token * Q_HEADS + head
+    out_at = token * out_token + head * out_head
+    if SPLIT:
+        part = tl.program_id(2).to(tl.int64)
+        _store_rows(
+            out, top, total, out_ptr, lse_ptr, part * out_part + out_at, part * lse_part + lse_at,
+            sink_ptr, head, valid, ROWS, V_PAD, V_PAD, 1, False,
+        )  # fmt: skip
+    else:
+        _store_rows(
+            out, top, total, out_ptr, lse_ptr, out_at, lse_at, sink_ptr, head, valid,
+            ROWS, V_DIM, V_PAD, V_ROTATED, SINKS,
+        )  # fmt: skip
+
+
+@triton.jit
+def merge_kernel(
+    parts_ptr, part_lses_ptr, out_ptr, lse_ptr, tiles_ptr, first_ptr, new_ptr, context_ptr, sink_ptr,
+    out_part, out_token, out_head, lse_part, skip_last, split_keys,
+    V_DIM: tl.constexpr, V_PAD: tl.constexpr, V_ROTATED: tl.constexpr,
+    Q_HEADS: tl.constexpr, SHARE: tl.constexpr, ROWS: tl.constexpr, SINKS: tl.constexpr,
+):  # fmt: skip
+    """Merge the splits of a tile by their log-sum-exp. Grid: (tiles, KV heads)."""
+    sequence = tl.load(tiles_ptr + 2 * tl.program_id(0))
+    kv_head = tl.program_id(1).to(tl.int64)
+    new, context = tl.load(new_ptr + sequence), tl.load(context_ptr + sequence)
+    row = tl.load(tiles_ptr + 2 * tl.program_id(0) + 1) + tl.arange(0, ROWS)
+    valid = row < new * SHARE
+    token = (tl.load(first_ptr + sequence) + row // SHARE).to(tl.int64)
+    head = kv_head * SHARE + row % SHARE
+    col = tl.arange(0, V_PAD)
+    at = ((token * Q_HEADS + head) * V_PAD)[:, None] + col[None, :]
+    top = tl.full((ROWS,), float("-inf"), tl.float32)
+    total = tl.zeros((ROWS,), tl.float32)
+    out = tl.zeros((ROWS, V_PAD), tl.float32)
+    splits = tl.maximum((context - skip_last + split_keys - 1) // split_keys, 1)
+    lse_at = token * Q_HEADS + head
+    for _ in range(0, splits):
+        lse = tl.load(part_lses_ptr + lse_at, mask=valid, other=float("-inf")) * _LOG2_E
+        x = tl.load(parts_ptr + at, mask=valid[:, None], other=0.0)
+        at += out_part
+        lse_at += lse_part
+        higher = tl.maximum(top, lse)
+        safe = tl.where(higher == float("-inf"), 0.0, higher)
+        decay, weight = tl.exp2(top - safe), tl.exp2(lse - safe)
+        total = total * decay + weight
+        out = out * decay[:, None] + x * weight[:, None]
+        top = higher
+    _store_rows(
+        out, top, total, out_ptr, lse_ptr, token * out_token + head * out_head, token * Q_HEADS + head,
+        sink_ptr, head, valid, ROWS, V_DIM, V_PAD, V_ROTATED, SINKS,
+    )  # fmt: skip

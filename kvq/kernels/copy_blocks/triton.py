@@ -1,0 +1,45 @@
+"""`copy_blocks` in Triton: one launch copies every run of every pair."""
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kvq.kernels.copy_blocks.reference import copy_together, final_sources
+
+_CHUNK = 4096  # bytes of one program
+
+
+def copy_blocks(parts: Sequence[Tensor], pairs: Sequence[tuple[int, int]]) -> None:
+    """Do what the reference does; see there."""
+    origin = final_sources(pairs)
+    if not origin:
+        return
+    if set(origin) & set(origin.values()):  # a block is read and written: gather all first
+        copy_together(parts, pairs)
+        return
+    device, largest = parts[0].device, max(part.shape[1] for part in parts)
+    moved = torch.tensor(list(origin.items()), dtype=torch.int64, device=device)  # [pairs, (target, source)]
+    runs = torch.tensor(
+        [(part.data_ptr(), part.stride(0), part.shape[1]) for part in parts],
+        dtype=torch.int64,
+        device=device,
+    )
+    _copy_kernel[(len(moved), len(parts), triton.cdiv(largest, _CHUNK))](
+        moved, runs, CHUNK=_CHUNK, num_warps=4
+    )
+
+
+@triton.jit
+def _copy_kernel(moved_ptr, runs_ptr, CHUNK: tl.constexpr):
+    """Grid: (pairs, runs of a block, chunks of the longest run)."""
+    target = tl.load(moved_ptr + 2 * tl.program_id(0))
+    source = tl.load(moved_ptr + 2 * tl.program_id(0) + 1)
+    run = runs_ptr + 3 * tl.program_id(1)
+    base = tl.load(run).to(tl.pointer_type(tl.uint8))
+    stride, nbytes = tl.load(run + 1), tl.load(run + 2)
+    at = tl.program_id(2) * CHUNK + tl.arange(0, CHUNK)
+    bytes_there = tl.load(base + source * stride + at, mask=at < nbytes)
+    tl.store(base + target * stride + at, bytes_there, mask=at < nbytes)

@@ -1,0 +1,104 @@
+"""`gather_dense` in Triton: the tokens of a tile are dequantized, turned back if asked, and stored."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kvq.kernels.gpu.layer import part_arguments
+from kvq.kernels.gpu.rows import FLOAT, FP8, INT4, fp8_codes, rotate
+from kvq.kernels.paged import PagedKV
+
+_TOKENS = 32  # of one program
+_INTERPRETED_TOKENS = 16
+
+
+def gather_dense(
+    kv: PagedKV,
+    tables: Tensor,
+    start: int,
+    end: int,
+    *,
+    unrotate: bool = False,
+    out: tuple[Tensor, Tensor] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Do what the reference does, with the same bits; see there. Tables are not checked."""
+    device, shape = kv.k.codes.device, (tables.shape[0], kv.k.codes.shape[1], end - start)
+    if out is None:
+        dims = (kv.formats.k_head_dim, kv.formats.v_head_dim)
+        out = (torch.empty(*shape, dims[0], device=device), torch.empty(*shape, dims[1], device=device))
+    if not all(shape):
+        return out
+    tokens = _INTERPRETED_TOKENS if device.type == "cpu" else _TOKENS
+    for name, into in zip(("k", "v"), out, strict=True):
+        part = {
+            argument.removeprefix(f"{name}_").removeprefix(f"{name.upper()}_"): value
+            for argument, value in part_arguments(name, kv).items()
+        }
+        c, s = f"{name}c_", f"{name}s_"
+        _gather_kernel[(triton.cdiv(end - start, tokens), shape[1], shape[0])](
+            into,
+            tables,
+            **{x: part[x] for x in ("codes", "scales", "static", "KIND", "DIM", "PAD", "GROUP", "STATIC")},
+            c_block=part[f"{c}block"],
+            c_head=part[f"{c}head"],
+            c_slot=part[f"{c}slot"],
+            s_block=part[f"{s}block"],
+            s_head=part[f"{s}head"],
+            s_slot=part[f"{s}slot"],
+            table_stride=tables.stride(0),
+            out_sequence=into.stride(0),
+            out_head=into.stride(1),
+            out_token=into.stride(2),
+            start=start,
+            end=end,
+            ROTATED=part["ROTATED"] if unrotate else 1,
+            BLOCK_SIZE=kv.block_size,
+            TOKENS=tokens,
+            num_warps=4,
+            enable_fp_fusion=False,  # the same bits as the reference
+        )
+    return out
+
+
+@triton.jit
+def _gather_kernel(
+    out_ptr, tables_ptr, codes, scales, static, c_block, c_head, c_slot, s_block, s_head, s_slot,
+    table_stride, out_sequence, out_head, out_token, start, end,
+    KIND: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr, GROUP: tl.constexpr, STATIC: tl.constexpr,
+    ROTATED: tl.constexpr, BLOCK_SIZE: tl.constexpr, TOKENS: tl.constexpr,
+):  # fmt: skip
+    """Grid: (tiles of tokens, KV heads, sequences)."""
+    head, sequence = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
+    token = start + tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    inside = token < end
+    entry = tables_ptr + sequence * table_stride + token // BLOCK_SIZE
+    block = tl.load(entry, mask=inside, other=0).to(tl.int64)
+    slot = (token % BLOCK_SIZE).to(tl.int64)
+    col = tl.arange(0, PAD)
+    mask = inside[:, None] & (col < DIM)[None, :]
+    codes_at = (block * c_block + head * c_head + slot * c_slot)[:, None]
+    scales_at = block * s_block + head * s_head + slot * s_slot
+    if KIND == INT4:
+        half: tl.constexpr = DIM // 2
+        packed = tl.load(codes + codes_at + (col % half)[None, :], mask=mask, other=0)
+        code = tl.where((col < half)[None, :], packed & 15, packed >> 4).to(tl.float32)
+        at = scales_at[:, None] + (col // GROUP * 2)[None, :]
+        scale = tl.load(scales + at, mask=mask, other=0.0).to(tl.float32)
+        minimum = tl.load(scales + at + 1, mask=mask, other=0.0).to(tl.float32)
+        x = code * scale + minimum
+    else:
+        stored = tl.load(codes + codes_at + col[None, :], mask=mask, other=0)
+        if KIND == FP8:
+            x = fp8_codes(stored, tl.float32) * 256.0
+        else:
+            x = stored.to(tl.float32)
+        if KIND != FLOAT:
+            if STATIC:
+                x = x * tl.load(static + head)
+            else:
+                x = x * tl.load(scales + scales_at, mask=inside, other=0.0).to(tl.float32)[:, None]
+    if ROTATED > 1:
+        x = rotate(x, TOKENS, PAD, ROTATED)
+    row = sequence * out_sequence + head * out_head + (token - start).to(tl.int64) * out_token
+    tl.store(out_ptr + row[:, None] + col[None, :], x.to(out_ptr.dtype.element_ty), mask=mask)

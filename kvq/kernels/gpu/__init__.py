@@ -1,0 +1,1 @@
+"""What the Triton kernels share: reading formats, the rotation, and the table of tile shapes."""

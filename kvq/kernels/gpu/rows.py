@@ -1,0 +1,103 @@
+"""Device functions of the Triton kernels: the rotation, and 16-bit values out of packed bytes.
+
+Everything here also runs in Triton's interpreter, where 16-bit arithmetic can't be trusted: there
+`COMPUTE` is fp32, and codes are converted by plain casts.
+"""
+
+import triton
+import triton.language as tl
+
+from kvq.formats import Code
+from kvq.kernels.gpu.kinds import KINDS
+
+FLOAT = tl.constexpr(KINDS[Code.BF16])
+FP8 = tl.constexpr(KINDS[Code.FP8])
+INT4 = tl.constexpr(KINDS[Code.INT4])
+
+# One 32-bit register of four packed bytes becomes four 16-bit floats BIAS + nibble from the low
+# nibbles and four from the high ones: a byte under the exponent byte of 128 (bf16) or 1024 (fp16).
+_SPREAD_NIBBLES = """
+{{
+.reg .b32 low, high;
+and.b32 low, $4, 0x0f0f0f0f;
+shr.u32 high, $4, 4;
+and.b32 high, high, 0x0f0f0f0f;
+prmt.b32 $0, low, {magic}, 0x4140;
+prmt.b32 $1, low, {magic}, 0x4342;
+prmt.b32 $2, high, {magic}, 0x4140;
+prmt.b32 $3, high, {magic}, 0x4342;
+}}
+"""
+_NIBBLES_BF16 = tl.constexpr(_SPREAD_NIBBLES.format(magic="0x43434343"))
+_NIBBLES_FP16 = tl.constexpr(_SPREAD_NIBBLES.format(magic="0x64646464"))
+
+# Four E4M3FN bytes become four fp16 numbers, each the value divided by 256: sign in place, exponent
+# and mantissa one bit further down.
+_SPREAD_FP8 = tl.constexpr("""
+{
+.reg .b32 first, second, sign;
+prmt.b32 first, $2, 0, 0x1404;
+prmt.b32 second, $2, 0, 0x3424;
+and.b32 sign, first, 0x80008000;
+shr.u32 first, first, 1;
+and.b32 first, first, 0x3f803f80;
+or.b32 $0, first, sign;
+and.b32 sign, second, 0x80008000;
+shr.u32 second, second, 1;
+and.b32 second, second, 0x3f803f80;
+or.b32 $1, second, sign;
+}
+""")
+
+
+@triton.jit
+def nibbles(packed, COMPUTE: tl.constexpr):
+    """Packed bytes uint8 -> BIAS + low nibbles and BIAS + high nibbles, of dtype COMPUTE; see `bias`."""
+    if tl.bfloat16 == COMPUTE:
+        low, high = tl.inline_asm_elementwise(
+            _NIBBLES_BF16, "=r,=r,=r,=r,r", [packed], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4
+        )
+    elif tl.float16 == COMPUTE:
+        low, high = tl.inline_asm_elementwise(
+            _NIBBLES_FP16, "=r,=r,=r,=r,r", [packed], dtype=(tl.float16, tl.float16), is_pure=True, pack=4
+        )
+    else:
+        low, high = (packed & 15).to(tl.float32), (packed >> 4).to(tl.float32)
+    return low, high
+
+
+def bias(compute: tl.dtype) -> float:
+    """What `nibbles` adds to every code: the number whose exponent byte stands above the nibble."""
+    return {tl.bfloat16: 128.0, tl.float16: 1024.0}.get(compute, 0.0)
+
+
+@triton.jit
+def fp8_codes(codes, COMPUTE: tl.constexpr):
+    """E4M3FN bytes uint8 -> their values divided by 256, by integer operations on any GPU."""
+    if tl.float16 == COMPUTE:
+        values = tl.inline_asm_elementwise(
+            _SPREAD_FP8, "=r,=r,r", [codes], dtype=tl.float16, is_pure=True, pack=4
+        )
+    else:
+        wide = codes.to(tl.int16)
+        half = (((wide & 0x80) << 8) | ((wide & 0x7F) << 7)).to(tl.float16, bitcast=True)
+        values = half.to(tl.float32)
+    return values
+
+
+@triton.jit
+def _butterfly(x, ROWS: tl.constexpr, DIM: tl.constexpr, H: tl.constexpr):
+    pairs = tl.permute(tl.reshape(x, (ROWS, DIM // (2 * H), 2, H)), (0, 1, 3, 2))
+    low, high = tl.split(pairs)
+    pairs = tl.join(low + high, low - high)
+    return tl.reshape(tl.permute(pairs, (0, 1, 3, 2)), (ROWS, DIM))
+
+
+@triton.jit
+def rotate(x, ROWS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr):
+    """fp32 [ROWS, DIM], DIM a power of two, rotated in blocks; the butterflies of codec/hadamard.py."""
+    for stage in tl.static_range(8):
+        if (1 << stage) < BLOCK:
+            x = _butterfly(x, ROWS, DIM, 1 << stage)
+    SCALE: tl.constexpr = BLOCK**-0.5
+    return x * SCALE

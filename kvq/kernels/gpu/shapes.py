@@ -1,0 +1,97 @@
+"""Tile shapes of the attention kernels, from a checked-in table that `kvq bench tune` writes."""
+
+import json
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+import triton
+from torch import Tensor
+
+from kvq.kernels.paged import PagedKV
+
+DECODE_ROWS = 16  # query rows of a tile that splits its keys: the least that tensor cores take
+TABLE = Path(__file__).with_name("shapes.json")
+_PROGRAMS = 8  # of a decode step per multiprocessor, at least, if there are keys enough
+_LEAST_SPLIT, _MOST_SPLIT = 256, 8192  # keys
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TileShape:
+    """How one kernel is cut."""
+
+    rows: int  # query rows: (new token, query head of the KV head)
+    keys: int
+    warps: int
+    stages: int
+
+
+def decode_shape(kv: PagedKV, q: Tensor) -> TileShape:
+    """The shape for tiles of at most `DECODE_ROWS` rows."""
+    return _shape("decode", _format(kv), _head_dim(kv), _device(q.device))
+
+
+def extend_shape(kv: PagedKV, q: Tensor) -> TileShape:
+    """The shape for tiles of many rows."""
+    return _shape("extend", _format(kv), _head_dim(kv), _device(q.device))
+
+
+def split_keys(longest: int, work: int, device: torch.device, shape: TileShape) -> int:
+    """Keys of one split, a multiple of the tile: few enough that every multiprocessor has work.
+
+    `longest`: keys of the longest sequence; `work`: keys times KV heads of all sequences.
+    """
+    wanted = work // (_multiprocessors(device) * _PROGRAMS)
+    keys: int = min(max(triton.next_power_of_2(max(1, wanted)), _LEAST_SPLIT), _MOST_SPLIT)
+    return max(shape.keys, keys // shape.keys * shape.keys)
+
+
+def table_key(kind: str, fmt: str, head_dim: int, device: str) -> str:
+    """How an entry of the table is named."""
+    return f"{kind} {fmt} {head_dim} {device}"
+
+
+@lru_cache(maxsize=256)
+def _shape(kind: str, fmt: str, head_dim: int, device: str) -> TileShape:
+    """The table's entry for this device, else for any, else for the format on any device."""
+    table = _table()
+    for key in (table_key(kind, fmt, head_dim, device), table_key(kind, fmt, head_dim, "any")):
+        if key in table:
+            return TileShape(**table[key])
+    if device == "interpreter":
+        return TileShape(rows=DECODE_ROWS if kind == "decode" else 32, keys=32, warps=1, stages=1)
+    rows = DECODE_ROWS if kind == "decode" else 64
+    keys = 64 if head_dim <= 128 else 32
+    return TileShape(rows=rows, keys=keys, warps=4, stages=3 if head_dim <= 128 else 2)
+
+
+@lru_cache(maxsize=1)
+def _table() -> dict[str, dict[str, int]]:
+    entries: dict[str, dict[str, int]] = json.loads(TABLE.read_text())["shapes"]
+    return entries
+
+
+def _format(kv: PagedKV) -> str:
+    """K and V codes, as `int4/int8`; scales and rotation don't change what a tile costs."""
+    return f"{kv.formats.k.code.value}/{kv.formats.v.code.value}"
+
+
+def _head_dim(kv: PagedKV) -> int:
+    return max(kv.formats.k_head_dim, kv.formats.v_head_dim)
+
+
+@lru_cache(maxsize=8)
+def _device(device: torch.device) -> str:
+    if device.type == "cpu":
+        return "interpreter"
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"sm{major}{minor}"
+
+
+@lru_cache(maxsize=8)
+def _multiprocessors(device: torch.device) -> int:
+    if device.type == "cpu":
+        return 1
+    count: int = torch.cuda.get_device_properties(device).multi_processor_count
+    return count

@@ -1,0 +1,60 @@
+"""Which formats and devices the Triton kernels take, and the kernels themselves, imported when asked for."""
+
+from collections.abc import Callable
+from functools import lru_cache
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+from kvq.formats import LayerFormats
+from kvq.kernels.gpu.kinds import KINDS
+from kvq.kernels.spec import Device, KernelSpec, Support
+
+LEAST_CAPABILITY = (8, 0)  # bf16 products and asynchronous copies
+MOST_DIM = 256  # elements of a token row
+
+
+def lazy(operation: str) -> Callable[..., Any]:
+    """The operation's kernel, which imports Triton when it is first called."""
+
+    def run(*args: Any, **options: Any) -> Any:
+        return _kernel(operation)(*args, **options)
+
+    return run
+
+
+def supports(spec: KernelSpec, device: Device) -> Support:
+    """Yes for NVIDIA GPUs from SM80 on and formats down to 4 bits, if Triton is installed."""
+    if device.type != "cuda" or device.capability is None:
+        return Support(False, f"needs an NVIDIA GPU, not {device.name}", is_missed=False)
+    if not is_installed():
+        return Support(False, "Triton is not installed; pip install 'kvq-toolkit[gpu]'")
+    if device.capability < LEAST_CAPABILITY:
+        return Support(False, f"needs compute capability 8.0, {device.name} has {_dotted(device.capability)}")
+    return _fits(spec.formats, spec.block_size)
+
+
+@lru_cache(maxsize=1)
+def is_installed() -> bool:
+    """True if Triton can be imported."""
+    return find_spec("triton") is not None
+
+
+@lru_cache(maxsize=16)
+def _kernel(operation: str) -> Callable[..., Any]:
+    kernel: Callable[..., Any] = getattr(import_module(f"kvq.kernels.{operation}.triton"), operation)
+    return kernel
+
+
+@lru_cache(maxsize=256)
+def _fits(formats: LayerFormats, block_size: int) -> Support:
+    for fmt in (formats.k, formats.v):
+        if fmt.code not in KINDS:
+            return Support(False, f"has no kernel for {fmt.name}")
+    if max(formats.k_head_dim, formats.v_head_dim) > MOST_DIM:
+        return Support(False, f"takes head dimensions up to {MOST_DIM}")
+    return Support(True)
+
+
+def _dotted(capability: tuple[int, int]) -> str:
+    return f"{capability[0]}.{capability[1]}"

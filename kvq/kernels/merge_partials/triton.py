@@ -1,0 +1,62 @@
+"""`merge_partials` in Triton: one program per token and head."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+def merge_partials(outs: Tensor, lses: Tensor, sinks: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Do what the reference does; see there."""
+    outs, lses = outs.contiguous(), lses.contiguous()
+    parts, tokens, heads, dim = outs.shape
+    out = torch.empty(tokens, heads, dim, device=outs.device)
+    lse = torch.empty(tokens, heads, device=outs.device)
+    if tokens:
+        _merge_kernel[(tokens, heads)](
+            outs,
+            lses,
+            lses if sinks is None else sinks,
+            out,
+            lse,
+            part_rows=tokens * heads,
+            parts=parts,
+            HEADS=heads,
+            DIM=dim,
+            PAD=triton.next_power_of_2(dim),
+            SINKS=sinks is not None,
+            num_warps=1,
+        )
+    return out, lse
+
+
+@triton.jit
+def _merge_kernel(
+    outs_ptr, lses_ptr, sinks_ptr, out_ptr, lse_ptr, part_rows, parts,
+    HEADS: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr, SINKS: tl.constexpr,
+):  # fmt: skip
+    head = tl.program_id(1)
+    row = tl.program_id(0).to(tl.int64) * HEADS + head
+    col = tl.arange(0, PAD)
+    top = float("-inf")
+    total = 0.0
+    if SINKS:
+        top = tl.load(sinks_ptr + head).to(tl.float32)
+        total = tl.where(top == float("-inf"), 0.0, 1.0)
+    merged = tl.zeros((PAD,), tl.float32)
+    at = row
+    for _ in range(0, parts):
+        part_lse = tl.load(lses_ptr + at)
+        part = tl.load(outs_ptr + at * DIM + col, mask=col < DIM, other=0.0).to(tl.float32)
+        higher = tl.maximum(top, part_lse)
+        safe = tl.where(higher == float("-inf"), 0.0, higher)
+        decay, weight = tl.exp(top - safe), tl.exp(part_lse - safe)
+        total = total * decay + weight
+        # An empty part may hold anything.
+        merged = merged * decay + tl.where(weight > 0, part, 0.0) * weight
+        top = higher
+        at += part_rows
+    seen = total > 0
+    safe_total = tl.where(seen, total, 1.0)
+    tl.store(out_ptr + row * DIM + col, merged / safe_total, mask=col < DIM)
+    tl.store(lse_ptr + row, tl.where(seen, top + tl.log(safe_total), float("-inf")))

@@ -1,0 +1,183 @@
+"""`write_kv` in Triton: one launch quantizes, rotates and scatters K and V of all heads."""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kvq.kernels.gpu.layer import dense_strides, part_arguments
+from kvq.kernels.gpu.rows import FLOAT, FP8, INT4, rotate
+from kvq.kernels.paged import PagedKV
+
+_FP32_LARGEST = tl.constexpr(3.4028234663852886e38)
+_FP16_LARGEST = tl.constexpr(65504.0)
+_BF16_LARGEST = tl.constexpr(3.3895313892515355e38)
+_SMALLEST_SCALE = tl.constexpr(2.0**-24)
+
+
+def write_kv(k: Tensor, v: Tensor, kv: PagedKV, slots: Tensor) -> Tensor:
+    """Do what the reference does, with the same bytes; see there. Slots are not checked."""
+    tokens, heads = k.shape[:2]
+    bad = torch.empty(tokens, dtype=torch.bool, device=k.device)
+    if not tokens:
+        return bad
+    k_part, v_part = part_arguments("k", kv), part_arguments("v", kv)
+    _write_kernel[(tokens,)](
+        k,
+        v,
+        slots,
+        bad.view(torch.int8),
+        **_stored_as_bits(k_part, "k"),
+        **_stored_as_bits(v_part, "v"),
+        **dense_strides("k", k),
+        **dense_strides("v", v),
+        BLOCK_SIZE=kv.block_size,
+        HEADS=heads,
+        HEADS_PAD=triton.next_power_of_2(heads),
+        num_warps=4,
+        enable_fp_fusion=False,  # a product and a sum rounded once would change codes
+    )
+    return bad
+
+
+def _stored_as_bits(part: dict[str, Any], prefix: str) -> dict[str, Any]:
+    """bf16 codes as the integers that they are: the interpreter can't cast to bf16."""
+    codes = part[f"{prefix}_codes"]
+    if codes.dtype is torch.bfloat16:
+        part[f"{prefix}_codes"] = codes.view(torch.int16)
+    if part[f"{prefix}_scales"] is codes:
+        part[f"{prefix}_scales"] = part[f"{prefix}_codes"]
+    return part
+
+
+@triton.jit
+def _as_scale(x):
+    """fp32 as the nearest fp16 number within the range of scales, as fp32."""
+    return tl.minimum(tl.maximum(x.to(tl.float16).to(tl.float32), _SMALLEST_SCALE), _FP16_LARGEST)
+
+
+@triton.jit
+def _to_fp8(x):
+    """fp32 -> E4M3FN bytes; see codec/e4m3.py."""
+    x = tl.minimum(tl.maximum(x, -448.0), 448.0)
+    bits = x.to(tl.int32, bitcast=True)
+    sign = (bits >> 24) & 0x80
+    bits = bits & 0x7FFFFFFF
+    magnitude = bits.to(tl.float32, bitcast=True)
+    normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - ((127 - 7) << 3)
+    subnormal = (magnitude + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
+    return (tl.where(magnitude < 0.015625, subnormal, normal) | sign).to(tl.uint8)
+
+
+@triton.jit
+def _as_float(x, codes):
+    """Round to the codes' dtype, saturating; bf16 is stored as integers."""
+    if codes.dtype.element_ty == tl.float32:
+        return x
+    if codes.dtype.element_ty == tl.float16:
+        return tl.minimum(tl.maximum(x, -_FP16_LARGEST), _FP16_LARGEST).to(tl.float16)
+    bits = tl.minimum(tl.maximum(x, -_BF16_LARGEST), _BF16_LARGEST).to(tl.int32, bitcast=True)
+    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).to(tl.int16)
+
+
+@triton.jit
+def _quantize_groups(x, scales, at, inside, col, DIM: tl.constexpr, GROUP: tl.constexpr):
+    """Asymmetric nibbles of rows [heads, dim]; stores their scales and minimums."""
+    q = tl.zeros(x.shape, tl.float32)
+    for group in tl.static_range(DIM // GROUP):
+        own = ((col >= group * GROUP) & (col < (group + 1) * GROUP))[None, :]
+        low = tl.min(tl.where(own, x, float("inf")), axis=1)
+        high = tl.max(tl.where(own, x, float("-inf")), axis=1)
+        minimum = (tl.minimum(tl.maximum(low, -_FP16_LARGEST), _FP16_LARGEST) + 0.0).to(tl.float16)
+        start = minimum.to(tl.float32)
+        scale = _as_scale(tl.div_rn(high - start, 15.0))
+        code = tl.floor(tl.div_rn(x - start[:, None], scale[:, None]) + 0.5)
+        q = tl.where(own, tl.minimum(tl.maximum(code, 0.0), 15.0), q)
+        tl.store(scales + at + 2 * group, scale.to(tl.float16), mask=inside)
+        tl.store(scales + at + 2 * group + 1, minimum, mask=inside)
+    return q.to(tl.uint8)
+
+
+@triton.jit
+def _write_rows(
+    x, codes, scales, static, codes_at, scales_at, head, col, inside,
+    KIND: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr, GROUP: tl.constexpr,
+    ROTATED: tl.constexpr, STATIC: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Store one token's rows fp32 [heads, dim], finite; `codes_at`, `scales_at`: offsets by head."""
+    mask = inside[:, None] & (col < DIM)[None, :]
+    if ROTATED > 1:
+        bound: tl.constexpr = _FP32_LARGEST / ROTATED
+        x = rotate(tl.minimum(tl.maximum(x, -bound), bound), ROWS, PAD, ROTATED)
+    at = codes_at[:, None] + col[None, :]
+    if KIND == FLOAT:
+        tl.store(codes + at, _as_float(x, codes), mask=mask)
+    elif KIND == INT4:
+        q = _quantize_groups(x, scales, scales_at, inside, col, DIM, GROUP)
+        half: tl.constexpr = DIM // 2
+        other = tl.minimum(col + half, PAD - 1)[None, :] + tl.zeros((ROWS, 1), tl.int32)
+        packed = q | (tl.gather(q, other, axis=1) << 4)
+        tl.store(codes + at, packed, mask=mask & (col < half)[None, :])
+    else:
+        largest: tl.constexpr = 448.0 if KIND == FP8 else 127.0
+        if STATIC:
+            scale = tl.load(static + head, mask=inside, other=1.0)
+        else:
+            scale = _as_scale(tl.div_rn(tl.max(tl.abs(x), axis=1), largest))
+            tl.store(scales + scales_at, scale.to(tl.float16), mask=inside)
+        y = tl.div_rn(x, scale[:, None])
+        if KIND == FP8:
+            tl.store(codes + at, _to_fp8(y), mask=mask)
+        else:
+            y = tl.minimum(tl.maximum(tl.floor(y + 0.5), -127.0), 127.0)
+            tl.store(codes + at, y.to(tl.int8), mask=mask)
+
+
+@triton.jit
+def _read_rows(x, at, mask):
+    """Rows as fp32 with zero for what is not finite, and whether anything was not."""
+    y = tl.load(x + at, mask=mask, other=0.0).to(tl.float32)
+    finite = tl.abs(y) <= _FP32_LARGEST
+    return tl.where(finite, y, 0.0), tl.max(tl.max(tl.where(finite, 0, 1), axis=1), axis=0)
+
+
+@triton.jit
+def _write_kernel(
+    k_ptr, v_ptr, slots_ptr, bad_ptr,
+    k_codes, k_scales, k_static, kc_block, kc_head, kc_slot, ks_block, ks_head, ks_slot,
+    v_codes, v_scales, v_static, vc_block, vc_head, vc_slot, vs_block, vs_head, vs_slot,
+    k_token, k_head, k_dim, v_token, v_head, v_dim,
+    K_KIND: tl.constexpr, K_DIM: tl.constexpr, K_PAD: tl.constexpr, K_GROUP: tl.constexpr,
+    K_ROTATED: tl.constexpr, K_STATIC: tl.constexpr,
+    V_KIND: tl.constexpr, V_DIM: tl.constexpr, V_PAD: tl.constexpr, V_GROUP: tl.constexpr,
+    V_ROTATED: tl.constexpr, V_STATIC: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, HEADS: tl.constexpr, HEADS_PAD: tl.constexpr,
+):  # fmt: skip
+    """One program per token: all heads of K, then of V."""
+    token = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots_ptr + token).to(tl.int64)
+    block, offset = slot // BLOCK_SIZE, slot % BLOCK_SIZE
+    head = tl.arange(0, HEADS_PAD)
+    inside = head < HEADS
+    wide = head.to(tl.int64)
+    col = tl.arange(0, K_PAD)
+    at = token * k_token + wide[:, None] * k_head + col[None, :] * k_dim
+    k, k_bad = _read_rows(k_ptr, at, inside[:, None] & (col < K_DIM)[None, :])
+    _write_rows(
+        k, k_codes, k_scales, k_static,
+        block * kc_block + wide * kc_head + offset * kc_slot,
+        block * ks_block + wide * ks_head + offset * ks_slot,
+        head, col, inside, K_KIND, K_DIM, K_PAD, K_GROUP, K_ROTATED, K_STATIC, HEADS_PAD,
+    )  # fmt: skip
+    col = tl.arange(0, V_PAD)
+    at = token * v_token + wide[:, None] * v_head + col[None, :] * v_dim
+    v, v_bad = _read_rows(v_ptr, at, inside[:, None] & (col < V_DIM)[None, :])
+    _write_rows(
+        v, v_codes, v_scales, v_static,
+        block * vc_block + wide * vc_head + offset * vc_slot,
+        block * vs_block + wide * vs_head + offset * vs_slot,
+        head, col, inside, V_KIND, V_DIM, V_PAD, V_GROUP, V_ROTATED, V_STATIC, HEADS_PAD,
+    )  # fmt: skip
+    tl.store(bad_ptr + token, (k_bad | v_bad).to(tl.int8))
