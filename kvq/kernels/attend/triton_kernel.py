@@ -176,7 +176,7 @@ def _read_queries(
     """
     x = tl.load(q_ptr + at, mask=mask, other=0.0)
     unit = tl.full((ROWS,), 1.0, tl.float32)
-    narrow: tl.constexpr = (tl.float16 == COMPUTE) and (q_ptr.dtype.element_ty != tl.float16)
+    narrow: tl.constexpr = (COMPUTE == tl.float16) and (q_ptr.dtype.element_ty != tl.float16)
     if (ROTATED > 1) or narrow:
         y = x.to(tl.float32)
         if ROTATED > 1:

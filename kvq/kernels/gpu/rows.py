@@ -1,7 +1,7 @@
 """Device functions of the Triton kernels: the rotation, and 16-bit values out of packed bytes.
 
-Everything here also runs in Triton's interpreter, where 16-bit arithmetic can't be trusted: there
-`COMPUTE` is fp32, and codes are converted by plain casts.
+Everything here also runs in Triton's interpreter, which knows no inline assembly: there the same bits
+are put together by shifts and masks.
 """
 
 import triton
@@ -10,6 +10,7 @@ import triton.language as tl
 from kvq.formats import Code
 from kvq.kernels.gpu.kinds import KINDS
 
+INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 FLOAT = tl.constexpr(KINDS[Code.BF16])
 FP8 = tl.constexpr(KINDS[Code.FP8])
 INT4 = tl.constexpr(KINDS[Code.INT4])
@@ -53,16 +54,20 @@ or.b32 $1, second, sign;
 @triton.jit
 def nibbles(packed, COMPUTE: tl.constexpr):
     """Packed bytes uint8 -> BIAS + low nibbles and BIAS + high nibbles, of dtype COMPUTE; see `bias`."""
-    if tl.bfloat16 == COMPUTE:
+    if COMPUTE == tl.float32:
+        low, high = (packed & 15).to(tl.float32), (packed >> 4).to(tl.float32)
+    elif INTERPRETED:
+        exponent: tl.constexpr = 0x4300 if COMPUTE == tl.bfloat16 else 0x6400
+        low = ((packed & 15).to(tl.uint16) | exponent).to(COMPUTE, bitcast=True)
+        high = ((packed >> 4).to(tl.uint16) | exponent).to(COMPUTE, bitcast=True)
+    elif COMPUTE == tl.bfloat16:
         low, high = tl.inline_asm_elementwise(
             _NIBBLES_BF16, "=r,=r,=r,=r,r", [packed], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4
         )
-    elif tl.float16 == COMPUTE:
+    else:
         low, high = tl.inline_asm_elementwise(
             _NIBBLES_FP16, "=r,=r,=r,=r,r", [packed], dtype=(tl.float16, tl.float16), is_pure=True, pack=4
         )
-    else:
-        low, high = (packed & 15).to(tl.float32), (packed >> 4).to(tl.float32)
     return low, high
 
 
@@ -74,14 +79,14 @@ def bias(compute: tl.dtype) -> float:
 @triton.jit
 def fp8_codes(codes, COMPUTE: tl.constexpr):
     """E4M3FN bytes uint8 -> their values divided by 256, by integer operations on any GPU."""
-    if tl.float16 == COMPUTE:
+    if COMPUTE == tl.float16 and not INTERPRETED:
         values = tl.inline_asm_elementwise(
             _SPREAD_FP8, "=r,=r,r", [codes], dtype=tl.float16, is_pure=True, pack=4
         )
     else:
         wide = codes.to(tl.int16)
         half = (((wide & 0x80) << 8) | ((wide & 0x7F) << 7)).to(tl.float16, bitcast=True)
-        values = half.to(tl.float32)
+        values = half.to(COMPUTE)
     return values
 
 

@@ -61,9 +61,10 @@ def _shape(kind: str, fmt: str, head_dim: int, device: str) -> TileShape:
             return TileShape(**table[key])
     if device == "interpreter":
         return TileShape(rows=DECODE_ROWS if kind == "decode" else 32, keys=32, warps=1, stages=1)
-    rows = DECODE_ROWS if kind == "decode" else 64
-    keys = 64 if head_dim <= 128 else 32
-    return TileShape(rows=rows, keys=keys, warps=4, stages=3 if head_dim <= 128 else 2)
+    keys, stages = (64, 3) if head_dim <= 128 else (32, 2)
+    if kind == "decode":
+        return TileShape(rows=DECODE_ROWS, keys=keys, warps=4, stages=stages)
+    return TileShape(rows=64, keys=keys, warps=8, stages=2)
 
 
 @lru_cache(maxsize=1)

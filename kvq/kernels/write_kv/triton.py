@@ -75,11 +75,13 @@ def _to_fp8(x):
 def _as_float(x, codes):
     """Round to the codes' dtype, saturating; bf16 is stored as integers."""
     if codes.dtype.element_ty == tl.float32:
-        return x
-    if codes.dtype.element_ty == tl.float16:
-        return tl.minimum(tl.maximum(x, -_FP16_LARGEST), _FP16_LARGEST).to(tl.float16)
-    bits = tl.minimum(tl.maximum(x, -_BF16_LARGEST), _BF16_LARGEST).to(tl.int32, bitcast=True)
-    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).to(tl.int16)
+        rounded = x
+    elif codes.dtype.element_ty == tl.float16:
+        rounded = tl.minimum(tl.maximum(x, -_FP16_LARGEST), _FP16_LARGEST).to(tl.float16)
+    else:
+        bits = tl.minimum(tl.maximum(x, -_BF16_LARGEST), _BF16_LARGEST).to(tl.int32, bitcast=True)
+        rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).to(tl.int16)
+    return rounded
 
 
 @triton.jit

@@ -1,0 +1,125 @@
+"""attend in Triton's interpreter: what its host code decides, beyond the suite of all backends."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+import triton.language as tl
+from torch import Tensor
+
+from kvq.cache import KVCache
+from kvq.kernels import SequenceBatch
+from kvq.kernels.attend import triton as kernel
+from kvq.kernels.attend.reference import attend as reference
+from kvq.kernels.gpu import shapes
+from kvq.layout import BlockOrder
+from tests.kernels.kit import Tables, poisoned_cache, rows_like_kv
+
+SINKS = torch.tensor([0.0, 4.0, -3.0, 9.0, 1.0, -math.inf])
+
+
+def filled(
+    kv: str,
+    dims: tuple[int, int],
+    contexts: list[int],
+    *,
+    block_size: int = 16,
+    order: BlockOrder = BlockOrder.LAYER_MAJOR,
+    kv_heads: int = 3,
+) -> tuple[KVCache, Tables]:
+    """A poisoned cache of two layers; the second holds sequences of those lengths."""
+    need = sum(-(-n // block_size) for n in contexts) + 2
+    cache = poisoned_cache(
+        kv,
+        [dims, dims],
+        kv_heads=kv_heads,
+        q_heads=6,
+        block_size=block_size,
+        num_blocks=need,
+        order=order,
+    )
+    tables = Tables.scattered(contexts, block_size, need)
+    for i, n in enumerate(contexts):
+        k, v = rows_like_kv(n, kv_heads, dims[0], i), rows_like_kv(n, kv_heads, dims[1], i + 50)
+        cache.write(1, k, v, torch.tensor(tables.slots(i, 0, n)))
+    return cache, tables
+
+
+def compare(q: Tensor, cache: KVCache, batch: SequenceBatch, allowed: float = 5e-6, **options: Any) -> None:
+    """Both kernels on one batch: outputs relative to the largest, log-sum-exps absolutely."""
+    settings = {"scale": q.shape[2] ** -0.5, **options}
+    want, want_lse = reference(q.float(), cache.layer(1), batch, **settings)
+    out, lse = kernel.attend(q, cache.layer(1), batch, **settings)
+    assert float((out - want).abs().max() / want.abs().max()) < allowed
+    torch.testing.assert_close(lse, want_lse, rtol=max(allowed, 1e-5), atol=max(allowed, 1e-5))
+
+
+@pytest.mark.parametrize("options", [{}, {"window": 70}, {"window": 9, "sinks": SINKS, "skip_last": 3}])
+@pytest.mark.parametrize("kv", ["int4", "bf16", "k8v4"])
+def test_keys_split_over_programs_merge_to_the_same(
+    kv: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shapes, "_LEAST_SPLIT", 32)
+    monkeypatch.setattr(shapes, "_MOST_SPLIT", 32)
+    cache, tables = filled(kv, (64, 48), [130, 1, 33, 96])
+    q = rows_like_kv(6, 6, 64, 9)
+    compare(q, cache, tables.batch([2, 1, 2, 1], [130, 1, 33, 96]), **options)
+
+
+@pytest.mark.parametrize("order", list(BlockOrder))
+@pytest.mark.parametrize(
+    ("kv", "dims", "block_size"),
+    [
+        ("int4", (192, 128), 16),
+        ("int4", (256, 256), 24),
+        ("int4_g32_rot", (256, 192), 64),
+        ("int4_g8", (64, 96), 256),
+        ("fp8_rot", (96, 80), 128),
+        ("int8/fp8", (80, 192), 48),
+        ("fp8_per_head/int4", (60, 60), 17),
+    ],
+)
+def test_head_dimensions_groups_and_block_sizes(
+    kv: str, dims: tuple[int, int], block_size: int, order: BlockOrder
+) -> None:
+    """Blocks of the second layer begin behind the first's in block-major order: strides, not shapes."""
+    cache, tables = filled(kv, dims, [41, 7], block_size=block_size, order=order)
+    compare(rows_like_kv(10, 6, dims[0], 9), cache, tables.batch([3, 7], [41, 7]))
+
+
+def test_sequences_may_share_blocks() -> None:
+    cache, tables = filled("int4", (64, 64), [40, 40])
+    shared = Tables([tables.blocks[0], tables.blocks[0][:2] + tables.blocks[1][2:]], 16)
+    compare(rows_like_kv(2, 6, 64, 9), cache, shared.batch([1, 1], [40, 40]))
+
+
+@pytest.mark.parametrize("kv", ["int4", "int4_g16_rot", "fp8", "fp8/int4", "fp16"])
+def test_products_in_fp16_with_biased_codes_and_scaled_rows(kv: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU: codes carry a bias of 1,024, FP8 is divided by 256, rows of q by a power of two."""
+    monkeypatch.setattr(kernel, "_compute_dtype", lambda code, q: tl.float16)
+    cache, tables = filled(kv, (64, 64), [50, 20])
+    q = rows_like_kv(3, 6, 64, 9) * torch.tensor([1e-4, 1.0, 3e5])[:, None, None]
+    compare(q, cache, tables.batch([1, 2], [50, 20]), allowed=4e-3, scale=2e-6)
+
+
+def test_tiles_are_worked_out_once_for_all_layers() -> None:
+    cache, tables = filled("int4", (64, 64), [20, 30])
+    batch = tables.batch([1, 20], [20, 30])
+    shape = kernel.extend_shape(cache.layer(1), torch.zeros(1, 6, 64))
+    decode, extend = kernel._steps(batch, 2, torch.device("cpu"), shape)
+    assert kernel._steps(batch, 2, torch.device("cpu"), shape)[0] is decode
+    assert decode.tiles is not None
+    assert extend.tiles is not None
+    assert decode.tiles.tolist() == [[0, 0]]
+    assert extend.tiles.tolist() == [[1, row] for row in range(0, 40, shape.rows)]
+    assert decode.longest == 20
+
+
+def test_splits_follow_from_the_work_and_the_device() -> None:
+    shape = shapes.TileShape(rows=16, keys=64, warps=4, stages=3)
+    cpu = torch.device("cpu")
+    assert shapes.split_keys(100_000, 1, cpu, shape) == shapes._LEAST_SPLIT
+    assert shapes.split_keys(100_000, 1 << 40, cpu, shape) == shapes._MOST_SPLIT
+    for work in (10_000, 100_000, 3_000_000):
+        assert shapes.split_keys(100_000, work, cpu, shape) % shape.keys == 0

@@ -1,0 +1,145 @@
+"""Compile the Triton kernels for GPUs that are not there; prints a line of JSON per kernel.
+
+    python -m tests.kernels.gpu.compile_all sm90 int4 int8 ...
+
+Runs in a process of its own, since a kernel is interpreted or compiled by what the environment says
+when it is imported.
+"""
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from kvq.kernels.attend import triton as attend
+from kvq.kernels.attend.triton_kernel import attend_kernel, merge_kernel
+from kvq.kernels.gather_dense.triton import _gather_kernel
+from kvq.kernels.gpu import shapes
+from kvq.kernels.gpu.layer import dense_strides, part_arguments
+from kvq.kernels.write_kv.triton import _stored_as_bits, _write_kernel
+from tests.kernels.kit import poisoned_cache
+
+TYPES = {
+    torch.float32: "*fp32",
+    torch.bfloat16: "*bf16",
+    torch.float16: "*fp16",
+    torch.int8: "*i8",
+    torch.uint8: "*u8",
+    torch.int16: "*i16",
+    torch.int32: "*i32",
+    torch.int64: "*i64",
+}
+BLOCK_SIZE = 64
+Q_HEADS, KV_HEADS = 32, 8
+
+
+def compiled(kernel: Any, arguments: dict[str, Any], capability: int, **options: Any) -> Any:
+    """The kernel for that compute capability, specialized as a launch with these arguments would be."""
+    signature: dict[str, str] = {}
+    constants: dict[str, Any] = {}
+    divisible: dict[tuple[int], list[list[Any]]] = {}
+    for i, (name, parameter) in enumerate(zip(kernel.arg_names, kernel.params, strict=True)):
+        value = arguments[name]
+        if parameter.is_constexpr or (isinstance(value, int) and value == 1):
+            signature[name], constants[name] = "constexpr", value
+        elif isinstance(value, float):
+            signature[name] = "fp32"
+        else:
+            is_tensor = isinstance(value, torch.Tensor)
+            signature[name] = TYPES[value.dtype] if is_tensor else "i32"
+            if is_tensor or value % 16 == 0:
+                divisible[(i,)] = [["tt.divisibility", 16]]
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=divisible)
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+
+
+def resources(binary: Any) -> dict[str, int]:
+    """Registers, bytes of stack (spills) and bytes of shared memory."""
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(binary.asm["cubin"])
+        file.flush()
+        run = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True)
+    found = re.search(r"REG:(\d+) STACK:(\d+)", run.stdout)
+    assert found, run.stdout
+    return {"registers": int(found[1]), "stack": int(found[2]), "shared": binary.metadata.shared}
+
+
+def kernels(kv: str, dtype: torch.dtype, dims: tuple[int, int]) -> dict[str, tuple[Any, dict[str, Any], Any]]:
+    """Every kernel for that format with its arguments and launch options, as `attend` would choose them."""
+    cache = poisoned_cache(
+        kv, [dims], kv_heads=KV_HEADS, q_heads=Q_HEADS, block_size=BLOCK_SIZE, num_blocks=2, fill=0
+    )
+    layer = cache.layer(0)
+    q = torch.zeros(16, Q_HEADS, dims[0], dtype=dtype)
+    rows = torch.zeros(16, KV_HEADS, max(dims), dtype=dtype)
+    floats, ints, longs = (
+        torch.zeros(16),
+        torch.zeros(16, dtype=torch.int32),
+        torch.zeros(16, dtype=torch.int64),
+    )
+    k, v = part_arguments("k", layer), part_arguments("v", layer)
+    gpu_q: Any = SimpleNamespace(device=torch.device("cuda"), dtype=dtype)
+    common = {
+        **dict.fromkeys(("tiles_ptr", "first_ptr", "new_ptr", "context_ptr", "tables_ptr"), ints),
+        **dict.fromkeys(("lse_ptr", "sink_ptr", "parts_ptr", "part_lses_ptr"), floats),
+        **{"skip_last": 0, "split_keys": 2048, "lse_part": 512, "Q_HEADS": Q_HEADS, "SINKS": False},
+        **{"SHARE": Q_HEADS // KV_HEADS, "out_part": 1 << 16, "out_token": 4096, "out_head": 128},
+        **{"scale": 0.1, "softcap": 1.0, "window": 0, "table_stride": 128, "BLOCK_SIZE": BLOCK_SIZE},
+        **{"WINDOW": False, "SOFTCAP": False, "q_ptr": q, **dense_strides("q", q), **k, **v},
+        **attend._computing("K", k, gpu_q, layer),
+        **attend._computing("V", v, gpu_q, layer),
+    }
+    found: dict[str, tuple[Any, dict[str, Any], Any]] = {}
+    for kind, out in (("decode", floats), ("extend", q)):
+        shape = shapes._shape(kind, shapes._format(layer), max(dims), "sm90")
+        sizes = {"ROWS": shape.rows, "KEYS": shape.keys, "SPLIT": kind == "decode", "out_ptr": out}
+        launch = {"num_warps": shape.warps, "num_stages": shape.stages}
+        found[f"attend {kind}"] = (attend_kernel, {**common, **sizes}, launch)
+    found["merge"] = (merge_kernel, {**common, "ROWS": 16, "out_ptr": q}, {"num_warps": 4})
+    written = {
+        **_stored_as_bits(part_arguments("k", layer), "k"),
+        **_stored_as_bits(part_arguments("v", layer), "v"),
+        **{"k_ptr": rows, "v_ptr": rows, "slots_ptr": longs, "bad_ptr": torch.zeros(16, dtype=torch.int8)},
+        **{**dense_strides("k", rows), **dense_strides("v", rows)},
+        **{"BLOCK_SIZE": BLOCK_SIZE, "HEADS": KV_HEADS, "HEADS_PAD": KV_HEADS},
+    }
+    exact = {"num_warps": 4, "enable_fp_fusion": False}
+    found["write_kv"] = (_write_kernel, written, exact)
+    gathered = {
+        **{name.removeprefix("k_"): value for name, value in k.items() if name.startswith("k_")},
+        **{name.removeprefix("K_"): value for name, value in k.items() if name.startswith("K_")},
+        **{name[1:]: value for name, value in k.items() if name[:3] in ("kc_", "ks_")},
+        **{"out_ptr": rows, "tables_ptr": ints, "table_stride": 128, "out_sequence": 1 << 16},
+        **{"out_head": 4096, "out_token": 128, "start": 0, "end": 4096},
+        **{"BLOCK_SIZE": BLOCK_SIZE, "TOKENS": 32},
+    }
+    found["gather_dense"] = (_gather_kernel, gathered, exact)
+    return found
+
+
+def main() -> None:
+    """Compile what the command line names."""
+    capability = int(sys.argv[1].removeprefix("sm"))
+    for name in sys.argv[2:]:
+        kv, _, rest = name.partition("@")  # int4@fp16,64,80: queries of fp16, K of 64, V of 80
+        dtype, k_dim, v_dim = (rest or "bf16,128,128").split(",")
+        torch_dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[dtype]
+        for kernel, (function, arguments, options) in kernels(
+            kv, torch_dtype, (int(k_dim), int(v_dim))
+        ).items():
+            used = resources(compiled(function, arguments, capability, **options))
+            print(json.dumps({"kv": name, "kernel": kernel, **used}), flush=True)
+
+
+if __name__ == "__main__":
+    main()
