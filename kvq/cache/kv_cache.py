@@ -97,6 +97,11 @@ class KVCache:
         """The blocks of one layer."""
         return self._layers[index]
 
+    def backend_of(self, operation: str, layer: int) -> str:
+        """Which backend runs `write_kv`, `attend` or `gather_dense` on a layer's blocks."""
+        kernels = {"write_kv": self._write, "attend": self._attend, "gather_dense": self._gather}
+        return kernels[operation][layer].backend
+
     def write(self, layer: int, k: Tensor, v: Tensor, slots: Tensor) -> Tensor:
         """`write_kv` for one layer; returns bool [tokens], True where a row was not finite."""
         bad: Tensor = self._write[layer].run(k, v, self._layers[layer], slots)

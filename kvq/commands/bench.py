@@ -6,10 +6,17 @@ from typing import Any
 
 import click
 
+from kvq.commands.bench_kernels import attention, tune, write
+
 
 @click.group(name="bench")
 def command() -> None:
     """Measure how fast kvq's parts are; every benchmark checks correctness first."""
+
+
+command.add_command(attention)
+command.add_command(write)
+command.add_command(tune)
 
 
 @command.command(name="blocks")

@@ -16,7 +16,7 @@ def check_plot_path(path: str | Path) -> None:
     """Raise ConfigError if a plot can't be written there: unknown suffix, or no matplotlib."""
     if Path(path).suffix not in _SUFFIXES:
         raise ConfigError(f"can't plot to {path}; the name must end in {', '.join(_SUFFIXES)}")
-    _figure_class()
+    figure_class()
 
 
 def write_plot(path: str | Path, result: dict[str, Any]) -> None:
@@ -35,7 +35,12 @@ def svg_plot(result: dict[str, Any]) -> str:
     return svg[svg.index("<svg") :]
 
 
-def _figure_class() -> Any:
+def figure_class() -> Any:
+    """matplotlib's Figure, which needs no display.
+
+    Raises:
+        ConfigError: matplotlib is not installed.
+    """
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
@@ -45,7 +50,7 @@ def _figure_class() -> Any:
 
 def _draw(result: dict[str, Any]) -> Any:
     rows = [r for r in result["rows"] if r["instrument"] != "window"]
-    figure = _figure_class()(figsize=(9.6, 4.0), layout="constrained")
+    figure = figure_class()(figsize=(9.6, 4.0), layout="constrained")
     left, right = figure.subplots(1, 2)
     _bytes_panel(left, rows)
     _kl_panel(right, rows)

@@ -1,12 +1,13 @@
 """Tile shapes of the attention kernels, from a checked-in table that `kvq bench tune` writes."""
 
 import json
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
 
 import torch
-import triton
 from torch import Tensor
 
 from kvq.kernels.paged import PagedKV
@@ -29,12 +30,12 @@ class TileShape:
 
 def decode_shape(kv: PagedKV, q: Tensor) -> TileShape:
     """The shape for tiles of at most `DECODE_ROWS` rows."""
-    return _shape("decode", _format(kv), _head_dim(kv), _device(q.device))
+    return _shape("decode", format_name(kv), _head_dim(kv), device_name(q.device))
 
 
 def extend_shape(kv: PagedKV, q: Tensor) -> TileShape:
     """The shape for tiles of many rows."""
-    return _shape("extend", _format(kv), _head_dim(kv), _device(q.device))
+    return _shape("extend", format_name(kv), _head_dim(kv), device_name(q.device))
 
 
 def split_keys(longest: int, work: int, device: torch.device, shape: TileShape) -> int:
@@ -43,13 +44,29 @@ def split_keys(longest: int, work: int, device: torch.device, shape: TileShape) 
     `longest`: keys of the longest sequence; `work`: keys times KV heads of all sequences.
     """
     wanted = work // (_multiprocessors(device) * _PROGRAMS)
-    keys: int = min(max(triton.next_power_of_2(max(1, wanted)), _LEAST_SPLIT), _MOST_SPLIT)
+    keys = min(max(1 << max(0, wanted - 1).bit_length(), _LEAST_SPLIT), _MOST_SPLIT)
     return max(shape.keys, keys // shape.keys * shape.keys)
 
 
 def table_key(kind: str, fmt: str, head_dim: int, device: str) -> str:
     """How an entry of the table is named."""
     return f"{kind} {fmt} {head_dim} {device}"
+
+
+@contextmanager
+def using(key: str, shape: TileShape) -> Iterator[None]:
+    """Let one entry of the table be another, for tuning."""
+    before = _table().get(key)
+    _table()[key] = asdict(shape)
+    _shape.cache_clear()
+    try:
+        yield
+    finally:
+        if before is None:
+            del _table()[key]
+        else:
+            _table()[key] = before
+        _shape.cache_clear()
 
 
 @lru_cache(maxsize=256)
@@ -73,7 +90,7 @@ def _table() -> dict[str, dict[str, int]]:
     return entries
 
 
-def _format(kv: PagedKV) -> str:
+def format_name(kv: PagedKV) -> str:
     """K and V codes, as `int4/int8`; scales and rotation don't change what a tile costs."""
     return f"{kv.formats.k.code.value}/{kv.formats.v.code.value}"
 
@@ -83,7 +100,8 @@ def _head_dim(kv: PagedKV) -> int:
 
 
 @lru_cache(maxsize=8)
-def _device(device: torch.device) -> str:
+def device_name(device: torch.device) -> str:
+    """How the table calls a device: by compute capability."""
     if device.type == "cpu":
         return "interpreter"
     major, minor = torch.cuda.get_device_capability(device)

@@ -101,7 +101,7 @@ def kernels(kv: str, dtype: torch.dtype, dims: tuple[int, int]) -> dict[str, tup
     }
     found: dict[str, tuple[Any, dict[str, Any], Any]] = {}
     for kind, out in (("decode", floats), ("extend", q)):
-        shape = shapes._shape(kind, shapes._format(layer), max(dims), "sm90")
+        shape = shapes._shape(kind, shapes.format_name(layer), max(dims), "sm90")
         sizes = {"ROWS": shape.rows, "KEYS": shape.keys, "SPLIT": kind == "decode", "out_ptr": out}
         launch = {"num_warps": shape.warps, "num_stages": shape.stages}
         found[f"attend {kind}"] = (attend_kernel, {**common, **sizes}, launch)

@@ -1,0 +1,229 @@
+"""`kvq bench attention`: one layer's attention over quantized blocks beside torch's over dense tensors."""
+
+import importlib.util
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from kvq.bench.measure import Run, Stopwatch, interleaved, read_bandwidth
+from kvq.bench.truth import exact_attention, relative_error
+from kvq.bench.workload import Workload, copies_for, dense_kv, filled_cache, queries
+from kvq.errors import ConfigError, KVQError
+
+_SLACK = 1e-5  # an error as small as this is fine whatever SDPA's is
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Contender:
+    """One way to attend. `run(copy)` returns [sequences * new, q_heads, head_dim]."""
+
+    name: str
+    backend: str
+    kv: str
+    run: Run
+    nbytes: int  # of K and V that one call has to read
+    copies: int
+    truth: Callable[[], Tensor]  # fp64, what `run` should give for the last sequence
+    allowed: float  # relative error
+
+
+def bench_attention(
+    workload: Workload,
+    formats: Sequence[str],
+    *,
+    backend: str = "auto",
+    rivals: Path | None = None,
+    dense_rivals: bool = True,
+    repeats: int = 20,
+    progress: Callable[[], None] = lambda: None,
+) -> tuple[list[dict[str, Any]], float]:
+    """Check every contender against fp64, then time them interleaved.
+
+    Returns the rows and the memory read bandwidth of the same run in GB/s.
+
+    Raises:
+        KVQError: a contender's error is too large; nothing was timed.
+    """
+    with torch.inference_mode():
+        found = list(_contenders(workload, formats, backend, dense_rivals))
+        if rivals is not None:
+            found += list(_third_parties(workload, rivals))
+        errors = [_check(contender, workload) for contender in found]
+        watches = [Stopwatch(x.run, x.copies, workload.device) for x in found]
+        times = interleaved(watches, repeats, progress)
+        bandwidth = read_bandwidth(workload.device)
+    rows = []
+    for contender, error, watch, time in zip(found, errors, watches, times, strict=True):
+        rate = contender.nbytes / time["ms_median"] / 1e6
+        rows.append(
+            {
+                "name": contender.name,
+                "backend": contender.backend,
+                "kv": contender.kv,
+                "operation": "decode" if workload.new == 1 else "extend",
+                "batch": len(workload.contexts),
+                "context": max(workload.contexts),
+                "tokens": workload.tokens,
+                "new_tokens": workload.new,
+                "q_heads": workload.q_heads,
+                "kv_heads": workload.kv_heads,
+                "head_dim": workload.head_dim,
+                "block_size": workload.block_size,
+                **time,
+                "gb_per_s": rate,
+                "fraction_of_bandwidth": rate / bandwidth,
+                "max_relative_error": error,
+                "graph": watch.is_graph,
+            }
+        )
+    return rows, bandwidth
+
+
+def _check(contender: Contender, workload: Workload) -> float:
+    want = contender.truth()
+    got = contender.run(0)[-workload.new :]
+    error = relative_error(got, want)
+    if not error <= contender.allowed:
+        raise KVQError(
+            f"{contender.name} over {contender.kv} is wrong: relative error {error:.1e}, "
+            f"allowed {contender.allowed:.1e}; nothing was timed"
+        )
+    return error
+
+
+def _contenders(
+    workload: Workload, formats: Sequence[str], backend: str, dense_rivals: bool
+) -> Iterator[Contender]:
+    for kv in formats:
+        yield from _over_blocks(workload, kv, backend, eager=dense_rivals and workload.is_even)
+    if dense_rivals and workload.is_even:
+        dtypes = {workload.dtype} if workload.device.type == "cuda" else {torch.float32, torch.bfloat16}
+        for dtype in sorted(dtypes, key=str):
+            yield from _over_dense(workload, dtype)
+
+
+def _over_blocks(workload: Workload, kv: str, backend: str, eager: bool) -> Iterator[Contender]:
+    """kvq itself, and the simple way: dequantize everything, then torch's attention."""
+    cache, batch, copies = filled_cache(workload, kv, backend)
+    q = queries(workload)
+    scale = workload.head_dim**-0.5
+    k, v = cache.gather(0, batch.tables[-1:], 0, workload.contexts[-1], unrotate=True)
+    mine = q[-1:].transpose(1, 2)
+    truth = exact_attention(q[-1], k[0], v[0], scale)
+    same = _sdpa(mine, k.to(workload.dtype), v.to(workload.dtype), scale, folded=True)[0]
+    allowed = max(2 * relative_error(same.transpose(0, 1), truth), _SLACK)
+    nbytes = round(cache.layout.kv_bytes_per_token / copies * workload.tokens)
+
+    def attend(copy: int) -> Tensor:
+        return cache.attend(copy, q.flatten(0, 1), batch, scale=scale, window=None, softcap=None, sinks=None)[
+            0
+        ]
+
+    yield Contender(
+        name="kvq",
+        backend=cache.backend_of("attend", 0),
+        kv=kv,
+        run=attend,
+        nbytes=nbytes,
+        copies=copies,
+        truth=lambda: truth,
+        allowed=allowed,
+    )
+    if eager and kv == "int4":
+
+        def dequantize_first(copy: int) -> Tensor:
+            dense = cache.gather(copy, batch.tables, 0, workload.contexts[0], unrotate=True)
+            out = _sdpa(q.transpose(1, 2).float(), *dense, scale, folded=True)
+            return out.transpose(1, 2).flatten(0, 1).to(q.dtype)
+
+        yield Contender(
+            name="dequantize, then SDPA",
+            backend="torch",
+            kv=kv,
+            run=dequantize_first,
+            nbytes=nbytes,
+            copies=copies,
+            truth=lambda: truth,
+            allowed=allowed,
+        )
+
+
+def _over_dense(workload: Workload, dtype: torch.dtype) -> Iterator[Contender]:
+    """torch's attention over contiguous K and V, in both forms of grouped queries."""
+    k, v = (x.to(dtype) for x in dense_kv(workload))
+    scale, q = workload.head_dim**-0.5, queries(workload).to(dtype)
+    copies = copies_for(workload, 2 * k.nbytes)
+    ks, vs = ([x.clone() for _ in range(copies)] for x in (k, v))
+    truth = exact_attention(q[-1], k[-1], v[-1], scale)
+    step = {torch.float32: _SLACK, torch.float16: 4e-3, torch.bfloat16: 3e-2}[dtype]
+    for form in ("folded", "enable_gqa"):
+
+        def attend(copy: int, folded: bool = form == "folded") -> Tensor:
+            out = _sdpa(q.transpose(1, 2), ks[copy], vs[copy], scale, folded=folded)
+            return out.transpose(1, 2).flatten(0, 1)
+
+        yield Contender(
+            name=f"SDPA, {form}",
+            backend="torch",
+            kv=str(dtype).removeprefix("torch."),
+            run=attend,
+            nbytes=2 * k.nbytes,
+            copies=copies,
+            truth=lambda: truth,
+            allowed=step,
+        )
+
+
+def _third_parties(workload: Workload, folder: Path) -> Iterator[Contender]:
+    """What `rivals.py` in a folder of the user's offers: `contenders(workload, q, k, v)`.
+
+    It yields (name, kv, bytes read, run) with `run()` returning [sequences, new, q_heads, head_dim]
+    of dense `q` [sequences, new, q_heads, head_dim] and `k`, `v` [sequences, kv_heads, tokens, head_dim].
+    """
+    path = folder / "rivals.py"
+    spec = importlib.util.spec_from_file_location("rivals", path) if path.is_file() else None
+    if spec is None or spec.loader is None:
+        raise ConfigError(f"--rivals takes a folder with a rivals.py, found none in {folder}")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    k, v = (x.to(workload.dtype) for x in dense_kv(workload))
+    q = queries(workload)
+    truth = exact_attention(q[-1], k[-1], v[-1], workload.head_dim**-0.5)
+    for name, kv, nbytes, run in module.contenders(workload, q, k, v):
+        yield Contender(
+            name=name,
+            backend="third party",
+            kv=kv,
+            run=_flat(run),
+            nbytes=nbytes,
+            copies=1,
+            truth=lambda: truth,
+            allowed=0.5,  # what their quantization costs is theirs; garbage is found
+        )
+
+
+def _flat(run: Callable[[], Tensor]) -> Run:
+    return lambda _: run().flatten(0, 1)
+
+
+def _sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float, *, folded: bool) -> Tensor:
+    """Causal attention of the last positions: q [batch, q_heads, new, dim] -> the same shape."""
+    batch, q_heads, new, dim = q.shape
+    heads, keys = k.shape[1:3]
+    mask = None
+    if new > 1:
+        mask = torch.ones(new, keys, dtype=torch.bool, device=q.device).tril_(keys - new)
+    if not folded:
+        return functional.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, scale=scale, enable_gqa=q_heads != heads
+        )
+    group = q_heads // heads
+    q = q.reshape(batch, heads, group * new, dim)
+    mask = None if mask is None else mask.repeat(group, 1)
+    out = functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
+    return out.reshape(batch, q_heads, new, dim)

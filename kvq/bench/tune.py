@@ -1,0 +1,90 @@
+"""`kvq bench tune`: which tile shapes are the fastest on this GPU."""
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kvq import fileio
+from kvq.bench.measure import Stopwatch, interleaved
+from kvq.bench.truth import relative_error
+from kvq.bench.workload import Workload, filled_cache, queries
+from kvq.kernels.gpu import shapes
+from kvq.kernels.gpu.shapes import DECODE_ROWS, TileShape
+
+FORMAT_VERSION = 1
+
+
+def candidates(kind: str) -> list[TileShape]:
+    """Shapes worth trying."""
+    if kind == "decode":
+        return [
+            TileShape(rows=DECODE_ROWS, keys=keys, warps=warps, stages=stages)
+            for keys in (32, 64, 128)
+            for warps in (2, 4, 8)
+            for stages in (2, 3, 4)
+        ]
+    return [
+        TileShape(rows=rows, keys=keys, warps=warps, stages=stages)
+        for rows in (64, 128)
+        for keys in (32, 64)
+        for warps in (4, 8)
+        for stages in (2, 3)
+    ]
+
+
+def tune(
+    workload: Workload, kv: str, *, repeats: int = 9, progress: Callable[[], None] = lambda: None
+) -> tuple[str, TileShape, list[dict[str, Any]]]:
+    """Time every shape that compiles and is right; returns its key, the best shape and all rows."""
+    kind = "decode" if workload.new == 1 else "extend"
+    cache, batch, copies = filled_cache(workload, kv, "triton")
+    q = queries(workload).flatten(0, 1)
+    layer = cache.layer(0)
+    key = shapes.table_key(
+        kind, shapes.format_name(layer), workload.head_dim, shapes.device_name(workload.device)
+    )
+
+    def attend(copy: int) -> torch.Tensor:
+        return cache.attend(
+            copy,
+            q,
+            batch,
+            scale=workload.head_dim**-0.5,
+            window=None,
+            softcap=None,
+            sinks=None,
+        )[0]
+
+    want: torch.Tensor | None = None
+    tried, watches = [], []
+    for shape in candidates(kind):
+        with shapes.using(key, shape):
+            try:
+                out = attend(0)
+            except RuntimeError:  # more registers or shared memory than there are
+                continue
+            want = out.double() if want is None else want
+            if not relative_error(out, want) < 2e-2:
+                continue
+            tried.append(shape)
+            watches.append(Stopwatch(attend, copies, workload.device))
+        progress()
+    times = interleaved(watches, repeats, lambda: None)
+    rows = [{"key": key, **asdict(x), **time} for x, time in zip(tried, times, strict=True)]
+    best = min(range(len(tried)), key=lambda i: times[i]["ms_median"])
+    return key, tried[best], rows
+
+
+def write_table(found: Sequence[tuple[str, TileShape]], path: Path = shapes.TABLE) -> None:
+    """Put shapes into the checked-in table; other entries stay."""
+    table: dict[str, Any] = (
+        json.loads(path.read_text()) if path.exists() else {"format_version": FORMAT_VERSION, "shapes": {}}
+    )
+    for key, shape in found:
+        table["shapes"][key] = asdict(shape)
+    table["shapes"] = dict(sorted(table["shapes"].items()))
+    fileio.write_text(path, json.dumps(table, indent=1) + "\n")

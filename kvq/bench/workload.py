@@ -1,0 +1,146 @@
+"""What attention benchmarks run on: shapes, random rows in shuffled blocks, dense copies."""
+
+import math
+import random
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvq.bench.measure import cache_bytes
+from kvq.cache import KVCache
+from kvq.errors import ConfigError
+from kvq.formats import HeadMaxima, KVRecipe, StaticScales
+from kvq.geometry import LayerGeometry, ModelGeometry
+from kvq.kernels import SequenceBatch
+from kvq.layout import BlockOrder, KVLayout, plan_layout
+
+_CHUNK = 8192  # tokens written at a time
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Workload:
+    """The shape of one layer's step."""
+
+    contexts: tuple[int, ...]  # tokens of every sequence, the new ones included
+    new: int  # tokens that every sequence adds
+    q_heads: int
+    kv_heads: int
+    head_dim: int
+    block_size: int
+    dtype: torch.dtype  # of Q, and of K and V where they are not quantized
+    device: torch.device
+    order: BlockOrder = BlockOrder.LAYER_MAJOR
+    seed: int = 0
+
+    @property
+    def is_even(self) -> bool:
+        """True if all sequences are of one length."""
+        return len(set(self.contexts)) == 1
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of all sequences."""
+        return sum(self.contexts)
+
+
+def lengths(context: str, batch: int, seed: int) -> tuple[int, ...]:
+    """Tokens of every sequence: `8192`, or `128-32768` for log-normal lengths within that range.
+
+    Raises:
+        ConfigError: neither a number nor a range.
+    """
+    low, is_range, high = context.partition("-")
+    if not low.isdigit() or (is_range and not high.isdigit()) or int(low) < 1:
+        raise ConfigError(f"--context takes a number of tokens or a range A-B, got {context!r}")
+    if not is_range:
+        return (int(low),) * batch
+    middle, spread = (math.log(int(low)) + math.log(int(high))) / 2, math.log(int(high) / int(low)) / 6
+    draw = random.Random(seed)
+    drawn = (round(draw.lognormvariate(middle, spread)) for _ in range(batch))
+    return tuple(min(max(n, int(low)), int(high)) for n in drawn)
+
+
+def queries(workload: Workload) -> Tensor:
+    """Q of the new tokens, [sequences, new, q_heads, head_dim]."""
+    source = torch.Generator().manual_seed(workload.seed + 1)
+    shape = (len(workload.contexts), workload.new, workload.q_heads, workload.head_dim)
+    return torch.randn(shape, generator=source).to(workload.device, workload.dtype)
+
+
+def dense_kv(workload: Workload) -> tuple[Tensor, Tensor]:
+    """K and V of equally long sequences, fp32 [sequences, kv_heads, tokens, head_dim]."""
+    shape = (len(workload.contexts), workload.kv_heads, workload.contexts[0], workload.head_dim)
+    source = torch.Generator(device=workload.device).manual_seed(workload.seed)
+    k, v = (torch.randn(shape, generator=source, device=workload.device) for _ in range(2))
+    return k, v
+
+
+def filled_cache(workload: Workload, kv: str, backend: str) -> tuple[KVCache, SequenceBatch, int]:
+    """A cache with random rows in shuffled blocks, and as many layers as rotate it past the CPU's or
+    GPU's cache: every layer holds a copy of the same shape.
+    """
+    size, heads, dim = workload.block_size, workload.kv_heads, workload.head_dim
+    needs = [-(-n // size) for n in workload.contexts]
+    one = _plan(workload, kv, layers=1)
+    copies = copies_for(workload, round(one[1].kv_bytes_per_token * workload.tokens))
+    recipe, layout, geometry = _plan(workload, kv, layers=copies)
+    cache = KVCache(
+        geometry,
+        recipe,
+        layout,
+        num_blocks=[sum(needs)],
+        device=workload.device,
+        backend=backend,
+    )
+    order = torch.randperm(sum(needs), generator=torch.Generator().manual_seed(workload.seed))
+    tables = torch.zeros(len(needs), max(needs), dtype=torch.int32)
+    for i, (blocks, need) in enumerate(zip(order.split(needs), needs, strict=True)):
+        tables[i, :need] = blocks
+    tables = tables.to(workload.device)
+    source = torch.Generator(device=workload.device).manual_seed(workload.seed)
+    for i, context in enumerate(workload.contexts):
+        for at in range(0, context, _CHUNK):
+            position = torch.arange(at, min(at + _CHUNK, context), device=workload.device)
+            slots = tables[i, position // size].long() * size + position % size
+            k, v = (
+                torch.randn(len(position), heads, dim, generator=source, device=workload.device)
+                for _ in range(2)
+            )
+            for layer in range(copies):
+                cache.write(layer, k.to(workload.dtype), v.to(workload.dtype), slots)
+    batch = SequenceBatch(
+        query_lens=(workload.new,) * len(needs),
+        context_lens=workload.contexts,
+        tables=tables,
+        slots=torch.zeros(0, dtype=torch.int64, device=workload.device),
+    )
+    return cache, batch, copies
+
+
+def _plan(workload: Workload, kv: str, layers: int) -> tuple[KVRecipe, KVLayout, ModelGeometry]:
+    heads, dim = workload.kv_heads, workload.head_dim
+    geometry = ModelGeometry(
+        model_type="bench",
+        layers=tuple(
+            LayerGeometry(index=i, kv_heads=heads, k_head_dim=dim, v_head_dim=dim, window=None)
+            for i in range(layers)
+        ),
+        q_heads=workload.q_heads,
+        hidden_size=workload.q_heads * dim,
+        vocab_size=1,
+        max_context=max(workload.contexts),
+    )
+    recipe = KVRecipe.uniform(kv, [(dim, dim)] * layers)
+    if recipe.is_static:  # random rows of deviation 1 stay within 6
+        maxima = HeadMaxima(**dict.fromkeys(("k", "v", "k_rotated", "v_rotated"), (6.0,) * heads))
+        recipe = recipe.with_scales(
+            StaticScales(model_digest="bench", text_digest="bench", tokens=1, layers=(maxima,) * layers)
+        )
+    layout = plan_layout(geometry, recipe, block_size=workload.block_size, order=workload.order)
+    return recipe, layout, geometry
+
+
+def copies_for(workload: Workload, nbytes: int) -> int:
+    """How many copies of that many bytes are four times the last-level cache; at most 64."""
+    return max(1, min(64, -(-4 * cache_bytes(workload.device) // max(1, nbytes))))

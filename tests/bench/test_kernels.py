@@ -1,0 +1,197 @@
+"""`kvq bench attention`, `write` and `tune`: rows that add up, and nothing timed that is wrong."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from kvq import cli
+from kvq.bench import attention
+from kvq.bench.measure import percentile
+from kvq.bench.truth import exact_attention
+from kvq.bench.tune import candidates, write_table
+from kvq.bench.workload import Workload, filled_cache, lengths, queries
+from kvq.cache import KVCache
+from kvq.errors import ConfigError, KVQError
+from kvq.kernels.gpu import shapes
+from kvq.kernels.gpu.shapes import TileShape
+
+SHAPE = ["--q-heads", "4", "--kv-heads", "2", "--head-dim", "32", "--block-size", "5", "--repeats", "2"]
+
+
+@pytest.fixture(autouse=True)
+def few_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small data: no need to rotate it past the cache."""
+    monkeypatch.setattr("kvq.bench.workload.cache_bytes", lambda _: 1 << 14)
+    monkeypatch.setattr(attention, "read_bandwidth", lambda _: 20.0)
+
+
+def run(*arguments: str) -> None:
+    """A command that must succeed."""
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["bench", *arguments])
+    assert not stop.value.code
+
+
+@pytest.mark.parametrize(("new", "operation"), [("1", "decode"), ("7", "extend")])
+def test_attention_rows_hold_what_was_promised(new: str, operation: str, tmp_path: Path) -> None:
+    path, plot = tmp_path / "a.json", tmp_path / "a.svg"
+    run("attention", *SHAPE, "--kv", "int8,int4", "--batch", "3", "--context", "23", "--new", new,
+        "--json", str(path), "--plot", str(plot))  # fmt: skip
+    result = json.loads(path.read_text())
+    assert [(r["name"], r["kv"]) for r in result["rows"]] == [
+        ("kvq", "int8"),
+        ("kvq", "int4"),
+        ("dequantize, then SDPA", "int4"),
+        ("SDPA, folded", "bfloat16"),
+        ("SDPA, enable_gqa", "bfloat16"),
+        ("SDPA, folded", "float32"),
+        ("SDPA, enable_gqa", "float32"),
+    ]
+    promised = {
+        "name", "backend", "kv", "operation", "batch", "context", "new_tokens", "q_heads", "kv_heads",
+        "head_dim", "block_size", "ms_median", "ms_p10", "ms_p90", "gb_per_s", "fraction_of_bandwidth",
+        "max_relative_error",
+    }  # fmt: skip
+    for row in result["rows"]:
+        assert promised <= set(row)
+        assert row["operation"] == operation
+        assert row["ms_p10"] <= row["ms_median"] <= row["ms_p90"]
+        assert row["fraction_of_bandwidth"] == pytest.approx(row["gb_per_s"] / result["read_gb_per_s"])
+        assert row["max_relative_error"] < (1e-5 if row["kv"] != "bfloat16" else 3e-2)
+    int8, int4 = result["rows"][:2]
+    assert int8["gb_per_s"] * int8["ms_median"] > 1.5 * int4["gb_per_s"] * int4["ms_median"]
+    assert plot.read_text().startswith("<?xml")
+
+
+def test_uneven_lengths_have_no_dense_rivals(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    run("attention", *SHAPE, "--kv", "int4", "--batch", "4", "--context", "9-60", "--json", str(path))
+    rows = json.loads(path.read_text())["rows"]
+    assert [r["name"] for r in rows] == ["kvq"]
+    assert rows[0]["tokens"] == sum(lengths("9-60", 4, 0))
+
+
+def test_lengths_are_drawn_within_their_range_and_bad_ones_refused() -> None:
+    drawn = lengths("128-32768", 500, 1)
+    assert min(drawn) >= 128
+    assert max(drawn) <= 32768
+    assert 1_500 < percentile(drawn, 50) < 2_700  # the geometric middle is 2,048
+    for bad in ("many", "0", "5-", "-5", "1.5"):
+        with pytest.raises(ConfigError, match="--context takes"):
+            lengths(bad, 2, 0)
+
+
+def test_a_wrong_kernel_is_found_and_nothing_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    attend = KVCache.attend
+    monkeypatch.setattr(KVCache, "attend", lambda *a, **o: [1.01 * x for x in attend(*a, **o)])
+    monkeypatch.setattr(attention, "Stopwatch", None)
+    with pytest.raises(KVQError, match="kvq over int4 is wrong: relative error 1"):
+        attention.bench_attention(small(), ["int4"])
+
+
+def test_rivals_of_the_users_are_checked_and_timed(tmp_path: Path) -> None:
+    (tmp_path / "rivals.py").write_text(
+        "import torch\n"
+        "def contenders(workload, q, k, v):\n"
+        "    def run():\n"
+        "        heads = q.shape[2] // k.shape[1]\n"
+        "        k_all, v_all = (x.repeat_interleave(heads, dim=1) for x in (k, v))\n"
+        "        scores = torch.einsum('snhd,shtd->shnt', q, k_all) * q.shape[3] ** -0.5\n"
+        "        return torch.einsum('shnt,shtd->snhd', scores.softmax(-1), v_all)\n"
+        "    yield 'mine', 'fp32', k.nbytes + v.nbytes, run\n"
+        "    yield 'broken', 'fp32', 1, lambda: run() * 2\n"
+    )
+    with pytest.raises(KVQError, match="broken over fp32 is wrong"):
+        attention.bench_attention(small(), ["int4"], rivals=tmp_path)
+    source = (tmp_path / "rivals.py").read_text().replace("run() * 2", "run()")
+    (tmp_path / "rivals.py").write_text(source)
+    rows, _ = attention.bench_attention(small(), ["int4"], rivals=tmp_path, repeats=1)
+    assert [r["name"] for r in rows[-2:]] == ["mine", "broken"]
+    with pytest.raises(ConfigError, match=r"--rivals takes a folder with a rivals\.py"):
+        attention.bench_attention(small(), ["int4"], rivals=tmp_path / "no")
+
+
+def test_exact_attention_is_torchs() -> None:
+    q, k, v = torch.randn(3, 4, 8), torch.randn(2, 9, 8), torch.randn(2, 9, 8)
+    mask = torch.ones(3, 9, dtype=torch.bool).tril(6)
+    want = torch.nn.functional.scaled_dot_product_attention(
+        q.transpose(0, 1)[None], k[None], v[None], attn_mask=mask, scale=0.3, enable_gqa=True
+    )
+    torch.testing.assert_close(exact_attention(q, k, v, 0.3).float(), want[0].transpose(0, 1))
+
+
+def test_write_rows_hold_what_was_promised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "w.json"
+    run("write", *SHAPE, "--kv", "fp8,int4", "--batch", "3", "--context", "23", "--json", str(path))
+    rows = json.loads(path.read_text())["rows"]
+    assert [(r["name"], r["kv"], r["tokens"]) for r in rows] == [("kvq", "fp8", 3), ("kvq", "int4", 3)]
+    for row in rows:
+        assert 0 < row["us_p10"] <= row["us_median"] <= row["us_p90"]
+        assert row["gb_per_s"] > 0
+    monkeypatch.setattr("kvq.bench.write.reference", lambda k, v, kv, slots: kv.k.codes.fill_(7))
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["bench", "write", *SHAPE, "--kv", "int4", "--context", "23"])
+    assert stop.value.code == 2
+
+
+@pytest.mark.parametrize(
+    ("bad", "said"),
+    [
+        (["--q-heads", "5"], "multiple of --kv-heads"),
+        (["--new", "24"], "shortest context"),
+        (["--dtype", "fp64"], "--dtype must be"),
+        (["--kv", "int3"], "int3"),
+        (["--backend", "gpu"], "unknown backend"),
+        (["--backend", "triton"], "needs an NVIDIA GPU"),
+    ],
+)
+def test_bad_options_say_what_is_allowed(
+    bad: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["bench", "attention", *SHAPE, "--context", "23", *bad])
+    assert stop.value.code
+    assert said in capsys.readouterr().err
+
+
+def test_tuning_needs_a_gpu_and_its_table_keeps_other_entries(tmp_path: Path) -> None:
+    if not torch.cuda.is_available():
+        with pytest.raises(SystemExit) as stop:
+            cli.main(["bench", "tune"])
+        assert stop.value.code
+    path = tmp_path / "shapes.json"
+    shape = TileShape(rows=16, keys=64, warps=2, stages=4)
+    write_table([("decode int4/int4 128 sm90", shape)], path)
+    write_table([("decode int8/int8 128 sm90", shape)], path)
+    table = json.loads(path.read_text())
+    assert list(table["shapes"]) == ["decode int4/int4 128 sm90", "decode int8/int8 128 sm90"]
+    assert TileShape(**table["shapes"]["decode int4/int4 128 sm90"]) == shape
+    with shapes.using("decode int4/int4 128 sm90", shape):
+        assert shapes._shape("decode", "int4/int4", 128, "sm90") == shape
+    assert all(x.rows == shapes.DECODE_ROWS for x in candidates("decode"))
+
+
+def small() -> Workload:
+    """Two sequences of 23 tokens."""
+    return Workload(
+        contexts=(23, 23),
+        new=1,
+        q_heads=4,
+        kv_heads=2,
+        head_dim=32,
+        block_size=5,
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+    )
+
+
+def test_layers_are_copies_that_rotate_data_past_the_cache() -> None:
+    cache, batch, copies = filled_cache(small(), "int4", "cpu")
+    assert copies > 1
+    q = queries(small()).flatten(0, 1)
+    outs = [
+        cache.attend(i, q, batch, scale=1.0, window=None, softcap=None, sinks=None)[0] for i in range(copies)
+    ]
+    assert all(torch.equal(out, outs[0]) for out in outs)
