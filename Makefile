@@ -2,6 +2,7 @@
 #   make demo       set up, measure every KV format on the embedded model, write demo/report.html
 #   make test       set up, lint, types, architecture, tests
 #   make test-long  the tests that take minutes
+#   make gpu        check and measure the Triton kernels on an NVIDIA GPU; PARTS=tests,decode,... for some
 
 SHELL := /bin/bash
 VENV := .venv
@@ -13,7 +14,7 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 # The C++ kernels; when one changes, the editable installation is built anew.
 NATIVE := setup.py $(shell find kvq/kernels -name '*.cpp' -o -name '*.h')
 
-.PHONY: demo test test-long lint setup setup-demo clean
+.PHONY: demo test test-long gpu lint setup setup-demo clean
 
 demo: setup-demo
 	$(BIN)/kvq demo --out demo
@@ -23,6 +24,9 @@ test: lint
 
 test-long: setup
 	TOKENIZERS_PARALLELISM=false $(BIN)/python -m pytest -m long --durations=10
+
+gpu:
+	$(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) benchmarks/gpu.py $(if $(PARTS),--parts $(PARTS))
 
 lint: setup
 	$(BIN)/ruff check .

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional
+from torch.nn.attention.bias import causal_lower_right
 
 from kvq.bench.measure import Run, Stopwatch, interleaved, read_bandwidth
 from kvq.bench.truth import exact_attention, relative_error
@@ -161,7 +162,8 @@ def _over_dense(workload: Workload, dtype: torch.dtype) -> Iterator[Contender]:
     ks, vs = ([x.clone() for _ in range(copies)] for x in (k, v))
     truth = exact_attention(q[-1], k[-1], v[-1], scale)
     step = {torch.float32: _SLACK, torch.float16: 4e-3, torch.bfloat16: 3e-2}[dtype]
-    for form in ("folded", "enable_gqa"):
+    is_flash = workload.device.type == "cuda" and workload.new > 1  # which takes no folded mask
+    for form in ("enable_gqa",) if is_flash else ("folded", "enable_gqa"):
 
         def attend(copy: int, folded: bool = form == "folded") -> Tensor:
             out = _sdpa(q.transpose(1, 2), ks[copy], vs[copy], scale, folded=folded)
@@ -215,8 +217,10 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float, *, folded: bool) -> Ten
     """Causal attention of the last positions: q [batch, q_heads, new, dim] -> the same shape."""
     batch, q_heads, new, dim = q.shape
     heads, keys = k.shape[1:3]
-    mask = None
-    if new > 1:
+    mask: Any = None
+    if new > 1 and q.device.type == "cuda" and not folded:
+        mask = causal_lower_right(new, keys)  # flash attention knows it without a tensor
+    elif new > 1:
         mask = torch.ones(new, keys, dtype=torch.bool, device=q.device).tril_(keys - new)
     if not folded:
         return functional.scaled_dot_product_attention(

@@ -1,0 +1,229 @@
+"""The Triton kernels on a real GPU: bytes bit-equal to the reference's, attention within twice torch's error.
+
+    TRITON_INTERPRET=0 python -m pytest tests/gpu
+
+Tests named `reduced` are few and small enough for compute-sanitizer.
+"""
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from kvq.bench.truth import exact_attention, relative_error
+from kvq.bench.workload import Workload, filled_cache, queries
+from kvq.cache import KVCache
+from kvq.kernels import PagedKV, PagedRows, SequenceBatch, registry
+from kvq.kernels.attend.reference import attend as reference_attend
+from kvq.layout import BlockOrder
+from tests.kernels.kit import KINDS, POISON, Tables, poisoned_cache, rows_like_kv
+
+if not torch.cuda.is_available():
+    pytest.skip("needs an NVIDIA GPU", allow_module_level=True)
+
+from kvq.kernels.attend.triton import attend
+from kvq.kernels.copy_blocks.triton import copy_blocks
+from kvq.kernels.gather_dense.triton import gather_dense
+from kvq.kernels.gpu import shapes
+from kvq.kernels.merge_partials.triton import merge_partials
+from kvq.kernels.write_kv.triton import write_kv
+
+GPU = torch.device("cuda")
+FORMATS = [kv for kv in KINDS if "int2" not in kv]
+DIMS = [(64, 64), (128, 128), (48, 60), (80, 96), (192, 128), (256, 256)]
+CONTEXTS = [130, 1, 63, 300, 17]
+NEW = [1, 1, 9, 2, 17]
+SINKS = torch.tensor([0.0, 4.0, -3.0, 9.0, 1.0, -math.inf])
+
+
+def layer_on_gpu(cache: KVCache, layer: int = 0) -> PagedKV:
+    """One layer of a CPU cache with all its bytes, strides included, on the GPU."""
+    pool = cache.pool(0).to(GPU)
+    kv = cache.layer(layer)
+
+    def rows(x: PagedRows) -> PagedRows:
+        parts = {}
+        for name in ("codes", "scales"):
+            view = getattr(x, name)
+            if view is not None:
+                size = view.element_size()
+                typed = pool.view(view.dtype)
+                offset = (view.data_ptr() - cache.pool(0).data_ptr()) // size
+                view = typed.as_strided(view.shape, view.stride(), offset)
+            parts[name] = view
+        static = None if x.static_scale is None else x.static_scale.to(GPU)
+        return PagedRows(codes=parts["codes"], scales=parts["scales"], static_scale=static)
+
+    return replace(kv, k=rows(kv.k), v=rows(kv.v))
+
+
+def bytes_of(kv: PagedKV) -> Tensor:
+    """The pool behind a layer's views, uint8 on the CPU."""
+    storage = kv.k.codes.untyped_storage()
+    return torch.tensor([], dtype=torch.uint8, device=GPU).set_(storage).cpu()
+
+
+def filled(
+    kv: str, dims: tuple[int, int], *, block_size: int = 16, order: BlockOrder = BlockOrder.LAYER_MAJOR
+) -> tuple[KVCache, Tables, int]:
+    """A poisoned cache of two layers on the CPU whose second holds the sequences of CONTEXTS."""
+    need = sum(-(-n // block_size) for n in CONTEXTS) + 2
+    cache = poisoned_cache(
+        kv, [dims, dims], kv_heads=3, q_heads=6, block_size=block_size, num_blocks=need, order=order
+    )
+    tables = Tables.scattered(CONTEXTS, block_size, need)
+    for i, n in enumerate(CONTEXTS):
+        k, v = rows_like_kv(n, 3, dims[0], i), rows_like_kv(n, 3, dims[1], i + 50)
+        cache.write(1, k, v, torch.tensor(tables.slots(i, 0, n)))
+    return cache, tables, need
+
+
+def moved(batch: SequenceBatch) -> SequenceBatch:
+    """A batch whose tensors lie on the GPU."""
+    return replace(batch, tables=batch.tables.to(GPU), slots=batch.slots.to(GPU))
+
+
+def check_attention(
+    cache: KVCache, batch: SequenceBatch, dims: tuple[int, int], dtype: torch.dtype, **options: Any
+) -> None:
+    """Compare with the reference in fp32; allowed is twice what torch's own attention errs in `dtype`."""
+    tokens = sum(batch.query_lens)
+    q = rows_like_kv(tokens, 6, dims[0], 77).to(dtype)
+    settings = {"scale": dims[0] ** -0.5, **options}
+    want, want_lse = reference_attend(q.float(), cache.layer(1), batch, **settings)
+    on_gpu = {name: x.to(GPU) if isinstance(x, Tensor) else x for name, x in settings.items()}
+    out, lse = attend(q.to(GPU), layer_on_gpu(cache, 1), moved(batch), **on_gpu)
+    assert out.dtype == dtype
+    allowed = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}[dtype]
+    assert relative_error(out.cpu(), want.double()) < allowed
+    finite = torch.isfinite(want_lse)
+    assert torch.equal(finite, torch.isfinite(lse.cpu()))
+    assert float((lse.cpu() - want_lse)[finite].abs().max()) < allowed * 4
+
+
+@pytest.mark.parametrize("dims", DIMS[:4])
+@pytest.mark.parametrize("kv", FORMATS)
+def test_written_bytes_are_the_references(kv: str, dims: tuple[int, int]) -> None:
+    caches = [poisoned_cache(kv, [dims, dims], block_size=7, num_blocks=9) for _ in range(2)]
+    on_gpu = layer_on_gpu(caches[0], 1)
+    k, v = rows_like_kv(20, 3, dims[0], 1), rows_like_kv(20, 3, dims[1], 2)
+    k[3], v[4], k[5] = 0.0, 1.5, k[5] * 1e-9
+    k[6], v[7, 0, 3], k[8, 1, 2] = k[6] * 1e30, math.nan, math.inf
+    slots = torch.randperm(63, generator=torch.Generator().manual_seed(0))[:20]
+    for dtype in (torch.float32, torch.bfloat16):
+        bad = write_kv(k.to(GPU, dtype), v.to(GPU, dtype), on_gpu, slots.to(GPU))
+        want = caches[1].write(1, k.to(dtype), v.to(dtype), slots)
+        assert torch.equal(bad.cpu(), want)
+        assert torch.equal(bytes_of(on_gpu), caches[1].pool(0))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("kv", [*FORMATS, "int4_g32_rot", "int4_g16"])
+def test_attention_of_every_format(kv: str, dtype: torch.dtype) -> None:
+    dims = (64, 64) if dtype is torch.float32 else (128, 128)
+    cache, tables, _ = filled(kv, dims)
+    check_attention(cache, tables.batch(NEW, CONTEXTS), dims, dtype)
+
+
+@pytest.mark.parametrize("options", [{"window": 40}, {"softcap": 5.0, "sinks": SINKS}, {"skip_last": 20}])
+@pytest.mark.parametrize("splits", [False, True])
+@pytest.mark.parametrize("kv", ["int4", "fp8", "bf16"])
+def test_windows_caps_sinks_and_splits(
+    kv: str, splits: bool, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if splits:
+        monkeypatch.setattr(shapes, "_LEAST_SPLIT", 64)
+        monkeypatch.setattr(shapes, "_MOST_SPLIT", 64)
+    cache, tables, _ = filled(kv, (64, 64))
+    check_attention(cache, tables.batch(NEW, CONTEXTS), (64, 64), torch.bfloat16, **options)
+
+
+@pytest.mark.parametrize("order", list(BlockOrder))
+@pytest.mark.parametrize("block_size", [16, 24, 64, 256])
+@pytest.mark.parametrize("dims", DIMS)
+@pytest.mark.parametrize("kv", ["int4", "k8v4"])
+def test_head_dimensions_and_block_sizes(
+    kv: str, dims: tuple[int, int], block_size: int, order: BlockOrder
+) -> None:
+    cache, tables, _ = filled(kv, dims, block_size=block_size, order=order)
+    check_attention(cache, tables.batch(NEW, CONTEXTS), dims, torch.bfloat16)
+
+
+@pytest.mark.parametrize("kv", ["int4", "int8", "fp8", "bf16"])
+def test_a_long_extend_errs_no_more_than_twice_what_torch_does(kv: str) -> None:
+    workload = Workload(
+        contexts=(1500, 700),
+        new=300,
+        q_heads=8,
+        kv_heads=2,
+        head_dim=128,
+        block_size=64,
+        dtype=torch.bfloat16,
+        device=GPU,
+    )
+    cache, batch, _ = filled_cache(workload, kv, "triton")
+    q = queries(workload)
+    out, _ = attend(q.flatten(0, 1), cache.layer(0), batch, scale=128**-0.5)
+    k, v = cache.gather(0, batch.tables[:1], 0, 1500, unrotate=True)
+    truth = exact_attention(q[0], k[0], v[0], 128**-0.5)
+    mask = torch.ones(300, 1500, dtype=torch.bool, device=GPU).tril_(1200)
+    half = [x.to(torch.bfloat16) for x in (k, v)]
+    torchs = functional.scaled_dot_product_attention(
+        q[:1].transpose(1, 2), *half, attn_mask=mask, scale=128**-0.5, enable_gqa=True
+    )
+    allowed = 2 * relative_error(torchs[0].transpose(0, 1), truth)
+    assert relative_error(out[:300], truth) <= allowed
+
+
+@pytest.mark.parametrize("kv", FORMATS)
+def test_gathered_rows_have_the_references_bits(kv: str) -> None:
+    cache, tables, _ = filled(kv, (64, 48))
+    table = tables.batch(NEW, CONTEXTS, unused=0).tables[3:4]
+    reference = next(
+        k.run for k in registry._KERNELS if (k.operation, k.backend) == ("gather_dense", "reference")
+    )
+    for unrotate in (False, True):
+        want = reference(cache.layer(1), table, 5, 290, unrotate=unrotate)
+        got = gather_dense(layer_on_gpu(cache, 1), table.to(GPU), 5, 290, unrotate=unrotate)
+        for a, b in zip(got, want, strict=True):
+            assert torch.equal(a.cpu(), b)
+
+
+def test_blocks_are_copied_and_partials_merged() -> None:
+    parts = [torch.randint(0, 256, (9, n), dtype=torch.uint8, device=GPU) for n in (4097, 48, 10_000)]
+    for pairs in (
+        [(3, 4), (5, 6)],
+        [(0, 1), (1, 2)],
+        [(1, 2), (0, 1)],
+        [],
+        [(2, 2)],
+        [(7, 8), (3, 1), (7, 0)],
+    ):
+        want = [part.clone() for part in parts]
+        for part in want:
+            for source, target in pairs:
+                part[target] = part[source]
+        copy_blocks(parts, pairs)
+        assert all(torch.equal(a, b) for a, b in zip(parts, want, strict=True))
+    outs, lses = torch.randn(4, 5, 6, 80), torch.randn(4, 5, 6) * 5
+    lses[1], outs[1] = -math.inf, math.nan
+    want = registry.merge_partials(outs, lses, SINKS)
+    got = merge_partials(outs.to(GPU), lses.to(GPU), SINKS.to(GPU))
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a.cpu(), b, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("kv", ["int4", "fp8", "bf16"])
+def test_reduced(kv: str) -> None:
+    """Write, attend in both kernels, gather: what a memory checker can watch in a minute."""
+    cache, tables, _ = filled(kv, (64, 64))
+    on_gpu = layer_on_gpu(cache, 1)
+    k, v = (rows_like_kv(3, 3, 64, i).to(GPU, torch.bfloat16) for i in (1, 2))
+    write_kv(k, v, on_gpu, torch.tensor([0, 1, 2], device=GPU))
+    check_attention(cache, tables.batch(NEW, CONTEXTS), (64, 64), torch.bfloat16)
+    gather_dense(on_gpu, tables.batch(NEW, CONTEXTS, unused=0).tables[:1].to(GPU), 0, 130)
+    assert POISON in bytes_of(on_gpu)
