@@ -11,6 +11,7 @@ from kvq.cache.kv_cache import KVCache
 from kvq.formats import LayerFormats, parse_format
 from kvq.kernels import Device, KernelSpec, PagedKV, PagedRows, SequenceBatch, select
 
+_LEAST_BLOCK = 256  # tokens
 _NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
@@ -87,11 +88,15 @@ def _formats(k: torch.dtype, v: torch.dtype, k_head_dim: int, v_head_dim: int) -
 
 
 def _as_blocks(recent: tuple[Tensor, Tensor]) -> PagedKV:
-    """Dense rows [sequences, kv_heads, some, dim] as one unquantized block per sequence."""
+    """Dense rows [sequences, kv_heads, some, dim] as one unquantized block per sequence.
+
+    The block is said to be larger than it is: no key lies past the rows, and kernels that are
+    compiled per block size see few sizes.
+    """
     k, v = recent
     return PagedKV(
         k=PagedRows(codes=k, scales=None, static_scale=None),
         v=PagedRows(codes=v, scales=None, static_scale=None),
         formats=_formats(k.dtype, v.dtype, k.shape[3], v.shape[3]),
-        block_size=k.shape[2],
+        block_size=max(_LEAST_BLOCK, 1 << (k.shape[2] - 1).bit_length()),
     )

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from kvq.formats import Code
 from kvq.kernels.attend.triton_kernel import attend_kernel, merge_kernel
+from kvq.kernels.gpu.kinds import KINDS
 from kvq.kernels.gpu.layer import dense_strides, part_arguments
-from kvq.kernels.gpu.rows import bias
+from kvq.kernels.gpu.rows import bias, unit
 from kvq.kernels.gpu.shapes import DECODE_ROWS, TileShape, decode_shape, extend_shape, split_keys
 from kvq.kernels.paged import PagedKV, SequenceBatch
 
@@ -135,7 +136,7 @@ def _launch(
     assert step.tiles is not None, "checked by attend"
     kv_heads, (first, new, context) = kv.k.codes.shape[1], step.lens
     shape = decode_shape(kv, q) if step.is_decode else extend_shape(kv, q)
-    k, v = part_arguments("k", kv), part_arguments("v", kv)
+    k, v = (_with_paired_scales(x, part_arguments(x, kv), kv) for x in ("k", "v"))
     per_split = split_keys(step.longest, step.keys * kv_heads, q.device, shape)
     splits = -(-step.longest // per_split) if step.is_decode else 1
     parts, part_lses = out, lse
@@ -194,6 +195,25 @@ def _launch(
         )
 
 
+def _with_paired_scales(name: str, part: dict[str, Any], kv: PagedKV) -> dict[str, Any]:
+    """Scales of one per row as words of two neighbouring tokens, where strides allow it."""
+    scales = (kv.k if name == "k" else kv.v).scales
+    paired = (
+        scales is not None
+        and scales.shape[3] == 1
+        and scales.stride(2) == 1
+        and not any(n % 2 for n in (*scales.shape[2:3], *scales.stride()[:2]))
+    )
+    if paired and scales is not None:
+        words = scales[..., 0].view(torch.int32)
+        part = part | {
+            f"{name}_scales": words,
+            f"{name}s_block": words.stride(0),
+            f"{name}s_head": words.stride(1),
+        }
+    return part | {f"{name.upper()}_PAIRED": paired}
+
+
 def _computing(name: str, part: dict[str, Any], q: Tensor, kv: PagedKV) -> dict[str, Any]:
     """In what numbers codes are multiplied, and how an int4 row is cut into runs of one group."""
     half, group = part[f"{name}_DIM"] // 2, part[f"{name}_GROUP"]
@@ -205,6 +225,7 @@ def _computing(name: str, part: dict[str, Any], q: Tensor, kv: PagedKV) -> dict[
         f"{name}_WIDTH": max(16, triton.next_power_of_2(run)),
         f"{name}_COMPUTE": compute,
         f"{name}_BIAS": bias(compute),
+        f"{name}_UNIT": unit(KINDS[code], compute),
     }
 
 

@@ -11,11 +11,20 @@ Source: Dao, "FlashAttention-2", 2023, section 3.1; Dao et al., "Flash-Decoding"
 import triton
 import triton.language as tl
 
-from kvq.kernels.gpu.rows import FLOAT, FP8, INT4, fp8_codes, nibbles, rotate
+from kvq.kernels.gpu.rows import (
+    FLOAT,
+    FP8,
+    INT4,
+    INT8,
+    fp8_codes,
+    int8_codes,
+    nibbles,
+    rotate,
+    scale_and_minimum,
+)
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
 _LN_2 = tl.constexpr(0.6931471805599453)
-_FP8_UNIT = tl.constexpr(256.0)  # what fp8_codes divides by
 
 
 @triton.jit
@@ -28,17 +37,32 @@ def _plain_codes(codes, at, mask, KIND: tl.constexpr, COMPUTE: tl.constexpr):
     """Codes of float, FP8 and INT8 formats as COMPUTE numbers, without their scale."""
     x = tl.load(codes + at, mask=mask, other=0)
     if KIND == FP8:
-        return fp8_codes(x, COMPUTE)
-    return x.to(COMPUTE)
+        values = fp8_codes(x, COMPUTE)
+    elif KIND == INT8:
+        values = int8_codes(x, COMPUTE)
+    else:
+        values = x.to(COMPUTE)
+    return values
 
 
 @triton.jit
-def _row_scales(scales, static, at, head, inside, KIND: tl.constexpr, STATIC: tl.constexpr):
-    """What codes of those tokens are multiplied by, fp32 [keys]."""
-    unit: tl.constexpr = _FP8_UNIT if KIND == FP8 else 1.0
+def _row_scales(
+    scales, static, block_at, slot, head, inside,
+    SLOT: tl.constexpr, STATIC: tl.constexpr, PAIRED: tl.constexpr, UNIT: tl.constexpr,
+):  # fmt: skip
+    """What codes of those tokens are multiplied by, fp32 [keys].
+
+    PAIRED: `scales` are words of two neighbouring tokens, since only words are copied asynchronously.
+    """
     if STATIC:
-        return tl.where(inside, tl.load(static + head) * unit, 0.0)
-    return tl.load(scales + at, mask=inside, other=0.0).to(tl.float32) * unit
+        scale = tl.where(inside, tl.load(static + head), 0.0)
+    elif PAIRED:
+        words = tl.load(scales + block_at + slot // 2, mask=inside, other=0)
+        half = tl.where(slot % 2 == 0, words, words >> 16).to(tl.int16)
+        scale = half.to(tl.float16, bitcast=True).to(tl.float32)
+    else:
+        scale = tl.load(scales + block_at + slot * SLOT, mask=inside, other=0.0).to(tl.float32)
+    return scale * UNIT
 
 
 @triton.jit
@@ -52,9 +76,7 @@ def _run(x, start, WIDTH: tl.constexpr, RUN: tl.constexpr, PAD: tl.constexpr, RO
 @triton.jit
 def _group(scales, at, inside, GROUP_INDEX: tl.constexpr):
     """Scale and minimum of one group of those tokens, fp32 [keys]."""
-    scale = tl.load(scales + at + 2 * GROUP_INDEX, mask=inside, other=0.0).to(tl.float32)
-    minimum = tl.load(scales + at + 2 * GROUP_INDEX + 1, mask=inside, other=0.0).to(tl.float32)
-    return scale, minimum
+    return scale_and_minimum(tl.load(scales + at + GROUP_INDEX, mask=inside, other=0))
 
 
 @triton.jit
@@ -98,50 +120,53 @@ def _int4_scores(
 
 
 @triton.jit
-def _weighted(p, scales, at, inside, GROUP_INDEX: tl.constexpr, COMPUTE: tl.constexpr, BIAS: tl.constexpr):
-    """Probabilities times one group's scale, rounded for the product with codes, and what the
-    minimum and the bias of these very numbers add to every element of the group, fp32 [rows]."""
+def _weighted(
+    p, added, decay, scales, at, inside, GROUP_INDEX: tl.constexpr, COMPUTE: tl.constexpr, BIAS: tl.constexpr
+):
+    """Probabilities times one group's scale, rounded for the product with codes; and `added`, fp32
+    [rows, keys], whose sum over keys is what minimums and the bias of these very numbers give to
+    every element of the group: it is summed once, at the end."""
     scale, minimum = _group(scales, at, inside, GROUP_INDEX)
     scaled = (p * scale[None, :]).to(COMPUTE)
-    added = tl.sum(p * minimum[None, :] - BIAS * scaled.to(tl.float32), axis=1)
+    added = added * decay[:, None] + p * minimum[None, :]
+    if BIAS != 0.0:
+        added -= BIAS * scaled.to(tl.float32)
     return scaled, added
 
 
 @triton.jit
 def _run_values(
-    low_out, high_out, p, decay, low, high, scales, at, inside,
+    low_out, high_out, low_added, high_added, p, decay, low, high, scales, at, inside,
     FIRST: tl.constexpr, SECOND: tl.constexpr, COMPUTE: tl.constexpr, BIAS: tl.constexpr,
 ):  # fmt: skip
     """Two runs of the output, of the groups FIRST and SECOND, with one tile taken in."""
-    scaled, added = _weighted(p, scales, at, inside, FIRST, COMPUTE, BIAS)
-    low_out = low_out * decay[:, None] + _dot(scaled, low) + added[:, None]
-    if FIRST != SECOND:
-        scaled, added = _weighted(p, scales, at, inside, SECOND, COMPUTE, BIAS)
-    high_out = high_out * decay[:, None] + _dot(scaled, high) + added[:, None]
-    return low_out, high_out
+    scaled, low_added = _weighted(p, low_added, decay, scales, at, inside, FIRST, COMPUTE, BIAS)
+    low_out = low_out * decay[:, None] + _dot(scaled, low)
+    if FIRST != SECOND:  # else both halves are one group, and `low_added` serves both
+        scaled, high_added = _weighted(p, high_added, decay, scales, at, inside, SECOND, COMPUTE, BIAS)
+    high_out = high_out * decay[:, None] + _dot(scaled, high)
+    return low_out, high_out, low_added, high_added
 
 
 @triton.jit
 def _add_int4_values(
-    low_out, high_out, p, decay, codes, scales, codes_at, scales_at, inside,
+    outs, p, decay, codes, scales, codes_at, scales_at, inside,
     DIM: tl.constexpr, GROUP: tl.constexpr, RUN: tl.constexpr, WIDTH: tl.constexpr,
     COMPUTE: tl.constexpr, BIAS: tl.constexpr,
 ):  # fmt: skip
-    """Let the runs of the output take one tile in; returns them."""
+    """Let the runs of the output, (low, high, low_added, high_added) each, take one tile in."""
     col = tl.arange(0, WIDTH)
     mask = inside[:, None] & (col < RUN)[None, :]
-    new_low = ()
-    new_high = ()
+    new = ()
     for j in tl.static_range(DIM // 2 // RUN):
         packed = tl.load(codes + codes_at[:, None] + (j * RUN + col)[None, :], mask=mask, other=0)
         low, high = nibbles(packed, COMPUTE)
-        first, second = _run_values(
-            low_out[j], high_out[j], p, decay, low, high, scales, scales_at, inside,
+        new = new + _run_values(
+            outs[4 * j], outs[4 * j + 1], outs[4 * j + 2], outs[4 * j + 3], p, decay, low, high,
+            scales, scales_at, inside,
             j * RUN // GROUP, (DIM // 2 + j * RUN) // GROUP, COMPUTE, BIAS,
         )  # fmt: skip
-        new_low = new_low + (first,)
-        new_high = new_high + (second,)
-    return new_low, new_high
+    return new
 
 
 @triton.jit
@@ -154,15 +179,18 @@ def _placed(out, run, col, START: tl.constexpr, RUN: tl.constexpr, WIDTH: tl.con
 
 @triton.jit
 def _joined(
-    low_out, high_out, ROWS: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr, RUN: tl.constexpr,
-    WIDTH: tl.constexpr,
+    outs, ROWS: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr, GROUP: tl.constexpr,
+    RUN: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """The runs of an int4 output as one row each, fp32 [ROWS, PAD]."""
     col = tl.arange(0, PAD)[None, :] + tl.zeros((ROWS, 1), tl.int32)
     out = tl.zeros((ROWS, PAD), tl.float32)
     for j in tl.static_range(DIM // 2 // RUN):
-        out = _placed(out, low_out[j], col, j * RUN, RUN, WIDTH)
-        out = _placed(out, high_out[j], col, DIM // 2 + j * RUN, RUN, WIDTH)
+        added = tl.sum(outs[4 * j + 2], axis=1)[:, None]
+        out = _placed(out, outs[4 * j] + added, col, j * RUN, RUN, WIDTH)
+        if GROUP != DIM:
+            added = tl.sum(outs[4 * j + 3], axis=1)[:, None]
+        out = _placed(out, outs[4 * j + 1] + added, col, DIM // 2 + j * RUN, RUN, WIDTH)
     return out
 
 
@@ -217,14 +245,16 @@ def _store_rows(
 @triton.jit
 def attend_kernel(
     q_ptr, out_ptr, lse_ptr, tiles_ptr, first_ptr, new_ptr, context_ptr, tables_ptr, sink_ptr,
-    k_codes, k_scales, k_static, kc_block, kc_head, kc_slot, ks_block, ks_head, ks_slot,
-    v_codes, v_scales, v_static, vc_block, vc_head, vc_slot, vs_block, vs_head, vs_slot,
+    k_codes, k_scales, k_static, kc_block, kc_head, kc_slot: tl.constexpr,
+    ks_block, ks_head, ks_slot: tl.constexpr,
+    v_codes, v_scales, v_static, vc_block, vc_head, vc_slot: tl.constexpr,
+    vs_block, vs_head, vs_slot: tl.constexpr,
     q_token, q_head, q_dim, out_part, out_token, out_head, lse_part, table_stride,
     scale, softcap, window, skip_last, split_keys,
     K_KIND: tl.constexpr, K_DIM: tl.constexpr, K_PAD: tl.constexpr, K_GROUP: tl.constexpr,
-    K_ROTATED: tl.constexpr, K_STATIC: tl.constexpr,
+    K_ROTATED: tl.constexpr, K_STATIC: tl.constexpr, K_PAIRED: tl.constexpr, K_UNIT: tl.constexpr,
     V_KIND: tl.constexpr, V_DIM: tl.constexpr, V_PAD: tl.constexpr, V_GROUP: tl.constexpr,
-    V_ROTATED: tl.constexpr, V_STATIC: tl.constexpr,
+    V_ROTATED: tl.constexpr, V_STATIC: tl.constexpr, V_PAIRED: tl.constexpr, V_UNIT: tl.constexpr,
     K_RUN: tl.constexpr, K_WIDTH: tl.constexpr, K_COMPUTE: tl.constexpr, K_BIAS: tl.constexpr,
     V_RUN: tl.constexpr, V_WIDTH: tl.constexpr, V_COMPUTE: tl.constexpr, V_BIAS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, Q_HEADS: tl.constexpr, SHARE: tl.constexpr,
@@ -273,27 +303,30 @@ def attend_kernel(
             high_sum = high_sum + (tl.sum(high.to(tl.float32), axis=1),)
 
     top = tl.full((ROWS,), float("-inf"), tl.float32)
-    total = tl.zeros((ROWS,), tl.float32)
+    totals = tl.zeros((ROWS, KEYS), tl.float32)  # summed over the keys at the end
     out = tl.zeros((ROWS, V_PAD if V_KIND != INT4 else 16), tl.float32)
-    low_out = ()
-    high_out = ()
+    outs = ()
     if V_KIND == INT4:
         for _ in tl.static_range(V_DIM // 2 // V_RUN):
-            low_out = low_out + (tl.zeros((ROWS, V_WIDTH), tl.float32),)
-            high_out = high_out + (tl.zeros((ROWS, V_WIDTH), tl.float32),)
+            run = tl.zeros((ROWS, V_WIDTH), tl.float32)
+            outs = outs + (run, run, totals, totals)
     v_col = tl.arange(0, V_PAD)
     table = tables_ptr + sequence.to(tl.int64) * table_stride
     row_scale = unit * scale
     if not SOFTCAP:
         row_scale = row_scale * _LOG2_E
 
+    k_codes += kv_head * kc_head
+    k_scales += kv_head * ks_head
+    v_codes += kv_head * vc_head
+    v_scales += kv_head * vs_head
     for at in range(begin, end, KEYS):
         key = at + tl.arange(0, KEYS)
         inside = (key < end) & (key >= oldest)
         block = tl.load(table + key // BLOCK_SIZE, mask=inside, other=0).to(tl.int64)
-        slot = (key % BLOCK_SIZE).to(tl.int64)
-        codes_at = block * kc_block + kv_head * kc_head + slot * kc_slot
-        scales_at = block * ks_block + kv_head * ks_head + slot * ks_slot
+        slot = key % BLOCK_SIZE
+        codes_at = block * kc_block + slot * kc_slot
+        scales_at = block * ks_block + slot * ks_slot
         if K_KIND == INT4:
             scores = _int4_scores(
                 low_q, high_q, low_sum, high_sum, k_codes, k_scales, codes_at, scales_at, inside,
@@ -304,7 +337,10 @@ def attend_kernel(
             k = _plain_codes(k_codes, codes_at[:, None] + col[None, :], mask, K_KIND, K_COMPUTE)
             scores = _dot(q, tl.trans(k))
             if K_KIND != FLOAT:
-                k_scale = _row_scales(k_scales, k_static, scales_at, kv_head, inside, K_KIND, K_STATIC)
+                k_scale = _row_scales(
+                    k_scales, k_static, block * ks_block, slot, kv_head, inside,
+                    ks_slot, K_STATIC, K_PAIRED, K_UNIT,
+                )  # fmt: skip
                 scores = scores * k_scale[None, :]
         scores = scores * row_scale[:, None]
         if SOFTCAP:
@@ -319,26 +355,30 @@ def attend_kernel(
         safe = tl.where(higher == float("-inf"), 0.0, higher)
         p = tl.exp2(scores - safe[:, None])
         decay = tl.exp2(top - safe)
-        total = total * decay + tl.sum(p, axis=1)
+        totals = totals * decay[:, None] + p
         top = higher
 
-        codes_at = block * vc_block + kv_head * vc_head + slot * vc_slot
-        scales_at = block * vs_block + kv_head * vs_head + slot * vs_slot
+        codes_at = block * vc_block + slot * vc_slot
+        scales_at = block * vs_block + slot * vs_slot
         if V_KIND == INT4:
-            low_out, high_out = _add_int4_values(
-                low_out, high_out, p, decay, v_codes, v_scales, codes_at, scales_at, inside,
+            outs = _add_int4_values(
+                outs, p, decay, v_codes, v_scales, codes_at, scales_at, inside,
                 V_DIM, V_GROUP, V_RUN, V_WIDTH, V_COMPUTE, V_BIAS,
             )  # fmt: skip
         else:
             mask = inside[:, None] & (v_col < V_DIM)[None, :]
             v = _plain_codes(v_codes, codes_at[:, None] + v_col[None, :], mask, V_KIND, V_COMPUTE)
             if V_KIND != FLOAT:
-                v_scale = _row_scales(v_scales, v_static, scales_at, kv_head, inside, V_KIND, V_STATIC)
+                v_scale = _row_scales(
+                    v_scales, v_static, block * vs_block, slot, kv_head, inside,
+                    vs_slot, V_STATIC, V_PAIRED, V_UNIT,
+                )  # fmt: skip
                 p = p * v_scale[None, :]
             out = out * decay[:, None] + _dot(p.to(V_COMPUTE), v)
 
+    total = tl.sum(totals, axis=1)
     if V_KIND == INT4:
-        out = _joined(low_out, high_out, ROWS, V_DIM, V_PAD, V_RUN, V_WIDTH)
+        out = _joined(outs, ROWS, V_DIM, V_PAD, V_GROUP, V_RUN, V_WIDTH)
     lse_at = token * Q_HEADS + head
     out_at = token * out_token + head * out_head
     if SPLIT:

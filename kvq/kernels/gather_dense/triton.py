@@ -6,7 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kvq.kernels.gpu.layer import part_arguments
-from kvq.kernels.gpu.rows import FLOAT, FP8, INT4, fp8_codes, rotate
+from kvq.kernels.gpu.rows import FLOAT, FP8, INT4, fp8_codes, rotate, scale_and_minimum
 from kvq.kernels.paged import PagedKV
 
 _TOKENS = 32  # of one program
@@ -83,9 +83,8 @@ def _gather_kernel(
         half: tl.constexpr = DIM // 2
         packed = tl.load(codes + codes_at + (col % half)[None, :], mask=mask, other=0)
         code = tl.where((col < half)[None, :], packed & 15, packed >> 4).to(tl.float32)
-        at = scales_at[:, None] + (col // GROUP * 2)[None, :]
-        scale = tl.load(scales + at, mask=mask, other=0.0).to(tl.float32)
-        minimum = tl.load(scales + at + 1, mask=mask, other=0.0).to(tl.float32)
+        at = scales_at[:, None] + (col // GROUP)[None, :]
+        scale, minimum = scale_and_minimum(tl.load(scales + at, mask=mask, other=0))
         x = code * scale + minimum
     else:
         stored = tl.load(codes + codes_at + col[None, :], mask=mask, other=0)

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import torch
 import triton
 from torch import Tensor
 
@@ -16,8 +17,11 @@ def part_arguments(prefix: str, kv: PagedKV) -> dict[str, Any]:
     rows: PagedRows = getattr(kv, prefix)
     fmt: KVFormat = getattr(kv.formats, prefix)
     dim: int = getattr(kv.formats, f"{prefix}_head_dim")
-    scales = rows.codes if rows.scales is None else rows.scales  # a pointer that is not read
-    strides = (0, 0, 0) if rows.scales is None else rows.scales.stride()[:3]
+    scales = rows.codes  # a pointer that is not read
+    if rows.scales is not None:
+        # A group's scale and minimum are one 32-bit word: the scale in its low half.
+        scales = rows.scales.view(torch.int32) if isinstance(fmt.scale, Grouped) else rows.scales
+    strides = (0, 0, 0) if rows.scales is None else scales.stride()[:3]
     static = rows.codes if rows.static_scale is None else rows.static_scale
     upper = prefix.upper()
     return {

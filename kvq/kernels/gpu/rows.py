@@ -1,7 +1,8 @@
 """Device functions of the Triton kernels: the rotation, and 16-bit values out of packed bytes.
 
 Everything here also runs in Triton's interpreter, which knows no inline assembly: there the same bits
-are put together by shifts and masks.
+are put together by shifts and masks. Assembly is not marked as pure: else the compiler moves it behind
+the change of layout before a product, and shared memory is read byte by byte.
 """
 
 import triton
@@ -13,6 +14,7 @@ from kvq.kernels.gpu.kinds import KINDS
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 FLOAT = tl.constexpr(KINDS[Code.BF16])
 FP8 = tl.constexpr(KINDS[Code.FP8])
+INT8 = tl.constexpr(KINDS[Code.INT8])
 INT4 = tl.constexpr(KINDS[Code.INT4])
 
 # One 32-bit register of four packed bytes becomes four 16-bit floats BIAS + nibble from the low
@@ -51,6 +53,36 @@ or.b32 $1, second, sign;
 """)
 
 
+# Four INT8 bytes become four bf16 numbers: 128 + the low seven bits, less 128 or, with the sign bit, 256.
+_SPREAD_INT8_BF16 = tl.constexpr("""
+{
+.reg .b32 low, sign, first, second, one;
+mov.b32 one, 0x3f803f80;
+and.b32 low, $2, 0x7f7f7f7f;
+and.b32 sign, $2, 0x80808080;
+prmt.b32 first, low, 0x43434343, 0x4140;
+prmt.b32 second, sign, 0xc3c3c3c3, 0x4140;
+fma.rn.bf16x2 $0, first, one, second;
+prmt.b32 first, low, 0x43434343, 0x4342;
+prmt.b32 second, sign, 0xc3c3c3c3, 0x4342;
+fma.rn.bf16x2 $1, first, one, second;
+}
+""")
+# Or four fp16 numbers, each divided by 128: (1152 + x) / 128 - 9.
+_SPREAD_INT8_FP16 = tl.constexpr("""
+{
+.reg .b32 moved, first, factor, minus;
+mov.b32 factor, 0x20002000;
+mov.b32 minus, 0xc880c880;
+xor.b32 moved, $2, 0x80808080;
+prmt.b32 first, moved, 0x64646464, 0x4140;
+fma.rn.f16x2 $0, first, factor, minus;
+prmt.b32 first, moved, 0x64646464, 0x4342;
+fma.rn.f16x2 $1, first, factor, minus;
+}
+""")
+
+
 @triton.jit
 def nibbles(packed, COMPUTE: tl.constexpr):
     """Packed bytes uint8 -> BIAS + low nibbles and BIAS + high nibbles, of dtype COMPUTE; see `bias`."""
@@ -62,11 +94,11 @@ def nibbles(packed, COMPUTE: tl.constexpr):
         high = ((packed >> 4).to(tl.uint16) | exponent).to(COMPUTE, bitcast=True)
     elif COMPUTE == tl.bfloat16:
         low, high = tl.inline_asm_elementwise(
-            _NIBBLES_BF16, "=r,=r,=r,=r,r", [packed], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4
+            _NIBBLES_BF16, "=r,=r,=r,=r,r", [packed], dtype=(tl.bfloat16, tl.bfloat16), is_pure=False, pack=4
         )
     else:
         low, high = tl.inline_asm_elementwise(
-            _NIBBLES_FP16, "=r,=r,=r,=r,r", [packed], dtype=(tl.float16, tl.float16), is_pure=True, pack=4
+            _NIBBLES_FP16, "=r,=r,=r,=r,r", [packed], dtype=(tl.float16, tl.float16), is_pure=False, pack=4
         )
     return low, high
 
@@ -76,12 +108,46 @@ def bias(compute: tl.dtype) -> float:
     return {tl.bfloat16: 128.0, tl.float16: 1024.0}.get(compute, 0.0)
 
 
+def unit(kind: int, compute: tl.dtype) -> float:
+    """What `fp8_codes` and `int8_codes` divide codes by, so that scaled probabilities, which fp16
+    multiplies with them, are not so small that it can't hold them."""
+    if kind == FP8.value:
+        return 256.0
+    return 128.0 if kind == INT8.value and compute == tl.float16 else 1.0
+
+
+@triton.jit
+def int8_codes(codes, COMPUTE: tl.constexpr):
+    """INT8 codes as COMPUTE numbers, divided by `unit`."""
+    if COMPUTE == tl.float32:
+        values = codes.to(tl.float32)
+    elif INTERPRETED:
+        values = (codes.to(tl.float32) * (1.0 / 128.0 if COMPUTE == tl.float16 else 1.0)).to(COMPUTE)
+    elif COMPUTE == tl.bfloat16:
+        values = tl.inline_asm_elementwise(
+            _SPREAD_INT8_BF16, "=r,=r,r", [codes], dtype=tl.bfloat16, is_pure=False, pack=4
+        )
+    else:
+        values = tl.inline_asm_elementwise(
+            _SPREAD_INT8_FP16, "=r,=r,r", [codes], dtype=tl.float16, is_pure=False, pack=4
+        )
+    return values
+
+
+@triton.jit
+def scale_and_minimum(words):
+    """A group's 32-bit words -> scale and minimum, fp32."""
+    scale = words.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+    minimum = (words >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+    return scale, minimum
+
+
 @triton.jit
 def fp8_codes(codes, COMPUTE: tl.constexpr):
     """E4M3FN bytes uint8 -> their values divided by 256, by integer operations on any GPU."""
     if COMPUTE == tl.float16 and not INTERPRETED:
         values = tl.inline_asm_elementwise(
-            _SPREAD_FP8, "=r,=r,r", [codes], dtype=tl.float16, is_pure=True, pack=4
+            _SPREAD_FP8, "=r,=r,r", [codes], dtype=tl.float16, is_pure=False, pack=4
         )
     else:
         wide = codes.to(tl.int16)

@@ -97,8 +97,9 @@ def _quantize_groups(x, scales, at, inside, col, DIM: tl.constexpr, GROUP: tl.co
         scale = _as_scale(tl.div_rn(high - start, 15.0))
         code = tl.floor(tl.div_rn(x - start[:, None], scale[:, None]) + 0.5)
         q = tl.where(own, tl.minimum(tl.maximum(code, 0.0), 15.0), q)
-        tl.store(scales + at + 2 * group, scale.to(tl.float16), mask=inside)
-        tl.store(scales + at + 2 * group + 1, minimum, mask=inside)
+        low_half = scale.to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
+        high_half = minimum.to(tl.int16, bitcast=True).to(tl.int32) << 16
+        tl.store(scales + at + group, high_half | low_half, mask=inside)
     return q.to(tl.uint8)
 
 

@@ -94,7 +94,7 @@ def test_sequences_may_share_blocks() -> None:
     compare(rows_like_kv(2, 6, 64, 9), cache, shared.batch([1, 1], [40, 40]))
 
 
-@pytest.mark.parametrize("kv", ["int4", "int4_g16_rot", "fp8", "fp8/int4", "fp16"])
+@pytest.mark.parametrize("kv", ["int4", "int4_g16_rot", "fp8", "int8", "fp8/int4", "fp16"])
 def test_products_in_fp16_with_biased_codes_and_scaled_rows(kv: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU: codes carry a bias of 1,024, FP8 is divided by 256, rows of q by a power of two."""
     monkeypatch.setattr(kernel, "_compute_dtype", lambda code, q: tl.float16)

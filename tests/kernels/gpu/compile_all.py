@@ -88,6 +88,7 @@ def kernels(kv: str, dtype: torch.dtype, dims: tuple[int, int]) -> dict[str, tup
         torch.zeros(16, dtype=torch.int64),
     )
     k, v = part_arguments("k", layer), part_arguments("v", layer)
+    paired_k, paired_v = (attend._with_paired_scales(x, part_arguments(x, layer), layer) for x in ("k", "v"))
     gpu_q: Any = SimpleNamespace(device=torch.device("cuda"), dtype=dtype)
     common = {
         **dict.fromkeys(("tiles_ptr", "first_ptr", "new_ptr", "context_ptr", "tables_ptr"), ints),
@@ -95,7 +96,7 @@ def kernels(kv: str, dtype: torch.dtype, dims: tuple[int, int]) -> dict[str, tup
         **{"skip_last": 0, "split_keys": 2048, "lse_part": 512, "Q_HEADS": Q_HEADS, "SINKS": False},
         **{"SHARE": Q_HEADS // KV_HEADS, "out_part": 1 << 16, "out_token": 4096, "out_head": 128},
         **{"scale": 0.1, "softcap": 1.0, "window": 0, "table_stride": 128, "BLOCK_SIZE": BLOCK_SIZE},
-        **{"WINDOW": False, "SOFTCAP": False, "q_ptr": q, **dense_strides("q", q), **k, **v},
+        **{"WINDOW": False, "SOFTCAP": False, "q_ptr": q, **dense_strides("q", q), **paired_k, **paired_v},
         **attend._computing("K", k, gpu_q, layer),
         **attend._computing("V", v, gpu_q, layer),
     }

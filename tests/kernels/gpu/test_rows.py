@@ -9,6 +9,10 @@ import triton.language as tl
 from kvq.kernels.codec import e4m3
 from kvq.kernels.gpu import rows
 
+INSTRUCTION = re.compile(
+    r"(and|or|xor|shr|prmt|fma|mov)\.(?:rn\.)?([bu]32|b?f16x2) (\S+), (\S+?)(?:, (\S+?))?(?:, (\S+))?;"
+)
+
 
 def run(program: str, value: int, outputs: int) -> list[int]:
     """Carry out the few PTX instructions that the kernels use; $0... are outputs, the last the input."""
@@ -17,19 +21,32 @@ def run(program: str, value: int, outputs: int) -> list[int]:
     def read(name: str) -> int:
         return int(name, 16) if name.startswith("0x") else int(name) if name.isdigit() else registers[name]
 
+    def lanes(name: str) -> torch.Tensor:
+        bits = [read(name) >> shift & 0xFFFF for shift in (0, 16)]
+        return torch.tensor(bits, dtype=torch.int32).to(torch.int16)
+
     for line in program.replace("{{", "{").replace("}}", "}").splitlines():
-        found = re.fullmatch(r"(and|or|shr|prmt)\.[bu]32 (\S+), (\S+), (\S+?)(?:, (\S+))?;", line.strip())
+        found = INSTRUCTION.fullmatch(line.strip())
         if not found:
             assert line.strip() in ("", "{", "}") or line.startswith(".reg"), line
             continue
-        name, into, *arguments = found.groups()
+        name, kind, into, *arguments = found.groups()
+        if name == "mov":
+            registers[into] = read(arguments[0])
+            continue
         a, b = read(arguments[0]), read(arguments[1])
+        if name == "fma":
+            dtype = torch.bfloat16 if kind == "bf16x2" else torch.float16
+            x, y, z = (lanes(argument).view(dtype).double() for argument in arguments)
+            low, high = (x * y + z).to(dtype).view(torch.int16).int().tolist()
+            registers[into] = (low & 0xFFFF) | (high & 0xFFFF) << 16
+            continue
         if name == "prmt":  # PTX ISA, prmt: byte i of the result is the byte of {b, a} that nibble i names
             pool = [a >> 8 * i & 0xFF for i in range(4)] + [b >> 8 * i & 0xFF for i in range(4)]
             selector = read(arguments[2])
             registers[into] = sum(pool[selector >> 4 * i & 7] << 8 * i for i in range(4))
         else:
-            registers[into] = {"and": a & b, "or": a | b, "shr": a >> b}[name]
+            registers[into] = {"and": a & b, "or": a | b, "xor": a ^ b, "shr": a >> b}[name]
     return [registers[f"${i}"] for i in range(outputs)]
 
 
@@ -65,3 +82,19 @@ def test_fp8_bytes_become_their_values_over_256() -> None:
         word = sum(x << 8 * i for i, x in enumerate(packed))
         want = e4m3.decode(torch.tensor(packed, dtype=torch.uint8)) / 256
         assert halves(run(rows._SPREAD_FP8.value, word, 2), torch.float16) == want.tolist()
+
+
+@pytest.mark.parametrize(
+    ("program", "dtype", "compute"),
+    [
+        (rows._SPREAD_INT8_BF16, torch.bfloat16, tl.bfloat16),
+        (rows._SPREAD_INT8_FP16, torch.float16, tl.float16),
+    ],
+    ids=["bf16", "fp16"],
+)
+def test_int8_bytes_become_their_values(program: tl.constexpr, dtype: torch.dtype, compute: tl.dtype) -> None:
+    for code in range(-128, 128):
+        packed = [code, -code - 1, (code * 7 + 64) % 128, code // 2]
+        word = sum((x & 0xFF) << 8 * i for i, x in enumerate(packed))
+        want = [x / rows.unit(rows.INT8.value, compute) for x in packed]
+        assert halves(run(program.value, word, 2), dtype) == want
