@@ -120,7 +120,7 @@ def plan_layout(
     """
     if not isinstance(order, BlockOrder):
         raise ConfigError(f"order must be a BlockOrder, got {order!r}; use BlockOrder({order!r})")
-    if not isinstance(block_size, int) or not 1 <= block_size <= MAX_BLOCK_SIZE:
+    if type(block_size) is not int or not 1 <= block_size <= MAX_BLOCK_SIZE:
         raise ConfigError(f"block_size must be 1 to {MAX_BLOCK_SIZE} tokens, got {block_size}; 32 is usual")
     check_recipe_fits(geometry, recipe)
     groups = tuple(

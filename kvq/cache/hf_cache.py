@@ -27,7 +27,7 @@ class KvqCache(Cache):  # type: ignore[misc]
 
     With any attention of transformers, each layer's rows are dequantized into scratch memory that
     all layers share, anew in every step. With `model.set_attn_implementation("kvq")` attention
-    reads the blocks instead, on a CPU through the same scratch memory, and need not undo rotations.
+    reads the blocks instead, the faster way wherever compiled kernels run (`kvq doctor`).
 
     For inference: no gradients flow through it. Padding goes on the left; with "kvq" it takes no
     blocks, otherwise it is stored like other tokens. A sliding-window layer's pool holds its window
@@ -63,9 +63,9 @@ class KvqCache(Cache):  # type: ignore[misc]
             ConfigError: an unknown family or format, an encoder-decoder, static scales missing, or
                 an option out of range.
         """
-        if max_tokens is not None and (not isinstance(max_tokens, int) or max_tokens < 1):
+        if max_tokens is not None and (type(max_tokens) is not int or max_tokens < 1):
             raise ConfigError(f"max_tokens must be a positive number of tokens per row, got {max_tokens!r}")
-        if not isinstance(residual_length, int) or residual_length < 0:
+        if type(residual_length) is not int or residual_length < 0:
             raise ConfigError(f"residual_length must be a number of tokens per row, got {residual_length!r}")
         check_backend(backend)
         register_attention()
@@ -116,7 +116,8 @@ class KvqCache(Cache):  # type: ignore[misc]
             RequestError: a positive number, more tokens than there are, or a window that slid on
                 without `activate_past_recording`.
         """
-        count, length, rows = -tokens_to_remove, self._state.length, self._state.rows
+        length, rows = self._state.length, self._state.rows
+        count = -tokens_to_remove if isinstance(tokens_to_remove, int) else -1
         if count < 0 or count > length:
             raise RequestError(
                 f"crop takes 0 to minus the {length} cached tokens, got {tokens_to_remove}; a negative "
@@ -164,6 +165,7 @@ class KvqCache(Cache):  # type: ignore[misc]
         if self._state.rows is not None:
             self._state.rows.manager.check_integrity()
 
+    @torch.inference_mode(False)
     def __deepcopy__(self, memo: dict[int, Any]) -> "KvqCache":
         """A copy with its own blocks; the model's config stays shared, scratch memory does not."""
         state = self._state

@@ -12,6 +12,8 @@ from kvq.errors import RequestError
 from kvq.formats import KVRecipe
 from kvq.layout import BlockOrder, KVLayout, plan_layout
 
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CacheOptions:
@@ -64,10 +66,11 @@ class CacheState:
         shape = self.config.received.layers[layer]
         for name, x, dim in (("K", k, shape.k_head_dim), ("V", v, shape.v_head_dim)):
             expected = (k.shape[0], shape.kv_heads, k.shape[2], dim)
-            if x.shape != expected or not x.is_floating_point():
+            if x.shape != expected or x.dtype not in _DTYPES:
                 raise RequestError(
-                    f"layer {layer}: {name} must be a float tensor [batch, {shape.kv_heads} heads, tokens, "
-                    f"{dim}], got {x.dtype} {list(x.shape)}; is the cache made from this model's config?"
+                    f"layer {layer}: {name} must be fp32, bf16 or fp16 [batch, {shape.kv_heads} heads, "
+                    f"tokens, {dim}], got {x.dtype} {list(x.shape)}; is the cache made from this "
+                    f"model's config?"
                 )
         if not self.length:
             self._reopen(k, v)

@@ -64,7 +64,7 @@ class KVCache:
                 spec = _kernel_spec(geometry, layout, layer)
                 self._write[index] = select("write_kv", spec, where, backend)
                 self._attend[index] = select("attend", spec, where, backend)
-                self._gather[index] = select("gather_dense", spec, where)
+                self._gather[index] = select("gather_dense", spec, where, backend)
             # Every backend moves the same bytes, so the user's choice of one does not matter here.
             self._copy.append(select("copy_blocks", _kernel_spec(geometry, layout, group.layers[0]), where))
             self._make_views(group.group.index)

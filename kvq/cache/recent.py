@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from kvq.cache.memory import allocate_bytes
 from kvq.kernels.codec import rotate
 
 
@@ -49,6 +50,14 @@ class RecentRows:
             tail.k, tail.v = tail.k[indices], tail.v[indices]
 
 
+def _rows_of(x: Tensor, room: int) -> Tensor:
+    """Zeros [batch, kv_heads, room, dim] for rows such as `x`."""
+    shape = torch.Size((*x.shape[:2], room, x.shape[3]))
+    nbytes = shape.numel() * x.element_size()
+    memory = allocate_bytes(nbytes, x.device, purpose="KvqCache's recent tokens")
+    return memory.view(x.dtype).view(shape)
+
+
 class _Tail:
     """One layer's recent rows: the last `held` before place `end` of two buffers.
 
@@ -59,9 +68,7 @@ class _Tail:
     def __init__(self, k: Tensor, v: Tensor, limit: int) -> None:
         """Empty buffers for rows such as `k` and `v`; made during inference, they'd be fit for it only."""
         room = limit + -(-limit // 4)
-        self.k, self.v = (
-            torch.zeros(*x.shape[:2], room, x.shape[3], dtype=x.dtype, device=x.device) for x in (k, v)
-        )
+        self.k, self.v = (_rows_of(x, room) for x in (k, v))
         self.held = self.end = 0
 
     def push(self, k: Tensor, v: Tensor, limit: int) -> tuple[Tensor, Tensor]:

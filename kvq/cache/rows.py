@@ -9,9 +9,9 @@ from kvq.blockmgr import BlockManager, Sequence
 from kvq.cache.dense_attention import dense_attention
 from kvq.cache.kv_cache import KVCache
 from kvq.cache.recent import RecentRows, put_over
-from kvq.cache.recent_attention import attend_both, can_attend_both
+from kvq.cache.recent_attention import attend_both
 from kvq.cache.scratch import DenseScratch
-from kvq.errors import ConfigError, OutOfBlocks, RequestError
+from kvq.errors import OutOfBlocks, RequestError
 from kvq.formats import KVRecipe
 from kvq.geometry import ModelGeometry
 from kvq.kernels import Device, KernelSpec, SequenceBatch, select
@@ -86,7 +86,8 @@ class BatchRows:
         self.length = 0
         self.padding = [0] * batch
         self.counts: list[int] = []  # tokens that each row got in the last step
-        self.bad_rows = torch.zeros(batch, dtype=torch.bool, device=self.device)
+        with torch.inference_mode(False):  # else it could not be written outside of it
+            self.bad_rows = torch.zeros(batch, dtype=torch.bool, device=self.device)
         self.batches: list[SequenceBatch] = []  # of the last step, per layer group
         self._place: Tensor | None = None  # where its tokens lie in [batch * count], if not everywhere
         self._may_copy = False
@@ -157,26 +158,15 @@ class BatchRows:
         [batch, count, q_heads, v_head_dim], zero where a token is padding. Where only
         the reference kernel runs, blocks are dequantized into `scratch` for torch's own attention, if
         that knows the layer's kind.
-
-        Raises:
-            ConfigError: recent tokens are wanted as they came by a kind of attention that can't mask
-                the padding among them.
         """
         window, batch = self.geometry.layers[layer].window, self.batches[self.blocks.group_of[layer]]
         exact = None if self.recent is None else self.recent.take(layer, *new)
-        splits = exact is None or can_attend_both(batch, exact[0].shape[2])
-        plain = softcap is None and sinks is None
-        if plain and (not splits or self._prefers_dense[layer]):
+        if self._prefers_dense[layer] and softcap is None and sinks is None:
             out = dense_attention(
                 self.scratch, self.blocks, layer, q, batch, scale=scale, window=window, recent=exact
             )
             if out is not None:
                 return out
-        if not splits:
-            raise ConfigError(
-                f"residual_length does not go with attn_implementation='kvq' in {self.geometry.model_type} "
-                f"over padded rows (sinks, softcaps or windows); leave it out, or choose 'sdpa' or 'eager'"
-            )
         options: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap, "sinks": sinks}
         if exact is None:
             packed, _ = self.blocks.attend(layer, self._packed(q), batch, **options)
@@ -247,9 +237,10 @@ class BatchRows:
         self.sequences = rows
         self.padding = [self.padding[index] for index in indices]
         picked = torch.tensor(indices, device=self.device)
-        self.bad_rows = self.bad_rows[picked]
-        if self.recent is not None:
-            self.recent.select(picked)
+        with torch.inference_mode(False):
+            self.bad_rows = self.bad_rows[picked.clone()]
+            if self.recent is not None:
+                self.recent.select(picked.clone())
 
     def _packed(self, x: Tensor) -> Tensor:
         """[batch, heads, count, dim] -> [tokens, heads, dim] without the padding."""

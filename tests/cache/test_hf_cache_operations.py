@@ -316,9 +316,9 @@ def test_calls_that_do_not_fit_are_refused_by_name() -> None:
         with pytest.raises(RequestError, match="holds 2 rows, got a batch of 1"):
             model(ids[:1], past_key_values=cache)
         row = torch.randn(2, 2, 1, 16)
-        with pytest.raises(RequestError, match="float tensor"):
+        with pytest.raises(RequestError, match="must be fp32, bf16 or fp16"):
             cache.update(row.long(), row.long(), 0)
-        with pytest.raises(RequestError, match="float tensor"):
+        with pytest.raises(RequestError, match="must be fp32, bf16 or fp16"):
             cache.update(row[..., :8], row, 0)
         with pytest.raises(RequestError, match="one dtype"):
             cache.update(row.half(), row.half(), 0)
@@ -390,3 +390,45 @@ def test_bf16_models_get_bf16_rows() -> None:
             out = generate(model, cache, ids, mask, output_logits=True, return_dict_in_generate=True)
             assert out.logits[0].dtype in (torch.bfloat16, torch.float32)
             assert torch.isfinite(out.logits[-1]).all()
+
+
+@pytest.mark.parametrize("recent", [0, 6])
+@pytest.mark.parametrize("attention", ["sdpa", "kvq"])
+def test_a_cache_may_be_used_in_and_out_of_inference_mode(attention: str, recent: int) -> None:
+    model = family_model("llama")
+    model.set_attn_implementation(attention)
+    ids = torch.tensor([random_tokens(12, seed=1), random_tokens(12, seed=2)])
+    cache = KvqCache(model.config, kv="int4", block_size=8, residual_length=recent)
+    with torch.inference_mode():
+        model(ids, past_key_values=cache)
+        cache.reorder_cache(torch.tensor([1, 0]))
+        twin = copy.deepcopy(cache)
+    with torch.no_grad():
+        a = model(ids[:, :1], past_key_values=cache).logits
+        b = model(ids[:, :1], past_key_values=twin).logits
+    assert torch.equal(a, b)
+    cache.crop(-3)
+    with torch.inference_mode():
+        model(ids[:, :2], past_key_values=cache)
+    cache.check_integrity()
+
+
+def test_a_dtype_that_blocks_do_not_know_is_refused_before_anything_is_stored() -> None:
+    model = copy.deepcopy(family_model("llama")).double()
+    model.set_attn_implementation("sdpa")
+    cache = KvqCache(model.config)
+    with pytest.raises(RequestError, match="must be fp32, bf16 or fp16"):
+        model(torch.tensor([[1, 2]]), past_key_values=cache)
+
+
+def test_crop_takes_whole_numbers_and_changes_nothing_otherwise() -> None:
+    model = family_model("llama")
+    model.set_attn_implementation("sdpa")
+    cache = KvqCache(model.config)
+    with torch.inference_mode():
+        model(torch.tensor([[1, 2, 3]]), past_key_values=cache)
+    with pytest.raises(RequestError, match="crop takes 0 to minus"):
+        cache.crop(-1.0)
+    assert cache.get_seq_length() == 3
+    cache.crop(-1)
+    assert cache.get_seq_length() == 2

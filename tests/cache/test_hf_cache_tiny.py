@@ -44,7 +44,7 @@ def test_a_thousand_tokens_in_int4_hold_less_than_a_third_of_bf16(
 @pytest.mark.parametrize("attention", ["sdpa", "kvq"])
 def test_int4_tokens_are_those_of_kvqs_own_sessions_up_to_a_near_tie(tiny: Any, attention: str) -> None:
     own = tiny.with_kv("int4")
-    prompt = tiny.tokenizer(_TEXT)["input_ids"][3:60]
+    prompt = tiny.tokenizer(_TEXT)["input_ids"][3:943]  # with 60 more, 1,000 tokens
     session = own.session(max_tokens=len(prompt) + 60)
     sequence = session.new_sequence()
     logits = [session.forward([(sequence, prompt)])[0].logits[-1]]

@@ -10,7 +10,7 @@ from transformers import DynamicCache
 
 from kvq.cache import KvqCache
 from kvq.cache.recent import RecentRows
-from kvq.errors import ConfigError
+from kvq.errors import ConfigError, OutOfMemory
 from tests.cache.hf_kit import dense_attention_name, family_model, generate, left_padded
 from tests.helpers_models import random_tokens
 
@@ -124,16 +124,27 @@ def test_sinks_softcaps_and_windows_see_recent_rows_too(family: str) -> None:
     assert every < 1e-5 < few < none
 
 
-def test_padding_among_recent_rows_is_refused_where_it_can_not_be_masked() -> None:
-    model = family_model("gpt_oss")
+@pytest.mark.parametrize("family", ["llama", "gpt_oss", "gemma2", "mistral"])
+def test_padded_rows_shorter_than_the_recent_tokens_see_their_own(family: str) -> None:
+    model = family_model(family)
     model.set_attn_implementation("kvq")
-    ids, mask = left_padded([9, 3])
-    cache = KvqCache(model.config, kv="int8", residual_length=8)
-    with pytest.raises(ConfigError, match=r"residual_length does not go with .* in gpt_oss over padded rows"):
-        model(ids, attention_mask=mask, past_key_values=cache)
+    ids, mask = left_padded([21, 5, 13])
+    outs = []
+    for kv, recent in (("fp32", 0), ("int2_g4", 64), ("int2_g4", 8)):
+        cache = KvqCache(model.config, kv=kv, block_size=8, residual_length=recent)
+        outs.append(generate(model, cache, ids, mask))
+        cache.check_integrity()
+    assert torch.equal(outs[0], outs[1]), "all rows are recent: as if nothing were quantized"
+    assert outs[2].shape == outs[0].shape
 
 
-@pytest.mark.parametrize("bad", [-1, 1.5, "many"])
+@pytest.mark.parametrize("bad", [-1, 1.5, "many", True])
 def test_a_residual_length_is_a_number_of_tokens(bad: Any) -> None:
     with pytest.raises(ConfigError, match="residual_length must be a number of tokens"):
         KvqCache(family_model("llama").config, residual_length=bad)
+
+
+def test_more_recent_tokens_than_memory_are_refused_as_that() -> None:
+    cache = KvqCache(family_model("llama").config, residual_length=10**9)
+    with pytest.raises(OutOfMemory, match="recent tokens"):
+        family_model("llama")(torch.tensor([[1, 2]]), past_key_values=cache)

@@ -336,7 +336,7 @@ inline bool blocks_exist(const Call& call) {
             first = oldest > 0 ? oldest / size : 0;
         }
         int last = (context - call.batch.skip_last + size - 1) / size;
-        if (last > call.batch.table_stride) return false;
+        if (last > call.batch.table_width) return false;
         for (int i = first; i < last; i++)
             if (table[i] < 0 || table[i] >= call.layer.num_blocks) return false;
     }

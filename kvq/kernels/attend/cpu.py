@@ -31,10 +31,14 @@ def attend(
     """
     tokens, q_heads, _ = q.shape
     check_shape("q", q, q_heads, kv.formats.k_head_dim)
-    if tokens != sum(batch.query_lens) or len(batch.tables) < len(batch.query_lens):
+    new, contexts = batch.query_lens, batch.context_lens
+    if tokens != sum(new) or len(contexts) != len(new) or len(batch.tables) < len(new) or skip_last < 0:
         raise ConfigError(
-            f"q holds {tokens} tokens and tables {len(batch.tables)} rows, query_lens are {batch.query_lens}"
+            f"q holds {tokens} tokens, query_lens are {new}, context_lens {contexts}, tables have "
+            f"{len(batch.tables)} rows, skip_last is {skip_last}; they don't belong together"
         )
+    if any(not 0 <= count <= context for count, context in zip(new, contexts, strict=True)):
+        raise ConfigError(f"every query_len must be 0 to its context_len, got {new} and {contexts}")
     if q_heads % kv.k.codes.shape[1] or (sinks is not None and sinks.shape != (q_heads,)):
         raise ConfigError(f"{q_heads} query heads don't fit {kv.k.codes.shape[1]} KV heads, or the sinks")
     queries, kept_q = dense_of(q)

@@ -231,7 +231,7 @@ def _store_rows(
         total = total * decay + tl.exp2(sink - safe)
         out = out * decay[:, None]
         top = higher
-    seen = total > 0
+    seen = total != 0  # NaN stays NaN
     out = tl.where(seen[:, None], out / tl.where(seen, total, 1.0)[:, None], 0.0)
     lse = tl.where(seen, (top + tl.log2(tl.where(seen, total, 1.0))) * _LN_2, float("-inf"))
     if ROTATED > 1:

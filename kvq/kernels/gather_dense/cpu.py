@@ -5,6 +5,7 @@ import ctypes
 import torch
 from torch import Tensor
 
+from kvq.errors import ConfigError
 from kvq.kernels.native.library import check, loaded
 from kvq.kernels.native.structs import DTYPES, Gathered, Positions, entries_of, layer_of
 from kvq.kernels.paged import PagedKV
@@ -23,13 +24,21 @@ def gather_dense(
 
     Raises:
         IndexError: a table names a block outside the pool.
+        ConfigError: positions or shapes that don't fit.
     """
     tables = entries_of(tables)
+    shape = (tables.shape[0], kv.k.codes.shape[1], end - start)
+    dims = (kv.formats.k_head_dim, kv.formats.v_head_dim)
+    if not 0 <= start <= end:
+        raise ConfigError(f"positions must be 0 <= start <= end, got {start} and {end}")
     if out is None:
-        shape = (tables.shape[0], kv.k.codes.shape[1], end - start)
-        dims = (kv.formats.k_head_dim, kv.formats.v_head_dim)
         out = (torch.empty(*shape, dims[0]), torch.empty(*shape, dims[1]))
-    positions = Positions(tables.data_ptr(), tables.stride(0), len(tables), start, end, kv.block_size)
+    for x, dim in zip(out, dims, strict=True):
+        if x.shape != (*shape, dim) or x.dtype not in DTYPES:
+            raise ConfigError(f"out must be float {[*shape, dim]}, got {x.dtype} {list(x.shape)}")
+    positions = Positions(
+        tables.data_ptr(), tables.stride(0), tables.shape[1], len(tables), start, end, kv.block_size
+    )
     k, v = (_gathered(x) for x in out)
     check(
         loaded().gather_dense(

@@ -28,7 +28,7 @@ inline void gather_rows(const KvqRows& rows, const KvqPositions& from, const Kvq
 
 inline bool blocks_exist(const KvqLayer& layer, const KvqPositions& from) {
     int first = from.start / from.block_size, last = (from.end + from.block_size - 1) / from.block_size;
-    if (from.start < from.end && last > from.table_stride) return false;
+    if (from.start < from.end && last > from.table_width) return false;
     for (int s = 0; s < from.sequences; s++)
         for (int i = first; i < last; i++) {
             int32_t block = from.tables[s * from.table_stride + i];

@@ -5,11 +5,21 @@ import ctypes
 import torch
 from torch import Tensor
 
+from kvq.errors import ConfigError
 from kvq.kernels.native.library import check, loaded
 
 
 def merge_partials(outs: Tensor, lses: Tensor, sinks: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Do what the reference does; see there."""
+    """Do what the reference does; see there.
+
+    Raises:
+        ConfigError: shapes that don't fit each other.
+    """
+    if lses.shape != outs.shape[:3] or (sinks is not None and sinks.shape != outs.shape[2:3]):
+        raise ConfigError(
+            f"outs are {list(outs.shape)}, so lses must be {list(outs.shape[:3])} and sinks "
+            f"[{outs.shape[2]}], got {list(lses.shape)} and {None if sinks is None else list(sinks.shape)}"
+        )
     outs, lses = outs.float().contiguous(), lses.float().contiguous()
     parts, tokens, heads, dim = outs.shape
     sinks = None if sinks is None else sinks.float().contiguous()

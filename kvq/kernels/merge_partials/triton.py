@@ -53,10 +53,10 @@ def _merge_kernel(
         decay, weight = tl.exp(top - safe), tl.exp(part_lse - safe)
         total = total * decay + weight
         # An empty part may hold anything.
-        merged = merged * decay + tl.where(weight > 0, part, 0.0) * weight
+        merged = merged * decay + tl.where(weight == 0, 0.0, part) * weight
         top = higher
         at += part_rows
-    seen = total > 0
+    seen = total != 0
     safe_total = tl.where(seen, total, 1.0)
     tl.store(out_ptr + row * DIM + col, merged / safe_total, mask=col < DIM)
     tl.store(lse_ptr + row, tl.where(seen, top + tl.log(safe_total), float("-inf")))

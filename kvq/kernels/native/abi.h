@@ -36,16 +36,18 @@ struct KvqDense {
 struct KvqBatch {
     const int32_t* query_lens;    // [sequences]
     const int32_t* context_lens;  // [sequences]
-    const int32_t* tables;        // [sequences, blocks of the longest]
+    const int32_t* tables;        // [sequences, table_width]
     int64_t table_stride;         // entries
+    int32_t table_width;
     int32_t sequences;
     int32_t skip_last;  // keys at every sequence's end that are left out
 };
 
 // The positions [start, end) of several sequences.
 struct KvqPositions {
-    const int32_t* tables;  // [sequences, blocks of the longest]
+    const int32_t* tables;  // [sequences, table_width]
     int64_t table_stride;   // entries
+    int32_t table_width;
     int32_t sequences, start, end, block_size;
 };
 

@@ -41,7 +41,8 @@ def variants() -> list[Library] | str:
     path = _path()
     if path is None:
         return (
-            "the C++ kernels were not built; install a C++ compiler (gcc or clang) and kvq-toolkit once more"
+            "the C++ kernels were not built; install a C++ compiler (gcc or clang) and kvq-toolkit once "
+            "more, with `pip install -v` to see what it says"
         )
     try:
         library = ctypes.CDLL(str(path))

@@ -62,6 +62,7 @@ class Batch(ctypes.Structure):
         ("context_lens", POINTER(c_int32)),
         ("tables", c_void_p),
         ("table_stride", c_int64),
+        ("table_width", c_int32),
         ("sequences", c_int32),
         ("skip_last", c_int32),
     )
@@ -73,6 +74,7 @@ class Positions(ctypes.Structure):
     _fields_ = (
         ("tables", c_void_p),
         ("table_stride", c_int64),
+        ("table_width", c_int32),
         ("sequences", c_int32),
         ("start", c_int32),
         ("end", c_int32),
@@ -146,14 +148,20 @@ def batch_of(batch: SequenceBatch, skip_last: int) -> tuple[Batch, Tensor]:
         array = c_int32 * len(batch.query_lens)
         lens = _batches[batch] = (array(*batch.query_lens), array(*batch.context_lens))
     tables = entries_of(batch.tables)
-    return Batch(*lens, tables.data_ptr(), tables.stride(0), len(batch.query_lens), skip_last), tables
+    found = Batch(
+        *lens, tables.data_ptr(), tables.stride(0), tables.shape[1], len(batch.query_lens), skip_last
+    )
+    return found, tables
 
 
 def entries_of(tables: Tensor) -> Tensor:
-    """`tables` [sequences, blocks] as int32 with contiguous rows, copied only if it must be."""
-    if tables.dtype is not torch.int32 or tables.stride(1) != 1:
-        tables = tables.int().contiguous()
-    return tables
+    """`tables` [sequences, blocks] as int32 with contiguous rows, copied only if it must be.
+
+    Numbers too large for int32 stay too large for any pool.
+    """
+    if tables.dtype is not torch.int32:
+        tables = tables.clamp(-1, torch.iinfo(torch.int32).max).int()
+    return tables if tables.stride(1) == 1 else tables.contiguous()
 
 
 def _rows(rows: PagedRows, fmt: KVFormat, dim: int) -> Rows:

@@ -34,16 +34,21 @@ inline void store(float* p, vf x) { memcpy(p, &x, sizeof x); }
 
 inline vf all(float x) { return x - vf{}; }
 
+#if defined(__clang__)
+#define KVQ_SHUFFLE __builtin_shufflevector
+#else  // GCC knows that name from version 12 on
+#define KVQ_SHUFFLE(a, b, ...) __builtin_shuffle(a, b, vi{__VA_ARGS__})
+#endif
+
 // [sums of neighbours of a, sums of neighbours of b]
 inline vf add_neighbours(vf a, vf b) {
 #if defined(__AVX512F__)
-    return __builtin_shufflevector(a, b, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30) +
-           __builtin_shufflevector(a, b, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
+    return KVQ_SHUFFLE(a, b, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30) +
+           KVQ_SHUFFLE(a, b, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
 #elif defined(__AVX2__)
-    return __builtin_shufflevector(a, b, 0, 2, 4, 6, 8, 10, 12, 14) +
-           __builtin_shufflevector(a, b, 1, 3, 5, 7, 9, 11, 13, 15);
+    return KVQ_SHUFFLE(a, b, 0, 2, 4, 6, 8, 10, 12, 14) + KVQ_SHUFFLE(a, b, 1, 3, 5, 7, 9, 11, 13, 15);
 #else
-    return __builtin_shufflevector(a, b, 0, 2, 4, 6) + __builtin_shufflevector(a, b, 1, 3, 5, 7);
+    return KVQ_SHUFFLE(a, b, 0, 2, 4, 6) + KVQ_SHUFFLE(a, b, 1, 3, 5, 7);
 #endif
 }
 
@@ -149,10 +154,9 @@ inline int hadamard_block(int dim) { return dim & -dim; }
 // One stage inside a register: lane i becomes x[i] + x[i + H] or x[i - H] - x[i].
 template <int H>
 inline vf butterfly(vf x) {
-    vi other;
-    vf sign;
-    for (int i = 0; i < W; i++) other[i] = i ^ H, sign[i] = i & H ? -1.0f : 1.0f;
-    return __builtin_shuffle(x, other) + x * sign;  // the product is exact
+    vf other, sign;  // shuffles and constants once the compiler is done
+    for (int i = 0; i < W; i++) other[i] = x[i ^ H], sign[i] = i & H ? -1.0f : 1.0f;
+    return other + x * sign;  // the product is exact
 }
 
 // Rotate a row in place whose blocks are whole registers.

@@ -110,3 +110,16 @@ def test_scores_far_from_zero_neither_overflow_nor_vanish(shift: float) -> None:
     expected, expected_lse = softmax_part(scores, values)
     torch.testing.assert_close(out, expected.float(), rtol=0, atol=2e-3)  # fp32 lse near 1e4 is 1e-3 apart
     torch.testing.assert_close(lse, (expected_lse + shift).float(), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_what_is_not_a_number_is_not_swallowed(bad: float) -> None:
+    part = softmax_part(*scores_and_values(9))
+    wrong = part[1].clone()
+    wrong[2, 1] = bad
+    out, lse = merge([part, (part[0], wrong)])
+    assert not torch.isfinite(out[2, 1]).any()
+    assert not torch.isfinite(lse[2, 1])
+    others = torch.ones(5, 3, dtype=torch.bool)
+    others[2, 1] = False
+    assert torch.isfinite(out[others]).all()

@@ -3,6 +3,7 @@
 import logging
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from kvq.formats import KVRecipe
 from kvq.kernels import Device, KernelSpec, registry, select
 from kvq.kernels.attend.cpu import attend
 from kvq.kernels.gather_dense.cpu import gather_dense
+from kvq.kernels.merge_partials.cpu import merge_partials
 from kvq.kernels.native import library, support
 from kvq.kernels.write_kv.cpu import write_kv
 from tests.kernels.kit import POISON, Tables, poisoned_cache, rows_like_kv
@@ -37,7 +39,10 @@ def test_every_variant_up_to_this_cpus_best_was_built() -> None:
 def test_without_the_library_the_reference_runs_and_one_line_says_what_to_install(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    reason = "the C++ kernels were not built; install a C++ compiler (gcc or clang) and kvq-toolkit once more"
+    reason = (
+        "the C++ kernels were not built; install a C++ compiler (gcc or clang) and kvq-toolkit once "
+        "more, with `pip install -v` to see what it says"
+    )
     monkeypatch.setattr(library, "_path", lambda: None)
     library.variants.cache_clear()
     registry._log_fallback.cache_clear()
@@ -142,3 +147,32 @@ def test_shapes_that_do_not_fit_are_refused() -> None:
     with pytest.raises(ConfigError, match="sinks"):
         attend(rows_like_kv(1, 6, 48), kv, batch, scale=1.0, sinks=torch.zeros(3))
     assert (cache.pool(0) == POISON).all()
+
+
+def test_lengths_positions_and_partials_that_do_not_fit_are_refused() -> None:
+    kv = poisoned_cache("int4", [(48, 60)], fill=0).layer(0)
+    batch = Tables([[0, 1], [2, 3]], 5).batch([1, 1], [7, 7])
+    q = rows_like_kv(2, 6, 48)
+    for wrong in (
+        {"query_lens": (3, -1)},
+        {"context_lens": (7,)},
+        {"context_lens": (7, 0)},
+        {"tables": batch.tables[:1]},
+    ):
+        with pytest.raises(ConfigError):
+            attend(q, kv, replace(batch, **wrong), scale=1.0)
+    with pytest.raises(IndexError):  # a slice of a wider table is not read beyond its columns
+        attend(q, kv, replace(batch, tables=batch.tables[:, :1]), scale=1.0)
+    with pytest.raises(IndexError):
+        attend(q, kv, replace(batch, tables=batch.tables.long() + (1 << 32)), scale=1.0)
+    same = torch.tensor([[0, 1]], dtype=torch.int32).expand(2, 2)  # stride 0: both share their blocks
+    assert attend(q, kv, replace(batch, tables=same), scale=1.0)[0].shape == (2, 6, 60)
+    for start, end in ((-3, 2), (4, 2)):
+        with pytest.raises(ConfigError, match="0 <= start <= end"):
+            gather_dense(kv, batch.tables, start, end)
+    with pytest.raises(ConfigError, match="out must be"):
+        gather_dense(kv, batch.tables, 0, 4, out=(torch.empty(2, 3, 4, 48), torch.empty(2, 3, 3, 60)))
+    with pytest.raises(ConfigError, match="so lses must be"):
+        merge_partials(torch.zeros(2, 5, 3, 8), torch.zeros(2, 5, 2))
+    with pytest.raises(ConfigError, match="so lses must be"):
+        merge_partials(torch.zeros(2, 5, 3, 8), torch.zeros(2, 5, 3), torch.zeros(2))
