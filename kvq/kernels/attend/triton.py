@@ -14,7 +14,14 @@ from kvq.kernels.attend.triton_kernel import attend_kernel, merge_kernel
 from kvq.kernels.gpu.kinds import KINDS
 from kvq.kernels.gpu.layer import dense_strides, part_arguments
 from kvq.kernels.gpu.rows import bias, unit
-from kvq.kernels.gpu.shapes import DECODE_ROWS, TileShape, decode_shape, extend_shape, split_keys
+from kvq.kernels.gpu.shapes import (
+    DECODE_ROWS,
+    MOST_DECODE_ROWS,
+    TileShape,
+    decode_shape,
+    extend_shape,
+    split_keys,
+)
 from kvq.kernels.paged import PagedKV, SequenceBatch
 
 
@@ -92,8 +99,8 @@ def _steps(batch: SequenceBatch, share: int, device: torch.device, shape: TileSh
             torch.tensor(x, dtype=torch.int32, device=device)
             for x in (first, batch.query_lens, batch.context_lens)
         )
-        few = [i for i, new in enumerate(batch.query_lens) if 0 < new * share <= DECODE_ROWS]
-        many = [i for i, new in enumerate(batch.query_lens) if new * share > DECODE_ROWS]
+        few = [i for i, new in enumerate(batch.query_lens) if 0 < new * share <= MOST_DECODE_ROWS]
+        many = [i for i, new in enumerate(batch.query_lens) if new * share > MOST_DECODE_ROWS]
         plans[share, shape.rows] = [
             _step(batch, few, share, DECODE_ROWS, lens, device, is_decode=True),
             _step(batch, many, share, shape.rows, lens, device, is_decode=False),

@@ -242,7 +242,11 @@ def _store_rows(
     tl.store(lse_ptr + lse_at, lse, mask=valid)
 
 
-@triton.jit
+# Numbers that change from step to step would else be compiled for: 1, multiples of 16, and others.
+_VARYING = ["table_stride", "window", "skip_last", "split_keys", "lse_part"]
+
+
+@triton.jit(do_not_specialize=_VARYING)
 def attend_kernel(
     q_ptr, out_ptr, lse_ptr, tiles_ptr, first_ptr, new_ptr, context_ptr, tables_ptr, sink_ptr,
     k_codes, k_scales, k_static, kc_block, kc_head, kc_slot: tl.constexpr,
@@ -394,7 +398,7 @@ def attend_kernel(
         )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["skip_last", "split_keys", "lse_part"])
 def merge_kernel(
     parts_ptr, part_lses_ptr, out_ptr, lse_ptr, tiles_ptr, first_ptr, new_ptr, context_ptr, sink_ptr,
     out_part, out_token, out_head, lse_part, skip_last, split_keys,

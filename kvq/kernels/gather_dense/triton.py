@@ -61,7 +61,7 @@ def gather_dense(
     return out
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_stride", "start", "end"])  # they change from step to step
 def _gather_kernel(
     out_ptr, tables_ptr, codes, scales, static, c_block, c_head, c_slot, s_block, s_head, s_slot,
     table_stride, out_sequence, out_head, out_token, start, end,

@@ -13,6 +13,7 @@ from torch import Tensor
 from kvq.kernels.paged import PagedKV
 
 DECODE_ROWS = 16  # query rows of a tile that splits its keys: the least that tensor cores take
+MOST_DECODE_ROWS = 64  # of one sequence and KV head: several such tiles, for drafts and many query heads
 TABLE = Path(__file__).with_name("shapes.json")
 _PROGRAMS = 8  # of a decode step per multiprocessor, at least, if there are keys enough
 _LEAST_SPLIT, _MOST_SPLIT = 256, 8192  # keys

@@ -30,7 +30,7 @@ def merge_partials(outs: Tensor, lses: Tensor, sinks: Tensor | None = None) -> t
     return out, lse
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["part_rows", "parts"])
 def _merge_kernel(
     outs_ptr, lses_ptr, sinks_ptr, out_ptr, lse_ptr, part_rows, parts,
     HEADS: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr, SINKS: tl.constexpr,

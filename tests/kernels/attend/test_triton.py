@@ -104,15 +104,15 @@ def test_products_in_fp16_with_biased_codes_and_scaled_rows(kv: str, monkeypatch
 
 
 def test_tiles_are_worked_out_once_for_all_layers() -> None:
-    cache, tables = filled("int4", (64, 64), [20, 30])
-    batch = tables.batch([1, 20], [20, 30])
+    cache, tables = filled("int4", (64, 64), [20, 40])
+    batch = tables.batch([1, 40], [20, 40])
     shape = kernel.extend_shape(cache.layer(1), torch.zeros(1, 6, 64))
     decode, extend = kernel._steps(batch, 2, torch.device("cpu"), shape)
     assert kernel._steps(batch, 2, torch.device("cpu"), shape)[0] is decode
     assert decode.tiles is not None
     assert extend.tiles is not None
     assert decode.tiles.tolist() == [[0, 0]]
-    assert extend.tiles.tolist() == [[1, row] for row in range(0, 40, shape.rows)]
+    assert extend.tiles.tolist() == [[1, row] for row in range(0, 80, shape.rows)]
     assert decode.longest == 20
 
 
