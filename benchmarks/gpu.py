@@ -101,8 +101,10 @@ def write(rivals: Path | None) -> list[dict]:
     return written + attention("decode 256 x 4096", shape, None, FORMATS, dense=False)
 
 
-def run_tests(reduced: bool) -> dict[str, Any]:
-    """The GPU test suite in a process of its own; with `reduced`, under compute-sanitizer."""
+def run_tests(reduced: bool, limit_s: float) -> dict[str, Any]:
+    """The GPU test suite in a process of its own, `limit_s` seconds at most; with `reduced`, under
+    compute-sanitizer.
+    """
     command = [sys.executable, "-m", "pytest", "tests/gpu", "-q", "-x", "-p", "no:cacheprovider"]
     if reduced:
         checker = shutil.which("compute-sanitizer")
@@ -110,7 +112,11 @@ def run_tests(reduced: bool) -> dict[str, Any]:
             return {"passed": None, "summary": "compute-sanitizer is not installed"}
         command = [checker, "--tool", "memcheck", "--error-exitcode", "9", *command, "-k", "reduced"]
     began = time.monotonic()
-    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    try:
+        run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=limit_s)
+    except subprocess.TimeoutExpired as late:
+        done = (late.stdout or b"").decode(errors="replace").strip().splitlines()
+        return {"passed": None, "summary": f"stopped after {limit_s:.0f} s: {done[-1] if done else ''}"}
     lines = run.stdout.strip().splitlines()
     if run.returncode:
         print("\n".join(lines[-60:]), run.stderr[-2000:], flush=True)
@@ -175,7 +181,7 @@ def main() -> None:
     parser.add_argument("--parts", default=",".join(PARTS), help=f"of {known}")
     parser.add_argument("--out", help="the JSON; default benchmarks/results/gpu-<device>-<date>.json")
     parser.add_argument("--rivals", type=Path, help="a folder with a rivals.py, see kvq bench attention")
-    parser.add_argument("--minutes", type=float, default=8.5, help="begin no part after so many")
+    parser.add_argument("--minutes", type=float, default=7.5, help="begin no part after so many")
     options = parser.parse_args()
     parts = options.parts.split(",")
     unknown = set(parts) - {*PARTS, "sanitizer", "tune"}
@@ -192,6 +198,7 @@ def main() -> None:
     checked: dict[str, Any] = {}
     rows: list[dict] = []
     skipped: list[str] = []
+    failed: dict[str, str] = {}
     measuring: dict[str, Callable[[Path | None], list[dict]]] = {
         "decode": decode,
         "long": long,
@@ -205,14 +212,18 @@ def main() -> None:
             continue
         print(f"{part} ...", flush=True)
         if part in ("tests", "sanitizer"):
-            checked[part] = run_tests(reduced=part == "sanitizer")
+            left = 60 * options.minutes - (time.monotonic() - began)
+            checked[part] = run_tests(part == "sanitizer", min(left, 300.0))
             print(checked[part]["summary"], flush=True)
             if checked[part]["passed"] is False:
                 break  # no figures of kernels that are wrong
-        elif part == "tune":
-            rows += tune()
-        else:
-            rows += measuring[part](options.rivals)
+            continue
+        try:
+            rows += tune() if part == "tune" else measuring[part](options.rivals)
+        except Exception as error:  # noqa: BLE001 one case out of memory, or wrong, must not lose the others
+            failed[part] = f"{type(error).__name__}: {str(error)[:500]}"
+            print(f"{part} failed: {failed[part]}", flush=True)
+            torch.cuda.empty_cache()
     device = torch.cuda.get_device_name()
     result = envelope(
         sys.argv,
@@ -222,6 +233,7 @@ def main() -> None:
         cuda=torch.version.cuda,
         tests=checked,
         skipped=skipped,
+        failed=failed,
         seconds=time.monotonic() - began,
     )
     result["versions"]["triton"] = __import__("triton").__version__
@@ -233,7 +245,7 @@ def main() -> None:
     for part in skipped:
         print(f"skipped for lack of time: {part}")
     print(f"written: {out.name}")
-    sys.exit(any(x["passed"] is False for x in checked.values()))
+    sys.exit(bool(failed) or any(x["passed"] is False for x in checked.values()))
 
 
 if __name__ == "__main__":

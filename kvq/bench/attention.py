@@ -187,6 +187,10 @@ def _third_parties(workload: Workload, folder: Path) -> Iterator[Contender]:
     It yields (name, kv, bytes read, run) with `run()` returning [sequences, new, q_heads, head_dim]
     of dense `q` [sequences, new, q_heads, head_dim] and `k`, `v` [sequences, kv_heads, tokens, head_dim].
     """
+    if not workload.is_even:
+        raise ConfigError(
+            "--rivals get dense K and V, so all sequences must be of one length; give --context N"
+        )
     path = folder / "rivals.py"
     spec = importlib.util.spec_from_file_location("rivals", path) if path.is_file() else None
     if spec is None or spec.loader is None:

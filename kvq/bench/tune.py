@@ -40,7 +40,8 @@ def tune(
     workload: Workload, kv: str, *, repeats: int = 9, progress: Callable[[], None] = lambda: None
 ) -> tuple[str, TileShape, list[dict[str, Any]]]:
     """Time every shape that compiles and is right; returns its key, the best shape and all rows."""
-    kind = "decode" if workload.new == 1 else "extend"
+    height = workload.new * workload.q_heads // workload.kv_heads
+    kind = "decode" if height <= shapes.MOST_DECODE_ROWS else "extend"
     cache, batch, copies = filled_cache(workload, kv, "triton")
     q = queries(workload).flatten(0, 1)
     layer = cache.layer(0)

@@ -51,7 +51,7 @@ def lengths(context: str, batch: int, seed: int) -> tuple[int, ...]:
         ConfigError: neither a number nor a range.
     """
     low, is_range, high = context.partition("-")
-    if not low.isdigit() or (is_range and not high.isdigit()) or int(low) < 1:
+    if not low.isdigit() or int(low) < 1 or (is_range and not (high.isdigit() and int(low) <= int(high))):
         raise ConfigError(f"--context takes a number of tokens or a range A-B, got {context!r}")
     if not is_range:
         return (int(low),) * batch

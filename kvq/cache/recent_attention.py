@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -35,15 +36,12 @@ def attend_both(
     merged by their log-sum-exp, exactly. Returns [tokens, q_heads, v_head_dim] in q's dtype.
     """
     some = recent[0].shape[2]
-    kv, tables = _as_blocks(recent) if min(batch.context_lens) >= some else _as_tokens(recent, batch)
+    whole = min(batch.context_lens) >= some
+    kv = _as_blocks(recent) if whole else _as_tokens(recent)
+    own = _own(batch, recent, whole)
     attend, merge = _kernels(kv.formats, q.shape[1], recent[0].shape[1], q.device)
-    own = SequenceBatch(
-        query_lens=batch.query_lens,
-        context_lens=tuple(min(some, context) for context in batch.context_lens),
-        tables=tables,
-        slots=batch.slots,
-    )
-    query = q.float()
+    # On a CPU both parts stay fp32 until they are merged; GPUs multiply in 16 bits.
+    query = q.float() if q.device.type == "cpu" else q
     parts = [attend(query, kv, own, scale=scale, window=window, softcap=softcap)]
     if max(batch.context_lens) > some:
         parts.append(
@@ -61,6 +59,31 @@ def attend_both(
     outs, lses = (torch.stack(x) for x in zip(*parts, strict=True))
     out: Tensor = merge(outs, lses, sinks)[0]
     return out.to(q.dtype)
+
+
+_batches: WeakKeyDictionary[SequenceBatch, dict[tuple[int, int], SequenceBatch]] = WeakKeyDictionary()
+
+
+def _own(batch: SequenceBatch, recent: Segment, whole: bool) -> SequenceBatch:
+    """The step as the recent rows see it: one for all layers that lie alike, so kernels plan once."""
+    sequences, _, some, _ = recent[0].shape
+    apart = 0 if whole else recent[0].stride(0) // recent[0].stride(2)  # rows from one sequence to the next
+    found = _batches.setdefault(batch, {})
+    if (some, apart) not in found:
+        tables = torch.arange(sequences, dtype=torch.int32)[:, None]
+        if not whole:
+            tables = torch.zeros(sequences, some, dtype=torch.int32)
+            for i, context in enumerate(batch.context_lens):
+                held = min(some, context)
+                first = i * apart + some - held
+                tables[i, :held] = torch.arange(first, first + held, dtype=torch.int32)
+        found[some, apart] = SequenceBatch(
+            query_lens=batch.query_lens,
+            context_lens=tuple(min(some, context) for context in batch.context_lens),
+            tables=tables.to(recent[0].device),
+            slots=batch.slots,
+        )
+    return found[some, apart]
 
 
 @lru_cache(maxsize=64)
@@ -83,34 +106,25 @@ def _formats(k: torch.dtype, v: torch.dtype, k_head_dim: int, v_head_dim: int) -
     )
 
 
-def _as_blocks(recent: Segment) -> tuple[PagedKV, Tensor]:
-    """Dense rows [sequences, kv_heads, some, dim] as one unquantized block per sequence, and tables.
+def _as_blocks(recent: Segment) -> PagedKV:
+    """Dense rows [sequences, kv_heads, some, dim] as one unquantized block per sequence.
 
     The block is said to be larger than it is: no key lies past the rows, and kernels that are
     compiled per block size see few sizes.
     """
-    sequences, _, some, _ = recent[0].shape
-    tables = torch.arange(sequences, dtype=torch.int32, device=recent[0].device)[:, None]
-    return _paged(recent, max(_LEAST_BLOCK, 1 << (some - 1).bit_length())), tables
+    return _paged(recent, max(_LEAST_BLOCK, 1 << (recent[0].shape[2] - 1).bit_length()))
 
 
-def _as_tokens(recent: Segment, batch: SequenceBatch) -> tuple[PagedKV, Tensor]:
+def _as_tokens(recent: Segment) -> PagedKV:
     """The same as blocks of one token, so that every sequence may begin at a row of its own."""
     sequences, heads, some, _ = recent[0].shape
-    step, head = recent[0].stride(2), recent[0].stride(1)
-    per_head, per_sequence = head // step, recent[0].stride(0) // step  # in rows
     rows = []
     for x in recent:
-        assert [n // x.stride(2) for n in x.stride()[:2]] == [per_sequence, per_head], "K and V lie alike"
-        count = (sequences - 1) * per_sequence + some
-        size, stride = (count, heads, 1, x.shape[3]), (x.stride(2), x.stride(1), x.stride(2), 1)
-        rows.append(x.as_strided(size, stride))
-    tables = torch.zeros(sequences, some, dtype=torch.int32)
-    for i, context in enumerate(batch.context_lens):
-        held = min(some, context)
-        first = i * per_sequence + some - held
-        tables[i, :held] = torch.arange(first, first + held, dtype=torch.int32)
-    return _paged((rows[0], rows[1]), 1), tables.to(recent[0].device)
+        apart = x.stride(0) // x.stride(2)
+        assert apart == recent[0].stride(0) // recent[0].stride(2), "K and V lie alike"
+        size = ((sequences - 1) * apart + some, heads, 1, x.shape[3])
+        rows.append(x.as_strided(size, (x.stride(2), x.stride(1), x.stride(2), 1)))
+    return _paged((rows[0], rows[1]), 1)
 
 
 def _paged(codes: Segment, block_size: int) -> PagedKV:

@@ -75,7 +75,7 @@ def attention(
     with progress_bar("attention") as progress:
         rows, bandwidth = bench_attention(
             workload,
-            kv.split(","),
+            _formats(kv),
             backend=backend,
             rivals=None if rivals is None else Path(rivals),
             dense_rivals=dense,
@@ -107,7 +107,7 @@ def write(kv: str, new: int, json_path: str | None, backend: str, repeats: int, 
     workload = _workload(new=new, **shape)
     with progress_bar("write") as progress:
         rows = bench_write(
-            workload, kv.split(","), backend=backend, repeats=repeats, progress=_counted(progress, repeats)
+            workload, _formats(kv), backend=backend, repeats=repeats, progress=_counted(progress, repeats)
         )
     columns = {
         "kv": ("kv", ""),
@@ -146,7 +146,7 @@ def tune(
     found, rows = [], []
     for count in (int(n) for n in new.split(",")):
         workload = _workload(new=count, **shape)
-        for name in kv.split(","):
+        for name in _formats(kv):
             kind = "decode" if count == 1 else "extend"
             with progress_bar(f"{kind} {name}") as progress:
                 step = _counted(progress, len(candidates(kind)))
@@ -202,6 +202,10 @@ def _workload(
     )
 
 
+def _formats(kv: str) -> list[str]:
+    return [name.strip() for name in kv.split(",") if name.strip()]
+
+
 def _counted(progress: Any, total: int) -> Callable[[], None]:
     """A callback that moves a progress bar on by one of `total`."""
     done = 0
@@ -245,4 +249,6 @@ def _print(rows: list[dict[str, Any]], columns: dict[str, tuple[str, str]]) -> N
         table.add_column(header, justify="right" if style else "left", no_wrap=True)
     for row in rows:
         table.add_row(*(format(row[key], style) for key, (_, style) in columns.items()))
-    Console().print(table, soft_wrap=True)
+    console = Console()
+    console.width = max(console.width, 130)  # a table in a file or a pipe is not cut
+    console.print(table)

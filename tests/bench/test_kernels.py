@@ -78,7 +78,7 @@ def test_lengths_are_drawn_within_their_range_and_bad_ones_refused() -> None:
     assert min(drawn) >= 128
     assert max(drawn) <= 32768
     assert 1_500 < percentile(drawn, 50) < 2_700  # the geometric middle is 2,048
-    for bad in ("many", "0", "5-", "-5", "1.5"):
+    for bad in ("many", "0", "5-", "-5", "1.5", "100-50"):
         with pytest.raises(ConfigError, match="--context takes"):
             lengths(bad, 2, 0)
 

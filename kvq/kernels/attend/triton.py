@@ -13,7 +13,7 @@ from kvq.formats import Code
 from kvq.kernels.attend.triton_kernel import attend_kernel, merge_kernel
 from kvq.kernels.gpu.kinds import KINDS
 from kvq.kernels.gpu.layer import dense_strides, part_arguments
-from kvq.kernels.gpu.rows import bias, unit
+from kvq.kernels.gpu.rows import unit
 from kvq.kernels.gpu.shapes import (
     DECODE_ROWS,
     MOST_DECODE_ROWS,
@@ -160,7 +160,6 @@ def _launch(
         "split_keys": per_split,
         "Q_HEADS": q.shape[1],
         "SHARE": share,
-        "ROWS": step.rows,
         "SINKS": options["SINKS"],
     }
     attend_kernel[(len(step.tiles), kv_heads, splits)](
@@ -178,6 +177,7 @@ def _launch(
         **_computing("K", k, q, kv),
         **_computing("V", v, q, kv),
         BLOCK_SIZE=kv.block_size,
+        ROWS=step.rows,
         KEYS=shape.keys,
         SPLIT=splits > 1,
         num_warps=shape.warps,
@@ -186,7 +186,7 @@ def _launch(
         **common,
     )
     if splits > 1:
-        merge_kernel[(len(step.tiles), kv_heads)](
+        merge_kernel[(len(step.tiles), kv_heads, step.rows)](
             parts,
             part_lses,
             out,
@@ -197,6 +197,7 @@ def _launch(
             V_DIM=v["V_DIM"],
             V_PAD=v["V_PAD"],
             V_ROTATED=v["V_ROTATED"],
+            AT_ONCE=16,
             num_warps=4,
             **common,
         )
@@ -231,7 +232,6 @@ def _computing(name: str, part: dict[str, Any], q: Tensor, kv: PagedKV) -> dict[
         f"{name}_RUN": run,
         f"{name}_WIDTH": max(16, triton.next_power_of_2(run)),
         f"{name}_COMPUTE": compute,
-        f"{name}_BIAS": bias(compute),
         f"{name}_UNIT": unit(KINDS[code], compute),
     }
 

@@ -74,28 +74,27 @@ def _run(x, start, WIDTH: tl.constexpr, RUN: tl.constexpr, PAD: tl.constexpr, RO
 
 
 @triton.jit
-def _group(scales, at, inside, GROUP_INDEX: tl.constexpr):
-    """Scale and minimum of one group of those tokens, fp32 [keys]."""
-    return scale_and_minimum(tl.load(scales + at + GROUP_INDEX, mask=inside, other=0))
+def _group(scales, at, inside, GROUP_INDEX: tl.constexpr, UNIT: tl.constexpr):
+    """Scale, for codes divided by UNIT, and minimum of one group of those tokens, fp32 [keys]."""
+    scale, minimum = scale_and_minimum(tl.load(scales + at + GROUP_INDEX, mask=inside, other=0))
+    return scale * UNIT, minimum
 
 
 @triton.jit
 def _run_scores(
     low_q, high_q, low_sum, high_sum, low, high, scales, at, inside,
-    FIRST: tl.constexpr, SECOND: tl.constexpr, BIAS: tl.constexpr,
+    FIRST: tl.constexpr, SECOND: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
     """What two runs of codes, of the groups FIRST and SECOND, add to the scores."""
-    scale, minimum = _group(scales, at, inside, FIRST)
-    start = minimum - BIAS * scale
+    scale, minimum = _group(scales, at, inside, FIRST, UNIT)
     low_part = _dot(low_q, tl.trans(low))
     high_part = _dot(high_q, tl.trans(high))
     if FIRST == SECOND:  # one group for the whole row
-        part = (low_part + high_part) * scale[None, :] + (low_sum + high_sum)[:, None] * start[None, :]
+        part = (low_part + high_part) * scale[None, :] + (low_sum + high_sum)[:, None] * minimum[None, :]
     else:
-        part = low_part * scale[None, :] + low_sum[:, None] * start[None, :]
-        scale, minimum = _group(scales, at, inside, SECOND)
-        start = minimum - BIAS * scale
-        part += high_part * scale[None, :] + high_sum[:, None] * start[None, :]
+        part = low_part * scale[None, :] + low_sum[:, None] * minimum[None, :]
+        scale, minimum = _group(scales, at, inside, SECOND, UNIT)
+        part += high_part * scale[None, :] + high_sum[:, None] * minimum[None, :]
     return part
 
 
@@ -103,7 +102,7 @@ def _run_scores(
 def _int4_scores(
     low_q, high_q, low_sum, high_sum, codes, scales, codes_at, scales_at, inside,
     DIM: tl.constexpr, GROUP: tl.constexpr, RUN: tl.constexpr, WIDTH: tl.constexpr,
-    COMPUTE: tl.constexpr, BIAS: tl.constexpr,
+    COMPUTE: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
     """q . k of one tile, fp32 [rows, keys]: a partial product per group, then its scale and minimum."""
     col = tl.arange(0, WIDTH)
@@ -114,36 +113,31 @@ def _int4_scores(
         low, high = nibbles(packed, COMPUTE)
         total += _run_scores(
             low_q[j], high_q[j], low_sum[j], high_sum[j], low, high, scales, scales_at, inside,
-            j * RUN // GROUP, (DIM // 2 + j * RUN) // GROUP, BIAS,
+            j * RUN // GROUP, (DIM // 2 + j * RUN) // GROUP, UNIT,
         )  # fmt: skip
     return total
 
 
 @triton.jit
 def _weighted(
-    p, added, decay, scales, at, inside, GROUP_INDEX: tl.constexpr, COMPUTE: tl.constexpr, BIAS: tl.constexpr
+    p, added, decay, scales, at, inside, GROUP_INDEX: tl.constexpr, COMPUTE: tl.constexpr, UNIT: tl.constexpr
 ):
-    """Probabilities times one group's scale, rounded for the product with codes; and `added`, fp32
-    [rows, keys], whose sum over keys is what minimums and the bias of these very numbers give to
-    every element of the group: it is summed once, at the end."""
-    scale, minimum = _group(scales, at, inside, GROUP_INDEX)
-    scaled = (p * scale[None, :]).to(COMPUTE)
-    added = added * decay[:, None] + p * minimum[None, :]
-    if BIAS != 0.0:
-        added -= BIAS * scaled.to(tl.float32)
-    return scaled, added
+    """Probabilities times one group's scale, and `added`, fp32 [rows, keys], whose sum over keys is what
+    minimums give to every element of the group: it is summed once, at the end."""
+    scale, minimum = _group(scales, at, inside, GROUP_INDEX, UNIT)
+    return (p * scale[None, :]).to(COMPUTE), added * decay[:, None] + p * minimum[None, :]
 
 
 @triton.jit
 def _run_values(
     low_out, high_out, low_added, high_added, p, decay, low, high, scales, at, inside,
-    FIRST: tl.constexpr, SECOND: tl.constexpr, COMPUTE: tl.constexpr, BIAS: tl.constexpr,
+    FIRST: tl.constexpr, SECOND: tl.constexpr, COMPUTE: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
     """Two runs of the output, of the groups FIRST and SECOND, with one tile taken in."""
-    scaled, low_added = _weighted(p, low_added, decay, scales, at, inside, FIRST, COMPUTE, BIAS)
+    scaled, low_added = _weighted(p, low_added, decay, scales, at, inside, FIRST, COMPUTE, UNIT)
     low_out = low_out * decay[:, None] + _dot(scaled, low)
     if FIRST != SECOND:  # else both halves are one group, and `low_added` serves both
-        scaled, high_added = _weighted(p, high_added, decay, scales, at, inside, SECOND, COMPUTE, BIAS)
+        scaled, high_added = _weighted(p, high_added, decay, scales, at, inside, SECOND, COMPUTE, UNIT)
     high_out = high_out * decay[:, None] + _dot(scaled, high)
     return low_out, high_out, low_added, high_added
 
@@ -152,7 +146,7 @@ def _run_values(
 def _add_int4_values(
     outs, p, decay, codes, scales, codes_at, scales_at, inside,
     DIM: tl.constexpr, GROUP: tl.constexpr, RUN: tl.constexpr, WIDTH: tl.constexpr,
-    COMPUTE: tl.constexpr, BIAS: tl.constexpr,
+    COMPUTE: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
     """Let the runs of the output, (low, high, low_added, high_added) each, take one tile in."""
     col = tl.arange(0, WIDTH)
@@ -164,7 +158,7 @@ def _add_int4_values(
         new = new + _run_values(
             outs[4 * j], outs[4 * j + 1], outs[4 * j + 2], outs[4 * j + 3], p, decay, low, high,
             scales, scales_at, inside,
-            j * RUN // GROUP, (DIM // 2 + j * RUN) // GROUP, COMPUTE, BIAS,
+            j * RUN // GROUP, (DIM // 2 + j * RUN) // GROUP, COMPUTE, UNIT,
         )  # fmt: skip
     return new
 
@@ -259,8 +253,8 @@ def attend_kernel(
     K_ROTATED: tl.constexpr, K_STATIC: tl.constexpr, K_PAIRED: tl.constexpr, K_UNIT: tl.constexpr,
     V_KIND: tl.constexpr, V_DIM: tl.constexpr, V_PAD: tl.constexpr, V_GROUP: tl.constexpr,
     V_ROTATED: tl.constexpr, V_STATIC: tl.constexpr, V_PAIRED: tl.constexpr, V_UNIT: tl.constexpr,
-    K_RUN: tl.constexpr, K_WIDTH: tl.constexpr, K_COMPUTE: tl.constexpr, K_BIAS: tl.constexpr,
-    V_RUN: tl.constexpr, V_WIDTH: tl.constexpr, V_COMPUTE: tl.constexpr, V_BIAS: tl.constexpr,
+    K_RUN: tl.constexpr, K_WIDTH: tl.constexpr, K_COMPUTE: tl.constexpr,
+    V_RUN: tl.constexpr, V_WIDTH: tl.constexpr, V_COMPUTE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, Q_HEADS: tl.constexpr, SHARE: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr,
     WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, SPLIT: tl.constexpr,
@@ -334,7 +328,7 @@ def attend_kernel(
         if K_KIND == INT4:
             scores = _int4_scores(
                 low_q, high_q, low_sum, high_sum, k_codes, k_scales, codes_at, scales_at, inside,
-                K_DIM, K_GROUP, K_RUN, K_WIDTH, K_COMPUTE, K_BIAS,
+                K_DIM, K_GROUP, K_RUN, K_WIDTH, K_COMPUTE, K_UNIT,
             )  # fmt: skip
         else:
             mask = inside[:, None] & (col < K_DIM)[None, :]
@@ -367,7 +361,7 @@ def attend_kernel(
         if V_KIND == INT4:
             outs = _add_int4_values(
                 outs, p, decay, v_codes, v_scales, codes_at, scales_at, inside,
-                V_DIM, V_GROUP, V_RUN, V_WIDTH, V_COMPUTE, V_BIAS,
+                V_DIM, V_GROUP, V_RUN, V_WIDTH, V_COMPUTE, V_UNIT,
             )  # fmt: skip
         else:
             mask = inside[:, None] & (v_col < V_DIM)[None, :]
@@ -403,35 +397,39 @@ def merge_kernel(
     parts_ptr, part_lses_ptr, out_ptr, lse_ptr, tiles_ptr, first_ptr, new_ptr, context_ptr, sink_ptr,
     out_part, out_token, out_head, lse_part, skip_last, split_keys,
     V_DIM: tl.constexpr, V_PAD: tl.constexpr, V_ROTATED: tl.constexpr,
-    Q_HEADS: tl.constexpr, SHARE: tl.constexpr, ROWS: tl.constexpr, SINKS: tl.constexpr,
+    Q_HEADS: tl.constexpr, SHARE: tl.constexpr, AT_ONCE: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
-    """Merge the splits of a tile by their log-sum-exp. Grid: (tiles, KV heads)."""
+    """Merge a row's splits by their log-sum-exp, AT_ONCE at a time. Grid: (tiles, KV heads, rows)."""
     sequence = tl.load(tiles_ptr + 2 * tl.program_id(0))
-    kv_head = tl.program_id(1).to(tl.int64)
     new, context = tl.load(new_ptr + sequence), tl.load(context_ptr + sequence)
-    row = tl.load(tiles_ptr + 2 * tl.program_id(0) + 1) + tl.arange(0, ROWS)
-    valid = row < new * SHARE
+    row = tl.load(tiles_ptr + 2 * tl.program_id(0) + 1) + tl.program_id(2)
+    if row >= new * SHARE:
+        return
     token = (tl.load(first_ptr + sequence) + row // SHARE).to(tl.int64)
-    head = kv_head * SHARE + row % SHARE
+    head = tl.program_id(1) * SHARE + row % SHARE
+    part = tl.arange(0, AT_ONCE)
     col = tl.arange(0, V_PAD)
-    at = ((token * Q_HEADS + head) * V_PAD)[:, None] + col[None, :]
-    top = tl.full((ROWS,), float("-inf"), tl.float32)
-    total = tl.zeros((ROWS,), tl.float32)
-    out = tl.zeros((ROWS, V_PAD), tl.float32)
+    lse_at = part.to(tl.int64) * lse_part + token * Q_HEADS + head
+    at = part.to(tl.int64)[:, None] * out_part + (token * Q_HEADS + head) * V_PAD + col[None, :]
+    top = float("-inf")
+    total = 0.0
+    out = tl.zeros((V_PAD,), tl.float32)
     splits = tl.maximum((context - skip_last + split_keys - 1) // split_keys, 1)
-    lse_at = token * Q_HEADS + head
-    for _ in range(0, splits):
-        lse = tl.load(part_lses_ptr + lse_at, mask=valid, other=float("-inf")) * _LOG2_E
-        x = tl.load(parts_ptr + at, mask=valid[:, None], other=0.0)
-        at += out_part
-        lse_at += lse_part
-        higher = tl.maximum(top, lse)
+    for done in range(0, splits, AT_ONCE):
+        there = done + part < splits
+        lse = tl.load(part_lses_ptr + lse_at, mask=there, other=float("-inf")) * _LOG2_E
+        x = tl.load(parts_ptr + at, mask=there[:, None], other=0.0)
+        lse_at += AT_ONCE * lse_part
+        at += AT_ONCE * out_part
+        higher = tl.maximum(top, tl.max(lse, axis=0))
         safe = tl.where(higher == float("-inf"), 0.0, higher)
         decay, weight = tl.exp2(top - safe), tl.exp2(lse - safe)
-        total = total * decay + weight
-        out = out * decay[:, None] + x * weight[:, None]
+        total = total * decay + tl.sum(weight, axis=0)
+        out = out * decay + tl.sum(x * weight[:, None], axis=0)
         top = higher
+    one = tl.arange(0, 1)
     _store_rows(
-        out, top, total, out_ptr, lse_ptr, token * out_token + head * out_head, token * Q_HEADS + head,
-        sink_ptr, head, valid, ROWS, V_DIM, V_PAD, V_ROTATED, SINKS,
+        out[None, :], top + tl.zeros((1,), tl.float32), total + tl.zeros((1,), tl.float32), out_ptr,
+        lse_ptr, token * out_token + head * out_head + one, token * Q_HEADS + head + one, sink_ptr,
+        head + one, one == 0, 1, V_DIM, V_PAD, V_ROTATED, SINKS,
     )  # fmt: skip

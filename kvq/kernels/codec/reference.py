@@ -71,7 +71,12 @@ def decode(codes: Tensor, scales: Tensor | None, fmt: KVFormat, static_scale: Te
 def _row_scale(x: Tensor, largest: float) -> Tensor:
     """fp16 [..., 1]: clamp(fp16(amax / largest), 2**-24, 65504)."""
     amax = x.abs().amax(dim=-1, keepdim=True)
-    return _clamp_fp16(amax / largest)
+    return _clamp_fp16(_divided(amax, largest))
+
+
+def _divided(x: Tensor, number: float) -> Tensor:
+    """x / number, rounded once: on GPUs torch multiplies by the reciprocal of a plain number."""
+    return x / torch.full((), number, dtype=x.dtype, device=x.device)
 
 
 def _clamp_fp16(scale: Tensor) -> Tensor:
@@ -90,7 +95,7 @@ def _encode_grouped(x: Tensor, code: Code, group_size: int) -> tuple[Tensor, Ten
     grouped = x.unflatten(-1, (-1, group_size))  # [..., groups, group_size]
     low, high = grouped.aminmax(dim=-1, keepdim=True)
     minimum = (low.clamp(-_FP16_LARGEST, _FP16_LARGEST) + 0.0).half()  # never -0: either may come first
-    scale = _clamp_fp16((high - minimum.float()) / levels)
+    scale = _clamp_fp16(_divided(high - minimum.float(), levels))
     q = torch.floor((grouped - minimum.float()) / scale.float() + 0.5).clamp(0, levels)
     codes = pack(q.to(torch.uint8).flatten(-2), code.bits)
     return codes, torch.cat((scale, minimum), dim=-1).flatten(-2)

@@ -17,11 +17,15 @@ FP8 = tl.constexpr(KINDS[Code.FP8])
 INT8 = tl.constexpr(KINDS[Code.INT8])
 INT4 = tl.constexpr(KINDS[Code.INT4])
 
-# One 32-bit register of four packed bytes becomes four 16-bit floats BIAS + nibble from the low
-# nibbles and four from the high ones: a byte under the exponent byte of 128 (bf16) or 1024 (fp16).
+# One 32-bit register of four packed bytes becomes four 16-bit floats from the low nibbles and four from
+# the high ones: a nibble under the exponent byte of 128 (bf16) or 1024 (fp16) is 128 or 1024 more than
+# the code, which a multiply-add takes away, and divides by `unit`. Exact: sums of products must not
+# hold a bias, since tensor cores round what they add.
 _SPREAD_NIBBLES = """
 {{
-.reg .b32 low, high;
+.reg .b32 low, high, factor, minus;
+mov.b32 factor, {factor};
+mov.b32 minus, {minus};
 and.b32 low, $4, 0x0f0f0f0f;
 shr.u32 high, $4, 4;
 and.b32 high, high, 0x0f0f0f0f;
@@ -29,10 +33,18 @@ prmt.b32 $0, low, {magic}, 0x4140;
 prmt.b32 $1, low, {magic}, 0x4342;
 prmt.b32 $2, high, {magic}, 0x4140;
 prmt.b32 $3, high, {magic}, 0x4342;
+fma.rn.{kind} $0, $0, factor, minus;
+fma.rn.{kind} $1, $1, factor, minus;
+fma.rn.{kind} $2, $2, factor, minus;
+fma.rn.{kind} $3, $3, factor, minus;
 }}
 """
-_NIBBLES_BF16 = tl.constexpr(_SPREAD_NIBBLES.format(magic="0x43434343"))
-_NIBBLES_FP16 = tl.constexpr(_SPREAD_NIBBLES.format(magic="0x64646464"))
+_NIBBLES_BF16 = tl.constexpr(
+    _SPREAD_NIBBLES.format(magic="0x43434343", kind="bf16x2", factor="0x3f803f80", minus="0xc300c300")
+)
+_NIBBLES_FP16 = tl.constexpr(  # (1024 + q) / 256 - 4
+    _SPREAD_NIBBLES.format(magic="0x64646464", kind="f16x2", factor="0x1c001c00", minus="0xc400c400")
+)
 
 # Four E4M3FN bytes become four fp16 numbers, each the value divided by 256: sign in place, exponent
 # and mantissa one bit further down.
@@ -85,35 +97,42 @@ fma.rn.f16x2 $1, first, factor, minus;
 
 @triton.jit
 def nibbles(packed, COMPUTE: tl.constexpr):
-    """Packed bytes uint8 -> BIAS + low nibbles and BIAS + high nibbles, of dtype COMPUTE; see `bias`."""
+    """Packed bytes uint8 -> low and high nibbles as COMPUTE numbers, divided by `unit`."""
     if COMPUTE == tl.float32:
         low, high = (packed & 15).to(tl.float32), (packed >> 4).to(tl.float32)
     elif INTERPRETED:
-        exponent: tl.constexpr = 0x4300 if COMPUTE == tl.bfloat16 else 0x6400
-        low = ((packed & 15).to(tl.uint16) | exponent).to(COMPUTE, bitcast=True)
-        high = ((packed >> 4).to(tl.uint16) | exponent).to(COMPUTE, bitcast=True)
+        divisor: tl.constexpr = 256.0 if COMPUTE == tl.float16 else 1.0
+        low = ((packed & 15).to(tl.float32) / divisor).to(COMPUTE)
+        high = ((packed >> 4).to(tl.float32) / divisor).to(COMPUTE)
     elif COMPUTE == tl.bfloat16:
         low, high = tl.inline_asm_elementwise(
-            _NIBBLES_BF16, "=r,=r,=r,=r,r", [packed], dtype=(tl.bfloat16, tl.bfloat16), is_pure=False, pack=4
+            _NIBBLES_BF16,
+            "=&r,=&r,=&r,=&r,r",
+            [packed],
+            dtype=(tl.bfloat16, tl.bfloat16),
+            is_pure=False,
+            pack=4,
         )
     else:
         low, high = tl.inline_asm_elementwise(
-            _NIBBLES_FP16, "=r,=r,=r,=r,r", [packed], dtype=(tl.float16, tl.float16), is_pure=False, pack=4
+            _NIBBLES_FP16,
+            "=&r,=&r,=&r,=&r,r",
+            [packed],
+            dtype=(tl.float16, tl.float16),
+            is_pure=False,
+            pack=4,
         )
     return low, high
 
 
-def bias(compute: tl.dtype) -> float:
-    """What `nibbles` adds to every code: the number whose exponent byte stands above the nibble."""
-    return {tl.bfloat16: 128.0, tl.float16: 1024.0}.get(compute, 0.0)
-
-
 def unit(kind: int, compute: tl.dtype) -> float:
-    """What `fp8_codes` and `int8_codes` divide codes by, so that scaled probabilities, which fp16
-    multiplies with them, are not so small that it can't hold them."""
+    """What `nibbles`, `fp8_codes` and `int8_codes` divide codes by, so that scaled probabilities, which
+    fp16 multiplies with them, are not so small that it can't hold them."""
     if kind == FP8.value:
         return 256.0
-    return 128.0 if kind == INT8.value and compute == tl.float16 else 1.0
+    if compute != tl.float16:
+        return 1.0
+    return {INT4.value: 256.0, INT8.value: 128.0}.get(kind, 1.0)
 
 
 @triton.jit
@@ -125,11 +144,11 @@ def int8_codes(codes, COMPUTE: tl.constexpr):
         values = (codes.to(tl.float32) * (1.0 / 128.0 if COMPUTE == tl.float16 else 1.0)).to(COMPUTE)
     elif COMPUTE == tl.bfloat16:
         values = tl.inline_asm_elementwise(
-            _SPREAD_INT8_BF16, "=r,=r,r", [codes], dtype=tl.bfloat16, is_pure=False, pack=4
+            _SPREAD_INT8_BF16, "=&r,=&r,r", [codes], dtype=tl.bfloat16, is_pure=False, pack=4
         )
     else:
         values = tl.inline_asm_elementwise(
-            _SPREAD_INT8_FP16, "=r,=r,r", [codes], dtype=tl.float16, is_pure=False, pack=4
+            _SPREAD_INT8_FP16, "=&r,=&r,r", [codes], dtype=tl.float16, is_pure=False, pack=4
         )
     return values
 
@@ -147,7 +166,7 @@ def fp8_codes(codes, COMPUTE: tl.constexpr):
     """E4M3FN bytes uint8 -> their values divided by 256, by integer operations on any GPU."""
     if COMPUTE == tl.float16 and not INTERPRETED:
         values = tl.inline_asm_elementwise(
-            _SPREAD_FP8, "=r,=r,r", [codes], dtype=tl.float16, is_pure=False, pack=4
+            _SPREAD_FP8, "=&r,=&r,r", [codes], dtype=tl.float16, is_pure=False, pack=4
         )
     else:
         wide = codes.to(tl.int16)

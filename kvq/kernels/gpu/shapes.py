@@ -10,11 +10,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from kvq.formats import Grouped
 from kvq.kernels.paged import PagedKV
 
 DECODE_ROWS = 16  # query rows of a tile that splits its keys: the least that tensor cores take
 MOST_DECODE_ROWS = 64  # of one sequence and KV head: several such tiles, for drafts and many query heads
 TABLE = Path(__file__).with_name("shapes.json")
+_FP32 = "fp32 queries"
 _PROGRAMS = 8  # of a decode step per multiprocessor, at least, if there are keys enough
 _LEAST_SPLIT, _MOST_SPLIT = 256, 8192  # keys
 
@@ -31,12 +33,12 @@ class TileShape:
 
 def decode_shape(kv: PagedKV, q: Tensor) -> TileShape:
     """The shape for tiles of at most `DECODE_ROWS` rows."""
-    return _shape("decode", format_name(kv), _head_dim(kv), device_name(q.device))
+    return _shape("decode", format_name(kv), _head_dim(kv), _target(q))
 
 
 def extend_shape(kv: PagedKV, q: Tensor) -> TileShape:
     """The shape for tiles of many rows."""
-    return _shape("extend", format_name(kv), _head_dim(kv), device_name(q.device))
+    return _shape("extend", format_name(kv), _head_dim(kv), _target(q))
 
 
 def split_keys(longest: int, work: int, device: torch.device, shape: TileShape) -> int:
@@ -79,6 +81,8 @@ def _shape(kind: str, fmt: str, head_dim: int, device: str) -> TileShape:
             return TileShape(**table[key])
     if device == "interpreter":
         return TileShape(rows=DECODE_ROWS if kind == "decode" else 32, keys=32, warps=1, stages=1)
+    if device == _FP32:  # products in fp32 take registers and memory
+        return TileShape(rows=DECODE_ROWS if kind == "decode" else 32, keys=16, warps=4, stages=2)
     keys, stages = (64, 3) if head_dim <= 128 else (32, 2)
     if kind == "decode":
         return TileShape(rows=DECODE_ROWS, keys=keys, warps=4, stages=stages)
@@ -92,8 +96,18 @@ def _table() -> dict[str, dict[str, int]]:
 
 
 def format_name(kv: PagedKV) -> str:
-    """K and V codes, as `int4/int8`; scales and rotation don't change what a tile costs."""
-    return f"{kv.formats.k.code.value}/{kv.formats.v.code.value}"
+    """K and V codes and groups, as `int4_g64/int8`; rotation doesn't change what a tile costs."""
+    names = []
+    for fmt in (kv.formats.k, kv.formats.v):
+        group = f"_g{fmt.scale.group_size}" if isinstance(fmt.scale, Grouped) else ""
+        names.append(f"{fmt.code.value}{group}")
+    return "/".join(names)
+
+
+def _target(q: Tensor) -> str:
+    """The device, or that queries are fp32, for which nothing is tuned."""
+    is_fp32 = q.dtype is torch.float32 and q.device.type != "cpu"
+    return _FP32 if is_fp32 else device_name(q.device)
 
 
 def _head_dim(kv: PagedKV) -> int:

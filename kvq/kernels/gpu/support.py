@@ -6,6 +6,9 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from kvq.formats import LayerFormats
 from kvq.kernels.gpu.kinds import KINDS
 from kvq.kernels.spec import Device, KernelSpec, Support
@@ -18,7 +21,12 @@ def lazy(operation: str) -> Callable[..., Any]:
     """The operation's kernel, which imports Triton when it is first called."""
 
     def run(*args: Any, **options: Any) -> Any:
-        return _kernel(operation)(*args, **options)
+        first = args[0][0] if isinstance(args[0], list | tuple) else args[0]
+        tensor = first if isinstance(first, Tensor) else first.k.codes  # of PagedKV
+        if tensor.device.type != "cuda":
+            return _kernel(operation)(*args, **options)
+        with torch.cuda.device(tensor.device):  # Triton launches on the current device
+            return _kernel(operation)(*args, **options)
 
     return run
 

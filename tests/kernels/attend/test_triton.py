@@ -95,8 +95,10 @@ def test_sequences_may_share_blocks() -> None:
 
 
 @pytest.mark.parametrize("kv", ["int4", "int4_g16_rot", "fp8", "int8", "fp8/int4", "fp16"])
-def test_products_in_fp16_with_biased_codes_and_scaled_rows(kv: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU: codes carry a bias of 1,024, FP8 is divided by 256, rows of q by a power of two."""
+def test_products_in_fp16_with_divided_codes_and_scaled_rows(
+    kv: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU: codes are divided by 128 or 256, rows of q by a power of two."""
     monkeypatch.setattr(kernel, "_compute_dtype", lambda code, q: tl.float16)
     cache, tables = filled(kv, (64, 64), [50, 20])
     q = rows_like_kv(3, 6, 64, 9) * torch.tensor([1e-4, 1.0, 3e5])[:, None, None]

@@ -102,11 +102,13 @@ def kernels(kv: str, dtype: torch.dtype, dims: tuple[int, int]) -> dict[str, tup
     }
     found: dict[str, tuple[Any, dict[str, Any], Any]] = {}
     for kind, out in (("decode", floats), ("extend", q)):
-        shape = shapes._shape(kind, shapes.format_name(layer), max(dims), "sm90")
+        shape = shapes._shape(
+            kind, shapes.format_name(layer), max(dims), shapes._FP32 if dtype is torch.float32 else "sm90"
+        )
         sizes = {"ROWS": shape.rows, "KEYS": shape.keys, "SPLIT": kind == "decode", "out_ptr": out}
         launch = {"num_warps": shape.warps, "num_stages": shape.stages}
         found[f"attend {kind}"] = (attend_kernel, {**common, **sizes}, launch)
-    found["merge"] = (merge_kernel, {**common, "ROWS": 16, "out_ptr": q}, {"num_warps": 4})
+    found["merge"] = (merge_kernel, {**common, "AT_ONCE": 16, "out_ptr": q}, {"num_warps": 4})
     written = {
         **_stored_as_bits(part_arguments("k", layer), "k"),
         **_stored_as_bits(part_arguments("v", layer), "v"),

@@ -64,15 +64,19 @@ def halves(words: list[int], dtype: torch.dtype) -> list[float]:
     ],
     ids=["bf16", "fp16"],
 )
-def test_nibbles_become_the_bias_plus_their_codes_in_the_order_of_the_bytes(
+def test_nibbles_become_their_codes_in_the_order_of_the_bytes(
     program: tl.constexpr, dtype: torch.dtype, compute: tl.dtype
 ) -> None:
     for byte in range(256):
         packed = [byte, byte ^ 0xFF, (byte * 7) & 0xFF, (byte + 13) & 0xFF]
         word = sum(x << 8 * i for i, x in enumerate(packed))
         registers = run(program.value, word, 4)
-        assert halves(registers[:2], dtype) == [rows.bias(compute) + (x & 15) for x in packed]
-        assert halves(registers[2:], dtype) == [rows.bias(compute) + (x >> 4) for x in packed]
+        assert halves(registers[:2], dtype) == [
+            (x & 15) / rows.unit(rows.INT4.value, compute) for x in packed
+        ]
+        assert halves(registers[2:], dtype) == [
+            (x >> 4) / rows.unit(rows.INT4.value, compute) for x in packed
+        ]
 
 
 def test_fp8_bytes_become_their_values_over_256() -> None:
