@@ -182,6 +182,8 @@ def _workload(
     if q_heads % kv_heads:
         raise ConfigError(f"--q-heads must be a multiple of --kv-heads, got {q_heads} and {kv_heads}")
     where = pick_device(device)
+    if where.type == "cuda":
+        torch.cuda.set_device(where)  # graphs and events are of the current device
     dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
     dtype = ("bf16" if where.type == "cuda" else "fp32") if dtype == "auto" else dtype
     if dtype not in dtypes:

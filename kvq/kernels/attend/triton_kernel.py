@@ -2,8 +2,7 @@
 
 A program takes one tile of query rows (new token, query head of the KV head) of one sequence and one
 KV head, and some or all of the keys. Codes are never scaled: the K scale and minimum go to the
-scores, the V scale and minimum to the probabilities. An int4 row is read as runs of one group in
-each half, so that one load of packed bytes gives two of them.
+scores, the V scale and minimum to the probabilities.
 
 Source: Dao, "FlashAttention-2", 2023, section 3.1; Dao et al., "Flash-Decoding", 2023, for splits.
 """
@@ -11,6 +10,7 @@ Source: Dao, "FlashAttention-2", 2023, section 3.1; Dao et al., "Flash-Decoding"
 import triton
 import triton.language as tl
 
+from kvq.kernels.attend.triton_int4 import add_int4_values, dot, int4_queries, int4_scores, joined
 from kvq.kernels.gpu.rows import (
     FLOAT,
     FP8,
@@ -18,18 +18,11 @@ from kvq.kernels.gpu.rows import (
     INT8,
     fp8_codes,
     int8_codes,
-    nibbles,
     rotate,
-    scale_and_minimum,
 )
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
 _LN_2 = tl.constexpr(0.6931471805599453)
-
-
-@triton.jit
-def _dot(a, b):
-    return tl.dot(a, b, input_precision="ieee")
 
 
 @triton.jit
@@ -66,126 +59,56 @@ def _row_scales(
 
 
 @triton.jit
-def _run(x, start, WIDTH: tl.constexpr, RUN: tl.constexpr, PAD: tl.constexpr, ROWS: tl.constexpr):
-    """Columns [start, start + RUN) of x [ROWS, PAD] as [ROWS, WIDTH], padded with zeros."""
-    col = tl.arange(0, WIDTH)[None, :] + tl.zeros((ROWS, 1), tl.int32)
-    picked = tl.gather(x, tl.minimum(start + col, PAD - 1), axis=1)
-    return tl.where(col < RUN, picked, 0.0)
-
-
-@triton.jit
-def _group(scales, at, inside, GROUP_INDEX: tl.constexpr, UNIT: tl.constexpr):
-    """Scale, for codes divided by UNIT, and minimum of one group of those tokens, fp32 [keys]."""
-    scale, minimum = scale_and_minimum(tl.load(scales + at + GROUP_INDEX, mask=inside, other=0))
-    return scale * UNIT, minimum
-
-
-@triton.jit
-def _run_scores(
-    low_q, high_q, low_sum, high_sum, low, high, scales, at, inside,
-    FIRST: tl.constexpr, SECOND: tl.constexpr, UNIT: tl.constexpr,
+def _scores(
+    q, runs, codes, scales, static, codes_at, scales_at, block_at, slot, kv_head, inside, col,
+    KIND: tl.constexpr, DIM: tl.constexpr, GROUP: tl.constexpr, RUN: tl.constexpr, WIDTH: tl.constexpr,
+    COMPUTE: tl.constexpr, UNIT: tl.constexpr, SLOT: tl.constexpr, STATIC: tl.constexpr,
+    PAIRED: tl.constexpr,
 ):  # fmt: skip
-    """What two runs of codes, of the groups FIRST and SECOND, add to the scores."""
-    scale, minimum = _group(scales, at, inside, FIRST, UNIT)
-    low_part = _dot(low_q, tl.trans(low))
-    high_part = _dot(high_q, tl.trans(high))
-    if FIRST == SECOND:  # one group for the whole row
-        part = (low_part + high_part) * scale[None, :] + (low_sum + high_sum)[:, None] * minimum[None, :]
+    """q . k of one tile, fp32 [rows, keys]; `runs`: the queries as int4 rows need them."""
+    if KIND == INT4:
+        scores = int4_scores(
+            runs[0], runs[1], runs[2], runs[3], codes, scales, codes_at, scales_at, inside,
+            DIM, GROUP, RUN, WIDTH, COMPUTE, UNIT,
+        )  # fmt: skip
     else:
-        part = low_part * scale[None, :] + low_sum[:, None] * minimum[None, :]
-        scale, minimum = _group(scales, at, inside, SECOND, UNIT)
-        part += high_part * scale[None, :] + high_sum[:, None] * minimum[None, :]
-    return part
+        mask = inside[:, None] & (col < DIM)[None, :]
+        k = _plain_codes(codes, codes_at[:, None] + col[None, :], mask, KIND, COMPUTE)
+        scores = dot(q, tl.trans(k))
+        if KIND != FLOAT:
+            scale = _row_scales(scales, static, block_at, slot, kv_head, inside, SLOT, STATIC, PAIRED, UNIT)
+            scores = scores * scale[None, :]
+    return scores
 
 
 @triton.jit
-def _int4_scores(
-    low_q, high_q, low_sum, high_sum, codes, scales, codes_at, scales_at, inside,
-    DIM: tl.constexpr, GROUP: tl.constexpr, RUN: tl.constexpr, WIDTH: tl.constexpr,
-    COMPUTE: tl.constexpr, UNIT: tl.constexpr,
+def _plain_values(
+    out, p, decay, codes, scales, static, codes_at, block_at, slot, kv_head, inside,
+    KIND: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr, COMPUTE: tl.constexpr, UNIT: tl.constexpr,
+    SLOT: tl.constexpr, STATIC: tl.constexpr, PAIRED: tl.constexpr,
 ):  # fmt: skip
-    """q . k of one tile, fp32 [rows, keys]: a partial product per group, then its scale and minimum."""
-    col = tl.arange(0, WIDTH)
-    mask = inside[:, None] & (col < RUN)[None, :]
-    total = tl.zeros((low_q[0].shape[0], codes_at.shape[0]), tl.float32)
-    for j in tl.static_range(DIM // 2 // RUN):
-        packed = tl.load(codes + codes_at[:, None] + (j * RUN + col)[None, :], mask=mask, other=0)
-        low, high = nibbles(packed, COMPUTE)
-        total += _run_scores(
-            low_q[j], high_q[j], low_sum[j], high_sum[j], low, high, scales, scales_at, inside,
-            j * RUN // GROUP, (DIM // 2 + j * RUN) // GROUP, UNIT,
-        )  # fmt: skip
-    return total
+    """The output [rows, PAD] of float, FP8 and INT8 formats with one tile taken in."""
+    col = tl.arange(0, PAD)
+    mask = inside[:, None] & (col < DIM)[None, :]
+    v = _plain_codes(codes, codes_at[:, None] + col[None, :], mask, KIND, COMPUTE)
+    if KIND != FLOAT:
+        scale = _row_scales(scales, static, block_at, slot, kv_head, inside, SLOT, STATIC, PAIRED, UNIT)
+        p = p * scale[None, :]
+    return out * decay[:, None] + dot(p.to(COMPUTE), v)
 
 
 @triton.jit
-def _weighted(
-    p, added, decay, scales, at, inside, GROUP_INDEX: tl.constexpr, COMPUTE: tl.constexpr, UNIT: tl.constexpr
+def _capped_and_masked(
+    scores, softcap, key, position, inside, window, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr
 ):
-    """Probabilities times one group's scale, and `added`, fp32 [rows, keys], whose sum over keys is what
-    minimums give to every element of the group: it is summed once, at the end."""
-    scale, minimum = _group(scales, at, inside, GROUP_INDEX, UNIT)
-    return (p * scale[None, :]).to(COMPUTE), added * decay[:, None] + p * minimum[None, :]
-
-
-@triton.jit
-def _run_values(
-    low_out, high_out, low_added, high_added, p, decay, low, high, scales, at, inside,
-    FIRST: tl.constexpr, SECOND: tl.constexpr, COMPUTE: tl.constexpr, UNIT: tl.constexpr,
-):  # fmt: skip
-    """Two runs of the output, of the groups FIRST and SECOND, with one tile taken in."""
-    scaled, low_added = _weighted(p, low_added, decay, scales, at, inside, FIRST, COMPUTE, UNIT)
-    low_out = low_out * decay[:, None] + _dot(scaled, low)
-    if FIRST != SECOND:  # else both halves are one group, and `low_added` serves both
-        scaled, high_added = _weighted(p, high_added, decay, scales, at, inside, SECOND, COMPUTE, UNIT)
-    high_out = high_out * decay[:, None] + _dot(scaled, high)
-    return low_out, high_out, low_added, high_added
-
-
-@triton.jit
-def _add_int4_values(
-    outs, p, decay, codes, scales, codes_at, scales_at, inside,
-    DIM: tl.constexpr, GROUP: tl.constexpr, RUN: tl.constexpr, WIDTH: tl.constexpr,
-    COMPUTE: tl.constexpr, UNIT: tl.constexpr,
-):  # fmt: skip
-    """Let the runs of the output, (low, high, low_added, high_added) each, take one tile in."""
-    col = tl.arange(0, WIDTH)
-    mask = inside[:, None] & (col < RUN)[None, :]
-    new = ()
-    for j in tl.static_range(DIM // 2 // RUN):
-        packed = tl.load(codes + codes_at[:, None] + (j * RUN + col)[None, :], mask=mask, other=0)
-        low, high = nibbles(packed, COMPUTE)
-        new = new + _run_values(
-            outs[4 * j], outs[4 * j + 1], outs[4 * j + 2], outs[4 * j + 3], p, decay, low, high,
-            scales, scales_at, inside,
-            j * RUN // GROUP, (DIM // 2 + j * RUN) // GROUP, COMPUTE, UNIT,
-        )  # fmt: skip
-    return new
-
-
-@triton.jit
-def _placed(out, run, col, START: tl.constexpr, RUN: tl.constexpr, WIDTH: tl.constexpr):
-    """`out` with the columns [START, START + RUN) taken from `run`."""
-    own = (col >= START) & (col < START + RUN)
-    at = tl.minimum(tl.maximum(col - START, 0), WIDTH - 1)
-    return tl.where(own, tl.gather(run, at, axis=1), out)
-
-
-@triton.jit
-def _joined(
-    outs, ROWS: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr, GROUP: tl.constexpr,
-    RUN: tl.constexpr, WIDTH: tl.constexpr,
-):  # fmt: skip
-    """The runs of an int4 output as one row each, fp32 [ROWS, PAD]."""
-    col = tl.arange(0, PAD)[None, :] + tl.zeros((ROWS, 1), tl.int32)
-    out = tl.zeros((ROWS, PAD), tl.float32)
-    for j in tl.static_range(DIM // 2 // RUN):
-        added = tl.sum(outs[4 * j + 2], axis=1)[:, None]
-        out = _placed(out, outs[4 * j] + added, col, j * RUN, RUN, WIDTH)
-        if GROUP != DIM:
-            added = tl.sum(outs[4 * j + 3], axis=1)[:, None]
-        out = _placed(out, outs[4 * j + 1] + added, col, DIM // 2 + j * RUN, RUN, WIDTH)
-    return out
+    """Scores as exponents of two, -inf where a query must not see a key."""
+    if SOFTCAP:
+        grown = tl.exp2(scores * (2.0 / softcap * _LOG2_E))
+        scores = (softcap * _LOG2_E) * (1.0 - 2.0 / (grown + 1.0))
+    visible = inside[None, :] & (key[None, :] <= position[:, None])
+    if WINDOW:
+        visible = visible & (key[None, :] > position[:, None] - window)
+    return tl.where(visible, scores, float("-inf"))
 
 
 @triton.jit
@@ -288,17 +211,9 @@ def attend_kernel(
     q_mask = valid[:, None] & (col < K_DIM)[None, :]
     q_at = token[:, None] * q_token + head[:, None] * q_head + col[None, :] * q_dim
     q, unit = _read_queries(q_ptr, q_at, q_mask, ROWS, K_PAD, K_ROTATED, K_COMPUTE)
-    low_q = ()
-    high_q = ()
-    low_sum = ()
-    high_sum = ()
+    runs = ()
     if K_KIND == INT4:
-        for j in tl.static_range(K_DIM // 2 // K_RUN):
-            low = _run(q, j * K_RUN, K_WIDTH, K_RUN, K_PAD, ROWS)
-            high = _run(q, K_DIM // 2 + j * K_RUN, K_WIDTH, K_RUN, K_PAD, ROWS)
-            low_q, high_q = low_q + (low,), high_q + (high,)
-            low_sum = low_sum + (tl.sum(low.to(tl.float32), axis=1),)
-            high_sum = high_sum + (tl.sum(high.to(tl.float32), axis=1),)
+        runs = int4_queries(q, ROWS, K_DIM, K_PAD, K_RUN, K_WIDTH)
 
     top = tl.full((ROWS,), float("-inf"), tl.float32)
     totals = tl.zeros((ROWS, KEYS), tl.float32)  # summed over the keys at the end
@@ -308,7 +223,6 @@ def attend_kernel(
         for _ in tl.static_range(V_DIM // 2 // V_RUN):
             run = tl.zeros((ROWS, V_WIDTH), tl.float32)
             outs = outs + (run, run, totals, totals)
-    v_col = tl.arange(0, V_PAD)
     table = tables_ptr + sequence.to(tl.int64) * table_stride
     row_scale = unit * scale
     if not SOFTCAP:
@@ -325,29 +239,14 @@ def attend_kernel(
         slot = key % BLOCK_SIZE
         codes_at = block * kc_block + slot * kc_slot
         scales_at = block * ks_block + slot * ks_slot
-        if K_KIND == INT4:
-            scores = _int4_scores(
-                low_q, high_q, low_sum, high_sum, k_codes, k_scales, codes_at, scales_at, inside,
-                K_DIM, K_GROUP, K_RUN, K_WIDTH, K_COMPUTE, K_UNIT,
-            )  # fmt: skip
-        else:
-            mask = inside[:, None] & (col < K_DIM)[None, :]
-            k = _plain_codes(k_codes, codes_at[:, None] + col[None, :], mask, K_KIND, K_COMPUTE)
-            scores = _dot(q, tl.trans(k))
-            if K_KIND != FLOAT:
-                k_scale = _row_scales(
-                    k_scales, k_static, block * ks_block, slot, kv_head, inside,
-                    ks_slot, K_STATIC, K_PAIRED, K_UNIT,
-                )  # fmt: skip
-                scores = scores * k_scale[None, :]
-        scores = scores * row_scale[:, None]
-        if SOFTCAP:
-            grown = tl.exp2(scores * (2.0 / softcap * _LOG2_E))
-            scores = (softcap * _LOG2_E) * (1.0 - 2.0 / (grown + 1.0))
-        visible = inside[None, :] & (key[None, :] <= position[:, None])
-        if WINDOW:
-            visible = visible & (key[None, :] > position[:, None] - window)
-        scores = tl.where(visible, scores, float("-inf"))
+        scores = _scores(
+            q, runs, k_codes, k_scales, k_static, codes_at, scales_at, block * ks_block, slot, kv_head,
+            inside, col, K_KIND, K_DIM, K_GROUP, K_RUN, K_WIDTH, K_COMPUTE, K_UNIT, ks_slot, K_STATIC,
+            K_PAIRED,
+        )  # fmt: skip
+        scores = _capped_and_masked(
+            scores * row_scale[:, None], softcap, key, position, inside, window, SOFTCAP, WINDOW
+        )
 
         higher = tl.maximum(top, tl.max(scores, axis=1))
         safe = tl.where(higher == float("-inf"), 0.0, higher)
@@ -359,24 +258,19 @@ def attend_kernel(
         codes_at = block * vc_block + slot * vc_slot
         scales_at = block * vs_block + slot * vs_slot
         if V_KIND == INT4:
-            outs = _add_int4_values(
+            outs = add_int4_values(
                 outs, p, decay, v_codes, v_scales, codes_at, scales_at, inside,
                 V_DIM, V_GROUP, V_RUN, V_WIDTH, V_COMPUTE, V_UNIT,
             )  # fmt: skip
         else:
-            mask = inside[:, None] & (v_col < V_DIM)[None, :]
-            v = _plain_codes(v_codes, codes_at[:, None] + v_col[None, :], mask, V_KIND, V_COMPUTE)
-            if V_KIND != FLOAT:
-                v_scale = _row_scales(
-                    v_scales, v_static, block * vs_block, slot, kv_head, inside,
-                    vs_slot, V_STATIC, V_PAIRED, V_UNIT,
-                )  # fmt: skip
-                p = p * v_scale[None, :]
-            out = out * decay[:, None] + _dot(p.to(V_COMPUTE), v)
+            out = _plain_values(
+                out, p, decay, v_codes, v_scales, v_static, codes_at, block * vs_block, slot, kv_head, inside,
+                V_KIND, V_DIM, V_PAD, V_COMPUTE, V_UNIT, vs_slot, V_STATIC, V_PAIRED,
+            )  # fmt: skip
 
     total = tl.sum(totals, axis=1)
     if V_KIND == INT4:
-        out = _joined(outs, ROWS, V_DIM, V_PAD, V_GROUP, V_RUN, V_WIDTH)
+        out = joined(outs, ROWS, V_DIM, V_PAD, V_GROUP, V_RUN, V_WIDTH)
     lse_at = token * Q_HEADS + head
     out_at = token * out_token + head * out_head
     if SPLIT:
