@@ -169,7 +169,7 @@ def test_tuning_needs_a_gpu_and_its_table_keeps_other_entries(tmp_path: Path) ->
     assert list(table["shapes"]) == ["decode int4/int4 128 sm90", "decode int8/int8 128 sm90"]
     assert TileShape(**table["shapes"]["decode int4/int4 128 sm90"]) == shape
     with shapes.using("decode int4/int4 128 sm90", shape):
-        assert shapes._shape("decode", "int4/int4", 128, "sm90") == shape
+        assert shapes._shape("decode", "int4/int4", 128, "sm90", 2) == shape
     assert all(x.rows == shapes.DECODE_ROWS for x in candidates("decode"))
 
 

@@ -33,12 +33,12 @@ class TileShape:
 
 def decode_shape(kv: PagedKV, q: Tensor) -> TileShape:
     """The shape for tiles of at most `DECODE_ROWS` rows."""
-    return _shape("decode", format_name(kv), _head_dim(kv), _target(q))
+    return _shape("decode", format_name(kv), _head_dim(kv), _target(q), _groups(kv))
 
 
 def extend_shape(kv: PagedKV, q: Tensor) -> TileShape:
     """The shape for tiles of many rows."""
-    return _shape("extend", format_name(kv), _head_dim(kv), _target(q))
+    return _shape("extend", format_name(kv), _head_dim(kv), _target(q), _groups(kv))
 
 
 def split_keys(longest: int, work: int, device: torch.device, shape: TileShape) -> int:
@@ -73,7 +73,7 @@ def using(key: str, shape: TileShape) -> Iterator[None]:
 
 
 @lru_cache(maxsize=256)
-def _shape(kind: str, fmt: str, head_dim: int, device: str) -> TileShape:
+def _shape(kind: str, fmt: str, head_dim: int, device: str, groups: int) -> TileShape:
     """The table's entry for this device, else for any, else for the format on any device."""
     table = _table()
     for key in (table_key(kind, fmt, head_dim, device), table_key(kind, fmt, head_dim, "any")):
@@ -83,7 +83,8 @@ def _shape(kind: str, fmt: str, head_dim: int, device: str) -> TileShape:
         return TileShape(rows=DECODE_ROWS if kind == "decode" else 32, keys=32, warps=1, stages=1)
     if device == _FP32:  # products in fp32 take registers and memory
         return TileShape(rows=DECODE_ROWS if kind == "decode" else 32, keys=16, warps=4, stages=2)
-    keys, stages = (64, 3) if head_dim <= 128 else (32, 2)
+    # Every group has sums per key of its own in registers.
+    keys, stages = (64, 3) if head_dim <= 128 and groups <= 2 else (32, 2)
     if kind == "decode":
         return TileShape(rows=DECODE_ROWS, keys=keys, warps=4, stages=stages)
     return TileShape(rows=64, keys=keys, warps=8, stages=2)
@@ -102,6 +103,13 @@ def format_name(kv: PagedKV) -> str:
         group = f"_g{fmt.scale.group_size}" if isinstance(fmt.scale, Grouped) else ""
         names.append(f"{fmt.code.value}{group}")
     return "/".join(names)
+
+
+def _groups(kv: PagedKV) -> int:
+    """Groups of a token row, of K or V, whichever has more."""
+    dims = (kv.formats.k_head_dim, kv.formats.v_head_dim)
+    formats = zip((kv.formats.k, kv.formats.v), dims, strict=True)
+    return max(dim // f.scale.group_size if isinstance(f.scale, Grouped) else 1 for f, dim in formats)
 
 
 def _target(q: Tensor) -> str:

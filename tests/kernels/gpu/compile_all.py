@@ -103,7 +103,11 @@ def kernels(kv: str, dtype: torch.dtype, dims: tuple[int, int]) -> dict[str, tup
     found: dict[str, tuple[Any, dict[str, Any], Any]] = {}
     for kind, out in (("decode", floats), ("extend", q)):
         shape = shapes._shape(
-            kind, shapes.format_name(layer), max(dims), shapes._FP32 if dtype is torch.float32 else "sm90"
+            kind,
+            shapes.format_name(layer),
+            max(dims),
+            shapes._FP32 if dtype is torch.float32 else "sm90",
+            shapes._groups(layer),
         )
         sizes = {"ROWS": shape.rows, "KEYS": shape.keys, "SPLIT": kind == "decode", "out_ptr": out}
         launch = {"num_warps": shape.warps, "num_stages": shape.stages}
