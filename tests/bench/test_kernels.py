@@ -2,12 +2,14 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from kvq import cli
 from kvq.bench import attention
+from kvq.bench import tune as tuning
 from kvq.bench.measure import percentile
 from kvq.bench.truth import exact_attention
 from kvq.bench.tune import candidates, write_table
@@ -171,6 +173,34 @@ def test_tuning_needs_a_gpu_and_its_table_keeps_other_entries(tmp_path: Path) ->
     with shapes.using("decode int4/int4 128 sm90", shape):
         assert shapes._shape("decode", "int4/int4", 128, "sm90", 2) == shape
     assert all(x.rows == shapes.DECODE_ROWS for x in candidates("decode"))
+
+
+def test_tuning_times_what_is_right_and_refuses_when_nothing_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel is a CPU's, which has no tiles: what is tested is the choice."""
+    shape = [TileShape(rows=16, keys=keys, warps=1, stages=1) for keys in (16, 32, 64)]
+    seen: list[TileShape] = []
+    attend = KVCache.attend
+
+    def recorded(cache: KVCache, *arguments: Any, **options: Any) -> Any:
+        current = shapes._shape("decode", "int4_g32/int4_g32", 32, "interpreter", 1)
+        seen.append(current)
+        if current.keys == 16:
+            raise RuntimeError("out of resources")
+        out, lse = attend(cache, *arguments, **options)
+        return (out * 1.1 if current.keys == 32 else out), lse
+
+    monkeypatch.setattr(tuning, "filled_cache", lambda workload, kv, _: filled_cache(workload, kv, "cpu"))
+    monkeypatch.setattr(tuning, "candidates", lambda _: shape)
+    monkeypatch.setattr(KVCache, "attend", recorded)
+    key, best, rows = tuning.tune(small(), "int4", repeats=2)
+    assert key == "decode int4_g32/int4_g32 32 interpreter"
+    assert set(seen[:3]) == set(shape), "every candidate ran under its own entry of the table"
+    assert best == shape[2]
+    assert [row["keys"] for row in rows] == [64]
+    assert key not in shapes._table()
+    monkeypatch.setattr(tuning, "candidates", lambda _: shape[:2])
+    with pytest.raises(KVQError, match="nothing was tuned"):
+        tuning.tune(small(), "int4", repeats=2)
 
 
 def small() -> Workload:

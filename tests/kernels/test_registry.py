@@ -108,6 +108,13 @@ def test_a_compiled_kernel_is_no_fallback_worth_a_line(
     assert own_kernels[-1] is cpu
 
 
+def test_no_line_about_backends_that_are_made_for_other_devices(caplog: pytest.LogCaptureFixture) -> None:
+    registry._log_fallback.cache_clear()
+    with caplog.at_level(logging.WARNING, logger="kvq"):
+        assert select("copy_blocks", spec("int4"), CPU).backend == "reference"  # Triton's is for GPUs
+    assert not caplog.records
+
+
 @pytest.mark.usefixtures("own_kernels")
 def test_without_other_backends_the_reference_is_no_fallback_worth_a_line(
     caplog: pytest.LogCaptureFixture,
