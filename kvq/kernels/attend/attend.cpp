@@ -1,39 +1,23 @@
-// attend on CPUs, fp32 arithmetic: see reference.py for what it computes.
+// attend on CPUs: see reference.py for what it computes. INT8 and INT4 codes are multiplied as integers
+// where the CPU can do that fast, everything else as fp32.
 //
-// A task is one KV head of one sequence, at most ROWS of its query rows, and SPLIT keys. Tiles of TILE
-// keys are decoded once for all query rows of the task. Splits lie at fixed key positions and every
-// query row is computed by itself, so how a context came in changes no bit of what comes out.
+// A task is one KV head of one sequence and at most ROWS of its query rows, over splits of SPLIT keys.
+// A tile of TILE keys is decoded once for all query rows of the task. Splits lie at fixed key positions
+// and every query row is computed by itself, so how a context came in changes no bit of what comes out.
 
 #include <stdlib.h>
 #if defined(_OPENMP)
 #include <omp.h>
 #endif
 
-#include "../native/rows.h"
+#include "floats.h"
+#include "integer_tiles.h"
+#include "softmax.h"
 
 #define NAME_(variant, name) kvq_##variant##_##name
 #define NAME(variant, name) NAME_(variant, name)
 
 namespace {
-
-constexpr int ROWS = 64;     // query rows: (new token, query head of the KV head)
-constexpr int TILE = 64;     // keys decoded at a time
-constexpr int SPLIT = 1024;  // keys of one task; a multiple of TILE
-
-// Softmax of some query rows over some keys, not yet divided by `total`.
-struct Partial {
-    float* top;    // [ROWS] largest score, -inf if no key was seen
-    float* total;  // [ROWS] sum of exp(score - top)
-    float* out;    // [ROWS, padded v dim]
-};
-
-struct Scratch {
-    float* q;       // [ROWS, padded k dim], rotated and scaled
-    float* tile;    // [TILE, padded dim]
-    float* scores;  // [ROWS, TILE]
-    Partial run;    // of the split at work
-    Partial sum;    // of all splits before it
-};
 
 // All of one call; a task looks its share up here.
 struct Call {
@@ -42,220 +26,212 @@ struct Call {
     float* lse;  // [tokens, q_heads]
     const KvqBatch& batch;
     const KvqAttention& options;
-    int group, k_dim, v_dim;  // query heads of a KV head; padded dimensions
+    int group;             // query heads of a KV head
+    int rows;              // most query rows of a task
+    int k_width, v_width;  // floats of a decoded row of K, of a row of partial results
+#if defined(KVQ_INTEGER)
+    bool k_integer, v_integer;
+    IntegerCut k_cut, v_cut;
+#endif
 };
 
-// Query rows [row, row + rows) of one KV head of one sequence.
-struct Task {
-    int sequence, head, row, rows;
-    int64_t token;          // index of the sequence's first new token
-    int start, keys;        // position of that token; keys that exist
-    int first, last;        // splits
-    int64_t partial;        // where the splits' partial results begin, or -1 to merge as they come
+struct Scratch {
+    float* row;     // [k dim], or the widest row of V
+    float* q;       // [rows, k width], rotated and scaled
+    float* tile;    // [TILE, width], decoded
+    float* scores;  // [rows, TILE], then weights
+    Partial run;    // of the split at work
+    Partial sum;    // of all splits before it
+#if defined(KVQ_INTEGER)
+    IntegerScratch k, v;
+#endif
 };
-
-inline float minus_infinity() { return -__builtin_inff(); }
 
 inline int position(const Call& call, const Task& task, int row) {
     return task.start + (task.row + row) / call.group;
 }
 
-inline void read_queries(const Call& call, const Task& task, float* q) {
+// Where a row of Q or of the output lies.
+inline uint8_t* row_of(const Call& call, const Task& task, const KvqDense& x, int row) {
+    int64_t token = task.token + (task.row + row) / call.group;
+    int head = task.head * call.group + (task.row + row) % call.group;
+    return x.data + token * x.token + head * x.head;
+}
+
+inline void read_queries(const Call& call, const Task& task, const Scratch& scratch) {
     const KvqRows& k = call.layer.k;
     for (int r = 0; r < task.rows; r++) {
-        int64_t token = task.token + (task.row + r) / call.group;
-        int head = task.head * call.group + (task.row + r) % call.group;
-        float* x = q + (int64_t)r * call.k_dim;
-        read_floats(x, call.q.data + token * call.q.token + head * call.q.head, k.dim, call.q.code);
-        float scale = call.options.scale;
+        float* x = scratch.row;
+        read_floats(x, row_of(call, task, call.q, r), k.dim, call.q.code);
         if (k.rotated) rotate(x, k.dim);
-        for (int i = 0; i < k.dim; i++) x[i] *= scale;
-        for (int i = k.dim; i < call.k_dim; i++) x[i] = 0;
-    }
-}
-
-// Decode the keys [at + skip, at + keys) into their places in `tile`, [TILE, dim].
-inline void read_tile(float* tile, const Call& call, const Task& task, const KvqRows& rows, int dim, int at,
-                      int skip, int keys) {
-    const int32_t* table = call.batch.tables + task.sequence * call.batch.table_stride;
-    int size = call.layer.block_size;
-    for (int i = skip; i < keys; i++) {
-        float* x = tile + (int64_t)i * dim;
-        read_row(x, rows, table[(at + i) / size], task.head, (at + i) % size);
-        for (int j = rows.dim; j < dim; j++) x[j] = 0;
-    }
-}
-
-// scores[key] = q . tile[key] for `keys` keys, rounded up to whole vectors; the rest is garbage.
-inline void scores_of(float* scores, const float* q, const float* tile, int dim, int keys) {
-    for (int key = 0; key < keys; key += W) {
-        const float* k = tile + (int64_t)key * dim;
-        vf sums[W] = {};
-        for (int i = 0; i < dim; i += W) {
-            vf x = load(q + i);
-#pragma GCC unroll 16
-            for (int j = 0; j < W; j++) sums[j] += x * load(k + (int64_t)j * dim + i);
+#if defined(KVQ_INTEGER)
+        if (call.k_integer) {
+            read_integer_query(scratch.k, call.k_cut, r, x, k.dim, call.options.scale);
+            continue;
         }
-        store(scores + key, sums_of(sums));
+#endif
+        float* q = scratch.q + (int64_t)r * call.k_width;
+        for (int i = 0; i < k.dim; i++) q[i] = x[i] * call.options.scale;
+        for (int i = k.dim; i < call.k_width; i++) q[i] = 0;
     }
 }
 
-// Turn scores into weights and let `run` take them in. The keys [low, high) of the tile are visible.
-inline void take_weights(float* scores, int keys, int low, int high, float softcap, Partial run, int row,
-                         int dim) {
-    if (softcap > 0)
-        for (int i = low; i < high; i++) scores[i] = softcap * __builtin_tanhf(scores[i] / softcap);
-    int whole = (keys + W - 1) / W * W;
-    for (int i = 0; i < low; i++) scores[i] = minus_infinity();
-    for (int i = high; i < whole; i++) scores[i] = minus_infinity();
-    vf most = all(minus_infinity());
-    for (int i = 0; i < whole; i += W) most = maximum(most, load(scores + i));
-    float top = largest(most);
-    if (top < run.top[row]) top = run.top[row];
-    if (top == minus_infinity()) top = 0;  // nothing visible: all weights become 0
-    vf total{};
-    for (int i = 0; i < whole; i += W) {
-        vf weight = exp_of(load(scores + i) - all(top));
-        store(scores + i, weight);
-        total += weight;
+// The keys that a task may see within one tile, and the softmax of each of its rows over them.
+inline void weigh_rows(const Call& call, const Task& task, const Scratch& scratch, int at, int skip, int keys) {
+    int window = call.options.window;
+    for (int r = 0; r < task.rows; r++) {
+        int own = position(call, task, r) - at;  // the row's own key in this tile
+        int low = window && own - window + 1 > skip ? own - window + 1 : skip;
+        int high = own + 1 < keys ? own + 1 : keys;
+        take_weights(scratch.scores + r * TILE, low, high, call.options.softcap, scratch.run, r, call.v_width);
     }
-    if (top != run.top[row]) {
-        float decay = __builtin_expf(run.top[row] - top);
-        run.total[row] *= decay;
-        for (int i = 0; i < dim; i++) run.out[(int64_t)row * dim + i] *= decay;
-        if (low < high) run.top[row] = top;
-    }
-    run.total[row] += sum(total);
 }
 
-// out += weights . tile for R rows; four vectors of each row stay in registers.
-template <int R>
-inline void add_values(float* out, const float* weights, const float* tile, int dim, int skip, int keys) {
-    int i = 0;
-    for (; i + 4 * W <= dim; i += 4 * W) {
-        vf sums[R][4];
-        for (int r = 0; r < R; r++)
-            for (int j = 0; j < 4; j++) sums[r][j] = load(out + (int64_t)r * dim + i + j * W);
-        for (int key = skip; key < keys; key++)
-            for (int j = 0; j < 4; j++) {
-                vf v = load(tile + (int64_t)key * dim + i + j * W);
-                for (int r = 0; r < R; r++) sums[r][j] += v * weights[r * TILE + key];
-            }
-        for (int r = 0; r < R; r++)
-            for (int j = 0; j < 4; j++) store(out + (int64_t)r * dim + i + j * W, sums[r][j]);
+inline void add_float_values(const Call& call, const Task& task, const Scratch& scratch, int skip, int keys) {
+    for (int r = 0; r < task.rows;) {
+        float *out = scratch.run.out + (int64_t)r * call.v_width, *weights = scratch.scores + r * TILE;
+        if (r + 4 <= task.rows)
+            float_values<4>(out, weights, scratch.tile, call.v_width, skip, keys), r += 4;
+        else
+            float_values<1>(out, weights, scratch.tile, call.v_width, skip, keys), r += 1;
     }
-    for (; i < dim; i += W)
-        for (int r = 0; r < R; r++) {
-            vf total = load(out + (int64_t)r * dim + i);
-            for (int key = skip; key < keys; key++)
-                total += load(tile + (int64_t)key * dim + i) * weights[r * TILE + key];
-            store(out + (int64_t)r * dim + i, total);
-        }
 }
 
 // Attention of a task's rows over one split, into scratch.run.
-inline void run_split(const Call& call, const Task& task, const Scratch& scratch, int split) {
-    Partial run = scratch.run;
-    for (int r = 0; r < task.rows; r++) run.top[r] = minus_infinity(), run.total[r] = 0;
-    memset(run.out, 0, (size_t)task.rows * call.v_dim * 4);
+inline void run_split(const Call& call, const Task& task, Scratch& scratch, int split) {
+    start(scratch.run, task.rows, call.v_width);
     int window = call.options.window;
     int oldest = window ? position(call, task, 0) - window + 1 : 0;  // what any row sees
     int newest = position(call, task, task.rows - 1);
     int begin = split * SPLIT, end = begin + SPLIT;
     if (end > task.keys) end = task.keys;
     if (end > newest + 1) end = newest + 1;
+    if (oldest > begin) begin = oldest / TILE * TILE;  // older blocks may be gone
     for (int at = begin; at < end; at += TILE) {
-        int keys = end - at < TILE ? end - at : TILE;
-        int skip = oldest > at ? oldest - at : 0;  // older blocks may be gone
-        if (skip >= keys) continue;
-        read_tile(scratch.tile, call, task, call.layer.k, call.k_dim, at, skip, keys);
-        for (int r = 0; r < task.rows; r++) {
-            int own = position(call, task, r) - at;  // the row's own key in this tile
-            int low = window && own - window + 1 > skip ? own - window + 1 : skip;
-            int high = own + 1 < keys ? own + 1 : keys;
-            float* scores = scratch.scores + r * TILE;
-            if (low >= high) {
-                memset(scores, 0, TILE * 4);
-                continue;
-            }
-            scores_of(scores, scratch.q + (int64_t)r * call.k_dim, scratch.tile, call.k_dim, keys);
-            take_weights(scores, keys, low, high, call.options.softcap, run, r, call.v_dim);
+        int keys = end - at < TILE ? end - at : TILE, skip = oldest > at ? oldest - at : 0;
+        int next = at + TILE, next_keys = end - next < TILE ? end - next : TILE;
+        Cursor here(call.layer, call.batch, task.sequence, at + skip);
+        Cursor there(call.layer, call.batch, task.sequence, next_keys > 0 ? next : at + skip);
+        if (next_keys <= 0) next_keys = keys;
+#if defined(KVQ_INTEGER)
+        if (call.k_integer) {
+            read_integer_tile(scratch.k, call.layer.k, call.k_cut, task.head, at == begin, here, there, skip, keys,
+                              next_keys);
+            integer_keys(scratch.k, call.k_cut, scratch.scores, task.rows, keys);
+        } else
+#endif
+        {
+            read_tile(scratch.tile, call.layer.k, here, task.head, call.k_width, skip, keys);
+            for (int r = 0; r < task.rows; r++)
+                float_scores(scratch.scores + r * TILE, scratch.q + (int64_t)r * call.k_width, scratch.tile,
+                             call.k_width, keys);
         }
-        read_tile(scratch.tile, call, task, call.layer.v, call.v_dim, at, skip, keys);
-        for (int r = 0; r < task.rows;) {
-            float *out = run.out + (int64_t)r * call.v_dim, *weights = scratch.scores + r * TILE;
-            if (r + 4 <= task.rows)
-                add_values<4>(out, weights, scratch.tile, call.v_dim, skip, keys), r += 4;
-            else
-                add_values<1>(out, weights, scratch.tile, call.v_dim, skip, keys), r += 1;
+        weigh_rows(call, task, scratch, at, skip, keys);
+#if defined(KVQ_INTEGER)
+        if (call.v_integer) {
+            read_integer_tile(scratch.v, call.layer.v, call.v_cut, task.head, at == begin, here, there, skip, keys,
+                              next_keys);
+            add_integer_values(scratch.v, call.v_cut, scratch.run.out, call.v_width, scratch.scores, task.rows);
+        } else
+#endif
+        {
+            read_tile(scratch.tile, call.layer.v, here, task.head, call.v_width, skip, keys);
+            add_float_values(call, task, scratch, skip, keys);
         }
     }
 }
 
-// sum = sum and part, one row of each.
-inline void merge_row(Partial sum, Partial part, int row, int dim) {
-    if (part.top[row] == minus_infinity()) return;
-    float top = sum.top[row] > part.top[row] ? sum.top[row] : part.top[row];
-    float old = __builtin_expf(sum.top[row] - top), fresh = __builtin_expf(part.top[row] - top);
-    sum.total[row] = sum.total[row] * old + part.total[row] * fresh;
-    float *a = sum.out + (int64_t)row * dim, *b = part.out + (int64_t)row * dim;
-    for (int i = 0; i < dim; i++) a[i] = a[i] * old + b[i] * fresh;
-    sum.top[row] = top;
-}
-
-inline void start(Partial sum, int rows, int dim) {
-    for (int r = 0; r < rows; r++) sum.top[r] = minus_infinity(), sum.total[r] = 0;
-    memset(sum.out, 0, (size_t)rows * dim * 4);
-}
-
 // Divide, add the sink, undo V's rotation, and hand the rows over.
-inline void write_out(const Call& call, const Task& task, Partial sum) {
+inline void write_out(const Call& call, const Task& task, const Scratch& scratch) {
     const KvqRows& v = call.layer.v;
     for (int r = 0; r < task.rows; r++) {
         int64_t token = task.token + (task.row + r) / call.group;
         int head = task.head * call.group + (task.row + r) % call.group;
-        float* x = sum.out + (int64_t)r * call.v_dim;
-        float total = sum.total[r], top = sum.top[r];
+        const float* out = scratch.sum.out + (int64_t)r * call.v_width;
+        float *x = scratch.row, total = scratch.sum.total[r], top = scratch.sum.top[r], decay = 1;
         if (call.options.sinks) {
             float sink = call.options.sinks[head], higher = sink > top ? sink : top;
-            float decay = __builtin_expf(top - higher);
+            decay = __builtin_expf(top - higher);
             total = total * decay + __builtin_expf(sink - higher);
-            for (int i = 0; i < v.dim; i++) x[i] *= decay;
             top = higher;
         }
-        float inverse = total == 0 ? 0.0f : 1.0f / total;
-        for (int i = 0; i < v.dim; i++) x[i] *= inverse;
+        float factor = total == 0 ? 0.0f : decay / total;
+#if defined(KVQ_INTEGER)
+        if (call.v_integer)
+            for (int i = 0; i < v.dim; i++) x[i] = out[call.v_cut.index[i]] * factor;
+        else
+#endif
+            for (int i = 0; i < v.dim; i++) x[i] = out[i] * factor;
         if (v.rotated) rotate(x, v.dim);
-        write_floats(call.out.data + token * call.out.token + head * call.out.head, x, v.dim, call.out.code);
+        write_floats(row_of(call, task, call.out, r), x, v.dim, call.out.code);
         call.lse[token * call.options.q_heads + head] = total == 0 ? minus_infinity() : top + __builtin_logf(total);
     }
 }
 
-inline int64_t partial_floats(const Call& call) { return (int64_t)ROWS * (2 + call.v_dim); }
+// Hands out pieces of memory, whole cache lines each; without memory it only counts.
+struct Memory {
+    uint8_t* begin;
+    int64_t used;
 
-inline Partial partial_at(float* memory) {
-    return {memory, memory + ROWS, memory + 2 * ROWS};
+    template <class T>
+    T* take(int64_t count) {
+        T* p = begin ? (T*)(begin + used) : nullptr;
+        used += (count * (int64_t)sizeof(T) + 63) / 64 * 64;
+        return p;
+    }
+};
+
+inline Partial take_partial(const Call& call, Memory& memory) {
+    float* top = memory.take<float>(call.rows);
+    float* total = memory.take<float>(call.rows);
+    return {top, total, memory.take<float>((int64_t)call.rows * call.v_width)};
 }
 
-inline Scratch scratch_at(const Call& call, float* memory) {
-    int dim = call.k_dim > call.v_dim ? call.k_dim : call.v_dim;
+inline Scratch take_scratch(const Call& call, Memory& memory) {
     Scratch s;
-    s.q = memory;
-    s.tile = s.q + (int64_t)ROWS * call.k_dim;
-    s.scores = s.tile + (int64_t)TILE * dim;
-    s.run = partial_at(s.scores + ROWS * TILE);
-    s.sum = partial_at(s.run.top + partial_floats(call));
+    int width = call.k_width > call.v_width ? call.k_width : call.v_width;
+    s.row = memory.take<float>(width);
+    s.q = memory.take<float>((int64_t)call.rows * call.k_width);
+    s.tile = memory.take<float>((int64_t)TILE * width);
+    s.scores = memory.take<float>((int64_t)call.rows * TILE);
+    s.run = take_partial(call, memory);
+    s.sum = take_partial(call, memory);
+#if defined(KVQ_INTEGER)
+    s.k = take_integer_scratch(call.k_cut, call.rows, memory);
+    s.v = take_integer_scratch(call.v_cut, call.rows, memory);
+#endif
     return s;
 }
 
-inline int64_t scratch_floats(const Call& call) {
-    int dim = call.k_dim > call.v_dim ? call.k_dim : call.v_dim;
-    return (int64_t)ROWS * (call.k_dim + TILE) + (int64_t)TILE * dim + 2 * partial_floats(call);
+// Scratch memory is kept from call to call, so that its pages need not be mapped every time: by
+// whoever takes it first, others bring their own.
+constexpr int64_t MOST_KEPT = 64 << 20;
+
+struct Kept {
+    int64_t bytes;
+};
+
+inline Kept*& kept_memory() {
+    static Kept* kept = nullptr;
+    return kept;
 }
 
-inline float* aligned_floats(int64_t count) {
+inline Kept* take_memory(int64_t bytes) {
+    bytes += 64;  // the header's line
+    Kept* kept = __atomic_exchange_n(&kept_memory(), nullptr, __ATOMIC_ACQ_REL);
+    if (kept && kept->bytes >= bytes) return kept;
+    free(kept);
     void* memory = nullptr;
-    return posix_memalign(&memory, 64, (size_t)count * 4) ? nullptr : (float*)memory;
+    if (posix_memalign(&memory, 64, (size_t)bytes)) return nullptr;
+    kept = (Kept*)memory;
+    kept->bytes = bytes;
+    return kept;
+}
+
+inline void give_back(Kept* memory) {
+    if (memory && memory->bytes <= MOST_KEPT)
+        memory = __atomic_exchange_n(&kept_memory(), memory, __ATOMIC_ACQ_REL);
+    free(memory);
 }
 
 // One item of parallel work: all of a task, or one of its splits.
@@ -299,29 +275,28 @@ inline void plan_work(const Call& call, Plan& plan) {
     }
 }
 
-inline void run_item(const Call& call, const Plan& plan, Item item, Scratch scratch, float* partials) {
+inline void run_item(const Call& call, const Plan& plan, Item item, Scratch scratch, Partial* partials) {
     const Task& task = plan.tasks[item.task];
-    read_queries(call, task, scratch.q);
+    read_queries(call, task, scratch);
     if (item.split >= 0) {
-        int64_t at = task.partial + item.split - task.first;
-        scratch.run = partial_at(partials + at * partial_floats(call));
+        scratch.run = partials[task.partial + item.split - task.first];
         return run_split(call, task, scratch, item.split);
     }
-    start(scratch.sum, task.rows, call.v_dim);
+    start(scratch.sum, task.rows, call.v_width);
     for (int split = task.first; split < task.last; split++) {
         run_split(call, task, scratch, split);
-        for (int r = 0; r < task.rows; r++) merge_row(scratch.sum, scratch.run, r, call.v_dim);
+        for (int r = 0; r < task.rows; r++) merge_row(scratch.sum, scratch.run, r, call.v_width);
     }
-    write_out(call, task, scratch.sum);
+    write_out(call, task, scratch);
 }
 
-inline void merge_task(const Call& call, const Task& task, Scratch scratch, float* partials) {
-    start(scratch.sum, task.rows, call.v_dim);
+inline void merge_task(const Call& call, const Task& task, Scratch scratch, const Partial* partials) {
+    start(scratch.sum, task.rows, call.v_width);
     for (int split = task.first; split < task.last; split++) {
-        Partial part = partial_at(partials + (task.partial + split - task.first) * partial_floats(call));
-        for (int r = 0; r < task.rows; r++) merge_row(scratch.sum, part, r, call.v_dim);
+        Partial part = partials[task.partial + split - task.first];
+        for (int r = 0; r < task.rows; r++) merge_row(scratch.sum, part, r, call.v_width);
     }
-    write_out(call, task, scratch.sum);
+    write_out(call, task, scratch);
 }
 
 // Every block that a task may read must exist.
@@ -347,37 +322,54 @@ inline bool blocks_exist(const Call& call) {
 
 extern "C" int NAME(KVQ_VARIANT, attend)(const KvqLayer* layer, const KvqDense* q, const KvqDense* out,
                                          float* lse, const KvqBatch* batch, const KvqAttention* options) {
-    Call call = {*layer, *q, *out, lse, *batch, *options, options->q_heads / layer->kv_heads,
+    Call call = {*layer, *q, *out, lse, *batch, *options, options->q_heads / layer->kv_heads, 1,
                  padded(layer->k.dim), padded(layer->v.dim)};
     if (!blocks_exist(call)) return KVQ_BAD_BLOCK;
+#if defined(KVQ_INTEGER)
+    call.k_integer = !options->exact && takes_integers(layer->k);
+    call.v_integer = !options->exact && takes_integers(layer->v);
+    if (call.k_integer) call.k_cut = keys_cut(layer->k);
+    if (call.v_integer) call.v_cut = values_cut(layer->v), call.v_width = call.v_cut.cut.width;
+#endif
+    for (int s = 0; s < batch->sequences; s++) {
+        int rows = batch->query_lens[s] * call.group;
+        if (rows > call.rows) call.rows = rows < ROWS ? rows : ROWS;
+    }
     Plan plan = {};
     plan_work(call, plan);
-    plan.tasks = (Task*)malloc(plan.num_tasks * sizeof(Task) + 1);
-    plan.items = (Item*)malloc(plan.num_items * sizeof(Item) + 1);
     int threads = options->threads;
     if (threads > plan.num_items) threads = plan.num_items > 0 ? (int)plan.num_items : 1;
-    int64_t each = scratch_floats(call);
-    float* memory = aligned_floats(each * threads + plan.num_partials * partial_floats(call) + 1);
-    int status = plan.tasks && plan.items && memory ? KVQ_OK : KVQ_NO_MEMORY;
-    if (status == KVQ_OK) {
-        plan_work(call, plan);
-        float* partials = memory + each * threads;
+    Memory sizes = {};
+    take_scratch(call, sizes);
+    int64_t each = sizes.used;
+    sizes.used = 0;
+    take_partial(call, sizes);
+    int64_t total = each * threads + plan.num_partials * sizes.used;
+    sizes.used = 0;
+    sizes.take<Task>(plan.num_tasks), sizes.take<Item>(plan.num_items), sizes.take<Partial>(plan.num_partials);
+    Kept* kept = take_memory(total + sizes.used);
+    if (!kept) return KVQ_NO_MEMORY;
+    Memory memory = {(uint8_t*)kept, 64};
+    plan.tasks = memory.take<Task>(plan.num_tasks);
+    plan.items = memory.take<Item>(plan.num_items);
+    Partial* partials = memory.take<Partial>(plan.num_partials);
+    plan_work(call, plan);
+    for (int64_t i = 0; i < plan.num_partials; i++) partials[i] = take_partial(call, memory);
+    uint8_t* scratches = memory.begin + memory.used;
 #pragma omp parallel num_threads(threads)
-        {
+    {
 #if defined(_OPENMP)
-            Scratch scratch = scratch_at(call, memory + each * omp_get_thread_num());
+        Memory own = {scratches + each * omp_get_thread_num(), 0};
 #else
-            Scratch scratch = scratch_at(call, memory);
+        Memory own = {scratches, 0};
 #endif
+        Scratch scratch = take_scratch(call, own);
 #pragma omp for schedule(dynamic)
-            for (int64_t i = 0; i < plan.num_items; i++) run_item(call, plan, plan.items[i], scratch, partials);
+        for (int64_t i = 0; i < plan.num_items; i++) run_item(call, plan, plan.items[i], scratch, partials);
 #pragma omp for schedule(dynamic)
-            for (int64_t i = 0; i < plan.num_tasks; i++)
-                if (plan.tasks[i].partial >= 0) merge_task(call, plan.tasks[i], scratch, partials);
-        }
+        for (int64_t i = 0; i < plan.num_tasks; i++)
+            if (plan.tasks[i].partial >= 0) merge_task(call, plan.tasks[i], scratch, partials);
     }
-    free(memory);
-    free(plan.items);
-    free(plan.tasks);
-    return status;
+    give_back(kept);
+    return KVQ_OK;
 }

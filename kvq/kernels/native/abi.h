@@ -65,4 +65,5 @@ struct KvqAttention {
     int32_t q_heads;
     const float* sinks;  // [q_heads], or null
     int32_t threads;
+    int32_t exact;  // fp32 arithmetic for every format
 };

@@ -1,0 +1,203 @@
+// INT8 and INT4 codes as 16-bit numbers for multiply-adds: how token rows are cut into registers.
+//
+// A row's bytes are cut into runs: all of it, or one group's share of a half (INT4). A run is cut into
+// chunks of one register, the last one padded with zeros. A 16-bit lane then holds two bytes, an even
+// and an odd one, so shifts and masks alone give 16-bit numbers, with no shuffle: two registers of them
+// for INT8 (even, odd bytes), four for INT4 (low nibbles of even and odd bytes, then high nibbles).
+// Queries are laid out in the order that this leaves the elements in.
+#pragma once
+
+#include "task.h"
+
+#if defined(__AVX2__)
+#define KVQ_INTEGER 1
+
+namespace {
+
+constexpr int L = 2 * W;      // 16-bit numbers in a register
+constexpr int BYTES = 4 * W;  // of a register
+constexpr int MOST_GROUPS = 16;
+constexpr int MOST_INTEGER_DIM = 512;  // 127 * 32767 * 512 < 2^31: sums can't overflow
+constexpr float MOST = 32767.0f;
+
+#if defined(__AVX512F__)
+typedef __m512i reg;
+inline reg both(int32_t pair) { return _mm512_set1_epi32(pair); }
+inline reg load16(const int16_t* p) { return _mm512_loadu_si512(p); }
+inline reg pairs_low(reg a, reg b) { return _mm512_unpacklo_epi16(a, b); }
+inline reg pairs_high(reg a, reg b) { return _mm512_unpackhi_epi16(a, b); }
+inline reg even_bytes(reg x) { return _mm512_srai_epi16(_mm512_slli_epi16(x, 8), 8); }
+inline reg odd_bytes(reg x) { return _mm512_srai_epi16(x, 8); }
+template <int SHIFT>
+inline reg nibbles(reg x) {
+    reg y = SHIFT ? _mm512_srli_epi16(x, SHIFT) : x;
+    return SHIFT == 12 ? y : _mm512_and_si512(y, _mm512_set1_epi16(15));
+}
+inline vi multiply_add(vi sum, reg a, reg b) {
+#if defined(__AVX512VNNI__)
+    return (vi)_mm512_dpwssd_epi32((reg)sum, a, b);
+#else
+    return sum + (vi)_mm512_madd_epi16(a, b);
+#endif
+}
+// The first `n` bytes at `p`, then zeros; n >= 1.
+inline reg load_bytes_of(const uint8_t* p, int n) {
+    return _mm512_maskz_loadu_epi8(n >= 64 ? ~0ull : (1ull << n) - 1, p);
+}
+inline reg load_two(const uint8_t* a, const uint8_t* b) {  // half a register of each
+    reg low = _mm512_castsi256_si512(_mm256_loadu_si256((const __m256i*)a));
+    return _mm512_inserti64x4(low, _mm256_loadu_si256((const __m256i*)b), 1);
+}
+inline reg both_halves(int32_t low, int32_t high) {
+    return _mm512_mask_set1_epi32(_mm512_set1_epi32(low), 0xff00, high);
+}
+inline vi folded(vi x) { return x + (vi)_mm512_shuffle_i64x2((reg)x, (reg)x, 0x4e); }  // halves added
+inline void store_pairs(int32_t* out, vf a, vf b) {  // 2 W numbers, rounded, as 16 bits each
+    __m256i low = _mm512_cvtepi32_epi16(_mm512_cvtps_epi32((__m512)a));
+    __m256i high = _mm512_cvtepi32_epi16(_mm512_cvtps_epi32((__m512)b));
+    _mm256_storeu_si256((__m256i*)out, low);
+    _mm256_storeu_si256((__m256i*)(out + W / 2), high);
+}
+#else
+typedef __m256i reg;
+inline reg both(int32_t pair) { return _mm256_set1_epi32(pair); }
+inline reg load16(const int16_t* p) { return _mm256_loadu_si256((const __m256i*)p); }
+inline reg pairs_low(reg a, reg b) { return _mm256_unpacklo_epi16(a, b); }
+inline reg pairs_high(reg a, reg b) { return _mm256_unpackhi_epi16(a, b); }
+inline reg even_bytes(reg x) { return _mm256_srai_epi16(_mm256_slli_epi16(x, 8), 8); }
+inline reg odd_bytes(reg x) { return _mm256_srai_epi16(x, 8); }
+template <int SHIFT>
+inline reg nibbles(reg x) {
+    reg y = SHIFT ? _mm256_srli_epi16(x, SHIFT) : x;
+    return SHIFT == 12 ? y : _mm256_and_si256(y, _mm256_set1_epi16(15));
+}
+inline vi multiply_add(vi sum, reg a, reg b) { return sum + (vi)_mm256_madd_epi16(a, b); }
+inline reg load_bytes_of(const uint8_t* p, int n) {
+    if (n >= BYTES) return _mm256_loadu_si256((const __m256i*)p);
+    uint8_t last[BYTES] = {};
+    memcpy(last, p, n);
+    return _mm256_loadu_si256((const __m256i*)last);
+}
+inline reg load_two(const uint8_t* a, const uint8_t* b) {
+    return _mm256_set_m128i(_mm_loadu_si128((const __m128i*)b), _mm_loadu_si128((const __m128i*)a));
+}
+inline reg both_halves(int32_t low, int32_t high) {
+    return _mm256_blend_epi32(_mm256_set1_epi32(low), _mm256_set1_epi32(high), 0xf0);
+}
+inline vi folded(vi x) { return x + (vi)_mm256_permute2x128_si256((reg)x, (reg)x, 1); }
+inline void store_pairs(int32_t* out, vf a, vf b) {
+    reg x = _mm256_packs_epi32(_mm256_cvtps_epi32((__m256)a), _mm256_cvtps_epi32((__m256)b));
+    _mm256_storeu_si256((__m256i*)out, _mm256_permute4x64_epi64(x, 0xd8));
+}
+#endif
+
+// How the rows of K or V are cut.
+struct Cut {
+    bool is_nibbles;
+    bool is_pair;   // a chunk is half a register: two tokens share one
+    bool is_split;  // a chunk is two runs of half a register each
+    int groups;     // that have a scale (and a minimum) each; with one, every run shares it
+    int runs;       // of a row, if not split; then chunks
+    int run_bytes;
+    int chunks;     // of a run
+    int kinds;      // registers of 16-bit numbers that a chunk becomes
+    int width;      // 16-bit numbers of a row, padding included
+};
+
+inline Cut cut_of(const KvqRows& rows) {
+    Cut c = {};
+    c.is_nibbles = rows.code == KVQ_INT4;
+    int bytes = c.is_nibbles ? rows.dim / 2 : rows.dim;
+    c.groups = c.is_nibbles ? rows.dim / rows.group_size : 1;
+    c.run_bytes = c.groups > 1 ? rows.group_size : bytes;
+    if (c.groups > 1 && c.run_bytes == BYTES / 2 && bytes % BYTES == 0) {
+        c.is_split = true;
+        c.run_bytes = BYTES;
+    }
+    c.runs = bytes / c.run_bytes;
+    c.is_pair = bytes == BYTES / 2 && c.run_bytes == bytes;
+    c.chunks = (c.run_bytes + BYTES - 1) / BYTES;
+    c.kinds = c.is_nibbles ? 4 : 2;
+    c.width = c.runs * c.chunks * c.kinds * L;
+    return c;
+}
+
+inline bool takes_integers(const KvqRows& rows) {
+    if ((rows.code != KVQ_INT8 && rows.code != KVQ_INT4) || rows.dim > MOST_INTEGER_DIM) return false;
+    return rows.code == KVQ_INT8 || (rows.dim % 2 == 0 && rows.dim / rows.group_size <= MOST_GROUPS);
+}
+
+// Bytes of a chunk.
+inline int bytes_of(const Cut& c, int chunk) {
+    int left = c.run_bytes - chunk * BYTES;
+    return left < BYTES ? left : BYTES;
+}
+
+// The group of a chunk's low (0) or high (1) nibbles; of a split chunk's `half`.
+inline int group_of(const Cut& c, int run, int high, int half) {
+    if (c.groups == 1) return 0;
+    return (high ? c.groups / 2 : 0) + (c.is_split ? 2 * run + half : run);
+}
+
+// Where a row's element lies: its chunk, the byte in it, the register that byte goes to.
+struct Place {
+    int chunk, byte, kind;
+};
+
+inline Place place_of(const Cut& c, int dim, int element) {
+    int high = c.is_nibbles && element >= dim / 2, byte = high ? element - dim / 2 : element;
+    int run = byte / c.run_bytes, within = byte % c.run_bytes;
+    return {run * c.chunks + within / BYTES, within % BYTES, 2 * high + within % 2};
+}
+
+// Index of an element among a query's 16-bit numbers.
+inline int key_index(const Cut& c, int dim, int element) {
+    Place p = place_of(c, dim, element);
+    return (p.chunk * c.kinds + p.kind) * L + p.byte / 2;
+}
+
+// Index of an element among an output row's floats, which pairing tokens has shuffled.
+inline int value_index(const Cut& c, int dim, int element) {
+    Place p = place_of(c, dim, element);
+    int word = p.byte / 2, in_lane = word % 8;
+    return ((p.chunk * 2 + in_lane / 4) * c.kinds + p.kind) * W + word / 8 * 4 + in_lane % 4;
+}
+
+// A tile's rows of K or V. Tokens that are not to be read have the address of one that is, and zeros.
+struct Tile {
+    const uint8_t* rows[TILE];
+    float* scales;    // [groups, TILE]
+    float* minimums;  // likewise, of INT4
+};
+
+inline vi add_neighbours(vi a, vi b) {
+#if defined(__AVX512F__)
+    return KVQ_SHUFFLE(a, b, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30) +
+           KVQ_SHUFFLE(a, b, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
+#else
+    return KVQ_SHUFFLE(a, b, 0, 2, 4, 6, 8, 10, 12, 14) + KVQ_SHUFFLE(a, b, 1, 3, 5, 7, 9, 11, 13, 15);
+#endif
+}
+
+template <class V>
+inline V evens(V a, V b) {
+#if defined(__AVX512F__)
+    return KVQ_SHUFFLE(a, b, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
+#else
+    return KVQ_SHUFFLE(a, b, 0, 2, 4, 6, 8, 10, 12, 14);
+#endif
+}
+
+template <class V>
+inline V odds(V a, V b) {
+#if defined(__AVX512F__)
+    return KVQ_SHUFFLE(a, b, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
+#else
+    return KVQ_SHUFFLE(a, b, 1, 3, 5, 7, 9, 11, 13, 15);
+#endif
+}
+
+inline vf floats_of(vi x) { return __builtin_convertvector(x, vf); }
+
+}  // namespace
+#endif
