@@ -50,84 +50,124 @@ inline void add_score(vf& score, vi dots, const Tile& tile, int group, int key, 
     if (has_minimum) score += load(tile.minimums + group * TILE + key) * all(sum);
 }
 
-// Products of one run of W keys with R rows: low[r][key] and, of nibbles, high[r][key]; of pairs there
-// are W / 2 registers of two keys each. WHOLE: high nibbles are added to the low ones' sum.
-template <bool NIBBLES, bool WHOLE, bool PAIR, int CHUNKS, int R>
-inline void multiply_run(vi (*low)[W], vi (*high)[W], const IntegerQuery* q, int at, const uint8_t* const* rows,
-                         const uint8_t* const* ahead, int offset, const Cut& cut) {
-    constexpr int KINDS = NIBBLES ? 4 : 2;
-    const int chunks = CHUNKS ? CHUNKS : cut.chunks, bytes = cut.run_bytes;
-    for (int j = 0; j < W / (PAIR ? 2 : 1); j++) {
-        vi a[R] = {}, b[R] = {};
-        for (int c = 0; c < chunks; c++) {
-            int from = offset + c * BYTES;
-            reg x = PAIR ? load_two(rows[2 * j], rows[2 * j + 1]) : load_bytes_of(rows[j] + from, bytes - c * BYTES);
-            if (PAIR) {
-                __builtin_prefetch(ahead[2 * j]);
-                __builtin_prefetch(ahead[2 * j + 1]);
-            } else {
-                __builtin_prefetch(ahead[j] + from);
-            }
-            for (int r = 0; r < R; r++) {
-                const int16_t* y = q[r].q + at + c * KINDS * L;
-                if (NIBBLES) {
-                    a[r] = multiply_add(a[r], nibbles<0>(x), load16(y));
-                    a[r] = multiply_add(a[r], nibbles<8>(x), load16(y + L));
-                    vi& other = WHOLE ? a[r] : b[r];
-                    other = multiply_add(other, nibbles<4>(x), load16(y + 2 * L));
-                    other = multiply_add(other, nibbles<12>(x), load16(y + 3 * L));
-                } else {
-                    a[r] = multiply_add(a[r], even_bytes(x), load16(y));
-                    a[r] = multiply_add(a[r], odd_bytes(x), load16(y + L));
-                }
-            }
-        }
-        for (int r = 0; r < R; r++) {
-            low[r][j] = a[r];
-            if (NIBBLES && !WHOLE) high[r][j] = b[r];
-        }
-    }
-}
+constexpr int MOST_FEW = 8;   // query rows at a time
+constexpr int PIECE = 4;      // registers of 16-bit numbers that a key takes up at a time
+constexpr int QUADS = W / 4;  // of W keys
 
-// N registers into one whose lanes are sums of neighbours, in order.
-template <int N>
-inline vi sums_of_registers(const vi* x) {
-    if constexpr (N == 1) {
-        return x[0];
-    } else {
-        return add_neighbours(sums_of_registers<N / 2>(x), sums_of_registers<N / 2>(x + N / 2));
-    }
-}
+// Quarter sums of W keys' products with some rows, in the order that `keys_of` reads them back in.
+struct Quads {
+    vi low[MOST_FEW][QUADS], high[MOST_FEW][QUADS];
+};
 
-// Scores of R query rows over the tile's first `keys` keys, rounded up to whole registers.
-template <bool NIBBLES, bool WHOLE, bool PAIR, int CHUNKS, int R>
-inline void integer_scores(float* scores, const IntegerQuery* q, const Tile& tile, const Tile& ahead,
-                           const Cut& cut, int keys) {
-    for (int key = 0; key < keys; key += W) {
-        vi low[R][W], high[R][W], dots[R][MOST_GROUPS];
-        for (int run = 0; run < cut.runs; run++) {
-            multiply_run<NIBBLES, WHOLE, PAIR, CHUNKS, R>(low, high, q, run * cut.chunks * cut.kinds * L,
-                                                          tile.rows + key, ahead.rows + key, run * cut.run_bytes,
-                                                          cut);
-            for (int r = 0; r < R; r++) {
+// Products of one piece of W keys with all rows. Four keys (of pairs four times two) stay in registers
+// while the rows go by. WHOLE: high nibbles count to the low ones' sum; MORE: so does the piece before.
+template <bool NIBBLES, bool WHOLE, bool PAIR, int CHUNKS, bool MORE>
+inline void multiply_piece(Quads& quads, const IntegerQuery* q, int rows, int at, const uint8_t* const* keys,
+                           const uint8_t* const* ahead, int from, int bytes) {
+    constexpr int KINDS = NIBBLES ? 4 : 2, N = KINDS * CHUNKS;
+    for (int quad = 0; quad < (PAIR ? QUADS / 2 : QUADS); quad++) {
+        reg x[4][N];
+        for (int j = 0; j < 4; j++)
+            for (int c = 0; c < CHUNKS; c++) {
+                reg y;
                 if (PAIR) {
-                    dots[r][0] = sums_of_registers<W / 2>(low[r]);
-                    if (NIBBLES && !WHOLE) dots[r][1] = sums_of_registers<W / 2>(high[r]);
-                } else if (!cut.is_split) {
-                    dots[r][run] = sums_of_registers<W>(low[r]);
-                    if (NIBBLES && !WHOLE) dots[r][cut.groups / 2 + run] = sums_of_registers<W>(high[r]);
-                } else {  // half a register is a group's: two sums of every key
-                    for (int part = 0; part < 2; part++) {
-                        vi* x = part ? high[r] : low[r];
-                        vi a = sums_of_registers<W / 2>(x), b = sums_of_registers<W / 2>(x + W / 2);
-                        int group = part * cut.groups / 2 + 2 * run;
-                        dots[r][group] = evens(a, b);
-                        dots[r][group + 1] = odds(a, b);
+                    int key = 8 * quad + j;
+                    y = load_two(keys[key], keys[key + 4]);
+                    __builtin_prefetch(ahead[key]);
+                    __builtin_prefetch(ahead[key + 4]);
+                } else {
+                    int key = 4 * quad + j;
+                    y = load_bytes_of(keys[key] + from + c * BYTES, bytes - c * BYTES);
+                    __builtin_prefetch(ahead[key] + from + c * BYTES);
+                }
+                reg* to = x[j] + c * KINDS;
+                if (NIBBLES)
+                    to[0] = nibbles<0>(y), to[1] = nibbles<8>(y), to[2] = nibbles<4>(y), to[3] = nibbles<12>(y);
+                else
+                    to[0] = even_bytes(y), to[1] = odd_bytes(y);
+            }
+        for (int r = 0; r < rows; r++) {
+            const int16_t* y = q[r].q + at;
+            vi a[4] = {}, b[4] = {};
+#pragma GCC unroll 4
+            for (int i = 0; i < N; i++) {
+                reg z = load16(y + i * L);
+                vi* sums = NIBBLES && !WHOLE && i % 4 >= 2 ? b : a;
+#pragma GCC unroll 4
+                for (int j = 0; j < 4; j++) sums[j] = multiply_add(sums[j], x[j][i], z);
+            }
+            vi sum = quarter_sums(a[0], a[1], a[2], a[3]);
+            quads.low[r][quad] = MORE ? quads.low[r][quad] + sum : sum;
+            if (NIBBLES && !WHOLE) {
+                sum = quarter_sums(b[0], b[1], b[2], b[3]);
+                quads.high[r][quad] = MORE ? quads.high[r][quad] + sum : sum;
+            }
+        }
+    }
+}
+
+// One run of W keys.
+template <bool NIBBLES, bool WHOLE, bool PAIR>
+inline void multiply_run(Quads& quads, const IntegerQuery* q, int rows, int at, const uint8_t* const* keys,
+                         const uint8_t* const* ahead, int from, const Cut& cut, bool more) {
+    constexpr int KINDS = NIBBLES ? 4 : 2, MOST = PIECE / KINDS;
+    for (int c = 0; c < cut.chunks; c += MOST) {
+        int left = cut.run_bytes - c * BYTES, to = at + c * KINDS * L, on = from + c * BYTES;
+        bool full = MOST > 1 && c + MOST <= cut.chunks;
+        if (more || c)
+            full ? multiply_piece<NIBBLES, WHOLE, PAIR, MOST, true>(quads, q, rows, to, keys, ahead, on, left)
+                 : multiply_piece<NIBBLES, WHOLE, PAIR, 1, true>(quads, q, rows, to, keys, ahead, on, left);
+        else
+            full ? multiply_piece<NIBBLES, WHOLE, PAIR, MOST, false>(quads, q, rows, to, keys, ahead, on, left)
+                 : multiply_piece<NIBBLES, WHOLE, PAIR, 1, false>(quads, q, rows, to, keys, ahead, on, left);
+    }
+}
+
+// The sums of W keys.
+template <bool PAIR>
+inline vi keys_of(const vi* quads) {
+    if constexpr (!PAIR) return sums_of_quarters(quads);
+#if defined(__AVX512F__)
+    return add_quarters(quads[0], quads[1]);
+#else
+    return add_quarters(quads[0], quads[0]);
+#endif
+}
+
+// The sums of W keys of which half a register is a group's: of the first (0) or second (1) group.
+inline vi keys_of_half(const vi* quads, int half) {
+#if defined(__AVX512F__)
+    vi a = add_quarters(quads[0], quads[1]), b = add_quarters(quads[2], quads[3]);
+    return half ? odd_quarters(a, b) : even_quarters(a, b);
+#else
+    return half ? odd_quarters(quads[0], quads[1]) : even_quarters(quads[0], quads[1]);
+#endif
+}
+
+// Scores [rows, TILE] of at most MOST_FEW query rows over the tile's first `keys` keys, rounded up to
+// whole registers.
+template <bool NIBBLES, bool WHOLE, bool PAIR>
+inline void integer_scores(float* scores, const IntegerQuery* q, int rows, const Tile& tile, const Tile& ahead,
+                           const Cut& cut, int keys) {
+    Quads quads;
+    vi dots[MOST_FEW][MOST_GROUPS];
+    for (int key = 0; key < keys; key += W) {
+        for (int run = 0; run < cut.runs; run++) {
+            multiply_run<NIBBLES, WHOLE, PAIR>(quads, q, rows, run * cut.chunks * cut.kinds * L, tile.rows + key,
+                                               ahead.rows + key, run * cut.run_bytes, cut, WHOLE && run);
+            for (int r = 0; r < rows; r++)
+                for (int part = 0; part < (NIBBLES && !WHOLE ? 2 : 1); part++) {
+                    const vi* x = part ? quads.high[r] : quads.low[r];
+                    int group = group_of(cut, run, part, 0);
+                    if (!PAIR && cut.is_split) {
+                        dots[r][group] = keys_of_half(x, 0);
+                        dots[r][group + 1] = keys_of_half(x, 1);
+                    } else {
+                        dots[r][group] = keys_of<PAIR>(x);
                     }
                 }
-            }
         }
-        for (int r = 0; r < R; r++) {
+        for (int r = 0; r < rows; r++) {
             vf score{};
             for (int g = 0; g < cut.groups; g++)
                 add_score(score, dots[r][g], tile, g, key, NIBBLES, q[r].sums[g]);

@@ -8,17 +8,17 @@
 
 namespace {
 
-constexpr int MOST_FEW = 4;  // query rows that a kernel over rows in place takes at once
+constexpr int MOST_VALUES = 4;  // query rows that a kernel over values takes at once
 
-typedef void (*KeysKernel)(float*, const IntegerQuery*, const Tile&, const Tile&, const Cut&, int);
+typedef void (*KeysKernel)(float*, const IntegerQuery*, int, const Tile&, const Tile&, const Cut&, int);
 typedef void (*ValuesKernel)(float*, int, const IntegerWeights*, const Tile&, const Tile&, const Cut&);
 
 // The cut of K or V with where its elements go and the kernels for 1, 2, 3 and 4 query rows.
 struct IntegerCut {
     Cut cut;
     int32_t index[MOST_INTEGER_DIM];
-    KeysKernel keys[MOST_FEW];
-    ValuesKernel values[MOST_FEW];
+    KeysKernel keys;
+    ValuesKernel values[MOST_VALUES];
 };
 
 struct IntegerScratch {
@@ -30,36 +30,17 @@ struct IntegerScratch {
     IntegerWeights* weights;  // [rows]
 };
 
-template <bool NIBBLES, bool WHOLE, bool PAIR, int CHUNKS>
-inline void set_keys(IntegerCut& c) {
-    c.keys[0] = integer_scores<NIBBLES, WHOLE, PAIR, CHUNKS, 1>;
-    c.keys[1] = integer_scores<NIBBLES, WHOLE, PAIR, CHUNKS, 2>;
-    c.keys[2] = integer_scores<NIBBLES, WHOLE, PAIR, CHUNKS, 3>;
-    c.keys[3] = integer_scores<NIBBLES, WHOLE, PAIR, CHUNKS, 4>;
-}
-
-template <bool NIBBLES, bool WHOLE>
-inline void set_keys(IntegerCut& c) {
-    if (c.cut.is_pair)
-        set_keys<NIBBLES, WHOLE, true, 1>(c);
-    else if (c.cut.chunks == 1)
-        set_keys<NIBBLES, WHOLE, false, 1>(c);
-    else if (c.cut.chunks == 2)
-        set_keys<NIBBLES, WHOLE, false, 2>(c);
-    else
-        set_keys<NIBBLES, WHOLE, false, 0>(c);
-}
-
 inline IntegerCut keys_cut(const KvqRows& rows) {
     IntegerCut c;
     c.cut = cut_of(rows);
     for (int i = 0; i < rows.dim; i++) c.index[i] = key_index(c.cut, rows.dim, i);
+    bool pair = c.cut.is_pair;
     if (!c.cut.is_nibbles)
-        set_keys<false, false>(c);
+        c.keys = pair ? integer_scores<false, false, true> : integer_scores<false, false, false>;
     else if (c.cut.groups == 1)
-        set_keys<true, true>(c);
+        c.keys = pair ? integer_scores<true, true, true> : integer_scores<true, true, false>;
     else
-        set_keys<true, false>(c);
+        c.keys = pair ? integer_scores<true, false, true> : integer_scores<true, false, false>;
     return c;
 }
 
@@ -124,31 +105,34 @@ inline void find_rows(Tile& tile, const KvqRows& rows, Cursor cursor, int head, 
     for (int i = keys; i < TILE; i++) tile.rows[i] = tile.rows[keys - 1];
 }
 
-// Columns of [TILE, n] numbers; scales and minimums take turns.
-inline void spread_scales(const Tile& tile, const float* from, int n) {
-    for (int key = 0; key < TILE; key += W) {
-        if (n & (n - 1) || n > 16) {
-            for (int i = 0; i < n; i++)
-                for (int j = 0; j < W; j++)
-                    (i % 2 ? tile.minimums : tile.scales)[i / 2 * TILE + key + j] = from[(key + j) * n + i];
-            continue;
-        }
-        vf x[16], y[16];
-        for (int i = 0; i < n; i++) x[i] = load(from + key * n + i * W);
-        for (int span = n; span > 1; span /= 2) {  // every round sorts by one more bit of the column
-            for (int at = 0; at < n; at += span)
-                for (int i = 0; i < span / 2; i++) {
-                    y[at + i] = evens(x[at + 2 * i], x[at + 2 * i + 1]);
-                    y[at + span / 2 + i] = odds(x[at + 2 * i], x[at + 2 * i + 1]);
-                }
-            for (int i = 0; i < n; i++) x[i] = y[i];
-        }
-        for (int i = 0; i < n; i++) {
-            int column = 0;
-            for (int bit = 1; bit < n; bit *= 2) column = 2 * column + (i & bit ? 1 : 0);
-            store((column % 2 ? tile.minimums : tile.scales) + column / 2 * TILE + key, x[i]);
-        }
+// Columns of [W, N] numbers; scales and minimums take turns. The columns of `x` are FIRST, FIRST + STEP ...
+template <int N, int FIRST, int STEP>
+inline void spread_columns(const Tile& tile, int key, const vf* x) {
+    if constexpr (N == 1) {
+        store((FIRST % 2 ? tile.minimums : tile.scales) + FIRST / 2 * TILE + key, x[0]);
+    } else {
+        vf even[N / 2], odd[N / 2];
+        for (int i = 0; i < N / 2; i++) even[i] = evens(x[2 * i], x[2 * i + 1]), odd[i] = odds(x[2 * i], x[2 * i + 1]);
+        spread_columns<N / 2, FIRST, 2 * STEP>(tile, key, even);
+        spread_columns<N / 2, FIRST + STEP, 2 * STEP>(tile, key, odd);
     }
+}
+
+template <int N>
+inline void spread_scales(const Tile& tile, const float* from) {
+    for (int key = 0; key < TILE; key += W) {
+        vf x[N];
+        for (int i = 0; i < N; i++) x[i] = load(from + key * N + i * W);
+        spread_columns<N, 0, 1>(tile, key, x);
+    }
+}
+
+inline void spread_scales(const Tile& tile, const float* from, int n) {
+    if (n == 2) return spread_scales<2>(tile, from);
+    if (n == 4) return spread_scales<4>(tile, from);
+    if (n == 8) return spread_scales<8>(tile, from);
+    for (int key = 0; key < TILE; key++)
+        for (int i = 0; i < n; i++) (i % 2 ? tile.minimums : tile.scales)[i / 2 * TILE + key] = from[key * n + i];
 }
 
 inline void prefetch_scales(const KvqRows& rows, Cursor cursor, int head, int keys) {
@@ -193,23 +177,22 @@ inline void read_scales(const IntegerScratch& s, const KvqRows& rows, const Cut&
 // blocks lie anywhere, and no hardware guesses where the next one is.
 inline void read_integer_tile(IntegerScratch& s, const KvqRows& rows, const IntegerCut& c, int head, bool is_first,
                               Cursor here, Cursor there, int skip, int keys, int next_keys) {
-    if (is_first) {
+    if (is_first)
         find_rows(s.tile, rows, here, head, skip, keys);
-    } else {
+    else
         memcpy(s.tile.rows, s.ahead.rows, sizeof s.tile.rows);
-    }
     find_rows(s.ahead, rows, there, head, 0, next_keys);
     prefetch_scales(rows, there, head, next_keys);
     read_scales(s, rows, c.cut, here, head, skip, keys);
 }
 
-// Rows of the next kernel call: as even as can be, so that 7 are 4 and 3.
-inline int few_of(int rows) { return rows <= MOST_FEW ? rows : rows < 2 * MOST_FEW ? (rows + 1) / 2 : MOST_FEW; }
+// Rows of the next kernel call, as even as can be: 7 are 4 and 3.
+inline int some_of(int rows, int most) { return rows <= most ? rows : rows < 2 * most ? (rows + 1) / 2 : most; }
 
 inline void integer_keys(const IntegerScratch& s, const IntegerCut& c, float* scores, int rows, int keys) {
-    for (int r = 0, few; r < rows; r += few) {
-        few = few_of(rows - r);
-        c.keys[few - 1](scores + r * TILE, s.queries + r, s.tile, s.ahead, c.cut, keys);
+    for (int r = 0, some; r < rows; r += some) {
+        some = some_of(rows - r, MOST_FEW);
+        c.keys(scores + r * TILE, s.queries + r, some, s.tile, s.ahead, c.cut, keys);
     }
 }
 
@@ -217,9 +200,9 @@ inline void integer_keys(const IntegerScratch& s, const IntegerCut& c, float* sc
 inline void add_integer_values(const IntegerScratch& s, const IntegerCut& c, float* out, int stride,
                                const float* weights, int rows) {
     for (int r = 0; r < rows; r++) integer_weights(s.weights[r], weights + r * TILE, s.tile, c.cut);
-    for (int r = 0, few; r < rows; r += few) {
-        few = few_of(rows - r);
-        c.values[few - 1](out + (int64_t)r * stride, stride, s.weights + r, s.tile, s.ahead, c.cut);
+    for (int r = 0, some; r < rows; r += some) {
+        some = some_of(rows - r, MOST_VALUES);
+        c.values[some - 1](out + (int64_t)r * stride, stride, s.weights + r, s.tile, s.ahead, c.cut);
     }
 }
 

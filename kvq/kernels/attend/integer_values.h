@@ -95,6 +95,7 @@ inline void integer_values(float* out, int stride, const IntegerWeights* w, cons
                         }
                     }
                     pairs_of<NIBBLES>(x, a, b, part);
+#pragma GCC unroll 4
                     for (int r = 0; r < R; r++) {
                         const int32_t* p = w[r].pairs + t;
                         reg y, z;
@@ -112,8 +113,10 @@ inline void integer_values(float* out, int stride, const IntegerWeights* w, cons
                     }
                 }
                 int at = ((run * cut.chunks + chunk) * 2 + part) * cut.kinds * W;
+#pragma GCC unroll 4
                 for (int r = 0; r < R; r++)
-                    for (int i = 0; i < 4; i++) {
+#pragma GCC unroll 4
+                    for (int i = 0; i < 4; i++) {  // unrolled, or the sums would lie in memory all along
                         vi x = is_pair ? folded(sums[r][i]) : sums[r][i];
                         bool is_high = NIBBLES && i >= 2;
                         add_sums(out + (int64_t)r * stride + at + i * W, x, w[r], is_high ? high : low,

@@ -170,15 +170,6 @@ struct Tile {
     float* minimums;  // likewise, of INT4
 };
 
-inline vi add_neighbours(vi a, vi b) {
-#if defined(__AVX512F__)
-    return KVQ_SHUFFLE(a, b, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30) +
-           KVQ_SHUFFLE(a, b, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
-#else
-    return KVQ_SHUFFLE(a, b, 0, 2, 4, 6, 8, 10, 12, 14) + KVQ_SHUFFLE(a, b, 1, 3, 5, 7, 9, 11, 13, 15);
-#endif
-}
-
 template <class V>
 inline V evens(V a, V b) {
 #if defined(__AVX512F__)

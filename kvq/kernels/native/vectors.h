@@ -40,37 +40,101 @@ inline vf all(float x) { return x - vf{}; }
 #define KVQ_SHUFFLE(a, b, ...) __builtin_shuffle(a, b, vi{__VA_ARGS__})
 #endif
 
-// [sums of neighbours of a, sums of neighbours of b]
-inline vf add_neighbours(vf a, vf b) {
+// Sums of lanes go by quarters of a register, which is what CPUs shuffle fastest: of four registers into
+// one whose quarters hold the four sums of that quarter, then over quarters.
 #if defined(__AVX512F__)
-    return KVQ_SHUFFLE(a, b, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30) +
-           KVQ_SHUFFLE(a, b, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
+#define KVQ_EACH_QUARTER(a, b, c, d) a, b, c, d, a + 4, b + 4, c + 4, d + 4, a + 8, b + 8, c + 8, d + 8, a + 12, b + 12, c + 12, d + 12
 #elif defined(__AVX2__)
-    return KVQ_SHUFFLE(a, b, 0, 2, 4, 6, 8, 10, 12, 14) + KVQ_SHUFFLE(a, b, 1, 3, 5, 7, 9, 11, 13, 15);
+#define KVQ_EACH_QUARTER(a, b, c, d) a, b, c, d, a + 4, b + 4, c + 4, d + 4
 #else
-    return KVQ_SHUFFLE(a, b, 0, 2, 4, 6) + KVQ_SHUFFLE(a, b, 1, 3, 5, 7);
+#define KVQ_EACH_QUARTER(a, b, c, d) a, b, c, d
+#endif
+
+// Lane 4 k + i of the result is the sum of lanes 4 k to 4 k + 3 of the i-th argument.
+template <class V>
+inline V quarter_sums(V a, V b, V c, V d) {
+    V ab = KVQ_SHUFFLE(a, b, KVQ_EACH_QUARTER(0, W, 1, W + 1)) + KVQ_SHUFFLE(a, b, KVQ_EACH_QUARTER(2, W + 2, 3, W + 3));
+    V cd = KVQ_SHUFFLE(c, d, KVQ_EACH_QUARTER(0, W, 1, W + 1)) + KVQ_SHUFFLE(c, d, KVQ_EACH_QUARTER(2, W + 2, 3, W + 3));
+    return KVQ_SHUFFLE(ab, cd, KVQ_EACH_QUARTER(0, 1, W, W + 1)) +
+           KVQ_SHUFFLE(ab, cd, KVQ_EACH_QUARTER(2, 3, W + 2, W + 3));
+}
+
+#if defined(__AVX2__)
+// Even and odd quarters of a, then of b.
+template <class V>
+inline V even_quarters(V a, V b) {
+#if defined(__AVX512F__)
+    return KVQ_SHUFFLE(a, b, 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27);
+#else
+    return KVQ_SHUFFLE(a, b, 0, 1, 2, 3, 8, 9, 10, 11);
 #endif
 }
 
-// Lane i of the result is the sum of x[i]'s lanes; overwrites x.
-inline vf sums_of(vf x[W]) {
-    for (int n = W / 2; n >= 1; n /= 2)
-        for (int i = 0; i < n; i++) x[i] = add_neighbours(x[2 * i], x[2 * i + 1]);
+template <class V>
+inline V odd_quarters(V a, V b) {
+#if defined(__AVX512F__)
+    return KVQ_SHUFFLE(a, b, 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31);
+#else
+    return KVQ_SHUFFLE(a, b, 4, 5, 6, 7, 12, 13, 14, 15);
+#endif
+}
+
+template <class V>
+inline V add_quarters(V a, V b) {
+    return even_quarters(a, b) + odd_quarters(a, b);
+}
+#endif
+
+// From W / 4 registers of quarter sums: lane i is the sum of the i-th of W registers.
+template <class V>
+inline V sums_of_quarters(const V x[W / 4]) {
+#if defined(__AVX512F__)
+    return add_quarters(add_quarters(x[0], x[1]), add_quarters(x[2], x[3]));
+#elif defined(__AVX2__)
+    return add_quarters(x[0], x[1]);
+#else
     return x[0];
+#endif
+}
+
+// Lane i of the result is the sum of x[i]'s lanes.
+inline vf sums_of(const vf x[W]) {
+    vf quarters[W / 4];
+    for (int i = 0; i < W / 4; i++) quarters[i] = quarter_sums(x[4 * i], x[4 * i + 1], x[4 * i + 2], x[4 * i + 3]);
+    return sums_of_quarters(quarters);
 }
 
 inline vf maximum(vf a, vf b) { return a > b ? a : b; }
 
+// Lanes half a register, a quarter ... apart change places.
+template <int H>
+inline vf swapped(vf x) {
+    vf y;
+    for (int i = 0; i < W; i++) y[i] = x[i ^ H];  // one shuffle once the compiler is done
+    return y;
+}
+
 inline float sum(vf x) {
-    float total = 0;
-    for (int i = 0; i < W; i++) total += x[i];
-    return total;
+#if defined(__AVX512F__)
+    x += swapped<8>(x);
+#endif
+#if defined(__AVX2__)
+    x += swapped<4>(x);
+#endif
+    x += swapped<2>(x);
+    x += swapped<1>(x);
+    return x[0];
 }
 
 inline float largest(vf x) {
-    float top = x[0];
-    for (int i = 1; i < W; i++) top = x[i] > top ? x[i] : top;
-    return top;
+#if defined(__AVX512F__)
+    x = maximum(x, swapped<8>(x));
+#endif
+#if defined(__AVX2__)
+    x = maximum(x, swapped<4>(x));
+#endif
+    x = maximum(x, swapped<2>(x));
+    return maximum(x, swapped<1>(x))[0];
 }
 
 // e^x for x <= 0 to 2 ulp; 0 below -87.
@@ -154,9 +218,9 @@ inline int hadamard_block(int dim) { return dim & -dim; }
 // One stage inside a register: lane i becomes x[i] + x[i + H] or x[i - H] - x[i].
 template <int H>
 inline vf butterfly(vf x) {
-    vf other, sign;  // shuffles and constants once the compiler is done
-    for (int i = 0; i < W; i++) other[i] = x[i ^ H], sign[i] = i & H ? -1.0f : 1.0f;
-    return other + x * sign;  // the product is exact
+    vf sign;
+    for (int i = 0; i < W; i++) sign[i] = i & H ? -1.0f : 1.0f;
+    return swapped<H>(x) + x * sign;  // the product is exact
 }
 
 // Rotate a row in place whose blocks are whole registers.
