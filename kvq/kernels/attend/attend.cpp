@@ -40,6 +40,7 @@ struct Scratch {
     float* q;       // [rows, k width], rotated and scaled
     float* tile;    // [TILE, width], decoded
     float* scores;  // [rows, TILE], then weights
+    Running running;
     Partial run;    // of the split at work
     Partial sum;    // of all splits before it
 #if defined(KVQ_INTEGER)
@@ -76,30 +77,36 @@ inline void read_queries(const Call& call, const Task& task, const Scratch& scra
     }
 }
 
-// The keys that a task may see within one tile, and the softmax of each of its rows over them.
-inline void weigh_rows(const Call& call, const Task& task, const Scratch& scratch, int at, int skip, int keys) {
-    int window = call.options.window;
-    for (int r = 0; r < task.rows; r++) {
-        int own = position(call, task, r) - at;  // the row's own key in this tile
+// Scores of a tile into weights; a row sees what lies before it, or what its window holds of that.
+inline void weigh_tile(const Call& call, const Task& task, const Scratch& scratch, int at, int skip, int keys) {
+    int window = call.options.window, own = position(call, task, 0) - at;  // the row's own key in this tile
+    int left = call.group - task.row % call.group;                         // rows of the same token
+    for (int r = 0; r < task.rows; r++, left--) {
+        if (left == 0) left = call.group, own++;
         int low = window && own - window + 1 > skip ? own - window + 1 : skip;
-        int high = own + 1 < keys ? own + 1 : keys;
-        take_weights(scratch.scores + r * TILE, low, high, call.options.softcap, scratch.run, r, call.v_width);
+        mask(scratch.scores + r * TILE, low, own + 1 < keys ? own + 1 : keys, call.options.softcap);
     }
+    take_weights(scratch.scores, task.rows, scratch.run, scratch.running);
 }
 
 inline void add_float_values(const Call& call, const Task& task, const Scratch& scratch, int skip, int keys) {
     for (int r = 0; r < task.rows;) {
         float *out = scratch.run.out + (int64_t)r * call.v_width, *weights = scratch.scores + r * TILE;
+        const float* decays = scratch.running.decays + r;
         if (r + 4 <= task.rows)
-            float_values<4>(out, weights, scratch.tile, call.v_width, skip, keys), r += 4;
+            float_values<4>(out, decays, weights, scratch.tile, call.v_width, skip, keys), r += 4;
         else
-            float_values<1>(out, weights, scratch.tile, call.v_width, skip, keys), r += 1;
+            float_values<1>(out, decays, weights, scratch.tile, call.v_width, skip, keys), r += 1;
     }
 }
 
 // Attention of a task's rows over one split, into scratch.run.
 inline void run_split(const Call& call, const Task& task, Scratch& scratch, int split) {
     start(scratch.run, task.rows, call.v_width);
+    memset(scratch.running.totals, 0, (size_t)task.rows * W * 4);
+#if defined(KVQ_INTEGER)
+    if (call.v_integer) start_values(scratch.v, call.v_cut, task.rows);
+#endif
     int window = call.options.window;
     int oldest = window ? position(call, task, 0) - window + 1 : 0;  // what any row sees
     int newest = position(call, task, task.rows - 1);
@@ -126,12 +133,13 @@ inline void run_split(const Call& call, const Task& task, Scratch& scratch, int 
                 float_scores(scratch.scores + r * TILE, scratch.q + (int64_t)r * call.k_width, scratch.tile,
                              call.k_width, keys);
         }
-        weigh_rows(call, task, scratch, at, skip, keys);
+        weigh_tile(call, task, scratch, at, skip, keys);
 #if defined(KVQ_INTEGER)
         if (call.v_integer) {
             read_integer_tile(scratch.v, call.layer.v, call.v_cut, task.head, at == begin, here, there, skip, keys,
                               next_keys);
-            add_integer_values(scratch.v, call.v_cut, scratch.run.out, call.v_width, scratch.scores, task.rows);
+            integer_values(scratch.v, call.v_cut, scratch.run.out, call.v_width, scratch.running.decays,
+                           scratch.scores, task.rows);
         } else
 #endif
         {
@@ -139,6 +147,10 @@ inline void run_split(const Call& call, const Task& task, Scratch& scratch, int 
             add_float_values(call, task, scratch, skip, keys);
         }
     }
+    for (int r = 0; r < task.rows; r++) scratch.run.total[r] = sum(load(scratch.running.totals + r * W));
+#if defined(KVQ_INTEGER)
+    if (call.v_integer) end_values(scratch.v, call.v_cut, scratch.run.out, call.v_width, task.rows);
+#endif
 }
 
 // Divide, add the sink, undo V's rotation, and hand the rows over.
@@ -194,6 +206,8 @@ inline Scratch take_scratch(const Call& call, Memory& memory) {
     s.q = memory.take<float>((int64_t)call.rows * call.k_width);
     s.tile = memory.take<float>((int64_t)TILE * width);
     s.scores = memory.take<float>((int64_t)call.rows * TILE);
+    s.running.decays = memory.take<float>(call.rows);
+    s.running.totals = memory.take<float>((int64_t)call.rows * W);
     s.run = take_partial(call, memory);
     s.sum = take_partial(call, memory);
 #if defined(KVQ_INTEGER)

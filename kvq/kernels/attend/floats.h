@@ -28,14 +28,15 @@ inline void float_scores(float* scores, const float* q, const float* tile, int w
     }
 }
 
-// out += weights . tile for R rows; four vectors of each row stay in registers.
+// out = out * decay + weights . tile for R rows; four vectors of each row stay in registers.
 template <int R>
-inline void float_values(float* out, const float* weights, const float* tile, int width, int skip, int keys) {
+inline void float_values(float* out, const float* decays, const float* weights, const float* tile, int width,
+                         int skip, int keys) {
     int i = 0;
     for (; i + 4 * W <= width; i += 4 * W) {
         vf sums[R][4];
         for (int r = 0; r < R; r++)
-            for (int j = 0; j < 4; j++) sums[r][j] = load(out + (int64_t)r * width + i + j * W);
+            for (int j = 0; j < 4; j++) sums[r][j] = load(out + (int64_t)r * width + i + j * W) * all(decays[r]);
         for (int key = skip; key < keys; key++)
             for (int j = 0; j < 4; j++) {
                 vf v = load(tile + (int64_t)key * width + i + j * W);
@@ -46,7 +47,7 @@ inline void float_values(float* out, const float* weights, const float* tile, in
     }
     for (; i < width; i += W)
         for (int r = 0; r < R; r++) {
-            vf total = load(out + (int64_t)r * width + i);
+            vf total = load(out + (int64_t)r * width + i) * all(decays[r]);
             for (int key = skip; key < keys; key++)
                 total += load(tile + (int64_t)key * width + i) * weights[r * TILE + key];
             store(out + (int64_t)r * width + i, total);

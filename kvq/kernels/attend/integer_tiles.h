@@ -1,7 +1,7 @@
 // Tiles of integer codes: addresses of their rows, their scales by group, and the kernels that fit them.
 #pragma once
 
-#include "integer_keys.h"
+#include "integer_matrix.h"
 #include "integer_values.h"
 
 #if defined(KVQ_INTEGER)
@@ -10,15 +10,20 @@ namespace {
 
 constexpr int MOST_VALUES = 4;  // query rows that a kernel over values takes at once
 
+typedef void (*StageKernel)(int32_t*, const Tile&, const Cut&);
 typedef void (*KeysKernel)(float*, const IntegerQuery*, int, const Tile&, const Tile&, const Cut&, int);
-typedef void (*ValuesKernel)(float*, int, const IntegerWeights*, const Tile&, const Tile&, const Cut&);
+typedef void (*ValuesKernel)(float*, int, const IntegerWeights*, const float*, const Tile&, const Tile&, const int32_t*,
+                             const Cut&);
 
-// The cut of K or V with where its elements go and the kernels for 1, 2, 3 and 4 query rows.
+
+// The cut of K or V with where its elements go and the kernels that fit it.
 struct IntegerCut {
     Cut cut;
     int32_t index[MOST_INTEGER_DIM];
+    StageKernel stage;
     KeysKernel keys;
-    ValuesKernel values[MOST_VALUES];
+    Segments segments;                       // of K
+    ValuesKernel values[2][MOST_VALUES];     // in place or staged, for 1, 2, 3 and 4 query rows
 };
 
 struct IntegerScratch {
@@ -28,12 +33,15 @@ struct IntegerScratch {
     float* sums;              // [rows, groups]
     IntegerQuery* queries;    // [rows]
     IntegerWeights* weights;  // [rows]
+    int32_t* staged;          // [TILE, width / 2] pairs, for many rows
 };
 
 inline IntegerCut keys_cut(const KvqRows& rows) {
     IntegerCut c;
     c.cut = cut_of(rows);
     for (int i = 0; i < rows.dim; i++) c.index[i] = key_index(c.cut, rows.dim, i);
+    c.segments = segments_of(c.cut);
+    c.stage = c.cut.is_nibbles ? stage_keys<true> : stage_keys<false>;
     bool pair = c.cut.is_pair;
     if (!c.cut.is_nibbles)
         c.keys = pair ? integer_scores<false, false, true> : integer_scores<false, false, false>;
@@ -44,12 +52,19 @@ inline IntegerCut keys_cut(const KvqRows& rows) {
     return c;
 }
 
+template <bool NIBBLES, bool TWO, bool STAGED>
+inline void set_values(ValuesKernel* values) {
+    values[0] = integer_values<NIBBLES, TWO, STAGED, 1>;
+    values[1] = integer_values<NIBBLES, TWO, STAGED, 2>;
+    values[2] = integer_values<NIBBLES, TWO, STAGED, 3>;
+    values[3] = integer_values<NIBBLES, TWO, STAGED, 4>;
+}
+
 template <bool NIBBLES, bool TWO>
 inline void set_values(IntegerCut& c) {
-    c.values[0] = integer_values<NIBBLES, TWO, 1>;
-    c.values[1] = integer_values<NIBBLES, TWO, 2>;
-    c.values[2] = integer_values<NIBBLES, TWO, 3>;
-    c.values[3] = integer_values<NIBBLES, TWO, 4>;
+    c.stage = stage_values<NIBBLES>;
+    set_values<NIBBLES, TWO, false>(c.values[0]);
+    set_values<NIBBLES, TWO, true>(c.values[1]);
 }
 
 inline IntegerCut values_cut(const KvqRows& rows) {
@@ -77,10 +92,12 @@ inline IntegerScratch take_integer_scratch(const IntegerCut& c, int rows, Memory
     s.queries = memory.template take<IntegerQuery>(rows);
     s.weights = memory.template take<IntegerWeights>(rows);
     int32_t* pairs = memory.template take<int32_t>((int64_t)rows * groups * TILE / 2);
-    float* factors = memory.template take<float>(2 * rows * groups);
+    float* factors = memory.template take<float>(rows * groups);
+    float* minimums = memory.template take<float>(rows * groups * W);
+    s.staged = memory.template take<int32_t>(rows > MOST_FEW ? TILE * c.cut.width / 2 : 0);
     if (memory.begin)
         for (int r = 0; r < rows; r++)
-            s.weights[r] = {pairs + r * groups * TILE / 2, factors + 2 * r * groups, factors + (2 * r + 1) * groups};
+            s.weights[r] = {pairs + r * groups * TILE / 2, factors + r * groups, minimums + r * groups * W};
     return s;
 }
 
@@ -189,21 +206,37 @@ inline void read_integer_tile(IntegerScratch& s, const KvqRows& rows, const Inte
 // Rows of the next kernel call, as even as can be: 7 are 4 and 3.
 inline int some_of(int rows, int most) { return rows <= most ? rows : rows < 2 * most ? (rows + 1) / 2 : most; }
 
+// Scores [rows, TILE] of a tile's first `keys` keys; the others are garbage.
 inline void integer_keys(const IntegerScratch& s, const IntegerCut& c, float* scores, int rows, int keys) {
+    if (rows <= MOST_FEW) return c.keys(scores, s.queries, rows, s.tile, s.ahead, c.cut, keys);
+    c.stage(s.staged, s.tile, c.cut);
+    int r = 0;
+    for (; r + 4 <= rows; r += 4)
+        matrix_scores<4>(scores + r * TILE, s.queries + r, s.staged, s.tile, c.segments, c.cut.is_nibbles);
+    for (; r < rows; r++)
+        matrix_scores<1>(scores + r * TILE, s.queries + r, s.staged, s.tile, c.segments, c.cut.is_nibbles);
+}
+
+inline void start_values(const IntegerScratch& s, const IntegerCut& c, int rows) {
+    for (int r = 0; r < rows; r++) memset(s.weights[r].minimums, 0, (size_t)c.cut.groups * W * 4);
+}
+
+// out [rows, stride] = out * decays [rows] + weights [rows, TILE] . tile
+inline void integer_values(const IntegerScratch& s, const IntegerCut& c, float* out, int stride, const float* decays,
+                           const float* weights, int rows) {
+    bool is_staged = rows > MOST_FEW;
+    if (is_staged) c.stage(s.staged, s.tile, c.cut);
+    integer_weights(s.weights, weights, decays, rows, s.tile, c.cut);
     for (int r = 0, some; r < rows; r += some) {
-        some = some_of(rows - r, MOST_FEW);
-        c.keys(scores + r * TILE, s.queries + r, some, s.tile, s.ahead, c.cut, keys);
+        some = some_of(rows - r, MOST_VALUES);
+        c.values[is_staged][some - 1](out + (int64_t)r * stride, stride, s.weights + r, decays + r, s.tile, s.ahead,
+                                      s.staged, c.cut);
     }
 }
 
-// out [rows, stride] += weights [rows, TILE] . tile
-inline void add_integer_values(const IntegerScratch& s, const IntegerCut& c, float* out, int stride,
-                               const float* weights, int rows) {
-    for (int r = 0; r < rows; r++) integer_weights(s.weights[r], weights + r * TILE, s.tile, c.cut);
-    for (int r = 0, some; r < rows; r += some) {
-        some = some_of(rows - r, MOST_VALUES);
-        c.values[some - 1](out + (int64_t)r * stride, stride, s.weights + r, s.tile, s.ahead, c.cut);
-    }
+inline void end_values(const IntegerScratch& s, const IntegerCut& c, float* out, int stride, int rows) {
+    if (c.cut.is_nibbles)
+        for (int r = 0; r < rows; r++) add_minimums(out + (int64_t)r * stride, s.weights[r], c.cut);
 }
 
 }  // namespace

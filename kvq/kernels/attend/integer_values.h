@@ -14,40 +14,37 @@ namespace {
 struct IntegerWeights {
     int32_t* pairs;   // [groups, TILE / 2], 16 bits of each of two tokens
     float* factors;   // [groups], what they are to be multiplied by
-    float* minimums;  // [groups], sum of weight times minimum
+    float* minimums;  // [groups, W] sum of weight times minimum since the split began, lane by lane
 };
 
-// Weights [TILE] as integers of 15 bits. A row that sees nothing has factors of 0.
-inline void integer_weights(const IntegerWeights& out, const float* weights, const Tile& tile, const Cut& cut) {
-    for (int g = 0; g < cut.groups; g++) {
-        const float* scales = tile.scales + g * TILE;
-        vf scaled[TILE / W], most{}, minimum{};
-        for (int i = 0; i < TILE / W; i++) {
-            scaled[i] = load(weights + i * W) * load(scales + i * W);
-            most = maximum(most, scaled[i]);
-            if (cut.is_nibbles) minimum += load(weights + i * W) * load(tile.minimums + g * TILE + i * W);
+// Weights [TILE] of some rows as integers of 15 bits. A row that sees nothing has factors of 0.
+inline void integer_weights(const IntegerWeights* out, const float* weights, const float* decays, int rows,
+                            const Tile& tile, const Cut& cut) {
+    for (int r = 0; r < rows; r++)
+        for (int g = 0; g < cut.groups; g++) {
+            const float *x = weights + r * TILE, *scales = tile.scales + g * TILE;
+            vf most{};
+            for (int i = 0; i < TILE; i += W) most = maximum(most, load(x + i) * load(scales + i));
+            out[r].factors[g] = largest(most);
         }
-        float top = largest(most), factor = top > 0 ? MOST / top : 0.0f;
-        for (int i = 0; i < TILE / W; i += 2)
-            store_pairs(out.pairs + g * TILE / 2 + i * W / 2, scaled[i] * factor, scaled[i + 1] * factor);
-        out.factors[g] = top / MOST;
-        out.minimums[g] = cut.is_nibbles ? sum(minimum) : 0.0f;
-    }
+    for (int r = 0; r < rows; r++)
+        for (int g = 0; g < cut.groups; g++) {
+            const float *x = weights + r * TILE, *scales = tile.scales + g * TILE;
+            float top = out[r].factors[g], factor = top > 0 ? MOST / top : 0.0f;
+            for (int i = 0; i < TILE; i += 2 * W)
+                store_pairs(out[r].pairs + (g * TILE + i) / 2, load(x + i) * load(scales + i) * factor,
+                            load(x + i + W) * load(scales + i + W) * factor);
+            out[r].factors[g] = top / MOST;
+            if (!cut.is_nibbles) continue;
+            vf minimum = load(out[r].minimums + g * W) * all(decays[r]);
+            for (int i = 0; i < TILE; i += W) minimum += load(x + i) * load(tile.minimums + g * TILE + i);
+            store(out[r].minimums + g * W, minimum);
+        }
 }
 
+// One number in a register's lower half, one in its upper half.
 inline vf halves(float low, float high) {
-    vf x;
-    for (int i = 0; i < W; i++) x[i] = i < W / 2 ? low : high;
-    return x;
-}
-
-// out += sums of one register, with factor and minimum of its group (or of both halves' groups).
-inline void add_sums(float* out, vi sums, const IntegerWeights& w, int group, int other, bool has_minimum) {
-    vf factor = group == other ? all(w.factors[group]) : halves(w.factors[group], w.factors[other]);
-    vf x = load(out) + floats_of(sums) * factor;
-    if (has_minimum)
-        x += group == other ? all(w.minimums[group]) : halves(w.minimums[group], w.minimums[other]);
-    store(out, x);
+    return (vf)both_halves((int32_t)bits_of(low), (int32_t)bits_of(high));
 }
 
 // The registers of 16-bit pairs that one chunk of two tokens becomes, of which there are
@@ -63,38 +60,70 @@ inline void pairs_of(reg* out, reg a, reg b, int part) {
     }
 }
 
-// out[r] += weights[r] . tile for R rows. TWO: the halves of a register take different weights, those of
-// other tokens (is_pair) or groups (is_split).
-template <bool NIBBLES, bool TWO, int R>
-inline void integer_values(float* out, int stride, const IntegerWeights* w, const Tile& tile, const Tile& ahead,
-                           const Cut& cut) {
-    const bool is_pair = TWO && cut.is_pair;
-    const int steps = is_pair ? TILE / 4 : TILE / 2, second = is_pair ? TILE / 4 : 0;
+// A chunk of two tokens, or of four.
+inline void load_tokens(reg& a, reg& b, const Tile& tile, const Cut& cut, int t, int from, int bytes) {
+    const uint8_t* const* rows = tile.rows + 2 * t;
+    if (cut.is_pair) {
+        a = load_two(rows[0], rows[TILE / 2]);
+        b = load_two(rows[1], rows[TILE / 2 + 1]);
+    } else {
+        a = load_bytes_of(rows[0] + from, bytes);
+        b = load_bytes_of(rows[1] + from, bytes);
+    }
+}
+
+inline void prefetch_tokens(const Tile& ahead, const Cut& cut, int t, int from) {
+    const uint8_t* const* rows = ahead.rows + 2 * t;
+    __builtin_prefetch(rows[0] + from);
+    __builtin_prefetch(rows[1] + from);
+    if (!cut.is_pair) return;
+    __builtin_prefetch(rows[TILE / 2] + from);
+    __builtin_prefetch(rows[TILE / 2 + 1] + from);
+}
+
+// Decode a tile once for many query rows, [TILE / 2, width] pairs.
+template <bool NIBBLES>
+inline void stage_values(int32_t* staged, const Tile& tile, const Cut& cut) {
+    for (int t = 0; t < (cut.is_pair ? TILE / 4 : TILE / 2); t++)
+        for (int run = 0; run < cut.runs; run++)
+            for (int chunk = 0; chunk < cut.chunks; chunk++) {
+                reg a, b, x[4];
+                load_tokens(a, b, tile, cut, t, run * cut.run_bytes + chunk * BYTES, bytes_of(cut, chunk));
+                for (int part = 0; part < (NIBBLES ? 2 : 1); part++) {
+                    pairs_of<NIBBLES>(x, a, b, part);
+                    memcpy(staged, x, sizeof x);
+                    staged += 4 * W;
+                }
+            }
+}
+
+// out[r] = out[r] * decay[r] + weights[r] . tile for R rows, without the minimums. TWO: the halves of a
+// register take different weights, those of other tokens (is_pair) or groups (is_split). STAGED: the
+// tile was decoded before.
+template <bool NIBBLES, bool TWO, bool STAGED, int R>
+inline void integer_values(float* out, int stride, const IntegerWeights* w, const float* decays, const Tile& tile,
+                           const Tile& ahead, const int32_t* staged, const Cut& cut) {
+    const int steps = TWO && cut.is_pair ? TILE / 4 : TILE / 2, second = TWO && cut.is_pair ? TILE / 4 : 0;
     for (int run = 0; run < cut.runs; run++)
         for (int chunk = 0; chunk < cut.chunks; chunk++) {
             int from = run * cut.run_bytes + chunk * BYTES, bytes = bytes_of(cut, chunk);
             int low = group_of(cut, run, 0, 0), low2 = group_of(cut, run, 0, TWO && cut.is_split);
             int high = group_of(cut, run, 1, 0), high2 = group_of(cut, run, 1, TWO && cut.is_split);
             for (int part = 0; part < (NIBBLES ? 2 : 1); part++) {
+                int at = ((run * cut.chunks + chunk) * 2 + part) * cut.kinds * W;
                 vi sums[R][4] = {};
                 for (int t = 0; t < steps; t++) {
-                    reg a, b, x[4];
-                    if (is_pair) {
-                        a = load_two(tile.rows[2 * t], tile.rows[2 * t + TILE / 2]);
-                        b = load_two(tile.rows[2 * t + 1], tile.rows[2 * t + 1 + TILE / 2]);
+                    reg x[4];
+                    if (STAGED) {
+                        const int16_t* p = (const int16_t*)(staged + t * cut.width + at);
+#pragma GCC unroll 4
+                        for (int i = 0; i < 4; i++) x[i] = load16(p + i * L);
                     } else {
-                        a = load_bytes_of(tile.rows[2 * t] + from, bytes);
-                        b = load_bytes_of(tile.rows[2 * t + 1] + from, bytes);
+                        reg a, b;
+                        load_tokens(a, b, tile, cut, t, from, bytes);
+                        if (part == 0) prefetch_tokens(ahead, cut, t, from);
+                        pairs_of<NIBBLES>(x, a, b, part);
                     }
-                    if (part == 0) {
-                        __builtin_prefetch(ahead.rows[2 * t] + from);
-                        __builtin_prefetch(ahead.rows[2 * t + 1] + from);
-                        if (is_pair) {
-                            __builtin_prefetch(ahead.rows[2 * t + TILE / 2] + from);
-                            __builtin_prefetch(ahead.rows[2 * t + 1 + TILE / 2] + from);
-                        }
-                    }
-                    pairs_of<NIBBLES>(x, a, b, part);
 #pragma GCC unroll 4
                     for (int r = 0; r < R; r++) {
                         const int32_t* p = w[r].pairs + t;
@@ -112,18 +141,34 @@ inline void integer_values(float* out, int stride, const IntegerWeights* w, cons
                         sums[r][3] = multiply_add(sums[r][3], z, x[3]);
                     }
                 }
-                int at = ((run * cut.chunks + chunk) * 2 + part) * cut.kinds * W;
 #pragma GCC unroll 4
-                for (int r = 0; r < R; r++)
+                for (int r = 0; r < R; r++) {
+                    const float* f = w[r].factors;
+                    vf factor = TWO ? halves(f[low], f[low2]) : all(f[low]), other = factor;
+                    if (NIBBLES) other = TWO ? halves(f[high], f[high2]) : all(f[high]);
 #pragma GCC unroll 4
                     for (int i = 0; i < 4; i++) {  // unrolled, or the sums would lie in memory all along
-                        vi x = is_pair ? folded(sums[r][i]) : sums[r][i];
-                        bool is_high = NIBBLES && i >= 2;
-                        add_sums(out + (int64_t)r * stride + at + i * W, x, w[r], is_high ? high : low,
-                                 is_high ? high2 : low2, NIBBLES);
+                        vi x = TWO && cut.is_pair ? folded(sums[r][i]) : sums[r][i];
+                        float* to = out + (int64_t)r * stride + at + i * W;
+                        store(to, load(to) * all(decays[r]) + floats_of(x) * (i >= 2 ? other : factor));
                     }
+                }
             }
         }
+}
+
+// out += the sums of weights times minimums, [groups, W], of a whole split.
+inline void add_minimums(float* out, const IntegerWeights& w, const Cut& cut) {
+    float sums[MOST_GROUPS];
+    for (int g = 0; g < cut.groups; g++) sums[g] = sum(load(w.minimums + g * W));
+    for (int run = 0; run < cut.runs; run++)
+        for (int chunk = 0; chunk < cut.chunks; chunk++)
+            for (int part = 0; part < 2; part++)
+                for (int kind = 0; kind < 4; kind++, out += W) {
+                    int high = kind / 2, other = cut.is_split;
+                    store(out, load(out) + halves(sums[group_of(cut, run, high, 0)],
+                                                  sums[group_of(cut, run, high, other)]));
+                }
 }
 
 }  // namespace

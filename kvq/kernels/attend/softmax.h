@@ -6,41 +6,52 @@
 
 namespace {
 
+// What changes from tile to tile while a split is at work.
+struct Running {
+    float* decays;  // [rows] that this tile's maximum multiplies everything before it by
+    float* totals;  // [rows, W] sum of weights, lane by lane
+};
+
 inline void start(Partial sum, int rows, int width) {
     for (int r = 0; r < rows; r++) sum.top[r] = minus_infinity(), sum.total[r] = 0;
     memset(sum.out, 0, (size_t)rows * width * 4);
 }
 
-// Turn one row's scores [TILE] into weights and let `run` take their sum in. The keys [low, high) are
-// visible; the weights of all others become 0.
-inline void take_weights(float* scores, int low, int high, float softcap, Partial run, int row, int width) {
-    if (low >= high) {
-        memset(scores, 0, TILE * 4);
-        return;
-    }
+// Scores [TILE] that are not in [low, high) become -inf. Returns whether any is.
+inline bool mask(float* scores, int low, int high, float softcap) {
+    if (low >= high) low = high = TILE;
     if (softcap > 0)
         for (int i = low; i < high; i++) scores[i] = softcap * __builtin_tanhf(scores[i] / softcap);
     for (int i = 0; i < low; i++) scores[i] = minus_infinity();
     for (int i = high; i < TILE; i++) scores[i] = minus_infinity();
-    vf most = all(minus_infinity());
-    for (int i = 0; i < TILE; i += W) most = maximum(most, load(scores + i));
-    float top = largest(most);
-    if (top < run.top[row]) top = run.top[row];
-    if (top == minus_infinity()) top = 0;  // scores of -inf alone: all weights become 0
-    vf total{};
-    for (int i = 0; i < TILE; i += W) {
-        vf weight = exp_of(load(scores + i) - all(top));
-        store(scores + i, weight);
-        total += weight;
+    return low < high;
+}
+
+// Turn masked scores [rows, TILE] into weights relative to the largest score so far. One step after
+// the other for all rows: what a step waits for is then on its way for several rows at once.
+inline void take_weights(float* scores, int rows, Partial sum, Running run) {
+    for (int r = 0; r < rows; r++) {
+        const float* x = scores + r * TILE;
+        vf most = load(x);
+        for (int i = W; i < TILE; i += W) most = maximum(most, load(x + i));
+        run.decays[r] = largest(most);
     }
-    if (top != run.top[row]) {
-        float decay = __builtin_expf(run.top[row] - top);
-        run.total[row] *= decay;
-        float* out = run.out + (int64_t)row * width;
-        for (int i = 0; i < width; i++) out[i] *= decay;
-        run.top[row] = top;
+    for (int r = 0; r < rows; r += W) {  // memory for rows is whole registers
+        vf old = load(sum.top + r), top = maximum(old, load(run.decays + r));
+        store(sum.top + r, top);
+        store(run.decays + r, exp_of(old - (top == all(minus_infinity()) ? vf{} : top)));
     }
-    run.total[row] += sum(total);
+    for (int r = 0; r < rows; r++) {
+        float* x = scores + r * TILE;
+        vf top = all(sum.top[r] == minus_infinity() ? 0.0f : sum.top[r]);  // nothing seen: weights of 0
+        vf total = load(run.totals + r * W) * all(run.decays[r]);
+        for (int i = 0; i < TILE; i += W) {
+            vf weight = exp_of(load(x + i) - top);
+            store(x + i, weight);
+            total += weight;
+        }
+        store(run.totals + r * W, total);
+    }
 }
 
 // sum = sum and part, one row of each.
