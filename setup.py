@@ -17,10 +17,12 @@ KERNELS = Path("kvq/kernels")
 COMMON = ["-O3", "-std=c++17", "-fPIC", "-fno-math-errno", "-fno-exceptions", "-fno-rtti", "-Wno-psabi"]
 AVX2 = ["-mavx2", "-mfma", "-mf16c"]
 AVX512 = [*AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mprefer-vector-width=512"]
+AVX512VNNI = [*AVX512, "-mavx512vnni"]
 IS_X86 = platform.machine().lower() in ("x86_64", "amd64")
-VARIANTS = {"portable": [], **({"avx2": AVX2, "avx512": AVX512} if IS_X86 else {})}
+VARIANTS = {"portable": [], **({"avx2": AVX2, "avx512": AVX512, "avx512vnni": AVX512VNNI} if IS_X86 else {})}
 SOURCES = {  # and what each file needs
     "attend/attend.cpp": ["-ffp-contract=fast"],
+    "copy_blocks/copy_blocks.cpp": [],
     "gather_dense/gather_dense.cpp": ["-ffp-contract=off"],  # bit-equal to the reference,
     "merge_partials/merge_partials.cpp": ["-ffp-contract=fast"],
     "write_kv/write_kv.cpp": ["-ffp-contract=off"],  # as are codes and scales

@@ -23,7 +23,12 @@ _SHAPE_OPTIONS = (
     click.option("--head-dim", default=128, show_default=True, type=click.IntRange(16, 256)),
     click.option("--block-size", default=64, show_default=True, type=click.IntRange(1, 4096), help="Tokens."),
     click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda or cuda:N."),
-    click.option("--backend", default="auto", show_default=True, help="auto, cpu, triton or reference."),
+    click.option(
+        "--backend",
+        default="auto",
+        show_default=True,
+        help="auto, triton, cpu, cpu-fp32 (fp32 arithmetic) or reference.",
+    ),
     click.option("--dtype", default="auto", show_default=True, help="Of Q: fp32, bf16, fp16."),
     click.option("--repeats", default=20, show_default=True, type=click.IntRange(1, 10_000)),
     click.option("--seed", default=0, show_default=True),

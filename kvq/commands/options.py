@@ -77,7 +77,7 @@ def model_options(command: _Command) -> _Command:
             "--backend",
             default="auto",
             show_default=True,
-            help="Kernels: auto, reference, cpu or triton; see `kvq doctor`.",
+            help="Kernels: auto, triton, cpu, cpu-fp32 or reference; see `kvq doctor`.",
         ),
         click.option(
             "--cache",

@@ -3,12 +3,13 @@
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 from kvq.errors import ConfigError, UnsupportedKernel, nearest
 from kvq.kernels.attend.cpu import attend as cpu_attend
 from kvq.kernels.attend.reference import attend
+from kvq.kernels.copy_blocks.cpu import copy_blocks as cpu_copy_blocks
 from kvq.kernels.copy_blocks.reference import copy_blocks
 from kvq.kernels.gather_dense.cpu import gather_dense as cpu_gather_dense
 from kvq.kernels.gather_dense.reference import gather_dense
@@ -24,6 +25,7 @@ from kvq.kernels.write_kv.reference import write_kv
 _log = logging.getLogger("kvq")
 
 BACKENDS = ("triton", "cpu", "reference")  # `auto` tries them in this order
+NAMED_BACKENDS = ("cpu-fp32",)  # `auto` never takes: attention in fp32 arithmetic for every format
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,12 +55,14 @@ _KERNELS: list[Kernel] = (
         )
     ]
     + [
-        Kernel(operation=name, backend="cpu", run=run, supports=cpu_supports)
+        Kernel(operation=name, backend=backend, run=run, supports=cpu_supports)
+        for backend, attend_ in (("cpu", cpu_attend), ("cpu-fp32", partial(cpu_attend, exact=True)))
         for name, run in (
             ("write_kv", cpu_write_kv),
-            ("attend", cpu_attend),
+            ("attend", attend_),
             ("gather_dense", cpu_gather_dense),
             ("merge_partials", cpu_merge_partials),
+            ("copy_blocks", cpu_copy_blocks),
         )
     ]
     + [
@@ -82,7 +86,7 @@ def registered(backend: str) -> list[str]:
 
 def check_backend(backend: str) -> None:
     """Raise ConfigError unless `backend` is `auto` or a known name."""
-    allowed = ["auto", *BACKENDS]
+    allowed = ["auto", *BACKENDS, *NAMED_BACKENDS]
     if backend not in allowed:
         raise ConfigError(
             f"unknown backend {backend!r}{nearest(backend, allowed) or ';'} allowed: {', '.join(allowed)}"

@@ -11,14 +11,17 @@ from kvq.kernels.native import library
 from kvq.kernels.native.library import variants
 
 _BUILT = variants()
-NAMES = ["reference", *(f"cpu-{x.variant}" for x in ([] if isinstance(_BUILT, str) else _BUILT)), "triton"]
+_VARIANTS = [] if isinstance(_BUILT, str) else [x.variant for x in _BUILT]
+NAMES = ["reference", *(f"cpu:{variant}" for variant in _VARIANTS), "triton"]
+# For attention: the same variants with fp32 arithmetic for every format.
+EXACT_NAMES = [f"cpu-fp32:{variant}" for variant in _VARIANTS if variant != "portable"]
 # A GPU to ask for; the kernels themselves run in Triton's interpreter, see tests/conftest.py.
 _DEVICES = {"triton": Device(type="cuda", name="H200", capability=(9, 0))}
 
 
 def kernel(operation: str, name: str, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     """An operation as that backend (and variant) runs it; formats that it refuses skip the test."""
-    backend, _, variant = name.partition("-")
+    backend, _, variant = name.partition(":")
     if variant:
         chosen = next(x for x in _BUILT if x.variant == variant)
         monkeypatch.setattr(library, "load", lambda: chosen)

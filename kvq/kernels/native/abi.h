@@ -43,6 +43,12 @@ struct KvqBatch {
     int32_t skip_last;  // keys at every sequence's end that are left out
 };
 
+// One run of bytes of every block of a pool.
+struct KvqRun {
+    uint8_t* data;  // of block 0
+    int64_t stride, bytes, num_blocks;
+};
+
 // The positions [start, end) of several sequences.
 struct KvqPositions {
     const int32_t* tables;  // [sequences, table_width]

@@ -11,8 +11,8 @@ import torch  # noqa: F401  its OpenMP runtime must be there before the kernels 
 
 from kvq.errors import UnsupportedKernel
 
-VARIANTS = ("avx512", "avx2", "portable")  # the best first
-OPERATIONS = ("write_kv", "attend", "gather_dense", "merge_partials")
+VARIANTS = ("avx512vnni", "avx512", "avx2", "portable")  # the best first
+OPERATIONS = ("write_kv", "attend", "gather_dense", "merge_partials", "copy_blocks")
 _STATUS = {1: MemoryError("the CPU kernel found no memory for its scratch space")}
 _BAD_BLOCK = 2
 
@@ -26,6 +26,7 @@ class Library:
     attend: Any
     gather_dense: Any
     merge_partials: Any
+    copy_blocks: Any
 
 
 @lru_cache(maxsize=1)

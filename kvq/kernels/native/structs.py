@@ -68,6 +68,12 @@ class Batch(ctypes.Structure):
     )
 
 
+class Run(ctypes.Structure):
+    """KvqRun."""
+
+    _fields_ = (("data", c_void_p), ("stride", c_int64), ("bytes", c_int64), ("num_blocks", c_int64))
+
+
 class Positions(ctypes.Structure):
     """KvqPositions."""
 
@@ -104,6 +110,7 @@ class Attention(ctypes.Structure):
         ("q_heads", c_int32),
         ("sinks", c_void_p),
         ("threads", c_int32),
+        ("exact", c_int32),
     )
 
 

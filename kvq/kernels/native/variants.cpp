@@ -5,7 +5,7 @@ extern "C" const char* kvq_cpu_features() {
     __builtin_cpu_init();
     if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq"))
-        return "avx512";
+        return __builtin_cpu_supports("avx512vnni") ? "avx512vnni" : "avx512";
     if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return "avx2";
 #endif
     return "portable";

@@ -6,7 +6,7 @@ import torch
 from kvq.kernels.copy_blocks.reference import copy_blocks as reference
 from kvq.kernels.copy_blocks.triton import copy_blocks
 from kvq.layout import BlockOrder
-from tests.kernels.copy_blocks.test_reference import CASES, DIMS, random_cases
+from tests.kernels.copy_blocks.test_copy_blocks import CASES, DIMS, random_cases
 from tests.kernels.kit import poisoned_cache
 
 

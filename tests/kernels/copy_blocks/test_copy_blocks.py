@@ -6,10 +6,13 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from kvq.errors import ConfigError
+from kvq.kernels.copy_blocks.cpu import copy_blocks as cpu_copy_blocks
 from kvq.kernels.copy_blocks.reference import copy_blocks, copy_together, final_sources
 from kvq.layout import BlockOrder
 from tests.kernels.kit import poisoned_cache
 
+IMPLEMENTATIONS = (copy_blocks, copy_together, cpu_copy_blocks)
 DIMS = [(60, 48), (48, 60), (64, 64)]
 WINDOWS = [None, 16, None]
 CASES = [
@@ -50,9 +53,10 @@ def test_chains_and_overlaps_end_as_if_copied_one_after_another(order: BlockOrde
         cache.copy(0, pairs)
         assert torch.equal(pool, expected), pairs
         assert torch.equal(cache.pool(1), other)
-        pool.copy_(before)
-        copy_together(cache._pools[0].parts, pairs)  # what devices other than the CPU do
-        assert torch.equal(pool, expected), pairs
+        for copy in IMPLEMENTATIONS:
+            pool.copy_(before)
+            copy(cache._pools[0].parts, pairs)
+            assert torch.equal(pool, expected), pairs
 
 
 def test_blocks_that_keep_their_bytes_are_not_touched() -> None:
@@ -60,10 +64,34 @@ def test_blocks_that_keep_their_bytes_are_not_touched() -> None:
     assert final_sources([(2, 2)]) == {}
 
 
-@pytest.mark.parametrize("copy", [copy_blocks, copy_together])
+@pytest.mark.parametrize("copy", IMPLEMENTATIONS)
 def test_a_part_that_is_a_view_with_gaps_is_copied_by_its_strides(copy: Callable[..., None]) -> None:
     memory = torch.arange(40, dtype=torch.uint8).view(4, 10)
     before = memory.clone()
     copy([memory[:, :4], memory[:, 6:8]], [(3, 0)])
     before[0, :4], before[0, 6:8] = before[3, :4], before[3, 6:8]
     assert torch.equal(memory, before)
+
+
+@pytest.mark.parametrize("pair", [(0, 4), (4, 0), (-1, 0), (0, -1)])
+def test_compiled_copies_refuse_blocks_outside_the_pool_before_anything_moves(pair: tuple[int, int]) -> None:
+    memory = torch.arange(40, dtype=torch.uint8).view(4, 10)
+    before = memory.clone()
+    with pytest.raises(IndexError, match="outside the pool"):
+        cpu_copy_blocks([memory], [(3, 0), pair])
+    assert torch.equal(memory, before)
+
+
+def test_compiled_copies_refuse_parts_that_are_not_rows_of_bytes() -> None:
+    for part in (torch.zeros(4, 4), torch.zeros(8, 8, dtype=torch.uint8)[:, ::2]):
+        with pytest.raises(ConfigError, match="uint8"):
+            cpu_copy_blocks([part], [(0, 1)])
+
+
+def test_blocks_larger_than_a_slice_are_copied_whole() -> None:
+    memory = torch.randint(0, 256, (9, 200_001), dtype=torch.uint8)
+    expected = memory.clone()
+    for source, target in ((0, 1), (1, 8), (3, 1)):
+        expected[target] = expected[source]
+    cpu_copy_blocks([memory[:, :70_000], memory[:, 70_000:]], [(0, 1), (1, 8), (3, 1)])
+    assert torch.equal(memory, expected)
