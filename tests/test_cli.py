@@ -144,7 +144,7 @@ def test_doctor_says_what_runs_and_why_the_rest_does_not(run):
     assert code == 0
     assert re.search(r"reference +runs here: write_kv, attend", out)
     assert re.search(r"triton +does not run: .*", out)
-    assert re.search(r"cpu +runs here: write_kv, attend, .* \((avx512|avx2|portable)\)", out)
+    assert re.search(r"cpu +runs here: write_kv, attend, .* \((avx512vnni|avx512|avx2|portable)\)", out)
 
 
 def test_calibrate_writes_a_recipe_that_serves_static_formats(run, tmp_path):

@@ -61,7 +61,8 @@ def test_attention_rows_hold_what_was_promised(new: str, operation: str, tmp_pat
         assert row["operation"] == operation
         assert row["ms_p10"] <= row["ms_median"] <= row["ms_p90"]
         assert row["fraction_of_bandwidth"] == pytest.approx(row["gb_per_s"] / result["read_gb_per_s"])
-        assert row["max_relative_error"] < (1e-5 if row["kv"] != "bfloat16" else 3e-2)
+        rounded = (row["name"], row["kv"]) in (("kvq", "int8"), ("kvq", "int4"))  # integer arithmetic
+        assert row["max_relative_error"] < (3e-2 if row["kv"] == "bfloat16" else 2e-3 if rounded else 1e-5)
     int8, int4 = result["rows"][:2]
     assert int8["gb_per_s"] * int8["ms_median"] > 1.5 * int4["gb_per_s"] * int4["ms_median"]
     assert plot.read_text().startswith("<?xml")

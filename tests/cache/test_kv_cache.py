@@ -238,15 +238,15 @@ def test_growing_needs_room_for_one_groups_old_and_new_bytes_only(monkeypatch: p
 
 def test_a_device_that_refuses_midway_leaves_every_block_readable(monkeypatch: pytest.MonkeyPatch) -> None:
     cache = poisoned_cache("int4", DIMS, windows=WINDOWS, num_blocks=6)
-    zeros, calls = torch.zeros, []
+    empty, calls = torch.empty, []
 
     def second_fails(*args: object, **options: object) -> torch.Tensor:
         calls.append(args)
         if len(calls) == 2:
             raise RuntimeError("out of memory")
-        return zeros(*args, **options)
+        return empty(*args, **options)
 
-    monkeypatch.setattr(torch, "zeros", second_fails)
+    monkeypatch.setattr(torch, "empty", second_fails)
     with pytest.raises(OutOfMemory):
         cache.grow([9, 9])
     monkeypatch.undo()

@@ -64,6 +64,14 @@ def test_exactly_the_free_bytes_can_be_had_and_one_more_cannot(monkeypatch: pyte
         memory.allocate_bytes(4097, CPU)
 
 
+@pytest.mark.parametrize("nbytes", [1, 4096, (4 << 20) + 4097])
+def test_memory_is_zeroed_and_writable_to_the_last_byte_whatever_its_pages(nbytes: int) -> None:
+    taken = memory.allocate_bytes(nbytes, CPU)
+    assert not taken.any()
+    taken.fill_(255)
+    assert (taken == 255).all()
+
+
 @pytest.mark.parametrize("error", [RuntimeError("DefaultCPUAllocator: can't allocate memory"), MemoryError()])
 @pytest.mark.parametrize(
     ("free", "left"), [(2**40, r"1024\.00 GiB is free"), (None, "an unknown amount is free")]
@@ -75,6 +83,6 @@ def test_a_device_that_refuses_after_all_is_reported_alike(
         raise error
 
     monkeypatch.setattr(memory, "available_bytes", lambda _: free)
-    monkeypatch.setattr(torch, "zeros", refuse)
+    monkeypatch.setattr(torch, "empty", refuse)
     with pytest.raises(OutOfMemory, match=rf"needs 2\.00 GiB on cpu, but {left}"):
         memory.allocate_bytes(2**31, CPU)
