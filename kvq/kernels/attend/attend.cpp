@@ -128,7 +128,7 @@ inline void run_split(const Call& call, const Task& task, Scratch& scratch, int 
         } else
 #endif
         {
-            read_tile(scratch.tile, call.layer.k, here, task.head, call.k_width, skip, keys);
+            read_tile(scratch.tile, call.layer.k, here, there, task.head, call.k_width, skip, keys, next_keys);
             for (int r = 0; r < task.rows; r++)
                 float_scores(scratch.scores + r * TILE, scratch.q + (int64_t)r * call.k_width, scratch.tile,
                              call.k_width, keys);
@@ -143,7 +143,7 @@ inline void run_split(const Call& call, const Task& task, Scratch& scratch, int 
         } else
 #endif
         {
-            read_tile(scratch.tile, call.layer.v, here, task.head, call.v_width, skip, keys);
+            read_tile(scratch.tile, call.layer.v, here, there, task.head, call.v_width, skip, keys, next_keys);
             add_float_values(call, task, scratch, skip, keys);
         }
     }

@@ -5,12 +5,25 @@
 
 namespace {
 
-// Decode the keys [at + skip, at + keys) into their places in `tile`, [TILE, width].
-inline void read_tile(float* tile, const KvqRows& rows, Cursor cursor, int head, int width, int skip, int keys) {
-    for (int i = skip; i < keys; i++, cursor.skip(1)) {
+KVQ_PREFETCHES void prefetch_row(const KvqRows& rows, int64_t block, int head, int offset) {
+    const uint8_t* codes = row_codes(rows, block, head, offset);
+    for (int64_t i = 0; i < rows.codes_slot; i += 64) __builtin_prefetch(codes + i);
+    if (rows.scales)
+        __builtin_prefetch(rows.scales + block * rows.scales_block + head * rows.scales_head +
+                           offset * rows.scales_slot);
+}
+
+// Decode the rows [skip, keys) from `here` on into their places in `tile`, [TILE, width], and ask for
+// `next_keys` rows from `there` on: blocks lie anywhere, and no hardware guesses where the next one is.
+inline void read_tile(float* tile, const KvqRows& rows, Cursor here, Cursor there, int head, int width, int skip,
+                      int keys, int next_keys) {
+    for (int i = skip; i < keys; i++, here.skip(1)) {
         float* x = tile + (int64_t)i * width;
-        read_row(x, rows, *cursor.entry, head, cursor.offset);
+        read_row(x, rows, *here.entry, head, here.offset);
         for (int j = rows.dim; j < width; j++) x[j] = 0;
+        if (i - skip >= next_keys) continue;
+        prefetch_row(rows, *there.entry, head, there.offset);
+        there.skip(1);
     }
 }
 

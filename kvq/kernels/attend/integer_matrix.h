@@ -58,7 +58,7 @@ inline void transpose(int32_t* out, int stride, const vi* x) {
 
 // Decode a tile into [width / 2, TILE] pairs.
 template <bool NIBBLES>
-inline void stage_keys(int32_t* staged, const Tile& tile, const Cut& cut) {
+inline void stage_keys(int32_t* staged, const Tile& tile, const Tile& ahead, const Cut& cut) {
     constexpr int KINDS = NIBBLES ? 4 : 2;
     for (int key = 0; key < TILE; key += W)
         for (int chunk = 0; chunk < cut.runs * cut.chunks; chunk++) {
@@ -66,6 +66,7 @@ inline void stage_keys(int32_t* staged, const Tile& tile, const Cut& cut) {
             vi x[KINDS][W];
             for (int j = 0; j < W; j++) {
                 reg y = load_bytes_of(tile.rows[key + j] + from, bytes_of(cut, chunk % cut.chunks));
+                __builtin_prefetch(ahead.rows[key + j] + from);
                 if (NIBBLES) {
                     x[0][j] = (vi)nibbles<0>(y), x[1][j] = (vi)nibbles<8>(y);
                     x[2 % KINDS][j] = (vi)nibbles<4>(y), x[3 % KINDS][j] = (vi)nibbles<12>(y);

@@ -8,10 +8,11 @@
 
 namespace {
 
-constexpr int MOST_VALUES = 4;  // query rows that a kernel over values takes at once
+constexpr int MOST_ROWS = 4;  // query rows whose sums a kernel keeps in registers
 
-typedef void (*StageKernel)(int32_t*, const Tile&, const Cut&);
+typedef void (*StageKernel)(int32_t*, const Tile&, const Tile&, const Cut&);
 typedef void (*KeysKernel)(float*, const IntegerQuery*, int, const Tile&, const Tile&, const Cut&, int);
+typedef void (*MatrixKernel)(float*, const IntegerQuery*, const int32_t*, const Tile&, const Segments&, bool);
 typedef void (*ValuesKernel)(float*, int, const IntegerWeights*, const float*, const Tile&, const Tile&, const int32_t*,
                              const Cut&);
 
@@ -23,7 +24,7 @@ struct IntegerCut {
     StageKernel stage;
     KeysKernel keys;
     Segments segments;                       // of K
-    ValuesKernel values[2][MOST_VALUES];     // in place or staged, for 1, 2, 3 and 4 query rows
+    ValuesKernel values[2][MOST_ROWS];     // in place or staged, for 1, 2, 3 and 4 query rows
 };
 
 struct IntegerScratch {
@@ -112,8 +113,7 @@ inline void read_integer_query(const IntegerScratch& s, const IntegerCut& c, int
 inline void find_rows(Tile& tile, const KvqRows& rows, Cursor cursor, int head, int skip, int keys) {
     for (int i = skip; i < keys;) {
         int count = cursor.run(keys - i);
-        const uint8_t* row =
-            rows.codes + *cursor.entry * rows.codes_block + head * rows.codes_head + cursor.offset * rows.codes_slot;
+        const uint8_t* row = row_codes(rows, *cursor.entry, head, cursor.offset);
         for (int j = 0; j < count; j++) tile.rows[i + j] = row + j * rows.codes_slot;
         i += count;
         cursor.skip(count);
@@ -152,7 +152,7 @@ inline void spread_scales(const Tile& tile, const float* from, int n) {
         for (int i = 0; i < n; i++) (i % 2 ? tile.minimums : tile.scales)[i / 2 * TILE + key] = from[key * n + i];
 }
 
-inline void prefetch_scales(const KvqRows& rows, Cursor cursor, int head, int keys) {
+KVQ_PREFETCHES void prefetch_scales(const KvqRows& rows, Cursor cursor, int head, int keys) {
     if (!rows.scales) return;
     for (int i = 0; i < keys;) {
         int count = cursor.run(keys - i);
@@ -209,12 +209,12 @@ inline int some_of(int rows, int most) { return rows <= most ? rows : rows < 2 *
 // Scores [rows, TILE] of a tile's first `keys` keys; the others are garbage.
 inline void integer_keys(const IntegerScratch& s, const IntegerCut& c, float* scores, int rows, int keys) {
     if (rows <= MOST_FEW) return c.keys(scores, s.queries, rows, s.tile, s.ahead, c.cut, keys);
-    c.stage(s.staged, s.tile, c.cut);
-    int r = 0;
-    for (; r + 4 <= rows; r += 4)
-        matrix_scores<4>(scores + r * TILE, s.queries + r, s.staged, s.tile, c.segments, c.cut.is_nibbles);
-    for (; r < rows; r++)
-        matrix_scores<1>(scores + r * TILE, s.queries + r, s.staged, s.tile, c.segments, c.cut.is_nibbles);
+    c.stage(s.staged, s.tile, s.ahead, c.cut);
+    constexpr MatrixKernel KERNELS[] = {matrix_scores<1>, matrix_scores<2>, matrix_scores<3>, matrix_scores<4>};
+    for (int r = 0, some; r < rows; r += some) {
+        some = some_of(rows - r, MOST_ROWS);
+        KERNELS[some - 1](scores + r * TILE, s.queries + r, s.staged, s.tile, c.segments, c.cut.is_nibbles);
+    }
 }
 
 inline void start_values(const IntegerScratch& s, const IntegerCut& c, int rows) {
@@ -225,10 +225,10 @@ inline void start_values(const IntegerScratch& s, const IntegerCut& c, int rows)
 inline void integer_values(const IntegerScratch& s, const IntegerCut& c, float* out, int stride, const float* decays,
                            const float* weights, int rows) {
     bool is_staged = rows > MOST_FEW;
-    if (is_staged) c.stage(s.staged, s.tile, c.cut);
+    if (is_staged) c.stage(s.staged, s.tile, s.ahead, c.cut);
     integer_weights(s.weights, weights, decays, rows, s.tile, c.cut);
     for (int r = 0, some; r < rows; r += some) {
-        some = some_of(rows - r, MOST_VALUES);
+        some = some_of(rows - r, MOST_ROWS);
         c.values[is_staged][some - 1](out + (int64_t)r * stride, stride, s.weights + r, decays + r, s.tile, s.ahead,
                                       s.staged, c.cut);
     }

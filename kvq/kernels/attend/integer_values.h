@@ -72,7 +72,7 @@ inline void load_tokens(reg& a, reg& b, const Tile& tile, const Cut& cut, int t,
     }
 }
 
-inline void prefetch_tokens(const Tile& ahead, const Cut& cut, int t, int from) {
+KVQ_PREFETCHES void prefetch_tokens(const Tile& ahead, const Cut& cut, int t, int from) {
     const uint8_t* const* rows = ahead.rows + 2 * t;
     __builtin_prefetch(rows[0] + from);
     __builtin_prefetch(rows[1] + from);
@@ -83,12 +83,14 @@ inline void prefetch_tokens(const Tile& ahead, const Cut& cut, int t, int from) 
 
 // Decode a tile once for many query rows, [TILE / 2, width] pairs.
 template <bool NIBBLES>
-inline void stage_values(int32_t* staged, const Tile& tile, const Cut& cut) {
+inline void stage_values(int32_t* staged, const Tile& tile, const Tile& ahead, const Cut& cut) {
     for (int t = 0; t < (cut.is_pair ? TILE / 4 : TILE / 2); t++)
         for (int run = 0; run < cut.runs; run++)
             for (int chunk = 0; chunk < cut.chunks; chunk++) {
                 reg a, b, x[4];
-                load_tokens(a, b, tile, cut, t, run * cut.run_bytes + chunk * BYTES, bytes_of(cut, chunk));
+                int from = run * cut.run_bytes + chunk * BYTES;
+                load_tokens(a, b, tile, cut, t, from, bytes_of(cut, chunk));
+                prefetch_tokens(ahead, cut, t, from);
                 for (int part = 0; part < (NIBBLES ? 2 : 1); part++) {
                     pairs_of<NIBBLES>(x, a, b, part);
                     memcpy(staged, x, sizeof x);

@@ -23,7 +23,7 @@ def copy_blocks(parts: Sequence[Tensor], pairs: Sequence[tuple[int, int]]) -> No
     if any(part.dtype is not torch.uint8 or part.dim() != 2 or part.stride(1) != 1 for part in parts):
         raise ConfigError("parts must be uint8 [num_blocks, run bytes] with contiguous rows")
     runs = (Run * len(parts))(
-        *((part.data_ptr(), part.stride(0), part.shape[1], part.shape[0]) for part in parts)
+        *(Run(part.data_ptr(), part.stride(0), part.shape[1], part.shape[0]) for part in parts)
     )
     flat = (ctypes.c_int64 * (2 * len(pairs)))(*(block for pair in pairs for block in pair))
     check(

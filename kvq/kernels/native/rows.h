@@ -95,10 +95,13 @@ inline void read_int4(float* out, const uint8_t* codes, const uint16_t* scales, 
     }
 }
 
+inline const uint8_t* row_codes(const KvqRows& rows, int64_t block, int head, int offset) {
+    return rows.codes + block * rows.codes_block + head * rows.codes_head + offset * rows.codes_slot;
+}
+
 // Decode one token row into `out`, still rotated. Elements past `dim` stay as they are.
 inline void read_row(float* __restrict out, const KvqRows& rows, int64_t block, int head, int offset) {
-    const uint8_t* codes =
-        rows.codes + block * rows.codes_block + head * rows.codes_head + offset * rows.codes_slot;
+    const uint8_t* codes = row_codes(rows, block, head, offset);
     const uint16_t* scales = nullptr;
     if (rows.scales)
         scales = (const uint16_t*)(rows.scales + block * rows.scales_block + head * rows.scales_head +

@@ -21,6 +21,9 @@ constexpr int W = 8;
 constexpr int W = 4;
 #endif
 
+// GCC takes a function that only prefetches for one without any effect, and drops calls of it.
+#define KVQ_PREFETCHES inline __attribute__((always_inline))
+
 typedef float vf __attribute__((vector_size(W * 4)));
 typedef int32_t vi __attribute__((vector_size(W * 4)));
 
