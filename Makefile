@@ -2,9 +2,11 @@
 #   make demo       set up, measure every KV format on the embedded model, write demo/report.html
 #   make test       set up, lint, types, architecture, tests
 #   make test-long  the tests that take minutes
+#   make sanitize   the C++ kernels' tests under Address-, UndefinedBehavior- and ThreadSanitizer (gcc)
 #   make gpu        check and measure the Triton kernels on an NVIDIA GPU; PARTS=tests,decode,... for some
 
 SHELL := /bin/bash
+comma := ,
 VENV := .venv
 BIN := $(VENV)/bin
 # The first interpreter of a version that torch supports; override with PYTHON=...
@@ -14,7 +16,7 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 # The C++ kernels; when one changes, the editable installation is built anew.
 NATIVE := setup.py $(shell find kvq/kernels -name '*.cpp' -o -name '*.h')
 
-.PHONY: demo test test-long gpu lint setup setup-demo clean
+.PHONY: demo test test-long sanitize sanitize-address sanitize-thread gpu lint setup setup-demo clean
 
 demo: setup-demo
 	$(BIN)/kvq demo --out demo
@@ -24,6 +26,25 @@ test: lint
 
 test-long: setup
 	TOKENIZERS_PARALLELISM=false $(BIN)/python -m pytest -m long --durations=10
+
+SANITIZED := tests/kernels/attend/test_attend.py tests/kernels/write_kv tests/kernels/gather_dense \
+	tests/kernels/merge_partials tests/kernels/copy_blocks tests/kernels/native
+define sanitize  # kinds, preloaded libraries
+	rm -rf build/sanitize
+	KVQ_SANITIZE=$(1) $(BIN)/python setup.py -q build_ext --build-lib build/sanitize --build-temp build/sanitize/temp
+	LD_PRELOAD="$(foreach lib,$(2) stdc++,$(shell gcc -print-file-name=lib$(lib).so))" ASAN_OPTIONS=detect_leaks=0 \
+	UBSAN_OPTIONS=print_stacktrace=1 TSAN_OPTIONS=suppressions=tests/kernels/native/tsan.supp \
+	KVQ_TEST_KERNELS=build/sanitize OMP_NUM_THREADS=2 setarch -R \
+	$(BIN)/python -m pytest -q -s -p no:cacheprovider -m "not long" -k "not triton and not reference and not openmp" $(SANITIZED)
+endef
+
+sanitize: sanitize-address sanitize-thread
+
+sanitize-address: setup
+	$(call sanitize,address$(comma)undefined,asan ubsan)
+
+sanitize-thread: setup
+	$(call sanitize,thread,tsan)
 
 gpu:
 	$(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) benchmarks/gpu.py $(if $(PARTS),--parts $(PARTS))

@@ -5,6 +5,7 @@ slower reference backend.
 """
 
 import logging
+import os
 import platform
 import sys
 from pathlib import Path
@@ -30,6 +31,10 @@ SOURCES = {  # and what each file needs
 # Parallel regions use the OpenMP runtime that torch has loaded: nothing is linked that could bring
 # a second pool of threads. Elsewhere than on Linux the kernels run on one thread.
 OPENMP = ["-fopenmp"] if sys.platform == "linux" else []
+# For `make sanitize`: address,undefined or thread. ThreadSanitizer can't see into OpenMP's runtime, so
+# its build brings threads of its own.
+SANITIZE = os.environ.get("KVQ_SANITIZE", "")
+SANITIZED = [f"-fsanitize={SANITIZE}", "-fno-sanitize-recover=all", "-g", "-O1", "-w"] if SANITIZE else []
 
 
 class BuildKernels(build_ext):
@@ -41,7 +46,14 @@ class BuildKernels(build_ext):
             objects = self._compile(str(KERNELS / "native/variants.cpp"), "common", [])
             for variant, flags in VARIANTS.items():
                 objects += self._variant(variant, flags)
-            self.compiler.link_shared_object(objects, self.get_ext_fullpath(ext.name), target_lang="c++")
+            if SANITIZE == "thread":
+                objects += self._compile("tests/kernels/native/threads.cpp", "common", [])
+            self.compiler.link_shared_object(
+                objects,
+                self.get_ext_fullpath(ext.name),
+                target_lang="c++",
+                extra_postargs=SANITIZED,
+            )
         except (CCompilerError, CompileError, ExecError, PlatformError) as error:
             logging.getLogger("kvq").warning(
                 "the CPU kernels were not built (%s); kvq will run on its slower reference backend", error
@@ -63,7 +75,7 @@ class BuildKernels(build_ext):
             [source],
             output_dir=str(Path(self.build_temp) / variant),
             macros=[("KVQ_VARIANT", variant)],
-            extra_postargs=[*COMMON, *OPENMP, *flags],
+            extra_postargs=[*COMMON, *OPENMP, *flags, *SANITIZED],
         )
 
 

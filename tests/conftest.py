@@ -8,6 +8,11 @@ import pytest
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TRITON_INTERPRET", "1")  # kernels on CPU tensors, before anything imports Triton
 
+if "KVQ_TEST_KERNELS" in os.environ:  # a folder with another build of the C++ kernels: `make sanitize`
+    from kvq.kernels.native import library
+
+    library._path = lambda: next(Path(os.environ["KVQ_TEST_KERNELS"]).rglob("_kernels*.so"))
+
 SHARED = Path(__file__).parents[2] / "shared"
 
 

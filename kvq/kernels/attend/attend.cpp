@@ -113,13 +113,14 @@ inline void run_split(const Call& call, const Task& task, Scratch& scratch, int 
     int begin = split * SPLIT, end = begin + SPLIT;
     if (end > task.keys) end = task.keys;
     if (end > newest + 1) end = newest + 1;
-    if (oldest > begin) begin = oldest / TILE * TILE;  // older blocks may be gone
+    if (oldest > begin) begin = oldest < end ? oldest / TILE * TILE : end;  // older blocks may be gone
     for (int at = begin; at < end; at += TILE) {
         int keys = end - at < TILE ? end - at : TILE, skip = oldest > at ? oldest - at : 0;
-        int next = at + TILE, next_keys = end - next < TILE ? end - next : TILE;
+        int next = at + TILE;  // what to ask for ahead of time; after the last tile that tile again
+        if (next >= end) next = at + skip;
+        int next_keys = end - next < TILE ? end - next : TILE;
         Cursor here(call.layer, call.batch, task.sequence, at + skip);
-        Cursor there(call.layer, call.batch, task.sequence, next_keys > 0 ? next : at + skip);
-        if (next_keys <= 0) next_keys = keys;
+        Cursor there(call.layer, call.batch, task.sequence, next);
 #if defined(KVQ_INTEGER)
         if (call.k_integer) {
             read_integer_tile(scratch.k, call.layer.k, call.k_cut, task.head, at == begin, here, there, skip, keys,

@@ -89,7 +89,7 @@ def test_compiled_copies_refuse_parts_that_are_not_rows_of_bytes() -> None:
 
 
 def test_blocks_larger_than_a_slice_are_copied_whole() -> None:
-    memory = torch.randint(0, 256, (9, 200_001), dtype=torch.uint8)
+    memory = torch.randint(0, 256, (9, 700_001), dtype=torch.uint8)  # more than one thread's work
     expected = memory.clone()
     for source, target in ((0, 1), (1, 8), (3, 1)):
         expected[target] = expected[source]
