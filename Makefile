@@ -3,6 +3,7 @@
 #   make test       set up, lint, types, architecture, tests
 #   make test-long  the tests that take minutes
 #   make sanitize   the C++ kernels' tests under Address-, UndefinedBehavior- and ThreadSanitizer (gcc)
+#   make arm        the portable C++ kernels on an emulated Arm CPU (aarch64-linux-gnu-g++, qemu-aarch64-static)
 #   make gpu        check and measure the Triton kernels on an NVIDIA GPU; PARTS=tests,decode,... for some
 
 SHELL := /bin/bash
@@ -16,7 +17,7 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 # The C++ kernels; when one changes, the editable installation is built anew.
 NATIVE := setup.py $(shell find kvq/kernels -name '*.cpp' -o -name '*.h')
 
-.PHONY: demo test test-long sanitize sanitize-address sanitize-thread gpu lint setup setup-demo clean
+.PHONY: demo test test-long sanitize sanitize-address sanitize-thread arm gpu lint setup setup-demo clean
 
 demo: setup-demo
 	$(BIN)/kvq demo --out demo
@@ -45,6 +46,25 @@ sanitize-address: setup
 
 sanitize-thread: setup
 	$(call sanitize,thread,tsan)
+
+# Built alike for this CPU and for Arm, with the flags of setup.py for each source.
+PORTABLE := -O3 -std=c++17 -fno-math-errno -fno-exceptions -fno-rtti -Wno-psabi -DKVQ_VARIANT=portable
+define check_portable  # compiler, folder
+	mkdir -p $(2)
+	for name in attend merge_partials copy_blocks; do \
+		$(1) $(PORTABLE) -ffp-contract=fast -c kvq/kernels/$$name/$$name.cpp -o $(2)/$$name.o || exit 1; done
+	for name in write_kv gather_dense; do \
+		$(1) $(PORTABLE) -ffp-contract=off -c kvq/kernels/$$name/$$name.cpp -o $(2)/$$name.o || exit 1; done
+	$(1) -O1 -std=c++17 -DKVQ_VARIANT=portable tests/kernels/native/check.cpp $(2)/*.o -static -o $(2)/check
+endef
+
+arm:
+	rm -rf build/arm build/here
+	$(call check_portable,aarch64-linux-gnu-g++,build/arm)
+	$(call check_portable,g++,build/here)
+	qemu-aarch64-static build/arm/check | tee build/arm/found
+	build/here/check > build/here/found
+	diff build/arm/found build/here/found && echo "codes and scales are bit-equal to this CPU's"
 
 gpu:
 	$(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) benchmarks/gpu.py $(if $(PARTS),--parts $(PARTS))

@@ -1,0 +1,164 @@
+// One variant of the kernels without Python, for CPUs that are only emulated: `make arm`.
+//
+// Writes random rows in every format, reads them back, attends to them and compares with fp64 over what
+// was read. Prints a line per format with a hash of codes and scales, which must be the same on every CPU.
+
+#include <cmath>
+#include <cstdint>
+#include <cstdio>
+#include <vector>
+
+#include "../../../kvq/kernels/native/abi.h"
+
+#define NAME_(variant, name) kvq_##variant##_##name
+#define NAME(variant, name) NAME_(variant, name)
+#define KERNEL(name) NAME(KVQ_VARIANT, name)
+
+extern "C" {
+int KERNEL(write_kv)(const KvqLayer*, const KvqDense*, const KvqDense*, const int64_t*, int64_t, uint8_t*, int);
+int KERNEL(gather_dense)(const KvqLayer*, const KvqPositions*, const KvqGathered*, const KvqGathered*, int, int);
+int KERNEL(attend)(const KvqLayer*, const KvqDense*, const KvqDense*, float*, const KvqBatch*, const KvqAttention*);
+int KERNEL(merge_partials)(const float*, const float*, const float*, float*, float*, int, int64_t, int, int);
+int KERNEL(copy_blocks)(const KvqRun*, int64_t, const int64_t*, int64_t, int);
+}
+
+namespace {
+
+constexpr int HEADS = 2, GROUP = 3, BLOCK = 5, CONTEXT = 133, NEW = 7, THREADS = 2;
+
+uint32_t state = 1;
+
+float draw() {  // between -2 and 2, an outlier now and then
+    state = state * 1664525u + 1013904223u;
+    float x = (float)(state >> 8) / (float)(1 << 22) - 2.0f;
+    return (state & 255) == 0 ? 16 * x : x;
+}
+
+uint64_t hashed(const std::vector<uint8_t>& bytes, uint64_t hash) {  // FNV-1a
+    for (uint8_t byte : bytes) hash = (hash ^ byte) * 1099511628211ull;
+    return hash;
+}
+
+struct Format {
+    const char* name;
+    int code, group, rotated, is_static;
+};
+
+struct Part {
+    std::vector<uint8_t> codes, scales;
+    std::vector<float> fixed;
+    KvqRows rows;
+
+    Part(const Format& f, int dim, int blocks) : fixed(HEADS, 0.05f) {
+        int bytes = f.code == KVQ_FP32 ? 4 * dim : f.code <= KVQ_FP16 ? 2 * dim : f.code == KVQ_INT4 ? dim / 2 : dim;
+        int numbers = f.is_static || f.code <= KVQ_FP16 ? 0 : f.group ? 2 * dim / f.group : 1;
+        codes.assign((size_t)blocks * HEADS * BLOCK * bytes, 0xff);
+        scales.assign((size_t)blocks * HEADS * BLOCK * numbers * 2, 0xff);
+        rows = {codes.data(), (int64_t)HEADS * BLOCK * bytes, (int64_t)BLOCK * bytes, bytes,
+                numbers ? scales.data() : nullptr, (int64_t)HEADS * BLOCK * numbers * 2, (int64_t)BLOCK * numbers * 2,
+                numbers * 2, f.is_static ? fixed.data() : nullptr, f.code, dim, f.group, f.rotated};
+    }
+};
+
+// Largest difference to fp64 over K and V [HEADS, CONTEXT, dim], relative to the largest output.
+double error_of(const std::vector<float>& q, const std::vector<float>& k, const std::vector<float>& v,
+                const std::vector<float>& out, int dim, int window) {
+    double worst = 0, largest = 0;
+    for (int t = 0; t < NEW; t++)
+        for (int h = 0; h < HEADS * GROUP; h++) {
+            int own = CONTEXT - NEW + t, first = window && own - window + 1 > 0 ? own - window + 1 : 0;
+            const float* row = &q[((size_t)t * HEADS * GROUP + h) * dim];
+            std::vector<double> sum(dim, 0.0), weights;
+            double top = -1e300, total = 0;
+            for (int i = first; i <= own; i++) {
+                double score = 0;
+                for (int d = 0; d < dim; d++) score += (double)row[d] * k[((size_t)(h / GROUP) * CONTEXT + i) * dim + d];
+                weights.push_back(score / std::sqrt((double)dim));
+                top = weights.back() > top ? weights.back() : top;
+            }
+            for (int i = first; i <= own; i++) {
+                double weight = std::exp(weights[i - first] - top);
+                total += weight;
+                for (int d = 0; d < dim; d++) sum[d] += weight * v[((size_t)(h / GROUP) * CONTEXT + i) * dim + d];
+            }
+            for (int d = 0; d < dim; d++) {
+                double want = sum[d] / total, got = out[((size_t)t * HEADS * GROUP + h) * dim + d];
+                worst = std::fmax(worst, std::fabs(got - want));
+                largest = std::fmax(largest, std::fabs(want));
+                if (std::isnan(got)) return 1;
+            }
+        }
+    return worst / largest;
+}
+
+bool check(const Format& f, int dim) {
+    int blocks = (CONTEXT + BLOCK - 1) / BLOCK + 2;
+    Part k(f, dim, blocks), v(f, dim, blocks);
+    KvqLayer layer = {k.rows, v.rows, blocks, HEADS, BLOCK};
+    std::vector<int32_t> table;
+    for (int i = 0; i < blocks - 2; i++) table.push_back((i * 11 + 3) % (blocks - 1));
+    std::vector<int64_t> slots;
+    for (int i = 0; i < CONTEXT; i++) slots.push_back((int64_t)table[i / BLOCK] * BLOCK + i % BLOCK);
+    std::vector<float> x((size_t)CONTEXT * HEADS * dim), y(x.size());
+    for (float& value : x) value = draw();
+    for (float& value : y) value = draw();
+    KvqDense from = {(uint8_t*)x.data(), (int64_t)HEADS * dim * 4, (int64_t)dim * 4, KVQ_FP32}, other = from;
+    other.data = (uint8_t*)y.data();
+    std::vector<uint8_t> bad(CONTEXT);
+    if (KERNEL(write_kv)(&layer, &from, &other, slots.data(), CONTEXT, bad.data(), THREADS)) return false;
+    uint64_t hash = hashed(v.scales, hashed(v.codes, hashed(k.scales, hashed(k.codes, 14695981039346656037ull))));
+
+    std::vector<float> keys((size_t)HEADS * CONTEXT * dim), values(keys.size());
+    KvqPositions all = {table.data(), (int64_t)table.size(), (int32_t)table.size(), 1, 0, CONTEXT, BLOCK};
+    KvqGathered to = {(uint8_t*)keys.data(), 0, (int64_t)CONTEXT * dim * 4, (int64_t)dim * 4, KVQ_FP32}, too = to;
+    too.data = (uint8_t*)values.data();
+    if (KERNEL(gather_dense)(&layer, &all, &to, &too, 1, THREADS)) return false;
+
+    std::vector<float> q((size_t)NEW * HEADS * GROUP * dim), out(q.size()), lse(NEW * HEADS * GROUP);
+    for (float& value : q) value = draw();
+    int64_t row = (int64_t)dim * 4;
+    KvqDense queries = {(uint8_t*)q.data(), HEADS * GROUP * row, row, KVQ_FP32}, results = queries;
+    results.data = (uint8_t*)out.data();
+    int32_t fresh = NEW, context = CONTEXT;
+    KvqBatch batch = {&fresh, &context, table.data(), (int64_t)table.size(), (int32_t)table.size(), 1, 0};
+    double worst = 0;
+    for (int window : {0, 9, 70}) {
+        KvqAttention options = {1 / std::sqrt((float)dim), 0, window, HEADS * GROUP, nullptr, THREADS, 1};
+        if (KERNEL(attend)(&layer, &queries, &results, lse.data(), &batch, &options)) return false;
+        worst = std::fmax(worst, error_of(q, keys, values, out, dim, window));
+    }
+    std::printf("%-14s dim %3d  %016llx  %s\n", f.name, dim, (unsigned long long)hash, worst < 1e-5 ? "ok" : "WRONG");
+    return worst < 1e-5;
+}
+
+bool check_copies() {
+    std::vector<uint8_t> bytes = {0, 1, 2, 3, 4, 5, 6, 7};
+    KvqRun run = {bytes.data(), 2, 2, 4};
+    int64_t pairs[] = {0, 1, 1, 3}, wrong[] = {0, 4};
+    bool refused = KERNEL(copy_blocks)(&run, 1, wrong, 1, THREADS) == KVQ_BAD_BLOCK;
+    return refused && !KERNEL(copy_blocks)(&run, 1, pairs, 2, THREADS) &&
+           bytes == std::vector<uint8_t>({0, 1, 0, 1, 4, 5, 0, 1});
+}
+
+bool check_merge() {
+    float outs[] = {1, 3}, lses[] = {0, 0}, out = 0, lse = 0;
+    return !KERNEL(merge_partials)(outs, lses, nullptr, &out, &lse, 2, 1, 1, 1) && std::fabs(out - 2) < 1e-6f &&
+           std::fabs(lse - std::log(2.0f)) < 1e-6f;
+}
+
+}  // namespace
+
+int main() {
+    const Format formats[] = {{"fp32", KVQ_FP32, 0, 0, 0},   {"bf16", KVQ_BF16, 0, 0, 0},
+                              {"fp16", KVQ_FP16, 0, 0, 0},   {"fp8", KVQ_FP8, 0, 0, 0},
+                              {"fp8_per_head", KVQ_FP8, 0, 0, 1}, {"int8", KVQ_INT8, 0, 0, 0},
+                              {"int8_rot", KVQ_INT8, 0, 1, 0}, {"int8_per_head", KVQ_INT8, 0, 0, 1}};
+    bool good = true;
+    for (int dim : {48, 64, 80, 128}) {
+        for (const Format& f : formats) good &= check(f, dim);
+        for (int group : {dim / 4, dim / 2, dim}) good &= check({"int4", KVQ_INT4, group, 1, 0}, dim);
+    }
+    good &= check_copies() && check_merge();
+    std::printf("%s\n", good ? "all ok" : "FAILED");
+    return good ? 0 : 1;
+}
