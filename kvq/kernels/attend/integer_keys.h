@@ -130,7 +130,7 @@ inline vi keys_of(const vi* quads) {
 #if defined(__AVX512F__)
     return add_quarters(quads[0], quads[1]);
 #else
-    return add_quarters(quads[0], quads[0]);
+    return quads[0];
 #endif
 }
 

@@ -52,7 +52,8 @@ inline reg both_halves(int32_t low, int32_t high) {
     return _mm512_mask_set1_epi32(_mm512_set1_epi32(low), 0xff00, high);
 }
 inline vi folded(vi x) { return x + (vi)_mm512_shuffle_i64x2((reg)x, (reg)x, 0x4e); }  // halves added
-inline void store_pairs(int32_t* out, vf a, vf b) {  // 2 W numbers, rounded, as 16 bits each
+inline vf rounded(vf x) { return (vf)_mm512_roundscale_ps((__m512)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+inline void store_pairs(int32_t* out, vf a, vf b) {  // 2 W whole numbers as 16 bits each
     __m256i low = _mm512_cvtepi32_epi16(_mm512_cvtps_epi32((__m512)a));
     __m256i high = _mm512_cvtepi32_epi16(_mm512_cvtps_epi32((__m512)b));
     _mm256_storeu_si256((__m256i*)out, low);
@@ -85,6 +86,7 @@ inline reg both_halves(int32_t low, int32_t high) {
     return _mm256_blend_epi32(_mm256_set1_epi32(low), _mm256_set1_epi32(high), 0xf0);
 }
 inline vi folded(vi x) { return x + (vi)_mm256_permute2x128_si256((reg)x, (reg)x, 1); }
+inline vf rounded(vf x) { return (vf)_mm256_round_ps((__m256)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
 inline void store_pairs(int32_t* out, vf a, vf b) {
     reg x = _mm256_packs_epi32(_mm256_cvtps_epi32((__m256)a), _mm256_cvtps_epi32((__m256)b));
     _mm256_storeu_si256((__m256i*)out, _mm256_permute4x64_epi64(x, 0xd8));

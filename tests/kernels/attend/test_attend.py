@@ -84,6 +84,7 @@ class Case:
     dtype: torch.dtype = torch.float32
     fill: int = POISON
     unused: int = -1
+    num_blocks: int = NUM_BLOCKS
 
     def __post_init__(self) -> None:
         q_heads, kv_heads = self.heads
@@ -93,11 +94,11 @@ class Case:
             kv_heads=kv_heads,
             q_heads=q_heads,
             block_size=BLOCK_SIZE,
-            num_blocks=NUM_BLOCKS,
+            num_blocks=self.num_blocks,
             order=self.order,
             fill=self.fill,
         )
-        self.tables = Tables.scattered(self.context_lens, BLOCK_SIZE, NUM_BLOCKS)
+        self.tables = Tables.scattered(self.context_lens, BLOCK_SIZE, self.num_blocks)
         self.batch: SequenceBatch = self.tables.batch(self.query_lens, self.context_lens, self.unused)
         self.k, self.v = [], []
         for i, context in enumerate(self.context_lens):
@@ -382,3 +383,72 @@ def test_keys_left_out_at_the_end_are_seen_by_no_query(skip: int, window: int | 
                 )
                 check_against((out[row : row + 1], lse[row : row + 1]), (want, want_lse), "int4")
             row += 1
+
+
+@pytest.mark.parametrize(
+    ("kv", "dim"),
+    [
+        *(("int8", dim) for dim in (16, 32, 72, 160, 512, 576)),
+        *(("int4_g16", dim) for dim in (32, 64, 128, 288)),
+        *(("int4_g32", dim) for dim in (64, 128, 192)),
+        *(("int4_g64", dim) for dim in (64, 128, 256, 512)),
+        *(("int4_g128", dim) for dim in (128, 256, 512)),
+        ("int4_g36_rot", 72),
+    ],
+)
+def test_rows_of_any_width_and_groups_of_any_size_over_several_tiles(kv: str, dim: int, backend: str) -> None:
+    if backend == "triton":
+        pytest.skip("slow in the interpreter; its own tests have these widths")
+    for heads in ((3, 3), (4, 1)):  # with one new token 1 and 4 rows, with 20 of them 20 and 80
+        case = Case(
+            kv,
+            dims=(dim, dim),
+            heads=heads,
+            query_lens=[1, 20, 3],
+            context_lens=[150, 85, 70],
+            num_blocks=70,
+        )
+        case.check()
+        case.check(window=66)
+
+
+@pytest.mark.parametrize("kv", ["int8", "int4", "k8v4"])
+@pytest.mark.parametrize("heads", [(2, 2), (8, 2), (16, 1)])
+@pytest.mark.parametrize("sharpness", [0.3, 1.0, 4.0])
+def test_default_arithmetic_is_closer_to_exact_than_torchs_bf16_attention(
+    kv: str, heads: tuple[int, int], sharpness: float, backend: str
+) -> None:
+    if backend in ("reference", "triton"):
+        pytest.skip("has tests of its own")
+    case = Case(kv, dims=(128, 128), heads=heads, query_lens=[1, 24], context_lens=[190, 150], num_blocks=80)
+    out, _ = case.attend(scale=sharpness / 128**0.5)
+    for i, (q, got) in enumerate(zip(case.q.split([1, 24]), out.split([1, 24]), strict=True)):
+        want, _ = dense(q, case.k[i], case.v[i], scale=sharpness / 128**0.5)
+        new, context = len(q), case.context_lens[i]
+        q_, k_, v_ = (x.transpose(0, 1)[None].bfloat16() for x in (q, case.k[i], case.v[i]))
+        torchs = torch.nn.functional.scaled_dot_product_attention(
+            q_,
+            k_,
+            v_,
+            attn_mask=torch.ones(new, context, dtype=torch.bool).tril_(context - new),
+            scale=sharpness / 128**0.5,
+            enable_gqa=True,
+        )[0].transpose(0, 1)
+        assert relative_error(got, want) < 0.5 * relative_error(torchs, want)
+
+
+@pytest.mark.parametrize("kv", ["int8", "int4"])
+def test_many_small_weights_beside_a_large_one_are_not_rounded_away(kv: str, backend: str) -> None:
+    if backend == "triton":
+        pytest.skip("works on floats")
+    context, dim = 2000, 64
+    cache = poisoned_cache(kv, [(dim, dim)], kv_heads=1, q_heads=2, num_blocks=400)
+    tables = Tables.scattered([context], BLOCK_SIZE, 400)
+    k, v = torch.randn(2, context, 1, dim, generator=torch.Generator().manual_seed(3)).unbind()
+    v += 1.0  # or the small weights' share would average out
+    q = torch.ones(1, 2, dim)
+    k[7] = 12.0 / dim**0.5 * q[0, :1]  # e^12 times the weight of the others, which are 2,000
+    write_kv(k, v, cache.layer(0), torch.tensor(tables.slots(0, 0, context)))
+    got = attend(q, cache.layer(0), tables.batch([1], [context]), scale=dim**-0.5)
+    want = dense(q, unrotated(cache, 0, "k", k), unrotated(cache, 0, "v", v), scale=dim**-0.5)
+    check_against(got, want, kv)
