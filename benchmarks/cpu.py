@@ -82,7 +82,7 @@ def depths() -> list[dict[str, Any]]:
                 if batch * depth > MOST_TOKENS:
                     continue
                 repeats = 15 if batch * depth > 1 << 17 else 61
-                case = f"decode {batch} x {depth}, GQA {group}"
+                case = f"depth {depth} x {batch}, GQA {group}"
                 shape = workload((depth,) * batch, group)
                 rows += attention(case, shape, ["bf16", "int8", "int4"], repeats, dense=False)
     return rows
@@ -129,7 +129,8 @@ def summary(rows: list[dict[str, Any]]) -> None:
         elif rival is not None:
             line = ", ".join(f"{kv} {rival / ms:.2f}x the best SDPA" for kv, ms in mine.items())
         elif {"bf16", "int8", "int4"} <= set(mine):
-            line = f"int8 / bf16 {mine['int8'] / mine['bf16']:.2f}, int4 / int8 {mine['int4'] / mine['int8']:.2f}"
+            first, second = mine["int8"] / mine["bf16"], mine["int4"] / mine["int8"]
+            line = f"int8 / bf16 {first:.2f}, int4 / int8 {second:.2f}"
         print(f"{case:28s} {line}")
 
 

@@ -35,6 +35,8 @@ def table(result: dict) -> str:
     """Return the Markdown table of a result, with what it was measured on."""
     if "utilization" in result:
         return blocks_table(result)
+    if "variant" in result:
+        return kernels_table(result)
     return caches_table(result) if "step_ms_median" in result["rows"][0] else perplexity_table(result)
 
 
@@ -63,6 +65,85 @@ def caches_table(result: dict) -> str:
         f"{result['versions']['optimum-quanto']}, commit {result['commit']}."
     )
     return "\n".join(lines) + "\n"
+
+
+def kernels_table(result: dict) -> str:
+    """The tables of a benchmarks/cpu.py result: beside torch's attention, then fewer bits beside more."""
+    cases: dict[str, list[dict]] = {}
+    for row in result["rows"]:
+        cases.setdefault(row["case"], []).append(row)
+    lines = [
+        "| | K and V | ms, median (p10 - p90) | GB/s | of reading | error | beside the best SDPA |",
+        "|---|---|--:|--:|--:|--:|--:|",
+    ]
+    for case, rows in cases.items():
+        rivals = [row["ms_median"] for row in rows if row["name"].startswith("SDPA")]
+        for row in rows if rivals else ():
+            speed = f"{min(rivals) / row['ms_median']:.2f}x"
+            mine = row["name"] == "kvq"
+            name = case if row is rows[0] else ""
+            what = row["kv"] if mine else f"{row['kv']}, {row['name'].replace('SDPA', 'torch SDPA')}"
+            lines.append(
+                f"| {name} | {what} | {row['ms_median']:.2f} ({row['ms_p10']:.2f} - {row['ms_p90']:.2f}) "
+                f"| {row['gb_per_s']:.1f} | {row['fraction_of_bandwidth']:.0%} "
+                f"| {row['max_relative_error']:.0e} | {speed if mine else ''} |"
+            )
+    lines += ["", *_ratio_lines(cases), "", *_write_lines(cases)]
+    lines.append(
+        f"\n{result['date'][:10]}, {result['device']}, kernels for {result['variant']}, torch "
+        f"{result['versions']['torch']}, commit {result['commit']}. `{result['command']}`. SDPA fp32 and bf16 run "
+        "over contiguous K and V, query heads folded into the query length or with `enable_gqa`; kvq over "
+        "shuffled blocks of 64 tokens. Error: largest difference to fp64, relative to the largest output. "
+        "Of reading: of what a sum over 512 MB reads a second in the same run."
+    )
+    return "\n".join(lines) + "\n"
+
+
+def _ratio_lines(cases: dict[str, list[dict]]) -> list[str]:
+    """Time of fewer bits over time of more, by tokens in the batch."""
+    lines = [
+        "| query heads a KV head | tokens | batches x depths | int8 / bf16 | int4 / int8 |",
+        "|--:|--:|--:|--:|--:|",
+    ]
+    found: dict[tuple[str, str], list[tuple[float, float]]] = {}
+    for case, rows in cases.items():
+        ms = {row["kv"]: row["ms_median"] for row in rows if "ms_median" in row}
+        if set(ms) != {"bf16", "int8", "int4"}:
+            continue
+        tokens = rows[0]["tokens"]
+        size = next(text for most, text in _SIZES if tokens <= most)
+        ratios = (ms["int8"] / ms["bf16"], ms["int4"] / ms["int8"])
+        found.setdefault((case.partition("GQA ")[2], size), []).append(ratios)
+    for (group, size), pairs in found.items():
+        eight, four = ([pair[i] for pair in pairs] for i in (0, 1))
+        lines.append(
+            f"| {group} | {size} | {len(pairs)} | {min(eight):.2f} to {max(eight):.2f} "
+            f"| {min(four):.2f} to {max(four):.2f} |"
+        )
+    return lines
+
+
+def _write_lines(cases: dict[str, list[dict]]) -> list[str]:
+    """What storing one token of every sequence takes, beside the attention of that step."""
+    lines = ["| one token of 8 sequences at depth 8,192 | write, us | of its attention, GQA 4 | GQA 1 |"]
+    lines.append("|---|--:|--:|--:|")
+    written = {group: cases.get(f"write 8 at 8192, GQA {group}", []) for group in (4, 1)}
+    for row in written[4]:
+        shares = []
+        for group, rows in written.items():
+            us = next(x["us_median"] for x in rows if x["kv"] == row["kv"])
+            attended = next(x for x in cases[f"decode 8 x 8192, GQA {group}"][::-1] if x["kv"] == row["kv"])
+            shares.append(f"{us / 1e3 / attended['ms_median']:.1%}")
+        lines.append(f"| {row['kv']} | {row['us_median']:.1f} | {' | '.join(shares)} |")
+    return lines
+
+
+_SIZES = (
+    (1 << 13, "up to 8 Ki"),
+    (1 << 16, "up to 64 Ki"),
+    (1 << 18, "up to 256 Ki"),
+    (1 << 21, "up to 1 Mi"),
+)
 
 
 def blocks_table(result: dict) -> str:
