@@ -91,7 +91,7 @@ def kernels_table(result: dict) -> str:
     lines += ["", *_ratio_lines(cases), "", *_write_lines(cases)]
     lines.append(
         f"\n{result['date'][:10]}, {result['device']}, kernels for {result['variant']}, torch "
-        f"{result['versions']['torch']}, commit {result['commit']}. `{result['command']}`. SDPA fp32 and bf16 run "
+        f"{result['versions']['torch']}, commit {result['commit']}. `{result['command']}`. SDPA runs "
         "over contiguous K and V, query heads folded into the query length or with `enable_gqa`; kvq over "
         "shuffled blocks of 64 tokens. Error: largest difference to fp64, relative to the largest output. "
         "Of reading: of what a sum over 512 MB reads a second in the same run."

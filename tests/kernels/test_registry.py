@@ -158,6 +158,13 @@ def test_an_operation_has_one_kernel_per_backend() -> None:
         add("reference", Support(True))
 
 
+def test_fp32_arithmetic_is_a_backend_to_be_named_and_never_chosen() -> None:
+    found = select("attend", spec("int4"), CPU, "cpu-fp32")
+    assert found.backend == "cpu-fp32"
+    assert registered("cpu-fp32") == registered("cpu")
+    assert select("attend", spec("int4"), CPU).backend == "cpu"
+
+
 @pytest.mark.parametrize(
     ("given", "meant"), [("trition", "triton"), ("CPU", "cpu"), ("ref", "reference"), ("atuo", "auto")]
 )

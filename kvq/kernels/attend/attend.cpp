@@ -5,35 +5,19 @@
 // A tile of TILE keys is decoded once for all query rows of the task. Splits lie at fixed key positions
 // and every query row is computed by itself, so how a context came in changes no bit of what comes out.
 
-#include <stdlib.h>
 #if defined(_OPENMP)
 #include <omp.h>
 #endif
 
 #include "floats.h"
-#include "integer_tiles.h"
+#include "memory.h"
+#include "plan.h"
 #include "softmax.h"
 
 #define NAME_(variant, name) kvq_##variant##_##name
 #define NAME(variant, name) NAME_(variant, name)
 
 namespace {
-
-// All of one call; a task looks its share up here.
-struct Call {
-    const KvqLayer& layer;
-    const KvqDense &q, &out;
-    float* lse;  // [tokens, q_heads]
-    const KvqBatch& batch;
-    const KvqAttention& options;
-    int group;             // query heads of a KV head
-    int rows;              // most query rows of a task
-    int k_width, v_width;  // floats of a decoded row of K, of a row of partial results
-#if defined(KVQ_INTEGER)
-    bool k_integer, v_integer;
-    IntegerCut k_cut, v_cut;
-#endif
-};
 
 struct Scratch {
     float* row;     // [k dim], or the widest row of V
@@ -43,21 +27,8 @@ struct Scratch {
     Running running;
     Partial run;    // of the split at work
     Partial sum;    // of all splits before it
-#if defined(KVQ_INTEGER)
     IntegerScratch k, v;
-#endif
 };
-
-inline int position(const Call& call, const Task& task, int row) {
-    return task.start + (task.row + row) / call.group;
-}
-
-// Where a row of Q or of the output lies.
-inline uint8_t* row_of(const Call& call, const Task& task, const KvqDense& x, int row) {
-    int64_t token = task.token + (task.row + row) / call.group;
-    int head = task.head * call.group + (task.row + row) % call.group;
-    return x.data + token * x.token + head * x.head;
-}
 
 inline void read_queries(const Call& call, const Task& task, const Scratch& scratch) {
     const KvqRows& k = call.layer.k;
@@ -65,12 +36,10 @@ inline void read_queries(const Call& call, const Task& task, const Scratch& scra
         float* x = scratch.row;
         read_floats(x, row_of(call, task, call.q, r), k.dim, call.q.code);
         if (k.rotated) rotate(x, k.dim);
-#if defined(KVQ_INTEGER)
         if (call.k_integer) {
             read_integer_query(scratch.k, call.k_cut, r, x, k.dim, call.options.scale);
             continue;
         }
-#endif
         float* q = scratch.q + (int64_t)r * call.k_width;
         for (int i = 0; i < k.dim; i++) q[i] = x[i] * call.options.scale;
         for (int i = k.dim; i < call.k_width; i++) q[i] = 0;
@@ -104,9 +73,7 @@ inline void add_float_values(const Call& call, const Task& task, const Scratch& 
 inline void run_split(const Call& call, const Task& task, Scratch& scratch, int split) {
     start(scratch.run, task.rows, call.v_width);
     memset(scratch.running.totals, 0, (size_t)task.rows * W * 4);
-#if defined(KVQ_INTEGER)
     if (call.v_integer) start_values(scratch.v, call.v_cut, task.rows);
-#endif
     int window = call.options.window;
     int oldest = window ? position(call, task, 0) - window + 1 : 0;  // what any row sees
     int newest = position(call, task, task.rows - 1);
@@ -121,37 +88,29 @@ inline void run_split(const Call& call, const Task& task, Scratch& scratch, int 
         int next_keys = end - next < TILE ? end - next : TILE;
         Cursor here(call.layer, call.batch, task.sequence, at + skip);
         Cursor there(call.layer, call.batch, task.sequence, next);
-#if defined(KVQ_INTEGER)
         if (call.k_integer) {
             read_integer_tile(scratch.k, call.layer.k, call.k_cut, task.head, at == begin, here, there, skip, keys,
                               next_keys);
             integer_keys(scratch.k, call.k_cut, scratch.scores, task.rows, keys);
-        } else
-#endif
-        {
+        } else {
             read_tile(scratch.tile, call.layer.k, here, there, task.head, call.k_width, skip, keys, next_keys);
             for (int r = 0; r < task.rows; r++)
                 float_scores(scratch.scores + r * TILE, scratch.q + (int64_t)r * call.k_width, scratch.tile,
                              call.k_width, keys);
         }
         weigh_tile(call, task, scratch, at, skip, keys);
-#if defined(KVQ_INTEGER)
         if (call.v_integer) {
             read_integer_tile(scratch.v, call.layer.v, call.v_cut, task.head, at == begin, here, there, skip, keys,
                               next_keys);
             integer_values(scratch.v, call.v_cut, scratch.run.out, call.v_width, scratch.running.decays,
                            scratch.scores, task.rows);
-        } else
-#endif
-        {
+        } else {
             read_tile(scratch.tile, call.layer.v, here, there, task.head, call.v_width, skip, keys, next_keys);
             add_float_values(call, task, scratch, skip, keys);
         }
     }
     for (int r = 0; r < task.rows; r++) scratch.run.total[r] = sum(load(scratch.running.totals + r * W));
-#if defined(KVQ_INTEGER)
     if (call.v_integer) end_values(scratch.v, call.v_cut, scratch.run.out, call.v_width, task.rows);
-#endif
 }
 
 // Divide, add the sink, undo V's rotation, and hand the rows over.
@@ -169,30 +128,12 @@ inline void write_out(const Call& call, const Task& task, const Scratch& scratch
             top = higher;
         }
         float factor = total == 0 ? 0.0f : decay / total;
-#if defined(KVQ_INTEGER)
-        if (call.v_integer)
-            for (int i = 0; i < v.dim; i++) x[i] = out[call.v_cut.index[i]] * factor;
-        else
-#endif
-            for (int i = 0; i < v.dim; i++) x[i] = out[i] * factor;
+        for (int i = 0; i < v.dim; i++) x[i] = out[call.v_integer ? call.v_cut.index[i] : i] * factor;
         if (v.rotated) rotate(x, v.dim);
         write_floats(row_of(call, task, call.out, r), x, v.dim, call.out.code);
         call.lse[token * call.options.q_heads + head] = total == 0 ? minus_infinity() : top + __builtin_logf(total);
     }
 }
-
-// Hands out pieces of memory, whole cache lines each; without memory it only counts.
-struct Memory {
-    uint8_t* begin;
-    int64_t used;
-
-    template <class T>
-    T* take(int64_t count) {
-        T* p = begin ? (T*)(begin + used) : nullptr;
-        used += (count * (int64_t)sizeof(T) + 63) / 64 * 64;
-        return p;
-    }
-};
 
 inline Partial take_partial(const Call& call, Memory& memory) {
     float* top = memory.take<float>(call.rows);
@@ -211,83 +152,9 @@ inline Scratch take_scratch(const Call& call, Memory& memory) {
     s.running.totals = memory.take<float>((int64_t)call.rows * W);
     s.run = take_partial(call, memory);
     s.sum = take_partial(call, memory);
-#if defined(KVQ_INTEGER)
     s.k = take_integer_scratch(call.k_cut, call.rows, memory);
     s.v = take_integer_scratch(call.v_cut, call.rows, memory);
-#endif
     return s;
-}
-
-// Scratch memory is kept from call to call, so that its pages need not be mapped every time: by
-// whoever takes it first, others bring their own.
-constexpr int64_t MOST_KEPT = 64 << 20;
-
-struct Kept {
-    int64_t bytes;
-};
-
-inline Kept*& kept_memory() {
-    static Kept* kept = nullptr;
-    return kept;
-}
-
-inline Kept* take_memory(int64_t bytes) {
-    bytes += 64;  // the header's line
-    Kept* kept = __atomic_exchange_n(&kept_memory(), nullptr, __ATOMIC_ACQ_REL);
-    if (kept && kept->bytes >= bytes) return kept;
-    free(kept);
-    void* memory = nullptr;
-    if (posix_memalign(&memory, 64, (size_t)bytes)) return nullptr;
-    kept = (Kept*)memory;
-    kept->bytes = bytes;
-    return kept;
-}
-
-inline void give_back(Kept* memory) {
-    if (memory && memory->bytes <= MOST_KEPT)
-        memory = __atomic_exchange_n(&kept_memory(), memory, __ATOMIC_ACQ_REL);
-    free(memory);
-}
-
-// One item of parallel work: all of a task, or one of its splits.
-struct Item {
-    int task, split;  // split -1: all of them
-};
-
-struct Plan {
-    Task* tasks;
-    Item* items;
-    int64_t num_tasks, num_items, num_partials;
-};
-
-// Count tasks, items and partial results; fill them in where `plan` has room. Sequences of few rows
-// have their splits computed side by side, others have tasks enough.
-inline void plan_work(const Call& call, Plan& plan) {
-    plan.num_tasks = plan.num_items = plan.num_partials = 0;
-    int64_t token = 0;
-    for (int s = 0; s < call.batch.sequences; s++) {
-        int count = call.batch.query_lens[s], context = call.batch.context_lens[s];
-        int keys = context - call.batch.skip_last, rows = count * call.group;
-        if (keys < 0) keys = 0;
-        for (int head = 0; head < call.layer.kv_heads; head++)
-            for (int row = 0; row < rows; row += ROWS) {
-                Task task = {s, head, row, rows - row < ROWS ? rows - row : ROWS, token, context - count, keys, 0, 0, -1};
-                int low = call.options.window ? position(call, task, 0) - call.options.window + 1 : 0;
-                int high = position(call, task, task.rows - 1) + 1;
-                if (high > keys) high = keys;
-                task.first = low > 0 ? low / SPLIT : 0;
-                task.last = (high + SPLIT - 1) / SPLIT;
-                int splits = task.last - task.first;
-                bool apart = rows <= ROWS && splits > 1;
-                task.partial = apart ? plan.num_partials : -1;
-                for (int i = 0; i < (apart ? splits : 1); i++, plan.num_items++)
-                    if (plan.items) plan.items[plan.num_items] = {(int)plan.num_tasks, apart ? task.first + i : -1};
-                if (apart) plan.num_partials += splits;
-                if (plan.tasks) plan.tasks[plan.num_tasks] = task;
-                plan.num_tasks++;
-            }
-        token += count;
-    }
 }
 
 inline void run_item(const Call& call, const Plan& plan, Item item, Scratch scratch, Partial* partials) {
@@ -314,25 +181,6 @@ inline void merge_task(const Call& call, const Task& task, Scratch scratch, cons
     write_out(call, task, scratch);
 }
 
-// Every block that a task may read must exist.
-inline bool blocks_exist(const Call& call) {
-    int size = call.layer.block_size;
-    for (int s = 0; s < call.batch.sequences; s++) {
-        if (!call.batch.query_lens[s]) continue;
-        const int32_t* table = call.batch.tables + s * call.batch.table_stride;
-        int context = call.batch.context_lens[s], first = 0;
-        if (call.options.window) {
-            int oldest = context - call.batch.query_lens[s] - call.options.window + 1;
-            first = oldest > 0 ? oldest / size : 0;
-        }
-        int last = (context - call.batch.skip_last + size - 1) / size;
-        if (last > call.batch.table_width) return false;
-        for (int i = first; i < last; i++)
-            if (table[i] < 0 || table[i] >= call.layer.num_blocks) return false;
-    }
-    return true;
-}
-
 }  // namespace
 
 extern "C" int NAME(KVQ_VARIANT, attend)(const KvqLayer* layer, const KvqDense* q, const KvqDense* out,
@@ -340,12 +188,10 @@ extern "C" int NAME(KVQ_VARIANT, attend)(const KvqLayer* layer, const KvqDense* 
     Call call = {*layer, *q, *out, lse, *batch, *options, options->q_heads / layer->kv_heads, 1,
                  padded(layer->k.dim), padded(layer->v.dim)};
     if (!blocks_exist(call)) return KVQ_BAD_BLOCK;
-#if defined(KVQ_INTEGER)
     call.k_integer = !options->exact && takes_integers(layer->k);
     call.v_integer = !options->exact && takes_integers(layer->v);
     if (call.k_integer) call.k_cut = keys_cut(layer->k);
     if (call.v_integer) call.v_cut = values_cut(layer->v), call.v_width = call.v_cut.cut.width;
-#endif
     for (int s = 0; s < batch->sequences; s++) {
         int rows = batch->query_lens[s] * call.group;
         if (rows > call.rows) call.rows = rows < ROWS ? rows : ROWS;

@@ -3,6 +3,7 @@
 
 #include "integer_matrix.h"
 #include "integer_values.h"
+#include "memory.h"
 
 #if defined(KVQ_INTEGER)
 
@@ -16,15 +17,14 @@ typedef void (*MatrixKernel)(float*, const IntegerQuery*, const int32_t*, const 
 typedef void (*ValuesKernel)(float*, int, const IntegerWeights*, const float*, const Tile&, const Tile&, const int32_t*,
                              const Cut&);
 
-
 // The cut of K or V with where its elements go and the kernels that fit it.
 struct IntegerCut {
     Cut cut;
     int32_t index[MOST_INTEGER_DIM];
     StageKernel stage;
     KeysKernel keys;
-    Segments segments;                       // of K
-    ValuesKernel values[2][MOST_ROWS];     // in place or staged, for 1, 2, 3 and 4 query rows
+    Segments segments;                  // of K
+    ValuesKernel values[2][MOST_ROWS];  // in place or staged, for 1, 2, 3 and 4 query rows
 };
 
 struct IntegerScratch {
@@ -80,22 +80,21 @@ inline IntegerCut values_cut(const KvqRows& rows) {
     return c;
 }
 
-template <class Memory>
 inline IntegerScratch take_integer_scratch(const IntegerCut& c, int rows, Memory& memory) {
     IntegerScratch s;
     int groups = c.cut.groups;
-    s.tile.scales = memory.template take<float>(groups * TILE);
-    s.tile.minimums = memory.template take<float>(groups * TILE);
+    s.tile.scales = memory.take<float>(groups * TILE);
+    s.tile.minimums = memory.take<float>(groups * TILE);
     s.ahead = s.tile;
-    s.scales = memory.template take<float>(2 * groups * TILE);
-    s.q = memory.template take<int16_t>((int64_t)rows * c.cut.width);
-    s.sums = memory.template take<float>(rows * groups);
-    s.queries = memory.template take<IntegerQuery>(rows);
-    s.weights = memory.template take<IntegerWeights>(rows);
-    int32_t* pairs = memory.template take<int32_t>((int64_t)rows * groups * TILE / 2);
-    float* factors = memory.template take<float>(rows * groups);
-    float* minimums = memory.template take<float>(rows * groups * W);
-    s.staged = memory.template take<int32_t>(rows > MOST_FEW ? TILE * c.cut.width / 2 : 0);
+    s.scales = memory.take<float>(2 * groups * TILE);
+    s.q = memory.take<int16_t>((int64_t)rows * c.cut.width);
+    s.sums = memory.take<float>(rows * groups);
+    s.queries = memory.take<IntegerQuery>(rows);
+    s.weights = memory.take<IntegerWeights>(rows);
+    int32_t* pairs = memory.take<int32_t>((int64_t)rows * groups * TILE / 2);
+    float* factors = memory.take<float>(rows * groups);
+    float* minimums = memory.take<float>(rows * groups * W);
+    s.staged = memory.take<int32_t>(rows > MOST_FEW ? TILE * c.cut.width / 2 : 0);
     if (memory.begin)
         for (int r = 0; r < rows; r++)
             s.weights[r] = {pairs + r * groups * TILE / 2, factors + r * groups, minimums + r * groups * W};
@@ -240,4 +239,31 @@ inline void end_values(const IntegerScratch& s, const IntegerCut& c, float* out,
 }
 
 }  // namespace
+
+#else  // no fast products of integers: everything is fp32
+
+namespace {
+
+struct IntegerCut {
+    struct {
+        int width;
+    } cut;
+    int32_t index[1];
+};
+struct IntegerScratch {};
+
+inline bool takes_integers(const KvqRows&) { return false; }
+inline IntegerCut keys_cut(const KvqRows&) { return {}; }
+inline IntegerCut values_cut(const KvqRows&) { return {}; }
+inline IntegerScratch take_integer_scratch(const IntegerCut&, int, Memory&) { return {}; }
+inline void read_integer_query(const IntegerScratch&, const IntegerCut&, int, const float*, int, float) {}
+inline void read_integer_tile(IntegerScratch&, const KvqRows&, const IntegerCut&, int, bool, Cursor, Cursor, int,
+                              int, int) {}
+inline void integer_keys(const IntegerScratch&, const IntegerCut&, float*, int, int) {}
+inline void start_values(const IntegerScratch&, const IntegerCut&, int) {}
+inline void integer_values(const IntegerScratch&, const IntegerCut&, float*, int, const float*, const float*, int) {}
+inline void end_values(const IntegerScratch&, const IntegerCut&, float*, int, int) {}
+
+}  // namespace
+
 #endif

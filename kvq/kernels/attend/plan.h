@@ -1,0 +1,93 @@
+// What one call of attend works on, cut into tasks and items.
+#pragma once
+
+#include "integer_tiles.h"
+
+namespace {
+
+// All of one call; a task looks its share up here.
+struct Call {
+    const KvqLayer& layer;
+    const KvqDense &q, &out;
+    float* lse;  // [tokens, q_heads]
+    const KvqBatch& batch;
+    const KvqAttention& options;
+    int group;             // query heads of a KV head
+    int rows;              // most query rows of a task
+    int k_width, v_width;  // floats of a decoded row of K, of a row of partial results
+    bool k_integer, v_integer;
+    IntegerCut k_cut, v_cut;
+};
+
+inline int position(const Call& call, const Task& task, int row) {
+    return task.start + (task.row + row) / call.group;
+}
+
+// Where a row of Q or of the output lies.
+inline uint8_t* row_of(const Call& call, const Task& task, const KvqDense& x, int row) {
+    int64_t token = task.token + (task.row + row) / call.group;
+    int head = task.head * call.group + (task.row + row) % call.group;
+    return x.data + token * x.token + head * x.head;
+}
+
+// One item of parallel work: all of a task, or one of its splits.
+struct Item {
+    int task, split;  // split -1: all of them
+};
+
+struct Plan {
+    Task* tasks;
+    Item* items;
+    int64_t num_tasks, num_items, num_partials;
+};
+
+// Count tasks, items and partial results; fill them in where `plan` has room. Sequences of few rows
+// have their splits computed side by side, others have tasks enough.
+inline void plan_work(const Call& call, Plan& plan) {
+    plan.num_tasks = plan.num_items = plan.num_partials = 0;
+    int64_t token = 0;
+    for (int s = 0; s < call.batch.sequences; s++) {
+        int count = call.batch.query_lens[s], context = call.batch.context_lens[s];
+        int keys = context - call.batch.skip_last, rows = count * call.group;
+        if (keys < 0) keys = 0;
+        for (int head = 0; head < call.layer.kv_heads; head++)
+            for (int row = 0; row < rows; row += ROWS) {
+                Task task = {s, head, row, rows - row < ROWS ? rows - row : ROWS, token, context - count, keys, 0, 0, -1};
+                int low = call.options.window ? position(call, task, 0) - call.options.window + 1 : 0;
+                int high = position(call, task, task.rows - 1) + 1;
+                if (high > keys) high = keys;
+                task.first = low > 0 ? low / SPLIT : 0;
+                task.last = (high + SPLIT - 1) / SPLIT;
+                int splits = task.last - task.first;
+                bool apart = rows <= ROWS && splits > 1;
+                task.partial = apart ? plan.num_partials : -1;
+                for (int i = 0; i < (apart ? splits : 1); i++, plan.num_items++)
+                    if (plan.items) plan.items[plan.num_items] = {(int)plan.num_tasks, apart ? task.first + i : -1};
+                if (apart) plan.num_partials += splits;
+                if (plan.tasks) plan.tasks[plan.num_tasks] = task;
+                plan.num_tasks++;
+            }
+        token += count;
+    }
+}
+
+// Every block that a task may read must exist.
+inline bool blocks_exist(const Call& call) {
+    int size = call.layer.block_size;
+    for (int s = 0; s < call.batch.sequences; s++) {
+        if (!call.batch.query_lens[s]) continue;
+        const int32_t* table = call.batch.tables + s * call.batch.table_stride;
+        int context = call.batch.context_lens[s], first = 0;
+        if (call.options.window) {
+            int oldest = context - call.batch.query_lens[s] - call.options.window + 1;
+            first = oldest > 0 ? oldest / size : 0;
+        }
+        int last = (context - call.batch.skip_last + size - 1) / size;
+        if (last > call.batch.table_width) return false;
+        for (int i = first; i < last; i++)
+            if (table[i] < 0 || table[i] >= call.layer.num_blocks) return false;
+    }
+    return true;
+}
+
+}  // namespace
