@@ -35,6 +35,10 @@ inline void read_queries(const Call& call, const Task& task, const Scratch& scra
     for (int r = 0; r < task.rows; r++) {
         float* x = scratch.row;
         read_floats(x, row_of(call, task, call.q, r), k.dim, call.q.code);
+        float bad = 0;
+        for (int i = 0; i < k.dim; i++) bad += x[i] * 0.0f;
+        if (bad != 0)  // something is not finite: nor shall be what comes out
+            for (int i = 0; i < k.dim; i++) x[i] = __builtin_nanf("");
         if (k.rotated) rotate(x, k.dim);
         if (call.k_integer) {
             read_integer_query(scratch.k, call.k_cut, r, x, k.dim, call.options.scale);
@@ -186,7 +190,7 @@ inline void merge_task(const Call& call, const Task& task, Scratch scratch, cons
 extern "C" int NAME(KVQ_VARIANT, attend)(const KvqLayer* layer, const KvqDense* q, const KvqDense* out,
                                          float* lse, const KvqBatch* batch, const KvqAttention* options) {
     Call call = {*layer, *q, *out, lse, *batch, *options, options->q_heads / layer->kv_heads, 1,
-                 padded(layer->k.dim), padded(layer->v.dim)};
+                 padded(layer->k.dim), padded(layer->v.dim), false, false, {}, {}};
     if (!blocks_exist(call)) return KVQ_BAD_BLOCK;
     call.k_integer = !options->exact && takes_integers(layer->k);
     call.v_integer = !options->exact && takes_integers(layer->v);

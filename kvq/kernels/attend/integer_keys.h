@@ -17,19 +17,20 @@ struct IntegerQuery {
     float factor;       // what they are to be multiplied by
 };
 
-// A query row as integers of 15 bits and sign, laid out as codes are; returns their factor.
+constexpr float SMALLEST = 1e-30f;
+
+// A query row as integers of 15 bits and sign, laid out as codes are; returns their factor. A row that
+// begins with NaN is all NaN, and so is its factor.
 inline float integer_query(int16_t* out, float* sums, const float* q, int dim, const Cut& c, const int32_t* index) {
-    vf most{};
-    int i = 0;
     float top = 0;
-    for (; i + W <= dim; i += W) {
-        vf x = load(q + i);
-        most = maximum(most, maximum(x, -x));
+    for (int i = 0; i < dim; i++) {
+        float size = __builtin_fabsf(q[i]);
+        top = size > top ? size : top;
     }
-    for (; i < dim; i++) top = q[i] > top ? q[i] : -q[i] > top ? -q[i] : top;
-    if (largest(most) > top) top = largest(most);
+    if (top < SMALLEST) top = 0;  // its inverse would be infinite
     float factor = top > 0 ? MOST / top : 0.0f;
     memset(out, 0, (size_t)c.width * 2);
+    if (q[0] != q[0]) return q[0];
     for (int g = 0; g < c.groups; g++) {
         float total = 0;
         for (int e = g * dim / c.groups; e < (g + 1) * dim / c.groups; e++) {

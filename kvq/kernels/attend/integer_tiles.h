@@ -225,7 +225,7 @@ inline void integer_values(const IntegerScratch& s, const IntegerCut& c, float* 
                            const float* weights, int rows) {
     bool is_staged = rows > MOST_FEW;
     if (is_staged) c.stage(s.staged, s.tile, s.ahead, c.cut);
-    integer_weights(s.weights, weights, decays, rows, s.tile, c.cut);
+    (c.cut.is_nibbles ? integer_weights<true> : integer_weights<false>)(s.weights, weights, decays, rows, s.tile, c.cut);
     for (int r = 0, some; r < rows; r += some) {
         some = some_of(rows - r, MOST_ROWS);
         c.values[is_staged][some - 1](out + (int64_t)r * stride, stride, s.weights + r, decays + r, s.tile, s.ahead,

@@ -30,12 +30,17 @@ struct Dither {
 };
 constexpr Dither DITHER;
 
+// Scales are 2^-24 at least: the weight of less than this is nothing beside the largest one, 1. Its inverse
+// would be infinite.
+constexpr float NEGLIGIBLE = 1e-30f;
+
 // Weights [TILE] of some rows as integers of 15 bits. A row that sees nothing has factors of 0.
 //
 // Before it is rounded a weight is moved by up to half a step, by an amount that depends on its place in
 // the tile: beside one large weight many small ones would else all become 0. And what rounding takes from
 // a weight would have met nibbles of 0 to 15; the middle of those is made good with the minimums, which
 // keep their weights as they are.
+template <bool NIBBLES>
 inline void integer_weights(const IntegerWeights* out, const float* weights, const float* decays, int rows,
                             const Tile& tile, const Cut& cut) {
     for (int r = 0; r < rows; r++)
@@ -48,21 +53,24 @@ inline void integer_weights(const IntegerWeights* out, const float* weights, con
     for (int r = 0; r < rows; r++)
         for (int g = 0; g < cut.groups; g++) {
             const float *x = weights + r * TILE, *scales = tile.scales + g * TILE;
-            float top = out[r].factors[g], factor = top > 0 ? (MOST - 1) / top : 0.0f;
+            float top = out[r].factors[g];
+            if (!(top > NEGLIGIBLE)) top = 0;
+            float factor = top > 0 ? (MOST - 1) / top : 0.0f;
             out[r].factors[g] = top / (MOST - 1);
             vf minimum{}, lost{};
-            if (cut.is_nibbles) minimum = load(out[r].minimums + g * W) * all(decays[r]);
+            if (NIBBLES) minimum = load(out[r].minimums + g * W) * all(decays[r]);
             for (int i = 0; i < TILE; i += 2 * W) {
                 vf wanted[2], given[2];
                 for (int j = 0; j < 2; j++) {
                     wanted[j] = load(x + i + j * W) * load(scales + i + j * W) * factor;
                     given[j] = rounded(wanted[j] + load(DITHER.at + i + j * W));
+                    if (!NIBBLES) continue;
                     lost += wanted[j] - given[j];
                     minimum += load(x + i + j * W) * load(tile.minimums + g * TILE + i + j * W);
                 }
                 store_pairs(out[r].pairs + (g * TILE + i) / 2, given[0], given[1]);
             }
-            if (cut.is_nibbles) store(out[r].minimums + g * W, minimum + lost * (7.5f * out[r].factors[g]));
+            if (NIBBLES) store(out[r].minimums + g * W, minimum + lost * (7.5f * out[r].factors[g]));
         }
 }
 

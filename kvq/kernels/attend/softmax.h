@@ -17,14 +17,13 @@ inline void start(Partial sum, int rows, int width) {
     memset(sum.out, 0, (size_t)rows * width * 4);
 }
 
-// Scores [TILE] that are not in [low, high) become -inf. Returns whether any is.
-inline bool mask(float* scores, int low, int high, float softcap) {
+// Scores [TILE] that are not in [low, high) become -inf.
+inline void mask(float* scores, int low, int high, float softcap) {
     if (low >= high) low = high = TILE;
     if (softcap > 0)
         for (int i = low; i < high; i++) scores[i] = softcap * __builtin_tanhf(scores[i] / softcap);
     for (int i = 0; i < low; i++) scores[i] = minus_infinity();
     for (int i = high; i < TILE; i++) scores[i] = minus_infinity();
-    return low < high;
 }
 
 // Turn masked scores [rows, TILE] into weights relative to the largest score so far. One step after
@@ -56,7 +55,7 @@ inline void take_weights(float* scores, int rows, Partial sum, Running run) {
 
 // sum = sum and part, one row of each.
 inline void merge_row(Partial sum, Partial part, int row, int width) {
-    if (part.top[row] == minus_infinity()) return;
+    if (part.total[row] == 0) return;  // NaN goes on
     float top = sum.top[row] > part.top[row] ? sum.top[row] : part.top[row];
     float old = __builtin_expf(sum.top[row] - top), fresh = __builtin_expf(part.top[row] - top);
     sum.total[row] = sum.total[row] * old + part.total[row] * fresh;

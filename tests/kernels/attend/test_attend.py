@@ -452,3 +452,49 @@ def test_many_small_weights_beside_a_large_one_are_not_rounded_away(kv: str, bac
     got = attend(q, cache.layer(0), tables.batch([1], [context]), scale=dim**-0.5)
     want = dense(q, unrotated(cache, 0, "k", k), unrotated(cache, 0, "v", v), scale=dim**-0.5)
     check_against(got, want, kv)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("kv", ["fp32", "int8", "int4"])
+def test_a_query_that_is_not_finite_spoils_its_own_row_and_no_other(kv: str, bad: float) -> None:
+    case = Case(kv)
+    out, lse = case.attend()
+    case.q[3, 1, 5] = bad
+    spoilt, spoilt_lse = case.attend()
+    assert spoilt[3, 1].isnan().all()
+    assert not spoilt_lse[3, 1].isfinite()
+    out[3, 1] = spoilt[3, 1] = 0
+    lse[3, 1] = spoilt_lse[3, 1] = 0
+    assert torch.equal(out, spoilt)
+    assert torch.equal(lse, spoilt_lse)
+
+
+@pytest.mark.parametrize("kv", ["int8", "int4", "int4_g24"])
+def test_tiles_whose_weights_all_but_vanish_beside_an_earlier_one_add_nothing(kv: str) -> None:
+    case = Case(kv, query_lens=[1, 20], context_lens=[150, 150], num_blocks=70)
+    for i in range(2):
+        k = case.k[i]
+        k[:] = 0.01 * k
+        k[5] = 9.0
+        write_kv(
+            k, case.v[i], case.cache.layer(1), torch.tensor(case.tables.slots(i, 0, 150), dtype=torch.int64)
+        )
+        case.k[i] = unrotated(case.cache, 1, "k", k)
+        case.v[i] = unrotated(case.cache, 1, "v", case.v[i])
+    case.q = 0.2 * torch.ones_like(case.q)
+    for scale in (1.0, 1.02, 1.1, 5.0):  # e^-86 and less
+        out, _ = case.attend(scale=scale)
+        assert out.isfinite().all()
+        assert relative_error(out, case.expected(scale=scale)[0]) < 5e-4
+
+
+@pytest.mark.parametrize("size", [0.0, 1e-44, 1e-38, 1e-30, 1e18, 1e30])
+@pytest.mark.parametrize("kv", ["fp32", "int8", "int4"])
+def test_queries_of_any_size_give_finite_outputs(kv: str, size: float) -> None:
+    case = Case(kv)
+    case.q = case.q * size
+    out, _ = case.attend()
+    assert out.isfinite().all()
+    if size < 1e-20:  # no score differs from 0
+        case.q = torch.zeros_like(case.q)
+        assert relative_error(out, case.expected()[0]) < 5e-4
