@@ -47,8 +47,8 @@ inline float integer_query(int16_t* out, float* sums, const float* q, int dim, c
 
 // score += one group's share.
 inline void add_score(vf& score, vi dots, const Tile& tile, int group, int key, bool has_minimum, float sum) {
-    score += floats_of(dots) * load(tile.scales + group * TILE + key);
-    if (has_minimum) score += load(tile.minimums + group * TILE + key) * all(sum);
+    score += floats_of(dots) * load(tile.scales + group * tile.stride + key);
+    if (has_minimum) score += load(tile.minimums + group * tile.stride + key) * all(sum);
 }
 
 constexpr int MOST_FEW = 8;   // query rows at a time

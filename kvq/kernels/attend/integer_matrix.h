@@ -43,19 +43,6 @@ inline Segments segments_of(const Cut& cut) {
     return s;
 }
 
-// Transpose W registers: register i of `out`, `stride` apart, gets lane i of each.
-template <int N, int FIRST, int STEP>
-inline void transpose(int32_t* out, int stride, const vi* x) {
-    if constexpr (N == 1) {
-        memcpy(out + FIRST * stride, x, sizeof *x);
-    } else {
-        vi even[N / 2], odd[N / 2];
-        for (int i = 0; i < N / 2; i++) even[i] = evens(x[2 * i], x[2 * i + 1]), odd[i] = odds(x[2 * i], x[2 * i + 1]);
-        transpose<N / 2, FIRST, 2 * STEP>(out, stride, even);
-        transpose<N / 2, FIRST + STEP, 2 * STEP>(out, stride, odd);
-    }
-}
-
 // Decode a tile into [width / 2, TILE] pairs.
 template <bool NIBBLES>
 inline void stage_keys(int32_t* staged, const Tile& tile, const Tile& ahead, const Cut& cut) {
@@ -75,7 +62,7 @@ inline void stage_keys(int32_t* staged, const Tile& tile, const Tile& ahead, con
                 }
             }
             for (int kind = 0; kind < KINDS; kind++)
-                transpose<W, 0, 1>(staged + (chunk * KINDS + kind) * W * TILE + key, TILE, x[kind]);
+                transpose<W>(staged + (chunk * KINDS + kind) * W * TILE + key, TILE, x[kind]);
         }
 }
 

@@ -83,8 +83,9 @@ inline IntegerCut values_cut(const KvqRows& rows) {
 inline IntegerScratch take_integer_scratch(const IntegerCut& c, int rows, Memory& memory) {
     IntegerScratch s;
     int groups = c.cut.groups;
-    s.tile.scales = memory.take<float>(groups * TILE);
-    s.tile.minimums = memory.take<float>(groups * TILE);
+    s.tile.scales = memory.take<float>(2 * groups * TILE);
+    s.tile.minimums = s.tile.scales + TILE;
+    s.tile.stride = c.cut.is_nibbles ? 2 * TILE : TILE;
     s.ahead = s.tile;
     s.scales = memory.take<float>(2 * groups * TILE);
     s.q = memory.take<int16_t>((int64_t)rows * c.cut.width);
@@ -121,25 +122,13 @@ inline void find_rows(Tile& tile, const KvqRows& rows, Cursor cursor, int head, 
     for (int i = keys; i < TILE; i++) tile.rows[i] = tile.rows[keys - 1];
 }
 
-// Columns of [W, N] numbers; scales and minimums take turns. The columns of `x` are FIRST, FIRST + STEP ...
-template <int N, int FIRST, int STEP>
-inline void spread_columns(const Tile& tile, int key, const vf* x) {
-    if constexpr (N == 1) {
-        store((FIRST % 2 ? tile.minimums : tile.scales) + FIRST / 2 * TILE + key, x[0]);
-    } else {
-        vf even[N / 2], odd[N / 2];
-        for (int i = 0; i < N / 2; i++) even[i] = evens(x[2 * i], x[2 * i + 1]), odd[i] = odds(x[2 * i], x[2 * i + 1]);
-        spread_columns<N / 2, FIRST, 2 * STEP>(tile, key, even);
-        spread_columns<N / 2, FIRST + STEP, 2 * STEP>(tile, key, odd);
-    }
-}
-
+// [TILE, N] numbers as they lie into columns [N, TILE], of which scales and minimums take turns.
 template <int N>
 inline void spread_scales(const Tile& tile, const float* from) {
     for (int key = 0; key < TILE; key += W) {
         vf x[N];
         for (int i = 0; i < N; i++) x[i] = load(from + key * N + i * W);
-        spread_columns<N, 0, 1>(tile, key, x);
+        transpose<N>(tile.scales + key, TILE, x);
     }
 }
 
@@ -148,7 +137,7 @@ inline void spread_scales(const Tile& tile, const float* from, int n) {
     if (n == 4) return spread_scales<4>(tile, from);
     if (n == 8) return spread_scales<8>(tile, from);
     for (int key = 0; key < TILE; key++)
-        for (int i = 0; i < n; i++) (i % 2 ? tile.minimums : tile.scales)[i / 2 * TILE + key] = from[key * n + i];
+        for (int i = 0; i < n; i++) tile.scales[i * TILE + key] = from[key * n + i];
 }
 
 KVQ_PREFETCHES void prefetch_scales(const KvqRows& rows, Cursor cursor, int head, int keys) {

@@ -45,14 +45,14 @@ inline void integer_weights(const IntegerWeights* out, const float* weights, con
                             const Tile& tile, const Cut& cut) {
     for (int r = 0; r < rows; r++)
         for (int g = 0; g < cut.groups; g++) {
-            const float *x = weights + r * TILE, *scales = tile.scales + g * TILE;
+            const float *x = weights + r * TILE, *scales = tile.scales + g * tile.stride;
             vf most{};
             for (int i = 0; i < TILE; i += W) most = maximum(most, load(x + i) * load(scales + i));
             out[r].factors[g] = largest(most);
         }
     for (int r = 0; r < rows; r++)
         for (int g = 0; g < cut.groups; g++) {
-            const float *x = weights + r * TILE, *scales = tile.scales + g * TILE;
+            const float *x = weights + r * TILE, *scales = tile.scales + g * tile.stride;
             float top = out[r].factors[g];
             if (!(top > NEGLIGIBLE)) top = 0;
             float factor = top > 0 ? (MOST - 1) / top : 0.0f;
@@ -66,7 +66,7 @@ inline void integer_weights(const IntegerWeights* out, const float* weights, con
                     given[j] = rounded(wanted[j] + load(DITHER.at + i + j * W));
                     if (!NIBBLES) continue;
                     lost += wanted[j] - given[j];
-                    minimum += load(x + i + j * W) * load(tile.minimums + g * TILE + i + j * W);
+                    minimum += load(x + i + j * W) * load(tile.minimums + g * tile.stride + i + j * W);
                 }
                 store_pairs(out[r].pairs + (g * TILE + i) / 2, given[0], given[1]);
             }

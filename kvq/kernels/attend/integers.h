@@ -168,8 +168,9 @@ inline int value_index(const Cut& c, int dim, int element) {
 // A tile's rows of K or V. Tokens that are not to be read have the address of one that is, and zeros.
 struct Tile {
     const uint8_t* rows[TILE];
-    float* scales;    // [groups, TILE]
+    float* scales;    // of group g at g * stride, [TILE]
     float* minimums;  // likewise, of INT4
+    int stride;
 };
 
 template <class V>
@@ -188,6 +189,19 @@ inline V odds(V a, V b) {
 #else
     return KVQ_SHUFFLE(a, b, 1, 3, 5, 7, 9, 11, 13, 15);
 #endif
+}
+
+// Take the N registers `x` for [W, N] numbers; column i goes to out + i * stride.
+template <int N, int FIRST = 0, int STEP = 1, class V, class T>
+inline void transpose(T* out, int stride, const V* x) {
+    if constexpr (N == 1) {
+        memcpy(out + FIRST * stride, x, sizeof *x);
+    } else {
+        V even[N / 2], odd[N / 2];
+        for (int i = 0; i < N / 2; i++) even[i] = evens(x[2 * i], x[2 * i + 1]), odd[i] = odds(x[2 * i], x[2 * i + 1]);
+        transpose<N / 2, FIRST, 2 * STEP>(out, stride, even);
+        transpose<N / 2, FIRST + STEP, 2 * STEP>(out, stride, odd);
+    }
 }
 
 inline vf floats_of(vi x) { return __builtin_convertvector(x, vf); }
