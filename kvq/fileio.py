@@ -51,6 +51,8 @@ def check_writable(path: str | Path) -> Path:
             raise ConfigError(f"can't write {path}: it is not a regular file; name another")
         if not target.parent.is_dir():
             raise ConfigError(f"can't write {path}: there is no folder {Path(path).parent}; create it first")
+    except ConfigError:
+        raise
     except (OSError, RuntimeError, ValueError) as error:  # too long, a loop of links, a NUL
         raise ConfigError(f"can't write {path}: {getattr(error, 'strerror', None) or error}") from error
     if not os.access(target.parent, os.W_OK) or (target.exists() and not os.access(target, os.W_OK)):

@@ -75,6 +75,7 @@ def attention(
         fileio.check_writable(json_path)
     if plot_path is not None:
         check_plot_path(plot_path)
+        fileio.check_writable(plot_path)
     source_commit()
     workload = _workload(new=new, **shape)
     with progress_bar("attention") as progress:
@@ -210,7 +211,12 @@ def _workload(
 
 
 def _formats(kv: str) -> list[str]:
-    return [name.strip() for name in kv.split(",") if name.strip()]
+    from kvq.errors import ConfigError
+
+    names = [name.strip() for name in kv.split(",") if name.strip()]
+    if not names:
+        raise ConfigError("--kv takes formats with commas between, such as int8,int4; got none")
+    return names
 
 
 def _counted(progress: Any, total: int) -> Callable[[], None]:

@@ -53,7 +53,7 @@ def backend_verdicts() -> list[tuple[str, str]]:
         try:
             runs = [select(operation, spec, device, name).operation for operation in registered(name)]
         except UnsupportedKernel as error:
-            reason = str(error).partition(f"{name}: ")[2].partition("; use --backend")[0]
+            reason = str(error).partition(f": {name}: ")[2].partition("; use --backend")[0]
             verdicts.append((name, f"does not run: {reason}"))
             continue
         library = load() if name == "cpu" else None

@@ -113,7 +113,7 @@ def select(operation: str, spec: KernelSpec, device: Device, backend: str = "aut
         support = kernel.supports(spec, device)
         if support.yes:
             if missed and name == "reference":
-                _log_fallback(operation, name, _listed(reasons))
+                _log_fallback(name, _listed(reasons))
             return kernel
         missed = missed or support.is_missed
         reasons.append((name, support.reason))
@@ -128,5 +128,5 @@ def _listed(reasons: list[tuple[str, str]]) -> str:
 
 
 @lru_cache
-def _log_fallback(operation: str, backend: str, reasons: str) -> None:
-    _log.warning("%s runs on the %s backend (%s)", operation, backend, reasons)
+def _log_fallback(backend: str, reasons: str) -> None:
+    _log.warning("kernels run on the %s backend (%s)", backend, reasons)

@@ -93,7 +93,7 @@ def test_falling_back_to_the_reference_logs_each_reason_once(
         for _ in range(3):
             assert select("attend", spec("int4"), CPU) is own_kernels[1]
     messages = [r.getMessage() for r in caplog.records]
-    assert messages == ["attend runs on the reference backend (triton: needs a GPU; cpu: was not built)"]
+    assert messages == ["kernels run on the reference backend (triton: needs a GPU; cpu: was not built)"]
 
 
 def test_a_compiled_kernel_is_no_fallback_worth_a_line(

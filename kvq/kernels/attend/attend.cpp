@@ -35,11 +35,11 @@ inline void read_queries(const Call& call, const Task& task, const Scratch& scra
     for (int r = 0; r < task.rows; r++) {
         float* x = scratch.row;
         read_floats(x, row_of(call, task, call.q, r), k.dim, call.q.code);
+        if (k.rotated) rotate(x, k.dim);
         float bad = 0;
         for (int i = 0; i < k.dim; i++) bad += x[i] * 0.0f;
         if (bad != 0)  // something is not finite: nor shall be what comes out
             for (int i = 0; i < k.dim; i++) x[i] = __builtin_nanf("");
-        if (k.rotated) rotate(x, k.dim);
         if (call.k_integer) {
             read_integer_query(scratch.k, call.k_cut, r, x, k.dim, call.options.scale);
             continue;
@@ -81,15 +81,14 @@ inline void run_split(const Call& call, const Task& task, Scratch& scratch, int 
     int window = call.options.window;
     int oldest = window ? position(call, task, 0) - window + 1 : 0;  // what any row sees
     int newest = position(call, task, task.rows - 1);
-    int begin = split * SPLIT, end = begin + SPLIT;
-    if (end > task.keys) end = task.keys;
-    if (end > newest + 1) end = newest + 1;
+    int last = task.keys < newest + 1 ? task.keys : newest + 1;  // the end of what it sees
+    int begin = split * SPLIT, end = begin + SPLIT < last ? begin + SPLIT : last;
     if (oldest > begin) begin = oldest < end ? oldest / TILE * TILE : end;  // older blocks may be gone
     for (int at = begin; at < end; at += TILE) {
         int keys = end - at < TILE ? end - at : TILE, skip = oldest > at ? oldest - at : 0;
         int next = at + TILE;  // what to ask for ahead of time; after the last tile that tile again
-        if (next >= end) next = at + skip;
-        int next_keys = end - next < TILE ? end - next : TILE;
+        if (next >= last) next = at + skip;
+        int next_keys = last - next < TILE ? last - next : TILE;
         Cursor here(call.layer, call.batch, task.sequence, at + skip);
         Cursor there(call.layer, call.batch, task.sequence, next);
         if (call.k_integer) {
@@ -127,8 +126,8 @@ inline void write_out(const Call& call, const Task& task, const Scratch& scratch
         float *x = scratch.row, total = scratch.sum.total[r], top = scratch.sum.top[r], decay = 1;
         if (call.options.sinks) {
             float sink = call.options.sinks[head], higher = sink > top ? sink : top;
-            decay = __builtin_expf(top - higher);
-            total = total * decay + __builtin_expf(sink - higher);
+            decay = top == higher ? 1.0f : __builtin_expf(top - higher);  // both may be infinite
+            total = total * decay + (sink == higher ? 1.0f : __builtin_expf(sink - higher));
             top = higher;
         }
         float factor = total == 0 ? 0.0f : decay / total;
@@ -137,12 +136,6 @@ inline void write_out(const Call& call, const Task& task, const Scratch& scratch
         write_floats(row_of(call, task, call.out, r), x, v.dim, call.out.code);
         call.lse[token * call.options.q_heads + head] = total == 0 ? minus_infinity() : top + __builtin_logf(total);
     }
-}
-
-inline Partial take_partial(const Call& call, Memory& memory) {
-    float* top = memory.take<float>(call.rows);
-    float* total = memory.take<float>(call.rows);
-    return {top, total, memory.take<float>((int64_t)call.rows * call.v_width)};
 }
 
 inline Scratch take_scratch(const Call& call, Memory& memory) {
@@ -154,8 +147,8 @@ inline Scratch take_scratch(const Call& call, Memory& memory) {
     s.scores = memory.take<float>((int64_t)call.rows * TILE);
     s.running.decays = memory.take<float>(call.rows);
     s.running.totals = memory.take<float>((int64_t)call.rows * W);
-    s.run = take_partial(call, memory);
-    s.sum = take_partial(call, memory);
+    s.run = take_partial(call, call.rows, memory);
+    s.sum = take_partial(call, call.rows, memory);
     s.k = take_integer_scratch(call.k_cut, call.rows, memory);
     s.v = take_integer_scratch(call.v_cut, call.rows, memory);
     return s;
@@ -207,20 +200,24 @@ extern "C" int NAME(KVQ_VARIANT, attend)(const KvqLayer* layer, const KvqDense* 
     Memory sizes = {};
     take_scratch(call, sizes);
     int64_t each = sizes.used;
-    sizes.used = 0;
-    take_partial(call, sizes);
-    int64_t total = each * threads + plan.num_partials * sizes.used;
-    sizes.used = 0;
+    sizes.used = each * threads + plan.partial_bytes;
     sizes.take<Task>(plan.num_tasks), sizes.take<Item>(plan.num_items), sizes.take<Partial>(plan.num_partials);
-    Kept* kept = take_memory(total + sizes.used);
+    Kept* kept = take_memory(sizes.used);
     if (!kept) return KVQ_NO_MEMORY;
     Memory memory = {(uint8_t*)kept, 64};
     plan.tasks = memory.take<Task>(plan.num_tasks);
     plan.items = memory.take<Item>(plan.num_items);
     Partial* partials = memory.take<Partial>(plan.num_partials);
     plan_work(call, plan);
-    for (int64_t i = 0; i < plan.num_partials; i++) partials[i] = take_partial(call, memory);
+    for (int64_t i = 0; i < plan.num_tasks; i++) {
+        const Task& task = plan.tasks[i];
+        for (int split = task.first; task.partial >= 0 && split < task.last; split++)
+            partials[task.partial + split - task.first] = take_partial(call, task.rows, memory);
+    }
     uint8_t* scratches = memory.begin + memory.used;
+    // A thread takes some neighbouring splits, whose first rows the one before has asked for.
+    int64_t neighbours = plan.num_items / (8 * threads);
+    neighbours = neighbours < 1 ? 1 : neighbours > 8 ? 8 : neighbours;
 #pragma omp parallel num_threads(threads)
     {
 #if defined(_OPENMP)
@@ -229,7 +226,7 @@ extern "C" int NAME(KVQ_VARIANT, attend)(const KvqLayer* layer, const KvqDense* 
         Memory own = {scratches, 0};
 #endif
         Scratch scratch = take_scratch(call, own);
-#pragma omp for schedule(dynamic)
+#pragma omp for schedule(dynamic, neighbours)
         for (int64_t i = 0; i < plan.num_items; i++) run_item(call, plan, plan.items[i], scratch, partials);
 #pragma omp for schedule(dynamic)
         for (int64_t i = 0; i < plan.num_tasks; i++)

@@ -10,6 +10,8 @@ from kvq.kernels.native.library import check, loaded
 from kvq.kernels.native.structs import Attention, batch_of, check_shape, dense_of, layer_of
 from kvq.kernels.paged import PagedKV, SequenceBatch
 
+_MOST = 2**31 - 2**13  # tokens; positions in blocks of up to 4,096 must not pass 2^31
+
 
 def attend(
     q: Tensor,
@@ -43,19 +45,26 @@ def attend(
         )
     if any(not 0 <= count <= context for count, context in zip(new, contexts, strict=True)):
         raise ConfigError(f"every query_len must be 0 to its context_len, got {new} and {contexts}")
+    reach = batch.tables.shape[1] * kv.block_size
+    if any(context - skip_last > reach for context in contexts) or max(contexts, default=0) > _MOST:
+        raise IndexError("a table or a slot names a block outside the pool: it is shorter than its sequence")
+    if window is not None and window < 1:
+        raise ConfigError(f"window must be 1 token at least, or None for no window, got {window}")
+    if softcap is not None and softcap <= 0:
+        raise ConfigError(f"softcap must be more than 0, or None for none, got {softcap}")
     if q_heads % kv.k.codes.shape[1] or (sinks is not None and sinks.shape != (q_heads,)):
         raise ConfigError(f"{q_heads} query heads don't fit {kv.k.codes.shape[1]} KV heads, or the sinks")
     queries, kept_q = dense_of(q)
     out = torch.empty(tokens, q_heads, kv.formats.v_head_dim, dtype=kept_q.dtype)
     lse = torch.empty(tokens, q_heads)
     results, _ = dense_of(out)
-    sequences, _kept_tables = batch_of(batch, skip_last)
+    sequences, _kept_tables = batch_of(batch, min(skip_last, _MOST))
     if sinks is not None:
         sinks = sinks.float().contiguous()
     options = Attention(
         scale=scale,
         softcap=softcap or 0.0,
-        window=window or 0,
+        window=min(window or 0, _MOST),
         q_heads=q_heads,
         sinks=None if sinks is None else sinks.data_ptr(),
         threads=torch.get_num_threads(),

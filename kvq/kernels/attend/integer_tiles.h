@@ -152,6 +152,23 @@ KVQ_PREFETCHES void prefetch_scales(const KvqRows& rows, Cursor cursor, int head
     }
 }
 
+// Rows whose codes are all 0 get scales of 0, so that theirs, however small, don't count for the largest
+// product with a weight. Attention sinks may have such rows of V, with nearly all of the weight.
+inline void drop_zero_rows(const Tile& tile, const Cut& cut, int skip, int keys) {
+    constexpr float LEAST = 5.9604644775390625e-8f;  // 2^-24, the least scale there is
+    vf nearest = all(-1.0f);  // to 0, of the scales that are not 0, negated
+    for (int i = 0; i < TILE; i += W) {
+        vf x = load(tile.scales + i);
+        nearest = maximum(nearest, x > vf{} ? -x : all(-1.0f));
+    }
+    bool any = largest(nearest) >= -LEAST;
+    for (int i = skip; any && i < keys; i++) {
+        uint8_t seen = 0;
+        for (int j = 0; j < cut.row_bytes; j++) seen |= tile.rows[i][j];
+        for (int g = 0; seen == 0 && g < cut.groups; g++) tile.scales[g * tile.stride + i] = 0;
+    }
+}
+
 // Scales and minimums of the rows [skip, keys) by group; those of the others are zero.
 inline void read_scales(const IntegerScratch& s, const KvqRows& rows, const Cut& cut, Cursor cursor, int head,
                         int skip, int keys) {
@@ -176,6 +193,7 @@ inline void read_scales(const IntegerScratch& s, const KvqRows& rows, const Cut&
         cursor.skip(count);
     }
     if (n > 1) spread_scales(s.tile, s.scales, n);
+    drop_zero_rows(s.tile, cut, skip, keys);
 }
 
 // Get ready the tile at `here`, and the addresses of the next one, to be asked for ahead of time:

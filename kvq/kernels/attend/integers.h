@@ -98,6 +98,7 @@ struct Cut {
     bool is_nibbles;
     bool is_pair;   // a chunk is half a register: two tokens share one
     bool is_split;  // a chunk is two runs of half a register each
+    int row_bytes;
     int groups;     // that have a scale (and a minimum) each; with one, every run shares it
     int runs;       // of a row, if not split; then chunks
     int run_bytes;
@@ -109,7 +110,7 @@ struct Cut {
 inline Cut cut_of(const KvqRows& rows) {
     Cut c = {};
     c.is_nibbles = rows.code == KVQ_INT4;
-    int bytes = c.is_nibbles ? rows.dim / 2 : rows.dim;
+    int bytes = c.row_bytes = c.is_nibbles ? rows.dim / 2 : rows.dim;
     c.groups = c.is_nibbles ? rows.dim / rows.group_size : 1;
     c.run_bytes = c.groups > 1 ? rows.group_size : bytes;
     if (c.groups > 1 && c.run_bytes == BYTES / 2 && bytes % BYTES == 0) {

@@ -38,32 +38,44 @@ struct Item {
 struct Plan {
     Task* tasks;
     Item* items;
-    int64_t num_tasks, num_items, num_partials;
+    int64_t num_tasks, num_items, num_partials, partial_bytes;
 };
 
-// Count tasks, items and partial results; fill them in where `plan` has room. Sequences of few rows
-// have their splits computed side by side, others have tasks enough.
+inline Partial take_partial(const Call& call, int rows, Memory& memory) {
+    float* top = memory.take<float>(rows);
+    float* total = memory.take<float>(rows);
+    return {top, total, memory.take<float>((int64_t)rows * call.v_width)};
+}
+
+// Tasks of one sequence from which on it needs no parts of the context to keep all threads at work.
+constexpr int ENOUGH_TASKS = 64;
+
+// Count tasks, items and partial results; fill them in where `plan` has room. Sequences of few tasks
+// have their splits computed side by side.
 inline void plan_work(const Call& call, Plan& plan) {
-    plan.num_tasks = plan.num_items = plan.num_partials = 0;
+    plan.num_tasks = plan.num_items = plan.num_partials = plan.partial_bytes = 0;
     int64_t token = 0;
     for (int s = 0; s < call.batch.sequences; s++) {
         int count = call.batch.query_lens[s], context = call.batch.context_lens[s];
         int keys = context - call.batch.skip_last, rows = count * call.group;
         if (keys < 0) keys = 0;
+        int cuts = (rows + ROWS - 1) / ROWS, most = rows ? (rows + cuts - 1) / cuts : ROWS;
         for (int head = 0; head < call.layer.kv_heads; head++)
-            for (int row = 0; row < rows; row += ROWS) {
-                Task task = {s, head, row, rows - row < ROWS ? rows - row : ROWS, token, context - count, keys, 0, 0, -1};
+            for (int row = 0; row < rows; row += most) {
+                Task task = {s, head, row, rows - row < most ? rows - row : most, token, context - count, keys, 0, 0, -1};
                 int low = call.options.window ? position(call, task, 0) - call.options.window + 1 : 0;
                 int high = position(call, task, task.rows - 1) + 1;
                 if (high > keys) high = keys;
                 task.first = low > 0 ? low / SPLIT : 0;
                 task.last = (high + SPLIT - 1) / SPLIT;
                 int splits = task.last - task.first;
-                bool apart = rows <= ROWS && splits > 1;
+                bool apart = splits > 1 && (cuts == 1 || cuts * call.layer.kv_heads < ENOUGH_TASKS);
                 task.partial = apart ? plan.num_partials : -1;
                 for (int i = 0; i < (apart ? splits : 1); i++, plan.num_items++)
                     if (plan.items) plan.items[plan.num_items] = {(int)plan.num_tasks, apart ? task.first + i : -1};
-                if (apart) plan.num_partials += splits;
+                Memory sizes = {};
+                take_partial(call, task.rows, sizes);
+                if (apart) plan.num_partials += splits, plan.partial_bytes += splits * sizes.used;
                 if (plan.tasks) plan.tasks[plan.num_tasks] = task;
                 plan.num_tasks++;
             }

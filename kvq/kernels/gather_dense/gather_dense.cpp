@@ -1,7 +1,5 @@
 // gather_dense on CPUs: see reference.py. A task is a few tokens of one KV head of one sequence.
 
-#include <stdlib.h>
-
 #include "../native/rows.h"
 
 #define NAME_(variant, name) kvq_##variant##_##name

@@ -13,8 +13,7 @@ from kvq.errors import UnsupportedKernel
 
 VARIANTS = ("avx512vnni", "avx512", "avx2", "portable")  # the best first
 OPERATIONS = ("write_kv", "attend", "gather_dense", "merge_partials", "copy_blocks")
-_STATUS = {1: MemoryError("the CPU kernel found no memory for its scratch space")}
-_BAD_BLOCK = 2
+_NO_MEMORY, _BAD_BLOCK = 1, 2  # KvqStatus
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,8 +78,8 @@ def check(status: int) -> None:
     """
     if status == _BAD_BLOCK:
         raise IndexError("a table or a slot names a block outside the pool")
-    if status:
-        raise _STATUS[status]
+    if status == _NO_MEMORY:
+        raise MemoryError("the CPU kernel found no memory for its scratch space")
 
 
 def _path() -> Path | None:

@@ -498,3 +498,46 @@ def test_queries_of_any_size_give_finite_outputs(kv: str, size: float) -> None:
     if size < 1e-20:  # no score differs from 0
         case.q = torch.zeros_like(case.q)
         assert relative_error(out, case.expected()[0]) < 5e-4
+
+
+@pytest.mark.parametrize("kv", ["int8", "int4"])
+@pytest.mark.parametrize("gap", [12.0, 24.0, 40.0])
+def test_a_sink_without_a_value_hides_no_other(kv: str, gap: float, backend: str) -> None:
+    if backend == "triton":
+        pytest.skip("works on floats")
+    context, dim = 300, 64
+    cache = poisoned_cache(kv, [(dim, dim)], kv_heads=1, q_heads=2, num_blocks=60)
+    tables = Tables.scattered([context], BLOCK_SIZE, 60)
+    k, v = torch.randn(2, context, 1, dim, generator=torch.Generator().manual_seed(4)).unbind()
+    q = torch.ones(1, 2, dim)
+    k[7], v[7] = gap / dim**0.5 * q[0, :1], 0.0
+    write_kv(k, v, cache.layer(0), torch.tensor(tables.slots(0, 0, context)))
+    got = attend(q, cache.layer(0), tables.batch([1], [context]), scale=dim**-0.5)
+    want = dense(q, unrotated(cache, 0, "k", k), unrotated(cache, 0, "v", v), scale=dim**-0.5)
+    check_against(got, want, kv)
+
+
+def test_infinite_sinks_are_what_the_reference_makes_of_them(backend: str) -> None:
+    if backend == "triton":
+        pytest.skip("gives NaN")
+    case = Case("int8", query_lens=[1, 2], context_lens=[3, 2])
+    sinks = torch.tensor([math.inf, -math.inf, 0.0, math.inf, -math.inf, 0.0])
+    for skip in (0, 3):
+        out, lse = case.attend(sinks=sinks, skip_last=skip)
+        want, want_lse = reference.attend(
+            case.q, case.cache.layer(1), case.batch, scale=48**-0.5, sinks=sinks, skip_last=skip
+        )
+        torch.testing.assert_close(out, want, rtol=1e-3, atol=1e-3)
+        torch.testing.assert_close(lse, want_lse, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("rows", [64, 65, 96, 130])
+def test_tasks_of_many_rows_give_the_bits_of_single_ones_over_several_splits(rows: int, backend: str) -> None:
+    if backend == "triton":
+        pytest.skip("slow in the interpreter")
+    case = Case("int8", heads=(1, 1), query_lens=[rows], context_lens=[2200], num_blocks=450)
+    out, lse = case.attend()
+    for row in (0, 33, rows - 1):
+        batch = case.tables.batch([1], [2200 - rows + row + 1])
+        one = attend(case.q[row : row + 1], case.cache.layer(1), batch, scale=48**-0.5)
+        assert_same(one, (out[row : row + 1], lse[row : row + 1]), backend)

@@ -51,10 +51,10 @@ def test_without_the_library_the_reference_runs_and_one_line_says_what_to_instal
         monkeypatch.setattr(support, "load", lambda: reason)
         monkeypatch.setattr(library, "load", lambda: reason)
         with caplog.at_level(logging.WARNING, logger="kvq"):
-            for _ in range(3):
-                assert select("attend", spec("int4"), CPU).backend == "reference"
+            for operation in ("attend", "write_kv", "gather_dense", "attend"):
+                assert select(operation, spec("int4"), CPU).backend == "reference"
         assert [r.getMessage() for r in caplog.records] == [
-            f"attend runs on the reference backend (triton: needs an NVIDIA GPU, not cpu; cpu: {reason})"
+            f"kernels run on the reference backend (triton: needs an NVIDIA GPU, not cpu; cpu: {reason})"
         ]
         with pytest.raises(UnsupportedKernel, match="not built"):
             select("attend", spec("int4"), CPU, "cpu")
@@ -176,3 +176,18 @@ def test_lengths_positions_and_partials_that_do_not_fit_are_refused() -> None:
         merge_partials(torch.zeros(2, 5, 3, 8), torch.zeros(2, 5, 2))
     with pytest.raises(ConfigError, match="so lses must be"):
         merge_partials(torch.zeros(2, 5, 3, 8), torch.zeros(2, 5, 3), torch.zeros(2))
+
+
+def test_windows_softcaps_and_lengths_out_of_range_are_refused_and_never_wrap() -> None:
+    kv = poisoned_cache("int4", [(48, 60)], fill=0).layer(0)
+    batch = Tables([[0, 1]], 5).batch([1], [7])
+    q = rows_like_kv(1, 6, 48)
+    for options in ({"window": 0}, {"window": -3}, {"softcap": 0.0}, {"softcap": -1.0}):
+        with pytest.raises(ConfigError, match="or None"):
+            attend(q, kv, batch, scale=1.0, **options)
+    for context in (1 << 31, (1 << 31) - 1, (1 << 32) + 7):
+        with pytest.raises(IndexError):
+            attend(q, kv, replace(batch, context_lens=(context,)), scale=1.0)
+    plain = attend(q, kv, batch, scale=1.0)[0]
+    assert torch.equal(attend(q, kv, batch, scale=1.0, window=(1 << 32) + 1)[0], plain)
+    assert not attend(q, kv, batch, scale=1.0, skip_last=1 << 32)[0].any()
