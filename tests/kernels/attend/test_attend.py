@@ -437,21 +437,25 @@ def test_default_arithmetic_is_closer_to_exact_than_torchs_bf16_attention(
         assert relative_error(got, want) < 0.5 * relative_error(torchs, want)
 
 
-@pytest.mark.parametrize("kv", ["int8", "int4"])
-def test_many_small_weights_beside_a_large_one_are_not_rounded_away(kv: str, backend: str) -> None:
-    if backend == "triton":
-        pytest.skip("works on floats")
-    context, dim = 2000, 64
-    cache = poisoned_cache(kv, [(dim, dim)], kv_heads=1, q_heads=2, num_blocks=400)
-    tables = Tables.scattered([context], BLOCK_SIZE, 400)
-    k, v = torch.randn(2, context, 1, dim, generator=torch.Generator().manual_seed(3)).unbind()
-    v += 1.0  # or the small weights' share would average out
-    q = torch.ones(1, 2, dim)
-    k[7] = 12.0 / dim**0.5 * q[0, :1]  # e^12 times the weight of the others, which are 2,000
+def check_beside_a_sink(kv: str, context: int, score: float, v: Tensor) -> None:
+    """One query over `context` keys, the eighth of which scores `score`; `v` [context, 1, 64]."""
+    dim = v.shape[2]
+    cache = poisoned_cache(kv, [(dim, dim)], kv_heads=1, q_heads=2, num_blocks=context // BLOCK_SIZE)
+    tables = Tables.scattered([context], BLOCK_SIZE, context // BLOCK_SIZE)
+    q, k = torch.ones(1, 2, dim), rows_like_kv(context, 1, dim, 5)
+    k[7] = score / dim**0.5
     write_kv(k, v, cache.layer(0), torch.tensor(tables.slots(0, 0, context)))
     got = attend(q, cache.layer(0), tables.batch([1], [context]), scale=dim**-0.5)
     want = dense(q, unrotated(cache, 0, "k", k), unrotated(cache, 0, "v", v), scale=dim**-0.5)
     check_against(got, want, kv)
+
+
+@pytest.mark.parametrize("kv", ["int8", "int4"])
+def test_many_small_weights_beside_a_large_one_are_not_rounded_away(kv: str, backend: str) -> None:
+    if backend == "triton":
+        pytest.skip("works on floats")
+    v = 1.0 + rows_like_kv(2000, 1, 64, 6)  # or the small weights' share would average out
+    check_beside_a_sink(kv, 2000, 12.0, v)
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
@@ -505,16 +509,9 @@ def test_queries_of_any_size_give_finite_outputs(kv: str, size: float) -> None:
 def test_a_sink_without_a_value_hides_no_other(kv: str, gap: float, backend: str) -> None:
     if backend == "triton":
         pytest.skip("works on floats")
-    context, dim = 300, 64
-    cache = poisoned_cache(kv, [(dim, dim)], kv_heads=1, q_heads=2, num_blocks=60)
-    tables = Tables.scattered([context], BLOCK_SIZE, 60)
-    k, v = torch.randn(2, context, 1, dim, generator=torch.Generator().manual_seed(4)).unbind()
-    q = torch.ones(1, 2, dim)
-    k[7], v[7] = gap / dim**0.5 * q[0, :1], 0.0
-    write_kv(k, v, cache.layer(0), torch.tensor(tables.slots(0, 0, context)))
-    got = attend(q, cache.layer(0), tables.batch([1], [context]), scale=dim**-0.5)
-    want = dense(q, unrotated(cache, 0, "k", k), unrotated(cache, 0, "v", v), scale=dim**-0.5)
-    check_against(got, want, kv)
+    v = rows_like_kv(300, 1, 64, 7)
+    v[7] = 0.0
+    check_beside_a_sink(kv, 300, gap, v)
 
 
 def test_infinite_sinks_are_what_the_reference_makes_of_them(backend: str) -> None:
