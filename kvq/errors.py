@@ -20,6 +20,14 @@ class RequestError(KVQError, ValueError):
     """One request that can't be served; others go on."""
 
 
+class NumericalError(RequestError):
+    """A request whose K, V or logits held NaN or infinity. It alone ended; nothing of it is cached."""
+
+
+class EngineError(KVQError):
+    """A request or an engine that failed for a reason that is not the request's own fault."""
+
+
 class OutOfBlocks(KVQError):
     """A pool has fewer free blocks than were asked for. Nothing was taken."""
 

@@ -53,14 +53,17 @@ class Blocks:
         window = self.windows[group]
         return 0 if window is None else max(0, length - window + 1) // self.block_size
 
-    def can_take(self, demand: Demand, *, beside: list[list[BlockId]], spare: int = 0) -> bool:
+    def can_take(
+        self, demand: Demand, *, beside: list[list[BlockId]], spare: list[int] | None = None
+    ) -> bool:
         """True if `take(demand)` would succeed with the blocks `beside` shared first. Changes nothing.
 
-        `spare` blocks of every pool must be left over.
+        `spare`: blocks of every pool that must be left over; None for none.
         """
-        for pool, parts, shared in zip(self.pools, demand, beside, strict=True):
+        spare = spare or [0] * len(self.pools)
+        for pool, parts, shared, left in zip(self.pools, demand, beside, spare, strict=True):
             used = [block for block in shared if not pool.references(block)]
-            if sum(count for count, _ in parts) + spare > pool.num_available - len(used):
+            if sum(count for count, _ in parts) + left > pool.num_available - len(used):
                 return False
             for account, count in _by_account(parts).items():
                 if account.excess(count) > len(account.cached) - sum(b in account.cached for b in used):
@@ -173,6 +176,22 @@ class Blocks:
             pool.share(known)
             pool.release(mine)
             table[i] = known
+            sequence.mark(group, i)
+
+    def unpublish(self, sequence: Sequence) -> None:
+        """Take what a sequence computed and nobody else uses out of the index, deepest first."""
+        self.climb(sequence)
+        while (parent := sequence.node.parent) is not None and sequence.depth > sequence.found:
+            i, held = sequence.depth - 1, list(enumerate(sequence.node.blocks))
+            if any(
+                block is not None and self.pools[group].references(block) > (i >= sequence.starts[group])
+                for group, block in held
+            ):
+                break
+            sequence.node, sequence.depth = parent, i
+            for group, block in held:
+                if block is not None:
+                    self.pools[group].forget(block)
 
     def _listener(self, group: int) -> EvictionListener:
         """What a group's pool calls when it evicts."""

@@ -106,13 +106,25 @@ class BlockManager:
         length = len(hit.nodes) * self.block_size
         return length, *self.prefixes.tables(hit, length)
 
-    def can_admit(self, prompt: Prompt, count: int) -> bool:
+    def can_admit(self, prompt: Prompt, count: int, *, spare: list[int] | None = None) -> bool:
         """True if a sequence could start and append `count` tokens beyond its hit now.
 
-        The reserve is left untouched. Changes nothing.
+        `spare`: blocks per layer group to be left over, by default the reserve. Changes nothing.
         """
         accounts = self._accounts.get(prompt.tenant)
-        return self.prefixes.can_start(prompt, count, accounts, spare=self.reserve_blocks)
+        if spare is None:
+            spare = [self.reserve_blocks] * len(self.pools)
+        return self.prefixes.can_start(prompt, count, accounts, spare=spare)
+
+    def can_admit_without_reuse(self, prompt: Prompt, count: int, *, spare: list[int] | None = None) -> bool:
+        """`can_admit` for a sequence that shares nothing and appends its first `count` tokens."""
+        accounts = self._accounts.get(prompt.tenant)
+        need = -(-count // self.block_size)
+        return self.blocks.can_take(
+            [[(need, accounts[group] if accounts else None)] for group in range(len(self.pools))],
+            beside=[[] for _ in self.pools],
+            spare=[self.reserve_blocks] * len(self.pools) if spare is None else spare,
+        )
 
     def new_sequence(self, *, tenant: str = "") -> Sequence:
         """Start an empty sequence without looking for a prefix; it holds no blocks yet."""
@@ -225,7 +237,7 @@ class BlockManager:
         twin = self.new_sequence(tenant=sequence.tenant)
         self._tables.share_all(sequence, twin)
         twin.node, twin.depth, twin.indexing = sequence.node, sequence.depth, sequence.indexing
-        twin.length, twin.committed = sequence.length, sequence.committed
+        twin.length, twin.committed, twin.found = sequence.length, sequence.committed, sequence.found
         twin.tokens, twin.digests = sequence.tokens[:], sequence.digests
         return twin
 
@@ -243,11 +255,16 @@ class BlockManager:
             del sequence.tokens[length:]
 
     def scrub(self, sequence: Sequence) -> None:
-        """Queue zeroing of every block that only this sequence sees; it is never indexed again."""
+        """Queue zeroing of every block that only this sequence uses; it is never indexed again.
+
+        What it computed itself and nobody else uses leaves the index too.
+        """
         self._register.check_ready(sequence)
         sequence.indexing = False
         self.prefixes.withdraw(sequence)
+        self.blocks.unpublish(sequence)
         self._tables.scrub(sequence)
+        self.blocks.events.deliver()
 
     def free(self, sequence: Sequence) -> Receipt:
         """End a sequence and give back what it holds. Indexed blocks stay cached."""

@@ -191,6 +191,21 @@ class BlockPool:
         assert self._entries[block] is None, f"block {block} is indexed already"
         self._entries[block] = entry
 
+    def forget(self, block: BlockId) -> None:
+        """Take a block out of the index: a live one stays with its holders, a cached one becomes free.
+
+        Cached blocks that can't be found without it go with it.
+        """
+        if not self._refs[block]:
+            del self._cached[block]
+            self._evict([block])
+            return
+        entry, self._entries[block] = self._entries[block], None
+        stranded = list(self._on_evict([block], [entry])) if self._on_evict is not None else []
+        for other in stranded:
+            del self._cached[other]
+        self._evict(stranded)
+
     def drop_cached(self) -> None:
         """Evict every cached block."""
         blocks = list(self._cached)

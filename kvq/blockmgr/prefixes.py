@@ -58,10 +58,12 @@ class Prefixes:
             tables.append([BlockId(0)] * first + held)
         return starts, tables
 
-    def can_start(self, prompt: Prompt, count: int, accounts: list[Account] | None, *, spare: int) -> bool:
+    def can_start(
+        self, prompt: Prompt, count: int, accounts: list[Account] | None, *, spare: list[int]
+    ) -> bool:
         """True if blocks are there for a prompt's hit and `count` tokens more, with `spare` left over.
 
-        Changes nothing.
+        `spare`: blocks per layer group. Changes nothing.
         """
         hit = self.hit(prompt)
         size = self._blocks.block_size
@@ -108,6 +110,7 @@ class Prefixes:
         for group, blocks in enumerate(taken):
             sequence.tables[group] = [BlockId(0)] * starts[group] + blocks
             sequence.starts[group] = starts[group]
+            sequence.mark(group, 0)
         sequence.length = length
         sequence.receipt.own = sequence.receipt.peak = sequence.num_held
 
@@ -130,9 +133,11 @@ class Prefixes:
         for pool, table, start in zip(self._blocks.pools, sequence.tables, sequence.starts, strict=True):
             for block in table[start:]:
                 pool.share(block)
+        for group in range(len(sequence.tables)):
+            sequence.mark(group, 0)
         if hit.nodes:
             sequence.node = hit.nodes[-1]
-        sequence.depth = len(hit.nodes)
+        sequence.depth = sequence.found = len(hit.nodes)
         sequence.length = length
         sequence.receipt.shared = sequence.num_held
 
@@ -152,6 +157,7 @@ class Prefixes:
                 pool.release(source)
         for group, (source, (target,)) in enumerate(zip(sources, taken, strict=True)):
             blocks.order_copy(group, source, target)
+            sequence.mark(group, len(sequence.tables[group]))
             sequence.tables[group].append(target)
         sequence.length = length
         sequence.receipt.own += len(sources)

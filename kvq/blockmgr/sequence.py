@@ -44,11 +44,35 @@ class Sequence:
     tokens: "array[int]" = field(default_factory=lambda: array("I"))  # ids known so far
     digests: list[bytes] = field(default_factory=list)  # of the prompt's full blocks
     depth: int = 0  # full blocks that are indexed
+    found: int = 0  # of these, the first ones that were there when it started
     indexing: bool = True  # False: its tokens can't be indexed, or must not
     announced: list[tuple[int, bytes]] = field(default_factory=list)  # blocks others may wait for, last first
     swapped: list[list[tuple[int, HostSlot]]] | None = None  # (table index, slot) per group
     ready: bool = True  # False while swapped out, until a swap-in is confirmed, and once freed
     receipt: Receipt = field(default_factory=Receipt)
+    is_changed: bool = False  # True: tables have entries that `take_changes` did not hand out yet
+    changed: list[int] = field(init=False)  # per layer group, index of the first such entry
+
+    def __post_init__(self) -> None:
+        self.changed = [len(table) for table in self.tables]
+
+    def mark(self, group: int, index: int) -> None:
+        """Say that a table's entries from `index` on are other ones now."""
+        self.is_changed = True
+        self.changed[group] = min(self.changed[group], index)
+
+    def take_changes(self) -> list[tuple[int, int, list[BlockId]]]:
+        """What changed in the tables since the last call: (group, first index, entries from there on).
+
+        Whoever keeps copies of tables on a device brings them up to date with it.
+        """
+        changes = []
+        for group, (table, first) in enumerate(zip(self.tables, self.changed, strict=True)):
+            if first < len(table):
+                changes.append((group, first, table[first:]))
+            self.changed[group] = len(table)
+        self.is_changed = False
+        return changes
 
     @property
     def is_swapped(self) -> bool:

@@ -100,6 +100,7 @@ class SwapSpace:
             for i, slot in slots:
                 known = found[group].get(i)
                 table[i] = next(fresh) if known is None else known
+                sequence.mark(group, i)
                 if known is None:
                     blocks.orders.append(SwapIn(group=group, slot=slot, block=table[i]))
                     if blocks.events.active:

@@ -70,6 +70,7 @@ class Tables:
         self, sequence: Sequence, group: int, fresh: Iterator[BlockId], need: int, copies: bool
     ) -> None:
         table, receipt = sequence.tables[group], sequence.receipt
+        sequence.mark(group, len(table) - copies)
         if copies:
             source, target = table[-1], next(fresh)
             self._blocks.order_copy(group, source, target)
@@ -103,6 +104,7 @@ class Tables:
                 pool.share(block)
             target.tables[group] = table[:]
             target.starts[group] = start
+            target.mark(group, 0)
         target.receipt.shared = target.receipt.peak = target.num_held
 
     def can_shorten(self, sequence: Sequence, length: int) -> bool:
@@ -131,6 +133,7 @@ class Tables:
             table = sequence.tables[group]
             pool.release_all(reversed(table[max(keep, sequence.starts[group]) :]))
             del table[keep:]
+            sequence.changed[group] = min(sequence.changed[group], keep)
             sequence.starts[group] = min(sequence.starts[group], keep)
         sequence.length = length
         sequence.committed = min(sequence.committed, length)
@@ -139,6 +142,7 @@ class Tables:
             assert sequence.node.parent is not None, "a root has depth 0"
             sequence.node = sequence.node.parent
             sequence.depth -= 1
+        sequence.found = min(sequence.found, sequence.depth)
 
     def release_unseen(self, sequence: Sequence) -> None:
         """Release the blocks of sliding-window groups that no later token can see."""

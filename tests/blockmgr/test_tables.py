@@ -213,7 +213,7 @@ def test_truncating_in_a_later_turn_uses_no_digest_of_the_old_prompt() -> None:
     blocks.check_integrity()
 
 
-def test_scrubbing_zeroes_what_nobody_else_sees_and_indexes_nothing_more() -> None:
+def test_scrubbing_zeroes_what_nobody_else_sees_and_takes_it_out_of_the_index() -> None:
     blocks = manager(12, 12, windows=[None, 4])
     cache(blocks, range(4))
     sequence = run(blocks, range(7))
@@ -222,11 +222,12 @@ def test_scrubbing_zeroes_what_nobody_else_sees_and_indexes_nothing_more() -> No
     twin_tables = [table[:] for table in sequence.tables]
     blocks.scrub(sequence)
     assert blocks.take_orders() == [
-        Scrub(group=group, block=twin_tables[group][i]) for group in (0, 1) for i in (3, 4)
+        Scrub(group=group, block=twin_tables[group][i]) for group in (0, 1) for i in (2, 3, 4)
     ]
     blocks.commit(sequence, [1, 1, 1])
-    assert hit(blocks, [*range(7), 1, 1, 1]) == 6
+    assert hit(blocks, [*range(7), 1, 1, 1]) == 4
     blocks.free(sequence)
+    assert hit(blocks, [*range(7), 1, 1, 1]) == 4
     blocks.check_integrity()
 
 
@@ -237,4 +238,18 @@ def test_a_fork_of_a_scrubbed_sequence_is_not_indexed_either() -> None:
     twin = blocks.fork(sequence)
     compute(blocks, twin, [3])
     compute(blocks, twin)
-    assert hit(blocks, range(5)) == 2
+    assert hit(blocks, range(5)) == 0
+    blocks.check_integrity()
+
+
+def test_scrubbing_leaves_what_others_found_first_or_still_use() -> None:
+    blocks = manager(12)
+    cache(blocks, range(2))
+    sequence = run(blocks, range(6))
+    other = run(blocks, [*range(4), 9])
+    blocks.scrub(sequence)
+    assert hit(blocks, range(7)) == 4
+    blocks.free(sequence)
+    blocks.free(other)
+    assert hit(blocks, range(7)) == 4
+    blocks.check_integrity()
