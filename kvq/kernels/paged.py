@@ -42,3 +42,6 @@ class SequenceBatch:
     context_lens: tuple[int, ...]
     tables: Tensor  # int32 [sequences, blocks of the longest]; entries past a sequence's end unused
     slots: Tensor  # int64 [tokens]: block * block_size + offset of every new token
+    # int32 [3, sequences] on the device: first token, new tokens, context. Where it is given, as in a
+    # captured graph, kernels on a GPU read it, and `context_lens` are upper limits.
+    lens: Tensor | None = None

@@ -15,6 +15,11 @@ _VARIANTS = [] if isinstance(_BUILT, str) else [x.variant for x in _BUILT]
 NAMES = ["reference", *(f"cpu:{variant}" for variant in _VARIANTS), "triton"]
 # For attention: the same variants with fp32 arithmetic for every format.
 EXACT_NAMES = [f"cpu-fp32:{variant}" for variant in _VARIANTS if variant != "portable"]
+# Sources and flags that differ little from another variant's are left to the long run.
+_LATER = {"cpu:avx512", *EXACT_NAMES[1:]} if "avx512vnni" in _VARIANTS else set(EXACT_NAMES[1:])
+ATTENTION = [
+    pytest.param(name, marks=pytest.mark.long) if name in _LATER else name for name in [*NAMES, *EXACT_NAMES]
+]
 # A GPU to ask for; the kernels themselves run in Triton's interpreter, see tests/conftest.py.
 _DEVICES = {"triton": Device(type="cuda", name="H200", capability=(9, 0))}
 

@@ -62,17 +62,6 @@ inline void weigh_tile(const Call& call, const Task& task, const Scratch& scratc
     take_weights(scratch.scores, task.rows, scratch.run, scratch.running);
 }
 
-inline void add_float_values(const Call& call, const Task& task, const Scratch& scratch, int skip, int keys) {
-    for (int r = 0; r < task.rows;) {
-        float *out = scratch.run.out + (int64_t)r * call.v_width, *weights = scratch.scores + r * TILE;
-        const float* decays = scratch.running.decays + r;
-        if (r + 4 <= task.rows)
-            float_values<4>(out, decays, weights, scratch.tile, call.v_width, skip, keys), r += 4;
-        else
-            float_values<1>(out, decays, weights, scratch.tile, call.v_width, skip, keys), r += 1;
-    }
-}
-
 // Attention of a task's rows over one split, into scratch.run.
 inline void run_split(const Call& call, const Task& task, Scratch& scratch, int split) {
     start(scratch.run, task.rows, call.v_width);
@@ -95,6 +84,9 @@ inline void run_split(const Call& call, const Task& task, Scratch& scratch, int 
             read_integer_tile(scratch.k, call.layer.k, call.k_cut, task.head, at == begin, here, there, skip, keys,
                               next_keys);
             integer_keys(scratch.k, call.k_cut, scratch.scores, task.rows, keys);
+        } else if (skip == 0 && lies_as_tile(call.layer, call.layer.k)) {
+            prefetch_rows(call.layer.k, there, task.head, next_keys);
+            scores_in_place(scratch.scores, scratch.q, task.rows, call.layer.k, here, task.head, keys);
         } else {
             read_tile(scratch.tile, call.layer.k, here, there, task.head, call.k_width, skip, keys, next_keys);
             for (int r = 0; r < task.rows; r++)
@@ -107,9 +99,14 @@ inline void run_split(const Call& call, const Task& task, Scratch& scratch, int 
                               next_keys);
             integer_values(scratch.v, call.v_cut, scratch.run.out, call.v_width, scratch.running.decays,
                            scratch.scores, task.rows);
+        } else if (skip == 0 && lies_as_tile(call.layer, call.layer.v)) {
+            prefetch_rows(call.layer.v, there, task.head, next_keys);
+            values_in_place(scratch.run.out, scratch.running.decays, scratch.scores, task.rows, call.layer.v, here,
+                            task.head, keys);
         } else {
             read_tile(scratch.tile, call.layer.v, here, there, task.head, call.v_width, skip, keys, next_keys);
-            add_float_values(call, task, scratch, skip, keys);
+            all_float_values(scratch.run.out, scratch.running.decays, scratch.scores, task.rows, scratch.tile,
+                             call.v_width, skip, keys);
         }
     }
     for (int r = 0; r < task.rows; r++) scratch.run.total[r] = sum(load(scratch.running.totals + r * W));

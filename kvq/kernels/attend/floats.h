@@ -67,4 +67,52 @@ inline void float_values(float* out, const float* decays, const float* weights, 
         }
 }
 
+// True if rows are fp32 and lie in their blocks as in a tile, so that they can be read where they are.
+inline bool lies_as_tile(const KvqLayer& layer, const KvqRows& rows) {
+    return rows.code == KVQ_FP32 && rows.codes_slot == (int64_t)rows.dim * 4 && rows.dim % W == 0 &&
+           layer.block_size % W == 0;
+}
+
+KVQ_PREFETCHES void prefetch_rows(const KvqRows& rows, Cursor there, int head, int keys) {
+    for (int i = 0; i < keys; i++, there.skip(1)) prefetch_row(rows, *there.entry, head, there.offset);
+}
+
+// float_scores of `count` query rows over the keys [0, keys) of a tile, read from their blocks.
+inline void scores_in_place(float* scores, const float* q, int count, const KvqRows& rows, Cursor here, int head,
+                            int keys) {
+    for (int key = 0; key < keys;) {
+        int run = here.run(keys - key);
+        const float* k = (const float*)row_codes(rows, *here.entry, head, here.offset);
+        for (int r = 0; r < count; r++)
+            float_scores(scores + r * TILE + key, q + (int64_t)r * rows.dim, k, rows.dim, run);
+        key += run;
+        here.skip(run);
+    }
+}
+
+// float_values of `count` query rows, up to 4 at a time.
+inline void all_float_values(float* out, const float* decays, const float* weights, int count, const float* tile,
+                             int width, int skip, int keys) {
+    for (int r = 0; r < count; r += 4, out += 4 * (int64_t)width, weights += 4 * TILE, decays += 4) {
+        if (count - r >= 4) float_values<4>(out, decays, weights, tile, width, skip, keys);
+        if (count - r == 3) float_values<3>(out, decays, weights, tile, width, skip, keys);
+        if (count - r == 2) float_values<2>(out, decays, weights, tile, width, skip, keys);
+        if (count - r == 1) float_values<1>(out, decays, weights, tile, width, skip, keys);
+    }
+}
+
+// The same over the keys [0, keys) of a tile, read from their blocks.
+inline void values_in_place(float* out, const float* decays, const float* weights, int count, const KvqRows& rows,
+                            Cursor here, int head, int keys) {
+    float ones[ROWS];
+    for (int r = 0; r < count; r++) ones[r] = 1;
+    for (int key = 0; key < keys; decays = ones) {
+        int run = here.run(keys - key);
+        const float* v = (const float*)row_codes(rows, *here.entry, head, here.offset);
+        all_float_values(out, decays, weights + key, count, v, rows.dim, 0, run);
+        key += run;
+        here.skip(run);
+    }
+}
+
 }  // namespace

@@ -91,14 +91,7 @@ def _steps(batch: SequenceBatch, share: int, device: torch.device, shape: TileSh
     """Decode and extend tiles of a batch; worked out once for all layers of a kind."""
     plans = _plans.setdefault(batch, {})
     if (share, shape.rows) not in plans:
-        first, at = [], 0
-        for new in batch.query_lens:
-            first.append(at)
-            at += new
-        lens = tuple(
-            torch.tensor(x, dtype=torch.int32, device=device)
-            for x in (first, batch.query_lens, batch.context_lens)
-        )
+        lens = _lens(batch, device) if batch.lens is None else batch.lens.unbind(0)
         few = [i for i, new in enumerate(batch.query_lens) if 0 < new * share <= MOST_DECODE_ROWS]
         many = [i for i, new in enumerate(batch.query_lens) if new * share > MOST_DECODE_ROWS]
         plans[share, shape.rows] = [
@@ -106,6 +99,18 @@ def _steps(batch: SequenceBatch, share: int, device: torch.device, shape: TileSh
             _step(batch, many, share, shape.rows, lens, device, is_decode=False),
         ]
     return plans[share, shape.rows]
+
+
+def _lens(batch: SequenceBatch, device: torch.device) -> tuple[Tensor, ...]:
+    """int32 [sequences] each: first token, new tokens, context."""
+    first, at = [], 0
+    for new in batch.query_lens:
+        first.append(at)
+        at += new
+    return tuple(
+        torch.tensor(x, dtype=torch.int32, device=device)
+        for x in (first, batch.query_lens, batch.context_lens)
+    )
 
 
 def _step(

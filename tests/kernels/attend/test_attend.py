@@ -14,14 +14,14 @@ from kvq.kernels.attend import reference
 from kvq.kernels.merge_partials.reference import merge_partials
 from kvq.kernels.write_kv.reference import write_kv
 from kvq.layout import BlockOrder
-from tests.kernels.backends import EXACT_NAMES, NAMES, kernel
+from tests.kernels.backends import ATTENTION, kernel
 from tests.kernels.kit import KINDS, POISON, Tables, poisoned_cache, rows_like_kv, unrotated
 
 attend: Any = None  # the implementation under test
 is_integer = False  # it multiplies INT8 and INT4 codes with queries and weights rounded to 15 bits
 
 
-@pytest.fixture(autouse=True, params=[*NAMES, *EXACT_NAMES])
+@pytest.fixture(autouse=True, params=ATTENTION)
 def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Every test below holds for every implementation."""
     monkeypatch.setitem(globals(), "attend", kernel("attend", request.param, monkeypatch))
