@@ -1,7 +1,6 @@
 """Running Hugging Face models over kvq's blocks."""
 
-from kvq.models.generation import Piece, SamplingParams
 from kvq.models.model import Model, load
 from kvq.models.session import Session, StepResult
 
-__all__ = ["Model", "Piece", "SamplingParams", "Session", "StepResult", "load"]
+__all__ = ["Model", "Session", "StepResult", "load"]

@@ -2,7 +2,6 @@
 
 import copy
 import operator
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,6 @@ from kvq.formats import KVRecipe, StaticScales
 from kvq.geometry import ModelGeometry
 from kvq.kernels import check_backend
 from kvq.layout import BlockOrder, KVLayout, check_recipe_fits, plan_layout
-from kvq.models.generation import Piece, SamplingParams, stream
 from kvq.models.probe import probe
 from kvq.models.resolve import resolve_model
 from kvq.models.session import Session, check_kernels_unnamed
@@ -63,6 +61,15 @@ class Model:
         return self.weights.tokenizer
 
     @property
+    def end_ids(self) -> frozenset[int]:
+        """The tokens that end a text, as the model's generation config names them."""
+        config = getattr(self.weights.model, "generation_config", None) or self.weights.model.config
+        end = getattr(config, "eos_token_id", None)
+        if end is None:
+            return frozenset()
+        return frozenset(map(int, end)) if isinstance(end, list | tuple) else frozenset((int(end),))
+
+    @property
     def layout(self) -> KVLayout:
         """Where codes and scales lie inside a block."""
         return plan_layout(self.geometry, self.recipe, block_size=self.block_size, order=self.order)
@@ -106,7 +113,7 @@ class Model:
             return recipe.with_scales(self.static_scales)
         return recipe
 
-    def session(self, *, max_tokens: int, max_sequences: int = 1, batch_invariant: bool = True) -> Session:
+    def session(self, *, max_tokens: int, max_sequences: int = 1) -> Session:
         """Pools for `max_sequences` sequences of up to `max_tokens` tokens, and steps over them."""
         self.check_scales()
         return Session(
@@ -117,7 +124,6 @@ class Model:
             max_sequences=max_sequences,
             backend=self.backend,
             cache=self.cache,
-            batch_invariant=batch_invariant,
         )
 
     def logits(self, token_ids: list[int], *, chunk: int | None = None) -> torch.Tensor:
@@ -145,14 +151,6 @@ class Model:
             result = session.forward([(sequence, token_ids[at : at + size])], all_rows=True)[0]
             parts.append(result.trusted_logits())
         return torch.cat(parts)
-
-    def stream(self, prompt: str, options: SamplingParams | None = None) -> Iterator[Piece]:
-        """Generate text from a prompt, piece by piece; never splits a character.
-
-        Raises:
-            RequestError: an empty prompt, or prompt and max_tokens beyond the model's context.
-        """
-        return stream(self.tokenizer, self.session, prompt, options or SamplingParams(), self.weights)
 
 
 def load(

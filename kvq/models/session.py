@@ -16,8 +16,6 @@ from kvq.layout import KVLayout
 from kvq.models.step import Observer, PackedStep, sequence_batch
 from kvq.models.weights import LoadedWeights
 
-_INVARIANT_ROWS = 16  # from this many on, BLAS sums every row of a product in the same order
-
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class StepResult:
@@ -48,15 +46,10 @@ class Session:
         max_sequences: int = 1,
         backend: str = "auto",
         cache: str = "kvq",
-        batch_invariant: bool = True,
     ) -> None:
         """Allocate pools for `max_sequences` sequences of up to `max_tokens` tokens each.
 
         `backend` names the kernels of kvq's own cache, `cache` the cache backend that keeps K and V.
-
-        `batch_invariant`: on a CPU, run steps of fewer than 16 tokens as 16. BLAS sums a handful of
-        rows in another order, which can flip a code of the KV cache; padded, a token's results
-        don't depend on what else is in its step. Single-token steps then take longer.
 
         Raises:
             RequestError: `max_tokens` is beyond the model's context.
@@ -84,7 +77,7 @@ class Session:
             check_kernels_unnamed(cache, backend)
             make = cache_backend(cache)
             self.cache = make(weights.geometry, recipe, layout, num_blocks=num_blocks, device=weights.device)
-        self._min_rows = _INVARIANT_ROWS if batch_invariant and weights.device.type == "cpu" else 1
+        self._step_rows, self._logit_rows = weights.fewest_rows
         self.manager = BlockManager(
             num_blocks=num_blocks,
             block_size=layout.block_size,
@@ -126,10 +119,10 @@ class Session:
             p for sequence, tokens in work for p in range(sequence.length - len(tokens), sequence.length)
         ]
         output = self.weights.model(
-            input_ids=self._padded(ids),
-            position_ids=self._padded(positions),
+            input_ids=self._padded(ids, self._step_rows),
+            position_ids=self._padded(positions, self._step_rows),
             use_cache=False,
-            logits_to_keep=self._padded(list(keep))[0],
+            logits_to_keep=self._padded(list(keep), self._logit_rows)[0],
             kvq_step=step,
         )
         rows = lens if all_rows else [1] * len(work)
@@ -143,9 +136,9 @@ class Session:
         self.cache.carry_out(self.manager.take_orders())
         return [StepResult(logits=x, finite=not broken) for x, broken in zip(parts, bad, strict=True)]
 
-    def _padded(self, values: list[int]) -> torch.Tensor:
-        """int64 [1, rows]: the values, and zeros up to the fewest rows that a step may have."""
-        padding = [0] * (self._min_rows - len(values))
+    def _padded(self, values: list[int], fewest: int) -> torch.Tensor:
+        """int64 [1, rows]: the values, and zeros up to the fewest rows that there may be."""
+        padding = [0] * (fewest - len(values))
         return torch.tensor([values + padding], device=self.weights.device)
 
     def _check_attention(self) -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from time import perf_counter
 
 import torch
 from torch import Tensor
@@ -25,6 +26,7 @@ class PackedStep:
     bad_tokens: Tensor  # bool [tokens]; set where K or V was not finite
     window_limit: int | None = None  # shortens every layer's window, to see what context is worth
     observer: Observer | None = None
+    attention_s: float = 0.0  # time in `attend` so far; on a GPU the time to launch it
 
     def attend(
         self,
@@ -42,6 +44,7 @@ class PackedStep:
         `q`: [rows, q_heads, k_head_dim]; `k`, `v`: [rows, kv_heads, dim]. Rows past the step's
         tokens are padding: not written, and zero in the result, [rows, q_heads, v_head_dim].
         """
+        began = perf_counter()
         rows, tokens = q.shape[0], self.bad_tokens.shape[0]
         q, k, v = q[:tokens], k[:tokens], v[:tokens]
         if self.observer is not None:
@@ -58,7 +61,10 @@ class PackedStep:
             softcap=softcap,
             sinks=sinks,
         )
-        return functional.pad(out, (0, 0, 0, 0, 0, rows - tokens))
+        if rows > tokens:
+            out = functional.pad(out, (0, 0, 0, 0, 0, rows - tokens))
+        self.attention_s += perf_counter() - began
+        return out
 
     def check_agrees(self, layer: int, **claims: object) -> None:
         """Raise ModelError if the model code hands over other numbers than its config named."""

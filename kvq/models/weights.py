@@ -2,6 +2,7 @@
 
 import logging
 import re
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cached_property
@@ -16,8 +17,10 @@ from kvq.models.attention import NAME, register_attention
 from kvq.models.checkpoint import content_digest, read_header, read_json, weight_files
 from kvq.models.live_geometry import live_geometry
 from kvq.models.rope import pin_rope
+from kvq.models.row_order import invariant_rows, order_weights
 from kvq.models.support import check_supported, rope_types
 
+_loading = threading.Lock()  # two loads at a time confuse transformers for good
 _DEVICES = re.compile(r"cpu|mps|cuda(:\d{1,3})?")
 _DERIVED = (".inv_freq", ".attn.bias", ".attn.masked_bias")  # buffers that old checkpoints stored
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -39,6 +42,13 @@ class LoadedWeights:
     def digest(self) -> str:
         """Digest of all tensors of the checkpoint; reads the files once."""
         return content_digest(weight_files(self.folder))
+
+    @cached_property
+    def fewest_rows(self) -> tuple[int, int]:
+        """Rows of a step, and of its logits, to pad up to: results then don't depend on the batch."""
+        if self.device.type != "cpu":
+            return 1, 1
+        return invariant_rows(self.model, self.model.get_output_embeddings())
 
     @cached_property
     def tokenizer(self) -> Any:
@@ -85,6 +95,8 @@ def load_weights(
             f"please report this model, it would be run wrongly"
         )
     pin_rope(model, context)
+    if where.type == "cpu":
+        order_weights(model)
     return LoadedWeights(
         folder=folder, model=model.to(where).eval(), geometry=geometry, device=where, max_context=context
     )
@@ -136,7 +148,7 @@ def _load_model(folder: Path, dtype: torch.dtype | str) -> Any:
 
     register_attention()
     try:
-        with _quiet():
+        with _loading, _quiet():
             model, info = AutoModelForCausalLM.from_pretrained(
                 folder,
                 dtype=dtype,
