@@ -1,0 +1,21 @@
+"""Continuous batching: who runs in the next step, with how many tokens. Plain Python, no clock, no torch."""
+
+from kvq.scheduler.config import SchedulerConfig
+from kvq.scheduler.costs import CostModel, FixedCosts, MeasuredCosts
+from kvq.scheduler.plan import StepPlan
+from kvq.scheduler.request import Branch, Priority, Request, Usage
+from kvq.scheduler.scheduler import Counters, Scheduler
+
+__all__ = [
+    "Branch",
+    "CostModel",
+    "Counters",
+    "FixedCosts",
+    "MeasuredCosts",
+    "Priority",
+    "Request",
+    "Scheduler",
+    "SchedulerConfig",
+    "StepPlan",
+    "Usage",
+]

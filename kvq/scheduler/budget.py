@@ -1,0 +1,38 @@
+"""How many prefill tokens a step may take, so that running streams don't stall."""
+
+from kvq.scheduler.config import SchedulerConfig
+from kvq.scheduler.costs import CostModel
+from kvq.scheduler.request import Request
+
+
+def prefill_budget(
+    config: SchedulerConfig,
+    costs: CostModel,
+    *,
+    num_decodes: int,
+    has_streams: bool,
+    depth: int,
+    oldest: Request | None,
+    now: float,
+    last: int,
+) -> int:
+    """Prefill tokens for this step.
+
+    Without interactive streams beside it, as many as a step may hold. With streams, as many as the
+    inter-token goal leaves time for: the SLO, else the usual step stretched by `max_step_stretch`.
+    `depth`: position of the next prefill token. `oldest`: the request that has waited longest for its
+    first token; when its TTFT goal is in danger it gets a larger share. `last`: prefill tokens of the
+    last step beside streams; a step takes twice as many at most, since what more would cost is unknown.
+    """
+    most = config.max_num_batched_tokens - num_decodes
+    if not has_streams:
+        return most
+    usual = costs.decode_s(num_decodes)
+    goal = config.itl_slo_s or usual * config.max_step_stretch
+    token_s = max(costs.prefill_token_s(depth), 1e-9)
+    tokens = min(int((goal - usual) / token_s), 2 * last)
+    if config.ttft_slo_s is not None and oldest is not None:
+        left = oldest.arrival_s + config.ttft_slo_s - now
+        steps = max(1.0, left / max(goal, 1e-9))
+        tokens = max(tokens, int(oldest.prompt_length / steps))
+    return max(0, min(most, max(tokens, config.min_chunk)))

@@ -1,0 +1,36 @@
+"""What the scheduler may do in a step, and what it aims at."""
+
+from dataclasses import dataclass
+
+from kvq.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SchedulerConfig:
+    """Limits of a step and goals of scheduling; times in seconds on the caller's clock."""
+
+    max_num_seqs: int = 256  # sequences that run side by side
+    max_num_batched_tokens: int = 2048  # new tokens of a step, decodes included
+    max_context: int = 1 << 20  # tokens of a sequence
+    prefix_caching: bool = True
+    max_step_stretch: float = 1.7  # a step with prefill beside running streams / one without
+    min_chunk: int = 4  # prefill tokens that a step takes at least, however slow they are
+    aging_s: float = 10.0  # after this wait a batch request counts as an interactive one
+    itl_slo_s: float | None = None  # steps shall not take longer; limits the batch too
+    ttft_slo_s: float | None = None  # prefill gets a larger share of steps when this is in danger
+
+    def __post_init__(self) -> None:
+        for name in ("max_num_seqs", "max_num_batched_tokens", "max_context", "min_chunk"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.max_num_seqs > self.max_num_batched_tokens:
+            raise ConfigError(
+                f"max_num_batched_tokens must be at least max_num_seqs, since every running sequence adds a "
+                f"token to a step, got {self.max_num_batched_tokens} and {self.max_num_seqs}"
+            )
+        if self.max_step_stretch <= 1:
+            raise ConfigError(f"max_step_stretch must be above 1, got {self.max_step_stretch}")
+        for name in ("aging_s", "itl_slo_s", "ttft_slo_s"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ConfigError(f"{name} must be above 0 seconds, got {value}")

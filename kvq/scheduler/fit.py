@@ -1,0 +1,81 @@
+"""Whether a request can ever fit: its worst case beside an empty pool."""
+
+from dataclasses import dataclass
+
+from kvq.errors import RequestError
+from kvq.scheduler.config import SchedulerConfig
+from kvq.scheduler.request import Request
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PoolShape:
+    """What the pools could hold if nobody used them."""
+
+    num_blocks: list[int]  # per layer group
+    windows: list[int | None]  # per layer group
+    block_size: int  # tokens
+
+
+def worst_case(request: Request, max_tokens: int, shape: PoolShape, chunk: int) -> list[int]:
+    """Blocks per layer group that a request holds at most: the prompt once, the rest per branch.
+
+    A sliding window leaves the prompt behind, so in the end its blocks may all be the branches' own.
+    The last generated token needs no slot. `chunk`: the most tokens of one step.
+    """
+    size, length = shape.block_size, request.prompt_length + max_tokens - 1
+    blocks = []
+    for window in shape.windows:
+        total = -(-length // size)
+        if window is not None:  # before a commit a chunk lies beside the window that it sees
+            total = min(total, -(-(window + min(chunk, length)) // size) + 1)
+        own = min(total, -(-length // size) - request.prompt_length // size)
+        blocks.append(total + (request.num_branches - 1) * own)
+    return blocks
+
+
+def resolve_max_tokens(request: Request, shape: PoolShape, config: SchedulerConfig) -> int:
+    """How many tokens a request may generate; for None as many as context and pool allow.
+
+    Raises:
+        RequestError: it can never fit, with the numbers.
+    """
+    room = config.max_context - request.prompt_length
+    asked = request.max_tokens
+    if room < (asked or 1):
+        raise RequestError(
+            f"{request.prompt_length} prompt tokens and max_tokens={asked} are more than the context of "
+            f"{config.max_context} tokens; shorten one of them"
+        )
+    if request.num_branches > config.max_num_seqs:
+        raise RequestError(
+            f"the request asks for {request.num_branches} sequences side by side, the engine runs at most "
+            f"{config.max_num_seqs}; ask for fewer, or raise max_num_seqs"
+        )
+    if asked is not None:
+        _check(request, asked, shape, config)
+        return asked
+    _check(request, 1, shape, config)
+    low, high = 1, room
+    while low < high:  # the worst case grows with max_tokens
+        middle = (low + high + 1) // 2
+        if _fits(worst_case(request, middle, shape, config.max_num_batched_tokens), shape):
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+def _fits(need: list[int], shape: PoolShape) -> bool:
+    return all(blocks <= total for blocks, total in zip(need, shape.num_blocks, strict=True))
+
+
+def _check(request: Request, max_tokens: int, shape: PoolShape, config: SchedulerConfig) -> None:
+    need = worst_case(request, max_tokens, shape, config.max_num_batched_tokens)
+    if _fits(need, shape):
+        return
+    many = f"{request.num_branches} times " if request.num_branches > 1 else ""
+    raise RequestError(
+        f"the request can never fit: {request.prompt_length} prompt tokens and {many}max_tokens={max_tokens} "
+        f"need {' and '.join(map(str, need))} blocks of {shape.block_size} tokens, the pool has "
+        f"{' and '.join(map(str, shape.num_blocks))}; ask for fewer tokens, or give the pool more memory"
+    )

@@ -1,0 +1,190 @@
+"""The requests that hold blocks: starting, forking, giving up and ending their branches."""
+
+from array import array
+
+from kvq.blockmgr import BlockManager, Prompt, Sequence
+from kvq.errors import OutOfBlocks
+from kvq.scheduler.request import Branch, Priority, Request, State
+
+
+class Holders:
+    """Carries out what the scheduler decided. A row is a branch's place in persistent tables."""
+
+    def __init__(self, manager: BlockManager, *, max_num_seqs: int, prefix_caching: bool) -> None:
+        self.manager = manager
+        self.running: dict[Request, None] = {}  # requests that hold blocks
+        self.num_interactive = 0  # of these
+        self.active: dict[Branch, None] = {}  # branches whose blocks can be used now
+        self._caching = prefix_caching
+        self._free_rows = list(range(max_num_seqs))[::-1]
+        self._num_rows = max_num_seqs
+        self._places = 0
+
+    @property
+    def num_sequences(self) -> int:
+        """Branches that run side by side."""
+        return self._num_rows - len(self._free_rows)
+
+    def has_rows(self, request: Request) -> bool:
+        """True if all of a request's branches could run beside those that do."""
+        return len(request.live) <= len(self._free_rows)
+
+    def prompt(self, request: Request) -> Prompt:
+        """The tokens that a request's first branch has to compute, ready for lookups; hashed only once."""
+        tokens = request.live[0].tokens if request.is_forked else request.tokens
+        if request.prompt is None or len(request.prompt.tokens) != len(tokens):
+            request.prompt = self.manager.prompt(
+                tokens, tenant=request.tenant, shared_salt=request.shared_salt
+            )
+        return request.prompt
+
+    def start(self, request: Request, prompt: Prompt) -> Branch:
+        """Give a request's first branch what the prefix index holds of its tokens."""
+        root = request.live[0]
+        if not self._caching:
+            root.sequence = self.manager.new_sequence(tenant=request.tenant)
+        elif request.reuse:
+            root.sequence = self.manager.start(prompt)
+        else:
+            root.sequence = self.manager.start_without_reuse(prompt)
+        if root.lost_tokens:
+            request.usage.recomputed_tokens += max(0, root.lost_tokens - root.sequence.length)
+            root.lost_tokens = 0
+        self._enter(request)
+        self.active[root] = None
+        return root
+
+    def swap_in(self, request: Request) -> Branch:
+        """Order a request's blocks back; its branch becomes active when they are confirmed.
+
+        Raises:
+            OutOfBlocks: too few blocks; nothing changed.
+        """
+        branch = request.live[0]
+        self.manager.swap_in(held(branch))
+        self._enter(request)
+        return branch
+
+    def swap_out(self, branch: Branch) -> None:
+        """Order a request's only branch out.
+
+        Raises:
+            OutOfBlocks: too few host slots; nothing changed.
+        """
+        sequence = held(branch)
+        if not self.manager.swap.can_swap_out(sequence):
+            raise OutOfBlocks(f"request {branch.request.id!r} has more blocks than host slots are free")
+        if sequence.length != sequence.committed:  # it was about to compute more in this step
+            self.manager.truncate(sequence, sequence.committed)
+            if self._caching:
+                self.manager.commit(sequence, branch.tokens[sequence.committed :])
+        self.manager.swap_out(sequence)
+        self._leave(branch.request)
+
+    def drop(self, request: Request) -> None:
+        """Free all blocks of a request that will compute its tokens again."""
+        for branch in request.live:
+            if branch.sequence is not None:
+                branch.lost_tokens = branch.sequence.committed
+                self._free(branch)
+        request.is_forked = len(request.live) == 1
+        self._leave(request)
+
+    def close(self, branch: Branch) -> None:
+        """End one branch, whatever it holds."""
+        if branch.sequence is not None:
+            self._free(branch)
+        self._give_row_back(branch)
+        branch.is_done = True
+        if not branch.request.live:
+            self._stop(branch.request)
+            branch.request.state = State.ENDED
+
+    def branch_out(self, request: Request, picks: list[tuple[int, int]]) -> None:
+        """Give branches a parent's tokens and blocks, and the next token; see `Scheduler`."""
+        before = [(branch.sequence, branch.tokens) for branch in request.branches]
+        keeper = {parent: i for i, (parent, _) in reversed(list(enumerate(picks)))}
+        keeper |= {parent: i for i, (parent, _) in enumerate(picks) if i == parent}
+        after: list[Sequence] = []
+        for i, (parent, _) in enumerate(picks):
+            sequence = before[parent][0]
+            assert sequence is not None, "a branch can only continue one that has blocks"
+            after.append(sequence if keeper[parent] == i else self.manager.fork(sequence))
+        for parent, (sequence, _) in enumerate(before):
+            if parent not in keeper and sequence is not None:
+                request.usage.add(self.manager.free(sequence))
+        for branch in request.branches[len(picks) :]:
+            branch.sequence = None
+            self.active.pop(branch, None)
+            self.close(branch)
+        for i, ((parent, token), branch) in enumerate(zip(picks, request.branches, strict=False)):
+            branch.sequence, branch.tokens = after[i], before[parent][1] + array("I", (token,))
+            if keeper[parent] == i != parent:
+                _mark_all(after[i])  # another row has to learn its tables
+            self.manager.commit(after[i], (token,) if self._caching else None)
+            self.active[branch] = None
+        request.is_forked = True
+
+    def fork_again(self, root: Branch) -> None:
+        """After a preemption: the prompt is there again, every branch goes on from it."""
+        request = root.request
+        sequence = held(root)
+        for branch in request.live:
+            if branch is not root:
+                branch.sequence = self.manager.fork(sequence)
+                self._know(branch, sequence.length)
+                self.active[branch] = None
+        self._know(root, sequence.length)
+        request.is_forked = True
+
+    def _know(self, branch: Branch, length: int) -> None:
+        """Tell the block manager the tokens after the prompt, and count them as computed again."""
+        branch.request.usage.recomputed_tokens += max(0, branch.lost_tokens - length)
+        branch.lost_tokens = 0
+        if self._caching:
+            self.manager.commit(held(branch), branch.tokens[length:])
+
+    def _enter(self, request: Request) -> None:
+        for branch in request.live:
+            branch.row = self._free_rows.pop()
+            if branch.sequence is not None:
+                _mark_all(branch.sequence)
+        if request.place < 0:
+            self._places += 1
+            request.place = self._places
+        request.state = State.RUNNING
+        self.running[request] = None
+        self.num_interactive += request.priority is Priority.INTERACTIVE
+
+    def _leave(self, request: Request) -> None:
+        for branch in request.live:
+            self.active.pop(branch, None)
+            self._give_row_back(branch)
+        self._stop(request)
+        request.state = State.PREEMPTED
+
+    def _stop(self, request: Request) -> None:
+        if request in self.running:
+            del self.running[request]
+            self.num_interactive -= request.priority is Priority.INTERACTIVE
+
+    def _free(self, branch: Branch) -> None:
+        self.active.pop(branch, None)
+        branch.request.usage.add(self.manager.free(held(branch)))
+        branch.sequence = None
+
+    def _give_row_back(self, branch: Branch) -> None:
+        if branch.row is not None:
+            self._free_rows.append(branch.row)
+            branch.row = None
+
+
+def held(branch: Branch) -> Sequence:
+    """The sequence of a branch that has one."""
+    assert branch.sequence is not None, "the branch has no blocks"
+    return branch.sequence
+
+
+def _mark_all(sequence: Sequence) -> None:
+    for group in range(len(sequence.tables)):
+        sequence.mark(group, 0)

@@ -1,0 +1,48 @@
+"""What one step does: who computes which tokens, after which orders."""
+
+from dataclasses import dataclass
+
+from kvq.blockmgr import BlockId, Order
+from kvq.scheduler.request import Branch
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class StepPlan:
+    """One step. Lists run over the branches in the order their tokens are packed, decodes first.
+
+    `ends[i]` is branch i's length with the step's tokens, so they take the positions from
+    `ends[i] - counts[i]` on. Only branches with `samples[i]` need a token: the others are in the
+    middle of a prefill.
+    """
+
+    number: int
+    branches: list[Branch]
+    num_decodes: int  # leading branches with one token each
+    counts: list[int]
+    ends: list[int]
+    samples: list[bool]
+    token_ids: list[int]  # all new tokens
+    orders: list[Order]  # to be carried out before the forward pass, in order
+    table_changes: list[tuple[int, int, int, list[BlockId]]]  # (row, layer group, first index, entries)
+    restored: list[Branch]  # swapped in by the orders; run from the next step on
+
+    def part(self, index: int) -> "StepPlan":
+        """The same step for one of its branches alone, its orders and changes carried out already."""
+        count, before = self.counts[index], sum(self.counts[:index])
+        return StepPlan(
+            number=self.number,
+            branches=[self.branches[index]],
+            num_decodes=int(index < self.num_decodes),
+            counts=[count],
+            ends=[self.ends[index]],
+            samples=[self.samples[index]],
+            token_ids=self.token_ids[before : before + count],
+            orders=[],
+            table_changes=[],
+            restored=[],
+        )
+
+    @property
+    def num_tokens(self) -> int:
+        """New tokens of the step."""
+        return len(self.token_ids)

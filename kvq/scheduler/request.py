@@ -1,0 +1,119 @@
+"""A request as the scheduler sees it: a prompt, and the branches that go on from it."""
+
+from array import array
+from dataclasses import dataclass, field
+from enum import Enum, IntEnum
+
+from kvq.blockmgr import Prompt, Receipt, Sequence
+from kvq.errors import KVQError
+
+
+class Priority(IntEnum):
+    """Who goes first."""
+
+    INTERACTIVE = 0  # somebody is waiting for every token
+    BATCH = 1  # somebody wants the whole result some time
+
+
+class State(Enum):
+    """Where a request is in its life."""
+
+    WAITING = "waiting"  # holds nothing
+    RUNNING = "running"  # at least one of its branches has blocks
+    PREEMPTED = "preempted"  # had blocks, gave them up, keeps its place
+    ENDED = "ended"
+
+
+@dataclass(kw_only=True, slots=True)
+class Usage:
+    """What a request used so far, in blocks over all layer groups unless said otherwise."""
+
+    own: int = 0  # taken from the pools
+    shared: int = 0  # found in the prefix index, or shared with another branch
+    copied: int = 0  # copied before a write
+    swapped: int = 0  # moved to host memory
+    peak: int = 0  # most that one branch held at once
+    cached_tokens: int = 0  # prompt tokens that did not have to be computed
+    recomputed_tokens: int = 0  # tokens computed a second time after a preemption or a failed swap
+    preemptions: int = 0
+
+    def add(self, receipt: Receipt) -> None:
+        """Add what one branch used."""
+        self.own += receipt.own
+        self.shared += receipt.shared
+        self.copied += receipt.copied
+        self.swapped += receipt.swapped
+        self.recomputed_tokens += receipt.recomputed
+        self.peak = max(self.peak, receipt.peak)
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class Branch:
+    """One result in the making: the prompt's tokens and those generated after them.
+
+    `sequence` is None while the branch has no blocks. Tokens beyond `sequence.length` still have to
+    be computed: many in a prefill, one in a decode.
+    """
+
+    request: "Request"
+    tokens: "array[int]"
+    row: int | None = None  # its place in persistent tables while it has one
+    sequence: Sequence | None = None
+    is_done: bool = False  # True once it ended
+    lost_tokens: int = 0  # computed before a preemption that kept none of them
+
+    @property
+    def num_generated(self) -> int:
+        """Tokens after the prompt."""
+        return len(self.tokens) - len(self.request.tokens)
+
+    @property
+    def goal(self) -> int:
+        """Tokens to compute before the next one can be chosen, or before its request can fork."""
+        return len(self.tokens) if self.request.is_forked else len(self.request.tokens)
+
+    @property
+    def is_sampled(self) -> bool:
+        """True if a token follows when the goal is reached; not so for a fork that comes back."""
+        return self.request.is_forked or len(self.tokens) == len(self.request.tokens)
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class Request:
+    """Made by whoever adds it to the scheduler, changed by the scheduler only."""
+
+    id: str
+    tokens: "array[int]"  # of the prompt
+    max_tokens: int | None  # to generate per branch; None as far as context and pool reach
+    num_branches: int = 1
+    priority: Priority = Priority.INTERACTIVE
+    tenant: str = ""
+    shared_salt: str | None = None
+    reuse: bool = True  # False: every prompt token is computed, whatever is cached
+    max_chunk: int | None = None  # prefill tokens of this request in one step, if limited
+    arrival_s: float = 0.0
+    state: State = State.WAITING
+    branches: list[Branch] = field(default_factory=list)
+    prompt: Prompt | None = None  # what its first branch has to compute, while it waits
+    is_forked: bool = False  # True once every branch is there; before, the first computes the prompt
+    place: int = -1  # order of first admission; decides who keeps blocks and who returns first
+    preempted_s: float = 0.0  # when it was preempted last
+    admitted_s: float | None = None
+    usage: Usage = field(default_factory=Usage)
+    error: KVQError | None = None  # why it was given up, if it was
+
+    @property
+    def prompt_length(self) -> int:
+        """Tokens of the prompt."""
+        return len(self.tokens)
+
+    @property
+    def live(self) -> list[Branch]:
+        """The branches that did not end."""
+        return [branch for branch in self.branches if not branch.is_done]
+
+    @property
+    def limit(self) -> int:
+        """Tokens that a branch may have in the end, the prompt's included."""
+        assert self.max_tokens is not None, "set when the request was added"
+        return len(self.tokens) + self.max_tokens

@@ -1,0 +1,161 @@
+"""Out of blocks: who gives way, who comes back, and that it does not go on for ever."""
+
+from typing import Any
+
+import pytest
+
+from kvq.errors import ConfigError, OutOfBlocks
+from kvq.scheduler import FixedCosts, Priority, Request, Scheduler
+from kvq.scheduler.request import State
+from tests.scheduler.helpers import RefusingManager, add, ask, commit, drain, make, step
+
+CHEAP_SWAP = FixedCosts(swap_block_s=1e-9)
+
+
+def crowd(count: int, **options: Any) -> tuple[Scheduler, list[Request]]:
+    """Requests that fit at first and not when they have grown: 10 blocks each in the end, 24 in all."""
+    scheduler = make(24, max_num_seqs=8, **options)
+    requests = [ask(8, 33) for _ in range(count)]
+    add(scheduler, *requests)
+    return scheduler, requests
+
+
+@pytest.mark.parametrize("options", [{}, {"host_slots": 40, "costs": CHEAP_SWAP}])
+def test_everybody_ends_and_nobody_is_preempted_all_the_time(options: dict[str, Any]) -> None:
+    scheduler, requests = crowd(12, **options)
+    drain(scheduler)
+    assert [request.branches[0].num_generated for request in requests] == [33] * 12
+    assert not scheduler.take_failed()
+    preemptions = [request.usage.preemptions for request in requests]
+    assert sum(preemptions) > 0
+    assert max(preemptions) <= 4
+    assert preemptions[0] == 0  # the oldest never gives way
+    counters = scheduler.counters
+    assert (counters.swaps > 0) == bool(options)
+    assert (counters.recomputes > 0) != bool(options)
+
+
+def test_preempted_requests_keep_their_place_before_waiting_ones() -> None:
+    scheduler, requests = crowd(6)
+    while not any(request.state is State.PREEMPTED for request in requests):
+        step(scheduler)
+    victim = next(request for request in requests if request.state is State.PREEMPTED)
+    late = ask(8, 4)
+    add(scheduler, late)
+    while victim.state is State.PREEMPTED:
+        assert late.admitted_s is None
+        step(scheduler)
+    drain(scheduler)
+
+
+def test_batch_requests_give_way_first() -> None:
+    scheduler = make(24, max_num_seqs=8)
+    batch = [ask(8, 33, priority=Priority.BATCH) for _ in range(2)]
+    interactive = [ask(8, 33) for _ in range(2)]
+    add(scheduler, *batch, *interactive)
+    drain(scheduler)
+    assert sum(request.usage.preemptions for request in batch) > 0
+    assert sum(request.usage.preemptions for request in interactive) <= 1  # older batch ones stay
+
+
+def test_a_prefill_displaces_nobody_older() -> None:
+    scheduler = make(12, max_num_batched_tokens=8, max_num_seqs=4)
+    old = ask(16, 17)  # 8 blocks in the end
+    add(scheduler, old)
+    step(scheduler)
+    step(scheduler)
+    add(scheduler, ask(32, 1))
+    drain(scheduler)
+    assert old.usage.preemptions == 0
+
+
+def test_a_request_can_be_preempted_by_hand_and_goes_on() -> None:
+    scheduler = make(host_slots=10)
+    swapped, dropped, forked = ask(8, 6), ask(8, 6), ask(8, 6, num_branches=2)
+    add(scheduler, swapped, dropped, forked)
+    step(scheduler)
+    step(scheduler)
+    scheduler.preempt(swapped, 0.0, swap=True)
+    scheduler.preempt(dropped, 0.0, swap=False)
+    with pytest.raises(OutOfBlocks, match="several branches"):
+        scheduler.preempt(forked, 0.0, swap=True)
+    with pytest.raises(ConfigError, match="preempted, not running"):
+        scheduler.preempt(dropped, 0.0, swap=False)
+    drain(scheduler)
+    for request in (swapped, dropped, forked):
+        assert [branch.num_generated for branch in request.branches] == [6] * request.num_branches
+    assert swapped.usage.recomputed_tokens == 0
+    assert scheduler.manager.swap.num_free == [10]
+
+
+def test_who_is_preempted_and_comes_back_in_one_step_runs_once_in_it() -> None:
+    scheduler = make(max_num_batched_tokens=20, max_num_seqs=4)
+    old, young = ask(20, 6, max_chunk=2), ask(8, 6)
+    add(scheduler, old, young)
+    step(scheduler)
+    assert isinstance(scheduler.manager, RefusingManager)
+    scheduler.manager.refuses = (False, True)  # the decode of one, then the prefill of the other
+    plan = scheduler.schedule(0.0)
+    assert plan is not None
+    assert young.usage.preemptions == 1
+    assert [branch.request for branch in plan.branches] == [old, young]
+    commit(scheduler, plan)
+    drain(scheduler)
+
+
+def test_who_is_refused_everything_when_it_starts_alone_fails_with_the_reason() -> None:
+    scheduler = make()
+    request = ask()
+    add(scheduler, request)
+    assert isinstance(scheduler.manager, RefusingManager)
+    scheduler.manager.refuses = (True,)
+    assert scheduler.schedule(0.0) is None
+    assert scheduler.take_failed() == [request]
+    assert isinstance(request.error, OutOfBlocks)
+    assert not scheduler.has_work
+
+
+def test_what_pins_leave_no_room_for_is_given_up_instead_of_waiting_for_ever() -> None:
+    scheduler = make(10)
+    add(scheduler, ask(20, 1, first=1))
+    drain(scheduler)
+    manager = scheduler.manager
+    assert manager.pin(manager.prompt(range(1, 21)), until=1.0) == 20
+    request = ask(30, 1)
+    add(scheduler, request)
+    assert scheduler.schedule(0.0) is None
+    assert scheduler.take_failed() == [request]
+    manager.expire(1.0)
+    add(scheduler, other := ask(30, 1))
+    drain(scheduler)
+    assert other.branches[0].num_generated == 1
+
+
+@pytest.mark.parametrize("priority", list(Priority))
+def test_that_holds_for_preempted_requests_of_any_class(priority: Priority) -> None:
+    scheduler = make(12)
+    add(scheduler, ask(24, 1, first=1))
+    drain(scheduler)
+    request = ask(8, 20, priority=priority)
+    add(scheduler, request)
+    while len(request.branches[0].tokens) < 25:
+        step(scheduler)
+    scheduler.preempt(request, 0.0, swap=False)
+    manager = scheduler.manager
+    assert manager.pin(manager.prompt(range(1, 25)), until=1.0) == 24  # six blocks are left, not seven
+    assert scheduler.schedule(0.0) is None
+    assert scheduler.take_failed() == [request]
+
+
+@pytest.mark.parametrize(("goal_s", "expected"), [(None, 8), (5.35e-3, 3), (1e-6, 1)])
+def test_a_batch_grows_no_larger_than_its_inter_token_goal_allows(
+    goal_s: float | None, expected: int
+) -> None:
+    scheduler = make(200, max_num_seqs=8, itl_slo_s=goal_s)  # 5 ms a step and 0.1 ms a sequence
+    add(scheduler, *[ask(4, 20) for _ in range(8)])
+    most = 0
+    for number in range(20):
+        step(scheduler, number * 0.01)
+        most = max(most, scheduler.holders.num_sequences)
+    assert most == expected
+    drain(scheduler)
