@@ -4,6 +4,7 @@
 
     model = kvq.load("tiny", kv="int4")
     rows = kvq.perplexity("tiny", kv=["fp32", "int8", "int4"])
+    outputs = kvq.LLM("tiny", kv="int4").generate("Once upon", kvq.SamplingParams(max_tokens=64))
 
 Importing kvq loads nothing else: torch and transformers come with the first name that needs them.
 """
@@ -12,8 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 from kvq.errors import (
     ConfigError,
+    EngineError,
     KVQError,
     ModelError,
+    NumericalError,
     OutOfBlocks,
     OutOfMemory,
     RequestError,
@@ -24,28 +27,37 @@ from kvq.version import __version__
 if TYPE_CHECKING:
     from kvq.api import load, perplexity
     from kvq.calib import calibrate
+    from kvq.engine import LLM, AsyncLLM, SamplingParams, StructuredOutput
     from kvq.formats import KVRecipe
-    from kvq.models import Model, SamplingParams
+    from kvq.models import Model
 
 _HOMES = {
+    "AsyncLLM": "kvq.engine",
     "KVRecipe": "kvq.formats",
+    "LLM": "kvq.engine",
     "Model": "kvq.models",
-    "SamplingParams": "kvq.models",
+    "SamplingParams": "kvq.engine",
+    "StructuredOutput": "kvq.engine",
     "calibrate": "kvq.calib",
     "load": "kvq.api",
     "perplexity": "kvq.api",
 }
 
 __all__ = [
+    "LLM",
+    "AsyncLLM",
     "ConfigError",
+    "EngineError",
     "KVQError",
     "KVRecipe",
     "Model",
     "ModelError",
+    "NumericalError",
     "OutOfBlocks",
     "OutOfMemory",
     "RequestError",
     "SamplingParams",
+    "StructuredOutput",
     "UnsupportedKernel",
     "__version__",
     "calibrate",

@@ -1,0 +1,222 @@
+"""From the logits of a step to everybody's next tokens."""
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from kvq.engine.job import Job
+from kvq.engine.runner import StepOutput
+from kvq.engine.sampling import (
+    Sampler,
+    TokenLogprobs,
+    beam_candidates,
+    mix_seed,
+    prompt_logprobs,
+)
+from kvq.errors import EngineError, KVQError, NumericalError, first_lines
+from kvq.scheduler import Branch, Request, StepPlan
+
+Token = tuple[int, TokenLogprobs | None]
+
+
+@dataclass(slots=True, eq=False)
+class Choices:
+    """What was chosen, by the plan's indices; `errors` are of requests that can't go on."""
+
+    tokens: dict[int, Token] = field(default_factory=dict)
+    forks: dict[Request, list[Token]] = field(default_factory=dict)  # one per branch, after the prompt
+    beams: list[Request] = field(default_factory=list)  # whose candidates came in
+    errors: dict[Request, KVQError] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class _Draw:
+    """One row of logits from which one branch draws a token."""
+
+    branch: Branch
+    row: int  # of the logits
+    plan_index: int | None  # None: a fork's first token
+
+
+class Chooser:
+    """Samples for all branches of a step at once; keeps the sampler's rows those of the branches."""
+
+    def __init__(self, sampler: Sampler, max_num_seqs: int) -> None:
+        self._sampler = sampler
+        self._bound: list[Branch | None] = [None] * max_num_seqs
+
+    def choose(
+        self, plan: StepPlan, output: StepOutput, jobs: dict[Request, Job], errors: dict[Request, KVQError]
+    ) -> Choices:
+        """Tokens for every branch that wants one; requests in `errors` are passed over."""
+        choices = Choices(errors=errors)
+        draws: list[_Draw] = []
+        beams: list[tuple[Branch, int]] = []
+        masks: dict[int, Tensor] = {}
+        for i, branch in enumerate(plan.branches):
+            job = jobs[branch.request]
+            if job.request in errors:
+                continue
+            row = output.starts[i]
+            if job.needs_prompt_rows:
+                _read_prompt(job, plan, i, output.logits, row)
+                row += plan.counts[i] - 1
+            if not plan.samples[i]:
+                continue
+            if job.beams is not None:
+                beams.append((branch, row))
+            elif job.request.is_forked:
+                draws.append(_Draw(branch, row, i))
+            else:
+                draws.extend(_Draw(fork, row, None) for fork in job.request.branches)
+        draws = [draw for draw in draws if self._mask(draw, jobs, masks, errors)]
+        if draws:
+            self._draw(draws, output.logits, jobs, _renumber(draws, masks), choices)
+        if beams:
+            _expand(beams, output.logits, jobs, choices)
+        _find_bad(plan, output.bad_tokens, errors)  # last: on a GPU the tokens were waited for already
+        return choices
+
+    def record(self, branch: Branch, token: int) -> None:
+        """A token was accepted: penalties count it from now on."""
+        if branch.row is not None and self._bound[branch.row] is branch:
+            self._sampler.record(branch.row, token)
+
+    def forget(self, row: int) -> None:
+        """A row's branch ended or moved."""
+        if self._bound[row] is not None:
+            self._sampler.remove(row)
+            self._bound[row] = None
+
+    def _mask(
+        self,
+        draw: _Draw,
+        jobs: dict[Request, Job],
+        masks: dict[int, Tensor],
+        errors: dict[Request, KVQError],
+    ) -> bool:
+        """Ask a branch's grammar what may come; False if it failed."""
+        job = jobs[draw.branch.request]
+        matcher = job.results[job.index_of(draw.branch)].matcher
+        if matcher is None or job.request in errors:
+            return job.request not in errors
+        try:
+            masks[id(draw)] = matcher.mask()
+        except KVQError as error:
+            errors[job.request] = error
+            return False
+        except Exception as error:  # noqa: BLE001 - whatever a grammar's library raises: this request's alone
+            errors[job.request] = EngineError(f"its grammar raised {describe(error)}")
+            return False
+        return True
+
+    def _draw(
+        self,
+        draws: list[_Draw],
+        logits: Tensor,
+        jobs: dict[Request, Job],
+        masks: dict[int, Tensor],
+        choices: Choices,
+    ) -> None:
+        rows = [draw.row for draw in draws]
+        if rows != list(range(logits.shape[0])):
+            logits = logits[torch.tensor(rows, device=logits.device)]
+        for draw in draws:
+            if self._bound[_row(draw.branch)] is not draw.branch:
+                self._bind(jobs[draw.branch.request], draw.branch)
+        samples = self._sampler.sample(
+            logits,
+            [_row(draw.branch) for draw in draws],
+            [draw.branch.num_generated for draw in draws],
+            masks=masks or None,
+        )
+        for i, draw in enumerate(draws):
+            request = draw.branch.request
+            token = (samples.tokens[i], samples.logprobs[i])
+            if not samples.finite[i]:
+                choices.errors.setdefault(request, _not_finite("the logits"))
+            elif draw.plan_index is not None:
+                choices.tokens[draw.plan_index] = token
+            else:
+                choices.forks.setdefault(request, []).append(token)
+
+    def _bind(self, job: Job, branch: Branch) -> None:
+        """Make a row of the sampler this branch's: it is new, or came back at another place."""
+        row = _row(branch)
+        if branch in self._bound:  # what the row it left has counted grows old
+            self.forget(self._bound.index(branch))
+        self.forget(row)
+        self._sampler.add(
+            row,
+            job.params,
+            prompt=job.request.tokens,
+            generated=branch.tokens[job.request.prompt_length :],
+            seed=mix_seed(job.seed, job.index_of(branch)),
+            stop_ids=list(job.end_ids),
+        )
+        self._bound[row] = branch
+
+
+def _row(branch: Branch) -> int:
+    assert branch.row is not None, "a branch that computes has a row"
+    return branch.row
+
+
+def _renumber(draws: list[_Draw], masks: dict[int, Tensor]) -> dict[int, Tensor]:
+    return {i: masks[id(draw)] for i, draw in enumerate(draws) if id(draw) in masks} if masks else {}
+
+
+def _not_finite(what: str) -> NumericalError:
+    return NumericalError(
+        f"{what} of this request held NaN or infinity; the weights or the dtype overflow, try dtype fp32"
+    )
+
+
+def _find_bad(plan: StepPlan, bad_tokens: Tensor, errors: dict[Request, KVQError]) -> None:
+    """Note the requests of which a new token's K or V was not finite."""
+    flags = bad_tokens.cpu()
+    if not bool(flags.any()):
+        return
+    for branch, part in zip(plan.branches, flags.split(plan.counts), strict=True):
+        if bool(part.any()):
+            errors.setdefault(branch.request, _not_finite("K or V"))
+
+
+def _expand(
+    beams: list[tuple[Branch, int]], logits: Tensor, jobs: dict[Request, Job], choices: Choices
+) -> None:
+    """Keep the likeliest tokens of every beam until those of all its request's beams are there."""
+    most = max(job.beams.num_candidates for b, _ in beams if (job := jobs[b.request]).beams is not None)
+    rows = logits[torch.tensor([row for _, row in beams], device=logits.device)]
+    finite = torch.isfinite(rows).all(dim=-1).tolist()
+    values, tokens = beam_candidates(rows, min(most, rows.shape[-1]))
+    for i, (branch, _) in enumerate(beams):
+        job = jobs[branch.request]
+        assert job.beams is not None, "only beams are expanded"
+        if not finite[i]:
+            choices.errors.setdefault(job.request, _not_finite("the logits"))
+            continue
+        count = job.beams.num_candidates
+        job.candidates[branch] = list(zip(values[i][:count], tokens[i][:count], strict=True))
+        if len(job.candidates) == job.beams.num_running:
+            choices.beams.append(job.request)
+
+
+def _read_prompt(job: Job, plan: StepPlan, index: int, logits: Tensor, row: int) -> None:
+    """Log-probabilities of the prompt tokens that follow a chunk's positions."""
+    assert job.prompt_logprobs is not None, "asked for"
+    end = plan.ends[index]
+    start = end - plan.counts[index]
+    known = len(job.prompt_logprobs)
+    targets = job.request.tokens[known : end + 1]
+    if start > known - 1 or not targets:
+        return
+    first = row + known - 1 - start
+    rows = logits[first : first + len(targets)]
+    job.prompt_logprobs += prompt_logprobs(rows, targets.tolist(), job.params.prompt_logprobs or 0)
+
+
+def describe(error: BaseException) -> str:
+    """A foreign error on one line."""
+    return f"{type(error).__name__}: {first_lines(error)}"

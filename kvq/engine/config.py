@@ -1,0 +1,71 @@
+"""What an engine is built with."""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvq.errors import ConfigError
+
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
+_UNITS |= {f"{unit}i": 1024 ** (i + 1) for i, unit in enumerate("kmgt")}
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?i?)b?\s*", re.IGNORECASE)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineConfig:
+    """Limits and goals of an engine. Everything is decided when it is built, nothing grows later.
+
+    The pool is `num_blocks` blocks, or `kv_memory` bytes ("2GiB"), or what is left of `memory_fraction`
+    of the device's free memory. `swap_memory`: host memory (or room in `swap_folder`) for preempted
+    requests. `max_context` in tokens: shorter than the model's if given.
+    """
+
+    max_num_seqs: int = 128  # sequences that run side by side
+    max_num_batched_tokens: int = 2048  # new tokens of a step
+    max_context: int | None = None
+    num_blocks: int | None = None  # per layer group
+    kv_memory: int | str | None = None
+    memory_fraction: float | None = None  # default: 0.9 on a GPU; 0.5 on a CPU, 4 GiB at most
+    swap_memory: int | str = 0
+    swap_folder: str | Path | None = None
+    prefix_caching: bool = True
+    reserve_fraction: float = 0.01  # of the pool, kept from new requests so that running ones can grow
+    aging_s: float = 10.0
+    itl_slo_s: float | None = None
+    ttft_slo_s: float | None = None
+    max_step_stretch: float = 1.7
+    step_deadline_s: float = 120.0  # a step that takes longer is reported as stuck
+
+    def __post_init__(self) -> None:
+        for name in ("max_num_seqs", "max_num_batched_tokens"):
+            _check(name, getattr(self, name), 1, 1 << 24)
+        for name in ("num_blocks", "max_context"):
+            if getattr(self, name) is not None:
+                _check(name, getattr(self, name), 1, 1 << 31)
+        if self.num_blocks is not None and self.kv_memory is not None:
+            raise ConfigError("num_blocks and kv_memory both size the pool; give one of them")
+        if self.memory_fraction is not None and not 0 < self.memory_fraction <= 1:
+            raise ConfigError(f"memory_fraction must be above 0 and at most 1, got {self.memory_fraction}")
+        if not 0 <= self.reserve_fraction < 1:
+            raise ConfigError(f"reserve_fraction must be 0 to below 1, got {self.reserve_fraction}")
+        if not self.step_deadline_s > 0:
+            raise ConfigError(f"step_deadline_s must be above 0 seconds, got {self.step_deadline_s}")
+
+
+def parse_bytes(size: int | str, name: str) -> int:
+    """Bytes from a number or a text such as "2GiB", "512M" or "1.5g".
+
+    Raises:
+        ConfigError: not a size.
+    """
+    if isinstance(size, int) and not isinstance(size, bool) and size >= 0:
+        return size
+    match = _SIZE.fullmatch(size) if isinstance(size, str) else None
+    if match is None:
+        raise ConfigError(f"{name} must be a size such as '2GiB' or a number of bytes, got {size!r}")
+    return int(float(match[1]) * _UNITS[match[2].lower()])
+
+
+def _check(name: str, value: object, low: int, high: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+        raise ConfigError(f"{name} must be a whole number of {low} to {high}, got {value!r}")

@@ -1,0 +1,513 @@
+"""The engine's core: one step is schedule, run, sample, commit, and telling everybody."""
+
+import itertools
+import logging
+import random
+from array import array
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from time import perf_counter
+
+from kvq.blockmgr import BlockManager, SwapIn, SwapOut
+from kvq.blockmgr.prefix import token_array
+from kvq.engine.beam import BeamSearch
+from kvq.engine.choose import Choices, Chooser, Token, describe
+from kvq.engine.config import EngineConfig
+from kvq.engine.dry_run import dry_run
+from kvq.engine.grammar import Grammar, GrammarCompiler
+from kvq.engine.job import Job, Listener
+from kvq.engine.linear_time import LinearTime
+from kvq.engine.memory import pool_blocks, swap_slots
+from kvq.engine.outputs import FinishReason, Timing
+from kvq.engine.params import SamplingParams
+from kvq.engine.runner import Runner, StepOutput, join
+from kvq.engine.sampling import Sampler, TokenLogprobs, check_params
+from kvq.engine.stats import StepStats
+from kvq.errors import ConfigError, EngineError, KVQError, RequestError
+from kvq.models import Model
+from kvq.models.unicode import check_unicode
+from kvq.scheduler import (
+    Branch,
+    MeasuredCosts,
+    Priority,
+    Request,
+    Scheduler,
+    SchedulerConfig,
+    StepPlan,
+)
+
+_log = logging.getLogger("kvq")
+_PROMPT_LOGPROB_BYTES = 64 << 20  # logits of one step that prompt log-probabilities may take
+StepSubscriber = Callable[[StepStats], object]
+
+
+class EngineCore:
+    """Requests in, tokens out, one step at a time. All calls come from one thread."""
+
+    def __init__(
+        self, model: Model, config: EngineConfig, *, clock: Callable[[], float] = perf_counter
+    ) -> None:
+        """Measure a step of full size, then allocate the pools; nothing is allocated for them later.
+
+        Raises:
+            ConfigError: an option out of range, or static scales missing.
+            OutOfMemory: the pools don't fit.
+        """
+        if model.cache != "kvq":
+            raise ConfigError(f"the engine runs over kvq's own cache, not {model.cache!r}; leave cache out")
+        model.check_scales()
+        self.model = model
+        self.config = config
+        self._clock = clock
+        weights = model.weights
+        self.max_context = min(config.max_context or weights.max_context, weights.max_context)
+        self.scheduler, self.runner = self._build()
+        sampler = Sampler(
+            max_rows=config.max_num_seqs, vocab_size=model.geometry.vocab_size, device=weights.device
+        )
+        self._chooser = Chooser(sampler, config.max_num_seqs)
+        self._jobs: dict[Request, Job] = {}
+        self._compiling: list[tuple[Job, Future[Grammar]]] = []
+        self._grammars: GrammarCompiler | None = None
+        self._ids = itertools.count()
+        self._subscribers: list[StepSubscriber] = []
+        self._linear: LinearTime | None = None
+        self._random = random.SystemRandom()
+        self._finished = 0  # requests, in this step
+        self._closed = False
+
+    # What goes in
+
+    def new_job(
+        self,
+        prompt: str | Sequence[int],
+        params: SamplingParams,
+        *,
+        priority: Priority = Priority.INTERACTIVE,
+        tenant: str = "",
+        shared_salt: str | None = None,
+        request_id: str | None = None,
+        listener: Listener | None = None,
+    ) -> Job:
+        """Check a request and prepare it; `submit` makes it run. May be called from any thread.
+
+        Raises:
+            RequestError: it can't be served, or can never fit.
+        """
+        text = prompt if isinstance(prompt, str) else None
+        tokens = self._tokens(prompt)
+        check_params(params, self.model.geometry.vocab_size)
+        request = Request(
+            id=request_id or f"request-{next(self._ids)}",
+            tokens=tokens,
+            max_tokens=params.max_tokens,
+            num_branches=params.num_sequences,
+            priority=priority,
+            tenant=tenant,
+            shared_salt=shared_salt,
+            reuse=params.prompt_logprobs is None,
+            max_chunk=None if params.prompt_logprobs is None else self._prompt_logprob_rows(),
+        )
+        max_tokens = self.scheduler.check(request)
+        eos = frozenset() if params.ignore_eos else self.model.end_ids
+        if params.structured is not None and params.ignore_eos:
+            raise RequestError("structured output ends by the end token; leave ignore_eos out")
+        block_bytes = [group.block_bytes for group in self.model.layout.groups]
+        job = Job(
+            request=request,
+            params=params,
+            prompt=self.model.tokenizer.decode(tokens) if text is None and params.echo else text,
+            seed=self._random.getrandbits(63) if params.seed is None else params.seed,
+            end_ids=eos | frozenset(params.stop_token_ids),
+            block_bytes=sum(block_bytes) / len(block_bytes),
+            listener=listener,
+            timing=Timing(arrival_s=self._clock()),
+            prompt_logprobs=None if params.prompt_logprobs is None else [None],
+        )
+        if params.beam_width is not None:
+            job.beams = BeamSearch(
+                params.beam_width,
+                params.n,
+                length_penalty=params.length_penalty,
+                early_stopping=params.early_stopping,
+                max_tokens=max_tokens,
+                end_ids=job.end_ids,
+                min_tokens=params.min_tokens,
+            )
+        return job
+
+    def submit(self, job: Job) -> None:
+        """Queue a job; one with a grammar once that is compiled, aside from the steps.
+
+        Raises:
+            RequestError: too many grammars wait to be compiled.
+            EngineError: the engine was closed.
+        """
+        if self._closed:
+            raise EngineError("the engine was closed; make a new one")
+        job.timing.arrival_s = self._clock()
+        if job.params.structured is None:
+            self._begin(job, None)
+            return
+        if self._grammars is None:
+            self._grammars = GrammarCompiler(
+                self.model.tokenizer, self.model.geometry.vocab_size, eos_ids=sorted(self.model.end_ids)
+            )
+        self._compiling.append((job, self._grammars.submit(job.params.structured)))
+
+    def cancel(self, job: Job) -> None:
+        """End a job now; nothing happens if it has ended."""
+        for entry in self._compiling:
+            if entry[0] is job:
+                entry[1].cancel()
+                self._compiling.remove(entry)
+                self._complete(job, None, "cancelled")
+                return
+        if job.request in self._jobs:
+            self._end(job, None, "cancelled")
+
+    def on_step(self, subscriber: StepSubscriber) -> Callable[[], None]:
+        """Call `subscriber` with the stats of every step from now on. Returns a function that ends it."""
+        self._subscribers.append(subscriber)
+        if self._linear is None and self.model.weights.device.type == "cpu":
+            self._linear = LinearTime(self.model.weights.model)
+
+        return lambda: self._unsubscribe(subscriber)
+
+    @property
+    def has_work(self) -> bool:
+        """True while any job has not ended."""
+        return bool(self._jobs) or bool(self._compiling)
+
+    @property
+    def is_waiting(self) -> bool:
+        """True if all that is left to do is waiting for grammars."""
+        return bool(self._compiling) and not self._jobs
+
+    def can_submit(self, job: Job) -> bool:
+        """False while so many grammars wait to be compiled that `submit` might refuse a job for it."""
+        if job.params.structured is None or self._grammars is None:
+            return True
+        return len(self._compiling) + 1 < self._grammars.limits.max_waiting  # the last may not be gone yet
+
+    # One step
+
+    def step(self) -> bool:
+        """Run one step; False if there was nothing to run."""
+        began = self._clock()
+        self._finished = 0
+        self._begin_compiled()
+        plan = self.scheduler.schedule(began)
+        for request in self.scheduler.take_failed():
+            self._complete(self._jobs.pop(request), request.error, "error")
+        if plan is None:
+            return False
+        planned = self._clock()
+        try:
+            output, errors = self._run(plan)
+            ran = self._clock()
+            choices = self._chooser.choose(plan, output, self._jobs, errors)
+            chosen = self._clock()
+            self._settle(plan, output, choices, chosen)
+        except BaseException:  # an interruption too: the plan's tokens have slots and were never committed
+            self._abandon()
+            raise
+        if plan.branches:
+            self.scheduler.costs.observe(
+                num_decodes=plan.num_decodes,
+                prefill_tokens=plan.num_tokens - plan.num_decodes,
+                depth=plan.ends[-1],
+                seconds=chosen - began,
+            )
+        if self._subscribers:
+            self._publish(plan, output, (began, planned, ran, chosen))
+        return True
+
+    def close(self, error: KVQError | None = None) -> None:
+        """End every job, with `error` or as cancelled, and give back what lies outside the device."""
+        reason: FinishReason = "cancelled" if error is None else "error"
+        self._closed = True
+        for job, future in self._compiling:
+            future.cancel()
+            self._complete(job, error, reason)
+        self._compiling.clear()
+        for job in list(self._jobs.values()):
+            try:
+                self._end(job, error, reason)
+            except Exception:  # noqa: BLE001 - after a breakdown; whoever waits is answered all the same
+                _log.exception("request %s could not be ended in order", job.request.id)
+                self._complete(self._jobs.pop(job.request), error, reason)
+        if self._grammars is not None:
+            self._grammars.close()
+        if self._linear is not None:
+            self._linear.close()
+        self.runner.close()
+
+    def _abandon(self) -> None:
+        """End everything that runs, after a step broke off: orders may be lost, so blocks say nothing."""
+        for job in list(self._jobs.values()):
+            self._end(job, EngineError("a step broke off; send the request again"), "error")
+        self.scheduler.manager.drop_cached()
+
+    def _build(self) -> tuple[Scheduler, Runner]:
+        """Size everything: a step of full size over a small pool first, then the real pools."""
+        model, config = self.model, self.config
+        layout, device = model.layout, model.weights.device
+        costs, activation_bytes = MeasuredCosts(), 0
+        if config.num_blocks is None and config.kv_memory is None:
+            tried = dry_run(
+                model, max_num_batched_tokens=config.max_num_batched_tokens, max_context=self.max_context
+            )
+            costs, activation_bytes = MeasuredCosts(prefill_token_s=tried.token_s), tried.activation_bytes
+        num_blocks = pool_blocks(
+            layout,
+            config,
+            device=device,
+            max_context=self.max_context,
+            activation_bytes=activation_bytes,
+        )
+        host_slots = swap_slots(layout, config, num_blocks)
+        runner = Runner(
+            model,
+            num_blocks=num_blocks,
+            host_slots=host_slots,
+            swap_folder=config.swap_folder,
+            max_num_seqs=config.max_num_seqs,
+            max_context=self.max_context,
+        )
+        manager = BlockManager(
+            num_blocks=num_blocks,
+            block_size=layout.block_size,
+            windows=[group.group.window for group in layout.groups],
+            host_slots=host_slots,
+            reserve_blocks=min(int(config.reserve_fraction * min(num_blocks)), min(num_blocks) - 1),
+        )
+        scheduler = Scheduler(
+            manager,
+            SchedulerConfig(
+                max_num_seqs=config.max_num_seqs,
+                max_num_batched_tokens=max(config.max_num_batched_tokens, config.max_num_seqs),
+                max_context=self.max_context,
+                prefix_caching=config.prefix_caching,
+                max_step_stretch=config.max_step_stretch,
+                aging_s=config.aging_s,
+                itl_slo_s=config.itl_slo_s,
+                ttft_slo_s=config.ttft_slo_s,
+            ),
+            costs,
+        )
+        return scheduler, runner
+
+    def _begin_compiled(self) -> None:
+        """Queue the jobs whose grammars are ready, end those whose grammars are refused."""
+        for entry in [entry for entry in self._compiling if entry[1].done()]:
+            self._compiling.remove(entry)
+            job, future = entry
+            error = future.exception()
+            if error is None:
+                self._begin(job, future.result())
+            else:
+                self._complete(job, _known(error), "error")
+
+    def _begin(self, job: Job, grammar: Grammar | None) -> None:
+        tokenizer = self.model.tokenizer
+        try:
+            job.begin(tokenizer, None if grammar is None else grammar.matcher())
+        except Exception as error:  # noqa: BLE001 - a tokenizer or a grammar: this request's alone
+            _log.exception("request %s failed", job.request.id)
+            self._complete(job, _known(error), "error")
+            return
+        self.scheduler.add(job.request, job.timing.arrival_s)
+        self._jobs[job.request] = job
+
+    def _run(self, plan: StepPlan) -> tuple[StepOutput, dict[Request, KVQError]]:
+        """The forward pass; when it raises, branch by branch, so that only the guilty one ends."""
+        began = self._clock()
+        failed = self.runner.prepare(plan)
+        if num_swaps := sum(isinstance(order, SwapIn | SwapOut) for order in plan.orders):
+            self.scheduler.costs.observe_swap(num_swaps / 2, self._clock() - began)
+        rows = {i for i, b in enumerate(plan.branches) if self._jobs[b.request].needs_prompt_rows}
+        try:
+            return self.runner.forward(plan, failed, all_rows=rows), {}
+        except Exception as error:  # noqa: BLE001 - whatever a model, a kernel or a hook raises
+            _log.exception("step %d failed; running its %d parts apart", plan.number, len(plan.branches))
+            if len(plan.branches) == 1:
+                return self.runner.nothing(plan, failed), {plan.branches[0].request: _step_failed(error)}
+        return self._run_apart(plan, failed, rows)
+
+    def _run_apart(
+        self, plan: StepPlan, failed: list[SwapIn], rows: set[int]
+    ) -> tuple[StepOutput, dict[Request, KVQError]]:
+        errors: dict[Request, KVQError] = {}
+        parts: list[StepOutput] = []
+        for i, branch in enumerate(plan.branches):
+            part = plan.part(i)
+            try:
+                parts.append(self.runner.forward(part, [], all_rows={0} if i in rows else ()))
+            except Exception as error:  # noqa: BLE001 - as above
+                errors[branch.request] = _step_failed(error)
+                parts.append(self.runner.nothing(part, []))
+        return join(parts, failed), errors
+
+    def _settle(self, plan: StepPlan, output: StepOutput, choices: Choices, now: float) -> None:
+        """Commit the step, then give everybody their tokens and end who is done."""
+        bad = {i for i, branch in enumerate(plan.branches) if branch.request in choices.errors}
+        tokens = [None if i in bad else _id(choices.tokens.get(i)) for i in range(len(plan.branches))]
+        self.scheduler.commit(plan, tokens, bad=bad, failed_swaps=output.failed_swaps)
+        for request, error in choices.errors.items():
+            if request in self._jobs:
+                self._fail(self._jobs[request], error)
+        timed: set[Request] = set()
+        for i, (token, logprobs) in choices.tokens.items():
+            branch = plan.branches[i]
+            if branch.request in self._jobs:
+                self._take(self._jobs[branch.request], branch, token, logprobs, timed, now)
+        for request, picks in choices.forks.items():
+            if request not in self._jobs:  # it failed, or a listener cancelled it
+                continue
+            self.scheduler.branch_out(request, [(0, token) for token, _ in picks])
+            for branch, (token, logprobs) in zip(request.branches, picks, strict=True):
+                if request in self._jobs:
+                    self._take(self._jobs[request], branch, token, logprobs, timed, now)
+        for request in choices.beams:
+            if request in self._jobs:
+                self._expand(self._jobs[request], now)
+
+    def _take(
+        self,
+        job: Job,
+        branch: Branch,
+        token: int,
+        logprobs: TokenLogprobs | None,
+        timed: set[Request],
+        now: float,
+    ) -> None:
+        """Give one result its token."""
+        if job.request not in timed:
+            timed.add(job.request)
+            job.mark_token(now)
+        self._chooser.record(branch, token)
+        try:
+            ended = job.accept(job.index_of(branch), token, logprobs)
+        except KVQError as error:
+            self._fail(job, error)
+            return
+        except Exception as error:  # noqa: BLE001 - a listener or a tokenizer: this request's alone
+            _log.exception("request %s failed", job.request.id)
+            self._fail(job, EngineError(describe(error)))
+            return
+        if ended:
+            self._release(branch)
+            self.scheduler.finish(branch)
+            if not job.request.live and job.request in self._jobs:  # its listener may have cancelled it
+                self._complete(self._jobs.pop(job.request), None, None)
+
+    def _expand(self, job: Job, now: float) -> None:
+        """Let beam search choose which beams go on."""
+        assert job.beams is not None, "only beams are expanded"
+        job.mark_token(now)
+        running = job.request.branches[: job.beams.num_running]
+        picks = job.beams.step([job.candidates[branch] for branch in running])
+        job.candidates.clear()
+        if job.beams.is_done or not picks:
+            self._end(job, None, None)
+        else:
+            self.scheduler.branch_out(job.request, picks)
+
+    def _fail(self, job: Job, error: KVQError) -> None:
+        """End a job whose values can't be trusted; nothing of it stays cached."""
+        if job.request in self._jobs:
+            self._end(job, error, "error")
+
+    def _end(self, job: Job, error: KVQError | None, reason: FinishReason | None) -> None:
+        for branch in job.request.live:
+            self._release(branch)
+        if error is None:
+            self.scheduler.end(job.request)
+        else:
+            self.scheduler.fail(job.request, error)
+        self._complete(self._jobs.pop(job.request), error, reason)
+
+    def _release(self, branch: Branch) -> None:
+        if branch.row is not None:
+            self._chooser.forget(branch.row)
+
+    def _complete(self, job: Job, error: KVQError | None, reason: FinishReason | None) -> None:
+        """Hand the result over. A listener that raises is reported; its request has ended anyway."""
+        self._finished += 1
+        output = job.complete(self._clock(), error, reason)
+        try:
+            job.deliver(output)
+        except Exception:  # noqa: BLE001 - somebody else's code must not stop the others' steps
+            _log.exception("the listener of request %s failed", job.request.id)
+
+    def _publish(self, plan: StepPlan, output: StepOutput, times: tuple[float, float, float, float]) -> None:
+        began, planned, ran, chosen = times
+        counters, lines = self.scheduler.counters, self.scheduler.lines
+        on_cpu = self.model.weights.device.type == "cpu"
+        stats = StepStats(
+            number=plan.number,
+            decode_tokens=plan.num_decodes,
+            prefill_tokens=plan.num_tokens - plan.num_decodes,
+            running=len(self.scheduler.holders.running),
+            sequences=self.scheduler.holders.num_sequences,
+            waiting=lines.num_waiting,
+            preempted=len(lines.preempted),
+            finished=self._finished,
+            preemptions=counters.swaps + counters.recomputes,
+            prompt_tokens=counters.prompt_tokens,
+            cached_tokens=counters.cached_tokens,
+            pools=self.scheduler.manager.usage(),
+            utilization=self.scheduler.manager.utilization(),
+            seconds=self._clock() - began,
+            scheduling_s=planned - began,
+            forward_s=ran - planned,
+            attention_s=output.attention_s if on_cpu else None,
+            linear_s=self._linear.take() if self._linear is not None else None,
+            sampling_s=chosen - ran,
+        )
+        for subscriber in tuple(self._subscribers):
+            try:
+                subscriber(stats)
+            except Exception:  # noqa: BLE001 - somebody else's code must not stop the steps
+                _log.exception("a subscriber to step stats failed and is dropped")
+                self._unsubscribe(subscriber)
+
+    def _unsubscribe(self, subscriber: StepSubscriber) -> None:
+        if subscriber in self._subscribers:
+            self._subscribers.remove(subscriber)
+        if not self._subscribers and self._linear is not None:
+            self._linear.close()
+            self._linear = None
+
+    def _tokens(self, prompt: str | Sequence[int]) -> "array[int]":
+        """The prompt's token ids, checked."""
+        if isinstance(prompt, str):
+            check_unicode(prompt, "the prompt")
+            tokens = token_array(self.model.tokenizer(prompt, return_attention_mask=False)["input_ids"])
+        else:
+            tokens = token_array(prompt)
+        if not tokens:
+            raise RequestError("the prompt is empty; give some text to go on from")
+        vocab = self.model.geometry.vocab_size
+        if max(tokens) >= vocab:
+            raise RequestError(
+                f"token id {max(tokens)} is outside the vocabulary of 0 to {vocab - 1}; "
+                f"if a tokenizer made it, it is not this model's"
+            )
+        return tokens
+
+    def _prompt_logprob_rows(self) -> int:
+        return max(16, _PROMPT_LOGPROB_BYTES // (4 * self.model.geometry.vocab_size))
+
+
+def _id(token: Token | None) -> int | None:
+    return None if token is None else token[0]
+
+
+def _known(error: BaseException) -> KVQError:
+    return error if isinstance(error, KVQError) else EngineError(describe(error))
+
+
+def _step_failed(error: Exception) -> EngineError:
+    return EngineError(f"the step of this request raised {describe(error)}")

@@ -1,0 +1,80 @@
+"""A compiled grammar, and where one branch of a request stands in it."""
+
+from llguidance import LLMatcher
+from torch import Tensor, frombuffer, int32
+
+from kvq.engine.grammar.vocabulary import Vocabulary
+from kvq.engine.grammar.worker import reason
+from kvq.errors import RequestError
+
+
+class Grammar:
+    """One request's grammar, compiled. Its matchers share what llguidance learns while they run.
+
+    Not shared between requests: llguidance's limit on lexer states counts for a grammar and all its
+    copies, so one request that reaches it would end every other.
+    """
+
+    def __init__(self, vocabulary: Vocabulary, start: LLMatcher):
+        self._vocabulary = vocabulary
+        self._start = start
+
+    def matcher(self) -> "Matcher":
+        """Return a matcher at the start of the text."""
+        return Matcher(self._vocabulary, self._start.deep_copy())
+
+
+class Matcher:
+    """Where one branch stands: what may come next."""
+
+    def __init__(self, vocabulary: Vocabulary, state: LLMatcher):
+        self._vocabulary = vocabulary
+        self._state = state
+
+    def mask(self) -> Tensor:
+        """Return the tokens that may come next: int32 [ceil(vocab_size / 32)] on the CPU, a bit each.
+
+        Token t is bit t % 32 of word t // 32. An end token is allowed where the grammar may end, and
+        nowhere else; ids that only pad the logits never are. At least one token is allowed. Where the
+        text is forced, that is its usual token alone; `accept` takes others that spell it, too.
+
+        Raises:
+            RequestError: the next step takes more work than the limits allow, or nothing can follow.
+        """
+        packed = self._state.compute_bitmask()
+        self._check()
+        ids = self._vocabulary.known if self._state.is_accepting() else self._vocabulary.inner
+        mask = frombuffer(bytearray(packed), dtype=int32, count=len(ids)) & ids  # may be a word longer
+        if not bool(mask.any()):
+            raise RequestError("structured output: the grammar leaves no token that can come next")
+        return mask
+
+    def accept(self, token: int) -> None:
+        """Move on by one token. An end token where all has been said is accepted, and changes nothing.
+
+        Raises:
+            RequestError: the token isn't allowed here, and nothing moved; or a limit was reached.
+        """
+        ends = token in self._vocabulary.eos_ids
+        if ends and self.is_finished:
+            return
+        if (
+            not self._vocabulary.is_known(token)
+            or (ends and not self._state.is_accepting())
+            or self._state.try_consume_tokens([token]) != 1
+        ):
+            self._check()
+            raise RequestError(f"structured output: token {token} isn't allowed here")
+
+    @property
+    def is_finished(self) -> bool:
+        """True if nothing but the end can follow, or the end has come."""
+        return self._state.is_stopped() and not self._state.is_error()
+
+    def fork(self) -> "Matcher":
+        """Return a matcher that stands where this one does and moves on by itself."""
+        return Matcher(self._vocabulary, self._state.deep_copy())
+
+    def _check(self) -> None:
+        if self._state.is_error():
+            raise RequestError(f"structured output: {reason(self._state)}")

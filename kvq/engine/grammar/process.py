@@ -1,0 +1,134 @@
+"""The engine's end of the child process in which grammars are tried."""
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from typing import Any
+
+from kvq.engine.grammar import worker
+from kvq.engine.grammar.limits import GrammarLimits
+from kvq.engine.grammar.vocabulary import Vocabulary
+from kvq.errors import RequestError
+
+START_TIMEOUT_S = 120  # Python, llguidance and a large tokenizer, on a busy machine
+MAX_REPLY_BYTES = 64 << 10
+
+
+class CompileProcess:
+    """One child that tries one grammar at a time, killed when it overruns and started anew.
+
+    Used by one thread at a time, but for `close`.
+    """
+
+    def __init__(self, vocabulary: Vocabulary, limits: GrammarLimits):
+        self._vocabulary = vocabulary
+        self._limits = limits
+        self._child: subprocess.Popen[bytes] | None = None
+        self._closed = False
+
+    def check(self, text: str) -> None:
+        """Compile `text`, a grammar as llguidance reads it, in the child.
+
+        Raises:
+            RequestError: it is bad, or takes more time or memory than the limits allow.
+        """
+        child = self._running()
+        refusal = self._exchange(child, {"grammar": text}, self._limits.compile_timeout_s)
+        if refusal:
+            raise RequestError(f"structured output: {refusal}")
+
+    def close(self) -> None:
+        """End the child, whatever it does; `check` then raises."""
+        self._closed = True
+        self._stop()
+
+    def _running(self) -> subprocess.Popen[bytes]:
+        if self._child is not None and self._child.poll() is not None:
+            self._stop()
+        self._check_open()
+        if self._child is None:
+            self._child = self._start()
+            self._exchange(self._child, self._setup(), START_TIMEOUT_S)
+        return self._child
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise RequestError("structured output: the grammar compiler is closed")
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(
+            [sys.executable, "-P", worker.__file__],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,  # a crash would quote the request
+            env={**os.environ, "MALLOC_ARENA_MAX": "1"},  # arenas reserve address space, which is limited
+            start_new_session=True,  # an interrupt at the terminal is the engine's to handle
+        )
+
+    def _setup(self) -> dict[str, Any]:
+        return {
+            "tokenizer": self._vocabulary.tokenizer_json,
+            "vocab_size": self._vocabulary.vocab_size,
+            "eos_ids": self._vocabulary.eos_ids,
+            "max_line_bytes": worker.MAX_SETUP_BYTES,
+            "timeout_s": self._limits.compile_timeout_s,
+            "memory_bytes": self._limits.compile_memory_bytes,
+            "parser": self._limits.parser,
+        }
+
+    def _exchange(self, child: subprocess.Popen[bytes], message: dict[str, Any], timeout_s: float) -> str:
+        """Send one message and return the child's refusal, empty if there is none."""
+        overran = threading.Event()
+
+        def expire() -> None:
+            overran.set()
+            child.kill()
+
+        deadline = threading.Timer(timeout_s, expire)
+        deadline.daemon = True
+        deadline.start()
+        line = _ask(child, json.dumps(message).encode() + b"\n")
+        deadline.cancel()
+        deadline.join()
+        if overran.is_set():
+            self._stop()
+            raise RequestError(
+                f"structured output: compiling takes more than {timeout_s:g} s; simplify the grammar"
+            )
+        if not line.endswith(b"\n"):
+            self._stop()
+            self._check_open()
+            raise RequestError(
+                f"structured output: compiling takes more than "
+                f"{self._limits.compile_memory_bytes >> 20} MiB of memory, or crashes; simplify the grammar"
+            )
+        return str(json.loads(line)["refusal"])
+
+    def _stop(self) -> None:
+        child, self._child = self._child, None
+        if child is not None:
+            child.kill()
+            child.wait()
+            for pipe in (child.stdin, child.stdout):
+                _close(pipe)
+
+
+def _ask(child: subprocess.Popen[bytes], line: bytes) -> bytes:
+    """Return the child's next line; less than a line if it died."""
+    assert child.stdin is not None, "the child was started with a pipe"
+    assert child.stdout is not None, "the child was started with a pipe"
+    try:
+        child.stdin.write(line)
+        child.stdin.flush()
+        return child.stdout.readline(MAX_REPLY_BYTES)
+    except (OSError, ValueError):  # the pipe broke, or `close` closed it
+        return b""
+
+
+def _close(pipe: Any) -> None:
+    try:
+        pipe.close()
+    except OSError:  # what was still to be written has no reader
+        return

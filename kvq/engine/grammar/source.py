@@ -1,0 +1,123 @@
+"""What a request asks for, written as llguidance reads it, once its size and depth are in bounds."""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from llguidance import LLMatcher
+
+from kvq.engine.grammar.limits import GrammarLimits
+from kvq.engine.params import StructuredOutput
+from kvq.errors import RequestError, first_lines
+
+OPENING, CLOSING = "([{", ")]}"
+
+
+def grammar_text(spec: StructuredOutput, limits: GrammarLimits) -> str:
+    """Return the grammar of `spec` for llguidance.
+
+    A schema's JSON has no white space but in strings, so that it ends. What a schema says and
+    llguidance can't enforce is refused, never ignored.
+
+    Raises:
+        RequestError: the text is too long, nested too deep, no JSON, or not Unicode.
+    """
+    if spec.json_schema is not None:
+        return _schema_text(spec.json_schema, limits)
+    if spec.choice is not None:
+        return _choice_text(spec.choice, limits)
+    if spec.regex is not None:
+        _check_text("regex", spec.regex, limits)
+        return LLMatcher.grammar_from_regex(spec.regex)
+    assert spec.lark is not None, "StructuredOutput holds exactly one of four"
+    _check_text("lark", spec.lark, limits)
+    return LLMatcher.grammar_from_lark(spec.lark)
+
+
+def _schema_text(schema: Mapping[str, Any] | str, limits: GrammarLimits) -> str:
+    if isinstance(schema, str):
+        _check_text("json_schema", schema, limits)
+    else:
+        _check_tree(schema, limits)
+    try:
+        tree = json.loads(schema) if isinstance(schema, str) else schema
+        text = json.dumps(tree, ensure_ascii=False, allow_nan=False, default=_plain)
+    except (ValueError, TypeError) as error:
+        raise RequestError(f"json_schema isn't JSON: {first_lines(error)}") from error
+    if not isinstance(tree, Mapping):
+        raise RequestError(f"json_schema must be a JSON object, got {text[:80]}")
+    _check_size("json_schema", text, limits)
+    try:
+        # `overrides` beat an x-guidance key of the schema, which could switch checks off
+        return LLMatcher.grammar_from_json_schema(
+            text, overrides={"whitespace_flexible": False, "lenient": False}
+        )
+    except ValueError as error:
+        raise RequestError(f"json_schema isn't one: {first_lines(error)}") from error
+
+
+def _choice_text(choices: Sequence[str], limits: GrammarLimits) -> str:
+    _check_size("choice", "".join(choices), limits)
+    return LLMatcher.grammar_from_regex("|".join("".join(map(_literal, c)) for c in choices))
+
+
+def _literal(character: str) -> str:
+    is_plain = character.isascii() and character.isalnum()
+    return character if is_plain else f"\\x{{{ord(character):X}}}"
+
+
+def _check_text(name: str, text: str, limits: GrammarLimits) -> None:
+    _check_size(name, text, limits)
+    if _depth(text) > limits.max_depth:
+        raise RequestError(f"{name} may be nested {limits.max_depth} levels deep at most")
+
+
+def _check_size(name: str, text: str, limits: GrammarLimits) -> None:
+    try:
+        size = len(text.encode())
+    except UnicodeEncodeError as error:
+        raise RequestError(f"{name} isn't valid Unicode: {first_lines(error)}") from error
+    if size > limits.max_bytes:
+        raise RequestError(f"{name} may take {limits.max_bytes} bytes at most, got {size}")
+
+
+def _depth(text: str) -> int:
+    """Return how deep brackets nest; those in strings count, an escaped one doesn't.
+
+    A first check only. What it misses overflows llguidance's own limits or the child's stack.
+    """
+    depth = deepest = 0
+    is_escaped = False
+    for character in text:
+        if is_escaped or character == "\\":
+            is_escaped = not is_escaped
+        elif character in OPENING:
+            depth += 1
+            deepest = max(deepest, depth)
+        elif character in CLOSING:
+            depth = max(0, depth - 1)
+    return deepest
+
+
+def _check_tree(schema: Mapping[str, Any], limits: GrammarLimits) -> None:
+    """Refuse a tree that is too deep (or holds itself) or too large to be written as JSON."""
+    nodes = 0
+    open_nodes: list[tuple[Any, int]] = [(schema, 1)]
+    while open_nodes:
+        node, depth = open_nodes.pop()
+        nodes += 1
+        if nodes > limits.max_bytes:
+            raise RequestError(f"json_schema may take {limits.max_bytes} bytes at most")
+        if not isinstance(node, Mapping | list | tuple):
+            continue
+        if depth > limits.max_depth:
+            raise RequestError(f"json_schema may be nested {limits.max_depth} levels deep at most")
+        children = node.values() if isinstance(node, Mapping) else node
+        open_nodes.extend((child, depth + 1) for child in children)
+
+
+def _plain(value: object) -> dict[Any, Any]:
+    """Let json write any Mapping."""
+    if isinstance(value, Mapping):
+        return dict(value)
+    raise TypeError(f"{type(value).__name__} can't be written as JSON")

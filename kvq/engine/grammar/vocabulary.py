@@ -1,0 +1,67 @@
+"""A model's tokens as llguidance sees them, and which ids are tokens at all."""
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from llguidance import LLTokenizer
+from torch import Tensor
+
+from kvq.errors import ConfigError, first_lines
+
+
+@dataclass(frozen=True, kw_only=True)
+class Vocabulary:
+    """The ids of a model's logits: which are tokens, which of them end a text."""
+
+    tokenizer_json: str  # without padding or truncation
+    tokenizer: LLTokenizer
+    vocab_size: int  # width of the logits, the tokenizer's ids and what pads them
+    eos_ids: tuple[int, ...]
+    known: Tensor  # int32 [ceil(vocab_size / 32)], a bit for each id that is a token
+    inner: Tensor  # the same without the end tokens
+
+    def is_known(self, token: int) -> bool:
+        """True if `token` is an id that the tokenizer knows."""
+        return 0 <= token < self.vocab_size and bool(int(self.known[token >> 5]) >> (token & 31) & 1)
+
+
+def read_vocabulary(tokenizer: Any, vocab_size: int, eos_ids: Sequence[int]) -> Vocabulary:
+    """Read a transformers tokenizer. Nothing is fetched.
+
+    Raises:
+        ConfigError: it isn't a fast tokenizer, doesn't fit the logits, or lacks an end token.
+    """
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        raise ConfigError(
+            f"structured output needs a tokenizer with a tokenizer.json, got {type(tokenizer).__name__}"
+        )
+    ids = set(backend.get_vocab(with_added_tokens=True).values())
+    if not eos_ids or not ids.issuperset(eos_ids):
+        raise ConfigError(f"eos_ids must be at least one of the tokenizer's {len(ids)} ids, got {eos_ids}")
+    text = json.dumps({**json.loads(backend.to_str()), "padding": None, "truncation": None})
+    try:
+        tokens = LLTokenizer(text, n_vocab=vocab_size, eos_token=list(eos_ids))
+    except ValueError as error:
+        raise ConfigError(
+            f"llguidance can't read the tokenizer for logits of {vocab_size}: {first_lines(error)}"
+        ) from error
+    return Vocabulary(
+        tokenizer_json=text,
+        tokenizer=tokens,
+        vocab_size=vocab_size,
+        eos_ids=tuple(eos_ids),
+        known=_packed(ids, vocab_size),
+        inner=_packed(ids.difference(eos_ids), vocab_size),
+    )
+
+
+def _packed(ids: Iterable[int], vocab_size: int) -> Tensor:
+    """Return one bit an id, the lowest bit of each word first: int32 [ceil(vocab_size / 32)]."""
+    packed = bytearray(-(-vocab_size // 32) * 4)
+    for token in ids:
+        packed[token >> 3] |= 1 << (token & 7)
+    return torch.frombuffer(packed, dtype=torch.int32)

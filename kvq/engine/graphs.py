@@ -1,0 +1,159 @@
+"""Pure-decode steps on a GPU as CUDA graphs: one replay instead of a thousand launches."""
+
+import logging
+from bisect import bisect_left
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvq.cache import KVCache
+from kvq.errors import first_lines
+from kvq.kernels import SequenceBatch
+from kvq.models import Model
+from kvq.models.step import PackedStep
+from kvq.scheduler import StepPlan
+
+_log = logging.getLogger("kvq")
+Capture = Callable[[Callable[[], None]], Callable[[], None]]  # work -> what repeats it
+
+
+class DecodeGraphs:
+    """One graph per batch size: 1, 2, 4, 8, and every 16 up to the largest.
+
+    A graph repeats the same launches on the same memory, so all that changes from step to step lies in
+    one small buffer, and the grids are those of the longest context. Rows that a batch leaves empty
+    compute a token in a block that belongs to nobody.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        cache: KVCache,
+        tables: list[Tensor],
+        *,
+        max_num_seqs: int,
+        max_context: int,
+        capture: Capture | None = None,
+    ) -> None:
+        """Capture all sizes, largest first, so that they share one memory pool.
+
+        `tables`: int32 [max_num_seqs + 1, blocks] per layer group; the last row names the spare block.
+        """
+        self._model = model
+        self._cache = cache
+        self._tables = tables
+        self._spare_row = max_num_seqs
+        self._max_context = max_context
+        self._sizes = sorted(
+            {n for n in (1, 2, 4, 8, *range(16, max_num_seqs, 16)) if n < max_num_seqs} | {max_num_seqs}
+        )
+        device = model.weights.device
+        # Token id, position and table row of every branch; what graphs read.
+        self._inputs = torch.zeros(3, max_num_seqs, dtype=torch.int64, device=device)
+        self._host = torch.zeros(3, max_num_seqs, dtype=torch.int64, pin_memory=device.type == "cuda")
+        self._bad = torch.zeros(max_num_seqs, dtype=torch.bool, device=device)
+        self._logits: dict[int, Tensor] = {}
+        self._replay: dict[int, Callable[[], None]] = {}
+        self._fill([], [], [], max_num_seqs)
+        record = capture or cuda_capture(device)
+        for size in reversed(self._sizes):
+            self._replay[size] = record(self._work(size))
+
+    def takes(self, plan: StepPlan) -> bool:
+        """True for steps in which every branch computes one token and wants the next."""
+        return 0 < plan.num_decodes == len(plan.branches) <= self._sizes[-1] and all(plan.samples)
+
+    @torch.inference_mode()
+    def run(self, plan: StepPlan) -> tuple[Tensor, Tensor]:
+        """Logits [branches, vocab] and bool [branches], True where K or V was not finite.
+
+        Valid until the next run. Nothing here waits for the device.
+        """
+        count = len(plan.branches)
+        size = self._sizes[bisect_left(self._sizes, count)]
+        rows = [self._spare_row if branch.row is None else branch.row for branch in plan.branches]
+        self._fill(plan.token_ids, [end - 1 for end in plan.ends], rows, size)
+        self._replay[size]()
+        return self._logits[size][:count], self._bad[:count]
+
+    def _fill(self, ids: list[int], positions: list[int], rows: list[int], size: int) -> None:
+        """Copy a step's inputs to the device; what is not given is padding."""
+        host = self._host.numpy()
+        host[:, :size] = np.array([[0], [0], [self._spare_row]])
+        for i, values in enumerate((ids, positions, rows)):
+            host[i, : len(values)] = values
+        self._inputs[:, :size].copy_(self._host[:, :size], non_blocking=True)
+
+    def _work(self, size: int) -> Callable[[], None]:
+        """A decode step of that size, from the input buffer to logits and flags."""
+        device = self._inputs.device
+        lens = torch.ones(3, size, dtype=torch.int32, device=device)  # first token, new tokens, context
+        lens[0] = torch.arange(size, dtype=torch.int32, device=device)
+        keep = torch.arange(size, device=device)
+        self._logits[size] = torch.empty(0)
+
+        @torch.inference_mode()
+        def work() -> None:
+            ids, positions, rows = self._inputs[:, :size]
+            lens[2] = positions + 1
+            bad = self._bad[:size].zero_()
+            output = self._model.weights.model(
+                input_ids=ids[None],
+                position_ids=positions[None],
+                use_cache=False,
+                logits_to_keep=keep,
+                kvq_step=PackedStep(
+                    cache=self._cache,
+                    geometry=self._model.geometry,
+                    batches=tuple(self._batch(table, positions, rows, lens) for table in self._tables),
+                    bad_tokens=bad,
+                ),
+            )
+            self._logits[size] = output.logits[0]
+
+        return work
+
+    def _batch(self, table: Tensor, positions: Tensor, rows: Tensor, lens: Tensor) -> SequenceBatch:
+        size, count = self._model.layout.block_size, len(rows)
+        blocks = table[rows, positions // size].long()
+        return SequenceBatch(
+            query_lens=(1,) * count,
+            context_lens=(self._max_context,) * count,
+            tables=table[rows],
+            slots=blocks * size + positions % size,
+            lens=lens,
+        )
+
+
+def cuda_capture(device: torch.device) -> Capture:
+    """Record work as a CUDA graph; all graphs share their memory."""
+    pool = torch.cuda.graph_pool_handle()
+
+    def capture(work: Callable[[], None]) -> Callable[[], None]:
+        stream = torch.cuda.Stream(device)
+        stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(stream):  # compiles kernels and fills allocators' caches
+            work()
+            work()
+        torch.cuda.current_stream(device).wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=pool):
+            work()
+        return graph.replay
+
+    return capture
+
+
+def decode_graphs(
+    model: Model, cache: KVCache, tables: list[Tensor], *, max_num_seqs: int, max_context: int
+) -> DecodeGraphs | None:
+    """Graphs on a CUDA device; None elsewhere, or, with a warning, where a model can't be captured."""
+    if model.weights.device.type != "cuda":
+        return None
+    try:
+        return DecodeGraphs(model, cache, tables, max_num_seqs=max_num_seqs, max_context=max_context)
+    except Exception as error:  # noqa: BLE001 - whatever a model's code does that a graph can't hold
+        _log.warning("decode steps run without CUDA graphs: %s", first_lines(error))
+        return None

@@ -1,0 +1,70 @@
+"""How large the pools are: decided once, before the first request."""
+
+import math
+
+import torch
+
+from kvq.cache.memory import available_bytes
+from kvq.engine.config import EngineConfig, parse_bytes
+from kvq.errors import OutOfMemory
+from kvq.layout import KVLayout
+
+_GPU_FRACTION, _CPU_FRACTION = 0.9, 0.5
+_CPU_MOST = 4 << 30  # bytes, unless somebody asks for more: others need a host's memory too
+
+
+def blocks_wanted(layout: KVLayout, config: EngineConfig, max_context: int) -> list[int]:
+    """The most blocks per layer group that `max_num_seqs` sequences of full length could use."""
+    size = layout.block_size
+    blocks = []
+    for group in layout.groups:
+        tokens = max_context
+        if (window := group.group.window) is not None:
+            tokens = min(tokens, window + config.max_num_batched_tokens + size)
+        blocks.append(config.max_num_seqs * -(-tokens // size))
+    return blocks
+
+
+def pool_blocks(
+    layout: KVLayout, config: EngineConfig, *, device: torch.device, max_context: int, activation_bytes: int
+) -> list[int]:
+    """Blocks per layer group: as configured, or as many as free memory holds and could ever be used.
+
+    `activation_bytes`: what the largest step needs beside weights and pools, as measured.
+
+    Raises:
+        ConfigError: kv_memory is not a size.
+        OutOfMemory: not one block fits.
+    """
+    if config.num_blocks is not None:
+        return [config.num_blocks] * len(layout.groups)
+    wanted = blocks_wanted(layout, config, max_context)
+    if config.kv_memory is not None:
+        budget = parse_bytes(config.kv_memory, "kv_memory")
+    else:
+        fraction = config.memory_fraction or (_GPU_FRACTION if device.type == "cuda" else _CPU_FRACTION)
+        free = available_bytes(device)
+        if free is None:
+            return wanted
+        budget = int(free * fraction) - activation_bytes
+        if device.type != "cuda" and config.memory_fraction is None:
+            budget = min(budget, _CPU_MOST)
+    needed = sum(n * group.block_bytes for n, group in zip(wanted, layout.groups, strict=True))
+    share = min(1.0, max(0, budget) / needed)
+    blocks = [math.floor(n * share) for n in wanted]
+    if min(blocks) < 1:
+        smallest = sum(group.block_bytes for group in layout.groups)
+        raise OutOfMemory(
+            f"the KV pool may take {max(0, budget) / 2**20:,.1f} MiB, one block of every layer group takes "
+            f"{smallest / 2**20:,.1f} MiB; raise kv_memory or memory_fraction, or use a smaller format"
+        )
+    return blocks
+
+
+def swap_slots(layout: KVLayout, config: EngineConfig, num_blocks: list[int]) -> list[int] | None:
+    """Host slots per layer group for `swap_memory`, shared out as the pools are; None for no swapping."""
+    budget = parse_bytes(config.swap_memory, "swap_memory")
+    if not budget:
+        return None
+    total = sum(n * group.block_bytes for n, group in zip(num_blocks, layout.groups, strict=True))
+    return [math.floor(n * budget / total) for n in num_blocks]

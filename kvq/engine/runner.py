@@ -1,0 +1,221 @@
+"""The runner: carries out a step's plan with one packed forward pass."""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from kvq.blockmgr import SwapIn
+from kvq.cache import KVCache
+from kvq.engine.graphs import decode_graphs
+from kvq.kernels import SequenceBatch
+from kvq.models import Model
+from kvq.models.step import Observer, PackedStep
+from kvq.scheduler import StepPlan
+
+Integers = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class StepOutput:
+    """What came of a step's forward pass."""
+
+    logits: Tensor  # [wanted rows, vocab] of the model's dtype, packed in the plan's order
+    starts: list[int]  # per branch, its first row of the logits
+    bad_tokens: Tensor  # bool [new tokens]: K or V held a NaN or an infinity; on the device
+    failed_swaps: list[SwapIn]
+    attention_s: float  # time in write and attend; on a GPU the time to launch them
+
+
+class Runner:
+    """A model over its own block pools. Everything it needs between steps is allocated at the start."""
+
+    def __init__(
+        self,
+        model: Model,
+        *,
+        num_blocks: list[int],
+        host_slots: list[int] | None,
+        swap_folder: str | Path | None = None,
+        max_num_seqs: int,
+        max_context: int,
+        uses_graphs: bool = True,
+    ) -> None:
+        """Allocate pools of `num_blocks` blocks, and `host_slots`, per layer group.
+
+        `uses_graphs`: on a GPU, capture decode steps as graphs.
+
+        Raises:
+            OutOfMemory: the pools or the host slots don't fit.
+        """
+        weights, layout = model.weights, model.layout
+        spare = int(weights.device.type == "cuda")  # a block and a table row for the padding of graphs
+        self.model = model
+        self.cache = KVCache(
+            weights.geometry,
+            model.recipe,
+            layout,
+            num_blocks=[count + spare for count in num_blocks],
+            device=weights.device,
+            backend=model.backend,
+            host_slots=host_slots,
+            swap_folder=swap_folder,
+        )
+        self.observer: Observer | None = None  # sees K and V of every layer before they are written
+        self._device = weights.device
+        self._block_size = layout.block_size
+        self._width = -(-max_context // layout.block_size)
+        shape = (max_num_seqs + spare, self._width)
+        self._tables = [torch.zeros(shape, dtype=torch.int32, device=self._device) for _ in layout.groups]
+        for table, count in zip(self._tables, num_blocks, strict=True):
+            table[max_num_seqs:] = count
+        self._step_rows, self._logit_rows = weights.fewest_rows
+        self._graphs = (
+            decode_graphs(model, self.cache, self._tables, max_num_seqs=max_num_seqs, max_context=max_context)
+            if uses_graphs
+            else None
+        )
+
+    @torch.inference_mode()
+    def prepare(self, plan: StepPlan) -> list[SwapIn]:
+        """Carry out a plan's orders and bring the tables up to date; once, before `forward`.
+
+        Returns the orders to swap in whose bytes were damaged.
+        """
+        failed = self.cache.carry_out(plan.orders)
+        self._update_tables(plan)
+        return failed
+
+    @torch.inference_mode()
+    def forward(self, plan: StepPlan, failed: list[SwapIn], *, all_rows: Collection[int] = ()) -> StepOutput:
+        """Layer by layer write, then attend; then the logits that are wanted.
+
+        Wanted are the last row of branches that sample, and every row of the branches in `all_rows`.
+        Nothing is committed: a plan that raised may be run again, whole or in parts.
+        """
+        if not plan.branches:
+            return self.nothing(plan, failed)
+        if self._graphs is not None and self.observer is None and not all_rows and self._graphs.takes(plan):
+            logits, bad = self._graphs.run(plan)
+            return StepOutput(
+                logits=logits,
+                starts=list(range(len(plan.branches))),
+                bad_tokens=bad,
+                failed_swaps=failed,
+                attention_s=0.0,
+            )
+        step = self._step(plan)
+        starts, keep = _wanted(plan, all_rows)
+        rows = max(plan.num_tokens, self._step_rows)
+        output = self.model.weights.model(
+            input_ids=self._upload(plan.token_ids, rows)[None],
+            position_ids=self._upload(_positions(plan), rows)[None],
+            use_cache=False,
+            logits_to_keep=self._upload(keep, max(len(keep), self._logit_rows)),
+            kvq_step=step,
+        )
+        return StepOutput(
+            logits=output.logits[0, : len(keep)],
+            starts=starts,
+            bad_tokens=step.bad_tokens,
+            failed_swaps=failed,
+            attention_s=step.attention_s,
+        )
+
+    def nothing(self, plan: StepPlan, failed: list[SwapIn]) -> StepOutput:
+        """The output of a plan that computed nothing."""
+        logits = torch.empty(0, self.model.geometry.vocab_size, device=self._device)
+        starts = [0] * len(plan.branches)
+        fine = torch.zeros(plan.num_tokens, dtype=torch.bool, device=self._device)
+        return StepOutput(logits=logits, starts=starts, bad_tokens=fine, failed_swaps=failed, attention_s=0.0)
+
+    def close(self) -> None:
+        """Give back what lies outside the device."""
+        self.cache.close()
+
+    def _step(self, plan: StepPlan) -> PackedStep:
+        rows = torch.tensor([branch.row for branch in plan.branches], device=self._device)
+        size = self._block_size
+        positions = torch.from_numpy(_positions(plan)).to(self._device)
+        owners = torch.repeat_interleave(rows, torch.tensor(plan.counts, device=self._device))
+        width = -(-max(plan.ends) // size)
+        batches = []
+        for table in self._tables:
+            block = table[owners, positions // size].long()
+            batches.append(
+                SequenceBatch(
+                    query_lens=tuple(plan.counts),
+                    context_lens=tuple(plan.ends),
+                    tables=table[rows, :width],
+                    slots=block * size + positions % size,
+                )
+            )
+        return PackedStep(
+            cache=self.cache,
+            geometry=self.model.geometry,
+            batches=tuple(batches),
+            bad_tokens=torch.zeros(plan.num_tokens, dtype=torch.bool, device=self._device),
+            observer=self.observer,
+        )
+
+    def _update_tables(self, plan: StepPlan) -> None:
+        """Write what changed into the persistent rows, one upload per layer group."""
+        places: list[list[int]] = [[] for _ in self._tables]
+        blocks: list[list[int]] = [[] for _ in self._tables]
+        for row, group, first, entries in plan.table_changes:
+            at = row * self._width + first
+            places[group].extend(range(at, at + len(entries)))
+            blocks[group].extend(entries)
+        for table, where, what in zip(self._tables, places, blocks, strict=True):
+            if where:
+                table.view(-1)[torch.tensor(where, device=self._device)] = torch.tensor(
+                    what, dtype=torch.int32, device=self._device
+                )
+
+    def _upload(self, values: list[int] | Integers, rows: int) -> Tensor:
+        """int64 [rows] on the device: the values, then zeros."""
+        padded = np.zeros(rows, dtype=np.int64)
+        padded[: len(values)] = values
+        return torch.from_numpy(padded).to(self._device, non_blocking=True)
+
+
+def join(parts: list[StepOutput], failed: list[SwapIn]) -> StepOutput:
+    """The output of a step whose branches were run one by one."""
+    starts, at = [], 0
+    for part in parts:
+        starts.append(at)
+        at += len(part.logits)
+    return StepOutput(
+        logits=torch.cat([part.logits for part in parts]),
+        starts=starts,
+        bad_tokens=torch.cat([part.bad_tokens for part in parts]),
+        failed_swaps=failed,
+        attention_s=sum(part.attention_s for part in parts),
+    )
+
+
+def _positions(plan: StepPlan) -> Integers:
+    """int64 [tokens]: the position of every new token in its sequence."""
+    counts, ends = np.array(plan.counts), np.array(plan.ends)
+    before = np.cumsum(counts) - counts  # new tokens of the branches packed before
+    first: Integers = np.repeat(ends - counts - before, counts)
+    return first + np.arange(plan.num_tokens)
+
+
+def _wanted(plan: StepPlan, all_rows: Collection[int]) -> tuple[list[int], list[int]]:
+    """Per branch its first row among the wanted logits; and the packed rows that are wanted."""
+    starts: list[int] = []
+    keep: list[int] = []
+    at = 0
+    for i, (count, samples) in enumerate(zip(plan.counts, plan.samples, strict=True)):
+        starts.append(len(keep))
+        if i in all_rows:
+            keep.extend(range(at, at + count))
+        elif samples:
+            keep.append(at + count - 1)
+        at += count
+    return starts, keep

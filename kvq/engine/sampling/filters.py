@@ -1,0 +1,82 @@
+"""Temperature, min-p, top-k and top-p, and the draw from what they leave.
+
+The filters act in this order, each on what the one before left:
+
+    min_p   drops tokens less than min_p times as likely as the likeliest
+    top_k   keeps the k likeliest
+    top_p   keeps the fewest likeliest tokens whose share of the mass reaches top_p
+
+Each keeps a beginning of the tokens in order of likelihood, so a filter is a length and nothing is
+renormalized. Sources: Fan et al. 2018 (top-k), Holtzman et al. 2020 (top-p), Nguyen et al. 2024 (min-p).
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvq.engine.sampling.mass import MASS_OF_LIKELIEST, draw, masses
+from kvq.engine.sampling.ranking import ranked
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Settings:
+    """What rows draw with, each [rows] on the device; a filter that no row asks for is None."""
+
+    uniform: Tensor  # fp64, in [0, 1)
+    temperature: Tensor  # fp32, above 0
+    min_p: Tensor | None  # fp64
+    top_k: Tensor | None  # int64
+    top_p: Tensor | None  # fp64
+
+    def __getitem__(self, part: slice) -> "Settings":
+        """The settings of some of the rows."""
+        return Settings(
+            uniform=self.uniform[part],
+            temperature=self.temperature[part],
+            min_p=None if self.min_p is None else self.min_p[part],
+            top_k=None if self.top_k is None else self.top_k[part],
+            top_p=None if self.top_p is None else self.top_p[part],
+        )
+
+
+def draw_whole(logits: Tensor, peaks: Tensor, settings: Settings) -> Tensor:
+    """Return a token of each row, [rows] int64, where no row has a top_k or top_p: nothing is sorted.
+
+    `logits`: fp32, [rows, vocab]; `peaks`: each row's highest, [rows].
+    """
+    sums = _after_min_p(masses(logits, peaks, settings.temperature), settings.min_p).cumsum(dim=-1)
+    return draw(sums, sums[:, -1], settings.uniform)
+
+
+def draw_ranked(logits: Tensor, peaks: Tensor, settings: Settings, width: int) -> Tensor:
+    """Return a token of each row, [rows] int64, among its `width` likeliest.
+
+    `width` is at least every row's top_k, and the whole vocabulary where one has none.
+    """
+    values, tokens = ranked(logits, width)  # [rows, width]
+    mass = _after_min_p(masses(values, peaks, settings.temperature), settings.min_p)
+    if settings.top_k is not None:
+        columns = torch.arange(mass.shape[-1], device=mass.device)
+        mass = mass.masked_fill_(columns >= settings.top_k[:, None], 0)
+    sums = mass.cumsum(dim=-1)
+    totals = sums[:, -1] if settings.top_p is None else _nucleus(sums, settings.top_p)
+    chosen = draw(sums, totals, settings.uniform)
+    return tokens.gather(1, chosen[:, None])[:, 0]
+
+
+def _after_min_p(mass: Tensor, min_p: Tensor | None) -> Tensor:
+    """The masses, in place, with those below min_p of the likeliest token's removed."""
+    if min_p is None:
+        return mass
+    bar = (min_p * MASS_OF_LIKELIEST).ceil().to(torch.int64)
+    return mass.masked_fill_(mass < bar[:, None], 0)
+
+
+def _nucleus(sums: Tensor, top_p: Tensor) -> Tensor:
+    """The first running sum of each row that reaches top_p of its last, [rows]."""
+    totals = sums[:, -1]
+    needed = (top_p * totals.double()).ceil().to(torch.int64)
+    needed = torch.minimum(needed, totals).clamp_(min=1)  # rounding up may pass the total
+    last = torch.searchsorted(sums, needed[:, None]).clamp_(max=sums.shape[-1] - 1)
+    return sums.gather(1, last)[:, 0]

@@ -1,0 +1,92 @@
+"""Log-probabilities under the model's own distribution, in natural logarithms."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvq.engine.sampling.chunks import chunks
+from kvq.engine.sampling.mass import log_probability, masses
+from kvq.engine.sampling.ranking import likeliest, ranked
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """How likely a token was, beside the likeliest ones.
+
+    `rank`: 1 is the likeliest; of equally likely tokens the lower id comes first. `top`: the likeliest
+    tokens with their log-probabilities, in that order. -inf is legal, and NaN where the logits were NaN.
+    """
+
+    token: int
+    logprob: float
+    rank: int
+    top: tuple[tuple[int, float], ...]
+
+
+def measure(logits: Tensor, tokens: Tensor, top: int) -> Tensor:
+    """Return what `read_logprobs` needs of each row, fp64, [rows, 4 + 2 * top], on the device.
+
+    `logits`: fp32, [rows, vocab]; `tokens`: int64, [rows]; `top` is at most the vocabulary. Columns:
+    highest logit, total mass, the token's logit, its rank, then the top logits and their tokens. All
+    are whole numbers below 2**53 or fp32, so fp64 holds them exactly; the total is rounded.
+    """
+    peaks, _ = likeliest(logits)
+    totals = masses(logits, peaks).sum(dim=-1)
+    chosen = logits.gather(1, tokens[:, None])  # [rows, 1]
+    ids = torch.arange(logits.shape[-1], device=logits.device)
+    ahead = (logits > chosen) | ((logits == chosen) & (ids < tokens[:, None]))
+    columns = [peaks[:, None], totals[:, None], chosen, ahead.sum(dim=-1, keepdim=True) + 1]
+    if top:
+        columns += ranked(logits, top)
+    return torch.cat([column.double() for column in columns], dim=-1)
+
+
+def read_logprobs(token: int, measured: Sequence[float], top: int) -> TokenLogprobs:
+    """Turn a row of `measure` into numbers for the user; `top` may be lower than what was measured."""
+    peak, total, chosen, rank, *ranking = measured
+    width = len(ranking) // 2
+    pairs = zip(ranking[:top], ranking[width : width + top], strict=True)
+    return TokenLogprobs(
+        token=token,
+        logprob=log_probability(chosen, peak, total),
+        rank=int(rank),
+        top=tuple((int(other), log_probability(value, peak, total)) for value, other in pairs),
+    )
+
+
+@torch.no_grad()
+def prompt_logprobs(logits: Tensor, targets: Sequence[int], top: int) -> list[TokenLogprobs]:
+    """Return how likely the model held each of `targets`, the tokens that followed.
+
+    `logits`: any float type, [rows, vocab]; `targets`: one token a row; `top`: how many of the
+    likeliest tokens to name beside it.
+    """
+    num_rows, vocab_size = logits.shape
+    tokens = torch.tensor(targets, dtype=torch.int64, device=logits.device)
+    top, found = min(top, vocab_size), []
+    for part in chunks(num_rows, vocab_size, logits.device):
+        rows = measure(logits[part].float(), tokens[part], top).tolist()
+        found += [read_logprobs(token, row, top) for token, row in zip(targets[part], rows, strict=True)]
+    return found
+
+
+@torch.no_grad()
+def beam_candidates(logits: Tensor, count: int) -> tuple[list[list[float]], list[list[int]]]:
+    """Return each row's `count` likeliest tokens: their log-probabilities and their ids, on the host.
+
+    `logits`: any float type, [beams, vocab]. A vocabulary of fewer tokens gives all of them.
+    """
+    num_rows, vocab_size = logits.shape
+    width = min(count, vocab_size)
+    values: list[list[float]] = []
+    tokens: list[list[int]] = []
+    for part in chunks(num_rows, vocab_size, logits.device):
+        logits_part = logits[part].float()
+        best, ids = ranked(logits_part, width)
+        totals = masses(logits_part, best[:, 0]).sum(dim=-1)
+        for row in torch.cat((totals[:, None].double(), best.double(), ids.double()), dim=-1).tolist():
+            values.append([log_probability(value, row[1], row[0]) for value in row[1 : width + 1]])
+            tokens.append([int(token) for token in row[width + 1 :]])
+    return values, tokens

@@ -1,0 +1,43 @@
+"""What changes single logits of a row: penalties, biases and forbidden tokens."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Bias:
+    """Amounts added to the logits of some tokens of a row; -inf forbids a token."""
+
+    tokens: Tensor  # [tokens], int64
+    amounts: Tensor  # [tokens], fp32
+
+
+def apply_penalties(
+    logits: Tensor, places: Tensor, tokens: Tensor, counts: Tensor, strengths: Tensor
+) -> None:
+    """Lower the logits of tokens that were there before, in place.
+
+        logit = logit / r if logit > 0 else logit * r    tokens of the prompt and generated ones
+        logit = logit - presence * (count > 0) - frequency * count
+
+    `logits`: fp32, [rows, vocab]; `places`, `tokens`, `counts`: which logits, and how often each token
+    was generated, [tokens]; `strengths`: r, presence and frequency of each of these, fp32, [3, tokens].
+    Sources: Keskar et al. 2019 (CTRL), section 4.1; OpenAI's API reference.
+    """
+    repetition, presence, frequency = strengths
+    old = logits[places, tokens]
+    new = torch.where(old > 0, old / repetition, old * repetition)
+    new = new - presence * (counts > 0) - frequency * counts
+    logits[places, tokens] = new
+
+
+def apply_biases(logits: Tensor, places: Sequence[int], biases: Sequence[Bias]) -> None:
+    """Add `biases[i]` to row `places[i]` of the logits, in place; a row may come more than once."""
+    lengths = torch.tensor([len(bias.tokens) for bias in biases])
+    rows = torch.tensor(places).repeat_interleave(lengths).to(logits.device)
+    tokens = torch.cat([bias.tokens for bias in biases])
+    amounts = torch.cat([bias.amounts for bias in biases])
+    logits.index_put_((rows, tokens), amounts, accumulate=True)

@@ -1,0 +1,154 @@
+"""The parameters of the rows in use, kept so that a step only picks what its rows need."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvq.engine.params import SamplingParams
+from kvq.engine.sampling.filters import Settings
+from kvq.engine.sampling.penalties import Bias
+from kvq.engine.sampling.seeds import seed_words, uniforms
+
+# Up to this top_k a row shares a selection with others; beyond, it sorts, and slows nobody else.
+_SHORT_TOP_K = 1024
+_LOWEST_TEMPERATURE = 2.0**-126  # fp32 has no smaller one without losing bits; the likeliest token, in effect
+
+
+# Columns of the table.
+_TEMPERATURE, _MIN_P, _TOP_K, _TOP_P, _REPETITION, _PRESENCE, _FREQUENCY = range(7)
+
+
+class Draw(Enum):
+    """How a row's token is found. Rows of one kind are worked on together."""
+
+    GREEDY = "the likeliest token"
+    WHOLE = "from the whole vocabulary, in token order"
+    SHORT = "from the few likeliest tokens"
+    LONG = "from the whole vocabulary, sorted"
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """What is kept of one row in use."""
+
+    params: SamplingParams
+    draw: Draw
+    bias: Bias | None
+    forbidden: Bias | None  # until params.min_tokens tokens are generated
+
+    @property
+    def wants_logprobs(self) -> bool:
+        """True if the chosen token's log-probability is needed: by the user, or to rank samples."""
+        return self.params.logprobs is not None or self.params.best_of is not None
+
+    @property
+    def is_plain(self) -> bool:
+        """True if its likeliest token is all that anyone needs."""
+        return (
+            self.draw is Draw.GREEDY
+            and not self.params.has_penalties
+            and not self.wants_logprobs
+            and self.bias is None
+            and self.forbidden is None
+        )
+
+
+class RowTable:
+    """The rows in use, and their numbers in a table: [max_rows, 7], fp64, on the host.
+
+    On the host, since a step has to send its random numbers anyway: the parameters of its rows travel in
+    the same copy, which is cheaper than selecting them on the device.
+    """
+
+    def __init__(self, *, max_rows: int, vocab_size: int, device: torch.device) -> None:
+        self._vocab_size = vocab_size
+        self._device = device
+        self._rows: list[Row | None] = [None] * max_rows
+        self._numbers = np.zeros((max_rows, 7), dtype=np.float64)
+        self._seeds = np.zeros(max_rows, dtype=np.uint64)
+
+    def __getitem__(self, row: int) -> Row:
+        held = self._rows[row]
+        assert held is not None, f"row {row} isn't in use"
+        return held
+
+    def add(self, row: int, params: SamplingParams, *, seed: int, stop_ids: Sequence[int]) -> Row:
+        """Begin a row that isn't in use."""
+        assert self._rows[row] is None, f"row {row} is in use already"
+        top_k = min(params.top_k or self._vocab_size, self._vocab_size)
+        numbers = self._numbers[row]
+        numbers[_TEMPERATURE] = max(params.temperature, _LOWEST_TEMPERATURE)
+        numbers[_MIN_P] = params.min_p
+        numbers[_TOP_K] = top_k
+        numbers[_TOP_P] = params.top_p
+        numbers[_REPETITION] = params.repetition_penalty
+        numbers[_PRESENCE] = params.presence_penalty
+        numbers[_FREQUENCY] = params.frequency_penalty
+        self._seeds[row] = seed_words([seed])[0]
+        stops = {token for token in stop_ids if token < self._vocab_size} if params.min_tokens else ()
+        held = Row(
+            params=params,
+            draw=self._kind(params, top_k),
+            bias=self._bias(params.logit_bias or {}),
+            forbidden=self._bias(dict.fromkeys(stops, -np.inf)),
+        )
+        self._rows[row] = held
+        return held
+
+    def remove(self, row: int) -> None:
+        """Forget a row in use."""
+        assert self._rows[row] is not None, f"row {row} isn't in use"
+        self._rows[row] = None
+
+    def settings(self, rows: Sequence[int], counts: Sequence[int]) -> Settings:
+        """Return what `rows` draw with after `counts` tokens, on the device."""
+        numbers = self._numbers[rows, : _TOP_P + 1]
+        packed = np.concatenate((uniforms(self._seeds[rows], counts)[None], numbers.T))  # [5, rows]
+        uniform, temperature, min_p, top_k, top_p = torch.from_numpy(packed).to(self._device)
+        return Settings(
+            uniform=uniform,
+            temperature=temperature.float(),
+            min_p=min_p if (numbers[:, _MIN_P] > 0).any() else None,
+            top_k=top_k.to(torch.int64) if (numbers[:, _TOP_K] < self._vocab_size).any() else None,
+            top_p=top_p if (numbers[:, _TOP_P] < 1).any() else None,
+        )
+
+    def width(self, rows: Sequence[int]) -> int:
+        """Return how many of the likeliest tokens hold whatever `rows` may draw."""
+        return int(self._numbers[rows, _TOP_K].max())
+
+    def penalties(self, rows: Sequence[int]) -> Tensor:
+        """Return repetition, presence and frequency penalties: fp32, [3, rows], on the device."""
+        return torch.from_numpy(self._numbers[rows, _REPETITION:].T).to(self._device, torch.float32)
+
+    def biases(self, rows: Sequence[int], counts: Sequence[int]) -> tuple[list[int], list[Bias]]:
+        """Return which of `rows`, by place, have logits to change by how much after `counts` tokens."""
+        places, biases = [], []
+        for place, (row, count) in enumerate(zip(rows, counts, strict=True)):
+            held = self[row]
+            if held.bias is not None:
+                places.append(place)
+                biases.append(held.bias)
+            if held.forbidden is not None and count < held.params.min_tokens:
+                places.append(place)
+                biases.append(held.forbidden)
+        return places, biases
+
+    def _kind(self, params: SamplingParams, top_k: int) -> Draw:
+        if params.is_greedy:
+            return Draw.GREEDY
+        if top_k <= min(_SHORT_TOP_K, self._vocab_size - 1):
+            return Draw.SHORT
+        return Draw.LONG if top_k < self._vocab_size or params.top_p < 1 else Draw.WHOLE
+
+    def _bias(self, amounts: Mapping[int, float]) -> Bias | None:
+        if not amounts:
+            return None
+        return Bias(
+            torch.tensor(list(amounts), dtype=torch.int64, device=self._device),
+            torch.tensor(list(amounts.values()), dtype=torch.float32, device=self._device),
+        )

@@ -1,0 +1,124 @@
+"""Which tokens rows have met and how often they generated them, where penalties need it."""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+_SMALLEST_SPAN = 64  # tokens
+
+
+@dataclass(slots=True)
+class _Span:
+    """One row's part of the arena; `counts` maps its tokens, in the arena's order, to their counts."""
+
+    start: int
+    capacity: int
+    counts: dict[int, int]
+    slots: dict[int, int] = field(init=False)  # token -> offset within the span
+
+    def __post_init__(self) -> None:
+        self.slots = {token: offset for offset, token in enumerate(self.counts)}
+
+
+class TokenCounts:
+    """Unique tokens of every row with their counts, in one arena on the device.
+
+    arena:  | row 3: 64 | row 0: 256           | row 7: 64 | given back: 128 |
+
+    A row's span is a power of two long; a row that fills it moves to one twice as long, and spans given
+    back are taken again by rows of the same length. So memory follows the tokens met, not the
+    vocabulary, and a token is written twice on average. Tokens recorded between two reads reach the
+    device together.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._tokens = torch.zeros(0, dtype=torch.int64, device=device)
+        self._counts = torch.zeros(0, dtype=torch.float32, device=device)  # whole numbers
+        self._spans: dict[int, _Span] = {}
+        self._free: defaultdict[int, list[int]] = defaultdict(list)  # capacity -> starts
+        self._end = 0
+        self._unwritten: dict[int, tuple[int, int]] = {}  # place in the arena -> token, count
+
+    def __contains__(self, row: int) -> bool:
+        return row in self._spans
+
+    def add(self, row: int, prompt: Sequence[int], generated: Sequence[int]) -> None:
+        """Begin a row; tokens of the prompt count 0 unless they were generated too."""
+        counts = dict.fromkeys(prompt, 0)
+        for token in generated:
+            counts[token] = counts.get(token, 0) + 1
+        capacity = max(_SMALLEST_SPAN, 1 << len(counts).bit_length())
+        self._spans[row] = self._write(_Span(self._take(capacity), capacity, counts))
+
+    def remove(self, row: int) -> None:
+        """Forget a row."""
+        self._flush()  # what is unwritten must not land in the span's next owner
+        span = self._spans.pop(row)
+        self._free[span.capacity].append(span.start)
+
+    def record(self, row: int, token: int) -> None:
+        """Count a token that the row generated."""
+        span = self._spans[row]
+        if token not in span.slots:
+            if len(span.slots) == span.capacity:
+                span = self._moved(row)
+            span.slots[token] = len(span.slots)
+        span.counts[token] = span.counts.get(token, 0) + 1
+        self._unwritten[span.start + span.slots[token]] = (token, span.counts[token])
+
+    def read(self, rows: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
+        """Return every token of `rows`: its place in `rows`, its id and its count. [tokens] each.
+
+        Places and ids are int64, counts fp32.
+        """
+        self._flush()
+        device = self._tokens.device
+        lengths = [len(self._spans[row].slots) for row in rows]
+        shifts, total = [], 0  # from a token's place in the result to its place in the arena
+        for row, length in zip(rows, lengths, strict=True):
+            shifts.append(self._spans[row].start - total)
+            total += length
+        bounds = torch.tensor([lengths, shifts], device=device)
+        places = torch.arange(len(rows), device=device).repeat_interleave(bounds[0], output_size=total)
+        index = torch.arange(total, device=device) + bounds[1][places]
+        return places, self._tokens[index], self._counts[index]
+
+    def _moved(self, row: int) -> _Span:
+        """The row's span after its move to one twice as long."""
+        old = self._spans[row]
+        self.remove(row)
+        capacity = 2 * old.capacity
+        self._spans[row] = self._write(_Span(self._take(capacity), capacity, old.counts))
+        return self._spans[row]
+
+    def _take(self, capacity: int) -> int:
+        """The start of a span that no row holds."""
+        if self._free[capacity]:
+            return self._free[capacity].pop()
+        start, self._end = self._end, self._end + capacity
+        missing = self._end - len(self._tokens)
+        if missing > 0:
+            room = max(missing, len(self._tokens))  # at least double it: amortized
+            self._tokens = torch.cat((self._tokens, self._tokens.new_zeros(room)))
+            self._counts = torch.cat((self._counts, self._counts.new_zeros(room)))
+        return start
+
+    def _write(self, span: _Span) -> _Span:
+        """Put a whole span into the arena."""
+        place = slice(span.start, span.start + len(span.counts))
+        self._tokens[place] = torch.tensor(list(span.counts), dtype=torch.int64)
+        self._counts[place] = torch.tensor(list(span.counts.values()), dtype=torch.float32)
+        return span
+
+    def _flush(self) -> None:
+        if not self._unwritten:
+            return
+        places, entries = list(self._unwritten), list(self._unwritten.values())
+        tokens, counts = zip(*entries, strict=True)
+        written = torch.tensor([places, tokens, counts], device=self._tokens.device)  # [3, tokens]
+        self._tokens[written[0]] = written[1]
+        self._counts[written[0]] = written[2].float()
+        self._unwritten.clear()

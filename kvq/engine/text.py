@@ -1,0 +1,252 @@
+"""From the tokens of one branch to its text, as they come: whole characters, up to a stop string."""
+
+import copy
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Self
+
+from kvq.engine.params import SamplingParams
+
+_BROKEN = "\ufffd"  # what decoders show for bytes that are no character, or none yet
+_MAX_OPEN = 3  # a character has 4 bytes at most; byte-fallback decoders show each open byte as one _BROKEN
+_PROMPT_TAIL = 8  # tokens of the prompt that the first new ones are decoded with
+_PROMPT_SEARCHED = 128  # how far back these may be, in tokens, to have visible text
+# A long open stretch of tokens loses its middle. Its first tokens hold the bytes that broke it; among the
+# characters of its last ones are the open one and four before it, where lossy UTF-8 falls into step again.
+_KEPT_FIRST, _KEPT_LAST, _MAX_HELD, _STEP = 8, 12, 32, 4
+
+
+class Detokenizer:
+    """Turns tokens into text as they come, holding back a character until all its bytes are there.
+
+    The pieces and the flush join to what `tokenizer.decode` adds for these tokens behind the prompt. The
+    one exception are decoders that break every character of a stretch of byte tokens once one byte of
+    it is wrong: characters that were complete have been shown and stay.
+    Each token costs two decodes of a few tokens. Spaces are not cleaned up, since that takes back text.
+    """
+
+    def __init__(
+        self, tokenizer: Any, prompt_ids: Sequence[int], *, skip_special_tokens: bool = True
+    ) -> None:
+        self._decode: Callable[[list[int]], str] = partial(
+            tokenizer.decode, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
+        )
+        self._anchor = self._tail(prompt_ids)  # the last tokens with visible text: not at the start, then
+        self._context = self._anchor  # the anchor, and the tokens that were complete last
+        self._held: tuple[int, ...] = ()  # tokens since the text was complete
+        self._shown = self._text(self._context)  # how the text of context and held begins
+
+    def push(self, token_id: int) -> str:
+        """Add a token; return the text that is complete now."""
+        self._held += (token_id,)
+        text = self._text(self._context + self._held)
+        if not text.startswith(self._shown):
+            text = self._begin_again(text)
+        fresh = text[len(self._shown) :]
+        if not text.endswith(_BROKEN):
+            self._settle()
+            return fresh
+        num_open = min(_MAX_OPEN, len(fresh) - len(fresh.rstrip(_BROKEN)))
+        piece = fresh[: len(fresh) - num_open]
+        self._shown += piece
+        return piece + self._cut(fresh[len(piece) :]) if len(self._held) > _MAX_HELD else piece
+
+    def flush(self) -> str:
+        """Return what was held back, when the stream ends inside a character."""
+        text = self._text(self._context + self._held)
+        fresh, self._shown = text[len(self._shown) :], text
+        return fresh
+
+    def fork(self) -> Self:
+        """A copy that goes on by itself; costs no decode."""
+        return copy.copy(self)
+
+    def _text(self, ids: tuple[int, ...]) -> str:
+        return self._decode(list(ids))
+
+    def _tail(self, prompt_ids: Sequence[int]) -> tuple[int, ...]:
+        """The prompt's last tokens with visible text, from where the fewest characters are broken."""
+        for end in range(len(prompt_ids), max(0, len(prompt_ids) - _PROMPT_SEARCHED), -_PROMPT_TAIL):
+            starts = range(max(0, end - _PROMPT_TAIL), max(1, end - _PROMPT_TAIL + 4))
+            tails = [tuple(prompt_ids[start:end]) for start in starts]
+            tail = min(tails, key=lambda ids: self._text(ids).count(_BROKEN))
+            if self._text(tail).strip():
+                return tail + tuple(prompt_ids[end:][-_PROMPT_TAIL:])
+        return tuple(prompt_ids[:_PROMPT_TAIL]) + tuple(prompt_ids[_PROMPT_TAIL:][-_PROMPT_TAIL:])
+
+    def _begin_again(self, text: str) -> str:
+        """Text to go on from, when the newest token changed what the text began with."""
+        whole = self._shown.rstrip(_BROKEN)
+        if whole != self._shown and text.startswith(whole):  # a character that the prompt began, say
+            pairs = enumerate(zip(self._shown, text, strict=False))
+            self._shown = self._shown[: next((at for at, (old, new) in pairs if old != new), len(text))]
+            return text
+        # A byte joined complete characters to one broken stretch; apart from them it is open again.
+        self._context, self._shown = (), ""
+        return self._text(self._held)
+
+    def _settle(self) -> None:
+        """Start anew behind a complete text."""
+        self._shown = self._text(self._held)
+        if self._shown.strip():
+            self._anchor = self._context = self._held
+        else:
+            self._context = self._anchor + self._held
+            self._shown = self._text(self._context)
+        self._held = ()
+
+    def _cut(self, open_text: str) -> str:
+        """Forget tokens in the middle of a long open stretch; return text that no token can change."""
+        last = self._held[-_KEPT_LAST:]
+        in_step = len(self._text(last)) >= len(open_text) + _STEP
+        self._held = self._held[:_KEPT_FIRST] + last
+        text = self._text(self._context + self._held)
+        if in_step and text.endswith(open_text):
+            self._shown = text[: len(text) - len(open_text)]
+            return ""
+        self._shown = text  # tokens without text follow an open character: it has been held long enough
+        return open_text
+
+
+class _Stops:
+    """Stop strings as one automaton (Aho and Corasick 1975): constant work per character.
+
+    A state is the longest end of the text that begins a stop string; state 0 is the empty one.
+    """
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self.depth = [0]  # characters of the state
+        self.found: list[str | None] = [None]  # the longest stop string that ends here
+        self._edges: dict[tuple[int, str], int] = {}
+        self._fallback = [0]  # the longest end of the state that is a state too
+        parents: list[tuple[int, str]] = [(0, "")]
+        for stop in stops:
+            state = 0
+            for char in stop:
+                if (state, char) not in self._edges:
+                    self._edges[state, char] = len(parents)
+                    parents.append((state, char))
+                    self.depth.append(self.depth[state] + 1)
+                    self.found.append(None)
+                    self._fallback.append(0)
+                state = self._edges[state, char]
+            self.found[state] = stop
+        self._has_next = {state for state, _ in self._edges}
+        for state in sorted(range(1, len(parents)), key=self.depth.__getitem__):
+            parent, char = parents[state]
+            if parent:
+                self._fallback[state] = self.step(self._fallback[parent], char)
+            self.found[state] = self.found[state] or self.found[self._fallback[state]]
+
+    def step(self, state: int, char: str) -> int:
+        """The state after one more character."""
+        while (state, char) not in self._edges and state:
+            state = self._fallback[state]
+        return self._edges.get((state, char), 0)
+
+    def unfinished(self, state: int) -> int:
+        """The longest end of the state that a stop string may still grow from."""
+        while state and state not in self._has_next:
+            state = self._fallback[state]
+        return state
+
+
+class StopFinder:
+    """Lets text through up to a stop string, holding back what may be the beginning of one.
+
+    The stop string that is complete first wins, and of those complete at the same character the one
+    that begins first; so how the text is cut into pieces makes no difference. With `include_stop` the
+    text ends behind the stop string, and nothing needs to be held back.
+    """
+
+    def __init__(self, stops: Sequence[str], include_stop: bool) -> None:
+        self._stops = _Stops(stops)
+        self._include_stop = include_stop
+        self._state = 0
+        self._held = ""
+        self._stop: str | None = None
+
+    def push(self, text: str) -> tuple[str, str | None]:
+        """Add text; return what is safe to show, and the stop string if one is complete."""
+        if self._stop is not None:
+            return "", self._stop
+        for end, char in enumerate(text, 1):
+            self._state = self._stops.step(self._state, char)
+            if stop := self._stops.found[self._state]:
+                upto = self._held + text[:end]
+                self._stop, self._held = stop, ""
+                return upto if self._include_stop else upto[: len(upto) - len(stop)], stop
+        return self._release(text), None
+
+    def pass_over(self, text: str) -> str:
+        """Add text in which a stop string may begin but none may end; return what is safe to show."""
+        for char in text:
+            self._state = self._stops.step(self._state, char)
+        self._state = self._stops.unfinished(self._state)
+        return self._release(text)
+
+    def flush(self) -> str:
+        """Return what was held back, when no more text comes."""
+        held, self._held, self._state = self._held, "", 0
+        return held
+
+    def fork(self) -> Self:
+        """A copy that goes on by itself."""
+        return copy.copy(self)
+
+    def _release(self, text: str) -> str:
+        text = self._held + text
+        num_safe = len(text) - (0 if self._include_stop else self._stops.depth[self._state])
+        self._held = text[num_safe:]
+        return text[:num_safe]
+
+
+class TextStream:
+    """The text of one branch of a request, token by token, up to its stop string.
+
+    Stop strings are looked for from the token after the first `min_tokens`: one that is complete by then
+    ends nothing, one that begins there and is completed later does.
+    """
+
+    def __init__(self, tokenizer: Any, prompt_ids: Sequence[int], params: SamplingParams) -> None:
+        self._detokenizer = Detokenizer(tokenizer, prompt_ids, skip_special_tokens=params.skip_special_tokens)
+        self._finder = StopFinder(params.stop_strings, params.include_stop)
+        self._num_unsearched = params.min_tokens  # tokens to come that may not complete a stop string
+        self._pieces: list[str] = []
+        self.stop: str | None = None  # the stop string that was found; no text comes after it
+
+    @property
+    def text(self) -> str:
+        """All text shown so far."""
+        return "".join(self._pieces)
+
+    def push(self, token_id: int, *, is_hidden: bool = False) -> str:
+        """Add a token; return the text to show now. A hidden token counts, but has no text."""
+        piece = "" if is_hidden else self._show(self._detokenizer.push(token_id))
+        self._num_unsearched -= 1
+        return piece
+
+    def finish(self) -> str:
+        """Return the text still held back, when no more tokens come."""
+        piece = self._show(self._detokenizer.flush())
+        held = self._finder.flush()
+        self._pieces.append(held)
+        return piece + held
+
+    def fork(self) -> Self:
+        """A copy that goes on by itself."""
+        other = copy.copy(self)
+        other._detokenizer = self._detokenizer.fork()
+        other._finder = self._finder.fork()
+        self._pieces = [self.text]  # joined once, however many forks are made
+        other._pieces = self._pieces.copy()
+        return other
+
+    def _show(self, text: str) -> str:
+        if self._num_unsearched > 0:
+            piece = self._finder.pass_over(text)
+        else:
+            piece, self.stop = self._finder.push(text)
+        if piece:
+            self._pieces.append(piece)
+        return piece

@@ -1,0 +1,154 @@
+"""The compile runs elsewhere, ends in time, and one that doesn't harms no other."""
+
+import threading
+import time
+from concurrent.futures import CancelledError
+from contextlib import contextmanager
+
+import pytest
+
+from kvq.engine.grammar import GrammarCompiler, GrammarLimits
+from kvq.engine.grammar import compiler as compiler_module
+from kvq.engine.grammar.process import CompileProcess
+from kvq.engine.params import StructuredOutput
+from kvq.errors import ConfigError, RequestError
+from tests.engine.grammar.conftest import VOCAB_SIZE
+from tests.engine.grammar.walks import WAIT_S, accepts, matcher_of
+
+# An intersection whose emptiness llguidance decides without a limit of its own: minutes, at least
+ENDLESS = "start: A\nA: /.*a.{15}.*/ & /.*b.{15}.*/ & /.*c.{15}.*/ & ~/.*d.{15}.*/"
+
+
+@contextmanager
+def compiler_with(tokenizer, **limits):
+    made = GrammarCompiler(tokenizer, VOCAB_SIZE, eos_ids=[0], limits=GrammarLimits(**limits))
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+@pytest.fixture
+def tried(monkeypatch) -> list[str]:
+    """Texts that went to a child."""
+    texts: list[str] = []
+    check = CompileProcess.check
+
+    def recorded(self, text):
+        texts.append(text)
+        check(self, text)
+
+    monkeypatch.setattr(CompileProcess, "check", recorded)
+    return texts
+
+
+def test_a_compile_that_hangs_is_killed(tokenizer):
+    with compiler_with(tokenizer, compile_timeout_s=1) as compiler:
+        assert matcher_of(compiler, regex="a").mask().any()
+        begun = time.monotonic()
+        with pytest.raises(RequestError, match="more than 1 s"):
+            matcher_of(compiler, lark=ENDLESS)
+        assert time.monotonic() - begun < 5
+        assert accepts(compiler, tokenizer, "ab", regex="ab")
+
+
+def test_a_compile_that_takes_memory_is_ended(tokenizer):
+    with compiler_with(tokenizer, compile_memory_bytes=24 << 20) as compiler:
+        with pytest.raises(RequestError, match="24 MiB of memory"):
+            matcher_of(compiler, json_schema={"type": "integer", "multipleOf": 999_983})
+        assert accepts(compiler, tokenizer, "ab", regex="ab")
+
+
+def test_a_child_that_died_is_replaced(tokenizer):
+    with compiler_with(tokenizer) as compiler:
+        matcher_of(compiler, regex="a")
+        child = compiler._children[0]._child
+        child.kill()
+        child.wait()
+        assert accepts(compiler, tokenizer, "ab", regex="ab")
+
+
+def test_nothing_is_compiled_in_the_callers_thread(tokenizer, monkeypatch):
+    threads = []
+    for name in ("grammar_text", "compile_grammar"):
+        function = getattr(compiler_module, name)
+
+        def recorded(*args, function=function):
+            threads.append(threading.current_thread())
+            return function(*args)
+
+        monkeypatch.setattr(compiler_module, name, recorded)
+    with compiler_with(tokenizer) as compiler:
+        matcher_of(compiler, choice=["a", "b"])
+    assert len(threads) == 2
+    assert threading.current_thread() not in threads
+
+
+def test_a_known_grammar_needs_no_child(tokenizer, tried):
+    with compiler_with(tokenizer, max_cached=2) as compiler:
+        for regex in ("a", "b", "a", "c"):  # c puts b out, a was used since
+            matcher_of(compiler, regex=regex)
+        assert len(tried) == 3
+        matcher_of(compiler, regex="a")
+        assert len(tried) == 3
+        matcher_of(compiler, regex="b")
+        assert len(tried) == 4
+        assert len(compiler._sound) == 2
+
+
+def test_a_refused_grammar_is_tried_again(tokenizer, tried):
+    with compiler_with(tokenizer) as compiler:
+        for _ in range(2):
+            with pytest.raises(RequestError):
+                matcher_of(compiler, regex="(")
+        assert len(tried) == 2
+
+
+def test_waiting_grammars_are_bounded_and_may_be_cancelled(tokenizer):
+    with compiler_with(tokenizer, max_waiting=2, compile_timeout_s=2) as compiler:
+        slow = compiler.submit(StructuredOutput(lark=ENDLESS))
+        second = compiler.submit(StructuredOutput(regex="a"))
+        with pytest.raises(RequestError, match="2 grammars wait"):
+            compiler.submit(StructuredOutput(regex="b"))
+        assert second.cancel()
+        third = compiler.submit(StructuredOutput(regex="c"))
+        assert isinstance(slow.exception(WAIT_S), RequestError)
+        assert third.result(WAIT_S).matcher().mask().any()
+
+
+def test_workers_compile_side_by_side(tokenizer):
+    limits = GrammarLimits(compile_timeout_s=3)
+    compiler = GrammarCompiler(tokenizer, VOCAB_SIZE, eos_ids=[0], limits=limits, workers=2)
+    slow = compiler.submit(StructuredOutput(lark=ENDLESS))
+    assert accepts(compiler, tokenizer, "ab", regex="ab")
+    assert not slow.done()
+    compiler.close()
+
+
+def test_close_ends_what_runs_and_what_waits(tokenizer):
+    with compiler_with(tokenizer, compile_timeout_s=60) as compiler:
+        matcher_of(compiler, regex="a")
+        child = compiler._children[0]._child
+        running = compiler.submit(StructuredOutput(lark=ENDLESS))
+        waiting = compiler.submit(StructuredOutput(regex="b"))
+        while not running.running():
+            time.sleep(0.01)
+        compiler.close()
+        assert child.poll() is not None
+        with pytest.raises(RequestError, match="closed"):
+            running.result(WAIT_S)
+        with pytest.raises(CancelledError):
+            waiting.result(WAIT_S)
+        with pytest.raises(RequestError, match="closed"):
+            compiler.submit(StructuredOutput(regex="c"))
+
+
+@pytest.mark.parametrize(("vocab_size", "eos_ids"), [(100, [0]), (4100, []), (4100, [4099])])
+def test_a_vocabulary_that_does_not_fit_is_refused(tokenizer, vocab_size, eos_ids):
+    with pytest.raises(ConfigError, match=r"logits of 100|eos_ids"):
+        GrammarCompiler(tokenizer, vocab_size, eos_ids=eos_ids)
+
+
+def test_a_slow_tokenizer_is_refused():
+    with pytest.raises(ConfigError, match=r"tokenizer\.json"):
+        GrammarCompiler(object(), VOCAB_SIZE, eos_ids=[0])

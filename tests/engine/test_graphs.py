@@ -1,0 +1,95 @@
+"""Decode graphs: static buffers, padding and upper limits give what a plain step gives.
+
+On a CPU nothing can be captured; the work that a graph would repeat is repeated as it is.
+"""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import kvq
+from kvq.engine.graphs import DecodeGraphs
+from kvq.engine.runner import Runner
+
+
+class Watched:
+    """A cache whose reference kernels read lengths as those of a GPU do: from the device."""
+
+    def __init__(self, cache):
+        self._cache = cache
+        self.written: list[int] = []
+
+    def __getattr__(self, name):
+        return getattr(self._cache, name)
+
+    def write(self, layer, k, v, slots):
+        self.written += slots.tolist()
+        return self._cache.write(layer, k, v, slots)
+
+    def attend(self, layer, q, batch, **options):
+        first, new, context = batch.lens.tolist()
+        assert first == list(range(len(first)))
+        assert set(new) == {1}
+        assert max(context) <= batch.context_lens[0]
+        return self._cache.attend(layer, q, replace(batch, context_lens=tuple(context)), **options)
+
+
+@pytest.mark.parametrize("kv", ["fp32", "int4"])
+@pytest.mark.parametrize("count", [2, 3, 7])
+def test_steps_through_static_buffers_equal_plain_ones(tiny, kv, count):
+    """Every step is run twice: writes are repeated into the same slots."""
+    llm = kvq.LLM(tiny, kv, num_blocks=24, max_num_seqs=7, max_context=128, prefix_caching=False)
+    runner = llm.core.runner
+    graphs, cache = graphs_over(runner, spare=24)
+    checked = []
+
+    def forward(plan, failed, **options):
+        output = Runner.forward(runner, plan, failed, **options)
+        if graphs.takes(plan):
+            cache.written.clear()
+            logits, bad = graphs.run(plan)
+            torch.testing.assert_close(logits, output.logits, rtol=1e-4, atol=1e-4)
+            assert not bad.any()
+            size = next(s for s in (2, 4, 7) if s >= count)
+            spare = [slot for slot in cache.written if slot >= 24 * 32]
+            assert len(spare) == (size - len(plan.branches)) * len(tiny.geometry.layers)
+            checked.append(len(plan.branches))
+        return output
+
+    runner.forward = forward
+    prompts = [[5 + i] * (3 + 11 * i) for i in range(count)]
+    params = kvq.SamplingParams(max_tokens=6, ignore_eos=True)
+    llm.generate(prompts, params)
+    assert checked == [count] * 5
+    llm.close()
+
+
+def graphs_over(runner, *, spare):
+    """Decode graphs over a runner's blocks, enlarged by a spare one."""
+    runner.cache.grow([spare + 1])
+    with torch.inference_mode():
+        runner._tables = [torch.cat([t, torch.full_like(t[:1], spare)]) for t in runner._tables]
+    cache = Watched(runner.cache)
+    graphs = DecodeGraphs(
+        runner.model,
+        cache,
+        runner._tables,
+        max_num_seqs=7,
+        max_context=128,
+        capture=lambda work: (work(), work)[1],
+    )
+    return graphs, cache
+
+
+def test_only_steps_of_decodes_that_want_a_token_are_taken(tiny):
+    llm = kvq.LLM(tiny, "fp32", num_blocks=24, max_num_seqs=7, max_context=128)
+    graphs, _ = graphs_over(llm.core.runner, spare=24)
+    core = llm.core
+    core.submit(core.new_job([1, 2, 3], kvq.SamplingParams(max_tokens=3, ignore_eos=True)))
+    prefill = core.scheduler.schedule(0.0)
+    assert not graphs.takes(prefill)
+    core.runner.prepare(prefill)
+    core.scheduler.commit(prefill, [7])
+    assert graphs.takes(core.scheduler.schedule(0.0))
+    llm.core.runner.close()
