@@ -1,0 +1,202 @@
+"""What the engine does with plans, over a fake model: take tokens, branch, end, keep records."""
+
+from dataclasses import dataclass
+
+from kvq.blockmgr import SwapIn, SwapOut
+from kvq.capacity.alone import check_tokens
+from kvq.capacity.answers import beam_picks, choose
+from kvq.capacity.fake_model import Model
+from kvq.capacity.faults import Injector
+from kvq.capacity.invariants import Progress, check_plan
+from kvq.capacity.records import Gauge, Outcome, RequestRecord, SimulationResult
+from kvq.capacity.setup import Setup
+from kvq.capacity.trace import Trace
+from kvq.capacity.workload import Job
+from kvq.errors import KVQError, RequestError
+from kvq.scheduler import Branch, Request, Scheduler, StepPlan
+from kvq.scheduler.request import State
+
+_IDLE_S = 1e-3  # until the next attempt when nothing can run
+
+
+@dataclass(frozen=True, slots=True)
+class Ticket:
+    """A request that has not ended."""
+
+    job: Job
+    request: Request
+    record: RequestRecord
+    keys: dict[Branch, int]  # by which its branches go on, once all are there
+
+
+class FakeEngine:
+    """One scheduler, its requests and their records."""
+
+    def __init__(self, setup: Setup, model: Model, injector: Injector, result: SimulationResult) -> None:
+        self.manager = setup.pools.manager(injector.manager)
+        self.scheduler = Scheduler(self.manager, setup.config, setup.estimates or setup.costs)
+        self.live: dict[Request, Ticket] = {}
+        self.result = result
+        self.trace = Trace()
+        self._setup = setup
+        self._model = model
+        self._injector = injector
+        self._progress = Progress(setup.config.aging_s)
+
+    def add(self, job: Job, now: float) -> Request | None:
+        """Take a request in, or refuse it."""
+        records = self.result.records
+        record = RequestRecord(
+            number=len(records), arrival_s=now, tenant=job.tenant, prompt_tokens=len(job.prompt)
+        )
+        records.append(record)
+        request = job.request(record.number)
+        try:
+            self.scheduler.add(request, now)
+        except RequestError as error:
+            record.outcome, record.end_s, record.reason = Outcome.REFUSED, now, str(error)
+            self.trace.end(now, record.number, Outcome.REFUSED)
+            return None
+        self.live[request] = Ticket(job, request, record, {})
+        self._progress.arrived(request, len(self.result.gauges), now)
+        return request
+
+    def cancel(self, request: Request, now: float) -> None:
+        """End a request for its user."""
+        self.scheduler.end(request)
+        self._end(request, Outcome.CANCELLED, now)
+
+    def step(self, now: float) -> Gauge:
+        """One step; what was generated in it is there when it is over."""
+        refusals = self._injector.refusals
+        plan = self.scheduler.schedule(now)
+        for request in self.scheduler.take_failed():
+            has_cause = self._injector.refusals > refusals or len(self.manager.pins) > 0
+            assert has_cause, f"request {request.id} was given up although it fits: {request.error}"
+            self._end(request, Outcome.FAILED, now)
+        self._progress.stepped(plan)
+        if plan is None:
+            self.trace.step(now, None, [])
+            return self._gauge(now, _IDLE_S, 0, 0)
+        check_plan(self.scheduler, plan)
+        damaged, bad = self._injector.damaged(plan.orders), self._injector.bad(plan)
+        keys = self._model.run(plan, damaged, bad)
+        self.trace.step(now, plan, keys)
+        num_decodes, prefill_tokens = plan.num_decodes, plan.num_tokens - plan.num_decodes
+        seconds = self._measure(plan, prefill_tokens) * self._injector.slowness()
+        self._conclude(plan, keys, damaged, bad, now + seconds)
+        return self._gauge(now, seconds, num_decodes, prefill_tokens)
+
+    def _measure(self, plan: StepPlan, prefill_tokens: int) -> float:
+        first = plan.num_decodes
+        depth = plan.ends[first] - plan.counts[first] if prefill_tokens else 0
+        moved = sum(isinstance(order, SwapIn | SwapOut) for order in plan.orders)
+        seconds = self._setup.seconds(
+            num_decodes=first, prefill_tokens=prefill_tokens, depth=depth, moved=moved
+        )
+        if self._setup.estimates is not None:
+            self._setup.estimates.observe(
+                num_decodes=first, prefill_tokens=prefill_tokens, depth=depth, seconds=seconds
+            )
+        return seconds
+
+    def _conclude(
+        self, plan: StepPlan, keys: list[int], damaged: list[SwapIn], bad: set[int], now: float
+    ) -> None:
+        tokens = [
+            choose(key) if sampled and not self._branches(branch.request) else None
+            for branch, sampled, key in zip(plan.branches, plan.samples, keys, strict=True)
+        ]
+        self.scheduler.commit(plan, tokens, bad=bad, failed_swaps=damaged)
+        for i in bad:
+            request = plan.branches[i].request
+            self.scheduler.fail(request, KVQError("values are not finite"))
+            self._end(request, Outcome.FAILED, now)
+        branching: dict[Request, Ticket] = {}
+        for i, (branch, token) in enumerate(zip(plan.branches, tokens, strict=True)):
+            ticket = self.live.get(branch.request)
+            if ticket is None:  # it ended in this step
+                continue
+            self._admit(ticket)
+            if token is not None:
+                self._take(ticket, branch, token, now)
+            elif plan.samples[i]:
+                ticket.keys[branch] = keys[i]
+                branching[branch.request] = ticket
+        for ticket in branching.values():
+            self._branch(ticket, now)
+
+    def _branches(self, request: Request) -> bool:
+        """True if new branches follow when a request's tokens are computed, instead of one token."""
+        if request.num_branches == 1:
+            return False
+        return not request.is_forked or self.live[request].job.is_beam_search
+
+    def _admit(self, ticket: Ticket) -> None:
+        if ticket.record.admitted_s is None:
+            ticket.record.admitted_s = ticket.request.admitted_s
+            self._progress.admitted(ticket.request, len(self.result.gauges))
+
+    def _branch(self, ticket: Ticket, now: float) -> None:
+        """Choose a request's next branches, when all of those that it has were computed."""
+        request = ticket.request
+        if not request.is_forked:
+            key = ticket.keys[request.branches[0]]
+            picks = [(0, choose(key, i)) for i in range(request.num_branches)]
+        elif all(map(_is_computed, request.branches)):
+            picks = beam_picks([ticket.keys[branch] for branch in request.branches])
+        else:
+            return
+        self.scheduler.branch_out(request, picks)
+        for other, (_, token) in zip(request.branches, picks, strict=True):
+            if other.is_done:  # only the whole beam search ends, with its first branch
+                return
+            self._take(ticket, other, token, now)
+
+    def _take(self, ticket: Ticket, branch: Branch, token: int, now: float) -> None:
+        """A branch has one more token; it may be its last one."""
+        request, record, job = ticket.request, ticket.record, ticket.job
+        record.tokens += 1
+        if branch is request.branches[0]:
+            if record.first_token_s is None:
+                record.first_token_s = now
+            elif record.last_token_s is not None:
+                self.result.gaps_s.append(now - record.last_token_s)
+            record.last_token_s = now
+        if token != job.end_token and branch.num_generated != request.max_tokens:
+            return
+        if job.is_beam_search:
+            self.scheduler.end(request)
+        else:
+            self.scheduler.finish(branch)
+        if request.state is State.ENDED:
+            self._end(request, Outcome.FINISHED, now)
+
+    def _end(self, request: Request, outcome: Outcome, now: float) -> None:
+        ticket = self.live.pop(request, None)
+        assert ticket is not None, f"request {request.id} ended twice"
+        assert request.state is State.ENDED, f"request {request.id} is {request.state.value} at its end"
+        record, usage = ticket.record, request.usage
+        record.outcome, record.end_s = outcome, now
+        record.admitted_s = request.admitted_s
+        record.preemptions, record.cached_tokens = usage.preemptions, usage.cached_tokens
+        record.recomputed_tokens = usage.recomputed_tokens
+        record.reason = "" if request.error is None else str(request.error)
+        self.trace.end(now, record.number, outcome)
+        self._progress.ended(request, len(self.result.gauges))
+        check_tokens(request, ticket.job, self._model.windows)
+
+    def _gauge(self, now: float, seconds: float, num_decodes: int, prefill_tokens: int) -> Gauge:
+        return Gauge(
+            now_s=now,
+            seconds=seconds,
+            running=len(self.scheduler.holders.running),
+            waiting=len(self.scheduler.lines),
+            decodes=num_decodes,
+            prefill_tokens=prefill_tokens,
+            live=max(pool.num_live / pool.num_blocks for pool in self.manager.pools),
+        )
+
+
+def _is_computed(branch: Branch) -> bool:
+    return branch.sequence is not None and branch.sequence.length == len(branch.tokens)

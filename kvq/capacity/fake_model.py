@@ -1,0 +1,118 @@
+"""A model without weights over a cache without tensors: what it says depends on all the KV that it reads.
+
+The KV of a token is a number, its key: a hash of the token, its position and, per layer group, the sum
+of the keys that it attends to, as they lie in the cache. Whoever reads a slot that is unwritten, stale
+or another's gets other keys, and from there on other tokens.
+"""
+
+from collections.abc import Collection
+from typing import Protocol
+
+from kvq.blockmgr import BlockId, Copy, Order, Scrub, SwapIn, SwapOut
+from kvq.capacity.answers import attend
+from kvq.capacity.setup import Pools
+from kvq.scheduler import StepPlan
+
+POISON = 1 << 33  # what an unwritten, scrubbed or lost slot holds; keys are below 2**32
+BROKEN = 1 << 34  # what a step wrote that went wrong
+
+
+class Model(Protocol):
+    """Carries out plans."""
+
+    windows: list[int | None]  # per layer group, what a key depends on
+
+    def run(self, plan: StepPlan, failed: Collection[SwapIn], bad: Collection[int]) -> list[int]:
+        """A key for every branch of a plan; `failed` orders and `bad` branches go wrong."""
+
+
+class BlindModel:
+    """Reads nothing, for long contexts: keys depend on the newest token and its position only."""
+
+    windows: list[int | None] = []  # noqa: RUF012 - never changed
+
+    def run(self, plan: StepPlan, failed: Collection[SwapIn], bad: Collection[int]) -> list[int]:
+        """The keys."""
+        keys, at = [], 0
+        for count, end in zip(plan.counts, plan.ends, strict=True):
+            at += count
+            keys.append(attend([], plan.token_ids[at - 1], end - 1))
+        return keys
+
+
+class FakeModel:
+    """Reads all that it may see, through tables that learn only what `table_changes` say."""
+
+    def __init__(self, pools: Pools, max_num_seqs: int) -> None:
+        self.windows = pools.windows
+        self._size = size = pools.block_size
+        self._kv = [[[POISON] * size for _ in range(count)] for count in pools.num_blocks]
+        self._host = [[[POISON] * size for _ in range(count)] for count in pools.host_slots]
+        self._rows: list[list[list[BlockId]]] = [[[] for _ in pools.windows] for _ in range(max_num_seqs)]
+        self._is_tainted = False  # True once any step went wrong
+
+    def run(self, plan: StepPlan, failed: Collection[SwapIn], bad: Collection[int]) -> list[int]:
+        """Orders, tables, then every branch in turn."""
+        for order in plan.orders:
+            self._carry_out(order, failed)
+        for row, group, first, entries in plan.table_changes:
+            table = self._rows[row][group]
+            assert first <= len(table), f"row {row} was never told its first {first} entries"
+            table[first : first + len(entries)] = entries  # what lies behind stays as it was
+        keys, at = [], 0
+        for i, branch in enumerate(plan.branches):
+            assert branch.row is not None, "a branch that runs has a row"
+            count = plan.counts[i]
+            start, tokens = plan.ends[i] - count, plan.token_ids[at : at + count]
+            new = self._forward(self._rows[branch.row], start, tokens)
+            if i in bad:
+                self._is_tainted, new = True, [BROKEN] * count
+            self._write(self._rows[branch.row], start, new)
+            keys.append(new[-1])
+            at += count
+        return keys
+
+    def _carry_out(self, order: Order, failed: Collection[SwapIn]) -> None:
+        kv = self._kv[order.group]
+        if isinstance(order, Copy):
+            kv[order.target] = kv[order.source][:]
+        elif isinstance(order, SwapOut):
+            self._host[order.group][order.slot] = kv[order.block][:]
+        elif isinstance(order, Scrub) or order in failed:
+            kv[order.block] = [POISON] * self._size
+        else:
+            kv[order.block] = self._host[order.group][order.slot][:]
+
+    def _forward(self, tables: list[list[BlockId]], start: int, tokens: list[int]) -> list[int]:
+        """The keys of new tokens; those before them are read from the cache."""
+        seen = [self._read(group, table, start) for group, table in enumerate(tables)]
+        sums = [sum(keys) for keys in seen]
+        new: list[int] = []
+        for position, token in enumerate(tokens, start):
+            key = attend(sums, token, position)
+            new.append(key)
+            for group, window in enumerate(self.windows):
+                sums[group] += key
+                if window is not None:  # the next token no longer sees the first of them
+                    seen[group].append(key)
+                    if len(seen[group]) >= window:
+                        sums[group] -= seen[group].pop(0)
+        return new
+
+    def _read(self, group: int, table: list[BlockId], start: int) -> list[int]:
+        """The keys before position `start` that a token there sees, as the cache holds them."""
+        size, window, kv = self._size, self.windows[group], self._kv[group]
+        first = 0 if window is None else max(0, start - window + 1)
+        at = first // size
+        keys: list[int] = []
+        for block in table[at : -(-start // size)]:
+            keys += kv[block]
+        # A weight of zero times NaN is NaN: what is masked must not be broken either.
+        assert not self._is_tainted or BROKEN not in keys, "a block holds what a failed step wrote"
+        return keys[first - at * size : start - at * size]
+
+    def _write(self, tables: list[list[BlockId]], start: int, keys: list[int]) -> None:
+        size = self._size
+        for kv, table in zip(self._kv, tables, strict=True):
+            for position, key in enumerate(keys, start):
+                kv[table[position // size]][position % size] = key

@@ -1,0 +1,48 @@
+"""What a simulated engine has: memory, limits and the time that steps take."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from kvq.blockmgr import BlockManager
+from kvq.scheduler import CostModel, FixedCosts, SchedulerConfig
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Pools:
+    """Block memory; one entry of each list per layer group."""
+
+    num_blocks: list[int]
+    block_size: int  # tokens
+    windows: list[int | None]  # None: full attention
+    host_slots: list[int]
+    reserve_blocks: int = 0
+
+    def manager(self, make: Callable[..., BlockManager] = BlockManager) -> BlockManager:
+        """A block manager for these pools."""
+        return make(
+            num_blocks=self.num_blocks,
+            block_size=self.block_size,
+            windows=self.windows,
+            host_slots=self.host_slots,
+            reserve_blocks=self.reserve_blocks,
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Setup:
+    """One engine."""
+
+    pools: Pools
+    config: SchedulerConfig
+    costs: CostModel = field(default_factory=FixedCosts)  # what steps take
+    estimates: CostModel | None = None  # what the scheduler believes, told every step; None: it knows `costs`
+
+    def seconds(self, *, num_decodes: int, prefill_tokens: int, depth: int, moved: int) -> float:
+        """How long a step takes that also moves blocks to or from host memory; `depth` of its prefill."""
+        costs = self.costs
+        seconds = costs.decode_s(num_decodes)
+        if prefill_tokens:
+            seconds += prefill_tokens * costs.prefill_token_s(depth)
+        if moved:
+            seconds += costs.swap_s(moved) / 2  # which counts the way out and in
+        return seconds

@@ -1,0 +1,105 @@
+"""A simulator that can't fail proves nothing: defects that are put in on purpose are found."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from kvq.blockmgr import BlockManager, Copy, Scrub, SwapOut
+from kvq.blockmgr.blocks import Blocks
+from kvq.blockmgr.sequence import Sequence
+from kvq.blockmgr.swap import SwapSpace
+from kvq.capacity import fuzz
+from kvq.capacity.fake_model import FakeModel
+from kvq.scheduler import Priority, Request, Scheduler, fit, holders
+from kvq.scheduler.holders import Holders
+from kvq.scheduler.lines import Lines
+from kvq.scheduler.queue import WaitingQueue
+
+Defect = Callable[..., Any]  # takes what it replaces, then the arguments
+
+
+def nothing(real: Defect, *_: Any) -> None:
+    """Does nothing at all."""
+
+
+def without(kind: type) -> Defect:
+    """Orders of one kind are lost."""
+    return lambda real, manager: [order for order in real(manager) if not isinstance(order, kind)]
+
+
+def last_first(real: Defect, queue: WaitingQueue, *, below: Priority | None = None) -> Request | None:
+    """The youngest goes first."""
+    waiting = [request for request in queue if below is None or request.priority < below]
+    return waiting[-1] if waiting else None
+
+
+def keep_blocks(real: Defect, self: Holders, branch: Any) -> None:
+    """A branch forgets its sequence and frees nothing."""
+    self.active.pop(branch, None)
+    branch.sequence = None
+
+
+def forget_row(real: Defect, self: Holders, branch: Any) -> None:
+    """A branch forgets its row and does not give it back."""
+    branch.row = None
+
+
+def forget_slots(real: Defect, self: SwapSpace, sequence: Sequence) -> None:
+    """The host slots of a request that ended while it was out stay taken."""
+    sequence.swapped = None
+
+
+def lose_last_change(real: Defect, self: FakeModel, plan: Any, *arguments: Any) -> Any:
+    """Every 50th step one row is not told of a change."""
+    if plan.number % 50 == 49 and plan.table_changes:
+        plan.table_changes.pop()
+    return real(self, plan, *arguments)
+
+
+def end_without_record(real: Defect, self: Scheduler, request: Request) -> None:
+    """Every seventh request that is cancelled goes on."""
+    if int(request.id) % 7:
+        real(self, request)
+
+
+DEFECTS: dict[str, tuple[object, str, Defect]] = {
+    "rows don't learn of kept tables": (holders, "_mark_all", nothing),
+    "a table change is lost": (FakeModel, "run", lose_last_change),
+    "merged blocks are not marked": (Sequence, "mark", lambda real, self, group, index: real(
+        self, group, max(index, len(self.tables[group]) - 1)
+    )),
+    "copies are not made": (BlockManager, "take_orders", without(Copy)),
+    "blocks are not moved out": (BlockManager, "take_orders", without(SwapOut)),
+    "failed blocks are not zeroed": (BlockManager, "take_orders", without(Scrub)),
+    "damage is overlooked": (BlockManager, "recover", lambda real, self, sequence, failed: real(
+        self, sequence, []
+    )),
+    "windows are one token short": (Blocks, "first_seen", lambda real, self, group, length: real(
+        self, group, length + 1
+    )),
+    "blocks leak": (Holders, "_free", keep_blocks),
+    "rows leak": (Holders, "_give_row_back", forget_row),
+    "host slots leak": (SwapSpace, "discard", forget_slots),
+    "the worst case is one block short": (fit, "worst_case", lambda real, *arguments: [
+        max(1, blocks - 1) for blocks in real(*arguments)
+    ]),
+    "who waits for a prefix is not woken": (Lines, "wake", nothing),
+    "the last goes first": (WaitingQueue, "first", last_first),
+    "a cancelled request goes on": (Scheduler, "end", end_without_record),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", DEFECTS)
+def test_a_defect_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    owner, attribute, defect = DEFECTS[name]
+    real = getattr(owner, attribute)
+    monkeypatch.setattr(owner, attribute, lambda *args, **options: defect(real, *args, **options))
+    with pytest.raises(AssertionError, match=r"^seed \d+, step \d+: "):
+        many_seeds()
+
+
+def many_seeds() -> None:
+    """A fifth of what the tests run."""
+    for seed in range(60):
+        fuzz(seed, steps=150)

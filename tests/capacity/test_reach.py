@@ -1,0 +1,70 @@
+"""The random runs reach every corner: each kind of request in each stage of its life is hit by each fault."""
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from kvq.blockmgr import BlockManager
+from kvq.capacity import fuzz
+from kvq.capacity.fake_engine import FakeEngine
+from kvq.scheduler import Request, Scheduler
+from kvq.scheduler.holders import Holders
+from kvq.scheduler.lines import Lines
+from kvq.scheduler.request import State
+
+STAGES = ["queued", "parked", "prefilling", "decoding", "branched", "swapped", "dropped"]
+PATHS = [
+    *(f"cancelled while {stage}" for stage in STAGES), "parked", "forked", "forked again", "swapped out",
+    "swapped in", "damaged", "failed", "pinned", "given up", "refused",
+]  # fmt: skip
+
+
+def stage(engine: FakeEngine, request: Request) -> str:
+    """Where in its life a request is."""
+    if request.state is State.WAITING:
+        lines = engine.scheduler.lines
+        return "queued" if request in lines.queue else "parked"
+    if request.state is State.PREEMPTED:
+        return "dropped" if request.live[0].sequence is None else "swapped"
+    if not request.branches[0].num_generated:
+        return "prefilling"
+    return "decoding" if request.num_branches == 1 else "branched"
+
+
+@pytest.fixture(scope="module")
+def seen() -> Iterator[Counter[str]]:
+    """How often which path was taken in some random runs."""
+    counts: Counter[str] = Counter()
+    with pytest.MonkeyPatch.context() as patch:
+
+        def count(owner: type, method: str, name: Callable[..., str]) -> None:
+            real = getattr(owner, method)
+
+            def call(self: Any, *arguments: Any, **options: Any) -> Any:
+                label = name(self, *arguments)
+                result = real(self, *arguments, **options)
+                counts[label] += 1
+                return result
+
+            patch.setattr(owner, method, call)
+
+        count(FakeEngine, "cancel", lambda self, request, now: f"cancelled while {stage(self, request)}")
+        count(Lines, "park", lambda *_: "parked")
+        count(BlockManager, "fork", lambda *_: "forked")
+        count(Holders, "fork_again", lambda *_: "forked again")
+        count(Holders, "swap_out", lambda *_: "swapped out")
+        count(Holders, "swap_in", lambda *_: "swapped in")
+        count(BlockManager, "recover", lambda _, __, failed: "damaged" if failed else "whole")
+        count(Scheduler, "fail", lambda *_: "failed")
+        count(BlockManager, "pin", lambda *_: "pinned")
+        count(Scheduler, "_give_up", lambda *_: "given up")
+        for seed in range(100):
+            counts["refused"] += fuzz(seed, steps=150).summary()["refused"]
+        yield counts
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_random_runs_take_the_path_of(seen: Counter[str], path: str) -> None:
+    assert seen[path] >= 3, seen
