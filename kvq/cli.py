@@ -15,7 +15,8 @@ _COMMANDS = {
     "generate": ("generate", "Go on from a prompt, streamed."),
     "inspect": ("inspect", "Show a model's KV geometry and the bytes per token of every format."),
     "calibrate": ("calibrate", "Observe a model and write static scales to a kvq.json."),
-    "bench": ("bench", "Measure how fast the parts are: blocks."),
+    "bench": ("bench", "Measure how fast the parts are, and the engine under load."),
+    "simulate": ("simulate", "Serve random requests without a model, with faults, and check everything."),
     "demo": ("demo", "Measure every format on the embedded model and write a report."),
     "doctor": ("doctor", "Show what runs on this machine and why the rest does not."),
 }

@@ -33,6 +33,8 @@ BLOCK_ROWS = {
 
 def table(result: dict) -> str:
     """Return the Markdown table of a result, with what it was measured on."""
+    if "ttft_ms_p99" in result["rows"][0]:
+        return engine_table(result)
     if "utilization" in result:
         return blocks_table(result)
     if "variant" in result:
@@ -63,6 +65,33 @@ def caches_table(result: dict) -> str:
         f"{result['date'][:10]}, {result['device']}, torch {result['versions']['torch']}, "
         f"transformers {result['versions']['transformers']}, optimum-quanto "
         f"{result['versions']['optimum-quanto']}, commit {result['commit']}."
+    )
+    return "\n".join(lines) + "\n"
+
+
+def engine_table(result: dict) -> str:
+    """The table of a benchmarks/engine.py result."""
+    lines = [
+        "| case | | KV | output tokens/s (p10 - p90) | total tokens/s | TTFT p99, ms "
+        "| ITL p50, p99, ms | preempted |",
+        "|---|---|---|--:|--:|--:|--:|--:|",
+    ]
+    for row in result["rows"]:
+        if "reason" in row:
+            lines.append(f"| {row['case']} | {row['name']} | `{row['kv']}` | {row['reason']} | | | | |")
+            continue
+        itl = "-" if row["itl_ms_p50"] is None else f"{row['itl_ms_p50']:.0f}, {row['itl_ms_p99']:.0f}"
+        preempted = "-" if row["preemptions"] is None else f"{row['preemptions']:.0f}"
+        lines.append(
+            f"| {row['case']} | {row['name']} | `{row['kv']}` | {row['output_tokens_per_s']:.1f} "
+            f"({row['output_tokens_per_s_p10']:.1f} - {row['output_tokens_per_s_p90']:.1f}) "
+            f"| {row['total_tokens_per_s']:,.0f} | {row['ttft_ms_p99']:,.0f} | {itl} | {preempted} |"
+        )
+    lines.append(
+        f"\nMedians of {result['rows'][0]['repeats']} repeats, cases one after another in each. "
+        f"{result['model']}, random weights. {result['date'][:10]}, {result['device']}, "
+        f"torch {result['versions']['torch']}, transformers {result['versions']['transformers']}, "
+        f"commit {result['commit']}."
     )
     return "\n".join(lines) + "\n"
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import click
 
+from kvq.commands.bench_engine import engine
 from kvq.commands.bench_kernels import attention, tune, write
 
 
@@ -17,6 +18,7 @@ def command() -> None:
 command.add_command(attention)
 command.add_command(write)
 command.add_command(tune)
+command.add_command(engine)
 
 
 @command.command(name="blocks")

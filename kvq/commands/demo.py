@@ -21,11 +21,11 @@ def command(out: str, max_windows: int | None) -> None:
     """Measure every format on the embedded model and write a report."""
     from kvq.commands.perplexity import measure_and_print
     from kvq.commands.progress import status
+    from kvq.engine import LLM, SamplingParams
     from kvq.errors import ConfigError
     from kvq.evals.plot import check_plot_path, write_plot
     from kvq.evals.report import write_report
     from kvq.evals.results import write_json
-    from kvq.models import SamplingParams
     from kvq.models.model import load
 
     folder = Path(out)
@@ -42,9 +42,10 @@ def command(out: str, max_windows: int | None) -> None:
     for kv in ("fp32", "int4"):
         click.echo(f"--- {kv} ---\n{PROMPT}", nl=False)
         pieces = []
-        for piece in model.with_kv(kv).stream(PROMPT, SamplingParams(max_tokens=64, temperature=0.7, seed=3)):
-            click.echo(piece.text, nl=False)
-            pieces.append(piece.text)
+        with LLM(model, kv, max_num_seqs=1) as llm:
+            for piece in llm.stream(PROMPT, SamplingParams(max_tokens=64, temperature=0.7, seed=3)):
+                click.echo(piece.text, nl=False)
+                pieces.append(piece.text)
         samples[kv] = PROMPT + "".join(pieces)
         click.echo("\n")
     write_json(folder / "results.json", result)

@@ -1,5 +1,7 @@
 """`kvq generate`: text from a prompt, streamed, over quantized KV."""
 
+from typing import Any
+
 import click
 
 from kvq.commands.options import ModelOptions, kv_option, model_options
@@ -11,31 +13,43 @@ from kvq.commands.options import ModelOptions, kv_option, model_options
 @model_options
 @click.option("--max-tokens", "-n", default=64, show_default=True, help="Tokens to generate at most.")
 @click.option("--temperature", default=0.0, show_default=True, help="0 takes the likeliest token.")
+@click.option("--top-k", type=int, help="Keep this many of the likeliest tokens.")
 @click.option(
     "--top-p", default=1.0, show_default=True, help="Nucleus sampling: keep this share of probability."
 )
+@click.option(
+    "--min-p", default=0.0, show_default=True, help="Drop tokens below this share of the likeliest."
+)
+@click.option("--repetition-penalty", default=1.0, show_default=True, help="Above 1 discourages repetition.")
 @click.option("--seed", type=int, help="Makes sampling repeatable.")
+@click.option("--stop", multiple=True, help="End before this text; may be given several times.")
 @click.option("--ignore-eos", is_flag=True, help="Go on past the end-of-text token.")
+@click.option("--json-schema", help="The text must be JSON of this schema.")
+@click.option("--regex", help="The text must match this regular expression.")
 def command(
     prompt: str,
     kv: list[str],
     model_options: ModelOptions,
-    max_tokens: int,
-    temperature: float,
-    top_p: float,
-    seed: int | None,
-    ignore_eos: bool,
+    json_schema: str | None,
+    regex: str | None,
+    **sampling: Any,
 ) -> None:
     """Go on from PROMPT, streamed to standard output."""
     from kvq.commands.loading import load_for
-    from kvq.models import SamplingParams
+    from kvq.engine import LLM, SamplingParams, StructuredOutput
+    from kvq.models.unicode import check_unicode
 
-    options = SamplingParams(
-        max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed, ignore_eos=ignore_eos
-    )
-    model = load_for(model_options, kv).with_kv(kv[0])
-    pieces = model.stream(prompt, options)  # refuses what it can't serve before anything is shown
-    click.echo(prompt, nl=False)
-    for piece in pieces:
-        click.echo(piece.text, nl=False)
+    structured = None
+    if json_schema is not None or regex is not None:
+        structured = StructuredOutput(json_schema=json_schema, regex=regex)
+    params = SamplingParams(structured=structured, **sampling)
+    check_unicode(prompt, "the prompt")
+    model = load_for(model_options, kv)
+    length = len(model.tokenizer(prompt)["input_ids"]) + (params.max_tokens or 0)
+    with LLM(model, kv[0], max_num_seqs=1, max_context=max(1, length)) as llm:
+        pieces = llm.stream(prompt, params)  # refuses what it can't serve before anything is shown
+        shown = prompt
+        for piece in pieces:
+            click.echo(shown + piece.text, nl=False)
+            shown = ""
     click.echo()

@@ -1,0 +1,111 @@
+"""`kvq bench engine`: the engine as a service, KV formats and rivals in turn under the same load."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from kvq.bench.engine_check import check_requests, compare, one_by_one
+from kvq.bench.engine_load import Load
+from kvq.bench.engine_result import ServedLoad, Server, is_saturated, mark, row
+from kvq.bench.engine_rivals import RIVALS, open_rivals
+from kvq.bench.engine_server import KvqServer, Limits
+from kvq.errors import ConfigError, nearest
+from kvq.models import Model
+
+Progress = Callable[[int, int], object]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    """What to measure. `users`: closed loops of so many at a time, in rising order; empty: as they arrive.
+
+    With several `users` a server stops being measured where its throughput grows no more.
+    """
+
+    load: Load
+    limits: Limits
+    users: tuple[int, ...] = ()
+    rivals: tuple[str, ...] = ()
+    repeats: int = 3
+    slo_ttft_ms: float | None = None
+    slo_itl_ms: float | None = None
+
+    def __post_init__(self) -> None:
+        for name in self.rivals:
+            if name not in RIVALS:
+                raise ConfigError(
+                    f"unknown rival {name!r}{nearest(name, list(RIVALS)) or ';'} known: none, "
+                    f"{', '.join(RIVALS)}"
+                )
+        if list(self.users) != sorted(set(self.users)) or any(n < 1 for n in self.users):
+            raise ConfigError(f"concurrencies must rise from 1 or more, got {self.users}")
+        if self.users and max(self.users) > self.load.num_requests:
+            raise ConfigError(
+                f"{self.load.num_requests} requests can't keep {max(self.users)} users busy; "
+                f"give at least as many requests as the highest concurrency"
+            )
+
+
+def bench_engine(
+    model: Model, formats: Sequence[str], plan: Plan, *, progress: Progress = lambda done, total: None
+) -> list[dict[str, Any]]:
+    """Rows of all formats and rivals, each checked before any is timed.
+
+    Within each repeat all servers run one after another, each time beginning with the next one.
+
+    Raises:
+        ConfigError: a format or a limit that can't be used.
+        OutOfMemory: a pool doesn't fit.
+        EngineError: a server gives other tokens than it should, or a request fails.
+    """
+    with _servers(model, formats, plan) as (servers, checks, refused):
+        rows = _measure(servers, plan, progress)
+    for one in rows:
+        one.update(checks[one["name"], one["kv"]])
+    mark(rows, ttft_ms=plan.slo_ttft_ms, itl_ms=plan.slo_itl_ms)
+    return [*rows, *refused]
+
+
+_Checks = dict[tuple[str, str], dict[str, Any]]
+_Open = tuple[list[Server], _Checks, list[dict[str, Any]]]
+
+
+@contextmanager
+def _servers(model: Model, formats: Sequence[str], plan: Plan) -> Iterator[_Open]:
+    """Open and check all servers; with what the checks found, and rows of rivals that can't run."""
+    requests = plan.load.draw(0)
+    few = check_requests(requests)
+    with ExitStack() as stack:
+        servers: list[Server] = []
+        checks: _Checks = {}
+        for kv in formats:
+            server = KvqServer(model, kv, plan.limits, requests)
+            stack.callback(server.close)
+            together = [output.token_ids for output in server.generate(few)]
+            checks[server.name, kv] = compare(f"kvq {kv}", model, one_by_one(server, few), together)
+            servers.append(server)
+        rivals = open_rivals(plan.rivals, model, plan.limits, few)
+        servers += rivals.servers
+        yield servers, checks | rivals.checks, rivals.refused
+
+
+def _measure(servers: Sequence[Server], plan: Plan, progress: Progress) -> list[dict[str, Any]]:
+    """Level by level, repeat by repeat, server by server."""
+    levels: tuple[int | None, ...] = plan.users or (None,)
+    rows: dict[Server, list[dict[str, Any]]] = {server: [] for server in servers}
+    done, total = 0, len(levels) * plan.repeats * len(servers)
+    for users in levels:
+        left = [server for server in servers if not is_saturated(rows[server])]
+        done += plan.repeats * (len(servers) - len(left))
+        runs: dict[Server, list[ServedLoad]] = {server: [] for server in left}
+        for repeat in range(plan.repeats):
+            requests = plan.load.draw(repeat)
+            for i in range(len(left)):
+                server = left[(i + repeat) % len(left)]
+                runs[server].append(server.run(requests, users))
+                done += 1
+                progress(done, total)
+        for server in left:
+            rows[server].append(row(server, runs[server], users))
+    return [one for server in servers for one in rows[server]]

@@ -1,0 +1,144 @@
+"""The load that an engine is measured under: requests, when they arrive, and who sends the next one."""
+
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvq.errors import ConfigError
+from kvq.scheduler import Priority
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Lengths:
+    """Token counts: uniform between `low` and `high`, or log-normal around `low` where `sigma` is given."""
+
+    low: int
+    high: int
+    sigma: float | None = None  # of the logarithm
+
+    def draw(self, rng: random.Random) -> int:
+        """One length, at least 1."""
+        if self.sigma is None:
+            return rng.randint(self.low, self.high)
+        return max(1, round(rng.lognormvariate(math.log(self.low), self.sigma)))
+
+
+def parse_lengths(text: str, option: str) -> Lengths:
+    """Lengths from "128", "16:512" (uniform) or "lognormal:MEDIAN:SIGMA".
+
+    Raises:
+        ConfigError: none of these.
+    """
+    words = text.split(":")
+    try:
+        if words[0] == "lognormal" and len(words) == 3:
+            median, sigma = int(words[1]), float(words[2])
+            if median >= 1 and 0 <= sigma <= 10:
+                return Lengths(low=median, high=median, sigma=sigma)
+        elif len(words) <= 2:
+            low, high = int(words[0]), int(words[-1])
+            if 1 <= low <= high:
+                return Lengths(low=low, high=high)
+    except ValueError:
+        pass
+    raise ConfigError(f"{option} takes tokens such as 128, 16:512 or lognormal:256:0.7, got {text!r}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoadRequest:
+    """One request to come."""
+
+    index: int
+    prompt: list[int]
+    output_tokens: int
+    arrival_s: float = 0.0  # after the run's begin; closed loops ignore it
+    priority: Priority = Priority.INTERACTIVE
+
+    @property
+    def tokens(self) -> int:
+        """Of prompt and output together."""
+        return len(self.prompt) + self.output_tokens
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Load:
+    """A kind of load. Lengths and arrivals are the same in every repeat, token ids are not."""
+
+    num_requests: int
+    input_lengths: Lengths
+    output_lengths: Lengths
+    vocab_size: int
+    max_context: int  # tokens; log-normal lengths are cut to it
+    rate: float = math.inf  # requests per second, with exponential gaps
+    shared_prefix: float = 0.0  # of each prompt, the same for all
+    priority: Priority = Priority.INTERACTIVE  # batch: nobody's tokens wait for a share of the steps
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        longest = sum(n.high for n in (self.input_lengths, self.output_lengths))
+        if longest > self.max_context:
+            raise ConfigError(
+                f"requests of up to {longest} tokens don't fit the model's context of {self.max_context}; "
+                f"use a shorter --input-len or --output-len"
+            )
+        if not self.rate > 0:
+            raise ConfigError(f"--rate must be above 0 requests per second, got {self.rate}")
+
+    def draw(self, repeat: int) -> list[LoadRequest]:
+        """The requests of one repeat, in order of arrival."""
+        shape, ids = random.Random(self.seed), random.Random(f"{self.seed}/{repeat}")
+        vocabulary = range(self.vocab_size)
+        common = ids.choices(vocabulary, k=self.max_context) if self.shared_prefix else []
+        requests, now = [], 0.0
+        for index in range(self.num_requests):
+            prompt_tokens, output_tokens = self._lengths(shape)
+            prompt = common[: round(self.shared_prefix * prompt_tokens)]
+            prompt += ids.choices(vocabulary, k=prompt_tokens - len(prompt))
+            if math.isfinite(self.rate):
+                now += shape.expovariate(self.rate)
+            requests.append(
+                LoadRequest(
+                    index=index,
+                    prompt=prompt,
+                    output_tokens=output_tokens,
+                    arrival_s=now,
+                    priority=self.priority,
+                )
+            )
+        return requests
+
+    def _lengths(self, rng: random.Random) -> tuple[int, int]:
+        prompt_tokens = min(self.input_lengths.draw(rng), self.max_context - 1)
+        return prompt_tokens, min(self.output_lengths.draw(rng), self.max_context - prompt_tokens)
+
+
+class Arrivals:
+    """Hands out requests: each at its time, or, with `users`, as soon as one of that many users is free."""
+
+    def __init__(self, requests: Sequence[LoadRequest], users: int | None) -> None:
+        self._requests = requests
+        self._users = users
+        self._next = 0
+
+    @property
+    def is_done(self) -> bool:
+        """True if every request was handed out."""
+        return self._next == len(self._requests)
+
+    def due(self, now: float, num_ended: int) -> list[tuple[LoadRequest, float]]:
+        """Requests whose time has come, each with that time in seconds; `num_ended` of all have ended."""
+        found = []
+        while not self.is_done and self.wait_s(now, num_ended) <= 0:
+            request = self._requests[self._next]
+            self._next += 1
+            found.append((request, request.arrival_s if self._users is None else now))
+        return found
+
+    def wait_s(self, now: float, num_ended: int) -> float:
+        """Seconds until the next one is due; infinite if there is none, or one has to end first."""
+        if self.is_done:
+            return math.inf
+        if self._users is None:
+            return max(0.0, self._requests[self._next].arrival_s - now)
+        return 0.0 if self._next - num_ended < self._users else math.inf

@@ -1,0 +1,163 @@
+"""kvq's engine as a server under load, with one KV format."""
+
+from collections.abc import Sequence
+from copy import copy
+from dataclasses import dataclass
+from time import perf_counter, sleep
+
+from kvq.bench.engine_load import Arrivals, LoadRequest
+from kvq.bench.engine_result import Served, ServedLoad
+from kvq.bench.timing import percentile
+from kvq.blockmgr import BlockManager
+from kvq.engine import LLM, CompletionOutput, Piece, RequestOutput, SamplingParams
+from kvq.engine.config import parse_bytes
+from kvq.errors import EngineError
+from kvq.models import Model
+
+_SLACK_BLOCKS = 8  # beyond what the load holds at once: the engine's reserve, and room to copy
+_SAMPLE_EVERY = 8  # steps; how full blocks are takes time to count
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Limits:
+    """What an engine may use. Without a size the pool holds all requests that may run at once."""
+
+    kv_memory: int | str | None = None
+    num_blocks: int | None = None  # per layer group
+    max_num_seqs: int = 128
+    max_num_batched_tokens: int = 2048
+    prefix_caching: bool = True
+
+    @property
+    def pool_bytes(self) -> int:
+        """`kv_memory` as a number."""
+        assert self.kv_memory is not None, "only asked for where it was given"
+        return parse_bytes(self.kv_memory, "kv_memory")
+
+    def blocks_for(self, requests: Sequence[LoadRequest], block_size: int) -> int:
+        """Blocks that the longest requests, as many as may run at once, take in the end."""
+        blocks = sorted((-(-request.tokens // block_size) for request in requests), reverse=True)
+        return round(1.02 * sum(blocks[: self.max_num_seqs])) + _SLACK_BLOCKS
+
+
+class KvqServer:
+    """The engine over one format, stepped by the load's own loop."""
+
+    name = "kvq"
+
+    def __init__(self, model: Model, kv: str, limits: Limits, requests: Sequence[LoadRequest]) -> None:
+        """`requests`: a draw of the load, for the pool's size where `limits` name none.
+
+        Raises:
+            ConfigError: a format that doesn't fit.
+            OutOfMemory: the pool doesn't fit.
+        """
+        self.kv = kv
+        blocks = limits.num_blocks
+        if blocks is None and limits.kv_memory is None:
+            blocks = limits.blocks_for(requests, model.block_size)
+        self.llm = LLM(
+            model,
+            kv,
+            num_blocks=blocks,
+            kv_memory=limits.kv_memory,
+            max_num_seqs=limits.max_num_seqs,
+            max_num_batched_tokens=limits.max_num_batched_tokens,
+            prefix_caching=limits.prefix_caching,
+        )
+
+    def run(self, requests: Sequence[LoadRequest], users: int | None) -> ServedLoad:
+        """Serve all requests, as they arrive or `users` at a time; the prefix index begins empty.
+
+        Raises:
+            EngineError: a request failed, or ended early.
+        """
+        core, manager = self.llm.core, self.llm.core.scheduler.manager
+        manager.drop_cached()
+        before, counters = copy(core.scheduler.counters), core.scheduler.counters
+        gauge = _Gauge(manager)
+        arrivals = Arrivals(requests, users)
+        ended: list[tuple[LoadRequest, float, RequestOutput]] = []
+        begin = perf_counter()
+        while not arrivals.is_done or core.has_work:
+            now = perf_counter() - begin
+            for request, due_s in arrivals.due(now, len(ended)):
+                self._submit(request, due_s, ended)
+            if core.has_work:
+                core.step()
+                gauge.sample()
+            else:
+                sleep(arrivals.wait_s(now, len(ended)))
+        prompt_tokens = counters.prompt_tokens - before.prompt_tokens
+        return ServedLoad(
+            served=[_served(*one, begin) for one in ended],
+            preemptions=counters.swaps + counters.recomputes - before.swaps - before.recomputes,
+            prefix_hit_rate=(counters.cached_tokens - before.cached_tokens) / prompt_tokens,
+            peak_blocks=gauge.peak_blocks,
+            pool_blocks=sum(pool.total for pool in manager.usage()),
+            pool_utilization=percentile(gauge.filled, 50),
+        )
+
+    def generate(self, requests: Sequence[LoadRequest]) -> list[CompletionOutput]:
+        """Greedy results of requests that run together, with the two likeliest tokens of every step."""
+        self.llm.core.scheduler.manager.drop_cached()
+        outputs = self.llm.generate(
+            [request.prompt for request in requests],
+            [
+                SamplingParams(max_tokens=request.output_tokens, ignore_eos=True, logprobs=2)
+                for request in requests
+            ],
+        )
+        for output in outputs:
+            if output.error is not None:
+                raise output.error
+        return [output.outputs[0] for output in outputs]
+
+    def close(self) -> None:
+        """Give back the pool."""
+        self.llm.close()
+
+    def _submit(
+        self,
+        request: LoadRequest,
+        due_s: float,
+        ended: list[tuple[LoadRequest, float, RequestOutput]],
+    ) -> None:
+        def listen(piece: Piece) -> None:
+            if piece.output is not None:
+                ended.append((request, due_s, piece.output))
+
+        core = self.llm.core
+        params = SamplingParams(max_tokens=request.output_tokens, ignore_eos=True)
+        core.submit(core.new_job(request.prompt, params, priority=request.priority, listener=listen))
+
+
+class _Gauge:
+    """Peak of live blocks, and how full they are, looked at between steps."""
+
+    def __init__(self, manager: BlockManager) -> None:
+        self._manager = manager
+        self._steps = 0
+        self.peak_blocks = 0
+        self.filled: list[float] = []
+
+    def sample(self) -> None:
+        """Look once."""
+        live = sum(pool.live for pool in self._manager.usage())
+        self.peak_blocks = max(self.peak_blocks, live)
+        if self._steps % _SAMPLE_EVERY == 0:
+            self.filled.append(self._manager.utilization())
+        self._steps += 1
+
+
+def _served(request: LoadRequest, due_s: float, output: RequestOutput, begin: float) -> Served:
+    """Times of a request that ended as it should, on the run's clock."""
+    if output.error is not None:
+        raise output.error
+    tokens, timing = output.outputs[0].token_ids, output.timing
+    if len(tokens) != request.output_tokens or timing.ttft_s is None:
+        raise EngineError(f"a request for {request.output_tokens} tokens ended after {len(tokens)}")
+    token_s = [timing.arrival_s - begin + timing.ttft_s]
+    for gap in timing.itl_s:
+        token_s.append(token_s[-1] + gap)
+    return Served(request=request, due_s=due_s, token_s=token_s, tokens=tokens)

@@ -1,0 +1,217 @@
+"""`kvq bench engine`: the engine as a service, beside transformers' own."""
+
+import sys
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from kvq.commands.options import ModelOptions, kv_option, model_options
+
+if TYPE_CHECKING:
+    from kvq.bench.engine import Plan
+    from kvq.models import Model
+
+
+@click.command(name="engine")
+@kv_option("bf16,int4", many=True)
+@model_options
+@click.option("--requests", default=32, show_default=True, type=click.IntRange(1, 100_000))
+@click.option(
+    "--input-len",
+    default="128",
+    show_default=True,
+    help="Tokens of prompts: 128, 16:512 (uniform), or lognormal:MEDIAN:SIGMA.",
+)
+@click.option("--output-len", default="64", show_default=True, help="Tokens of outputs, likewise.")
+@click.option("--rate", default="inf", show_default=True, help="Requests per second, with random gaps.")
+@click.option(
+    "--concurrency",
+    help="So many users at a time instead of --rate; 1,4,8,16,32 stops where throughput grows no more.",
+)
+@click.option(
+    "--shared-prefix",
+    default=0.0,
+    show_default=True,
+    type=click.FloatRange(0, 1),
+    help="Share of each prompt that all have in common.",
+)
+@click.option(
+    "--priority",
+    type=click.Choice(["interactive", "batch"]),
+    help="interactive keeps prefills from delaying the tokens of others.  [default: batch where all "
+    "requests arrive at once]",
+)
+@click.option("--kv-memory", help="Size of the KV pool, such as 512MiB.  [default: all that the load needs]")
+@click.option("--blocks", type=click.IntRange(1), help="Size of the KV pool in blocks per layer group.")
+@click.option("--max-num-seqs", default=128, show_default=True, type=click.IntRange(1, 65_536))
+@click.option("--max-num-batched-tokens", default=2048, show_default=True, type=click.IntRange(1, 1 << 20))
+@click.option("--prefix-caching/--no-prefix-caching", default=True, show_default=True)
+@click.option("--rivals", default="none", show_default=True, help="none, or of hf-static,hf-continuous.")
+@click.option("--slo-ttft-ms", type=click.FloatRange(min=0, min_open=True), help="For the 99th percentile.")
+@click.option("--slo-itl-ms", type=click.FloatRange(min=0, min_open=True), help="For the 99th percentile.")
+@click.option("--repeats", default=3, show_default=True, type=click.IntRange(1, 1000))
+@click.option("--seed", default=0, show_default=True, help="Of lengths, arrivals and token ids.")
+@click.option("--json", "json_path", type=click.Path(), help="Write the rows as JSON.")
+@click.option("--plot", "plot_path", type=click.Path(), help="Draw latency over throughput (.svg, .png).")
+def engine(
+    kv: list[str], model_options: ModelOptions, json_path: str | None, plot_path: str | None, **options: Any
+) -> None:
+    """Serve random prompts: throughput, time to first token (TTFT), time between tokens (ITL).
+
+    Greedy tokens are checked first: batched against one by one, and rivals against kvq. Then formats
+    and rivals run in turn in every repeat. Rates are medians over repeats, latencies are over all
+    requests. Fill: tokens held by the slots of live blocks.
+    """
+    from kvq import fileio
+    from kvq.bench.engine import bench_engine
+    from kvq.bench.engine_plot import check_plot_path, write_engine_plot
+    from kvq.commands.loading import load_for
+    from kvq.commands.progress import progress_bar
+    from kvq.evals.results import envelope, source_commit, write_json
+
+    for path in filter(None, (json_path, plot_path)):
+        fileio.check_writable(path)
+    if plot_path is not None:
+        check_plot_path(plot_path)
+    source_commit()
+    model = load_for(model_options, kv)
+    plan = _plan(model, **options)
+    with progress_bar("serving") as progress:
+        rows = bench_engine(model, kv, plan, progress=progress)
+    words = {name: value for name, value in options.items() if value is not None}
+    result = envelope(sys.argv, model.weights.device, rows, model=model.description, load=words)
+    _print(result)
+    if json_path is not None:
+        write_json(json_path, result)
+    if plot_path is not None:
+        write_engine_plot(plot_path, result)
+
+
+def _plan(
+    model: "Model",
+    *,
+    requests: int,
+    input_len: str,
+    output_len: str,
+    rate: str,
+    concurrency: str | None,
+    shared_prefix: float,
+    priority: str | None,
+    kv_memory: str | None,
+    blocks: int | None,
+    max_num_seqs: int,
+    max_num_batched_tokens: int,
+    prefix_caching: bool,
+    rivals: str,
+    slo_ttft_ms: float | None,
+    slo_itl_ms: float | None,
+    repeats: int,
+    seed: int,
+) -> "Plan":
+    """Check the options and put them together."""
+    from kvq.bench.engine import Plan
+    from kvq.bench.engine_load import Load, parse_lengths
+    from kvq.bench.engine_server import Limits
+    from kvq.engine.llm import as_priority
+    from kvq.errors import ConfigError
+
+    if concurrency is not None and rate != "inf":
+        raise ConfigError("--rate and --concurrency both say when requests come; give one of them")
+    try:
+        per_second = float(rate)
+        users = tuple(int(n) for n in concurrency.split(",")) if concurrency is not None else ()
+    except ValueError as error:
+        raise ConfigError(
+            f"--rate takes a number or inf, --concurrency whole numbers with commas between; {error}"
+        ) from error
+    load = Load(
+        num_requests=requests,
+        input_lengths=parse_lengths(input_len, "--input-len"),
+        output_lengths=parse_lengths(output_len, "--output-len"),
+        vocab_size=model.geometry.vocab_size,
+        max_context=model.weights.max_context,
+        rate=per_second,
+        shared_prefix=shared_prefix,
+        priority=as_priority(priority or ("batch" if not users and rate == "inf" else "interactive")),
+        seed=seed,
+    )
+    limits = Limits(
+        kv_memory=kv_memory,
+        num_blocks=blocks,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        prefix_caching=prefix_caching,
+    )
+    return Plan(
+        load=load,
+        limits=limits,
+        users=users,
+        rivals=() if rivals == "none" else tuple(name.strip() for name in rivals.split(",")),
+        repeats=repeats,
+        slo_ttft_ms=slo_ttft_ms,
+        slo_itl_ms=slo_itl_ms,
+    )
+
+
+_COLUMNS = {
+    "name": ("name", ""),
+    "kv": ("kv", ""),
+    "concurrency": ("at a time", "g"),
+    "output_tokens_per_s": ("output tok/s", ",.1f"),
+    "output_tokens_per_s_p10": ("p10", ",.1f"),
+    "output_tokens_per_s_p90": ("p90", ",.1f"),
+    "total_tokens_per_s": ("total tok/s", ",.1f"),
+    "ttft_ms_p50": ("TTFT ms p50", ",.1f"),
+    "ttft_ms_p99": ("p99", ",.1f"),
+    "itl_ms_p50": ("ITL ms p50", ",.1f"),
+    "itl_ms_p99": ("p99", ",.1f"),
+    "preemptions": ("preempted", "g"),
+    "prefix_hit_rate": ("prefix hits", ".1%"),
+    "peak_blocks": ("peak blocks", ","),
+    "pool_utilization": ("fill", ".1%"),
+}
+
+
+def _print(result: dict[str, Any]) -> None:
+    from rich.table import Table
+
+    from kvq.commands.tables import console
+
+    table = Table(box=None, pad_edge=False)
+    for header, style in _COLUMNS.values():
+        table.add_column(header, justify="right" if style else "left", no_wrap=True)
+    table.add_column("")
+    for row in result["rows"]:
+        cells = [_cell(row[key], style) for key, (_, style) in _COLUMNS.items()]
+        table.add_row(*cells, _notes(row))
+    out = console()
+    out.width = max(out.width, 200)  # a table in a file or a pipe is not cut
+    out.print(f"model   {result['model']}", highlight=False)
+    out.print(f"device  {result['device']}", highlight=False)
+    out.print(table)
+    for row in result["rows"]:
+        if "reason" in row:
+            out.print(f"{row['name']} can't run here: {row['reason']}", highlight=False, markup=False)
+    out.print(_check_line(result["rows"]), highlight=False)
+
+
+def _cell(value: Any, style: str) -> str:
+    return "-" if value is None else format(value, style)
+
+
+def _notes(row: dict[str, Any]) -> str:
+    notes = [row["attention"]] if "attention" in row else []
+    notes += ["saturated"] if row.get("is_saturation") else []
+    notes += ["best within SLO"] if row.get("is_best_within_slo") else []
+    return ", ".join(notes)
+
+
+def _check_line(rows: list[dict[str, Any]]) -> str:
+    """What the check before timing found, in one line."""
+    checked = {(row["name"], row["kv"]): row for row in rows if "check_requests" in row}.values()
+    total, equal = (sum(row[key] for row in checked) for key in ("check_requests", "check_equal"))
+    line = f"checked {equal} of {total} requests give the tokens that kvq gives one by one"
+    if equal < total:
+        gap = max(row["check_largest_gap"] or 0.0 for row in checked)
+        line += f"; the others first differ between two tokens at most {gap:.2g} apart in log-probability"
+    return line
