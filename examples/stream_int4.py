@@ -12,9 +12,9 @@ options = kvq.SamplingParams(max_tokens=40, temperature=0.7, seed=1)
 model = kvq.load("tiny", kv="fp32")
 
 for kv in ("fp32", "int4"):
-    chosen = model.with_kv(kv)
-    print(f"--- {kv}, {chosen.kv_bytes_per_token:.0f} bytes of KV a token ---")
-    print(prompt, end="")
-    for piece in chosen.stream(prompt, options):
-        print(piece.text, end="", flush=True)
-    print()
+    with kvq.LLM(model, kv, max_num_seqs=1) as llm:
+        print(f"--- {kv}, {llm.model.kv_bytes_per_token:.0f} bytes of KV a token ---")
+        print(prompt, end="")
+        for piece in llm.stream(prompt, options):
+            print(piece.text, end="", flush=True)
+        print()
