@@ -42,7 +42,7 @@ class Setup:
         costs = self.costs
         seconds = costs.decode_s(num_decodes)
         if prefill_tokens:
-            seconds += prefill_tokens * costs.prefill_token_s(depth)
+            seconds += costs.prefill_step_s() + prefill_tokens * costs.prefill_token_s(depth)
         if moved:
             seconds += costs.swap_s(moved) / 2  # which counts the way out and in
         return seconds

@@ -15,9 +15,9 @@ from kvq.errors import ConfigError, ModelError, first_lines, nearest
 from kvq.geometry import ModelGeometry
 from kvq.models.attention import NAME, register_attention
 from kvq.models.checkpoint import content_digest, read_header, read_json, weight_files
+from kvq.models.linear import invariant_rows, pack_linears
 from kvq.models.live_geometry import live_geometry
 from kvq.models.rope import pin_rope
-from kvq.models.row_order import invariant_rows, order_weights
 from kvq.models.support import check_supported, rope_types
 
 _loading = threading.Lock()  # two loads at a time confuse transformers for good
@@ -95,11 +95,10 @@ def load_weights(
             f"please report this model, it would be run wrongly"
         )
     pin_rope(model, context)
+    model = model.to(where).eval()
     if where.type == "cpu":
-        order_weights(model)
-    return LoadedWeights(
-        folder=folder, model=model.to(where).eval(), geometry=geometry, device=where, max_context=context
-    )
+        pack_linears(model)
+    return LoadedWeights(folder=folder, model=model, geometry=geometry, device=where, max_context=context)
 
 
 def pick_device(device: str) -> torch.device:

@@ -2,6 +2,8 @@
 
 from typing import Protocol
 
+from kvq.scheduler.regression import Regression
+
 
 class CostModel(Protocol):
     """Predicts step times; learns from measured ones if it can."""
@@ -11,6 +13,12 @@ class CostModel(Protocol):
 
     def prefill_token_s(self, depth: int) -> float:
         """What one more prefill token at a position near `depth` adds to a step."""
+
+    def prefill_step_s(self) -> float:
+        """What prefill adds to a step however few its tokens."""
+
+    def prefill_share(self, num_decodes: int) -> float:
+        """How much of its prefill a step should compute, so that something is learned from its time."""
 
     def swap_s(self, num_blocks: int) -> float:
         """Moving blocks to host memory and back."""
@@ -31,9 +39,11 @@ class FixedCosts:
         step_s: float = 5e-3,
         decode_token_s: float = 1e-4,
         prefill_token_s: float = 1e-4,
+        prefill_step_s: float = 0.0,
         swap_block_s: float = 1e-4,
     ) -> None:
         self._step_s = step_s
+        self._prefill_step_s = prefill_step_s
         self._decode_token_s = decode_token_s
         self._prefill_token_s = prefill_token_s
         self._swap_block_s = swap_block_s
@@ -45,6 +55,14 @@ class FixedCosts:
     def prefill_token_s(self, depth: int) -> float:
         """The same at any depth."""
         return self._prefill_token_s
+
+    def prefill_step_s(self) -> float:
+        """The same for any number of tokens."""
+        return self._prefill_step_s
+
+    def prefill_share(self, num_decodes: int) -> float:
+        """All of it: nothing to learn."""
+        return 1.0
 
     def swap_s(self, num_blocks: int) -> float:
         """Proportional to the blocks."""
@@ -58,36 +76,48 @@ class FixedCosts:
 
 
 _SLOWLY, _QUICKLY = 0.1, 0.5  # how far an estimate follows one measurement
+_NOISE = 0.1  # of a step's time
+_HALVE, _OMIT = 16, 64  # every so many steps with prefill, one with half of it, and one without
 
 
 class MeasuredCosts:
-    """Running estimates by powers of two: decode steps by their size, prefill tokens by their depth.
+    """Running estimates: decode steps by powers of two of their size, prefill as a linear regression.
 
-    No formula holds for all devices: on CPUs 16 rows cost less than 15, on GPUs 64 what one does, and
-    a prefill token's attention grows with its depth. What prefill costs follows slower steps faster than
-    quicker ones, and what decodes cost the other way round: too much prefill beside running streams is
-    what users notice.
+    No formula holds for decode steps on all devices: on CPUs 16 rows cost less than 15, on GPUs 64 what
+    one does. They follow quicker steps faster than slower ones. Prefill adds a part of its own whatever
+    its size (other kernels, no CUDA graph), one by the token, and one by the token and its depth (its
+    attention). Were the first counted by the token, small chunks would look dear and stay small for ever.
+    To tell the parts from each other and from the decodes', some steps take less prefill than they might.
     """
 
     def __init__(self, *, prefill_token_s: float = 1e-3, swap_block_s: float = 1e-4) -> None:
         """The arguments hold until something was measured."""
-        self._default_prefill_token_s = prefill_token_s
         self._swap_block_s = swap_block_s
         self._decode_s: dict[int, float] = {}
-        self._decode_bounds: dict[int, float] = {}  # from steps with prefill, while there are no others
-        self._prefill_token_s: dict[int, float] = {}
+        self._decode_age: dict[int, int] = {}  # number of the last step with prefill when it was measured
+        self._num_prefills = 0
+        deviations = 10e-3, prefill_token_s, prefill_token_s / 1000
+        self._prefill = Regression((0.0, prefill_token_s, 0.0), deviations)
 
     def decode_s(self, num_decodes: int) -> float:
         """The estimate of the nearest size that was measured; 0 before any was."""
-        known = self._decode_s if num_decodes.bit_length() in self._decode_s else self._decode_bounds
-        known = known if num_decodes.bit_length() in known else self._decode_s or self._decode_bounds
+        known = self._decode_s
         return known[_nearest(num_decodes, known)] if num_decodes and known else 0.0
 
     def prefill_token_s(self, depth: int) -> float:
-        """The estimate of the nearest depth that was measured."""
-        if not self._prefill_token_s:
-            return self._default_prefill_token_s
-        return self._prefill_token_s[_nearest(depth, self._prefill_token_s)]
+        """What was learned from all depths."""
+        return self._prefill((0, 1, depth))
+
+    def prefill_step_s(self) -> float:
+        """What was learned from steps with decodes beside their prefill."""
+        return self._prefill((1, 0, 0))
+
+    def prefill_share(self, num_decodes: int) -> float:
+        """Nothing while the decodes alone were not measured lately, half now and then, else all."""
+        key = num_decodes.bit_length()
+        if self._num_prefills - self._decode_age.get(key, -_OMIT) >= _OMIT:
+            return 0.0
+        return 0.5 if self._num_prefills % _HALVE == 0 else 1.0
 
     def swap_s(self, num_blocks: int) -> float:
         """Proportional to the blocks."""
@@ -101,13 +131,12 @@ class MeasuredCosts:
         """Learn from a step of decodes alone, or from what its prefill tokens added."""
         if not prefill_tokens:
             _follow(self._decode_s, num_decodes, seconds, up=_SLOWLY, down=_QUICKLY)
+            self._decode_age[num_decodes.bit_length()] = self._num_prefills
             return
-        if num_decodes:
-            rest = seconds - prefill_tokens * self.prefill_token_s(depth)
-            key = num_decodes.bit_length()
-            self._decode_bounds[key] = min(self._decode_bounds.get(key, seconds), max(rest, seconds / 4))
-        added = max(0.0, seconds - self.decode_s(num_decodes)) / prefill_tokens
-        _follow(self._prefill_token_s, depth, added, up=_QUICKLY, down=_SLOWLY)
+        self._num_prefills += num_decodes > 0
+        weights = num_decodes > 0, prefill_tokens, prefill_tokens * depth
+        added = max(0.0, seconds - self.decode_s(max(1, num_decodes)))
+        self._prefill.observe(weights, added, _NOISE * seconds)
 
 
 def _follow(estimates: dict[int, float], value: int, measured: float, *, up: float, down: float) -> None:

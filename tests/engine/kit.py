@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from kvq.engine import LLM, Piece, RequestOutput, SamplingParams, TokenLogprobs
 from kvq.models import Model
+from kvq.scheduler import FixedCosts
 from tests.helpers_models import VOCAB, eager_logits, load_eager, load_fp32, random_tokens, save_model
 
 EOS = 2
@@ -48,10 +49,14 @@ def pair(family: str, seed: int = 0) -> tuple[Model, Any]:
 
 
 def engine(model: Model, kv: str = "auto", **options: Any) -> LLM:
-    """An engine over a loaded model with a pool of a few hundred blocks unless told otherwise."""
+    """An engine over a loaded model with a pool of a few hundred blocks unless told otherwise.
+
+    Its steps don't depend on how fast this machine is.
+    """
     if "kv_memory" not in options:
         options = {"num_blocks": 256} | options
     opened.append(LLM(model, kv, **({"max_num_seqs": 16} | options)))
+    opened[-1].core.scheduler.costs = FixedCosts()
     return opened[-1]
 
 

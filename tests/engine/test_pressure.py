@@ -155,7 +155,9 @@ def random_request(rng, shared):
     prompt = random_tokens(rng.randint(1, 60), seed=rng.randrange(1 << 30))
     if rng.random() < 0.5:
         prompt = rng.choice(shared)[: rng.randint(8, 48)] + prompt[:20]
-    params = SamplingParams(max_tokens=rng.randint(1, 90), temperature=rng.choice([0.0, 1.0]))
+    params = SamplingParams(
+        max_tokens=rng.randint(1, 90), temperature=rng.choice([0.0, 1.0]), seed=rng.randrange(1 << 30)
+    )
     kind = rng.random()
     if kind < 0.15:
         params = replace(params, n=rng.randint(2, 4), repetition_penalty=1.1)

@@ -77,7 +77,7 @@ def test_a_model_whose_own_attention_does_something_else_is_refused(folder, monk
 def test_a_model_that_gives_nan_is_refused(folder):
     model = load_fp32(folder)
     with torch.no_grad():
-        model.weights.model.lm_head.weight[3, 3] = float("nan")
+        model.weights.model.model.norm.weight[3] = float("nan")
     with pytest.raises(ModelError, match="give NaN or infinity in the logits"):
         probe(model.weights)
 

@@ -1,0 +1,87 @@
+"""Linear layers on CPUs: oneDNN's kernels over packed weights, and results that don't depend on the batch.
+
+PyTorch hands fp32 products to MKL, which reads plain weights and is slow on CPUs of other makers than its
+own: on an AMD EPYC (Zen 5) oneDNN takes a third to a half of its time at any number of rows, and half of
+PyTorch's time at few rows in bf16, once the weights lie in the blocks that its kernels read.
+
+Products of a few rows may be summed in another order than those of many. One differing bit can flip a
+code of the KV cache, so a token's results would depend on what else is in its step. How many rows it
+takes until all are summed alike is measured when a model is first run, not assumed.
+"""
+
+import torch
+from torch import Tensor, nn
+
+_CANDIDATES = (1, 2, 4, 8, 11, 16)  # rows; beyond 16, padding would cost more than it gives
+_MANY = 48  # rows that are summed as any larger number is
+
+
+class OneDNNLinear(nn.Linear):
+    """A Linear layer for inference on CPUs; fp32 or bf16.
+
+    `weight` is a packed oneDNN tensor, or the plain [out, in] one where others use it too.
+    """
+
+    def __init__(self, linear: nn.Linear, *, packs: bool) -> None:
+        nn.Module.__init__(self)
+        self.in_features = linear.in_features
+        self.out_features = linear.out_features
+        weight = linear.weight
+        if packs:
+            packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), None)
+            weight = nn.Parameter(packed, requires_grad=False)
+        self.weight = weight
+        self.bias = linear.bias
+
+    def forward(self, input: Tensor) -> Tensor:
+        """[..., in] -> [..., out]."""
+        output: Tensor = torch.ops.mkldnn._linear_pointwise(input, self.weight, self.bias, "none", [], "")
+        return output
+
+
+def pack_linears(model: nn.Module) -> None:
+    """Replace a model's Linear layers by oneDNN's, one after the other, where this CPU and dtype have them.
+
+    A weight that is an embedding too stays as it is: lookups read whole rows of it.
+    """
+    looked_up = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if type(child) is nn.Linear and _is_supported(child.weight.dtype):
+                setattr(parent, name, OneDNNLinear(child, packs=id(child.weight) not in looked_up))
+
+
+def _is_supported(dtype: torch.dtype) -> bool:
+    if not torch.backends.mkldnn.is_available() or not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
+        return False
+    return dtype == torch.float32 or (
+        dtype == torch.bfloat16 and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    )
+
+
+def invariant_rows(model: nn.Module, head: nn.Module | None) -> tuple[int, int]:
+    """Fewest rows of a step, and of its logits, from which on results don't depend on their number.
+
+    `head`: the layer that makes the logits. Shapes that depend on it even at 16 rows are passed over:
+    padding would not help them.
+    """
+    body: dict[tuple[int, int], nn.Linear] = {}
+    for module in model.modules():
+        if isinstance(module, nn.Linear) and module is not head:
+            body.setdefault((module.in_features, module.out_features), module)
+    heads = [head] if isinstance(head, nn.Linear) else []
+    return _fewest(list(body.values())), _fewest(heads)
+
+
+@torch.inference_mode()
+def _fewest(layers: list[nn.Linear]) -> int:
+    fewest = 1
+    for layer in layers:
+        generator = torch.Generator().manual_seed(0)
+        x = torch.randn(_MANY, layer.in_features, generator=generator).to(layer.weight.dtype)
+        many = layer(x)
+        same = {n for n in range(1, _MANY) if torch.equal(layer(x[:n]), many[:n])}
+        fits = [n for n in _CANDIDATES if same.issuperset(range(n, _MANY))]
+        if fits:
+            fewest = max(fewest, fits[0])
+    return fewest
