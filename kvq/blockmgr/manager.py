@@ -204,9 +204,12 @@ class BlockManager:
         for sequence, count in work:
             sequence.length += count
 
-    def commit(self, sequence: Sequence, tokens: Iterable[int] | None = None) -> None:
-        """Say that the KV of all appended tokens is good, and which further tokens are known now.
+    def commit(
+        self, sequence: Sequence, tokens: Iterable[int] | None = None, *, length: int | None = None
+    ) -> None:
+        """Say that the KV of appended tokens is good, and which further tokens are known now.
 
+        `length`: the first so many tokens are good, by default all; the others are still being computed.
         Full blocks whose tokens are known enter the prefix index and can be reused from here on.
         Blocks of sliding-window groups that no later token sees are given back.
 
@@ -216,10 +219,10 @@ class BlockManager:
         self._register.check_ready(sequence)
         if tokens is not None:
             sequence.tokens.extend(token_array(tokens))
-        sequence.committed = sequence.length
+        sequence.committed = sequence.length if length is None else length
         if (
             sequence.indexing
-            and min(sequence.length, len(sequence.tokens)) // self.block_size > sequence.depth
+            and min(sequence.committed, len(sequence.tokens)) // self.block_size > sequence.depth
         ):
             sequence.indexing = self.blocks.publish(sequence)
             self.prefixes.withdraw(sequence, sequence.depth if sequence.indexing else None)
@@ -265,6 +268,15 @@ class BlockManager:
         self.blocks.unpublish(sequence)
         self._tables.scrub(sequence)
         self.blocks.events.deliver()
+
+    def scrub_uncommitted(self, sequence: Sequence) -> None:
+        """Queue zeroing of the blocks with tokens that were not committed, of a sequence that ends now.
+
+        A step may still be computing them, and nobody will look whether they are finite.
+        """
+        self._register.check_ready(sequence)
+        if sequence.length > sequence.committed:
+            self._tables.scrub(sequence, first=sequence.committed // self.block_size)
 
     def free(self, sequence: Sequence) -> Receipt:
         """End a sequence and give back what it holds. Indexed blocks stay cached."""

@@ -156,10 +156,10 @@ class Tables:
                 table[start:first] = [BlockId(0)] * (first - start)
                 sequence.starts[group] = first
 
-    def scrub(self, sequence: Sequence) -> None:
-        """Queue zeroing of every block that only this sequence sees."""
+    def scrub(self, sequence: Sequence, first: int = 0) -> None:
+        """Queue zeroing of every block from index `first` on that only this sequence sees."""
         for group, (table, start) in enumerate(zip(sequence.tables, sequence.starts, strict=True)):
-            for block in table[start:]:
+            for block in table[max(start, first) :]:
                 if self._blocks.pools[group].is_writable(block):
                     self._blocks.orders.append(Scrub(group=group, block=block))
 

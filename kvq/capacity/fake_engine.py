@@ -1,5 +1,6 @@
 """What the engine does with plans, over a fake model: take tokens, branch, end, keep records."""
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from kvq.blockmgr import SwapIn, SwapOut
@@ -17,6 +18,17 @@ from kvq.scheduler import Branch, Request, Scheduler, StepPlan
 from kvq.scheduler.request import State
 
 _IDLE_S = 1e-3  # until the next attempt when nothing can run
+
+
+@dataclass(frozen=True, slots=True)
+class Ran:
+    """A step that ran and was not concluded."""
+
+    plan: StepPlan
+    keys: list[int]  # per branch
+    damaged: list[SwapIn]
+    bad: set[int]
+    seconds: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +54,7 @@ class FakeEngine:
         self._model = model
         self._injector = injector
         self._progress = Progress(setup.config.aging_s)
+        self.ahead: Ran | None = None  # a step that was planned before the last one's tokens were known
 
     def add(self, job: Job, now: float) -> Request | None:
         """Take a request in, or refuse it."""
@@ -68,6 +81,16 @@ class FakeEngine:
 
     def step(self, now: float) -> Gauge:
         """One step; what was generated in it is there when it is over."""
+        ran = self.ahead or self._next(now)
+        if ran is None:
+            return self._gauge(now, _IDLE_S, 0, 0)
+        self.ahead = self._run_ahead(ran) if self._setup.plans_ahead else None
+        self._conclude(ran.plan, ran.keys, ran.damaged, ran.bad, now + ran.seconds)
+        prefill_tokens = ran.plan.num_tokens - ran.plan.num_decodes
+        return self._gauge(now, ran.seconds, ran.plan.num_decodes, prefill_tokens)
+
+    def _next(self, now: float) -> Ran | None:
+        """Plan a step and run it; None if nothing can run."""
         refusals = self._injector.refusals
         plan = self.scheduler.schedule(now)
         for request in self.scheduler.take_failed():
@@ -77,15 +100,28 @@ class FakeEngine:
         self._progress.stepped(plan)
         if plan is None:
             self.trace.step(now, None, [])
-            return self._gauge(now, _IDLE_S, 0, 0)
+            return None
+        return self._run(plan)
+
+    def _run_ahead(self, ran: Ran) -> Ran | None:
+        """Run the step after one whose tokens nobody has seen yet, if it can be planned."""
+        if any(self._branches(branch.request) for branch in ran.plan.branches if not branch.is_done):
+            return None
+        plan = self.scheduler.schedule_ahead(ran.plan)
+        if plan is None:
+            return None
+        assert plan.follows is not None
+        plan.token_ids[:] = [choose(ran.keys[i]) for i in plan.follows]
+        self._progress.stepped(plan)
+        return self._run(plan, {i for i, before in enumerate(plan.follows) if before in ran.bad})
+
+    def _run(self, plan: StepPlan, doomed: Collection[int] = ()) -> Ran:
+        """`doomed`: branches that read what is not finite."""
         check_plan(self.scheduler, plan)
-        damaged, bad = self._injector.damaged(plan.orders), self._injector.bad(plan)
+        damaged, bad = self._injector.damaged(plan.orders), self._injector.bad(plan).union(doomed)
         keys = self._model.run(plan, damaged, bad)
-        self.trace.step(now, plan, keys)
-        num_decodes, prefill_tokens = plan.num_decodes, plan.num_tokens - plan.num_decodes
-        seconds = self._measure(plan, prefill_tokens) * self._injector.slowness()
-        self._conclude(plan, keys, damaged, bad, now + seconds)
-        return self._gauge(now, seconds, num_decodes, prefill_tokens)
+        seconds = self._measure(plan, plan.num_tokens - plan.num_decodes) * self._injector.slowness()
+        return Ran(plan, keys, damaged, bad, seconds)
 
     def _measure(self, plan: StepPlan, prefill_tokens: int) -> float:
         first = plan.num_decodes
@@ -103,19 +139,22 @@ class FakeEngine:
     def _conclude(
         self, plan: StepPlan, keys: list[int], damaged: list[SwapIn], bad: set[int], now: float
     ) -> None:
+        self.trace.step(now, plan, keys)
         tokens = [
-            choose(key) if sampled and not self._branches(branch.request) else None
+            choose(key) if sampled and not branch.is_done and not self._branches(branch.request) else None
             for branch, sampled, key in zip(plan.branches, plan.samples, keys, strict=True)
         ]
         self.scheduler.commit(plan, tokens, bad=bad, failed_swaps=damaged)
         for i in bad:
             request = plan.branches[i].request
+            if request not in self.live:  # it ended while the step ran
+                continue
             self.scheduler.fail(request, KVQError("values are not finite"))
             self._end(request, Outcome.FAILED, now)
         branching: dict[Request, Ticket] = {}
         for i, (branch, token) in enumerate(zip(plan.branches, tokens, strict=True)):
             ticket = self.live.get(branch.request)
-            if ticket is None:  # it ended in this step
+            if ticket is None or branch.is_done:  # it ended in this step, or while it ran
                 continue
             self._admit(ticket)
             if token is not None:

@@ -64,9 +64,10 @@ class FakeModel:
             assert branch.row is not None, "a branch that runs has a row"
             count = plan.counts[i]
             start, tokens = plan.ends[i] - count, plan.token_ids[at : at + count]
-            new = self._forward(self._rows[branch.row], start, tokens)
             if i in bad:
                 self._is_tainted, new = True, [BROKEN] * count
+            else:
+                new = self._forward(self._rows[branch.row], start, tokens)
             self._write(self._rows[branch.row], start, new)
             keys.append(new[-1])
             at += count

@@ -64,7 +64,13 @@ def random_setup(rng: random.Random, given: Given) -> Setup:
         ttft_slo_s=rng.choice([None, None, 0.1]),
     )
     estimates = MeasuredCosts() if rng.random() < 0.5 else None
-    return Setup(pools=random_pools(rng, given), config=config, costs=FixedCosts(), estimates=estimates)
+    return Setup(
+        pools=random_pools(rng, given),
+        config=config,
+        costs=FixedCosts(),
+        estimates=estimates,
+        plans_ahead=rng.random() < 0.5,
+    )
 
 
 def random_pools(rng: random.Random, given: Given) -> Pools:

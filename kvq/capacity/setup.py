@@ -36,6 +36,7 @@ class Setup:
     config: SchedulerConfig
     costs: CostModel = field(default_factory=FixedCosts)  # what steps take
     estimates: CostModel | None = None  # what the scheduler believes, told every step; None: it knows `costs`
+    plans_ahead: bool = False  # steps are planned before the tokens of those before them are known
 
     def seconds(self, *, num_decodes: int, prefill_tokens: int, depth: int, moved: int) -> float:
         """How long a step takes that also moves blocks to or from host memory; `depth` of its prefill."""

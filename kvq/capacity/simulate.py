@@ -105,7 +105,7 @@ class _Simulation:
             request = injector.one_of(injector.one_of(_kinds(engine.scheduler)) or [])
             if request is not None:
                 engine.cancel(request, self._now)
-        if injector.happens(faults.preemption):
+        if injector.happens(faults.preemption) and engine.ahead is None:
             self._preempt(injector.one_of(list(engine.scheduler.holders.running)))
         if injector.happens(faults.pin):
             self._pin(injector.one_of(list(engine.live)))

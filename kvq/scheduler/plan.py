@@ -12,7 +12,8 @@ class StepPlan:
 
     `ends[i]` is branch i's length with the step's tokens, so they take the positions from
     `ends[i] - counts[i]` on. Only branches with `samples[i]` need a token: the others are in the
-    middle of a prefill.
+    middle of a prefill. A step may be planned while the one before it runs: `token_ids` are zeros then,
+    and branch i's token is the one that comes of branch `follows[i]` of the step before.
     """
 
     number: int
@@ -25,6 +26,7 @@ class StepPlan:
     orders: list[Order]  # to be carried out before the forward pass, in order
     table_changes: list[tuple[int, int, int, list[BlockId]]]  # (row, layer group, first index, entries)
     restored: list[Branch]  # swapped in by the orders; run from the next step on
+    follows: list[int] | None = None  # of a step planned ahead: whose tokens of the step before its are
 
     def part(self, index: int) -> "StepPlan":
         """The same step for one of its branches alone, its orders and changes carried out already."""

@@ -68,6 +68,12 @@ class Branch:
         return len(self.tokens) - len(self.request.tokens)
 
     @property
+    def is_last(self) -> bool:
+        """True if its next token is the last one that it may generate."""
+        assert self.request.max_tokens is not None, "set when the request was added"
+        return self.num_generated + 1 >= self.request.max_tokens
+
+    @property
     def goal(self) -> int:
         """Tokens to compute before the next one can be chosen, or before its request can fork."""
         return len(self.tokens) if self.request.is_forked else len(self.request.tokens)

@@ -73,6 +73,7 @@ class Scheduler:
         )
         self._last_chunk = _FIRST_CHUNK  # prefill tokens of the last step that had decodes beside them
         self._failed: list[Request] = []
+        self._nobody_fits = False  # of those that wait, unless somebody ends
 
     @property
     def has_work(self) -> bool:
@@ -110,12 +111,15 @@ class Scheduler:
         request.arrival_s = now
         self.lines.queue.append(request)
         self.counters.added += 1
+        self._nobody_fits = False
 
     def schedule(self, now: float) -> StepPlan | None:
         """The next step, or None if nothing can run.
 
-        Tokens get their slots here, so every plan must be committed before the next one is made.
+        Tokens get their slots here, so every plan must be committed before the next one is made, but
+        for those of `schedule_ahead`.
         """
+        self._nobody_fits = False
         step = _Step(now)
         self._decode(step)
         if len(self.lines) or step.unfinished:
@@ -129,6 +133,31 @@ class Scheduler:
             self.lines.wake()
             self._admit(step)
         return self._plan(step)
+
+    def schedule_ahead(self, plan: StepPlan) -> StepPlan | None:
+        """The step after `plan`, whose tokens are not known yet; None if it depends on them.
+
+        It does not if all there is to do is one more token for each of the branches. Who ends with
+        `plan` by the number of its tokens is left out; who ends otherwise has computed one in vain.
+        Commit `plan` first, then what this returned.
+        """
+        waits = len(self.lines) > 0 and not self._nobody_fits
+        running = [i for i, branch in enumerate(plan.branches) if not branch.is_done]
+        if waits or plan.restored or not all(plan.samples) or len(running) != len(self.holders.active):
+            return None
+        if not all(plan.branches[i].request.is_forked for i in running):
+            return None
+        follows = [i for i in running if not plan.branches[i].is_last]
+        branches = [plan.branches[i] for i in follows]
+        if not branches:
+            return None
+        try:
+            self.manager.extend([(held(branch), 1) for branch in branches])
+        except OutOfBlocks:
+            return None
+        ahead = self._pack([(branch, 1) for branch in branches], len(branches), follows=follows)
+        self.counters.steps += 1
+        return ahead
 
     def commit(
         self,
@@ -151,7 +180,7 @@ class Scheduler:
                 continue
             if token is not None:
                 branch.tokens.append(token)
-                manager.commit(sequence, (token,) if caching else None)
+                manager.commit(sequence, (token,) if caching else None, length=plan.ends[i])
                 continue
             manager.commit(sequence)
             if sequence.length == branch.goal and not branch.is_sampled:
@@ -179,7 +208,10 @@ class Scheduler:
         if request.state in (State.WAITING, State.PREEMPTED) and len(request.live) == 1:
             self.lines.remove(request)
         self.lines.queue.tenants.charge(request.tenant, branch.num_generated)
+        if branch.sequence is not None and branch.sequence.ready:
+            self.manager.scrub_uncommitted(branch.sequence)
         self.holders.close(branch)
+        self._nobody_fits = False
         self.counters.ended += request.state is State.ENDED
 
     def end(self, request: Request) -> None:
@@ -328,6 +360,7 @@ class Scheduler:
             elif request.state is State.PREEMPTED and self.lines.rank(request, step.now) is Priority.BATCH:
                 below = Priority.BATCH  # somebody more urgent may still fit
             else:
+                self._nobody_fits = not self.lines.num_parked
                 break
 
     def _start(self, step: _Step, request: Request) -> bool:
@@ -415,6 +448,22 @@ class Scheduler:
         chosen = [(branch, 1) for branch in step.decodes if branch in active]
         num_decodes = len(chosen)
         chosen += [(branch, count) for branch, count in step.prefills if branch in active]
+        plan = self._pack(chosen, num_decodes, restored=step.restored)
+        if not chosen and not plan.orders and not step.restored:
+            return None
+        self.counters.steps += 1
+        if num_decodes and plan.num_tokens > num_decodes:
+            self._last_chunk = max(plan.num_tokens - num_decodes, self.config.min_chunk)
+        return plan
+
+    def _pack(
+        self,
+        chosen: list[tuple[Branch, int]],
+        num_decodes: int,
+        *,
+        restored: Sequence[Branch] = (),
+        follows: list[int] | None = None,
+    ) -> StepPlan:
         plan = StepPlan(
             number=self.counters.steps,
             branches=[branch for branch, _ in chosen],
@@ -425,27 +474,21 @@ class Scheduler:
             token_ids=[],
             orders=self.manager.take_orders(),
             table_changes=[],
-            restored=step.restored,
+            restored=list(restored),
+            follows=follows,
         )
-        if not chosen and not plan.orders and not step.restored:
-            return None
-        self.counters.steps += 1
         for branch, count in chosen:
-            self._pack(plan, branch, count)
-        if num_decodes and plan.num_tokens > num_decodes:
-            self._last_chunk = max(plan.num_tokens - num_decodes, self.config.min_chunk)
+            sequence = held(branch)
+            end = sequence.length
+            plan.ends.append(end)
+            if follows is not None:
+                plan.samples.append(True)
+                plan.token_ids.append(0)
+            else:
+                plan.samples.append(end == branch.goal and branch.is_sampled)
+                plan.token_ids.extend(branch.tokens[end - count : end])
+            if sequence.is_changed:
+                row = branch.row
+                assert row is not None, "a branch with blocks has a row"
+                plan.table_changes.extend((row, *change) for change in sequence.take_changes())
         return plan
-
-    def _pack(self, plan: StepPlan, branch: Branch, count: int) -> None:
-        sequence = held(branch)
-        end = sequence.length
-        plan.ends.append(end)
-        plan.samples.append(end == branch.goal and branch.is_sampled)
-        if count == 1:
-            plan.token_ids.append(branch.tokens[end - 1])
-        else:
-            plan.token_ids.extend(branch.tokens[end - count : end])
-        if sequence.is_changed:
-            row = branch.row
-            assert row is not None, "a branch with blocks has a row"
-            plan.table_changes.extend((row, *change) for change in sequence.take_changes())
