@@ -6,8 +6,10 @@ import torch
 from torch import Tensor
 
 from kvq.engine.job import Job
+from kvq.engine.readback import Readback
 from kvq.engine.runner import StepOutput
 from kvq.engine.sampling import (
+    PendingSamples,
     Sampler,
     TokenLogprobs,
     beam_candidates,
@@ -39,6 +41,52 @@ class _Draw:
     plan_index: int | None  # None: a fork's first token
 
 
+class PendingChoices:
+    """Choices whose tokens are on their way to the host."""
+
+    def __init__(self, plan: StepPlan, choices: Choices, bad_tokens: Tensor) -> None:
+        self._plan = plan
+        self._choices = choices
+        self._bad_tokens = Readback(bad_tokens)
+        self._draws: list[_Draw] = []
+        self._samples: PendingSamples | None = None
+
+    def expect(self, draws: list[_Draw], samples: PendingSamples) -> None:
+        """Take in what was drawn."""
+        self._draws, self._samples = draws, samples
+
+    def drew(self, branches: list[int]) -> bool:
+        """True if some of the plan's branches, by index, draw exactly one token each and nothing failed."""
+        places = {draw.plan_index for draw in self._draws}
+        return bool(branches) and not self._choices.errors and places.issuperset(branches)
+
+    def tokens(self, branches: list[int]) -> Tensor:
+        """int64 [branches] on the device: what they drew."""
+        assert self._samples is not None, "some were drawn"
+        places = {draw.plan_index: i for i, draw in enumerate(self._draws)}
+        drawn, wanted = self._samples.tokens, [places[i] for i in branches]
+        if wanted == list(range(len(drawn))):
+            return drawn
+        return drawn[torch.tensor(wanted, device=drawn.device)]
+
+    def wait(self) -> Choices:
+        """The choices, once they are there."""
+        choices = self._choices
+        if self._samples is not None:
+            samples = self._samples.wait()
+            for i, draw in enumerate(self._draws):
+                request = draw.branch.request
+                token = (samples.tokens[i], samples.logprobs[i])
+                if not samples.finite[i]:
+                    choices.errors.setdefault(request, _not_finite("the logits"))
+                elif draw.plan_index is not None:
+                    choices.tokens[draw.plan_index] = token
+                else:
+                    choices.forks.setdefault(request, []).append(token)
+        _find_bad(self._plan, self._bad_tokens.wait(), choices.errors)
+        return choices
+
+
 class Chooser:
     """Samples for all branches of a step at once; keeps the sampler's rows those of the branches."""
 
@@ -48,16 +96,17 @@ class Chooser:
 
     def choose(
         self, plan: StepPlan, output: StepOutput, jobs: dict[Request, Job], errors: dict[Request, KVQError]
-    ) -> Choices:
-        """Tokens for every branch that wants one; requests in `errors` are passed over."""
+    ) -> PendingChoices:
+        """Tokens for every branch that wants one, but for requests in `errors` and those that ended."""
         choices = Choices(errors=errors)
+        pending = PendingChoices(plan, choices, output.bad_tokens)
         draws: list[_Draw] = []
         beams: list[tuple[Branch, int]] = []
         masks: dict[int, Tensor] = {}
         for i, branch in enumerate(plan.branches):
-            job = jobs[branch.request]
-            if job.request in errors:
+            if branch.is_done or branch.request in errors:
                 continue
+            job = jobs[branch.request]
             row = output.starts[i]
             if job.needs_prompt_rows:
                 _read_prompt(job, plan, i, output.logits, row)
@@ -72,11 +121,10 @@ class Chooser:
                 draws.extend(_Draw(fork, row, None) for fork in job.request.branches)
         draws = [draw for draw in draws if self._mask(draw, jobs, masks, errors)]
         if draws:
-            self._draw(draws, output.logits, jobs, _renumber(draws, masks), choices)
+            pending.expect(draws, self._draw(draws, output.logits, jobs, _renumber(draws, masks)))
         if beams:
             _expand(beams, output.logits, jobs, choices)
-        _find_bad(plan, output.bad_tokens, errors)  # last: on a GPU the tokens were waited for already
-        return choices
+        return pending
 
     def record(self, branch: Branch, token: int) -> None:
         """A token was accepted: penalties count it from now on."""
@@ -117,29 +165,19 @@ class Chooser:
         logits: Tensor,
         jobs: dict[Request, Job],
         masks: dict[int, Tensor],
-        choices: Choices,
-    ) -> None:
+    ) -> PendingSamples:
         rows = [draw.row for draw in draws]
         if rows != list(range(logits.shape[0])):
             logits = logits[torch.tensor(rows, device=logits.device)]
         for draw in draws:
             if self._bound[_row(draw.branch)] is not draw.branch:
                 self._bind(jobs[draw.branch.request], draw.branch)
-        samples = self._sampler.sample(
+        return self._sampler.sample(
             logits,
             [_row(draw.branch) for draw in draws],
             [draw.branch.num_generated for draw in draws],
             masks=masks or None,
         )
-        for i, draw in enumerate(draws):
-            request = draw.branch.request
-            token = (samples.tokens[i], samples.logprobs[i])
-            if not samples.finite[i]:
-                choices.errors.setdefault(request, _not_finite("the logits"))
-            elif draw.plan_index is not None:
-                choices.tokens[draw.plan_index] = token
-            else:
-                choices.forks.setdefault(request, []).append(token)
 
     def _bind(self, job: Job, branch: Branch) -> None:
         """Make a row of the sampler this branch's: it is new, or came back at another place."""
@@ -173,14 +211,15 @@ def _not_finite(what: str) -> NumericalError:
     )
 
 
-def _find_bad(plan: StepPlan, bad_tokens: Tensor, errors: dict[Request, KVQError]) -> None:
+def _find_bad(plan: StepPlan, flags: list[bool], errors: dict[Request, KVQError]) -> None:
     """Note the requests of which a new token's K or V was not finite."""
-    flags = bad_tokens.cpu()
-    if not bool(flags.any()):
+    if not any(flags):
         return
-    for branch, part in zip(plan.branches, flags.split(plan.counts), strict=True):
-        if bool(part.any()):
+    at = 0
+    for branch, count in zip(plan.branches, plan.counts, strict=True):
+        if any(flags[at : at + count]):
             errors.setdefault(branch.request, _not_finite("K or V"))
+        at += count
 
 
 def _expand(

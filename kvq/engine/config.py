@@ -17,7 +17,8 @@ class EngineConfig:
 
     The pool is `num_blocks` blocks, or `kv_memory` bytes ("2GiB"), or what is left of `memory_fraction`
     of the device's free memory. `swap_memory`: host memory (or room in `swap_folder`) for preempted
-    requests. `max_context` in tokens: shorter than the model's if given.
+    requests. `max_context` in tokens: shorter than the model's if given. `async_scheduling`: plan and
+    launch a step while the one before it runs; by default on GPUs, where launching takes time.
     """
 
     max_num_seqs: int = 128  # sequences that run side by side
@@ -34,6 +35,7 @@ class EngineConfig:
     itl_slo_s: float | None = None
     ttft_slo_s: float | None = None
     max_step_stretch: float = 1.7
+    async_scheduling: bool | None = None
     step_deadline_s: float = 120.0  # a step that takes longer is reported as stuck
 
     def __post_init__(self) -> None:

@@ -6,12 +6,13 @@ import random
 from array import array
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from time import perf_counter
 
 from kvq.blockmgr import BlockManager, SwapIn, SwapOut
 from kvq.blockmgr.prefix import token_array
 from kvq.engine.beam import BeamSearch
-from kvq.engine.choose import Choices, Chooser, Token, describe
+from kvq.engine.choose import Choices, Chooser, PendingChoices, Token, describe
 from kvq.engine.config import EngineConfig
 from kvq.engine.dry_run import dry_run
 from kvq.engine.grammar import Grammar, GrammarCompiler
@@ -39,6 +40,27 @@ from kvq.scheduler import (
 _log = logging.getLogger("kvq")
 _PROMPT_LOGPROB_BYTES = 64 << 20  # logits of one step that prompt log-probabilities may take
 StepSubscriber = Callable[[StepStats], object]
+
+
+@dataclass(frozen=True, slots=True)
+class _Running:
+    """A step that was launched, and how long that took."""
+
+    plan: StepPlan
+    output: StepOutput
+    errors: dict[Request, KVQError]
+    scheduling_s: float
+    forward_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Ahead:
+    """A step that was launched before the one before it was settled."""
+
+    plan: StepPlan
+    output: StepOutput | None  # None if the forward pass raised
+    scheduling_s: float
+    forward_s: float
 
 
 class EngineCore:
@@ -73,6 +95,9 @@ class EngineCore:
         self._subscribers: list[StepSubscriber] = []
         self._linear: LinearTime | None = None
         self._random = random.SystemRandom()
+        asks = config.async_scheduling
+        self._plans_ahead = weights.device.type == "cuda" if asks is None else asks
+        self._ahead: _Ahead | None = None  # a step that was launched before the last one was settled
         self._finished = 0  # requests, in this step
         self._closed = False
 
@@ -197,16 +222,20 @@ class EngineCore:
         began = self._clock()
         self._finished = 0
         self._begin_compiled()
-        plan = self.scheduler.schedule(began)
-        for request in self.scheduler.take_failed():
-            self._complete(self._jobs.pop(request), request.error, "error")
+        ahead = self._take_ahead()
+        plan = self._plan(began) if ahead is None else ahead.plan
         if plan is None:
             return False
         planned = self._clock()
         try:
-            output, errors = self._run(plan)
+            running = self._launch(plan, planned - began) if ahead is None else self._ran(ahead)
+            plan, output = running.plan, running.output
             ran = self._clock()
-            choices = self._chooser.choose(plan, output, self._jobs, errors)
+            pending = self._chooser.choose(plan, output, self._jobs, running.errors)
+            launched = self._clock()
+            self._launch_ahead(plan, pending)
+            waited = self._clock()
+            choices = pending.wait()
             chosen = self._clock()
             self._settle(plan, output, choices, chosen)
         except BaseException:  # an interruption too: the plan's tokens have slots and were never committed
@@ -220,13 +249,14 @@ class EngineCore:
                 seconds=chosen - began,
             )
         if self._subscribers:
-            self._publish(plan, output, (began, planned, ran, chosen))
+            self._publish(running, began, sampling_s=launched - ran + chosen - waited)
         return True
 
     def close(self, error: KVQError | None = None) -> None:
         """End every job, with `error` or as cancelled, and give back what lies outside the device."""
         reason: FinishReason = "cancelled" if error is None else "error"
         self._closed = True
+        self._ahead = None
         for job, future in self._compiling:
             future.cancel()
             self._complete(job, error, reason)
@@ -245,6 +275,7 @@ class EngineCore:
 
     def _abandon(self) -> None:
         """End everything that runs, after a step broke off: orders may be lost, so blocks say nothing."""
+        self._ahead = None
         for job in list(self._jobs.values()):
             self._end(job, EngineError("a step broke off; send the request again"), "error")
         self.scheduler.manager.drop_cached()
@@ -320,12 +351,53 @@ class EngineCore:
         self.scheduler.add(job.request, job.timing.arrival_s)
         self._jobs[job.request] = job
 
-    def _run(self, plan: StepPlan) -> tuple[StepOutput, dict[Request, KVQError]]:
-        """The forward pass; when it raises, branch by branch, so that only the guilty one ends."""
+    def _plan(self, now: float) -> StepPlan | None:
+        plan = self.scheduler.schedule(now)
+        for request in self.scheduler.take_failed():
+            self._complete(self._jobs.pop(request), request.error, "error")
+        return plan
+
+    def _launch(self, plan: StepPlan, scheduling_s: float) -> "_Running":
         began = self._clock()
         failed = self.runner.prepare(plan)
         if num_swaps := sum(isinstance(order, SwapIn | SwapOut) for order in plan.orders):
             self.scheduler.costs.observe_swap(num_swaps / 2, self._clock() - began)
+        output, errors = self._run(plan, failed)
+        return _Running(plan, output, errors, scheduling_s, self._clock() - began)
+
+    def _launch_ahead(self, plan: StepPlan, pending: PendingChoices) -> None:
+        """Launch the step after `plan` before anybody knows what comes of that, unless it has to wait."""
+        live = [i for i, branch in enumerate(plan.branches) if not branch.is_done]
+        if not self._plans_ahead or not pending.drew(live):
+            return
+        began = self._clock()
+        ahead = self.scheduler.schedule_ahead(plan)
+        if ahead is None or ahead.follows is None:
+            return
+        planned = self._clock()
+        failed = self.runner.prepare(ahead)
+        try:
+            output = self.runner.forward(ahead, failed, tokens=pending.tokens(ahead.follows))
+        except Exception:  # noqa: BLE001 - it runs again when its tokens are known, and apart if need be
+            _log.exception("step %d failed; running it again", ahead.number)
+            output = None
+        self._ahead = _Ahead(ahead, output, planned - began, self._clock() - planned)
+
+    def _take_ahead(self) -> "_Ahead | None":
+        """The step that was launched ahead; None if nobody of it is left."""
+        ahead, self._ahead = self._ahead, None
+        return None if ahead is None or all(branch.is_done for branch in ahead.plan.branches) else ahead
+
+    def _ran(self, ahead: "_Ahead") -> "_Running":
+        """A step that was launched ahead, now that the one before it is settled."""
+        if ahead.output is not None:
+            return _Running(ahead.plan, ahead.output, {}, ahead.scheduling_s, ahead.forward_s)
+        plan, began = ahead.plan.after_all(), self._clock()
+        output, errors = self._run(plan, [])
+        return _Running(plan, output, errors, ahead.scheduling_s, self._clock() - began)
+
+    def _run(self, plan: StepPlan, failed: list[SwapIn]) -> tuple[StepOutput, dict[Request, KVQError]]:
+        """The forward pass; when it raises, branch by branch, so that only the guilty one ends."""
         rows = {i for i, b in enumerate(plan.branches) if self._jobs[b.request].needs_prompt_rows}
         try:
             return self.runner.forward(plan, failed, all_rows=rows), {}
@@ -441,8 +513,8 @@ class EngineCore:
         except Exception:  # noqa: BLE001 - somebody else's code must not stop the others' steps
             _log.exception("the listener of request %s failed", job.request.id)
 
-    def _publish(self, plan: StepPlan, output: StepOutput, times: tuple[float, float, float, float]) -> None:
-        began, planned, ran, chosen = times
+    def _publish(self, running: "_Running", began: float, *, sampling_s: float) -> None:
+        plan = running.plan
         counters, lines = self.scheduler.counters, self.scheduler.lines
         on_cpu = self.model.weights.device.type == "cpu"
         stats = StepStats(
@@ -460,11 +532,11 @@ class EngineCore:
             pools=self.scheduler.manager.usage(),
             utilization=self.scheduler.manager.utilization(),
             seconds=self._clock() - began,
-            scheduling_s=planned - began,
-            forward_s=ran - planned,
-            attention_s=output.attention_s if on_cpu else None,
+            scheduling_s=running.scheduling_s,
+            forward_s=running.forward_s,
+            attention_s=running.output.attention_s if on_cpu else None,
             linear_s=self._linear.take() if self._linear is not None else None,
-            sampling_s=chosen - ran,
+            sampling_s=sampling_s,
         )
         for subscriber in tuple(self._subscribers):
             try:

@@ -52,7 +52,11 @@ class DecodeGraphs:
         device = model.weights.device
         # Token id, position and table row of every branch; what graphs read.
         self._inputs = torch.zeros(3, max_num_seqs, dtype=torch.int64, device=device)
-        self._host = torch.zeros(3, max_num_seqs, dtype=torch.int64, pin_memory=device.type == "cuda")
+        # Two of them in turns: a step may be launched while the copy for the one before it is on its way.
+        self._hosts = [
+            torch.zeros(3, max_num_seqs, dtype=torch.int64, pin_memory=device.type == "cuda")
+            for _ in range(2)
+        ]
         self._bad = torch.zeros(max_num_seqs, dtype=torch.bool, device=device)
         self._logits: dict[int, Tensor] = {}
         self._replay: dict[int, Callable[[], None]] = {}
@@ -66,25 +70,29 @@ class DecodeGraphs:
         return 0 < plan.num_decodes == len(plan.branches) <= self._sizes[-1] and all(plan.samples)
 
     @torch.inference_mode()
-    def run(self, plan: StepPlan) -> tuple[Tensor, Tensor]:
+    def run(self, plan: StepPlan, tokens: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Logits [branches, vocab] and bool [branches], True where K or V was not finite.
 
+        `tokens`: int64 [branches] on the device, in place of the plan's.
         Valid until the next run. Nothing here waits for the device.
         """
         count = len(plan.branches)
         size = self._sizes[bisect_left(self._sizes, count)]
         rows = [self._spare_row if branch.row is None else branch.row for branch in plan.branches]
         self._fill(plan.token_ids, [end - 1 for end in plan.ends], rows, size)
+        if tokens is not None:
+            self._inputs[0, :count].copy_(tokens)
         self._replay[size]()
         return self._logits[size][:count], self._bad[:count]
 
     def _fill(self, ids: list[int], positions: list[int], rows: list[int], size: int) -> None:
         """Copy a step's inputs to the device; what is not given is padding."""
-        host = self._host.numpy()
+        self._hosts.reverse()
+        host = self._hosts[0].numpy()
         host[:, :size] = np.array([[0], [0], [self._spare_row]])
         for i, values in enumerate((ids, positions, rows)):
             host[i, : len(values)] = values
-        self._inputs[:, :size].copy_(self._host[:, :size], non_blocking=True)
+        self._inputs[:, :size].copy_(self._hosts[0][:, :size], non_blocking=True)
 
     def _work(self, size: int) -> Callable[[], None]:
         """A decode step of that size, from the input buffer to logits and flags."""

@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from kvq.blockmgr import SwapIn
 from kvq.cache import KVCache
@@ -91,16 +92,24 @@ class Runner:
         return failed
 
     @torch.inference_mode()
-    def forward(self, plan: StepPlan, failed: list[SwapIn], *, all_rows: Collection[int] = ()) -> StepOutput:
+    def forward(
+        self,
+        plan: StepPlan,
+        failed: list[SwapIn],
+        *,
+        all_rows: Collection[int] = (),
+        tokens: Tensor | None = None,
+    ) -> StepOutput:
         """Layer by layer write, then attend; then the logits that are wanted.
 
+        `tokens`: int64 [new tokens] on the device, in place of the plan's, where only the device knows them.
         Wanted are the last row of branches that sample, and every row of the branches in `all_rows`.
         Nothing is committed: a plan that raised may be run again, whole or in parts.
         """
         if not plan.branches:
             return self.nothing(plan, failed)
         if self._graphs is not None and self.observer is None and not all_rows and self._graphs.takes(plan):
-            logits, bad = self._graphs.run(plan)
+            logits, bad = self._graphs.run(plan, tokens)
             return StepOutput(
                 logits=logits,
                 starts=list(range(len(plan.branches))),
@@ -112,7 +121,7 @@ class Runner:
         starts, keep = _wanted(plan, all_rows)
         rows = max(plan.num_tokens, self._step_rows)
         output = self.model.weights.model(
-            input_ids=self._upload(plan.token_ids, rows)[None],
+            input_ids=(self._upload(plan.token_ids, rows) if tokens is None else _padded(tokens, rows))[None],
             position_ids=self._upload(_positions(plan), rows)[None],
             use_cache=False,
             logits_to_keep=self._upload(keep, max(len(keep), self._logit_rows)),
@@ -181,6 +190,11 @@ class Runner:
         padded = np.zeros(rows, dtype=np.int64)
         padded[: len(values)] = values
         return torch.from_numpy(padded).to(self._device, non_blocking=True)
+
+
+def _padded(tokens: Tensor, rows: int) -> Tensor:
+    """int64 [rows]: the tokens, then zeros."""
+    return functional.pad(tokens, (0, rows - len(tokens)))
 
 
 def join(parts: list[StepOutput], failed: list[SwapIn]) -> StepOutput:

@@ -1,6 +1,6 @@
 """What one step does: who computes which tokens, after which orders."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvq.blockmgr import BlockId, Order
 from kvq.scheduler.request import Branch
@@ -31,8 +31,8 @@ class StepPlan:
     def part(self, index: int) -> "StepPlan":
         """The same step for one of its branches alone, its orders and changes carried out already."""
         count, before = self.counts[index], sum(self.counts[:index])
-        return StepPlan(
-            number=self.number,
+        return replace(
+            self,
             branches=[self.branches[index]],
             num_decodes=int(index < self.num_decodes),
             counts=[count],
@@ -42,6 +42,22 @@ class StepPlan:
             orders=[],
             table_changes=[],
             restored=[],
+        )
+
+    def after_all(self) -> "StepPlan":
+        """A step that was planned ahead, its orders carried out, now that its tokens are known."""
+        left = [i for i, branch in enumerate(self.branches) if not branch.is_done]
+        return replace(
+            self,
+            branches=[self.branches[i] for i in left],
+            num_decodes=len(left),
+            counts=[1] * len(left),
+            ends=[self.ends[i] for i in left],
+            samples=[True] * len(left),
+            token_ids=[self.branches[i].tokens[-1] for i in left],
+            orders=[],
+            table_changes=[],
+            follows=None,
         )
 
     @property

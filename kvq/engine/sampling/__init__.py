@@ -2,10 +2,11 @@
 
 from kvq.engine.sampling.checks import check_params
 from kvq.engine.sampling.logprobs import TokenLogprobs, beam_candidates, prompt_logprobs
-from kvq.engine.sampling.sampler import Sampler, Samples
+from kvq.engine.sampling.sampler import PendingSamples, Sampler, Samples
 from kvq.engine.sampling.seeds import mix_seed
 
 __all__ = [
+    "PendingSamples",
     "Sampler",
     "Samples",
     "TokenLogprobs",

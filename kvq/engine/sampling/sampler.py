@@ -1,13 +1,15 @@
 """The sampler: one step's logits in, one token a row out."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from kvq.engine.params import SamplingParams
+from kvq.engine.readback import Readback
 from kvq.engine.sampling.checks import check_params
 from kvq.engine.sampling.chunks import chunks
 from kvq.engine.sampling.filters import draw_ranked, draw_whole
@@ -32,6 +34,19 @@ class Samples:
     tokens: list[int]
     finite: list[bool]
     logprobs: list[TokenLogprobs | None]
+
+
+@dataclass(frozen=True, slots=True)
+class PendingSamples:
+    """What a step chose, on its way to the host."""
+
+    tokens: Tensor  # int64 [batch], on the device
+    _numbers: Readback
+    _unpack: Callable[[list[float]], Samples]
+
+    def wait(self) -> Samples:
+        """The samples, once they are there."""
+        return self._unpack(self._numbers.wait())
 
 
 class Sampler:
@@ -94,7 +109,7 @@ class Sampler:
         counts: list[int],
         *,
         masks: dict[int, Tensor] | None = None,
-    ) -> Samples:
+    ) -> PendingSamples:
         """Choose a token for each row of logits; one transfer to the host. The logits aren't changed.
 
         `logits`: any float type, [batch, vocab], -inf where a token is impossible; `rows`: which row each
@@ -153,7 +168,7 @@ class Sampler:
                     else draw_ranked(some, tops, settings[part], width)
                 )
 
-    def _packed(self, logits: Tensor, rows: list[int], tokens: Tensor, peaks: Tensor) -> Samples:
+    def _packed(self, logits: Tensor, rows: list[int], tokens: Tensor, peaks: Tensor) -> PendingSamples:
         """Bring everything to the host in one transfer. `peaks`: before and after changes, [2, batch]."""
         wanted = [place for place, row in enumerate(rows) if self._table[row].wants_logprobs]
         tops = [min(self._table[rows[place]].params.logprobs or 0, self._vocab_size) for place in wanted]
@@ -163,26 +178,33 @@ class Sampler:
             for part in chunks(len(wanted), self._vocab_size, self._device):
                 chosen = index[part]
                 pieces.append(measure(logits[chosen], tokens[chosen], max(tops)).flatten())
-        numbers: list[float] = torch.cat(pieces).tolist()
-        batch = len(rows)
-        chosen_tokens = [int(token) for token in numbers[:batch]]
-        before, after = numbers[batch : 2 * batch], numbers[2 * batch : 3 * batch]
-        finite = [math.isfinite(a) and math.isfinite(b) for a, b in zip(before, after, strict=True)]
-        logprobs: list[TokenLogprobs | None] = [None] * batch
-        stride = 4 + 2 * max(tops, default=0)
-        for start, place, top in zip(range(3 * batch, len(numbers), stride), wanted, tops, strict=True):
-            if finite[place]:
-                logprobs[place] = read_logprobs(chosen_tokens[place], numbers[start : start + stride], top)
-        return Samples(chosen_tokens, finite, logprobs)
+        unpack = partial(_unpack, batch=len(rows), wanted=wanted, tops=tops)
+        return PendingSamples(tokens, Readback(torch.cat(pieces)), unpack)
 
 
-def _greedy(logits: Tensor) -> Samples:
+def _unpack(numbers: list[float], *, batch: int, wanted: list[int], tops: list[int]) -> Samples:
+    """Read tokens, peaks before and after changes, and log-probabilities of the places that want some."""
+    tokens = [int(token) for token in numbers[:batch]]
+    before, after = numbers[batch : 2 * batch], numbers[2 * batch : 3 * batch]
+    finite = [math.isfinite(a) and math.isfinite(b) for a, b in zip(before, after, strict=True)]
+    logprobs: list[TokenLogprobs | None] = [None] * batch
+    stride = 4 + 2 * max(tops, default=0)
+    for start, place, top in zip(range(3 * batch, len(numbers), stride), wanted, tops, strict=True):
+        if finite[place]:
+            logprobs[place] = read_logprobs(tokens[place], numbers[start : start + stride], top)
+    return Samples(tokens, finite, logprobs)
+
+
+def _greedy(logits: Tensor) -> PendingSamples:
     """The likeliest tokens of rows that ask for nothing else."""
     peaks, tokens = likeliest(logits)
-    numbers: list[float] = torch.cat((peaks, tokens.double())).tolist()
-    batch = len(logits)
+    return PendingSamples(tokens, Readback(torch.cat((tokens.double(), peaks.double()))), _unpack_greedy)
+
+
+def _unpack_greedy(numbers: list[float]) -> Samples:
+    batch = len(numbers) // 2
     return Samples(
-        tokens=[int(token) for token in numbers[batch:]],
-        finite=[math.isfinite(peak) for peak in numbers[:batch]],
+        tokens=[int(token) for token in numbers[:batch]],
+        finite=[math.isfinite(peak) for peak in numbers[batch:]],
         logprobs=[None] * batch,
     )

@@ -56,7 +56,7 @@ def draws(logits: torch.Tensor, params: SamplingParams, times: int, seed: int = 
     for row in range(times):
         add(one, row, params, seed=seed)
     rows = list(range(times))
-    return one.sample(logits.expand(times, -1), rows, rows).tokens
+    return one.sample(logits.expand(times, -1), rows, rows).wait().tokens
 
 
 def bitmask(allowed, vocab_size: int) -> torch.Tensor:

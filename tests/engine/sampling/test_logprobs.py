@@ -53,7 +53,7 @@ def test_the_sampler_reports_the_model_before_any_change():
     add(target, 1, SamplingParams(best_of=2, **bias))
     add(target, 2, SamplingParams(**bias))
     add(target, 3, SamplingParams(logprobs=60, **bias))
-    samples = target.sample(logits, [0, 1, 2, 3], [0] * 4)
+    samples = target.sample(logits, [0, 1, 2, 3], [0] * 4).wait()
     assert samples.tokens == [4] * 4
     assert [found and len(found.top) for found in samples.logprobs] == [3, 0, None, 33]
     for row in (0, 1, 3):

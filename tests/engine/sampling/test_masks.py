@@ -39,7 +39,7 @@ def test_only_allowed_tokens_are_chosen(options):
         add(target, row, SamplingParams(**options), seed=row)
     samples = target.sample(
         logits, list(range(50)), [0] * 50, masks=dict.fromkeys(range(0, 50, 2), bitmask({7, 32}, 33))
-    )
+    ).wait()
     assert set(samples.tokens[::2]) <= {7, 32}
     assert all(samples.finite)
 
@@ -48,5 +48,5 @@ def test_a_mask_that_leaves_nothing_is_reported():
     target, logits = sampler(33, 2), torch.zeros(2, 33)
     add(target, 0, SamplingParams())
     add(target, 1, SamplingParams())
-    samples = target.sample(logits, [0, 1], [0, 0], masks={1: bitmask((), 33)})
+    samples = target.sample(logits, [0, 1], [0, 0], masks={1: bitmask((), 33)}).wait()
     assert samples.finite == [True, False]

@@ -47,7 +47,7 @@ def test_random_rows_agree_with_the_formulas(seed):
     before = logits.clone()
     wanted = torch.tensor([adjusted(x, *rows[row]) for x, row in zip(logits, order, strict=True)])
     torch.testing.assert_close(_scores(target, logits, order), wanted, rtol=1e-5, atol=1e-6)
-    chosen = target.sample(logits, order, [10] * 6).tokens
+    chosen = target.sample(logits, order, [10] * 6).wait().tokens
     assert chosen == wanted.argmax(dim=-1).tolist()
     assert torch.equal(logits, before), "the caller's logits changed"
 
@@ -66,7 +66,7 @@ def test_impossible_tokens_stay_impossible():
         repetition_penalty=0.5, presence_penalty=-9, frequency_penalty=-9, logit_bias={4: 100}
     )
     add(target, 0, params, prompt=range(_VOCAB), generated=range(_VOCAB))
-    samples = target.sample(logits, [0], [33])
+    samples = target.sample(logits, [0], [33]).wait()
     assert (samples.tokens, samples.finite) == ([5], [True])
 
 
@@ -77,7 +77,11 @@ def test_stops_are_forbidden_until_min_tokens():
     params = SamplingParams(min_tokens=3, logit_bias={8: 50.0})
     add(target, 0, params, stop_ids=[7, 8, 8, 999])
     add(target, 1, SamplingParams(), stop_ids=[7])
-    assert [target.sample(logits, [0, 1], [n, n]).tokens for n in (0, 2, 3)] == [[9, 7], [9, 7], [8, 7]]
+    assert [target.sample(logits, [0, 1], [n, n]).wait().tokens for n in (0, 2, 3)] == [
+        [9, 7],
+        [9, 7],
+        [8, 7],
+    ]
 
 
 @pytest.mark.parametrize("options", [{"logit_bias": {33: 1.0}}, {"stop_token_ids": [2, 33]}], ids=str)

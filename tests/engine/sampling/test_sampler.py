@@ -46,7 +46,7 @@ def _run(requests, vocab_size: int, rows: list[int]):
         if allowed is not None:
             masks[place] = bitmask(allowed, vocab_size)
     logits = torch.stack([request[1] for request in requests])
-    return target.sample(logits, rows, [request[4] for request in requests], masks=masks)
+    return target.sample(logits, rows, [request[4] for request in requests], masks=masks).wait()
 
 
 @pytest.mark.parametrize("vocab_size", [33, 4097])
@@ -87,7 +87,7 @@ def test_bad_rows_are_flagged_and_their_neighbours_untouched(options):
         target = sampler(4097, 6)
         for row in range(6):
             add(target, row, SamplingParams(logprobs=2, **options), seed=row)
-        outcomes.append(target.sample(batch, list(range(6)), [0] * 6))
+        outcomes.append(target.sample(batch, list(range(6)), [0] * 6).wait())
     assert outcomes[0].finite == [False, True, False, True, False, True]
     assert outcomes[0].logprobs[0] is None
     for row in (1, 3, 5):
@@ -102,7 +102,7 @@ def test_a_mask_or_a_ban_hides_no_nan():
     add(target, 0, SamplingParams())
     add(target, 1, SamplingParams())
     masks = {0: bitmask({1}, 33), 1: bitmask({1}, 33)}
-    assert target.sample(logits, [0, 1], [0, 0], masks=masks).finite == [False, True]
+    assert target.sample(logits, [0, 1], [0, 0], masks=masks).wait().finite == [False, True]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
@@ -112,7 +112,7 @@ def test_plain_greedy_rows_take_the_first_of_the_likeliest(dtype):
     target = sampler(4097, 5)
     for row in range(5):
         add(target, row, SamplingParams())
-    samples = target.sample(logits, [4, 0, 1, 2, 3], [0] * 5)
+    samples = target.sample(logits, [4, 0, 1, 2, 3], [0] * 5).wait()
     assert samples.tokens == logits.float().argmax(dim=-1).tolist()
     assert samples.tokens[3] == 100
     assert samples.finite == [True] * 5
@@ -126,13 +126,13 @@ def test_a_reused_row_keeps_nothing():
         params, _, tokens, seed, count, _ = _random_request(pick, 33)
         add(target, 1, params, seed=seed, **tokens)
         target.record(1, 7)
-        target.sample(logits, [1], [count])
+        target.sample(logits, [1], [count]).wait()
         target.remove(1)
     add(target, 1, SamplingParams(temperature=1.0), seed=5)
     fresh = sampler(33, 2)
     add(fresh, 0, SamplingParams(temperature=1.0), seed=5)
     for count in range(50):
-        assert target.sample(logits, [1], [count]) == fresh.sample(logits, [0], [count])
+        assert target.sample(logits, [1], [count]).wait() == fresh.sample(logits, [0], [count]).wait()
 
 
 def test_a_resumed_row_goes_on_as_if_it_had_never_stopped():
@@ -145,12 +145,12 @@ def test_a_resumed_row_goes_on_as_if_it_had_never_stopped():
         if step == 13:
             whole.remove(0)
             add(whole, 0, params, prompt=[1, 2], generated=tokens, seed=9)
-        tokens += whole.sample(logits[step], [0], [step]).tokens
+        tokens += whole.sample(logits[step], [0], [step]).wait().tokens
         whole.record(0, tokens[-1])
     steady, others = sampler(33), []
     add(steady, 0, params, prompt=[1, 2], seed=9)
     for step in range(30):
-        others += steady.sample(logits[step], [0], [step]).tokens
+        others += steady.sample(logits[step], [0], [step]).wait().tokens
         steady.record(0, others[-1])
     assert tokens == others
 
@@ -159,7 +159,7 @@ def test_samples_of_one_request_differ():
     target, logits = sampler(4097, 16), torch.zeros(16, 4097)
     for row in range(16):
         add(target, row, SamplingParams(temperature=1.0), seed=mix_seed(0, row))
-    assert len(set(target.sample(logits, list(range(16)), [0] * 16).tokens)) > 12
+    assert len(set(target.sample(logits, list(range(16)), [0] * 16).wait().tokens)) > 12
 
 
 def test_a_row_is_added_once_and_removed_once():
