@@ -12,3 +12,9 @@ def _close_engines():
     yield
     for llm in kit.opened:
         llm.close()
+
+
+@pytest.fixture(params=[False, True], ids=["one by one", "ahead"])
+def _ahead(request, monkeypatch):
+    """Steps that follow each other, and steps that are launched before the one before them is settled."""
+    monkeypatch.setitem(kit.defaults, "async_scheduling", request.param)

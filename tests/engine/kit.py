@@ -24,6 +24,7 @@ _FIRST = 0x4E00  # the character of token 0
 _WIDTH = 96
 
 opened: list[LLM] = []  # by the test that runs
+defaults: dict[str, Any] = {"max_num_seqs": 16}  # of engines
 
 
 def text_of(tokens: Sequence[int]) -> str:
@@ -55,7 +56,7 @@ def engine(model: Model, kv: str = "auto", **options: Any) -> LLM:
     """
     if "kv_memory" not in options:
         options = {"num_blocks": 256} | options
-    opened.append(LLM(model, kv, **({"max_num_seqs": 16} | options)))
+    opened.append(LLM(model, kv, **(defaults | options)))
     opened[-1].core.scheduler.costs = FixedCosts()
     return opened[-1]
 

@@ -11,6 +11,8 @@ from kvq.errors import EngineError, NumericalError, RequestError
 from tests.engine.kit import BLOCK, assert_balanced, drive, engine, mixed_prompts, pair, submit, tokens_of
 from tests.helpers_models import random_tokens
 
+pytestmark = pytest.mark.usefixtures("_ahead")
+
 MARK = 190  # a token that only the victim has
 PARAMS = SamplingParams(max_tokens=10, logprobs=2, ignore_eos=True, logit_bias={MARK: -100.0})
 KINDS = ["fp32", "bf16", "fp8", "int8", "int4", "k8v4"]

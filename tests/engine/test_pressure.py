@@ -172,8 +172,12 @@ def test_500_requests_of_all_kinds_with_random_cancels_leak_nothing(model):
     check_random_life(model, 500, seed=7, swap_memory="4MiB")
 
 
+def test_300_requests_in_steps_that_are_launched_ahead_leak_nothing(model):
+    check_random_life(model, 300, seed=9, async_scheduling=True)
+
+
 @pytest.mark.long
-@pytest.mark.parametrize("options", [{}, {"swap_memory": "4MiB"}])
+@pytest.mark.parametrize("options", [{}, {"swap_memory": "4MiB"}, {"async_scheduling": True}])
 def test_10000_requests_of_all_kinds_with_random_cancels_leak_nothing(model, options):
     check_random_life(model, 10_000, seed=8, **options)
 

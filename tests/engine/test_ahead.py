@@ -1,0 +1,208 @@
+"""Steps that are launched while the one before them runs give what steps one by one give."""
+
+import logging
+from dataclasses import replace
+
+import pytest
+import torch
+
+import kvq
+from kvq.engine import SamplingParams, StructuredOutput
+from tests.engine.kit import assert_balanced, drive, engine, mixed_prompts, pair, submit, text_of
+from tests.engine.test_graphs import graphs_over
+from tests.helpers_models import random_tokens
+
+DRAWN = SamplingParams(max_tokens=30, temperature=1.0, seed=3)
+ALL_KINDS = [
+    SamplingParams(max_tokens=25),
+    DRAWN,
+    replace(DRAWN, n=3),
+    replace(DRAWN, repetition_penalty=1.3, presence_penalty=0.5),
+    replace(DRAWN, logprobs=2, prompt_logprobs=1),
+    SamplingParams(max_tokens=12, beam_width=3),
+    SamplingParams(max_tokens=40, ignore_eos=True, stop=[text_of([9]), text_of([40])]),
+    SamplingParams(max_tokens=1),
+]
+
+
+def watched(llm):
+    """Count an engine's steps that were launched ahead, as `llm.num_ahead`."""
+    schedule_ahead, llm.num_ahead = llm.core.scheduler.schedule_ahead, 0
+
+    def count(plan):
+        ahead = schedule_ahead(plan)
+        llm.num_ahead += ahead is not None
+        return ahead
+
+    llm.core.scheduler.schedule_ahead = count
+    return llm
+
+
+def results(outputs):
+    for output in outputs:
+        assert output.error is None, output.error
+    return [[(r.token_ids, r.text, r.finish_reason) for r in o.outputs] for o in outputs]
+
+
+def logprobs(outputs):
+    return [entry.logprob for o in outputs for r in o.outputs for entry in r.logprobs or ()]
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt_oss"])
+@pytest.mark.parametrize("kv", ["fp32", "int4"])
+@pytest.mark.parametrize(
+    "options", [{}, {"num_blocks": 24}, {"max_num_batched_tokens": 19, "max_num_seqs": 5}]
+)
+def test_requests_of_all_kinds_get_the_same(family, kv, options):
+    model = pair(family)[0].with_kv(kv)
+    options = {"max_context": 256} | options
+    params = [ALL_KINDS[i % len(ALL_KINDS)] for i in range(24)]
+    prompts = mixed_prompts(24, seed=21)
+    wanted = engine(model, **options).generate(prompts, params)
+    llm = watched(engine(model, async_scheduling=True, **options))
+    got = llm.generate(prompts, params)
+    assert results(got) == results(wanted)
+    # Experts are computed together: their last bits depend on who else is in a step.
+    assert logprobs(got) == pytest.approx(logprobs(wanted), abs=1e-3 if family == "gpt_oss" else 0)
+    assert llm.num_ahead > 10
+    assert_balanced(llm)
+
+
+def test_a_full_engine_runs_ahead_while_others_wait():
+    model = pair("llama")[0]
+    llm = watched(engine(model, async_scheduling=True, max_num_seqs=4))
+    params = SamplingParams(max_tokens=20, ignore_eos=True)
+    for prompt in mixed_prompts(12, seed=22, longest=20):
+        submit(llm, prompt, params)
+    waiting = []
+    for _ in range(2000):
+        if not llm.core.has_work:
+            break
+        before = llm.num_ahead
+        llm.step()
+        if llm.num_ahead > before:
+            waiting.append(llm.core.scheduler.lines.num_waiting)
+    assert len(waiting) > 40
+    assert max(waiting) == 8
+    assert_balanced(llm)
+
+
+def test_a_newcomer_starts_in_the_next_step_but_one():
+    llm = watched(engine(pair("llama")[0], async_scheduling=True))
+    params = SamplingParams(max_tokens=50, ignore_eos=True)
+    first, _ = submit(llm, random_tokens(9, seed=1), params)
+    for _ in range(5):
+        llm.step()
+    second, collector = submit(llm, random_tokens(9, seed=2), params)
+    llm.step()
+    llm.step()
+    assert [len(piece.token_ids) for piece in collector.pieces] == [1]
+    llm.core.cancel(first)
+    llm.core.cancel(second)
+    assert not llm.step(), "what was launched for requests that ended is dropped"
+    assert_balanced(llm)
+
+
+def test_cancelling_and_ending_in_turns_leaves_nothing_behind():
+    llm = watched(engine(pair("llama")[0], async_scheduling=True, max_num_seqs=6))
+    jobs = [submit(llm, prompt, DRAWN)[0] for prompt in mixed_prompts(30, seed=23, longest=40)]
+    for i in range(3000):
+        if not llm.core.has_work:
+            break
+        llm.step()
+        if i % 3 == 0:
+            llm.core.cancel(jobs[(7 * i) % 30])
+    assert llm.num_ahead > 10
+    assert_balanced(llm)
+
+
+def test_a_step_that_raises_when_launched_ahead_is_run_again_with_its_tokens(caplog):
+    model = pair("llama")[0]
+    prompts = mixed_prompts(6, seed=24)
+    params = [replace(DRAWN, max_tokens=5 + 4 * i) for i in range(6)]
+    wanted = results(engine(model).generate(prompts, params))
+    llm = watched(engine(model, async_scheduling=True))
+    forward, raised = llm.core.runner.forward, []
+
+    def raising(plan, failed, *, tokens=None, **options):
+        if tokens is not None and plan.number % 2:
+            raised.append(plan.number)
+            raise RuntimeError("not ahead")
+        return forward(plan, failed, tokens=tokens, **options)
+
+    llm.core.runner.forward = raising
+    with caplog.at_level(logging.CRITICAL, "kvq"):
+        assert results(llm.generate(prompts, params)) == wanted
+    assert len(raised) > 5
+    assert_balanced(llm)
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_a_request_that_fails_ahead_of_its_end_fails_only_if_it_goes_on(ends, caplog):
+    """Its last token was drawn when the step behind it raises: then that step was not needed."""
+    model = pair("llama")[0]
+    [wanted] = engine(model).generate([[5, 6, 7]], SamplingParams(max_tokens=20, ignore_eos=True))
+    tokens = wanted.outputs[0].token_ids
+    at = next(i for i in range(5, 20) if tokens[i] not in tokens[:i])
+    llm = engine(model, async_scheduling=True)
+
+    def check(_module, inputs):
+        if bool((inputs[0] == tokens[at]).any()):
+            raise RuntimeError("no")
+
+    hook = model.weights.model.model.embed_tokens.register_forward_pre_hook(check)
+    stop = (tokens[at],) if ends else ()
+    params = SamplingParams(max_tokens=20, ignore_eos=True, stop_token_ids=stop)
+    with caplog.at_level(logging.CRITICAL, "kvq"):
+        [output] = llm.generate([[5, 6, 7]], params)
+    hook.remove()
+    assert (output.error is None) == ends
+    assert output.outputs[0].token_ids == tokens[: at + 1]
+    assert_balanced(llm)
+
+
+def test_a_grammar_decides_over_tokens_of_steps_that_were_launched_ahead(tiny):
+    params = SamplingParams(
+        max_tokens=60, temperature=1.0, seed=1, structured=StructuredOutput(regex="[a-c]{8,30}d")
+    )
+    found = []
+    for ahead in (False, True):
+        with kvq.LLM(tiny, num_blocks=64, max_num_seqs=4, async_scheduling=ahead) as llm:
+            watched(llm)
+            found.append([o.outputs[0].text for o in llm.generate(["one", "two", "three"], params)])
+            assert (llm.num_ahead > 5) == ahead
+    assert found[0] == found[1]
+
+
+def test_graphs_take_the_tokens_from_the_device(tiny):
+    prompts = [[5 + i] * (3 + 11 * i) for i in range(5)]
+    params = [SamplingParams(max_tokens=6 + 3 * i, ignore_eos=True) for i in range(5)]
+    with kvq.LLM(tiny, "fp32", num_blocks=24, max_num_seqs=7, max_context=128) as plain:
+        wanted = [output.outputs[0].token_ids for output in plain.generate(prompts, params)]
+    options = {"num_blocks": 24, "max_num_seqs": 7, "max_context": 128, "prefix_caching": False}
+    with kvq.LLM(tiny, "fp32", async_scheduling=True, **options) as llm:
+        graphs, _ = graphs_over(llm.core.runner, spare=24)
+        llm.core.runner._graphs, fed = graphs, []
+        run = graphs.run
+
+        def watch(plan, tokens=None):
+            fed.append(tokens is not None)
+            return tuple(map(torch.clone, run(plan, tokens)))  # what a device would have copied by then
+
+        graphs.run = watch
+        assert [output.outputs[0].token_ids for output in llm.generate(prompts, params)] == wanted
+        assert sum(fed) > 10
+
+
+def test_time_and_counts_of_steps_add_up():
+    llm = engine(pair("llama")[0], async_scheduling=True)
+    seen = []
+    llm.on_step(seen.append)
+    jobs = [submit(llm, prompt, DRAWN) for prompt in mixed_prompts(5, seed=25)]
+    drive(llm, jobs)
+    assert sum(stats.finished for stats in seen) == 5
+    assert [stats.number for stats in seen] == list(range(len(seen)))
+    for stats in seen:
+        assert stats.scheduling_s > 0
+        assert stats.forward_s > 0
+        assert stats.sampling_s > 0
