@@ -6,22 +6,20 @@ import random
 from array import array
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from time import perf_counter
 
-from kvq.blockmgr import BlockManager, SwapIn, SwapOut
 from kvq.blockmgr.prefix import token_array
 from kvq.engine.beam import BeamSearch
-from kvq.engine.choose import Choices, Chooser, PendingChoices, Token, describe
+from kvq.engine.choose import Choices, Chooser, Token, describe
 from kvq.engine.config import EngineConfig
-from kvq.engine.dry_run import dry_run
 from kvq.engine.grammar import Grammar, GrammarCompiler
 from kvq.engine.job import Job, Listener
+from kvq.engine.launch import Launched, Launcher
 from kvq.engine.linear_time import LinearTime
-from kvq.engine.memory import pool_blocks, swap_slots
 from kvq.engine.outputs import FinishReason, Timing
 from kvq.engine.params import SamplingParams
-from kvq.engine.runner import Runner, StepOutput, join
+from kvq.engine.parts import build_parts
+from kvq.engine.runner import StepOutput
 from kvq.engine.sampling import Sampler, TokenLogprobs, check_params
 from kvq.engine.stats import StepStats
 from kvq.errors import ConfigError, EngineError, KVQError, RequestError
@@ -29,38 +27,14 @@ from kvq.models import Model
 from kvq.models.unicode import check_unicode
 from kvq.scheduler import (
     Branch,
-    MeasuredCosts,
     Priority,
     Request,
-    Scheduler,
-    SchedulerConfig,
     StepPlan,
 )
 
 _log = logging.getLogger("kvq")
 _PROMPT_LOGPROB_BYTES = 64 << 20  # logits of one step that prompt log-probabilities may take
 StepSubscriber = Callable[[StepStats], object]
-
-
-@dataclass(frozen=True, slots=True)
-class _Running:
-    """A step that was launched, and how long that took."""
-
-    plan: StepPlan
-    output: StepOutput
-    errors: dict[Request, KVQError]
-    scheduling_s: float
-    forward_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class _Ahead:
-    """A step that was launched before the one before it was settled."""
-
-    plan: StepPlan
-    output: StepOutput | None  # None if the forward pass raised
-    scheduling_s: float
-    forward_s: float
 
 
 class EngineCore:
@@ -83,21 +57,26 @@ class EngineCore:
         self._clock = clock
         weights = model.weights
         self.max_context = min(config.max_context or weights.max_context, weights.max_context)
-        self.scheduler, self.runner = self._build()
+        self.scheduler, self.runner = build_parts(model, config, self.max_context)
         sampler = Sampler(
             max_rows=config.max_num_seqs, vocab_size=model.geometry.vocab_size, device=weights.device
         )
         self._chooser = Chooser(sampler, config.max_num_seqs)
         self._jobs: dict[Request, Job] = {}
+        asks = config.async_scheduling
+        self._launcher = Launcher(
+            self.scheduler,
+            self.runner,
+            self._jobs,
+            clock,
+            runs_ahead=weights.device.type == "cuda" if asks is None else asks,
+        )
         self._compiling: list[tuple[Job, Future[Grammar]]] = []
         self._grammars: GrammarCompiler | None = None
         self._ids = itertools.count()
         self._subscribers: list[StepSubscriber] = []
         self._linear: LinearTime | None = None
         self._random = random.SystemRandom()
-        asks = config.async_scheduling
-        self._plans_ahead = weights.device.type == "cuda" if asks is None else asks
-        self._ahead: _Ahead | None = None  # a step that was launched before the last one was settled
         self._finished = 0  # requests, in this step
         self._closed = False
 
@@ -222,18 +201,21 @@ class EngineCore:
         began = self._clock()
         self._finished = 0
         self._begin_compiled()
-        ahead = self._take_ahead()
+        ahead = self._launcher.take_ahead()
         plan = self._plan(began) if ahead is None else ahead.plan
         if plan is None:
             return False
         planned = self._clock()
         try:
-            running = self._launch(plan, planned - began) if ahead is None else self._ran(ahead)
+            if ahead is None:
+                running = self._launcher.launch(plan, planned - began)
+            else:
+                running = self._launcher.resume(ahead)
             plan, output = running.plan, running.output
             ran = self._clock()
             pending = self._chooser.choose(plan, output, self._jobs, running.errors)
             launched = self._clock()
-            self._launch_ahead(plan, pending)
+            self._launcher.launch_ahead(plan, pending)
             waited = self._clock()
             choices = pending.wait()
             chosen = self._clock()
@@ -256,7 +238,7 @@ class EngineCore:
         """End every job, with `error` or as cancelled, and give back what lies outside the device."""
         reason: FinishReason = "cancelled" if error is None else "error"
         self._closed = True
-        self._ahead = None
+        self._launcher.forget()
         for job, future in self._compiling:
             future.cancel()
             self._complete(job, error, reason)
@@ -275,59 +257,10 @@ class EngineCore:
 
     def _abandon(self) -> None:
         """End everything that runs, after a step broke off: orders may be lost, so blocks say nothing."""
-        self._ahead = None
+        self._launcher.forget()
         for job in list(self._jobs.values()):
             self._end(job, EngineError("a step broke off; send the request again"), "error")
         self.scheduler.manager.drop_cached()
-
-    def _build(self) -> tuple[Scheduler, Runner]:
-        """Size everything: a step of full size over a small pool first, then the real pools."""
-        model, config = self.model, self.config
-        layout, device = model.layout, model.weights.device
-        costs, activation_bytes = MeasuredCosts(), 0
-        if config.num_blocks is None and config.kv_memory is None:
-            tried = dry_run(
-                model, max_num_batched_tokens=config.max_num_batched_tokens, max_context=self.max_context
-            )
-            costs, activation_bytes = MeasuredCosts(prefill_token_s=tried.token_s), tried.activation_bytes
-        num_blocks = pool_blocks(
-            layout,
-            config,
-            device=device,
-            max_context=self.max_context,
-            activation_bytes=activation_bytes,
-        )
-        host_slots = swap_slots(layout, config, num_blocks)
-        runner = Runner(
-            model,
-            num_blocks=num_blocks,
-            host_slots=host_slots,
-            swap_folder=config.swap_folder,
-            max_num_seqs=config.max_num_seqs,
-            max_context=self.max_context,
-        )
-        manager = BlockManager(
-            num_blocks=num_blocks,
-            block_size=layout.block_size,
-            windows=[group.group.window for group in layout.groups],
-            host_slots=host_slots,
-            reserve_blocks=min(int(config.reserve_fraction * min(num_blocks)), min(num_blocks) - 1),
-        )
-        scheduler = Scheduler(
-            manager,
-            SchedulerConfig(
-                max_num_seqs=config.max_num_seqs,
-                max_num_batched_tokens=max(config.max_num_batched_tokens, config.max_num_seqs),
-                max_context=self.max_context,
-                prefix_caching=config.prefix_caching,
-                max_step_stretch=config.max_step_stretch,
-                aging_s=config.aging_s,
-                itl_slo_s=config.itl_slo_s,
-                ttft_slo_s=config.ttft_slo_s,
-            ),
-            costs,
-        )
-        return scheduler, runner
 
     def _begin_compiled(self) -> None:
         """Queue the jobs whose grammars are ready, end those whose grammars are refused."""
@@ -356,70 +289,6 @@ class EngineCore:
         for request in self.scheduler.take_failed():
             self._complete(self._jobs.pop(request), request.error, "error")
         return plan
-
-    def _launch(self, plan: StepPlan, scheduling_s: float) -> "_Running":
-        began = self._clock()
-        failed = self.runner.prepare(plan)
-        if num_swaps := sum(isinstance(order, SwapIn | SwapOut) for order in plan.orders):
-            self.scheduler.costs.observe_swap(num_swaps / 2, self._clock() - began)
-        output, errors = self._run(plan, failed)
-        return _Running(plan, output, errors, scheduling_s, self._clock() - began)
-
-    def _launch_ahead(self, plan: StepPlan, pending: PendingChoices) -> None:
-        """Launch the step after `plan` before anybody knows what comes of that, unless it has to wait."""
-        live = [i for i, branch in enumerate(plan.branches) if not branch.is_done]
-        if not self._plans_ahead or not pending.drew(live):
-            return
-        began = self._clock()
-        ahead = self.scheduler.schedule_ahead(plan)
-        if ahead is None or ahead.follows is None:
-            return
-        planned = self._clock()
-        failed = self.runner.prepare(ahead)
-        try:
-            output = self.runner.forward(ahead, failed, tokens=pending.tokens(ahead.follows))
-        except Exception:  # noqa: BLE001 - it runs again when its tokens are known, and apart if need be
-            _log.exception("step %d failed; running it again", ahead.number)
-            output = None
-        self._ahead = _Ahead(ahead, output, planned - began, self._clock() - planned)
-
-    def _take_ahead(self) -> "_Ahead | None":
-        """The step that was launched ahead; None if nobody of it is left."""
-        ahead, self._ahead = self._ahead, None
-        return None if ahead is None or all(branch.is_done for branch in ahead.plan.branches) else ahead
-
-    def _ran(self, ahead: "_Ahead") -> "_Running":
-        """A step that was launched ahead, now that the one before it is settled."""
-        if ahead.output is not None:
-            return _Running(ahead.plan, ahead.output, {}, ahead.scheduling_s, ahead.forward_s)
-        plan, began = ahead.plan.after_all(), self._clock()
-        output, errors = self._run(plan, [])
-        return _Running(plan, output, errors, ahead.scheduling_s, self._clock() - began)
-
-    def _run(self, plan: StepPlan, failed: list[SwapIn]) -> tuple[StepOutput, dict[Request, KVQError]]:
-        """The forward pass; when it raises, branch by branch, so that only the guilty one ends."""
-        rows = {i for i, b in enumerate(plan.branches) if self._jobs[b.request].needs_prompt_rows}
-        try:
-            return self.runner.forward(plan, failed, all_rows=rows), {}
-        except Exception as error:  # noqa: BLE001 - whatever a model, a kernel or a hook raises
-            _log.exception("step %d failed; running its %d parts apart", plan.number, len(plan.branches))
-            if len(plan.branches) == 1:
-                return self.runner.nothing(plan, failed), {plan.branches[0].request: _step_failed(error)}
-        return self._run_apart(plan, failed, rows)
-
-    def _run_apart(
-        self, plan: StepPlan, failed: list[SwapIn], rows: set[int]
-    ) -> tuple[StepOutput, dict[Request, KVQError]]:
-        errors: dict[Request, KVQError] = {}
-        parts: list[StepOutput] = []
-        for i, branch in enumerate(plan.branches):
-            part = plan.part(i)
-            try:
-                parts.append(self.runner.forward(part, [], all_rows={0} if i in rows else ()))
-            except Exception as error:  # noqa: BLE001 - as above
-                errors[branch.request] = _step_failed(error)
-                parts.append(self.runner.nothing(part, []))
-        return join(parts, failed), errors
 
     def _settle(self, plan: StepPlan, output: StepOutput, choices: Choices, now: float) -> None:
         """Commit the step, then give everybody their tokens and end who is done."""
@@ -513,7 +382,7 @@ class EngineCore:
         except Exception:  # noqa: BLE001 - somebody else's code must not stop the others' steps
             _log.exception("the listener of request %s failed", job.request.id)
 
-    def _publish(self, running: "_Running", began: float, *, sampling_s: float) -> None:
+    def _publish(self, running: Launched, began: float, *, sampling_s: float) -> None:
         plan = running.plan
         counters, lines = self.scheduler.counters, self.scheduler.lines
         on_cpu = self.model.weights.device.type == "cpu"
@@ -579,7 +448,3 @@ def _id(token: Token | None) -> int | None:
 
 def _known(error: BaseException) -> KVQError:
     return error if isinstance(error, KVQError) else EngineError(describe(error))
-
-
-def _step_failed(error: Exception) -> EngineError:
-    return EngineError(f"the step of this request raised {describe(error)}")
