@@ -1,7 +1,7 @@
 """Beam search for one request: which branches go on, which are finished, which are returned."""
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -75,25 +75,18 @@ class BeamSearch:
         """Beams that the next step needs candidates of; the first step has one."""
         return len(self._running)
 
-    def step(
-        self,
-        candidates: Sequence[Sequence[tuple[float, int]]],
-        *,
-        hits_stop: Callable[[int, int], bool] | None = None,
-    ) -> list[tuple[int, int]]:
+    def step(self, candidates: Sequence[Sequence[tuple[float, int]]]) -> list[tuple[int, int]]:
         """Extend the beams; return those that run on as (parent's index, token), best first.
 
         Arguments:
             candidates: for each running beam, in the order the last step returned them, its
                 `num_candidates` likeliest tokens as (log-probability, token).
-            hits_stop: says of (parent's index, token) whether the text ends there; asked of at most
-                `num_candidates` continuations, the likeliest.
         """
         assert not self.is_done, "the search is done"
         assert len(candidates) == len(self._running), (
             f"candidates of {len(candidates)} beams, but {len(self._running)} run"
         )
-        best = self._continuations(candidates, hits_stop)
+        best = self._continuations(candidates)
         for candidate in best[: self.width]:
             if candidate.finish_reason is not None:
                 self._finished.append(self._hypothesis(candidate.beam, candidate.finish_reason))
@@ -108,11 +101,7 @@ class BeamSearch:
         """The hypotheses to return, best first; fewer than asked for if too few could be finished."""
         return self._finished[: self._num_returned]
 
-    def _continuations(
-        self,
-        candidates: Sequence[Sequence[tuple[float, int]]],
-        hits_stop: Callable[[int, int], bool] | None,
-    ) -> list[_Candidate]:
+    def _continuations(self, candidates: Sequence[Sequence[tuple[float, int]]]) -> list[_Candidate]:
         """The likeliest continuations of all beams together, best first."""
         length = len(self._running[0].tokens) + 1
         barred = self._end_ids if length <= self._min_tokens else frozenset[int]()
@@ -125,7 +114,7 @@ class BeamSearch:
         scored.sort(key=lambda entry: -entry[0])  # stable: of equals the earlier beam's goes first
         best = []
         for logprob, parent, token in scored[: self.num_candidates]:
-            ends = token in self._end_ids or (hits_stop is not None and hits_stop(parent, token))
+            ends = token in self._end_ids
             reason: BeamEnd | None = "stop" if ends else "length" if length >= self._max_tokens else None
             beam = _Beam(tokens=(*self._running[parent].tokens, token), logprob=logprob)
             best.append(_Candidate(parent=parent, beam=beam, finish_reason=reason))

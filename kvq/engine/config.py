@@ -22,7 +22,7 @@ class EngineConfig:
     """
 
     max_num_seqs: int = 128  # sequences that run side by side
-    max_num_batched_tokens: int = 2048  # new tokens of a step
+    max_num_batched_tokens: int = 2048  # new tokens of a step; at least max_num_seqs in any case
     max_context: int | None = None
     num_blocks: int | None = None  # per layer group
     kv_memory: int | str | None = None
@@ -46,6 +46,13 @@ class EngineConfig:
                 _check(name, getattr(self, name), 1, 1 << 31)
         if self.num_blocks is not None and self.kv_memory is not None:
             raise ConfigError("num_blocks and kv_memory both size the pool; give one of them")
+        if self.swap_folder is not None and not parse_bytes(self.swap_memory, "swap_memory"):
+            raise ConfigError("swap_folder needs swap_memory, the bytes that it may hold, such as '4GiB'")
+        for name in ("reserve_fraction", "aging_s", "max_step_stretch", "step_deadline_s"):
+            _check_number(name, getattr(self, name))
+        for name in ("memory_fraction", "itl_slo_s", "ttft_slo_s"):
+            if getattr(self, name) is not None:
+                _check_number(name, getattr(self, name))
         if self.memory_fraction is not None and not 0 < self.memory_fraction <= 1:
             raise ConfigError(f"memory_fraction must be above 0 and at most 1, got {self.memory_fraction}")
         if not 0 <= self.reserve_fraction < 1:
@@ -71,3 +78,8 @@ def parse_bytes(size: int | str, name: str) -> int:
 def _check(name: str, value: object, low: int, high: int) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
         raise ConfigError(f"{name} must be a whole number of {low} to {high}, got {value!r}")
+
+
+def _check_number(name: str, value: object) -> None:
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        raise ConfigError(f"{name} must be a number, got {value!r}")

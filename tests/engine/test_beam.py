@@ -118,24 +118,6 @@ def test_tokens_and_scores_are_those_of_generate(seeds):
     assert num_early >= 10
 
 
-def test_text_that_ends_counts_like_an_end_token():
-    num_stopped = 0
-    for seed in range(12):
-        model, prompt, options = _case(seed)
-        ends = frozenset(options.pop("end_ids")[:1])
-        options["min_tokens"] = 0
-        expected = _search(model, prompt, BeamSearch(**options, end_ids=ends))
-        found = _search(
-            model,
-            prompt,
-            BeamSearch(**options, end_ids=()),
-            hits_stop=lambda _, token, ends=ends: token in ends,
-        )
-        assert found == expected
-        num_stopped += sum(h.finish_reason == "stop" for h in found)
-    assert num_stopped
-
-
 def _beams(**options) -> BeamSearch:
     plain = {"length_penalty": 1.0, "early_stopping": False, "max_tokens": 9, "end_ids": (0,)}
     return BeamSearch(2, 2, **{**plain, **options})

@@ -572,6 +572,9 @@ def test_wrong_numbers_of_parameters_and_unknown_priorities_are_refused(llm):
         ({"step_deadline_s": 0}, "step_deadline_s"),
         ({"max_step_stretch": 1.0}, "max_step_stretch"),
         ({"aging_s": -1.0}, "aging_s"),
+        ({"aging_s": "5"}, "aging_s must be a number, got '5'"),
+        ({"ttft_slo_s": True}, "ttft_slo_s must be a number"),
+        ({"swap_folder": "/tmp"}, "swap_folder needs swap_memory"),
     ],
 )
 def test_engine_options_out_of_range_are_refused_with_what_is_allowed(model, options, names):
