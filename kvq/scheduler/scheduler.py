@@ -109,6 +109,7 @@ class Scheduler:
             Branch(request=request, tokens=request.tokens[:]) for _ in range(request.num_branches)
         ]
         request.arrival_s = now
+        self.lines.queue.age(now)  # who waited long enough by now goes before who comes now
         self.lines.queue.append(request)
         self.counters.added += 1
         self._nobody_fits = False

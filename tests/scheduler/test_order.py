@@ -44,6 +44,17 @@ def test_a_batch_request_that_waited_long_enough_goes_before_later_interactive_o
     assert ahead == 0
 
 
+def test_who_waited_long_enough_goes_before_all_who_came_in_one_long_step() -> None:
+    scheduler = make(max_num_seqs=1, aging_s=1.0)
+    first, old, late = ask(4, 2), ask(priority=BATCH), [ask() for _ in range(5)]
+    add(scheduler, first, old)
+    step(scheduler)
+    add(scheduler, *late, now=1.5)
+    while old.admitted_s is None:
+        assert step(scheduler, 1.5) is not None
+        assert all(request.admitted_s is None for request in late)
+
+
 def test_one_tenants_flood_does_not_keep_another_tenant_waiting() -> None:
     scheduler = make(max_num_seqs=2)
     flood = [ask(tenant="loud") for _ in range(100)]
