@@ -147,7 +147,7 @@ class FakeEngine:
         self.scheduler.commit(plan, tokens, bad=bad, failed_swaps=damaged)
         for i in bad:
             request = plan.branches[i].request
-            if request not in self.live:  # it ended while the step ran
+            if plan.branches[i].is_done:  # it ended while the step ran, which computed it in vain
                 continue
             self.scheduler.fail(request, KVQError("values are not finite"))
             self._end(request, Outcome.FAILED, now)

@@ -193,6 +193,9 @@ class AsyncLLM:
             self.core.submit(job)
         except KVQError as error:
             self._tell(job, error)
+        except Exception as error:  # noqa: BLE001 - this request's alone, whatever is wrong with it
+            _log.exception("request %s could not be queued", job.request.id)
+            self._tell(job, EngineError(f"it could not be queued: {type(error).__name__}: {error}"))
 
     def _tell(self, job: Job, error: KVQError) -> None:
         if job.listener is None:

@@ -217,7 +217,7 @@ def _find_bad(plan: StepPlan, flags: list[bool], errors: dict[Request, KVQError]
         return
     at = 0
     for branch, count in zip(plan.branches, plan.counts, strict=True):
-        if any(flags[at : at + count]):
+        if any(flags[at : at + count]) and not branch.is_done:  # else it was computed in vain
             errors.setdefault(branch.request, _not_finite("K or V"))
         at += count
 

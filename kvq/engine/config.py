@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import dataclass
+from math import isfinite
 from pathlib import Path
 
 from kvq.errors import ConfigError
@@ -48,6 +49,9 @@ class EngineConfig:
             raise ConfigError("num_blocks and kv_memory both size the pool; give one of them")
         if self.swap_folder is not None and not parse_bytes(self.swap_memory, "swap_memory"):
             raise ConfigError("swap_folder needs swap_memory, the bytes that it may hold, such as '4GiB'")
+        for name in ("prefix_caching", "async_scheduling"):
+            if not isinstance(getattr(self, name), bool | None):
+                raise ConfigError(f"{name} must be True or False, got {getattr(self, name)!r}")
         for name in ("reserve_fraction", "aging_s", "max_step_stretch", "step_deadline_s"):
             _check_number(name, getattr(self, name))
         for name in ("memory_fraction", "itl_slo_s", "ttft_slo_s"):
@@ -81,5 +85,5 @@ def _check(name: str, value: object, low: int, high: int) -> None:
 
 
 def _check_number(name: str, value: object) -> None:
-    if not isinstance(value, int | float) or isinstance(value, bool):
-        raise ConfigError(f"{name} must be a number, got {value!r}")
+    if not isinstance(value, int | float) or isinstance(value, bool) or not isfinite(value):
+        raise ConfigError(f"{name} must be a finite number, got {value!r}")

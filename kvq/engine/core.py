@@ -77,6 +77,7 @@ class EngineCore:
         self._subscribers: list[StepSubscriber] = []
         self._linear: LinearTime | None = None
         self._random = random.SystemRandom()
+        self._is_stepping = False
         self._finished = 0  # requests, in this step
         self._closed = False
 
@@ -98,6 +99,13 @@ class EngineCore:
         Raises:
             RequestError: it can't be served, or can never fit.
         """
+        for name, value in (
+            ("tenant", tenant),
+            ("shared_salt", shared_salt or ""),
+            ("request_id", request_id or ""),
+        ):
+            if not isinstance(value, str):
+                raise RequestError(f"{name} must be a text, got {value!r}")
         text = prompt if isinstance(prompt, str) else None
         tokens = self._tokens(prompt)
         check_params(params, self.model.geometry.vocab_size)
@@ -197,7 +205,20 @@ class EngineCore:
     # One step
 
     def step(self) -> bool:
-        """Run one step; False if there was nothing to run."""
+        """Run one step; False if there was nothing to run.
+
+        Raises:
+            EngineError: called from a listener, inside a step.
+        """
+        if self._is_stepping:
+            raise EngineError("the engine is inside a step: whoever listens to it can't step it")
+        self._is_stepping = True
+        try:
+            return self._step()
+        finally:
+            self._is_stepping = False
+
+    def _step(self) -> bool:
         began = self._clock()
         self._finished = 0
         self._begin_compiled()
@@ -223,6 +244,9 @@ class EngineCore:
         except BaseException:  # an interruption too: the plan's tokens have slots and were never committed
             self._abandon()
             raise
+        began += waited - launched  # launching the next step is that one's time
+        if ahead is not None:
+            began -= running.scheduling_s + running.forward_s
         if plan.branches:
             self.scheduler.costs.observe(
                 num_decodes=plan.num_decodes,

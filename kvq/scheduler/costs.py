@@ -78,6 +78,9 @@ class FixedCosts:
 _SLOWLY, _QUICKLY = 0.1, 0.5  # how far an estimate follows one measurement
 _NOISE = 0.1  # of a step's time
 _HALVE, _OMIT = 16, 64  # every so many steps with prefill, one with half of it, and one without
+_SURE = 3  # times that decodes of one size are measured alone before prefill joins them
+_OUTLIER = 2.0  # of what a size is believed to take; whatever takes longer counts as that long
+_FADE = 0.998  # of what larger sizes are believed to take, with every step: they may never be tried again
 
 
 class MeasuredCosts:
@@ -94,6 +97,7 @@ class MeasuredCosts:
         """The arguments hold until something was measured."""
         self._swap_block_s = swap_block_s
         self._decode_s: dict[int, float] = {}
+        self._decode_count: dict[int, int] = {}  # measurements
         self._decode_age: dict[int, int] = {}  # number of the last step with prefill when it was measured
         self._num_prefills = 0
         deviations = 10e-3, prefill_token_s, prefill_token_s / 1000
@@ -115,7 +119,7 @@ class MeasuredCosts:
     def prefill_share(self, num_decodes: int) -> float:
         """Nothing while the decodes alone were not measured lately, half now and then, else all."""
         key = num_decodes.bit_length()
-        if self._num_prefills - self._decode_age.get(key, -_OMIT) >= _OMIT:
+        if self._decode_count.get(key, 0) < _SURE or self._num_prefills - self._decode_age[key] >= _OMIT:
             return 0.0
         return 0.5 if self._num_prefills % _HALVE == 0 else 1.0
 
@@ -130,24 +134,35 @@ class MeasuredCosts:
     def observe(self, *, num_decodes: int, prefill_tokens: int, depth: int, seconds: float) -> None:
         """Learn from a step of decodes alone, or from what its prefill tokens added."""
         if not prefill_tokens:
-            _follow(self._decode_s, num_decodes, seconds, up=_SLOWLY, down=_QUICKLY)
-            self._decode_age[num_decodes.bit_length()] = self._num_prefills
+            self._observe_decodes(num_decodes.bit_length(), seconds)
             return
+        key = num_decodes.bit_length()
+        if num_decodes and key in self._decode_s:  # without prefill it had taken less
+            self._decode_s[key] = min(self._decode_s[key], seconds)
         self._num_prefills += num_decodes > 0
         weights = num_decodes > 0, prefill_tokens, prefill_tokens * depth
         added = max(0.0, seconds - self.decode_s(max(1, num_decodes)))
         self._prefill.observe(weights, added, _NOISE * seconds)
 
-
-def _follow(estimates: dict[int, float], value: int, measured: float, *, up: float, down: float) -> None:
-    """Move an estimate towards a measurement; a new one starts from its nearest neighbour's."""
-    key = value.bit_length()
-    before = estimates[_nearest(value, estimates)] if estimates else measured
-    if key not in estimates:
-        up = down = max(up, down)
-    estimates[key] = before + (up if measured > before else down) * (measured - before)
+    def _observe_decodes(self, key: int, seconds: float) -> None:
+        """Follow quicker steps quickly, slower ones slowly; a new size starts from its neighbour's."""
+        known = self._decode_s
+        before = known[_nearest_key(key, known)] if known else seconds
+        seconds = min(seconds, _OUTLIER * before) if before > 0 else seconds
+        count = self._decode_count[key] = self._decode_count.get(key, 0) + 1
+        rate = _QUICKLY if count == 1 or seconds < before else _SLOWLY
+        if count <= _SURE and seconds < before:
+            rate = 1.0  # the first may have been anything
+        known[key] = before + rate * (seconds - before)
+        self._decode_age[key] = self._num_prefills
+        for larger in known:
+            if larger > key:  # twice the rows take twice the time at most
+                known[larger] = min(_FADE * known[larger], known[key] * 2.0 ** (larger - key + 1))
 
 
 def _nearest(value: int, estimates: dict[int, float]) -> int:
-    key = value.bit_length()
+    return _nearest_key(value.bit_length(), estimates)
+
+
+def _nearest_key(key: int, estimates: dict[int, float]) -> int:
     return key if key in estimates else min(estimates, key=lambda known: abs(known - key))

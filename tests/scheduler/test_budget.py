@@ -98,8 +98,56 @@ def test_decodes_are_measured_alone_first_and_again_before_long() -> None:
             alone.append(number)
         if not scheduler.lines.num_waiting:
             add(scheduler, ask(300, 1))
-    assert alone == [0, 65, 130, 195]
+    assert alone == [0, 1, 2, 67, 132, 197]
     assert costs.decode_s(1) == pytest.approx(5e-3)
+
+
+@pytest.mark.parametrize("stall", [0.5, 30.0])
+@pytest.mark.parametrize("at", [0, 1, 5])
+def test_a_stall_among_decodes_does_not_let_prefill_run_wild(stall: float, at: int) -> None:
+    costs = MeasuredCosts(prefill_token_s=1e-4)
+    scheduler = make(40_000, costs=costs, max_num_batched_tokens=2048, prefix_caching=False)
+    add(scheduler, ask(4, 2000), ask(4, 2000))
+    alone, wild = 0, 0
+    for number in range(400):
+        if len(scheduler.requests()) < 4:
+            add(scheduler, ask(300, 1))
+        plan = step(scheduler)
+        assert plan is not None
+        prefill = plan.num_tokens - plan.num_decodes
+        seconds = 5e-3 + prefill * 1e-4
+        if plan.num_decodes == 2 and not prefill:
+            seconds += stall if alone == at else 0
+            alone += 1
+        costs.observe(
+            num_decodes=plan.num_decodes, prefill_tokens=prefill, depth=plan.ends[-1], seconds=seconds
+        )
+        wild += number > 20 and plan.num_decodes > 0 and seconds > 3 * 5e-3
+    assert wild <= 20
+
+
+@pytest.mark.parametrize("stall", [0.5, 30.0])
+def test_an_inter_token_goal_lets_several_run_again_after_a_stall(stall: float) -> None:
+    costs = MeasuredCosts(prefill_token_s=1e-4)
+    scheduler = make(4000, costs=costs, max_num_seqs=16, itl_slo_s=0.2)
+    add(scheduler, *[ask(4, 60) for _ in range(40)])
+    side_by_side = []
+    for _ in range(3000):
+        plan = step(scheduler)
+        if plan is None:
+            break
+        seconds = 4e-3 + 1e-4 * (plan.num_tokens - plan.num_decodes)
+        if plan.num_decodes == 2 and stall:
+            seconds, stall = stall, 0.0
+        side_by_side.append(plan.num_decodes)
+        costs.observe(
+            num_decodes=plan.num_decodes,
+            prefill_tokens=plan.num_tokens - plan.num_decodes,
+            depth=plan.ends[-1],
+            seconds=seconds,
+        )
+    assert max(side_by_side) == 16
+    assert len(side_by_side) < 400
 
 
 @pytest.mark.parametrize("believed", [1e-3, 1e-5])
