@@ -74,7 +74,7 @@ class Runner:
         self._tables = [torch.zeros(shape, dtype=torch.int32, device=self._device) for _ in layout.groups]
         for table, count in zip(self._tables, num_blocks, strict=True):
             table[max_num_seqs:] = count
-        self._step_rows, self._logit_rows = weights.fewest_rows
+        self._weights = weights
         self._graphs = (
             decode_graphs(model, self.cache, self._tables, max_num_seqs=max_num_seqs, max_context=max_context)
             if uses_graphs
@@ -119,12 +119,12 @@ class Runner:
             )
         step = self._step(plan)
         starts, keep = _wanted(plan, all_rows)
-        rows = max(plan.num_tokens, self._step_rows)
+        rows = self._weights.step_rows(plan.num_tokens)
         output = self.model.weights.model(
             input_ids=(self._upload(plan.token_ids, rows) if tokens is None else _padded(tokens, rows))[None],
             position_ids=self._upload(_positions(plan), rows)[None],
             use_cache=False,
-            logits_to_keep=self._upload(keep, max(len(keep), self._logit_rows)),
+            logits_to_keep=self._upload(keep, self._weights.logit_rows(len(keep))),
             kvq_step=step,
         )
         return StepOutput(

@@ -7,13 +7,25 @@ PyTorch's time at few rows in bf16, once the weights lie in the blocks that its 
 Products of a few rows may be summed in another order than those of many. One differing bit can flip a
 code of the KV cache, so a token's results would depend on what else is in its step. How many rows it
 takes until all are summed alike is measured when a model is first run, not assumed.
+
+oneDNN compiles and keeps a kernel for every shape and number of rows that it meets, about half a MiB
+each. So rows are padded to few sizes, by an eighth at most beyond 64 rows.
 """
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
-_CANDIDATES = (1, 2, 4, 8, 11, 16)  # rows; beyond 16, padding would cost more than it gives
+_CANDIDATES = (1, 2, 4, 8, 16)  # rows; beyond 16, padding would cost more than it gives
 _MANY = 48  # rows that are summed as any larger number is
+
+
+def padded_rows(rows: int) -> int:
+    """The number of rows that products of `rows` rows are computed with: 4 to 8 sizes an octave."""
+    if rows <= 8:
+        return 1 << max(0, rows - 1).bit_length()
+    step = max(8, (1 << (rows - 1).bit_length()) // 16)
+    return -(-rows // step) * step
 
 
 class OneDNNLinear(nn.Linear):
@@ -35,6 +47,14 @@ class OneDNNLinear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """[..., in] -> [..., out]."""
+        rows = input.numel() // self.in_features
+        size = padded_rows(rows)
+        if size == rows or not rows:
+            return self._product(input)
+        padded = functional.pad(input.reshape(rows, self.in_features), (0, 0, 0, size - rows))
+        return self._product(padded)[:rows].view(*input.shape[:-1], self.out_features)
+
+    def _product(self, input: Tensor) -> Tensor:
         output: Tensor = torch.ops.mkldnn._linear_pointwise(input, self.weight, self.bias, "none", [], "")
         return output
 
@@ -80,8 +100,9 @@ def _fewest(layers: list[nn.Linear]) -> int:
         generator = torch.Generator().manual_seed(0)
         x = torch.randn(_MANY, layer.in_features, generator=generator).to(layer.weight.dtype)
         many = layer(x)
-        same = {n for n in range(1, _MANY) if torch.equal(layer(x[:n]), many[:n])}
-        fits = [n for n in _CANDIDATES if same.issuperset(range(n, _MANY))]
+        tried = sorted({padded_rows(n) if isinstance(layer, OneDNNLinear) else n for n in range(1, _MANY)})
+        same = {n for n in tried if torch.equal(layer(x[:n]), many[:n])}
+        fits = [n for n in _CANDIDATES if same.issuperset(m for m in tried if m >= n)]
         if fits:
             fewest = max(fewest, fits[0])
     return fewest

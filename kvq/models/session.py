@@ -77,7 +77,6 @@ class Session:
             check_kernels_unnamed(cache, backend)
             make = cache_backend(cache)
             self.cache = make(weights.geometry, recipe, layout, num_blocks=num_blocks, device=weights.device)
-        self._step_rows, self._logit_rows = weights.fewest_rows
         self.manager = BlockManager(
             num_blocks=num_blocks,
             block_size=layout.block_size,
@@ -119,10 +118,10 @@ class Session:
             p for sequence, tokens in work for p in range(sequence.length - len(tokens), sequence.length)
         ]
         output = self.weights.model(
-            input_ids=self._padded(ids, self._step_rows),
-            position_ids=self._padded(positions, self._step_rows),
+            input_ids=self._padded(ids, self.weights.step_rows(len(ids))),
+            position_ids=self._padded(positions, self.weights.step_rows(len(ids))),
             use_cache=False,
-            logits_to_keep=self._padded(list(keep), self._logit_rows)[0],
+            logits_to_keep=self._padded(list(keep), self.weights.logit_rows(len(keep)))[0],
             kvq_step=step,
         )
         rows = lens if all_rows else [1] * len(work)

@@ -15,7 +15,7 @@ from kvq.errors import ConfigError, ModelError, first_lines, nearest
 from kvq.geometry import ModelGeometry
 from kvq.models.attention import NAME, register_attention
 from kvq.models.checkpoint import content_digest, read_header, read_json, weight_files
-from kvq.models.linear import invariant_rows, pack_linears
+from kvq.models.linear import invariant_rows, pack_linears, padded_rows
 from kvq.models.live_geometry import live_geometry
 from kvq.models.rope import pin_rope
 from kvq.models.support import check_supported, rope_types
@@ -43,11 +43,19 @@ class LoadedWeights:
         """Digest of all tensors of the checkpoint; reads the files once."""
         return content_digest(weight_files(self.folder))
 
+    def step_rows(self, count: int) -> int:
+        """Rows to pad a step of `count` tokens to: results then don't depend on the batch."""
+        return padded_rows(max(count, self._fewest_rows[0])) if self._fewest_rows[0] else count
+
+    def logit_rows(self, count: int) -> int:
+        """The same for rows of logits."""
+        return padded_rows(max(count, self._fewest_rows[1])) if self._fewest_rows[1] else count
+
     @cached_property
-    def fewest_rows(self) -> tuple[int, int]:
-        """Rows of a step, and of its logits, to pad up to: results then don't depend on the batch."""
+    def _fewest_rows(self) -> tuple[int, int]:
+        """Of a step and of its logits; 0 where nothing is padded."""
         if self.device.type != "cpu":
-            return 1, 1
+            return 0, 0
         return invariant_rows(self.model, self.model.get_output_embeddings())
 
     @cached_property

@@ -1,0 +1,83 @@
+"""oneDNN's Linear layers: the results of PyTorch's, the same for a row in any batch, few kernels."""
+
+import pytest
+import torch
+from torch import nn
+
+from kvq.models.linear import OneDNNLinear, invariant_rows, pack_linears, padded_rows
+
+pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="no oneDNN here")
+
+
+def packed(linear: nn.Linear) -> nn.Module:
+    model = nn.Sequential(linear)
+    pack_linears(model)
+    return model[0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("shape", [(33, 17), (1, 1), (96, 64)])
+@torch.inference_mode()
+def test_results_are_those_of_linear_for_inputs_of_any_shape(dtype, bias, shape):
+    plain = nn.Linear(*shape, bias=bias).to(dtype)
+    layer = packed(plain)
+    tolerance = 1e-5 if dtype is torch.float32 else 2e-2
+    for lead in [(), (1,), (5,), (2, 5), (0,), (1, 0), (3, 1, 7), (70,)]:
+        x = torch.randn(*lead, shape[0]).to(dtype)
+        torch.testing.assert_close(layer(x), plain(x), rtol=tolerance, atol=tolerance)
+    wide = torch.randn(6, 2 * shape[0]).to(dtype)[:, ::2]
+    torch.testing.assert_close(layer(wide), plain(wide), rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(96, 40), (333, 97), (768, 256)])
+@torch.inference_mode()
+def test_from_the_measured_number_of_rows_on_a_row_is_the_same_in_any_batch(dtype, shape):
+    layer = packed(nn.Linear(*shape, bias=False).to(dtype))
+    fewest, _ = invariant_rows(nn.Sequential(layer), None)
+    x = torch.randn(200, shape[0]).to(dtype)
+    whole = layer(x)
+    for rows in [*range(fewest, 70), 100, 128, 199]:
+        assert torch.equal(layer(x[:rows]), whole[:rows]), rows
+
+
+def test_weights_that_are_embeddings_too_are_not_copied():
+    embedding = nn.Embedding(40, 24)
+    head = nn.Linear(24, 40, bias=False)
+    head.weight = embedding.weight
+    model = nn.ModuleDict({"embedding": embedding, "head": head, "other": nn.Linear(24, 24)})
+    pack_linears(model)
+    assert isinstance(model["head"], OneDNNLinear)
+    assert model["head"].weight is embedding.weight
+    assert model["other"].weight.is_mkldnn
+    x = torch.randn(3, 24)
+    torch.testing.assert_close(model["head"](x), x @ embedding.weight.T)
+
+
+def test_products_have_few_sizes():
+    sizes = {padded_rows(n) for n in range(1, 2049)}
+    assert len(sizes) <= 56
+    assert all(n <= padded_rows(n) < n + max(8, n / 8) for n in range(1, 5000))
+    assert all(padded_rows(size) == size for size in sizes)
+
+
+@torch.inference_mode()
+def test_memory_does_not_grow_with_every_new_number_of_rows():
+    def resident() -> int:
+        with open("/proc/self/status", encoding="ascii") as file:
+            return next(int(line.split()[1]) for line in file if line.startswith("RssAnon")) * 1024
+
+    layers = [packed(nn.Linear(256, 32 * i, bias=False)) for i in range(1, 9)]
+    x = torch.randn(512, 256)
+
+    def run(rows):
+        for layer in layers:
+            layer(x[:rows])
+
+    for rows in sorted({padded_rows(n) for n in range(1, 513)}):
+        run(rows)
+    before = resident()
+    for rows in range(1, 513):
+        run(rows)
+    assert resident() - before < 40 << 20  # one kernel for each would be 2 GiB
