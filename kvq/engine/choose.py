@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from kvq.engine.job import Job
-from kvq.engine.readback import Readback
 from kvq.engine.runner import StepOutput
 from kvq.engine.sampling import (
     PendingSamples,
@@ -16,6 +15,7 @@ from kvq.engine.sampling import (
     mix_seed,
     prompt_logprobs,
 )
+from kvq.engine.transfers import Readback, upload
 from kvq.errors import EngineError, KVQError, NumericalError, first_lines
 from kvq.scheduler import Branch, Request, StepPlan
 
@@ -67,7 +67,7 @@ class PendingChoices:
         drawn, wanted = self._samples.tokens, [places[i] for i in branches]
         if wanted == list(range(len(drawn))):
             return drawn
-        return drawn[torch.tensor(wanted, device=drawn.device)]
+        return drawn[upload(wanted, drawn.device)]
 
     def wait(self) -> Choices:
         """The choices, once they are there."""
@@ -168,7 +168,7 @@ class Chooser:
     ) -> PendingSamples:
         rows = [draw.row for draw in draws]
         if rows != list(range(logits.shape[0])):
-            logits = logits[torch.tensor(rows, device=logits.device)]
+            logits = logits[upload(rows, logits.device)]
         for draw in draws:
             if self._bound[_row(draw.branch)] is not draw.branch:
                 self._bind(jobs[draw.branch.request], draw.branch)

@@ -101,6 +101,11 @@ class SamplingParams:
         _real(self, "repetition_penalty", 0.01, 100)
         _real(self, "presence_penalty", -100, 100)
         _real(self, "frequency_penalty", -100, 100)
+        for name in ("early_stopping", "include_stop", "ignore_eos", "echo", "skip_special_tokens"):
+            if not isinstance(getattr(self, name), bool):
+                raise RequestError(f"{name} must be True or False, got {getattr(self, name)!r}")
+        if self.structured is not None and not isinstance(self.structured, StructuredOutput):
+            raise RequestError(f"structured must be a kvq.StructuredOutput, got {self.structured!r:.200}")
         self._check_stops()
         self._check_bias()
         if self.beam_width is not None:
@@ -127,6 +132,9 @@ class SamplingParams:
         return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
 
     def _check_stops(self) -> None:
+        for name, kinds in (("stop", str | Sequence), ("stop_token_ids", Sequence)):
+            if not isinstance(getattr(self, name), kinds):
+                raise RequestError(f"{name} must be a list, empty for none, got {getattr(self, name)!r:.200}")
         stops = self.stop_strings
         if not all(isinstance(s, str) and 0 < len(s) <= MAX_STOP_CHARACTERS for s in stops):
             raise RequestError(
@@ -139,6 +147,8 @@ class SamplingParams:
 
     def _check_bias(self) -> None:
         bias = self.logit_bias or {}
+        if not isinstance(bias, Mapping):
+            raise RequestError(f"logit_bias maps token ids to numbers, got {bias!r:.200}")
         if len(bias) > MAX_BIASES:
             raise RequestError(f"logit_bias may name {MAX_BIASES} tokens at most, got {len(bias)}")
         for token, value in bias.items():

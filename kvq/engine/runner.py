@@ -13,6 +13,7 @@ from torch.nn import functional
 from kvq.blockmgr import SwapIn
 from kvq.cache import KVCache
 from kvq.engine.graphs import decode_graphs
+from kvq.engine.transfers import upload
 from kvq.kernels import SequenceBatch
 from kvq.models import Model
 from kvq.models.step import Observer, PackedStep
@@ -147,10 +148,10 @@ class Runner:
         self.cache.close()
 
     def _step(self, plan: StepPlan) -> PackedStep:
-        rows = torch.tensor([branch.row for branch in plan.branches], device=self._device)
+        rows = upload([-1 if b.row is None else b.row for b in plan.branches], self._device)
         size = self._block_size
-        positions = torch.from_numpy(_positions(plan)).to(self._device)
-        owners = torch.repeat_interleave(rows, torch.tensor(plan.counts, device=self._device))
+        positions = self._upload(_positions(plan), plan.num_tokens)
+        owners = torch.repeat_interleave(rows, upload(plan.counts, self._device), output_size=plan.num_tokens)
         width = -(-max(plan.ends) // size)
         batches = []
         for table in self._tables:
@@ -181,15 +182,15 @@ class Runner:
             blocks[group].extend(entries)
         for table, where, what in zip(self._tables, places, blocks, strict=True):
             if where:
-                table.view(-1)[torch.tensor(where, device=self._device)] = torch.tensor(
-                    what, dtype=torch.int32, device=self._device
-                )
+                table.view(-1)[upload(where, self._device)] = upload(what, self._device, torch.int32)
 
     def _upload(self, values: list[int] | Integers, rows: int) -> Tensor:
         """int64 [rows] on the device: the values, then zeros."""
         padded = np.zeros(rows, dtype=np.int64)
         padded[: len(values)] = values
-        return torch.from_numpy(padded).to(self._device, non_blocking=True)
+        host = torch.from_numpy(padded)
+        host = host.pin_memory() if self._device.type == "cuda" else host
+        return host.to(self._device, non_blocking=True)
 
 
 def _padded(tokens: Tensor, rows: int) -> Tensor:

@@ -8,7 +8,7 @@ Products of a few rows may be summed in another order than those of many. One di
 code of the KV cache, so a token's results would depend on what else is in its step. How many rows it
 takes until all are summed alike is measured when a model is first run, not assumed.
 
-oneDNN compiles and keeps a kernel for every shape and number of rows that it meets, about half a MiB
+oneDNN compiles and keeps a kernel for every shape and number of rows that it meets, up to a MiB
 each. So rows are padded to few sizes, by an eighth at most beyond 64 rows.
 """
 

@@ -2,6 +2,7 @@
 
 import logging
 from dataclasses import replace
+from time import sleep
 
 import pytest
 import torch
@@ -159,6 +160,58 @@ def test_a_request_that_fails_ahead_of_its_end_fails_only_if_it_goes_on(ends, ca
     assert (output.error is None) == ends
     assert output.outputs[0].token_ids == tokens[: at + 1]
     assert_balanced(llm)
+
+
+def test_a_value_that_is_not_finite_in_a_token_computed_in_vain_fails_nobody():
+    model = pair("llama")[0]
+    found = []
+    for ahead in (False, True):
+        llm = watched(engine(model, async_scheduling=ahead))
+        plain = SamplingParams(max_tokens=30, ignore_eos=True, n=2, temperature=1.0, seed=11)
+        first = engine(model).generate([[5, 6, 7]], plain)[0].outputs[0].token_ids
+        at = next(i for i in range(4, 30) if first[i] not in first[:i])
+        llm.plan, prepare = None, llm.core.runner.prepare
+
+        def keep(plan, llm=llm, prepare=prepare):
+            llm.plan = plan
+            return prepare(plan)
+
+        def poison(layer, k, v, llm=llm, at=at):
+            for row, branch in enumerate(llm.plan.branches):
+                is_first = branch is branch.request.branches[0]
+                if is_first and llm.plan.counts[row] == 1 and llm.plan.ends[row] == 3 + at + 1:
+                    k[row] = float("nan")
+
+        llm.core.runner.prepare, llm.core.runner.observer = keep, poison
+        params = replace(plain, stop_token_ids=(first[at],))
+        [output] = llm.generate([[5, 6, 7]], params)
+        assert output.error is None, output.error
+        assert output.outputs[0].finish_reason == "stop"
+        found.append(results([output]))
+        assert_balanced(llm)
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_costs_are_those_of_the_step_itself(ahead):
+    llm = engine(pair("llama")[0], async_scheduling=ahead)
+    seen, forward, slow = [], llm.core.runner.forward, 0.02
+    observe = llm.core.scheduler.costs.observe
+    llm.core.scheduler.costs.observe = lambda **step: seen.append(step) or observe(**step)
+
+    def slower(plan, failed, **options):
+        sleep(slow * len(plan.branches))
+        return forward(plan, failed, **options)
+
+    llm.core.runner.forward = slower
+    jobs = [submit(llm, [5, 6 + i], SamplingParams(max_tokens=4 + 4 * i, ignore_eos=True)) for i in range(3)]
+    drive(llm, jobs)
+    decodes = [step for step in seen if step["num_decodes"] and not step["prefill_tokens"]]
+    assert len(decodes) > 8
+    for step in decodes:
+        assert step["seconds"] >= slow * step["num_decodes"]
+    least = min(step["seconds"] for step in decodes if step["num_decodes"] == 1)
+    assert least < 2 * slow
 
 
 def test_a_grammar_decides_over_tokens_of_steps_that_were_launched_ahead(tiny):

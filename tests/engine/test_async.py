@@ -158,6 +158,28 @@ def test_an_error_in_one_request_reaches_its_own_caller(model):
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_request_that_cannot_be_queued_fails_alone(model, monkeypatch):
+    async def run():
+        async with make(model) as engine:
+            submit, calls = engine.core.submit, []
+
+            def failing(job):
+                calls.append(job)
+                if len(calls) == 2:
+                    raise ValueError("odd")
+                submit(job)
+
+            monkeypatch.setattr(engine.core, "submit", failing)
+            params = SamplingParams(max_tokens=5, ignore_eos=True)
+            found = await asyncio.gather(
+                *(engine.generate([5, 6 + i], params) for i in range(4)), return_exceptions=True
+            )
+            assert [isinstance(one, EngineError) for one in found] == [False, True, False, False]
+            assert "could not be queued: ValueError: odd" in str(found[1])
+
+    asyncio.run(run())
+
+
 def test_an_engine_that_breaks_down_says_so_to_everybody_who_waits(model):
     async def main():
         engine = make(model)

@@ -572,8 +572,11 @@ def test_wrong_numbers_of_parameters_and_unknown_priorities_are_refused(llm):
         ({"step_deadline_s": 0}, "step_deadline_s"),
         ({"max_step_stretch": 1.0}, "max_step_stretch"),
         ({"aging_s": -1.0}, "aging_s"),
-        ({"aging_s": "5"}, "aging_s must be a number, got '5'"),
-        ({"ttft_slo_s": True}, "ttft_slo_s must be a number"),
+        ({"aging_s": "5"}, "aging_s must be a finite number, got '5'"),
+        ({"ttft_slo_s": True}, "ttft_slo_s must be a finite number"),
+        ({"itl_slo_s": float("inf")}, "itl_slo_s must be a finite number"),
+        ({"max_step_stretch": float("nan")}, "max_step_stretch must be a finite number"),
+        ({"async_scheduling": "no"}, "async_scheduling must be True or False, got 'no'"),
         ({"swap_folder": "/tmp"}, "swap_folder needs swap_memory"),
     ],
 )
@@ -583,6 +586,40 @@ def test_engine_options_out_of_range_are_refused_with_what_is_allowed(model, opt
     if "unknown" in names:
         with pytest.raises(ConfigError, match=names):
             LLM("tiny", **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "names"),
+    [
+        ({"stop": None}, "stop must be a list"),
+        ({"stop_token_ids": 5}, "stop_token_ids must be a list"),
+        ({"logit_bias": [1]}, "logit_bias maps token ids to numbers"),
+        ({"ignore_eos": "no"}, "ignore_eos must be True or False, got 'no'"),
+        ({"early_stopping": "never"}, "early_stopping must be True or False"),
+        ({"structured": {"regex": "a"}}, "structured must be a kvq.StructuredOutput"),
+    ],
+)
+def test_sampling_parameters_of_wrong_types_are_refused(options, names):
+    with pytest.raises(RequestError, match=names):
+        SamplingParams(**options)
+
+
+@pytest.mark.parametrize("options", [{"tenant": 5}, {"tenant": []}, {"request_id": [1]}, {"shared_salt": 7}])
+def test_names_that_are_no_text_are_refused_before_anything_is_queued(model, options):
+    llm = engine(model)
+    with pytest.raises(RequestError, match="must be a text"):
+        llm.core.new_job(PROMPT, SamplingParams(), **options)
+    assert not llm.core.has_work
+
+
+def test_who_listens_to_a_step_cannot_step_the_engine(model):
+    llm = engine(model)
+    job, collector = submit(llm, PROMPT, SamplingParams(max_tokens=4))
+    other, _ = submit(llm, PROMPT, SamplingParams(max_tokens=9, ignore_eos=True))
+    job.listener = lambda piece: (collector(piece), llm.step())
+    drive(llm, [other])
+    assert "inside a step" in str(collector.output.error)
+    assert_balanced(llm)
 
 
 def test_a_closed_engine_refuses_requests_and_may_be_closed_again(model):

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from kvq.engine.params import SamplingParams
-from kvq.engine.readback import Readback
 from kvq.engine.sampling.checks import check_params
 from kvq.engine.sampling.chunks import chunks
 from kvq.engine.sampling.filters import draw_ranked, draw_whole
@@ -20,6 +19,7 @@ from kvq.engine.sampling.penalties import apply_biases, apply_penalties
 from kvq.engine.sampling.ranking import likeliest
 from kvq.engine.sampling.rows import Draw, RowTable
 from kvq.engine.sampling.token_counts import TokenCounts
+from kvq.engine.transfers import Readback
 
 
 @dataclass(frozen=True, slots=True)
