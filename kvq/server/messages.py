@@ -1,0 +1,132 @@
+"""What the HTTP process and the engine process say to each other.
+
+Everything is typed: a message of another shape is an error, whoever sent it. Requests are known by
+numbers that the HTTP process chooses and never uses twice.
+"""
+
+from typing import Any, Literal
+
+import msgspec
+
+from kvq.blockmgr import PoolUsage
+from kvq.engine import Receipt, SamplingParams, TokenLogprobs
+from kvq.engine.outputs import FinishReason
+from kvq.scheduler import Priority
+
+
+class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Any of them."""
+
+
+# To the engine
+
+
+class Start(Message, frozen=True):
+    """The first message: what to build."""
+
+    model: str
+    kv: str
+    options: dict[str, Any]  # of `kvq.LLM`
+
+
+class Submit(Message, frozen=True):
+    """A request."""
+
+    number: int
+    prompt: list[int]  # token ids
+    params: SamplingParams
+    priority: Priority = Priority.INTERACTIVE
+    tenant: str = ""
+
+
+class Cancel(Message, frozen=True):
+    """Nobody waits for a request any more. One that ended is passed over."""
+
+    number: int
+
+
+class Ping(Message, frozen=True):
+    """To be answered at once, whatever the engine is doing."""
+
+    number: int
+
+
+# From the engine
+
+
+class Ready(Message, frozen=True):
+    """The engine was built."""
+
+    max_context: int  # tokens
+    vocab_size: int
+    block_size: int  # tokens
+    num_blocks: list[int]  # per layer group
+    block_bytes: list[int]  # per layer group
+    max_num_seqs: int
+    kv: str  # the format's full name
+
+
+class Refused(Message, frozen=True):
+    """The engine can't be built; trying again won't help."""
+
+    reason: str
+
+
+class Pong(Message, frozen=True):
+    """The answer to a ping."""
+
+    number: int
+
+
+class Delta(msgspec.Struct, frozen=True, kw_only=True):
+    """What a step added to one result of a request."""
+
+    number: int
+    index: int
+    text: str
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs] | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None
+
+
+ErrorKind = Literal["request", "engine"]  # whose fault it is
+
+
+class Ended(msgspec.Struct, frozen=True, kw_only=True):
+    """A request is over. Without an error its results are complete."""
+
+    number: int
+    receipt: Receipt | None = None  # None if it was refused
+    queue_s: float | None = None
+    ttft_s: float | None = None
+    e2e_s: float | None = None
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    error: str | None = None
+    kind: ErrorKind | None = None  # of the error
+
+
+class Gauges(msgspec.Struct, frozen=True, kw_only=True):
+    """Where the engine stands after a step; totals are since its start."""
+
+    running: int  # requests with blocks
+    waiting: int
+    preempted: int
+    pools: list[PoolUsage]  # per layer group
+    preemptions: int
+    prompt_tokens: int
+    cached_tokens: int
+    generated_tokens: int
+    queued_tokens: int  # prompt tokens of requests that wait
+
+
+class Stepped(Message, frozen=True):
+    """What came of a step."""
+
+    deltas: list[Delta]
+    ended: list[Ended]
+    gauges: Gauges
+
+
+ToEngine = Start | Submit | Cancel | Ping
+FromEngine = Ready | Refused | Pong | Stepped

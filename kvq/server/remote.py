@@ -1,0 +1,298 @@
+"""The engine process as the HTTP process sees it: started, watched, ended and started again."""
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import socket
+import subprocess
+import sys
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from enum import Enum
+from time import monotonic
+
+from kvq.engine import SamplingParams
+from kvq.errors import ConfigError, EngineError
+from kvq.scheduler import Priority
+from kvq.server.frames import encode, from_engine
+from kvq.server.messages import (
+    Cancel,
+    Delta,
+    Ended,
+    Gauges,
+    Message,
+    Ping,
+    Pong,
+    Ready,
+    Refused,
+    Start,
+    Stepped,
+    Submit,
+)
+
+_log = logging.getLogger("kvq")
+_RESTART_WINDOW_S = 600.0
+_END_S = 5.0  # for the engine process to end by itself
+_FIRST_DELAY_S = 0.5  # before the second restart within the window; about doubled each time
+
+
+class State(Enum):
+    """What the engine process can do now."""
+
+    STARTING = "starting"  # the first time
+    READY = "ready"
+    RESTARTING = "restarting"
+    FAILED = "failed"  # refused to start, or its restarts are used up
+    CLOSED = "closed"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Watch:
+    """When the engine process is given up, and how often."""
+
+    start_s: float = 1800.0  # to load the model and be ready
+    ping_s: float = 0.5
+    stall_s: float = 3.0  # without an answer to a ping
+    max_restarts: int = 5  # within ten minutes
+
+
+@dataclass(slots=True, eq=False)
+class _Process:
+    """One life of the engine process."""
+
+    popen: subprocess.Popen[bytes]
+    reader: asyncio.StreamReader
+    writer: asyncio.StreamWriter
+    answered_s: float = field(default_factory=monotonic)  # when it last said anything
+
+
+class Remote:
+    """One engine in a process of its own.
+
+        remote = Remote(Start(model="tiny", kv="int4", options={}))
+        await remote.start()
+        async for message in remote.stream([1, 2, 3], SamplingParams()): ...
+        await remote.close()
+
+    When the process ends, or stops answering, everybody who waits gets an `EngineError` at once, and it
+    is started again, so many times in ten minutes as `watch` allows. All calls come from one event loop.
+    """
+
+    def __init__(
+        self,
+        start: Start,
+        *,
+        watch: Watch | None = None,
+        on_gauges: Callable[[Gauges], object] | None = None,
+        on_failed: Callable[[str], object] | None = None,
+    ) -> None:
+        """`on_failed` is told why there will be no engine any more."""
+        self.state = State.STARTING
+        self.info: Ready | None = None  # what the engine said of itself when it was ready
+        self.gauges: Gauges | None = None  # of this life of the process
+        self.num_restarts = 0
+        self._start = start
+        self._watch = watch or Watch()
+        self._on_gauges = on_gauges
+        self._on_failed = on_failed
+        self._numbers = itertools.count()
+        self._streams: dict[int, asyncio.Queue[Delta | Ended | EngineError]] = {}
+        self._process: _Process | None = None
+        self._restarts: deque[float] = deque()
+        self._life: asyncio.Task[None] | None = None
+        self._changed = asyncio.Event()
+
+    @property
+    def pid(self) -> int | None:
+        """Of the engine process, while there is one."""
+        return None if self._process is None else self._process.popen.pid
+
+    async def start(self) -> Ready:
+        """Start the process and wait until its engine is ready.
+
+        Raises:
+            ConfigError: the engine can't be built, with its reason.
+            EngineError: the process ended, or took too long, more often than it may.
+        """
+        self._life = asyncio.create_task(self._live())
+        while self.state in (State.STARTING, State.RESTARTING):
+            await self._next_change()
+        if self.state is not State.READY:
+            await asyncio.gather(self._life)
+        assert self.info is not None, "a ready engine said what it is"
+        return self.info
+
+    async def stream(
+        self,
+        prompt: list[int],
+        params: SamplingParams,
+        *,
+        priority: Priority = Priority.INTERACTIVE,
+        tenant: str = "",
+    ) -> AsyncIterator[Delta | Ended]:
+        """What comes of a request, up to its `Ended`. Leaving early cancels it.
+
+        Raises:
+            EngineError: no engine is ready, or it ended before the request did.
+        """
+        process = self._process
+        if self.state is not State.READY or process is None:
+            raise EngineError(f"no engine is ready, it is {self.state.value}")
+        number = next(self._numbers)
+        queue = self._streams[number] = asyncio.Queue()
+        ended = False
+        try:
+            submit = Submit(number=number, prompt=prompt, params=params, priority=priority, tenant=tenant)
+            await self._send(process, submit)
+            while not ended:
+                message = await queue.get()
+                if isinstance(message, EngineError):
+                    raise message
+                ended = isinstance(message, Ended)
+                yield message
+        finally:
+            del self._streams[number]
+            if not ended and process is self._process:
+                self._say(process, Cancel(number=number))
+
+    async def close(self) -> None:
+        """End the process; who still waits gets an `EngineError`."""
+        self._set(State.CLOSED)
+        if self._life is not None:
+            self._life.cancel()
+            with contextlib.suppress(asyncio.CancelledError, EngineError, ConfigError):
+                await self._life
+
+    # The process
+
+    async def _live(self) -> None:
+        """One life after the other."""
+        while True:
+            await self._live_once()
+            self._restart_or_raise()
+            await asyncio.sleep(_FIRST_DELAY_S * (2 ** (len(self._restarts) - 1) - 1))
+
+    async def _live_once(self) -> None:
+        process = self._process = await self._spawn()
+        try:
+            await self._serve(process)
+        except (EngineError, TimeoutError) as error:
+            _log.error("the engine process is ended: %s", error or "it took too long to start")
+        finally:
+            self._process = None
+            self._tell_all(EngineError("the engine ended; send the request again"))
+            await _end(process)
+
+    async def _serve(self, process: _Process) -> None:
+        """Read what the engine says until it ends."""
+        decoder = from_engine()
+        await self._send(process, self._start)
+        async with asyncio.timeout(self._watch.start_s):
+            first = await decoder.read_async(process.reader)
+        if isinstance(first, Refused):
+            self._fail(first.reason)
+            raise ConfigError(first.reason)
+        if not isinstance(first, Ready):
+            return
+        self.info, self.gauges = first, None
+        self._set(State.READY)
+        process.answered_s = monotonic()
+        pinging = asyncio.create_task(self._ping(process))
+        try:
+            while (message := await decoder.read_async(process.reader)) is not None:
+                process.answered_s = monotonic()
+                if isinstance(message, Stepped):
+                    self._take(message)
+                elif not isinstance(message, Pong):
+                    raise EngineError(f"the engine sent {type(message).__name__} while it runs")
+        finally:
+            pinging.cancel()
+            if self.state is State.READY:
+                self._set(State.RESTARTING)
+
+    async def _spawn(self) -> _Process:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            popen = subprocess.Popen(
+                [sys.executable, "-m", "kvq.server.worker", str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+            )
+        reader, writer = await asyncio.open_connection(sock=ours)
+        return _Process(popen, reader, writer)
+
+    async def _ping(self, process: _Process) -> None:
+        """Kill a process that does not answer: it is stopped, or something holds its interpreter."""
+        for number in itertools.count():
+            self._say(process, Ping(number=number))
+            await asyncio.sleep(self._watch.ping_s)
+            if monotonic() - process.answered_s > self._watch.stall_s:
+                _log.error("the engine has not answered for %.1f s and is killed", self._watch.stall_s)
+                process.popen.kill()
+                return
+
+    def _take(self, message: Stepped) -> None:
+        for item in (*message.deltas, *message.ended):
+            queue = self._streams.get(item.number)
+            if queue is not None:  # else nobody waits for it any more
+                queue.put_nowait(item)
+        self.gauges = message.gauges
+        if self._on_gauges is not None:
+            self._on_gauges(message.gauges)
+
+    def _restart_or_raise(self) -> None:
+        now = monotonic()
+        while self._restarts and now - self._restarts[0] > _RESTART_WINDOW_S:
+            self._restarts.popleft()
+        if len(self._restarts) >= self._watch.max_restarts:
+            reason = f"the engine ended {len(self._restarts) + 1} times within ten minutes"
+            self._fail(reason)
+            raise EngineError(reason)
+        self._restarts.append(now)
+        self.num_restarts += 1
+        self._set(State.RESTARTING)
+
+    def _fail(self, reason: str) -> None:
+        self._set(State.FAILED)
+        if self._on_failed is not None:
+            self._on_failed(reason)
+
+    def _tell_all(self, error: EngineError) -> None:
+        for queue in self._streams.values():
+            queue.put_nowait(error)
+
+    def _set(self, state: State) -> None:
+        self.state = state
+        self._changed.set()
+
+    async def _next_change(self) -> None:
+        self._changed.clear()
+        await self._changed.wait()
+
+    async def _send(self, process: _Process, message: Message) -> None:
+        """Write, and wait while the engine has much to read."""
+        self._say(process, message)
+        with contextlib.suppress(ConnectionError):  # whoever reads notices the end
+            await process.writer.drain()
+
+    def _say(self, process: _Process, message: Message) -> None:
+        if not process.writer.is_closing():
+            process.writer.write(encode(message))
+
+
+async def _end(process: _Process) -> None:
+    """Close the socket, on which the process ends; kill it if it does not."""
+    process.writer.close()
+    with contextlib.suppress(ConnectionError):
+        await process.writer.wait_closed()
+    waiting = asyncio.create_task(asyncio.to_thread(process.popen.wait, _END_S))
+    try:
+        await asyncio.shield(waiting)
+    except asyncio.CancelledError:
+        process.popen.kill()
+        raise
+    except subprocess.TimeoutExpired:
+        process.popen.kill()
+        await asyncio.to_thread(process.popen.wait)

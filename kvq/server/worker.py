@@ -1,0 +1,219 @@
+"""The engine process: `python -m kvq.server.worker FD`, FD being its end of a socket pair."""
+
+import logging
+import os
+import queue
+import signal
+import socket
+import sys
+import threading
+from time import sleep
+from typing import Any
+
+from kvq.engine import Piece, StepStats
+from kvq.engine.core import EngineCore
+from kvq.engine.job import Job
+from kvq.engine.llm import build
+from kvq.engine.watchdog import Watchdog
+from kvq.errors import KVQError, RequestError
+from kvq.server.frames import encode, to_engine
+from kvq.server.messages import (
+    Cancel,
+    Delta,
+    Ended,
+    Gauges,
+    Message,
+    Ping,
+    Pong,
+    Ready,
+    Refused,
+    Start,
+    Stepped,
+    Submit,
+)
+
+_log = logging.getLogger("kvq")
+_GRAMMAR_POLL_S = 0.002
+STUCK = 70  # exit status after a step that never ended
+
+
+class Worker:
+    """Steps the engine and passes on what comes of it; ends when the HTTP process does."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+        self._sending = threading.Lock()
+        self._commands: queue.SimpleQueue[Submit | Cancel | None] = queue.SimpleQueue()
+        self._jobs: dict[int, Job] = {}
+        self._deltas: list[Delta] = []
+        self._ended: list[Ended] = []
+        self._stats: StepStats | None = None
+        self._generated = 0
+
+    def run(self) -> None:
+        """Build the engine, serve, and end."""
+        decoder = to_engine()
+        start = decoder.read(self._sock)
+        if not isinstance(start, Start):
+            return
+        try:
+            model, config = build(start.model, start.kv, start.options)
+            core = EngineCore(model, config)
+        except KVQError as error:
+            self._send(Refused(reason=str(error)))
+            return
+        watchdog = Watchdog(config.step_deadline_s, on_stuck=lambda _: os._exit(STUCK))
+        core.on_step(self._keep)
+        threading.Thread(target=self._listen, args=(decoder,), name="kvq-listen", daemon=True).start()
+        layout = model.layout
+        self._send(
+            Ready(
+                max_context=core.max_context,
+                vocab_size=model.geometry.vocab_size,
+                block_size=layout.block_size,
+                num_blocks=[pool.num_blocks for pool in core.scheduler.manager.pools],
+                block_bytes=[group.block_bytes for group in layout.groups],
+                max_num_seqs=config.max_num_seqs,
+                kv=str(model.recipe),
+            )
+        )
+        try:
+            self._serve(core, watchdog)
+        finally:
+            core.close()
+            watchdog.close()
+
+    def _serve(self, core: EngineCore, watchdog: Watchdog) -> None:
+        while self._obey(core):
+            if core.has_work:
+                with watchdog.step():
+                    ran = core.step()
+                if not ran:
+                    sleep(_GRAMMAR_POLL_S)
+            self._report(core)
+
+    def _obey(self, core: EngineCore) -> bool:
+        """Do what was asked for; wait for something while there is no work. False: the other end is gone."""
+        block = not core.has_work
+        while True:
+            try:
+                command = self._commands.get(block=block)
+            except queue.Empty:
+                return True
+            block = False
+            if command is None:
+                return False
+            if isinstance(command, Submit):
+                self._submit(core, command)
+            elif command.number in self._jobs:
+                core.cancel(self._jobs[command.number])
+
+    def _submit(self, core: EngineCore, command: Submit) -> None:
+        number = command.number
+        try:
+            job = core.new_job(
+                command.prompt,
+                command.params,
+                priority=command.priority,
+                tenant=command.tenant,
+                request_id=str(number),
+                listener=lambda piece: self._take(number, piece),
+            )
+            self._jobs[number] = job
+            core.submit(job)
+        except KVQError as error:
+            self._jobs.pop(number, None)
+            self._ended.append(_failed(number, error))
+
+    def _take(self, number: int, piece: Piece) -> None:
+        output = piece.output
+        if output is None:
+            self._generated += len(piece.token_ids)
+            self._deltas.append(
+                Delta(
+                    number=number,
+                    index=piece.index,
+                    text=piece.text,
+                    token_ids=piece.token_ids,
+                    logprobs=piece.logprobs,
+                    finish_reason=piece.finish_reason,
+                    stop_reason=piece.stop_reason,
+                )
+            )
+            return
+        self._jobs.pop(number, None)
+        error = output.error
+        self._ended.append(
+            Ended(
+                number=number,
+                receipt=output.receipt,
+                queue_s=output.timing.queue_s,
+                ttft_s=output.timing.ttft_s,
+                e2e_s=output.timing.e2e_s,
+                prompt_logprobs=output.prompt_logprobs,
+                error=None if error is None else str(error),
+                kind=None if error is None else _kind(error),
+            )
+        )
+
+    def _keep(self, stats: StepStats) -> None:
+        self._stats = stats
+
+    def _report(self, core: EngineCore) -> None:
+        """Tell what came of a step, in one message."""
+        if not self._deltas and not self._ended and self._stats is None:
+            return
+        scheduler = core.scheduler
+        counters, lines = scheduler.counters, scheduler.lines
+        gauges = Gauges(
+            running=len(scheduler.holders.running),
+            waiting=lines.num_waiting,
+            preempted=len(lines.preempted),
+            pools=scheduler.manager.usage(),
+            preemptions=counters.swaps + counters.recomputes,
+            prompt_tokens=counters.prompt_tokens,
+            cached_tokens=counters.cached_tokens,
+            generated_tokens=self._generated,
+            queued_tokens=sum(request.prompt_length for request in lines.queue),
+        )
+        stepped = Stepped(deltas=self._deltas, ended=self._ended, gauges=gauges)
+        self._deltas, self._ended, self._stats = [], [], None
+        self._send(stepped)
+
+    def _listen(self, decoder: Any) -> None:
+        """Read what the HTTP process says, in a thread of its own: pings are answered during steps too."""
+        try:
+            while (message := decoder.read(self._sock)) is not None:
+                if isinstance(message, Ping):
+                    self._send(Pong(number=message.number))
+                elif isinstance(message, Submit | Cancel):
+                    self._commands.put(message)
+        except (OSError, KVQError):
+            _log.exception("the HTTP process can't be understood")
+        self._commands.put(None)
+
+    def _send(self, message: Message) -> None:
+        with self._sending:
+            self._sock.sendall(encode(message))
+
+
+def _failed(number: int, error: KVQError) -> Ended:
+    return Ended(number=number, error=str(error), kind=_kind(error))
+
+
+def _kind(error: KVQError) -> Any:
+    return "request" if isinstance(error, RequestError) else "engine"
+
+
+def main() -> None:
+    """Serve until the other end of the socket is closed."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the HTTP process, which then ends this one
+    with socket.socket(fileno=int(sys.argv[1])) as sock:
+        try:
+            Worker(sock).run()
+        except BrokenPipeError:
+            _log.warning("the HTTP process is gone")
+
+
+if __name__ == "__main__":
+    main()
