@@ -13,6 +13,7 @@ from kvq.version import __version__
 _COMMANDS = {
     "perplexity": ("perplexity", "Measure what KV formats cost on a text."),
     "generate": ("generate", "Go on from a prompt, streamed."),
+    "serve": ("serve", "Serve a model over HTTP, as OpenAI does."),
     "inspect": ("inspect", "Show a model's KV geometry and the bytes per token of every format."),
     "calibrate": ("calibrate", "Observe a model and write static scales to a kvq.json."),
     "bench": ("bench", "Measure how fast the parts are, and the engine under load."),

@@ -65,15 +65,24 @@ class LoadedWeights:
         Raises:
             ModelError: the folder has none that loads without running its code.
         """
-        from transformers import AutoTokenizer
+        return load_tokenizer(self.folder)
 
-        config = self.folder / "tokenizer_config.json"
-        if config.is_file() and read_json(config).get("auto_map"):
-            raise ModelError(f"{config} has auto_map, code that would run at load; kvq never runs it")
-        try:
-            return AutoTokenizer.from_pretrained(self.folder, local_files_only=True, trust_remote_code=False)
-        except Exception as error:  # whatever a damaged file makes the parsers raise
-            raise ModelError(f"{self.folder} has no tokenizer that loads: {first_lines(error)}") from error
+
+def load_tokenizer(folder: Path) -> Any:
+    """The tokenizer of a model folder.
+
+    Raises:
+        ModelError: the folder has none that loads without running its code.
+    """
+    from transformers import AutoTokenizer
+
+    config = folder / "tokenizer_config.json"
+    if config.is_file() and read_json(config).get("auto_map"):
+        raise ModelError(f"{config} has auto_map, code that would run at load; kvq never runs it")
+    try:
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # whatever a damaged file makes the parsers raise
+        raise ModelError(f"{folder} has no tokenizer that loads: {first_lines(error)}") from error
 
 
 def load_weights(

@@ -234,7 +234,8 @@ class Remote:
                 return
 
     def _take(self, message: Stepped) -> None:
-        for item in (*message.deltas, *message.ended):
+        items: list[Delta | Ended] = [*message.deltas, *message.ended]
+        for item in items:
             queue = self._streams.get(item.number)
             if queue is not None:  # else nobody waits for it any more
                 queue.put_nowait(item)

@@ -1,0 +1,90 @@
+"""`POST /v1/chat/completions`."""
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+from kvq.server.answers import Choice, Head, Usage, chat_logprobs, reason_of
+from kvq.server.bodies import ChatBody
+from kvq.server.completions import collect
+from kvq.server.messages import Delta, Ended
+from kvq.server.sampling import chat_params, priority_of
+from kvq.server.service import Service
+
+
+class Chat:
+    """One request."""
+
+    def __init__(self, service: Service, body: ChatBody, tenant: str) -> None:
+        """Raises Problem: something in it that this server does not do."""
+        service.check_model(body.model)
+        self._params = chat_params(body)
+        self._service = service
+        self._body = body
+        self._tenant = tenant
+        self._head = Head.new("chatcmpl", service.name)
+
+    async def answer(self) -> dict[str, Any]:
+        """The whole answer.
+
+        Raises:
+            Problem: it can't be served, or failed.
+        """
+        choices, ended = await collect(await self._stream(), self._params)
+        usage = Usage()
+        usage.take(ended)
+        return self._head.body("chat.completion") | {
+            "choices": [self._choice(i, choice) for i, choice in enumerate(choices)],
+            "usage": usage.body(),
+        }
+
+    async def chunks(self) -> AsyncIterator[dict[str, Any]]:
+        """The answer in pieces, as they come.
+
+        Raises:
+            Problem: it can't be served, or failed on the way.
+        """
+        usage, begun = Usage(), set[int]()
+        async for message in await self._stream():
+            if isinstance(message, Ended):
+                usage.take(message)
+                continue
+            role = {} if message.index in begun else {"role": "assistant"}
+            begun.add(message.index)
+            yield self._chunk([self._piece(message, role)])
+        if self._body.stream_options is not None and self._body.stream_options.include_usage:
+            yield self._chunk([]) | {"usage": usage.body()}
+
+    async def _stream(self) -> AsyncIterator[Delta | Ended]:
+        body = self._body
+        tokens = await self._service.prompts.chat(
+            body.messages,
+            tools=body.tools,
+            add_generation_prompt=body.add_generation_prompt,
+            **(body.chat_template_kwargs or {}),
+        )
+        return self._service.stream(tokens, self._params, priority=priority_of(body), tenant=self._tenant)
+
+    def _choice(self, index: int, choice: Choice) -> dict[str, Any]:
+        logprobs = (
+            chat_logprobs(choice.logprobs, self._service.prompts.token) if self._body.logprobs else None
+        )
+        return {
+            "index": index,
+            "message": {"role": "assistant", "content": choice.text, "refusal": None},
+            "logprobs": logprobs,
+            "finish_reason": choice.finish_reason,
+        }
+
+    def _piece(self, delta: Delta, role: dict[str, str]) -> dict[str, Any]:
+        logprobs = None
+        if delta.logprobs is not None:
+            logprobs = chat_logprobs(delta.logprobs, self._service.prompts.token)
+        return {
+            "index": delta.index,
+            "delta": role | {"content": delta.text},
+            "logprobs": logprobs,
+            "finish_reason": reason_of(delta),
+        }
+
+    def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        return self._head.body("chat.completion.chunk") | {"choices": choices}

@@ -1,0 +1,122 @@
+"""`POST /v1/completions`."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+from kvq.engine import SamplingParams
+from kvq.server.answers import Choice, Head, Usage, completion_logprobs, reason_of
+from kvq.server.bodies import CompletionBody
+from kvq.server.messages import Delta, Ended
+from kvq.server.problems import Problem
+from kvq.server.sampling import completion_params, priority_of
+from kvq.server.service import Service
+from kvq.server.streams import merge
+
+
+class Completion:
+    """One request, of one prompt or several."""
+
+    def __init__(self, service: Service, body: CompletionBody, tenant: str) -> None:
+        """Raises Problem: something in it that this server does not do."""
+        service.check_model(body.model)
+        if body.suffix is not None:
+            raise Problem(400, "suffix is not supported: this model fills in no middles", param="suffix")
+        self._params = completion_params(body)
+        if body.stream and (self._params.prompt_logprobs is not None or self._params.best_of is not None):
+            raise Problem(
+                400, "best_of, and echo with logprobs, are known only at the end; don't stream them"
+            )
+        self._service = service
+        self._body = body
+        self._tenant = tenant
+        self._head = Head.new("cmpl", service.name)
+
+    async def answer(self) -> dict[str, Any]:
+        """The whole answer.
+
+        Raises:
+            Problem: it can't be served, or failed.
+        """
+        prompts = await self._prompts()
+        per_prompt = await asyncio.gather(*(self._complete(tokens) for tokens in prompts))
+        usage = Usage()
+        choices = []
+        for i, (found, ended) in enumerate(per_prompt):
+            usage.take(ended)
+            for j, choice in enumerate(found):
+                choices.append(self._choice(i * self._body.n + j, choice, ended))
+        return self._head.body("text_completion") | {"choices": choices, "usage": usage.body()}
+
+    async def chunks(self) -> AsyncIterator[dict[str, Any]]:
+        """The answer in pieces, as they come.
+
+        Raises:
+            Problem: it can't be served, or failed on the way.
+        """
+        usage, offsets = Usage(), dict[int, int]()
+        async for i, message in merge([self._stream(tokens) for tokens in await self._prompts()]):
+            if isinstance(message, Ended):
+                usage.take(message)
+                continue
+            index = i * self._body.n + message.index
+            choice = self._piece(index, message, offsets.get(index, 0))
+            offsets[index] = offsets.get(index, 0) + len(message.text)
+            yield self._head.body("text_completion") | {"choices": [choice]}
+        if self._body.stream_options is not None and self._body.stream_options.include_usage:
+            yield self._head.body("text_completion") | {"choices": [], "usage": usage.body()}
+
+    def _stream(self, tokens: list[int]) -> AsyncIterator[Delta | Ended]:
+        return self._service.stream(
+            tokens, self._params, priority=priority_of(self._body), tenant=self._tenant
+        )
+
+    async def _complete(self, tokens: list[int]) -> tuple[list[Choice], Ended]:
+        return await collect(self._stream(tokens), self._params)
+
+    async def _prompts(self) -> list[list[int]]:
+        given: Any = self._body.prompt
+        if isinstance(given, str) or isinstance(given[0], int):
+            given = [given]
+        return [await self._tokens(prompt) for prompt in given]
+
+    async def _tokens(self, prompt: str | list[int]) -> list[int]:
+        return await self._service.prompts.tokenize(prompt) if isinstance(prompt, str) else prompt
+
+    def _choice(self, index: int, choice: Choice, ended: Ended) -> dict[str, Any]:
+        logprobs = None
+        if self._body.logprobs is not None:
+            entries = [*(ended.prompt_logprobs or ()), *choice.logprobs]
+            logprobs = completion_logprobs(entries, 0, self._service.prompts.token)
+        return {
+            "index": index,
+            "text": choice.text,
+            "logprobs": logprobs,
+            "finish_reason": choice.finish_reason,
+        }
+
+    def _piece(self, index: int, delta: Delta, offset: int) -> dict[str, Any]:
+        logprobs = None
+        if delta.logprobs is not None:
+            logprobs = completion_logprobs(delta.logprobs, offset, self._service.prompts.token)
+        return {
+            "index": index,
+            "text": delta.text,
+            "logprobs": logprobs,
+            "finish_reason": reason_of(delta),
+        }
+
+
+async def collect(
+    messages: AsyncIterator[Delta | Ended], params: SamplingParams
+) -> tuple[list[Choice], Ended]:
+    """All results of one prompt, and how it ended."""
+    choices = [Choice() for _ in range(params.n)]
+    ended: Ended | None = None
+    async for message in messages:
+        if isinstance(message, Ended):
+            ended = message
+        else:
+            choices[message.index].take(message)
+    assert ended is not None, "a stream ends with its end"
+    return choices, ended

@@ -1,0 +1,84 @@
+"""Text to token ids and back, in the HTTP process, without the model."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any, TypeVar
+
+from kvq.errors import RequestError, first_lines
+from kvq.models.unicode import check_unicode
+from kvq.server.bodies import ChatMessage
+from kvq.server.problems import Problem
+
+T = TypeVar("T")
+_DEADLINE_S = 30.0  # for a template or a tokenizer
+
+
+class Prompts:
+    """A model's tokenizer and its chat template, off the event loop, under a deadline."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._pool = ThreadPoolExecutor(2, thread_name_prefix="kvq-tokenize")
+
+    async def tokenize(self, text: str, *, special: bool = True) -> list[int]:
+        """Token ids of a text.
+
+        Raises:
+            Problem: it is no valid text, or takes too long.
+        """
+        return await self._run(partial(self._tokenize, text, special))
+
+    async def chat(self, messages: Sequence[ChatMessage], **options: Any) -> list[int]:
+        """Token ids of a conversation in the model's own format.
+
+        Raises:
+            Problem: the model has no template, or its template refuses the messages.
+        """
+        if not getattr(self._tokenizer, "chat_template", None):
+            raise Problem(400, "this model has no chat template; use /v1/completions", param="messages")
+        turns = [_turn(message) for message in messages]
+        return await self._run(partial(self._render, turns, options))
+
+    async def detokenize(self, tokens: list[int]) -> str:
+        """The text of token ids, special tokens included."""
+        return await self._run(partial(self._tokenizer.decode, tokens))
+
+    def token(self, token_id: int) -> str:
+        """What one token is alone; bytes that are no whole character as a replacement character."""
+        text: str = self._tokenizer.decode([token_id])
+        return text
+
+    def close(self) -> None:
+        """End the threads."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _tokenize(self, text: str, special: bool) -> list[int]:
+        check_unicode(text, "the prompt")
+        ids: list[int] = self._tokenizer(text, add_special_tokens=special)["input_ids"]
+        return ids
+
+    def _render(self, turns: list[dict[str, Any]], options: dict[str, Any]) -> list[int]:
+        try:
+            text = self._tokenizer.apply_chat_template(turns, tokenize=False, **options)
+        except Exception as error:
+            raise Problem(400, f"the model's chat template refused this: {first_lines(error)}") from error
+        return self._tokenize(text, False)
+
+    async def _run(self, work: Callable[[], T]) -> T:
+        try:
+            future = asyncio.get_running_loop().run_in_executor(self._pool, work)
+            return await asyncio.wait_for(future, _DEADLINE_S)
+        except RequestError as error:
+            raise Problem(400, str(error)) from error
+        except TimeoutError as error:
+            raise Problem(400, f"the prompt was not tokenized within {_DEADLINE_S:.0f} s") from error
+
+
+def _turn(message: ChatMessage) -> dict[str, Any]:
+    turn = message.model_dump(exclude_none=True)
+    if isinstance(message.content, list):
+        turn["content"] = "".join(part.text for part in message.content)
+    turn.setdefault("content", "")
+    return turn

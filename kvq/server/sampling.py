@@ -1,0 +1,89 @@
+"""From a request's body to the engine's parameters."""
+
+from typing import Any
+
+from kvq.engine import SamplingParams, StructuredOutput
+from kvq.errors import RequestError
+from kvq.scheduler import Priority
+from kvq.server.bodies import ChatBody, Common, CompletionBody
+from kvq.server.problems import Problem
+
+
+def completion_params(body: CompletionBody) -> SamplingParams:
+    """Raises Problem: a parameter that the engine does not take."""
+    return _params(
+        body,
+        max_tokens=body.max_tokens,
+        best_of=body.best_of,
+        logprobs=body.logprobs,
+        prompt_logprobs=body.logprobs if body.echo and body.logprobs is not None else None,
+        echo=body.echo,
+    )
+
+
+def chat_params(body: ChatBody) -> SamplingParams:
+    """Raises Problem: a parameter that the engine does not take."""
+    if body.top_logprobs is not None and not body.logprobs:
+        raise Problem(400, "top_logprobs needs logprobs: true", param="top_logprobs")
+    return _params(
+        body,
+        max_tokens=body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens,
+        logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+    )
+
+
+def priority_of(body: Common) -> Priority:
+    """The scheduler's class: `priority` by its name, or `service_tier` "flex" for batch."""
+    if body.priority is not None:
+        return Priority[body.priority.upper()]
+    return Priority.BATCH if body.service_tier == "flex" else Priority.INTERACTIVE
+
+
+def _params(body: Common, **own: Any) -> SamplingParams:
+    try:
+        return SamplingParams(
+            temperature=body.temperature,
+            top_p=body.top_p,
+            top_k=body.top_k,
+            min_p=body.min_p,
+            n=body.n,
+            stop=body.stop or (),
+            stop_token_ids=body.stop_token_ids,
+            include_stop=body.include_stop_str_in_output,
+            presence_penalty=body.presence_penalty,
+            frequency_penalty=body.frequency_penalty,
+            repetition_penalty=body.repetition_penalty,
+            logit_bias=_biases(body.logit_bias),
+            seed=body.seed,
+            min_tokens=body.min_tokens,
+            ignore_eos=body.ignore_eos,
+            skip_special_tokens=body.skip_special_tokens,
+            structured=_structured(body),
+            **own,
+        )
+    except RequestError as error:
+        raise Problem(400, str(error)) from error
+
+
+def _biases(given: dict[str, float] | None) -> dict[int, float] | None:
+    if not given:
+        return None
+    try:
+        return {int(token): bias for token, bias in given.items()}
+    except ValueError as error:
+        raise Problem(400, "logit_bias maps token ids to numbers", param="logit_bias") from error
+
+
+def _structured(body: Common) -> StructuredOutput | None:
+    format = body.response_format
+    schema: Any = None
+    if format is not None and format.type == "json_object":
+        schema = {"type": "object"}
+    elif format is not None and format.json_schema is not None:
+        schema = format.json_schema.definition
+    given = (schema, body.guided_regex, body.guided_choice, body.guided_grammar)
+    if all(constraint is None for constraint in given):
+        return None
+    return StructuredOutput(
+        json_schema=schema, regex=body.guided_regex, choice=body.guided_choice, lark=body.guided_grammar
+    )

@@ -1,0 +1,98 @@
+"""Streams of messages: several as one, one as server-sent events, and the end of those nobody reads."""
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator, Coroutine, Sequence
+from typing import Any, TypeVar
+
+from starlette.requests import Request
+
+from kvq.server.problems import Problem
+
+T = TypeVar("T")
+
+
+async def merge(streams: Sequence[AsyncIterator[T]]) -> AsyncIterator[tuple[int, T]]:
+    """(index of its stream, item) as they come; the first failure ends all."""
+    queue: asyncio.Queue[tuple[int, T] | BaseException | None] = asyncio.Queue(64)
+
+    async def pump(index: int, stream: AsyncIterator[T]) -> None:
+        try:
+            async for item in stream:
+                await queue.put((index, item))
+        except Exception as error:  # noqa: BLE001 - raised where it is read
+            await queue.put(error)
+        else:
+            await queue.put(None)
+
+    tasks = [asyncio.create_task(pump(i, stream)) for i, stream in enumerate(streams)]
+    try:
+        left = len(tasks)
+        while left:
+            item = await queue.get()
+            if isinstance(item, BaseException):
+                raise item
+            if item is None:
+                left -= 1
+            else:
+                yield item
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def events(chunks: AsyncIterator[dict[str, Any]]) -> AsyncIterator[bytes]:
+    """Server-sent events; a failure on the way becomes an error object, the last event of all."""
+    try:
+        async for chunk in chunks:
+            yield _event(chunk)
+    except Problem as problem:
+        yield _event(problem.body())
+        return
+    yield b"data: [DONE]\n\n"
+
+
+async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T | None:
+    """The result of some work; None, and the work is cancelled, if the client goes before."""
+    task = asyncio.create_task(work)
+    watch = asyncio.create_task(_until_gone(request))
+    try:
+        await asyncio.wait((task, watch), return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        return None
+    finally:
+        for one in (task, watch):
+            one.cancel()
+            with contextlib.suppress(asyncio.CancelledError, Problem):
+                await one
+
+
+async def first_of(chunks: AsyncIterator[T]) -> AsyncIterator[T]:
+    """Wait for the first item, so that what fails at once is an error and not a broken stream."""
+    try:
+        first = await anext(chunks)
+    except StopAsyncIteration:
+        return _chain([], chunks)
+    return _chain([first], chunks)
+
+
+async def _chain(first: list[T], rest: AsyncIterator[T]) -> AsyncIterator[T]:
+    try:
+        for item in first:
+            yield item
+        async for item in rest:
+            yield item
+    finally:
+        await rest.aclose()  # type: ignore[attr-defined]
+
+
+async def _until_gone(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+def _event(body: dict[str, Any]) -> bytes:
+    return b"data: " + json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"

@@ -1,0 +1,73 @@
+"""A real server in a process of its own."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from time import monotonic, sleep
+
+START_S = 90.0
+
+
+class Server:
+    """`kvq serve` on a free port of this machine; `with` ends it."""
+
+    def __init__(self, *options: str, model: str = "tiny", key: str = "none") -> None:
+        self.key = key
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            self.port = free.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+        command = [sys.executable, "-m", "kvq", "serve", "--model", model, "--port", str(self.port), *options]
+        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+
+    def __enter__(self) -> "Server":
+        deadline = monotonic() + START_S
+        while self.status("/health/ready") != 200:
+            assert self.process.poll() is None, self.process.stderr.read()
+            assert monotonic() < deadline, "the server is not ready"
+            sleep(0.05)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+        try:
+            self.process.wait(60)
+        finally:
+            self.process.kill()
+            self.process.stderr.close()
+
+    def status(self, path: str, key: str | None = "") -> int:
+        """The status that a GET is answered with, with the server's key unless told otherwise.
+
+        0 if nobody listens.
+        """
+        key = self.key if key == "" else key
+        headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+        request = urllib.request.Request(self.url + path, headers=headers)
+        try:
+            with urllib.request.urlopen(request, timeout=5) as answer:
+                return answer.status
+        except urllib.error.HTTPError as error:
+            return error.code
+        except OSError:
+            return 0
+
+    @property
+    def engine_pid(self) -> int:
+        """The engine process: the server's only child."""
+        children = f"/proc/{self.process.pid}/task/{self.process.pid}/children"
+        with open(children, encoding="ascii") as file:
+            [pid] = file.read().split()
+        return int(pid)
+
+    def is_gone(self, pid: int) -> bool:
+        """True if there is no such process any more."""
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            return True
+        return False

@@ -1,0 +1,295 @@
+"""The server as the official `openai` client sees it."""
+
+import http.client
+import json
+import os
+import signal
+import urllib.request
+from time import monotonic, sleep
+
+import openai
+import pytest
+
+import kvq
+from tests.server.kit import Server
+
+PROMPT = "The history of the city"
+OPTIONS = ("--kv", "int4", "--num-blocks", "128", "--max-num-seqs", "16")
+
+
+@pytest.fixture(scope="module")
+def server():
+    with Server(*OPTIONS) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def client(server):
+    return openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0, timeout=60)
+
+
+@pytest.fixture(scope="module")
+def expected():
+    with kvq.LLM("tiny", "int4", num_blocks=128) as llm:
+        yield lambda prompt, **params: llm.generate([prompt], kvq.SamplingParams(**params))[0]
+
+
+def test_completions_are_the_engines(client, expected):
+    answer = client.completions.create(model="tiny", prompt=PROMPT, max_tokens=20, temperature=0)
+    wanted = expected(PROMPT, max_tokens=20)
+    assert answer.choices[0].text == wanted.outputs[0].text
+    assert answer.choices[0].finish_reason == wanted.outputs[0].finish_reason
+    assert answer.usage.completion_tokens == 20
+    assert answer.usage.total_tokens == answer.usage.prompt_tokens + 20
+
+
+def test_prompts_in_all_forms_with_several_results_each(client, expected):
+    tokens = expected(PROMPT, max_tokens=1).prompt_token_ids
+    wanted = expected(PROMPT, max_tokens=9).outputs[0].text
+    for prompt in (tokens, [PROMPT, PROMPT], [tokens, tokens]):
+        answer = client.completions.create(model="tiny", prompt=prompt, max_tokens=9, temperature=0, n=2)
+        count = 2 if isinstance(prompt[0], int) else 4
+        assert [choice.index for choice in answer.choices] == list(range(count))
+        assert [choice.text for choice in answer.choices] == [wanted] * count
+    assert answer.usage.prompt_tokens_details.cached_tokens >= 0
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_streamed_pieces_add_up_to_the_whole(client, n):
+    options = {"model": "tiny", "prompt": PROMPT, "max_tokens": 25, "temperature": 1.0, "seed": 5, "n": n}
+    whole = client.completions.create(**options)
+    texts, usage = [""] * n, None
+    for chunk in client.completions.create(**options, stream=True, stream_options={"include_usage": True}):
+        usage = chunk.usage or usage
+        for choice in chunk.choices:
+            texts[choice.index] += choice.text
+    assert texts == [choice.text for choice in whole.choices]
+    assert usage.completion_tokens == whole.usage.completion_tokens
+
+
+def test_chats_follow_the_models_template(client, expected):
+    messages = [{"role": "user", "content": "Tell me of the sea."}]
+    prompt = "<|user|>\nTell me of the sea.\n<|assistant|>\n"
+    wanted = expected(prompt, max_tokens=15, logprobs=2)
+    answer = client.chat.completions.create(
+        model="tiny",
+        messages=messages,
+        max_completion_tokens=15,
+        temperature=0,
+        logprobs=True,
+        top_logprobs=2,
+    )
+    choice = answer.choices[0]
+    assert choice.message.content == wanted.outputs[0].text
+    assert len(choice.logprobs.content) == len(wanted.outputs[0].logprobs)
+    assert choice.logprobs.content[0].logprob == pytest.approx(
+        wanted.outputs[0].logprobs[0].logprob, abs=1e-4
+    )
+    parts = [
+        {
+            "role": "user",
+            "content": [{"type": "text", "text": "Tell me "}, {"type": "text", "text": "of the sea."}],
+        }
+    ]
+    text = ""
+    for chunk in client.chat.completions.create(
+        model="tiny", messages=parts, max_tokens=15, temperature=0, stream=True
+    ):
+        text += chunk.choices[0].delta.content or ""
+    assert text == choice.message.content
+
+
+def test_logprobs_and_echo_score_a_prompt(client, expected):
+    answer = client.completions.create(
+        model="tiny", prompt=PROMPT, max_tokens=1, logprobs=1, echo=True, temperature=0
+    )
+    found = answer.choices[0]
+    assert found.text.startswith(PROMPT)
+    assert found.logprobs.token_logprobs[0] is None
+    wanted = expected(PROMPT, max_tokens=1, prompt_logprobs=1)
+    scores = [entry.logprob for entry in wanted.prompt_logprobs[1:]]
+    assert found.logprobs.token_logprobs[1:-1] == pytest.approx(scores, abs=1e-4)
+    assert "".join(found.logprobs.tokens) == found.text
+
+
+def test_text_ends_before_stop_strings(client):
+    options = {"model": "tiny", "prompt": PROMPT, "max_tokens": 40, "temperature": 0}
+    text = client.completions.create(**options).choices[0].text
+    stop = text.split()[3]
+    answer = client.completions.create(**options, stop=[stop])
+    assert answer.choices[0].text == text[: text.index(stop)]
+    assert answer.choices[0].finish_reason == "stop"
+
+
+def test_json_schemas_hold(client):
+    schema = {
+        "type": "object",
+        "properties": {
+            "city": {"enum": ["Rome", "Oslo"]},
+            "count": {"type": "integer", "minimum": 0, "maximum": 99},
+        },
+        "required": ["city", "count"],
+        "additionalProperties": False,
+    }
+    answer = client.chat.completions.create(
+        model="tiny",
+        messages=[{"role": "user", "content": "Where?"}],
+        max_tokens=60,
+        response_format={"type": "json_schema", "json_schema": {"name": "place", "schema": schema}},
+    )
+    found = json.loads(answer.choices[0].message.content)
+    assert found["city"] in ("Rome", "Oslo")
+    assert 0 <= found["count"] <= 99
+
+
+def test_models_and_tokens(client, server):
+    assert [model.id for model in client.models.list()] == ["tiny"]
+    assert client.models.retrieve("tiny").id == "tiny"
+    tokens = post(server, "/tokenize", {"prompt": PROMPT})["tokens"]
+    assert post(server, "/detokenize", {"tokens": tokens})["prompt"].endswith(PROMPT)
+    chat = post(server, "/tokenize", {"messages": [{"role": "user", "content": "x"}]})
+    assert chat["count"] == len(chat["tokens"]) > 3
+
+
+def post(server, path, body):
+    request = urllib.request.Request(
+        server.url + path, json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        return json.loads(answer.read())
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "message"),
+    [
+        ({"prompt": "x", "n": 10**9}, 400, "n must be"),
+        ({"prompt": "x", "temperature": -1}, 400, "temperature"),
+        ({"prompt": "x", "model": "other"}, 404, "no model 'other' here; this server has 'tiny'"),
+        ({"prompt": "x", "max_tokens": 10**6}, 400, "context"),
+        ({"prompt": [10**6]}, 400, "outside the vocabulary"),
+        ({"prompt": ""}, 400, "prompt"),
+        ({"prompt": []}, 400, "prompt"),
+        ({"prompt": {"a": 1}}, 400, "prompt"),
+        ({}, 400, "prompt: Field required"),
+        ({"prompt": "x", "suffix": "y"}, 400, "suffix"),
+        ({"prompt": "x", "guided_regex": "("}, 400, ""),
+        ({"prompt": "x", "stream": True, "max_tokens": 10**6}, 400, "context"),
+        ({"prompt": "x", "stream": True, "echo": True, "logprobs": 1}, 400, "don't stream"),
+        ({"prompt": "\ud800"}, 400, ""),
+    ],
+)
+def test_what_cannot_be_served_is_refused_with_an_error_object(server, body, status, message):
+    found, answer = send(server, json.dumps(body).encode())
+    assert found == status
+    assert message in answer["error"]["message"]
+    assert set(answer["error"]) == {"message", "type", "param", "code"}
+
+
+@pytest.mark.parametrize(
+    "raw", [b"", b"{", b"[" * 10_000, b'{"prompt": NaN}', b'{"prompt": "x", "temperature": NaN}', b"\xff"]
+)
+def test_bodies_that_are_no_json_are_refused(server, raw):
+    status, answer = send(server, raw)
+    assert status == 400
+    assert answer["error"]["type"] == "invalid_request_error"
+
+
+def test_large_bodies_and_unknown_paths_are_refused(server):
+    status, answer = send(server, b"x" * ((8 << 20) + 1))
+    assert status == 413
+    assert answer["error"]["code"] == "request_too_large"
+    assert send(server, b"{}", path="/v1/nothing")[0] == 404
+
+
+def send(server, raw, path="/v1/completions", headers=()):
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
+    try:
+        connection.request("POST", path, raw, {"Content-Type": "application/json", **dict(headers)})
+        answer = connection.getresponse()
+        return answer.status, json.loads(answer.read())
+    finally:
+        connection.close()
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_leaves_is_not_served_on(server, client, stream):
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
+    body = {"prompt": PROMPT, "max_tokens": 1500, "ignore_eos": True, "stream": stream, "n": 8}
+    connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
+    if stream:
+        connection.getresponse().read(50)
+    else:
+        sleep(0.3)
+    connection.close()
+    began = monotonic()
+    client.completions.create(model="tiny", prompt="x", max_tokens=5)
+    # 8 x 1,500 tokens would take half a minute
+    body = {"prompt": PROMPT, "max_tokens": 200, "ignore_eos": True, "n": 16}
+    assert send(server, json.dumps(body).encode())[0] == 200, "all rows are free again"
+    assert monotonic() - began < 20
+
+
+def test_keys_are_asked_for_everywhere_but_at_live(tmp_path):
+    keys = tmp_path / "keys"
+    keys.write_text("secret-1\nsecret-2\n")
+    keys.chmod(0o600)
+    headers = {"Authorization": "Bearer secret-2"}
+    with Server(
+        *OPTIONS, "--api-key-file", str(keys), "--served-model-name", "mine", key="secret-1"
+    ) as running:
+        assert running.status("/health/live", key=None) == 200
+        for path in (
+            "/health",
+            "/health/ready",
+            "/v1/models",
+            "/v1/models/mine",
+            "/nothing",
+            "/openapi.json",
+        ):
+            assert running.status(path, key=None) == 401
+            assert running.status(path, key="secret") == 401
+        for path in ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"):
+            status, answer = send(running, b"{}", path)
+            assert status == 401
+            assert answer["error"]["code"] == "invalid_api_key"
+        body = json.dumps({"prompt": "x", "max_tokens": 3, "model": "mine"}).encode()
+        assert send(running, body, headers=headers.items())[0] == 200
+
+
+def test_kill_drain_and_end():
+    with Server(*OPTIONS, "--grace", "60") as running:
+        client = openai.OpenAI(base_url=running.url + "/v1", api_key="none", max_retries=0, timeout=60)
+        options = {"model": "tiny", "prompt": PROMPT, "max_tokens": 1500, "extra_body": {"ignore_eos": True}}
+        stream = client.completions.create(**options, stream=True)
+        next(stream)
+        engine, began = running.engine_pid, monotonic()
+        os.kill(engine, signal.SIGKILL)
+        with pytest.raises(openai.APIError, match="send the request again"):
+            list(stream)
+        assert monotonic() - began < 1
+        assert running.status("/health/ready") == 503
+        assert running.status("/health/live") == 200
+        with pytest.raises(openai.InternalServerError, match="restarting"):
+            client.completions.create(**options)
+        while running.status("/health/ready") != 200:
+            sleep(0.05)
+            assert monotonic() - began < 60
+
+        stream = client.completions.create(**options | {"max_tokens": 300}, stream=True)
+        first = next(stream)
+        pid = running.engine_pid
+        running.process.send_signal(signal.SIGTERM)
+        sleep(0.2)
+        with pytest.raises(openai.InternalServerError, match="shutting down"):
+            client.completions.create(**options)
+        text = first.choices[0].text + "".join(chunk.choices[0].text for chunk in stream)
+        assert len(text) > 300, "what ran was served to its end"
+        assert running.process.wait(20) == 0
+        assert running.is_gone(pid)
+
+
+def test_addresses_beyond_loopback_need_a_key():
+    server = Server("--host", "0.0.0.0")
+    assert server.process.wait(60) == 2
+    assert "--api-key-file" in server.process.stderr.read()
+    server.__exit__()
