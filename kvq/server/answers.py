@@ -18,14 +18,14 @@ class Choice:
     """One result so far."""
 
     text: str = ""
-    num_tokens: int = 0
+    token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     finish_reason: str | None = None
 
     def take(self, delta: Delta) -> None:
         """Add what a step brought."""
         self.text += delta.text
-        self.num_tokens += len(delta.token_ids)
+        self.token_ids += delta.token_ids
         self.logprobs += delta.logprobs or ()
         self.finish_reason = reason_of(delta)
 
@@ -80,12 +80,12 @@ def reason_of(delta: Delta) -> str | None:
 
 
 def completion_logprobs(
-    entries: Sequence[TokenLogprobs | None], start: int, text_of: TokenText
+    ids: Sequence[int], entries: Sequence[TokenLogprobs | None], start: int, text_of: TokenText
 ) -> dict[str, Any]:
     """Of tokens whose text begins at character `start`; the first token of a prompt has none."""
     tokens, values, tops, offsets = [], [], [], []
-    for entry in entries:
-        text = "" if entry is None else text_of(entry.token)
+    for token, entry in zip(ids, entries, strict=True):
+        text = text_of(token)
         tokens.append(text)
         values.append(None if entry is None else _finite(entry.logprob))
         tops.append(None if entry is None else {text_of(t): _finite(value) for t, value in entry.top})

@@ -45,7 +45,7 @@ class Completion:
         for i, (found, ended) in enumerate(per_prompt):
             usage.take(ended)
             for j, choice in enumerate(found):
-                choices.append(self._choice(i * self._body.n + j, choice, ended))
+                choices.append(self._choice(i * self._body.n + j, choice, prompts[i], ended))
         return self._head.body("text_completion") | {"choices": choices, "usage": usage.body()}
 
     async def chunks(self) -> AsyncIterator[dict[str, Any]]:
@@ -83,11 +83,13 @@ class Completion:
     async def _tokens(self, prompt: str | list[int]) -> list[int]:
         return await self._service.prompts.tokenize(prompt) if isinstance(prompt, str) else prompt
 
-    def _choice(self, index: int, choice: Choice, ended: Ended) -> dict[str, Any]:
+    def _choice(self, index: int, choice: Choice, prompt: list[int], ended: Ended) -> dict[str, Any]:
         logprobs = None
         if self._body.logprobs is not None:
-            entries = [*(ended.prompt_logprobs or ()), *choice.logprobs]
-            logprobs = completion_logprobs(entries, 0, self._service.prompts.token)
+            before = ended.prompt_logprobs or []
+            ids = [*(prompt if before else ()), *choice.token_ids]
+            entries = [*before, *choice.logprobs]
+            logprobs = completion_logprobs(ids, entries, 0, self._service.prompts.token)
         return {
             "index": index,
             "text": choice.text,
@@ -98,7 +100,8 @@ class Completion:
     def _piece(self, index: int, delta: Delta, offset: int) -> dict[str, Any]:
         logprobs = None
         if delta.logprobs is not None:
-            logprobs = completion_logprobs(delta.logprobs, offset, self._service.prompts.token)
+            text_of = self._service.prompts.token
+            logprobs = completion_logprobs(delta.token_ids, delta.logprobs, offset, text_of)
         return {
             "index": index,
             "text": delta.text,
