@@ -13,6 +13,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from kvq.server.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from kvq.server.chat import Chat
 from kvq.server.completions import Completion
+from kvq.server.metrics import CONTENT_TYPE
 from kvq.server.problems import Problem, unavailable
 from kvq.server.service import Service, describe
 from kvq.server.streams import events, first_of, while_connected
@@ -82,6 +83,10 @@ def create_app(service: Service, *, api_keys: frozenset[str] = frozenset()) -> F
         if (reason := service.why_not_ready) is not None:
             raise unavailable(reason)
         return {"status": "ready"}
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        return Response(service.metrics.text(), media_type=CONTENT_TYPE)
 
     _answer_problems(app)
     app.add_middleware(_Guard, api_keys=api_keys)

@@ -9,6 +9,7 @@ from kvq.engine import SamplingParams
 from kvq.errors import EngineError
 from kvq.scheduler import Priority
 from kvq.server.messages import Delta, Ended
+from kvq.server.metrics import Metrics
 from kvq.server.problems import Problem, failed, unavailable
 from kvq.server.prompts import Prompts
 from kvq.server.remote import Remote, State
@@ -22,6 +23,7 @@ class Service:
         self.name = name
         self.remote = remote
         self.prompts = prompts
+        self.metrics = Metrics(remote)
         self.num_active = 0
         self._draining = False
         self._idle = asyncio.Event()
@@ -55,20 +57,27 @@ class Service:
             Problem: it can't be served now, never, or failed.
         """
         if (reason := self.why_not_ready) is not None:
+            self.metrics.count("refused")
             raise unavailable(reason)
         self.num_active += 1
+        status = "cancelled"  # unless something else happens
         self._idle.clear()
         messages = self.remote.stream(tokens, params, priority=priority, tenant=tenant)
         try:
             async for message in messages:
-                if isinstance(message, Ended) and message.error is not None:
-                    raise (
-                        Problem(400, message.error) if message.kind == "request" else failed(message.error)
-                    )
+                if isinstance(message, Ended):
+                    status = ""  # counted by what it says
+                    self.metrics.ended(message)
+                    if message.error is not None:
+                        is_theirs = message.kind == "request"
+                        raise Problem(400, message.error) if is_theirs else failed(message.error)
                 yield message
         except EngineError as error:
+            status = "error"
             raise unavailable(str(error)) from error
         finally:
+            if status:
+                self.metrics.count(status)
             await messages.aclose()  # type: ignore[attr-defined]
             self.num_active -= 1
             if not self.num_active:

@@ -9,6 +9,7 @@ from time import monotonic, sleep
 
 import openai
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 import kvq
 from tests.server.kit import Server
@@ -209,6 +210,26 @@ def send(server, raw, path="/v1/completions", headers=()):
         return answer.status, json.loads(answer.read())
     finally:
         connection.close()
+
+
+def test_metrics_count_what_happened(server, client):
+    def values():
+        with urllib.request.urlopen(server.url + "/metrics", timeout=5) as answer:
+            families = text_string_to_metric_families(answer.read().decode())
+        return {(s.name, *s.labels.values()): s.value for family in families for s in family.samples}
+
+    before = values()
+    client.completions.create(model="tiny", prompt=PROMPT, max_tokens=30, extra_body={"ignore_eos": True})
+    send(server, json.dumps({"prompt": "x", "max_tokens": 10**6}).encode())
+    after = values()
+    grown = {name: after[name] - before.get(name, 0) for name in after}
+    assert grown["kvq_requests_total", "success"] == 1
+    assert grown["kvq_requests_total", "error"] == 1
+    assert grown["kvq_tokens_generated_total",] == 30
+    assert grown["kvq_ttft_seconds_count",] == 1
+    assert after["kvq_engine_ready",] == 1
+    assert sum(after["kvq_blocks", "0", state] for state in ("free", "cached", "live")) == 128
+    assert after["kvq_engine_requests", "running"] == 0
 
 
 @pytest.mark.parametrize("stream", [True, False])
