@@ -33,10 +33,14 @@ def create_app(service: Service, *, api_keys: frozenset[str] = frozenset()) -> F
 
     async def answer(request: Request, call: Completion | Chat, stream: bool) -> Response:
         if stream:
-            chunks = await first_of(call.chunks())
-            return StreamingResponse(events(chunks), media_type="text/event-stream")
-        body = await while_connected(request, call.answer())
-        return Response(status_code=499) if body is None else JSONResponse(body)
+            chunks = await while_connected(request, first_of(call.chunks()))
+            if chunks is not None:
+                return StreamingResponse(events(chunks), media_type="text/event-stream")
+        else:
+            body = await while_connected(request, call.answer())
+            if body is not None:
+                return JSONResponse(body)
+        return Response(status_code=499)  # nobody reads it
 
     @app.post("/v1/completions")
     async def completions(request: Request, body: CompletionBody, who: str = Depends(tenant)) -> Response:

@@ -1,6 +1,7 @@
 """`POST /v1/chat/completions`."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from typing import Any
 
 from kvq.server.answers import Choice, Head, Usage, chat_logprobs, reason_of
@@ -37,24 +38,25 @@ class Chat:
             "usage": usage.body(),
         }
 
-    async def chunks(self) -> AsyncIterator[dict[str, Any]]:
+    async def chunks(self) -> AsyncGenerator[dict[str, Any]]:
         """The answer in pieces, as they come.
 
         Raises:
             Problem: it can't be served, or failed on the way.
         """
         usage, begun = Usage(), set[int]()
-        async for message in await self._stream():
-            if isinstance(message, Ended):
-                usage.take(message)
-                continue
-            role = {} if message.index in begun else {"role": "assistant"}
-            begun.add(message.index)
-            yield self._chunk([self._piece(message, role)])
+        async with aclosing(await self._stream()) as messages:
+            async for message in messages:
+                if isinstance(message, Ended):
+                    usage.take(message)
+                    continue
+                role = {} if message.index in begun else {"role": "assistant"}
+                begun.add(message.index)
+                yield self._chunk([self._piece(message, role)])
         if self._body.stream_options is not None and self._body.stream_options.include_usage:
             yield self._chunk([]) | {"usage": usage.body()}
 
-    async def _stream(self) -> AsyncIterator[Delta | Ended]:
+    async def _stream(self) -> AsyncGenerator[Delta | Ended]:
         body = self._body
         tokens = await self._service.prompts.chat(
             body.messages,

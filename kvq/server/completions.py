@@ -1,7 +1,7 @@
 """`POST /v1/completions`."""
 
-import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from typing import Any
 
 from kvq.engine import SamplingParams
@@ -11,7 +11,7 @@ from kvq.server.messages import Delta, Ended
 from kvq.server.problems import Problem
 from kvq.server.sampling import completion_params, priority_of
 from kvq.server.service import Service
-from kvq.server.streams import merge
+from kvq.server.streams import all_of, merge
 
 
 class Completion:
@@ -39,7 +39,7 @@ class Completion:
             Problem: it can't be served, or failed.
         """
         prompts = await self._prompts()
-        per_prompt = await asyncio.gather(*(self._complete(tokens) for tokens in prompts))
+        per_prompt = await all_of([self._complete(tokens) for tokens in prompts])
         usage = Usage()
         choices = []
         for i, (found, ended) in enumerate(per_prompt):
@@ -48,25 +48,27 @@ class Completion:
                 choices.append(self._choice(i * self._body.n + j, choice, prompts[i], ended))
         return self._head.body("text_completion") | {"choices": choices, "usage": usage.body()}
 
-    async def chunks(self) -> AsyncIterator[dict[str, Any]]:
+    async def chunks(self) -> AsyncGenerator[dict[str, Any]]:
         """The answer in pieces, as they come.
 
         Raises:
             Problem: it can't be served, or failed on the way.
         """
         usage, offsets = Usage(), dict[int, int]()
-        async for i, message in merge([self._stream(tokens) for tokens in await self._prompts()]):
-            if isinstance(message, Ended):
-                usage.take(message)
-                continue
-            index = i * self._body.n + message.index
-            choice = self._piece(index, message, offsets.get(index, 0))
-            offsets[index] = offsets.get(index, 0) + len(message.text)
-            yield self._head.body("text_completion") | {"choices": [choice]}
+        streams = [self._stream(tokens) for tokens in await self._prompts()]
+        async with aclosing(merge(streams)) as messages:
+            async for i, message in messages:
+                if isinstance(message, Ended):
+                    usage.take(message)
+                    continue
+                index = i * self._body.n + message.index
+                choice = self._piece(index, message, offsets.get(index, 0))
+                offsets[index] = offsets.get(index, 0) + len(message.text)
+                yield self._head.body("text_completion") | {"choices": [choice]}
         if self._body.stream_options is not None and self._body.stream_options.include_usage:
             yield self._head.body("text_completion") | {"choices": [], "usage": usage.body()}
 
-    def _stream(self, tokens: list[int]) -> AsyncIterator[Delta | Ended]:
+    def _stream(self, tokens: list[int]) -> AsyncGenerator[Delta | Ended]:
         return self._service.stream(
             tokens, self._params, priority=priority_of(self._body), tenant=self._tenant
         )
@@ -111,7 +113,7 @@ class Completion:
 
 
 async def collect(
-    messages: AsyncIterator[Delta | Ended], params: SamplingParams
+    messages: AsyncGenerator[Delta | Ended], params: SamplingParams
 ) -> tuple[list[Choice], Ended]:
     """All results of one prompt, and how it ended."""
     choices = [Choice() for _ in range(params.n)]

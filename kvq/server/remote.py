@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field
 from enum import Enum
 from time import monotonic
@@ -131,7 +131,7 @@ class Remote:
         *,
         priority: Priority = Priority.INTERACTIVE,
         tenant: str = "",
-    ) -> AsyncIterator[Delta | Ended]:
+    ) -> AsyncGenerator[Delta | Ended]:
         """What comes of a request, up to its `Ended`. Leaving early cancels it.
 
         Raises:

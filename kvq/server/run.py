@@ -5,6 +5,7 @@ import contextlib
 import logging
 import os
 import signal
+import socket
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -68,6 +69,7 @@ def serve(config: ServerConfig) -> None:
 
 
 async def _serve(config: ServerConfig) -> None:
+    listener = _listen(config)
     folder = resolve_model(
         config.model, revision=config.engine.get("revision"), token=config.engine.get("token")
     )
@@ -86,8 +88,6 @@ async def _serve(config: ServerConfig) -> None:
     server = _Server(
         uvicorn.Config(
             create_app(service, api_keys=config.api_keys),
-            host=config.host,
-            port=config.port,
             log_level="warning",
             access_log=False,
             server_header=False,
@@ -96,15 +96,13 @@ async def _serve(config: ServerConfig) -> None:
     )
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, end)
-    listening = asyncio.create_task(server.serve())
+    listening = asyncio.create_task(server.serve(sockets=[listener]))
     starting = asyncio.create_task(remote.start())
     try:
-        await asyncio.wait((listening, starting, ended), return_when=asyncio.FIRST_COMPLETED)
-        if listening.done():
-            raise ConfigError(f"can't listen on {config.host}:{config.port}; is something else there?")
+        await asyncio.wait((starting, ended), return_when=asyncio.FIRST_COMPLETED)
         if starting.done():
             await starting
-            _log.warning("kvq serves %s on http://%s:%d", name, config.host, config.port)
+            _log.warning("kvq serves %s on http://%s:%d", name, *listener.getsockname()[:2])
         reason = await ended
         if reason is not None:
             raise EngineError(reason)
@@ -114,8 +112,20 @@ async def _serve(config: ServerConfig) -> None:
         await asyncio.gather(starting, return_exceptions=True)
         await service.close()
         server.should_exit = True
-        with contextlib.suppress(SystemExit):
-            await listening
+        await listening
+
+
+def _listen(config: ServerConfig) -> socket.socket:
+    """Take the address before anything is loaded; clients wait in line from here on.
+
+    Raises:
+        ConfigError: it can't be had.
+    """
+    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
+    try:
+        return socket.create_server((config.host, config.port), family=family, backlog=1024)
+    except OSError as error:
+        raise ConfigError(f"can't listen on {config.host}:{config.port}: {error.strerror}") from error
 
 
 def read_keys(path: Path) -> frozenset[str]:

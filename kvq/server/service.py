@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from typing import Any
 
 from kvq.engine import SamplingParams
@@ -50,7 +50,7 @@ class Service:
 
     async def stream(
         self, tokens: list[int], params: SamplingParams, *, priority: Priority, tenant: str
-    ) -> AsyncIterator[Delta | Ended]:
+    ) -> AsyncGenerator[Delta | Ended]:
         """A request's messages up to its `Ended`, which has no error.
 
         Raises:
@@ -78,7 +78,7 @@ class Service:
         finally:
             if status:
                 self.metrics.count(status)
-            await messages.aclose()  # type: ignore[attr-defined]
+            await messages.aclose()
             self.num_active -= 1
             if not self.num_active:
                 self._idle.set()

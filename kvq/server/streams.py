@@ -3,7 +3,8 @@
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Coroutine, Sequence
+from contextlib import aclosing
 from typing import Any, TypeVar
 
 from starlette.requests import Request
@@ -13,14 +14,15 @@ from kvq.server.problems import Problem
 T = TypeVar("T")
 
 
-async def merge(streams: Sequence[AsyncIterator[T]]) -> AsyncIterator[tuple[int, T]]:
+async def merge(streams: Sequence[AsyncGenerator[T]]) -> AsyncGenerator[tuple[int, T]]:
     """(index of its stream, item) as they come; the first failure ends all."""
     queue: asyncio.Queue[tuple[int, T] | BaseException | None] = asyncio.Queue(64)
 
-    async def pump(index: int, stream: AsyncIterator[T]) -> None:
+    async def pump(index: int, stream: AsyncGenerator[T]) -> None:
         try:
-            async for item in stream:
-                await queue.put((index, item))
+            async with aclosing(stream):
+                async for item in stream:
+                    await queue.put((index, item))
         except Exception as error:  # noqa: BLE001 - raised where it is read
             await queue.put(error)
         else:
@@ -43,11 +45,12 @@ async def merge(streams: Sequence[AsyncIterator[T]]) -> AsyncIterator[tuple[int,
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def events(chunks: AsyncIterator[dict[str, Any]]) -> AsyncIterator[bytes]:
+async def events(chunks: AsyncGenerator[dict[str, Any]]) -> AsyncGenerator[bytes]:
     """Server-sent events; a failure on the way becomes an error object, the last event of all."""
     try:
-        async for chunk in chunks:
-            yield _event(chunk)
+        async with aclosing(chunks):
+            async for chunk in chunks:
+                yield _event(chunk)
     except Problem as problem:
         yield _event(problem.body())
         return
@@ -70,7 +73,18 @@ async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T |
                 await one
 
 
-async def first_of(chunks: AsyncIterator[T]) -> AsyncIterator[T]:
+async def all_of(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+    """All results, in order; the first failure cancels the rest."""
+    tasks = [asyncio.create_task(one) for one in work]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def first_of(chunks: AsyncGenerator[T]) -> AsyncGenerator[T]:
     """Wait for the first item, so that what fails at once is an error and not a broken stream."""
     try:
         first = await anext(chunks)
@@ -79,14 +93,12 @@ async def first_of(chunks: AsyncIterator[T]) -> AsyncIterator[T]:
     return _chain([first], chunks)
 
 
-async def _chain(first: list[T], rest: AsyncIterator[T]) -> AsyncIterator[T]:
-    try:
+async def _chain(first: list[T], rest: AsyncGenerator[T]) -> AsyncGenerator[T]:
+    async with aclosing(rest):
         for item in first:
             yield item
         async for item in rest:
             yield item
-    finally:
-        await rest.aclose()  # type: ignore[attr-defined]
 
 
 async def _until_gone(request: Request) -> None:
