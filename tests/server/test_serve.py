@@ -287,7 +287,7 @@ def test_kill_drain_and_end():
         os.kill(engine, signal.SIGKILL)
         with pytest.raises(openai.APIError, match="send the request again"):
             list(stream)
-        assert monotonic() - began < 1
+        assert monotonic() - began < 5  # far less on an idle machine
         assert running.status("/health/ready") == 503
         assert running.status("/health/live") == 200
         with pytest.raises(openai.InternalServerError, match="restarting"):
