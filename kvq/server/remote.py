@@ -54,7 +54,7 @@ class Watch:
 
     start_s: float = 1800.0  # to load the model and be ready
     ping_s: float = 0.5
-    stall_s: float = 3.0  # without an answer to a ping
+    stall_s: float = 4.0  # without an answer to a ping
     max_restarts: int = 5  # within ten minutes
 
 
@@ -227,7 +227,10 @@ class Remote:
         """Kill a process that does not answer: it is stopped, or something holds its interpreter."""
         for number in itertools.count():
             self._say(process, Ping(number=number))
+            said = monotonic()
             await asyncio.sleep(self._watch.ping_s)
+            if monotonic() - said > self._watch.ping_s + 1.0:  # it was we who stood still
+                process.answered_s = monotonic()
             if monotonic() - process.answered_s > self._watch.stall_s:
                 _log.error("the engine has not answered for %.1f s and is killed", self._watch.stall_s)
                 process.popen.kill()

@@ -1,5 +1,7 @@
 """oneDNN's Linear layers: the results of PyTorch's, the same for a row in any batch, few kernels."""
 
+import sys
+
 import pytest
 import torch
 from torch import nn
@@ -62,6 +64,7 @@ def test_products_have_few_sizes():
     assert all(padded_rows(size) == size for size in sizes)
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @torch.inference_mode()
 def test_memory_does_not_grow_with_every_new_number_of_rows():
     def resident() -> int:

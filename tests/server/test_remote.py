@@ -19,7 +19,7 @@ from kvq.server.remote import Remote, State, Watch
 
 OPTIONS = {"num_blocks": 64, "max_num_seqs": 8}
 START = Start(model="tiny", kv="int4", options=OPTIONS)
-QUICK = Watch(ping_s=0.1, stall_s=1.0, max_restarts=4)
+QUICK = Watch(ping_s=0.2, stall_s=4.0, max_restarts=4)
 LONG = SamplingParams(max_tokens=400, ignore_eos=True)
 
 
