@@ -179,8 +179,18 @@ class Blocks:
             sequence.mark(group, i)
 
     def unpublish(self, sequence: Sequence) -> None:
-        """Take what a sequence computed and nobody else uses out of the index, deepest first."""
+        """Take what a sequence computed and nobody else uses out of the index, deepest first.
+
+        After a swap some of its blocks may be indexed beyond its depth: their neighbours in other layer
+        groups were evicted meanwhile.
+        """
         self.climb(sequence)
+        for i in reversed(range(sequence.depth, max(map(len, sequence.tables)))):
+            for pool, table, start in zip(self.pools, sequence.tables, sequence.starts, strict=True):
+                if start <= i < len(table) and pool.entry(table[i]) is not None:
+                    if pool.references(table[i]) > 1:
+                        return
+                    pool.forget(table[i])
         while (parent := sequence.node.parent) is not None and sequence.depth > sequence.found:
             i, held = sequence.depth - 1, list(enumerate(sequence.node.blocks))
             if any(
