@@ -157,7 +157,6 @@ def test_an_error_in_one_request_reaches_its_own_caller(model):
         hook.remove()
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_request_that_cannot_be_queued_fails_alone(model, monkeypatch):
     async def run():
         async with make(model) as engine:
@@ -180,6 +179,7 @@ def test_a_request_that_cannot_be_queued_fails_alone(model, monkeypatch):
     asyncio.run(run())
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_an_engine_that_breaks_down_says_so_to_everybody_who_waits(model):
     async def main():
         engine = make(model)
