@@ -4,9 +4,9 @@ import secrets
 from time import time
 from typing import Any
 
-from fastapi import Depends, FastAPI, Request
+from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse, Response, StreamingResponse
+from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -15,8 +15,8 @@ from kvq.server.chat import Chat
 from kvq.server.completions import Completion
 from kvq.server.metrics import CONTENT_TYPE
 from kvq.server.problems import Problem, unavailable
+from kvq.server.respond import respond, tenant
 from kvq.server.service import Service, describe
-from kvq.server.streams import events, first_of, while_connected
 from kvq.version import __version__
 
 MAX_BODY = 8 << 20  # bytes
@@ -28,27 +28,13 @@ def create_app(service: Service, *, api_keys: frozenset[str] = frozenset()) -> F
     app = FastAPI(title="kvq", version=__version__, docs_url=None, redoc_url=None)
     created = int(time())
 
-    async def tenant(request: Request) -> str:
-        return str(request.scope.get("kvq_tenant", ""))
-
-    async def answer(request: Request, call: Completion | Chat, stream: bool) -> Response:
-        if stream:
-            chunks = await while_connected(request, first_of(call.chunks()))
-            if chunks is not None:
-                return StreamingResponse(events(chunks), media_type="text/event-stream")
-        else:
-            body = await while_connected(request, call.answer())
-            if body is not None:
-                return JSONResponse(body)
-        return Response(status_code=499)  # nobody reads it
-
     @app.post("/v1/completions")
-    async def completions(request: Request, body: CompletionBody, who: str = Depends(tenant)) -> Response:
-        return await answer(request, Completion(service, body, who), body.stream)
+    async def completions(request: Request, body: CompletionBody) -> Response:
+        return await respond(request, Completion(service, body, tenant(request)), stream=body.stream)
 
     @app.post("/v1/chat/completions")
-    async def chat(request: Request, body: ChatBody, who: str = Depends(tenant)) -> Response:
-        return await answer(request, Chat(service, body, who), body.stream)
+    async def chat(request: Request, body: ChatBody) -> Response:
+        return await respond(request, Chat(service, body, tenant(request)), stream=body.stream)
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
