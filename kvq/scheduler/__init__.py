@@ -2,6 +2,7 @@
 
 from kvq.scheduler.config import SchedulerConfig
 from kvq.scheduler.costs import CostModel, FixedCosts, MeasuredCosts
+from kvq.scheduler.fit import PoolShape, resolve_max_tokens, worst_case
 from kvq.scheduler.plan import StepPlan
 from kvq.scheduler.request import Branch, Priority, Request, Usage
 from kvq.scheduler.scheduler import Counters, Scheduler
@@ -12,10 +13,13 @@ __all__ = [
     "Counters",
     "FixedCosts",
     "MeasuredCosts",
+    "PoolShape",
     "Priority",
     "Request",
     "Scheduler",
     "SchedulerConfig",
     "StepPlan",
     "Usage",
+    "resolve_max_tokens",
+    "worst_case",
 ]

@@ -66,7 +66,7 @@ class Scheduler:
         self.holders = Holders(
             manager, max_num_seqs=config.max_num_seqs, prefix_caching=config.prefix_caching
         )
-        self._shape = PoolShape(
+        self.shape = PoolShape(
             num_blocks=[pool.num_blocks for pool in manager.pools],
             windows=manager.blocks.windows,
             block_size=manager.block_size,
@@ -90,7 +90,7 @@ class Scheduler:
         Raises:
             RequestError: it can never fit, with the numbers.
         """
-        return resolve_max_tokens(request, self._shape, self.config)
+        return resolve_max_tokens(request, self.shape, self.config)
 
     def add(self, request: Request, now: float) -> None:
         """Queue a request.
@@ -417,7 +417,7 @@ class Scheduler:
         preempted again at once. Alone it may have everything.
         """
         if not self.holders.running:
-            return [0] * len(self._shape.windows)
+            return [0] * len(self.shape.windows)
         growth = 0
         if request.usage.preemptions:
             growth = self.holders.num_sequences << min(request.usage.preemptions - 1, 8)
@@ -426,7 +426,7 @@ class Scheduler:
             self.manager.reserve_blocks
             + growth
             + (promised if window is None else min(promised, -(-window // size) + 1))
-            for window in self._shape.windows
+            for window in self.shape.windows
         ]
 
     def _is_within_slo(self, request: Request) -> bool:

@@ -30,11 +30,11 @@ def create_app(service: Service, *, api_keys: frozenset[str] = frozenset()) -> F
 
     @app.post("/v1/completions")
     async def completions(request: Request, body: CompletionBody) -> Response:
-        return await respond(request, Completion(service, body, tenant(request)), stream=body.stream)
+        return await respond(request, service, Completion(service, body, tenant(request)), stream=body.stream)
 
     @app.post("/v1/chat/completions")
     async def chat(request: Request, body: ChatBody) -> Response:
-        return await respond(request, Chat(service, body, tenant(request)), stream=body.stream)
+        return await respond(request, service, Chat(service, body, tenant(request)), stream=body.stream)
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:

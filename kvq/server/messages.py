@@ -11,7 +11,7 @@ import msgspec
 from kvq.blockmgr import PoolUsage
 from kvq.engine import Receipt, SamplingParams, TokenLogprobs
 from kvq.engine.outputs import FinishReason
-from kvq.scheduler import Priority
+from kvq.scheduler import PoolShape, Priority, SchedulerConfig
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -64,6 +64,8 @@ class Ready(Message, frozen=True):
     block_bytes: list[int]  # per layer group
     max_num_seqs: int
     kv: str  # the format's full name
+    shape: PoolShape
+    scheduler: SchedulerConfig
 
 
 class Refused(Message, frozen=True):

@@ -31,6 +31,9 @@ class Metrics:
             buckets=_LATENCY_S,
             registry=self._registry,
         )
+        self._cuts = Counter(
+            "kvq_slow_readers_cut", "Streams whose readers fell too far behind.", registry=self._registry
+        )
         self._registry.register(_Engine(remote))
 
     def ended(self, ended: Ended) -> None:
@@ -44,6 +47,10 @@ class Metrics:
     def count(self, status: str) -> None:
         """A request ended: success, error, cancelled, refused."""
         self._requests.labels(status).inc()
+
+    def cut(self) -> None:
+        """A stream's reader was too slow."""
+        self._cuts.inc()
 
     def text(self) -> bytes:
         """In Prometheus' format."""

@@ -39,6 +39,11 @@ def unavailable(message: str, *, retry_after_s: int = 1) -> Problem:
     return Problem(503, message, type="service_unavailable", code="unavailable", retry_after_s=retry_after_s)
 
 
+def timed_out(message: str) -> Problem:
+    """A request took longer than this server allows."""
+    return Problem(504, message, type="timeout_error", code="timeout")
+
+
 def failed(message: str) -> Problem:
     """The engine failed a request through no fault of its own."""
     return Problem(500, message, type="server_error", code="engine_error")

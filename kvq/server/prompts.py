@@ -20,6 +20,7 @@ class Prompts:
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
+        self.num_waiting = 0  # texts that are not token ids yet
         self._pool = ThreadPoolExecutor(2, thread_name_prefix="kvq-tokenize")
 
     async def tokenize(self, text: str, *, special: bool = True) -> list[int]:
@@ -67,6 +68,7 @@ class Prompts:
         return self._tokenize(text, False)
 
     async def _run(self, work: Callable[[], T]) -> T:
+        self.num_waiting += 1
         try:
             future = asyncio.get_running_loop().run_in_executor(self._pool, work)
             return await asyncio.wait_for(future, _DEADLINE_S)
@@ -74,6 +76,8 @@ class Prompts:
             raise Problem(400, str(error)) from error
         except TimeoutError as error:
             raise Problem(400, f"the prompt was not tokenized within {_DEADLINE_S:.0f} s") from error
+        finally:
+            self.num_waiting -= 1
 
 
 def _turn(message: ChatMessage) -> dict[str, Any]:

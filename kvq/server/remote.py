@@ -98,7 +98,7 @@ class Remote:
         self._on_gauges = on_gauges
         self._on_failed = on_failed
         self._numbers = itertools.count()
-        self._streams: dict[int, asyncio.Queue[Delta | Ended | EngineError]] = {}
+        self._streams: dict[int, asyncio.Queue[Delta | Ended | EngineError | TimeoutError]] = {}
         self._process: _Process | None = None
         self._restarts: deque[float] = deque()
         self._life: asyncio.Task[None] | None = None
@@ -131,28 +131,36 @@ class Remote:
         *,
         priority: Priority = Priority.INTERACTIVE,
         tenant: str = "",
+        timeout_s: float | None = None,
     ) -> AsyncGenerator[Delta | Ended]:
         """What comes of a request, up to its `Ended`. Leaving early cancels it.
 
         Raises:
             EngineError: no engine is ready, or it ended before the request did.
+            TimeoutError: the request did not end in time; it is cancelled.
         """
         process = self._process
         if self.state is not State.READY or process is None:
             raise EngineError(f"no engine is ready, it is {self.state.value}")
         number = next(self._numbers)
         queue = self._streams[number] = asyncio.Queue()
+        timer = None
+        if timeout_s is not None:
+            loop = asyncio.get_running_loop()
+            timer = loop.call_later(timeout_s, queue.put_nowait, TimeoutError())
         ended = False
         try:
             submit = Submit(number=number, prompt=prompt, params=params, priority=priority, tenant=tenant)
             await self._send(process, submit)
             while not ended:
                 message = await queue.get()
-                if isinstance(message, EngineError):
+                if isinstance(message, EngineError | TimeoutError):
                     raise message
                 ended = isinstance(message, Ended)
                 yield message
         finally:
+            if timer is not None:
+                timer.cancel()
             del self._streams[number]
             if not ended and process is self._process:
                 self._say(process, Cancel(number=number))
@@ -182,6 +190,7 @@ class Remote:
             _log.error("the engine process is ended: %s", error or "it took too long to start")
         finally:
             self._process = None
+            self.gauges = None
             self._tell_all(EngineError("the engine ended; send the request again"))
             await _end(process)
 
@@ -196,7 +205,7 @@ class Remote:
             raise ConfigError(first.reason)
         if not isinstance(first, Ready):
             return
-        self.info, self.gauges = first, None
+        self.info = first
         self._set(State.READY)
         process.answered_s = monotonic()
         pinging = asyncio.create_task(self._ping(process))

@@ -1,12 +1,15 @@
 """From a call's answer to HTTP: whole or as server-sent events, for as long as somebody reads it."""
 
+import contextlib
 from collections.abc import AsyncGenerator
 from typing import Any, Protocol
 
 from fastapi import Request
-from fastapi.responses import JSONResponse, Response, StreamingResponse
+from fastapi.responses import JSONResponse, Response
 
-from kvq.server.streams import events, first_of, while_connected
+from kvq.server.event_stream import EventStream
+from kvq.server.service import Service
+from kvq.server.streams import first_of, while_connected
 
 
 class Call(Protocol):
@@ -24,18 +27,21 @@ def tenant(request: Request) -> str:
     return str(request.scope.get("kvq_tenant", ""))
 
 
-async def respond(request: Request, call: Call, *, stream: bool) -> Response:
-    """Answer a call; it is cancelled when the client goes.
+async def respond(request: Request, service: Service, call: Call, *, stream: bool) -> Response:
+    """Answer a call if there is room for it; it is cancelled when the client goes.
 
     Raises:
         Problem: it failed before anything was sent.
     """
-    if stream:
-        chunks = await while_connected(request, first_of(call.chunks()))
-        if chunks is not None:
-            return StreamingResponse(events(chunks), media_type="text/event-stream")
-    else:
-        body = await while_connected(request, call.answer())
-        if body is not None:
-            return JSONResponse(body)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(service.enter(tenant(request)))
+        if stream:
+            chunks = await while_connected(request, first_of(call.chunks()))
+            if chunks is not None:
+                cut = service.metrics.cut
+                return EventStream(chunks, on_cut=cut, on_end=stack.pop_all().close)
+        else:
+            body = await while_connected(request, call.answer())
+            if body is not None:
+                return JSONResponse(body)
     return Response(status_code=499)  # nobody reads it

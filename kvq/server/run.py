@@ -19,6 +19,7 @@ from kvq.models.weights import load_tokenizer
 from kvq.server.app import create_app
 from kvq.server.messages import Start
 from kvq.server.prompts import Prompts
+from kvq.server.protocol import Connection, prepare
 from kvq.server.remote import Remote
 from kvq.server.service import Service
 
@@ -91,6 +92,8 @@ async def _serve(config: ServerConfig) -> None:
             log_level="warning",
             access_log=False,
             server_header=False,
+            http=Connection,
+            ws="none",
             timeout_graceful_shutdown=_END_S,
         )
     )
@@ -123,9 +126,11 @@ def _listen(config: ServerConfig) -> socket.socket:
     """
     family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
     try:
-        return socket.create_server((config.host, config.port), family=family, backlog=1024)
+        listener = socket.create_server((config.host, config.port), family=family, backlog=1024)
     except OSError as error:
         raise ConfigError(f"can't listen on {config.host}:{config.port}: {error.strerror}") from error
+    prepare(listener)
+    return listener
 
 
 def read_keys(path: Path) -> frozenset[str]:

@@ -2,15 +2,17 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import aclosing, contextmanager
 from typing import Any
 
 from kvq.engine import SamplingParams
 from kvq.errors import EngineError
 from kvq.scheduler import Priority
+from kvq.server.admission import Admission
 from kvq.server.messages import Delta, Ended
 from kvq.server.metrics import Metrics
-from kvq.server.problems import Problem, failed, unavailable
+from kvq.server.problems import Problem, failed, timed_out, unavailable
 from kvq.server.prompts import Prompts
 from kvq.server.remote import Remote, State
 
@@ -18,13 +20,25 @@ from kvq.server.remote import Remote, State
 class Service:
     """Requests in, the engine's messages out, while there is an engine and the server is not ending."""
 
-    def __init__(self, name: str, remote: Remote, prompts: Prompts) -> None:
-        """`name`: of the model, as clients see it."""
+    def __init__(
+        self,
+        name: str,
+        remote: Remote,
+        prompts: Prompts,
+        *,
+        admission: Admission | None = None,
+        timeout_s: float | None = None,
+    ) -> None:
+        """`name`: of the model, as clients see it. `timeout_s`: for each request at the engine."""
         self.name = name
         self.remote = remote
         self.prompts = prompts
+        self.admission = admission or Admission(
+            gauges=lambda: remote.gauges, tokenizing=lambda: prompts.num_waiting
+        )
         self.metrics = Metrics(remote)
         self.num_active = 0
+        self._timeout_s = timeout_s
         self._draining = False
         self._idle = asyncio.Event()
         self._idle.set()
@@ -38,6 +52,11 @@ class Service:
             return f"the engine is {self.remote.state.value}"
         return None
 
+    def check_ready(self) -> None:
+        """Raise Problem while no request can be taken."""
+        if (reason := self.why_not_ready) is not None:
+            raise unavailable(reason)
+
     def check_model(self, asked: str | None) -> None:
         """Raise Problem if a request is for another model."""
         if asked is not None and asked != self.name:
@@ -48,30 +67,68 @@ class Service:
                 param="model",
             )
 
+    @contextmanager
+    def enter(self, tenant: str) -> Iterator[None]:
+        """A request from its arrival until it is answered, if there is room for it.
+
+        Raises:
+            Problem: the server can't take it now, or the tenant has sent too many.
+        """
+        with contextlib.ExitStack() as stack:
+            try:
+                self.check_ready()
+                stack.enter_context(self.admission.enter(tenant))
+            except Problem:
+                self.metrics.count("refused")
+                raise
+            self.num_active += 1
+            self._idle.clear()
+            stack.callback(self._leave)
+            yield
+
     async def stream(
         self, tokens: list[int], params: SamplingParams, *, priority: Priority, tenant: str
     ) -> AsyncGenerator[Delta | Ended]:
-        """A request's messages up to its `Ended`, which has no error.
+        """A prompt's messages up to its `Ended`, which has no error.
 
         Raises:
             Problem: it can't be served now, never, or failed.
         """
-        if (reason := self.why_not_ready) is not None:
-            self.metrics.count("refused")
-            raise unavailable(reason)
-        self.num_active += 1
+        self.check_ready()
+        info = self.remote.info
+        assert info is not None, "a ready engine said what it is"
+        with contextlib.ExitStack() as stack:
+            try:
+                entry = stack.enter_context(self.admission.queue(tokens, params, info))
+            except Problem as problem:
+                self.metrics.count("error" if problem.status == 400 else "refused")
+                raise
+            messages = self._messages(tokens, params, priority, tenant)
+            async with aclosing(messages):
+                async for message in messages:
+                    self.admission.started(entry)
+                    yield message
+
+    async def _messages(
+        self, tokens: list[int], params: SamplingParams, priority: Priority, tenant: str
+    ) -> AsyncGenerator[Delta | Ended]:
+        """The engine's messages; its failures as problems, and each end counted."""
         status = "cancelled"  # unless something else happens
-        self._idle.clear()
-        messages = self.remote.stream(tokens, params, priority=priority, tenant=tenant)
+        messages = self.remote.stream(
+            tokens, params, priority=priority, tenant=tenant, timeout_s=self._timeout_s
+        )
         try:
             async for message in messages:
                 if isinstance(message, Ended):
                     status = ""  # counted by what it says
-                    self.metrics.ended(message)
+                    self._count(message, tenant)
                     if message.error is not None:
                         is_theirs = message.kind == "request"
                         raise Problem(400, message.error) if is_theirs else failed(message.error)
                 yield message
+        except TimeoutError as error:
+            status = "timeout"
+            raise timed_out(f"the request did not end within {self._timeout_s:g} s") from error
         except EngineError as error:
             status = "error"
             raise unavailable(str(error)) from error
@@ -79,9 +136,6 @@ class Service:
             if status:
                 self.metrics.count(status)
             await messages.aclose()
-            self.num_active -= 1
-            if not self.num_active:
-                self._idle.set()
 
     async def drain(self, grace_s: float) -> None:
         """Take no new requests; return when the running ones ended, after `grace_s` at the latest."""
@@ -93,6 +147,16 @@ class Service:
         """End the engine; who still waits gets an error object."""
         await self.remote.close()
         self.prompts.close()
+
+    def _count(self, ended: Ended, tenant: str) -> None:
+        self.metrics.ended(ended)
+        if (used := ended.receipt) is not None:
+            self.admission.charge(tenant, used.prompt_tokens - used.cached_tokens + used.generated_tokens)
+
+    def _leave(self) -> None:
+        self.num_active -= 1
+        if not self.num_active:
+            self._idle.set()
 
 
 def describe(service: Service, created: int) -> dict[str, Any]:

@@ -1,8 +1,7 @@
-"""Streams of messages: several as one, one as server-sent events, and the end of those nobody reads."""
+"""Streams of messages: several as one, and the end of those nobody reads."""
 
 import asyncio
 import contextlib
-import json
 from collections.abc import AsyncGenerator, Coroutine, Sequence
 from contextlib import aclosing
 from typing import Any, TypeVar
@@ -43,18 +42,6 @@ async def merge(streams: Sequence[AsyncGenerator[T]]) -> AsyncGenerator[tuple[in
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-
-
-async def events(chunks: AsyncGenerator[dict[str, Any]]) -> AsyncGenerator[bytes]:
-    """Server-sent events; a failure on the way becomes an error object, the last event of all."""
-    try:
-        async with aclosing(chunks):
-            async for chunk in chunks:
-                yield _event(chunk)
-    except Problem as problem:
-        yield _event(problem.body())
-        return
-    yield b"data: [DONE]\n\n"
 
 
 async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T | None:
@@ -104,7 +91,3 @@ async def _chain(first: list[T], rest: AsyncGenerator[T]) -> AsyncGenerator[T]:
 async def _until_gone(request: Request) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass
-
-
-def _event(body: dict[str, Any]) -> bytes:
-    return b"data: " + json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"

@@ -75,6 +75,8 @@ class Worker:
                 block_bytes=[group.block_bytes for group in layout.groups],
                 max_num_seqs=config.max_num_seqs,
                 kv=str(model.recipe),
+                shape=core.scheduler.shape,
+                scheduler=core.scheduler.config,
             )
         )
         try:

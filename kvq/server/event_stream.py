@@ -1,0 +1,119 @@
+"""Server-sent events for one reader, who may be slow, stop reading, or go."""
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+from typing import Any
+
+import msgspec
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from kvq.server.problems import Problem, failed
+
+_log = logging.getLogger("kvq")
+MAX_BEHIND = 48 << 10  # bytes; the connection's own buffer holds 16 KiB more
+_encoder = msgspec.json.Encoder()
+DONE = b"data: [DONE]\n\n"
+
+
+class EventStream(Response):
+    """Sends chunks as they come. A reader who falls too far behind is cut off; the work behind it ends.
+
+    A failure on the way becomes an error object, the last event of all.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(
+        self,
+        chunks: AsyncGenerator[dict[str, Any]],
+        *,
+        encode: Callable[[dict[str, Any]], bytes] | None = None,
+        done: bytes = DONE,
+        on_cut: Callable[[], object] = lambda: None,
+        on_end: Callable[[], object] = lambda: None,
+    ) -> None:
+        """`encode`: one chunk or error object as an event. `done`: what ends a complete stream.
+
+        `on_cut` is called if the reader is too slow, `on_end` when nothing of the stream is left.
+        """
+        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        del self.headers["content-length"]
+        self._chunks = chunks
+        self._encode = encode or data_event
+        self._done = done
+        self._on_cut = on_cut
+        self._on_end = on_end
+        self._waiting: list[bytes] = []
+        self._num_bytes = 0
+        self._changed = asyncio.Event()
+        self._is_over = False
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send everything, or as much as the reader takes."""
+        tasks = [asyncio.create_task(work) for work in (self._fill(scope), self._send(send), _gone(receive))]
+        sending = tasks[1]
+        try:
+            await asyncio.wait(tasks[1:], return_when=asyncio.FIRST_COMPLETED)
+            if sending.done():
+                await sending
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            await self._chunks.aclose()
+            self._on_end()
+
+    async def _fill(self, scope: Scope) -> None:
+        """Encode what comes, up to what a reader may be behind."""
+        try:
+            async with aclosing(self._chunks):
+                async for chunk in self._chunks:
+                    if self._num_bytes > MAX_BEHIND:
+                        self._cut(scope)
+                        return
+                    self._put(self._encode(chunk))
+            self._put(self._done)
+        except Problem as problem:
+            self._put(self._encode(problem.body()))
+        except Exception as error:  # noqa: BLE001 - the answer has begun, so its reader is told in it
+            _log.exception("a stream failed")
+            self._put(self._encode(failed(f"the server failed: {type(error).__name__}").body()))
+        finally:
+            self._is_over = True
+            self._changed.set()
+
+    async def _send(self, send: Send) -> None:
+        """Write what is there, all of it at once; wait while the connection is full."""
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        while True:
+            await self._changed.wait()
+            self._changed.clear()
+            body, self._waiting, self._num_bytes = b"".join(self._waiting), [], 0
+            more = not self._is_over
+            await send({"type": "http.response.body", "body": body, "more_body": more})
+            if not more:
+                return
+
+    def _put(self, event: bytes) -> None:
+        self._waiting.append(event)
+        self._num_bytes += len(event)
+        self._changed.set()
+
+    def _cut(self, scope: Scope) -> None:
+        self._on_cut()
+        transport = scope.get("state", {}).get("kvq_transport")
+        if transport is not None:
+            transport.abort()
+
+
+def data_event(body: dict[str, Any]) -> bytes:
+    """One event as OpenAI sends it."""
+    return b"data: " + _encoder.encode(body) + b"\n\n"
+
+
+async def _gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
