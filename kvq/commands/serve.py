@@ -1,26 +1,50 @@
 """`kvq serve`: an OpenAI-compatible server."""
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
+from kvq.commands.config_file import config_option
 from kvq.commands.options import ModelOptions, kv_option, model_options
 from kvq.errors import ConfigError
 
+if TYPE_CHECKING:
+    from kvq.server.config import ServerConfig
+
 
 @click.command(name="serve")
+@config_option
 @kv_option("auto", many=False)
 @model_options
+@click.option("--check", is_flag=True, help="Only look whether this configuration can work, and end.")
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
 @click.option("--port", default=8000, show_default=True, type=click.IntRange(0, 65535))
 @click.option("--served-model-name", help="The model's name for clients; default: the last part of its path.")
 @click.option(
     "--api-key-file", type=click.Path(path_type=Path), help="Keys, one a line; needed beyond loopback."
 )
+@click.option("--allowed-host", multiple=True, help="Host header to answer; default: any beyond loopback.")
+@click.option("--allow-origin", multiple=True, help="Web page that may call, such as https://a.org.")
+@click.option("--ssl-certfile", type=click.Path(path_type=Path), help="Certificate for HTTPS, PEM.")
+@click.option("--ssl-keyfile", type=click.Path(path_type=Path), help="Its key.")
+@click.option("--log-format", default="text", show_default=True, type=click.Choice(["text", "json"]))
+@click.option(
+    "--log-level", default="info", show_default=True, type=click.Choice(["debug", "info", "warning", "error"])
+)
 @click.option(
     "--grace", default=30.0, show_default=True, help="Seconds that running requests get at the end."
 )
+@click.option("--request-timeout", default=600.0, show_default=True, help="Seconds for a request; 0: any.")
+@click.option("--max-queue", default=1024, show_default=True, help="Requests that may wait.")
+@click.option("--max-queued-tokens", default=1 << 20, show_default=True, help="Prompt tokens that may wait.")
+@click.option("--max-wait", default=30.0, show_default=True, help="Seconds to a first token that are borne.")
+@click.option(
+    "--max-kv-pressure", default=0.95, show_default=True, help="Share of live blocks that is borne."
+)
+@click.option("--max-concurrency-per-key", type=int, help="Requests at once of one API key.")
+@click.option("--requests-per-minute", type=int, help="Of one API key.")
+@click.option("--tokens-per-minute", type=int, help="Of one API key; cached ones are free.")
 @click.option("--max-num-seqs", default=128, show_default=True, help="Sequences that run side by side.")
 @click.option("--max-num-batched-tokens", default=2048, show_default=True, help="New tokens of a step.")
 @click.option("--kv-memory", help="Bytes of the block pool, such as 2GiB; default: what is free.")
@@ -28,38 +52,79 @@ from kvq.errors import ConfigError
 @click.option("--swap-memory", default="0", show_default=True, help="Host memory for preempted requests.")
 @click.option("--itl-slo", type=float, help="Seconds between tokens that steps shall not exceed.")
 @click.option("--ttft-slo", type=float, help="Seconds to the first token that prefill is hurried for.")
-def command(
-    kv: list[str],
-    model_options: ModelOptions,
-    host: str,
-    port: int,
-    served_model_name: str | None,
-    api_key_file: Path | None,
-    grace: float,
-    itl_slo: float | None,
-    ttft_slo: float | None,
-    **engine: Any,
-) -> None:
+def command(kv: list[str], model_options: ModelOptions, check: bool, **options: Any) -> None:
     """Serve a model over HTTP as OpenAI does: /v1/completions and /v1/chat/completions."""
     try:
-        from kvq.server.run import ServerConfig, read_keys, serve
+        from kvq.server.check import check_config
+        from kvq.server.run import serve
     except ImportError as error:
         raise ConfigError(
             f"the server needs more packages: pip install 'kvq-toolkit[serve]' ({error})"
         ) from error
     if model_options.calibrate_on_load:
         raise ConfigError("kvq serve takes scales from --scales; make them with kvq calibrate")
+    config = _config(kv[0], model_options, options)
+    if check:
+        findings = check_config(config)
+        for finding in findings:
+            click.echo(finding)
+        if any(finding.is_error for finding in findings):
+            raise click.exceptions.Exit(1)
+        return
+    serve(config)
+
+
+def _config(kv: str, model_options: ModelOptions, options: dict[str, Any]) -> "ServerConfig":
+    from kvq.server.admission import AdmissionConfig
+    from kvq.server.config import ServerConfig, allowed_hosts, read_keys
+    from kvq.server.guard import Access
+    from kvq.server.logs import LogConfig
+    from kvq.server.tenants import TenantLimits
+
+    take = options.pop
+    host, key_file = take("host"), take("api_key_file")
+    access = Access(
+        api_keys=read_keys(key_file) if key_file is not None else frozenset(),
+        hosts=allowed_hosts(host, take("allowed_host")),
+        origins=frozenset(take("allow_origin")),
+    )
+    return ServerConfig(
+        model=model_options.model,
+        kv=kv,
+        host=host,
+        port=take("port"),
+        served_model_name=take("served_model_name"),
+        access=access,
+        tls=_tls(take("ssl_certfile"), take("ssl_keyfile")),
+        admission=AdmissionConfig(
+            max_queue=take("max_queue"),
+            max_queued_tokens=take("max_queued_tokens"),
+            max_wait_s=take("max_wait"),
+            max_kv_pressure=take("max_kv_pressure"),
+        ),
+        tenants=TenantLimits(
+            max_concurrency=take("max_concurrency_per_key"),
+            requests_per_minute=take("requests_per_minute"),
+            tokens_per_minute=take("tokens_per_minute"),
+        ),
+        log=LogConfig(format=take("log_format"), level=take("log_level")),
+        grace_s=take("grace"),
+        timeout_s=take("request_timeout") or None,
+        engine=_engine_options(model_options, options),
+    )
+
+
+def _engine_options(model_options: ModelOptions, options: dict[str, Any]) -> dict[str, Any]:
+    """What is left of the options is the engine's."""
     load = model_options.load_options()
     load.pop("cache")
-    options = load | engine | {"itl_slo_s": itl_slo, "ttft_slo_s": ttft_slo}
-    config = ServerConfig(
-        model=model_options.model,
-        kv=kv[0],
-        host=host,
-        port=port,
-        served_model_name=served_model_name,
-        api_keys=read_keys(api_key_file) if api_key_file is not None else frozenset(),
-        grace_s=grace,
-        engine={name: value for name, value in options.items() if value is not None},
-    )
-    serve(config)
+    slos = {"itl_slo_s": options.pop("itl_slo"), "ttft_slo_s": options.pop("ttft_slo")}
+    return {name: value for name, value in (load | options | slos).items() if value is not None}
+
+
+def _tls(certificate: Path | None, key: Path | None) -> Any:
+    from kvq.server.config import Tls
+
+    if (certificate is None) != (key is None):
+        raise ConfigError("HTTPS needs both --ssl-certfile and --ssl-keyfile")
+    return None if certificate is None or key is None else Tls(certificate=certificate, key=key)

@@ -12,6 +12,7 @@ from kvq.blockmgr import PoolUsage
 from kvq.engine import Receipt, SamplingParams, TokenLogprobs
 from kvq.engine.outputs import FinishReason
 from kvq.scheduler import PoolShape, Priority, SchedulerConfig
+from kvq.server.logs import LogConfig
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -27,6 +28,7 @@ class Start(Message, frozen=True):
     model: str
     kv: str
     options: dict[str, Any]  # of `kvq.LLM`
+    log: LogConfig = LogConfig()
 
 
 class Submit(Message, frozen=True):

@@ -16,7 +16,8 @@ from kvq.engine.job import Job
 from kvq.engine.llm import build
 from kvq.engine.watchdog import Watchdog
 from kvq.errors import KVQError, RequestError
-from kvq.server.frames import encode, to_engine
+from kvq.server.frames import Decoder, encode, to_engine
+from kvq.server.logs import configure
 from kvq.server.messages import (
     Cancel,
     Delta,
@@ -30,6 +31,7 @@ from kvq.server.messages import (
     Start,
     Stepped,
     Submit,
+    ToEngine,
 )
 
 _log = logging.getLogger("kvq")
@@ -56,6 +58,13 @@ class Worker:
         start = decoder.read(self._sock)
         if not isinstance(start, Start):
             return
+        logs = configure(start.log)
+        try:
+            self._run(start, decoder)
+        finally:
+            logs.stop()
+
+    def _run(self, start: Start, decoder: Decoder[ToEngine]) -> None:
         try:
             model, config = build(start.model, start.kv, start.options)
             core = EngineCore(model, config)
@@ -182,7 +191,7 @@ class Worker:
         self._deltas, self._ended, self._stats = [], [], None
         self._send(stepped)
 
-    def _listen(self, decoder: Any) -> None:
+    def _listen(self, decoder: Decoder[ToEngine]) -> None:
         """Read what the HTTP process says, in a thread of its own: pings are answered during steps too."""
         try:
             while (message := decoder.read(self._sock)) is not None:

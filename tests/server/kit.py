@@ -5,6 +5,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import urllib.error
 import urllib.request
 from time import monotonic, sleep
@@ -21,12 +22,13 @@ class Server:
             self.port = free.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
         command = [sys.executable, "-m", "kvq", "serve", "--model", model, "--port", str(self.port), *options]
-        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115 - as long as the server lives
+        self.process = subprocess.Popen(command, stderr=self._log)
 
     def __enter__(self) -> "Server":
         deadline = monotonic() + START_S
         while self.status("/health/ready") != 200:
-            assert self.process.poll() is None, self.process.stderr.read()
+            assert self.process.poll() is None, self.log
             assert monotonic() < deadline, "the server is not ready"
             sleep(0.05)
         return self
@@ -38,7 +40,11 @@ class Server:
             self.process.wait(60)
         finally:
             self.process.kill()
-            self.process.stderr.close()
+
+    @property
+    def log(self) -> str:
+        """What the server has written so far."""
+        return os.pread(self._log.fileno(), 1 << 26, 0).decode()
 
     def status(self, path: str, key: str | None = "") -> int:
         """The status that a GET is answered with, with the server's key unless told otherwise.

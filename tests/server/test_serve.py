@@ -312,12 +312,12 @@ def test_kill_drain_and_end():
 def test_an_address_that_is_taken_is_said_so_at_once(server):
     second = Server("--port", str(server.port))
     assert second.process.wait(60) == 2
-    assert f"can't listen on 127.0.0.1:{server.port}" in second.process.stderr.read()
+    assert f"can't listen on 127.0.0.1:{server.port}" in second.log
     second.__exit__()
 
 
 def test_addresses_beyond_loopback_need_a_key():
     server = Server("--host", "0.0.0.0")
     assert server.process.wait(60) == 2
-    assert "--api-key-file" in server.process.stderr.read()
+    assert "--api-key-file" in server.log
     server.__exit__()

@@ -1,0 +1,92 @@
+"""How a server is reached, what it serves, and what it bears."""
+
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from kvq.errors import ConfigError
+from kvq.server.admission import AdmissionConfig
+from kvq.server.guard import LOOPBACK, Access
+from kvq.server.logs import LogConfig
+from kvq.server.tenants import TenantLimits
+
+LOCAL = ("127.0.0.1", "::1", "localhost")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Tls:
+    """A certificate and its key, as PEM files."""
+
+    certificate: Path
+    key: Path
+
+    def __post_init__(self) -> None:
+        for path in (self.certificate, self.key):
+            if not path.is_file():
+                raise ConfigError(f"no file {path}; TLS needs a certificate and its key in PEM format")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServerConfig:
+    """Everything `kvq serve` is told."""
+
+    model: str = "tiny"
+    kv: str = "auto"
+    host: str = "127.0.0.1"
+    port: int = 8000
+    served_model_name: str | None = None
+    access: Access = field(default_factory=Access)
+    tls: Tls | None = None
+    admission: AdmissionConfig = field(default_factory=AdmissionConfig)
+    tenants: TenantLimits = field(default_factory=TenantLimits)
+    log: LogConfig = field(default_factory=LogConfig)
+    grace_s: float = 30.0  # for running requests after SIGTERM
+    timeout_s: float | None = 600.0  # for a request, from its arrival at the engine
+    engine: dict[str, Any] = field(default_factory=dict)  # options of `kvq.LLM`
+
+    def __post_init__(self) -> None:
+        if self.host not in LOCAL and not self.access.api_keys:
+            raise ConfigError(
+                f"--host {self.host} can be reached from other machines: give --api-key-file, "
+                f"or stay on 127.0.0.1"
+            )
+        if not 0 <= self.grace_s < float("inf"):
+            raise ConfigError(f"the grace period must be at least 0 seconds, got {self.grace_s}")
+        if self.timeout_s is not None and not self.timeout_s > 0:
+            raise ConfigError(f"the request timeout must be above 0 seconds, got {self.timeout_s}")
+
+    @property
+    def name(self) -> str:
+        """The model's, as clients see it."""
+        return self.served_model_name or self.model.rstrip("/").rsplit("/", 1)[-1]
+
+
+def allowed_hosts(host: str, given: tuple[str, ...]) -> frozenset[str] | None:
+    """Host headers that are answered: those given; on loopback its names, so that no web page that
+    names itself can reach it; else any.
+    """
+    names = {name.lower() for name in given}
+    if host in LOCAL:
+        return frozenset(names | set(LOOPBACK))
+    return frozenset(names) or None
+
+
+def read_keys(path: Path) -> frozenset[str]:
+    """API keys from a file, one a line.
+
+    Raises:
+        ConfigError: no such file, no key in it, or others may read it.
+    """
+    try:
+        mode = os.stat(path).st_mode
+        keys = frozenset(
+            line.strip() for line in path.read_text(encoding="utf8").splitlines() if line.strip()
+        )
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} can't be read: {error}") from error
+    if not keys:
+        raise ConfigError(f"{path} holds no API key; write one a line")
+    if mode & 0o077:
+        raise ConfigError(f"{path} can be read by others; run chmod 600 {path}")
+    return keys

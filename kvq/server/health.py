@@ -1,0 +1,85 @@
+"""Is the server alive, does it take requests, does it really generate?"""
+
+import asyncio
+from time import monotonic
+from typing import Any
+
+from fastapi import FastAPI
+
+from kvq.engine import SamplingParams
+from kvq.errors import EngineError
+from kvq.scheduler import Priority
+from kvq.server.messages import Ended
+from kvq.server.problems import Problem, unavailable
+from kvq.server.service import Service
+
+_DEADLINE_S = 10.0
+_FRESH_S = 5.0  # an answer of the deep check is given again for so long
+_TOKENS = 10
+
+
+class DeepCheck:
+    """A generation of 10 tokens under a deadline, past admission; one at a time, whoever asks."""
+
+    def __init__(self, service: Service, *, deadline_s: float = _DEADLINE_S) -> None:
+        self._service = service
+        self._deadline_s = deadline_s
+        self._running: asyncio.Task[float] | None = None
+        self._began_s = 0.0
+
+    async def run(self) -> float:
+        """Seconds that it took; a result of the last five seconds counts.
+
+        Raises:
+            Problem: no engine, or it did not generate in time.
+        """
+        self._service.check_ready()
+        old = self._running
+        if old is None or (old.done() and monotonic() - self._began_s > _FRESH_S):
+            self._began_s = monotonic()
+            self._running = asyncio.create_task(self._generate())
+        assert self._running is not None
+        return await asyncio.shield(self._running)
+
+    async def _generate(self) -> float:
+        began = monotonic()
+        remote = self._service.remote
+        room = remote.info.max_context - 1 if remote.info is not None else 1
+        params = SamplingParams(max_tokens=min(_TOKENS, room), ignore_eos=True)
+        messages = remote.stream(
+            [0], params, priority=Priority.INTERACTIVE, tenant="", timeout_s=self._deadline_s
+        )
+        try:
+            async for message in messages:
+                if isinstance(message, Ended) and message.error is not None:
+                    raise unavailable(f"the engine failed a generation: {message.error}")
+        except TimeoutError as error:
+            raise unavailable(f"no {_TOKENS} tokens within {self._deadline_s:g} s") from error
+        except EngineError as error:
+            raise unavailable(str(error)) from error
+        finally:
+            await messages.aclose()
+        return monotonic() - began
+
+
+def add_routes(app: FastAPI, service: Service) -> None:
+    """`/health` and its three depths."""
+    deep = DeepCheck(service)
+
+    @app.get("/health/live")
+    async def live() -> dict[str, str]:
+        return {"status": "live"}  # the loop that answers this is the one that serves
+
+    @app.get("/health")
+    @app.get("/health/ready")
+    async def ready() -> dict[str, str]:
+        service.check_ready()
+        return {"status": "ready"}
+
+    @app.get("/health/deep")
+    async def generates() -> dict[str, Any]:
+        try:
+            return {"status": "generating", "seconds": await deep.run()}
+        except Problem as problem:
+            problem.retry_after_s = problem.retry_after_s or 1
+            raise

@@ -1,0 +1,106 @@
+"""What the server writes about itself: one line an event, as text or JSON, and never what people wrote.
+
+Messages of foreign exceptions may quote a prompt, so only their type and where they arose is kept.
+"""
+
+import contextlib
+import json
+import logging
+import queue
+import sys
+import traceback
+from contextvars import ContextVar
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from logging.handlers import QueueHandler, QueueListener
+from types import TracebackType
+from typing import Any
+
+from kvq.errors import ConfigError, KVQError, nearest
+
+_FORMATS = ("text", "json")
+_LEVELS = ("debug", "info", "warning", "error")
+request_id: ContextVar[str] = ContextVar("kvq_request_id", default="")
+_LOGGERS = ("kvq", "uvicorn.error", "asyncio", "py.warnings")
+_MAX_WAITING = 10_000  # records; the newest are dropped while nobody takes what is written
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LogConfig:
+    """What is logged, and how."""
+
+    format: str = "text"  # or json
+    level: str = "info"
+
+    def __post_init__(self) -> None:
+        for name, allowed in (("format", _FORMATS), ("level", _LEVELS)):
+            value = getattr(self, name)
+            if value not in allowed:
+                hint = nearest(str(value), list(allowed))
+                raise ConfigError(f"log {name} must be one of {', '.join(allowed)}, got {value!r}{hint}")
+
+
+def log_event(name: str, **fields: Any) -> None:
+    """One line about something that happened, with its fields; None are left out."""
+    known = {key: value for key, value in fields.items() if value is not None}
+    if rid := request_id.get():
+        known["request_id"] = rid
+    logging.getLogger("kvq").info(name, extra={"fields": known})
+
+
+def configure(config: LogConfig) -> QueueListener:
+    """Log to standard error, from a thread of its own; `stop` the result at the end."""
+    waiting: queue.Queue[Any] = queue.Queue(_MAX_WAITING)
+    handler = _Dropping(waiting)
+    handler.setFormatter(_Json() if config.format == "json" else _Text())
+    logging.captureWarnings(True)
+    for name in _LOGGERS:
+        logger = logging.getLogger(name)
+        logger.handlers = [handler]
+        logger.propagate = False
+        logger.setLevel(config.level.upper() if name == "kvq" else logging.WARNING)
+    listener = QueueListener(waiting, logging.StreamHandler(sys.stderr))
+    listener.start()
+    return listener
+
+
+class _Dropping(QueueHandler):
+    def enqueue(self, record: logging.LogRecord) -> None:
+        with contextlib.suppress(queue.Full):  # a server must not wait for whoever reads its log
+            self.queue.put_nowait(record)
+
+
+class _Text(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        return " ".join(f"{key}={_plain(value)}" for key, value in _fields(record).items())
+
+
+class _Json(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        return json.dumps(_fields(record), default=str)
+
+
+def _fields(record: logging.LogRecord) -> dict[str, Any]:
+    when = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
+    fields = {"time": when, "level": record.levelname.lower(), "event": record.getMessage()}
+    fields |= getattr(record, "fields", {})
+    if record.exc_info and record.exc_info[1] is not None:
+        fields["error"] = describe(record.exc_info[1])
+        fields["trace"] = _trace(record.exc_info[2])
+    return fields
+
+
+def describe(error: BaseException) -> str:
+    """An exception as it may be logged: our own with their text, foreign ones by their type."""
+    name = type(error).__name__
+    return f"{name}: {error}" if isinstance(error, KVQError) else name
+
+
+def _trace(tb: TracebackType | None) -> str:
+    frames = traceback.extract_tb(tb)[-12:]
+    return " < ".join(f"{frame.filename}:{frame.lineno} {frame.name}" for frame in reversed(frames))
+
+
+def _plain(value: Any) -> str:
+    text = f"{value:.6g}" if isinstance(value, float) else str(value)
+    return json.dumps(text) if not text or any(c.isspace() or c in '"=' for c in text) else text
