@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 @click.option(
     "--grace", default=30.0, show_default=True, help="Seconds that running requests get at the end."
 )
+@click.option("--max-restarts", default=5, show_default=True, help="Of the engine, within ten minutes.")
 @click.option("--request-timeout", default=600.0, show_default=True, help="Seconds for a request; 0: any.")
 @click.option("--max-queue", default=1024, show_default=True, help="Requests that may wait.")
 @click.option("--max-queued-tokens", default=1 << 20, show_default=True, help="Prompt tokens that may wait.")
@@ -108,6 +109,7 @@ def _config(kv: str, model_options: ModelOptions, options: dict[str, Any]) -> "S
             tokens_per_minute=take("tokens_per_minute"),
         ),
         log=LogConfig(format=take("log_format"), level=take("log_level")),
+        max_restarts=take("max_restarts"),
         grace_s=take("grace"),
         timeout_s=take("request_timeout") or None,
         engine=_engine_options(model_options, options),

@@ -121,7 +121,7 @@ class Admission:
         """Live blocks / blocks of the fullest pool."""
         gauges = self._gauges()
         pools = [] if gauges is None else gauges.pools
-        return max((pool.live / (pool.free + pool.cached + pool.live) for pool in pools), default=0.0)
+        return max((pool.live / pool.total for pool in pools), default=0.0)
 
     @property
     def load(self) -> float:

@@ -41,6 +41,7 @@ class ServerConfig:
     admission: AdmissionConfig = field(default_factory=AdmissionConfig)
     tenants: TenantLimits = field(default_factory=TenantLimits)
     log: LogConfig = field(default_factory=LogConfig)
+    max_restarts: int = 5  # of the engine within ten minutes
     grace_s: float = 30.0  # for running requests after SIGTERM
     timeout_s: float | None = 600.0  # for a request, from its arrival at the engine
     engine: dict[str, Any] = field(default_factory=dict)  # options of `kvq.LLM`
@@ -51,6 +52,8 @@ class ServerConfig:
                 f"--host {self.host} can be reached from other machines: give --api-key-file, "
                 f"or stay on 127.0.0.1"
             )
+        if self.max_restarts < 0:
+            raise ConfigError(f"the restarts allowed must be at least 0, got {self.max_restarts}")
         if not 0 <= self.grace_s < float("inf"):
             raise ConfigError(f"the grace period must be at least 0 seconds, got {self.grace_s}")
         if self.timeout_s is not None and not self.timeout_s > 0:

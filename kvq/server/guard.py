@@ -1,6 +1,7 @@
 """What every request passes before anything reads it: host, origin, key, size, time."""
 
 import asyncio
+import contextlib
 import secrets
 from dataclasses import dataclass
 from time import perf_counter
@@ -16,6 +17,7 @@ from kvq.server.problems import Problem
 
 MAX_BODY = 8 << 20  # bytes
 BODY_S = 30.0  # for a body to arrive
+_SKIP_S = 1.0
 OPEN = ("/health/live",)  # need no key
 LOOPBACK = ("127.0.0.1", "[::1]", "localhost")
 
@@ -49,7 +51,10 @@ class Guard:
                 self._check(scope)
                 whole = await _read(receive)
             except Problem as problem:
-                await as_response(problem)(scope, receive, answer.send)
+                await _skip(receive)
+                response = as_response(problem)
+                response.headers["Connection"] = "close"
+                await response(scope, receive, answer.send)
                 return
             if whole is not None:
                 await self._app(scope, whole, answer.send)
@@ -108,6 +113,16 @@ class _Answer:
             self.status = message["status"]
             message["headers"] = [*message.get("headers", ()), (b"x-request-id", self.request_id.encode())]
         await self._send(message)
+
+
+async def _skip(receive: Receive) -> None:
+    """Pass over what is left of a refused body for a moment: closed at once, a client that is still
+    sending would see a reset and never the answer.
+    """
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(_SKIP_S):
+            while (await receive()).get("more_body", False):
+                pass
 
 
 async def _read(receive: Receive) -> Receive | None:

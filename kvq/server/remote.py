@@ -35,7 +35,7 @@ from kvq.server.messages import (
 _log = logging.getLogger("kvq")
 _RESTART_WINDOW_S = 600.0
 _END_S = 5.0  # for the engine process to end by itself
-_FIRST_DELAY_S = 0.5  # before the second restart within the window; about doubled each time
+_FIRST_DELAY_S = 0.5  # before a restart of an engine that never was ready; doubled each time
 
 
 class State(Enum):
@@ -101,6 +101,7 @@ class Remote:
         self._streams: dict[int, asyncio.Queue[Delta | Ended | EngineError | TimeoutError]] = {}
         self._process: _Process | None = None
         self._restarts: deque[float] = deque()
+        self._delay_s = 0.0  # before the next life begins
         self._life: asyncio.Task[None] | None = None
         self._changed = asyncio.Event()
 
@@ -180,9 +181,10 @@ class Remote:
         while True:
             await self._live_once()
             self._restart_or_raise()
-            await asyncio.sleep(_FIRST_DELAY_S * (2 ** (len(self._restarts) - 1) - 1))
+            await asyncio.sleep(self._delay_s)
 
     async def _live_once(self) -> None:
+        self._delay_s = max(2 * self._delay_s, _FIRST_DELAY_S)  # unless it becomes ready
         process = self._process = await self._spawn()
         try:
             await self._serve(process)
@@ -206,6 +208,7 @@ class Remote:
         if not isinstance(first, Ready):
             return
         self.info = first
+        self._delay_s = 0.0
         self._set(State.READY)
         process.answered_s = monotonic()
         pinging = asyncio.create_task(self._ping(process))

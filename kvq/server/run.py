@@ -20,7 +20,7 @@ from kvq.server.logs import configure, log_event
 from kvq.server.messages import Start
 from kvq.server.prompts import Prompts
 from kvq.server.protocol import MAX_CONNECTIONS, Connection, prepare
-from kvq.server.remote import Remote
+from kvq.server.remote import Remote, Watch
 from kvq.server.service import Service
 
 _log = logging.getLogger("kvq")
@@ -64,12 +64,13 @@ async def _serve(config: ServerConfig) -> None:
             ended.set_result(reason)
 
     start = Start(model=str(folder), kv=config.kv, options=options, log=config.log)
-    service = _service(config, Remote(start, on_failed=end), prompts)
+    remote = Remote(start, watch=Watch(max_restarts=config.max_restarts), on_failed=end)
+    service = _service(config, remote, prompts)
     server = _Server(_uvicorn(config, service))
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, end)
     listening = asyncio.create_task(server.serve(sockets=[listener]))
-    starting = asyncio.create_task(service.remote.start())
+    starting = asyncio.create_task(remote.start())
     try:
         await asyncio.wait((starting, ended), return_when=asyncio.FIRST_COMPLETED)
         if starting.done():

@@ -10,6 +10,7 @@ from kvq.engine import SamplingParams
 from kvq.errors import EngineError
 from kvq.scheduler import Priority
 from kvq.server.admission import Admission
+from kvq.server.logs import log_event
 from kvq.server.messages import Delta, Ended
 from kvq.server.metrics import Metrics
 from kvq.server.problems import Problem, failed, timed_out, unavailable
@@ -151,6 +152,18 @@ class Service:
     def _count(self, ended: Ended, tenant: str) -> None:
         self.metrics.ended(ended)
         if (used := ended.receipt) is not None:
+            log_event(
+                "generated",
+                prompt_tokens=used.prompt_tokens,
+                cached_tokens=used.cached_tokens,
+                generated_tokens=used.generated_tokens,
+                preemptions=used.preemptions or None,
+                queue_s=ended.queue_s,
+                ttft_s=ended.ttft_s,
+                e2e_s=ended.e2e_s,
+                tenant=tenant or None,
+                failed=None if ended.error is None else ended.kind,
+            )
             self.admission.charge(tenant, used.prompt_tokens - used.cached_tokens + used.generated_tokens)
 
     def _leave(self) -> None:
@@ -162,5 +175,5 @@ class Service:
 def describe(service: Service, created: int) -> dict[str, Any]:
     """The model, as `/v1/models` lists it."""
     info = service.remote.info
-    limit = {} if info is None else {"max_model_len": info.max_context}
+    limit = {} if info is None else {"max_model_len": info.max_context, "vocab_size": info.vocab_size}
     return {"id": service.name, "object": "model", "created": created, "owned_by": "kvq"} | limit

@@ -1,0 +1,408 @@
+"""What the server bears: rude clients, overload, dying engines, slow readers, and a long time.
+
+    python benchmarks/reliability.py [--parts rude,overload,kills,...] [--scale 1.0] [--model DIR]
+
+rude: 10,000 requests on a pool of 64 blocks, of which 30% are reset and 10% stall. overload: ten times the
+load that the server can serve, for 120 s. kills: `kill -9` of the engine mid-stream, 100 times. stops:
+SIGSTOP of the engine, 20 times. drain: SIGTERM with 200 streams. stalled: 500 readers who stop reading, beside
+8 who don't. overhead: 16 streams over HTTP beside the engine alone; needs --model, a folder made by
+tools/make_bench_model.py. soak: an hour of mixed load. Client and HTTP process share one core, the engine has
+the other. `--scale` shortens counts and times for a trial; what it writes then says so. Each part writes
+benchmarks/results/reliability-<part>-cpu.json, whose rows say what was asked and what was found.
+"""
+
+import argparse
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+import torch
+
+from kvq.bench.engine_load import Lengths, Load, LoadRequest
+from kvq.bench.serve_client import Manner, Sent, send
+from kvq.bench.serve_load import as_served, outcomes, run_load, some_rude
+from kvq.bench.serve_process import ServerProcess
+from kvq.bench.timing import percentile
+from kvq.evals.results import envelope, source_commit, write_json
+
+RESULTS = Path(__file__).resolve().parent / "results"
+Rows = list[dict[str, Any]]
+NO_BOUNDS = ("--max-queue", "100000", "--max-wait", "100000", "--max-kv-pressure", "1")
+
+
+@dataclass(frozen=True)
+class Run:
+    """What was asked for on the command line."""
+
+    scale: float
+    model: str | None
+
+    def count(self, full: int) -> int:
+        """That many, scaled, at least 2."""
+        return max(2, round(full * self.scale))
+
+    def seconds(self, full: float) -> float:
+        """That long, scaled."""
+        return full * self.scale
+
+
+def finding(what: str, found: Any, asked: str, holds: bool, **more: Any) -> dict[str, Any]:
+    """One row."""
+    return {"what": what, "found": found, "asked": asked, "holds": bool(holds), **more}
+
+
+def tiny_server(*options: str, kv: str = "int4") -> ServerProcess:
+    """The embedded model."""
+    return ServerProcess(["--model", "tiny", "--kv", kv, "--log-level", "warning", *options], pin=True)
+
+
+def a_load(
+    server: ServerProcess, count: int, prompt: Lengths, output: Lengths, **more: Any
+) -> list[LoadRequest]:
+    """Random requests for a server's model."""
+    load = Load(
+        num_requests=count,
+        input_lengths=prompt,
+        output_lengths=output,
+        vocab_size=server.model["vocab_size"],
+        max_context=server.model["max_model_len"],
+        **more,
+    )
+    return load.draw(0)
+
+
+async def leaks(server: ServerProcess, sockets: int) -> Rows:
+    """What is left five seconds after a load."""
+    await asyncio.sleep(5)
+    seen = await server.metrics()
+    states = ("running", "waiting", "preempted")
+    requests = sum(seen[f"kvq_engine_requests/{state}"] for state in states)
+    live = sum(
+        value for name, value in seen.items() if name.startswith("kvq_blocks/") and name.endswith("/live")
+    )
+    tasks = seen["kvq_http_tasks"]
+    left = server.num_sockets() - sockets
+    return [
+        finding("requests left at the engine", requests, "0", requests == 0),
+        finding("live blocks left", live, "0", live == 0),
+        finding("sockets left", left, "0", left <= 0),
+        finding("tasks of the HTTP process", tasks, "at most 12, as when idle", tasks <= 12),
+    ]
+
+
+async def rude(run: Run) -> Rows:
+    """Clients that reset and stall."""
+    async with tiny_server("--num-blocks", "64", *NO_BOUNDS) as server:
+        await server.metrics()
+        sockets = server.num_sockets()
+        requests = a_load(server, run.count(10_000), Lengths(low=1, high=64), Lengths(low=1, high=32))
+        sent = await run_load(
+            server.target, requests, 48, manner=some_rude(resets=0.3, stalls=0.1, seed=1), stall_s=2.0
+        )
+        ends = outcomes(sent)
+        polite = [one for one in sent if one.manner is Manner.POLITE]
+        complete = sum(one.is_complete for one in polite)
+        return [
+            finding("requests sent", len(sent), "10,000", True, **ends),
+            finding("polite clients served", complete, f"all {len(polite)}", complete == len(polite)),
+            *await leaks(server, sockets),
+        ]
+
+
+async def overload(run: Run) -> Rows:
+    """Ten times what can be served."""
+    options = ("--num-blocks", "512", "--max-num-seqs", "16", "--max-queue", "32", "--max-wait", "5")
+    async with tiny_server(*options) as server:
+        lengths = Lengths(low=96, high=160), Lengths(low=96, high=160)
+        probe = await run_load(server.target, a_load(server, run.count(150), *lengths), 20)
+        rate = len(probe) / as_served(probe).seconds
+        seconds = run.seconds(120)
+
+        async def serve(factor: float) -> list[Sent]:
+            count = max(20, round(factor * rate * seconds))
+            return await run_load(server.target, a_load(server, count, *lengths, rate=factor * rate), None)
+
+        once = await serve(1.0)
+        seen: list[float] = []
+        watching = asyncio.create_task(_watch(server, "kvq_requests_waiting", seen))
+        tenfold = await serve(10.0)
+        watching.cancel()
+        await asyncio.sleep(10)
+        after = await run_load(server.target, a_load(server, 20, *lengths, rate=0.3 * rate), None)
+        calm = await run_load(server.target, a_load(server, 20, *lengths, rate=0.3 * rate), None)
+    goodput = [sum(len(one.token_s) for one in load if one.is_complete) / seconds for load in (once, tenfold)]
+    ends = outcomes(tenfold)
+    ttft = [percentile([s.ttft_s for s in as_served(load).served], 50) for load in (calm, after)]
+    return [
+        finding("rate that can be served, requests/s", rate, "", True, **outcomes(once)),
+        finding("sent at ten times that", ends["sent"], "120 s", True, **ends),
+        finding("longest queue", max(seen), "within 32", max(seen) <= 32),
+        finding("refusals, p99 ms", ends["refusal_ms_p99"], "below 50", ends["refusal_ms_p99"] < 50),
+        finding("requests not answered", ends["unanswered"] + ends["broken"], "0", not ends["unanswered"]),
+        finding(
+            "goodput at 10x / 1x, tokens/s", goodput[1] / goodput[0], "0.9", goodput[1] >= 0.9 * goodput[0],
+            once=goodput[0], tenfold=goodput[1],
+        ),
+        finding(
+            "TTFT 10 s after, p50 ms", 1e3 * ttft[1], "as when calm", ttft[1] <= 1.5 * ttft[0],
+            calm=1e3 * ttft[0],
+        ),
+    ]  # fmt: skip
+
+
+async def _watch(server: ServerProcess, name: str, seen: list[float]) -> None:
+    while True:
+        seen.append((await server.metrics()).get(name, 0.0))
+        await asyncio.sleep(0.5)
+
+
+async def _break_engine(run: Run, count: int, signal_number: signal.Signals) -> Rows:
+    """Break the engine while streams run, so many times."""
+    async with tiny_server("--num-blocks", "256", "--max-restarts", "1000") as server:
+        cold = await _cold_start_s()
+        told: list[float] = []
+        ready: list[float] = []
+        wrong = 0
+        for _ in range(count):
+            requests = a_load(server, 4, Lengths(low=8, high=8), Lengths(low=1000, high=1000))
+            tasks = [
+                asyncio.create_task(send(server.target, one, perf_counter(), Manner.POLITE, stall_s=0))
+                for one in requests
+            ]
+            await asyncio.sleep(0.5)
+            broken_s = perf_counter()
+            os.kill(server.engine_pid, signal_number)
+            sent = await asyncio.gather(*tasks)
+            told += [one.end_s - broken_s for one in sent]
+            wrong += sum(not (one.status == 200 and one.error) for one in sent)
+            await server.wait_ready(60)
+            ready.append(perf_counter() - broken_s)
+        alive = server.process.poll() is None
+    stall_s = 0.0 if signal_number == signal.SIGKILL else 4.5
+    return [
+        finding(f"{signal_number.name} survived", count, "100 (20 SIGSTOP)", alive),
+        finding("streams that did not end with an error object", wrong, "0", wrong == 0, streams=4 * count),
+        finding(
+            "error objects, longest s", max(told), f"1 after the end is known ({stall_s} s)",
+            max(told) < 1 + stall_s, median=median(told),
+        ),
+        finding(
+            "ready again, longest s", max(ready), f"5 + {cold:.1f} of start and load", max(ready) < 5 + cold,
+            median=median(ready), start_and_load_s=cold,
+        ),
+    ]  # fmt: skip
+
+
+async def _cold_start_s() -> float:
+    """Interpreter start and model load: a second server from nothing, beside an idle one."""
+    began = perf_counter()
+    async with tiny_server("--num-blocks", "256"):
+        return perf_counter() - began
+
+
+async def kills(run: Run) -> Rows:
+    """SIGKILL."""
+    return await _break_engine(run, run.count(100), signal.SIGKILL)
+
+
+async def stops(run: Run) -> Rows:
+    """SIGSTOP."""
+    return await _break_engine(run, run.count(20), signal.SIGSTOP)
+
+
+async def drain(run: Run) -> Rows:
+    """SIGTERM with streams running."""
+    count = run.count(200)
+    async with tiny_server("--num-blocks", "2048", "--max-num-seqs", "256", *NO_BOUNDS) as server:
+        requests = a_load(server, count, Lengths(low=8, high=8), Lengths(low=48, high=48))
+        tasks = [
+            asyncio.create_task(send(server.target, one, perf_counter(), Manner.POLITE, stall_s=0))
+            for one in requests
+        ]
+        while (await server.metrics()).get("kvq_engine_requests/running", 0) < count:
+            await asyncio.sleep(0.05)
+        began = perf_counter()
+        server.process.send_signal(signal.SIGTERM)
+        await asyncio.sleep(0.2)
+        late = await send(server.target, requests[0], perf_counter(), Manner.POLITE, stall_s=0)
+        sent = await asyncio.gather(*tasks)
+        await asyncio.to_thread(server.process.wait, 60)
+        seconds, status = perf_counter() - began, server.process.returncode
+    complete = sum(one.is_complete for one in sent)
+    return [
+        finding(
+            "streams complete after SIGTERM", complete, f"all {count}", complete == count, seconds=seconds
+        ),
+        finding("a new request meanwhile", late.status, "503", late.status == 503),
+        finding("exit status", status, "0", status == 0),
+    ]
+
+
+async def stalled(run: Run) -> Rows:
+    """Readers who stop reading, beside some who don't."""
+    count = run.count(500)
+    options = ("--num-blocks", "2048", "--max-num-seqs", "64", *NO_BOUNDS)
+    async with tiny_server(*options) as server:
+
+        async def eight() -> list[float]:
+            few = a_load(server, 8, Lengths(low=8, high=8), Lengths(low=400, high=400))
+            return [
+                gap for one in as_served(await run_load(server.target, few, 8)).served for gap in one.itl_s
+            ]
+
+        await eight()
+        before_bytes = server.memory_bytes()["http"]
+        alone = await eight()
+        many = a_load(server, count, Lengths(low=4, high=4), Lengths(low=200, high=200))
+        stalling = asyncio.create_task(
+            run_load(server.target, many, None, manner=lambda _: Manner.STALL, stall_s=run.seconds(120))
+        )
+        while (await server.metrics()).get("kvq_requests_total/success", 0) < count:
+            await asyncio.sleep(0.5)
+            if stalling.done():
+                break
+        beside = await eight()
+        grown = (server.memory_bytes()["http"] - before_bytes) / 1e6
+        open_sockets = server.num_sockets()
+        stalling.cancel()
+    p99 = [1e3 * percentile(gaps, 99) for gaps in (alone, beside)]
+    return [
+        finding("stalled readers", count, "500", True, sockets=open_sockets),
+        finding(
+            "others' ITL, p99 ms",
+            p99[1],
+            "1.25x",
+            p99[1] <= 1.25 * p99[0],
+            alone=p99[0],
+            ratio=p99[1] / p99[0],
+        ),
+        finding("memory of the HTTP process, MB more", grown, "50", grown <= 50),
+    ]
+
+
+async def overhead(run: Run) -> Rows:
+    """HTTP beside the engine alone."""
+    if run.model is None:
+        raise SystemExit("overhead needs --model, a folder made by tools/make_bench_model.py")
+    from kvq.bench.engine_result import ServedLoad
+    from kvq.bench.engine_server import KvqServer, Limits
+    from kvq.models import load
+
+    cores = sorted(os.sched_getaffinity(0))
+    options = ["--model", run.model, "--kv", "int4", "--kv-memory", "1GiB", "--log-level", "warning"]
+    runs: dict[str, list[ServedLoad]] = {"engine": [], "serve": []}
+    async with ServerProcess(options, pin=True) as server:
+        requests = a_load(server, 32, Lengths(low=64, high=64), Lengths(low=64, high=64))
+        torch.set_num_threads(max(1, len(cores) - 1))
+        os.sched_setaffinity(0, cores[1:])
+        alone = KvqServer(load(run.model, "int4"), "int4", Limits(kv_memory="1GiB"), requests)
+        for repeat in range(run.count(5)):
+            drawn = [replace(one, prompt=one.prompt[repeat:] + one.prompt[:repeat]) for one in requests]
+            for name in ("engine", "serve") if repeat % 2 else ("serve", "engine"):
+                os.sched_setaffinity(0, cores[1:] if name == "engine" else cores[:1])
+                if name == "engine":
+                    runs[name].append(alone.run(drawn, 16))
+                else:
+                    runs[name].append(as_served(await run_load(server.target, drawn, 16)))
+        alone.close()
+    speed = {name: median(one.output_tokens_per_s for one in loads) for name, loads in runs.items()}
+    ttft = {name: 1e3 * median(s.ttft_s for one in loads for s in one.served) for name, loads in runs.items()}
+    ratio, more = speed["serve"] / speed["engine"], ttft["serve"] - ttft["engine"]
+    return [
+        finding("tokens/s of the server / the engine's", ratio, "0.85", ratio >= 0.85, **speed),
+        finding("TTFT, ms more", more, "10", more <= 10, **ttft),
+    ]
+
+
+async def soak(run: Run) -> Rows:
+    """A long time."""
+    seconds = run.seconds(3600)
+    memory: list[dict[str, int]] = []
+    gaps: list[list[float]] = []
+    failed = 0
+    async with tiny_server("--num-blocks", "256", *NO_BOUNDS) as server:
+        sockets = server.num_sockets()
+        began = perf_counter()
+        index = 0
+        while perf_counter() - began < seconds:
+            requests = a_load(server, 200, Lengths(low=1, high=300), Lengths(low=1, high=100), seed=index)
+            index += 1
+            sent = await run_load(
+                server.target,
+                requests,
+                12,
+                manner=some_rude(resets=0.1, stalls=0.05, seed=index),
+                stall_s=1.0,
+            )
+            failed += sum(one.manner is Manner.POLITE and not one.is_complete for one in sent)
+            gaps.append([gap for one in as_served(sent).served for gap in one.itl_s])
+            memory.append(server.memory_bytes())
+        left = await leaks(server, sockets)
+    tenth = max(1, len(gaps) // 10)
+    first, last = gaps[tenth : 2 * tenth] or gaps[:1], gaps[-tenth:]
+    p99 = [1e3 * percentile([gap for part in parts for gap in part], 99) for parts in (first, last)]
+    growth = {
+        name: median(m[name] for m in memory[-tenth:])
+        / median(m[name] for m in memory[tenth : 2 * tenth] or memory)
+        for name in ("http", "engine")
+    }
+    return [
+        finding("seconds of mixed load", perf_counter() - began, "3600", True, requests=200 * index),
+        finding("polite requests that failed", failed, "0", failed == 0),
+        finding(
+            "memory, last tenth / second",
+            growth,
+            "within 2%",
+            all(abs(g - 1) <= 0.02 for g in growth.values()),
+        ),
+        finding("ITL p99, last tenth / second", p99[1] / p99[0], "1.05", p99[1] <= 1.05 * p99[0], ms=p99),
+        *left,
+    ]
+
+
+PARTS: dict[str, Callable[[Run], Awaitable[Rows]]] = {
+    "rude": rude,
+    "overload": overload,
+    "kills": kills,
+    "stops": stops,
+    "drain": drain,
+    "stalled": stalled,
+    "overhead": overhead,
+    "soak": soak,
+}
+
+
+def main() -> None:
+    """Run the parts and write what they found."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--parts", default="rude,overload,kills,stops,drain,stalled")
+    parser.add_argument("--scale", type=float, default=1.0)
+    parser.add_argument("--model")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    given = parser.parse_args()
+    source_commit()
+    run = Run(given.scale, given.model)
+    for part in given.parts.split(","):
+        began = perf_counter()
+        rows = asyncio.run(PARTS[part](run))
+        result = envelope(
+            sys.argv, torch.device("cpu"), rows, scale=run.scale, seconds=perf_counter() - began
+        )
+        write_json(given.out / f"reliability-{part}-cpu.json", result)
+        print(f"{part}: {perf_counter() - began:.0f} s")
+        for row in rows:
+            holds = "holds" if row["holds"] else "FALLS SHORT"
+            print(f"  {holds:<12}{row['what']}: {row['found']} ({row['asked']})")
+
+
+if __name__ == "__main__":
+    main()

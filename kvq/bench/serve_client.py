@@ -1,0 +1,177 @@
+"""A client of an OpenAI-compatible server that measures, and that can be as rude as some clients are."""
+
+import asyncio
+import json
+import socket
+import struct
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from enum import Enum
+from time import perf_counter
+from typing import Any
+from urllib.parse import urlsplit
+
+from kvq.bench.engine_load import LoadRequest
+from kvq.errors import ConfigError
+
+_TIMEOUT_S = 600.0
+_LINE = 1 << 22  # bytes
+
+
+class Manner(Enum):
+    """How a client behaves."""
+
+    POLITE = "polite"  # reads to the end
+    RESET = "reset"  # resets the connection after its first token
+    STALL = "stall"  # stops reading after its first token, and goes later
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Target:
+    """A server."""
+
+    host: str
+    port: int
+    model: str
+    key: str = "none"
+
+    @classmethod
+    def from_url(cls, url: str, model: str = "", key: str = "none") -> "Target":
+        """From its address, such as http://127.0.0.1:8000.
+
+        Raises:
+            ConfigError: no http URL with a host.
+        """
+        parts = urlsplit(url)
+        if parts.scheme != "http" or not parts.hostname:
+            raise ConfigError(f"--url takes an address such as http://127.0.0.1:8000, got {url!r}")
+        return cls(host=parts.hostname, port=parts.port or 80, model=model, key=key)
+
+
+@dataclass(slots=True)
+class Sent:
+    """What came of one request; times in seconds on this process's clock."""
+
+    request: LoadRequest
+    due_s: float
+    manner: Manner = Manner.POLITE
+    status: int = 0  # 0: the connection broke before an answer
+    token_s: list[float] = field(default_factory=list)
+    end_s: float = 0.0
+    is_complete: bool = False  # every token came, and the end of the stream
+    error: str | None = None  # the error object's message
+
+
+async def send(target: Target, request: LoadRequest, due_s: float, manner: Manner, *, stall_s: float) -> Sent:
+    """Ask for a completion as a stream; never raises for what the server does."""
+    sent = Sent(request, due_s, manner)
+    try:
+        async with asyncio.timeout(_TIMEOUT_S):
+            await _exchange(target, sent, stall_s)
+    except (OSError, EOFError, ValueError, TimeoutError) as error:
+        sent.error = sent.error or f"{type(error).__name__}: {error}"
+    sent.end_s = perf_counter()
+    return sent
+
+
+async def get(target: Target, path: str, *, timeout_s: float = 10.0) -> tuple[int, bytes]:
+    """Status and body of a GET.
+
+    Raises:
+        OSError: no connection; TimeoutError: no answer in time.
+    """
+    async with asyncio.timeout(timeout_s):
+        reader, writer = await asyncio.open_connection(target.host, target.port, limit=_LINE)
+        try:
+            writer.write(_head(target, "GET", path))
+            status, headers = await _answer(reader)
+            return status, b"".join([part async for part in _body(reader, headers)])
+        finally:
+            writer.close()
+
+
+async def _exchange(target: Target, sent: Sent, stall_s: float) -> None:
+    request = sent.request
+    body = {
+        "model": target.model,
+        "prompt": request.prompt,
+        "max_tokens": request.output_tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+        "stream": True,
+        "priority": request.priority.name.lower(),
+    }
+    payload = json.dumps(body).encode()
+    reader, writer = await asyncio.open_connection(target.host, target.port, limit=_LINE)
+    try:
+        writer.write(_head(target, "POST", "/v1/completions", len(payload)) + payload)
+        sent.status, headers = await _answer(reader)
+        if sent.status != 200:
+            text = b"".join([part async for part in _body(reader, headers)])
+            sent.error = json.loads(text)["error"]["message"]
+            return
+        async for part in _body(reader, headers):
+            _take(sent, part)
+            if sent.manner is Manner.RESET and sent.token_s:
+                _reset(writer)
+                return
+            if sent.manner is Manner.STALL and sent.token_s:
+                reader._transport.pause_reading()  # type: ignore[attr-defined]
+                await asyncio.sleep(stall_s)
+                return
+    finally:
+        writer.close()
+
+
+def _head(target: Target, method: str, path: str, length: int | None = None) -> bytes:
+    lines = [f"{method} {path} HTTP/1.1", f"Host: {target.host}:{target.port}", "Connection: close"]
+    lines.append(f"Authorization: Bearer {target.key}")
+    if length is not None:
+        lines += ["Content-Type: application/json", f"Content-Length: {length}"]
+    return "\r\n".join([*lines, "", ""]).encode()
+
+
+async def _answer(reader: asyncio.StreamReader) -> tuple[int, dict[str, str]]:
+    first = (await _line(reader)).split()
+    headers: dict[str, str] = {}
+    while line := await _line(reader):
+        name, _, value = line.partition(":")
+        headers[name.lower()] = value.strip()
+    return int(first[1]), headers
+
+
+async def _line(reader: asyncio.StreamReader) -> str:
+    line = await reader.readline()
+    if not line:
+        raise EOFError("the connection ended")
+    return line.decode("latin-1").rstrip("\r\n")
+
+
+async def _body(reader: asyncio.StreamReader, headers: dict[str, str]) -> AsyncIterator[bytes]:
+    if headers.get("transfer-encoding") != "chunked":
+        yield await reader.readexactly(int(headers["content-length"]))
+        return
+    while size := int(await _line(reader), 16):
+        yield await reader.readexactly(size)
+        await reader.readexactly(2)
+
+
+def _take(sent: Sent, part: bytes) -> None:
+    """One or more whole events."""
+    now = perf_counter()
+    for event in part.split(b"\n\n"):
+        if event == b"data: [DONE]":
+            sent.is_complete = len(sent.token_s) == sent.request.output_tokens
+        elif event:
+            data: dict[str, Any] = json.loads(event.removeprefix(b"data: "))
+            if "error" in data:
+                sent.error = data["error"]["message"]
+            elif data["choices"]:
+                sent.token_s.append(now)
+
+
+def _reset(writer: asyncio.StreamWriter) -> None:
+    """End a connection so that the other side sees a reset."""
+    sock = writer.get_extra_info("socket")
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    writer.transport.abort()

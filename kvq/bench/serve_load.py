@@ -1,0 +1,102 @@
+"""Requests over HTTP: each at its time, or so many users at a time."""
+
+import asyncio
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from time import perf_counter
+from typing import Any
+
+from kvq.bench.engine_load import LoadRequest
+from kvq.bench.engine_result import Served, ServedLoad
+from kvq.bench.serve_client import Manner, Sent, Target, send
+from kvq.bench.timing import percentile
+
+PickManner = Callable[[LoadRequest], Manner]
+
+
+def polite(_: LoadRequest) -> Manner:
+    """Everybody reads to the end."""
+    return Manner.POLITE
+
+
+def some_rude(*, resets: float, stalls: float, seed: int) -> PickManner:
+    """That share of all clients resets or stalls, by the request's index and the seed."""
+
+    def pick(request: LoadRequest) -> Manner:
+        drawn = random.Random(f"{seed}/{request.index}").random()
+        if drawn < resets:
+            return Manner.RESET
+        return Manner.STALL if drawn < resets + stalls else Manner.POLITE
+
+    return pick
+
+
+async def run_load(
+    target: Target,
+    requests: Sequence[LoadRequest],
+    users: int | None,
+    *,
+    manner: PickManner = polite,
+    stall_s: float = 5.0,
+    progress: Callable[[int, int], object] = lambda done, total: None,
+) -> list[Sent]:
+    """Send all, as they arrive or `users` at a time; results in the order of `requests`."""
+    began = perf_counter()
+    done = 0
+
+    async def one(request: LoadRequest, due_s: float) -> Sent:
+        nonlocal done
+        sent = await send(target, request, due_s, manner(request), stall_s=stall_s)
+        done += 1
+        progress(done, len(requests))
+        return sent
+
+    if users is None:
+        tasks = []
+        for request in requests:
+            await asyncio.sleep(max(0.0, began + request.arrival_s - perf_counter()))
+            tasks.append(asyncio.create_task(one(request, began + request.arrival_s)))
+        return list(await asyncio.gather(*tasks))
+    results: dict[int, Sent] = {}
+    waiting = iter(requests)
+
+    async def user() -> None:
+        for request in waiting:
+            results[request.index] = await one(request, perf_counter())
+
+    await asyncio.gather(*(user() for _ in range(users)))
+    return [results[request.index] for request in requests]
+
+
+def as_served(sent: Sequence[Sent]) -> ServedLoad:
+    """The complete ones as `kvq bench engine` counts them."""
+    begin = min(one.due_s for one in sent)
+    return ServedLoad(
+        served=[
+            Served(
+                request=replace(one.request, arrival_s=one.due_s - begin),
+                due_s=one.due_s - begin,
+                token_s=[at - begin for at in one.token_s],
+            )
+            for one in sent
+            if one.is_complete
+        ]
+    )
+
+
+def outcomes(sent: Sequence[Sent]) -> dict[str, Any]:
+    """How requests ended, and how fast those were that were refused."""
+    refused = [one for one in sent if one.status in (429, 503)]
+    waits = [one.end_s - one.due_s for one in refused]
+    polite_ones = [one for one in sent if one.manner is Manner.POLITE]
+    return {
+        "sent": len(sent),
+        "complete": sum(one.is_complete for one in sent),
+        "refused": len(refused),
+        "unanswered": sum(one.status == 0 for one in polite_ones),
+        "broken": sum(one.status == 200 and not one.is_complete for one in polite_ones),
+        "other": sum(one.status not in (0, 200, 429, 503) for one in sent),
+        "refusal_ms_p50": 1e3 * percentile(waits, 50) if waits else None,
+        "refusal_ms_p99": 1e3 * percentile(waits, 99) if waits else None,
+    }

@@ -1,0 +1,147 @@
+"""A `kvq serve` of one's own: started, pinned to cores, looked into, ended."""
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import replace
+from time import perf_counter
+from types import TracebackType
+from typing import Any, Self
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from kvq.bench.serve_client import Target, get
+from kvq.errors import EngineError
+
+_POLL_S = 0.02
+_END_S = 90.0
+
+
+class ServerProcess:
+    """A server on a free port of this machine, with its own engine process.
+
+    With `pin` the HTTP process shares the first core with this one, and the engine has the others.
+    """
+
+    def __init__(self, options: Sequence[str], *, pin: bool = False, key: str = "none") -> None:
+        """`options`: of `kvq serve`, without a port."""
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        self.target = Target(host="127.0.0.1", port=port, model="", key=key)
+        self.model: dict[str, Any] = {}  # as /v1/models lists it
+        self._cores = sorted(os.sched_getaffinity(0)) if pin else []
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115 - as long as the server lives
+        command = [sys.executable, "-m", "kvq", "serve", "--port", str(port), *options]
+        environment = dict(os.environ)
+        if len(self._cores) > 1:
+            environment["OMP_NUM_THREADS"] = str(len(self._cores) - 1)
+        self.process = subprocess.Popen(command, stderr=self._log, stdin=subprocess.DEVNULL, env=environment)
+
+    async def __aenter__(self) -> Self:
+        await self.wait_ready(300)
+        status, body = await get(self.target, "/v1/models")
+        if status != 200:
+            raise EngineError(f"the server does not list its model: {status}")
+        self.model = json.loads(body)["data"][0]
+        self.target = replace(self.target, model=self.model["id"])
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
+    ) -> None:
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+        try:
+            await asyncio.to_thread(self.process.wait, _END_S)
+        finally:
+            self.process.kill()
+            self._log.close()
+            if self._cores:
+                os.sched_setaffinity(0, self._cores)
+
+    @property
+    def log(self) -> str:
+        """What it has written so far."""
+        return os.pread(self._log.fileno(), 1 << 26, 0).decode(errors="replace")
+
+    @property
+    def engine_pid(self) -> int:
+        """The engine process.
+
+        Raises:
+            EngineError: there is none now.
+        """
+        pid = self.process.pid
+        with open(f"/proc/{pid}/task/{pid}/children", encoding="ascii") as file:
+            children = file.read().split()
+        if len(children) != 1:
+            raise EngineError(f"the server has {len(children)} child processes")
+        return int(children[0])
+
+    async def wait_ready(self, timeout_s: float) -> float:
+        """Seconds until it takes requests.
+
+        Raises:
+            EngineError: it ended, or took longer.
+        """
+        began = perf_counter()
+        while await self.status("/health/ready") != 200:
+            if self.process.poll() is not None or perf_counter() - began > timeout_s:
+                raise EngineError(f"the server is not ready: {self.log[-2000:]}")
+            await asyncio.sleep(_POLL_S)
+        self._pin()
+        return perf_counter() - began
+
+    async def status(self, path: str) -> int:
+        """Of a GET; 0 if nobody answers."""
+        try:
+            return (await get(self.target, path))[0]
+        except (OSError, EOFError, ValueError, TimeoutError):
+            return 0
+
+    async def metrics(self) -> dict[str, float]:
+        """All samples without labels by name, those with labels by name and labels' values."""
+        _, body = await get(self.target, "/metrics")
+        return {
+            "/".join((sample.name, *sample.labels.values())): sample.value
+            for family in text_string_to_metric_families(body.decode())
+            for sample in family.samples
+        }
+
+    def memory_bytes(self) -> dict[str, int]:
+        """Resident bytes of both processes."""
+        return {"http": _resident(self.process.pid), "engine": _resident(self.engine_pid)}
+
+    def num_sockets(self) -> int:
+        """Open sockets of the HTTP process."""
+        folder = f"/proc/{self.process.pid}/fd"
+        return sum(_link(f"{folder}/{name}").startswith("socket:") for name in os.listdir(folder))
+
+    def _pin(self) -> None:
+        if len(self._cores) > 1:
+            os.sched_setaffinity(0, self._cores[:1])
+            _pin_threads(self.process.pid, self._cores[:1])
+            _pin_threads(self.engine_pid, self._cores[1:])
+
+
+def _pin_threads(pid: int, cores: Sequence[int]) -> None:
+    for thread in os.listdir(f"/proc/{pid}/task"):
+        os.sched_setaffinity(int(thread), cores)
+
+
+def _resident(pid: int) -> int:
+    with open(f"/proc/{pid}/statm", encoding="ascii") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def _link(path: str) -> str:
+    try:
+        return os.readlink(path)
+    except OSError:  # closed meanwhile
+        return ""

@@ -1,0 +1,218 @@
+"""Requests that mean no good: each gets an error object, none harms the server."""
+
+import json
+import socket
+import threading
+from time import monotonic, sleep
+
+import pytest
+
+from tests.server.kit import Server
+
+OPTIONS = ("--kv", "int4", "--num-blocks", "64", "--max-num-seqs", "8")
+
+
+@pytest.fixture(scope="module")
+def server():
+    with Server(*OPTIONS) as running:
+        pid = running.engine_pid
+        yield running
+        assert running.engine_pid == pid, "the engine was restarted"
+        assert running.status("/health/deep") == 200
+
+
+def talk(server, raw, timeout=20.0):
+    """What comes back for raw bytes, given in pieces: status, headers, body."""
+    with socket.create_connection(("127.0.0.1", server.port), timeout=timeout) as sock:
+        try:
+            for piece in [raw] if isinstance(raw, bytes) else raw:
+                sock.sendall(piece)
+        except (BrokenPipeError, ConnectionResetError):
+            pass  # it has answered already
+        answer = b""
+        try:
+            while part := sock.recv(1 << 16):
+                answer += part
+        except ConnectionResetError:
+            pass
+    head, _, body = answer.partition(b"\r\n\r\n")
+    lines = head.decode("latin-1").split("\r\n")
+    return int(lines[0].split()[1]), dict(line.lower().split(": ", 1) for line in lines[1:]), body
+
+
+def post(server, body, path="/v1/completions", headers=(), **more):
+    raw = body if isinstance(body, bytes) else json.dumps(body).encode()
+    lines = [
+        f"POST {path} HTTP/1.1",
+        "Host: 127.0.0.1",
+        "Connection: close",
+        "Content-Type: application/json",
+    ]
+    lines += [f"Content-Length: {len(raw)}", *headers, "", ""]
+    return talk(server, "\r\n".join(lines).encode() + raw, **more)
+
+
+def ask(**fields):
+    return {"model": "tiny", "prompt": "The sea", "max_tokens": 4} | fields
+
+
+def chat(content="Hi", **fields):
+    return {"model": "tiny", "messages": [{"role": "user", "content": content}], "max_tokens": 4} | fields
+
+
+DEEP = b'{"prompt": ' + b"[" * 10_000 + b"]" * 10_000 + b"}"
+DEEP_SCHEMA = {"type": "object"}
+for _ in range(300):
+    DEEP_SCHEMA = {"type": "object", "properties": {"a": DEEP_SCHEMA}}
+
+BODIES = {
+    "n": ask(n=10**9),
+    "negative n": ask(n=-1),
+    "best_of": ask(best_of=10**9),
+    "max_tokens": ask(max_tokens=10**18),
+    "max_tokens 0": ask(max_tokens=0),
+    "logprobs": ask(logprobs=10**9),
+    "temperature NaN": b'{"model": "tiny", "prompt": "a", "temperature": NaN}',
+    "temperature Infinity": b'{"model": "tiny", "prompt": "a", "temperature": 1e999}',
+    "huge number": b'{"model": "tiny", "prompt": "a", "seed": ' + b"9" * 5000 + b"}",
+    "seed": ask(seed=1 << 80),
+    "bias NaN": b'{"model": "tiny", "prompt": "a", "logit_bias": {"1": NaN}}',
+    "bias of no token": ask(logit_bias={"999999999": 1}),
+    "biases": ask(logit_bias={str(i): 1 for i in range(5000)}),
+    "stops": ask(stop=["x"] * 10_000),
+    "long stop": ask(stop="x" * 100_000),
+    "stop ids": ask(stop_token_ids=[-1]),
+    "token ids": ask(prompt=[1 << 40]),
+    "unknown token": ask(prompt=[4_000_000_000]),
+    "negative token": ask(prompt=[-5]),
+    "prompts": ask(prompt=["a"] * 1000),
+    "long prompt": ask(prompt="a " * 100_000),
+    "empty prompt list": ask(prompt=[]),
+    "surrogate": b'{"model": "tiny", "prompt": "\\ud800"}',
+    "depth": DEEP,
+    "no JSON": b"{",
+    "no UTF-8": b'{"prompt": "\xff\xfe"}',
+    "a list": b"[]",
+    "nothing": b"",
+    "deep schema": chat(
+        response_format={"type": "json_schema", "json_schema": {"name": "a", "schema": DEEP_SCHEMA}}
+    ),
+    "bad schema": chat(response_format={"type": "json_schema", "json_schema": {"schema": {"type": "no"}}}),
+    "bad regex": ask(guided_regex="("),
+    "long regex": ask(guided_regex="(a|b){0,5000}" * 200),
+    "huge grammar": ask(guided_grammar="start: " + " | ".join(f'"{i}"' for i in range(200_000))),
+    "recursive grammar": ask(guided_grammar="start: start"),
+    "choices": ask(guided_choice=["x" * 1000] * 2000),
+    "roles": chat() | {"messages": [{"role": "x" * 1000, "content": "a"}]},
+    "messages": chat() | {"messages": [{"role": "user", "content": "a"}] * 5000},
+    "no content": chat() | {"messages": [{"role": "user", "content": 7}]},
+    "image": chat([{"type": "image_url", "image_url": {"url": "http://127.0.0.1:1/x.png"}}]),
+    "template arguments": chat(chat_template_kwargs={"tokenize": True, "chat_template": "{{ 1 }}"}),
+    "tools": chat(tools=[{}] * 1000),
+    "model": ask(model="x" * 5000),
+    "null everything": dict.fromkeys(ask(stop=1, n=1, temperature=1, logit_bias=1)),
+}
+
+
+@pytest.mark.parametrize("name", BODIES)
+def test_bodies(server, name):
+    path = (
+        "/v1/chat/completions" if b"messages" in json.dumps(str(BODIES[name])).encode() else "/v1/completions"
+    )
+    status, _, body = post(server, BODIES[name], path)
+    assert 400 <= status < 500, body
+    assert set(json.loads(body)["error"]) == {"message", "type", "param", "code"}
+
+
+HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
+RAW = {
+    "headers of 64 KB": HEAD + b"X-Long: " + b"a" * 70_000 + b"\r\n\r\n",
+    "many headers": HEAD + b"".join(b"X-%d: %d\r\n" % (i, i) for i in range(20_000)) + b"\r\n",
+    "no HTTP": b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\r\n\r\n",
+    "bad length": HEAD + b"Content-Length: -5\r\n\r\n",
+    "length of letters": HEAD + b"Content-Length: abc\r\n\r\n",
+    "two lengths": HEAD + b"Content-Length: 5\r\nContent-Length: 6\r\n\r\n",
+    "huge length": HEAD + b"Content-Length: 99999999999999999999\r\n\r\n",
+    "9 MB announced": HEAD + b"Content-Length: 9437184\r\n\r\n",
+    "bad chunk": HEAD + b"Transfer-Encoding: chunked\r\n\r\nxyz\r\n",
+    "method": b"\x00\x01 / HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n",
+    "wrong method": b"DELETE /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n\r\n",
+    "path": b"GET /" + b"a/../" * 5000 + b" HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n\r\n",
+    "nul in path": b"GET /v1/models/%00%ff HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n\r\n",
+    "absolute": b"GET http://evil.example/ HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n\r\n",
+    "no host": b"GET /health HTTP/1.1\r\nConnection: close\r\n\r\n",
+    "another's host": b"GET /health HTTP/1.1\r\nHost: evil.example\r\nConnection: close\r\n\r\n",
+    "another's page": HEAD
+    + b"Origin: https://evil.example\r\nContent-Length: 2\r\nConnection: close\r\n\r\n{}",
+    "form": HEAD.replace(b"application/json", b"text/plain")
+    + b"Content-Length: 2\r\nConnection: close\r\n\r\n{}",
+}
+
+
+@pytest.mark.parametrize("name", RAW)
+def test_bytes(server, name):
+    status, headers, body = talk(server, RAW[name])
+    assert 400 <= status < 500, body
+    assert headers["content-type"] == "application/json"
+    assert set(json.loads(body)["error"]) == {"message", "type", "param", "code"}
+
+
+def test_a_body_in_chunks_of_one_byte_is_a_body(server):
+    body = json.dumps(ask(prompt="a " * 500)).encode()
+    pieces = [HEAD + b"Transfer-Encoding: chunked\r\nConnection: close\r\n\r\n"]
+    pieces += [b"1\r\n%c\r\n" % byte for byte in body]
+    status, _, answer = talk(server, [*pieces, b"0\r\n\r\n"])
+    assert status == 200
+    assert json.loads(answer)["usage"]["completion_tokens"] == 4
+
+
+def test_a_body_without_an_end_is_cut_at_its_bound(server):
+    chunk = b"100000\r\n" + b"a" * (1 << 20) + b"\r\n"
+    status, _, body = talk(server, [HEAD + b"Transfer-Encoding: chunked\r\n\r\n", *[chunk] * 10])
+    assert status == 413
+    assert json.loads(body)["error"]["code"] == "request_too_large"
+
+
+def test_requests_one_after_another_on_one_connection(server):
+    one = b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
+    last = one.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n")
+    with socket.create_connection(("127.0.0.1", server.port), timeout=10) as sock:
+        sock.sendall(one * 20 + last)
+        answer = b""
+        while part := sock.recv(1 << 16):
+            answer += part
+    assert answer.count(b"HTTP/1.1 200") == 21
+
+
+def test_connections_that_send_nothing_do_not_block_others(server):
+    idle = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(200)]
+    try:
+        assert post(server, ask())[0] == 200
+    finally:
+        for sock in idle:
+            sock.close()
+
+
+def test_heads_that_never_end_are_given_up(server):
+    began = monotonic()
+    status, _, body = talk(server, HEAD, timeout=30)
+    assert status == 408
+    assert monotonic() - began < 20
+    assert "error" in json.loads(body)
+
+
+def test_a_dripping_head_is_given_up_too(server):
+    answers = []
+    with socket.create_connection(("127.0.0.1", server.port), timeout=30) as sock:
+        reader = threading.Thread(target=lambda: answers.append(sock.recv(1 << 16)))
+        reader.start()
+        sock.sendall(HEAD)
+        deadline = monotonic() + 20
+        while not answers and monotonic() < deadline:
+            try:
+                sock.sendall(b"X-A: b\r\n")
+            except OSError:
+                break
+            sleep(0.5)
+        reader.join(5)
+    assert answers[0].startswith(b"HTTP/1.1 408")
