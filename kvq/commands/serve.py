@@ -35,6 +35,13 @@ if TYPE_CHECKING:
 @click.option(
     "--grace", default=30.0, show_default=True, help="Seconds that running requests get at the end."
 )
+@click.option(
+    "--metrics-names",
+    multiple=True,
+    default=["kvq"],
+    show_default=True,
+    help="Names at /metrics: kvq, vllm, llm; several with commas. kvq's are always there.",
+)
 @click.option("--request-timeout", default=600.0, show_default=True, help="Seconds for a request; 0: any.")
 @click.option("--max-queue", default=1024, show_default=True, help="Requests that may wait.")
 @click.option("--max-queued-tokens", default=1 << 20, show_default=True, help="Prompt tokens that may wait.")
@@ -79,6 +86,7 @@ def _config(kv: str, model_options: ModelOptions, options: dict[str, Any]) -> "S
     from kvq.server.config import ServerConfig, allowed_hosts, read_keys
     from kvq.server.guard import Access
     from kvq.server.logs import LogConfig
+    from kvq.server.names import parse_names
     from kvq.server.tenants import TenantLimits
 
     take = options.pop
@@ -108,6 +116,7 @@ def _config(kv: str, model_options: ModelOptions, options: dict[str, Any]) -> "S
             tokens_per_minute=take("tokens_per_minute"),
         ),
         log=LogConfig(format=take("log_format"), level=take("log_level")),
+        metrics_names=parse_names(take("metrics_names")),
         grace_s=take("grace"),
         timeout_s=take("request_timeout") or None,
         engine=_engine_options(model_options, options),
