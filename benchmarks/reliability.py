@@ -4,7 +4,7 @@
 
 rude: 10,000 requests on a pool of 64 blocks, of which 30% are reset and 10% stall. overload: ten times the
 load that the server can serve, for 120 s. kills: `kill -9` of the engine mid-stream, 100 times. stops:
-SIGSTOP of the engine, 20 times. drain: SIGTERM with 200 streams. stalled: 500 readers who stop reading, beside
+SIGSTOP of the engine, 20 times. drain: SIGTERM with 200 streams. stalled: 500 readers who stop, beside
 8 who don't. overhead: 16 streams over HTTP beside the engine alone; needs --model, a folder made by
 tools/make_bench_model.py. soak: an hour of mixed load. Client and HTTP process share one core, the engine has
 the other. `--scale` shortens counts and times for a trial; what it writes then says so. Each part writes

@@ -1,6 +1,6 @@
 """Block memory: pools, prefix index, tables, copy-on-write, swap orders. Plain Python, no torch."""
 
-from kvq.blockmgr.events import Copied, Event, Evicted, Stored, SwappedIn, SwappedOut
+from kvq.blockmgr.events import Copied, Event, Evicted, Found, Stored, SwappedIn, SwappedOut
 from kvq.blockmgr.ids import BlockId, HostSlot
 from kvq.blockmgr.manager import BlockManager
 from kvq.blockmgr.orders import Copy, Order, Scrub, SwapIn, SwapOut
@@ -17,6 +17,7 @@ __all__ = [
     "Copy",
     "Event",
     "Evicted",
+    "Found",
     "HostSlot",
     "Match",
     "Order",

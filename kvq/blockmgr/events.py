@@ -29,6 +29,14 @@ class Evicted:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Found:
+    """A new sequence found an indexed block and uses it."""
+
+    group: int
+    block: BlockId
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Copied:
     """A block was copied: before a write into a shared one, or to reuse its first tokens."""
 
@@ -55,7 +63,7 @@ class SwappedIn:
     block: BlockId
 
 
-Event = Stored | Evicted | Copied | SwappedOut | SwappedIn
+Event = Stored | Evicted | Found | Copied | SwappedOut | SwappedIn
 Subscriber = Callable[[Event], object]
 
 

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from kvq.blockmgr.blocks import Blocks
+from kvq.blockmgr.events import Found
 from kvq.blockmgr.ids import BlockId
 from kvq.blockmgr.matching import Hit, find
 from kvq.blockmgr.pool import Account
@@ -130,9 +131,14 @@ class Prefixes:
 
     def _share(self, sequence: Sequence, hit: Hit, length: int) -> None:
         sequence.starts, sequence.tables = self.tables(hit, length)
+        events = self._blocks.events
         for pool, table, start in zip(self._blocks.pools, sequence.tables, sequence.starts, strict=True):
             for block in table[start:]:
                 pool.share(block)
+        if events.active:
+            for group, (table, start) in enumerate(zip(sequence.tables, sequence.starts, strict=True)):
+                for block in table[start:]:
+                    events.add(Found(group=group, block=block))
         for group in range(len(sequence.tables)):
             sequence.mark(group, 0)
         if hit.nodes:

@@ -36,6 +36,13 @@ if TYPE_CHECKING:
     "--grace", default=30.0, show_default=True, help="Seconds that running requests get at the end."
 )
 @click.option("--max-restarts", default=5, show_default=True, help="Of the engine, within ten minutes.")
+@click.option(
+    "--metrics-names",
+    multiple=True,
+    default=["kvq"],
+    show_default=True,
+    help="Names at /metrics: kvq, vllm, llm; several with commas. kvq's are always there.",
+)
 @click.option("--request-timeout", default=600.0, show_default=True, help="Seconds for a request; 0: any.")
 @click.option("--max-queue", default=1024, show_default=True, help="Requests that may wait.")
 @click.option("--max-queued-tokens", default=1 << 20, show_default=True, help="Prompt tokens that may wait.")
@@ -80,6 +87,7 @@ def _config(kv: str, model_options: ModelOptions, options: dict[str, Any]) -> "S
     from kvq.server.config import ServerConfig, allowed_hosts, read_keys
     from kvq.server.guard import Access
     from kvq.server.logs import LogConfig
+    from kvq.server.names import parse_names
     from kvq.server.tenants import TenantLimits
 
     take = options.pop
@@ -110,6 +118,7 @@ def _config(kv: str, model_options: ModelOptions, options: dict[str, Any]) -> "S
         ),
         log=LogConfig(format=take("log_format"), level=take("log_level")),
         max_restarts=take("max_restarts"),
+        metrics_names=parse_names(take("metrics_names")),
         grace_s=take("grace"),
         timeout_s=take("request_timeout") or None,
         engine=_engine_options(model_options, options),

@@ -42,6 +42,7 @@ class ServerConfig:
     tenants: TenantLimits = field(default_factory=TenantLimits)
     log: LogConfig = field(default_factory=LogConfig)
     max_restarts: int = 5  # of the engine within ten minutes
+    metrics_names: tuple[str, ...] = ("kvq",)  # as `parse_names` gives them
     grace_s: float = 30.0  # for running requests after SIGTERM
     timeout_s: float | None = 600.0  # for a request, from its arrival at the engine
     engine: dict[str, Any] = field(default_factory=dict)  # options of `kvq.LLM`

@@ -65,7 +65,7 @@ class Ready(Message, frozen=True):
     num_blocks: list[int]  # per layer group
     block_bytes: list[int]  # per layer group
     max_num_seqs: int
-    kv: str  # the format's full name
+    kv: list[str]  # the formats' full names per layer group: "int4_g64_rot", or K/V where they differ
     shape: PoolShape
     scheduler: SchedulerConfig
 
@@ -103,6 +103,7 @@ class Ended(msgspec.Struct, frozen=True, kw_only=True):
     number: int
     receipt: Receipt | None = None  # None if it was refused
     queue_s: float | None = None
+    prefill_s: float | None = None
     ttft_s: float | None = None
     e2e_s: float | None = None
     prompt_logprobs: list[TokenLogprobs | None] | None = None
@@ -122,6 +123,23 @@ class Gauges(msgspec.Struct, frozen=True, kw_only=True):
     cached_tokens: int
     generated_tokens: int
     queued_tokens: int  # prompt tokens of requests that wait
+    evictions: int = 0  # blocks that left the prefix index
+    memory: dict[str, int] = {}  # bytes by device: "host", "cuda:0"
+
+
+class Spread(msgspec.Struct, frozen=True, kw_only=True):
+    """Durations, counted by the buckets of `kvq.server.residency`."""
+
+    counts: list[int]  # one more than bounds: the last is for longer ones
+    total_s: float
+
+
+class BlockTimes(msgspec.Struct, frozen=True, kw_only=True):
+    """What was seen of indexed blocks since the last time."""
+
+    lifetime: Spread  # from entering the index to leaving it
+    idle: Spread  # from the last use to leaving it
+    reuse_gap: Spread  # from a use to the next
 
 
 class Stepped(Message, frozen=True):
@@ -130,6 +148,8 @@ class Stepped(Message, frozen=True):
     deltas: list[Delta]
     ended: list[Ended]
     gauges: Gauges
+    itl_s: list[float] = []  # between neighbouring tokens of a request, of all requests
+    block_times: BlockTimes | None = None  # None: nothing happened
 
 
 ToEngine = Start | Submit | Cancel | Ping

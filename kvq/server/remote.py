@@ -93,6 +93,7 @@ class Remote:
         self.info: Ready | None = None  # what the engine said of itself when it was ready
         self.gauges: Gauges | None = None  # of this life of the process
         self.num_restarts = 0
+        self.on_stepped: Callable[[Stepped], object] | None = None  # told of every step
         self._start = start
         self._watch = watch or Watch()
         self._on_gauges = on_gauges
@@ -255,6 +256,8 @@ class Remote:
             if queue is not None:  # else nobody waits for it any more
                 queue.put_nowait(item)
         self.gauges = message.gauges
+        if self.on_stepped is not None:
+            self.on_stepped(message)
         if self._on_gauges is not None:
             self._on_gauges(message.gauges)
 

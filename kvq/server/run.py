@@ -98,7 +98,14 @@ def _service(config: ServerConfig, remote: Remote, prompts: Prompts) -> Service:
         gauges=lambda: remote.gauges,
         tokenizing=lambda: prompts.num_waiting,
     )
-    return Service(config.name, remote, prompts, admission=admission, timeout_s=config.timeout_s)
+    return Service(
+        config.name,
+        remote,
+        prompts,
+        admission=admission,
+        timeout_s=config.timeout_s,
+        metrics_names=config.metrics_names,
+    )
 
 
 def _uvicorn(config: ServerConfig, service: Service) -> uvicorn.Config:

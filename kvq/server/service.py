@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Iterable, Iterator
 from contextlib import aclosing, contextmanager
 from typing import Any
 
@@ -29,6 +29,7 @@ class Service:
         *,
         admission: Admission | None = None,
         timeout_s: float | None = None,
+        metrics_names: Iterable[str] = ("kvq",),
     ) -> None:
         """`name`: of the model, as clients see it. `timeout_s`: for each request at the engine."""
         self.name = name
@@ -37,7 +38,7 @@ class Service:
         self.admission = admission or Admission(
             gauges=lambda: remote.gauges, tokenizing=lambda: prompts.num_waiting
         )
-        self.metrics = Metrics(remote)
+        self.metrics = Metrics(remote, name, metrics_names)
         self.num_active = 0
         self._timeout_s = timeout_s
         self._draining = False

@@ -16,8 +16,10 @@ from kvq.engine.job import Job
 from kvq.engine.llm import build
 from kvq.engine.watchdog import Watchdog
 from kvq.errors import KVQError, RequestError
+from kvq.layout import GroupLayout
 from kvq.server.frames import Decoder, encode, to_engine
 from kvq.server.logs import configure
+from kvq.server.measured import Gaps, Memory
 from kvq.server.messages import (
     Cancel,
     Delta,
@@ -33,6 +35,7 @@ from kvq.server.messages import (
     Submit,
     ToEngine,
 )
+from kvq.server.residency import Residency
 
 _log = logging.getLogger("kvq")
 _GRAMMAR_POLL_S = 0.002
@@ -51,6 +54,8 @@ class Worker:
         self._ended: list[Ended] = []
         self._stats: StepStats | None = None
         self._generated = 0
+        self._gaps = Gaps()
+        self._residency = Residency()
 
     def run(self) -> None:
         """Build the engine, serve, and end."""
@@ -73,6 +78,8 @@ class Worker:
             return
         watchdog = Watchdog(config.step_deadline_s, on_stuck=lambda _: os._exit(STUCK))
         core.on_step(self._keep)
+        core.scheduler.manager.subscribe(self._residency)
+        memory = Memory(model.weights.device)
         threading.Thread(target=self._listen, args=(decoder,), name="kvq-listen", daemon=True).start()
         layout = model.layout
         self._send(
@@ -83,25 +90,27 @@ class Worker:
                 num_blocks=[pool.num_blocks for pool in core.scheduler.manager.pools],
                 block_bytes=[group.block_bytes for group in layout.groups],
                 max_num_seqs=config.max_num_seqs,
-                kv=str(model.recipe),
+                kv=[_formats(group) for group in layout.groups],
                 shape=core.scheduler.shape,
                 scheduler=core.scheduler.config,
             )
         )
         try:
-            self._serve(core, watchdog)
+            self._serve(core, watchdog, memory)
         finally:
             core.close()
             watchdog.close()
 
-    def _serve(self, core: EngineCore, watchdog: Watchdog) -> None:
+    def _serve(self, core: EngineCore, watchdog: Watchdog, memory: Memory) -> None:
+        self._tell(core, memory)
         while self._obey(core):
             if core.has_work:
                 with watchdog.step():
                     ran = core.step()
                 if not ran:
                     sleep(_GRAMMAR_POLL_S)
-            self._report(core)
+            if self._deltas or self._ended or self._stats is not None:
+                self._tell(core, memory)
 
     def _obey(self, core: EngineCore) -> bool:
         """Do what was asked for; wait for something while there is no work. False: the other end is gone."""
@@ -153,12 +162,14 @@ class Worker:
             )
             return
         self._jobs.pop(number, None)
+        self._gaps.end(number, output.timing)
         error = output.error
         self._ended.append(
             Ended(
                 number=number,
                 receipt=output.receipt,
                 queue_s=output.timing.queue_s,
+                prefill_s=output.timing.prefill_s,
                 ttft_s=output.timing.ttft_s,
                 e2e_s=output.timing.e2e_s,
                 prompt_logprobs=output.prompt_logprobs,
@@ -170,10 +181,8 @@ class Worker:
     def _keep(self, stats: StepStats) -> None:
         self._stats = stats
 
-    def _report(self, core: EngineCore) -> None:
+    def _tell(self, core: EngineCore, memory: Memory) -> None:
         """Tell what came of a step, in one message."""
-        if not self._deltas and not self._ended and self._stats is None:
-            return
         scheduler = core.scheduler
         counters, lines = scheduler.counters, scheduler.lines
         gauges = Gauges(
@@ -186,8 +195,16 @@ class Worker:
             cached_tokens=counters.cached_tokens,
             generated_tokens=self._generated,
             queued_tokens=sum(request.prompt_length for request in lines.queue),
+            evictions=self._residency.evictions,
+            memory=memory.look(),
         )
-        stepped = Stepped(deltas=self._deltas, ended=self._ended, gauges=gauges)
+        stepped = Stepped(
+            deltas=self._deltas,
+            ended=self._ended,
+            gauges=gauges,
+            itl_s=self._gaps.take(self._jobs.items()),
+            block_times=self._residency.take(),
+        )
         self._deltas, self._ended, self._stats = [], [], None
         self._send(stepped)
 
@@ -210,6 +227,12 @@ class Worker:
 
 def _failed(number: int, error: KVQError) -> Ended:
     return Ended(number=number, error=str(error), kind=_kind(error))
+
+
+def _formats(group: GroupLayout) -> str:
+    """The full names of a layer group's formats; several where its layers differ."""
+    pairs = [(layer.formats.k.name, layer.formats.v.name) for layer in group.layers]
+    return "+".join(dict.fromkeys(k if k == v else f"{k}/{v}" for k, v in pairs))
 
 
 def _kind(error: KVQError) -> Any:
