@@ -59,15 +59,16 @@ class Ping(Message, frozen=True):
 class Ready(Message, frozen=True):
     """The engine was built."""
 
-    max_context: int  # tokens
     vocab_size: int
-    block_size: int  # tokens
-    num_blocks: list[int]  # per layer group
     block_bytes: list[int]  # per layer group
-    max_num_seqs: int
     kv: list[str]  # the formats' full names per layer group: "int4_g64_rot", or K/V where they differ
     shape: PoolShape
     scheduler: SchedulerConfig
+
+    @property
+    def max_context(self) -> int:
+        """Tokens of a prompt and its output together."""
+        return self.scheduler.max_context
 
 
 class Refused(Message, frozen=True):

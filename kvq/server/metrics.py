@@ -1,8 +1,8 @@
 """What Prometheus scrapes at `/metrics`."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
-from prometheus_client import CollectorRegistry, Counter, disable_created_metrics, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, disable_created_metrics, generate_latest
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
@@ -44,6 +44,10 @@ class Metrics:
     def cut(self) -> None:
         """A stream's reader was too slow."""
         self._cuts.inc()
+
+    def watch(self, name: str, what: str, read: Callable[[], float]) -> None:
+        """A gauge of the HTTP process, read at every scrape."""
+        Gauge(name, what, registry=self._registry).set_function(read)
 
     def text(self) -> bytes:
         """In Prometheus' format."""

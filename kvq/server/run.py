@@ -67,6 +67,9 @@ async def _serve(config: ServerConfig) -> None:
     remote = Remote(start, watch=Watch(max_restarts=config.max_restarts), on_failed=end)
     service = _service(config, remote, prompts)
     server = _Server(_uvicorn(config, service))
+    service.metrics.watch(
+        "kvq_http_connections", "Open connections.", lambda: len(server.server_state.connections)
+    )
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, end)
     listening = asyncio.create_task(server.serve(sockets=[listener]))

@@ -40,6 +40,7 @@ class Service:
         )
         self.metrics = Metrics(remote, name, metrics_names)
         self.num_active = 0
+        self._watch()
         self._timeout_s = timeout_s
         self._draining = False
         self._idle = asyncio.Event()
@@ -166,6 +167,15 @@ class Service:
                 failed=None if ended.error is None else ended.kind,
             )
             self.admission.charge(tenant, used.prompt_tokens - used.cached_tokens + used.generated_tokens)
+
+    def _watch(self) -> None:
+        watch, admission = self.metrics.watch, self.admission
+        watch(
+            "kvq_active_requests", "Requests between their arrival and their answer.", lambda: self.num_active
+        )
+        watch("kvq_requests_waiting", "Of these, without blocks.", lambda: admission.num_waiting)
+        watch("kvq_load", "What waits / what may wait.", lambda: admission.load)
+        watch("kvq_http_tasks", "Tasks of the event loop.", lambda: len(asyncio.all_tasks()))
 
     def _leave(self) -> None:
         self.num_active -= 1

@@ -10,7 +10,7 @@ import threading
 from time import sleep
 from typing import Any
 
-from kvq.engine import Piece, StepStats
+from kvq.engine import Piece
 from kvq.engine.core import EngineCore
 from kvq.engine.job import Job
 from kvq.engine.llm import build
@@ -52,7 +52,6 @@ class Worker:
         self._jobs: dict[int, Job] = {}
         self._deltas: list[Delta] = []
         self._ended: list[Ended] = []
-        self._stats: StepStats | None = None
         self._generated = 0
         self._gaps = Gaps()
         self._residency = Residency()
@@ -77,19 +76,14 @@ class Worker:
             self._send(Refused(reason=str(error)))
             return
         watchdog = Watchdog(config.step_deadline_s, on_stuck=lambda _: os._exit(STUCK))
-        core.on_step(self._keep)
         core.scheduler.manager.subscribe(self._residency)
         memory = Memory(model.weights.device)
         threading.Thread(target=self._listen, args=(decoder,), name="kvq-listen", daemon=True).start()
         layout = model.layout
         self._send(
             Ready(
-                max_context=core.max_context,
                 vocab_size=model.geometry.vocab_size,
-                block_size=layout.block_size,
-                num_blocks=[pool.num_blocks for pool in core.scheduler.manager.pools],
                 block_bytes=[group.block_bytes for group in layout.groups],
-                max_num_seqs=config.max_num_seqs,
                 kv=[_formats(group) for group in layout.groups],
                 shape=core.scheduler.shape,
                 scheduler=core.scheduler.config,
@@ -104,12 +98,13 @@ class Worker:
     def _serve(self, core: EngineCore, watchdog: Watchdog, memory: Memory) -> None:
         self._tell(core, memory)
         while self._obey(core):
+            ran = False
             if core.has_work:
                 with watchdog.step():
                     ran = core.step()
                 if not ran:
                     sleep(_GRAMMAR_POLL_S)
-            if self._deltas or self._ended or self._stats is not None:
+            if ran or self._deltas or self._ended:
                 self._tell(core, memory)
 
     def _obey(self, core: EngineCore) -> bool:
@@ -178,9 +173,6 @@ class Worker:
             )
         )
 
-    def _keep(self, stats: StepStats) -> None:
-        self._stats = stats
-
     def _tell(self, core: EngineCore, memory: Memory) -> None:
         """Tell what came of a step, in one message."""
         scheduler = core.scheduler
@@ -205,7 +197,7 @@ class Worker:
             itl_s=self._gaps.take(self._jobs.items()),
             block_times=self._residency.take(),
         )
-        self._deltas, self._ended, self._stats = [], [], None
+        self._deltas, self._ended = [], []
         self._send(stepped)
 
     def _listen(self, decoder: Decoder[ToEngine]) -> None:

@@ -18,13 +18,9 @@ POOL = 64  # blocks of 16 tokens
 
 def info(max_context=4096, max_num_seqs=8):
     return Ready(
-        max_context=max_context,
         vocab_size=100,
-        block_size=16,
-        num_blocks=[POOL],
         block_bytes=[1000],
-        max_num_seqs=max_num_seqs,
-        kv="int4",
+        kv=["int4"],
         shape=PoolShape(num_blocks=[POOL], windows=[None], block_size=16),
         scheduler=SchedulerConfig(
             max_num_seqs=max_num_seqs, max_num_batched_tokens=256, max_context=max_context

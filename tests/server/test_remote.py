@@ -51,7 +51,7 @@ def test_requests_get_what_an_engine_in_this_process_gives():
         seen = []
         remote = Remote(START, on_gauges=seen.append)
         ready = await remote.start()
-        assert ready.num_blocks == [64]
+        assert ready.shape.num_blocks == [64]
         found = await asyncio.gather(*(collect(remote, p, q) for p, q in zip(prompts, params, strict=True)))
         assert [tokens for tokens, _ in found] == wanted
         for tokens, ended in found:

@@ -108,9 +108,9 @@ def _engine(model: str, info: Ready) -> Metric:
         {
             "model": model,
             "kv": ",".join(dict.fromkeys(info.kv)),
-            "block_size": str(info.block_size),
+            "block_size": str(info.shape.block_size),
             "max_context": str(info.max_context),
-            "max_num_seqs": str(info.max_num_seqs),
+            "max_num_seqs": str(info.scheduler.max_num_seqs),
         },
     )
 
