@@ -169,6 +169,12 @@ class BlockPool:
         """The index entry that the block was marked with, or None."""
         return self._entries[block]
 
+    def every(self, stride: int) -> Iterable[tuple[int, int, object | None]]:
+        """(block, references, index entry) of block 0 and every `stride`-th one after it."""
+        return zip(
+            range(0, self.num_blocks, stride), self._refs[::stride], self._entries[::stride], strict=True
+        )
+
     def account(self, block: BlockId) -> Account | None:
         """The account that owns the block, or None."""
         return self._accounts[block]

@@ -33,11 +33,23 @@ class Node:
     root can be compared token by token.
     """
 
-    __slots__ = ("alive", "blocks", "children", "depth", "digest", "keys", "num_held", "parent", "tokens")
+    __slots__ = (
+        "alive",
+        "blocks",
+        "children",
+        "depth",
+        "digest",
+        "keys",
+        "num_held",
+        "parent",
+        "root",
+        "tokens",
+    )
 
     def __init__(self, parent: "Node | None", digest: bytes, tokens: bytes, num_groups: int) -> None:
         self.parent = parent  # None: a root
         self.digest = digest
+        self.root: bytes = digest if parent is None else parent.root  # digest above: model, recipe and salt
         self.tokens = tokens  # the block's token ids as bytes
         self.depth: int = 0 if parent is None else parent.depth + 1  # blocks up to this one's end
         self.blocks: list[BlockId | None] = [None] * num_groups
@@ -45,13 +57,6 @@ class Node:
         self.keys = _NO_KEYS  # tokens of the children, sorted
         self.children = _NO_CHILDREN  # in the order of `keys`
         self.alive = True  # False once it left the index
-
-    def root_digest(self) -> bytes:
-        """The digest of the root above: model, recipe and salt. O(depth)."""
-        node = self
-        while node.parent is not None:
-            node = node.parent
-        return node.digest
 
 
 _NO_KEYS: list[bytes] = []  # shared by all childless nodes, so never changed

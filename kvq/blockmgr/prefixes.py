@@ -39,7 +39,7 @@ class Prefixes:
         if end > len(prompt.tokens) - 1:
             return Match(hit.length, None)
         owner = self._computing.get(self._blocks.index.digest_at(prompt, i))
-        if owner is None or owner.depth > i or owner.node.root_digest() != prompt.root:
+        if owner is None or owner.depth > i or owner.node.root != prompt.root:
             return Match(hit.length, None)
         same = owner.tokens[:end].tobytes() == prompt.data[: end * TOKEN_BYTES]
         return Match(hit.length, owner if same else None)

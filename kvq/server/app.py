@@ -18,6 +18,7 @@ from kvq.server.metrics import CONTENT_TYPE
 from kvq.server.problems import Problem
 from kvq.server.respond import respond, tenant
 from kvq.server.service import Service, describe
+from kvq.server.viewers import add_routes as add_page
 from kvq.version import __version__
 
 
@@ -67,6 +68,7 @@ def create_app(service: Service, access: Access | None = None) -> FastAPI:
         return Response(service.metrics.text(), media_type=CONTENT_TYPE)
 
     health.add_routes(app, service)
+    add_page(app, service, has_keys=bool(access.api_keys))
     _answer_problems(app)
     app.add_middleware(Guard, access=access)
     if access.origins:  # around the guard, since browsers send no key when they ask whether they may

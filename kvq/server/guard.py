@@ -12,6 +12,7 @@ from uuid import uuid4
 from fastapi.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from kvq.server.browsed import CHALLENGE, POLLED, basic_password, is_browsed
 from kvq.server.logs import log_event, request_id
 from kvq.server.problems import Problem
 
@@ -54,20 +55,23 @@ class Guard:
                 await _skip(receive)
                 response = as_response(problem)
                 response.headers["Connection"] = "close"
+                if problem.status == 401 and is_browsed(scope["path"]):
+                    response.headers["WWW-Authenticate"] = CHALLENGE
                 await response(scope, receive, answer.send)
                 return
             if whole is not None:
                 await self._app(scope, whole, answer.send)
         finally:
             route = getattr(scope.get("route"), "path", None)
-            log_event(
-                "request",
-                method=scope["method"] if route else None,
-                route=route or "unknown",
-                status=answer.status,
-                seconds=perf_counter() - began,
-                tenant=scope.get("kvq_tenant") or None,
-            )
+            if route != POLLED or answer.status != 200:  # else an open page alone would fill the log
+                log_event(
+                    "request",
+                    method=scope["method"] if route else None,
+                    route=route or "unknown",
+                    status=answer.status,
+                    seconds=perf_counter() - began,
+                    tenant=scope.get("kvq_tenant") or None,
+                )
             request_id.reset(token)
 
     def _check(self, scope: Scope) -> None:
@@ -91,7 +95,10 @@ class Guard:
         """Who asks, by the number of the key."""
         if not self._keys or path in OPEN:
             return ""
-        given = headers.get(b"x-api-key") or headers.get(b"authorization", b"").removeprefix(b"Bearer ")
+        authorization = headers.get(b"authorization", b"")
+        given = headers.get(b"x-api-key") or authorization.removeprefix(b"Bearer ")
+        if is_browsed(path):
+            given = basic_password(authorization) or given
         found = [i for i, key in enumerate(self._keys) if secrets.compare_digest(given, key)]
         if not found:
             raise Problem(

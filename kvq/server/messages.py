@@ -13,6 +13,7 @@ from kvq.engine import Receipt, SamplingParams, TokenLogprobs
 from kvq.engine.outputs import FinishReason
 from kvq.scheduler import PoolShape, Priority, SchedulerConfig
 from kvq.server.logs import LogConfig
+from kvq.server.picture import Picture
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -51,6 +52,10 @@ class Ping(Message, frozen=True):
     """To be answered at once, whatever the engine is doing."""
 
     number: int
+
+
+class Look(Message, frozen=True):
+    """Somebody wants to see the engine; one answer may serve several of these."""
 
 
 # From the engine
@@ -153,5 +158,11 @@ class Stepped(Message, frozen=True):
     block_times: BlockTimes | None = None  # None: nothing happened
 
 
-ToEngine = Start | Submit | Cancel | Ping
-FromEngine = Ready | Refused | Pong | Stepped
+class Looked(Message, frozen=True):
+    """The engine between two steps, for whoever asked since the last one."""
+
+    picture: Picture
+
+
+ToEngine = Start | Submit | Cancel | Ping | Look
+FromEngine = Ready | Refused | Pong | Stepped | Looked

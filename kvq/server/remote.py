@@ -22,6 +22,8 @@ from kvq.server.messages import (
     Delta,
     Ended,
     Gauges,
+    Look,
+    Looked,
     Message,
     Ping,
     Pong,
@@ -31,6 +33,7 @@ from kvq.server.messages import (
     Stepped,
     Submit,
 )
+from kvq.server.picture import Picture
 
 _log = logging.getLogger("kvq")
 _RESTART_WINDOW_S = 600.0
@@ -100,6 +103,7 @@ class Remote:
         self._on_failed = on_failed
         self._numbers = itertools.count()
         self._streams: dict[int, asyncio.Queue[Delta | Ended | EngineError | TimeoutError]] = {}
+        self._looking: asyncio.Future[Picture] | None = None  # of everybody who asked for a picture
         self._process: _Process | None = None
         self._restarts: deque[float] = deque()
         self._delay_s = 0.0  # before the next life begins
@@ -167,6 +171,20 @@ class Remote:
             if not ended and process is self._process:
                 self._say(process, Cancel(number=number))
 
+    async def look(self) -> Picture:
+        """A picture of the engine after the step that it is in.
+
+        Raises:
+            EngineError: no engine is ready, or it ended before it answered.
+        """
+        process = self._process
+        if self.state is not State.READY or process is None:
+            raise EngineError(f"no engine is ready, it is {self.state.value}")
+        if self._looking is None:
+            self._looking = asyncio.get_running_loop().create_future()
+            self._say(process, Look())
+        return await asyncio.shield(self._looking)
+
     async def close(self) -> None:
         """End the process; who still waits gets an `EngineError`."""
         self._set(State.CLOSED)
@@ -218,6 +236,8 @@ class Remote:
                 process.answered_s = monotonic()
                 if isinstance(message, Stepped):
                     self._take(message)
+                elif isinstance(message, Looked):
+                    self._show(message.picture)
                 elif not isinstance(message, Pong):
                     raise EngineError(f"the engine sent {type(message).__name__} while it runs")
         finally:
@@ -281,6 +301,17 @@ class Remote:
     def _tell_all(self, error: EngineError) -> None:
         for queue in self._streams.values():
             queue.put_nowait(error)
+        self._show(error)
+
+    def _show(self, found: Picture | EngineError) -> None:
+        looking, self._looking = self._looking, None
+        if looking is None or looking.done():
+            return
+        if isinstance(found, EngineError):
+            looking.set_exception(found)
+            looking.exception()  # seen, even if nobody waits any more
+        else:
+            looking.set_result(found)
 
     def _set(self, state: State) -> None:
         self.state = state

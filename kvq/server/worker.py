@@ -19,12 +19,15 @@ from kvq.errors import KVQError, RequestError
 from kvq.layout import GroupLayout
 from kvq.server.frames import Decoder, encode, to_engine
 from kvq.server.logs import configure
+from kvq.server.lookout import Lookout
 from kvq.server.measured import Gaps, Memory
 from kvq.server.messages import (
     Cancel,
     Delta,
     Ended,
     Gauges,
+    Look,
+    Looked,
     Message,
     Ping,
     Pong,
@@ -48,13 +51,15 @@ class Worker:
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
         self._sending = threading.Lock()
-        self._commands: queue.SimpleQueue[Submit | Cancel | None] = queue.SimpleQueue()
+        self._commands: queue.SimpleQueue[Submit | Cancel | Look | None] = queue.SimpleQueue()
         self._jobs: dict[int, Job] = {}
         self._deltas: list[Delta] = []
         self._ended: list[Ended] = []
         self._generated = 0
         self._gaps = Gaps()
         self._residency = Residency()
+        self._lookout = Lookout()
+        self._is_looked_at = False  # somebody asked for a picture since the last one
 
     def run(self) -> None:
         """Build the engine, serve, and end."""
@@ -106,6 +111,9 @@ class Worker:
                     sleep(_GRAMMAR_POLL_S)
             if ran or self._deltas or self._ended:
                 self._tell(core, memory)
+            if self._is_looked_at:
+                self._is_looked_at = False
+                self._send(Looked(picture=self._lookout.look(core, self._jobs)))
 
     def _obey(self, core: EngineCore) -> bool:
         """Do what was asked for; wait for something while there is no work. False: the other end is gone."""
@@ -120,6 +128,8 @@ class Worker:
                 return False
             if isinstance(command, Submit):
                 self._submit(core, command)
+            elif isinstance(command, Look):
+                self._is_looked_at = True
             elif command.number in self._jobs:
                 core.cancel(self._jobs[command.number])
 
@@ -135,6 +145,7 @@ class Worker:
                 listener=lambda piece: self._take(number, piece),
             )
             self._jobs[number] = job
+            self._lookout.meet(command.tenant)
             core.submit(job)
         except KVQError as error:
             self._jobs.pop(number, None)
@@ -156,8 +167,10 @@ class Worker:
                 )
             )
             return
-        self._jobs.pop(number, None)
+        job = self._jobs.pop(number, None)
         self._gaps.end(number, output.timing)
+        if job is not None:
+            self._lookout.ended(number, job.request.tenant, output)
         error = output.error
         self._ended.append(
             Ended(
@@ -206,7 +219,7 @@ class Worker:
             while (message := decoder.read(self._sock)) is not None:
                 if isinstance(message, Ping):
                     self._send(Pong(number=message.number))
-                elif isinstance(message, Submit | Cancel):
+                elif isinstance(message, Submit | Cancel | Look):
                     self._commands.put(message)
         except (OSError, KVQError):
             _log.exception("the HTTP process can't be understood")

@@ -63,7 +63,7 @@ class Simulation:
             assert not other.is_swapped
             assert other.depth <= depth
             assert list(other.tokens[:end]) == tokens[:end]
-            assert other.node.root_digest() == root
+            assert other.node.root == root
 
     def adopt(self, tenant: str, tokens: list[int], num_blocks: int) -> None:
         """A request arrives with the KV of its first blocks from elsewhere."""

@@ -66,7 +66,7 @@ def useless_node(scene: Scene) -> None:
 
 def lose_root(scene: Scene) -> None:
     roots = scene.blocks.blocks.index._roots
-    del roots[scene.live.node.root_digest()]
+    del roots[scene.live.node.root]
 
 
 CORRUPTIONS: dict[str, tuple[Callable[[Scene], object], str]] = {

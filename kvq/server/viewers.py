@@ -1,0 +1,137 @@
+"""The page at `/` and what it shows: everybody who looks shares one picture of the engine."""
+
+import asyncio
+from importlib.resources import files
+from time import monotonic
+from typing import Any
+
+import msgspec
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, Response
+
+from kvq.errors import EngineError
+from kvq.server.picture import LiveRequest, PastRequest, Picture
+from kvq.server.problems import Problem
+from kvq.server.respond import tenant as who_asks
+from kvq.server.service import Service
+from kvq.version import __version__
+
+_INTERVAL_S = 0.25  # between pictures at least
+_SHARE = 0.02  # of the engine's time that pictures may take
+_WAIT_S = 2.0  # for a step to end; then the last picture has to do
+_TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
+_HEADERS = {
+    "Content-Security-Policy": "default-src 'self'; base-uri 'none'; form-action 'none'; "
+    "frame-ancestors 'none'; object-src 'none'",
+    "Cache-Control": "no-cache",
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+}
+
+
+class Viewers:
+    """Pictures for everybody, taken while somebody looks, and no more often than the engine can bear."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self._lock = asyncio.Lock()
+        self._picture: Picture | None = None
+        self._pools: list[dict[str, Any]] = []  # of the picture, as JSON has them
+        self._taken_s = 0.0
+
+    @property
+    def interval_s(self) -> float:
+        """Seconds between two pictures: longer where blocks are many."""
+        cost_s = 0.0 if self._picture is None else self._picture.cost_s
+        return max(_INTERVAL_S, cost_s / _SHARE)
+
+    async def show(self, tenant: str, *, has_keys: bool) -> dict[str, Any]:
+        """What one tenant may see: its own requests, and of others blocks and counts."""
+        async with self._lock:
+            if monotonic() - self._taken_s >= self.interval_s:
+                await self._look()
+        service, picture = self._service, self._picture
+        return {
+            "model": service.name,
+            "version": __version__,
+            "kv": None if picture is None else picture.kv,
+            "state": service.remote.state.value,
+            "problem": service.why_not_ready,
+            "restarts": service.remote.num_restarts,
+            "needs_key": has_keys,
+            "you": _name(tenant),
+            "interval_s": self.interval_s,
+            "totals": msgspec.to_builtins(service.remote.gauges),
+            "picture": None if picture is None else self._of(picture, tenant),
+        }
+
+    async def _look(self) -> None:
+        remote = self._service.remote
+        try:
+            picture = await asyncio.wait_for(remote.look(), _WAIT_S)
+        except TimeoutError:
+            pass  # the last picture has to do
+        except EngineError:
+            self._picture = None
+        else:
+            self._picture = picture
+            self._pools = msgspec.to_builtins(picture.pools)  # cells become base64
+        self._taken_s = monotonic()
+
+    def _of(self, picture: Picture, tenant: str) -> dict[str, Any]:
+        tenants = [
+            {
+                "name": _name(one.name),
+                "running": one.running,
+                "waiting": one.waiting,
+                "latency": msgspec.to_builtins(one.latency) if one.name == tenant else None,
+            }
+            for one in picture.tenants
+        ]
+        return {
+            "block_size": picture.block_size,
+            "pools": self._pools,
+            "tenants": tenants,
+            "live": _own(picture.live, tenant),
+            "past": _own(picture.past, tenant),
+        }
+
+
+def add_routes(app: FastAPI, service: Service, *, has_keys: bool) -> None:
+    """The page, its files and its data."""
+    viewers = Viewers(service)
+    assets = {
+        file.name: (file.read_bytes(), _TYPES[kind])
+        for file in (files("kvq.server") / "page").iterdir()
+        if (kind := file.name.rpartition(".")[2]) in _TYPES
+    }
+
+    @app.get("/")
+    async def page() -> Response:
+        return await asset("index.html")
+
+    @app.get("/page/{name}")
+    async def asset(name: str) -> Response:
+        if name not in assets:
+            raise Problem(404, f"no file {name!r} here")
+        content, media_type = assets[name]
+        return Response(content, media_type=media_type, headers=_HEADERS)
+
+    @app.get("/pool")
+    async def pool(request: Request) -> Response:
+        shown = await viewers.show(who_asks(request), has_keys=has_keys)
+        return JSONResponse(shown, headers=_HEADERS | {"Cache-Control": "no-store"})
+
+
+def _own(requests: list[LiveRequest] | list[PastRequest], tenant: str) -> list[dict[str, Any]]:
+    """A tenant's requests, without its name."""
+    found = [msgspec.to_builtins(request) for request in requests if request.tenant == tenant]
+    for request in found:
+        del request["tenant"]
+    return found
+
+
+def _name(tenant: str) -> str:
+    """How a tenant is shown: by the number of its key, counted from 1; never the key."""
+    kind, _, number = tenant.partition("-")
+    return f"{kind} {int(number) + 1}" if kind == "key" and number.isdigit() else tenant
