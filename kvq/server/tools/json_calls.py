@@ -96,19 +96,21 @@ def call_object(source: Source, output: Output, names: Collection[str] | None = 
 
 def call_array(source: Source, output: Output, names: Collection[str] | None = None) -> Steps[bool]:
     """Read an array of calls behind its `[`; True if there was one."""
-    has_calls = False
-    while True:
+    separator, has_calls = ",", False
+    while separator == ",":
         yield from source.skip_space()
         if not (yield from source.word("{")) or not (yield from call_object(source, output, names)):
-            return has_calls
+            separator = ""
+            break
         has_calls = True
         source.hold()
         yield from source.skip_space()
         separator = yield from source.one_of((",", "]"))
-        if separator != ",":
-            if separator:
-                source.drop()
-            return True
+    if separator:
+        source.drop()
+    elif has_calls:
+        output.text(source.release())
+    return has_calls
 
 
 def json_object(source: Source, sink: Callable[[str], None]) -> Steps[bool]:

@@ -36,19 +36,26 @@ def until_marker(
         if word and word not in ends:
             return word
         text = source.release()
-        if not word or not output.num_calls:
+        is_end = word and output.num_calls
+        is_broken_end = output.is_behind_call and not (yield from source.peek()) and _begins(text, ends)
+        if not is_end and not is_broken_end:
             output.text(text)
     return ""
 
 
 def end_of_call(source: Source, output: Output, end: str) -> Steps[None]:
-    """Read the marker behind a call, if it is there."""
+    """Read the marker behind a call, if it is there, or what an answer that breaks off has of it."""
     source.hold()
     yield from source.skip_space()
-    if (yield from source.word(end)):
+    is_whole = yield from source.word(end)
+    if is_whole or not (yield from source.peek()):
         source.drop()
     else:
         output.text(source.release())
+
+
+def _begins(text: str, words: Sequence[str]) -> bool:
+    return any(word.startswith(text) for word in words)
 
 
 @cache

@@ -29,6 +29,11 @@ class Output:
         """True if no text, or only white space, stands between here and a line's start or a call."""
         return not self._follows_text or "\n" in self._space
 
+    @property
+    def is_behind_call(self) -> bool:
+        """True if the last that came was a call."""
+        return self.num_calls > 0 and not self._follows_text
+
     def text(self, text: str) -> None:
         """Show text."""
         text = self._space + text

@@ -1,10 +1,16 @@
 """The formats by their names."""
 
 from kvq.errors import ConfigError
+from kvq.server.tools.deepseek_v3 import DEEPSEEK_V3
 from kvq.server.tools.format import ToolFormat
 from kvq.server.tools.hermes import HERMES
+from kvq.server.tools.llama3_json import LLAMA3_JSON
+from kvq.server.tools.mistral import MISTRAL
+from kvq.server.tools.pythonic import PYTHONIC
+from kvq.server.tools.qwen3_coder import QWEN3_CODER
 
-FORMATS = {format.name: format for format in (HERMES,)}  # the first whose template it is wins
+_ALL = (HERMES, QWEN3_CODER, MISTRAL, DEEPSEEK_V3, PYTHONIC, LLAMA3_JSON)
+FORMATS = {format.name: format for format in _ALL}  # of those that a template fits, the first wins
 
 
 def find_format(name: str, template: str) -> ToolFormat | None:
