@@ -2,7 +2,9 @@
 
 Nothing here knows of OpenAI's or anybody's bodies:
 
-    parser = Parser(find_format("hermes", ""), tools=[Tool(name="f", parameters={...})])
+    offer = service.tools.offer([Tool(name="f", parameters={...})], choice="auto", parallel=True)
+    # None: no call will be read. Otherwise the engine gets `offer.params(params)`, and each result a parser:
+    parser = offer.parser()
     for piece in pieces:
         for event in parser.feed(piece):
             ...  # Text(text), CallStart(index, id, name) or CallArguments(index, text)
@@ -15,6 +17,7 @@ shown as text, unless it turns out that no call was meant; then all of it is. Wi
 join to what was fed. How the text is cut changes nothing but how the events are cut.
 """
 
+from kvq.server.tools.calling import Named, Offer, ToolCalling, ToolChoice
 from kvq.server.tools.events import CallArguments, CallStart, Event, Text
 from kvq.server.tools.format import Tool, ToolFormat
 from kvq.server.tools.parser import Parser
@@ -25,9 +28,13 @@ __all__ = [
     "CallArguments",
     "CallStart",
     "Event",
+    "Named",
+    "Offer",
     "Parser",
     "Text",
     "Tool",
+    "ToolCalling",
+    "ToolChoice",
     "ToolFormat",
     "find_format",
 ]

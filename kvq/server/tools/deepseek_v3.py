@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from kvq.server.tools.format import Tool, ToolFormat, Wording
 from kvq.server.tools.grammar import calls, literal
 from kvq.server.tools.json_calls import is_name, json_object
-from kvq.server.tools.markers import end_of_call, until_marker
+from kvq.server.tools.markers import end_of_call, no_call, until_marker
 from kvq.server.tools.output import Output
 from kvq.server.tools.source import Source, Steps
 
@@ -32,10 +32,10 @@ def _read(source: Source, output: Output, tools: Sequence[Tool]) -> Steps[None]:
         if marker == _BEGIN_ALL:
             yield from source.skip_space()
             if not (yield from source.word(_BEGIN)):
-                output.text(source.release())
+                yield from no_call(source, output)
                 continue
         if not (yield from _call(source, output)):
-            output.text(source.release())
+            yield from no_call(source, output)
 
 
 def _call(source: Source, output: Output) -> Steps[bool]:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from kvq.server.tools.format import Tool, ToolFormat, Wording
 from kvq.server.tools.grammar import calls, literal, named
 from kvq.server.tools.json_calls import call_object
-from kvq.server.tools.markers import end_of_call, until_marker
+from kvq.server.tools.markers import end_of_call, no_call, until_marker
 from kvq.server.tools.output import Output
 from kvq.server.tools.source import Source, Steps
 
@@ -21,7 +21,7 @@ def _read(source: Source, output: Output, tools: Sequence[Tool]) -> Steps[None]:
         if (yield from source.word("{")) and (yield from call_object(source, output)):
             yield from end_of_call(source, output, _END)
         else:
-            output.text(source.release())
+            yield from no_call(source, output)
 
 
 def _grammar(tools: Sequence[Tool], wording: Wording, max_calls: int) -> str:

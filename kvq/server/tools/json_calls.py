@@ -4,6 +4,7 @@ import json
 import re
 from collections.abc import Callable, Collection
 
+from kvq.server.tools.markers import no_call
 from kvq.server.tools.output import Output
 from kvq.server.tools.source import Source, Steps
 
@@ -109,7 +110,7 @@ def call_array(source: Source, output: Output, names: Collection[str] | None = N
     if separator:
         source.drop()
     elif has_calls:
-        output.text(source.release())
+        yield from no_call(source, output)
     return has_calls
 
 

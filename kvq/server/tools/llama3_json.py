@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from kvq.server.tools.format import Tool, ToolFormat, Wording
 from kvq.server.tools.grammar import calls, named
 from kvq.server.tools.json_calls import call_object
-from kvq.server.tools.markers import until_marker
+from kvq.server.tools.markers import no_call, until_marker
 from kvq.server.tools.output import Output
 from kvq.server.tools.source import Source, Steps
 
@@ -28,7 +28,7 @@ def _read(source: Source, output: Output, tools: Sequence[Tool]) -> Steps[None]:
         if is_object and (yield from call_object(source, output, names)):
             yield from _between(source, output)
         else:
-            output.text(source.release())
+            yield from no_call(source, output)
 
 
 def _between(source: Source, output: Output) -> Steps[None]:
@@ -38,7 +38,7 @@ def _between(source: Source, output: Output) -> Steps[None]:
     if (yield from source.peek()) == "{":
         source.drop()
     else:
-        output.text(source.release())
+        yield from no_call(source, output)
 
 
 def _grammar(tools: Sequence[Tool], _: Wording, __: int) -> str:

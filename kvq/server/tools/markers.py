@@ -35,27 +35,29 @@ def until_marker(
         word = yield from source.one_of(words)
         if word and word not in ends:
             return word
-        text = source.release()
-        is_end = word and output.num_calls
-        is_broken_end = output.is_behind_call and not (yield from source.peek()) and _begins(text, ends)
-        if not is_end and not is_broken_end:
-            output.text(text)
+        if word and output.num_calls:
+            source.drop()
+        else:
+            yield from no_call(source, output)
     return ""
 
 
 def end_of_call(source: Source, output: Output, end: str) -> Steps[None]:
-    """Read the marker behind a call, if it is there, or what an answer that breaks off has of it."""
+    """Read the marker behind a call, if it is there."""
     source.hold()
     yield from source.skip_space()
-    is_whole = yield from source.word(end)
-    if is_whole or not (yield from source.peek()):
+    if (yield from source.word(end)):
+        source.drop()
+    else:
+        yield from no_call(source, output)
+
+
+def no_call(source: Source, output: Output) -> Steps[None]:
+    """Show what was held: it was no call. Behind one, the rest of an answer that breaks off is left out."""
+    if output.is_behind_call and not (yield from source.peek()):
         source.drop()
     else:
         output.text(source.release())
-
-
-def _begins(text: str, words: Sequence[str]) -> bool:
-    return any(word.startswith(text) for word in words)
 
 
 @cache

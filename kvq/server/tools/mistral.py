@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from kvq.server.tools.format import Tool, ToolFormat, Wording
 from kvq.server.tools.grammar import calls, literal, named
 from kvq.server.tools.json_calls import call_array, is_name, json_object
-from kvq.server.tools.markers import until_marker
+from kvq.server.tools.markers import no_call, until_marker
 from kvq.server.tools.output import Output
 from kvq.server.tools.source import Source, Steps
 
@@ -30,7 +30,7 @@ def _read(source: Source, output: Output, tools: Sequence[Tool]) -> Steps[None]:
         else:
             is_call = yield from _named_call(source, output)
         if not is_call:
-            output.text(source.release())
+            yield from no_call(source, output)
 
 
 def _named_call(source: Source, output: Output) -> Steps[bool]:

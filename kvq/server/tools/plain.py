@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from kvq.server.tools.format import Tool, ToolFormat, Wording
 from kvq.server.tools.grammar import calls, named
 from kvq.server.tools.json_calls import call_array
-from kvq.server.tools.markers import until_marker
+from kvq.server.tools.markers import no_call, until_marker
 from kvq.server.tools.output import Output
 from kvq.server.tools.source import Source, Steps
 
@@ -15,7 +15,7 @@ def _read(source: Source, output: Output, tools: Sequence[Tool]) -> Steps[None]:
     names = {tool.name for tool in tools}
     while (yield from until_marker(source, output, (), openings="[")):
         if not (yield from call_array(source, output, names)):
-            output.text(source.release())
+            yield from no_call(source, output)
 
 
 def _grammar(tools: Sequence[Tool], _: Wording, max_calls: int) -> str:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from kvq.server.tools.format import Tool, ToolFormat
 from kvq.server.tools.json_calls import write_json
-from kvq.server.tools.markers import until_marker
+from kvq.server.tools.markers import no_call, until_marker
 from kvq.server.tools.output import Output
 from kvq.server.tools.source import Source, Steps
 
@@ -28,10 +28,10 @@ def _read(source: Source, output: Output, tools: Sequence[Tool]) -> Steps[None]:
         if marker == _BEGIN:
             yield from source.skip_space()
             if not (yield from source.word("[")):
-                output.text(source.release())
+                yield from no_call(source, output)
                 continue
         if not (yield from _calls(source, output, names)):
-            output.text(source.release())
+            yield from no_call(source, output)
 
 
 def _calls(source: Source, output: Output, names: set[str]) -> Steps[bool]:

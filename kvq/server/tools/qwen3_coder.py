@@ -11,7 +11,7 @@ from typing import Any
 
 from kvq.server.tools.format import Tool, ToolFormat
 from kvq.server.tools.json_calls import is_name, write_json
-from kvq.server.tools.markers import until_marker
+from kvq.server.tools.markers import no_call, until_marker
 from kvq.server.tools.output import Output
 from kvq.server.tools.source import Source, Steps
 
@@ -29,11 +29,11 @@ def _read(source: Source, output: Output, tools: Sequence[Tool]) -> Steps[None]:
         if marker == _BEGIN:
             yield from source.skip_space()
             if not (yield from source.word(_FUNCTION)):
-                output.text(source.release())
+                yield from no_call(source, output)
                 continue
         name = yield from source.all_of(_NAME)
         if not is_name(name) or not (yield from source.word(">")):
-            output.text(source.release())
+            yield from no_call(source, output)
             continue
         source.drop()
         output.start(name)
@@ -44,29 +44,32 @@ def _parameters(source: Source, output: Output, schema: Mapping[str, Any]) -> St
     """Give out a call's arguments; those of one that breaks off stay open."""
     properties = schema.get("properties")
     before = "{"
-    while True:
-        source.hold()
-        yield from source.skip_space()
-        tag = yield from source.one_of((_PARAMETER, _END_FUNCTION, _END))
-        name = (yield from source.all_of(_NAME)) if tag == _PARAMETER else ""
-        if not name or not (yield from source.word(">")):
-            break
-        source.drop()
+    while (name := (yield from _parameter(source))) is not None:
         text = yield from _value(source)
         if text is None:
-            output.arguments(before)
             return
         known = properties.get(name) if isinstance(properties, Mapping) else None
         output.arguments(f"{before}{write_json(name)}: {_as_json(text, known)}")
         before = ", "
-    if tag in (_END_FUNCTION, _END):
-        source.drop()
+    held = source.release()
+    if held.strip() in (_END_FUNCTION, _END):
         output.arguments("{}" if before == "{" else "}")
     elif (yield from source.peek()):
         output.arguments("{}" if before == "{" else "}")
-        output.text(source.release())
-    else:
-        output.arguments(before)
+        output.text(held)
+
+
+def _parameter(source: Source) -> Steps[str | None]:
+    """A parameter's name; None if something else comes, which is held."""
+    source.hold()
+    yield from source.skip_space()
+    if (yield from source.one_of((_PARAMETER, _END_FUNCTION, _END))) != _PARAMETER:
+        return None
+    name = yield from source.all_of(_NAME)
+    if not name or not (yield from source.word(">")):
+        return None
+    source.drop()
+    return name
 
 
 def _value(source: Source) -> Steps[str | None]:
