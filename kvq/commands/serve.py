@@ -33,6 +33,12 @@ if TYPE_CHECKING:
     "--log-level", default="info", show_default=True, type=click.Choice(["debug", "info", "warning", "error"])
 )
 @click.option(
+    "--tool-call-parser",
+    default="auto",
+    show_default=True,
+    help="How the model writes tool calls: a format such as hermes or mistral, auto, or none.",
+)
+@click.option(
     "--grace", default=30.0, show_default=True, help="Seconds that running requests get at the end."
 )
 @click.option("--max-restarts", default=5, show_default=True, help="Of the engine, within ten minutes.")
@@ -119,6 +125,7 @@ def _config(kv: str, model_options: ModelOptions, options: dict[str, Any]) -> "S
         log=LogConfig(format=take("log_format"), level=take("log_level")),
         max_restarts=take("max_restarts"),
         metrics_names=parse_names(take("metrics_names")),
+        tool_call_parser=take("tool_call_parser"),
         grace_s=take("grace"),
         timeout_s=take("request_timeout") or None,
         engine=_engine_options(model_options, options),

@@ -55,7 +55,8 @@ class SamplingParams:
     `stop`: strings that end the text, left out of it unless `include_stop`. `logprobs`: how many of
     the likeliest tokens' log-probabilities to return beside the chosen one's; `prompt_logprobs`
     the same for every prompt token. They are of the model's distribution, before temperature,
-    penalties and filters. `echo`: the text starts with the prompt.
+    penalties and filters. `echo`: the text starts with the prompt. `kept_special_ids`: special tokens that
+    have text though `skip_special_tokens` leaves out the others.
     """
 
     n: int = 1
@@ -82,6 +83,7 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     echo: bool = False
     skip_special_tokens: bool = True
+    kept_special_ids: Sequence[int] = ()
     structured: StructuredOutput | None = None
 
     def __post_init__(self) -> None:
@@ -132,7 +134,11 @@ class SamplingParams:
         return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
 
     def _check_stops(self) -> None:
-        for name, kinds in (("stop", str | Sequence), ("stop_token_ids", Sequence)):
+        for name, kinds in (
+            ("stop", str | Sequence),
+            ("stop_token_ids", Sequence),
+            ("kept_special_ids", Sequence),
+        ):
             if not isinstance(getattr(self, name), kinds):
                 raise RequestError(f"{name} must be a list, empty for none, got {getattr(self, name)!r:.200}")
         stops = self.stop_strings
@@ -140,10 +146,14 @@ class SamplingParams:
             raise RequestError(
                 f"stop must be strings of 1 to {MAX_STOP_CHARACTERS} characters, got {self.stop!r:.200}"
             )
-        if len(stops) > MAX_STOPS or len(self.stop_token_ids) > MAX_STOPS:
-            raise RequestError(f"at most {MAX_STOPS} stop strings and {MAX_STOPS} stop token ids")
-        if not all(_is_whole(t) and t >= 0 for t in self.stop_token_ids):
-            raise RequestError(f"stop_token_ids must be token ids, got {self.stop_token_ids!r:.200}")
+        if len(stops) > MAX_STOPS:
+            raise RequestError(f"at most {MAX_STOPS} stop strings, got {len(stops)}")
+        for name in ("stop_token_ids", "kept_special_ids"):
+            ids = getattr(self, name)
+            if len(ids) > MAX_STOPS:
+                raise RequestError(f"{name} may be {MAX_STOPS} ids at most, got {len(ids)}")
+            if not all(_is_whole(t) and t >= 0 for t in ids):
+                raise RequestError(f"{name} must be token ids, got {ids!r:.200}")
 
     def _check_bias(self) -> None:
         bias = self.logit_bias or {}

@@ -26,11 +26,15 @@ class Detokenizer:
     """
 
     def __init__(
-        self, tokenizer: Any, prompt_ids: Sequence[int], *, skip_special_tokens: bool = True
+        self,
+        tokenizer: Any,
+        prompt_ids: Sequence[int],
+        *,
+        skip_special_tokens: bool = True,
+        kept_ids: Sequence[int] = (),
     ) -> None:
-        self._decode: Callable[[list[int]], str] = partial(
-            tokenizer.decode, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
-        )
+        """`kept_ids`: special tokens that are shown though others are skipped."""
+        self._decode = _decoder(tokenizer, skip_special_tokens, frozenset(kept_ids))
         self._anchor = self._tail(prompt_ids)  # the last tokens with visible text: not at the start, then
         self._context = self._anchor  # the anchor, and the tokens that were complete last
         self._held: tuple[int, ...] = ()  # tokens since the text was complete
@@ -106,6 +110,16 @@ class Detokenizer:
             return ""
         self._shown = text  # tokens without text follow an open character: it has been held long enough
         return open_text
+
+
+def _decoder(tokenizer: Any, is_skipping: bool, kept: frozenset[int]) -> Callable[[list[int]], str]:
+    decode = partial(
+        tokenizer.decode, skip_special_tokens=is_skipping and not kept, clean_up_tokenization_spaces=False
+    )
+    if not is_skipping or not kept:
+        return decode
+    skipped = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special} - kept
+    return lambda ids: decode([i for i in ids if i not in skipped])
 
 
 class _Stops:
@@ -209,7 +223,12 @@ class TextStream:
     """
 
     def __init__(self, tokenizer: Any, prompt_ids: Sequence[int], params: SamplingParams) -> None:
-        self._detokenizer = Detokenizer(tokenizer, prompt_ids, skip_special_tokens=params.skip_special_tokens)
+        self._detokenizer = Detokenizer(
+            tokenizer,
+            prompt_ids,
+            skip_special_tokens=params.skip_special_tokens,
+            kept_ids=params.kept_special_ids,
+        )
         self._finder = StopFinder(params.stop_strings, params.include_stop)
         self._num_unsearched = params.min_tokens  # tokens to come that may not complete a stop string
         self._pieces: list[str] = []

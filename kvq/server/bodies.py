@@ -7,6 +7,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from kvq.server.tool_bodies import ToolCallId, ToolCalls, ToolChoices, Tools
+
 MAX_PROMPTS = 64  # of one completions request
 MAX_MESSAGES = 2048
 _Float = Annotated[float, Field(allow_inf_nan=False)]
@@ -103,6 +105,8 @@ class ChatMessage(BaseModel):
 
     role: Annotated[str, Field(max_length=64)]
     content: _Text | Annotated[list[TextPart], Field(max_length=1024)] | None = None
+    tool_calls: ToolCalls | None = None
+    tool_call_id: ToolCallId | None = None
 
 
 class ChatBody(Common):
@@ -113,7 +117,9 @@ class ChatBody(Common):
     max_completion_tokens: int | None = None
     logprobs: bool = False
     top_logprobs: int | None = None
-    tools: Annotated[list[dict[str, Any]], Field(max_length=256)] | None = None
+    tools: Tools | None = None
+    tool_choice: ToolChoices | None = None
+    parallel_tool_calls: bool = True
     add_generation_prompt: bool = True
     chat_template_kwargs: dict[str, Any] | None = None
 

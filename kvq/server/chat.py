@@ -4,10 +4,13 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
 
+from kvq.errors import RequestError
 from kvq.server.answers import Choice, Head, Usage, chat_logprobs, reason_of
 from kvq.server.bodies import ChatBody
+from kvq.server.chat_tools import Reading, offer_of, template_tools
 from kvq.server.completions import collect
 from kvq.server.messages import Delta, Ended
+from kvq.server.problems import Problem
 from kvq.server.sampling import chat_params, priority_of
 from kvq.server.service import Service
 
@@ -19,6 +22,12 @@ class Chat:
         """Raises Problem: something in it that this server does not do."""
         service.check_model(body.model)
         self._params = chat_params(body)
+        self._offer = offer_of(body, service.tools)
+        if self._offer is not None:
+            try:
+                self._params = self._offer.params(self._params)
+            except RequestError as error:
+                raise Problem(400, str(error), param="tool_choice") from error
         self._service = service
         self._body = body
         self._tenant = tenant
@@ -44,48 +53,57 @@ class Chat:
         Raises:
             Problem: it can't be served, or failed on the way.
         """
-        usage, begun = Usage(), set[int]()
+        usage = Usage()
+        readings: dict[int, Reading] = {}  # by the result's index
         async with aclosing(await self._stream()) as messages:
             async for message in messages:
                 if isinstance(message, Ended):
                     usage.take(message)
                     continue
-                role = {} if message.index in begun else {"role": "assistant"}
-                begun.add(message.index)
-                yield self._chunk([self._piece(message, role)])
+                first: dict[str, Any] = {}
+                if message.index not in readings:
+                    readings[message.index] = self._reading()
+                    first = {"role": "assistant", "content": None}
+                piece = self._piece(message, first, readings[message.index])
+                if piece["delta"] or piece["logprobs"] or piece["finish_reason"]:
+                    yield self._chunk([piece])
         if self._body.stream_options is not None and self._body.stream_options.include_usage:
             yield self._chunk([]) | {"usage": usage.body()}
 
     async def _stream(self) -> AsyncGenerator[Delta | Ended]:
         body = self._body
+        options = {"tools": template_tools(body), "add_generation_prompt": body.add_generation_prompt}
         tokens = await self._service.prompts.chat(
-            body.messages,
-            tools=body.tools,
-            add_generation_prompt=body.add_generation_prompt,
-            **(body.chat_template_kwargs or {}),
+            body.messages, **((body.chat_template_kwargs or {}) | options)
         )
         return self._service.stream(tokens, self._params, priority=priority_of(body), tenant=self._tenant)
+
+    def _reading(self) -> Reading:
+        return Reading(None if self._offer is None else self._offer.parser())
 
     def _choice(self, index: int, choice: Choice) -> dict[str, Any]:
         logprobs = (
             chat_logprobs(choice.logprobs, self._service.prompts.token) if self._body.logprobs else None
         )
+        reading = self._reading()
+        message = reading.message(choice.text)
         return {
             "index": index,
-            "message": {"role": "assistant", "content": choice.text, "refusal": None},
+            "message": {"role": "assistant", "refusal": None} | message,
             "logprobs": logprobs,
-            "finish_reason": choice.finish_reason,
+            "finish_reason": reading.reason(choice.finish_reason),
         }
 
-    def _piece(self, delta: Delta, role: dict[str, str]) -> dict[str, Any]:
+    def _piece(self, delta: Delta, first: dict[str, Any], reading: Reading) -> dict[str, Any]:
         logprobs = None
         if delta.logprobs is not None:
             logprobs = chat_logprobs(delta.logprobs, self._service.prompts.token)
+        added = reading.delta(delta)
         return {
             "index": delta.index,
-            "delta": role | {"content": delta.text},
+            "delta": first | added,
             "logprobs": logprobs,
-            "finish_reason": reason_of(delta),
+            "finish_reason": reading.reason(reason_of(delta)),
         }
 
     def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:

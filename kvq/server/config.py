@@ -10,6 +10,7 @@ from kvq.server.admission import AdmissionConfig
 from kvq.server.guard import LOOPBACK, Access
 from kvq.server.logs import LogConfig
 from kvq.server.tenants import TenantLimits
+from kvq.server.tools.registry import find_format
 
 LOCAL = ("127.0.0.1", "::1", "localhost")
 
@@ -45,6 +46,7 @@ class ServerConfig:
     metrics_names: tuple[str, ...] = ("kvq",)  # as `parse_names` gives them
     grace_s: float = 30.0  # for running requests after SIGTERM
     timeout_s: float | None = 600.0  # for a request, from its arrival at the engine
+    tool_call_parser: str = "auto"  # by the chat template; "none"; or a format's name
     engine: dict[str, Any] = field(default_factory=dict)  # options of `kvq.LLM`
 
     def __post_init__(self) -> None:
@@ -59,6 +61,8 @@ class ServerConfig:
             raise ConfigError(f"the grace period must be at least 0 seconds, got {self.grace_s}")
         if self.timeout_s is not None and not self.timeout_s > 0:
             raise ConfigError(f"the request timeout must be above 0 seconds, got {self.timeout_s}")
+
+        find_format(self.tool_call_parser, "")
 
     @property
     def name(self) -> str:

@@ -1,6 +1,7 @@
 """Text to token ids and back, in the HTTP process, without the model."""
 
 import asyncio
+import json
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -18,9 +19,11 @@ _DEADLINE_S = 30.0  # for a template or a tokenizer
 class Prompts:
     """A model's tokenizer and its chat template, off the event loop, under a deadline."""
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Any, *, is_text_template: bool = False) -> None:
+        """`is_text_template`: the template joins calls from text; others want their arguments as objects."""
         self._tokenizer = tokenizer
         self.num_waiting = 0  # texts that are not token ids yet
+        self._is_text_template = is_text_template
         self._pool = ThreadPoolExecutor(2, thread_name_prefix="kvq-tokenize")
 
     async def tokenize(self, text: str, *, special: bool = True) -> list[int]:
@@ -39,7 +42,7 @@ class Prompts:
         """
         if not getattr(self._tokenizer, "chat_template", None):
             raise Problem(400, "this model has no chat template; use /v1/completions", param="messages")
-        turns = [_turn(message) for message in messages]
+        turns = [_turn(message, self._is_text_template) for message in messages]
         return await self._run(partial(self._render, turns, options))
 
     async def detokenize(self, tokens: list[int]) -> str:
@@ -80,9 +83,24 @@ class Prompts:
             self.num_waiting -= 1
 
 
-def _turn(message: ChatMessage) -> dict[str, Any]:
+def _turn(message: ChatMessage, is_text_template: bool) -> dict[str, Any]:
     turn = message.model_dump(exclude_none=True)
     if isinstance(message.content, list):
         turn["content"] = "".join(part.text for part in message.content)
+    if not message.tool_calls:
+        turn.pop("tool_calls", None)  # templates ask whether there is such a thing
+    elif is_text_template:
+        turn["content"] = turn.get("content") or None
+    else:
+        for call in turn["tool_calls"]:
+            call["function"]["arguments"] = _as_object(call["function"]["arguments"])
     turn.setdefault("content", "")
     return turn
+
+
+def _as_object(arguments: str) -> Any:
+    """Arguments as templates expect them. What a model wrote that is no JSON stays as it is."""
+    try:
+        return json.loads(arguments or "{}")
+    except (ValueError, RecursionError):
+        return arguments

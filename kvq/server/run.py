@@ -22,6 +22,7 @@ from kvq.server.prompts import Prompts
 from kvq.server.protocol import MAX_CONNECTIONS, Connection, prepare
 from kvq.server.remote import Remote, Watch
 from kvq.server.service import Service
+from kvq.server.tools.calling import ToolCalling
 
 _log = logging.getLogger("kvq")
 _END_S = 2  # for answers to be written after the engine is gone
@@ -56,7 +57,10 @@ async def _serve(config: ServerConfig) -> None:
     folder = resolve_model(
         config.model, revision=options.pop("revision", None), token=options.pop("token", None)
     )
-    prompts = Prompts(load_tokenizer(folder))
+    tokenizer = load_tokenizer(folder)
+    tools = ToolCalling.of(tokenizer, config.tool_call_parser)
+    _log.warning("tool calls: %s", tools.description)
+    prompts = Prompts(tokenizer, is_text_template=tools.is_text_template)
     ended: asyncio.Future[str | None] = asyncio.get_running_loop().create_future()
 
     def end(reason: str | None = None) -> None:
@@ -65,7 +69,7 @@ async def _serve(config: ServerConfig) -> None:
 
     start = Start(model=str(folder), kv=config.kv, options=options, log=config.log)
     remote = Remote(start, watch=Watch(max_restarts=config.max_restarts), on_failed=end)
-    service = _service(config, remote, prompts)
+    service = _service(config, remote, prompts, tools)
     server = _Server(_uvicorn(config, service))
     service.metrics.watch(
         "kvq_http_connections", "Open connections.", lambda: len(server.server_state.connections)
@@ -94,7 +98,7 @@ async def _serve(config: ServerConfig) -> None:
         await listening
 
 
-def _service(config: ServerConfig, remote: Remote, prompts: Prompts) -> Service:
+def _service(config: ServerConfig, remote: Remote, prompts: Prompts, tools: ToolCalling) -> Service:
     admission = Admission(
         config.admission,
         config.tenants,
@@ -105,6 +109,7 @@ def _service(config: ServerConfig, remote: Remote, prompts: Prompts) -> Service:
         config.name,
         remote,
         prompts,
+        tools=tools,
         admission=admission,
         timeout_s=config.timeout_s,
         metrics_names=config.metrics_names,

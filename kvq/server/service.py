@@ -16,6 +16,7 @@ from kvq.server.metrics import Metrics
 from kvq.server.problems import Problem, failed, timed_out, unavailable
 from kvq.server.prompts import Prompts
 from kvq.server.remote import Remote, State
+from kvq.server.tools.calling import ToolCalling
 
 
 class Service:
@@ -27,14 +28,17 @@ class Service:
         remote: Remote,
         prompts: Prompts,
         *,
+        tools: ToolCalling | None = None,
         admission: Admission | None = None,
         timeout_s: float | None = None,
         metrics_names: Iterable[str] = ("kvq",),
     ) -> None:
-        """`name`: of the model, as clients see it. `timeout_s`: for each request at the engine."""
+        """`name`: of the model, as clients see it; `tools`: how it calls them, if that is known.
+        `timeout_s`: for each request at the engine."""
         self.name = name
         self.remote = remote
         self.prompts = prompts
+        self.tools = tools or ToolCalling()
         self.admission = admission or Admission(
             gauges=lambda: remote.gauges, tokenizing=lambda: prompts.num_waiting
         )

@@ -1,5 +1,6 @@
 """Text as it comes: nothing lost, nothing broken, nothing past a stop string, whatever the tokenizer."""
 
+import copy
 import functools
 import random
 from os.path import commonprefix
@@ -356,6 +357,21 @@ def test_a_hidden_token_counts_but_has_no_text(tiny):
 def test_special_tokens_are_shown_on_request(tiny):
     shown = [TextStream(tiny.tokenizer, [], SamplingParams(skip_special_tokens=s)) for s in (True, False)]
     assert [stream.push(0) for stream in shown] == ["", "<|endoftext|>"]
+
+
+def test_some_special_tokens_may_be_shown_while_others_are_skipped(tiny):
+    tokenizer = copy.deepcopy(tiny.tokenizer)
+    tokenizer.add_special_tokens({"extra_special_tokens": ["[CALL]", "[PAD]"]})
+    ids = tokenizer("é[CALL] 東[PAD]a", add_special_tokens=False)["input_ids"]
+    [call] = tokenizer.convert_tokens_to_ids(["[CALL]"])
+
+    def shown(**options):
+        stream = TextStream(tokenizer, ids[:1], SamplingParams(**options))
+        return "".join(map(stream.push, ids)) + stream.finish()
+
+    assert shown(kept_special_ids=[call]) == "é[CALL] 東a"
+    assert shown() == "é 東a"
+    assert shown(kept_special_ids=[call], skip_special_tokens=False) == "é[CALL] 東[PAD]a"
 
 
 def test_stream_forks_share_their_past_only(tiny):

@@ -177,7 +177,12 @@ def roundtrip(decoder, data: bytes):
 
 def test_messages_come_out_as_they_went_in():
     params = SamplingParams(
-        max_tokens=None, temperature=0.5, logit_bias={3: -1.5}, stop=["a", "b"], stop_token_ids=[4]
+        max_tokens=None,
+        temperature=0.5,
+        logit_bias={3: -1.5},
+        stop=["a", "b"],
+        stop_token_ids=[4],
+        kept_special_ids=[5],
     )
     submit = Submit(number=7, prompt=[1, 2], params=params, tenant="x")
     assert roundtrip(to_engine(), encode(submit)) == submit

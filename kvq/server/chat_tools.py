@@ -1,0 +1,113 @@
+"""Tool calls in OpenAI's chats: what a request offers, and its answer's messages."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from kvq.server.bodies import ChatBody
+from kvq.server.messages import Delta
+from kvq.server.problems import Problem
+from kvq.server.tool_bodies import ToolChoiceBody
+from kvq.server.tools import CallArguments, CallStart, Event, Parser, Text, Tool
+from kvq.server.tools.calling import Named, Offer, ToolCalling, ToolChoice
+
+
+def offer_of(body: ChatBody, calling: ToolCalling) -> Offer | None:
+    """What the request's tools ask for; None if nothing in the answer is read as a call.
+
+    Raises:
+        Problem: the tools, the choice and the response format don't go together.
+    """
+    functions = [tool.function for tool in body.tools or ()]
+    tools = [Tool(name=function.name, parameters=function.parameters or {}) for function in functions]
+    names = [tool.name for tool in tools]
+    if len(set(names)) < len(names):
+        raise Problem(400, "two tools have the same name", param="tools")
+    choice = _choice(body)
+    if not tools:
+        if choice not in ("none", "auto"):
+            raise Problem(400, "tool_choice needs tools", param="tool_choice")
+        return None
+    if isinstance(choice, Named) and choice.name not in names:
+        raise Problem(400, f"tool_choice names no tool of this request: {choice.name}", param="tool_choice")
+    if choice != "none" and body.response_format is not None and body.response_format.type != "text":
+        raise Problem(
+            400,
+            'response_format and calls exclude each other: leave out the tools, or use tool_choice "none"',
+            param="response_format",
+        )
+    return calling.offer(tools, choice=choice, parallel=body.parallel_tool_calls)
+
+
+def template_tools(body: ChatBody) -> list[dict[str, Any]] | None:
+    """The tools that the model is told of: none if nobody would read its calls."""
+    if not body.tools or body.tool_choice == "none":
+        return None
+    return [tool.model_dump(exclude_none=True) for tool in body.tools]
+
+
+class Reading:
+    """One result's text, read as it comes."""
+
+    def __init__(self, parser: Parser | None) -> None:
+        """Without a parser all is content."""
+        self._parser = parser
+
+    def message(self, text: str) -> dict[str, Any]:
+        """A whole result."""
+        if self._parser is None:
+            return {"content": text}
+        events = self._parser.feed(text) + self._parser.close()
+        calls: list[dict[str, Any]] = []
+        for event in events:
+            if isinstance(event, CallStart):
+                calls.append(_started(event))
+            elif isinstance(event, CallArguments):
+                calls[event.index]["function"]["arguments"] += event.text
+        content = _content(events)
+        if not calls:
+            return {"content": content}
+        return {"content": content or None, "tool_calls": calls}
+
+    def delta(self, delta: Delta) -> dict[str, Any]:
+        """What a step adds to a result; may be nothing."""
+        if self._parser is None:
+            return {"content": delta.text}
+        events = self._parser.feed(delta.text)
+        if delta.finish_reason is not None:
+            events += self._parser.close()
+        added: dict[str, Any] = {}
+        if content := _content(events):
+            added["content"] = content
+        if calls := _call_deltas(events):
+            added["tool_calls"] = calls
+        return added
+
+    def reason(self, reason: str | None) -> str | None:
+        """Why the result ended, as OpenAI says it of a result with calls."""
+        has_calls = self._parser is not None and self._parser.num_calls
+        return "tool_calls" if has_calls and reason == "stop" else reason
+
+
+def _choice(body: ChatBody) -> ToolChoice:
+    choice = body.tool_choice
+    return Named(choice.function.name) if isinstance(choice, ToolChoiceBody) else choice or "auto"
+
+
+def _content(events: Sequence[Event]) -> str:
+    return "".join(event.text for event in events if isinstance(event, Text))
+
+
+def _call_deltas(events: Sequence[Event]) -> list[dict[str, Any]]:
+    """One for each call that something was added to: clients know no more than one of an index in a chunk."""
+    deltas: dict[int, dict[str, Any]] = {}
+    for event in events:
+        if isinstance(event, CallStart):
+            deltas[event.index] = {"index": event.index} | _started(event)
+        elif isinstance(event, CallArguments):
+            delta = deltas.setdefault(event.index, {"index": event.index, "function": {"arguments": ""}})
+            delta["function"]["arguments"] += event.text
+    return list(deltas.values())
+
+
+def _started(event: CallStart) -> dict[str, Any]:
+    return {"id": event.id, "type": "function", "function": {"name": event.name, "arguments": ""}}

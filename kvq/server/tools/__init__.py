@@ -1,0 +1,40 @@
+"""Tool calls in a model's text: found while it is written, and forced where they are asked for.
+
+Nothing here knows of OpenAI's or anybody's bodies:
+
+    offer = service.tools.offer([Tool(name="f", parameters={...})], choice="auto", parallel=True)
+    # None: no call will be read. Otherwise the engine gets `offer.params(params)`, and each result a parser:
+    parser = offer.parser()
+    for piece in pieces:
+        for event in parser.feed(piece):
+            ...  # Text(text), CallStart(index, id, name) or CallArguments(index, text)
+    parser.close()  # the last events
+
+A call's `CallStart` comes once, before its arguments; calls follow each other, their indices count from 0.
+The pieces of arguments join to the text of a JSON object, as the model wrote it: it is broken off if the
+answer is (`max_tokens`), and is no JSON where the model's is none. Nothing of a marker is ever
+shown as text, unless it turns out that no call was meant; then all of it is. Without a call the texts
+join to what was fed. How the text is cut changes nothing but how the events are cut.
+"""
+
+from kvq.server.tools.calling import Named, Offer, ToolCalling, ToolChoice
+from kvq.server.tools.events import CallArguments, CallStart, Event, Text
+from kvq.server.tools.format import Tool, ToolFormat
+from kvq.server.tools.parser import Parser
+from kvq.server.tools.registry import FORMATS, find_format
+
+__all__ = [
+    "FORMATS",
+    "CallArguments",
+    "CallStart",
+    "Event",
+    "Named",
+    "Offer",
+    "Parser",
+    "Text",
+    "Tool",
+    "ToolCalling",
+    "ToolChoice",
+    "ToolFormat",
+    "find_format",
+]

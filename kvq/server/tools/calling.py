@@ -1,0 +1,125 @@
+"""How the served model calls tools, and what one request may call."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from kvq.engine import SamplingParams, StructuredOutput
+from kvq.errors import RequestError
+from kvq.server.tools.format import Tool, ToolFormat, Wording
+from kvq.server.tools.grammar import MAX_FORCED_CALLS
+from kvq.server.tools.parser import Parser
+from kvq.server.tools.plain import PLAIN
+from kvq.server.tools.registry import find_format
+
+
+@dataclass(frozen=True, slots=True)
+class Named:
+    """The one tool that has to be called."""
+
+    name: str
+
+
+ToolChoice = Literal["none", "auto", "required"] | Named
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Offer:
+    """The tools of one request: how to ask the engine, and how to read the answer."""
+
+    tools: Sequence[Tool]
+    format: ToolFormat
+    max_calls: int | None = None
+    grammar: str | None = None  # Lark, if there has to be a call
+    kept_special_ids: tuple[int, ...] = ()
+
+    def parser(self) -> Parser:
+        """A parser for one result."""
+        return Parser(self.format, self.tools, max_calls=self.max_calls)
+
+    def params(self, params: SamplingParams) -> SamplingParams:
+        """Parameters that keep the markers of calls in the text, and force calls if they have to be made.
+
+        Raises:
+            RequestError: calls are forced, and the text has to be something else, too.
+        """
+        structured = params.structured
+        if self.grammar is not None:
+            if structured is not None:
+                raise RequestError("a forced tool call can't be structured output of another kind, too")
+            structured = StructuredOutput(lark=self.grammar)
+        return replace(params, structured=structured, kept_special_ids=self.kept_special_ids)
+
+
+class ToolCalling:
+    """The model's format, if it is known, and its spelling."""
+
+    def __init__(
+        self, format: ToolFormat | None = None, wording: Wording | None = None, *, is_guess: bool = False
+    ) -> None:
+        """`is_guess`: the format was recognised, not named."""
+        self._format = format
+        self._wording = wording or Wording()
+        self._is_guess = is_guess
+
+    @classmethod
+    def of(cls, tokenizer: Any, name: str) -> "ToolCalling":
+        """That of a transformers tokenizer; `name` is a format's, "auto" or "none".
+
+        Raises:
+            ConfigError: there is no such format.
+        """
+        template = getattr(tokenizer, "chat_template", None) or ""
+        if not isinstance(template, str):  # one for tools, others
+            template = "\n".join(template.values())
+        special = {str(token): i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
+        return cls(
+            find_format(name, template), Wording(template=template, special=special), is_guess=name == "auto"
+        )
+
+    @property
+    def description(self) -> str:
+        """The format's name and how it was found, for the log."""
+        if self._format is None:
+            why = "; the model's chat template has none that is known" if self._is_guess else ""
+            return f"not read{why}"
+        return self._format.name + (", by the model's chat template" if self._is_guess else "")
+
+    @property
+    def is_text_template(self) -> bool:
+        """True if the model's template wants arguments as text; others want objects."""
+        return self._format is not None and self._format.is_text_template
+
+    def offer(
+        self, tools: Sequence[Tool], *, choice: ToolChoice = "auto", parallel: bool = True
+    ) -> Offer | None:
+        """What a request with these tools needs; None if nothing in its answer is read as a call.
+
+        `parallel`: more than one call may be made. A `Named` choice makes exactly one, of one of the tools.
+        """
+        format = self._format
+        if not tools or choice == "none" or (choice == "auto" and format is None):
+            return None
+        if choice == "auto":
+            assert format is not None, "checked above"
+            return self._offer(tools, format, None if parallel else 1, None)
+        if format is None or format.grammar is None:
+            format = PLAIN
+        assert format.grammar is not None, "plain calls have one"
+        if isinstance(choice, Named):
+            tools = [tool for tool in tools if tool.name == choice.name]
+            assert tools, "a named choice is one of the tools"
+        max_calls = MAX_FORCED_CALLS if parallel and choice == "required" else 1
+        return self._offer(tools, format, max_calls, format.grammar(tools, self._wording, max_calls))
+
+    def _offer(
+        self, tools: Sequence[Tool], format: ToolFormat, max_calls: int | None, grammar: str | None
+    ) -> Offer:
+        special = self._wording.special
+        return Offer(
+            tools=tools,
+            format=format,
+            max_calls=max_calls,
+            grammar=grammar,
+            kept_special_ids=tuple(special[marker] for marker in format.markers if marker in special),
+        )

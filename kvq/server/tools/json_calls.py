@@ -1,0 +1,221 @@
+"""Calls that are JSON objects: `{"name": ..., "arguments": {...}}`, given out while they are read."""
+
+import json
+import re
+from collections.abc import Callable, Collection
+
+from kvq.server.tools.markers import no_call
+from kvq.server.tools.output import Output
+from kvq.server.tools.source import Source, Steps
+
+_NAME = re.compile(r"[\w.\-:/]{1,256}", re.ASCII)
+_STRING = re.compile(r'[^"\\]+')
+_PLAIN = re.compile(r'[^"{}\[\]]+')
+_SCALAR = re.compile(r"[\w.+\-]+")
+_ARGUMENTS = ("arguments", "parameters")
+
+
+def is_name(name: object) -> bool:
+    """True if a function may be called so; whether there is one is for the caller to say."""
+    return isinstance(name, str) and _NAME.fullmatch(name) is not None
+
+
+class _Draft:
+    """A call that begins once its name is known and its arguments are an object."""
+
+    def __init__(self, source: Source, output: Output, names: Collection[str] | None) -> None:
+        self._source = source
+        self._output = output
+        self._names = names
+        self._arguments: list[str] = []  # read before the name was
+        self._name: str | None = None
+        self.has_begun = False
+
+    def set_name(self, name: str | None) -> bool:
+        """False if no call can be meant."""
+        if (
+            self._name is not None
+            or not is_name(name)
+            or (self._names is not None and name not in self._names)
+        ):
+            return False
+        self._name = name
+        if self._arguments:
+            self._begin()
+        return True
+
+    @property
+    def has_arguments(self) -> bool:
+        """True once some were read."""
+        return self.has_begun or bool(self._arguments)
+
+    def add(self, text: str) -> None:
+        """Go on with the arguments."""
+        if self._name is not None and not self.has_begun:
+            self._begin()
+        if self.has_begun:
+            self._output.arguments(text)
+        else:
+            self._arguments.append(text)
+
+    def finish(self) -> bool:
+        """The object is complete. True if it was a call."""
+        if self._name is not None and not self.has_begun and self._names is None:
+            self.add("{}")
+        return self.has_begun
+
+    def _begin(self) -> None:
+        assert self._name is not None, "a call begins with its name"
+        self._source.drop()
+        self._output.start(self._name)
+        self.has_begun = True
+        self._output.arguments("".join(self._arguments))
+
+
+def call_object(source: Source, output: Output, names: Collection[str] | None = None) -> Steps[bool]:
+    """Read an object behind its `{` and give out the call that it is.
+
+    With `names` no other function counts, and without arguments it is no call. False if it is no call:
+    what was read is still held. An object that breaks off or goes wrong once the call has begun
+    is read up to there.
+    """
+    draft = _Draft(source, output, names)
+    while True:
+        yield from source.skip_space()
+        if (yield from source.peek()) == "}":
+            source.take()
+            return draft.finish()
+        if not (yield from _member(source, draft, is_open=names is None)):
+            return draft.has_begun
+        yield from source.skip_space()
+        char = yield from source.peek()
+        if char == ",":
+            source.take()
+        elif char != "}":
+            return draft.has_begun
+
+
+def call_array(source: Source, output: Output, names: Collection[str] | None = None) -> Steps[bool]:
+    """Read an array of calls behind its `[`; True if there was one."""
+    separator, has_calls = ",", False
+    while separator == ",":
+        yield from source.skip_space()
+        if not (yield from source.word("{")) or not (yield from call_object(source, output, names)):
+            separator = ""
+            break
+        has_calls = True
+        source.hold()
+        yield from source.skip_space()
+        separator = yield from source.one_of((",", "]"))
+    if separator:
+        source.drop()
+    elif has_calls:
+        yield from no_call(source, output)
+    return has_calls
+
+
+def json_object(source: Source, sink: Callable[[str], None]) -> Steps[bool]:
+    """Pass on an object (or an array) as it comes. True if it is complete.
+
+    Brackets and strings are looked at, no more: what a model writes between them is its own.
+    """
+    depth = 0
+    while char := (yield from source.peek()):
+        if text := source.run(_PLAIN):
+            sink(text)
+        elif char == '"':
+            if not (yield from _string_text(source, sink)):
+                return False
+        else:
+            sink(source.take())
+            depth += 1 if char in "{[" else -1
+            if depth <= 0:
+                return True
+    return False
+
+
+def write_json(value: object) -> str:
+    """A value as JSON that can be sent: halves of surrogate pairs are escaped.
+
+    Raises:
+        ValueError: infinite or not a number.
+        TypeError: nothing that JSON knows.
+    """
+    return sendable(json.dumps(value, ensure_ascii=False, allow_nan=False))
+
+
+def sendable(text: str) -> str:
+    """JSON text whose halves of surrogate pairs are escaped."""
+    return text.encode("utf8", "backslashreplace").decode("utf8")
+
+
+def _member(source: Source, draft: _Draft, *, is_open: bool) -> Steps[bool]:
+    """Read one member of a call; False if it goes wrong."""
+    key = yield from _string(source)
+    if key is None:
+        return False
+    yield from source.skip_space()
+    if not (yield from source.word(":")):
+        return False
+    yield from source.skip_space()
+    if key == "name":
+        return draft.set_name((yield from _string(source)))
+    if key in _ARGUMENTS and not draft.has_arguments:
+        return (yield from _arguments(source, draft))
+    return (is_open or key in ("id", "type")) and (yield from _any_value(source))
+
+
+def _arguments(source: Source, draft: _Draft) -> Steps[bool]:
+    char = yield from source.peek()
+    if char == "{":
+        return (yield from json_object(source, draft.add))
+    if char == '"':  # JSON within JSON
+        text = yield from _string(source)
+        if text is None or not text.lstrip().startswith("{"):
+            return False
+        draft.add(sendable(text))
+        return True
+    if (yield from source.word("null")):
+        draft.add("{}")
+        return True
+    return False
+
+
+def _any_value(source: Source) -> Steps[bool]:
+    char = yield from source.peek()
+    if char and char in "{[":
+        return (yield from json_object(source, _forget))
+    if char == '"':
+        return (yield from _string_text(source, _forget))
+    return (yield from source.all_of(_SCALAR)) != ""
+
+
+def _string(source: Source) -> Steps[str | None]:
+    """Read a string; None if it is none, or breaks off."""
+    parts: list[str] = []
+    if (yield from source.peek()) != '"' or not (yield from _string_text(source, parts.append)):
+        return None
+    try:
+        text: str = json.loads("".join(parts), strict=False)
+    except ValueError:
+        return None
+    return text
+
+
+def _string_text(source: Source, sink: Callable[[str], None]) -> Steps[bool]:
+    """Pass on a string from its quote to its quote, as it is written. True if it is complete."""
+    sink(source.take())
+    while char := (yield from source.peek()):
+        if text := source.run(_STRING):
+            sink(text)
+            continue
+        sink(source.take())
+        if char == '"':
+            return True
+        if (yield from source.peek()):  # what is escaped
+            sink(source.take())
+    return False
+
+
+def _forget(_: str) -> None:
+    pass

@@ -1,0 +1,84 @@
+"""What a parser gives out."""
+
+from collections.abc import Callable
+from itertools import groupby
+from uuid import uuid4
+
+from kvq.server.tools.events import CallArguments, CallStart, Event, Text
+
+
+def call_id() -> str:
+    """A new call's id, as OpenAI writes them."""
+    return f"call_{uuid4().hex[:24]}"
+
+
+class Output:
+    """Events since they were last asked for. White space before, between and after calls is left out."""
+
+    def __init__(self, new_id: Callable[[], str], max_calls: int | None) -> None:
+        """Calls beyond the first `max_calls` are left out."""
+        self._new_id = new_id
+        self._max_calls = max_calls
+        self._events: list[Event] = []
+        self._space = ""  # read, and not shown until something else than a call follows
+        self._follows_text = False
+        self.num_calls = 0
+
+    @property
+    def is_line_start(self) -> bool:
+        """True if no text, or only white space, stands between here and a line's start or a call."""
+        return not self._follows_text or "\n" in self._space
+
+    @property
+    def is_behind_call(self) -> bool:
+        """True if the last that came was a call."""
+        return self.num_calls > 0 and not self._follows_text
+
+    def text(self, text: str) -> None:
+        """Show text."""
+        text = self._space + text
+        shown = text.rstrip()
+        self._space = text[len(shown) :]
+        if shown:
+            self._follows_text = True
+            self._events.append(Text(shown))
+
+    def start(self, name: str) -> None:
+        """Begin a call."""
+        self._space = ""
+        self._follows_text = False
+        if self._is_wanted(self.num_calls):
+            self._events.append(CallStart(self.num_calls, self._new_id(), name))
+        self.num_calls += 1
+
+    def arguments(self, text: str) -> None:
+        """Go on with the arguments of the call that began last."""
+        index = self.num_calls - 1
+        if text and self._is_wanted(index):
+            self._events.append(CallArguments(index, text))
+
+    def finish(self) -> None:
+        """No more comes."""
+        if self._space and (self._follows_text or not self.num_calls):
+            self._events.append(Text(self._space))
+        self._space = ""
+
+    def drain(self) -> list[Event]:
+        """The events since the last time; what belongs together is one event."""
+        drained: list[Event] = []
+        for (kind, index), group in groupby(self._events, key=_kind):
+            events = list(group)
+            if kind is CallStart:
+                drained += events
+                continue
+            text = "".join(event.text for event in events if not isinstance(event, CallStart))
+            drained.append(Text(text) if kind is Text else CallArguments(index, text))
+        self._events = []
+        return drained
+
+    def _is_wanted(self, index: int) -> bool:
+        return self._max_calls is None or index < self._max_calls
+
+
+def _kind(event: Event) -> tuple[type[Event], int]:
+    return type(event), -1 if isinstance(event, Text) else event.index

@@ -1,0 +1,114 @@
+"""`[f(a=1), g(b="x")]` at the start of a line: a Python list of calls with literals.
+
+No marker tells it from other text: a call counts if it names a tool on offer. Each is given out when its
+bracket closes. Source: the prompt formats of Llama 3.2 and Llama 4.
+"""
+
+import ast
+import re
+import warnings
+from collections.abc import Sequence
+
+from kvq.server.tools.format import Tool, ToolFormat
+from kvq.server.tools.json_calls import write_json
+from kvq.server.tools.markers import no_call, until_marker
+from kvq.server.tools.output import Output
+from kvq.server.tools.source import Source, Steps
+
+_BEGIN, _END = "<|python_start|>", "<|python_end|>"
+_NAME = re.compile(r"[\w.]+")
+_PLAIN = re.compile(r"""[^"'()\[\]{}]+""")
+_INNER = re.compile(r"""[^"'\\]+""")
+_MAX_CALL = 1 << 18  # characters that Python's parser gets to see
+
+
+def _read(source: Source, output: Output, tools: Sequence[Tool]) -> Steps[None]:
+    names = {tool.name for tool in tools}
+    while marker := (yield from until_marker(source, output, (_BEGIN,), ends=(_END,), openings="[")):
+        if marker == _BEGIN:
+            yield from source.skip_space()
+            if not (yield from source.word("[")):
+                yield from no_call(source, output)
+                continue
+        if not (yield from _calls(source, output, names)):
+            yield from no_call(source, output)
+
+
+def _calls(source: Source, output: Output, names: set[str]) -> Steps[bool]:
+    """Give out a list's calls; False if what is held is not one of them."""
+    separator = ","
+    while separator == ",":
+        yield from source.skip_space()
+        name = yield from source.all_of(_NAME)
+        if name not in names or (yield from source.peek()) != "(":
+            return False
+        text = yield from _bracket(source)
+        arguments = None if text is None else _arguments(text)
+        if arguments is None:
+            return False
+        source.drop()
+        output.start(name)
+        output.arguments(arguments)
+        source.hold()
+        yield from source.skip_space()
+        separator = yield from source.one_of((",", "]"))
+    if not separator:
+        return False
+    source.drop()
+    return True
+
+
+def _bracket(source: Source) -> Steps[str | None]:
+    """Read from an opening bracket to the one that closes it; None if it breaks off."""
+    parts: list[str] = []
+    depth = 0
+    while char := (yield from source.peek()):
+        if text := source.run(_PLAIN):
+            parts.append(text)
+            continue
+        parts.append(source.take())
+        if char in "'\"":
+            yield from _string(source, char, parts)
+        elif char in "([{":
+            depth += 1
+        elif char in ")]}":
+            depth -= 1
+            if not depth:
+                return "".join(parts)
+    return None
+
+
+def _string(source: Source, quote: str, parts: list[str]) -> Steps[None]:
+    """Read a string behind its quote, to its quote or the end."""
+    while char := (yield from source.peek()):
+        if text := source.run(_INNER):
+            parts.append(text)
+            continue
+        parts.append(source.take())
+        if char == quote:
+            return
+        if char == "\\" and (yield from source.peek()):
+            parts.append(source.take())
+
+
+def _arguments(bracket: str) -> str | None:
+    """JSON of `(a=1, b="x")`; None unless all are literals with names."""
+    if len(bracket) > _MAX_CALL:
+        return None
+    try:
+        with warnings.catch_warnings(action="ignore"):  # of escapes that Python doesn't know
+            call = ast.parse(f"f{bracket}", mode="eval").body
+            if not isinstance(call, ast.Call) or call.args:
+                return None
+            values = {keyword.arg: ast.literal_eval(keyword.value) for keyword in call.keywords}
+        return None if None in values else write_json(values)
+    except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
+        return None
+
+
+PYTHONIC = ToolFormat(
+    name="pythonic",
+    machine=_read,
+    is_template=lambda template: "[func_name1(params_name1=" in template,
+    markers=(_BEGIN, _END),
+)

@@ -1,0 +1,106 @@
+"""Calls in tags: `<tool_call><function=f><parameter=x>1</parameter></function></tool_call>`.
+
+A value is text; the tool's schema says what it means. Each is given out when it is complete.
+Source: the chat template of Qwen 3 Coder, which puts tags and values on lines of their own.
+"""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from kvq.server.tools.format import Tool, ToolFormat
+from kvq.server.tools.json_calls import is_name, write_json
+from kvq.server.tools.markers import no_call, until_marker
+from kvq.server.tools.output import Output
+from kvq.server.tools.source import Source, Steps
+
+_BEGIN, _END = "<tool_call>", "</tool_call>"
+_FUNCTION, _END_FUNCTION = "<function=", "</function>"
+_PARAMETER, _END_PARAMETER = "<parameter=", "</parameter>"
+_NAME = re.compile(r"[^>\s]+")
+_NO_TAG = re.compile(r"[^<]+")
+
+
+def _read(source: Source, output: Output, tools: Sequence[Tool]) -> Steps[None]:
+    schemas = {tool.name: tool.parameters for tool in tools}
+    ends = (_END_FUNCTION, _END)
+    while marker := (yield from until_marker(source, output, (_BEGIN, _FUNCTION), ends=ends)):
+        if marker == _BEGIN:
+            yield from source.skip_space()
+            if not (yield from source.word(_FUNCTION)):
+                yield from no_call(source, output)
+                continue
+        name = yield from source.all_of(_NAME)
+        if not is_name(name) or not (yield from source.word(">")):
+            yield from no_call(source, output)
+            continue
+        source.drop()
+        output.start(name)
+        yield from _parameters(source, output, schemas.get(name, {}))
+
+
+def _parameters(source: Source, output: Output, schema: Mapping[str, Any]) -> Steps[None]:
+    """Give out a call's arguments; those of one that breaks off stay open."""
+    properties = schema.get("properties")
+    before = "{"
+    while (name := (yield from _parameter(source))) is not None:
+        text = yield from _value(source)
+        if text is None:
+            return
+        known = properties.get(name) if isinstance(properties, Mapping) else None
+        output.arguments(f"{before}{write_json(name)}: {_as_json(text, known)}")
+        before = ", "
+    held = source.release()
+    if held.strip() in (_END_FUNCTION, _END):
+        output.arguments("{}" if before == "{" else "}")
+    elif (yield from source.peek()):
+        output.arguments("{}" if before == "{" else "}")
+        output.text(held)
+
+
+def _parameter(source: Source) -> Steps[str | None]:
+    """A parameter's name; None if something else comes, which is held."""
+    source.hold()
+    yield from source.skip_space()
+    if (yield from source.one_of((_PARAMETER, _END_FUNCTION, _END))) != _PARAMETER:
+        return None
+    name = yield from source.all_of(_NAME)
+    if not name or not (yield from source.word(">")):
+        return None
+    source.drop()
+    return name
+
+
+def _value(source: Source) -> Steps[str | None]:
+    """A parameter's text without the line breaks around it; None if it breaks off."""
+    parts: list[str] = []
+    while (yield from source.peek()):
+        if text := source.run(_NO_TAG):
+            parts.append(text)
+            continue
+        source.hold()
+        is_end = yield from source.word(_END_PARAMETER)
+        text = source.release()
+        if is_end:
+            return "".join(parts).removeprefix("\n").removesuffix("\n")
+        parts.append(text)
+    return None
+
+
+def _as_json(text: str, schema: object) -> str:
+    """JSON of a value: what the schema calls a string is one, everything else if it is no JSON."""
+    if isinstance(schema, Mapping) and schema.get("type") == "string":
+        return write_json(text)
+    try:
+        return write_json(json.loads(text))
+    except (ValueError, RecursionError):
+        return write_json({"True": True, "False": False, "None": None}.get(text, text))
+
+
+QWEN3_CODER = ToolFormat(
+    name="qwen3_coder",
+    machine=_read,
+    is_template=lambda template: _FUNCTION in template and _PARAMETER in template,
+    markers=(_BEGIN, _END, _FUNCTION, _END_FUNCTION, _PARAMETER, _END_PARAMETER),
+)

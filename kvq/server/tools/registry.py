@@ -1,0 +1,28 @@
+"""The formats by their names."""
+
+from kvq.errors import ConfigError
+from kvq.server.tools.deepseek_v3 import DEEPSEEK_V3
+from kvq.server.tools.format import ToolFormat
+from kvq.server.tools.hermes import HERMES
+from kvq.server.tools.llama3_json import LLAMA3_JSON
+from kvq.server.tools.mistral import MISTRAL
+from kvq.server.tools.pythonic import PYTHONIC
+from kvq.server.tools.qwen3_coder import QWEN3_CODER
+
+_ALL = (HERMES, QWEN3_CODER, MISTRAL, DEEPSEEK_V3, PYTHONIC, LLAMA3_JSON)
+FORMATS = {format.name: format for format in _ALL}  # of those that a template fits, the first wins
+
+
+def find_format(name: str, template: str) -> ToolFormat | None:
+    """The format of a name; that of a chat template for "auto", if one is recognised; None for "none".
+
+    Raises:
+        ConfigError: there is no such format.
+    """
+    if name == "none":
+        return None
+    if name == "auto":
+        return next((format for format in FORMATS.values() if format.is_template(template)), None)
+    if name not in FORMATS:
+        raise ConfigError(f"no tool call parser {name!r}; there are auto, none, {', '.join(FORMATS)}")
+    return FORMATS[name]
