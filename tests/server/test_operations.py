@@ -1,0 +1,259 @@
+"""What whoever runs a server relies on: its configuration, limits, logs, and its end."""
+
+import json
+import os
+import re
+import signal
+import threading
+import urllib.error
+import urllib.request
+from time import monotonic, sleep
+
+import pytest
+
+from kvq.cli import main
+from tests.server.kit import Server
+
+CANARY = "xylophonicus-4711"
+KEYS = ("secret-1", "secret-2")
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("server")
+    keys = folder / "keys"
+    keys.write_text("\n".join(KEYS))
+    keys.chmod(0o600)
+    config = folder / "kvq.yaml"
+    config.write_text(
+        f"kv: int4\nnum-blocks: 128\nmax_num_seqs: 2\nmax-queue: 2\nserved-model-name: mine\n"
+        f"api-key-file: {keys}\nlog-format: json\nrequest-timeout: 4\ngrace: 1\nmax-concurrency-per-key: 2\n"
+    )
+    with Server("--config", str(config), "--max-num-seqs", "1", key=KEYS[0]) as running:
+        yield running
+
+
+def ask(server, path="/v1/completions", key=KEYS[0], **body):
+    """Status, headers, body."""
+    raw = json.dumps({"prompt": "The sea", "max_tokens": 4} | body).encode() if path != "/tokenize" else b"{}"
+    headers = {"Content-Type": "application/json", "Authorization": f"Bearer {key}"}
+    request = urllib.request.Request(server.url + path, raw, headers)
+    try:
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            return answer.status, answer.headers, answer.read()
+    except urllib.error.HTTPError as error:
+        return error.code, error.headers, error.read()
+
+
+def at_once(count, ask_one):
+    """Results of so many calls side by side."""
+    results = []
+    threads = [threading.Thread(target=lambda i=i: results.append(ask_one(i))) for i in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return results
+
+
+def test_options_come_from_the_file_and_the_command_line_goes_before_it(server):
+    models = json.loads(get(server, "/v1/models"))
+    assert models["data"][0]["id"] == "mine"
+    metrics = get(server, "/metrics")
+    assert re.search(r'kvq_engine_info\{[^}]*max_num_seqs="1"', metrics)
+
+
+def get(server, path):
+    request = urllib.request.Request(server.url + path, headers={"Authorization": f"Bearer {KEYS[0]}"})
+    with urllib.request.urlopen(request, timeout=30) as answer:
+        return answer.read().decode()
+
+
+def test_every_route_but_live_refuses_without_a_key(server):
+    paths = json.loads(get(server, "/openapi.json"))["paths"]
+    assert {"/v1/completions", "/v1/chat/completions", "/metrics", "/health/live"} <= set(paths)
+    for path, methods in {**paths, "/openapi.json": ["get"], "/": ["get"]}.items():
+        for method in methods:
+            request = urllib.request.Request(
+                server.url + path.replace("{model}", "mine").replace("{name}", "x"), method=method.upper()
+            )
+            if path == "/health/live":
+                assert urllib.request.urlopen(request, timeout=10).status == 200
+                continue
+            with pytest.raises(urllib.error.HTTPError) as refused:
+                urllib.request.urlopen(request, timeout=10)
+            assert refused.value.code == 401, path
+
+
+def test_exactly_one_socket_listens(server):
+    inodes = set()
+    for table in ("tcp", "tcp6", "udp", "udp6"):
+        with open(f"/proc/net/{table}", encoding="ascii") as file:
+            for line in file.readlines()[1:]:
+                words = line.split()
+                if words[3] == "0A" or table.startswith("udp"):
+                    inodes.add(f"socket:[{words[9]}]")
+    listening = []
+    for pid in (server.process.pid, server.engine_pid):
+        for name in os.listdir(f"/proc/{pid}/fd"):
+            try:
+                target = os.readlink(f"/proc/{pid}/fd/{name}")
+            except OSError:
+                continue
+            if target in inodes:
+                listening.append((pid, target))
+    assert len(listening) == 1
+    assert listening[0][0] == server.process.pid
+
+
+def test_a_key_may_have_so_many_requests_at_once_and_others_go_on(server):
+    threads = []
+    for i in range(2):  # one runs before the other comes, so that neither is too much for the queue
+        threads.append(threading.Thread(target=ask, args=(server,), kwargs={"max_tokens": 600, "n": 1}))
+        threads[-1].start()
+        while f"kvq_active_requests {i + 1}.0" not in get(server, "/metrics"):
+            sleep(0.02)
+        sleep(0.2)
+    status, headers, body = ask(server)
+    assert status == 429
+    assert int(headers["Retry-After"]) >= 1
+    assert json.loads(body)["error"]["code"] == "rate_limit_exceeded"
+    assert ask(server, "/tokenize", prompt="a")[0] != 429
+    assert ask(server, key=KEYS[1], max_tokens=1)[0] in (200, 503)
+    for thread in threads:
+        thread.join()
+    assert ask(server)[0] == 200
+
+
+def test_too_many_requests_are_refused_at_once_and_the_rest_is_served(server):
+    answers = at_once(4, lambda i: ask(server, key=KEYS[i % 2], max_tokens=100, ignore_eos=True))
+    statuses = {status for status, _, _ in answers}
+    assert statuses <= {200, 503}
+    assert len(statuses) == 2
+    for status, headers, body in answers:
+        if status == 503:
+            assert int(headers["Retry-After"]) >= 1
+            assert "overloaded" in json.loads(body)["error"]["message"]
+    assert 'kvq_requests_total{status="refused"}' in get(server, "/metrics")
+    assert ask(server)[0] == 200
+
+
+def test_requests_have_their_time(server):
+    status, _, body = ask(server, max_tokens=3000, ignore_eos=True)
+    assert status == 504
+    assert json.loads(body)["error"]["code"] == "timeout"
+    status, _, body = ask(server, max_tokens=3000, ignore_eos=True, stream=True)
+    assert status == 200
+    last = body.decode().strip().split("\n\n")[-1]
+    assert json.loads(last.removeprefix("data: "))["error"]["code"] == "timeout"
+
+
+def test_the_deep_check_generates(server):
+    first = json.loads(get(server, "/health/deep"))
+    assert first["status"] == "generating"
+    assert json.loads(get(server, "/health/deep")) == first, "asked again at once it tells the same"
+
+
+def test_logs_are_lines_of_json_and_never_quote_what_people_wrote(server):
+    messages = [{"role": "user", "content": CANARY}]
+    tools = [{"type": "function", "function": {"name": "f", "description": CANARY}}]
+    schema = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": CANARY}}}
+    for path, body in (
+        ("/v1/completions", {"prompt": CANARY}),
+        ("/v1/completions", {"prompt": CANARY, "stream": True, "echo": True}),
+        ("/v1/completions", {"prompt": CANARY, "stop": CANARY, "guided_regex": CANARY + "("}),
+        ("/v1/completions", {"prompt": CANARY, "n": CANARY}),
+        ("/v1/completions", {"prompt": CANARY * 3000}),
+        ("/v1/completions", {"prompt": CANARY, "model": CANARY}),
+        ("/v1/completions", {"prompt": CANARY, "guided_grammar": CANARY}),
+        ("/v1/chat/completions", {"messages": messages, "stream": True}),
+        ("/v1/chat/completions", {"messages": messages, "response_format": schema}),
+        ("/v1/chat/completions", {"messages": messages, "tools": tools}),
+        ("/v1/chat/completions", {"messages": [{"role": CANARY, "content": {CANARY: 1}}]}),
+        ("/v1/messages", {"messages": messages, "max_tokens": 3}),
+        (f"/v1/{CANARY}?q={CANARY}", {"prompt": CANARY}),
+    ):
+        _, headers, _ = ask(server, path, **body)
+        assert headers["x-request-id"].startswith("req-")
+    deadline = monotonic() + 10
+    while headers["x-request-id"] not in server.log:
+        assert monotonic() < deadline
+        sleep(0.05)
+    log = server.log
+    assert CANARY not in log
+    assert not any(key in log for key in KEYS)
+    events = [json.loads(line) for line in log.splitlines()]
+    assert all({"time", "level", "event"} <= set(event) for event in events)
+    answered = [event for event in events if event["event"] == "request"]
+    assert {event["status"] for event in answered} >= {200, 400, 404}
+    assert {event["route"] for event in answered} >= {"/v1/completions", "unknown"}
+    served = [event for event in events if event["event"] == "generated"]
+    assert 4 in {event["generated_tokens"] for event in served}
+    assert {event["request_id"] for event in served} <= {event["request_id"] for event in answered}
+
+
+def test_the_end_does_not_wait_for_ever(server):
+    """Last of all: the server ends in it."""
+    answers = []
+    body = {"max_tokens": 3000, "ignore_eos": True, "stream": True}
+    thread = threading.Thread(target=lambda: answers.append(ask(server, **body)))
+    thread.start()
+    sleep(0.5)
+    began = monotonic()
+    server.process.send_signal(signal.SIGTERM)
+    thread.join(30)
+    assert server.process.wait(30) == 0
+    assert monotonic() - began < 20
+    [(status, _, raw)] = answers
+    assert status == 200
+    last = json.loads(raw.decode().strip().split("\n\n")[-1].removeprefix("data: "))
+    assert "engine ended" in last["error"]["message"]
+
+
+@pytest.fixture
+def check(capsys):
+    def run(*options):
+        with pytest.raises(SystemExit) as ended:
+            main(["serve", "--check", "--port", "0", *options])
+        said = capsys.readouterr()
+        return ended.value.code or 0, said.out + said.err
+
+    return run
+
+
+def test_a_configuration_is_checked_before_anything_is_loaded(check):
+    status, said = check("--kv", "int4")
+    assert status == 0
+    assert not re.search("warning|error", said)
+    status, said = check("--kv", "int4", "--num-blocks", "4")
+    assert status == 0
+    assert "the pool holds 128 tokens, the context is 4096" in said
+    status, said = check("--max-num-batched-tokens", "100", "--max-num-seqs", "90")
+    assert "a step has 10 tokens left for new prompts" in said
+    status, said = check("--kv-memory", "100TiB")
+    assert status == 0, "it takes no more than could be used"
+    status, said = check("--model", "/nowhere")
+    assert status == 1
+    assert "/nowhere" in said
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("max-num-sqs: 3", "did you mean 'max-num-seqs'"),
+        ("- a", "must map options to values"),
+        ("a: [", "is no YAML"),
+        ("kv: {a: 1}", "must be a value or a list"),
+        ("max-queue: 0", "max_queue must be above 0"),
+        ("max-queue: many", "max-queue"),
+        ("host: 0.0.0.0", "--api-key-file"),
+        ("ssl-certfile: a.pem", "--ssl-keyfile"),
+        ("max-concurrency-per-key: 0", "at least 1"),
+    ],
+)
+def test_configurations_that_are_wrong_say_why(check, tmp_path, text, message):
+    path = tmp_path / "c.yaml"
+    path.write_text(text)
+    status, said = check("--config", str(path))
+    assert status == 2
+    assert message in said
