@@ -1,0 +1,141 @@
+"""`kvq run-batch` as people run it: ended in the middle, run again, and complete."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from time import monotonic, sleep
+
+import pytest
+from click.testing import CliRunner
+
+import kvq
+from kvq.commands.run_batch import command
+
+NUM_LINES = 40
+OPTIONS = ("--kv", "int4", "--num-blocks", "128", "--max-num-seqs", "4")
+
+
+def prompt_of(i):
+    return f"The history of city number {i}"
+
+
+def request(i):
+    if i % 2:
+        messages = [{"role": "user", "content": prompt_of(i)}]
+        url, body = "/v1/chat/completions", {"messages": messages}
+    else:
+        url, body = "/v1/completions", {"prompt": prompt_of(i)}
+    body |= {"model": "tiny", "max_tokens": 40, "temperature": 0, "ignore_eos": True}
+    return {"custom_id": f"id-{i}", "method": "POST", "url": url, "body": body}
+
+
+def start(*paths):
+    return subprocess.Popen(
+        [sys.executable, "-m", "kvq", "run-batch", *OPTIONS, *map(str, paths)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def wait_for_lines(path, count, process):
+    deadline = monotonic() + 120
+    while not path.exists() or path.read_bytes().count(b"\n") < count:
+        assert process.poll() is None, process.stderr.read()
+        assert monotonic() < deadline
+        sleep(0.005)
+
+
+def engine_of(process):
+    with open(f"/proc/{process.pid}/task/{process.pid}/children", encoding="ascii") as file:
+        [pid] = file.read().split()
+    return int(pid)
+
+
+def expected():
+    chat = "<|user|>\n{}\n<|assistant|>\n"
+    prompts = [chat.format(prompt_of(i)) if i % 2 else prompt_of(i) for i in range(NUM_LINES)]
+    with kvq.LLM("tiny", "int4", num_blocks=128) as llm:
+        outputs = llm.generate(prompts, kvq.SamplingParams(max_tokens=40, ignore_eos=True))
+    return {f"id-{i}": output.outputs[0].text for i, output in enumerate(outputs)}
+
+
+def text_of(body):
+    choice = body["choices"][0]
+    return choice["text"] if "text" in choice else choice["message"]["content"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A batch that was killed, went on with an engine that was killed, and was run to its end."""
+    folder = tmp_path_factory.mktemp("batch")
+    source, target = folder / "in.jsonl", folder / "out.jsonl"
+    lines = [json.dumps(request(i)) for i in range(NUM_LINES)]
+    lines[3:3] = ["no request", json.dumps(request(0)), json.dumps(request(90) | {"url": "/v1/nothing"})]
+    source.write_text("\n".join(lines), encoding="utf-8")
+
+    with start(source, target) as killed:
+        wait_for_lines(target, 8, killed)
+        killed.kill()
+    with start(source, target) as resumed:
+        wait_for_lines(target, 16, resumed)
+        os.kill(engine_of(resumed), signal.SIGKILL)
+        out, err = resumed.communicate(timeout=120)
+    assert resumed.returncode == 1, err
+    (folder / "summary").write_text(out, encoding="utf-8")
+    return folder
+
+
+def results(folder):
+    return [json.loads(line) for line in (folder / "out.jsonl").read_text(encoding="utf-8").splitlines()]
+
+
+def test_a_batch_that_was_killed_twice_has_every_answer_once_and_they_are_the_engines(folder):
+    found = [result for result in results(folder) if result["response"] is not None]
+    answers = {r["custom_id"]: r["response"]["body"] for r in found if r["response"]["status_code"] == 200}
+    assert len(found) == len(answers) + 1 == NUM_LINES + 1
+    assert {name: text_of(body) for name, body in answers.items()} == expected()
+    assert len({result["id"] for result in results(folder)}) == NUM_LINES + 3
+
+
+def test_lines_that_are_no_requests_have_an_error_each(folder):
+    errors = {r["error"]["line"]: (r["custom_id"], r["error"]["code"]) for r in results(folder) if r["error"]}
+    assert errors == {4: (None, "invalid_line"), 5: (None, "duplicate_custom_id")}
+    [refused] = [r for r in results(folder) if r["custom_id"] == "id-90"]
+    assert refused["response"]["status_code"] == 404
+    assert "/v1/chat/completions" in refused["response"]["body"]["error"]["message"]
+    summary = (folder / "summary").read_text(encoding="utf-8")
+    assert "failed    3 of all" in summary
+
+
+def test_a_batch_that_is_complete_starts_no_engine(folder, monkeypatch):
+    monkeypatch.setattr(subprocess, "Popen", None)
+    before = (folder / "out.jsonl").read_bytes()
+    done = CliRunner().invoke(command, [str(folder / "in.jsonl"), str(folder / "out.jsonl")])
+    assert done.exit_code == 1, done.output
+    assert f"0 answered now, {NUM_LINES + 3} before" in done.output
+    assert (folder / "out.jsonl").read_bytes() == before
+
+
+def test_ctrl_c_ends_with_a_hint_and_what_was_finished(tmp_path):
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text("".join(json.dumps(request(i)) + "\n" for i in range(NUM_LINES)), encoding="utf-8")
+    with start(source, target) as process:
+        wait_for_lines(target, 4, process)
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "run the same command again to go on" in err
+    assert "Traceback" not in err
+    finished = [json.loads(line) for line in target.read_text(encoding="utf-8").splitlines()]
+    assert 4 <= len(finished) < NUM_LINES
+    assert f"{len(finished)} answered now" in out
+
+
+@pytest.mark.parametrize("source", ["missing.jsonl", "out.jsonl", "."])
+def test_files_that_cannot_be_used_are_refused(tmp_path, source):
+    (tmp_path / "out.jsonl").touch()
+    done = CliRunner().invoke(command, [str(tmp_path / source), str(tmp_path / "out.jsonl")])
+    assert isinstance(done.exception, kvq.ConfigError)
