@@ -140,8 +140,9 @@ def test_ctrl_c_stops_the_answer_and_ctrl_d_ends():
             terminal.process.send_signal(signal.SIGINT)
             terminal.until(r"\[stopped\]\r\n.*> ", 30)
             terminal.type("/stats\n")
-            terminal.until("the last answer was not completed")
+            terminal.until("the last answer was not completed.*> ")
             terminal.type("/reset\n")
+            terminal.until("> ")
         terminal.type("\x04")
         assert terminal.process.wait(60) == 0
     finally:

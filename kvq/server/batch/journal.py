@@ -22,7 +22,7 @@ class Journal:
 
     The file is locked while it is open, and lines are only appended to it: a process that is killed
     leaves at most one that is incomplete, which the next run cuts off. Of every custom_id a digest is
-    held, about 130 bytes in all.
+    held, about 100 bytes in all.
     """
 
     def __init__(self, path: Path, *, retry_failed: bool = False) -> None:

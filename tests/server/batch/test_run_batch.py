@@ -15,7 +15,7 @@ import kvq
 from kvq.commands import progress
 from kvq.commands.run_batch import command
 
-NUM_LINES = 40
+NUM_LINES, TOKENS = 40, 24
 OPTIONS = ("--kv", "int4", "--num-blocks", "128", "--max-num-seqs", "4")
 
 
@@ -29,7 +29,7 @@ def request(i):
         url, body = "/v1/chat/completions", {"messages": messages}
     else:
         url, body = "/v1/completions", {"prompt": prompt_of(i)}
-    body |= {"model": "tiny", "max_tokens": 40, "temperature": 0, "ignore_eos": True}
+    body |= {"model": "tiny", "max_tokens": TOKENS, "temperature": 0, "ignore_eos": True}
     return {"custom_id": f"id-{i}", "method": "POST", "url": url, "body": body}
 
 
@@ -60,7 +60,7 @@ def expected():
     chat = "<|user|>\n{}\n<|assistant|>\n"
     prompts = [chat.format(prompt_of(i)) if i % 2 else prompt_of(i) for i in range(NUM_LINES)]
     with kvq.LLM("tiny", "int4", num_blocks=128) as llm:
-        outputs = llm.generate(prompts, kvq.SamplingParams(max_tokens=40, ignore_eos=True))
+        outputs = llm.generate(prompts, kvq.SamplingParams(max_tokens=TOKENS, ignore_eos=True))
     return {f"id-{i}": output.outputs[0].text for i, output in enumerate(outputs)}
 
 
