@@ -14,6 +14,8 @@ _COMMANDS = {
     "perplexity": ("perplexity", "Measure what KV formats cost on a text."),
     "generate": ("generate", "Go on from a prompt, streamed."),
     "serve": ("serve", "Serve a model over HTTP, as OpenAI does."),
+    "run-batch": ("run_batch", "Answer a file of requests, in OpenAI's batch format; resumable."),
+    "chat": ("chat", "Chat in the terminal, with a model or with a running server."),
     "inspect": ("inspect", "Show a model's KV geometry and the bytes per token of every format."),
     "calibrate": ("calibrate", "Observe a model and write static scales to a kvq.json."),
     "bench": ("bench", "Measure how fast the parts are, and the engine under load."),

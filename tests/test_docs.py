@@ -18,7 +18,7 @@ def test_the_measured_table_is_that_of_the_committed_results():
 
 
 def test_every_command_and_path_that_the_readme_names_exists():
-    for name in re.findall(r"^kvq (\w+)", "".join(re.findall(r"```sh\n.*?```", README, re.S)), re.M):
+    for name in re.findall(r"^kvq ([\w-]+)", "".join(re.findall(r"```sh\n.*?```", README, re.S)), re.M):
         assert name in cli._COMMANDS
     for path in re.findall(r"\]\(([\w./-]+)\)", README) + re.findall(
         r"`((?:kvq|docs|tools)/[\w./]+)`", README

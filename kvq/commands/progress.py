@@ -8,8 +8,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 
 @contextmanager
-def progress_bar(what: str) -> Iterator[Callable[[int, int], None]]:
-    """Yield a function (done, total) that draws a bar; on a pipe or in a log nothing is drawn."""
+def progress_bar(what: str) -> Iterator[Callable[[int, int | None], None]]:
+    """Yield a function (done, total, if it is known yet) that draws a bar; not on a pipe or in a log."""
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:

@@ -7,6 +7,7 @@ import click
 
 from kvq.commands.config_file import config_option
 from kvq.commands.options import ModelOptions, kv_option, model_options
+from kvq.commands.served import engine_of, engine_options, serve_packages, tool_call_option
 from kvq.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -32,12 +33,7 @@ if TYPE_CHECKING:
 @click.option(
     "--log-level", default="info", show_default=True, type=click.Choice(["debug", "info", "warning", "error"])
 )
-@click.option(
-    "--tool-call-parser",
-    default="auto",
-    show_default=True,
-    help="How the model writes tool calls: a format such as hermes or mistral, auto, or none.",
-)
+@tool_call_option
 @click.option(
     "--grace", default=30.0, show_default=True, help="Seconds that running requests get at the end."
 )
@@ -59,24 +55,12 @@ if TYPE_CHECKING:
 @click.option("--max-concurrency-per-key", type=int, help="Requests at once of one API key.")
 @click.option("--requests-per-minute", type=int, help="Of one API key.")
 @click.option("--tokens-per-minute", type=int, help="Of one API key; cached ones are free.")
-@click.option("--max-num-seqs", default=128, show_default=True, help="Sequences that run side by side.")
-@click.option("--max-num-batched-tokens", default=2048, show_default=True, help="New tokens of a step.")
-@click.option("--kv-memory", help="Bytes of the block pool, such as 2GiB; default: what is free.")
-@click.option("--num-blocks", type=int, help="Blocks of the pool, instead of --kv-memory.")
-@click.option("--swap-memory", default="0", show_default=True, help="Host memory for preempted requests.")
-@click.option("--itl-slo", type=float, help="Seconds between tokens that steps shall not exceed.")
-@click.option("--ttft-slo", type=float, help="Seconds to the first token that prefill is hurried for.")
+@engine_options
 def command(kv: list[str], model_options: ModelOptions, check: bool, **options: Any) -> None:
     """Serve a model over HTTP as OpenAI does: /v1/completions and /v1/chat/completions."""
-    try:
+    with serve_packages():
         from kvq.server.check import check_config
         from kvq.server.run import serve
-    except ImportError as error:
-        raise ConfigError(
-            f"the server needs more packages: pip install 'kvq-toolkit[serve]' ({error})"
-        ) from error
-    if model_options.calibrate_on_load:
-        raise ConfigError("kvq serve takes scales from --scales; make them with kvq calibrate")
     config = _config(kv[0], model_options, options)
     if check:
         findings = check_config(config)
@@ -128,16 +112,8 @@ def _config(kv: str, model_options: ModelOptions, options: dict[str, Any]) -> "S
         tool_call_parser=take("tool_call_parser"),
         grace_s=take("grace"),
         timeout_s=take("request_timeout") or None,
-        engine=_engine_options(model_options, options),
+        engine=engine_of(model_options, options),  # what is left of them
     )
-
-
-def _engine_options(model_options: ModelOptions, options: dict[str, Any]) -> dict[str, Any]:
-    """What is left of the options is the engine's."""
-    load = model_options.load_options()
-    load.pop("cache")
-    slos = {"itl_slo_s": options.pop("itl_slo"), "ttft_slo_s": options.pop("ttft_slo")}
-    return {name: value for name, value in (load | options | slos).items() if value is not None}
 
 
 def _tls(certificate: Path | None, key: Path | None) -> Any:

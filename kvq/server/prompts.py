@@ -19,9 +19,15 @@ _DEADLINE_S = 30.0  # for a template or a tokenizer
 class Prompts:
     """A model's tokenizer and its chat template, off the event loop, under a deadline."""
 
-    def __init__(self, tokenizer: Any, *, is_text_template: bool = False) -> None:
-        """`is_text_template`: the template joins calls from text; others want their arguments as objects."""
+    def __init__(
+        self, tokenizer: Any, *, is_text_template: bool = False, deadline_s: float = _DEADLINE_S
+    ) -> None:
+        """`is_text_template`: the template joins calls from text; others want their arguments as objects.
+
+        `deadline_s`: for one prompt, the wait for a free thread included.
+        """
         self._tokenizer = tokenizer
+        self._deadline_s = deadline_s
         self.num_waiting = 0  # texts that are not token ids yet
         self._is_text_template = is_text_template
         self._pool = ThreadPoolExecutor(2, thread_name_prefix="kvq-tokenize")
@@ -74,11 +80,11 @@ class Prompts:
         self.num_waiting += 1
         try:
             future = asyncio.get_running_loop().run_in_executor(self._pool, work)
-            return await asyncio.wait_for(future, _DEADLINE_S)
+            return await asyncio.wait_for(future, self._deadline_s)
         except RequestError as error:
             raise Problem(400, str(error)) from error
         except TimeoutError as error:
-            raise Problem(400, f"the prompt was not tokenized within {_DEADLINE_S:.0f} s") from error
+            raise Problem(400, f"the prompt was not tokenized within {self._deadline_s:.0f} s") from error
         finally:
             self.num_waiting -= 1
 

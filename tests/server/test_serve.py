@@ -9,9 +9,11 @@ from time import monotonic, sleep
 
 import openai
 import pytest
+from click.testing import CliRunner
 from prometheus_client.parser import text_string_to_metric_families
 
 import kvq
+from kvq.commands import chat
 from tests.server.kit import Server
 
 PROMPT = "The history of the city"
@@ -210,6 +212,18 @@ def send(server, raw, path="/v1/completions", headers=()):
         return answer.status, json.loads(answer.read())
     finally:
         connection.close()
+
+
+def test_kvq_chat_chats_with_a_running_server(server, client):
+    options = ["--url", server.url + "/v1", "--temperature", "0", "-n", "12"]
+    done = CliRunner().invoke(chat.command, options, input="Tell me of the sea.\nAnd the land?\n/stats\n")
+    assert done.exit_code == 0, done.output
+    messages = [{"role": "user", "content": "Tell me of the sea."}]
+    answer = client.chat.completions.create(model="tiny", messages=messages, max_tokens=12, temperature=0)
+    assert done.stdout.startswith(answer.choices[0].message.content + "\n")
+    assert "12 generated; first token" in done.stdout
+    done = CliRunner().invoke(chat.command, [*options, "-n", "99999"], input="x\n")
+    assert "the context is full" in done.stderr
 
 
 def test_metrics_count_what_happened(server, client):

@@ -1,0 +1,102 @@
+"""A chat partner in this process: the engine, with the model's own template."""
+
+import asyncio
+from typing import Any
+
+from kvq.commands.chat_partner import Answered, ContextFull, Sampling, Show, Turn
+from kvq.commands.loading import load_for
+from kvq.commands.options import ModelOptions
+from kvq.engine import AsyncLLM, SamplingParams
+from kvq.engine.outputs import RequestOutput
+from kvq.errors import ConfigError, RequestError, first_lines
+from kvq.models.resolve import resolve_model
+from kvq.models.unicode import check_unicode
+from kvq.models.weights import load_tokenizer
+
+_LEAST_ROOM = 64  # tokens, for an answer
+
+
+class EnginePartner:
+    """A model that is loaded here. What earlier turns computed is found in its prefix index."""
+
+    def __init__(
+        self, options: ModelOptions, kv: str, sampling: Sampling, *, kv_memory: str | None = None
+    ) -> None:
+        """Load the model.
+
+        Raises:
+            ConfigError: it has no chat template, or options that can't be used as given.
+            ModelError: missing, damaged or refused model.
+        """
+        _check_template(options)
+        model = load_for(options, [kv])
+        self.name = options.model
+        self._sampling = sampling
+        self._engine = AsyncLLM(model, kv, max_num_seqs=1, kv_memory=kv_memory)
+        self._tokenizer = model.tokenizer
+        self._max_context = self._engine.core.max_context
+        self._runner = asyncio.Runner()  # its loop outlives an answer: the engine may still have a word
+
+    def answer(self, turns: list[Turn], show: Show) -> Answered:
+        """Answer the last turn; a KeyboardInterrupt on the way cancels it.
+
+        Raises:
+            ContextFull: no room for an answer.
+            RequestError: the template or the engine refuses the turns.
+            EngineError: the engine broke down.
+        """
+        tokens = self._render(turns)
+        room = self._max_context - len(tokens)
+        wanted = self._sampling.max_tokens
+        if room < min(wanted or _LEAST_ROOM, self._max_context // 4):
+            raise ContextFull(f"{len(tokens):,} of {self._max_context:,} tokens are taken")
+        max_tokens = None if wanted is None else min(wanted, room)
+        output = self._runner.run(self._stream(tokens, max_tokens, show))
+        timing, receipt = output.timing, output.receipt
+        return Answered(
+            prompt_tokens=receipt.prompt_tokens,
+            cached_tokens=receipt.cached_tokens,
+            generated_tokens=receipt.generated_tokens,
+            ttft_s=timing.ttft_s or 0.0,
+            total_s=timing.e2e_s or 0.0,
+            kv_bytes=receipt.peak_bytes,
+            fills_context=output.outputs[0].finish_reason == "length" and (wanted is None or wanted > room),
+        )
+
+    def close(self) -> None:
+        """End the engine."""
+        self._engine.close()
+        self._runner.close()
+
+    async def _stream(self, tokens: list[int], max_tokens: int | None, show: Show) -> RequestOutput:
+        """The runner turns Ctrl-C into a cancellation of this, and the stream's end into the request's."""
+        sampling = self._sampling
+        params = SamplingParams(
+            temperature=sampling.temperature, top_p=sampling.top_p, seed=sampling.seed, max_tokens=max_tokens
+        )
+        output: RequestOutput | None = None
+        async for piece in self._engine.stream(tokens, params):
+            show(piece.text)
+            output = piece.output
+        assert output is not None, "a stream ends with the output"
+        return output
+
+    def _render(self, turns: list[Turn]) -> list[int]:
+        try:
+            text = self._tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+        except Exception as error:  # whatever a template raises
+            raise RequestError(f"the model's chat template refused this: {first_lines(error)}") from error
+        check_unicode(text, "the conversation")
+        ids: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
+        return ids
+
+
+def _check_template(options: ModelOptions) -> None:
+    """Before the weights are loaded, which may take long."""
+    folder = resolve_model(options.model, revision=options.revision, token=options.token)
+    tokenizer: Any = load_tokenizer(folder)
+    if not getattr(tokenizer, "chat_template", None):
+        raise ConfigError(
+            f"{options.model} has no chat template, so it is a base model: "
+            f'use kvq generate --model {options.model} "PROMPT"'
+        )

@@ -1,0 +1,65 @@
+"""What commands share whose engine runs in a process of its own."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import click
+
+from kvq.commands.options import ModelOptions
+from kvq.errors import ConfigError
+
+_Command = TypeVar("_Command", bound=Callable[..., Any])
+_OPTIONS = (
+    click.option("--max-num-seqs", default=128, show_default=True, help="Sequences that run side by side."),
+    click.option("--max-num-batched-tokens", default=2048, show_default=True, help="New tokens of a step."),
+    click.option("--kv-memory", help="Bytes of the block pool, such as 2GiB; default: what is free."),
+    click.option("--num-blocks", type=int, help="Blocks of the pool, instead of --kv-memory."),
+    click.option("--swap-memory", default="0", show_default=True, help="Host memory for preempted requests."),
+    click.option("--itl-slo", type=float, help="Seconds between tokens that steps shall not exceed."),
+    click.option("--ttft-slo", type=float, help="Seconds to the first token that prefill is hurried for."),
+)
+
+tool_call_option = click.option(
+    "--tool-call-parser",
+    default="auto",
+    show_default=True,
+    help="How the model writes tool calls: a format such as hermes or mistral, auto, or none.",
+)
+
+
+def engine_options(command: _Command) -> _Command:
+    """Add the engine's options; the command hands them to `engine_of`."""
+    for option in reversed(_OPTIONS):
+        command = option(command)
+    return command
+
+
+def engine_of(model_options: ModelOptions, options: dict[str, Any]) -> dict[str, Any]:
+    """Options of `kvq.LLM`, from those of the model and of the engine.
+
+    Raises:
+        ConfigError: one that such an engine does not take.
+    """
+    if model_options.calibrate_on_load:
+        name = click.get_current_context().info_name
+        raise ConfigError(f"kvq {name} takes scales from --scales; make them with kvq calibrate")
+    load = model_options.load_options()
+    load.pop("cache")
+    slos = {"itl_slo_s": options.pop("itl_slo"), "ttft_slo_s": options.pop("ttft_slo")}
+    return {name: value for name, value in (load | options | slos).items() if value is not None}
+
+
+@contextmanager
+def serve_packages() -> Iterator[None]:
+    """Around imports of the server.
+
+    Raises:
+        ConfigError: its packages are not installed.
+    """
+    try:
+        yield
+    except ImportError as error:
+        raise ConfigError(
+            f"the server needs more packages: pip install 'kvq-toolkit[serve]' ({error})"
+        ) from error

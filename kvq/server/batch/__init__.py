@@ -1,0 +1,1 @@
+"""Files of requests, answered into files: `kvq run-batch`, without a port."""

@@ -1,0 +1,174 @@
+"""The file of a batch's results: one whole line for each that is finished, whatever happens in between."""
+
+import fcntl
+import hashlib
+import os
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import BinaryIO, Self
+
+from kvq.errors import ConfigError
+from kvq.fileio import check_writable
+from kvq.server.batch.lines import Fault, Line
+from kvq.server.batch.results import BEGIN, Result, parse_result
+
+_FINISHED, _SEEN = 1, 2  # has a result; was in the input of this run
+
+
+class Journal:
+    """Results as they come, and which lines have one already.
+
+    The file is locked while it is open, and lines are only appended to it: a process that is killed
+    leaves at most one that is incomplete, which the next run cuts off. Of every custom_id a digest is
+    held, about 100 bytes in all.
+    """
+
+    def __init__(self, path: Path, *, retry_failed: bool = False) -> None:
+        """Open or make the file. `retry_failed` forgets what failed by the engine or for too much load.
+
+        Raises:
+            ConfigError: it can't be written, holds something else, or another run writes it.
+        """
+        self.num_failed = 0
+        self._path = check_writable(path)
+        self._ids: dict[bytes, int] = {}
+        self._numbers: set[int] = set()  # of finished lines without custom_id
+        self._file = _open_locked(self._path)
+        try:
+            num_passing, end = self._read(forget_passing=retry_failed)
+            if num_passing:
+                self._rewrite()
+            else:
+                self._file.truncate(end)
+        except BaseException:
+            self._file.close()
+            raise
+
+    @property
+    def num_strangers(self) -> int:
+        """Custom_ids with a result that were not in the input so far."""
+        return sum(state == _FINISHED for state in self._ids.values())
+
+    def unfinished(self, line: Line) -> Line | None:
+        """The line if it has no result yet; faulty if a line before it has the same custom_id."""
+        if line.custom_id is not None:
+            key = _digest(line.custom_id)
+            state = self._ids.get(key, 0)
+            self._ids[key] = state | _SEEN
+            if not state & _SEEN:
+                return None if state & _FINISHED else line
+            message = f"line {line.number}: custom_id {line.custom_id!r} was used in a line before"
+            line = replace(line, custom_id=None, fault=Fault(code="duplicate_custom_id", message=message))
+        return None if line.number in self._numbers else line
+
+    def write(self, result: bytes) -> None:
+        """Append a result.
+
+        Raises:
+            ConfigError: the file can't be written any more.
+        """
+        left = memoryview(result + b"\n")
+        try:
+            while left:
+                left = left[os.write(self._file.fileno(), left) :]
+        except OSError as error:
+            raise ConfigError(f"can't write {self._path}: {error.strerror}") from error
+
+    def close(self) -> None:
+        """Wait until everything is on the disk, and let others write the file."""
+        with suppress(OSError), self._file:  # a pipe or a strange file system can't
+            os.fsync(self._file.fileno())
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _read(self, *, forget_passing: bool) -> tuple[int, int]:
+        """Note what is finished. Returns how many results are forgotten, and where whole lines end."""
+        num_forgotten = end = 0
+        for raw, result in self._results():
+            end += len(raw)
+            if forget_passing and result.is_passing:
+                num_forgotten += 1
+                continue
+            self.num_failed += result.is_failed
+            if result.custom_id is not None:
+                self._ids[_digest(result.custom_id)] = _FINISHED
+            elif result.error is not None:
+                self._numbers.add(result.error.line)
+        return num_forgotten, end
+
+    def _results(self) -> Iterator[tuple[bytes, Result]]:
+        """Whole lines from the file's beginning.
+
+        Raises:
+            ConfigError: one of them, or the beginning of an incomplete last one, is not ours.
+        """
+        self._file.seek(0)
+        number = 0
+        while begin := self._file.read(len(BEGIN)):
+            number += 1
+            raw = begin
+            if begin == BEGIN:
+                raw += self._file.readline()
+            result = parse_result(raw) if raw.endswith(b"\n") else None
+            if result is not None:
+                yield raw, result
+            elif raw.endswith(b"\n") or not (raw.startswith(BEGIN) or BEGIN.startswith(raw)):
+                raise ConfigError(
+                    f"line {number} of {self._path} is no result of a batch; name another file for them"
+                )
+
+    def _rewrite(self) -> None:
+        """Put a file without what is to be done again in this one's place, all at once.
+
+        It is locked before it gets the name, so that the name is never without a lock.
+        """
+        aside = self._path.with_name(f".{self._path.name}.kvq-retry")
+        aside.unlink(missing_ok=True)  # of a run that was killed
+        new = _open_locked(aside)
+        try:
+            os.fchmod(new.fileno(), os.fstat(self._file.fileno()).st_mode & 0o7777)
+            for raw, result in self._results():
+                if not result.is_passing:
+                    new.write(raw)
+            new.flush()
+            os.fsync(new.fileno())
+            os.replace(aside, self._path)
+        except OSError as error:
+            new.close()
+            aside.unlink(missing_ok=True)
+            raise ConfigError(f"can't write {aside}: {error.strerror}") from error
+        self._file.close()
+        self._file = new
+
+
+def _open_locked(path: Path) -> BinaryIO:
+    """Open to read and append, or make.
+
+    Raises:
+        ConfigError: not allowed, or another process holds it.
+    """
+    try:
+        file = path.open("a+b")
+    except OSError as error:
+        raise ConfigError(f"can't write {path}: {error.strerror}") from error
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if os.fstat(file.fileno()).st_ino == os.stat(path).st_ino:  # else it was just replaced
+            return file
+    except BlockingIOError:
+        pass
+    except OSError as error:
+        file.close()
+        raise ConfigError(f"can't lock {path}: {error.strerror}") from error
+    file.close()
+    raise ConfigError(f"another kvq run-batch writes {path}; wait for its end, or name another file")
+
+
+def _digest(custom_id: str) -> bytes:
+    return hashlib.blake2b(custom_id.encode(), digest_size=12).digest()

@@ -1,0 +1,225 @@
+"""`kvq run-batch` from its start to its end."""
+
+import asyncio
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from itertools import chain
+from pathlib import Path
+from time import monotonic
+from typing import Any
+
+from kvq.errors import ConfigError, EngineError
+from kvq.models.resolve import resolve_model
+from kvq.models.weights import load_tokenizer
+from kvq.server.admission import Admission, AdmissionConfig
+from kvq.server.batch.calls import Calls
+from kvq.server.batch.journal import Journal
+from kvq.server.batch.lines import Line, read_lines
+from kvq.server.batch.results import encode_answer, encode_fault, encode_problem
+from kvq.server.logs import LogConfig
+from kvq.server.messages import Start
+from kvq.server.problems import Problem
+from kvq.server.prompts import Prompts
+from kvq.server.remote import Remote
+from kvq.server.service import Service
+from kvq.server.tools.calling import ToolCalling
+from kvq.server.tools.registry import find_format
+
+Progress = Callable[[int, int | None], object]  # (lines finished, all lines if that is known yet)
+_TOKENIZE_S = 600.0  # many lines wait for the tokenizer at once
+_BOUNDLESS = AdmissionConfig(  # max_in_flight bounds what waits
+    max_queue=1 << 62, max_queued_tokens=1 << 62, max_wait_s=1e9, max_overcommit=1e9, max_kv_pressure=1.0
+)
+_AT_A_TIME = 1000  # finished lines passed over before others get a turn
+_CHUNK = 1 << 20  # bytes
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BatchConfig:
+    """What to answer, where to, and with which engine."""
+
+    source: Path
+    target: Path
+    model: str = "tiny"
+    kv: str = "auto"
+    served_model_name: str | None = None
+    tool_call_parser: str = "auto"  # as in `ServerConfig`
+    max_in_flight: int = 256  # lines
+    retry_failed: bool = False
+    engine: dict[str, Any] = field(default_factory=dict)  # options of `kvq.LLM`
+
+    def __post_init__(self) -> None:
+        find_format(self.tool_call_parser, "")
+        if self.max_in_flight < 1:
+            raise ConfigError(f"max_in_flight must be at least 1, got {self.max_in_flight}")
+        if not self.source.is_file():
+            raise ConfigError(f"{self.source} is no file of requests; give one with a request a line")
+        if self.target.exists() and self.target.samefile(self.source):
+            raise ConfigError(f"{self.target} holds the requests; name another file for the results")
+
+
+@dataclass(kw_only=True, slots=True)
+class Summary:
+    """What a run did."""
+
+    num_new: int = 0  # lines finished by this run
+    num_skipped: int = 0  # lines that were finished before
+    num_failed: int = 0  # results without an answer, those of earlier runs included
+    num_strangers: int = 0  # results of custom_ids that are not in the input
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    generated_tokens: int = 0
+    seconds: float = 0.0  # with an engine
+    is_complete: bool = False
+
+    def take(self, usage: dict[str, Any]) -> None:
+        """Add an answer's tokens."""
+        self.prompt_tokens += usage["prompt_tokens"]
+        self.cached_tokens += usage["prompt_tokens_details"]["cached_tokens"]
+        self.generated_tokens += usage["completion_tokens"]
+
+
+def run_batch(config: BatchConfig, progress: Progress = lambda done, total: None) -> Summary:
+    """Answer what has no result yet. SIGINT and SIGTERM end it early; another run goes on from there.
+
+    Raises:
+        ConfigError: a file that can't be used, or an engine that can't be built.
+        EngineError: the engine ended more often than it may.
+    """
+    with Journal(config.target, retry_failed=config.retry_failed) as journal:
+        return asyncio.run(_Batch(config, journal, progress).run())
+
+
+class _Batch:
+    """One run."""
+
+    def __init__(self, config: BatchConfig, journal: Journal, progress: Progress) -> None:
+        self._config = config
+        self._journal = journal
+        self._progress = progress
+        self._total: int | None = None
+        self._why_failed = ""
+        self.summary = Summary(num_failed=journal.num_failed)
+
+    async def run(self) -> Summary:
+        work = asyncio.create_task(self._run())
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, work.cancel)
+        with suppress(asyncio.CancelledError):
+            await work
+            self.summary.is_complete = True
+            self.summary.num_strangers = self._journal.num_strangers
+        return self.summary
+
+    async def _run(self) -> None:
+        config, lines = self._config, self._unfinished()
+        first = await self._first(lines)
+        if first is None:
+            return
+        service = _service(config, on_failed=self._note_failure)
+        try:
+            await service.remote.start()
+            began = monotonic()
+            try:
+                await self._answer_all(Calls(service), chain([first], lines))
+            finally:
+                self.summary.seconds = monotonic() - began
+        except EngineError as error:
+            raise EngineError(f"{self._why_failed or error}; run the same command again to go on") from error
+        finally:
+            await service.close()
+
+    async def _first(self, lines: Iterator[Line | None]) -> Line | None:
+        """The first line to answer, found before an engine is started for nothing."""
+        for line in lines:
+            if line is not None:
+                return line
+            await asyncio.sleep(0)
+        return None
+
+    async def _answer_all(self, calls: Calls, lines: Iterator[Line | None]) -> None:
+        """Answer lines, so many at a time as are allowed; whoever is free takes the next."""
+        try:
+            async with asyncio.TaskGroup() as group:
+                counting = group.create_task(self._count())
+                workers = [
+                    group.create_task(self._work(calls, lines)) for _ in range(self._config.max_in_flight)
+                ]
+                await asyncio.wait(workers)
+                counting.cancel()
+        except BaseExceptionGroup as errors:
+            raise _first_of(errors) from errors
+
+    async def _work(self, calls: Calls, lines: Iterator[Line | None]) -> None:
+        for line in lines:
+            if line is None:
+                await asyncio.sleep(0)
+                continue
+            self._journal.write(await self._result(calls, line))
+            self.summary.num_new += 1
+            self._show()
+
+    async def _result(self, calls: Calls, line: Line) -> bytes:
+        if line.fault is not None:
+            self.summary.num_failed += 1
+            return encode_fault(line)
+        try:
+            body = await calls.answer(line)
+        except Problem as problem:
+            self.summary.num_failed += 1
+            return encode_problem(line, problem)
+        self.summary.take(body["usage"])
+        return encode_answer(line, body)
+
+    def _unfinished(self) -> Iterator[Line | None]:
+        """Lines to answer; None now and then while finished ones are passed over."""
+        for given in read_lines(self._config.source):
+            line = self._journal.unfinished(given)
+            if line is not None:
+                yield line
+                continue
+            self.summary.num_skipped += 1
+            if self.summary.num_skipped % _AT_A_TIME == 0:
+                self._show()
+                yield None
+
+    def _show(self) -> None:
+        self._progress(self.summary.num_new + self.summary.num_skipped, self._total)
+
+    async def _count(self) -> None:
+        """How many lines there are, for the progress bar."""
+        count = 0
+        with self._config.source.open("rb") as file:
+            while chunk := file.read(_CHUNK):
+                count += chunk.count(b"\n")
+                await asyncio.sleep(0)
+        self._total = count
+        self._show()
+
+    def _note_failure(self, reason: str) -> None:
+        self._why_failed = reason
+
+
+def _service(config: BatchConfig, *, on_failed: Callable[[str], object]) -> Service:
+    """An engine that is yet to be started, before which as many lines may wait as are held."""
+    options = dict(config.engine)
+    folder = resolve_model(
+        config.model, revision=options.pop("revision", None), token=options.pop("token", None)
+    )
+    tokenizer = load_tokenizer(folder)
+    tools = ToolCalling.of(tokenizer, config.tool_call_parser)
+    prompts = Prompts(tokenizer, is_text_template=tools.is_text_template, deadline_s=_TOKENIZE_S)
+    start = Start(model=str(folder), kv=config.kv, options=options, log=LogConfig(level="warning"))
+    remote = Remote(start, on_failed=on_failed)
+    name = config.served_model_name or config.model.rstrip("/").rsplit("/", 1)[-1]
+    return Service(name, remote, prompts, tools=tools, admission=Admission(_BOUNDLESS))
+
+
+def _first_of(errors: BaseExceptionGroup[BaseException]) -> BaseException:
+    """The error that ended the others."""
+    found: BaseException = errors
+    while isinstance(found, BaseExceptionGroup):
+        found = found.exceptions[0]
+    return found

@@ -1,0 +1,142 @@
+"""`kvq run-batch` as people run it: ended in the middle several times, run again, and complete."""
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+from time import monotonic, sleep
+
+import pytest
+from click.testing import CliRunner
+
+import kvq
+from kvq.commands.run_batch import command
+from kvq.server.remote import Remote
+
+NUM_LINES, TOKENS = 40, 24
+OPTIONS = ("--kv", "int4", "--num-blocks", "128", "--max-num-seqs", "4")
+
+
+def prompt_of(i):
+    return f"The history of city number {i}"
+
+
+def request(i):
+    if i % 2:
+        messages = [{"role": "user", "content": prompt_of(i)}]
+        url, body = "/v1/chat/completions", {"messages": messages}
+    else:
+        url, body = "/v1/completions", {"prompt": prompt_of(i)}
+    body |= {"model": "tiny", "max_tokens": TOKENS, "temperature": 0, "ignore_eos": True}
+    return {"custom_id": f"id-{i}", "method": "POST", "url": url, "body": body}
+
+
+def start(*paths):
+    return subprocess.Popen(
+        [sys.executable, "-m", "kvq", "run-batch", *OPTIONS, *map(str, paths)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def wait_for_lines(path, count, process):
+    deadline = monotonic() + 120
+    while not path.exists() or path.read_bytes().count(b"\n") < count:
+        assert process.poll() is None, process.stderr.read()
+        assert monotonic() < deadline
+        sleep(0.005)
+
+
+def engine_of(process):
+    with open(f"/proc/{process.pid}/task/{process.pid}/children", encoding="ascii") as file:
+        [pid] = file.read().split()
+    return int(pid)
+
+
+def expected():
+    chat = "<|user|>\n{}\n<|assistant|>\n"
+    prompts = [chat.format(prompt_of(i)) if i % 2 else prompt_of(i) for i in range(NUM_LINES)]
+    with kvq.LLM("tiny", "int4", num_blocks=128) as llm:
+        outputs = llm.generate(prompts, kvq.SamplingParams(max_tokens=TOKENS, ignore_eos=True))
+    return {f"id-{i}": output.outputs[0].text for i, output in enumerate(outputs)}
+
+
+def text_of(body):
+    choice = body["choices"][0]
+    return choice["text"] if "text" in choice else choice["message"]["content"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A batch whose engine was killed, that was killed itself, and run to its end."""
+    folder = tmp_path_factory.mktemp("batch")
+    source, target = folder / "in.jsonl", folder / "out.jsonl"
+    lines = [json.dumps(request(i)) for i in range(NUM_LINES)]
+    lines[3:3] = ["no request", json.dumps(request(0)), json.dumps(request(90) | {"url": "/v1/nothing"})]
+    source.write_text("\n".join(lines), encoding="utf-8")
+    with start(source, target) as killed:
+        wait_for_lines(target, 5, killed)
+        os.kill(engine_of(killed), signal.SIGKILL)
+        wait_for_lines(target, 15, killed)
+        killed.kill()
+    (folder / "summary").write_text(run(source, target).output, encoding="utf-8")
+    return folder
+
+
+def run(*paths):
+    return CliRunner().invoke(command, [*OPTIONS, *map(str, paths)])
+
+
+def results(folder):
+    return [json.loads(line) for line in (folder / "out.jsonl").read_text(encoding="utf-8").splitlines()]
+
+
+def test_a_batch_that_was_ended_twice_has_every_answer_once_and_they_are_the_engines(folder):
+    found = [result for result in results(folder) if result["response"] is not None]
+    answers = {r["custom_id"]: r["response"]["body"] for r in found if r["response"]["status_code"] == 200}
+    assert len(found) == len(answers) + 1 == NUM_LINES + 1
+    assert {name: text_of(body) for name, body in answers.items()} == expected()
+    assert len({result["id"] for result in results(folder)}) == NUM_LINES + 3
+
+
+def test_lines_that_are_no_requests_have_an_error_each(folder):
+    errors = {r["error"]["line"]: (r["custom_id"], r["error"]["code"]) for r in results(folder) if r["error"]}
+    assert errors == {4: (None, "invalid_line"), 5: (None, "duplicate_custom_id")}
+    [refused] = [r for r in results(folder) if r["custom_id"] == "id-90"]
+    assert refused["response"]["status_code"] == 404
+    assert "/v1/chat/completions" in refused["response"]["body"]["error"]["message"]
+    summary = (folder / "summary").read_text(encoding="utf-8")
+    assert "failed    3 of all" in summary
+
+
+def test_a_batch_that_is_complete_starts_no_engine(folder, monkeypatch):
+    monkeypatch.setattr(subprocess, "Popen", None)
+    before = (folder / "out.jsonl").read_bytes()
+    done = run(folder / "in.jsonl", folder / "out.jsonl")
+    assert done.exit_code == 1, done.output
+    assert f"0 answered now, {NUM_LINES + 3} before" in done.output
+    assert (folder / "out.jsonl").read_bytes() == before
+
+
+def test_ctrl_c_ends_it_with_a_hint(tmp_path, monkeypatch):
+    async def start(_):
+        signal.raise_signal(signal.SIGINT)
+        await asyncio.sleep(60)
+
+    monkeypatch.setattr(Remote, "start", start)
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text(json.dumps(request(1)), encoding="utf-8")
+    done = run(source, target)
+    assert done.exit_code != 0
+    assert "run the same command again to go on" in done.stderr
+    assert target.read_bytes() == b""
+
+
+@pytest.mark.parametrize("source", ["missing.jsonl", "out.jsonl", "."])
+def test_files_that_cannot_be_used_are_refused(tmp_path, source):
+    (tmp_path / "out.jsonl").touch()
+    done = run(tmp_path / source, tmp_path / "out.jsonl")
+    assert isinstance(done.exception, kvq.ConfigError)
