@@ -13,7 +13,7 @@ _MAX_BLOCKS = 1024
 _Text = Annotated[str, Field(max_length=4 << 20)]
 _Name = Annotated[str, Field(max_length=256)]
 _Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
-_UNSUPPORTED = ("container", "mcp_servers", "context_management", "output_format")
+_UNSUPPORTED = ("tools", "container", "mcp_servers", "context_management", "output_format")
 
 
 class CacheControl(BaseModel):

@@ -175,6 +175,7 @@ def test_a_marked_prefix_is_written_once_and_then_read_through_any_pressure(clie
         ({"model": "other"}, anthropic.NotFoundError, "no model 'other' here"),
         ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, anthropic.BadRequestError, "thinking is"),
         ({"extra_body": {"mcp_servers": [{}]}}, anthropic.BadRequestError, "mcp_servers is not supported"),
+        ({"extra_body": {"tools": [{"name": "f"}]}}, anthropic.BadRequestError, "tools is not supported"),
         ({"stop_sequences": [""]}, anthropic.BadRequestError, "stop must be strings"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},
