@@ -56,7 +56,7 @@ class Prompts:
     async def shared_lengths(
         self, tokens: Sequence[int], whole: Conversation, others: Sequence[Conversation]
     ) -> list[int]:
-        """How many of its first tokens a conversation shares with each of some others.
+        """How many of its first tokens a conversation shares with each of some others; 0 with its equals.
 
         `tokens`: what `chat` made of the whole one.
 
@@ -102,7 +102,8 @@ class Prompts:
         """The texts' common beginning decides, up to where it is cut into the same tokens."""
         text, *rest = (self._text(self._turns(one.messages), one.options) for one in (whole, *others))
         shared = [self._tokenize(text[: _num_common(text, other)], False) for other in rest]
-        return [_num_common(ids, tokens) for ids in shared]
+        counts = [_num_common(ids, tokens) for ids in shared]
+        return [0 if other == text else count for other, count in zip(rest, counts, strict=True)]
 
     async def _run(self, work: Callable[[], T]) -> T:
         self.num_waiting += 1

@@ -7,58 +7,43 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field, field_validator, model_validator
 
+from kvq.server.anthropic.blocks import (
+    MAX_BLOCKS,
+    CacheControl,
+    CustomTool,
+    TextBlock,
+    TextBlocks,
+    ToolChoice,
+    ToolResultBlock,
+    ToolUseBlock,
+    as_blocks,
+)
 from kvq.server.bodies import MAX_MESSAGES
+from kvq.server.tool_bodies import MAX_TOOLS
 
-_MAX_BLOCKS = 1024
 _Text = Annotated[str, Field(max_length=4 << 20)]
-_Name = Annotated[str, Field(max_length=256)]
 _Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
-_UNSUPPORTED = ("tools", "container", "mcp_servers", "context_management", "output_format")
-
-
-class CacheControl(BaseModel):
-    """What lies before it, and the block itself, shall stay cached."""
-
-    type: Literal["ephemeral"]
-    ttl: Literal["5m", "1h"] = "5m"
-
-    @property
-    def seconds(self) -> float:
-        """For how long."""
-        return 300.0 if self.ttl == "5m" else 3600.0
-
-
-class Marked(BaseModel):
-    """Anything that a breakpoint may lie behind."""
-
-    cache_control: CacheControl | None = None
-
-
-class TextBlock(Marked):
-    """Text."""
-
-    type: Literal["text"]
-    text: _Text
-
-
-def _as_blocks(content: Any) -> Any:
-    """A text as a list of one block; kinds of blocks that no model here can read are named."""
-    if isinstance(content, str):
-        return [{"type": "text", "text": content}]
-    for block in content if isinstance(content, list) else ():
-        kind = block.get("type", "text") if isinstance(block, dict) else "text"
-        if kind != "text":
-            raise ValueError(f"blocks of type {kind!r:.50} are not supported; this server reads text")
-    return content
+_UNSUPPORTED = ("container", "mcp_servers", "context_management", "output_format")
 
 
 class Message(BaseModel):
     """One turn."""
 
     role: Literal["user", "assistant"]
-    content: Annotated[list[TextBlock], Field(max_length=_MAX_BLOCKS)]
+    content: Annotated[
+        list[Annotated[TextBlock | ToolUseBlock | ToolResultBlock, Field(discriminator="type")]],
+        Field(max_length=MAX_BLOCKS),
+    ]
 
-    _blocks = field_validator("content", mode="before")(_as_blocks)
+    _blocks = field_validator("content", mode="before")(as_blocks)
+
+    @model_validator(mode="after")
+    def _holds_its_own_blocks(self) -> "Message":
+        foreign = ToolUseBlock if self.role == "user" else ToolResultBlock
+        for block in self.content:
+            if isinstance(block, foreign):
+                raise ValueError(f"a turn of role {self.role!r} can't hold {block.type} blocks")
+        return self
 
 
 class Thinking(BaseModel):
@@ -83,7 +68,7 @@ class OutputConfig(BaseModel):
 class Metadata(BaseModel):
     """Of the request; not used."""
 
-    user_id: _Name | None = None
+    user_id: Annotated[str, Field(max_length=256)] | None = None
 
 
 class PromptBody(BaseModel):
@@ -91,11 +76,13 @@ class PromptBody(BaseModel):
 
     model: Annotated[str, Field(max_length=1024)]
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
-    system: Annotated[list[TextBlock], Field(max_length=_MAX_BLOCKS)] = []
+    system: TextBlocks = []
+    tools: Annotated[list[CustomTool], Field(max_length=MAX_TOOLS)] = []
+    tool_choice: ToolChoice = ToolChoice(type="auto")
     thinking: Thinking | None = None
     cache_control: CacheControl | None = None  # behind the last block
 
-    _blocks = field_validator("system", mode="before")(_as_blocks)
+    _blocks = field_validator("system", mode="before")(as_blocks)
 
     @field_validator("thinking", mode="before")
     @classmethod

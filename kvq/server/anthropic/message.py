@@ -7,12 +7,14 @@ from uuid import uuid4
 
 from kvq.engine import SamplingParams, StructuredOutput
 from kvq.scheduler import Priority
-from kvq.server.anthropic.blocks import Content, Event
 from kvq.server.anthropic.bodies import MessagesBody
+from kvq.server.anthropic.content import Content, Event
+from kvq.server.anthropic.offer import offer_of
 from kvq.server.anthropic.prompt import prompt_pins, prompt_tokens
 from kvq.server.messages import Delta, Ended, PromptUse
 from kvq.server.sampling import engine_refusals
 from kvq.server.service import Service
+from kvq.server.tools.calling import Offer
 
 
 class MessageCall:
@@ -21,12 +23,13 @@ class MessageCall:
     def __init__(self, service: Service, body: MessagesBody, tenant: str) -> None:
         """Raises Problem: something in it that this server does not do."""
         service.check_model(body.model)
-        self._params = _params(body)
+        offer = offer_of(body, service.tools)
+        self._params = _params(body, offer)
         self._service = service
         self._body = body
         self._tenant = tenant
         self._id = f"msg_{uuid4().hex[:24]}"
-        self._content = Content()
+        self._content = Content(None if offer is None else offer.parser())
         self._last: Delta | None = None
         self._usage: dict[str, int] = {}
 
@@ -77,7 +80,7 @@ class MessageCall:
             return {"stop_reason": "max_tokens", "stop_sequence": None}
         if last is not None and isinstance(last.stop_reason, str):
             return {"stop_reason": "stop_sequence", "stop_sequence": last.stop_reason}
-        return {"stop_reason": "end_turn", "stop_sequence": None}
+        return {"stop_reason": "tool_use" if self._content.has_calls else "end_turn", "stop_sequence": None}
 
     def _message(
         self, content: list[dict[str, Any]], ending: dict[str, Any], usage: dict[str, int]
@@ -86,10 +89,10 @@ class MessageCall:
         return head | {"content": content} | ending | {"usage": usage | {"service_tier": "standard"}}
 
 
-def _params(body: MessagesBody) -> SamplingParams:
+def _params(body: MessagesBody, offer: Offer | None) -> SamplingParams:
     format = None if body.output_config is None else body.output_config.format
     with engine_refusals():
-        return SamplingParams(
+        params = SamplingParams(
             max_tokens=body.max_tokens,
             temperature=body.temperature,
             top_p=1.0 if body.top_p is None else body.top_p,
@@ -97,6 +100,7 @@ def _params(body: MessagesBody) -> SamplingParams:
             stop=body.stop_sequences,
             structured=None if format is None else StructuredOutput(json_schema=format.definition),
         )
+        return params if offer is None else offer.params(params)
 
 
 def _usage(prompt: PromptUse) -> dict[str, int]:

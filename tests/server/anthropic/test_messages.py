@@ -13,22 +13,36 @@ from prometheus_client.parser import text_string_to_metric_families
 import kvq
 from tests.server.kit import Server
 
-OPTIONS = ("--kv", "int4", "--num-blocks", "64", "--max-num-seqs", "8")
+OPTIONS = ("--kv", "int4", "--num-blocks", "64", "--max-num-seqs", "8", "--tool-call-parser", "hermes")
+KEY = "secret"
 ASK = [{"role": "user", "content": "Tell me of the sea."}]
 PROMPT = "<|user|>\nTell me of the sea.\n<|assistant|>\n"
+WEATHER = {
+    "name": "get_weather",
+    "description": "The weather to come.",
+    "input_schema": {
+        "type": "object",
+        "properties": {"city": {"enum": ["Rome", "Oslo"]}, "days": {"type": "integer", "maximum": 9}},
+        "required": ["city", "days"],
+    },
+}
+NOW = {"name": "now", "input_schema": {"type": "object", "properties": {}}}
 COLD = {"temperature": 0}
 LONG = " ".join(f"Rule {i}: tell the truth, and be kind to whoever asks." for i in range(30))
 
 
 @pytest.fixture(scope="module")
-def server():
-    with Server(*OPTIONS) as running:
+def server(tmp_path_factory):
+    keys = tmp_path_factory.mktemp("keys") / "keys"
+    keys.write_text(KEY + "\nother\n")
+    keys.chmod(0o600)
+    with Server(*OPTIONS, "--api-key-file", str(keys), key=KEY) as running:
         yield running
 
 
 @pytest.fixture(scope="module")
 def client(server):
-    return anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0, timeout=60)
+    return anthropic.Anthropic(base_url=server.url, api_key=KEY, max_retries=0, timeout=60)
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +61,7 @@ def create(client, messages=ASK, *, extra_body=None, **fields):
 def send(server, raw, path="/v1/messages", method="POST", headers=(), **options):
     connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
     try:
-        head = {"Content-Type": "application/json", **dict(headers)}
+        head = {"Content-Type": "application/json", "x-api-key": KEY, **dict(headers)}
         connection.request(method, path, raw, head, **options)
         answer = connection.getresponse()
         return answer.status, answer.read()
@@ -138,7 +152,8 @@ def test_the_events_of_a_stream_come_in_their_order(server):
 
 
 def metrics(server):
-    with urllib.request.urlopen(server.url + "/metrics", timeout=5) as answer:
+    request = urllib.request.Request(server.url + "/metrics", headers={"x-api-key": KEY})
+    with urllib.request.urlopen(request, timeout=5) as answer:
         families = text_string_to_metric_families(answer.read().decode())
     return {(s.name, *s.labels.values()): s.value for family in families for s in family.samples}
 
@@ -163,6 +178,8 @@ def test_a_marked_prefix_is_written_once_and_then_read_through_any_pressure(clie
         usages = [event.message.usage for event in stream if event.type == "message_start"]
     assert usages[0].cache_read_input_tokens >= first.cache_creation_input_tokens
     assert metrics(server)["kvq_blocks_pinned", "0"] == pinned
+    stranger = client.copy(api_key="other")
+    assert create(stranger, other, system=LONG, max_tokens=2).usage.cache_read_input_tokens == 0
 
 
 @pytest.mark.parametrize(
@@ -175,7 +192,13 @@ def test_a_marked_prefix_is_written_once_and_then_read_through_any_pressure(clie
         ({"model": "other"}, anthropic.NotFoundError, "no model 'other' here"),
         ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, anthropic.BadRequestError, "thinking is"),
         ({"extra_body": {"mcp_servers": [{}]}}, anthropic.BadRequestError, "mcp_servers is not supported"),
-        ({"extra_body": {"tools": [{"name": "f"}]}}, anthropic.BadRequestError, "tools is not supported"),
+        ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, anthropic.BadRequestError, "tools of type"),
+        ({"tool_choice": {"type": "any"}}, anthropic.BadRequestError, "tool_choice needs tools"),
+        (
+            {"tool_choice": {"type": "tool", "name": "other"}, "tools": [WEATHER]},
+            anthropic.BadRequestError,
+            "names no tool of this request",
+        ),
         ({"stop_sequences": [""]}, anthropic.BadRequestError, "stop must be strings"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},
@@ -224,24 +247,63 @@ def test_a_body_that_turns_out_too_large_is_refused(server):
     assert (found, json.loads(answer)["error"]["type"]) == (413, "request_too_large")
 
 
-def test_keys_a_kill_and_the_restart(tmp_path):
-    keys = tmp_path / "keys"
-    keys.write_text("secret\n")
-    keys.chmod(0o600)
-    with Server(*OPTIONS, "--api-key-file", str(keys), key="secret") as running:
-        options = {"base_url": running.url, "max_retries": 0, "timeout": 60}
-        with pytest.raises(anthropic.AuthenticationError) as caught:
-            create(anthropic.Anthropic(api_key="wrong", **options))
-        assert caught.value.body["error"]["type"] == "authentication_error"
-        client = anthropic.Anthropic(api_key="secret", **options)
-        stream = create(client, max_tokens=1500, stream=True, extra_body={"temperature": 1})
-        seen = [next(stream)]
-        os.kill(running.engine_pid, signal.SIGKILL)
-        with pytest.raises(anthropic.APIStatusError) as caught:
-            seen.extend(stream)
-        assert caught.value.body["error"]["type"] == "overloaded_error"
-        assert seen[0].type == "message_start"
-        with pytest.raises(anthropic.InternalServerError) as caught:
-            create(client)
-        assert caught.value.status_code == 503
-        assert caught.value.body["error"]["type"] == "overloaded_error"
+def check_weather(block):
+    assert (block.type, block.name) == ("tool_use", "get_weather")
+    assert block.input["city"] in ("Rome", "Oslo")
+    assert block.input["days"] <= 9
+
+
+def test_a_tool_that_has_to_be_used_is_used(client):
+    options = {"tools": [WEATHER, NOW], "tool_choice": {"type": "tool", "name": "get_weather"}}
+    answer = create(client, max_tokens=100, **options)
+    assert answer.stop_reason == "tool_use"
+    [block] = answer.content
+    check_weather(block)
+    with client.messages.stream(
+        model="tiny", max_tokens=100, messages=ASK, extra_body=COLD, **options
+    ) as stream:
+        events = list(stream)
+        final = stream.get_final_message()
+    assert final.stop_reason == "tool_use"
+    assert final.content[0].input == block.input
+    deltas = [event.delta for event in events if event.type == "content_block_delta"]
+    assert {delta.type for delta in deltas} == {"input_json_delta"}
+    assert len(deltas) > 3, "arguments grow"
+
+    turns = [
+        *ASK,
+        {"role": "assistant", "content": answer.content},
+        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": block.id, "content": "Rain."}]},
+    ]
+    after = create(client, turns, max_tokens=5, tools=[WEATHER, NOW])
+    assert after.stop_reason == "max_tokens"
+    assert after.usage.input_tokens + after.usage.cache_read_input_tokens > answer.usage.input_tokens
+
+
+def test_any_tool_and_no_tool(client):
+    choice = {"type": "any", "disable_parallel_tool_use": True}
+    answer = create(client, max_tokens=100, tools=[WEATHER, NOW], tool_choice=choice)
+    assert [block.type for block in answer.content] == ["tool_use"]
+    assert answer.content[0].name in ("get_weather", "now")
+    answer = create(client, tools=[WEATHER], tool_choice={"type": "none"})
+    assert answer.content[0].text == create(client).content[0].text
+
+
+def test_a_wrong_key_is_refused(client):
+    with pytest.raises(anthropic.AuthenticationError, match="x-api-key") as caught:
+        create(client.copy(api_key="wrong"))
+    assert caught.value.body["error"]["type"] == "authentication_error"
+
+
+def test_a_stream_whose_engine_ends_ends_with_an_error(client, server):  # the last one: nobody waits
+    stream = create(client, max_tokens=1500, stream=True, extra_body={"temperature": 1})
+    seen = [next(stream)]
+    os.kill(server.engine_pid, signal.SIGKILL)
+    with pytest.raises(anthropic.APIStatusError) as caught:
+        seen.extend(stream)
+    assert caught.value.body["error"]["type"] == "overloaded_error"
+    assert seen[0].type == "message_start"
+    with pytest.raises(anthropic.InternalServerError) as caught:
+        create(client)
+    assert caught.value.status_code == 503
+    assert caught.value.body["error"]["type"] == "overloaded_error"

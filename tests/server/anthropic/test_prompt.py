@@ -25,6 +25,12 @@ JOINS = (
     "{% if m.role == 'user' %}[INST] {{ first if loop.first else '' }}{{ m.content }} [/INST]"
     "{% else %} {{ m.content }}</s>{% endif %}{% endfor %}"
 )
+TOOLS = (
+    "{% for t in tools or [] %}{{ t | tojson }}\n{% endfor %}"
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}{{ c.function.name }}{{ c.function.arguments | tojson }}{% endfor %}"
+    "{% if m.name %}({{ m.name }}){% endif %}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+)
 # The last turn comes first: nothing before it can be kept.
 TURNS_ROUND = "{{ messages[-1].content }}{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
 
@@ -131,5 +137,32 @@ def test_five_breakpoints_are_refused(prompts):
 
 @pytest.mark.parametrize("content", ["Then ", [], ""])
 def test_a_last_turn_that_cannot_be_continued_is_refused(prompts, content):
-    with pytest.raises(Problem, match="can't be empty or end in white space"):
+    with pytest.raises(Problem, match="has to end in text, and not in white space"):
         pins_of(prompts, body("Hello.", content))
+
+
+def test_tools_calls_and_results_are_marked_too():
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    first, last = ({"name": name, "description": "x", "input_schema": schema} for name in ("one", "two"))
+    call = {"type": "tool_use", "id": "c1", "name": "one", "input": {"a": 1}, "cache_control": MARK}
+    result = {"type": "tool_result", "tool_use_id": "c1", "content": "Done.", "cache_control": MARK}
+    asked = body(
+        [plain("Do it.")],
+        [plain("Yes. "), call],
+        [result, plain("Thanks.")],
+        tools=[first | {"cache_control": MARK}, last],
+    )
+    for prompts in make(TOOLS):
+        tokens, found = pins_of(prompts, asked)
+        whole = asyncio.run(prompts.detokenize(tokens))
+        assert whole.endswith('<assistant>Yes. one{"a": 1}<tool>Done.(one)<user>Thanks.<assistant>')
+        (tool, _), (calls, _), (results, _) = found
+        assert '"one"' in tool
+        assert '"two"' not in tool
+        assert tool.count("properties") == 1
+        assert calls.endswith(("{", '"a": 1', '"a": '))
+        assert results.endswith(("Done", "Done."))
+        none = asked.model_copy(update={"tool_choice": asked.tool_choice.model_copy(update={"type": "none"})})
+        tokens, [(nothing, _), _, _] = pins_of(prompts, none)
+        assert nothing == "", "the model is not told of a tool that is marked"
+        assert "two" not in asyncio.run(prompts.detokenize(tokens))
