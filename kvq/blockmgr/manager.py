@@ -260,11 +260,15 @@ class BlockManager:
     def scrub(self, sequence: Sequence) -> None:
         """Queue zeroing of every block that only this sequence uses; it is never indexed again.
 
-        What it computed itself and nobody else uses leaves the index too.
+        What it computed itself and nobody else uses leaves the index too; pins on that end.
         """
         self._register.check_ready(sequence)
         sequence.indexing = False
         self.prefixes.withdraw(sequence)
+        node, depth = sequence.node, sequence.depth
+        while node.parent is not None and depth > sequence.found:
+            self.pins.release(node)
+            node, depth = node.parent, depth - 1
         self.blocks.unpublish(sequence)
         self._tables.scrub(sequence)
         self.blocks.events.deliver()
@@ -356,6 +360,13 @@ class BlockManager:
     def expire(self, now: float) -> int:
         """Release the pins whose time is over. Returns how many."""
         return self.pins.expire(now)
+
+    def release_pin(self, tenant: str) -> bool:
+        """Release the pin that ends first, so that a request of `tenant` may go on.
+
+        False: there is no pin, or the tenant has a quota, which may be what is in its way.
+        """
+        return tenant not in self._accounts and self.pins.release_first()
 
     def set_quota(self, tenant: str, blocks: int) -> None:
         """Limit the blocks of every pool that a tenant may own, live and cached ones together.

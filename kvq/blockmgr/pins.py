@@ -2,7 +2,7 @@
 
 from collections import Counter
 from dataclasses import dataclass
-from math import isfinite
+from math import inf, isfinite
 
 from kvq.blockmgr.blocks import Blocks
 from kvq.blockmgr.ids import BlockId
@@ -28,6 +28,7 @@ class Pins:
         self._blocks = blocks
         self._max_blocks = max_blocks
         self._pins: dict[Node, Pin] = {}
+        self._next = inf  # no pin ends before
         self._pinned: list[Counter[BlockId]] = [Counter() for _ in blocks.pools]  # pins of each block
 
     def __len__(self) -> int:
@@ -57,6 +58,7 @@ class Pins:
         if not nodes:
             return 0
         length = len(nodes) * self._blocks.block_size
+        self._next = min(self._next, until)
         pin = self._pins.get(nodes[-1])
         if pin is not None:
             pin.until = max(pin.until, until)
@@ -77,16 +79,32 @@ class Pins:
 
     def expire(self, now: float) -> int:
         """Release every pin whose time is over. Returns how many."""
+        if now < self._next:
+            return 0
         over = [node for node, pin in self._pins.items() if pin.until <= now]
         for node in over:
-            pin = self._pins.pop(node)
-            for pool, pinned, held in zip(self._blocks.pools, self._pinned, pin.blocks, strict=True):
-                pool.release_all(reversed(held))
-                for block in held:
-                    pinned[block] -= 1
-                    if not pinned[block]:
-                        del pinned[block]
+            self.release(node)
+        self._next = min((pin.until for pin in self._pins.values()), default=inf)
         return len(over)
+
+    def release(self, node: Node) -> None:
+        """Release the pin that ends with this node's block, if there is one."""
+        pin = self._pins.pop(node, None)
+        if pin is None:
+            return
+        for pool, pinned, held in zip(self._blocks.pools, self._pinned, pin.blocks, strict=True):
+            pool.release_all(reversed(held))
+            for block in held:
+                pinned[block] -= 1
+                if not pinned[block]:
+                    del pinned[block]
+
+    def release_first(self) -> bool:
+        """Release the pin whose time ends first. False: there is none."""
+        if not self._pins:
+            return False
+        self.release(min(self._pins, key=lambda node: self._pins[node].until))
+        return True
 
     def _check_limit(self, wanted: list[list[BlockId]]) -> None:
         for group, held in enumerate(wanted):

@@ -4,7 +4,7 @@ from kvq.engine.async_llm import AsyncLLM
 from kvq.engine.config import EngineConfig
 from kvq.engine.llm import LLM
 from kvq.engine.outputs import CompletionOutput, Piece, Receipt, RequestOutput, Timing
-from kvq.engine.params import SamplingParams, StructuredOutput
+from kvq.engine.params import PrefixPin, SamplingParams, StructuredOutput
 from kvq.engine.sampling import TokenLogprobs
 from kvq.engine.stats import StepStats
 from kvq.scheduler import Priority
@@ -15,6 +15,7 @@ __all__ = [
     "CompletionOutput",
     "EngineConfig",
     "Piece",
+    "PrefixPin",
     "Priority",
     "Receipt",
     "RequestOutput",

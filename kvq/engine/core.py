@@ -6,6 +6,7 @@ import random
 from array import array
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from math import inf
 from time import perf_counter
 
 from kvq.blockmgr.prefix import token_array
@@ -17,8 +18,9 @@ from kvq.engine.job import Job, Listener
 from kvq.engine.launch import Launched, Launcher
 from kvq.engine.linear_time import LinearTime
 from kvq.engine.outputs import FinishReason, Timing
-from kvq.engine.params import SamplingParams
+from kvq.engine.params import MAX_PINS, PrefixPin, SamplingParams
 from kvq.engine.parts import build_parts
+from kvq.engine.pinning import Pinning
 from kvq.engine.runner import StepOutput
 from kvq.engine.sampling import Sampler, TokenLogprobs, check_params
 from kvq.engine.stats import StepStats
@@ -63,6 +65,7 @@ class EngineCore:
         )
         self._chooser = Chooser(sampler, config.max_num_seqs)
         self._jobs: dict[Request, Job] = {}
+        self.pinning = Pinning(self.scheduler.manager)
         asks = config.async_scheduling
         self._launcher = Launcher(
             self.scheduler,
@@ -93,8 +96,11 @@ class EngineCore:
         shared_salt: str | None = None,
         request_id: str | None = None,
         listener: Listener | None = None,
+        pins: Sequence[PrefixPin] = (),
     ) -> Job:
         """Check a request and prepare it; `submit` makes it run. May be called from any thread.
+
+        `pins`: prefixes of the prompt that shall stay cached, for its tenant or its salt only.
 
         Raises:
             RequestError: it can't be served, or can never fit.
@@ -121,6 +127,8 @@ class EngineCore:
             max_chunk=None if params.prompt_logprobs is None else self._prompt_logprob_rows(),
         )
         max_tokens = self.scheduler.check(request)
+        if len(pins) > MAX_PINS or any(pin.length > len(tokens) for pin in pins):
+            raise RequestError(f"a request may pin {MAX_PINS} prefixes of its {len(tokens)} prompt tokens")
         eos = frozenset() if params.ignore_eos else self.model.end_ids
         if params.structured is not None and params.ignore_eos:
             raise RequestError("structured output ends by the end token; leave ignore_eos out")
@@ -135,6 +143,7 @@ class EngineCore:
             listener=listener,
             timing=Timing(arrival_s=self._clock()),
             prompt_logprobs=None if params.prompt_logprobs is None else [None],
+            pins=sorted(pins, key=lambda pin: pin.length),
         )
         if params.beam_width is not None:
             job.beams = BeamSearch(
@@ -221,6 +230,7 @@ class EngineCore:
     def _step(self) -> bool:
         began = self._clock()
         self._finished = 0
+        self.scheduler.manager.expire(began)
         self._begin_compiled()
         ahead = self._launcher.take_ahead()
         plan = self._plan(began) if ahead is None else ahead.plan
@@ -284,6 +294,7 @@ class EngineCore:
         self._launcher.forget()
         for job in list(self._jobs.values()):
             self._end(job, EngineError("a step broke off; send the request again"), "error")
+        self.scheduler.manager.expire(inf)
         self.scheduler.manager.drop_cached()
 
     def _begin_compiled(self) -> None:
@@ -307,6 +318,7 @@ class EngineCore:
             return
         self.scheduler.add(job.request, job.timing.arrival_s)
         self._jobs[job.request] = job
+        self.pinning.add(job)
 
     def _plan(self, now: float) -> StepPlan | None:
         plan = self.scheduler.schedule(now)
@@ -319,6 +331,7 @@ class EngineCore:
         bad = {i for i, branch in enumerate(plan.branches) if branch.request in choices.errors}
         tokens = [None if i in bad else _id(choices.tokens.get(i)) for i in range(len(plan.branches))]
         self.scheduler.commit(plan, tokens, bad=bad, failed_swaps=output.failed_swaps)
+        self.pinning.apply(now)
         for request, error in choices.errors.items():
             if request in self._jobs:
                 self._fail(self._jobs[request], error)

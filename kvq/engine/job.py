@@ -14,7 +14,7 @@ from kvq.engine.outputs import (
     RequestOutput,
     Timing,
 )
-from kvq.engine.params import SamplingParams
+from kvq.engine.params import PrefixPin, SamplingParams
 from kvq.engine.sampling import TokenLogprobs
 from kvq.engine.text import TextStream
 from kvq.errors import KVQError
@@ -58,6 +58,8 @@ class Job:
     beams: BeamSearch | None = None
     candidates: dict[Branch, list[tuple[float, int]]] = field(default_factory=dict)
     prompt_logprobs: list[TokenLogprobs | None] | None = None
+    pins: list[PrefixPin] = field(default_factory=list)  # still to be made, the shortest first
+    pinned_tokens: int = 0
 
     @property
     def needs_prompt_rows(self) -> bool:
@@ -245,6 +247,7 @@ class Job:
         return Receipt(
             prompt_tokens=self.request.prompt_length,
             cached_tokens=usage.cached_tokens,
+            pinned_tokens=self.pinned_tokens,
             generated_tokens=sum(len(output.token_ids) for output in generated),
             recomputed_tokens=usage.recomputed_tokens,
             blocks=usage.own,

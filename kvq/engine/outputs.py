@@ -15,6 +15,7 @@ class Receipt:
 
     prompt_tokens: int
     cached_tokens: int  # of the prompt, found in the prefix index
+    pinned_tokens: int  # of the prompt, kept there for a time as the request asked
     generated_tokens: int  # of all results
     recomputed_tokens: int  # computed again after a preemption
     blocks: int  # taken from the pools

@@ -14,6 +14,8 @@ MAX_LOGPROBS = 64
 MAX_STOPS = 64
 MAX_STOP_CHARACTERS = 1024
 MAX_BIASES = 1024
+MAX_PINS = 16
+MAX_PIN_S = 86_400.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -181,6 +183,18 @@ class SamplingParams:
                 )
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PrefixPin:
+    """Keep the first `length` tokens of a prompt in the prefix index, in whole blocks, for so long."""
+
+    length: int  # tokens
+    seconds: float  # from when they are computed or found; asking again begins anew
+
+    def __post_init__(self) -> None:
+        _whole(self, "length", 0, 1 << 30)
+        _real(self, "seconds", 0, MAX_PIN_S)
+
+
 def sampling_params(options: Mapping[str, Any]) -> SamplingParams:
     """`SamplingParams(**options)`, with unknown names refused by a RequestError.
 
@@ -208,7 +222,7 @@ def _is_real(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def _whole(params: SamplingParams, name: str, low: int, high: int, *, optional: bool = False) -> None:
+def _whole(params: object, name: str, low: int, high: int, *, optional: bool = False) -> None:
     value = getattr(params, name)
     if optional and value is None:
         return
@@ -216,7 +230,7 @@ def _whole(params: SamplingParams, name: str, low: int, high: int, *, optional: 
         raise RequestError(f"{name} must be a whole number of {low} to {high}, got {value!r}")
 
 
-def _real(params: SamplingParams, name: str, low: float, high: float, *, above: bool = False) -> None:
+def _real(params: object, name: str, low: float, high: float, *, above: bool = False) -> None:
     value = getattr(params, name)
     if not _is_real(value) or not low <= value <= high or (above and value == low):
         raise RequestError(

@@ -298,7 +298,8 @@ class Scheduler:
                 if victim is not None:
                     self._displace(victim, now)
                 elif len(running) == 1:
-                    self._give_up(branch.request, error)
+                    if not self.manager.release_pin(branch.request.tenant):
+                        self._give_up(branch.request, error)
                 else:
                     return False
             else:
@@ -314,7 +315,7 @@ class Scheduler:
         self.preempt(request, now, swap=branch is not None and prefers_swap(branch, self.costs))
 
     def _give_up(self, request: Request, error: KVQError) -> None:
-        """End a request that can't go on although it is alone: pins or a quota hold the rest."""
+        """End a request that can't go on although it is alone: a quota, say, is in its way."""
         request.error = error
         self._failed.append(request)
         self.end(request)
@@ -353,9 +354,11 @@ class Scheduler:
             if self._start(step, request):
                 continue
             if not self.holders.running and not self.lines.num_parked:
+                if self.manager.release_pin(request.tenant):
+                    continue
                 error = OutOfBlocks(
-                    f"request {request.id!r} does not fit although nothing else runs: pinned blocks or its "
-                    f"tenant's quota leave too little; let pins expire, or raise the quota"
+                    f"request {request.id!r} does not fit although nothing else runs: its tenant's quota "
+                    f"leaves too little; raise it, or let pins expire"
                 )
                 self._give_up(request, error)
             elif request.state is State.PREEMPTED and self.lines.rank(request, step.now) is Priority.BATCH:

@@ -10,6 +10,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 
 from kvq.server import health
+from kvq.server.anthropic.routes import add_routes as add_anthropic
 from kvq.server.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from kvq.server.chat import Chat
 from kvq.server.completions import Completion
@@ -69,6 +70,7 @@ def create_app(service: Service, access: Access | None = None) -> FastAPI:
 
     health.add_routes(app, service)
     add_page(app, service, has_keys=bool(access.api_keys))
+    add_anthropic(app, service)
     _answer_problems(app)
     app.add_middleware(Guard, access=access)
     if access.origins:  # around the guard, since browsers send no key when they ask whether they may
@@ -79,22 +81,24 @@ def create_app(service: Service, access: Access | None = None) -> FastAPI:
 
 
 def _answer_problems(app: FastAPI) -> None:
-    """Every failure becomes an OpenAI error object."""
+    """Every failure becomes an error object of the protocol that is spoken there."""
 
     @app.exception_handler(Problem)
-    async def problem(_: Request, error: Problem) -> JSONResponse:
-        return as_response(error)
+    async def problem(request: Request, error: Problem) -> JSONResponse:
+        return as_response(error, request.url.path)
 
     @app.exception_handler(RequestValidationError)
-    async def invalid(_: Request, error: RequestValidationError) -> JSONResponse:
+    async def invalid(request: Request, error: RequestValidationError) -> JSONResponse:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"] if part != "body")
-        return as_response(Problem(400, f"{where or 'body'}: {first['msg']}", param=where or None))
+        found = Problem(400, f"{where or 'body'}: {first['msg']}", param=where or None)
+        return as_response(found, request.url.path)
 
     @app.exception_handler(HTTPException)
-    async def http(_: Request, error: HTTPException) -> JSONResponse:
-        return as_response(Problem(error.status_code, str(error.detail)))
+    async def http(request: Request, error: HTTPException) -> JSONResponse:
+        return as_response(Problem(error.status_code, str(error.detail)), request.url.path)
 
     @app.exception_handler(Exception)
-    async def unexpected(_: Request, error: Exception) -> JSONResponse:
-        return as_response(Problem(500, f"the server failed: {type(error).__name__}", type="server_error"))
+    async def unexpected(request: Request, error: Exception) -> JSONResponse:
+        found = Problem(500, f"the server failed: {type(error).__name__}", type="server_error")
+        return as_response(found, request.url.path)

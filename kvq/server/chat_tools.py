@@ -18,24 +18,42 @@ def offer_of(body: ChatBody, calling: ToolCalling) -> Offer | None:
         Problem: the tools, the choice and the response format don't go together.
     """
     functions = [tool.function for tool in body.tools or ()]
-    tools = [Tool(name=function.name, parameters=function.parameters or {}) for function in functions]
+    return checked_offer(
+        calling,
+        [Tool(name=function.name, parameters=function.parameters or {}) for function in functions],
+        choice=_choice(body),
+        parallel=body.parallel_tool_calls,
+        is_formatted=body.response_format is not None and body.response_format.type != "text",
+    )
+
+
+def checked_offer(
+    calling: ToolCalling, tools: Sequence[Tool], *, choice: ToolChoice, parallel: bool, is_formatted: bool
+) -> Offer | None:
+    """What tools ask for, in whatever protocol; None if nothing in the answer is read as a call.
+
+    `is_formatted`: the answer has to be something else, too.
+
+    Raises:
+        Problem: the tools, the choice and the format don't go together.
+    """
     names = [tool.name for tool in tools]
     if len(set(names)) < len(names):
         raise Problem(400, "two tools have the same name", param="tools")
-    choice = _choice(body)
     if not tools:
         if choice not in ("none", "auto"):
             raise Problem(400, "tool_choice needs tools", param="tool_choice")
         return None
     if isinstance(choice, Named) and choice.name not in names:
         raise Problem(400, f"tool_choice names no tool of this request: {choice.name}", param="tool_choice")
-    if choice != "none" and body.response_format is not None and body.response_format.type != "text":
+    if choice != "none" and is_formatted:
         raise Problem(
             400,
-            'response_format and calls exclude each other: leave out the tools, or use tool_choice "none"',
+            "an output format (response_format) and calls exclude each other: leave out the tools, or use "
+            'tool_choice "none"',
             param="response_format",
         )
-    return calling.offer(tools, choice=choice, parallel=body.parallel_tool_calls)
+    return calling.offer(tools, choice=choice, parallel=parallel)
 
 
 def template_tools(body: ChatBody) -> list[dict[str, Any]] | None:

@@ -6,16 +6,14 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from typing import Any
 
-import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from kvq.server.dialects import OPENAI, Dialect
 from kvq.server.problems import Problem, failed
 
 _log = logging.getLogger("kvq")
 MAX_BEHIND = 48 << 10  # bytes; the connection's own buffer holds 16 KiB more
-_encoder = msgspec.json.Encoder()
-DONE = b"data: [DONE]\n\n"
 
 
 class EventStream(Response):
@@ -29,21 +27,16 @@ class EventStream(Response):
     def __init__(
         self,
         chunks: AsyncGenerator[dict[str, Any]],
+        dialect: Dialect = OPENAI,
         *,
-        encode: Callable[[dict[str, Any]], bytes] | None = None,
-        done: bytes = DONE,
         on_cut: Callable[[], object] = lambda: None,
         on_end: Callable[[], object] = lambda: None,
     ) -> None:
-        """`encode`: one chunk or error object as an event. `done`: what ends a complete stream.
-
-        `on_cut` is called if the reader is too slow, `on_end` when nothing of the stream is left.
-        """
+        """`on_cut` is called if the reader is too slow, `on_end` when nothing of the stream is left."""
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
         self._chunks = chunks
-        self._encode = encode or data_event
-        self._done = done
+        self._dialect = dialect
         self._on_cut = on_cut
         self._on_end = on_end
         self._waiting: list[bytes] = []
@@ -74,13 +67,13 @@ class EventStream(Response):
                     if self._num_bytes > MAX_BEHIND:
                         self._cut(scope)
                         return
-                    self._put(self._encode(chunk))
-            self._put(self._done)
+                    self._put(self._dialect.event(chunk))
+            self._put(self._dialect.done)
         except Problem as problem:
-            self._put(self._encode(problem.body()))
+            self._put_error(problem)
         except Exception as error:  # noqa: BLE001 - the answer has begun, so its reader is told in it
             _log.exception("a stream failed")
-            self._put(self._encode(failed(f"the server failed: {type(error).__name__}").body()))
+            self._put_error(failed(f"the server failed: {type(error).__name__}"))
         finally:
             self._is_over = True
             self._changed.set()
@@ -102,16 +95,14 @@ class EventStream(Response):
         self._num_bytes += len(event)
         self._changed.set()
 
+    def _put_error(self, problem: Problem) -> None:
+        self._put(self._dialect.event(self._dialect.error(problem)))
+
     def _cut(self, scope: Scope) -> None:
         self._on_cut()
         transport = scope.get("state", {}).get("kvq_transport")
         if transport is not None:
             transport.abort()
-
-
-def data_event(body: dict[str, Any]) -> bytes:
-    """One event as OpenAI sends it."""
-    return b"data: " + _encoder.encode(body) + b"\n\n"
 
 
 async def _gone(receive: Receive) -> None:

@@ -13,6 +13,7 @@ from fastapi.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvq.server.browsed import CHALLENGE, POLLED, basic_password, is_browsed
+from kvq.server.dialects import dialect_of
 from kvq.server.logs import log_event, request_id
 from kvq.server.problems import Problem
 
@@ -53,7 +54,7 @@ class Guard:
                 whole = await _read(receive)
             except Problem as problem:
                 await _skip(receive)
-                response = as_response(problem)
+                response = as_response(problem, scope["path"])
                 response.headers["Connection"] = "close"
                 if problem.status == 401 and is_browsed(scope["path"]):
                     response.headers["WWW-Authenticate"] = CHALLENGE
@@ -102,7 +103,9 @@ class Guard:
         found = [i for i, key in enumerate(self._keys) if secrets.compare_digest(given, key)]
         if not found:
             raise Problem(
-                401, "this server needs an API key: Authorization: Bearer KEY", code="invalid_api_key"
+                401,
+                "this server needs an API key: Authorization: Bearer KEY, or x-api-key: KEY",
+                code="invalid_api_key",
             )
         return f"key-{found[0]}"
 
@@ -160,9 +163,9 @@ async def _read(receive: Receive) -> Receive | None:
     return again
 
 
-def as_response(problem: Problem) -> JSONResponse:
-    """A problem as an answer."""
-    return JSONResponse(problem.body(), problem.status, problem.headers())
+def as_response(problem: Problem, path: str) -> JSONResponse:
+    """A problem as an answer, as those who ask at `path` expect it."""
+    return JSONResponse(dialect_of(path).error(problem), problem.status, problem.headers())
 
 
 def _name(host: str) -> str:

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import msgspec
 
 from kvq.blockmgr import PoolUsage
-from kvq.engine import Receipt, SamplingParams, TokenLogprobs
+from kvq.engine import PrefixPin, Receipt, SamplingParams, TokenLogprobs
 from kvq.engine.outputs import FinishReason
 from kvq.scheduler import PoolShape, Priority, SchedulerConfig
 from kvq.server.logs import LogConfig
@@ -40,6 +40,7 @@ class Submit(Message, frozen=True):
     params: SamplingParams
     priority: Priority = Priority.INTERACTIVE
     tenant: str = ""
+    pins: list[PrefixPin] = []
 
 
 class Cancel(Message, frozen=True):
@@ -88,6 +89,14 @@ class Pong(Message, frozen=True):
     number: int
 
 
+class PromptUse(msgspec.Struct, frozen=True, kw_only=True):
+    """What a prompt took, in tokens."""
+
+    total: int
+    cached: int  # of these, found in the prefix index
+    pinned: int  # of these, kept there for a time
+
+
 class Delta(msgspec.Struct, frozen=True, kw_only=True):
     """What a step added to one result of a request."""
 
@@ -98,6 +107,7 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True):
     logprobs: list[TokenLogprobs] | None = None
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
+    prompt: PromptUse | None = None  # with the first delta of a request that shows its tokens as they come
 
 
 ErrorKind = Literal["request", "engine"]  # whose fault it is
@@ -130,6 +140,8 @@ class Gauges(msgspec.Struct, frozen=True, kw_only=True):
     generated_tokens: int
     queued_tokens: int  # prompt tokens of requests that wait
     evictions: int = 0  # blocks that left the prefix index
+    pinned: list[int] = []  # blocks under a pin, per layer group
+    refused_pins: int = 0
     memory: dict[str, int] = {}  # bytes by device: "host", "cuda:0"
 
 

@@ -1,4 +1,4 @@
-"""What the server answers when it can't do what was asked: always an OpenAI error object."""
+"""What the server answers when it can't do what was asked; `dialects` says in which protocol's words."""
 
 from typing import Any
 

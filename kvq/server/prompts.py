@@ -4,6 +4,7 @@ import asyncio
 import json
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
@@ -14,6 +15,14 @@ from kvq.server.problems import Problem
 
 T = TypeVar("T")
 _DEADLINE_S = 30.0  # for a template or a tokenizer
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Conversation:
+    """What a chat template is given."""
+
+    messages: Sequence[ChatMessage]
+    options: dict[str, Any] = field(default_factory=dict)
 
 
 class Prompts:
@@ -48,8 +57,19 @@ class Prompts:
         """
         if not getattr(self._tokenizer, "chat_template", None):
             raise Problem(400, "this model has no chat template; use /v1/completions", param="messages")
-        turns = [_turn(message, self._is_text_template) for message in messages]
-        return await self._run(partial(self._render, turns, options))
+        return await self._run(partial(self._render, self._turns(messages), options))
+
+    async def shared_lengths(
+        self, tokens: Sequence[int], whole: Conversation, others: Sequence[Conversation]
+    ) -> list[int]:
+        """How many of its first tokens a conversation shares with each of some others; 0 with its equals.
+
+        `tokens`: what `chat` made of the whole one.
+
+        Raises:
+            Problem: the template refuses one of the others, or it takes too long.
+        """
+        return await self._run(partial(self._shared_lengths, tokens, whole, others))
 
     async def detokenize(self, tokens: list[int]) -> str:
         """The text of token ids, special tokens included."""
@@ -64,17 +84,32 @@ class Prompts:
         """End the threads."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
+    def _turns(self, messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
+        return [_turn(message, self._is_text_template) for message in messages]
+
     def _tokenize(self, text: str, special: bool) -> list[int]:
         check_unicode(text, "the prompt")
         ids: list[int] = self._tokenizer(text, add_special_tokens=special)["input_ids"]
         return ids
 
     def _render(self, turns: list[dict[str, Any]], options: dict[str, Any]) -> list[int]:
+        return self._tokenize(self._text(turns, options), False)
+
+    def _text(self, turns: list[dict[str, Any]], options: dict[str, Any]) -> str:
         try:
-            text = self._tokenizer.apply_chat_template(turns, tokenize=False, **options)
+            text: str = self._tokenizer.apply_chat_template(turns, tokenize=False, **options)
         except Exception as error:
             raise Problem(400, f"the model's chat template refused this: {first_lines(error)}") from error
-        return self._tokenize(text, False)
+        return text
+
+    def _shared_lengths(
+        self, tokens: Sequence[int], whole: Conversation, others: Sequence[Conversation]
+    ) -> list[int]:
+        """The texts' common beginning decides, up to where it is cut into the same tokens."""
+        text, *rest = (self._text(self._turns(one.messages), one.options) for one in (whole, *others))
+        shared = [self._tokenize(text[: _num_common(text, other)], False) for other in rest]
+        counts = [_num_common(ids, tokens) for ids in shared]
+        return [0 if other == text else count for other, count in zip(rest, counts, strict=True)]
 
     async def _run(self, work: Callable[[], T]) -> T:
         self.num_waiting += 1
@@ -87,6 +122,12 @@ class Prompts:
             raise Problem(400, f"the prompt was not tokenized within {self._deadline_s:.0f} s") from error
         finally:
             self.num_waiting -= 1
+
+
+def _num_common(a: Sequence[object], b: Sequence[object]) -> int:
+    """How many items two sequences share from the start."""
+    pairs = enumerate(zip(a, b, strict=False))
+    return next((at for at, (x, y) in pairs if x != y), min(len(a), len(b)))
 
 
 def _turn(message: ChatMessage, is_text_template: bool) -> dict[str, Any]:

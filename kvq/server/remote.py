@@ -8,12 +8,12 @@ import socket
 import subprocess
 import sys
 from collections import deque
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from time import monotonic
 
-from kvq.engine import SamplingParams
+from kvq.engine import PrefixPin, SamplingParams
 from kvq.errors import ConfigError, EngineError
 from kvq.scheduler import Priority
 from kvq.server.frames import encode, from_engine
@@ -138,6 +138,7 @@ class Remote:
         priority: Priority = Priority.INTERACTIVE,
         tenant: str = "",
         timeout_s: float | None = None,
+        pins: Sequence[PrefixPin] = (),
     ) -> AsyncGenerator[Delta | Ended]:
         """What comes of a request, up to its `Ended`. Leaving early cancels it.
 
@@ -156,7 +157,14 @@ class Remote:
             timer = loop.call_later(timeout_s, queue.put_nowait, TimeoutError())
         ended = False
         try:
-            submit = Submit(number=number, prompt=prompt, params=params, priority=priority, tenant=tenant)
+            submit = Submit(
+                number=number,
+                prompt=prompt,
+                params=params,
+                priority=priority,
+                tenant=tenant,
+                pins=list(pins),
+            )
             await self._send(process, submit)
             while not ended:
                 message = await queue.get()

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 from fastapi import Request
 from fastapi.responses import JSONResponse, Response
 
+from kvq.server.dialects import dialect_of
 from kvq.server.event_stream import EventStream
 from kvq.server.service import Service
 from kvq.server.streams import first_of, while_connected
@@ -38,8 +39,8 @@ async def respond(request: Request, service: Service, call: Call, *, stream: boo
         if stream:
             chunks = await while_connected(request, first_of(call.chunks()))
             if chunks is not None:
-                cut = service.metrics.cut
-                return EventStream(chunks, on_cut=cut, on_end=stack.pop_all().close)
+                dialect, cut = dialect_of(request.url.path), service.metrics.cut
+                return EventStream(chunks, dialect, on_cut=cut, on_end=stack.pop_all().close)
         else:
             body = await while_connected(request, call.answer())
             if body is not None:

@@ -1,5 +1,7 @@
 """From a request's body to the engine's parameters."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from kvq.engine import SamplingParams, StructuredOutput
@@ -39,8 +41,17 @@ def priority_of(body: Common) -> Priority:
     return Priority.BATCH if body.service_tier == "flex" else Priority.INTERACTIVE
 
 
-def _params(body: Common, **own: Any) -> SamplingParams:
+@contextmanager
+def engine_refusals() -> Iterator[None]:
+    """What the engine's parameters refuse becomes a Problem."""
     try:
+        yield
+    except RequestError as error:
+        raise Problem(400, str(error)) from error
+
+
+def _params(body: Common, **own: Any) -> SamplingParams:
+    with engine_refusals():
         return SamplingParams(
             temperature=body.temperature,
             top_p=body.top_p,
@@ -61,8 +72,6 @@ def _params(body: Common, **own: Any) -> SamplingParams:
             structured=_structured(body),
             **own,
         )
-    except RequestError as error:
-        raise Problem(400, str(error)) from error
 
 
 def _biases(given: dict[str, float] | None) -> dict[int, float] | None:

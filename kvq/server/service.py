@@ -2,11 +2,11 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Iterable, Iterator
+from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from typing import Any
 
-from kvq.engine import SamplingParams
+from kvq.engine import PrefixPin, SamplingParams
 from kvq.errors import EngineError
 from kvq.scheduler import Priority
 from kvq.server.admission import Admission
@@ -94,7 +94,13 @@ class Service:
             yield
 
     async def stream(
-        self, tokens: list[int], params: SamplingParams, *, priority: Priority, tenant: str
+        self,
+        tokens: list[int],
+        params: SamplingParams,
+        *,
+        priority: Priority,
+        tenant: str,
+        pins: Sequence[PrefixPin] = (),
     ) -> AsyncGenerator[Delta | Ended]:
         """A prompt's messages up to its `Ended`, which has no error.
 
@@ -110,19 +116,24 @@ class Service:
             except Problem as problem:
                 self.metrics.count("error" if problem.status == 400 else "refused")
                 raise
-            messages = self._messages(tokens, params, priority, tenant)
+            messages = self._messages(tokens, params, priority, tenant, pins)
             async with aclosing(messages):
                 async for message in messages:
                     self.admission.started(entry)
                     yield message
 
     async def _messages(
-        self, tokens: list[int], params: SamplingParams, priority: Priority, tenant: str
+        self,
+        tokens: list[int],
+        params: SamplingParams,
+        priority: Priority,
+        tenant: str,
+        pins: Sequence[PrefixPin],
     ) -> AsyncGenerator[Delta | Ended]:
         """The engine's messages; its failures as problems, and each end counted."""
         status = "cancelled"  # unless something else happens
         messages = self.remote.stream(
-            tokens, params, priority=priority, tenant=tenant, timeout_s=self._timeout_s
+            tokens, params, priority=priority, tenant=tenant, pins=pins, timeout_s=self._timeout_s
         )
         try:
             async for message in messages:

@@ -8,7 +8,14 @@ from prometheus_client.core import HistogramMetricFamily
 from kvq.server.messages import BlockTimes, Gauges, Spread, Stepped
 from kvq.server.residency import BOUNDS_S
 
-_OF_GAUGES = ("preemptions", "prompt_tokens", "cached_tokens", "generated_tokens", "evictions")
+_OF_GAUGES = (
+    "preemptions",
+    "prompt_tokens",
+    "cached_tokens",
+    "generated_tokens",
+    "evictions",
+    "refused_pins",
+)
 BLOCK_TIMES = ("lifetime", "idle", "reuse_gap")
 
 
@@ -37,7 +44,7 @@ class Totals:
             self._add(stepped.block_times)
 
     def get(self, name: str) -> int:
-        """Preemptions, prompt_tokens, cached_tokens, generated_tokens or evictions."""
+        """Preemptions, prompt_tokens, cached_tokens, generated_tokens, evictions or refused_pins."""
         return self._before[name] + self._now[name]
 
     def histogram(self, times: str, name: str, text: str, labels: dict[str, str]) -> HistogramMetricFamily:

@@ -31,6 +31,7 @@ from kvq.server.messages import (
     Message,
     Ping,
     Pong,
+    PromptUse,
     Ready,
     Refused,
     Start,
@@ -143,6 +144,7 @@ class Worker:
                 tenant=command.tenant,
                 request_id=str(number),
                 listener=lambda piece: self._take(number, piece),
+                pins=command.pins,
             )
             self._jobs[number] = job
             self._lookout.meet(command.tenant)
@@ -164,6 +166,7 @@ class Worker:
                     logprobs=piece.logprobs,
                     finish_reason=piece.finish_reason,
                     stop_reason=piece.stop_reason,
+                    prompt=_prompt_use(self._jobs[number], piece),
                 )
             )
             return
@@ -201,6 +204,10 @@ class Worker:
             generated_tokens=self._generated,
             queued_tokens=sum(request.prompt_length for request in lines.queue),
             evictions=self._residency.evictions,
+            pinned=[
+                scheduler.manager.pins.num_pinned(group) for group in range(len(scheduler.manager.pools))
+            ],
+            refused_pins=core.pinning.num_refused,
             memory=memory.look(),
         )
         stepped = Stepped(
@@ -238,6 +245,16 @@ def _formats(group: GroupLayout) -> str:
     """The full names of a layer group's formats; several where its layers differ."""
     pairs = [(layer.formats.k.name, layer.formats.v.name) for layer in group.layers]
     return "+".join(dict.fromkeys(k if k == v else f"{k}/{v}" for k, v in pairs))
+
+
+def _prompt_use(job: Job, piece: Piece) -> PromptUse | None:
+    """With the first token of the first result only."""
+    if not job.streams or piece.index or len(job.results[0].output.token_ids) > 1:
+        return None
+    request = job.request
+    return PromptUse(
+        total=request.prompt_length, cached=request.usage.cached_tokens, pinned=job.pinned_tokens
+    )
 
 
 def _kind(error: KVQError) -> Any:

@@ -82,6 +82,36 @@ def test_pins_of_one_prefix_are_counted_once() -> None:
     assert blocks.pins.num_pinned(0) == 3
 
 
+def test_the_pin_that_ends_first_is_released_first() -> None:
+    blocks = manager(8)
+    cache(blocks, range(4))
+    cache(blocks, range(10, 14))
+    blocks.pin(blocks.prompt(range(4)), 2.0)
+    blocks.pin(blocks.prompt(range(10, 14)), 1.0)
+    blocks.set_quota("a", 2)
+    assert not blocks.release_pin("a")
+    assert blocks.release_pin("")
+    blocks.drop_cached()
+    assert (hit(blocks, range(5)), hit(blocks, range(10, 15))) == (4, 0)
+    blocks.check_integrity()
+    assert blocks.expire(1.5) == 0
+    assert blocks.expire(2.0) == 1
+    assert not blocks.release_pin("")
+
+
+def test_what_a_failed_request_computed_does_not_stay_pinned() -> None:
+    blocks = manager(8)
+    cache(blocks, range(4))
+    sequence = run(blocks, range(9))
+    blocks.pin(blocks.prompt(range(4)), 1.0)
+    blocks.pin(blocks.prompt(range(8)), 1.0)
+    blocks.scrub(sequence)
+    blocks.free(sequence)
+    assert hit(blocks, range(9)) == 4, "what was there before stays"
+    assert len(blocks.pins) == 1
+    blocks.check_integrity()
+
+
 def test_requests_share_pinned_blocks_and_leave_them_pinned() -> None:
     blocks = manager(8)
     cache(blocks, range(4))

@@ -115,20 +115,39 @@ def test_who_is_refused_everything_when_it_starts_alone_fails_with_the_reason() 
     assert not scheduler.has_work
 
 
-def test_what_pins_leave_no_room_for_is_given_up_instead_of_waiting_for_ever() -> None:
+@pytest.mark.parametrize("has_quota", [False, True])
+def test_a_pin_gives_way_to_who_fits_only_without_it_unless_a_quota_is_in_the_way(has_quota: bool) -> None:
+    scheduler = make(10)
+    add(scheduler, ask(8, 1, first=1), ask(12, 1, first=50))
+    drain(scheduler)
+    manager = scheduler.manager
+    if has_quota:
+        manager.set_quota("", 9)
+    assert manager.pin(manager.prompt(range(1, 9)), until=2.0) == 8
+    assert manager.pin(manager.prompt(range(50, 62)), until=1.0) == 12
+    request = ask(30, 1)
+    add(scheduler, request)
+    if has_quota:
+        assert scheduler.schedule(0.0) is None
+        assert scheduler.take_failed() == [request]
+        assert len(manager.pins) == 2
+    else:
+        drain(scheduler)
+        assert request.branches[0].num_generated == 1
+        assert [pin.until for pin in manager.pins.all()] == [2.0], "the pin that ends first gave way"
+
+
+def test_a_pin_gives_way_to_who_grows_alone() -> None:
     scheduler = make(10)
     add(scheduler, ask(20, 1, first=1))
     drain(scheduler)
     manager = scheduler.manager
     assert manager.pin(manager.prompt(range(1, 21)), until=1.0) == 20
-    request = ask(30, 1)
+    request = ask(8, 30)
     add(scheduler, request)
-    assert scheduler.schedule(0.0) is None
-    assert scheduler.take_failed() == [request]
-    manager.expire(1.0)
-    add(scheduler, other := ask(30, 1))
     drain(scheduler)
-    assert other.branches[0].num_generated == 1
+    assert request.branches[0].num_generated == 30
+    assert len(manager.pins) == 0
 
 
 @pytest.mark.parametrize("priority", list(Priority))
@@ -143,8 +162,9 @@ def test_that_holds_for_preempted_requests_of_any_class(priority: Priority) -> N
     scheduler.preempt(request, 0.0, swap=False)
     manager = scheduler.manager
     assert manager.pin(manager.prompt(range(1, 25)), until=1.0) == 24  # six blocks are left, not seven
-    assert scheduler.schedule(0.0) is None
-    assert scheduler.take_failed() == [request]
+    drain(scheduler)
+    assert request.error is None
+    assert request.branches[0].num_generated == 20
 
 
 @pytest.mark.parametrize(("goal_s", "expected"), [(None, 8), (5.35e-3, 3), (1e-6, 1)])

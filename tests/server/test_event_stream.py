@@ -3,7 +3,8 @@
 import asyncio
 import json
 
-from kvq.server.event_stream import DONE, MAX_BEHIND, EventStream
+from kvq.server.dialects import OPENAI
+from kvq.server.event_stream import MAX_BEHIND, EventStream
 from kvq.server.problems import unavailable
 
 
@@ -60,7 +61,7 @@ def test_everything_arrives_in_order_and_the_stream_ends():
         reader, closed = Reader(), []
         assert await run(reader, numbers(500, 300, closed)) == ["end"]
         assert [event["i"] for event in events(reader.body)] == list(range(500))
-        assert reader.body.endswith(DONE)
+        assert reader.body.endswith(OPENAI.done)
         assert reader.got[-1]["more_body"] is False
         assert closed == [True]
 
@@ -132,6 +133,6 @@ def test_failures_are_the_last_event_and_say_nothing_of_foreign_texts():
             *_, last = events(reader.body)
             assert last["error"]["type"] == kind
             assert b"canary" not in reader.body
-            assert DONE not in reader.body
+            assert OPENAI.done not in reader.body
 
     asyncio.run(main())

@@ -40,6 +40,7 @@ _COUNTERS = {
     "cached_tokens": ("kvq_prompt_tokens_cached", "Of these, found in the prefix index."),
     "generated_tokens": ("kvq_tokens_generated", "Tokens generated."),
     "evictions": ("kvq_evictions", "Blocks that left the prefix index."),
+    "refused_pins": ("kvq_pins_refused", "Pins left out since there was no room for more."),
 }
 _STATUSES = ("success", "error", "cancelled", "refused")  # there from the start, so that rates are too
 
@@ -136,6 +137,10 @@ def _memory(gauges: Gauges, info: Ready) -> Iterator[Metric]:
             blocks.add_metric([str(group), state], count)
             held[kv, state] = held.get((kv, state), 0) + count * size
     yield blocks
+    pinned = GaugeMetricFamily("kvq_blocks_pinned", "Live blocks under a pin.", labels=["group"])
+    for group, count in enumerate(gauges.pinned):
+        pinned.add_metric([str(group)], count)
+    yield pinned
     yield sizes
     by_format = GaugeMetricFamily("kvq_kv_bytes", "The pools' bytes by format.", labels=["kv", "state"])
     for labels, value in held.items():

@@ -1,0 +1,114 @@
+"""What clients send, as Anthropic defines it; every field has its bounds.
+
+Fields that nobody here knows are passed over, but for those whose loss would change an answer.
+"""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, Field, field_validator, model_validator
+
+from kvq.server.anthropic.blocks import (
+    MAX_BLOCKS,
+    CacheControl,
+    CustomTool,
+    TextBlock,
+    TextBlocks,
+    ToolChoice,
+    ToolResultBlock,
+    ToolUseBlock,
+    as_blocks,
+)
+from kvq.server.bodies import MAX_MESSAGES
+from kvq.server.tool_bodies import MAX_TOOLS
+
+_Text = Annotated[str, Field(max_length=4 << 20)]
+_Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
+_UNSUPPORTED = ("container", "mcp_servers", "context_management", "output_format")
+
+
+class Message(BaseModel):
+    """One turn."""
+
+    role: Literal["user", "assistant"]
+    content: Annotated[
+        list[Annotated[TextBlock | ToolUseBlock | ToolResultBlock, Field(discriminator="type")]],
+        Field(max_length=MAX_BLOCKS),
+    ]
+
+    _blocks = field_validator("content", mode="before")(as_blocks)
+
+    @model_validator(mode="after")
+    def _holds_its_own_blocks(self) -> "Message":
+        foreign = ToolUseBlock if self.role == "user" else ToolResultBlock
+        for block in self.content:
+            if isinstance(block, foreign):
+                raise ValueError(f"a turn of role {self.role!r} can't hold {block.type} blocks")
+        return self
+
+
+class Thinking(BaseModel):
+    """Whether the model shall think; it can't be told to."""
+
+    type: Literal["disabled"]
+
+
+class OutputFormat(BaseModel):
+    """What the text has to be."""
+
+    type: Literal["json_schema"]
+    definition: dict[str, Any] = Field(alias="schema")
+
+
+class OutputConfig(BaseModel):
+    """How to answer; `effort` is passed over."""
+
+    format: OutputFormat | None = None
+
+
+class Metadata(BaseModel):
+    """Of the request; not used."""
+
+    user_id: Annotated[str, Field(max_length=256)] | None = None
+
+
+class PromptBody(BaseModel):
+    """What a prompt is made of."""
+
+    model: Annotated[str, Field(max_length=1024)]
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
+    system: TextBlocks = []
+    tools: Annotated[list[CustomTool], Field(max_length=MAX_TOOLS)] = []
+    tool_choice: ToolChoice = ToolChoice(type="auto")
+    thinking: Thinking | None = None
+    cache_control: CacheControl | None = None  # behind the last block
+
+    _blocks = field_validator("system", mode="before")(as_blocks)
+
+    @field_validator("thinking", mode="before")
+    @classmethod
+    def _does_not_think(cls, thinking: Any) -> Any:
+        if isinstance(thinking, dict) and thinking.get("type") != "disabled":
+            raise ValueError("thinking is not supported; leave it out")
+        return thinking
+
+    @model_validator(mode="before")
+    @classmethod
+    def _asks_for_nothing_else(cls, body: Any) -> Any:
+        for name in _UNSUPPORTED:
+            if isinstance(body, dict) and body.get(name):
+                raise ValueError(f"{name} is not supported; leave it out")
+        return body
+
+
+class MessagesBody(PromptBody):
+    """`POST /v1/messages`."""
+
+    max_tokens: Annotated[int, Field(ge=1, le=1 << 30)]
+    temperature: _Share = 1.0
+    top_p: _Share | None = None
+    top_k: Annotated[int, Field(ge=0, le=1 << 30)] | None = None
+    stop_sequences: Annotated[list[_Text], Field(max_length=64)] = []
+    stream: bool = False
+    metadata: Metadata | None = None
+    service_tier: Literal["auto", "standard_only"] = "auto"
+    output_config: OutputConfig | None = None
