@@ -76,7 +76,19 @@ class Server(Protocol):
         """Give back what it holds."""
 
 
-def row(server: Server, runs: Sequence[ServedLoad], users: int | None) -> dict[str, Any]:
+class Named(Protocol):
+    """Whoever a row is about."""
+
+    @property
+    def name(self) -> str:
+        """ "kvq" or a rival's."""
+
+    @property
+    def kv(self) -> str:
+        """Its KV format."""
+
+
+def row(server: Named, runs: Sequence[ServedLoad], users: int | None) -> dict[str, Any]:
     """One server's row of one load over all repeats.
 
     Rates are medians over repeats; latencies are percentiles over the requests, and tokens, of all.

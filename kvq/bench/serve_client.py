@@ -57,6 +57,7 @@ class Sent:
     manner: Manner = Manner.POLITE
     status: int = 0  # 0: the connection broke before an answer
     token_s: list[float] = field(default_factory=list)
+    text: str = ""
     end_s: float = 0.0
     is_complete: bool = False  # every token came, and the end of the stream
     error: str | None = None  # the error object's message
@@ -168,6 +169,7 @@ def _take(sent: Sent, part: bytes) -> None:
                 sent.error = data["error"]["message"]
             elif data["choices"]:
                 sent.token_s.append(now)
+                sent.text += data["choices"][0]["text"]
 
 
 def _reset(writer: asyncio.StreamWriter) -> None:

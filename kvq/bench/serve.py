@@ -1,0 +1,136 @@
+"""`kvq bench serve`: servers under load over HTTP, in turn."""
+
+import asyncio
+import json
+from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Any
+
+from kvq.bench.engine_load import Load
+from kvq.bench.engine_result import row
+from kvq.bench.serve_client import Manner, Sent, Target, get, send
+from kvq.bench.serve_load import as_served, outcomes, run_load
+from kvq.bench.serve_process import ServerProcess
+from kvq.errors import ConfigError, EngineError
+
+Progress = Callable[[int, int], object]
+MakeLoad = Callable[[int, int], Load]  # vocabulary and longest context to a load
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    """What to send. `users`: so many at a time; None: as requests arrive."""
+
+    make_load: MakeLoad
+    users: int | None = None
+    repeats: int = 3
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Server:
+    """One that is measured, as rows name it."""
+
+    name: str
+    kv: str
+    target: Target
+
+
+async def bench_url(
+    url: str, key: str, plan: Plan, *, progress: Progress = lambda done, total: None
+) -> list[dict[str, Any]]:
+    """One row for a server that runs somewhere.
+
+    Raises:
+        ConfigError: no kvq server answers there.
+        EngineError: not one request was completed.
+    """
+    target = Target.from_url(url, key=key)
+    try:
+        status, body = await get(target, "/v1/models")
+    except (OSError, EOFError, TimeoutError) as error:
+        raise ConfigError(f"no server answers at {url}: {error}") from error
+    if status != 200:
+        raise ConfigError(f"{url} answers {status} when asked for its models; does it need a key?")
+    model = json.loads(body)["data"][0]
+    if "vocab_size" not in model:
+        raise ConfigError(f"{url} is no kvq server: it does not tell its vocabulary's size")
+    server = _Server(name=url, kv="?", target=Target.from_url(url, model=model["id"], key=key))
+    return await _measure([server], model, plan, progress)
+
+
+async def bench_serve(
+    formats: Sequence[str],
+    options: Sequence[str],
+    plan: Plan,
+    *,
+    pin: bool = True,
+    progress: Progress = lambda done, total: None,
+) -> list[dict[str, Any]]:
+    """A row for each format, each with a server of its own; `options` are those of `kvq serve`.
+
+    With `pin` this process and the HTTP processes share one core, and the engines have the others.
+
+    Raises:
+        EngineError: a server does not start, or not one request was completed.
+    """
+    async with AsyncExitStack() as stack:
+        processes = [
+            await stack.enter_async_context(
+                ServerProcess([*options, "--kv", kv, "--log-level", "warning"], pin=pin)
+            )
+            for kv in formats
+        ]
+        servers = [
+            _Server(name="kvq serve", kv=kv, target=process.target)
+            for kv, process in zip(formats, processes, strict=True)
+        ]
+        return await _measure(servers, processes[0].model, plan, progress)
+
+
+async def _measure(
+    servers: Sequence[_Server], model: dict[str, Any], plan: Plan, progress: Progress
+) -> list[dict[str, Any]]:
+    load = plan.make_load(model["vocab_size"], model["max_model_len"])
+    total, done = len(servers) * plan.repeats * load.num_requests, 0
+
+    def count(_: int, __: int) -> None:
+        nonlocal done
+        done += 1
+        progress(done, total)
+
+    sent: dict[int, list[list[Sent]]] = {i: [] for i in range(len(servers))}
+    alone = [await _send_alone(server.target, load) for server in servers]
+    for repeat in range(plan.repeats):
+        for turn in range(len(servers)):
+            i = (turn + repeat) % len(servers)
+            requests = load.draw(repeat)
+            sent[i].append(await run_load(servers[i].target, requests, plan.users, progress=count))
+            await asyncio.sleep(0.2)  # for what was left of it
+    rows = [_row(server, sent[i], plan.users) for i, server in enumerate(servers)]
+    for i, one in enumerate(rows):
+        one["check_equal"] = sent[i][0][0].text == alone[i].text
+    return rows
+
+
+async def _send_alone(target: Target, load: Load) -> Sent:
+    """The first request by itself; under load it must be answered the same.
+
+    Raises:
+        EngineError: it is not answered.
+    """
+    sent = await send(target, load.draw(0)[0], perf_counter(), Manner.POLITE, stall_s=0)
+    if not sent.is_complete:
+        raise EngineError(f"a single request fails with status {sent.status}: {sent.error}")
+    return sent
+
+
+def _row(server: _Server, runs: Sequence[Sequence[Sent]], users: int | None) -> dict[str, Any]:
+    complete = [served for served in map(as_served, runs) if served.served]
+    if not complete:
+        reasons = {one.error for run in runs for one in run}
+        raise EngineError(
+            f"{server.name} completed no request: {'; '.join(map(str, sorted(reasons, key=str)))}"
+        )
+    return row(server, complete, users) | outcomes([one for run in runs for one in run])

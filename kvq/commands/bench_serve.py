@@ -1,0 +1,152 @@
+"""`kvq bench serve`: a server under load over HTTP."""
+
+import asyncio
+import os
+import sys
+from typing import Any
+
+import click
+
+from kvq.commands.options import kv_option
+from kvq.commands.served import serve_packages
+from kvq.errors import ConfigError
+
+
+@click.command(name="serve", context_settings={"ignore_unknown_options": True})
+@kv_option("auto", many=True)
+@click.option("--url", help="A server that runs already, such as http://127.0.0.1:8000.")
+@click.option("--api-key-env", default="KVQ_API_KEY", show_default=True, help="Variable with its key.")
+@click.option("--requests", default=64, show_default=True, type=click.IntRange(1, 1_000_000))
+@click.option("--input-len", default="128", show_default=True, help="128, 16:512, or lognormal:MEDIAN:SIGMA.")
+@click.option("--output-len", default="64", show_default=True, help="Tokens of outputs, likewise.")
+@click.option("--rate", default="inf", show_default=True, help="Requests per second, with random gaps.")
+@click.option(
+    "--concurrency", type=click.IntRange(1, 4096), help="So many users at a time instead of --rate."
+)
+@click.option(
+    "--shared-prefix", default=0.0, show_default=True, type=click.FloatRange(0, 1), help="Of each prompt."
+)
+@click.option("--repeats", default=3, show_default=True, type=click.IntRange(1, 1000))
+@click.option(
+    "--pin/--no-pin", default=True, show_default=True, help="HTTP on one core, engine on the others."
+)
+@click.option("--seed", default=0, show_default=True, help="Of lengths, arrivals and token ids.")
+@click.option("--json", "json_path", type=click.Path(), help="Write the rows as JSON.")
+@click.argument("serve_options", nargs=-1, type=click.UNPROCESSED)
+def serve(
+    kv: list[str],
+    url: str | None,
+    api_key_env: str,
+    repeats: int,
+    pin: bool,
+    json_path: str | None,
+    serve_options: tuple[str, ...],
+    **load: Any,
+) -> None:
+    """Send random prompts over HTTP: throughput, latencies, and what was refused.
+
+    Options that are not listed here, such as --model and --num-blocks, go to the `kvq serve` that is
+    started, one for each KV format. Latencies are the client's: TTFT counts from when a request was due.
+    """
+    from kvq import fileio
+
+    with serve_packages():
+        from kvq.bench.serve import Plan, bench_serve, bench_url
+    import torch
+
+    from kvq.commands.progress import progress_bar
+    from kvq.evals.results import envelope, source_commit, write_json
+
+    if json_path is not None:
+        fileio.check_writable(json_path)
+    if url is not None and serve_options:
+        raise ConfigError(f"{serve_options[0]} is for a server that is started here; leave it out with --url")
+    source_commit()
+    users = load.pop("concurrency")
+    plan = Plan(make_load=_load_of(users=users, **load), users=users, repeats=repeats)
+    with progress_bar("serving") as progress:
+        if url is None:
+            work = bench_serve(kv, serve_options, plan, pin=pin, progress=progress)
+        else:
+            work = bench_url(url, os.environ.get(api_key_env, "none"), plan, progress=progress)
+        rows = asyncio.run(work)
+    words = {"users": users, **{name: value for name, value in load.items() if value is not None}}
+    result = envelope(sys.argv, torch.device("cpu"), rows, load=words)
+    _print(rows)
+    if json_path is not None:
+        write_json(json_path, result)
+
+
+def _load_of(
+    *,
+    users: int | None,
+    requests: int,
+    input_len: str,
+    output_len: str,
+    rate: str,
+    shared_prefix: float,
+    seed: int,
+) -> Any:
+    from kvq.bench.engine_load import Load, parse_lengths
+
+    if users is not None and rate != "inf":
+        raise ConfigError("--rate and --concurrency both say when requests come; give one of them")
+    try:
+        per_second = float(rate)
+    except ValueError as error:
+        raise ConfigError(f"--rate takes requests per second or inf, got {rate!r}") from error
+    lengths = parse_lengths(input_len, "--input-len"), parse_lengths(output_len, "--output-len")
+
+    def make(vocab_size: int, max_context: int) -> Load:
+        return Load(
+            num_requests=requests,
+            input_lengths=lengths[0],
+            output_lengths=lengths[1],
+            vocab_size=vocab_size,
+            max_context=max_context,
+            rate=per_second,
+            shared_prefix=shared_prefix,
+            seed=seed,
+        )
+
+    return make
+
+
+_COLUMNS = {
+    "name": ("name", ""),
+    "kv": ("kv", ""),
+    "concurrency": ("at a time", "g"),
+    "output_tokens_per_s": ("output tok/s", ",.1f"),
+    "output_tokens_per_s_p10": ("p10", ",.1f"),
+    "output_tokens_per_s_p90": ("p90", ",.1f"),
+    "ttft_ms_p50": ("TTFT ms p50", ",.1f"),
+    "ttft_ms_p99": ("p99", ",.1f"),
+    "itl_ms_p50": ("ITL ms p50", ",.1f"),
+    "itl_ms_p99": ("p99", ",.1f"),
+    "complete": ("complete", ","),
+    "refused": ("refused", ","),
+    "refusal_ms_p99": ("in ms p99", ",.1f"),
+    "broken": ("broken", ","),
+}
+
+
+def _print(rows: list[dict[str, Any]]) -> None:
+    from rich.table import Table
+
+    from kvq.commands.tables import console
+
+    table = Table(box=None, pad_edge=False)
+    for header, style in _COLUMNS.values():
+        table.add_column(header, justify="right" if style else "left", no_wrap=True)
+    for row in rows:
+        cells = (row[key] for key in _COLUMNS)
+        styles = (style for _, style in _COLUMNS.values())
+        table.add_row(
+            *("-" if cell is None else format(cell, style) for cell, style in zip(cells, styles, strict=True))
+        )
+    out = console()
+    out.width = max(out.width, 180)  # a table in a file or a pipe is not cut
+    out.print(table)
+    equal = sum(row["check_equal"] for row in rows)
+    line = f"checked: for {equal} of {len(rows)} a request gave the same text under load as alone"
+    out.print(line, highlight=False)

@@ -1,0 +1,86 @@
+"""`kvq bench serve`: what a load over HTTP tells, and what its client can bear and do."""
+
+import asyncio
+import json
+
+import pytest
+
+from kvq import cli
+from kvq.bench.engine_load import Lengths, Load
+from kvq.bench.serve_client import Manner, Target
+from kvq.bench.serve_load import as_served, outcomes, run_load, some_rude
+from kvq.bench.serve_process import ServerProcess
+from kvq.errors import ConfigError
+
+SMALL = ["--requests", "5", "--input-len", "7:40", "--output-len", "3:6", "--repeats", "2"]
+
+
+def run(*args):
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["bench", "serve", *args])
+    return ended.value.code or 0
+
+
+def test_rows_tell_of_every_format(tmp_path, capsys):
+    path = tmp_path / "rows.json"
+    assert run("--kv", "int8,int4", *SMALL, "--num-blocks", "64", "--no-pin", "--json", str(path)) == 0
+    rows = json.loads(path.read_text())["rows"]
+    assert [row["kv"] for row in rows] == ["int8", "int4"]
+    for row in rows:
+        assert (row["sent"], row["complete"], row["refused"], row["broken"]) == (10, 10, 0, 0)
+        assert row["check_equal"]
+        assert row["output_tokens_per_s"] > 0
+        assert row["ttft_ms_p50"] <= row["ttft_ms_p99"]
+    assert "2 of 2" in capsys.readouterr().out
+
+
+def test_wrong_wishes_are_said_before_anything_starts(capsys):
+    for args, message in (
+        (("--rate", "fast"), "--rate takes"),
+        (("--rate", "3", "--concurrency", "2"), "give one of them"),
+        (("--url", "ftp://a"), "--url takes an address"),
+        (("--url", "http://127.0.0.1:9"), "no server answers"),
+        (("--url", "http://127.0.0.1:9", "--model", "tiny"), "leave it out with --url"),
+    ):
+        assert run(*args) == 2
+        assert message in capsys.readouterr().err
+
+
+def test_addresses():
+    assert Target.from_url("http://a:81/").port == 81
+    for url in ("https://a", "a:80", "http://"):
+        with pytest.raises(ConfigError):
+            Target.from_url(url)
+
+
+def test_rude_clients_leave_nothing_behind():
+    """Resets and stalls on a small pool; benchmarks/reliability.py does it 10,000 times."""
+
+    async def main():
+        options = ["--model", "tiny", "--kv", "int4", "--num-blocks", "48", "--max-num-seqs", "8"]
+        async with ServerProcess([*options, "--max-queue", "10000", "--max-kv-pressure", "1"]) as server:
+            await server.metrics()
+            idle = server.num_sockets()
+            load = Load(
+                num_requests=150,
+                input_lengths=Lengths(low=1, high=64),
+                output_lengths=Lengths(low=1, high=24),
+                vocab_size=server.model["vocab_size"],
+                max_context=server.model["max_model_len"],
+            )
+            manner = some_rude(resets=0.3, stalls=0.1, seed=3)
+            sent = await run_load(server.target, load.draw(0), 24, manner=manner, stall_s=0.3)
+            polite = [one for one in sent if one.manner is Manner.POLITE]
+            assert 60 < len(polite) < 120
+            assert all(one.is_complete for one in polite)
+            assert outcomes(sent)["other"] == 0
+            assert len(as_served(sent).served) >= len(polite)
+            for _ in range(100):
+                seen = await server.metrics()
+                left = seen["kvq_blocks/0/live"], seen["kvq_active_requests"], server.num_sockets() - idle
+                if left[:2] == (0, 0) and left[2] <= 0:
+                    return
+                await asyncio.sleep(0.05)
+            assert left == (0, 0, 0)
+
+    asyncio.run(main())
