@@ -19,6 +19,7 @@ from kvq.errors import (
     NumericalError,
     OutOfBlocks,
     OutOfMemory,
+    Overloaded,
     RequestError,
     UnsupportedKernel,
 )
@@ -55,6 +56,7 @@ __all__ = [
     "NumericalError",
     "OutOfBlocks",
     "OutOfMemory",
+    "Overloaded",
     "RequestError",
     "SamplingParams",
     "StructuredOutput",

@@ -20,6 +20,10 @@ class RequestError(KVQError, ValueError):
     """One request that can't be served; others go on."""
 
 
+class Overloaded(RequestError):
+    """A request that can't be served now, for what others asked before; it may be sent again later."""
+
+
 class NumericalError(RequestError):
     """A request whose K, V or logits held NaN or infinity. It alone ended; nothing of it is cached."""
 

@@ -110,7 +110,7 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True):
     prompt: PromptUse | None = None  # with the first delta of a request that shows its tokens as they come
 
 
-ErrorKind = Literal["request", "engine"]  # whose fault it is
+ErrorKind = Literal["request", "busy", "engine"]  # whose fault it is: busy is everybody's
 
 
 class Ended(msgspec.Struct, frozen=True, kw_only=True):

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from kvq.errors import RequestError, first_lines
 from kvq.models.unicode import check_unicode
 from kvq.server.bodies import ChatMessage
-from kvq.server.problems import Problem
+from kvq.server.problems import Problem, unavailable
 
 T = TypeVar("T")
 _DEADLINE_S = 30.0  # for a template or a tokenizer
@@ -119,7 +119,7 @@ class Prompts:
         except RequestError as error:
             raise Problem(400, str(error)) from error
         except TimeoutError as error:
-            raise Problem(400, f"the prompt was not tokenized within {self._deadline_s:.0f} s") from error
+            raise unavailable(f"the prompt was not tokenized within {self._deadline_s:.0f} s") from error
         finally:
             self.num_waiting -= 1
 

@@ -11,7 +11,7 @@ from kvq.errors import EngineError
 from kvq.scheduler import Priority
 from kvq.server.admission import Admission
 from kvq.server.logs import log_event
-from kvq.server.messages import Delta, Ended
+from kvq.server.messages import Delta, Ended, ErrorKind
 from kvq.server.metrics import Metrics
 from kvq.server.problems import Problem, failed, timed_out, unavailable
 from kvq.server.prompts import Prompts
@@ -141,8 +141,7 @@ class Service:
                     status = ""  # counted by what it says
                     self._count(message, tenant)
                     if message.error is not None:
-                        is_theirs = message.kind == "request"
-                        raise Problem(400, message.error) if is_theirs else failed(message.error)
+                        raise _problem(message.kind, message.error)
                 yield message
         except TimeoutError as error:
             status = "timeout"
@@ -196,6 +195,12 @@ class Service:
         self.num_active -= 1
         if not self.num_active:
             self._idle.set()
+
+
+def _problem(kind: ErrorKind | None, error: str) -> Problem:
+    if kind == "request":
+        return Problem(400, error)
+    return unavailable(error) if kind == "busy" else failed(error)
 
 
 def describe(service: Service, created: int) -> dict[str, Any]:

@@ -8,14 +8,13 @@ import socket
 import sys
 import threading
 from time import sleep
-from typing import Any
 
 from kvq.engine import Piece
 from kvq.engine.core import EngineCore
 from kvq.engine.job import Job
 from kvq.engine.llm import build
 from kvq.engine.watchdog import Watchdog
-from kvq.errors import KVQError, RequestError
+from kvq.errors import KVQError, Overloaded, RequestError
 from kvq.layout import GroupLayout
 from kvq.server.frames import Decoder, encode, to_engine
 from kvq.server.logs import configure
@@ -25,6 +24,7 @@ from kvq.server.messages import (
     Cancel,
     Delta,
     Ended,
+    ErrorKind,
     Gauges,
     Look,
     Looked,
@@ -257,7 +257,9 @@ def _prompt_use(job: Job, piece: Piece) -> PromptUse | None:
     )
 
 
-def _kind(error: KVQError) -> Any:
+def _kind(error: KVQError) -> ErrorKind:
+    if isinstance(error, Overloaded):
+        return "busy"
     return "request" if isinstance(error, RequestError) else "engine"
 
 

@@ -16,6 +16,7 @@ from kvq.errors import ConfigError, EngineError
 from kvq.server.frames import MAX_FRAME, encode, from_engine, to_engine
 from kvq.server.messages import Cancel, Delta, Ended, Ping, Start, Submit
 from kvq.server.remote import Remote, State, Watch
+from kvq.server.worker import STUCK
 
 OPTIONS = {"num_blocks": 64, "max_num_seqs": 8}
 START = Start(model="tiny", kv="int4", options=OPTIONS)
@@ -102,6 +103,21 @@ def test_an_engine_that_is_killed_or_stopped_answers_everybody_and_comes_back():
             assert len(tokens) == 4
             assert ended.error is None
         assert remote.num_restarts == 2
+        await remote.close()
+
+    asyncio.run(run())
+
+
+def test_a_step_beyond_its_deadline_ends_the_engine():
+    async def run():
+        start = Start(model="tiny", kv="int4", options={**OPTIONS, "step_deadline_s": 0.05})
+        remote = Remote(start, watch=Watch(max_restarts=0))
+        await remote.start()
+        process = remote._process.popen
+        with pytest.raises(EngineError, match="send the request again"):
+            await collect(remote, list(range(1, 1900)), SamplingParams(max_tokens=10))
+        await until(lambda: remote.state is State.FAILED)
+        assert process.wait(10) == STUCK
         await remote.close()
 
     asyncio.run(run())

@@ -14,7 +14,7 @@ from kvq.engine.grammar.source import grammar_text
 from kvq.engine.grammar.vocabulary import read_vocabulary
 from kvq.engine.grammar.worker import compile_grammar
 from kvq.engine.params import StructuredOutput
-from kvq.errors import RequestError, first_lines
+from kvq.errors import Overloaded, RequestError, first_lines
 
 
 class GrammarCompiler:
@@ -51,10 +51,11 @@ class GrammarCompiler:
         It holds a RequestError if the grammar is bad, too deep, too large or too slow.
 
         Raises:
-            RequestError: `max_waiting` grammars wait already, or the compiler is closed.
+            Overloaded: `max_waiting` grammars wait already.
+            RequestError: the compiler is closed.
         """
         if not self._room.acquire(blocking=False):
-            raise RequestError(
+            raise Overloaded(
                 f"structured output: {self.limits.max_waiting} grammars wait to be compiled; try again later"
             )
         try:

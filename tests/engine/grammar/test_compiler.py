@@ -11,7 +11,7 @@ from kvq.engine.grammar import GrammarCompiler, GrammarLimits
 from kvq.engine.grammar import compiler as compiler_module
 from kvq.engine.grammar.process import CompileProcess
 from kvq.engine.params import StructuredOutput
-from kvq.errors import ConfigError, RequestError
+from kvq.errors import ConfigError, Overloaded, RequestError
 from tests.engine.grammar.conftest import VOCAB_SIZE
 from tests.engine.grammar.walks import WAIT_S, accepts, matcher_of
 
@@ -108,7 +108,7 @@ def test_waiting_grammars_are_bounded_and_may_be_cancelled(tokenizer):
     with compiler_with(tokenizer, max_waiting=2, compile_timeout_s=2) as compiler:
         slow = compiler.submit(StructuredOutput(lark=ENDLESS))
         second = compiler.submit(StructuredOutput(regex="a"))
-        with pytest.raises(RequestError, match="2 grammars wait"):
+        with pytest.raises(Overloaded, match="2 grammars wait"):
             compiler.submit(StructuredOutput(regex="b"))
         assert second.cancel()
         third = compiler.submit(StructuredOutput(regex="c"))
