@@ -172,10 +172,7 @@ async def _break_engine(run: Run, count: int, signal_number: signal.Signals) -> 
         wrong = 0
         for _ in range(count):
             requests = a_load(server, 4, Lengths(low=8, high=8), Lengths(low=1000, high=1000))
-            tasks = [
-                asyncio.create_task(send(server.target, one, perf_counter(), Manner.POLITE, stall_s=0))
-                for one in requests
-            ]
+            tasks = [asyncio.create_task(send(server.target, one, perf_counter())) for one in requests]
             await asyncio.sleep(0.5)
             broken_s = perf_counter()
             os.kill(server.engine_pid, signal_number)
@@ -222,16 +219,13 @@ async def drain(run: Run) -> Rows:
     count = run.count(200)
     async with tiny_server("--num-blocks", "2048", "--max-num-seqs", "256", *NO_BOUNDS) as server:
         requests = a_load(server, count, Lengths(low=8, high=8), Lengths(low=48, high=48))
-        tasks = [
-            asyncio.create_task(send(server.target, one, perf_counter(), Manner.POLITE, stall_s=0))
-            for one in requests
-        ]
+        tasks = [asyncio.create_task(send(server.target, one, perf_counter())) for one in requests]
         while (await server.metrics()).get("kvq_engine_requests/running", 0) < count:
             await asyncio.sleep(0.05)
         began = perf_counter()
         server.process.send_signal(signal.SIGTERM)
         await asyncio.sleep(0.2)
-        late = await send(server.target, requests[0], perf_counter(), Manner.POLITE, stall_s=0)
+        late = await send(server.target, requests[0], perf_counter())
         sent = await asyncio.gather(*tasks)
         await asyncio.to_thread(server.process.wait, 60)
         seconds, status = perf_counter() - began, server.process.returncode

@@ -10,7 +10,7 @@ from typing import Any
 
 from kvq.bench.engine_load import Load
 from kvq.bench.engine_result import row
-from kvq.bench.serve_client import Manner, Sent, Target, get, send
+from kvq.bench.serve_client import Sent, Target, get, send
 from kvq.bench.serve_load import as_served, outcomes, run_load
 from kvq.bench.serve_process import ServerProcess
 from kvq.errors import ConfigError, EngineError
@@ -120,7 +120,7 @@ async def _send_alone(target: Target, load: Load) -> Sent:
     Raises:
         EngineError: it is not answered.
     """
-    sent = await send(target, load.draw(0)[0], perf_counter(), Manner.POLITE, stall_s=0)
+    sent = await send(target, load.draw(0)[0], perf_counter())
     if not sent.is_complete:
         raise EngineError(f"a single request fails with status {sent.status}: {sent.error}")
     return sent

@@ -63,9 +63,22 @@ class Sent:
     error: str | None = None  # the error object's message
 
 
-async def send(target: Target, request: LoadRequest, due_s: float, manner: Manner, *, stall_s: float) -> Sent:
-    """Ask for a completion as a stream; never raises for what the server does."""
+async def send(
+    target: Target,
+    request: LoadRequest,
+    due_s: float,
+    manner: Manner = Manner.POLITE,
+    *,
+    stall_s: float = 0.0,
+    begun: list[Sent] | None = None,
+) -> Sent:
+    """Ask for a completion as a stream; never raises for what the server does.
+
+    What is known so far can be seen in `begun`, to which it is added.
+    """
     sent = Sent(request, due_s, manner)
+    if begun is not None:
+        begun.append(sent)
     try:
         async with asyncio.timeout(_TIMEOUT_S):
             await _exchange(target, sent, stall_s)
