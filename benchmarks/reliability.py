@@ -17,7 +17,7 @@ import os
 import signal
 import sys
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from time import perf_counter
@@ -64,7 +64,7 @@ def tiny_server(*options: str, kv: str = "int4") -> ServerProcess:
 
 
 def a_load(
-    server: ServerProcess, count: int, prompt: Lengths, output: Lengths, **more: Any
+    server: ServerProcess, count: int, prompt: Lengths, output: Lengths, *, repeat: int = 0, **more: Any
 ) -> list[LoadRequest]:
     """Random requests for a server's model."""
     load = Load(
@@ -75,7 +75,7 @@ def a_load(
         max_context=server.model["max_model_len"],
         **more,
     )
-    return load.draw(0)
+    return load.draw(repeat)
 
 
 async def leaks(server: ServerProcess, sockets: int) -> Rows:
@@ -131,7 +131,7 @@ async def overload(run: Run) -> Rows:
 
         once = await serve(1.0)
         seen: list[float] = []
-        watching = asyncio.create_task(_watch(server, "kvq_requests_waiting", seen))
+        watching = asyncio.create_task(_watch(server, "kvq_engine_requests/waiting", seen))
         tenfold = await serve(10.0)
         watching.cancel()
         await asyncio.sleep(10)
@@ -282,7 +282,7 @@ async def stalled(run: Run) -> Rows:
 
 
 async def overhead(run: Run) -> Rows:
-    """HTTP beside the engine alone."""
+    """HTTP beside the engine alone: 16 at a time, lengths mixed so that both are always in the midst of it."""
     if run.model is None:
         raise SystemExit("overhead needs --model, a folder made by tools/make_bench_model.py")
     from kvq.bench.engine_result import ServedLoad
@@ -291,14 +291,14 @@ async def overhead(run: Run) -> Rows:
 
     cores = sorted(os.sched_getaffinity(0))
     options = ["--model", run.model, "--kv", "int4", "--kv-memory", "1GiB", "--log-level", "warning"]
+    lengths = Lengths(low=32, high=96)
     runs: dict[str, list[ServedLoad]] = {"engine": [], "serve": []}
     async with ServerProcess(options, pin=True) as server:
-        requests = a_load(server, 32, Lengths(low=64, high=64), Lengths(low=64, high=64))
         torch.set_num_threads(max(1, len(cores) - 1))
         os.sched_setaffinity(0, cores[1:])
-        alone = KvqServer(load(run.model, "int4"), "int4", Limits(kv_memory="1GiB"), requests)
-        for repeat in range(run.count(5)):
-            drawn = [replace(one, prompt=one.prompt[repeat:] + one.prompt[:repeat]) for one in requests]
+        draws = [a_load(server, 48, lengths, lengths, repeat=i) for i in range(run.count(5))]
+        alone = KvqServer(load(run.model, "int4"), "int4", Limits(kv_memory="1GiB"), draws[0])
+        for repeat, drawn in enumerate(draws):
             for name in ("engine", "serve") if repeat % 2 else ("serve", "engine"):
                 os.sched_setaffinity(0, cores[1:] if name == "engine" else cores[:1])
                 if name == "engine":
@@ -306,12 +306,17 @@ async def overhead(run: Run) -> Rows:
                 else:
                     runs[name].append(as_served(await run_load(server.target, drawn, 16)))
         alone.close()
+        seen = await server.metrics()
     speed = {name: median(one.output_tokens_per_s for one in loads) for name, loads in runs.items()}
-    ttft = {name: 1e3 * median(s.ttft_s for one in loads for s in one.served) for name, loads in runs.items()}
-    ratio, more = speed["serve"] / speed["engine"], ttft["serve"] - ttft["engine"]
+    client = [s.ttft_s for one in runs["serve"] for s in one.served]
+    inside = seen["kvq_ttft_seconds_sum"] / seen["kvq_ttft_seconds_count"]
+    more = 1e3 * (sum(client) / len(client) - inside)
+    ratio = speed["serve"] / speed["engine"]
     return [
         finding("tokens/s of the server / the engine's", ratio, "0.85", ratio >= 0.85, **speed),
-        finding("TTFT, ms more", more, "10", more <= 10, **ttft),
+        finding(
+            "mean TTFT of clients beyond the engine's own, ms", more, "10", more <= 10, inside_ms=1e3 * inside
+        ),
     ]
 
 
