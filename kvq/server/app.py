@@ -5,20 +5,23 @@ from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import JSONResponse, PlainTextResponse, Response
+from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 
-from kvq.server import health
+from kvq.server import answer_types, health
 from kvq.server.anthropic.routes import add_routes as add_anthropic
 from kvq.server.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from kvq.server.chat import Chat
 from kvq.server.completions import Completion
 from kvq.server.guard import Access, Guard, as_response
 from kvq.server.metrics import CONTENT_TYPE
+from kvq.server.openapi import ONE_OR_STREAM, describe_routes
 from kvq.server.problems import Problem
 from kvq.server.respond import respond, tenant
 from kvq.server.service import Service, describe
+from kvq.server.strict_json import JsonRoute
 from kvq.server.viewers import add_routes as add_page
 from kvq.version import __version__
 
@@ -27,26 +30,27 @@ def create_app(service: Service, access: Access | None = None) -> FastAPI:
     """The application over a service. With API keys every route but `/health/live` needs one of them."""
     access = access or Access()
     app = FastAPI(title="kvq", version=__version__, docs_url=None, redoc_url=None)
+    app.router.route_class = JsonRoute
     created = int(time())
 
-    @app.post("/v1/completions")
+    @app.post("/v1/completions", responses={200: ONE_OR_STREAM | {"model": answer_types.Completion}})
     async def completions(request: Request, body: CompletionBody) -> Response:
         return await respond(request, service, Completion(service, body, tenant(request)), stream=body.stream)
 
-    @app.post("/v1/chat/completions")
+    @app.post("/v1/chat/completions", responses={200: ONE_OR_STREAM | {"model": answer_types.ChatCompletion}})
     async def chat(request: Request, body: ChatBody) -> Response:
         return await respond(request, service, Chat(service, body, tenant(request)), stream=body.stream)
 
-    @app.get("/v1/models")
+    @app.get("/v1/models", responses={200: {"model": answer_types.Models}})
     async def models() -> dict[str, Any]:
         return {"object": "list", "data": [describe(service, created)]}
 
-    @app.get("/v1/models/{model:path}")
+    @app.get("/v1/models/{model:path}", responses={200: {"model": answer_types.Model}})
     async def model(model: str) -> dict[str, Any]:
         service.check_model(model)
         return describe(service, created)
 
-    @app.post("/tokenize")
+    @app.post("/tokenize", responses={200: {"model": answer_types.Tokens}})
     async def tokenize(body: TokenizeBody) -> dict[str, Any]:
         service.check_model(body.model)
         if body.messages is not None:
@@ -56,7 +60,7 @@ def create_app(service: Service, access: Access | None = None) -> FastAPI:
         info = service.remote.info
         return {"tokens": tokens, "count": len(tokens), "max_model_len": info.max_context if info else None}
 
-    @app.post("/detokenize")
+    @app.post("/detokenize", responses={200: {"model": answer_types.Prompt}})
     async def detokenize(body: DetokenizeBody) -> dict[str, Any]:
         service.check_model(body.model)
         info = service.remote.info
@@ -64,7 +68,7 @@ def create_app(service: Service, access: Access | None = None) -> FastAPI:
             raise Problem(400, f"token ids go up to {info.vocab_size - 1}", param="tokens")
         return {"prompt": await service.prompts.detokenize(body.tokens)}
 
-    @app.get("/metrics")
+    @app.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:
         return Response(service.metrics.text(), media_type=CONTENT_TYPE)
 
@@ -72,6 +76,7 @@ def create_app(service: Service, access: Access | None = None) -> FastAPI:
     add_page(app, service, has_keys=bool(access.api_keys))
     add_anthropic(app, service)
     _answer_problems(app)
+    describe_routes(app, has_keys=bool(access.api_keys))
     app.add_middleware(Guard, access=access)
     if access.origins:  # around the guard, since browsers send no key when they ask whether they may
         app.add_middleware(
@@ -89,16 +94,27 @@ def _answer_problems(app: FastAPI) -> None:
 
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: RequestValidationError) -> JSONResponse:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"] if part != "body")
-        found = Problem(400, f"{where or 'body'}: {first['msg']}", param=where or None)
-        return as_response(found, request.url.path)
+        return as_response(_invalid(error.errors()[0]), request.url.path)
+
+    @app.exception_handler(ValidationError)
+    async def invalid_when_converted(request: Request, error: ValidationError) -> JSONResponse:
+        """What was within its bounds in one protocol is not in the other: texts that are joined, say."""
+        return as_response(_invalid(error.errors(include_url=False)[0]), request.url.path)
 
     @app.exception_handler(HTTPException)
     async def http(request: Request, error: HTTPException) -> JSONResponse:
-        return as_response(Problem(error.status_code, str(error.detail)), request.url.path)
+        answer = as_response(Problem(error.status_code, str(error.detail)), request.url.path)
+        answer.headers.update(error.headers or {})
+        return answer
 
     @app.exception_handler(Exception)
     async def unexpected(request: Request, error: Exception) -> JSONResponse:
         found = Problem(500, f"the server failed: {type(error).__name__}", type="server_error")
         return as_response(found, request.url.path)
+
+
+def _invalid(first: Any) -> Problem:
+    """The first of pydantic's complaints."""
+    where = ".".join(str(part) for part in first["loc"] if part != "body")
+    got = f", got {first['input']!r:.50}" if isinstance(first["input"], int | float) else ""
+    return Problem(400, f"{where or 'body'}: {first['msg']}{got}", param=where or None)

@@ -5,21 +5,38 @@ Fields that nobody here knows are passed over, as other servers do.
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from kvq.engine.params import MAX_BIASES, MAX_LOGPROBS, MAX_SAMPLES, MAX_STOP_CHARACTERS, MAX_STOPS
+from kvq.server.strict_json import Flag, JsonObject, Real, Whole, check_value
 from kvq.server.tool_bodies import ToolCallId, ToolCalls, ToolChoices, Tools
 
 MAX_PROMPTS = 64  # of one completions request
 MAX_MESSAGES = 2048
-_Float = Annotated[float, Field(allow_inf_nan=False)]
-_TokenIds = Annotated[list[Annotated[int, Field(ge=0, lt=1 << 32)]], Field(min_length=1, max_length=1 << 20)]
+_TokenId = Annotated[Whole, Field(ge=0, lt=1 << 32)]
+_TokenIds = Annotated[list[_TokenId], Field(min_length=1, max_length=1 << 20)]
 _Text = Annotated[str, Field(max_length=4 << 20)]
+_Name = Annotated[str, Field(max_length=1024)]
+_Penalty = Annotated[Real, Field(ge=-100, le=100)]
+_Count = Annotated[Whole, Field(ge=1, le=1 << 30)]
+_Samples = Annotated[Whole, Field(ge=1, le=MAX_SAMPLES)]
+_Logprobs = Annotated[Whole, Field(ge=0, le=MAX_LOGPROBS)]
+_Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
+_Biased = Annotated[str, Field(pattern="^[0-9]{1,10}$")]  # a token id, as JSON's keys are
+# Of `apply_chat_template`: what would replace the template or the messages, or change what comes back.
+_RESERVED = frozenset(
+    (
+        *("conversation", "messages", "tools", "chat_template", "add_generation_prompt", "tokenize", "self"),
+        *("padding", "truncation", "max_length", "return_tensors", "return_dict", "tokenizer_kwargs"),
+        "return_assistant_tokens_mask",
+    )
+)
 
 
 class StreamOptions(BaseModel):
     """Of a streamed answer."""
 
-    include_usage: bool = False
+    include_usage: Flag = False
 
 
 class JsonSchema(BaseModel):
@@ -27,8 +44,8 @@ class JsonSchema(BaseModel):
 
     model_config = ConfigDict(populate_by_name=True)
 
-    name: str = ""
-    definition: dict[str, Any] = Field(alias="schema")
+    name: _Name = ""
+    definition: JsonObject = Field(alias="schema")
 
 
 class ResponseFormat(BaseModel):
@@ -47,29 +64,29 @@ class ResponseFormat(BaseModel):
 class Common(BaseModel):
     """Of completions and chat."""
 
-    model: Annotated[str, Field(max_length=1024)] | None = None
-    temperature: _Float = 1.0
-    top_p: _Float = 1.0
-    n: int = 1
-    stream: bool = False
+    model: _Name | None = None
+    temperature: Annotated[Real, Field(ge=0, le=10)] = 1.0
+    top_p: Annotated[Real, Field(gt=0, le=1)] = 1.0
+    n: _Samples = 1
+    stream: Flag = False
     stream_options: StreamOptions | None = None
-    stop: str | Annotated[list[str], Field(max_length=64)] | None = None
-    presence_penalty: _Float = 0.0
-    frequency_penalty: _Float = 0.0
-    logit_bias: Annotated[dict[str, _Float], Field(max_length=1024)] | None = None
-    seed: int | None = None
+    stop: _Stop | Annotated[list[_Stop], Field(max_length=MAX_STOPS)] | None = None
+    presence_penalty: _Penalty = 0.0
+    frequency_penalty: _Penalty = 0.0
+    logit_bias: Annotated[dict[_Biased, _Penalty], Field(max_length=MAX_BIASES)] | None = None
+    seed: Annotated[Whole, Field(ge=-(1 << 63), lt=1 << 64)] | None = None
     response_format: ResponseFormat | None = None
     service_tier: Literal["auto", "default", "flex", "priority"] | None = None
     priority: Literal["interactive", "batch"] | None = None
     # The engine's own
-    top_k: int | None = None
-    min_p: _Float = 0.0
-    repetition_penalty: _Float = 1.0
-    min_tokens: int = 0
-    ignore_eos: bool = False
-    stop_token_ids: Annotated[list[int], Field(max_length=64)] = []
-    include_stop_str_in_output: bool = False
-    skip_special_tokens: bool = True
+    top_k: _Count | None = None
+    min_p: Annotated[Real, Field(ge=0, le=1)] = 0.0
+    repetition_penalty: Annotated[Real, Field(ge=0.01, le=100)] = 1.0
+    min_tokens: Annotated[Whole, Field(ge=0, le=1 << 30)] = 0
+    ignore_eos: Flag = False
+    stop_token_ids: Annotated[list[_TokenId], Field(max_length=MAX_STOPS)] = []
+    include_stop_str_in_output: Flag = False
+    skip_special_tokens: Flag = True
     guided_regex: _Text | None = None
     guided_choice: Annotated[list[_Text], Field(min_length=1, max_length=1024)] | None = None
     guided_grammar: _Text | None = None
@@ -84,11 +101,11 @@ class CompletionBody(Common):
         | Annotated[list[_Text], Field(min_length=1, max_length=MAX_PROMPTS)]
         | Annotated[list[_TokenIds], Field(min_length=1, max_length=MAX_PROMPTS)]
     )
-    max_tokens: int | None = 16
-    best_of: int | None = None
-    logprobs: int | None = None
-    echo: bool = False
-    suffix: str | None = None
+    max_tokens: _Count | None = 16
+    best_of: _Samples | None = None
+    logprobs: _Logprobs | None = None
+    echo: Flag = False
+    suffix: _Text | None = None
 
 
 class TextPart(BaseModel):
@@ -108,29 +125,41 @@ class ChatMessage(BaseModel):
     tool_calls: ToolCalls | None = None
     tool_call_id: ToolCallId | None = None
 
+    @model_validator(mode="after")
+    def _holds_what_can_be_passed_on(self) -> "ChatMessage":
+        check_value(self.model_extra)
+        return self
+
 
 class ChatBody(Common):
     """`POST /v1/chat/completions`."""
 
     messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES)]
-    max_tokens: int | None = None
-    max_completion_tokens: int | None = None
-    logprobs: bool = False
-    top_logprobs: int | None = None
+    max_tokens: _Count | None = None
+    max_completion_tokens: _Count | None = None
+    logprobs: Flag = False
+    top_logprobs: _Logprobs | None = None
     tools: Tools | None = None
     tool_choice: ToolChoices | None = None
-    parallel_tool_calls: bool = True
-    add_generation_prompt: bool = True
-    chat_template_kwargs: dict[str, Any] | None = None
+    parallel_tool_calls: Flag = True
+    add_generation_prompt: Flag = True
+    chat_template_kwargs: Annotated[JsonObject, Field(max_length=64)] | None = None
+
+    @field_validator("chat_template_kwargs")
+    @classmethod
+    def _are_the_templates_own(cls, given: dict[str, Any] | None) -> dict[str, Any] | None:
+        if reserved := sorted(_RESERVED & (given or {}).keys()):
+            raise ValueError(f"{', '.join(reserved)} can't be given here; see the request's own fields")
+        return given
 
 
 class TokenizeBody(BaseModel):
     """`POST /tokenize`: a prompt, or a chat."""
 
-    model: str | None = None
+    model: _Name | None = None
     prompt: _Text | None = None
     messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES)] | None = None
-    add_special_tokens: bool = True
+    add_special_tokens: Flag = True
 
     @model_validator(mode="after")
     def _has_one(self) -> "TokenizeBody":
@@ -142,5 +171,5 @@ class TokenizeBody(BaseModel):
 class DetokenizeBody(BaseModel):
     """`POST /detokenize`."""
 
-    model: str | None = None
-    tokens: Annotated[list[Annotated[int, Field(ge=0, lt=1 << 32)]], Field(max_length=1 << 20)]
+    model: _Name | None = None
+    tokens: Annotated[list[_TokenId], Field(max_length=1 << 20)]

@@ -9,6 +9,7 @@ from fastapi import FastAPI
 from kvq.engine import SamplingParams
 from kvq.errors import EngineError
 from kvq.scheduler import Priority
+from kvq.server.answer_types import Status
 from kvq.server.messages import Ended
 from kvq.server.problems import Problem, unavailable
 from kvq.server.service import Service
@@ -65,18 +66,19 @@ class DeepCheck:
 def add_routes(app: FastAPI, service: Service) -> None:
     """`/health` and its three depths."""
     deep = DeepCheck(service)
+    answer: dict[int | str, dict[str, Any]] = {200: {"model": Status}}
 
-    @app.get("/health/live")
+    @app.get("/health/live", responses=answer)
     async def live() -> dict[str, str]:
         return {"status": "live"}  # the loop that answers this is the one that serves
 
-    @app.get("/health")
-    @app.get("/health/ready")
+    @app.get("/health", responses=answer)
+    @app.get("/health/ready", responses=answer)
     async def ready() -> dict[str, str]:
         service.check_ready()
         return {"status": "ready"}
 
-    @app.get("/health/deep")
+    @app.get("/health/deep", responses=answer)
     async def generates() -> dict[str, Any]:
         try:
             return {"status": "generating", "seconds": await deep.run()}

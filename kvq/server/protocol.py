@@ -81,5 +81,8 @@ class Connection(H11Protocol):
 def prepare(listener: socket.socket) -> None:
     """Set on a listening socket what its connections inherit."""
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    # asyncio sets this only where it knows the protocol, which create_server leaves open. Without it an
+    # answer's body waits until the client's kernel, in no hurry (40 ms), has acknowledged the head.
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     if hasattr(socket, "TCP_USER_TIMEOUT"):  # Linux
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _UNREAD_S * 1000)

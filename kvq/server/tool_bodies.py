@@ -4,6 +4,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field, field_validator
 
+from kvq.server.strict_json import Flag, JsonObject
+
 MAX_TOOLS = 128
 MAX_CALLS = 128  # of one message
 _Id = Annotated[str, Field(max_length=256)]
@@ -16,8 +18,8 @@ class FunctionBody(BaseModel):
 
     name: _Name
     description: Annotated[str, Field(max_length=1 << 16)] | None = None
-    parameters: Annotated[dict[str, Any], Field(max_length=256)] | None = None  # JSON schema
-    strict: bool | None = Field(default=None, exclude=True)  # forced calls always are; no template asks
+    parameters: Annotated[JsonObject, Field(max_length=256)] | None = None  # JSON schema
+    strict: Flag | None = Field(default=None, exclude=True)  # forced calls always are; no template asks
 
     @field_validator("parameters")
     @classmethod

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 from fastapi import FastAPI, Request
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import HTMLResponse, JSONResponse, Response
 
 from kvq.errors import EngineError
 from kvq.server.picture import LiveRequest, PastRequest, Picture
@@ -20,6 +20,7 @@ _INTERVAL_S = 0.25  # between pictures at least
 _SHARE = 0.02  # of the engine's time that pictures may take
 _WAIT_S = 2.0  # for a step to end; then the last picture has to do
 _TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
+_CONTENT: dict[str, Any] = {kind: {"schema": {"type": "string"}} for kind in _TYPES.values()}
 _HEADERS = {
     "Content-Security-Policy": "default-src 'self'; base-uri 'none'; form-action 'none'; "
     "frame-ancestors 'none'; object-src 'none'",
@@ -106,18 +107,18 @@ def add_routes(app: FastAPI, service: Service, *, has_keys: bool) -> None:
         if (kind := file.name.rpartition(".")[2]) in _TYPES
     }
 
-    @app.get("/")
+    @app.get("/", response_class=HTMLResponse)
     async def page() -> Response:
         return await asset("index.html")
 
-    @app.get("/page/{name}")
+    @app.get("/page/{name}", response_class=Response, responses={200: {"content": _CONTENT}})
     async def asset(name: str) -> Response:
         if name not in assets:
             raise Problem(404, f"no file {name!r} here")
         content, media_type = assets[name]
         return Response(content, media_type=media_type, headers=_HEADERS)
 
-    @app.get("/pool")
+    @app.get("/pool", responses={200: {"model": dict[str, Any]}})
     async def pool(request: Request) -> Response:
         shown = await viewers.show(who_asks(request), has_keys=has_keys)
         return JSONResponse(shown, headers=_HEADERS | {"Cache-Control": "no-store"})

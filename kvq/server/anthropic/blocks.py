@@ -4,6 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field, field_validator, model_validator
 
+from kvq.server.strict_json import Flag, JsonObject
 from kvq.server.tool_bodies import FunctionBody
 
 MAX_BLOCKS = 1024
@@ -61,7 +62,7 @@ class ToolUseBlock(Marked):
     type: Literal["tool_use"]
     id: _Id
     name: _Id
-    input: Annotated[dict[str, Any], Field(max_length=1024)]
+    input: Annotated[JsonObject, Field(max_length=1024)]
 
 
 class ToolResultBlock(Marked):
@@ -78,7 +79,7 @@ class CustomTool(FunctionBody, Marked):
     """A function that the model may call; Anthropic's own tools are not here."""
 
     type: Literal["custom"] = "custom"
-    parameters: Annotated[dict[str, Any], Field(alias="input_schema", max_length=256)]
+    parameters: Annotated[JsonObject, Field(alias="input_schema", max_length=256)]
 
     @model_validator(mode="before")
     @classmethod
@@ -94,7 +95,7 @@ class ToolChoice(BaseModel):
 
     type: Literal["auto", "any", "tool", "none"]
     name: _Id | None = None
-    disable_parallel_tool_use: bool = False
+    disable_parallel_tool_use: Flag = False
 
     @model_validator(mode="after")
     def _names_its_tool(self) -> "ToolChoice":

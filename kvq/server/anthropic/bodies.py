@@ -19,10 +19,11 @@ from kvq.server.anthropic.blocks import (
     as_blocks,
 )
 from kvq.server.bodies import MAX_MESSAGES
+from kvq.server.strict_json import Flag, JsonObject, Real, Whole
 from kvq.server.tool_bodies import MAX_TOOLS
 
 _Text = Annotated[str, Field(max_length=4 << 20)]
-_Share = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
+_Share = Annotated[Real, Field(ge=0, le=1)]
 _UNSUPPORTED = ("container", "mcp_servers", "context_management", "output_format")
 
 
@@ -56,7 +57,7 @@ class OutputFormat(BaseModel):
     """What the text has to be."""
 
     type: Literal["json_schema"]
-    definition: dict[str, Any] = Field(alias="schema")
+    definition: JsonObject = Field(alias="schema")
 
 
 class OutputConfig(BaseModel):
@@ -103,12 +104,12 @@ class PromptBody(BaseModel):
 class MessagesBody(PromptBody):
     """`POST /v1/messages`."""
 
-    max_tokens: Annotated[int, Field(ge=1, le=1 << 30)]
+    max_tokens: Annotated[Whole, Field(ge=1, le=1 << 30)]
     temperature: _Share = 1.0
     top_p: _Share | None = None
-    top_k: Annotated[int, Field(ge=0, le=1 << 30)] | None = None
+    top_k: Annotated[Whole, Field(ge=0, le=1 << 30)] | None = None
     stop_sequences: Annotated[list[_Text], Field(max_length=64)] = []
-    stream: bool = False
+    stream: Flag = False
     metadata: Metadata | None = None
     service_tier: Literal["auto", "standard_only"] = "auto"
     output_config: OutputConfig | None = None

@@ -1,0 +1,108 @@
+"""`/openapi.json`: what FastAPI can't know of the routes is added."""
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+from fastapi import FastAPI
+
+from kvq.server.anthropic.errors import is_messages_path
+from kvq.server.browsed import is_browsed
+from kvq.server.guard import MAX_BODY, OPEN
+
+Document = dict[str, Any]
+ONE_OR_STREAM: dict[str, Any] = {
+    "description": "The whole answer, or with `stream` its pieces as server-sent events.",
+    "content": {"text/event-stream": {"schema": {"type": "string"}}},
+}
+_TEXT: Document = {"type": "string"}
+_TEXT_OR_NULL: Document = {"type": ["string", "null"]}
+
+
+def _object(**properties: Document) -> Document:
+    return {"type": "object", "required": list(properties), "properties": properties}
+
+
+_SCHEMAS = {
+    "Error": _object(
+        error=_object(message=_TEXT, type=_TEXT, param=_TEXT_OR_NULL, code=_TEXT_OR_NULL),
+    ),
+    "MessagesError": _object(type={"const": "error"}, error=_object(type=_TEXT, message=_TEXT)),
+}
+_WORDS = {
+    400: "The request is wrong; the message says where.",
+    401: "No API key, or a wrong one.",
+    403: "A page of another origin asked.",
+    404: "No such thing here.",
+    408: "The request did not arrive in time.",
+    413: f"A body may have {MAX_BODY} bytes.",
+    429: "More than this key may ask for now.",
+    500: "The server failed.",
+    503: "The server can't take requests now.",
+    504: "The request did not end in time.",
+}
+_SECURITY: Document = {
+    "bearer": {"type": "http", "scheme": "bearer"},
+    "header": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+    "browser": {"type": "http", "scheme": "basic", "description": "The password is the key."},
+}
+
+
+def describe_routes(app: FastAPI, *, has_keys: bool) -> None:
+    """Let the application describe itself completely. Called when all routes are there."""
+    app.openapi = partial(_document, app, app.openapi, has_keys)  # type: ignore[method-assign]
+
+
+def _document(app: FastAPI, make: Any, has_keys: bool) -> Document:
+    if app.openapi_schema is not None:
+        return app.openapi_schema
+    document: Document = make()
+    for path, operations in document["paths"].items():
+        for operation in operations.values():
+            responses = operation["responses"]
+            responses.pop("422", None)  # FastAPI's own words, which nobody hears here
+            for status in _statuses(path, operation, has_keys):
+                responses[str(status)] = _refusal(status, path)
+            if has_keys:
+                operation["security"] = list(_keys(path))
+    components = document.setdefault("components", {})
+    schemas = components.setdefault("schemas", {})
+    for name in ("HTTPValidationError", "ValidationError"):
+        schemas.pop(name, None)
+    schemas |= _SCHEMAS
+    if has_keys:
+        components["securitySchemes"] = _SECURITY
+    return document
+
+
+def _statuses(path: str, operation: Document, has_keys: bool) -> Iterator[int]:
+    """What a route may answer beside 200."""
+    takes_body = "requestBody" in operation
+    yield from (400, 403, 408, 413, 500)
+    if has_keys and path not in OPEN:
+        yield 401
+    if takes_body or "{" in path:
+        yield 404
+    if takes_body and path.startswith("/v1/"):
+        yield from (429, 503, 504)
+    if path.startswith("/health") and path not in OPEN:
+        yield 503
+
+
+def _refusal(status: int, path: str) -> Document:
+    name = "MessagesError" if is_messages_path(path) else "Error"
+    schema = {"$ref": f"#/components/schemas/{name}"}
+    found: Document = {"description": _WORDS[status], "content": {"application/json": {"schema": schema}}}
+    if status in (429, 503):
+        what = "Seconds after which another try may succeed."
+        found["headers"] = {"Retry-After": {"description": what, "schema": {"type": "integer"}}}
+    return found
+
+
+def _keys(path: str) -> Iterator[dict[str, list[str]]]:
+    """The ways to give a key there, of which one has to be used."""
+    if path not in OPEN:
+        yield {"bearer": []}
+        yield {"header": []}
+        if is_browsed(path):
+            yield {"browser": []}
