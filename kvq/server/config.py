@@ -71,13 +71,13 @@ class ServerConfig:
 
 
 def allowed_hosts(host: str, given: tuple[str, ...]) -> frozenset[str] | None:
-    """Host headers that are answered: those given; on loopback its names, so that no web page that
-    names itself can reach it; else any.
+    """Host headers that are answered: those given and loopback's; any, if none is given beyond loopback.
+
+    On loopback a web page could otherwise reach the server under a name of its own.
     """
-    names = {name.lower() for name in given}
-    if host in LOCAL:
-        return frozenset(names | set(LOOPBACK))
-    return frozenset(names) or None
+    if not given and host not in LOCAL:
+        return None
+    return frozenset({name.lower() for name in given} | set(LOOPBACK))
 
 
 def read_keys(path: Path) -> frozenset[str]:
