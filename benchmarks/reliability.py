@@ -282,7 +282,7 @@ async def stalled(run: Run) -> Rows:
 
 
 async def overhead(run: Run) -> Rows:
-    """HTTP beside the engine alone, 16 at a time; lengths are mixed, so that both are always in full swing."""
+    """HTTP beside the engine alone: 16 at a time, lengths mixed, so that both are in full swing."""
     if run.model is None:
         raise SystemExit("overhead needs --model, a folder made by tools/make_bench_model.py")
     from kvq.bench.engine_result import ServedLoad
