@@ -8,6 +8,7 @@ import json
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parents[1]
 MARK = re.compile(r"(<!-- table:(\S+) -->\n).*?(<!-- end -->)", re.S)
@@ -33,6 +34,8 @@ BLOCK_ROWS = {
 
 def table(result: dict) -> str:
     """Return the Markdown table of a result, with what it was measured on."""
+    if "holds" in result["rows"][0]:
+        return findings_table(result)
     if "ttft_ms_p99" in result["rows"][0]:
         return engine_table(result)
     if "utilization" in result:
@@ -67,6 +70,28 @@ def caches_table(result: dict) -> str:
         f"{result['versions']['optimum-quanto']}, commit {result['commit']}."
     )
     return "\n".join(lines) + "\n"
+
+
+def findings_table(result: dict) -> str:
+    """The table of a benchmarks/reliability.py result."""
+    lines = ["| what | found | asked | |", "|---|--:|---|---|"]
+    for row in result["rows"]:
+        holds = "" if row["holds"] else "falls short"
+        lines.append(f"| {row['what']} | {_found(row['found'])} | {row['asked']} | {holds} |")
+    scale = "" if result["scale"] == 1 else f" Counts and times scaled by {result['scale']:g}."
+    lines.append(
+        f"\n{result['seconds']:,.0f} s.{scale} {result['date'][:10]}, {result['device']}, torch "
+        f"{result['versions']['torch']}, commit {result['commit']}."
+    )
+    return "\n".join(lines) + "\n"
+
+
+def _found(value: Any) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {_found(one)}" for name, one in value.items())
+    if isinstance(value, bool | str):
+        return str(value)
+    return f"{value:,.0f}" if isinstance(value, int) or abs(value) >= 100 else f"{value:.3g}"
 
 
 def engine_table(result: dict) -> str:
