@@ -8,19 +8,19 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from kvq.engine.params import MAX_BIASES, MAX_LOGPROBS, MAX_SAMPLES, MAX_STOP_CHARACTERS, MAX_STOPS
-from kvq.server.strict_json import Flag, JsonObject, Real, Whole, check_value
+from kvq.server.strict_json import WHOLE, Flag, JsonObject, Real, check_value
 from kvq.server.tool_bodies import ToolCallId, ToolCalls, ToolChoices, Tools
 
 MAX_PROMPTS = 64  # of one completions request
 MAX_MESSAGES = 2048
-_TokenId = Annotated[Whole, Field(ge=0, lt=1 << 32)]
+_TokenId = Annotated[int, Field(strict=True, ge=0, lt=1 << 32)]  # many: no call of Python for each
 _TokenIds = Annotated[list[_TokenId], Field(min_length=1, max_length=1 << 20)]
 _Text = Annotated[str, Field(max_length=4 << 20)]
 _Name = Annotated[str, Field(max_length=1024)]
 _Penalty = Annotated[Real, Field(ge=-100, le=100)]
-_Count = Annotated[Whole, Field(ge=1, le=1 << 30)]
-_Samples = Annotated[Whole, Field(ge=1, le=MAX_SAMPLES)]
-_Logprobs = Annotated[Whole, Field(ge=0, le=MAX_LOGPROBS)]
+_Count = Annotated[int, Field(strict=True, ge=1, le=1 << 30), WHOLE]
+_Samples = Annotated[int, Field(strict=True, ge=1, le=MAX_SAMPLES), WHOLE]
+_Logprobs = Annotated[int, Field(strict=True, ge=0, le=MAX_LOGPROBS), WHOLE]
 _Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
 _Biased = Annotated[str, Field(pattern="^[0-9]{1,10}$")]  # a token id, as JSON's keys are
 # Of `apply_chat_template`: what would replace the template or the messages, or change what comes back.
@@ -74,7 +74,7 @@ class Common(BaseModel):
     presence_penalty: _Penalty = 0.0
     frequency_penalty: _Penalty = 0.0
     logit_bias: Annotated[dict[_Biased, _Penalty], Field(max_length=MAX_BIASES)] | None = None
-    seed: Annotated[Whole, Field(ge=-(1 << 63), lt=1 << 64)] | None = None
+    seed: Annotated[int, Field(strict=True, ge=-(1 << 63), lt=1 << 64), WHOLE] | None = None
     response_format: ResponseFormat | None = None
     service_tier: Literal["auto", "default", "flex", "priority"] | None = None
     priority: Literal["interactive", "batch"] | None = None
@@ -82,7 +82,7 @@ class Common(BaseModel):
     top_k: _Count | None = None
     min_p: Annotated[Real, Field(ge=0, le=1)] = 0.0
     repetition_penalty: Annotated[Real, Field(ge=0.01, le=100)] = 1.0
-    min_tokens: Annotated[Whole, Field(ge=0, le=1 << 30)] = 0
+    min_tokens: Annotated[int, Field(strict=True, ge=0, le=1 << 30), WHOLE] = 0
     ignore_eos: Flag = False
     stop_token_ids: Annotated[list[_TokenId], Field(max_length=MAX_STOPS)] = []
     include_stop_str_in_output: Flag = False

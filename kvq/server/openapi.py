@@ -13,7 +13,7 @@ from kvq.server.guard import MAX_BODY, OPEN
 Document = dict[str, Any]
 ONE_OR_STREAM: dict[str, Any] = {
     "description": "The whole answer, or with `stream` its pieces as server-sent events.",
-    "content": {"text/event-stream": {"schema": {"type": "string"}}},
+    "content": {"text/event-stream": {}},
 }
 _TEXT: Document = {"type": "string"}
 _TEXT_OR_NULL: Document = {"type": ["string", "null"]}

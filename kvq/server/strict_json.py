@@ -37,7 +37,8 @@ def _whole(value: Any) -> Any:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
-Whole = Annotated[int, Field(strict=True), BeforeValidator(_whole)]
+# Of integers, last of their annotations: bounds behind it would not be told by the document.
+WHOLE = BeforeValidator(_whole)
 Real = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 Flag = Annotated[bool, Field(strict=True)]
 JsonObject = Annotated[dict[str, Any], AfterValidator(check_value)]

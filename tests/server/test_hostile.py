@@ -60,6 +60,14 @@ def chat(content="Hi", **fields):
     return {"model": "tiny", "messages": [{"role": "user", "content": content}], "max_tokens": 4} | fields
 
 
+def nested(depth):
+    return {"a": nested(depth - 1)} if depth else {}
+
+
+def schema(definition):
+    return {"type": "json_schema", "json_schema": {"name": "a", "schema": definition}}
+
+
 DEEP = b'{"prompt": ' + b"[" * 10_000 + b"]" * 10_000 + b"}"
 DEEP_SCHEMA = {"type": "object"}
 for _ in range(300):
@@ -77,11 +85,16 @@ BODIES = {
     "huge number": b'{"model": "tiny", "prompt": "a", "seed": ' + b"9" * 5000 + b"}",
     "seed": ask(seed=1 << 80),
     "bias NaN": b'{"model": "tiny", "prompt": "a", "logit_bias": {"1": NaN}}',
+    "bias of a huge token": ask(logit_bias={"9" * 30: 1}),
     "bias of no token": ask(logit_bias={"999999999": 1}),
     "biases": ask(logit_bias={str(i): 1 for i in range(5000)}),
     "stops": ask(stop=["x"] * 10_000),
     "long stop": ask(stop="x" * 100_000),
     "stop ids": ask(stop_token_ids=[-1]),
+    "huge stop id": ask(stop_token_ids=[1 << 64]),
+    "a text for a number": ask(n="1"),
+    "a truth for a number": ask(max_tokens=True),
+    "a number for a truth": ask(stream=1),
     "token ids": ask(prompt=[1 << 40]),
     "unknown token": ask(prompt=[4_000_000_000]),
     "negative token": ask(prompt=[-5]),
@@ -89,6 +102,10 @@ BODIES = {
     "long prompt": ask(prompt="a " * 100_000),
     "empty prompt list": ask(prompt=[]),
     "surrogate": b'{"model": "tiny", "prompt": "\\ud800"}',
+    "surrogate that stops": b'{"model": "tiny", "prompt": "a", "stop": "\\ud800"}',
+    "surrogate in a schema": chat(response_format=schema({"const": "\ud800"})),
+    "huge number in a schema": chat(response_format=schema({"const": 1 << 64})),
+    "UTF-16": json.dumps(ask()).encode("utf-16"),
     "depth": DEEP,
     "no JSON": b"{",
     "no UTF-8": b'{"prompt": "\xff\xfe"}',
@@ -108,6 +125,11 @@ BODIES = {
     "no content": chat() | {"messages": [{"role": "user", "content": 7}]},
     "image": chat([{"type": "image_url", "image_url": {"url": "http://127.0.0.1:1/x.png"}}]),
     "template arguments": chat(chat_template_kwargs={"tokenize": True, "chat_template": "{{ 1 }}"}),
+    "a template of one's own": chat(chat_template_kwargs={"chat_template": "{{ 1 }}"}),
+    "other messages": chat(chat_template_kwargs={"messages": []}),
+    "template of depth": chat(chat_template_kwargs={"a": nested(300)}),
+    "message of depth": chat() | {"messages": [{"role": "user", "content": "a", "b": nested(300)}]},
+    "tool of depth": chat(tools=[{"type": "function", "function": {"name": "f", "parameters": nested(300)}}]),
     "tools": chat(tools=[{}] * 1000),
     "model": ask(model="x" * 5000),
     "null everything": dict.fromkeys(ask(stop=1, n=1, temperature=1, logit_bias=1)),
@@ -216,3 +238,38 @@ def test_a_dripping_head_is_given_up_too(server):
             sleep(0.5)
         reader.join(5)
     assert answers[0].startswith(b"HTTP/1.1 408")
+
+
+def test_a_wrong_method_is_told_the_right_one(server):
+    status, headers, _ = talk(
+        server, b"PUT /tokenize HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n\r\n"
+    )
+    assert (status, headers["allow"]) == (405, "post")
+
+
+def test_whole_numbers_may_be_written_with_a_point(server):
+    status, _, body = post(server, ask(max_tokens=2.0, n=1.0, temperature=0))
+    assert status == 200
+    assert json.loads(body)["usage"]["completion_tokens"] == 2
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        [{"role": "user", "content": [{"type": "text", "text": "x" * 3_000_000}] * 2}],
+        [
+            {"role": "user", "content": "a"},
+            {
+                "role": "assistant",
+                "content": [{"type": "tool_use", "id": str(i), "name": "f", "input": {}} for i in range(200)],
+            },
+            {"role": "user", "content": "a"},
+        ],
+    ],
+    ids=["texts", "calls"],
+)
+def test_what_is_too_much_only_when_joined_is_the_clients_fault(server, messages):
+    body = {"model": "tiny", "max_tokens": 1, "messages": messages}
+    status, _, answer = post(server, body, "/v1/messages")
+    assert status == 400
+    assert json.loads(answer)["error"]["type"] == "invalid_request_error"

@@ -19,7 +19,7 @@ from kvq.server.anthropic.blocks import (
     as_blocks,
 )
 from kvq.server.bodies import MAX_MESSAGES
-from kvq.server.strict_json import Flag, JsonObject, Real, Whole
+from kvq.server.strict_json import WHOLE, Flag, JsonObject, Real
 from kvq.server.tool_bodies import MAX_TOOLS
 
 _Text = Annotated[str, Field(max_length=4 << 20)]
@@ -104,10 +104,10 @@ class PromptBody(BaseModel):
 class MessagesBody(PromptBody):
     """`POST /v1/messages`."""
 
-    max_tokens: Annotated[Whole, Field(ge=1, le=1 << 30)]
+    max_tokens: Annotated[int, Field(strict=True, ge=1, le=1 << 30), WHOLE]
     temperature: _Share = 1.0
     top_p: _Share | None = None
-    top_k: Annotated[Whole, Field(ge=0, le=1 << 30)] | None = None
+    top_k: Annotated[int, Field(strict=True, ge=0, le=1 << 30), WHOLE] | None = None
     stop_sequences: Annotated[list[_Text], Field(max_length=64)] = []
     stream: Flag = False
     metadata: Metadata | None = None

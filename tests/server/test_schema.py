@@ -1,0 +1,100 @@
+"""What the server says of itself is true, and requests made from it, right, wrong and broken, do no harm."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvq.server.app import create_app
+from kvq.server.guard import Access
+from kvq.server.messages import Start
+from kvq.server.prompts import Prompts
+from kvq.server.remote import Remote
+from kvq.server.service import Service
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_two_thousand_requests_are_answered_as_the_document_says(tmp_path):
+    """No 5xx, refusals are error objects, the engine lives on, nothing is left; see the script."""
+    command = [sys.executable, "benchmarks/fuzz_server.py", "--cases", "2000", "--out", str(tmp_path)]
+    fuzzed = subprocess.run(
+        command, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, timeout=300
+    )
+    assert fuzzed.returncode == 0, fuzzed.stdout.decode() + fuzzed.stderr.decode()
+    assert (tmp_path / "fuzz-server-cpu.json").is_file()
+
+
+@pytest.fixture(scope="module")
+def document():
+    """Of a server with keys."""
+    service = Service("tiny", Remote(Start(model="tiny", kv="int4", options={})), Prompts(None))
+    return create_app(service, Access(api_keys=frozenset({"k"}))).openapi()
+
+
+def test_the_document_tells_which_routes_need_keys(document):
+    for path, operations in document["paths"].items():
+        for operation in operations.values():
+            names = {name for way in operation["security"] for name in way}
+            assert names <= set(document["components"]["securitySchemes"])
+            assert ("401" in operation["responses"]) == bool(names) == (path != "/health/live")
+            assert ("browser" in names) == (path in ("/", "/pool", "/page/{name}"))
+
+
+def test_the_document_tells_errors_as_they_are(document):
+    for path, operations in document["paths"].items():
+        for operation in operations.values():
+            assert "422" not in operation["responses"]
+            for status, answer in operation["responses"].items():
+                if status != "200":
+                    [kind] = answer["content"].values()
+                    name = "MessagesError" if path.startswith("/v1/messages") else "Error"
+                    assert kind["schema"]["$ref"].endswith(f"/{name}")
+    assert "HTTPValidationError" not in document["components"]["schemas"]
+
+
+def test_every_field_that_clients_send_has_its_bounds(document):
+    """Texts, lists, numbers; what may be anything is bounded by its depth and by the body's length."""
+    free = []
+
+    def look(schema, where):
+        for one in schema.get("anyOf", [schema]):
+            unbounded = {
+                "string": not {"maxLength", "enum", "const", "pattern"} & one.keys(),
+                "array": "maxItems" not in one,
+                "integer": not {"maximum", "exclusiveMaximum"} & one.keys(),
+                "number": not {"maximum", "exclusiveMaximum"} & one.keys(),
+            }
+            if unbounded.get(one.get("type")):
+                free.append(where)
+            if "items" in one:
+                look(one["items"], where + "[]")
+            for name, part in one.get("properties", {}).items():
+                look(part, f"{where}.{name}")
+
+    sent = [
+        operation["requestBody"]["content"]["application/json"]["schema"]["$ref"]
+        for operations in document["paths"].values()
+        for operation in operations.values()
+        if "requestBody" in operation
+    ]
+    schemas, seen = document["components"]["schemas"], set()
+    while sent:
+        name = sent.pop().rpartition("/")[2]
+        if name not in seen:
+            seen.add(name)
+            look(schemas[name], name)
+            sent += _references(schemas[name])
+    assert len(seen) > 15
+    assert free == []
+
+
+def _references(schema):
+    if isinstance(schema, dict):
+        for key, value in schema.items():
+            yield from [value] if key == "$ref" else _references(value)
+    elif isinstance(schema, list):
+        for one in schema:
+            yield from _references(one)
