@@ -80,9 +80,15 @@ def test_every_route_but_live_refuses_without_a_key(server):
             if path == "/health/live":
                 assert urllib.request.urlopen(request, timeout=10).status == 200
                 continue
-            with pytest.raises(urllib.error.HTTPError) as refused:
-                urllib.request.urlopen(request, timeout=10)
-            assert refused.value.code == 401, path
+            for key in (None, "secret", KEYS[0] + "x"):
+                if key is not None:
+                    request.add_header("Authorization", f"Bearer {key}")
+                with pytest.raises(urllib.error.HTTPError) as refused:
+                    urllib.request.urlopen(request, timeout=10)
+                assert refused.value.code == 401, path
+    for path in ("/v1/completions", "/nothing"):
+        assert json.loads(ask(server, path, key="secret")[2])["error"]["code"] == "invalid_api_key"
+    assert ask(server, key=KEYS[1], max_tokens=1)[0] == 200
 
 
 def test_exactly_one_socket_listens(server):

@@ -208,6 +208,7 @@ def test_every_control_is_named_and_reached_by_tab(browser):
 
 
 @needs_browser
+@pytest.mark.long  # a server of its own
 def test_the_page_outlives_the_engine_and_the_server():
     state = "document.querySelector('#state').dataset.state"
     with Server("--kv", "int4", "--num-blocks", "64") as server, Browser() as browser:

@@ -264,33 +264,6 @@ def test_a_client_that_leaves_is_not_served_on(server, client, stream):
     assert monotonic() - began < 20
 
 
-def test_keys_are_asked_for_everywhere_but_at_live(tmp_path):
-    keys = tmp_path / "keys"
-    keys.write_text("secret-1\nsecret-2\n")
-    keys.chmod(0o600)
-    headers = {"Authorization": "Bearer secret-2"}
-    with Server(
-        *OPTIONS, "--api-key-file", str(keys), "--served-model-name", "mine", key="secret-1"
-    ) as running:
-        assert running.status("/health/live", key=None) == 200
-        for path in (
-            "/health",
-            "/health/ready",
-            "/v1/models",
-            "/v1/models/mine",
-            "/nothing",
-            "/openapi.json",
-        ):
-            assert running.status(path, key=None) == 401
-            assert running.status(path, key="secret") == 401
-        for path in ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"):
-            status, answer = send(running, b"{}", path)
-            assert status == 401
-            assert answer["error"]["code"] == "invalid_api_key"
-        body = json.dumps({"prompt": "x", "max_tokens": 3, "model": "mine"}).encode()
-        assert send(running, body, headers=headers.items())[0] == 200
-
-
 def test_kill_drain_and_end():
     with Server(*OPTIONS, "--grace", "60") as running:
         client = openai.OpenAI(base_url=running.url + "/v1", api_key="none", max_retries=0, timeout=60)

@@ -222,6 +222,7 @@ def mistral(tmp_path_factory):
     return folder
 
 
+@pytest.mark.long  # a server of its own
 def test_markers_that_are_special_tokens(mistral):
     marks = kvq.load(str(mistral)).tokenizer.convert_tokens_to_ids(["[TOOL_CALLS]", "[ARGS]", "<pad>"])
     with Server(*OPTIONS, model=str(mistral)) as server:
