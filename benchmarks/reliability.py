@@ -389,6 +389,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=RESULTS)
     given = parser.parse_args()
     source_commit()
+    given.out.mkdir(parents=True, exist_ok=True)
     run = Run(given.scale, given.model)
     for part in given.parts.split(","):
         began = perf_counter()

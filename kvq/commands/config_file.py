@@ -38,15 +38,18 @@ def _load(context: click.Context, _: click.Parameter, path: Path | None) -> None
             )
         if isinstance(value, dict):
             raise ConfigError(f"{path}: {key} must be a value or a list, got a mapping")
-        defaults[names[name]] = value
+        parameter = names[name]
+        is_single = parameter.multiple and not isinstance(value, list)
+        defaults[str(parameter.name)] = [value] if is_single else value
     context.default_map = defaults
 
 
-def _names(command: click.Command) -> dict[str, str]:
-    """Parameter names by their long options, without the dashes."""
+def _names(command: click.Command) -> dict[str, click.Option]:
+    """Options by their long names, without the dashes."""
     return {
-        option.removeprefix("--"): parameter.name
+        option.removeprefix("--"): parameter
         for parameter in command.params
+        if isinstance(parameter, click.Option)
         for option in parameter.opts
         if option.startswith("--") and parameter.name not in ("config", "help")
     }

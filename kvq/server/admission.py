@@ -163,6 +163,8 @@ class Admission:
         entry = self._measure(tokens, params, info)
         config = self.config
         if self._queued:  # alone, whatever fits is served
+            if self.num_waiting >= config.max_queue:
+                raise self._overloaded(f"{self.num_waiting} requests wait already")
             if self._waiting_tokens + entry.prompt_tokens > config.max_queued_tokens:
                 raise self._overloaded(f"{self._waiting_tokens} prompt tokens wait already")
             if self._overcommit + entry.share > config.max_overcommit:

@@ -62,7 +62,7 @@ class ResponseFormat(BaseModel):
 
 
 class Common(BaseModel):
-    """Of completions and chat."""
+    """Of completions and chat. A field that is null counts as left out, as it does elsewhere."""
 
     model: _Name | None = None
     temperature: Annotated[Real, Field(ge=0, le=10)] = 1.0
@@ -90,6 +90,11 @@ class Common(BaseModel):
     guided_regex: _Text | None = None
     guided_choice: Annotated[list[_Text], Field(min_length=1, max_length=1024)] | None = None
     guided_grammar: _Text | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, data: Any) -> Any:
+        return {k: v for k, v in data.items() if v is not None} if isinstance(data, dict) else data
 
 
 class CompletionBody(Common):

@@ -1,6 +1,7 @@
 """How a server is reached, what it serves, and what it bears."""
 
 import os
+import ssl
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,9 +24,13 @@ class Tls:
     key: Path
 
     def __post_init__(self) -> None:
-        for path in (self.certificate, self.key):
-            if not path.is_file():
-                raise ConfigError(f"no file {path}; TLS needs a certificate and its key in PEM format")
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        try:
+            context.load_cert_chain(self.certificate, self.key, password=lambda: b"")
+        except (OSError, ValueError) as error:  # SSLError is an OSError
+            raise ConfigError(
+                f"{self.certificate} and {self.key} are no PEM certificate and its open key: {error}"
+            ) from error
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,16 +86,15 @@ def allowed_hosts(host: str, given: tuple[str, ...]) -> frozenset[str] | None:
 
 
 def read_keys(path: Path) -> frozenset[str]:
-    """API keys from a file, one a line.
+    """API keys from a file, one a line; what begins with # is a comment.
 
     Raises:
         ConfigError: no such file, no key in it, or others may read it.
     """
     try:
         mode = os.stat(path).st_mode
-        keys = frozenset(
-            line.strip() for line in path.read_text(encoding="utf8").splitlines() if line.strip()
-        )
+        lines = [line.strip() for line in path.read_text(encoding="utf8").splitlines()]
+        keys = frozenset(line for line in lines if line and not line.startswith("#"))
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} can't be read: {error}") from error
     if not keys:

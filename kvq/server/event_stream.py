@@ -13,7 +13,8 @@ from kvq.server.dialects import OPENAI, Dialect
 from kvq.server.problems import Problem, failed
 
 _log = logging.getLogger("kvq")
-MAX_BEHIND = 48 << 10  # bytes; the connection's own buffer holds 16 KiB more
+MAX_BEHIND = 24 << 10  # bytes; as much again may lie in the connection, beside its own 8 KiB
+_PATIENCE_S = 2.0  # for a reader who is so far behind
 
 
 class EventStream(Response):
@@ -42,6 +43,7 @@ class EventStream(Response):
         self._waiting: list[bytes] = []
         self._num_bytes = 0
         self._changed = asyncio.Event()
+        self._taken = asyncio.Event()
         self._is_over = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -64,11 +66,11 @@ class EventStream(Response):
         try:
             async with aclosing(self._chunks):
                 async for chunk in self._chunks:
-                    if self._num_bytes > MAX_BEHIND:
-                        self._cut(scope)
-                        return
+                    await self._wait_for_room()
                     self._put(self._dialect.event(chunk))
             self._put(self._dialect.done)
+        except TimeoutError:
+            self._cut(scope)
         except Problem as problem:
             self._put_error(problem)
         except Exception as error:  # noqa: BLE001 - the answer has begun, so its reader is told in it
@@ -86,9 +88,19 @@ class EventStream(Response):
             self._changed.clear()
             body, self._waiting, self._num_bytes = b"".join(self._waiting), [], 0
             more = not self._is_over
+            self._taken.set()
             await send({"type": "http.response.body", "body": body, "more_body": more})
             if not more:
                 return
+
+    async def _wait_for_room(self) -> None:
+        """A step may bring more than fits, which a reader takes at once, or never."""
+        if self._num_bytes <= MAX_BEHIND:
+            return
+        async with asyncio.timeout(_PATIENCE_S):
+            while self._num_bytes > MAX_BEHIND:
+                self._taken.clear()
+                await self._taken.wait()
 
     def _put(self, event: bytes) -> None:
         self._waiting.append(event)

@@ -85,7 +85,7 @@ class Guard:
                 code="host_not_allowed",
             )
         origin = headers.get(b"origin", b"").decode("latin-1")
-        if origin and origin not in self._access.origins and urlsplit(origin).netloc != host:
+        if origin and origin not in self._access.origins and _netloc(origin) != host:
             raise Problem(403, "pages of other origins may not call this server; see --allow-origin")
         scope["kvq_tenant"] = self._tenant(scope["path"], headers)
         length = headers.get(b"content-length", b"0")
@@ -97,7 +97,8 @@ class Guard:
         if not self._keys or path in OPEN:
             return ""
         authorization = headers.get(b"authorization", b"")
-        given = headers.get(b"x-api-key") or authorization.removeprefix(b"Bearer ")
+        scheme, _, token = authorization.partition(b" ")
+        given = token.strip() if scheme.lower() == b"bearer" else headers.get(b"x-api-key", b"")
         if is_browsed(path):
             given = basic_password(authorization) or given
         found = [i for i, key in enumerate(self._keys) if secrets.compare_digest(given, key)]
@@ -172,6 +173,13 @@ def _name(host: str) -> str:
     """A Host header without its port."""
     name, colon, port = host.rpartition(":")
     return (name if colon and port.isdigit() else host).lower()
+
+
+def _netloc(origin: str) -> str | None:
+    try:
+        return urlsplit(origin).netloc
+    except ValueError:
+        return None
 
 
 def _too_large() -> Problem:

@@ -12,7 +12,8 @@ from kvq.server.problems import Problem, unavailable
 
 MAX_CONNECTIONS = 4096
 HEAD_S = 10.0  # for the head of a request, from its first byte or the connection's beginning
-_WRITE_BUFFER = 16 << 10  # bytes
+_WRITE_BUFFER = 8 << 10  # bytes
+_KERNEL_BUFFER = 64 << 10  # bytes, of what is sent; the kernel would take megabytes for who does not read
 _UNREAD_S = 60  # until the kernel gives up a connection whose reader takes nothing
 
 
@@ -81,6 +82,7 @@ class Connection(H11Protocol):
 def prepare(listener: socket.socket) -> None:
     """Set on a listening socket what its connections inherit."""
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _KERNEL_BUFFER)
     # asyncio sets this only where it knows the protocol, which create_server leaves open. Without it an
     # answer's body waits until the client's kernel, in no hurry (40 ms), has acknowledged the head.
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

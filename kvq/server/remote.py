@@ -222,6 +222,8 @@ class Remote:
             self.gauges = None
             self._tell_all(EngineError("the engine ended; send the request again"))
             await _end(process)
+            if self.state is not State.CLOSED:
+                _log.error("the engine process ended with status %s", process.popen.returncode)
 
     async def _serve(self, process: _Process) -> None:
         """Read what the engine says until it ends."""

@@ -79,12 +79,16 @@ async def _serve(config: ServerConfig) -> None:
     listening = asyncio.create_task(server.serve(sockets=[listener]))
     starting = asyncio.create_task(remote.start())
     try:
-        await asyncio.wait((starting, ended), return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait((starting, listening, ended), return_when=asyncio.FIRST_COMPLETED)
         if starting.done():
             await starting
             scheme = "http" if config.tls is None else "https"
             address, port = listener.getsockname()[:2]
             _log.warning("kvq serves %s on %s://%s:%d", config.name, scheme, address, port)
+        await asyncio.wait((listening, ended), return_when=asyncio.FIRST_COMPLETED)
+        if listening.done():
+            await listening
+            raise EngineError("the server stopped listening")
         reason = await ended
         if reason is not None:
             raise EngineError(reason)

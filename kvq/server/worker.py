@@ -9,12 +9,14 @@ import sys
 import threading
 from time import sleep
 
+import msgspec
+
 from kvq.engine import Piece
 from kvq.engine.core import EngineCore
 from kvq.engine.job import Job
 from kvq.engine.llm import build
 from kvq.engine.watchdog import Watchdog
-from kvq.errors import KVQError, Overloaded, RequestError
+from kvq.errors import EngineError, KVQError, Overloaded, RequestError
 from kvq.layout import GroupLayout
 from kvq.server.frames import Decoder, encode, to_engine
 from kvq.server.logs import configure
@@ -218,7 +220,16 @@ class Worker:
             block_times=self._residency.take(),
         )
         self._deltas, self._ended = [], []
-        self._send(stepped)
+        try:
+            self._send(stepped)
+        except (
+            EngineError
+        ) as error:  # too large for a frame, which only a long prompt's log-probabilities are
+            wrong = RequestError(f"the prompt's log-probabilities can't be sent: {error}")
+            ended = [
+                one if one.prompt_logprobs is None else _failed(one.number, wrong) for one in stepped.ended
+            ]
+            self._send(msgspec.structs.replace(stepped, ended=ended))
 
     def _listen(self, decoder: Decoder[ToEngine]) -> None:
         """Read what the HTTP process says, in a thread of its own: pings are answered during steps too."""

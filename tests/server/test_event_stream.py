@@ -88,11 +88,27 @@ def test_a_reader_who_stops_is_cut_off_with_bounded_memory():
     asyncio.run(main())
 
 
+def test_a_burst_is_no_fault_of_its_reader():
+    async def main():
+        reader, closed = Reader(), []
+
+        async def burst():  # what one step brings: nothing here waits
+            for i in range(300):
+                yield {"i": i, "text": "x" * 1000}
+            closed.append(True)
+
+        assert await asyncio.wait_for(run(reader, burst()), 10) == ["end"]
+        assert [event["i"] for event in events(reader.body)] == list(range(300))
+        assert reader.body.endswith(OPENAI.done)
+
+    asyncio.run(main())
+
+
 def test_a_slow_reader_within_bounds_gets_everything():
     async def main():
         reader, closed = Reader(), []
         reader.gate.clear()
-        running = asyncio.create_task(run(reader, numbers(40, 1000, closed)))
+        running = asyncio.create_task(run(reader, numbers(40, 500, closed)))
         await asyncio.sleep(0.05)
         reader.gate.set()
         assert await running == ["end"]

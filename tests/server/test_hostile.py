@@ -166,6 +166,7 @@ RAW = {
     "another's host": b"GET /health HTTP/1.1\r\nHost: evil.example\r\nConnection: close\r\n\r\n",
     "another's page": HEAD
     + b"Origin: https://evil.example\r\nContent-Length: 2\r\nConnection: close\r\n\r\n{}",
+    "broken origin": HEAD + b"Origin: http://[\r\nContent-Length: 2\r\nConnection: close\r\n\r\n{}",
     "form": HEAD.replace(b"application/json", b"text/plain")
     + b"Content-Length: 2\r\nConnection: close\r\n\r\n{}",
 }

@@ -22,12 +22,13 @@ KEYS = ("secret-1", "secret-2")
 def server(tmp_path_factory):
     folder = tmp_path_factory.mktemp("server")
     keys = folder / "keys"
-    keys.write_text("\n".join(KEYS))
+    keys.write_text("# two keys\n" + "\n".join(KEYS))
     keys.chmod(0o600)
     config = folder / "kvq.yaml"
     config.write_text(
         f"kv: int4\nnum-blocks: 128\nmax_num_seqs: 2\nmax-queue: 2\nserved-model-name: mine\n"
-        f"api-key-file: {keys}\nlog-format: json\nrequest-timeout: 4\ngrace: 1\nmax-concurrency-per-key: 3\n"
+        f"metrics-names: vllm\nlog-format: json\napi-key-file: {keys}\n"
+        "request-timeout: 4\ngrace: 1\nmax-concurrency-per-key: 3\n"
     )
     with Server("--config", str(config), "--max-num-seqs", "1", key=KEYS[0]) as running:
         yield running
@@ -253,6 +254,8 @@ def test_a_configuration_is_checked_before_anything_is_loaded(check):
         ("max-queue: many", "max-queue"),
         ("host: 0.0.0.0", "--api-key-file"),
         ("ssl-certfile: a.pem", "--ssl-keyfile"),
+        (f"ssl-certfile: {__file__}\nssl-keyfile: {__file__}", "no PEM certificate"),
+        ("metrics-names: vlm", "did you mean"),
         ("max-concurrency-per-key: 0", "at least 1"),
     ],
 )
