@@ -91,6 +91,10 @@ class Fuzzer:
             self._round(number)
             print(f"{self.count} cases, {len(self.findings)} findings", file=sys.stderr, flush=True)
 
+    def end(self) -> None:
+        """Send no more, also if another thread is just doing so."""
+        self._deadline_s = 0.0
+
     def _round(self, number: int) -> None:
         @seed(number)
         @settings(
@@ -174,7 +178,10 @@ async def fuzz(cases: int, seconds: float, first_seed: int) -> list[dict[str, An
         pid = server.engine_pid
         target = server.target
         fuzzer = Fuzzer(f"http://{target.host}:{target.port}", target.model, seconds)
-        await asyncio.to_thread(fuzzer.run, cases, first_seed)
+        try:
+            await asyncio.to_thread(fuzzer.run, cases, first_seed)
+        finally:
+            fuzzer.end()
         left = await _left(server)
         deep = await server.status("/health/deep")
         restarts = (await server.metrics())["kvq_engine_restarts_total"]
