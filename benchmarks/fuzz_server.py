@@ -54,7 +54,7 @@ OPTIONS = (
 )
 NO_BOUNDS = ("--max-queue", "100000", "--max-wait", "100000", "--max-kv-pressure", "1")
 _ROUND = 25  # of schemathesis' cases, with one seed
-_BROKEN = 16  # copies of each, broken
+_BROKEN = 20  # copies of each, broken
 _KEPT = 20  # findings that are written down
 _CHECKS = [
     status_code_conformance,
