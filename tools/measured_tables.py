@@ -73,12 +73,12 @@ def caches_table(result: dict) -> str:
 
 
 def findings_table(result: dict) -> str:
-    """The table of a benchmarks/reliability.py result."""
+    """The table of a result of benchmarks/reliability.py or fuzz_server.py."""
     lines = ["| what | found | asked | |", "|---|--:|---|---|"]
     for row in result["rows"]:
         holds = "" if row["holds"] else "falls short"
         lines.append(f"| {row['what']} | {_found(row['found'])} | {row['asked']} | {holds} |")
-    scale = "" if result["scale"] == 1 else f" Counts and times scaled by {result['scale']:g}."
+    scale = "" if result.get("scale", 1) == 1 else f" Counts and times scaled by {result['scale']:g}."
     lines.append(
         f"\n{result['seconds']:,.0f} s.{scale} {result['date'][:10]}, {result['device']}, torch "
         f"{result['versions']['torch']}, commit {result['commit']}."
