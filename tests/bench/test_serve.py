@@ -53,6 +53,7 @@ def test_addresses():
             Target.from_url(url)
 
 
+@pytest.mark.long  # a server of its own
 def test_rude_clients_leave_nothing_behind():
     """Resets and stalls on a small pool; benchmarks/reliability.py does it 10,000 times."""
 

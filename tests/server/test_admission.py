@@ -91,10 +91,12 @@ def test_the_queue_is_bounded_and_shed_at_random_before_it_is_full():
 def test_requests_with_blocks_do_not_wait():
     world = World(max_queue=2)
     with ExitStack() as stack:
-        for _ in range(4):
+        for _ in range(2):
             world.queue(stack)
         assert world.status() == 503
-        world.gauges = gauges(running=4)
+        with ExitStack() as more, pytest.raises(Problem, match="2 requests wait"):
+            world.queue(more)  # the second prompt of a request that was let in
+        world.gauges = gauges(running=2)
         assert world.status() == 200
         world.tokenizing = 2
         assert world.status() == 503
