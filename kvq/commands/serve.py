@@ -83,7 +83,7 @@ def _config(kv: str, model_options: ModelOptions, options: dict[str, Any]) -> "S
     take = options.pop
     host, key_file = take("host"), take("api_key_file")
     access = Access(
-        api_keys=read_keys(key_file) if key_file is not None else frozenset(),
+        api_keys=read_keys(key_file) if key_file is not None else (),
         hosts=allowed_hosts(host, take("allowed_host")),
         origins=frozenset(take("allow_origin")),
     )

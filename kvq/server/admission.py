@@ -137,21 +137,39 @@ class Admission:
             self._overcommit / config.max_overcommit,
         )
 
-    @contextmanager
-    def enter(self, tenant: str) -> Iterator[None]:
-        """One request of a tenant, from its arrival to its end.
+    def check(self, tenant: str) -> None:
+        """Whether a request of a tenant is refused in any case; asked before its body is read.
 
         Raises:
             Problem: 429 or 503, with the seconds after which another try may succeed.
         """
+        self._tenants[tenant].check()
+        self._check_bounds(self.load)
+
+    @contextmanager
+    def enter(self, tenant: str, sequences: int = 1) -> Iterator[None]:
+        """One request of a tenant for so many sequences, from its arrival to its end.
+
+        Raises:
+            Problem: 400 if the tenant may never have so many, 429 or 503, with the seconds to wait.
+        """
+        who = self._tenants[tenant]
+        who.check(sequences)
+        self._check_load()
+        with who.active(sequences):
+            yield
+
+    @contextmanager
+    def enter_aside(self, tenant: str) -> Iterator[None]:
+        """One request of a tenant that the engine does not see.
+
+        Raises:
+            Problem: 429, with the seconds to wait.
+        """
         who = self._tenants[tenant]
         who.check()
-        self._check_load()
-        who.begin()
-        try:
+        with who.active():
             yield
-        finally:
-            who.end()
 
     @contextmanager
     def queue(self, tokens: list[int], params: SamplingParams, info: Ready) -> Iterator[Queued]:
@@ -197,13 +215,17 @@ class Admission:
             self._tenants[tenant].charge(tokens)
 
     def _check_load(self) -> None:
-        pressure, load, config = self.kv_pressure, self.load, self.config
+        load, config = self.load, self.config
+        self._check_bounds(load)
+        if load > config.shed_above and self._chance() < (load - config.shed_above) / (1 - config.shed_above):
+            raise self._overloaded(f"the queue is at {load:.0%} of what it may hold")
+
+    def _check_bounds(self, load: float) -> None:
+        pressure, config = self.kv_pressure, self.config
         if pressure > config.max_kv_pressure:
             raise self._overloaded(f"{pressure:.0%} of the KV pool are in use")
         if load >= 1:
             raise self._overloaded(f"{self.num_waiting} requests wait already")
-        if load > config.shed_above and self._chance() < (load - config.shed_above) / (1 - config.shed_above):
-            raise self._overloaded(f"the queue is at {load:.0%} of what it may hold")
 
     def _overloaded(self, message: str) -> Problem:
         wait_s = min(max(1, ceil(self.expected_wait_s)), _MAX_RETRY_S)

@@ -1,5 +1,6 @@
 """The routes."""
 
+from functools import partial
 from time import time
 from typing import Any
 
@@ -11,9 +12,11 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 
 from kvq.server import answer_types, health
+from kvq.server.anthropic.errors import PATH as ANTHROPIC_PATH
 from kvq.server.anthropic.routes import add_routes as add_anthropic
 from kvq.server.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from kvq.server.chat import Chat
+from kvq.server.complaints import of_body
 from kvq.server.completions import Completion
 from kvq.server.guard import Access, Guard, as_response
 from kvq.server.metrics import CONTENT_TYPE
@@ -25,11 +28,13 @@ from kvq.server.strict_json import JsonRoute
 from kvq.server.viewers import add_routes as add_page
 from kvq.version import __version__
 
+_GENERATING = ("/v1/completions", "/v1/chat/completions", ANTHROPIC_PATH)
+
 
 def create_app(service: Service, access: Access | None = None) -> FastAPI:
     """The application over a service. With API keys every route but `/health/live` needs one of them."""
     access = access or Access()
-    app = FastAPI(title="kvq", version=__version__, docs_url=None, redoc_url=None)
+    app = FastAPI(title="kvq", version=__version__, docs_url=None, redoc_url=None, strict_content_type=False)
     app.router.route_class = JsonRoute
     created = int(time())
 
@@ -51,22 +56,24 @@ def create_app(service: Service, access: Access | None = None) -> FastAPI:
         return describe(service, created)
 
     @app.post("/tokenize", responses={200: {"model": answer_types.Tokens}})
-    async def tokenize(body: TokenizeBody) -> dict[str, Any]:
+    async def tokenize(request: Request, body: TokenizeBody) -> dict[str, Any]:
         service.check_model(body.model)
-        if body.messages is not None:
-            tokens = await service.prompts.chat(body.messages, add_generation_prompt=True)
-        else:
-            tokens = await service.prompts.tokenize(body.prompt or "", special=body.add_special_tokens)
+        with service.admission.enter_aside(tenant(request)):
+            if body.messages is not None:
+                tokens = await service.counting.chat(body.messages, add_generation_prompt=True)
+            else:
+                tokens = await service.counting.tokenize(body.prompt or "", special=body.add_special_tokens)
         info = service.remote.info
         return {"tokens": tokens, "count": len(tokens), "max_model_len": info.max_context if info else None}
 
     @app.post("/detokenize", responses={200: {"model": answer_types.Prompt}})
-    async def detokenize(body: DetokenizeBody) -> dict[str, Any]:
+    async def detokenize(request: Request, body: DetokenizeBody) -> dict[str, Any]:
         service.check_model(body.model)
         info = service.remote.info
         if info is not None and body.tokens and max(body.tokens) >= info.vocab_size:
             raise Problem(400, f"token ids go up to {info.vocab_size - 1}", param="tokens")
-        return {"prompt": await service.prompts.detokenize(body.tokens)}
+        with service.admission.enter_aside(tenant(request)):
+            return {"prompt": await service.counting.detokenize(body.tokens)}
 
     @app.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:
@@ -77,12 +84,17 @@ def create_app(service: Service, access: Access | None = None) -> FastAPI:
     add_anthropic(app, service)
     _answer_problems(app)
     describe_routes(app, has_keys=bool(access.api_keys))
-    app.add_middleware(Guard, access=access)
+    app.add_middleware(Guard, access=access, check=partial(_check_arrival, service))
     if access.origins:  # around the guard, since browsers send no key when they ask whether they may
         app.add_middleware(
             CORSMiddleware, allow_origins=sorted(access.origins), allow_methods=["*"], allow_headers=["*"]
         )
     return app
+
+
+def _check_arrival(service: Service, path: str, tenant: str) -> None:
+    if path in _GENERATING:
+        service.check_arrival(tenant)
 
 
 def _answer_problems(app: FastAPI) -> None:
@@ -94,12 +106,12 @@ def _answer_problems(app: FastAPI) -> None:
 
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: RequestValidationError) -> JSONResponse:
-        return as_response(_invalid(error.errors()[0]), request.url.path)
+        return as_response(of_body(error.errors()), request.url.path)
 
     @app.exception_handler(ValidationError)
     async def invalid_when_converted(request: Request, error: ValidationError) -> JSONResponse:
         """What was within its bounds in one protocol is not in the other: texts that are joined, say."""
-        return as_response(_invalid(error.errors(include_url=False)[0]), request.url.path)
+        return as_response(of_body(error.errors(include_url=False)), request.url.path)
 
     @app.exception_handler(HTTPException)
     async def http(request: Request, error: HTTPException) -> JSONResponse:
@@ -111,10 +123,3 @@ def _answer_problems(app: FastAPI) -> None:
     async def unexpected(request: Request, error: Exception) -> JSONResponse:
         found = Problem(500, f"the server failed: {type(error).__name__}", type="server_error")
         return as_response(found, request.url.path)
-
-
-def _invalid(first: Any) -> Problem:
-    """The first of pydantic's complaints."""
-    where = ".".join(str(part) for part in first["loc"] if part != "body")
-    got = f", got {first['input']!r:.50}" if isinstance(first["input"], int | float) else ""
-    return Problem(400, f"{where or 'body'}: {first['msg']}{got}", param=where or None)

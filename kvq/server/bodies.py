@@ -5,7 +5,7 @@ Fields that nobody here knows are passed over, as other servers do.
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
 from kvq.engine.params import MAX_BIASES, MAX_LOGPROBS, MAX_SAMPLES, MAX_STOP_CHARACTERS, MAX_STOPS
 from kvq.server.strict_json import WHOLE, Flag, JsonObject, Real, check_value
@@ -14,7 +14,7 @@ from kvq.server.tool_bodies import ToolCallId, ToolCalls, ToolChoices, Tools
 MAX_PROMPTS = 64  # of one completions request
 MAX_MESSAGES = 2048
 _TokenId = Annotated[int, Field(strict=True, ge=0, lt=1 << 32)]  # many: no call of Python for each
-_TokenIds = Annotated[list[_TokenId], Field(min_length=1, max_length=1 << 20)]
+_TokenIds = Annotated[list[_TokenId], Field(min_length=1, max_length=1 << 20, fail_fast=True)]
 _Text = Annotated[str, Field(max_length=4 << 20)]
 _Name = Annotated[str, Field(max_length=1024)]
 _Penalty = Annotated[Real, Field(ge=-100, le=100)]
@@ -31,6 +31,16 @@ _RESERVED = frozenset(
         "return_assistant_tokens_mask",
     )
 )
+
+
+def _few(given: Any) -> Any:
+    """Before each of a million entries is found wrong."""
+    if isinstance(given, dict) and len(given) > MAX_BIASES:
+        raise ValueError(f"at most {MAX_BIASES} tokens can be biased")
+    return given
+
+
+_Biases = Annotated[dict[_Biased, _Penalty], BeforeValidator(_few), Field(max_length=MAX_BIASES)]
 
 
 class StreamOptions(BaseModel):
@@ -73,10 +83,10 @@ class Common(BaseModel):
     stop: _Stop | Annotated[list[_Stop], Field(max_length=MAX_STOPS)] | None = None
     presence_penalty: _Penalty = 0.0
     frequency_penalty: _Penalty = 0.0
-    logit_bias: Annotated[dict[_Biased, _Penalty], Field(max_length=MAX_BIASES)] | None = None
+    logit_bias: _Biases | None = None
     seed: Annotated[int, Field(strict=True, ge=-(1 << 63), lt=1 << 64), WHOLE] | None = None
     response_format: ResponseFormat | None = None
-    service_tier: Literal["auto", "default", "flex", "priority"] | None = None
+    service_tier: Literal["auto", "default", "flex", "scale", "priority"] | None = None
     priority: Literal["interactive", "batch"] | None = None
     # The engine's own
     top_k: _Count | None = None
@@ -125,7 +135,7 @@ class ChatMessage(BaseModel):
 
     model_config = ConfigDict(extra="allow")
 
-    role: Annotated[str, Field(max_length=64)]
+    role: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
     content: _Text | Annotated[list[TextPart], Field(max_length=1024)] | None = None
     tool_calls: ToolCalls | None = None
     tool_call_id: ToolCallId | None = None
@@ -177,4 +187,4 @@ class DetokenizeBody(BaseModel):
     """`POST /detokenize`."""
 
     model: _Name | None = None
-    tokens: Annotated[list[_TokenId], Field(max_length=1 << 20)]
+    tokens: Annotated[list[_TokenId], Field(max_length=1 << 20, fail_fast=True)]

@@ -33,6 +33,11 @@ class Chat:
         self._tenant = tenant
         self._head = Head.new("chatcmpl", service.name)
 
+    @property
+    def num_sequences(self) -> int:
+        """As many as results."""
+        return self._params.num_sequences
+
     async def answer(self) -> dict[str, Any]:
         """The whole answer.
 

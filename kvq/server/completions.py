@@ -32,6 +32,13 @@ class Completion:
         self._tenant = tenant
         self._head = Head.new("cmpl", service.name)
 
+    @property
+    def num_sequences(self) -> int:
+        """Prompts times results."""
+        given: Any = self._body.prompt
+        prompts = 1 if isinstance(given, str) or isinstance(given[0], int) else len(given)
+        return prompts * self._params.num_sequences
+
     async def answer(self) -> dict[str, Any]:
         """The whole answer.
 

@@ -85,8 +85,8 @@ def allowed_hosts(host: str, given: tuple[str, ...]) -> frozenset[str] | None:
     return frozenset({name.lower() for name in given} | set(LOOPBACK))
 
 
-def read_keys(path: Path) -> frozenset[str]:
-    """API keys from a file, one a line; what begins with # is a comment.
+def read_keys(path: Path) -> tuple[str, ...]:
+    """API keys from a file, one a line, in its order; what begins with # is a comment.
 
     Raises:
         ConfigError: no such file, no key in it, or others may read it.
@@ -94,7 +94,7 @@ def read_keys(path: Path) -> frozenset[str]:
     try:
         mode = os.stat(path).st_mode
         lines = [line.strip() for line in path.read_text(encoding="utf8").splitlines()]
-        keys = frozenset(line for line in lines if line and not line.startswith("#"))
+        keys = tuple(dict.fromkeys(line for line in lines if line and not line.startswith("#")))
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} can't be read: {error}") from error
     if not keys:

@@ -1,8 +1,8 @@
 """What every request passes before anything reads it: host, origin, key, size, time."""
 
-import asyncio
-import contextlib
+import re
 import secrets
+from collections.abc import Callable
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
@@ -10,16 +10,17 @@ from urllib.parse import urlsplit
 from uuid import uuid4
 
 from fastapi.responses import JSONResponse
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
+from kvq.errors import ConfigError
 from kvq.server.browsed import CHALLENGE, POLLED, basic_password, is_browsed
 from kvq.server.dialects import dialect_of
+from kvq.server.incoming import MAX_BODY, Incoming, skip, too_large
 from kvq.server.logs import log_event, request_id
 from kvq.server.problems import Problem
 
-MAX_BODY = 8 << 20  # bytes
-BODY_S = 30.0  # for a body to arrive
-_SKIP_S = 1.0
+MAX_HEADERS = 64 << 10  # bytes, of their names and values together
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#@\s]+")
 OPEN = ("/health/live",)  # need no key
 LOOPBACK = ("127.0.0.1", "[::1]", "localhost")
 
@@ -28,32 +29,43 @@ LOOPBACK = ("127.0.0.1", "[::1]", "localhost")
 class Access:
     """Who may ask, and from where."""
 
-    api_keys: frozenset[str] = frozenset()
+    api_keys: tuple[str, ...] = ()  # the tenants, by their place
     hosts: frozenset[str] | None = None  # names this server is called by, without ports; None: any
     origins: frozenset[str] = frozenset()  # pages of other origins that may call it, such as https://a.org
+
+    def __post_init__(self) -> None:
+        for origin in self.origins:
+            if origin != "*" and not _ORIGIN.fullmatch(origin):
+                raise ConfigError(f"{origin!r} is no origin; write it as https://a.org or https://a.org:8443")
 
 
 class Guard:
     """Refuses, counts, names and logs requests."""
 
-    def __init__(self, app: ASGIApp, *, access: Access) -> None:
+    def __init__(
+        self, app: ASGIApp, *, access: Access, check: Callable[[str, str], object] = lambda path, tenant: None
+    ) -> None:
+        """`check` raises Problem if it is plain, before its body is read, that a request can't be served."""
         self._app = app
         self._access = access
-        self._keys = [key.encode() for key in sorted(access.api_keys)]
+        self._check_arrival = check
+        self._keys = [key.encode() for key in access.api_keys]
+        self._incoming = Incoming()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """One request."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        began, answer = perf_counter(), _Answer(send)
+        began, answer, body = perf_counter(), _Answer(send), self._incoming.body()
         token = request_id.set(answer.request_id)
         try:
             try:
                 self._check(scope)
-                whole = await _read(receive)
+                whole = await body.read(receive)
             except Problem as problem:
-                await _skip(receive)
+                body.release()
+                await skip(receive)
                 response = as_response(problem, scope["path"])
                 response.headers["Connection"] = "close"
                 if problem.status == 401 and is_browsed(scope["path"]):
@@ -63,6 +75,7 @@ class Guard:
             if whole is not None:
                 await self._app(scope, whole, answer.send)
         finally:
+            body.release()
             route = getattr(scope.get("route"), "path", None)
             if route != POLLED or answer.status != 200:  # else an open page alone would fill the log
                 log_event(
@@ -76,6 +89,8 @@ class Guard:
             request_id.reset(token)
 
     def _check(self, scope: Scope) -> None:
+        if sum(len(name) + len(value) for name, value in scope["headers"]) > MAX_HEADERS:
+            raise Problem(431, f"the headers of a request may have {MAX_HEADERS} bytes together")
         headers = dict(scope["headers"])
         host = headers.get(b"host", b"").decode("latin-1")
         if self._access.hosts is not None and _name(host) not in self._access.hosts:
@@ -88,9 +103,12 @@ class Guard:
         if origin and origin not in self._access.origins and _netloc(origin) != host:
             raise Problem(403, "pages of other origins may not call this server; see --allow-origin")
         scope["kvq_tenant"] = self._tenant(scope["path"], headers)
+        if b"transfer-encoding" in headers and b"content-length" in headers:
+            raise Problem(400, "Content-Length and Transfer-Encoding exclude each other")
         length = headers.get(b"content-length", b"0")
         if len(length) > 16 or int(length) > MAX_BODY:  # the connection has checked that it is a number
-            raise _too_large()
+            raise too_large()
+        self._check_arrival(scope["path"], scope["kvq_tenant"])
 
     def _tenant(self, path: str, headers: dict[bytes, bytes]) -> str:
         """Who asks, by the number of the key."""
@@ -126,44 +144,6 @@ class _Answer:
         await self._send(message)
 
 
-async def _skip(receive: Receive) -> None:
-    """Pass over what is left of a refused body for a moment: closed at once, a client that is still
-    sending would see a reset and never the answer.
-    """
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(_SKIP_S):
-            while (await receive()).get("more_body", False):
-                pass
-
-
-async def _read(receive: Receive) -> Receive | None:
-    """Read a body within its bounds; returns what reads it again, and then the connection's end;
-    None if that came first.
-
-    Raises:
-        Problem: it is too large, or takes too long.
-    """
-    body, more = bytearray(), True
-    try:
-        async with asyncio.timeout(BODY_S):
-            while more:
-                message = await receive()
-                if message["type"] == "http.disconnect":
-                    return None
-                body += message.get("body", b"")
-                more = message.get("more_body", False)
-                if len(body) > MAX_BODY:
-                    raise _too_large()
-    except TimeoutError as error:
-        raise Problem(408, f"the body did not arrive within {BODY_S:g} s") from error
-    whole: list[Message] = [{"type": "http.request", "body": bytes(body), "more_body": False}]
-
-    async def again() -> Message:
-        return whole.pop() if whole else await receive()
-
-    return again
-
-
 def as_response(problem: Problem, path: str) -> JSONResponse:
     """A problem as an answer, as those who ask at `path` expect it."""
     return JSONResponse(dialect_of(path).error(problem), problem.status, problem.headers())
@@ -180,7 +160,3 @@ def _netloc(origin: str) -> str | None:
         return urlsplit(origin).netloc
     except ValueError:
         return None
-
-
-def _too_large() -> Problem:
-    return Problem(413, f"a request may have {MAX_BODY} bytes", code="request_too_large")

@@ -8,7 +8,8 @@ from fastapi import FastAPI
 
 from kvq.server.anthropic.errors import is_messages_path
 from kvq.server.browsed import is_browsed
-from kvq.server.guard import MAX_BODY, OPEN
+from kvq.server.guard import MAX_HEADERS, OPEN
+from kvq.server.incoming import MAX_BODY
 
 Document = dict[str, Any]
 ONE_OR_STREAM: dict[str, Any] = {
@@ -36,7 +37,9 @@ _WORDS = {
     404: "No such thing here.",
     408: "The request did not arrive in time.",
     413: f"A body may have {MAX_BODY} bytes.",
+    415: "A body is JSON, and its content type says so.",
     429: "More than this key may ask for now.",
+    431: f"Headers may have {MAX_HEADERS} bytes together.",
     500: "The server failed.",
     503: "The server can't take requests now.",
     504: "The request did not end in time.",
@@ -78,15 +81,15 @@ def _document(app: FastAPI, make: Any, has_keys: bool) -> Document:
 def _statuses(path: str, operation: Document, has_keys: bool) -> Iterator[int]:
     """What a route may answer beside 200."""
     takes_body = "requestBody" in operation
-    yield from (400, 403, 408, 413, 500)
+    yield from (400, 403, 408, 413, 431, 500, 503)
     if has_keys and path not in OPEN:
         yield 401
     if takes_body or "{" in path:
         yield 404
+    if takes_body:
+        yield from (415, 429)
     if takes_body and path.startswith("/v1/"):
-        yield from (429, 503, 504)
-    if path.startswith("/health") and path not in OPEN:
-        yield 503
+        yield 504
 
 
 def _refusal(status: int, path: str) -> Document:

@@ -5,7 +5,7 @@ import json
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, TypeVar
 
 from kvq.errors import RequestError, first_lines
@@ -15,6 +15,7 @@ from kvq.server.problems import Problem, unavailable
 
 T = TypeVar("T")
 _DEADLINE_S = 30.0  # for a template or a tokenizer
+_MAX_ASIDE = 64  # texts that may wait in line beside those to be generated from
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,17 +30,37 @@ class Prompts:
     """A model's tokenizer and its chat template, off the event loop, under a deadline."""
 
     def __init__(
-        self, tokenizer: Any, *, is_text_template: bool = False, deadline_s: float = _DEADLINE_S
+        self,
+        tokenizer: Any,
+        *,
+        is_text_template: bool = False,
+        deadline_s: float = _DEADLINE_S,
+        max_tokens: Callable[[], int | None] = lambda: None,
+        max_waiting: int | None = None,
+        threads: int = 2,
     ) -> None:
         """`is_text_template`: the template joins calls from text; others want their arguments as objects.
 
-        `deadline_s`: for one prompt, the wait for a free thread included.
+        `deadline_s`: for one prompt, the wait for a free thread included. `max_tokens` tells what fits
+        the model: a text that has more tokens however it is cut is refused by its length.
         """
         self._tokenizer = tokenizer
         self._deadline_s = deadline_s
+        self._max_tokens = max_tokens
+        self._max_waiting = max_waiting
         self.num_waiting = 0  # texts that are not token ids yet
         self._is_text_template = is_text_template
-        self._pool = ThreadPoolExecutor(2, thread_name_prefix="kvq-tokenize")
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="kvq-tokenize")
+
+    def aside(self) -> "Prompts":
+        """The same, of any length, for who only wants to know: a line and a thread of its own."""
+        return Prompts(
+            self._tokenizer,
+            is_text_template=self._is_text_template,
+            deadline_s=self._deadline_s,
+            max_waiting=_MAX_ASIDE,
+            threads=1,
+        )
 
     async def tokenize(self, text: str, *, special: bool = True) -> list[int]:
         """Token ids of a text.
@@ -89,8 +110,23 @@ class Prompts:
 
     def _tokenize(self, text: str, special: bool) -> list[int]:
         check_unicode(text, "the prompt")
+        self._check_length(text)
         ids: list[int] = self._tokenizer(text, add_special_tokens=special)["input_ids"]
         return ids
+
+    def _check_length(self, text: str) -> None:
+        most = self._max_tokens()
+        if most is not None and len(text) > most * self._longest_token:
+            raise Problem(
+                400,
+                f"the prompt has {len(text)} characters, which are more than the model's {most} tokens",
+                code="context_length_exceeded",
+            )
+
+    @cached_property
+    def _longest_token(self) -> int:
+        """Characters; a byte counts as one."""
+        return max(map(len, self._tokenizer.get_vocab()))
 
     def _render(self, turns: list[dict[str, Any]], options: dict[str, Any]) -> list[int]:
         return self._tokenize(self._text(turns, options), False)
@@ -112,6 +148,8 @@ class Prompts:
         return [0 if other == text else count for other, count in zip(rest, counts, strict=True)]
 
     async def _run(self, work: Callable[[], T]) -> T:
+        if self._max_waiting is not None and self.num_waiting >= self._max_waiting:
+            raise unavailable(f"{self.num_waiting} texts wait already to be tokenized; try again later")
         self.num_waiting += 1
         try:
             future = asyncio.get_running_loop().run_in_executor(self._pool, work)

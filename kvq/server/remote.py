@@ -220,7 +220,9 @@ class Remote:
         finally:
             self._process = None
             self.gauges = None
-            self._tell_all(EngineError("the engine ended; send the request again"))
+            is_closing = self.state is State.CLOSED
+            what = "the server is shutting down" if is_closing else "the engine ended; send the request again"
+            self._tell_all(EngineError(what))
             await _end(process)
             if self.state is not State.CLOSED:
                 _log.error("the engine process ended with status %s", process.popen.returncode)
@@ -238,6 +240,8 @@ class Remote:
             return
         self.info = first
         self._delay_s = 0.0
+        if self.state is State.RESTARTING:
+            _log.warning("the engine is ready again, after %d restarts", self.num_restarts)
         self._set(State.READY)
         process.answered_s = monotonic()
         pinging = asyncio.create_task(self._ping(process))

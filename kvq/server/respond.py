@@ -16,6 +16,10 @@ from kvq.server.streams import first_of, while_connected
 class Call(Protocol):
     """One request of an API that generates."""
 
+    @property
+    def num_sequences(self) -> int:
+        """How many it generates."""
+
     async def answer(self) -> dict[str, Any]:
         """The whole answer. Raises Problem: it can't be served, or failed."""
 
@@ -35,7 +39,7 @@ async def respond(request: Request, service: Service, call: Call, *, stream: boo
         Problem: it failed before anything was sent.
     """
     with contextlib.ExitStack() as stack:
-        stack.enter_context(service.enter(tenant(request)))
+        stack.enter_context(service.enter(tenant(request), call.num_sequences))
         if stream:
             chunks = await while_connected(request, first_of(call.chunks()))
             if chunks is not None:

@@ -60,7 +60,6 @@ async def _serve(config: ServerConfig) -> None:
     tokenizer = load_tokenizer(folder)
     tools = ToolCalling.of(tokenizer, config.tool_call_parser)
     _log.warning("tool calls: %s", tools.description)
-    prompts = Prompts(tokenizer, is_text_template=tools.is_text_template)
     ended: asyncio.Future[str | None] = asyncio.get_running_loop().create_future()
 
     def end(reason: str | None = None) -> None:
@@ -69,6 +68,11 @@ async def _serve(config: ServerConfig) -> None:
 
     start = Start(model=str(folder), kv=config.kv, options=options, log=config.log)
     remote = Remote(start, watch=Watch(max_restarts=config.max_restarts), on_failed=end)
+    prompts = Prompts(
+        tokenizer,
+        is_text_template=tools.is_text_template,
+        max_tokens=lambda: None if remote.info is None else remote.info.max_context,
+    )
     service = _service(config, remote, prompts, tools)
     server = _Server(_uvicorn(config, service))
     service.metrics.watch(

@@ -38,6 +38,7 @@ class Service:
         self.name = name
         self.remote = remote
         self.prompts = prompts
+        self.counting = prompts.aside()  # for requests that the engine does not see
         self.tools = tools or ToolCalling()
         self.admission = admission or Admission(
             gauges=lambda: remote.gauges, tokenizing=lambda: prompts.num_waiting
@@ -74,20 +75,23 @@ class Service:
                 param="model",
             )
 
+    def check_arrival(self, tenant: str) -> None:
+        """Raise Problem if a request of a tenant can't be taken, whatever it asks for."""
+        with self._counting_refusals():
+            self.check_ready()
+            self.admission.check(tenant)
+
     @contextmanager
-    def enter(self, tenant: str) -> Iterator[None]:
-        """A request from its arrival until it is answered, if there is room for it.
+    def enter(self, tenant: str, sequences: int = 1) -> Iterator[None]:
+        """A request for so many sequences, until it is answered, if there is room for it.
 
         Raises:
             Problem: the server can't take it now, or the tenant has sent too many.
         """
         with contextlib.ExitStack() as stack:
-            try:
+            with self._counting_refusals():
                 self.check_ready()
-                stack.enter_context(self.admission.enter(tenant))
-            except Problem:
-                self.metrics.count("refused")
-                raise
+                stack.enter_context(self.admission.enter(tenant, sequences))
             self.num_active += 1
             self._idle.clear()
             stack.callback(self._leave)
@@ -111,11 +115,8 @@ class Service:
         info = self.remote.info
         assert info is not None, "a ready engine said what it is"
         with contextlib.ExitStack() as stack:
-            try:
+            with self._counting_refusals():
                 entry = stack.enter_context(self.admission.queue(tokens, params, info))
-            except Problem as problem:
-                self.metrics.count("error" if problem.status == 400 else "refused")
-                raise
             messages = self._messages(tokens, params, priority, tenant, pins)
             async with aclosing(messages):
                 async for message in messages:
@@ -164,6 +165,15 @@ class Service:
         """End the engine; who still waits gets an error object."""
         await self.remote.close()
         self.prompts.close()
+        self.counting.close()
+
+    @contextmanager
+    def _counting_refusals(self) -> Iterator[None]:
+        try:
+            yield
+        except Problem as problem:
+            self.metrics.count("error" if problem.status == 400 else "refused")
+            raise
 
     def _count(self, ended: Ended, tenant: str) -> None:
         self.metrics.ended(ended)

@@ -11,6 +11,7 @@ from pydantic import AfterValidator, BeforeValidator, Field
 from starlette.exceptions import HTTPException
 
 MAX_DEPTH = 64  # of values that may be anything; what encodes them further on recurses
+MAX_CONTAINERS = 1 << 18  # lists and objects of a body: each costs far more than its two bytes
 _INTEGERS = range(-(1 << 63), 1 << 64)  # what MessagePack holds
 
 
@@ -44,13 +45,25 @@ Flag = Annotated[bool, Field(strict=True)]
 JsonObject = Annotated[dict[str, Any], AfterValidator(check_value)]
 
 
+def _is_json(content_type: str) -> bool:
+    kind = content_type.partition(";")[0].strip().lower()
+    return kind == "application/json" or (kind.startswith("application/") and kind.endswith("+json"))
+
+
+def _checked(body: bytes) -> bytes:
+    """The body, if it can be decoded without holding up everybody else."""
+    if len(body) > MAX_CONTAINERS and body.count(b"[") + body.count(b"{") > MAX_CONTAINERS:
+        raise HTTPException(400, f"a body may have {MAX_CONTAINERS} lists and objects")
+    return body
+
+
 class _JsonRequest(Request):
     """A request whose body is UTF-8 and JSON to the letter: no NaN, no halves of surrogate pairs."""
 
     async def json(self) -> Any:
         """Raises HTTPException: it is something else."""
         try:
-            return msgspec.json.decode(await self.body())
+            return msgspec.json.decode(_checked(await self.body()))
         except RecursionError as error:
             raise HTTPException(400, "the body is nested too deep") from error
         except (msgspec.MsgspecError, ValueError) as error:
@@ -65,6 +78,8 @@ class JsonRoute(APIRoute):
         handle = super().get_route_handler()
 
         async def read(request: Request) -> Response:
+            if request.method == "POST" and not _is_json(request.headers.get("content-type", "")):
+                raise HTTPException(415, "send the body as JSON, with Content-Type: application/json")
             return await handle(_JsonRequest(request.scope, request.receive))
 
         return read

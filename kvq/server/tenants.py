@@ -1,6 +1,7 @@
 """What one API key may ask for: requests at once, requests and tokens a minute."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import ceil
 from time import monotonic
@@ -15,7 +16,7 @@ _MINUTE_S = 60.0
 class TenantLimits:
     """Of every key alike; None: no limit. Without keys all clients are one tenant."""
 
-    max_concurrency: int | None = None  # requests at once
+    max_concurrency: int | None = None  # sequences at once: a request's prompts times its results
     requests_per_minute: int | None = None
     tokens_per_minute: int | None = None  # prompt tokens that had to be computed, and generated ones
 
@@ -54,7 +55,7 @@ class Tenant:
     """One key's requests."""
 
     def __init__(self, limits: TenantLimits, clock: Callable[[], float] = monotonic) -> None:
-        self.num_active = 0
+        self.num_active = 0  # sequences
         self._limits = limits
         self._clock = clock
         now = clock()
@@ -62,26 +63,29 @@ class Tenant:
         self._requests = None if rpm is None else _Bucket(rpm, now)
         self._tokens = None if tpm is None else _Bucket(tpm, now)
 
-    def check(self) -> None:
-        """Raise Problem, with 429, if one request more is too many now."""
+    def check(self, sequences: int = 1) -> None:
+        """Raise Problem if one request more, for so many sequences, is too many: 429, or 400 if always."""
         most = self._limits.max_concurrency
-        if most is not None and self.num_active >= most:
-            raise _too_many(f"this key has {self.num_active} requests running; {most} are allowed", 1.0)
+        if most is not None and sequences > most:
+            raise Problem(400, f"{sequences} sequences at once; {most} are allowed for this key", param="n")
+        if most is not None and self.num_active + sequences > most:
+            raise _too_many(f"this key has {self.num_active} sequences running; {most} are allowed", 1.0)
         now = self._clock()
         if self._requests is not None and (wait_s := self._requests.wait_s(now, 1)):
             raise _too_many(f"this key may send {self._limits.requests_per_minute} requests a minute", wait_s)
         if self._tokens is not None and (wait_s := self._tokens.wait_s(now, 1)):
             raise _too_many(f"this key may use {self._limits.tokens_per_minute} tokens a minute", wait_s)
 
-    def begin(self) -> None:
-        """A request of this tenant was admitted."""
-        self.num_active += 1
+    @contextmanager
+    def active(self, sequences: int = 1) -> Iterator[None]:
+        """A request that was admitted, to its end."""
+        self.num_active += sequences
         if self._requests is not None:
             self._requests.take(self._clock(), 1)
-
-    def end(self) -> None:
-        """It is over."""
-        self.num_active -= 1
+        try:
+            yield
+        finally:
+            self.num_active -= sequences
 
     def charge(self, tokens: int) -> None:
         """Count tokens that it used."""

@@ -180,6 +180,40 @@ def test_one_keys_limits_are_its_own():
     assert world.status("key-0") == 200
 
 
+def test_a_keys_requests_count_as_often_as_they_generate():
+    world = World(TenantLimits(max_concurrency=4))
+    enter = world.admission.enter
+    with enter("a", 3):
+        assert world.status("a") == 200
+        with pytest.raises(Problem, match="3 sequences running; 4 are allowed") as refused, enter("a", 2):
+            pass
+    assert refused.value.status == 429
+    with pytest.raises(Problem, match="5 sequences at once; 4 are allowed") as refused, enter("a", 5):
+        pass
+    assert refused.value.status == 400
+    with world.admission.enter_aside("a"):  # what the engine does not see counts too
+        assert [world.status("a") for _ in range(2)] == [200, 200]
+        with pytest.raises(Problem), enter("a", 4):
+            pass
+
+
+def test_before_its_body_is_read_a_request_is_refused_for_what_is_certain_only():
+    world = World(TenantLimits(requests_per_minute=2), max_queue=10)
+    world.die = 0.0
+    with ExitStack() as stack:
+        for _ in range(9):
+            world.queue(stack)
+        for _ in range(5):
+            world.admission.check("a")  # counts nothing
+        assert world.status("a") == 503  # shed
+        world.queue(stack)
+        with pytest.raises(Problem, match="10 requests wait"):
+            world.admission.check("a")
+    assert [world.status("a") for _ in range(3)] == [200, 200, 429]
+    with pytest.raises(Problem, match="2 requests a minute"):
+        world.admission.check("a")
+
+
 def test_requests_a_minute_refill_steadily():
     world = World(TenantLimits(requests_per_minute=6))
     assert [world.status("a") for _ in range(7)] == [200] * 6 + [429]

@@ -74,3 +74,35 @@ def test_what_takes_too_long_is_given_up_and_counts_as_waiting_until_then():
         assert prompts.num_waiting == 0
 
     run(prompts, work)
+
+
+def test_a_text_longer_than_the_longest_tokens_that_fit_is_not_tokenized():
+    tokenizer = Tokenizer(seconds=60)
+    tokenizer.get_vocab = lambda: {"a": 0, "abc": 1}
+    with pytest.raises(Problem, match="31 characters, which are more than the model's 10 tokens") as refused:
+        run(Prompts(tokenizer, max_tokens=lambda: 10), lambda p: p.tokenize("a" * 31))
+    assert refused.value.status == 400
+    tokenizer.seconds = 0
+    prompts = Prompts(tokenizer, max_tokens=lambda: 10)
+    assert run(prompts, lambda p: p.tokenize("a" * 30)) == [30]
+    assert run(prompts.aside(), lambda p: p.tokenize("a" * 31)) == [31]
+
+
+def test_those_who_only_want_to_know_wait_in_a_line_of_their_own():
+    prompts = Prompts(Tokenizer(seconds=0.05))
+    aside = prompts.aside()
+
+    async def work(aside):
+        asking = [asyncio.create_task(aside.tokenize("a b")) for _ in range(80)]
+        await asyncio.sleep(0)
+        assert (aside.num_waiting, prompts.num_waiting) == (64, 0)
+        assert await asyncio.wait_for(prompts.tokenize("a b"), 1) == [1, 1]
+        for task in asking[64:]:
+            with pytest.raises(Problem, match="64 texts wait already") as refused:
+                await task
+            assert refused.value.status == 503
+        for task in asking[:64]:
+            task.cancel()
+        prompts.close()
+
+    run(aside, work)

@@ -31,7 +31,7 @@ def test_two_thousand_requests_are_answered_as_the_document_says(tmp_path):
 def document():
     """Of a server with keys."""
     service = Service("tiny", Remote(Start(model="tiny", kv="int4", options={})), Prompts(None))
-    return create_app(service, Access(api_keys=frozenset({"k"}))).openapi()
+    return create_app(service, Access(api_keys=("k",))).openapi()
 
 
 def test_the_document_tells_which_routes_need_keys(document):

@@ -33,6 +33,8 @@ class MessageCall:
         self._last: Delta | None = None
         self._usage: dict[str, int] = {}
 
+    num_sequences = 1
+
     async def answer(self) -> dict[str, Any]:
         """The whole answer.
 

@@ -24,6 +24,7 @@ def add_routes(app: FastAPI, service: Service) -> None:
         return await respond(request, service, call, stream=body.stream)
 
     @app.post(f"{PATH}/count_tokens", responses={200: {"model": answer_types.InputTokens}})
-    async def count_tokens(body: PromptBody) -> dict[str, Any]:
+    async def count_tokens(request: Request, body: PromptBody) -> dict[str, Any]:
         service.check_model(body.model)
-        return {"input_tokens": len(await prompt_tokens(service.prompts, body))}
+        with service.admission.enter_aside(tenant(request)):
+            return {"input_tokens": len(await prompt_tokens(service.counting, body))}

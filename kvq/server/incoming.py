@@ -1,0 +1,92 @@
+"""Bodies of requests: how large, how slow, how many bytes of them at once."""
+
+import asyncio
+import contextlib
+
+from starlette.types import Message, Receive
+
+from kvq.server.problems import Problem, unavailable
+
+MAX_BODY = 8 << 20  # bytes
+MAX_BODIES = 256 << 20  # bytes, of all requests that are not yet answered
+BODY_S = 30.0  # for a body to arrive
+_SKIP_S = 1.0
+
+
+class Incoming:
+    """Bytes that the bodies of the requests at hand take."""
+
+    def __init__(self, most: int = MAX_BODIES) -> None:
+        self.num_bytes = 0
+        self._most = most
+
+    def body(self) -> "Body":
+        """Of a new request; to be released when it is answered."""
+        return Body(self)
+
+    def take(self, count: int) -> None:
+        """Raise Problem if so many bytes more are too many."""
+        if self.num_bytes + count > self._most:
+            raise unavailable(f"the requests at hand have {self.num_bytes} bytes; try again later")
+        self.num_bytes += count
+
+
+class Body:
+    """One request's."""
+
+    def __init__(self, incoming: Incoming) -> None:
+        self._incoming = incoming
+        self._num_bytes = 0
+
+    async def read(self, receive: Receive) -> Receive | None:
+        """Read it within its bounds; returns what reads it again, and then the connection's end;
+        None if that came first.
+
+        Raises:
+            Problem: it is too large, takes too long, or there is no room for it.
+        """
+        body, more = bytearray(), True
+        try:
+            async with asyncio.timeout(BODY_S):
+                while more:
+                    message = await receive()
+                    if message["type"] == "http.disconnect":
+                        return None
+                    piece = message.get("body", b"")
+                    more = message.get("more_body", False)
+                    if len(body) + len(piece) > MAX_BODY:
+                        raise too_large()
+                    self._take(len(piece))
+                    body += piece
+        except TimeoutError as error:
+            raise Problem(408, f"the body did not arrive within {BODY_S:g} s") from error
+        whole: list[Message] = [{"type": "http.request", "body": bytes(body), "more_body": False}]
+
+        async def again() -> Message:
+            return whole.pop() if whole else await receive()
+
+        return again
+
+    def release(self) -> None:
+        """Nobody holds it any more."""
+        self._incoming.num_bytes -= self._num_bytes
+        self._num_bytes = 0
+
+    def _take(self, count: int) -> None:
+        self._incoming.take(count)
+        self._num_bytes += count
+
+
+async def skip(receive: Receive) -> None:
+    """Pass over what is left of a refused body for a moment: closed at once, a client that is still
+    sending would see a reset and never the answer.
+    """
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(_SKIP_S):
+            while (await receive()).get("more_body", False):
+                pass
+
+
+def too_large() -> Problem:
+    """A body is."""
+    return Problem(413, f"a request may have {MAX_BODY} bytes", code="request_too_large")

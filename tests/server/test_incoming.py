@@ -1,0 +1,66 @@
+"""Bodies of requests within their bounds."""
+
+import asyncio
+
+import pytest
+
+from kvq.server import incoming
+from kvq.server.incoming import Incoming
+from kvq.server.problems import Problem
+
+
+def receive(*messages):
+    """An ASGI receiver that gives these and then the connection's end."""
+    left = [*messages, {"type": "http.disconnect"}]
+
+    async def next_message():
+        return left.pop(0)
+
+    return next_message
+
+
+def piece(body, more=False):
+    return {"type": "http.request", "body": body, "more_body": more}
+
+
+def read(body, *messages):
+    return asyncio.run(body.read(receive(*messages)))
+
+
+def test_a_body_is_read_whole_and_given_again():
+    again = read(Incoming().body(), piece(b"ab", True), piece(b"c"))
+    assert asyncio.run(again()) == piece(b"abc")
+    assert asyncio.run(again()) == {"type": "http.disconnect"}
+
+
+def test_a_client_that_goes_leaves_nothing():
+    assert read(Incoming().body(), piece(b"ab", True)) is None
+
+
+def test_all_bodies_share_their_room(monkeypatch):
+    monkeypatch.setattr(incoming, "MAX_BODY", 60)
+    line = Incoming(100)
+    first, second = line.body(), line.body()
+    read(first, piece(b"a" * 60))
+    with pytest.raises(Problem, match="have 90 bytes; try again later") as refused:
+        read(second, piece(b"a" * 30, True), piece(b"a" * 30))
+    assert refused.value.status == 503
+    assert refused.value.retry_after_s
+    first.release()
+    first.release()
+    second.release()
+    assert line.num_bytes == 0
+    with pytest.raises(Problem) as refused:
+        read(line.body(), piece(b"a" * 61))
+    assert refused.value.status == 413
+
+
+def test_a_slow_body_is_given_up(monkeypatch):
+    monkeypatch.setattr(incoming, "BODY_S", 0.01)
+
+    async def never():
+        await asyncio.sleep(60)
+
+    with pytest.raises(Problem) as refused:
+        asyncio.run(Incoming().body().read(never))
+    assert refused.value.status == 408
