@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 @click.option(
     "--max-kv-pressure", default=0.95, show_default=True, help="Share of live blocks that is borne."
 )
-@click.option("--max-concurrency-per-key", type=int, help="Requests at once of one API key.")
+@click.option("--max-concurrency-per-key", type=int, help="Sequences of one API key: prompts times results.")
 @click.option("--requests-per-minute", type=int, help="Of one API key.")
 @click.option("--tokens-per-minute", type=int, help="Of one API key; cached ones are free.")
 @engine_options

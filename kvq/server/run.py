@@ -7,6 +7,7 @@ import resource
 import signal
 import socket
 from collections.abc import Iterator
+from typing import Any
 
 import uvicorn
 
@@ -57,9 +58,6 @@ async def _serve(config: ServerConfig) -> None:
     folder = resolve_model(
         config.model, revision=options.pop("revision", None), token=options.pop("token", None)
     )
-    tokenizer = load_tokenizer(folder)
-    tools = ToolCalling.of(tokenizer, config.tool_call_parser)
-    _log.warning("tool calls: %s", tools.description)
     ended: asyncio.Future[str | None] = asyncio.get_running_loop().create_future()
 
     def end(reason: str | None = None) -> None:
@@ -68,12 +66,13 @@ async def _serve(config: ServerConfig) -> None:
 
     start = Start(model=str(folder), kv=config.kv, options=options, log=config.log)
     remote = Remote(start, watch=Watch(max_restarts=config.max_restarts), on_failed=end)
-    prompts = Prompts(
-        tokenizer,
-        is_text_template=tools.is_text_template,
-        max_tokens=lambda: None if remote.info is None else remote.info.max_context,
-    )
-    service = _service(config, remote, prompts, tools)
+    starting = asyncio.create_task(remote.start())
+    try:
+        service = _service(config, remote, await asyncio.to_thread(load_tokenizer, folder))
+    except BaseException:
+        await remote.close()
+        await asyncio.gather(starting, return_exceptions=True)
+        raise
     server = _Server(_uvicorn(config, service))
     service.metrics.watch(
         "kvq_http_connections", "Open connections.", lambda: len(server.server_state.connections)
@@ -81,7 +80,6 @@ async def _serve(config: ServerConfig) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, end)
     listening = asyncio.create_task(server.serve(sockets=[listener]))
-    starting = asyncio.create_task(remote.start())
     try:
         await asyncio.wait((starting, listening, ended), return_when=asyncio.FIRST_COMPLETED)
         if starting.done():
@@ -106,7 +104,14 @@ async def _serve(config: ServerConfig) -> None:
         await listening
 
 
-def _service(config: ServerConfig, remote: Remote, prompts: Prompts, tools: ToolCalling) -> Service:
+def _service(config: ServerConfig, remote: Remote, tokenizer: Any) -> Service:
+    tools = ToolCalling.of(tokenizer, config.tool_call_parser)
+    _log.warning("tool calls: %s", tools.description)
+    prompts = Prompts(
+        tokenizer,
+        is_text_template=tools.is_text_template,
+        max_tokens=lambda: None if remote.info is None else remote.info.max_context,
+    )
     admission = Admission(
         config.admission,
         config.tenants,

@@ -50,9 +50,16 @@ def logprobs(outputs):
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt_oss"])
-@pytest.mark.parametrize("kv", ["fp32", "int4"])
 @pytest.mark.parametrize(
-    "options", [{}, {"num_blocks": 24}, {"max_num_batched_tokens": 19, "max_num_seqs": 5}]
+    ("kv", "options"),
+    [
+        ("fp32", {}),
+        ("int4", {"num_blocks": 24}),
+        ("fp32", {"max_num_batched_tokens": 19, "max_num_seqs": 5}),
+        pytest.param("int4", {}, marks=pytest.mark.long),
+        pytest.param("fp32", {"num_blocks": 24}, marks=pytest.mark.long),
+        pytest.param("int4", {"max_num_batched_tokens": 19, "max_num_seqs": 5}, marks=pytest.mark.long),
+    ],
 )
 def test_requests_of_all_kinds_get_the_same(family, kv, options):
     model = pair(family)[0].with_kv(kv)

@@ -46,7 +46,9 @@ def test_fp32_blocks_give_the_perplexity_of_transformers_own_attention(tiny):
     assert row.perplexity == pytest.approx(math.exp(loss), rel=1e-5)
 
 
-@pytest.mark.parametrize("kv", ["fp32", "fp8", "int8", "int4"])
+@pytest.mark.parametrize(
+    "kv", ["fp32", *(pytest.param(x, marks=pytest.mark.long) for x in ("fp8", "int8")), "int4"]
+)
 def test_chunk_size_does_not_change_perplexity(tiny, kv):
     whole = measure_perplexity(tiny, [kv], TEXT, context=128, max_windows=2)[-1].perplexity
     for chunk in (1, 7, 64):

@@ -213,7 +213,7 @@ def test_the_end_does_not_wait_for_ever(server):
     [(status, _, raw)] = answers
     assert status == 200
     last = json.loads(raw.decode().strip().split("\n\n")[-1].removeprefix("data: "))
-    assert "engine ended" in last["error"]["message"]
+    assert "shutting down" in last["error"]["message"]
 
 
 @pytest.fixture

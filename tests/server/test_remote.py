@@ -161,10 +161,7 @@ def test_an_engine_that_cannot_be_built_says_why_and_is_not_tried_again(start, r
     "sent",
     [
         b"",
-        b"\x01",
         b"\xff\xff\xff\xff",
-        b"\x05\x00\x00\x00hello",
-        b"\x00\x00\x00\x10abc",
         encode(Ping(number=1)),
         encode(START)[:-1],
     ],

@@ -1,0 +1,37 @@
+"""The engine process's own part, without the process."""
+
+import socket
+
+import pytest
+
+from kvq.engine.core import EngineCore
+from kvq.engine.llm import build
+from kvq.engine.sampling.logprobs import TokenLogprobs
+from kvq.server import frames
+from kvq.server.frames import from_engine
+from kvq.server.measured import Memory
+from kvq.server.messages import Ended
+from kvq.server.worker import Worker
+
+
+@pytest.fixture(scope="module")
+def core():
+    model, config = build("tiny", "int4", {"num_blocks": 16})
+    core = EngineCore(model, config)
+    yield core
+    core.close()
+
+
+def test_log_probabilities_beyond_a_frame_fail_their_own_request(core, monkeypatch):
+    scored = [TokenLogprobs(token=5, logprob=-1.0, rank=1, top=((5, -1.0), (6, -2.0)))] * 100
+    monkeypatch.setattr(frames, "MAX_FRAME", 1000)
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        worker = Worker(theirs)
+        worker._ended = [Ended(number=1, prompt_logprobs=scored), Ended(number=2)]
+        worker._tell(core, Memory(core.model.weights.device))
+        stepped = from_engine().read(ours)
+    large, other = stepped.ended
+    assert (large.number, large.kind, large.prompt_logprobs) == (1, "request", None)
+    assert "can't be sent: a message of" in large.error
+    assert (other.number, other.error) == (2, None)
