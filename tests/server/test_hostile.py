@@ -7,18 +7,13 @@ from time import monotonic, sleep
 
 import pytest
 
-from tests.server.kit import Server
-
-OPTIONS = ("--kv", "int4", "--num-blocks", "64", "--max-num-seqs", "8")
-
 
 @pytest.fixture(scope="module")
-def server():
-    with Server(*OPTIONS) as running:
-        pid = running.engine_pid
-        yield running
-        assert running.engine_pid == pid, "the engine was restarted"
-        assert running.status("/health/deep") == 200
+def server(common_server):
+    pid = common_server.engine_pid
+    yield common_server
+    assert common_server.engine_pid == pid, "the engine was restarted"
+    assert common_server.status("/health/deep") == 200
 
 
 def talk(server, raw, timeout=20.0):

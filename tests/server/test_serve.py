@@ -21,9 +21,8 @@ OPTIONS = ("--kv", "int4", "--num-blocks", "128", "--max-num-seqs", "16")
 
 
 @pytest.fixture(scope="module")
-def server():
-    with Server(*OPTIONS) as running:
-        yield running
+def server(common_server):
+    return common_server
 
 
 @pytest.fixture(scope="module")

@@ -31,9 +31,8 @@ ASK |= {"max_tokens": 200}
 
 
 @pytest.fixture(scope="module")
-def client():
-    with Server(*OPTIONS, "--tool-call-parser", "hermes") as server:
-        yield openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0, timeout=60)
+def client(common_server):
+    return openai.OpenAI(base_url=common_server.url + "/v1", api_key="none", max_retries=0, timeout=60)
 
 
 def literally(text):
