@@ -116,7 +116,7 @@ class CompletionBody(Common):
         | Annotated[list[_Text], Field(min_length=1, max_length=MAX_PROMPTS)]
         | Annotated[list[_TokenIds], Field(min_length=1, max_length=MAX_PROMPTS)]
     )
-    max_tokens: _Count | None = 16
+    max_tokens: Annotated[int, Field(strict=True, ge=0, le=1 << 30), WHOLE] | None = 16
     best_of: _Samples | None = None
     logprobs: _Logprobs | None = None
     echo: Flag = False

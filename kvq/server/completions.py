@@ -27,6 +27,8 @@ class Completion:
             raise Problem(
                 400, "best_of, and echo with logprobs, are known only at the end; don't stream them"
             )
+        if body.max_tokens == 0 and (body.stream or not body.echo):
+            raise Problem(400, "max_tokens 0 only scores: with echo, not streamed", param="max_tokens")
         self._service = service
         self._body = body
         self._tenant = tenant
@@ -52,7 +54,11 @@ class Completion:
         for i, (found, ended) in enumerate(per_prompt):
             usage.take(ended)
             for j, choice in enumerate(found):
+                if self._body.max_tokens == 0:
+                    choice = Choice(text=await self._text(prompts[i]), finish_reason="length")
                 choices.append(self._choice(i * self._body.n + j, choice, prompts[i], ended))
+        if self._body.max_tokens == 0:
+            usage.completion = 0
         return self._head.body("text_completion") | {"choices": choices, "usage": usage.body()}
 
     async def chunks(self) -> AsyncGenerator[dict[str, Any]]:
@@ -91,6 +97,10 @@ class Completion:
 
     async def _tokens(self, prompt: str | list[int]) -> list[int]:
         return await self._service.prompts.tokenize(prompt) if isinstance(prompt, str) else prompt
+
+    async def _text(self, prompt: list[int]) -> str:
+        given = self._body.prompt
+        return given if isinstance(given, str) else await self._service.prompts.detokenize(prompt)
 
     def _choice(self, index: int, choice: Choice, prompt: list[int], ended: Ended) -> dict[str, Any]:
         logprobs = None

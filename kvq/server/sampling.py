@@ -12,14 +12,18 @@ from kvq.server.problems import Problem
 
 
 def completion_params(body: CompletionBody) -> SamplingParams:
-    """Raises Problem: a parameter that the engine does not take."""
+    """With `max_tokens` 0 a token is generated that nobody sees: the engine makes at least one.
+
+    Raises:
+        Problem: a parameter that the engine does not take.
+    """
     return _params(
         body,
-        max_tokens=body.max_tokens,
+        max_tokens=1 if body.max_tokens == 0 else body.max_tokens,
         best_of=body.best_of,
         logprobs=body.logprobs,
         prompt_logprobs=body.logprobs if body.echo and body.logprobs is not None else None,
-        echo=body.echo,
+        echo=body.echo and body.max_tokens != 0,
     )
 
 

@@ -114,6 +114,20 @@ def test_logprobs_and_echo_score_a_prompt(client, expected):
     assert "".join(found.logprobs.tokens) == found.text
 
 
+def test_no_tokens_at_all_score_a_prompt(client):
+    options = {"model": "tiny", "echo": True, "logprobs": 1, "temperature": 0}
+    tokens = client.completions.create(prompt=PROMPT, max_tokens=1, **options)
+    for prompt in (PROMPT, client.post("/../tokenize", body={"prompt": PROMPT}, cast_to=object)["tokens"]):
+        scored = client.completions.create(prompt=prompt, max_tokens=0, **options)
+        assert scored.choices[0].text == PROMPT
+        assert scored.choices[0].finish_reason == "length"
+        assert scored.choices[0].logprobs.token_logprobs == tokens.choices[0].logprobs.token_logprobs[:-1]
+        assert scored.usage.completion_tokens == 0
+    for wrong in ({"echo": False}, {"stream": True, "logprobs": None}):
+        with pytest.raises(openai.BadRequestError, match="max_tokens 0 only scores"):
+            client.completions.create(prompt=PROMPT, max_tokens=0, **(options | wrong))
+
+
 def test_text_ends_before_stop_strings(client):
     options = {"model": "tiny", "prompt": PROMPT, "max_tokens": 40, "temperature": 0}
     text = client.completions.create(**options).choices[0].text
