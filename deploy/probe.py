@@ -1,28 +1,42 @@
 #!/usr/bin/env -S python3 -I
 """Exit status 0 if the server in this container answers 200: `kvq-probe PATH [FILE OF KEYS]`.
 
+KVQ_PROBE_URL tells where it listens, if not on http://127.0.0.1:8000. Over HTTPS its certificate is not
+looked at: it names the service and not this container.
+
 Probes of orchestrators can't carry a secret, and every route but /health/live needs a key.
 """
 
+import os
+import ssl
 import sys
 import urllib.error
 import urllib.request
 from pathlib import Path
 
 
-def main(path: str, keys: str | None = None, port: str = "8000") -> int:
+def main(path: str, keys: str | None = None) -> int:
     """Ask once."""
-    request = urllib.request.Request(f"http://127.0.0.1:{port}{path}")
-    if keys is not None:
-        request.add_header("Authorization", f"Bearer {Path(keys).read_text(encoding='utf8').split()[0]}")
+    url = os.environ.get("KVQ_PROBE_URL", "http://127.0.0.1:8000")
+    request = urllib.request.Request(url + path)
+    context = ssl.create_default_context()
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     try:
-        with urllib.request.urlopen(request, timeout=4) as answer:
+        if keys is not None:
+            request.add_header("Authorization", f"Bearer {first_key(keys)}")
+        with urllib.request.urlopen(request, timeout=4, context=context) as answer:
             return int(answer.status != 200)
     except urllib.error.HTTPError as error:
         print(error.read(1000).decode(errors="replace"), file=sys.stderr)
     except OSError as error:
         print(error, file=sys.stderr)
     return 1
+
+
+def first_key(path: str) -> str:
+    """As the server reads them: one a line, comments passed over."""
+    lines = [line.strip() for line in Path(path).read_text(encoding="utf8").splitlines()]
+    return next((line for line in lines if line and not line.startswith("#")), "")
 
 
 if __name__ == "__main__":

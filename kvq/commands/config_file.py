@@ -36,11 +36,18 @@ def _load(context: click.Context, _: click.Parameter, path: Path | None) -> None
             raise ConfigError(
                 f"{path}: unknown option {key!r}{nearest(name, sorted(names)) or '; see --help for all'}"
             )
+        if value is None:  # nothing behind the colon
+            continue
         if isinstance(value, dict):
             raise ConfigError(f"{path}: {key} must be a value or a list, got a mapping")
         parameter = names[name]
         is_single = parameter.multiple and not isinstance(value, list)
-        defaults[str(parameter.name)] = [value] if is_single else value
+        value = [value] if is_single else value
+        try:
+            parameter.type_cast_value(context, value)
+        except click.BadParameter as error:
+            raise ConfigError(f"{path}: {key}: {error.message}") from error
+        defaults[str(parameter.name)] = value
     context.default_map = defaults
 
 

@@ -47,7 +47,8 @@ class EngineConfig:
                 _check(name, getattr(self, name), 1, 1 << 31)
         if self.num_blocks is not None and self.kv_memory is not None:
             raise ConfigError("num_blocks and kv_memory both size the pool; give one of them")
-        if self.swap_folder is not None and not parse_bytes(self.swap_memory, "swap_memory"):
+        swap_bytes = parse_bytes(self.swap_memory, "swap_memory")
+        if self.swap_folder is not None and not swap_bytes:
             raise ConfigError("swap_folder needs swap_memory, the bytes that it may hold, such as '4GiB'")
         for name in ("prefix_caching", "async_scheduling"):
             if not isinstance(getattr(self, name), bool | None):
@@ -57,6 +58,9 @@ class EngineConfig:
         for name in ("memory_fraction", "itl_slo_s", "ttft_slo_s"):
             if getattr(self, name) is not None:
                 _check_number(name, getattr(self, name))
+        for name in ("itl_slo_s", "ttft_slo_s"):
+            if getattr(self, name) is not None and not getattr(self, name) > 0:
+                raise ConfigError(f"{name} must be above 0 seconds, got {getattr(self, name)}")
         if self.memory_fraction is not None and not 0 < self.memory_fraction <= 1:
             raise ConfigError(f"memory_fraction must be above 0 and at most 1, got {self.memory_fraction}")
         if not 0 <= self.reserve_fraction < 1:

@@ -197,6 +197,10 @@ class Admission:
             self._queued.discard(entry)
             self._overcommit = self._overcommit - entry.share if self._queued else 0.0
 
+    def check_fits(self, tokens: list[int], params: SamplingParams, info: Ready) -> None:
+        """Raise Problem, with 400, if a prompt can never fit."""
+        self._measure(tokens, params, info)
+
     def started(self, entry: Queued) -> None:
         """It has its first token."""
         if self._begin(entry):
@@ -241,7 +245,8 @@ class Admission:
         try:
             most = resolve_max_tokens(request, info.shape, info.scheduler)
         except RequestError as error:
-            raise Problem(400, str(error)) from error
+            is_long = len(tokens) + (params.max_tokens or 1) > info.max_context
+            raise Problem(400, str(error), code="context_length_exceeded" if is_long else None) from error
         need = worst_case(request, most, info.shape, info.scheduler.max_num_batched_tokens)
         shares = [blocks / total for blocks, total in zip(need, info.shape.num_blocks, strict=True)]
         return Queued(len(tokens), max(shares))

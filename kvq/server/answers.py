@@ -1,6 +1,6 @@
 """The engine's messages as OpenAI's objects."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from time import time
 from typing import Any
@@ -8,8 +8,8 @@ from uuid import uuid4
 
 from kvq.engine import TokenLogprobs
 from kvq.server.messages import Delta, Ended
+from kvq.server.token_texts import TokenTexts
 
-TokenText = Callable[[int], str]
 _REASONS = {"cancelled": "stop", "error": "error"}
 
 
@@ -80,33 +80,31 @@ def reason_of(delta: Delta) -> str | None:
 
 
 def completion_logprobs(
-    ids: Sequence[int], entries: Sequence[TokenLogprobs | None], start: int, text_of: TokenText
+    ids: Sequence[int], entries: Sequence[TokenLogprobs | None], start: int, texts: TokenTexts
 ) -> dict[str, Any]:
     """Of tokens whose text begins at character `start`; the first token of a prompt has none."""
     tokens, values, tops, offsets = [], [], [], []
     for token, entry in zip(ids, entries, strict=True):
-        text = text_of(token)
-        tokens.append(text)
+        tokens.append(texts.text(token))
         values.append(None if entry is None else _finite(entry.logprob))
-        tops.append(None if entry is None else {text_of(t): _finite(value) for t, value in entry.top})
+        tops.append(None if entry is None else {texts.text(t): _finite(value) for t, value in entry.top})
         offsets.append(start)
-        start += len(text)
+        start += sum(byte & 0xC0 != 0x80 for byte in texts.raw(token))  # characters that begin in it
     return {"tokens": tokens, "token_logprobs": values, "top_logprobs": tops, "text_offset": offsets}
 
 
-def chat_logprobs(entries: Sequence[TokenLogprobs], text_of: TokenText) -> dict[str, Any]:
+def chat_logprobs(entries: Sequence[TokenLogprobs], texts: TokenTexts) -> dict[str, Any]:
     """Of a message's tokens."""
-    return {"content": [_chat_token(entry, text_of) for entry in entries], "refusal": None}
+    return {"content": [_chat_token(entry, texts) for entry in entries], "refusal": None}
 
 
-def _chat_token(entry: TokenLogprobs, text_of: TokenText) -> dict[str, Any]:
-    tops = [_named(token, value, text_of) for token, value in entry.top]
-    return _named(entry.token, entry.logprob, text_of) | {"top_logprobs": tops}
+def _chat_token(entry: TokenLogprobs, texts: TokenTexts) -> dict[str, Any]:
+    tops = [_named(token, value, texts) for token, value in entry.top]
+    return _named(entry.token, entry.logprob, texts) | {"top_logprobs": tops}
 
 
-def _named(token: int, logprob: float, text_of: TokenText) -> dict[str, Any]:
-    text = text_of(token)
-    return {"token": text, "logprob": _finite(logprob), "bytes": list(text.encode())}
+def _named(token: int, logprob: float, texts: TokenTexts) -> dict[str, Any]:
+    return {"token": texts.text(token), "logprob": _finite(logprob), "bytes": list(texts.raw(token))}
 
 
 def _finite(value: float) -> float:

@@ -34,7 +34,14 @@ _GENERATING = ("/v1/completions", "/v1/chat/completions", ANTHROPIC_PATH)
 def create_app(service: Service, access: Access | None = None) -> FastAPI:
     """The application over a service. With API keys every route but `/health/live` needs one of them."""
     access = access or Access()
-    app = FastAPI(title="kvq", version=__version__, docs_url=None, redoc_url=None, strict_content_type=False)
+    app = FastAPI(
+        title="kvq",
+        version=__version__,
+        docs_url=None,
+        redoc_url=None,
+        redirect_slashes=False,
+        strict_content_type=False,
+    )
     app.router.route_class = JsonRoute
     created = int(time())
 
@@ -58,9 +65,11 @@ def create_app(service: Service, access: Access | None = None) -> FastAPI:
     @app.post("/tokenize", responses={200: {"model": answer_types.Tokens}})
     async def tokenize(request: Request, body: TokenizeBody) -> dict[str, Any]:
         service.check_model(body.model)
-        with service.admission.enter_aside(tenant(request)):
+        with service.aside(tenant(request)):
             if body.messages is not None:
-                tokens = await service.counting.chat(body.messages, add_generation_prompt=True)
+                tokens = await service.counting.chat(
+                    body.messages, add_generation_prompt=body.add_generation_prompt
+                )
             else:
                 tokens = await service.counting.tokenize(body.prompt or "", special=body.add_special_tokens)
         info = service.remote.info
@@ -72,7 +81,7 @@ def create_app(service: Service, access: Access | None = None) -> FastAPI:
         info = service.remote.info
         if info is not None and body.tokens and max(body.tokens) >= info.vocab_size:
             raise Problem(400, f"token ids go up to {info.vocab_size - 1}", param="tokens")
-        with service.admission.enter_aside(tenant(request)):
+        with service.aside(tenant(request)):
             return {"prompt": await service.counting.detokenize(body.tokens)}
 
     @app.get("/metrics", response_class=PlainTextResponse)
@@ -87,7 +96,11 @@ def create_app(service: Service, access: Access | None = None) -> FastAPI:
     app.add_middleware(Guard, access=access, check=partial(_check_arrival, service))
     if access.origins:  # around the guard, since browsers send no key when they ask whether they may
         app.add_middleware(
-            CORSMiddleware, allow_origins=sorted(access.origins), allow_methods=["*"], allow_headers=["*"]
+            CORSMiddleware,
+            allow_origins=sorted(access.origins),
+            allow_methods=["*"],
+            allow_headers=["*"],
+            expose_headers=["x-request-id", "retry-after"],
         )
     return app
 

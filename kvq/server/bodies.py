@@ -19,6 +19,7 @@ _Text = Annotated[str, Field(max_length=4 << 20)]
 _Name = Annotated[str, Field(max_length=1024)]
 _Penalty = Annotated[Real, Field(ge=-100, le=100)]
 _Count = Annotated[int, Field(strict=True, ge=1, le=1 << 30), WHOLE]
+_TopK = Annotated[int, Field(strict=True, ge=-1, le=1 << 30), WHOLE]  # -1 and 0: all, as elsewhere
 _Samples = Annotated[int, Field(strict=True, ge=1, le=MAX_SAMPLES), WHOLE]
 _Logprobs = Annotated[int, Field(strict=True, ge=0, le=MAX_LOGPROBS), WHOLE]
 _Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
@@ -40,6 +41,7 @@ def _few(given: Any) -> Any:
     return given
 
 
+_Choices = Annotated[list[_Text], Field(min_length=1, max_length=1024)]
 _Biases = Annotated[dict[_Biased, _Penalty], BeforeValidator(_few), Field(max_length=MAX_BIASES)]
 
 
@@ -71,6 +73,18 @@ class ResponseFormat(BaseModel):
         return self
 
 
+class StructuredOutputs(BaseModel):
+    """The same constraints as the `guided_*` fields, as vLLM has them now."""
+
+    model_config = ConfigDict(extra="forbid")  # a constraint that is passed over is none
+
+    definition: JsonObject | _Text | None = Field(default=None, alias="json")
+    regex: _Text | None = None
+    choice: _Choices | None = None
+    grammar: _Text | None = None
+    json_object: Flag | None = None
+
+
 class Common(BaseModel):
     """Of completions and chat. A field that is null counts as left out, as it does elsewhere."""
 
@@ -89,7 +103,7 @@ class Common(BaseModel):
     service_tier: Literal["auto", "default", "flex", "scale", "priority"] | None = None
     priority: Literal["interactive", "batch"] | None = None
     # The engine's own
-    top_k: _Count | None = None
+    top_k: _TopK | None = None
     min_p: Annotated[Real, Field(ge=0, le=1)] = 0.0
     repetition_penalty: Annotated[Real, Field(ge=0.01, le=100)] = 1.0
     min_tokens: Annotated[int, Field(strict=True, ge=0, le=1 << 30), WHOLE] = 0
@@ -97,9 +111,11 @@ class Common(BaseModel):
     stop_token_ids: Annotated[list[_TokenId], Field(max_length=MAX_STOPS)] = []
     include_stop_str_in_output: Flag = False
     skip_special_tokens: Flag = True
+    guided_json: JsonObject | _Text | None = None  # or its text
     guided_regex: _Text | None = None
-    guided_choice: Annotated[list[_Text], Field(min_length=1, max_length=1024)] | None = None
+    guided_choice: _Choices | None = None
     guided_grammar: _Text | None = None
+    structured_outputs: StructuredOutputs | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -158,7 +174,15 @@ class ChatBody(Common):
     tool_choice: ToolChoices | None = None
     parallel_tool_calls: Flag = True
     add_generation_prompt: Flag = True
+    continue_final_message: Flag = False
     chat_template_kwargs: Annotated[JsonObject, Field(max_length=64)] | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _uses_tools(cls, data: Any) -> Any:
+        if isinstance(data, dict) and (data.get("functions") or data.get("function_call")):
+            raise ValueError("functions are not supported; use tools")
+        return data
 
     @field_validator("chat_template_kwargs")
     @classmethod
@@ -175,6 +199,7 @@ class TokenizeBody(BaseModel):
     prompt: _Text | None = None
     messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES)] | None = None
     add_special_tokens: Flag = True
+    add_generation_prompt: Flag = True
 
     @model_validator(mode="after")
     def _has_one(self) -> "TokenizeBody":

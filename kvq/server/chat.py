@@ -1,5 +1,6 @@
 """`POST /v1/chat/completions`."""
 
+import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
@@ -38,6 +39,11 @@ class Chat:
         """As many as results."""
         return self._params.num_sequences
 
+    @property
+    def is_heavy(self) -> bool:
+        """With log-probabilities."""
+        return self._body.logprobs
+
     async def answer(self) -> dict[str, Any]:
         """The whole answer.
 
@@ -47,10 +53,8 @@ class Chat:
         choices, ended = await collect(await self._stream(), self._params)
         usage = Usage()
         usage.take(ended)
-        return self._head.body("chat.completion") | {
-            "choices": [self._choice(i, choice) for i, choice in enumerate(choices)],
-            "usage": usage.body(),
-        }
+        done = await asyncio.to_thread(self._choices, choices) if self.is_heavy else self._choices(choices)
+        return self._head.body("chat.completion") | {"choices": done, "usage": usage.body()}
 
     async def chunks(self) -> AsyncGenerator[dict[str, Any]]:
         """The answer in pieces, as they come.
@@ -77,7 +81,10 @@ class Chat:
 
     async def _stream(self) -> AsyncGenerator[Delta | Ended]:
         body = self._body
-        options = {"tools": template_tools(body), "add_generation_prompt": body.add_generation_prompt}
+        options: dict[str, Any] = {"tools": template_tools(body)}
+        options["add_generation_prompt"] = body.add_generation_prompt and not body.continue_final_message
+        if body.continue_final_message:
+            options["continue_final_message"] = True
         tokens = await self._service.prompts.chat(
             body.messages, **((body.chat_template_kwargs or {}) | options)
         )
@@ -86,9 +93,12 @@ class Chat:
     def _reading(self) -> Reading:
         return Reading(None if self._offer is None else self._offer.parser())
 
+    def _choices(self, choices: list[Choice]) -> list[dict[str, Any]]:
+        return [self._choice(i, choice) for i, choice in enumerate(choices)]
+
     def _choice(self, index: int, choice: Choice) -> dict[str, Any]:
         logprobs = (
-            chat_logprobs(choice.logprobs, self._service.prompts.token) if self._body.logprobs else None
+            chat_logprobs(choice.logprobs, self._service.prompts.texts) if self._body.logprobs else None
         )
         reading = self._reading()
         message = reading.message(choice.text)
@@ -102,7 +112,7 @@ class Chat:
     def _piece(self, delta: Delta, first: dict[str, Any], reading: Reading) -> dict[str, Any]:
         logprobs = None
         if delta.logprobs is not None:
-            logprobs = chat_logprobs(delta.logprobs, self._service.prompts.token)
+            logprobs = chat_logprobs(delta.logprobs, self._service.prompts.texts)
         added = reading.delta(delta)
         return {
             "index": delta.index,

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from kvq.cache.memory import available_bytes
-from kvq.engine.config import EngineConfig
+from kvq.engine.config import EngineConfig, parse_bytes
 from kvq.engine.memory import pool_blocks
 from kvq.errors import ConfigError, KVQError
 from kvq.formats import KVRecipe
@@ -69,7 +69,7 @@ def check_config(config: ServerConfig) -> list[Finding]:
         facts = _facts(config)
     except KVQError as error:
         return [*findings, Finding(level="error", text=f"model: {error}")]
-    for check in (_memory, _prefill, _template):
+    for check in (_context, _memory, _prefill, _template):
         findings += check(facts)
     return findings
 
@@ -118,6 +118,13 @@ def _recipe(kv: str, size: int, geometry: ModelGeometry) -> KVRecipe:
     return KVRecipe.load(name) if name.endswith(".json") else KVRecipe.uniform(name, geometry.head_dims)
 
 
+def _context(facts: _Facts) -> Iterator[Finding]:
+    asked, most = facts.engine.max_context, facts.geometry.max_context
+    if asked is not None and asked > most:
+        text = f"context: --max-model-len {asked} is above the model's {most}, which counts"
+        yield Finding(level="warning", text=text)
+
+
 def _memory(facts: _Facts) -> Iterator[Finding]:
     engine, layout, context = facts.engine, facts.layout, facts.max_context
     free = available_bytes(facts.device)
@@ -141,6 +148,10 @@ def _memory(facts: _Facts) -> Iterator[Finding]:
         yield Finding(level="error", text=f"memory: {total} are more than the {_gib(free)} that are free")
     else:
         yield Finding(level="ok", text=f"memory: {total} of {'?' if free is None else _gib(free)} free")
+    asked = engine.kv_memory
+    if asked is not None and pool < 0.9 * parse_bytes(asked, "kv_memory"):
+        text = f"memory: of --kv-memory {asked} no more could be used by {engine.max_num_seqs} sequences"
+        yield Finding(level="ok", text=text)
     tokens = min(blocks) * layout.block_size
     if tokens < context:
         yield Finding(

@@ -1,7 +1,9 @@
 """`POST /v1/completions`."""
 
+import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from functools import partial
 from typing import Any
 
 from kvq.engine import SamplingParams
@@ -41,6 +43,11 @@ class Completion:
         prompts = 1 if isinstance(given, str) or isinstance(given[0], int) else len(given)
         return prompts * self._params.num_sequences
 
+    @property
+    def is_heavy(self) -> bool:
+        """With log-probabilities."""
+        return self._body.logprobs is not None
+
     async def answer(self) -> dict[str, Any]:
         """The whole answer.
 
@@ -50,15 +57,14 @@ class Completion:
         prompts = await self._prompts()
         per_prompt = await all_of([self._complete(tokens) for tokens in prompts])
         usage = Usage()
-        choices = []
-        for i, (found, ended) in enumerate(per_prompt):
+        for tokens, (found, ended) in zip(prompts, per_prompt, strict=True):
             usage.take(ended)
-            for j, choice in enumerate(found):
-                if self._body.max_tokens == 0:
-                    choice = Choice(text=await self._text(prompts[i]), finish_reason="length")
-                choices.append(self._choice(i * self._body.n + j, choice, prompts[i], ended))
+            if self._body.max_tokens == 0:
+                found[:] = [Choice(text=await self._text(tokens), finish_reason="length")] * len(found)
         if self._body.max_tokens == 0:
             usage.completion = 0
+        build = partial(self._choices, prompts, per_prompt)
+        choices = await asyncio.to_thread(build) if self.is_heavy else build()
         return self._head.body("text_completion") | {"choices": choices, "usage": usage.body()}
 
     async def chunks(self) -> AsyncGenerator[dict[str, Any]]:
@@ -93,7 +99,10 @@ class Completion:
         given: Any = self._body.prompt
         if isinstance(given, str) or isinstance(given[0], int):
             given = [given]
-        return [await self._tokens(prompt) for prompt in given]
+        prompts = [await self._tokens(prompt) for prompt in given]
+        for i, tokens in enumerate(prompts):
+            self._service.check_prompt(tokens, self._params, "prompt" if len(prompts) == 1 else f"prompt.{i}")
+        return prompts
 
     async def _tokens(self, prompt: str | list[int]) -> list[int]:
         return await self._service.prompts.tokenize(prompt) if isinstance(prompt, str) else prompt
@@ -102,13 +111,22 @@ class Completion:
         given = self._body.prompt
         return given if isinstance(given, str) else await self._service.prompts.detokenize(prompt)
 
+    def _choices(
+        self, prompts: list[list[int]], per_prompt: list[tuple[list[Choice], Ended]]
+    ) -> list[dict[str, Any]]:
+        return [
+            self._choice(i * self._body.n + j, choice, prompts[i], ended)
+            for i, (found, ended) in enumerate(per_prompt)
+            for j, choice in enumerate(found)
+        ]
+
     def _choice(self, index: int, choice: Choice, prompt: list[int], ended: Ended) -> dict[str, Any]:
         logprobs = None
         if self._body.logprobs is not None:
             before = ended.prompt_logprobs or []
             ids = [*(prompt if before else ()), *choice.token_ids]
             entries = [*before, *choice.logprobs]
-            logprobs = completion_logprobs(ids, entries, 0, self._service.prompts.token)
+            logprobs = completion_logprobs(ids, entries, 0, self._service.prompts.texts)
         return {
             "index": index,
             "text": choice.text,
@@ -119,8 +137,8 @@ class Completion:
     def _piece(self, index: int, delta: Delta, offset: int) -> dict[str, Any]:
         logprobs = None
         if delta.logprobs is not None:
-            text_of = self._service.prompts.token
-            logprobs = completion_logprobs(delta.token_ids, delta.logprobs, offset, text_of)
+            texts = self._service.prompts.texts
+            logprobs = completion_logprobs(delta.token_ids, delta.logprobs, offset, texts)
         return {
             "index": index,
             "text": delta.text,

@@ -72,7 +72,12 @@ class ServerConfig:
     @property
     def name(self) -> str:
         """The model's, as clients see it."""
-        return self.served_model_name or self.model.rstrip("/").rsplit("/", 1)[-1]
+        return self.served_model_name or name_of(self.model)
+
+
+def name_of(model: str) -> str:
+    """A model's name for clients: of a folder or a hub's repository its last part."""
+    return Path(model).resolve().name if Path(model).is_dir() else model.rsplit("/", 1)[-1]
 
 
 def allowed_hosts(host: str, given: tuple[str, ...]) -> frozenset[str] | None:

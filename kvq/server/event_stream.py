@@ -11,6 +11,7 @@ from starlette.types import Receive, Scope, Send
 
 from kvq.server.dialects import OPENAI, Dialect
 from kvq.server.problems import Problem, failed
+from kvq.server.whole_answer import cut_off
 
 _log = logging.getLogger("kvq")
 MAX_BEHIND = 24 << 10  # bytes; as much again may lie in the connection, beside its own 8 KiB
@@ -70,7 +71,7 @@ class EventStream(Response):
                     self._put(self._dialect.event(chunk))
             self._put(self._dialect.done)
         except TimeoutError:
-            self._cut(scope)
+            cut_off(scope, self._on_cut)
         except Problem as problem:
             self._put_error(problem)
         except Exception as error:  # noqa: BLE001 - the answer has begun, so its reader is told in it
@@ -109,12 +110,6 @@ class EventStream(Response):
 
     def _put_error(self, problem: Problem) -> None:
         self._put(self._dialect.event(self._dialect.error(problem)))
-
-    def _cut(self, scope: Scope) -> None:
-        self._on_cut()
-        transport = scope.get("state", {}).get("kvq_transport")
-        if transport is not None:
-            transport.abort()
 
 
 async def _gone(receive: Receive) -> None:

@@ -31,7 +31,7 @@ class Access:
 
     api_keys: tuple[str, ...] = ()  # the tenants, by their place
     hosts: frozenset[str] | None = None  # names this server is called by, without ports; None: any
-    origins: frozenset[str] = frozenset()  # pages of other origins that may call it, such as https://a.org
+    origins: frozenset[str] = frozenset()  # of pages that may call it, such as https://a.org; * for all
 
     def __post_init__(self) -> None:
         for origin in self.origins:
@@ -73,7 +73,7 @@ class Guard:
                 await response(scope, receive, answer.send)
                 return
             if whole is not None:
-                await self._app(scope, whole, answer.send)
+                await self._app(_with_get(scope), whole, answer.send)
         finally:
             body.release()
             route = getattr(scope.get("route"), "path", None)
@@ -100,7 +100,8 @@ class Guard:
                 code="host_not_allowed",
             )
         origin = headers.get(b"origin", b"").decode("latin-1")
-        if origin and origin not in self._access.origins and _netloc(origin) != host:
+        origins = self._access.origins
+        if origin and "*" not in origins and origin not in origins and _netloc(origin) != host:
             raise Problem(403, "pages of other origins may not call this server; see --allow-origin")
         scope["kvq_tenant"] = self._tenant(scope["path"], headers)
         if b"transfer-encoding" in headers and b"content-length" in headers:
@@ -142,6 +143,11 @@ class _Answer:
             self.status = message["status"]
             message["headers"] = [*message.get("headers", ()), (b"x-request-id", self.request_id.encode())]
         await self._send(message)
+
+
+def _with_get(scope: Scope) -> Scope:
+    """HEAD is GET whose body the connection leaves out."""
+    return {**scope, "method": "GET"} if scope["method"] == "HEAD" else scope
 
 
 def as_response(problem: Problem, path: str) -> JSONResponse:

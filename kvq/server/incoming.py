@@ -9,6 +9,7 @@ from kvq.server.problems import Problem, unavailable
 
 MAX_BODY = 8 << 20  # bytes
 MAX_BODIES = 256 << 20  # bytes, of all requests that are not yet answered
+FREE = 64 << 10  # bytes of each body that don't count: nobody's large ones shut out small ones
 BODY_S = 30.0  # for a body to arrive
 _SKIP_S = 1.0
 
@@ -36,7 +37,7 @@ class Body:
 
     def __init__(self, incoming: Incoming) -> None:
         self._incoming = incoming
-        self._num_bytes = 0
+        self._num_bytes = 0  # that count
 
     async def read(self, receive: Receive) -> Receive | None:
         """Read it within its bounds; returns what reads it again, and then the connection's end;
@@ -56,8 +57,8 @@ class Body:
                     more = message.get("more_body", False)
                     if len(body) + len(piece) > MAX_BODY:
                         raise too_large()
-                    self._take(len(piece))
                     body += piece
+                    self._take(max(0, len(body) - FREE))
         except TimeoutError as error:
             raise Problem(408, f"the body did not arrive within {BODY_S:g} s") from error
         whole: list[Message] = [{"type": "http.request", "body": bytes(body), "more_body": False}]
@@ -72,9 +73,9 @@ class Body:
         self._incoming.num_bytes -= self._num_bytes
         self._num_bytes = 0
 
-    def _take(self, count: int) -> None:
-        self._incoming.take(count)
-        self._num_bytes += count
+    def _take(self, num_bytes: int) -> None:
+        self._incoming.take(num_bytes - self._num_bytes)
+        self._num_bytes = num_bytes
 
 
 async def skip(receive: Receive) -> None:

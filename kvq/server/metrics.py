@@ -31,13 +31,17 @@ class Metrics:
 
     def ended(self, ended: Ended) -> None:
         """A request ended at the engine."""
-        self.count("success" if ended.error is None else "error")
+        failed = {"request": "invalid", "busy": "refused"}.get(ended.kind or "", "error")
+        self.count("success" if ended.error is None else failed)
         values = values_of(ended)
         for names in self._names:
             names.observe(values)
 
     def count(self, status: str) -> None:
-        """A request ended: success, error, cancelled, refused."""
+        """A request ended: success, error, cancelled, timeout; invalid, limited or refused before it began.
+
+        What is no request of the API at all, or has a value out of its bounds, is not counted.
+        """
         for names in self._names:
             names.count(status)
 

@@ -12,6 +12,7 @@ from kvq.errors import RequestError, first_lines
 from kvq.models.unicode import check_unicode
 from kvq.server.bodies import ChatMessage
 from kvq.server.problems import Problem, unavailable
+from kvq.server.token_texts import TokenTexts
 
 T = TypeVar("T")
 _DEADLINE_S = 30.0  # for a template or a tokenizer
@@ -44,6 +45,7 @@ class Prompts:
         `deadline_s`: for one prompt, the wait for a free thread included. `max_tokens` tells what fits
         the model: a text that has more tokens however it is cut is refused by its length.
         """
+        self.texts = TokenTexts(tokenizer)
         self._tokenizer = tokenizer
         self._deadline_s = deadline_s
         self._max_tokens = max_tokens
@@ -95,11 +97,6 @@ class Prompts:
     async def detokenize(self, tokens: list[int]) -> str:
         """The text of token ids, special tokens included."""
         return await self._run(partial(self._tokenizer.decode, tokens))
-
-    def token(self, token_id: int) -> str:
-        """What one token is alone; bytes that are no whole character as a replacement character."""
-        text: str = self._tokenizer.decode([token_id])
-        return text
 
     def close(self) -> None:
         """End the threads."""

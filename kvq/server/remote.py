@@ -212,7 +212,11 @@ class Remote:
 
     async def _live_once(self) -> None:
         self._delay_s = max(2 * self._delay_s, _FIRST_DELAY_S)  # unless it becomes ready
-        process = self._process = await self._spawn()
+        try:
+            process = self._process = await self._spawn()
+        except OSError as error:  # no memory, no descriptors
+            _log.error("no engine process can be started: %s", error)
+            return
         try:
             await self._serve(process)
         except (EngineError, TimeoutError) as error:
@@ -263,7 +267,8 @@ class Remote:
         ours, theirs = socket.socketpair()
         with theirs:
             popen = subprocess.Popen(
-                [sys.executable, "-m", "kvq.server.worker", str(theirs.fileno())],
+                # -P: no module of the working directory, which may be a model's, goes before the library's
+                [sys.executable, "-P", "-m", "kvq.server.worker", str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
             )

@@ -1,16 +1,19 @@
 """From a call's answer to HTTP: whole or as server-sent events, for as long as somebody reads it."""
 
+import asyncio
 import contextlib
 from collections.abc import AsyncGenerator
 from typing import Any, Protocol
 
+import msgspec
 from fastapi import Request
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import Response
 
 from kvq.server.dialects import dialect_of
 from kvq.server.event_stream import EventStream
 from kvq.server.service import Service
 from kvq.server.streams import first_of, while_connected
+from kvq.server.whole_answer import WholeAnswer
 
 
 class Call(Protocol):
@@ -19,6 +22,10 @@ class Call(Protocol):
     @property
     def num_sequences(self) -> int:
         """How many it generates."""
+
+    @property
+    def is_heavy(self) -> bool:
+        """Whether its whole answer may take long to encode, as log-probabilities do."""
 
     async def answer(self) -> dict[str, Any]:
         """The whole answer. Raises Problem: it can't be served, or failed."""
@@ -40,13 +47,19 @@ async def respond(request: Request, service: Service, call: Call, *, stream: boo
     """
     with contextlib.ExitStack() as stack:
         stack.enter_context(service.enter(tenant(request), call.num_sequences))
+        cut = service.metrics.cut
         if stream:
             chunks = await while_connected(request, first_of(call.chunks()))
             if chunks is not None:
-                dialect, cut = dialect_of(request.url.path), service.metrics.cut
+                dialect = dialect_of(request.url.path)
                 return EventStream(chunks, dialect, on_cut=cut, on_end=stack.pop_all().close)
         else:
-            body = await while_connected(request, call.answer())
-            if body is not None:
-                return JSONResponse(body)
+            content = await while_connected(request, _encoded(call))
+            if content is not None:
+                return WholeAnswer(content, on_cut=cut, on_end=stack.pop_all().close)
     return Response(status_code=499)  # nobody reads it
+
+
+async def _encoded(call: Call) -> bytes:
+    body = await call.answer()
+    return await asyncio.to_thread(msgspec.json.encode, body) if call.is_heavy else msgspec.json.encode(body)

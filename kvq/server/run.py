@@ -77,8 +77,14 @@ async def _serve(config: ServerConfig) -> None:
     service.metrics.watch(
         "kvq_http_connections", "Open connections.", lambda: len(server.server_state.connections)
     )
+
+    def stop() -> None:
+        if ended.done():
+            service.hurry()  # asked twice
+        end()
+
     for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, end)
+        asyncio.get_running_loop().add_signal_handler(number, stop)
     listening = asyncio.create_task(server.serve(sockets=[listener]))
     try:
         await asyncio.wait((starting, listening, ended), return_when=asyncio.FIRST_COMPLETED)

@@ -4,11 +4,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import msgspec
+
 from kvq.engine import SamplingParams, StructuredOutput
 from kvq.errors import RequestError
 from kvq.scheduler import Priority
-from kvq.server.bodies import ChatBody, Common, CompletionBody
+from kvq.server.bodies import ChatBody, Common, CompletionBody, StructuredOutputs
 from kvq.server.problems import Problem
+from kvq.server.strict_json import check_value
 
 
 def completion_params(body: CompletionBody) -> SamplingParams:
@@ -59,7 +62,7 @@ def _params(body: Common, **own: Any) -> SamplingParams:
         return SamplingParams(
             temperature=body.temperature,
             top_p=body.top_p,
-            top_k=body.top_k,
+            top_k=body.top_k if body.top_k and body.top_k > 0 else None,
             min_p=body.min_p,
             n=body.n,
             stop=body.stop or (),
@@ -94,9 +97,29 @@ def _structured(body: Common) -> StructuredOutput | None:
         schema = {"type": "object"}
     elif format is not None and format.json_schema is not None:
         schema = format.json_schema.definition
-    given = (schema, body.guided_regex, body.guided_choice, body.guided_grammar)
-    if all(constraint is None for constraint in given):
-        return None
-    return StructuredOutput(
-        json_schema=schema, regex=body.guided_regex, choice=body.guided_choice, lark=body.guided_grammar
-    )
+    asked = body.structured_outputs or StructuredOutputs()
+    if asked.json_object:
+        asked = asked.model_copy(update={"definition": {"type": "object"}})
+    given = {
+        "json_schema": _one("json_schema", schema, _schema(body.guided_json), _schema(asked.definition)),
+        "regex": _one("regex", body.guided_regex, asked.regex),
+        "choice": _one("choice", body.guided_choice, asked.choice),
+        "lark": _one("grammar", body.guided_grammar, asked.grammar),
+    }
+    return None if all(constraint is None for constraint in given.values()) else StructuredOutput(**given)
+
+
+def _one(name: str, *given: Any) -> Any:
+    found = [constraint for constraint in given if constraint is not None]
+    if len(found) > 1:
+        raise Problem(400, f"{name} is given {len(found)} times; one constraint can hold")
+    return found[0] if found else None
+
+
+def _schema(given: dict[str, Any] | str | None) -> Any:
+    if not isinstance(given, str):
+        return given
+    try:
+        return check_value(msgspec.json.decode(given))
+    except (ValueError, RecursionError) as error:  # msgspec's are ValueErrors
+        raise Problem(400, f"guided_json is no JSON: {error}", param="guided_json") from error

@@ -81,6 +81,30 @@ class Service:
             self.check_ready()
             self.admission.check(tenant)
 
+    def check_prompt(self, tokens: list[int], params: SamplingParams, where: str) -> None:
+        """Raise Problem if the engine would refuse a prompt: of several, before any is begun."""
+        self.check_ready()
+        info = self.remote.info
+        assert info is not None, "a ready engine said what it is"
+        with self._counting_refusals():
+            if not tokens:
+                raise Problem(400, f"{where} is empty; give some text to go on from", param=where)
+            if max(tokens) >= info.vocab_size:
+                raise Problem(400, f"{where} has token ids outside the vocabulary", param=where)
+            self.admission.check_fits(tokens, params, info)
+
+    @contextmanager
+    def aside(self, tenant: str) -> Iterator[None]:
+        """A request that the engine does not see.
+
+        Raises:
+            Problem: the server is shutting down, or the tenant has sent too many.
+        """
+        if self._draining:
+            raise unavailable("the server is shutting down")
+        with self.admission.enter_aside(tenant):
+            yield
+
     @contextmanager
     def enter(self, tenant: str, sequences: int = 1) -> Iterator[None]:
         """A request for so many sequences, until it is answered, if there is room for it.
@@ -161,6 +185,10 @@ class Service:
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._idle.wait(), grace_s)
 
+    def hurry(self) -> None:
+        """Let a drain end now."""
+        self._idle.set()
+
     async def close(self) -> None:
         """End the engine; who still waits gets an error object."""
         await self.remote.close()
@@ -172,7 +200,7 @@ class Service:
         try:
             yield
         except Problem as problem:
-            self.metrics.count("error" if problem.status == 400 else "refused")
+            self.metrics.count({400: "invalid", 429: "limited"}.get(problem.status, "refused"))
             raise
 
     def _count(self, ended: Ended, tenant: str) -> None:

@@ -80,6 +80,8 @@ class JsonRoute(APIRoute):
         async def read(request: Request) -> Response:
             if request.method == "POST" and not _is_json(request.headers.get("content-type", "")):
                 raise HTTPException(415, "send the body as JSON, with Content-Type: application/json")
+            if request.headers.get("content-encoding", "identity") != "identity":
+                raise HTTPException(415, "send the body as it is, without Content-Encoding")
             return await handle(_JsonRequest(request.scope, request.receive))
 
         return read

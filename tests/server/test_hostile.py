@@ -157,6 +157,8 @@ RAW = {
     "9 MB announced": HEAD + b"Content-Length: 9437184\r\n\r\n",
     "bad chunk": HEAD + b"Transfer-Encoding: chunked\r\n\r\nxyz\r\n",
     "method": b"\x00\x01 / HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n",
+    "slash": b"POST /v1/completions/ HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n\r\n",
+    "gzip": HEAD + b"Content-Encoding: gzip\r\nContent-Length: 2\r\nConnection: close\r\n\r\n{}",
     "wrong method": b"DELETE /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n\r\n",
     "path": b"GET /" + b"a/../" * 5000 + b" HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n\r\n",
     "nul in path": b"GET /v1/models/%00%ff HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n\r\n",
@@ -297,6 +299,11 @@ def test_a_wrong_method_is_told_the_right_one(server):
         server, b"PUT /tokenize HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n\r\n"
     )
     assert (status, headers["allow"]) == (405, "post")
+
+
+def test_balancers_may_ask_with_head(server):
+    status, _, body = talk(server, b"HEAD /health HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n\r\n")
+    assert (status, body) == (200, b"")
 
 
 def test_whole_numbers_may_be_written_with_a_point(server):

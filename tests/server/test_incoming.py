@@ -38,6 +38,7 @@ def test_a_client_that_goes_leaves_nothing():
 
 
 def test_all_bodies_share_their_room(monkeypatch):
+    monkeypatch.setattr(incoming, "FREE", 0)
     monkeypatch.setattr(incoming, "MAX_BODY", 60)
     line = Incoming(100)
     first, second = line.body(), line.body()
@@ -53,6 +54,15 @@ def test_all_bodies_share_their_room(monkeypatch):
     with pytest.raises(Problem) as refused:
         read(line.body(), piece(b"a" * 61))
     assert refused.value.status == 413
+
+
+def test_small_bodies_need_no_room():
+    line = Incoming(10)
+    for _ in range(100):
+        assert read(line.body(), piece(b"a" * 60_000)) is not None
+    assert line.num_bytes == 0
+    with pytest.raises(Problem):
+        read(line.body(), piece(b"a" * 70_000))
 
 
 def test_a_slow_body_is_given_up(monkeypatch):

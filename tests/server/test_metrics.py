@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import urllib.error
 import urllib.parse
 import urllib.request
 from time import monotonic, sleep
@@ -151,10 +152,13 @@ def test_promtool_has_nothing_against_the_names(server):
 
 def test_the_containers_probe_asks_with_a_key(server, folder):
     def status(*arguments):
-        command = [sys.executable, "-I", str(FOLDER / "probe.py"), *arguments, str(server.port)]
-        return subprocess.run(command, capture_output=True, timeout=30).returncode
+        command = [sys.executable, "-I", str(FOLDER / "probe.py"), *arguments]
+        env = os.environ | {"KVQ_PROBE_URL": server.url}
+        return subprocess.run(command, capture_output=True, timeout=30, env=env).returncode
 
-    assert status("/health/ready", str(folder / "keys")) == 0
+    commented = folder / "commented"
+    commented.write_text("# of production\n\n" + (folder / "keys").read_text())
+    assert status("/health/ready", str(commented)) == 0
     wrong = folder / "wrong"
     wrong.write_text("no-key\n")
     assert status("/health/ready", str(wrong)) == 1
@@ -220,6 +224,22 @@ def until_found(at, query):
             return float(result[0]["value"][1])
         assert monotonic() < deadline, query
         sleep(0.1)
+
+
+def test_what_clients_do_wrong_is_not_counted_as_the_servers_failure(server):
+    before = samples(server)
+    for wrong in ({"max_tokens": 100_000}, {"guided_regex": "(("}, {"prompt": ["a", ""]}):
+        with pytest.raises(urllib.error.HTTPError) as refused:
+            ask(server, "/v1/completions", json.dumps({"prompt": "The city"} | wrong).encode())
+        assert refused.value.code == 400
+    after = samples(server)
+
+    def grown(status):
+        return value(after, "kvq_requests_total", status=status) - value(
+            before, "kvq_requests_total", status=status
+        )
+
+    assert (grown("invalid"), grown("error"), grown("refused")) == (3, 0, 0)
 
 
 def test_counters_go_on_when_the_engine_is_started_again(server):

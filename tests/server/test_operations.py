@@ -238,6 +238,9 @@ def test_a_configuration_is_checked_before_anything_is_loaded(check):
     assert "a step has 10 tokens left for new prompts" in said
     status, said = check("--kv-memory", "100TiB")
     assert status == 0, "it takes no more than could be used"
+    assert "no more could be used by 128 sequences" in said
+    status, said = check("--max-model-len", "99999")
+    assert "99999 is above the model's 4096" in said
     status, said = check("--model", "/nowhere")
     assert status == 1
     assert "/nowhere" in said
@@ -252,6 +255,8 @@ def test_a_configuration_is_checked_before_anything_is_loaded(check):
         ("kv: {a: 1}", "must be a value or a list"),
         ("max-queue: 0", "max_queue must be above 0"),
         ("max-queue: many", "max-queue"),
+        ("port: abc", "c.yaml: port: 'abc' is not a valid integer"),
+        ("allow-origin: https://a.org/path", "is no origin"),
         ("host: 0.0.0.0", "--api-key-file"),
         ("ssl-certfile: a.pem", "--ssl-keyfile"),
         (f"ssl-certfile: {__file__}\nssl-keyfile: {__file__}", "no PEM certificate"),

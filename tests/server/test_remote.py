@@ -42,7 +42,9 @@ async def until(condition, seconds=60.0):
         await asyncio.sleep(0.01)
 
 
-def test_requests_get_what_an_engine_in_this_process_gives():
+def test_requests_get_what_an_engine_in_this_process_gives(tmp_path, monkeypatch):
+    (tmp_path / "queue.py").write_text("raise SystemExit('code of the working directory ran')")
+    monkeypatch.chdir(tmp_path)  # where `kvq serve --model .` is typed
     prompts = [[5 + i, 6, 7 + i] for i in range(12)]
     params = [SamplingParams(max_tokens=6 + i, temperature=i % 2, seed=i, logprobs=1) for i in range(12)]
     with kvq.LLM("tiny", "int4", **OPTIONS) as llm:

@@ -158,6 +158,72 @@ def test_json_schemas_hold(client):
     assert 0 <= found["count"] <= 99
 
 
+@pytest.mark.parametrize(
+    "constraint",
+    [
+        {"guided_json": {"enum": ["dawn"]}},
+        {"guided_json": '{"enum": ["dawn"]}'},
+        {"structured_outputs": {"json": {"enum": ["dawn"]}}},
+        {"structured_outputs": {"choice": ['"dawn"']}},
+        {"structured_outputs": {"regex": '"dawn"'}, "top_k": -1},
+        {"structured_outputs": {"grammar": 'start: "\\"dawn\\""'}, "top_k": 0},
+    ],
+)
+def test_constraints_as_vllm_has_them(client, constraint):
+    answer = client.completions.create(model="tiny", prompt=PROMPT, max_tokens=20, extra_body=constraint)
+    assert answer.choices[0].text == '"dawn"'
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"structured_outputs": {"xml": "a"}},
+        {"guided_json": "{"},
+        {"guided_regex": "a", "structured_outputs": {"regex": "b"}},
+        {"functions": [{"name": "f"}], "messages": [{"role": "user", "content": "a"}]},
+    ],
+)
+def test_constraints_that_cannot_hold_are_not_passed_over(server, wrong):
+    path = "/v1/chat/completions" if "messages" in wrong else "/v1/completions"
+    body = wrong if "messages" in wrong else {"prompt": "a"} | wrong
+    status, answer = send(server, json.dumps(body).encode(), path)
+    assert status == 400
+    assert "error" in answer
+
+
+def test_a_message_may_be_gone_on_with(client, expected):
+    messages = [{"role": "user", "content": "Tell me."}, {"role": "assistant", "content": "The sea"}]
+    options = {"continue_final_message": True}
+    answer = client.chat.completions.create(
+        model="tiny", messages=messages, max_tokens=8, temperature=0, extra_body=options
+    )
+    wanted = expected("<|user|>\nTell me.\n<|assistant|>\nThe sea", max_tokens=8)
+    assert answer.choices[0].message.content == wanted.outputs[0].text
+
+
+def test_bytes_of_tokens_add_up_to_the_text(client):
+    answer = client.chat.completions.create(
+        model="tiny",
+        messages=[{"role": "user", "content": "a"}],
+        logprobs=True,
+        max_tokens=8,
+        extra_body={"guided_choice": ["😀"]},
+    )
+    [choice] = answer.choices
+    assert choice.message.content == "😀"
+    told = bytes(byte for entry in choice.logprobs.content for byte in entry.bytes or ())
+    assert told.startswith("😀".encode())
+
+
+def test_context_overflow_has_its_code_and_no_stream_begins_with_a_wrong_prompt(client):
+    with pytest.raises(openai.BadRequestError) as refused:
+        client.completions.create(model="tiny", prompt=[5] * 5000, max_tokens=1)
+    assert refused.value.code == "context_length_exceeded"
+    for prompts in (["a", ""], [[5], [10**6]], [[5], [5] * 5000]):
+        with pytest.raises(openai.BadRequestError):
+            client.completions.create(model="tiny", prompt=prompts, max_tokens=1, stream=True)
+
+
 def test_models_and_tokens(client, server):
     assert [model.id for model in client.models.list()] == ["tiny"]
     assert client.models.retrieve("tiny").id == "tiny"
@@ -251,7 +317,7 @@ def test_metrics_count_what_happened(server, client):
     after = values()
     grown = {name: after[name] - before.get(name, 0) for name in after}
     assert grown["kvq_requests_total", "success"] == 1
-    assert grown["kvq_requests_total", "error"] == 1
+    assert grown["kvq_requests_total", "invalid"] == 1
     assert grown["kvq_tokens_generated_total",] == 30
     assert grown["kvq_ttft_seconds_count",] == 1
     assert after["kvq_engine_ready",] == 1
@@ -298,6 +364,8 @@ def test_kill_drain_and_end():
 
         stream = client.completions.create(**options | {"max_tokens": 300}, stream=True)
         first = next(stream)
+        endless = client.completions.create(**options | {"max_tokens": 4000}, stream=True)
+        next(endless)
         pid = running.engine_pid
         running.process.send_signal(signal.SIGTERM)
         sleep(0.2)
@@ -305,6 +373,9 @@ def test_kill_drain_and_end():
             client.completions.create(**options)
         text = first.choices[0].text + "".join(chunk.choices[0].text for chunk in stream)
         assert len(text) > 300, "what ran was served to its end"
+        running.process.send_signal(signal.SIGTERM)  # asked twice, it ends at once
+        with pytest.raises(openai.APIError, match="shutting down"):
+            list(endless)
         assert running.process.wait(20) == 0
         assert running.is_gone(pid)
 

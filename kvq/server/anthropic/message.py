@@ -34,6 +34,7 @@ class MessageCall:
         self._usage: dict[str, int] = {}
 
     num_sequences = 1
+    is_heavy = False
 
     async def answer(self) -> dict[str, Any]:
         """The whole answer.

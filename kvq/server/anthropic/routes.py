@@ -26,5 +26,5 @@ def add_routes(app: FastAPI, service: Service) -> None:
     @app.post(f"{PATH}/count_tokens", responses={200: {"model": answer_types.InputTokens}})
     async def count_tokens(request: Request, body: PromptBody) -> dict[str, Any]:
         service.check_model(body.model)
-        with service.admission.enter_aside(tenant(request)):
+        with service.aside(tenant(request)):
             return {"input_tokens": len(await prompt_tokens(service.counting, body))}

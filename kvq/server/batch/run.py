@@ -18,6 +18,7 @@ from kvq.server.batch.calls import Calls
 from kvq.server.batch.journal import Journal
 from kvq.server.batch.lines import Line, read_lines
 from kvq.server.batch.results import encode_answer, encode_fault, encode_problem
+from kvq.server.config import name_of
 from kvq.server.logs import LogConfig
 from kvq.server.messages import Start
 from kvq.server.problems import Problem
@@ -213,7 +214,7 @@ def _service(config: BatchConfig, *, on_failed: Callable[[str], object]) -> Serv
     prompts = Prompts(tokenizer, is_text_template=tools.is_text_template, deadline_s=_TOKENIZE_S)
     start = Start(model=str(folder), kv=config.kv, options=options, log=LogConfig(level="warning"))
     remote = Remote(start, on_failed=on_failed)
-    name = config.served_model_name or config.model.rstrip("/").rsplit("/", 1)[-1]
+    name = config.served_model_name or name_of(config.model)
     return Service(name, remote, prompts, tools=tools, admission=Admission(_BOUNDLESS))
 
 

@@ -42,7 +42,8 @@ _COUNTERS = {
     "evictions": ("kvq_evictions", "Blocks that left the prefix index."),
     "refused_pins": ("kvq_pins_refused", "Pins left out since there was no room for more."),
 }
-_STATUSES = ("success", "error", "cancelled", "refused")  # there from the start, so that rates are too
+# There from the start, so that rates are too.
+_STATUSES = ("success", "error", "cancelled", "timeout", "invalid", "limited", "refused")
 
 
 class KvqNames:

@@ -1,0 +1,66 @@
+"""What single tokens are, as text and as bytes, which log-probabilities are told of."""
+
+import re
+from functools import lru_cache
+from typing import Any
+
+_BYTE = re.compile("<0x([0-9A-F]{2})>")  # how SentencePiece writes a byte
+_SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # and a space
+
+
+class TokenTexts:
+    """Of one tokenizer. Looked up once for each token: answers may hold a million."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        backend = getattr(tokenizer, "backend_tokenizer", None)
+        decoder = repr(getattr(backend, "decoder", None))
+        self._is_byte_level = "ByteLevel" in decoder
+        self._has_spaces = _SPACE in decoder or "Metaspace" in decoder
+        self._cache: dict[int, tuple[str, bytes]] = {}
+
+    def text(self, token: int) -> str:
+        r"""Its text; bytes that are no whole character as OpenAI writes them: `bytes:\xf0\x9f`."""
+        return self._look(token)[0]
+
+    def raw(self, token: int) -> bytes:
+        """Its bytes, which with those of its neighbours are the text's."""
+        return self._look(token)[1]
+
+    def _look(self, token: int) -> tuple[str, bytes]:
+        found = self._cache.get(token)
+        if found is None:
+            found = self._cache[token] = self._read(token)
+        return found
+
+    def _read(self, token: int) -> tuple[str, bytes]:
+        raw = self._raw(token)
+        if raw is None:
+            text: str = self._tokenizer.decode([token])
+            return text, text.encode()
+        try:
+            return raw.decode(), raw
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw), raw
+
+    def _raw(self, token: int) -> bytes | None:
+        """The bytes, if the way in which this vocabulary writes them is known."""
+        piece = self._tokenizer.convert_ids_to_tokens(token)
+        if not isinstance(piece, str):
+            return None
+        if self._is_byte_level:
+            values = [_byte_level().get(character) for character in piece]
+            return None if None in values else bytes(value for value in values if value is not None)
+        if found := _BYTE.fullmatch(piece):
+            return bytes([int(found[1], 16)])
+        return piece.replace(_SPACE, " ").encode() if self._has_spaces else None
+
+
+@lru_cache
+def _byte_level() -> dict[str, int]:
+    """The character that stands for each byte in byte-level vocabularies (GPT-2, Radford et al., 2019):
+    printable ones for themselves, the others from U+0100 on.
+    """
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}

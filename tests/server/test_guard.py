@@ -1,0 +1,81 @@
+"""What is refused before anything of a request is looked at, without a server."""
+
+import asyncio
+
+import pytest
+
+from kvq.errors import ConfigError
+from kvq.server.guard import Access, Guard
+from kvq.server.problems import Problem
+
+PAGE = "https://a.org"
+
+
+def ask(access, *, method="GET", path="/health", check=lambda path, tenant: None, **headers):
+    """(status, headers, the method and the tenant that the application saw)."""
+    sent, seen = [], []
+
+    async def app(scope, receive, send):
+        seen.append((scope["method"], scope["kvq_tenant"]))
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b""})
+
+    async def receive():
+        return {"type": "http.request", "body": b"", "more_body": False}
+
+    async def send(message):
+        sent.append(message)
+
+    given = [(name.replace("_", "-").encode(), value.encode()) for name, value in headers.items()]
+    scope = {"type": "http", "method": method, "path": path, "headers": [(b"host", b"kvq.org"), *given]}
+    asyncio.run(Guard(app, access=access, check=check)(scope, receive, send))
+    return sent[0]["status"], dict(sent[0]["headers"]), seen
+
+
+@pytest.mark.parametrize(
+    ("origins", "origin", "status"),
+    [((), PAGE, 403), ((PAGE,), PAGE, 200), ((PAGE,), "https://b.org", 403), (("*",), "https://b.org", 200)],
+)
+def test_pages_of_other_origins_need_to_be_named(origins, origin, status):
+    assert ask(Access(origins=frozenset(origins)), origin=origin)[0] == status
+
+
+@pytest.mark.parametrize("origin", ["a.org", "https://a.org/", "https://a.org/path", "https://", ""])
+def test_what_is_no_origin_is_said_at_once(origin):
+    with pytest.raises(ConfigError, match="is no origin"):
+        Access(origins=frozenset({origin}))
+
+
+def test_tenants_are_numbered_by_the_place_of_their_keys():
+    access = Access(api_keys=("zeta", "alpha"))
+    for place, key in enumerate(access.api_keys):
+        assert ask(access, authorization=f"Bearer {key}")[2] == [("GET", f"key-{place}")]
+    assert ask(access, x_api_key="beta")[0] == 401
+
+
+def test_a_head_is_a_get_without_a_body():
+    assert ask(Access(), method="HEAD")[2] == [("GET", "")]
+
+
+def test_what_is_refused_in_any_case_is_refused_before_the_body():
+    def full(path, tenant):
+        assert (path, tenant) == ("/v1/completions", "key-0")
+        raise Problem(503, "full", retry_after_s=3)
+
+    access = Access(api_keys=("k",))
+    status, headers, seen = ask(access, path="/v1/completions", check=full, x_api_key="k", content_length="9")
+    assert (status, headers[b"retry-after"], seen) == (503, b"3", [])
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({"content_length": "9" * 8}, 413),
+        ({"content_length": "2", "transfer_encoding": "chunked"}, 400),
+        ({"x_long": "a" * 70_000}, 431),
+    ],
+)
+def test_what_the_head_alone_gives_away_is_refused(headers, status):
+    found, sent, seen = ask(Access(), **headers)
+    assert (found, seen) == (status, [])
+    assert sent[b"connection"] == b"close"

@@ -1,0 +1,52 @@
+"""Whole answers and those who don't read them."""
+
+import asyncio
+
+from kvq.server import whole_answer
+from kvq.server.whole_answer import WholeAnswer
+
+
+class Transport:
+    aborted = False
+
+    def abort(self):
+        self.aborted = True
+
+
+def deliver(content, send, patience_s=5.0):
+    """Whether it was cut off, and what was told."""
+    told, transport = [], Transport()
+    answer = WholeAnswer(content, on_cut=lambda: told.append("cut"), on_end=lambda: told.append("end"))
+    scope = {"type": "http", "state": {"kvq_transport": transport}}
+    old, whole_answer._PATIENCE_S = whole_answer._PATIENCE_S, patience_s
+    try:
+        asyncio.run(answer(scope, None, send))
+    finally:
+        whole_answer._PATIENCE_S = old
+    return transport.aborted, told
+
+
+def test_everything_is_sent_in_pieces():
+    sent = []
+
+    async def send(message):
+        sent.append(message)
+
+    content = bytes(range(256)) * 1000
+    assert deliver(content, send) == (False, ["end"])
+    start, *pieces = sent
+    assert dict(start["headers"])[b"content-length"] == b"256000"
+    assert b"".join(piece["body"] for piece in pieces) == content
+    assert [piece["more_body"] for piece in pieces] == [True, True, True, False]
+
+
+def test_a_reader_who_stops_is_cut_off():
+    sent = []
+
+    async def send(message):
+        sent.append(message)
+        if len(sent) > 3:
+            await asyncio.sleep(60)
+
+    assert deliver(b"a" * 1_000_000, send, patience_s=0.05) == (True, ["cut", "end"])
+    assert len(sent) == 4
