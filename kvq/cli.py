@@ -20,6 +20,7 @@ _COMMANDS = {
     "calibrate": ("calibrate", "Observe a model and write static scales to a kvq.json."),
     "bench": ("bench", "Measure how fast the parts are, and the engine under load."),
     "plan": ("plan", "Plan memory: how many users fit on which GPU."),
+    "cost": ("cost", "Compare what tokens cost on one's own GPUs and at an API."),
     "models": ("models", "List the models that plan knows without their files."),
     "gpus": ("gpus", "List the GPUs that plan knows."),
     "simulate": ("simulate", "Serve random requests without a model, with faults, and check everything."),

@@ -21,7 +21,7 @@ _FORMATS = "fp16,fp8,int8,k8v4,int4"
 @click.option("--gpu", required=True, help="Names of `kvq gpus`, separated by commas.")
 @kv_option(_FORMATS, many=True)
 @click.option("--context", type=click.IntRange(min=1), help="Tokens of each request when it ends.")
-@click.option("--output", type=click.IntRange(min=0), default=0, help="Of these, generated.  [default: 0]")
+@click.option("--output", type=click.IntRange(min=1), help="Of these, generated.  [default: an eighth]")
 @click.option("--lognormal", help="MEDIAN,SIGMA of the tokens of requests, instead of --context.")
 @click.option(
     "--trace",
@@ -145,7 +145,7 @@ def _lengths(options: dict[str, Any], most: int) -> "list[Length]":
     if options["context"] is not None:
         if options["context"] > most:
             raise ConfigError(f"--context {options['context']} is above the model's {most}")
-        return fixed(options["context"], options["output"])
+        return fixed(options["context"], options["output"] or options["context"] // 8)
     if options["trace"] is not None:
         return read_trace(options["trace"])
     try:
@@ -159,6 +159,7 @@ def _lengths(options: dict[str, Any], most: int) -> "list[Length]":
 
 def _row(plan: "CapacityPlan", lengths: "list[Length]", users: int | None) -> dict[str, Any]:
     gpus = None if users is None or not plan.users.paged else -(-users // plan.users.paged) * plan.split.gpus
+    served = plan.serving
     return {
         "model": plan.model,
         "gpu": plan.gpu,
@@ -174,6 +175,10 @@ def _row(plan: "CapacityPlan", lengths: "list[Length]", users: int | None) -> di
         "max_users": plan.users.paged,
         "contiguous_users": plan.users.contiguous,
         "kv_bytes_per_request": plan.users.bytes_per_request,
+        "tokens_per_s": None if served is None else served.tokens_per_s,
+        "ttft_ms": None if served is None else 1e3 * served.ttft_s,
+        "itl_ms": None if served is None else 1e3 * served.itl_s,
+        "usd_per_million_tokens": plan.usd_per_million_tokens,
         "gpus_needed": gpus,
         "terms": [{"name": t.name, "bytes": t.nbytes, "formula": t.formula} for t in plan.terms],
     }
@@ -202,16 +207,25 @@ def _print(rows: list[dict[str, Any]], users: int | None) -> None:
         out.print()
     table = Table(box=None, pad_edge=False)
     columns = ["GPU", "KV", "KiB/token", "GB/request", "users", "without blocks"]
-    for name in [*columns, *(["GPUs needed"] if users is not None else [])]:
+    columns += ["tokens/s", "TTFT, ms", "ITL, ms", "$ / million"]
+    if users is not None:
+        columns.append("GPUs needed")
+    for name in columns:
         table.add_column(name, justify="left" if name in ("GPU", "KV") else "right")
     for row in rows:
         cells = [row["gpu"], row["kv"], f"{row['kv_bytes_per_token'] / 1024:,.1f}"]
-        cells += [
-            f"{row['kv_bytes_per_request'] / 1e9:.3f}",
-            f"{row['max_users']:,}",
-            f"{row['contiguous_users']:,}",
-        ]
-        table.add_row(
-            *cells, *([f"{row['gpus_needed']:,}" if row["gpus_needed"] else "-"] if users is not None else [])
-        )
+        cells += [f"{row['kv_bytes_per_request'] / 1e9:.3f}", _cell(row["max_users"])]
+        cells += [_cell(row["contiguous_users"]), _cell(row["tokens_per_s"]), _cell(row["ttft_ms"])]
+        cells += [_cell(row["itl_ms"], 1), _cell(row["usd_per_million_tokens"], 2)]
+        table.add_row(*cells, *([_cell(row["gpus_needed"])] if users is not None else []))
     out.print(table)
+    if rows[0]["tokens_per_s"] is not None:
+        out.print(
+            "Speed is a roofline at as many users as fit, with assumed efficiencies; $ are for generated "
+            "tokens at full load.",
+            highlight=False,
+        )
+
+
+def _cell(value: float | None, digits: int = 0) -> str:
+    return "-" if value is None else f"{value:,.{digits}f}"

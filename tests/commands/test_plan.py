@@ -103,3 +103,62 @@ def test_lists(run, tmp_path):
     assert "mi300x" in out
     status, again, _ = run("gpus", "--gpus", str(tmp_path / "g.json"))
     assert (status, again) == (0, out)
+
+
+def test_speed_comes_with_the_plan_where_the_weights_are_known(run, tmp_path):
+    path = tmp_path / "plan.json"
+    run("plan", "-m", "mixtral-8x7b", "--gpu", "h200", "--context", "4096", "--json", str(path))
+    rows = json.loads(path.read_text())["rows"]
+    for row in rows:
+        assert row["tokens_per_s"] == pytest.approx(1e3 * row["max_users"] / row["itl_ms"])
+        assert row["usd_per_million_tokens"] == pytest.approx(15 / 3600 / row["tokens_per_s"] * 1e6)
+        assert row["ttft_ms"] > 0
+    assert rows[-1]["tokens_per_s"] > rows[0]["tokens_per_s"]  # int4 beside fp16
+    run(
+        "plan",
+        "-m",
+        "mixtral-8x7b",
+        "--gpu",
+        "h200",
+        "--context",
+        "4096",
+        "--weights-gb",
+        "90",
+        "--json",
+        str(path),
+    )
+    assert json.loads(path.read_text())["rows"][0]["tokens_per_s"] is None
+
+
+def test_costs(run, tmp_path):
+    path = tmp_path / "cost.json"
+    status, out, _ = run(
+        *("cost", "--usd-per-hour", "8", "--num-gpus", "8", "--tokens-per-s", "3000", "--api-input", "5"),
+        *("--api-output", "30", "--requests", "1000000", "--json", str(path)),
+    )
+    assert status == 0
+    [row] = json.loads(path.read_text())["rows"]
+    assert row["usd_per_million_tokens"] == pytest.approx(5.93, abs=5e-3)
+    assert row["api_usd_per_month"] == pytest.approx(8500)
+    assert row["break_even_requests"] == pytest.approx(row["usd_per_month"] / 0.0085)
+    assert "the API is cheaper" in out
+    status, out, _ = run("cost", "--gpu", "l40s", "--tokens-per-s", "500")
+    assert status == 0
+    assert "$2.00 / (500 tokens/s x 100% x 3,600 s)" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((), "give --gpu"),
+        (("--gpu", "h100"), "--tokens-per-s is needed"),
+        (("--gpu", "h10", "--tokens-per-s", "1"), "did you mean 'h100'"),
+        (("--api-input", "5"), "two prices"),
+        (("--gpu", "h100", "--tokens-per-s", "-1"), "above 0"),
+        (("--gpu", "h100", "--tokens-per-s", "1", "--utilization", "2"), "at most 1"),
+    ],
+)
+def test_costs_that_cannot_be_told_say_why(run, arguments, message):
+    status, _, err = run("cost", *arguments)
+    assert status == 2
+    assert message in err

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from kvq.capacity.plan.cost import usd_per_million
 from kvq.capacity.plan.gpus import Gpu
 from kvq.capacity.plan.lengths import Length
 from kvq.capacity.plan.memory import (
@@ -16,6 +17,8 @@ from kvq.capacity.plan.memory import (
 )
 from kvq.capacity.plan.parameters import Parameters
 from kvq.capacity.plan.pools import bytes_of, share_blocks, wanted_blocks
+from kvq.capacity.plan.roofline import Efficiency, Serving
+from kvq.capacity.plan.speed import serving
 from kvq.capacity.plan.users import Users, count_users
 from kvq.errors import ConfigError
 from kvq.geometry import ModelGeometry
@@ -74,6 +77,8 @@ class CapacityPlan:
     block_bytes: int  # of one block of every layer group
     num_blocks: tuple[int, ...]  # of each layer group
     users: Users
+    serving: Serving | None  # at as many users as fit; None where the weights are not known one by one
+    usd_per_million_tokens: float | None  # generated ones, at full load
 
     @property
     def pool_bytes(self) -> int:
@@ -95,6 +100,7 @@ def make_plan(
     slot_tokens: int,
     engine: Engine | None = None,
     prefix_share: float = 0.0,
+    efficiency: Efficiency | None = None,
 ) -> CapacityPlan:
     """Plan one KV format.
 
@@ -130,6 +136,29 @@ def make_plan(
         )
         + f", blocks of {engine.block_size} tokens",
     )
+    users = count_users(
+        layout,
+        num_blocks,
+        lengths,
+        slot_tokens=slot_tokens,
+        step_tokens=engine.step_tokens,
+        prefix_share=prefix_share,
+    )
+    served = None
+    if target.parameters is not None and users.paged:
+        served = serving(
+            target.parameters,
+            target.geometry,
+            layout,
+            gpu,
+            lengths,
+            users=users.paged,
+            weight_bytes=sum(term.nbytes for term in target.terms()),
+            step_tokens=engine.step_tokens,
+            split=target.split,
+            efficiency=efficiency or Efficiency(),
+        )
+    price = gpu.usd_per_hour * target.split.gpus
     return CapacityPlan(
         model=target.name,
         gpu=gpu.name,
@@ -139,14 +168,9 @@ def make_plan(
         kv_bytes_per_token=layout.kv_bytes_per_token,
         block_bytes=block_bytes,
         num_blocks=tuple(num_blocks),
-        users=count_users(
-            layout,
-            num_blocks,
-            lengths,
-            slot_tokens=slot_tokens,
-            step_tokens=engine.step_tokens,
-            prefix_share=prefix_share,
-        ),
+        users=users,
+        serving=served,
+        usd_per_million_tokens=None if served is None else usd_per_million(price, served.tokens_per_s),
     )
 
 

@@ -56,7 +56,7 @@ def prefill_s(
     return machine.step_s(weight_bytes, 2 * parameters * tokens + attention_flops)
 
 
-def expert_share(experts: int, chosen: int, tokens: int) -> float:
+def expert_share(experts: float, chosen: float, tokens: int) -> float:
     """Of the routed experts, those that a step of so many tokens reads on average, chosen evenly."""
     return 1 - (1 - chosen / experts) ** tokens if experts else 0.0
 
