@@ -1,6 +1,7 @@
 """`kvq plan`: how many users fit on which GPU, term by term."""
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -63,7 +64,7 @@ def command(**options: Any) -> None:
     if options["json_path"] is not None:
         fileio.check_writable(options["json_path"])
     target = _target(options)
-    lengths = _lengths(options, target.geometry.max_context)
+    lengths = _lengths(options, target)
     slot = options["slot"] or max(length.total for length in lengths)
     engine = Engine(
         block_size=options["block_size"],
@@ -106,36 +107,34 @@ def command(**options: Any) -> None:
 
 
 def _target(options: dict[str, Any]) -> "Target":
-    from kvq.capacity.plan.known import find_model, known_models
+    from kvq.capacity.plan.known import known_models
     from kvq.capacity.plan.memory import Split
-    from kvq.capacity.plan.parameters import count_parameters
-    from kvq.capacity.plan.plan import Target
-    from kvq.geometry import parse_geometry
+    from kvq.capacity.plan.planner import make_target
 
-    name = options["model"]
-    if name.lower() in known_models() or not (Path(name).exists() or "/" in name or name == "tiny"):
-        config = find_model(name).config
-    else:
-        from kvq.models.checkpoint import read_json
-        from kvq.models.resolve import resolve_model
-
-        config = read_json(resolve_model(name, weights=False) / "config.json")
-    geometry = parse_geometry(config)
-    given = options["weights_gb"]
+    name, given = options["model"], options["weights_gb"]
     if given is not None and not given > 0:
         raise ConfigError(f"--weights-gb must be above 0, got {given}")
-    return Target(
-        name=name,
-        geometry=geometry,
-        parameters=None if given is not None else count_parameters(config, geometry),
+    target = make_target(
+        name if name.lower() in known_models() else _folder(name),
         weights=options["weights"],
         weight_bytes=None if given is None else round(given * 1e9),
         split=Split(tensor=options["tensor_parallel"], pipeline=options["pipeline_parallel"]),
     )
+    return replace(target, name=name)
 
 
-def _lengths(options: dict[str, Any], most: int) -> "list[Length]":
-    from kvq.capacity.plan.lengths import fixed, lognormal, read_trace
+def _folder(name: str) -> Path | str:
+    """Of a model that has files: here, embedded, or on the hub; else the name itself."""
+    if not (Path(name).exists() or "/" in name or name == "tiny"):
+        return name
+    from kvq.models.resolve import resolve_model
+
+    return resolve_model(name, weights=False)
+
+
+def _lengths(options: dict[str, Any], target: "Target") -> "list[Length]":
+    from kvq.capacity.plan.lengths import lognormal, read_trace
+    from kvq.capacity.plan.planner import fixed_context
 
     given = [name for name in ("context", "lognormal", "trace") if options[name] is not None]
     if len(given) != 1:
@@ -143,14 +142,12 @@ def _lengths(options: dict[str, Any], most: int) -> "list[Length]":
             "how long requests are decides how many fit: give one of --context, --lognormal, --trace"
         )
     if options["context"] is not None:
-        if options["context"] > most:
-            raise ConfigError(f"--context {options['context']} is above the model's {most}")
-        return fixed(options["context"], options["output"] or options["context"] // 8)
+        return fixed_context(target, options["context"], options["output"])
     if options["trace"] is not None:
         return read_trace(options["trace"])
     try:
         median, sigma = options["lognormal"].split(",")
-        return lognormal(int(median), float(sigma), most=most)
+        return lognormal(int(median), float(sigma), most=target.geometry.max_context)
     except ValueError as error:
         raise ConfigError(
             f"--lognormal wants MEDIAN,SIGMA such as 1024,0.8, got {options['lognormal']!r}"
