@@ -28,6 +28,7 @@ from kvq.version import __version__
 if TYPE_CHECKING:
     from kvq.api import load, perplexity
     from kvq.calib import calibrate
+    from kvq.capacity.plan.planner import plan
     from kvq.engine import LLM, AsyncLLM, SamplingParams, StructuredOutput
     from kvq.formats import KVRecipe
     from kvq.models import Model
@@ -42,6 +43,7 @@ _HOMES = {
     "calibrate": "kvq.calib",
     "load": "kvq.api",
     "perplexity": "kvq.api",
+    "plan": "kvq.capacity.plan.planner",
 }
 
 __all__ = [
@@ -65,6 +67,7 @@ __all__ = [
     "calibrate",
     "load",
     "perplexity",
+    "plan",
 ]
 
 

@@ -5,24 +5,13 @@ import math
 import torch
 
 from kvq.cache.memory import available_bytes
+from kvq.capacity.plan.pools import share_blocks, wanted_blocks
 from kvq.engine.config import EngineConfig, parse_bytes
 from kvq.errors import OutOfMemory
 from kvq.layout import KVLayout
 
 _GPU_FRACTION, _CPU_FRACTION = 0.9, 0.5
 _CPU_MOST = 4 << 30  # bytes, unless somebody asks for more: others need a host's memory too
-
-
-def blocks_wanted(layout: KVLayout, config: EngineConfig, max_context: int) -> list[int]:
-    """The most blocks per layer group that `max_num_seqs` sequences of full length could use."""
-    size = layout.block_size
-    blocks = []
-    for group in layout.groups:
-        tokens = max_context
-        if (window := group.group.window) is not None:
-            tokens = min(tokens, window + config.max_num_batched_tokens + size)
-        blocks.append(config.max_num_seqs * -(-tokens // size))
-    return blocks
 
 
 def pool_blocks(
@@ -38,7 +27,12 @@ def pool_blocks(
     """
     if config.num_blocks is not None:
         return [config.num_blocks] * len(layout.groups)
-    wanted = blocks_wanted(layout, config, max_context)
+    wanted = wanted_blocks(
+        layout,
+        sequences=config.max_num_seqs,
+        max_context=max_context,
+        step_tokens=config.max_num_batched_tokens,
+    )
     if config.kv_memory is not None:
         budget = parse_bytes(config.kv_memory, "kv_memory")
     else:
@@ -49,9 +43,7 @@ def pool_blocks(
         budget = int(free * fraction) - activation_bytes
         if device.type != "cuda" and config.memory_fraction is None:
             budget = min(budget, _CPU_MOST)
-    needed = sum(n * group.block_bytes for n, group in zip(wanted, layout.groups, strict=True))
-    share = min(1.0, max(0, budget) / needed)
-    blocks = [math.floor(n * share) for n in wanted]
+    blocks = share_blocks(layout, wanted, budget)
     if min(blocks) < 1:
         smallest = sum(group.block_bytes for group in layout.groups)
         raise OutOfMemory(

@@ -2,7 +2,7 @@
 
 from kvq.scheduler.config import SchedulerConfig
 from kvq.scheduler.costs import CostModel, FixedCosts, MeasuredCosts
-from kvq.scheduler.fit import PoolShape, resolve_max_tokens, worst_case
+from kvq.scheduler.fit import PoolShape, most_blocks, resolve_max_tokens, worst_case
 from kvq.scheduler.plan import StepPlan
 from kvq.scheduler.request import Branch, Priority, Request, Usage
 from kvq.scheduler.scheduler import Counters, Scheduler
@@ -20,6 +20,7 @@ __all__ = [
     "SchedulerConfig",
     "StepPlan",
     "Usage",
+    "most_blocks",
     "resolve_max_tokens",
     "worst_case",
 ]

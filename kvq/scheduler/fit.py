@@ -1,5 +1,6 @@
 """Whether a request can ever fit: its worst case beside an empty pool."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvq.errors import RequestError
@@ -17,19 +18,39 @@ class PoolShape:
 
 
 def worst_case(request: Request, max_tokens: int, shape: PoolShape, chunk: int) -> list[int]:
-    """Blocks per layer group that a request holds at most: the prompt once, the rest per branch.
+    """Blocks per layer group that a request holds at most; `chunk`: the most tokens of one step."""
+    return most_blocks(
+        request.prompt_length,
+        max_tokens,
+        shape.windows,
+        shape.block_size,
+        chunk,
+        num_branches=request.num_branches,
+    )
+
+
+def most_blocks(
+    prompt_tokens: int,
+    max_tokens: int,
+    windows: Sequence[int | None],
+    block_size: int,
+    chunk: int,
+    *,
+    num_branches: int = 1,
+) -> list[int]:
+    """Blocks per layer group, each with its window: the prompt once, the rest per branch.
 
     A sliding window leaves the prompt behind, so in the end its blocks may all be the branches' own.
     The last generated token needs no slot. `chunk`: the most tokens of one step.
     """
-    size, length = shape.block_size, request.prompt_length + max_tokens - 1
+    size, length = block_size, prompt_tokens + max(max_tokens, 1) - 1
     blocks = []
-    for window in shape.windows:
+    for window in windows:
         total = -(-length // size)
         if window is not None:  # before a commit a chunk lies beside the window that it sees
             total = min(total, -(-(window + min(chunk, length)) // size) + 1)
-        own = min(total, -(-length // size) - request.prompt_length // size)
-        blocks.append(total + (request.num_branches - 1) * own)
+        own = min(total, -(-length // size) - prompt_tokens // size)
+        blocks.append(total + (num_branches - 1) * own)
     return blocks
 
 

@@ -1,0 +1,1 @@
+"""What fits: memory, users, GPUs and models, as facts and formulas."""

@@ -1,0 +1,96 @@
+"""GPUs: memory, bandwidth, dense arithmetic and price, as a file of facts that anybody may replace."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from kvq.errors import ConfigError, nearest
+
+_KEYS = {"memory_gb", "bandwidth_tb_s", "usd_per_hour", "tflops"}
+_VERSION = 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Gpu:
+    """One kind of GPU. GB and TB are powers of ten, as data sheets have them."""
+
+    name: str
+    memory_gb: float
+    bandwidth_tb_s: float
+    usd_per_hour: float
+    tflops: Mapping[str, float]  # dense, without the sparsity that data sheets like to count
+
+    def __post_init__(self) -> None:
+        for name in ("memory_gb", "bandwidth_tb_s", "usd_per_hour"):
+            check_positive(f"{self.name}: {name}", getattr(self, name))
+        if not self.tflops or not isinstance(self.tflops, Mapping):
+            raise ConfigError(
+                f"{self.name}: tflops must map types such as fp16 to numbers, got {self.tflops!r}"
+            )
+        for kind, value in self.tflops.items():
+            check_positive(f"{self.name}: tflops of {kind}", value)
+
+    @property
+    def memory_bytes(self) -> int:
+        """Of the whole GPU."""
+        return round(self.memory_gb * 1e9)
+
+    @property
+    def bandwidth(self) -> float:
+        """Bytes a second."""
+        return self.bandwidth_tb_s * 1e12
+
+
+def check_positive(what: str, value: Any) -> None:
+    """Raise ConfigError unless `value` is a finite number above 0."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not 0 < value < float("inf"):
+        raise ConfigError(f"{what} must be a number above 0, got {value!r}")
+
+
+@cache
+def known_gpus() -> Mapping[str, Gpu]:
+    """Those that come with kvq, by name."""
+    return read_gpus(Path(__file__).with_name("gpus.json"))
+
+
+def read_gpus(path: Path) -> dict[str, Gpu]:
+    """GPUs of a JSON file: `{"format_version": 1, "gpus": {name: {memory_gb, bandwidth_tb_s, ...}}}`.
+
+    Raises:
+        ConfigError: no such file, another version, or a GPU that is described wrongly.
+    """
+    try:
+        data = json.loads(path.read_text(encoding="utf8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} is no file of GPUs: {error}") from error
+    if not isinstance(data, dict) or data.get("format_version") != _VERSION:
+        raise ConfigError(f"{path} must have format_version {_VERSION} and gpus")
+    gpus = data.get("gpus")
+    if not isinstance(gpus, dict) or not gpus:
+        raise ConfigError(f"{path}: gpus must map names to GPUs")
+    found = {}
+    for name, facts in gpus.items():
+        if not isinstance(facts, dict) or set(facts) != _KEYS:
+            raise ConfigError(f"{path}: {name} must have {', '.join(sorted(_KEYS))}")
+        found[str(name)] = Gpu(name=str(name), **facts)
+    return found
+
+
+def find_gpu(name: str, gpus: Mapping[str, Gpu] | None = None) -> Gpu:
+    """A GPU by its name.
+
+    Raises:
+        ConfigError: none has it; the message has the nearest one.
+    """
+    known = known_gpus() if gpus is None else gpus
+    asked = name.lower().replace("_", "-").replace(" ", "-")
+    found = known.get(asked)
+    if found is None:
+        if several := [one for one in known if one.startswith(f"{asked}-")]:
+            raise ConfigError(f"there are several {name}; say which: {', '.join(several)}")
+        raise ConfigError(f"no GPU {name!r} is known{nearest(name, list(known)) or ';'} see kvq gpus")
+    return found

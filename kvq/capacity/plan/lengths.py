@@ -1,0 +1,91 @@
+"""How long requests are: all alike, log-normal, or as a trace has them."""
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import NormalDist
+
+from kvq.errors import ConfigError
+
+_QUANTILES = 1000  # points that stand for a distribution
+
+
+@dataclass(frozen=True, slots=True)
+class Length:
+    """One request's tokens."""
+
+    prompt: int
+    output: int
+
+    @property
+    def total(self) -> int:
+        """When it ends."""
+        return self.prompt + self.output
+
+
+def fixed(context: int, output: int = 0) -> list[Length]:
+    """All requests alike: `context` tokens, of which `output` are generated.
+
+    Raises:
+        ConfigError: not a positive number, or more output than context.
+    """
+    if context < 1 or not 0 <= output < context:
+        raise ConfigError(f"a context of {context} tokens with {output} of output is none")
+    return [Length(context - output, output)]
+
+
+def lognormal(median: int, sigma: float, *, output_share: float = 0.5, most: int) -> list[Length]:
+    """Quantiles of a log-normal distribution of total lengths, cut at the model's context.
+
+    Raises:
+        ConfigError: a number out of its range.
+    """
+    if median < 1 or not 0 < sigma <= 5 or not 0 <= output_share < 1:
+        raise ConfigError(
+            f"log-normal lengths need a median of at least 1, sigma of 0 to 5 and a share of output below 1, "
+            f"got {median}, {sigma}, {output_share}"
+        )
+    points = ((i + 0.5) / _QUANTILES for i in range(_QUANTILES))
+    totals = [math.exp(math.log(median) + sigma * NormalDist().inv_cdf(point)) for point in points]
+    found = []
+    for total in totals:
+        tokens = max(2, min(most, round(total)))
+        output = min(tokens - 1, round(tokens * output_share))
+        found.append(Length(tokens - output, output))
+    return found
+
+
+def read_trace(path: Path) -> list[Length]:
+    """Lengths of a JSON-lines file, each line with `prompt_tokens` and `output_tokens`.
+
+    Raises:
+        ConfigError: no such file, or a line that is none.
+    """
+    try:
+        lines = path.read_text(encoding="utf8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} can't be read: {error}") from error
+    found = [_line(path, number, line) for number, line in enumerate(lines, 1) if line.strip()]
+    if not found:
+        raise ConfigError(f'{path} has no lines such as {{"prompt_tokens": 900, "output_tokens": 100}}')
+    return found
+
+
+def _line(path: Path, number: int, line: str) -> Length:
+    try:
+        data = json.loads(line)
+        prompt, output = data["prompt_tokens"], data["output_tokens"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{path}, line {number}: needs prompt_tokens and output_tokens") from error
+    if not all(type(x) is int for x in (prompt, output)) or prompt < 1 or output < 0:
+        raise ConfigError(
+            f"{path}, line {number}: prompt_tokens must be at least 1, output_tokens at least 0"
+        )
+    return Length(prompt, output)
+
+
+def mean(values: Sequence[float]) -> float:
+    """Their arithmetic mean."""
+    return math.fsum(values) / len(values)

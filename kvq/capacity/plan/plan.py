@@ -1,0 +1,184 @@
+"""Where a GPU's memory goes, and how many users what is left holds."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from kvq.capacity.plan.cost import usd_per_million
+from kvq.capacity.plan.gpus import Gpu
+from kvq.capacity.plan.lengths import Length
+from kvq.capacity.plan.memory import (
+    Split,
+    Term,
+    activation_term,
+    kv_layout,
+    on_one_gpu,
+    split_geometry,
+    weight_terms,
+)
+from kvq.capacity.plan.parameters import Parameters
+from kvq.capacity.plan.pools import bytes_of, share_blocks, wanted_blocks
+from kvq.capacity.plan.roofline import Efficiency, Serving
+from kvq.capacity.plan.speed import serving
+from kvq.capacity.plan.users import Users, count_users
+from kvq.errors import ConfigError
+from kvq.geometry import ModelGeometry
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Target:
+    """A model as it shall be served."""
+
+    name: str
+    geometry: ModelGeometry
+    parameters: Parameters | None = None  # None: `weight_bytes` says it
+    weights: str = "fp16"  # the format of the linear layers
+    weight_bytes: int | None = None  # of the whole model, instead of counting them
+    split: Split = field(default_factory=Split)
+
+    def terms(self) -> tuple[Term, ...]:
+        """The weights of the fullest GPU."""
+        if self.weight_bytes is not None:
+            given = Term(name="weights", nbytes=self.weight_bytes, formula="as given")
+            return on_one_gpu((given,), self.geometry, self.split)
+        if self.parameters is None:
+            raise ConfigError(f"{self.name}: neither parameters nor bytes of the weights are known")
+        return on_one_gpu(weight_terms(self.parameters, self.weights), self.geometry, self.split)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Engine:
+    """What of an engine's settings takes memory."""
+
+    block_size: int = 32  # tokens
+    step_tokens: int = 2048  # most new tokens of a step
+    sequences: int = 128  # most that run side by side
+    runtime_bytes: int = 1_500_000_000  # driver, libraries, captured graphs, fragmentation; measure yours
+    memory_fraction: float = 1.0  # of the GPU that may be used at all
+
+    def __post_init__(self) -> None:
+        if not 0 < self.memory_fraction <= 1:
+            raise ConfigError(
+                f"the memory fraction must be above 0 and at most 1, got {self.memory_fraction}"
+            )
+        if self.runtime_bytes < 0:
+            raise ConfigError(f"the runtime's bytes must be at least 0, got {self.runtime_bytes}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CapacityPlan:
+    """One KV format of one model on one kind of GPU, `split.gpus` of them."""
+
+    model: str
+    gpu: str
+    kv: str
+    split: Split
+    terms: tuple[Term, ...]  # of the fullest GPU, the pool last
+    kv_bytes_per_token: float  # on it
+    block_bytes: int  # of one block of every layer group
+    num_blocks: tuple[int, ...]  # of each layer group
+    users: Users
+    serving: Serving | None  # at as many users as fit; None where the weights are not known one by one
+    usd_per_million_tokens: float | None  # generated ones, at full load
+
+    @property
+    def pool_bytes(self) -> int:
+        """For KV, on the fullest GPU."""
+        return self.terms[-1].nbytes
+
+    @property
+    def weights_bytes(self) -> int:
+        """On the fullest GPU."""
+        return sum(term.nbytes for term in self.terms if "weight" in term.name or "embedding" in term.name)
+
+
+def make_plan(
+    target: Target,
+    gpu: Gpu,
+    kv: str,
+    lengths: Sequence[Length],
+    *,
+    slot_tokens: int,
+    engine: Engine | None = None,
+    prefix_share: float = 0.0,
+    efficiency: Efficiency | None = None,
+) -> CapacityPlan:
+    """Plan one KV format.
+
+    `slot_tokens`: what an engine without blocks would reserve for each request.
+
+    Raises:
+        ConfigError: the model doesn't fit, with by how much and what would help.
+    """
+    engine = engine or Engine()
+    own = split_geometry(target.geometry, target.split)
+    layout = kv_layout(own, kv, block_size=engine.block_size)
+    terms = (
+        *target.terms(),
+        activation_term(
+            target.geometry, step_tokens=engine.step_tokens, sequences=engine.sequences, split=target.split
+        ),
+        Term(name="runtime", nbytes=engine.runtime_bytes, formula="driver, libraries, graphs"),
+    )
+    usable = int(gpu.memory_bytes * engine.memory_fraction)
+    taken = sum(term.nbytes for term in terms)
+    block_bytes = sum(group.block_bytes for group in layout.groups)
+    if usable - taken < block_bytes:
+        raise ConfigError(_does_not_fit(target, gpu, taken, usable))
+    one = wanted_blocks(layout, sequences=1, max_context=slot_tokens, step_tokens=engine.step_tokens)
+    enough = (usable - taken) // bytes_of(layout, one) + 1  # sequences, for which the budget is too small
+    num_blocks = share_blocks(layout, [enough * count for count in one], usable - taken)
+    pool = Term(
+        name="KV pool",
+        nbytes=bytes_of(layout, num_blocks),
+        formula=" + ".join(
+            f"{count:,} x {group.block_bytes:,} B ({group.group.name})"
+            for count, group in zip(num_blocks, layout.groups, strict=True)
+        )
+        + f", blocks of {engine.block_size} tokens",
+    )
+    users = count_users(
+        layout,
+        num_blocks,
+        lengths,
+        slot_tokens=slot_tokens,
+        step_tokens=engine.step_tokens,
+        prefix_share=prefix_share,
+    )
+    served = None
+    if target.parameters is not None and users.paged:
+        served = serving(
+            target.parameters,
+            target.geometry,
+            layout,
+            gpu,
+            lengths,
+            users=users.paged,
+            weight_bytes=sum(term.nbytes for term in target.terms()),
+            step_tokens=engine.step_tokens,
+            split=target.split,
+            efficiency=efficiency or Efficiency(),
+        )
+    price = gpu.usd_per_hour * target.split.gpus
+    return CapacityPlan(
+        model=target.name,
+        gpu=gpu.name,
+        kv=kv,
+        split=target.split,
+        terms=(*terms, pool),
+        kv_bytes_per_token=layout.kv_bytes_per_token,
+        block_bytes=block_bytes,
+        num_blocks=tuple(num_blocks),
+        users=users,
+        serving=served,
+        usd_per_million_tokens=None if served is None else usd_per_million(price, served.tokens_per_s),
+    )
+
+
+def _does_not_fit(target: Target, gpu: Gpu, taken: int, usable: int) -> str:
+    more = max(taken - usable, 0) / 1e9
+    return (
+        f"{target.name} does not fit on {target.split.gpus} x {gpu.name}: weights, activations and runtime "
+        f"take {taken / 1e9:.1f} GB of each GPU's {usable / 1e9:.1f}, {more:.1f} GB too much; spread it over "
+        f"more GPUs (--tensor-parallel {2 * target.split.tensor}), take narrower weights (--weights int4), "
+        f"or a larger GPU"
+    )

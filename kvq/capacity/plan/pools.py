@@ -1,0 +1,38 @@
+"""How the memory for KV is shared out among the layer groups, for the engine and for the planner."""
+
+import math
+from collections.abc import Sequence
+
+from kvq.layout import KVLayout
+from kvq.scheduler import most_blocks
+
+
+def windows_of(layout: KVLayout) -> list[int | None]:
+    """Of its layer groups."""
+    return [group.group.window for group in layout.groups]
+
+
+def wanted_blocks(layout: KVLayout, *, sequences: int, max_context: int, step_tokens: int) -> list[int]:
+    """The most blocks per layer group that so many sequences of full length could use."""
+    size = layout.block_size
+    blocks = []
+    for window in windows_of(layout):
+        tokens = max_context if window is None else min(max_context, window + step_tokens + size)
+        blocks.append(sequences * -(-tokens // size))
+    return blocks
+
+
+def sequence_blocks(layout: KVLayout, prompt: int, output: int, *, step_tokens: int) -> list[int]:
+    """Blocks per layer group that a sequence holds at most, `step_tokens` being a step's most."""
+    return most_blocks(prompt, output, windows_of(layout), layout.block_size, step_tokens)
+
+
+def bytes_of(layout: KVLayout, blocks: Sequence[int]) -> int:
+    """Of so many blocks per layer group."""
+    return sum(count * group.block_bytes for count, group in zip(blocks, layout.groups, strict=True))
+
+
+def share_blocks(layout: KVLayout, wanted: Sequence[int], budget_bytes: int) -> list[int]:
+    """Of the blocks that could ever be used, the same share of each group, so that `budget_bytes` hold it."""
+    share = min(1.0, max(0, budget_bytes) / bytes_of(layout, wanted))
+    return [math.floor(count * share) for count in wanted]

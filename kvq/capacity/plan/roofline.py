@@ -1,0 +1,119 @@
+"""Speed from bytes and operations: what a GPU's bandwidth and arithmetic allow, less what is lost of them.
+
+A decode step reads the weights once and every running sequence's KV; a prefill multiplies. Either may be
+the limit of either (Williams et al., 2009, "Roofline").
+"""
+
+from dataclasses import dataclass
+
+from kvq.capacity.plan.cost import check_share
+from kvq.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Efficiency:
+    """What of a GPU's figures a real engine reaches. Assumed, until `kvq bench` has measured yours."""
+
+    bandwidth: float = 0.8  # of the data sheet's, by kernels that read weights or KV
+    step: float = 0.7  # of a step's time, in such kernels
+    arithmetic: float = 0.5  # of the dense peak, in prefill
+
+    def __post_init__(self) -> None:
+        for name in ("bandwidth", "step", "arithmetic"):
+            check_share(name, getattr(self, name))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Machine:
+    """What one step runs on: the sum over the GPUs of a tensor-parallel group."""
+
+    bandwidth: float  # bytes a second
+    flops: float  # operations a second, dense
+    efficiency: Efficiency
+
+    def __post_init__(self) -> None:
+        for name in ("bandwidth", "flops"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"{name} must be above 0, got {getattr(self, name)}")
+
+    def step_s(self, nbytes: float, flops: float = 0.0) -> float:
+        """Seconds of a step that reads `nbytes` and computes `flops`."""
+        read = nbytes / (self.bandwidth * self.efficiency.bandwidth * self.efficiency.step)
+        return max(read, flops / (self.flops * self.efficiency.arithmetic))
+
+
+def decode_step_s(
+    machine: Machine, *, weight_bytes: float, kv_bytes: float, batch: int, parameters: float
+) -> float:
+    """Seconds of a step in which `batch` sequences with `kv_bytes` together get a token each."""
+    return machine.step_s(weight_bytes + kv_bytes, 2 * parameters * batch)
+
+
+def prefill_s(
+    machine: Machine, *, weight_bytes: float, parameters: float, tokens: int, attention_flops: float
+) -> float:
+    """Seconds to compute a prompt of `tokens`."""
+    return machine.step_s(weight_bytes, 2 * parameters * tokens + attention_flops)
+
+
+def expert_share(experts: float, chosen: float, tokens: int) -> float:
+    """Of the routed experts, those that a step of so many tokens reads on average, chosen evenly."""
+    return 1 - (1 - chosen / experts) ** tokens if experts else 0.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Serving:
+    """What `users` at once see when prompts and answers take turns."""
+
+    users: int
+    ttft_s: float  # of a prompt computed alone, without a queue
+    itl_s: float
+    tokens_per_s: float  # of all of them
+    requests_per_s: float
+
+
+def steady_state(*, users: int, step_s: float, prefill_s: float, output_tokens: float) -> Serving:
+    """Everybody decodes, and whoever ends is followed by a new prompt, for which the others wait.
+
+    By Little's law `users` = requests a second x seconds of each.
+    """
+    if users < 1 or output_tokens < 1:
+        raise ConfigError(f"{users} users with {output_tokens} tokens of output each get no tokens")
+    per_token_s = step_s + users * prefill_s / output_tokens  # between two tokens of one user
+    return Serving(
+        users=users,
+        ttft_s=prefill_s + step_s,
+        itl_s=per_token_s,
+        tokens_per_s=users / per_token_s,
+        requests_per_s=users / per_token_s / output_tokens,
+    )
+
+
+def static_tokens_per_s(outputs: list[int], step_s: float) -> float:
+    """Of a batch that ends when its longest answer does."""
+    return sum(outputs) / (max(outputs) * step_s)
+
+
+def continuous_tokens_per_s(slots: int, step_s: float) -> float:
+    """Of a batch whose free places are filled at once."""
+    return slots / step_s
+
+
+def speculated_tokens(acceptance: float, drafted: int) -> float:
+    """Tokens of one pass over `drafted` proposed ones: (1 - a^(K+1)) / (1 - a).
+
+    Source: Leviathan et al. 2023 (arXiv:2211.17192), equation 1.
+    """
+    if not 0 <= acceptance < 1 or drafted < 1:
+        raise ConfigError(
+            f"acceptance must be 0 to below 1 and drafts at least 1, got {acceptance}, {drafted}"
+        )
+    return float((1 - acceptance ** (drafted + 1)) / (1 - acceptance))
+
+
+def speculation_speedup(acceptance: float, drafted: int, draft_cost: float) -> float:
+    """Against decoding alone, a draft's token costing that share of the model's.
+
+    Source: Leviathan et al. 2023 (arXiv:2211.17192), theorem 3.8.
+    """
+    return speculated_tokens(acceptance, drafted) / (1 + drafted * draft_cost)

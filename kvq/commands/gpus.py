@@ -1,0 +1,36 @@
+"""`kvq gpus`: the GPUs that kvq plans with."""
+
+from dataclasses import asdict
+from pathlib import Path
+
+import click
+
+
+@click.command(name="gpus")
+@click.option("--gpus", "file", type=click.Path(path_type=Path), help="A file of GPUs instead of kvq's own.")
+@click.option(
+    "--json", "json_path", type=click.Path(), help="Write them as JSON, in the form that --gpus reads."
+)
+def command(file: Path | None, json_path: str | None) -> None:
+    """List GPUs: memory, bandwidth, dense arithmetic, price an hour."""
+    import json
+
+    from rich.table import Table
+
+    from kvq import fileio
+    from kvq.capacity.plan.gpus import known_gpus, read_gpus
+    from kvq.commands.tables import console
+
+    gpus = known_gpus() if file is None else read_gpus(file)
+    table = Table(box=None, pad_edge=False)
+    for name in ("GPU", "GB", "TB/s", "$/hour", "dense TFLOPS"):
+        table.add_column(name, justify="left" if name in ("GPU", "dense TFLOPS") else "right", no_wrap=True)
+    for gpu in gpus.values():
+        speeds = ", ".join(f"{kind} {value:,.0f}" for kind, value in gpu.tflops.items())
+        table.add_row(
+            gpu.name, f"{gpu.memory_gb:g}", f"{gpu.bandwidth_tb_s:g}", f"{gpu.usd_per_hour:.2f}", speeds
+        )
+    console().print(table)
+    if json_path is not None:
+        facts = {gpu.name: {k: v for k, v in asdict(gpu).items() if k != "name"} for gpu in gpus.values()}
+        fileio.write_text(json_path, json.dumps({"format_version": 1, "gpus": facts}, indent=1) + "\n")

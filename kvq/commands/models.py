@@ -1,0 +1,61 @@
+"""`kvq models`: the models that kvq can plan for without their files."""
+
+import sys
+from typing import Any
+
+import click
+
+
+@click.command(name="models")
+@click.option("--json", "json_path", type=click.Path(), help="Write them as JSON.")
+def command(json_path: str | None) -> None:
+    """List models that `kvq plan` knows, with what decides about memory."""
+    from rich.table import Table
+
+    from kvq.capacity.plan.known import known_models
+    from kvq.capacity.plan.memory import kv_layout
+    from kvq.capacity.plan.parameters import count_parameters
+    from kvq.commands.tables import console
+    from kvq.geometry import parse_geometry
+
+    rows: list[dict[str, Any]] = []
+    for model in known_models().values():
+        geometry = parse_geometry(model.config)
+        rows.append(
+            {
+                "model": model.name,
+                "parameters": model.parameters,
+                "active_parameters": count_parameters(model.config, geometry).active,
+                "layers": len(geometry.layers),
+                "q_heads": geometry.q_heads,
+                "kv_heads": geometry.layers[0].kv_heads,
+                "head_dim": geometry.layers[0].k_head_dim,
+                "windows": sorted({layer.window or 0 for layer in geometry.layers}),
+                "max_context": geometry.max_context,
+                "kv_bytes_per_token": kv_layout(geometry, "fp16").kv_bytes_per_token,
+                "source": model.source,
+            }
+        )
+    table = Table(box=None, pad_edge=False)
+    columns = ("parameters", "active", "layers", "KV heads", "head_dim", "context", "KiB/token, fp16")
+    for name in ("model", *columns, "source"):
+        table.add_column(name, justify="left" if name in ("model", "source") else "right", no_wrap=True)
+    for row in rows:
+        table.add_row(
+            row["model"],
+            f"{row['parameters'] / 1e9:.2f} B",
+            f"{row['active_parameters'] / 1e9:.2f} B",
+            str(row["layers"]),
+            str(row["kv_heads"]),
+            str(row["head_dim"]),
+            f"{row['max_context']:,}",
+            f"{row['kv_bytes_per_token'] / 1024:,.0f}",
+            row["source"],
+        )
+    console().print(table)
+    if json_path is not None:
+        import torch
+
+        from kvq.evals.results import envelope, write_json
+
+        write_json(json_path, envelope(["kvq", *sys.argv[1:]], torch.device("cpu"), rows))

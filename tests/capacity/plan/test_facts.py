@@ -1,0 +1,137 @@
+"""Models and GPUs that kvq knows, and how their parameters are counted."""
+
+import json
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from kvq.capacity.plan.gpus import find_gpu, known_gpus, read_gpus
+from kvq.capacity.plan.known import find_model, known_models
+from kvq.capacity.plan.parameters import count_parameters
+from kvq.errors import ConfigError
+from kvq.geometry import parse_geometry
+
+
+@pytest.mark.parametrize("name", known_models())
+def test_a_models_geometry_has_the_parameters_that_were_published_with_it(name):
+    model = find_model(name)
+    geometry = parse_geometry(model.config)
+    counted = count_parameters(model.config, geometry)
+    assert counted.total == model.parameters
+    assert counted.active <= counted.total
+    assert (counted.active < counted.total / 2) == bool(counted.experts)
+
+
+SMALL = {
+    "hidden_size": 96,
+    "intermediate_size": 160,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 3,
+    "head_dim": 16,
+    "vocab_size": 500,
+    "max_position_embeddings": 128,
+    "pad_token_id": 0,
+}
+EXPERTS = {"num_local_experts": 5, "num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+LATENT = {
+    "q_lora_rank": 24,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 12,
+}
+LATENT |= {
+    "moe_intermediate_size": 24,
+    "num_experts_per_tok": 2,
+    "n_routed_experts": 8,
+    "n_group": 2,
+    "topk_group": 1,
+    "first_k_dense_replace": 2,
+    "num_key_value_heads": 6,
+}
+CASES = {
+    **{
+        kind: {}
+        for kind in ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "phi3", "phi")
+    },
+    "llama with biases": {"attention_bias": True},
+    "llama, tied": {"tie_word_embeddings": True},
+    "qwen2, untied": {"tie_word_embeddings": False},
+    "mixtral": EXPERTS,
+    "qwen3_moe": EXPERTS | {"decoder_sparse_step": 2, "mlp_only_layers": [1]},
+    "gpt_oss": EXPERTS,
+    "deepseek_v3": LATENT,
+    "deepseek_v3 with whole queries": LATENT | {"q_lora_rank": None},
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_familys_weights_are_those_of_the_live_model(name):
+    config = SMALL | CASES[name] | {"model_type": name.split()[0].strip(",")}
+    with torch.device("meta"):
+        live = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
+    # What the class's defaults decide is in the file of a real model.
+    config["tie_word_embeddings"] = live.config.tie_word_embeddings
+    counted = count_parameters(config, parse_geometry(config))
+    buffers = sum(b.numel() for n, b in live.named_buffers() if n.endswith("e_score_correction_bias"))
+    assert counted.total == sum(p.numel() for p in live.parameters()) + buffers
+
+
+def test_families_without_a_formula_say_what_to_give_instead():
+    config = {"model_type": "cohere", "num_hidden_layers": 2}
+    with pytest.raises(ConfigError, match="give --weights"):
+        count_parameters(config, parse_geometry(config))
+
+
+def test_names_are_found_in_any_case_and_near_ones_are_named():
+    assert find_model("Llama-3-8B").name == "llama-3-8b"
+    assert find_gpu("H100").memory_bytes == 80_000_000_000
+    assert find_gpu("RTX 4090") is find_gpu("rtx_4090")
+    with pytest.raises(ConfigError, match="did you mean 'llama-3-70b'"):
+        find_model("llama-3-70")
+    with pytest.raises(ConfigError, match="say which: a100-40, a100-80"):
+        find_gpu("a100")
+
+
+def test_the_gpus_are_as_their_makers_say():
+    memory = {name: gpu.memory_gb for name, gpu in known_gpus().items()}
+    assert memory | {"b200": 180, "l4": 24} == memory
+    h100 = find_gpu("h100")
+    assert (h100.bandwidth, h100.usd_per_hour) == (3.35e12, 10)
+    assert h100.tflops["fp16"] == 989  # dense; with sparsity 1,979
+    assert all(gpu.tflops["fp16"] < 2500 for gpu in known_gpus().values())
+
+
+GOOD = {"memory_gb": 1, "bandwidth_tb_s": 1, "usd_per_hour": 1, "tflops": {"fp16": 1}}
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ({"format_version": 2, "gpus": {"a": GOOD}}, "format_version 1"),
+        ({"format_version": 1, "gpus": {}}, "must map names"),
+        ({"format_version": 1, "gpus": {"a": {"memory_gb": 1}}}, "a must have"),
+        (
+            {"format_version": 1, "gpus": {"a": GOOD | {"memory_gb": -1}}},
+            "a: memory_gb must be a number above 0, got -1",
+        ),
+        ({"format_version": 1, "gpus": {"a": GOOD | {"usd_per_hour": "x"}}}, "usd_per_hour"),
+        ({"format_version": 1, "gpus": {"a": GOOD | {"tflops": {}}}}, "tflops"),
+        ([], "format_version"),
+    ],
+)
+def test_files_of_gpus_say_what_is_wrong_with_them(tmp_path, data, message):
+    path = tmp_path / "gpus.json"
+    path.write_text(json.dumps(data))
+    with pytest.raises(ConfigError, match=message):
+        read_gpus(path)
+
+
+def test_a_file_of_gpus_replaces_kvqs_own(tmp_path):
+    path = tmp_path / "gpus.json"
+    path.write_text(json.dumps({"format_version": 1, "gpus": {"mine": GOOD}}))
+    assert find_gpu("mine", read_gpus(path)).memory_gb == 1
+    with pytest.raises(ConfigError, match="no file of GPUs"):
+        read_gpus(tmp_path / "none.json")

@@ -1,0 +1,52 @@
+"""A plan in one call."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+import kvq
+from kvq.capacity.plan.lengths import Length
+from kvq.errors import ConfigError
+
+
+def test_a_plan_in_one_call():
+    plan = kvq.plan("llama-3-70b", gpu="h100", kv="int4", context=8192, weights="int4")
+    assert plan.users.paged > 10
+    assert plan.pool_bytes + sum(term.nbytes for term in plan.terms[:-1]) <= 80e9
+    assert plan.weights_bytes / 1e9 == pytest.approx(40, abs=1)
+    wide = kvq.plan("llama-3-70b", gpu="h100", kv="fp16", context=8192, weights="int4")
+    assert wide.users.paged < plan.users.paged / 3
+    assert wide.serving.tokens_per_s < plan.serving.tokens_per_s
+
+
+def test_a_folder_will_do(tmp_path):
+    config = {"model_type": "llama", "intermediate_size": 11008, "hidden_size": 4096}
+    (tmp_path / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": False}))
+    plan = kvq.plan(tmp_path, gpu="a10", lengths=[Length(900, 100), Length(90, 10)])
+    assert plan.weights_bytes == 2 * 6_738_415_616
+    (tmp_path / "config.json").write_text("[]")
+    with pytest.raises(ConfigError, match="must hold an object"):
+        kvq.plan(tmp_path, gpu="a10", context=10)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, "give either context or lengths"),
+        ({"context": 10, "lengths": [Length(1, 1)]}, "give either"),
+        ({"context": 100_000}, "above the model's 8192"),
+        ({"context": 100, "output": 100}, "is none"),
+        ({"context": 100, "kv": "int5"}, "int5"),
+    ],
+)
+def test_what_cannot_be_planned_says_why(options, message):
+    with pytest.raises(ConfigError, match=message):
+        kvq.plan("llama-3-8b", gpu="h100", **options)
+
+
+def test_planning_needs_no_tensors():
+    code = "import sys, kvq; kvq.plan('llama-3-8b', gpu='h100', context=100); print('torch' in sys.modules)"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout == "False\n"

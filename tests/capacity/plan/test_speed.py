@@ -1,0 +1,108 @@
+"""Speed and cost as people compute them on paper."""
+
+import pytest
+
+from kvq.capacity.plan.cost import (
+    Prices,
+    break_even_requests,
+    monthly_usd,
+    requests_a_month,
+    tokens_per_usd,
+    usd_per_million,
+)
+from kvq.capacity.plan.roofline import (
+    Efficiency,
+    Machine,
+    continuous_tokens_per_s,
+    decode_step_s,
+    expert_share,
+    speculated_tokens,
+    speculation_speedup,
+    static_tokens_per_s,
+    steady_state,
+)
+from kvq.errors import ConfigError
+
+PERFECT = Efficiency(bandwidth=1, step=1, arithmetic=1)
+
+
+def test_an_h100_reads_14_gb_of_weights():
+    machine = Machine(bandwidth=3.35e12, flops=989e12, efficiency=PERFECT)
+    step = decode_step_s(machine, weight_bytes=14e9, kv_bytes=0, batch=1, parameters=7e9)
+    assert 1e3 * step == pytest.approx(4.2, abs=0.05)
+    assert 238 <= 1 / step <= 240
+
+
+@pytest.mark.parametrize(("context", "wanted"), [(0, 320), (1024, 93), (4096, 30)])
+def test_an_a100_with_16_requests(context, wanted):
+    machine = Machine(bandwidth=2e12, flops=312e12, efficiency=Efficiency(bandwidth=0.8, step=0.7))
+    kv = 16 * context * 524_288
+    step = decode_step_s(machine, weight_bytes=3.5e9, kv_bytes=kv, batch=16, parameters=7e9)
+    assert 1 / step == pytest.approx(wanted, rel=0.02)
+
+
+def test_what_is_not_bound_by_bytes_is_bound_by_arithmetic():
+    machine = Machine(bandwidth=1e12, flops=1e12, efficiency=PERFECT)
+    assert machine.step_s(1e12, 1e11) == 1
+    assert machine.step_s(1e11, 2e12) == 2
+
+
+def test_batches_that_wait_for_their_longest_answer():
+    assert static_tokens_per_s([50] * 7 + [500], 0.01) == pytest.approx(170)
+    assert continuous_tokens_per_s(8, 0.01) == pytest.approx(800)
+
+
+def test_speculation():
+    assert speculated_tokens(0.7, 4) == pytest.approx(2.77, abs=5e-3)
+    assert speculation_speedup(0.7, 4, 0.1) == pytest.approx(1.98, abs=5e-3)
+    assert speculated_tokens(0, 4) == 1
+    for acceptance, drafted in ((1, 4), (-0.1, 4), (0.5, 0)):
+        with pytest.raises(ConfigError):
+            speculated_tokens(acceptance, drafted)
+
+
+def test_experts_that_a_step_reads():
+    assert expert_share(8, 2, 1) == 0.25
+    assert expert_share(128, 8, 10_000) == pytest.approx(1)
+    assert expert_share(0, 0, 5) == 0
+
+
+def test_users_that_take_turns():
+    found = steady_state(users=10, step_s=0.02, prefill_s=0.1, output_tokens=100)
+    assert found.itl_s == pytest.approx(0.03)
+    assert found.tokens_per_s == pytest.approx(333.3, abs=0.1)
+    seconds = found.itl_s * 100
+    assert found.requests_per_s * seconds == pytest.approx(found.users)  # Little's law
+    with pytest.raises(ConfigError):
+        steady_state(users=0, step_s=1, prefill_s=1, output_tokens=1)
+
+
+def test_costs():
+    assert usd_per_million(64, 3000) == pytest.approx(5.93, abs=5e-3)
+    assert usd_per_million(64, 3000, utilization=0.5) == pytest.approx(11.85, abs=5e-3)
+    assert tokens_per_usd(64, 3000) == pytest.approx(168_750)
+    assert 1e6 * Prices(input=5, output=30).request_usd(500, 200) == pytest.approx(8500)
+    assert Prices(input=5, output=30).request_usd(500, 200) == pytest.approx(0.0085)
+    assert break_even_requests(10_640, 0.0085) / 1e6 == pytest.approx(1.252, abs=5e-4)
+    assert requests_a_month(50) == 129.6e6
+    assert requests_a_month(50, utilization=0.7) == pytest.approx(90.7e6, rel=1e-3)
+    assert monthly_usd(2, gpus=4, operations_usd=240) == 6000
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda: usd_per_million(0, 1),
+        lambda: usd_per_million(1, -1),
+        lambda: usd_per_million(1, float("nan")),
+        lambda: usd_per_million(1, 1, utilization=1.5),
+        lambda: break_even_requests(1, 0),
+        lambda: monthly_usd(1, gpus=0),
+        lambda: Prices(input=-1, output=1),
+        lambda: Efficiency(bandwidth=0),
+        lambda: Machine(bandwidth=0, flops=1, efficiency=PERFECT),
+    ],
+)
+def test_numbers_that_are_none_are_refused(wrong):
+    with pytest.raises(ConfigError):
+        wrong()

@@ -1,0 +1,164 @@
+"""`kvq plan`, `kvq models`, `kvq gpus` as people type them."""
+
+import json
+
+import pytest
+
+from kvq.cli import main
+
+
+@pytest.fixture
+def run(capsys):
+    def run(*arguments):
+        try:
+            main(list(arguments))
+            status = 0
+        except SystemExit as ended:
+            status = ended.code or 0
+        said = capsys.readouterr()
+        return status, said.out, said.err
+
+    return run
+
+
+def test_a_plan_as_a_table_and_as_json(run, tmp_path):
+    path = tmp_path / "plan.json"
+    status, out, _ = run(
+        *(
+            "plan",
+            "--model",
+            "llama-2-13b",
+            "--gpu",
+            "a100-80",
+            "--kv",
+            "fp16,int8,int4",
+            "--context",
+            "4096",
+        ),
+        *("--weights", "int4", "--users", "3000", "--json", str(path)),
+    )
+    assert status == 0
+    for part in ("linear weights", "KV pool, fp16", "12,687,769,600 x 0.5 B (int4)", "GPUs needed"):
+        assert part in out
+    rows = json.loads(path.read_text())["rows"]
+    assert [row["kv"] for row in rows] == ["fp16", "int8", "int4"]
+    needed = [row["gpus_needed"] for row in rows]
+    assert needed[0] > needed[1] > needed[2] > 0
+    for row in rows:
+        assert row["gpus_needed"] == -(-3000 // row["max_users"])
+        assert sum(term["bytes"] for term in row["terms"]) <= 80e9
+        assert 80e9 - sum(term["bytes"] for term in row["terms"]) < row["block_bytes"]
+        assert row["pool_bytes"] == row["num_blocks"][0] * row["block_bytes"]
+
+
+def test_lengths_may_be_distributions_and_models_folders(run, tmp_path):
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text('{"prompt_tokens": 900, "output_tokens": 100}\n')
+    status, _, _ = run("plan", "-m", "tiny", "--gpu", "l4,h100", "--trace", str(trace), "--weights-gb", "0.1")
+    assert status == 0
+    status, out, _ = run("plan", "-m", "gemma-3-4b", "--gpu", "l4", "--lognormal", "1000,0.9", "--kv", "k8v4")
+    assert status == 0
+    assert "sliding-1024" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("-m", "llama-3-70b", "--gpu", "h100", "--context", "8192"), "62.9 GB too much"),
+        (("-m", "llama-3-70", "--gpu", "h100", "--context", "8192"), "did you mean 'llama-3-70b'"),
+        (("-m", "llama-3-8b", "--gpu", "h10", "--context", "8192"), "did you mean 'h100'"),
+        (("-m", "llama-3-8b", "--gpu", "h100"), "give one of --context, --lognormal, --trace"),
+        (("-m", "llama-3-8b", "--gpu", "h100", "--context", "9999"), "above the model's 8192"),
+        (("-m", "llama-3-8b", "--gpu", "h100", "--context", "0"), "--context"),
+        (("-m", "llama-3-8b", "--gpu", "h100", "--lognormal", "9"), "MEDIAN,SIGMA"),
+        (("-m", "llama-3-8b", "--gpu", "h100", "--context", "64", "--weights-gb", "-1"), "above 0"),
+        (("-m", "llama-3-8b", "--gpu", "h100", "--context", "64", "--runtime-gb", "-1"), "at least 0"),
+        (("-m", "llama-3-8b", "--gpu", "h100", "--context", "64", "--kv", "int5"), "int5"),
+        (("-m", "llama-3-8b", "--gpu", "h100", "--context", "64", "-tp", "3"), "can't be shared by 3"),
+    ],
+)
+def test_what_cannot_be_planned_says_why(run, arguments, message):
+    status, _, err = run("plan", *arguments)
+    assert status == 2
+    assert message in err
+    assert "Traceback" not in err
+
+
+def test_what_fits_is_shown_beside_what_does_not(run):
+    status, out, err = run(
+        "plan", "-m", "llama-2-13b", "--gpu", "l4,a100-80", "--context", "4096", "--kv", "int4"
+    )
+    assert status == 0
+    assert "a100-80" in out
+    assert "left out: llama-2-13b does not fit on 1 x l4" in err
+
+
+def test_lists(run, tmp_path):
+    status, out, _ = run("models", "--json", str(tmp_path / "m.json"))
+    assert status == 0
+    assert "llama-3.1-405b" in out
+    assert len(json.loads((tmp_path / "m.json").read_text())["rows"]) > 40
+    status, out, _ = run("gpus", "--json", str(tmp_path / "g.json"))
+    assert status == 0
+    assert "mi300x" in out
+    status, again, _ = run("gpus", "--gpus", str(tmp_path / "g.json"))
+    assert (status, again) == (0, out)
+
+
+def test_speed_comes_with_the_plan_where_the_weights_are_known(run, tmp_path):
+    path = tmp_path / "plan.json"
+    run("plan", "-m", "mixtral-8x7b", "--gpu", "h200", "--context", "4096", "--json", str(path))
+    rows = json.loads(path.read_text())["rows"]
+    for row in rows:
+        assert row["tokens_per_s"] == pytest.approx(1e3 * row["max_users"] / row["itl_ms"])
+        assert row["usd_per_million_tokens"] == pytest.approx(15 / 3600 / row["tokens_per_s"] * 1e6)
+        assert row["ttft_ms"] > 0
+    assert rows[-1]["tokens_per_s"] > rows[0]["tokens_per_s"]  # int4 beside fp16
+    run(
+        "plan",
+        "-m",
+        "mixtral-8x7b",
+        "--gpu",
+        "h200",
+        "--context",
+        "4096",
+        "--weights-gb",
+        "90",
+        "--json",
+        str(path),
+    )
+    assert json.loads(path.read_text())["rows"][0]["tokens_per_s"] is None
+
+
+def test_costs(run, tmp_path):
+    path = tmp_path / "cost.json"
+    status, out, _ = run(
+        *("cost", "--usd-per-hour", "8", "--num-gpus", "8", "--tokens-per-s", "3000", "--api-input", "5"),
+        *("--api-output", "30", "--requests", "1000000", "--json", str(path)),
+    )
+    assert status == 0
+    [row] = json.loads(path.read_text())["rows"]
+    assert row["usd_per_million_tokens"] == pytest.approx(5.93, abs=5e-3)
+    assert row["api_usd_per_month"] == pytest.approx(8500)
+    assert row["break_even_requests"] == pytest.approx(row["usd_per_month"] / 0.0085)
+    assert "the API is cheaper" in out
+    status, out, _ = run("cost", "--gpu", "l40s", "--tokens-per-s", "500")
+    assert status == 0
+    assert "$2.00 / (500 tokens/s x 100% x 3,600 s)" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((), "give --gpu"),
+        (("--gpu", "h100"), "--tokens-per-s is needed"),
+        (("--gpu", "h10", "--tokens-per-s", "1"), "did you mean 'h100'"),
+        (("--api-input", "5"), "two prices"),
+        (("--gpu", "h100", "--tokens-per-s", "-1"), "above 0"),
+        (("--gpu", "h100", "--tokens-per-s", "1", "--utilization", "2"), "at most 1"),
+    ],
+)
+def test_costs_that_cannot_be_told_say_why(run, arguments, message):
+    status, _, err = run("cost", *arguments)
+    assert status == 2
+    assert message in err
