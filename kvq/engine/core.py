@@ -157,8 +157,10 @@ class EngineCore:
             )
         return job
 
-    def submit(self, job: Job) -> None:
+    def submit(self, job: Job, *, arrival_s: float | None = None) -> None:
         """Queue a job; one with a grammar once that is compiled, aside from the steps.
+
+        `arrival_s`: on the engine's clock, if it came while a step ran; TTFT counts from there.
 
         Raises:
             RequestError: too many grammars wait to be compiled.
@@ -166,7 +168,7 @@ class EngineCore:
         """
         if self._closed:
             raise EngineError("the engine was closed; make a new one")
-        job.timing.arrival_s = self._clock()
+        job.timing.arrival_s = self._clock() if arrival_s is None else arrival_s
         if job.params.structured is None:
             self._begin(job, None)
             return

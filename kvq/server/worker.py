@@ -7,7 +7,7 @@ import signal
 import socket
 import sys
 import threading
-from time import sleep
+from time import perf_counter, sleep
 
 import msgspec
 
@@ -54,7 +54,8 @@ class Worker:
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
         self._sending = threading.Lock()
-        self._commands: queue.SimpleQueue[Submit | Cancel | Look | None] = queue.SimpleQueue()
+        # What was asked for, and when; None: nobody asks any more.
+        self._commands: queue.SimpleQueue[tuple[Submit | Cancel | Look, float] | None] = queue.SimpleQueue()
         self._jobs: dict[int, Job] = {}
         self._deltas: list[Delta] = []
         self._ended: list[Ended] = []
@@ -123,20 +124,21 @@ class Worker:
         block = not core.has_work
         while True:
             try:
-                command = self._commands.get(block=block)
+                given = self._commands.get(block=block)
             except queue.Empty:
                 return True
             block = False
-            if command is None:
+            if given is None:
                 return False
+            command, came_s = given
             if isinstance(command, Submit):
-                self._submit(core, command)
+                self._submit(core, command, came_s)
             elif isinstance(command, Look):
                 self._is_looked_at = True
             elif command.number in self._jobs:
                 core.cancel(self._jobs[command.number])
 
-    def _submit(self, core: EngineCore, command: Submit) -> None:
+    def _submit(self, core: EngineCore, command: Submit, came_s: float) -> None:
         number = command.number
         try:
             job = core.new_job(
@@ -150,7 +152,7 @@ class Worker:
             )
             self._jobs[number] = job
             self._lookout.meet(command.tenant)
-            core.submit(job)
+            core.submit(job, arrival_s=came_s)
         except KVQError as error:
             self._jobs.pop(number, None)
             self._ended.append(_failed(number, error))
@@ -238,7 +240,7 @@ class Worker:
                 if isinstance(message, Ping):
                     self._send(Pong(number=message.number))
                 elif isinstance(message, Submit | Cancel | Look):
-                    self._commands.put(message)
+                    self._commands.put((message, perf_counter()))
         except (OSError, KVQError):
             _log.exception("the HTTP process can't be understood")
         self._commands.put(None)

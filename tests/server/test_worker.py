@@ -1,16 +1,19 @@
 """The engine process's own part, without the process."""
 
 import socket
+from time import perf_counter
 
 import pytest
 
+from kvq.engine import SamplingParams
 from kvq.engine.core import EngineCore
 from kvq.engine.llm import build
 from kvq.engine.sampling.logprobs import TokenLogprobs
+from kvq.scheduler import Priority
 from kvq.server import frames
 from kvq.server.frames import from_engine
 from kvq.server.measured import Memory
-from kvq.server.messages import Ended
+from kvq.server.messages import Ended, Submit
 from kvq.server.worker import Worker
 
 
@@ -35,3 +38,17 @@ def test_log_probabilities_beyond_a_frame_fail_their_own_request(core, monkeypat
     assert (large.number, large.kind, large.prompt_logprobs) == (1, "request", None)
     assert "can't be sent: a message of" in large.error
     assert (other.number, other.error) == (2, None)
+
+
+def test_a_request_that_came_while_a_step_ran_has_waited_since_then(core):
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        worker = Worker(theirs)
+        params = SamplingParams(max_tokens=2, ignore_eos=True)
+        submit = Submit(number=1, prompt=[5, 6], params=params, priority=Priority.INTERACTIVE, tenant="")
+        worker._commands.put((submit, perf_counter() - 3.0))
+        assert worker._obey(core)
+        while core.has_work:
+            core.step()
+    [ended] = worker._ended
+    assert 3.0 < ended.ttft_s < ended.e2e_s < 30.0
