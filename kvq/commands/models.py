@@ -21,11 +21,12 @@ def command(json_path: str | None) -> None:
     rows: list[dict[str, Any]] = []
     for model in known_models().values():
         geometry = parse_geometry(model.config)
+        counted = count_parameters(model.config, geometry)
         rows.append(
             {
                 "model": model.name,
-                "parameters": model.parameters,
-                "active_parameters": count_parameters(model.config, geometry).active,
+                "parameters": counted.total,
+                "active_parameters": counted.active,
                 "layers": len(geometry.layers),
                 "q_heads": geometry.q_heads,
                 "kv_heads": geometry.layers[0].kv_heads,

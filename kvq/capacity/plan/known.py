@@ -15,8 +15,8 @@ class KnownModel:
     """What of a published config.json decides about memory."""
 
     name: str
-    source: str  # the repository whose config.json it is
-    parameters: int  # as published with it
+    source: str  # the repository whose config.json it is, written down from memory of it
+    parameters: int | None  # published with it; None: only together with a vision tower, or not at all
     config: Mapping[str, Any]
 
 

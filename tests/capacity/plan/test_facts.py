@@ -18,7 +18,7 @@ def test_a_models_geometry_has_the_parameters_that_were_published_with_it(name):
     model = find_model(name)
     geometry = parse_geometry(model.config)
     counted = count_parameters(model.config, geometry)
-    assert counted.total == model.parameters
+    assert model.parameters in (None, counted.total)
     assert counted.active <= counted.total
     assert (counted.active < counted.total / 2) == bool(counted.experts)
 
