@@ -77,7 +77,7 @@ def _numbers(options: dict[str, Any]) -> dict[str, Any]:
         row |= {
             "usd_per_hour": together,
             "usd_per_million_tokens": million,
-            "tokens_per_usd": 1e6 / million,
+            "tokens_per_usd": cost.tokens_per_usd(together, options["tokens_per_s"], utilization=used),
             "requests_per_usd": 1e6 / million / options["output"],
             "usd_per_month": cost.monthly_usd(
                 hourly, gpus=options["num_gpus"], operations_usd=options["operations_usd"]

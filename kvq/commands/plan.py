@@ -141,6 +141,8 @@ def _lengths(options: dict[str, Any], target: "Target") -> "list[Length]":
         raise ConfigError(
             "how long requests are decides how many fit: give one of --context, --lognormal, --trace"
         )
+    if options["output"] is not None and options["context"] is None:
+        raise ConfigError("--output goes with --context; distributions and traces say it themselves")
     if options["context"] is not None:
         return fixed_context(target, options["context"], options["output"])
     if options["trace"] is not None:

@@ -71,6 +71,7 @@ def test_lengths_may_be_distributions_and_models_folders(run, tmp_path):
         (("-m", "llama-3-8b", "--gpu", "h100", "--context", "9999"), "above the model's 8192"),
         (("-m", "llama-3-8b", "--gpu", "h100", "--context", "0"), "--context"),
         (("-m", "llama-3-8b", "--gpu", "h100", "--lognormal", "9"), "MEDIAN,SIGMA"),
+        (("-m", "llama-3-8b", "--gpu", "h100", "--lognormal", "9,1", "--output", "3"), "goes with --context"),
         (("-m", "llama-3-8b", "--gpu", "h100", "--context", "64", "--weights-gb", "-1"), "above 0"),
         (("-m", "llama-3-8b", "--gpu", "h100", "--context", "64", "--runtime-gb", "-1"), "at least 0"),
         (("-m", "llama-3-8b", "--gpu", "h100", "--context", "64", "--kv", "int5"), "int5"),

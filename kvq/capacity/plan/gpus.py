@@ -30,6 +30,8 @@ class Gpu:
             raise ConfigError(
                 f"{self.name}: tflops must map types such as fp16 to numbers, got {self.tflops!r}"
             )
+        if "fp16" not in self.tflops:
+            raise ConfigError(f"{self.name}: tflops need fp16, which speed is planned with")
         for kind, value in self.tflops.items():
             check_positive(f"{self.name}: tflops of {kind}", value)
 

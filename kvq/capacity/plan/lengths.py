@@ -2,7 +2,6 @@
 
 import json
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import NormalDist
@@ -84,8 +83,3 @@ def _line(path: Path, number: int, line: str) -> Length:
             f"{path}, line {number}: prompt_tokens must be at least 1, output_tokens at least 0"
         )
     return Length(prompt, output)
-
-
-def mean(values: Sequence[float]) -> float:
-    """Their arithmetic mean."""
-    return math.fsum(values) / len(values)

@@ -9,7 +9,7 @@ from kvq.formats import KVRecipe
 from kvq.geometry import LayerGeometry, ModelGeometry
 from kvq.layout import KVLayout, plan_layout
 
-# Bytes of a weight in the linear layers; scales beyond it are counted by `_SCALE_BITS`.
+# Bytes of a weight in the linear layers; scales beside them are `_SCALE_BYTES`.
 WEIGHT_BYTES: Mapping[str, float] = {
     "fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1, "int8": 1, "int4": 0.5, "nf4": 0.5,
 }  # fmt: skip

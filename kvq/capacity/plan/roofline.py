@@ -25,7 +25,7 @@ class Efficiency:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Machine:
-    """What one step runs on: the sum over the GPUs of a tensor-parallel group."""
+    """What one step runs on: one GPU, with its own share of the bytes and operations."""
 
     bandwidth: float  # bytes a second
     flops: float  # operations a second, dense

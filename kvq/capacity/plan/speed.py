@@ -1,9 +1,10 @@
 """How fast a plan serves: its bytes and operations on the roofline."""
 
 from collections.abc import Sequence
+from statistics import fmean
 
 from kvq.capacity.plan.gpus import Gpu
-from kvq.capacity.plan.lengths import Length, mean
+from kvq.capacity.plan.lengths import Length
 from kvq.capacity.plan.memory import Split
 from kvq.capacity.plan.parameters import Parameters
 from kvq.capacity.plan.pools import bytes_of, sequence_blocks
@@ -41,7 +42,7 @@ def serving(
     machine = Machine(bandwidth=gpu.bandwidth, flops=1e12 * gpu.tflops["fp16"], efficiency=efficiency)
     batch = -(-users // split.pipeline)
     active = parameters.active / split.gpus
-    held = mean(
+    held = fmean(
         [
             bytes_of(layout, sequence_blocks(layout, x.prompt, x.output // 2, step_tokens=step_tokens))
             for x in lengths
@@ -54,7 +55,7 @@ def serving(
         batch=batch,
         parameters=active,
     )
-    prompt = mean(
+    prompt = fmean(
         [
             prefill_s(
                 machine,
@@ -66,7 +67,7 @@ def serving(
             for x in lengths
         ]
     )
-    output = max(1.0, mean([float(x.output) for x in lengths]))
+    output = max(1.0, fmean([float(x.output) for x in lengths]))
     return steady_state(users=users, step_s=step, prefill_s=split.pipeline * prompt, output_tokens=output)
 
 

@@ -2,8 +2,9 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import fmean
 
-from kvq.capacity.plan.lengths import Length, mean
+from kvq.capacity.plan.lengths import Length
 from kvq.capacity.plan.pools import bytes_of, sequence_blocks
 from kvq.errors import ConfigError
 from kvq.layout import KVLayout
@@ -14,7 +15,7 @@ class Users:
     """Requests that hold KV side by side, each as much as it holds at its end."""
 
     paged: int  # in blocks
-    contiguous: int  # a slot of one length reserved for each, of unquantized rows side by side
+    contiguous: int  # a slot of one length reserved for each, in the same format
     bytes_per_request: float  # of blocks, on average
     slot_bytes: int  # of one reservation
 
@@ -46,12 +47,12 @@ def count_users(
     fits = []
     for group, count in enumerate(num_blocks):
         common = 0 if layout.groups[group].group.window is not None else max(shared)
-        each = mean([blocks[group] - (common and own) for blocks, own in zip(held, shared, strict=True)])
+        each = fmean([blocks[group] - (common and own) for blocks, own in zip(held, shared, strict=True)])
         fits.append(int((count - common) / each) if each else 0)
     slot = layout.kv_bytes_per_token * slot_tokens
     return Users(
         paged=max(0, min(fits)),
         contiguous=int(bytes_of(layout, num_blocks) / slot),
-        bytes_per_request=mean([bytes_of(layout, blocks) for blocks in held]),
+        bytes_per_request=fmean([bytes_of(layout, blocks) for blocks in held]),
         slot_bytes=round(slot),
     )

@@ -119,6 +119,7 @@ GOOD = {"memory_gb": 1, "bandwidth_tb_s": 1, "usd_per_hour": 1, "tflops": {"fp16
         ),
         ({"format_version": 1, "gpus": {"a": GOOD | {"usd_per_hour": "x"}}}, "usd_per_hour"),
         ({"format_version": 1, "gpus": {"a": GOOD | {"tflops": {}}}}, "tflops"),
+        ({"format_version": 1, "gpus": {"a": GOOD | {"tflops": {"fp8": 1}}}}, "tflops need fp16"),
         ([], "format_version"),
     ],
 )
