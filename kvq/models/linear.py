@@ -9,7 +9,8 @@ code of the KV cache, so a token's results would depend on what else is in its s
 takes until all are summed alike is measured when a model is first run, not assumed.
 
 oneDNN compiles and keeps a kernel for every shape and number of rows that it meets, up to a MiB
-each. So rows are padded to few sizes, by an eighth at most beyond 64 rows.
+each. So rows are padded to few sizes, by an eighth at most beyond 64 rows, and more than 256 go in pieces:
+27 sizes are all that a server ever meets, and it meets them soon.
 """
 
 import torch
@@ -20,10 +21,14 @@ _CANDIDATES = (1, 2, 4, 8, 16)  # rows; beyond 16, padding would cost more than 
 _MANY = 48  # rows that are summed as any larger number is
 _VALUES = 1 << 16  # results to compare in 16 bits, which show another order of a sum only now and then
 _MAX_TIMES = 256
+_PIECE = 256  # rows of one product: larger ones are 2 to 4% faster, which is what padding them costs too
 
 
 def padded_rows(rows: int) -> int:
     """The number of rows that products of `rows` rows are computed with: 4 to 8 sizes an octave."""
+    if rows > _PIECE:
+        pieces, rest = divmod(rows, _PIECE)
+        return pieces * _PIECE + (padded_rows(max(rest, _CANDIDATES[-1])) if rest else 0)
     if rows <= 8:
         return 1 << max(0, rows - 1).bit_length()
     step = max(8, (1 << (rows - 1).bit_length()) // 16)
@@ -57,8 +62,11 @@ class OneDNNLinear(nn.Linear):
         return self._product(padded)[:rows].view(*input.shape[:-1], self.out_features)
 
     def _product(self, input: Tensor) -> Tensor:
-        output: Tensor = torch.ops.mkldnn._linear_pointwise(input, self.weight, self.bias, "none", [], "")
-        return output
+        pieces = input.reshape(-1, self.in_features).split(_PIECE)
+        linear = torch.ops.mkldnn._linear_pointwise
+        outputs: list[Tensor] = [linear(piece, self.weight, self.bias, "none", [], "") for piece in pieces]
+        output = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+        return output.view(*input.shape[:-1], self.out_features)
 
 
 def pack_linears(model: nn.Module) -> None:

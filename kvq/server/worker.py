@@ -19,6 +19,7 @@ from kvq.engine.watchdog import Watchdog
 from kvq.errors import EngineError, KVQError, Overloaded, RequestError
 from kvq.layout import GroupLayout
 from kvq.server.frames import Decoder, encode, to_engine
+from kvq.server.heap import Heap
 from kvq.server.logs import configure
 from kvq.server.lookout import Lookout
 from kvq.server.measured import Gaps, Memory
@@ -105,6 +106,7 @@ class Worker:
             watchdog.close()
 
     def _serve(self, core: EngineCore, watchdog: Watchdog, memory: Memory) -> None:
+        heap = Heap()
         self._tell(core, memory)
         while self._obey(core):
             ran = False
@@ -118,6 +120,7 @@ class Worker:
             if self._is_looked_at:
                 self._is_looked_at = False
                 self._send(Looked(picture=self._lookout.look(core, self._jobs)))
+            heap.tend()
 
     def _obey(self, core: EngineCore) -> bool:
         """Do what was asked for; wait for something while there is no work. False: the other end is gone."""

@@ -62,8 +62,9 @@ def test_weights_that_are_embeddings_too_are_not_copied():
 
 def test_products_have_few_sizes():
     sizes = {padded_rows(n) for n in range(1, 2049)}
-    assert len(sizes) <= 56
-    assert all(n <= padded_rows(n) < n + max(8, n / 8) for n in range(1, 5000))
+    assert len({size for size in sizes if size <= 256}) == 27
+    assert {size % 256 for size in sizes if size > 256} < {0, *(size for size in sizes if size <= 256)}
+    assert all(n <= padded_rows(n) < n + max(8, min(16, n / 8)) for n in range(1, 5000))
     assert all(padded_rows(size) == size for size in sizes)
 
 
