@@ -23,12 +23,13 @@ import torch
 
 from kvq.bench.engine import Plan, bench_engine
 from kvq.bench.engine_check import check_requests, compare, one_by_one
-from kvq.bench.engine_load import Lengths, Load, LoadRequest
+from kvq.bench.engine_load import Load, LoadRequest
 from kvq.bench.engine_plot import write_engine_plot
 from kvq.bench.engine_result import ServedLoad, row
 from kvq.bench.engine_rivals import RIVALS
 from kvq.bench.engine_server import KvqServer, Limits
 from kvq.bench.timing import percentile
+from kvq.capacity.draws import Lengths
 from kvq.evals.results import envelope, source_commit, write_json
 from kvq.models import Model, load
 from kvq.scheduler import Priority

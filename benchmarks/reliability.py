@@ -25,11 +25,12 @@ from typing import Any
 
 import torch
 
-from kvq.bench.engine_load import Lengths, Load, LoadRequest
+from kvq.bench.engine_load import Load, LoadRequest
 from kvq.bench.serve_client import Manner, Sent, send
 from kvq.bench.serve_load import as_served, outcomes, run_load, some_rude
 from kvq.bench.serve_process import ServerProcess
 from kvq.bench.timing import percentile
+from kvq.capacity.draws import Lengths
 from kvq.evals.results import envelope, source_commit, write_json
 
 RESULTS = Path(__file__).resolve().parent / "results"

@@ -1,5 +1,6 @@
 """The block manager: sequences over shared blocks, from the first token to the last release."""
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterable
 
 from kvq.blockmgr.blocks import Blocks
@@ -220,15 +221,53 @@ class BlockManager:
         if tokens is not None:
             sequence.tokens.extend(token_array(tokens))
         sequence.committed = sequence.length if length is None else length
-        if (
-            sequence.indexing
-            and min(sequence.committed, len(sequence.tokens)) // self.block_size > sequence.depth
-        ):
-            sequence.indexing = self.blocks.publish(sequence)
-            self.prefixes.withdraw(sequence, sequence.depth if sequence.indexing else None)
+        if sequence.indexing:
+            self._publish(sequence)
         self._tables.release_unseen(sequence)
         if self.blocks.events.active:
             self.blocks.events.deliver()
+
+    def commit_each(self, work: Iterable[tuple[Sequence, int, int]], *, known: bool = True) -> None:
+        """`commit` for many: (sequence, next token, tokens that are good) each.
+
+        `known=False`: the tokens are not looked at, as without them in `commit`.
+
+        Raises:
+            RequestError: a token is no whole number of 0 to 2**32 - 1; those before it are committed.
+        """
+        register, size = self._register, self.block_size
+        slides = any(window is not None for window in self.blocks.windows)
+        for sequence, token, length in work:
+            if not sequence.ready or sequence not in register:
+                register.check_ready(sequence)
+            if known:
+                try:
+                    sequence.tokens.append(token)
+                except (OverflowError, TypeError):
+                    token_array((token,))
+                    raise
+            sequence.committed = length
+            if length // size > sequence.depth and sequence.indexing:
+                self._publish(sequence)
+            if slides:
+                self._tables.release_unseen(sequence)
+        if self.blocks.events.active:
+            self.blocks.events.deliver()
+
+    def _publish(self, sequence: Sequence) -> None:
+        """Index the full blocks whose tokens are known and whose KV is good."""
+        if min(sequence.committed, len(sequence.tokens)) // self.block_size > sequence.depth:
+            sequence.indexing = self.blocks.publish(sequence)
+            self.prefixes.withdraw(sequence, sequence.depth if sequence.indexing else None)
+
+    def leads(self, sequence: Sequence) -> bool:
+        """True if no indexed block begins as the next one to index of this sequence does: it will be new."""
+        node, at = sequence.node, sequence.depth * self.block_size
+        if not sequence.indexing or (node.alive and not node.keys):
+            return True
+        known = sequence.tokens[at : at + self.block_size].tobytes()
+        after = bisect_left(node.keys, known)
+        return node.alive and not (after < len(node.keys) and node.keys[after].startswith(known))
 
     def fork(self, sequence: Sequence) -> Sequence:
         """A second sequence with the same tokens; all blocks are shared until one of them writes.

@@ -110,8 +110,9 @@ def _plan(
 ) -> "Plan":
     """Check the options and put them together."""
     from kvq.bench.engine import Plan
-    from kvq.bench.engine_load import Load, parse_lengths
+    from kvq.bench.engine_load import Load
     from kvq.bench.engine_server import Limits
+    from kvq.capacity.draws import parse_lengths
     from kvq.engine.llm import as_priority
     from kvq.errors import ConfigError
 

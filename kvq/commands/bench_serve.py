@@ -87,7 +87,8 @@ def _load_of(
     shared_prefix: float,
     seed: int,
 ) -> Any:
-    from kvq.bench.engine_load import Load, parse_lengths
+    from kvq.bench.engine_load import Load
+    from kvq.capacity.draws import parse_lengths
 
     if users is not None and rate != "inf":
         raise ConfigError("--rate and --concurrency both say when requests come; give one of them")

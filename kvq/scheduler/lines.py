@@ -88,6 +88,13 @@ class Lines:
         since = request.preempted_s if request.state is State.PREEMPTED else request.arrival_s
         return Priority.INTERACTIVE if now - since >= self._aging_s else request.priority
 
+    def next_aging_s(self) -> float:
+        """When somebody who waits will count as more urgent than now; infinite if nobody will."""
+        since = [request.preempted_s for request in self.preempted if request.priority is Priority.BATCH]
+        since += [request.arrival_s for request in self._ready[Priority.BATCH]]
+        times = [begin + self._aging_s for begin in since]
+        return min([*times, self.queue.next_aging_s()])
+
     def remove(self, request: Request) -> None:
         """Let a request go, wherever it stands."""
         if request.state is State.PREEMPTED:

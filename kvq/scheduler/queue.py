@@ -3,6 +3,7 @@
 from collections import OrderedDict, deque
 from collections.abc import Iterator
 from heapq import heappop, heappush
+from math import inf
 
 from kvq.scheduler.request import Priority, Request
 
@@ -126,6 +127,12 @@ class WaitingQueue:
                 waiting.remove(request)
                 self._enter(request, self._classes[Priority.INTERACTIVE])
             batch.popleft()
+
+    def next_aging_s(self) -> float:
+        """When the next batch request will have waited long enough; infinite if none waits."""
+        waiting = self._classes[Priority.BATCH]
+        since = (request.arrival_s for request in self._batch if self._where.get(request) is waiting)
+        return next(since, inf) + self._aging_s
 
     def first(self, *, below: Priority | None = None) -> Request | None:
         """The request whose turn it is, or None; `below`: only of classes that go before that one."""

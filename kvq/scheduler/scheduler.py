@@ -1,5 +1,6 @@
 """The scheduler: fills every step with running decodes first, then with prefill."""
 
+from array import array
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -160,6 +161,34 @@ class Scheduler:
         self.counters.steps += 1
         return ahead
 
+    def is_settled(self) -> bool:
+        """True if the next steps will be as the last one was, until somebody comes, ends or has waited long.
+
+        Then nobody waits, or nobody who waits can be let in, and no block turns out to be there already.
+        """
+        if len(self.lines) and (not self._nobody_fits or self.config.itl_slo_s is not None):
+            return False
+        return not self.config.prefix_caching or all(
+            self.manager.leads(held(branch)) for branch in self.holders.active
+        )
+
+    def repeat(self, branches: Sequence[Branch], tokens: Sequence["array[int]"]) -> None:
+        """Several steps of decodes at once: each branch gets its tokens, all of them equally many.
+
+        For simulations, which know all tokens beforehand. As if every step had been planned and
+        committed, where `is_settled` holds throughout.
+
+        Raises:
+            OutOfBlocks: they don't fit; nothing changed.
+        """
+        count = len(tokens[0])
+        self.manager.extend([(held(branch), count) for branch in branches])
+        caching = self.config.prefix_caching
+        for branch, new in zip(branches, tokens, strict=True):
+            branch.tokens.extend(new)
+            self.manager.commit(held(branch), new if caching else None)
+        self.counters.steps += count
+
     def commit(
         self,
         plan: StepPlan,
@@ -174,18 +203,19 @@ class Scheduler:
         `bad`: indices whose KV or logits are not finite; `fail` follows. `failed_swaps`: of the
         orders to swap in, those whose bytes were damaged; their tokens are computed again.
         """
-        manager, caching = self.manager, self.config.prefix_caching
+        manager, ends, work = self.manager, plan.ends, []
         for i, (branch, token) in enumerate(zip(plan.branches, tokens, strict=True)):
             sequence = branch.sequence
             if sequence is None or i in bad:
                 continue
             if token is not None:
                 branch.tokens.append(token)
-                manager.commit(sequence, (token,) if caching else None, length=plan.ends[i])
+                work.append((sequence, token, ends[i]))
                 continue
             manager.commit(sequence)
             if sequence.length == branch.goal and not branch.is_sampled:
                 self.holders.fork_again(branch)
+        manager.commit_each(work, known=self.config.prefix_caching)
         failed = list(failed_swaps)
         for branch in plan.restored:
             if branch.sequence is not None:
@@ -481,16 +511,20 @@ class Scheduler:
             restored=list(restored),
             follows=follows,
         )
-        for branch, count in chosen:
+        ends, samples, token_ids = plan.ends, plan.samples, plan.token_ids
+        for i, (branch, count) in enumerate(chosen):
             sequence = held(branch)
             end = sequence.length
-            plan.ends.append(end)
+            ends.append(end)
             if follows is not None:
-                plan.samples.append(True)
-                plan.token_ids.append(0)
+                samples.append(True)
+                token_ids.append(0)
             else:
-                plan.samples.append(end == branch.goal and branch.is_sampled)
-                plan.token_ids.extend(branch.tokens[end - count : end])
+                samples.append((i < num_decodes or end == branch.goal) and branch.is_sampled)
+                if count == 1:
+                    token_ids.append(branch.tokens[end - 1])
+                else:
+                    token_ids.extend(branch.tokens[end - count : end])
             if sequence.is_changed:
                 row = branch.row
                 assert row is not None, "a branch with blocks has a row"

@@ -131,10 +131,12 @@ class Machine(RuleBasedStateMachine):
         self.sim.fail(self.pick(number, is_stepping))
 
     @precondition(lambda self: any(map(is_idle, self.sim.clients)) and len(self.sim.clients) < 5)
-    @rule(number=SMALL)
-    def fork(self, number: int) -> None:
-        """A request branches, and both branches go on."""
+    @rule(number=SMALL, goes_on=st.booleans())
+    def fork(self, number: int, goes_on: bool) -> None:
+        """A request branches; maybe the new branch computes at once, in a block that both see."""
         self.sim.fork(self.pick(number, is_idle))
+        if goes_on and is_idle(self.sim.clients[-1]):
+            self.compute(-1, [0, 1])
 
     @precondition(lambda self: any(map(is_here, self.sim.clients)))
     @rule(number=SMALL, length=st.integers(0, 20))

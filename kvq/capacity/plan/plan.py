@@ -19,6 +19,7 @@ from kvq.capacity.plan.parameters import Parameters
 from kvq.capacity.plan.pools import bytes_of, share_blocks, wanted_blocks
 from kvq.capacity.plan.roofline import Efficiency, Serving
 from kvq.capacity.plan.speed import serving
+from kvq.capacity.plan.step_time import roofline
 from kvq.capacity.plan.users import Users, count_users
 from kvq.errors import ConfigError
 from kvq.geometry import ModelGeometry
@@ -146,18 +147,16 @@ def make_plan(
     )
     served = None
     if target.parameters is not None and users.paged:
-        served = serving(
+        time = roofline(
             target.parameters,
             target.geometry,
             layout,
             gpu,
-            lengths,
-            users=users.paged,
             weight_bytes=sum(term.nbytes for term in target.terms()),
-            step_tokens=engine.step_tokens,
             split=target.split,
             efficiency=efficiency or Efficiency(),
         )
+        served = serving(time, lengths, users=users.paged)
     price = gpu.usd_per_hour * target.split.gpus
     return CapacityPlan(
         model=target.name,

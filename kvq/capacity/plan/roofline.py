@@ -12,15 +12,40 @@ from kvq.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Efficiency:
-    """What of a GPU's figures a real engine reaches. Assumed, until `kvq bench` has measured yours."""
+    """What of a GPU's figures an engine reaches. Assumed, until a benchmark has measured yours.
+
+    `measured`: (tokens, share) of steps' linear layers, in rising order: what of the roofline they reach
+    there. It takes the place of the assumed shares of bandwidth and arithmetic for them.
+    """
 
     bandwidth: float = 0.8  # of the data sheet's, by kernels that read weights or KV
     step: float = 0.7  # of a step's time, in such kernels
     arithmetic: float = 0.5  # of the dense peak, in prefill
+    measured: tuple[tuple[int, float], ...] = ()
+    kv: float | None = None  # of the bandwidth, by decodes that read KV; None: as weights
+    attention: float | None = None  # of the dense peak, by prefill's attention; None: as linear layers
+    sequence_s: float = 0.0  # for every sequence that gets a token, beside all that
 
     def __post_init__(self) -> None:
         for name in ("bandwidth", "step", "arithmetic"):
             check_share(name, getattr(self, name))
+        for name in ("kv", "attention"):
+            if getattr(self, name) is not None:
+                check_share(name, getattr(self, name))
+        for tokens, share in self.measured:
+            check_share(f"the efficiency of {tokens} tokens", share)
+        if not 0 <= self.sequence_s < 60:
+            raise ConfigError(f"seconds a sequence must be 0 to 60, got {self.sequence_s}")
+
+    def linear(self, tokens: int) -> float:
+        """Of `measured`, between the points; before and behind them as at the nearest."""
+        (before, share), *rest = self.measured
+        for after, following in rest:
+            if tokens < after:
+                way = (max(tokens, before) - before) / (after - before)
+                return share + way * (following - share)
+            before, share = after, following
+        return share
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,24 +61,33 @@ class Machine:
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name} must be above 0, got {getattr(self, name)}")
 
-    def step_s(self, nbytes: float, flops: float = 0.0) -> float:
-        """Seconds of a step that reads `nbytes` and computes `flops`."""
-        read = nbytes / (self.bandwidth * self.efficiency.bandwidth * self.efficiency.step)
-        return max(read, flops / (self.flops * self.efficiency.arithmetic))
+    def linear_s(self, weight_bytes: float, flops: float, *, tokens: int) -> float:
+        """Seconds of linear layers for so many tokens."""
+        reached = self.efficiency
+        if reached.measured:
+            return max(weight_bytes / self.bandwidth, flops / self.flops) / reached.linear(tokens)
+        read = weight_bytes / (self.bandwidth * reached.bandwidth * reached.step)
+        return max(read, flops / (self.flops * reached.arithmetic))
+
+    def read_s(self, kv_bytes: float) -> float:
+        """Seconds of reading so much KV."""
+        reached = self.efficiency
+        share = reached.bandwidth * reached.step if reached.kv is None else reached.kv
+        return kv_bytes / (self.bandwidth * share)
+
+    def attention_s(self, flops: float) -> float:
+        """Seconds of so many operations of a prefill's attention."""
+        reached = self.efficiency
+        share = reached.arithmetic if reached.attention is None else reached.attention
+        return flops / (self.flops * share)
 
 
 def decode_step_s(
     machine: Machine, *, weight_bytes: float, kv_bytes: float, batch: int, parameters: float
 ) -> float:
     """Seconds of a step in which `batch` sequences with `kv_bytes` together get a token each."""
-    return machine.step_s(weight_bytes + kv_bytes, 2 * parameters * batch)
-
-
-def prefill_s(
-    machine: Machine, *, weight_bytes: float, parameters: float, tokens: int, attention_flops: float
-) -> float:
-    """Seconds to compute a prompt of `tokens`."""
-    return machine.step_s(weight_bytes, 2 * parameters * tokens + attention_flops)
+    linear = machine.linear_s(weight_bytes, 2 * parameters * batch, tokens=batch)
+    return linear + machine.read_s(kv_bytes)
 
 
 def expert_share(experts: float, chosen: float, tokens: int) -> float:

@@ -43,8 +43,8 @@ def test_an_a100_with_16_requests(context, wanted):
 
 def test_what_is_not_bound_by_bytes_is_bound_by_arithmetic():
     machine = Machine(bandwidth=1e12, flops=1e12, efficiency=PERFECT)
-    assert machine.step_s(1e12, 1e11) == 1
-    assert machine.step_s(1e11, 2e12) == 2
+    assert machine.linear_s(1e12, 1e11, tokens=1) == 1
+    assert machine.linear_s(1e11, 2e12, tokens=1) == 2
 
 
 def test_batches_that_wait_for_their_longest_answer():

@@ -1,0 +1,116 @@
+"""Loads to come: drawn at random, or read from a trace."""
+
+import random
+from array import array
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
+from itertools import count
+from math import isfinite
+
+from kvq.capacity.draws import Lengths
+from kvq.capacity.fleet.call import Call
+from kvq.errors import ConfigError
+from kvq.scheduler import Priority
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Arrivals:
+    """Requests with exponential gaps, alone or as turns of conversations.
+
+    A conversation's next prompt is the last one, its answer, and as many new tokens as are drawn. Its
+    user sends it a while after the last one, whether or not that is answered by then.
+    """
+
+    rate: float  # requests a second
+    input_lengths: Lengths
+    output_lengths: Lengths
+    max_context: int  # tokens, to which requests are cut
+    shared_prefix: float = 0.0  # of each prompt, what `num_prefixes` groups of users have in common
+    num_prefixes: int = 1
+    turns: int = 1  # of a conversation
+    think_s: float = 30.0  # between its turns, on average
+    batch_share: float = 0.0  # of the requests that are in no hurry
+    num_tenants: int = 1
+
+    def __post_init__(self) -> None:
+        if not (self.rate > 0 and isfinite(self.rate)):
+            raise ConfigError(f"the rate must be a number of requests a second above 0, got {self.rate}")
+        if not 0 <= self.shared_prefix <= 1 or not 0 <= self.batch_share <= 1:
+            raise ConfigError("shares of prefixes and of batch requests must be 0 to 1")
+        if min(self.num_prefixes, self.turns, self.num_tenants) < 1 or not self.think_s > 0:
+            raise ConfigError("prefixes, turns, tenants and the time between turns must be above 0")
+        if self.max_context < 2:
+            raise ConfigError(f"a context of {self.max_context} tokens holds no prompt and answer")
+
+    def calls(self, number: int, seed: int) -> Iterator[Call]:
+        """So many requests, in order of arrival; the same for the same seed."""
+        rng = random.Random(seed)
+        starts = self._conversations(rng)
+        due: list[tuple[float, int, _Conversation]] = []  # heap of next turns
+        upcoming = next(starts)
+        for index in range(number):
+            while not due or upcoming.begin_s <= due[0][0]:
+                heappush(due, (upcoming.begin_s, upcoming.number, upcoming))
+                upcoming = next(starts)
+            now, _, talk = heappop(due)
+            call = self._turn(rng, index, now, talk)
+            if talk.turns_left:
+                heappush(due, (now + rng.expovariate(1 / self.think_s), talk.number, talk))
+            yield call
+
+    def _conversations(self, rng: random.Random) -> "Iterator[_Conversation]":
+        now = 0.0
+        number = self.num_prefixes if self.shared_prefix else 0
+        prefixes = [_tokens(rng, self.max_context) for _ in range(number)]
+        for number in count():
+            now += rng.expovariate(self.rate / self.turns)
+            yield _Conversation(
+                number=number,
+                begin_s=now,
+                prefix=rng.choice(prefixes) if prefixes else None,
+                tenant=f"tenant-{rng.randrange(self.num_tenants)}" if self.num_tenants > 1 else "",
+                priority=Priority.BATCH if rng.random() < self.batch_share else Priority.INTERACTIVE,
+                turns_left=self.turns,
+            )
+
+    def _turn(self, rng: random.Random, index: int, now: float, talk: "_Conversation") -> Call:
+        drawn = self.input_lengths.draw(rng)
+        length = min(len(talk.so_far) + drawn, self.max_context - 1)
+        prompt = talk.so_far[:length]
+        if not prompt and talk.prefix is not None:
+            prompt = talk.prefix[: round(self.shared_prefix * length)]
+        prompt = prompt + _tokens(rng, length - len(prompt))
+        output = min(self.output_lengths.draw(rng), self.max_context - length)
+        call = Call(
+            number=index,
+            arrival_s=now,
+            prompt=prompt,
+            output_tokens=output,
+            session=str(talk.number),
+            tenant=talk.tenant,
+            priority=talk.priority,
+        )
+        talk.turns_left -= 1
+        if talk.turns_left:
+            talk.so_far = prompt + call.answer(0, output)
+            if len(talk.so_far) >= self.max_context - 1:
+                talk.turns_left = 0
+        return call
+
+
+@dataclass(kw_only=True, slots=True)
+class _Conversation:
+    number: int
+    begin_s: float
+    prefix: "array[int] | None"
+    tenant: str
+    priority: Priority
+    turns_left: int
+    so_far: "array[int]" = field(default_factory=lambda: array("I"))
+
+
+def _tokens(rng: random.Random, number: int) -> "array[int]":
+    tokens = array("I")
+    tokens.frombytes(rng.randbytes(tokens.itemsize * number))
+    return tokens

@@ -1,0 +1,298 @@
+"""One engine: the real scheduler and block manager, and a clock that modelled steps move on."""
+
+from array import array
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from kvq.blockmgr import BlockManager
+from kvq.capacity.fleet.call import Call
+from kvq.capacity.fleet.histogram import Histogram
+from kvq.capacity.fleet.records import Fate, Records
+from kvq.capacity.plan.step_time import StepTime
+from kvq.errors import RequestError
+from kvq.scheduler import (
+    Branch,
+    CostModel,
+    FixedCosts,
+    MeasuredCosts,
+    Request,
+    Scheduler,
+    SchedulerConfig,
+    StepPlan,
+)
+
+_IDLE_S = 1e-3  # until the next attempt when nothing can run
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineSpec:
+    """What one replica has; one entry of `num_blocks` and `windows` per layer group."""
+
+    num_blocks: list[int]
+    block_size: int  # tokens
+    windows: list[int | None]
+    config: SchedulerConfig
+    time: StepTime
+    reserve_blocks: int = 0
+    computes_prompts: bool = True  # False: somebody else does, and their KV comes with them
+
+    @property
+    def can_leap(self) -> bool:
+        """True if what windows leave behind can't make a difference to several steps taken at once."""
+        return all(window is None for window in self.windows)
+
+
+@dataclass(slots=True, eq=False)
+class _Ticket:
+    """A request that has not ended."""
+
+    call: Call
+    left: int  # tokens to come
+    first_token: int
+    last_s: float | None = None  # when its last token was there
+
+    def next_token(self) -> int:
+        """The next one."""
+        self.left -= 1
+        return self.first_token + self.call.output_tokens - self.left - 1
+
+    def take(self, count: int) -> "array[int]":
+        """The next tokens."""
+        first = self.call.output_tokens - self.left
+        self.left -= count
+        return self.call.answer(first, count)
+
+
+@dataclass(slots=True)
+class Gauges:
+    """Of one replica, over its time; `..._s` are integrals over seconds."""
+
+    steps: int = 0
+    busy_s: float = 0.0
+    running_s: float = 0.0  # sequences that got a token or were in prefill
+    live_s: float = 0.0  # share of live blocks, of the fullest layer group
+    peak_live: float = 0.0
+    peak_waiting: int = 0
+    recomputed_tokens: int = 0
+    gaps: Histogram = field(default_factory=Histogram)  # between tokens of a request
+
+
+class Replica:
+    """Serves calls in order of arrival.
+
+        replica.advance(call.arrival_s)  # every step that begins before then
+        replica.add(call, call.arrival_s)
+        ...
+        replica.advance(inf)
+
+    Where nothing changes from step to step but lengths, many steps are taken at once: with the same
+    results as one by one, which `leaps=False` asks for.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        spec: EngineSpec,
+        records: Records,
+        *,
+        leaps: bool = True,
+        on_end: Callable[[Call, float], object] | None = None,
+    ) -> None:
+        """`on_end` is told of every request that was served."""
+        self.index = index
+        self.now = 0.0
+        self.gauges = Gauges()
+        self.live: dict[Request, _Ticket] = {}
+        self._spec = spec
+        self._records = records
+        self._on_end = on_end
+        self.manager = BlockManager(
+            num_blocks=spec.num_blocks,
+            block_size=spec.block_size,
+            windows=spec.windows,
+            reserve_blocks=spec.reserve_blocks,
+        )
+        most = spec.config.max_num_batched_tokens
+        self._costs: CostModel = FixedCosts()
+        if spec.computes_prompts:
+            self._costs = MeasuredCosts(prefill_token_s=spec.time.linear_s(most) / most)
+        self.scheduler = Scheduler(self.manager, spec.config, self._costs)
+        self._leaps = leaps and spec.can_leap
+        self._steady: list[Branch] = []  # whose next step will be as the last one was; empty: who knows
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests without blocks."""
+        return len(self.scheduler.lines)
+
+    def cached(self, call: Call) -> int:
+        """Tokens of a prompt that need not be computed here."""
+        if not self._spec.config.prefix_caching:
+            return 0
+        return self.manager.lookup(self.manager.prompt(call.prompt, tenant=call.tenant)).length
+
+    def add(self, call: Call, now: float) -> None:
+        """Take a request in, which may be refused."""
+        records, number = self._records, call.number
+        records.replica[number] = self.index
+        request = Request(
+            id=str(number),
+            tokens=call.prompt,
+            max_tokens=call.output_tokens,
+            priority=call.priority,
+            tenant=call.tenant,
+        )
+        if not self.live:
+            self.now = max(self.now, now)
+        try:
+            self.scheduler.add(request, now)
+        except RequestError:
+            records.close(number, Fate.REFUSED, now)
+            return
+        self.live[request] = _Ticket(call, call.output_tokens, call.answer(0, 1)[0])
+        self._steady = []
+        self.gauges.peak_waiting = max(self.gauges.peak_waiting, self.num_waiting)
+
+    def advance(self, until: float) -> None:
+        """Every step that begins before `until`."""
+        while self.live and self.now < until:
+            if not (self._steady and self._leaps and self._leap(until)):
+                self._step()
+
+    def _step(self) -> None:
+        scheduler, began = self.scheduler, self.now
+        self._steady = []
+        plan = scheduler.schedule(began)
+        for request in scheduler.take_failed():
+            self._end(request, Fate.FAILED, began)
+        if plan is None:
+            self.now += _IDLE_S
+            return
+        seconds = self._seconds(plan)
+        end = self.now = began + seconds
+        tickets = [self.live[branch.request] for branch in plan.branches]
+        tokens = [
+            ticket.next_token() if sampled else None
+            for ticket, sampled in zip(tickets, plan.samples, strict=True)
+        ]
+        scheduler.commit(plan, tokens)
+        ended = self._mark(tickets, plan.samples, began, end)
+        self._count(
+            seconds, len(tickets), max(pool.num_live / pool.num_blocks for pool in self.manager.pools)
+        )
+        for i in ended:
+            self._finish(plan.branches[i], end)
+        is_quiet = plan.num_decodes == len(plan.branches) == len(scheduler.holders.active)
+        if is_quiet and not ended and not plan.restored and not plan.orders and scheduler.is_settled():
+            self._steady = plan.branches
+
+    def _seconds(self, plan: StepPlan) -> float:
+        """What a step takes, and that the scheduler learns of it."""
+        time, num_decodes = self._spec.time, plan.num_decodes
+        computes = self._spec.computes_prompts
+        tokens = plan.num_tokens if computes else len(plan.branches)
+        seconds = time.linear_s(tokens) + time.read(time.seen(plan.ends[:num_decodes]))
+        if computes:
+            for count, end in zip(plan.counts[num_decodes:], plan.ends[num_decodes:], strict=True):
+                seconds += time.prefill_attention(end - count, end)
+        seconds += time.sequence_s * sum(plan.samples)
+        if plan.branches:
+            self._costs.observe(
+                num_decodes=num_decodes,
+                prefill_tokens=plan.num_tokens - num_decodes,
+                depth=plan.ends[-1],
+                seconds=seconds,
+            )
+        return max(seconds, 1e-9)
+
+    def _mark(self, tickets: list[_Ticket], samples: list[bool], began: float, end: float) -> list[int]:
+        """Note when tokens were there. Returns whose last one it was, by their places in the step."""
+        gaps, records = self.gauges.gaps, self._records
+        neighbours, ended = 0, []
+        for i, (ticket, sampled) in enumerate(zip(tickets, samples, strict=True)):
+            if not sampled:
+                continue
+            if ticket.last_s == began:
+                neighbours += 1
+            elif ticket.last_s is None:
+                records.first_s[ticket.call.number] = end
+            else:
+                gaps.add(end - ticket.last_s)
+            ticket.last_s = end
+            if not ticket.left:
+                ended.append(i)
+        if neighbours:
+            gaps.add(end - began, neighbours)
+        return ended
+
+    def _leap(self, until: float) -> bool:
+        """Take as many steps as are alike; False if that is not even two."""
+        branches, scheduler = self._steady, self.scheduler
+        tickets = [self.live[branch.request] for branch in branches]
+        lengths = [len(branch.tokens) for branch in branches]
+        most = self._fitting(lengths, min(ticket.left for ticket in tickets))
+        if most < 2:
+            return False
+        bound = min(until, scheduler.lines.next_aging_s()) if len(scheduler.lines) else until
+        number, time, costs, gauges = len(branches), self._spec.time, self._costs, self.gauges
+        linear_s, sequences_s = time.linear_s(number), time.sequence_s * number
+        seen, size, now, count = sum(lengths), self._spec.block_size, self.now, 0
+        opens = [0] * size  # blocks that a step opens, by its number
+        for length in lengths:
+            opens[(1 - length) % size] += 1
+        pools, opened = [(pool.num_live, pool.num_blocks) for pool in self.manager.pools], 0
+        while count < most and now < bound:
+            seconds = max(linear_s + time.read([seen] * len(pools)) + sequences_s, 1e-9)
+            costs.observe(num_decodes=number, prefill_tokens=0, depth=lengths[-1] + count, seconds=seconds)
+            end = now + seconds
+            gauges.gaps.add(end - now, number)
+            opened += opens[count % size]
+            self._count(seconds, number, max([(live + opened) / total for live, total in pools]))
+            now = end
+            seen += number
+            count += 1
+        if not count:
+            return False
+        scheduler.repeat(branches, [ticket.take(count) for ticket in tickets])
+        self.now = now
+        for ticket in tickets:
+            ticket.last_s = now
+        for branch, ticket in zip(branches, tickets, strict=True):
+            if not ticket.left:
+                self._steady = []
+                self._finish(branch, now)
+        return True
+
+    def _fitting(self, lengths: list[int], most: int) -> int:
+        """How many steps, of `most`, there are blocks for without anybody giving way; 0 or 1 for too few."""
+        size = self._spec.block_size
+        available = min([pool.num_available for pool in self.manager.pools])
+        held = sum([-(-(length - 1) // size) for length in lengths])
+        while most > 1 and sum([(length + most - 2) // size + 1 for length in lengths]) - held > available:
+            most //= 2
+        return most
+
+    def _count(self, seconds: float, sequences: int, live: float) -> None:
+        gauges = self.gauges
+        gauges.steps += 1
+        gauges.busy_s += seconds
+        gauges.running_s += sequences * seconds
+        gauges.live_s += live * seconds
+        if live > gauges.peak_live:
+            gauges.peak_live = live
+
+    def _finish(self, branch: Branch, now: float) -> None:
+        self.scheduler.finish(branch)
+        self._end(branch.request, Fate.SERVED, now)
+
+    def _end(self, request: Request, fate: Fate, now: float) -> None:
+        ticket, records = self.live.pop(request), self._records
+        number, usage = ticket.call.number, request.usage
+        if request.admitted_s is not None:
+            records.admitted_s[number] = request.admitted_s
+        records.cached_tokens[number] = usage.cached_tokens
+        records.preemptions[number] = usage.preemptions
+        self.gauges.recomputed_tokens += usage.recomputed_tokens
+        records.close(number, fate, now)
+        if fate is Fate.SERVED and self._on_end is not None:
+            self._on_end(ticket.call, now)
