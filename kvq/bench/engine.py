@@ -10,6 +10,7 @@ from kvq.bench.engine_load import Load
 from kvq.bench.engine_result import ServedLoad, Server, is_saturated, mark, row
 from kvq.bench.engine_rivals import RIVALS, open_rivals
 from kvq.bench.engine_server import KvqServer, Limits
+from kvq.bench.step_costs import fit_costs
 from kvq.errors import ConfigError, nearest
 from kvq.models import Model
 
@@ -28,6 +29,7 @@ class Plan:
     users: tuple[int, ...] = ()
     rivals: tuple[str, ...] = ()
     repeats: int = 3
+    step_costs: bool = False  # measure what the parts of kvq's steps take, in one more run
     slo_ttft_ms: float | None = None
     slo_itl_ms: float | None = None
 
@@ -61,8 +63,11 @@ def bench_engine(
     """
     with _servers(model, formats, plan) as (servers, checks, refused):
         rows = _measure(servers, plan, progress)
+        costs = _step_costs(servers, plan) if plan.step_costs else {}
     for one in rows:
         one.update(checks[one["name"], one["kv"]])
+        if one["name"] == "kvq" and one["kv"] in costs:
+            one["step_costs"] = costs[one["kv"]]
     mark(rows, ttft_ms=plan.slo_ttft_ms, itl_ms=plan.slo_itl_ms)
     return [*rows, *refused]
 
@@ -88,6 +93,20 @@ def _servers(model: Model, formats: Sequence[str], plan: Plan) -> Iterator[_Open
         rivals = open_rivals(plan.rivals, model, plan.limits, few)
         servers += rivals.servers
         yield servers, checks | rivals.checks, rivals.refused
+
+
+def _step_costs(servers: Sequence[Server], plan: Plan) -> dict[str, dict[str, Any] | None]:
+    """Of kvq's formats, from the steps of one run at every level."""
+    requests = plan.load.draw(plan.repeats)
+    levels: tuple[int | None, ...] = plan.users or (None,)
+    return {
+        server.kv: fit_costs(
+            [step for users in levels for step in server.measure_steps(requests, users)],
+            server.llm.core.model,
+        )
+        for server in servers
+        if isinstance(server, KvqServer)
+    }
 
 
 def _measure(servers: Sequence[Server], plan: Plan, progress: Progress) -> list[dict[str, Any]]:

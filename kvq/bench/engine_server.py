@@ -9,7 +9,7 @@ from kvq.bench.engine_load import Arrivals, LoadRequest
 from kvq.bench.engine_result import Served, ServedLoad
 from kvq.bench.timing import percentile
 from kvq.blockmgr import BlockManager
-from kvq.engine import LLM, CompletionOutput, Piece, RequestOutput, SamplingParams
+from kvq.engine import LLM, CompletionOutput, Piece, RequestOutput, SamplingParams, StepStats
 from kvq.engine.config import parse_bytes
 from kvq.errors import EngineError
 from kvq.models import Model
@@ -97,6 +97,16 @@ class KvqServer:
             pool_blocks=sum(pool.total for pool in manager.usage()),
             pool_utilization=percentile(gauge.filled, 50),
         )
+
+    def measure_steps(self, requests: Sequence[LoadRequest], users: int | None) -> list[StepStats]:
+        """The steps of a run, which takes a little longer for being looked at."""
+        steps: list[StepStats] = []
+        end = self.llm.core.on_step(steps.append)
+        try:
+            self.run(requests, users)
+        finally:
+            end()
+        return steps
 
     def generate(self, requests: Sequence[LoadRequest]) -> list[CompletionOutput]:
         """Greedy results of requests that run together, with the two likeliest tokens of every step."""

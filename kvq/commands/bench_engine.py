@@ -50,6 +50,9 @@ if TYPE_CHECKING:
 @click.option("--slo-ttft-ms", type=click.FloatRange(min=0, min_open=True), help="For the 99th percentile.")
 @click.option("--slo-itl-ms", type=click.FloatRange(min=0, min_open=True), help="For the 99th percentile.")
 @click.option("--repeats", default=3, show_default=True, type=click.IntRange(1, 1000))
+@click.option(
+    "--step-costs", is_flag=True, help="Also what the parts of steps take, for --calibrate of others."
+)
 @click.option("--seed", default=0, show_default=True, help="Of lengths, arrivals and token ids.")
 @click.option("--json", "json_path", type=click.Path(), help="Write the rows as JSON.")
 @click.option("--plot", "plot_path", type=click.Path(), help="Draw latency over throughput (.svg, .png).")
@@ -106,6 +109,7 @@ def _plan(
     slo_ttft_ms: float | None,
     slo_itl_ms: float | None,
     repeats: int,
+    step_costs: bool,
     seed: int,
 ) -> "Plan":
     """Check the options and put them together."""
@@ -149,6 +153,7 @@ def _plan(
         users=users,
         rivals=() if rivals == "none" else tuple(name.strip() for name in rivals.split(",")),
         repeats=repeats,
+        step_costs=step_costs,
         slo_ttft_ms=slo_ttft_ms,
         slo_itl_ms=slo_itl_ms,
     )

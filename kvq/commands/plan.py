@@ -1,25 +1,34 @@
 """`kvq plan`: how many users fit on which GPU, term by term."""
 
+import math
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from kvq.commands.options import kv_option
+from kvq.commands.sizing import (
+    find_efficiency,
+    find_gpus,
+    given_options,
+    make_engine,
+    make_target,
+    sizing_options,
+)
 from kvq.errors import ConfigError
 
 if TYPE_CHECKING:
+    from kvq.capacity.plan.gpus import Gpu
     from kvq.capacity.plan.lengths import Length
-    from kvq.capacity.plan.plan import CapacityPlan, Target
+    from kvq.capacity.plan.plan import CapacityPlan, Engine, Target
 
 _FORMATS = "fp16,fp8,int8,k8v4,int4"
 
 
 @click.command(name="plan")
 @click.option("--model", "-m", required=True, help="A name of `kvq models`, a folder, or a hub name.")
-@click.option("--gpu", required=True, help="Names of `kvq gpus`, separated by commas.")
+@click.option("--gpu", help="Names of `kvq gpus`, separated by commas.")
 @kv_option(_FORMATS, many=True)
 @click.option("--context", type=click.IntRange(min=1), help="Tokens of each request when it ends.")
 @click.option("--output", type=click.IntRange(min=1), help="Of these, generated.  [default: an eighth]")
@@ -35,49 +44,57 @@ _FORMATS = "fp16,fp8,int8,k8v4,int4"
     type=click.IntRange(min=1),
     help="Tokens reserved a request without blocks.  [default: the longest]",
 )
-@click.option("--users", type=click.IntRange(min=1), help="Requests at once; tells how many GPUs they need.")
+@click.option("--users", type=click.IntRange(min=1), help="Tells how many GPUs so many users need.")
 @click.option(
-    "--weights", default="fp16", show_default=True, help="fp32, bf16, fp16, fp8, int8, int4 or nf4."
+    "--active",
+    default=1.0,
+    show_default=True,
+    type=click.FloatRange(0, 1, min_open=True),
+    help="Share of --users with a request at any time.",
 )
+@click.option("--verify", is_flag=True, help="Start engines on this machine, and compare their memory.")
+@click.option("--kv-memory", help="With --verify: their pools, such as 512MiB.  [default: as the engine's]")
 @click.option("--weights-gb", type=float, help="GB of all weights, instead of counting them.")
-@click.option("--tensor-parallel", "-tp", default=1, show_default=True, help="GPUs that share each layer.")
-@click.option(
-    "--pipeline-parallel", "-pp", default=1, show_default=True, help="GPUs that share the layers out."
-)
-@click.option("--runtime-gb", default=1.5, show_default=True, help="Driver, libraries, graphs, per GPU.")
-@click.option(
-    "--gpu-memory-utilization", default=1.0, show_default=True, help="Share of the GPU to use at all."
-)
-@click.option("--block-size", type=click.IntRange(1, 4096), default=32, show_default=True, help="Tokens.")
 @click.option("--max-num-batched-tokens", type=click.IntRange(min=1), default=2048, show_default=True)
 @click.option("--max-num-seqs", type=click.IntRange(min=1), default=128, show_default=True)
-@click.option(
-    "--gpus", "gpu_file", type=click.Path(path_type=Path), help="A file of GPUs instead of kvq's own."
-)
+@sizing_options
 @click.option("--json", "json_path", type=click.Path(), help="Write the plans as JSON.")
-def command(**options: Any) -> None:
-    """Plan memory: weights, KV, activations, runtime, and how many users what is left holds."""
-    from kvq import fileio
-    from kvq.capacity.plan.gpus import find_gpu, read_gpus
-    from kvq.capacity.plan.plan import Engine, make_plan
+@click.option("--html", "html_path", type=click.Path(), help="Write a report with plots.")
+@click.pass_context
+def command(context: click.Context, /, **options: Any) -> None:
+    """Plan memory: weights, KV, activations, runtime, and how many users what is left holds.
 
-    if options["json_path"] is not None:
-        fileio.check_writable(options["json_path"])
-    target = _target(options)
+    With --verify an engine starts here for every KV format, and what its weights, pool and process take
+    is compared with what is planned for them; exit code 1 if it is off by more than 3%.
+    """
+    from kvq import fileio
+    from kvq.capacity.plan.plan import make_plan
+
+    for path in filter(None, (options["json_path"], options["html_path"])):
+        fileio.check_writable(path)
+    if options["verify"]:
+        from kvq.commands.plan_verify import run as verify
+
+        verify(options, given_options(context))
+        return
+    if options["kv_memory"] is not None:
+        raise ConfigError("--kv-memory goes with --verify; a GPU's pool is what is left of its memory")
+    if options["gpu"] is None:
+        raise ConfigError(
+            "users are counted on a GPU: give --gpu, one or several names of kvq gpus, or --verify"
+        )
+    if options["html_path"] is not None:
+        from kvq.commands.capacity_report import check_report
+
+        check_report()
+    target = make_target(options)
     lengths = _lengths(options, target)
     slot = options["slot"] or max(length.total for length in lengths)
-    engine = Engine(
-        block_size=options["block_size"],
-        step_tokens=options["max_num_batched_tokens"],
-        sequences=options["max_num_seqs"],
-        runtime_bytes=round(options["runtime_gb"] * 1e9),
-        memory_fraction=options["gpu_memory_utilization"],
-    )
-    own = None if options["gpu_file"] is None else read_gpus(options["gpu_file"])
-    plans: list[CapacityPlan] = []
+    engine = make_engine(options, step_tokens=options["max_num_batched_tokens"])
+    active = None if options["users"] is None else math.ceil(options["users"] * options["active"])
+    rows: list[dict[str, Any]] = []
     refused: list[ConfigError] = []
-    for name in options["gpu"].split(","):
-        gpu = find_gpu(name.strip(), own)
+    for gpu in find_gpus(options):
         for kv in options["kv"]:
             try:
                 plan = make_plan(
@@ -88,48 +105,44 @@ def command(**options: Any) -> None:
                     slot_tokens=slot,
                     engine=engine,
                     prefix_share=options["prefix_share"],
+                    efficiency=find_efficiency(options, gpu, kv),
                 )
-                plans.append(plan)
+                row = _row(plan, lengths, active)
+                if options["html_path"] is not None:
+                    row |= _curves(plan, target, gpu, lengths, engine)
+                rows.append(row)
             except ConfigError as error:
                 refused.append(error)
-    if not plans:
+    if not rows:
         raise refused[0]
-    rows = [_row(plan, lengths, options["users"]) for plan in plans]
-    _print(rows, options["users"])
+    _print(rows, options["users"], assumed=options["calibrate"] is None)
     for reason in dict.fromkeys(map(str, refused)):
         click.echo(f"left out: {reason}", err=True)
-    if options["json_path"] is not None:
+    if options["json_path"] is not None or options["html_path"] is not None:
         import torch
 
         from kvq.evals.results import envelope, write_json
 
-        write_json(options["json_path"], envelope(["kvq", *sys.argv[1:]], torch.device("cpu"), rows))
+        result = envelope(["kvq", *sys.argv[1:]], torch.device("cpu"), rows)
+        if options["json_path"] is not None:
+            write_json(options["json_path"], result)
+        if options["html_path"] is not None:
+            from kvq.commands.capacity_report import write_plan
+
+            write_plan(options["html_path"], result)
 
 
-def _target(options: dict[str, Any]) -> "Target":
-    from kvq.capacity.plan.known import known_models
-    from kvq.capacity.plan.memory import Split
-    from kvq.capacity.plan.planner import make_target
+def _curves(
+    plan: "CapacityPlan", target: "Target", gpu: "Gpu", lengths: "list[Length]", engine: "Engine"
+) -> dict[str, Any]:
+    from kvq.capacity.plan.curves import speed_by_users, users_by_context
 
-    name, given = options["model"], options["weights_gb"]
-    if given is not None and not given > 0:
-        raise ConfigError(f"--weights-gb must be above 0, got {given}")
-    target = make_target(
-        name if name.lower() in known_models() else _folder(name),
-        weights=options["weights"],
-        weight_bytes=None if given is None else round(given * 1e9),
-        split=Split(tensor=options["tensor_parallel"], pipeline=options["pipeline_parallel"]),
-    )
-    return replace(target, name=name)
-
-
-def _folder(name: str) -> Path | str:
-    """Of a model that has files: here, embedded, or on the hub; else the name itself."""
-    if not (Path(name).exists() or "/" in name or name == "tiny"):
-        return name
-    from kvq.models.resolve import resolve_model
-
-    return resolve_model(name, weights=False)
+    price = gpu.usd_per_hour * plan.split.gpus
+    longest = target.geometry.max_context
+    return {
+        "users_by_context": users_by_context(target, gpu, plan.kv, longest=longest, engine=engine),
+        "speed_by_users": speed_by_users(plan, lengths, price),
+    }
 
 
 def _lengths(options: dict[str, Any], target: "Target") -> "list[Length]":
@@ -183,7 +196,7 @@ def _row(plan: "CapacityPlan", lengths: "list[Length]", users: int | None) -> di
     }
 
 
-def _print(rows: list[dict[str, Any]], users: int | None) -> None:
+def _print(rows: list[dict[str, Any]], users: int | None, *, assumed: bool) -> None:
     from rich.table import Table
 
     from kvq.commands.tables import console
@@ -220,8 +233,8 @@ def _print(rows: list[dict[str, Any]], users: int | None) -> None:
     out.print(table)
     if rows[0]["tokens_per_s"] is not None:
         out.print(
-            "Speed is a roofline at as many users as fit, with assumed efficiencies; $ are for generated "
-            "tokens at full load.",
+            f"Speed is a roofline at as many users as fit, with {'assumed' if assumed else 'measured'} "
+            f"efficiencies; $ are for generated tokens at full load.",
             highlight=False,
         )
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from math import isfinite
 from pathlib import Path
 
+from kvq.capacity.plan.pools import RESERVE_FRACTION
 from kvq.errors import ConfigError
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
@@ -31,7 +32,7 @@ class EngineConfig:
     swap_memory: int | str = 0
     swap_folder: str | Path | None = None
     prefix_caching: bool = True
-    reserve_fraction: float = 0.01  # of the pool, kept from new requests so that running ones can grow
+    reserve_fraction: float = RESERVE_FRACTION
     aging_s: float = 10.0
     itl_slo_s: float | None = None
     ttft_slo_s: float | None = None

@@ -10,6 +10,7 @@ from math import inf
 from time import perf_counter
 
 from kvq.blockmgr.prefix import token_array
+from kvq.cache.memory import held_bytes
 from kvq.engine.beam import BeamSearch
 from kvq.engine.choose import Choices, Chooser, Token, describe
 from kvq.engine.config import EngineConfig
@@ -21,6 +22,7 @@ from kvq.engine.outputs import FinishReason, Timing
 from kvq.engine.params import MAX_PINS, PrefixPin, SamplingParams
 from kvq.engine.parts import build_parts
 from kvq.engine.pinning import Pinning
+from kvq.engine.reconcile import reconcile
 from kvq.engine.runner import StepOutput
 from kvq.engine.sampling import Sampler, TokenLogprobs, check_params
 from kvq.engine.stats import StepStats
@@ -54,6 +56,7 @@ class EngineCore:
         if model.cache != "kvq":
             raise ConfigError(f"the engine runs over kvq's own cache, not {model.cache!r}; leave cache out")
         model.check_scales()
+        before = held_bytes(model.weights.device)
         self.model = model
         self.config = config
         self._clock = clock
@@ -74,6 +77,9 @@ class EngineCore:
             clock,
             runs_ahead=weights.device.type == "cuda" if asks is None else asks,
         )
+        num_blocks = [pool.num_blocks for pool in self.scheduler.manager.pools]
+        self.memory = reconcile(model, self.runner.cache, num_blocks, before)
+        self.memory.report()
         self._compiling: list[tuple[Job, Future[Grammar]]] = []
         self._grammars: GrammarCompiler | None = None
         self._ids = itertools.count()
@@ -429,6 +435,9 @@ class EngineCore:
             number=plan.number,
             decode_tokens=plan.num_decodes,
             prefill_tokens=plan.num_tokens - plan.num_decodes,
+            decode_context=sum(plan.ends[: plan.num_decodes]),
+            prefill_context=plan.prefill_context,
+            sampled=sum(plan.samples),
             running=len(self.scheduler.holders.running),
             sequences=self.scheduler.holders.num_sequences,
             waiting=lines.num_waiting,

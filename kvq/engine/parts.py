@@ -1,6 +1,7 @@
 """What an engine is made of, sized for its model and its device."""
 
 from kvq.blockmgr import BlockManager
+from kvq.capacity.plan.pools import reserve_blocks
 from kvq.engine.config import EngineConfig
 from kvq.engine.dry_run import dry_run
 from kvq.engine.memory import pool_blocks, swap_slots
@@ -37,7 +38,7 @@ def build_parts(model: Model, config: EngineConfig, max_context: int) -> tuple[S
         block_size=layout.block_size,
         windows=[group.group.window for group in layout.groups],
         host_slots=host_slots,
-        reserve_blocks=min(int(config.reserve_fraction * min(num_blocks)), min(num_blocks) - 1),
+        reserve_blocks=reserve_blocks(num_blocks, config.reserve_fraction),
     )
     scheduler = Scheduler(
         manager,

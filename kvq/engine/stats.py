@@ -15,6 +15,9 @@ class StepStats:
     number: int
     decode_tokens: int
     prefill_tokens: int
+    decode_context: int  # tokens that the decodes see together, windows aside
+    prefill_context: int  # pairs of a prefill token and one that it sees, likewise
+    sampled: int  # sequences that get a token
     running: int  # requests with blocks
     sequences: int  # their branches
     waiting: int

@@ -6,6 +6,7 @@ from typing import Any
 
 from kvq import fileio
 from kvq.errors import ConfigError
+from kvq.evals.page import svg_of
 
 _SUFFIXES = (".svg", ".png", ".pdf")
 _COLORS = {"fp8": "#0969da", "int8": "#1a7f37", "int4": "#bc4c00", "int2": "#cf222e", "k": "#8250df"}
@@ -29,10 +30,7 @@ def write_plot(path: str | Path, result: dict[str, Any]) -> None:
 
 def svg_plot(result: dict[str, Any]) -> str:
     """Return the plot as SVG text for a page."""
-    text = io.StringIO()
-    _draw(result).savefig(text, format="svg")
-    svg = text.getvalue()
-    return svg[svg.index("<svg") :]
+    return svg_of(_draw(result))
 
 
 def figure_class() -> Any:

@@ -5,21 +5,9 @@ from pathlib import Path
 from typing import Any
 
 from kvq import fileio
+from kvq.evals.page import html_table, page
 from kvq.evals.plot import svg_plot
 
-_STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; color: #1f2328; max-width: 62rem;
-       margin: 2rem auto; padding: 0 1rem }
-h1 { font-size: 1.5rem } h2 { font-size: 1.1rem; margin-top: 2rem }
-table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums }
-th, td { padding: .3rem .6rem; text-align: right; border-bottom: 1px solid #d0d7de }
-th:first-child, td:first-child { text-align: left }
-.scroll { overflow-x: auto } svg { max-width: 100%; height: auto }
-.pair { display: grid; grid-template-columns: 1fr 1fr; gap: 1rem }
-pre { white-space: pre-wrap; background: #f6f8fa; padding: .8rem; border-radius: 6px; margin: 0 }
-.good { color: #1a7f37 } .bad { color: #cf222e } .small { color: #57606a; font-size: .85rem }
-@media (max-width: 40rem) { .pair { grid-template-columns: 1fr } }
-"""
 _HEADS = ("KV format", "bits / element", "bytes / token", "vs bf16", "perplexity", "change", "KL mean",
           "KL 99.9%", "same top token", "seconds")  # fmt: skip
 
@@ -45,12 +33,7 @@ def render(result: dict[str, Any], samples: dict[str, str]) -> str:
         _samples(samples),
         _about(result),
     ]
-    return (
-        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>kvq: {escape(result['model'])}</title><style>{_STYLE}</style></head>\n"
-        f"<body>{''.join(parts)}</body></html>\n"
-    )
+    return page(f"kvq: {result['model']}", parts)
 
 
 def _summary(rows: list[dict[str, Any]]) -> str:
@@ -81,11 +64,7 @@ def _instrument(check: dict[str, Any] | None) -> str:
 
 
 def _table(rows: list[dict[str, Any]]) -> str:
-    body = "".join(
-        "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row_cells(row)) + "</tr>" for row in rows
-    )
-    heads = "".join(f"<th>{escape(head)}</th>" for head in _HEADS)
-    return f'<h2>All figures</h2><div class="scroll"><table><tr>{heads}</tr>{body}</table></div>'
+    return "<h2>All figures</h2>" + html_table(_HEADS, map(row_cells, rows))
 
 
 def row_cells(row: dict[str, Any]) -> list[str]:

@@ -4,13 +4,14 @@ import logging
 import re
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from kvq.cache.memory import held_bytes
 from kvq.errors import ConfigError, ModelError, first_lines, nearest
 from kvq.geometry import ModelGeometry
 from kvq.models.attention import NAME, register_attention
@@ -30,13 +31,21 @@ class LoadedWeights:
     """The weights of one model on one device. Made by `load_weights`."""
 
     def __init__(
-        self, *, folder: Path, model: Any, geometry: ModelGeometry, device: torch.device, max_context: int
+        self,
+        *,
+        folder: Path,
+        model: Any,
+        geometry: ModelGeometry,
+        device: torch.device,
+        max_context: int,
+        held_bytes: int = 0,
     ):
         self.folder = folder
         self.model = model
         self.geometry = geometry
         self.device = device
         self.max_context = max_context  # tokens
+        self.held_bytes = held_bytes  # by which the device's memory grew when they were loaded
 
     @cached_property
     def digest(self) -> str:
@@ -124,6 +133,8 @@ def load_weights(
     context = _context(geometry, max_context, dynamic="dynamic" in rope_types(config_dict))
     for path in weight_files(folder):
         read_header(path)
+    _import_class(config_dict)
+    before = held_bytes(where)
     model = _load_model(folder, _pick_dtype(dtype, where))
     if not type(model)._supports_attention_backend:
         raise ModelError(f"kvq does not run {geometry.model_type}: its attention can't be replaced")
@@ -136,7 +147,15 @@ def load_weights(
     model = model.to(where).eval()
     if where.type == "cpu":
         pack_linears(model)
-    return LoadedWeights(folder=folder, model=model, geometry=geometry, device=where, max_context=context)
+        _unmap(model)
+    return LoadedWeights(
+        folder=folder,
+        model=model,
+        geometry=geometry,
+        device=where,
+        max_context=context,
+        held_bytes=held_bytes(where) - before,
+    )
 
 
 def pick_device(device: str) -> torch.device:
@@ -178,6 +197,21 @@ def _context(geometry: ModelGeometry, max_context: int | None, *, dynamic: bool)
             f"a context of {max_context} tokens was asked for; this model takes 1 to {geometry.max_context}"
         )
     return max_context
+
+
+def _unmap(model: Any) -> None:
+    """Copy what is still mapped from the checkpoint: one small tensor would keep all its pages resident."""
+    for parameter in model.parameters():
+        if not parameter.is_mkldnn:
+            parameter.data = parameter.data.clone()
+
+
+def _import_class(config_dict: dict[str, Any]) -> None:
+    """Import what the model is made of, whose memory is not the weights'."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    with suppress(KeyError, ValueError, ImportError):  # said by whoever loads it
+        AutoModelForCausalLM._model_mapping[type(AutoConfig.for_model(config_dict["model_type"]))]
 
 
 def _load_model(folder: Path, dtype: torch.dtype | str) -> Any:

@@ -61,6 +61,12 @@ class StepPlan:
         )
 
     @property
+    def prefill_context(self) -> int:
+        """Pairs of a prefill token and a token up to it, itself included; windows aside."""
+        chunks = zip(self.counts[self.num_decodes :], self.ends[self.num_decodes :], strict=True)
+        return sum([count * (2 * end - count + 1) // 2 for count, end in chunks])
+
+    @property
     def num_tokens(self) -> int:
         """New tokens of the step."""
         return len(self.token_ids)

@@ -2,14 +2,16 @@
 
 import random
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from itertools import count
 from math import isfinite
+from pathlib import Path
 
 from kvq.capacity.draws import Lengths
 from kvq.capacity.fleet.call import Call
+from kvq.capacity.trace_file import HASHED_TOKENS, read_lines
 from kvq.errors import ConfigError
 from kvq.scheduler import Priority
 
@@ -97,6 +99,47 @@ class Arrivals:
             if len(talk.so_far) >= self.max_context - 1:
                 talk.turns_left = 0
         return call
+
+
+def traced(path: Path, *, max_context: int, rate: float | None, seed: int) -> Iterator[Call]:
+    """The requests of a trace; cut to the context as a client would cut them.
+
+    `rate`: requests a second with exponential gaps, instead of the trace's times. Prompts with equal
+    `hash_ids` begin alike, all others are random.
+
+    Raises:
+        ConfigError: a line that is none, or that says no time where no rate is given.
+    """
+    rng, now = random.Random(seed), 0.0
+    number = -1
+    for number, line in enumerate(read_lines(path)):
+        if rate is not None:
+            now += rng.expovariate(rate)
+        elif line.arrival_s is None:
+            raise ConfigError(f"{path}: request {number + 1} says no time of arrival; give --rate")
+        else:
+            now = line.arrival_s
+        length = min(line.prompt_tokens, max_context - 1)
+        prompt = _hashed(line.hash_ids, length)
+        yield Call(
+            number=number,
+            arrival_s=now,
+            prompt=prompt + _tokens(rng, length - len(prompt)),
+            output_tokens=max(1, min(line.output_tokens, max_context - length)),
+            session=line.session or str(number),
+            tenant=line.tenant,
+            priority=line.priority,
+        )
+    if number < 0:
+        raise ConfigError(f"{path} has no requests")
+
+
+def _hashed(hash_ids: Sequence[int], length: int) -> "array[int]":
+    """Tokens that are the same for the same ids, every time."""
+    tokens = array("I")
+    for one in hash_ids[: -(-length // HASHED_TOKENS)]:
+        tokens += _tokens(random.Random(one), HASHED_TOKENS)
+    return tokens[:length]
 
 
 @dataclass(kw_only=True, slots=True)

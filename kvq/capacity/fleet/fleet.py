@@ -30,7 +30,7 @@ class FleetSpec:
     def __post_init__(self) -> None:
         if self.replicas < 1 or self.prefill_replicas < 0:
             raise ConfigError(
-                f"a fleet has at least one replica, got {self.replicas} and {self.prefill_replicas} for prefill"
+                f"a fleet needs a replica, got {self.replicas}, and {self.prefill_replicas} for prefill"
             )
         if self.transfer_token_s < 0 or (self.overflow_waiting is not None and self.overflow_waiting < 0):
             raise ConfigError("times of transfer and bounds of queues must be at least 0")

@@ -1,11 +1,11 @@
 """How long requests are: all alike, log-normal, or as a trace has them."""
 
-import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import NormalDist
 
+from kvq.capacity.trace_file import read_lines
 from kvq.errors import ConfigError
 
 _QUANTILES = 1000  # points that stand for a distribution
@@ -57,29 +57,12 @@ def lognormal(median: int, sigma: float, *, output_share: float = 0.5, most: int
 
 
 def read_trace(path: Path) -> list[Length]:
-    """Lengths of a JSON-lines file, each line with `prompt_tokens` and `output_tokens`.
+    """Lengths of a trace; see `kvq.capacity.trace_file`.
 
     Raises:
         ConfigError: no such file, or a line that is none.
     """
-    try:
-        lines = path.read_text(encoding="utf8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} can't be read: {error}") from error
-    found = [_line(path, number, line) for number, line in enumerate(lines, 1) if line.strip()]
+    found = [Length(line.prompt_tokens, line.output_tokens) for line in read_lines(path)]
     if not found:
         raise ConfigError(f'{path} has no lines such as {{"prompt_tokens": 900, "output_tokens": 100}}')
     return found
-
-
-def _line(path: Path, number: int, line: str) -> Length:
-    try:
-        data = json.loads(line)
-        prompt, output = data["prompt_tokens"], data["output_tokens"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"{path}, line {number}: needs prompt_tokens and output_tokens") from error
-    if not all(type(x) is int for x in (prompt, output)) or prompt < 1 or output < 0:
-        raise ConfigError(
-            f"{path}, line {number}: prompt_tokens must be at least 1, output_tokens at least 0"
-        )
-    return Length(prompt, output)

@@ -19,7 +19,7 @@ from kvq.capacity.plan.parameters import Parameters
 from kvq.capacity.plan.pools import bytes_of, share_blocks, wanted_blocks
 from kvq.capacity.plan.roofline import Efficiency, Serving
 from kvq.capacity.plan.speed import serving
-from kvq.capacity.plan.step_time import roofline
+from kvq.capacity.plan.step_time import StepTime, roofline
 from kvq.capacity.plan.users import Users, count_users
 from kvq.errors import ConfigError
 from kvq.geometry import ModelGeometry
@@ -79,6 +79,7 @@ class CapacityPlan:
     num_blocks: tuple[int, ...]  # of each layer group
     users: Users
     serving: Serving | None  # at as many users as fit; None where the weights are not known one by one
+    time: StepTime | None = field(repr=False, compare=False)  # of its steps
     usd_per_million_tokens: float | None  # generated ones, at full load
 
     @property
@@ -145,8 +146,8 @@ def make_plan(
         step_tokens=engine.step_tokens,
         prefix_share=prefix_share,
     )
-    served = None
-    if target.parameters is not None and users.paged:
+    time = served = None
+    if target.parameters is not None:
         time = roofline(
             target.parameters,
             target.geometry,
@@ -156,7 +157,7 @@ def make_plan(
             split=target.split,
             efficiency=efficiency or Efficiency(),
         )
-        served = serving(time, lengths, users=users.paged)
+        served = serving(time, lengths, users=users.paged) if users.paged else None
     price = gpu.usd_per_hour * target.split.gpus
     return CapacityPlan(
         model=target.name,
@@ -169,6 +170,7 @@ def make_plan(
         num_blocks=tuple(num_blocks),
         users=users,
         serving=served,
+        time=time,
         usd_per_million_tokens=None if served is None else usd_per_million(price, served.tokens_per_s),
     )
 

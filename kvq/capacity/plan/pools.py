@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from kvq.layout import KVLayout
 from kvq.scheduler import most_blocks
 
+RESERVE_FRACTION = 0.01  # of the pool, kept from new requests so that running ones can grow
+
 
 def windows_of(layout: KVLayout) -> list[int | None]:
     """Of its layer groups."""
@@ -36,3 +38,8 @@ def share_blocks(layout: KVLayout, wanted: Sequence[int], budget_bytes: int) -> 
     """Of the blocks that could ever be used, the same share of each group, so that `budget_bytes` hold it."""
     share = min(1.0, max(0, budget_bytes) / bytes_of(layout, wanted))
     return [math.floor(count * share) for count in wanted]
+
+
+def reserve_blocks(num_blocks: Sequence[int], fraction: float = RESERVE_FRACTION) -> int:
+    """Blocks of every pool that are kept from new requests."""
+    return min(int(fraction * min(num_blocks)), min(num_blocks) - 1)

@@ -37,16 +37,6 @@ class Efficiency:
         if not 0 <= self.sequence_s < 60:
             raise ConfigError(f"seconds a sequence must be 0 to 60, got {self.sequence_s}")
 
-    def linear(self, tokens: int) -> float:
-        """Of `measured`, between the points; before and behind them as at the nearest."""
-        (before, share), *rest = self.measured
-        for after, following in rest:
-            if tokens < after:
-                way = (max(tokens, before) - before) / (after - before)
-                return share + way * (following - share)
-            before, share = after, following
-        return share
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Machine:
@@ -65,9 +55,25 @@ class Machine:
         """Seconds of linear layers for so many tokens."""
         reached = self.efficiency
         if reached.measured:
-            return max(weight_bytes / self.bandwidth, flops / self.flops) / reached.linear(tokens)
+            return self._measured_s(weight_bytes, flops / tokens, tokens)
         read = weight_bytes / (self.bandwidth * reached.bandwidth * reached.step)
         return max(read, flops / (self.flops * reached.arithmetic))
+
+    def _measured_s(self, weight_bytes: float, token_flops: float, tokens: int) -> float:
+        """A line between the points that were measured; beyond them as efficient as at the nearest."""
+
+        def at(number: int, share: float) -> float:
+            return max(weight_bytes / self.bandwidth, token_flops * number / self.flops) / share
+
+        before, *rest = self.efficiency.measured
+        if tokens <= before[0]:
+            return at(tokens, before[1])
+        for after in rest:
+            if tokens <= after[0]:
+                way = (tokens - before[0]) / (after[0] - before[0])
+                return at(*before) + way * (at(*after) - at(*before))
+            before = after
+        return at(tokens, before[1])
 
     def read_s(self, kv_bytes: float) -> float:
         """Seconds of reading so much KV."""

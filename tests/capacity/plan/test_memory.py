@@ -48,8 +48,8 @@ def test_llama_2_13b():
     assert 64 * kv("llama-2-13b", 2048) / GB == pytest.approx(107.4, abs=0.05)
 
 
-def users(name, free_gb, context, slot=None):
-    layout = kv_layout(geometry(name), "fp16", block_size=16)
+def users(name, free_gb, context, slot=None, kv="fp16"):
+    layout = kv_layout(geometry(name), kv, block_size=16)
     blocks = share_blocks(layout, [10**9], round(free_gb * GB))
     return count_users(layout, blocks, fixed(context), slot_tokens=slot or context, step_tokens=2048)
 
@@ -61,6 +61,15 @@ def test_how_many_requests_fit():
     for weights_gb, wanted in ((26, (15, 7, 3)), (6.5, (21, 10, 5))):
         found = tuple(users("llama-2-13b", 80 - weights_gb - 3, n).paged for n in (4096, 8192, 16384))
         assert found == wanted
+
+
+@pytest.mark.parametrize(("kv", "bits", "gpus"), [("fp16", 16, 143), ("int8", 8.125, 74), ("int4", 4.5, 41)])
+def test_gpus_for_ten_thousand_users(kv, bits, gpus):
+    """30% of them active, 13B with INT4 weights, 4K of context, A100-80 with 3 GB for all else."""
+    free = 80 - 6.5 - 3
+    held = users("llama-2-13b", free, 4096, kv=kv).paged
+    assert held == free * GB // (4096 * 2 * 40 * 40 * 128 * bits / 8)
+    assert -(-3000 // held) == gpus
 
 
 @pytest.mark.parametrize(

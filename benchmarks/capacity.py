@@ -1,0 +1,222 @@
+"""Compare what `kvq simulate` predicts with what the engine at hand does.
+
+    python tools/make_bench_model.py --out /tmp/bench-model
+    python benchmarks/capacity.py --model /tmp/bench-model [--kv fp32] [--repeats N]
+
+The costs of steps are measured on one load, 48 mixed requests that arrive at random. Then five other loads
+are served and simulated with the same requests, times of arrival and pools. Writes
+benchmarks/results/capacity-predicted-cpu.json.
+"""
+
+import argparse
+import sys
+from array import array
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+from kvq.bench.engine_load import Load, LoadRequest
+from kvq.bench.engine_server import KvqServer, Limits
+from kvq.bench.step_costs import fit_costs
+from kvq.bench.timing import percentile
+from kvq.capacity.draws import Lengths
+from kvq.capacity.fleet.call import Call
+from kvq.capacity.fleet.fleet import FleetSpec, serve
+from kvq.capacity.fleet.replica import EngineSpec
+from kvq.capacity.fleet.summary import Slo, summarize
+from kvq.capacity.plan.calibration import efficiency
+from kvq.capacity.plan.gpus import Gpu
+from kvq.capacity.plan.memory import Split
+from kvq.capacity.plan.planner import make_target
+from kvq.capacity.plan.step_time import StepTime, roofline
+from kvq.evals.results import envelope, source_commit, write_json
+from kvq.models import Model, load
+from kvq.scheduler import Priority
+
+RESULTS = Path(__file__).resolve().parent / "results"
+SHEET = Gpu(name="this CPU", memory_gb=1.0, bandwidth_tb_s=1.0, usd_per_hour=1.0, tflops={"fp16": 10.0})
+FIGURES = {"output_tokens_per_s": 0.10, "ttft_ms_p50": 0.20, "itl_ms_p50": 0.20}  # may differ by
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Case:
+    """One load, and what the engine has for it."""
+
+    load: Load
+    limits: Limits = field(default_factory=Limits)
+
+
+def cases(model: Model) -> dict[str, Case]:
+    """The load that costs are measured on, first, and five others."""
+    shape: dict[str, Any] = {
+        "vocab_size": model.geometry.vocab_size,
+        "max_context": model.weights.max_context,
+    }
+
+    def lengths(low: int, high: int) -> Lengths:
+        return Lengths(low=low, high=high)
+
+    mixed = Load(
+        num_requests=48,
+        input_lengths=lengths(16, 512),
+        output_lengths=lengths(8, 192),
+        rate=2.0,
+        seed=7,
+        **shape,
+    )
+    at_once = replace(mixed, rate=float("inf"), priority=Priority.BATCH)
+    return {
+        "calibration": Case(load=mixed),
+        "uniform": Case(
+            load=replace(
+                at_once,
+                num_requests=16,
+                input_lengths=lengths(128, 128),
+                output_lengths=lengths(64, 64),
+                seed=1,
+            )
+        ),
+        "mixed, all at once": Case(load=replace(at_once, seed=2)),
+        "chat, arriving": Case(
+            load=replace(
+                mixed, input_lengths=lengths(32, 160), output_lengths=lengths(32, 128), rate=1.5, seed=3
+            )
+        ),
+        "half shared": Case(
+            load=replace(
+                mixed,
+                input_lengths=lengths(384, 512),
+                output_lengths=lengths(16, 64),
+                shared_prefix=0.5,
+                seed=4,
+            )
+        ),
+        "small pool": Case(
+            load=replace(
+                at_once,
+                num_requests=16,
+                input_lengths=lengths(128, 128),
+                output_lengths=lengths(128, 128),
+                seed=5,
+            ),
+            limits=Limits(num_blocks=40),
+        ),
+    }
+
+
+def simulated(server: KvqServer, requests: list[LoadRequest], time: StepTime) -> dict[str, Any]:
+    """The same requests on the engine's own scheduler settings and pools."""
+    scheduler = server.llm.core.scheduler
+    manager = scheduler.manager
+    spec = EngineSpec(
+        num_blocks=[pool.num_blocks for pool in manager.pools],
+        block_size=manager.block_size,
+        windows=list(manager.blocks.windows),
+        config=scheduler.config,
+        time=time,
+        reserve_blocks=manager.reserve_blocks,
+    )
+    calls = [
+        Call(
+            number=request.index,
+            arrival_s=request.arrival_s,
+            prompt=array("I", request.prompt),
+            output_tokens=request.output_tokens,
+            priority=request.priority,
+        )
+        for request in requests
+    ]
+    return summarize(serve(calls, FleetSpec(engine=spec)), Slo())
+
+
+def compare(model: Model, folder: str, kv: str, repeats: int) -> list[dict[str, Any]]:
+    """A row a load. All loads run in every repeat; each simulation has the costs of its repeat."""
+    target = make_target(folder, weights="fp32", weight_bytes=None, split=Split())
+    loads = cases(model)
+    servers = {name: KvqServer(model, kv, case.limits, case.load.draw(0)) for name, case in loads.items()}
+    for name, server in servers.items():  # warm: kernels compiled, costs learned
+        server.run(loads[name].load.draw(1000), None)
+    found: dict[str, list[dict[str, Any]]] = {name: [] for name in loads}
+    predicted: dict[str, list[dict[str, Any]]] = {name: [] for name in loads}
+    first = servers["calibration"]
+    for repeat in range(repeats):
+        steps = first.measure_steps(loads["calibration"].load.draw(500 + repeat), None)
+        for name, server in servers.items():
+            run = server.run(loads[name].load.draw(repeat), None)
+            gaps = [gap for one in run.served for gap in one.itl_s]
+            found[name].append(
+                {
+                    "output_tokens_per_s": run.output_tokens_per_s,
+                    "ttft_ms_p50": 1e3 * percentile([one.ttft_s for one in run.served], 50),
+                    "itl_ms_p50": 1e3 * percentile(gaps, 50),
+                    "preemptions": run.preemptions,
+                    "prefix_hit_rate": run.prefix_hit_rate,
+                }
+            )
+        steps += first.measure_steps(loads["calibration"].load.draw(600 + repeat), None)
+        costs = fit_costs(steps, first.llm.core.model)
+        assert costs is not None, "too few steps"
+        assert target.parameters is not None
+        time = roofline(
+            target.parameters,
+            target.geometry,
+            first.llm.core.model.layout,
+            SHEET,
+            weight_bytes=4 * target.parameters.total,
+            split=Split(),
+            efficiency=efficiency(costs, SHEET, source="this run"),
+        )
+        print(f"repeat {repeat}: {costs}", flush=True)
+        for name, server in servers.items():
+            predicted[name].append(simulated(server, loads[name].load.draw(repeat), time))
+    for server in servers.values():
+        server.close()
+    return [_row(name, kv, found[name], predicted[name]) for name in loads]
+
+
+def _row(name: str, kv: str, found: list[dict[str, Any]], predicted: list[dict[str, Any]]) -> dict[str, Any]:
+    row: dict[str, Any] = {"load": name, "kv": kv, "repeats": len(found), "holds": True}
+    for figure in (*FIGURES, "preemptions", "prefix_hit_rate"):
+        row[figure] = median(one[figure] for one in found)
+        row[f"simulated_{figure}"] = median(one[figure] for one in predicted)
+    for figure, most in FIGURES.items():
+        ratios = [p[figure] / f[figure] for p, f in zip(predicted, found, strict=True)]
+        row[f"ratio_{figure}"] = median(ratios)
+        row["holds"] &= abs(median(ratios) - 1) <= most
+    return row
+
+
+def main() -> None:
+    """Run, print, write."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--kv", default="fp32")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    given = parser.parse_args()
+    source_commit()
+    model = load(given.model)
+    rows = [row for kv in given.kv.split(",") for row in compare(model, given.model, kv, given.repeats)]
+    given.out.mkdir(parents=True, exist_ok=True)
+    result = envelope(sys.argv, torch.device("cpu"), rows, model=model.description)
+    write_json(given.out / "capacity-predicted-cpu.json", result)
+    for row in rows:
+        print(f"{'holds' if row['holds'] else 'FALLS SHORT':<12}{row['load']} ({row['kv']})")
+        for figure in FIGURES:
+            print(
+                f"    {figure:<20} measured {row[figure]:10.2f}, simulated {row[f'simulated_{figure}']:10.2f}, "
+                f"{row[f'ratio_{figure}']:.3f}"
+            )
+        print(
+            f"    preemptions {row['preemptions']} / {row['simulated_preemptions']}, hits "
+            f"{row['prefix_hit_rate']:.3f} / {row['simulated_prefix_hit_rate']:.3f}"
+        )
+
+
+if __name__ == "__main__":
+    main()

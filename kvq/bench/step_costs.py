@@ -1,0 +1,86 @@
+"""What the parts of an engine's steps cost, from the times of many steps: for `--calibrate`."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from kvq.engine import StepStats
+from kvq.models import Model
+
+_LEAST = 4  # steps near a number of tokens, for a point of its own
+_FEWEST_STEPS = 32
+
+
+def fit_costs(steps: Sequence[StepStats], model: Model) -> dict[str, Any] | None:
+    """Costs as `kvq.capacity.plan.calibration` reads them; None of too few steps, or with sliding windows.
+
+    Least squares of relative errors, no cost below zero: linear layers as a line between powers of two of
+    their tokens, decodes by the tokens that they see, prefill by its pairs, and sequences.
+    """
+    layout, geometry = model.layout, model.geometry
+    if len(steps) < _FEWEST_STEPS or any(group.group.window is not None for group in layout.groups):
+        return None
+    rows = [step.decode_tokens + step.prefill_tokens for step in steps]
+    knots = _knots(rows)
+    features = torch.tensor(
+        [
+            [*_hats(count, knots), step.decode_context, step.prefill_context, step.sampled]
+            for count, step in zip(rows, steps, strict=True)
+        ],
+        dtype=torch.float64,
+    )
+    seconds = torch.tensor([step.seconds for step in steps], dtype=torch.float64)
+    found = _fit(features / seconds[:, None], torch.ones_like(seconds))
+    linear, (read_s, pair_s, sequence_s) = found[: len(knots)], found[len(knots) :]
+    if min(linear) <= 0:
+        return None
+    parameters = sum(p.numel() for p in model.weights.model.parameters())
+    heads = sum(layer.k_head_dim + layer.v_head_dim for layer in geometry.layers)
+    return {
+        "linear": [[knot, cost] for knot, cost in zip(knots, linear, strict=True)],
+        "read_s": read_s,
+        "pair_s": pair_s,
+        "sequence_s": sequence_s,
+        "weight_bytes": sum(p.numel() * p.element_size() for p in model.weights.model.parameters()),
+        "token_flops": 2 * parameters,
+        "kv_bytes": sum(group.block_bytes for group in layout.groups) / layout.block_size,
+        "pair_flops": 2 * geometry.q_heads * heads,
+    }
+
+
+def _knots(rows: Sequence[int]) -> list[int]:
+    """Powers of two with some steps around them."""
+    powers = [1 << i for i in range(max(rows).bit_length() + 1)]
+    near = [power for power in powers if sum(power / 1.5 < n <= power * 1.5 for n in rows) >= _LEAST]
+    return near or [sorted(rows)[len(rows) // 2]]
+
+
+def _hats(count: int, knots: Sequence[int]) -> list[float]:
+    """How much of each knot a number of tokens is: a line between its neighbours, or beyond the last two."""
+    hats = [0.0] * len(knots)
+    if len(knots) == 1 or count <= knots[0]:
+        hats[0] = 1.0
+        return hats
+    after = next((i for i, knot in enumerate(knots) if knot >= count), len(knots) - 1)
+    before = max(0, after - 1)
+    way = (count - knots[before]) / (knots[after] - knots[before])
+    hats[before], hats[after] = 1.0 - way, way
+    return hats
+
+
+def _fit(features: torch.Tensor, target: torch.Tensor) -> list[float]:
+    """Least squares without negative parts: what comes out negative is left out, one after the other."""
+    scale = features.abs().amax(0).clamp(min=1e-300)
+    kept = list(range(features.shape[1]))
+    while True:
+        found = torch.linalg.lstsq(features[:, kept] / scale[kept], target[:, None], driver="gelsd").solution
+        values = (found[:, 0] / scale[kept]).tolist()
+        worst = min(range(len(kept)), key=lambda i: found[i, 0].item())
+        if found[worst, 0] >= 0:
+            break
+        del kept[worst]
+    costs = [0.0] * features.shape[1]
+    for i, value in zip(kept, values, strict=True):
+        costs[i] = value
+    return costs

@@ -1,0 +1,49 @@
+"""How many replicas a load needs."""
+
+from collections.abc import Callable
+from typing import Any
+
+from kvq.errors import ConfigError
+
+MOST_REPLICAS = 1024
+
+
+def fewest_replicas(
+    run: Callable[[int], dict[str, Any]], share: float, *, most: int = MOST_REPLICAS
+) -> tuple[int, dict[str, Any]]:
+    """The fewest replicas with which that share of the requests keeps the SLO, and their figures.
+
+    `run` serves the load with so many. They are doubled until it does, then halved in between: more
+    replicas are taken to be no worse.
+
+    Raises:
+        ConfigError: not even `most` do, or no request can be served at all.
+    """
+    if not 0 < share <= 1:
+        raise ConfigError(
+            f"the share of requests that keep the SLO must be above 0 and at most 1, got {share}"
+        )
+    tried: dict[int, dict[str, Any]] = {}
+
+    def enough(number: int) -> bool:
+        tried[number] = run(number)
+        return (tried[number]["slo_met"] or 0.0) >= share
+
+    high = 1
+    while not enough(high):
+        last = tried[high]
+        is_hopeless = high > 1 and last["slo_met"] <= tried[high // 2]["slo_met"] and not last["peak_waiting"]
+        if high >= most or is_hopeless:
+            raise ConfigError(
+                f"{high} replicas keep the SLO for {100 * (last['slo_met'] or 0):.1f}% of the requests, "
+                f"{100 * share:g}% are asked for, and more don't help; loosen the SLO, or use a faster GPU"
+            )
+        high = min(most, 2 * high)
+    low = high // 2
+    while high - low > 1:
+        middle = (low + high) // 2
+        if enough(middle):
+            high = middle
+        else:
+            low = middle
+    return high, tried[high]

@@ -1,0 +1,118 @@
+"""Traces of requests: how long they are, when they came, what they share.
+
+JSON lines with `prompt_tokens` and `output_tokens`, maybe `arrival_s`, `session`, `tenant` and `priority`;
+the lines of Mooncake's traces (`timestamp` in ms, `input_length`, `output_length`, `hash_ids` of blocks of
+512 tokens; Qin et al. 2024, arXiv:2407.00079); or CSV with the columns of Azure's LLM inference traces
+(TIMESTAMP, ContextTokens, GeneratedTokens; Patel et al. 2024, arXiv:2311.18677).
+"""
+
+import csv
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import datetime
+from math import isfinite
+from pathlib import Path
+from typing import Any
+
+from kvq.errors import ConfigError
+from kvq.scheduler import Priority
+
+HASHED_TOKENS = 512  # that one of `hash_ids` stands for
+_NEEDED = "prompt_tokens and output_tokens (or input_length and output_length)"
+_COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TraceLine:
+    """One request."""
+
+    prompt_tokens: int
+    output_tokens: int
+    arrival_s: float | None = None
+    hash_ids: tuple[int, ...] = ()
+    session: str = ""
+    tenant: str = ""
+    priority: Priority = Priority.INTERACTIVE
+
+
+def read_lines(path: Path) -> Iterator[TraceLine]:
+    """The requests of a file, one after another, whatever its size.
+
+    Raises:
+        ConfigError: no such file, or a line that is none; with its number.
+    """
+    try:
+        with path.open(encoding="utf8", newline="") as file:
+            yield from _rows(path, file) if path.suffix.lower() == ".csv" else _objects(path, file)
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} can't be read: {error}") from error
+
+
+def _objects(path: Path, file: Iterator[str]) -> Iterator[TraceLine]:
+    for number, line in enumerate(file, 1):
+        if not line.strip():
+            continue
+        try:
+            data = json.loads(line)
+            yield _line(data)
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            what = f"no {error}" if isinstance(error, KeyError) else str(error)
+            raise ConfigError(f"{path}, line {number}: needs {_NEEDED}; {what}") from error
+
+
+def _line(data: dict[str, Any]) -> TraceLine:
+    is_mooncake = "input_length" in data
+    prompt = data["input_length" if is_mooncake else "prompt_tokens"]
+    output = data["output_length" if is_mooncake else "output_tokens"]
+    arrival = data.get("arrival_s")
+    if arrival is None and is_mooncake and "timestamp" in data:
+        arrival = data["timestamp"] / 1e3
+    priority = data.get("priority", "interactive")
+    if not isinstance(priority, str) or priority.upper() not in Priority.__members__:
+        raise ValueError(f"priority is interactive or batch, got {priority!r}")
+    return TraceLine(
+        prompt_tokens=_count("prompt tokens", prompt, 1),
+        output_tokens=_count("output tokens", output, 0),
+        arrival_s=None if arrival is None else _seconds(arrival),
+        hash_ids=tuple(_count("hash_ids", one, 0) for one in data.get("hash_ids", ())),
+        session=str(data.get("session", "")),
+        tenant=str(data.get("tenant", "")),
+        priority=Priority[priority.upper()],
+    )
+
+
+def _rows(path: Path, file: Iterator[str]) -> Iterator[TraceLine]:
+    reader = csv.DictReader(file)
+    if reader.fieldnames is None or not set(_COLUMNS) <= set(reader.fieldnames):
+        raise ConfigError(f"{path} must have the columns {', '.join(_COLUMNS)}, has {reader.fieldnames}")
+    begin: datetime | None = None
+    for row in reader:
+        try:
+            time = _time(row["TIMESTAMP"])
+            begin = begin or time
+            yield TraceLine(
+                prompt_tokens=_count("ContextTokens", int(row["ContextTokens"]), 1),
+                output_tokens=_count("GeneratedTokens", int(row["GeneratedTokens"]), 0),
+                arrival_s=(time - begin).total_seconds(),
+            )
+        except (ValueError, TypeError) as error:
+            raise ConfigError(f"{path}, line {reader.line_num}: {error}") from error
+
+
+def _time(text: str) -> datetime:
+    """A time with seven decimals, of which Python knows six."""
+    whole, _, fraction = text.partition(".")
+    return datetime.fromisoformat(f"{whole}.{fraction[:6]:0<6}" if fraction else whole)
+
+
+def _count(what: str, value: Any, least: int) -> int:
+    if type(value) is not int or not least <= value <= 1 << 31:
+        raise ValueError(f"{what} must be whole numbers of at least {least}, got {value!r}")
+    return value
+
+
+def _seconds(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not isfinite(value) or value < 0:
+        raise ValueError(f"times must be numbers of at least 0, got {value!r}")
+    return float(value)

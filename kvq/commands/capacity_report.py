@@ -1,0 +1,214 @@
+"""Reports of `kvq plan` and `kvq simulate` as pages that need no other file."""
+
+import itertools
+from collections.abc import Callable, Sequence
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from kvq import fileio
+from kvq.evals.page import html_table, origin, page, svg_of
+from kvq.evals.plot import figure_class
+
+_COLORS = ("#0969da", "#bc4c00", "#1a7f37", "#8250df", "#cf222e", "#57606a", "#9a6700", "#1b7c83")
+_TERMS = ("#57606a", "#8c959f", "#d0d7de", "#bc4c00", "#e16f24", "#0969da")
+
+
+def check_report() -> None:
+    """Raise ConfigError without matplotlib."""
+    figure_class()
+
+
+def write_plan(path: str | Path, result: dict[str, Any]) -> None:
+    """Users over context, memory by GPU, cost over latency, and every term.
+
+    `result`: as `kvq plan --json` writes it, its rows with `users_by_context` and `speed_by_users`.
+    """
+    rows = result["rows"]
+    first = rows[0]
+    gpus = list(dict.fromkeys(row["gpu"] for row in rows))
+    best = max(rows, key=lambda row: row["max_users"])
+    parts = [
+        f"<h1>How many users fit: {escape(first['model'])}</h1>",
+        f"<p>Most of them fit on <b>{escape(best['gpu'])}</b> with KV in <b>{escape(best['kv'])}</b>: "
+        f"{best['max_users']:,} requests of {best['context']:,} tokens at once. An engine that "
+        f"reserves that much for each would hold {best['contiguous_users']:,}.</p>",
+        "<h2>Requests at once, by their length</h2>",
+        svg_of(_users(rows, gpus)),
+        "<h2>Where memory goes</h2>",
+        svg_of(_memory(rows, gpus)),
+    ]
+    if any(row["speed_by_users"] for row in rows):
+        parts += [
+            "<h2>What latency costs</h2>",
+            "<p>From one request at a time to as many as fit; a roofline, not a measurement.</p>",
+            svg_of(_pareto(rows)),
+        ]
+    parts.append("<h2>All figures</h2>")
+    heads = ["GPU, KV", "KiB / token", "users", "without blocks", "tokens/s"]
+    heads += ["TTFT, ms", "ITL, ms", "$ / million"]
+    parts.append(html_table(heads, map(_plan_cells, rows)))
+    for gpu in gpus:
+        row = next(row for row in rows if row["gpu"] == gpu)
+        parts.append(f"<h2>{escape(gpu)}, {escape(row['kv'])}, per GPU</h2>")
+        terms = [
+            (one["name"], f"{one['bytes'] / 1e9:.2f}", f"{one['bytes'] / 2**30:.2f}", one["formula"])
+            for one in row["terms"]
+        ]
+        parts.append(html_table(("", "GB", "GiB", "formula"), terms))
+    parts.append(origin(result))
+    fileio.write_text(path, page(f"kvq plan: {first['model']}", parts))
+
+
+def write_simulation(path: str | Path, result: dict[str, Any]) -> None:
+    """Latency, throughput and cost of every row. `result`: as `kvq simulate --json` writes it."""
+    rows = result["rows"]
+    first = rows[0]
+    heads = ["", "GPUs", "tokens/s", "TTFT p50, ms", "p99", "ITL p50, ms", "p99"]
+    heads += ["preempted", "SLO met", "$ / million"]
+    parts = [
+        f"<h1>{escape(first['model'])} on {escape(first['gpu'])}, simulated</h1>",
+        f"<p>{first['requests']:,} requests in {first['seconds']:,.0f} s of simulated time, served by kvq's "
+        f"own scheduler and block memory; the time of steps comes from a roofline.</p>",
+        svg_of(_bars(rows)),
+        html_table(
+            heads, [_simulated_cells(row, name) for row, name in zip(rows, _labels(rows), strict=True)]
+        ),
+        origin(result),
+    ]
+    fileio.write_text(path, page(f"kvq simulate: {first['model']}", parts))
+
+
+def _users(rows: Sequence[dict[str, Any]], gpus: Sequence[str]) -> Any:
+    figure = _figure(len(gpus))
+    for axes, gpu in zip(_panels(figure, len(gpus)), gpus, strict=True):
+        for row, color in zip([r for r in rows if r["gpu"] == gpu], itertools.cycle(_COLORS), strict=False):
+            points = [(context, users) for context, users in row["users_by_context"] if users]
+            axes.plot(
+                [x for x, _ in points], [y for _, y in points], "o-", ms=3, color=color, label=row["kv"]
+            )
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log")
+        axes.xaxis.set_major_formatter(_thousands)
+        _finish(axes, gpu, "tokens of a request", "requests at once")
+    return figure
+
+
+def _memory(rows: Sequence[dict[str, Any]], gpus: Sequence[str]) -> Any:
+    figure = figure_class()(figsize=(9.6, 1.2 + 0.45 * len(gpus)), layout="constrained")
+    axes = figure.subplots()
+    firsts = [next(row for row in rows if row["gpu"] == gpu) for gpu in gpus]
+    names = list(dict.fromkeys(term["name"] for row in firsts for term in row["terms"]))
+    left = [0.0] * len(gpus)
+    for name, color in zip(names, itertools.cycle(_TERMS), strict=False):
+        sizes = [sum(term["bytes"] for term in row["terms"] if term["name"] == name) / 1e9 for row in firsts]
+        shade = _COLORS[0] if name == "KV pool" else color
+        axes.barh(range(len(gpus)), sizes, left=left, color=shade, label=name)
+        left = [a + b for a, b in zip(left, sizes, strict=True)]
+    axes.set_yticks(range(len(gpus)), gpus)
+    axes.invert_yaxis()
+    _finish(axes, "", "GB of each GPU", "")
+    axes.legend(fontsize=7, frameon=False, ncols=3, loc="upper center", bbox_to_anchor=(0.5, -0.25))
+    return figure
+
+
+def _pareto(rows: Sequence[dict[str, Any]]) -> Any:
+    figure = _figure(1)
+    (axes,) = _panels(figure, 1)
+    for row, color in zip(rows, itertools.cycle(_COLORS), strict=False):
+        points = row["speed_by_users"]
+        x, y = [p["itl_ms"] for p in points], [p["usd_per_million_tokens"] for p in points]
+        axes.plot(x, y, "o-", ms=3, lw=1, color=color, label=f"{row['gpu']}, {row['kv']}")
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    _finish(axes, "", "time between tokens, ms", "$ a million tokens")
+    return figure
+
+
+def _bars(rows: Sequence[dict[str, Any]]) -> Any:
+    figure = figure_class()(figsize=(9.6, 1.4 + 0.3 * len(rows)), layout="constrained")
+    panels = (
+        ("output_tokens_per_s", "tokens/s"),
+        ("ttft_ms_p99", "time to first token, ms, p99"),
+        ("itl_ms_p99", "time between tokens, ms, p99"),
+    )
+    labels = _labels(rows)
+    for i, (axes, (key, label)) in enumerate(zip(figure.subplots(1, 3, sharey=True), panels, strict=True)):
+        axes.barh(range(len(rows)), [row[key] or 0.0 for row in rows], color=_COLORS[i])
+        axes.set_yticks(range(len(rows)), labels)
+        _finish(axes, "", label, "", legend=False)
+    figure.axes[0].invert_yaxis()
+    return figure
+
+
+def _labels(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """What tells rows apart."""
+    keys: list[tuple[str, Callable[[Any], str]]] = [
+        ("kv", str),
+        ("gpus", lambda n: f"{n} GPU" + "s" * (n > 1)),
+        ("routing", str),
+        ("max_num_batched_tokens", lambda n: f"chunk {n}"),
+    ]
+    telling = [(key, show) for key, show in keys if key == "kv" or len({row[key] for row in rows}) > 1]
+    return [", ".join(show(row[key]) for key, show in telling) for row in rows]
+
+
+def _figure(number: int) -> Any:
+    return figure_class()(figsize=(9.6, 3.6 * -(-number // 2)), layout="constrained")
+
+
+def _panels(figure: Any, number: int) -> list[Any]:
+    if number == 1:
+        return [figure.subplots()]
+    panels = list(figure.subplots(-(-number // 2), 2).flat)
+    for spare in panels[number:]:
+        spare.set_axis_off()
+    return panels[:number]
+
+
+def _finish(axes: Any, title: str, x: str, y: str, *, legend: bool = True) -> None:
+    axes.set_title(title, fontsize=9)
+    axes.set_xlabel(x, fontsize=8)
+    axes.set_ylabel(y, fontsize=8)
+    axes.grid(alpha=0.25)
+    axes.tick_params(labelsize=8)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    if legend:
+        axes.legend(fontsize=8, frameon=False)
+
+
+def _thousands(tokens: float, _position: int) -> str:
+    return f"{tokens / 1024:g}K" if tokens >= 1024 else f"{tokens:g}"
+
+
+def _plan_cells(row: dict[str, Any]) -> tuple[str, ...]:
+    return (
+        f"{row['gpu']}, {row['kv']}",
+        f"{row['kv_bytes_per_token'] / 1024:,.1f}",
+        f"{row['max_users']:,}",
+        f"{row['contiguous_users']:,}",
+        _number(row["tokens_per_s"]),
+        _number(row["ttft_ms"]),
+        _number(row["itl_ms"], 1),
+        _number(row["usd_per_million_tokens"], 2),
+    )
+
+
+def _simulated_cells(row: dict[str, Any], label: str) -> tuple[str, ...]:
+    return (
+        label,
+        f"{row['gpus']:,}",
+        _number(row["output_tokens_per_s"]),
+        _number(row["ttft_ms_p50"]),
+        _number(row["ttft_ms_p99"]),
+        _number(row["itl_ms_p50"], 1),
+        _number(row["itl_ms_p99"], 1),
+        f"{row['preemptions']:,}",
+        "-" if row["slo_met"] is None else f"{row['slo_met']:.1%}",
+        _number(row["usd_per_million_tokens"], 2),
+    )
+
+
+def _number(value: float | None, digits: int = 0) -> str:
+    return "-" if value is None else f"{value:,.{digits}f}"

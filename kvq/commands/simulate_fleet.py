@@ -1,0 +1,288 @@
+"""`kvq simulate --model ... --gpu ...`: KV formats and policies under one load."""
+
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import product
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from kvq.commands.sizing import find_efficiency, find_gpus, make_engine, make_target
+from kvq.errors import ConfigError
+
+if TYPE_CHECKING:
+    from kvq.capacity.fleet.call import Call
+    from kvq.capacity.fleet.routing import Routing
+    from kvq.capacity.fleet.summary import Bill, Slo
+    from kvq.capacity.plan.gpus import Gpu
+    from kvq.capacity.plan.plan import Target
+
+_MOST_ROWS = 64
+_PROGRESS_EVERY = 100  # requests
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Case:
+    """What distinguishes a row."""
+
+    kv: str
+    chunk: int
+    routing: "Routing"
+    replicas: int
+
+
+def run(options: dict[str, Any]) -> None:
+    """Simulate every combination, print a table, write files."""
+    from kvq.commands.progress import progress_bar
+
+    if options["html_path"] is not None:
+        from kvq.commands.capacity_report import check_report
+
+        check_report()
+    gpus = find_gpus(options)
+    if len(gpus) > 1:
+        raise ConfigError("one --gpu is simulated at a time, got several; compare them with kvq plan")
+    (gpu,) = gpus
+    target = make_target(options)
+    slo = _slo(options)
+    draw = _load(options, target)
+    cases = list(_cases(options))
+    rows: list[dict[str, Any]] = []
+    refused: list[str] = []
+    with progress_bar("simulating") as progress:
+        for number, case in enumerate(cases):
+            try:
+                rows.append(_simulate(options, target, gpu, case, draw, slo, number, len(cases), progress))
+            except ConfigError as error:
+                refused.append(str(error))
+    if not rows:
+        raise ConfigError(refused[0])
+    _print(rows, slo)
+    for reason in dict.fromkeys(refused):
+        click.echo(f"left out: {reason}", err=True)
+    if options["json_path"] is not None or options["html_path"] is not None:
+        import torch
+
+        from kvq.evals.results import envelope, write_json
+
+        result = envelope(["kvq", *sys.argv[1:]], torch.device("cpu"), rows)
+        if options["json_path"] is not None:
+            write_json(options["json_path"], result)
+        if options["html_path"] is not None:
+            from kvq.commands.capacity_report import write_simulation
+
+            write_simulation(options["html_path"], result)
+
+
+def _simulate(
+    options: dict[str, Any],
+    target: "Target",
+    gpu: "Gpu",
+    case: _Case,
+    draw: "Callable[[], Iterator[Call]]",
+    slo: "Slo",
+    number: int,
+    total: int,
+    progress: Callable[[int, int | None], None],
+) -> dict[str, Any]:
+    """One row."""
+    from kvq.capacity.fleet.build import make_engine as make_simulated
+    from kvq.capacity.fleet.fleet import FleetSpec, serve
+    from kvq.capacity.fleet.sizing import fewest_replicas
+    from kvq.capacity.fleet.summary import summarize
+    from kvq.scheduler import SchedulerConfig
+
+    config = SchedulerConfig(
+        max_num_seqs=options["max_num_seqs"],
+        max_num_batched_tokens=max(case.chunk, options["max_num_seqs"]),
+        max_context=options["max_model_len"],
+        prefix_caching=options["prefix_caching"],
+        itl_slo_s=slo.itl_s,
+        ttft_slo_s=slo.ttft_s,
+    )
+    spec, plan = make_simulated(
+        target,
+        gpu,
+        case.kv,
+        engine=make_engine(options, step_tokens=case.chunk),
+        config=config,
+        efficiency=find_efficiency(options, gpu, case.kv),
+    )
+    tried = 0
+
+    def tell(done: int) -> None:
+        if done % _PROGRESS_EVERY == 0:
+            progress(number * options["requests"] + done, total * options["requests"])
+
+    def serve_with(replicas: int) -> dict[str, Any]:
+        nonlocal tried
+        tried += 1
+        fleet = FleetSpec(
+            engine=spec,
+            replicas=replicas,
+            routing=case.routing,
+            prefill_replicas=options["prefill_replicas"],
+            transfer_token_s=plan.kv_bytes_per_token * target.split.gpus / (1e9 * options["transfer_gb_s"]),
+            overflow_waiting=options["overflow_waiting"],
+        )
+        gpus = fleet.engines * target.split.gpus
+        figures = summarize(serve(draw(), fleet, progress=tell), slo, _bill(options, gpu, gpus))
+        return {"replicas": replicas, "gpus": gpus, **figures}
+
+    if options["meet"] is None:
+        figures = serve_with(case.replicas)
+    else:
+        _, figures = fewest_replicas(serve_with, options["meet"])
+    return {
+        "model": target.name,
+        "gpu": gpu.name,
+        "kv": case.kv,
+        "max_num_batched_tokens": config.max_num_batched_tokens,
+        "routing": case.routing.value,
+        "prefill_replicas": options["prefill_replicas"],
+        "num_blocks": list(spec.num_blocks),
+        "kv_bytes_per_token": plan.kv_bytes_per_token,
+        "runs": tried,
+        **figures,
+    }
+
+
+def _load(options: dict[str, Any], target: "Target") -> "Callable[[], Iterator[Call]]":
+    """A function that draws the same load every time; completes the options that it depends on."""
+    from itertools import islice
+
+    from kvq.capacity.draws import parse_lengths
+    from kvq.capacity.fleet.arrivals import Arrivals, traced
+    from kvq.capacity.trace_file import read_lines
+
+    most = target.geometry.max_context
+    context = options["max_model_len"] = options["max_model_len"] or most
+    options["max_num_seqs"] = options["max_num_seqs"] or 256
+    if context > most:
+        raise ConfigError(f"--max-model-len {context} is above the model's context of {most}")
+    path, seed = options["trace"], options["seed"]
+    if path is not None:
+        if options["input_len"] is not None or options["output_len"] is not None:
+            raise ConfigError("--trace says how long requests are; leave --input-len and --output-len out")
+        number = sum(1 for _ in read_lines(path))  # every line is checked before any work
+        number = options["requests"] = min(number, options["requests"] or number)
+        return lambda: islice(traced(path, max_context=context, rate=options["rate"], seed=seed), number)
+    if options["rate"] is None:
+        raise ConfigError("when requests come decides how long they wait: give --rate or --trace")
+    number = options["requests"] = options["requests"] or 2000
+    arrivals = Arrivals(
+        rate=options["rate"],
+        input_lengths=parse_lengths(options["input_len"] or "lognormal:256:0.7", "--input-len"),
+        output_lengths=parse_lengths(options["output_len"] or "lognormal:128:0.7", "--output-len"),
+        max_context=context,
+        shared_prefix=options["shared_prefix"],
+        num_prefixes=options["num_prefixes"],
+        turns=options["turns"],
+        think_s=options["think_s"],
+        batch_share=options["batch_share"],
+    )
+    return lambda: arrivals.calls(number, seed)
+
+
+def _cases(options: dict[str, Any]) -> Iterator[_Case]:
+    from kvq.capacity.fleet.routing import Routing
+    from kvq.errors import nearest
+
+    names = {routing.value: routing for routing in Routing}
+    routings = []
+    for name in (options["routing"] or "least-loaded").split(","):
+        if name.strip() not in names:
+            raise ConfigError(
+                f"--routing {name!r} is unknown{nearest(name, list(names)) or ';'} known: {', '.join(names)}"
+            )
+        routings.append(names[name.strip()])
+    if options["meet"] is not None and options["replicas"] is not None:
+        raise ConfigError("--meet finds the number of replicas; leave --replicas out")
+    chunks = _numbers("--max-num-batched-tokens", options["max_num_batched_tokens"] or "2048")
+    replicas = _numbers("--replicas", options["replicas"] or "1")
+    combined = list(product(options["kv"], chunks, routings, replicas))
+    if len(combined) > _MOST_ROWS:
+        raise ConfigError(f"{len(combined)} combinations are too many to simulate; at most {_MOST_ROWS}")
+    for kv, chunk, routing, count in combined:
+        yield _Case(kv=kv, chunk=chunk, routing=routing, replicas=count)
+
+
+def _numbers(name: str, text: str) -> list[int]:
+    try:
+        numbers = [int(word) for word in text.split(",")]
+    except ValueError as error:
+        raise ConfigError(f"{name} takes whole numbers with commas between, got {text!r}") from error
+    if min(numbers) < 1:
+        raise ConfigError(f"{name} must be at least 1, got {text}")
+    return numbers
+
+
+def _slo(options: dict[str, Any]) -> "Slo":
+    from kvq.capacity.fleet.summary import Slo
+
+    ttft, itl = options["slo_ttft_ms"], options["slo_itl_ms"]
+    if options["meet"] is not None and ttft is None and itl is None:
+        raise ConfigError("--meet needs a goal: --slo-ttft-ms, --slo-itl-ms or both")
+    return Slo(ttft_s=None if ttft is None else ttft / 1e3, itl_s=None if itl is None else itl / 1e3)
+
+
+def _bill(options: dict[str, Any], gpu: "Gpu", gpus: int) -> "Bill":
+    from kvq.capacity.fleet.summary import Bill
+    from kvq.capacity.plan.cost import Prices
+
+    prices = (options["api_input"], options["api_output"])
+    if prices.count(None) == 1:
+        raise ConfigError("an API has two prices: give --api-input and --api-output")
+    api = None if None in prices else Prices(input=prices[0], output=prices[1])
+    return Bill(usd_per_hour=gpu.usd_per_hour * gpus, api=api)
+
+
+_COLUMNS: list[tuple[str, str, str]] = [  # (heading, key, format)
+    ("KV", "kv", ""),
+    ("GPUs", "gpus", ",d"),
+    ("tokens/s", "output_tokens_per_s", ",.0f"),
+    ("TTFT p50", "ttft_ms_p50", ",.0f"),
+    ("p99, ms", "ttft_ms_p99", ",.0f"),
+    ("ITL p50", "itl_ms_p50", ",.1f"),
+    ("p99, ms", "itl_ms_p99", ",.1f"),
+    ("queued p99", "queue_ms_p99", ",.0f"),
+    ("preempted", "preemptions", ",d"),
+    ("hits", "prefix_hit_rate", ".0%"),
+    ("batch", "mean_batch", ",.1f"),
+    ("pool", "peak_pool", ".0%"),
+    ("SLO met", "slo_met", ".1%"),
+    ("req/s in SLO", "goodput_requests_per_s", ",.2f"),
+    ("$ / million", "usd_per_million_tokens", ",.2f"),
+]
+
+
+def _print(rows: list[dict[str, Any]], slo: "Slo") -> None:
+    from rich.table import Table
+
+    from kvq.commands.tables import console
+
+    out = console()
+    first = rows[0]
+    out.print(
+        f"{first['model']} on {first['gpu']}: {first['requests']:,} requests in {first['seconds']:,.0f} s",
+        highlight=False,
+    )
+    columns = list(_COLUMNS)
+    if slo.ttft_s is None and slo.itl_s is None:
+        columns = [one for one in columns if one[1] not in ("slo_met", "goodput_requests_per_s")]
+    for heading, key in (("chunk", "max_num_batched_tokens"), ("routing", "routing")):
+        if len({row[key] for row in rows}) > 1:
+            columns.insert(2, (heading, key, ""))
+    for name in ("refused", "failed", "overflowed"):
+        if any(row[name] for row in rows):
+            columns.append((name, name, ",d"))
+    table = Table(box=None, pad_edge=False)
+    for heading, key, _ in columns:
+        table.add_column(heading, justify="left" if key in ("kv", "routing") else "right", no_wrap=True)
+    for row in rows:
+        cells = ["-" if row[key] is None else format(row[key], how) for _, key, how in columns]
+        table.add_row(*cells)
+    out.print(table)
+    for row in rows:
+        out.print(f"digest {row['digest']}  {row['kv']}", highlight=False)

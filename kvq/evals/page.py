@@ -1,0 +1,54 @@
+"""The frame of every report: one HTML page that needs no other file."""
+
+import io
+from collections.abc import Iterable, Sequence
+from html import escape
+from typing import Any
+
+_STYLE = """
+body { font: 15px/1.5 system-ui, sans-serif; color: #1f2328; max-width: 62rem;
+       margin: 2rem auto; padding: 0 1rem }
+h1 { font-size: 1.5rem } h2 { font-size: 1.1rem; margin-top: 2rem }
+table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums }
+th, td { padding: .3rem .6rem; text-align: right; border-bottom: 1px solid #d0d7de }
+th:first-child, td:first-child { text-align: left }
+.scroll { overflow-x: auto } svg { max-width: 100%; height: auto }
+.pair { display: grid; grid-template-columns: 1fr 1fr; gap: 1rem }
+pre { white-space: pre-wrap; background: #f6f8fa; padding: .8rem; border-radius: 6px; margin: 0 }
+.good { color: #1a7f37 } .bad { color: #cf222e } .small { color: #57606a; font-size: .85rem }
+@media (max-width: 40rem) { .pair { grid-template-columns: 1fr } }
+"""
+
+
+def page(title: str, parts: Iterable[str]) -> str:
+    """The page around parts that are HTML already."""
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>{escape(title)}</title><style>{_STYLE}</style></head>\n"
+        f"<body>{''.join(parts)}</body></html>\n"
+    )
+
+
+def html_table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table that scrolls where it is too wide."""
+    body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
+    head = "".join(f"<th>{escape(one)}</th>" for one in heads)
+    return f'<div class="scroll"><table><tr>{head}</tr>{body}</table></div>'
+
+
+def svg_of(figure: Any) -> str:
+    """A matplotlib figure as SVG text for a page."""
+    text = io.StringIO()
+    figure.savefig(text, format="svg")
+    svg = text.getvalue()
+    return svg[svg.index("<svg") :]
+
+
+def origin(result: dict[str, Any]) -> str:
+    """Where figures come from: version, commit, command."""
+    versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
+    return (
+        f'<p class="small">kvq {escape(result["kvq_version"])}, commit {escape(str(result["commit"]))}, '
+        f"{escape(result['date'])}, {escape(versions)}. Command: <code>{escape(result['command'])}</code></p>"
+    )

@@ -1,0 +1,147 @@
+"""`kvq simulate` with a model and a GPU, and the reports, as people type them."""
+
+import json
+import re
+
+import pytest
+
+from kvq.cli import main
+
+LOAD = ("--requests", "200", "--rate", "20", "--seed", "3")
+
+
+@pytest.fixture
+def run(capsys):
+    def run(*arguments):
+        try:
+            main(["simulate", "--model", "llama-3-8b", "--gpu", "h100", *map(str, arguments)])
+            status = 0
+        except SystemExit as ended:
+            status = ended.code or 0
+        said = capsys.readouterr()
+        return status, said.out, said.err
+
+    return run
+
+
+def test_formats_side_by_side(run, tmp_path):
+    path = tmp_path / "s.json"
+    status, out, _ = run(*LOAD, "--kv", "fp16,int4", "--json", path, "--slo-ttft-ms", 1000)
+    assert status == 0
+    first, second = json.loads(path.read_text())["rows"]
+    assert (first["kv"], second["kv"]) == ("fp16", "int4")
+    assert first["served"] == second["served"] == 200
+    assert second["itl_ms_p50"] < first["itl_ms_p50"]  # less to read
+    assert second["num_blocks"][0] > 3 * first["num_blocks"][0]
+    assert first["slo_met"] > 0.9
+    for row in (first, second):
+        assert f"digest {row['digest']}" in out
+        tokens_per_usd_hour = row["output_tokens_per_s"] * 3600 / 10
+        assert row["usd_per_million_tokens"] == pytest.approx(1e6 / tokens_per_usd_hour)
+    assert run(*LOAD, "--kv", "fp16,int4", "--slo-ttft-ms", 1000)[1] == out
+
+
+def test_policies_multiply(run, tmp_path):
+    path = tmp_path / "s.json"
+    chunks = ("--max-num-batched-tokens", "256,2048", "--max-num-seqs", "64")
+    status, _, _ = run(
+        *LOAD, "--kv", "int4", *chunks, "--replicas", "1,2", "--routing", "prefix,session", "--json", path
+    )
+    assert status == 0
+    rows = json.loads(path.read_text())["rows"]
+    assert len(rows) == 8
+    assert {(row["max_num_batched_tokens"], row["gpus"], row["routing"]) for row in rows} == {
+        (chunk, gpus, routing)
+        for chunk in (256, 2048)
+        for gpus in (1, 2)
+        for routing in ("prefix", "session")
+    }
+
+
+def test_the_gpus_that_a_goal_needs(run, tmp_path):
+    path = tmp_path / "s.json"
+    goal = ("--meet", 0.95, "--slo-ttft-ms", 200, "--rate", 150, "--requests", 600, "--kv", "int4")
+    assert run(*goal, "--json", path)[0] == 0
+    (row,) = json.loads(path.read_text())["rows"]
+    assert row["replicas"] > 1
+    assert row["slo_met"] >= 0.95
+    fewer = ("--replicas", row["replicas"] - 1, "--json", path)
+    assert run(*goal[2:], *fewer)[0] == 0
+    assert json.loads(path.read_text())["rows"][0]["slo_met"] < 0.95
+
+
+def test_a_trace_overflow_and_prefill_apart(run, tmp_path):
+    trace, path = tmp_path / "t.jsonl", tmp_path / "s.json"
+    line = {"input_length": 4000, "output_length": 50, "hash_ids": list(range(7))}
+    trace.write_text("\n".join(json.dumps(line | {"timestamp": 10 * i}) for i in range(100)))
+    prices = ("--overflow-waiting", 2, "--api-input", 1, "--api-output", 2)
+    assert run("--trace", trace, "--kv", "int4", *prices, "--no-prefix-caching", "--json", path)[0] == 0
+    (row,) = json.loads(path.read_text())["rows"]
+    assert row["requests"] == 100 == row["served"] + row["overflowed"]
+    assert row["usd_api"] == pytest.approx(row["overflowed"] * (4000 * 1 + 50 * 2) / 1e6)
+    assert run("--trace", trace, "--kv", "int4", "--json", path)[0] == 0
+    assert json.loads(path.read_text())["rows"][0]["prefix_hit_rate"] > 0.8
+    assert run("--trace", trace, "--kv", "int4", "--prefill-replicas", 1, "--json", path)[0] == 0
+    (row,) = json.loads(path.read_text())["rows"]
+    assert (row["gpus"], row["served"]) == (2, 100)
+
+
+def test_a_report_needs_no_other_file(run, tmp_path):
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "s.html"
+    assert run(*LOAD, "--kv", "fp16,int4", "--replicas", "1,2", "--html", path)[0] == 0
+    page = path.read_text()
+    assert page.count("<svg") == 1
+    assert "int4, 2 GPUs" in page
+    assert not re.search(r"""(src|href)=["'](?!#)""", page)
+
+
+def test_a_report_of_a_plan(capsys, tmp_path):
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "p.html"
+    with pytest.raises(SystemExit) as ended:
+        main(["plan", "-m", "llama-3-8b", "--gpu", "h100,l4,a10", "--context", "4096", "--html", str(path)])
+    assert not ended.value.code
+    page = path.read_text()
+    assert page.count("<svg") == 3
+    for part in ("Requests at once", "Where memory goes", "What latency costs", "KV pool", "a10"):
+        assert part in page
+    assert not re.search(r"""(src|href)=["'](?!#)""", page)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ((), "give --rate or --trace"),
+        (("--rate", 1, "--gpu", "h10"), "did you mean"),
+        (("--rate", 1, "--model", "lama-3-8b"), "did you mean"),
+        (("--rate", 1, "--model", "llama-3-70b"), "does not fit"),
+        (("--rate", 1, "--routing", "random"), "unknown"),
+        (("--rate", 1, "--replicas", "0"), "at least 1"),
+        (("--rate", 1, "--replicas", "two"), "whole numbers"),
+        (("--rate", 1, "--meet", 0.9), "--slo-ttft-ms"),
+        (("--rate", 1, "--meet", 0.9, "--slo-itl-ms", 50, "--replicas", 2), "leave --replicas out"),
+        (("--rate", 1, "--api-input", 3), "two prices"),
+        (("--rate", 1, "--seeds", 3), "without --gpu"),
+        (("--rate", 1, "--input-len", "many"), "--input-len"),
+        (("--rate", 1, "--max-model-len", 1 << 20), "above the model's context"),
+        (("--rate", 1, "--kv", "int5"), "int5"),
+        (("--rate", -1), "range"),
+        (("--trace", "/nowhere.jsonl"), "can't be read"),
+        (("--trace", "/nowhere.jsonl", "--input-len", "5"), "leave --input-len"),
+        (("--rate", 1, "--calibrate", "/nowhere.json"), "no results of kvq bench engine"),
+        (("--rate", 1, "--json", "/nowhere/x.json"), "/nowhere"),
+    ],
+)
+def test_bad_input_is_an_error(run, arguments, said):
+    status, out, err = run(*arguments)
+    assert status == 2
+    assert said in err
+    assert not out
+
+
+def test_a_gpu_alone_is_not_enough(capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["simulate", "--gpu", "h100", "--rate", "1"])
+    assert ended.value.code == 2
+    assert "--model and --gpu" in capsys.readouterr().err

@@ -1,0 +1,99 @@
+"""What was planned against what runs: bytes of pools, memory of the process, users that fit."""
+
+import json
+import logging
+import subprocess
+import sys
+
+import pytest
+
+import kvq
+from kvq.capacity.plan.gpus import Gpu
+from kvq.capacity.plan.plan import CapacityPlan, Engine
+from kvq.engine import SamplingParams
+from kvq.engine.reconcile import Line, Reconciliation
+
+CONTEXT, OUTPUT = 160, 64  # tokens
+
+_PROCESS = """
+import json, sys
+import kvq
+model = kvq.load(sys.argv[1])
+for kv in ("fp32", "bf16", "fp8", "int8", "k8v4", "int4", "int2"):
+    for block_size in (8, 16, 64):
+        with kvq.LLM(sys.argv[1], kv, num_blocks=200_000 // block_size, block_size=block_size) as llm:
+            print(json.dumps([kv, block_size, [[x.name, x.planned, x.found] for x in llm.core.memory.lines]]))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_memory_is_what_was_planned():
+    ran = subprocess.run([sys.executable, "-c", _PROCESS, "tiny"], capture_output=True, text=True, check=True)
+    rows = [json.loads(line) for line in ran.stdout.splitlines()]
+    assert len(rows) == 21
+    for kv, block_size, ((_, *weights), (_, *pool), (_, planned, found)) in rows:
+        case = f"{kv}, blocks of {block_size}"
+        assert pool[0] == pool[1] > 0, case
+        assert abs(weights[1] - weights[0]) < 0.03 * planned, case
+        assert abs(found - planned) < 0.03 * planned, f"{case}: {found / planned - 1:+.2%}"
+        assert found > pool[1] + weights[0], case
+
+
+def planned(model: kvq.Model, kv: str, block_size: int, users: int) -> CapacityPlan:
+    """A plan for a machine that has memory for so many users and a little more."""
+    own = model.with_kv(kv).layout
+    engine = Engine(block_size=block_size, step_tokens=8192, sequences=64, runtime_bytes=0)
+    each = sum(group.block_bytes for group in own.groups) * (CONTEXT / own.block_size + 1)
+
+    def plan(memory_gb: float) -> CapacityPlan:
+        gpu = Gpu(name="host", memory_gb=memory_gb, bandwidth_tb_s=1, usd_per_hour=1, tflops={"fp16": 1})
+        return kvq.plan(
+            model.weights.folder,
+            gpu=gpu,
+            kv=kv,
+            context=CONTEXT,
+            output=OUTPUT,
+            weights="fp32",
+            engine=engine,
+        )
+
+    large = plan(100.0)
+    other = sum(term.nbytes for term in large.terms[:-1])
+    return plan((other + users * each) / 1e9)
+
+
+@pytest.mark.parametrize("kv", ["fp32", "bf16", "fp8", "int8", "k8v4", "int4", "int2"])
+@pytest.mark.parametrize("block_size", [8, 32])
+def test_as_many_users_as_planned_run_without_preemption_and_more_do_not(kv: str, block_size: int):
+    model = kvq.load("tiny", kv, block_size=block_size)
+    plan = planned(model, kv, block_size, users=24)
+    fits = plan.users.paged
+    assert 20 <= fits <= 30
+    with kvq.LLM(model, num_blocks=plan.num_blocks[0], max_num_seqs=64, max_num_batched_tokens=8192) as llm:
+        assert llm.core.memory.lines[1].found == plan.pool_bytes
+        counters = llm.core.scheduler.counters
+        peak = [0]
+        llm.on_step(lambda stats: peak.append(max(peak[-1], stats.running)))
+
+        def preempted(users: int) -> int:
+            before = counters.swaps + counters.recomputes
+            prompts = [[1 + (7 * user + i) % 500 for i in range(CONTEXT - OUTPUT)] for user in range(users)]
+            params = SamplingParams(max_tokens=OUTPUT, ignore_eos=True, temperature=0)
+            assert all(output.error is None for output in llm.generate(prompts, params))
+            llm.core.scheduler.manager.drop_cached()
+            return counters.swaps + counters.recomputes - before
+
+        assert preempted(fits) == 0
+        assert peak[-1] == fits
+        assert preempted(-(-fits * 21 // 20)) > 0
+
+
+def test_what_is_off_is_a_warning(caplog: pytest.LogCaptureFixture):
+    right = Reconciliation((Line("weights", 100, 102), Line("KV pool", 50, 50), Line("in all", 1000, 1010)))
+    wrong = Reconciliation((Line("weights", 100, 150), Line("KV pool", 50, 50), Line("in all", 1000, 1050)))
+    with caplog.at_level(logging.INFO, logger="kvq"):
+        right.report()
+        assert [record.levelname for record in caplog.records] == ["INFO"]
+        wrong.report()
+    assert caplog.records[-1].levelname == "WARNING"
+    assert "weights and in all: more than 3% off" in caplog.messages[-1]
