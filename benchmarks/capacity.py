@@ -209,7 +209,7 @@ def main() -> None:
         print(f"{'holds' if row['holds'] else 'FALLS SHORT':<12}{row['load']} ({row['kv']})")
         for figure in FIGURES:
             print(
-                f"    {figure:<20} measured {row[figure]:10.2f}, simulated {row[f'simulated_{figure}']:10.2f}, "
+                f"    {figure:<20}measured {row[figure]:9.2f}, simulated {row[f'simulated_{figure}']:9.2f} "
                 f"{row[f'ratio_{figure}']:.3f}"
             )
         print(
