@@ -192,6 +192,8 @@ def _row(plan: "CapacityPlan", lengths: "list[Length]", users: int | None) -> di
         "itl_ms": None if served is None else 1e3 * served.itl_s,
         "usd_per_million_tokens": plan.usd_per_million_tokens,
         "gpus_needed": gpus,
+        "latent_kv_bytes_per_token": None if plan.latent is None else plan.latent.bytes_per_token,
+        "latent_users": None if plan.latent is None else plan.latent.users,
         "terms": [{"name": t.name, "bytes": t.nbytes, "formula": t.formula} for t in plan.terms],
     }
 
@@ -231,6 +233,14 @@ def _print(rows: list[dict[str, Any]], users: int | None, *, assumed: bool) -> N
         cells += [_cell(row["itl_ms"], 1), _cell(row["usd_per_million_tokens"], 2)]
         table.add_row(*cells, *([_cell(row["gpus_needed"])] if users is not None else []))
     out.print(table)
+    for row in rows:
+        if row["latent_users"] is not None:
+            out.print(
+                f"{row['gpu']}: engines that keep latent vectors in {row['kv']} need "
+                f"{row['latent_kv_bytes_per_token'] / 1024:,.1f} KiB a token: "
+                f"{row['latent_users']:,} users; kvq's keeps K and V of every head",
+                highlight=False,
+            )
     if rows[0]["tokens_per_s"] is not None:
         out.print(
             f"Speed is a roofline at as many users as fit, with {'assumed' if assumed else 'measured'} "

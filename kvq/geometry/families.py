@@ -31,6 +31,7 @@ class Family:
     window: int | None = None  # tokens a sliding layer sees, the query's own included
     window_rule: WindowRule = "none"
     pattern: int = 0
+    window_key: str = "sliding_window"  # what the config calls it
     ignores_layer_types: bool = False
     softcap: float | None = None
     has_sinks: bool = False
@@ -134,5 +135,14 @@ FAMILIES: dict[str, Family] = {
     "starcoder2": Family(
         num_layers=30, q_heads=24, hidden_size=3072, vocab_size=49152, max_context=4096,
         kv_heads=2, window_rule="uniform", ignores_layer_types=True,
+    ),
+}  # fmt: skip
+
+# Families that can be sized, but not run. Chunks, whose tokens see each other only, hold as much as windows.
+SIZED: dict[str, Family] = {
+    "llama4_text": Family(
+        num_layers=48, q_heads=40, hidden_size=5120, vocab_size=202048, max_context=131072,
+        kv_heads=8, head_dim=128, window=8192, window_rule="pattern", pattern=4,
+        window_key="attention_chunk_size",
     ),
 }  # fmt: skip

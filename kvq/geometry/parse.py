@@ -4,10 +4,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvq.errors import ConfigError, nearest
-from kvq.geometry.families import FAMILIES, Family
+from kvq.geometry.families import FAMILIES, SIZED, Family
 from kvq.geometry.geometry import LayerGeometry, ModelGeometry
 
 _KINDS = {"full_attention": False, "sliding_attention": True}
+_CHUNKED = {"full_attention": False, "chunked_attention": True}
 _MAX_LAYERS = 10_000
 _GPT2_NAMES = {
     "num_hidden_layers": "n_layer",
@@ -58,12 +59,13 @@ class _Reader:
     def __init__(self, config: Mapping[str, Any]) -> None:
         self.config = config
         self.model_type = str(config.get("model_type", ""))
-        if self.model_type not in FAMILIES:
+        known = FAMILIES | SIZED
+        if self.model_type not in known:
             raise ConfigError(
                 f"model_type {self.model_type!r} is not a family kvq has checked"
                 f"{nearest(self.model_type, list(FAMILIES)) or ';'} it knows {', '.join(FAMILIES)}"
             )
-        self.family: Family = FAMILIES[self.model_type]
+        self.family: Family = known[self.model_type]
 
     def count(self, key: str, default: int) -> int:
         """A positive integer of the config, or its default."""
@@ -91,21 +93,22 @@ class _Reader:
         if kinds is not None and not self.family.ignores_layer_types:
             if not isinstance(kinds, list) or len(kinds) != num_layers:
                 raise ConfigError(f"config.json: layer_types must list {num_layers} layers, got {kinds!r}")
+            known = _KINDS if self.family.window_key == "sliding_window" else _CHUNKED
             for kind in kinds:
-                if not isinstance(kind, str) or kind not in _KINDS:
+                if not isinstance(kind, str) or kind not in known:
                     raise ConfigError(
-                        f"config.json: layer kind {kind!r} is not one kvq can run; "
-                        f"it runs {', '.join(_KINDS)}"
+                        f"config.json: layer kind {kind!r} is not one kvq can run; it runs {', '.join(known)}"
                     )
-            return [window if _KINDS[kind] else None for kind in kinds]
+            return [window if known[kind] else None for kind in kinds]
         return [window if self._slides(i) else None for i in range(num_layers)]
 
     def _window(self) -> int | None:
         if self.family.window_rule in ("upper", "optional") and not self.config.get("use_sliding_window"):
             return None
-        if not self.config.get("sliding_window", self.family.window):
+        key = self.family.window_key
+        if not self.config.get(key, self.family.window):
             return None
-        return self.count("sliding_window", self.family.window or 0)
+        return self.count(key, self.family.window or 0)
 
     def _slides(self, layer: int) -> bool:
         rule = self.family.window_rule

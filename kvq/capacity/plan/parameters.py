@@ -203,6 +203,24 @@ def _deepseek_v3(config: Config, geometry: ModelGeometry, index: int) -> _Layer:
     )
 
 
+def _llama4(config: Config, geometry: ModelGeometry, index: int) -> _Layer:
+    """Routed experts beside a shared one in every `interleave_moe_layer_step`-th layer, the others dense."""
+    hidden, each = geometry.hidden_size, 3 * geometry.hidden_size * _get(config, "intermediate_size", 8192)
+    attention, biases = _attention(config, geometry, index)
+    other = 2 * hidden + (biases + hidden if config.get("attention_bias") else 0)
+    if (index + 1) % (_get(config, "interleave_moe_layer_step", 1) or 1):
+        dense = 3 * hidden * _get(config, "intermediate_size_mlp", 16384)
+        return _Layer(attention=attention, other=other, mlp=dense)
+    count, chosen = _get(config, "num_local_experts", 16), _get(config, "num_experts_per_tok", 1)
+    return _Layer(
+        attention=attention,
+        other=other + count * hidden,  # the router
+        mlp=each,
+        experts=count * each,
+        active_experts=chosen * each,
+    )
+
+
 def _phi(config: Config, geometry: ModelGeometry, index: int) -> _Layer:
     """An MLP of two matrices, biases everywhere, one norm (Phi 1 and 2)."""
     hidden, inner = geometry.hidden_size, _get(config, "intermediate_size", 4 * geometry.hidden_size)
@@ -227,5 +245,6 @@ _LAYERS = {
     "qwen3_moe": _qwen3_moe,
     "gpt_oss": _gpt_oss,
     "deepseek_v3": _deepseek_v3,
+    "llama4_text": _llama4,
     "phi": _phi,
 }

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 from kvq.capacity.plan.cost import usd_per_million
 from kvq.capacity.plan.gpus import Gpu
+from kvq.capacity.plan.latent import LatentKV, latent_kv
 from kvq.capacity.plan.lengths import Length
 from kvq.capacity.plan.memory import (
     Split,
@@ -35,6 +36,7 @@ class Target:
     weights: str = "fp16"  # the format of the linear layers
     weight_bytes: int | None = None  # of the whole model, instead of counting them
     split: Split = field(default_factory=Split)
+    latent_values: int | None = None  # of a token and layer, where attention is latent
 
     def terms(self) -> tuple[Term, ...]:
         """The weights of the fullest GPU."""
@@ -79,6 +81,7 @@ class CapacityPlan:
     num_blocks: tuple[int, ...]  # of each layer group
     users: Users
     serving: Serving | None  # at as many users as fit; None where the weights are not known one by one
+    latent: LatentKV | None  # the same in latent vectors, which kvq's engine does not keep
     time: StepTime | None = field(repr=False, compare=False)  # of its steps
     usd_per_million_tokens: float | None  # generated ones, at full load
 
@@ -170,6 +173,7 @@ def make_plan(
         num_blocks=tuple(num_blocks),
         users=users,
         serving=served,
+        latent=latent_kv(target.latent_values, len(own.layers), kv, pool.nbytes, lengths, engine.block_size),
         time=time,
         usd_per_million_tokens=None if served is None else usd_per_million(price, served.tokens_per_s),
     )

@@ -7,6 +7,7 @@ from typing import Any
 
 from kvq.capacity.plan.gpus import Gpu, find_gpu
 from kvq.capacity.plan.known import find_model, known_models
+from kvq.capacity.plan.latent import latent_values
 from kvq.capacity.plan.lengths import Length, fixed
 from kvq.capacity.plan.memory import Split
 from kvq.capacity.plan.parameters import count_parameters
@@ -67,6 +68,7 @@ def make_target(model: str | Path, *, weights: str, weight_bytes: int | None, sp
         weights=weights,
         weight_bytes=weight_bytes,
         split=split,
+        latent_values=latent_values(config, geometry),
     )
 
 
@@ -92,4 +94,5 @@ def _config(model: str | Path) -> Mapping[str, Any]:
         raise ConfigError(f"{path} can't be read: {error}") from error
     if not isinstance(config, dict):
         raise ConfigError(f"{path} must hold an object, got a {type(config).__name__}")
-    return config
+    text = config.get("text_config")  # of a model that sees or hears too
+    return {**config, **text} if isinstance(text, dict) else config

@@ -64,6 +64,8 @@ CASES = {
     "gpt_oss": EXPERTS,
     "deepseek_v3": LATENT,
     "deepseek_v3 with whole queries": LATENT | {"q_lora_rank": None},
+    "llama4_text": EXPERTS | {"intermediate_size_mlp": 200, "interleave_moe_layer_step": 2},
+    "llama4_text with experts everywhere": EXPERTS | {"intermediate_size_mlp": 200},
 }
 
 

@@ -2,6 +2,7 @@
 
 import pytest
 
+import kvq
 from kvq.capacity.plan.known import find_model
 from kvq.capacity.plan.lengths import Length, fixed, lognormal, read_trace
 from kvq.capacity.plan.memory import Split, kv_layout, split_geometry, weight_terms
@@ -158,3 +159,12 @@ def test_lengths(tmp_path):
     for median, sigma in ((0, 1), (10, 0), (10, 9)):
         with pytest.raises(ConfigError, match="log-normal"):
             lognormal(median, sigma, most=100)
+
+
+def test_latent_vectors_take_what_their_paper_says():
+    plan = kvq.plan("deepseek-v3", gpu="h200", kv="fp16", context=4096, split=Split(tensor=16))
+    assert plan.latent.bytes_per_token == 61 * (512 + 64) * 2  # 68.6 KiB
+    assert plan.latent.users == plan.pool_bytes // (4096 * 61 * 576 * 2)
+    assert plan.latent.users > 2 * plan.users.paged  # K and V of 8 heads on each of 16 GPUs
+    assert kvq.plan("deepseek-v3", gpu="h200", kv="int4", context=4096, split=Split(tensor=16)).latent is None
+    assert kvq.plan("llama-3-8b", gpu="h200", kv="fp16", context=4096).latent is None

@@ -50,3 +50,11 @@ def test_planning_needs_no_tensors():
     code = "import sys, kvq; kvq.plan('llama-3-8b', gpu='h100', context=100); print('torch' in sys.modules)"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert run.stdout == "False\n"
+
+
+def test_the_text_part_of_a_model_that_sees_is_planned(tmp_path):
+    text = {"model_type": "llama4_text", "num_hidden_layers": 4, "layer_types": ["chunked_attention"] * 4}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama4", "text_config": text}))
+    plan = kvq.plan(tmp_path, gpu="h100", context=100_000)
+    one = kvq.plan(tmp_path, gpu="h100", context=8192 + 2048)
+    assert plan.users.bytes_per_request == pytest.approx(one.users.bytes_per_request, rel=0.01)
