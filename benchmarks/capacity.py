@@ -1,16 +1,18 @@
-"""Compare what `kvq simulate` predicts with what the engine at hand does.
+"""Compare what `kvq plan` and `kvq simulate` predict with what the engine at hand does.
 
     python tools/make_bench_model.py --out /tmp/bench-model
-    python benchmarks/capacity.py --model /tmp/bench-model [--kv fp32] [--repeats N]
+    python benchmarks/capacity.py --model /tmp/bench-model [--parts memory,users,predicted] [--repeats N]
 
-The costs of steps are measured on one load, 48 mixed requests that arrive at random. Then five other loads
-are served and simulated with the same requests, times of arrival and pools. Writes
-benchmarks/results/capacity-predicted-cpu.json.
+memory: weights, pools and the whole process, every format and several block sizes. users: as many requests as
+were planned, which none is preempted of, and 5% more. predicted: the costs of steps are measured on one
+load, 48 mixed requests that arrive at random; then five other loads are served, and simulated with the
+same requests, times of arrival and pools. Each part writes benchmarks/results/capacity-<part>-cpu.json.
 """
 
 import argparse
 import sys
 from array import array
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
@@ -30,12 +32,18 @@ from kvq.capacity.fleet.summary import Slo, summarize
 from kvq.capacity.plan.calibration import efficiency
 from kvq.capacity.plan.gpus import Gpu
 from kvq.capacity.plan.memory import Split
-from kvq.capacity.plan.planner import make_target
+from kvq.capacity.plan.plan import CapacityPlan, Engine
+from kvq.capacity.plan.planner import make_target, plan
 from kvq.capacity.plan.step_time import StepTime, roofline
+from kvq.engine import LLM, SamplingParams
 from kvq.evals.results import envelope, source_commit, write_json
 from kvq.models import Model, load
 from kvq.scheduler import Priority
 
+FORMATS = ("fp32", "bf16", "fp8", "int8", "k8v4", "int4", "int2")
+BLOCK_SIZES = (8, 16, 64)  # tokens
+POOL_TOKENS = 20_480
+CONTEXT, OUTPUT = 160, 64  # tokens of a user
 RESULTS = Path(__file__).resolve().parent / "results"
 SHEET = Gpu(name="this CPU", memory_gb=1.0, bandwidth_tb_s=1.0, usd_per_hour=1.0, tflops={"fp16": 10.0})
 FIGURES = {"output_tokens_per_s": 0.10, "ttft_ms_p50": 0.20, "itl_ms_p50": 0.20}  # may differ by
@@ -189,33 +197,106 @@ def _row(name: str, kv: str, found: list[dict[str, Any]], predicted: list[dict[s
     return row
 
 
+def memory(folder: str) -> list[dict[str, Any]]:
+    """A row for each format and block size."""
+    rows = []
+    for kv in FORMATS:
+        for block_size in BLOCK_SIZES:
+            with LLM(folder, kv, block_size=block_size, num_blocks=POOL_TOKENS // block_size) as llm:
+                lines = {line.name: line for line in llm.core.memory.lines}
+            whole = lines["in all"]
+            rows.append(
+                {
+                    "kv": kv,
+                    "block_size": block_size,
+                    **{f"{name}_planned_bytes": line.planned for name, line in lines.items()},
+                    **{f"{name}_found_bytes": line.found for name, line in lines.items()},
+                    "ratio": whole.found / whole.planned,
+                    "holds": lines["KV pool"].off == 0 and abs(whole.off) <= 0.03 * whole.planned,
+                }
+            )
+    return rows
+
+
+def users(folder: str) -> list[dict[str, Any]]:
+    """A row for each format and block size: who is preempted among as many as planned, and 5% more."""
+    rows = []
+    for kv in FORMATS:
+        for block_size in BLOCK_SIZES:
+            engine = Engine(block_size=block_size, step_tokens=8192, sequences=64, runtime_bytes=0)
+            large = _plan(folder, kv, 100.0, engine)
+            each = large.users.bytes_per_request
+            other = sum(term.nbytes for term in large.terms[:-1])
+            fitting = _plan(folder, kv, (other + 24.5 * each) / 1e9, engine)
+            options = {
+                "num_blocks": fitting.num_blocks[0],
+                "max_num_seqs": 64,
+                "max_num_batched_tokens": 8192,
+            }
+            with LLM(folder, kv, block_size=block_size, **options) as llm:
+                fits = fitting.users.paged
+                preempted = [_preempted(llm, count) for count in (fits, -(-fits * 21 // 20))]
+            rows.append(
+                {
+                    "kv": kv,
+                    "block_size": block_size,
+                    "users": fits,
+                    "preempted": preempted[0],
+                    "preempted_of_5_percent_more": preempted[1],
+                    "holds": preempted[0] == 0 < preempted[1],
+                }
+            )
+    return rows
+
+
+def _plan(folder: str, kv: str, memory_gb: float, engine: Engine) -> CapacityPlan:
+    gpu = replace(SHEET, memory_gb=memory_gb)
+    return plan(folder, gpu=gpu, kv=kv, context=CONTEXT, output=OUTPUT, weights="fp32", engine=engine)
+
+
+def _preempted(llm: LLM, count: int) -> int:
+    """Preemptions among so many requests that arrive together."""
+    counters, vocabulary = llm.core.scheduler.counters, llm.model.geometry.vocab_size
+    before = counters.swaps + counters.recomputes
+    prompts = [[(7 * user + i) % vocabulary for i in range(CONTEXT - OUTPUT)] for user in range(count)]
+    llm.generate(prompts, SamplingParams(max_tokens=OUTPUT, ignore_eos=True, temperature=0))
+    llm.core.scheduler.manager.drop_cached()
+    return counters.swaps + counters.recomputes - before
+
+
+def predicted(folder: str, kv: str, repeats: int) -> list[dict[str, Any]]:
+    """A row for each load and format."""
+    model = load(folder)
+    return [row for name in kv.split(",") for row in compare(model, folder, name, repeats)]
+
+
 def main() -> None:
     """Run, print, write."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model", required=True)
-    parser.add_argument("--kv", default="fp32")
+    parser.add_argument("--parts", default="memory,users,predicted")
+    parser.add_argument("--kv", default="fp32", help="of the predicted loads")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--out", type=Path, default=RESULTS)
     given = parser.parse_args()
     source_commit()
-    model = load(given.model)
-    rows = [row for kv in given.kv.split(",") for row in compare(model, given.model, kv, given.repeats)]
     given.out.mkdir(parents=True, exist_ok=True)
-    result = envelope(sys.argv, torch.device("cpu"), rows, model=model.description)
-    write_json(given.out / "capacity-predicted-cpu.json", result)
-    for row in rows:
-        print(f"{'holds' if row['holds'] else 'FALLS SHORT':<12}{row['load']} ({row['kv']})")
-        for figure in FIGURES:
-            print(
-                f"    {figure:<20}measured {row[figure]:9.2f}, simulated {row[f'simulated_{figure}']:9.2f} "
-                f"{row[f'ratio_{figure}']:.3f}"
-            )
-        print(
-            f"    preemptions {row['preemptions']} / {row['simulated_preemptions']}, hits "
-            f"{row['prefix_hit_rate']:.3f} / {row['simulated_prefix_hit_rate']:.3f}"
-        )
+    parts: dict[str, Callable[[], list[dict[str, Any]]]] = {
+        "memory": lambda: memory(given.model),
+        "users": lambda: users(given.model),
+        "predicted": lambda: predicted(given.model, given.kv, given.repeats),
+    }
+    for part in given.parts.split(","):
+        rows = parts[part]()
+        result = envelope(sys.argv, torch.device("cpu"), rows, model=load(given.model).description)
+        write_json(given.out / f"capacity-{part}-cpu.json", result)
+        print(part)
+        for row in rows:
+            verdict = "holds" if row["holds"] else "FALLS SHORT"
+            shown = {k: round(v, 3) if isinstance(v, float) else v for k, v in row.items() if k != "holds"}
+            print(f"  {verdict:<12}{shown}")
 
 
 if __name__ == "__main__":

@@ -34,6 +34,12 @@ BLOCK_ROWS = {
 
 def table(result: dict) -> str:
     """Return the Markdown table of a result, with what it was measured on."""
+    if "load" in result["rows"][0]:
+        return predictions_table(result)
+    if "in all_found_bytes" in result["rows"][0]:
+        return memory_table(result)
+    if "preempted_of_5_percent_more" in result["rows"][0]:
+        return users_table(result)
     if "holds" in result["rows"][0]:
         return findings_table(result)
     if "ttft_ms_p99" in result["rows"][0]:
@@ -84,6 +90,67 @@ def findings_table(result: dict) -> str:
         f"{result['versions']['torch']}, commit {result['commit']}."
     )
     return "\n".join(lines) + "\n"
+
+
+def predictions_table(result: dict) -> str:
+    """The table of what benchmarks/capacity.py simulated."""
+    lines = [
+        "| load | KV | tokens/s, measured, simulated | TTFT p50, ms | ITL p50, ms | preempted | |",
+        "|---|---|--:|--:|--:|--:|---|",
+    ]
+    for row in result["rows"]:
+        cells = [
+            f"{row[name]:,.{digits}f}, {row[f'simulated_{name}']:,.{digits}f} ({row[f'ratio_{name}'] - 1:+.0%})"
+            for name, digits in (("output_tokens_per_s", 1), ("ttft_ms_p50", 0), ("itl_ms_p50", 1))
+        ]
+        preempted = f"{row['preemptions']:.0f}, {row['simulated_preemptions']:.0f}"
+        holds = "" if row["holds"] or row["load"] == "calibration" else "falls short"
+        lines.append(f"| {row['load']} | `{row['kv']}` | {' | '.join(cells)} | {preempted} | {holds} |")
+    return "\n".join(lines) + "\n" + _origin(result, f"Medians of {result['rows'][0]['repeats']} repeats. ")
+
+
+def memory_table(result: dict) -> str:
+    """The table of planned memory against an engine's, the block sizes of a format together."""
+    lines = [
+        "| KV | pool, MB | planned in all, MB | found | off, blocks of each size |",
+        "|---|--:|--:|--:|---|",
+    ]
+    for rows in _by_format(result):
+        first = rows[0]
+        off = ", ".join(f"{row['ratio'] - 1:+.2%} ({row['block_size']})" for row in rows)
+        exact = all(row["KV pool_found_bytes"] == row["KV pool_planned_bytes"] for row in rows)
+        pool = f"{first['KV pool_found_bytes'] / 1e6:,.1f}" + ("" if exact else ", not as planned")
+        planned, found = (first[f"in all_{what}_bytes"] / 1e6 for what in ("planned", "found"))
+        lines.append(f"| `{first['kv']}` | {pool} | {planned:,.1f} | {found:,.1f} | {off} |")
+    return "\n".join(lines) + "\n" + _origin(result, "Pools are as planned to the byte. ")
+
+
+def users_table(result: dict) -> str:
+    """The table of planned users that run together."""
+    lines = ["| KV | planned (block size) | preempted | of 5% more | |", "|---|---|---|---|---|"]
+    for rows in _by_format(result):
+        cells = [
+            ", ".join(f"{row['users']} ({row['block_size']})" for row in rows),
+            ", ".join(str(row["preempted"]) for row in rows),
+            ", ".join(str(row["preempted_of_5_percent_more"]) for row in rows),
+            "" if all(row["holds"] for row in rows) else "falls short",
+        ]
+        lines.append(f"| `{rows[0]['kv']}` | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n" + _origin(result)
+
+
+def _by_format(result: dict) -> list[list[dict]]:
+    formats: dict[str, list[dict]] = {}
+    for row in result["rows"]:
+        formats.setdefault(row["kv"], []).append(row)
+    return list(formats.values())
+
+
+def _origin(result: dict, how: str = "") -> str:
+    return (
+        f"\n{how}{result['model']}, random weights. {result['date'][:10]}, {result['device']}, torch "
+        f"{result['versions']['torch']}, commit {result['commit']}.\n"
+    )
 
 
 def _found(value: Any) -> str:

@@ -89,7 +89,6 @@ def _users(rows: Sequence[dict[str, Any]], gpus: Sequence[str]) -> Any:
             )
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")
-        axes.xaxis.set_major_formatter(_thousands)
         _finish(axes, gpu, "tokens of a request", "requests at once")
     return figure
 
@@ -167,6 +166,10 @@ def _panels(figure: Any, number: int) -> list[Any]:
 
 
 def _finish(axes: Any, title: str, x: str, y: str, *, legend: bool = True) -> None:
+    for axis in (axes.xaxis, axes.yaxis):
+        if axis.get_scale() == "log":
+            axis.set_minor_formatter("")
+            axis.set_major_formatter(_thousands if axis.get_transform().base == 2 else "{x:g}")
     axes.set_title(title, fontsize=9)
     axes.set_xlabel(x, fontsize=8)
     axes.set_ylabel(y, fontsize=8)

@@ -163,3 +163,43 @@ def test_costs_that_cannot_be_told_say_why(run, arguments, message):
     status, _, err = run("cost", *arguments)
     assert status == 2
     assert message in err
+
+
+def test_engines_are_held_to_their_plan(run, tmp_path):
+    path = tmp_path / "v.json"
+    options = ("--model", "tiny", "--kv", "fp32,int4", "--kv-memory", "200MiB", "--max-num-seqs", "16")
+    status, out, _ = run("plan", *options, "--verify", "--json", str(path))
+    assert status == 0, out
+    rows = json.loads(path.read_text())["rows"]
+    assert [row["kv"] for row in rows] == ["fp32", "int4"]
+    for row in rows:
+        terms = {term["name"]: term for term in row["terms"]}
+        assert terms["KV pool"]["planned_bytes"] == terms["KV pool"]["found_bytes"] <= 200 << 20
+        assert (
+            terms["in all"]["found_bytes"] > terms["weights"]["found_bytes"] + terms["KV pool"]["found_bytes"]
+        )
+
+
+def test_memory_off_the_plan_is_an_exit_code(run, monkeypatch):
+    from kvq.engine import reconcile
+
+    monkeypatch.setattr(reconcile, "weight_bytes", lambda model: 1 << 30)
+    status, out, err = run("plan", "--model", "tiny", "--kv", "int4", "--kv-memory", "8MiB", "--verify")
+    assert status == 1
+    assert "more than 3%" in err
+    assert "1,073.7" in out
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--verify", "--gpu", "h100"), "leave out --gpu"),
+        (("--context", "10"), "give --gpu"),
+        (("--gpu", "h100", "--context", "10", "--kv-memory", "1GiB"), "goes with --verify"),
+        (("--verify", "--kv-memory", "lots"), "must be a size"),
+    ],
+)
+def test_verify_and_gpus_do_not_mix(run, options, said):
+    status, _, err = run("plan", "--model", "tiny", *options)
+    assert status == 2
+    assert said in err
