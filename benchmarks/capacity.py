@@ -5,8 +5,9 @@
 
 memory: weights, pools and the whole process, every format and several block sizes. users: as many requests as
 were planned, which none is preempted of, and 5% more. predicted: the costs of steps are measured on one
-load, 48 mixed requests that arrive at random; then five other loads are served, and simulated with the
-same requests, times of arrival and pools. Each part writes benchmarks/results/capacity-<part>-cpu.json.
+load, 48 mixed requests that arrive at random, and once more all together; then five other loads are served,
+and simulated with the same requests, times of arrival and pools. Each part writes
+benchmarks/results/capacity-<part>-cpu.json.
 """
 
 import argparse

@@ -100,7 +100,8 @@ def predictions_table(result: dict) -> str:
     ]
     for row in result["rows"]:
         cells = [
-            f"{row[name]:,.{digits}f}, {row[f'simulated_{name}']:,.{digits}f} ({row[f'ratio_{name}'] - 1:+.0%})"
+            f"{row[name]:,.{digits}f}, {row[f'simulated_{name}']:,.{digits}f} "
+            f"({row[f'ratio_{name}'] - 1:+.0%})"
             for name, digits in (("output_tokens_per_s", 1), ("ttft_ms_p50", 0), ("itl_ms_p50", 1))
         ]
         preempted = f"{row['preemptions']:.0f}, {row['simulated_preemptions']:.0f}"

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from time import perf_counter, sleep
 
 from kvq.bench.engine_load import Arrivals, LoadRequest
@@ -13,6 +13,7 @@ from kvq.engine import LLM, CompletionOutput, Piece, RequestOutput, SamplingPara
 from kvq.engine.config import parse_bytes
 from kvq.errors import EngineError
 from kvq.models import Model
+from kvq.scheduler import Priority
 
 _SLACK_BLOCKS = 8  # beyond what the load holds at once: the engine's reserve, and room to copy
 _SAMPLE_EVERY = 8  # steps; how full blocks are takes time to count
@@ -99,11 +100,16 @@ class KvqServer:
         )
 
     def measure_steps(self, requests: Sequence[LoadRequest], users: int | None) -> list[StepStats]:
-        """The steps of a run, which takes a little longer for being looked at."""
+        """The steps of a run, and of one in which all requests come at once: steps of all sizes.
+
+        Both take a little longer for being looked at.
+        """
         steps: list[StepStats] = []
+        at_once = [replace(request, arrival_s=0.0, priority=Priority.BATCH) for request in requests]
         end = self.llm.core.on_step(steps.append)
         try:
             self.run(requests, users)
+            self.run(at_once, None)
         finally:
             end()
         return steps

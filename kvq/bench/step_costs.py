@@ -10,12 +10,14 @@ from kvq.models import Model
 
 _LEAST = 4  # steps near a number of tokens, for a point of its own
 _FEWEST_STEPS = 32
+_ROUNDS = 12
+_NEGLIGIBLE = 0.02  # relative error
 
 
 def fit_costs(steps: Sequence[StepStats], model: Model) -> dict[str, Any] | None:
     """Costs as `kvq.capacity.plan.calibration` reads them; None of too few steps, or with sliding windows.
 
-    Least squares of relative errors, no cost below zero: linear layers as a line between powers of two of
+    Least relative errors, no cost below zero: linear layers as a line between powers of two of
     their tokens, decodes by the tokens that they see, prefill by its pairs, and sequences.
     """
     layout, geometry = model.layout, model.geometry
@@ -70,7 +72,21 @@ def _hats(count: int, knots: Sequence[int]) -> list[float]:
 
 
 def _fit(features: torch.Tensor, target: torch.Tensor) -> list[float]:
-    """Least squares without negative parts: what comes out negative is left out, one after the other."""
+    """The least absolute errors, by least squares that weigh what is far off less every time.
+
+    A step that waited for a kernel to be compiled, or for another process, must not count for many others.
+    """
+    weights = torch.ones_like(target)
+    costs: list[float] = []
+    for _ in range(_ROUNDS):
+        costs = _without_negatives(features * weights[:, None], target * weights)
+        off = (features @ torch.tensor(costs, dtype=features.dtype) - target).abs()
+        weights = off.clamp(min=_NEGLIGIBLE).rsqrt()
+    return costs
+
+
+def _without_negatives(features: torch.Tensor, target: torch.Tensor) -> list[float]:
+    """Least squares; what comes out negative is left out, one after the other."""
     scale = features.abs().amax(0).clamp(min=1e-300)
     kept = list(range(features.shape[1]))
     while True:

@@ -19,6 +19,8 @@ from kvq.commands.sizing import (
 from kvq.errors import ConfigError
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from kvq.capacity.plan.gpus import Gpu
     from kvq.capacity.plan.lengths import Length
     from kvq.capacity.plan.plan import CapacityPlan, Engine, Target
@@ -51,6 +53,9 @@ _FORMATS = "fp16,fp8,int8,k8v4,int4"
     show_default=True,
     type=click.FloatRange(0, 1, min_open=True),
     help="Share of --users with a request at any time.",
+)
+@click.option(
+    "--rate", type=float, help="Requests a second; tells utilization, and how many are there at once."
 )
 @click.option("--verify", is_flag=True, help="Start engines on this machine, and compare their memory.")
 @click.option("--kv-memory", help="With --verify: their pools, such as 512MiB.  [default: as the engine's]")
@@ -107,7 +112,7 @@ def command(context: click.Context, /, **options: Any) -> None:
                     prefix_share=options["prefix_share"],
                     efficiency=find_efficiency(options, gpu, kv),
                 )
-                row = _row(plan, lengths, active)
+                row = _row(plan, lengths, active) | _load(plan, lengths, options["rate"])
                 if options["html_path"] is not None:
                     row |= _curves(plan, target, gpu, lengths, engine)
                 rows.append(row)
@@ -188,6 +193,7 @@ def _row(plan: "CapacityPlan", lengths: "list[Length]", users: int | None) -> di
         "contiguous_users": plan.users.contiguous,
         "kv_bytes_per_request": plan.users.bytes_per_request,
         "tokens_per_s": None if served is None else served.tokens_per_s,
+        "requests_per_s": None if served is None else served.requests_per_s,
         "ttft_ms": None if served is None else 1e3 * served.ttft_s,
         "itl_ms": None if served is None else 1e3 * served.itl_s,
         "usd_per_million_tokens": plan.usd_per_million_tokens,
@@ -195,6 +201,27 @@ def _row(plan: "CapacityPlan", lengths: "list[Length]", users: int | None) -> di
         "latent_kv_bytes_per_token": None if plan.latent is None else plan.latent.bytes_per_token,
         "latent_users": None if plan.latent is None else plan.latent.users,
         "terms": [{"name": t.name, "bytes": t.nbytes, "formula": t.formula} for t in plan.terms],
+    }
+
+
+def _load(plan: "CapacityPlan", lengths: "list[Length]", rate: float | None) -> dict[str, Any]:
+    """How a plan carries requests that arrive at a rate."""
+    from kvq.capacity.plan.speed import at_rate
+
+    if rate is None:
+        return {}
+    if plan.time is None or plan.serving is None:
+        raise ConfigError(
+            "--rate needs the model's speed: leave --weights-gb out, or plan for users that fit"
+        )
+    most = plan.serving.requests_per_s
+    found = at_rate(plan.time, lengths, rate, most=plan.users.paged)
+    return {
+        "utilization": rate / most,
+        "in_flight": None if found is None else found.users,
+        "rate_ttft_ms": None if found is None else 1e3 * found.ttft_s,
+        "rate_itl_ms": None if found is None else 1e3 * found.itl_s,
+        "rate_gpus": math.ceil(rate / most) * plan.split.gpus,
     }
 
 
@@ -233,6 +260,8 @@ def _print(rows: list[dict[str, Any]], users: int | None, *, assumed: bool) -> N
         cells += [_cell(row["itl_ms"], 1), _cell(row["usd_per_million_tokens"], 2)]
         table.add_row(*cells, *([_cell(row["gpus_needed"])] if users is not None else []))
     out.print(table)
+    if "utilization" in rows[0]:
+        out.print(_load_table(rows))
     for row in rows:
         if row["latent_users"] is not None:
             out.print(
@@ -247,6 +276,19 @@ def _print(rows: list[dict[str, Any]], users: int | None, *, assumed: bool) -> N
             f"efficiencies; $ are for generated tokens at full load.",
             highlight=False,
         )
+
+
+def _load_table(rows: list[dict[str, Any]]) -> "Table":
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, title="at that rate", title_justify="left")
+    for name in ("GPU", "KV", "utilization", "requests at once", "ITL, ms", "GPUs needed"):
+        table.add_column(name, justify="left" if name in ("GPU", "KV") else "right")
+    for row in rows:
+        there = "too many" if row["in_flight"] is None else f"{row['in_flight']:,}"
+        cells = [f"{row['utilization']:.0%}", there, _cell(row["rate_itl_ms"], 1), f"{row['rate_gpus']:,}"]
+        table.add_row(row["gpu"], row["kv"], *cells)
+    return table
 
 
 def _cell(value: float | None, digits: int = 0) -> str:

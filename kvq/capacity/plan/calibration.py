@@ -46,9 +46,14 @@ def efficiency(costs: Mapping[str, Any], gpu: Gpu, *, source: str) -> Efficiency
     try:
         return Efficiency(
             measured=tuple((int(tokens), ideal(tokens) / seconds) for tokens, seconds in costs["linear"]),
-            kv=costs["kv_bytes"] / bandwidth / costs["read_s"] if costs["read_s"] else 1.0,
-            attention=costs["pair_flops"] / flops / costs["pair_s"] if costs["pair_s"] else 1.0,
+            kv=_share(costs["kv_bytes"] / bandwidth, costs["read_s"]),
+            attention=_share(costs["pair_flops"] / flops, costs["pair_s"]),
             sequence_s=costs["sequence_s"],
         )
     except (ConfigError, TypeError, ValueError, ZeroDivisionError) as error:
         raise ConfigError(f"{source} does not fit the data sheet of {gpu.name}: {error}") from error
+
+
+def _share(ideal_s: float, measured_s: float) -> float:
+    """At most all of it: what is a small part of every step may come out as less than it can be."""
+    return min(1.0, ideal_s / measured_s) if measured_s else 1.0

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from statistics import fmean
 
+from kvq.capacity.plan.gpus import check_positive
 from kvq.capacity.plan.lengths import Length
 from kvq.capacity.plan.roofline import Serving, steady_state
 from kvq.capacity.plan.step_time import StepTime
@@ -17,3 +18,24 @@ def serving(time: StepTime, lengths: Sequence[Length], *, users: int) -> Serving
     prompt = fmean([time.linear_s(x.prompt) + time.prefill_attention(0, x.prompt) for x in lengths])
     output = max(1.0, fmean([float(x.output) for x in lengths]))
     return steady_state(users=users, step_s=step, prefill_s=prompt, output_tokens=output)
+
+
+def at_rate(time: StepTime, lengths: Sequence[Length], rate: float, *, most: int) -> Serving | None:
+    """What requests see that arrive at `rate` a second; None where `most` side by side don't keep up.
+
+    The fewest side by side whose throughput is the rate: by Little's law as many as are there on average.
+
+    Raises:
+        ConfigError: the rate is not above 0.
+    """
+    check_positive("the rate", rate)
+    if most < 1 or serving(time, lengths, users=most).requests_per_s < rate:
+        return None
+    low, high = 0, most
+    while high - low > 1:
+        middle = (low + high) // 2
+        if serving(time, lengths, users=middle).requests_per_s >= rate:
+            high = middle
+        else:
+            low = middle
+    return serving(time, lengths, users=high)

@@ -8,7 +8,11 @@ import pytest
 
 import kvq
 from kvq.capacity.plan.lengths import Length
+from kvq.capacity.plan.memory import Split
+from kvq.capacity.plan.planner import make_target
+from kvq.capacity.plan.speed import at_rate
 from kvq.errors import ConfigError
+from kvq.formats import KVRecipe
 
 
 def test_a_plan_in_one_call():
@@ -58,3 +62,26 @@ def test_the_text_part_of_a_model_that_sees_is_planned(tmp_path):
     plan = kvq.plan(tmp_path, gpu="h100", context=100_000)
     one = kvq.plan(tmp_path, gpu="h100", context=8192 + 2048)
     assert plan.users.bytes_per_request == pytest.approx(one.users.bytes_per_request, rel=0.01)
+
+
+def test_a_rate_by_littles_law():
+    plan = kvq.plan("llama-3-8b", gpu="h100", kv="int4", context=2048, output=256)
+    lengths = [Length(2048 - 256, 256)]
+    most = plan.serving.requests_per_s
+    found = at_rate(plan.time, lengths, most / 2, most=plan.users.paged)
+    seconds = found.itl_s * 256  # of each, from its first token on, prompts of others included
+    assert found.users == pytest.approx(most / 2 * seconds, abs=1)
+    assert found.users < plan.users.paged / 2
+    assert at_rate(plan.time, lengths, 1.01 * most, most=plan.users.paged) is None
+    assert at_rate(plan.time, lengths, 1e-9, most=plan.users.paged).users == 1
+    with pytest.raises(ConfigError):
+        at_rate(plan.time, lengths, 0, most=5)
+
+
+def test_a_recipe_is_planned_as_it_is_served(tmp_path):
+    path = tmp_path / "kvq.json"
+    geometry = make_target("llama-3-8b", weights="fp16", weight_bytes=None, split=Split()).geometry
+    KVRecipe.uniform("k8v4", geometry.head_dims).save(path)
+    recipe, named = (kvq.plan("llama-3-8b", gpu="h100", kv=kv, context=4096) for kv in (str(path), "k8v4"))
+    assert recipe.users == named.users
+    assert recipe.num_blocks == named.num_blocks
