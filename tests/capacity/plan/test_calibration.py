@@ -12,7 +12,7 @@ from kvq.capacity.plan.planner import make_target
 from kvq.capacity.plan.step_time import roofline
 from kvq.errors import ConfigError
 
-GPU = Gpu(name="one", memory_gb=10, bandwidth_tb_s=2, usd_per_hour=1, tflops={"fp16": 100})
+GPU = Gpu(name="one", memory_gb=10, bandwidth_tb_s=2, usd_per_hour=1, tflops={"fp16": 400})
 TARGET = make_target("llama-3-8b", weights="fp16", weight_bytes=None, split=Split())
 LAYOUT = kv_layout(TARGET.geometry, "int4")
 WEIGHTS = 2 * TARGET.parameters.total
@@ -49,7 +49,7 @@ def test_the_model_that_was_measured_takes_what_was_measured():
 
 
 def test_another_gpu_is_as_efficient():
-    fast = Gpu(name="two", memory_gb=10, bandwidth_tb_s=4, usd_per_hour=1, tflops={"fp16": 200})
+    fast = Gpu(name="two", memory_gb=10, bandwidth_tb_s=4, usd_per_hour=1, tflops={"fp16": 800})
     slow, quick = (
         roofline(
             TARGET.parameters,
