@@ -1,22 +1,25 @@
 """Compare what `kvq plan` and `kvq simulate` predict with what the engine at hand does.
 
     python tools/make_bench_model.py --out /tmp/bench-model
-    python benchmarks/capacity.py --model /tmp/bench-model [--parts memory,users,predicted] [--repeats N]
+    python benchmarks/capacity.py --model /tmp/bench-model [--parts memory,users,scale,predicted] [--repeats N]
 
 memory: weights, pools and the whole process, every format and several block sizes. users: as many requests as
-were planned, which none is preempted of, and 5% more. predicted: the costs of steps are measured on one
-load, 48 mixed requests that arrive at random, and once more all together; then five other loads are served,
+were planned, which none is preempted of, and 5% more. scale: how long 100,000 simulated requests take, and
+how much memory a million. predicted: the costs of steps are measured on one load, 48 mixed requests that arrive at random, and once more all together; then five other loads are served,
 and simulated with the same requests, times of arrival and pools. Each part writes
 benchmarks/results/capacity-<part>-cpu.json.
 """
 
 import argparse
+import resource
+import subprocess
 import sys
 from array import array
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -271,13 +274,37 @@ def predicted(folder: str, kv: str, repeats: int) -> list[dict[str, Any]]:
     return [row for name in kv.split(",") for row in compare(model, folder, name, repeats)]
 
 
+def scale() -> list[dict[str, Any]]:
+    """How long simulations take on one core, and how much memory: 100,000 requests, then a million."""
+    rows = []
+    for number, seconds, gigabytes in ((100_000, 120, None), (1_000_000, None, 2)):
+        before = perf_counter()
+        command = f"simulate -m llama-3-8b --gpu h100 --kv int4 --rate 35 --requests {number}"
+        process = subprocess.Popen([sys.executable, "-m", "kvq", *command.split()], stdout=subprocess.PIPE)
+        out = process.communicate()[0].decode()
+        took = perf_counter() - before
+        peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024 / 1e9
+        asked = f"{seconds} s" if gigabytes is None else f"{gigabytes} GB"
+        holds = process.returncode == 0 and (took < seconds if seconds else peak < (gigabytes or 0))
+        rows.append(
+            finding(f"{number:,} requests, seconds", took, asked if seconds else "", holds, output=out)
+        )
+        rows.append(finding(f"{number:,} requests, peak GB", peak, asked if gigabytes else "", holds))
+    return rows
+
+
+def finding(what: str, found: float, asked: str, holds: bool, **more: Any) -> dict[str, Any]:
+    """One row."""
+    return {"what": what, "found": found, "asked": asked, "holds": holds, **more}
+
+
 def main() -> None:
     """Run, print, write."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model", required=True)
-    parser.add_argument("--parts", default="memory,users,predicted")
+    parser.add_argument("--parts", default="memory,users,scale,predicted")
     parser.add_argument("--kv", default="fp32", help="of the predicted loads")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--out", type=Path, default=RESULTS)
@@ -287,11 +314,14 @@ def main() -> None:
     parts: dict[str, Callable[[], list[dict[str, Any]]]] = {
         "memory": lambda: memory(given.model),
         "users": lambda: users(given.model),
+        "scale": scale,
         "predicted": lambda: predicted(given.model, given.kv, given.repeats),
     }
     for part in given.parts.split(","):
+        began = perf_counter()
         rows = parts[part]()
-        result = envelope(sys.argv, torch.device("cpu"), rows, model=load(given.model).description)
+        facts = {"model": load(given.model).description, "seconds": perf_counter() - began}
+        result = envelope(sys.argv, torch.device("cpu"), rows, **facts)
         write_json(given.out / f"capacity-{part}-cpu.json", result)
         print(part)
         for row in rows:
