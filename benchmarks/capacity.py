@@ -1,13 +1,13 @@
 """Compare what `kvq plan` and `kvq simulate` predict with what the engine at hand does.
 
     python tools/make_bench_model.py --out /tmp/bench-model
-    python benchmarks/capacity.py --model /tmp/bench-model [--parts memory,users,scale,predicted] [--repeats N]
+    python benchmarks/capacity.py --model /tmp/bench-model [--parts memory,users,scale,predicted]
 
 memory: weights, pools and the whole process, every format and several block sizes. users: as many requests as
 were planned, which none is preempted of, and 5% more. scale: how long 100,000 simulated requests take, and
-how much memory a million. predicted: the costs of steps are measured on one load, 48 mixed requests that arrive at random, and once more all together; then five other loads are served,
-and simulated with the same requests, times of arrival and pools. Each part writes
-benchmarks/results/capacity-<part>-cpu.json.
+how much memory a million. predicted: the costs of steps are measured on one load, 48 mixed requests that
+arrive at random, and once more all together; then five other loads are served, and simulated with the same
+requests, times of arrival and pools. Each part writes benchmarks/results/capacity-<part>-cpu.json.
 """
 
 import argparse
