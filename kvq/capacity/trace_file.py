@@ -43,9 +43,9 @@ def read_lines(path: Path) -> Iterator[TraceLine]:
         ConfigError: no such file, or a line that is none; with its number.
     """
     try:
-        with path.open(encoding="utf8", newline="") as file:
+        with path.open(encoding="utf-8-sig", newline="") as file:
             yield from _rows(path, file) if path.suffix.lower() == ".csv" else _objects(path, file)
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise ConfigError(f"{path} can't be read: {error}") from error
 
 
@@ -56,7 +56,7 @@ def _objects(path: Path, file: Iterator[str]) -> Iterator[TraceLine]:
         try:
             data = json.loads(line)
             yield _line(data)
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
             what = f"no {error}" if isinstance(error, KeyError) else str(error)
             raise ConfigError(f"{path}, line {number}: needs {_NEEDED}; {what}") from error
 

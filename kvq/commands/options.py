@@ -1,6 +1,7 @@
 """Options that several commands share, with the spellings people know from other engines."""
 
 import functools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -104,6 +105,17 @@ def model_options(command: _Command) -> _Command:
     for option in reversed(options):
         wrapped = option(wrapped)
     return wrapped  # type: ignore[return-value]
+
+
+class Finite(click.FloatRange):
+    """A number with bounds; NaN and infinity, which pass comparisons, are none."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """The number."""
+        number = super().convert(value, param, ctx)
+        if not math.isfinite(number):
+            self.fail(f"{value} is not a finite number.", param, ctx)
+        return number
 
 
 def kv_option(default: str, many: bool) -> Callable[[_Command], _Command]:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvq.commands.options import kv_option
+from kvq.commands.options import Finite, kv_option
 from kvq.commands.sizing import (
     find_efficiency,
     find_gpus,
@@ -51,17 +51,22 @@ _FORMATS = "fp16,fp8,int8,k8v4,int4"
     "--active",
     default=1.0,
     show_default=True,
-    type=click.FloatRange(0, 1, min_open=True),
+    type=Finite(0, 1, min_open=True),
     help="Share of --users with a request at any time.",
 )
 @click.option(
-    "--rate", type=float, help="Requests a second; tells utilization, and how many are there at once."
+    "--rate", type=Finite(), help="Requests a second; tells utilization, and how many are there at once."
 )
 @click.option("--verify", is_flag=True, help="Start engines on this machine, and compare their memory.")
 @click.option("--kv-memory", help="With --verify: their pools, such as 512MiB.  [default: as the engine's]")
-@click.option("--weights-gb", type=float, help="GB of all weights, instead of counting them.")
+@click.option("--weights-gb", type=Finite(), help="GB of all weights, instead of counting them.")
 @click.option("--max-num-batched-tokens", type=click.IntRange(min=1), default=2048, show_default=True)
-@click.option("--max-num-seqs", type=click.IntRange(min=1), default=128, show_default=True)
+@click.option("--max-num-seqs", type=click.IntRange(min=1), help="Side by side.  [default: as many as fit]")
+@click.option(
+    "--max-model-len",
+    type=click.IntRange(min=1),
+    help="Tokens that layer groups share memory for; give the engine the same.  [default: the longest]",
+)
 @sizing_options
 @click.option("--json", "json_path", type=click.Path(), help="Write the plans as JSON.")
 @click.option("--html", "html_path", type=click.Path(), help="Write a report with plots.")
@@ -94,13 +99,20 @@ def command(context: click.Context, /, **options: Any) -> None:
         check_report()
     target = make_target(options)
     lengths = _lengths(options, target)
+    most, longest = target.geometry.max_context, max(length.total for length in lengths)
+    if longest > most:
+        raise ConfigError(f"a request of {longest:,} tokens is above the model's context of {most:,}")
+    if (options["max_model_len"] or longest) < longest:
+        raise ConfigError(
+            f"--max-model-len {options['max_model_len']} is below a request of {longest} tokens"
+        )
     slot = options["slot"] or max(length.total for length in lengths)
     engine = make_engine(options, step_tokens=options["max_num_batched_tokens"])
     active = None if options["users"] is None else math.ceil(options["users"] * options["active"])
     rows: list[dict[str, Any]] = []
     refused: list[ConfigError] = []
     for gpu in find_gpus(options):
-        for kv in options["kv"]:
+        for kv in dict.fromkeys(options["kv"]):
             try:
                 plan = make_plan(
                     target,
@@ -112,6 +124,8 @@ def command(context: click.Context, /, **options: Any) -> None:
                     prefix_share=options["prefix_share"],
                     efficiency=find_efficiency(options, gpu, kv),
                 )
+                if not plan.users.paged:
+                    raise ConfigError(_nobody(plan, lengths))
                 row = _row(plan, lengths, active) | _load(plan, lengths, options["rate"])
                 if options["html_path"] is not None:
                     row |= _curves(plan, target, gpu, lengths, engine)
@@ -168,6 +182,8 @@ def _lengths(options: dict[str, Any], target: "Target") -> "list[Length]":
     try:
         median, sigma = options["lognormal"].split(",")
         return lognormal(int(median), float(sigma), most=target.geometry.max_context)
+    except ConfigError:
+        raise
     except ValueError as error:
         raise ConfigError(
             f"--lognormal wants MEDIAN,SIGMA such as 1024,0.8, got {options['lognormal']!r}"
@@ -202,6 +218,16 @@ def _row(plan: "CapacityPlan", lengths: "list[Length]", users: int | None) -> di
         "latent_users": None if plan.latent is None else plan.latent.users,
         "terms": [{"name": t.name, "bytes": t.nbytes, "formula": t.formula} for t in plan.terms],
     }
+
+
+def _nobody(plan: "CapacityPlan", lengths: "list[Length]") -> str:
+    """Why not even one request fits."""
+    held, longest = plan.users.bytes_per_request / 1e9, max(length.total for length in lengths)
+    return (
+        f"{plan.model} on {plan.split.gpus} x {plan.gpu} with KV in {plan.kv}: not one request of up to "
+        f"{longest:,} tokens fits, it takes {held:.2f} GB of the pool's {plan.pool_bytes / 1e9:.2f}; take "
+        f"narrower KV, narrower weights (--weights int4), more GPUs (--tensor-parallel), or shorter requests"
+    )
 
 
 def _load(plan: "CapacityPlan", lengths: "list[Length]", rate: float | None) -> dict[str, Any]:

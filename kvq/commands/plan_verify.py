@@ -27,6 +27,7 @@ def run(options: dict[str, Any], given: set[str]) -> None:
     if wrong := sorted(given - _ALLOWED):
         names = ", ".join("--" + name.replace("_", "-") for name in wrong)
         raise ConfigError(f"--verify measures this machine; leave out {names}")
+    from kvq.capacity.plan.plan import LIKELY_SEQUENCES
     from kvq.commands.progress import status
     from kvq.engine import LLM
 
@@ -39,7 +40,7 @@ def run(options: dict[str, Any], given: set[str]) -> None:
                 kv,
                 block_size=options["block_size"],
                 kv_memory=options["kv_memory"],
-                max_num_seqs=options["max_num_seqs"],
+                max_num_seqs=options["max_num_seqs"] or LIKELY_SEQUENCES,
                 max_num_batched_tokens=options["max_num_batched_tokens"],
             ) as llm,
         ):

@@ -5,7 +5,7 @@ from typing import Any
 
 import click
 
-from kvq.commands.options import kv_option
+from kvq.commands.options import Finite, kv_option
 from kvq.commands.sizing import given_options, sizing_options
 from kvq.errors import ConfigError
 
@@ -17,9 +17,7 @@ _COMMON = {"seed", "requests", "rate", "block_size", "max_num_seqs", "max_num_ba
 @click.option("--model", "-m", help="A name of `kvq models`, a folder, or a hub name.")
 @click.option("--gpu", help="A name of `kvq gpus`.")
 @kv_option("fp16,int4", many=True)
-@click.option(
-    "--rate", type=click.FloatRange(min=0, min_open=True), help="Requests per second, with random gaps."
-)
+@click.option("--rate", type=Finite(min=0, min_open=True), help="Requests per second, with random gaps.")
 @click.option(
     "--trace",
     type=click.Path(path_type=Path),
@@ -31,15 +29,11 @@ _COMMON = {"seed", "requests", "rate", "block_size", "max_num_seqs", "max_num_ba
     help="Tokens of prompts: 512, 16:512, lognormal:MEDIAN:SIGMA.  [default: lognormal:256:0.7]",
 )
 @click.option("--output-len", help="Tokens of answers, likewise.  [default: lognormal:128:0.7]")
-@click.option(
-    "--shared-prefix", default=0.0, type=click.FloatRange(0, 1), help="Of each prompt, common to many."
-)
+@click.option("--shared-prefix", default=0.0, type=Finite(0, 1), help="Of each prompt, common to many.")
 @click.option("--num-prefixes", default=1, type=click.IntRange(min=1), help="Different ones of these.")
 @click.option("--turns", default=1, type=click.IntRange(min=1), help="Of conversations whose prompts grow.")
-@click.option(
-    "--think-s", default=30.0, type=click.FloatRange(min=0, min_open=True), help="Between turns, mean."
-)
-@click.option("--batch-share", default=0.0, type=click.FloatRange(0, 1), help="Of requests in no hurry.")
+@click.option("--think-s", default=30.0, type=Finite(min=0, min_open=True), help="Between turns, mean.")
+@click.option("--batch-share", default=0.0, type=Finite(0, 1), help="Of requests in no hurry.")
 @click.option("--replicas", help="Engines: 4, or 1,2,4 to compare.  [default: 1]")
 @click.option(
     "--routing",
@@ -48,21 +42,15 @@ _COMMON = {"seed", "requests", "rate", "block_size", "max_num_seqs", "max_num_ba
 @click.option(
     "--prefill-replicas", default=0, type=click.IntRange(min=0), help="More engines, for prompts only."
 )
-@click.option(
-    "--transfer-gb-s", default=50.0, type=click.FloatRange(min=0, min_open=True), help="Of KV from those."
-)
+@click.option("--transfer-gb-s", default=50.0, type=Finite(min=0, min_open=True), help="Of KV from those.")
 @click.option(
     "--overflow-waiting", type=click.IntRange(min=0), help="Waiting requests, then an API gets them."
 )
-@click.option("--api-input", type=float, help="$ a million tokens that it takes for prompts.")
-@click.option("--api-output", type=float, help="$ a million tokens that it takes for answers.")
-@click.option("--slo-ttft-ms", type=click.FloatRange(min=0, min_open=True), help="Goal for the first token.")
-@click.option(
-    "--slo-itl-ms", type=click.FloatRange(min=0, min_open=True), help="Goal for a request's mean gap."
-)
-@click.option(
-    "--meet", type=click.FloatRange(0, 1, min_open=True), help="Find the replicas that meet it this often."
-)
+@click.option("--api-input", type=Finite(), help="$ a million tokens that it takes for prompts.")
+@click.option("--api-output", type=Finite(), help="$ a million tokens that it takes for answers.")
+@click.option("--slo-ttft-ms", type=Finite(min=0, min_open=True), help="Goal for the first token.")
+@click.option("--slo-itl-ms", type=Finite(min=0, min_open=True), help="Goal for a request's mean gap.")
+@click.option("--meet", type=Finite(0, 1, min_open=True), help="Find the replicas that meet it this often.")
 @click.option("--max-num-seqs", type=click.IntRange(min=1), help="Sequences side by side.  [default: 256]")
 @click.option("--max-num-batched-tokens", help="New tokens of a step; several to compare.  [default: 2048]")
 @click.option(
@@ -130,7 +118,7 @@ def command(context: click.Context, /, **options: Any) -> None:
         )
     from kvq.commands.simulate_fleet import run as run_fleet
 
-    run_fleet(options)
+    run_fleet(options | {"given": given})
 
 
 def _whole(name: str, text: str | None) -> int | None:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from kvq.capacity.plan.plan import Target
 
 _MOST_ROWS = 64
+_DRAWN = {"input_len", "output_len", "shared_prefix", "num_prefixes", "turns", "think_s", "batch_share"}
 _PROGRESS_EVERY = 100  # requests
 
 
@@ -44,6 +45,11 @@ def run(options: dict[str, Any]) -> None:
     if len(gpus) > 1:
         raise ConfigError("one --gpu is simulated at a time, got several; compare them with kvq plan")
     (gpu,) = gpus
+    if options["pipeline_parallel"] > 1:
+        raise ConfigError(
+            "stages of a pipeline compute different steps at the same time, which is not simulated; spread "
+            "the model by --tensor-parallel, or plan it with kvq plan"
+        )
     target = make_target(options)
     slo = _slo(options)
     draw = _load(options, target)
@@ -95,7 +101,7 @@ def _simulate(
 
     config = SchedulerConfig(
         max_num_seqs=options["max_num_seqs"],
-        max_num_batched_tokens=max(case.chunk, options["max_num_seqs"]),
+        max_num_batched_tokens=case.chunk,
         max_context=options["max_model_len"],
         prefix_caching=options["prefix_caching"],
         itl_slo_s=slo.itl_s,
@@ -163,9 +169,12 @@ def _load(options: dict[str, Any], target: "Target") -> "Callable[[], Iterator[C
         raise ConfigError(f"--max-model-len {context} is above the model's context of {most}")
     path, seed = options["trace"], options["seed"]
     if path is not None:
-        if options["input_len"] is not None or options["output_len"] is not None:
-            raise ConfigError("--trace says how long requests are; leave --input-len and --output-len out")
+        if wrong := sorted(_DRAWN & options["given"]):
+            names = ", ".join("--" + name.replace("_", "-") for name in wrong)
+            raise ConfigError(f"--trace says what requests are like; leave out {names}")
         number = sum(1 for _ in read_lines(path))  # every line is checked before any work
+        if not number:
+            raise ConfigError(f"{path} has no requests")
         number = options["requests"] = min(number, options["requests"] or number)
         return lambda: islice(traced(path, max_context=context, rate=options["rate"], seed=seed), number)
     if options["rate"] is None:
@@ -201,7 +210,13 @@ def _cases(options: dict[str, Any]) -> Iterator[_Case]:
         raise ConfigError("--meet finds the number of replicas; leave --replicas out")
     chunks = _numbers("--max-num-batched-tokens", options["max_num_batched_tokens"] or "2048")
     replicas = _numbers("--replicas", options["replicas"] or "1")
-    combined = list(product(options["kv"], chunks, routings, replicas))
+    seats = options["max_num_seqs"]
+    if min(chunks) < seats:
+        raise ConfigError(
+            f"--max-num-batched-tokens {min(chunks)} is below --max-num-seqs {seats}, of which each adds a "
+            f"token to a step; lower that too"
+        )
+    combined = list(product(dict.fromkeys(options["kv"]), chunks, dict.fromkeys(routings), replicas))
     if len(combined) > _MOST_ROWS:
         raise ConfigError(f"{len(combined)} combinations are too many to simulate; at most {_MOST_ROWS}")
     for kv, chunk, routing, count in combined:
@@ -232,12 +247,15 @@ def _bill(options: dict[str, Any], gpu: "Gpu", gpus: int) -> "Bill":
     from kvq.capacity.plan.cost import Prices
 
     prices = (options["api_input"], options["api_output"])
+    if options["overflow_waiting"] is not None and None in prices:
+        raise ConfigError("--overflow-waiting sends requests to an API: give --api-input and --api-output")
     if prices.count(None) == 1:
         raise ConfigError("an API has two prices: give --api-input and --api-output")
     api = None if None in prices else Prices(input=prices[0], output=prices[1])
     return Bill(usd_per_hour=gpu.usd_per_hour * gpus, api=api)
 
 
+_CHUNK = "max_num_batched_tokens"
 _COLUMNS: list[tuple[str, str, str]] = [  # (heading, key, format)
     ("KV", "kv", ""),
     ("GPUs", "gpus", ",d"),
@@ -274,7 +292,9 @@ def _print(rows: list[dict[str, Any]], slo: "Slo") -> None:
     for heading, key in (("chunk", "max_num_batched_tokens"), ("routing", "routing")):
         if len({row[key] for row in rows}) > 1:
             columns.insert(2, (heading, key, ""))
-    for name in ("refused", "failed", "overflowed"):
+    if rows[0]["handover_ms_p99"] is not None:
+        columns.append(("handed over p99", "handover_ms_p99", ",.1f"))
+    for name in ("refused", "failed", "overflowed", "cut"):
         if any(row[name] for row in rows):
             columns.append((name, name, ",d"))
     table = Table(box=None, pad_edge=False)
@@ -285,4 +305,5 @@ def _print(rows: list[dict[str, Any]], slo: "Slo") -> None:
         table.add_row(*cells)
     out.print(table)
     for row in rows:
-        out.print(f"digest {row['digest']}  {row['kv']}", highlight=False)
+        told = [str(row[key]) for _, key, _ in columns if key in ("kv", "gpus", "routing", _CHUNK)]
+        out.print(f"digest {row['digest']}  {', '.join(told)}", highlight=False)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from kvq.commands.options import Finite
 from kvq.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -30,10 +31,18 @@ def sizing_options(command: _Command) -> _Command:
             "--pipeline-parallel", "-pp", default=1, show_default=True, help="GPUs that share the layers out."
         ),
         click.option(
-            "--runtime-gb", default=1.5, show_default=True, help="Driver, libraries, graphs, per GPU."
+            "--runtime-gb",
+            default=1.5,
+            show_default=True,
+            type=Finite(min=0),
+            help="Driver, libraries, graphs, per GPU.",
         ),
         click.option(
-            "--gpu-memory-utilization", default=1.0, show_default=True, help="Share of the GPU to use at all."
+            "--gpu-memory-utilization",
+            default=1.0,
+            show_default=True,
+            type=Finite(0, 1, min_open=True),
+            help="Share of the GPU to use at all.",
         ),
         click.option(
             "--block-size", type=click.IntRange(1, 4096), default=32, show_default=True, help="Tokens."
@@ -96,6 +105,7 @@ def make_engine(options: dict[str, Any], *, step_tokens: int) -> "Engine":
         block_size=options["block_size"],
         step_tokens=step_tokens,
         sequences=options["max_num_seqs"],
+        max_context=options["max_model_len"],
         runtime_bytes=round(options["runtime_gb"] * 1e9),
         memory_fraction=options["gpu_memory_utilization"],
     )
@@ -106,7 +116,7 @@ def find_gpus(options: dict[str, Any]) -> "list[Gpu]":
     from kvq.capacity.plan.gpus import find_gpu, read_gpus
 
     own = None if options["gpu_file"] is None else read_gpus(options["gpu_file"])
-    return [find_gpu(name.strip(), own) for name in options["gpu"].split(",")]
+    return [find_gpu(name, own) for name in dict.fromkeys(map(str.strip, options["gpu"].split(",")))]
 
 
 def find_efficiency(options: dict[str, Any], gpu: "Gpu", kv: str) -> "Efficiency | None":

@@ -11,7 +11,7 @@ from kvq.evals.report import row_cells
 def console() -> Console:
     """A console on standard output, wide enough for whole tables when it is a pipe."""
     out = Console()
-    return out if out.is_terminal else Console(width=140)
+    return out if out.is_terminal else Console(width=240)
 
 
 def print_perplexity(result: dict[str, Any]) -> None:

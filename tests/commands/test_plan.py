@@ -73,7 +73,7 @@ def test_lengths_may_be_distributions_and_models_folders(run, tmp_path):
         (("-m", "llama-3-8b", "--gpu", "h100", "--lognormal", "9"), "MEDIAN,SIGMA"),
         (("-m", "llama-3-8b", "--gpu", "h100", "--lognormal", "9,1", "--output", "3"), "goes with --context"),
         (("-m", "llama-3-8b", "--gpu", "h100", "--context", "64", "--weights-gb", "-1"), "above 0"),
-        (("-m", "llama-3-8b", "--gpu", "h100", "--context", "64", "--runtime-gb", "-1"), "at least 0"),
+        (("-m", "llama-3-8b", "--gpu", "h100", "--context", "64", "--runtime-gb", "-1"), "not in the range"),
         (("-m", "llama-3-8b", "--gpu", "h100", "--context", "64", "--kv", "int5"), "int5"),
         (("-m", "llama-3-8b", "--gpu", "h100", "--context", "64", "-tp", "3"), "can't be shared by 3"),
     ],
@@ -155,8 +155,8 @@ def test_costs(run, tmp_path):
         (("--gpu", "h100"), "--tokens-per-s is needed"),
         (("--gpu", "h10", "--tokens-per-s", "1"), "did you mean 'h100'"),
         (("--api-input", "5"), "two prices"),
-        (("--gpu", "h100", "--tokens-per-s", "-1"), "above 0"),
-        (("--gpu", "h100", "--tokens-per-s", "1", "--utilization", "2"), "at most 1"),
+        (("--gpu", "h100", "--tokens-per-s", "-1"), "not in the range"),
+        (("--gpu", "h100", "--tokens-per-s", "1", "--utilization", "2"), "not in the range"),
     ],
 )
 def test_costs_that_cannot_be_told_say_why(run, arguments, message):
@@ -203,3 +203,58 @@ def test_verify_and_gpus_do_not_mix(run, options, said):
     status, _, err = run("plan", "--model", "tiny", *options)
     assert status == 2
     assert said in err
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--context", "8192", "--users", "5", "--active", "nan"), "not a finite number"),
+        (("--context", "8192", "--max-model-len", "100"), "below a request"),
+        (("--context", "8192", "--gpu", "a10", "--runtime-gb", "7.2"), "not one request of up to 8,192"),
+        (("--lognormal", "100,-1"), "sigma"),
+    ],
+)
+def test_plans_that_hold_nobody_say_so(run, options, said):
+    status, out, err = run("plan", "--model", "llama-3-8b", "--gpu", "h100", "--kv", "fp16", *options)
+    assert (status, out) == (2, "")
+    assert said in err
+
+
+def test_a_trace_beyond_the_context_is_no_plan(run, tmp_path):
+    path = tmp_path / "t.jsonl"
+    path.write_text('{"prompt_tokens": 1000000, "output_tokens": 1}')
+    status, _, err = run("plan", "--model", "llama-3-8b", "--gpu", "h100", "--trace", str(path))
+    assert status == 2
+    assert "above the model's context of 8,192" in err
+
+
+def test_gpus_of_ones_own_keep_their_names(run, tmp_path):
+    path = tmp_path / "g.json"
+    gpu = {"memory_gb": 99, "bandwidth_tb_s": 2, "usd_per_hour": 1, "tflops": {"fp16": 50}}
+    path.write_text(json.dumps({"format_version": 1, "gpus": {"My GPU": gpu}}))
+    for name in ("My GPU", "my gpu"):
+        status, out, _ = run(
+            *("plan", "--model", "llama-3-8b", "--gpu", name, "--gpus", str(path), "--context", "100")
+        )
+        assert status == 0
+        assert "My GPU" in out
+
+
+def test_costs_count_operations_and_what_gpus_can_serve(run, tmp_path):
+    path = tmp_path / "c.json"
+    options = (
+        "--usd-per-hour",
+        "10",
+        "--tokens-per-s",
+        "1000",
+        "--operations-usd",
+        "7200",
+        "--output",
+        "200",
+    )
+    prices = ("--api-input", "5", "--api-output", "30", "--requests", "1e9")
+    status, out, _ = run("cost", *options, *prices, "--json", str(path))
+    assert status == 0
+    (row,) = json.loads(path.read_text())["rows"]
+    assert row["usd_per_million_tokens_with_operations"] == pytest.approx(2 * row["usd_per_million_tokens"])
+    assert "take 78 times as many" in out

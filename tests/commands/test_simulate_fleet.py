@@ -127,8 +127,15 @@ def test_a_report_of_a_plan(capsys, tmp_path):
         (("--rate", 1, "--max-model-len", 1 << 20), "above the model's context"),
         (("--rate", 1, "--kv", "int5"), "int5"),
         (("--rate", -1), "range"),
+        (("--rate", "nan"), "not a finite number"),
+        (("--rate", 1e-320), "must be"),
+        (("--rate", 1, "--runtime-gb", "nan"), "not a finite number"),
+        (("--rate", 1, "--turns", 3, "--think-s", "inf"), "not a finite number"),
+        (("--rate", 1, "--max-num-batched-tokens", "32"), "below --max-num-seqs"),
+        (("--rate", 1, "--overflow-waiting", 3), "give --api-input"),
+        (("--rate", 1, "-pp", 2), "not simulated"),
         (("--trace", "/nowhere.jsonl"), "can't be read"),
-        (("--trace", "/nowhere.jsonl", "--input-len", "5"), "leave --input-len"),
+        (("--trace", "/nowhere.jsonl", "--input-len", "5"), "leave out --input-len"),
         (("--rate", 1, "--calibrate", "/nowhere.json"), "no results of kvq bench engine"),
         (("--rate", 1, "--json", "/nowhere/x.json"), "/nowhere"),
     ],
@@ -145,3 +152,28 @@ def test_a_gpu_alone_is_not_enough(capsys):
         main(["simulate", "--gpu", "h100", "--rate", "1"])
     assert ended.value.code == 2
     assert "--model and --gpu" in capsys.readouterr().err
+
+
+def test_what_can_never_fit_keeps_no_goal(run, tmp_path):
+    trace = tmp_path / "t.jsonl"
+    lines = [
+        {"prompt_tokens": 8000 if i % 2 else 100, "output_tokens": 10, "arrival_s": i} for i in range(10)
+    ]
+    trace.write_text("\n".join(map(json.dumps, lines)))
+    small = ("--gpu", "a10", "--kv", "fp16", "--runtime-gb", "7.5", "--trace", trace)
+    path = tmp_path / "s.json"
+    assert run(*small, "--slo-ttft-ms", 1e5, "--json", path)[0] == 0
+    row = json.loads(path.read_text())["rows"][0]
+    assert (row["served"], row["refused"], row["slo_met"]) == (5, 5, 0.5)
+    status, _, err = run(*small, "--slo-ttft-ms", 1e5, "--meet", 0.9)
+    assert status == 2
+    assert "more don't help" in err
+
+
+def test_what_is_cut_or_empty_is_said(run, tmp_path):
+    status, out, _ = run("--rate", 1, "--requests", 5, "--input-len", "5000000", "--kv", "int4")
+    assert status == 0
+    assert "cut" in out
+    empty = tmp_path / "t.jsonl"
+    empty.write_text("")
+    assert run("--trace", empty)[::2] == (2, f"kvq: error: {empty} has no requests\n")

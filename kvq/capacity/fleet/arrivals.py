@@ -6,11 +6,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from itertools import count
-from math import isfinite
 from pathlib import Path
 
 from kvq.capacity.draws import Lengths
 from kvq.capacity.fleet.call import Call
+from kvq.capacity.plan.gpus import check_positive
 from kvq.capacity.trace_file import HASHED_TOKENS, read_lines
 from kvq.errors import ConfigError
 from kvq.scheduler import Priority
@@ -36,12 +36,12 @@ class Arrivals:
     num_tenants: int = 1
 
     def __post_init__(self) -> None:
-        if not (self.rate > 0 and isfinite(self.rate)):
-            raise ConfigError(f"the rate must be a number of requests a second above 0, got {self.rate}")
+        check_positive("the rate", self.rate)
+        check_positive("the time between turns", self.think_s)
         if not 0 <= self.shared_prefix <= 1 or not 0 <= self.batch_share <= 1:
             raise ConfigError("shares of prefixes and of batch requests must be 0 to 1")
-        if min(self.num_prefixes, self.turns, self.num_tenants) < 1 or not self.think_s > 0:
-            raise ConfigError("prefixes, turns, tenants and the time between turns must be above 0")
+        if min(self.num_prefixes, self.turns, self.num_tenants) < 1:
+            raise ConfigError("numbers of prefixes, turns and tenants must be at least 1")
         if self.max_context < 2:
             raise ConfigError(f"a context of {self.max_context} tokens holds no prompt and answer")
 
@@ -78,17 +78,20 @@ class Arrivals:
 
     def _turn(self, rng: random.Random, index: int, now: float, talk: "_Conversation") -> Call:
         drawn = self.input_lengths.draw(rng)
-        length = min(len(talk.so_far) + drawn, self.max_context - 1)
+        whole = len(talk.so_far) + drawn
+        length = min(whole, self.max_context - 1)
         prompt = talk.so_far[:length]
         if not prompt and talk.prefix is not None:
             prompt = talk.prefix[: round(self.shared_prefix * length)]
         prompt = prompt + _tokens(rng, length - len(prompt))
-        output = min(self.output_lengths.draw(rng), self.max_context - length)
+        asked = self.output_lengths.draw(rng)
+        output = min(asked, self.max_context - length)
         call = Call(
             number=index,
             arrival_s=now,
             prompt=prompt,
             output_tokens=output,
+            is_cut=whole + asked > self.max_context,
             session=str(talk.number),
             tenant=talk.tenant,
             priority=talk.priority,
@@ -110,6 +113,8 @@ def traced(path: Path, *, max_context: int, rate: float | None, seed: int) -> It
     Raises:
         ConfigError: a line that is none, or that says no time where no rate is given.
     """
+    if rate is not None:
+        check_positive("the rate", rate)
     rng, now = random.Random(seed), 0.0
     number = -1
     for number, line in enumerate(read_lines(path)):
@@ -117,6 +122,8 @@ def traced(path: Path, *, max_context: int, rate: float | None, seed: int) -> It
             now += rng.expovariate(rate)
         elif line.arrival_s is None:
             raise ConfigError(f"{path}: request {number + 1} says no time of arrival; give --rate")
+        elif line.arrival_s < now:
+            raise ConfigError(f"{path}: request {number + 1} arrives before the one ahead of it; sort them")
         else:
             now = line.arrival_s
         length = min(line.prompt_tokens, max_context - 1)
@@ -126,6 +133,7 @@ def traced(path: Path, *, max_context: int, rate: float | None, seed: int) -> It
             arrival_s=now,
             prompt=prompt + _tokens(rng, length - len(prompt)),
             output_tokens=max(1, min(line.output_tokens, max_context - length)),
+            is_cut=line.prompt_tokens + line.output_tokens > max_context,
             session=line.session or str(number),
             tenant=line.tenant,
             priority=line.priority,

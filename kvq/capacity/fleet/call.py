@@ -17,6 +17,7 @@ class Call:
     arrival_s: float
     prompt: "array[int]"  # token ids
     output_tokens: int  # at least 1
+    is_cut: bool = False  # it was longer than the context
     session: str = ""  # whose requests go to the same replica, if routing asks
     tenant: str = ""
     priority: Priority = Priority.INTERACTIVE

@@ -52,6 +52,7 @@ class Run:
     gauges: list[Gauges]  # of the replicas, those for prefill first
     seconds: float  # from the first arrival to the last end
     gaps: Histogram = field(default_factory=Histogram)  # between tokens, of all of them
+    handovers: Histogram = field(default_factory=Histogram)  # of these, from one replica to another
 
     @property
     def digest(self) -> str:
@@ -80,11 +81,18 @@ def serve(
     with _rare_collections():
         first = _serve(calls, fleet, progress)
     gauges = [replica.gauges for replica in fleet.engines]
-    gaps = fleet.handovers
+    gaps = Histogram()
+    gaps.merge(fleet.handovers)
     for one in gauges:
         gaps.merge(one.gaps)
     ends = [time for time in fleet.records.end_s if time == time]
-    return Run(records=fleet.records, gauges=gauges, seconds=max(ends, default=0.0) - first, gaps=gaps)
+    return Run(
+        records=fleet.records,
+        gauges=gauges,
+        seconds=max(ends, default=first) - first,
+        gaps=gaps,
+        handovers=fleet.handovers,
+    )
 
 
 def _serve(calls: Iterable[Call], fleet: "_Whole | _Split", progress: Progress) -> float:

@@ -40,12 +40,14 @@ class Records:
     preemptions: "array[int]" = field(default_factory=_counts)
     fate: "array[int]" = field(default_factory=_counts)
     replica: "array[int]" = field(default_factory=_counts)  # that served it, or began to
+    num_cut: int = 0  # requests that were longer than the context
 
     def __len__(self) -> int:
         return len(self.arrival_s)
 
     def open(self, call: Call) -> None:
         """Add a row, of the next number."""
+        self.num_cut += call.is_cut
         self.arrival_s.append(call.arrival_s)
         for times in (self.admitted_s, self.first_s, self.end_s):
             times.append(nan)

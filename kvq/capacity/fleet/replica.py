@@ -189,12 +189,16 @@ class Replica:
     def _seconds(self, plan: StepPlan) -> float:
         """What a step takes, and that the scheduler learns of it."""
         time, num_decodes = self._spec.time, plan.num_decodes
-        computes = self._spec.computes_prompts
-        tokens = plan.num_tokens if computes else len(plan.branches)
+        tokens, attention_s = num_decodes, 0.0
+        for i in range(num_decodes, len(plan.branches)):
+            count, end = plan.counts[i], plan.ends[i]
+            if self._spec.computes_prompts or plan.branches[i].request.usage.preemptions:
+                tokens += count
+                attention_s += time.prefill_attention(end - count, end)
+            else:  # its KV was sent along, but for the newest token's
+                tokens += 1
         seconds = time.linear_s(tokens) + time.read(time.seen(plan.ends[:num_decodes]))
-        if computes:
-            for count, end in zip(plan.counts[num_decodes:], plan.ends[num_decodes:], strict=True):
-                seconds += time.prefill_attention(end - count, end)
+        seconds += attention_s
         seconds += time.sequence_s * sum(plan.samples)
         if plan.branches:
             self._costs.observe(

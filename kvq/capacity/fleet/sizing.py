@@ -6,6 +6,7 @@ from typing import Any
 from kvq.errors import ConfigError
 
 MOST_REPLICAS = 1024
+_IDLE = 0.5  # utilization below which more replicas don't help those who wait
 
 
 def fewest_replicas(
@@ -25,17 +26,21 @@ def fewest_replicas(
         )
     tried: dict[int, dict[str, Any]] = {}
 
+    def met(figures: dict[str, Any]) -> float:
+        return figures["slo_met"] or 0.0
+
     def enough(number: int) -> bool:
         tried[number] = run(number)
-        return (tried[number]["slo_met"] or 0.0) >= share
+        return met(tried[number]) >= share
 
     high = 1
     while not enough(high):
         last = tried[high]
-        is_hopeless = high > 1 and last["slo_met"] <= tried[high // 2]["slo_met"] and not last["peak_waiting"]
+        is_idle = last["utilization"] < _IDLE
+        is_hopeless = high > 1 and is_idle and met(last) <= met(tried[high // 2])
         if high >= most or is_hopeless:
             raise ConfigError(
-                f"{high} replicas keep the SLO for {100 * (last['slo_met'] or 0):.1f}% of the requests, "
+                f"{high} replicas keep the SLO for {100 * met(last):.1f}% of the requests, "
                 f"{100 * share:g}% are asked for, and more don't help; loosen the SLO, or use a faster GPU"
             )
         high = min(most, 2 * high)

@@ -48,7 +48,7 @@ def summarize(run: Run, slo: Slo, bill: Bill | None = None) -> dict[str, Any]:
     """Figures by name; times in milliseconds, None where there is nothing to tell.
 
     Throughput and goodput are over the time from the first arrival to the last end. `slo_met` is a share
-    of all requests but those that can never fit.
+    of all requests but those that an API got.
     """
     records, seconds = run.records, run.seconds
     served = [i for i, fate in enumerate(records.fate) if fate == Fate.SERVED]
@@ -56,7 +56,7 @@ def summarize(run: Run, slo: Slo, bill: Bill | None = None) -> dict[str, Any]:
     for fate in records.fate:
         count[Fate(fate)] += 1
     met = sum([slo.is_met(records, i) for i in served])
-    asked = len(records) - count[Fate.REFUSED]
+    asked = len(records) - count[Fate.OVERFLOWED]
     outputs = sum([records.output_tokens[i] for i in served])
     prompts = sum([records.prompt_tokens[i] for i in served])
     gauges = run.gauges
@@ -72,6 +72,7 @@ def summarize(run: Run, slo: Slo, bill: Bill | None = None) -> dict[str, Any]:
         "refused": count[Fate.REFUSED],
         "failed": count[Fate.FAILED],
         "overflowed": count[Fate.OVERFLOWED],
+        "cut": records.num_cut,
         "seconds": seconds,
         "output_tokens_per_s": per_second(outputs),
         "total_tokens_per_s": per_second(outputs + prompts),
@@ -80,6 +81,7 @@ def summarize(run: Run, slo: Slo, bill: Bill | None = None) -> dict[str, Any]:
         "slo_met": met / asked if asked else None,
         **_times("ttft", [records.first_s[i] - records.arrival_s[i] for i in served]),
         **itl,
+        "handover_ms_p99": _ms(run.handovers.percentile(99)),
         **_times("queue", [records.admitted_s[i] - records.arrival_s[i] for i in served]),
         **_times("e2e", [records.end_s[i] - records.arrival_s[i] for i in served]),
         "preemptions": sum(records.preemptions),

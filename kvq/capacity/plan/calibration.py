@@ -27,7 +27,7 @@ def read_efficiency(path: Path, gpu: Gpu, kv: str) -> Efficiency:
     if kv not in costs:
         known = ", ".join(costs) or "none"
         raise ConfigError(f"{path} has no costs of steps with KV in {kv}, only of {known}")
-    if not isinstance(costs[kv], Mapping) or set(costs[kv]) != _KEYS:
+    if not isinstance(costs[kv], Mapping) or set(costs[kv]) != _KEYS or not costs[kv]["linear"]:
         raise ConfigError(f"{path}: the costs of steps must have {', '.join(sorted(_KEYS))}")
     return efficiency(costs[kv], gpu, source=str(path))
 

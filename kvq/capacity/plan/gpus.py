@@ -11,6 +11,7 @@ from kvq.errors import ConfigError, nearest
 
 _KEYS = {"memory_gb", "bandwidth_tb_s", "usd_per_hour", "tflops"}
 _VERSION = 1
+_SMALLEST, _LARGEST = 1e-12, 1e15  # of any figure
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,6 +52,8 @@ def check_positive(what: str, value: Any) -> None:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if not is_number or not 0 < value < float("inf"):
         raise ConfigError(f"{what} must be a number above 0, got {value!r}")
+    if not _SMALLEST <= value <= _LARGEST:
+        raise ConfigError(f"{what} must be {_SMALLEST:g} to {_LARGEST:g}, got {value!r}")
 
 
 @cache
@@ -90,7 +93,7 @@ def find_gpu(name: str, gpus: Mapping[str, Gpu] | None = None) -> Gpu:
     """
     known = known_gpus() if gpus is None else gpus
     asked = name.lower().replace("_", "-").replace(" ", "-")
-    found = known.get(asked)
+    found = known.get(asked) or {own.lower(): gpu for own, gpu in known.items()}.get(name.lower())
     if found is None:
         if several := [one for one in known if one.startswith(f"{asked}-")]:
             raise ConfigError(f"there are several {name}; say which: {', '.join(several)}")

@@ -17,6 +17,7 @@ _SCALE_BYTES: Mapping[str, tuple[float, int]] = {
     "int4": (2.5, 128),
     "nf4": (1.0, 64),
 }  # of a group, weights of it
+KEPT_TERM = "embeddings, head, norms"  # what quantizers leave as it is
 _LIVE_VALUES = 6  # hidden vectors of a token that a layer's step holds at once, roughly
 
 
@@ -63,7 +64,7 @@ def weight_terms(parameters: Parameters, weights: str, *, dtype: str = "fp16") -
             formula=f"{parameters.linear:,} x {packed:g} B ({weights})",
         ),
         Term(
-            name="embeddings, head, norms",
+            name=KEPT_TERM,
             nbytes=round(kept * plain),
             formula=f"{kept:,} x {plain:g} B ({dtype})",
         ),
@@ -89,14 +90,22 @@ def _weight_bytes(name: str) -> float:
 
 
 def on_one_gpu(terms: tuple[Term, ...], geometry: ModelGeometry, split: Split) -> tuple[Term, ...]:
-    """Weights of the fullest GPU: a tensor-parallel share of the longest pipeline stage."""
+    """Weights of the fullest GPU: a tensor-parallel share of the longest pipeline stage.
+
+    The embedding and the head are taken to be on it whole: they are on the first and the last stage.
+    """
     if split.gpus == 1:
         return terms
     layers = len(geometry.layers)
     stage = -(-layers // split.pipeline)
-    share = stage / layers / split.tensor
-    what = f" x {stage}/{layers} layers / {split.tensor}"
-    return tuple(replace(t, nbytes=round(t.nbytes * share), formula=t.formula + what) for t in terms)
+
+    def own(term: Term) -> Term:
+        whole = term.name == KEPT_TERM
+        share = (1 if whole else stage / layers) / split.tensor
+        what = ("" if whole else f" x {stage}/{layers} layers") + f" / {split.tensor}"
+        return replace(term, nbytes=round(term.nbytes * share), formula=term.formula + what)
+
+    return tuple(map(own, terms))
 
 
 def split_geometry(geometry: ModelGeometry, split: Split) -> ModelGeometry:

@@ -48,13 +48,17 @@ class Target:
         return on_one_gpu(weight_terms(self.parameters, self.weights), self.geometry, self.split)
 
 
+LIKELY_SEQUENCES = 128  # whose logits a step holds, where nobody says how many
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Engine:
     """What of an engine's settings takes memory."""
 
     block_size: int = 32  # tokens
     step_tokens: int = 2048  # most new tokens of a step
-    sequences: int = 128  # most that run side by side
+    sequences: int | None = None  # most that run side by side; None: as many as fit
+    max_context: int | None = None  # of a sequence, by which layer groups share memory; None: the longest
     runtime_bytes: int = 1_500_000_000  # driver, libraries, captured graphs, fragmentation; measure yours
     memory_fraction: float = 1.0  # of the GPU that may be used at all
 
@@ -120,7 +124,10 @@ def make_plan(
     terms = (
         *target.terms(),
         activation_term(
-            target.geometry, step_tokens=engine.step_tokens, sequences=engine.sequences, split=target.split
+            target.geometry,
+            step_tokens=engine.step_tokens,
+            sequences=engine.sequences or LIKELY_SEQUENCES,
+            split=target.split,
         ),
         Term(name="runtime", nbytes=engine.runtime_bytes, formula="driver, libraries, graphs"),
     )
@@ -129,7 +136,8 @@ def make_plan(
     block_bytes = sum(group.block_bytes for group in layout.groups)
     if usable - taken < block_bytes:
         raise ConfigError(_does_not_fit(target, gpu, taken, usable))
-    one = wanted_blocks(layout, sequences=1, max_context=slot_tokens, step_tokens=engine.step_tokens)
+    longest = engine.max_context or max(length.total for length in lengths)
+    one = wanted_blocks(layout, sequences=1, max_context=longest, step_tokens=engine.step_tokens)
     enough = (usable - taken) // bytes_of(layout, one) + 1  # sequences, for which the budget is too small
     num_blocks = share_blocks(layout, [enough * count for count in one], usable - taken)
     pool = Term(
@@ -148,6 +156,7 @@ def make_plan(
         slot_tokens=slot_tokens,
         step_tokens=engine.step_tokens,
         prefix_share=prefix_share,
+        seats=engine.sequences,
     )
     time = served = None
     if target.parameters is not None:
@@ -160,7 +169,8 @@ def make_plan(
             split=target.split,
             efficiency=efficiency or Efficiency(),
         )
-        served = serving(time, lengths, users=users.paged) if users.paged else None
+        if users.paged:
+            served = serving(time, lengths, users=users.paged, prefix_share=prefix_share)
     price = gpu.usd_per_hour * target.split.gpus
     return CapacityPlan(
         model=target.name,

@@ -9,13 +9,13 @@ from kvq.capacity.plan.roofline import Serving, steady_state
 from kvq.capacity.plan.step_time import StepTime
 
 
-def serving(time: StepTime, lengths: Sequence[Length], *, users: int) -> Serving:
-    """What `users` at once see, on average over the lengths."""
+def serving(time: StepTime, lengths: Sequence[Length], *, users: int, prefix_share: float = 0.0) -> Serving:
+    """What `users` at once see, on average over the lengths; a shared prefix is computed by nobody."""
     halfway = [x.prompt + x.output // 2 for x in lengths]
     seen = [users * tokens / len(lengths) for tokens in time.seen(halfway)]
     step = time.linear_s(users) + users * time.sequence_s
     step += sum(each * tokens for each, tokens in zip(time.read_s, seen, strict=True))
-    prompt = fmean([time.linear_s(x.prompt) + time.prefill_attention(0, x.prompt) for x in lengths])
+    prompt = fmean([time.prompt_s(int(x.prompt * prefix_share), x.prompt) for x in lengths])
     output = max(1.0, fmean([float(x.output) for x in lengths]))
     return steady_state(users=users, step_s=step, prefill_s=prompt, output_tokens=output)
 

@@ -7,6 +7,7 @@ prefill, which multiplies; and what the engine does for every sequence.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 from kvq.capacity.plan.gpus import Gpu
 from kvq.capacity.plan.memory import Split
@@ -25,6 +26,8 @@ class StepTime:
     read_s: tuple[float, ...]  # of one token of KV that one decode sees
     pair_s: tuple[float, ...]  # of one token of a prefill and one token that it sees
     sequence_s: float = 0.0  # of a sequence that gets a token
+    stage_s: Callable[[int], float] | None = None  # as `linear_s`, of one stage of a pipeline
+    stages: int = 1
 
     def read(self, seen: Sequence[int]) -> float:
         """Attention of decodes that see so many tokens together, per layer group."""
@@ -39,6 +42,11 @@ class StepTime:
             full if window is None else sum([min(length, window) for length in lengths])
             for window in self.windows
         ]
+
+    def prompt_s(self, start: int, end: int) -> float:
+        """Computing one sequence's tokens from `start` to `end`: stages of a pipeline wait for each other."""
+        linear_s = self.stage_s or self.linear_s
+        return self.stages * (linear_s(end - start) + self.prefill_attention(start, end))
 
     def prefill_attention(self, start: int, end: int) -> float:
         """Attention of a chunk: the tokens at positions `start` to `end` - 1."""
@@ -77,15 +85,20 @@ def roofline(
     active = parameters.active / split.gpus
     stages = split.pipeline
 
+    @cache
+    def stage_s(tokens: int) -> float:
+        nbytes = weight_bytes * read_share(parameters, tokens)
+        return machine.linear_s(nbytes, 2 * active * tokens, tokens=tokens)
+
     def linear_s(tokens: int) -> float:
-        each = -(-tokens // stages)
-        nbytes = weight_bytes * read_share(parameters, each)
-        return stages * machine.linear_s(nbytes, 2 * active * each, tokens=each)
+        return stages * stage_s(-(-tokens // stages))
 
     groups = layout.groups
     q_heads = geometry.q_heads / split.tensor
     return StepTime(
-        linear_s=linear_s,
+        linear_s=linear_s if stages > 1 else stage_s,
+        stage_s=stage_s,
+        stages=stages,
         windows=tuple(group.group.window for group in groups),
         read_s=tuple(machine.read_s(group.block_bytes / layout.block_size) for group in groups),
         pair_s=tuple(

@@ -1,5 +1,6 @@
 """How many requests fit at once."""
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
@@ -28,11 +29,12 @@ def count_users(
     slot_tokens: int,
     step_tokens: int,
     prefix_share: float = 0.0,
+    seats: int | None = None,
 ) -> Users:
     """Requests of these lengths in pools, in blocks and in reserved slots.
 
     `prefix_share`: of the prompts, what all requests have in common; in blocks it is held once, where no
-    layer slides.
+    layer slides. `seats`: sequences that the engine runs side by side at most.
 
     Raises:
         ConfigError: the share is not below 1, or a request is longer than a slot.
@@ -50,9 +52,10 @@ def count_users(
         each = fmean([blocks[group] - (common and own) for blocks, own in zip(held, shared, strict=True)])
         fits.append(int((count - common) / each) if each else 0)
     slot = layout.kv_bytes_per_token * slot_tokens
+    most = sys.maxsize if seats is None else seats
     return Users(
-        paged=max(0, min(fits)),
-        contiguous=int(bytes_of(layout, num_blocks) / slot),
+        paged=min(most, max(0, min(fits))),
+        contiguous=min(most, int(bytes_of(layout, num_blocks) / slot)),
         bytes_per_request=fmean([bytes_of(layout, blocks) for blocks in held]),
         slot_bytes=round(slot),
     )

@@ -175,7 +175,7 @@ def test_the_fewest_replicas_are_found(needed: int):
 
     def run(replicas: int) -> dict:
         tried.append(replicas)
-        return {"slo_met": min(1.0, replicas / needed), "peak_waiting": 5}
+        return {"slo_met": min(1.0, replicas / needed), "utilization": 0.9}
 
     assert fewest_replicas(run, 1.0)[0] == needed
     assert len(tried) <= 2 * needed.bit_length() + 1
@@ -183,9 +183,11 @@ def test_the_fewest_replicas_are_found(needed: int):
 
 def test_what_more_replicas_do_not_help_is_said():
     with pytest.raises(ConfigError, match="more don't help"):
-        fewest_replicas(lambda n: {"slo_met": 0.4, "peak_waiting": 0}, 0.9)
+        fewest_replicas(lambda n: {"slo_met": 0.4, "utilization": 0.1}, 0.9)
+    with pytest.raises(ConfigError, match="more don't help"):
+        fewest_replicas(lambda n: {"slo_met": None, "utilization": 0.0}, 0.9)
     with pytest.raises(ConfigError, match="0 and at most 1"):
-        fewest_replicas(lambda n: {"slo_met": 1.0, "peak_waiting": 0}, 1.5)
+        fewest_replicas(lambda n: {"slo_met": 1.0, "utilization": 0.1}, 1.5)
 
 
 def test_a_load_is_drawn_lazily():

@@ -7,8 +7,10 @@ import sys
 import pytest
 
 import kvq
+from kvq.capacity.plan.gpus import find_gpu
 from kvq.capacity.plan.lengths import Length
 from kvq.capacity.plan.memory import Split
+from kvq.capacity.plan.plan import Engine, make_plan
 from kvq.capacity.plan.planner import make_target
 from kvq.capacity.plan.speed import at_rate
 from kvq.errors import ConfigError
@@ -85,3 +87,38 @@ def test_a_recipe_is_planned_as_it_is_served(tmp_path):
     recipe, named = (kvq.plan("llama-3-8b", gpu="h100", kv=kv, context=4096) for kv in (str(path), "k8v4"))
     assert recipe.users == named.users
     assert recipe.num_blocks == named.num_blocks
+
+
+def test_slots_of_others_and_seats():
+    def users(**more):
+        target = make_target("gemma-3-27b", weights="fp16", weight_bytes=None, split=Split())
+        engine = Engine(sequences=more.pop("sequences", None))
+        return make_plan(
+            target, find_gpu("h100"), "fp16", [Length(1792, 256)], engine=engine, slot_tokens=2048, **more
+        ).users
+
+    wide = make_plan(
+        make_target("gemma-3-27b", weights="fp16", weight_bytes=None, split=Split()),
+        find_gpu("h100"),
+        "fp16",
+        [Length(1792, 256)],
+        slot_tokens=131_072,
+    ).users
+    assert wide.paged == users().paged > 10
+    assert wide.contiguous < users().contiguous
+    assert users(sequences=8).paged == 8
+
+
+def test_a_pipeline_computes_one_prompt_stage_by_stage():
+    one, four = (
+        kvq.plan("llama-3-8b", gpu="h100", context=4096, output=64, split=Split(pipeline=n)) for n in (1, 4)
+    )
+    assert four.serving.ttft_s == pytest.approx(one.serving.ttft_s, rel=0.15)
+    kept = [next(t.nbytes for t in plan.terms if "embedding" in t.name) for plan in (one, four)]
+    assert kept[0] == kept[1]
+
+
+def test_a_shared_prefix_is_computed_once():
+    plans = [kvq.plan("llama-3-8b", gpu="h100", context=8192, prefix_share=share) for share in (0.0, 0.5)]
+    assert plans[1].serving.ttft_s < 0.7 * plans[0].serving.ttft_s
+    assert plans[1].users.paged > plans[0].users.paged
