@@ -15,7 +15,7 @@ class KnownModel:
     """What of a published config.json decides about memory."""
 
     name: str
-    source: str  # the repository whose config.json it is, written down from memory of it
+    source: str  # the repository whose config.json it is; docs/capacity.md says what it was compared with
     parameters: int | None  # published with it; None: only together with a vision tower, or not at all
     config: Mapping[str, Any]
 

@@ -138,3 +138,15 @@ def test_a_file_of_gpus_replaces_kvqs_own(tmp_path):
     assert find_gpu("mine", read_gpus(path)).memory_gb == 1
     with pytest.raises(ConfigError, match="no file of GPUs"):
         read_gpus(tmp_path / "none.json")
+
+
+@pytest.mark.parametrize(
+    "name", ["llama-4-scout", "deepseek-v3", "gpt-oss-120b", "llama-2-7b", "mistral-7b-v0.1"]
+)
+def test_what_is_its_classes_default_is_as_there(name):
+    config = dict(find_model(name).config)
+    live = AutoConfig.for_model(config.pop("model_type")).to_dict()
+    config.pop("max_position_embeddings")  # defaults are shorter than what was published
+    for key, value in config.items():
+        default = live[key]
+        assert value == (value if default is None else default), key
