@@ -24,13 +24,19 @@ _ALLOWED = {
 
 def run(options: dict[str, Any], given: set[str]) -> None:
     """Start one engine a format; exit code 1 if any memory is off by more than the tolerance."""
-    if wrong := sorted(given - _ALLOWED):
-        names = ", ".join("--" + name.replace("_", "-") for name in wrong)
-        raise ConfigError(f"--verify measures this machine; leave out {names}")
+    from kvq.capacity.plan.known import known_models
     from kvq.capacity.plan.plan import LIKELY_SEQUENCES
     from kvq.commands.progress import status
     from kvq.engine import LLM
 
+    if wrong := sorted(given - _ALLOWED):
+        names = ", ".join("--" + name.replace("_", "-") for name in wrong)
+        raise ConfigError(f"--verify measures this machine; leave out {names}")
+    if options["model"].lower() in known_models():
+        raise ConfigError(
+            f"--verify starts the model, and of {options['model']} only the shape is known; give its folder "
+            f"or its hub name"
+        )
     rows: list[dict[str, Any]] = []
     for kv in options["kv"]:
         with (

@@ -1,7 +1,7 @@
 """Where a GPU's memory goes, and how many users what is left holds."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from kvq.capacity.plan.cost import usd_per_million
 from kvq.capacity.plan.gpus import Gpu
@@ -48,6 +48,7 @@ class Target:
         return on_one_gpu(weight_terms(self.parameters, self.weights), self.geometry, self.split)
 
 
+_ROOMY = 0.9  # of a GPU, below which advice is no trap: something is left for KV
 LIKELY_SEQUENCES = 128  # whose logits a step holds, where nobody says how many
 
 
@@ -121,21 +122,12 @@ def make_plan(
     engine = engine or Engine()
     own = split_geometry(target.geometry, target.split)
     layout = kv_layout(own, kv, block_size=engine.block_size)
-    terms = (
-        *target.terms(),
-        activation_term(
-            target.geometry,
-            step_tokens=engine.step_tokens,
-            sequences=engine.sequences or LIKELY_SEQUENCES,
-            split=target.split,
-        ),
-        Term(name="runtime", nbytes=engine.runtime_bytes, formula="driver, libraries, graphs"),
-    )
+    terms = _terms(target, engine)
     usable = int(gpu.memory_bytes * engine.memory_fraction)
     taken = sum(term.nbytes for term in terms)
     block_bytes = sum(group.block_bytes for group in layout.groups)
     if usable - taken < block_bytes:
-        raise ConfigError(_does_not_fit(target, gpu, taken, usable))
+        raise ConfigError(_does_not_fit(target, gpu, engine, taken, usable))
     longest = engine.max_context or max(length.total for length in lengths)
     one = wanted_blocks(layout, sequences=1, max_context=longest, step_tokens=engine.step_tokens)
     enough = (usable - taken) // bytes_of(layout, one) + 1  # sequences, for which the budget is too small
@@ -189,11 +181,33 @@ def make_plan(
     )
 
 
-def _does_not_fit(target: Target, gpu: Gpu, taken: int, usable: int) -> str:
+def _terms(target: Target, engine: Engine) -> tuple[Term, ...]:
+    """All but the pool, of the fullest GPU."""
+    return (
+        *target.terms(),
+        activation_term(
+            target.geometry,
+            step_tokens=engine.step_tokens,
+            sequences=engine.sequences or LIKELY_SEQUENCES,
+            split=target.split,
+        ),
+        Term(name="runtime", nbytes=engine.runtime_bytes, formula="driver, libraries, graphs"),
+    )
+
+
+def _does_not_fit(target: Target, gpu: Gpu, engine: Engine, taken: int, usable: int) -> str:
     more = max(taken - usable, 0) / 1e9
+    ways = ["take narrower weights (--weights int4)", "or a larger GPU"]
+    for ranks in (2, 4, 8, 16, 32, 64):
+        spread = replace(target, split=replace(target.split, tensor=ranks * target.split.tensor))
+        if target.geometry.q_heads % spread.split.tensor:
+            break
+        if sum(term.nbytes for term in _terms(spread, engine)) < _ROOMY * usable:
+            ways.insert(
+                0, f"spread it over {spread.split.gpus} GPUs (--tensor-parallel {spread.split.tensor})"
+            )
+            break
     return (
         f"{target.name} does not fit on {target.split.gpus} x {gpu.name}: weights, activations and runtime "
-        f"take {taken / 1e9:.1f} GB of each GPU's {usable / 1e9:.1f}, {more:.1f} GB too much; spread it over "
-        f"more GPUs (--tensor-parallel {2 * target.split.tensor}), take narrower weights (--weights int4), "
-        f"or a larger GPU"
+        f"take {taken / 1e9:.1f} GB of each GPU's {usable / 1e9:.1f}, {more:.1f} GB too much; {', '.join(ways)}"
     )

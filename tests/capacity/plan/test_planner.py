@@ -122,3 +122,20 @@ def test_a_shared_prefix_is_computed_once():
     plans = [kvq.plan("llama-3-8b", gpu="h100", context=8192, prefix_share=share) for share in (0.0, 0.5)]
     assert plans[1].serving.ttft_s < 0.7 * plans[0].serving.ttft_s
     assert plans[1].users.paged > plans[0].users.paged
+
+
+@pytest.mark.parametrize(
+    ("gpu", "advice"), [("h100", "--tensor-parallel 4"), ("h200", "--tensor-parallel 2")]
+)
+def test_what_does_not_fit_is_told_what_would(gpu, advice):
+    with pytest.raises(ConfigError, match="GB too much") as error:
+        kvq.plan("llama-3-70b", gpu=gpu, context=4096, engine=Engine(memory_fraction=0.9))
+    assert advice in str(error.value)
+    ranks = int(advice.split()[1])
+    assert kvq.plan("llama-3-70b", gpu=gpu, context=4096, split=Split(tensor=ranks)).users.paged > 0
+
+
+def test_advice_that_would_not_help_is_not_given():
+    with pytest.raises(ConfigError) as error:
+        kvq.plan("llama-3-8b", gpu="l4", context=4096, engine=Engine(step_tokens=1 << 26))
+    assert "--tensor-parallel" not in str(error.value)
