@@ -203,11 +203,11 @@ def _does_not_fit(target: Target, gpu: Gpu, engine: Engine, taken: int, usable: 
         if target.geometry.q_heads % spread.split.tensor:
             break
         if sum(term.nbytes for term in _terms(spread, engine)) < _ROOMY * usable:
-            ways.insert(
-                0, f"spread it over {spread.split.gpus} GPUs (--tensor-parallel {spread.split.tensor})"
-            )
+            option = f"--tensor-parallel {spread.split.tensor}"
+            ways.insert(0, f"spread it over {spread.split.gpus} GPUs ({option})")
             break
     return (
         f"{target.name} does not fit on {target.split.gpus} x {gpu.name}: weights, activations and runtime "
-        f"take {taken / 1e9:.1f} GB of each GPU's {usable / 1e9:.1f}, {more:.1f} GB too much; {', '.join(ways)}"
+        f"take {taken / 1e9:.1f} GB of each GPU's {usable / 1e9:.1f}, {more:.1f} GB too much; "
+        f"{', '.join(ways)}"
     )
