@@ -126,9 +126,9 @@ def command(context: click.Context, /, **options: Any) -> None:
                 )
                 if not plan.users.paged:
                     raise ConfigError(_nobody(plan, lengths))
-                row = _row(plan, lengths, active) | _load(plan, lengths, options["rate"])
+                row = _row(plan, lengths, active) | _load(plan, options["rate"])
                 if options["html_path"] is not None:
-                    row |= _curves(plan, target, gpu, lengths, engine)
+                    row |= _curves(plan, target, gpu, engine)
                 rows.append(row)
             except ConfigError as error:
                 refused.append(error)
@@ -151,16 +151,14 @@ def command(context: click.Context, /, **options: Any) -> None:
             write_plan(options["html_path"], result)
 
 
-def _curves(
-    plan: "CapacityPlan", target: "Target", gpu: "Gpu", lengths: "list[Length]", engine: "Engine"
-) -> dict[str, Any]:
+def _curves(plan: "CapacityPlan", target: "Target", gpu: "Gpu", engine: "Engine") -> dict[str, Any]:
     from kvq.capacity.plan.curves import speed_by_users, users_by_context
 
     price = gpu.usd_per_hour * plan.split.gpus
     longest = target.geometry.max_context
     return {
         "users_by_context": users_by_context(target, gpu, plan.kv, longest=longest, engine=engine),
-        "speed_by_users": speed_by_users(plan, lengths, price),
+        "speed_by_users": speed_by_users(plan, price),
     }
 
 
@@ -230,18 +228,16 @@ def _nobody(plan: "CapacityPlan", lengths: "list[Length]") -> str:
     )
 
 
-def _load(plan: "CapacityPlan", lengths: "list[Length]", rate: float | None) -> dict[str, Any]:
+def _load(plan: "CapacityPlan", rate: float | None) -> dict[str, Any]:
     """How a plan carries requests that arrive at a rate."""
     from kvq.capacity.plan.speed import at_rate
 
     if rate is None:
         return {}
-    if plan.time is None or plan.serving is None:
-        raise ConfigError(
-            "--rate needs the model's speed: leave --weights-gb out, or plan for users that fit"
-        )
+    if plan.serve is None or plan.serving is None:
+        raise ConfigError("--rate needs the model's speed: leave --weights-gb out")
     most = plan.serving.requests_per_s
-    found = at_rate(plan.time, lengths, rate, most=plan.users.paged)
+    found = at_rate(plan.serve, rate, most=plan.users.paged)
     return {
         "utilization": rate / most,
         "in_flight": None if found is None else found.users,

@@ -14,7 +14,8 @@ from kvq.errors import ConfigError
 if TYPE_CHECKING:
     from kvq.capacity.fleet.call import Call
     from kvq.capacity.fleet.routing import Routing
-    from kvq.capacity.fleet.summary import Bill, Slo
+    from kvq.capacity.fleet.summary import Slo
+    from kvq.capacity.plan.cost import Prices
     from kvq.capacity.plan.gpus import Gpu
     from kvq.capacity.plan.plan import Target
 
@@ -51,7 +52,7 @@ def run(options: dict[str, Any]) -> None:
             "the model by --tensor-parallel, or plan it with kvq plan"
         )
     target = make_target(options)
-    slo = _slo(options)
+    slo, prices = _slo(options), _prices(options)
     draw = _load(options, target)
     cases = list(_cases(options))
     rows: list[dict[str, Any]] = []
@@ -59,7 +60,9 @@ def run(options: dict[str, Any]) -> None:
     with progress_bar("simulating") as progress:
         for number, case in enumerate(cases):
             try:
-                rows.append(_simulate(options, target, gpu, case, draw, slo, number, len(cases), progress))
+                rows.append(
+                    _simulate(options, target, gpu, case, draw, slo, prices, number, len(cases), progress)
+                )
             except ConfigError as error:
                 refused.append(str(error))
     if not rows:
@@ -88,6 +91,7 @@ def _simulate(
     case: _Case,
     draw: "Callable[[], Iterator[Call]]",
     slo: "Slo",
+    prices: "Prices | None",
     number: int,
     total: int,
     progress: Callable[[int, int | None], None],
@@ -96,7 +100,7 @@ def _simulate(
     from kvq.capacity.fleet.build import make_engine as make_simulated
     from kvq.capacity.fleet.fleet import FleetSpec, serve
     from kvq.capacity.fleet.sizing import fewest_replicas
-    from kvq.capacity.fleet.summary import summarize
+    from kvq.capacity.fleet.summary import Bill, summarize
     from kvq.scheduler import SchedulerConfig
 
     config = SchedulerConfig(
@@ -133,7 +137,8 @@ def _simulate(
             overflow_waiting=options["overflow_waiting"],
         )
         gpus = fleet.engines * target.split.gpus
-        figures = summarize(serve(draw(), fleet, progress=tell), slo, _bill(options, gpu, gpus))
+        bill = Bill(usd_per_hour=gpu.usd_per_hour * gpus, api=prices)
+        figures = summarize(serve(draw(), fleet, progress=tell), slo, bill)
         return {"replicas": replicas, "gpus": gpus, **figures}
 
     if options["meet"] is None:
@@ -242,8 +247,8 @@ def _slo(options: dict[str, Any]) -> "Slo":
     return Slo(ttft_s=None if ttft is None else ttft / 1e3, itl_s=None if itl is None else itl / 1e3)
 
 
-def _bill(options: dict[str, Any], gpu: "Gpu", gpus: int) -> "Bill":
-    from kvq.capacity.fleet.summary import Bill
+def _prices(options: dict[str, Any]) -> "Prices | None":
+    """Of the API that overflow goes to."""
     from kvq.capacity.plan.cost import Prices
 
     prices = (options["api_input"], options["api_output"])
@@ -251,8 +256,7 @@ def _bill(options: dict[str, Any], gpu: "Gpu", gpus: int) -> "Bill":
         raise ConfigError("--overflow-waiting sends requests to an API: give --api-input and --api-output")
     if prices.count(None) == 1:
         raise ConfigError("an API has two prices: give --api-input and --api-output")
-    api = None if None in prices else Prices(input=prices[0], output=prices[1])
-    return Bill(usd_per_hour=gpu.usd_per_hour * gpus, api=api)
+    return None if None in prices else Prices(input=prices[0], output=prices[1])
 
 
 _CHUNK = "max_num_batched_tokens"

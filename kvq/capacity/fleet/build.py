@@ -3,9 +3,8 @@
 from kvq.capacity.fleet.replica import EngineSpec
 from kvq.capacity.plan.gpus import Gpu
 from kvq.capacity.plan.lengths import Length
-from kvq.capacity.plan.memory import kv_layout, split_geometry
 from kvq.capacity.plan.plan import CapacityPlan, Engine, Target, make_plan
-from kvq.capacity.plan.pools import reserve_blocks, windows_of
+from kvq.capacity.plan.pools import reserve_blocks
 from kvq.capacity.plan.roofline import Efficiency
 from kvq.errors import ConfigError
 from kvq.scheduler import SchedulerConfig
@@ -32,11 +31,10 @@ def make_engine(
         target, gpu, kv, [Length(context - 1, 1)], slot_tokens=context, engine=engine, efficiency=efficiency
     )
     assert plan.time is not None, "known where the parameters are"
-    layout = kv_layout(split_geometry(target.geometry, target.split), kv, block_size=engine.block_size)
     spec = EngineSpec(
         num_blocks=list(plan.num_blocks),
         block_size=engine.block_size,
-        windows=windows_of(layout),
+        windows=list(plan.time.windows),
         config=config,
         time=plan.time,
         reserve_blocks=reserve_blocks(plan.num_blocks),

@@ -1,13 +1,12 @@
 """What a plan would be for other lengths and other numbers of users, for plots."""
 
-from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from kvq.capacity.plan.cost import usd_per_million
 from kvq.capacity.plan.gpus import Gpu
-from kvq.capacity.plan.lengths import Length, fixed
+from kvq.capacity.plan.lengths import fixed
 from kvq.capacity.plan.plan import CapacityPlan, Engine, Target, make_plan
-from kvq.capacity.plan.speed import serving
 
 _SHORTEST = 1024  # tokens
 
@@ -15,7 +14,11 @@ _SHORTEST = 1024  # tokens
 def users_by_context(
     target: Target, gpu: Gpu, kv: str, *, longest: int, engine: Engine
 ) -> list[tuple[int, int]]:
-    """(context, requests that fit at once), the context doubling up to the longest."""
+    """(context, requests that fit at once), the context doubling up to the longest.
+
+    Layer groups share the memory out anew for each.
+    """
+    engine = replace(engine, max_context=None)
     contexts = [min(_SHORTEST, longest)]
     while contexts[-1] < longest:
         contexts.append(min(longest, 2 * contexts[-1]))
@@ -26,18 +29,16 @@ def users_by_context(
     return found
 
 
-def speed_by_users(
-    plan: CapacityPlan, lengths: Sequence[Length], usd_per_hour: float
-) -> list[dict[str, Any]]:
+def speed_by_users(plan: CapacityPlan, usd_per_hour: float) -> list[dict[str, Any]]:
     """Latency and cost as more requests run side by side, doubling up to as many as fit."""
-    if plan.time is None or not plan.users.paged:
+    if plan.serve is None or not plan.users.paged:
         return []
     counts = [1]
     while counts[-1] < plan.users.paged:
         counts.append(min(plan.users.paged, 2 * counts[-1]))
     points = []
     for users in counts:
-        served = serving(plan.time, lengths, users=users)
+        served = plan.serve(users)
         points.append(
             {
                 "users": users,

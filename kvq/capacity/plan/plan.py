@@ -1,7 +1,8 @@
 """Where a GPU's memory goes, and how many users what is left holds."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from kvq.capacity.plan.cost import usd_per_million
 from kvq.capacity.plan.gpus import Gpu
@@ -88,6 +89,7 @@ class CapacityPlan:
     serving: Serving | None  # at as many users as fit; None where the weights are not known one by one
     latent: LatentKV | None  # the same in latent vectors, which kvq's engine does not keep
     time: StepTime | None = field(repr=False, compare=False)  # of its steps
+    serve: Callable[[int], Serving] | None = field(repr=False, compare=False)  # what so many users see
     usd_per_million_tokens: float | None  # generated ones, at full load
 
     @property
@@ -150,7 +152,7 @@ def make_plan(
         prefix_share=prefix_share,
         seats=engine.sequences,
     )
-    time = served = None
+    time = serve = None
     if target.parameters is not None:
         time = roofline(
             target.parameters,
@@ -161,8 +163,8 @@ def make_plan(
             split=target.split,
             efficiency=efficiency or Efficiency(),
         )
-        if users.paged:
-            served = serving(time, lengths, users=users.paged, prefix_share=prefix_share)
+        serve = partial(_serving, time, lengths, prefix_share)
+    served = serve(users.paged) if serve is not None and users.paged else None
     price = gpu.usd_per_hour * target.split.gpus
     return CapacityPlan(
         model=target.name,
@@ -177,8 +179,13 @@ def make_plan(
         serving=served,
         latent=latent_kv(target.latent_values, len(own.layers), kv, pool.nbytes, lengths, engine.block_size),
         time=time,
+        serve=serve,
         usd_per_million_tokens=None if served is None else usd_per_million(price, served.tokens_per_s),
     )
+
+
+def _serving(time: StepTime, lengths: Sequence[Length], prefix_share: float, users: int) -> Serving:
+    return serving(time, lengths, users=users, prefix_share=prefix_share)
 
 
 def _terms(target: Target, engine: Engine) -> tuple[Term, ...]:

@@ -1,6 +1,6 @@
 """How fast a plan serves: its steps on the roofline."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from statistics import fmean
 
 from kvq.capacity.plan.gpus import check_positive
@@ -20,8 +20,10 @@ def serving(time: StepTime, lengths: Sequence[Length], *, users: int, prefix_sha
     return steady_state(users=users, step_s=step, prefill_s=prompt, output_tokens=output)
 
 
-def at_rate(time: StepTime, lengths: Sequence[Length], rate: float, *, most: int) -> Serving | None:
+def at_rate(serve: Callable[[int], Serving], rate: float, *, most: int) -> Serving | None:
     """What requests see that arrive at `rate` a second; None where `most` side by side don't keep up.
+
+    `serve`: what so many at once see.
 
     The fewest side by side whose throughput is the rate: by Little's law as many as are there on average.
 
@@ -29,13 +31,13 @@ def at_rate(time: StepTime, lengths: Sequence[Length], rate: float, *, most: int
         ConfigError: the rate is not above 0.
     """
     check_positive("the rate", rate)
-    if most < 1 or serving(time, lengths, users=most).requests_per_s < rate:
+    if most < 1 or serve(most).requests_per_s < rate:
         return None
     low, high = 0, most
     while high - low > 1:
         middle = (low + high) // 2
-        if serving(time, lengths, users=middle).requests_per_s >= rate:
+        if serve(middle).requests_per_s >= rate:
             high = middle
         else:
             low = middle
-    return serving(time, lengths, users=high)
+    return serve(high)

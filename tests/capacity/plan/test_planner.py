@@ -68,16 +68,19 @@ def test_the_text_part_of_a_model_that_sees_is_planned(tmp_path):
 
 def test_a_rate_by_littles_law():
     plan = kvq.plan("llama-3-8b", gpu="h100", kv="int4", context=2048, output=256)
-    lengths = [Length(2048 - 256, 256)]
     most = plan.serving.requests_per_s
-    found = at_rate(plan.time, lengths, most / 2, most=plan.users.paged)
+    found = at_rate(plan.serve, most / 2, most=plan.users.paged)
     seconds = found.itl_s * 256  # of each, from its first token on, prompts of others included
     assert found.users == pytest.approx(most / 2 * seconds, abs=1)
     assert found.users < plan.users.paged / 2
-    assert at_rate(plan.time, lengths, 1.01 * most, most=plan.users.paged) is None
-    assert at_rate(plan.time, lengths, 1e-9, most=plan.users.paged).users == 1
+    assert at_rate(plan.serve, 1.01 * most, most=plan.users.paged) is None
+    assert at_rate(plan.serve, 1e-9, most=plan.users.paged).users == 1
     with pytest.raises(ConfigError):
-        at_rate(plan.time, lengths, 0, most=5)
+        at_rate(plan.serve, 0, most=5)
+    shared = kvq.plan("llama-3-8b", gpu="h100", kv="int4", context=2048, output=256, prefix_share=0.5)
+    faster = 0.99 * shared.serving.requests_per_s
+    assert faster > most
+    assert at_rate(shared.serve, faster, most=shared.users.paged) is not None
 
 
 def test_a_recipe_is_planned_as_it_is_served(tmp_path):
