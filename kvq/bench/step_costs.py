@@ -5,8 +5,12 @@ from typing import Any
 
 import torch
 
+from kvq.capacity.plan.parameters import Parameters, count_parameters
+from kvq.capacity.plan.step_time import read_share
 from kvq.engine import StepStats
+from kvq.errors import ConfigError
 from kvq.models import Model
+from kvq.models.checkpoint import read_json
 
 _LEAST = 4  # steps near a number of tokens, for a point of its own
 _FEWEST_STEPS = 32
@@ -15,13 +19,18 @@ _NEGLIGIBLE = 0.02  # relative error
 
 
 def fit_costs(steps: Sequence[StepStats], model: Model) -> dict[str, Any] | None:
-    """Costs as `kvq.capacity.plan.calibration` reads them; None of too few steps, or with sliding windows.
+    """Costs as `kvq.capacity.plan.calibration` reads them; None of too few steps.
+
+    Also None of models with sliding windows, whose decodes see less than is counted here, with experts, of
+    which a step reads more the more tokens it has, and of families whose parameters are not counted.
 
     Least relative errors, no cost below zero: linear layers as a line between powers of two of
     their tokens, decodes by the tokens that they see, prefill by its pairs, and sequences.
     """
     layout, geometry = model.layout, model.geometry
-    if len(steps) < _FEWEST_STEPS or any(group.group.window is not None for group in layout.groups):
+    parameters = _parameters(model)
+    slides = any(group.group.window is not None for group in layout.groups)
+    if len(steps) < _FEWEST_STEPS or slides or parameters is None or parameters.experts:
         return None
     rows = [step.decode_tokens + step.prefill_tokens for step in steps]
     knots = _knots(rows)
@@ -37,18 +46,25 @@ def fit_costs(steps: Sequence[StepStats], model: Model) -> dict[str, Any] | None
     linear, (read_s, pair_s, sequence_s) = found[: len(knots)], found[len(knots) :]
     if min(linear) <= 0:
         return None
-    parameters = sum(p.numel() for p in model.weights.model.parameters())
+    held = sum(p.numel() * p.element_size() for p in model.weights.model.parameters())
     heads = sum(layer.k_head_dim + layer.v_head_dim for layer in geometry.layers)
     return {
         "linear": [[knot, cost] for knot, cost in zip(knots, linear, strict=True)],
         "read_s": read_s,
         "pair_s": pair_s,
         "sequence_s": sequence_s,
-        "weight_bytes": sum(p.numel() * p.element_size() for p in model.weights.model.parameters()),
-        "token_flops": 2 * parameters,
+        "weight_bytes": held * read_share(parameters, 1),
+        "token_flops": 2 * parameters.active,
         "kv_bytes": sum(group.block_bytes for group in layout.groups) / layout.block_size,
         "pair_flops": 2 * geometry.q_heads * heads,
     }
+
+
+def _parameters(model: Model) -> Parameters | None:
+    try:
+        return count_parameters(read_json(model.weights.folder / "config.json"), model.geometry)
+    except ConfigError:
+        return None
 
 
 def _knots(rows: Sequence[int]) -> list[int]:

@@ -84,6 +84,12 @@ def engine(
     words = {name: value for name, value in options.items() if value is not None}
     result = envelope(sys.argv, model.weights.device, rows, model=model.description, load=words)
     _print(result)
+    if options["step_costs"] and any(row.get("step_costs", 0) is None for row in rows):
+        click.echo(
+            "kvq: no costs of steps: they take 32 steps at least, and a model of a known family without "
+            "sliding windows and experts",
+            err=True,
+        )
     if json_path is not None:
         write_json(json_path, result)
     if plot_path is not None:

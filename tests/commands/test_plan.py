@@ -258,3 +258,30 @@ def test_costs_count_operations_and_what_gpus_can_serve(run, tmp_path):
     (row,) = json.loads(path.read_text())["rows"]
     assert row["usd_per_million_tokens_with_operations"] == pytest.approx(2 * row["usd_per_million_tokens"])
     assert "take 78 times as many" in out
+
+
+def test_a_rate_tells_how_busy_gpus_are(run, tmp_path):
+    path = tmp_path / "p.json"
+    options = (
+        "--model",
+        "llama-3-8b",
+        "--gpu",
+        "h100",
+        "--kv",
+        "int4",
+        "--context",
+        "2048",
+        "--json",
+        str(path),
+    )
+    for rate, there in ((1.0, True), (1e4, False)):
+        status, out, _ = run("plan", *options, "--rate", str(rate))
+        assert status == 0
+        assert ("too many" not in out) == there
+        (row,) = json.loads(path.read_text())["rows"]
+        assert row["utilization"] == pytest.approx(rate / row["requests_per_s"])
+        assert row["rate_gpus"] == -(-rate // row["requests_per_s"])
+        assert (row["in_flight"] is not None) == there
+    status, _, err = run("plan", *options, "--rate", "1", "--weights-gb", "16")
+    assert status == 2
+    assert "leave --weights-gb out" in err
