@@ -1,13 +1,13 @@
 """`kvq cost`: a GPU by the hour against an API by the token."""
 
 import math
-import sys
 from pathlib import Path
 from typing import Any
 
 import click
 
 from kvq.commands.options import Finite
+from kvq.commands.results import write_rows
 from kvq.errors import ConfigError
 
 
@@ -57,12 +57,7 @@ def command(**options: Any) -> None:
     for name, value, formula in _lines(row, options):
         table.add_row(name, value, formula)
     console().print(table)
-    if options["json_path"] is not None:
-        import torch
-
-        from kvq.evals.results import envelope, write_json
-
-        write_json(options["json_path"], envelope(["kvq", *sys.argv[1:]], torch.device("cpu"), [row]))
+    write_rows([row], options["json_path"])
 
 
 def _numbers(options: dict[str, Any]) -> dict[str, Any]:

@@ -1,9 +1,10 @@
 """`kvq models`: the models that kvq can plan for without their files."""
 
-import sys
 from typing import Any
 
 import click
+
+from kvq.commands.results import write_rows
 
 
 @click.command(name="models")
@@ -54,9 +55,4 @@ def command(json_path: str | None) -> None:
             row["source"],
         )
     console().print(table)
-    if json_path is not None:
-        import torch
-
-        from kvq.evals.results import envelope, write_json
-
-        write_json(json_path, envelope(["kvq", *sys.argv[1:]], torch.device("cpu"), rows))
+    write_rows(rows, json_path)

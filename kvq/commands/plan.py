@@ -1,13 +1,13 @@
 """`kvq plan`: how many users fit on which GPU, term by term."""
 
 import math
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from kvq.commands.options import Finite, kv_option
+from kvq.commands.results import write_rows
 from kvq.commands.sizing import (
     find_efficiency,
     find_gpus,
@@ -137,18 +137,13 @@ def command(context: click.Context, /, **options: Any) -> None:
     _print(rows, options["users"], assumed=options["calibrate"] is None)
     for reason in dict.fromkeys(map(str, refused)):
         click.echo(f"left out: {reason}", err=True)
-    if options["json_path"] is not None or options["html_path"] is not None:
-        import torch
+    write_rows(rows, options["json_path"], options["html_path"], _write_page)
 
-        from kvq.evals.results import envelope, write_json
 
-        result = envelope(["kvq", *sys.argv[1:]], torch.device("cpu"), rows)
-        if options["json_path"] is not None:
-            write_json(options["json_path"], result)
-        if options["html_path"] is not None:
-            from kvq.commands.capacity_report import write_plan
+def _write_page(path: str, result: dict[str, Any]) -> None:
+    from kvq.commands.capacity_report import write_plan
 
-            write_plan(options["html_path"], result)
+    write_plan(path, result)
 
 
 def _curves(plan: "CapacityPlan", target: "Target", gpu: "Gpu", engine: "Engine") -> dict[str, Any]:

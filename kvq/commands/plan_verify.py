@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from kvq.commands.results import write_rows
 from kvq.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -52,12 +53,7 @@ def run(options: dict[str, Any], given: set[str]) -> None:
         ):
             rows.append(_row(kv, llm.core.memory, llm.core.model.weights.device.type))
     _print(rows)
-    if options["json_path"] is not None:
-        import torch
-
-        from kvq.evals.results import envelope, write_json
-
-        write_json(options["json_path"], envelope(["kvq", *sys.argv[1:]], torch.device("cpu"), rows))
+    write_rows(rows, options["json_path"])
     if not all(row["holds"] for row in rows):
         sys.exit(1)
 

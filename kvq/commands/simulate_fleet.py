@@ -1,6 +1,5 @@
 """`kvq simulate --model ... --gpu ...`: KV formats and policies under one load."""
 
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import product
@@ -8,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from kvq.commands.results import write_rows
 from kvq.commands.sizing import find_efficiency, find_gpus, make_engine, make_target
 from kvq.errors import ConfigError
 
@@ -70,18 +70,13 @@ def run(options: dict[str, Any]) -> None:
     _print(rows, slo)
     for reason in dict.fromkeys(refused):
         click.echo(f"left out: {reason}", err=True)
-    if options["json_path"] is not None or options["html_path"] is not None:
-        import torch
+    write_rows(rows, options["json_path"], options["html_path"], _write_page)
 
-        from kvq.evals.results import envelope, write_json
 
-        result = envelope(["kvq", *sys.argv[1:]], torch.device("cpu"), rows)
-        if options["json_path"] is not None:
-            write_json(options["json_path"], result)
-        if options["html_path"] is not None:
-            from kvq.commands.capacity_report import write_simulation
+def _write_page(path: str, result: dict[str, Any]) -> None:
+    from kvq.commands.capacity_report import write_simulation
 
-            write_simulation(options["html_path"], result)
+    write_simulation(path, result)
 
 
 def _simulate(
