@@ -4,26 +4,10 @@ import json
 
 import pytest
 
-from kvq.cli import main
 
-
-@pytest.fixture
-def run(capsys):
-    def run(*arguments):
-        try:
-            main(list(arguments))
-            status = 0
-        except SystemExit as ended:
-            status = ended.code or 0
-        said = capsys.readouterr()
-        return status, said.out, said.err
-
-    return run
-
-
-def test_a_plan_as_a_table_and_as_json(run, tmp_path):
+def test_a_plan_as_a_table_and_as_json(kvq, tmp_path):
     path = tmp_path / "plan.json"
-    status, out, _ = run(
+    status, out, _ = kvq(
         *(
             "plan",
             "--model",
@@ -51,12 +35,12 @@ def test_a_plan_as_a_table_and_as_json(run, tmp_path):
         assert row["pool_bytes"] == row["num_blocks"][0] * row["block_bytes"]
 
 
-def test_lengths_may_be_distributions_and_models_folders(run, tmp_path):
+def test_lengths_may_be_distributions_and_models_folders(kvq, tmp_path):
     trace = tmp_path / "trace.jsonl"
     trace.write_text('{"prompt_tokens": 900, "output_tokens": 100}\n')
-    status, _, _ = run("plan", "-m", "tiny", "--gpu", "l4,h100", "--trace", str(trace), "--weights-gb", "0.1")
+    status, _, _ = kvq("plan", "-m", "tiny", "--gpu", "l4,h100", "--trace", str(trace), "--weights-gb", "0.1")
     assert status == 0
-    status, out, _ = run("plan", "-m", "gemma-3-4b", "--gpu", "l4", "--lognormal", "1000,0.9", "--kv", "k8v4")
+    status, out, _ = kvq("plan", "-m", "gemma-3-4b", "--gpu", "l4", "--lognormal", "1000,0.9", "--kv", "k8v4")
     assert status == 0
     assert "sliding-1024" in out
 
@@ -78,15 +62,15 @@ def test_lengths_may_be_distributions_and_models_folders(run, tmp_path):
         (("-m", "llama-3-8b", "--gpu", "h100", "--context", "64", "-tp", "3"), "can't be shared by 3"),
     ],
 )
-def test_what_cannot_be_planned_says_why(run, arguments, message):
-    status, _, err = run("plan", *arguments)
+def test_what_cannot_be_planned_says_why(kvq, arguments, message):
+    status, _, err = kvq("plan", *arguments)
     assert status == 2
     assert message in err
     assert "Traceback" not in err
 
 
-def test_what_fits_is_shown_beside_what_does_not(run):
-    status, out, err = run(
+def test_what_fits_is_shown_beside_what_does_not(kvq):
+    status, out, err = kvq(
         "plan", "-m", "llama-2-13b", "--gpu", "l4,a100-80", "--context", "4096", "--kv", "int4"
     )
     assert status == 0
@@ -94,28 +78,28 @@ def test_what_fits_is_shown_beside_what_does_not(run):
     assert "left out: llama-2-13b does not fit on 1 x l4" in err
 
 
-def test_lists(run, tmp_path):
-    status, out, _ = run("models", "--json", str(tmp_path / "m.json"))
+def test_lists(kvq, tmp_path):
+    status, out, _ = kvq("models", "--json", str(tmp_path / "m.json"))
     assert status == 0
     assert "llama-3.1-405b" in out
     assert len(json.loads((tmp_path / "m.json").read_text())["rows"]) > 40
-    status, out, _ = run("gpus", "--json", str(tmp_path / "g.json"))
+    status, out, _ = kvq("gpus", "--json", str(tmp_path / "g.json"))
     assert status == 0
     assert "mi300x" in out
-    status, again, _ = run("gpus", "--gpus", str(tmp_path / "g.json"))
+    status, again, _ = kvq("gpus", "--gpus", str(tmp_path / "g.json"))
     assert (status, again) == (0, out)
 
 
-def test_speed_comes_with_the_plan_where_the_weights_are_known(run, tmp_path):
+def test_speed_comes_with_the_plan_where_the_weights_are_known(kvq, tmp_path):
     path = tmp_path / "plan.json"
-    run("plan", "-m", "mixtral-8x7b", "--gpu", "h200", "--context", "4096", "--json", str(path))
+    kvq("plan", "-m", "mixtral-8x7b", "--gpu", "h200", "--context", "4096", "--json", str(path))
     rows = json.loads(path.read_text())["rows"]
     for row in rows:
         assert row["tokens_per_s"] == pytest.approx(1e3 * row["max_users"] / row["itl_ms"])
         assert row["usd_per_million_tokens"] == pytest.approx(15 / 3600 / row["tokens_per_s"] * 1e6)
         assert row["ttft_ms"] > 0
     assert rows[-1]["tokens_per_s"] > rows[0]["tokens_per_s"]  # int4 beside fp16
-    run(
+    kvq(
         "plan",
         "-m",
         "mixtral-8x7b",
@@ -131,9 +115,9 @@ def test_speed_comes_with_the_plan_where_the_weights_are_known(run, tmp_path):
     assert json.loads(path.read_text())["rows"][0]["tokens_per_s"] is None
 
 
-def test_costs(run, tmp_path):
+def test_costs(kvq, tmp_path):
     path = tmp_path / "cost.json"
-    status, out, _ = run(
+    status, out, _ = kvq(
         *("cost", "--usd-per-hour", "8", "--num-gpus", "8", "--tokens-per-s", "3000", "--api-input", "5"),
         *("--api-output", "30", "--requests", "1000000", "--json", str(path)),
     )
@@ -143,7 +127,7 @@ def test_costs(run, tmp_path):
     assert row["api_usd_per_month"] == pytest.approx(8500)
     assert row["break_even_requests"] == pytest.approx(row["usd_per_month"] / 0.0085)
     assert "the API is cheaper" in out
-    status, out, _ = run("cost", "--gpu", "l40s", "--tokens-per-s", "500")
+    status, out, _ = kvq("cost", "--gpu", "l40s", "--tokens-per-s", "500")
     assert status == 0
     assert "$2.00 / (500 tokens/s x 100% x 3,600 s)" in out
 
@@ -159,16 +143,16 @@ def test_costs(run, tmp_path):
         (("--gpu", "h100", "--tokens-per-s", "1", "--utilization", "2"), "not in the range"),
     ],
 )
-def test_costs_that_cannot_be_told_say_why(run, arguments, message):
-    status, _, err = run("cost", *arguments)
+def test_costs_that_cannot_be_told_say_why(kvq, arguments, message):
+    status, _, err = kvq("cost", *arguments)
     assert status == 2
     assert message in err
 
 
-def test_engines_are_held_to_their_plan(run, tmp_path):
+def test_engines_are_held_to_their_plan(kvq, tmp_path):
     path = tmp_path / "v.json"
     options = ("--model", "tiny", "--kv", "fp32,int4", "--kv-memory", "200MiB", "--max-num-seqs", "16")
-    status, out, _ = run("plan", *options, "--verify", "--json", str(path))
+    status, out, _ = kvq("plan", *options, "--verify", "--json", str(path))
     assert status == 0, out
     rows = json.loads(path.read_text())["rows"]
     assert [row["kv"] for row in rows] == ["fp32", "int4"]
@@ -180,11 +164,11 @@ def test_engines_are_held_to_their_plan(run, tmp_path):
         )
 
 
-def test_memory_off_the_plan_is_an_exit_code(run, monkeypatch):
+def test_memory_off_the_plan_is_an_exit_code(kvq, monkeypatch):
     from kvq.engine import reconcile
 
     monkeypatch.setattr(reconcile, "weight_bytes", lambda model: 1 << 30)
-    status, out, err = run("plan", "--model", "tiny", "--kv", "int4", "--kv-memory", "8MiB", "--verify")
+    status, out, err = kvq("plan", "--model", "tiny", "--kv", "int4", "--kv-memory", "8MiB", "--verify")
     assert status == 1
     assert "more than 3%" in err
     assert "1,073.7" in out
@@ -199,8 +183,8 @@ def test_memory_off_the_plan_is_an_exit_code(run, monkeypatch):
         (("--verify", "--kv-memory", "lots"), "must be a size"),
     ],
 )
-def test_verify_and_gpus_do_not_mix(run, options, said):
-    status, _, err = run("plan", "--model", "tiny", *options)
+def test_verify_and_gpus_do_not_mix(kvq, options, said):
+    status, _, err = kvq("plan", "--model", "tiny", *options)
     assert status == 2
     assert said in err
 
@@ -214,33 +198,33 @@ def test_verify_and_gpus_do_not_mix(run, options, said):
         (("--lognormal", "100,-1"), "sigma"),
     ],
 )
-def test_plans_that_hold_nobody_say_so(run, options, said):
-    status, out, err = run("plan", "--model", "llama-3-8b", "--gpu", "h100", "--kv", "fp16", *options)
+def test_plans_that_hold_nobody_say_so(kvq, options, said):
+    status, out, err = kvq("plan", "--model", "llama-3-8b", "--gpu", "h100", "--kv", "fp16", *options)
     assert (status, out) == (2, "")
     assert said in err
 
 
-def test_a_trace_beyond_the_context_is_no_plan(run, tmp_path):
+def test_a_trace_beyond_the_context_is_no_plan(kvq, tmp_path):
     path = tmp_path / "t.jsonl"
     path.write_text('{"prompt_tokens": 1000000, "output_tokens": 1}')
-    status, _, err = run("plan", "--model", "llama-3-8b", "--gpu", "h100", "--trace", str(path))
+    status, _, err = kvq("plan", "--model", "llama-3-8b", "--gpu", "h100", "--trace", str(path))
     assert status == 2
     assert "above the model's context of 8,192" in err
 
 
-def test_gpus_of_ones_own_keep_their_names(run, tmp_path):
+def test_gpus_of_ones_own_keep_their_names(kvq, tmp_path):
     path = tmp_path / "g.json"
     gpu = {"memory_gb": 99, "bandwidth_tb_s": 2, "usd_per_hour": 1, "tflops": {"fp16": 50}}
     path.write_text(json.dumps({"format_version": 1, "gpus": {"My GPU": gpu}}))
     for name in ("My GPU", "my gpu"):
-        status, out, _ = run(
+        status, out, _ = kvq(
             *("plan", "--model", "llama-3-8b", "--gpu", name, "--gpus", str(path), "--context", "100")
         )
         assert status == 0
         assert "My GPU" in out
 
 
-def test_costs_count_operations_and_what_gpus_can_serve(run, tmp_path):
+def test_costs_count_operations_and_what_gpus_can_serve(kvq, tmp_path):
     path = tmp_path / "c.json"
     options = (
         "--usd-per-hour",
@@ -253,14 +237,14 @@ def test_costs_count_operations_and_what_gpus_can_serve(run, tmp_path):
         "200",
     )
     prices = ("--api-input", "5", "--api-output", "30", "--requests", "1e9")
-    status, out, _ = run("cost", *options, *prices, "--json", str(path))
+    status, out, _ = kvq("cost", *options, *prices, "--json", str(path))
     assert status == 0
     (row,) = json.loads(path.read_text())["rows"]
     assert row["usd_per_million_tokens_with_operations"] == pytest.approx(2 * row["usd_per_million_tokens"])
     assert "take 78 times as many" in out
 
 
-def test_a_rate_tells_how_busy_gpus_are(run, tmp_path):
+def test_a_rate_tells_how_busy_gpus_are(kvq, tmp_path):
     path = tmp_path / "p.json"
     options = (
         "--model",
@@ -275,13 +259,13 @@ def test_a_rate_tells_how_busy_gpus_are(run, tmp_path):
         str(path),
     )
     for rate, there in ((1.0, True), (1e4, False)):
-        status, out, _ = run("plan", *options, "--rate", str(rate))
+        status, out, _ = kvq("plan", *options, "--rate", str(rate))
         assert status == 0
         assert ("too many" not in out) == there
         (row,) = json.loads(path.read_text())["rows"]
         assert row["utilization"] == pytest.approx(rate / row["requests_per_s"])
         assert row["rate_gpus"] == -(-rate // row["requests_per_s"])
         assert (row["in_flight"] is not None) == there
-    status, _, err = run("plan", *options, "--rate", "1", "--weights-gb", "16")
+    status, _, err = kvq("plan", *options, "--rate", "1", "--weights-gb", "16")
     assert status == 2
     assert "leave --weights-gb out" in err

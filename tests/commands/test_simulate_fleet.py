@@ -2,6 +2,7 @@
 
 import json
 import re
+from functools import partial
 
 import pytest
 
@@ -11,17 +12,8 @@ LOAD = ("--requests", "200", "--rate", "20", "--seed", "3")
 
 
 @pytest.fixture
-def run(capsys):
-    def run(*arguments):
-        try:
-            main(["simulate", "--model", "llama-3-8b", "--gpu", "h100", *map(str, arguments)])
-            status = 0
-        except SystemExit as ended:
-            status = ended.code or 0
-        said = capsys.readouterr()
-        return status, said.out, said.err
-
-    return run
+def run(kvq):
+    return partial(kvq, "simulate", "--model", "llama-3-8b", "--gpu", "h100")
 
 
 def test_formats_side_by_side(run, tmp_path):

@@ -88,14 +88,6 @@ class Machine:
         return flops / (self.flops * share)
 
 
-def decode_step_s(
-    machine: Machine, *, weight_bytes: float, kv_bytes: float, batch: int, parameters: float
-) -> float:
-    """Seconds of a step in which `batch` sequences with `kv_bytes` together get a token each."""
-    linear = machine.linear_s(weight_bytes, 2 * parameters * batch, tokens=batch)
-    return linear + machine.read_s(kv_bytes)
-
-
 def expert_share(experts: float, chosen: float, tokens: int) -> float:
     """Of the routed experts, those that a step of so many tokens reads on average, chosen evenly."""
     return 1 - (1 - chosen / experts) ** tokens if experts else 0.0

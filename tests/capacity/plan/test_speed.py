@@ -14,7 +14,6 @@ from kvq.capacity.plan.roofline import (
     Efficiency,
     Machine,
     continuous_tokens_per_s,
-    decode_step_s,
     expert_share,
     speculated_tokens,
     speculation_speedup,
@@ -28,7 +27,7 @@ PERFECT = Efficiency(bandwidth=1, step=1, arithmetic=1)
 
 def test_an_h100_reads_14_gb_of_weights():
     machine = Machine(bandwidth=3.35e12, flops=989e12, efficiency=PERFECT)
-    step = decode_step_s(machine, weight_bytes=14e9, kv_bytes=0, batch=1, parameters=7e9)
+    step = machine.linear_s(14e9, 2 * 7e9, tokens=1)
     assert 1e3 * step == pytest.approx(4.2, abs=0.05)
     assert 238 <= 1 / step <= 240
 
@@ -37,7 +36,7 @@ def test_an_h100_reads_14_gb_of_weights():
 def test_an_a100_with_16_requests(context, wanted):
     machine = Machine(bandwidth=2e12, flops=312e12, efficiency=Efficiency(bandwidth=0.8, step=0.7))
     kv = 16 * context * 524_288
-    step = decode_step_s(machine, weight_bytes=3.5e9, kv_bytes=kv, batch=16, parameters=7e9)
+    step = machine.linear_s(3.5e9, 2 * 7e9 * 16, tokens=16) + machine.read_s(kv)
     assert 1 / step == pytest.approx(wanted, rel=0.02)
 
 
