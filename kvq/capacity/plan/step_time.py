@@ -21,13 +21,16 @@ from kvq.layout import KVLayout
 class StepTime:
     """What the parts of a step take, in seconds; one entry of each tuple per layer group."""
 
-    linear_s: Callable[[int], float]  # of so many tokens
+    stage_s: Callable[[int], float]  # linear layers of one stage of a pipeline, for so many tokens
+    stages: int = 1
     windows: tuple[int | None, ...]
     read_s: tuple[float, ...]  # of one token of KV that one decode sees
     pair_s: tuple[float, ...]  # of one token of a prefill and one token that it sees
     sequence_s: float = 0.0  # of a sequence that gets a token
-    stage_s: Callable[[int], float] | None = None  # as `linear_s`, of one stage of a pipeline
-    stages: int = 1
+
+    def linear_s(self, tokens: int) -> float:
+        """Linear layers for so many tokens, of many sequences: stages have their shares in turn."""
+        return self.stages * self.stage_s(-(-tokens // self.stages))
 
     def read(self, seen: Sequence[int]) -> float:
         """Attention of decodes that see so many tokens together, per layer group."""
@@ -45,8 +48,7 @@ class StepTime:
 
     def prompt_s(self, start: int, end: int) -> float:
         """Computing one sequence's tokens from `start` to `end`: stages of a pipeline wait for each other."""
-        linear_s = self.stage_s or self.linear_s
-        return self.stages * (linear_s(end - start) + self.prefill_attention(start, end))
+        return self.stages * (self.stage_s(end - start) + self.prefill_attention(start, end))
 
     def prefill_attention(self, start: int, end: int) -> float:
         """Attention of a chunk: the tokens at positions `start` to `end` - 1."""
@@ -83,22 +85,17 @@ def roofline(
     """
     machine = Machine(bandwidth=gpu.bandwidth, flops=1e12 * gpu.tflops["fp16"], efficiency=efficiency)
     active = parameters.active / split.gpus
-    stages = split.pipeline
 
     @cache
     def stage_s(tokens: int) -> float:
         nbytes = weight_bytes * read_share(parameters, tokens)
         return machine.linear_s(nbytes, 2 * active * tokens, tokens=tokens)
 
-    def linear_s(tokens: int) -> float:
-        return stages * stage_s(-(-tokens // stages))
-
     groups = layout.groups
     q_heads = geometry.q_heads / split.tensor
     return StepTime(
-        linear_s=linear_s if stages > 1 else stage_s,
         stage_s=stage_s,
-        stages=stages,
+        stages=split.pipeline,
         windows=tuple(group.group.window for group in groups),
         read_s=tuple(machine.read_s(group.block_bytes / layout.block_size) for group in groups),
         pair_s=tuple(

@@ -14,7 +14,7 @@ from kvq.scheduler import SchedulerConfig
 def step_time(windows: tuple[int | None, ...] = (None,), *, token_s: float = 1e-4) -> StepTime:
     """A step of 5 ms, more with many tokens, and some for every token seen."""
     return StepTime(
-        linear_s=lambda tokens: max(5e-3, tokens * token_s),
+        stage_s=lambda tokens: max(5e-3, tokens * token_s),
         windows=windows,
         read_s=tuple(1e-6 for _ in windows),
         pair_s=tuple(1e-8 for _ in windows),
