@@ -103,13 +103,9 @@ def read_recipe(kv: str | Path | KVRecipe, scales: str | Path | None, geometry: 
             )
         recipe = recipe.with_scales(static)
     recipe.require_scales()
-    if recipe.is_static and recipe.static_scales is not None:
-        found = [len(layer.k) for layer in recipe.static_scales.layers]
-        if found != geometry.kv_heads:
-            raise ConfigError(
-                f"the static scales hold {found} KV heads per layer, the model has {geometry.kv_heads}; "
-                f"run `kvq calibrate MODEL --out kvq.json`"
-            )
+    for calibrated in (recipe.static_scales, recipe.centers):
+        if calibrated is not None:  # a config tells a model's heads, not its weights
+            calibrated.check(model_digest=calibrated.model_digest, kv_heads=geometry.kv_heads)
     return recipe
 
 

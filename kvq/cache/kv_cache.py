@@ -8,6 +8,7 @@ from torch import Tensor
 
 from kvq.blockmgr.orders import Order, SwapIn
 from kvq.cache.backend import carry_out
+from kvq.cache.centering import Centering
 from kvq.cache.host_store import HostStore
 from kvq.cache.memory import check_room
 from kvq.cache.pool import PoolBytes
@@ -55,6 +56,7 @@ class KVCache:
         self._attend: dict[int, Kernel] = {}
         self._gather: dict[int, Kernel] = {}
         self._copy: list[Kernel] = []
+        self._centering: dict[int, Centering] = {}
         self.group_of: dict[int, int] = {}
         where = Device.of(device)
         for group in layout.groups:
@@ -65,6 +67,8 @@ class KVCache:
                 self._write[index] = select("write_kv", spec, where, backend)
                 self._attend[index] = select("attend", spec, where, backend)
                 self._gather[index] = select("gather_dense", spec, where, backend)
+                if recipe.centers is not None:
+                    self._centering[index] = Centering(recipe, layer.geometry, geometry, where, device)
             # Every backend moves the same bytes, so the user's choice of one does not matter here.
             self._copy.append(select("copy_blocks", _kernel_spec(geometry, layout, group.layers[0]), where))
             self._make_views(group.group.index)
@@ -104,6 +108,8 @@ class KVCache:
 
     def write(self, layer: int, k: Tensor, v: Tensor, slots: Tensor) -> Tensor:
         """`write_kv` for one layer; returns bool [tokens], True where a row was not finite."""
+        if layer in self._centering:
+            k, v = self._centering[layer].centered(k, v)
         bad: Tensor = self._write[layer].run(k, v, self._layers[layer], slots)
         return bad
 
@@ -120,17 +126,18 @@ class KVCache:
         skip_last: int = 0,
     ) -> tuple[Tensor, Tensor]:
         """`attend` for one layer; returns (out, lse)."""
-        result: tuple[Tensor, Tensor] = self._attend[layer].run(
+        centering = self._centering.get(layer)
+        out, lse = self._attend[layer].run(
             q,
             self._layers[layer],
             batch,
             scale=scale,
             window=window,
             softcap=softcap,
-            sinks=sinks,
+            sinks=sinks if centering is None else None,
             skip_last=skip_last,
         )
-        return result
+        return (out, lse) if centering is None else centering.restored(q, out, lse, scale, sinks)
 
     def gather(
         self,
@@ -146,6 +153,8 @@ class KVCache:
         rows: tuple[Tensor, Tensor] = self._gather[layer].run(
             self._layers[layer], tables, start, end, unrotate=unrotate, out=out
         )
+        if layer in self._centering:
+            self._centering[layer].add_to(*rows, unrotate=unrotate)
         return rows
 
     def copy(self, group: int, pairs: Sequence[tuple[int, int]]) -> None:

@@ -1,5 +1,5 @@
 """Calibration: what K and V of a model look like, observed through its attention."""
 
-from kvq.calib.static_scales import calibrate
+from kvq.calib.observe import Observations, calibrate, observe
 
-__all__ = ["calibrate"]
+__all__ = ["Observations", "calibrate", "observe"]

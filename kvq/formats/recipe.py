@@ -1,4 +1,4 @@
-"""Recipes: which format K and V of every layer use, plus static scales; saved as kvq.json."""
+"""Recipes: which format K and V of every layer use, plus what was calibrated; saved as kvq.json."""
 
 import hashlib
 import json
@@ -8,25 +8,40 @@ from pathlib import Path
 
 from kvq import fileio
 from kvq.errors import ConfigError, nearest
+from kvq.formats.calibrated import check_shape
+from kvq.formats.centers import Centers
 from kvq.formats.names import parse_format, split_pair
 from kvq.formats.scales import StaticScales
-from kvq.formats.spec import KVFormat
+from kvq.formats.spec import Code, Grouped, KVFormat
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+_LEAST_CLIP = 0.1
+_CLIPS = ("k_clip", "v_clip")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerFormats:
-    """The formats of one layer's K and V rows, with their head dimensions in elements."""
+    """The formats of one layer's K and V rows, with their head dimensions in elements.
+
+    `k_clip`, `v_clip`: the part of each group's range that 2-bit codes span, around its middle; what
+    lies outside saturates. 1 spans the range from minimum to maximum.
+    """
 
     k: KVFormat
     v: KVFormat
     k_head_dim: int
     v_head_dim: int
+    k_clip: float = 1.0
+    v_clip: float = 1.0
 
     def __post_init__(self) -> None:
         self.k.check(self.k_head_dim)
         self.v.check(self.v_head_dim)
+        for name, fmt, clip in (("k_clip", self.k, self.k_clip), ("v_clip", self.v, self.v_clip)):
+            if not _LEAST_CLIP <= clip <= 1.0:
+                raise ConfigError(f"{name} must be a number from {_LEAST_CLIP} to 1, got {clip!r:.40}")
+            if clip != 1.0 and fmt.code is not Code.INT2:
+                raise ConfigError(f"{name}={clip} is for 2-bit formats, got {fmt.name}; leave it out")
 
     @property
     def is_static(self) -> bool:
@@ -36,11 +51,31 @@ class LayerFormats:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KVRecipe:
-    """The formats of every layer, and the static scales if any were given."""
+    """The formats of every layer, and what was calibrated, if anything was.
+
+    `centers` are taken from the rows of grouped formats before they are stored.
+    """
 
     layers: tuple[LayerFormats, ...]
     static_scales: StaticScales | None = None
+    centers: Centers | None = None
     label: str = ""  # what the user typed, for tables
+
+    def __post_init__(self) -> None:
+        if self.centers is None:
+            return
+        check_shape("centers.layers", self.centers.layers, len(self.layers), "layers")
+        for index, (layer, centers) in enumerate(zip(self.layers, self.centers.layers, strict=True)):
+            for part, fmt, dim, rows in (
+                ("k", layer.k, layer.k_head_dim, centers.k),
+                ("v", layer.v, layer.v_head_dim, centers.v),
+            ):
+                if rows is None:
+                    continue
+                where = f"centers.layers[{index}].{part}"
+                check_shape(f"{where}[0]", rows[0], dim, "channels")
+                if not isinstance(fmt.scale, Grouped):
+                    raise ConfigError(f"{where} belongs to {fmt.name}; centers are for int4 and int2")
 
     @classmethod
     def uniform(cls, kv: str, head_dims: list[tuple[int, int]]) -> "KVRecipe":
@@ -92,10 +127,11 @@ class KVRecipe:
         return bits / elements
 
     def check_scales(self, *, model_digest: str, kv_heads: list[int]) -> None:
-        """Raise ConfigError unless every static format has scales made for this model."""
+        """Raise ConfigError unless every static format has scales, and all was made for this model."""
         self.require_scales()
-        if self.static_scales is not None:
-            self.static_scales.check(model_digest=model_digest, kv_heads=kv_heads)
+        for calibrated in (self.static_scales, self.centers):
+            if calibrated is not None:
+                calibrated.check(model_digest=model_digest, kv_heads=kv_heads)
 
     def require_scales(self) -> None:
         """Raise ConfigError if a layer needs static scales and none were given."""
@@ -124,10 +160,12 @@ class KVRecipe:
                     "v": layer.v.name,
                     "k_head_dim": layer.k_head_dim,
                     "v_head_dim": layer.v_head_dim,
+                    **{part: getattr(layer, part) for part in _CLIPS if getattr(layer, part) != 1},
                 }
                 for layer in self.layers
             ],
             "static_scales": self.static_scales.to_json() if self.static_scales else None,
+            "centers": self.centers.to_json() if self.centers else None,
         }
 
     def save(self, path: str | Path) -> None:
@@ -166,40 +204,47 @@ class KVRecipe:
                 f"format_version must be {FORMAT_VERSION}, got {data.get('format_version')!r}; "
                 f"make the file again with `kvq calibrate`"
             )
-        _check_keys(data, ("format_version", "layers", "static_scales"))
+        _check_keys(data, ("format_version", "layers", "static_scales"), optional=("centers",))
         if not isinstance(data["layers"], list) or not data["layers"]:
             raise ConfigError("layers must be a list of at least one layer")
-        scales = data["static_scales"]
-        return cls(
-            layers=tuple(_layer(layer) for layer in data["layers"]),
-            static_scales=None if scales is None else StaticScales.from_json(scales),
-        )
+        layers = tuple(_layer(layer) for layer in data["layers"])
+        scales = None if data["static_scales"] is None else StaticScales.from_json(data["static_scales"])
+        if scales is not None:
+            check_shape("static_scales.layers", scales.layers, len(layers), "layers")
+        centers = None if data.get("centers") is None else Centers.from_json(data["centers"])
+        return cls(layers=layers, static_scales=scales, centers=centers)
 
 
 def _layer(data: object) -> LayerFormats:
     if not isinstance(data, dict):
         raise ConfigError("every layer must be a JSON object")
-    _check_keys(data, ("k", "v", "k_head_dim", "v_head_dim"))
+    _check_keys(data, ("k", "v", "k_head_dim", "v_head_dim"), optional=_CLIPS)
     dims = []
     for key in ("k_head_dim", "v_head_dim"):
         dim = data[key]
         if not isinstance(dim, int) or isinstance(dim, bool) or not 1 <= dim <= 65536:
             raise ConfigError(f"{key} must be a number of elements, got {dim!r}")
         dims.append(dim)
+    clips = {key: data.get(key, 1.0) for key in _CLIPS}
+    for key, clip in clips.items():
+        if not isinstance(clip, int | float) or isinstance(clip, bool):
+            raise ConfigError(f"{key} must be a number, got {clip!r:.40}")
     return LayerFormats(
         k=parse_format(str(data["k"]), dims[0]),
         v=parse_format(str(data["v"]), dims[1]),
         k_head_dim=dims[0],
         v_head_dim=dims[1],
+        **clips,
     )
 
 
-def _check_keys(data: dict[str, object], allowed: tuple[str, ...]) -> None:
+def _check_keys(data: dict[str, object], required: tuple[str, ...], optional: tuple[str, ...]) -> None:
+    allowed = (*required, *optional)
     for key in data:
         if key not in allowed:
             raise ConfigError(
                 f"unknown key {key!r}{nearest(key, list(allowed)) or ';'} allowed: {', '.join(allowed)}"
             )
-    for key in allowed:
+    for key in required:
         if key not in data:
             raise ConfigError(f"missing key {key!r}")

@@ -3,11 +3,14 @@
 from dataclasses import dataclass
 
 from kvq.errors import ConfigError
+from kvq.formats.calibrated import AGAIN, check_digest, check_numbers, check_shape, field_digest
 from kvq.formats.spec import Code, KVFormat
 
 LARGEST_CODE = {Code.FP8: 448.0, Code.INT8: 127.0}
+SMALLEST_MAXIMUM = 2.0**-100  # of a head that was always zero: a file holds no zero scale
 _SMALLEST_SCALE = 2.0**-126  # the smallest normal fp32 number: a scale never rounds to zero
-_LARGEST_MAXIMUM = float.fromhex("0x1.fffffep127")  # the largest fp32 number
+PARTS = ("k", "v", "k_rotated", "v_rotated")
+_KEYS = ("model_digest", "text_digest", "tokens", "layers")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -22,12 +25,11 @@ class HeadMaxima:
     def scales(self, part: str, fmt: KVFormat) -> tuple[float, ...]:
         """Static fp32 scales of `part` ("k" or "v") for a per-head format, one per KV head.
 
-        scale = max(amax / 448, 2**-126) for FP8, amax / 127 for INT8; a head that was always
-        zero gets 1.
+        scale = max(amax / 448, 2**-126) for FP8, amax / 127 for INT8.
         """
         maxima: tuple[float, ...] = getattr(self, part + ("_rotated" if fmt.rotated else ""))
         largest = LARGEST_CODE[fmt.code]
-        return tuple(max(a / largest, _SMALLEST_SCALE) if a > 0 else 1.0 for a in maxima)
+        return tuple(max(a / largest, _SMALLEST_SCALE) for a in maxima)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,46 +61,44 @@ class StaticScales:
             "model_digest": self.model_digest,
             "text_digest": self.text_digest,
             "tokens": self.tokens,
-            "layers": [
-                {p: list(getattr(layer, p)) for p in ("k", "v", "k_rotated", "v_rotated")}
-                for layer in self.layers
-            ],
+            "layers": [self._layer_json(index, layer) for index, layer in enumerate(self.layers)],
         }
+
+    def _layer_json(self, index: int, layer: HeadMaxima) -> dict[str, object]:
+        lists = {part: list(getattr(layer, part)) for part in PARTS}
+        digests = {part: field_digest(self.model_digest, index, part, lists[part]) for part in PARTS}
+        return {**lists, "digests": digests}
 
     @classmethod
     def from_json(cls, data: object) -> "StaticScales":
-        """Read `to_json`'s object, checking every number.
+        """Read `to_json`'s object, checking every number and every list's digest.
 
         Raises:
-            ConfigError: a key is missing or a maximum is not a finite number of at least 0.
+            ConfigError: a key is missing, a maximum is not a finite number above 0, or a list is not
+                the one that was written for its layer and field.
         """
-        if not isinstance(data, dict) or set(data) != {"model_digest", "text_digest", "tokens", "layers"}:
+        if not isinstance(data, dict) or set(data) != set(_KEYS):
             raise ConfigError("static_scales must hold model_digest, text_digest, tokens and layers")
         if not isinstance(data["layers"], list) or not isinstance(data["tokens"], int) or data["tokens"] < 0:
             raise ConfigError("static_scales.layers must be a list and static_scales.tokens a number")
+        model_digest = str(data["model_digest"])
         return cls(
-            model_digest=str(data["model_digest"]),
+            model_digest=model_digest,
             text_digest=str(data["text_digest"]),
             tokens=data["tokens"],
-            layers=tuple(_maxima(i, layer) for i, layer in enumerate(data["layers"])),
+            layers=tuple(_maxima(model_digest, i, layer) for i, layer in enumerate(data["layers"])),
         )
 
 
-def _maxima(index: int, data: object) -> HeadMaxima:
-    parts = ("k", "v", "k_rotated", "v_rotated")
-    if not isinstance(data, dict) or set(data) != set(parts):
-        raise ConfigError(f"static_scales.layers[{index}] must hold {', '.join(parts)}")
-    for part in parts:
-        values = data[part]
-        if not isinstance(values, list) or not all(
-            isinstance(x, int | float) and not isinstance(x, bool) and 0 <= x <= _LARGEST_MAXIMUM
-            for x in values
-        ):
-            raise ConfigError(
-                f"static_scales.layers[{index}].{part} must be a list of finite numbers of at least 0; "
-                f"run `kvq calibrate MODEL --out kvq.json` again"
-            )
-    heads = {part: tuple(float(x) for x in data[part]) for part in parts}
-    if len({len(values) for values in heads.values()}) != 1:
-        raise ConfigError(f"static_scales.layers[{index}] names different numbers of heads")
+def _maxima(model_digest: str, index: int, data: object) -> HeadMaxima:
+    where = f"static_scales.layers[{index}]"
+    if not isinstance(data, dict) or set(data) != {*PARTS, "digests"}:
+        raise ConfigError(f"{where} must hold {', '.join(PARTS)} and digests; {AGAIN}")
+    heads = {part: check_numbers(f"{where}.{part}", data[part], positive=True) for part in PARTS}
+    for part in PARTS:
+        check_shape(f"{where}.{part}", heads[part], len(heads["k"]), "heads")
+    digests = data["digests"] if isinstance(data["digests"], dict) else {}
+    for part in PARTS:
+        expected = field_digest(model_digest, index, part, list(heads[part]))
+        check_digest(f"{where}.{part}", digests.get(part), expected)
     return HeadMaxima(**heads)

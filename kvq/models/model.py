@@ -104,9 +104,8 @@ class Model:
         return other
 
     def check_scales(self) -> None:
-        """Raise ConfigError if the recipe's static scales are missing or another model's."""
-        if self.recipe.is_static:
-            self.recipe.check_scales(model_digest=self.weights.digest, kv_heads=self.geometry.kv_heads)
+        """Raise ConfigError if the recipe's static scales are missing, or anything in it another model's."""
+        self.recipe.check_scales(model_digest=self.weights.digest, kv_heads=self.geometry.kv_heads)
 
     def _with_scales(self, recipe: KVRecipe) -> KVRecipe:
         if recipe.is_static and recipe.static_scales is None:
@@ -209,10 +208,12 @@ def find_scales(weights: LoadedWeights, path: str | Path | None) -> StaticScales
     beside = weights.folder / "kvq.json"
     if path is None and not beside.is_file():
         return None
-    scales = KVRecipe.load(path or beside).static_scales
+    recipe = KVRecipe.load(path or beside)
+    scales = recipe.static_scales
     if path is not None and scales is None:
         raise ConfigError(f"{path} holds no static scales; make some: `kvq calibrate MODEL --out kvq.json`")
     if path is not None and scales is not None:
+        check_recipe_fits(weights.geometry, recipe)
         scales.check(model_digest=weights.digest, kv_heads=weights.geometry.kv_heads)
     return scales
 

@@ -352,7 +352,7 @@ def test_configs_and_options_that_do_not_fit_are_refused_by_name(tmp_path: Path)
     with pytest.raises(ConfigError, match="unknown backend"):
         KvqCache(config, backend="cuda")
     other = tmp_path / "kvq.json"
-    other.write_text(json.dumps({"format_version": 1, "layers": [], "static_scales": None}))
+    other.write_text(json.dumps({"format_version": 2, "layers": [], "static_scales": None}))
     with pytest.raises(ConfigError, match="at least one layer"):
         KvqCache(config, kv=str(other))
 

@@ -131,10 +131,10 @@ def test_scales_of_another_model_are_refused(digest: str, kv_heads: list[int], r
         recipe.check_scales(model_digest=digest, kv_heads=kv_heads)
 
 
-@pytest.mark.parametrize("version", [0, 2, "1", None, 1.5, []])
+@pytest.mark.parametrize("version", [0, 1, 3, "2", None, 2.5, []])
 def test_an_unknown_version_is_refused(version: object, tmp_path: Path) -> None:
     path = write(tmp_path / "other.json", {"format_version": version})
-    with pytest.raises(ConfigError, match=r"other\.json: format_version must be 1, got .*kvq calibrate"):
+    with pytest.raises(ConfigError, match=r"other\.json: format_version must be 2, got .*kvq calibrate"):
         KVRecipe.load(path)
 
 

@@ -59,10 +59,10 @@ def test_a_wrong_number_of_heads_or_layers_is_refused(kv_heads: list[int]) -> No
 @pytest.mark.parametrize("part", ["k", "v", "k_rotated", "v_rotated"])
 @pytest.mark.parametrize(
     "value",
-    [math.nan, math.inf, -1.0, -math.inf, 1e39, 10**400, "1.0", None, True, [1.0]],
+    [math.nan, math.inf, 0, 0.0, -0.0, -1.0, -math.inf, 1e39, 10**400, "1.0", None, True, [1.0]],
     ids=lambda x: repr(x)[:5],
 )
-def test_a_maximum_that_is_no_finite_number_of_at_least_0_is_refused(part: str, value: object) -> None:
+def test_a_maximum_that_is_no_finite_number_above_0_is_refused(part: str, value: object) -> None:
     data = scales_json()
     data["layers"][1][part][0] = value
     with pytest.raises(ConfigError, match=rf"static_scales\.layers\[1\]\.{part} must be a list of finite"):
@@ -72,7 +72,7 @@ def test_a_maximum_that_is_no_finite_number_of_at_least_0_is_refused(part: str, 
 def test_heads_must_agree_over_the_four_lists_of_a_layer() -> None:
     data = scales_json()
     data["layers"][0]["v_rotated"].append(1.0)
-    with pytest.raises(ConfigError, match=r"layers\[0\] names different numbers of heads"):
+    with pytest.raises(ConfigError, match=r"layers\[0\]\.v_rotated holds 3 heads, expected 2"):
         StaticScales.from_json(data)
 
 
@@ -104,3 +104,32 @@ def test_what_is_no_object_of_scales_is_refused(data: object) -> None:
 def test_layers_and_tokens_have_their_types(key: str, value: object) -> None:
     with pytest.raises(ConfigError, match=r"static_scales\.layers must be a list and static_scales\.tokens"):
         StaticScales.from_json({**scales_json(), key: value})
+
+
+@pytest.mark.parametrize("part", ["k", "v", "k_rotated", "v_rotated"])
+def test_numbers_that_were_changed_cut_or_moved_are_refused_by_layer_and_field(part: str) -> None:
+    """Every number alone is a good one; the digest knows which list, layer and model it was made for."""
+    permuted, edited, moved, cut, foreign = (scales_json() for _ in range(5))
+    permuted["layers"][1][part].reverse()
+    edited["layers"][1][part][0] *= 1.0001
+    other = "v" if part.startswith("k") else "k"
+    moved["layers"][1][part] = list(moved["layers"][1][other])
+    cut["layers"][1][part].pop()
+    foreign["model_digest"] = "cc" * 32
+    for data in (permuted, edited, moved):
+        with pytest.raises(ConfigError, match=rf"layers\[1\]\.{part} is not what calibration wrote"):
+            StaticScales.from_json(data)
+    with pytest.raises(ConfigError, match=r"layers\[1\]\.\w+ holds \d heads, expected \d"):
+        StaticScales.from_json(cut)
+    with pytest.raises(ConfigError, match=r"layers\[0\]\.k is not what calibration wrote"):
+        StaticScales.from_json(foreign)
+
+
+def test_swapped_layers_are_refused() -> None:
+    other = HeadMaxima(k=(1.0, 2.0), v=(3.0, 4.0), k_rotated=(5.0, 6.0), v_rotated=(7.0, 8.0))
+    scales = StaticScales(model_digest="aa", text_digest="bb", tokens=63, layers=(MAXIMA, other))
+    data = scales.to_json()
+    assert isinstance(data["layers"], list)
+    data["layers"].reverse()
+    with pytest.raises(ConfigError, match=r"layers\[0\]\.k is not what calibration wrote"):
+        StaticScales.from_json(data)

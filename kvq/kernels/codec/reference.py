@@ -30,12 +30,15 @@ _FP32_LARGEST = torch.finfo(torch.float32).max
 _SMALLEST_SCALE = 2.0**-24
 
 
-def encode(x: Tensor, fmt: KVFormat, static_scale: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+def encode(
+    x: Tensor, fmt: KVFormat, static_scale: Tensor | None = None, *, clip: float = 1.0
+) -> tuple[Tensor, Tensor | None]:
     """Quantize token rows.
 
     `x`: [..., dim], any float dtype; finite elements saturate, NaN and infinity are stored as zero
     (whoever writes them learns of it from `write_kv`'s flags). `static_scale`: fp32, broadcastable
-    to [..., 1], for per-head formats. Returns (codes, scales), laid out as the table above says.
+    to [..., 1], for per-head formats. `clip`: the part of each group's range, around its middle, that
+    the codes span; elements outside saturate. Returns (codes, scales), laid out as the table above says.
     """
     x = x.float()
     x = torch.where(torch.isfinite(x), x, 0.0)
@@ -47,7 +50,7 @@ def encode(x: Tensor, fmt: KVFormat, static_scale: Tensor | None = None) -> tupl
         largest = torch.finfo(dtype).max
         return x.clamp(-largest, largest).to(dtype), None
     if isinstance(fmt.scale, Grouped):
-        return _encode_grouped(x, fmt.code, fmt.scale.group_size)
+        return _encode_grouped(x, fmt.code, fmt.scale.group_size, clip)
     if fmt.is_static:
         assert static_scale is not None, f"{fmt.name} needs a static scale"
         return _encode_symmetric(x, fmt.code, static_scale), None
@@ -89,11 +92,14 @@ def _encode_symmetric(x: Tensor, code: Code, scale: Tensor) -> Tensor:
     return torch.floor(x / scale + 0.5).clamp(-127, 127).to(torch.int8)
 
 
-def _encode_grouped(x: Tensor, code: Code, group_size: int) -> tuple[Tensor, Tensor]:
+def _encode_grouped(x: Tensor, code: Code, group_size: int, clip: float) -> tuple[Tensor, Tensor]:
     """m = fp16(min), s = clamp(fp16((max - m) / levels)), q = clamp(floor((x - m) / s + 0.5))."""
     levels = (1 << code.bits) - 1
     grouped = x.unflatten(-1, (-1, group_size))  # [..., groups, group_size]
     low, high = grouped.aminmax(dim=-1, keepdim=True)
+    if clip != 1.0:
+        cut = high * ((1 - clip) / 2) - low * ((1 - clip) / 2)  # high - low might overflow
+        low, high = low + cut, high - cut
     minimum = (low.clamp(-_FP16_LARGEST, _FP16_LARGEST) + 0.0).half()  # never -0: either may come first
     scale = _clamp_fp16(_divided(high - minimum.float(), levels))
     q = torch.floor((grouped - minimum.float()) / scale.float() + 0.5).clamp(0, levels)

@@ -15,14 +15,15 @@ def write_kv(k: Tensor, v: Tensor, kv: PagedKV, slots: Tensor) -> Tensor:
     RoPE. `slots`: int64 [tokens], all different. Returns bool [tokens]: True where K or V held a
     NaN or an infinity, which is stored as zero.
     """
-    _scatter(k, kv.k, kv.formats.k, slots, kv.block_size)
-    _scatter(v, kv.v, kv.formats.v, slots, kv.block_size)
+    formats = kv.formats
+    _scatter(k, kv.k, formats.k, formats.k_clip, slots, kv.block_size)
+    _scatter(v, kv.v, formats.v, formats.v_clip, slots, kv.block_size)
     return ~(torch.isfinite(k).all(dim=-1).all(dim=-1) & torch.isfinite(v).all(dim=-1).all(dim=-1))
 
 
-def _scatter(x: Tensor, rows: PagedRows, fmt: KVFormat, slots: Tensor, block_size: int) -> None:
+def _scatter(x: Tensor, rows: PagedRows, fmt: KVFormat, clip: float, slots: Tensor, block_size: int) -> None:
     static = None if rows.static_scale is None else rows.static_scale[:, None]
-    codes, scales = encode(x, fmt, static)  # [tokens, kv_heads, row]
+    codes, scales = encode(x, fmt, static, clip=clip)  # [tokens, kv_heads, row]
     block, offset = slots // block_size, slots % block_size
     rows.codes[block, :, offset] = codes
     if rows.scales is not None:

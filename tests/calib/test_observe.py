@@ -1,12 +1,13 @@
 """Static scales: observed through the real attention path, bound to their model, never silently 1."""
 
-import json
+from dataclasses import replace
 
 import pytest
 import torch
 
 import kvq
-from kvq.calib import calibrate
+from kvq.calib import calibrate, observe
+from kvq.calib.histogram import Magnitudes
 from kvq.errors import ConfigError
 from kvq.evals import EvalText, calibration_text
 from kvq.formats import KVRecipe
@@ -86,10 +87,9 @@ def test_calibrate_on_load_makes_the_scales_that_ship_and_writes_nothing(bare_co
 
 
 def test_another_models_scales_are_refused(bare_copy, tmp_path):
-    data = json.loads((EMBEDDED["tiny"] / "kvq.json").read_text())
-    data["static_scales"]["model_digest"] = "0" * 32
+    recipe = KVRecipe.load(EMBEDDED["tiny"] / "kvq.json")
     other = tmp_path / "other.json"
-    other.write_text(json.dumps(data))
+    recipe.with_scales(replace(recipe.static_scales, model_digest="0" * 32)).save(other)
     with pytest.raises(ConfigError, match="belong to another model"):
         kvq.load(bare_copy, kv="int8_per_head", scales=other)
 
@@ -106,3 +106,73 @@ def test_a_recipe_file_round_trips_through_load(bare_copy, tmp_path, tiny):
     model = kvq.load(bare_copy, kv=str(path))
     expected = tiny.with_kv("int8_per_head/int4").logits([9, 8, 7])
     assert torch.equal(model.logits([9, 8, 7]), expected)
+
+
+def test_centers_are_the_means_of_transformers_own_cache(tiny):
+    centers = observe(tiny, TEXT, context=128, max_windows=1).centers()
+    ids = tiny.tokenizer(TEXT.text)["input_ids"][:128]
+    for layer, (k, v) in zip(centers.layers, eager_kv(tiny, ids), strict=True):
+        assert torch.allclose(torch.tensor(layer.k), k.mean(1), atol=1e-4)
+        assert torch.allclose(torch.tensor(layer.v), v.mean(1), atol=1e-4)
+
+
+def test_percentiles_and_maxima_are_those_of_the_elements():
+    rows = (
+        torch.randn(500, 3, 60, generator=torch.Generator().manual_seed(1))
+        * torch.tensor([1e-3, 1.0, 1e4])[:, None]
+    )
+    seen = Magnitudes(3)
+    for some in rows.split(63):
+        seen.update(some)
+    size = rows.abs().transpose(0, 1).flatten(1)
+    assert torch.equal(seen.absmax, size.amax(1))
+    for share in (0.5, 0.99, 0.999, 1.0):
+        expected = torch.quantile(size, share, dim=1).tolist()
+        assert seen.percentile(share) == pytest.approx(expected, rel=0.03)
+
+
+def test_the_least_squares_clip_is_the_best_of_all_clips():
+    """Against trying them on the elements themselves; outliers alone decide a maximum."""
+    rows = torch.randn(400, 1, 64, generator=torch.Generator().manual_seed(2))
+    rows[7, 0, 3] = 60.0
+    seen = Magnitudes(1)
+    seen.update(rows)
+
+    def error(clip, levels):
+        step = clip / levels
+        return ((rows / step).round().clamp(-levels, levels) * step - rows).square().mean().item()
+
+    for levels in (7, 127):
+        (clip,) = seen.least_squares_clip(levels)
+        best = min(error(float(c), levels) for c in torch.linspace(1.0, 60.0, 600))
+        assert error(clip, levels) < 1.03 * best
+    assert seen.least_squares_clip(7)[0] < 10 < seen.absmax.item()
+
+
+def test_zeros_and_subnormals_are_counted_not_lost():
+    rows = torch.zeros(10, 2, 8)
+    rows[0, 1, 0] = 1e-42
+    seen = Magnitudes(2)
+    seen.update(rows)
+    assert seen.percentile(1.0)[0] == 0.0
+    assert seen.least_squares_clip(127)[0] == 0.0
+
+
+def test_a_head_that_is_always_zero_gets_a_scale_above_zero(bare_copy):
+    model = kvq.load(bare_copy)
+    weight = model.weights.model.model.layers[2].self_attn.v_proj
+    with torch.no_grad():
+        weight.weight = torch.nn.Parameter(torch.zeros_like(weight.weight.to_dense()))
+    scales = calibrate(model, TEXT, context=64, max_windows=1)
+    assert all(x > 0 for x in scales.layers[2].v)
+    KVRecipe.uniform("int8_per_head", model.geometry.head_dims).with_scales(scales).save(
+        bare_copy / "kvq.json"
+    )
+    assert KVRecipe.load(bare_copy / "kvq.json").static_scales == scales
+
+
+@pytest.mark.parametrize("kv", ["fp8_per_head", "int8_per_head", "int8_per_head_rot"])
+def test_static_scales_cost_no_more_than_a_third_of_a_percent_over_their_twins(kv, tiny):
+    twin = kv.replace("_per_head", "")
+    rows = {row["kv"]: row for row in kvq.perplexity(tiny, ["fp32", kv, twin], max_windows=8)}
+    assert abs(rows[kv]["perplexity"] / rows[twin]["perplexity"] - 1) < 0.003

@@ -1,0 +1,93 @@
+"""Taking calibrated centers from K and V before they are stored, and putting them back."""
+
+import torch
+from torch import Tensor
+
+from kvq.errors import ConfigError
+from kvq.formats import KVRecipe
+from kvq.formats.calibrated import AGAIN
+from kvq.formats.centers import HeadCenters
+from kvq.geometry import LayerGeometry, ModelGeometry
+from kvq.kernels import Device, KernelSpec, select
+from kvq.kernels.codec import rotate
+
+
+class Centering:
+    """The centers of one layer on its device.
+
+    What is stored is K - c and V - d. A query's scores all lack scale * q.c then, which leaves the
+    softmax as it is and moves the log-sum-exp; the output lacks d.
+    """
+
+    def __init__(
+        self,
+        recipe: KVRecipe,
+        layer: LayerGeometry,
+        geometry: ModelGeometry,
+        where: Device,
+        device: torch.device,
+    ) -> None:
+        """Raises:
+        ConfigError: the model caps its scores, so that softmax would see the center; or centers for
+            another number of KV heads.
+        """
+        assert recipe.centers is not None, "checked by KVCache"
+        centers, self._formats = recipe.centers.layers[layer.index], recipe.layers[layer.index]
+        if centers.k is not None and geometry.softcap is not None:
+            raise ConfigError(
+                f"layer {layer.index}: {geometry.model_type} caps attention scores at {geometry.softcap}, so "
+                f"K can't be centered; leave its center out of the recipe"
+            )
+        self._k, self._v = (_tensor(rows, layer, device) for rows in (centers.k, centers.v))
+        spec = KernelSpec(
+            formats=self._formats, q_heads=geometry.q_heads, kv_heads=layer.kv_heads, block_size=1
+        )
+        self._merge = select("merge_partials", spec, where).run
+
+    def centered(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """K and V as they are stored: [tokens, kv_heads, dim], in their dtypes."""
+        return (
+            k if self._k is None else (k.float() - self._k).to(k.dtype),
+            v if self._v is None else (v.float() - self._v).to(v.dtype),
+        )
+
+    def restored(
+        self, q: Tensor, out: Tensor, lse: Tensor, scale: float, sinks: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """What attention would give over rows that were not centered.
+
+        `q`: [tokens, q_heads, k_head_dim]; `out`: [tokens, q_heads, v_head_dim], without sinks; `lse`:
+        fp32 [tokens, q_heads]. An empty part stays (0, -inf).
+        """
+        group = q.shape[1] // self._heads()
+        if self._v is not None:
+            added = out.float() + self._v.repeat_interleave(group, 0)
+            out = added.masked_fill(torch.isneginf(lse)[..., None], 0.0).to(out.dtype)
+        if self._k is not None:
+            lse = lse + scale * (q.float() * self._k.repeat_interleave(group, 0)).sum(-1)
+        if sinks is not None:
+            merged, lse = self._merge(out[None], lse[None], sinks)
+            out = merged.to(out.dtype)
+        return out, lse
+
+    def add_to(self, k: Tensor, v: Tensor, *, unrotate: bool) -> None:
+        """Add the centers to gathered rows [sequences, kv_heads, tokens, dim], rotated or not, in place."""
+        for x, center, fmt in ((k, self._k, self._formats.k), (v, self._v, self._formats.v)):
+            if center is not None:
+                whole = center if unrotate or not fmt.rotated else rotate(center)
+                x += whole[:, None].to(x.dtype)
+
+    def _heads(self) -> int:
+        rows = self._k if self._k is not None else self._v
+        return 1 if rows is None else rows.shape[0]
+
+
+def _tensor(rows: HeadCenters | None, layer: LayerGeometry, device: torch.device) -> Tensor | None:
+    """fp32 [kv_heads, head_dim]."""
+    if rows is None:
+        return None
+    if len(rows) != layer.kv_heads:
+        raise ConfigError(
+            f"layer {layer.index} has {layer.kv_heads} KV heads, its centers {len(rows)}; {AGAIN}"
+        )
+    return torch.tensor(rows, dtype=torch.float32, device=device)

@@ -1,0 +1,185 @@
+"""What K and V of a model look like, seen through the attention that serves it, unquantized."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvq.calib.histogram import Magnitudes
+from kvq.errors import RequestError
+from kvq.evals.text import EvalText
+from kvq.evals.windows import token_windows
+from kvq.formats import SMALLEST_MAXIMUM, Centers, HeadMaxima, LayerCenters, StaticScales
+from kvq.formats.centers import HeadCenters
+from kvq.kernels.codec import rotate
+from kvq.models import Model
+
+Progress = Callable[[int, int], None]  # (windows done, windows in all)
+
+
+@dataclass(kw_only=True, slots=True)
+class RowStatistics:
+    """K or V of one layer: tensors per head, or per head and channel."""
+
+    magnitudes: Magnitudes  # of the elements
+    rotated: Magnitudes  # after the Hadamard rotation
+    total: Tensor  # fp64 [kv_heads, dim], summed over tokens
+    squares: Tensor  # the same of squares
+    tokens: int = 0
+
+    @classmethod
+    def empty(cls, kv_heads: int, dim: int) -> "RowStatistics":
+        """Nothing seen yet."""
+        return cls(
+            magnitudes=Magnitudes(kv_heads),
+            rotated=Magnitudes(kv_heads),
+            total=torch.zeros(kv_heads, dim, dtype=torch.float64),
+            squares=torch.zeros(kv_heads, dim, dtype=torch.float64),
+        )
+
+    def update(self, rows: Tensor) -> None:
+        """Take in rows [tokens, kv_heads, dim]."""
+        rows = rows.float()
+        self.magnitudes.update(rows)
+        self.rotated.update(rotate(rows))
+        self.total += rows.double().sum(0).cpu()
+        self.squares += rows.double().square().sum(0).cpu()
+        self.tokens += rows.shape[0]
+
+    @property
+    def mean(self) -> Tensor:
+        """fp64 [kv_heads, dim], over tokens."""
+        return self.total / self.tokens
+
+    @property
+    def rms(self) -> Tensor:
+        """Root mean square over tokens, fp64 [kv_heads, dim]."""
+        return (self.squares / self.tokens).sqrt()
+
+    @property
+    def std(self) -> Tensor:
+        """Standard deviation over tokens, fp64 [kv_heads, dim]."""
+        return (self.squares / self.tokens - self.mean.square()).clamp_min(0).sqrt()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Observations:
+    """What a run over a text showed of every layer's K and V."""
+
+    model_digest: str
+    text: EvalText
+    tokens: int
+    layers: tuple[dict[str, RowStatistics], ...]  # "k" and "v"
+    can_center_k: bool  # not where the model caps its scores
+
+    def scales(self) -> StaticScales:
+        """Absolute maxima per head, for static formats."""
+        maxima = []
+        for layer in self.layers:
+            seen = {
+                name: tuple(max(x, SMALLEST_MAXIMUM) for x in magnitudes.absmax.tolist())
+                for part in ("k", "v")
+                for name, magnitudes in (
+                    (part, layer[part].magnitudes),
+                    (f"{part}_rotated", layer[part].rotated),
+                )
+            }
+            maxima.append(HeadMaxima(**seen))
+        return StaticScales(
+            model_digest=self.model_digest,
+            text_digest=self.text.digest,
+            tokens=self.tokens,
+            layers=tuple(maxima),
+        )
+
+    def centers(self) -> Centers:
+        """Means per channel, for grouped formats; none of K where the model caps its scores."""
+        layers = tuple(
+            LayerCenters(
+                k=_rounded(layer["k"].mean) if self.can_center_k else None, v=_rounded(layer["v"].mean)
+            )
+            for layer in self.layers
+        )
+        return Centers(
+            model_digest=self.model_digest, text_digest=self.text.digest, tokens=self.tokens, layers=layers
+        )
+
+
+def observe(
+    model: Model,
+    text: EvalText | str,
+    *,
+    context: int | None = None,
+    max_windows: int = 32,
+    progress: Progress = lambda done, total: None,
+) -> Observations:
+    """Observe K (after RoPE) and V of every layer while a text runs over unquantized KV.
+
+    The run is a session's own: the attention function that serves sees the same rows. At most
+    `max_windows` windows of `context` tokens are taken, spread evenly over the text; a text shorter
+    than one window is taken whole. `context` defaults to 1,024 tokens or what the model can take.
+
+    Raises:
+        RequestError: a text of fewer than two tokens, a context beyond the model's, no windows, or
+            K or V that are not finite.
+    """
+    if isinstance(text, str):
+        text = EvalText(name="text", text=text)
+    windows = spread_windows(model, text.text, context=context, max_windows=max_windows)
+    layers = tuple(
+        {
+            "k": RowStatistics.empty(layer.kv_heads, layer.k_head_dim),
+            "v": RowStatistics.empty(layer.kv_heads, layer.v_head_dim),
+        }
+        for layer in model.geometry.layers
+    )
+    session = model.with_kv("fp32").session(max_tokens=len(windows[0]))
+
+    def take(layer: int, k: Tensor, v: Tensor) -> None:
+        layers[layer]["k"].update(k)
+        layers[layer]["v"].update(v)
+
+    session.observer = take
+    for done, ids in enumerate(windows, start=1):
+        sequence = session.new_sequence()
+        session.forward([(sequence, ids)])[0].trusted_logits()
+        session.free(sequence)
+        progress(done, len(windows))
+    return Observations(
+        model_digest=model.weights.digest,
+        text=text,
+        tokens=sum(map(len, windows)),
+        layers=layers,
+        can_center_k=model.geometry.softcap is None,
+    )
+
+
+def calibrate(model: Model, text: EvalText | str, **options: object) -> StaticScales:
+    """Static scales from a run over a text; options are those of `observe`."""
+    return observe(model, text, **options).scales()  # type: ignore[arg-type]
+
+
+def spread_windows(
+    model: Model, text: str, *, context: int | None = None, max_windows: int = 32
+) -> list[list[int]]:
+    """Windows of `context` tokens, spread evenly over a text; see `observe`.
+
+    Raises:
+        RequestError: a text of fewer than two tokens, a context beyond the model's, or no windows.
+    """
+    if max_windows < 1:
+        raise RequestError(f"the number of windows must be at least 1, got {max_windows}")
+    limit = model.weights.max_context
+    context = min(1024, limit) if context is None else context
+    if not 2 <= context <= limit:
+        raise RequestError(f"a context of {context} tokens was asked for; this model takes 2 to {limit}")
+    tokens = len(model.tokenizer(text, return_attention_mask=False, verbose=False)["input_ids"])
+    windows = token_windows(model.tokenizer, text, context=max(2, min(context, tokens)))
+    count = min(max_windows, len(windows))
+    return [windows[i * len(windows) // count] for i in range(count)]
+
+
+def _rounded(rows: Tensor) -> HeadCenters:
+    """Six digits: more than any code keeps, and a file half as large."""
+    return tuple(tuple(float(f"{x:.6g}") for x in row) for row in rows.tolist())

@@ -1,0 +1,203 @@
+"""What each format costs in each half of each layer: KL divergence of served decoding, one half at a time."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from kvq.calib.candidates import Half, Stored, grouped_formats, halves, recipe_of
+from kvq.calib.clipping import best_clip
+from kvq.calib.divergence import mean_divergences
+from kvq.calib.observe import observe, spread_windows
+from kvq.evals.text import EvalText
+from kvq.formats import Centers, Code, KVFormat, PerTokenHead, parse_format
+from kvq.models import Model
+
+Progress = Callable[[str, int, int], None]  # (what is going on, done, in all)
+
+_SAMPLED_ROWS = 1024  # tokens of each layer kept for choosing clips
+_CLIP_STEPS = (0.0, 0.1, 0.2)  # tried above the clip of least squared error
+_LEAST_COST = 1e-9  # nats: of what differs from the baseline by rounding only
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Trial:
+    """What storing one half in one way costs, all others unquantized."""
+
+    half: Half
+    stored: Stored
+    nbytes: int  # per token
+    kl: float  # nats per token
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sensitivities:
+    """All trials of a model, and what they were measured with."""
+
+    trials: tuple[Trial, ...]
+    centers: Centers
+    rest: KVFormat  # of the halves that were not tried
+    windows: tuple[list[int], ...]  # token ids
+
+    def of(self, half: Half) -> list[Trial]:
+        """The trials of one half."""
+        return [trial for trial in self.trials if trial.half == half]
+
+
+def measure_sensitivities(
+    model: Model,
+    text: EvalText,
+    *,
+    codes: Sequence[Code],
+    context: int | None = None,
+    max_windows: int = 8,
+    progress: Progress = lambda what, done, total: None,
+) -> Sensitivities:
+    """Try each half of each layer in the candidate formats of `codes`.
+
+    Rotation and centering are settled per half first, at the largest group of the widest grouped code;
+    other groups and bits then follow it, but for 2 bits, whose rotation and clip are tried again.
+    `max_windows` windows are spread over the text; centers come from four times as many.
+
+    Raises:
+        RequestError: a text or context that can't be used, or K or V that are not finite.
+    """
+    windows = spread_windows(model, text.text, context=context, max_windows=max_windows)
+    centers = observe(
+        model,
+        text,
+        context=context,
+        max_windows=4 * max_windows,
+        progress=lambda done, total: progress("observing K and V", done, total),
+    ).centers()
+    rest = parse_format(model.with_kv("auto").recipe.layers[0].k.name, model.geometry.layers[0].k_head_dim)
+    bench = _Bench(model, windows, centers, rest, progress)
+    units = halves(model.geometry)
+    shapes = bench.run({half: _shapes(model, half, codes) for half in units}, "rotation and centers")
+    settled = {half: min(found, key=_cost).stored for half, found in shapes.items() if found}
+    widths = bench.run(
+        {
+            half: _widths(half, codes, settled.get(half)) + bench.two_bits(half, codes, settled)
+            for half in units
+        },
+        "groups and bits",
+    )
+    narrow = bench.run({half: _narrow(half, widths[half]) for half in units}, "2 bits in smaller groups")
+    return Sensitivities(
+        trials=tuple(trial for found in (shapes, widths, narrow) for half in units for trial in found[half]),
+        centers=centers,
+        rest=rest,
+        windows=tuple(windows),
+    )
+
+
+def _cost(trial: Trial) -> float:
+    return trial.kl
+
+
+def _shapes(model: Model, half: Half, codes: Sequence[Code]) -> list[Stored]:
+    """The largest group of the widest grouped code, rotated or not, centered or not."""
+    grouped = [code for code in codes if code in (Code.INT4, Code.INT2)]
+    if not grouped:
+        return []
+    widest = max(grouped, key=lambda code: code.bits)
+    can_center = half.part == "v" or model.geometry.softcap is None
+    return [
+        Stored(fmt=grouped_formats(half.head_dim, widest, rotated=rotated)[0], is_centered=centered)
+        for rotated in (True, False)
+        for centered in ((True, False) if can_center else (False,))
+    ]
+
+
+def _widths(half: Half, codes: Sequence[Code], shape: Stored | None) -> list[Stored]:
+    """INT8, and smaller groups of INT4, shaped as `shape` is."""
+    found = []
+    if Code.INT8 in codes:
+        found.append(Stored(fmt=KVFormat(code=Code.INT8, scale=PerTokenHead())))
+    if Code.INT4 in codes and shape is not None:
+        formats = grouped_formats(half.head_dim, Code.INT4, rotated=shape.fmt.rotated)
+        found += [replace(shape, fmt=fmt) for fmt in formats[1:]]
+    return found
+
+
+def _narrow(half: Half, found: list[Trial]) -> list[Stored]:
+    """2 bits in smaller groups, shaped and clipped as the best of the largest groups is."""
+    tried = [trial for trial in found if trial.stored.fmt.code is Code.INT2]
+    if not tried:
+        return []
+    best = min(tried, key=_cost).stored
+    formats = grouped_formats(half.head_dim, Code.INT2, rotated=best.fmt.rotated)[1:]
+    return [replace(best, fmt=fmt) for fmt in formats]
+
+
+class _Bench:
+    """Measures halves, a batch of recipes at a time."""
+
+    def __init__(
+        self, model: Model, windows: list[list[int]], centers: Centers, rest: KVFormat, progress: Progress
+    ) -> None:
+        self._model, self._windows, self._centers = model, windows, centers
+        self._rest, self._progress = rest, progress
+        self._samples: dict[tuple[int, str], Tensor] = {}
+
+    def run(self, ways: dict[Half, list[Stored]], what: str) -> dict[Half, list[Trial]]:
+        """Trials of every half's ways."""
+        pairs = [(half, way) for half, some in ways.items() for way in some]
+        recipes = [
+            recipe_of(self._model.geometry, {(half.layer, half.part): way}, self._rest, self._centers)
+            for half, way in pairs
+        ]
+        costs = mean_divergences(
+            self._model,
+            recipes,
+            self._windows,
+            progress=lambda done: self._progress(f"trying {what}", done, len(recipes)),
+        )
+        found: dict[Half, list[Trial]] = {half: [] for half in ways}
+        for (half, way), kl in zip(pairs, costs, strict=True):
+            trial = Trial(half=half, stored=way, nbytes=half.nbytes(way.fmt), kl=max(kl, _LEAST_COST))
+            found[half].append(trial)
+        return found
+
+    def two_bits(self, half: Half, codes: Sequence[Code], settled: dict[Half, Stored]) -> list[Stored]:
+        """2 bits in the largest group, rotated or not, with clips from that of least squared error up.
+
+        Large elements count for more in attention than in squared errors: less clipping is often better.
+        """
+        if Code.INT2 not in codes:
+            return []
+        found = []
+        for rotated in (True, False):
+            fmt = grouped_formats(half.head_dim, Code.INT2, rotated=rotated)[0]
+            way = replace(settled[half], fmt=fmt)
+            least = best_clip(self._rows(half, way.is_centered), fmt)
+            found += [replace(way, clip=min(1.0, round(least + step, 2))) for step in _CLIP_STEPS]
+        return list(dict.fromkeys(found))
+
+    def _rows(self, half: Half, is_centered: bool) -> Tensor:
+        """Some rows of a half, spread over the windows: fp32 [up to _SAMPLED_ROWS, kv_heads, dim]."""
+        if not self._samples:
+            self._samples = _sample_rows(self._model, self._windows)
+        own = self._centers.layers[half.layer]
+        center = own.k if half.part == "k" else own.v
+        rows = self._samples[half.layer, half.part]
+        return rows - torch.tensor(center) if is_centered and center is not None else rows
+
+
+def _sample_rows(model: Model, windows: list[list[int]]) -> dict[tuple[int, str], Tensor]:
+    each = -(-_SAMPLED_ROWS // len(windows))
+    seen: dict[tuple[int, str], list[Tensor]] = {}
+
+    def take(layer: int, k: Tensor, v: Tensor) -> None:
+        step = max(1, k.shape[0] // each)
+        for part, rows in (("k", k), ("v", v)):
+            seen.setdefault((layer, part), []).append(rows[::step].float().cpu())
+
+    session = model.with_kv("fp32").session(max_tokens=max(map(len, windows)))
+    session.observer = take
+    for ids in windows:
+        sequence = session.new_sequence()
+        session.forward([(sequence, ids)])[0].trusted_logits()
+        session.free(sequence)
+    return {half: torch.cat(rows) for half, rows in seen.items()}

@@ -1,0 +1,253 @@
+"""Finding the recipe that costs least quality within a memory budget, and proving it.
+
+What each half of each layer costs in each format is measured alone (`kvq.calib.sensitivity`). Small
+divergences add up well, so a knapsack finds the best recipe for every budget at once; recipes are then
+measured whole, on text that the search did not see, beside the uniform formats.
+
+Source: per-layer pairs of formats from Li et al. 2025, KVTuner; the search here is exact instead.
+"""
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from kvq.calib.allocate import Allocation, Option
+from kvq.calib.candidates import grouped_formats, halves, has_fast_kernel, recipe_of
+from kvq.calib.divergence import mean_divergences
+from kvq.calib.sensitivity import Progress, Sensitivities, measure_sensitivities
+from kvq.errors import ConfigError
+from kvq.evals.perplexity import PerplexityRow, measure_perplexity
+from kvq.evals.text import EvalText
+from kvq.formats import Code, KVFormat, KVRecipe, PerTokenHead, parse_format
+from kvq.models import Model
+
+ALL_CODES = (Code.INT8, Code.INT4, Code.INT2)
+_TRIES = 6  # to meet a limit of divergence, which costs add up to only nearly
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Point:
+    """A recipe or format, and what it cost on text that the search did not see."""
+
+    kind: str  # "uniform", "tuned" or "chosen"
+    row: PerplexityRow
+    expected_kl: float | None = None  # by the search, of tuned recipes
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Tuned:
+    """What `tune` found."""
+
+    recipe: KVRecipe
+    budget_bytes: int  # per token
+    expected_kl: float  # nats per token, by adding up
+    search_kl: float  # of the whole recipe, on the text of the search
+    points: tuple[Point, ...]  # the baseline first, then by bytes
+    sensitivities: Sensitivities
+
+    @property
+    def baseline(self) -> PerplexityRow:
+        """Unquantized KV."""
+        return self.points[0].row
+
+    @property
+    def chosen(self) -> PerplexityRow:
+        """The chosen recipe on text that the search did not see."""
+        return next(point.row for point in self.points if point.kind == "chosen")
+
+    def front(self) -> list[Point]:
+        """The points that nothing else beats in both bytes and divergence, smallest first."""
+        best, kept = float("inf"), []
+        for point in sorted(self.points, key=lambda p: (p.row.kv_bytes_per_token, p.row.kl_mean)):
+            if point.row.kl_mean < best:
+                best = point.row.kl_mean
+                kept.append(point)
+        return kept
+
+
+class Search:
+    """The best recipe for every budget, from sensitivities."""
+
+    def __init__(self, model: Model, found: Sensitivities) -> None:
+        self._geometry = model.geometry
+        self._found = found
+        self._units = halves(model.geometry)
+        self.allocation = Allocation(
+            [
+                [Option(choice=t.stored, nbytes=t.nbytes, cost=t.kl) for t in found.of(half)]
+                for half in self._units
+            ]
+        )
+
+    def recipe(self, budget: int, label: str) -> KVRecipe:
+        """The recipe of least expected cost within `budget` bytes per token."""
+        chosen = self.allocation.choose(budget)
+        stored = {(half.layer, half.part): way for half, way in zip(self._units, chosen, strict=True)}
+        return recipe_of(self._geometry, stored, self._found.rest, self._found.centers, label)
+
+
+def tune(
+    model: Model,
+    text: EvalText,
+    held_out: EvalText,
+    *,
+    budget_bytes: int | None = None,
+    max_kl: float | None = None,
+    codes: Sequence[Code] = ALL_CODES,
+    context: int | None = None,
+    max_windows: int = 8,
+    verify_windows: int = 16,
+    progress: Progress = lambda what, done, total: None,
+) -> Tuned:
+    """Search on `text`, verify on `held_out`.
+
+    Exactly one of `budget_bytes` (per token, block padding not counted) and `max_kl` (nats per token)
+    is given. The recipe is the best that was found on `text`: a uniform format that fits the budget and
+    is better there wins.
+
+    Raises:
+        ConfigError: both or neither were given, or no choice of formats meets them.
+        RequestError: a text or context that can't be used.
+    """
+    if (budget_bytes is None) == (max_kl is None):
+        raise ConfigError("give either a budget in bytes or the largest KL divergence, not both")
+    if budget_bytes is not None and (budget_bytes < smallest_bytes(model, codes)):
+        raise ConfigError(
+            f"the budget is {budget_bytes} bytes per token; the smallest formats searched take "
+            f"{smallest_bytes(model, codes)}"
+        )
+    found = measure_sensitivities(
+        model, text, codes=codes, context=context, max_windows=max_windows, progress=progress
+    )
+    search = Search(model, found)
+    uniform = _uniform(model, codes)
+    if budget_bytes is None:
+        assert max_kl is not None, "checked above"
+        budget_bytes = _budget_for(model, search, found, max_kl)
+    recipe, search_kl = _best(model, search, found, uniform, budget_bytes)
+    others = _others(model, search, uniform, budget_bytes)
+    rows = measure_perplexity(
+        model,
+        ["auto", *uniform.values(), *others, replace(recipe, label="chosen")],
+        held_out.text,
+        context=len(found.windows[0]),
+        max_windows=verify_windows,
+        progress=lambda done, total: progress("verifying whole recipes", done, total),
+    )
+    expected = [search.allocation.cost(recipe_bytes(model, other)) for other in others]
+    first, last = 1 + len(uniform), 1 + len(uniform) + len(others)
+    points = [Point(kind="uniform", row=row) for row in rows[:first]]
+    points += [
+        Point(kind="tuned", row=row, expected_kl=kl)
+        for row, kl in zip(rows[first:last], expected, strict=True)
+    ]
+    points.append(Point(kind="chosen", row=rows[last], expected_kl=search.allocation.cost(budget_bytes)))
+    return Tuned(
+        recipe=recipe,
+        budget_bytes=budget_bytes,
+        expected_kl=search.allocation.cost(budget_bytes),
+        search_kl=search_kl,
+        points=tuple(points),
+        sensitivities=found,
+    )
+
+
+def recipe_bytes(model: Model, recipe: KVRecipe) -> int:
+    """Bytes per token of a recipe's rows, scales included, block padding not."""
+    return sum(
+        half.nbytes(recipe.layers[half.layer].k if half.part == "k" else recipe.layers[half.layer].v)
+        for half in halves(model.geometry)
+    )
+
+
+def bytes_of_bits(model: Model, bits: float) -> int:
+    """Bytes per token of so many bits per element."""
+    return int(bits * sum(half.kv_heads * half.head_dim for half in halves(model.geometry)) / 8 + 1e-6)
+
+
+def default_codes(model: Model, budget_bytes: int | None) -> tuple[Code, ...]:
+    """Codes whose attention has a compiled kernel here; all, where the budget can't be met with those."""
+    fast = tuple(
+        code
+        for code in ALL_CODES
+        if all(
+            has_fast_kernel(model.geometry, half, _smallest(half.head_dim, code), model.weights.device)
+            for half in halves(model.geometry)
+        )
+    )
+    if not fast or (budget_bytes is not None and budget_bytes < smallest_bytes(model, fast)):
+        return ALL_CODES
+    return fast
+
+
+def smallest_bytes(model: Model, codes: Sequence[Code]) -> int:
+    """Bytes per token where every half takes the smallest format of these codes."""
+    return sum(
+        min(half.nbytes(_smallest(half.head_dim, code)) for code in codes) for half in halves(model.geometry)
+    )
+
+
+def _smallest(head_dim: int, code: Code) -> KVFormat:
+    if code is Code.INT8:
+        return KVFormat(code=code, scale=PerTokenHead())
+    return grouped_formats(head_dim, code, rotated=True)[0]
+
+
+def _uniform(model: Model, codes: Sequence[Code]) -> dict[str, KVRecipe]:
+    """The uniform formats to compare with: every group of the codes, rotated and not."""
+    dims = model.geometry.head_dims
+    names = ["int8"] if Code.INT8 in codes else []
+    for code in (Code.INT4, Code.INT2):
+        if code in codes:
+            for rotated in (True, False):
+                formats = grouped_formats(min(min(pair) for pair in dims), code, rotated=rotated)
+                names += [fmt.name for fmt in formats if _fits(fmt.name, dims)]
+    return {name: KVRecipe.uniform(name, dims) for name in names}
+
+
+def _fits(name: str, head_dims: list[tuple[int, int]]) -> bool:
+    try:
+        for dim in {dim for pair in head_dims for dim in pair}:
+            parse_format(name, dim).check(dim)
+    except ConfigError:
+        return False
+    return True
+
+
+def _budget_for(model: Model, search: Search, found: Sensitivities, max_kl: float) -> int:
+    """The fewest bytes per token at which the whole recipe, measured on the search's text, meets `max_kl`."""
+    target = max_kl
+    for _ in range(_TRIES):
+        budget = search.allocation.budget_for(target)
+        kl = mean_divergences(model, [search.recipe(budget, "tried")], found.windows)[0]
+        if kl <= max_kl:
+            return budget
+        target *= 0.98 * max_kl / kl
+    raise ConfigError(
+        f"no recipe with a KL divergence of {max_kl:g} or less was found; the last had {kl:.3g}"
+    )
+
+
+def _best(
+    model: Model, search: Search, found: Sensitivities, uniform: dict[str, KVRecipe], budget: int
+) -> tuple[KVRecipe, float]:
+    """The recipe of least divergence on the search's text within a budget, and that divergence."""
+    rivals = [recipe for recipe in uniform.values() if recipe_bytes(model, recipe) <= budget]
+    most = max((recipe_bytes(model, recipe) for recipe in rivals), default=0)
+    rivals = [recipe for recipe in rivals if recipe_bytes(model, recipe) == most]  # less memory, less quality
+    recipes = [search.recipe(budget, "tuned"), *rivals]
+    costs = mean_divergences(model, recipes, found.windows)
+    best = min(range(len(recipes)), key=costs.__getitem__)
+    return replace(recipes[best], label=""), costs[best]
+
+
+def _others(model: Model, search: Search, uniform: dict[str, KVRecipe], budget: int) -> list[KVRecipe]:
+    """Tuned recipes at the bytes of the uniform formats, and between, for the front."""
+    sizes = sorted({recipe_bytes(model, recipe) for recipe in uniform.values()})
+    between = [(low + high) // 2 for low, high in itertools.pairwise(sizes)]
+    one_bit = bytes_of_bits(model, 1.0)
+    return [
+        search.recipe(size, f"tuned, {size / one_bit:.3g} bits")
+        for size in sorted({*sizes, *between} - {budget})
+        if size < search.allocation.most_bytes
+    ]

@@ -1,0 +1,66 @@
+"""The knapsack: exactly the best of all choices, for every budget."""
+
+import itertools
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvq.calib.allocate import Allocation, Option
+from kvq.errors import ConfigError
+
+OPTIONS = st.lists(
+    st.tuples(st.integers(1, 40).map(lambda n: 8 * n), st.floats(1e-9, 10.0)), min_size=1, max_size=4
+)
+
+
+def units_of(drawn):
+    return [
+        [Option(choice=(i, j), nbytes=nbytes, cost=cost) for j, (nbytes, cost) in enumerate(options)]
+        for i, options in enumerate(drawn)
+    ]
+
+
+@given(st.lists(OPTIONS, min_size=1, max_size=4), st.integers(0, 2000))
+@settings(max_examples=200, deadline=None)
+def test_the_choice_is_the_best_of_all(drawn, budget):
+    units = units_of(drawn)
+    every = [
+        (sum(o.nbytes for o in picked), sum(o.cost for o in picked), [o.choice for o in picked])
+        for picked in itertools.product(*units)
+    ]
+    fitting = [found for found in every if found[0] <= budget]
+    allocation = Allocation(units)
+    assert allocation.least_bytes == min(found[0] for found in every)
+    assert allocation.most_bytes == max(found[0] for found in every)
+    if not fitting:
+        with pytest.raises(ConfigError, match="the smallest formats allowed take"):
+            allocation.choose(budget)
+        return
+    best = min(found[1] for found in fitting)
+    assert allocation.cost(budget) == pytest.approx(best)
+    chosen = allocation.choose(budget)
+    nbytes, cost = next(found[:2] for found in every if found[2] == chosen)
+    assert nbytes <= budget
+    assert cost == pytest.approx(best)
+    least = min(found[0] for found in every if found[1] <= best)
+    assert allocation.budget_for(best * (1 + 1e-12)) == pytest.approx(least)
+
+
+def test_a_limit_that_nothing_meets_is_refused_with_the_best():
+    allocation = Allocation([[Option(choice="a", nbytes=8, cost=0.5)]])
+    with pytest.raises(ConfigError, match=r"expected to cost 0\.1 or less; the best costs 0\.5"):
+        allocation.budget_for(0.1)
+
+
+@pytest.mark.parametrize("units", [[], [[]]])
+def test_a_unit_needs_an_option(units):
+    with pytest.raises(ConfigError, match="at least one format"):
+        Allocation(units)
+
+
+def test_a_large_model_is_solved_in_seconds():
+    """126 layers of K and V with twelve options: Llama 3.1 405B."""
+    options = [Option(choice=i, nbytes=512 + 64 * i, cost=1.0 / (1 + i)) for i in range(12)]
+    allocation = Allocation([options] * 252)
+    assert allocation.cost(252 * 800) <= allocation.cost(252 * 700)
