@@ -159,7 +159,9 @@ class KvqLM(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
             turns = [message for message in chat_history if message["role"] != "system"]
             if len(turns) == len(chat_history):
                 raise RequestError(f"the chat template refuses a conversation: {error}") from error
-            _log.warning("the chat template refuses a conversation (%s); leaving out its system message", error)
+            _log.warning(
+                "the chat template refuses a conversation (%s); leaving out its system message", error
+            )
         try:
             return self._apply_template(turns, add_generation_prompt)
         except jinja2.exceptions.TemplateError as error:
@@ -219,7 +221,7 @@ class KvqLM(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
         for index, request in enumerate(requests):
             context, gen_kwargs = request.args
             kwargs = dict(normalize_gen_kwargs(gen_kwargs, self.max_gen_toks))
-            until = handle_stop_sequences(kwargs.pop("until", None), eos)
+            until = [stop for stop in handle_stop_sequences(kwargs.pop("until", None), eos) if stop]
             count = kwargs.pop("max_gen_toks")
             if not 0 < count < self.max_length:
                 raise RequestError(
@@ -266,7 +268,7 @@ class KvqLM(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
         return [self.prefix_token_id], ids
 
     def _loglikelihood_tokens(
-        self, requests: Sequence[tuple[Any, list[int], list[int]]], **_: Any
+        self, requests: Sequence[tuple[Any, list[int], list[int]]], **ignored: Any
     ) -> list[tuple[float, bool]]:
         """Scores of (texts or None, context ids, continuation ids)."""
         pairs, num_cut = [], 0
@@ -287,9 +289,9 @@ class KvqLM(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
             (score.logprob, score.is_greedy)
             for score in score_continuations(self.llm, pairs, progress=self.progress)
         ]
-        for (texts, _, _), answer in zip(requests, answers, strict=True):
-            if texts is not None:
-                self.cache_hook.add_partial("loglikelihood", texts, answer)
+        for request, answer in zip(requests, answers, strict=True):
+            if request[0] is not None:
+                self.cache_hook.add_partial("loglikelihood", request[0], answer)
         return answers
 
     def _sampling_params(
@@ -301,7 +303,9 @@ class KvqLM(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
             count = min(self.max_length - prompt_tokens, max_length - prompt_tokens)
         if kwargs.pop("num_beams", 1) != 1:
             raise RequestError("num_beams must be 1: beam search does not stop at strings; leave it out")
-        options = {name: kwargs.pop(name) for name in _SAMPLING if kwargs.get(name) is not None}
+        options: dict[str, Any] = {
+            name: kwargs.pop(name) for name in _SAMPLING if kwargs.get(name) is not None
+        }
         if options.get("top_k") == 0:
             del options["top_k"]
         temperature = float(kwargs.get("temperature", 0.0))
@@ -318,7 +322,7 @@ class KvqLM(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
         return SamplingParams(
             max_tokens=count,
             temperature=temperature,
-            stop=[stop for stop in until if stop],
+            stop=until,
             stop_token_ids=[] if self.eot_token_id is None else [self.eot_token_id],
             skip_special_tokens=False,  # stop strings may be special tokens
             **options,
