@@ -86,16 +86,26 @@ class BlockManager:
         """All live sequences, swapped ones included, in order of their start."""
         return list(self._register)
 
-    def prompt(self, tokens: Iterable[int], *, tenant: str = "", shared_salt: str | None = None) -> Prompt:
+    def prompt(
+        self,
+        tokens: Iterable[int],
+        *,
+        tenant: str = "",
+        shared_salt: str | None = None,
+        max_reuse: int | None = None,
+    ) -> Prompt:
         """Prepare a prompt for `lookup` and `start`; hold on to it to hash its tokens only once.
 
         Prefixes are found among the same tenant's prompts only, or, with `shared_salt`, among all
-        prompts that named the same salt, whoever sent them.
+        prompts that named the same salt, whoever sent them. `max_reuse`: take at most so many tokens
+        from them, because those after it shall be computed.
 
         Raises:
             RequestError: an id that is no whole number of 0 to 2**32 - 1.
         """
-        return self.blocks.index.prompt(tokens, tenant=tenant, shared_salt=shared_salt)
+        prompt = self.blocks.index.prompt(tokens, tenant=tenant, shared_salt=shared_salt)
+        prompt.max_reuse = max_reuse
+        return prompt
 
     def lookup(self, prompt: Prompt) -> Match:
         """How many tokens `start` would reuse, and who is computing the next ones. Changes nothing."""

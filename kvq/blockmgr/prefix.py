@@ -81,6 +81,7 @@ class Prompt:
     data: bytes  # the tokens as bytes
     digests: list[bytes]  # of the full blocks, in order
     block_size: int  # tokens; what a full block is
+    max_reuse: int | None = None  # most tokens of a hit, if fewer than all but one
 
 
 def token_array(tokens: Iterable[int]) -> "array[int]":

@@ -29,14 +29,14 @@ class Prefixes:
 
     def hit(self, prompt: Prompt) -> Hit:
         """The longest hit that leaves at least one token to compute. Changes nothing."""
-        return find(self._blocks, prompt, max(0, len(prompt.tokens) - 1))
+        return find(self._blocks, prompt, _most_reused(prompt))
 
     def match(self, prompt: Prompt) -> Match:
         """The hit's length, and who is computing the block after its whole ones. Changes nothing."""
         hit = self.hit(prompt)
         i, size = len(hit.nodes), self._blocks.block_size
         end = (i + 1) * size
-        if end > len(prompt.tokens) - 1:
+        if end > _most_reused(prompt):
             return Match(hit.length, None)
         owner = self._computing.get(self._blocks.index.digest_at(prompt, i))
         if owner is None or owner.depth > i or owner.node.root != prompt.root:
@@ -168,3 +168,9 @@ class Prefixes:
         sequence.length = length
         sequence.receipt.own += len(sources)
         sequence.receipt.copied += len(sources)
+
+
+def _most_reused(prompt: Prompt) -> int:
+    """Tokens that a hit may hold: at least one is left to compute."""
+    most = max(0, len(prompt.tokens) - 1)
+    return most if prompt.max_reuse is None else min(most, prompt.max_reuse)

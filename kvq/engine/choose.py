@@ -108,9 +108,10 @@ class Chooser:
                 continue
             job = jobs[branch.request]
             row = output.starts[i]
-            if job.needs_prompt_rows:
-                _read_prompt(job, plan, i, output.logits, row)
-                row += plan.counts[i] - 1
+            end = plan.ends[i]
+            if num_rows := job.prompt_rows(end - plan.counts[i], end):
+                _read_prompt(job, output.logits[row : row + num_rows], end)
+                row += num_rows - 1
             if not plan.samples[i]:
                 continue
             if job.beams is not None:
@@ -242,17 +243,15 @@ def _expand(
             choices.beams.append(job.request)
 
 
-def _read_prompt(job: Job, plan: StepPlan, index: int, logits: Tensor, row: int) -> None:
-    """Log-probabilities of the prompt tokens that follow a chunk's positions."""
+def _read_prompt(job: Job, rows: Tensor, end: int) -> None:
+    """Log-probabilities of the prompt tokens that follow a chunk's last positions, which end at `end`."""
     assert job.prompt_logprobs is not None, "asked for"
-    end = plan.ends[index]
-    start = end - plan.counts[index]
     known = len(job.prompt_logprobs)
     targets = job.request.tokens[known : end + 1]
-    if start > known - 1 or not targets:
+    skipped = known - 1 - (end - len(rows))  # below 0: tokens before the chunk are missing
+    if skipped < 0 or not targets:
         return
-    first = row + known - 1 - start
-    rows = logits[first : first + len(targets)]
+    rows = rows[skipped : skipped + len(targets)]
     job.prompt_logprobs += prompt_logprobs(rows, targets.tolist(), job.params.prompt_logprobs or 0)
 
 

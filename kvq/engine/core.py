@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from math import inf
 from time import perf_counter
+from typing import Any
 
 from kvq.blockmgr.prefix import token_array
 from kvq.cache.memory import held_bytes
@@ -121,6 +122,12 @@ class EngineCore:
         text = prompt if isinstance(prompt, str) else None
         tokens = self._tokens(prompt)
         check_params(params, self.model.geometry.vocab_size)
+        start = params.prompt_logprobs_start
+        if start and (params.prompt_logprobs is None or start >= len(tokens)):
+            raise RequestError(
+                f"prompt_logprobs_start must be below the {len(tokens)} prompt tokens, and needs "
+                f"prompt_logprobs, got {start} and {params.prompt_logprobs}"
+            )
         request = Request(
             id=request_id or f"request-{next(self._ids)}",
             tokens=tokens,
@@ -129,8 +136,7 @@ class EngineCore:
             priority=priority,
             tenant=tenant,
             shared_salt=shared_salt,
-            reuse=params.prompt_logprobs is None,
-            max_chunk=None if params.prompt_logprobs is None else self._prompt_logprob_rows(),
+            **self._prompt_logprob_limits(params, len(tokens)),
         )
         max_tokens = self.scheduler.check(request)
         if len(pins) > MAX_PINS or any(pin.length > len(tokens) for pin in pins):
@@ -148,7 +154,7 @@ class EngineCore:
             block_bytes=sum(block_bytes) / len(block_bytes),
             listener=listener,
             timing=Timing(arrival_s=self._clock()),
-            prompt_logprobs=None if params.prompt_logprobs is None else [None],
+            prompt_logprobs=None if params.prompt_logprobs is None else [None] * max(1, start),
             pins=sorted(pins, key=lambda pin: pin.length),
         )
         if params.beam_width is not None:
@@ -486,8 +492,17 @@ class EngineCore:
             )
         return tokens
 
-    def _prompt_logprob_rows(self) -> int:
-        return max(16, _PROMPT_LOGPROB_BYTES // (4 * self.model.geometry.vocab_size))
+    def _prompt_logprob_limits(self, params: SamplingParams, num_tokens: int) -> dict[str, Any]:
+        """What a request must compute of its prompt, and in which pieces, for its log-probabilities."""
+        if params.prompt_logprobs is None:
+            return {}
+        reused = max(0, params.prompt_logprobs_start - 1)  # the token before the first one has its row
+        rows = max(16, _PROMPT_LOGPROB_BYTES // (4 * self.model.geometry.vocab_size))
+        return {
+            "reuse": reused > 0,
+            "max_reuse": reused,
+            "max_chunk": rows if num_tokens - reused > rows else None,
+        }
 
 
 def _id(token: Token | None) -> int | None:

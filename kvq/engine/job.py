@@ -61,10 +61,11 @@ class Job:
     pins: list[PrefixPin] = field(default_factory=list)  # still to be made, the shortest first
     pinned_tokens: int = 0
 
-    @property
-    def needs_prompt_rows(self) -> bool:
-        """True while log-probabilities of prompt tokens are still to come."""
-        return self.prompt_logprobs is not None and len(self.prompt_logprobs) < self.request.prompt_length
+    def prompt_rows(self, start: int, end: int) -> int:
+        """How many last rows of a chunk of positions [start, end) log-probabilities of prompt tokens need."""
+        if self.prompt_logprobs is None or len(self.prompt_logprobs) >= self.request.prompt_length:
+            return 0
+        return max(0, end - max(start, len(self.prompt_logprobs) - 1))
 
     @property
     def streams(self) -> bool:

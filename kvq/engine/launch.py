@@ -100,9 +100,12 @@ class Launcher:
 
     def _run(self, plan: StepPlan, failed: list[SwapIn]) -> tuple[StepOutput, dict[Request, KVQError]]:
         """The forward pass; when it raises, branch by branch, so that only the guilty one ends."""
-        rows = {i for i, b in enumerate(plan.branches) if self._jobs[b.request].needs_prompt_rows}
+        rows: dict[int, int] = {}
+        for i, (branch, count, end) in enumerate(zip(plan.branches, plan.counts, plan.ends, strict=True)):
+            if wanted := self._jobs[branch.request].prompt_rows(end - count, end):
+                rows[i] = wanted
         try:
-            return self._runner.forward(plan, failed, all_rows=rows), {}
+            return self._runner.forward(plan, failed, last_rows=rows), {}
         except Exception as error:  # noqa: BLE001 - whatever a model, a kernel or a hook raises
             _log.exception("step %d failed; running its %d parts apart", plan.number, len(plan.branches))
             if len(plan.branches) == 1:
@@ -110,7 +113,7 @@ class Launcher:
         return self._run_apart(plan, failed, rows)
 
     def _run_apart(
-        self, plan: StepPlan, failed: list[SwapIn], rows: set[int]
+        self, plan: StepPlan, failed: list[SwapIn], rows: dict[int, int]
     ) -> tuple[StepOutput, dict[Request, KVQError]]:
         """The forward pass of each branch alone; those that raise again end."""
         errors: dict[Request, KVQError] = {}
@@ -118,7 +121,7 @@ class Launcher:
         for i, branch in enumerate(plan.branches):
             part = plan.part(i)
             try:
-                parts.append(self._runner.forward(part, [], all_rows={0} if i in rows else ()))
+                parts.append(self._runner.forward(part, [], last_rows={0: rows[i]} if i in rows else {}))
             except Exception as error:  # noqa: BLE001 - as above
                 errors[branch.request] = _step_failed(error)
                 parts.append(self._runner.nothing(part, []))

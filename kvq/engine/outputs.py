@@ -60,7 +60,7 @@ class RequestOutput:
     prompt: str | None  # None where token ids were given
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
-    prompt_logprobs: list[TokenLogprobs | None] | None = None  # the first token has none
+    prompt_logprobs: list[TokenLogprobs | None] | None = None  # None before the start
     receipt: Receipt
     timing: Timing
     error: KVQError | None = None

@@ -55,10 +55,11 @@ class SamplingParams:
     `max_tokens`: None goes on as far as the model's context and the block pool reach.
     `top_k`: None keeps all. `seed`: the same tokens in whatever batch the request runs.
     `stop`: strings that end the text, left out of it unless `include_stop`. `logprobs`: how many of
-    the likeliest tokens' log-probabilities to return beside the chosen one's; `prompt_logprobs`
-    the same for every prompt token. They are of the model's distribution, before temperature,
-    penalties and filters. `echo`: the text starts with the prompt. `kept_special_ids`: special tokens that
-    have text though `skip_special_tokens` leaves out the others.
+    the likeliest tokens' log-probabilities to return beside the chosen one's; `prompt_logprobs` the
+    same for every prompt token from `prompt_logprobs_start` on; what lies before may come from the
+    prefix cache. They are of the model's distribution, before temperature, penalties and filters.
+    `echo`: the text starts with the prompt. `kept_special_ids`: special tokens that have text though
+    `skip_special_tokens` leaves out the others.
     """
 
     n: int = 1
@@ -83,6 +84,7 @@ class SamplingParams:
     ignore_eos: bool = False
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    prompt_logprobs_start: int = 0  # index of a prompt token
     echo: bool = False
     skip_special_tokens: bool = True
     kept_special_ids: Sequence[int] = ()
@@ -98,6 +100,7 @@ class SamplingParams:
         _whole(self, "seed", -(1 << 63), (1 << 64) - 1, optional=True)  # what fits into 64 bits
         _whole(self, "logprobs", 0, MAX_LOGPROBS, optional=True)
         _whole(self, "prompt_logprobs", 0, MAX_LOGPROBS, optional=True)
+        _whole(self, "prompt_logprobs_start", 0, 1 << 30)
         _real(self, "length_penalty", -100, 100)
         _real(self, "temperature", 0, 10)
         _real(self, "top_p", 0, 1, above=True)

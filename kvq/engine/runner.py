@@ -1,8 +1,9 @@
 """The runner: carries out a step's plan with one packed forward pass."""
 
-from collections.abc import Collection
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +21,7 @@ from kvq.models.step import Observer, PackedStep
 from kvq.scheduler import StepPlan
 
 Integers = npt.NDArray[np.int64]
+_NONE: Mapping[int, int] = MappingProxyType({})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -98,18 +100,18 @@ class Runner:
         plan: StepPlan,
         failed: list[SwapIn],
         *,
-        all_rows: Collection[int] = (),
+        last_rows: Mapping[int, int] = _NONE,
         tokens: Tensor | None = None,
     ) -> StepOutput:
         """Layer by layer write, then attend; then the logits that are wanted.
 
         `tokens`: int64 [new tokens] on the device, in place of the plan's, where only the device knows them.
-        Wanted are the last row of branches that sample, and every row of the branches in `all_rows`.
+        Wanted are the last row of branches that sample, and more of the last rows of those in `last_rows`.
         Nothing is committed: a plan that raised may be run again, whole or in parts.
         """
         if not plan.branches:
             return self.nothing(plan, failed)
-        if self._graphs is not None and self.observer is None and not all_rows and self._graphs.takes(plan):
+        if self._graphs is not None and self.observer is None and not last_rows and self._graphs.takes(plan):
             logits, bad = self._graphs.run(plan, tokens)
             return StepOutput(
                 logits=logits,
@@ -119,7 +121,7 @@ class Runner:
                 attention_s=0.0,
             )
         step = self._step(plan)
-        starts, keep = _wanted(plan, all_rows)
+        starts, keep = _wanted(plan, last_rows)
         rows = self._weights.step_rows(plan.num_tokens)
         output = self.model.weights.model(
             input_ids=(self._upload(plan.token_ids, rows) if tokens is None else _padded(tokens, rows))[None],
@@ -221,16 +223,13 @@ def _positions(plan: StepPlan) -> Integers:
     return first + np.arange(plan.num_tokens)
 
 
-def _wanted(plan: StepPlan, all_rows: Collection[int]) -> tuple[list[int], list[int]]:
+def _wanted(plan: StepPlan, last_rows: Mapping[int, int]) -> tuple[list[int], list[int]]:
     """Per branch its first row among the wanted logits; and the packed rows that are wanted."""
     starts: list[int] = []
     keep: list[int] = []
     at = 0
     for i, (count, samples) in enumerate(zip(plan.counts, plan.samples, strict=True)):
         starts.append(len(keep))
-        if i in all_rows:
-            keep.extend(range(at, at + count))
-        elif samples:
-            keep.append(at + count - 1)
         at += count
+        keep.extend(range(at - last_rows.get(i, int(samples)), at))
     return starts, keep

@@ -34,7 +34,10 @@ class Holders:
         tokens = request.live[0].tokens if request.is_forked else request.tokens
         if request.prompt is None or len(request.prompt.tokens) != len(tokens):
             request.prompt = self.manager.prompt(
-                tokens, tenant=request.tenant, shared_salt=request.shared_salt
+                tokens,
+                tenant=request.tenant,
+                shared_salt=request.shared_salt,
+                max_reuse=request.max_reuse,
             )
         return request.prompt
 

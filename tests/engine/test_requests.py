@@ -212,6 +212,53 @@ def test_a_cached_prompt_still_gets_all_its_prompt_logprobs(llm):
     assert second.outputs[0].token_ids == first.outputs[0].token_ids
 
 
+@pytest.mark.parametrize("chunk", [16, 2048])
+@pytest.mark.parametrize("start", [1, 2, 33, 49, 69])
+def test_prompt_logprobs_from_a_start_are_those_of_the_whole_prompt(model, reference, chunk, start):
+    llm = engine(model, max_num_batched_tokens=chunk)
+    prompt = random_tokens(70, seed=8)
+    truth = reference_logprobs(reference, prompt)
+    wanted = [float(truth[i - 1, prompt[i]]) for i in range(start, 70)]
+    for cached in (0, max(0, start - 1) // 16 * 16):
+        found = run(llm, prompt, max_tokens=2, prompt_logprobs=0, prompt_logprobs_start=start)
+        assert found.prompt_logprobs[:start] == [None] * start
+        assert [entry.token for entry in found.prompt_logprobs[start:]] == prompt[start:]
+        assert [entry.logprob for entry in found.prompt_logprobs[start:]] == pytest.approx(wanted, abs=2e-4)
+        assert cached <= found.receipt.cached_tokens < max(1, start)
+    assert_balanced(llm)
+
+
+def test_continuations_of_one_context_compute_it_once(model, reference):
+    llm = engine(model)
+    context = random_tokens(100, seed=3)
+    ends = [random_tokens(1 + i % 7, seed=i) for i in range(20)]
+    params = SamplingParams(max_tokens=1, prompt_logprobs=0, prompt_logprobs_start=100)
+    outputs = llm.generate([context + end for end in ends], params)
+    for end, output in zip(ends, outputs, strict=True):
+        truth = reference_logprobs(reference, context + end)
+        wanted = [float(truth[99 + i, token]) for i, token in enumerate(end)]
+        assert [e.logprob for e in output.prompt_logprobs[100:]] == pytest.approx(wanted, abs=2e-4)
+    assert sum(output.receipt.cached_tokens >= 96 for output in outputs) == 19
+    assert_balanced(llm)
+
+
+def test_a_start_of_prompt_logprobs_survives_a_preemption(model, reference):
+    llm = engine(model, max_num_batched_tokens=16)
+    prompt = random_tokens(75, seed=9)
+    truth = reference_logprobs(reference, prompt)
+    wanted = [float(truth[i - 1, prompt[i]]) for i in range(40, 75)]
+    for steps in (1, 3, 4):
+        params = SamplingParams(max_tokens=4, prompt_logprobs=0, prompt_logprobs_start=40)
+        job, collector = submit(llm, prompt, params)
+        for _ in range(steps):
+            llm.step()
+        if not job.request.live[0].is_done:
+            llm.core.scheduler.preempt(job.request, 0.0, swap=False)
+        drive(llm, [job])
+        found = [entry.logprob for entry in collector.output.prompt_logprobs[40:]]
+        assert found == pytest.approx(wanted, abs=2e-4)
+
+
 def test_the_pieces_of_a_stream_join_to_the_result(tiny_llm):
     params = SamplingParams(max_tokens=40, temperature=0.9, seed=3, n=3, logprobs=1, stop=["the", "."])
     pieces = list(tiny_llm.stream("Once upon a time there was", params))
@@ -508,6 +555,7 @@ def test_beam_search_of_the_embedded_model_returns_the_beams_of_generate(tiny):
         ({"frequency_penalty": -101}, "frequency_penalty"),
         ({"logprobs": 65}, "logprobs must be a whole number of 0 to 64"),
         ({"prompt_logprobs": -1}, "prompt_logprobs"),
+        ({"prompt_logprobs_start": -1}, "prompt_logprobs_start"),
         ({"seed": 1 << 64}, "seed"),
         ({"seed": True}, "seed"),
         ({"stop": [""]}, "stop must be strings of 1 to 1024"),
