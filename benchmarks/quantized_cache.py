@@ -25,8 +25,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, QuantizedCache
 
 from kvq.cache import KvqCache, register_attention
+from kvq.evals import default_text, read_text
 from kvq.evals.results import envelope, source_commit, write_json
-from kvq.evals.text import default_text, read_text
 
 TINY = Path(__file__).parents[1] / "kvq" / "models" / "tiny"
 RIVAL = "QuantizedCache quanto int4"

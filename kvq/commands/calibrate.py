@@ -1,8 +1,19 @@
-"""`kvq calibrate`: static scales from a model's own K and V, written to kvq.json."""
+"""`kvq calibrate`: static scales and centers from a model's own K and V, written to kvq.json."""
+
+import dataclasses
+import sys
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvq.commands.options import kv_option
+from kvq.commands.options import kv_option, text_field_option
+
+if TYPE_CHECKING:
+    from kvq.calib import Observations
+    from kvq.calib.domain import DomainCheck
+    from kvq.calib.summary import HeadSummary
+    from kvq.formats import KVRecipe
+    from kvq.models import Model
 
 
 @click.command(name="calibrate")
@@ -10,14 +21,28 @@ from kvq.commands.options import kv_option
 @click.option(
     "--text",
     type=click.Path(),
-    help="UTF-8 text file.  [default: help topics of CPython that are not held out]",
+    help="Text file, .jsonl, .parquet, or hf:NAME[:CONFIG[:SPLIT]].  [default: help topics of CPython that "
+    "are not held out]",
 )
+@text_field_option
 @click.option(
     "--out", default="kvq.json", show_default=True, type=click.Path(), help="Where to write the recipe."
 )
 @kv_option("fp8_per_head", many=False)
+@click.option(
+    "--centered",
+    is_flag=True,
+    help="Store int4 and int2 without the means of K and V, which cost no bytes then.",
+)
 @click.option("--context", type=int, help="Tokens per window.  [default: 1024, or what the model takes]")
 @click.option("--max-windows", default=32, show_default=True, help="Windows taken, spread over the text.")
+@click.option(
+    "--check", type=click.Path(), help="Another text: are the scales fit for it? Exit 1 if they are not."
+)
+@click.option(
+    "--fp8-out", type=click.Path(), help="FP8 scales per tensor for other engines: .safetensors or .json."
+)
+@click.option("--json", "json_path", type=click.Path(), help="Write what was seen of every head as JSON.")
 @click.option("--device", default="auto", show_default=True, help="auto, cpu or cuda.")
 @click.option("--dtype", default="auto", show_default=True, help="Of the weights: auto, fp32, bf16 or fp16.")
 @click.option(
@@ -30,38 +55,144 @@ from kvq.commands.options import kv_option
 def command(
     model: str,
     text: str | None,
+    text_field: str | None,
     out: str,
     kv: list[str],
+    centered: bool,
     context: int | None,
     max_windows: int,
+    check: str | None,
+    fp8_out: str | None,
+    json_path: str | None,
     device: str,
     dtype: str,
     max_model_len: int | None,
     revision: str | None,
     token: str | None,
 ) -> None:
-    """Observe MODEL and write static scales to a kvq.json.
+    """Observe MODEL and write what static formats need to a kvq.json.
 
     The scales serve fp8_per_head and int8_per_head alike, rotated or not. The file is also a recipe:
     `--kv kvq.json` uses the formats it names, `--scales kvq.json` its scales under other formats.
     """
     from kvq import fileio
-    from kvq.calib import calibrate
+    from kvq.calib import observe
+    from kvq.calib.export import check_export_path, write_fp8_scales
+    from kvq.calib.summary import summarize
     from kvq.commands.progress import progress_bar, status
     from kvq.evals import calibration_text, read_text
     from kvq.models.model import load, resolve_recipe
 
-    source = calibration_text() if text is None else read_text(text)
+    source = calibration_text() if text is None else read_text(text, text_field)
+    other = None if check is None else read_text(check, text_field)
     fileio.check_writable(out)
+    if json_path is not None:
+        fileio.check_writable(json_path)
+    if fp8_out is not None:
+        check_export_path(fp8_out)
     with status(f"loading {model}"):
         loaded = load(
             model, device=device, dtype=dtype, max_context=max_model_len, revision=revision, token=token
         )
     recipe = resolve_recipe(loaded.weights, kv[0])
     with progress_bar("calibrating") as progress:
-        scales = calibrate(loaded, source, context=context, max_windows=max_windows, progress=progress)
-    recipe.with_scales(scales).save(out)
+        seen = observe(loaded, source, context=context, max_windows=max_windows, progress=progress)
+    recipe = _with_centers(recipe, seen) if centered else recipe
+    recipe.with_scales(seen.scales()).save(out)
+    heads = summarize(seen)
+    found = None if other is None else _check(loaded, seen, other, recipe, context)
+    if fp8_out is not None:
+        write_fp8_scales(fp8_out, seen, loaded.geometry)
+    if json_path is not None:
+        _write_json(json_path, loaded, seen, heads, found)
     click.echo(
-        f"wrote {out}: {recipe.name}, static scales of {len(scales.layers)} layers from {scales.tokens:,} "
-        f"tokens of {source.name}"
+        f"wrote {out}: {recipe.name}{', centered' if centered else ''}, static scales of "
+        f"{len(seen.layers)} layers from {seen.tokens:,} tokens of {source.name}"
     )
+    for line in _notes(heads):
+        click.echo(line)
+    if found is not None:
+        click.echo(found.line())
+        if not found.is_fit:
+            sys.exit(1)
+
+
+def _with_centers(recipe: "KVRecipe", seen: "Observations") -> "KVRecipe":
+    """The recipe with the centers of its grouped halves.
+
+    Raises:
+        ConfigError: it has none.
+    """
+    from kvq.errors import ConfigError
+    from kvq.formats import Grouped, LayerCenters
+
+    centers = seen.centers()
+    kept = tuple(
+        LayerCenters(
+            k=own.k if isinstance(layer.k.scale, Grouped) else None,
+            v=own.v if isinstance(layer.v.scale, Grouped) else None,
+        )
+        for layer, own in zip(recipe.layers, centers.layers, strict=True)
+    )
+    if not any(layer.k or layer.v for layer in kept):
+        raise ConfigError(f"--centered is for int4 and int2, got --kv {recipe.name}; leave it out")
+    return dataclasses.replace(recipe, centers=dataclasses.replace(centers, layers=kept))
+
+
+def _check(
+    model: "Model", seen: "Observations", other: Any, recipe: "KVRecipe", context: int | None
+) -> "DomainCheck":
+    from kvq.calib.domain import check_domain
+    from kvq.commands.progress import progress_bar
+
+    kv = recipe.name if recipe.name in ("fp8_per_head", "int8_per_head") else "fp8_per_head"
+    with progress_bar("checking on the other text") as progress:
+        return check_domain(
+            model, seen.scales(), seen.text.name, other, kv=kv, context=context, progress=progress
+        )
+
+
+def _write_json(
+    path: str,
+    model: "Model",
+    seen: "Observations",
+    heads: "list[HeadSummary]",
+    check: "DomainCheck | None",
+) -> None:
+    from kvq.evals.results import envelope, write_json
+
+    more = {} if check is None else {"check": dataclasses.asdict(check)}
+    result = envelope(
+        ["kvq", *sys.argv[1:]],
+        model.weights.device,
+        heads,
+        model_digest=model.weights.digest,
+        text=seen.text.name,
+        text_digest=seen.text.digest,
+        tokens=seen.tokens,
+        **more,
+    )
+    write_json(path, result)
+
+
+def _notes(heads: "list[HeadSummary]") -> list[str]:
+    """What stands out, a line each."""
+    notes = []
+    for what, name, why in (
+        ("outlier channels", "outlier_channels", "rotated formats spread them over the row"),
+        ("huge biases", "biased_channels", "--centered, or kvq tune, takes them out"),
+    ):
+        found = [row for row in heads if getattr(row, name)]
+        if not found:
+            continue
+        most = max(
+            found, key=lambda row: row.largest_outlier if name == "outlier_channels" else row.largest_bias
+        )
+        size = most.largest_outlier if name == "outlier_channels" else most.largest_bias
+        count = sum(len(getattr(row, name)) for row in found)
+        layers = sorted({f"{row.part.upper()}{row.layer}" for row in found}, key=lambda x: (x[0], int(x[1:])))
+        notes.append(
+            f"{what}: {count} channels in {', '.join(layers)}; the largest, in {most.part.upper()} of layer "
+            f"{most.layer}, head {most.head}, is {size:.1f} times the median channel ({why})"
+        )
+    return notes

@@ -107,6 +107,14 @@ def model_options(command: _Command) -> _Command:
     return wrapped  # type: ignore[return-value]
 
 
+def text_field_option(command: _Command) -> _Command:
+    """Add --text-field: which field of a JSON line or of a dataset's row is the text."""
+    return click.option(
+        "--text-field",
+        help="Field of a row of --text that is the text.  [default: text, content, prompt or messages]",
+    )(command)
+
+
 class Finite(click.FloatRange):
     """A number with bounds; NaN and infinity, which pass comparisons, are none."""
 

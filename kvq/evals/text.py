@@ -53,14 +53,14 @@ def is_held_out(topic: str) -> bool:
     return int.from_bytes(hashlib.sha256(topic.encode()).digest(), "big") % _FOLDS == 0
 
 
-def read_text(path: str | Path) -> EvalText:
-    """Read a text file.
+def decoded(path: Path) -> str:
+    """The text of a UTF-8 file.
 
     Raises:
         RequestError: missing, unreadable, not UTF-8, or empty.
     """
     try:
-        text = Path(path).read_bytes().decode("utf-8")
+        text = path.read_bytes().decode("utf-8")
     except OSError as error:
         raise RequestError(f"can't read {path}: {error.strerror}") from error
     except UnicodeDecodeError as error:
@@ -69,7 +69,7 @@ def read_text(path: str | Path) -> EvalText:
         ) from error
     if not text.strip():
         raise RequestError(f"{path} is empty; give a text of at least one window (--context) of tokens")
-    return EvalText(name=Path(path).name, text=text)
+    return text
 
 
 def _topics() -> dict[str, str]:

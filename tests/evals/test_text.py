@@ -5,7 +5,8 @@ from pydoc_data.topics import topics
 import pytest
 
 from kvq.errors import RequestError
-from kvq.evals.text import calibration_text, default_text, is_held_out, read_text
+from kvq.evals.data import read_text
+from kvq.evals.text import calibration_text, default_text, is_held_out
 
 HELD_OUT = ("await", "calls", "comparisons", "conversions", "dict", "floating", "raise", "return", "unary")
 

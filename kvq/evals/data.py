@@ -1,0 +1,133 @@
+"""Texts from files and datasets: plain text, JSON lines, Parquet, and datasets of the Hugging Face hub."""
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from kvq.errors import ConfigError, KVQError, RequestError, first_lines
+from kvq.evals.text import EvalText, decoded
+
+HUB = "hf:"
+_JSON = (".jsonl", ".ndjson", ".json")
+_PARQUET = (".parquet", ".pq")
+_FIELDS = ("text", "content", "prompt", "messages")  # looked for in this order
+_MOST_CHARACTERS = 64 << 20  # taken of a dataset, which may be larger than any memory
+
+
+def read_text(source: str | Path, field: str | None = None) -> EvalText:
+    """Read a text to measure or calibrate on.
+
+    `source`: a UTF-8 text file; `.jsonl` with one JSON object a line, or `.json` with a list of them;
+    `.parquet`; or `hf:NAME[:CONFIG[:SPLIT]]`, a dataset of the hub or a local folder of one, by
+    default its first configuration's first split. `field`: which field of a row is the text, by default
+    the first there is of text, content, prompt and messages (of a conversation, its turns). Rows are
+    joined by empty lines.
+
+    Raises:
+        RequestError: missing, unreadable, not UTF-8, empty, or rows without such a field.
+        ConfigError: a package is missing that reads it.
+    """
+    name = str(source)
+    if name.startswith(HUB):
+        return _joined(name, _hub_rows(name.removeprefix(HUB)), field)
+    suffix = Path(name).suffix.lower()
+    if suffix in _JSON:
+        return _joined(Path(name).name, _json_rows(Path(name)), field)
+    if suffix in _PARQUET:
+        return _joined(Path(name).name, _parquet_rows(Path(name)), field)
+    if field is not None:
+        raise ConfigError(
+            f"{name} is read as plain text, which has no field {field!r}; leave --text-field out"
+        )
+    return EvalText(name=Path(name).name, text=decoded(Path(name)))
+
+
+def _joined(name: str, rows: Iterable[Any], field: str | None) -> EvalText:
+    texts: list[str] = []
+    characters = 0
+    for number, row in enumerate(rows, start=1):
+        text = _text_of(f"{name}, row {number}", row, field)
+        texts.append(text)
+        characters += len(text)
+        if characters > _MOST_CHARACTERS:
+            break
+    whole = "\n\n".join(text for text in texts if text.strip())
+    if not whole:
+        raise RequestError(f"{name} holds no text; give one of at least one window (--context) of tokens")
+    return EvalText(name=name, text=whole)
+
+
+def _text_of(where: str, row: Any, field: str | None) -> str:
+    if isinstance(row, str) and field is None:
+        return row
+    if not isinstance(row, Mapping):
+        raise RequestError(f"{where}: expected an object with a field of text, got {type(row).__name__}")
+    name = field or next((known for known in _FIELDS if known in row), None)
+    if name is None or name not in row:
+        raise RequestError(
+            f"{where} has no field {field or ' or '.join(_FIELDS)}; "
+            f"it has {', '.join(map(str, row)) or 'none'}: name one with --text-field"
+        )
+    value = row[name]
+    if isinstance(value, str):
+        return value
+    if isinstance(value, list) and all(isinstance(turn, Mapping) for turn in value):
+        return "\n".join(turn["content"] for turn in value if isinstance(turn.get("content"), str))
+    raise RequestError(f"{where}: field {name} must be text or a conversation, got {type(value).__name__}")
+
+
+def _json_rows(path: Path) -> Iterator[Any]:
+    text = decoded(path)
+    if text.lstrip().startswith("["):
+        try:
+            yield from json.loads(text)
+        except ValueError as error:
+            raise RequestError(f"{path} is not JSON: {error}") from error
+        return
+    for number, line in enumerate(text.splitlines(), start=1):
+        if not line.strip():
+            continue
+        try:
+            yield json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise RequestError(f"{path}, line {number} is not JSON: {error}") from error
+
+
+def _parquet_rows(path: Path) -> Iterator[Any]:
+    try:
+        from pyarrow import ArrowException, parquet
+    except ImportError as error:
+        raise ConfigError(f"{path}: Parquet files need pyarrow; pip install 'kvq-toolkit[eval]'") from error
+    try:
+        with parquet.ParquetFile(path) as file:
+            for batch in file.iter_batches(batch_size=1024):
+                yield from batch.to_pylist()
+    except OSError as error:
+        raise RequestError(f"can't read {path}: {error}") from error
+    except ArrowException as error:
+        raise RequestError(f"{path} is not Parquet: {error}") from error
+
+
+def _hub_rows(spec: str) -> Iterator[Any]:
+    """Rows of `NAME[:CONFIG[:SPLIT]]`, streamed: nothing is downloaded that is not read."""
+    try:
+        import datasets
+    except ImportError as error:
+        raise ConfigError(f"hf:{spec} needs datasets; pip install 'kvq-toolkit[eval]'") from error
+    name, _, rest = spec.partition(":")
+    config, _, split = rest.partition(":")
+    if not name:
+        raise RequestError(f"a dataset is named hf:NAME[:CONFIG[:SPLIT]], got hf:{spec}")
+    try:
+        found = datasets.load_dataset(name, config or None, split=split or None, streaming=True)
+        if isinstance(found, Mapping):
+            found = next(iter(found.values()))
+        yield from found
+    except KVQError:
+        raise
+    except Exception as error:  # whatever a dataset's files or the network do
+        raise RequestError(
+            f"can't read the dataset hf:{spec}: {first_lines(error)}; "
+            f"is the name right, and the hub within reach?"
+        ) from error
