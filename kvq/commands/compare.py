@@ -1,6 +1,7 @@
 """`kvq compare`: two results of `kvq perplexity` or `kvq eval`, side by side."""
 
 import dataclasses
+import math
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -69,8 +70,9 @@ def _print(paths: tuple[str, str], results: tuple[Any, Any], found: "Comparison"
 
 def _cell(one: "Difference") -> str:
     form = ".3%" if one.figure in _PERCENT else ",.5g"
+    change = 0.0 if math.isclose(one.a, one.b, rel_tol=1e-9) else one.difference
     apart = "" if _overlap(one.a_interval, one.b_interval) else " !"
-    return f"{one.a:{form}}, {one.b:{form}} ({one.difference:+{form}}){apart}"
+    return f"{one.a:{form}}, {one.b:{form}} ({change:+{form}}){apart}"
 
 
 def _overlap(a: Any, b: Any) -> bool:

@@ -123,12 +123,17 @@ def compare(a: Mapping[str, Any], b: Mapping[str, Any]) -> Comparison:
     differences: list[Difference] = []
     for section in _section_keys(a, b):
         rows_a, rows_b = (_by_identity(one.get(section, [])) for one in (a, b))
-        only_a += [_label(section, key) for key in rows_a if key not in rows_b]
-        only_b += [_label(section, key) for key in rows_b if key not in rows_a]
+        only_a += _only(section, rows_a, rows_b)
+        only_b += _only(section, rows_b, rows_a)
         for key in rows_a:
             if key in rows_b:
                 differences += _differences(section, rows_a[key], rows_b[key])
-    return Comparison(warnings=_warnings(a, b), only_in_a=only_a, only_in_b=only_b, differences=differences)
+    return Comparison(
+        warnings=_warnings(a, b),
+        only_in_a=list(dict.fromkeys(only_a)),
+        only_in_b=list(dict.fromkeys(only_b)),
+        differences=differences,
+    )
 
 
 def kind(result: Mapping[str, Any]) -> str:
@@ -145,9 +150,21 @@ def _by_identity(rows: Sequence[Mapping[str, Any]]) -> dict[tuple[Any, ...], Map
     return {tuple(row.get(key) for key in ("kv", *IDENTITIES)): row for row in rows}
 
 
-def _label(section: str, key: tuple[Any, ...]) -> str:
-    where = identity(dict(zip(IDENTITIES, key[1:], strict=True)))
-    return ", ".join(filter(None, (key[0], where))) + ("" if section == "rows" else f" ({section})")
+def _only(
+    section: str, rows: Mapping[tuple[Any, ...], Any], others: Mapping[tuple[Any, ...], Any]
+) -> list[str]:
+    """What one result has and the other has not: a whole task, a format, or single rows of one."""
+    if not others:
+        return [f"the task {section}"] if rows else []
+    formats = {key[0] for key in others}
+    found = []
+    for key in rows:
+        where = identity(dict(zip(IDENTITIES, key[1:], strict=True)))
+        if key[0] not in formats or (key not in others and section == "rows"):
+            found.append(", ".join(filter(None, (key[0], where if section == "rows" else ""))))
+        elif key not in others:
+            found.append(f"{section} of {key[0]}, {where}")
+    return found
 
 
 def _differences(section: str, a: Mapping[str, Any], b: Mapping[str, Any]) -> list[Difference]:

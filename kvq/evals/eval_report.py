@@ -32,9 +32,9 @@ def render(result: dict[str, Any]) -> str:
     parts = [
         f"<h1>What KV formats cost: {escape(result['model'])}</h1>",
         _verdicts(rows),
-        f'<p class="small">On {escape(result["text"])}{measured} (windows of {result["context"]}{documents}). '
-        f"{escape(result['device'])}, {escape(result['date'])}. Against {escape(first['kv'])}; every token "
-        f"went through kvq's own write-then-read path. Intervals are at 95%, from {result['resamples']:,} "
+        f'<p class="small">On {escape(result["text"])}{measured} (windows of {result["context"]}'
+        f"{documents}). {escape(result['device'])}, {escape(result['date'])}. Against {escape(first['kv'])}; "
+        f"every token went through kvq's own write-then-read path. Intervals are at 95%, from {result['resamples']:,} "
         f"resamples of documents.</p>",
         _checks(result),
     ]
@@ -51,7 +51,7 @@ def render(result: dict[str, Any]) -> str:
 def _verdicts(rows: list[dict[str, Any]]) -> str:
     lines = [
         f"<li><b>{escape(row['kv'])}</b>, {row['compression']:.2f} times bf16's tokens in the same memory: "
-        f"perplexity {escape(row['verdict'])}</li>"
+        f"perplexity: {escape(row['verdict'])}</li>"
         for row in rows
         if row.get("verdict", "baseline") != "baseline"
     ]
