@@ -80,7 +80,7 @@ def attention_plot(rows: list[Row]) -> Any:
         axes.set_title(name, fontsize=9)
         axes.grid(alpha=0.25)
         _finish(
-            axes, "layer", "mean |a - b| / |b|" if key == "error_mean" else "", legend=key == "error_mean"
+            axes, "layer", "mean |a - b| / |b|" if key == "error_mean" else "", legend=key == "v_error_mean"
         )
     return figure
 
@@ -116,4 +116,4 @@ def _finish(axes: Any, x: str, y: str, *, legend: bool = True) -> None:
     axes.set_ylabel(y, fontsize=8)
     plain(axes)
     if legend:
-        axes.legend(fontsize=8, frameon=False)
+        axes.legend(fontsize=8, frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))

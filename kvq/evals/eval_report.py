@@ -34,8 +34,8 @@ def render(result: dict[str, Any]) -> str:
         _verdicts(rows),
         f'<p class="small">On {escape(result["text"])}{measured} (windows of {result["context"]}'
         f"{documents}). {escape(result['device'])}, {escape(result['date'])}. Against {escape(first['kv'])}; "
-        f"every token went through kvq's own write-then-read path. Intervals are at 95%, from {result['resamples']:,} "
-        f"resamples of documents.</p>",
+        f"every token went through kvq's own write-then-read path. Intervals are at 95%, "
+        f"from {result['resamples']:,} resamples of documents.</p>",
         _checks(result),
     ]
     for section in sections(result):
