@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kvq.commands.options import ModelOptions, kv_option, model_argument, model_options
+from kvq.errors import ConfigError
 
 if TYPE_CHECKING:
     from kvq.commands.eval_tasks import Chosen, EvalPlan
@@ -82,6 +83,8 @@ def command(
 
     chosen = choose_tasks(tasks)
     limits = [parse_gate(gate) for gate in gates]
+    if options["instrument"] and not any(one.task.key == "rows" for one in chosen):
+        raise ConfigError("--instrument checks perplexity; add perplexity to --tasks")
     shared = _shared(options)
     source = default_text() if text is None else read_text(text)
     if html_path is not None:
@@ -95,7 +98,7 @@ def command(
         and json_path is not None
         and Path(html_path).resolve() == Path(json_path).resolve()
     ):
-        raise click.UsageError(f"--html and --json are both {html_path}; give the page another name")
+        raise ConfigError(f"--html and --json are both {html_path}; give the page another name")
     model = load_for(model_options, kv)
     result = _measure(chosen, limits, model_options.model, kv, model=model, text=source, **shared)
     if json_path:
@@ -124,51 +127,54 @@ def _measure(
     """Check everything, run the tasks one after another, and return the JSON envelope."""
     from kvq.commands.eval_tasks import TASKS, EvalPlan, gate_figures
     from kvq.evals.divergence import with_baseline
-    from kvq.evals.gates import check_gate, failures
+    from kvq.evals.gates import check_gate
+    from kvq.evals.perplexity import size_figures
     from kvq.evals.results import envelope, source_commit
 
     plan = EvalPlan(kv=_recipes(given["model"], kv), **given)
     models = with_baseline(plan.model, plan.kv)
     formats = {one.recipe.name: one.recipe.is_quantized for one in models}
     if len(formats) < len(models):
-        raise click.UsageError(f"--kv names a format twice: {', '.join(one.recipe.name for one in models)}")
-    about = [
-        check_gate(gate, figures=gate_figures(chosen), all_tasks=list(TASKS), formats=formats)
-        for gate in limits
-    ]
+        raise ConfigError(f"--kv names a format twice: {', '.join(one.recipe.name for one in models)}")
+    figures = gate_figures(chosen)
+    about = [check_gate(gate, figures=figures, all_tasks=list(TASKS), formats=formats) for gate in limits]
     for one in chosen:
         one.task.check(plan, one.arguments)
     source_commit()
     found, ran = _run_all(chosen, plan)
-    model = plan.model
-    checked = []
-    for gate, task in zip(limits, about, strict=True):
-        broken = failures(gate, found[TASKS[task].key], formats)
-        checked.append(
-            {
-                "gate": gate.text,
-                "figure": gate.figure,
-                "limit": gate.limit,
-                "passed": not broken,
-                "failures": [dataclasses.asdict(one) for one in broken],
-            }
-        )
-    rows = found.pop("rows", None)
+    gates = [
+        _gate_result(gate, found[TASKS[task].key], formats) for gate, task in zip(limits, about, strict=True)
+    ]
+    rows = found.pop("rows", None) or [{"kv": one.recipe.name, **size_figures(one)} for one in models]
     return envelope(
         ["kvq", *sys.argv[1:]],
-        model.weights.device,
-        [_sizes(one) for one in models] if rows is None else rows,
-        model=f"{name if name == 'tiny' else Path(name).name} ({model.description})",
-        model_digest=model.weights.digest,
+        plan.model.weights.device,
+        rows,
+        model=f"{name if name == 'tiny' else Path(name).name} ({plan.model.description})",
+        model_digest=plan.model.weights.digest,
         text=plan.text.name,
         text_digest=plan.text.digest,
         context=plan.context,
         resamples=plan.bootstrap.resamples,
         seed=plan.bootstrap.seed,
         tasks=ran,
-        gates=checked,
+        gates=gates,
         **found,
     )
+
+
+def _gate_result(gate: "Gate", rows: list[dict[str, Any]], formats: dict[str, bool]) -> dict[str, Any]:
+    """How a gate ended, as JSON."""
+    from kvq.evals.gates import failures
+
+    broken = [dataclasses.asdict(one) for one in failures(gate, rows, formats)]
+    return {
+        "gate": gate.text,
+        "figure": gate.figure,
+        "limit": gate.limit,
+        "passed": not broken,
+        "failures": broken,
+    }
 
 
 def _run_all(chosen: "list[Chosen]", plan: "EvalPlan") -> tuple[dict[str, Any], list[dict[str, Any]]]:
@@ -201,14 +207,3 @@ def _recipes(model: Any, kv: list[str]) -> list[Any]:
         else name
         for name in kv
     ]
-
-
-def _sizes(model: Any) -> dict[str, Any]:
-    """A row of a run without perplexity."""
-    nbytes = model.kv_bytes_per_token
-    return {
-        "kv": model.recipe.name,
-        "bits_per_element": model.bits_per_element,
-        "kv_bytes_per_token": nbytes,
-        "compression": 2 * model.geometry.elements_per_token / nbytes,
-    }

@@ -3,6 +3,7 @@
 from typing import Any
 
 import click
+from rich.markup import escape
 from rich.table import Table
 
 from kvq.commands.tables import console, instrument_line
@@ -15,13 +16,17 @@ def print_eval(result: dict[str, Any]) -> None:
     """Print every table of an evaluation, with what it was measured on."""
     out = console()
     first = result["rows"][0]
-    out.print(f"\nmodel   {result['model']}", highlight=False)
+    out.print(f"\nmodel   {result['model']}", highlight=False, markup=False)
     tokens = f", {first['tokens']:,} tokens predicted" if "tokens" in first else ""
     documents = f" ({first['documents']} documents)" if "documents" in first else ""
-    out.print(f"text    {result['text']}{tokens}, windows of {result['context']}{documents}", highlight=False)
+    out.print(
+        f"text    {result['text']}{tokens}, windows of {result['context']}{documents}",
+        highlight=False,
+        markup=False,
+    )
     out.print(f"device  {result['device']}", highlight=False)
     for section in sections(result):
-        out.print(f"\n{section.title}", style="bold", highlight=False)
+        out.print(f"\n{section.title}", style="bold", highlight=False, markup=False)
         out.print(text_table(section.heads, section.cells))
         if section.note:
             out.print(section.note, style="dim", highlight=False)
@@ -31,9 +36,9 @@ def text_table(heads: Any, cells: Any) -> Table:
     """A table for the terminal: text to the left, figures to the right."""
     table = Table(box=None, pad_edge=False)
     for head in heads:
-        table.add_column(head, justify="left" if head in _WORDS else "right", no_wrap=True)
+        table.add_column(escape(head), justify="left" if head in _WORDS else "right", no_wrap=True)
     for row in cells:
-        table.add_row(*row)
+        table.add_row(*map(escape, row))
     return table
 
 

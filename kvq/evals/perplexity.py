@@ -56,15 +56,11 @@ def perplexity_row(figures: TokenFigures, baseline: TokenFigures) -> PerplexityR
     Raises:
         RequestError: a loss that no perplexity can express.
     """
-    model = figures.model
     kl = figures.kl.astype(np.float64).ravel()
     perplexity = _perplexity(figures)
-    nbytes = model.kv_bytes_per_token
     return PerplexityRow(
         kv=figures.label,
-        bits_per_element=model.bits_per_element,
-        kv_bytes_per_token=nbytes,
-        compression=2 * model.geometry.elements_per_token / nbytes,
+        **size_figures(figures.model),
         tokens=figures.tokens,
         perplexity=perplexity,
         perplexity_change=perplexity / _perplexity(baseline) - 1,
@@ -75,6 +71,16 @@ def perplexity_row(figures: TokenFigures, baseline: TokenFigures) -> PerplexityR
         attention_window=figures.window_limit,
         instrument=figures.role,
     )
+
+
+def size_figures(model: Model) -> dict[str, float]:
+    """What a format takes, by the keys of `PerplexityRow`."""
+    nbytes = model.kv_bytes_per_token
+    return {
+        "bits_per_element": model.bits_per_element,
+        "kv_bytes_per_token": nbytes,
+        "compression": 2 * model.geometry.elements_per_token / nbytes,
+    }
 
 
 def instrument_check(rows: list[PerplexityRow]) -> dict[str, object]:

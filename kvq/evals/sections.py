@@ -4,6 +4,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from kvq.evals.bootstrap import FEWEST_DOCUMENTS
+
 Row = dict[str, Any]
 _RUN_KEYS = ("seconds", "intervals")  # of a row, not of what it measured
 
@@ -145,7 +147,13 @@ def _by_difficulty(rows: list[Row]) -> Section:
         heads=heads,
         cells=cells,
         note="Change of perplexity, with its 95% interval, over quarters of the documents by the baseline's "
-        "loss on them.",
+        "loss on them"
+        + (
+            "."
+            if rows[0]["by_difficulty"][0]["intervals"]["kl_mean"]
+            else f"; a quarter of fewer than {FEWEST_DOCUMENTS} documents has none: give more text, or a "
+            f"shorter --context."
+        ),
     )
 
 

@@ -8,8 +8,8 @@ import pytest
 SHORT = ("--context", 32, "--max-windows", 12, "--resamples", 200)
 PROMISED = {
     "kv", "bits_per_element", "kv_bytes_per_token", "compression", "tokens", "perplexity",
-    "perplexity_change", "kl_mean", "kl_median", "kl_p99", "kl_p999", "top1_agreement", "top5_agreement", "intervals", "by_depth",
-    "by_difficulty", "seconds",
+    "perplexity_change", "kl_mean", "kl_median", "kl_p99", "kl_p999", "top1_agreement",
+    "top5_agreement", "intervals", "by_depth", "by_difficulty", "seconds",
 }  # fmt: skip
 TASKS = "perplexity,kl,generation,attention"
 
@@ -72,6 +72,7 @@ def test_gates_decide_the_exit_status_and_say_why(kvq, tmp_path):
         (("--json", "/nowhere/at/all.json"), "there is no folder"),
         (("--context", "5000"), "beyond this model's context"),
         (("--tasks", "kl,generation", "--prompt-tokens", 4096), "beyond this model's context"),
+        (("--tasks", "generation", "--instrument"), "--instrument checks perplexity"),
         (("--model", "tiny"), "named twice"),
         (("--html", "x.json", "--json", "x.json"), "are both x.json"),
     ],
