@@ -50,8 +50,8 @@ def render(result: dict[str, Any]) -> str:
 
 def _verdicts(rows: list[dict[str, Any]]) -> str:
     lines = [
-        f"<li><b>{escape(row['kv'])}</b>, {row['compression']:.2f} times bf16's tokens in the same memory: "
-        f"perplexity: {escape(row['verdict'])}</li>"
+        f"<li><b>{escape(row['kv'])}</b>, {row['compression']:.2f} times bf16's tokens in the same memory. "
+        f"Perplexity: {escape(row['verdict'])}</li>"
         for row in rows
         if row.get("verdict", "baseline") != "baseline"
     ]

@@ -6,6 +6,7 @@ import torch
 from kvq.evals import default_text
 from kvq.evals.attention_error import measure_attention
 from kvq.evals.windows import spread, token_windows
+from tests.helpers_models import VOCAB, load_fp32, save_model
 
 TEXT = default_text().text
 
@@ -55,3 +56,24 @@ def test_k_and_v_alone_are_the_formats_of_their_half(rows):
 def test_an_unquantized_half_adds_no_error(tiny):
     found = measure_attention(tiny, ["fp32", "fp32/int4"], TEXT, context=63, max_windows=1)
     assert all(row.k_error_mean == 0 < row.v_error_mean == row.error_mean for row in found)
+
+
+class _Numbers:
+    """A tokenizer whose tokens are characters."""
+
+    bos_token_id = None
+
+    def __call__(self, text, **_):
+        return {"input_ids": [ord(c) % VOCAB for c in text]}
+
+
+@pytest.mark.parametrize("family", ["gemma2", "gpt_oss", "deepseek_v3"])
+def test_windows_softcaps_sinks_and_unequal_heads_are_attended_alike(family, tmp_path):
+    """With unquantized formats beside each other no layer may differ, chunked windows or not."""
+    model = load_fp32(save_model(tmp_path, family))
+    model.weights.tokenizer = _Numbers()
+    found = measure_attention(model, ["fp32", "bf16", "int8"], TEXT, context=60, max_windows=2)
+    errors = {kv: [row.error_mean for row in found if row.kv == kv] for kv in ("bf16", "int8")}
+    assert len(errors["bf16"]) == len(model.geometry.layers)
+    assert 0 < max(errors["bf16"]) < 0.01
+    assert 0 < max(errors["int8"]) < 0.05
