@@ -12,6 +12,8 @@ from kvq.version import __version__
 # Command name -> (module below kvq.commands, its one-line help, shown without loading the module).
 _COMMANDS = {
     "perplexity": ("perplexity", "Measure what KV formats cost on a text."),
+    "eval": ("eval", "Measure quality by several measures, with error bars and gates."),
+    "compare": ("compare", "Compare two results of perplexity or eval."),
     "generate": ("generate", "Go on from a prompt, streamed."),
     "serve": ("serve", "Serve a model over HTTP, as OpenAI does."),
     "run-batch": ("run_batch", "Answer a file of requests, in OpenAI's batch format; resumable."),

@@ -37,7 +37,8 @@ class DomainCheck:
             f"scales from {self.calibrated_on} are {verdict} for {self.checked_on}: {self.heads_exceeded} "
             f"of {self.heads} heads go beyond them (most: {self.largest_excess:.2f}x, {self.worst_head}); "
             f"perplexity with {self.kv} {self.perplexity:.3f}, with scales of its own "
-            f"{self.own_perplexity:.3f}, with scales per token {self.twin_perplexity:.3f} ({self.change:+.2%})"
+            f"{self.own_perplexity:.3f}, with scales per token {self.twin_perplexity:.3f} "
+            f"({self.change:+.2%})"
         )
 
 

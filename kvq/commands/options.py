@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import click
+from click.core import ParameterSource
 
 from kvq.errors import ConfigError
 from kvq.formats import split_pair
@@ -113,6 +114,19 @@ def text_field_option(command: _Command) -> _Command:
         "--text-field",
         help="Field of a row of --text that is the text.  [default: text, content, prompt or messages]",
     )(command)
+
+
+def model_argument(command: _Command) -> _Command:
+    """Let the model be named as an argument too; goes above `model_options`."""
+
+    @functools.wraps(command)
+    def wrapped(named: str | None, model: str, **values: Any) -> Any:
+        context = click.get_current_context()
+        if named is not None and context.get_parameter_source("model") is not ParameterSource.DEFAULT:
+            raise ConfigError(f"the model was named twice, {named!r} and --model {model!r}; name it once")
+        return command(model=named or model, **values)
+
+    return click.argument("named", metavar="[MODEL]", required=False)(wrapped)  # type: ignore[return-value]
 
 
 class Finite(click.FloatRange):

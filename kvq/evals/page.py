@@ -6,18 +6,25 @@ from html import escape
 from typing import Any
 
 _STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; color: #1f2328; max-width: 62rem;
+:root { color-scheme: light dark; --text: #1f2328; --back: #ffffff; --line: #d0d7de; --box: #f6f8fa;
+        --quiet: #57606a; --good: #1a7f37; --bad: #cf222e }
+@media (prefers-color-scheme: dark) {
+  :root { --text: #e6edf3; --back: #0d1117; --line: #30363d; --box: #161b22; --quiet: #9198a1;
+          --good: #3fb950; --bad: #ff7b72 }
+}
+body { font: 15px/1.5 system-ui, sans-serif; color: var(--text); background: var(--back); max-width: 62rem;
        margin: 2rem auto; padding: 0 1rem }
 h1 { font-size: 1.5rem } h2 { font-size: 1.1rem; margin-top: 2rem }
 table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums }
-th, td { padding: .3rem .6rem; text-align: right; border-bottom: 1px solid #d0d7de }
+th, td { padding: .3rem .6rem; text-align: right; border-bottom: 1px solid var(--line) }
 th:first-child, td:first-child { text-align: left }
-.scroll { overflow-x: auto } svg { max-width: 100%; height: auto }
+.scroll { overflow-x: auto } svg { max-width: 100%; height: auto; fill: currentColor }
 .pair { display: grid; grid-template-columns: 1fr 1fr; gap: 1rem }
-pre { white-space: pre-wrap; background: #f6f8fa; padding: .8rem; border-radius: 6px; margin: 0 }
-.good { color: #1a7f37 } .bad { color: #cf222e } .small { color: #57606a; font-size: .85rem }
+pre { white-space: pre-wrap; background: var(--box); padding: .8rem; border-radius: 6px; margin: 0 }
+.good { color: var(--good) } .bad { color: var(--bad) } .small { color: var(--quiet); font-size: .85rem }
 @media (max-width: 40rem) { .pair { grid-template-columns: 1fr } }
 """
+_BLACK = "#000000"  # what matplotlib draws frames and ticks in
 
 
 def page(title: str, parts: Iterable[str]) -> str:
@@ -38,11 +45,11 @@ def html_table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def svg_of(figure: Any) -> str:
-    """A matplotlib figure as SVG text for a page."""
+    """A matplotlib figure as SVG text for a page: no background, and black drawn in the page's colour."""
     text = io.StringIO()
-    figure.savefig(text, format="svg")
+    figure.savefig(text, format="svg", transparent=True)
     svg = text.getvalue()
-    return svg[svg.index("<svg") :]
+    return svg[svg.index("<svg") :].replace(_BLACK, "currentColor")
 
 
 def origin(result: dict[str, Any]) -> str:

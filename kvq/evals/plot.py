@@ -10,7 +10,7 @@ from kvq.evals.page import svg_of
 
 _SUFFIXES = (".svg", ".png", ".pdf")
 _COLORS = {"fp8": "#0969da", "int8": "#1a7f37", "int4": "#bc4c00", "int2": "#cf222e", "k": "#8250df"}
-_GREY = "#57606a"  # unquantized
+_GREY = "#7d8590"  # unquantized; read on white and on black
 
 
 def check_plot_path(path: str | Path) -> None:
@@ -51,7 +51,7 @@ def _draw(result: dict[str, Any]) -> Any:
     figure = figure_class()(figsize=(9.6, 4.0), layout="constrained")
     left, right = figure.subplots(1, 2)
     _bytes_panel(left, rows)
-    _kl_panel(right, rows)
+    kl_panel(right, rows)
     figure.suptitle(f"{result['model']}, {result['text']}", fontsize=9, color=_GREY)
     return figure
 
@@ -60,21 +60,21 @@ def _bytes_panel(axes: Any, rows: list[dict[str, Any]]) -> None:
     """Bars: KV bytes per token, each labelled with its change in perplexity."""
     names = [r["kv"] for r in rows]
     sizes = [r["kv_bytes_per_token"] for r in rows]
-    axes.barh(names, sizes, color=[_color(r["kv"]) for r in rows])
+    axes.barh(names, sizes, color=[format_color(r["kv"]) for r in rows])
     for i, row in enumerate(rows):
         label = f" {row['perplexity_change']:+.2%}" if row["kl_mean"] else " baseline"
         axes.text(sizes[i], i, label, va="center", fontsize=8)
     axes.invert_yaxis()
     axes.set_xlim(0, max(sizes) * 1.22)
     axes.set_xlabel("KV cache bytes per token (label: change in perplexity)", fontsize=8)
-    _plain(axes)
+    plain(axes)
 
 
-def _kl_panel(axes: Any, rows: list[dict[str, Any]]) -> None:
+def kl_panel(axes: Any, rows: list[dict[str, Any]]) -> None:
     """Points: bits per element against mean KL divergence, logarithmic."""
     quantized = [r for r in rows if r["kl_mean"] > 0]
     for row in quantized:
-        axes.scatter(row["bits_per_element"], row["kl_mean"], color=_color(row["kv"]), s=28, zorder=3)
+        axes.scatter(row["bits_per_element"], row["kl_mean"], color=format_color(row["kv"]), s=28, zorder=3)
         crowded = any(0 < other["bits_per_element"] - row["bits_per_element"] < 1 for other in quantized)
         axes.annotate(
             row["kv"],
@@ -89,14 +89,16 @@ def _kl_panel(axes: Any, rows: list[dict[str, Any]]) -> None:
     axes.grid(alpha=0.25, which="both")
     axes.set_xlabel("bits per stored element, scales included", fontsize=8)
     axes.set_ylabel("mean KL divergence, nats per token", fontsize=8)
-    _plain(axes)
+    plain(axes)
 
 
-def _color(name: str) -> str:
+def format_color(name: str) -> str:
+    """One colour for all formats of a kind."""
     return next((c for prefix, c in _COLORS.items() if name.startswith(prefix)), _GREY)
 
 
-def _plain(axes: Any) -> None:
+def plain(axes: Any) -> None:
+    """Small figures at the ticks, no frame above and to the right."""
     axes.tick_params(labelsize=8)
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)

@@ -35,6 +35,12 @@ def token_windows(
     return [prefix + ids[i * step : (i + 1) * step] for i in range(min(count, max_windows or count))]
 
 
+def spread(windows: list[list[int]], count: int) -> list[list[int]]:
+    """At most `count` of the windows, evenly over the text."""
+    count = min(count, len(windows))
+    return [windows[i * len(windows) // count] for i in range(count)]
+
+
 def _begin_ids(tokenizer: Any) -> list[int]:
     begin = tokenizer.bos_token_id
     with_special: list[int] = tokenizer("a", return_attention_mask=False)["input_ids"]

@@ -1,0 +1,209 @@
+"""`kvq eval`: what KV formats cost in quality, by several measures, with error bars and gates."""
+
+import dataclasses
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from kvq.commands.options import ModelOptions, kv_option, model_argument, model_options
+from kvq.errors import ConfigError
+
+if TYPE_CHECKING:
+    from kvq.commands.eval_tasks import Chosen, EvalPlan
+    from kvq.evals.gates import Gate
+
+DEFAULT_KV = "fp32,fp8,int8,k8v4,int4"
+_COUNT = click.IntRange(min=1)
+
+
+@click.command(name="eval")
+@model_argument
+@kv_option(DEFAULT_KV, many=True)
+@click.option(
+    "--tasks",
+    default="perplexity,kl",
+    show_default=True,
+    help="Separated by commas: perplexity, kl, generation, attention.",
+)
+@click.option(
+    "--text", type=click.Path(), help="UTF-8 text file.  [default: held-out help topics of CPython]"
+)
+@click.option("--context", default=1024, show_default=True, help="Tokens per window; windows are documents.")
+@click.option("--max-windows", type=int, help="Stop after this many windows.  [default: the whole text]")
+@click.option("--chunk", type=int, help="Prefill tokens per step.  [default: as many as fit]")
+@click.option(
+    "--instrument", is_flag=True, help="Also check that model and text can show damage; exit 1 if not."
+)
+@click.option(
+    "--gate",
+    "gates",
+    multiple=True,
+    metavar="EXPR",
+    help="Exit 1 unless it holds: 'kl_mean<0.01', 'int4:perplexity_change_high<=1%'. May be repeated.",
+)
+@click.option("--prompts", type=_COUNT, default=32, show_default=True, help="Of generation.")
+@click.option("--prompt-tokens", type=_COUNT, default=128, show_default=True, help="Per prompt.")
+@click.option("--new-tokens", type=_COUNT, default=64, show_default=True, help="Generated after each.")
+@click.option(
+    "--attention-windows", type=_COUNT, default=8, show_default=True, help="Windows for the attention error."
+)
+@click.option("--resamples", default=2000, show_default=True, help="Of documents, for 95% intervals.")
+@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of the resampling.")
+@click.option("--json", "json_path", type=click.Path(), help="Write everything as JSON.")
+@click.option(
+    "--html", "html_path", type=click.Path(), help="Write a page that needs no other file, JSON beside it."
+)
+@model_options
+def command(
+    kv: list[str],
+    model_options: ModelOptions,
+    tasks: str,
+    text: str | None,
+    gates: tuple[str, ...],
+    json_path: str | None,
+    html_path: str | None,
+    **options: Any,
+) -> None:
+    """Measure what KV formats cost in quality on MODEL, a folder, a hub name, or 'tiny'.
+
+    Everything is against the first unquantized format listed, over tokens that go through kvq's own
+    write-then-read path. Intervals are at 95%, from resampling documents.
+    """
+    from kvq import fileio
+    from kvq.commands.eval_tables import print_check, print_eval
+    from kvq.commands.eval_tasks import choose_tasks
+    from kvq.commands.loading import load_for
+    from kvq.evals import default_text, read_text
+    from kvq.evals.eval_report import write_report
+    from kvq.evals.gates import parse_gate
+    from kvq.evals.plot import figure_class
+    from kvq.evals.results import write_json
+
+    chosen = choose_tasks(tasks)
+    limits = [parse_gate(gate) for gate in gates]
+    if options["instrument"] and not any(one.task.key == "rows" for one in chosen):
+        raise ConfigError("--instrument checks perplexity; add perplexity to --tasks")
+    shared = _shared(options)
+    source = default_text() if text is None else read_text(text)
+    if html_path is not None:
+        figure_class()
+        json_path = json_path or str(Path(html_path).with_suffix(".json"))
+    for path in (json_path, html_path):
+        if path is not None:
+            fileio.check_writable(path)
+    if (
+        html_path is not None
+        and json_path is not None
+        and Path(html_path).resolve() == Path(json_path).resolve()
+    ):
+        raise ConfigError(f"--html and --json are both {html_path}; give the page another name")
+    model = load_for(model_options, kv)
+    result = _measure(chosen, limits, model_options.model, kv, model=model, text=source, **shared)
+    if json_path:
+        write_json(json_path, result)
+    print_eval(result)
+    if html_path:
+        write_report(html_path, result)
+    if not print_check(result):
+        sys.exit(1)
+
+
+def _shared(options: dict[str, Any]) -> dict[str, Any]:
+    """Fields of `EvalPlan` from options."""
+    from kvq.evals.bootstrap import Bootstrap
+    from kvq.evals.generation import GenerationPlan
+
+    names = [field.name for field in dataclasses.fields(GenerationPlan)]
+    generation = GenerationPlan(**{name: options.pop(name) for name in names})
+    bootstrap = Bootstrap(resamples=options.pop("resamples"), seed=options.pop("seed"))
+    return {**options, "generation": generation, "bootstrap": bootstrap}
+
+
+def _measure(
+    chosen: "list[Chosen]", limits: "list[Gate]", name: str, kv: list[str], **given: Any
+) -> dict[str, Any]:
+    """Check everything, run the tasks one after another, and return the JSON envelope."""
+    from kvq.commands.eval_tasks import TASKS, EvalPlan, gate_figures
+    from kvq.evals.divergence import with_baseline
+    from kvq.evals.gates import check_gate
+    from kvq.evals.perplexity import size_figures
+    from kvq.evals.results import envelope, source_commit
+
+    plan = EvalPlan(kv=_recipes(given["model"], kv), **given)
+    models = with_baseline(plan.model, plan.kv)
+    formats = {one.recipe.name: one.recipe.is_quantized for one in models}
+    if len(formats) < len(models):
+        raise ConfigError(f"--kv names a format twice: {', '.join(one.recipe.name for one in models)}")
+    figures = gate_figures(chosen)
+    about = [check_gate(gate, figures=figures, all_tasks=list(TASKS), formats=formats) for gate in limits]
+    for one in chosen:
+        one.task.check(plan, one.arguments)
+    source_commit()
+    found, ran = _run_all(chosen, plan)
+    gates = [
+        _gate_result(gate, found[TASKS[task].key], formats) for gate, task in zip(limits, about, strict=True)
+    ]
+    rows = found.pop("rows", None) or [{"kv": one.recipe.name, **size_figures(one)} for one in models]
+    return envelope(
+        ["kvq", *sys.argv[1:]],
+        plan.model.weights.device,
+        rows,
+        model=f"{name if name == 'tiny' else Path(name).name} ({plan.model.description})",
+        model_digest=plan.model.weights.digest,
+        text=plan.text.name,
+        text_digest=plan.text.digest,
+        context=plan.context,
+        resamples=plan.bootstrap.resamples,
+        seed=plan.bootstrap.seed,
+        tasks=ran,
+        gates=gates,
+        **found,
+    )
+
+
+def _gate_result(gate: "Gate", rows: list[dict[str, Any]], formats: dict[str, bool]) -> dict[str, Any]:
+    """How a gate ended, as JSON."""
+    from kvq.evals.gates import failures
+
+    broken = [dataclasses.asdict(one) for one in failures(gate, rows, formats)]
+    return {
+        "gate": gate.text,
+        "figure": gate.figure,
+        "limit": gate.limit,
+        "passed": not broken,
+        "failures": broken,
+    }
+
+
+def _run_all(chosen: "list[Chosen]", plan: "EvalPlan") -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """What all tasks measured, as JSON by key, and what each of them took."""
+    from kvq.commands.progress import progress_bar
+    from kvq.commands.resources import measured
+
+    found: dict[str, Any] = {}
+    ran = []
+    for one in chosen:
+        names = ",".join(one.names)
+        with progress_bar(names) as progress, measured(plan.model.weights.device) as used:
+            got = one.task.run(plan, one.arguments, progress)
+        found |= {
+            key: [dataclasses.asdict(row) for row in value] if isinstance(value, list) else value
+            for key, value in got.items()
+        }
+        ran.append({"names": one.names, "key": one.task.key, **dataclasses.asdict(used)})
+        click.echo(f"{names}: {used.line()}")
+    return found, ran
+
+
+def _recipes(model: Any, kv: list[str]) -> list[Any]:
+    """The formats; recipes from files are named by their path, to be told apart."""
+    from kvq.models.model import resolve_recipe
+
+    return [
+        dataclasses.replace(resolve_recipe(model.weights, name), label=name)
+        if name.endswith(".json")
+        else name
+        for name in kv
+    ]

@@ -1,0 +1,60 @@
+"""What `kvq eval` and `kvq compare` print."""
+
+from typing import Any
+
+import click
+from rich.markup import escape
+from rich.table import Table
+
+from kvq.commands.tables import console, instrument_line
+from kvq.evals.sections import sections
+
+_WORDS = ("kv", "figure", "what that says", "task", "metric")  # heads of columns of text
+
+
+def print_eval(result: dict[str, Any]) -> None:
+    """Print every table of an evaluation, with what it was measured on."""
+    out = console()
+    first = result["rows"][0]
+    out.print(f"\nmodel   {result['model']}", highlight=False, markup=False)
+    tokens = f", {first['tokens']:,} tokens predicted" if "tokens" in first else ""
+    documents = f" ({first['documents']} documents)" if "documents" in first else ""
+    out.print(
+        f"text    {result['text']}{tokens}, windows of {result['context']}{documents}",
+        highlight=False,
+        markup=False,
+    )
+    out.print(f"device  {result['device']}", highlight=False)
+    for section in sections(result):
+        out.print(f"\n{section.title}", style="bold", highlight=False, markup=False)
+        out.print(text_table(section.heads, section.cells))
+        if section.note:
+            out.print(section.note, style="dim", highlight=False)
+
+
+def text_table(heads: Any, cells: Any) -> Table:
+    """A table for the terminal: text to the left, figures to the right."""
+    table = Table(box=None, pad_edge=False)
+    for head in heads:
+        table.add_column(escape(head), justify="left" if head in _WORDS else "right", no_wrap=True)
+    for row in cells:
+        table.add_row(*map(escape, row))
+    return table
+
+
+def print_check(result: dict[str, Any]) -> bool:
+    """Print how the gates and the check of the instrument ended; True if all passed."""
+    passed = True
+    if check := result.get("instrument"):
+        click.echo(f"\n{instrument_line(check)}")
+        passed = check["passed"]
+    for gate in result["gates"]:
+        if gate["passed"]:
+            click.echo(f"gate {gate['gate']}: passed")
+            continue
+        passed = False
+        for failure in gate["failures"]:
+            value = "not a number" if failure["value"] is None else f"{failure['value']:.6g}"
+            where = " ".join(filter(None, (failure["kv"], failure["where"])))
+            click.echo(f"gate {gate['gate']}: FAILED by {where}: {value}, the limit is {gate['limit']:.6g}")
+    return passed

@@ -1,0 +1,54 @@
+"""Time and memory that a piece of work took."""
+
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(kw_only=True, slots=True)
+class Used:
+    """Filled in when the work ends. Peaks are of the whole process, other work before it included."""
+
+    seconds: float = 0.0
+    peak_bytes: int = 0  # most memory the process ever had in RAM
+    grown_bytes: int = 0  # by how much that peak rose meanwhile; 0 if an earlier one was higher
+    device_peak_bytes: int | None = None  # most that tensors took on the GPU meanwhile
+
+    def line(self) -> str:
+        """The figures in words."""
+        words = f"{self.seconds:,.1f} s, peak memory {_mib(self.peak_bytes)} (+{_mib(self.grown_bytes)})"
+        return words if self.device_peak_bytes is None else f"{words}, GPU {_mib(self.device_peak_bytes)}"
+
+
+@contextmanager
+def measured(device: torch.device) -> Iterator[Used]:
+    """Take the time and memory of a block of code."""
+    on_gpu = device.type == "cuda"
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats(device)
+    used = Used()
+    before, began = _peak_bytes(), time.perf_counter()
+    try:
+        yield used
+    finally:
+        if on_gpu:
+            torch.cuda.synchronize(device)
+            used.device_peak_bytes = torch.cuda.max_memory_allocated(device)
+        used.seconds = time.perf_counter() - began
+        used.peak_bytes = _peak_bytes()
+        used.grown_bytes = used.peak_bytes - before
+
+
+def _peak_bytes() -> int:
+    import resource
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else 1024 * peak  # KiB on Linux
+
+
+def _mib(nbytes: int) -> str:
+    return f"{nbytes / 2**20:,.0f} MiB"

@@ -1,0 +1,154 @@
+"""The error that a KV format adds to the attention output of every layer, on the same inputs.
+
+The model runs over unquantized KV. In every layer each format stores the same K and V in a cache of
+its own, and attends from it with the same Q: the error is the layer's own, not what earlier layers
+left. K and V are also quantized one at a time, which says where the error comes from.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
+
+from torch import Tensor
+
+from kvq.cache.backend import CacheBackend
+from kvq.evals.divergence import check_context, with_baseline
+from kvq.evals.windows import spread, token_windows
+from kvq.formats import KVRecipe
+from kvq.kernels import SequenceBatch
+from kvq.models import Model
+
+_TINY = 1e-30  # a norm of zero has no relative error
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AttentionRow:
+    """The error of one layer's attention output in one format: |a - b| / |b| of each token's output.
+
+    b is the output over unquantized KV; the norm is over all heads.
+    """
+
+    kv: str
+    layer: int
+    tokens: int
+    error_mean: float
+    error_max: float
+    k_error_mean: float  # with K quantized alone; 0 where K is not
+    v_error_mean: float
+
+
+@dataclass(slots=True)
+class _Errors:
+    """Running figures of one layer under one recipe."""
+
+    total: float = 0.0
+    largest: float = 0.0
+    tokens: int = 0
+
+    def update(self, got: Tensor, expected: Tensor) -> None:
+        """Take in outputs, [tokens, q_heads, v_head_dim] both."""
+        norm = expected.float().flatten(1).norm(dim=1).clamp(min=_TINY)
+        error = (got.float() - expected.float()).flatten(1).norm(dim=1) / norm  # [tokens]
+        self.total += float(error.double().sum())
+        self.largest = max(self.largest, float(error.max()))
+        self.tokens += error.shape[0]
+
+    @property
+    def mean(self) -> float:
+        """Over all tokens."""
+        return self.total / self.tokens
+
+
+@dataclass(slots=True)
+class _Other:
+    """A cache that is compared with the session's own."""
+
+    cache: CacheBackend
+    layers: dict[int, _Errors] = field(default_factory=dict)
+
+
+class _ComparedCache:
+    """A session's cache; everything written to it goes to others too, and they attend beside it."""
+
+    def __init__(self, baseline: CacheBackend, others: list[_Other]) -> None:
+        self._baseline = baseline
+        self._others = others
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._baseline, name)
+
+    def write(self, layer: int, k: Tensor, v: Tensor, slots: Tensor) -> Tensor:
+        """Store new rows everywhere."""
+        for other in self._others:
+            other.cache.write(layer, k, v, slots)
+        return self._baseline.write(layer, k, v, slots)
+
+    def attend(self, layer: int, q: Tensor, batch: SequenceBatch, **how: Any) -> tuple[Tensor, Tensor]:
+        """The baseline's attention; how far the others are off it is kept."""
+        out, lse = self._baseline.attend(layer, q, batch, **how)
+        for other in self._others:
+            got, _ = other.cache.attend(layer, q, batch, **how)
+            other.layers.setdefault(layer, _Errors()).update(got, out)
+        return out, lse
+
+
+def measure_attention(
+    model: Model,
+    kv: list[str | KVRecipe],
+    text: str,
+    *,
+    context: int = 1024,
+    max_windows: int = 8,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> list[AttentionRow]:
+    """Measure every format but the baseline in every layer, over windows spread over a text.
+
+    The baseline is the first unquantized format, or the weights' own type.
+
+    Raises:
+        RequestError: text shorter than a window, a context beyond the model's, or K or V that are
+            not finite.
+        ConfigError: a format that is unknown, doesn't fit, or lacks its scales.
+    """
+    baseline, *models = with_baseline(model, kv)
+    check_context(model, context)
+    windows = spread(token_windows(model.tokenizer, text, context=context), max_windows)
+    others: dict[str, _Other] = {}  # by the digest of their recipe: int8 and k8v4 share a K
+    for one in models:
+        for recipe in (one.recipe, *_halves(one.recipe, baseline.recipe)):
+            if recipe.digest() not in others:
+                cache = baseline.with_kv(recipe).session(max_tokens=context).cache
+                others[recipe.digest()] = _Other(cache)
+    session = baseline.session(max_tokens=context)
+    session.cache = cast(CacheBackend, _ComparedCache(session.cache, list(others.values())))
+    for done, ids in enumerate(windows, start=1):
+        sequence = session.new_sequence()
+        session.forward([(sequence, ids)])[0].trusted_logits()
+        session.free(sequence)
+        progress(done, len(windows))
+    return [row for one in models for row in _rows(one.recipe, baseline.recipe, others)]
+
+
+def _halves(recipe: KVRecipe, baseline: KVRecipe) -> tuple[KVRecipe, KVRecipe]:
+    """The recipe with V unquantized, and with K unquantized."""
+    pairs = list(zip(recipe.layers, baseline.layers, strict=True))
+    k_only = tuple(replace(layer, v=plain.v) for layer, plain in pairs)
+    v_only = tuple(replace(layer, k=plain.k) for layer, plain in pairs)
+    return replace(recipe, layers=k_only), replace(recipe, layers=v_only)
+
+
+def _rows(recipe: KVRecipe, baseline: KVRecipe, others: dict[str, _Other]) -> list[AttentionRow]:
+    whole = others[recipe.digest()].layers
+    k_only, v_only = (others[half.digest()].layers for half in _halves(recipe, baseline))
+    return [
+        AttentionRow(
+            kv=recipe.name,
+            layer=layer,
+            tokens=whole[layer].tokens,
+            error_mean=whole[layer].mean,
+            error_max=whole[layer].largest,
+            k_error_mean=k_only[layer].mean,
+            v_error_mean=v_only[layer].mean,
+        )
+        for layer in sorted(whole)
+    ]

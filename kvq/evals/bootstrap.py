@@ -1,0 +1,134 @@
+"""Confidence intervals of means over documents, by resampling whole documents.
+
+Tokens of one document are not independent, so documents are what is drawn. All formats and the
+baseline are resampled together: what a document adds to both cancels, and differences far smaller
+than the spread between documents can be told.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from statistics import NormalDist
+
+import numpy as np
+import numpy.typing as npt
+
+from kvq.errors import ConfigError
+
+CONFIDENCE = 0.95
+FEWEST_DOCUMENTS = 8  # below, an interval would say little and is left out
+FEWEST_RESAMPLES = 100
+_DRAWN = 1 << 22  # numbers held at once
+
+Interval = tuple[float, float]
+Floats = npt.NDArray[np.float64]
+Statistic = Callable[..., Floats]  # means [resamples] of every column -> statistic [resamples]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Bootstrap:
+    """How intervals are computed: resamples drawn, and the seed that makes them repeatable."""
+
+    resamples: int = 2000
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.resamples < FEWEST_RESAMPLES:
+            raise ConfigError(f"intervals need at least {FEWEST_RESAMPLES} resamples, got {self.resamples}")
+
+    def interval(self, statistic: Statistic, *columns: npt.ArrayLike) -> Interval | None:
+        """A two-sided 95% interval of a statistic of means over documents; None for too few of them.
+
+        `columns`: one number per document each, [documents], such as its mean loss; documents weigh
+        the same. `statistic` gets the resampled means of the columns, paired.
+
+        Percentiles are those of the bootstrap distribution, widened for small samples: at alpha' =
+        Phi(-sqrt(n / (n - 1)) t(alpha / 2, n - 1)) for n documents.
+
+        Source: Hesterberg, "What Teachers Should Know About the Bootstrap" (2015), 5.3, the expanded
+        percentile interval.
+        """
+        values = np.asarray(columns, dtype=np.float64)  # [columns, documents]
+        documents = values.shape[1]
+        if documents < FEWEST_DOCUMENTS:
+            return None
+        drawn = statistic(*self._means(values))
+        tail = expanded_tail(documents)
+        low, high = map(float, np.quantile(drawn, (tail, 1 - tail)))
+        return low, high
+
+    def _means(self, values: Floats) -> Floats:
+        """Means of resampled documents, [columns, resamples]."""
+        documents = values.shape[1]
+        size = max(1, _DRAWN // documents)
+        starts = range(0, self.resamples, size)
+        parts = [values @ _weights(documents, min(size, self.resamples - at), self.seed, at) for at in starts]
+        means: Floats = np.concatenate(parts, axis=1) / documents
+        return means
+
+
+@lru_cache(maxsize=4)
+def _weights(documents: int, count: int, seed: int, start: int) -> npt.NDArray[np.float32]:
+    """How often every document was drawn, [documents, count], in resamples from `start` on."""
+    random = np.random.default_rng([seed, start])
+    drawn = random.multinomial(documents, np.full(documents, 1 / documents), size=count)
+    return np.ascontiguousarray(drawn.T, dtype=np.float32)
+
+
+def expanded_tail(documents: int) -> float:
+    """The share of the bootstrap distribution that is cut off at each end."""
+    t = _t_quantile((1 + CONFIDENCE) / 2, documents - 1)
+    return NormalDist().cdf(-math.sqrt(documents / (documents - 1)) * t)
+
+
+def _t_quantile(p: float, freedom: int) -> float:
+    """Student's t quantile, to 0.003 from 5 degrees of freedom on.
+
+    Source: Abramowitz and Stegun, Handbook of Mathematical Functions, 26.7.5.
+    """
+    z = NormalDist().inv_cdf(p)
+    terms = (
+        z,
+        (z**3 + z) / 4,
+        (5 * z**5 + 16 * z**3 + 3 * z) / 96,
+        (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
+    )
+    return math.fsum(term / float(freedom) ** power for power, term in enumerate(terms))
+
+
+def share_interval(hits: int, trials: int) -> Interval | None:
+    """A two-sided 95% interval of a share of independent trials; None for too few of them.
+
+    Unlike a bootstrap it has a width where every trial ended alike.
+
+    Source: Wilson, "Probable Inference, the Law of Succession, and Statistical Inference" (1927).
+    """
+    if trials < FEWEST_DOCUMENTS:
+        return None
+    z = NormalDist().inv_cdf((1 + CONFIDENCE) / 2)
+    share = hits / trials
+    middle = share + z**2 / (2 * trials)
+    half = z * math.sqrt(share * (1 - share) / trials + (z / (2 * trials)) ** 2)
+    scale = 1 + z**2 / trials
+    return max(0.0, (middle - half) / scale), min(1.0, (middle + half) / scale)
+
+
+def verdict(change: float, interval: Interval | None, documents: int) -> str:
+    """A relative change of perplexity in words, with its error bar."""
+    if interval is None:
+        return f"{change:+.2%}; {documents} documents are too few for an interval"
+    low, high = interval
+    span = f"{_percent(low, high)} ({CONFIDENCE:.0%})"
+    if low > 0:
+        return f"worse by {span}"
+    if high < 0:
+        return f"better by {_percent(-high, -low, sign='')} ({CONFIDENCE:.0%})"
+    return f"no loss measurable: {span}"
+
+
+def _percent(low: float, high: float, sign: str = "+") -> str:
+    """Two shares with as many digits as tell them apart."""
+    width = max(high - low, 1e-7)
+    digits = min(4, max(2, 1 - math.floor(math.log10(100 * width))))
+    return f"{low:{sign}.{digits}%} .. {high:{sign}.{digits}%}"

@@ -1,0 +1,249 @@
+"""How far KV formats go from unquantized KV at every token of a text, over the path that serves.
+
+Every window's tokens go through the session's own write-then-read path: quantized into blocks
+first, attended from there. All formats see the same chunk before any sees the next, so that only
+one chunk of baseline logits is ever kept, and their times are taken side by side. What stays of a
+token is a few numbers, never its logits.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from kvq.blockmgr import Sequence
+from kvq.errors import RequestError
+from kvq.evals.windows import token_windows
+from kvq.formats import Code, KVRecipe
+from kvq.models import Model, Session
+
+Progress = Callable[[int, int], None]  # (steps done, steps in all)
+Figures = npt.NDArray[np.float32]
+
+INSTRUMENT_WINDOW = 64  # tokens
+_LOGITS_BYTES = 256 << 20  # of one chunk's logits, which sets the default chunk
+_TOP = 5  # likeliest tokens compared
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class TokenFigures:
+    """What one format did at every predicted token: fp32 [windows, context - 1] each.
+
+    A window is a document. Column i of it was predicted from i + 1 tokens.
+    """
+
+    label: str
+    model: Model
+    nll: Figures  # nats
+    kl: Figures  # nats, of this format from the baseline
+    top1: Figures  # 1 where the likeliest token is the baseline's, else 0
+    top5: Figures  # share of the baseline's five likeliest among this format's five
+    seconds: float  # of the forward passes
+    window_limit: int | None = None  # tokens, when attention was cut short on purpose
+    role: str = ""  # "window" or "int2": the rows that check the instrument
+    is_baseline: bool = False
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that were predicted."""
+        return self.nll.size
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class _Candidate:
+    """One format on its way through the text."""
+
+    model: Model
+    session: Session
+    window_limit: int | None
+    role: str
+    nll: Tensor  # fp32 [windows, context - 1] on the CPU, as are the next three; one buffer each,
+    kl: Tensor  # since small pieces would fragment the heap
+    top1: Tensor
+    top5: Tensor
+    sequence: Sequence | None = None
+    seconds: float = 0.0
+
+    def figures(self, is_baseline: bool) -> TokenFigures:
+        """What was measured, when all windows are done."""
+        return TokenFigures(
+            label=self.model.recipe.name,
+            model=self.model,
+            nll=self.nll.numpy(),
+            kl=self.kl.numpy(),
+            top1=self.top1.numpy(),
+            top5=self.top5.numpy(),
+            seconds=self.seconds,
+            window_limit=self.window_limit,
+            role=self.role,
+            is_baseline=is_baseline,
+        )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Reference:
+    """The baseline at the tokens of one chunk."""
+
+    log_probs: Tensor  # fp32 [tokens, vocab]
+    probs: Tensor
+    top1: Tensor  # int64 [tokens]
+    top5: Tensor  # int64 [tokens, 5]
+
+    @classmethod
+    def of(cls, log_probs: Tensor) -> "_Reference":
+        """What the others are compared with, computed once for all of them."""
+        return cls(log_probs, log_probs.exp(), log_probs.argmax(-1), _likeliest(log_probs))
+
+
+def measure_tokens(
+    model: Model,
+    kv: str | list[str | KVRecipe],
+    text: str,
+    *,
+    context: int = 1024,
+    chunk: int | None = None,
+    max_windows: int | None = None,
+    attention_window: int | None = None,
+    instrument: bool = False,
+    progress: Progress = lambda done, total: None,
+) -> list[TokenFigures]:
+    """Run formats over a text beside the first unquantized one among them, which comes back first.
+
+    If all are quantized, the weights' own type goes first as the baseline. `context`: tokens per
+    window. `chunk`: tokens per prefill step. `attention_window` shortens attention for all;
+    `instrument` appends two that must look bad if the model and text can show damage at all:
+    the baseline with a 64-token attention window, and 2-bit KV.
+
+    Raises:
+        RequestError: text shorter than a window, or a context beyond the model's.
+        ConfigError: a format that is unknown, doesn't fit, or lacks its scales.
+    """
+    models = with_baseline(model, kv)
+    check_context(model, context)
+    if attention_window is not None and attention_window < 1:
+        raise RequestError(f"the attention window must be at least 1 token, got {attention_window}")
+    size = _chunk_size(model, context, chunk)
+    windows = token_windows(model.tokenizer, text, context=context, max_windows=max_windows)
+    candidates = _candidates(models, (len(windows), context), attention_window, instrument)
+    total = len(windows) * -(-context // size) * len(candidates)
+    done = 0
+    for index, ids in enumerate(windows):
+        for candidate in candidates:
+            candidate.sequence = candidate.session.new_sequence()
+        for at in range(0, len(ids), size):
+            reference: _Reference | None = None
+            targets = ids[at + 1 : at + size + 1]  # one less than the chunk at a window's end
+            for candidate in candidates:
+                log_probs = _run_chunk(candidate, ids[at : at + size])[: len(targets)]
+                reference = reference or _Reference.of(log_probs)
+                if targets:
+                    _account(candidate, log_probs, reference, targets, (index, at))
+                done += 1
+                progress(done, total)
+        for candidate in candidates:
+            assert candidate.sequence is not None, "opened above"
+            candidate.session.free(candidate.sequence)
+    return [c.figures(c is candidates[0]) for c in candidates]
+
+
+def with_baseline(model: Model, kv: str | list[str | KVRecipe]) -> list[Model]:
+    """The model in every format, the baseline first: the first unquantized one, or the weights' own type.
+
+    Raises:
+        RequestError: no format.
+        ConfigError: a format that is unknown, doesn't fit, or lacks its scales.
+    """
+    named = [kv] if isinstance(kv, str) else kv
+    if not named:
+        raise RequestError("no KV format was named; try fp32,int8,int4")
+    models = [model.with_kv(name) for name in named]
+    if all(m.recipe.is_quantized for m in models):
+        models.insert(0, model.with_kv("auto"))
+    baseline = next(m for m in models if not m.recipe.is_quantized)
+    return sorted(models, key=lambda m: m is not baseline)  # stable
+
+
+def check_context(model: Model, context: int) -> None:
+    """Raise RequestError if windows of that many tokens are beyond the model's context."""
+    if context > model.weights.max_context:
+        raise RequestError(
+            f"--context {context} is beyond this model's context of {model.weights.max_context} tokens"
+        )
+
+
+def _candidates(
+    models: list[Model], shape: tuple[int, int], window: int | None, instrument: bool
+) -> list[_Candidate]:
+    wanted = [(m, window, "int2" if instrument and _is_int2(m) else "") for m in models]
+    if instrument:
+        wanted.append((models[0], INSTRUMENT_WINDOW, "window"))
+        if not any(map(_is_int2, models)):
+            wanted.append((models[0].with_kv("int2"), window, "int2"))
+    windows, context = shape
+    made = []
+    for m, limit, role in wanted:
+        session = m.session(max_tokens=context)
+        session.window_limit = limit
+        nll, kl, top1, top5 = (torch.zeros(windows, context - 1) for _ in range(4))
+        made.append(
+            _Candidate(
+                model=m,
+                session=session,
+                window_limit=limit,
+                role=role,
+                nll=nll,
+                kl=kl,
+                top1=top1,
+                top5=top5,
+            )
+        )
+    return made
+
+
+def _is_int2(model: Model) -> bool:
+    """True if K and V of every layer are stored in 2 bits."""
+    return all(layer.k.code is layer.v.code is Code.INT2 for layer in model.recipe.layers)
+
+
+def _chunk_size(model: Model, context: int, chunk: int | None) -> int:
+    if chunk is not None:
+        if chunk < 1:
+            raise RequestError(f"chunk must be at least 1 token, got {chunk}")
+        return min(chunk, context)
+    return max(1, min(context, _LOGITS_BYTES // (4 * model.geometry.vocab_size)))
+
+
+def _run_chunk(candidate: _Candidate, ids: list[int]) -> Tensor:
+    """Log-probabilities after each token of a chunk, fp32 [tokens, vocab]."""
+    assert candidate.sequence is not None, "opened by measure_tokens"
+    start = time.perf_counter()
+    result = candidate.session.forward([(candidate.sequence, ids)], all_rows=True)[0]
+    candidate.seconds += time.perf_counter() - start
+    return torch.log_softmax(result.trusted_logits(), dim=-1)
+
+
+def _account(
+    candidate: _Candidate,
+    log_probs: Tensor,
+    reference: _Reference,
+    targets: list[int],
+    place: tuple[int, int],
+) -> None:
+    """Keep the figures of a chunk; `place` is its window and its first token there."""
+    target = torch.tensor(targets, device=log_probs.device)
+    window, at = place
+    span = slice(at, at + len(targets))
+    candidate.nll[window, span] = -log_probs.gather(1, target[:, None])[:, 0]
+    candidate.kl[window, span] = (reference.probs * (reference.log_probs - log_probs)).sum(-1)
+    candidate.top1[window, span] = (log_probs.argmax(-1) == reference.top1).float()
+    same = reference.top5[:, :, None] == _likeliest(log_probs)[:, None, :]  # [tokens, 5, 5]
+    candidate.top5[window, span] = same.any(-1).float().mean(-1)
+
+
+def _likeliest(log_probs: Tensor) -> Tensor:
+    """int64 [tokens, 5], or as many as there are tokens."""
+    return log_probs.topk(min(_TOP, log_probs.shape[-1]), dim=-1).indices

@@ -1,0 +1,119 @@
+"""The plots of `kvq eval`'s page."""
+
+import itertools
+from typing import Any
+
+from kvq.evals.plot import figure_class, format_color, kl_panel, plain
+from kvq.evals.sections import depth_name
+
+Row = dict[str, Any]
+_MARKERS = "osD^vP*X"
+
+
+def divergence_plot(rows: list[Row]) -> Any:
+    """Mean KL over bits per element, and over context depth. None without a format that diverges."""
+    diverging = [row for row in rows if row["kl_mean"] > 0]
+    if not diverging:
+        return None
+    figure = figure_class()(figsize=(9.6, 4.0), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    kl_panel(left, diverging)
+    for row, marker in zip(diverging, itertools.cycle(_MARKERS), strict=False):
+        depths = row["by_depth"]
+        right.plot(
+            range(len(depths)),
+            [depth["kl_mean"] for depth in depths],
+            marker=marker,
+            ms=4,
+            color=format_color(row["kv"]),
+            label=row["kv"],
+        )
+    right.set_xticks(range(len(depths)), [depth_name(depth) for depth in depths], rotation=30)
+    right.set_yscale("log")
+    right.grid(alpha=0.25, which="both")
+    _finish(right, "tokens of context before the predicted one", "mean KL divergence, nats per token")
+    return figure
+
+
+def difficulty_plot(rows: list[Row]) -> Any:
+    """Change of perplexity by quarter of the documents, with error bars. None without quarters."""
+    shown = [row for row in rows if row["by_difficulty"] and row["kl_mean"] > 0]
+    if not shown:
+        return None
+    figure = figure_class()(figsize=(9.6, 3.6), layout="constrained")
+    axes = figure.subplots()
+    for index, (row, marker) in enumerate(zip(shown, itertools.cycle(_MARKERS), strict=False)):
+        shift = 0.6 * ((index + 0.5) / len(shown) - 0.5)
+        for part in row["by_difficulty"]:
+            change, span = part["perplexity_change"], part["intervals"]["perplexity_change"]
+            low, high = span or (change, change)
+            axes.errorbar(
+                part["quarter"] + shift,
+                100 * change,
+                yerr=[[100 * max(0.0, change - low)], [100 * max(0.0, high - change)]],
+                fmt=marker,
+                ms=5,
+                capsize=3,
+                color=format_color(row["kv"]),
+                label=row["kv"] if part["quarter"] == 1 else None,
+            )
+    axes.axhline(0, lw=0.8, color="#7d8590")
+    quarters = [part["quarter"] for part in shown[0]["by_difficulty"]]
+    names = {1: "easiest quarter", quarters[-1]: "hardest quarter"}
+    axes.set_xticks(quarters, [names.get(quarter, "") for quarter in quarters])
+    axes.grid(alpha=0.25, axis="y")
+    _finish(axes, "documents, by the baseline's loss on them", "change of perplexity, %")
+    return figure
+
+
+def attention_plot(rows: list[Row]) -> Any:
+    """Mean error of the attention output over layers, and its parts from K and from V alone."""
+    figure = figure_class()(figsize=(9.6, 3.6), layout="constrained")
+    panels = (("error_mean", "K and V"), ("k_error_mean", "K alone"), ("v_error_mean", "V alone"))
+    formats = list(dict.fromkeys(row["kv"] for row in rows))
+    for axes, (key, name) in zip(figure.subplots(1, 3, sharey=True), panels, strict=True):
+        for kv, marker in zip(formats, itertools.cycle(_MARKERS), strict=False):
+            points = [(row["layer"], row[key]) for row in rows if row["kv"] == kv and row[key] > 0]
+            x, y = [layer for layer, _ in points], [error for _, error in points]
+            axes.plot(x, y, marker=marker, ms=3, lw=1, color=format_color(kv), label=kv)
+        axes.set_yscale("log")
+        axes.set_title(name, fontsize=9)
+        axes.grid(alpha=0.25)
+        _finish(
+            axes, "layer", "mean |a - b| / |b|" if key == "error_mean" else "", legend=key == "v_error_mean"
+        )
+    return figure
+
+
+def generation_plot(rows: list[Row]) -> Any:
+    """Tokens until the first difference, with error bars."""
+    shown = rows[1:] or rows  # the baseline agrees with itself
+    figure = figure_class()(figsize=(9.6, 1.0 + 0.35 * len(shown)), layout="constrained")
+    axes = figure.subplots()
+    means = [row["same_tokens_mean"] for row in shown]
+    spans = [
+        row["intervals"]["same_tokens_mean"] or (mean, mean) for row, mean in zip(shown, means, strict=True)
+    ]
+    axes.barh(
+        [row["kv"] for row in shown],
+        means,
+        color=[format_color(row["kv"]) for row in shown],
+        xerr=[
+            [max(0.0, mean - low) for mean, (low, _) in zip(means, spans, strict=True)],
+            [max(0.0, high - mean) for mean, (_, high) in zip(means, spans, strict=True)],
+        ],
+        ecolor="#7d8590",
+        capsize=3,
+    )
+    axes.invert_yaxis()
+    axes.set_xlim(0, 1.02 * shown[0]["new_tokens"])
+    _finish(axes, f"tokens until the first difference, of {shown[0]['new_tokens']}", "", legend=False)
+    return figure
+
+
+def _finish(axes: Any, x: str, y: str, *, legend: bool = True) -> None:
+    axes.set_xlabel(x, fontsize=8)
+    axes.set_ylabel(y, fontsize=8)
+    plain(axes)
+    if legend:
+        axes.legend(fontsize=8, frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))

@@ -1,0 +1,150 @@
+"""Gates: limits that a measurement must keep, such as `kl_mean<0.01`, for continuous integration.
+
+    [FORMAT:][TASK.]FIGURE OPERATOR NUMBER[%]
+
+A gate holds if every row that it concerns holds: those of one format if it names one, else those of
+every quantized format. What is missing or not a number fails.
+"""
+
+import math
+import operator
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kvq.errors import ConfigError, nearest
+
+_OPERATORS: dict[str, Callable[[float, float], bool]] = {
+    "<=": operator.le,
+    ">=": operator.ge,
+    "<": operator.lt,
+    ">": operator.gt,
+}
+_NUMBER = r"[+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?"
+_GATE = re.compile(
+    rf"\s*(?:(?P<kv>[^:<>=]+):)?\s*(?:(?P<task>[a-z_]\w*)\.)?(?P<figure>[a-z_]\w*)\s*"
+    rf"(?P<operator><=|>=|<|>)\s*(?P<limit>{_NUMBER})\s*(?P<percent>%?)\s*"
+)
+IDENTITIES = ("attention_window", "task", "metric", "length", "depth", "layer")  # and the format
+_EXAMPLES = "kl_mean<0.01, perplexity_change<=1%, int4:top1_agreement>0.9, generation.identical>=0.5"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Gate:
+    """One limit. `kv` and `task` are None where the expression names none."""
+
+    text: str
+    kv: str | None
+    task: str | None
+    figure: str
+    operator: str
+    limit: float
+
+    def holds(self, value: object) -> bool:
+        """True if a value keeps the limit; NaN, None and what is no number never do."""
+        if not isinstance(value, int | float) or isinstance(value, bool) or math.isnan(value):
+            return False
+        return _OPERATORS[self.operator](value, self.limit)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GateFailure:
+    """A row that broke a limit."""
+
+    kv: str
+    where: str  # what else tells the row from others of its format, such as "layer 3"
+    value: float | None
+
+
+def parse_gate(text: str) -> Gate:
+    """Read one expression.
+
+    Raises:
+        ConfigError: it is not one; says what one looks like.
+    """
+    match = _GATE.fullmatch(text)
+    if match is None:
+        raise ConfigError(f"--gate {text!r} is not [FORMAT:][TASK.]FIGURE<NUMBER; such as {_EXAMPLES}")
+    limit = float(match["limit"]) / (100 if match["percent"] else 1)
+    if not math.isfinite(limit):
+        raise ConfigError(f"--gate {text!r}: the limit must be a finite number")
+    return Gate(
+        text=text.strip(),
+        kv=match["kv"].strip() if match["kv"] else None,
+        task=match["task"],
+        figure=match["figure"],
+        operator=match["operator"],
+        limit=limit,
+    )
+
+
+def check_gate(
+    gate: Gate, *, figures: Mapping[str, Sequence[str]], all_tasks: Sequence[str], formats: Mapping[str, bool]
+) -> str:
+    """Return the task whose rows a gate is about, before anything is measured.
+
+    `figures`: per task that will run, what its rows hold; where the gate names no task, the first
+    task with that figure is taken. `formats`: per format, whether it is quantized.
+
+    Raises:
+        ConfigError: a task that isn't run, or a figure or a format that there is none of.
+    """
+    if gate.kv is not None and gate.kv not in formats:
+        hint = nearest(gate.kv, list(formats)) or ";"
+        raise ConfigError(f"--gate {gate.text!r}: {gate.kv!r} is not measured{hint} {', '.join(formats)} are")
+    if gate.kv is None and not any(formats.values()):
+        raise ConfigError(
+            f"--gate {gate.text!r} is about quantized formats, and {', '.join(formats)} are none; "
+            f"name the format: {next(iter(formats))}:{gate.text}"
+        )
+    if gate.task is not None and gate.task not in figures:
+        if gate.task in all_tasks:
+            raise ConfigError(f"--gate {gate.text!r}: the task isn't run; add {gate.task} to --tasks")
+        hint = nearest(gate.task, list(figures)) or ";"
+        raise ConfigError(
+            f"--gate {gate.text!r}: there is no task {gate.task!r}{hint} {', '.join(figures)} are run"
+        )
+    tasks = figures if gate.task is None else [gate.task]
+    found = [task for task in tasks if gate.figure in figures[task]]
+    if not found:
+        known = list(dict.fromkeys(name for task in tasks for name in figures[task]))
+        hint = nearest(gate.figure, known) or ";"
+        raise ConfigError(
+            f"--gate {gate.text!r}: no task that is run measures {gate.figure!r}{hint} "
+            f"there are {', '.join(known)}"
+        )
+    return found[0]
+
+
+def failures(gate: Gate, rows: Sequence[Mapping[str, Any]], formats: Mapping[str, bool]) -> list[GateFailure]:
+    """The rows that break a gate. `rows`: of its task; `formats`: as for `check_gate`."""
+    kvs = [kv for kv, quantized in formats.items() if (quantized if gate.kv is None else kv == gate.kv)]
+    concerned = [row for row in rows if row["kv"] in kvs]
+    if not concerned:
+        return [GateFailure(kv=gate.kv or "every quantized format", where="not measured", value=None)]
+    return [
+        GateFailure(kv=row["kv"], where=identity(row), value=_number(figure(row, gate.figure)))
+        for row in concerned
+        if not gate.holds(figure(row, gate.figure))
+    ]
+
+
+def figure(row: Mapping[str, Any], name: str) -> object:
+    """A row's figure by name; `NAME_low` and `NAME_high` are the bounds of NAME's interval."""
+    if name in row:
+        return row[name]
+    base, _, bound = name.rpartition("_")
+    span = (row.get("intervals") or {}).get(base)
+    return None if span is None or bound not in ("low", "high") else span[bound == "high"]
+
+
+def identity(row: Mapping[str, Any]) -> str:
+    """What tells a row from others of its format, in words."""
+    return ", ".join(f"{key} {row[key]}" for key in IDENTITIES if row.get(key) is not None)
+
+
+def _number(value: object) -> float | None:
+    if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
+        return float(value)
+    return None

@@ -1,0 +1,148 @@
+"""How long greedy generation over quantized KV stays token for token what it is over unquantized KV."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvq.engine import LLM, SamplingParams
+from kvq.errors import RequestError
+from kvq.evals.bootstrap import Bootstrap, Interval, share_interval
+from kvq.evals.divergence import with_baseline
+from kvq.evals.windows import spread, token_windows
+from kvq.formats import KVRecipe
+from kvq.models import Model
+
+_SPARE = 1.25  # blocks kept beyond what the prompts need, for what the scheduler holds in reserve
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GenerationIntervals:
+    """Bounds at 95% confidence, each [low, high]; None where there are too few prompts."""
+
+    same_tokens_mean: Interval | None
+    identical: Interval | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GenerationRow:
+    """How one format's continuations agree with the baseline's."""
+
+    kv: str
+    prompts: int
+    new_tokens: int  # generated after each prompt
+    same_tokens_mean: float  # before the first that differs; all of them where none does
+    same_tokens_median: float
+    identical: float  # share of prompts whose continuation is the baseline's to the end
+    seconds: float
+    intervals: GenerationIntervals
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GenerationPlan:
+    """What is generated: continuations of `new_tokens` after `prompts` pieces of the text."""
+
+    prompts: int = 32
+    prompt_tokens: int = 128
+    new_tokens: int = 64
+
+    def __post_init__(self) -> None:
+        for name in ("prompts", "new_tokens"):
+            if getattr(self, name) < 1:
+                raise RequestError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.prompt_tokens < 2:
+            raise RequestError(f"prompt_tokens must be at least 2, got {self.prompt_tokens}")
+
+
+def cut_prompts(model: Model, text: str, plan: GenerationPlan) -> list[list[int]]:
+    """Pieces of a text as token ids, evenly over it; fewer than asked for from a short text.
+
+    Raises:
+        RequestError: a text shorter than a prompt, or prompts that leave no room to go on.
+    """
+    longest = plan.prompt_tokens + plan.new_tokens
+    if longest > model.weights.max_context:
+        raise RequestError(
+            f"prompts of {plan.prompt_tokens} tokens and {plan.new_tokens} new ones are beyond this model's "
+            f"context of {model.weights.max_context}; ask for fewer"
+        )
+    return spread(token_windows(model.tokenizer, text, context=plan.prompt_tokens), plan.prompts)
+
+
+def measure_generation(
+    model: Model,
+    kv: list[str | KVRecipe],
+    text: str,
+    *,
+    plan: GenerationPlan | None = None,
+    bootstrap: Bootstrap | None = None,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> list[GenerationRow]:
+    """Continue pieces of a text greedily by the engine in every format; the baseline's row is first.
+
+    End tokens are generated past, so that all continuations are equally long.
+
+    Raises:
+        RequestError: a text shorter than a prompt, a length beyond the model's context, or K, V or
+            logits that are not finite.
+        ConfigError: a format that is unknown, doesn't fit, or lacks its scales.
+    """
+    plan, bootstrap = plan or GenerationPlan(), bootstrap or Bootstrap()
+    models = with_baseline(model, kv)
+    prompts = cut_prompts(model, text, plan)
+    total = len(models) * len(prompts)
+    expected: list[list[int]] | None = None
+    rows = []
+    for index, one in enumerate(models):
+        began = time.perf_counter()
+        done = index * len(prompts)
+        got = _continuations(one, prompts, plan, lambda n, _, done=done: progress(done + n, total))
+        seconds = time.perf_counter() - began
+        expected = expected or got
+        rows.append(_row(one.recipe.name, expected, got, seconds, bootstrap))
+    return rows
+
+
+def same_tokens(expected: list[int], got: list[int]) -> int:
+    """How many tokens at the beginning are the same."""
+    pairs = zip(expected, got, strict=True)
+    return next((i for i, (a, b) in enumerate(pairs) if a != b), len(expected))
+
+
+def _continuations(
+    model: Model, prompts: list[list[int]], plan: GenerationPlan, progress: Callable[..., None]
+) -> list[list[int]]:
+    blocks = -(-(plan.prompt_tokens + plan.new_tokens + 1) // model.block_size)
+    params = SamplingParams(max_tokens=plan.new_tokens, ignore_eos=True)
+    with LLM(
+        model,
+        max_num_seqs=len(prompts),
+        max_context=plan.prompt_tokens + plan.new_tokens,
+        num_blocks=int(_SPARE * blocks * len(prompts)) + 1,
+    ) as llm:
+        outputs = llm.generate(prompts, params, progress=progress)
+    for output in outputs:
+        if output.error is not None:
+            raise output.error
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+def _row(
+    label: str, expected: list[list[int]], got: list[list[int]], seconds: float, bootstrap: Bootstrap
+) -> GenerationRow:
+    same = np.array([same_tokens(a, b) for a, b in zip(expected, got, strict=True)])
+    identical = sum(a == b for a, b in zip(expected, got, strict=True))
+    return GenerationRow(
+        kv=label,
+        prompts=len(got),
+        new_tokens=len(got[0]),
+        same_tokens_mean=float(same.mean()),
+        same_tokens_median=float(np.median(same)),
+        identical=identical / len(got),
+        seconds=seconds,
+        intervals=GenerationIntervals(
+            same_tokens_mean=bootstrap.interval(lambda mean: mean, same),
+            identical=share_interval(identical, len(got)),
+        ),
+    )
