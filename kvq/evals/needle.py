@@ -85,7 +85,7 @@ def measure_needle(
             allow, a depth outside 0 to 1, or a count that makes no sense.
         ConfigError: a format that is unknown, doesn't fit, or lacks its scales.
     """
-    names = [kv] if isinstance(kv, str | KVRecipe) else list(kv)
+    names: list[str | KVRecipe] = [kv] if isinstance(kv, str | KVRecipe) else list(kv)
     limit = model.weights.max_context
     sizes = [n for n in LENGTHS if n <= limit] or [limit] if lengths is None else list(lengths)
     _check(names, sizes, depths, trials, chunk, limit)

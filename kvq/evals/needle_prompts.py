@@ -152,8 +152,8 @@ def check_needle(needle: str, distractors: int) -> None:
         and needle.index("{key}") < needle.index("{value}")
     ):
         raise RequestError(
-            f"a needle is {TOKENS!r} or a sentence with {{key}} and then {{value}}, each once, got {needle!r}; "
-            f"for example {SENTENCE.strip()!r}"
+            f"a needle is {TOKENS!r} or a sentence with {{key}} and then {{value}}, each once, "
+            f"got {needle!r}; for example {SENTENCE.strip()!r}"
         )
     most = len(KEYS) - 1
     if not 0 <= distractors <= most:
