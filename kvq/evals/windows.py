@@ -20,11 +20,8 @@ def token_windows(
         raise RequestError(f"context must be at least 2 tokens, got {context}; nothing could be predicted")
     if max_windows is not None and max_windows < 1:
         raise RequestError(f"the number of windows must be at least 1, got {max_windows}")
-    check_unicode(text, "the text")
-    ids: list[int] = tokenizer(text, add_special_tokens=False, return_attention_mask=False, verbose=False)[
-        "input_ids"
-    ]
-    prefix = _begin_ids(tokenizer)
+    ids = text_ids(tokenizer, text)
+    prefix = begin_ids(tokenizer)
     step = context - len(prefix)
     count = len(ids) // step
     if not count:
@@ -41,7 +38,21 @@ def spread(windows: list[list[int]], count: int) -> list[list[int]]:
     return [windows[i * len(windows) // count] for i in range(count)]
 
 
-def _begin_ids(tokenizer: Any) -> list[int]:
+def text_ids(tokenizer: Any, text: str) -> list[int]:
+    """The tokens of a text, without special ones.
+
+    Raises:
+        RequestError: the text is not Unicode that can be encoded.
+    """
+    check_unicode(text, "the text")
+    ids: list[int] = tokenizer(text, add_special_tokens=False, return_attention_mask=False, verbose=False)[
+        "input_ids"
+    ]
+    return ids
+
+
+def begin_ids(tokenizer: Any) -> list[int]:
+    """The begin-of-sequence token where the tokenizer starts texts with one, else nothing."""
     begin = tokenizer.bos_token_id
     with_special: list[int] = tokenizer("a", return_attention_mask=False)["input_ids"]
     return [begin] if begin is not None and with_special[:1] == [begin] else []

@@ -1,0 +1,214 @@
+"""Retrieval over long contexts: a needle at every depth of a haystack, asked for at the end.
+
+Every prompt's tokens go through the session's own write-then-read path, in chunks, and the answer is
+decoded greedily, one token a step: quantized into blocks first, attended from there. All formats
+answer the same prompts. Source: Kamradt, "Needle in a haystack", 2023; keys and values, and needles
+beside the one asked for, as in Hsieh et al., "RULER", 2024.
+"""
+
+import itertools
+import math
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from kvq.errors import RequestError
+from kvq.evals.needle_prompts import SENTENCE, NeedlePrompt, NeedlePrompts
+from kvq.formats import KVRecipe
+from kvq.models import Model, Session
+
+Progress = Callable[[int, int], None]  # (prompts answered, prompts in all), every format counted
+
+LENGTHS = (512, 1024, 2048, 4096)  # tokens
+DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
+_Z95 = 1.959964  # standard deviations on each side of a 95% interval
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NeedleRow:
+    """What one format retrieves from one length and depth."""
+
+    kv: str
+    length: int  # tokens of the prompt and its answer
+    depth: float  # 0: the needle comes first; 1: it comes last, before the question
+    trials: int
+    hits: int  # answers with every token right
+    retrieved: float  # hits / trials
+    token_accuracy: float  # share of the answers' tokens that were right in their place
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NeedleSummary:
+    """What one format retrieves from all lengths and depths."""
+
+    kv: str
+    trials: int
+    retrieved: float
+    retrieved_low: float  # Wilson's 95% interval
+    retrieved_high: float
+    token_accuracy: float
+    seconds: float
+
+
+@dataclass(kw_only=True, slots=True)
+class _Score:
+    hits: int = 0
+    right: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+
+
+def measure_needle(
+    model: Model,
+    kv: str | Sequence[str | KVRecipe],
+    text: str,
+    *,
+    lengths: Sequence[int] | None = None,
+    depths: Sequence[float] = DEPTHS,
+    trials: int = 10,
+    needle: str = SENTENCE,
+    distractors: int = 0,
+    chunk: int = 512,
+    seed: int = 0,
+    progress: Progress = lambda done, total: None,
+) -> list[NeedleRow]:
+    """Measure how often formats find a needle, for every format, length and depth in this order.
+
+    `lengths`: tokens of a prompt with its answer; those of `LENGTHS` that the model takes if None.
+    `depths`: shares of the haystack before the needle. `needle`: a sentence with {key} and {value},
+    or "tokens", random token ids for models that never learnt words. `distractors`: needles with
+    other keys, and other values, anywhere. `chunk`: tokens per prefill step.
+
+    Raises:
+        RequestError: a text too short, a length that the needle or the model's context doesn't
+            allow, a depth outside 0 to 1, or a count that makes no sense.
+        ConfigError: a format that is unknown, doesn't fit, or lacks its scales.
+    """
+    names: list[str | KVRecipe] = [kv] if isinstance(kv, str | KVRecipe) else list(kv)
+    limit = model.weights.max_context
+    sizes = [n for n in LENGTHS if n <= limit] or [limit] if lengths is None else list(lengths)
+    _check(names, sizes, depths, trials, chunk, limit)
+    prompts = NeedlePrompts(
+        model.tokenizer,
+        text,
+        vocab_size=model.geometry.vocab_size,
+        needle=needle,
+        distractors=distractors,
+        seed=seed,
+    )
+    for length, depth in itertools.product(sizes, depths):
+        prompts.make(length=length, depth=depth, trial=0)  # refuses before any work
+    models = [model.with_kv(name) for name in names]
+    sessions = [m.session(max_tokens=max(sizes)) for m in models]
+    total = len(sizes) * len(depths) * trials * len(models)
+    done = 0
+    cells: dict[tuple[int, int, float], _Score] = {}
+    for length, depth in itertools.product(sizes, depths):
+        for trial in range(trials):
+            prompt = prompts.make(length=length, depth=depth, trial=trial)
+            for which, session in enumerate(sessions):
+                _account(cells.setdefault((which, length, depth), _Score()), session, prompt, chunk)
+                done += 1
+                progress(done, total)
+    return [
+        _row(models[which].recipe.name, length, depth, trials, cells[which, length, depth])
+        for which, length, depth in itertools.product(range(len(models)), sizes, depths)
+    ]
+
+
+def summarize_needle(rows: Iterable[NeedleRow]) -> list[NeedleSummary]:
+    """All cells of each format together, in the order in which formats first come."""
+    groups: dict[str, list[NeedleRow]] = {}
+    for row in rows:
+        groups.setdefault(row.kv, []).append(row)
+    summaries = []
+    for kv, cells in groups.items():
+        trials, hits = sum(r.trials for r in cells), sum(r.hits for r in cells)
+        low, high = wilson_interval(hits, trials)
+        summaries.append(
+            NeedleSummary(
+                kv=kv,
+                trials=trials,
+                retrieved=hits / trials,
+                retrieved_low=low,
+                retrieved_high=high,
+                token_accuracy=sum(r.token_accuracy * r.trials for r in cells) / trials,
+                seconds=sum(r.seconds for r in cells),
+            )
+        )
+    return summaries
+
+
+def wilson_interval(hits: int, trials: int) -> tuple[float, float]:
+    """The 95% interval of a share: (p + z^2/2n -+ z sqrt(p(1-p)/n + z^2/4n^2)) / (1 + z^2/n).
+
+    Source: Wilson, "Probable inference, the law of succession, and statistical inference", 1927.
+    """
+    share, z2 = hits / trials, _Z95**2 / trials
+    middle = share + z2 / 2
+    spread = math.sqrt(share * (1 - share) * z2 + z2**2 / 4)
+    return max(0.0, (middle - spread) / (1 + z2)), min(1.0, (middle + spread) / (1 + z2))
+
+
+def _check(
+    names: list[str | KVRecipe],
+    lengths: list[int],
+    depths: Sequence[float],
+    trials: int,
+    chunk: int,
+    limit: int,
+) -> None:
+    if not names:
+        raise RequestError("no KV format was named; try fp32,int8,int4")
+    if not lengths or not depths:
+        raise RequestError("a needle grid needs at least one length and one depth")
+    for length in lengths:
+        if not 1 <= length <= limit:
+            raise RequestError(
+                f"a length of {length} tokens was asked for; this model takes 1 to {limit}, answer included"
+            )
+    for depth in depths:
+        if not 0 <= depth <= 1:  # NaN too
+            raise RequestError(f"a depth must be a share of the haystack, 0 to 1, got {depth}")
+    for name, count in (("trials", trials), ("chunk", chunk)):
+        if count < 1:
+            raise RequestError(f"{name} must be at least 1, got {count}")
+
+
+def _account(score: _Score, session: Session, prompt: NeedlePrompt, chunk: int) -> None:
+    """Ask one prompt and add up what was answered."""
+    start = time.perf_counter()
+    given = _answer(session, prompt, chunk)
+    score.seconds += time.perf_counter() - start
+    score.hits += given == prompt.answer
+    score.right += sum(a == b for a, b in zip(given, prompt.answer, strict=True))
+    score.tokens += len(prompt.answer)
+
+
+def _answer(session: Session, prompt: NeedlePrompt, chunk: int) -> list[int]:
+    """As many tokens as the answer has, the likeliest one at each step."""
+    sequence = session.new_sequence()
+    try:
+        for at in range(0, len(prompt.ids), chunk):
+            result = session.forward([(sequence, prompt.ids[at : at + chunk])])[0]
+        given = [int(result.trusted_logits()[-1].argmax())]
+        while len(given) < len(prompt.answer):
+            result = session.forward([(sequence, given[-1:])])[0]
+            given.append(int(result.trusted_logits()[-1].argmax()))
+    finally:
+        session.free(sequence)
+    return given
+
+
+def _row(kv: str, length: int, depth: float, trials: int, score: _Score) -> NeedleRow:
+    return NeedleRow(
+        kv=kv,
+        length=length,
+        depth=depth,
+        trials=trials,
+        hits=score.hits,
+        retrieved=score.hits / trials,
+        token_accuracy=score.right / score.tokens,
+        seconds=score.seconds,
+    )

@@ -1,0 +1,160 @@
+"""Prompts with a needle in them: a key and its value somewhere in a text, and the key again at the end."""
+
+import random
+import string
+from dataclasses import dataclass
+from typing import Any
+
+from kvq.errors import RequestError
+from kvq.evals.windows import begin_ids, text_ids
+
+SENTENCE = "\nThe secret number of {key} is {value}.\n"
+TOKENS = "tokens"
+KEYS = (
+    "apple", "bridge", "candle", "desert", "engine", "forest", "garden", "hammer", "island", "jacket",
+    "kitten", "ladder", "mirror", "needle", "orange", "pencil", "quartz", "rabbit", "saddle", "tunnel",
+    "umbrella", "valley", "window", "yellow", "zebra",
+)  # fmt: skip
+_DIGITS = 7
+_KEY_TOKENS, _VALUE_TOKENS = 3, 6
+_NEARBY = 64  # tokens around a needle of random tokens that hold none of its tokens
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NeedlePrompt:
+    """A prompt, and what must follow."""
+
+    ids: list[int]
+    answer: list[int]
+    needle_at: int  # index of the needle's first token
+    needle_size: int  # tokens
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Needle:
+    """Token ids of one needle: what names it, what is asked for, what comes after."""
+
+    cue: list[int]
+    value: list[int]
+    tail: list[int]
+
+    @property
+    def ids(self) -> list[int]:
+        return self.cue + self.value + self.tail
+
+
+class NeedlePrompts:
+    """Makes prompts of one text, for one tokenizer and one kind of needle; the same for the same seed."""
+
+    def __init__(
+        self, tokenizer: Any, text: str, *, vocab_size: int, needle: str, distractors: int, seed: int
+    ) -> None:
+        """`needle`: a sentence with {key} and {value}, or "tokens" for random token ids.
+
+        Raises:
+            RequestError: a sentence without {key} before {value}, too many distractors, or no text.
+        """
+        check_needle(needle, distractors)
+        self._tokenizer = tokenizer
+        self._needle = needle
+        self._distractors = distractors
+        self._seed = seed
+        self._begin = begin_ids(tokenizer)
+        self._text = text_ids(tokenizer, text)
+        special = set(tokenizer.all_special_ids)
+        self._plain = [i for i in range(min(len(tokenizer), vocab_size)) if i not in special]
+
+    def make(self, *, length: int, depth: float, trial: int) -> NeedlePrompt:
+        """The prompt of one trial: with its answer it has `length` tokens.
+
+        The needle stands behind the share `depth` of the haystack's tokens; distractors, needles
+        with other keys and other values, stand anywhere.
+
+        Raises:
+            RequestError: the needles don't fit into the length, or the text is too short.
+        """
+        rng = random.Random(f"{self._seed}/{length}/{depth}/{trial}")
+        needles = self._draw(rng, avoid=frozenset())
+        asked = needles[0]
+        rest = len(self._begin) + sum(len(n.ids) for n in needles) + len(asked.cue) + len(asked.value)
+        size = length - rest
+        if size < 1:
+            raise RequestError(
+                f"a length of {length} tokens has no room for a haystack: needles and question take {rest}; "
+                f"ask for {rest + 1} or more, or for fewer distractors than {self._distractors}"
+            )
+        if size > len(self._text):
+            raise RequestError(
+                f"the text has {len(self._text)} tokens, a length of {length} needs {size} of them; "
+                f"give a longer text, or lengths up to {len(self._text) + rest}"
+            )
+        start = rng.randrange(len(self._text) - size + 1)
+        haystack = self._text[start : start + size]
+        at = round(depth * size)
+        if self._needle == TOKENS:  # again, now that it is known what stands nearby; sizes stay
+            near = haystack[max(0, at - _NEARBY) : at + _NEARBY] + haystack[-_NEARBY:]
+            needles = self._draw(rng, avoid=frozenset(near))
+        return self._assemble(haystack, needles, [at] + [rng.randrange(size + 1) for _ in needles[1:]])
+
+    def _assemble(self, haystack: list[int], needles: list[_Needle], places: list[int]) -> NeedlePrompt:
+        """Put every needle behind so many tokens of the haystack, and the question at the end."""
+        ids, done, needle_at = list(self._begin), 0, 0
+        for index in sorted(range(len(needles)), key=lambda i: places[i]):
+            ids += haystack[done : places[index]]
+            done = places[index]
+            if index == 0:
+                needle_at = len(ids)
+            ids += needles[index].ids
+        ids += haystack[done:] + needles[0].cue
+        return NeedlePrompt(
+            ids=ids, answer=needles[0].value, needle_at=needle_at, needle_size=len(needles[0].ids)
+        )
+
+    def _draw(self, rng: random.Random, avoid: frozenset[int]) -> list[_Needle]:
+        """The needle asked for, then its distractors."""
+        if self._needle != TOKENS:
+            keys = rng.sample(KEYS, 1 + self._distractors)
+            return [self._sentence(key, "".join(rng.choices(string.digits, k=_DIGITS))) for key in keys]
+        ids = [i for i in self._plain if i not in avoid]
+        if len(ids) < 2 * (_KEY_TOKENS + _VALUE_TOKENS):
+            raise RequestError(
+                f"needle={TOKENS!r} needs token ids that don't occur near the needle, and only {len(ids)} of "
+                f"this vocabulary are left; give a sentence as the needle"
+            )
+        first = rng.sample(ids, _KEY_TOKENS + _VALUE_TOKENS)
+        key, value = first[:_KEY_TOKENS], first[_KEY_TOKENS:]
+        needles = [_Needle(cue=key, value=value, tail=[])]
+        others = [i for i in ids if i not in first]
+        for _ in range(self._distractors):
+            similar = list(key)
+            similar[rng.randrange(_KEY_TOKENS)] = rng.choice(others)
+            needles.append(_Needle(cue=similar, value=rng.sample(others, _VALUE_TOKENS), tail=[]))
+        return needles
+
+    def _sentence(self, key: str, value: str) -> _Needle:
+        """The needle's token ids, cut where the tokenizer allows it: the cue alone has the same tokens."""
+        before, after = self._needle.split("{value}")
+        cue_text = before.rstrip().replace("{key}", key)
+        answered = before.replace("{key}", key) + value
+        cue = text_ids(self._tokenizer, cue_text)
+        value_ids = text_ids(self._tokenizer, answered)
+        if value_ids[: len(cue)] == cue:
+            value_ids = value_ids[len(cue) :]
+        else:
+            value_ids = text_ids(self._tokenizer, answered[len(cue_text) :])
+        return _Needle(cue=cue, value=value_ids, tail=text_ids(self._tokenizer, after) if after else [])
+
+
+def check_needle(needle: str, distractors: int) -> None:
+    """Raise RequestError for a needle that can't be asked for, or more distractors than there are keys."""
+    if needle != TOKENS and not (
+        needle.count("{key}") == needle.count("{value}") == 1
+        and needle.index("{key}") < needle.index("{value}")
+    ):
+        raise RequestError(
+            f"a needle is {TOKENS!r} or a sentence with {{key}} and then {{value}}, each once, "
+            f"got {needle!r}; for example {SENTENCE.strip()!r}"
+        )
+    most = len(KEYS) - 1
+    if not 0 <= distractors <= most:
+        raise RequestError(f"distractors must be 0 to {most}, got {distractors}")
