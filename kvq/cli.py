@@ -20,6 +20,7 @@ _COMMANDS = {
     "chat": ("chat", "Chat in the terminal, with a model or with a running server."),
     "inspect": ("inspect", "Show a model's KV geometry and the bytes per token of every format."),
     "calibrate": ("calibrate", "Observe a model and write static scales to a kvq.json."),
+    "tune": ("tune", "Find the formats of every layer that cost least within a memory budget."),
     "bench": ("bench", "Measure how fast the parts are, and the engine under load."),
     "plan": ("plan", "Plan memory: how many users fit on which GPU."),
     "cost": ("cost", "Compare what tokens cost on one's own GPUs and at an API."),

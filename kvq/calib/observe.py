@@ -9,7 +9,7 @@ from torch import Tensor
 from kvq.calib.histogram import Magnitudes
 from kvq.errors import RequestError
 from kvq.evals.text import EvalText
-from kvq.evals.windows import token_windows
+from kvq.evals.windows import spread, token_windows
 from kvq.formats import SMALLEST_MAXIMUM, Centers, HeadMaxima, LayerCenters, StaticScales
 from kvq.formats.centers import HeadCenters
 from kvq.kernels.codec import rotate
@@ -175,9 +175,7 @@ def spread_windows(
     if not 2 <= context <= limit:
         raise RequestError(f"a context of {context} tokens was asked for; this model takes 2 to {limit}")
     tokens = len(model.tokenizer(text, return_attention_mask=False, verbose=False)["input_ids"])
-    windows = token_windows(model.tokenizer, text, context=max(2, min(context, tokens)))
-    count = min(max_windows, len(windows))
-    return [windows[i * len(windows) // count] for i in range(count)]
+    return spread(token_windows(model.tokenizer, text, context=max(2, min(context, tokens))), max_windows)
 
 
 def _rounded(rows: Tensor) -> HeadCenters:

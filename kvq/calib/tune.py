@@ -171,7 +171,7 @@ def default_codes(model: Model, budget_bytes: int | None) -> tuple[Code, ...]:
         code
         for code in ALL_CODES
         if all(
-            has_fast_kernel(model.geometry, half, _smallest(half.head_dim, code), model.weights.device)
+            has_fast_kernel(model.geometry, half, smallest_format(half.head_dim, code), model.weights.device)
             for half in halves(model.geometry)
         )
     )
@@ -183,11 +183,13 @@ def default_codes(model: Model, budget_bytes: int | None) -> tuple[Code, ...]:
 def smallest_bytes(model: Model, codes: Sequence[Code]) -> int:
     """Bytes per token where every half takes the smallest format of these codes."""
     return sum(
-        min(half.nbytes(_smallest(half.head_dim, code)) for code in codes) for half in halves(model.geometry)
+        min(half.nbytes(smallest_format(half.head_dim, code)) for code in codes)
+        for half in halves(model.geometry)
     )
 
 
-def _smallest(head_dim: int, code: Code) -> KVFormat:
+def smallest_format(head_dim: int, code: Code) -> KVFormat:
+    """The format of a code that takes the fewest bytes."""
     if code is Code.INT8:
         return KVFormat(code=code, scale=PerTokenHead())
     return grouped_formats(head_dim, code, rotated=True)[0]

@@ -1,0 +1,203 @@
+"""A search's result: as rows, as a plot of the front, and as a page that needs no other file."""
+
+import dataclasses
+import io
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from kvq import fileio
+from kvq.calib.candidates import halves
+from kvq.calib.tune import Tuned
+from kvq.evals.page import html_table, origin, page, svg_of
+from kvq.evals.plot import figure_class, plain
+from kvq.formats import KVRecipe
+from kvq.models import Model
+
+Row = dict[str, Any]
+_KINDS = {"uniform": ("#7d8590", "o"), "tuned": ("#0969da", "s"), "chosen": ("#cf222e", "D")}
+
+
+def point_rows(tuned: Tuned) -> list[Row]:
+    """The verified points as JSON rows: keys of `kvq perplexity`, and how each came about."""
+    front = {id(point) for point in tuned.front()}
+    return [
+        {
+            **dataclasses.asdict(point.row),
+            "kind": point.kind,
+            "expected_kl": point.expected_kl,
+            "is_on_front": id(point) in front,
+        }
+        for point in tuned.points
+    ]
+
+
+def sensitivity_rows(tuned: Tuned) -> list[Row]:
+    """What each half of each layer costs in each way it was stored, as JSON rows."""
+    return [
+        {
+            "layer": trial.half.layer,
+            "part": trial.half.part,
+            "format": trial.stored.fmt.name,
+            "centered": trial.stored.is_centered,
+            "clip": trial.stored.clip,
+            "bytes_per_token": trial.nbytes,
+            "kl": trial.kl,
+        }
+        for trial in tuned.sensitivities.trials
+    ]
+
+
+def recipe_rows(model: Model, recipe: KVRecipe) -> list[list[str]]:
+    """A recipe as a table: layer, K, V."""
+    cells: dict[int, list[str]] = {}
+    for half in halves(model.geometry):
+        layer = recipe.layers[half.layer]
+        fmt, clip = (layer.k, layer.k_clip) if half.part == "k" else (layer.v, layer.v_clip)
+        own = None if recipe.centers is None else recipe.centers.layers[half.layer]
+        center = None if own is None else (own.k if half.part == "k" else own.v)
+        marks = (", centered" if center else "") + (f", clip {clip:g}" if clip < 1 else "")
+        cells.setdefault(half.layer, [str(half.layer)]).append(fmt.name + marks)
+    return list(cells.values())
+
+
+def front_figure(rows: list[Row]) -> Any:
+    """Mean KL over bits per element, logarithmic: uniform formats, tuned recipes, and the front."""
+    shown = [row for row in rows if row["kl_mean"] > 0]
+    figure = figure_class()(figsize=(9.6, 4.6), layout="constrained")
+    axes = figure.subplots()
+    front = sorted(
+        ((row["bits_per_element"], row["kl_mean"]) for row in shown if row["is_on_front"]), key=lambda p: p[0]
+    )
+    axes.plot(*zip(*front, strict=True), color=_KINDS["tuned"][0], lw=1.2, zorder=2, label="front")
+    for kind, (color, marker) in _KINDS.items():
+        some = [row for row in shown if row["kind"] == kind]
+        axes.scatter(
+            [row["bits_per_element"] for row in some],
+            [row["kl_mean"] for row in some],
+            color=color,
+            marker=marker,
+            s=30,
+            zorder=3,
+            label=kind,
+        )
+    for row in shown:
+        if row["kind"] == "uniform":
+            axes.annotate(
+                row["kv"],
+                (row["bits_per_element"], row["kl_mean"]),
+                xytext=(5, 4),
+                textcoords="offset points",
+                fontsize=7,
+            )
+    axes.set_yscale("log")
+    axes.grid(alpha=0.25, which="both")
+    axes.set_xlabel("bits per stored element, scales included", fontsize=8)
+    axes.set_ylabel("mean KL divergence, nats per token", fontsize=8)
+    axes.legend(fontsize=8, frameon=False)
+    plain(axes)
+    return figure
+
+
+def sensitivity_figure(rows: list[Row]) -> Any:
+    """Bars per half: the least divergence of each code, logarithmic."""
+    codes = sorted({row["format"].split("_")[0] for row in rows}, key=lambda code: -int(code[3:]))
+    units = sorted({(row["layer"], row["part"]) for row in rows}, key=lambda unit: (unit[1], unit[0]))
+    figure = figure_class()(figsize=(9.6, 3.6), layout="constrained")
+    axes = figure.subplots()
+    for place, code in enumerate(codes):
+        heights = [
+            min(
+                row["kl"]
+                for row in rows
+                if (row["layer"], row["part"]) == unit and row["format"].split("_")[0] == code
+            )
+            for unit in units
+        ]
+        at = [index + 0.8 * ((place + 0.5) / len(codes) - 0.5) for index in range(len(units))]
+        axes.bar(at, heights, width=0.8 / len(codes), label=f"best {code}")
+    axes.set_xticks(range(len(units)), [f"{part.upper()}{layer}" for layer, part in units], rotation=90)
+    axes.set_yscale("log")
+    axes.set_ylabel("mean KL divergence alone", fontsize=8)
+    axes.legend(fontsize=8, frameon=False)
+    plain(axes)
+    return figure
+
+
+def write_front(path: str | Path, rows: list[Row]) -> None:
+    """Draw the front into an .svg, .png or .pdf file."""
+    image = io.BytesIO()
+    front_figure(rows).savefig(image, format=Path(path).suffix[1:], dpi=160)
+    fileio.write_bytes(path, image.getvalue())
+
+
+def write_report(path: str | Path, result: Row) -> None:
+    """Write the page. `result`: as `kvq tune --json` writes it."""
+    fileio.write_text(path, render(result))
+
+
+def render(result: Row) -> str:
+    """Return the page's HTML."""
+    parts = [
+        f"<h1>A KV recipe for {escape(result['model'])}</h1>",
+        f"<p>{escape(result['verdict'])}</p>",
+        f'<p class="small">Searched on {escape(result["text"])}, measured on {escape(result["held_out"])}, which '
+        f"the search did not see; windows of {result['context']}. {escape(result['device'])}, "
+        f"{escape(result['date'])}. Every token went through kvq's own write-then-read path.</p>",
+        svg_of(front_figure(result["rows"])),
+        "<h2>Measured</h2>",
+        html_table(HEADS, map(point_cells, result["rows"])),
+        "<h2>The recipe</h2>",
+        html_table(("layer", "K", "V"), result["recipe"]),
+        "<h2>What each half costs alone</h2>",
+        svg_of(sensitivity_figure(result["sensitivities"])),
+        origin(result),
+    ]
+    return page(f"kvq tune: {result['model']}", parts)
+
+
+HEADS = (
+    "recipe",
+    "bits / element",
+    "bytes / token",
+    "KL mean",
+    "expected",
+    "perplexity",
+    "change",
+    "same top token",
+)
+
+
+def point_cells(row: Row) -> list[str]:
+    """A row of the table of measured points."""
+    return [
+        row["kv"] + (" *" if row["is_on_front"] else ""),
+        f"{row['bits_per_element']:.3f}".rstrip("0").rstrip("."),
+        f"{row['kv_bytes_per_token']:,.0f}",
+        f"{row['kl_mean']:.6f}",
+        "" if row["expected_kl"] is None else f"{row['expected_kl']:.6f}",
+        f"{row['perplexity']:.3f}",
+        f"{row['perplexity_change']:+.3%}",
+        f"{row['top1_agreement']:.2%}",
+    ]
+
+
+def verdict(tuned: Tuned) -> str:
+    """The result in a sentence or two."""
+    chosen = tuned.chosen
+    rivals = [
+        point.row
+        for point in tuned.points[1:]
+        if point.kind == "uniform" and point.row.kv_bytes_per_token <= chosen.kv_bytes_per_token
+    ]
+    words = (
+        f"{chosen.bits_per_element:.4g} bits per element, {chosen.compression:.2f} times bf16's tokens in the same "
+        f"memory: mean KL {chosen.kl_mean:.5f}, perplexity {chosen.perplexity_change:+.2%}"
+    )
+    if not rivals:
+        return words + "; no uniform format is as small."
+    best = min(rivals, key=lambda row: row.kl_mean)
+    return (
+        f"{words}. The best uniform format of at most these bytes, {best.kv} ({best.bits_per_element:.4g} bits), "
+        f"has {best.kl_mean:.5f}: the recipe has {chosen.kl_mean / best.kl_mean:.2f} times that."
+    )

@@ -1,0 +1,245 @@
+"""`kvq tune`: the recipe that costs least quality within a memory budget."""
+
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+from rich.table import Table
+
+from kvq.commands.options import Finite, ModelOptions, model_argument, model_options, text_field_option
+from kvq.errors import ConfigError
+
+if TYPE_CHECKING:
+    from kvq.calib.tune import Tuned
+    from kvq.evals import EvalText
+    from kvq.models import Model
+
+DEFAULT_BUDGET = "int4"
+
+
+@click.command(name="tune")
+@model_argument
+@click.option(
+    "--budget",
+    help=f"Bits per element (4.5bits), bytes per token (900B), or a format's bytes.  [default: {DEFAULT_BUDGET}]",
+)
+@click.option(
+    "--max-kl", type=Finite(min=0, min_open=True), help="Instead: mean KL divergence to stay below."
+)
+@click.option(
+    "--text",
+    type=click.Path(),
+    help="Text to search on: a file, .jsonl, .parquet or hf:NAME.  [default: help topics of CPython]",
+)
+@text_field_option
+@click.option(
+    "--held-out",
+    type=click.Path(),
+    help="Text to measure on.  [default: the last third of --text, or held-out help topics]",
+)
+@click.option(
+    "--formats", help="Codes to choose from: int8,int4,int2.  [default: those with fast kernels here]"
+)
+@click.option(
+    "--out", default="kvq.json", show_default=True, type=click.Path(), help="Where the recipe goes."
+)
+@click.option("--context", type=int, help="Tokens per window.  [default: 1024, or what the model takes]")
+@click.option("--max-windows", default=8, show_default=True, type=click.IntRange(min=1), help="To search on.")
+@click.option(
+    "--verify-windows", default=16, show_default=True, type=click.IntRange(min=1), help="To measure on."
+)
+@click.option("--json", "json_path", type=click.Path(), help="Write all that was measured as JSON.")
+@click.option("--plot", "plot_path", type=click.Path(), help="Write the Pareto front (.svg, .png or .pdf).")
+@click.option("--html", "html_path", type=click.Path(), help="Write a page that needs no other file.")
+@model_options
+def command(
+    model_options: ModelOptions,
+    budget: str | None,
+    max_kl: float | None,
+    text: str | None,
+    text_field: str | None,
+    held_out: str | None,
+    formats: str | None,
+    out: str,
+    json_path: str | None,
+    plot_path: str | None,
+    html_path: str | None,
+    **options: Any,
+) -> None:
+    """Find formats for K and V of every layer of MODEL, within a budget, and write a kvq.json.
+
+    Each half of each layer is stored in each format alone, with and without rotation and centering, and the
+    divergence of what is served measured. From these the best recipe within the budget follows; it is
+    measured whole, beside the uniform formats, on text that the search did not see. `--kv kvq.json` serves it.
+    """
+    from kvq import fileio
+    from kvq.calib.budget import parse_budget
+    from kvq.calib.candidates import codes_of
+    from kvq.calib.tune import default_codes, tune
+    from kvq.commands.loading import load_for
+    from kvq.evals.plot import check_plot_path
+    from kvq.evals.results import source_commit
+
+    if budget is not None and max_kl is not None:
+        raise ConfigError("--budget and --max-kl are two ends of one trade; give one of them")
+    codes = None if formats is None else codes_of(formats.split(","))
+    source, other = _texts(text, text_field, held_out)
+    for path in (out, json_path, plot_path, html_path):
+        if path is not None:
+            fileio.check_writable(path)
+    if plot_path or html_path:
+        check_plot_path(plot_path or "report.svg")
+    model = load_for(model_options, ["auto"])
+    nbytes = None if max_kl is not None else parse_budget(model, budget or DEFAULT_BUDGET)
+    if codes is None:
+        codes = default_codes(model, nbytes)
+        _say_codes(model, codes)
+    source_commit()
+    began = time.perf_counter()
+    with _bars() as progress:
+        tuned = tune(
+            model,
+            source,
+            other,
+            budget_bytes=nbytes,
+            max_kl=max_kl,
+            codes=codes,
+            progress=progress,
+            **options,
+        )
+    tuned.recipe.save(out)
+    result = _result(model, model_options.model, source, other, tuned, time.perf_counter() - began)
+    _print(result, out)
+    _write(result, json_path, plot_path, html_path)
+    if max_kl is not None and tuned.chosen.kl_mean > max_kl:
+        click.echo(
+            f"on {other.name}, which the search did not see, the mean KL is {tuned.chosen.kl_mean:.3g}, above "
+            f"--max-kl {max_kl:g}; search on more text (--max-windows), or ask for less"
+        )
+        sys.exit(1)
+
+
+def _texts(text: str | None, field: str | None, held_out: str | None) -> "tuple[EvalText, EvalText]":
+    """The text to search on, and the one to measure on, which share nothing."""
+    from kvq.evals import EvalText, calibration_text, default_text, read_text
+
+    if text is None:
+        other = default_text() if held_out is None else read_text(held_out, field)
+        return calibration_text(), other
+    source = read_text(text, field)
+    if held_out is not None:
+        other = read_text(held_out, field)
+        if other.digest == source.digest:
+            raise ConfigError("--held-out is the same text as --text; give one that the search does not see")
+        return source, other
+    cut = 2 * len(source.text) // 3
+    return (
+        EvalText(name=f"{source.name}, first two thirds", text=source.text[:cut]),
+        EvalText(name=f"{source.name}, last third", text=source.text[cut:]),
+    )
+
+
+def _say_codes(model: "Model", codes: Any) -> None:
+    from kvq.calib.candidates import halves, has_fast_kernel
+    from kvq.calib.tune import smallest_format
+
+    half = halves(model.geometry)[0]
+    slow = [
+        code.value
+        for code in codes
+        if not has_fast_kernel(
+            model.geometry, half, smallest_format(half.head_dim, code), model.weights.device
+        )
+    ]
+    if slow:
+        click.echo(
+            f"kvq: {', '.join(slow)} has no fast kernel here: layers stored so are read by the slow reference "
+            f"kernel. --formats chooses others.",
+            err=True,
+        )
+
+
+def _bars() -> Any:
+    """A progress bar that says what is going on."""
+    from contextlib import ExitStack, contextmanager
+
+    from kvq.commands.progress import progress_bar
+
+    @contextmanager
+    def bars() -> Any:
+        with ExitStack() as stack:
+            current = ""
+            update: Any = None
+
+            def progress(what: str, done: int, total: int) -> None:
+                nonlocal current, update
+                if what != current:
+                    stack.close()
+                    current, update = what, stack.enter_context(progress_bar(what))
+                update(done, total)
+
+            yield progress
+
+    return bars()
+
+
+def _result(
+    model: "Model", name: str, source: "EvalText", other: "EvalText", tuned: "Tuned", seconds: float
+) -> dict[str, Any]:
+    from kvq.calib.tune_report import point_rows, recipe_rows, sensitivity_rows, verdict
+    from kvq.evals.results import envelope
+
+    return envelope(
+        ["kvq", *sys.argv[1:]],
+        model.weights.device,
+        point_rows(tuned),
+        model=f"{name if name == 'tiny' else Path(name).name} ({model.description})",
+        model_digest=model.weights.digest,
+        text=source.name,
+        text_digest=source.digest,
+        held_out=other.name,
+        held_out_digest=other.digest,
+        context=len(tuned.sensitivities.windows[0]),
+        seconds=seconds,
+        budget_bytes=tuned.budget_bytes,
+        expected_kl=tuned.expected_kl,
+        search_kl=tuned.search_kl,
+        verdict=verdict(tuned),
+        recipe=recipe_rows(model, tuned.recipe),
+        sensitivities=sensitivity_rows(tuned),
+    )
+
+
+def _print(result: dict[str, Any], out: str) -> None:
+    from kvq.calib.tune_report import HEADS, point_cells
+    from kvq.commands.tables import console
+
+    screen = console()
+    recipe = Table("layer", "K", "V", box=None, pad_edge=False)
+    for cells in result["recipe"]:
+        recipe.add_row(*cells)
+    points = Table(box=None, pad_edge=False)
+    for head in HEADS:
+        points.add_column(head, justify="left" if head == "recipe" else "right", no_wrap=True)
+    for row in result["rows"]:
+        points.add_row(*point_cells(row))
+    screen.print(recipe)
+    screen.print(f"\non {result['held_out']}; * is on the front: nothing smaller is better", highlight=False)
+    screen.print(points)
+    screen.print(f"\nwrote {out} in {result['seconds']:,.0f} s: {result['verdict']}", highlight=False)
+
+
+def _write(
+    result: dict[str, Any], json_path: str | None, plot_path: str | None, html_path: str | None
+) -> None:
+    from kvq.calib.tune_report import write_front, write_report
+    from kvq.evals.results import write_json
+
+    if json_path:
+        write_json(json_path, result)
+    if plot_path:
+        write_front(plot_path, result["rows"])
+    if html_path:
+        write_report(html_path, result)
