@@ -4,15 +4,19 @@ The weights are drawn large enough that attention is far from uniform, and every
 and sink logit is random too, so that nothing a family does can be left out unnoticed.
 """
 
+import json
+import shutil
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from kvq.models import Model, load
+from kvq.models.resolve import EMBEDDED
 
 VOCAB = 199
 WINDOW = 16
@@ -228,3 +232,14 @@ def mean_kl(a: Tensor, b: Tensor) -> float:
     """Mean over tokens of KL(softmax(a) || softmax(b)), in nats; logits [tokens, vocab]."""
     p, q = a.double().log_softmax(dim=-1), b.double().log_softmax(dim=-1)
     return float((p.exp() * (p - q)).sum(dim=-1).mean())
+
+
+def save_first_layers(folder: Path, count: int) -> None:
+    """Write a folder with the embedded model's first layers: fast, and its last layer fits no longer."""
+    shutil.copytree(EMBEDDED["tiny"], folder, ignore=shutil.ignore_patterns("kvq.json"))
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "num_hidden_layers": count}))
+    weights = load_file(folder / "model.safetensors")
+    dropped = tuple(f"model.layers.{i}." for i in range(count, config["num_hidden_layers"]))
+    kept = {name: tensor for name, tensor in weights.items() if not name.startswith(dropped)}
+    save_file(kept, folder / "model.safetensors", {"format": "pt"})

@@ -141,8 +141,8 @@ def render(result: Row) -> str:
     parts = [
         f"<h1>A KV recipe for {escape(result['model'])}</h1>",
         f"<p>{escape(result['verdict'])}</p>",
-        f'<p class="small">Searched on {escape(result["text"])}, measured on {escape(result["held_out"])}, which '
-        f"the search did not see; windows of {result['context']}. {escape(result['device'])}, "
+        f'<p class="small">Searched on {escape(result["text"])}, measured on {escape(result["held_out"])}, '
+        f"which the search did not see; windows of {result['context']}. {escape(result['device'])}, "
         f"{escape(result['date'])}. Every token went through kvq's own write-then-read path.</p>",
         svg_of(front_figure(result["rows"])),
         "<h2>Measured</h2>",
@@ -191,13 +191,14 @@ def verdict(tuned: Tuned) -> str:
         if point.kind == "uniform" and point.row.kv_bytes_per_token <= chosen.kv_bytes_per_token
     ]
     words = (
-        f"{chosen.bits_per_element:.4g} bits per element, {chosen.compression:.2f} times bf16's tokens in the same "
-        f"memory: mean KL {chosen.kl_mean:.5f}, perplexity {chosen.perplexity_change:+.2%}"
+        f"{chosen.bits_per_element:.4g} bits per element, {chosen.compression:.2f} times bf16's tokens in "
+        f"the same memory: mean KL {chosen.kl_mean:.5f}, perplexity {chosen.perplexity_change:+.2%}"
     )
     if not rivals:
         return words + "; no uniform format is as small."
     best = min(rivals, key=lambda row: row.kl_mean)
     return (
-        f"{words}. The best uniform format of at most these bytes, {best.kv} ({best.bits_per_element:.4g} bits), "
-        f"has {best.kl_mean:.5f}: the recipe has {chosen.kl_mean / best.kl_mean:.2f} times that."
+        f"{words}. The best uniform format of at most these bytes, {best.kv} "
+        f"({best.bits_per_element:.4g} bits), has {best.kl_mean:.5f}: the recipe has "
+        f"{chosen.kl_mean / best.kl_mean:.2f} times that."
     )

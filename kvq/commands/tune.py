@@ -23,7 +23,8 @@ DEFAULT_BUDGET = "int4"
 @model_argument
 @click.option(
     "--budget",
-    help=f"Bits per element (4.5bits), bytes per token (900B), or a format's bytes.  [default: {DEFAULT_BUDGET}]",
+    help="Bits per element (4.5bits), bytes per token (900B), or a format's bytes.  "
+    f"[default: {DEFAULT_BUDGET}]",
 )
 @click.option(
     "--max-kl", type=Finite(min=0, min_open=True), help="Instead: mean KL divergence to stay below."
@@ -72,7 +73,8 @@ def command(
 
     Each half of each layer is stored in each format alone, with and without rotation and centering, and the
     divergence of what is served measured. From these the best recipe within the budget follows; it is
-    measured whole, beside the uniform formats, on text that the search did not see. `--kv kvq.json` serves it.
+    measured whole, beside the uniform formats, on text that the search did not see. `--kv kvq.json`
+    serves it.
     """
     from kvq import fileio
     from kvq.calib.budget import parse_budget
@@ -115,8 +117,8 @@ def command(
     _write(result, json_path, plot_path, html_path)
     if max_kl is not None and tuned.chosen.kl_mean > max_kl:
         click.echo(
-            f"on {other.name}, which the search did not see, the mean KL is {tuned.chosen.kl_mean:.3g}, above "
-            f"--max-kl {max_kl:g}; search on more text (--max-windows), or ask for less"
+            f"on {other.name}, which the search did not see, the mean KL is {tuned.chosen.kl_mean:.3g}, "
+            f"above --max-kl {max_kl:g}; search on more text (--max-windows), or ask for less"
         )
         sys.exit(1)
 
@@ -155,8 +157,8 @@ def _say_codes(model: "Model", codes: Any) -> None:
     ]
     if slow:
         click.echo(
-            f"kvq: {', '.join(slow)} has no fast kernel here: layers stored so are read by the slow reference "
-            f"kernel. --formats chooses others.",
+            f"kvq: {', '.join(slow)} has no fast kernel here: layers stored so are read by the slow "
+            f"reference kernel. --formats chooses others.",
             err=True,
         )
 

@@ -1,0 +1,268 @@
+"""The search: better than every uniform format at the same bytes, on text it did not see, and served."""
+
+import json
+import shutil
+from dataclasses import replace
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import kvq
+from kvq.calib.budget import parse_budget
+from kvq.calib.candidates import codes_of, recipe_of
+from kvq.calib.clipping import best_clip
+from kvq.calib.divergence import mean_divergences
+from kvq.calib.tune import ALL_CODES, bytes_of_bits, default_codes, recipe_bytes, tune
+from kvq.errors import ConfigError
+from kvq.evals import calibration_text, default_text
+from kvq.formats import Code, KVRecipe, parse_format
+from kvq.kernels.codec import decode, encode
+from kvq.models.resolve import EMBEDDED
+from tests.helpers_models import save_first_layers
+
+FAST = (Code.INT8, Code.INT4)
+
+
+@pytest.fixture(scope="module")
+def tuned(tiny):
+    """The embedded model at exactly the bytes of int4, searched and measured on little text."""
+    return tune(
+        tiny,
+        calibration_text(),
+        default_text(),
+        budget_bytes=bytes_of_bits(tiny, 4.5),
+        codes=FAST,
+        context=256,
+        max_windows=2,
+        verify_windows=6,
+    )
+
+
+def test_at_the_bytes_of_int4_the_recipe_has_at_most_nine_tenths_of_its_divergence(tuned):
+    assert tuned.chosen.bits_per_element == 4.5
+    rivals = [p.row for p in tuned.points if p.kind == "uniform" and p.row.bits_per_element <= 4.5]
+    assert {row.kv for row in rivals} == {"int4_g64_rot", "int4_g64"}
+    assert tuned.chosen.kl_mean <= 0.9 * min(row.kl_mean for row in rivals)
+
+
+def test_no_uniform_format_lies_below_the_front(tuned):
+    """At the bytes of every uniform format some point of the front is at least as good."""
+    front = tuned.front()
+    assert [p.row.kv_bytes_per_token for p in front] == sorted({p.row.kv_bytes_per_token for p in front})
+    for point in tuned.points:
+        best = min(p.row.kl_mean for p in front if p.row.kv_bytes_per_token <= point.row.kv_bytes_per_token)
+        assert best <= point.row.kl_mean
+    for bits in (5, 6):
+        at = [p for p in tuned.points if p.row.bits_per_element == bits]
+        assert min(at, key=lambda p: p.row.kl_mean).kind == "tuned"
+
+
+def test_costs_of_halves_add_up_to_that_of_the_whole(tuned):
+    """What the search relies on; within a third, on the text of the search."""
+    assert tuned.search_kl == pytest.approx(tuned.expected_kl, rel=0.33)
+
+
+def test_the_recipe_is_served_everywhere_from_its_file(tuned, tiny, tmp_path):
+    from kvq.cache import KvqCache
+
+    path = tmp_path / "kvq.json"
+    tuned.recipe.save(path)
+    model = tiny.with_kv(str(path))
+    assert model.kv_bytes_per_token == tuned.chosen.kv_bytes_per_token
+    assert recipe_bytes(tiny, model.recipe) == tuned.budget_bytes
+    prompt = tiny.tokenizer("The with statement is used to wrap the execution of a block")["input_ids"]
+    wanted = greedy(model, prompt, 12)
+    llm = kvq.LLM("tiny", kv=str(path), kv_memory="8MiB")
+    (output,) = llm.generate([prompt], kvq.SamplingParams(max_tokens=12, ignore_eos=True))
+    assert output.outputs[0].token_ids == wanted
+    hf = tiny.weights.model
+    hf.set_attn_implementation("kvq")
+    try:
+        generated = hf.generate(
+            torch.tensor([prompt]), max_new_tokens=12, do_sample=False, eos_token_id=None,
+            past_key_values=KvqCache(hf.config, kv=str(path)),
+        )  # fmt: skip
+    finally:
+        hf.set_attn_implementation("kvq_packed")
+    assert generated[0, len(prompt) :].tolist() == wanted
+
+
+def greedy(model, prompt, count):
+    session = model.session(max_tokens=len(prompt) + count)
+    sequence = session.new_sequence()
+    ids, found = list(prompt), []
+    for _ in range(count):
+        logits = session.forward([(sequence, ids)])[0].trusted_logits()
+        ids = [int(logits[-1].argmax())]
+        found += ids
+    return found
+
+
+@pytest.fixture(scope="module")
+def biased(tmp_path_factory):
+    """The embedded model with key biases of 200 in the slowest channels of two layers."""
+    folder = tmp_path_factory.mktemp("biased") / "model"
+    shutil.copytree(EMBEDDED["tiny"], folder, ignore=shutil.ignore_patterns("kvq.json"))
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "attention_bias": True}))
+    weights = load_file(folder / "model.safetensors")
+    for layer in range(config["num_hidden_layers"]):
+        for name in "qkvo":
+            prefix = f"model.layers.{layer}.self_attn.{name}_proj"
+            weights[f"{prefix}.bias"] = torch.zeros(len(weights[f"{prefix}.weight"]), dtype=torch.bfloat16)
+    signs = torch.tensor([1, -1, -1, 1, 1, -1])
+    for layer in (1, 3):
+        bias = weights[f"model.layers.{layer}.self_attn.k_proj.bias"].view(-1, 64)
+        for head in range(len(bias)):
+            bias[head, [29, 30, 31, 61, 62, 63]] = (200 * signs.roll(head + layer)).bfloat16()
+    save_file({k: v.contiguous() for k, v in weights.items()}, folder / "model.safetensors", {"format": "pt"})
+    return kvq.load(folder)
+
+
+def test_huge_key_biases_in_two_layers_cost_uniform_int4_dearly_and_the_recipe_little(biased):
+    found = tune(
+        biased,
+        calibration_text(),
+        default_text(),
+        budget_bytes=bytes_of_bits(biased, 4.5),
+        codes=FAST,
+        context=192,
+        max_windows=1,
+        verify_windows=6,
+    )
+    uniform = {p.row.kv: p.row for p in found.points}
+    assert uniform["int8"].perplexity_change < 0.05
+    assert min(uniform[name].perplexity_change for name in ("int4_g64", "int4_g64_rot")) > 0.25
+    assert found.chosen.bits_per_element == 4.5
+    assert found.chosen.perplexity_change < 0.10
+
+
+def test_calibration_flags_the_huge_biases_and_nothing_like_them_elsewhere(biased):
+    from kvq.calib import observe
+    from kvq.calib.summary import summarize
+
+    rows = summarize(observe(biased, calibration_text(), context=256, max_windows=2))
+    flagged = {(row.layer, row.part): set() for row in rows}
+    for row in rows:
+        if row.largest_outlier > 10:
+            flagged[row.layer, row.part] |= set(row.outlier_channels)
+    wanted = {29, 30, 31, 61, 62, 63}
+    assert {half for half, found in flagged.items() if found} == {(1, "k"), (3, "k")}
+    assert all(wanted <= found for found in flagged.values() if found)
+
+
+@pytest.fixture(scope="module")
+def short(tmp_path_factory):
+    """The embedded model's first two layers, which are searched three times as fast."""
+    folder = tmp_path_factory.mktemp("short") / "model"
+    save_first_layers(folder, 2)
+    return kvq.load(folder)
+
+
+def test_a_limit_of_divergence_is_met_with_few_bytes(short):
+    options = {"codes": FAST, "context": 128, "max_windows": 2, "verify_windows": 2}
+    found = tune(short, calibration_text(), default_text(), max_kl=0.01, **options)
+    assert found.search_kl <= 0.01
+    assert 4.5 <= found.chosen.bits_per_element < 8
+    with pytest.raises(ConfigError, match="no choice of formats is expected to cost 1e-12"):
+        tune(short, calibration_text(), default_text(), max_kl=1e-12, **options)
+
+
+def test_two_bits_go_where_they_hurt_least(short):
+    """The keys of layer 0 of this model; and only where the budget asks for them."""
+    budget = bytes_of_bits(short, 4.0)
+    assert default_codes(short, budget) == ALL_CODES
+    assert default_codes(short, bytes_of_bits(short, 4.5)) == FAST
+    found = tune(
+        short, calibration_text(), default_text(),
+        budget_bytes=budget, context=128, max_windows=2, verify_windows=4,
+    )  # fmt: skip
+    assert found.chosen.bits_per_element == 4.0
+    assert [layer.k.code for layer in found.recipe.layers] == [Code.INT2, Code.INT4]
+    assert [layer.v.code for layer in found.recipe.layers] == [Code.INT4, Code.INT4]
+    int4 = next(p.row for p in found.points if p.row.kv == "int4_g64_rot")
+    assert found.chosen.kl_mean <= 2 * int4.kl_mean
+
+
+def test_divergences_are_those_of_kvq_perplexity(tiny):
+    """Two instruments, one number: the search's and the report's."""
+    from kvq.evals.windows import token_windows
+
+    text = default_text().text
+    windows = token_windows(tiny.tokenizer, text, context=128, max_windows=3)
+    recipes = [tiny.with_kv(kv).recipe for kv in ("int4", "int8", "fp32")]
+    found = mean_divergences(tiny, recipes, windows)
+    rows = kvq.perplexity(tiny, ["fp32", "int4", "int8"], text, context=128, max_windows=3)
+    for kl, row in zip(found[:2], rows[1:], strict=True):
+        assert kl == pytest.approx(row["kl_mean"], rel=0.05)  # this one counts a window's last token too
+    assert abs(found[2]) < 1e-9
+
+
+@pytest.mark.parametrize("name", ["int2_g64_rot", "int2_g16", "int2_g64"])
+def test_the_clip_is_the_one_of_least_squared_error(name):
+    from kvq.kernels.codec import rotate
+
+    rows = torch.randn(300, 2, 64, generator=torch.Generator().manual_seed(1))
+    fmt = parse_format(name, 64)
+    clip = best_clip(rows, fmt)
+
+    def error(clip):
+        found = decode(*encode(rows, fmt, clip=clip), fmt)
+        return (found - (rotate(rows) if fmt.rotated else rows)).square().mean().item()
+
+    assert 0.6 <= clip <= 0.85  # of a normal distribution in groups of 16 to 64
+    assert error(clip) < 0.8 * error(1.0)
+    assert all(error(clip) <= error(other / 20) + 1e-9 for other in range(12, 21))
+
+
+def test_a_clipped_recipe_is_read_like_any_other(tiny):
+    """Codes and scales only: nothing that reads knows of the clip."""
+    recipe = KVRecipe.uniform("int2", tiny.geometry.head_dims)
+    clipped = replace(recipe, layers=tuple(replace(x, k_clip=0.75, v_clip=0.75) for x in recipe.layers))
+    ids = list(range(5, 69))
+    truth = tiny.logits(ids)
+    plain, better = ((tiny.with_kv(one).logits(ids) - truth).square().mean() for one in (recipe, clipped))
+    assert better < plain
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("4.5bits", 864),
+        ("4.5", 864),
+        ("5 bits", 960),
+        ("900B", 900),
+        ("1KiB", 1024),
+        ("int4", 864),
+        ("k8v4", 1224),
+    ],
+)
+def test_a_budget_is_bits_bytes_or_a_format(tiny, text, expected):
+    assert parse_budget(tiny, text) == expected
+
+
+@pytest.mark.parametrize("text", ["", "many", "0bits", "99", "-3bits", "nan", "4.5 bit/s", "fp8_per_tensor"])
+def test_what_is_no_budget_is_refused(tiny, text):
+    with pytest.raises(ConfigError, match="--budget"):
+        parse_budget(tiny, text)
+
+
+def test_a_budget_below_the_smallest_formats_is_refused_before_any_work(tiny):
+    with pytest.raises(ConfigError, match=r"budget is 100 bytes per token; the smallest formats .* 480"):
+        tune(tiny, "unread", "unread", budget_bytes=100)
+    with pytest.raises(ConfigError, match="either a budget in bytes or the largest KL"):
+        tune(tiny, "unread", "unread")
+
+
+def test_unknown_codes_name_the_nearest():
+    assert codes_of(["int4", "int8", "int4"]) == (Code.INT4, Code.INT8)
+    with pytest.raises(ConfigError, match="'int3'"):
+        codes_of(["int3"])
+
+
+def test_layers_that_nothing_was_chosen_for_keep_the_weights_type(tiny, tuned):
+    rest = parse_format("fp32", 64)
+    recipe = recipe_of(tiny.geometry, {}, rest, tuned.sensitivities.centers)
+    assert recipe.centers is None
+    assert not recipe.is_quantized

@@ -1,0 +1,90 @@
+"""`kvq tune`: a file that serves, a report that needs nothing else, and refusals before long work."""
+
+import json
+import re
+
+import pytest
+
+from tests.helpers_models import save_first_layers
+
+FEW = ("--context", 96, "--max-windows", 2, "--verify-windows", 2, "--formats", "int8,int4")
+
+
+@pytest.fixture(scope="module")
+def short(tmp_path_factory):
+    """The embedded model's first two layers, which are searched three times as fast."""
+    folder = tmp_path_factory.mktemp("short") / "model"
+    save_first_layers(folder, 2)
+    return folder
+
+
+def test_a_recipe_its_report_and_its_plot_are_written(kvq, short, tmp_path):
+    names = {name: tmp_path / f"out.{name}" for name in ("json", "html", "svg")}
+    recipe = tmp_path / "kvq.json"
+    status, said, _ = kvq(
+        "tune", short, "--budget", "5bits", "--out", recipe, "--json", names["json"],
+        "--html", names["html"], "--plot", names["svg"], *FEW,
+    )  # fmt: skip
+    assert status == 0
+    assert f"wrote {recipe}" in said.replace("\n", "")
+    result = json.loads(names["json"].read_text())
+    chosen = next(row for row in result["rows"] if row["kind"] == "chosen")
+    assert chosen["bits_per_element"] <= 5
+    assert {row["kind"] for row in result["rows"]} == {"uniform", "tuned", "chosen"}
+    assert len({(row["layer"], row["part"]) for row in result["sensitivities"]}) == 4
+    assert result["text_digest"] != result["held_out_digest"]
+    page = names["html"].read_text()
+    assert page.count("<svg") == 2
+    assert "prefers-color-scheme: dark" in page
+    assert not re.search(r'(src|href)="(https?:)?//', page)
+    assert "front" in names["svg"].read_text()
+    status, said, _ = kvq(
+        "perplexity", "--model", short, "--kv", f"fp32,{recipe}", "--max-windows", 1, "--context", 64
+    )
+    assert status == 0
+    status, said, _ = kvq(
+        "generate", "--model", short, "--kv", recipe, "--max-tokens", 4, "The with statement"
+    )
+    assert status == 0
+
+
+def test_a_limit_that_text_it_did_not_see_exceeds_ends_with_1(kvq, short, tmp_path):
+    status, said, _ = kvq(
+        "tune", short, "--max-kl", 0.02, "--out", tmp_path / "kvq.json", "--json", tmp_path / "r.json", *FEW
+    )
+    result = json.loads((tmp_path / "r.json").read_text())
+    chosen = next(row for row in result["rows"] if row["kind"] == "chosen")
+    assert result["search_kl"] <= 0.02
+    assert status == (1 if chosen["kl_mean"] > 0.02 else 0)
+    assert ("above --max-kl 0.02" in said.replace("\n", " ")) == (status == 1)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("--budget", "int4", "--max-kl", "0.1"), "two ends of one trade"),
+        (("--budget", "2bits"), "the smallest formats searched take 480"),
+        (("--budget", "lots"), "--budget takes bits per element (4.5bits)"),
+        (("--formats", "int4,fp6"), "--formats takes int8, int4, int2, got 'fp6'"),
+        (("--plot", "front.bmp"), "must end in .svg, .png, .pdf"),
+        (("--max-kl", "nan"), "not a finite number"),
+        (("--max-kl", "0"), "x>0"),
+        (("--out", "/no/such/folder/kvq.json"), "there is no folder"),
+        (("--context", "1"), "this model takes 2 to"),
+        (("--text", "/no/such/text.txt"), "can't read"),
+    ],
+)
+def test_what_can_not_be_done_is_refused_with_a_reason(kvq, tmp_path, monkeypatch, arguments, says):
+    monkeypatch.chdir(tmp_path)
+    status, _, err = kvq("tune", "tiny", *arguments)
+    assert status == 2
+    assert says in " ".join(err.split())
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_text_that_was_searched_on_is_not_measured_on(kvq, tmp_path):
+    text = tmp_path / "t.txt"
+    text.write_text("some words " * 2000)
+    status, _, err = kvq("tune", "tiny", "--text", text, "--held-out", text, "--out", tmp_path / "k.json")
+    assert status == 2
+    assert "--held-out is the same text as --text" in err
