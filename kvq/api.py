@@ -5,8 +5,12 @@ from pathlib import Path
 from typing import Any
 
 from kvq.calib import calibrate
+from kvq.calib.budget import parse_budget
+from kvq.calib.candidates import codes_of
+from kvq.calib.search import Tuned, default_codes
+from kvq.calib.search import tune as search
 from kvq.errors import ConfigError
-from kvq.evals import calibration_text, default_text, measure_perplexity
+from kvq.evals import EvalText, calibration_text, default_text, measure_perplexity
 from kvq.formats import KVRecipe
 from kvq.models import Model
 from kvq.models import load as load_model
@@ -39,6 +43,46 @@ def load(
 def with_fresh_scales(model: Model, **options: Any) -> Model:
     """The same model with static scales observed now on the default calibration text."""
     return model.with_static_scales(calibrate(model, calibration_text(), **options))
+
+
+def tune(
+    model: str | Path | Model,
+    budget: str | None = None,
+    *,
+    max_kl: float | None = None,
+    text: EvalText | str | None = None,
+    held_out: EvalText | str | None = None,
+    formats: str | None = None,
+    **options: Any,
+) -> Tuned:
+    """Find the formats of every layer that cost least quality within a memory budget.
+
+    `budget`: bits per element ("4.5bits"), bytes per token ("900B") or a format's bytes ("int4", the
+    default); or `max_kl`, the mean KL divergence in nats to stay below. `text` is searched on and
+    `held_out` measured on, by default CPython's help topics. `formats`: codes to choose from, such as
+    "int8,int4", by default those with fast kernels here. Options are those of `kvq.calib.search.tune`. The
+    result's `recipe` is a `kv` for everything that takes one; `recipe.save("kvq.json")` keeps it.
+
+    Raises:
+        ConfigError: a budget that can't be met, or both ends of the trade.
+        RequestError: a text that is too short.
+    """
+    loaded = model if isinstance(model, Model) else load(model)
+    nbytes = None if max_kl is not None and budget is None else parse_budget(loaded, budget or "int4")
+    codes = default_codes(loaded, nbytes) if formats is None else codes_of(formats.split(","))
+    return search(
+        loaded,
+        calibration_text() if text is None else _named(text, "text"),
+        default_text() if held_out is None else _named(held_out, "held-out text"),
+        budget_bytes=nbytes,
+        max_kl=max_kl,
+        codes=codes,
+        **options,
+    )
+
+
+def _named(text: EvalText | str, name: str) -> EvalText:
+    return EvalText(name=name, text=text) if isinstance(text, str) else text
 
 
 def perplexity(

@@ -48,6 +48,10 @@ def table(result: dict) -> str:
         return blocks_table(result)
     if "variant" in result:
         return kernels_table(result)
+    if "sensitivities" in result:
+        return recipes_table(result)
+    if "needle_summary" in result:
+        return needle_table(result)
     return caches_table(result) if "step_ms_median" in result["rows"][0] else perplexity_table(result)
 
 
@@ -76,6 +80,56 @@ def caches_table(result: dict) -> str:
         f"{result['versions']['optimum-quanto']}, commit {result['commit']}."
     )
     return "\n".join(lines) + "\n"
+
+
+def recipes_table(result: dict) -> str:
+    """The table of a `kvq tune` result: at each size the best uniform format and the recipe."""
+    lines = [
+        "| bits / element | best uniform format | mean KL | perplexity | recipe, mean KL | perplexity | KL, recipe / uniform |",
+        "|--:|---|--:|--:|--:|--:|--:|",
+    ]
+    rows = result["rows"][1:]
+    for size in sorted({row["kv_bytes_per_token"] for row in rows if row["kind"] != "uniform"}):
+        some = [row for row in rows if row["kv_bytes_per_token"] == size]
+        recipe = next(row for row in some if row["kind"] != "uniform")
+        rivals = [row for row in some if row["kind"] == "uniform"]
+        bits = f"{recipe['bits_per_element']:.4g}" + (" (asked for)" if recipe["kind"] == "chosen" else "")
+        if not rivals:
+            cells = ("-", "-", "-", _kl_cells(recipe), "-")
+        else:
+            best = min(rivals, key=lambda row: row["kl_mean"])
+            ratio = f"{recipe['kl_mean'] / best['kl_mean']:.2f}"
+            cells = (f"`{best['kv']}`", _kl_cells(best), _kl_cells(recipe), ratio)
+        lines.append(f"| {bits} | {' | '.join(cells)} |")
+    text = (
+        f"Model: {result['model']}. Searched on {result['text']}, measured on {result['held_out']}, "
+        f"{result['rows'][0]['tokens']:,} tokens in windows of {result['context']}; {result['seconds']:,.0f} s. "
+    )
+    return "\n".join(lines) + "\n" + _origin(result, text)
+
+
+def _kl_cells(row: dict) -> str:
+    return f"{row['kl_mean']:.5f} | {row['perplexity_change']:+.2%}"
+
+
+def needle_table(result: dict) -> str:
+    """The table of `kvq eval --tasks needle`: retrieved by length, and over the whole grid."""
+    rows = result["needle"]
+    lengths = sorted({row["length"] for row in rows})
+    lines = [
+        f"| KV | {' | '.join(f'{length:,} tokens' for length in lengths)} | all | 95% interval |",
+        "|---|" + "--:|" * (len(lengths) + 2),
+    ]
+    for summary in result["needle_summary"]:
+        cells = []
+        for length in lengths:
+            some = [row for row in rows if (row["kv"], row["length"]) == (summary["kv"], length)]
+            cells.append(f"{sum(row['hits'] for row in some) / sum(row['trials'] for row in some):.0%}")
+        span = f"{summary['retrieved_low']:.1%} to {summary['retrieved_high']:.1%}"
+        lines.append(f"| `{summary['kv']}` | {' | '.join(cells)} | {summary['retrieved']:.1%} | {span} |")
+    first = result["needle_summary"][0]
+    text = f"Model: {result['model']}. Text: {result['text']}. {first['trials']:,} prompts per format. "
+    return "\n".join(lines) + "\n" + _origin(result, text)
 
 
 def findings_table(result: dict) -> str:

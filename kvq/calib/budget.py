@@ -2,7 +2,7 @@
 
 import re
 
-from kvq.calib.tune import bytes_of_bits, recipe_bytes
+from kvq.calib.search import bytes_of_bits, recipe_bytes
 from kvq.errors import ConfigError
 from kvq.models import Model
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from kvq import fileio
 from kvq.calib.candidates import halves
-from kvq.calib.tune import Tuned
+from kvq.calib.search import Tuned
 from kvq.evals.page import html_table, origin, page, svg_of
 from kvq.evals.plot import figure_class, plain
 from kvq.formats import KVRecipe

@@ -12,7 +12,7 @@ from kvq.commands.options import Finite, ModelOptions, model_argument, model_opt
 from kvq.errors import ConfigError
 
 if TYPE_CHECKING:
-    from kvq.calib.tune import Tuned
+    from kvq.calib.search import Tuned
     from kvq.evals import EvalText
     from kvq.models import Model
 
@@ -79,7 +79,7 @@ def command(
     from kvq import fileio
     from kvq.calib.budget import parse_budget
     from kvq.calib.candidates import codes_of
-    from kvq.calib.tune import default_codes, tune
+    from kvq.calib.search import default_codes, tune
     from kvq.commands.loading import load_for
     from kvq.evals.plot import check_plot_path
     from kvq.evals.results import source_commit
@@ -145,7 +145,7 @@ def _texts(text: str | None, field: str | None, held_out: str | None) -> "tuple[
 
 def _say_codes(model: "Model", codes: Any) -> None:
     from kvq.calib.candidates import halves, has_fast_kernel
-    from kvq.calib.tune import smallest_format
+    from kvq.calib.search import smallest_format
 
     half = halves(model.geometry)[0]
     slow = [

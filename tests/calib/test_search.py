@@ -13,7 +13,7 @@ from kvq.calib.budget import parse_budget
 from kvq.calib.candidates import codes_of, recipe_of
 from kvq.calib.clipping import best_clip
 from kvq.calib.divergence import mean_divergences
-from kvq.calib.tune import ALL_CODES, bytes_of_bits, default_codes, recipe_bytes, tune
+from kvq.calib.search import ALL_CODES, bytes_of_bits, default_codes, recipe_bytes, tune
 from kvq.errors import ConfigError
 from kvq.evals import calibration_text, default_text
 from kvq.formats import Code, KVRecipe, parse_format
