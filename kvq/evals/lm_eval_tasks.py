@@ -14,17 +14,21 @@ may name Python functions (`!function`): they run, so name only files you trust.
 as code never runs, nor do tasks that run what the model wrote. Needs pip install 'kvq-toolkit[eval]'.
 """
 
+import math
 import os
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
+from functools import partialmethod
 from pathlib import Path
 from typing import Any
 
 from kvq.engine import LLM
 from kvq.errors import ConfigError, KVQError, RequestError, first_lines, nearest
 from kvq.evals.lm_eval_model import KvqLM
+from kvq.models import Model
 
 _BOOTSTRAPS = 1000  # resamples, of metrics whose standard error has no formula
 _SUFFIXES = (".yaml", ".yml")
@@ -40,11 +44,31 @@ class TaskRow:
     task: str  # lm-eval's name; of a group, or of one of its tasks
     metric: str
     filter: str  # what was done to answers before they were judged; "none" for nothing
-    value: float
+    value: float | None  # None: it is not a finite number
     stderr: float | None  # standard error, where there is one
     higher_is_better: bool | None
     samples: int
     seconds: float  # of all that was run for the task that was asked for
+
+
+Loaded = tuple[str, dict[str, Any]]  # what was asked for, what lm-eval's TaskManager makes of it
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LMEvalPlan:
+    """How tasks are run: options of `run_tasks` by name."""
+
+    include_path: str | Path | None = None
+    limit: int | None = None  # samples of each task
+    num_fewshot: int | None = None
+    apply_chat_template: bool = False
+    seed: int = 1234  # lm-eval's own
+
+    def __post_init__(self) -> None:
+        if self.limit is not None and self.limit < 1:
+            raise RequestError(f"limit must be at least 1 sample, got {self.limit}")
+        if self.num_fewshot is not None and self.num_fewshot < 0:
+            raise RequestError(f"num_fewshot must be at least 0, got {self.num_fewshot}")
 
 
 def run_tasks(
@@ -71,34 +95,86 @@ def run_tasks(
         RequestError: a task that is unknown, broken, out of reach, or fails.
         ConfigError: an engine's option that can't be used as given, or libraries too old.
     """
-    _check(models, tasks, limit, num_fewshot)
-    loaded = load_tasks(tasks, include_path=include_path)
+    if not models:
+        raise RequestError("no KV format was named; try fp32,int8,int4")
+    plan = LMEvalPlan(
+        include_path=include_path,
+        limit=limit,
+        num_fewshot=num_fewshot,
+        apply_chat_template=apply_chat_template,
+        seed=seed,
+    )
     lms = {kv: KvqLM(llm, seed=seed, **options) for kv, llm in models.items()}
     rows: list[TaskRow] = []
-    for name, spec in loaded:
-        _set_fewshot(spec, num_fewshot, seed)
+    for one in load_tasks(tasks, include_path=include_path):
         for kv, lm in lms.items():
-            lm.progress = lambda done, total, kv=kv, name=name: progress(kv, name, done, total)  # type: ignore[misc]
-            began = time.perf_counter()
-            results = _evaluate(lm, name, spec, limit, apply_chat_template)
-            rows += _rows(kv, results, time.perf_counter() - began)
+            rows += run_loaded(lm, kv, one, plan, progress=progress)
     return rows
 
 
-def load_tasks(
-    tasks: Sequence[str], *, include_path: str | Path | None = None
-) -> list[tuple[str, dict[str, Any]]]:
-    """(what was asked for, what lm-eval's TaskManager makes of it) for each of `tasks`, data included.
+def measure_tasks(
+    models: Sequence[Model],
+    loaded: Sequence[Loaded],
+    plan: LMEvalPlan,
+    *,
+    kv_memory: int | str | None = None,
+    progress: Progress = lambda kv, task, done, total: None,
+) -> list[TaskRow]:
+    """Rows of tasks that `load_tasks` returned, for every format, task and metric in this order.
+
+    Engines are built and closed one after another, so that each has the memory to itself. `models`: one
+    per format. `kv_memory`: of each pool; what is free if None.
+
+    Raises:
+        RequestError: the tokenizer has no chat template, or a task fails.
+        OutOfMemory: a pool doesn't fit.
+    """
+    rows: list[TaskRow] = []
+    for model in models:
+        with LLM(model, kv_memory=kv_memory) as llm:
+            lm = KvqLM(llm, seed=plan.seed)
+            for one in loaded:
+                rows += run_loaded(lm, model.recipe.name, one, plan, progress=progress)
+    return rows
+
+
+def run_loaded(lm: KvqLM, kv: str, loaded: Loaded, plan: LMEvalPlan, *, progress: Progress) -> list[TaskRow]:
+    """Rows of one task, or group, over one format. Examples are drawn anew, the same for every format."""
+    name, spec = loaded
+    _set_fewshot(spec, plan.num_fewshot, plan.seed)
+    lm.progress = lambda done, total: progress(kv, name, done, total)
+    began = time.perf_counter()
+    results = _evaluate(lm, name, spec, plan.limit, plan.apply_chat_template)
+    return _rows(kv, results, time.perf_counter() - began)
+
+
+def task_metrics(loaded: Sequence[Loaded]) -> dict[str, list[str]]:
+    """What is measured, per name of a task or a group among those loaded."""
+    found: dict[str, list[str]] = {}
+    for _, spec in loaded:
+        for name, group in spec.get("groups", {}).items():
+            metrics = [one.metric for one in group.aggregate_metric_list or []]
+            if metrics:
+                found[name] = list(dict.fromkeys(metrics))
+        for name, task in spec["tasks"].items():
+            found[name] = list(task.aggregation())
+    return found
+
+
+def load_tasks(tasks: Sequence[str], *, include_path: str | Path | None = None) -> list[Loaded]:
+    """Find each of `tasks`, and read its data.
 
     Raises:
         RequestError: unknown, broken, or its data can't be read.
     """
     from lm_eval.tasks import TaskManager
 
+    if isinstance(tasks, str) or not tasks:
+        raise RequestError(f"tasks must be a list of at least one task, got {tasks!r}")
     if include_path is not None and not Path(include_path).is_dir():
         raise RequestError(f"include_path must be a folder with task files, got {str(include_path)!r}")
     alone = include_path is None and all(_is_file(task) and not _is_group(task) for task in tasks)
-    with _quiet_datasets():
+    with _quiet_datasets(), _quiet_bars():
         try:
             manager = TaskManager(
                 include_path=None if include_path is None else str(include_path), include_defaults=not alone
@@ -108,17 +184,18 @@ def load_tasks(
         return [(name, _load(manager, name)) for task in tasks for name in _names(manager, task)]
 
 
-def _check(
-    models: Mapping[str, LLM], tasks: Sequence[str], limit: int | None, num_fewshot: int | None
-) -> None:
-    if not models:
-        raise RequestError("no KV format was named; try fp32,int8,int4")
-    if isinstance(tasks, str) or not tasks:
-        raise RequestError(f"tasks must be a list of at least one task, got {tasks!r}")
-    if limit is not None and limit < 1:
-        raise RequestError(f"limit must be at least 1 sample, got {limit}")
-    if num_fewshot is not None and num_fewshot < 0:
-        raise RequestError(f"num_fewshot must be at least 0, got {num_fewshot}")
+@contextmanager
+def _quiet_bars() -> Iterator[None]:
+    """No bars of lm-eval's, which can't be told; what it and its tasks print goes to standard error."""
+    from tqdm import tqdm
+
+    shown = tqdm.__init__
+    tqdm.__init__ = partialmethod(shown, disable=True)
+    try:
+        with redirect_stdout(sys.stderr):
+            yield
+    finally:
+        tqdm.__init__ = shown
 
 
 @contextmanager
@@ -222,15 +299,16 @@ def _evaluate(
     before = os.environ.get("DISABLE_MULTIPROC")
     os.environ["DISABLE_MULTIPROC"] = "1"  # lm-eval would fork this process to resample
     try:
-        results: dict[str, Any] = evaluate(
-            lm,
-            loaded,
-            limit=limit,
-            bootstrap_iters=_BOOTSTRAPS,
-            log_samples=False,
-            apply_chat_template=apply_chat_template,
-            fewshot_as_multiturn=apply_chat_template,
-        )
+        with _quiet_bars():
+            results: dict[str, Any] = evaluate(
+                lm,
+                loaded,
+                limit=limit,
+                bootstrap_iters=_BOOTSTRAPS,
+                log_samples=False,
+                apply_chat_template=apply_chat_template,
+                fewshot_as_multiturn=apply_chat_template,
+            )
     except KVQError as error:
         raise RequestError(f"the task {name}: {error}") from error
     except Exception as error:  # a task's functions and metrics are others' work
@@ -259,14 +337,18 @@ def _rows(kv: str, results: dict[str, Any], seconds: float) -> list[TaskRow]:
                     task=task,
                     metric=metric,
                     filter=kind,
-                    value=float(value),
-                    stderr=float(error) if isinstance(error, int | float) else None,
+                    value=_finite(value),
+                    stderr=_finite(error),
                     higher_is_better=better.get(metric),
                     samples=_samples(task, results),
                     seconds=seconds,
                 )
             )
     return rows
+
+
+def _finite(value: object) -> float | None:
+    return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
 
 
 def _samples(task: str, results: dict[str, Any]) -> int:
