@@ -5,6 +5,7 @@ import importlib
 import json
 import logging
 import random
+import re
 import sys
 from pathlib import Path
 
@@ -403,6 +404,6 @@ def test_only_these_modules_import_lm_eval():
     importing = {
         path.name
         for path in Path(kvq.__file__).parent.rglob("*.py")
-        if "import lm_eval" in (text := path.read_text("utf-8")) or "from lm_eval" in text
+        if re.search(r"^\s*(import|from) lm_eval\b", path.read_text("utf-8"), re.MULTILINE)
     }
     assert importing == {"lm_eval_model.py", "lm_eval_tasks.py"}
