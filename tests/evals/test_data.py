@@ -71,7 +71,7 @@ def test_a_dataset_gives_the_same_text_by_split(hub):
     name = f"hf:{hub}"
     assert (read_text(name).name, read_text(name).text) == (name, WHOLE)
     assert read_text(f"{name}:default:test").text == ROWS[0]["text"]
-    with pytest.raises(RequestError, match="can't read the dataset hf:.*nothing"):
+    with pytest.raises(RequestError, match=r"can't read the dataset hf:.*nothing"):
         read_text(f"{name}:default:nothing")
 
 
@@ -142,7 +142,7 @@ def test_datasets_are_named(hub):
     for name in ("hf:", "hf::config"):
         with pytest.raises(RequestError, match=r"named hf:NAME\[:CONFIG\[:SPLIT\]\]"):
             read_text(name)
-    with pytest.raises(RequestError, match="can't read the dataset hf:.*is the name right"):
+    with pytest.raises(RequestError, match=r"can't read the dataset hf:.*is the name right"):
         read_text(f"hf:{hub}/nowhere")
 
 
