@@ -121,7 +121,8 @@ def _needle(plan: EvalPlan, _: object, progress: Progress) -> dict[str, Any]:
 
 
 def _load_lm_eval(plan: EvalPlan, names: list[str]) -> list[Any]:
-    from kvq.evals.lm_eval_tasks import LMEvalPlan, load_tasks
+    from kvq.evals.lm_eval_loading import load_tasks
+    from kvq.evals.lm_eval_tasks import LMEvalPlan
 
     parse_bytes(plan.kv_memory or 0, "kv_memory")
     return load_tasks(names, include_path=LMEvalPlan(**plan.lm_eval).include_path)
@@ -142,7 +143,7 @@ def _lm_eval(plan: EvalPlan, loaded: list[Any], progress: Progress) -> dict[str,
 
 def _lm_eval_figures(name: str, loaded: list[Any]) -> dict[str, list[str]]:
     """Metrics of all tasks under the name, and those of each; with filters, and against the baseline."""
-    from kvq.evals.lm_eval_tasks import task_metrics
+    from kvq.evals.lm_eval_loading import task_metrics
 
     found = {f"{name}:{task}": metrics.metric_figures(names) for task, names in task_metrics(loaded).items()}
     every = dict.fromkeys(figure for figures in found.values() for figure in figures)

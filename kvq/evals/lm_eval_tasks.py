@@ -16,22 +16,19 @@ as code never runs, nor do tasks that run what the model wrote. Needs pip instal
 
 import math
 import os
-import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, redirect_stdout
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partialmethod
 from pathlib import Path
 from typing import Any
 
 from kvq.engine import LLM
-from kvq.errors import ConfigError, KVQError, RequestError, first_lines, nearest
+from kvq.errors import KVQError, RequestError, first_lines
+from kvq.evals.lm_eval_loading import Loaded, load_tasks, quiet_bars
 from kvq.evals.lm_eval_model import KvqLM
 from kvq.models import Model
 
 _BOOTSTRAPS = 1000  # resamples, of metrics whose standard error has no formula
-_SUFFIXES = (".yaml", ".yml")
 
 Progress = Callable[[str, str, int, int], object]  # (kv, task, requests done, requests in all)
 
@@ -49,9 +46,6 @@ class TaskRow:
     higher_is_better: bool | None
     samples: int
     seconds: float  # of all that was run for the task that was asked for
-
-
-Loaded = tuple[str, dict[str, Any]]  # what was asked for, what lm-eval's TaskManager makes of it
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -148,135 +142,6 @@ def run_loaded(lm: KvqLM, kv: str, loaded: Loaded, plan: LMEvalPlan, *, progress
     return _rows(kv, results, time.perf_counter() - began)
 
 
-def task_metrics(loaded: Sequence[Loaded]) -> dict[str, list[str]]:
-    """What is measured, per name of a task or a group among those loaded."""
-    found: dict[str, list[str]] = {}
-    for _, spec in loaded:
-        for name, group in spec.get("groups", {}).items():
-            metrics = [one.metric for one in group.aggregate_metric_list or []]
-            if metrics:
-                found[name] = list(dict.fromkeys(metrics))
-        for name, task in spec["tasks"].items():
-            found[name] = list(task.aggregation())
-    return found
-
-
-def load_tasks(tasks: Sequence[str], *, include_path: str | Path | None = None) -> list[Loaded]:
-    """Find each of `tasks`, and read its data.
-
-    Raises:
-        RequestError: unknown, broken, or its data can't be read.
-    """
-    from lm_eval.tasks import TaskManager
-
-    if isinstance(tasks, str) or not tasks:
-        raise RequestError(f"tasks must be a list of at least one task, got {tasks!r}")
-    if include_path is not None and not Path(include_path).is_dir():
-        raise RequestError(f"include_path must be a folder with task files, got {str(include_path)!r}")
-    alone = include_path is None and all(_is_file(task) and not _is_group(task) for task in tasks)
-    with _quiet_datasets(), _quiet_bars():
-        try:
-            manager = TaskManager(
-                include_path=None if include_path is None else str(include_path), include_defaults=not alone
-            )
-        except Exception as error:  # whatever lm-eval makes of a folder's files
-            raise RequestError(f"the tasks can't be listed: {first_lines(error)}") from error
-        return [(name, _load(manager, name)) for task in tasks for name in _names(manager, task)]
-
-
-@contextmanager
-def _quiet_bars() -> Iterator[None]:
-    """No bars of lm-eval's, which can't be told; what it and its tasks print goes to standard error."""
-    from tqdm import tqdm
-
-    shown = tqdm.__init__
-    tqdm.__init__ = partialmethod(shown, disable=True)
-    try:
-        with redirect_stdout(sys.stderr):
-            yield
-    finally:
-        tqdm.__init__ = shown
-
-
-@contextmanager
-def _quiet_datasets() -> Iterator[None]:
-    """No code from datasets, and no bars from them either."""
-    import datasets
-
-    if int(datasets.__version__.split(".")[0]) < 4:
-        raise ConfigError(
-            f"datasets {datasets.__version__} may run code that a dataset brings; pip install 'datasets>=4'"
-        )
-    were_shown = datasets.is_progress_bar_enabled()
-    datasets.disable_progress_bars()
-    try:
-        yield
-    finally:
-        if were_shown:
-            datasets.enable_progress_bars()
-
-
-def _is_file(task: str) -> bool:
-    return task.endswith(_SUFFIXES)
-
-
-def _is_group(path: str) -> bool:
-    """True if a file may name tasks of lm-eval's own, which takes seconds to list."""
-    try:
-        lines = Path(path).expanduser().read_text("utf-8").splitlines()
-    except (OSError, UnicodeDecodeError):
-        return False
-    return any(line.startswith("group:") for line in lines)
-
-
-def _names(manager: Any, task: str) -> list[str]:
-    """The names or the file that a task means.
-
-    Raises:
-        RequestError: there is none.
-    """
-    if _is_file(task):
-        if not Path(task).expanduser().is_file():
-            raise RequestError(f"there is no task file {task}")
-        return [task]
-    if Path(task).is_dir() and task not in manager.all_tasks:
-        raise RequestError(f"{task} is a folder; give it as include_path, and name one of its tasks")
-    names: list[str] = manager.match_tasks([task]) if any(c in task for c in "*?[") else [task]
-    if not names or names[0] not in manager.all_tasks:
-        raise RequestError(
-            f"lm-eval has no task {task!r}{nearest(task, manager.all_tasks) or ';'} `lm-eval ls tasks` lists "
-            f"them, and files that can't be read are left out: name the file to see why"
-        )
-    return names
-
-
-def _load(manager: Any, name: str) -> dict[str, Any]:
-    """Build a task or a group, which reads its data."""
-    try:
-        loaded: dict[str, Any] = manager.load([name])
-    except Exception as error:  # a task's file, its functions and its data are others' work
-        raise RequestError(f"the task {name} can't be loaded: {_reason(error)}") from error
-    for task_name, task in loaded["tasks"].items():
-        if getattr(task, "UNSAFE_CODE", False):
-            raise RequestError(f"the task {task_name} runs code that the model wrote, which kvq never does")
-    if not loaded["tasks"]:
-        raise RequestError(f"the task {name} is an empty group; nothing can be run")
-    return loaded
-
-
-def _reason(error: Exception) -> str:
-    """What went wrong on one line, and what to do about it."""
-    text = first_lines(error)
-    if isinstance(error, ConnectionError | TimeoutError):
-        return (
-            f"{text}; its data lies on the Hugging Face Hub, which can't be reached. Load it once with a "
-            f"network, or give a task file with `dataset_path: json` and data_files of your own"
-        )
-    if isinstance(error, FileNotFoundError):
-        return f"{text}; relative data_files start at the current folder, {Path.cwd()}"
-    return f"{type(error).__name__}: {text}"
-
-
 def _set_fewshot(loaded: Mapping[str, Any], num_fewshot: int | None, seed: int) -> None:
     """Set the examples before each question, as lm-eval's command does: a task's own 0 stays."""
     for task in loaded["tasks"].values():
@@ -299,7 +164,7 @@ def _evaluate(
     before = os.environ.get("DISABLE_MULTIPROC")
     os.environ["DISABLE_MULTIPROC"] = "1"  # lm-eval would fork this process to resample
     try:
-        with _quiet_bars():
+        with quiet_bars():
             results: dict[str, Any] = evaluate(
                 lm,
                 loaded,

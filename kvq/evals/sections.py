@@ -43,7 +43,8 @@ def sections(result: dict[str, Any]) -> Iterator[Section]:
 
 def row_keys(result: Mapping[str, Any]) -> list[str]:
     """The keys of a result under which its tasks have put their rows."""
-    return [key for task in result.get("tasks", []) for key in _KEYS.get(task["key"], (task["key"],))]
+    keys = [str(task["key"]) for task in result.get("tasks", [])]
+    return [part for key in keys for part in _KEYS.get(key, (key,))]
 
 
 def interval_text(span: Sequence[float] | None, form: str) -> str:
