@@ -117,28 +117,33 @@ def _needle(plan: EvalPlan, _: object, progress: Progress) -> dict[str, Any]:
     rows = measure_needle(
         plan.model, [one.recipe for one in models], plan.text.text, progress=progress, **options
     )
-    return {"needle_summary": summarize_needle(rows), "needle": rows}
+    return {"needle_summary": summarize_needle(rows), "needle": rows, "needle_plan": options}
 
 
 def _load_lm_eval(plan: EvalPlan, names: list[str]) -> list[Any]:
     from kvq.evals.lm_eval_loading import load_tasks
     from kvq.evals.lm_eval_tasks import LMEvalPlan
 
+    given = LMEvalPlan(**plan.lm_eval)
     parse_bytes(plan.kv_memory or 0, "kv_memory")
-    return load_tasks(names, include_path=LMEvalPlan(**plan.lm_eval).include_path)
+    if given.apply_chat_template and not plan.model.tokenizer.chat_template:
+        raise ConfigError("the model has no chat template; leave --apply-chat-template out")
+    return load_tasks(names, include_path=given.include_path)
 
 
 def _lm_eval(plan: EvalPlan, loaded: list[Any], progress: Progress) -> dict[str, Any]:
     from kvq.evals.lm_eval_tasks import LMEvalPlan, measure_tasks
 
+    given = LMEvalPlan(**plan.lm_eval)
     rows = measure_tasks(
         with_baseline(plan.model, plan.kv),
         loaded,
-        LMEvalPlan(**plan.lm_eval),
+        given,
         kv_memory=plan.kv_memory,
         progress=lambda kv, task, done, total: progress(done, total),
     )
-    return {"lm_eval": rows}
+    told = {name: getattr(given, name) for name in ("limit", "num_fewshot", "apply_chat_template", "seed")}
+    return {"lm_eval": rows, "lm_eval_plan": told}
 
 
 def _lm_eval_figures(name: str, loaded: list[Any]) -> dict[str, list[str]]:

@@ -33,6 +33,10 @@ _SAME = {  # what must agree for figures to be comparable
     "seed": "the seeds differ",
     "resamples": "the intervals are of different numbers of resamples",
 }
+_PLANS = {  # the same of what only some results have
+    "needle_plan": "the needles were asked for differently",
+    "lm_eval_plan": "lm-eval's options differ",
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -211,6 +215,9 @@ def _warnings(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
         if a.get(key) != b.get(key):
             shown = [_shown(key, one) for one in (a, b)]
             found.append(f"{words}: {shown[0]} against {shown[1]}")
+    for key, words in _PLANS.items():
+        if key in a and key in b and a[key] != b[key]:
+            found.append(f"{words}: {a[key]} against {b[key]}")
     tokens = [one["rows"][0].get("tokens") for one in (a, b)]
     if tokens[0] != tokens[1]:
         found.append(f"the numbers of predicted tokens differ: {tokens[0]} against {tokens[1]}")

@@ -34,7 +34,8 @@ def load_tasks(tasks: Sequence[str], *, include_path: str | Path | None = None) 
             )
         except Exception as error:  # whatever lm-eval makes of a folder's files
             raise RequestError(f"the tasks can't be listed: {first_lines(error)}") from error
-        return [(name, _load(manager, name)) for task in tasks for name in _names(manager, task)]
+        names = dict.fromkeys(name for task in tasks for name in _names(manager, task))
+        return [(name, _load(manager, name)) for name in names]
 
 
 def task_metrics(loaded: Sequence[Loaded]) -> dict[str, list[str]]:

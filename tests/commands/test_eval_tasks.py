@@ -118,10 +118,13 @@ def test_two_results_are_compared_cell_by_cell(kvq, both, tmp_path):
     changed["needle"][4]["retrieved"] += 0.5
     changed["lm_eval"][2]["value"] += 5
     del changed["needle"][7]
+    changed["needle_plan"]["needle"] = "tokens"
     other = tmp_path / "b.json"
     other.write_text(json.dumps(changed))
-    status, out, _ = kvq("compare", path, other)
+    status, out, err = kvq("compare", path, other)
     assert status == 0
+    assert "kvq: warning: the needles were asked for differently" in err
+    assert err.count("warning") == 1
     assert re.search(r"^int4, length 80, depth 0\.0 +[\d.]+, [\d.]+ \(\+0\.5\)", out, re.M)
     assert re.search(r"^int4, task mini, metric acc +[\d.]+, [\d.]+ \(\+5\) !$", out, re.M)
     assert "needle_summary: A, B (B - A)" in out
