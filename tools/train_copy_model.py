@@ -6,7 +6,8 @@ The model has two layers, a context of 4,096 tokens, and no language: it says wh
 last time, from however far away, which is what a KV cache is for. It is trained on stretches of
 CPython's help topics (those that are not held out) with random records in them, each of which comes
 twice; the loss is on the second value. Its first weights are near a circuit that copies, because
-finding one from noise takes longer than all the rest. Nothing in training is quantized.
+finding one from noise takes longer than all the rest. Nothing in training is quantized. It takes about
+eleven minutes on one core (OMP_NUM_THREADS=1) of an AMD EPYC.
 """
 
 import argparse
@@ -31,7 +32,6 @@ SPREAD = 0.15  # standard deviation of the embeddings at first
 SHARPNESS = 60.0  # score of the token that a head of the first layer looks back to, at first
 PARTS = 4  # of the residual stream, at first
 IGNORED = -100  # a label without loss
-TARGET = 0.99  # of held-out records right, which ends the training early
 Batch = tuple[Tensor, Tensor]  # token ids and labels, int64 [sequences, tokens]
 
 
@@ -45,10 +45,10 @@ class Phase:
     filled: float = 0.05  # the least share of a sequence that is records
 
 
-PHASES = (
-    Phase(length=256, sequences=16, steps=100, filled=0.2),
-    Phase(length=1024, sequences=4, steps=150, filled=0.1),
-    Phase(length=4096, sequences=2, steps=200),
+PHASES = (  # nearly all at full length: over shorter ones, what is learnt of long distances is little
+    Phase(length=256, sequences=16, steps=40, filled=0.2),
+    Phase(length=CONTEXT, sequences=1, steps=300),
+    Phase(length=CONTEXT, sequences=2, steps=150),
 )
 
 
@@ -241,10 +241,10 @@ def rates(peak: float) -> Iterator[float]:
 
 
 def train(model: LlamaForCausalLM, data: Records, held_out: Records, *, peak: float, budget_s: float) -> None:
-    """Go through the phases, until the budget of time or enough is reached."""
+    """Go through the phases, or as far as the budget of time allows."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=peak, betas=(0.9, 0.98), weight_decay=0.01)
     exam = [held_out.batch(Phase(length=CONTEXT, sequences=1, steps=1)) for _ in range(4)]
-    start, losses, good = time.perf_counter(), [], 0
+    start, losses = time.perf_counter(), []
     steps = [phase for phase in PHASES for _ in range(phase.steps)]
     for step, (phase, rate) in enumerate(zip(steps, rates(peak), strict=True), start=1):
         optimizer.param_groups[0]["lr"] = rate
@@ -256,19 +256,15 @@ def train(model: LlamaForCausalLM, data: Records, held_out: Records, *, peak: fl
         optimizer.zero_grad(set_to_none=True)
         losses.append(loss.item())
         spent = time.perf_counter() - start
-        if step % 25 == 0 or spent > budget_s:
+        if step % 25 == 0 or step == len(steps) or spent > budget_s:
             found = retrieval(model, exam)
             print(
                 f"{spent:4.0f} s  step {step}/{len(steps)}  length {phase.length}  "
                 f"loss {np.mean(losses[-25:]):.3f}  records of held-out text at {CONTEXT} right: {found:.1%}",
                 flush=True,
             )
-            good = good + 1 if found >= TARGET else 0
         if spent > budget_s:
             print(f"stopped after {step} steps: the time is over")
-            return
-        if good == 4:
-            print(f"stopped after {step} steps: good enough four times in a row")
             return
 
 

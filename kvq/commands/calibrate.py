@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvq.commands.options import kv_option, text_field_option
+from kvq.commands.options import kv_option, text_options
 
 if TYPE_CHECKING:
     from kvq.calib import Observations
@@ -18,13 +18,7 @@ if TYPE_CHECKING:
 
 @click.command(name="calibrate")
 @click.argument("model")
-@click.option(
-    "--text",
-    type=click.Path(),
-    help="Text file, .jsonl, .parquet, or hf:NAME[:CONFIG[:SPLIT]].  [default: help topics of CPython that "
-    "are not held out]",
-)
-@text_field_option
+@text_options("help topics of CPython that are not held out")
 @click.option(
     "--out", default="kvq.json", show_default=True, type=click.Path(), help="Where to write the recipe."
 )

@@ -2,12 +2,14 @@
 
 import dataclasses
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvq.commands.options import ModelOptions, kv_option, model_argument, model_options
+from kvq.commands.eval_options import lm_eval_options, lm_eval_plan, needle_options, needle_plan
+from kvq.commands.options import ModelOptions, kv_option, model_argument, model_options, text_options
 from kvq.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -25,11 +27,10 @@ _COUNT = click.IntRange(min=1)
     "--tasks",
     default="perplexity,kl",
     show_default=True,
-    help="Separated by commas: perplexity, kl, generation, attention.",
+    help="Separated by commas: perplexity, kl, generation, attention, needle, and lm_eval:TASK, a task, a "
+    "pattern or a YAML file of lm-eval.",
 )
-@click.option(
-    "--text", type=click.Path(), help="UTF-8 text file.  [default: held-out help topics of CPython]"
-)
+@text_options("held-out help topics of CPython")
 @click.option("--context", default=1024, show_default=True, help="Tokens per window; windows are documents.")
 @click.option("--max-windows", type=int, help="Stop after this many windows.  [default: the whole text]")
 @click.option("--chunk", type=int, help="Prefill tokens per step.  [default: as many as fit]")
@@ -41,7 +42,9 @@ _COUNT = click.IntRange(min=1)
     "gates",
     multiple=True,
     metavar="EXPR",
-    help="Exit 1 unless it holds: 'kl_mean<0.01', 'int4:perplexity_change_high<=1%'. May be repeated.",
+    help="Exit 1 unless it holds: 'kl_mean<0.01', 'int4:perplexity_change_high<=1%', "
+    "'needle.retrieved>=0.95' over the whole grid, 'lm_eval:TASK.acc>=0.6', 'lm_eval.acc_change>=-1%' "
+    "against the baseline. May be repeated.",
 )
 @click.option("--prompts", type=_COUNT, default=32, show_default=True, help="Of generation.")
 @click.option("--prompt-tokens", type=_COUNT, default=128, show_default=True, help="Per prompt.")
@@ -49,8 +52,12 @@ _COUNT = click.IntRange(min=1)
 @click.option(
     "--attention-windows", type=_COUNT, default=8, show_default=True, help="Windows for the attention error."
 )
+@needle_options
+@lm_eval_options
 @click.option("--resamples", default=2000, show_default=True, help="Of documents, for 95% intervals.")
-@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of the resampling.")
+@click.option(
+    "--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of resampling and of needles."
+)
 @click.option("--json", "json_path", type=click.Path(), help="Write everything as JSON.")
 @click.option(
     "--html", "html_path", type=click.Path(), help="Write a page that needs no other file, JSON beside it."
@@ -61,6 +68,7 @@ def command(
     model_options: ModelOptions,
     tasks: str,
     text: str | None,
+    text_field: str | None,
     gates: tuple[str, ...],
     json_path: str | None,
     html_path: str | None,
@@ -86,7 +94,7 @@ def command(
     if options["instrument"] and not any(one.task.key == "rows" for one in chosen):
         raise ConfigError("--instrument checks perplexity; add perplexity to --tasks")
     shared = _shared(options)
-    source = default_text() if text is None else read_text(text)
+    source = default_text() if text is None else read_text(text, text_field)
     if html_path is not None:
         figure_class()
         json_path = json_path or str(Path(html_path).with_suffix(".json"))
@@ -117,8 +125,16 @@ def _shared(options: dict[str, Any]) -> dict[str, Any]:
 
     names = [field.name for field in dataclasses.fields(GenerationPlan)]
     generation = GenerationPlan(**{name: options.pop(name) for name in names})
+    needle = needle_plan(options)
+    lm_eval = lm_eval_plan(options)
     bootstrap = Bootstrap(resamples=options.pop("resamples"), seed=options.pop("seed"))
-    return {**options, "generation": generation, "bootstrap": bootstrap}
+    return {
+        **options,
+        "generation": generation,
+        "needle": needle,
+        "lm_eval": lm_eval,
+        "bootstrap": bootstrap,
+    }
 
 
 def _measure(
@@ -136,14 +152,14 @@ def _measure(
     formats = {one.recipe.name: one.recipe.is_quantized for one in models}
     if len(formats) < len(models):
         raise ConfigError(f"--kv names a format twice: {', '.join(one.recipe.name for one in models)}")
-    figures = gate_figures(chosen)
+    prepared = [(one, one.task.prepare(plan, one.arguments)) for one in chosen]
+    figures = gate_figures(prepared)
     about = [check_gate(gate, figures=figures, all_tasks=list(TASKS), formats=formats) for gate in limits]
-    for one in chosen:
-        one.task.check(plan, one.arguments)
     source_commit()
-    found, ran = _run_all(chosen, plan)
+    found, ran = _run_all(prepared, plan)
     gates = [
-        _gate_result(gate, found[TASKS[task].key], formats) for gate, task in zip(limits, about, strict=True)
+        _gate_result(gate, TASKS[task.partition(":")[0]].gate_rows(found, gate), formats)
+        for gate, task in zip(limits, about, strict=True)
     ]
     rows = found.pop("rows", None) or [{"kv": one.recipe.name, **size_figures(one)} for one in models]
     return envelope(
@@ -163,7 +179,7 @@ def _measure(
     )
 
 
-def _gate_result(gate: "Gate", rows: list[dict[str, Any]], formats: dict[str, bool]) -> dict[str, Any]:
+def _gate_result(gate: "Gate", rows: Sequence[Mapping[str, Any]], formats: dict[str, bool]) -> dict[str, Any]:
     """How a gate ended, as JSON."""
     from kvq.evals.gates import failures
 
@@ -177,17 +193,19 @@ def _gate_result(gate: "Gate", rows: list[dict[str, Any]], formats: dict[str, bo
     }
 
 
-def _run_all(chosen: "list[Chosen]", plan: "EvalPlan") -> tuple[dict[str, Any], list[dict[str, Any]]]:
+def _run_all(
+    prepared: "list[tuple[Chosen, Any]]", plan: "EvalPlan"
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """What all tasks measured, as JSON by key, and what each of them took."""
     from kvq.commands.progress import progress_bar
     from kvq.commands.resources import measured
 
     found: dict[str, Any] = {}
     ran = []
-    for one in chosen:
+    for one, given in prepared:
         names = ",".join(one.names)
         with progress_bar(names) as progress, measured(plan.model.weights.device) as used:
-            got = one.task.run(plan, one.arguments, progress)
+            got = one.task.run(plan, given, progress)
         found |= {
             key: [dataclasses.asdict(row) for row in value] if isinstance(value, list) else value
             for key, value in got.items()

@@ -9,7 +9,7 @@ from rich.table import Table
 from kvq.commands.tables import console, instrument_line
 from kvq.evals.sections import sections
 
-_WORDS = ("kv", "figure", "what that says", "task", "metric")  # heads of columns of text
+_WORDS = ("kv", "figure", "what that says", "task", "metric", "filter")  # heads of columns of text
 
 
 def print_eval(result: dict[str, Any]) -> None:

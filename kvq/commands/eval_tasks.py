@@ -4,17 +4,22 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
+from kvq.engine.config import parse_bytes
 from kvq.errors import ConfigError, nearest
-from kvq.evals import EvalText
+from kvq.evals import EvalText, metrics
 from kvq.evals.attention_error import AttentionRow, measure_attention
 from kvq.evals.bootstrap import Bootstrap
-from kvq.evals.divergence import Progress, check_context
+from kvq.evals.divergence import Progress, check_context, with_baseline
+from kvq.evals.gates import Gate
 from kvq.evals.generation import GenerationPlan, GenerationRow, cut_prompts, measure_generation
+from kvq.evals.needle import NeedlePlan, NeedleSummary, measure_needle, needle_prompts, summarize_needle
 from kvq.evals.perplexity import instrument_check
 from kvq.evals.quality import QualityRow, measure_quality
 from kvq.evals.windows import token_windows
 from kvq.formats import KVRecipe
 from kvq.models import Model
+
+Row = Mapping[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,6 +36,9 @@ class EvalPlan:
     attention_windows: int
     bootstrap: Bootstrap
     generation: GenerationPlan
+    needle: NeedlePlan
+    lm_eval: dict[str, Any]  # fields of LMEvalPlan, which can't be imported without lm-eval
+    kv_memory: str | None  # of the engines' pools
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -38,9 +46,10 @@ class Task:
     """One evaluation. Several names may share one: what they measure comes from one run."""
 
     key: str  # of its rows in the JSON
-    row: type  # dataclass of its rows; its numbers are what gates may name
-    check: Callable[[EvalPlan, list[str]], object]  # raises before any task runs
-    run: Callable[[EvalPlan, list[str], Progress], dict[str, Any]]  # keys of the JSON -> rows, JSON
+    prepare: Callable[[EvalPlan, list[str]], Any]  # raises before any task runs; `run` gets what it returns
+    run: Callable[[EvalPlan, Any, Progress], dict[str, Any]]  # keys of the JSON -> rows, JSON
+    figures: Callable[[str, Any], Mapping[str, Sequence[str]]]  # name, prepared -> what gates may name
+    gate_rows: Callable[[Mapping[str, Any], Gate], Sequence[Row]]  # of the JSON, for one gate
     takes_argument: bool = False  # NAME:ARGUMENT; the arguments come together
 
 
@@ -102,18 +111,83 @@ def _attention(plan: EvalPlan, _: list[str], progress: Progress) -> dict[str, An
     return {"attention": rows}
 
 
-_QUALITY = Task(key="rows", row=QualityRow, check=_check_quality, run=_quality)
+def _needle(plan: EvalPlan, _: object, progress: Progress) -> dict[str, Any]:
+    models = with_baseline(plan.model, plan.kv)
+    options = {field.name: getattr(plan.needle, field.name) for field in fields(plan.needle)}
+    rows = measure_needle(
+        plan.model, [one.recipe for one in models], plan.text.text, progress=progress, **options
+    )
+    return {"needle_summary": summarize_needle(rows), "needle": rows, "needle_plan": options}
+
+
+def _load_lm_eval(plan: EvalPlan, names: list[str]) -> list[Any]:
+    from kvq.evals.lm_eval_loading import load_tasks
+    from kvq.evals.lm_eval_tasks import LMEvalPlan
+
+    given = LMEvalPlan(**plan.lm_eval)
+    parse_bytes(plan.kv_memory or 0, "kv_memory")
+    if given.apply_chat_template and not plan.model.tokenizer.chat_template:
+        raise ConfigError("the model has no chat template; leave --apply-chat-template out")
+    return load_tasks(names, include_path=given.include_path)
+
+
+def _lm_eval(plan: EvalPlan, loaded: list[Any], progress: Progress) -> dict[str, Any]:
+    from kvq.evals.lm_eval_tasks import LMEvalPlan, measure_tasks
+
+    given = LMEvalPlan(**plan.lm_eval)
+    rows = measure_tasks(
+        with_baseline(plan.model, plan.kv),
+        loaded,
+        given,
+        kv_memory=plan.kv_memory,
+        progress=lambda kv, task, done, total: progress(done, total),
+    )
+    told = {name: getattr(given, name) for name in ("limit", "num_fewshot", "apply_chat_template", "seed")}
+    return {"lm_eval": rows, "lm_eval_plan": told}
+
+
+def _lm_eval_figures(name: str, loaded: list[Any]) -> dict[str, list[str]]:
+    """Metrics of all tasks under the name, and those of each; with filters, and against the baseline."""
+    from kvq.evals.lm_eval_loading import task_metrics
+
+    found = {f"{name}:{task}": metrics.metric_figures(names) for task, names in task_metrics(loaded).items()}
+    every = dict.fromkeys(figure for figures in found.values() for figure in figures)
+    return {name: list(every), **found}
+
+
+def _of_rows(key: str, row: type) -> dict[str, Any]:
+    """What gates need of a task whose rows hold their figures by name."""
+    return {"figures": lambda name, _: {name: _numbers(row)}, "gate_rows": lambda found, _: found[key]}
+
+
+_QUALITY = Task(key="rows", prepare=_check_quality, run=_quality, **_of_rows("rows", QualityRow))
 
 TASKS: dict[str, Task] = {
     "perplexity": _QUALITY,
     "kl": _QUALITY,
     "generation": Task(
         key="generation",
-        row=GenerationRow,
-        check=lambda plan, _: cut_prompts(plan.model, plan.text.text, plan.generation),
+        prepare=lambda plan, _: cut_prompts(plan.model, plan.text.text, plan.generation),
         run=_generation,
+        **_of_rows("generation", GenerationRow),
     ),
-    "attention": Task(key="attention", row=AttentionRow, check=_check_quality, run=_attention),
+    "attention": Task(
+        key="attention", prepare=_check_quality, run=_attention, **_of_rows("attention", AttentionRow)
+    ),
+    "needle": Task(
+        key="needle",
+        prepare=lambda plan, _: needle_prompts(plan.model, plan.text.text, plan.needle),
+        run=_needle,
+        **_of_rows("needle_summary", NeedleSummary),
+    ),
+    "lm_eval": Task(
+        key="lm_eval",
+        prepare=_load_lm_eval,
+        run=_lm_eval,
+        figures=_lm_eval_figures,
+        gate_rows=lambda found, gate: metrics.gate_rows(found["lm_eval"], gate),
+        takes_argument=True,
+    ),
 }
 
 
@@ -143,10 +217,14 @@ def choose_tasks(names: str) -> list[Chosen]:
     return list(chosen.values())
 
 
-def gate_figures(chosen: Sequence[Chosen]) -> Mapping[str, Sequence[str]]:
-    """What gates may name, per name of a task that will run."""
-    names = {name for one in chosen for name, task in TASKS.items() if task is one.task}
-    return {name: _numbers(TASKS[name].row) for name in TASKS if name in names}
+def gate_figures(prepared: Sequence[tuple[Chosen, Any]]) -> Mapping[str, Sequence[str]]:
+    """What gates may name, per name of a task that will run. `prepared`: with what its task prepared."""
+    found: dict[str, Sequence[str]] = {}
+    for name, task in TASKS.items():
+        for one, given in prepared:
+            if task is one.task:
+                found |= task.figures(name, given)
+    return found
 
 
 def _numbers(row: type) -> list[str]:

@@ -108,12 +108,18 @@ def model_options(command: _Command) -> _Command:
     return wrapped  # type: ignore[return-value]
 
 
-def text_field_option(command: _Command) -> _Command:
-    """Add --text-field: which field of a JSON line or of a dataset's row is the text."""
-    return click.option(
+def text_options(default: str) -> Callable[[_Command], _Command]:
+    """Add --text, and --text-field: which field of a JSON line or of a dataset's row is the text."""
+    text = click.option(
+        "--text",
+        type=click.Path(),
+        help=f"Text file, .jsonl, .json, .parquet, or hf:NAME[:CONFIG[:SPLIT]].  [default: {default}]",
+    )
+    field = click.option(
         "--text-field",
         help="Field of a row of --text that is the text.  [default: text, content, prompt or messages]",
-    )(command)
+    )
+    return lambda command: text(field(command))
 
 
 def model_argument(command: _Command) -> _Command:

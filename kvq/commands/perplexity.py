@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvq.commands.options import ModelOptions, kv_option, model_options
+from kvq.commands.options import ModelOptions, kv_option, model_options, text_options
 
 if TYPE_CHECKING:
     from kvq.evals import EvalText
@@ -18,9 +18,7 @@ DEFAULT_KV = "fp32,bf16,fp8,int8,int4"
 @click.command(name="perplexity")
 @kv_option(DEFAULT_KV, many=True)
 @model_options
-@click.option(
-    "--text", type=click.Path(), help="UTF-8 text file.  [default: held-out help topics of CPython]"
-)
+@text_options("held-out help topics of CPython")
 @click.option("--context", default=1024, show_default=True, help="Tokens per window.")
 @click.option("--max-windows", type=int, help="Stop after this many windows.  [default: the whole text]")
 @click.option("--chunk", type=int, help="Prefill tokens per step.  [default: as many as fit]")
@@ -37,6 +35,7 @@ def command(
     kv: list[str],
     model_options: ModelOptions,
     text: str | None,
+    text_field: str | None,
     context: int,
     max_windows: int | None,
     chunk: int | None,
@@ -58,7 +57,7 @@ def command(
     from kvq.evals.report import write_report
     from kvq.evals.results import write_json
 
-    source = default_text() if text is None else read_text(text)
+    source = default_text() if text is None else read_text(text, text_field)
     for path in (json_path, plot_path, html_path):
         if path is not None:
             fileio.check_writable(path)

@@ -5,10 +5,12 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from kvq.errors import ConfigError
 from kvq.evals.gates import IDENTITIES, identity
+from kvq.evals.needle import Z95
+from kvq.evals.sections import row_keys
 
 _SIZES = ("bits_per_element", "kv_bytes_per_token", "compression")  # in every row, measured or not
 _RESULT_KEYS = ("kvq_version", "date", "device", "command", "model", "model_digest", "text", "text_digest",
@@ -19,6 +21,9 @@ _FIGURES = {  # section of a result -> what is compared of its rows; every numbe
     "rows": _QUALITY,
     "generation": ("same_tokens_mean", "identical"),
     "attention": ("error_mean", "error_max"),
+    "needle_summary": ("retrieved", "token_accuracy"),
+    "needle": ("retrieved", "token_accuracy"),
+    "lm_eval": ("value",),
 }
 _SAME = {  # what must agree for figures to be comparable
     "text_digest": "the texts differ",
@@ -27,6 +32,10 @@ _SAME = {  # what must agree for figures to be comparable
     "device": "the devices differ: times can't be compared, and figures may differ in their last digits",
     "seed": "the seeds differ",
     "resamples": "the intervals are of different numbers of resamples",
+}
+_PLANS = {  # the same of what only some results have
+    "needle_plan": "the needles were asked for differently",
+    "lm_eval_plan": "lm-eval's options differ",
 }
 
 
@@ -91,7 +100,7 @@ def _tasks_fit(result: Mapping[str, Any]) -> bool:
     tasks = result.get("tasks", [])
     if not isinstance(tasks, list) or not all(isinstance(task, dict) and "key" in task for task in tasks):
         return False
-    found = [result.get(str(task["key"])) for task in tasks]
+    found = [result.get(str(key)) for key in row_keys(result)]
     return all(isinstance(rows, list) and all(map(_is_row, rows)) for rows in found)
 
 
@@ -143,7 +152,7 @@ def kind(result: Mapping[str, Any]) -> str:
 
 def _section_keys(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
     """`rows`, and the keys of further tasks of either."""
-    return list(dict.fromkeys(["rows", *(task["key"] for one in (a, b) for task in one.get("tasks", []))]))
+    return list(dict.fromkeys(["rows", *row_keys(a), *row_keys(b)]))
 
 
 def _by_identity(rows: Sequence[Mapping[str, Any]]) -> dict[tuple[Any, ...], Mapping[str, Any]]:
@@ -178,15 +187,25 @@ def _differences(section: str, a: Mapping[str, Any], b: Mapping[str, Any]) -> li
             a=a[name],
             b=b[name],
             difference=b[name] - a[name],
-            a_interval=(a.get("intervals") or {}).get(name),
-            b_interval=(b.get("intervals") or {}).get(name),
+            a_interval=_interval(a, name),
+            b_interval=_interval(b, name),
         )
         for name in names
         if _is_number(a.get(name)) and _is_number(b.get(name))
     ]
 
 
-def _is_number(value: object) -> bool:
+def _interval(row: Mapping[str, Any], name: str) -> tuple[float, float] | None:
+    """A figure's bounds at 95%: among the intervals, beside the figure, or from its standard error."""
+    low, high, error = (row.get(key) for key in (f"{name}_low", f"{name}_high", "stderr"))
+    if _is_number(low) and _is_number(high):
+        return low, high
+    if name == "value" and _is_number(error):
+        return row[name] - Z95 * error, row[name] + Z95 * error
+    return (row.get("intervals") or {}).get(name)
+
+
+def _is_number(value: object) -> TypeGuard[float]:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
@@ -196,6 +215,9 @@ def _warnings(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
         if a.get(key) != b.get(key):
             shown = [_shown(key, one) for one in (a, b)]
             found.append(f"{words}: {shown[0]} against {shown[1]}")
+    for key, words in _PLANS.items():
+        if key in a and key in b and a[key] != b[key]:
+            found.append(f"{words}: {a[key]} against {b[key]}")
     tokens = [one["rows"][0].get("tokens") for one in (a, b)]
     if tokens[0] != tokens[1]:
         found.append(f"the numbers of predicted tokens differ: {tokens[0]} against {tokens[1]}")

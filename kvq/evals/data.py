@@ -7,6 +7,7 @@ from typing import Any
 
 from kvq.errors import ConfigError, KVQError, RequestError, first_lines
 from kvq.evals.text import EvalText, decoded
+from kvq.models.unicode import check_unicode
 
 HUB = "hf:"
 _JSON = (".jsonl", ".ndjson", ".json")
@@ -55,6 +56,7 @@ def _joined(name: str, rows: Iterable[Any], field: str | None) -> EvalText:
     whole = "\n\n".join(text for text in texts if text.strip())
     if not whole:
         raise RequestError(f"{name} holds no text; give one of at least one window (--context) of tokens")
+    check_unicode(whole, name)
     return EvalText(name=name, text=whole)
 
 
@@ -73,19 +75,28 @@ def _text_of(where: str, row: Any, field: str | None) -> str:
     if isinstance(value, str):
         return value
     if isinstance(value, list) and all(isinstance(turn, Mapping) for turn in value):
-        return "\n".join(turn["content"] for turn in value if isinstance(turn.get("content"), str))
+        return "\n".join(filter(None, (_said(turn.get("content")) for turn in value)))
     raise RequestError(f"{where}: field {name} must be text or a conversation, got {type(value).__name__}")
 
 
+def _said(content: Any) -> str:
+    """The text of a turn, whose content may be parts such as {"type": "text", "text": ...}."""
+    if isinstance(content, list):
+        return "\n".join(filter(None, (_said(part) for part in content)))
+    if isinstance(content, Mapping):
+        content = content.get("text")
+    return content if isinstance(content, str) else ""
+
+
 def _json_rows(path: Path) -> Iterator[Any]:
-    text = decoded(path)
+    text = decoded(path).removeprefix("\ufeff")
     if text.lstrip().startswith("["):
         try:
             yield from json.loads(text)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise RequestError(f"{path} is not JSON: {error}") from error
         return
-    for number, line in enumerate(text.splitlines(), start=1):
+    for number, line in enumerate(text.split("\n"), start=1):  # a string may hold other ends of lines
         if not line.strip():
             continue
         try:

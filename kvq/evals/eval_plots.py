@@ -8,6 +8,8 @@ from kvq.evals.sections import depth_name
 
 Row = dict[str, Any]
 _MARKERS = "osD^vP*X"
+_GRIDS_ACROSS = 3
+_RETRIEVED = "#1a7f37"
 
 
 def divergence_plot(rows: list[Row]) -> Any:
@@ -109,6 +111,44 @@ def generation_plot(rows: list[Row]) -> Any:
     axes.set_xlim(0, 1.02 * shown[0]["new_tokens"])
     _finish(axes, f"tokens until the first difference, of {shown[0]['new_tokens']}", "", legend=False)
     return figure
+
+
+def needle_plot(rows: list[Row]) -> Any:
+    """A grid per format: lengths across, depths downwards, the darker the more was retrieved."""
+    formats = list(dict.fromkeys(row["kv"] for row in rows))
+    lengths, depths = (sorted({row[key] for row in rows}) for key in ("length", "depth"))
+    found = {(row["kv"], row["length"], row["depth"]): row["retrieved"] for row in rows}
+    across = min(len(formats), _GRIDS_ACROSS)
+    down = -(-len(formats) // across)
+    height = down * (0.9 + 0.28 * len(depths))
+    figure = figure_class()(figsize=(9.6, height), layout="constrained")
+    grids = figure.subplots(down, across, squeeze=False).flat
+    for axes, kv in itertools.zip_longest(grids, formats):
+        if kv is None:
+            axes.set_axis_off()
+            continue
+        for (x, length), (y, depth) in itertools.product(enumerate(lengths), enumerate(depths)):
+            share = found[kv, length, depth]
+            # Cells let the page shine through, light or dark: only on full ones its text is hard to read
+            axes.add_patch(_cell(x, y, share))
+            color = "#ffffff" if share > 0.85 else "#000000"
+            axes.text(x, y, f"{share:.0%}", ha="center", va="center", fontsize=7, color=color)
+        axes.set_xlim(-0.5, len(lengths) - 0.5)
+        axes.set_ylim(len(depths) - 0.5, -0.5)
+        axes.set_xticks(range(len(lengths)), [str(length) for length in lengths])
+        axes.set_yticks(range(len(depths)), [f"{depth:.0%}" for depth in depths])
+        axes.set_title(kv, fontsize=9)
+        _finish(axes, "tokens", "depth", legend=False)
+    return figure
+
+
+def _cell(x: int, y: int, share: float) -> Any:
+    """A square of the grid; paler for less, without a trace of colour for nothing."""
+    from matplotlib.patches import Rectangle
+
+    return Rectangle(
+        (x - 0.48, y - 0.48), 0.96, 0.96, facecolor=_RETRIEVED, alpha=share, edgecolor="none", lw=0
+    )
 
 
 def _finish(axes: Any, x: str, y: str, *, legend: bool = True) -> None:

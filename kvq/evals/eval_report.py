@@ -6,7 +6,13 @@ from pathlib import Path
 from typing import Any
 
 from kvq import fileio
-from kvq.evals.eval_plots import attention_plot, difficulty_plot, divergence_plot, generation_plot
+from kvq.evals.eval_plots import (
+    attention_plot,
+    difficulty_plot,
+    divergence_plot,
+    generation_plot,
+    needle_plot,
+)
 from kvq.evals.page import html_table, origin, page, svg_of
 from kvq.evals.sections import sections
 
@@ -15,6 +21,7 @@ _PLOTS: dict[str, Callable[[list[dict[str, Any]]], Any]] = {  # section -> its p
     "by_difficulty": difficulty_plot,
     "attention": attention_plot,
     "generation": generation_plot,
+    "needle": needle_plot,
 }
 
 

@@ -3,7 +3,9 @@
     [FORMAT:][TASK.]FIGURE OPERATOR NUMBER[%]
 
 A gate holds if every row that it concerns holds: those of one format if it names one, else those of
-every quantized format. What is missing or not a number fails.
+every quantized format. What is missing or not a number fails. Of lm-eval, `lm_eval.acc` is that metric of
+every task that has it and `lm_eval:TASK.acc` of one; `acc,FILTER` is of one filter, `acc_change` is against
+the baseline.
 """
 
 import math
@@ -23,21 +25,26 @@ _OPERATORS: dict[str, Callable[[float, float], bool]] = {
 }
 _NUMBER = r"[+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?"
 _GATE = re.compile(
-    rf"\s*(?:(?P<kv>[^:<>=]+):)?\s*(?:(?P<task>[a-z_]\w*)\.)?(?P<figure>[a-z_]\w*)\s*"
+    r"\s*(?:(?P<kv>(?!\s*lm_eval:)[^:<>=]+):)?\s*(?:(?P<task>lm_eval:[^<>=\s]+|[a-z_]\w*)\.)?"
+    r"(?P<figure>[A-Za-z_]\w*)(?:,(?P<filter>[\w-]+))?\s*"
     rf"(?P<operator><=|>=|<|>)\s*(?P<limit>{_NUMBER})\s*(?P<percent>%?)\s*"
 )
-IDENTITIES = ("attention_window", "task", "metric", "length", "depth", "layer")  # and the format
-_EXAMPLES = "kl_mean<0.01, perplexity_change<=1%, int4:top1_agreement>0.9, generation.identical>=0.5"
+IDENTITIES = ("attention_window", "task", "metric", "filter", "length", "depth", "layer")  # and the format
+_EXAMPLES = (
+    "kl_mean<0.01, perplexity_change<=1%, int4:top1_agreement>0.9, needle.retrieved>=0.95, "
+    "lm_eval:TASK.acc>=0.6"
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Gate:
-    """One limit. `kv` and `task` are None where the expression names none."""
+    """One limit. `kv`, `task` and `filter` are None where the expression names none."""
 
     text: str
     kv: str | None
     task: str | None
     figure: str
+    filter: str | None  # of lm-eval's metrics: what was done to answers before they were judged
     operator: str
     limit: float
 
@@ -74,6 +81,7 @@ def parse_gate(text: str) -> Gate:
         kv=match["kv"].strip() if match["kv"] else None,
         task=match["task"],
         figure=match["figure"],
+        filter=match["filter"],
         operator=match["operator"],
         limit=limit,
     )
@@ -99,7 +107,7 @@ def check_gate(
             f"name the format: {next(iter(formats))}:{gate.text}"
         )
     if gate.task is not None and gate.task not in figures:
-        if gate.task in all_tasks:
+        if gate.task.partition(":")[0] in set(all_tasks) - set(figures):
             raise ConfigError(f"--gate {gate.text!r}: the task isn't run; add {gate.task} to --tasks")
         hint = nearest(gate.task, list(figures)) or ";"
         raise ConfigError(
@@ -114,6 +122,8 @@ def check_gate(
             f"--gate {gate.text!r}: no task that is run measures {gate.figure!r}{hint} "
             f"there are {', '.join(known)}"
         )
+    if gate.filter is not None and not found[0].startswith("lm_eval"):
+        raise ConfigError(f"--gate {gate.text!r}: {gate.figure} has no filters; leave out ,{gate.filter}")
     return found[0]
 
 
@@ -141,7 +151,11 @@ def figure(row: Mapping[str, Any], name: str) -> object:
 
 def identity(row: Mapping[str, Any]) -> str:
     """What tells a row from others of its format, in words."""
-    return ", ".join(f"{key} {row[key]}" for key in IDENTITIES if row.get(key) is not None)
+    return ", ".join(
+        f"{key} {row[key]}"
+        for key in IDENTITIES
+        if row.get(key) is not None and (key, row[key]) != ("filter", "none")
+    )
 
 
 def _number(value: object) -> float | None:

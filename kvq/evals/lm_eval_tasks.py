@@ -14,20 +14,21 @@ may name Python functions (`!function`): they run, so name only files you trust.
 as code never runs, nor do tasks that run what the model wrote. Needs pip install 'kvq-toolkit[eval]'.
 """
 
+import math
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from kvq.engine import LLM
-from kvq.errors import ConfigError, KVQError, RequestError, first_lines, nearest
+from kvq.errors import KVQError, RequestError, first_lines
+from kvq.evals.lm_eval_loading import Loaded, load_tasks, quiet_bars
 from kvq.evals.lm_eval_model import KvqLM
+from kvq.models import Model
 
 _BOOTSTRAPS = 1000  # resamples, of metrics whose standard error has no formula
-_SUFFIXES = (".yaml", ".yml")
 
 Progress = Callable[[str, str, int, int], object]  # (kv, task, requests done, requests in all)
 
@@ -40,11 +41,28 @@ class TaskRow:
     task: str  # lm-eval's name; of a group, or of one of its tasks
     metric: str
     filter: str  # what was done to answers before they were judged; "none" for nothing
-    value: float
+    value: float | None  # None: it is not a finite number
     stderr: float | None  # standard error, where there is one
     higher_is_better: bool | None
     samples: int
     seconds: float  # of all that was run for the task that was asked for
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LMEvalPlan:
+    """How tasks are run: options of `run_tasks` by name."""
+
+    include_path: str | Path | None = None
+    limit: int | None = None  # samples of each task
+    num_fewshot: int | None = None
+    apply_chat_template: bool = False
+    seed: int = 1234  # lm-eval's own
+
+    def __post_init__(self) -> None:
+        if self.limit is not None and self.limit < 1:
+            raise RequestError(f"limit must be at least 1 sample, got {self.limit}")
+        if self.num_fewshot is not None and self.num_fewshot < 0:
+            raise RequestError(f"num_fewshot must be at least 0, got {self.num_fewshot}")
 
 
 def run_tasks(
@@ -71,133 +89,57 @@ def run_tasks(
         RequestError: a task that is unknown, broken, out of reach, or fails.
         ConfigError: an engine's option that can't be used as given, or libraries too old.
     """
-    _check(models, tasks, limit, num_fewshot)
-    loaded = load_tasks(tasks, include_path=include_path)
+    if not models:
+        raise RequestError("no KV format was named; try fp32,int8,int4")
+    plan = LMEvalPlan(
+        include_path=include_path,
+        limit=limit,
+        num_fewshot=num_fewshot,
+        apply_chat_template=apply_chat_template,
+        seed=seed,
+    )
     lms = {kv: KvqLM(llm, seed=seed, **options) for kv, llm in models.items()}
     rows: list[TaskRow] = []
-    for name, spec in loaded:
-        _set_fewshot(spec, num_fewshot, seed)
+    for one in load_tasks(tasks, include_path=include_path):
         for kv, lm in lms.items():
-            lm.progress = lambda done, total, kv=kv, name=name: progress(kv, name, done, total)  # type: ignore[misc]
-            began = time.perf_counter()
-            results = _evaluate(lm, name, spec, limit, apply_chat_template)
-            rows += _rows(kv, results, time.perf_counter() - began)
+            rows += run_loaded(lm, kv, one, plan, progress=progress)
     return rows
 
 
-def load_tasks(
-    tasks: Sequence[str], *, include_path: str | Path | None = None
-) -> list[tuple[str, dict[str, Any]]]:
-    """(what was asked for, what lm-eval's TaskManager makes of it) for each of `tasks`, data included.
+def measure_tasks(
+    models: Sequence[Model],
+    loaded: Sequence[Loaded],
+    plan: LMEvalPlan,
+    *,
+    kv_memory: int | str | None = None,
+    progress: Progress = lambda kv, task, done, total: None,
+) -> list[TaskRow]:
+    """Rows of tasks that `load_tasks` returned, for every format, task and metric in this order.
+
+    Engines are built and closed one after another, so that each has the memory to itself. `models`: one
+    per format. `kv_memory`: of each pool; what is free if None.
 
     Raises:
-        RequestError: unknown, broken, or its data can't be read.
+        RequestError: the tokenizer has no chat template, or a task fails.
+        OutOfMemory: a pool doesn't fit.
     """
-    from lm_eval.tasks import TaskManager
-
-    if include_path is not None and not Path(include_path).is_dir():
-        raise RequestError(f"include_path must be a folder with task files, got {str(include_path)!r}")
-    alone = include_path is None and all(_is_file(task) and not _is_group(task) for task in tasks)
-    with _quiet_datasets():
-        try:
-            manager = TaskManager(
-                include_path=None if include_path is None else str(include_path), include_defaults=not alone
-            )
-        except Exception as error:  # whatever lm-eval makes of a folder's files
-            raise RequestError(f"the tasks can't be listed: {first_lines(error)}") from error
-        return [(name, _load(manager, name)) for task in tasks for name in _names(manager, task)]
+    rows: list[TaskRow] = []
+    for model in models:
+        with LLM(model, kv_memory=kv_memory) as llm:
+            lm = KvqLM(llm, seed=plan.seed)
+            for one in loaded:
+                rows += run_loaded(lm, model.recipe.name, one, plan, progress=progress)
+    return rows
 
 
-def _check(
-    models: Mapping[str, LLM], tasks: Sequence[str], limit: int | None, num_fewshot: int | None
-) -> None:
-    if not models:
-        raise RequestError("no KV format was named; try fp32,int8,int4")
-    if isinstance(tasks, str) or not tasks:
-        raise RequestError(f"tasks must be a list of at least one task, got {tasks!r}")
-    if limit is not None and limit < 1:
-        raise RequestError(f"limit must be at least 1 sample, got {limit}")
-    if num_fewshot is not None and num_fewshot < 0:
-        raise RequestError(f"num_fewshot must be at least 0, got {num_fewshot}")
-
-
-@contextmanager
-def _quiet_datasets() -> Iterator[None]:
-    """No code from datasets, and no bars from them either."""
-    import datasets
-
-    if int(datasets.__version__.split(".")[0]) < 4:
-        raise ConfigError(
-            f"datasets {datasets.__version__} may run code that a dataset brings; pip install 'datasets>=4'"
-        )
-    were_shown = datasets.is_progress_bar_enabled()
-    datasets.disable_progress_bars()
-    try:
-        yield
-    finally:
-        if were_shown:
-            datasets.enable_progress_bars()
-
-
-def _is_file(task: str) -> bool:
-    return task.endswith(_SUFFIXES)
-
-
-def _is_group(path: str) -> bool:
-    """True if a file may name tasks of lm-eval's own, which takes seconds to list."""
-    try:
-        lines = Path(path).expanduser().read_text("utf-8").splitlines()
-    except (OSError, UnicodeDecodeError):
-        return False
-    return any(line.startswith("group:") for line in lines)
-
-
-def _names(manager: Any, task: str) -> list[str]:
-    """The names or the file that a task means.
-
-    Raises:
-        RequestError: there is none.
-    """
-    if _is_file(task):
-        if not Path(task).expanduser().is_file():
-            raise RequestError(f"there is no task file {task}")
-        return [task]
-    if Path(task).is_dir() and task not in manager.all_tasks:
-        raise RequestError(f"{task} is a folder; give it as include_path, and name one of its tasks")
-    names: list[str] = manager.match_tasks([task]) if any(c in task for c in "*?[") else [task]
-    if not names or names[0] not in manager.all_tasks:
-        raise RequestError(
-            f"lm-eval has no task {task!r}{nearest(task, manager.all_tasks) or ';'} `lm-eval ls tasks` lists "
-            f"them, and files that can't be read are left out: name the file to see why"
-        )
-    return names
-
-
-def _load(manager: Any, name: str) -> dict[str, Any]:
-    """Build a task or a group, which reads its data."""
-    try:
-        loaded: dict[str, Any] = manager.load([name])
-    except Exception as error:  # a task's file, its functions and its data are others' work
-        raise RequestError(f"the task {name} can't be loaded: {_reason(error)}") from error
-    for task_name, task in loaded["tasks"].items():
-        if getattr(task, "UNSAFE_CODE", False):
-            raise RequestError(f"the task {task_name} runs code that the model wrote, which kvq never does")
-    if not loaded["tasks"]:
-        raise RequestError(f"the task {name} is an empty group; nothing can be run")
-    return loaded
-
-
-def _reason(error: Exception) -> str:
-    """What went wrong on one line, and what to do about it."""
-    text = first_lines(error)
-    if isinstance(error, ConnectionError | TimeoutError):
-        return (
-            f"{text}; its data lies on the Hugging Face Hub, which can't be reached. Load it once with a "
-            f"network, or give a task file with `dataset_path: json` and data_files of your own"
-        )
-    if isinstance(error, FileNotFoundError):
-        return f"{text}; relative data_files start at the current folder, {Path.cwd()}"
-    return f"{type(error).__name__}: {text}"
+def run_loaded(lm: KvqLM, kv: str, loaded: Loaded, plan: LMEvalPlan, *, progress: Progress) -> list[TaskRow]:
+    """Rows of one task, or group, over one format. Examples are drawn anew, the same for every format."""
+    name, spec = loaded
+    _set_fewshot(spec, plan.num_fewshot, plan.seed)
+    lm.progress = lambda done, total: progress(kv, name, done, total)
+    began = time.perf_counter()
+    results = _evaluate(lm, name, spec, plan.limit, plan.apply_chat_template)
+    return _rows(kv, results, time.perf_counter() - began)
 
 
 def _set_fewshot(loaded: Mapping[str, Any], num_fewshot: int | None, seed: int) -> None:
@@ -222,15 +164,16 @@ def _evaluate(
     before = os.environ.get("DISABLE_MULTIPROC")
     os.environ["DISABLE_MULTIPROC"] = "1"  # lm-eval would fork this process to resample
     try:
-        results: dict[str, Any] = evaluate(
-            lm,
-            loaded,
-            limit=limit,
-            bootstrap_iters=_BOOTSTRAPS,
-            log_samples=False,
-            apply_chat_template=apply_chat_template,
-            fewshot_as_multiturn=apply_chat_template,
-        )
+        with quiet_bars():
+            results: dict[str, Any] = evaluate(
+                lm,
+                loaded,
+                limit=limit,
+                bootstrap_iters=_BOOTSTRAPS,
+                log_samples=False,
+                apply_chat_template=apply_chat_template,
+                fewshot_as_multiturn=apply_chat_template,
+            )
     except KVQError as error:
         raise RequestError(f"the task {name}: {error}") from error
     except Exception as error:  # a task's functions and metrics are others' work
@@ -259,14 +202,18 @@ def _rows(kv: str, results: dict[str, Any], seconds: float) -> list[TaskRow]:
                     task=task,
                     metric=metric,
                     filter=kind,
-                    value=float(value),
-                    stderr=float(error) if isinstance(error, int | float) else None,
+                    value=_finite(value),
+                    stderr=_finite(error),
                     higher_is_better=better.get(metric),
                     samples=_samples(task, results),
                     seconds=seconds,
                 )
             )
     return rows
+
+
+def _finite(value: object) -> float | None:
+    return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
 
 
 def _samples(task: str, results: dict[str, Any]) -> int:

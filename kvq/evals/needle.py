@@ -11,6 +11,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from kvq.errors import RequestError
 from kvq.evals.needle_prompts import SENTENCE, NeedlePrompt, NeedlePrompts
@@ -21,7 +22,20 @@ Progress = Callable[[int, int], None]  # (prompts answered, prompts in all), eve
 
 LENGTHS = (512, 1024, 2048, 4096)  # tokens
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
-_Z95 = 1.959964  # standard deviations on each side of a 95% interval
+Z95 = 1.959964  # standard deviations on each side of a 95% interval
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NeedlePlan:
+    """What is asked: options of `measure_needle` by name."""
+
+    lengths: tuple[int, ...] | None = None
+    depths: tuple[float, ...] = DEPTHS
+    trials: int = 10
+    needle: str = SENTENCE
+    distractors: int = 0
+    chunk: int = 512
+    seed: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,21 +78,16 @@ def measure_needle(
     kv: str | Sequence[str | KVRecipe],
     text: str,
     *,
-    lengths: Sequence[int] | None = None,
-    depths: Sequence[float] = DEPTHS,
-    trials: int = 10,
-    needle: str = SENTENCE,
-    distractors: int = 0,
-    chunk: int = 512,
-    seed: int = 0,
     progress: Progress = lambda done, total: None,
+    **options: Any,
 ) -> list[NeedleRow]:
     """Measure how often formats find a needle, for every format, length and depth in this order.
 
-    `lengths`: tokens of a prompt with its answer; those of `LENGTHS` that the model takes if None.
-    `depths`: shares of the haystack before the needle. `needle`: a sentence with {key} and {value},
-    or "tokens", random token ids for models that never learnt words. `distractors`: needles with
-    other keys, and other values, anywhere. `chunk`: tokens per prefill step.
+    Options are those of `NeedlePlan`. `lengths`: tokens of a prompt with its answer; those of `LENGTHS`
+    that the model and the text have room for if None. `depths`: shares of the haystack before the needle.
+    `needle`: a sentence with {key} and {value}, or "tokens", random token ids for models that never learnt
+    words. `distractors`: needles with other keys, and other values, anywhere. `chunk`: tokens per prefill
+    step.
 
     Raises:
         RequestError: a text too short, a length that the needle or the model's context doesn't
@@ -86,19 +95,11 @@ def measure_needle(
         ConfigError: a format that is unknown, doesn't fit, or lacks its scales.
     """
     names: list[str | KVRecipe] = [kv] if isinstance(kv, str | KVRecipe) else list(kv)
-    limit = model.weights.max_context
-    sizes = [n for n in LENGTHS if n <= limit] or [limit] if lengths is None else list(lengths)
-    _check(names, sizes, depths, trials, chunk, limit)
-    prompts = NeedlePrompts(
-        model.tokenizer,
-        text,
-        vocab_size=model.geometry.vocab_size,
-        needle=needle,
-        distractors=distractors,
-        seed=seed,
-    )
-    for length, depth in itertools.product(sizes, depths):
-        prompts.make(length=length, depth=depth, trial=0)  # refuses before any work
+    if not names:
+        raise RequestError("no KV format was named; try fp32,int8,int4")
+    plan = NeedlePlan(**options)
+    prompts, sizes = needle_prompts(model, text, plan)
+    depths, trials = list(dict.fromkeys(plan.depths)), plan.trials
     models = [model.with_kv(name) for name in names]
     sessions = [m.session(max_tokens=max(sizes)) for m in models]
     total = len(sizes) * len(depths) * trials * len(models)
@@ -108,13 +109,39 @@ def measure_needle(
         for trial in range(trials):
             prompt = prompts.make(length=length, depth=depth, trial=trial)
             for which, session in enumerate(sessions):
-                _account(cells.setdefault((which, length, depth), _Score()), session, prompt, chunk)
+                _account(cells.setdefault((which, length, depth), _Score()), session, prompt, plan.chunk)
                 done += 1
                 progress(done, total)
     return [
         _row(models[which].recipe.name, length, depth, trials, cells[which, length, depth])
         for which, length, depth in itertools.product(range(len(models)), sizes, depths)
     ]
+
+
+def needle_prompts(model: Model, text: str, plan: NeedlePlan) -> tuple[NeedlePrompts, list[int]]:
+    """What makes the prompts of a plan, and its lengths.
+
+    Raises:
+        RequestError: as `measure_needle` does.
+    """
+    limit = model.weights.max_context
+    _check(plan, limit)
+    prompts = NeedlePrompts(
+        model.tokenizer,
+        text,
+        vocab_size=model.geometry.vocab_size,
+        needle=plan.needle,
+        distractors=plan.distractors,
+        seed=plan.seed,
+    )
+    if plan.lengths is None:
+        taken = [n for n in LENGTHS if n <= limit] or [limit]
+        sizes = [n for n in taken if n <= prompts.text_tokens] or taken[:1]
+    else:
+        sizes = list(dict.fromkeys(plan.lengths))
+    for length, depth in itertools.product(sizes, plan.depths):
+        prompts.make(length=length, depth=depth, trial=0)  # refuses before any work
+    return prompts, sizes
 
 
 def summarize_needle(rows: Iterable[NeedleRow]) -> list[NeedleSummary]:
@@ -145,33 +172,24 @@ def wilson_interval(hits: int, trials: int) -> tuple[float, float]:
 
     Source: Wilson, "Probable inference, the law of succession, and statistical inference", 1927.
     """
-    share, z2 = hits / trials, _Z95**2 / trials
+    share, z2 = hits / trials, Z95**2 / trials
     middle = share + z2 / 2
     spread = math.sqrt(share * (1 - share) * z2 + z2**2 / 4)
     return max(0.0, (middle - spread) / (1 + z2)), min(1.0, (middle + spread) / (1 + z2))
 
 
-def _check(
-    names: list[str | KVRecipe],
-    lengths: list[int],
-    depths: Sequence[float],
-    trials: int,
-    chunk: int,
-    limit: int,
-) -> None:
-    if not names:
-        raise RequestError("no KV format was named; try fp32,int8,int4")
-    if not lengths or not depths:
+def _check(plan: NeedlePlan, limit: int) -> None:
+    if (plan.lengths is not None and not len(plan.lengths)) or not len(plan.depths):
         raise RequestError("a needle grid needs at least one length and one depth")
-    for length in lengths:
+    for length in plan.lengths or ():
         if not 1 <= length <= limit:
             raise RequestError(
                 f"a length of {length} tokens was asked for; this model takes 1 to {limit}, answer included"
             )
-    for depth in depths:
+    for depth in plan.depths:
         if not 0 <= depth <= 1:  # NaN too
             raise RequestError(f"a depth must be a share of the haystack, 0 to 1, got {depth}")
-    for name, count in (("trials", trials), ("chunk", chunk)):
+    for name, count in (("trials", plan.trials), ("chunk", plan.chunk)):
         if count < 1:
             raise RequestError(f"{name} must be at least 1, got {count}")
 

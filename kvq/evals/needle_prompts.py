@@ -96,6 +96,11 @@ class NeedlePrompts:
             needles = self._draw(rng, avoid=frozenset(near))
         return self._assemble(haystack, needles, [at] + [rng.randrange(size + 1) for _ in needles[1:]])
 
+    @property
+    def text_tokens(self) -> int:
+        """Tokens of the text; prompts up to this length are never refused for want of text."""
+        return len(self._text)
+
     def _assemble(self, haystack: list[int], needles: list[_Needle], places: list[int]) -> NeedlePrompt:
         """Put every needle behind so many tokens of the haystack, and the question at the end."""
         ids, done, needle_at = list(self._begin), 0, 0

@@ -1,12 +1,14 @@
 """The tables of an evaluation, as text cells: the same for the terminal and for the page."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from kvq.evals.bootstrap import FEWEST_DOCUMENTS
+from kvq.evals.metrics import changes
 
 Row = dict[str, Any]
+_KEYS = {"needle": ("needle_summary", "needle")}  # of a task that puts rows under more than one
 _RUN_KEYS = ("seconds", "intervals")  # of a row, not of what it measured
 
 
@@ -32,12 +34,17 @@ def sections(result: dict[str, Any]) -> Iterator[Section]:
             yield _by_difficulty(rows)
     else:
         yield _sizes(rows)
-    for task in result["tasks"]:
-        key = task["key"]
+    for key in row_keys(result):
         if key in _SECTIONS:
             yield _SECTIONS[key](result[key])
         elif key != "rows":
             yield _other(key, result[key])
+
+
+def row_keys(result: Mapping[str, Any]) -> list[str]:
+    """The keys of a result under which its tasks have put their rows."""
+    keys = [str(task["key"]) for task in result.get("tasks", [])]
+    return [part for key in keys for part in _KEYS.get(key, (key,))]
 
 
 def interval_text(span: Sequence[float] | None, form: str) -> str:
@@ -199,6 +206,64 @@ def _attention_cell(row: Row) -> str:
     return f"{row['error_mean']:.4f} ({row['k_error_mean']:.4f}, {row['v_error_mean']:.4f})"
 
 
+def _needle_summary(rows: list[Row]) -> Section:
+    cells = [
+        [
+            row["kv"],
+            f"{row['retrieved']:.1%}",
+            interval_text((row["retrieved_low"], row["retrieved_high"]), ".1%"),
+            f"{row['token_accuracy']:.1%}",
+            f"{row['trials']:,}",
+            f"{row['seconds']:.1f}",
+        ]
+        for row in rows
+    ]
+    return Section(
+        key="needle_summary",
+        title="Needle in a haystack",
+        heads=("kv", "retrieved", "95%", "tokens right", "trials", "seconds"),
+        cells=cells,
+        note="Answers with every token right, over all lengths and depths; Wilson's interval.",
+    )
+
+
+def _needle(rows: list[Row]) -> Section:
+    depths = sorted({row["depth"] for row in rows})
+    lines: dict[tuple[str, int], dict[float, str]] = {}
+    for row in rows:
+        lines.setdefault((row["kv"], row["length"]), {})[row["depth"]] = f"{row['retrieved']:.0%}"
+    return Section(
+        key="needle",
+        title="Retrieved, by length and depth",
+        heads=("kv", "length", *(f"{depth:.0%}" for depth in depths)),
+        cells=[[kv, f"{length:,}", *map(cells.__getitem__, depths)] for (kv, length), cells in lines.items()],
+        note="Length in tokens, answer included. Depth: share of the text that stands before the needle.",
+    )
+
+
+def _lm_eval(rows: list[Row]) -> Section:
+    formats = list(dict.fromkeys(row["kv"] for row in rows))
+    lines: dict[tuple[str, ...], dict[str, str]] = {}
+    for row, change in zip(rows, changes(rows), strict=True):
+        sign = {True: " \u2191", False: " \u2193"}.get(row["higher_is_better"], "")
+        line = (row["task"], row["metric"] + sign, row["filter"], f"{row['samples']:,}")
+        cell = _metric_cell(row) + ("" if change is None or row["kv"] == formats[0] else f" ({change:+.4f})")
+        lines.setdefault(line, {})[row["kv"]] = cell
+    return Section(
+        key="lm_eval",
+        title="lm-eval",
+        heads=("task", "metric", "filter", "samples", *formats),
+        cells=[[*line, *(cells.get(kv, "-") for kv in formats)] for line, cells in lines.items()],
+        note=f"Value, its standard error, and the change from {formats[0]}. An arrow says where better is.",
+    )
+
+
+def _metric_cell(row: Row) -> str:
+    if row["value"] is None:
+        return "not a number"
+    return f"{row['value']:.4f}" + ("" if row["stderr"] is None else f" \u00b1 {row['stderr']:.4f}")
+
+
 def _other(key: str, rows: list[Row]) -> Section:
     """A table of whatever the rows of a task hold."""
     heads = [name for name in rows[0] if name not in _RUN_KEYS]
@@ -210,4 +275,10 @@ def _plain(value: object) -> str:
     return "-" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
-_SECTIONS: dict[str, Callable[[list[Row]], Section]] = {"generation": _generation, "attention": _attention}
+_SECTIONS: dict[str, Callable[[list[Row]], Section]] = {
+    "generation": _generation,
+    "attention": _attention,
+    "needle_summary": _needle_summary,
+    "needle": _needle,
+    "lm_eval": _lm_eval,
+}

@@ -16,7 +16,10 @@ FORMATS = {"fp32": False, "int8": True, "kvq.json": True}
 
 def check(text):
     return check_gate(
-        parse_gate(text), figures=FIGURES, all_tasks=["kl", "needle", "generation"], formats=FORMATS
+        parse_gate(text),
+        figures=FIGURES,
+        all_tasks=["kl", "needle", "generation", "lm_eval"],
+        formats=FORMATS,
     )
 
 
@@ -28,6 +31,9 @@ def check(text):
         ("int4:top1_agreement>0.9", ("int4", None, "top1_agreement", ">", 0.9)),
         ("needle.retrieved>=0.95", (None, "needle", "retrieved", ">=", 0.95)),
         (" int8/int4 : kl.kl_p999 < 1e-2 ", ("int8/int4", "kl", "kl_p999", "<", 0.01)),
+        ("lm_eval:mini.acc>=0.6", (None, "lm_eval:mini", "acc", ">=", 0.6)),
+        ("int4:lm_eval:mmlu::law.acc_change>-1%", ("int4", "lm_eval:mmlu::law", "acc_change", ">", -0.01)),
+        ("lm_eval.exact_match,strict-match>0.5", (None, "lm_eval", "exact_match", ">", 0.5)),
         ("out/kvq.json:kl_mean>-.5", ("out/kvq.json", None, "kl_mean", ">", -0.5)),
     ],
 )
@@ -64,6 +70,8 @@ def test_any_text_is_a_gate_or_an_error(text):
         ("generation.identical>0.5", "isn't run; add generation to --tasks"),
         ("neddle.retrieved>0.5", "did you mean 'needle'"),
         ("needle.kl_mean<1", "measures 'kl_mean'; there are retrieved"),
+        ("needle.retrieved,none>0.5", "retrieved has no filters"),
+        ("lm_eval:mini.acc>0.5", "isn't run; add lm_eval:mini to --tasks"),
         ("int9:kl_mean<1", "'int9' is not measured; did you mean 'int8'"),
     ],
 )

@@ -5,6 +5,7 @@ import importlib
 import json
 import logging
 import random
+import re
 import sys
 from pathlib import Path
 
@@ -20,8 +21,9 @@ from lm_eval import evaluate, simple_evaluate
 from lm_eval.api.instance import Instance
 from lm_eval.tasks import TaskManager
 
+from kvq.evals.lm_eval_loading import load_tasks, task_metrics
 from kvq.evals.lm_eval_model import KvqLM
-from kvq.evals.lm_eval_tasks import load_tasks, run_tasks
+from kvq.evals.lm_eval_tasks import LMEvalPlan, measure_tasks, run_tasks
 
 TINY = Path(kvq.__file__).parent / "models" / "tiny"
 TEXT = default_text().text
@@ -336,6 +338,26 @@ def test_rows_of_several_formats_and_tasks(folder, tiny, llm):
     assert ("int2_g32", files(folder)[0], 20, 20) in calls
 
 
+def test_every_format_is_asked_the_same_with_the_same_examples(folder, tiny, monkeypatch):
+    asked = []
+    real = KvqLM.loglikelihood
+
+    def noted(lm, requests, **options):
+        asked.append((lm.llm.model.recipe.name, [request.args for request in requests]))
+        return real(lm, requests, **options)
+
+    monkeypatch.setattr(KvqLM, "loglikelihood", noted)
+    plan = LMEvalPlan(limit=4, num_fewshot=2)
+    models = [tiny.with_kv(kv) for kv in ("fp32", "int4")]
+    loaded = load_tasks(files(folder)[:1])
+    rows = measure_tasks(models, loaded, plan, kv_memory="64MiB")
+    assert [kv for kv, _ in asked] == ["fp32", "int4"]
+    assert asked[0][1] == asked[1][1]
+    assert [(row.kv, row.metric) for row in rows] == [
+        (kv, metric) for kv in ("fp32", "int4") for metric in task_metrics(loaded)["mini_choice"]
+    ]
+
+
 def test_simple_evaluate_takes_the_model(folder, lm, monkeypatch):
     monkeypatch.setattr("lm_eval.evaluator.add_env_info", lambda results: None)  # takes seconds
     manager = TaskManager(include_defaults=False)
@@ -403,6 +425,6 @@ def test_only_these_modules_import_lm_eval():
     importing = {
         path.name
         for path in Path(kvq.__file__).parent.rglob("*.py")
-        if "import lm_eval" in (text := path.read_text("utf-8")) or "from lm_eval" in text
+        if re.search(r"^\s*(import|from) lm_eval\b", path.read_text("utf-8"), re.MULTILINE)
     }
-    assert importing == {"lm_eval_model.py", "lm_eval_tasks.py"}
+    assert importing == {"lm_eval_loading.py", "lm_eval_model.py", "lm_eval_tasks.py"}

@@ -1,0 +1,144 @@
+"""Finding and reading lm-eval's tasks, whose files, functions and data are others' work."""
+
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, redirect_stdout
+from functools import partialmethod
+from pathlib import Path
+from typing import Any
+
+from kvq.errors import ConfigError, RequestError, first_lines, nearest
+
+_SUFFIXES = (".yaml", ".yml")
+
+Loaded = tuple[str, dict[str, Any]]  # what was asked for, what lm-eval's TaskManager makes of it
+
+
+def load_tasks(tasks: Sequence[str], *, include_path: str | Path | None = None) -> list[Loaded]:
+    """Find each of `tasks`, and read its data.
+
+    Raises:
+        RequestError: unknown, broken, or its data can't be read.
+    """
+    from lm_eval.tasks import TaskManager
+
+    if isinstance(tasks, str) or not tasks:
+        raise RequestError(f"tasks must be a list of at least one task, got {tasks!r}")
+    if include_path is not None and not Path(include_path).is_dir():
+        raise RequestError(f"include_path must be a folder with task files, got {str(include_path)!r}")
+    alone = include_path is None and all(_is_file(task) and not _is_group(task) for task in tasks)
+    with _quiet_datasets(), quiet_bars():
+        try:
+            manager = TaskManager(
+                include_path=None if include_path is None else str(include_path), include_defaults=not alone
+            )
+        except Exception as error:  # whatever lm-eval makes of a folder's files
+            raise RequestError(f"the tasks can't be listed: {first_lines(error)}") from error
+        names = dict.fromkeys(name for task in tasks for name in _names(manager, task))
+        return [(name, _load(manager, name)) for name in names]
+
+
+def task_metrics(loaded: Sequence[Loaded]) -> dict[str, list[str]]:
+    """What is measured, per name of a task or a group among those loaded."""
+    found: dict[str, list[str]] = {}
+    for _, spec in loaded:
+        for name, group in spec.get("groups", {}).items():
+            metrics = [one.metric for one in group.aggregate_metric_list or []]
+            if metrics:
+                found[name] = list(dict.fromkeys(metrics))
+        for name, task in spec["tasks"].items():
+            found[name] = list(task.aggregation())
+    return found
+
+
+@contextmanager
+def quiet_bars() -> Iterator[None]:
+    """No bars of lm-eval's, which can't be told; what it and its tasks print goes to standard error."""
+    from tqdm import tqdm
+
+    shown = tqdm.__init__
+    tqdm.__init__ = partialmethod(shown, disable=True)
+    try:
+        with redirect_stdout(sys.stderr):
+            yield
+    finally:
+        tqdm.__init__ = shown
+
+
+@contextmanager
+def _quiet_datasets() -> Iterator[None]:
+    """No code from datasets, and no bars from them either."""
+    import datasets
+
+    if int(datasets.__version__.split(".")[0]) < 4:
+        raise ConfigError(
+            f"datasets {datasets.__version__} may run code that a dataset brings; pip install 'datasets>=4'"
+        )
+    were_shown = datasets.is_progress_bar_enabled()
+    datasets.disable_progress_bars()
+    try:
+        yield
+    finally:
+        if were_shown:
+            datasets.enable_progress_bars()
+
+
+def _is_file(task: str) -> bool:
+    return task.endswith(_SUFFIXES)
+
+
+def _is_group(path: str) -> bool:
+    """True if a file may name tasks of lm-eval's own, which takes seconds to list."""
+    try:
+        lines = Path(path).expanduser().read_text("utf-8").splitlines()
+    except (OSError, UnicodeDecodeError):
+        return False
+    return any(line.startswith("group:") for line in lines)
+
+
+def _names(manager: Any, task: str) -> list[str]:
+    """The names or the file that a task means.
+
+    Raises:
+        RequestError: there is none.
+    """
+    if _is_file(task):
+        if not Path(task).expanduser().is_file():
+            raise RequestError(f"there is no task file {task}")
+        return [task]
+    if Path(task).is_dir() and task not in manager.all_tasks:
+        raise RequestError(f"{task} is a folder; give it as include_path, and name one of its tasks")
+    names: list[str] = manager.match_tasks([task]) if any(c in task for c in "*?[") else [task]
+    if not names or names[0] not in manager.all_tasks:
+        raise RequestError(
+            f"lm-eval has no task {task!r}{nearest(task, manager.all_tasks) or ';'} `lm-eval ls tasks` lists "
+            f"them, and files that can't be read are left out: name the file to see why"
+        )
+    return names
+
+
+def _load(manager: Any, name: str) -> dict[str, Any]:
+    """Build a task or a group, which reads its data."""
+    try:
+        loaded: dict[str, Any] = manager.load([name])
+    except Exception as error:  # a task's file, its functions and its data are others' work
+        raise RequestError(f"the task {name} can't be loaded: {_reason(error)}") from error
+    for task_name, task in loaded["tasks"].items():
+        if getattr(task, "UNSAFE_CODE", False):
+            raise RequestError(f"the task {task_name} runs code that the model wrote, which kvq never does")
+    if not loaded["tasks"]:
+        raise RequestError(f"the task {name} is an empty group; nothing can be run")
+    return loaded
+
+
+def _reason(error: Exception) -> str:
+    """What went wrong on one line, and what to do about it."""
+    text = first_lines(error)
+    if isinstance(error, ConnectionError | TimeoutError):
+        return (
+            f"{text}; its data lies on the Hugging Face Hub, which can't be reached. Load it once with a "
+            f"network, or give a task file with `dataset_path: json` and data_files of your own"
+        )
+    if isinstance(error, FileNotFoundError):
+        return f"{text}; relative data_files start at the current folder, {Path.cwd()}"
+    return f"{type(error).__name__}: {text}"
