@@ -85,7 +85,8 @@ def caches_table(result: dict) -> str:
 def recipes_table(result: dict) -> str:
     """The table of a `kvq tune` result: at each size the best uniform format and the recipe."""
     lines = [
-        "| bits / element | best uniform format | mean KL | perplexity | recipe, mean KL | perplexity | KL, recipe / uniform |",
+        "| bits / element | best uniform format | mean KL | perplexity "
+        "| recipe, mean KL | perplexity | KL, recipe / uniform |",
         "|--:|---|--:|--:|--:|--:|--:|",
     ]
     rows = result["rows"][1:]
@@ -103,9 +104,10 @@ def recipes_table(result: dict) -> str:
         lines.append(f"| {bits} | {' | '.join(cells)} |")
     text = (
         f"Model: {result['model']}. Searched on {result['text']}, measured on {result['held_out']}, "
-        f"{result['rows'][0]['tokens']:,} tokens in windows of {result['context']}; {result['seconds']:,.0f} s. "
+        f"{result['rows'][0]['tokens']:,} tokens in windows of {result['context']}; "
+        f"{result['seconds']:,.0f} s. "
     )
-    return "\n".join(lines) + "\n" + _origin(result, text)
+    return "\n".join(lines) + "\n\n" + text + _measured(result)
 
 
 def _kl_cells(row: dict) -> str:
@@ -129,7 +131,14 @@ def needle_table(result: dict) -> str:
         lines.append(f"| `{summary['kv']}` | {' | '.join(cells)} | {summary['retrieved']:.1%} | {span} |")
     first = result["needle_summary"][0]
     text = f"Model: {result['model']}. Text: {result['text']}. {first['trials']:,} prompts per format. "
-    return "\n".join(lines) + "\n" + _origin(result, text)
+    return "\n".join(lines) + "\n\n" + text + _measured(result)
+
+
+def _measured(result: dict) -> str:
+    return (
+        f"{result['date'][:10]}, {result['device']}, torch {result['versions']['torch']}, "
+        f"commit {result['commit']}.\n"
+    )
 
 
 def findings_table(result: dict) -> str:

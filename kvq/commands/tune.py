@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from rich.table import Table
 
-from kvq.commands.options import Finite, ModelOptions, model_argument, model_options, text_field_option
+from kvq.commands.options import Finite, ModelOptions, model_argument, model_options, text_options
 from kvq.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -29,12 +29,7 @@ DEFAULT_BUDGET = "int4"
 @click.option(
     "--max-kl", type=Finite(min=0, min_open=True), help="Instead: mean KL divergence to stay below."
 )
-@click.option(
-    "--text",
-    type=click.Path(),
-    help="Text to search on: a file, .jsonl, .parquet or hf:NAME.  [default: help topics of CPython]",
-)
-@text_field_option
+@text_options("help topics of CPython that are not held out")
 @click.option(
     "--held-out",
     type=click.Path(),
