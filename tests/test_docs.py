@@ -1,9 +1,13 @@
 """README and docs say what the code does and what was measured."""
 
+import ast
+import json
 import re
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 from kvq import cli
 from kvq.geometry import FAMILIES
@@ -35,3 +39,25 @@ def test_linked_files_in_docs_exist():
     for page in (ROOT / "docs").glob("*.md"):
         for target in re.findall(r"\]\((?!https?:)([\w./-]+)\)", page.read_text(encoding="utf-8")):
             assert (page.parent / target).exists(), f"{page.name}: {target}"
+
+
+def test_the_notebooks_code_is_python_and_its_outputs_are_there():
+    notebook = json.loads((ROOT / "examples" / "choose_a_format.ipynb").read_text(encoding="utf-8"))
+    code = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    assert len(code) >= 5
+    for cell in code:
+        ast.parse("".join(cell["source"]))
+    assert sum(bool(cell["outputs"]) for cell in code) >= 4
+    assert not [o for cell in code for o in cell["outputs"] if o["output_type"] == "error"]
+
+
+@pytest.mark.long
+def test_the_notebook_runs(tmp_path, monkeypatch):
+    pytest.importorskip("IPython")
+    monkeypatch.chdir(tmp_path)
+    notebook = json.loads((ROOT / "examples" / "choose_a_format.ipynb").read_text(encoding="utf-8"))
+    names: dict[str, object] = {}
+    for cell in notebook["cells"]:
+        if cell["cell_type"] == "code":
+            exec("".join(cell["source"]), names)
+    assert (tmp_path / "kvq.json").is_file()

@@ -14,7 +14,7 @@ from kvq.cache.memory import check_room
 from kvq.cache.pool import PoolBytes
 from kvq.cache.views import layer_views
 from kvq.errors import ConfigError
-from kvq.formats import KVRecipe
+from kvq.formats import KVRecipe, LayerCenters
 from kvq.geometry import ModelGeometry
 from kvq.kernels import Device, Kernel, KernelSpec, PagedKV, SequenceBatch, select
 from kvq.layout import KVLayout, LayerLayout
@@ -67,7 +67,7 @@ class KVCache:
                 self._write[index] = select("write_kv", spec, where, backend)
                 self._attend[index] = select("attend", spec, where, backend)
                 self._gather[index] = select("gather_dense", spec, where, backend)
-                if recipe.centers is not None:
+                if recipe.centers is not None and recipe.centers.layers[index] != LayerCenters():
                     self._centering[index] = Centering(recipe, layer.geometry, geometry, where, device)
             # Every backend moves the same bytes, so the user's choice of one does not matter here.
             self._copy.append(select("copy_blocks", _kernel_spec(geometry, layout, group.layers[0]), where))

@@ -20,7 +20,7 @@ from kvq.geometry import ModelGeometry
 from kvq.kernels import Device, KernelSpec, select
 
 PARTS = ("k", "v")
-_GROUPS = (16, 32, 48, 64, 128)  # elements; those that a head dimension allows
+_LEAST_GROUP, _LARGEST_GROUP = 16, 128  # elements
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,8 +69,9 @@ def halves(geometry: ModelGeometry) -> list[Half]:
 
 
 def grouped_formats(head_dim: int, code: Code, *, rotated: bool) -> list[KVFormat]:
-    """The grouped formats of one code that a head dimension allows, largest group first."""
-    sizes = [n for n in _GROUPS if n in legal_group_sizes(head_dim)] or legal_group_sizes(head_dim)[-1:]
+    """The grouped formats of one code that a head dimension allows, in groups of 16 to 128, largest first."""
+    legal = legal_group_sizes(head_dim)
+    sizes = [n for n in legal if _LEAST_GROUP <= n <= _LARGEST_GROUP] or legal[-1:]
     return [KVFormat(code=code, scale=Grouped(n), rotated=rotated) for n in reversed(sizes)]
 
 
