@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import kvq
+from kvq.calib import search
 from kvq.calib.budget import parse_budget
 from kvq.calib.candidates import codes_of, recipe_of
 from kvq.calib.clipping import best_clip
@@ -170,10 +171,8 @@ def test_a_limit_of_divergence_is_met_with_few_bytes(short):
 
 
 def test_two_bits_go_where_they_hurt_least(short):
-    """The keys of layer 0 of this model; and only where the budget asks for them."""
+    """The keys of layer 0 of this model."""
     budget = bytes_of_bits(short, 4.0)
-    assert default_codes(short, budget) == ALL_CODES
-    assert default_codes(short, bytes_of_bits(short, 4.5)) == FAST
     found = tune(
         short, calibration_text(), default_text(),
         budget_bytes=budget, context=128, max_windows=2, verify_windows=4,
@@ -183,6 +182,16 @@ def test_two_bits_go_where_they_hurt_least(short):
     assert [layer.v.code for layer in found.recipe.layers] == [Code.INT4, Code.INT4]
     int4 = next(p.row for p in found.points if p.row.kv == "int4_g64_rot")
     assert found.chosen.kl_mean <= 2 * int4.kl_mean
+
+
+def test_codes_without_a_fast_kernel_are_searched_only_where_the_budget_needs_them(tiny, monkeypatch):
+    assert default_codes(tiny, bytes_of_bits(tiny, 4.5)) == ALL_CODES
+    monkeypatch.setattr(
+        search, "has_fast_kernel", lambda geometry, half, fmt, device: fmt.code is not Code.INT2
+    )
+    assert default_codes(tiny, bytes_of_bits(tiny, 4.5)) == FAST
+    assert default_codes(tiny, None) == FAST
+    assert default_codes(tiny, bytes_of_bits(tiny, 4.0)) == ALL_CODES
 
 
 def test_divergences_are_those_of_kvq_perplexity(tiny):

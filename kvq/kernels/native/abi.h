@@ -3,7 +3,7 @@
 
 #include <stdint.h>
 
-enum KvqCode { KVQ_FP32, KVQ_BF16, KVQ_FP16, KVQ_FP8, KVQ_INT8, KVQ_INT4 };
+enum KvqCode { KVQ_FP32, KVQ_BF16, KVQ_FP16, KVQ_FP8, KVQ_INT8, KVQ_INT4, KVQ_INT2 };
 
 enum KvqStatus { KVQ_OK, KVQ_NO_MEMORY, KVQ_BAD_BLOCK };
 
@@ -18,6 +18,7 @@ struct KvqRows {
     int32_t dim;                 // elements of a token row
     int32_t group_size;          // elements that share a scale and a minimum; 0 if not grouped
     int32_t rotated;
+    float cut;  // part of a group's range that codes leave out at each end
 };
 
 struct KvqLayer {

@@ -95,6 +95,18 @@ inline void read_int4(float* out, const uint8_t* codes, const uint16_t* scales, 
     }
 }
 
+// Byte i holds elements i, i + dim / 4, ... from its low bits up; groups may end inside a quarter.
+inline void read_int2(float* out, const uint8_t* codes, const uint16_t* scales, int dim, int group) {
+    int quarter = dim / 4;
+    for (int at = 0; at < dim;) {
+        int part = at / quarter, byte = at - part * quarter, shift = 2 * part;
+        int to_group = group - at % group, run = quarter - byte < to_group ? quarter - byte : to_group;
+        float s = from_fp16(scales[2 * (at / group)]), m = from_fp16(scales[2 * (at / group) + 1]);
+        convert_bytes(out + at, codes + byte, run, [=](vi c) { return floats((c >> shift) & 3) * s + m; });
+        at += run;
+    }
+}
+
 inline const uint8_t* row_codes(const KvqRows& rows, int64_t block, int head, int offset) {
     return rows.codes + block * rows.codes_block + head * rows.codes_head + offset * rows.codes_slot;
 }
@@ -108,6 +120,7 @@ inline void read_row(float* __restrict out, const KvqRows& rows, int64_t block, 
                                    offset * rows.scales_slot);
     if (rows.code <= KVQ_FP16) return read_floats(out, codes, rows.dim, rows.code);
     if (rows.code == KVQ_INT4) return read_int4(out, codes, scales, rows.dim, rows.group_size);
+    if (rows.code == KVQ_INT2) return read_int2(out, codes, scales, rows.dim, rows.group_size);
     float scale = scales ? from_fp16(scales[0]) : rows.static_scales[head];
     if (rows.code == KVQ_FP8)
         return convert_bytes(out, codes, rows.dim, [=](vi c) { return fp8_values(c) * scale; });

@@ -12,7 +12,7 @@ from kvq.errors import ConfigError
 from kvq.formats import Code, Grouped, KVFormat
 from kvq.kernels.paged import PagedKV, PagedRows, SequenceBatch
 
-CODES = {Code.FP32: 0, Code.BF16: 1, Code.FP16: 2, Code.FP8: 3, Code.INT8: 4, Code.INT4: 5}
+CODES = {Code.FP32: 0, Code.BF16: 1, Code.FP16: 2, Code.FP8: 3, Code.INT8: 4, Code.INT4: 5, Code.INT2: 6}
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 
@@ -33,6 +33,7 @@ class Rows(ctypes.Structure):
         ("dim", c_int32),
         ("group_size", c_int32),
         ("rotated", c_int32),
+        ("cut", c_float),
     )
 
 
@@ -124,8 +125,8 @@ def layer_of(kv: PagedKV) -> Layer:
     if layer is None:
         num_blocks, kv_heads = kv.k.codes.shape[:2]
         layer = Layer(
-            k=_rows(kv.k, kv.formats.k, kv.formats.k_head_dim),
-            v=_rows(kv.v, kv.formats.v, kv.formats.v_head_dim),
+            k=_rows(kv.k, kv.formats.k, kv.formats.k_head_dim, kv.formats.k_clip),
+            v=_rows(kv.v, kv.formats.v, kv.formats.v_head_dim, kv.formats.v_clip),
             num_blocks=num_blocks,
             kv_heads=kv_heads,
             block_size=kv.block_size,
@@ -171,7 +172,7 @@ def entries_of(tables: Tensor) -> Tensor:
     return tables if tables.stride(1) == 1 else tables.contiguous()
 
 
-def _rows(rows: PagedRows, fmt: KVFormat, dim: int) -> Rows:
+def _rows(rows: PagedRows, fmt: KVFormat, dim: int, clip: float) -> Rows:
     assert rows.codes.stride(3) == 1, "token rows are contiguous"
     code_bytes = rows.codes.element_size()
     scales = rows.scales
@@ -190,4 +191,5 @@ def _rows(rows: PagedRows, fmt: KVFormat, dim: int) -> Rows:
         dim=dim,
         group_size=fmt.scale.group_size if isinstance(fmt.scale, Grouped) else 0,
         rotated=fmt.rotated,
+        cut=(1 - clip) / 2,
     )

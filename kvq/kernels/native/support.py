@@ -1,22 +1,18 @@
-"""Which formats and devices the compiled kernels take."""
+"""Which devices and shapes the compiled kernels take; they know every format."""
 
 from kvq.kernels.native.library import load
-from kvq.kernels.native.structs import CODES
 from kvq.kernels.spec import Device, KernelSpec, Support
 
 MOST_DIM = 4096  # elements of a token row that write_kv.cpp has room for
 
 
 def supports(spec: KernelSpec, device: Device) -> Support:
-    """Yes for memory of a CPU and formats down to 4 bits, if the library is there."""
+    """Yes for memory of a CPU, if the library is there."""
     if device.type != "cpu":
         return Support(False, f"works on CPU memory, not on {device.name}", is_missed=False)
     library = load()
     if isinstance(library, str):
         return Support(False, library)
-    for fmt in (spec.formats.k, spec.formats.v):
-        if fmt.code not in CODES:
-            return Support(False, f"has no kernel for {fmt.name}")
     if max(spec.formats.k_head_dim, spec.formats.v_head_dim) > MOST_DIM:
         return Support(False, f"takes head dimensions up to {MOST_DIM}")
     return Support(True)

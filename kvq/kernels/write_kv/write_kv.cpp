@@ -46,8 +46,13 @@ inline float largest_magnitude(const float* x, int n) {
     return float_of_bits(top);
 }
 
-inline void encode_int4(uint8_t* codes, uint16_t* scales, const float* x, int dim, int group) {
+// Codes of BITS bits, 8 / BITS to a byte: element i of each of the row's equal parts.
+template <int BITS>
+inline void encode_grouped(uint8_t* codes, uint16_t* scales, const float* x, const KvqRows& rows) {
+    constexpr int PARTS = 8 / BITS;
+    constexpr float LEVELS = (1 << BITS) - 1;
     uint8_t q[MOST_DIM];
+    int dim = rows.dim, group = rows.group_size, bytes = dim / PARTS;
     for (int at = 0; at < dim; at += group) {
         const float* y = x + at;
         float low = y[0], high = y[0];
@@ -55,14 +60,22 @@ inline void encode_int4(uint8_t* codes, uint16_t* scales, const float* x, int di
             low = y[i] < low ? y[i] : low;
             high = y[i] > high ? y[i] : high;
         }
+        if (rows.cut != 0.0f) {
+            float cut = high * rows.cut - low * rows.cut;
+            low = low + cut, high = high - cut;
+        }
         uint16_t minimum = to_fp16(clamped(low, -FP16_LARGEST, FP16_LARGEST) + 0.0f);  // never -0
-        float start = from_fp16(minimum), scale = as_scale((high - start) / 15.0f);
+        float start = from_fp16(minimum), scale = as_scale((high - start) / LEVELS);
         for (int i = 0; i < group; i++)
-            q[at + i] = (uint8_t)(int)clamped(__builtin_floorf((y[i] - start) / scale + 0.5f), 0.0f, 15.0f);
+            q[at + i] = (uint8_t)(int)clamped(__builtin_floorf((y[i] - start) / scale + 0.5f), 0.0f, LEVELS);
         scales[2 * (at / group)] = to_fp16(scale);
         scales[2 * (at / group) + 1] = minimum;
     }
-    for (int i = 0; i < dim / 2; i++) codes[i] = (uint8_t)(q[i] | q[i + dim / 2] << 4);
+    for (int i = 0; i < bytes; i++) {
+        int packed = 0;
+        for (int part = 0; part < PARTS; part++) packed |= q[i + part * bytes] << BITS * part;
+        codes[i] = (uint8_t)packed;
+    }
 }
 
 inline void encode_symmetric(uint8_t* codes, const float* x, int dim, int code, float scale) {
@@ -93,7 +106,8 @@ inline void write_row(float* x, const KvqRows& rows, int64_t block, int head, in
             for (int i = 0; i < dim; i++) x[i] = clamped(x[i], -largest, largest);
         return write_floats(codes, x, dim, rows.code);
     }
-    if (rows.code == KVQ_INT4) return encode_int4(codes, scales, x, dim, rows.group_size);
+    if (rows.code == KVQ_INT4) return encode_grouped<4>(codes, scales, x, rows);
+    if (rows.code == KVQ_INT2) return encode_grouped<2>(codes, scales, x, rows);
     float scale;
     if (scales) {
         scale = as_scale(largest_magnitude(x, dim) / (rows.code == KVQ_FP8 ? 448.0f : 127.0f));

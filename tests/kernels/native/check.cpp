@@ -50,13 +50,16 @@ struct Part {
     KvqRows rows;
 
     Part(const Format& f, int dim, int blocks) : fixed(HEADS, 0.05f) {
-        int bytes = f.code == KVQ_FP32 ? 4 * dim : f.code <= KVQ_FP16 ? 2 * dim : f.code == KVQ_INT4 ? dim / 2 : dim;
+        int bytes = f.code == KVQ_FP32 ? 4 * dim : f.code <= KVQ_FP16 ? 2 * dim : f.code == KVQ_INT4   ? dim / 2
+                    : f.code == KVQ_INT2 ? dim / 4
+                                         : dim;
         int numbers = f.is_static || f.code <= KVQ_FP16 ? 0 : f.group ? 2 * dim / f.group : 1;
         codes.assign((size_t)blocks * HEADS * BLOCK * bytes, 0xff);
         scales.assign((size_t)blocks * HEADS * BLOCK * numbers * 2, 0xff);
         rows = {codes.data(), (int64_t)HEADS * BLOCK * bytes, (int64_t)BLOCK * bytes, bytes,
                 numbers ? scales.data() : nullptr, (int64_t)HEADS * BLOCK * numbers * 2, (int64_t)BLOCK * numbers * 2,
-                numbers * 2, f.is_static ? fixed.data() : nullptr, f.code, dim, f.group, f.rotated};
+                numbers * 2, f.is_static ? fixed.data() : nullptr, f.code, dim, f.group, f.rotated,
+                f.code == KVQ_INT2 ? 0.125f : 0.0f};
     }
 };
 
@@ -157,6 +160,7 @@ int main() {
     for (int dim : {48, 64, 80, 128}) {
         for (const Format& f : formats) good &= check(f, dim);
         for (int group : {dim / 4, dim / 2, dim}) good &= check({"int4", KVQ_INT4, group, 1, 0}, dim);
+        for (int group : {dim / 8, dim / 2, dim}) good &= check({"int2", KVQ_INT2, group, 1, 0}, dim);
     }
     good &= check_copies() && check_merge();
     std::printf("%s\n", good ? "all ok" : "FAILED");

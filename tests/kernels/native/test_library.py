@@ -78,8 +78,11 @@ def test_a_library_that_is_no_library_is_a_reason_not_a_crash(
         library.variants.cache_clear()
 
 
-def test_formats_without_a_kernel_and_other_devices_are_refused_by_name() -> None:
-    assert "int2_g32_rot" in support.supports(spec("int2"), CPU).reason
+def test_rows_too_long_and_other_devices_are_refused_by_name() -> None:
+    long = replace(spec("int2").formats, k_head_dim=8192)
+    reason = support.supports(replace(spec("int2"), formats=long), CPU).reason
+    assert reason == "takes head dimensions up to 4096"
+    assert support.supports(spec("int2"), CPU).yes
     gpu = Device(type="cuda", name="H200", capability=(9, 0))
     assert support.supports(spec("int4"), gpu).reason == "works on CPU memory, not on H200"
 

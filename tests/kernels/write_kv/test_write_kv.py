@@ -1,12 +1,15 @@
 """write_kv: what is stored is decode(encode(x)), in its slots and nowhere else."""
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
+from kvq.kernels.codec import decode, encode
 from kvq.kernels.gather_dense.reference import gather_dense
+from kvq.kernels.write_kv.reference import write_kv as reference_write_kv
 from kvq.layout import BlockOrder
 from tests.kernels.backends import NAMES, kernel
 from tests.kernels.kit import KINDS, POISON, Tables, poisoned_cache, rows_like_kv, slot_bytes, stored
@@ -174,3 +177,21 @@ def test_a_token_is_stored_alike_whatever_it_is_written_with(kv: str) -> None:
     for chunk in ([8], [0, 1, 2], [3, 5, 7], [4, 6]):
         write_kv(k[chunk], v[chunk], apart.layer(0), slots[chunk])
     assert torch.equal(together.pool(0), apart.pool(0))
+
+
+@pytest.mark.parametrize("group", [5, 6, 10, 15, 30, 60])
+def test_clipped_2_bit_groups_are_those_of_the_reference_bit_for_bit(group: int) -> None:
+    """Groups of 10 end inside the quarters of 15 that a byte's codes come from."""
+    cache = poisoned_cache(f"int2_g{group}_rot/int2_g{group}", [(60, 60)])
+    kv = cache.layer(0)
+    kv = replace(kv, formats=replace(kv.formats, k_clip=0.75, v_clip=0.85))
+    k, v = rows_like_kv(9, 3, 60), rows_like_kv(9, 3, 60, 1)
+    v[3] = 1.25  # constant groups
+    slots = torch.tensor([7, 33, 18, 0, 54, 21, 22, 23, 9])
+    assert not write_kv(k, v, kv, slots).any()
+    ours = cache.pool(0).clone()
+    cache.pool(0).fill_(POISON)
+    reference_write_kv(k, v, kv, slots)
+    assert torch.equal(cache.pool(0), ours)
+    gathered = gather_dense(kv, torch.tensor([[1]], dtype=torch.int32), 2, 3)[1]  # slot 7
+    assert torch.equal(gathered[0, :, 0], decode(*encode(v[0], kv.formats.v, clip=0.85), kv.formats.v))
