@@ -14,10 +14,12 @@ from dataclasses import dataclass, replace
 from kvq.calib.allocate import Allocation, Option
 from kvq.calib.candidates import grouped_formats, halves, has_fast_kernel, recipe_of
 from kvq.calib.divergence import mean_divergences
+from kvq.calib.observe import spread_windows
 from kvq.calib.sensitivity import Progress, Sensitivities, measure_sensitivities
 from kvq.errors import ConfigError
 from kvq.evals.perplexity import PerplexityRow, measure_perplexity
 from kvq.evals.text import EvalText
+from kvq.evals.windows import token_windows
 from kvq.formats import Code, KVFormat, KVRecipe, PerTokenHead, parse_format
 from kvq.models import Model
 
@@ -116,6 +118,8 @@ def tune(
             f"the budget is {budget_bytes} bytes per token; the smallest formats searched take "
             f"{smallest_bytes(model, codes)}"
         )
+    window = len(spread_windows(model, text.text, context=context, max_windows=max_windows)[0])
+    token_windows(model.tokenizer, held_out.text, context=window)  # or it is refused before long work
     found = measure_sensitivities(
         model, text, codes=codes, context=context, max_windows=max_windows, progress=progress
     )
@@ -130,7 +134,7 @@ def tune(
         model,
         ["auto", *uniform.values(), *others, replace(recipe, label="chosen")],
         held_out.text,
-        context=len(found.windows[0]),
+        context=window,
         max_windows=verify_windows,
         progress=lambda done, total: progress("verifying whole recipes", done, total),
     )

@@ -82,6 +82,15 @@ def test_what_can_not_be_done_is_refused_with_a_reason(kvq, tmp_path, monkeypatc
     assert not list(tmp_path.iterdir())
 
 
+def test_a_held_out_text_that_is_too_short_is_refused_before_the_search(kvq, tmp_path):
+    text = tmp_path / "short.txt"
+    text.write_text("too few words")
+    status, _, err = kvq("tune", "tiny", "--held-out", text, "--out", tmp_path / "k.json")
+    assert status == 2
+    assert "one window needs 1024" in err
+    assert not (tmp_path / "k.json").exists()
+
+
 def test_the_text_that_was_searched_on_is_not_measured_on(kvq, tmp_path):
     text = tmp_path / "t.txt"
     text.write_text("some words " * 2000)
