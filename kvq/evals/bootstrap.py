@@ -17,6 +17,7 @@ import numpy.typing as npt
 from kvq.errors import ConfigError
 
 CONFIDENCE = 0.95
+Z95 = NormalDist().inv_cdf((1 + CONFIDENCE) / 2)  # standard deviations on each side
 FEWEST_DOCUMENTS = 8  # below, an interval would say little and is left out
 FEWEST_RESAMPLES = 100
 _DRAWN = 1 << 22  # numbers held at once
@@ -98,15 +99,18 @@ def _t_quantile(p: float, freedom: int) -> float:
 
 
 def share_interval(hits: int, trials: int) -> Interval | None:
-    """A two-sided 95% interval of a share of independent trials; None for too few of them.
+    """`wilson_interval`, or None for too few trials."""
+    return None if trials < FEWEST_DOCUMENTS else wilson_interval(hits, trials)
+
+
+def wilson_interval(hits: int, trials: int) -> Interval:
+    """A two-sided 95% interval of a share of independent trials.
 
     Unlike a bootstrap it has a width where every trial ended alike.
 
     Source: Wilson, "Probable Inference, the Law of Succession, and Statistical Inference" (1927).
     """
-    if trials < FEWEST_DOCUMENTS:
-        return None
-    z = NormalDist().inv_cdf((1 + CONFIDENCE) / 2)
+    z = Z95
     share = hits / trials
     middle = share + z**2 / (2 * trials)
     half = z * math.sqrt(share * (1 - share) / trials + (z / (2 * trials)) ** 2)

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from kvq.errors import ConfigError
+from kvq.evals.bootstrap import Z95
 from kvq.evals.gates import IDENTITIES, identity
-from kvq.evals.needle import Z95
 from kvq.evals.sections import row_keys
 
 _SIZES = ("bits_per_element", "kv_bytes_per_token", "compression")  # in every row, measured or not

@@ -7,13 +7,13 @@ beside the one asked for, as in Hsieh et al., "RULER", 2024.
 """
 
 import itertools
-import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from kvq.errors import RequestError
+from kvq.evals.bootstrap import wilson_interval
 from kvq.evals.needle_prompts import SENTENCE, NeedlePrompt, NeedlePrompts
 from kvq.formats import KVRecipe
 from kvq.models import Model, Session
@@ -22,7 +22,6 @@ Progress = Callable[[int, int], None]  # (prompts answered, prompts in all), eve
 
 LENGTHS = (512, 1024, 2048, 4096)  # tokens
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
-Z95 = 1.959964  # standard deviations on each side of a 95% interval
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -165,17 +164,6 @@ def summarize_needle(rows: Iterable[NeedleRow]) -> list[NeedleSummary]:
             )
         )
     return summaries
-
-
-def wilson_interval(hits: int, trials: int) -> tuple[float, float]:
-    """The 95% interval of a share: (p + z^2/2n -+ z sqrt(p(1-p)/n + z^2/4n^2)) / (1 + z^2/n).
-
-    Source: Wilson, "Probable inference, the law of succession, and statistical inference", 1927.
-    """
-    share, z2 = hits / trials, Z95**2 / trials
-    middle = share + z2 / 2
-    spread = math.sqrt(share * (1 - share) * z2 + z2**2 / 4)
-    return max(0.0, (middle - spread) / (1 + z2)), min(1.0, (middle + spread) / (1 + z2))
 
 
 def _check(plan: NeedlePlan, limit: int) -> None:

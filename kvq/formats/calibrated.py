@@ -7,6 +7,7 @@ another layer or field, cut, reordered or edited is found, and named.
 import hashlib
 import json
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from kvq.errors import ConfigError
 
@@ -15,10 +16,42 @@ _DIGEST_CHARACTERS = 16
 AGAIN = "make the file again: `kvq calibrate MODEL --out kvq.json`, or `kvq tune` if that made it"
 
 
+class Header(NamedTuple):
+    """What calibrated numbers come from."""
+
+    model_digest: str
+    text_digest: str
+    tokens: int
+
+
 def field_digest(model_digest: str, layer: int, field: str, values: object) -> str:
     """The first 16 hex digits of SHA-256 of a field's numbers and of where they belong."""
     text = json.dumps([model_digest, layer, field, values])
     return hashlib.sha256(text.encode()).hexdigest()[:_DIGEST_CHARACTERS]
+
+
+def check_model(what: str, found: str, expected: str) -> None:
+    """Raise ConfigError unless what was calibrated belongs to the model with that digest."""
+    if found != expected:
+        raise ConfigError(
+            f"these {what} belong to another model (digest {found[:12]}, this model is {expected[:12]}); "
+            f"{AGAIN}"
+        )
+
+
+def read_header(name: str, data: object) -> tuple[Header, list[object]]:
+    """Where a calibrated object's numbers come from, and its layers, unread.
+
+    Raises:
+        ConfigError: a key is missing or too many, or of another type.
+    """
+    keys = ("model_digest", "text_digest", "tokens", "layers")
+    if not isinstance(data, dict) or set(data) != set(keys):
+        raise ConfigError(f"{name} must hold model_digest, text_digest, tokens and layers")
+    tokens, layers = data["tokens"], data["layers"]
+    if not isinstance(layers, list) or isinstance(tokens, bool) or not isinstance(tokens, int) or tokens < 0:
+        raise ConfigError(f"{name}.layers must be a list and {name}.tokens a number")
+    return Header(str(data["model_digest"]), str(data["text_digest"]), tokens), layers
 
 
 def check_numbers(where: str, values: object, *, positive: bool) -> tuple[float, ...]:

@@ -8,10 +8,17 @@ no bits. Source: Zhang et al. 2024, SageAttention, section 4.2 (smoothing K), th
 from dataclasses import dataclass
 
 from kvq.errors import ConfigError
-from kvq.formats.calibrated import AGAIN, check_digest, check_numbers, check_shape, field_digest
+from kvq.formats.calibrated import (
+    AGAIN,
+    check_digest,
+    check_model,
+    check_numbers,
+    check_shape,
+    field_digest,
+    read_header,
+)
 
 HeadCenters = tuple[tuple[float, ...], ...]  # [kv_heads][head_dim]
-_KEYS = ("model_digest", "text_digest", "tokens", "layers")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,11 +40,7 @@ class Centers:
 
     def check(self, *, model_digest: str, kv_heads: list[int]) -> None:
         """Raise ConfigError unless these centers were made for that model."""
-        if self.model_digest != model_digest:
-            raise ConfigError(
-                f"these centers belong to another model (digest {self.model_digest[:12]}, this model is "
-                f"{model_digest[:12]}); {AGAIN}"
-            )
+        check_model("centers", self.model_digest, model_digest)
         check_shape("centers.layers", self.layers, len(kv_heads), "layers")
         for index, (layer, heads) in enumerate(zip(self.layers, kv_heads, strict=True)):
             for part, rows in (("k", layer.k), ("v", layer.v)):
@@ -66,16 +69,13 @@ class Centers:
             ConfigError: a key is missing, a number is not finite, or a list is not the one that was
                 written for its layer and field.
         """
-        if not isinstance(data, dict) or set(data) != set(_KEYS):
-            raise ConfigError("centers must hold model_digest, text_digest, tokens and layers")
-        if not isinstance(data["layers"], list) or not isinstance(data["tokens"], int) or data["tokens"] < 0:
-            raise ConfigError("centers.layers must be a list and centers.tokens a number")
-        model_digest = str(data["model_digest"])
+        header, found = read_header("centers", data)
+        layers = tuple(_layer(header.model_digest, index, layer) for index, layer in enumerate(found))
         return cls(
-            model_digest=model_digest,
-            text_digest=str(data["text_digest"]),
-            tokens=data["tokens"],
-            layers=tuple(_layer(model_digest, i, layer) for i, layer in enumerate(data["layers"])),
+            model_digest=header.model_digest,
+            text_digest=header.text_digest,
+            tokens=header.tokens,
+            layers=layers,
         )
 
 

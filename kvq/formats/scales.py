@@ -3,14 +3,21 @@
 from dataclasses import dataclass
 
 from kvq.errors import ConfigError
-from kvq.formats.calibrated import AGAIN, check_digest, check_numbers, check_shape, field_digest
+from kvq.formats.calibrated import (
+    AGAIN,
+    check_digest,
+    check_model,
+    check_numbers,
+    check_shape,
+    field_digest,
+    read_header,
+)
 from kvq.formats.spec import Code, KVFormat
 
 LARGEST_CODE = {Code.FP8: 448.0, Code.INT8: 127.0}
 SMALLEST_MAXIMUM = 2.0**-100  # of a head that was always zero: a file holds no zero scale
 _SMALLEST_SCALE = 2.0**-126  # the smallest normal fp32 number: a scale never rounds to zero
 PARTS = ("k", "v", "k_rotated", "v_rotated")
-_KEYS = ("model_digest", "text_digest", "tokens", "layers")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,11 +50,7 @@ class StaticScales:
 
     def check(self, *, model_digest: str, kv_heads: list[int]) -> None:
         """Raise ConfigError unless these scales were made for that model."""
-        if self.model_digest != model_digest:
-            raise ConfigError(
-                f"these static scales belong to another model (digest {self.model_digest[:12]}, "
-                f"this model is {model_digest[:12]}); run `kvq calibrate MODEL --out kvq.json`"
-            )
+        check_model("static scales", self.model_digest, model_digest)
         found = [len(layer.k) for layer in self.layers]
         if found != kv_heads:
             raise ConfigError(
@@ -77,16 +80,13 @@ class StaticScales:
             ConfigError: a key is missing, a maximum is not a finite number above 0, or a list is not
                 the one that was written for its layer and field.
         """
-        if not isinstance(data, dict) or set(data) != set(_KEYS):
-            raise ConfigError("static_scales must hold model_digest, text_digest, tokens and layers")
-        if not isinstance(data["layers"], list) or not isinstance(data["tokens"], int) or data["tokens"] < 0:
-            raise ConfigError("static_scales.layers must be a list and static_scales.tokens a number")
-        model_digest = str(data["model_digest"])
+        header, found = read_header("static_scales", data)
+        layers = tuple(_maxima(header.model_digest, index, layer) for index, layer in enumerate(found))
         return cls(
-            model_digest=model_digest,
-            text_digest=str(data["text_digest"]),
-            tokens=data["tokens"],
-            layers=tuple(_maxima(model_digest, i, layer) for i, layer in enumerate(data["layers"])),
+            model_digest=header.model_digest,
+            text_digest=header.text_digest,
+            tokens=header.tokens,
+            layers=layers,
         )
 
 
