@@ -147,7 +147,7 @@ def _measure(
     from kvq.evals.perplexity import size_figures
     from kvq.evals.results import envelope, source_commit
 
-    plan = EvalPlan(kv=_recipes(given["model"], kv), **given)
+    plan = EvalPlan(kv=list(kv), **given)
     models = with_baseline(plan.model, plan.kv)
     formats = {one.recipe.name: one.recipe.is_quantized for one in models}
     if len(formats) < len(models):
@@ -213,15 +213,3 @@ def _run_all(
         ran.append({"names": one.names, "key": one.task.key, **dataclasses.asdict(used)})
         click.echo(f"{names}: {used.line()}")
     return found, ran
-
-
-def _recipes(model: Any, kv: list[str]) -> list[Any]:
-    """The formats; recipes from files are named by their path, to be told apart."""
-    from kvq.models.model import resolve_recipe
-
-    return [
-        dataclasses.replace(resolve_recipe(model.weights, name), label=name)
-        if name.endswith(".json")
-        else name
-        for name in kv
-    ]

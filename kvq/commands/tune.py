@@ -48,7 +48,9 @@ DEFAULT_BUDGET = "int4"
 )
 @click.option("--json", "json_path", type=click.Path(), help="Write all that was measured as JSON.")
 @click.option("--plot", "plot_path", type=click.Path(), help="Write the Pareto front (.svg, .png or .pdf).")
-@click.option("--html", "html_path", type=click.Path(), help="Write a page that needs no other file.")
+@click.option(
+    "--html", "html_path", type=click.Path(), help="Write a page that needs no other file, JSON beside it."
+)
 @model_options
 def command(
     model_options: ModelOptions,
@@ -83,6 +85,8 @@ def command(
         raise ConfigError("--budget and --max-kl are two ends of one trade; give one of them")
     codes = None if formats is None else codes_of(formats.split(","))
     source, other = _texts(text, text_field, held_out)
+    if html_path is not None and json_path is None:
+        json_path = str(Path(html_path).with_suffix(".json"))
     for path in (out, json_path, plot_path, html_path):
         if path is not None:
             fileio.check_writable(path)

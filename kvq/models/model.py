@@ -2,6 +2,7 @@
 
 import copy
 import operator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -231,7 +232,7 @@ def resolve_recipe(weights: LoadedWeights, kv: str | Path | KVRecipe) -> KVRecip
         raise ConfigError(f"kv must be a format name, a kvq.json or a KVRecipe, got {kv!r}")
     kv = str(kv)
     if kv.endswith(".json"):
-        recipe = KVRecipe.load(kv)
+        recipe = replace(KVRecipe.load(kv), label=kv)  # files that hold like formats are told apart
         check_recipe_fits(weights.geometry, recipe)
         return recipe
     if kv == "auto":
