@@ -52,6 +52,8 @@ def table(result: dict) -> str:
         return recipes_table(result)
     if "needle_summary" in result:
         return needle_table(result)
+    if "intervals" in result["rows"][0]:
+        return quality_table(result)
     return caches_table(result) if "step_ms_median" in result["rows"][0] else perplexity_table(result)
 
 
@@ -112,6 +114,28 @@ def recipes_table(result: dict) -> str:
 
 def _kl_cells(row: dict) -> str:
     return f"{row['kl_mean']:.5f} | {row['perplexity_change']:+.2%}"
+
+
+def quality_table(result: dict) -> str:
+    """The table of `kvq eval --tasks perplexity,kl`: divergence, and perplexity with its interval."""
+    lines = [
+        "| KV | bits / element | mean KL | KL 99.9% | perplexity, 95% interval | same top token |",
+        "|---|--:|--:|--:|--:|--:|",
+    ]
+    for row in result["rows"][1:]:
+        low, high = row["intervals"]["perplexity_change"]
+        lines.append(
+            f"| `{row['kv']}` | {row['bits_per_element']:.4g} | {row['kl_mean']:.5f} | {row['kl_p999']:.3f} "
+            f"| {row['perplexity_change']:+.2%} ({low:+.2%} to {high:+.2%}) | {row['top1_agreement']:.1%} |"
+        )
+    first = result["rows"][0]
+    took = sum(task["seconds"] for task in result["tasks"])
+    peak = max(task["peak_bytes"] for task in result["tasks"])
+    text = (
+        f"Against {first['kv']}. Model: {result['model']}. Text: {result['text']}, {first['tokens']:,} tokens in "
+        f"{first['documents']} windows of {result['context']}; {took:,.0f} s, peak memory {peak / 2**20:,.0f} MiB. "
+    )
+    return "\n".join(lines) + "\n\n" + text + _measured(result)
 
 
 def needle_table(result: dict) -> str:
