@@ -132,8 +132,9 @@ def quality_table(result: dict) -> str:
     took = sum(task["seconds"] for task in result["tasks"])
     peak = max(task["peak_bytes"] for task in result["tasks"])
     text = (
-        f"Against {first['kv']}. Model: {result['model']}. Text: {result['text']}, {first['tokens']:,} tokens in "
-        f"{first['documents']} windows of {result['context']}; {took:,.0f} s, peak memory {peak / 2**20:,.0f} MiB. "
+        f"Against {first['kv']}. Model: {result['model']}. Text: {result['text']}, {first['tokens']:,} "
+        f"tokens in {first['documents']} windows of {result['context']}; {took:,.0f} s, peak memory "
+        f"{peak / 2**20:,.0f} MiB. "
     )
     return "\n".join(lines) + "\n\n" + text + _measured(result)
 

@@ -22,7 +22,7 @@ def parse_budget(model: Model, text: str) -> int:
         bits = float(match[1])
         if not 0 < bits <= 32:
             raise ConfigError(
-                f"--budget is {bits:g} bits per element; give 2 to 16, or a format such as int4"
+                f"--budget is {bits:g} bits per element; give 2 to 32, or a format such as int4"
             )
         return bytes_of_bits(model, bits)
     if match := _BYTES.fullmatch(text):

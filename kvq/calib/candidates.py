@@ -102,6 +102,7 @@ def recipe_of(
     return KVRecipe(
         layers=tuple(layers),
         centers=replace(centers, layers=tuple(kept)) if used else None,
+        model_digest=centers.model_digest,
         label=label,
     )
 

@@ -1,21 +1,25 @@
-"""Are static scales fit for another text? Scales of one kind of text may clip another's."""
+"""Does what was calibrated on one text serve another? Scales of one kind of text may clip another's."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from kvq.calib.observe import observe
-from kvq.evals.perplexity import measure_perplexity
+import numpy as np
+
+from kvq.calib.observe import Observations, observe
+from kvq.evals.bootstrap import Bootstrap, Interval
+from kvq.evals.divergence import measure_tokens
 from kvq.evals.text import EvalText
-from kvq.formats import StaticScales
+from kvq.evals.windows import begin_ids, text_ids, token_windows
+from kvq.formats import KVRecipe
 from kvq.models import Model
 
 _LARGER = 1.05  # a maximum counts as exceeded from here on
-_WORSE = 0.003  # of perplexity, from where on the scales are called unfit
+_WORSE = 1.25  # times the divergence of what is calibrated on the checked text itself
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DomainCheck:
-    """Scales from one text, tried on another. Fields are JSON keys of `kvq calibrate --check`."""
+    """What one text calibrated, tried on another. Fields are JSON keys of `kvq calibrate --check`."""
 
     calibrated_on: str
     checked_on: str
@@ -24,75 +28,107 @@ class DomainCheck:
     heads_exceeded: int  # whose maximum on the checked text is over 5% above the calibrated one
     largest_excess: float  # the checked text's maximum / the calibrated one, of the worst head
     worst_head: str
-    perplexity: float  # with the calibrated scales
-    own_perplexity: float  # with scales from the checked text itself
-    twin_perplexity: float  # of the format whose scales are found per token
-    change: float  # of perplexity, against the twin
-    is_fit: bool
+    tokens: int  # predicted
+    kl_mean: float  # from unquantized KV
+    own_kl_mean: float  # of the same formats, calibrated on the checked text itself
+    kl_difference: Interval | None  # at 95%, from resampling windows in pairs; None for too few
+    perplexity_change: float
+    own_perplexity_change: float
+    is_fit: bool | None  # None: too few windows to tell
 
     def line(self) -> str:
         """The verdict in a sentence."""
-        verdict = "fit" if self.is_fit else "NOT fit"
+        words = {True: "is fit", False: "is NOT fit", None: "may or may not be fit (too few windows to tell)"}
+        span = (
+            ""
+            if self.kl_difference is None
+            else f", a difference of {self.kl_difference[0]:+.6f} to {self.kl_difference[1]:+.6f} at 95%"
+        )
         return (
-            f"scales from {self.calibrated_on} are {verdict} for {self.checked_on}: {self.heads_exceeded} "
-            f"of {self.heads} heads go beyond them (most: {self.largest_excess:.2f}x, {self.worst_head}); "
-            f"perplexity with {self.kv} {self.perplexity:.3f}, with scales of its own "
-            f"{self.own_perplexity:.3f}, with scales per token {self.twin_perplexity:.3f} "
-            f"({self.change:+.2%})"
+            f"{self.kv} calibrated on {self.calibrated_on} {words[self.is_fit]} for {self.checked_on}: "
+            f"{self.heads_exceeded} of {self.heads} heads go beyond their maximum (most: "
+            f"{self.largest_excess:.2f}x, {self.worst_head}); mean KL {self.kl_mean:.6f}, calibrated on that "
+            f"text itself {self.own_kl_mean:.6f}{span}; perplexity {self.perplexity_change:+.2%} and "
+            f"{self.own_perplexity_change:+.2%}, over {self.tokens:,} tokens"
         )
 
 
 def check_domain(
     model: Model,
-    scales: StaticScales,
-    calibrated_on: str,
+    recipe: KVRecipe,
+    seen: Observations,
     text: EvalText,
     *,
-    kv: str = "fp8_per_head",
     context: int | None = None,
-    max_windows: int = 16,
+    max_windows: int = 32,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> DomainCheck:
-    """Compare scales with those of another text, and what each costs there.
+    """Try a calibrated recipe on another text, beside the same formats calibrated on that text.
 
-    `kv`: a format with static scales; its twin finds them per token. They are fit if they cost less
-    than 0.3% of perplexity more than the twin.
+    It is unfit if it diverges from unquantized KV by over a quarter more, and that beyond chance.
 
     Raises:
-        RequestError: a text that is too short.
-        ConfigError: a format without a twin.
+        RequestError: a text of fewer than one window.
     """
-    seen = observe(model, text, context=context, max_windows=max_windows, progress=progress)
-    excess = [
-        (found / allowed, f"{part.upper()} of layer {index}, head {head}")
-        for index, (own, given) in enumerate(zip(seen.scales().layers, scales.layers, strict=True))
-        for part in ("k", "v")
-        for head, (found, allowed) in enumerate(zip(getattr(own, part), getattr(given, part), strict=True))
-    ]
-    twin = kv.replace("_per_head", "")
+    head = _beginning(model, text, context or min(1024, model.weights.max_context), max_windows)
     window = min(context or 1024, model.weights.max_context)
-    given, other = (
-        measure_perplexity(
-            model.with_static_scales(some),
-            ["auto", *names],
-            text.text,
-            context=window,
-            max_windows=max_windows,
+    own = observe(model, head, context=window, max_windows=max_windows, progress=progress)
+    itself = replace(recipe, static_scales=own.scales(), label="itself")
+    if recipe.centers is not None:
+        kept = own.centers()
+        layers = tuple(
+            replace(centers, k=centers.k if old.k else None, v=centers.v if old.v else None)
+            for centers, old in zip(kept.layers, recipe.centers.layers, strict=True)
         )
-        for some, names in ((scales, [kv, twin]), (seen.scales(), [kv]))
+        itself = replace(itself, centers=replace(kept, layers=layers))
+    baseline, given, other = measure_tokens(
+        model,
+        ["auto", replace(recipe, label="given"), itself],
+        head.text,
+        context=window,
+        max_windows=max_windows,
     )
-    change = given[1].perplexity / given[2].perplexity - 1
+    excess = _excess(seen, own)
+    difference = Bootstrap().interval(
+        lambda mine, its: mine - its, given.kl.mean(axis=1), other.kl.mean(axis=1)
+    )
+    kl, own_kl = float(given.kl.mean()), float(other.kl.mean())
+    is_worse = difference is not None and difference[0] > 0 and kl > _WORSE * own_kl
     return DomainCheck(
-        calibrated_on=calibrated_on,
+        calibrated_on=seen.text.name,
         checked_on=text.name,
-        kv=kv,
+        kv=recipe.name,
         heads=len(excess),
         heads_exceeded=sum(ratio > _LARGER for ratio, _ in excess),
         largest_excess=max(excess)[0],
         worst_head=max(excess)[1],
-        perplexity=given[1].perplexity,
-        own_perplexity=other[1].perplexity,
-        twin_perplexity=given[2].perplexity,
-        change=change,
-        is_fit=change < _WORSE,
+        tokens=given.tokens,
+        kl_mean=kl,
+        own_kl_mean=own_kl,
+        kl_difference=difference,
+        perplexity_change=float(np.expm1((given.nll - baseline.nll).mean(dtype=np.float64))),
+        own_perplexity_change=float(np.expm1((other.nll - baseline.nll).mean(dtype=np.float64))),
+        is_fit=None if difference is None else not is_worse,
     )
+
+
+def check_length(model: Model, text: EvalText, context: int | None) -> None:
+    """Raise RequestError if a text has no window to check on; called before long work."""
+    token_windows(model.tokenizer, text.text, context=min(context or 1024, model.weights.max_context))
+
+
+def _beginning(model: Model, text: EvalText, window: int, max_windows: int) -> EvalText:
+    """As much of a text as that many windows take: what is observed is what is measured."""
+    tokens = len(text_ids(model.tokenizer, text.text)) + len(begin_ids(model.tokenizer))
+    share = min(1.0, (max_windows + 0.5) * window / tokens)
+    return replace(text, text=text.text[: int(share * len(text.text))])
+
+
+def _excess(seen: Observations, own: Observations) -> list[tuple[float, str]]:
+    """Per head, the text's own maximum over the calibrated one."""
+    return [
+        (found / allowed, f"{part.upper()} of layer {index}, head {head}")
+        for index, (mine, given) in enumerate(zip(own.scales().layers, seen.scales().layers, strict=True))
+        for part in ("k", "v")
+        for head, (found, allowed) in enumerate(zip(getattr(mine, part), getattr(given, part), strict=True))
+    ]

@@ -9,7 +9,7 @@ from torch import Tensor
 from kvq.calib.histogram import Magnitudes
 from kvq.errors import RequestError
 from kvq.evals.text import EvalText
-from kvq.evals.windows import spread, token_windows
+from kvq.evals.windows import begin_ids, spread, text_ids, token_windows
 from kvq.formats import SMALLEST_MAXIMUM, Centers, HeadMaxima, LayerCenters, StaticScales
 from kvq.formats.centers import HeadCenters
 from kvq.kernels.codec import rotate
@@ -174,7 +174,7 @@ def spread_windows(
     context = min(1024, limit) if context is None else context
     if not 2 <= context <= limit:
         raise RequestError(f"a context of {context} tokens was asked for; this model takes 2 to {limit}")
-    tokens = len(model.tokenizer(text, return_attention_mask=False, verbose=False)["input_ids"])
+    tokens = len(text_ids(model.tokenizer, text)) + len(begin_ids(model.tokenizer))
     return spread(token_windows(model.tokenizer, text, context=max(2, min(context, tokens))), max_windows)
 
 

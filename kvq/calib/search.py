@@ -16,7 +16,7 @@ from kvq.calib.candidates import grouped_formats, halves, has_fast_kernel, recip
 from kvq.calib.divergence import mean_divergences
 from kvq.calib.observe import spread_windows
 from kvq.calib.sensitivity import Progress, Sensitivities, measure_sensitivities
-from kvq.errors import ConfigError
+from kvq.errors import ConfigError, RequestError
 from kvq.evals.perplexity import PerplexityRow, measure_perplexity
 from kvq.evals.text import EvalText
 from kvq.evals.windows import token_windows
@@ -24,7 +24,8 @@ from kvq.formats import Code, KVFormat, KVRecipe, PerTokenHead, parse_format
 from kvq.models import Model
 
 ALL_CODES = (Code.INT8, Code.INT4, Code.INT2)
-_TRIES = 6  # to meet a limit of divergence, which costs add up to only nearly
+_TRIES = 8  # to meet a limit of divergence, which costs add up to only nearly
+_LEAST_WINDOW = 32  # tokens
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,7 +44,7 @@ class Tuned:
     recipe: KVRecipe
     budget_bytes: int  # per token
     expected_kl: float  # nats per token, by adding up
-    search_kl: float  # of the whole recipe, on the text of the search
+    search_kl: float  # of the whole recipe, on other windows of the search's text
     points: tuple[Point, ...]  # the baseline first, then by bytes
     sensitivities: Sensitivities
 
@@ -119,6 +120,11 @@ def tune(
             f"{smallest_bytes(model, codes)}"
         )
     window = len(spread_windows(model, text.text, context=context, max_windows=max_windows)[0])
+    if window < _LEAST_WINDOW:
+        raise RequestError(
+            f"windows of {window} tokens say little of what a recipe costs; give --text (and --context) of "
+            f"at least {_LEAST_WINDOW} tokens"
+        )
     token_windows(model.tokenizer, held_out.text, context=window)  # or it is refused before long work
     found = measure_sensitivities(
         model, text, codes=codes, context=context, max_windows=max_windows, progress=progress
@@ -128,7 +134,7 @@ def tune(
     if budget_bytes is None:
         assert max_kl is not None, "checked above"
         budget_bytes = _budget_for(model, search, found, max_kl)
-    recipe, search_kl = _best(model, search, found, uniform, budget_bytes)
+    recipe, search_kl, is_tuned = _best(model, search, text, uniform, budget_bytes, window, max_windows)
     others = _others(model, search, uniform, budget_bytes)
     rows = measure_perplexity(
         model,
@@ -145,7 +151,8 @@ def tune(
         Point(kind="tuned", row=row, expected_kl=kl)
         for row, kl in zip(rows[first:last], expected, strict=True)
     ]
-    points.append(Point(kind="chosen", row=rows[last], expected_kl=search.allocation.cost(budget_bytes)))
+    expected_kl = search.allocation.cost(budget_bytes) if is_tuned else None
+    points.append(Point(kind="chosen", row=rows[last], expected_kl=expected_kl))
     return Tuned(
         recipe=recipe,
         budget_bytes=budget_bytes,
@@ -203,12 +210,19 @@ def _uniform(model: Model, codes: Sequence[Code]) -> dict[str, KVRecipe]:
     """The uniform formats to compare with: every group of the codes, rotated and not."""
     dims = model.geometry.head_dims
     names = ["int8"] if Code.INT8 in codes else []
+    if {Code.INT8, Code.INT4} <= set(codes):
+        names.append("k8v4")
     for code in (Code.INT4, Code.INT2):
         if code in codes:
+            names.append(code.value)  # the default group of every head dimension, which may differ
             for rotated in (True, False):
                 formats = grouped_formats(min(min(pair) for pair in dims), code, rotated=rotated)
                 names += [fmt.name for fmt in formats if _fits(fmt.name, dims)]
-    return {name: KVRecipe.uniform(name, dims) for name in names}
+    recipes = {name: KVRecipe.uniform(name, dims) for name in names}
+    known: dict[object, str] = {}
+    for name, recipe in recipes.items():
+        known[recipe.layers] = name  # of two names for the same formats the longer, which says more
+    return {name: recipes[name] for name in recipes if name in known.values()}
 
 
 def _fits(name: str, head_dims: list[tuple[int, int]]) -> bool:
@@ -221,30 +235,47 @@ def _fits(name: str, head_dims: list[tuple[int, int]]) -> bool:
 
 
 def _budget_for(model: Model, search: Search, found: Sensitivities, max_kl: float) -> int:
-    """The fewest bytes per token at which the whole recipe, measured on the search's text, meets `max_kl`."""
-    target = max_kl
+    """Few bytes per token at which the whole recipe, measured on the search's text, meets `max_kl`.
+
+    Expected and measured divergence are nearly proportional, so a few tries narrow it down from both sides.
+    """
+    target, tried = max_kl, dict[int, float]()
     for _ in range(_TRIES):
         budget = search.allocation.budget_for(target)
-        kl = mean_divergences(model, [search.recipe(budget, "tried")], found.windows)[0]
-        if kl <= max_kl:
-            return budget
-        target *= 0.98 * max_kl / kl
-    raise ConfigError(
-        f"no recipe with a KL divergence of {max_kl:g} or less was found; the last had {kl:.3g}"
-    )
+        if budget in tried:
+            break
+        tried[budget] = mean_divergences(model, [search.recipe(budget, "tried")], found.windows)[0]
+        target *= 0.98 * max_kl / tried[budget]
+    enough = [budget for budget, kl in tried.items() if kl <= max_kl]
+    if not enough:
+        raise ConfigError(
+            f"no recipe with a KL divergence of {max_kl:g} or less was found; the best had "
+            f"{min(tried.values()):.3g}"
+        )
+    return min(enough)
 
 
 def _best(
-    model: Model, search: Search, found: Sensitivities, uniform: dict[str, KVRecipe], budget: int
-) -> tuple[KVRecipe, float]:
-    """The recipe of least divergence on the search's text within a budget, and that divergence."""
+    model: Model,
+    search: Search,
+    text: EvalText,
+    uniform: dict[str, KVRecipe],
+    budget: int,
+    context: int,
+    max_windows: int,
+) -> tuple[KVRecipe, float, bool]:
+    """The recipe of least divergence within a budget, its divergence, and whether it is the search's.
+
+    Judged on windows between those that costs were measured on, which would favour the search's.
+    """
+    between = spread_windows(model, text.text, context=context, max_windows=2 * max_windows)[1::2]
+    windows = between or spread_windows(model, text.text, context=context, max_windows=max_windows)
     rivals = [recipe for recipe in uniform.values() if recipe_bytes(model, recipe) <= budget]
-    most = max((recipe_bytes(model, recipe) for recipe in rivals), default=0)
-    rivals = [recipe for recipe in rivals if recipe_bytes(model, recipe) == most]  # less memory, less quality
     recipes = [search.recipe(budget, "tuned"), *rivals]
-    costs = mean_divergences(model, recipes, found.windows)
+    costs = mean_divergences(model, recipes, windows)
     best = min(range(len(recipes)), key=costs.__getitem__)
-    return replace(recipes[best], label=""), costs[best]
+    recipe = replace(recipes[best], label="", model_digest=model.weights.digest)
+    return recipe, costs[best], best == 0
 
 
 def _others(model: Model, search: Search, uniform: dict[str, KVRecipe], budget: int) -> list[KVRecipe]:

@@ -74,6 +74,7 @@ def measure_sensitivities(
     rest = parse_format(model.with_kv("auto").recipe.layers[0].k.name, model.geometry.layers[0].k_head_dim)
     bench = _Bench(model, windows, centers, rest, progress)
     units = halves(model.geometry)
+    bench.measure_floors(units)
     shapes = bench.run({half: _shapes(model, half, codes) for half in units}, "rotation and centers")
     settled = {half: min(found, key=_cost).stored for half, found in shapes.items() if found}
     widths = bench.run(
@@ -140,6 +141,18 @@ class _Bench:
         self._model, self._windows, self._centers = model, windows, centers
         self._rest, self._progress = rest, progress
         self._samples: dict[tuple[int, str], Tensor] = {}
+        self._floors: dict[Half, float] = {}
+
+    def measure_floors(self, units: list[Half]) -> None:
+        """What it costs to store a half without loss, in weights of 16 bits.
+
+        Another kernel rounds otherwise, which moves their logits; whole recipes have that once, not per half.
+        """
+        if self._rest.code is Code.FP32:
+            return
+        lossless = Stored(fmt=KVFormat(code=Code.FP32))
+        found = self.run({half: [lossless] for half in units}, "exact rows")
+        self._floors = {half: trials[0].kl for half, trials in found.items()}
 
     def run(self, ways: dict[Half, list[Stored]], what: str) -> dict[Half, list[Trial]]:
         """Trials of every half's ways."""
@@ -156,7 +169,8 @@ class _Bench:
         )
         found: dict[Half, list[Trial]] = {half: [] for half in ways}
         for (half, way), kl in zip(pairs, costs, strict=True):
-            trial = Trial(half=half, stored=way, nbytes=half.nbytes(way.fmt), kl=max(kl, _LEAST_COST))
+            own = max(kl - self._floors.get(half, 0.0), _LEAST_COST)
+            trial = Trial(half=half, stored=way, nbytes=half.nbytes(way.fmt), kl=own)
             found[half].append(trial)
         return found
 

@@ -71,6 +71,7 @@ def command(
     """
     from kvq import fileio
     from kvq.calib import observe
+    from kvq.calib.domain import check_length
     from kvq.calib.export import check_export_path, write_fp8_scales
     from kvq.calib.summary import summarize
     from kvq.commands.progress import progress_bar, status
@@ -89,12 +90,18 @@ def command(
             model, device=device, dtype=dtype, max_context=max_model_len, revision=revision, token=token
         )
     recipe = resolve_recipe(loaded.weights, kv[0])
+    if other is not None:
+        check_length(loaded, other, context)
     with progress_bar("calibrating") as progress:
         seen = observe(loaded, source, context=context, max_windows=max_windows, progress=progress)
-    recipe = _with_centers(recipe, seen) if centered else recipe
-    recipe.with_scales(seen.scales()).save(out)
+    recipe = dataclasses.replace(
+        _with_centers(recipe, seen) if centered else recipe,
+        static_scales=seen.scales(),
+        model_digest=loaded.weights.digest,
+    )
+    recipe.save(out)
     heads = summarize(seen)
-    found = None if other is None else _check(loaded, seen, other, recipe, context)
+    found = None if other is None else _check(loaded, recipe, seen, other, context)
     if fp8_out is not None:
         write_fp8_scales(fp8_out, seen, loaded.geometry)
     if json_path is not None:
@@ -107,7 +114,7 @@ def command(
         click.echo(line)
     if found is not None:
         click.echo(found.line())
-        if not found.is_fit:
+        if found.is_fit is False:
             sys.exit(1)
 
 
@@ -134,16 +141,17 @@ def _with_centers(recipe: "KVRecipe", seen: "Observations") -> "KVRecipe":
 
 
 def _check(
-    model: "Model", seen: "Observations", other: Any, recipe: "KVRecipe", context: int | None
+    model: "Model", recipe: "KVRecipe", seen: "Observations", other: Any, context: int | None
 ) -> "DomainCheck":
+    """Try what the recipe has calibrated; where that is nothing, the scales, which others will use."""
     from kvq.calib.domain import check_domain
     from kvq.commands.progress import progress_bar
+    from kvq.models.model import resolve_recipe
 
-    kv = recipe.name if recipe.name in ("fp8_per_head", "int8_per_head") else "fp8_per_head"
+    if not recipe.is_static and recipe.centers is None:
+        recipe = resolve_recipe(model.weights, "fp8_per_head").with_scales(seen.scales())
     with progress_bar("checking on the other text") as progress:
-        return check_domain(
-            model, seen.scales(), seen.text.name, other, kv=kv, context=context, progress=progress
-        )
+        return check_domain(model, recipe, seen, other, context=context, progress=progress)
 
 
 def _write_json(

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from kvq.models import Model
 
 DEFAULT_BUDGET = "int4"
+_DEAR = 0.05  # relative change of perplexity
+_MOST_SHARED = 0.1  # of the held-out text's long lines
 
 
 @click.command(name="tune")
@@ -114,6 +116,11 @@ def command(
     result = _result(model, model_options.model, source, other, tuned, time.perf_counter() - began)
     _print(result, out)
     _write(result, json_path, plot_path, html_path)
+    if tuned.chosen.perplexity_change > _DEAR and len(codes) < 3:
+        click.echo(
+            "that is a lot of perplexity: a few layers may need 8 bits, which others can pay for with 2; "
+            "try --formats int8,int4,int2"
+        )
     if max_kl is not None and tuned.chosen.kl_mean > max_kl:
         click.echo(
             f"on {other.name}, which the search did not see, the mean KL is {tuned.chosen.kl_mean:.3g}, "
@@ -125,6 +132,7 @@ def command(
 def _texts(text: str | None, field: str | None, held_out: str | None) -> "tuple[EvalText, EvalText]":
     """The text to search on, and the one to measure on, which share nothing."""
     from kvq.evals import EvalText, calibration_text, default_text, read_text
+    from kvq.evals.text import shared_lines
 
     if text is None:
         other = default_text() if held_out is None else read_text(held_out, field)
@@ -132,8 +140,12 @@ def _texts(text: str | None, field: str | None, held_out: str | None) -> "tuple[
     source = read_text(text, field)
     if held_out is not None:
         other = read_text(held_out, field)
-        if other.digest == source.digest:
-            raise ConfigError("--held-out is the same text as --text; give one that the search does not see")
+        shared = shared_lines(source.text, other.text)
+        if other.digest == source.digest or shared > _MOST_SHARED:
+            raise ConfigError(
+                f"--held-out shares {shared:.0%} of its long lines with --text; give one that the search "
+                f"does not see, or leave it out: then the last third of --text is held out"
+            )
         return source, other
     cut = 2 * len(source.text) // 3
     return (

@@ -132,9 +132,17 @@ def measure_attention(
 def _halves(recipe: KVRecipe, baseline: KVRecipe) -> tuple[KVRecipe, KVRecipe]:
     """The recipe with V unquantized, and with K unquantized."""
     pairs = list(zip(recipe.layers, baseline.layers, strict=True))
-    k_only = tuple(replace(layer, v=plain.v) for layer, plain in pairs)
-    v_only = tuple(replace(layer, k=plain.k) for layer, plain in pairs)
-    return replace(recipe, layers=k_only), replace(recipe, layers=v_only)
+    k_only = tuple(replace(layer, v=plain.v, v_clip=1.0) for layer, plain in pairs)
+    v_only = tuple(replace(layer, k=plain.k, k_clip=1.0) for layer, plain in pairs)
+    k_centers = v_centers = recipe.centers
+    if recipe.centers is not None:
+        own = recipe.centers.layers
+        k_centers = replace(recipe.centers, layers=tuple(replace(layer, v=None) for layer in own))
+        v_centers = replace(recipe.centers, layers=tuple(replace(layer, k=None) for layer in own))
+    return (
+        replace(recipe, layers=k_only, centers=k_centers),
+        replace(recipe, layers=v_only, centers=v_centers),
+    )
 
 
 def _rows(recipe: KVRecipe, baseline: KVRecipe, others: dict[str, _Other]) -> list[AttentionRow]:

@@ -27,6 +27,7 @@ _FIGURES = {  # section of a result -> what is compared of its rows; every numbe
 }
 _SAME = {  # what must agree for figures to be comparable
     "text_digest": "the texts differ",
+    "held_out_digest": "the texts measured on differ",
     "model_digest": "the models differ",
     "context": "the windows differ in tokens",
     "device": "the devices differ: times can't be compared, and figures may differ in their last digits",

@@ -72,6 +72,13 @@ def decoded(path: Path) -> str:
     return text
 
 
+def shared_lines(text: str, other: str) -> float:
+    """The share of `other`'s long lines that are lines of `text` too; 0 if it has none."""
+    known = set(_long_lines(text))
+    lines = _long_lines(other)
+    return sum(line in known for line in lines) / len(lines) if lines else 0.0
+
+
 def _topics() -> dict[str, str]:
     from pydoc_data.topics import topics
 

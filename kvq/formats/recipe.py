@@ -8,7 +8,7 @@ from pathlib import Path
 
 from kvq import fileio
 from kvq.errors import ConfigError, nearest
-from kvq.formats.calibrated import check_shape
+from kvq.formats.calibrated import check_digest, check_model, check_shape, field_digest
 from kvq.formats.centers import Centers
 from kvq.formats.names import parse_format, split_pair
 from kvq.formats.scales import StaticScales
@@ -59,6 +59,7 @@ class KVRecipe:
     layers: tuple[LayerFormats, ...]
     static_scales: StaticScales | None = None
     centers: Centers | None = None
+    model_digest: str = ""  # the weights it was made for; empty for formats that fit any
     label: str = ""  # what the user typed, for tables
 
     def __post_init__(self) -> None:
@@ -129,6 +130,8 @@ class KVRecipe:
     def check_scales(self, *, model_digest: str, kv_heads: list[int]) -> None:
         """Raise ConfigError unless every static format has scales, and all was made for this model."""
         self.require_scales()
+        if self.model_digest:
+            check_model("formats", self.model_digest, model_digest)
         for calibrated in (self.static_scales, self.centers):
             if calibrated is not None:
                 calibrated.check(model_digest=model_digest, kv_heads=kv_heads)
@@ -154,19 +157,29 @@ class KVRecipe:
         """The JSON object that kvq.json holds."""
         return {
             "format_version": FORMAT_VERSION,
-            "layers": [
-                {
-                    "k": layer.k.name,
-                    "v": layer.v.name,
-                    "k_head_dim": layer.k_head_dim,
-                    "v_head_dim": layer.v_head_dim,
-                    **{part: getattr(layer, part) for part in _CLIPS if getattr(layer, part) != 1},
-                }
-                for layer in self.layers
-            ],
+            "model_digest": self.model_digest or None,
+            "layers": [self._layer_json(index, layer) for index, layer in enumerate(self.layers)],
             "static_scales": self.static_scales.to_json() if self.static_scales else None,
             "centers": self.centers.to_json() if self.centers else None,
         }
+
+    def _layer_json(self, index: int, layer: LayerFormats) -> dict[str, object]:
+        data = {
+            "k": layer.k.name,
+            "v": layer.v.name,
+            "k_head_dim": layer.k_head_dim,
+            "v_head_dim": layer.v_head_dim,
+            **{part: getattr(layer, part) for part in _CLIPS if getattr(layer, part) != 1},
+        }
+        return {**data, "digest": self._layer_digest(index)} if self.model_digest else data
+
+    def _layer_digest(self, index: int) -> str:
+        """Over all that says how a layer is stored, but for the calibrated numbers, which have their own."""
+        layer = self.layers[index]
+        centers = None if self.centers is None else self.centers.layers[index]
+        is_centered = [centers is not None and getattr(centers, part) is not None for part in ("k", "v")]
+        values = [layer.k.name, layer.v.name, layer.k_head_dim, layer.v_head_dim, layer.k_clip, layer.v_clip]
+        return field_digest(self.model_digest, index, f"layer of {len(self.layers)}", [*values, *is_centered])
 
     def save(self, path: str | Path) -> None:
         """Write kvq.json, aside and renamed."""
@@ -199,12 +212,12 @@ class KVRecipe:
         if not isinstance(data, dict):
             raise ConfigError("expected a JSON object")
         version = data.get("format_version")
-        if version != FORMAT_VERSION or isinstance(version, bool):
+        if version != FORMAT_VERSION or not isinstance(version, int) or isinstance(version, bool):
             raise ConfigError(
                 f"format_version must be {FORMAT_VERSION}, got {data.get('format_version')!r}; "
                 f"make the file again with `kvq calibrate`"
             )
-        _check_keys(data, ("format_version", "layers", "static_scales"), optional=("centers",))
+        _check_keys(data, ("format_version", "layers", "static_scales"), optional=("centers", "model_digest"))
         if not isinstance(data["layers"], list) or not data["layers"]:
             raise ConfigError("layers must be a list of at least one layer")
         layers = tuple(_layer(layer) for layer in data["layers"])
@@ -212,13 +225,28 @@ class KVRecipe:
         if scales is not None:
             check_shape("static_scales.layers", scales.layers, len(layers), "layers")
         centers = None if data.get("centers") is None else Centers.from_json(data["centers"])
-        return cls(layers=layers, static_scales=scales, centers=centers)
+        recipe = cls(
+            layers=layers,
+            static_scales=scales,
+            centers=centers,
+            model_digest=_model_digest(data.get("model_digest")),
+        )
+        if recipe.model_digest:
+            for index, layer in enumerate(data["layers"]):
+                check_digest(f"layers[{index}]", layer.get("digest"), recipe._layer_digest(index))
+        return recipe
+
+
+def _model_digest(data: object) -> str:
+    if data is not None and not isinstance(data, str):
+        raise ConfigError(f"model_digest must be a digest or null, got {data!r:.40}")
+    return data or ""
 
 
 def _layer(data: object) -> LayerFormats:
     if not isinstance(data, dict):
         raise ConfigError("every layer must be a JSON object")
-    _check_keys(data, ("k", "v", "k_head_dim", "v_head_dim"), optional=_CLIPS)
+    _check_keys(data, ("k", "v", "k_head_dim", "v_head_dim"), optional=(*_CLIPS, "digest"))
     dims = []
     for key in ("k_head_dim", "v_head_dim"):
         dim = data[key]

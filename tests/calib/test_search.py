@@ -20,7 +20,7 @@ from kvq.evals import calibration_text, default_text
 from kvq.formats import Code, KVRecipe, parse_format
 from kvq.kernels.codec import decode, encode
 from kvq.models.resolve import EMBEDDED
-from tests.helpers_models import save_first_layers
+from tests.helpers_models import save_first_layers, save_model
 
 FAST = (Code.INT8, Code.INT4)
 
@@ -100,10 +100,16 @@ def greedy(model, prompt, count):
     return found
 
 
+SLOW, MIDDLE = [29, 30, 31, 61, 62, 63], [12, 13, 14, 44, 45, 46]  # channels, by RoPE's frequencies
+
+
 @pytest.fixture(scope="module")
 def biased(tmp_path_factory):
     """The embedded model with key biases of 200 in the slowest channels of two layers."""
-    folder = tmp_path_factory.mktemp("biased") / "model"
+    return with_key_biases(tmp_path_factory.mktemp("biased") / "model", SLOW)
+
+
+def with_key_biases(folder, channels):
     shutil.copytree(EMBEDDED["tiny"], folder, ignore=shutil.ignore_patterns("kvq.json"))
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "attention_bias": True}))
@@ -116,7 +122,7 @@ def biased(tmp_path_factory):
     for layer in (1, 3):
         bias = weights[f"model.layers.{layer}.self_attn.k_proj.bias"].view(-1, 64)
         for head in range(len(bias)):
-            bias[head, [29, 30, 31, 61, 62, 63]] = (200 * signs.roll(head + layer)).bfloat16()
+            bias[head, channels] = (200 * signs.roll(head + layer)).bfloat16()
     save_file({k: v.contiguous() for k, v in weights.items()}, folder / "model.safetensors", {"format": "pt"})
     return kvq.load(folder)
 
@@ -139,6 +145,45 @@ def test_huge_key_biases_in_two_layers_cost_uniform_int4_dearly_and_the_recipe_l
     assert found.chosen.perplexity_change < 0.10
 
 
+def test_biases_that_rope_turns_are_paid_for_with_2_bits_elsewhere(tmp_path):
+    """No center takes these out: their keys get 8 bits."""
+    model = with_key_biases(tmp_path / "model", MIDDLE)
+    found = tune(
+        model, calibration_text(), default_text(), budget_bytes=bytes_of_bits(model, 4.5),
+        codes=ALL_CODES, context=96, max_windows=1, verify_windows=8,
+    )  # fmt: skip
+    uniform = {p.row.kv: p.row for p in found.points}
+    assert min(uniform[name].perplexity_change for name in ("int4_g64", "int4_g64_rot")) > 0.15
+    assert [found.recipe.layers[layer].k.code for layer in (1, 3)] == [Code.INT8, Code.INT8]
+    assert found.chosen.bits_per_element <= 4.5
+    assert found.chosen.perplexity_change < 0.10
+
+
+@pytest.mark.parametrize("head_dim", [80, 112, 160])
+def test_no_recipe_is_worse_than_the_default_format_of_odd_head_dimensions(head_dim, tmp_path):
+    save_model(tmp_path, "llama", head_dim=head_dim, vocab_size=4096, num_hidden_layers=2)
+    for path in EMBEDDED["tiny"].glob("tokenizer*"):
+        shutil.copy(path, tmp_path)
+    model = kvq.load(tmp_path)
+    found = tune(
+        model, calibration_text(), default_text(), budget_bytes=parse_budget(model, "int4"),
+        codes=ALL_CODES, context=64, max_windows=2, verify_windows=8,
+    )  # fmt: skip
+    default = kvq.perplexity(model, ["fp32", "int4"], default_text().text, context=64, max_windows=8)[1]
+    assert found.chosen.kv_bytes_per_token <= default["kv_bytes_per_token"]
+    assert found.chosen.kl_mean <= 1.02 * default["kl_mean"]
+
+
+def test_in_16_bit_weights_rounding_is_no_cost_of_a_format(tmp_path):
+    folder = tmp_path / "short"
+    save_first_layers(folder, 2)
+    model = kvq.load(folder, dtype="bf16")
+    options = {"codes": FAST, "context": 128, "max_windows": 2, "verify_windows": 2}
+    found = tune(model, calibration_text(), default_text(), budget_bytes=bytes_of_bits(model, 5), **options)
+    assert found.sensitivities.rest.name == "bf16"
+    assert found.search_kl == pytest.approx(found.expected_kl, rel=0.5)
+
+
 def test_calibration_flags_the_huge_biases_and_nothing_like_them_elsewhere(biased):
     from kvq.calib import observe
     from kvq.calib.summary import summarize
@@ -148,7 +193,7 @@ def test_calibration_flags_the_huge_biases_and_nothing_like_them_elsewhere(biase
     for row in rows:
         if row.largest_outlier > 10:
             flagged[row.layer, row.part] |= set(row.outlier_channels)
-    wanted = {29, 30, 31, 61, 62, 63}
+    wanted = set(SLOW)
     assert {half for half, found in flagged.items() if found} == {(1, "k"), (3, "k")}
     assert all(wanted <= found for found in flagged.values() if found)
 

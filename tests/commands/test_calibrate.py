@@ -63,30 +63,40 @@ def test_scales_of_one_kind_of_text_are_compared_with_those_of_another(kvq, tmp_
     """Code for prose: on this model both are alike, and the report says by how much."""
     code, prose = tmp_path / "code.txt", tmp_path / "prose.txt"
     code.write_text(Path(json.__file__).with_name("decoder.py").read_text())
-    prose.write_text(default_text().text[:8000])
+    prose.write_text(default_text().text[:12000])
     status, said, _ = kvq(
         "calibrate", "tiny", "--text", code, "--check", prose, "--out", tmp_path / "k.json",
-        "--json", tmp_path / "k.report.json", *FEW,
+        "--json", tmp_path / "k.report.json", "--context", 128, "--max-windows", 16,
     )  # fmt: skip
     assert status == 0
-    assert re.search(r"scales from code\.txt are fit for prose\.txt: \d+ of 24 heads go beyond them", said)
+    assert re.search(r"calibrated on code\.txt is fit for prose\.txt: \d+ of 24 heads go beyond", said)
     check = json.loads((tmp_path / "k.report.json").read_text())["check"]
-    assert check["change"] == pytest.approx(check["perplexity"] / check["twin_perplexity"] - 1)
+    assert check["kl_difference"][0] <= check["kl_mean"] - check["own_kl_mean"] <= check["kl_difference"][1]
     assert check["largest_excess"] > 0.5
 
 
-def test_scales_that_do_not_fit_another_text_are_called_so(kvq, tmp_path):
-    """One word over and over moves few channels: most heads of any real text go far beyond."""
+@pytest.mark.parametrize("kv", [("--kv", "int8_per_head"), ("--kv", "int4", "--centered")])
+def test_what_does_not_fit_another_text_is_called_so(kvq, tmp_path, kv):
+    """One letter over and over moves few channels, and its means are no other text's."""
     narrow = tmp_path / "narrow.txt"
-    narrow.write_text("the " * 400)
+    narrow.write_text("aaa " * 600)
     status, said, _ = kvq(
-        "calibrate", "tiny", "--kv", "int8_per_head", "--text", narrow, "--check", text_file(tmp_path),
-        "--out", tmp_path / "k.json", "--context", 256, "--max-windows", 1,
+        "calibrate", "tiny", *kv, "--text", narrow, "--check", text_file(tmp_path),
+        "--out", tmp_path / "k.json", "--context", 128, "--max-windows", 4,
     )  # fmt: skip
     assert status == 1
-    found = re.search(r"are NOT fit for other\.txt: (\d+) of 24 heads go beyond them \(most: ([\d.]+)x", said)
+    found = re.search(r"is NOT fit for other\.txt: (\d+) of 24 heads go beyond .* \(most: ([\d.]+)x", said)
     assert int(found[1]) >= 12
     assert float(found[2]) > 1.2
+
+
+def test_a_text_too_short_to_check_on_is_refused_before_anything_is_written(kvq, tmp_path):
+    short = tmp_path / "short.txt"
+    short.write_text("too few words")
+    status, _, err = kvq("calibrate", "tiny", "--check", short, "--out", tmp_path / "k.json", *FEW)
+    assert status == 2
+    assert "one window needs 128" in err
+    assert not (tmp_path / "k.json").exists()
 
 
 def text_file(folder):

@@ -96,4 +96,12 @@ def test_the_text_that_was_searched_on_is_not_measured_on(kvq, tmp_path):
     text.write_text("some words " * 2000)
     status, _, err = kvq("tune", "tiny", "--text", text, "--held-out", text, "--out", tmp_path / "k.json")
     assert status == 2
-    assert "--held-out is the same text as --text" in err
+    assert "--held-out shares" in err
+    lines = "".join(f"a line of over forty characters, and its number is {i}\n" for i in range(400))
+    (tmp_path / "a.txt").write_text(lines)
+    (tmp_path / "b.txt").write_text(lines + "one more line, which is of more than forty characters\n")
+    status, _, err = kvq(
+        "tune", "tiny", "--text", tmp_path / "a.txt", "--held-out", tmp_path / "b.txt", "--out", text
+    )
+    assert status == 2
+    assert "--held-out shares 100% of its long lines" in err

@@ -1,11 +1,15 @@
 """A layer's error is its own: on the same Q, K and V, against attention over unquantized KV."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
+from kvq.calib import observe
 from kvq.evals import default_text
 from kvq.evals.attention_error import measure_attention
 from kvq.evals.windows import spread, token_windows
+from kvq.formats import KVRecipe
 from tests.helpers_models import VOCAB, load_fp32, save_model
 
 TEXT = default_text().text
@@ -56,6 +60,20 @@ def test_k_and_v_alone_are_the_formats_of_their_half(rows):
 def test_an_unquantized_half_adds_no_error(tiny):
     found = measure_attention(tiny, ["fp32", "fp32/int4"], TEXT, context=63, max_windows=1)
     assert all(row.k_error_mean == 0 < row.v_error_mean == row.error_mean for row in found)
+
+
+def test_halves_of_a_recipe_keep_their_own_centers_and_clips(tiny):
+    """A half without its format has no center and no clip either; K alone and V alone make the whole."""
+    centers = observe(tiny, TEXT, context=63, max_windows=1).centers()
+    recipe = KVRecipe.uniform("int2", tiny.geometry.head_dims)
+    layers = tuple(replace(layer, k_clip=0.8, v_clip=0.75) for layer in recipe.layers)
+    recipe = replace(recipe, layers=layers, centers=centers, model_digest=tiny.weights.digest)
+    plain = measure_attention(tiny, ["fp32", "int2"], TEXT, context=63, max_windows=1)
+    found = measure_attention(tiny, ["fp32", recipe], TEXT, context=63, max_windows=1)
+    for row, other in zip(found[6:], plain[6:], strict=True):
+        assert 0 < row.k_error_mean < other.k_error_mean
+        assert 0 < row.v_error_mean < other.v_error_mean
+        assert row.error_mean < other.error_mean
 
 
 class _Numbers:

@@ -94,6 +94,39 @@ def test_a_clip_is_a_part_of_the_range_of_2_bit_groups(clip: float, kv: str, tmp
         KVRecipe.load(tmp_path / "kvq.json")
 
 
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda data: data["layers"].reverse(), r"layers\[0\] is not what calibration wrote"),
+        (lambda data: data["layers"][1].update(v="int4_g4"), r"layers\[1\] is not what"),
+        (lambda data: data["layers"][1].update(v_clip=0.8), r"layers\[1\] is not what"),
+        (lambda data: data["layers"][0].pop("digest"), r"layers\[0\] is not what"),
+        (lambda data: data.update(centers=None), r"layers\[0\] is not what"),
+        (lambda data: data.update(model_digest="ff" * 32), r"layers\[0\] is not what|another model"),
+        (lambda data: data["layers"].pop(), r"layers"),
+        (lambda data: data.update(model_digest=7), "model_digest must be a digest"),
+        (lambda data: data.update(format_version=2.0), "format_version must be 2"),
+    ],
+)
+def test_a_changed_recipe_is_refused_by_layer(change: Any, reason: str, tmp_path: Path) -> None:
+    made = replace(KVRecipe.uniform("int2_g8", [(16, 16), (16, 16)]), model_digest=DIGEST)
+    layers = (LayerCenters(k=rows(2, 16, 1)), LayerCenters(v=rows(1, 16, 2)))
+    made = replace(made, centers=replace(centers(), layers=layers))
+    data: Any = json.loads(json.dumps(made.to_json()))
+    assert KVRecipe.from_json(data) == replace(made, label="")
+    change(data)
+    (tmp_path / "kvq.json").write_text(json.dumps(data))
+    with pytest.raises(ConfigError, match=reason):
+        KVRecipe.load(tmp_path / "kvq.json")
+
+
+def test_a_recipe_made_for_one_model_is_refused_by_another() -> None:
+    made = replace(KVRecipe.uniform("int8", DIMS), model_digest=DIGEST)
+    made.check_scales(model_digest=DIGEST, kv_heads=HEADS)
+    with pytest.raises(ConfigError, match="these formats belong to another model"):
+        made.check_scales(model_digest="ee" * 32, kv_heads=HEADS)
+
+
 def test_a_clip_survives_the_file(tmp_path: Path) -> None:
     made = KVRecipe.uniform("int2_g8", DIMS)
     made = replace(made, layers=(replace(made.layers[0], k_clip=0.75), made.layers[1]))
