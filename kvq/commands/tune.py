@@ -89,9 +89,11 @@ def command(
     source, other = _texts(text, text_field, held_out)
     if html_path is not None and json_path is None:
         json_path = str(Path(html_path).with_suffix(".json"))
-    for path in (out, json_path, plot_path, html_path):
-        if path is not None:
-            fileio.check_writable(path)
+    paths = [path for path in (out, json_path, plot_path, html_path) if path is not None]
+    if len({fileio.check_writable(path) for path in paths}) < len(paths):
+        raise ConfigError(
+            f"two results would go into one file: {', '.join(paths)}; name --json apart from --out"
+        )
     if plot_path or html_path:
         check_plot_path(plot_path or "report.svg")
     model = load_for(model_options, ["auto"])

@@ -70,6 +70,10 @@ def test_a_limit_that_text_it_did_not_see_exceeds_ends_with_1(kvq, short, tmp_pa
         (("--max-kl", "nan"), "not a finite number"),
         (("--max-kl", "0"), "x>0"),
         (("--out", "/no/such/folder/kvq.json"), "there is no folder"),
+        (
+            ("--out", "r.json", "--html", "r.html"),
+            "two results would go into one file: r.json, r.json, r.html",
+        ),
         (("--context", "1"), "this model takes 2 to"),
         (("--text", "/no/such/text.txt"), "can't read"),
     ],
