@@ -32,11 +32,6 @@ class Half:
     kv_heads: int
     head_dim: int
 
-    @property
-    def name(self) -> str:
-        """For tables."""
-        return f"{self.part.upper()} of layer {self.layer}"
-
     def nbytes(self, fmt: KVFormat) -> int:
         """Bytes per token, scales included, block padding not."""
         return self.kv_heads * (fmt.code_bytes(self.head_dim) + fmt.scale_bytes(self.head_dim))
@@ -49,14 +44,6 @@ class Stored:
     fmt: KVFormat
     is_centered: bool = False
     clip: float = 1.0
-
-    @property
-    def name(self) -> str:
-        """For tables."""
-        marks = (", centered" if self.is_centered else "") + (
-            f", clip {self.clip:g}" if self.clip < 1 else ""
-        )
-        return self.fmt.name + marks
 
 
 def halves(geometry: ModelGeometry) -> list[Half]:

@@ -1,10 +1,9 @@
 """The clip of 2-bit groups with the least squared error on observed rows."""
 
-import torch
 from torch import Tensor
 
 from kvq.formats import KVFormat
-from kvq.kernels.codec import decode, encode
+from kvq.kernels.codec import decode, encode, rotate
 
 CLIPS = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7, 0.65, 0.6)
 
@@ -16,13 +15,10 @@ def best_clip(rows: Tensor, fmt: KVFormat) -> float:
     distributed elements four levels serve best over about two thirds of a group's range.
     Source: Max 1960, Quantizing for minimum distortion, for the trade.
     """
-    target = rows
-    if fmt.rotated:  # decoded rows are rotated still, and distances the same
-        from kvq.kernels.codec import rotate
+    target = rotate(rows) if fmt.rotated else rows  # decoded rows are rotated still, and distances the same
 
-        target = rotate(rows)
-    errors = []
-    for clip in CLIPS:
-        codes, scales = encode(rows, fmt, clip=clip)
-        errors.append(float((decode(codes, scales, fmt) - target).square().double().sum()))
-    return CLIPS[int(torch.tensor(errors).argmin())]
+    def error(clip: float) -> float:
+        decoded = decode(*encode(rows, fmt, clip=clip), fmt)
+        return float((decoded - target).square().double().sum())
+
+    return min(CLIPS, key=error)

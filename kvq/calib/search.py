@@ -49,11 +49,6 @@ class Tuned:
     sensitivities: Sensitivities
 
     @property
-    def baseline(self) -> PerplexityRow:
-        """Unquantized KV."""
-        return self.points[0].row
-
-    @property
     def chosen(self) -> PerplexityRow:
         """The chosen recipe on text that the search did not see."""
         return next(point.row for point in self.points if point.kind == "chosen")

@@ -5,6 +5,9 @@ import re
 
 import pytest
 
+from kvq.calib import candidates
+from kvq.calib.search import ALL_CODES
+from kvq.commands import tune
 from tests.helpers_models import save_first_layers
 
 FEW = ("--context", 96, "--max-windows", 2, "--verify-windows", 2, "--formats", "int8,int4")
@@ -48,7 +51,8 @@ def test_a_recipe_its_report_and_its_plot_are_written(kvq, short, tmp_path):
     assert status == 0
 
 
-def test_a_limit_that_text_it_did_not_see_exceeds_ends_with_1(kvq, short, tmp_path):
+def test_a_limit_that_text_it_did_not_see_exceeds_ends_with_1(kvq, short, tmp_path, monkeypatch):
+    monkeypatch.setattr(tune, "_DEAR", -1.0)  # any change of perplexity is a lot
     status, said, _ = kvq(
         "tune", short, "--max-kl", 0.02, "--out", tmp_path / "kvq.json", "--json", tmp_path / "r.json", *FEW
     )
@@ -57,6 +61,17 @@ def test_a_limit_that_text_it_did_not_see_exceeds_ends_with_1(kvq, short, tmp_pa
     assert result["search_kl"] <= 0.02
     assert status == (1 if chosen["kl_mean"] > 0.02 else 0)
     assert ("above --max-kl 0.02" in said.replace("\n", " ")) == (status == 1)
+    assert "try --formats int8,int4,int2" in said
+
+
+def test_codes_that_are_slow_here_are_named(tiny, monkeypatch, capsys):
+    monkeypatch.setattr(
+        candidates, "has_fast_kernel", lambda geometry, half, fmt, device: "int2" not in fmt.name
+    )
+    tune._say_codes(tiny, ALL_CODES)
+    assert "int2 has no fast kernel here" in capsys.readouterr().err
+    tune._say_codes(tiny, ALL_CODES[:2])
+    assert not capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
