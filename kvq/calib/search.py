@@ -129,7 +129,9 @@ def tune(
     if budget_bytes is None:
         assert max_kl is not None, "checked above"
         budget_bytes = _budget_for(model, search, found, max_kl)
-    recipe, search_kl, is_tuned = _best(model, search, text, uniform, budget_bytes, window, max_windows)
+    windows = spread_windows(model, text.text, context=window, max_windows=2 * max_windows)
+    unseen = [ids for ids in windows if ids not in found.windows]
+    recipe, search_kl, is_tuned = _best(model, search, uniform, budget_bytes, unseen or windows)
     others = _others(model, search, uniform, budget_bytes)
     rows = measure_perplexity(
         model,
@@ -253,18 +255,14 @@ def _budget_for(model: Model, search: Search, found: Sensitivities, max_kl: floa
 def _best(
     model: Model,
     search: Search,
-    text: EvalText,
     uniform: dict[str, KVRecipe],
     budget: int,
-    context: int,
-    max_windows: int,
+    windows: list[list[int]],
 ) -> tuple[KVRecipe, float, bool]:
     """The recipe of least divergence within a budget, its divergence, and whether it is the search's.
 
-    Judged on windows between those that costs were measured on, which would favour the search's.
+    `windows`: others than costs were measured on, where there are any; those would favour the search's.
     """
-    between = spread_windows(model, text.text, context=context, max_windows=2 * max_windows)[1::2]
-    windows = between or spread_windows(model, text.text, context=context, max_windows=max_windows)
     rivals = [recipe for recipe in uniform.values() if recipe_bytes(model, recipe) <= budget]
     recipes = [search.recipe(budget, "tuned"), *rivals]
     costs = mean_divergences(model, recipes, windows)
