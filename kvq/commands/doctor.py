@@ -4,11 +4,16 @@ import os
 import platform
 import shutil
 import subprocess
+from contextlib import suppress
+from typing import TYPE_CHECKING
 
 import click
 
 from kvq.errors import UnsupportedKernel
 from kvq.version import __version__
+
+if TYPE_CHECKING:
+    from kvq.kernels import Device
 
 
 @click.command(name="doctor")
@@ -52,6 +57,7 @@ def backend_verdicts() -> list[tuple[str, str]]:
     for name in BACKENDS:
         try:
             runs = [select(operation, spec, device, name).operation for operation in registered(name)]
+            runs += _linear_operations(device, name)
         except UnsupportedKernel as error:
             reason = str(error).partition(f": {name}: ")[2].partition("; use --backend")[0]
             verdicts.append((name, f"does not run: {reason}"))
@@ -60,6 +66,19 @@ def backend_verdicts() -> list[tuple[str, str]]:
         variant = "" if library is None or isinstance(library, str) else f" ({library.variant})"
         verdicts.append((name, f"runs here: {', '.join(runs)}{variant}"))
     return verdicts
+
+
+def _linear_operations(device: "Device", backend: str) -> list[str]:
+    """The Linear kernels of a backend that runs here."""
+    from kvq.formats.weights import parse_weight_format
+    from kvq.kernels import LinearSpec, select
+
+    found = []
+    for name in ("int4_g128", "int8"):
+        spec = LinearSpec(fmt=parse_weight_format(name), in_features=4096, out_features=4096)
+        with suppress(UnsupportedKernel):
+            found.append(select(spec.operation, spec, device, backend).operation)
+    return found
 
 
 def _line(name: str, value: str) -> None:

@@ -1,16 +1,21 @@
 """Kernels over quantized blocks, one folder per operation, each with its PyTorch reference."""
 
+from kvq.kernels.linear.spec import LINEAR_OPERATIONS, LinearSpec
+from kvq.kernels.linear.weight import QuantizedWeight
 from kvq.kernels.paged import PagedKV, PagedRows, SequenceBatch
 from kvq.kernels.registry import BACKENDS, Kernel, check_backend, register, registered, select
 from kvq.kernels.spec import Device, KernelSpec, Support
 
 __all__ = [
     "BACKENDS",
+    "LINEAR_OPERATIONS",
     "Device",
     "Kernel",
     "KernelSpec",
+    "LinearSpec",
     "PagedKV",
     "PagedRows",
+    "QuantizedWeight",
     "SequenceBatch",
     "Support",
     "check_backend",

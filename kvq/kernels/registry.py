@@ -15,6 +15,8 @@ from kvq.kernels.gather_dense.cpu import gather_dense as cpu_gather_dense
 from kvq.kernels.gather_dense.reference import gather_dense
 from kvq.kernels.gpu.support import lazy as gpu_lazy
 from kvq.kernels.gpu.support import supports as gpu_supports
+from kvq.kernels.linear.reference import ReferenceLinear
+from kvq.kernels.linear.spec import LINEAR_OPERATIONS, LinearSpec
 from kvq.kernels.merge_partials.cpu import merge_partials as cpu_merge_partials
 from kvq.kernels.merge_partials.reference import merge_partials
 from kvq.kernels.native.support import supports as cpu_supports
@@ -35,10 +37,10 @@ class Kernel:
     operation: str
     backend: str
     run: Callable[..., Any]
-    supports: Callable[[KernelSpec, Device], Support]
+    supports: Callable[[Any, Device], Support]  # of a KernelSpec; of a LinearSpec for Linear layers
 
 
-def supported_everywhere(spec: KernelSpec, device: Device) -> Support:
+def supported_everywhere(spec: KernelSpec | LinearSpec, device: Device) -> Support:
     """The reference runs every format on every device: bytes are storage, decoded by arithmetic."""
     return Support(True)
 
@@ -53,6 +55,11 @@ _KERNELS: list[Kernel] = (
             ("gather_dense", gather_dense),
             ("copy_blocks", copy_blocks),
         )
+    ]
+    + [
+        Kernel(operation=name, backend=backend, run=ReferenceLinear, supports=supported_everywhere)
+        for name in LINEAR_OPERATIONS
+        for backend in ("reference", "cpu-fp32")
     ]
     + [
         Kernel(operation=name, backend=backend, run=run, supports=cpu_supports)
@@ -80,8 +87,9 @@ def register(kernel: Kernel) -> None:
 
 
 def registered(backend: str) -> list[str]:
-    """The operations that a backend implements."""
-    return [k.operation for k in _KERNELS if k.backend == backend]
+    """The operations on blocks of KV that a backend implements."""
+    own = (k.operation for k in _KERNELS if k.backend == backend)
+    return [name for name in own if name not in LINEAR_OPERATIONS]
 
 
 def check_backend(backend: str) -> None:
@@ -93,8 +101,10 @@ def check_backend(backend: str) -> None:
         )
 
 
-def select(operation: str, spec: KernelSpec, device: Device, backend: str = "auto") -> Kernel:
+def select(operation: str, spec: KernelSpec | LinearSpec, device: Device, backend: str = "auto") -> Kernel:
     """Return the kernel for an operation.
+
+    A Linear kernel's `run` takes a `QuantizedWeight` once and returns what multiplies by it.
 
     `auto` takes the first backend of `BACKENDS` that supports the spec; a backend that the user
     names is used or refused, never replaced.
@@ -118,8 +128,7 @@ def select(operation: str, spec: KernelSpec, device: Device, backend: str = "aut
         missed = missed or support.is_missed
         reasons.append((name, support.reason))
     raise UnsupportedKernel(
-        f"no backend can run {operation} for K {spec.formats.k.name}, V {spec.formats.v.name} "
-        f"on {device.name}: {_listed(reasons)}; use --backend reference"
+        f"no backend can run {operation} for {spec} on {device.name}: {_listed(reasons)}; use --backend reference"
     )
 
 

@@ -16,6 +16,9 @@ class KernelSpec:
     kv_heads: int
     block_size: int  # tokens
 
+    def __str__(self) -> str:
+        return f"K {self.formats.k.name}, V {self.formats.v.name}"
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Device:

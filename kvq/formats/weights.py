@@ -1,0 +1,117 @@
+"""What a quantized weight is: code, grouping, and how its layer's inputs are rounded. No tensors."""
+
+import re
+from dataclasses import dataclass, replace
+from enum import Enum
+from fractions import Fraction
+
+from kvq.errors import ConfigError, nearest
+
+
+class WeightCode(Enum):
+    """The stored form of one weight; the value is its name."""
+
+    INT8 = "int8"
+    INT4 = "int4"
+    INT3 = "int3"
+    FP8 = "fp8"  # E4M3FN byte
+
+    @property
+    def bits(self) -> int:
+        """Width of one stored weight in bits."""
+        return {WeightCode.INT8: 8, WeightCode.INT4: 4, WeightCode.INT3: 3, WeightCode.FP8: 8}[self]
+
+    @property
+    def is_integer(self) -> bool:
+        """False for FP8, whose codes have no zero point."""
+        return self is not WeightCode.FP8
+
+
+class Inputs(Enum):
+    """How a layer's inputs are rounded before the product, each token by its own maximum."""
+
+    FULL = "full"  # not at all
+    INT8 = "int8"  # symmetric, [-127, 127]
+    FP8 = "fp8"  # E4M3FN
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WeightFormat:
+    """How a Linear layer's weight [out, in] becomes bytes.
+
+    w = (q - zero) * scale with one scale, and one zero point unless symmetric, for every `group_size`
+    neighbouring inputs of an output row, or for the whole row. Integer codes are signed:
+    -2^(bits-1) <= q < 2^(bits-1).
+    """
+
+    code: WeightCode
+    group_size: int | None = None  # inputs; None: the whole row ("per channel")
+    symmetric: bool = True
+    inputs: Inputs = Inputs.FULL
+
+    def __post_init__(self) -> None:
+        if self.group_size is not None and (self.group_size < 8 or self.group_size % 8):
+            raise ConfigError(f"group size must be a multiple of 8, got {self.group_size}; 128 is usual")
+        if self.code is WeightCode.FP8 and not (self.symmetric and self.group_size is None):
+            raise ConfigError("fp8 weights have a scale per output row and no zero point")
+        if self.inputs is not Inputs.FULL and (self.inputs is Inputs.FP8) != (self.code is WeightCode.FP8):
+            raise ConfigError(f"{self.code.value} weights don't go with {self.inputs.value} inputs")
+
+    @property
+    def name(self) -> str:
+        """The canonical name, which `parse_weight_format` reads back."""
+        group = "" if self.group_size is None else f"_g{self.group_size}"
+        asymmetric = "" if self.symmetric else "_asym"
+        return self.code.value + group + asymmetric + _SUFFIXES[self.inputs]
+
+    def groups(self, in_features: int) -> int:
+        """Scales of one output row.
+
+        Raises:
+            ConfigError: the groups don't fit.
+        """
+        if self.group_size is None:
+            return 1
+        if in_features % self.group_size:
+            fits = [size for size in (256, 128, 64, 32, 16, 8) if in_features % size == 0]
+            raise ConfigError(
+                f"groups of {self.group_size} don't divide {in_features} inputs; use one of {fits} or none"
+            )
+        return in_features // self.group_size
+
+    def bits_per_weight(self, in_features: int, scale_bits: int = 16) -> Fraction:
+        """Stored bits per weight, scales and zero points included."""
+        each = scale_bits + (0 if self.symmetric else self.code.bits)
+        return self.code.bits + Fraction(each * self.groups(in_features), in_features)
+
+
+_SUFFIXES = {Inputs.FULL: "", Inputs.INT8: "_a8", Inputs.FP8: "_a8"}
+_NAME = re.compile(r"(int8|int4|int3|fp8)(?:_g(\d+))?(_asym)?(_a8)?")
+_ALIASES = {
+    "int4": "int4_g128",
+    "int3": "int3_g128",
+    "w8a8": "int8_a8",
+    "w4a8": "int4_g128_a8",
+    "q8_0": "int8",
+}
+WEIGHT_NAMES = ("int8", "int4", "int4_g64", "int3", "fp8", "fp8_a8", "w8a8", "w4a8")
+
+
+def parse_weight_format(name: str) -> WeightFormat:
+    """The format of a name: `int8`, `int4_g64`, `int4_g128_asym`, `fp8`, `w8a8` ...
+
+    Raises:
+        ConfigError: no such format.
+    """
+    match = _NAME.fullmatch(_ALIASES.get(name, name))
+    if match is None:
+        raise ConfigError(
+            f"unknown weight format {name!r}{nearest(name, list(WEIGHT_NAMES)) or ';'} "
+            f"allowed: {', '.join(WEIGHT_NAMES)}; _gN sets the group, _asym adds zero points"
+        )
+    code, group, asymmetric, inputs = match.groups()
+    own = Inputs.FP8 if code == "fp8" else Inputs.INT8
+    fmt = WeightFormat(
+        code=WeightCode(code), group_size=None if group is None else int(group), symmetric=not asymmetric
+    )
+    return replace(fmt, inputs=own) if inputs else fmt

@@ -1,0 +1,102 @@
+"""A Linear layer's weight in codes, as every kernel, quantizer and file format hands it on."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvq.formats.weights import WeightCode, WeightFormat
+from kvq.kernels.codec import e4m3
+
+_NIBBLE_OFFSET = 8
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class QuantizedWeight:
+    """w[o, i] = (q[o, i] - zero[o, g]) * scale[o, g], where g is the group of input i.
+
+    `codes`: of INT8 int8 [out, in]; of INT4 and INT3 uint8 [out, in / 2], byte i holds q + 8 of inputs 2i
+    (low nibble) and 2i + 1; of FP8 uint8 [out, in], E4M3FN bytes. `scale`: fp32, bf16 or fp16 [out, groups].
+    `zero`: int8 [out, groups], None if symmetric. `order`: int64 [in], None if inputs lie in their own
+    order: column j of the codes belongs to input order[j], so groups are always neighbouring columns.
+    """
+
+    fmt: WeightFormat
+    codes: Tensor
+    scale: Tensor
+    zero: Tensor | None = None
+    order: Tensor | None = None
+
+    @classmethod
+    def pack(
+        cls,
+        fmt: WeightFormat,
+        q: Tensor,
+        scale: Tensor,
+        zero: Tensor | None = None,
+        order: Tensor | None = None,
+    ) -> "QuantizedWeight":
+        """From integer codes int8 [out, in] (of FP8: E4M3FN bytes, uint8), columns in the order of groups."""
+        codes = pack_nibbles(q) if fmt.code in (WeightCode.INT4, WeightCode.INT3) else q.contiguous()
+        return cls(fmt=fmt, codes=codes, scale=scale, zero=zero, order=order)
+
+    @property
+    def out_features(self) -> int:
+        """Output rows."""
+        return self.codes.shape[0]
+
+    @property
+    def in_features(self) -> int:
+        """Inputs."""
+        return self.codes.shape[1] * (2 if self.fmt.code in (WeightCode.INT4, WeightCode.INT3) else 1)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of codes, scales, zero points and the order of inputs."""
+        return sum(x.nbytes for x in (self.codes, self.scale, self.zero, self.order) if x is not None)
+
+    def integers(self) -> Tensor:
+        """The codes q as int8 [out, in], columns in the order of groups; of integer codes only."""
+        return self.codes if self.fmt.code is WeightCode.INT8 else unpack_nibbles(self.codes)
+
+    def dequantize(self) -> Tensor:
+        """The weight [out, in], inputs in their own order, computed in the scale's dtype and of that dtype.
+
+        (q - zero) and then times scale, each rounded to that dtype, as compressed-tensors does.
+        """
+        groups = self.scale.shape[1]
+        if self.fmt.code is WeightCode.FP8:
+            q = e4m3.decode(self.codes).to(self.scale.dtype)  # E4M3 values are bf16 and fp16 values
+        else:
+            q = self.integers().to(self.scale.dtype)
+        q = q.view(self.out_features, groups, -1)
+        if self.zero is not None:
+            q = q - self.zero.to(q.dtype)[:, :, None]
+        weight = (q * self.scale[:, :, None]).flatten(1)
+        if self.order is None:
+            return weight
+        return torch.empty_like(weight).index_copy_(1, self.order, weight)
+
+    def to(self, device: torch.device) -> "QuantizedWeight":
+        """The same on another device."""
+        moved = {
+            name: None if x is None else x.to(device)
+            for name, x in (
+                ("codes", self.codes),
+                ("scale", self.scale),
+                ("zero", self.zero),
+                ("order", self.order),
+            )
+        }
+        return QuantizedWeight(fmt=self.fmt, **moved)  # type: ignore[arg-type]
+
+
+def pack_nibbles(q: Tensor) -> Tensor:
+    """int8 [..., n] in [-8, 7] -> uint8 [..., n / 2]: q + 8 of element 2i in byte i's low half."""
+    u = (q + _NIBBLE_OFFSET).to(torch.uint8)
+    return u[..., ::2] | (u[..., 1::2] << 4)
+
+
+def unpack_nibbles(codes: Tensor) -> Tensor:
+    """uint8 [..., n / 2] -> int8 [..., n]; undoes `pack_nibbles`."""
+    return torch.stack((codes & 15, codes >> 4), -1).flatten(-2).to(torch.int8) - _NIBBLE_OFFSET

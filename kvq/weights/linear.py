@@ -1,0 +1,50 @@
+"""What takes a Linear layer's place: codes instead of a weight, and a kernel that multiplies by them."""
+
+import torch
+from torch import Tensor, nn
+
+from kvq.kernels import Device, LinearSpec, QuantizedWeight, select
+
+
+class QuantizedLinear(nn.Module):
+    """A Linear layer for inference over a quantized weight, by the best kernel for its device."""
+
+    def __init__(
+        self, weight: QuantizedWeight, bias: Tensor | None, device: torch.device, *, backend: str = "auto"
+    ) -> None:
+        """Hand the weight to a kernel, which may keep it in an order of its own.
+
+        Raises:
+            UnsupportedKernel: the named backend has no kernel for this weight.
+        """
+        super().__init__()
+        self.fmt = weight.fmt
+        self.in_features = weight.in_features
+        self.out_features = weight.out_features
+        spec = LinearSpec(fmt=weight.fmt, in_features=weight.in_features, out_features=weight.out_features)
+        kernel = select(spec.operation, spec, Device.of(device), backend)
+        self.backend = kernel.backend
+        self.kernel = kernel.run(weight.to(device))
+        self.bias = None if bias is None else nn.Parameter(bias.detach().to(device), requires_grad=False)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the weight as the kernel keeps it."""
+        return int(self.kernel.nbytes)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """[..., in] -> [..., out]."""
+        output: Tensor = self.kernel(input.reshape(-1, self.in_features))
+        if self.bias is not None:
+            output = output + self.bias
+        return output.view(*input.shape[:-1], self.out_features)
+
+    def extra_repr(self) -> str:
+        """Shape, format and backend."""
+        return f"{self.in_features}, {self.out_features}, {self.fmt.name}, {self.backend}"
+
+
+def replace_linear(model: nn.Module, name: str, module: nn.Module) -> None:
+    """Put `module` in the place of the one called `name`, dots included."""
+    parent, _, own = name.rpartition(".")
+    setattr(model.get_submodule(parent), own, module)
