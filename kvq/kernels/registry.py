@@ -128,7 +128,8 @@ def select(operation: str, spec: KernelSpec | LinearSpec, device: Device, backen
         missed = missed or support.is_missed
         reasons.append((name, support.reason))
     raise UnsupportedKernel(
-        f"no backend can run {operation} for {spec} on {device.name}: {_listed(reasons)}; use --backend reference"
+        f"no backend can run {operation} for {spec} on {device.name}: {_listed(reasons)}; "
+        f"use --backend reference"
     )
 
 
