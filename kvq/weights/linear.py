@@ -57,7 +57,7 @@ def weight_bytes(model: nn.Module) -> int:
 
 
 def weight_count(model: nn.Module) -> int:
-    """Weights of all layers, quantized ones included; a head of its own that is the embedding's copy is not."""
+    """Weights of all layers, quantized ones included; a head that is a copy of the embedding is none."""
     plain = sum(parameter.numel() for parameter in model.parameters())
     is_tied = getattr(getattr(model, "config", None), "tie_word_embeddings", False)
     head = model.get_output_embeddings() if is_tied else None  # type: ignore[operator]
