@@ -15,7 +15,7 @@ from kvq.models.checkpoint import content_digest, read_header, read_json, weight
 from kvq.models.linear import invariant_rows, pack_linears, padded_rows
 from kvq.models.live_geometry import live_geometry
 from kvq.models.modules import import_class, load_module
-from kvq.models.quantized import load_rounded
+from kvq.models.quantized import load_quantized, load_rounded
 from kvq.models.rope import pin_rope
 from kvq.models.support import check_supported, rope_types
 
@@ -140,7 +140,13 @@ def load_weights(
     import_class(config_dict)
     before = held_bytes(where)
     wanted = _pick_dtype(dtype, where)
-    if fmt is None:
+    if config_dict.get("quantization_config"):
+        if fmt is not None:
+            raise ConfigError(
+                f"{folder} holds quantized weights already; leave out weights={weights!r} (--weights)"
+            )
+        model = load_quantized(folder, config_dict, wanted, where, backend=backend)
+    elif fmt is None:
         model = load_module(folder, wanted)
     else:
         model = load_rounded(folder, wanted, fmt, where, backend=backend)
