@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kvq.errors import ConfigError, ModelError
+from kvq.errors import ConfigError
 from kvq.formats.weights import WeightCode, WeightFormat
 from kvq.kernels import QuantizedWeight
 from kvq.models.checkpoint import weight_files
@@ -156,6 +156,7 @@ def _with_bitsandbytes(folder: Path, dtype: torch.dtype | str) -> Any:
     for package in ("bitsandbytes", "accelerate"):
         if find_spec(package) is None:
             raise ConfigError(
-                f"{folder} is quantized by bitsandbytes, which needs {package}: pip install 'kvq-toolkit[bnb]'"
+                f"{folder} is quantized by bitsandbytes, which needs {package}: "
+                f"pip install 'kvq-toolkit[bnb]'"
             )
     return load_module(folder, dtype)

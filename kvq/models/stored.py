@@ -24,7 +24,9 @@ class StoredTensors(Mapping[str, Tensor]):
             try:
                 opened = safe_open(path, "pt").__enter__()
             except (SafetensorError, OSError) as error:
-                raise ModelError(f"{path} is damaged: {first_lines(error)}; download or copy it again") from error
+                raise ModelError(
+                    f"{path} is damaged: {first_lines(error)}; download or copy it again"
+                ) from error
             self._files |= dict.fromkeys(opened.keys(), (path, opened))
 
     def __getitem__(self, name: str) -> Tensor:

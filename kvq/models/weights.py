@@ -18,6 +18,7 @@ from kvq.models.modules import import_class, load_module
 from kvq.models.quantized import load_quantized, load_rounded
 from kvq.models.rope import pin_rope
 from kvq.models.support import check_supported, rope_types
+from kvq.weights.manifest import verify_manifest
 
 _DEVICES = re.compile(r"cpu|mps|cuda(:\d{1,3})?")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -132,6 +133,7 @@ def load_weights(
     """
     where = pick_device(device)
     fmt = None if weights == "auto" else parse_weight_format(weights)
+    verify_manifest(folder)
     config_dict = read_json(folder / "config.json")
     geometry = check_supported(config_dict, max_context=max_context)
     context = _context(geometry, max_context, dynamic="dynamic" in rope_types(config_dict))
