@@ -1,6 +1,7 @@
 """Finds and loads the compiled kernels, and picks the variant for this CPU."""
 
 import ctypes
+from ctypes import c_int, c_int64, c_void_p
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib.machinery import EXTENSION_SUFFIXES
@@ -12,7 +13,11 @@ import torch  # noqa: F401  its OpenMP runtime must be there before the kernels 
 from kvq.errors import UnsupportedKernel
 
 VARIANTS = ("avx512vnni", "avx512", "avx2", "portable")  # the best first
-OPERATIONS = ("write_kv", "attend", "gather_dense", "merge_partials", "copy_blocks")
+OPERATIONS = ("write_kv", "attend", "gather_dense", "merge_partials", "copy_blocks", "linear")
+# Of operations that are given more than addresses of structs and small numbers.
+_ARGUMENTS: dict[str, tuple[Any, ...]] = {
+    "linear": (c_void_p, c_void_p, c_int64, c_void_p, c_int64, c_int, c_int64, c_int),
+}
 _NO_MEMORY, _BAD_BLOCK = 1, 2  # KvqStatus
 
 
@@ -26,6 +31,7 @@ class Library:
     gather_dense: Any
     merge_partials: Any
     copy_blocks: Any
+    linear: Any
 
 
 @lru_cache(maxsize=1)
@@ -51,10 +57,16 @@ def variants() -> list[Library] | str:
     library.kvq_cpu_features.restype = ctypes.c_char_p
     best = library.kvq_cpu_features().decode()
     return [
-        Library(variant, *(getattr(library, f"kvq_{variant}_{name}") for name in OPERATIONS))
+        Library(variant, *(_function(library, variant, name) for name in OPERATIONS))
         for variant in VARIANTS[VARIANTS.index(best) :]
         if hasattr(library, f"kvq_{variant}_attend")
     ]
+
+
+def _function(library: ctypes.CDLL, variant: str, operation: str) -> Any:
+    function = getattr(library, f"kvq_{variant}_{operation}")
+    function.argtypes = _ARGUMENTS.get(operation)
+    return function
 
 
 def loaded() -> Library:
