@@ -57,7 +57,7 @@ class CpuLinear:
         self.in_features = weights[0].in_features
         self.out_features = sum(weight.out_features for weight in weights)
         self.nbytes = panels.nbytes
-        self.struct = Linear(
+        self._struct = Linear(
             codes=panels.codes.data_ptr(),
             scales=panels.scales.data_ptr(),
             zeros=None if panels.zeros is None else panels.zeros.data_ptr(),
@@ -70,7 +70,7 @@ class CpuLinear:
             scale_code=DTYPES[panels.scales.dtype],
             inputs=_INPUTS[fmt.inputs],
         )
-        self._pointer = ctypes.addressof(self.struct)
+        self.address = ctypes.addressof(self._struct)
 
     def __call__(self, x: Tensor) -> Tensor:
         """[rows, in] -> [rows, out] of x's dtype."""
@@ -78,7 +78,7 @@ class CpuLinear:
         out = torch.empty(x.shape[0], self.out_features, dtype=x.dtype)
         check(
             loaded().linear(
-                self._pointer,
+                self.address,
                 x.data_ptr(),
                 x.stride(0) * x.element_size(),
                 out.data_ptr(),

@@ -66,7 +66,7 @@ template <int R>
 inline void multiply_floats(const Call& call, const Tile& tile, int64_t row, int64_t panel, int64_t last) {
     if constexpr (R > 1)
         if (tile.rows < R) return multiply_floats<R - 1>(call, tile, row, panel, last);
-    constexpr int P = R == 1 ? 4 : R == 2 ? 2 : 1;  // one sum an output: others fill the time it takes
+    constexpr int P = R * 2 <= FLOAT_CHAINS / 2 ? 4 : R * 2 <= FLOAT_CHAINS ? 2 : 1;
     for (; panel + P <= last; panel += P) float_tile<R, P>(call.l, call.cut, tile, panel, call.out, row);
     for (; panel < last; panel++) float_tile<R, 1>(call.l, call.cut, tile, panel, call.out, row);
 }

@@ -45,7 +45,11 @@ def pack_panels(weights: Sequence[QuantizedWeight]) -> Panels:
     """
     first = weights[0]
     for other in weights[1:]:
-        if other.fmt != first.fmt or other.in_features != first.in_features or not _is_same_order(first, other):
+        if (
+            other.fmt != first.fmt
+            or other.in_features != first.in_features
+            or not _is_same_order(first, other)
+        ):
             raise ConfigError(
                 f"only weights of one format, input and order can be joined, got {first.fmt.name} over "
                 f"{first.in_features} inputs and {other.fmt.name} over {other.in_features}"

@@ -10,13 +10,13 @@ namespace {
 
 #if defined(__AVX512F__)
 constexpr int TILE_ROWS = 6, TILE_PANELS = 2;  // 24 of 32 registers are sums
-constexpr int FLOAT_ROWS = 12;
+constexpr int FLOAT_ROWS = 12, FLOAT_CHAINS = 12;  // an output has one sum: others fill the time it takes
 #elif defined(__AVX2__)
 constexpr int TILE_ROWS = 2, TILE_PANELS = 1;  // 8 of 16
-constexpr int FLOAT_ROWS = 3;
+constexpr int FLOAT_ROWS = 3, FLOAT_CHAINS = 4;
 #else
 constexpr int TILE_ROWS = 2, TILE_PANELS = 1;
-constexpr int FLOAT_ROWS = 2;
+constexpr int FLOAT_ROWS = 2, FLOAT_CHAINS = 4;
 #endif
 constexpr int AHEAD = 2048;  // bytes: weights that are read once come from memory
 

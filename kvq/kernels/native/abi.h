@@ -77,6 +77,8 @@ struct KvqAttention {
 
 enum KvqInputs { KVQ_INPUTS_FULL, KVQ_INPUTS_INT8, KVQ_INPUTS_FP8 };
 
+enum KvqActivation { KVQ_SILU, KVQ_GELU_TANH };
+
 // A Linear layer's weight in panels of 16 outputs; kvq/kernels/linear/pack.py makes them.
 struct KvqLinear {
     const uint8_t* codes;   // [panels, k, 16] codes, or half as many bytes of nibbles

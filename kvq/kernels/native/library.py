@@ -1,7 +1,7 @@
 """Finds and loads the compiled kernels, and picks the variant for this CPU."""
 
 import ctypes
-from ctypes import c_int, c_int64, c_void_p
+from ctypes import c_float, c_int, c_int64, c_void_p
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib.machinery import EXTENSION_SUFFIXES
@@ -13,11 +13,15 @@ import torch  # noqa: F401  its OpenMP runtime must be there before the kernels 
 from kvq.errors import UnsupportedKernel
 
 VARIANTS = ("avx512vnni", "avx512", "avx2", "portable")  # the best first
-OPERATIONS = ("write_kv", "attend", "gather_dense", "merge_partials", "copy_blocks", "linear")
-# Of operations that are given more than addresses of structs and small numbers.
+# What is given more than addresses of structs and small numbers: the types of its arguments.
+_MATRIX = (c_void_p, c_int64)  # address and bytes of a row
 _ARGUMENTS: dict[str, tuple[Any, ...]] = {
-    "linear": (c_void_p, c_void_p, c_int64, c_void_p, c_int64, c_int, c_int64, c_int),
+    "linear": (c_void_p, *_MATRIX, *_MATRIX, c_int, c_int64, c_int),
+    "gated": (*_MATRIX, *_MATRIX, c_int64, c_int, c_int, c_int64, c_int),
+    "linear_mlp": (c_void_p, c_void_p, *_MATRIX, *_MATRIX, c_int, c_int, c_int64, c_int),
+    "rms_norm": (c_void_p, c_void_p, c_void_p, c_int64, c_int, c_int, c_float, c_int64, c_int),
 }
+OPERATIONS = ("write_kv", "attend", "gather_dense", "merge_partials", "copy_blocks", *_ARGUMENTS)
 _NO_MEMORY, _BAD_BLOCK = 1, 2  # KvqStatus
 
 
@@ -32,6 +36,9 @@ class Library:
     merge_partials: Any
     copy_blocks: Any
     linear: Any
+    gated: Any
+    linear_mlp: Any
+    rms_norm: Any
 
 
 @lru_cache(maxsize=1)
