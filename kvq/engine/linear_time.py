@@ -6,6 +6,7 @@ from typing import Any
 from torch import nn
 
 from kvq.weights import QuantizedLinear
+from kvq.weights.install import GatedMLP
 
 
 class LinearTime:
@@ -16,7 +17,7 @@ class LinearTime:
         self._began = 0.0
         self._hooks = []
         for module in model.modules():
-            if isinstance(module, nn.Linear | QuantizedLinear):
+            if isinstance(module, nn.Linear | QuantizedLinear | GatedMLP):
                 self._hooks.append(module.register_forward_pre_hook(self._begin))
                 self._hooks.append(module.register_forward_hook(self._end))
 

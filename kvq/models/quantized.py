@@ -1,6 +1,7 @@
 """Models whose Linear layers are quantized: rounded while they are loaded, or read from their codes."""
 
 from collections.abc import Mapping
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from kvq.kernels import QuantizedWeight
 from kvq.models.checkpoint import weight_files
 from kvq.models.modules import load_module, load_module_from
 from kvq.models.stored import StoredTensors
-from kvq.weights import QuantizedLinear, replace_linear, round_weight
+from kvq.weights import install, round_weight
 from kvq.weights.files import QuantizationScheme, parse_config, read_linear
 
 _HEAD = WeightFormat(code=WeightCode.INT8)  # of integer formats: logits deserve 8 bits
@@ -43,11 +44,14 @@ def load_rounded(
         name: _HEAD if linear is head and fmt.code.is_integer else fmt for name, linear in linears.items()
     }
     _check(model, linears, formats)
-    for name, own in formats.items():
-        linear = linears.pop(name)
-        weight = round_weight(linear.weight.detach().float(), own)
-        replace_linear(model, name, QuantizedLinear(weight, linear.bias, device, backend=backend))
-    return model if dtype == "auto" else model.to(dtype)
+    computed = _stored_dtype(model) if isinstance(dtype, str) else dtype
+
+    def rounded(name: str) -> QuantizedWeight:
+        return round_weight(linears.pop(name).weight.detach().float(), formats[name])
+
+    weights = {name: partial(rounded, name) for name in formats}
+    install(model, weights, device, backend=backend, dtype=computed)
+    return model.to(computed)
 
 
 def _check(model: nn.Module, linears: dict[str, nn.Linear], formats: dict[str, WeightFormat]) -> None:
@@ -97,10 +101,14 @@ def load_quantized(
         whole = {name: weights.pop(name).dequantize(wanted) for name in experts}
         model = _load(folder, plain, stand_ins | whole, wanted)
         places = _places(model, stand_ins)
-    for name, place in places.items():
-        bias = model.get_submodule(place).bias
-        replace_linear(model, place, QuantizedLinear(weights.pop(name), bias, device, backend=backend))
+    placed = {place: partial(weights.pop, name) for name, place in places.items()}
+    install(model, placed, device, backend=backend, dtype=wanted)
     return model
+
+
+def _stored_dtype(model: nn.Module) -> torch.dtype:
+    dtype: torch.dtype = next(model.parameters()).dtype
+    return dtype
 
 
 def _read_weights(scheme: QuantizationScheme, stored: StoredTensors) -> dict[str, QuantizedWeight]:

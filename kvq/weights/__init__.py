@@ -1,5 +1,6 @@
 """Quantized weights: algorithms on tensors, on-disk packing, and what takes a Linear layer's place."""
 
+from kvq.weights.install import install
 from kvq.weights.linear import (
     QuantizedLinear,
     quantized_layers,
@@ -11,6 +12,7 @@ from kvq.weights.rounding import round_weight
 
 __all__ = [
     "QuantizedLinear",
+    "install",
     "quantized_layers",
     "replace_linear",
     "round_weight",

@@ -1,5 +1,8 @@
 """What takes a Linear layer's place: codes instead of a weight, and a kernel that multiplies by them."""
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -10,9 +13,17 @@ class QuantizedLinear(nn.Module):
     """A Linear layer for inference over a quantized weight, by the best kernel for its device."""
 
     def __init__(
-        self, weight: QuantizedWeight, bias: Tensor | None, device: torch.device, *, backend: str = "auto"
+        self,
+        weight: QuantizedWeight,
+        bias: Tensor | None,
+        device: torch.device,
+        *,
+        backend: str = "auto",
+        kernel: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
         """Hand the weight to a kernel, which may keep it in an order of its own.
+
+        `kernel`: one of that backend that holds the weight already.
 
         Raises:
             UnsupportedKernel: the named backend has no kernel for this weight.
@@ -21,10 +32,14 @@ class QuantizedLinear(nn.Module):
         self.fmt = weight.fmt
         self.in_features = weight.in_features
         self.out_features = weight.out_features
-        spec = LinearSpec(fmt=weight.fmt, in_features=weight.in_features, out_features=weight.out_features)
-        kernel = select(spec.operation, spec, Device.of(device), backend)
-        self.backend = kernel.backend
-        self.kernel = kernel.run(weight.to(device))
+        if kernel is None:
+            spec = LinearSpec(
+                fmt=weight.fmt, in_features=weight.in_features, out_features=weight.out_features
+            )
+            chosen = select(spec.operation, spec, Device.of(device), backend)
+            backend, kernel = chosen.backend, chosen.run(weight.to(device))
+        self.backend = backend
+        self.kernel: Any = kernel
         self.bias = None if bias is None else nn.Parameter(bias.detach().to(device), requires_grad=False)
 
     @property

@@ -1,0 +1,108 @@
+"""Putting quantized layers into a model: one by one, or joined where a CPU gains by it."""
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from kvq.kernels import Device, LinearSpec, QuantizedWeight, select
+from kvq.kernels.linear.mlp import Activation, CpuMLP
+from kvq.weights.joined import Joined, JoinedPart
+from kvq.weights.linear import QuantizedLinear, replace_linear
+
+_SHARED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+_ACTIVATIONS = {
+    "SiLU": Activation.SILU,
+    "SiLUActivation": Activation.SILU,
+    "GELUTanh": Activation.GELU_TANH,
+    "PytorchGELUTanh": Activation.GELU_TANH,
+}
+_TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}  # max|a-b| / max|b|
+
+Weights = Mapping[str, Callable[[], QuantizedWeight]]  # by a layer's name; made when it is its turn
+
+
+def install(
+    model: nn.Module, weights: Weights, device: torch.device, *, backend: str, dtype: torch.dtype
+) -> None:
+    """Replace the Linear layers of these names; `dtype` is what the model computes in.
+
+    Raises:
+        UnsupportedKernel: the named backend has no kernel for one of them.
+    """
+    parents: dict[str, list[str]] = {}
+    for name in weights:
+        parent, _, own = name.rpartition(".")
+        parents.setdefault(parent, []).append(own)
+    for parent, children in parents.items():
+        made = {own: weights[f"{parent}.{own}" if parent else own]() for own in children}
+        for own, layer in _layers(model.get_submodule(parent), made, device, backend).items():
+            replace_linear(model, f"{parent}.{own}" if parent else own, layer)
+        if parent:
+            _fuse(model, parent, dtype)
+
+
+def _layers(
+    parent: nn.Module, weights: dict[str, QuantizedWeight], device: torch.device, backend: str
+) -> dict[str, QuantizedLinear]:
+    """The layers of one module; those that share their input share a product, too, on CPUs."""
+    layers: dict[str, QuantizedLinear] = {}
+    for names in _SHARED:
+        group = [weights[name] for name in names if name in weights]
+        if len(group) == len(names) and _can_join(group, device, backend):
+            for name, weight, part in zip(names, group, Joined(group).parts, strict=True):
+                layers[name] = QuantizedLinear(
+                    weight, parent.get_submodule(name).bias, device, backend="cpu", kernel=part
+                )
+    for name, weight in weights.items():
+        if name not in layers:
+            bias = parent.get_submodule(name).bias
+            layers[name] = QuantizedLinear(weight, bias, device, backend=backend)
+    return layers
+
+
+def _can_join(group: Sequence[QuantizedWeight], device: torch.device, backend: str) -> bool:
+    first = group[0]
+    alike = all((w.fmt, w.in_features, w.order is None) == (first.fmt, first.in_features, True) for w in group)
+    spec = LinearSpec(fmt=first.fmt, in_features=first.in_features, out_features=first.out_features)
+    return alike and select(spec.operation, spec, Device.of(device), backend).backend == "cpu"
+
+
+class GatedMLP(nn.Module):
+    """down(activation(gate(x)) * up(x)) in one call; the three layers are there under their own names."""
+
+    def __init__(self, mlp: nn.Module, activation: Activation) -> None:
+        """Take the layers of a module whose gate and up are joined."""
+        super().__init__()
+        self.gate_proj, self.up_proj, self.down_proj = (
+            mlp.get_submodule(name) for name in ("gate_proj", "up_proj", "down_proj")
+        )
+        assert isinstance(self.gate_proj, QuantizedLinear), "joined"
+        assert isinstance(self.down_proj, QuantizedLinear), "quantized"
+        self.in_features, self.out_features = self.gate_proj.in_features, self.down_proj.out_features
+        self._kernel = CpuMLP(self.gate_proj.kernel.joined.kernel, self.down_proj.kernel, activation)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., in] -> [..., out]."""
+        return self._kernel(x.reshape(-1, self.in_features)).view(*x.shape[:-1], self.out_features)
+
+
+@torch.inference_mode()
+def _fuse(model: nn.Module, name: str, dtype: torch.dtype) -> None:
+    """Replace a gated MLP by one call, if it computes what that does: it is tried on a row."""
+    mlp = model.get_submodule(name)
+    gate, down = (getattr(mlp, own, None) for own in ("gate_proj", "down_proj"))
+    activation = _ACTIVATIONS.get(type(getattr(mlp, "act_fn", None)).__name__)
+    if activation is None or not isinstance(gate, QuantizedLinear) or not isinstance(down, QuantizedLinear):
+        return
+    up = getattr(mlp, "up_proj", None)
+    biased = any(getattr(layer, "bias", None) is not None for layer in (gate, up, down))
+    if biased or down.backend != "cpu" or not isinstance(gate.kernel, JoinedPart):
+        return
+    if down.in_features * 2 != gate.kernel.joined.kernel.out_features:
+        return
+    fused = GatedMLP(mlp, activation)
+    x = torch.randn(1, 1, gate.in_features, generator=torch.Generator().manual_seed(0)).to(dtype)
+    wanted, found = mlp(x), fused(x)
+    if (found - wanted).abs().max() <= _TOLERANCE[dtype] * wanted.abs().max():
+        replace_linear(model, name, fused)
