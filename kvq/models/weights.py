@@ -15,6 +15,7 @@ from kvq.models.checkpoint import content_digest, read_header, read_json, weight
 from kvq.models.linear import invariant_rows, pack_linears, padded_rows
 from kvq.models.live_geometry import live_geometry
 from kvq.models.modules import import_class, load_module
+from kvq.models.norms import fuse_norms
 from kvq.models.quantized import load_quantized, load_rounded
 from kvq.models.rope import pin_rope
 from kvq.models.support import check_supported, rope_types
@@ -163,6 +164,7 @@ def load_weights(
     model = model.to(where).eval()
     if where.type == "cpu":
         pack_linears(model)
+        fuse_norms(model)
         _unmap(model)
     return LoadedWeights(
         folder=folder,
