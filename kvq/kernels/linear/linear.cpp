@@ -110,6 +110,7 @@ inline Split split(const Call& call, int64_t tiles) {
 inline void run(const Call& call) {
     int64_t tiles = divided(call.rows, call.tile_rows);
     Split s = split(call, tiles);
+    if (tiles == 1) round_tile(call, 0, call.columns);  // sooner done than threads have met
 #pragma omp parallel num_threads(call.threads)
     {
 #if defined(_OPENMP)
@@ -117,8 +118,10 @@ inline void run(const Call& call) {
 #else
         float* columns = call.columns;
 #endif
+        if (tiles > 1) {
 #pragma omp for schedule(dynamic)
-        for (int64_t i = 0; i < tiles; i++) round_tile(call, i, columns);
+            for (int64_t i = 0; i < tiles; i++) round_tile(call, i, columns);
+        }
 #pragma omp for schedule(dynamic)
         for (int64_t i = 0; i < s.tasks; i++) {
             int64_t panel = i % s.tasks_across * s.panels, last = panel + s.panels;
