@@ -101,7 +101,7 @@ inline Split split(const Call& call, int64_t tiles) {
     int64_t few = (tiles > 1 ? CACHED : STREAMED) / bytes, wanted = 4 * call.threads;
     int64_t even = call.panels / wanted, panels = few < even ? few : even;
     panels = panels < 4 ? 4 : panels / 4 * 4;
-    if (call.threads > 1 && panels * call.threads > call.panels) panels = 2;
+    if (panels * call.threads > call.panels) panels = divided(call.panels, call.threads);
     int64_t across = divided(call.panels, panels), groups = across < wanted ? divided(wanted, across) : 1;
     int64_t each = divided(tiles, groups < tiles ? groups : tiles);
     return {panels, each, across, across * divided(tiles, each)};
@@ -110,6 +110,7 @@ inline Split split(const Call& call, int64_t tiles) {
 inline void run(const Call& call) {
     int64_t tiles = divided(call.rows, call.tile_rows);
     Split s = split(call, tiles);
+    if (tiles == 1) round_tile(call, 0, call.columns);  // too little to share
 #pragma omp parallel num_threads(call.threads)
     {
 #if defined(_OPENMP)
@@ -117,8 +118,10 @@ inline void run(const Call& call) {
 #else
         float* columns = call.columns;
 #endif
+        if (tiles > 1) {
 #pragma omp for schedule(dynamic)
-        for (int64_t i = 0; i < tiles; i++) round_tile(call, i, columns);
+            for (int64_t i = 0; i < tiles; i++) round_tile(call, i, columns);
+        }
 #pragma omp for schedule(dynamic)
         for (int64_t i = 0; i < s.tasks; i++) {
             int64_t panel = i % s.tasks_across * s.panels, last = panel + s.panels;

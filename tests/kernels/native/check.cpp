@@ -1,7 +1,8 @@
 // One variant of the kernels without Python, for CPUs that are only emulated: `make arm`.
 //
 // Writes random rows in every format, reads them back, attends to them and compares with fp64 over what
-// was read. Prints a line per format with a hash of codes and scales, which must be the same on every CPU.
+// was read; the same for Linear layers over random codes. Prints a line per format with a hash of codes and
+// scales, or of outputs, which must be the same on every CPU.
 
 #include <cmath>
 #include <cstdint>
@@ -20,6 +21,9 @@ int KERNEL(gather_dense)(const KvqLayer*, const KvqPositions*, const KvqGathered
 int KERNEL(attend)(const KvqLayer*, const KvqDense*, const KvqDense*, float*, const KvqBatch*, const KvqAttention*);
 int KERNEL(merge_partials)(const float*, const float*, const float*, float*, float*, int, int64_t, int, int);
 int KERNEL(copy_blocks)(const KvqRun*, int64_t, const int64_t*, int64_t, int);
+int KERNEL(linear)(const KvqLinear*, const uint8_t*, int64_t, uint8_t*, int64_t, int, int64_t, int);
+int KERNEL(gated)(const uint8_t*, int64_t, uint8_t*, int64_t, int64_t, int, int, int64_t, int);
+int KERNEL(rms_norm)(const uint8_t*, const uint8_t*, uint8_t*, int64_t, int, int, float, int64_t, int);
 }
 
 namespace {
@@ -149,6 +153,55 @@ bool check_merge() {
            std::fabs(lse - std::log(2.0f)) < 1e-6f;
 }
 
+double fp8_value(uint8_t code) {
+    int exponent = code >> 3 & 15, mantissa = code & 7;
+    double x = exponent ? std::ldexp(8 + mantissa, exponent - 10) : std::ldexp(mantissa, -9);
+    return code & 128 ? -x : x;
+}
+
+// The weight of an output and an input in panels of random bytes, see lanes.h for their order.
+double weight_of(const KvqLinear& l, int out, int in) {
+    const uint8_t* panel = l.codes + (size_t)(out / 16) * l.k * 16 / (l.code == KVQ_INT4 ? 2 : 1);
+    int o = out % 16, quad = in / 4, i = in % 4;
+    if (l.code == KVQ_FP8) return fp8_value(panel[64 * quad + 2 * (16 * (i & 1) + o) + (i >> 1)]);
+    if (l.code == KVQ_INT8) return panel[64 * quad + 4 * o + i] - 128;
+    uint8_t both = panel[64 * (quad / 2) + 4 * o + i];
+    return (quad % 2 ? both >> 4 : both & 15) - 8;
+}
+
+bool check_linear(const char* name, int code, int inputs, int groups) {
+    constexpr int IN = 72, OUT = 21, ROWS = 5, PANELS = 2;
+    std::vector<uint8_t> codes((size_t)PANELS * IN * 16);
+    for (uint8_t& byte : codes) byte = (uint8_t)(draw() * 31) & (code == KVQ_FP8 ? 0xf7 : 0xff);  // no NaN
+    std::vector<float> scales((size_t)PANELS * groups * 16), x(ROWS * IN), out(ROWS * OUT);
+    for (float& scale : scales) scale = 1 + draw() / 64;
+    for (float& value : x) value = draw();
+    KvqLinear l = {codes.data(), (uint8_t*)scales.data(), nullptr, nullptr, IN, OUT, IN, groups, code, KVQ_FP32, inputs};
+    if (KERNEL(linear)(&l, (uint8_t*)x.data(), IN * 4, (uint8_t*)out.data(), OUT * 4, KVQ_FP32, ROWS, THREADS)) return false;
+    double worst = 0, largest = 0;
+    for (int r = 0; r < ROWS; r++)
+        for (int o = 0; o < OUT; o++) {
+            double sum = 0;
+            for (int i = 0; i < IN; i++)
+                sum += x[r * IN + i] * weight_of(l, o, i) * scales[((size_t)o / 16 * groups + i / (IN / groups)) * 16 + o % 16];
+            worst = std::fmax(worst, std::fabs(sum - out[r * OUT + o]));
+            largest = std::fmax(largest, std::fabs(sum));
+        }
+    std::vector<uint8_t> bytes((uint8_t*)out.data(), (uint8_t*)(out.data() + out.size()));
+    bool good = worst / largest < (inputs == KVQ_INPUTS_FULL ? 2e-4 : 4e-2);  // or inputs lose bits of their own
+    std::printf("linear %-12s %016llx  %s\n", name, (unsigned long long)hashed(bytes, 14695981039346656037ull),
+                good ? "ok" : "WRONG");
+    return good;
+}
+
+bool check_elementwise() {
+    float x[] = {2, -1, 3, 5}, weight[] = {1, 2}, gates[2], normed[4];
+    KERNEL(gated)((uint8_t*)x, 16, (uint8_t*)gates, 8, 2, KVQ_FP32, KVQ_SILU, 1, 1);
+    KERNEL(rms_norm)((uint8_t*)x, (uint8_t*)weight, (uint8_t*)normed, 2, KVQ_FP32, KVQ_FP32, 0, 2, 1);
+    return std::fabs(gates[0] - 6 / (1 + std::exp(-2.0))) < 1e-6 && std::fabs(gates[1] + 5 / (1 + std::exp(1.0))) < 1e-6 &&
+           std::fabs(normed[1] + 2 / std::sqrt(2.5)) < 1e-6 && std::fabs(normed[2] - 3 / std::sqrt(17.0)) < 1e-6;
+}
+
 }  // namespace
 
 int main() {
@@ -162,7 +215,10 @@ int main() {
         for (int group : {dim / 4, dim / 2, dim}) good &= check({"int4", KVQ_INT4, group, 1, 0}, dim);
         for (int group : {dim / 8, dim / 2, dim}) good &= check({"int2", KVQ_INT2, group, 1, 0}, dim);
     }
-    good &= check_copies() && check_merge();
+    good &= check_copies() && check_merge() && check_elementwise();
+    good &= check_linear("int8", KVQ_INT8, KVQ_INPUTS_FULL, 1) && check_linear("int8_g24", KVQ_INT8, KVQ_INPUTS_FULL, 3);
+    good &= check_linear("int8_a8", KVQ_INT8, KVQ_INPUTS_INT8, 1) && check_linear("int4_g8", KVQ_INT4, KVQ_INPUTS_FULL, 9);
+    good &= check_linear("fp8", KVQ_FP8, KVQ_INPUTS_FULL, 1) && check_linear("fp8_a8", KVQ_FP8, KVQ_INPUTS_FP8, 1);
     std::printf("%s\n", good ? "all ok" : "FAILED");
     return good ? 0 : 1;
 }
