@@ -52,18 +52,25 @@ def _layers(
         if len(group) == len(names) and _can_join(group, device, backend):
             for name, weight, part in zip(names, group, Joined(group).parts, strict=True):
                 layers[name] = QuantizedLinear(
-                    weight, parent.get_submodule(name).bias, device, backend="cpu", kernel=part
+                    weight, _bias(parent, name), device, backend="cpu", kernel=part
                 )
     for name, weight in weights.items():
         if name not in layers:
-            bias = parent.get_submodule(name).bias
-            layers[name] = QuantizedLinear(weight, bias, device, backend=backend)
+            layers[name] = QuantizedLinear(weight, _bias(parent, name), device, backend=backend)
     return layers
+
+
+def _bias(parent: nn.Module, name: str) -> Tensor | None:
+    linear = parent.get_submodule(name)
+    assert isinstance(linear, nn.Linear), "only Linear layers are replaced"
+    return linear.bias
 
 
 def _can_join(group: Sequence[QuantizedWeight], device: torch.device, backend: str) -> bool:
     first = group[0]
-    alike = all((w.fmt, w.in_features, w.order is None) == (first.fmt, first.in_features, True) for w in group)
+    alike = all(
+        (w.fmt, w.in_features, w.order is None) == (first.fmt, first.in_features, True) for w in group
+    )
     spec = LinearSpec(fmt=first.fmt, in_features=first.in_features, out_features=first.out_features)
     return alike and select(spec.operation, spec, Device.of(device), backend).backend == "cpu"
 

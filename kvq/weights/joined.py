@@ -1,4 +1,4 @@
-"""Linear layers of the same input as one product on CPUs: queries, keys and values; gates and what they gate."""
+"""Linear layers of one input as one product on CPUs: queries, keys, values; gates and what they gate."""
 
 from collections.abc import Sequence
 
@@ -62,7 +62,7 @@ class JoinedPart:
     def nbytes(self) -> int:
         """Its share of the packed bytes."""
         whole = self.joined.kernel
-        return whole.nbytes * (self.part.stop - self.part.start) // whole.out_features
+        return int(whole.nbytes) * (self.part.stop - self.part.start) // whole.out_features
 
     def __call__(self, x: Tensor) -> Tensor:
         """[rows, in] -> [rows, out] of x's dtype."""
