@@ -111,7 +111,7 @@ def test_targets_are_names_patterns_and_the_class_in_that_order() -> None:
         ({"ignore": ["re:("]}, "is no regular expression"),
         ({"ignore": ["re:(a+)+b"]}, "too involved"),
         ({"ignore": ["re:" + ".*" * 6]}, "too involved"),
-        ({"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparsity_config: format must be 'dense', got"),
+        ({"sparsity_config": {"format": "marlin"}}, "sparsity_config: format must be 'dense', got"),
         ({"transform_config": {"config_groups": {"u": {}}}}, "transform_config must be absent"),
         ({"moe_sparsity_config": {"method": "prune"}}, "moe_sparsity_config must be absent"),
         ({"kv_cache_scheme": {"num_bits": 4}}, "kv_cache_scheme: num_bits must be 8, got 4"),
