@@ -26,10 +26,11 @@ def test_the_manifest_of_known_files_is_known() -> None:
     assert json.loads(content)["format_version"] == 1
 
 
-def test_every_flipped_bit_is_found_and_its_file_named(folder: Path) -> None:
+@pytest.mark.parametrize("step", [9, pytest.param(1, marks=pytest.mark.long)])
+def test_every_flipped_bit_is_found_and_its_file_named(folder: Path, step: int) -> None:
     for path in folder.iterdir():
         whole = path.read_bytes()
-        for bit in range(len(whole) * 8):
+        for bit in range(0, len(whole) * 8, step):
             flipped = bytearray(whole)
             flipped[bit // 8] ^= 1 << bit % 8
             path.write_bytes(flipped)
