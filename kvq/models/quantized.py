@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kvq.errors import ConfigError
+from kvq.errors import ConfigError, ModelError
 from kvq.formats.weights import WeightCode, WeightFormat
 from kvq.kernels import QuantizedWeight
 from kvq.models.checkpoint import weight_files
@@ -117,7 +117,15 @@ def _read_weights(scheme: QuantizationScheme, stored: StoredTensors) -> dict[str
     names += [name.removesuffix(".weight_packed") for name in stored if name.endswith(".weight_packed")]
     scaled = [name.removesuffix("_scale") for name in stored if name.endswith(".weight_scale")]
     names += [name.removesuffix(".weight") for name in scaled if name in stored]
-    return {name: read_linear(scheme, name, stored) for name in names}
+    return {name: _read_weight(scheme, name, stored) for name in names}
+
+
+def _read_weight(scheme: QuantizationScheme, name: str, stored: StoredTensors) -> QuantizedWeight:
+    try:
+        return read_linear(scheme, name, stored)
+    except ModelError as error:
+        path = next(stored.path_of(part) for part in stored if part.startswith(f"{name}."))
+        raise ModelError(f"{path}: {error}") from error
 
 
 def _other_tensors(

@@ -37,6 +37,10 @@ class StoredTensors(Mapping[str, Tensor]):
             raise ModelError(f"{path}: tensor {name} can't be read: {first_lines(error)}") from error
         return tensor
 
+    def path_of(self, name: str) -> Path:
+        """The file that holds a tensor."""
+        return self._files[name][0]
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._files)
 

@@ -33,10 +33,10 @@ def check_supported(config: Mapping[str, Any], *, max_context: int | None) -> Mo
     model_type = str(config.get("model_type", ""))
 
     def refuse(why: str) -> ModelError:
-        return ModelError(f"kvq does not run {model_type or 'this model'}: {why}")
+        return ModelError(f"kvq does not run {model_type or 'this model'}: {why} (by its config.json)")
 
     if config.get("auto_map"):
-        raise refuse("its config.json has auto_map, code that would run at load; kvq never runs it")
+        raise refuse("it has auto_map, code that would run at load; kvq never runs it")
     if config.get("is_encoder_decoder"):
         raise refuse("it has an encoder and cross-attention; kvq runs decoders")
     if model_type in _REFUSED:

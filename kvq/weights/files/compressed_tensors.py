@@ -93,6 +93,8 @@ def _packed_codes(fmt: WeightFormat, name: str, tensors: Mapping[str, Tensor]) -
             f"tensor {name}.weight_shape says {shape}, but {name}.weight_packed of {bits} bits has shape "
             f"{list(words.shape)}; versions of compressed-tensors before 0.14 may have padded 3-bit words"
         )
+    if shape[1] % 2 and bits < 8:
+        raise ModelError(f"tensor {name}.weight_shape says {shape}; kvq reads an even number of inputs")
     return signed(unpack_words(words, bits, shape[1]), bits)
 
 

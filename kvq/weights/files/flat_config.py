@@ -58,7 +58,7 @@ def parse_gptq(fields: Fields) -> QuantizationScheme:
     parts = _parts(fields)
     rules += [Rule(Target(Match.LAST, part), layer) for part in parts]
     if not parts:
-        rules.append(Rule(Target(Match.REGEX, _IN_BLOCKS), layer))
+        rules.append(Rule(_in_blocks(fields), layer))
     return QuantizationScheme(file_format="autogptq", version=version, rules=tuple(rules))
 
 
@@ -122,7 +122,19 @@ def _parts(fields: Fields) -> list[str]:
     listed = fields.values.get("modules_in_block_to_quantize")
     if listed is None:
         return []
-    flat = [part for some in listed for part in some] if isinstance(listed, list) else None
+    if not isinstance(listed, list) or not all(isinstance(some, list) for some in listed):
+        raise fields.refusal("modules_in_block_to_quantize", "a list of lists of names")
+    flat = [part for some in listed for part in some]
     if not flat or not all(isinstance(part, str) for part in flat):
         raise fields.refusal("modules_in_block_to_quantize", "a list of lists of names")
     return flat
+
+
+def _in_blocks(fields: Fields) -> Target:
+    """The layers of all blocks, or of the list of blocks that the config names."""
+    name = fields.values.get("block_name_to_quantize")
+    if name is None:
+        return Target(Match.REGEX, _IN_BLOCKS)
+    if not isinstance(name, str):
+        raise fields.refusal("block_name_to_quantize", "a name")
+    return Target(Match.REGEX, rf"{re.escape(name)}\.\d+\..*")
