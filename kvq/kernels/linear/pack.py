@@ -119,19 +119,19 @@ def _block(group: int, kind: Kind) -> int:
 def _tiles(codes: Tensor, kind: Kind, runs: int) -> Tensor:
     """[outputs, blocks, block] -> [blocks, outputs / runs, 64], one or two codes a byte.
 
-    Floats: a tensor core's B operand holds, in thread t of 4, inputs 2t, 2t + 1, 2t + 8 and 2t + 9 of 16. INT8:
-    4t to 4t + 3 and 4t + 16 to 4t + 19 of 32.
+    The inputs that thread t of 4 holds of a product's second factor, as Triton 3.7 orders them: of 8-bit codes
+    as floats 2t, 2t + 1, 2t + 8, 2t + 9 of 16; of nibbles as floats 4t to 4t + 3 of 16; of nibbles as INT8 8t to
+    8t + 7 of 32. (Where a compiler orders them otherwise, it exchanges values between threads first.)
     """
     outputs, blocks, _ = codes.shape
-    rows = codes.view(outputs // (8 * runs), runs, 8, blocks, -1)
+    rows = codes.view(outputs // (8 * runs), runs, 8, blocks, -1)  # [row of eight, run, output of 8, block, in]
     words = 4 // runs
-    # Places: [row of eight, run, output of 8, block, words, (nibble,) byte bit 1, thread, byte bit 0]
-    if kind in (Kind.INT8, Kind.FP8):
+    if kind in (Kind.INT8, Kind.FP8):  # inputs: [word, half of its bytes, thread, byte]
         placed = rows.view(*rows.shape[:4], words, 2, 4, 2).permute(3, 0, 2, 6, 1, 4, 5, 7)
         return placed.reshape(blocks, outputs // runs, 64)
-    if kind is Kind.NIBBLES:
-        placed = rows.view(*rows.shape[:4], words, 2, 2, 4, 2).permute(5, 3, 0, 2, 7, 1, 4, 6, 8) + 8
-    else:
-        placed = rows.view(*rows.shape[:4], words, 2, 4, 2, 2).permute(5, 3, 0, 2, 6, 1, 4, 7, 8)
+    if kind is Kind.NIBBLES:  # inputs: [word, nibble, thread, byte]
+        placed = rows.view(*rows.shape[:4], words, 2, 4, 4).permute(5, 3, 0, 2, 6, 1, 4, 7) + 8
+    else:  # inputs: [word, thread, nibble, byte]
+        placed = rows.view(*rows.shape[:4], words, 4, 2, 4).permute(6, 3, 0, 2, 5, 1, 4, 7)
     low, high = (placed & 15).reshape(2, blocks, outputs // runs, 64)
     return low | (high << 4)

@@ -125,27 +125,29 @@ or.b32 $1, second, sign;
 
 
 @triton.jit
-def _two(packed, ASSEMBLY: tl.constexpr, DTYPE: tl.constexpr):
-    return tl.inline_asm_elementwise(
-        ASSEMBLY, "=&r,=&r,=&r,=&r,r", [packed], dtype=(DTYPE, DTYPE), is_pure=False, pack=4
-    )
-
-
-@triton.jit
-def _one(codes, ASSEMBLY: tl.constexpr, DTYPE: tl.constexpr):
-    return tl.inline_asm_elementwise(ASSEMBLY, "=&r,=&r,r", [codes], dtype=DTYPE, is_pure=False, pack=4)
-
-
-@triton.jit
 def nibble_codes(packed, COMPUTE: tl.constexpr):
     """Bytes of two codes q + 8 -> the low codes and the high ones, as COMPUTE numbers."""
     if INTERPRETED or COMPUTE == tl.float32:
         low = ((packed & 15).to(tl.float32) - 8.0).to(COMPUTE)
         high = ((packed >> 4).to(tl.float32) - 8.0).to(COMPUTE)
     elif COMPUTE == tl.bfloat16:
-        low, high = _two(packed, _NIBBLES_BF16, tl.bfloat16)
+        low, high = tl.inline_asm_elementwise(
+            _NIBBLES_BF16,
+            "=&r,=&r,=&r,=&r,r",
+            [packed],
+            dtype=(tl.bfloat16, tl.bfloat16),
+            is_pure=False,
+            pack=4,
+        )
     else:
-        low, high = _two(packed, _NIBBLES_FP16, tl.float16)
+        low, high = tl.inline_asm_elementwise(
+            _NIBBLES_FP16,
+            "=&r,=&r,=&r,=&r,r",
+            [packed],
+            dtype=(tl.float16, tl.float16),
+            is_pure=False,
+            pack=4,
+        )
     return low, high
 
 
@@ -168,9 +170,13 @@ def int8_codes(codes, COMPUTE: tl.constexpr):
     if INTERPRETED or COMPUTE == tl.float32:
         values = codes.to(tl.int8, bitcast=True).to(tl.float32).to(COMPUTE)
     elif COMPUTE == tl.bfloat16:
-        values = _one(codes, _INT8_BF16, tl.bfloat16)
+        values = tl.inline_asm_elementwise(
+            _INT8_BF16, "=&r,=&r,r", [codes], dtype=tl.bfloat16, is_pure=False, pack=4
+        )
     else:
-        values = _one(codes, _INT8_FP16, tl.float16)
+        values = tl.inline_asm_elementwise(
+            _INT8_FP16, "=&r,=&r,r", [codes], dtype=tl.float16, is_pure=False, pack=4
+        )
     return values
 
 
@@ -182,9 +188,13 @@ def fp8_codes(codes, COMPUTE: tl.constexpr):
         half = (((wide & 0x80) << 8) | ((wide & 0x7F) << 7)).to(tl.float16, bitcast=True)
         values = half.to(tl.float32).to(COMPUTE)
     elif COMPUTE == tl.bfloat16:
-        values = _one(codes, _FP8_BF16, tl.bfloat16)
+        values = tl.inline_asm_elementwise(
+            _FP8_BF16, "=&r,=&r,r", [codes], dtype=tl.bfloat16, is_pure=False, pack=4
+        )
     else:
-        values = _one(codes, _FP8_FP16, tl.float16)
+        values = tl.inline_asm_elementwise(
+            _FP8_FP16, "=&r,=&r,r", [codes], dtype=tl.float16, is_pure=False, pack=4
+        )
     return values
 
 
@@ -223,12 +233,12 @@ def weight_tile(
                 low, high = nibble_codes(packed, COMPUTE)
             else:
                 low, high = nibble_integers(packed)
-            # [repeat, warp, 8 outputs, lane of 4, run, words, byte bit 1, byte bit 0, nibble]
-            bits = tl.reshape(tl.join(low, high), (REPEATS, WARPS, 8, 4, RUNS, 4 // RUNS, 2, 2, 2))
+            # [repeat, warp, 8 outputs, thread of 4, run, word, byte, nibble]
+            bits = tl.reshape(tl.join(low, high), (REPEATS, WARPS, 8, 4, RUNS, 4 // RUNS, 4, 2))
             if KIND == NIBBLES:
-                bits = tl.permute(bits, (5, 8, 6, 3, 7, 0, 4, 1, 2))
+                bits = tl.permute(bits, (5, 7, 3, 6, 0, 4, 1, 2))
             else:
-                bits = tl.permute(bits, (5, 8, 3, 6, 7, 0, 4, 1, 2))
+                bits = tl.permute(bits, (5, 3, 7, 6, 0, 4, 1, 2))
         else:
             if KIND == INT8:
                 codes = int8_codes(packed, COMPUTE)

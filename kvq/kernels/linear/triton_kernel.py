@@ -58,7 +58,7 @@ def linear_kernel(
                 next_zero = tl.load(zero_ptr + at)
         column, inside = _input_columns(block, group, blocks_per_group, BK, WHOLE)
         mask = valid[:, None] & inside[None, :]
-        x = tl.load(x_ptr + row[:, None] * x_row + column[None, :], mask=mask, other=0)
+        x = tl.load(x_ptr + row[:, None] * x_row + column[None, :], mask=mask, other=0.0)
         w = weight_tile(w_ptr, block, tile, w_rows, KIND, COMPUTE, BK, BN, RUNS, WARPS)
         if KIND != ROWS and KIND != SIGNED_NIBBLES:
             x = x.to(COMPUTE)
