@@ -31,7 +31,7 @@ class PackedWeight:
     [groups, outputs], and `zero` likewise, as they were given.
 
     The 64 bytes of a row are 16 for each of 4 neighbouring threads, whose products take the outputs 8u + g
-    of 8 such rows g. The bits of a byte's place in them, and which nibble, say which input it is; see `_tiles`.
+    of 8 such rows g. The bits of a byte's place in them, and which nibble, say which input it is: `_tiles`.
     """
 
     kind: Kind
@@ -45,6 +45,11 @@ class PackedWeight:
     group: int  # inputs, unpadded
     in_features: int
     out_features: int
+
+    @property
+    def width(self) -> int:
+        """Inputs that are multiplied at a time: nibbles are the two halves of a block."""
+        return self.block // 2 if self.kind in (Kind.NIBBLES, Kind.SIGNED_NIBBLES) else self.block
 
     @property
     def groups(self) -> int:
@@ -111,27 +116,32 @@ def _widest(kind: Kind) -> int:
 
 
 def _block(group: int, kind: Kind) -> int:
-    """The block that fills a group up the least, and of such the widest."""
+    """The block that fills a group up the least, and of such the widest; products take 32 INT8 codes."""
     widest = _widest(kind)
-    return min((widest, widest // 2, widest // 4), key=lambda block: (-(-group // block) * block, -block))
+    fits = (widest, widest // 2) if kind is Kind.SIGNED_NIBBLES else (widest, widest // 2, widest // 4)
+    return min(fits, key=lambda block: (-(-group // block) * block, -block))
 
 
 def _tiles(codes: Tensor, kind: Kind, runs: int) -> Tensor:
-    """[outputs, blocks, block] -> [blocks, outputs / runs, 64], one or two codes a byte.
+    """[outputs, blocks, block] -> [blocks, outputs / runs, 64].
 
-    The inputs that thread t of 4 holds of a product's second factor, as Triton 3.7 orders them: of 8-bit codes
-    as floats 2t, 2t + 1, 2t + 8, 2t + 9 of 16; of nibbles as floats 4t to 4t + 3 of 16; of nibbles as INT8 8t to
-    8t + 7 of 32. (Where a compiler orders them otherwise, it exchanges values between threads first.)
+    One code a byte, or two: low nibbles hold a block's first half of inputs, high ones the other. Thread t
+    of 4 gets what a tensor core's second factor has there: of 16 inputs 2t, 2t + 1, 2t + 8 and 2t + 9 as
+    16-bit floats, 4t to 4t + 3 as INT8. (A compiler with another order moves values between threads first.)
     """
-    outputs, blocks, _ = codes.shape
-    rows = codes.view(outputs // (8 * runs), runs, 8, blocks, -1)  # [row of eight, run, output of 8, block, in]
-    words = 4 // runs
-    if kind in (Kind.INT8, Kind.FP8):  # inputs: [word, half of its bytes, thread, byte]
-        placed = rows.view(*rows.shape[:4], words, 2, 4, 2).permute(3, 0, 2, 6, 1, 4, 5, 7)
-        return placed.reshape(blocks, outputs // runs, 64)
-    if kind is Kind.NIBBLES:  # inputs: [word, nibble, thread, byte]
-        placed = rows.view(*rows.shape[:4], words, 2, 4, 4).permute(5, 3, 0, 2, 6, 1, 4, 7) + 8
-    else:  # inputs: [word, thread, nibble, byte]
-        placed = rows.view(*rows.shape[:4], words, 4, 2, 4).permute(6, 3, 0, 2, 5, 1, 4, 7)
-    low, high = (placed & 15).reshape(2, blocks, outputs // runs, 64)
+    if kind in (Kind.INT8, Kind.FP8):
+        return _placed(codes, runs, (2, 4, 2))
+    first, second = codes.chunk(2, dim=2)
+    if kind is Kind.SIGNED_NIBBLES:
+        low, high = (_placed(half & 15, runs, (1, 4, 4)) for half in (first, second))
+    else:
+        low, high = (_placed(half + 8, runs, (2, 4, 2)) for half in (first, second))
     return low | (high << 4)
+
+
+def _placed(codes: Tensor, runs: int, sixteen: tuple[int, int, int]) -> Tensor:
+    """[outputs, blocks, width] -> [blocks, outputs / runs, 64]: 16 inputs are 4 bytes of each thread."""
+    outputs, blocks, _ = codes.shape
+    # [eight outputs, run, output of 8, block, word, half of a word, thread, byte]
+    parts = codes.view(outputs // (8 * runs), runs, 8, blocks, 4 // runs, *sixteen)
+    return parts.permute(3, 0, 2, 6, 1, 4, 5, 7).reshape(blocks, outputs // runs, 64)

@@ -92,5 +92,5 @@ def _guess(rows: int, device: str, kind: Kind, block: int) -> LinearTile:
     if rows <= 32:
         return LinearTile(rows=rows, outputs=128, warps=4, stages=stages, programs=4)
     if rows == 64:
-        return LinearTile(rows=64, outputs=128, warps=4, stages=4, programs=2)
+        return LinearTile(rows=64, outputs=128, warps=4, stages=3, programs=2)
     return LinearTile(rows=128, outputs=128, warps=8, stages=3, programs=1)

@@ -98,8 +98,10 @@ class TritonLinear:
             **constants(weight, tile),
         )
         if splits > 1:
-            grid = (triton.cdiv(out.numel(), _SUMMED),)
-            add_parts_kernel[grid](parts, out, out.numel(), splits, WIDTH=_SUMMED, num_warps=4)
+            count = out.numel()
+            add_parts_kernel[(triton.cdiv(count, _SUMMED),)](
+                parts, out, count, splits, WIDTH=_SUMMED, num_warps=4
+            )
         return out
 
     def _tensors(self, x: Tensor) -> tuple[Tensor, ...]:
@@ -175,6 +177,7 @@ def constants(weight: PackedWeight, tile: LinearTile) -> dict[str, Any]:
         "KIND": weight.kind.value,
         "UNIT": _UNITS.get(weight.kind, 1.0),
         "BK": weight.block,
+        "WIDTH": weight.width,
         "RUNS": weight.runs,
         "BN": tile.outputs,
         "WARPS": warps,

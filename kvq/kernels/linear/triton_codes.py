@@ -213,38 +213,55 @@ def columns(first, BN: tl.constexpr, RUNS: tl.constexpr, WARPS: tl.constexpr):
 
 
 @triton.jit
+def _operand(
+    codes,
+    COMPUTE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BN: tl.constexpr,
+    RUNS: tl.constexpr,
+    WARPS: tl.constexpr,
+):
+    """Codes [BN / RUNS, 64] as a product's second factor [WIDTH, BN], each in the thread that has it."""
+    REPEATS: tl.constexpr = BN // (8 * RUNS * WARPS)
+    if COMPUTE == tl.int8:  # bits of a place: [repeat, warp, 8 outputs, thread of 4, run, word, byte]
+        bits = tl.reshape(codes, (REPEATS, WARPS, 8, 4, RUNS, 4 // RUNS, 4))
+        bits = tl.permute(bits, (5, 3, 6, 0, 4, 1, 2))
+    else:
+        bits = tl.reshape(codes, (REPEATS, WARPS, 8, 4, RUNS, 4 // RUNS, 2, 2))
+        bits = tl.permute(bits, (5, 6, 3, 7, 0, 4, 1, 2))
+    return tl.reshape(bits, (WIDTH, BN))
+
+
+@triton.jit
 def weight_tile(
     w_ptr, block, tile, w_rows,
-    KIND: tl.constexpr, COMPUTE: tl.constexpr, BK: tl.constexpr, BN: tl.constexpr,
+    KIND: tl.constexpr, COMPUTE: tl.constexpr, WIDTH: tl.constexpr, BN: tl.constexpr,
     RUNS: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
-    """Codes [BK, BN] of one block of inputs and one tile of outputs, as `columns` orders them."""
-    if KIND == ROWS:  # [outputs, blocks * BK], one byte a code
+    """Codes [WIDTH, BN] of one block of inputs and one tile of outputs, as `columns` orders them; twice.
+
+    Of nibbles the first are those of the block's first half, and the second those of the other; of bytes
+    both are the same.
+    """
+    if KIND == ROWS:  # [outputs, blocks * WIDTH], one byte a code
         row = (tile * BN + tl.arange(0, BN)).to(tl.int64)
-        at = row[:, None] * w_rows + (tl.cast(block, tl.int64) * BK + tl.arange(0, BK))[None, :]
-        values = tl.trans(tl.load(w_ptr + at))
+        at = row[:, None] * w_rows + (tl.cast(block, tl.int64) * WIDTH + tl.arange(0, WIDTH))[None, :]
+        first = tl.trans(tl.load(w_ptr + at))
+        second = first
     else:  # [blocks, outputs / RUNS, 64 bytes]
         start = tl.cast(block, tl.int64) * w_rows + tile * (BN // RUNS)
         row = tl.arange(0, BN // RUNS)
         packed = tl.load(w_ptr + start * 64 + (row[:, None] * 64 + tl.arange(0, 64)[None, :]))
-        REPEATS: tl.constexpr = BN // (8 * RUNS * WARPS)
-        if KIND == NIBBLES or KIND == SIGNED_NIBBLES:
-            if KIND == NIBBLES:
-                low, high = nibble_codes(packed, COMPUTE)
-            else:
-                low, high = nibble_integers(packed)
-            # [repeat, warp, 8 outputs, thread of 4, run, word, byte, nibble]
-            bits = tl.reshape(tl.join(low, high), (REPEATS, WARPS, 8, 4, RUNS, 4 // RUNS, 4, 2))
-            if KIND == NIBBLES:
-                bits = tl.permute(bits, (5, 7, 3, 6, 0, 4, 1, 2))
-            else:
-                bits = tl.permute(bits, (5, 3, 7, 6, 0, 4, 1, 2))
+        if KIND == NIBBLES:
+            low, high = nibble_codes(packed, COMPUTE)
+        elif KIND == SIGNED_NIBBLES:
+            low, high = nibble_integers(packed)
+        elif KIND == INT8:
+            low = int8_codes(packed, COMPUTE)
+            high = low
         else:
-            if KIND == INT8:
-                codes = int8_codes(packed, COMPUTE)
-            else:
-                codes = fp8_codes(packed, COMPUTE)
-            bits = tl.reshape(codes, (REPEATS, WARPS, 8, 4, RUNS, 4 // RUNS, 2, 2))
-            bits = tl.permute(bits, (5, 6, 3, 7, 0, 4, 1, 2))
-        values = tl.reshape(bits, (BK, BN))
-    return values
+            low = fp8_codes(packed, COMPUTE)
+            high = low
+        first = _operand(low, COMPUTE, WIDTH, BN, RUNS, WARPS)
+        second = _operand(high, COMPUTE, WIDTH, BN, RUNS, WARPS)
+    return first, second

@@ -1,4 +1,4 @@
-"""The device code of `linear_w4` and `linear_w8` in Triton: products, sums of parts, inputs, dense weights."""
+"""The device code of `linear_w4` and `linear_w8`: products, sums of parts, rounded inputs, dense weights."""
 
 import triton
 import triton.language as tl
@@ -7,9 +7,14 @@ from kvq.kernels.linear.triton_codes import ROWS, SIGNED_NIBBLES, columns, weigh
 
 
 @triton.jit
-def _input_columns(block, group, blocks_per_group, BK: tl.constexpr, WHOLE: tl.constexpr):
-    """The inputs of a block, [BK], and which of them its group holds; WHOLE: groups are whole blocks."""
-    step = tl.arange(0, BK)
+def _input_columns(
+    block, part, group, blocks_per_group, BK: tl.constexpr, WIDTH: tl.constexpr, WHOLE: tl.constexpr
+):
+    """WIDTH inputs of a block, `part` times as many from its first on, and which of them its group holds.
+
+    WHOLE: groups are whole blocks.
+    """
+    step = part * WIDTH + tl.arange(0, WIDTH)
     if WHOLE:
         start = block * BK
         inside = step < BK
@@ -22,16 +27,57 @@ def _input_columns(block, group, blocks_per_group, BK: tl.constexpr, WHOLE: tl.c
 
 
 @triton.jit
+def _inputs(
+    x_ptr, row, valid, x_row, block, part, group, blocks_per_group,
+    KIND: tl.constexpr, COMPUTE: tl.constexpr, BK: tl.constexpr, WIDTH: tl.constexpr, WHOLE: tl.constexpr,
+):  # fmt: skip
+    """A product's first factor [rows, WIDTH]; nothing where rows or inputs end."""
+    column, inside = _input_columns(block, part, group, blocks_per_group, BK, WIDTH, WHOLE)
+    at = row[:, None] * x_row + column[None, :]
+    mask = valid[:, None]
+    if not WHOLE:
+        mask = mask & inside[None, :]
+    x = tl.load(x_ptr + at, mask=mask, other=0.0)
+    if KIND != ROWS and KIND != SIGNED_NIBBLES:
+        x = x.to(COMPUTE)
+    return x
+
+
+@triton.jit
+def _add_product(x, w, zero, total, COMPUTE: tl.constexpr, INTEGER: tl.constexpr, ASYMMETRIC: tl.constexpr):
+    """total + x (w - zero); of integers, whose zero points come later, total + x w."""
+    if INTEGER:
+        total = tl.dot(x, w, total, out_dtype=tl.int32)
+    else:
+        if ASYMMETRIC:
+            w = w - zero.to(COMPUTE)[None, :]
+        total = tl.dot(x, w, total, input_precision="ieee", max_num_imprecise_acc=128)
+    return total
+
+
+@triton.jit
+def _less_zeros(
+    product, x_sum_ptr, row, counted, groups, own, zero, KIND: tl.constexpr, ASYMMETRIC: tl.constexpr
+):
+    """An integer product less zero * sum(inputs of the group), in int32, for rows that are `counted`."""
+    if ASYMMETRIC:
+        sums = tl.load(x_sum_ptr + row * groups + own, mask=counted, other=0)
+        UNIT: tl.constexpr = 16 if KIND == SIGNED_NIBBLES else 1
+        product -= sums[:, None] * (zero.to(tl.int32) * UNIT)[None, :]
+    return product
+
+
+@triton.jit
 def linear_kernel(
     x_ptr, w_ptr, scale_ptr, zero_ptr, x_scale_ptr, x_sum_ptr, out_ptr,
     rows, x_row, w_rows, outputs, padded, blocks, split_blocks, group, blocks_per_group, groups,
     out_split, out_row,
-    KIND: tl.constexpr, COMPUTE: tl.constexpr, UNIT: tl.constexpr, BK: tl.constexpr, RUNS: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, WARPS: tl.constexpr, WHOLE: tl.constexpr, GROUPED: tl.constexpr,
-    ASYMMETRIC: tl.constexpr, INTEGER: tl.constexpr, SCALED: tl.constexpr,
+    KIND: tl.constexpr, COMPUTE: tl.constexpr, UNIT: tl.constexpr, BK: tl.constexpr, WIDTH: tl.constexpr,
+    RUNS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, WARPS: tl.constexpr, WHOLE: tl.constexpr,
+    GROUPED: tl.constexpr, ASYMMETRIC: tl.constexpr, INTEGER: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
     """Grid: (tiles of rows, tiles of outputs, parts of the inputs). Codes are never scaled: scales multiply
-    a group's product, in fp32.
+    a group's product, in fp32. WIDTH inputs are multiplied at a time, of nibbles half a block (BK).
 
     GROUPED: a row has several scales. INTEGER: INT8 products, exact in int32, whose zero points enter as
     zero * sum(inputs). SCALED: inputs are codes with a scale for each row.
@@ -56,38 +102,29 @@ def linear_kernel(
             next_scale = tl.load(scale_ptr + at)
             if ASYMMETRIC:
                 next_zero = tl.load(zero_ptr + at)
-        column, inside = _input_columns(block, group, blocks_per_group, BK, WHOLE)
-        mask = valid[:, None] & inside[None, :]
-        x = tl.load(x_ptr + row[:, None] * x_row + column[None, :], mask=mask, other=0.0)
-        w = weight_tile(w_ptr, block, tile, w_rows, KIND, COMPUTE, BK, BN, RUNS, WARPS)
-        if KIND != ROWS and KIND != SIGNED_NIBBLES:
-            x = x.to(COMPUTE)
-            if ASYMMETRIC:
-                w = w - zero.to(COMPUTE)[None, :]
+        x = _inputs(
+            x_ptr, row, valid, x_row, block, 0, group, blocks_per_group, KIND, COMPUTE, BK, WIDTH, WHOLE
+        )  # fmt: skip
+        w, other_w = weight_tile(w_ptr, block, tile, w_rows, KIND, COMPUTE, WIDTH, BN, RUNS, WARPS)
+        part = tl.zeros((BM, BN), product.dtype) if GROUPED else product
+        part = _add_product(x, w, zero, part, COMPUTE, INTEGER, ASYMMETRIC)
+        if WIDTH < BK:
+            x = _inputs(
+                x_ptr, row, valid, x_row, block, 1, group, blocks_per_group, KIND, COMPUTE, BK, WIDTH, WHOLE
+            )  # fmt: skip
+            part = _add_product(x, other_w, zero, part, COMPUTE, INTEGER, ASYMMETRIC)
         if GROUPED:
-            if INTEGER:
-                part = tl.dot(x, w, out_dtype=tl.int32)
-                if ASYMMETRIC:
-                    if block == own * blocks_per_group:  # the sums are of whole groups
-                        sums = tl.load(x_sum_ptr + row * groups + own, mask=valid, other=0)
-                        offset: tl.constexpr = 16 if KIND == SIGNED_NIBBLES else 1
-                        part -= sums[:, None] * (zero.to(tl.int32) * offset)[None, :]
-                total += part.to(tl.float32) * scale.to(tl.float32)[None, :]
-            else:
-                part = tl.dot(x, w, input_precision="ieee", max_num_imprecise_acc=128)
-                total += part * scale.to(tl.float32)[None, :]
-        elif INTEGER:
-            product = tl.dot(x, w, product, out_dtype=tl.int32)
+            if INTEGER:  # the sums are of whole groups
+                counted = valid & (block == own * blocks_per_group)
+                part = _less_zeros(part, x_sum_ptr, row, counted, groups, own, zero, KIND, ASYMMETRIC)
+            total += part.to(tl.float32) * scale.to(tl.float32)[None, :]
         else:
-            product = tl.dot(x, w, product, input_precision="ieee", max_num_imprecise_acc=128)
+            product = part
         scale, zero = next_scale, next_zero
     if not GROUPED:
-        if INTEGER:
-            if ASYMMETRIC:
-                if first == 0:  # the sums are of whole rows
-                    sums = tl.load(x_sum_ptr + row, mask=valid, other=0)
-                    offset: tl.constexpr = 16 if KIND == SIGNED_NIBBLES else 1
-                    product -= sums[:, None] * (zero.to(tl.int32) * offset)[None, :]
+        if INTEGER:  # the sums are of whole rows
+            counted = valid & (first == 0)
+            product = _less_zeros(product, x_sum_ptr, row, counted, groups, 0, zero, KIND, ASYMMETRIC)
         total = product.to(tl.float32) * scale.to(tl.float32)[None, :]
     total = total * UNIT
     if SCALED:
@@ -154,20 +191,27 @@ def quantize_kernel(
 
 @triton.jit
 def dequantize_kernel(
-    w_ptr, scale_ptr, zero_ptr, out_ptr, w_rows, first_tile, outputs, padded, group, blocks_per_group, out_row,
-    KIND: tl.constexpr, COMPUTE: tl.constexpr, UNIT: tl.constexpr, BK: tl.constexpr, RUNS: tl.constexpr,
-    BN: tl.constexpr, WARPS: tl.constexpr, WHOLE: tl.constexpr, ASYMMETRIC: tl.constexpr,
+    w_ptr, scale_ptr, zero_ptr, out_ptr, w_rows, first_tile, outputs, padded, group, blocks_per_group,
+    out_row,
+    KIND: tl.constexpr, COMPUTE: tl.constexpr, UNIT: tl.constexpr, BK: tl.constexpr, WIDTH: tl.constexpr,
+    RUNS: tl.constexpr, BN: tl.constexpr, WARPS: tl.constexpr, WHOLE: tl.constexpr, ASYMMETRIC: tl.constexpr,
 ):  # fmt: skip
     """Grid: (blocks of inputs, tiles of outputs). Weights [outputs from `first_tile` on, inputs]."""
     block, tile = tl.program_id(0), first_tile + tl.program_id(1)
     output = columns(tile * BN, BN, RUNS, WARPS)
     at = tl.cast(block // blocks_per_group, tl.int64) * padded + output
-    w = weight_tile(w_ptr, block, tile, w_rows, KIND, COMPUTE, BK, BN, RUNS, WARPS).to(tl.float32)
+    scale = tl.load(scale_ptr + at).to(tl.float32) * UNIT
+    zero = scale
     if ASYMMETRIC:
-        w = w - tl.load(zero_ptr + at).to(tl.float32)[None, :]
-    w = w * (tl.load(scale_ptr + at).to(tl.float32) * UNIT)[None, :]
-    column, inside = _input_columns(block, group, blocks_per_group, BK, WHOLE)
+        zero = tl.load(zero_ptr + at).to(tl.float32)
     row = (output - first_tile * BN).to(tl.int64)
-    into = out_ptr + row[:, None] * out_row + column[None, :]
-    mask = (output < outputs)[:, None] & inside[None, :]
-    tl.store(into, tl.trans(w).to(out_ptr.dtype.element_ty), mask=mask)
+    w, other_w = weight_tile(w_ptr, block, tile, w_rows, KIND, COMPUTE, WIDTH, BN, RUNS, WARPS)
+    for part in tl.static_range(BK // WIDTH):
+        column, inside = _input_columns(block, part, group, blocks_per_group, BK, WIDTH, WHOLE)
+        values = (w if part == 0 else other_w).to(tl.float32)
+        if ASYMMETRIC:
+            values = values - zero[None, :]
+        values = values * scale[None, :]
+        mask = (output < outputs)[:, None] & inside[None, :]
+        into = out_ptr + row[:, None] * out_row + column[None, :]
+        tl.store(into, tl.trans(values).to(out_ptr.dtype.element_ty), mask=mask)
