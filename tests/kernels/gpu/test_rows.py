@@ -10,7 +10,7 @@ from kvq.kernels.codec import e4m3
 from kvq.kernels.gpu import rows
 
 INSTRUCTION = re.compile(
-    r"(and|or|xor|shr|prmt|fma|mov)\.(?:rn\.)?([bu]32|b?f16x2) (\S+), (\S+?)(?:, (\S+?))?(?:, (\S+))?;"
+    r"(and|or|xor|shr|shl|prmt|fma|mov)\.(?:rn\.)?([bu]32|b?f16x2) (\S+), (\S+?)(?:, (\S+?))?(?:, (\S+))?;"
 )
 
 
@@ -46,7 +46,13 @@ def run(program: str, value: int, outputs: int) -> list[int]:
             selector = read(arguments[2])
             registers[into] = sum(pool[selector >> 4 * i & 7] << 8 * i for i in range(4))
         else:
-            registers[into] = {"and": a & b, "or": a | b, "xor": a ^ b, "shr": a >> b}[name]
+            registers[into] = {
+                "and": a & b,
+                "or": a | b,
+                "xor": a ^ b,
+                "shr": a >> b,
+                "shl": a << b & 0xFFFFFFFF,
+            }[name]
     return [registers[f"${i}"] for i in range(outputs)]
 
 
