@@ -46,13 +46,8 @@ def run(program: str, value: int, outputs: int) -> list[int]:
             selector = read(arguments[2])
             registers[into] = sum(pool[selector >> 4 * i & 7] << 8 * i for i in range(4))
         else:
-            registers[into] = {
-                "and": a & b,
-                "or": a | b,
-                "xor": a ^ b,
-                "shr": a >> b,
-                "shl": a << b & 0xFFFFFFFF,
-            }[name]
+            shifted = {"shr": a >> (b & 31), "shl": (a << (b & 31)) & 0xFFFFFFFF}
+            registers[into] = {"and": a & b, "or": a | b, "xor": a ^ b, **shifted}[name]
     return [registers[f"${i}"] for i in range(outputs)]
 
 

@@ -1,4 +1,4 @@
-"""The Linear kernels compile for GPUs that are not at hand; codes stay in the registers they were loaded to."""
+"""The Linear kernels compile for GPUs that are not at hand; codes stay in the registers of their load."""
 
 import json
 import os
@@ -36,7 +36,7 @@ def compile_all(device: str, cases: list[str]) -> None:
     assert len(found) == len(cases) + 3
     for case, used in found.items():
         assert used["shared"] <= SHARED_BYTES[device], used
-        if "16" in case.split(":")[-1] and "fp32" not in case:
+        if ":16" in case and "fp32" not in case:
             assert used["stack"] == 0, f"registers spilled: {used}"
             assert used["shuffles"] == 0, f"codes move between threads: {used}"
             assert used["copies"] > 0, f"nothing is copied 16 bytes at a time: {used}"
