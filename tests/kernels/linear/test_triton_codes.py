@@ -8,8 +8,6 @@ from kvq.kernels.codec import e4m3
 from kvq.kernels.linear import triton_codes as codes
 from tests.kernels.gpu.test_rows import halves, run
 
-FLOATS = [torch.bfloat16, torch.float16]
-
 
 def word(packed: list[int]) -> int:
     return sum((x & 0xFF) << 8 * i for i, x in enumerate(packed))
@@ -21,7 +19,7 @@ def signed_bytes(registers: list[int]) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("program", "dtype"), zip([codes._NIBBLES_BF16, codes._NIBBLES_FP16], FLOATS, strict=True)
+    ("program", "dtype"), [(codes._NIBBLES_BF16, torch.bfloat16), (codes._NIBBLES_FP16, torch.float16)]
 )
 def test_nibbles_become_signed_codes_in_the_order_of_the_bytes(
     program: tl.constexpr, dtype: torch.dtype
@@ -41,14 +39,18 @@ def test_nibbles_become_bytes_of_sixteen_times_the_code() -> None:
         assert high == [16 * ((x >> 4) - (16 if x & 128 else 0)) for x in packed]
 
 
-@pytest.mark.parametrize(("program", "dtype"), zip([codes._INT8_BF16, codes._INT8_FP16], FLOATS, strict=True))
+@pytest.mark.parametrize(
+    ("program", "dtype"), [(codes._INT8_BF16, torch.bfloat16), (codes._INT8_FP16, torch.float16)]
+)
 def test_int8_bytes_become_their_values(program: tl.constexpr, dtype: torch.dtype) -> None:
     for code in range(-128, 128):
         packed = [code, -code - 1, (code * 7 + 64) % 128, code // 2]
         assert halves(run(program.value, word(packed), 2), dtype) == packed
 
 
-@pytest.mark.parametrize(("program", "dtype"), zip([codes._FP8_BF16, codes._FP8_FP16], FLOATS, strict=True))
+@pytest.mark.parametrize(
+    ("program", "dtype"), [(codes._FP8_BF16, torch.bfloat16), (codes._FP8_FP16, torch.float16)]
+)
 def test_fp8_bytes_become_their_values_over_256(program: tl.constexpr, dtype: torch.dtype) -> None:
     finite = [x for x in range(256) if x & 0x7F != 0x7F]
     for byte in finite:
