@@ -1,6 +1,6 @@
 """Check and measure the Triton kernels on the GPU at hand, with one command and no installation.
 
-    python3 benchmarks/gpu.py [--parts tests,decode,long,mixed,extend,write] [--out F] [--rivals DIR]
+    python3 benchmarks/gpu.py [--parts tests,decode,long,mixed,extend,write,linear] [--out F] [--rivals DIR]
 
 First the GPU tests, then the benchmarks, then one JSON with device, driver, versions, commit and every
 figure. Needs torch and triton, transformers, numpy, safetensors, pytest, click, rich and xxhash. All
@@ -25,8 +25,9 @@ sys.path.insert(0, str(ROOT))
 os.environ["TRITON_INTERPRET"] = "0"  # before anything imports Triton
 
 FORMATS = ["bf16", "fp8", "int8", "int4", "int4_g64", "int4_g32_rot"]
-MEASURED = ("decode", "long", "mixed", "extend", "write")
-PARTS = ("tests", *MEASURED)  # and, only when asked for: sanitizer, tune
+MEASURED = ("decode", "long", "mixed", "extend", "write", "linear")
+PARTS = ("tests", *MEASURED)  # and, only when asked for: sanitizer, tune, tune-linear
+EXTRA = ("sanitizer", "tune", "tune-linear")
 REPEATS = 11
 
 
@@ -101,6 +102,18 @@ def write(rivals: Path | None) -> list[dict]:
     return written + attention("decode 256 x 4096", shape, None, FORMATS, dense=False)
 
 
+def linear(rivals: Path | None) -> list[dict]:
+    """Linear layers of an 8B model beside torch's bf16, from one row to a prefill chunk."""
+    from kvq.bench.linear_gpu import FORMATS, ROWS, SHAPES, bench_linear
+
+    rows: list[dict] = []
+    for shape in SHAPES:
+        found = bench_linear(shape, ROWS, FORMATS, repeats=REPEATS)
+        rows += [{"case": f"linear {shape[0]} to {shape[1]}", **row} for row in found]
+        torch.cuda.empty_cache()
+    return rows
+
+
 def run_tests(reduced: bool, limit_s: float) -> dict[str, Any]:
     """The GPU test suite in a process of its own, `limit_s` seconds at most; with `reduced`, under
     compute-sanitizer.
@@ -144,6 +157,25 @@ def tune() -> list[dict]:
     return rows
 
 
+def tune_linear() -> list[dict]:
+    """The fastest tiles of Linear layers, into the same table."""
+    from kvq.bench import linear_gpu as bench
+    from kvq.bench import tune as tuning
+    from kvq.kernels.linear import tiles
+
+    rows: list[dict] = []
+    found = []
+    for kind in bench.FORMATS:
+        for height in (*tiles.ROW_CLASSES, tiles.MANY_ROWS):
+            key, best, tried = bench.tune_linear(kind, height)
+            found.append((key, best))
+            rows += tried
+            print(key, best, flush=True)
+            torch.cuda.empty_cache()
+    tuning.write_table(found)
+    return rows
+
+
 def driver() -> str:
     """The NVIDIA driver's version."""
     try:
@@ -162,13 +194,20 @@ def driver() -> str:
 def table(rows: list[dict]) -> None:
     """The figures, last."""
     for row in rows:
-        if "ms_median" in row:
+        if "weights" in row:
+            print(
+                f"{row['case']:24s} {row['rows']:5d} {row['weights']:14s} {row['ms_median']:9.4f} ms "
+                f"({row['ms_p10']:.4f} - {row['ms_p90']:.4f})  {row['gb_per_s']:7.0f} GB/s "
+                f"{row['fraction_of_limit']:6.1%}  {row['speedup_over_bf16']:5.2f}x  "
+                f"error {row['max_relative_error']:.1e}"
+            )
+        elif "kv" in row and "ms_median" in row:
             print(
                 f"{row['case']:32s} {row['name']:20s} {row['kv']:14s} {row['ms_median']:9.4f} ms "
                 f"({row['ms_p10']:.4f} - {row['ms_p90']:.4f})  {row['gb_per_s']:7.0f} GB/s "
                 f"{row['fraction_of_bandwidth']:6.1%}  error {row['max_relative_error']:.1e}"
             )
-        elif "us_median" in row:
+        elif "kv" in row and "us_median" in row:
             print(f"{row['case']:32s} {row['name']:20s} {row['kv']:14s} {row['us_median']:9.2f} us")
 
 
@@ -177,18 +216,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    known = ", ".join((*PARTS, "sanitizer", "tune"))
+    known = ", ".join((*PARTS, *EXTRA))
     parser.add_argument("--parts", default=",".join(PARTS), help=f"of {known}")
     parser.add_argument("--out", help="the JSON; default benchmarks/results/gpu-<device>-<date>.json")
     parser.add_argument("--rivals", type=Path, help="a folder with a rivals.py, see kvq bench attention")
     parser.add_argument("--minutes", type=float, default=7.5, help="begin no part after so many")
     options = parser.parse_args()
     parts = options.parts.split(",")
-    unknown = set(parts) - {*PARTS, "sanitizer", "tune"}
+    unknown = set(parts) - {*PARTS, *EXTRA}
     if unknown:
-        parser.error(
-            f"unknown parts {', '.join(sorted(unknown))}; known: {', '.join(PARTS)}, sanitizer, tune"
-        )
+        parser.error(f"unknown parts {', '.join(sorted(unknown))}; known: {known}")
     if not torch.cuda.is_available():
         sys.exit("benchmarks/gpu.py needs an NVIDIA GPU, and torch sees none")
     from kvq.evals.results import envelope, source_commit, write_json
@@ -205,7 +242,9 @@ def main() -> None:
         "mixed": mixed,
         "extend": extend,
         "write": write,
+        "linear": linear,
     }
+    tuners: dict[str, Callable[[], list[dict]]] = {"tune": tune, "tune-linear": tune_linear}
     for part in parts:
         if time.monotonic() - began > 60 * options.minutes:
             skipped.append(part)
@@ -219,7 +258,7 @@ def main() -> None:
                 break  # no figures of kernels that are wrong
             continue
         try:
-            rows += tune() if part == "tune" else measuring[part](options.rivals)
+            rows += tuners[part]() if part in tuners else measuring[part](options.rivals)
         except Exception as error:  # noqa: BLE001 one case out of memory, or wrong, must not lose the others
             failed[part] = f"{type(error).__name__}: {str(error)[:500]}"
             print(f"{part} failed: {failed[part]}", flush=True)

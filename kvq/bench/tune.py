@@ -15,6 +15,7 @@ from kvq.bench.workload import Workload, filled_cache, queries
 from kvq.errors import KVQError
 from kvq.kernels.gpu import shapes
 from kvq.kernels.gpu.shapes import DECODE_ROWS, TileShape
+from kvq.kernels.linear.tiles import LinearTile
 
 FORMAT_VERSION = 1
 _ALLOWED = 3e-2  # relative error; bf16 rounds probabilities
@@ -88,7 +89,7 @@ def tune(
     return key, tried[best], rows
 
 
-def write_table(found: Sequence[tuple[str, TileShape]], path: Path = shapes.TABLE) -> None:
+def write_table(found: Sequence[tuple[str, TileShape | LinearTile]], path: Path = shapes.TABLE) -> None:
     """Put shapes into the checked-in table; other entries stay."""
     table: dict[str, Any] = (
         json.loads(path.read_text()) if path.exists() else {"format_version": FORMAT_VERSION, "shapes": {}}

@@ -14,7 +14,9 @@ from kvq.kernels.copy_blocks.reference import copy_blocks
 from kvq.kernels.gather_dense.cpu import gather_dense as cpu_gather_dense
 from kvq.kernels.gather_dense.reference import gather_dense
 from kvq.kernels.gpu.support import lazy as gpu_lazy
+from kvq.kernels.gpu.support import lazy_linear as gpu_linear
 from kvq.kernels.gpu.support import supports as gpu_supports
+from kvq.kernels.gpu.support import supports_linear as gpu_supports_linear
 from kvq.kernels.linear.cpu import CpuLinear
 from kvq.kernels.linear.cpu import supports as cpu_linear_supports
 from kvq.kernels.linear.reference import ReferenceLinear
@@ -81,6 +83,10 @@ _KERNELS: list[Kernel] = (
     + [
         Kernel(operation=name, backend="triton", run=gpu_lazy(name), supports=gpu_supports)
         for name in ("write_kv", "attend", "merge_partials", "gather_dense", "copy_blocks")
+    ]
+    + [
+        Kernel(operation=name, backend="triton", run=gpu_linear, supports=gpu_supports_linear)
+        for name in LINEAR_OPERATIONS
     ]
 )
 

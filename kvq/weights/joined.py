@@ -62,7 +62,8 @@ class JoinedPart:
     def nbytes(self) -> int:
         """Its share of the packed bytes."""
         whole = self.joined.kernel
-        return int(whole.nbytes) * (self.part.stop - self.part.start) // whole.out_features
+        share: int = whole.nbytes * (self.part.stop - self.part.start) // whole.out_features
+        return share
 
     def __call__(self, x: Tensor) -> Tensor:
         """[rows, in] -> [rows, out] of x's dtype."""

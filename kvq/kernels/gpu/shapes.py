@@ -46,7 +46,7 @@ def split_keys(longest: int, work: int, device: torch.device, shape: TileShape) 
 
     `longest`: keys of the longest sequence; `work`: keys times KV heads of all sequences.
     """
-    wanted = work // (_multiprocessors(device) * _PROGRAMS)
+    wanted = work // (multiprocessors(device) * _PROGRAMS)
     keys = min(max(1 << max(0, wanted - 1).bit_length(), _LEAST_SPLIT), _MOST_SPLIT)
     return max(shape.keys, keys // shape.keys * shape.keys)
 
@@ -56,12 +56,16 @@ def table_key(kind: str, fmt: str, head_dim: int, device: str) -> str:
     return f"{kind} {fmt} {head_dim} {device}"
 
 
+def entry(key: str) -> dict[str, int] | None:
+    """What the table has under that key."""
+    return _table().get(key)
+
+
 @contextmanager
-def using(key: str, shape: TileShape) -> Iterator[None]:
-    """Let one entry of the table be another, for tuning."""
+def replaced(key: str, fields: dict[str, int]) -> Iterator[None]:
+    """Let one entry of the table be another."""
     before = _table().get(key)
-    _table()[key] = asdict(shape)
-    _shape.cache_clear()
+    _table()[key] = fields
     try:
         yield
     finally:
@@ -69,6 +73,16 @@ def using(key: str, shape: TileShape) -> Iterator[None]:
             del _table()[key]
         else:
             _table()[key] = before
+
+
+@contextmanager
+def using(key: str, shape: TileShape) -> Iterator[None]:
+    """Let one entry of the table be another, for tuning."""
+    try:
+        with replaced(key, asdict(shape)):
+            _shape.cache_clear()
+            yield
+    finally:
         _shape.cache_clear()
 
 
@@ -132,7 +146,8 @@ def device_name(device: torch.device) -> str:
 
 
 @lru_cache(maxsize=8)
-def _multiprocessors(device: torch.device) -> int:
+def multiprocessors(device: torch.device) -> int:
+    """Multiprocessors of a GPU; the interpreter is one."""
     if device.type == "cpu":
         return 1
     count: int = torch.cuda.get_device_properties(device).multi_processor_count

@@ -11,6 +11,8 @@ from torch import Tensor
 
 from kvq.formats import LayerFormats
 from kvq.kernels.gpu.kinds import KINDS
+from kvq.kernels.linear.spec import LinearSpec
+from kvq.kernels.linear.weight import QuantizedWeight
 from kvq.kernels.spec import Device, KernelSpec, Support
 
 LEAST_CAPABILITY = (8, 0)  # bf16 products and asynchronous copies
@@ -31,15 +33,30 @@ def lazy(operation: str) -> Callable[..., Any]:
     return run
 
 
+def lazy_linear(weight: QuantizedWeight) -> Any:
+    """The kernel of a quantized Linear layer; imports Triton."""
+    return import_module("kvq.kernels.linear.triton").TritonLinear(weight)
+
+
 def supports(spec: KernelSpec, device: Device) -> Support:
     """Yes for NVIDIA GPUs from SM80 on and formats down to 4 bits, if Triton is installed."""
+    runs = _runs_on(device)
+    return _fits(spec.formats, spec.block_size) if runs.yes else runs
+
+
+def supports_linear(spec: LinearSpec, device: Device) -> Support:
+    """Yes for NVIDIA GPUs from SM80 on, every format and shape, if Triton is installed."""
+    return _runs_on(device)
+
+
+def _runs_on(device: Device) -> Support:
     if device.type != "cuda" or device.capability is None:
         return Support(False, f"needs an NVIDIA GPU, not {device.name}", is_missed=False)
     if not is_installed():
         return Support(False, "Triton is not installed; pip install 'kvq-toolkit[gpu]'")
     if device.capability < LEAST_CAPABILITY:
         return Support(False, f"needs compute capability 8.0, {device.name} has {_dotted(device.capability)}")
-    return _fits(spec.formats, spec.block_size)
+    return Support(True)
 
 
 @lru_cache(maxsize=1)

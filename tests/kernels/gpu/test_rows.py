@@ -10,7 +10,7 @@ from kvq.kernels.codec import e4m3
 from kvq.kernels.gpu import rows
 
 INSTRUCTION = re.compile(
-    r"(and|or|xor|shr|prmt|fma|mov)\.(?:rn\.)?([bu]32|b?f16x2) (\S+), (\S+?)(?:, (\S+?))?(?:, (\S+))?;"
+    r"(and|or|xor|shr|shl|prmt|fma|mov)\.(?:rn\.)?([bu]32|b?f16x2) (\S+), (\S+?)(?:, (\S+?))?(?:, (\S+))?;"
 )
 
 
@@ -46,7 +46,8 @@ def run(program: str, value: int, outputs: int) -> list[int]:
             selector = read(arguments[2])
             registers[into] = sum(pool[selector >> 4 * i & 7] << 8 * i for i in range(4))
         else:
-            registers[into] = {"and": a & b, "or": a | b, "xor": a ^ b, "shr": a >> b}[name]
+            shifted = {"shr": a >> (b & 31), "shl": (a << (b & 31)) & 0xFFFFFFFF}
+            registers[into] = {"and": a & b, "or": a | b, "xor": a ^ b, **shifted}[name]
     return [registers[f"${i}"] for i in range(outputs)]
 
 

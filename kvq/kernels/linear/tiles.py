@@ -1,0 +1,96 @@
+"""How products are cut on a GPU: tiles by rows of the step, and parts of the inputs. Tuned in shapes.json."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+
+import torch
+
+from kvq.kernels.gpu import shapes
+from kvq.kernels.linear.triton_pack import OUTPUTS, Kind, PackedWeight
+
+ROW_CLASSES = (16, 32, 64)  # steps of up to so many rows are one tile high and split their inputs
+MANY_ROWS = 128  # how the class of larger steps is called
+_LEAST_SPLIT = 512  # inputs of one part
+_FP32 = "fp32 inputs"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LinearTile:
+    """How one product is cut; the inputs of a step are the weight's block."""
+
+    rows: int
+    outputs: int
+    warps: int
+    stages: int
+    programs: int  # of one multiprocessor, that the inputs are split for
+
+
+def row_class(rows: int) -> int:
+    """The class of a step: its results for a row don't depend on the step's other rows within a class."""
+    return next((most for most in ROW_CLASSES if rows <= most), MANY_ROWS)
+
+
+def tile_for(weight: PackedWeight, name: str, x: torch.Tensor, rows: int) -> LinearTile:
+    """The tile of a format (`name`) for a step of `rows` rows; outputs divide the padded ones."""
+    is_fp32 = x.dtype is torch.float32 and x.device.type != "cpu"
+    device = _FP32 if is_fp32 else shapes.device_name(x.device)
+    return _fitted(name, row_class(rows), device, weight.kind, weight.block, weight.padded_outputs)
+
+
+def table_key(name: str, rows: int, device: str) -> str:
+    """How an entry of the table is named; `rows` is a class."""
+    return f"linear {name} {rows} {device}"
+
+
+def splits(weight: PackedWeight, tile: LinearTile, rows: int, device: torch.device) -> tuple[int, int]:
+    """Parts of the inputs, and blocks of each part: of few rows so many that every multiprocessor has work.
+
+    They depend on the class of rows only, so that a row's sums do.
+    """
+    if row_class(rows) == MANY_ROWS:
+        return 1, weight.blocks
+    tiles = weight.padded_outputs // tile.outputs
+    wanted = max(1, shapes.multiprocessors(device) * tile.programs // tiles)
+    least = max(1, _LEAST_SPLIT // weight.block)
+    each = max(-(-weight.blocks // wanted), min(least, weight.blocks))
+    return -(-weight.blocks // each), each
+
+
+@contextmanager
+def using(key: str, tile: LinearTile) -> Iterator[None]:
+    """Let one entry of the table be another, for tuning."""
+    try:
+        with shapes.replaced(key, asdict(tile)):
+            _fitted.cache_clear()
+            yield
+    finally:
+        _fitted.cache_clear()
+
+
+@lru_cache(maxsize=1024)
+def _fitted(name: str, rows: int, device: str, kind: Kind, block: int, padded: int) -> LinearTile:
+    entry = shapes.entry(table_key(name, rows, device)) or shapes.entry(table_key(name, rows, "any"))
+    tile = LinearTile(**entry) if entry else _guess(rows, device, kind, block)
+    outputs = tile.outputs
+    while padded % outputs:
+        outputs //= 2
+    assert outputs >= OUTPUTS, "weights are padded to that"
+    return LinearTile(**{**asdict(tile), "outputs": outputs})
+
+
+def _guess(rows: int, device: str, kind: Kind, block: int) -> LinearTile:
+    """What was thought out for Hopper and not yet measured."""
+    if device == "interpreter":
+        return LinearTile(rows=rows, outputs=64, warps=1, stages=1, programs=8)
+    if device == _FP32:  # products in fp32 take registers and memory
+        return LinearTile(rows=min(rows, 32), outputs=64, warps=4, stages=2, programs=2)
+    # A stage is 8 KB of weights at 128 outputs; smaller blocks need more of them in flight.
+    step_bytes = block * (64 if kind in (Kind.NIBBLES, Kind.SIGNED_NIBBLES) else 128)
+    stages = min(6, max(4, 4 * 8192 // step_bytes))
+    if rows <= 32:
+        return LinearTile(rows=rows, outputs=128, warps=4, stages=stages, programs=4)
+    if rows == 64:
+        return LinearTile(rows=64, outputs=128, warps=4, stages=3, programs=2)
+    return LinearTile(rows=128, outputs=128, warps=8, stages=3, programs=1)

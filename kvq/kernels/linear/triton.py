@@ -1,0 +1,188 @@
+"""`linear_w4` and `linear_w8` in Triton: a weight packed once, and the launches of a step."""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kvq.formats.weights import Inputs
+from kvq.kernels.linear import tiles
+from kvq.kernels.linear.tiles import LinearTile
+from kvq.kernels.linear.triton_kernel import (
+    add_parts_kernel,
+    dequantize_kernel,
+    linear_kernel,
+    quantize_kernel,
+)
+from kvq.kernels.linear.triton_pack import Kind, PackedWeight, kind_of, pack
+from kvq.kernels.linear.weight import QuantizedWeight
+
+# From so many rows on the weight is dequantized and multiplied by torch. A guess until measured.
+DENSE_ROWS = 512
+DENSE_BYTES = 128 << 20  # of dequantized weight at a time
+_FP8_CAPABILITY = (8, 9)
+_SUMMED = 1024  # elements of one program that adds parts up
+_QUANTIZED = 4096  # elements of a row that one step of quantizing takes
+_UNITS = {Kind.FP8: 256.0, Kind.SIGNED_NIBBLES: 1 / 16}  # what decoded codes are to be multiplied by
+
+
+class TritonLinear:
+    """y = x W^T over packed codes: ReferenceLinear's results but for rounding.
+
+    Inputs of fp16 and bf16 are multiplied in 16 bits and summed in fp32, fp32 inputs in fp32. A row's result
+    doesn't depend on the step's other rows among steps of up to 16, of 17 to 32, of 33 to 64 and of 65 rows
+    to `DENSE_ROWS`; between these classes, and above, sums are ordered differently.
+
+    No call synchronizes or lets sizes depend on data, so calls can be captured in a CUDA graph.
+    """
+
+    def __init__(self, weight: QuantizedWeight) -> None:
+        device = weight.codes.device
+        has_fp8 = device.type == "cuda" and torch.cuda.get_device_capability(device) >= _FP8_CAPABILITY
+        self.fmt = weight.fmt
+        self.weight = pack(weight, kind_of(weight, has_fp8=has_fp8))
+        self.nbytes = self.weight.nbytes
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[rows, in] -> [rows, out] of x's dtype."""
+        if x.device.type == "cuda":
+            with torch.cuda.device(x.device):  # Triton launches on the current device
+                return self._multiplied(x)
+        return self._multiplied(x.float()).to(x.dtype)  # the interpreter can't round to bf16
+
+    def _multiplied(self, x: Tensor) -> Tensor:
+        if self.weight.order is not None:
+            x = x.index_select(1, self.weight.order)
+        if x.stride(1) != 1:
+            x = x.contiguous()
+        out = torch.empty(x.shape[0], self.weight.out_features, dtype=x.dtype, device=x.device)
+        if not out.numel():
+            return out
+        if self.fmt.inputs is Inputs.FULL and x.shape[0] >= DENSE_ROWS:
+            return self._dense(x, out)
+        return self._tiled(x, out)
+
+    def _tiled(self, x: Tensor, out: Tensor) -> Tensor:
+        weight, rows = self.weight, x.shape[0]
+        tile = tiles.tile_for(weight, self.fmt.name, x, rows)
+        splits, each = tiles.splits(weight, tile, rows, x.device)
+        compute = compute_dtype(weight, self.fmt.inputs, x)
+        is_integer = self.fmt.inputs is Inputs.INT8
+        x_scale = x_sum = weight.scale  # pointers that are not read
+        if self.fmt.inputs is not Inputs.FULL:
+            x, x_scale = quantized(x, self.fmt.inputs, as_bytes=weight.kind is Kind.ROWS)
+            if is_integer and weight.zero is not None:
+                x_sum = x.view(rows, weight.groups, weight.group).sum(-1, dtype=torch.int32)
+        parts = out if splits == 1 else torch.empty(splits, *out.shape, device=out.device)
+        grid = (triton.cdiv(rows, tile.rows), weight.padded_outputs // tile.outputs, splits)
+        linear_kernel[grid](
+            *self._tensors(x),
+            x_scale,
+            x_sum,
+            parts,
+            rows=rows,
+            x_row=x.stride(0),
+            outputs=weight.out_features,
+            blocks=weight.blocks,
+            split_blocks=each,
+            groups=weight.groups,
+            out_split=parts.stride(0) if splits > 1 else 0,
+            out_row=parts.stride(-2),
+            COMPUTE=compute,
+            BM=tile.rows,
+            GROUPED=weight.groups > 1,
+            INTEGER=is_integer,
+            SCALED=self.fmt.inputs is not Inputs.FULL,
+            **constants(weight, tile),
+        )
+        if splits > 1:
+            count = out.numel()
+            add_parts_kernel[(triton.cdiv(count, _SUMMED),)](
+                parts, out, count, splits, WIDTH=_SUMMED, num_warps=4
+            )
+        return out
+
+    def _tensors(self, x: Tensor) -> tuple[Tensor, ...]:
+        """Inputs, codes, scales and zero points; bytes of ROWS are of the inputs' type."""
+        weight = self.weight
+        codes = weight.codes.view(x.dtype) if weight.kind is Kind.ROWS else weight.codes
+        return x, codes, weight.scale, weight.scale if weight.zero is None else weight.zero
+
+    def _dense(self, x: Tensor, out: Tensor) -> Tensor:
+        """Dequantize so many outputs that they fit into the workspace, multiply, and so on."""
+        weight = self.weight
+        tile = LinearTile(rows=16, outputs=64, warps=4, stages=1, programs=1)
+        whole = tile.outputs * weight.in_features * x.element_size()
+        count = min(max(1, DENSE_BYTES // whole), weight.padded_outputs // tile.outputs)  # tiles
+        dense = torch.empty(count * tile.outputs, weight.in_features, dtype=x.dtype, device=x.device)
+        for first in range(0, weight.padded_outputs // tile.outputs, count):
+            begin = first * tile.outputs
+            end = min(begin + count * tile.outputs, weight.out_features)
+            dequantize_kernel[(weight.blocks, triton.cdiv(end - begin, tile.outputs))](
+                *self._tensors(x)[1:],
+                dense,
+                first_tile=first,
+                outputs=weight.out_features,
+                out_row=dense.stride(0),
+                COMPUTE=compute_dtype(weight, self.fmt.inputs, x),
+                **constants(weight, tile),
+            )
+            torch.mm(x, dense[: end - begin].T, out=out[:, begin:end])
+        return out
+
+
+def quantized(x: Tensor, inputs: Inputs, *, as_bytes: bool) -> tuple[Tensor, Tensor]:
+    """Codes [rows, in] and scales fp32 [rows]: int8; of FP8 E4M3FN, or as bf16 (fp32) unless `as_bytes`."""
+    rows, count = x.shape
+    dtype = torch.int8
+    if inputs is Inputs.FP8:
+        whole = torch.float32 if x.dtype is torch.float32 else torch.bfloat16
+        dtype = torch.float8_e4m3fn if as_bytes else whole
+    codes = torch.empty(rows, count, dtype=dtype, device=x.device)
+    scale = torch.empty(rows, device=x.device)
+    quantize_kernel[(rows,)](
+        x,
+        codes.view(torch.uint8) if inputs is Inputs.FP8 and as_bytes else codes,
+        scale,
+        x.stride(0),
+        count,
+        FP8=inputs is Inputs.FP8,
+        BYTES=as_bytes,
+        WIDTH=min(_QUANTIZED, triton.next_power_of_2(count)),
+        num_warps=4,
+        enable_fp_fusion=False,  # the same bits as the reference
+    )
+    return codes, scale
+
+
+def compute_dtype(weight: PackedWeight, inputs: Inputs, x: Tensor) -> tl.dtype:
+    """In what numbers decoded codes are multiplied."""
+    if weight.kind in (Kind.ROWS, Kind.SIGNED_NIBBLES):
+        return tl.int8  # not read
+    if x.device.type == "cpu" or x.dtype is torch.float32:
+        return tl.float32  # the interpreter's 16-bit products can't be trusted
+    return tl.bfloat16 if x.dtype is torch.bfloat16 or inputs is Inputs.FP8 else tl.float16
+
+
+def constants(weight: PackedWeight, tile: LinearTile) -> dict[str, Any]:
+    """What the kernels that read weights have in common."""
+    warps = max(1, min(tile.warps, tile.outputs // (8 * weight.runs)))
+    return {
+        "w_rows": weight.codes.shape[1],
+        "padded": weight.padded_outputs,
+        "group": weight.group,
+        "blocks_per_group": weight.blocks_per_group,
+        "KIND": weight.kind.value,
+        "UNIT": _UNITS.get(weight.kind, 1.0),
+        "BK": weight.block,
+        "WIDTH": weight.width,
+        "RUNS": weight.runs,
+        "BN": tile.outputs,
+        "WARPS": warps,
+        "WHOLE": weight.group == weight.block * weight.blocks_per_group,
+        "ASYMMETRIC": weight.zero is not None,
+        "num_warps": tile.warps,
+        "num_stages": tile.stages,
+    }

@@ -1,0 +1,267 @@
+"""Device code: a tile of packed weights as numbers that a matrix product takes.
+
+The host packs weights so that the 16 bytes that one thread loads are the codes which the tensor cores want
+from that very thread (see pack.py): codes go from memory to the product without a change of layout.
+
+Everything here also runs in Triton's interpreter, which knows no inline assembly: there the same values
+are put together by shifts and masks.
+"""
+
+import triton
+import triton.language as tl
+
+from kvq.kernels.gpu.rows import INTERPRETED
+from kvq.kernels.linear.triton_pack import Kind
+
+NIBBLES = tl.constexpr(Kind.NIBBLES.value)
+SIGNED_NIBBLES = tl.constexpr(Kind.SIGNED_NIBBLES.value)
+INT8 = tl.constexpr(Kind.INT8.value)
+FP8 = tl.constexpr(Kind.FP8.value)
+ROWS = tl.constexpr(Kind.ROWS.value)
+
+# Four packed bytes become four codes from the low nibbles and four from the high ones: a nibble under the
+# exponent byte of 128 (bf16) or 1024 (fp16) is 128 or 1024 more than q + 8, which a multiply-add takes away.
+_SIGNED_NIBBLES = """
+{{
+.reg .b32 low, high, one, minus;
+mov.b32 one, {one};
+mov.b32 minus, {minus};
+and.b32 low, $4, 0x0f0f0f0f;
+shr.u32 high, $4, 4;
+and.b32 high, high, 0x0f0f0f0f;
+prmt.b32 $0, low, {magic}, 0x4140;
+prmt.b32 $1, low, {magic}, 0x4342;
+prmt.b32 $2, high, {magic}, 0x4140;
+prmt.b32 $3, high, {magic}, 0x4342;
+fma.rn.{kind} $0, $0, one, minus;
+fma.rn.{kind} $1, $1, one, minus;
+fma.rn.{kind} $2, $2, one, minus;
+fma.rn.{kind} $3, $3, one, minus;
+}}
+"""
+_NIBBLES_BF16 = tl.constexpr(
+    _SIGNED_NIBBLES.format(magic="0x43434343", kind="bf16x2", one="0x3f803f80", minus="0xc308c308")
+)
+_NIBBLES_FP16 = tl.constexpr(
+    _SIGNED_NIBBLES.format(magic="0x64646464", kind="f16x2", one="0x3c003c00", minus="0xe408e408")
+)
+
+# Four bytes of two codes in two's complement become INT8 numbers, each 16 times its code.
+_NIBBLES_INT8 = tl.constexpr("""
+{
+.reg .b32 low;
+shl.b32 low, $2, 4;
+and.b32 $0, low, 0xf0f0f0f0;
+and.b32 $1, $2, 0xf0f0f0f0;
+}
+""")
+
+# Four INT8 bytes become four bf16 numbers: 128 + the low seven bits, less 128 or, with the sign bit, 256.
+_INT8_BF16 = tl.constexpr("""
+{
+.reg .b32 low, sign, first, second, one;
+mov.b32 one, 0x3f803f80;
+and.b32 low, $2, 0x7f7f7f7f;
+and.b32 sign, $2, 0x80808080;
+prmt.b32 first, low, 0x43434343, 0x4140;
+prmt.b32 second, sign, 0xc3c3c3c3, 0x4140;
+fma.rn.bf16x2 $0, first, one, second;
+prmt.b32 first, low, 0x43434343, 0x4342;
+prmt.b32 second, sign, 0xc3c3c3c3, 0x4342;
+fma.rn.bf16x2 $1, first, one, second;
+}
+""")
+# Or four fp16 numbers: 1024 + 128 + x, less 1152.
+_INT8_FP16 = tl.constexpr("""
+{
+.reg .b32 moved, one, minus;
+mov.b32 one, 0x3c003c00;
+mov.b32 minus, 0xe480e480;
+xor.b32 moved, $2, 0x80808080;
+prmt.b32 $0, moved, 0x64646464, 0x4140;
+prmt.b32 $1, moved, 0x64646464, 0x4342;
+fma.rn.f16x2 $0, $0, one, minus;
+fma.rn.f16x2 $1, $1, one, minus;
+}
+""")
+
+# Four E4M3FN bytes become four bf16 numbers, each the value divided by 256: exponent and mantissa at the
+# low end of bf16's, which is the value times 2^-120, and that times 2^112.
+_FP8_BF16 = tl.constexpr("""
+{
+.reg .b32 first, second, sign, factor, zero;
+mov.b32 factor, 0x77807780;
+mov.b32 zero, 0x80008000;
+prmt.b32 first, $2, 0, 0x1404;
+prmt.b32 second, $2, 0, 0x3424;
+and.b32 sign, first, 0x80008000;
+shr.u32 first, first, 4;
+and.b32 first, first, 0x07f007f0;
+or.b32 first, first, sign;
+fma.rn.bf16x2 $0, first, factor, zero;
+and.b32 sign, second, 0x80008000;
+shr.u32 second, second, 4;
+and.b32 second, second, 0x07f007f0;
+or.b32 second, second, sign;
+fma.rn.bf16x2 $1, second, factor, zero;
+}
+""")
+# Or four fp16 numbers, also divided by 256: sign in place, exponent and mantissa one bit further down.
+_FP8_FP16 = tl.constexpr("""
+{
+.reg .b32 first, second, sign;
+prmt.b32 first, $2, 0, 0x1404;
+prmt.b32 second, $2, 0, 0x3424;
+and.b32 sign, first, 0x80008000;
+shr.u32 first, first, 1;
+and.b32 first, first, 0x3f803f80;
+or.b32 $0, first, sign;
+and.b32 sign, second, 0x80008000;
+shr.u32 second, second, 1;
+and.b32 second, second, 0x3f803f80;
+or.b32 $1, second, sign;
+}
+""")
+
+
+@triton.jit
+def nibble_codes(packed, COMPUTE: tl.constexpr):
+    """Bytes of two codes q + 8 -> the low codes and the high ones, as COMPUTE numbers."""
+    if INTERPRETED or COMPUTE == tl.float32:
+        low = ((packed & 15).to(tl.float32) - 8.0).to(COMPUTE)
+        high = ((packed >> 4).to(tl.float32) - 8.0).to(COMPUTE)
+    elif COMPUTE == tl.bfloat16:
+        low, high = tl.inline_asm_elementwise(
+            _NIBBLES_BF16,
+            "=&r,=&r,=&r,=&r,r",
+            [packed],
+            dtype=(tl.bfloat16, tl.bfloat16),
+            is_pure=False,
+            pack=4,
+        )
+    else:
+        low, high = tl.inline_asm_elementwise(
+            _NIBBLES_FP16,
+            "=&r,=&r,=&r,=&r,r",
+            [packed],
+            dtype=(tl.float16, tl.float16),
+            is_pure=False,
+            pack=4,
+        )
+    return low, high
+
+
+@triton.jit
+def nibble_integers(packed):
+    """Bytes of two codes in two's complement -> 16 times the low codes and the high ones, int8."""
+    if INTERPRETED:
+        low = (packed << 4).to(tl.int8, bitcast=True)
+        high = (packed & 0xF0).to(tl.int8, bitcast=True)
+    else:
+        low, high = tl.inline_asm_elementwise(
+            _NIBBLES_INT8, "=&r,=r,r", [packed], dtype=(tl.int8, tl.int8), is_pure=False, pack=4
+        )
+    return low, high
+
+
+@triton.jit
+def int8_codes(codes, COMPUTE: tl.constexpr):
+    """INT8 bytes (as uint8) as COMPUTE numbers."""
+    if INTERPRETED or COMPUTE == tl.float32:
+        values = codes.to(tl.int8, bitcast=True).to(tl.float32).to(COMPUTE)
+    elif COMPUTE == tl.bfloat16:
+        values = tl.inline_asm_elementwise(
+            _INT8_BF16, "=&r,=&r,r", [codes], dtype=tl.bfloat16, is_pure=False, pack=4
+        )
+    else:
+        values = tl.inline_asm_elementwise(
+            _INT8_FP16, "=&r,=&r,r", [codes], dtype=tl.float16, is_pure=False, pack=4
+        )
+    return values
+
+
+@triton.jit
+def fp8_codes(codes, COMPUTE: tl.constexpr):
+    """E4M3FN bytes as COMPUTE numbers, each the value divided by 256, without FP8 instructions."""
+    if INTERPRETED or COMPUTE == tl.float32:
+        wide = codes.to(tl.int16)
+        half = (((wide & 0x80) << 8) | ((wide & 0x7F) << 7)).to(tl.float16, bitcast=True)
+        values = half.to(tl.float32).to(COMPUTE)
+    elif COMPUTE == tl.bfloat16:
+        values = tl.inline_asm_elementwise(
+            _FP8_BF16, "=&r,=&r,r", [codes], dtype=tl.bfloat16, is_pure=False, pack=4
+        )
+    else:
+        values = tl.inline_asm_elementwise(
+            _FP8_FP16, "=&r,=&r,r", [codes], dtype=tl.float16, is_pure=False, pack=4
+        )
+    return values
+
+
+@triton.jit
+def columns(first, BN: tl.constexpr, RUNS: tl.constexpr, WARPS: tl.constexpr):
+    """Which output each column of a tile is, [BN]; tiles of weights begin at output `first`.
+
+    Of a thread's 16 bytes RUNS parts belong to outputs 8 apart, and warps stand between them in the tile.
+    """
+    column = tl.arange(0, BN)
+    if RUNS > 1:
+        rest = column // (8 * WARPS)  # [repeat, run]
+        eight = (rest // RUNS * WARPS + column // 8 % WARPS) * RUNS + rest % RUNS
+        column = eight * 8 + column % 8
+    return first + column
+
+
+@triton.jit
+def _operand(
+    codes,
+    COMPUTE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BN: tl.constexpr,
+    RUNS: tl.constexpr,
+    WARPS: tl.constexpr,
+):
+    """Codes [BN / RUNS, 64] as a product's second factor [WIDTH, BN], each in the thread that has it."""
+    REPEATS: tl.constexpr = BN // (8 * RUNS * WARPS)
+    if COMPUTE == tl.int8:  # bits of a place: [repeat, warp, 8 outputs, thread of 4, run, word, byte]
+        bits = tl.reshape(codes, (REPEATS, WARPS, 8, 4, RUNS, 4 // RUNS, 4))
+        bits = tl.permute(bits, (5, 3, 6, 0, 4, 1, 2))
+    else:
+        bits = tl.reshape(codes, (REPEATS, WARPS, 8, 4, RUNS, 4 // RUNS, 2, 2))
+        bits = tl.permute(bits, (5, 6, 3, 7, 0, 4, 1, 2))
+    return tl.reshape(bits, (WIDTH, BN))
+
+
+@triton.jit
+def weight_tile(
+    w_ptr, block, tile, w_rows,
+    KIND: tl.constexpr, COMPUTE: tl.constexpr, WIDTH: tl.constexpr, BN: tl.constexpr,
+    RUNS: tl.constexpr, WARPS: tl.constexpr,
+):  # fmt: skip
+    """Codes [WIDTH, BN] of one block of inputs and one tile of outputs, as `columns` orders them; twice.
+
+    Of nibbles the first are those of the block's first half, and the second those of the other; of bytes
+    both are the same.
+    """
+    if KIND == ROWS:  # [outputs, blocks * WIDTH], one byte a code
+        row = (tile * BN + tl.arange(0, BN)).to(tl.int64)
+        at = row[:, None] * w_rows + (tl.cast(block, tl.int64) * WIDTH + tl.arange(0, WIDTH))[None, :]
+        first = tl.trans(tl.load(w_ptr + at))
+        second = first
+    else:  # [blocks, outputs / RUNS, 64 bytes]
+        start = tl.cast(block, tl.int64) * w_rows + tile * (BN // RUNS)
+        row = tl.arange(0, BN // RUNS)
+        packed = tl.load(w_ptr + start * 64 + (row[:, None] * 64 + tl.arange(0, 64)[None, :]))
+        if KIND == NIBBLES:
+            low, high = nibble_codes(packed, COMPUTE)
+        elif KIND == SIGNED_NIBBLES:
+            low, high = nibble_integers(packed)
+        elif KIND == INT8:
+            low = int8_codes(packed, COMPUTE)
+            high = low
+        else:
+            low = fp8_codes(packed, COMPUTE)
+            high = low
+        first = _operand(low, COMPUTE, WIDTH, BN, RUNS, WARPS)
+        second = _operand(high, COMPUTE, WIDTH, BN, RUNS, WARPS)
+    return first, second

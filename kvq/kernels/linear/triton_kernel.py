@@ -1,0 +1,217 @@
+"""The device code of `linear_w4` and `linear_w8`: products, sums of parts, rounded inputs, dense weights."""
+
+import triton
+import triton.language as tl
+
+from kvq.kernels.linear.triton_codes import ROWS, SIGNED_NIBBLES, columns, weight_tile
+
+
+@triton.jit
+def _input_columns(
+    block, part, group, blocks_per_group, BK: tl.constexpr, WIDTH: tl.constexpr, WHOLE: tl.constexpr
+):
+    """WIDTH inputs of a block, `part` times as many from its first on, and which of them its group holds.
+
+    WHOLE: groups are whole blocks.
+    """
+    step = part * WIDTH + tl.arange(0, WIDTH)
+    if WHOLE:
+        start = block * BK
+        inside = step < BK
+    else:
+        own = block // blocks_per_group
+        offset = (block - own * blocks_per_group) * BK
+        start = own * group + offset
+        inside = offset + step < group
+    return start + step, inside
+
+
+@triton.jit
+def _inputs(
+    x_ptr, row, valid, x_row, block, part, group, blocks_per_group,
+    KIND: tl.constexpr, COMPUTE: tl.constexpr, BK: tl.constexpr, WIDTH: tl.constexpr, WHOLE: tl.constexpr,
+):  # fmt: skip
+    """A product's first factor [rows, WIDTH]; nothing where rows or inputs end."""
+    column, inside = _input_columns(block, part, group, blocks_per_group, BK, WIDTH, WHOLE)
+    at = row[:, None] * x_row + column[None, :]
+    mask = valid[:, None]
+    if not WHOLE:
+        mask = mask & inside[None, :]
+    x = tl.load(x_ptr + at, mask=mask, other=0.0)
+    if KIND != ROWS and KIND != SIGNED_NIBBLES:
+        x = x.to(COMPUTE)
+    return x
+
+
+@triton.jit
+def _add_product(x, w, zero, total, COMPUTE: tl.constexpr, INTEGER: tl.constexpr, ASYMMETRIC: tl.constexpr):
+    """total + x (w - zero); of integers, whose zero points come later, total + x w."""
+    if INTEGER:
+        total = tl.dot(x, w, total, out_dtype=tl.int32)
+    else:
+        if ASYMMETRIC:
+            w = w - zero.to(COMPUTE)[None, :]
+        total = tl.dot(x, w, total, input_precision="ieee", max_num_imprecise_acc=128)
+    return total
+
+
+@triton.jit
+def _less_zeros(
+    product, x_sum_ptr, row, counted, groups, own, zero, KIND: tl.constexpr, ASYMMETRIC: tl.constexpr
+):
+    """An integer product less zero * sum(inputs of the group), in int32, for rows that are `counted`."""
+    if ASYMMETRIC:
+        sums = tl.load(x_sum_ptr + row * groups + own, mask=counted, other=0)
+        UNIT: tl.constexpr = 16 if KIND == SIGNED_NIBBLES else 1
+        product -= sums[:, None] * (zero.to(tl.int32) * UNIT)[None, :]
+    return product
+
+
+@triton.jit
+def linear_kernel(
+    x_ptr, w_ptr, scale_ptr, zero_ptr, x_scale_ptr, x_sum_ptr, out_ptr,
+    rows, x_row, w_rows, outputs, padded, blocks, split_blocks, group, blocks_per_group, groups,
+    out_split, out_row,
+    KIND: tl.constexpr, COMPUTE: tl.constexpr, UNIT: tl.constexpr, BK: tl.constexpr, WIDTH: tl.constexpr,
+    RUNS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, WARPS: tl.constexpr, WHOLE: tl.constexpr,
+    GROUPED: tl.constexpr, ASYMMETRIC: tl.constexpr, INTEGER: tl.constexpr, SCALED: tl.constexpr,
+):  # fmt: skip
+    """Grid: (tiles of rows, tiles of outputs, parts of the inputs). Codes are never scaled: scales multiply
+    a group's product, in fp32. WIDTH inputs are multiplied at a time, of nibbles half a block (BK).
+
+    GROUPED: a row has several scales. INTEGER: INT8 products, exact in int32, whose zero points enter as
+    zero * sum(inputs). SCALED: inputs are codes with a scale for each row.
+    """
+    tile, first = tl.program_id(1), tl.program_id(2) * split_blocks
+    row = (tl.program_id(0) * BM + tl.arange(0, BM)).to(tl.int64)
+    valid = row < rows
+    output = columns(tile * BN, BN, RUNS, WARPS)
+    last = tl.minimum(first + split_blocks, blocks)
+    total = tl.zeros((BM, BN), tl.float32)
+    product = tl.zeros((BM, BN), tl.int32 if INTEGER else tl.float32)
+    at = tl.cast(first // blocks_per_group, tl.int64) * padded + output
+    scale = tl.load(scale_ptr + at)
+    zero = scale
+    if ASYMMETRIC:
+        zero = tl.load(zero_ptr + at)
+    for block in range(first, last):
+        own = block // blocks_per_group
+        next_scale, next_zero = scale, zero
+        if GROUPED:  # a step ahead: words of two bytes are not copied asynchronously
+            at = tl.cast(tl.minimum(block + 1, blocks - 1) // blocks_per_group, tl.int64) * padded + output
+            next_scale = tl.load(scale_ptr + at)
+            if ASYMMETRIC:
+                next_zero = tl.load(zero_ptr + at)
+        x = _inputs(
+            x_ptr, row, valid, x_row, block, 0, group, blocks_per_group, KIND, COMPUTE, BK, WIDTH, WHOLE
+        )  # fmt: skip
+        w, other_w = weight_tile(w_ptr, block, tile, w_rows, KIND, COMPUTE, WIDTH, BN, RUNS, WARPS)
+        part = tl.zeros((BM, BN), product.dtype) if GROUPED else product
+        part = _add_product(x, w, zero, part, COMPUTE, INTEGER, ASYMMETRIC)
+        if WIDTH < BK:
+            x = _inputs(
+                x_ptr, row, valid, x_row, block, 1, group, blocks_per_group, KIND, COMPUTE, BK, WIDTH, WHOLE
+            )  # fmt: skip
+            part = _add_product(x, other_w, zero, part, COMPUTE, INTEGER, ASYMMETRIC)
+        if GROUPED:
+            if INTEGER:  # the sums are of whole groups
+                counted = valid & (block == own * blocks_per_group)
+                part = _less_zeros(part, x_sum_ptr, row, counted, groups, own, zero, KIND, ASYMMETRIC)
+            total += part.to(tl.float32) * scale.to(tl.float32)[None, :]
+        else:
+            product = part
+        scale, zero = next_scale, next_zero
+    if not GROUPED:
+        if INTEGER:  # the sums are of whole rows
+            counted = valid & (first == 0)
+            product = _less_zeros(product, x_sum_ptr, row, counted, groups, 0, zero, KIND, ASYMMETRIC)
+        total = product.to(tl.float32) * scale.to(tl.float32)[None, :]
+    total = total * UNIT
+    if SCALED:
+        total = total * tl.load(x_scale_ptr + row, mask=valid, other=0.0)[:, None]
+    into = out_ptr + tl.program_id(2).to(tl.int64) * out_split + row[:, None] * out_row + output[None, :]
+    mask = valid[:, None] & (output < outputs)[None, :]
+    tl.store(into, total.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def add_parts_kernel(parts_ptr, out_ptr, count, splits, WIDTH: tl.constexpr):
+    """out [count] = the sum of parts [splits, count], always in the same order."""
+    at = tl.program_id(0).to(tl.int64) * WIDTH + tl.arange(0, WIDTH)
+    mask = at < count
+    total = tl.load(parts_ptr + at, mask=mask, other=0.0)
+    for split in range(1, splits):
+        total += tl.load(parts_ptr + tl.cast(split, tl.int64) * count + at, mask=mask, other=0.0)
+    tl.store(out_ptr + at, total.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _e4m3(x):
+    """fp32 in [-448, 448] rounded to E4M3 values, and their bytes; see codec/e4m3.py."""
+    bits = x.to(tl.int32, bitcast=True)
+    sign = (bits >> 24) & 0x80
+    bits = bits & 0x7FFFFFFF
+    magnitude = bits.to(tl.float32, bitcast=True)
+    normal = (bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20
+    small = magnitude < 0.015625
+    moved = magnitude + 16384.0
+    codes = tl.where(small, moved.to(tl.int32, bitcast=True) - 0x46800000, normal - ((127 - 7) << 3)) | sign
+    rounded = tl.where(small, moved - 16384.0, (normal << 20).to(tl.float32, bitcast=True))
+    return tl.where(sign != 0, -rounded, rounded), codes
+
+
+@triton.jit
+def quantize_kernel(
+    x_ptr, codes_ptr, scale_ptr, x_row, inputs,
+    FP8: tl.constexpr, BYTES: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """One program per row: the bits of linear/inputs.py. FP8: E4M3, as bytes or as their values."""
+    row = tl.program_id(0).to(tl.int64)
+    col = tl.arange(0, WIDTH)
+    largest = tl.zeros((WIDTH,), tl.float32)
+    for start in range(0, inputs, WIDTH):
+        x = tl.load(x_ptr + row * x_row + start + col, mask=start + col < inputs, other=0.0)
+        largest = tl.maximum(largest, tl.abs(x.to(tl.float32)))
+    top = tl.max(largest, axis=0)
+    limit: tl.constexpr = 448.0 if FP8 else 127.0
+    scale = tl.where(top > 0, tl.div_rn(top, limit), 1.0)
+    tl.store(scale_ptr + row, scale)
+    for start in range(0, inputs, WIDTH):
+        mask = start + col < inputs
+        x = tl.load(x_ptr + row * x_row + start + col, mask=mask, other=0.0).to(tl.float32)
+        y = tl.div_rn(x, scale + tl.zeros((WIDTH,), tl.float32))
+        y = tl.minimum(tl.maximum(y, -limit), limit)
+        if FP8:
+            values, bits = _e4m3(y)
+            codes = bits if BYTES else values
+        else:
+            codes = (y + 12582912.0) - 12582912.0  # to nearest, ties to even: the last bit is 1
+        tl.store(codes_ptr + row * inputs + start + col, codes.to(codes_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def dequantize_kernel(
+    w_ptr, scale_ptr, zero_ptr, out_ptr, w_rows, first_tile, outputs, padded, group, blocks_per_group,
+    out_row,
+    KIND: tl.constexpr, COMPUTE: tl.constexpr, UNIT: tl.constexpr, BK: tl.constexpr, WIDTH: tl.constexpr,
+    RUNS: tl.constexpr, BN: tl.constexpr, WARPS: tl.constexpr, WHOLE: tl.constexpr, ASYMMETRIC: tl.constexpr,
+):  # fmt: skip
+    """Grid: (blocks of inputs, tiles of outputs). Weights [outputs from `first_tile` on, inputs]."""
+    block, tile = tl.program_id(0), first_tile + tl.program_id(1)
+    output = columns(tile * BN, BN, RUNS, WARPS)
+    at = tl.cast(block // blocks_per_group, tl.int64) * padded + output
+    scale = tl.load(scale_ptr + at).to(tl.float32) * UNIT
+    zero = scale
+    if ASYMMETRIC:
+        zero = tl.load(zero_ptr + at).to(tl.float32)
+    row = (output - first_tile * BN).to(tl.int64)
+    w, other_w = weight_tile(w_ptr, block, tile, w_rows, KIND, COMPUTE, WIDTH, BN, RUNS, WARPS)
+    for part in tl.static_range(BK // WIDTH):
+        column, inside = _input_columns(block, part, group, blocks_per_group, BK, WIDTH, WHOLE)
+        values = (w if part == 0 else other_w).to(tl.float32)
+        if ASYMMETRIC:
+            values = values - zero[None, :]
+        values = values * scale[None, :]
+        mask = (output < outputs)[:, None] & inside[None, :]
+        into = out_ptr + row[:, None] * out_row + column[None, :]
+        tl.store(into, tl.trans(values).to(out_ptr.dtype.element_ty), mask=mask)

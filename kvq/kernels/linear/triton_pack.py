@@ -1,0 +1,147 @@
+"""Weights in the order in which a GPU's threads want them: packed once, read at every step."""
+
+from dataclasses import dataclass
+from enum import Enum
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from kvq.formats.weights import Inputs, WeightCode
+from kvq.kernels.linear.weight import QuantizedWeight
+
+OUTPUTS = 64  # rows of output are padded to a multiple of so many
+
+
+class Kind(Enum):
+    """How codes lie in memory and what they become before the product."""
+
+    NIBBLES = 0  # q + 8, to floats
+    SIGNED_NIBBLES = 1  # two's complement, to INT8
+    INT8 = 2  # to floats
+    FP8 = 3  # to floats
+    ROWS = 4  # bytes in rows of inputs, multiplied as they are
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class PackedWeight:
+    """A weight in blocks of `block` inputs; a group is filled up with zeros to whole blocks.
+
+    `codes`: [blocks, outputs / runs, 64 bytes], or of ROWS [outputs, blocks * block]. `scale`
+    [groups, outputs], and `zero` likewise, as they were given.
+
+    The 64 bytes of a row are 16 for each of 4 neighbouring threads, whose products take the outputs 8u + g
+    of 8 such rows g. The bits of a byte's place in them, and which nibble, say which input it is: `_tiles`.
+    """
+
+    kind: Kind
+    codes: Tensor
+    scale: Tensor
+    zero: Tensor | None
+    order: Tensor | None
+    block: int  # inputs
+    runs: int  # outputs, 8 apart, among a thread's 16 bytes
+    blocks_per_group: int
+    group: int  # inputs, unpadded
+    in_features: int
+    out_features: int
+
+    @property
+    def width(self) -> int:
+        """Inputs that are multiplied at a time: nibbles are the two halves of a block."""
+        return self.block // 2 if self.kind in (Kind.NIBBLES, Kind.SIGNED_NIBBLES) else self.block
+
+    @property
+    def groups(self) -> int:
+        """Scales of one output."""
+        return self.scale.shape[0]
+
+    @property
+    def blocks(self) -> int:
+        """Blocks of inputs of one output, those that only fill up included."""
+        return self.groups * self.blocks_per_group
+
+    @property
+    def padded_outputs(self) -> int:
+        """Outputs, those that only fill up included."""
+        return self.scale.shape[1]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(x.nbytes for x in (self.codes, self.scale, self.zero, self.order) if x is not None)
+
+
+def kind_of(weight: QuantizedWeight, *, has_fp8: bool) -> Kind:
+    """The layout for a weight's format; `has_fp8`: the device multiplies FP8."""
+    inputs = weight.fmt.inputs
+    if weight.fmt.code in (WeightCode.INT4, WeightCode.INT3):
+        return Kind.SIGNED_NIBBLES if inputs is Inputs.INT8 else Kind.NIBBLES
+    if weight.fmt.code is WeightCode.INT8:
+        return Kind.ROWS if inputs is Inputs.INT8 else Kind.INT8
+    return Kind.ROWS if inputs is Inputs.FP8 and has_fp8 else Kind.FP8
+
+
+def pack(weight: QuantizedWeight, kind: Kind) -> PackedWeight:
+    """Put the codes into blocks and order them for `kind`."""
+    codes = weight.codes if weight.fmt.code is WeightCode.FP8 else weight.integers().view(torch.uint8)
+    outputs, inputs = codes.shape
+    groups = weight.scale.shape[1]
+    group = inputs // groups
+    block = _block(group, kind)
+    runs = _widest(kind) // block if kind is not Kind.ROWS else 1
+    blocks_per_group = -(-group // block)
+    more = -outputs % OUTPUTS
+    fill = blocks_per_group * block - group
+    padded = functional.pad(codes.view(outputs, groups, group), (0, fill, 0, 0, 0, more))
+    padded = padded.view(outputs + more, groups * blocks_per_group, block)
+    return PackedWeight(
+        kind=kind,
+        codes=padded.flatten(1) if kind is Kind.ROWS else _tiles(padded, kind, runs),
+        scale=functional.pad(weight.scale.T, (0, more)).contiguous(),
+        zero=None if weight.zero is None else functional.pad(weight.zero.T, (0, more)).contiguous(),
+        order=weight.order,
+        block=block,
+        runs=runs,
+        blocks_per_group=blocks_per_group,
+        group=group,
+        in_features=inputs,
+        out_features=outputs,
+    )
+
+
+def _widest(kind: Kind) -> int:
+    """Inputs of a block whose threads hold one output each."""
+    return 64 if kind in (Kind.INT8, Kind.FP8) else 128
+
+
+def _block(group: int, kind: Kind) -> int:
+    """The block that fills a group up the least, and of such the widest; products take 32 INT8 codes."""
+    widest = _widest(kind)
+    fits = (widest, widest // 2) if kind is Kind.SIGNED_NIBBLES else (widest, widest // 2, widest // 4)
+    return min(fits, key=lambda block: (-(-group // block) * block, -block))
+
+
+def _tiles(codes: Tensor, kind: Kind, runs: int) -> Tensor:
+    """[outputs, blocks, block] -> [blocks, outputs / runs, 64].
+
+    One code a byte, or two: low nibbles hold a block's first half of inputs, high ones the other. Thread t
+    of 4 gets what a tensor core's second factor has there: of 16 inputs 2t, 2t + 1, 2t + 8 and 2t + 9 as
+    16-bit floats, 4t to 4t + 3 as INT8. (A compiler with another order moves values between threads first.)
+    """
+    if kind in (Kind.INT8, Kind.FP8):
+        return _placed(codes, runs, (2, 4, 2))
+    first, second = codes.chunk(2, dim=2)
+    if kind is Kind.SIGNED_NIBBLES:
+        low, high = (_placed(half & 15, runs, (1, 4, 4)) for half in (first, second))
+    else:
+        low, high = (_placed(half + 8, runs, (2, 4, 2)) for half in (first, second))
+    return low | (high << 4)
+
+
+def _placed(codes: Tensor, runs: int, sixteen: tuple[int, int, int]) -> Tensor:
+    """[outputs, blocks, width] -> [blocks, outputs / runs, 64]: 16 inputs are 4 bytes of each thread."""
+    outputs, blocks, _ = codes.shape
+    # [eight outputs, run, output of 8, block, word, half of a word, thread, byte]
+    parts = codes.view(outputs // (8 * runs), runs, 8, blocks, 4 // runs, *sixteen)
+    return parts.permute(3, 0, 2, 6, 1, 4, 5, 7).reshape(blocks, outputs // runs, 64)

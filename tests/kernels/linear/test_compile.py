@@ -1,0 +1,53 @@
+"""The Linear kernels compile for GPUs that are not at hand; codes stay in the registers of their load."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+SHARED_BYTES = {"sm80": 163 * 1024, "sm86": 99 * 1024, "sm90": 227 * 1024}  # that a block may have
+FEW = ["int4_g128:16", "int4_g64_asym:16", "int8:16", "w4a8:16"]
+MORE = ["fp8:16@fp16", "w8a8:16", "fp8_a8:16", "int4_g128:64", "w8a8:128", "int4_g128_asym:dense"]
+NAMES = (
+    *("int4_g128", "int4_g128_asym", "int4_g64_asym", "int4_g32", "int4_g8", "int4", "int3_g32", "int8"),
+    *("int8_g64_asym", "int8_g16", "fp8", "fp8_a8", "w8a8", "int8_g64_asym_a8", "w4a8", "int4_g64_asym_a8"),
+)
+MANY = [f"{name}:{rows}" for name in NAMES for rows in (16, 32, 64, 128)]
+MANY += [f"{name}:{rows}" for name in NAMES if "a8" not in name for rows in ("dense", "16@fp16", "16@fp32")]
+
+
+def compile_all(device: str, cases: list[str]) -> None:
+    """Compile in a process of its own and check what the kernels use."""
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    run = subprocess.run(
+        [sys.executable, "-m", "tests.kernels.linear.compile_all", device, *cases],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env=environment,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr[-2000:]
+    found = {x["kernel"]: x for x in map(json.loads, run.stdout.splitlines())}
+    assert len(found) == len(cases) + 3
+    for case, used in found.items():
+        assert used["shared"] <= SHARED_BYTES[device], used
+        if ":16" in case and "fp32" not in case:
+            assert used["stack"] == 0, f"registers spilled: {used}"
+            assert used["shuffles"] == 0, f"codes move between threads: {used}"
+            assert used["copies"] > 0, f"nothing is copied 16 bytes at a time: {used}"
+
+
+@pytest.mark.parametrize("device", ["sm80", "sm90"])
+def test_kernels_compile(device: str) -> None:
+    compile_all(device, FEW if device == "sm80" else [*FEW, *MORE])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("device", list(SHARED_BYTES))
+def test_kernels_compile_for_every_format(device: str) -> None:
+    compile_all(device, MANY)

@@ -1,0 +1,43 @@
+"""Quantized weights for kernel tests."""
+
+import torch
+
+from kvq.formats.weights import WeightCode, parse_weight_format
+from kvq.kernels import QuantizedWeight
+
+FORMATS = (
+    *("int4_g128", "int4_g128_asym", "int4_g64_asym", "int4_g40", "int4_g8_asym", "int4", "int3_g32"),
+    *("int8", "int8_asym", "int8_g64_asym", "int8_g24", "fp8", "fp8_a8"),
+    *("w8a8", "int8_g64_asym_a8", "int8_asym_a8", "w4a8", "int4_g64_asym_a8", "int3_g40_a8"),
+)
+SHAPES = ((384, 63), (240, 130), (120, 5), (1920, 70))  # inputs, outputs
+
+
+def random_weight(
+    name: str,
+    inputs: int,
+    outputs: int,
+    *,
+    dtype: torch.dtype = torch.float32,
+    ordered: bool = False,
+    seed: int = 0,
+) -> QuantizedWeight:
+    """Random codes, scales and zero points of a format; `ordered`: inputs lie in an order of their own."""
+    fmt = parse_weight_format(name)
+    draw = torch.Generator().manual_seed(seed)
+    half = 2 ** (fmt.code.bits - 1)
+    q = torch.randint(-half, half, (outputs, inputs), generator=draw).to(torch.int8)
+    if fmt.code is WeightCode.FP8:
+        q = torch.randint(0, 256, (outputs, inputs), generator=draw).to(torch.uint8)
+        q[(q & 0x7F) == 0x7F] = 3  # not a number
+    shape = (outputs, fmt.groups(inputs))
+    scale = (torch.rand(shape, generator=draw) / half + 1e-3).to(dtype)
+    zero = None if fmt.symmetric else torch.randint(-half, half, shape, generator=draw).to(torch.int8)
+    order = torch.randperm(inputs, generator=draw) if ordered else None
+    return QuantizedWeight.pack(fmt, q, scale, zero, order)
+
+
+def fits(name: str, inputs: int) -> bool:
+    """Whether the format's groups divide the inputs."""
+    group = parse_weight_format(name).group_size
+    return group is None or inputs % group == 0
