@@ -130,14 +130,14 @@ def _entry(path: Path, name: str, info: object, start: int) -> TensorEntry:
     if not isinstance(info, dict):
         raise _damaged(path, f"tensor {name} has no description")
     dtype, shape, offsets = info.get("dtype"), info.get("shape"), info.get("data_offsets")
-    known = isinstance(dtype, str) and dtype in _DTYPE_BITS
-    if not known or not _is_counts(shape) or not _is_counts(offsets) or len(offsets) != 2:
+    bits = _DTYPE_BITS.get(dtype) if isinstance(dtype, str) else None
+    if bits is None or not _is_counts(shape) or not _is_counts(offsets) or len(offsets) != 2:
         raise _damaged(path, f"tensor {name} has dtype {dtype!r}, shape {shape!r}, offsets {offsets!r}")
     nbytes = offsets[1] - offsets[0]
-    if nbytes * 8 != math.prod(shape) * _DTYPE_BITS[dtype]:
+    if nbytes * 8 != math.prod(shape) * bits:
         raise _damaged(path, f"tensor {name} of {dtype} {shape} can't have {nbytes} bytes")
     return TensorEntry(
-        name=name, dtype=dtype, shape=tuple(shape), begin=start + offsets[0], end=start + offsets[1]
+        name=name, dtype=str(dtype), shape=tuple(shape), begin=start + offsets[0], end=start + offsets[1]
     )
 
 

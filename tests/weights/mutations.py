@@ -6,8 +6,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-ODD_VALUES = (-1, 0, 1, 3, 7, 2**31, 2**63, 10**30, 0.5, 1e308, float("nan"), float("inf"), "", "x", "gptq_v2",
-              "../x", None, True, False, [], {}, [1, 2], {"a": 1}, [[[]]], "\u0000")  # fmt: skip
+ODD_VALUES = (
+    *(-1, 0, 1, 3, 7, 2**31, 2**63, 10**30, 0.5, 1e308, float("nan"), float("inf")),
+    *("", "x", "gptq_v2", "../x", "\u0000", None, True, False),
+    *([], {}, [1, 2], {"a": 1}, [[[]]]),
+)
 Pairs = list[tuple[str, Any]]
 
 
