@@ -139,6 +139,7 @@ extern "C" int NAME(KVQ_VARIANT, linear)(const KvqLinear* linear, const uint8_t*
                                          int64_t out_row, int code, int64_t rows, int threads) {
     Call call = {*linear, cut_of(*linear), x, x_row, {out, out_row, code}, rows, divided(linear->out_features, OUTPUTS),
                  threads, linear->code == KVQ_FP8 ? FLOAT_ROWS : TILE_ROWS, nullptr, 0, nullptr};
+    if (call.panels == 0) return KVQ_OK;
     if (rows * linear->k * linear->out_features < WORTH_THREADS) call.threads = 1;
     int64_t most = rows < MOST_ROWS ? rows : MOST_ROWS;
     Memory sizes = {};

@@ -41,9 +41,11 @@ def pack_panels(weights: Sequence[QuantizedWeight]) -> Panels:
     """Put the outputs of one or several weights of the same input one below the other, and pack them.
 
     Raises:
-        ConfigError: formats, inputs or their order differ.
+        ConfigError: formats, inputs or their order differ, or parts of a weight don't fit each other.
     """
     first = weights[0]
+    for weight in weights:
+        _check(weight)
     for other in weights[1:]:
         if (
             other.fmt != first.fmt
@@ -66,6 +68,16 @@ def pack_panels(weights: Sequence[QuantizedWeight]) -> Panels:
         order=None if first.order is None else first.order.int().contiguous(),
         columns=-(-first.in_features // COLUMNS) * COLUMNS,
     )
+
+
+def _check(weight: QuantizedWeight) -> None:
+    """Compiled code reads by these shapes and by the order's numbers."""
+    outputs, inputs = weight.out_features, weight.in_features
+    scales = (outputs, weight.fmt.groups(inputs))
+    if weight.scale.shape != scales or (weight.zero is not None and weight.zero.shape != scales):
+        raise ConfigError(f"scales and zero points must be {list(scales)}, got {list(weight.scale.shape)}")
+    if weight.order is not None and not torch.equal(weight.order.sort().values, torch.arange(inputs)):
+        raise ConfigError(f"the order of inputs must hold every number below {inputs} once")
 
 
 def _is_same_order(a: QuantizedWeight, b: QuantizedWeight) -> bool:

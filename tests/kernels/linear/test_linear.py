@@ -1,5 +1,6 @@
 """Linear layers over codes: right in every format and shape, whatever lies around and beside a row."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -194,6 +195,16 @@ def test_inputs_that_do_not_fit_are_refused(backend: str) -> None:
     ):
         with pytest.raises(ConfigError, match=r"inputs must be fp32, bf16 or fp16 \[rows, 64\]"):
             kernel_(bad)
+
+
+def test_weights_whose_parts_do_not_fit_are_refused(backend: str) -> None:
+    cpu_only(backend)
+    good = weight_of("int4_g64_asym", 16, 256, ordered=True)
+    beyond = good.order.clone()
+    beyond[3] = 256
+    for part in ({"scale": good.scale[:, :3]}, {"zero": good.zero[:15]}, {"order": beyond}):
+        with pytest.raises(ConfigError, match="must"):
+            CpuLinear(replace(good, **part))
 
 
 def test_nothing_beyond_the_outputs_is_written(backend: str) -> None:
