@@ -67,7 +67,7 @@ def check_refused(result, says):
         ({"pad_token_id": 99999}, "can't be loaded"),
         ({"hidden_act": "nope"}, "can't be loaded: KeyError 'nope'"),
         ({"num_hidden_layers": 30_000_000}, "30000000 layers are more than the 10000"),
-        ({"quantization_config": {"quant_method": "gptq"}}, "its weights are quantized (gptq)"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "bits must be 8 or 4 or 3, got nothing"),
         ({"rope_parameters": {"rope_type": "default", "rope_theta": 0.0}}, "give NaN or infinity"),
     ],
 )

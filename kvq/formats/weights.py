@@ -60,7 +60,8 @@ class WeightFormat:
     @property
     def name(self) -> str:
         """The canonical name, which `parse_weight_format` reads back."""
-        group = "" if self.group_size is None else f"_g{self.group_size}"
+        whole_row = "_channel" if self.code in _GROUPED else ""
+        group = whole_row if self.group_size is None else f"_g{self.group_size}"
         asymmetric = "" if self.symmetric else "_asym"
         return self.code.value + group + asymmetric + _SUFFIXES[self.inputs]
 
@@ -86,14 +87,9 @@ class WeightFormat:
 
 
 _SUFFIXES = {Inputs.FULL: "", Inputs.INT8: "_a8", Inputs.FP8: "_a8"}
-_NAME = re.compile(r"(int8|int4|int3|fp8)(?:_g(\d+))?(_asym)?(_a8)?")
-_ALIASES = {
-    "int4": "int4_g128",
-    "int3": "int3_g128",
-    "w8a8": "int8_a8",
-    "w4a8": "int4_g128_a8",
-    "q8_0": "int8",
-}
+_GROUPED = (WeightCode.INT4, WeightCode.INT3)  # by 128 inputs, unless their name says otherwise
+_NAME = re.compile(r"(int8|int4|int3|fp8)(?:_g(\d+)|(_channel))?(_asym)?(_a8)?")
+_ALIASES = {"w8a8": "int8_a8", "w4a8": "int4_a8", "q8_0": "int8_g32", "q4_0": "int4_g32"}
 WEIGHT_NAMES = ("int8", "int4", "int4_g64", "int3", "fp8", "fp8_a8", "w8a8", "w4a8")
 
 
@@ -107,9 +103,11 @@ def parse_weight_format(name: str) -> WeightFormat:
     if match is None:
         raise ConfigError(
             f"unknown weight format {name!r}{nearest(name, list(WEIGHT_NAMES)) or ';'} "
-            f"allowed: {', '.join(WEIGHT_NAMES)}; _gN sets the group, _asym adds zero points"
+            f"allowed: {', '.join(WEIGHT_NAMES)}; _gN sets the group, _channel none, _asym adds zero points"
         )
-    code, group, asymmetric, inputs = match.groups()
+    code, group, whole_row, asymmetric, inputs = match.groups()
+    if group is None and whole_row is None and WeightCode(code) in _GROUPED:
+        group = "128"
     own = Inputs.FP8 if code == "fp8" else Inputs.INT8
     fmt = WeightFormat(
         code=WeightCode(code), group_size=None if group is None else int(group), symmetric=not asymmetric

@@ -78,7 +78,7 @@ def test_a_format_that_does_not_exist_or_fit_is_named(tmp_path) -> None:
     assert kvq.load(tmp_path, weights="int4_g16").logits([1, 2, 3]).isfinite().all()
 
 
-@pytest.mark.parametrize("name", WEIGHT_NAMES)
+@pytest.mark.parametrize("name", [*WEIGHT_NAMES, "int4_channel", "int3_channel_asym", "int8_g64_asym_a8"])
 def test_every_name_is_read_back_from_the_format_it_names(name: str) -> None:
     fmt = parse_weight_format(name)
     assert parse_weight_format(fmt.name) == fmt

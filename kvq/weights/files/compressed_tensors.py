@@ -28,7 +28,7 @@ def version_of(fmt: WeightFormat) -> str:
     """The compressor that writes weights of this format."""
     if fmt.code is WeightCode.FP8:
         return NAIVE if fmt.inputs is Inputs.FULL else FLOAT
-    return INT if fmt.code is WeightCode.INT8 and fmt.inputs is Inputs.INT8 else PACKED
+    return PACKED if fmt.inputs is Inputs.FULL else INT  # vLLM keeps W4A8's nibbles as bytes, too
 
 
 def layer_scheme(fmt: WeightFormat, version: str, *, act_order: bool = False) -> LayerScheme:

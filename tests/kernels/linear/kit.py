@@ -14,7 +14,7 @@ FORMATS = (
     "w8a8", "w4a8", "int8_g64_asym_a8", "fp8_a8",
 )  # fmt: skip
 # Also with every output's codes in one group, which int4 as a name has not.
-PER_CHANNEL = ("int4_row", "int3_row_asym", "int4_row_a8")
+PER_CHANNEL = ("int4_channel", "int3_channel_asym", "int4_channel_a8")
 
 
 def weight_of(
@@ -24,9 +24,7 @@ def weight_of(
     source = torch.Generator().manual_seed(outputs * 1000 + inputs)
     w = torch.randn(outputs, inputs, generator=source)
     w[:, ::37] *= 8
-    fmt = parse_weight_format(name.replace("_row", f"_g{8 * -(-inputs // 8)}"))
-    if "_row" in name:
-        fmt = type(fmt)(code=fmt.code, symmetric=fmt.symmetric, inputs=fmt.inputs)
+    fmt = parse_weight_format(name)
     packed = round_weight(w, fmt, dtype=dtype)
     if not ordered:
         return packed

@@ -33,7 +33,7 @@ def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 def formats_for(inputs: int) -> list[str]:
     """Those whose groups divide that many inputs."""
-    sizes = {name: parse_weight_format(name).group_size if "_row" not in name else None for name in ALL}
+    sizes = {name: parse_weight_format(name).group_size for name in ALL}
     return [name for name, size in sizes.items() if size is None or inputs % size == 0]
 
 
