@@ -158,6 +158,24 @@ def load_weights(
     )
 
 
+def load_plain(folder: Path, *, dtype: str = "auto") -> Any:
+    """The transformers model itself, on the CPU: its own attention, plain Linear layers.
+
+    For what changes weights, such as quantizers; nothing is served from it. `dtype="auto"` is the
+    checkpoint's. Checks are those of `load_weights`.
+
+    Raises:
+        ModelError: damaged, incomplete or refused; the message says which and why.
+        ConfigError: an unknown dtype.
+    """
+    geometry = check_supported(read_json(folder / "config.json"), max_context=None)
+    for path in weight_files(folder):
+        read_header(path)
+    exact = geometry.softcap is not None or geometry.has_sinks  # which torch's own attention leaves out
+    picked = "auto" if dtype == "auto" else _pick_dtype(dtype, torch.device("cpu"))
+    return _load_model(folder, picked, attention="eager" if exact else "sdpa").eval()
+
+
 def pick_device(device: str) -> torch.device:
     """Return the torch device for a name; `auto` is the first GPU, or the CPU.
 
@@ -214,7 +232,7 @@ def _import_class(config_dict: dict[str, Any]) -> None:
         AutoModelForCausalLM._model_mapping[type(AutoConfig.for_model(config_dict["model_type"]))]
 
 
-def _load_model(folder: Path, dtype: torch.dtype | str) -> Any:
+def _load_model(folder: Path, dtype: torch.dtype | str, *, attention: str = NAME) -> Any:
     from transformers import AutoModelForCausalLM
 
     register_attention()
@@ -223,7 +241,7 @@ def _load_model(folder: Path, dtype: torch.dtype | str) -> Any:
             model, info = AutoModelForCausalLM.from_pretrained(
                 folder,
                 dtype=dtype,
-                attn_implementation=NAME,
+                attn_implementation=attention,
                 use_safetensors=True,
                 trust_remote_code=False,
                 local_files_only=True,
