@@ -1,0 +1,167 @@
+"""Quantized weights on disk: the tensors and the config of the formats that other programs load.
+
+Everything is converted to and from `QuantizedWeight`; nothing here opens a file.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from kvq.errors import ConfigError, ModelError, nearest
+from kvq.formats.weights import Inputs, WeightCode, WeightFormat
+from kvq.kernels.linear.weight import QuantizedWeight
+from kvq.weights.files import awq, compressed_tensors, config_groups, flat_config, gptq
+from kvq.weights.files.fields import WHERE, Fields
+from kvq.weights.files.scheme import LayerScheme, QuantizationScheme
+
+__all__ = [
+    "FILE_FORMATS",
+    "LayerScheme",
+    "QuantizationScheme",
+    "check_fits",
+    "pack_linear",
+    "parse_config",
+    "quantization_config",
+    "read_linear",
+]
+
+FILE_FORMATS = ("compressed-tensors", "autogptq", "autoawq")
+_METHODS = ("compressed-tensors", "gptq", "awq")
+_PACK = {
+    "compressed-tensors": compressed_tensors.pack_linear,
+    "autogptq": gptq.pack_linear,
+    "autoawq": awq.pack_linear,
+}
+_READ = {
+    "compressed-tensors": compressed_tensors.read_linear,
+    "autogptq": gptq.read_linear,
+    "autoawq": awq.read_linear,
+}
+
+
+def check_fits(file_format: str, fmt: WeightFormat) -> None:
+    """Raise ConfigError, which names what fits, unless files of this format can hold such weights."""
+    if file_format not in FILE_FORMATS:
+        raise ConfigError(
+            f"unknown file format {file_format!r}{nearest(file_format, list(FILE_FORMATS)) or ';'} "
+            f"allowed: {', '.join(FILE_FORMATS)}"
+        )
+    plain = fmt.code.is_integer and fmt.inputs is Inputs.FULL
+    if file_format == "autogptq" and not (plain and fmt.symmetric):
+        raise ConfigError(f"autogptq holds symmetric int8, int4 and int3 weights, got {fmt.name}; {_OTHER}")
+    if file_format == "autoawq" and not (plain and fmt.code is WeightCode.INT4):
+        raise ConfigError(f"autoawq holds int4 weights, got {fmt.name}; {_OTHER}")
+
+
+_OTHER = "write compressed-tensors"
+
+
+def pack_linear(file_format: str, name: str, weight: QuantizedWeight) -> dict[str, Tensor]:
+    """The tensors that stand for the weight of the layer called `name`.
+
+    Raises:
+        ConfigError: the file format can't hold this weight's format, sizes, scales or order of inputs.
+    """
+    check_fits(file_format, weight.fmt)
+    return _PACK[file_format](name, weight)
+
+
+def read_linear(scheme: QuantizationScheme, name: str, tensors: Mapping[str, Tensor]) -> QuantizedWeight:
+    """The weight of the layer called `name` from its tensors, `scheme.names_of(name)`.
+
+    Raises:
+        ModelError: a tensor is missing, or its type, shape or numbers don't agree with the scheme.
+    """
+    layer = scheme.layer_of(name)
+    if layer is None:
+        raise ModelError(f"{WHERE} doesn't say that {name} is quantized")
+    try:
+        weight = _READ[scheme.file_format](layer, name, tensors)
+    except ConfigError as error:  # groups that don't divide the inputs
+        raise ModelError(f"{name} as {layer.fmt.name}, which {WHERE} names: {error}") from error
+    return weight
+
+
+def quantization_config(
+    file_format: str,
+    formats: Mapping[str, WeightFormat],
+    ignore: Sequence[str],
+    *,
+    kv_scales: bool,
+    act_order: bool = False,
+) -> dict[str, Any]:
+    """What config.json says of quantized layers; it has been read back and says what was asked.
+
+    `formats`: of each quantized layer by its full name; `ignore`: names of Linear layers that keep their
+    weights; `kv_scales`: static FP8 scales of K and V are among the tensors; `act_order`: some layer's groups
+    are of scattered inputs.
+
+    Raises:
+        ConfigError: the file format can't say that.
+    """
+    if not formats:
+        raise ConfigError("no layer is quantized; a quantization_config needs one at least")
+    for fmt in formats.values():
+        check_fits(file_format, fmt)
+    if file_format == "compressed-tensors":
+        config = config_groups.dump(formats, ignore, kv_scales=kv_scales)
+    else:
+        config = _flat(file_format, formats, ignore, kv_scales=kv_scales, act_order=act_order)
+    _check_reads_back(config, formats, ignore)
+    return config
+
+
+def parse_config(config: object) -> QuantizationScheme:
+    """Read the quantization_config of a config.json.
+
+    Raises:
+        ModelError: a method, version or feature that isn't read, by its field and value.
+    """
+    fields = Fields.of(config, WHERE)
+    match fields.choice("quant_method", _METHODS):
+        case "compressed-tensors":
+            return config_groups.parse(fields)
+        case "gptq":
+            return flat_config.parse_gptq(fields)
+        case _:
+            return flat_config.parse_awq(fields)
+
+
+def _flat(
+    file_format: str,
+    formats: Mapping[str, WeightFormat],
+    ignore: Sequence[str],
+    *,
+    kv_scales: bool,
+    act_order: bool,
+) -> dict[str, Any]:
+    names = sorted({fmt.name for fmt in formats.values()})
+    if len(names) > 1:
+        raise ConfigError(f"{file_format} holds one format for all layers, got {', '.join(names)}; {_OTHER}")
+    if kv_scales:
+        raise ConfigError(f"{file_format} can't hold scales of K and V; {_OTHER}")
+    fmt = next(iter(formats.values()))
+    if file_format == "autogptq":
+        return flat_config.dump_gptq(fmt, list(formats), ignore, act_order=act_order)
+    return flat_config.dump_awq(fmt, ignore)
+
+
+def _check_reads_back(
+    config: dict[str, Any], formats: Mapping[str, WeightFormat], ignore: Sequence[str]
+) -> None:
+    scheme = parse_config(config)
+    for name, fmt in formats.items():
+        found = scheme.format_of(name)
+        if found is None or (found.code, found.group_size, found.inputs) != (
+            fmt.code,
+            fmt.group_size,
+            fmt.inputs,
+        ):
+            raise ConfigError(
+                f"{scheme.file_format} can't say that {name} is {fmt.name} beside layers that are left out "
+                f"({', '.join(ignore) or 'none'}); {_OTHER} or quantize another set of layers"
+            )
+    kept = [name for name in ignore if scheme.format_of(name) is not None]
+    if kept:
+        raise ConfigError(f"{scheme.file_format} can't say that {kept[0]} is not quantized; {_OTHER}")

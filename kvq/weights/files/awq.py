@@ -1,0 +1,65 @@
+"""Tensors of AutoAWQ's GEMM format: qweight and qzeros along outputs, eight in a word out of order, scales.
+
+Source: AutoAWQ 0.2.9, `awq/modules/linear/gemm.py` and `awq/utils/packing_utils.py`.
+"""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from kvq.errors import ConfigError, ModelError
+from kvq.formats.weights import WeightFormat
+from kvq.kernels.linear.weight import QuantizedWeight
+from kvq.weights.files.columns import offset, signed, whole_groups
+from kvq.weights.files.fields import WHERE
+from kvq.weights.files.scheme import LayerScheme
+from kvq.weights.files.tensors import take, take_matrix, take_scale
+from kvq.weights.files.words import pack_awq, unpack_awq
+
+GEMM = "gemm"
+SUFFIXES = ("qweight", "qzeros", "scales")
+_BITS = 4
+_COLUMNS = 8  # of a word
+
+
+def layer_scheme(fmt: WeightFormat) -> LayerScheme:
+    """How a layer of that format lies on disk."""
+    return LayerScheme(fmt=fmt, version=GEMM, suffixes=SUFFIXES)
+
+
+def pack_linear(name: str, weight: QuantizedWeight) -> dict[str, Tensor]:
+    """The tensors of one layer.
+
+    Raises:
+        ConfigError: scales that aren't fp16, outputs that don't fill words, or groups of scattered inputs.
+    """
+    if weight.out_features % _COLUMNS:
+        raise ConfigError(f"{name}: AWQ needs a multiple of {_COLUMNS} outputs, got {weight.out_features}")
+    if weight.scale.dtype is not torch.float16:
+        raise ConfigError(
+            f"{name}: AWQ keeps fp16 scales, got {weight.scale.dtype}; quantize with fp16 scales"
+        )
+    q = whole_groups(name, weight)
+    zero = torch.zeros_like(weight.scale, dtype=torch.int8) if weight.zero is None else weight.zero
+    return {
+        f"{name}.qweight": pack_awq(offset(q, _BITS).T.contiguous()),  # [in, out / 8]
+        f"{name}.qzeros": pack_awq(offset(zero, _BITS).T.contiguous()),  # [groups, out / 8]
+        f"{name}.scales": weight.scale.T.contiguous(),  # [groups, out]
+    }
+
+
+def read_linear(layer: LayerScheme, name: str, tensors: Mapping[str, Tensor]) -> QuantizedWeight:
+    """One layer's weight from its tensors; see `kvq.weights.files.read_linear`."""
+    words = take_matrix(tensors, f"{name}.qweight", (torch.int32,))  # [in, out / 8]
+    inputs, out = words.shape[0], words.shape[1] * _COLUMNS
+    groups = layer.fmt.groups(inputs)
+    scale = take_scale(tensors, f"{name}.scales", [groups, out]).T.contiguous()
+    zeros = take(tensors, f"{name}.qzeros", (torch.int32,), [groups, out // _COLUMNS])
+    zero = signed(unpack_awq(zeros), _BITS).T.contiguous()  # [out, groups]
+    if layer.fmt.symmetric and zero.any():
+        raise ModelError(
+            f"tensor {name}.qzeros holds zero points, but {WHERE} says zero_point: false; set it to true"
+        )
+    q = signed(unpack_awq(words), _BITS).T.contiguous()
+    return QuantizedWeight.pack(layer.fmt, q, scale, None if layer.fmt.symmetric else zero)

@@ -1,0 +1,126 @@
+"""Tensors of the compressed-tensors format: pack-quantized, int-quantized, float-quantized, naive-quantized.
+
+Source: the compressed-tensors package, version 0.20, folders `compressors/pack_quantized` and
+`compressors/naive_quantized`.
+"""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from kvq.errors import ModelError
+from kvq.formats.weights import Inputs, WeightCode, WeightFormat
+from kvq.kernels.linear.weight import QuantizedWeight
+from kvq.weights.files.columns import offset, signed, whole_groups
+from kvq.weights.files.scheme import LayerScheme
+from kvq.weights.files.tensors import take, take_groups, take_matrix, take_scale
+from kvq.weights.files.words import num_words, pack_words, unpack_words
+
+PACKED = "pack-quantized"
+INT = "int-quantized"
+FLOAT = "float-quantized"
+NAIVE = "naive-quantized"  # what that package calls weight-only FP8
+_NAN_BITS = 0x7F
+
+
+def version_of(fmt: WeightFormat) -> str:
+    """The compressor that writes weights of this format."""
+    if fmt.code is WeightCode.FP8:
+        return NAIVE if fmt.inputs is Inputs.FULL else FLOAT
+    return INT if fmt.code is WeightCode.INT8 and fmt.inputs is Inputs.INT8 else PACKED
+
+
+def layer_scheme(fmt: WeightFormat, version: str, *, act_order: bool = False) -> LayerScheme:
+    """How a layer of that format lies on disk."""
+    suffixes = (
+        ["weight_packed", "weight_scale", "weight_shape"] if version == PACKED else ["weight", "weight_scale"]
+    )
+    if not fmt.symmetric:
+        suffixes.append("weight_zero_point")
+    if act_order:
+        suffixes.append("weight_g_idx")
+    return LayerScheme(fmt=fmt, version=version, suffixes=tuple(suffixes))
+
+
+def pack_linear(name: str, weight: QuantizedWeight) -> dict[str, Tensor]:
+    """The tensors of one layer.
+
+    Raises:
+        ConfigError: its groups are of scattered inputs, which the package stopped reading.
+    """
+    fmt, bits = weight.fmt, weight.fmt.code.bits
+    tensors = {f"{name}.weight_scale": weight.scale.contiguous()}  # [out, groups]
+    if fmt.code is WeightCode.FP8:
+        return {f"{name}.weight": weight.codes.contiguous().view(torch.float8_e4m3fn), **tensors}
+    q = whole_groups(name, weight)
+    if version_of(fmt) == INT:
+        tensors[f"{name}.weight"] = q.contiguous()  # int8 [out, in]
+        if weight.zero is not None:
+            tensors[f"{name}.weight_zero_point"] = weight.zero.contiguous()  # int8 [out, groups]
+        return tensors
+    tensors[f"{name}.weight_packed"] = pack_words(offset(q, bits), bits)  # int32 [out, words of in]
+    tensors[f"{name}.weight_shape"] = torch.tensor([weight.out_features, weight.in_features])  # int64
+    if weight.zero is not None:
+        zero = pack_words(offset(weight.zero, bits).T, bits)  # [groups, words of out]
+        tensors[f"{name}.weight_zero_point"] = zero.T.contiguous()
+    return tensors
+
+
+def read_linear(layer: LayerScheme, name: str, tensors: Mapping[str, Tensor]) -> QuantizedWeight:
+    """One layer's weight from its tensors; see `kvq.weights.files.read_linear`."""
+    fmt = layer.fmt
+    if fmt.code is WeightCode.FP8:
+        return _read_float(fmt, name, tensors)
+    q = _packed_codes(fmt, name, tensors) if layer.version == PACKED else _plain_codes(fmt, name, tensors)
+    out, inputs = q.shape
+    groups = fmt.groups(inputs)
+    scale = take_scale(tensors, f"{name}.weight_scale", [out, groups])
+    zero = None if fmt.symmetric else _zero(layer, name, tensors, (out, groups))
+    order = None
+    if "weight_g_idx" in layer.suffixes:
+        order, _ = take_groups(tensors, f"{name}.weight_g_idx", inputs, groups)
+        q = q if order is None else q[:, order]
+    return QuantizedWeight.pack(fmt, q, scale, zero, order)
+
+
+def _packed_codes(fmt: WeightFormat, name: str, tensors: Mapping[str, Tensor]) -> Tensor:
+    words = take_matrix(tensors, f"{name}.weight_packed", (torch.int32,))
+    shape = take(tensors, f"{name}.weight_shape", (torch.int64, torch.int32), [2]).tolist()
+    bits = fmt.code.bits
+    if shape[0] != words.shape[0] or shape[1] < 1 or num_words(shape[1], bits) != words.shape[1]:
+        raise ModelError(
+            f"tensor {name}.weight_shape says {shape}, but {name}.weight_packed of {bits} bits has shape "
+            f"{list(words.shape)}; versions of compressed-tensors before 0.14 may have padded 3-bit words"
+        )
+    return signed(unpack_words(words, bits, shape[1]), bits)
+
+
+def _plain_codes(fmt: WeightFormat, name: str, tensors: Mapping[str, Tensor]) -> Tensor:
+    q = take_matrix(tensors, f"{name}.weight", (torch.int8,))
+    _check_range(f"{name}.weight", q, fmt.code.bits)
+    return q
+
+
+def _zero(layer: LayerScheme, name: str, tensors: Mapping[str, Tensor], shape: tuple[int, int]) -> Tensor:
+    name, bits = f"{name}.weight_zero_point", layer.fmt.code.bits
+    if layer.version == PACKED:
+        words = take(tensors, name, (torch.int32,), [num_words(shape[0], bits), shape[1]])
+        return signed(unpack_words(words.T, bits, shape[0]), bits).T.contiguous()
+    zero = take(tensors, name, (torch.int8,), shape)
+    _check_range(name, zero, bits)
+    return zero
+
+
+def _check_range(name: str, q: Tensor, bits: int) -> None:
+    low, high, half = int(q.min()), int(q.max()), 1 << (bits - 1)
+    if low < -half or high >= half:
+        raise ModelError(f"tensor {name} must hold -{half} to {half - 1}, got {low} to {high}")
+
+
+def _read_float(fmt: WeightFormat, name: str, tensors: Mapping[str, Tensor]) -> QuantizedWeight:
+    codes = take_matrix(tensors, f"{name}.weight", (torch.float8_e4m3fn,)).view(torch.uint8)
+    if ((codes & _NAN_BITS) == _NAN_BITS).any():
+        raise ModelError(f"tensor {name}.weight holds NaN; download or copy the checkpoint again")
+    scale = take_scale(tensors, f"{name}.weight_scale", [codes.shape[0], 1])
+    return QuantizedWeight(fmt=fmt, codes=codes, scale=scale)

@@ -1,0 +1,181 @@
+"""The quantization_config of compressed-tensors: schemes of layers by target, layers to ignore, KV scales.
+
+Source: the compressed-tensors package, version 0.20, folder `quantization`: `quant_config.py`,
+`quant_scheme.py` and `quant_args.py`.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from kvq.errors import ConfigError, ModelError
+from kvq.formats.weights import Inputs, WeightCode, WeightFormat
+from kvq.weights.files import compressed_tensors as tensors
+from kvq.weights.files.fields import Fields
+from kvq.weights.files.scheme import Match, QuantizationScheme, Rule, Target
+
+METHOD = "compressed-tensors"
+_MIXED = "mixed-precision"
+_VERSIONS = (tensors.PACKED, tensors.INT, tensors.FLOAT, tensors.NAIVE)
+_FIELDS = (
+    "quant_method", "format", "config_groups", "ignore", "kv_cache_scheme", "sparsity_config",
+    "transform_config", "moe_sparsity_config", "quantization_status", "global_compression_ratio", "version",
+)  # fmt: skip
+_HARMLESS = ("run_compressed", "dequantize", "use_optimized_inference")
+_ARGS = (
+    "num_bits", "type", "symmetric", "strategy", "group_size", "dynamic", "actorder", "block_structure",
+    "scale_dtype", "zp_dtype", "observer", "observer_kwargs",
+)  # fmt: skip
+_GROUP = ("targets", "weights", "input_activations", "output_activations", "format")
+_ORDERED = ("group", "dynamic")  # of actorder: on disk, groups of scattered inputs
+_CODES = {
+    ("int", 8): WeightCode.INT8,
+    ("int", 4): WeightCode.INT4,
+    ("int", 3): WeightCode.INT3,
+    ("float", 8): WeightCode.FP8,
+}
+_KV_SCHEME = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True, "dynamic": False}
+
+
+def dump(formats: Mapping[str, WeightFormat], ignore: Sequence[str], *, kv_scales: bool) -> dict[str, Any]:
+    """The config of layers in these formats; of several, each group names its layers."""
+    kinds = list(dict.fromkeys(formats.values()))
+    versions = {tensors.version_of(fmt) for fmt in kinds}
+    groups = {}
+    for i, fmt in enumerate(kinds):
+        named = [name for name, own in formats.items() if own == fmt]
+        groups[f"group_{i}"] = _dump_group(fmt, ["Linear"] if len(kinds) == 1 else named)
+    return {
+        "quant_method": METHOD,
+        "format": versions.pop() if len(versions) == 1 else _MIXED,
+        "quantization_status": "compressed",
+        "config_groups": groups,
+        "ignore": list(ignore),
+        "kv_cache_scheme": dict(_KV_SCHEME) if kv_scales else None,
+    }
+
+
+def parse(fields: Fields) -> QuantizationScheme:
+    """Read the config; see `kvq.weights.files.parse_config`."""
+    fields.no_typos(_FIELDS, _HARMLESS)
+    fields.absent("transform_config", "moe_sparsity_config")
+    _check_sparsity(fields)
+    version = fields.choice("format", (*_VERSIONS, _MIXED))
+    fields.choice("quantization_status", ("compressed", "frozen", None), None)
+    named = fields.object("config_groups")
+    if not named.values:
+        raise named.refusal("group_0", "there: config_groups is empty")
+    rules = [Rule(_target(text, fields.where), None) for text in fields.strings("ignore")]
+    found = [rule for name in named.values for rule in _group(Fields.of(*_at(named, name)), version)]
+    rank = {Match.EXACT: 0, Match.REGEX: 1, Match.ANY: 2}
+    rules += sorted(found, key=lambda rule: rank[rule.target.match])
+    return QuantizationScheme(
+        file_format=METHOD, version=version, rules=tuple(rules), kv_scales=_kv_scales(fields)
+    )
+
+
+def _at(fields: Fields, name: str) -> tuple[object, str]:
+    return fields.values[name], f"{fields.where}.{name}"
+
+
+def _dump_group(fmt: WeightFormat, targets: list[str]) -> dict[str, Any]:
+    kind = "float" if fmt.code is WeightCode.FP8 else "int"
+    weights = {
+        "num_bits": fmt.code.bits,
+        "type": kind,
+        "symmetric": fmt.symmetric,
+        "strategy": "channel" if fmt.group_size is None else "group",
+        "group_size": fmt.group_size,
+        "dynamic": False,
+    }
+    inputs = {"num_bits": 8, "type": kind, "symmetric": True, "strategy": "token", "dynamic": True}
+    return {
+        "targets": targets,
+        "weights": weights,
+        "input_activations": None if fmt.inputs is Inputs.FULL else inputs,
+        "output_activations": None,
+        "format": tensors.version_of(fmt),
+    }
+
+
+def _group(group: Fields, version: str) -> list[Rule]:
+    group.only(_GROUP)
+    group.absent("output_activations")
+    weights = group.object("weights")
+    fmt = _weight_format(weights, group)
+    if version == _MIXED or group.values.get("format") is not None:
+        version = group.choice("format", _VERSIONS)
+    packed, is_float = version == tensors.PACKED, fmt.code is WeightCode.FP8
+    if (is_float and version in (tensors.PACKED, tensors.INT)) or (not is_float and version == tensors.FLOAT):
+        raise group.refusal("format", f"one that holds {fmt.name} weights (the one in force is {version!r})")
+    act_order = weights.values.get("actorder") in _ORDERED
+    if act_order and not packed:
+        raise weights.refusal("actorder", "null outside pack-quantized")
+    layer = tensors.layer_scheme(fmt, version, act_order=act_order)
+    targets = group.strings("targets")
+    if not targets:
+        raise group.refusal("targets", "a list of layers")
+    return [Rule(_target(text, group.where), layer) for text in targets]
+
+
+def _weight_format(weights: Fields, group: Fields) -> WeightFormat:
+    weights.only(_ARGS)
+    weights.absent("block_structure")
+    weights.choice("dynamic", (False, None), False)
+    weights.choice("actorder", (None, False, "weight", "static", *_ORDERED), None)
+    kind = weights.choice("type", ("int", "float"))
+    bits = weights.choice("num_bits", [width for own, width in _CODES if own == kind])
+    symmetric = weights.choice("symmetric", (True, False))
+    size = None
+    if weights.choice("strategy", ("group", "channel")) == "group":
+        size = weights.number("group_size")
+    else:
+        weights.choice("group_size", (None, -1), None)
+    try:
+        return WeightFormat(
+            code=_CODES[kind, bits], group_size=size, symmetric=symmetric, inputs=_inputs(group, kind)
+        )
+    except ConfigError as error:
+        raise ModelError(f"{weights.where}: {error}") from error
+
+
+def _inputs(group: Fields, kind: str) -> Inputs:
+    if group.values.get("input_activations") is None:
+        return Inputs.FULL
+    inputs = group.object("input_activations")
+    inputs.only(_ARGS)
+    inputs.absent("block_structure", "actorder", "group_size")
+    inputs.choice("num_bits", (8,))
+    inputs.choice("type", (kind,))
+    inputs.choice("symmetric", (True,))
+    inputs.choice("strategy", ("token",))
+    inputs.choice("dynamic", (True,))
+    return Inputs.FP8 if kind == "float" else Inputs.INT8
+
+
+def _target(text: str, where: str) -> Target:
+    if text.startswith("re:"):
+        return Target(Match.REGEX, text.removeprefix("re:"))
+    if text == "Linear":
+        return Target(Match.ANY)
+    if text in ("Embedding", "Conv2d", "Attention"):
+        raise ModelError(
+            f"{where}: targets must be Linear layers, by class, name or re:pattern, got {text!r}"
+        )
+    return Target(Match.EXACT, text)
+
+
+def _check_sparsity(fields: Fields) -> None:
+    if fields.values.get("sparsity_config") in (None, {}):
+        return
+    fields.object("sparsity_config").choice("format", ("dense",), "dense")
+
+
+def _kv_scales(fields: Fields) -> bool:
+    if fields.values.get("kv_cache_scheme") is None:
+        return False
+    scheme = fields.object("kv_cache_scheme")
+    scheme.only(_ARGS)
+    scheme.absent("block_structure", "actorder", "group_size")
+    for name, value in _KV_SCHEME.items():
+        scheme.choice(name, (value,))
+    return True

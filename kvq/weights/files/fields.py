@@ -1,0 +1,95 @@
+"""Fields of a quantization_config, read strictly: what isn't understood is refused by its name."""
+
+import difflib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kvq.errors import ModelError
+
+MISSING = object()
+WHERE = "config.json's quantization_config"
+
+
+@dataclass(frozen=True, slots=True)
+class Fields:
+    """A JSON object and where it stands, as errors call it."""
+
+    values: Mapping[str, Any]
+    where: str = WHERE
+
+    @classmethod
+    def of(cls, value: object, where: str) -> "Fields":
+        """Wrap a JSON object.
+
+        Raises:
+            ModelError: it is something else.
+        """
+        if not isinstance(value, dict):
+            raise ModelError(f"{where} must be an object, got {shown(value)}")
+        return cls(value, where)
+
+    def refusal(self, name: str, allowed: str) -> ModelError:
+        """The error of a field whose value can't be read."""
+        value = self.values.get(name, MISSING)
+        got = "nothing" if value is MISSING else shown(value)
+        return ModelError(f"{self.where}: {name} must be {allowed}, got {got}")
+
+    def choice(self, name: str, allowed: Sequence[Any], default: Any = MISSING) -> Any:
+        """A value out of `allowed`; of the same type, too, so that 1 is not true."""
+        value = self.values.get(name, default)
+        if not any(type(value) is type(option) and value == option for option in allowed):
+            raise self.refusal(name, " or ".join(shown(option) for option in allowed))
+        return value
+
+    def number(self, name: str, default: Any = MISSING) -> int:
+        """An integer."""
+        value = self.values.get(name, default)
+        if type(value) is not int:
+            raise self.refusal(name, "an integer")
+        return value
+
+    def strings(self, name: str) -> list[str]:
+        """A list of strings; missing and null are empty."""
+        value = self.values.get(name)
+        if value is None:
+            return []
+        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+            raise self.refusal(name, "a list of strings")
+        return value
+
+    def absent(self, *names: str) -> None:
+        """Raise ModelError if one of these says anything: what it asks for isn't read."""
+        for name in names:
+            if self.values.get(name) not in (None, False, {}, []):
+                raise self.refusal(name, "absent (kvq doesn't read it)")
+
+    def object(self, name: str) -> "Fields":
+        """An object inside this one."""
+        return Fields.of(self.values.get(name), f"{self.where}.{name}")
+
+    def only(self, known: Sequence[str]) -> None:
+        """Raise ModelError for any other field."""
+        for name in self.values:
+            if name not in known:
+                raise ModelError(
+                    f"{self.where}: unknown field {shown(name)}{_meant(name, known, 0.4)}; "
+                    f"read: {', '.join(known)}"
+                )
+
+    def no_typos(self, known: Sequence[str], harmless: Sequence[str] = ()) -> None:
+        """Raise ModelError for a field that is nearly one of `known`: left alone, it would be ignored."""
+        for name in self.values:
+            if name not in known and name not in harmless and (meant := _meant(name, known, 0.8)):
+                raise ModelError(f"{self.where}: unknown field {shown(name)}{meant}")
+
+
+def shown(value: object, limit: int = 80) -> str:
+    """A JSON value as an error shows it, shortened."""
+    text = repr(value)
+    return text if len(text) <= limit else text[: limit - 3] + "..."
+
+
+def _meant(name: str, known: Sequence[str], cutoff: float) -> str:
+    close = difflib.get_close_matches(name, known, n=1, cutoff=cutoff)
+    return f"; did you mean {close[0]!r}?" if close else ""

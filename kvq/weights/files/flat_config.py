@@ -1,0 +1,128 @@
+"""The quantization_config of GPTQ and AWQ checkpoints: one format for all layers, with exceptions.
+
+Source: AutoGPTQ 0.7, `auto_gptq/quantization/config.py`; GPTQModel, `gptqmodel/quantization/config.py`;
+AutoAWQ 0.2.9, `awq/models/_config.py`.
+"""
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from kvq.errors import ConfigError, ModelError
+from kvq.formats.weights import WeightCode, WeightFormat
+from kvq.weights.files import awq, gptq
+from kvq.weights.files.fields import Fields
+from kvq.weights.files.scheme import Match, QuantizationScheme, Rule, Target
+
+_CODES = {8: WeightCode.INT8, 4: WeightCode.INT4, 3: WeightCode.INT3}
+_IN_BLOCKS = r"(.*\.)?\d+\..*"  # layers outside of the numbered blocks keep their weights
+_GPTQ = (
+    "quant_method", "bits", "group_size", "sym", "desc_act", "checkpoint_format", "format", "lm_head",
+    "dynamic", "pack_dtype", "modules_in_block_to_quantize", "block_name_to_quantize",
+)  # fmt: skip
+_AWQ = ("quant_method", "bits", "group_size", "zero_point", "version", "format", "modules_to_not_convert")
+_OVERRIDES = ("bits", "group_size", "sym", "desc_act")
+
+
+def dump_gptq(
+    fmt: WeightFormat, layers: Sequence[str], ignore: Sequence[str], *, act_order: bool
+) -> dict[str, Any]:
+    """The config of a GPTQ checkpoint, version 1, symmetric."""
+    skipped = [name for name in ignore if name != "lm_head"]
+    config: dict[str, Any] = {
+        "quant_method": "gptq",
+        "bits": fmt.code.bits,
+        "group_size": -1 if fmt.group_size is None else fmt.group_size,
+        "sym": True,
+        "desc_act": act_order,
+        "checkpoint_format": gptq.V1,
+        "lm_head": "lm_head" in layers,
+    }
+    if skipped:
+        config["dynamic"] = {f"-:^{re.escape(name)}$": {} for name in skipped}
+    return config
+
+
+def parse_gptq(fields: Fields) -> QuantizationScheme:
+    """Read the config of a GPTQ checkpoint; see `kvq.weights.files.parse_config`."""
+    fields.no_typos(_GPTQ)
+    fields.absent("is_marlin_format")
+    fields.choice("pack_dtype", ("int32", None), None)
+    fields.choice("format", (gptq.V1, gptq.V2, None), None)
+    fields.choice("checkpoint_format", (gptq.V1, gptq.V2, None), None)
+    version = fields.values.get("checkpoint_format") or fields.values.get("format") or gptq.V1
+    layer = gptq.layer_scheme(_gptq_format(fields), version)
+    rules = _dynamic(fields, version)
+    head = fields.choice("lm_head", (True, False, None), False)
+    rules.append(Rule(Target(Match.LAST, "lm_head"), layer if head else None))
+    parts = _parts(fields)
+    rules += [Rule(Target(Match.LAST, part), layer) for part in parts]
+    if not parts:
+        rules.append(Rule(Target(Match.REGEX, _IN_BLOCKS), layer))
+    return QuantizationScheme(file_format="autogptq", version=version, rules=tuple(rules))
+
+
+def dump_awq(fmt: WeightFormat, ignore: Sequence[str]) -> dict[str, Any]:
+    """The config of an AWQ checkpoint, version GEMM, with zero points also where they are all zero."""
+    return {
+        "quant_method": "awq",
+        "bits": fmt.code.bits,
+        "group_size": -1 if fmt.group_size is None else fmt.group_size,
+        "zero_point": True,
+        "version": awq.GEMM,
+        "modules_to_not_convert": list(ignore) or None,
+    }
+
+
+def parse_awq(fields: Fields) -> QuantizationScheme:
+    """Read the config of an AWQ checkpoint; see `kvq.weights.files.parse_config`."""
+    fields.no_typos(_AWQ)
+    for name in ("version", "format"):
+        fields.choice(name, (awq.GEMM, awq.GEMM.upper(), None), None)
+    fields.choice("bits", (4,))
+    fmt = _format(fields, WeightCode.INT4, symmetric=not fields.choice("zero_point", (True, False)))
+    rules = [Rule(Target(Match.PART, part), None) for part in fields.strings("modules_to_not_convert")]
+    rules.append(Rule(Target(Match.REGEX, _IN_BLOCKS), awq.layer_scheme(fmt)))
+    return QuantizationScheme(file_format="autoawq", version=awq.GEMM, rules=tuple(rules))
+
+
+def _gptq_format(fields: Fields) -> WeightFormat:
+    fields.choice("desc_act", (True, False, None), False)
+    code = _CODES[fields.choice("bits", tuple(_CODES))]
+    return _format(fields, code, symmetric=fields.choice("sym", (True, False), True))
+
+
+def _format(fields: Fields, code: WeightCode, *, symmetric: bool) -> WeightFormat:
+    size = fields.number("group_size")
+    try:
+        return WeightFormat(code=code, group_size=None if size == -1 else size, symmetric=symmetric)
+    except ConfigError as error:
+        raise ModelError(f"{fields.where}: group_size: {error}") from error
+
+
+def _dynamic(fields: Fields, version: str) -> list[Rule]:
+    """GPTQModel's exceptions: `-:pattern` leaves layers out, `+:pattern` or `pattern` changes fields."""
+    if fields.values.get("dynamic") is None:
+        return []
+    dynamic, rules = fields.object("dynamic"), []
+    for pattern, change in dynamic.values.items():
+        target = Target(Match.REGEX, pattern.removeprefix("-:").removeprefix("+:"))
+        if pattern.startswith("-:"):
+            rules.append(Rule(target, None))
+            continue
+        own = Fields.of(change, f"{dynamic.where}.{pattern}")
+        own.only(_OVERRIDES)
+        merged = Fields({**fields.values, **own.values}, own.where)
+        rules.append(Rule(target, gptq.layer_scheme(_gptq_format(merged), version)))
+    return rules
+
+
+def _parts(fields: Fields) -> list[str]:
+    """Ends of the names of quantized layers, where the config lists them."""
+    listed = fields.values.get("modules_in_block_to_quantize")
+    if listed is None:
+        return []
+    flat = [part for some in listed for part in some] if isinstance(listed, list) else None
+    if not flat or not all(isinstance(part, str) for part in flat):
+        raise fields.refusal("modules_in_block_to_quantize", "a list of lists of names")
+    return flat

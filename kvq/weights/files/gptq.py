@@ -1,0 +1,87 @@
+"""Tensors of the GPTQ format: qweight along inputs, qzeros along outputs, scales, and g_idx.
+
+Source: AutoGPTQ 0.7, `auto_gptq/nn_modules/qlinear`; GPTQModel, `gptqmodel/utils/model.py` (v1 and v2).
+"""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from kvq.errors import ConfigError, ModelError
+from kvq.formats.weights import WeightFormat
+from kvq.kernels.linear.weight import QuantizedWeight
+from kvq.weights.files.columns import offset, own_order, signed
+from kvq.weights.files.fields import WHERE
+from kvq.weights.files.scheme import LayerScheme
+from kvq.weights.files.tensors import take, take_groups, take_matrix, take_scale
+from kvq.weights.files.words import WORD_BITS, num_words, pack_words, unpack_words
+
+V1 = "gptq"  # zero points are stored minus 1
+V2 = "gptq_v2"  # as they are
+SUFFIXES = ("qweight", "qzeros", "scales", "g_idx")
+
+
+def layer_scheme(fmt: WeightFormat, version: str) -> LayerScheme:
+    """How a layer of that format lies on disk."""
+    return LayerScheme(fmt=fmt, version=version, suffixes=SUFFIXES)
+
+
+def pack_linear(name: str, weight: QuantizedWeight) -> dict[str, Tensor]:
+    """The tensors of one layer, version 1.
+
+    Raises:
+        ConfigError: scales that aren't fp16, or sides that don't fill whole words.
+    """
+    bits, out, inputs = weight.fmt.code.bits, weight.out_features, weight.in_features
+    for side, count in (("inputs", inputs), ("outputs", out)):
+        if count * bits % WORD_BITS:
+            fits = next(n for n in (4, 8, 16, 32) if n * bits % WORD_BITS == 0)
+            raise ConfigError(f"{name}: GPTQ of {bits} bits needs a multiple of {fits} {side}, got {count}")
+    if weight.scale.dtype is not torch.float16:
+        raise ConfigError(
+            f"{name}: GPTQ keeps fp16 scales, got {weight.scale.dtype}; quantize with fp16 scales"
+        )
+    q, index = own_order(weight)
+    zeros = torch.full(
+        (weight.scale.shape[1], out), (1 << (bits - 1)) - 1, dtype=torch.uint8, device=q.device
+    )
+    return {
+        f"{name}.qweight": pack_words(offset(q, bits), bits).T.contiguous(),  # [words of in, out]
+        f"{name}.qzeros": pack_words(zeros, bits),  # [groups, words of out]
+        f"{name}.scales": weight.scale.T.contiguous(),  # [groups, out]
+        f"{name}.g_idx": index,  # [in]
+    }
+
+
+def read_linear(layer: LayerScheme, name: str, tensors: Mapping[str, Tensor]) -> QuantizedWeight:
+    """One layer's weight from its tensors; see `kvq.weights.files.read_linear`."""
+    fmt, bits = layer.fmt, layer.fmt.code.bits
+    words = take_matrix(tensors, f"{name}.qweight", (torch.int32,))  # [words of in, out]
+    out = words.shape[1]
+    if words.shape[0] * WORD_BITS % bits or out * bits % WORD_BITS:
+        raise ModelError(f"tensor {name}.qweight of shape {list(words.shape)} can't hold {bits}-bit codes")
+    inputs = words.shape[0] * WORD_BITS // bits
+    groups = fmt.groups(inputs)
+    scale = take_scale(tensors, f"{name}.scales", [groups, out]).T.contiguous()
+    zero = _zeros(layer, f"{name}.qzeros", tensors, (groups, out))
+    order, _ = take_groups(tensors, f"{name}.g_idx", inputs, groups)
+    q = signed(unpack_words(words.T, bits, inputs), bits)
+    return QuantizedWeight.pack(fmt, q if order is None else q[:, order], scale, zero, order)
+
+
+def _zeros(
+    layer: LayerScheme, name: str, tensors: Mapping[str, Tensor], shape: tuple[int, int]
+) -> Tensor | None:
+    """Zero points int8 [out, groups]; None, after a look at them, if symmetric."""
+    bits = layer.fmt.code.bits
+    words = take(tensors, name, (torch.int32,), [shape[0], num_words(shape[1], bits)])
+    stored = unpack_words(words, bits, shape[1])  # [groups, out]
+    if layer.version == V1:
+        stored = (stored + 1) & ((1 << bits) - 1)
+    zero = signed(stored, bits)
+    if not layer.fmt.symmetric:
+        return zero.T.contiguous()
+    if zero.any():
+        raise ModelError(f"tensor {name} holds zero points, but {WHERE} says sym: true; set it to false")
+    return None

@@ -1,0 +1,104 @@
+"""Which Linear layers of a checkpoint are quantized, how, and under which tensor names."""
+
+import re
+from dataclasses import dataclass
+from enum import Enum
+
+from kvq.errors import ModelError
+from kvq.formats.weights import WeightFormat
+
+_MAX_PATTERN = 1000
+_MAX_REPEATS = 5
+
+
+class Match(Enum):
+    """How a target chooses layers."""
+
+    EXACT = "exact"  # the layer's own name
+    REGEX = "regex"  # a regular expression that fits the name from its start
+    PART = "part"  # a piece of the name
+    LAST = "last"  # the end of the name, whole words
+    ANY = "any"  # every Linear layer
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A choice of layers by name."""
+
+    match: Match
+    text: str = ""
+
+    def __post_init__(self) -> None:
+        if self.match is Match.REGEX:
+            _check_pattern(self.text)
+
+    def hits(self, name: str) -> bool:
+        """Whether the layer of that name is chosen."""
+        match self.match:
+            case Match.EXACT:
+                return name == self.text
+            case Match.REGEX:
+                return re.match(self.text, name) is not None
+            case Match.PART:
+                return self.text in name
+            case Match.LAST:
+                return f".{name}".endswith(f".{self.text}")
+            case Match.ANY:
+                return True
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayerScheme:
+    """How one layer lies on disk."""
+
+    fmt: WeightFormat
+    version: str  # of the file format: "pack-quantized", "gptq_v2", "gemm" ...
+    suffixes: tuple[str, ...]  # its tensors are called `{layer}.{suffix}`
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """Layers that a target chooses, and how they are quantized; None: not at all."""
+
+    target: Target
+    layer: LayerScheme | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class QuantizationScheme:
+    """What a checkpoint's quantization_config says; of its rules the first that chooses a layer counts."""
+
+    file_format: str  # one of FILE_FORMATS
+    version: str
+    rules: tuple[Rule, ...]
+    kv_scales: bool = False  # static FP8 scales of K and V are among the tensors
+
+    def layer_of(self, name: str) -> LayerScheme | None:
+        """How the Linear layer of that name is stored; None: not quantized."""
+        return next((rule.layer for rule in self.rules if rule.target.hits(name)), None)
+
+    def format_of(self, name: str) -> WeightFormat | None:
+        """The format of the Linear layer of that name; None: not quantized."""
+        layer = self.layer_of(name)
+        return None if layer is None else layer.fmt
+
+    def names_of(self, name: str) -> tuple[str, ...]:
+        """The tensors that stand for the layer's weight on disk; of one that isn't quantized, its weight."""
+        layer = self.layer_of(name)
+        return (f"{name}.weight",) if layer is None else tuple(f"{name}.{part}" for part in layer.suffixes)
+
+
+def _check_pattern(pattern: str) -> None:
+    """Refuse patterns that aren't any, and those that could take for ever on a long name."""
+    repeats = len(re.findall(r"(?<!\\)[*+{]", pattern))
+    if len(pattern) > _MAX_PATTERN or repeats > _MAX_REPEATS or re.search(r"(?<!\\)\)[*+{]", pattern):
+        raise ModelError(
+            f"config.json's quantization_config: pattern {pattern[:80]!r} is too involved: at most "
+            f"{_MAX_PATTERN} characters, {_MAX_REPEATS} repeats and none of a group; name the layers instead"
+        )
+    try:
+        re.compile(pattern)
+    except (re.error, RecursionError, OverflowError) as error:
+        raise ModelError(
+            f"config.json's quantization_config: {pattern[:80]!r} is no regular expression ({error})"
+        ) from error

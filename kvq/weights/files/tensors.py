@@ -1,0 +1,87 @@
+"""Tensors of a checkpoint, taken by name with the type and the shape they must have."""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from kvq.errors import ModelError
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def take(
+    tensors: Mapping[str, Tensor],
+    name: str,
+    dtypes: Sequence[torch.dtype],
+    shape: Sequence[int | None] | None = None,
+) -> Tensor:
+    """The tensor called `name`; None in `shape` allows any length.
+
+    Raises:
+        ModelError: it is missing, of another type or of another shape.
+    """
+    found = tensors.get(name)
+    if found is None:
+        raise ModelError(f"tensor {name} is missing; the checkpoint or its quantization_config is damaged")
+    if found.dtype not in dtypes:
+        allowed = " or ".join(_short(dtype) for dtype in dtypes)
+        raise ModelError(f"tensor {name} must be {allowed}, got {_short(found.dtype)}")
+    if shape is not None:
+        check_shape(name, found, shape)
+    return found
+
+
+def take_matrix(tensors: Mapping[str, Tensor], name: str, dtypes: Sequence[torch.dtype]) -> Tensor:
+    """The same of any two-dimensional shape without empty sides."""
+    found = take(tensors, name, dtypes)
+    if found.dim() != 2 or 0 in found.shape:
+        raise ModelError(f"tensor {name} must be a matrix, got shape {list(found.shape)}")
+    return found
+
+
+def check_shape(name: str, tensor: Tensor, shape: Sequence[int | None]) -> None:
+    """Raise ModelError unless the shape is that one; None allows any length."""
+    found = list(tensor.shape)
+    if len(found) != len(shape) or any(
+        want not in (None, got) for want, got in zip(shape, found, strict=True)
+    ):
+        wanted = ["any" if want is None else want for want in shape]
+        raise ModelError(f"tensor {name} must have shape {wanted}, got {found}")
+
+
+def take_scale(tensors: Mapping[str, Tensor], name: str, shape: Sequence[int]) -> Tensor:
+    """A float tensor of that shape without NaN and infinity."""
+    scale = take(tensors, name, FLOATS, shape)
+    if not scale.isfinite().all():
+        raise ModelError(f"tensor {name} holds NaN or infinity; download or copy the checkpoint again")
+    return scale
+
+
+def take_groups(
+    tensors: Mapping[str, Tensor], name: str, in_features: int, groups: int
+) -> tuple[Tensor | None, Tensor]:
+    """The order of inputs that puts groups side by side, and the group of each input, both int64 [in].
+
+    The order is None where they lie so already.
+
+    Raises:
+        ModelError: numbers that are no groups, or groups of unequal sizes.
+    """
+    index = take(tensors, name, (torch.int32, torch.int64), [in_features]).long()
+    if index.min() < 0 or index.max() >= groups:
+        raise ModelError(
+            f"tensor {name} must hold groups 0 to {groups - 1}, got {int(index.min())} to {int(index.max())}"
+        )
+    sizes = torch.bincount(index, minlength=groups)
+    if (sizes != in_features // groups).any():
+        raise ModelError(
+            f"tensor {name} must give each group {in_features // groups} inputs, "
+            f"got {int(sizes.min())} to {int(sizes.max())}; kvq reads groups of equal sizes"
+        )
+    order = index.argsort(stable=True)
+    return (None if torch.equal(order, torch.arange(in_features)) else order), index
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

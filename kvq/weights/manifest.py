@@ -1,0 +1,136 @@
+"""The manifest of a model folder that kvq wrote: every file's size and digest, and its own.
+
+A flipped bit anywhere in the listed files, or in the manifest, is found. It is no defence against somebody
+who forges files on purpose.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from kvq.errors import ModelError, first_lines
+
+MANIFEST = "kvq-manifest.json"
+_FORMAT_VERSION = 1
+_CHUNK_BYTES = 8 << 20
+_MAX_BYTES = 16 << 20
+_FIELDS = ("bytes", "xxh3")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FileDigest:
+    """What a file holds."""
+
+    nbytes: int
+    xxh3: str  # xxh3_128 in hex
+
+    @classmethod
+    def of(cls, path: Path) -> "FileDigest":
+        """Read a file whole; OSError is the caller's to explain."""
+        hasher, nbytes = xxhash.xxh3_128(), 0
+        with path.open("rb") as file:
+            while chunk := file.read(_CHUNK_BYTES):
+                hasher.update(chunk)
+                nbytes += len(chunk)
+        return cls(nbytes=nbytes, xxh3=hasher.hexdigest())
+
+
+def manifest_bytes(files: Mapping[str, FileDigest]) -> bytes:
+    """The manifest of these files; the same files give the same bytes."""
+    return _serialized({name: {"bytes": file.nbytes, "xxh3": file.xxh3} for name, file in files.items()})
+
+
+def read_manifest(folder: Path) -> dict[str, FileDigest] | None:
+    """The files that the folder's manifest lists; None: it has none.
+
+    Raises:
+        ModelError: it is damaged: its bytes aren't the ones that kvq writes for what it says.
+    """
+    path = folder / MANIFEST
+    try:
+        if path.stat().st_size > _MAX_BYTES:
+            raise _damaged(path, f"it is larger than {_MAX_BYTES} bytes")
+        raw = path.read_bytes()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise ModelError(f"can't read {path}: {error.strerror}") from error
+    try:
+        data = json.loads(raw)
+    except (ValueError, RecursionError) as error:
+        raise _damaged(path, f"it is not JSON ({first_lines(error)})") from error
+    files = _files(path, data)
+    if manifest_bytes(files) != raw:
+        raise _damaged(path, "digest: its bytes are not the ones it was written with")
+    return files
+
+
+def verify_manifest(folder: Path) -> bool:
+    """Read every file that the folder's manifest lists and compare; False: there is no manifest.
+
+    Files added later are let be, unless they hold weights.
+
+    Raises:
+        ModelError: a file is missing or differs, or weights were added; the message names it.
+    """
+    files = read_manifest(folder)
+    if files is None:
+        return False
+    for name, wanted in files.items():
+        _check(folder / name, wanted)
+    for path in sorted(folder.glob("*.safetensors*")):
+        if path.name not in files:
+            raise ModelError(f"{path} is not listed in {MANIFEST}; remove it, or write the model again")
+    return True
+
+
+def _check(path: Path, wanted: FileDigest) -> None:
+    try:
+        nbytes = path.stat().st_size
+        if nbytes != wanted.nbytes:
+            raise _damaged(path, f"bytes: {nbytes}, but {MANIFEST} says {wanted.nbytes}")
+        found = FileDigest.of(path)
+    except FileNotFoundError as error:
+        raise _damaged(path, f"missing, but {MANIFEST} lists it") from error
+    except OSError as error:
+        raise ModelError(f"can't read {path}: {error.strerror}") from error
+    if found != wanted:
+        raise _damaged(path, f"xxh3: {found.xxh3}, but {MANIFEST} says {wanted.xxh3}")
+
+
+def _files(path: Path, data: object) -> dict[str, FileDigest]:
+    if not isinstance(data, dict) or not isinstance(data.get("files"), dict):
+        raise _damaged(path, "files: it lists none")
+    version = data.get("format_version")
+    if type(version) is not int or version != _FORMAT_VERSION:
+        raise _damaged(path, f"format_version: this kvq reads {_FORMAT_VERSION}, got {str(version)[:40]}")
+    return {name: _file(path, name, entry) for name, entry in data["files"].items()}
+
+
+def _file(path: Path, name: str, entry: object) -> FileDigest:
+    if Path(name).name != name or "\0" in name or name == MANIFEST:
+        raise _damaged(path, f"files: {name!r:.80} is no file of this folder")
+    if not isinstance(entry, dict) or set(entry) != set(_FIELDS):
+        raise _damaged(path, f"files: {name!r:.80} must have the fields {' and '.join(_FIELDS)}")
+    nbytes, digest = entry["bytes"], entry["xxh3"]
+    if type(nbytes) is not int or nbytes < 0 or not isinstance(digest, str):
+        raise _damaged(path, f"files: bytes or xxh3 of {name!r:.80} is no number or no text")
+    return FileDigest(nbytes=nbytes, xxh3=digest)
+
+
+def _serialized(files: Mapping[str, Any]) -> bytes:
+    content = {"files": files, "format_version": _FORMAT_VERSION}
+    digest = xxhash.xxh3_128(_canonical(content)).hexdigest()
+    return _canonical({**content, "digest": digest})
+
+
+def _canonical(content: Mapping[str, Any]) -> bytes:
+    return (json.dumps(content, indent=1, sort_keys=True) + "\n").encode("ascii")
+
+
+def _damaged(path: Path, why: str) -> ModelError:
+    return ModelError(f"{path} is damaged: {why}; copy the model again, or write it again")

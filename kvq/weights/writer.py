@@ -1,0 +1,183 @@
+"""Writing a model folder aside, shard by shard, and putting it in place in one step."""
+
+import json
+import os
+import secrets
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from safetensors import SafetensorError
+from torch import Tensor
+
+from kvq.errors import ConfigError, first_lines
+from kvq.weights.manifest import MANIFEST, FileDigest, manifest_bytes
+from kvq.weights.partial import Partial, check_target, sync, write_synced
+
+INDEX = "model.safetensors.index.json"
+MAX_SHARD_BYTES = 5 << 30
+
+
+class CheckpointWriter:
+    """A model folder being written: `add` tensors, then `finish`. Used as a context manager.
+
+    Everything is written to a folder beside `out`, flushed to the disk, and renamed at the end: under its own
+    name the folder is whole or not there. One shard's tensors at most are held in memory. After an error the
+    folder aside is removed; with a `resume_key` its whole shards are kept, and a writer of that key goes on.
+    """
+
+    def __init__(
+        self,
+        out: Path,
+        *,
+        max_shard_bytes: int = MAX_SHARD_BYTES,
+        overwrite: bool = False,
+        resume_key: str | None = None,
+    ) -> None:
+        """Make the folder aside.
+
+        `overwrite`: replace a folder at `out`, but only one that has a kvq manifest. `resume_key`: a digest
+        of everything that decides the tensors' bytes.
+
+        Raises:
+            ConfigError: `out` exists and may not be replaced, or nothing can be written beside it.
+        """
+        self._out = Path(os.path.abspath(out))
+        self._max_shard_bytes = max_shard_bytes
+        self._shard: dict[str, Tensor] = {}
+        self._shard_bytes = 0
+        self._partial: Partial | None = None
+        with self._explained():
+            check_target(self._out, overwrite=overwrite)
+            self._partial = Partial.open(self._out, resume_key)
+
+    @property
+    def held(self) -> frozenset[str]:
+        """Names of the tensors that are on disk already; after resuming, those needn't be computed again."""
+        return frozenset(self._open.shard_of)
+
+    def add(self, tensors: Mapping[str, Tensor]) -> None:
+        """Write tensors, or keep them until a shard is full. One that is on disk already stays as it is.
+
+        Raises:
+            ConfigError: a name is added twice, or nothing more can be written.
+        """
+        with self._explained():
+            for name, tensor in tensors.items():
+                if name in self._shard:
+                    raise ConfigError(f"can't write {self._out}: tensor {name} was added twice")
+                if name in self._open.shard_of:
+                    continue
+                if self._shard and self._shard_bytes + tensor.nbytes > self._max_shard_bytes:
+                    self._flush()
+                self._shard[name] = tensor.detach().cpu().contiguous()
+                self._shard_bytes += tensor.nbytes
+
+    def finish(
+        self, config: Mapping[str, Any], copied: Sequence[Path] = (), texts: Mapping[str, str] | None = None
+    ) -> Path:
+        """Write config.json, copies of `copied`, `texts` by file name, and the manifest; put all in place.
+
+        Raises:
+            ConfigError: there are no tensors, a file's name is taken, or nothing more can be written.
+        """
+        with self._explained():
+            if self._shard:
+                self._flush()
+            if not self._open.shard_of:
+                raise ConfigError(f"can't write {self._out}: it would hold no tensors")
+            files: dict[str, FileDigest] = {}
+            for name, text in {"config.json": _dumped(config), **(texts or {})}.items():
+                self._write(files, name, text.encode())
+            for path in copied:
+                self._write(files, path.name, path.read_bytes())
+            self._name_shards(files)
+            self._open.forget()
+            write_synced(self._open.folder / MANIFEST, manifest_bytes(files))
+            sync(self._open.folder)
+            self._put_in_place(self._open.folder)
+            self._partial = None
+        return self._out
+
+    def abort(self) -> None:
+        """Leave off: remove the folder aside, unless it can be resumed."""
+        self._shard.clear()
+        if self._partial is not None:
+            self._partial.discard()
+            self._partial = None
+
+    def __enter__(self) -> "CheckpointWriter":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Leave off unless `finish` was reached."""
+        self.abort()
+
+    @property
+    def _open(self) -> Partial:
+        if self._partial is None:
+            raise ConfigError(f"{self._out} is finished or given up; make another CheckpointWriter")
+        return self._partial
+
+    def _flush(self) -> None:
+        self._open.add_shard(self._shard)
+        self._shard, self._shard_bytes = {}, 0
+
+    def _name_shards(self, files: dict[str, FileDigest]) -> None:
+        """Give the shards the names that loaders look for, and write their index."""
+        partial, count = self._open, len(self._open.shards)
+        names = {own: f"model-{i:05}-of-{count:05}.safetensors" for i, own in enumerate(partial.shards, 1)}
+        if count == 1:
+            names = dict.fromkeys(names, "model.safetensors")
+        else:
+            weight_map = {name: names[own] for name, own in sorted(partial.shard_of.items())}
+            index = {"metadata": {"total_size": partial.total_bytes}, "weight_map": weight_map}
+            self._write(files, INDEX, _dumped(index).encode())
+        for own, name in names.items():
+            os.rename(partial.folder / own, partial.folder / name)
+            files[name] = partial.shards[own]
+
+    def _write(self, files: dict[str, FileDigest], name: str, content: bytes) -> None:
+        path = self._open.folder / name
+        if Path(name).name != name or name == MANIFEST or name.endswith(".safetensors") or path.exists():
+            raise ConfigError(f"can't write {self._out}: {name!r} is taken, or is no file name")
+        write_synced(path, content)
+        files[name] = FileDigest.of(path)
+
+    def _put_in_place(self, folder: Path) -> None:
+        """Rename; a folder that is replaced gets its name back if that fails."""
+        old = self._out.with_name(f".{self._out.name}.old-{secrets.token_hex(4)}")
+        replaced = self._out.exists() and any(self._out.iterdir())
+        if replaced:
+            os.rename(self._out, old)
+        try:
+            os.rename(folder, self._out)  # an empty folder there gives way
+        except BaseException:
+            if replaced:
+                os.rename(old, self._out)
+            raise
+        with suppress(OSError):  # a crash may still undo the renaming, but both states are whole
+            sync(self._out.parent)
+        if replaced:
+            shutil.rmtree(old, ignore_errors=True)
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        """Tidy up after a failure, and say of a failure to write what it was."""
+        try:
+            yield
+        except BaseException as error:
+            self.abort()
+            if isinstance(error, OSError | SafetensorError):
+                why = getattr(error, "strerror", None) or first_lines(error)
+                raise ConfigError(f"can't write {self._out}: {why}; it was left as it was") from error
+            raise
+
+
+def _dumped(content: Mapping[str, Any]) -> str:
+    return json.dumps(content, indent=2, ensure_ascii=False) + "\n"
