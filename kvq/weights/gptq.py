@@ -77,7 +77,7 @@ def gptq(
     static = _scales(columns, fmt, dtype, gram, options) if options.order is ActOrder.STATIC else None
     if order is not None:
         columns, gram = columns[order], gram[order][:, order]
-    columns = _Columns(columns, _factor(gram, options.damping, name), fmt)
+    work = _Columns(columns, _factor(gram, options.damping, name), fmt)
     diagonal = gram.diagonal()
     block = _block(size, fmt)
     for begin in range(0, count, block):
@@ -85,12 +85,12 @@ def gptq(
         for at in range(begin, end):
             if static is not None:
                 assert order is not None, "static scales go with an order"
-                columns.use_stored(static, int(order[at]) // size)
+                work.use_stored(static, int(order[at]) // size)
             elif at % size == 0:
-                columns.start_group(at, size, dtype, _cost(diagonal[at : at + size], options))
-            columns.round(at, begin, end)
-        columns.update_later(begin, end)
-    return columns.result(static, order, fmt, in_order=options.order is ActOrder.GROUP and size < count)
+                work.start_group(at, size, dtype, _cost(diagonal[at : at + size], options))
+            work.round(at, begin, end)
+        work.update_later(begin, end)
+    return work.result(static, order, fmt, in_order=options.order is ActOrder.GROUP and size < count)
 
 
 class _Columns:
@@ -212,7 +212,7 @@ def _factor(gram: Tensor, damping: float, name: str) -> Tensor:
         lower, failed = torch.linalg.cholesky_ex(backwards)
         if not failed:
             unit = torch.eye(len(gram), device=gram.device)
-            upper = torch.linalg.solve_triangular(lower, unit, upper=False).flip(0, 1)
+            upper: Tensor = torch.linalg.solve_triangular(lower, unit, upper=False).flip(0, 1)
             if torch.isfinite(upper).all():
                 return upper.contiguous()
         _log.warning("%s: the Hessian can't be factorized with damping %g; ten times as much", name, damping)

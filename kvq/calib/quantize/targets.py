@@ -61,8 +61,8 @@ def find_targets(model: Any, fmt: WeightFormat, held: set[str]) -> Targets:
         chosen.append(tuple(own))
     if not any(chosen):
         raise ModelError(
-            f"{model.config.model_type} has no Linear layers in its decoder layers (GPT-2 has Conv1D): kvq can't "
-            f"quantize its weights; --kv quantizes its KV cache"
+            f"{model.config.model_type} has no Linear layers in its decoder layers (GPT-2 has Conv1D): "
+            f"kvq can't quantize its weights; --kv quantizes its KV cache"
         )
     targets = Targets(prefix=prefix, layers=tuple(chosen), ignored=ignored)
     _check_groups(model, targets, fmt)

@@ -38,9 +38,7 @@ def decoder_layers(model: nn.Module) -> tuple[str, list[nn.Module]]:
     for name, module in model.named_modules():
         if isinstance(module, nn.ModuleList) and len(module) == count:
             return name, list(module)
-    raise ModelError(
-        f"{type(model).__name__} has no list of {count} decoder layers that kvq could go through"
-    )
+    raise ModelError(f"{type(model).__name__} has no list of {count} decoder layers to go through")
 
 
 class Walk:
@@ -124,7 +122,7 @@ def _record(
 def _instead(layers: list[nn.Module], stand_in: Callable[[int], Callable[..., Tensor]]) -> Iterator[None]:
     """Other forward functions in the place of the layers' own."""
     for index, layer in enumerate(layers):
-        layer.forward = stand_in(index)  # type: ignore[method-assign]
+        layer.forward = stand_in(index)
     try:
         yield
     finally:
