@@ -161,7 +161,7 @@ def _try(layer: nn.Module, run: Run, fold: Fold) -> bool:
 
 
 def _linear_sources(layer: nn.Module, name: str, before: list[str], head_dim: int | None) -> Iterator[Fold]:
-    """Linear layers before it whose rows may be its inputs, the last first: by their number, or head by head."""
+    """Linear layers before it whose rows may be its inputs, the last first."""
     user = layer.get_submodule(name)
     assert isinstance(user, nn.Linear), f"{name} was traced as a Linear layer"
     for source in reversed(before):

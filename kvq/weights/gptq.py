@@ -35,7 +35,7 @@ class ScaleSearch(Enum):
 
     OFF = "off"  # minimum to maximum
     SQUARES = "squares"  # least squared error of the weights
-    WEIGHTED = "weighted"  # the same, each input weighted by its mean square
+    WEIGHTED = "weighted"  # the same, weighted by what GPTQ pays for each: 1 / diag(H^-1), equation 2
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,12 +73,17 @@ def gptq(
     count = weight.shape[1]
     size = count // fmt.groups(count)
     order = _order(gram, options.order)
-    columns = weight.float().T.contiguous()  # [in, out]: a column is rounded at a time
-    static = _scales(columns, fmt, dtype, gram, options) if options.order is ActOrder.STATIC else None
+    weight = weight.float().contiguous()
+    columns = weight.T.contiguous()  # [in, out]: a column is rounded at a time
     if order is not None:
         columns, gram = columns[order], gram[order][:, order]
     work = _Columns(columns, _factor(gram, options.damping, name), fmt)
-    diagonal = gram.diagonal()
+    price = work.factor.diagonal().pow(-2)  # of an error in each column
+    static = None
+    if order is not None and options.order is ActOrder.STATIC:
+        static = _scales(
+            weight, fmt, dtype, _cost(torch.empty_like(price).index_copy_(0, order, price), options)
+        )
     block = _block(size, fmt)
     for begin in range(0, count, block):
         end = min(begin + block, count)
@@ -87,7 +92,7 @@ def gptq(
                 assert order is not None, "static scales go with an order"
                 work.use_stored(static, int(order[at]) // size)
             elif at % size == 0:
-                work.start_group(at, size, dtype, _cost(diagonal[at : at + size], options))
+                work.start_group(at, size, dtype, _cost(price[at : at + size], options))
             work.round(at, begin, end)
         work.update_later(begin, end)
     return work.result(static, order, fmt, in_order=options.order is ActOrder.GROUP and size < count)
@@ -111,9 +116,7 @@ class _Columns:
         """Choose scales for the columns from `at` on, as they are by now."""
         group = self.columns[at : at + size].T.contiguous()
         whole = WeightFormat(code=self.fmt.code, symmetric=self.fmt.symmetric)
-        scale, zero = (
-            scales_of(group, whole, dtype) if cost is None else search_scales(group, whole, dtype, cost)
-        )
+        scale, zero = _scales(group, whole, dtype, cost)
         self.scales.append(scale)
         if zero is not None:
             self.zeros.append(zero)
@@ -180,18 +183,15 @@ def _order(gram: Tensor, order: ActOrder) -> Tensor | None:
 
 
 def _scales(
-    columns: Tensor, fmt: WeightFormat, dtype: torch.dtype, gram: Tensor, options: GPTQOptions
+    weight: Tensor, fmt: WeightFormat, dtype: torch.dtype, cost: Cost | None
 ) -> tuple[Tensor, Tensor | None]:
-    """Scales of the weight as it is."""
-    cost = _cost(gram.diagonal(), options)
-    weight = columns.T.contiguous()
     return scales_of(weight, fmt, dtype) if cost is None else search_scales(weight, fmt, dtype, cost)
 
 
-def _cost(diagonal: Tensor, options: GPTQOptions) -> Cost | None:
+def _cost(price: Tensor, options: GPTQOptions) -> Cost | None:
     if options.search is ScaleSearch.OFF:
         return None
-    return squares if options.search is ScaleSearch.SQUARES else weighted(diagonal)
+    return squares if options.search is ScaleSearch.SQUARES else weighted(price)
 
 
 def _factor(gram: Tensor, damping: float, name: str) -> Tensor:

@@ -115,8 +115,8 @@ class Partial:
             if before.get(name) != value
         ]
         raise ConfigError(
-            f"{self.folder} was begun with other settings ({'; '.join(changed) or 'another version of kvq'}); "
-            f"use those again, or --restart to throw it away"
+            f"{self.folder} was begun otherwise ({'; '.join(changed) or 'by another version of kvq'}); "
+            f"use those settings again, or --restart to throw it away"
         )
 
     def _path(self, index: int) -> Path:
