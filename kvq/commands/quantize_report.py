@@ -73,11 +73,12 @@ def _table(done: Quantized) -> Table:
     worst = sorted(done.rows, key=lambda row: -row.relative_error)[:_SHOWN]
     title = "the modules that lost most" if len(done.rows) > _SHOWN else "modules"
     table = Table(title=f"{title} (relative error of {worst[0].error_of})")
+    prefix = done.rows[0].module.partition(f".{done.rows[0].layer}.")[0] + "."
     for name in ("module", "format", "error", "KiB", "from", "alpha", "seconds"):
         table.add_column(name, justify="left" if name in ("module", "format") else "right")
     for row in worst:
         table.add_row(
-            row.module,
+            row.module.removeprefix(prefix),
             row.format,
             f"{row.relative_error:.4f}",
             f"{row.bytes_after / 1024:,.0f}",

@@ -35,7 +35,7 @@ class ScaleSearch(Enum):
 
     OFF = "off"  # minimum to maximum
     SQUARES = "squares"  # least squared error of the weights
-    WEIGHTED = "weighted"  # the same, weighted by what GPTQ pays for each: 1 / diag(H^-1), equation 2
+    WEIGHTED = "weighted"  # the same, each input weighted by its mean square
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,7 +78,7 @@ def gptq(
     if order is not None:
         columns, gram = columns[order], gram[order][:, order]
     work = _Columns(columns, _factor(gram, options.damping, name), fmt)
-    price = work.factor.diagonal().pow(-2)  # of an error in each column
+    price = gram.diagonal()
     static = None
     if order is not None and options.order is ActOrder.STATIC:
         static = _scales(

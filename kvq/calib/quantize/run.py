@@ -1,12 +1,13 @@
 """`kvq.quantize`: from a model to a quantized checkpoint beside it."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from kvq.calib.export import fp8_scale_tensors
 from kvq.calib.observe import Observations, observe
 from kvq.calib.quantize.driver import Progress, Source, quantize_layers
-from kvq.calib.quantize.output import KVScales, check_output, held_tensors, write_checkpoint
+from kvq.calib.quantize.output import check_output, held_tensors, write_checkpoint
 from kvq.calib.quantize.partial import Partial
 from kvq.calib.quantize.report import ModuleReport
 from kvq.calib.quantize.samples import draw_samples
@@ -15,6 +16,8 @@ from kvq.calib.quantize.targets import find_targets
 from kvq.calib.quantize.walk import decoder_layers
 from kvq.errors import ConfigError
 from kvq.evals import EvalText, calibration_text
+from kvq.formats import KVRecipe
+from kvq.geometry import ModelGeometry
 from kvq.models import load
 from kvq.models.checkpoint import content_digest, weight_files
 from kvq.models.live_geometry import live_geometry
@@ -95,7 +98,7 @@ def quantize_model(work: Quantizing, settings: QuantizeSettings) -> Quantized:
             max_context=geometry.max_context,
             seed=settings.seed,
         )
-    scales = _kv_scales(work, folder, text) if work.kv_scales else None
+    seen = _observed(work, folder, text) if work.kv_scales else None
     partial = _partial(work, settings, folder, text, str(device.type))
     source = Source(
         model=model,
@@ -112,10 +115,12 @@ def quantize_model(work: Quantizing, settings: QuantizeSettings) -> Quantized:
         partial,
         targets,
         work.file_format,
-        kv_scales=scales,
+        kv_scales=None if seen is None else fp8_scale_tensors(seen),
         overwrite=work.overwrite,
         progress=work.progress("writing"),
     )
+    if seen is not None:
+        _recipe(work.out, seen, geometry).save(work.out / "kvq.json")
     partial.remove()
     return Quantized(
         out=work.out,
@@ -142,16 +147,18 @@ def _partial(
     return Partial(work.out, said, digest_of(said), restart=work.restart)
 
 
-def _kv_scales(work: Quantizing, folder: Path, text: EvalText) -> KVScales:
-    """FP8 scales of K and V, one of each layer, as other engines read them."""
-    from kvq.calib.export import fp8_scale_tensors
-
-    return fp8_scale_tensors(_observed(work, folder, text))
-
-
 def _observed(work: Quantizing, folder: Path, text: EvalText) -> Observations:
+    """K and V of the model as it is: quantized weights move their maxima little."""
     model = load(folder, kv="fp32", device=work.device, dtype=work.dtype)
     return observe(model, text, progress=work.progress("observing K and V"))
+
+
+def _recipe(out: Path, seen: Observations, geometry: ModelGeometry) -> KVRecipe:
+    """Static FP8 for K and V, its scales bound to the quantized weights."""
+    digest = content_digest(weight_files(out))
+    scales = replace(seen.scales(), model_digest=digest)
+    recipe = KVRecipe.uniform("fp8_per_head", geometry.head_dims)
+    return replace(recipe, static_scales=scales, model_digest=digest)
 
 
 def _notes(settings: QuantizeSettings, samples: int, text: EvalText) -> tuple[str, ...]:
