@@ -29,7 +29,7 @@ test-long: setup
 	TOKENIZERS_PARALLELISM=false $(BIN)/python -m pytest -m long --durations=10
 
 SANITIZED := tests/kernels/attend/test_attend.py tests/kernels/write_kv tests/kernels/gather_dense \
-	tests/kernels/merge_partials tests/kernels/copy_blocks tests/kernels/native
+	tests/kernels/merge_partials tests/kernels/copy_blocks tests/kernels/linear tests/kernels/rms_norm tests/kernels/native
 define sanitize  # kinds, preloaded libraries
 	rm -rf build/sanitize
 	KVQ_SANITIZE=$(1) $(BIN)/python setup.py -q build_ext --build-lib build/sanitize --build-temp build/sanitize/temp

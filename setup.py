@@ -25,7 +25,10 @@ SOURCES = {  # and what each file needs
     "attend/attend.cpp": ["-ffp-contract=fast"],
     "copy_blocks/copy_blocks.cpp": [],
     "gather_dense/gather_dense.cpp": ["-ffp-contract=off"],  # bit-equal to the reference,
+    "linear/linear.cpp": ["-ffp-contract=off"],  # a row alone is bit-equal to it among others
+    "linear/mlp.cpp": ["-ffp-contract=off"],
     "merge_partials/merge_partials.cpp": ["-ffp-contract=fast"],
+    "rms_norm/rms_norm.cpp": ["-ffp-contract=off"],
     "write_kv/write_kv.cpp": ["-ffp-contract=off"],  # as are codes and scales
 }
 # Parallel regions use the OpenMP runtime that torch has loaded: nothing is linked that could bring

@@ -11,6 +11,7 @@ from kvq.engine import StepStats
 from kvq.errors import ConfigError
 from kvq.models import Model
 from kvq.models.checkpoint import read_json
+from kvq.weights import weight_bytes
 
 _LEAST = 4  # steps near a number of tokens, for a point of its own
 _FEWEST_STEPS = 32
@@ -46,7 +47,7 @@ def fit_costs(steps: Sequence[StepStats], model: Model) -> dict[str, Any] | None
     linear, (read_s, pair_s, sequence_s) = found[: len(knots)], found[len(knots) :]
     if min(linear) <= 0:
         return None
-    held = sum(p.numel() * p.element_size() for p in model.weights.model.parameters())
+    held = weight_bytes(model.weights.model)
     heads = sum(layer.k_head_dim + layer.v_head_dim for layer in geometry.layers)
     return {
         "linear": [[knot, cost] for knot, cost in zip(knots, linear, strict=True)],

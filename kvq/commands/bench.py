@@ -8,6 +8,7 @@ import click
 
 from kvq.commands.bench_engine import engine
 from kvq.commands.bench_kernels import attention, tune, write
+from kvq.commands.bench_linear import linear
 from kvq.commands.bench_serve import serve
 
 
@@ -18,6 +19,7 @@ def command() -> None:
 
 command.add_command(attention)
 command.add_command(write)
+command.add_command(linear)
 command.add_command(tune)
 command.add_command(engine)
 command.add_command(serve)

@@ -68,7 +68,7 @@ def attention(
     from kvq import fileio
     from kvq.bench.attention import bench_attention
     from kvq.bench.roofline import check_plot_path, write_roofline
-    from kvq.commands.progress import progress_bar
+    from kvq.commands.progress import counted, progress_bar
     from kvq.evals.results import envelope, source_commit, write_json
 
     if json_path is not None:
@@ -86,7 +86,7 @@ def attention(
             rivals=None if rivals is None else Path(rivals),
             dense_rivals=dense,
             repeats=repeats,
-            progress=_counted(progress, repeats),
+            progress=counted(progress, repeats),
         )
     _print_attention(rows, bandwidth)
     result = envelope(sys.argv, workload.device, rows, read_gb_per_s=bandwidth)
@@ -104,7 +104,8 @@ def write(kv: str, new: int, json_path: str | None, backend: str, repeats: int, 
     """Quantize and store one step's K and V of one layer; bytes are checked against the reference."""
     from kvq import fileio
     from kvq.bench.write import bench_write
-    from kvq.commands.progress import progress_bar
+    from kvq.commands.progress import counted, progress_bar
+    from kvq.commands.tables import print_columns
     from kvq.evals.results import envelope, source_commit, write_json
 
     if json_path is not None:
@@ -113,7 +114,7 @@ def write(kv: str, new: int, json_path: str | None, backend: str, repeats: int, 
     workload = _workload(new=new, **shape)
     with progress_bar("write") as progress:
         rows = bench_write(
-            workload, _formats(kv), backend=backend, repeats=repeats, progress=_counted(progress, repeats)
+            workload, _formats(kv), backend=backend, repeats=repeats, progress=counted(progress, repeats)
         )
     columns = {
         "kv": ("kv", ""),
@@ -124,7 +125,7 @@ def write(kv: str, new: int, json_path: str | None, backend: str, repeats: int, 
         "us_p90": ("p90", ",.1f"),
         "gb_per_s": ("GB/s", ",.2f"),
     }
-    _print(rows, columns)
+    print_columns(rows, columns)
     if json_path is not None:
         write_json(json_path, envelope(sys.argv, workload.device, rows))
 
@@ -145,7 +146,7 @@ def tune(
     if not torch.cuda.is_available() or backend not in ("auto", "triton"):
         raise ConfigError("kvq bench tune times Triton kernels on an NVIDIA GPU, and torch sees none here")
     from kvq.bench.tune import candidates, tune, write_table
-    from kvq.commands.progress import progress_bar
+    from kvq.commands.progress import counted, progress_bar
     from kvq.evals.results import envelope, write_json
     from kvq.kernels.gpu.shapes import TABLE
 
@@ -155,7 +156,7 @@ def tune(
         for name in _formats(kv):
             kind = "decode" if count == 1 else "extend"
             with progress_bar(f"{kind} {name}") as progress:
-                step = _counted(progress, len(candidates(kind)))
+                step = counted(progress, len(candidates(kind)))
                 key, best, tried = tune(workload, name, repeats=repeats, progress=step)
             found.append((key, best))
             rows += tried
@@ -219,19 +220,9 @@ def _formats(kv: str) -> list[str]:
     return names
 
 
-def _counted(progress: Any, total: int) -> Callable[[], None]:
-    """A callback that moves a progress bar on by one of `total`."""
-    done = 0
-
-    def step() -> None:
-        nonlocal done
-        done += 1
-        progress(done, total)
-
-    return step
-
-
 def _print_attention(rows: list[dict[str, Any]], bandwidth: float) -> None:
+    from kvq.commands.tables import print_columns
+
     columns = {
         "name": ("name", ""),
         "kv": ("kv", ""),
@@ -249,19 +240,4 @@ def _print_attention(rows: list[dict[str, Any]], bandwidth: float) -> None:
         f"{first['new_tokens']} new, {first['q_heads']} query and {first['kv_heads']} KV heads of "
         f"{first['head_dim']}, blocks of {first['block_size']}; memory reads {bandwidth:,.1f} GB/s"
     )
-    _print(rows, columns)
-
-
-def _print(rows: list[dict[str, Any]], columns: dict[str, tuple[str, str]]) -> None:
-    """A table of those keys: header and number format of each."""
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(box=None, pad_edge=False)
-    for header, style in columns.values():
-        table.add_column(header, justify="right" if style else "left", no_wrap=True)
-    for row in rows:
-        table.add_row(*(format(row[key], style) for key, (_, style) in columns.items()))
-    console = Console()
-    console.width = max(console.width, 130)  # a table in a file or a pipe is not cut
-    console.print(table)
+    print_columns(rows, columns)

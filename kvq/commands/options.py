@@ -23,6 +23,7 @@ class ModelOptions:
     device: str
     dtype: str
     max_model_len: int | None
+    weights: str
     block_size: int
     backend: str
     cache: str
@@ -37,6 +38,7 @@ class ModelOptions:
             "device": self.device,
             "dtype": self.dtype,
             "max_context": self.max_model_len,
+            "weights": self.weights,
             "block_size": self.block_size,
             "backend": self.backend,
             "cache": self.cache,
@@ -67,6 +69,13 @@ def model_options(command: _Command) -> _Command:
             "--max-model-len",
             type=click.IntRange(min=1),
             help="Longest context in tokens; pins longrope and dynamic RoPE.",
+        ),
+        click.option(
+            "--weights",
+            "--quantization",
+            default="auto",
+            show_default=True,
+            help="Round Linear layers on load: fp8, int8, int4, int4_gN, w8a8 ...; auto: as stored.",
         ),
         click.option(
             "--block-size",

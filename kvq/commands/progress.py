@@ -17,6 +17,18 @@ def progress_bar(what: str) -> Iterator[Callable[[int, int | None], None]]:
         yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
+def counted(progress: Callable[[int, int | None], None], total: int) -> Callable[[], None]:
+    """A callback that moves a progress bar on by one of `total`."""
+    done = 0
+
+    def step() -> None:
+        nonlocal done
+        done += 1
+        progress(done, total)
+
+    return step
+
+
 @contextmanager
 def status(what: str) -> Iterator[None]:
     """Show a spinner with a line of text while something short runs."""

@@ -55,7 +55,7 @@ _OWN = (  # options of kvq's own methods, as `choose_settings` names them
 )
 @click.option(
     "--scale-search",
-    default="off",
+    default="weighted",
     show_default=True,
     type=click.Choice(["off", "squares", "weighted"]),
     help="gptq: search the range of every group.",

@@ -14,6 +14,18 @@ def console() -> Console:
     return out if out.is_terminal else Console(width=240)
 
 
+def print_columns(rows: list[dict[str, Any]], columns: dict[str, tuple[str, str]]) -> None:
+    """A table of those keys: header and number format of each."""
+    table = Table(box=None, pad_edge=False)
+    for header, style in columns.values():
+        table.add_column(header, justify="right" if style else "left", no_wrap=True)
+    for row in rows:
+        table.add_row(*(format(row[key], style) for key, (_, style) in columns.items()))
+    out = Console()
+    out.width = max(out.width, 130)  # a table in a file or a pipe is not cut
+    out.print(table)
+
+
 def print_perplexity(result: dict[str, Any]) -> None:
     """Print the rows of `kvq perplexity` with what they were measured on."""
     out = console()

@@ -5,6 +5,8 @@ from typing import Any
 
 from torch import nn
 
+from kvq.weights import QuantizedLinear
+
 
 class LinearTime:
     """Adds up the time in all Linear layers of a model on a CPU."""
@@ -14,7 +16,7 @@ class LinearTime:
         self._began = 0.0
         self._hooks = []
         for module in model.modules():
-            if isinstance(module, nn.Linear):
+            if isinstance(module, nn.Linear | QuantizedLinear):
                 self._hooks.append(module.register_forward_pre_hook(self._begin))
                 self._hooks.append(module.register_forward_hook(self._end))
 

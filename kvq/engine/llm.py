@@ -206,7 +206,17 @@ def build(
     return load(model, kv, **rest), config
 
 
-_LOAD_OPTIONS = ("device", "dtype", "block_size", "order", "backend", "scales", "revision", "token")
+_LOAD_OPTIONS = (
+    "device",
+    "dtype",
+    "weights",
+    "block_size",
+    "order",
+    "backend",
+    "scales",
+    "revision",
+    "token",
+)
 
 
 def as_priority(priority: str | Priority) -> Priority:

@@ -11,6 +11,8 @@ from kvq.capacity.plan.pools import bytes_of
 from kvq.errors import ConfigError
 from kvq.models import Model
 from kvq.models.checkpoint import read_json
+from kvq.weights import quantized_layers
+from kvq.weights import weight_bytes as held_in
 
 _log = logging.getLogger("kvq")
 TOLERANCE = 0.03  # of all that the process holds
@@ -79,9 +81,11 @@ def reconcile(model: Model, cache: KVCache, num_blocks: list[int], before: int) 
 def weight_bytes(model: Model) -> int:
     """As its configuration counts them, in the type that they were loaded in."""
     weights = model.weights
+    if quantized_layers(weights.model):
+        return held_in(weights.model)
     size: int = weights.model.dtype.itemsize
     config = read_json(weights.folder / "config.json")
     try:
         return count_parameters(config, weights.geometry).total * size
     except ConfigError:  # a family that is not counted
-        return sum(parameter.numel() * parameter.element_size() for parameter in weights.model.parameters())
+        return held_in(weights.model)

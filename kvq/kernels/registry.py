@@ -15,6 +15,8 @@ from kvq.kernels.gather_dense.cpu import gather_dense as cpu_gather_dense
 from kvq.kernels.gather_dense.reference import gather_dense
 from kvq.kernels.gpu.support import lazy as gpu_lazy
 from kvq.kernels.gpu.support import supports as gpu_supports
+from kvq.kernels.linear.cpu import CpuLinear
+from kvq.kernels.linear.cpu import supports as cpu_linear_supports
 from kvq.kernels.linear.reference import ReferenceLinear
 from kvq.kernels.linear.spec import LINEAR_OPERATIONS, LinearSpec
 from kvq.kernels.merge_partials.cpu import merge_partials as cpu_merge_partials
@@ -60,6 +62,10 @@ _KERNELS: list[Kernel] = (
         Kernel(operation=name, backend=backend, run=ReferenceLinear, supports=supported_everywhere)
         for name in LINEAR_OPERATIONS
         for backend in ("reference", "cpu-fp32")
+    ]
+    + [
+        Kernel(operation=name, backend="cpu", run=CpuLinear, supports=cpu_linear_supports)
+        for name in LINEAR_OPERATIONS
     ]
     + [
         Kernel(operation=name, backend=backend, run=run, supports=cpu_supports)

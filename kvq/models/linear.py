@@ -13,9 +13,13 @@ each. So rows are padded to few sizes, by an eighth at most beyond 64 rows, and 
 27 sizes are all that a server ever meets, and it meets them soon.
 """
 
+from typing import TypeGuard
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+
+from kvq.weights import QuantizedLinear
 
 _CANDIDATES = (1, 2, 4, 8, 16)  # rows; beyond 16, padding would cost more than it gives
 _MANY = 48  # rows that are summed as any larger number is
@@ -92,27 +96,38 @@ def _is_supported(dtype: torch.dtype) -> bool:
 def invariant_rows(model: nn.Module, head: nn.Module | None) -> tuple[int, int]:
     """Fewest rows of a step, and of its logits, from which on results don't depend on their number.
 
+    0 where no layer's results ever do, so nothing need be padded.
+
     `head`: the layer that makes the logits. Shapes that depend on it even at 16 rows are passed over:
     padding would not help them.
     """
-    body: dict[tuple[int, int], nn.Linear] = {}
+    body: dict[tuple[int, int, str], nn.Linear | QuantizedLinear] = {}
     for module in model.modules():
-        if isinstance(module, nn.Linear) and module is not head:
-            body.setdefault((module.in_features, module.out_features), module)
-    heads = [head] if isinstance(head, nn.Linear) else []
+        if _may_vary(module) and module is not head:
+            fmt = module.fmt.name if isinstance(module, QuantizedLinear) else ""
+            body.setdefault((module.in_features, module.out_features, fmt), module)
+    heads = [head] if _may_vary(head) else []
     return _fewest(list(body.values())), _fewest(heads)
 
 
+def _may_vary(module: nn.Module | None) -> TypeGuard[nn.Linear | QuantizedLinear]:
+    """True if a row's results may depend on the number of rows; the compiled kernels' never do."""
+    return isinstance(module, nn.Linear) or (isinstance(module, QuantizedLinear) and module.backend != "cpu")
+
+
 @torch.inference_mode()
-def _fewest(layers: list[nn.Linear]) -> int:
+def _fewest(layers: list[nn.Linear | QuantizedLinear]) -> int:
+    if not layers:
+        return 0
     fewest = 1
     for layer in layers:
         generator = torch.Generator().manual_seed(0)
         tried = sorted({padded_rows(n) if isinstance(layer, OneDNNLinear) else n for n in range(1, _MANY)})
         same = set(tried)
-        is_exact = layer.weight.dtype == torch.float32
+        dtype = layer.weight.dtype if isinstance(layer, nn.Linear) else torch.float32
+        is_exact = dtype == torch.float32
         for _ in range(1 if is_exact else min(_MAX_TIMES, -(-_VALUES // layer.out_features))):
-            x = torch.randn(_MANY, layer.in_features, generator=generator).to(layer.weight.dtype)
+            x = torch.randn(_MANY, layer.in_features, generator=generator).to(dtype)
             many = layer(x)
             same = {n for n in same if torch.equal(layer(x[:n]), many[:n])}
         fits = [n for n in _CANDIDATES if same.issuperset(m for m in tried if m >= n)]

@@ -18,6 +18,7 @@ from kvq.models.probe import probe
 from kvq.models.resolve import resolve_model
 from kvq.models.session import Session, check_kernels_unnamed
 from kvq.models.weights import LoadedWeights, load_weights
+from kvq.weights import quantized_layers, weight_count
 
 _UNQUANTIZED = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
@@ -53,8 +54,10 @@ class Model:
     @property
     def description(self) -> str:
         """Family and size, for reports."""
-        count = sum(p.numel() for p in self.weights.model.parameters())
-        return f"{self.geometry.model_type}, {count / 1e6:,.1f} M parameters"
+        count = weight_count(self.weights.model)
+        formats = sorted({layer.fmt.name for layer in quantized_layers(self.weights.model).values()})
+        stored = f", weights in {', '.join(formats)}" if formats else ""
+        return f"{self.geometry.model_type}, {count / 1e6:,.1f} M parameters{stored}"
 
     @property
     def tokenizer(self) -> Any:
@@ -160,6 +163,7 @@ def load(
     device: str = "auto",
     dtype: str = "auto",
     max_context: int | None = None,
+    weights: str = "auto",
     block_size: int = 32,
     order: BlockOrder = BlockOrder.LAYER_MAJOR,
     backend: str = "auto",
@@ -174,7 +178,9 @@ def load(
     format name, a pair, a kvq.json or a KVRecipe; "auto" is the weights' own type. `scales`: a
     kvq.json with static scales; one inside the model folder is found by itself. A static format
     without any is refused when it is first used. `cache`: the cache backend that keeps K and V,
-    kvq's own, "dense", or one that an installed package brings.
+    kvq's own, "dense", or one that an installed package brings. `weights`: "auto" is as the checkpoint
+    stores them, quantized or not; a name such as "fp8", "int8" or "int4_g64" rounds every Linear layer
+    to the nearest codes while it is loaded.
 
     Raises:
         ModelError: missing, damaged or refused model.
@@ -184,13 +190,15 @@ def load(
     check_kernels_unnamed(cache, backend)
     cache_backend(cache)
     folder = resolve_model(str(path_or_name), revision=revision, token=token)
-    weights = load_weights(folder, device=device, dtype=dtype, max_context=max_context)
-    recipe = resolve_recipe(weights, kv)
-    plan_layout(weights.geometry, recipe, block_size=block_size, order=order)
-    static = find_scales(weights, scales)
-    probe(weights)
+    loaded = load_weights(
+        folder, device=device, dtype=dtype, max_context=max_context, weights=weights, backend=backend
+    )
+    recipe = resolve_recipe(loaded, kv)
+    plan_layout(loaded.geometry, recipe, block_size=block_size, order=order)
+    static = find_scales(loaded, scales)
+    probe(loaded)
     return Model(
-        weights,
+        loaded,
         recipe,
         static_scales=static,
         block_size=block_size,

@@ -37,11 +37,6 @@ def check_supported(config: Mapping[str, Any], *, max_context: int | None) -> Mo
 
     if config.get("auto_map"):
         raise refuse("its config.json has auto_map, code that would run at load; kvq never runs it")
-    if quantization := config.get("quantization_config"):
-        method = quantization.get("quant_method") if isinstance(quantization, Mapping) else quantization
-        raise refuse(
-            f"its weights are quantized ({method}), which kvq can't load yet; take an unquantized copy"
-        )
     if config.get("is_encoder_decoder"):
         raise refuse("it has an encoder and cross-attention; kvq runs decoders")
     if model_type in _REFUSED:

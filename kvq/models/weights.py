@@ -1,10 +1,6 @@
 """A loaded model: transformers' own module with kvq's attention, its geometry and its tokenizer."""
 
-import logging
 import re
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -13,17 +9,18 @@ import torch
 
 from kvq.cache.memory import held_bytes
 from kvq.errors import ConfigError, ModelError, first_lines, nearest
+from kvq.formats.weights import parse_weight_format
 from kvq.geometry import ModelGeometry
-from kvq.models.attention import NAME, register_attention
 from kvq.models.checkpoint import content_digest, read_header, read_json, weight_files
 from kvq.models.linear import invariant_rows, pack_linears, padded_rows
 from kvq.models.live_geometry import live_geometry
+from kvq.models.modules import import_class, load_module
+from kvq.models.quantized import load_quantized, load_rounded
 from kvq.models.rope import pin_rope
 from kvq.models.support import check_supported, rope_types
+from kvq.weights.manifest import verify_manifest
 
-_loading = threading.Lock()  # two loads at a time confuse transformers for good
 _DEVICES = re.compile(r"cpu|mps|cuda(:\d{1,3})?")
-_DERIVED = (".inv_freq", ".attn.bias", ".attn.masked_bias")  # buffers that old checkpoints stored
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -116,26 +113,45 @@ def _tokenizers_config(folder: Path) -> Any:
 
 
 def load_weights(
-    folder: Path, *, device: str = "auto", dtype: str = "auto", max_context: int | None = None
+    folder: Path,
+    *,
+    device: str = "auto",
+    dtype: str = "auto",
+    max_context: int | None = None,
+    weights: str = "auto",
+    backend: str = "auto",
 ) -> LoadedWeights:
     """Load a Hugging Face folder: safetensors only, no code from it, every tensor accounted for.
 
     `dtype="auto"` is the checkpoint's on a GPU and fp32 on a CPU. `max_context` in tokens limits
-    the context and pins longrope and dynamic RoPE.
+    the context and pins longrope and dynamic RoPE. `weights`: a format that Linear layers are rounded
+    to here; "auto" is as they are stored. `backend` runs those that are quantized.
 
     Raises:
         ModelError: damaged, incomplete or refused; the message says which and why.
-        ConfigError: an unknown device or dtype, or a context beyond the model's.
+        ConfigError: an unknown device, dtype or format, or a context beyond the model's.
     """
     where = pick_device(device)
+    fmt = None if weights == "auto" else parse_weight_format(weights)
+    verify_manifest(folder)
     config_dict = read_json(folder / "config.json")
     geometry = check_supported(config_dict, max_context=max_context)
     context = _context(geometry, max_context, dynamic="dynamic" in rope_types(config_dict))
     for path in weight_files(folder):
         read_header(path)
-    _import_class(config_dict)
+    import_class(config_dict)
     before = held_bytes(where)
-    model = _load_model(folder, _pick_dtype(dtype, where))
+    wanted = _pick_dtype(dtype, where)
+    if config_dict.get("quantization_config"):
+        if fmt is not None:
+            raise ConfigError(
+                f"{folder} holds quantized weights already; leave out weights={weights!r} (--weights)"
+            )
+        model = load_quantized(folder, config_dict, wanted, where, backend=backend)
+    elif fmt is None:
+        model = load_module(folder, wanted)
+    else:
+        model = load_rounded(folder, wanted, fmt, where, backend=backend)
     if not type(model)._supports_attention_backend:
         raise ModelError(f"kvq does not run {geometry.model_type}: its attention can't be replaced")
     if (live := live_geometry(model.config)) != geometry:
@@ -168,12 +184,15 @@ def load_plain(folder: Path, *, dtype: str = "auto") -> Any:
         ModelError: damaged, incomplete or refused; the message says which and why.
         ConfigError: an unknown dtype.
     """
-    geometry = check_supported(read_json(folder / "config.json"), max_context=None)
+    config_dict = read_json(folder / "config.json")
+    geometry = check_supported(config_dict, max_context=None)
+    if config_dict.get("quantization_config"):
+        raise ModelError(f"{folder} is quantized already; take an unquantized copy")
     for path in weight_files(folder):
         read_header(path)
     exact = geometry.softcap is not None or geometry.has_sinks  # which torch's own attention leaves out
     picked = "auto" if dtype == "auto" else _pick_dtype(dtype, torch.device("cpu"))
-    return _load_model(folder, picked, attention="eager" if exact else "sdpa").eval()
+    return load_module(folder, picked, attention="eager" if exact else "sdpa").eval()
 
 
 def pick_device(device: str) -> torch.device:
@@ -222,58 +241,3 @@ def _unmap(model: Any) -> None:
     for parameter in model.parameters():
         if not parameter.is_mkldnn:
             parameter.data = parameter.data.clone()
-
-
-def _import_class(config_dict: dict[str, Any]) -> None:
-    """Import what the model is made of, whose memory is not the weights'."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    with suppress(KeyError, ValueError, ImportError):  # said by whoever loads it
-        AutoModelForCausalLM._model_mapping[type(AutoConfig.for_model(config_dict["model_type"]))]
-
-
-def _load_model(folder: Path, dtype: torch.dtype | str, *, attention: str = NAME) -> Any:
-    from transformers import AutoModelForCausalLM
-
-    register_attention()
-    try:
-        with _loading, _quiet():
-            model, info = AutoModelForCausalLM.from_pretrained(
-                folder,
-                dtype=dtype,
-                attn_implementation=attention,
-                use_safetensors=True,
-                trust_remote_code=False,
-                local_files_only=True,
-                output_loading_info=True,
-            )
-    except Exception as error:  # whatever a damaged folder makes transformers raise
-        raise ModelError(f"{folder} can't be loaded: {first_lines(error)}") from error
-    if missing := sorted(info["missing_keys"]):
-        raise ModelError(f"{folder} lacks {len(missing)} tensors, first {missing[0]}; download it again")
-    if extra := [name for name in sorted(info["unexpected_keys"]) if not name.endswith(_DERIVED)]:
-        raise ModelError(
-            f"{folder} holds {len(extra)} tensors that its config.json has no place for, first {extra[0]}; "
-            f"config and weights don't belong together"
-        )
-    if wrong := info["mismatched_keys"]:
-        first = min(map(str, wrong))
-        raise ModelError(f"{folder}: tensors don't have the shapes that config.json implies: {first}")
-    return model
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Keep transformers' load report and progress bars off the terminal; its errors still raise."""
-    from transformers.utils import logging as hf_logging
-
-    logger = logging.getLogger("transformers")
-    level, bars = logger.level, hf_logging.is_progress_bar_enabled()
-    logger.setLevel(logging.ERROR)
-    hf_logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        logger.setLevel(level)
-        if bars:
-            hf_logging.enable_progress_bar()

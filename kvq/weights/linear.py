@@ -48,3 +48,23 @@ def replace_linear(model: nn.Module, name: str, module: nn.Module) -> None:
     """Put `module` in the place of the one called `name`, dots included."""
     parent, _, own = name.rpartition(".")
     setattr(model.get_submodule(parent), own, module)
+
+
+def weight_bytes(model: nn.Module) -> int:
+    """Bytes of all parameters, quantized layers as their kernels keep them."""
+    plain = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+    return plain + sum(layer.nbytes for layer in quantized_layers(model).values())
+
+
+def weight_count(model: nn.Module) -> int:
+    """Weights of all layers, quantized ones included; a head that is a copy of the embedding is none."""
+    plain = sum(parameter.numel() for parameter in model.parameters())
+    is_tied = getattr(getattr(model, "config", None), "tie_word_embeddings", False)
+    head = model.get_output_embeddings() if is_tied else None  # type: ignore[operator]
+    layers = [layer for layer in quantized_layers(model).values() if layer is not head]
+    return plain + sum(layer.in_features * layer.out_features for layer in layers)
+
+
+def quantized_layers(model: nn.Module) -> dict[str, QuantizedLinear]:
+    """A model's quantized Linear layers by name."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, QuantizedLinear)}

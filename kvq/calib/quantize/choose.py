@@ -21,7 +21,7 @@ def choose_settings(
     activations: str | None = None,
     act_order: str = ActOrder.NONE.value,
     damp: float = 0.01,
-    scale_search: str = ScaleSearch.OFF.value,
+    scale_search: str = ScaleSearch.WEIGHTED.value,
     alpha: float | None = None,
     samples: int = 128,
     context: int | None = None,
@@ -36,7 +36,7 @@ def choose_settings(
         ConfigError: an unknown method, or options that don't go with it.
     """
     chosen = _method(method)
-    if chosen is not Method.GPTQ and (act_order, damp, scale_search) != ("none", 0.01, "off"):
+    if chosen is not Method.GPTQ and (act_order, damp, scale_search) != ("none", 0.01, "weighted"):
         raise ConfigError(f"act-order, damp and scale search are gptq's, got method {method}; leave them out")
     if chosen is not Method.SMOOTHQUANT and alpha is not None:
         raise ConfigError(f"alpha is smoothquant's, got method {method}; leave it out")

@@ -17,7 +17,7 @@ class ReferenceLinear:
 
     def __call__(self, x: Tensor) -> Tensor:
         """[rows, in] -> [rows, out] of x's dtype; summed in fp32."""
-        weight = self.weight.dequantize().float()
+        weight = self.weight.dequantize(torch.float32)
         inputs = rounded_inputs(x.float(), self.weight.fmt.inputs)
         with torch.autocast(x.device.type, enabled=False):
             return functional.linear(inputs, weight).to(x.dtype)

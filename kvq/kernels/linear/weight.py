@@ -59,20 +59,21 @@ class QuantizedWeight:
         """The codes q as int8 [out, in], columns in the order of groups; of integer codes only."""
         return self.codes if self.fmt.code is WeightCode.INT8 else unpack_nibbles(self.codes)
 
-    def dequantize(self) -> Tensor:
-        """The weight [out, in], inputs in their own order, computed in the scale's dtype and of that dtype.
+    def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
+        """The weight [out, in] of `dtype`, by default the scale's, inputs in their own order.
 
-        (q - zero) and then times scale, each rounded to that dtype, as compressed-tensors does.
+        The scale is taken as `dtype`, then (q - zero) and its product with the scale are rounded to it, as
+        compressed-tensors does; in fp32 nothing is rounded that matters.
         """
-        groups = self.scale.shape[1]
+        groups, scale = self.scale.shape[1], self.scale.to(dtype or self.scale.dtype)
         if self.fmt.code is WeightCode.FP8:
-            q = e4m3.decode(self.codes).to(self.scale.dtype)  # E4M3 values are bf16 and fp16 values
+            q = e4m3.decode(self.codes).to(scale.dtype)  # E4M3 values are bf16 and fp16 values
         else:
-            q = self.integers().to(self.scale.dtype)
+            q = self.integers().to(scale.dtype)
         q = q.view(self.out_features, groups, -1)
         if self.zero is not None:
             q = q - self.zero.to(q.dtype)[:, :, None]
-        weight = (q * self.scale[:, :, None]).flatten(1)
+        weight = (q * scale[:, :, None]).flatten(1)
         if self.order is None:
             return weight
         return torch.empty_like(weight).index_copy_(1, self.order, weight)

@@ -1,6 +1,7 @@
 """Finds and loads the compiled kernels, and picks the variant for this CPU."""
 
 import ctypes
+from ctypes import c_float, c_int, c_int64, c_void_p
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib.machinery import EXTENSION_SUFFIXES
@@ -12,7 +13,15 @@ import torch  # noqa: F401  its OpenMP runtime must be there before the kernels 
 from kvq.errors import UnsupportedKernel
 
 VARIANTS = ("avx512vnni", "avx512", "avx2", "portable")  # the best first
-OPERATIONS = ("write_kv", "attend", "gather_dense", "merge_partials", "copy_blocks")
+# What is given more than addresses of structs and small numbers: the types of its arguments.
+_MATRIX = (c_void_p, c_int64)  # address and bytes of a row
+_ARGUMENTS: dict[str, tuple[Any, ...]] = {
+    "linear": (c_void_p, *_MATRIX, *_MATRIX, c_int, c_int64, c_int),
+    "gated": (*_MATRIX, *_MATRIX, c_int64, c_int, c_int, c_int64, c_int),
+    "linear_mlp": (c_void_p, c_void_p, *_MATRIX, *_MATRIX, c_int, c_int, c_int64, c_int),
+    "rms_norm": (c_void_p, c_void_p, c_void_p, c_int64, c_int, c_int, c_float, c_int64, c_int),
+}
+OPERATIONS = ("write_kv", "attend", "gather_dense", "merge_partials", "copy_blocks", *_ARGUMENTS)
 _NO_MEMORY, _BAD_BLOCK = 1, 2  # KvqStatus
 
 
@@ -26,6 +35,10 @@ class Library:
     gather_dense: Any
     merge_partials: Any
     copy_blocks: Any
+    linear: Any
+    gated: Any
+    linear_mlp: Any
+    rms_norm: Any
 
 
 @lru_cache(maxsize=1)
@@ -51,10 +64,16 @@ def variants() -> list[Library] | str:
     library.kvq_cpu_features.restype = ctypes.c_char_p
     best = library.kvq_cpu_features().decode()
     return [
-        Library(variant, *(getattr(library, f"kvq_{variant}_{name}") for name in OPERATIONS))
+        Library(variant, *(_function(library, variant, name) for name in OPERATIONS))
         for variant in VARIANTS[VARIANTS.index(best) :]
         if hasattr(library, f"kvq_{variant}_attend")
     ]
+
+
+def _function(library: ctypes.CDLL, variant: str, operation: str) -> Any:
+    function = getattr(library, f"kvq_{variant}_{operation}")
+    function.argtypes = _ARGUMENTS.get(operation)
+    return function
 
 
 def loaded() -> Library:

@@ -115,6 +115,24 @@ class Attention(ctypes.Structure):
     )
 
 
+class Linear(ctypes.Structure):
+    """KvqLinear."""
+
+    _fields_ = (
+        ("codes", c_void_p),
+        ("scales", c_void_p),
+        ("zeros", c_void_p),
+        ("order", c_void_p),
+        ("in_features", c_int64),
+        ("out_features", c_int64),
+        ("k", c_int32),
+        ("groups", c_int32),
+        ("code", c_int32),
+        ("scale_code", c_int32),
+        ("inputs", c_int32),
+    )
+
+
 _layers: WeakKeyDictionary[PagedKV, Layer] = WeakKeyDictionary()
 _batches: WeakKeyDictionary[SequenceBatch, tuple[Any, Any]] = WeakKeyDictionary()
 

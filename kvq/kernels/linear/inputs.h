@@ -1,0 +1,175 @@
+// Rows of inputs, made ready for a tile of rows: rounded to signed bytes, or as floats for FP8 weights.
+//
+// Where the format leaves inputs as they are, they become 16-bit numbers in two bytes: over at most 128
+// columns of one group, with step = largest / 127, x is step * (high + low / 254) to 1 / 64,000 of the largest.
+// Two integer products then take the place of one in floats. Where it rounds them to INT8, `high` is
+// the code, and its step is the whole row's, as in inputs.py. Rows with a NaN or an infinity have a NaN as step.
+#pragma once
+
+#include "lanes.h"
+#include "../attend/memory.h"
+
+namespace {
+
+constexpr float LOW_STEP = 1.0f / 254.0f;
+constexpr int PRECISE = 128;    // columns of a segment: 128 * 255 * 127 < 2^24 is exact as a float
+constexpr int MOST_SUMMED = 1 << 15;  // 2^15 * 255 * 127 < 2^31: sums of INT8 inputs can't overflow
+
+// How the columns are cut into segments: pieces of a group whose products are summed as integers.
+struct Cut {
+    int k, group, most;  // columns in all, of a group, of a segment
+    int per_group, segments;
+};
+
+inline Cut cut_of(const KvqLinear& l) {
+    Cut c = {l.k, l.k / l.groups, l.inputs == KVQ_INPUTS_FULL ? PRECISE : MOST_SUMMED, 0, 0};
+    c.per_group = (c.group + c.most - 1) / c.most;
+    c.segments = c.per_group * l.groups;
+    return c;
+}
+
+inline int begin_of(const Cut& c, int segment) {
+    return segment / c.per_group * c.group + segment % c.per_group * c.most;
+}
+
+inline int length_of(const Cut& c, int segment) {
+    int left = c.group - segment % c.per_group * c.most;
+    return left < c.most ? left : c.most;
+}
+
+// A few rows of inputs. `planes`: 2 if there are low bytes too.
+struct Tile {
+    int rows;
+    int32_t* words;   // [k / 4, rows, planes]: four columns each
+    int32_t* starts;  // [segments, rows, planes]: minus the codes' offset times the sum of the segment's bytes
+    float* sums;      // [segments, rows]: of high + low / 254
+    float* steps;     // [segments, rows]
+    float* values;    // [k, rows], for FP8 weights, without all of the above
+};
+
+inline Tile take_tile(const KvqLinear& l, const Cut& cut, int rows, Memory& memory) {
+    Tile t = {rows, nullptr, nullptr, nullptr, nullptr, nullptr};
+    if (l.code == KVQ_FP8) {
+        t.values = memory.take<float>((int64_t)cut.k * rows);
+        return t;
+    }
+    int planes = l.inputs == KVQ_INPUTS_FULL ? 2 : 1;
+    t.words = memory.take<int32_t>((int64_t)cut.k / 4 * rows * planes);
+    t.starts = memory.take<int32_t>((int64_t)cut.segments * rows * planes);
+    t.sums = memory.take<float>((int64_t)cut.segments * rows);
+    t.steps = memory.take<float>((int64_t)cut.segments * rows);
+    return t;
+}
+
+inline float element(const uint8_t* x, int64_t i, int code) {
+    if (code == KVQ_FP32) return ((const float*)x)[i];
+    uint16_t half = ((const uint16_t*)x)[i];
+    return code == KVQ_BF16 ? from_bf16(half) : from_fp16(half);
+}
+
+// Columns in the order of groups, then zeros.
+inline void read_columns(float* row, const KvqLinear& l, const uint8_t* x, int code) {
+    if (!l.order)
+        read_floats(row, x, (int)l.in_features, code);
+    else
+        for (int64_t i = 0; i < l.in_features; i++) row[i] = element(x, l.order[i], code);
+    for (int64_t i = l.in_features; i < l.k; i++) row[i] = 0;
+}
+
+inline vf load_some(const float* p, int n) {  // the first `n`, then zeros
+    vf x = {};
+    if (n >= W) return load(p);
+    memcpy(&x, p, (size_t)n * 4);
+    return x;
+}
+
+// The largest magnitude over `most`; NaN if anything is infinite or no number.
+inline float step_of(const float* x, int n, float most) {
+    vi largest = {};
+    for (int i = 0; i < n; i += W) {  // as integers: a NaN is larger than all else, and not lost
+        vf some = load_some(x + i, n - i);
+        vi bits;
+        memcpy(&bits, &some, sizeof bits);
+        bits &= 0x7fffffff;
+        largest = bits > largest ? bits : largest;
+    }
+    int32_t found = 0;
+    for (int i = 0; i < W; i++) found = largest[i] > found ? largest[i] : found;
+    return found >= 0x7f800000 ? float_of_bits(0x7fc00000) : float_of_bits((uint32_t)found) / most;
+}
+
+typedef int8_t vb __attribute__((vector_size(W)));
+constexpr float NEAREST = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer, ties to even, in the low bits
+
+struct Sums {
+    int32_t high, low;
+};
+
+// Bytes of `n` columns to every `stride`-th word; the low ones follow the high ones' word.
+template <int PLANES>
+inline Sums round_columns(int32_t* words, int64_t stride, const float* x, int n, float step) {
+    vi high_sum = {}, low_sum = {};
+    for (int i = 0; i < n; i += W) {
+        vf q = load_some(x + i, n - i) / step;
+        q = q > 127.0f ? all(127.0f) : q;
+        q = q < -127.0f ? all(-127.0f) : q;
+        vf shifted = q + NEAREST, rest = (q - (shifted - NEAREST)) * 254.0f + NEAREST;
+        vi high, low;
+        memcpy(&high, &shifted, sizeof high);
+        memcpy(&low, &rest, sizeof low);
+        high -= 0x4b400000, low -= 0x4b400000;
+        high_sum += high, low_sum += low;
+        int32_t bytes[PLANES][W / 4];
+        vb narrow = __builtin_convertvector(high, vb);
+        memcpy(bytes[0], &narrow, W);
+        narrow = __builtin_convertvector(low, vb);
+        if (PLANES == 2) memcpy(bytes[PLANES - 1], &narrow, W);
+        for (int j = 0; j < W / 4 && i + 4 * j < n; j++)
+            for (int p = 0; p < PLANES; p++) words[(i / 4 + j) * stride + p] = bytes[p][j];
+    }
+    Sums sums = {};
+    for (int i = 0; i < W; i++) sums.high += high_sum[i], sums.low += low_sum[i];
+    return sums;
+}
+
+// `offset`: of the codes that the row is multiplied with.
+template <int PLANES>
+inline void round_row(const Tile& tile, int r, const float* row, const Cut& cut, int offset) {
+    float whole = PLANES == 1 ? step_of(row, cut.k, 127.0f) : 0;
+    for (int s = 0; s < cut.segments; s++) {
+        int begin = begin_of(cut, s), n = length_of(cut, s);
+        int64_t stride = (int64_t)tile.rows * PLANES, at = (int64_t)s * tile.rows + r;
+        int32_t* words = tile.words + begin / 4 * stride + r * PLANES;
+        float step = PLANES == 1 ? whole : step_of(row + begin, n, 127.0f);
+        Sums sums = {};
+        if (step > 0)
+            sums = round_columns<PLANES>(words, stride, row + begin, n, step);
+        else
+            for (int i = 0; i < n / 4; i++) memset(words + i * stride, 0, PLANES * 4);
+        tile.starts[at * PLANES] = -offset * sums.high;
+        if (PLANES == 2) tile.starts[at * PLANES + 1] = -offset * sums.low;
+        tile.sums[at] = PLANES == 2 ? sums.low * LOW_STEP + sums.high : (float)sums.high;
+        tile.steps[at] = step;
+    }
+}
+
+// Nearest E4M3 value, ties to even.
+inline float rounded_fp8(float x) {
+    float magnitude = __builtin_fabsf(x);
+    if (magnitude > 448.0f) magnitude = 448.0f;
+    uint32_t bits = bits_of(magnitude);
+    float value = magnitude < 0.015625f ? (magnitude + 16384.0f) - 16384.0f  // steps of 2^-9
+                                        : float_of_bits((bits + 0x7ffff + ((bits >> 20) & 1)) & ~0xfffffu);
+    return __builtin_copysignf(value, x);
+}
+
+inline void float_row(const Tile& tile, int r, const float* row, const KvqLinear& l) {
+    float* values = tile.values + r;
+    float step = l.inputs == KVQ_INPUTS_FP8 ? step_of(row, l.k, 448.0f) : 1;
+    if (l.inputs != KVQ_INPUTS_FP8 || step == 0)
+        for (int i = 0; i < l.k; i++) values[(int64_t)i * tile.rows] = row[i];
+    else
+        for (int i = 0; i < l.k; i++) values[(int64_t)i * tile.rows] = rounded_fp8(row[i] / step) * step;
+}
+
+}  // namespace

@@ -1,0 +1,73 @@
+"""A gated MLP over quantized weights in one C++ call on CPUs."""
+
+from enum import IntEnum
+
+import torch
+from torch import Tensor
+
+from kvq.errors import ConfigError
+from kvq.kernels.linear.cpu import CpuLinear, checked_rows
+from kvq.kernels.native.library import check, loaded
+from kvq.kernels.native.structs import DTYPES
+
+
+class Activation(IntEnum):
+    """What is applied to the gates; KvqActivation."""
+
+    SILU = 0  # x * sigmoid(x)
+    GELU_TANH = 1  # GELU by its approximation with tanh
+
+
+def gated(x: Tensor, activation: Activation) -> Tensor:
+    """activation(gates) * rest, in fp32: [rows, 2 n], gates first -> [rows, n] of x's dtype."""
+    if x.dim() != 2 or x.shape[1] % 2:
+        raise ConfigError(f"gates and what they gate must be [rows, 2 n], got {list(x.shape)}")
+    x = checked_rows(x, x.shape[1])
+    out = torch.empty(x.shape[0], x.shape[1] // 2, dtype=x.dtype)
+    size, n = x.element_size(), out.shape[1]
+    code, threads = DTYPES[x.dtype], torch.get_num_threads()
+    check(
+        loaded().gated(
+            x.data_ptr(), x.stride(0) * size, out.data_ptr(), n * size, n, code, activation, len(x), threads
+        )
+    )
+    return out
+
+
+class CpuMLP:
+    """y = down(activation(gate(x)) * up(x)), with the bits that the three calls give one after the other."""
+
+    def __init__(self, gate_up: CpuLinear, down: CpuLinear, activation: Activation) -> None:
+        """`gate_up`: gate and up joined, in this order.
+
+        Raises:
+            ConfigError: `down` does not take what the two others give.
+        """
+        if gate_up.out_features != 2 * down.in_features:
+            raise ConfigError(
+                f"gate and up give {gate_up.out_features} outputs together, "
+                f"but down takes {down.in_features} inputs; it must be half as many"
+            )
+        self._gate_up, self._down, self._activation = gate_up, down, activation
+        self.nbytes = gate_up.nbytes + down.nbytes
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[rows, in] -> [rows, out] of x's dtype."""
+        x = checked_rows(x, self._gate_up.in_features)
+        size = x.element_size()
+        out = torch.empty(x.shape[0], self._down.out_features, dtype=x.dtype)
+        check(
+            loaded().linear_mlp(
+                self._gate_up.address,
+                self._down.address,
+                x.data_ptr(),
+                x.stride(0) * size,
+                out.data_ptr(),
+                self._down.out_features * size,
+                DTYPES[x.dtype],
+                self._activation,
+                x.shape[0],
+                torch.get_num_threads(),
+            )
+        )
+        return out

@@ -1,0 +1,116 @@
+"""A quantized weight in the order that the CPU kernels read: panels of 16 outputs."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from kvq.errors import ConfigError
+from kvq.formats.weights import WeightCode
+from kvq.kernels.linear.weight import QuantizedWeight
+
+OUTPUTS = 16  # of a panel
+COLUMNS = 8  # which their number is padded to
+_E4M3_NAN = 0x7F
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Panels:
+    """What KvqLinear points at.
+
+    `codes`: uint8 [panels, bytes]: q + 128 of INT8, q + 8 of INT4 and INT3, E4M3FN bytes. `scales`: fp32,
+    bf16 or fp16 [panels, groups, 16]. `zeros`: int8 of the same shape, None if symmetric. `order`: int32
+    [in], None if inputs lie in their own order.
+    """
+
+    codes: Tensor
+    scales: Tensor
+    zeros: Tensor | None
+    order: Tensor | None
+    columns: int  # inputs, padded with columns whose inputs are zeros
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of everything, padding included."""
+        return sum(x.nbytes for x in (self.codes, self.scales, self.zeros, self.order) if x is not None)
+
+
+def pack_panels(weights: Sequence[QuantizedWeight]) -> Panels:
+    """Put the outputs of one or several weights of the same input one below the other, and pack them.
+
+    Raises:
+        ConfigError: formats, inputs or their order differ.
+    """
+    first = weights[0]
+    for other in weights[1:]:
+        if (
+            other.fmt != first.fmt
+            or other.in_features != first.in_features
+            or not _is_same_order(first, other)
+        ):
+            raise ConfigError(
+                f"only weights of one format, input and order can be joined, got {first.fmt.name} over "
+                f"{first.in_features} inputs and {other.fmt.name} over {other.in_features}"
+            )
+    scale = torch.cat([weight.scale for weight in weights])
+    bytes_ = _bytes(weights)
+    if first.fmt.code is WeightCode.FP8:  # a code that is no number makes every output with it none
+        broken = ((bytes_ & _E4M3_NAN) == _E4M3_NAN).any(1, keepdim=True)
+        scale = scale.masked_fill(broken, float("nan"))
+    return Panels(
+        codes=_blocked(_padded(bytes_), first.fmt.code),
+        scales=_by_panel(scale if scale.dtype.itemsize <= 4 else scale.float()),
+        zeros=None if first.zero is None else _by_panel(torch.cat([_zero(weight) for weight in weights])),
+        order=None if first.order is None else first.order.int().contiguous(),
+        columns=-(-first.in_features // COLUMNS) * COLUMNS,
+    )
+
+
+def _is_same_order(a: QuantizedWeight, b: QuantizedWeight) -> bool:
+    if a.order is None or b.order is None:
+        return a.order is b.order
+    return torch.equal(a.order, b.order)
+
+
+def _zero(weight: QuantizedWeight) -> Tensor:
+    assert weight.zero is not None, "all weights of a format have zero points, or none"
+    return weight.zero
+
+
+def _bytes(weights: Sequence[QuantizedWeight]) -> Tensor:
+    """Codes that are never negative, uint8 [out, in]."""
+    codes = torch.cat([weight.codes for weight in weights])
+    if weights[0].fmt.code is WeightCode.FP8:
+        return codes
+    if weights[0].fmt.code is WeightCode.INT8:
+        return codes.view(torch.uint8) ^ 128
+    return torch.stack((codes & 15, codes >> 4), -1).flatten(1)
+
+
+def _padded(x: Tensor) -> Tensor:
+    """[out, in] with zeros up to whole panels."""
+    return functional.pad(x, (0, -x.shape[1] % COLUMNS, 0, -x.shape[0] % OUTPUTS))
+
+
+def _blocked(x: Tensor, code: WeightCode) -> Tensor:
+    """[out, in] -> [panels, bytes], see lanes.h: four inputs of every output in a row of 64 bytes.
+
+    Of nibbles, the low ones are one such row and the high ones the next. Of FP8, byte 2 (16 h + o) + b
+    is output o of input h + 2 b.
+    """
+    panels, columns = x.shape[0] // OUTPUTS, x.shape[1]
+    if code is WeightCode.FP8:
+        quads = x.view(panels, OUTPUTS, columns // 4, 2, 2)  # [panels, o, quads, b, h]
+        return quads.permute(0, 2, 4, 1, 3).contiguous().view(panels, -1)
+    quads = x.view(panels, OUTPUTS, columns // 4, 4).transpose(1, 2)
+    if code is WeightCode.INT8:
+        return quads.contiguous().view(panels, -1)
+    return (quads[:, ::2] | (quads[:, 1::2] << 4)).contiguous().view(panels, -1)
+
+
+def _by_panel(x: Tensor) -> Tensor:
+    """[out, groups] -> [panels, groups, 16]."""
+    x = functional.pad(x, (0, 0, 0, -x.shape[0] % OUTPUTS))
+    return x.view(-1, OUTPUTS, x.shape[1]).transpose(1, 2).contiguous()

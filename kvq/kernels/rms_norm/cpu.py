@@ -1,0 +1,40 @@
+"""`rms_norm` in C++ for CPUs: one call instead of torch's six."""
+
+import torch
+from torch import Tensor
+
+from kvq.errors import ConfigError
+from kvq.kernels.native.library import check, loaded
+from kvq.kernels.native.structs import DTYPES
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Do what the reference does; a row's result doesn't depend on the others, bit for bit.
+
+    x: [..., dim] of fp32, bf16 or fp16; weight: [dim], of fp32 or x's dtype.
+
+    Raises:
+        ConfigError: another shape or dtype: compiled code would read past its end.
+    """
+    dim = weight.shape[0]
+    if x.shape[-1] != dim or weight.dim() != 1 or x.dtype not in DTYPES or weight.dtype not in DTYPES:
+        raise ConfigError(
+            f"rms_norm takes fp32, bf16 or fp16 [..., {dim}] and a weight of {dim}, "
+            f"got {x.dtype} {list(x.shape)} and {weight.dtype} {list(weight.shape)}"
+        )
+    x, weight = x.contiguous(), weight.contiguous()
+    out = torch.empty_like(x)
+    check(
+        loaded().rms_norm(
+            x.data_ptr(),
+            weight.data_ptr(),
+            out.data_ptr(),
+            dim,
+            DTYPES[x.dtype],
+            DTYPES[weight.dtype],
+            eps,
+            x.numel() // dim,
+            torch.get_num_threads(),
+        )
+    )
+    return out

@@ -1,0 +1,105 @@
+"""transformers' own modules: made from safetensors alone, every tensor accounted for, nothing printed."""
+
+import logging
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kvq.errors import ModelError, first_lines
+from kvq.models.attention import NAME, register_attention
+
+_loading = threading.Lock()  # two loads at a time confuse transformers for good
+_DERIVED = (".inv_freq", ".attn.bias", ".attn.masked_bias")  # buffers that old checkpoints stored
+
+
+def import_class(config_dict: dict[str, Any]) -> None:
+    """Import what the model is made of, whose memory is not the weights'."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    with suppress(KeyError, ValueError, ImportError):  # said by whoever loads it
+        AutoModelForCausalLM._model_mapping[type(AutoConfig.for_model(config_dict["model_type"]))]
+
+
+def load_module(folder: Path, dtype: torch.dtype | str, *, attention: str = NAME) -> Any:
+    """A folder's model in `dtype` ("auto": the checkpoint's), on the CPU, by default with kvq's attention.
+
+    Raises:
+        ModelError: damaged or incomplete; the message says what.
+    """
+    from transformers import AutoModelForCausalLM
+
+    register_attention()
+    try:
+        with _loading, _quiet():
+            model, info = AutoModelForCausalLM.from_pretrained(
+                folder,
+                dtype=dtype,
+                attn_implementation=attention,
+                use_safetensors=True,
+                trust_remote_code=False,
+                local_files_only=True,
+                output_loading_info=True,
+            )
+    except Exception as error:  # whatever a damaged folder makes transformers raise
+        raise ModelError(f"{folder} can't be loaded: {first_lines(error)}") from error
+    _check_whole(folder, info)
+    return model
+
+
+def load_module_from(folder: Path, config: Any, tensors: dict[str, torch.Tensor], dtype: torch.dtype) -> Any:
+    """The same of a folder's configuration and generation settings, with tensors that were read already."""
+    from transformers import AutoModelForCausalLM, GenerationConfig
+
+    register_attention()
+    try:
+        with _loading, _quiet():
+            made = AutoModelForCausalLM._model_mapping[type(config)]
+            model, info = made.from_pretrained(
+                None,
+                config=config,
+                state_dict=tensors,
+                dtype=dtype,
+                attn_implementation=NAME,
+                output_loading_info=True,
+            )
+            if (folder / "generation_config.json").is_file():
+                model.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
+    except Exception as error:  # whatever a damaged folder makes transformers raise
+        raise ModelError(f"{folder} can't be loaded: {first_lines(error)}") from error
+    _check_whole(folder, info)
+    return model
+
+
+def _check_whole(folder: Path, info: dict[str, Any]) -> None:
+    """Raise ModelError unless every tensor has found its place, and every place its tensor."""
+    if missing := sorted(info["missing_keys"]):
+        raise ModelError(f"{folder} lacks {len(missing)} tensors, first {missing[0]}; download it again")
+    if extra := [name for name in sorted(info["unexpected_keys"]) if not name.endswith(_DERIVED)]:
+        raise ModelError(
+            f"{folder} holds {len(extra)} tensors that its config.json has no place for, first {extra[0]}; "
+            f"config and weights don't belong together"
+        )
+    if wrong := info["mismatched_keys"]:
+        first = min(map(str, wrong))
+        raise ModelError(f"{folder}: tensors don't have the shapes that config.json implies: {first}")
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep transformers' load report and progress bars off the terminal; its errors still raise."""
+    from transformers.utils import logging as hf_logging
+
+    logger = logging.getLogger("transformers")
+    level, bars = logger.level, hf_logging.is_progress_bar_enabled()
+    logger.setLevel(logging.ERROR)
+    hf_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+        if bars:
+            hf_logging.enable_progress_bar()

@@ -1,0 +1,75 @@
+"""The gated MLP in one call: the bits of its three parts, and their values against torch."""
+
+import pytest
+import torch
+from torch.nn import functional
+
+from kvq.errors import ConfigError
+from kvq.kernels.linear.cpu import CpuLinear
+from kvq.kernels.linear.mlp import Activation, CpuMLP, gated
+from kvq.kernels.native import library
+from tests.kernels.backends import NAMES
+from tests.kernels.linear.kit import error, rows_of, weight_of
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+@pytest.fixture(autouse=True, params=[name for name in NAMES if name.startswith("cpu:")])
+def variant(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Every test below holds for every variant."""
+    name: str = request.param
+    chosen = next(x for x in library.variants() if x.variant == name.partition(":")[2])
+    monkeypatch.setattr(library, "load", lambda: chosen)
+    return name
+
+
+@pytest.mark.parametrize("activation", list(Activation))
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("n", [7, 60, 513, 1100])
+def test_activations_are_torchs(activation: Activation, dtype: torch.dtype, n: int) -> None:
+    x = (3 * rows_of(7, 2 * n)).to(dtype)
+    gates, rest = x.double().chunk(2, 1)
+    want = (
+        functional.silu(gates)
+        if activation is Activation.SILU
+        else functional.gelu(gates, approximate="tanh")
+    )
+    step = {torch.float32: 1e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}[dtype]
+    got = gated(x, activation)
+    assert got.dtype == dtype
+    assert error(got, want * rest) < step
+    wide = torch.full((9, 2 * n + 5), float("nan"), dtype=dtype)
+    wide[1:8, 2 : 2 * n + 2] = x
+    assert torch.equal(gated(wide[1:8, 2 : 2 * n + 2], activation), got)
+
+
+def test_gates_far_from_zero_are_open_or_closed() -> None:
+    x = torch.tensor([[1e4, 1e30, -1e4, -1e30, 0.0, 1.0, 1.0, 1.0, 1.0, 1.0]])
+    for activation in Activation:
+        got = gated(x, activation)
+        assert torch.equal(got[0, [0, 1, 4]], torch.tensor([1e4, 1e30, 0.0]))
+        assert got[0, 2:4].abs().max() < 1e-30
+    x[0, 1] = float("nan")
+    assert gated(x, Activation.SILU)[0].isnan().tolist() == [False, True, False, False, False]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", ["int8", "int4_g32", "w8a8", "fp8"])
+def test_one_call_gives_the_bits_of_three(name: str, dtype: torch.dtype) -> None:
+    gate, up, down = weight_of(name, 96, 64), weight_of(name, 96, 64), weight_of(name, 37, 96)
+    joined, last = CpuLinear.joined([gate, up]), CpuLinear(down)
+    for rows in (1, 2, 23, 520, 0):
+        x = (0.02 * rows_of(rows, 64)).to(dtype)  # products that fp16 holds
+        for activation in Activation:
+            got = CpuMLP(joined, last, activation)(x)
+            assert torch.equal(got, last(gated(joined(x), activation))), rows
+
+
+def test_parts_that_do_not_fit_are_refused() -> None:
+    a, b = CpuLinear(weight_of("int8", 96, 64)), CpuLinear(weight_of("int8", 37, 96))
+    with pytest.raises(ConfigError, match="half as many"):
+        CpuMLP(a, b, Activation.SILU)
+    with pytest.raises(ConfigError, match="2 n"):
+        gated(torch.zeros(3, 5), Activation.SILU)
+    with pytest.raises(ConfigError, match="inputs must be"):
+        CpuMLP(CpuLinear(weight_of("int8", 192, 64)), b, Activation.SILU)(torch.zeros(3, 60))
