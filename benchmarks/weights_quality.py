@@ -28,7 +28,6 @@ GROUPED: dict[str, dict[str, Any]] = {
     "rtn": {"method": "rtn"},
     "gptq": {"method": "gptq"},
     "gptq, act-order": {"method": "gptq", "act_order": "static"},
-    "gptq, plain ranges": {"method": "gptq", "scale_search": "off"},
     "awq": {"method": "awq"},
 }
 PLAIN: dict[str, dict[str, Any]] = {
