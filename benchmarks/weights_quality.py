@@ -65,6 +65,7 @@ def plans(texts: dict[str, EvalText | None]) -> list[dict[str, Any]]:
 @click.option("--windows", default=100, show_default=True)
 @click.option("--samples", default=128, show_default=True)
 @click.option("--sample-context", default=512, show_default=True, help="Tokens of a sample.")
+@click.option("--only", default="", help="Rows whose name holds this.")
 @click.option("--json", "json_path", required=True)
 def main(
     model: str,
@@ -74,6 +75,7 @@ def main(
     windows: int,
     samples: int,
     sample_context: int,
+    only: str,
     json_path: str,
 ) -> None:
     """Measure all methods on one text."""
@@ -85,7 +87,7 @@ def main(
     base = losses(model, held_out, context, windows).mean(axis=1, dtype=np.float64)
     rows: list[dict[str, Any]] = [{"name": "unquantized", "perplexity": float(np.exp(base.mean()))}]
     click.echo(rows[0])
-    for plan in plans(texts):
+    for plan in [plan for plan in plans(texts) if only in plan["name"]]:
         out = Path(tempfile.mkdtemp()) / "quantized"
         began = time.perf_counter()
         done = kvq.quantize(

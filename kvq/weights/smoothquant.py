@@ -70,4 +70,4 @@ def _largest_of(values: Tensor, tied: Tensor | None) -> Tensor:
     if tied is None:
         return values
     most = torch.zeros(int(tied.max()) + 1, device=values.device)
-    return most.index_reduce_(0, tied, values, "amax")[tied]
+    return most.scatter_reduce_(0, tied, values, "amax")[tied]
