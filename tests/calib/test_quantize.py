@@ -235,9 +235,10 @@ def test_other_settings_do_not_go_on_with_what_was_begun(two_layers, tmp_path, m
         raise KeyboardInterrupt
 
     out = tmp_path / "out"
-    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+    with monkeypatch.context() as patched:
         patched.setattr(run, "write_checkpoint", fail)
-        kvq.quantize(two_layers, out, "gptq", **FEW)
+        with pytest.raises(KeyboardInterrupt):
+            kvq.quantize(two_layers, out, "gptq", **FEW)
     with pytest.raises(
         ConfigError, match=r"begun otherwise \(format 'int4_g128', now 'int3_g128'\).*--restart"
     ):
