@@ -26,7 +26,7 @@ from kvq.errors import (
 from kvq.version import __version__
 
 if TYPE_CHECKING:
-    from kvq.api import load, perplexity, tune
+    from kvq.api import load, perplexity, quantize, tune
     from kvq.calib import calibrate
     from kvq.capacity.plan.planner import plan
     from kvq.engine import LLM, AsyncLLM, SamplingParams, StructuredOutput
@@ -44,6 +44,7 @@ _HOMES = {
     "load": "kvq.api",
     "perplexity": "kvq.api",
     "plan": "kvq.capacity.plan.planner",
+    "quantize": "kvq.api",
     "tune": "kvq.api",
 }
 
@@ -69,6 +70,7 @@ __all__ = [
     "load",
     "perplexity",
     "plan",
+    "quantize",
     "tune",
 ]
 

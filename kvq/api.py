@@ -7,6 +7,8 @@ from typing import Any
 from kvq.calib import calibrate
 from kvq.calib.budget import parse_budget
 from kvq.calib.candidates import codes_of
+from kvq.calib.quantize import Quantized, Quantizing, quantize_model
+from kvq.calib.quantize.choose import choose_settings
 from kvq.calib.search import Tuned, default_codes
 from kvq.calib.search import tune as search
 from kvq.errors import ConfigError
@@ -79,6 +81,51 @@ def tune(
         codes=codes,
         **options,
     )
+
+
+def quantize(
+    model: str | Path,
+    out: str | Path,
+    method: str = "gptq",
+    *,
+    file_format: str = "compressed-tensors",
+    text: EvalText | str | None = None,
+    kv_scales: bool = False,
+    device: str = "auto",
+    dtype: str = "auto",
+    overwrite: bool = False,
+    restart: bool = False,
+    revision: str | None = None,
+    token: str | None = None,
+    **options: Any,
+) -> Quantized:
+    """Quantize a model's weights into the folder `out`, which kvq, vLLM and transformers load.
+
+    `method`: rtn, gptq, awq, smoothquant or fp8. `file_format`: compressed-tensors, autogptq or autoawq.
+    `text` is calibrated on, by default CPython's help topics. `kv_scales` adds static FP8 scales of K and V.
+    After an interruption the same call goes on where it was, unless `restart`. Options are those of
+    `kvq.calib.quantize.choose.choose_settings`: bits, group_size, symmetric, activations, act_order, ...
+
+    Raises:
+        ConfigError: options that don't go together, or don't fit the model; before any work.
+        ModelError: missing, damaged or refused model.
+        RequestError: too short a text, or activations that are not finite.
+    """
+    settings = choose_settings(method, **options)
+    work = Quantizing(
+        model=str(model),
+        out=Path(out),
+        file_format=file_format,
+        text=None if text is None else _named(text, "text"),
+        device=device,
+        dtype=dtype,
+        kv_scales=kv_scales,
+        overwrite=overwrite,
+        restart=restart,
+        revision=revision,
+        token=token,
+    )
+    return quantize_model(work, settings)
 
 
 def _named(text: EvalText | str, name: str) -> EvalText:

@@ -21,6 +21,7 @@ _COMMANDS = {
     "inspect": ("inspect", "Show a model's KV geometry and the bytes per token of every format."),
     "calibrate": ("calibrate", "Observe a model and write static scales to a kvq.json."),
     "tune": ("tune", "Find the formats of every layer that cost least within a memory budget."),
+    "quantize": ("quantize", "Quantize a model's weights into a folder that other engines load too."),
     "bench": ("bench", "Measure how fast the parts are, and the engine under load."),
     "plan": ("plan", "Plan memory: how many users fit on which GPU."),
     "cost": ("cost", "Compare what tokens cost on one's own GPUs and at an API."),

@@ -33,8 +33,8 @@ def write_fp8_scales(path: str | Path, observations: Observations, geometry: Mod
     compressed-tensors checkpoints with a static kv_cache_scheme. `.json`: the schema of
     KV-cache scaling factors that vLLM introduced and SGLang reads, one factor for K and V alike.
     """
-    scales = fp8_per_tensor(observations)
     if Path(path).suffix == ".json":
+        scales = fp8_per_tensor(observations)
         factors = {str(index): max(layer.values()) for index, layer in enumerate(scales)}
         data = {
             "model_type": geometry.model_type,
@@ -42,9 +42,13 @@ def write_fp8_scales(path: str | Path, observations: Observations, geometry: Mod
         }
         fileio.write_text(path, json.dumps(data, indent=1) + "\n")
         return
-    tensors = {
+    fileio.write_bytes(path, save(fp8_scale_tensors(observations)))
+
+
+def fp8_scale_tensors(observations: Observations) -> dict[str, torch.Tensor]:
+    """`model.layers.N.self_attn.k_scale` and `v_scale`, fp32 [1]: value = code * scale."""
+    return {
         f"model.layers.{index}.self_attn.{part}_scale": torch.tensor([scale], dtype=torch.float32)
-        for index, layer in enumerate(scales)
+        for index, layer in enumerate(fp8_per_tensor(observations))
         for part, scale in layer.items()
     }
-    fileio.write_bytes(path, save(tensors))

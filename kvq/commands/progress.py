@@ -1,7 +1,7 @@
 """Progress bars on standard error, so that results on standard output can be piped."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -38,3 +38,15 @@ def status(what: str) -> Iterator[None]:
         return
     with console.status(what):
         yield
+
+
+@contextmanager
+def progress_steps() -> Iterator[Callable[[str], Callable[[int, int], None]]]:
+    """Yield a function that begins a step by its name, and returns one (done, total) that draws its bar."""
+    with ExitStack() as bars:
+
+        def begin(what: str) -> Callable[[int, int], None]:
+            bars.close()
+            return bars.enter_context(progress_bar(what))
+
+        yield begin

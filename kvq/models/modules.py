@@ -24,8 +24,8 @@ def import_class(config_dict: dict[str, Any]) -> None:
         AutoModelForCausalLM._model_mapping[type(AutoConfig.for_model(config_dict["model_type"]))]
 
 
-def load_module(folder: Path, dtype: torch.dtype | str) -> Any:
-    """A folder's model in `dtype` ("auto": the checkpoint's), on the CPU, with kvq's attention.
+def load_module(folder: Path, dtype: torch.dtype | str, *, attention: str = NAME) -> Any:
+    """A folder's model in `dtype` ("auto": the checkpoint's), on the CPU, by default with kvq's attention.
 
     Raises:
         ModelError: damaged or incomplete; the message says what.
@@ -38,7 +38,7 @@ def load_module(folder: Path, dtype: torch.dtype | str) -> Any:
             model, info = AutoModelForCausalLM.from_pretrained(
                 folder,
                 dtype=dtype,
-                attn_implementation=NAME,
+                attn_implementation=attention,
                 use_safetensors=True,
                 trust_remote_code=False,
                 local_files_only=True,

@@ -176,6 +176,27 @@ def load_weights(
     )
 
 
+def load_plain(folder: Path, *, dtype: str = "auto") -> Any:
+    """The transformers model itself, on the CPU: its own attention, plain Linear layers.
+
+    For what changes weights, such as quantizers; nothing is served from it. `dtype="auto"` is the
+    checkpoint's. Checks are those of `load_weights`.
+
+    Raises:
+        ModelError: damaged, incomplete or refused; the message says which and why.
+        ConfigError: an unknown dtype.
+    """
+    config_dict = read_json(folder / "config.json")
+    geometry = check_supported(config_dict, max_context=None)
+    if config_dict.get("quantization_config"):
+        raise ModelError(f"{folder} is quantized already; take an unquantized copy")
+    for path in weight_files(folder):
+        read_header(path)
+    exact = geometry.softcap is not None or geometry.has_sinks  # which torch's own attention leaves out
+    picked = "auto" if dtype == "auto" else _pick_dtype(dtype, torch.device("cpu"))
+    return load_module(folder, picked, attention="eager" if exact else "sdpa").eval()
+
+
 def pick_device(device: str) -> torch.device:
     """Return the torch device for a name; `auto` is the first GPU, or the CPU.
 

@@ -14,18 +14,21 @@ from kvq.kernels.linear.weight import QuantizedWeight
 _SMALLEST_SCALE = 2.0**-24
 
 
-def scales_of(weight: Tensor, fmt: WeightFormat, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+def scales_of(
+    weight: Tensor, fmt: WeightFormat, dtype: torch.dtype, *, shrink: float = 1.0
+) -> tuple[Tensor, Tensor | None]:
     """Scale of `dtype` and zero point int8 (None if symmetric), both [out, groups], of fp32 [out, in].
 
     Symmetric codes take all 2^bits values: the largest magnitude lies half a step beyond the last one, as
     GPTQ and compressed-tensors have it. Asymmetric ones take the range between a group's minimum and
-    maximum, zero included. FP8's largest value is 448.
+    maximum, zero included. FP8's largest value is 448. `shrink` scales that range: weights beyond it are
+    clipped.
     """
     groups = weight.float().view(weight.shape[0], fmt.groups(weight.shape[1]), -1)
     if fmt.symmetric:
         largest = e4m3.LARGEST if fmt.code is WeightCode.FP8 else 2 ** (fmt.code.bits - 1) - 0.5
-        return _stored(groups.abs().amax(-1) / largest, dtype), None
-    low, high = groups.amin(-1).clamp(max=0), groups.amax(-1).clamp(min=0)
+        return _stored(groups.abs().amax(-1) * (shrink / largest), dtype), None
+    low, high = groups.amin(-1).clamp(max=0) * shrink, groups.amax(-1).clamp(min=0) * shrink
     scale = _stored((high - low) / (2**fmt.code.bits - 1), dtype)
     half = 2 ** (fmt.code.bits - 1)
     zero = (-half - (low / scale.float()).round()).clamp(-half, half - 1)

@@ -1,0 +1,83 @@
+"""Checkpoints of bitsandbytes: its own NF4 and LLM.int8, made by the package through transformers.
+
+Source: Dettmers et al., "QLoRA", 2023, section 3 (NF4); "LLM.int8()", 2022.
+"""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+from kvq.calib.quantize.output import small_files
+from kvq.errors import ConfigError, ModelError, first_lines
+from kvq.models.checkpoint import read_header, read_json, weight_files
+from kvq.models.resolve import resolve_model
+from kvq.models.support import check_supported
+from kvq.models.weights import pick_device
+from kvq.weights.partial import check_target
+
+
+def write_bitsandbytes(
+    model: str, out: Path, method: str, *, device: str = "auto", revision: str | None = None,
+    token: str | None = None,
+) -> None:  # fmt: skip
+    """Quantize with bitsandbytes into a folder of its own; transformers and vLLM load it.
+
+    `method`: nf4 (4-bit normal floats, double quantization) or int8-bnb (8 bits, outliers apart).
+
+    Raises:
+        ConfigError: bitsandbytes is missing, or nothing can be written at `out`.
+        ModelError: missing, damaged or refused model, or one that the package can't quantize.
+    """
+    check_target(out, overwrite=False)
+    _check_package()
+    folder = resolve_model(model, revision=revision, token=token)
+    check_supported(read_json(folder / "config.json"), max_context=None)
+    for path in weight_files(folder):
+        read_header(path)
+    aside = out.with_name(f".{out.name}.partial")
+    try:
+        _quantized(folder, method, str(pick_device(device))).save_pretrained(aside)
+        for path in small_files(folder):
+            if not (aside / path.name).exists():
+                shutil.copyfile(path, aside / path.name)
+        aside.replace(out)
+    except OSError as error:
+        raise ConfigError(f"can't write {out}: {error.strerror or error}") from error
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+def _check_package() -> None:
+    try:
+        import bitsandbytes  # noqa: F401
+    except ImportError as error:
+        raise ConfigError(
+            "nf4 and int8-bnb are made by bitsandbytes, which is not installed; "
+            "pip install 'kvq-toolkit[bnb]'"
+        ) from error
+
+
+def _quantized(folder: Path, method: str, device: str) -> Any:
+    import torch
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+    if method == "nf4":
+        config = BitsAndBytesConfig(
+            load_in_4bit=True,
+            bnb_4bit_quant_type="nf4",
+            bnb_4bit_use_double_quant=True,
+            bnb_4bit_compute_dtype=torch.bfloat16,
+        )
+    else:
+        config = BitsAndBytesConfig(load_in_8bit=True)
+    try:
+        return AutoModelForCausalLM.from_pretrained(
+            folder,
+            quantization_config=config,
+            device_map={"": device},
+            use_safetensors=True,
+            trust_remote_code=False,
+            local_files_only=True,
+        )
+    except Exception as error:  # whatever the package raises
+        raise ModelError(f"bitsandbytes can't quantize {folder}: {first_lines(error)}") from error

@@ -1,0 +1,128 @@
+"""The quantized checkpoint: packed layers, everything else as it was, and the config that says so."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+
+from kvq.calib.quantize.driver import results
+from kvq.calib.quantize.partial import Partial
+from kvq.calib.quantize.report import ModuleReport
+from kvq.calib.quantize.settings import QuantizeSettings
+from kvq.calib.quantize.targets import Targets
+from kvq.errors import ConfigError
+from kvq.formats.weights import WeightFormat
+from kvq.models.checkpoint import read_header, read_json, weight_files
+from kvq.weights.files import check_fits, pack_linear, quantization_config
+from kvq.weights.gptq import ActOrder
+from kvq.weights.writer import CheckpointWriter
+
+_COPIED = (
+    "tokenizer",
+    "special_tokens",
+    "vocab",
+    "merges",
+    "generation_config",
+    "chat_template",
+    "added_tokens",
+)
+_SUFFIXES = (".json", ".jinja", ".txt", ".model", ".tiktoken")
+
+KVScales = dict[str, torch.Tensor]  # names of tensors -> fp32 [1]
+
+
+def check_output(
+    out: Path, file_format: str, settings: QuantizeSettings, *, kv_scales: bool, overwrite: bool
+) -> None:
+    """Raise ConfigError, before any work, unless the folder can be written and hold the weights."""
+    from kvq.weights.partial import check_target
+
+    check_fits(file_format, settings.fmt)
+    grouped = settings.gptq.order is ActOrder.GROUP and settings.fmt.group_size is not None
+    if grouped and file_format != "autogptq":
+        raise ConfigError(
+            f"{file_format} can't hold groups in the order of activity; use --act-order static, whose groups "
+            f"are neighbouring inputs, or --format autogptq"
+        )
+    if kv_scales and file_format != "compressed-tensors":
+        raise ConfigError(f"{file_format} can't hold scales of K and V; use --format compressed-tensors")
+    check_target(out, overwrite=overwrite)
+
+
+def write_checkpoint(
+    out: Path,
+    source: Path,
+    partial: Partial,
+    targets: Targets,
+    file_format: str,
+    *,
+    kv_scales: KVScales | None,
+    overwrite: bool,
+    progress: Callable[[int, int], None],
+) -> tuple[list[ModuleReport], dict[str, str]]:
+    """Write the folder, whole or not at all. Returns the report's rows, and which inputs got no scales."""
+    rows: list[ModuleReport] = []
+    skipped: dict[str, str] = {}
+    formats: dict[str, WeightFormat] = {}
+    replaced: set[str] = set()
+    ordered = False
+    with CheckpointWriter(out, overwrite=overwrite) as writer:
+        for index, result in results(partial, targets):
+            progress(index, len(targets.layers))
+            for name, weight in result.weights.items():
+                full = targets.full_name(index, name)
+                writer.add(pack_linear(file_format, full, weight))
+                formats[full] = weight.fmt
+                ordered |= weight.order is not None
+                replaced.add(f"{full}.weight")
+            changed = {targets.full_name(index, name): x for name, x in result.parameters.items()}
+            writer.add(changed)
+            replaced |= changed.keys()
+            rows += result.rows
+            skipped |= {targets.full_name(index, name): why for name, why in result.skipped.items()}
+        _copy_others(writer, source, replaced)
+        writer.add(kv_scales or {})
+        config = read_json(source / "config.json")
+        config["quantization_config"] = quantization_config(
+            file_format,
+            formats,
+            _ignored(targets),
+            kv_scales=kv_scales is not None,
+            act_order=ordered,
+        )
+        writer.finish(config, small_files(source))
+    return rows, skipped
+
+
+def small_files(folder: Path) -> Sequence[Path]:
+    """The tokenizer's files and others that a quantized copy needs as they are."""
+    return sorted(
+        path
+        for path in folder.iterdir()
+        if path.is_file() and path.suffix in _SUFFIXES and path.name.startswith(_COPIED)
+    )
+
+
+def held_tensors(folder: Path) -> set[str]:
+    """Names of a checkpoint's tensors."""
+    return {entry.name for path in weight_files(folder) for entry in read_header(path)}
+
+
+def _copy_others(writer: CheckpointWriter, source: Path, replaced: set[str]) -> None:
+    """Every tensor that was not quantized, as it lies in the source."""
+    found: set[str] = set()
+    for path in weight_files(source):
+        with safe_open(path, "pt") as file:
+            for name in file.keys():  # noqa: SIM118
+                found.add(name)
+                if name not in replaced:
+                    writer.add({name: file.get_tensor(name)})
+    missing = sorted(replaced - found)
+    if missing:
+        raise ConfigError(f"{source} has no tensor {missing[0]}, which was changed; please report this model")
+
+
+def _ignored(targets: Targets) -> list[str]:
+    """Modules that keep their weights; parameters that are no Linear layer's need not be named."""
+    return [name for name, why in targets.ignored.items() if not why.startswith("not a Linear")]

@@ -1,0 +1,132 @@
+"""Finished layers on disk, so that a run that was cut off goes on where it was."""
+
+import json
+import shutil
+from dataclasses import asdict
+from pathlib import Path
+
+from safetensors import safe_open
+from safetensors.torch import save
+from torch import Tensor
+
+from kvq import fileio
+from kvq.calib.quantize.layer import LayerResult
+from kvq.calib.quantize.report import ModuleReport
+from kvq.errors import ConfigError, first_lines
+from kvq.formats.weights import parse_weight_format
+from kvq.kernels import QuantizedWeight
+
+_VERSION = 1
+_SETTINGS = "settings.json"
+_PARTS = ("codes", "scale", "zero", "order")
+
+
+class Partial:
+    """The folder OUT.partial: a settings file, and a file for each finished layer."""
+
+    def __init__(self, out: Path, settings: dict[str, object], digest: str, *, restart: bool) -> None:
+        """Open or make it.
+
+        Raises:
+            ConfigError: it was made with other settings, or can't be made.
+        """
+        self.folder = out.with_name(out.name + ".partial")
+        if restart:
+            shutil.rmtree(self.folder, ignore_errors=True)
+        path = self.folder / _SETTINGS
+        if path.is_file():
+            self._check(path, settings, digest)
+            return
+        try:
+            self.folder.mkdir(exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"can't make {self.folder}: {error.strerror}") from error
+        header = {"format_version": _VERSION, "digest": digest, "settings": settings}
+        fileio.write_text(path, json.dumps(header, indent=1) + "\n")
+
+    @property
+    def finished(self) -> int:
+        """Layers done, counted from the first."""
+        count = 0
+        while self._path(count).is_file():
+            count += 1
+        return count
+
+    def save(self, index: int, result: LayerResult) -> None:
+        """Keep a layer."""
+        tensors = {
+            f"{part}/{name}": tensor.cpu().contiguous()
+            for name, weight in result.weights.items()
+            for part in _PARTS
+            if (tensor := getattr(weight, part)) is not None
+        } | {f"parameter/{name}": tensor.contiguous() for name, tensor in result.parameters.items()}
+        facts = {
+            "formats": {name: weight.fmt.name for name, weight in result.weights.items()},
+            "rows": [asdict(row) for row in result.rows],
+            "skipped": result.skipped,
+        }
+        fileio.write_bytes(self._path(index), save(tensors, {"kvq": json.dumps(facts)}))
+
+    def load(self, index: int) -> LayerResult:
+        """Read a layer back.
+
+        Raises:
+            ConfigError: the file is damaged.
+        """
+        path = self._path(index)
+        try:
+            with safe_open(path, "pt") as file:
+                facts = json.loads(file.metadata()["kvq"])
+                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            result = LayerResult(
+                weights={
+                    name: _weight(fmt, {part: tensors.get(f"{part}/{name}") for part in _PARTS})
+                    for name, fmt in facts["formats"].items()
+                },
+                rows=[ModuleReport(**row) for row in facts["rows"]],
+                skipped=facts["skipped"],
+            )
+        except Exception as error:  # whatever a damaged file makes the parsers raise
+            raise ConfigError(
+                f"{path} is damaged ({first_lines(error)}); start anew with --restart"
+            ) from error
+        mark = "parameter/"
+        result.parameters = {n.removeprefix(mark): x for n, x in tensors.items() if n.startswith(mark)}
+        return result
+
+    def remove(self) -> None:
+        """Throw the folder away."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _check(self, path: Path, settings: dict[str, object], digest: str) -> None:
+        try:
+            header = json.loads(path.read_text(encoding="utf-8"))
+            known = header["format_version"] == _VERSION
+            same, before = header["digest"] == digest, dict(header["settings"])
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ConfigError(
+                f"{path} can't be read ({first_lines(error)}); start anew with --restart"
+            ) from error
+        if known and same:
+            return
+        changed = [
+            f"{name} {before.get(name)!r}, now {value!r}"
+            for name, value in settings.items()
+            if before.get(name) != value
+        ]
+        raise ConfigError(
+            f"{self.folder} was begun otherwise ({'; '.join(changed) or 'by another version of kvq'}); "
+            f"use those settings again, or --restart to throw it away"
+        )
+
+    def _path(self, index: int) -> Path:
+        return self.folder / f"layer-{index:05}.safetensors"
+
+
+def _weight(fmt: str, parts: dict[str, Tensor | None]) -> QuantizedWeight:
+    codes, scale = parts["codes"], parts["scale"]
+    assert codes is not None, "a weight has codes"
+    assert scale is not None, "a weight has scales"
+    return QuantizedWeight(
+        fmt=parse_weight_format(fmt), codes=codes, scale=scale, zero=parts["zero"], order=parts["order"]
+    )

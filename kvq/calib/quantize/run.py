@@ -1,0 +1,169 @@
+"""`kvq.quantize`: from a model to a quantized checkpoint beside it."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from kvq.calib.export import fp8_scale_tensors
+from kvq.calib.observe import Observations, observe
+from kvq.calib.quantize.driver import Progress, Source, quantize_layers
+from kvq.calib.quantize.output import check_output, held_tensors, write_checkpoint
+from kvq.calib.quantize.partial import Partial
+from kvq.calib.quantize.report import ModuleReport
+from kvq.calib.quantize.samples import draw_samples
+from kvq.calib.quantize.settings import QuantizeSettings, digest_of
+from kvq.calib.quantize.targets import find_targets
+from kvq.calib.quantize.walk import decoder_layers
+from kvq.errors import ConfigError
+from kvq.evals import EvalText, calibration_text
+from kvq.formats import KVRecipe
+from kvq.geometry import ModelGeometry
+from kvq.models import load
+from kvq.models.checkpoint import content_digest, weight_files
+from kvq.models.live_geometry import live_geometry
+from kvq.models.resolve import resolve_model
+from kvq.models.weights import load_plain, load_tokenizer, pick_device
+from kvq.version import __version__
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Quantized:
+    """What was written, and what it cost each module."""
+
+    out: Path
+    rows: tuple[ModuleReport, ...]
+    ignored: dict[str, str]  # module -> why it keeps its weights
+    skipped: dict[str, str]  # Linear layer -> why its inputs are not scaled
+    samples: int  # windows calibrated on; 0 without data
+    tokens: int
+    notes: tuple[str, ...] = ()
+
+    @property
+    def bytes_before(self) -> int:
+        """Of the modules that were quantized."""
+        return sum(row.bytes_before for row in self.rows)
+
+    @property
+    def bytes_after(self) -> int:
+        """The same, now."""
+        return sum(row.bytes_after for row in self.rows)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Quantizing:
+    """Where a quantized checkpoint comes from and goes to."""
+
+    model: str
+    out: Path
+    file_format: str = "compressed-tensors"
+    text: EvalText | None = None  # None: CPython's help topics
+    device: str = "auto"
+    dtype: str = "auto"
+    kv_scales: bool = False
+    overwrite: bool = False
+    restart: bool = False
+    revision: str | None = None
+    token: str | None = None
+    progress: Callable[[str], Progress] = field(default=lambda what: lambda done, total: None)
+
+
+def quantize_model(work: Quantizing, settings: QuantizeSettings) -> Quantized:
+    """Quantize a model's weights into a folder of its own.
+
+    Finished layers are kept in OUT.partial until the folder is whole: run again with the same settings
+    after an interruption, it goes on there, and writes the same bytes.
+
+    Raises:
+        ConfigError: settings that don't go together, or that don't fit the model; before any work.
+        ModelError: missing, damaged or refused model.
+        RequestError: too short a text, or activations that are not finite.
+    """
+    check_output(work.out, work.file_format, settings, kv_scales=work.kv_scales, overwrite=work.overwrite)
+    device = pick_device(work.device)
+    folder = resolve_model(work.model, revision=work.revision, token=work.token)
+    if folder.resolve() == work.out.resolve():
+        raise ConfigError(f"{work.out} is the model itself; name another folder with --out")
+    model = load_plain(folder, dtype=work.dtype)
+    targets = find_targets(model, settings.fmt, held_tensors(folder))
+    geometry = live_geometry(model.config)
+    text = work.text or calibration_text()
+    windows: list[list[int]] = []
+    if settings.method.needs_text:
+        tokenizer = load_tokenizer(folder)
+        windows = draw_samples(
+            tokenizer,
+            text.text,
+            samples=settings.samples,
+            context=settings.context,
+            max_context=geometry.max_context,
+            seed=settings.seed,
+        )
+    seen = _observed(work, folder, text) if work.kv_scales else None
+    partial = _partial(work, settings, folder, text, str(device.type))
+    source = Source(
+        model=model,
+        folder=folder,
+        targets=targets,
+        head_dims=tuple(layer.v_head_dim for layer in geometry.layers),
+        device=device,
+    )
+    assert len(decoder_layers(model)[1]) == len(geometry.layers), "one geometry for each layer"
+    quantize_layers(source, settings, windows, partial, work.progress("quantizing layers"))
+    rows, skipped = write_checkpoint(
+        work.out,
+        folder,
+        partial,
+        targets,
+        work.file_format,
+        kv_scales=None if seen is None else fp8_scale_tensors(seen),
+        overwrite=work.overwrite,
+        progress=work.progress("writing"),
+    )
+    if seen is not None:
+        _recipe(work.out, seen, geometry).save(work.out / "kvq.json")
+    partial.remove()
+    return Quantized(
+        out=work.out,
+        rows=tuple(rows),
+        ignored=targets.ignored,
+        skipped=skipped,
+        samples=len(windows),
+        tokens=sum(map(len, windows)),
+        notes=_notes(settings, len(windows), text),
+    )
+
+
+def _partial(
+    work: Quantizing, settings: QuantizeSettings, folder: Path, text: EvalText, device: str
+) -> Partial:
+    """Where finished layers are kept, under a digest of all that decides their bytes."""
+    said = settings.described() | {
+        "model": content_digest(weight_files(folder)),
+        "text": text.digest if settings.method.needs_text else None,
+        "dtype": work.dtype,
+        "device": device,
+        "kvq": __version__,
+    }
+    return Partial(work.out, said, digest_of(said), restart=work.restart)
+
+
+def _observed(work: Quantizing, folder: Path, text: EvalText) -> Observations:
+    """K and V of the model as it is: quantized weights move their maxima little."""
+    model = load(folder, kv="fp32", device=work.device, dtype=work.dtype)
+    return observe(model, text, progress=work.progress("observing K and V"))
+
+
+def _recipe(out: Path, seen: Observations, geometry: ModelGeometry) -> KVRecipe:
+    """Static FP8 for K and V, its scales bound to the quantized weights."""
+    digest = content_digest(weight_files(out))
+    scales = replace(seen.scales(), model_digest=digest)
+    recipe = KVRecipe.uniform("fp8_per_head", geometry.head_dims)
+    return replace(recipe, static_scales=scales, model_digest=digest)
+
+
+def _notes(settings: QuantizeSettings, samples: int, text: EvalText) -> tuple[str, ...]:
+    if not settings.method.needs_text or samples == settings.samples:
+        return ()
+    return (
+        f"{text.name} has {samples} samples of that context, fewer than the {settings.samples} asked for",
+    )

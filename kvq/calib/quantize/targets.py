@@ -1,0 +1,89 @@
+"""Which Linear layers of a model are quantized, and why the others are not."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from kvq.calib.quantize.walk import decoder_layers
+from kvq.errors import ConfigError, ModelError
+from kvq.formats.weights import WeightFormat
+
+_ROUTERS = ("gate", "router", "shared_expert_gate")  # small, and every expert's choice depends on them
+_SIZES = (1024, 512, 256, 128, 64, 32, 16, 8)
+_SHOWN = 8
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Targets:
+    """Names inside the model."""
+
+    prefix: str  # of the list of decoder layers, such as model.layers
+    layers: tuple[tuple[str, ...], ...]  # of every decoder layer the Linear layers, named inside it
+    ignored: dict[str, str]  # module or parameter -> why it keeps its weights
+
+    def full_name(self, index: int, name: str) -> str:
+        """The name in the model, and in the checkpoint."""
+        return f"{self.prefix}.{index}.{name}"
+
+
+def find_targets(model: Any, fmt: WeightFormat, held: set[str]) -> Targets:
+    """Choose the Linear layers of the decoder layers; `held` are the names of the checkpoint's tensors.
+
+    Raises:
+        ModelError: there are none.
+        ConfigError: the format's groups don't divide the inputs of some.
+    """
+    prefix, layers = decoder_layers(model)
+    ignored = {
+        name: "outside the decoder layers"
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and not name.startswith(f"{prefix}.")
+    }
+    chosen = []
+    for index, layer in enumerate(layers):
+        own = []
+        for name, module in layer.named_modules():
+            full = f"{prefix}.{index}.{name}"
+            if not isinstance(module, nn.Linear):
+                continue
+            if name.rpartition(".")[2] in _ROUTERS:
+                ignored[full] = "a router"
+            elif f"{full}.weight" not in held:
+                ignored[full] = "the checkpoint stores it in another form"
+            else:
+                own.append(name)
+        ignored |= {
+            f"{prefix}.{index}.{name}": "not a Linear layer: the weights of all experts in one"
+            for name, parameter in layer.named_parameters()
+            if parameter.ndim == 3
+        }
+        chosen.append(tuple(own))
+    if not any(chosen):
+        raise ModelError(
+            f"{model.config.model_type} has no Linear layers in its decoder layers (GPT-2 has Conv1D): "
+            f"kvq can't quantize its weights; --kv quantizes its KV cache"
+        )
+    targets = Targets(prefix=prefix, layers=tuple(chosen), ignored=ignored)
+    _check_groups(model, targets, fmt)
+    return targets
+
+
+def _check_groups(model: nn.Module, targets: Targets, fmt: WeightFormat) -> None:
+    """Raise ConfigError naming the layers that groups don't fit."""
+    if fmt.group_size is None:
+        return
+    inputs = {
+        targets.full_name(index, name): model.get_submodule(targets.full_name(index, name)).in_features
+        for index, names in enumerate(targets.layers)
+        for name in names
+    }
+    bad = [f"{name} ({count})" for name, count in inputs.items() if count % fmt.group_size]  # type: ignore[operator]
+    if not bad:
+        return
+    fits = [size for size in _SIZES if not any(count % size for count in inputs.values())]  # type: ignore[operator]
+    more = f" and {len(bad) - _SHOWN} more" if len(bad) > _SHOWN else ""
+    raise ConfigError(
+        f"groups of {fmt.group_size} don't divide the inputs of {', '.join(bad[:_SHOWN])}{more}; "
+        f"--group-size {', '.join(map(str, [*fits[:4], -1]))} fit all layers (-1: one scale a row)"
+    )

@@ -1,0 +1,155 @@
+"""Going through a decoder layer by layer: one layer in fp32 at a time, and the samples' hidden states."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kvq.errors import ModelError, RequestError
+
+_PROBE = 64  # tokens of the sample that folds are proven on
+
+
+class _Recorded(Exception):
+    """The model has been run as far as was wanted."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Call:
+    """What the model hands a layer beside the hidden states."""
+
+    positional: tuple[Any, ...]
+    named: dict[str, Any]
+
+    def to(self, device: torch.device) -> "_Call":
+        return _Call(positional=_moved(self.positional, device), named=_moved(self.named, device))
+
+
+def decoder_layers(model: nn.Module) -> tuple[str, list[nn.Module]]:
+    """The name of the list of decoder layers, and the layers.
+
+    Raises:
+        ModelError: the model has none that can be told.
+    """
+    count = model.config.num_hidden_layers  # type: ignore[union-attr]
+    for name, module in model.named_modules():
+        if isinstance(module, nn.ModuleList) and len(module) == count:
+            return name, list(module)
+    raise ModelError(f"{type(model).__name__} has no list of {count} decoder layers to go through")
+
+
+class Walk:
+    """The samples' hidden states before one layer after the other.
+
+    Memory: samples * context * hidden size * 4 bytes, and one layer in fp32.
+    """
+
+    def __init__(self, model: Any, windows: list[list[int]], device: torch.device) -> None:
+        """Embed the samples; no layer runs yet."""
+        self.device = device
+        self.layers = decoder_layers(model)[1]
+        self.hidden, self._calls = _record(model, self.layers, windows)
+        self._probe_hidden, self._probe_calls = _record(model, self.layers, [windows[0][:_PROBE]])
+
+    @torch.no_grad()
+    def see(self, index: int) -> None:
+        """Run a layer over all samples for what its hooks see."""
+        for hidden in self.hidden:
+            self._run(index, hidden, self._calls)
+
+    @torch.no_grad()
+    def advance(self, index: int) -> None:
+        """Run a layer over all samples; its outputs are the hidden states from now on.
+
+        Raises:
+            RequestError: they are not finite.
+        """
+        for hidden in [*self.hidden, *self._probe_hidden]:
+            calls = self._calls if hidden.shape == self.hidden[0].shape else self._probe_calls
+            hidden.copy_(self._run(index, hidden, calls)[0])
+            if not torch.isfinite(hidden).all():
+                raise RequestError(
+                    f"layer {index} makes NaN or infinity of this text; is the checkpoint whole, and its "
+                    f"dtype the one that it was trained in?"
+                )
+
+    @torch.no_grad()
+    def probe(self, index: int) -> Tensor:
+        """A layer's output on a few tokens, fp32 [1, tokens, hidden]."""
+        return self._run(index, self._probe_hidden[0], self._probe_calls)
+
+    def _run(self, index: int, hidden: Tensor, calls: list[_Call]) -> Tensor:
+        call = calls[index].to(self.device)
+        output = self.layers[index](hidden[None].to(self.device), *call.positional, **call.named)
+        result: Tensor = output[0] if isinstance(output, tuple) else output
+        return result
+
+
+@torch.no_grad()
+def _record(
+    model: Any, layers: list[nn.Module], windows: list[list[int]]
+) -> tuple[list[Tensor], list[_Call]]:
+    """Embeddings fp32 [tokens, hidden] of every window, and what each layer is called with for the first."""
+    embedded: list[Tensor] = []
+    calls: list[_Call] = []
+
+    def stand_in(index: int) -> Callable[..., Tensor]:
+        def forward(hidden_states: Tensor, *positional: Any, **named: Any) -> Tensor:
+            if index == 0:
+                embedded.append(hidden_states[0].float().clone())
+            if len(calls) == index:
+                calls.append(_Call(positional=positional, named=named))
+            if len(calls) == len(layers):
+                raise _Recorded
+            return hidden_states
+
+        return forward
+
+    with _embedding_in_fp32(model), _instead(layers, stand_in):
+        for ids in windows:
+            try:
+                model.base_model(input_ids=torch.tensor([ids]), use_cache=False)
+            except _Recorded:
+                continue
+            raise ModelError(f"{type(model).__name__} does not call its layers one after the other")
+    return embedded, calls
+
+
+@contextmanager
+def _instead(layers: list[nn.Module], stand_in: Callable[[int], Callable[..., Tensor]]) -> Iterator[None]:
+    """Other forward functions in the place of the layers' own."""
+    for index, layer in enumerate(layers):
+        layer.forward = stand_in(index)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            del layer.forward
+
+
+@contextmanager
+def _embedding_in_fp32(model: nn.Module) -> Iterator[None]:
+    """Positions and masks take their dtype from what embeddings return."""
+    handles = [
+        module.register_forward_hook(lambda _, args, output: output.float())
+        for module in model.modules()
+        if isinstance(module, nn.Embedding)
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _moved(value: Any, device: torch.device) -> Any:
+    if isinstance(value, Tensor):
+        return value.to(device)
+    if isinstance(value, tuple):
+        return tuple(_moved(part, device) for part in value)
+    if isinstance(value, dict):
+        return {name: _moved(part, device) for name, part in value.items()}
+    return value

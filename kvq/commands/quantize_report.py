@@ -1,0 +1,100 @@
+"""The report of `kvq quantize`: for people, and as JSON."""
+
+from typing import Any
+
+import click
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from kvq.calib.quantize import Quantized, QuantizeSettings
+from kvq.commands.resources import Used
+from kvq.evals.results import envelope
+
+_SHOWN = 12  # modules in the table for people
+_MIB = 2**20
+
+
+def report(
+    command: list[str],
+    device: torch.device,
+    model: str,
+    settings: QuantizeSettings,
+    done: Quantized,
+    used: Used,
+    quality: dict[str, Any] | None,
+) -> dict[str, Any]:
+    """The common envelope; a row for each module."""
+    return envelope(
+        command,
+        device,
+        list(done.rows),
+        model=model,
+        out=str(done.out),
+        settings=settings.described(),
+        samples=done.samples,
+        tokens=done.tokens,
+        bytes_before=done.bytes_before,
+        bytes_after=done.bytes_after,
+        seconds=used.seconds,
+        peak_bytes=used.peak_bytes,
+        device_peak_bytes=used.device_peak_bytes,
+        ignored=done.ignored,
+        not_scaled=done.skipped,
+        notes=list(done.notes),
+        perplexity=quality,
+    )
+
+
+def print_report(done: Quantized, used: Used, quality: dict[str, Any] | None) -> None:
+    """The worst modules, the totals, and what stayed as it was."""
+    Console().print(_table(done))
+    saved = 1 - done.bytes_after / done.bytes_before
+    click.echo(
+        f"wrote {done.out}: {len(done.rows)} Linear layers, {done.bytes_before / _MIB:,.1f} MiB to "
+        f"{done.bytes_after / _MIB:,.1f} MiB ({saved:.0%} less); {used.line()}"
+    )
+    if done.samples:
+        click.echo(f"calibrated on {done.samples} samples, {done.tokens:,} tokens")
+    for note in done.notes:
+        click.echo(f"note: {note}")
+    for what, found in (("kept as they were", done.ignored), ("inputs not scaled", done.skipped)):
+        if found:
+            click.echo(f"{what}: {_summary(found)}")
+    if quality is not None:
+        click.echo(
+            f"perplexity on {quality['text']}, {quality['tokens']:,} tokens: "
+            f"{quality['perplexity_before']:.4f} before, {quality['perplexity_after']:.4f} after "
+            f"({quality['perplexity_change']:+.2%})"
+        )
+
+
+def _table(done: Quantized) -> Table:
+    worst = sorted(done.rows, key=lambda row: -row.relative_error)[:_SHOWN]
+    title = "the modules that lost most" if len(done.rows) > _SHOWN else "modules"
+    table = Table(title=f"{title} (relative error of {worst[0].error_of})")
+    prefix = done.rows[0].module.partition(f".{done.rows[0].layer}.")[0] + "."
+    for name in ("module", "format", "error", "KiB", "from", "alpha", "seconds"):
+        table.add_column(name, justify="left" if name in ("module", "format") else "right")
+    for row in worst:
+        table.add_row(
+            row.module.removeprefix(prefix),
+            row.format,
+            f"{row.relative_error:.4f}",
+            f"{row.bytes_after / 1024:,.0f}",
+            f"{row.bytes_before / 1024:,.0f}",
+            "" if row.alpha is None else f"{row.alpha:.2f}",
+            f"{row.seconds:.2f}",
+        )
+    return table
+
+
+def _summary(found: dict[str, str]) -> str:
+    """Names by reason, few of many."""
+    by_reason: dict[str, list[str]] = {}
+    for name, why in found.items():
+        by_reason.setdefault(why, []).append(name)
+    return "; ".join(
+        f"{', '.join(names[:3])}{f' and {len(names) - 3} more' if len(names) > 3 else ''} ({why})"
+        for why, names in by_reason.items()
+    )

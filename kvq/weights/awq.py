@@ -1,0 +1,102 @@
+"""AWQ: inputs that matter get larger weights before rounding, and ranges are clipped where outputs gain.
+
+Source: Lin et al., "AWQ: Activation-aware Weight Quantization for On-Device LLM Compression and
+Acceleration", 2023, section 3.2; scales with the weights' magnitudes too as in the authors' published code.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvq.formats.weights import WeightFormat
+from kvq.weights.clipping import clip_weight
+from kvq.weights.rounding import round_weight
+from kvq.weights.statistics import InputStatistics
+
+_GRID = 20  # values of alpha in [0, 1)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class ChannelScales:
+    """By how much inputs are divided and a weight's columns multiplied."""
+
+    scale: Tensor  # fp32 [in]
+    alpha: float  # 0: all scales are 1
+    error: float  # squared, of all outputs, relative to their square
+    unscaled: float  # the same without scales
+
+
+def awq_scales(
+    weights: list[Tensor],
+    statistics: InputStatistics,
+    fmt: WeightFormat,
+    dtype: torch.dtype,
+    *,
+    clip: bool = False,
+    tied: Tensor | None = None,
+) -> ChannelScales:
+    """The scales of least output error for layers that share their inputs.
+
+    s = mean|x|^alpha and s = mean|x|^alpha / mean|w|^(1 - alpha), each over a grid of alpha, normed to
+    sqrt(max s * min s) = 1. The error is that over all tokens of the statistics, after rounding to
+    nearest, or after clipping too if `clip`.
+
+    `weights`: fp32 [out, in] each. `tied`: int64 [in], inputs of one number get one scale, as the
+    query heads of one KV head must.
+    """
+    activity = _mean_over(statistics.absmean, tied)
+    magnitude = _mean_over(_relative_magnitude(weights, fmt), tied)
+    whole = sum(statistics.squared(weight) for weight in weights)
+    one = torch.ones_like(activity)
+    unscaled = _error(weights, statistics, fmt, dtype, one, clip) / max(whole, 1e-30)
+    best = ChannelScales(scale=one, alpha=0.0, error=unscaled, unscaled=unscaled)
+    for step in range(1, _GRID):
+        alpha = step / _GRID
+        for scale in (_normed(activity**alpha), _normed(activity**alpha / magnitude ** (1 - alpha))):
+            error = _error(weights, statistics, fmt, dtype, scale, clip) / max(whole, 1e-30)
+            if error < best.error:
+                best = ChannelScales(scale=scale, alpha=alpha, error=error, unscaled=unscaled)
+    return best
+
+
+def _error(
+    weights: list[Tensor],
+    statistics: InputStatistics,
+    fmt: WeightFormat,
+    dtype: torch.dtype,
+    scale: Tensor,
+    clip: bool,
+) -> float:
+    """Squared error of the outputs with scaled weights rounded to nearest."""
+    total = 0.0
+    gram = statistics.gram / scale / scale[:, None] if clip else statistics.gram
+    for weight in weights:
+        scaled = weight * scale
+        stored = clip_weight(scaled, fmt, dtype, gram) if clip else round_weight(scaled, fmt, dtype=dtype)
+        total += statistics.squared(stored.dequantize().float() / scale - weight)
+    return total
+
+
+def _relative_magnitude(weights: list[Tensor], fmt: WeightFormat) -> Tensor:
+    """Mean over rows of |w| relative to the largest of its group, fp32 [in]."""
+    parts = []
+    for weight in weights:
+        groups = weight.abs().view(weight.shape[0], fmt.groups(weight.shape[1]), -1)
+        parts.append((groups / groups.amax(-1, keepdim=True).clamp_min(1e-12)).flatten(1))
+    return torch.cat(parts).mean(0).clamp_min(1e-4)
+
+
+def _mean_over(values: Tensor, tied: Tensor | None) -> Tensor:
+    """Every value, or the mean of those tied with it."""
+    if tied is None:
+        return values
+    sums = torch.zeros(int(tied.max()) + 1, device=values.device).index_add_(0, tied, values)
+    counts = torch.zeros_like(sums).index_add_(0, tied, torch.ones_like(values))
+    return (sums / counts)[tied]
+
+
+def _normed(scale: Tensor) -> Tensor:
+    """Scales around 1; of inputs that are always zero, 1e-4 of the largest at least."""
+    scale = scale.clamp_min(1e-4 * float(scale.max()) + 1e-30)
+    return scale / (scale.max() * scale.min()).sqrt()

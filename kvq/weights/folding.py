@@ -1,0 +1,203 @@
+"""Where a decoder layer can take scales of its Linear layers' inputs without changing what it computes.
+
+A Linear layer's columns are multiplied by s and its inputs divided by it; the division goes into what made
+the inputs: a norm's weight, or the rows of a Linear layer before it. Where that holds is not read from
+names: the layer's own forward pass is traced, and every fold is proven by running the layer before and
+after.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+Run = Callable[[], Tensor]  # the layer's output on a sample, fp32
+
+_PROOF = 1e-5  # relative difference, max|a - b| / max|b| of a token
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SharedInput:
+    """Linear layers that multiply the same tensor, by their names in the decoder layer."""
+
+    names: tuple[str, ...]
+    norm: str | None  # the module that made the tensor, if it is a norm
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Fold:
+    """A place that scales can go to."""
+
+    names: tuple[str, ...]  # Linear layers whose inputs are divided
+    source: str  # the norm or Linear layer that takes the division
+    offset: float = 0.0  # a norm multiplies by weight + offset: 1 in Gemma's form
+    tied: Tensor | None = None  # int64 [in]: which row of a Linear source made which input; None for norms
+
+
+@dataclass(kw_only=True, slots=True)
+class Folds:
+    """What a decoder layer's Linear layers share, and where their scales can go."""
+
+    shared: list[SharedInput] = field(default_factory=list)
+    folds: list[Fold] = field(default_factory=list)
+    skipped: dict[str, str] = field(default_factory=dict)  # Linear layer -> why it takes no scales
+
+
+def trace_inputs(layer: nn.Module, run: Run) -> list[SharedInput]:
+    """Which Linear layers share an input and which norm made it, in the order they are called."""
+    made: dict[int, str] = {}
+    users: dict[int, list[str]] = {}
+    kept: list[Tensor] = []  # alive until the end, so that no id stands for two tensors
+    handles = []
+
+    def hook(name: str, module: nn.Module) -> Callable[..., None]:
+        def note(_: nn.Module, args: tuple[Tensor, ...], output: object) -> None:
+            if isinstance(module, nn.Linear):
+                kept.append(args[0])
+                users.setdefault(id(args[0]), []).append(name)
+            elif isinstance(output, Tensor):
+                kept.append(output)
+                made[id(output)] = name
+
+        return note
+
+    for name, module in layer.named_modules():
+        if isinstance(module, nn.Linear) or _is_norm(module):
+            handles.append(module.register_forward_hook(hook(name, module)))
+    try:
+        run()
+    finally:
+        for handle in handles:
+            handle.remove()
+    return [SharedInput(names=tuple(names), norm=made.get(at)) for at, names in users.items()]
+
+
+def find_folds(layer: nn.Module, run: Run, *, head_dim: int | None = None) -> Folds:
+    """Every fold of a decoder layer that is proven to change nothing.
+
+    `run` computes the layer's output on a sample in fp32. `head_dim`: of V, by which the heads of grouped
+    query attention are told.
+    """
+    found = Folds(shared=trace_inputs(layer, run))
+    before: list[str] = []
+    for group in found.shared:
+        if group.norm is not None:
+            candidates = [Fold(names=group.names, source=group.norm, offset=offset) for offset in (0.0, 1.0)]
+        elif len(group.names) == 1:
+            candidates = list(_linear_sources(layer, group.names[0], before, head_dim))
+        else:
+            candidates = []
+        before += group.names
+        proven = next((fold for fold in candidates if _try(layer, run, fold)), None)
+        if proven is not None:
+            found.folds.append(proven)
+            continue
+        why = "no place before it takes scales without changing the layer's output"
+        found.skipped |= dict.fromkeys(group.names, why)
+    return found
+
+
+def apply_fold(layer: nn.Module, fold: Fold, scale: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Multiply columns by `scale` and divide what makes the inputs by it, in place, all in fp32.
+
+    A norm's parameters are rounded to `dtype`, in which a checkpoint keeps them, and the columns
+    multiplied by what the division then was, so that rounding changes nothing.
+
+    Returns the scales in effect, fp32 [in].
+    """
+    source = layer.get_submodule(fold.source)
+    with torch.no_grad():
+        if fold.tied is None:
+            scale = _divide_norm(source, scale, fold.offset, dtype)
+        else:
+            _divide_rows(source, scale, fold.tied, dtype)
+        for name in fold.names:
+            linear = layer.get_submodule(name)
+            assert isinstance(linear, nn.Linear), f"{name} was traced as a Linear layer"
+            linear.weight *= scale
+    return scale
+
+
+def undoing(layer: nn.Module, fold: Fold) -> Callable[[], None]:
+    """A function that undoes what a fold has changed since now."""
+    modules = [layer.get_submodule(name) for name in (fold.source, *fold.names)]
+    parameters = {p for module in modules for p in module.parameters(recurse=False)}
+    saved = [(p, p.detach().clone()) for p in parameters]
+
+    def undo() -> None:
+        with torch.no_grad():
+            for parameter, value in saved:
+                parameter.copy_(value)
+
+    return undo
+
+
+def is_same(output: Tensor, before: Tensor) -> bool:
+    """True if two outputs [..., hidden] agree as a fold must, at every token.
+
+    Token by token, since the few tokens of huge hidden states that many models have would hide the others.
+    """
+    largest = before.abs().amax(-1).clamp_min(1e-30)
+    return bool(((output - before).abs().amax(-1) <= _PROOF * largest).all())
+
+
+def _try(layer: nn.Module, run: Run, fold: Fold) -> bool:
+    """Fold uneven scales, compare the layer's outputs, and undo it."""
+    first = layer.get_submodule(fold.names[0])
+    assert isinstance(first, nn.Linear), "a fold divides the inputs of Linear layers"
+    source = layer.get_submodule(fold.source)
+    if fold.tied is None and source.weight.shape != (first.in_features,):  # such as a norm of each head
+        return False
+    generator = torch.Generator().manual_seed(0)
+    width = first.in_features if fold.tied is None else int(fold.tied.max()) + 1
+    scale = torch.exp2(torch.rand(width, generator=generator) * 2 - 1).to(first.weight.device)
+    undo, before = undoing(layer, fold), run()
+    try:
+        apply_fold(layer, fold, scale if fold.tied is None else scale[fold.tied])
+        return is_same(run(), before)
+    finally:
+        undo()
+
+
+def _linear_sources(layer: nn.Module, name: str, before: list[str], head_dim: int | None) -> Iterator[Fold]:
+    """Linear layers before it whose rows may be its inputs, the last first."""
+    user = layer.get_submodule(name)
+    assert isinstance(user, nn.Linear), f"{name} was traced as a Linear layer"
+    for source in reversed(before):
+        maker = layer.get_submodule(source)
+        assert isinstance(maker, nn.Linear), f"{source} was traced as a Linear layer"
+        rows, device = maker.out_features, maker.weight.device
+        if rows == user.in_features:
+            yield Fold(names=(name,), source=source, tied=torch.arange(rows, device=device))
+        elif head_dim and user.in_features % rows == 0 and rows % head_dim == 0:
+            heads = torch.arange(rows, device=device).view(-1, 1, head_dim)
+            tied = heads.expand(-1, user.in_features // rows, -1).flatten()
+            yield Fold(names=(name,), source=source, tied=tied)
+
+
+def _divide_norm(norm: nn.Module, scale: Tensor, offset: float, dtype: torch.dtype) -> Tensor:
+    """Returns by what the norm's output was really divided, after rounding."""
+    weight, bias = norm.weight, getattr(norm, "bias", None)
+    assert isinstance(weight, Tensor), "a norm has a weight"
+    old = weight + offset
+    weight.copy_((old / scale - offset).to(dtype))
+    now = weight + offset
+    divided = torch.where((old != 0) & (now != 0), old / now, 1.0)
+    weight.copy_(torch.where((old != 0) & (now != 0), weight, old - offset))
+    if isinstance(bias, Tensor):
+        bias.copy_((bias / divided).to(dtype))
+    return divided
+
+
+def _divide_rows(linear: nn.Module, scale: Tensor, tied: Tensor, dtype: torch.dtype) -> None:
+    assert isinstance(linear, nn.Linear), "rows are a Linear layer's"
+    rows = torch.ones(linear.out_features, device=scale.device).index_copy_(0, tied, scale)
+    linear.weight /= rows[:, None]
+    if linear.bias is not None:
+        linear.bias.copy_((linear.bias / rows).to(dtype))
+
+
+def _is_norm(module: nn.Module) -> bool:
+    weight = getattr(module, "weight", None)
+    return "norm" in type(module).__name__.lower() and isinstance(weight, Tensor) and weight.ndim == 1

@@ -1,0 +1,78 @@
+"""What a layer's inputs look like over a text: all that the calibrated quantizers need of it."""
+
+import torch
+from torch import Tensor
+
+from kvq.errors import RequestError
+
+
+class InputStatistics:
+    """Sums over the tokens that Linear layers of one input have seen.
+
+    `gram`: fp32 [in, in], the sum of x x^T. From it the squared error of any change E of a weight over
+    all those tokens follows without them: sum |E x|^2 = tr(E gram E^T). `absmax` and `abssum`: fp32 [in].
+    `rows`: the first tokens of every sample, fp32 [kept, in], for what no second moment can tell.
+    """
+
+    def __init__(
+        self, name: str, in_features: int, device: torch.device, *, rows: int = 0, per_sample: int = 16
+    ) -> None:
+        """`rows` tokens are kept at most, `per_sample` of each call of `add`, evenly over it."""
+        self.name = name
+        self.tokens = 0
+        self.gram = torch.zeros(in_features, in_features, device=device)
+        self.absmax = torch.zeros(in_features, device=device)
+        self.abssum = torch.zeros(in_features, device=device)
+        self._rows: list[Tensor] = []
+        self._wanted = rows
+        self._per_sample = per_sample
+
+    def add(self, x: Tensor) -> None:
+        """Take in inputs [..., in].
+
+        Raises:
+            RequestError: they hold NaN or infinity.
+        """
+        x = x.reshape(-1, x.shape[-1]).float()
+        magnitude = x.abs()
+        largest = magnitude.amax(0)
+        if not torch.isfinite(largest).all():
+            raise RequestError(
+                f"the inputs of {self.name} hold NaN or infinity; the model overflows on this text: is the "
+                f"checkpoint whole, and its dtype the one that it was trained in?"
+            )
+        torch.maximum(self.absmax, largest, out=self.absmax)
+        self.abssum += magnitude.sum(0)
+        self.gram.addmm_(x.T, x)
+        self.tokens += x.shape[0]
+        if self._wanted > 0:
+            kept = x[:: max(1, x.shape[0] // self._per_sample)][: min(self._per_sample, self._wanted)]
+            self._rows.append(kept.clone())
+            self._wanted -= kept.shape[0]
+
+    @property
+    def absmean(self) -> Tensor:
+        """Mean magnitude of every input, fp32 [in]."""
+        return self.abssum / max(1, self.tokens)
+
+    @property
+    def rows(self) -> Tensor:
+        """The kept tokens, fp32 [kept, in]."""
+        return torch.cat(self._rows) if self._rows else self.gram.new_zeros(0, self.gram.shape[0])
+
+    def divide(self, scale: Tensor) -> None:
+        """Become the statistics of x / scale, scale fp32 [in], which something before the layer now makes."""
+        self.gram /= scale
+        self.gram /= scale[:, None]
+        self.absmax /= scale
+        self.abssum /= scale
+        self._rows = [rows / scale for rows in self._rows]
+
+    def squared(self, weight: Tensor) -> float:
+        """The sum over tokens of |W x|^2 for a weight, or a change of one, fp32 [out, in]."""
+        return float(((weight @ self.gram) * weight).sum(dtype=torch.float64).clamp_min(0))
+
+    def relative_error(self, weight: Tensor, stored: Tensor) -> float:
+        """|(W - Q) X| / |W X| over all tokens, Frobenius norms; both fp32 [out, in]."""
+        whole = self.squared(weight)
+        return (self.squared(stored - weight) / whole) ** 0.5 if whole > 0 else 0.0

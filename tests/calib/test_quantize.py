@@ -1,0 +1,247 @@
+"""Quantizing a model layer by layer: what is written, what is refused, and that a killed run goes on."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoTokenizer
+
+import kvq
+from kvq.calib.quantize.samples import draw_samples
+from kvq.calib.quantize.walk import Walk
+from kvq.errors import ConfigError, ModelError, RequestError
+from kvq.evals import calibration_text
+from kvq.models.resolve import EMBEDDED
+from tests.helpers_models import (
+    eager_logits,
+    load_eager,
+    load_fp32,
+    random_tokens,
+    save_first_layers,
+    save_model,
+)
+
+FEW = {"samples": 8, "context": 64}
+
+
+@pytest.fixture(scope="module")
+def two_layers(tmp_path_factory) -> Path:
+    """The embedded model's first two layers, with its tokenizer."""
+    folder = tmp_path_factory.mktemp("model") / "two"
+    save_first_layers(folder, 2)
+    return folder
+
+
+@pytest.fixture
+def random_model(tmp_path, two_layers):
+    """A random model of a family, in a folder with a tokenizer whose ids it knows."""
+
+    def make(family, **changes):
+        folder = save_model(tmp_path / family, family, **({"vocab_size": 4096} | changes))
+        for name in ("tokenizer.json", "tokenizer_config.json"):
+            (folder / name).write_bytes((two_layers / name).read_bytes())
+        return folder
+
+    return make
+
+
+def logits(folder, ids=range(3, 40)):
+    return kvq.load(folder, kv="fp32", device="cpu").logits(list(ids))
+
+
+@pytest.mark.parametrize(
+    ("method", "options", "limit"),
+    [
+        ("rtn", {"bits": 8}, 0.02),
+        ("fp8", {}, 0.08),
+        ("gptq", {}, 0.25),
+        ("gptq", {"act_order": "static", "symmetric": False}, 0.25),
+        ("gptq", {"activations": "int8"}, 0.25),
+        ("awq", {}, 0.25),
+        ("awq", {"bits": 3, "group_size": 64}, 0.5),
+        ("smoothquant", {}, 0.03),
+    ],
+)
+def test_every_method_writes_a_folder_that_loads_and_is_near_the_model(
+    two_layers, tmp_path, method, options, limit
+):
+    given = options | ({} if method in ("rtn", "fp8") else FEW)
+    done = kvq.quantize(two_layers, tmp_path / "out", method, **given)
+    assert len(done.rows) == 14
+    assert all(0 < row.relative_error < 0.4 for row in done.rows)
+    assert done.bytes_after < 0.6 * done.bytes_before
+    assert "lm_head" in done.ignored
+    wanted, found = logits(two_layers), logits(tmp_path / "out")
+    assert (found - wanted).norm() < limit * wanted.norm()
+    assert not (tmp_path / "out.partial").exists()
+
+
+@pytest.mark.parametrize(
+    ("file_format", "options"),
+    [("autogptq", {"act_order": "group"}), ("autogptq", {}), ("autoawq", {"symmetric": False})],
+)
+def test_other_formats_hold_the_same_weights(two_layers, tmp_path, file_format, options):
+    kvq.quantize(two_layers, tmp_path / "out", file_format=file_format, dtype="fp16", **options, **FEW)
+    wanted, found = logits(two_layers), logits(tmp_path / "out")
+    assert (found - wanted).norm() < 0.25 * wanted.norm()
+
+
+def test_what_is_not_quantized_is_there_bit_for_bit(two_layers, tmp_path):
+    kvq.quantize(two_layers, tmp_path / "out", "gptq", **FEW)
+    before, after = (
+        load_file(two_layers / "model.safetensors"),
+        load_file(tmp_path / "out" / "model.safetensors"),
+    )
+    kept = {name for name in before if "_proj." not in name}
+    assert len(kept) > 3
+    assert all(torch.equal(before[name], after[name]) for name in kept)
+    assert (tmp_path / "out" / "tokenizer.json").is_file()
+
+
+def test_gptq_changes_outputs_less_than_rounding(two_layers, tmp_path):
+    wanted, errors = logits(two_layers), {}
+    for method in ("rtn", "gptq", "awq"):
+        given = {} if method == "rtn" else {"samples": 32, "context": 256}
+        kvq.quantize(two_layers, tmp_path / method, method, bits=3, **given)
+        errors[method] = float((logits(tmp_path / method) - wanted).norm())
+    assert errors["gptq"] < 0.8 * errors["rtn"]
+    assert errors["awq"] < 0.85 * errors["rtn"]
+
+
+@pytest.mark.parametrize("method", ["gptq", "awq"])
+@pytest.mark.parametrize(
+    "family",
+    ["gemma3_text", "phi3", "starcoder2", "olmo2", "qwen3", "gpt_neox", "cohere2", "mixtral", "gpt_oss"],
+)
+def test_families_are_walked_as_transformers_runs_them(random_model, tmp_path, family, method):
+    folder = random_model(family)
+    done = kvq.quantize(folder, tmp_path / "out", method, bits=8, group_size=8, **FEW)
+    assert all(row.relative_error < 0.02 for row in done.rows)
+    wanted, found = logits(folder), logits(tmp_path / "out")
+    has_experts = family in ("mixtral", "gpt_oss")  # whose choice may change
+    assert (found - wanted).norm() < (0.3 if has_experts else 0.05) * wanted.norm()
+    if has_experts:
+        assert any("experts in one" in why for why in done.ignored.values())
+
+
+@pytest.mark.parametrize("family", ["gemma2", "qwen2", "mistral"])
+def test_hidden_states_after_the_last_layer_are_the_models(tmp_path, family):
+    reference = load_eager(save_model(tmp_path / "model", family))
+    ids = random_tokens(40, seed=3)
+    wanted = reference.base_model(input_ids=torch.tensor([ids]), use_cache=False, output_hidden_states=True)
+    walk = Walk(reference, [ids, ids], torch.device("cpu"))
+    for index in range(len(walk.layers)):
+        walk.advance(index)
+    with torch.no_grad():
+        found = reference.base_model.norm(walk.hidden[1][None])
+    assert torch.allclose(found, wanted.last_hidden_state, atol=1e-5)
+    assert eager_logits(reference, ids).isfinite().all()
+
+
+def test_models_without_linear_layers_are_refused_by_name(random_model, tmp_path):
+    with pytest.raises(ModelError, match="gpt2 has no Linear layers"):
+        kvq.quantize(random_model("gpt2"), tmp_path / "out", "rtn")
+
+
+def test_groups_that_do_not_fit_name_the_layers_and_what_fits(random_model, tmp_path):
+    folder = random_model("llama")
+    with pytest.raises(ConfigError, match=r"layers\.0\.mlp\.down_proj \(80\).*--group-size 16, 8, -1 fit"):
+        kvq.quantize(folder, tmp_path / "out", "rtn", group_size=32)
+    assert list(tmp_path.glob("out*")) == []
+
+
+def test_a_quantized_model_is_not_quantized_again(two_layers, tmp_path):
+    kvq.quantize(two_layers, tmp_path / "out", "rtn")
+    with pytest.raises(ModelError, match="quantized already"):
+        kvq.quantize(tmp_path / "out", tmp_path / "again", "rtn")
+
+
+def test_activations_that_overflow_name_the_layer(two_layers, tmp_path):
+    folder = tmp_path / "bad"
+    folder.mkdir()
+    for path in two_layers.iterdir():
+        (folder / path.name).write_bytes(path.read_bytes())
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.layers.1.mlp.up_proj.weight"][0, 0] = float("inf")
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(RequestError, match=r"model\.layers\.1\.mlp\.down_proj hold NaN"):
+        kvq.quantize(folder, tmp_path / "out", "gptq", **FEW)
+
+
+def test_samples_are_drawn_by_seed_and_a_short_text_says_what_it_lacks():
+    tokenizer = AutoTokenizer.from_pretrained(EMBEDDED["tiny"])
+    text = calibration_text().text
+    drawn = [
+        draw_samples(tokenizer, text, samples=16, context=128, max_context=4096, seed=seed)
+        for seed in (0, 0, 1)
+    ]
+    assert drawn[0] == drawn[1] != drawn[2]
+    assert {len(ids) for ids in drawn[0]} == {128}
+    some = draw_samples(tokenizer, text[:40_000], samples=1024, context=512, max_context=4096, seed=0)
+    assert 8 <= len(some) < 1024
+    with pytest.raises(
+        RequestError, match=r"8 samples of 2,048 need 16,384: give a longer text, or --context"
+    ):
+        draw_samples(tokenizer, text[:20_000], samples=128, context=None, max_context=4096, seed=0)
+    with pytest.raises(RequestError, match="this model takes 2 to 4096"):
+        draw_samples(tokenizer, text, samples=128, context=5000, max_context=4096, seed=0)
+
+
+def test_scales_of_k_and_v_are_written_beside_the_weights(two_layers, tmp_path):
+    out = tmp_path / "out"
+    kvq.quantize(two_layers, out, "rtn", kv_scales=True)
+    tensors = load_file(out / "model.safetensors")
+    assert tensors["model.layers.1.self_attn.k_scale"].item() > 0
+    config = json.loads((out / "config.json").read_text())
+    assert config["quantization_config"]["kv_cache_scheme"]["num_bits"] == 8
+    found = kvq.load(out, kv="fp8_per_head", device="cpu").logits([3, 4, 5])
+    assert torch.isfinite(found).all()
+
+
+SCRIPT = "import sys, kvq; kvq.quantize('tiny', sys.argv[1], sys.argv[2], samples=8, context=128)"
+
+
+@pytest.mark.parametrize("method", ["gptq", "awq"])
+def test_a_run_killed_in_the_middle_goes_on_to_the_same_bytes(tmp_path, method):
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    subprocess.run([sys.executable, "-c", SCRIPT, whole, method], check=True, env=environment, timeout=120)
+    process = subprocess.Popen([sys.executable, "-c", SCRIPT, cut, method], env=environment)
+    partial, deadline = tmp_path / "cut.partial", time.monotonic() + 120
+    while len(list(partial.glob("layer-*"))) < 2 and time.monotonic() < deadline:
+        time.sleep(0.005)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert not cut.exists()
+    finished = {path.name: path.stat().st_mtime_ns for path in partial.glob("layer-*")}
+    assert 2 <= len(finished) < 6
+    subprocess.run([sys.executable, "-c", SCRIPT, cut, method], check=True, env=environment, timeout=120)
+    assert {path.name for path in cut.iterdir()} == {path.name for path in whole.iterdir()}
+    for path in whole.iterdir():
+        assert (cut / path.name).read_bytes() == path.read_bytes()
+
+
+def test_other_settings_do_not_go_on_with_what_was_begun(two_layers, tmp_path, monkeypatch):
+    from kvq.calib.quantize import run
+
+    def fail(*_, **__):
+        raise KeyboardInterrupt
+
+    out = tmp_path / "out"
+    with monkeypatch.context() as patched:
+        patched.setattr(run, "write_checkpoint", fail)
+        with pytest.raises(KeyboardInterrupt):
+            kvq.quantize(two_layers, out, "gptq", **FEW)
+    with pytest.raises(
+        ConfigError, match=r"begun otherwise \(format 'int4_g128', now 'int3_g128'\).*--restart"
+    ):
+        kvq.quantize(two_layers, out, "gptq", bits=3, **FEW)
+    kvq.quantize(two_layers, out, "gptq", bits=3, restart=True, **FEW)
+    assert load_fp32(out) is not None
