@@ -29,6 +29,7 @@ SOURCES = {  # and what each file needs
     "linear/mlp.cpp": ["-ffp-contract=off"],
     "merge_partials/merge_partials.cpp": ["-ffp-contract=fast"],
     "rms_norm/rms_norm.cpp": ["-ffp-contract=off"],
+    "rope/rope.cpp": ["-ffp-contract=off"],
     "write_kv/write_kv.cpp": ["-ffp-contract=off"],  # as are codes and scales
 }
 # Parallel regions use the OpenMP runtime that torch has loaded: nothing is linked that could bring

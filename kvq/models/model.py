@@ -9,11 +9,12 @@ from typing import Any
 import torch
 
 from kvq.cache.backend import cache_backend
-from kvq.errors import ConfigError, RequestError
+from kvq.errors import ConfigError, ModelError, RequestError
 from kvq.formats import KVRecipe, StaticScales
 from kvq.geometry import ModelGeometry
 from kvq.kernels import check_backend
 from kvq.layout import BlockOrder, KVLayout, check_recipe_fits, plan_layout
+from kvq.models.fused_layers import fuse_layers, unfuse_layers
 from kvq.models.probe import probe
 from kvq.models.resolve import resolve_model
 from kvq.models.session import Session, check_kernels_unnamed
@@ -196,7 +197,7 @@ def load(
     recipe = resolve_recipe(loaded, kv)
     plan_layout(loaded.geometry, recipe, block_size=block_size, order=order)
     static = find_scales(loaded, scales)
-    probe(loaded)
+    probe_layers(loaded)
     return Model(
         loaded,
         recipe,
@@ -206,6 +207,20 @@ def load(
         backend=backend,
         cache=cache,
     )
+
+
+def probe_layers(weights: LoadedWeights) -> None:
+    """Probe the model, with its layers fused where they can be, and as they are if that were wrong.
+
+    Raises:
+        ModelError: see `probe`.
+    """
+    if weights.device.type == "cpu" and fuse_layers(weights.model):
+        try:
+            return probe(weights)
+        except (ModelError, ConfigError):
+            unfuse_layers(weights.model)
+    return probe(weights)
 
 
 def find_scales(weights: LoadedWeights, path: str | Path | None) -> StaticScales | None:

@@ -87,11 +87,11 @@ class GatedMLP(nn.Module):
         assert isinstance(self.gate_proj, QuantizedLinear), "joined"
         assert isinstance(self.down_proj, QuantizedLinear), "quantized"
         self.in_features, self.out_features = self.gate_proj.in_features, self.down_proj.out_features
-        self._kernel = CpuMLP(self.gate_proj.kernel.joined.kernel, self.down_proj.kernel, activation)
+        self.kernel = CpuMLP(self.gate_proj.kernel.joined.kernel, self.down_proj.kernel, activation)
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., in] -> [..., out]."""
-        return self._kernel(x.reshape(-1, self.in_features)).view(*x.shape[:-1], self.out_features)
+        return self.kernel(x.reshape(-1, self.in_features)).view(*x.shape[:-1], self.out_features)
 
 
 @torch.inference_mode()

@@ -20,6 +20,7 @@ _ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "gated": (*_MATRIX, *_MATRIX, c_int64, c_int, c_int, c_int64, c_int),
     "linear_mlp": (c_void_p, c_void_p, *_MATRIX, *_MATRIX, c_int, c_int, c_int64, c_int),
     "rms_norm": (c_void_p, c_void_p, c_void_p, c_int64, c_int, c_int, c_float, c_int64, c_int),
+    "rope": (*_MATRIX, c_void_p, c_void_p, c_int, c_int, c_int, c_int64, c_int),
 }
 OPERATIONS = ("write_kv", "attend", "gather_dense", "merge_partials", "copy_blocks", *_ARGUMENTS)
 _NO_MEMORY, _BAD_BLOCK = 1, 2  # KvqStatus
@@ -39,6 +40,7 @@ class Library:
     gated: Any
     linear_mlp: Any
     rms_norm: Any
+    rope: Any
 
 
 @lru_cache(maxsize=1)

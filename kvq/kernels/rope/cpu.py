@@ -1,0 +1,42 @@
+"""`rope` in C++ for CPUs: one call instead of torch's fourteen."""
+
+import torch
+from torch import Tensor
+
+from kvq.errors import ConfigError
+from kvq.kernels.native.library import check, loaded
+from kvq.kernels.native.structs import DTYPES
+
+MOST_DIM = 1024  # elements of a head that rope.cpp has room for
+
+
+def rope(x: Tensor, cos: Tensor, sin: Tensor) -> None:
+    """Do what the reference does; a row's result doesn't depend on the others, bit for bit.
+
+    x: [rows, heads, dim] of fp32, bf16 or fp16 with heads side by side, in place; cos, sin: [rows, dim].
+
+    Raises:
+        ConfigError: another shape or dtype: compiled code would read past its end.
+    """
+    rows, heads, dim = x.shape
+    fits = x.stride(2) == 1 and (heads == 1 or x.stride(1) == dim) and dim % 2 == 0 and dim <= MOST_DIM
+    angles = cos.shape == sin.shape == (rows, dim) and cos.dtype == sin.dtype == x.dtype
+    if not fits or not angles or x.dtype not in DTYPES:
+        raise ConfigError(
+            f"rope takes [rows, heads, dim], heads side by side, dim even and at most {MOST_DIM}, and "
+            f"angles [rows, dim], got {x.dtype} {list(x.shape)} and {cos.dtype} {list(cos.shape)}"
+        )
+    cos, sin = cos.contiguous(), sin.contiguous()
+    check(
+        loaded().rope(
+            x.data_ptr(),
+            x.stride(0) * x.element_size(),
+            cos.data_ptr(),
+            sin.data_ptr(),
+            heads,
+            dim // 2,
+            DTYPES[x.dtype],
+            rows,
+            torch.get_num_threads(),
+        )
+    )

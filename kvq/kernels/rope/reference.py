@@ -1,0 +1,16 @@
+"""The definition of correct for `rope`."""
+
+import torch
+from torch import Tensor
+
+
+def rope(x: Tensor, cos: Tensor, sin: Tensor) -> None:
+    """Turn heads in place: y = x cos + (-second half, first half) sin, of x [rows, heads, dim].
+
+    cos and sin: [rows, dim], of x's dtype.
+
+    Source: Su et al., "RoFormer", 2021, section 3.2, in the order of GPT-NeoX: a pair is dim / 2 apart.
+    """
+    half = x.shape[-1] // 2
+    turned = torch.cat((-x[..., half:], x[..., :half]), dim=-1)
+    x.copy_(x * cos[:, None] + turned * sin[:, None])

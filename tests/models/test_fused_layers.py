@@ -1,0 +1,84 @@
+"""Decoder layers in few calls on CPUs: the results of the layers' own code, and that code wherever it must run."""
+
+import pytest
+import torch
+
+import kvq
+from kvq.engine.linear_time import LinearTime
+from kvq.errors import ModelError
+from kvq.kernels.native.library import load
+from kvq.models import model as loading
+from kvq.models.fused_layers import FusedForward, unfuse_layers
+from tests.helpers_models import random_tokens, save_model
+
+pytestmark = pytest.mark.skipif(isinstance(load(), str), reason="the C++ kernels were not built")
+FUSED = ("llama", "mistral", "ministral", "qwen2", "qwen3", "seed_oss")
+IDS = random_tokens(60, seed=3)
+
+
+def fused_layers(model: kvq.Model) -> int:
+    return sum(isinstance(m.__dict__.get("forward"), FusedForward) for m in model.weights.model.modules())
+
+
+@pytest.mark.parametrize("family", FUSED)
+def test_fused_layers_give_the_results_of_their_own_code(family: str, tmp_path) -> None:
+    model = kvq.load(save_model(tmp_path, family), kv="fp32", weights="int8_g16", device="cpu")
+    assert fused_layers(model) == len(model.geometry.layers)
+    fused, chunked = model.logits(IDS), model.logits(IDS, chunk=7)
+    unfuse_layers(model.weights.model)
+    assert fused_layers(model) == 0
+    own = model.logits(IDS)
+    assert (fused - own).abs().max() < 2e-3 * own.abs().max()
+    assert (chunked - fused).abs().max() < 1e-5 * own.abs().max()
+
+
+@pytest.mark.parametrize(
+    "family", ["gemma2", "phi3", "olmo2", "cohere", "glm", "mixtral", "gpt_neox", "smollm3"]
+)
+def test_other_layers_run_their_own_code(family: str, tmp_path) -> None:
+    model = kvq.load(save_model(tmp_path, family), kv="fp32", weights="int8_g16", device="cpu")
+    assert fused_layers(model) == 0
+    assert model.logits(IDS).isfinite().all()
+
+
+def test_layers_that_would_be_wrong_get_their_own_code_back(
+    tmp_path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = save_model(tmp_path, "llama")
+    right = kvq.load(folder, kv="fp32", weights="int8_g16").logits(IDS)
+    monkeypatch.setattr("kvq.models.fused_layers.rope", lambda x, cos, sin: None)
+    model = kvq.load(folder, kv="fp32", weights="int8_g16")
+    assert fused_layers(model) == 0
+    torch.testing.assert_close(model.logits(IDS), right, rtol=1e-3, atol=1e-3)
+
+    def refuse(weights: object) -> None:
+        raise ModelError("no")
+
+    monkeypatch.setattr(loading, "probe", refuse)
+    with pytest.raises(ModelError, match="no"):
+        kvq.load(folder, kv="fp32", weights="int8_g16")
+
+
+def test_time_in_linear_layers_is_seen_while_somebody_looks() -> None:
+    model = kvq.load("tiny", weights="int8")
+    before = model.logits(IDS)
+    watch = LinearTime(model.weights.model)
+    after = model.logits(IDS)
+    assert watch.take() > 0
+    watch.close()
+    assert (after - before).abs().max() < 1e-3 * before.abs().max()
+    assert fused_layers(model) == 6
+
+
+def test_transformers_runs_the_model_past_kvq_as_before() -> None:
+    model = kvq.load("tiny", weights="int8")
+    own = model.weights.model
+    own.set_attn_implementation("eager")
+    with torch.inference_mode():
+        logits = own(input_ids=torch.tensor([IDS]), use_cache=False).logits[0]
+    torch.testing.assert_close(logits, model_logits(model), rtol=1e-2, atol=1e-2)
+
+
+def model_logits(model: kvq.Model) -> torch.Tensor:
+    model.weights.model.set_attn_implementation("kvq_packed")
+    return model.logits(IDS)
