@@ -12,8 +12,10 @@ from kvq.errors import ConfigError
 
 if TYPE_CHECKING:
     from kvq.calib.quantize import QuantizeSettings, Quantizing
+    from kvq.evals import EvalText
 
 _METHODS = ("rtn", "gptq", "awq", "smoothquant", "fp8", "nf4", "int8-bnb")
+_HELD_OUT = "held-out help topics of CPython"
 _OWN = (  # options of kvq's own methods, as `choose_settings` names them
     "bits", "group_size", "symmetric", "activations", "act_order", "damp", "scale_search", "alpha",
     "samples", "context", "seed",
@@ -80,7 +82,12 @@ _OWN = (  # options of kvq's own methods, as `choose_settings` names them
 @click.option("--seed", default=0, show_default=True, help="Of the choice of samples.")
 @click.option("--kv-scales", is_flag=True, help="Add static FP8 scales of K and V, and a kvq.json beside.")
 @click.option(
-    "--eval", "eval_text", type=click.Path(), help="Text to measure perplexity on, before and after."
+    "--eval",
+    "eval_text",
+    is_flag=False,
+    flag_value=_HELD_OUT,
+    type=click.Path(),
+    help=f"Measure perplexity before and after, on a text or (alone) on {_HELD_OUT}.",
 )
 @click.option("--eval-windows", type=click.IntRange(1), help="Windows of it.  [default: all]")
 @click.option("--overwrite", is_flag=True, help="Replace a folder that kvq wrote.")
@@ -138,8 +145,16 @@ def _asked(options: dict[str, Any]) -> "tuple[Quantizing, QuantizeSettings, Any]
         revision=options["revision"],
         token=options["token"],
     )
-    held_out = None if options["eval_text"] is None else read_text(options["eval_text"], None)
-    return work, settings, held_out
+    return work, settings, _held_out(options["eval_text"])
+
+
+def _held_out(text: str | None) -> "EvalText | None":
+    """What to measure perplexity on, if anything."""
+    from kvq.evals import default_text, read_text
+
+    if text is None:
+        return None
+    return default_text() if text == _HELD_OUT else read_text(text, None)
 
 
 def _quantize(

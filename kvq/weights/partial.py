@@ -46,6 +46,7 @@ class Partial:
         name = f"shard-{len(self.shards) + 1:05}"
         path = self.folder / name
         save_file(_apart(tensors), path, _METADATA)
+        os.chmod(path, 0o644)  # as the other files
         sync(path)
         self.shards[name] = FileDigest.of(path)
         self.shard_of.update(dict.fromkeys(tensors, name))

@@ -1,4 +1,4 @@
-"""Decoder layers in few calls on CPUs: the results of the layers' own code, and that code wherever it must run."""
+"""Decoder layers in few calls on CPUs: the results of their own code, and that code where it must run."""
 
 import pytest
 import torch

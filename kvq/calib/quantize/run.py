@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from kvq.calib.export import fp8_scale_tensors
 from kvq.calib.observe import Observations, observe
@@ -14,7 +15,7 @@ from kvq.calib.quantize.samples import draw_samples
 from kvq.calib.quantize.settings import QuantizeSettings, digest_of
 from kvq.calib.quantize.targets import find_targets
 from kvq.calib.quantize.walk import decoder_layers
-from kvq.errors import ConfigError
+from kvq.errors import ConfigError, ModelError
 from kvq.evals import EvalText, calibration_text
 from kvq.formats import KVRecipe
 from kvq.geometry import ModelGeometry
@@ -66,6 +67,21 @@ class Quantizing:
     token: str | None = None
     progress: Callable[[str], Progress] = field(default=lambda what: lambda done, total: None)
 
+    def stored_dtype(self) -> str:
+        """The dtype of scales and of what stays unquantized; GPTQ's and AWQ's is fp16.
+
+        Raises:
+            ConfigError: another was asked for where the file format has fp16 alone.
+        """
+        if self.file_format == "compressed-tensors":
+            return self.dtype
+        if self.dtype not in ("auto", "fp16"):
+            raise ConfigError(
+                f"{self.file_format} keeps fp16, got dtype {self.dtype!r}; leave --dtype out, or write "
+                f"compressed-tensors"
+            )
+        return "fp16"
+
 
 def quantize_model(work: Quantizing, settings: QuantizeSettings) -> Quantized:
     """Quantize a model's weights into a folder of its own.
@@ -79,11 +95,13 @@ def quantize_model(work: Quantizing, settings: QuantizeSettings) -> Quantized:
         RequestError: too short a text, or activations that are not finite.
     """
     check_output(work.out, work.file_format, settings, kv_scales=work.kv_scales, overwrite=work.overwrite)
+    dtype = work.stored_dtype()
     device = pick_device(work.device)
     folder = resolve_model(work.model, revision=work.revision, token=work.token)
     if folder.resolve() == work.out.resolve():
         raise ConfigError(f"{work.out} is the model itself; name another folder with --out")
-    model = load_plain(folder, dtype=work.dtype)
+    model = load_plain(folder, dtype=dtype)
+    _check_finite(model, dtype)
     targets = find_targets(model, settings.fmt, held_tensors(folder))
     geometry = live_geometry(model.config)
     text = work.text or calibration_text()
@@ -140,11 +158,21 @@ def _partial(
     said = settings.described() | {
         "model": content_digest(weight_files(folder)),
         "text": text.digest if settings.method.needs_text else None,
-        "dtype": work.dtype,
+        "dtype": work.stored_dtype(),
         "device": device,
         "kvq": __version__,
     }
     return Partial(work.out, said, digest_of(said), restart=work.restart)
+
+
+def _check_finite(model: Any, dtype: str) -> None:
+    """Raise ModelError for weights that are no numbers, such as bf16's largest in fp16."""
+    for name, parameter in model.named_parameters():
+        if not parameter.isfinite().all():
+            raise ModelError(
+                f"{name} holds NaN or infinity in {dtype if dtype != 'auto' else parameter.dtype}; "
+                f"where it is too large for fp16, write compressed-tensors with --dtype bf16"
+            )
 
 
 def _observed(work: Quantizing, folder: Path, text: EvalText) -> Observations:
