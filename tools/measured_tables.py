@@ -52,9 +52,85 @@ def table(result: dict) -> str:
         return recipes_table(result)
     if "needle_summary" in result:
         return needle_table(result)
+    if "quantize_seconds" in result["rows"][-1]:
+        return weights_table(result)
+    if "statistics_seconds_per_1024_tokens" in result["rows"][0]:
+        return quantizing_table(result)
+    if "over_fp32" in result["rows"][0]:
+        return decode_table(result)
     if "intervals" in result["rows"][0]:
         return quality_table(result)
     return caches_table(result) if "step_ms_median" in result["rows"][0] else perplexity_table(result)
+
+
+def weights_table(result: dict) -> str:
+    """The table of a benchmarks/weights_quality.py result."""
+    lines = ["| weights | calibrated on | bits / weight | perplexity | change |", "|---|---|--:|--:|--:|"]
+    for row in result["rows"]:
+        low, high = row.get("perplexity_change_interval", (None, None))
+        change = "" if low is None else f"{row['perplexity_change']:+.2%} ({low:+.2%} to {high:+.2%})"
+        texts = {None: "", "default": "help topics", "valid.txt": "WikiText-2 valid"}
+        text = texts[row.get("calibrated_on")]
+        bits = row.get("bits_per_weight")
+        lines.append(
+            f"| {row['name']} | {text} | {'' if bits is None else f'{bits:.3g}'} "
+            f"| {row['perplexity']:.2f} | {change} |"
+        )
+    lines.append(
+        f"\nModel: {result['model']}, KV in fp32. Text: WikiText-2 test, {result['windows']} windows of "
+        f"{result['context']} tokens; changes with 95% intervals, resampled in pairs. 128 samples where a text "
+        f"is named. {measured_on(result)}"
+    )
+    return "\n".join(lines)
+
+
+def quantizing_table(result: dict) -> str:
+    """The table of a benchmarks/weights_speed.py result."""
+    lines = [
+        "| method | seconds, median (least) | peak memory beside its inputs | error of outputs |",
+        "|---|--:|--:|--:|",
+    ]
+    lines += [
+        f"| {row['name']} | {row['seconds_median']:.1f} ({row['seconds_min']:.1f}) "
+        f"| {row['peak_bytes_beyond_inputs'] / 2**20:,.0f} MiB | {row['relative_error']:.3f} |"
+        for row in result["rows"]
+    ]
+    row = result["rows"][0]
+    lines.append(
+        f"\nOne layer of {row['in_features']:,} x {row['out_features']:,} to {row['format']}, "
+        f"{row['repeats']} times each. {measured_on(result)}"
+    )
+    return "\n".join(lines)
+
+
+def decode_table(result: dict) -> str:
+    """The table of a benchmarks/weights_decode.py result."""
+    lines = [
+        "| | weights | tokens/s, median (p10 - p90) | over fp32 | over llama.cpp's | MB |",
+        "|---|---|--:|--:|--:|--:|",
+    ]
+    for row in result["rows"]:
+        ratios = [row["over_fp32"], row["over_llama_cpp"]]
+        own, theirs = ("" if ratio is None else f"{ratio:.2f}x" for ratio in ratios)
+        size = f"{row['weights_bytes'] / 1e6:.0f}" if "weights_bytes" in row else ""
+        lines.append(
+            f"| {row['name']} {row.get('version', '')} | {row['weights']} | {row['tokens_per_s_median']:.0f} "
+            f"({row['tokens_per_s_p10']:.0f} - {row['tokens_per_s_p90']:.0f}) | {own} | {theirs} | {size} |"
+        )
+    lines.append(
+        f"\nOne sequence, {result['tokens']} tokens decoded after {result['depth']}, fp32 KV, "
+        f"{result['repeats']} turns of each, one after another. A random Llama of 78.7 M parameters; llama.cpp's "
+        f"f32, q8_0 and q4_0 are compared with fp32, int8 and int4. {measured_on(result)}"
+    )
+    return "\n".join(lines)
+
+
+def measured_on(result: dict) -> str:
+    """Date, hardware, versions and commit."""
+    return (
+        f"{result['date'][:10]}, {result['device']}, torch {result['versions']['torch']}, "
+        f"transformers {result['versions']['transformers']}, commit {result['commit']}."
+    )
 
 
 def caches_table(result: dict) -> str:

@@ -22,7 +22,10 @@ def sizing_options(command: _Command) -> _Command:
     """Add the options that the functions below read."""
     options = [
         click.option(
-            "--weights", default="fp16", show_default=True, help="fp32, bf16, fp16, fp8, int8, int4 or nf4."
+            "--weights",
+            default="auto",
+            show_default=True,
+            help="fp32, bf16, fp16, fp8, int8, int4, int3 or nf4; auto: as config.json says, else fp16.",
         ),
         click.option(
             "--tensor-parallel", "-tp", default=1, show_default=True, help="GPUs that share each layer."

@@ -11,10 +11,12 @@ from kvq.layout import KVLayout, plan_layout
 
 # Bytes of a weight in the linear layers; scales beside them are `_SCALE_BYTES`.
 WEIGHT_BYTES: Mapping[str, float] = {
-    "fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1, "int8": 1, "int4": 0.5, "nf4": 0.5,
+    "fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1, "int8": 1, "int4": 0.5, "int3": 0.375,
+    "nf4": 0.5,
 }  # fmt: skip
 _SCALE_BYTES: Mapping[str, tuple[float, int]] = {
     "int4": (2.5, 128),
+    "int3": (2.5, 128),
     "nf4": (1.0, 64),
 }  # of a group, weights of it
 KEPT_TERM = "embeddings, head, norms"  # what quantizers leave as it is

@@ -12,6 +12,7 @@ from kvq.capacity.plan.lengths import Length, fixed
 from kvq.capacity.plan.memory import Split
 from kvq.capacity.plan.parameters import count_parameters
 from kvq.capacity.plan.plan import CapacityPlan, Engine, Target, make_plan
+from kvq.capacity.plan.stored import AUTO, stored_weights
 from kvq.errors import ConfigError
 from kvq.geometry import parse_geometry
 
@@ -24,7 +25,7 @@ def plan(
     context: int | None = None,
     output: int | None = None,
     lengths: Sequence[Length] | None = None,
-    weights: str = "fp16",
+    weights: str = AUTO,
     weight_bytes: int | None = None,
     split: Split | None = None,
     engine: Engine | None = None,
@@ -33,7 +34,8 @@ def plan(
     """How many requests of `context` tokens, or of these `lengths`, fit on a GPU.
 
     `model`: a name of `kvq models`, or a folder with a config.json. `output`: of the context, an eighth
-    unless said. `weights`: the format of the linear layers; `weight_bytes` replaces the count.
+    unless said. `weights`: the format of the linear layers, by default what the config says of
+    the checkpoint's; `weight_bytes` replaces the count.
 
     Raises:
         ConfigError: something unknown, no lengths, or the model doesn't fit, with by how much.
@@ -65,7 +67,7 @@ def make_target(model: str | Path, *, weights: str, weight_bytes: int | None, sp
         name=str(model),
         geometry=geometry,
         parameters=None if weight_bytes is not None else count_parameters(config, geometry),
-        weights=weights,
+        weights=stored_weights(config) if weights == AUTO else weights,
         weight_bytes=weight_bytes,
         split=split,
         latent_values=latent_values(config, geometry),
