@@ -78,8 +78,8 @@ def weights_table(result: dict) -> str:
         )
     lines.append(
         f"\nModel: {result['model']}, KV in fp32. Text: WikiText-2 test, {result['windows']} windows of "
-        f"{result['context']} tokens; changes with 95% intervals, resampled in pairs. 128 samples where a text "
-        f"is named. {measured_on(result)}"
+        f"{result['context']} tokens; changes with 95% intervals, resampled in pairs. 128 samples where a "
+        f"text is named. {measured_on(result)}"
     )
     return "\n".join(lines)
 
@@ -119,8 +119,8 @@ def decode_table(result: dict) -> str:
         )
     lines.append(
         f"\nOne sequence, {result['tokens']} tokens decoded after {result['depth']}, fp32 KV, "
-        f"{result['repeats']} turns of each, one after another. A random Llama of 78.7 M parameters; llama.cpp's "
-        f"f32, q8_0 and q4_0 are compared with fp32, int8 and int4. {measured_on(result)}"
+        f"{result['repeats']} turns of each, one after another. A random Llama of 78.7 M parameters; "
+        f"llama.cpp's f32, q8_0 and q4_0 are compared with fp32, int8 and int4. {measured_on(result)}"
     )
     return "\n".join(lines)
 
