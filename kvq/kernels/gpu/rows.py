@@ -21,7 +21,7 @@ INT4 = tl.constexpr(KINDS[Code.INT4])
 # the high ones: a nibble under the exponent byte of 128 (bf16) or 1024 (fp16) is 128 or 1024 more than
 # the code, which a multiply-add takes away, and divides by `unit`. Exact: sums of products must not
 # hold a bias, since tensor cores round what they add.
-_SPREAD_NIBBLES = """
+SPREAD_NIBBLES = """
 {{
 .reg .b32 low, high, factor, minus;
 mov.b32 factor, {factor};
@@ -40,15 +40,15 @@ fma.rn.{kind} $3, $3, factor, minus;
 }}
 """
 _NIBBLES_BF16 = tl.constexpr(
-    _SPREAD_NIBBLES.format(magic="0x43434343", kind="bf16x2", factor="0x3f803f80", minus="0xc300c300")
+    SPREAD_NIBBLES.format(magic="0x43434343", kind="bf16x2", factor="0x3f803f80", minus="0xc300c300")
 )
 _NIBBLES_FP16 = tl.constexpr(  # (1024 + q) / 256 - 4
-    _SPREAD_NIBBLES.format(magic="0x64646464", kind="f16x2", factor="0x1c001c00", minus="0xc400c400")
+    SPREAD_NIBBLES.format(magic="0x64646464", kind="f16x2", factor="0x1c001c00", minus="0xc400c400")
 )
 
 # Four E4M3FN bytes become four fp16 numbers, each the value divided by 256: sign in place, exponent
 # and mantissa one bit further down.
-_SPREAD_FP8 = tl.constexpr("""
+SPREAD_FP8 = tl.constexpr("""
 {
 .reg .b32 first, second, sign;
 prmt.b32 first, $2, 0, 0x1404;
@@ -66,7 +66,7 @@ or.b32 $1, second, sign;
 
 
 # Four INT8 bytes become four bf16 numbers: 128 + the low seven bits, less 128 or, with the sign bit, 256.
-_SPREAD_INT8_BF16 = tl.constexpr("""
+SPREAD_INT8_BF16 = tl.constexpr("""
 {
 .reg .b32 low, sign, first, second, one;
 mov.b32 one, 0x3f803f80;
@@ -144,7 +144,7 @@ def int8_codes(codes, COMPUTE: tl.constexpr):
         values = (codes.to(tl.float32) * (1.0 / 128.0 if COMPUTE == tl.float16 else 1.0)).to(COMPUTE)
     elif COMPUTE == tl.bfloat16:
         values = tl.inline_asm_elementwise(
-            _SPREAD_INT8_BF16, "=&r,=&r,r", [codes], dtype=tl.bfloat16, is_pure=False, pack=4
+            SPREAD_INT8_BF16, "=&r,=&r,r", [codes], dtype=tl.bfloat16, is_pure=False, pack=4
         )
     else:
         values = tl.inline_asm_elementwise(
@@ -166,7 +166,7 @@ def fp8_codes(codes, COMPUTE: tl.constexpr):
     """E4M3FN bytes uint8 -> their values divided by 256, by integer operations on any GPU."""
     if COMPUTE == tl.float16 and not INTERPRETED:
         values = tl.inline_asm_elementwise(
-            _SPREAD_FP8, "=&r,=&r,r", [codes], dtype=tl.float16, is_pure=False, pack=4
+            SPREAD_FP8, "=&r,=&r,r", [codes], dtype=tl.float16, is_pure=False, pack=4
         )
     else:
         wide = codes.to(tl.int16)

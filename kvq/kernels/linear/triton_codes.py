@@ -1,7 +1,7 @@
 """Device code: a tile of packed weights as numbers that a matrix product takes.
 
 The host packs weights so that the 16 bytes that one thread loads are the codes which the tensor cores want
-from that very thread (see pack.py): codes go from memory to the product without a change of layout.
+from that very thread (see triton_pack.py): codes go from memory to the product without a change of layout.
 
 Everything here also runs in Triton's interpreter, which knows no inline assembly: there the same values
 are put together by shifts and masks.
@@ -10,7 +10,7 @@ are put together by shifts and masks.
 import triton
 import triton.language as tl
 
-from kvq.kernels.gpu.rows import INTERPRETED
+from kvq.kernels.gpu.rows import INTERPRETED, SPREAD_FP8, SPREAD_INT8_BF16, SPREAD_NIBBLES
 from kvq.kernels.linear.triton_pack import Kind
 
 NIBBLES = tl.constexpr(Kind.NIBBLES.value)
@@ -21,29 +21,11 @@ ROWS = tl.constexpr(Kind.ROWS.value)
 
 # Four packed bytes become four codes from the low nibbles and four from the high ones: a nibble under the
 # exponent byte of 128 (bf16) or 1024 (fp16) is 128 or 1024 more than q + 8, which a multiply-add takes away.
-_SIGNED_NIBBLES = """
-{{
-.reg .b32 low, high, one, minus;
-mov.b32 one, {one};
-mov.b32 minus, {minus};
-and.b32 low, $4, 0x0f0f0f0f;
-shr.u32 high, $4, 4;
-and.b32 high, high, 0x0f0f0f0f;
-prmt.b32 $0, low, {magic}, 0x4140;
-prmt.b32 $1, low, {magic}, 0x4342;
-prmt.b32 $2, high, {magic}, 0x4140;
-prmt.b32 $3, high, {magic}, 0x4342;
-fma.rn.{kind} $0, $0, one, minus;
-fma.rn.{kind} $1, $1, one, minus;
-fma.rn.{kind} $2, $2, one, minus;
-fma.rn.{kind} $3, $3, one, minus;
-}}
-"""
 _NIBBLES_BF16 = tl.constexpr(
-    _SIGNED_NIBBLES.format(magic="0x43434343", kind="bf16x2", one="0x3f803f80", minus="0xc308c308")
+    SPREAD_NIBBLES.format(magic="0x43434343", kind="bf16x2", factor="0x3f803f80", minus="0xc308c308")
 )
 _NIBBLES_FP16 = tl.constexpr(
-    _SIGNED_NIBBLES.format(magic="0x64646464", kind="f16x2", one="0x3c003c00", minus="0xe408e408")
+    SPREAD_NIBBLES.format(magic="0x64646464", kind="f16x2", factor="0x3c003c00", minus="0xe408e408")
 )
 
 # Four bytes of two codes in two's complement become INT8 numbers, each 16 times its code.
@@ -56,22 +38,7 @@ and.b32 $1, $2, 0xf0f0f0f0;
 }
 """)
 
-# Four INT8 bytes become four bf16 numbers: 128 + the low seven bits, less 128 or, with the sign bit, 256.
-_INT8_BF16 = tl.constexpr("""
-{
-.reg .b32 low, sign, first, second, one;
-mov.b32 one, 0x3f803f80;
-and.b32 low, $2, 0x7f7f7f7f;
-and.b32 sign, $2, 0x80808080;
-prmt.b32 first, low, 0x43434343, 0x4140;
-prmt.b32 second, sign, 0xc3c3c3c3, 0x4140;
-fma.rn.bf16x2 $0, first, one, second;
-prmt.b32 first, low, 0x43434343, 0x4342;
-prmt.b32 second, sign, 0xc3c3c3c3, 0x4342;
-fma.rn.bf16x2 $1, first, one, second;
-}
-""")
-# Or four fp16 numbers: 1024 + 128 + x, less 1152.
+# Four INT8 bytes become four fp16 numbers: 1024 + 128 + x, less 1152.
 _INT8_FP16 = tl.constexpr("""
 {
 .reg .b32 moved, one, minus;
@@ -104,22 +71,6 @@ shr.u32 second, second, 4;
 and.b32 second, second, 0x07f007f0;
 or.b32 second, second, sign;
 fma.rn.bf16x2 $1, second, factor, zero;
-}
-""")
-# Or four fp16 numbers, also divided by 256: sign in place, exponent and mantissa one bit further down.
-_FP8_FP16 = tl.constexpr("""
-{
-.reg .b32 first, second, sign;
-prmt.b32 first, $2, 0, 0x1404;
-prmt.b32 second, $2, 0, 0x3424;
-and.b32 sign, first, 0x80008000;
-shr.u32 first, first, 1;
-and.b32 first, first, 0x3f803f80;
-or.b32 $0, first, sign;
-and.b32 sign, second, 0x80008000;
-shr.u32 second, second, 1;
-and.b32 second, second, 0x3f803f80;
-or.b32 $1, second, sign;
 }
 """)
 
@@ -171,7 +122,7 @@ def int8_codes(codes, COMPUTE: tl.constexpr):
         values = codes.to(tl.int8, bitcast=True).to(tl.float32).to(COMPUTE)
     elif COMPUTE == tl.bfloat16:
         values = tl.inline_asm_elementwise(
-            _INT8_BF16, "=&r,=&r,r", [codes], dtype=tl.bfloat16, is_pure=False, pack=4
+            SPREAD_INT8_BF16, "=&r,=&r,r", [codes], dtype=tl.bfloat16, is_pure=False, pack=4
         )
     else:
         values = tl.inline_asm_elementwise(
@@ -193,7 +144,7 @@ def fp8_codes(codes, COMPUTE: tl.constexpr):
         )
     else:
         values = tl.inline_asm_elementwise(
-            _FP8_FP16, "=&r,=&r,r", [codes], dtype=tl.float16, is_pure=False, pack=4
+            SPREAD_FP8, "=&r,=&r,r", [codes], dtype=tl.float16, is_pure=False, pack=4
         )
     return values
 

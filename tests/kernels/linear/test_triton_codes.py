@@ -40,7 +40,7 @@ def test_nibbles_become_bytes_of_sixteen_times_the_code() -> None:
 
 
 @pytest.mark.parametrize(
-    ("program", "dtype"), [(codes._INT8_BF16, torch.bfloat16), (codes._INT8_FP16, torch.float16)]
+    ("program", "dtype"), [(codes.SPREAD_INT8_BF16, torch.bfloat16), (codes._INT8_FP16, torch.float16)]
 )
 def test_int8_bytes_become_their_values(program: tl.constexpr, dtype: torch.dtype) -> None:
     for code in range(-128, 128):
@@ -49,7 +49,7 @@ def test_int8_bytes_become_their_values(program: tl.constexpr, dtype: torch.dtyp
 
 
 @pytest.mark.parametrize(
-    ("program", "dtype"), [(codes._FP8_BF16, torch.bfloat16), (codes._FP8_FP16, torch.float16)]
+    ("program", "dtype"), [(codes._FP8_BF16, torch.bfloat16), (codes.SPREAD_FP8, torch.float16)]
 )
 def test_fp8_bytes_become_their_values_over_256(program: tl.constexpr, dtype: torch.dtype) -> None:
     finite = [x for x in range(256) if x & 0x7F != 0x7F]
