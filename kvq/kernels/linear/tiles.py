@@ -14,6 +14,7 @@ ROW_CLASSES = (16, 32, 64)  # steps of up to so many rows are one tile high and 
 MANY_ROWS = 128  # how the class of larger steps is called
 _LEAST_SPLIT = 512  # inputs of one part
 _FP32 = "fp32 inputs"
+_LARGE_SHARED = ("sm80", "sm90", "sm100", "sm103")  # more than 99 KB of shared memory for one program
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -91,6 +92,8 @@ def _guess(rows: int, device: str, kind: Kind, block: int) -> LinearTile:
     stages = min(6, max(4, 4 * 8192 // step_bytes))
     if rows <= 32:
         return LinearTile(rows=rows, outputs=128, warps=4, stages=stages, programs=4)
+    if rows >= 64 and device not in _LARGE_SHARED:
+        return LinearTile(rows=64, outputs=64 if rows == 64 else 128, warps=4, stages=2, programs=2)
     if rows == 64:
         return LinearTile(rows=64, outputs=128, warps=4, stages=3, programs=2)
     return LinearTile(rows=128, outputs=128, warps=8, stages=3, programs=1)
