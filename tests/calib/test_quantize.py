@@ -207,7 +207,7 @@ def test_samples_are_drawn_by_seed_and_a_short_text_says_what_it_lacks():
 
 def test_scales_of_k_and_v_are_written_beside_the_weights(two_layers, tmp_path):
     out = tmp_path / "out"
-    kvq.quantize(two_layers, out, "rtn", kv_scales=True)
+    kvq.quantize(two_layers, out, "rtn", kv_scales=True, text=TEXT[:20_000])
     tensors = load_file(out / "model.safetensors")
     assert tensors["model.layers.1.self_attn.k_scale"].item() > 0
     config = json.loads((out / "config.json").read_text())

@@ -53,7 +53,8 @@ def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_results_are_the_references(name: str, rows: int) -> None:
     """One shape for each class of rows, and every odd one for one class."""
     fitting = [shape for shape in SMALL_SHAPES if fits(name, shape[0])]
-    check_against_reference(name, rows, fitting if rows == 3 else fitting[:1])
+    fitting = fitting[:3] if "_g8" in name else fitting  # many blocks, so many steps of the interpreter
+    check_against_reference(name, rows, fitting if rows == 3 else [min(fitting)])
 
 
 @pytest.mark.long
@@ -102,7 +103,7 @@ def test_what_lies_beside_the_inputs_never_enters(name: str) -> None:
 @pytest.mark.parametrize("name", ["int4_g128", "w4a8", "fp8"])
 def test_a_row_is_the_same_in_every_step_of_its_class(name: str) -> None:
     layer = TritonLinear(random_weight(name, 640, 63))
-    for most, fewer in ((16, (1, 3, 15)), (32, (17, 31)), (64, (33,)), (130, (65, 129))):
+    for most, fewer in ((16, (1, 3, 15)), (32, (17, 31)), (64, (33,)), (130, (65,))):
         x = inputs(most, 640)
         whole = layer(x)
         for rows in fewer:  # the interpreter's products also depend on a row's place in its tile
