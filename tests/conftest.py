@@ -25,6 +25,16 @@ def tiny():
 
 
 @pytest.fixture(scope="session")
+def two_layers(tmp_path_factory) -> Path:
+    """A folder with the embedded model's first two layers and its tokenizer: not to be changed."""
+    from tests.helpers_models import save_first_layers
+
+    folder = tmp_path_factory.mktemp("model") / "two"
+    save_first_layers(folder, 2)
+    return folder
+
+
+@pytest.fixture(scope="session")
 def wikitext() -> str:
     """WikiText-2's test split, where it is at hand."""
     path = SHARED / "data" / "wikitext-2" / "test.txt"

@@ -209,11 +209,13 @@ def run(examples: int, steps: int) -> Counter[str]:
 
 
 def test_no_sequence_of_operations_breaks_an_invariant() -> None:
-    seen = run(examples=1000, steps=50)
-    assert seen["steps"] >= 30_000
-    assert {path for path in EXPECTED if seen[path] < 10} == set()
+    seen = run(examples=500, steps=50)
+    assert seen["steps"] >= 15_000
+    assert {path for path in EXPECTED if seen[path] < 5} == set()
 
 
 @pytest.mark.long
 def test_no_long_sequence_of_operations_breaks_an_invariant() -> None:
-    assert run(examples=3000, steps=100)["steps"] >= 250_000
+    seen = run(examples=3000, steps=100)
+    assert seen["steps"] >= 250_000
+    assert {path for path in EXPECTED if seen[path] < 30} == set()

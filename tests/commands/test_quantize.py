@@ -7,16 +7,13 @@ import pytest
 
 from kvq.commands.quantize import _METHODS
 from kvq.evals import default_text
-from tests.helpers_models import save_first_layers
 
 FEW = ("--samples", 8, "--context", 64)
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("model") / "two"
-    save_first_layers(folder, 2)
-    return folder
+@pytest.fixture
+def model(two_layers):
+    return two_layers
 
 
 def test_a_model_is_quantized_measured_and_reported(kvq, model, tmp_path):

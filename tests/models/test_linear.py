@@ -38,7 +38,7 @@ def test_results_are_those_of_linear_for_inputs_of_any_shape(dtype, bias, shape)
 def test_from_the_measured_number_of_rows_on_a_row_is_the_same_in_any_batch(dtype, shape):
     layer = packed(nn.Linear(*shape, bias=False).to(dtype))
     fewest, _ = invariant_rows(nn.Sequential(layer), None)
-    for _ in range(20):
+    for _ in range(5):
         x = torch.randn(200, shape[0]).to(dtype)
         whole = layer(x)
         differing = {n for n in [*range(1, 70), 100, 128, 199] if not torch.equal(layer(x[:n]), whole[:n])}

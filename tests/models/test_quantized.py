@@ -1,7 +1,9 @@
 """Quantized checkpoints: what transformers makes of what kvq writes, and what kvq makes of it."""
 
+import functools
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -10,28 +12,36 @@ from transformers import AutoModelForCausalLM
 
 import kvq
 from kvq.errors import ConfigError, ModelError
+from kvq.evals import calibration_text
 from kvq.models.checkpoint import read_json, weight_files
 from kvq.models.quantized import _read_weights
-from kvq.models.resolve import EMBEDDED
 from kvq.models.stored import StoredTensors
 from kvq.weights import quantized_layers
 from kvq.weights.files import parse_config
 from tests.helpers_models import load_eager, random_tokens, save_model
 
 IDS = random_tokens(70, seed=5, vocab=4096)
-SMALL = {"samples": 8, "context": 64}
+SMALL = {"samples": 8, "context": 64, "text": calibration_text().text[:8_000]}
 
 
-def quantized(out: Path, method: str, **options: object) -> Path:
-    kvq.quantize("tiny", out, method=method, **options)
-    return out
+@pytest.fixture(scope="module")
+def quantized(two_layers: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """Two layers quantized in some way, once for all tests: a folder that is not to be changed."""
+
+    @functools.cache
+    def quantize(method: str, **options: object) -> Path:
+        out = tmp_path_factory.mktemp("quantized") / "out"
+        kvq.quantize(two_layers, out, method=method, **options)
+        return out
+
+    return quantize
 
 
 @torch.inference_mode()
-def reference_logits(folder: Path, dtype: torch.dtype) -> torch.Tensor:
+def reference_logits(plain: Path, folder: Path, dtype: torch.dtype) -> torch.Tensor:
     """Of transformers' own model that holds the weights as kvq reads and dequantizes them."""
     scheme = parse_config(read_json(folder / "config.json")["quantization_config"])
-    model = AutoModelForCausalLM.from_pretrained(EMBEDDED["tiny"], dtype=dtype, attn_implementation="eager")
+    model = AutoModelForCausalLM.from_pretrained(plain, dtype=dtype, attn_implementation="eager")
     for name, weight in _read_weights(scheme, StoredTensors(weight_files(folder))).items():
         model.get_submodule(name).weight = torch.nn.Parameter(weight.dequantize(dtype))
     return model(torch.tensor([IDS])).logits[0]
@@ -43,7 +53,6 @@ def transformers_logits(folder: Path, dtype: torch.dtype) -> torch.Tensor:
     return model(torch.tensor([IDS])).logits[0]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     ("method", "options"),
     [
@@ -56,44 +65,51 @@ def transformers_logits(folder: Path, dtype: torch.dtype) -> torch.Tensor:
     ids=["int8", "int4_g64", "int3", "gptq", "fp8"],
 )
 def test_transformers_gives_the_logits_of_the_dequantized_weights(
-    method: str, options: dict, dtype: torch.dtype, tmp_path
+    method: str, options: dict, quantized: Callable[..., Path], two_layers: Path
 ) -> None:
-    folder = quantized(tmp_path / "out", method, **options)
-    assert torch.equal(transformers_logits(folder, dtype), reference_logits(folder, dtype))
+    folder = quantized(method, **options)
+    half = reference_logits(two_layers, folder, torch.bfloat16)
+    assert torch.equal(transformers_logits(folder, torch.bfloat16), half)
+    wanted = reference_logits(two_layers, folder, torch.float32)
+    assert torch.equal(transformers_logits(folder, torch.float32), wanted)
     own = kvq.load(folder, kv="fp32", device="cpu").logits(IDS)
-    wanted = reference_logits(folder, torch.float32)
     assert (own - wanted).abs().max() < 2e-4 * wanted.abs().max()
 
 
 @pytest.mark.parametrize(
     ("file_format", "bits"), [("autogptq", 4), ("autogptq", 8), ("autogptq", 3), ("autoawq", 4)]
 )
-def test_formats_of_other_programs_are_read_back(file_format: str, bits: int, tmp_path) -> None:
-    folder = quantized(tmp_path / "out", "rtn", bits=bits, file_format=file_format, group_size=128)
+def test_formats_of_other_programs_are_read_back(
+    file_format: str, bits: int, quantized: Callable[..., Path], two_layers: Path
+) -> None:
+    folder = quantized("rtn", bits=bits, file_format=file_format, group_size=128)
     model = kvq.load(folder, kv="fp32")
-    wanted = reference_logits(folder, torch.float32)
+    wanted = reference_logits(two_layers, folder, torch.float32)
     assert (model.logits(IDS) - wanted).abs().max() < 2e-4 * wanted.abs().max()
-    assert len(quantized_layers(model.weights.model)) == 6 * 7
+    assert len(quantized_layers(model.weights.model)) == 2 * 7
 
 
 def test_formats_of_fp16_alone_refuse_another_dtype_before_any_work(tmp_path) -> None:
     with pytest.raises(ConfigError, match="autoawq keeps fp16, got dtype 'bf16'; leave --dtype out"):
-        quantized(tmp_path / "out", "awq", file_format="autoawq", dtype="bf16")
+        kvq.quantize("tiny", tmp_path / "out", "awq", file_format="autoawq", dtype="bf16")
     assert not list(tmp_path.iterdir())
 
 
-def test_inputs_are_rounded_where_the_checkpoint_says_so(tmp_path) -> None:
-    folder = quantized(tmp_path / "out", "rtn", bits=8, activations="int8")
+def test_inputs_are_rounded_where_the_checkpoint_says_so(
+    quantized: Callable[..., Path], two_layers: Path
+) -> None:
+    folder = quantized("rtn", bits=8, activations="int8")
     model = kvq.load(folder, kv="fp32")
     assert {layer.fmt.name for layer in quantized_layers(model.weights.model).values()} == {"int8_a8"}
-    plain = reference_logits(folder, torch.float32)  # of the same weights
+    plain = reference_logits(two_layers, folder, torch.float32)  # of the same weights
     mine, theirs = model.logits(IDS), transformers_logits(folder, torch.float32)
     assert 0 < (mine - plain).norm() < 0.02 * plain.norm()
     assert (mine - theirs).norm() < 0.02 * plain.norm()
 
 
-def test_codes_of_weights_and_of_kv_are_served_and_measured_together(tmp_path) -> None:
-    folder = quantized(tmp_path / "out", "rtn", bits=4)
+def test_codes_of_weights_and_of_kv_are_served_and_measured_together(tmp_path: Path) -> None:
+    folder = tmp_path / "out"
+    kvq.quantize("tiny", folder, "rtn", bits=4)
     llm = kvq.LLM(folder, kv="int4", kv_memory="8MiB")
     outputs = llm.generate(["The quick", "import os"], kvq.SamplingParams(max_tokens=8))
     assert [len(output.outputs[0].token_ids) for output in outputs] == [8, 8]
@@ -113,8 +129,8 @@ def test_families_load_what_was_quantized_of_them(family: str, tmp_path) -> None
     assert (model.logits(ids) - own).norm() < limit * own.norm()
 
 
-def test_what_cannot_be_read_is_named(tmp_path) -> None:
-    folder = quantized(tmp_path / "out", "rtn", bits=4)
+def test_what_cannot_be_read_is_named(tmp_path: Path, quantized: Callable[..., Path]) -> None:
+    folder = shutil.copytree(quantized("rtn", bits=4), tmp_path / "copy")
     with pytest.raises(ConfigError, match="holds quantized weights already; leave out weights='int8'"):
         kvq.load(folder, weights="int8")
     (folder / "kvq-manifest.json").unlink()
@@ -129,9 +145,10 @@ def test_what_cannot_be_read_is_named(tmp_path) -> None:
             kvq.load(folder)
 
 
-def test_a_folder_with_a_manifest_loads_whole_or_not_at_all(tmp_path) -> None:
-    folder = quantized(tmp_path / "out", "rtn", bits=4)
-    copy = shutil.copytree(folder, tmp_path / "copy")
+def test_a_folder_with_a_manifest_loads_whole_or_not_at_all(
+    tmp_path: Path, quantized: Callable[..., Path]
+) -> None:
+    copy = shutil.copytree(quantized("rtn", bits=4), tmp_path / "copy")
     path = copy / "model.safetensors"
     content = bytearray(path.read_bytes())
     content[-1] ^= 1

@@ -11,6 +11,7 @@ FORMATS = (
     *("w8a8", "int8_g64_asym_a8", "int8_asym_a8", "w4a8", "int4_g64_asym_a8", "int3_g40_a8"),
 )
 SHAPES = ((384, 63), (240, 130), (120, 5), (1920, 70))  # inputs, outputs
+SMALL_SHAPES = ((384, 63), (240, 130), (120, 5), (640, 70))  # the interpreter takes long over 1,920 inputs
 
 
 def random_weight(
