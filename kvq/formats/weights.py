@@ -99,10 +99,10 @@ def parse_weight_format(name: str) -> WeightFormat:
     Raises:
         ConfigError: no such format.
     """
-    match = _NAME.fullmatch(_ALIASES.get(name, name))
-    if match is None:
+    match = isinstance(name, str) and _NAME.fullmatch(_ALIASES.get(name, name))
+    if not match:
         raise ConfigError(
-            f"unknown weight format {name!r}{nearest(name, list(WEIGHT_NAMES)) or ';'} "
+            f"unknown weight format {name!r}{nearest(str(name), list(WEIGHT_NAMES)) or ';'} "
             f"allowed: {', '.join(WEIGHT_NAMES)}; _gN sets the group, _channel none, _asym adds zero points"
         )
     code, group, whole_row, asymmetric, inputs = match.groups()

@@ -35,6 +35,11 @@ def fuse_layers(model: nn.Module) -> int:
     return len(found)
 
 
+def is_fused(model: nn.Module, layers: int) -> bool:
+    """True if all layers run in compiled kernels, whose results for a row never depend on other rows."""
+    return sum(isinstance(layer.__dict__.get("forward"), FusedForward) for layer in model.modules()) == layers
+
+
 def unfuse_layers(model: nn.Module) -> None:
     """Give all layers their own code back."""
     for layer in model.modules():
@@ -43,12 +48,16 @@ def unfuse_layers(model: nn.Module) -> None:
 
 
 class FusedForward:
-    """A layer's forward pass; what is no step of a kvq session goes to the layer's own."""
+    """A layer's forward pass; what is no step of a kvq session goes to the layer's own.
+
+    Parts of the layer are taken as they are when it is made: replace none afterwards, or unfuse first.
+    """
 
     def __init__(self, layer: Any) -> None:
         attention = layer.self_attn
         self._own: Callable[..., Any] = layer.forward
-        self._hooked = [module._forward_hooks for module in layer.modules() if module is not layer]
+        parts = [module for module in layer.modules() if module is not layer]
+        self._hooked = [hooks for own in parts for hooks in (own._forward_hooks, own._forward_pre_hooks)]
         self._norms = [
             (norm.weight, norm.eps) for norm in (layer.input_layernorm, layer.post_attention_layernorm)
         ]

@@ -96,7 +96,7 @@ def _is_supported(dtype: torch.dtype) -> bool:
 def invariant_rows(model: nn.Module, head: nn.Module | None) -> tuple[int, int]:
     """Fewest rows of a step, and of its logits, from which on results don't depend on their number.
 
-    0 where no layer's results ever do, so nothing need be padded.
+    0 of logits where they never do, so that nothing need be padded.
 
     `head`: the layer that makes the logits. Shapes that depend on it even at 16 rows are passed over:
     padding would not help them.
@@ -107,7 +107,7 @@ def invariant_rows(model: nn.Module, head: nn.Module | None) -> tuple[int, int]:
             fmt = module.fmt.name if isinstance(module, QuantizedLinear) else ""
             body.setdefault((module.in_features, module.out_features, fmt), module)
     heads = [head] if _may_vary(head) else []
-    return _fewest(list(body.values())), _fewest(heads)
+    return _fewest(list(body.values())), _fewest(heads) if heads else 0
 
 
 def _may_vary(module: nn.Module | None) -> TypeGuard[nn.Linear | QuantizedLinear]:
@@ -117,8 +117,6 @@ def _may_vary(module: nn.Module | None) -> TypeGuard[nn.Linear | QuantizedLinear
 
 @torch.inference_mode()
 def _fewest(layers: list[nn.Linear | QuantizedLinear]) -> int:
-    if not layers:
-        return 0
     fewest = 1
     for layer in layers:
         generator = torch.Generator().manual_seed(0)

@@ -220,6 +220,7 @@ def probe_layers(weights: LoadedWeights) -> None:
             return probe(weights)
         except (ModelError, ConfigError):
             unfuse_layers(weights.model)
+            weights.forget_rows()
     return probe(weights)
 
 

@@ -47,7 +47,10 @@ def load_rounded(
     computed = _stored_dtype(model) if isinstance(dtype, str) else dtype
 
     def rounded(name: str) -> QuantizedWeight:
-        return round_weight(linears.pop(name).weight.detach().float(), formats[name])
+        weight = linears.pop(name).weight.detach().float()
+        if not weight.isfinite().all():  # which rounding would hide
+            raise ModelError(f"{folder}: {name}.weight holds NaN or infinity; download or copy it again")
+        return round_weight(weight, formats[name])
 
     weights = {name: partial(rounded, name) for name in formats}
     install(model, weights, device, backend=backend, dtype=computed)
@@ -93,6 +96,8 @@ def load_quantized(
     stored = StoredTensors(weight_files(folder))
     weights = _read_weights(scheme, stored)
     plain = _other_tensors(scheme, stored, weights)
+    if twice := [name for name in weights if f"{name}.weight" in plain]:
+        raise ModelError(f"{folder} holds {twice[0]}.weight in codes and as it was; keep one of them")
     stand_ins = {name: _stand_in(weight, wanted) for name, weight in weights.items()}
     model = _load(folder, plain, stand_ins, wanted)
     places = _places(model, stand_ins)

@@ -12,6 +12,7 @@ from kvq.errors import ConfigError, ModelError, first_lines, nearest
 from kvq.formats.weights import parse_weight_format
 from kvq.geometry import ModelGeometry
 from kvq.models.checkpoint import content_digest, read_header, read_json, weight_files
+from kvq.models.fused_layers import is_fused
 from kvq.models.linear import invariant_rows, pack_linears, padded_rows
 from kvq.models.live_geometry import live_geometry
 from kvq.models.modules import import_class, load_module
@@ -58,12 +59,17 @@ class LoadedWeights:
         """The same for rows of logits."""
         return padded_rows(max(count, self._fewest_rows[1])) if self._fewest_rows[1] else count
 
+    def forget_rows(self) -> None:
+        """Find out anew what steps have to be padded to; after layers were exchanged."""
+        self.__dict__.pop("_fewest_rows", None)
+
     @cached_property
     def _fewest_rows(self) -> tuple[int, int]:
         """Of a step and of its logits; 0 where nothing is padded."""
         if self.device.type != "cpu":
             return 0, 0
-        return invariant_rows(self.model, self.model.get_output_embeddings())
+        body, head = invariant_rows(self.model, self.model.get_output_embeddings())
+        return (0 if is_fused(self.model, len(self.geometry.layers)) else body), head
 
     @cached_property
     def tokenizer(self) -> Any:
@@ -143,7 +149,7 @@ def load_weights(
     import_class(config_dict)
     before = held_bytes(where)
     wanted = _pick_dtype(dtype, where)
-    if config_dict.get("quantization_config"):
+    if config_dict.get("quantization_config") is not None:
         if fmt is not None:
             raise ConfigError(
                 f"{folder} holds quantized weights already; leave out weights={weights!r} (--weights)"
@@ -188,7 +194,7 @@ def load_plain(folder: Path, *, dtype: str = "auto") -> Any:
     """
     config_dict = read_json(folder / "config.json")
     geometry = check_supported(config_dict, max_context=1)  # of no consequence where nothing is served
-    if config_dict.get("quantization_config"):
+    if config_dict.get("quantization_config") is not None:
         raise ModelError(f"{folder} is quantized already; take an unquantized copy")
     for path in weight_files(folder):
         read_header(path)

@@ -1,6 +1,8 @@
 """Linear layers of one input as one product on CPUs: queries, keys, values; gates and what they gate."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from threading import get_ident
 
 from torch import Tensor
 
@@ -8,11 +10,32 @@ from kvq.kernels import QuantizedWeight
 from kvq.kernels.linear.cpu import CpuLinear
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Computed:
+    """A product, the input and the thread that it is of, and where the parts begin that nobody took yet."""
+
+    input: Tensor
+    output: Tensor
+    thread: int
+    left: set[int]
+
+    def has(self, part: slice, x: Tensor) -> bool:
+        """True if this is what that part of the product with x is a part of."""
+        known = self.input
+        return (
+            part.start in self.left
+            and x.data_ptr() == known.data_ptr()
+            and x.shape == known.shape
+            and x.stride() == known.stride()
+            and self.thread == get_ident()
+        )
+
+
 class Joined:
     """Several weights' product, computed when the first of them is asked for its part.
 
     The others' parts of the same input are kept until each was taken, and the input with them, so that its
-    memory can't meanwhile become another's.
+    memory can't meanwhile become another's. Threads that share a model compute their own.
     """
 
     def __init__(self, weights: Sequence[QuantizedWeight]) -> None:
@@ -27,28 +50,18 @@ class Joined:
             JoinedPart(self, slice(end - weight.out_features, end))
             for end, weight in zip(ends, weights, strict=True)
         ]
-        self._input: Tensor | None = None
-        self._output: Tensor | None = None
-        self._left: set[int] = set()
+        self._kept: _Computed | None = None
 
     def take(self, part: slice, x: Tensor) -> Tensor:
         """One part of the product with x [rows, in]: a view [rows, out of that part]."""
-        known = self._input
-        if (
-            known is None
-            or part.start not in self._left
-            or x.data_ptr() != known.data_ptr()
-            or x.shape != known.shape
-            or x.stride() != known.stride()
-        ):
-            self._input, self._output = x, self.kernel(x)
-            self._left = {own.part.start for own in self.parts}
-        output = self._output
-        assert output is not None, "a known input has an output"
-        self._left.discard(part.start)
-        if not self._left:
-            self._input = self._output = None
-        return output[:, part]
+        kept = self._kept
+        if kept is None or not kept.has(part, x):
+            kept = _Computed(x, self.kernel(x), get_ident(), {own.part.start for own in self.parts})
+            self._kept = kept
+        kept.left.discard(part.start)
+        if not kept.left and self._kept is kept:
+            self._kept = None
+        return kept.output[:, part]
 
 
 class JoinedPart:

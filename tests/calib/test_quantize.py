@@ -1,5 +1,6 @@
 """Quantizing a model layer by layer: what is written, what is refused, and that a killed run goes on."""
 
+import fcntl
 import json
 import os
 import signal
@@ -307,3 +308,22 @@ def test_other_settings_do_not_go_on_with_what_was_begun(two_layers, tmp_path, m
         kvq.quantize(two_layers, out, "gptq", bits=3, **FEW)
     kvq.quantize(two_layers, out, "gptq", bits=3, restart=True, **FEW)
     assert load_fp32(out) is not None
+
+
+def test_two_runs_do_not_write_one_folder(two_layers, tmp_path):
+    folder = tmp_path / "out.partial"
+    folder.mkdir()
+    descriptor = os.open(folder, os.O_RDONLY)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    try:
+        with pytest.raises(ConfigError, match="another kvq quantize is writing"):
+            kvq.quantize(two_layers, tmp_path / "out", method="rtn")
+    finally:
+        os.close(descriptor)
+    kvq.quantize(two_layers, tmp_path / "out", method="rtn")
+    assert not folder.exists()
+
+
+def test_what_transformers_refuses_is_noted(two_layers, tmp_path):
+    done = kvq.quantize(two_layers, tmp_path / "out", method="rtn", bits=4, symmetric=False)
+    assert any("zero points" in note for note in done.notes)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 import kvq
@@ -158,3 +159,13 @@ def test_a_folder_with_a_manifest_loads_whole_or_not_at_all(
     path.unlink()
     with pytest.raises(ModelError, match=r"model.safetensors is damaged: missing"):
         kvq.load(copy)
+
+
+def test_a_weight_that_is_there_twice_is_refused(tmp_path) -> None:
+    folder = quantized(tmp_path / "out", "rtn", bits=4)
+    (folder / "kvq-manifest.json").unlink()
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.layers.0.self_attn.q_proj.weight"] = torch.zeros(256, 256)
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(ModelError, match=r"q_proj.weight in codes and as it was; keep one"):
+        kvq.load(folder)

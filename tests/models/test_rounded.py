@@ -7,10 +7,10 @@ import pytest
 import torch
 
 import kvq
-from kvq.errors import ConfigError
+from kvq.errors import ConfigError, ModelError
 from kvq.formats.weights import WEIGHT_NAMES, parse_weight_format
 from kvq.weights import quantized_layers, round_weight, weight_bytes
-from tests.helpers_models import save_model
+from tests.helpers_models import build_model, save_model, small_config
 
 IDS = [(37 * i + 11) % 4096 for i in range(70)]
 
@@ -90,3 +90,18 @@ def test_one_engine_holds_codes_of_weights_and_of_kv() -> None:
     llm = kvq.LLM("tiny", kv="int4", weights="int4_g64", kv_memory="8MiB")
     one, two = llm.generate(["The quick brown fox", "import os"], kvq.SamplingParams(max_tokens=12))
     assert len(one.outputs[0].token_ids) == len(two.outputs[0].token_ids) == 12
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_weights_that_are_no_numbers_are_not_rounded_away(bad: float, tmp_path) -> None:
+    model = build_model(small_config("llama"))
+    with torch.no_grad():
+        model.model.layers[1].self_attn.q_proj.weight[3, 5] = bad
+    model.save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match=r"layers.1.self_attn.q_proj.weight holds NaN or infinity"):
+        kvq.load(tmp_path, weights="fp8")
+
+
+def test_a_format_must_be_a_name() -> None:
+    with pytest.raises(ConfigError, match="unknown weight format 8"):
+        kvq.load("tiny", weights=8)

@@ -34,6 +34,11 @@ def quantized(weight, gram, name, **options):
 SIZES = [256, pytest.param(512, marks=pytest.mark.long)]  # two blocks of columns, and four
 
 
+@pytest.mark.parametrize(("kind", "name"), [("correlated", "int4"), ("outliers", "int3_g64")])
+def test_the_objective_on_512_by_512_is_that_of_the_paper_in_fp64(kind, name):
+    test_the_objective_is_that_of_the_paper_in_fp64(kind, name, 512)
+
+
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", ["int8", "int4", "int4_asym", "int3_g64", "int3_g32_asym"])

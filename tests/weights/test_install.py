@@ -1,6 +1,8 @@
 """Quantized layers in a model's place: joined products, one-call MLPs, and when they are left apart."""
 
 import copy
+import sys
+import threading
 
 import pytest
 import torch
@@ -127,3 +129,33 @@ def test_layers_of_different_formats_are_not_joined() -> None:
         isinstance(m.kernel, JoinedPart) for m in model.modules() if isinstance(m, QuantizedLinear)
     )
     assert model["attn"].k_proj.fmt.name == "int4_g32"
+
+
+@torch.inference_mode()
+def test_threads_that_share_a_model_get_their_own_results() -> None:
+    model = quantize(nn.ModuleDict({"attn": Attention()}))["attn"]
+    inputs = [torch.randn(3, 64) for _ in range(4)]
+    wanted = [[getattr(model, name)(x).clone() for name in ("q_proj", "k_proj", "v_proj")] for x in inputs]
+    wrong: list[object] = []
+
+    def work(i: int) -> None:
+        with torch.inference_mode():
+            for _ in range(400):
+                for name, own in zip(("q_proj", "k_proj", "v_proj"), wanted[i], strict=True):
+                    try:
+                        if not torch.equal(getattr(model, name)(inputs[i]), own):
+                            wrong.append((i, name))
+                    except Exception as error:  # noqa: BLE001 - counted, whatever it is
+                        wrong.append(error)
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert not wrong

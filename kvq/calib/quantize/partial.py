@@ -1,6 +1,8 @@
 """Finished layers on disk, so that a run that was cut off goes on where it was."""
 
+import fcntl
 import json
+import os
 import shutil
 from dataclasses import asdict
 from pathlib import Path
@@ -31,16 +33,25 @@ class Partial:
             ConfigError: it was made with other settings, or can't be made.
         """
         self.folder = out.with_name(out.name + ".partial")
+        try:
+            self.folder.mkdir(exist_ok=True)
+            self._lock = _locked(self.folder)
+        except OSError as error:
+            raise ConfigError(f"can't make {self.folder}: {error.strerror}") from error
+        try:
+            self._begin(settings, digest, restart=restart)
+        except BaseException:
+            self.close()
+            raise
+
+    def _begin(self, settings: dict[str, object], digest: str, *, restart: bool) -> None:
         if restart:
-            shutil.rmtree(self.folder, ignore_errors=True)
+            for path in self.folder.iterdir():
+                path.unlink()
         path = self.folder / _SETTINGS
         if path.is_file():
             self._check(path, settings, digest)
             return
-        try:
-            self.folder.mkdir(exist_ok=True)
-        except OSError as error:
-            raise ConfigError(f"can't make {self.folder}: {error.strerror}") from error
         header = {"format_version": _VERSION, "digest": digest, "settings": settings}
         fileio.write_text(path, json.dumps(header, indent=1) + "\n")
 
@@ -98,6 +109,10 @@ class Partial:
         """Throw the folder away."""
         shutil.rmtree(self.folder, ignore_errors=True)
 
+    def close(self) -> None:
+        """Let another process have the folder."""
+        os.close(self._lock)
+
     def _check(self, path: Path, settings: dict[str, object], digest: str) -> None:
         try:
             header = json.loads(path.read_text(encoding="utf-8"))
@@ -121,6 +136,19 @@ class Partial:
 
     def _path(self, index: int) -> Path:
         return self.folder / f"layer-{index:05}.safetensors"
+
+
+def _locked(folder: Path) -> int:
+    """A descriptor that holds the folder for this process alone, until it is closed or the process ends."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        os.close(descriptor)
+        raise ConfigError(
+            f"another kvq quantize is writing {folder}; wait until it is done, or name another --out"
+        ) from error
+    return descriptor
 
 
 def _weight(fmt: str, parts: dict[str, Tensor | None]) -> QuantizedWeight:

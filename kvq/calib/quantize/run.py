@@ -1,6 +1,7 @@
 """`kvq.quantize`: from a model to a quantized checkpoint beside it."""
 
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from kvq.calib.quantize.partial import Partial
 from kvq.calib.quantize.report import ModuleReport
 from kvq.calib.quantize.samples import draw_samples
 from kvq.calib.quantize.settings import QuantizeSettings, digest_of
-from kvq.calib.quantize.targets import find_targets
+from kvq.calib.quantize.targets import Targets, find_targets
 from kvq.calib.quantize.walk import decoder_layers
 from kvq.errors import ConfigError, ModelError
 from kvq.evals import EvalText, calibration_text
@@ -117,7 +118,6 @@ def quantize_model(work: Quantizing, settings: QuantizeSettings) -> Quantized:
             seed=settings.seed,
         )
     seen = _observed(work, folder, text) if work.kv_scales else None
-    partial = _partial(work, settings, folder, text, str(device.type))
     source = Source(
         model=model,
         folder=folder,
@@ -126,20 +126,22 @@ def quantize_model(work: Quantizing, settings: QuantizeSettings) -> Quantized:
         device=device,
     )
     assert len(decoder_layers(model)[1]) == len(geometry.layers), "one geometry for each layer"
-    quantize_layers(source, settings, windows, partial, work.progress("quantizing layers"))
-    rows, skipped = write_checkpoint(
-        work.out,
-        folder,
-        partial,
-        targets,
-        work.file_format,
-        kv_scales=None if seen is None else fp8_scale_tensors(seen),
-        overwrite=work.overwrite,
-        progress=work.progress("writing"),
-    )
-    if seen is not None:
-        _recipe(work.out, seen, geometry).save(work.out / "kvq.json")
-    partial.remove()
+    partial = _partial(work, settings, folder, text, str(device.type))
+    with closing(partial):
+        quantize_layers(source, settings, windows, partial, work.progress("quantizing layers"))
+        rows, skipped = write_checkpoint(
+            work.out,
+            folder,
+            partial,
+            targets,
+            work.file_format,
+            kv_scales=None if seen is None else fp8_scale_tensors(seen),
+            overwrite=work.overwrite,
+            progress=work.progress("writing"),
+        )
+        if seen is not None:
+            _recipe(work.out, seen, geometry).save(work.out / "kvq.json")
+        partial.remove()
     return Quantized(
         out=work.out,
         rows=tuple(rows),
@@ -147,7 +149,7 @@ def quantize_model(work: Quantizing, settings: QuantizeSettings) -> Quantized:
         skipped=skipped,
         samples=len(windows),
         tokens=sum(map(len, windows)),
-        notes=_notes(settings, len(windows), text),
+        notes=_notes(work, settings, targets, len(windows), text),
     )
 
 
@@ -189,9 +191,21 @@ def _recipe(out: Path, seen: Observations, geometry: ModelGeometry) -> KVRecipe:
     return replace(recipe, static_scales=scales, model_digest=digest)
 
 
-def _notes(settings: QuantizeSettings, samples: int, text: EvalText) -> tuple[str, ...]:
-    if not settings.method.needs_text or samples == settings.samples:
-        return ()
-    return (
-        f"{text.name} has {samples} samples of that context, fewer than the {settings.samples} asked for",
-    )
+def _notes(
+    work: Quantizing, settings: QuantizeSettings, targets: Targets, samples: int, text: EvalText
+) -> tuple[str, ...]:
+    """What whoever uses the folder should know."""
+    notes = []
+    if settings.method.needs_text and samples != settings.samples:
+        notes.append(
+            f"{text.name} has {samples} samples of that context, fewer than the {settings.samples} asked for"
+        )
+    if work.file_format == "compressed-tensors" and settings.fmt.code.is_integer:
+        if not settings.fmt.symmetric:
+            notes.append(
+                "transformers with compressed-tensors 0.20 expects zero points otherwise and refuses them; "
+                "kvq loads them"
+            )
+        if any("experts" in why for why in targets.ignored.values()):
+            notes.append("transformers 5.23 refuses integer formats beside stacked experts; kvq loads them")
+    return tuple(notes)
