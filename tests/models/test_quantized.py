@@ -161,8 +161,8 @@ def test_a_folder_with_a_manifest_loads_whole_or_not_at_all(
         kvq.load(copy)
 
 
-def test_a_weight_that_is_there_twice_is_refused(tmp_path) -> None:
-    folder = quantized(tmp_path / "out", "rtn", bits=4)
+def test_a_weight_that_is_there_twice_is_refused(quantized, tmp_path) -> None:
+    folder = shutil.copytree(quantized("rtn", bits=4), tmp_path / "out")
     (folder / "kvq-manifest.json").unlink()
     tensors = load_file(folder / "model.safetensors")
     tensors["model.layers.0.self_attn.q_proj.weight"] = torch.zeros(256, 256)
