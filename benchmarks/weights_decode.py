@@ -77,7 +77,7 @@ def llama(python: str, gguf: str, depth: int, tokens: int) -> tuple[Callable[[],
     version = json.loads(answers.readline())
 
     def turn() -> float:
-        pipe.write("\\n")
+        pipe.write("\n")
         pipe.flush()
         return float(json.loads(answers.readline()))
 
