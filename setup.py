@@ -8,6 +8,7 @@ import logging
 import os
 import platform
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from setuptools import Extension, setup
@@ -48,8 +49,9 @@ class BuildKernels(build_ext):
         """Build the library next to the package, or say why there is none."""
         try:
             objects = self._compile(str(KERNELS / "native/variants.cpp"), "common", [])
-            for variant, flags in VARIANTS.items():
-                objects += self._variant(variant, flags)
+            with ThreadPoolExecutor(os.cpu_count()) as pool:  # compilers are processes of their own
+                for built in pool.map(self._variant, VARIANTS, VARIANTS.values()):
+                    objects += built
             if SANITIZE == "thread":
                 objects += self._compile("tests/kernels/native/threads.cpp", "common", [])
             self.compiler.link_shared_object(

@@ -9,7 +9,7 @@ from torch import Tensor
 from kvq.calib.histogram import Magnitudes
 from kvq.errors import RequestError
 from kvq.evals.text import EvalText
-from kvq.evals.windows import begin_ids, spread, text_ids, token_windows
+from kvq.evals.windows import begin_ids, cut_windows, spread, text_ids
 from kvq.formats import SMALLEST_MAXIMUM, Centers, HeadMaxima, LayerCenters, StaticScales
 from kvq.formats.centers import HeadCenters
 from kvq.kernels.codec import rotate
@@ -174,8 +174,8 @@ def spread_windows(
     context = min(1024, limit) if context is None else context
     if not 2 <= context <= limit:
         raise RequestError(f"a context of {context} tokens was asked for; this model takes 2 to {limit}")
-    tokens = len(text_ids(model.tokenizer, text)) + len(begin_ids(model.tokenizer))
-    return spread(token_windows(model.tokenizer, text, context=max(2, min(context, tokens))), max_windows)
+    ids, prefix = text_ids(model.tokenizer, text), begin_ids(model.tokenizer)
+    return spread(cut_windows(ids, prefix, context=max(2, min(context, len(ids) + len(prefix)))), max_windows)
 
 
 def _rounded(rows: Tensor) -> HeadCenters:

@@ -16,12 +16,19 @@ def token_windows(
     Raises:
         RequestError: the text is shorter than one window, or a size makes no sense.
     """
+    return cut_windows(
+        text_ids(tokenizer, text), begin_ids(tokenizer), context=context, max_windows=max_windows
+    )
+
+
+def cut_windows(
+    ids: list[int], prefix: list[int], *, context: int, max_windows: int | None = None
+) -> list[list[int]]:
+    """The same of a text's tokens; `prefix` begins every window."""
     if context < 2:
         raise RequestError(f"context must be at least 2 tokens, got {context}; nothing could be predicted")
     if max_windows is not None and max_windows < 1:
         raise RequestError(f"the number of windows must be at least 1, got {max_windows}")
-    ids = text_ids(tokenizer, text)
-    prefix = begin_ids(tokenizer)
     step = context - len(prefix)
     count = len(ids) // step
     if not count:

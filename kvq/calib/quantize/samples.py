@@ -6,7 +6,7 @@ import torch
 
 from kvq.calib.quantize.settings import FEWEST_SAMPLES
 from kvq.errors import RequestError
-from kvq.evals.windows import begin_ids, text_ids, token_windows
+from kvq.evals.windows import begin_ids, cut_windows, text_ids
 
 DEFAULT_CONTEXT = 2048
 
@@ -24,8 +24,8 @@ def draw_samples(
     size = min(DEFAULT_CONTEXT, max_context) if context is None else context
     if not 2 <= size <= max_context:
         raise RequestError(f"a context of {size} tokens was asked for; this model takes 2 to {max_context}")
-    tokens = len(text_ids(tokenizer, text))
-    step = size - len(begin_ids(tokenizer))
+    ids, prefix = text_ids(tokenizer, text), begin_ids(tokenizer)
+    tokens, step = len(ids), size - len(prefix)
     if tokens // step < FEWEST_SAMPLES:
         fits = tokens // FEWEST_SAMPLES
         raise RequestError(
@@ -33,7 +33,7 @@ def draw_samples(
             f"{FEWEST_SAMPLES * step:,}: give a longer text"
             + (f", or --context {fits} or less" if fits >= 16 else "")
         )
-    windows = token_windows(tokenizer, text, context=size)
+    windows = cut_windows(ids, prefix, context=size)
     generator = torch.Generator().manual_seed(seed)
     chosen = torch.randperm(len(windows), generator=generator)[:samples].sort().values
     return [windows[i] for i in chosen.tolist()]
