@@ -15,13 +15,12 @@ from kvq.kernels import QuantizedWeight
 from kvq.models.checkpoint import weight_files
 from kvq.models.modules import load_module, load_module_from
 from kvq.models.stored import StoredTensors
-from kvq.weights import install, round_weight
+from kvq.weights import ROUTERS, install, round_weight
 from kvq.weights.files import QuantizationScheme, parse_config, read_linear
 
 _HEAD = WeightFormat(code=WeightCode.INT8)  # of integer formats: logits deserve 8 bits
 _BITSANDBYTES = "bitsandbytes"
 _KV_SCALES = (".k_scale", ".v_scale")
-_ROUTERS = ("gate", "router", "shared_expert_gate")  # small, and they choose the experts
 
 
 def load_rounded(
@@ -38,7 +37,7 @@ def load_rounded(
     linears = {
         name: module
         for name, module in model.named_modules()
-        if type(module) is nn.Linear and name.rpartition(".")[2] not in _ROUTERS
+        if type(module) is nn.Linear and name.rpartition(".")[2] not in ROUTERS
     }
     formats = {
         name: _HEAD if linear is head and fmt.code.is_integer else fmt for name, linear in linears.items()

@@ -2,6 +2,7 @@
 
 from kvq.weights.install import install
 from kvq.weights.linear import (
+    ROUTERS,
     QuantizedLinear,
     quantized_layers,
     replace_linear,
@@ -11,6 +12,7 @@ from kvq.weights.linear import (
 from kvq.weights.rounding import round_weight
 
 __all__ = [
+    "ROUTERS",
     "QuantizedLinear",
     "install",
     "quantized_layers",

@@ -8,6 +8,8 @@ from torch import Tensor, nn
 
 from kvq.kernels import Device, LinearSpec, QuantizedWeight, select
 
+ROUTERS = ("gate", "router", "shared_expert_gate")  # small layers that choose experts: never quantized
+
 
 class QuantizedLinear(nn.Module):
     """A Linear layer for inference over a quantized weight, by the best kernel for its device."""

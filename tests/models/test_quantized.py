@@ -169,3 +169,15 @@ def test_a_weight_that_is_there_twice_is_refused(quantized, tmp_path) -> None:
     save_file(tensors, folder / "model.safetensors")
     with pytest.raises(ModelError, match=r"q_proj.weight in codes and as it was; keep one"):
         kvq.load(folder)
+
+
+@pytest.mark.parametrize(
+    ("options", "dtype"), [({"dtype": "fp32"}, "float32"), ({"file_format": "autogptq"}, "float16")]
+)
+def test_what_stays_has_the_dtype_that_was_asked_for_or_that_the_format_has(
+    options: dict, dtype: str, quantized: Callable[..., Path]
+) -> None:
+    folder = quantized("rtn", bits=4, **options)
+    assert read_json(folder / "config.json")["dtype"] == dtype
+    kept = [x for x in load_file(folder / "model.safetensors").values() if x.is_floating_point()]
+    assert {str(x.dtype) for x in kept} == {f"torch.{dtype}"}

@@ -57,11 +57,15 @@ def write_checkpoint(
     targets: Targets,
     file_format: str,
     *,
+    dtype: torch.dtype | None,
     kv_scales: KVScales | None,
     overwrite: bool,
     progress: Callable[[int, int], None],
 ) -> tuple[list[ModuleReport], dict[str, str]]:
-    """Write the folder, whole or not at all. Returns the report's rows, and which inputs got no scales."""
+    """Write the folder, whole or not at all. Returns the report's rows, and which inputs got no scales.
+
+    `dtype`: of what is not quantized; None: as the source stores it.
+    """
     rows: list[ModuleReport] = []
     skipped: dict[str, str] = {}
     formats: dict[str, WeightFormat] = {}
@@ -81,9 +85,12 @@ def write_checkpoint(
             replaced |= changed.keys()
             rows += result.rows
             skipped |= {targets.full_name(index, name): why for name, why in result.skipped.items()}
-        _copy_others(writer, source, replaced)
+        _copy_others(writer, source, replaced, dtype)
         writer.add(kv_scales or {})
         config = read_json(source / "config.json")
+        if dtype is not None:
+            config.pop("torch_dtype", None)
+            config["dtype"] = str(dtype).removeprefix("torch.")
         config["quantization_config"] = quantization_config(
             file_format,
             formats,
@@ -109,15 +116,19 @@ def held_tensors(folder: Path) -> set[str]:
     return {entry.name for path in weight_files(folder) for entry in read_header(path)}
 
 
-def _copy_others(writer: CheckpointWriter, source: Path, replaced: set[str]) -> None:
-    """Every tensor that was not quantized, as it lies in the source."""
+def _copy_others(
+    writer: CheckpointWriter, source: Path, replaced: set[str], dtype: torch.dtype | None
+) -> None:
+    """Every tensor that was not quantized, as it lies in the source, or floats in `dtype`."""
     found: set[str] = set()
     for path in weight_files(source):
         with safe_open(path, "pt") as file:
             for name in file.keys():  # noqa: SIM118
                 found.add(name)
                 if name not in replaced:
-                    writer.add({name: file.get_tensor(name)})
+                    tensor = file.get_tensor(name)
+                    is_other = dtype is not None and tensor.is_floating_point()
+                    writer.add({name: tensor.to(dtype) if is_other else tensor})
     missing = sorted(replaced - found)
     if missing:
         raise ConfigError(f"{source} has no tensor {missing[0]}, which was changed; please report this model")

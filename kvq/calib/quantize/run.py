@@ -24,7 +24,7 @@ from kvq.models import load
 from kvq.models.checkpoint import content_digest, weight_files
 from kvq.models.live_geometry import live_geometry
 from kvq.models.resolve import resolve_model
-from kvq.models.weights import load_plain, load_tokenizer, pick_device
+from kvq.models.weights import DTYPES, load_plain, load_tokenizer, pick_device
 from kvq.version import __version__
 
 
@@ -135,6 +135,7 @@ def quantize_model(work: Quantizing, settings: QuantizeSettings) -> Quantized:
             partial,
             targets,
             work.file_format,
+            dtype=DTYPES.get(dtype),
             kv_scales=None if seen is None else fp8_scale_tensors(seen),
             overwrite=work.overwrite,
             progress=work.progress("writing"),

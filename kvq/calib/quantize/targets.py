@@ -8,8 +8,8 @@ from torch import nn
 from kvq.calib.quantize.walk import decoder_layers
 from kvq.errors import ConfigError, ModelError
 from kvq.formats.weights import WeightFormat
+from kvq.weights import ROUTERS
 
-_ROUTERS = ("gate", "router", "shared_expert_gate")  # small, and every expert's choice depends on them
 _SIZES = (1024, 512, 256, 128, 64, 32, 16, 8)
 _SHOWN = 8
 
@@ -47,7 +47,7 @@ def find_targets(model: Any, fmt: WeightFormat, held: set[str]) -> Targets:
             full = f"{prefix}.{index}.{name}"
             if not isinstance(module, nn.Linear):
                 continue
-            if name.rpartition(".")[2] in _ROUTERS:
+            if name.rpartition(".")[2] in ROUTERS:
                 ignored[full] = "a router"
             elif f"{full}.weight" not in held:
                 ignored[full] = "the checkpoint stores it in another form"
