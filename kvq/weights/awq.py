@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from kvq.formats.weights import WeightFormat
-from kvq.weights.clipping import clip_weight
 from kvq.weights.rounding import round_weight
 from kvq.weights.statistics import InputStatistics
 
@@ -33,14 +32,13 @@ def awq_scales(
     fmt: WeightFormat,
     dtype: torch.dtype,
     *,
-    clip: bool = False,
     tied: Tensor | None = None,
 ) -> ChannelScales:
     """The scales of least output error for layers that share their inputs.
 
     s = mean|x|^alpha and s = mean|x|^alpha / mean|w|^(1 - alpha), each over a grid of alpha, normed to
     sqrt(max s * min s) = 1. The error is that over all tokens of the statistics, after rounding to
-    nearest, or after clipping too if `clip`.
+    nearest; clipping comes once scales are chosen (searched together it gained nothing).
 
     `weights`: fp32 [out, in] each. `tied`: int64 [in], inputs of one number get one scale, as the
     query heads of one KV head must.
@@ -49,12 +47,12 @@ def awq_scales(
     magnitude = _mean_over(_relative_magnitude(weights, fmt), tied)
     whole = sum(statistics.squared(weight) for weight in weights)
     one = torch.ones_like(activity)
-    unscaled = _error(weights, statistics, fmt, dtype, one, clip) / max(whole, 1e-30)
+    unscaled = _error(weights, statistics, fmt, dtype, one) / max(whole, 1e-30)
     best = ChannelScales(scale=one, alpha=0.0, error=unscaled, unscaled=unscaled)
     for step in range(1, _GRID):
         alpha = step / _GRID
         for scale in (_normed(activity**alpha), _normed(activity**alpha / magnitude ** (1 - alpha))):
-            error = _error(weights, statistics, fmt, dtype, scale, clip) / max(whole, 1e-30)
+            error = _error(weights, statistics, fmt, dtype, scale) / max(whole, 1e-30)
             if error < best.error:
                 best = ChannelScales(scale=scale, alpha=alpha, error=error, unscaled=unscaled)
     return best
@@ -66,14 +64,11 @@ def _error(
     fmt: WeightFormat,
     dtype: torch.dtype,
     scale: Tensor,
-    clip: bool,
 ) -> float:
     """Squared error of the outputs with scaled weights rounded to nearest."""
     total = 0.0
-    gram = statistics.gram / scale / scale[:, None] if clip else statistics.gram
     for weight in weights:
-        scaled = weight * scale
-        stored = clip_weight(scaled, fmt, dtype, gram) if clip else round_weight(scaled, fmt, dtype=dtype)
+        stored = round_weight(weight * scale, fmt, dtype=dtype)
         total += statistics.squared(stored.dequantize().float() / scale - weight)
     return total
 

@@ -20,7 +20,6 @@ from kvq.weights.rounding import round_weight
 from kvq.weights.smoothquant import ALPHAS, smooth_scales
 from kvq.weights.statistics import InputStatistics
 
-CLIP = False
 _ROWS = 512  # tokens kept where the rounding of inputs has to be seen
 
 
@@ -121,7 +120,7 @@ class LayerQuantizer:
         found = next(self.statistics[name] for name in fold.names if name in self.statistics)
         fmt, dtype, alpha = self.settings.fmt, self.dtype, self.settings.alpha
         if self.settings.method is Method.AWQ:
-            return awq_scales(weights, found, fmt, dtype, tied=fold.tied, clip=CLIP)
+            return awq_scales(weights, found, fmt, dtype, tied=fold.tied)
         alphas = ALPHAS if alpha is None else (alpha,)
         return smooth_scales(weights, found, fmt, dtype, alphas=alphas, tied=fold.tied)
 
