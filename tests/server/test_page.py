@@ -138,10 +138,8 @@ def test_the_map_lives_while_requests_run(server, browser):
     pixels = "document.querySelector('canvas.cells').toDataURL()"
     counts = "document.querySelector('#counts tbody').textContent"
     before = browser.run(pixels), browser.run(counts)
-    tokens = list(range(300, 500))
-    thread = threading.Thread(
-        target=ask, args=(server, KEYS[1]), kwargs={"prompt": tokens, "max_tokens": 150}
-    )
+    long = {"prompt": list(range(300, 500)), "max_tokens": 150, "extra_body": {"ignore_eos": True}}
+    thread = threading.Thread(target=ask, args=(server, KEYS[1]), kwargs=long)
     thread.start()
     browser.wait(f"{counts} !== {json.dumps(before[1])}")
     browser.wait("document.querySelector('#others').textContent.includes('key 2: 1 running')")
