@@ -116,7 +116,8 @@ def test_exactly_one_socket_listens(server):
 def test_a_key_may_have_so_many_requests_at_once_and_others_go_on(server):
     threads = []
     for i in range(3):  # one after the other, so that none is too much for the queue
-        threads.append(threading.Thread(target=ask, args=(server,), kwargs={"max_tokens": 600, "n": 1}))
+        long = {"max_tokens": 600, "ignore_eos": True}
+        threads.append(threading.Thread(target=ask, args=(server,), kwargs=long))
         threads[-1].start()
         while f"kvq_active_requests {i + 1}.0" not in get(server, "/metrics"):
             sleep(0.02)
