@@ -156,12 +156,11 @@ def test_the_map_lives_while_requests_run(server, browser):
 @needs_browser
 def test_a_prompt_streams_into_the_page(server, browser):
     browser.run(f"document.querySelector('#key').value = {KEYS[0]!r}")
-    browser.run("document.querySelector('#temperature').value = '0'")
+    browser.run("document.querySelector('#temperature').value = '0'")  # sampled texts may end early
     for kind in ("completion", "chat"):
         browser.run(f"document.querySelector('input[value={kind}]').click()")
         browser.run("document.querySelector('#send').click()")
-        # The likeliest tokens: sampled ones end a text early now and then.
-        browser.wait("/^120 tokens in .*the first after/.test(document.querySelector('#outcome').textContent)")
+        browser.wait("/^120 tokens in .*first after/.test(document.querySelector('#outcome').textContent)")
         assert browser.run("document.querySelector('#text').childNodes.length") > 10  # came in pieces
     browser.wait("document.querySelectorAll('#requests tbody tr').length >= 3")
     browser.run("document.querySelector('#key').value = 'wrong'")
