@@ -26,21 +26,11 @@ class CheckpointWriter:
 
     Everything is written to a folder beside `out`, flushed to the disk, and renamed at the end: under its own
     name the folder is whole or not there. One shard's tensors at most are held in memory. After an error the
-    folder aside is removed; with a `resume_key` its whole shards are kept, and a writer of that key goes on.
+    folder aside is removed.
     """
 
-    def __init__(
-        self,
-        out: Path,
-        *,
-        max_shard_bytes: int = MAX_SHARD_BYTES,
-        overwrite: bool = False,
-        resume_key: str | None = None,
-    ) -> None:
-        """Make the folder aside.
-
-        `overwrite`: replace a folder at `out`, but only one that has a kvq manifest. `resume_key`: a digest
-        of everything that decides the tensors' bytes.
+    def __init__(self, out: Path, *, max_shard_bytes: int = MAX_SHARD_BYTES, overwrite: bool = False) -> None:
+        """Make the folder aside. `overwrite`: replace a folder at `out`, but only one with a kvq manifest.
 
         Raises:
             ConfigError: `out` exists and may not be replaced, or nothing can be written beside it.
@@ -52,25 +42,18 @@ class CheckpointWriter:
         self._partial: Partial | None = None
         with self._explained():
             check_target(self._out, overwrite=overwrite)
-            self._partial = Partial.open(self._out, resume_key)
-
-    @property
-    def held(self) -> frozenset[str]:
-        """Names of the tensors that are on disk already; after resuming, those needn't be computed again."""
-        return frozenset(self._open.shard_of)
+            self._partial = Partial.open(self._out)
 
     def add(self, tensors: Mapping[str, Tensor]) -> None:
-        """Write tensors, or keep them until a shard is full. One that is on disk already stays as it is.
+        """Write tensors, or keep them until a shard is full.
 
         Raises:
             ConfigError: a name is added twice, or nothing more can be written.
         """
         with self._explained():
             for name, tensor in tensors.items():
-                if name in self._shard:
+                if name in self._shard or name in self._open.shard_of:
                     raise ConfigError(f"can't write {self._out}: tensor {name} was added twice")
-                if name in self._open.shard_of:
-                    continue
                 if self._shard and self._shard_bytes + tensor.nbytes > self._max_shard_bytes:
                     self._flush()
                 self._shard[name] = tensor.detach().cpu().contiguous()
@@ -95,7 +78,6 @@ class CheckpointWriter:
             for path in copied:
                 self._write(files, path.name, path.read_bytes())
             self._name_shards(files)
-            self._open.forget()
             write_synced(self._open.folder / MANIFEST, manifest_bytes(files))
             sync(self._open.folder)
             self._put_in_place(self._open.folder)
@@ -103,7 +85,7 @@ class CheckpointWriter:
         return self._out
 
     def abort(self) -> None:
-        """Leave off: remove the folder aside, unless it can be resumed."""
+        """Leave off: remove the folder aside."""
         self._shard.clear()
         if self._partial is not None:
             self._partial.discard()

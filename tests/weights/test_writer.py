@@ -243,49 +243,6 @@ def test_a_full_disk_while_replacing_leaves_the_old_or_the_new(place: Path, sour
     assert position > 20
 
 
-def test_a_full_disk_loses_no_finished_shard_of_what_can_be_resumed(place: Path, source: Path) -> None:
-    for position in range(1, 1000):
-        error, reached = attempt(place, source, position, resume_key="model a")
-        if not reached:
-            break
-        if error is not None:
-            assert not (place / "model").exists()
-            write(place / "model", source, resume_key="model a")
-        assert verify_manifest(place / "model")
-        assert os.listdir(place) == ["model"], position
-        (place / "model").rename(source / f"whole-{position}")
-    assert position > 20
-
-
-def left_off(place: Path, key: str) -> Path:
-    writer = CheckpointWriter(place / "model", max_shard_bytes=100, resume_key=key)
-    writer.add(tensors())
-    writer.abort()
-    return place / ".model.partial"
-
-
-def test_resuming_goes_on_from_whole_shards_of_the_same_key(place: Path, source: Path) -> None:
-    left_off(place, "a")
-    with CheckpointWriter(place / "model", resume_key="a") as writer:
-        assert writer.held == {f"layer.{i}.weight" for i in range(4)}
-    with CheckpointWriter(place / "model", resume_key="b") as writer:
-        assert writer.held == frozenset()
-    folder = left_off(place, "a")
-    shard = folder / "shard-00001"
-    shard.write_bytes(shard.read_bytes()[:-1] + b"\x55")
-    with CheckpointWriter(place / "model", resume_key="a") as writer:
-        assert writer.held == frozenset()
-    for journal in ("", "[]", "{}", '{"key": "a", "shards": {"x": 1}}', '{"key": "a", "shards": 3}'):
-        folder = left_off(place, "a")
-        (folder / "journal.json").write_text(journal)
-        with CheckpointWriter(place / "model", resume_key="a") as writer:
-            assert writer.held == frozenset()
-    left_off(place, "a")
-    write(place / "model", source, resume_key="a")
-    assert os.listdir(place) == ["model"]
-    assert verify_manifest(place / "model")
-
-
 SMALL_FILES = """
 import resource, sys
 from pathlib import Path
