@@ -1,7 +1,7 @@
 """Kernels over quantized blocks, one folder per operation, each with its PyTorch reference."""
 
 from kvq.kernels.linear.spec import LINEAR_OPERATIONS, LinearSpec
-from kvq.kernels.linear.weight import QuantizedWeight
+from kvq.kernels.linear.weight import PlainWeight, QuantizedWeight
 from kvq.kernels.paged import PagedKV, PagedRows, SequenceBatch
 from kvq.kernels.registry import BACKENDS, Kernel, check_backend, register, registered, select
 from kvq.kernels.spec import Device, KernelSpec, Support
@@ -15,6 +15,7 @@ __all__ = [
     "LinearSpec",
     "PagedKV",
     "PagedRows",
+    "PlainWeight",
     "QuantizedWeight",
     "SequenceBatch",
     "Support",

@@ -6,7 +6,7 @@ from threading import get_ident
 
 from torch import Tensor
 
-from kvq.kernels import QuantizedWeight
+from kvq.kernels import PlainWeight, QuantizedWeight
 from kvq.kernels.linear.cpu import CpuLinear
 
 
@@ -38,13 +38,13 @@ class Joined:
     memory can't meanwhile become another's. Threads that share a model compute their own.
     """
 
-    def __init__(self, weights: Sequence[QuantizedWeight]) -> None:
+    def __init__(self, weights: Sequence[QuantizedWeight | PlainWeight]) -> None:
         """Pack them one after the other.
 
         Raises:
             ConfigError: formats, inputs or their order differ.
         """
-        self.kernel = CpuLinear.joined(weights)
+        self.kernel = CpuLinear(*weights)
         ends = [sum(weight.out_features for weight in weights[: i + 1]) for i in range(len(weights))]
         self.parts = [
             JoinedPart(self, slice(end - weight.out_features, end))

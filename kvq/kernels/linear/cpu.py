@@ -1,16 +1,15 @@
-"""`linear_w4` and `linear_w8` in C++ for CPUs."""
+"""`linear_w4` and `linear_w8` in C++ for CPUs, and products with weights that are no codes."""
 
 import ctypes
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from kvq.errors import ConfigError
 from kvq.formats.weights import Inputs, WeightCode
-from kvq.kernels.linear.pack import pack_panels
+from kvq.kernels.linear.pack import pack_panels, pack_plain
 from kvq.kernels.linear.spec import LinearSpec
-from kvq.kernels.linear.weight import QuantizedWeight
+from kvq.kernels.linear.weight import PlainWeight, QuantizedWeight
 from kvq.kernels.native.library import check, load, loaded
 from kvq.kernels.native.structs import DTYPES, Linear
 from kvq.kernels.spec import Device, Support
@@ -28,47 +27,42 @@ def supports(spec: LinearSpec, device: Device) -> Support:
 
 
 class CpuLinear:
-    """y = x W^T over a weight in panels of codes.
+    """y = x W^T over a weight in panels.
 
     Integer codes are multiplied with integers. Inputs that the format leaves as they are become 16-bit
     numbers for every 128 of them: results agree with fp32 products to about 1e-5 of the largest. Scales are
     not rounded into the weight, so 16-bit ones give results closer to the codes than the reference's.
     A row's result doesn't depend on the other rows or on threads, bit for bit; one with a NaN or an infinity
-    gives NaN alone.
+    gives NaN alone, of a weight in floats what such products give.
     """
 
-    def __init__(self, weight: QuantizedWeight) -> None:
-        self._pack([weight])
-
-    @classmethod
-    def joined(cls, weights: Sequence[QuantizedWeight]) -> "CpuLinear":
-        """Several weights of the same inputs as one, outputs one after the other.
+    def __init__(self, *weights: QuantizedWeight | PlainWeight) -> None:
+        """One weight, or several of the same inputs as one, outputs one after the other.
 
         Raises:
             ConfigError: formats, inputs or their order differ.
         """
-        self = cls.__new__(cls)
-        self._pack(weights)
-        return self
-
-    def _pack(self, weights: Sequence[QuantizedWeight]) -> None:
-        fmt = weights[0].fmt
-        self._panels = panels = pack_panels(weights)
+        plain = [weight for weight in weights if isinstance(weight, PlainWeight)]
+        codes = [weight for weight in weights if isinstance(weight, QuantizedWeight)]
+        if plain and codes:
+            raise ConfigError(f"weights in {codes[0].fmt.name} and in floats can't be joined")
+        self._panels = panels = pack_plain(plain) if plain else pack_panels(codes)
         self.in_features = weights[0].in_features
         self.out_features = sum(weight.out_features for weight in weights)
         self.nbytes = panels.nbytes
+        scales, zeros, order = panels.scales, panels.zeros, panels.order
         self._struct = Linear(
             codes=panels.codes.data_ptr(),
-            scales=panels.scales.data_ptr(),
-            zeros=None if panels.zeros is None else panels.zeros.data_ptr(),
-            order=None if panels.order is None else panels.order.data_ptr(),
+            scales=None if scales is None else scales.data_ptr(),
+            zeros=None if zeros is None else zeros.data_ptr(),
+            order=None if order is None else order.data_ptr(),
             in_features=self.in_features,
             out_features=self.out_features,
             k=panels.columns,
-            groups=panels.scales.shape[1],
-            code=_CODES[fmt.code],
-            scale_code=DTYPES[panels.scales.dtype],
-            inputs=_INPUTS[fmt.inputs],
+            groups=1 if scales is None else scales.shape[1],
+            code=DTYPES[panels.codes.dtype] if plain else _CODES[codes[0].fmt.code],
+            scale_code=0 if scales is None else DTYPES[scales.dtype],
+            inputs=0 if plain else _INPUTS[codes[0].fmt.inputs],
         )
         self.address = ctypes.addressof(self._struct)
 

@@ -1,4 +1,4 @@
-// Rows of inputs, made ready for a tile of rows: rounded to signed bytes, or as floats for FP8 weights.
+// Rows of inputs, made ready for a tile of rows: rounded to signed bytes, or as floats for weights in floats or FP8.
 //
 // Where the format leaves inputs as they are, they become 16-bit numbers in two bytes: over at most 128
 // columns of one group, with step = largest / 127, x is step * (high + low / 254) to 1 / 64,000 of the largest.
@@ -11,6 +11,7 @@
 
 namespace {
 
+constexpr int MOST_TILE_ROWS = 12;
 constexpr float LOW_STEP = 1.0f / 254.0f;
 constexpr int PRECISE = 128;    // columns of a segment: 128 * 255 * 127 < 2^24 is exact as a float
 constexpr int MOST_SUMMED = 1 << 15;  // 2^15 * 255 * 127 < 2^31: sums of INT8 inputs can't overflow
@@ -44,12 +45,14 @@ struct Tile {
     int32_t* starts;  // [segments, rows, planes]: minus the codes' offset times the sum of the segment's bytes
     float* sums;      // [segments, rows]: of high + low / 254
     float* steps;     // [segments, rows]
-    float* values;    // [k, rows], for FP8 weights, without all of the above
+    float* values;    // [k, rows], for floats and FP8, without all of the above
 };
+
+inline bool has_float_sums(const KvqLinear& l) { return l.code <= KVQ_FP8; }
 
 inline Tile take_tile(const KvqLinear& l, const Cut& cut, int rows, Memory& memory) {
     Tile t = {rows, nullptr, nullptr, nullptr, nullptr, nullptr};
-    if (l.code == KVQ_FP8) {
+    if (has_float_sums(l)) {
         t.values = memory.take<float>((int64_t)cut.k * rows);
         return t;
     }
@@ -67,13 +70,14 @@ inline float element(const uint8_t* x, int64_t i, int code) {
     return code == KVQ_BF16 ? from_bf16(half) : from_fp16(half);
 }
 
-// Columns in the order of groups, then zeros.
-inline void read_columns(float* row, const KvqLinear& l, const uint8_t* x, int code) {
+// `n` columns from `begin` on in the order of groups, then zeros.
+inline void read_columns(float* row, const KvqLinear& l, const uint8_t* x, int code, int begin, int n) {
+    int left = (int)l.in_features - begin, given = left < n ? left : n;
     if (!l.order)
-        read_floats(row, x, (int)l.in_features, code);
+        read_floats(row, x + (int64_t)begin * bytes_of(code), given, code);
     else
-        for (int64_t i = 0; i < l.in_features; i++) row[i] = element(x, l.order[i], code);
-    for (int64_t i = l.in_features; i < l.k; i++) row[i] = 0;
+        for (int i = 0; i < given; i++) row[i] = element(x, l.order[begin + i], code);
+    for (int i = given; i < n; i++) row[i] = 0;
 }
 
 inline vf load_some(const float* p, int n) {  // the first `n`, then zeros
@@ -163,13 +167,24 @@ inline float rounded_fp8(float x) {
     return __builtin_copysignf(value, x);
 }
 
-inline void float_row(const Tile& tile, int r, const float* row, const KvqLinear& l) {
+inline void round_row_to_fp8(const Tile& tile, int r, const float* row, int k) {
     float* values = tile.values + r;
-    float step = l.inputs == KVQ_INPUTS_FP8 ? step_of(row, l.k, 448.0f) : 1;
-    if (l.inputs != KVQ_INPUTS_FP8 || step == 0)
-        for (int i = 0; i < l.k; i++) values[(int64_t)i * tile.rows] = row[i];
-    else
-        for (int i = 0; i < l.k; i++) values[(int64_t)i * tile.rows] = rounded_fp8(row[i] / step) * step;
+    float step = step_of(row, k, 448.0f);
+    for (int i = 0; i < k; i++)
+        values[(int64_t)i * tile.rows] = step == 0 ? row[i] : rounded_fp8(row[i] / step) * step;
+}
+
+// Rows as they are, a piece of each at a time: their columns lie next to each other in the tile.
+inline void transpose_rows(const Tile& tile, const KvqLinear& l, const uint8_t* x, int64_t x_row, int code) {
+    constexpr int PIECE = 64;  // columns
+    float piece[MOST_TILE_ROWS][PIECE];
+    for (int begin = 0; begin < l.k; begin += PIECE) {
+        int n = l.k - begin < PIECE ? l.k - begin : PIECE;
+        for (int r = 0; r < tile.rows; r++) read_columns(piece[r], l, x + r * x_row, code, begin, n);
+        float* values = tile.values + (int64_t)begin * tile.rows;
+        for (int i = 0; i < n; i++)
+            for (int r = 0; r < tile.rows; r++) *values++ = piece[r][i];
+    }
 }
 
 }  // namespace

@@ -126,8 +126,8 @@ inline vi dot(vi sums, Weights w, int32_t inputs) {
 
 inline vi all_of(int32_t x) { return x - vi{}; }
 
-// A panel's scales of one group.
-inline Floats load_scales(const uint8_t* p, int code) {
+// Sixteen numbers in floats of `code`: a column of a panel, or its scales of one group.
+inline Floats load_floats(const uint8_t* p, int code) {
     Floats x;
     for (int i = 0; i < PARTS; i++) {
         if (code == KVQ_FP32) {
@@ -159,6 +159,8 @@ inline Floats load_minus_zeros(const int8_t* p) {
         x.part[i] = -floats((load_bytes((const uint8_t*)p + i * W) ^ 128) - 128);
     return x;
 }
+
+constexpr int bytes_of(int code) { return code == KVQ_FP32 ? 4 : code == KVQ_FP8 ? 1 : 2; }
 
 // E4M3 codes as floats: 64 bytes of four inputs, where byte 2 (16 h + o) + b is output o of input h + 2 b.
 // So the bytes of a 16-bit lane belong to two inputs, and shifts alone give fp16 numbers, which have the
@@ -197,6 +199,15 @@ inline void decode_fp8(Floats out[4], const uint8_t* p) {
             out[i].part[j] = fp8_values(codes);
         }
 #endif
+}
+
+// Columns of a panel: four of FP8, one of floats.
+template <int CODE>
+inline void decode_columns(Floats* out, const uint8_t* p) {
+    if constexpr (CODE == KVQ_FP8)
+        decode_fp8(out, p);
+    else
+        out[0] = load_floats(p, CODE);
 }
 
 }  // namespace

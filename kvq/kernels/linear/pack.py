@@ -1,4 +1,4 @@
-"""A quantized weight in the order that the CPU kernels read: panels of 16 outputs."""
+"""A weight in the order that the CPU kernels read: panels of 16 outputs."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from torch.nn import functional
 
 from kvq.errors import ConfigError
 from kvq.formats.weights import WeightCode
-from kvq.kernels.linear.weight import QuantizedWeight
+from kvq.kernels.linear.weight import PlainWeight, QuantizedWeight
 
 OUTPUTS = 16  # of a panel
 COLUMNS = 8  # which their number is padded to
@@ -20,13 +20,14 @@ _E4M3_NAN = 0x7F
 class Panels:
     """What KvqLinear points at.
 
-    `codes`: uint8 [panels, bytes]: q + 128 of INT8, q + 8 of INT4 and INT3, E4M3FN bytes. `scales`: fp32,
-    bf16 or fp16 [panels, groups, 16]. `zeros`: int8 of the same shape, None if symmetric. `order`: int32
-    [in], None if inputs lie in their own order.
+    `codes`: uint8 [panels, bytes]: q + 128 of INT8, q + 8 of INT4 and INT3, E4M3FN bytes; of a weight that
+    is no code fp32, bf16 or fp16 [panels, columns, 16]. `scales`: fp32, bf16 or fp16 [panels, groups, 16],
+    None if there are no codes. `zeros`: int8 of the same shape, None if symmetric. `order`: int32 [in], None
+    if inputs lie in their own order.
     """
 
     codes: Tensor
-    scales: Tensor
+    scales: Tensor | None
     zeros: Tensor | None
     order: Tensor | None
     columns: int  # inputs, padded with columns whose inputs are zeros
@@ -68,6 +69,20 @@ def pack_panels(weights: Sequence[QuantizedWeight]) -> Panels:
         order=None if first.order is None else first.order.int().contiguous(),
         columns=-(-first.in_features // COLUMNS) * COLUMNS,
     )
+
+
+def pack_plain(weights: Sequence[PlainWeight]) -> Panels:
+    """The same of weights that are no codes, in the narrowest type that holds them all.
+
+    Raises:
+        ConfigError: they have different inputs.
+    """
+    inputs = {weight.in_features for weight in weights}
+    if len(inputs) > 1:
+        raise ConfigError(f"only weights of the same inputs can be joined, got {sorted(inputs)} of them")
+    values = _padded(torch.cat([weight.values for weight in weights]))
+    panels = values.view(-1, OUTPUTS, values.shape[1]).transpose(1, 2).contiguous()
+    return Panels(codes=panels, scales=None, zeros=None, order=None, columns=values.shape[1])
 
 
 def _check(weight: QuantizedWeight) -> None:

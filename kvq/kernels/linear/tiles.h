@@ -10,13 +10,16 @@ namespace {
 
 #if defined(__AVX512F__)
 constexpr int TILE_ROWS = 6, TILE_PANELS = 2;  // 24 of 32 registers are sums
-constexpr int FLOAT_ROWS = 12, FLOAT_CHAINS = 12;  // an output has one sum: others fill the time it takes
+constexpr int FP8_ROWS = 12, FP8_CHAINS = 12;  // an output has one sum: others fill the time it takes
+constexpr int FLOAT_ROWS = 12, FLOAT_CHAINS = 24;
 #elif defined(__AVX2__)
 constexpr int TILE_ROWS = 2, TILE_PANELS = 1;  // 8 of 16
-constexpr int FLOAT_ROWS = 3, FLOAT_CHAINS = 4;
+constexpr int FP8_ROWS = 3, FP8_CHAINS = 4;
+constexpr int FLOAT_ROWS = 6, FLOAT_CHAINS = 6;
 #else
 constexpr int TILE_ROWS = 2, TILE_PANELS = 1;
-constexpr int FLOAT_ROWS = 2, FLOAT_CHAINS = 4;
+constexpr int FP8_ROWS = 2, FP8_CHAINS = 4;
+constexpr int FLOAT_ROWS = 2, FLOAT_CHAINS = 2;
 #endif
 constexpr int AHEAD = 2048;  // bytes: weights that are read once come from memory
 
@@ -28,7 +31,7 @@ struct Output {
 
 inline void write_panel(const Output& out, int64_t row, int64_t panel, int64_t out_features, const Floats& x) {
     int64_t first = panel * OUTPUTS, n = out_features - first;
-    uint8_t* to = out.data + row * out.row + first * (out.code == KVQ_FP32 ? 4 : 2);
+    uint8_t* to = out.data + row * out.row + first * bytes_of(out.code);
     float values[OUTPUTS];
     for (int i = 0; i < PARTS; i++) store(values + i * W, x.part[i]);
     if (n >= OUTPUTS)
@@ -83,7 +86,7 @@ template <bool NIBBLES, int R, int P, int PLANES>
 void integer_tile(const KvqLinear& l, const Cut& cut, const Tile& tile, int64_t panel, const Output& out,
                   int64_t row) {
     constexpr int STEP = NIBBLES ? 64 : 128;  // bytes of eight columns
-    int scale_bytes = OUTPUTS * (l.scale_code == KVQ_FP32 ? 4 : 2);
+    int scale_bytes = OUTPUTS * bytes_of(l.scale_code);
     Floats totals[P][R] = {};
     const uint8_t* codes = l.codes + panel * panel_bytes<NIBBLES>(cut);
     const int32_t* words = tile.words;
@@ -108,7 +111,7 @@ void integer_tile(const KvqLinear& l, const Cut& cut, const Tile& tile, int64_t 
         int64_t group = s / cut.per_group, at = (int64_t)s * R;
         UNROLL for (int p = 0; p < P; p++) {
             int64_t own = (panel + p) * l.groups + group;
-            Floats scales = load_scales(l.scales + own * scale_bytes, l.scale_code), minus_zeros;
+            Floats scales = load_floats(l.scales + own * scale_bytes, l.scale_code), minus_zeros;
             if (l.zeros) minus_zeros = load_minus_zeros(l.zeros + own * OUTPUTS);
             UNROLL for (int r = 0; r < R; r++)
                 UNROLL for (int i = 0; i < PARTS; i++) {
@@ -123,27 +126,54 @@ void integer_tile(const KvqLinear& l, const Cut& cut, const Tile& tile, int64_t 
         for (int r = 0; r < R; r++) write_panel(out, row + r, panel + p, l.out_features, totals[p][r]);
 }
 
-template <int R, int P>
-void float_tile(const KvqLinear& l, const Cut& cut, const Tile& tile, int64_t panel, const Output& out, int64_t row) {
-    int64_t bytes = panel_bytes<false>(cut);
-    const uint8_t* codes = l.codes + panel * bytes;
-    Floats totals[P][R] = {};
-    const float* x = tile.values;
-    for (int k = 0; k < cut.k; k += 4, codes += 4 * OUTPUTS, x += 4 * R)
-        UNROLL for (int p = 0; p < P; p++) {
-            Floats w[4];
-            decode_fp8(w, codes + p * bytes);
-            if (R <= 4) __builtin_prefetch(codes + p * bytes + AHEAD);
-            UNROLL for (int j = 0; j < 4; j++)
+// Columns that are multiplied at a time, of a panel's weights that stay in the second-level cache meanwhile.
+struct Block {
+    int begin, end;
+    float* kept;  // [panels, rows, 16] of a tile: sums up to `begin`, or up to `end`
+};
+
+// One sum per output, over the columns in their order, whatever the block.
+template <int CODE, int R, int P>
+void float_tile(const KvqLinear& l, const Cut& cut, const Tile& tile, int64_t panel, const Output& out, int64_t row,
+                const Block& block) {
+    constexpr int STEP = CODE == KVQ_FP8 ? 4 : 1, BYTES = OUTPUTS * bytes_of(CODE);
+    int64_t bytes = (int64_t)cut.k * BYTES;
+    const uint8_t* codes = l.codes + panel * bytes + (int64_t)block.begin * BYTES;
+    const float* x = tile.values + (int64_t)block.begin * R;
+    Floats totals[P][R];
+    UNROLL for (int p = 0; p < P; p++)
+        UNROLL for (int r = 0; r < R; r++)
+            UNROLL for (int i = 0; i < PARTS; i++)
+                totals[p][r].part[i] = block.begin ? load(block.kept + ((p * R + r) * PARTS + i) * W) : vf{};
+    for (int k = block.begin; k < block.end; k += 4) {
+        UNROLL for (int part = 0; part < 4; part += STEP, codes += STEP * BYTES, x += STEP * R) {
+            Floats w[P][STEP];
+            UNROLL for (int p = 0; p < P; p++) {
+                decode_columns<CODE>(w[p], codes + p * bytes);
+                if (R <= 4 && part * BYTES % 64 == 0) __builtin_prefetch(codes + p * bytes + AHEAD);
+            }
+            UNROLL for (int j = 0; j < STEP; j++)
                 UNROLL for (int r = 0; r < R; r++)
-                    UNROLL for (int i = 0; i < PARTS; i++)
-                        totals[p][r].part[i] = multiply_add(w[j].part[i], all(x[j * R + r]), totals[p][r].part[i]);
+                    UNROLL for (int p = 0; p < P; p++)
+                        UNROLL for (int i = 0; i < PARTS; i++)
+                            totals[p][r].part[i] =
+                                multiply_add(w[p][j].part[i], all(x[j * R + r]), totals[p][r].part[i]);
         }
-    int scale_bytes = OUTPUTS * (l.scale_code == KVQ_FP32 ? 4 : 2);
+    }
+    if (block.end < cut.k) {
+        UNROLL for (int p = 0; p < P; p++)
+            UNROLL for (int r = 0; r < R; r++)
+                UNROLL for (int i = 0; i < PARTS; i++)
+                    store(block.kept + ((p * R + r) * PARTS + i) * W, totals[p][r].part[i]);
+        return;
+    }
     for (int p = 0; p < P; p++) {
-        Floats scales = load_scales(l.scales + (panel + p) * scale_bytes, l.scale_code);
+        Floats scales;
+        if (CODE == KVQ_FP8)
+            scales = load_floats(l.scales + (panel + p) * OUTPUTS * bytes_of(l.scale_code), l.scale_code);
         for (int r = 0; r < R; r++) {
-            for (int i = 0; i < PARTS; i++) totals[p][r].part[i] *= scales.part[i] * FP8_FACTOR;
+            if (CODE == KVQ_FP8)
+                for (int i = 0; i < PARTS; i++) totals[p][r].part[i] *= scales.part[i] * FP8_FACTOR;
             write_panel(out, row + r, panel + p, l.out_features, totals[p][r]);
         }
     }

@@ -92,6 +92,33 @@ class QuantizedWeight:
         return QuantizedWeight(fmt=self.fmt, **moved)  # type: ignore[arg-type]
 
 
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class PlainWeight:
+    """A weight that is no code: fp32, bf16 or fp16 [out, in], multiplied as the fp32 number it is."""
+
+    values: Tensor
+
+    @classmethod
+    def narrowest(cls, values: Tensor) -> "PlainWeight":
+        """In the 16 bits that hold every value, if they do: fp32 checkpoints are often widened ones."""
+        if values.dtype is torch.float32:
+            for dtype in (torch.bfloat16, torch.float16):
+                narrow = values.to(dtype)
+                if torch.equal(narrow.float(), values):
+                    return cls(values=narrow)
+        return cls(values=values)
+
+    @property
+    def out_features(self) -> int:
+        """Output rows."""
+        return self.values.shape[0]
+
+    @property
+    def in_features(self) -> int:
+        """Inputs."""
+        return self.values.shape[1]
+
+
 def pack_nibbles(q: Tensor) -> Tensor:
     """int8 [..., n] in [-8, 7] -> uint8 [..., n / 2]: q + 8 of element 2i in byte i's low half."""
     u = (q + _NIBBLE_OFFSET).to(torch.uint8)

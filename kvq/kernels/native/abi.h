@@ -81,14 +81,14 @@ enum KvqActivation { KVQ_SILU, KVQ_GELU_TANH };
 
 // A Linear layer's weight in panels of 16 outputs; kvq/kernels/linear/pack.py makes them.
 struct KvqLinear {
-    const uint8_t* codes;   // [panels, k, 16] codes, or half as many bytes of nibbles
-    const uint8_t* scales;  // [panels, groups, 16] of scale_code
+    const uint8_t* codes;   // [panels, k, 16] codes or floats, or half as many bytes of nibbles
+    const uint8_t* scales;  // [panels, groups, 16] of scale_code; of floats null
     const int8_t* zeros;    // [panels, groups, 16], or null
     const int32_t* order;   // [in_features]: the input that each column multiplies; or null
     int64_t in_features, out_features;
     int32_t k;       // in_features, padded to a multiple of 8
     int32_t groups;  // of k columns
-    int32_t code;    // KVQ_FP8, KVQ_INT8 or KVQ_INT4
+    int32_t code;    // KVQ_FP32, KVQ_BF16, KVQ_FP16, KVQ_FP8, KVQ_INT8 or KVQ_INT4
     int32_t scale_code;
     int32_t inputs;  // KvqInputs
 };

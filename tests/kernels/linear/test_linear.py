@@ -167,13 +167,13 @@ def test_joined_weights_are_each_of_them(backend: str) -> None:
     for name in ("int8", "int4_g64_asym", "w4a8", "fp8"):
         weights = [weight_of(name, outputs, 256) for outputs in (33, 7, 20)]
         x = rows_of(9, 256)
-        joined = CpuLinear.joined(weights)
+        joined = CpuLinear(*weights)
         assert torch.equal(joined(x), torch.cat([CpuLinear(w)(x) for w in weights], 1))
         assert joined.out_features == 60
     a, b = (weight_of("int4", 16, 256, ordered=ordered) for ordered in (False, True))
     for other in (b, weight_of("int8", 16, 256), weight_of("int4", 16, 128)):
         with pytest.raises(ConfigError, match="can be joined"):
-            CpuLinear.joined([a, other])
+            CpuLinear(a, other)
 
 
 def test_a_broken_fp8_code_spoils_its_output(backend: str) -> None:

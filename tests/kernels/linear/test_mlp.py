@@ -57,7 +57,7 @@ def test_gates_far_from_zero_are_open_or_closed() -> None:
 @pytest.mark.parametrize("name", ["int8", "int4_g32", "w8a8", "fp8"])
 def test_one_call_gives_the_bits_of_three(name: str, dtype: torch.dtype) -> None:
     gate, up, down = weight_of(name, 96, 64), weight_of(name, 96, 64), weight_of(name, 37, 96)
-    joined, last = CpuLinear.joined([gate, up]), CpuLinear(down)
+    joined, last = CpuLinear(gate, up), CpuLinear(down)
     for rows in (1, 2, 23, 520, 0):
         x = (0.02 * rows_of(rows, 64)).to(dtype)  # products that fp16 holds
         for activation in Activation:
