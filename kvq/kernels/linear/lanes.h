@@ -160,7 +160,7 @@ inline Floats load_minus_zeros(const int8_t* p) {
     return x;
 }
 
-constexpr int bytes_of(int code) { return code == KVQ_FP32 ? 4 : code == KVQ_FP8 ? 1 : 2; }
+constexpr int bytes_of(int code) { return code == KVQ_FP32 ? 4 : code == KVQ_BF16 || code == KVQ_FP16 ? 2 : 1; }
 
 // E4M3 codes as floats: 64 bytes of four inputs, where byte 2 (16 h + o) + b is output o of input h + 2 b.
 // So the bytes of a 16-bit lane belong to two inputs, and shifts alone give fp16 numbers, which have the

@@ -17,7 +17,8 @@ namespace {
 
 constexpr int64_t CACHED = 384 << 10;    // bytes of weights that stay while tiles pass
 constexpr int64_t STREAMED = 128 << 10;  // bytes of a task's weights that are read once
-constexpr int FEW_PANELS = 4;
+constexpr int FEW_PANELS = 4, MOST_PANELS = 16;
+constexpr int BLOCK = 384;               // columns multiplied while tiles pass, where panels are long
 constexpr int64_t MOST_ROWS = 504;       // rounded at a time, a multiple of every tile
 constexpr int64_t WORTH_THREADS = 1 << 17;  // products
 
@@ -32,7 +33,7 @@ struct Call {
     int tile_rows;
     uint8_t* tiles;
     int64_t tile_bytes;
-    int block;       // columns multiplied while tiles pass
+    int block;       // columns multiplied while tiles pass; all of them, or as many as BLOCK
     float* columns;  // [threads, k]
     float* kept;     // [threads, kept_size]: sums of a task's outputs between blocks
     int64_t kept_size;
@@ -93,18 +94,20 @@ inline int64_t divided(int64_t a, int64_t b) { return (a + b - 1) / b; }
 inline int block_length(const Call& call, int64_t tiles) {
     int64_t bytes = (int64_t)FEW_PANELS * call.cut.k * OUTPUTS * bytes_of(call.l.code);
     if (tiles <= 1 || !has_float_sums(call.l) || bytes <= CACHED) return call.cut.k;
-    return (int)divided(divided(call.cut.k, divided(bytes, CACHED)), 8) * 8;
+    return (int)divided(divided(call.cut.k, divided(call.cut.k, BLOCK)), 8) * 8;
 }
 
 template <int CODE>
 void run_float_task(const Call& call, int64_t panel, int64_t last, int64_t tile, int64_t last_tile, float* kept) {
     constexpr int ROWS = CODE == KVQ_FP8 ? FP8_ROWS : FLOAT_ROWS;
     int64_t kept_tile = (last - panel) * ROWS * OUTPUTS;
+    int64_t together = last_tile - tile > 1 ? 2 : last - panel;  // panels: two stay in the first cache
     for (int begin = 0; begin < call.cut.k; begin += call.block) {
         int end = begin + call.block < call.cut.k ? begin + call.block : call.cut.k;
-        for (int64_t t = tile; t < last_tile; t++)
-            multiply_floats<CODE, ROWS>(call, call.tile(t), t * call.tile_rows, panel, last,
-                                        {begin, end, kept + (t - tile) * kept_tile});
+        for (int64_t p = panel; p < last; p += together)
+            for (int64_t t = tile; t < last_tile; t++)
+                multiply_floats<CODE, ROWS>(call, call.tile(t), t * ROWS, p, p + together < last ? p + together : last,
+                                            {begin, end, kept + (t - tile) * kept_tile + (p - panel) * ROWS * OUTPUTS});
     }
 }
 
@@ -139,7 +142,8 @@ inline Split split(const Call& call, int64_t tiles) {
     int64_t bytes = (int64_t)call.block * OUTPUTS * bytes_of(call.l.code) / (call.l.code == KVQ_INT4 ? 2 : 1);
     int64_t few = (tiles > 1 ? CACHED : STREAMED) / bytes, wanted = 4 * call.threads;
     int64_t even = call.panels / wanted, panels = few < even ? few : even;
-    panels = panels < FEW_PANELS || call.block < call.cut.k ? FEW_PANELS : panels / FEW_PANELS * FEW_PANELS;
+    if (call.block < call.cut.k && panels > MOST_PANELS) panels = MOST_PANELS;
+    panels = panels < FEW_PANELS ? FEW_PANELS : panels / FEW_PANELS * FEW_PANELS;
     if (panels * call.threads > call.panels) panels = divided(call.panels, call.threads);
     int64_t across = divided(call.panels, panels), groups = across < wanted ? divided(wanted, across) : 1;
     int64_t each = divided(tiles, groups < tiles ? groups : tiles);
@@ -191,7 +195,7 @@ extern "C" int NAME(KVQ_VARIANT, linear)(const KvqLinear* linear, const uint8_t*
     int64_t tiles = sizes.used, columns = call.threads * (int64_t)(call.cut.k + W);
     sizes.take<float>(columns);
     if (block_length(call, most_tiles) < call.cut.k)
-        call.kept_size = most_tiles * call.tile_rows * FEW_PANELS * OUTPUTS;
+        call.kept_size = most_tiles * call.tile_rows * MOST_PANELS * OUTPUTS;
     sizes.take<float>(call.threads * call.kept_size);
     Kept* kept = take_memory(sizes.used);
     if (!kept) return KVQ_NO_MEMORY;
