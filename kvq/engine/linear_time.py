@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import nn
 
-from kvq.weights import QuantizedLinear
+from kvq.weights import PackedLinear
 from kvq.weights.install import GatedMLP
 
 
@@ -17,7 +17,7 @@ class LinearTime:
         self._began = 0.0
         self._hooks = []
         for module in model.modules():
-            if isinstance(module, nn.Linear | QuantizedLinear | GatedMLP):
+            if isinstance(module, nn.Linear | PackedLinear | GatedMLP):
                 self._hooks.append(module.register_forward_pre_hook(self._begin))
                 self._hooks.append(module.register_forward_hook(self._end))
 

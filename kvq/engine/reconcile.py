@@ -11,7 +11,7 @@ from kvq.capacity.plan.pools import bytes_of
 from kvq.errors import ConfigError
 from kvq.models import Model
 from kvq.models.checkpoint import read_json
-from kvq.weights import quantized_layers
+from kvq.weights import packed_layers
 from kvq.weights import weight_bytes as held_in
 
 _log = logging.getLogger("kvq")
@@ -81,7 +81,7 @@ def reconcile(model: Model, cache: KVCache, num_blocks: list[int], before: int) 
 def weight_bytes(model: Model) -> int:
     """As its configuration counts them, in the type that they were loaded in."""
     weights = model.weights
-    if quantized_layers(weights.model):
+    if packed_layers(weights.model):
         return held_in(weights.model)
     size: int = weights.model.dtype.itemsize
     config = read_json(weights.folder / "config.json")

@@ -1,4 +1,4 @@
-"""Decoder layers over quantized weights in eight calls on CPUs, where a decoded token waits for Python.
+"""Decoder layers in eight calls on CPUs, where a decoded token waits for Python.
 
 A step of one token spends as long between the kernels of a small model as inside them. Layers of the plainest
 kind, which most families have, are run here without the forty tensor operations and module calls of their
@@ -16,7 +16,7 @@ from kvq.kernels.rms_norm.cpu import rms_norm
 from kvq.kernels.rope.cpu import MOST_DIM, rope
 from kvq.models.norms import FusedRMSNorm
 from kvq.models.step import PackedStep
-from kvq.weights import QuantizedLinear
+from kvq.weights import PackedLinear
 from kvq.weights.install import GatedMLP
 from kvq.weights.joined import JoinedPart
 
@@ -139,7 +139,7 @@ def _is_plain(layer: nn.Module) -> bool:
     projections = [own.get(name) for name in _PROJECTIONS]
     if set(own) - _HEAD_NORMS != _PROJECTIONS or not all(isinstance(norm, FusedRMSNorm) for norm in norms):
         return False
-    if not all(isinstance(x, QuantizedLinear) and x.backend == "cpu" for x in projections):
+    if not all(isinstance(x, PackedLinear) and x.backend == "cpu" for x in projections):
         return False
     dim: int = attention.head_dim
     return (

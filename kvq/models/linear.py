@@ -1,10 +1,12 @@
-"""Linear layers on CPUs: oneDNN's kernels over packed weights, and results that don't depend on the batch.
+"""Unquantized Linear layers on CPUs: packed weights, and results that don't depend on the batch.
 
 PyTorch hands fp32 products to MKL, which reads plain weights and is slow on CPUs of other makers than its
 own: on an AMD EPYC (Zen 5) oneDNN takes a third to a half of its time at any number of rows, and half of
-PyTorch's time at few rows in bf16, once the weights lie in the blocks that its kernels read.
+PyTorch's time at few rows in bf16, once the weights lie in the blocks that its kernels read. kvq's own
+fp32 products are faster still at few rows, about as fast at many, keep weights that were stored in 16 bits
+in 16, and sum a row alike in any batch. oneDNN's are used for bf16, and on CPUs without AVX2.
 
-Products of a few rows may be summed in another order than those of many. One differing bit can flip a
+oneDNN's products of a few rows may be summed in another order than those of many. One differing bit can flip a
 code of the KV cache, so a token's results would depend on what else is in its step. How many rows it
 takes until all are summed alike is measured when a model is first run, not assumed.
 
@@ -13,18 +15,23 @@ each. So rows are padded to few sizes, by an eighth at most beyond 64 rows, and 
 27 sizes are all that a server ever meets, and it meets them soon.
 """
 
+from functools import partial
 from typing import TypeGuard
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from kvq.weights import QuantizedLinear
+from kvq.kernels import PlainWeight
+from kvq.kernels.native.library import load
+from kvq.weights import ROUTERS, PackedLinear, QuantizedLinear, install
 
 _CANDIDATES = (1, 2, 4, 8, 16)  # rows; beyond 16, padding would cost more than it gives
 _MANY = 48  # rows that are summed as any larger number is
 _VALUES = 1 << 16  # results to compare in 16 bits, which show another order of a sum only now and then
 _MAX_TIMES = 256
+_OWN = ("auto", "cpu", "cpu-fp32")  # backends that kvq's own products belong to
+_FAST = ("avx512vnni", "avx512", "avx2")  # variants whose products are as fast as oneDNN's
 _PIECE = 256  # rows of one product: larger ones are 2 to 4% faster, which is what padding them costs too
 
 
@@ -73,16 +80,37 @@ class OneDNNLinear(nn.Linear):
         return output.view(*input.shape[:-1], self.out_features)
 
 
-def pack_linears(model: nn.Module) -> None:
-    """Replace a model's Linear layers by oneDNN's, one after the other, where this CPU and dtype have them.
+def pack_linears(model: nn.Module, *, backend: str = "auto") -> None:
+    """Replace a model's Linear layers on a CPU by kvq's own or oneDNN's, one after the other.
 
-    A weight that is an embedding too stays as it is: lookups read whole rows of it.
+    What neither has stays PyTorch's. A weight that is an embedding too stays as it is:
+    lookups read whole rows of it.
     """
     looked_up = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    library = load()
+    if backend in _OWN and not isinstance(library, str) and library.variant in _FAST:
+        _install_own(model, looked_up)
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             if type(child) is nn.Linear and _is_supported(child.weight.dtype):
                 setattr(parent, name, OneDNNLinear(child, packs=id(child.weight) not in looked_up))
+
+
+def _install_own(model: nn.Module, looked_up: set[int]) -> None:
+    linears = {
+        name: module
+        for name, module in model.named_modules()
+        if type(module) is nn.Linear
+        and module.weight.dtype is torch.float32
+        and id(module.weight) not in looked_up
+        and name.rpartition(".")[2] not in ROUTERS
+    }
+
+    def weight(name: str) -> PlainWeight:
+        return PlainWeight.narrowest(linears.pop(name).weight.detach())
+
+    weights = {name: partial(weight, name) for name in linears}
+    install(model, weights, torch.device("cpu"), backend="cpu", dtype=torch.float32)
 
 
 def _is_supported(dtype: torch.dtype) -> bool:
@@ -101,7 +129,7 @@ def invariant_rows(model: nn.Module, head: nn.Module | None) -> tuple[int, int]:
     `head`: the layer that makes the logits. Shapes that depend on it even at 16 rows are passed over:
     padding would not help them.
     """
-    body: dict[tuple[int, int, str], nn.Linear | QuantizedLinear] = {}
+    body: dict[tuple[int, int, str], nn.Linear | PackedLinear] = {}
     for module in model.modules():
         if _may_vary(module) and module is not head:
             fmt = module.fmt.name if isinstance(module, QuantizedLinear) else ""
@@ -110,13 +138,13 @@ def invariant_rows(model: nn.Module, head: nn.Module | None) -> tuple[int, int]:
     return _fewest(list(body.values())), _fewest(heads) if heads else 0
 
 
-def _may_vary(module: nn.Module | None) -> TypeGuard[nn.Linear | QuantizedLinear]:
+def _may_vary(module: nn.Module | None) -> TypeGuard[nn.Linear | PackedLinear]:
     """True if a row's results may depend on the number of rows; the compiled kernels' never do."""
-    return isinstance(module, nn.Linear) or (isinstance(module, QuantizedLinear) and module.backend != "cpu")
+    return isinstance(module, nn.Linear) or (isinstance(module, PackedLinear) and module.backend != "cpu")
 
 
 @torch.inference_mode()
-def _fewest(layers: list[nn.Linear | QuantizedLinear]) -> int:
+def _fewest(layers: list[nn.Linear | PackedLinear]) -> int:
     fewest = 1
     for layer in layers:
         generator = torch.Generator().manual_seed(0)

@@ -169,7 +169,7 @@ def load_weights(
     pin_rope(model, context)
     model = model.to(where).eval()
     if where.type == "cpu":
-        pack_linears(model)
+        pack_linears(model, backend=backend)
         fuse_norms(model)
         _unmap(model)
     return LoadedWeights(

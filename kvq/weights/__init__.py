@@ -1,9 +1,11 @@
-"""Quantized weights: algorithms on tensors, on-disk packing, and what takes a Linear layer's place."""
+"""Weights: algorithms on tensors, on-disk packing, and what takes a Linear layer's place."""
 
 from kvq.weights.install import install
 from kvq.weights.linear import (
     ROUTERS,
+    PackedLinear,
     QuantizedLinear,
+    packed_layers,
     quantized_layers,
     replace_linear,
     weight_bytes,
@@ -13,8 +15,10 @@ from kvq.weights.rounding import round_weight
 
 __all__ = [
     "ROUTERS",
+    "PackedLinear",
     "QuantizedLinear",
     "install",
+    "packed_layers",
     "quantized_layers",
     "replace_linear",
     "round_weight",

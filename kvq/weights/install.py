@@ -1,14 +1,14 @@
-"""Putting quantized layers into a model: one by one, or joined where a CPU gains by it."""
+"""Putting packed layers into a model: one by one, or joined where a CPU gains by it."""
 
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
-from kvq.kernels import Device, LinearSpec, QuantizedWeight, select
+from kvq.kernels import Device, LinearSpec, PlainWeight, QuantizedWeight, select
 from kvq.kernels.linear.mlp import Activation, CpuMLP
 from kvq.weights.joined import Joined, JoinedPart
-from kvq.weights.linear import QuantizedLinear, replace_linear
+from kvq.weights.linear import PackedLinear, PlainLinear, QuantizedLinear, replace_linear
 
 _SHARED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 _ACTIVATIONS = {
@@ -19,13 +19,16 @@ _ACTIVATIONS = {
 }
 _TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}  # max|a-b| / max|b|
 
-Weights = Mapping[str, Callable[[], QuantizedWeight]]  # by a layer's name; made when it is its turn
+Weight = QuantizedWeight | PlainWeight
+Weights = Mapping[str, Callable[[], Weight]]  # by a layer's name; made when it is its turn
 
 
 def install(
     model: nn.Module, weights: Weights, device: torch.device, *, backend: str, dtype: torch.dtype
 ) -> None:
     """Replace the Linear layers of these names; `dtype` is what the model computes in.
+
+    Weights that are no codes always go to the C++ kernels.
 
     Raises:
         UnsupportedKernel: the named backend has no kernel for one of them.
@@ -43,21 +46,27 @@ def install(
 
 
 def _layers(
-    parent: nn.Module, weights: dict[str, QuantizedWeight], device: torch.device, backend: str
-) -> dict[str, QuantizedLinear]:
+    parent: nn.Module, weights: dict[str, Weight], device: torch.device, backend: str
+) -> dict[str, PackedLinear]:
     """The layers of one module; those that share their input share a product, too, on CPUs."""
-    layers: dict[str, QuantizedLinear] = {}
+    layers: dict[str, PackedLinear] = {}
     for names in _SHARED:
         group = [weights[name] for name in names if name in weights]
         if len(group) == len(names) and _can_join(group, device, backend):
             for name, weight, part in zip(names, group, Joined(group).parts, strict=True):
-                layers[name] = QuantizedLinear(
-                    weight, _bias(parent, name), device, backend="cpu", kernel=part
-                )
+                layers[name] = _layer(weight, _bias(parent, name), device, "cpu", part)
     for name, weight in weights.items():
         if name not in layers:
-            layers[name] = QuantizedLinear(weight, _bias(parent, name), device, backend=backend)
+            layers[name] = _layer(weight, _bias(parent, name), device, backend)
     return layers
+
+
+def _layer(
+    weight: Weight, bias: Tensor | None, device: torch.device, backend: str, kernel: JoinedPart | None = None
+) -> PackedLinear:
+    if isinstance(weight, PlainWeight):
+        return PlainLinear(weight, bias, kernel=kernel)
+    return QuantizedLinear(weight, bias, device, backend=backend, kernel=kernel)
 
 
 def _bias(parent: nn.Module, name: str) -> Tensor | None:
@@ -66,10 +75,15 @@ def _bias(parent: nn.Module, name: str) -> Tensor | None:
     return linear.bias
 
 
-def _can_join(group: Sequence[QuantizedWeight], device: torch.device, backend: str) -> bool:
+def _can_join(group: Sequence[Weight], device: torch.device, backend: str) -> bool:
     first = group[0]
+    if len({weight.in_features for weight in group}) > 1:
+        return False
+    if isinstance(first, PlainWeight):
+        return all(isinstance(weight, PlainWeight) for weight in group)
     alike = all(
-        (w.fmt, w.in_features, w.order is None) == (first.fmt, first.in_features, True) for w in group
+        isinstance(weight, QuantizedWeight) and weight.fmt == first.fmt and weight.order is None
+        for weight in group
     )
     spec = LinearSpec(fmt=first.fmt, in_features=first.in_features, out_features=first.out_features)
     return alike and select(spec.operation, spec, Device.of(device), backend).backend == "cpu"
@@ -84,8 +98,8 @@ class GatedMLP(nn.Module):
         self.gate_proj, self.up_proj, self.down_proj = (
             mlp.get_submodule(name) for name in ("gate_proj", "up_proj", "down_proj")
         )
-        assert isinstance(self.gate_proj, QuantizedLinear), "joined"
-        assert isinstance(self.down_proj, QuantizedLinear), "quantized"
+        assert isinstance(self.gate_proj, PackedLinear), "joined"
+        assert isinstance(self.down_proj, PackedLinear), "packed"
         self.in_features, self.out_features = self.gate_proj.in_features, self.down_proj.out_features
         self.kernel = CpuMLP(self.gate_proj.kernel.joined.kernel, self.down_proj.kernel, activation)
 
@@ -100,7 +114,7 @@ def _fuse(model: nn.Module, name: str, dtype: torch.dtype) -> None:
     mlp = model.get_submodule(name)
     gate, down = (getattr(mlp, own, None) for own in ("gate_proj", "down_proj"))
     activation = _ACTIVATIONS.get(type(getattr(mlp, "act_fn", None)).__name__)
-    if activation is None or not isinstance(gate, QuantizedLinear) or not isinstance(down, QuantizedLinear):
+    if activation is None or not isinstance(gate, PackedLinear) or not isinstance(down, PackedLinear):
         return
     up = getattr(mlp, "up_proj", None)
     biased = any(getattr(layer, "bias", None) is not None for layer in (gate, up, down))
