@@ -5,6 +5,7 @@ kind, which most families have, are run here without the forty tensor operations
 own code; that code stays in place, runs whatever is no step of kvq's, and the load-time probe compares both.
 """
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -21,7 +22,9 @@ from kvq.weights.install import GatedMLP
 from kvq.weights.joined import JoinedPart
 
 # Layers that add attention of normed inputs, then an MLP of normed inputs, and turn whole heads by halves.
-_PLAIN = ("Llama", "Mistral", "Ministral", "Qwen2", "Qwen3", "SeedOss")
+_LAYERS = {
+    f"{family}DecoderLayer" for family in ("Llama", "Mistral", "Ministral", "Qwen2", "Qwen3", "SeedOss")
+}
 _PARTS = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 _PROJECTIONS = {"q_proj", "k_proj", "v_proj", "o_proj"}
 _HEAD_NORMS = {"q_norm", "k_norm"}
@@ -55,7 +58,8 @@ class FusedForward:
 
     def __init__(self, layer: Any) -> None:
         attention = layer.self_attn
-        self._own: Callable[..., Any] = layer.forward
+        self._own_of: Callable[..., Any] = type(layer).forward
+        self._layer = weakref.ref(layer)  # which holds this: a cycle would outlive its model until collected
         parts = [module for module in layer.modules() if module is not layer]
         self._hooked = [hooks for own in parts for hooks in (own._forward_hooks, own._forward_pre_hooks)]
         self._norms = [
@@ -80,7 +84,7 @@ class FusedForward:
         """[1, rows, hidden] -> the same."""
         step = options.get("kvq_step")
         if not isinstance(step, PackedStep) or args or any(self._hooked):
-            return self._own(hidden_states, *args, **options)
+            return self._own_of(self._layer(), hidden_states, *args, **options)
         cos, sin = options["position_embeddings"]
         x = hidden_states[0]  # [rows, hidden]
         q, k, v = self._projected(x, cos[0], sin[0])
@@ -126,7 +130,7 @@ def _joined_bias(projections: list[Any]) -> Tensor | None:
 
 def _is_plain(layer: nn.Module) -> bool:
     """True of a layer whose code is known and whose parts can all run in compiled kernels."""
-    if not any(type(layer).__name__ == f"{family}DecoderLayer" for family in _PLAIN):
+    if "forward" in layer.__dict__ or type(layer).__name__ not in _LAYERS:
         return False
     parts = dict(layer.named_children())
     attention: Any = parts.get("self_attn")

@@ -6,8 +6,8 @@ PyTorch's time at few rows in bf16, once the weights lie in the blocks that its 
 fp32 products are faster still at few rows, about as fast at many, keep weights that were stored in 16 bits
 in 16, and sum a row alike in any batch. oneDNN's are used for bf16, and on CPUs without AVX2.
 
-oneDNN's products of a few rows may be summed in another order than those of many. One differing bit can flip a
-code of the KV cache, so a token's results would depend on what else is in its step. How many rows it
+oneDNN's products of a few rows may be summed in another order than those of many. One differing bit can flip
+a code of the KV cache, so a token's results would depend on what else is in its step. How many rows it
 takes until all are summed alike is measured when a model is first run, not assumed.
 
 oneDNN compiles and keeps a kernel for every shape and number of rows that it meets, up to a MiB

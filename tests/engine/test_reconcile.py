@@ -16,11 +16,12 @@ from kvq.engine.reconcile import Line, Reconciliation
 CONTEXT, OUTPUT = 160, 64  # tokens
 
 _PROCESS = """
-import json, sys
+import gc, json, sys
 import kvq
 model = kvq.load(sys.argv[1])
 for kv in ("fp32", "bf16", "fp8", "int8", "k8v4", "int4", "int2"):
     for block_size in (8, 16, 64):
+        gc.collect()  # or what an engine before left in cycles may go in the middle of the next one's start
         with kvq.LLM(sys.argv[1], kv, num_blocks=200_000 // block_size, block_size=block_size) as llm:
             print(json.dumps([kv, block_size, [[x.name, x.planned, x.found] for x in llm.core.memory.lines]]))
 """

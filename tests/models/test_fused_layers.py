@@ -20,9 +20,10 @@ def fused_layers(model: kvq.Model) -> int:
     return sum(isinstance(m.__dict__.get("forward"), FusedForward) for m in model.weights.model.modules())
 
 
+@pytest.mark.parametrize("weights", ["int8_g16", "auto"])
 @pytest.mark.parametrize("family", FUSED)
-def test_fused_layers_give_the_results_of_their_own_code(family: str, tmp_path) -> None:
-    model = kvq.load(save_model(tmp_path, family), kv="fp32", weights="int8_g16", device="cpu")
+def test_fused_layers_give_the_results_of_their_own_code(family: str, weights: str, tmp_path) -> None:
+    model = kvq.load(save_model(tmp_path, family), kv="fp32", weights=weights, device="cpu")
     assert fused_layers(model) == len(model.geometry.layers)
     fused, chunked = model.logits(IDS), model.logits(IDS, chunk=7)
     unfuse_layers(model.weights.model)

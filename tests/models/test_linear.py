@@ -1,4 +1,4 @@
-"""oneDNN's Linear layers: the results of PyTorch's, the same for a row in any batch, few kernels."""
+"""Packed Linear layers: the results of PyTorch's, the same for a row in any batch, few kernels."""
 
 import sys
 
@@ -6,24 +6,31 @@ import pytest
 import torch
 from torch import nn
 
+from kvq.kernels.native.library import load
 from kvq.models.linear import OneDNNLinear, invariant_rows, pack_linears, padded_rows
+from kvq.weights import PackedLinear, packed_layers, weight_bytes
 
 pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="no oneDNN here")
 
 
-def packed(linear: nn.Linear) -> nn.Module:
+BACKENDS = ["reference"] if isinstance(load(), str) or load().variant == "portable" else ["reference", "cpu"]
+
+
+def packed(linear: nn.Linear, backend: str = "reference") -> nn.Module:
     model = nn.Sequential(linear)
-    pack_linears(model)
+    pack_linears(model, backend=backend)
     return model[0]
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("shape", [(33, 17), (1, 1), (96, 64)])
 @torch.inference_mode()
-def test_results_are_those_of_linear_for_inputs_of_any_shape(dtype, bias, shape):
+def test_results_are_those_of_linear_for_inputs_of_any_shape(dtype, bias, shape, backend):
     plain = nn.Linear(*shape, bias=bias).to(dtype)
-    layer = packed(plain)
+    layer = packed(plain, backend)
+    assert isinstance(layer, PackedLinear) == (backend == "cpu" and dtype is torch.float32)
     tolerance = 1e-5 if dtype is torch.float32 else 2e-2
     for lead in [(), (1,), (5,), (2, 5), (0,), (1, 0), (3, 1, 7), (70,)]:
         x = torch.randn(*lead, shape[0]).to(dtype)
@@ -47,17 +54,36 @@ def test_from_the_measured_number_of_rows_on_a_row_is_the_same_in_any_batch(dtyp
         assert all(n < fewest for n in differing)
 
 
-def test_weights_that_are_embeddings_too_are_not_copied():
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_weights_that_are_embeddings_too_are_not_copied(backend):
     embedding = nn.Embedding(40, 24)
     head = nn.Linear(24, 40, bias=False)
     head.weight = embedding.weight
     model = nn.ModuleDict({"embedding": embedding, "head": head, "other": nn.Linear(24, 24)})
-    pack_linears(model)
+    pack_linears(model, backend=backend)
     assert isinstance(model["head"], OneDNNLinear)
     assert model["head"].weight is embedding.weight
-    assert model["other"].weight.is_mkldnn
+    assert isinstance(model["other"], PackedLinear) == (backend == "cpu")
     x = torch.randn(3, 24)
     torch.testing.assert_close(model["head"](x), x @ embedding.weight.T)
+
+
+@pytest.mark.skipif("cpu" not in BACKENDS, reason="no kernels with AVX2 here")
+@torch.inference_mode()
+def test_weights_of_16_bits_take_16_and_change_no_bit():
+    torch.manual_seed(0)
+    model = nn.ModuleDict({name: nn.Linear(64, 48, bias=False) for name in ("q_proj", "k_proj", "v_proj")})
+    model["o_proj"] = nn.Linear(64, 64)
+    for layer in model.values():
+        layer.weight.data = layer.weight.to(torch.bfloat16).float()
+    wanted = {name: packed(layer, "cpu") for name, layer in model.items()}
+    pack_linears(model, backend="cpu")
+    assert len(packed_layers(model)) == 4
+    assert weight_bytes(model) == 2 * 64 * (3 * 48 + 64) + 4 * 64
+    x = torch.randn(5, 64)
+    for name, layer in model.items():
+        assert torch.equal(layer(x), wanted[name](x))
+    assert invariant_rows(model, None) == (1, 0)
 
 
 def test_products_have_few_sizes():

@@ -1,0 +1,134 @@
+"""Linear layers over weights in floats: fp32 products in every variant, the same for a row in any batch."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvq.errors import ConfigError
+from kvq.kernels import PlainWeight
+from kvq.kernels.linear.cpu import CpuLinear
+from tests.kernels.backends import NAMES, kernel
+from tests.kernels.linear.kit import error, rows_of, weight_of
+
+VARIANTS = [name for name in NAMES if name not in ("triton", "reference")]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+NAN, INF = float("nan"), float("inf")
+
+
+@pytest.fixture(autouse=True, params=VARIANTS)
+def variant(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Every test below holds for every variant of the compiled kernels."""
+    kernel("linear_w8", request.param, monkeypatch)
+    name: str = request.param
+    return name
+
+
+def plain(outputs: int, inputs: int, dtype: torch.dtype = torch.float32) -> PlainWeight:
+    generator = torch.Generator().manual_seed(outputs * 1000 + inputs)
+    return PlainWeight(values=torch.randn(outputs, inputs, generator=generator).to(dtype))
+
+
+def product(weight: PlainWeight, x: Tensor) -> Tensor:
+    return x.double() @ weight.values.double().T
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    "shape", [(1, 1), (17, 63), (5, 60), (33, 130), (16, 4), (2, 2050), (100, 576), (130, 3000)], ids=str
+)
+def test_products_are_those_of_the_weight_as_it_is(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    weight, x = plain(*shape, dtype), rows_of(29, shape[1])
+    got = CpuLinear(weight)(x)
+    assert got.shape == (29, shape[0])
+    assert error(got, product(weight, x)) < 1e-7 * (1 + shape[1] ** 0.5)  # as roundings of sums grow
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("inputs", [100, 2504])  # the second in blocks of columns
+def test_a_row_is_the_same_bit_for_bit_alone_and_among_others(inputs: int, dtype: torch.dtype) -> None:
+    kernel_, x = CpuLinear(plain(75, inputs, dtype)), rows_of(40, inputs)
+    want = kernel_(x)
+    for rows in (*range(1, 16), 23, 25, 39):
+        assert torch.equal(kernel_(x[:rows]), want[:rows]), rows
+    assert torch.equal(kernel_(x[39:]), want[39:])
+    many = x.repeat(13, 1)  # more than are made ready at a time
+    assert torch.equal(kernel_(many), want.repeat(13, 1))
+
+
+def test_16_bits_that_hold_a_weight_change_no_bit() -> None:
+    x = rows_of(7, 200)
+    for dtype in (torch.bfloat16, torch.float16):
+        narrow = plain(33, 200, dtype)
+        wide = PlainWeight(values=narrow.values.float())
+        found = PlainWeight.narrowest(wide.values)
+        assert found.values.dtype is dtype
+        assert torch.equal(found.values, narrow.values)
+        assert torch.equal(CpuLinear(wide)(x), CpuLinear(narrow)(x))
+        assert CpuLinear(narrow).nbytes * 2 == CpuLinear(wide).nbytes
+
+
+@pytest.mark.parametrize("value", [1e-30, 1e30, 1 + 2**-12, NAN])
+def test_a_weight_that_16_bits_do_not_hold_stays_in_32(value: float) -> None:
+    values = torch.ones(4, 8)
+    values[3, 7] = value
+    kept = PlainWeight.narrowest(values)
+    assert kept.values.dtype is torch.float32
+    assert torch.equal(kept.values, values) or value != value
+
+
+@pytest.mark.parametrize("rows", [1, 29])
+@pytest.mark.parametrize("inputs", [384, 2000])
+def test_threads_change_no_bit(rows: int, inputs: int) -> None:
+    kernel_, x = CpuLinear(plain(515, inputs)), rows_of(rows, inputs)
+    before = torch.get_num_threads()
+    try:
+        found = []
+        for threads in (1, 2, 3, 7):
+            torch.set_num_threads(threads)
+            found.append(kernel_(x))
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(y, found[0]) for y in found)
+
+
+def test_nothing_around_the_inputs_is_read() -> None:
+    kernel_ = CpuLinear(plain(33, 1999))
+    kernel_(torch.full((200, 1999), NAN))  # which scratch memory may still hold
+    x = rows_of(13, 1999)
+    want = kernel_(x)
+    around = torch.full((15, 2100), NAN)
+    around[1:14, 7:2006] = x
+    assert torch.equal(kernel_(around[1:14, 7:2006]), want)
+    assert torch.equal(kernel_(x.T.contiguous().T), want)
+
+
+@pytest.mark.parametrize("bad", [NAN, INF])
+def test_what_is_no_number_spoils_its_own_row_and_no_other(bad: float) -> None:
+    kernel_, x = CpuLinear(plain(33, 384)), rows_of(14, 384)
+    want = kernel_(x)
+    x[7, 101] = bad
+    got = kernel_(x)
+    assert not torch.isfinite(got[7]).any()
+    others = [i for i in range(14) if i != 7]
+    assert torch.equal(got[others], want[others])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_16_bit_inputs_give_16_bit_results(dtype: torch.dtype) -> None:
+    weight, x = plain(50, 384), rows_of(9, 384).to(dtype)
+    got = CpuLinear(weight)(x)
+    assert got.dtype == dtype
+    assert torch.equal(got, CpuLinear(weight)(x.float()).to(dtype))
+
+
+def test_joined_weights_are_each_of_them() -> None:
+    weights: list[Any] = [plain(33, 256), plain(7, 256, torch.bfloat16), plain(20, 256, torch.float16)]
+    x = rows_of(9, 256)
+    assert torch.equal(CpuLinear(*weights)(x), torch.cat([CpuLinear(w)(x) for w in weights], 1))
+    assert CpuLinear(*weights).nbytes == 64 * 256 * 4
+    with pytest.raises(ConfigError, match="of the same inputs can be joined"):
+        CpuLinear(weights[0], plain(5, 128))
+    with pytest.raises(ConfigError, match="can't be joined"):
+        CpuLinear(weights[0], weight_of("int8", 16, 256))
