@@ -1,4 +1,4 @@
-"""Decoder layers in eight calls on CPUs, where a decoded token waits for Python.
+"""Decoder layers in four calls on CPUs, where a decoded token waits for Python.
 
 A step of one token spends as long between the kernels of a small model as inside them. Layers of the plainest
 kind, which most families have, are run here without the forty tensor operations and module calls of their
@@ -12,9 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kvq.kernels.linear.mlp import CpuMLP
-from kvq.kernels.rms_norm.cpu import rms_norm
-from kvq.kernels.rope.cpu import MOST_DIM, rope
+from kvq.kernels.decoder.cpu import CpuDecoder, DecoderWeights, NormWeight
+from kvq.kernels.rope.cpu import MOST_DIM
 from kvq.models.norms import FusedRMSNorm
 from kvq.models.step import PackedStep
 from kvq.weights import PackedLinear
@@ -27,7 +26,7 @@ _LAYERS = {
 }
 _PARTS = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 _PROJECTIONS = {"q_proj", "k_proj", "v_proj", "o_proj"}
-_HEAD_NORMS = {"q_norm", "k_norm"}
+_HEAD_NORMS = ("q_norm", "k_norm")
 
 
 def fuse_layers(model: nn.Module) -> int:
@@ -62,21 +61,9 @@ class FusedForward:
         self._layer = weakref.ref(layer)  # which holds this: a cycle would outlive its model until collected
         parts = [module for module in layer.modules() if module is not layer]
         self._hooked = [hooks for own in parts for hooks in (own._forward_hooks, own._forward_pre_hooks)]
-        self._norms = [
-            (norm.weight, norm.eps) for norm in (layer.input_layernorm, layer.post_attention_layernorm)
-        ]
-        self._head_norms = [
-            (norm.weight, norm.eps)
-            for name in ("q_norm", "k_norm")
-            if (norm := getattr(attention, name, None))
-        ]
-        projections = [attention.q_proj, attention.k_proj, attention.v_proj]
-        self._joined = attention.q_proj.kernel.joined.kernel
-        self._bias = _joined_bias(projections)
-        self._output, self._output_bias = attention.o_proj.kernel, attention.o_proj.bias
-        self._mlp: CpuMLP = layer.mlp.kernel
-        self._dim: int = attention.head_dim
-        self._heads = [projection.out_features // self._dim for projection in projections]
+        self._decoder = CpuDecoder(_weights(layer))
+        self._queries: int = attention.q_proj.out_features // attention.head_dim
+        self._turned = self._queries + attention.k_proj.out_features // attention.head_dim
         self._scale: float = attention.scaling
         self._index: int = attention.layer_idx
 
@@ -87,45 +74,47 @@ class FusedForward:
             return self._own_of(self._layer(), hidden_states, *args, **options)
         cos, sin = options["position_embeddings"]
         x = hidden_states[0]  # [rows, hidden]
-        q, k, v = self._projected(x, cos[0], sin[0])
+        heads = self._decoder.before(x, cos[0], sin[0])
+        q, k, v = heads[:, : self._queries], heads[:, self._queries : self._turned], heads[:, self._turned :]
         attended = step.attend(self._index, q, k, v, scale=self._scale, softcap=None, sinks=None)
-        added = self._output(attended.view(x.shape[0], -1))
-        x = x + (added if self._output_bias is None else added + self._output_bias)
-        weight, eps = self._norms[1]
-        return (x + self._mlp(rms_norm(x, weight, eps)))[None]
+        return self._decoder.after(x, attended.reshape(len(x), -1))[None]
 
-    def _projected(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries and keys, turned, and values: [rows, heads, dim] each."""
-        weight, eps = self._norms[0]
-        joined = self._joined(rms_norm(x, weight, eps))
-        if self._bias is not None:
-            joined += self._bias
-        heads = joined.view(x.shape[0], -1, self._dim)
-        queries, keys, _ = self._heads
-        turned = heads[:, : queries + keys]
-        if not self._head_norms:
-            rope(turned, cos, sin)
-            q, k = turned[:, :queries], turned[:, queries:]
-        else:
-            parts = (turned[:, :queries], turned[:, queries:])
-            q, k = (
-                rms_norm(part, weight, eps)
-                for part, (weight, eps) in zip(parts, self._head_norms, strict=True)
-            )
-            rope(q, cos, sin)
-            rope(k, cos, sin)
-        return q, k, heads[:, queries + keys :]
+
+def _weights(layer: Any) -> DecoderWeights:
+    """A plain layer's parts."""
+    attention, mlp = layer.self_attn, layer.mlp
+    projections = [attention.q_proj, attention.k_proj, attention.v_proj]
+    own = [norm for name in _HEAD_NORMS if (norm := getattr(attention, name, None)) is not None]
+    return DecoderWeights(
+        input_norm=_norm(layer.input_layernorm),
+        qkv=attention.q_proj.kernel.joined.kernel,
+        qkv_bias=_joined_bias(projections),
+        head_norms=(_norm(own[0]), _norm(own[1])) if own else None,
+        output=attention.o_proj.kernel,
+        output_bias=None if attention.o_proj.bias is None else attention.o_proj.bias.detach(),
+        output_norm=_norm(layer.post_attention_layernorm),
+        gate_up=mlp.gate_proj.kernel.joined.kernel,
+        down=mlp.down_proj.kernel,
+        activation=mlp.kernel.activation,
+        q_heads=attention.q_proj.out_features // attention.head_dim,
+        kv_heads=attention.k_proj.out_features // attention.head_dim,
+        dim=attention.head_dim,
+    )
+
+
+def _norm(norm: FusedRMSNorm) -> NormWeight:
+    return NormWeight(weight=norm.weight.detach(), eps=norm.eps)
 
 
 def _joined_bias(projections: list[Any]) -> Tensor | None:
-    if all(projection.bias is None for projection in projections):
+    known = [projection.bias.detach() for projection in projections if projection.bias is not None]
+    if not known:
         return None
-    return torch.cat(
-        [
-            projection.bias.detach() if projection.bias is not None else torch.zeros(projection.out_features)
-            for projection in projections
-        ]
-    )
+    biases = [
+        known[0].new_zeros(projection.out_features) if projection.bias is None else projection.bias.detach()
+        for projection in projections
+    ]
+    return torch.cat(biases)
 
 
 def _is_plain(layer: nn.Module) -> bool:
@@ -141,7 +130,9 @@ def _is_plain(layer: nn.Module) -> bool:
     norms = [parts["input_layernorm"], parts["post_attention_layernorm"]]
     norms += [own[name] for name in _HEAD_NORMS if name in own]
     projections = [own.get(name) for name in _PROJECTIONS]
-    if set(own) - _HEAD_NORMS != _PROJECTIONS or not all(isinstance(norm, FusedRMSNorm) for norm in norms):
+    if set(own) - set(_HEAD_NORMS) != _PROJECTIONS or not all(
+        isinstance(norm, FusedRMSNorm) for norm in norms
+    ):
         return False
     if not all(isinstance(x, PackedLinear) and x.backend == "cpu" for x in projections):
         return False
@@ -149,5 +140,8 @@ def _is_plain(layer: nn.Module) -> bool:
     return (
         isinstance(own["q_proj"].kernel, JoinedPart)
         and dim <= MOST_DIM
-        and all(own[name].out_features % dim == 0 for name in ("q_proj", "k_proj", "v_proj"))
+        and dim % 2 == 0
+        and own["q_proj"].out_features % dim == own["k_proj"].out_features % dim == 0
+        and own["k_proj"].out_features == own["v_proj"].out_features
+        and ("q_norm" in own) == ("k_norm" in own)
     )

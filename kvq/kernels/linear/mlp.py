@@ -48,7 +48,7 @@ class CpuMLP:
                 f"gate and up give {gate_up.out_features} outputs together, "
                 f"but down takes {down.in_features} inputs; it must be half as many"
             )
-        self._gate_up, self._down, self._activation = gate_up, down, activation
+        self._gate_up, self._down, self.activation = gate_up, down, activation
         self.nbytes = gate_up.nbytes + down.nbytes
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -65,7 +65,7 @@ class CpuMLP:
                 out.data_ptr(),
                 self._down.out_features * size,
                 DTYPES[x.dtype],
-                self._activation,
+                self.activation,
                 x.shape[0],
                 torch.get_num_threads(),
             )

@@ -92,3 +92,21 @@ struct KvqLinear {
     int32_t scale_code;
     int32_t inputs;  // KvqInputs
 };
+
+// An RMS norm's weight, of `code`; null if there is none.
+struct KvqNorm {
+    const uint8_t* weight;
+    float eps;
+    int32_t code;
+};
+
+// A decoder layer: norm, queries, keys and values joined, attention, output, norm, gated MLP. Biases are of the
+// inputs' code, or null.
+struct KvqDecoder {
+    KvqNorm input_norm, output_norm;
+    KvqNorm q_norm, k_norm;  // of heads; both or none
+    const KvqLinear *qkv, *output, *gate_up, *down;
+    const uint8_t *qkv_bias, *output_bias;
+    int32_t q_heads, kv_heads, dim;  // dim: of a head
+    int32_t activation;              // KvqActivation
+};

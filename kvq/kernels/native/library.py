@@ -20,6 +20,8 @@ _ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "gated": (*_MATRIX, *_MATRIX, c_int64, c_int, c_int, c_int64, c_int),
     "linear_mlp": (c_void_p, c_void_p, *_MATRIX, *_MATRIX, c_int, c_int, c_int64, c_int),
     "rms_norm": (c_void_p, c_void_p, c_void_p, c_int64, c_int, c_int, c_float, c_int64, c_int),
+    "decoder_in": (c_void_p, c_void_p, c_void_p, c_void_p, c_void_p, c_int, c_int64, c_int),
+    "decoder_out": (c_void_p, c_void_p, c_void_p, c_void_p, c_int, c_int64, c_int),
     "rope": (*_MATRIX, c_void_p, c_void_p, c_int, c_int, c_int, c_int64, c_int),
 }
 OPERATIONS = ("write_kv", "attend", "gather_dense", "merge_partials", "copy_blocks", *_ARGUMENTS)
@@ -40,6 +42,8 @@ class Library:
     gated: Any
     linear_mlp: Any
     rms_norm: Any
+    decoder_in: Any
+    decoder_out: Any
     rope: Any
 
 

@@ -133,6 +133,33 @@ class Linear(ctypes.Structure):
     )
 
 
+class Norm(ctypes.Structure):
+    """KvqNorm."""
+
+    _fields_ = (("weight", c_void_p), ("eps", c_float), ("code", c_int32))
+
+
+class Decoder(ctypes.Structure):
+    """KvqDecoder."""
+
+    _fields_ = (
+        ("input_norm", Norm),
+        ("output_norm", Norm),
+        ("q_norm", Norm),
+        ("k_norm", Norm),
+        ("qkv", c_void_p),
+        ("output", c_void_p),
+        ("gate_up", c_void_p),
+        ("down", c_void_p),
+        ("qkv_bias", c_void_p),
+        ("output_bias", c_void_p),
+        ("q_heads", c_int32),
+        ("kv_heads", c_int32),
+        ("dim", c_int32),
+        ("activation", c_int32),
+    )
+
+
 _layers: WeakKeyDictionary[PagedKV, Layer] = WeakKeyDictionary()
 _batches: WeakKeyDictionary[SequenceBatch, tuple[Any, Any]] = WeakKeyDictionary()
 

@@ -1,0 +1,1 @@
+"""Decoder layers but for their attention: several operations in one call."""

@@ -1,0 +1,165 @@
+"""A plain decoder layer in C++ for CPUs, but for its attention: two calls instead of eight and more."""
+
+import ctypes
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvq.errors import ConfigError
+from kvq.kernels.linear.cpu import CpuLinear
+from kvq.kernels.linear.mlp import Activation
+from kvq.kernels.native.library import check, loaded
+from kvq.kernels.native.structs import DTYPES, Decoder, Norm
+from kvq.kernels.rope.cpu import MOST_DIM
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NormWeight:
+    """An RMS norm: weight [dim] of fp32, bf16 or fp16, and what is added to the mean square."""
+
+    weight: Tensor
+    eps: float
+
+    def _struct(self) -> Norm:
+        return Norm(self.weight.data_ptr(), self.eps, DTYPES[self.weight.dtype])
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class DecoderWeights:
+    """What a layer multiplies and adds: `qkv` for all heads; biases are of the inputs' dtype."""
+
+    input_norm: NormWeight
+    qkv: CpuLinear
+    qkv_bias: Tensor | None
+    head_norms: tuple[NormWeight, NormWeight] | None  # of queries and keys
+    output: CpuLinear
+    output_bias: Tensor | None
+    output_norm: NormWeight
+    gate_up: CpuLinear
+    down: CpuLinear
+    activation: Activation
+    q_heads: int
+    kv_heads: int
+    dim: int  # of a head
+
+
+class CpuDecoder:
+    """Both halves of a layer, with the bits that its operations give one after the other."""
+
+    def __init__(self, weights: DecoderWeights) -> None:
+        """Take a layer's parts.
+
+        Raises:
+            ConfigError: they don't fit each other: compiled code would read past their ends.
+        """
+        self._weights = w = weights
+        _check(w)
+        none = Norm(None, 0, 0)
+        q_norm, k_norm = (norm._struct() for norm in w.head_norms) if w.head_norms else (none, none)
+        self._struct = Decoder(
+            input_norm=w.input_norm._struct(),
+            output_norm=w.output_norm._struct(),
+            q_norm=q_norm,
+            k_norm=k_norm,
+            qkv=w.qkv.address,
+            output=w.output.address,
+            gate_up=w.gate_up.address,
+            down=w.down.address,
+            qkv_bias=None if w.qkv_bias is None else w.qkv_bias.data_ptr(),
+            output_bias=None if w.output_bias is None else w.output_bias.data_ptr(),
+            q_heads=w.q_heads,
+            kv_heads=w.kv_heads,
+            dim=w.dim,
+            activation=w.activation,
+        )
+        self._address = ctypes.addressof(self._struct)
+        self._dtypes = {bias.dtype for bias in (w.qkv_bias, w.output_bias) if bias is not None}
+
+    def before(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Queries, keys and values of the normed inputs, queries and keys turned: [rows, heads of all, dim].
+
+        x: [rows, hidden] of fp32, bf16 or fp16; cos, sin: [rows, dim] of its dtype.
+        """
+        w = self._weights
+        x, cos, sin = self._rows(x, w.qkv.in_features), self._rows(cos, w.dim), self._rows(sin, w.dim)
+        if not (len(x) == len(cos) == len(sin) and x.dtype == cos.dtype == sin.dtype):
+            raise ConfigError(
+                f"angles must be those of {len(x)} rows in {x.dtype}, got {list(cos.shape)}, {cos.dtype}"
+            )
+        out = torch.empty(len(x), w.q_heads + 2 * w.kv_heads, w.dim, dtype=x.dtype)
+        check(
+            loaded().decoder_in(
+                self._address,
+                x.data_ptr(),
+                cos.data_ptr(),
+                sin.data_ptr(),
+                out.data_ptr(),
+                DTYPES[x.dtype],
+                len(x),
+                torch.get_num_threads(),
+            )
+        )
+        return out
+
+    def after(self, x: Tensor, attended: Tensor) -> Tensor:
+        """The layer's result [rows, hidden].
+
+        x: its inputs; attended: [rows, q_heads * dim] of the same dtype.
+        """
+        w = self._weights
+        x, attended = self._rows(x, w.qkv.in_features), self._rows(attended, w.output.in_features)
+        if len(x) != len(attended) or x.dtype != attended.dtype:
+            raise ConfigError(
+                f"what was attended must be {len(x)} rows of {x.dtype}, got {len(attended)}, {attended.dtype}"
+            )
+        out = torch.empty_like(x)
+        check(
+            loaded().decoder_out(
+                self._address,
+                x.data_ptr(),
+                attended.data_ptr(),
+                out.data_ptr(),
+                DTYPES[x.dtype],
+                len(x),
+                torch.get_num_threads(),
+            )
+        )
+        return out
+
+    def _rows(self, x: Tensor, features: int) -> Tensor:
+        if x.dim() != 2 or x.shape[1] != features or x.dtype not in DTYPES or not self._dtypes <= {x.dtype}:
+            raise ConfigError(
+                f"a decoder layer takes fp32, bf16 or fp16 [rows, {features}], of its biases' dtype, "
+                f"got {x.dtype} {list(x.shape)}"
+            )
+        return x.contiguous()
+
+
+def _check(w: DecoderWeights) -> None:
+    hidden, heads, dim = w.qkv.in_features, w.q_heads + 2 * w.kv_heads, w.dim
+    outputs = [
+        (w.qkv.out_features, heads * dim),
+        (w.output.in_features, w.q_heads * dim),
+        (w.output.out_features, hidden),
+        (w.gate_up.in_features, hidden),
+        (w.gate_up.out_features, 2 * w.down.in_features),
+        (w.down.out_features, hidden),
+        (dim % 2, 0),
+    ]
+    norms = [(w.input_norm.weight, hidden), (w.output_norm.weight, hidden)]
+    norms += [(norm.weight, dim) for norm in w.head_norms or ()]
+    biases = [(w.qkv_bias, heads * dim), (w.output_bias, hidden)]
+    vectors = norms + [(bias, size) for bias, size in biases if bias is not None]
+    if (
+        any(found != wanted for found, wanted in outputs)
+        or dim > MOST_DIM
+        or any(
+            vector.shape != (size,) or vector.dtype not in DTYPES or not vector.is_contiguous()
+            for vector, size in vectors
+        )
+    ):
+        raise ConfigError(
+            f"parts of a decoder layer of {w.q_heads} and {w.kv_heads} heads of {dim} and {hidden} hidden "
+            f"numbers don't fit each other"
+        )
