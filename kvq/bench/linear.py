@@ -11,8 +11,10 @@ from kvq.bench.measure import Run, Stopwatch, cache_bytes, interleaved, read_ban
 from kvq.bench.truth import relative_error
 from kvq.errors import ConfigError, KVQError
 from kvq.formats.weights import Inputs, parse_weight_format
-from kvq.kernels import Device, LinearSpec, select
+from kvq.kernels import Device, LinearSpec, PlainWeight, select
+from kvq.kernels.linear.cpu import CpuLinear
 from kvq.kernels.linear.inputs import rounded_inputs
+from kvq.kernels.native.library import load
 from kvq.models.linear import OneDNNLinear
 from kvq.weights.rounding import round_weight
 
@@ -152,8 +154,10 @@ def _quantized(workload: LinearWorkload, name: str, backend: str) -> _Contender:
 
 
 def _plain(workload: LinearWorkload) -> Iterator[_Contender]:
-    """torch's product over plain weights: on CPUs by oneDNN over packed ones, as kvq runs models."""
+    """Products over weights that are no codes: torch's (on CPUs oneDNN's over packed weights), and kvq's."""
     is_cpu = workload.device.type == "cpu"
+    if is_cpu and not isinstance(load(), str):
+        yield from (_own(workload, dtype) for dtype in (torch.float32, torch.bfloat16))
     dtypes = {torch.float32, torch.bfloat16} if is_cpu else {workload.dtype}
     for dtype in sorted(dtypes, key=str, reverse=True):
         weight = workload.weight().to(dtype)
@@ -171,6 +175,24 @@ def _plain(workload: LinearWorkload) -> Iterator[_Contender]:
             truth=x.double() @ weight.double().T,
             allowed=_ALLOWED[dtype],
         )
+
+
+def _own(workload: LinearWorkload, dtype: torch.dtype) -> _Contender:
+    """kvq's fp32 product over weights of that dtype."""
+    weight = workload.weight().to(dtype)
+    copies = _copies(weight.nbytes, workload.device)
+    layers = [CpuLinear(PlainWeight(values=weight)) for _ in range(copies)]
+    x = workload.inputs().to(workload.dtype)
+    return _Contender(
+        name="kvq",
+        backend="cpu",
+        weights=str(dtype).removeprefix("torch."),
+        run=lambda copy: layers[copy](x),
+        nbytes=layers[0].nbytes,
+        copies=copies,
+        truth=x.double() @ weight.double().T,
+        allowed=_ALLOWED[workload.dtype],
+    )
 
 
 def _layer(weight: Tensor, *, packs: bool) -> nn.Module:

@@ -35,7 +35,12 @@ _COLUMNS = {
 @click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda or cuda:N.")
 @click.option("--backend", default="auto", show_default=True, help="auto, triton, cpu or reference.")
 @click.option("--dtype", default="auto", show_default=True, help="Of the inputs: fp32, bf16, fp16.")
-@click.option("--rivals/--no-rivals", default=True, show_default=True, help="torch's product beside.")
+@click.option(
+    "--rivals/--no-rivals",
+    default=True,
+    show_default=True,
+    help="Unquantized weights beside: kvq's product and torch's.",
+)
 @click.option("--repeats", default=20, show_default=True, type=click.IntRange(1, 10_000))
 @click.option("--seed", default=0, show_default=True)
 @click.option("--json", "json_path", type=click.Path(), help="Write the rows as JSON.")

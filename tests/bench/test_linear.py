@@ -32,7 +32,7 @@ def test_rows_hold_what_was_promised(tmp_path: Path, capsys: pytest.CaptureFixtu
     run("--weights", "int8,int4_g64_asym,w8a8", "--rows", "1,7", "--shape", "33x64", "--shape", "5X128",
         "--backend", "cpu", "--device", "cpu", "--repeats", "3", "--json", str(path))  # fmt: skip
     result = json.loads(path.read_text())
-    names = ["int8", "int4_g64_asym", "w8a8", "float32", "bfloat16"]
+    names = ["int8", "int4_g64_asym", "w8a8", *2 * ("float32", "bfloat16")]  # kvq's and torch's
     assert [(r["out_features"], r["rows"], r["weights"]) for r in result["rows"]] == [
         (outputs, rows, name) for outputs in (33, 5) for rows in (1, 7) for name in names
     ]
@@ -40,7 +40,9 @@ def test_rows_hold_what_was_promised(tmp_path: Path, capsys: pytest.CaptureFixtu
         assert (row["name"], row["backend"]) in {("kvq", "cpu"), ("torch", "onednn")}
         assert row["ms_p10"] <= row["ms_median"] <= row["ms_p90"]
         assert row["fraction_of_limit"] == pytest.approx(row["gb_per_s"] / result["read_gb_per_s"])
-        assert row["max_relative_error"] < (3e-2 if row["weights"] == "bfloat16" else 2e-4)
+        assert row["max_relative_error"] < (
+            3e-2 if row["name"] == "torch" and row["weights"] == "bfloat16" else 2e-4
+        )
     assert "int4_g64_asym" in capsys.readouterr().out
 
 
