@@ -1,5 +1,7 @@
 """Weights and inputs for the tests of Linear kernels, and what they should give."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -57,3 +59,28 @@ def exact(weight: QuantizedWeight, x: Tensor) -> Tensor:
 def error(got: Tensor, want: Tensor) -> float:
     """Largest difference relative to the largest value."""
     return float((got.double() - want).abs().max() / want.abs().max().clamp(min=1e-30))
+
+
+def check_threads(kernel: Callable[[Tensor], Tensor], x: Tensor) -> None:
+    """Fail if the number of threads changes a bit."""
+    before = torch.get_num_threads()
+    try:
+        found = []
+        for threads in (1, 2, 3, 7):
+            torch.set_num_threads(threads)
+            found.append(kernel(x))
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(y, found[0]) for y in found)
+
+
+def check_surroundings(kernel: Callable[[Tensor], Tensor], x: Tensor) -> None:
+    """Fail if anything but `x` is read, or its strides are not."""
+    rows, inputs = x.shape
+    kernel(torch.full((200, inputs), float("nan")))  # which scratch memory may still hold
+    want = kernel(x)
+    around = torch.full((rows + 2, inputs + 44), float("nan"))
+    inner = around[1:-1, 7 : inputs + 7]
+    inner.copy_(x)
+    assert torch.equal(kernel(inner), want)
+    assert torch.equal(kernel(x.T.contiguous().T), want)

@@ -13,7 +13,16 @@ from kvq.kernels.linear import cpu
 from kvq.kernels.linear.cpu import CpuLinear
 from kvq.kernels.native import library
 from tests.kernels.backends import NAMES, kernel
-from tests.kernels.linear.kit import FORMATS, PER_CHANNEL, error, exact, rows_of, weight_of
+from tests.kernels.linear.kit import (
+    FORMATS,
+    PER_CHANNEL,
+    check_surroundings,
+    check_threads,
+    error,
+    exact,
+    rows_of,
+    weight_of,
+)
 
 CPU = Device(type="cpu", name="cpu")
 NAMED = [name for name in NAMES if name != "triton"]
@@ -83,15 +92,7 @@ def test_16_bit_inputs_and_scales(name: str, dtype: torch.dtype, backend: str) -
 
 @pytest.mark.parametrize("name", ["int8", "int4", "w8a8", "fp8", "fp8_a8"])
 def test_nothing_around_the_inputs_is_read(name: str) -> None:
-    weight = weight_of(name, 33, 256)
-    kernel_ = linear(weight)
-    kernel_(torch.full((200, 256), NAN))  # which scratch memory may still hold
-    x = rows_of(13, 256)
-    want = kernel_(x)
-    around = torch.full((15, 300), NAN)
-    around[1:14, 7:263] = x
-    assert torch.equal(kernel_(around[1:14, 7:263]), want)
-    assert torch.equal(kernel_(x.T.contiguous().T), want)
+    check_surroundings(linear(weight_of(name, 33, 256)), rows_of(13, 256))
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -138,16 +139,7 @@ def test_a_row_is_the_same_bit_for_bit_alone_and_among_others(name: str, backend
 @pytest.mark.parametrize("rows", [1, 23])
 def test_threads_change_no_bit(name: str, rows: int, backend: str) -> None:
     cpu_only(backend)
-    kernel_, x = linear(weight_of(name, 515, 384)), rows_of(rows, 384)
-    before = torch.get_num_threads()
-    try:
-        found = []
-        for threads in (1, 2, 3, 7):
-            torch.set_num_threads(threads)
-            found.append(kernel_(x))
-    finally:
-        torch.set_num_threads(before)
-    assert all(torch.equal(y, found[0]) for y in found)
+    check_threads(linear(weight_of(name, 515, 384)), rows_of(rows, 384))
 
 
 @pytest.mark.parametrize("name", [name for name in ALL if name.endswith("a8") and not name.startswith("fp8")])

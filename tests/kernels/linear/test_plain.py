@@ -10,7 +10,7 @@ from kvq.errors import ConfigError
 from kvq.kernels import PlainWeight
 from kvq.kernels.linear.cpu import CpuLinear
 from tests.kernels.backends import NAMES, kernel
-from tests.kernels.linear.kit import error, rows_of, weight_of
+from tests.kernels.linear.kit import check_surroundings, check_threads, error, rows_of, weight_of
 
 VARIANTS = [name for name in NAMES if name not in ("triton", "reference")]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -81,27 +81,11 @@ def test_a_weight_that_16_bits_do_not_hold_stays_in_32(value: float) -> None:
 @pytest.mark.parametrize("rows", [1, 29])
 @pytest.mark.parametrize("inputs", [384, 2000])
 def test_threads_change_no_bit(rows: int, inputs: int) -> None:
-    kernel_, x = CpuLinear(plain(515, inputs)), rows_of(rows, inputs)
-    before = torch.get_num_threads()
-    try:
-        found = []
-        for threads in (1, 2, 3, 7):
-            torch.set_num_threads(threads)
-            found.append(kernel_(x))
-    finally:
-        torch.set_num_threads(before)
-    assert all(torch.equal(y, found[0]) for y in found)
+    check_threads(CpuLinear(plain(515, inputs)), rows_of(rows, inputs))
 
 
 def test_nothing_around_the_inputs_is_read() -> None:
-    kernel_ = CpuLinear(plain(33, 1999))
-    kernel_(torch.full((200, 1999), NAN))  # which scratch memory may still hold
-    x = rows_of(13, 1999)
-    want = kernel_(x)
-    around = torch.full((15, 2100), NAN)
-    around[1:14, 7:2006] = x
-    assert torch.equal(kernel_(around[1:14, 7:2006]), want)
-    assert torch.equal(kernel_(x.T.contiguous().T), want)
+    check_surroundings(CpuLinear(plain(33, 1999)), rows_of(13, 1999))
 
 
 @pytest.mark.parametrize("bad", [NAN, INF])
