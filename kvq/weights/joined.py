@@ -78,6 +78,10 @@ class JoinedPart:
         share: int = whole.nbytes * (self.part.stop - self.part.start) // whole.out_features
         return share
 
+    def values(self) -> Tensor:
+        """A copy of its rows of a weight in floats, [out, in]."""
+        return self.joined.kernel.values()[self.part]
+
     def __call__(self, x: Tensor) -> Tensor:
         """[rows, in] -> [rows, out] of x's dtype."""
         return self.joined.take(self.part, x)

@@ -61,6 +61,12 @@ class PlainLinear(PackedLinear):
         """
         super().__init__(weight, bias, backend="cpu", kernel=kernel or CpuLinear(weight))
 
+    @property
+    def weight(self) -> Tensor:
+        """A copy of the weight, fp32 [out, in], for code that looks at it; the layer has its own."""
+        values: Tensor = self.kernel.values()
+        return values.float()
+
 
 class QuantizedLinear(PackedLinear):
     """One over a quantized weight, by the best kernel for its device."""

@@ -76,6 +76,7 @@ def test_weights_of_16_bits_take_16_and_change_no_bit():
     model["o_proj"] = nn.Linear(64, 64)
     for layer in model.values():
         layer.weight.data = layer.weight.to(torch.bfloat16).float()
+    stored = {name: layer.weight.detach() for name, layer in model.items()}
     wanted = {name: packed(layer, "cpu") for name, layer in model.items()}
     pack_linears(model, backend="cpu")
     assert len(packed_layers(model)) == 4
@@ -83,6 +84,7 @@ def test_weights_of_16_bits_take_16_and_change_no_bit():
     x = torch.randn(5, 64)
     for name, layer in model.items():
         assert torch.equal(layer(x), wanted[name](x))
+        assert torch.equal(layer.weight, stored[name])
     assert invariant_rows(model, None) == (1, 0)
 
 

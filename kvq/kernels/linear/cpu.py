@@ -7,7 +7,7 @@ from torch import Tensor
 
 from kvq.errors import ConfigError
 from kvq.formats.weights import Inputs, WeightCode
-from kvq.kernels.linear.pack import pack_panels, pack_plain
+from kvq.kernels.linear.pack import pack_panels, pack_plain, unpack_plain
 from kvq.kernels.linear.spec import LinearSpec
 from kvq.kernels.linear.weight import PlainWeight, QuantizedWeight
 from kvq.kernels.native.library import check, load, loaded
@@ -65,6 +65,16 @@ class CpuLinear:
             inputs=0 if plain else _INPUTS[codes[0].fmt.inputs],
         )
         self.address = ctypes.addressof(self._struct)
+
+    def values(self) -> Tensor:
+        """A copy of a weight in floats, [out, in].
+
+        Raises:
+            ConfigError: it is in codes.
+        """
+        if self._panels.scales is not None:
+            raise ConfigError("a weight in codes is no floats; dequantize what it was packed from")
+        return unpack_plain(self._panels, self.out_features, self.in_features)
 
     def __call__(self, x: Tensor) -> Tensor:
         """[rows, in] -> [rows, out] of x's dtype."""

@@ -85,6 +85,11 @@ def pack_plain(weights: Sequence[PlainWeight]) -> Panels:
     return Panels(codes=panels, scales=None, zeros=None, order=None, columns=values.shape[1])
 
 
+def unpack_plain(panels: Panels, out_features: int, in_features: int) -> Tensor:
+    """The weight [out, in] of `pack_plain`'s panels, in the type that they are in."""
+    return panels.codes.transpose(1, 2).flatten(0, 1)[:out_features, :in_features]
+
+
 def _check(weight: QuantizedWeight) -> None:
     """Compiled code reads by these shapes and by the order's numbers."""
     outputs, inputs = weight.out_features, weight.in_features
