@@ -77,7 +77,7 @@ class FusedForward:
         heads = self._decoder.before(x, cos[0], sin[0])
         q, k, v = heads[:, : self._queries], heads[:, self._queries : self._turned], heads[:, self._turned :]
         attended = step.attend(self._index, q, k, v, scale=self._scale, softcap=None, sinks=None)
-        return self._decoder.after(x, attended.reshape(len(x), -1))[None]
+        return self._decoder.after(x, attended.flatten(1))[None]
 
 
 def _weights(layer: Any) -> DecoderWeights:

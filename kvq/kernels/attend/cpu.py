@@ -38,14 +38,15 @@ def attend(
     tokens, q_heads, _ = q.shape
     check_shape("q", q, q_heads, kv.formats.k_head_dim)
     new, contexts = batch.query_lens, batch.context_lens
-    if tokens != sum(new) or len(contexts) != len(new) or len(batch.tables) < len(new) or skip_last < 0:
+    rows, width = batch.tables.shape
+    if tokens != sum(new) or len(contexts) != len(new) or rows < len(new) or skip_last < 0:
         raise ConfigError(
             f"q holds {tokens} tokens, query_lens are {new}, context_lens {contexts}, tables have "
-            f"{len(batch.tables)} rows, skip_last is {skip_last}; they don't belong together"
+            f"{rows} rows, skip_last is {skip_last}; they don't belong together"
         )
     if any(not 0 <= count <= context for count, context in zip(new, contexts, strict=True)):
         raise ConfigError(f"every query_len must be 0 to its context_len, got {new} and {contexts}")
-    reach = batch.tables.shape[1] * kv.block_size
+    reach = width * kv.block_size
     if any(context - skip_last > reach for context in contexts) or max(contexts, default=0) > _MOST:
         raise IndexError("a table or a slot names a block outside the pool: it is shorter than its sequence")
     if window is not None and window < 1:

@@ -83,11 +83,12 @@ class CpuDecoder:
         """
         w = self._weights
         x, cos, sin = self._rows(x, w.qkv.in_features), self._rows(cos, w.dim), self._rows(sin, w.dim)
-        if not (len(x) == len(cos) == len(sin) and x.dtype == cos.dtype == sin.dtype):
+        rows = x.shape[0]
+        if not (rows == cos.shape[0] == sin.shape[0] and x.dtype == cos.dtype == sin.dtype):
             raise ConfigError(
-                f"angles must be those of {len(x)} rows in {x.dtype}, got {list(cos.shape)}, {cos.dtype}"
+                f"angles must be those of {rows} rows in {x.dtype}, got {list(cos.shape)}, {cos.dtype}"
             )
-        out = torch.empty(len(x), w.q_heads + 2 * w.kv_heads, w.dim, dtype=x.dtype)
+        out = torch.empty(rows, w.q_heads + 2 * w.kv_heads, w.dim, dtype=x.dtype)
         check(
             loaded().decoder_in(
                 self._address,
@@ -96,7 +97,7 @@ class CpuDecoder:
                 sin.data_ptr(),
                 out.data_ptr(),
                 DTYPES[x.dtype],
-                len(x),
+                rows,
                 torch.get_num_threads(),
             )
         )
@@ -109,9 +110,11 @@ class CpuDecoder:
         """
         w = self._weights
         x, attended = self._rows(x, w.qkv.in_features), self._rows(attended, w.output.in_features)
-        if len(x) != len(attended) or x.dtype != attended.dtype:
+        rows = x.shape[0]
+        if rows != attended.shape[0] or x.dtype != attended.dtype:
             raise ConfigError(
-                f"what was attended must be {len(x)} rows of {x.dtype}, got {len(attended)}, {attended.dtype}"
+                f"what was attended must be {rows} rows of {x.dtype}, "
+                f"got {list(attended.shape)}, {attended.dtype}"
             )
         out = torch.empty_like(x)
         check(
@@ -121,7 +124,7 @@ class CpuDecoder:
                 attended.data_ptr(),
                 out.data_ptr(),
                 DTYPES[x.dtype],
-                len(x),
+                rows,
                 torch.get_num_threads(),
             )
         )

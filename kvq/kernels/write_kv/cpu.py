@@ -21,8 +21,10 @@ def write_kv(k: Tensor, v: Tensor, kv: PagedKV, slots: Tensor) -> Tensor:
     tokens, heads = k.shape[0], kv.k.codes.shape[1]
     check_shape("k", k, heads, kv.formats.k_head_dim)
     check_shape("v", v, heads, kv.formats.v_head_dim)
-    if len(v) != tokens or slots.shape != (tokens,):
-        raise ConfigError(f"k, v and slots must be as many tokens, got {tokens}, {len(v)}, {slots.numel()}")
+    if v.shape[0] != tokens or slots.shape != (tokens,):
+        raise ConfigError(
+            f"k, v and slots must be as many tokens, got {tokens}, {v.shape[0]}, {slots.numel()}"
+        )
     from_k, k = dense_of(k)
     from_v, v = dense_of(v)
     slots = slots.long().contiguous()
