@@ -29,7 +29,8 @@ test-long: setup
 	TOKENIZERS_PARALLELISM=false $(BIN)/python -m pytest -m long --durations=10
 
 SANITIZED := tests/kernels/attend/test_attend.py tests/kernels/write_kv tests/kernels/gather_dense \
-	tests/kernels/merge_partials tests/kernels/copy_blocks tests/kernels/linear tests/kernels/rms_norm tests/kernels/rope tests/kernels/native
+	tests/kernels/merge_partials tests/kernels/copy_blocks tests/kernels/linear tests/kernels/rms_norm \
+	tests/kernels/rope tests/kernels/test_decoder.py tests/kernels/native
 define sanitize  # kinds, preloaded libraries
 	rm -rf build/sanitize
 	KVQ_SANITIZE=$(1) $(BIN)/python setup.py -q build_ext --build-lib build/sanitize --build-temp build/sanitize/temp
@@ -53,7 +54,7 @@ define check_portable  # compiler, folder
 	mkdir -p $(2)
 	for name in attend merge_partials copy_blocks; do \
 		$(1) $(PORTABLE) -ffp-contract=fast -c kvq/kernels/$$name/$$name.cpp -o $(2)/$$name.o || exit 1; done
-	for name in write_kv/write_kv gather_dense/gather_dense linear/linear linear/mlp rms_norm/rms_norm rope/rope; do \
+	for name in write_kv/write_kv gather_dense/gather_dense linear/linear linear/mlp rms_norm/rms_norm rope/rope decoder/decoder; do \
 		$(1) $(PORTABLE) -ffp-contract=off -c kvq/kernels/$$name.cpp -o $(2)/$$(basename $$name).o || exit 1; done
 	$(1) -O1 -std=c++17 -DKVQ_VARIANT=portable tests/kernels/native/check.cpp $(2)/*.o -static -o $(2)/check
 endef

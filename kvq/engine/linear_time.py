@@ -16,8 +16,11 @@ class LinearTime:
         self.seconds = 0.0
         self._began = 0.0
         self._hooks = []
+        fused = {
+            child for module in model.modules() if isinstance(module, GatedMLP) for child in module.children()
+        }
         for module in model.modules():
-            if isinstance(module, nn.Linear | PackedLinear | GatedMLP):
+            if isinstance(module, nn.Linear | PackedLinear | GatedMLP) and module not in fused:
                 self._hooks.append(module.register_forward_pre_hook(self._begin))
                 self._hooks.append(module.register_forward_hook(self._end))
 

@@ -16,7 +16,7 @@ from kvq.kernels.decoder.cpu import CpuDecoder, DecoderWeights, NormWeight
 from kvq.kernels.rope.cpu import MOST_DIM
 from kvq.models.norms import FusedRMSNorm
 from kvq.models.step import PackedStep
-from kvq.weights import PackedLinear
+from kvq.weights import PackedLinear, hooks_of
 from kvq.weights.install import GatedMLP
 from kvq.weights.joined import JoinedPart
 
@@ -60,7 +60,7 @@ class FusedForward:
         self._own_of: Callable[..., Any] = type(layer).forward
         self._layer = weakref.ref(layer)  # which holds this: a cycle would outlive its model until collected
         parts = [module for module in layer.modules() if module is not layer]
-        self._hooked = [hooks for own in parts for hooks in (own._forward_hooks, own._forward_pre_hooks)]
+        self._hooks = [hooks for own in parts for hooks in hooks_of(own)]
         self._decoder = CpuDecoder(_weights(layer))
         self._queries: int = attention.q_proj.out_features // attention.head_dim
         self._turned = self._queries + attention.k_proj.out_features // attention.head_dim
@@ -70,7 +70,7 @@ class FusedForward:
     def __call__(self, hidden_states: Tensor, *args: Any, **options: Any) -> Any:
         """[1, rows, hidden] -> the same."""
         step = options.get("kvq_step")
-        if not isinstance(step, PackedStep) or args or any(self._hooked):
+        if not isinstance(step, PackedStep) or args or any(self._hooks):
             return self._own_of(self._layer(), hidden_states, *args, **options)
         cos, sin = options["position_embeddings"]
         x = hidden_states[0]  # [rows, hidden]

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from kvq.kernels import Device, LinearSpec, PlainWeight, QuantizedWeight, select
 from kvq.kernels.linear.mlp import Activation, CpuMLP
 from kvq.weights.joined import Joined, JoinedPart
-from kvq.weights.linear import PackedLinear, PlainLinear, QuantizedLinear, replace_linear
+from kvq.weights.linear import PackedLinear, PlainLinear, QuantizedLinear, hooks_of, replace_linear
 
 _SHARED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 _ACTIVATIONS = {
@@ -101,10 +101,14 @@ class GatedMLP(nn.Module):
         assert isinstance(self.gate_proj, PackedLinear), "joined"
         assert isinstance(self.down_proj, PackedLinear), "packed"
         self.in_features, self.out_features = self.gate_proj.in_features, self.down_proj.out_features
+        self.act_fn = mlp.get_submodule("act_fn")
         self.kernel = CpuMLP(self.gate_proj.kernel.joined.kernel, self.down_proj.kernel, activation)
+        self._hooks = [hooks for own in self.children() for hooks in hooks_of(own)]
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., in] -> [..., out]."""
+        if any(self._hooks):  # somebody wants to see the layers run
+            return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))  # type: ignore[no-any-return]
         return self.kernel(x.reshape(-1, self.in_features)).view(*x.shape[:-1], self.out_features)
 
 

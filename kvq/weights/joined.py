@@ -83,5 +83,5 @@ class JoinedPart:
         return self.joined.kernel.values()[self.part]
 
     def __call__(self, x: Tensor) -> Tensor:
-        """[rows, in] -> [rows, out] of x's dtype."""
-        return self.joined.take(self.part, x)
+        """[rows, in] -> [rows, out] of x's dtype, contiguous: of views torch rounds gelu in another way."""
+        return self.joined.take(self.part, x).contiguous()

@@ -1,6 +1,6 @@
 """What takes a Linear layer's place: a kernel that multiplies by its weight, in codes or as it was."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -99,6 +99,11 @@ class QuantizedLinear(PackedLinear):
     def extra_repr(self) -> str:
         """Shape, backend and format."""
         return f"{super().extra_repr()}, {self.fmt.name}"
+
+
+def hooks_of(module: nn.Module) -> tuple[Mapping[int, Any], Mapping[int, Any]]:
+    """What is called after a module and before it; empty while nobody looks."""
+    return module._forward_hooks, module._forward_pre_hooks
 
 
 def replace_linear(model: nn.Module, name: str, module: nn.Module) -> None:

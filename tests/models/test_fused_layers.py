@@ -62,6 +62,30 @@ def test_layers_that_would_be_wrong_get_their_own_code_back(
         kvq.load(folder, kv="fp32", weights="int8_g16")
 
 
+@pytest.mark.parametrize("weights", ["int8_g16", "auto"])
+def test_layers_that_stay_as_they_are_give_a_row_the_same_bits_in_any_step(weights: str, tmp_path) -> None:
+    folder = save_model(tmp_path, "llama", hidden_act="gelu", intermediate_size=128)
+    model = kvq.load(folder, kv="fp32", weights=weights, device="cpu")
+    assert fused_layers(model) == 0
+    whole = model.logits(IDS)
+    assert all(torch.equal(model.logits(IDS, chunk=size), whole) for size in (1, 7))
+
+
+@pytest.mark.parametrize("name", ["self_attn.k_proj", "mlp.up_proj", "mlp.down_proj", "mlp"])
+def test_what_is_hooked_runs_as_a_layer_of_its_own(name: str) -> None:
+    model = kvq.load("tiny")
+    before = model.logits(IDS)
+    seen: list[torch.Tensor] = []
+    layer = model.weights.model.model.layers[3].get_submodule(name)
+    hook = layer.register_forward_hook(lambda module, given, output: seen.append(output))
+    watched = model.logits(IDS)
+    assert [x.shape[-1] for x in seen] == [getattr(layer, "out_features", 256)]
+    assert (watched - before).abs().max() < 1e-4 * before.abs().max()
+    hook.remove()
+    layer.register_forward_hook(lambda module, given, output: output * 0)
+    assert (model.logits(IDS) - before).abs().max() > 1e-2 * before.abs().max()
+
+
 def test_time_in_linear_layers_is_seen_while_somebody_looks() -> None:
     model = kvq.load("tiny", weights="int8")
     before = model.logits(IDS)

@@ -80,7 +80,7 @@ def pack_plain(weights: Sequence[PlainWeight]) -> Panels:
     inputs = {weight.in_features for weight in weights}
     if len(inputs) > 1:
         raise ConfigError(f"only weights of the same inputs can be joined, got {sorted(inputs)} of them")
-    values = _padded(torch.cat([weight.values for weight in weights]))
+    values = _padded(torch.cat([w.values for w in weights]) if len(weights) > 1 else weights[0].values)
     panels = values.view(-1, OUTPUTS, values.shape[1]).transpose(1, 2).contiguous()
     return Panels(codes=panels, scales=None, zeros=None, order=None, columns=values.shape[1])
 
@@ -123,6 +123,8 @@ def _bytes(weights: Sequence[QuantizedWeight]) -> Tensor:
 
 def _padded(x: Tensor) -> Tensor:
     """[out, in] with zeros up to whole panels."""
+    if x.shape[0] % OUTPUTS == x.shape[1] % COLUMNS == 0:
+        return x
     return functional.pad(x, (0, -x.shape[1] % COLUMNS, 0, -x.shape[0] % OUTPUTS))
 
 

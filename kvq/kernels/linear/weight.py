@@ -9,6 +9,7 @@ from kvq.formats.weights import WeightCode, WeightFormat
 from kvq.kernels.codec import e4m3
 
 _NIBBLE_OFFSET = 8
+_ROWS = 256  # compared at a time
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -103,9 +104,8 @@ class PlainWeight:
         """In the 16 bits that hold every value, if they do: fp32 checkpoints are often widened ones."""
         if values.dtype is torch.float32:
             for dtype in (torch.bfloat16, torch.float16):
-                narrow = values.to(dtype)
-                if torch.equal(narrow.float(), values):
-                    return cls(values=narrow)
+                if all(torch.equal(some.to(dtype).float(), some) for some in values.split(_ROWS)):
+                    return cls(values=values.to(dtype))
         return cls(values=values)
 
     @property
