@@ -21,7 +21,7 @@ constexpr int TILE_ROWS = 2, TILE_PANELS = 1;
 constexpr int FP8_ROWS = 2, FP8_CHAINS = 4;
 constexpr int FLOAT_ROWS = 2, FLOAT_CHAINS = 2;
 #endif
-constexpr int AHEAD = 2048;  // bytes: weights that are read once come from memory
+constexpr int AHEAD = 2048, FLOATS_AHEAD = 4096;  // bytes: weights that are read once come from memory
 
 struct Output {
     uint8_t* data;
@@ -137,6 +137,7 @@ template <int CODE, int R, int P>
 void float_tile(const KvqLinear& l, const Cut& cut, const Tile& tile, int64_t panel, const Output& out, int64_t row,
                 const Block& block) {
     constexpr int STEP = CODE == KVQ_FP8 ? 4 : 1, BYTES = OUTPUTS * bytes_of(CODE);
+    constexpr int FAR = CODE == KVQ_FP8 ? AHEAD : FLOATS_AHEAD;
     int64_t bytes = (int64_t)cut.k * BYTES;
     const uint8_t* codes = l.codes + panel * bytes + (int64_t)block.begin * BYTES;
     const float* x = tile.values + (int64_t)block.begin * R;
@@ -150,7 +151,7 @@ void float_tile(const KvqLinear& l, const Cut& cut, const Tile& tile, int64_t pa
             Floats w[P][STEP];
             UNROLL for (int p = 0; p < P; p++) {
                 decode_columns<CODE>(w[p], codes + p * bytes);
-                if (R <= 4 && part * BYTES % 64 == 0) __builtin_prefetch(codes + p * bytes + AHEAD);
+                if ((CODE != KVQ_FP8 || R <= 4) && part * BYTES % 64 == 0) __builtin_prefetch(codes + p * bytes + FAR);
             }
             UNROLL for (int j = 0; j < STEP; j++)
                 UNROLL for (int r = 0; r < R; r++)
