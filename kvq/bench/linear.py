@@ -76,7 +76,7 @@ def bench_linear(
     with torch.inference_mode():
         found = [_quantized(workload, name, backend) for name in formats]
         if rivals:
-            found += list(_plain(workload))
+            found += list(_plain(workload, backend))
         errors = [_check(contender) for contender in found]
         watches = [Stopwatch(x.run, x.copies, workload.device) for x in found]
         times = interleaved(watches, repeats, progress)
@@ -153,10 +153,10 @@ def _quantized(workload: LinearWorkload, name: str, backend: str) -> _Contender:
     )
 
 
-def _plain(workload: LinearWorkload) -> Iterator[_Contender]:
+def _plain(workload: LinearWorkload, backend: str) -> Iterator[_Contender]:
     """Products over weights that are no codes: torch's (on CPUs oneDNN's over packed weights), and kvq's."""
     is_cpu = workload.device.type == "cpu"
-    if is_cpu and not isinstance(load(), str):
+    if is_cpu and backend != "reference" and not isinstance(load(), str):
         yield from (_own(workload, dtype) for dtype in (torch.float32, torch.bfloat16))
     dtypes = {torch.float32, torch.bfloat16} if is_cpu else {workload.dtype}
     for dtype in sorted(dtypes, key=str, reverse=True):

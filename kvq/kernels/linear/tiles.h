@@ -21,6 +21,7 @@ constexpr int TILE_ROWS = 2, TILE_PANELS = 1;
 constexpr int FP8_ROWS = 2, FP8_CHAINS = 4;
 constexpr int FLOAT_ROWS = 2, FLOAT_CHAINS = 2;
 #endif
+static_assert(FLOAT_ROWS <= MOST_TILE_ROWS && FP8_ROWS <= MOST_TILE_ROWS, "inputs.h has room for a tile");
 constexpr int AHEAD = 2048, FLOATS_AHEAD = 4096;  // bytes: weights that are read once come from memory
 
 struct Output {

@@ -84,3 +84,15 @@ def check_surroundings(kernel: Callable[[Tensor], Tensor], x: Tensor) -> None:
     inner.copy_(x)
     assert torch.equal(kernel(inner), want)
     assert torch.equal(kernel(x.T.contiguous().T), want)
+
+
+def check_broken_row(kernel: Callable[[Tensor], Tensor], x: Tensor, bad: float) -> None:
+    """Fail unless what is no finite number spoils all outputs of its row, and no other row."""
+    want, row = kernel(x), len(x) // 2
+    broken = x.clone()
+    broken[row, 101] = bad
+    got = kernel(broken)
+    assert not torch.isfinite(got[row]).any()
+    others = [i for i in range(len(x)) if i != row]
+    assert torch.equal(got[others], want[others])
+    assert not torch.isfinite(kernel(broken[row : row + 1])).any()

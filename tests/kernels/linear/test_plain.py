@@ -10,7 +10,14 @@ from kvq.errors import ConfigError
 from kvq.kernels import PlainWeight
 from kvq.kernels.linear.cpu import CpuLinear
 from tests.kernels.backends import NAMES, kernel
-from tests.kernels.linear.kit import check_surroundings, check_threads, error, rows_of, weight_of
+from tests.kernels.linear.kit import (
+    check_broken_row,
+    check_surroundings,
+    check_threads,
+    error,
+    rows_of,
+    weight_of,
+)
 
 VARIANTS = [name for name in NAMES if name not in ("triton", "reference")]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -69,6 +76,14 @@ def test_16_bits_that_hold_a_weight_change_no_bit() -> None:
         assert CpuLinear(narrow).nbytes * 2 == CpuLinear(wide).nbytes
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_packed_weight_can_be_read_again(dtype: torch.dtype) -> None:
+    weight = plain(33, 61, dtype)
+    assert torch.equal(CpuLinear(weight).values(), weight.values)
+    with pytest.raises(ConfigError, match="a weight in codes is no floats"):
+        CpuLinear(weight_of("int8", 16, 64)).values()
+
+
 @pytest.mark.parametrize("value", [1e-30, 1e30, 1 + 2**-12, NAN])
 def test_a_weight_that_16_bits_do_not_hold_stays_in_32(value: float) -> None:
     values = torch.ones(4, 8)
@@ -90,13 +105,7 @@ def test_nothing_around_the_inputs_is_read() -> None:
 
 @pytest.mark.parametrize("bad", [NAN, INF])
 def test_what_is_no_number_spoils_its_own_row_and_no_other(bad: float) -> None:
-    kernel_, x = CpuLinear(plain(33, 384)), rows_of(14, 384)
-    want = kernel_(x)
-    x[7, 101] = bad
-    got = kernel_(x)
-    assert not torch.isfinite(got[7]).any()
-    others = [i for i in range(14) if i != 7]
-    assert torch.equal(got[others], want[others])
+    check_broken_row(CpuLinear(plain(33, 384)), rows_of(14, 384), bad)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
