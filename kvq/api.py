@@ -70,8 +70,9 @@ def tune(
         RequestError: a text that is too short.
     """
     loaded = model if isinstance(model, Model) else load(model)
-    nbytes = None if max_kl is not None and budget is None else parse_budget(loaded, budget or "int4")
-    codes = default_codes(loaded, nbytes) if formats is None else codes_of(formats.split(","))
+    known = loaded.prepared
+    nbytes = None if max_kl is not None and budget is None else parse_budget(known, budget or "int4")
+    codes = default_codes(known, nbytes) if formats is None else codes_of(formats.split(","))
     return search(
         loaded,
         calibration_text() if text is None else _named(text, "text"),
@@ -113,7 +114,7 @@ def quantize(
     """
     settings = choose_settings(method, **options)
     work = Quantizing(
-        model=str(model),
+        model=model,
         out=Path(out),
         file_format=file_format,
         text=None if text is None else _named(text, "text"),

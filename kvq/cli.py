@@ -1,13 +1,16 @@
 """The `kvq` command. Commands are loaded when they are called, so that `--help` answers at once."""
 
 import importlib
+import os
 import sys
 from typing import Any
 
 import click
 
+from kvq.commands.log_lines import show_warnings
 from kvq.errors import KVQError, nearest
 from kvq.version import __version__
+from kvq.waiting import waiting_environment
 
 # Command name -> (module below kvq.commands, its one-line help, shown without loading the module).
 _COMMANDS = {
@@ -77,6 +80,8 @@ def main(args: list[str] | None = None) -> Any:
     if sys.platform == "win32":
         click.echo(_WINDOWS, err=True)
         sys.exit(2)
+    os.environ.update(waiting_environment())
+    show_warnings()
     try:
         sys.exit(root.main(args, prog_name="kvq", standalone_mode=False))
     except click.ClickException as error:

@@ -12,6 +12,10 @@ class ConfigError(KVQError, ValueError):
     """An option, a format name or a recipe that can't be used as given."""
 
 
+class UnfitFormat(ConfigError):
+    """A KV format that a model's head dimensions don't fit; others may."""
+
+
 class ModelError(KVQError):
     """A model that is missing, damaged, or of a kind that kvq would run wrongly."""
 

@@ -4,14 +4,14 @@ import re
 
 from kvq.calib.search import bytes_of_bits, recipe_bytes
 from kvq.errors import ConfigError
-from kvq.models import Model
+from kvq.models.prepared import PreparedModel
 
 _BITS = re.compile(r"([0-9]*\.?[0-9]+)\s*(bits?|b/el)?", re.IGNORECASE)
 _BYTES = re.compile(r"([0-9]*\.?[0-9]+)\s*(B|KB|KiB|bytes)", re.IGNORECASE)
 _UNITS = {"b": 1, "bytes": 1, "kb": 1000, "kib": 1024}
 
 
-def parse_budget(model: Model, text: str) -> int:
+def parse_budget(model: PreparedModel, text: str) -> int:
     """Bytes per token of a budget: bits per element (`4.5bits`), bytes per token (`900B`) or a format.
 
     Raises:
@@ -24,11 +24,11 @@ def parse_budget(model: Model, text: str) -> int:
             raise ConfigError(
                 f"--budget is {bits:g} bits per element; give 2 to 32, or a format such as int4"
             )
-        return bytes_of_bits(model, bits)
+        return bytes_of_bits(model.geometry, bits)
     if match := _BYTES.fullmatch(text):
         return int(float(match[1]) * _UNITS[match[2].lower()])
     try:
-        return recipe_bytes(model, model.with_kv(text).recipe)
+        return recipe_bytes(model.geometry, model.recipe(text))
     except ConfigError as error:
         raise ConfigError(
             f"--budget takes bits per element (4.5bits), bytes per token (900B) or a format (int4), "

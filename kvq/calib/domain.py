@@ -12,6 +12,7 @@ from kvq.evals.text import EvalText
 from kvq.evals.windows import begin_ids, text_ids, token_windows
 from kvq.formats import KVRecipe
 from kvq.models import Model
+from kvq.models.prepared import PreparedModel
 
 _LARGER = 1.05  # a maximum counts as exceeded from here on
 _WORSE = 1.25  # times the divergence of what is calibrated on the checked text itself
@@ -70,8 +71,8 @@ def check_domain(
     Raises:
         RequestError: a text of fewer than one window.
     """
-    head = _beginning(model, text, context or min(1024, model.weights.max_context), max_windows)
-    window = min(context or 1024, model.weights.max_context)
+    window = min(context or 1024, model.prepared.max_context)
+    head = _beginning(model, text, window, max_windows)
     own = observe(model, head, context=window, max_windows=max_windows, progress=progress)
     itself = replace(recipe, static_scales=own.scales(), label="itself")
     if recipe.centers is not None:
@@ -112,9 +113,9 @@ def check_domain(
     )
 
 
-def check_length(model: Model, text: EvalText, context: int | None) -> None:
+def check_length(model: PreparedModel, text: EvalText, context: int | None) -> None:
     """Raise RequestError if a text has no window to check on; called before long work."""
-    token_windows(model.tokenizer, text.text, context=min(context or 1024, model.weights.max_context))
+    token_windows(model.tokenizer, text.text, context=min(context or 1024, model.max_context))
 
 
 def _beginning(model: Model, text: EvalText, window: int, max_windows: int) -> EvalText:

@@ -14,6 +14,7 @@ from kvq.formats import SMALLEST_MAXIMUM, Centers, HeadMaxima, LayerCenters, Sta
 from kvq.formats.centers import HeadCenters
 from kvq.kernels.codec import rotate
 from kvq.models import Model
+from kvq.models.prepared import PreparedModel
 
 Progress = Callable[[int, int], None]  # (windows done, windows in all)
 
@@ -126,7 +127,7 @@ def observe(
     """
     if isinstance(text, str):
         text = EvalText(name="text", text=text)
-    windows = spread_windows(model, text.text, context=context, max_windows=max_windows)
+    windows = spread_windows(model.prepared, text.text, context=context, max_windows=max_windows)
     layers = tuple(
         {
             "k": RowStatistics.empty(layer.kv_heads, layer.k_head_dim),
@@ -161,7 +162,7 @@ def calibrate(model: Model, text: EvalText | str, **options: object) -> StaticSc
 
 
 def spread_windows(
-    model: Model, text: str, *, context: int | None = None, max_windows: int = 32
+    model: PreparedModel, text: str, *, context: int | None = None, max_windows: int = 32
 ) -> list[list[int]]:
     """Windows of `context` tokens, spread evenly over a text; see `observe`.
 
@@ -170,7 +171,7 @@ def spread_windows(
     """
     if max_windows < 1:
         raise RequestError(f"the number of windows must be at least 1, got {max_windows}")
-    limit = model.weights.max_context
+    limit = model.max_context
     context = min(1024, limit) if context is None else context
     if not 2 <= context <= limit:
         raise RequestError(f"a context of {context} tokens was asked for; this model takes 2 to {limit}")

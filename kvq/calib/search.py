@@ -21,7 +21,9 @@ from kvq.evals.perplexity import PerplexityRow, measure_perplexity
 from kvq.evals.text import EvalText
 from kvq.evals.windows import token_windows
 from kvq.formats import Code, KVFormat, KVRecipe, PerTokenHead, parse_format
+from kvq.geometry import ModelGeometry
 from kvq.models import Model
+from kvq.models.prepared import PreparedModel
 
 ALL_CODES = (Code.INT8, Code.INT4, Code.INT2)
 _TRIES = 8  # to meet a limit of divergence, which costs add up to only nearly
@@ -109,18 +111,15 @@ def tune(
     """
     if (budget_bytes is None) == (max_kl is None):
         raise ConfigError("give either a budget in bytes or the largest KL divergence, not both")
-    if budget_bytes is not None and (budget_bytes < smallest_bytes(model, codes)):
-        raise ConfigError(
-            f"the budget is {budget_bytes} bytes per token; the smallest formats searched take "
-            f"{smallest_bytes(model, codes)}"
-        )
-    window = len(spread_windows(model, text.text, context=context, max_windows=max_windows)[0])
-    if window < _LEAST_WINDOW:
-        raise RequestError(
-            f"windows of {window} tokens say little of what a recipe costs; give --text (and --context) of "
-            f"at least {_LEAST_WINDOW} tokens"
-        )
-    token_windows(model.tokenizer, held_out.text, context=window)  # or it is refused before long work
+    window = check_tune(
+        model.prepared,
+        text,
+        held_out,
+        budget_bytes=budget_bytes,
+        codes=codes,
+        context=context,
+        max_windows=max_windows,
+    )
     found = measure_sensitivities(
         model, text, codes=codes, context=context, max_windows=max_windows, progress=progress
     )
@@ -129,7 +128,7 @@ def tune(
     if budget_bytes is None:
         assert max_kl is not None, "checked above"
         budget_bytes = _budget_for(model, search, found, max_kl)
-    windows = spread_windows(model, text.text, context=window, max_windows=2 * max_windows)
+    windows = spread_windows(model.prepared, text.text, context=window, max_windows=2 * max_windows)
     unseen = [ids for ids in windows if ids not in found.windows]
     recipe, search_kl, is_tuned = _best(model, search, uniform, budget_bytes, unseen or windows)
     others = _others(model, search, uniform, budget_bytes)
@@ -141,7 +140,7 @@ def tune(
         max_windows=verify_windows,
         progress=lambda done, total: progress("verifying whole recipes", done, total),
     )
-    expected = [search.allocation.cost(recipe_bytes(model, other)) for other in others]
+    expected = [search.allocation.cost(recipe_bytes(model.geometry, other)) for other in others]
     first, last = 1 + len(uniform), 1 + len(uniform) + len(others)
     points = [Point(kind="uniform", row=row) for row in rows[:first]]
     points += [
@@ -160,39 +159,69 @@ def tune(
     )
 
 
-def recipe_bytes(model: Model, recipe: KVRecipe) -> int:
+def check_tune(
+    model: PreparedModel,
+    text: EvalText,
+    held_out: EvalText,
+    *,
+    budget_bytes: int | None,
+    codes: Sequence[Code],
+    context: int | None,
+    max_windows: int,
+) -> int:
+    """Tokens of a window, if `tune` can work with what it is given; asked before the weights are loaded.
+
+    Raises:
+        ConfigError: a budget below the smallest formats searched.
+        RequestError: a text or context that can't be used.
+    """
+    least = smallest_bytes(model.geometry, codes)
+    if budget_bytes is not None and budget_bytes < least:
+        raise ConfigError(
+            f"the budget is {budget_bytes} bytes per token; the smallest formats searched take {least}"
+        )
+    window = len(spread_windows(model, text.text, context=context, max_windows=max_windows)[0])
+    if window < _LEAST_WINDOW:
+        raise RequestError(
+            f"windows of {window} tokens say little of what a recipe costs; give --text (and --context) of "
+            f"at least {_LEAST_WINDOW} tokens"
+        )
+    token_windows(model.tokenizer, held_out.text, context=window)
+    return window
+
+
+def recipe_bytes(geometry: ModelGeometry, recipe: KVRecipe) -> int:
     """Bytes per token of a recipe's rows, scales included, block padding not."""
     return sum(
         half.nbytes(recipe.layers[half.layer].k if half.part == "k" else recipe.layers[half.layer].v)
-        for half in halves(model.geometry)
+        for half in halves(geometry)
     )
 
 
-def bytes_of_bits(model: Model, bits: float) -> int:
+def bytes_of_bits(geometry: ModelGeometry, bits: float) -> int:
     """Bytes per token of so many bits per element."""
-    return int(bits * sum(half.kv_heads * half.head_dim for half in halves(model.geometry)) / 8 + 1e-6)
+    return int(bits * sum(half.kv_heads * half.head_dim for half in halves(geometry)) / 8 + 1e-6)
 
 
-def default_codes(model: Model, budget_bytes: int | None) -> tuple[Code, ...]:
+def default_codes(model: PreparedModel, budget_bytes: int | None) -> tuple[Code, ...]:
     """Codes whose attention has a compiled kernel here; all, where the budget can't be met with those."""
     fast = tuple(
         code
         for code in ALL_CODES
         if all(
-            has_fast_kernel(model.geometry, half, smallest_format(half.head_dim, code), model.weights.device)
+            has_fast_kernel(model.geometry, half, smallest_format(half.head_dim, code), model.device)
             for half in halves(model.geometry)
         )
     )
-    if not fast or (budget_bytes is not None and budget_bytes < smallest_bytes(model, fast)):
+    if not fast or (budget_bytes is not None and budget_bytes < smallest_bytes(model.geometry, fast)):
         return ALL_CODES
     return fast
 
 
-def smallest_bytes(model: Model, codes: Sequence[Code]) -> int:
+def smallest_bytes(geometry: ModelGeometry, codes: Sequence[Code]) -> int:
     """Bytes per token where every half takes the smallest format of these codes."""
     return sum(
-        min(half.nbytes(smallest_format(half.head_dim, code)) for code in codes)
-        for half in halves(model.geometry)
+        min(half.nbytes(smallest_format(half.head_dim, code)) for code in codes) for half in halves(geometry)
     )
 
 
@@ -263,7 +292,7 @@ def _best(
 
     `windows`: others than costs were measured on, where there are any; those would favour the search's.
     """
-    rivals = [recipe for recipe in uniform.values() if recipe_bytes(model, recipe) <= budget]
+    rivals = [recipe for recipe in uniform.values() if recipe_bytes(model.geometry, recipe) <= budget]
     recipes = [search.recipe(budget, "tuned"), *rivals]
     costs = mean_divergences(model, recipes, windows)
     best = min(range(len(recipes)), key=costs.__getitem__)
@@ -273,9 +302,9 @@ def _best(
 
 def _others(model: Model, search: Search, uniform: dict[str, KVRecipe], budget: int) -> list[KVRecipe]:
     """Tuned recipes at the bytes of the uniform formats, and between, for the front."""
-    sizes = sorted({recipe_bytes(model, recipe) for recipe in uniform.values()})
+    sizes = sorted({recipe_bytes(model.geometry, recipe) for recipe in uniform.values()})
     between = [(low + high) // 2 for low, high in itertools.pairwise(sizes)]
-    one_bit = bytes_of_bits(model, 1.0)
+    one_bit = bytes_of_bits(model.geometry, 1.0)
     return [
         search.recipe(size, f"tuned, {size / one_bit:.3g} bits")
         for size in sorted({*sizes, *between} - {budget})

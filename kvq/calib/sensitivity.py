@@ -63,7 +63,7 @@ def measure_sensitivities(
     Raises:
         RequestError: a text or context that can't be used, or K or V that are not finite.
     """
-    windows = spread_windows(model, text.text, context=context, max_windows=max_windows)
+    windows = spread_windows(model.prepared, text.text, context=context, max_windows=max_windows)
     centers = observe(
         model,
         text,

@@ -184,7 +184,7 @@ def _workload(
 
     from kvq.bench.workload import Workload, lengths
     from kvq.errors import ConfigError
-    from kvq.models.weights import pick_device
+    from kvq.models.device import pick_device
 
     if q_heads % kv_heads:
         raise ConfigError(f"--q-heads must be a multiple of --kv-heads, got {q_heads} and {kv_heads}")

@@ -56,7 +56,7 @@ def linear(
     from kvq.bench.linear import parse_shape
     from kvq.commands.tables import print_columns
     from kvq.evals.results import envelope, source_commit, write_json
-    from kvq.models.weights import pick_device
+    from kvq.models.device import pick_device
 
     if json_path is not None:
         fileio.check_writable(json_path)

@@ -73,10 +73,12 @@ def command(
     from kvq.calib import observe
     from kvq.calib.domain import check_length
     from kvq.calib.export import check_export_path, write_fp8_scales
+    from kvq.calib.observe import spread_windows
     from kvq.calib.summary import summarize
-    from kvq.commands.progress import progress_bar, status
+    from kvq.commands.loading import load_checked
+    from kvq.commands.progress import progress_bar
     from kvq.evals import calibration_text, read_text
-    from kvq.models.model import load, resolve_recipe
+    from kvq.models.prepared import prepare
 
     source = calibration_text() if text is None else read_text(text, text_field)
     other = None if check is None else read_text(check, text_field)
@@ -85,13 +87,16 @@ def command(
         fileio.check_writable(json_path)
     if fp8_out is not None:
         check_export_path(fp8_out)
-    with status(f"loading {model}"):
-        loaded = load(
-            model, device=device, dtype=dtype, max_context=max_model_len, revision=revision, token=token
-        )
-    recipe = resolve_recipe(loaded.weights, kv[0])
+    prepared = prepare(
+        model, device=device, dtype=dtype, max_context=max_model_len, revision=revision, token=token
+    )
+    recipe = prepared.recipe(kv[0])
+    if centered:
+        _check_centered(recipe)
+    spread_windows(prepared, source.text, context=context, max_windows=max_windows)
     if other is not None:
-        check_length(loaded, other, context)
+        check_length(prepared, other, context)
+    loaded = load_checked(prepared, None)
     with progress_bar("calibrating") as progress:
         seen = observe(loaded, source, context=context, max_windows=max_windows, progress=progress)
     recipe = dataclasses.replace(
@@ -118,13 +123,17 @@ def command(
             sys.exit(1)
 
 
-def _with_centers(recipe: "KVRecipe", seen: "Observations") -> "KVRecipe":
-    """The recipe with the centers of its grouped halves.
-
-    Raises:
-        ConfigError: it has none.
-    """
+def _check_centered(recipe: "KVRecipe") -> None:
+    """Raise ConfigError unless some half has centers."""
     from kvq.errors import ConfigError
+    from kvq.formats import Grouped
+
+    if not any(isinstance(fmt.scale, Grouped) for layer in recipe.layers for fmt in (layer.k, layer.v)):
+        raise ConfigError(f"--centered is for int4 and int2, got --kv {recipe.name}; leave it out")
+
+
+def _with_centers(recipe: "KVRecipe", seen: "Observations") -> "KVRecipe":
+    """The recipe with the centers of its grouped halves."""
     from kvq.formats import Grouped, LayerCenters
 
     centers = seen.centers()
@@ -135,8 +144,6 @@ def _with_centers(recipe: "KVRecipe", seen: "Observations") -> "KVRecipe":
         )
         for layer, own in zip(recipe.layers, centers.layers, strict=True)
     )
-    if not any(layer.k or layer.v for layer in kept):
-        raise ConfigError(f"--centered is for int4 and int2, got --kv {recipe.name}; leave it out")
     return dataclasses.replace(recipe, centers=dataclasses.replace(centers, layers=kept))
 
 
@@ -146,10 +153,9 @@ def _check(
     """Try what the recipe has calibrated; where that is nothing, the scales, which others will use."""
     from kvq.calib.domain import check_domain
     from kvq.commands.progress import progress_bar
-    from kvq.models.model import resolve_recipe
 
     if not recipe.is_static and recipe.centers is None:
-        recipe = resolve_recipe(model.weights, "fp8_per_head").with_scales(seen.scales())
+        recipe = model.prepared.recipe("fp8_per_head", seen.scales())
     with progress_bar("checking on the other text") as progress:
         return check_domain(model, recipe, seen, other, context=context, progress=progress)
 

@@ -1,17 +1,15 @@
 """A chat partner in this process: the engine, with the model's own template."""
 
 import asyncio
-from typing import Any
 
 from kvq.commands.chat_partner import Answered, ContextFull, Sampling, Show, Turn
-from kvq.commands.loading import load_for
+from kvq.commands.loading import check_for
 from kvq.commands.options import ModelOptions
 from kvq.engine import AsyncLLM, SamplingParams
 from kvq.engine.outputs import RequestOutput
 from kvq.errors import ConfigError, RequestError, first_lines
-from kvq.models.resolve import resolve_model
+from kvq.models.prepared import PreparedModel
 from kvq.models.unicode import check_unicode
-from kvq.models.weights import load_tokenizer
 
 _LEAST_ROOM = 64  # tokens, for an answer
 
@@ -28,9 +26,10 @@ class EnginePartner:
             ConfigError: it has no chat template, or options that can't be used as given.
             ModelError: missing, damaged or refused model.
         """
-        _check_template(options)
-        model = load_for(options, [kv])
-        self.name = options.model
+        checked = check_for(options, [kv])
+        _check_template(checked.prepared)
+        model = checked.load()
+        self.name = checked.prepared.source.name
         self._sampling = sampling
         self._engine = AsyncLLM(model, kv, max_num_seqs=1, kv_memory=kv_memory)
         self._tokenizer = model.tokenizer
@@ -91,12 +90,10 @@ class EnginePartner:
         return ids
 
 
-def _check_template(options: ModelOptions) -> None:
+def _check_template(prepared: PreparedModel) -> None:
     """Before the weights are loaded, which may take long."""
-    folder = resolve_model(options.model, revision=options.revision, token=options.token)
-    tokenizer: Any = load_tokenizer(folder)
-    if not getattr(tokenizer, "chat_template", None):
+    if not getattr(prepared.tokenizer, "chat_template", None):
         raise ConfigError(
-            f"{options.model} has no chat template, so it is a base model: "
-            f'use kvq generate --model {options.model} "PROMPT"'
+            f"{prepared.source} has no chat template, so it is a base model: "
+            f'use kvq generate --model {prepared.folder} "PROMPT"'
         )

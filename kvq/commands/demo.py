@@ -19,13 +19,12 @@ PROMPT = "The history of the city of"
 @click.option("--max-windows", type=int, help="Stop after this many windows.  [default: the whole text]")
 def command(out: str, max_windows: int | None) -> None:
     """Measure every format on the embedded model and write a report."""
-    from kvq.commands.perplexity import measure_and_print
+    from kvq.commands.perplexity import measure
     from kvq.commands.progress import status
     from kvq.engine import LLM, SamplingParams
     from kvq.errors import ConfigError
     from kvq.evals.plot import check_plot_path, write_plot
     from kvq.evals.report import write_report
-    from kvq.evals.results import write_json
     from kvq.models.model import load
 
     folder = Path(out)
@@ -36,7 +35,9 @@ def command(out: str, max_windows: int | None) -> None:
     check_plot_path(folder / "plot.svg")
     with status("loading the embedded model"):
         model = load("tiny")
-    result = measure_and_print(model, "tiny", KV.split(","), instrument=True, max_windows=max_windows)
+    result = measure(
+        model, KV.split(","), json_path=str(folder / "results.json"), instrument=True, max_windows=max_windows
+    )
     click.echo("\nThe same prompt and random numbers; a very small model: compare, don't expect sense.\n")
     samples = {}
     for kv in ("fp32", "int4"):
@@ -48,7 +49,6 @@ def command(out: str, max_windows: int | None) -> None:
                 pieces.append(piece.text)
         samples[kv] = PROMPT + "".join(pieces)
         click.echo("\n")
-    write_json(folder / "results.json", result)
     write_plot(folder / "plot.svg", result)
     write_report(folder / "report.html", result, samples)
     click.echo(f"wrote {folder}/report.html, {folder}/results.json and {folder}/plot.svg")

@@ -24,7 +24,7 @@ def command() -> None:
     from kvq.cache import available_bytes
     from kvq.cache.backend import cache_backends
     from kvq.evals.results import describe_device, versions
-    from kvq.models.weights import pick_device
+    from kvq.models.device import pick_device
 
     device = pick_device("auto")
     free = available_bytes(device)
@@ -48,7 +48,7 @@ def backend_verdicts() -> list[tuple[str, str]]:
     from kvq.formats import KVRecipe
     from kvq.kernels import BACKENDS, Device, KernelSpec, registered, select
     from kvq.kernels.native.library import load
-    from kvq.models.weights import pick_device
+    from kvq.models.device import pick_device
 
     formats = KVRecipe.uniform("int4", [(128, 128)]).layers[0]
     spec = KernelSpec(formats=formats, q_heads=8, kv_heads=8, block_size=32)

@@ -2,19 +2,28 @@
 
 import dataclasses
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from kvq.commands.eval_options import lm_eval_options, lm_eval_plan, needle_options, needle_plan
-from kvq.commands.options import ModelOptions, kv_option, model_argument, model_options, text_options
+from kvq.commands.options import (
+    ModelOptions,
+    kv_option,
+    model_argument,
+    model_options,
+    text_options,
+    window_options,
+)
 from kvq.errors import ConfigError
 
 if TYPE_CHECKING:
     from kvq.commands.eval_tasks import Chosen, EvalPlan
+    from kvq.commands.loading import CheckedModel
     from kvq.evals.gates import Gate
+    from kvq.models import Model
 
 DEFAULT_KV = "fp32,fp8,int8,k8v4,int4"
 _COUNT = click.IntRange(min=1)
@@ -31,9 +40,7 @@ _COUNT = click.IntRange(min=1)
     "pattern or a YAML file of lm-eval.",
 )
 @text_options("held-out help topics of CPython")
-@click.option("--context", default=1024, show_default=True, help="Tokens per window; windows are documents.")
-@click.option("--max-windows", type=int, help="Stop after this many windows.  [default: the whole text]")
-@click.option("--chunk", type=int, help="Prefill tokens per step.  [default: as many as fit]")
+@window_options
 @click.option(
     "--instrument", is_flag=True, help="Also check that model and text can show damage; exit 1 if not."
 )
@@ -82,12 +89,11 @@ def command(
     from kvq import fileio
     from kvq.commands.eval_tables import print_check, print_eval
     from kvq.commands.eval_tasks import choose_tasks
-    from kvq.commands.loading import load_for
+    from kvq.commands.loading import check_for
     from kvq.evals import default_text, read_text
     from kvq.evals.eval_report import write_report
     from kvq.evals.gates import parse_gate
     from kvq.evals.plot import figure_class
-    from kvq.evals.results import write_json
 
     chosen = choose_tasks(tasks)
     limits = [parse_gate(gate) for gate in gates]
@@ -107,10 +113,8 @@ def command(
         and Path(html_path).resolve() == Path(json_path).resolve()
     ):
         raise ConfigError(f"--html and --json are both {html_path}; give the page another name")
-    model = load_for(model_options, kv)
-    result = _measure(chosen, limits, model_options.model, kv, model=model, text=source, **shared)
-    if json_path:
-        write_json(json_path, result)
+    checked = check_for(model_options, kv)
+    result = _measure(checked, chosen, limits, json_path, text=source, **shared)
     print_eval(result)
     if html_path:
         write_report(html_path, result)
@@ -138,44 +142,74 @@ def _shared(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _measure(
-    chosen: "list[Chosen]", limits: "list[Gate]", name: str, kv: list[str], **given: Any
+    checked: "CheckedModel",
+    chosen: "list[Chosen]",
+    limits: "list[Gate]",
+    json_path: str | None,
+    **given: Any,
 ) -> dict[str, Any]:
-    """Check everything, run the tasks one after another, and return the JSON envelope."""
+    """Check everything, run the tasks one after another, and return the JSON envelope, which is written."""
+    from kvq.commands.eval_tables import print_eval
     from kvq.commands.eval_tasks import TASKS, EvalPlan, gate_figures
-    from kvq.evals.divergence import with_baseline
+    from kvq.commands.finished import FinishedRows
+    from kvq.evals.divergence import baseline_first
     from kvq.evals.gates import check_gate
-    from kvq.evals.perplexity import size_figures
-    from kvq.evals.results import envelope, source_commit
+    from kvq.evals.results import source_commit
 
-    plan = EvalPlan(kv=list(kv), **given)
-    models = with_baseline(plan.model, plan.kv)
-    formats = {one.recipe.name: one.recipe.is_quantized for one in models}
-    if len(formats) < len(models):
-        raise ConfigError(f"--kv names a format twice: {', '.join(one.recipe.name for one in models)}")
+    recipes = baseline_first([checked.recipe(name) for name in checked.kv], checked.prepared)
+    plan = EvalPlan(prepared=checked.prepared, recipes=recipes, **given)
+    formats = {recipe.name: recipe.is_quantized for recipe in recipes}
+    if len(formats) < len(recipes):
+        raise ConfigError(f"--kv names a format twice: {', '.join(recipe.name for recipe in recipes)}")
     prepared = [(one, one.task.prepare(plan, one.arguments)) for one in chosen]
     figures = gate_figures(prepared)
     about = [check_gate(gate, figures=figures, all_tasks=list(TASKS), formats=formats) for gate in limits]
     source_commit()
-    found, ran = _run_all(prepared, plan)
+    model = checked.load()
+    if checked.calibrates:  # which has given the formats their scales
+        recipes = [model.prepared.recipe(recipe, model.static_scales) for recipe in recipes]
+        plan = dataclasses.replace(plan, recipes=recipes)
+
+    def result(found: "Sequence[dict[str, Any]]") -> dict[str, Any]:
+        return _result(model, plan, checked.refused, found[0])
+
+    with FinishedRows(json_path, result, print_eval) as finished:
+        found, ran = _run_all(prepared, plan, model, lambda make: finished.keep(lambda: [make()]))
     gates = [
         _gate_result(gate, TASKS[task.partition(":")[0]].gate_rows(found, gate), formats)
         for gate, task in zip(limits, about, strict=True)
     ]
-    rows = found.pop("rows", None) or [{"kv": one.recipe.name, **size_figures(one)} for one in models]
+    whole = _result(model, plan, checked.refused, {**found, "tasks": ran, "gates": gates})
+    finished.finish(whole)
+    return whole
+
+
+def _result(
+    model: "Model", plan: "EvalPlan", refused: dict[str, str], found: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The JSON envelope of what was found."""
+    from kvq.evals.perplexity import size_figures
+    from kvq.evals.results import envelope
+
+    more = dict(found)
+    rows = more.pop("rows", None) or [
+        {"kv": recipe.name, **size_figures(model.with_kv(recipe))} for recipe in plan.recipes
+    ]
     return envelope(
         ["kvq", *sys.argv[1:]],
-        plan.model.weights.device,
+        model.weights.device,
         rows,
-        model=f"{name if name == 'tiny' else Path(name).name} ({plan.model.description})",
-        model_digest=plan.model.weights.digest,
+        model=model.title,
+        model_digest=model.weights.digest,
         text=plan.text.name,
         text_digest=plan.text.digest,
         context=plan.context,
         resamples=plan.bootstrap.resamples,
         seed=plan.bootstrap.seed,
-        tasks=ran,
-        gates=gates,
-        **found,
+        refused=refused,
+        tasks=more.pop("tasks", []),
+        gates=more.pop("gates", []),
+        **more,
     )
 
 
@@ -194,9 +228,13 @@ def _gate_result(gate: "Gate", rows: Sequence[Mapping[str, Any]], formats: dict[
 
 
 def _run_all(
-    prepared: "list[tuple[Chosen, Any]]", plan: "EvalPlan"
+    prepared: "list[tuple[Chosen, Any]]",
+    plan: "EvalPlan",
+    model: "Model",
+    keep: Callable[[Callable[[], dict[str, Any]]], object],
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """What all tasks measured, as JSON by key, and what each of them took."""
+    from kvq.commands.eval_tasks import Running
     from kvq.commands.progress import progress_bar
     from kvq.commands.resources import measured
 
@@ -204,12 +242,22 @@ def _run_all(
     ran = []
     for one, given in prepared:
         names = ",".join(one.names)
-        with progress_bar(names) as progress, measured(plan.model.weights.device) as used:
-            got = one.task.run(plan, given, progress)
-        found |= {
-            key: [dataclasses.asdict(row) for row in value] if isinstance(value, list) else value
-            for key, value in got.items()
-        }
+        before = dict(found)
+
+        def keep_part(make: Callable[[], dict[str, Any]], before: dict[str, Any] = before) -> None:
+            keep(lambda: before | _as_json(make()))
+
+        with progress_bar(names) as progress, measured(model.weights.device) as used:
+            running = Running(plan=plan, model=model, progress=progress, keep=keep_part)
+            found |= _as_json(one.task.run(running, given))
+        keep(found.copy)
         ran.append({"names": one.names, "key": one.task.key, **dataclasses.asdict(used)})
         click.echo(f"{names}: {used.line()}")
     return found, ran
+
+
+def _as_json(found: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        key: [dataclasses.asdict(row) for row in value] if isinstance(value, list) else value
+        for key, value in found.items()
+    }

@@ -9,15 +9,22 @@ from kvq.errors import ConfigError, nearest
 from kvq.evals import EvalText, metrics
 from kvq.evals.attention_error import AttentionRow, measure_attention
 from kvq.evals.bootstrap import Bootstrap
-from kvq.evals.divergence import Progress, check_context, with_baseline
+from kvq.evals.divergence import INSTRUMENT_FORMAT, Progress, check_windows
 from kvq.evals.gates import Gate
 from kvq.evals.generation import GenerationPlan, GenerationRow, cut_prompts, measure_generation
-from kvq.evals.needle import NeedlePlan, NeedleSummary, measure_needle, needle_prompts, summarize_needle
+from kvq.evals.needle import (
+    NeedlePlan,
+    NeedleRow,
+    NeedleSummary,
+    measure_needle,
+    needle_prompts,
+    summarize_needle,
+)
 from kvq.evals.perplexity import instrument_check
 from kvq.evals.quality import QualityRow, measure_quality
-from kvq.evals.windows import token_windows
 from kvq.formats import KVRecipe
 from kvq.models import Model
+from kvq.models.prepared import PreparedModel
 
 Row = Mapping[str, Any]
 
@@ -26,8 +33,8 @@ Row = Mapping[str, Any]
 class EvalPlan:
     """What every evaluation of a run is given."""
 
-    model: Model
-    kv: list[str | KVRecipe]  # the baseline is the first unquantized one, or the weights' own type
+    prepared: PreparedModel
+    recipes: list[KVRecipe]  # the baseline first: the first unquantized one, or the weights' own type
     text: EvalText
     context: int
     max_windows: int | None
@@ -46,8 +53,8 @@ class Task:
     """One evaluation. Several names may share one: what they measure comes from one run."""
 
     key: str  # of its rows in the JSON
-    prepare: Callable[[EvalPlan, list[str]], Any]  # raises before any task runs; `run` gets what it returns
-    run: Callable[[EvalPlan, Any, Progress], dict[str, Any]]  # keys of the JSON -> rows, JSON
+    prepare: Callable[[EvalPlan, list[str]], Any]  # raises before weights load; `run` gets what it returns
+    run: Callable[["Running", Any], dict[str, Any]]  # keys of the JSON -> rows, JSON
     figures: Callable[[str, Any], Mapping[str, Sequence[str]]]  # name, prepared -> what gates may name
     gate_rows: Callable[[Mapping[str, Any], Gate], Sequence[Row]]  # of the JSON, for one gate
     takes_argument: bool = False  # NAME:ARGUMENT; the arguments come together
@@ -62,62 +69,96 @@ class Chosen:
     arguments: list[str]
 
 
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Running:
+    """What a task runs with."""
+
+    plan: EvalPlan
+    model: Model
+    progress: Progress
+    keep: Callable[[Callable[[], dict[str, Any]]], object]  # told how to make what is finished of its result
+
+    @property
+    def kv(self) -> list[str | KVRecipe]:
+        """The formats, the baseline first."""
+        return list(self.plan.recipes)
+
+
 def _check_quality(plan: EvalPlan, _: list[str]) -> None:
-    check_context(plan.model, plan.context)
-    token_windows(plan.model.tokenizer, plan.text.text, context=plan.context, max_windows=plan.max_windows)
+    check_windows(plan.prepared, plan.text, context=plan.context, max_windows=plan.max_windows)
+    if plan.instrument:
+        plan.prepared.recipe(INSTRUMENT_FORMAT)
 
 
-def _quality(plan: EvalPlan, _: list[str], progress: Progress) -> dict[str, Any]:
+def _quality(running: Running, _: object) -> dict[str, Any]:
+    plan = running.plan
     rows = measure_quality(
-        plan.model,
-        plan.kv,
+        running.model,
+        running.kv,
         plan.text.text,
         bootstrap=plan.bootstrap,
         context=plan.context,
         chunk=plan.chunk,
         max_windows=plan.max_windows,
         instrument=plan.instrument,
-        progress=progress,
+        progress=running.progress,
+        keep=lambda make: running.keep(lambda: _quality_result(plan, make())),
     )
+    return _quality_result(plan, rows)
+
+
+def _quality_result(plan: EvalPlan, rows: list[QualityRow]) -> dict[str, Any]:
     if not plan.instrument:
         return {"rows": rows}
     # The rows that were added to check the instrument say nothing about a format that was asked for.
-    named = {plan.model.with_kv(kv).recipe.name for kv in plan.kv}
+    named = {recipe.name for recipe in plan.recipes}
     kept = [row for row in rows if row.instrument != "window" and (not row.instrument or row.kv in named)]
     return {"rows": kept, "instrument": instrument_check(list(rows))}
 
 
-def _generation(plan: EvalPlan, _: list[str], progress: Progress) -> dict[str, Any]:
+def _generation(running: Running, _: object) -> dict[str, Any]:
+    plan = running.plan
     rows = measure_generation(
-        plan.model,
-        plan.kv,
+        running.model,
+        running.kv,
         plan.text.text,
         plan=plan.generation,
         bootstrap=plan.bootstrap,
-        progress=progress,
+        progress=running.progress,
+        keep=lambda make: running.keep(lambda: {"generation": make()}),
     )
     return {"generation": rows}
 
 
-def _attention(plan: EvalPlan, _: list[str], progress: Progress) -> dict[str, Any]:
+def _attention(running: Running, _: object) -> dict[str, Any]:
+    plan = running.plan
     rows = measure_attention(
-        plan.model,
-        plan.kv,
+        running.model,
+        running.kv,
         plan.text.text,
         context=plan.context,
         max_windows=min(plan.attention_windows, plan.max_windows or plan.attention_windows),
-        progress=progress,
+        progress=running.progress,
     )
     return {"attention": rows}
 
 
-def _needle(plan: EvalPlan, _: object, progress: Progress) -> dict[str, Any]:
-    models = with_baseline(plan.model, plan.kv)
+def _needle(running: Running, _: object) -> dict[str, Any]:
+    plan = running.plan
     options = {field.name: getattr(plan.needle, field.name) for field in fields(plan.needle)}
+
+    def result(rows: list[NeedleRow]) -> dict[str, Any]:
+        return {"needle_summary": summarize_needle(rows), "needle": rows, "needle_plan": options}
+
     rows = measure_needle(
-        plan.model, [one.recipe for one in models], plan.text.text, progress=progress, **options
+        running.model,
+        running.kv,
+        plan.text.text,
+        progress=running.progress,
+        keep=lambda make: running.keep(lambda: result(make())),
+        **options,
     )
-    return {"needle_summary": summarize_needle(rows), "needle": rows, "needle_plan": options}
+    return result(rows)
 
 
 def _load_lm_eval(plan: EvalPlan, names: list[str]) -> list[Any]:
@@ -126,23 +167,24 @@ def _load_lm_eval(plan: EvalPlan, names: list[str]) -> list[Any]:
 
     given = LMEvalPlan(**plan.lm_eval)
     parse_bytes(plan.kv_memory or 0, "kv_memory")
-    if given.apply_chat_template and not plan.model.tokenizer.chat_template:
+    if given.apply_chat_template and not plan.prepared.tokenizer.chat_template:
         raise ConfigError("the model has no chat template; leave --apply-chat-template out")
     return load_tasks(names, include_path=given.include_path)
 
 
-def _lm_eval(plan: EvalPlan, loaded: list[Any], progress: Progress) -> dict[str, Any]:
+def _lm_eval(running: Running, loaded: list[Any]) -> dict[str, Any]:
     from kvq.evals.lm_eval_tasks import LMEvalPlan, measure_tasks
 
-    given = LMEvalPlan(**plan.lm_eval)
+    given = LMEvalPlan(**running.plan.lm_eval)
+    told = {name: getattr(given, name) for name in ("limit", "num_fewshot", "apply_chat_template", "seed")}
     rows = measure_tasks(
-        with_baseline(plan.model, plan.kv),
+        [running.model.with_kv(recipe) for recipe in running.plan.recipes],
         loaded,
         given,
-        kv_memory=plan.kv_memory,
-        progress=lambda kv, task, done, total: progress(done, total),
+        kv_memory=running.plan.kv_memory,
+        progress=lambda kv, task, done, total: running.progress(done, total),
+        keep=lambda make: running.keep(lambda: {"lm_eval": make(), "lm_eval_plan": told}),
     )
-    told = {name: getattr(given, name) for name in ("limit", "num_fewshot", "apply_chat_template", "seed")}
     return {"lm_eval": rows, "lm_eval_plan": told}
 
 
@@ -167,7 +209,7 @@ TASKS: dict[str, Task] = {
     "kl": _QUALITY,
     "generation": Task(
         key="generation",
-        prepare=lambda plan, _: cut_prompts(plan.model, plan.text.text, plan.generation),
+        prepare=lambda plan, _: cut_prompts(plan.prepared, plan.text.text, plan.generation),
         run=_generation,
         **_of_rows("generation", GenerationRow),
     ),
@@ -176,7 +218,7 @@ TASKS: dict[str, Task] = {
     ),
     "needle": Task(
         key="needle",
-        prepare=lambda plan, _: needle_prompts(plan.model, plan.text.text, plan.needle),
+        prepare=lambda plan, _: needle_prompts(plan.prepared, plan.text.text, plan.needle),
         run=_needle,
         **_of_rows("needle_summary", NeedleSummary),
     ),

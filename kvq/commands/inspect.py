@@ -41,8 +41,8 @@ def command(
 
     if json_path is not None:
         fileio.check_writable(json_path)
-    folder = resolve_model(model, revision=revision, token=token, weights=False)
-    config = read_json(folder / "config.json")
+    source = resolve_model(model, revision=revision, token=token, weights=False)
+    config = read_json(source.folder / "config.json")
     geometry = check_supported(config, max_context=1)  # RoPE need not be pinned to count bytes
     name = "bf16" if kv[0] == "auto" else kv[0]
     chosen = KVRecipe.load(name) if name.endswith(".json") else KVRecipe.uniform(name, geometry.head_dims)
@@ -57,7 +57,7 @@ def command(
         except ConfigError as error:
             rows.append({"kv": label, "refused": str(error)})
     result: dict[str, Any] = {
-        "model": model,
+        "model": str(source),
         "model_type": geometry.model_type,
         "max_context": geometry.max_context,
         "q_heads": geometry.q_heads,

@@ -1,34 +1,119 @@
-"""Loading a model the way the shared options ask for."""
+"""Checking and loading a model as the shared options ask: what can't work is said before weights load."""
+
+from dataclasses import dataclass
+
+import click
 
 from kvq.api import with_fresh_scales
 from kvq.commands.options import ModelOptions
 from kvq.commands.progress import progress_bar, status
-from kvq.errors import ConfigError
+from kvq.errors import ConfigError, UnfitFormat
+from kvq.formats import KVRecipe, StaticScales
 from kvq.models import Model
-from kvq.models.model import load, resolve_recipe
+from kvq.models.model import load_prepared
+from kvq.models.prepared import PreparedModel, find_scales, prepare
+from kvq.models.resolve import ModelSource
+
+_SHOWN_DIGITS = 12  # of a digest
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CheckedModel:
+    """A model that can be loaded, and the formats that fit it."""
+
+    prepared: PreparedModel
+    kv: list[str]  # those that fit, in the order given
+    refused: dict[str, str]  # the others -> why
+    scales: StaticScales | None
+    calibrates: bool
+
+    def recipe(self, name: str) -> KVRecipe:
+        """Of one of the formats that fit."""
+        return self.prepared.recipe(name, self.scales)
+
+    def load(self) -> Model:
+        """Load the weights, and say what was loaded.
+
+        Raises:
+            ModelError: damaged weights, or a model that would be run wrongly.
+        """
+        model = load_checked(self.prepared, self.scales)
+        if self.calibrates:
+            with progress_bar("calibrating") as progress:
+                model = with_fresh_scales(model, progress=progress)
+        return model
+
+
+def check_for(options: ModelOptions, kv: list[str]) -> CheckedModel:
+    """Check the model, its options and every format; loads no weights.
+
+    Of several formats, those that the head dimensions don't fit are named and left out.
+
+    Raises:
+        ModelError: missing, damaged or refused model.
+        ConfigError: an option, a format or scales that can't be used; no format that fits.
+        UnsupportedKernel: the backend that was named has no kernel for a format.
+    """
+    with status(f"checking {options.model}"):
+        prepared = prepare(options.model, **options.load_options())
+        _check_scales_options(options)
+        scales = find_scales(prepared, options.scales)
+        recipes: dict[str, KVRecipe] = {}
+        refused: dict[str, UnfitFormat] = {}
+        for name in kv:
+            try:
+                recipes[name] = prepared.recipe(name, scales)
+            except UnfitFormat as unfit:
+                refused[name] = unfit
+        if not recipes:
+            raise next(iter(refused.values()))
+        _check_scales_are_used(options, recipes)
+        for recipe in recipes.values():
+            if options.calibrate_on_load and recipe.is_static:
+                continue  # its scales are yet to be observed
+            prepared.check_scales(recipe)
+            prepared.check_kernels(recipe)
+    for name, error in refused.items():
+        click.echo(f"kvq: left out: {name} does not fit this model: {error}", err=True)
+    return CheckedModel(
+        prepared=prepared,
+        kv=list(recipes),
+        refused={name: str(error) for name, error in refused.items()},
+        scales=scales,
+        calibrates=options.calibrate_on_load,
+    )
+
+
+def load_checked(prepared: PreparedModel, scales: StaticScales | None) -> Model:
+    """Load the weights of a model that was checked, and say what was loaded.
+
+    Raises:
+        ModelError: damaged weights, or a model that would be run wrongly.
+    """
+    with status(f"loading {prepared.source}"):
+        model = load_prepared(prepared, prepared.recipe("auto"), scales)
+        digest = model.weights.digest
+    say_model(prepared.source, digest)
+    return model
+
+
+def say_model(source: ModelSource, digest: str) -> None:
+    """Say on standard error which model was loaded."""
+    click.echo(f"kvq: model {source}, digest {digest[:_SHOWN_DIGITS]}", err=True)
 
 
 def load_for(options: ModelOptions, kv: list[str]) -> Model:
-    """Load the model, with static scales if one of the formats needs them.
+    """Check and load in one, for commands that have nothing to check in between; see `check_for`."""
+    return check_for(options, kv).load()
 
-    Raises:
-        ConfigError: scales that nothing uses, or that two options would make.
-    """
-    with status(f"loading {options.model}"):
-        model = load(options.model, **options.load_options())
-        recipes = [resolve_recipe(model.weights, name) for name in kv]
-    needed = any(recipe.is_static for recipe in recipes)
-    if options.calibrate_on_load and not needed:
-        raise ConfigError(f"--calibrate-on-load was given, but {', '.join(kv)} use no static scales; drop it")
-    if options.scales and not needed:
-        raise ConfigError(
-            f"--scales {options.scales} was given, but {', '.join(kv)} use no static scales; drop it"
-        )
+
+def _check_scales_options(options: ModelOptions) -> None:
     if options.scales and options.calibrate_on_load:
         raise ConfigError("--calibrate-on-load makes static scales and --scales names some; give one of them")
-    if options.calibrate_on_load:
-        with progress_bar("calibrating") as progress:
-            model = with_fresh_scales(model, progress=progress)
-    for name in kv:
-        model.with_kv(name)  # every format is checked before long work starts
-    return model
+
+
+def _check_scales_are_used(options: ModelOptions, recipes: dict[str, KVRecipe]) -> None:
+    given = "--calibrate-on-load" if options.calibrate_on_load else f"--scales {options.scales}"
+    wanted = options.calibrate_on_load or options.scales
+    if wanted and not any(recipe.is_static for recipe in recipes.values()):
+        raise ConfigError(f"{given} was given, but {', '.join(recipes)} use no static scales; drop it")

@@ -33,7 +33,7 @@ class ModelOptions:
     calibrate_on_load: bool
 
     def load_options(self) -> dict[str, Any]:
-        """Keyword arguments of `kvq.models.load`, static scales included."""
+        """Keyword arguments of `kvq.models.prepared.prepare`."""
         return {
             "device": self.device,
             "dtype": self.dtype,
@@ -44,7 +44,6 @@ class ModelOptions:
             "cache": self.cache,
             "revision": self.revision,
             "token": self.token,
-            "scales": self.scales,
         }
 
 
@@ -129,6 +128,26 @@ def text_options(default: str) -> Callable[[_Command], _Command]:
         help="Field of a row of --text that is the text.  [default: text, content, prompt or messages]",
     )
     return lambda command: text(field(command))
+
+
+def window_options(command: _Command) -> _Command:
+    """Add --context, --max-windows and --chunk: how a text is cut and computed."""
+    count = click.IntRange(min=1)
+    for option in (
+        click.option("--chunk", type=count, help="Prefill tokens per step.  [default: as many as fit]"),
+        click.option(
+            "--max-windows", type=count, help="Stop after this many windows.  [default: the whole text]"
+        ),
+        click.option(
+            "--context",
+            default=1024,
+            show_default=True,
+            type=click.IntRange(min=2),
+            help="Tokens per window; windows are documents.",
+        ),
+    ):
+        command = option(command)
+    return command
 
 
 def model_argument(command: _Command) -> _Command:

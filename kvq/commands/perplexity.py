@@ -1,12 +1,12 @@
 """`kvq perplexity`: what KV formats save and what they cost."""
 
 import sys
-from pathlib import Path
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvq.commands.options import ModelOptions, kv_option, model_options, text_options
+from kvq.commands.options import ModelOptions, kv_option, model_options, text_options, window_options
 
 if TYPE_CHECKING:
     from kvq.evals import EvalText
@@ -19,11 +19,11 @@ DEFAULT_KV = "fp32,bf16,fp8,int8,int4"
 @kv_option(DEFAULT_KV, many=True)
 @model_options
 @text_options("held-out help topics of CPython")
-@click.option("--context", default=1024, show_default=True, help="Tokens per window.")
-@click.option("--max-windows", type=int, help="Stop after this many windows.  [default: the whole text]")
-@click.option("--chunk", type=int, help="Prefill tokens per step.  [default: as many as fit]")
+@window_options
 @click.option(
-    "--attention-window", type=int, help="Cut attention to this many tokens, to see what context is worth."
+    "--attention-window",
+    type=click.IntRange(min=1),
+    help="Cut attention to this many tokens, to see what context is worth.",
 )
 @click.option(
     "--instrument", is_flag=True, help="Also check that model and text can show damage; exit 1 if not."
@@ -51,11 +51,11 @@ def command(
     over tokens that go through kvq's own write-then-read path.
     """
     from kvq import fileio
-    from kvq.commands.loading import load_for
+    from kvq.commands.loading import check_for
     from kvq.evals import default_text, read_text
+    from kvq.evals.divergence import INSTRUMENT_FORMAT, check_windows
     from kvq.evals.plot import check_plot_path, write_plot
     from kvq.evals.report import write_report
-    from kvq.evals.results import write_json
 
     source = default_text() if text is None else read_text(text, text_field)
     for path in (json_path, plot_path, html_path):
@@ -63,39 +63,44 @@ def command(
             fileio.check_writable(path)
     if plot_path or html_path:
         check_plot_path(plot_path or "report.svg")
-    model = load_for(model_options, kv)
-    result = measure_and_print(
+    checked = check_for(model_options, kv)
+    check_windows(checked.prepared, source, context=context, max_windows=max_windows)
+    if instrument:
+        checked.prepared.recipe(INSTRUMENT_FORMAT)
+    model = checked.load()
+    measured = measure(
         model,
-        model_options.model,
-        kv,
+        checked.kv,
         source,
+        json_path=json_path,
+        refused=checked.refused,
         context=context,
         chunk=chunk,
         max_windows=max_windows,
         attention_window=attention_window,
         instrument=instrument,
     )
-    if json_path:
-        write_json(json_path, result)
     if plot_path:
-        write_plot(plot_path, result)
+        write_plot(plot_path, measured)
     if html_path:
-        write_report(html_path, result)
-    if instrument and not result["instrument"]["passed"]:
+        write_report(html_path, measured)
+    if instrument and not measured["instrument"]["passed"]:
         sys.exit(1)
 
 
-def measure_and_print(
+def measure(
     model: "Model",
-    name: str,
     kv: list[str],
     text: "EvalText | None" = None,
     *,
+    json_path: str | None = None,
+    refused: dict[str, str] | None = None,
     context: int = 1024,
     instrument: bool = False,
     **options: Any,
 ) -> dict[str, Any]:
-    """Measure with a progress bar, print the table, and return the JSON envelope."""
+    """Measure with a progress bar, print the table, write and return the JSON envelope."""
+    from kvq.commands.finished import FinishedRows
     from kvq.commands.progress import progress_bar
     from kvq.commands.tables import print_perplexity
     from kvq.evals import default_text, measure_perplexity
@@ -104,21 +109,34 @@ def measure_and_print(
 
     text = text or default_text()
     source_commit()
-    with progress_bar("measuring") as progress:
-        rows = measure_perplexity(
-            model, list(kv), text.text, context=context, instrument=instrument, progress=progress, **options
+
+    def result(rows: "Sequence[Any]") -> dict[str, Any]:
+        more: dict[str, Any] = {"instrument": instrument_check(list(rows))} if instrument else {}
+        return envelope(
+            ["kvq", *sys.argv[1:]],
+            model.weights.device,
+            list(rows),
+            model=model.title,
+            model_digest=model.weights.digest,
+            text=text.name,
+            text_digest=text.digest,
+            context=context,
+            refused=refused or {},
+            **more,
         )
-    more: dict[str, Any] = {"instrument": instrument_check(rows)} if instrument else {}
-    result = envelope(
-        ["kvq", *sys.argv[1:]],
-        model.weights.device,
-        rows,
-        model=f"{name if name == 'tiny' else Path(name).name} ({model.description})",
-        model_digest=model.weights.digest,
-        text=text.name,
-        text_digest=text.digest,
-        context=context,
-        **more,
-    )
-    print_perplexity(result)
-    return result
+
+    with FinishedRows(json_path, result, print_perplexity) as finished, progress_bar("measuring") as progress:
+        rows = measure_perplexity(
+            model,
+            list(kv),
+            text.text,
+            context=context,
+            instrument=instrument,
+            progress=progress,
+            keep=finished.keep,
+            **options,
+        )
+    whole = result(rows)
+    finished.finish(whole)
+    print_perplexity(whole)
+    return whole

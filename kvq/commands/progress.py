@@ -1,23 +1,101 @@
-"""Progress bars on standard error, so that results on standard output can be piped."""
+"""What long work says on standard error, so that results on standard output can be piped.
 
+A terminal gets a bar. A pipe or a log gets a plain line now and then: what goes on, the share that is done
+and the time that is left.
+"""
+
+import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from typing import Self
 
+import click
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from kvq.commands.log_lines import hear_stages
+
+Update = Callable[[int, int | None], None]  # (done, total, if it is known yet)
+
+FIRST_S = 5.0  # before the first plain line: what is over sooner says nothing
+EVERY_S = 30.0  # between the next ones; later a tenth of the time that has passed
+
+
+class PlainLines:
+    """Says what goes on, now and then, from a thread of its own: also while nothing moves."""
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+        self._done = 0
+        self._total: int | None = None
+        self._began = time.monotonic()
+        self._has_spoken = False
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="kvq-progress", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        self._ended.set()
+        self._thread.join()
+        if self._has_spoken and kind is None:
+            click.echo(f"kvq: {self._what}: done in {_span(self._elapsed_s)}", err=True)
+
+    def update(self, done: int, total: int | None) -> None:
+        """So much is done."""
+        self._done, self._total = done, total
+
+    def rename(self, what: str) -> None:
+        """Something else goes on now."""
+        self._what = what
+
+    @property
+    def _elapsed_s(self) -> float:
+        return time.monotonic() - self._began
+
+    def _run(self) -> None:
+        wait_s = FIRST_S
+        while not self._ended.wait(wait_s):
+            self._has_spoken = True
+            click.echo(f"kvq: {self._line()}", err=True)
+            wait_s = max(EVERY_S, self._elapsed_s / 10)
+
+    def _line(self) -> str:
+        elapsed_s, done, total = self._elapsed_s, self._done, self._total
+        if not total:
+            counted = f", {done:,} done" if done else ""
+            return f"{self._what}{counted}, {_span(elapsed_s)} so far"
+        left = f"about {_span(elapsed_s * (total - done) / done)} left" if done else "no telling how long yet"
+        return f"{self._what}: {done / total:.0%} done ({done:,} of {total:,}) in {_span(elapsed_s)}, {left}"
+
+
+def _span(seconds: float) -> str:
+    """A time in words, to two units."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    minutes, rest = divmod(whole, 60)
+    return f"{minutes} min {rest} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
+
 
 @contextmanager
-def progress_bar(what: str) -> Iterator[Callable[[int, int | None], None]]:
-    """Yield a function (done, total, if it is known yet) that draws a bar; not on a pipe or in a log."""
+def progress_bar(what: str) -> Iterator[Update]:
+    """Yield a function (done, total, if it is known yet) that shows how far the work is."""
     console = Console(stderr=True)
+    if not console.is_terminal:
+        with PlainLines(what) as lines:
+            yield lines.update
+        return
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+    with Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task(what, total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
-def counted(progress: Callable[[int, int | None], None], total: int) -> Callable[[], None]:
+def counted(progress: Update, total: int) -> Callable[[], None]:
     """A callback that moves a progress bar on by one of `total`."""
     done = 0
 
@@ -30,23 +108,35 @@ def counted(progress: Callable[[int, int | None], None], total: int) -> Callable
 
 
 @contextmanager
-def status(what: str) -> Iterator[None]:
-    """Show a spinner with a line of text while something short runs."""
-    console = Console(stderr=True)
-    if not console.is_terminal:
-        yield
-        return
-    with console.status(what):
-        yield
+def named_progress() -> Iterator[Callable[[str, int, int | None], None]]:
+    """Yield a function (what, done, total) for work of several steps: each new `what` begins one."""
+    with ExitStack() as stack:
+        current: str | None = None
+        update: Update = _nowhere
+
+        def progress(what: str, done: int, total: int | None) -> None:
+            nonlocal current, update
+            if what != current:
+                stack.close()
+                current, update = what, stack.enter_context(progress_bar(what))
+            update(done, total)
+
+        yield progress
+
+
+def _nowhere(done: int, total: int | None) -> None:
+    """Before any step has begun."""
 
 
 @contextmanager
-def progress_steps() -> Iterator[Callable[[str], Callable[[int, int], None]]]:
-    """Yield a function that begins a step by its name, and returns one (done, total) that draws its bar."""
-    with ExitStack() as bars:
-
-        def begin(what: str) -> Callable[[int, int], None]:
-            bars.close()
-            return bars.enter_context(progress_bar(what))
-
-        yield begin
+def status(what: str) -> Iterator[None]:
+    """Say that something goes on whose length nobody knows, and the stages that kvq's log tells of it."""
+    console = Console(stderr=True)
+    with ExitStack() as stack:
+        if console.is_terminal:
+            spinner = stack.enter_context(console.status(what))
+            stack.enter_context(hear_stages(lambda stage: spinner.update(f"{what}: {stage}")))
+        else:
+            lines = stack.enter_context(PlainLines(what))
+            stack.enter_context(hear_stages(lambda stage: lines.rename(f"{what}: {stage}")))
+        yield

@@ -2,6 +2,7 @@
 
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from kvq.evals import EvalText
 
 _METHODS = ("rtn", "gptq", "awq", "smoothquant", "fp8", "nf4", "int8-bnb")
+_EVAL_CONTEXT = 1024  # tokens
 _HELD_OUT = "held-out help topics of CPython"
 _OWN = (  # options of kvq's own methods, as `choose_settings` names them
     "bits", "group_size", "symmetric", "activations", "act_order", "damp", "scale_search", "alpha",
@@ -161,37 +163,52 @@ def _quantize(
     work: "Quantizing", settings: "QuantizeSettings", held_out: Any, options: dict[str, Any]
 ) -> None:
     from kvq.calib.quantize import quantize_model
-    from kvq.commands.progress import progress_steps
+    from kvq.calib.quantize.output import check_output
+    from kvq.commands.loading import say_model
+    from kvq.commands.progress import named_progress
     from kvq.commands.quantize_report import print_report, report
     from kvq.commands.resources import measured
     from kvq.evals.results import source_commit, write_json
-    from kvq.models.weights import pick_device
+    from kvq.evals.windows import token_windows
 
     source_commit()
-    device = pick_device(work.device)
-    with progress_steps() as begin, measured(device) as used:
-        done = quantize_model(replace(work, progress=begin), settings)
+    check_output(work.out, work.file_format, settings, kv_scales=work.kv_scales, overwrite=work.overwrite)
+    model = work.prepared()
+    window = min(_EVAL_CONTEXT, model.geometry.max_context)
+    if held_out is not None:
+        token_windows(model.tokenizer, held_out.text, context=window)  # refused before the work
+    say_model(model.source, model.digest)
+    work = replace(work, model=model)
+    device = model.device
+    with named_progress() as progress, measured(device) as used:
+        done = quantize_model(replace(work, progress=lambda what: partial(progress, what)), settings)
     quality = None
     if held_out is not None:
-        quality = _perplexities([work.model, str(work.out)], held_out, options)
-    result = report(["kvq", *sys.argv[1:]], device, work.model, settings, done, used, quality)
+        quality = _perplexities([model.source, work.out], held_out, window, options)
+    result = report(["kvq", *sys.argv[1:]], device, model.source.name, settings, done, used, quality)
     if options["json_path"] is not None:
         write_json(options["json_path"], result)
     print_report(done, used, quality)
 
 
-def _perplexities(models: list[str], text: Any, options: dict[str, Any]) -> dict[str, Any]:
+def _perplexities(models: list[Any], text: Any, window: int, options: dict[str, Any]) -> dict[str, Any]:
     """Perplexity before and after, as served, over unquantized KV."""
+    from kvq.commands.loading import load_checked
     from kvq.commands.progress import progress_bar
     from kvq.evals import measure_perplexity
-    from kvq.models import load
+    from kvq.models.prepared import prepare
 
     found = []
     for model, when in zip(models, ("before", "after"), strict=True):
-        loaded = load(model, kv="fp32", device=options["device"])
+        loaded = load_checked(prepare(model, device=options["device"], max_context=window), None)
         with progress_bar(f"perplexity {when}") as progress:
             row = measure_perplexity(
-                loaded, ["fp32"], text.text, max_windows=options["eval_windows"], progress=progress
+                loaded,
+                ["fp32"],
+                text.text,
+                context=window,
+                max_windows=options["eval_windows"],
+                progress=progress,
             )[0]
         found.append(row)
     before, after = found

@@ -45,6 +45,7 @@ def command(
     Results are in the order in which they were ready. Run the same command again to go on after an
     interruption: what has a result in OUT.jsonl is not run again. Exit code 1 if a line has no answer.
     """
+    from kvq.commands.loading import say_model
     from kvq.commands.progress import progress_bar
 
     with serve_packages():
@@ -61,7 +62,7 @@ def command(
         engine=engine_of(model_options, options),
     )
     with progress_bar("answering") as progress:
-        summary = run_batch(config, progress)
+        summary = run_batch(config, progress, say_model)
     _print(summary, target)
     if not summary.is_complete:
         click.echo("kvq: stopped; run the same command again to go on", err=True)

@@ -76,28 +76,29 @@ def given_options(context: click.Context) -> set[str]:
 def make_target(options: dict[str, Any]) -> "Target":
     """The model, as it is spread over GPUs."""
     from kvq.capacity.plan import planner
-    from kvq.capacity.plan.known import known_models
     from kvq.capacity.plan.memory import Split
 
-    name, given = options["model"], options.get("weights_gb")
+    given = options.get("weights_gb")
     if given is not None and not given > 0:
         raise ConfigError(f"--weights-gb must be above 0, got {given}")
     target = planner.make_target(
-        name if name.lower() in known_models() else _folder(name),
+        _shape_or_folder(options["model"]),
         weights=options["weights"],
         weight_bytes=None if given is None else round(given * 1e9),
         split=Split(tensor=options["tensor_parallel"], pipeline=options["pipeline_parallel"]),
     )
-    return replace(target, name=name)
+    return replace(target, name=options["model"])
 
 
-def _folder(name: str) -> Path | str:
-    """Of a model that has files: here, embedded, or on the hub; else the name itself."""
-    if not (Path(name).exists() or "/" in name or name == "tiny"):
+def _shape_or_folder(name: str) -> Path | str:
+    """A model's name if its shape is known by it, else its folder: here, embedded, or from the hub."""
+    from kvq.capacity.plan.known import known_models
+
+    if name.lower() in known_models() or not (Path(name).exists() or "/" in name or name == "tiny"):
         return name
     from kvq.models.resolve import resolve_model
 
-    return resolve_model(name, weights=False)
+    return resolve_model(name, weights=False).folder
 
 
 def make_engine(options: dict[str, Any], *, step_tokens: int) -> "Engine":

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from kvq.calib.search import Tuned
     from kvq.evals import EvalText
     from kvq.models import Model
+    from kvq.models.prepared import PreparedModel
 
 DEFAULT_BUDGET = "int4"
 _DEAR = 0.05  # relative change of perplexity
@@ -78,8 +79,9 @@ def command(
     from kvq import fileio
     from kvq.calib.budget import parse_budget
     from kvq.calib.candidates import codes_of
-    from kvq.calib.search import default_codes, tune
-    from kvq.commands.loading import load_for
+    from kvq.calib.search import check_tune, default_codes, tune
+    from kvq.commands.loading import check_for
+    from kvq.commands.progress import named_progress
     from kvq.evals.plot import check_plot_path
     from kvq.evals.results import source_commit
 
@@ -96,14 +98,18 @@ def command(
         )
     if plot_path or html_path:
         check_plot_path(plot_path or "report.svg")
-    model = load_for(model_options, ["auto"])
-    nbytes = None if max_kl is not None else parse_budget(model, budget or DEFAULT_BUDGET)
+    checked = check_for(model_options, ["auto"])
+    known = checked.prepared
+    nbytes = None if max_kl is not None else parse_budget(known, budget or DEFAULT_BUDGET)
     if codes is None:
-        codes = default_codes(model, nbytes)
-        _say_codes(model, codes)
+        codes = default_codes(known, nbytes)
+        _say_codes(known, codes)
+    windows = {name: options[name] for name in ("context", "max_windows")}
+    check_tune(known, source, other, budget_bytes=nbytes, codes=codes, **windows)
     source_commit()
+    model = checked.load()
     began = time.perf_counter()
-    with _bars() as progress:
+    with named_progress() as progress:
         tuned = tune(
             model,
             source,
@@ -115,7 +121,7 @@ def command(
             **options,
         )
     tuned.recipe.save(out)
-    result = _result(model, model_options.model, source, other, tuned, time.perf_counter() - began)
+    result = _result(model, source, other, tuned, time.perf_counter() - began)
     _print(result, out)
     _write(result, json_path, plot_path, html_path)
     if tuned.chosen.perplexity_change > _DEAR and len(codes) < 3:
@@ -156,7 +162,7 @@ def _texts(text: str | None, field: str | None, held_out: str | None) -> "tuple[
     )
 
 
-def _say_codes(model: "Model", codes: Any) -> None:
+def _say_codes(model: "PreparedModel", codes: Any) -> None:
     from kvq.calib.candidates import halves, has_fast_kernel
     from kvq.calib.search import smallest_format
 
@@ -164,9 +170,7 @@ def _say_codes(model: "Model", codes: Any) -> None:
     slow = [
         code.value
         for code in codes
-        if not has_fast_kernel(
-            model.geometry, half, smallest_format(half.head_dim, code), model.weights.device
-        )
+        if not has_fast_kernel(model.geometry, half, smallest_format(half.head_dim, code), model.device)
     ]
     if slow:
         click.echo(
@@ -176,32 +180,8 @@ def _say_codes(model: "Model", codes: Any) -> None:
         )
 
 
-def _bars() -> Any:
-    """A progress bar that says what is going on."""
-    from contextlib import ExitStack, contextmanager
-
-    from kvq.commands.progress import progress_bar
-
-    @contextmanager
-    def bars() -> Any:
-        with ExitStack() as stack:
-            current = ""
-            update: Any = None
-
-            def progress(what: str, done: int, total: int) -> None:
-                nonlocal current, update
-                if what != current:
-                    stack.close()
-                    current, update = what, stack.enter_context(progress_bar(what))
-                update(done, total)
-
-            yield progress
-
-    return bars()
-
-
 def _result(
-    model: "Model", name: str, source: "EvalText", other: "EvalText", tuned: "Tuned", seconds: float
+    model: "Model", source: "EvalText", other: "EvalText", tuned: "Tuned", seconds: float
 ) -> dict[str, Any]:
     from kvq.calib.tune_report import point_rows, recipe_rows, sensitivity_rows, verdict
     from kvq.evals.results import envelope
@@ -210,7 +190,7 @@ def _result(
         ["kvq", *sys.argv[1:]],
         model.weights.device,
         point_rows(tuned),
-        model=f"{name if name == 'tiny' else Path(name).name} ({model.description})",
+        model=model.title,
         model_digest=model.weights.digest,
         text=source.name,
         text_digest=source.digest,

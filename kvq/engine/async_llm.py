@@ -18,6 +18,7 @@ from kvq.engine.watchdog import Watchdog
 from kvq.errors import EngineError, KVQError
 from kvq.formats import KVRecipe
 from kvq.models import Model
+from kvq.models.resolve import ModelSource
 from kvq.scheduler import Priority
 
 _log = logging.getLogger("kvq")
@@ -37,7 +38,7 @@ class AsyncLLM:
 
     def __init__(
         self,
-        model: str | Path | Model,
+        model: str | Path | ModelSource | Model,
         kv: str | KVRecipe = "auto",
         *,
         on_stuck: Callable[[float], object] | None = None,

@@ -16,6 +16,7 @@ from kvq.engine.watchdog import Watchdog
 from kvq.errors import ConfigError, RequestError, nearest
 from kvq.formats import KVRecipe
 from kvq.models import Model, load
+from kvq.models.resolve import ModelSource
 from kvq.scheduler import Priority
 
 Prompt = str | Sequence[int]  # text, or token ids
@@ -36,7 +37,7 @@ class LLM:
 
     def __init__(
         self,
-        model: str | Path | Model,
+        model: str | Path | ModelSource | Model,
         kv: str | KVRecipe = "auto",
         *,
         on_stuck: Callable[[float], object] | None = None,
@@ -179,7 +180,7 @@ class _Keeper:
 
 
 def build(
-    model: str | Path | Model, kv: str | KVRecipe, options: dict[str, Any]
+    model: str | Path | ModelSource | Model, kv: str | KVRecipe, options: dict[str, Any]
 ) -> tuple[Model, EngineConfig]:
     """Load a model and sort options into those of the engine and those of `load`.
 
@@ -203,7 +204,7 @@ def build(
                 f"unknown option {name!r}{nearest(name, sorted(known)) or ';'} known: {sorted(known)}"
             )
     config = EngineConfig(**engine)
-    return load(model, kv, **rest), config
+    return load(model, kv, max_context=config.max_context, **rest), config
 
 
 _LOAD_OPTIONS = (

@@ -111,7 +111,7 @@ def measure_attention(
         ConfigError: a format that is unknown, doesn't fit, or lacks its scales.
     """
     baseline, *models = with_baseline(model, kv)
-    check_context(model, context)
+    check_context(model.prepared, context)
     windows = spread(token_windows(model.tokenizer, text, context=context), max_windows)
     others: dict[str, _Other] = {}  # by the digest of their recipe: int8 and k8v4 share a K
     for one in models:

@@ -9,6 +9,8 @@ token is a few numbers, never its logits.
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -17,14 +19,18 @@ from torch import Tensor
 
 from kvq.blockmgr import Sequence
 from kvq.errors import RequestError
+from kvq.evals.text import EvalText
 from kvq.evals.windows import token_windows
 from kvq.formats import Code, KVRecipe
 from kvq.models import Model, Session
+from kvq.models.prepared import PreparedModel
 
 Progress = Callable[[int, int], None]  # (steps done, steps in all)
+Keep = Callable[[Callable[[], list[Any]]], object]  # told how to make what is finished now
 Figures = npt.NDArray[np.float32]
 
 INSTRUMENT_WINDOW = 64  # tokens
+INSTRUMENT_FORMAT = "int2"
 _LOGITS_BYTES = 256 << 20  # of one chunk's logits, which sets the default chunk
 _TOP = 5  # likeliest tokens compared
 
@@ -68,15 +74,15 @@ class _Candidate:
     sequence: Sequence | None = None
     seconds: float = 0.0
 
-    def figures(self, is_baseline: bool) -> TokenFigures:
-        """What was measured, when all windows are done."""
+    def figures(self, is_baseline: bool, windows: int) -> TokenFigures:
+        """What was measured on the first so many windows."""
         return TokenFigures(
             label=self.model.recipe.name,
             model=self.model,
-            nll=self.nll.numpy(),
-            kl=self.kl.numpy(),
-            top1=self.top1.numpy(),
-            top5=self.top5.numpy(),
+            nll=self.nll[:windows].numpy(),
+            kl=self.kl[:windows].numpy(),
+            top1=self.top1[:windows].numpy(),
+            top5=self.top5[:windows].numpy(),
             seconds=self.seconds,
             window_limit=self.window_limit,
             role=self.role,
@@ -110,20 +116,22 @@ def measure_tokens(
     attention_window: int | None = None,
     instrument: bool = False,
     progress: Progress = lambda done, total: None,
+    keep: Keep = lambda make: None,
 ) -> list[TokenFigures]:
     """Run formats over a text beside the first unquantized one among them, which comes back first.
 
     If all are quantized, the weights' own type goes first as the baseline. `context`: tokens per
     window. `chunk`: tokens per prefill step. `attention_window` shortens attention for all;
     `instrument` appends two that must look bad if the model and text can show damage at all:
-    the baseline with a 64-token attention window, and 2-bit KV.
+    the baseline with a 64-token attention window, and 2-bit KV. `keep` is told after every window how to
+    make the figures of all windows so far.
 
     Raises:
         RequestError: text shorter than a window, or a context beyond the model's.
         ConfigError: a format that is unknown, doesn't fit, or lacks its scales.
     """
     models = with_baseline(model, kv)
-    check_context(model, context)
+    check_context(model.prepared, context)
     if attention_window is not None and attention_window < 1:
         raise RequestError(f"the attention window must be at least 1 token, got {attention_window}")
     size = _chunk_size(model, context, chunk)
@@ -147,7 +155,13 @@ def measure_tokens(
         for candidate in candidates:
             assert candidate.sequence is not None, "opened above"
             candidate.session.free(candidate.sequence)
-    return [c.figures(c is candidates[0]) for c in candidates]
+        keep(partial(_figures, candidates, index + 1))
+    return _figures(candidates, len(windows))
+
+
+def _figures(candidates: list[_Candidate], windows: int) -> list[TokenFigures]:
+    """Of the first so many windows; the first candidate is the baseline."""
+    return [c.figures(c is candidates[0], windows) for c in candidates]
 
 
 def with_baseline(model: Model, kv: str | list[str | KVRecipe]) -> list[Model]:
@@ -160,18 +174,30 @@ def with_baseline(model: Model, kv: str | list[str | KVRecipe]) -> list[Model]:
     named = [kv] if isinstance(kv, str) else kv
     if not named:
         raise RequestError("no KV format was named; try fp32,int8,int4")
-    models = [model.with_kv(name) for name in named]
-    if all(m.recipe.is_quantized for m in models):
-        models.insert(0, model.with_kv("auto"))
-    baseline = next(m for m in models if not m.recipe.is_quantized)
-    return sorted(models, key=lambda m: m is not baseline)  # stable
+    known = model.prepared
+    recipes = baseline_first([known.recipe(name, model.static_scales) for name in named], known)
+    return [model.with_kv(recipe) for recipe in recipes]
 
 
-def check_context(model: Model, context: int) -> None:
+def baseline_first(recipes: list[KVRecipe], model: PreparedModel) -> list[KVRecipe]:
+    """The recipes with the first unquantized one in front; if there is none, the weights' own type."""
+    if all(recipe.is_quantized for recipe in recipes):
+        recipes = [model.recipe("auto"), *recipes]
+    baseline = next(recipe for recipe in recipes if not recipe.is_quantized)
+    return sorted(recipes, key=lambda recipe: recipe is not baseline)  # stable
+
+
+def check_windows(model: PreparedModel, text: EvalText, *, context: int, max_windows: int | None) -> None:
+    """Raise RequestError if a text can't be cut into such windows; asked before the weights are loaded."""
+    check_context(model, context)
+    token_windows(model.tokenizer, text.text, context=context, max_windows=max_windows)
+
+
+def check_context(model: PreparedModel, context: int) -> None:
     """Raise RequestError if windows of that many tokens are beyond the model's context."""
-    if context > model.weights.max_context:
+    if context > model.max_context:
         raise RequestError(
-            f"--context {context} is beyond this model's context of {model.weights.max_context} tokens"
+            f"--context {context} is beyond this model's context of {model.max_context} tokens"
         )
 
 
@@ -182,7 +208,7 @@ def _candidates(
     if instrument:
         wanted.append((models[0], INSTRUMENT_WINDOW, "window"))
         if not any(map(_is_int2, models)):
-            wanted.append((models[0].with_kv("int2"), window, "int2"))
+            wanted.append((models[0].with_kv(INSTRUMENT_FORMAT), window, "int2"))
     windows, context = shape
     made = []
     for m, limit, role in wanted:

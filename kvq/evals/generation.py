@@ -9,10 +9,11 @@ import numpy as np
 from kvq.engine import LLM, SamplingParams
 from kvq.errors import RequestError
 from kvq.evals.bootstrap import Bootstrap, Interval, share_interval
-from kvq.evals.divergence import with_baseline
+from kvq.evals.divergence import Keep, with_baseline
 from kvq.evals.windows import spread, token_windows
 from kvq.formats import KVRecipe
 from kvq.models import Model
+from kvq.models.prepared import PreparedModel
 
 _SPARE = 1.25  # blocks kept beyond what the prompts need, for what the scheduler holds in reserve
 
@@ -55,17 +56,17 @@ class GenerationPlan:
             raise RequestError(f"prompt_tokens must be at least 2, got {self.prompt_tokens}")
 
 
-def cut_prompts(model: Model, text: str, plan: GenerationPlan) -> list[list[int]]:
+def cut_prompts(model: PreparedModel, text: str, plan: GenerationPlan) -> list[list[int]]:
     """Pieces of a text as token ids, evenly over it; fewer than asked for from a short text.
 
     Raises:
         RequestError: a text shorter than a prompt, or prompts that leave no room to go on.
     """
     longest = plan.prompt_tokens + plan.new_tokens
-    if longest > model.weights.max_context:
+    if longest > model.max_context:
         raise RequestError(
             f"prompts of {plan.prompt_tokens} tokens and {plan.new_tokens} new ones are beyond this model's "
-            f"context of {model.weights.max_context}; ask for fewer"
+            f"context of {model.max_context}; ask for fewer"
         )
     return spread(token_windows(model.tokenizer, text, context=plan.prompt_tokens), plan.prompts)
 
@@ -78,6 +79,7 @@ def measure_generation(
     plan: GenerationPlan | None = None,
     bootstrap: Bootstrap | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
+    keep: Keep = lambda make: None,
 ) -> list[GenerationRow]:
     """Continue pieces of a text greedily by the engine in every format; the baseline's row is first.
 
@@ -90,7 +92,7 @@ def measure_generation(
     """
     plan, bootstrap = plan or GenerationPlan(), bootstrap or Bootstrap()
     models = with_baseline(model, kv)
-    prompts = cut_prompts(model, text, plan)
+    prompts = cut_prompts(model.prepared, text, plan)
     total = len(models) * len(prompts)
     expected: list[list[int]] | None = None
     rows = []
@@ -101,6 +103,7 @@ def measure_generation(
         seconds = time.perf_counter() - began
         expected = expected or got
         rows.append(_row(one.recipe.name, expected, got, seconds, bootstrap))
+        keep(rows.copy)
     return rows
 
 

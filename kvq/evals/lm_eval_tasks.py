@@ -24,6 +24,7 @@ from typing import Any
 
 from kvq.engine import LLM
 from kvq.errors import KVQError, RequestError, first_lines
+from kvq.evals.divergence import Keep
 from kvq.evals.lm_eval_loading import Loaded, load_tasks, quiet_bars
 from kvq.evals.lm_eval_model import KvqLM
 from kvq.models import Model
@@ -113,6 +114,7 @@ def measure_tasks(
     *,
     kv_memory: int | str | None = None,
     progress: Progress = lambda kv, task, done, total: None,
+    keep: Keep = lambda make: None,
 ) -> list[TaskRow]:
     """Rows of tasks that `load_tasks` returned, for every format, task and metric in this order.
 
@@ -129,6 +131,7 @@ def measure_tasks(
             lm = KvqLM(llm, seed=plan.seed)
             for one in loaded:
                 rows += run_loaded(lm, model.recipe.name, one, plan, progress=progress)
+                keep(rows.copy)
     return rows
 
 

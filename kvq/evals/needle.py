@@ -17,6 +17,7 @@ from kvq.evals.bootstrap import wilson_interval
 from kvq.evals.needle_prompts import SENTENCE, NeedlePrompt, NeedlePrompts
 from kvq.formats import KVRecipe
 from kvq.models import Model, Session
+from kvq.models.prepared import PreparedModel
 
 Progress = Callable[[int, int], None]  # (prompts answered, prompts in all), every format counted
 
@@ -97,7 +98,7 @@ def measure_needle(
     if not names:
         raise RequestError("no KV format was named; try fp32,int8,int4")
     plan = NeedlePlan(**options)
-    prompts, sizes = needle_prompts(model, text, plan)
+    prompts, sizes = needle_prompts(model.prepared, text, plan)
     depths, trials = list(dict.fromkeys(plan.depths)), plan.trials
     models = [model.with_kv(name) for name in names]
     sessions = [m.session(max_tokens=max(sizes)) for m in models]
@@ -117,13 +118,13 @@ def measure_needle(
     ]
 
 
-def needle_prompts(model: Model, text: str, plan: NeedlePlan) -> tuple[NeedlePrompts, list[int]]:
+def needle_prompts(model: PreparedModel, text: str, plan: NeedlePlan) -> tuple[NeedlePrompts, list[int]]:
     """What makes the prompts of a plan, and its lengths.
 
     Raises:
         RequestError: as `measure_needle` does.
     """
-    limit = model.weights.max_context
+    limit = model.max_context
     _check(plan, limit)
     prompts = NeedlePrompts(
         model.tokenizer,

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from kvq.errors import RequestError
-from kvq.evals.divergence import INSTRUMENT_WINDOW, TokenFigures, measure_tokens
+from kvq.evals.divergence import INSTRUMENT_WINDOW, Keep, TokenFigures, measure_tokens
 from kvq.formats import KVRecipe
 from kvq.models import Model
 
@@ -35,18 +35,26 @@ class PerplexityRow:
 
 
 def measure_perplexity(
-    model: Model, kv: str | list[str | KVRecipe], text: str, **options: Any
+    model: Model,
+    kv: str | list[str | KVRecipe],
+    text: str,
+    *,
+    keep: Keep = lambda make: None,
+    **options: Any,
 ) -> list[PerplexityRow]:
     """Measure formats against the first unquantized one among them.
 
     Options are those of `kvq.evals.divergence.measure_tokens`: context, chunk, max_windows,
-    attention_window, instrument, progress.
+    attention_window, instrument, progress. `keep` is told how to make the rows of what was measured so far.
 
     Raises:
         RequestError: text shorter than a window, or a context beyond the model's.
         ConfigError: a format that is unknown, doesn't fit, or lacks its scales.
     """
-    figures = measure_tokens(model, kv, text, **options)
+    return _rows(measure_tokens(model, kv, text, keep=lambda make: keep(lambda: _rows(make())), **options))
+
+
+def _rows(figures: list[TokenFigures]) -> list[PerplexityRow]:
     return [perplexity_row(one, figures[0]) for one in figures]
 
 

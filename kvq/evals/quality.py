@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from kvq.evals.bootstrap import Bootstrap, Floats, Interval, verdict
-from kvq.evals.divergence import TokenFigures, measure_tokens
+from kvq.evals.divergence import Keep, TokenFigures, measure_tokens
 from kvq.evals.perplexity import PerplexityRow, perplexity_row
 from kvq.formats import KVRecipe
 from kvq.models import Model
@@ -74,18 +74,23 @@ def measure_quality(
     text: str,
     *,
     bootstrap: Bootstrap | None = None,
+    keep: Keep = lambda make: None,
     **options: Any,
 ) -> list[QualityRow]:
     """Measure formats against the first unquantized one among them; every window is a document.
 
-    Options are those of `kvq.evals.divergence.measure_tokens`.
+    Options are those of `kvq.evals.divergence.measure_tokens`. `keep` is told how to make the rows of what
+    was measured so far.
 
     Raises:
         RequestError: text shorter than a window, or a context beyond the model's.
         ConfigError: a format that is unknown, doesn't fit, or lacks its scales.
     """
-    figures = measure_tokens(model, kv, text, **options)
-    return [quality_row(one, figures[0], bootstrap or Bootstrap()) for one in figures]
+
+    def rows(figures: list[TokenFigures]) -> list[QualityRow]:
+        return [quality_row(one, figures[0], bootstrap or Bootstrap()) for one in figures]
+
+    return rows(measure_tokens(model, kv, text, keep=lambda make: keep(lambda: rows(make())), **options))
 
 
 def quality_row(figures: TokenFigures, baseline: TokenFigures, bootstrap: Bootstrap) -> QualityRow:

@@ -130,6 +130,15 @@ class KVRecipe:
     def check_scales(self, *, model_digest: str, kv_heads: list[int]) -> None:
         """Raise ConfigError unless every static format has scales, and all was made for this model."""
         self.require_scales()
+        self.check_belongs(model_digest=model_digest, kv_heads=kv_heads)
+
+    @property
+    def is_bound(self) -> bool:
+        """True if anything in it was made for one model."""
+        return bool(self.model_digest) or self.static_scales is not None or self.centers is not None
+
+    def check_belongs(self, *, model_digest: str, kv_heads: list[int]) -> None:
+        """Raise ConfigError unless all that was made for one model was made for this one."""
         if self.model_digest:
             check_model("formats", self.model_digest, model_digest)
         for calibrated in (self.static_scales, self.centers):

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from enum import Enum
 from fractions import Fraction
 
-from kvq.errors import ConfigError
+from kvq.errors import ConfigError, UnfitFormat
 
 
 class Code(Enum):
@@ -62,10 +62,10 @@ class Grouped:
     group_size: int  # elements
 
     def check(self, head_dim: int) -> None:
-        """Raise ConfigError unless no group straddles the two halves of a packed row."""
+        """Raise UnfitFormat unless no group straddles the two halves of a packed row."""
         fits = legal_group_sizes(head_dim)
         if self.group_size not in fits:
-            raise ConfigError(
+            raise UnfitFormat(
                 f"group size must divide head_dim/2 or equal head_dim={head_dim}, "
                 f"got {self.group_size}; use one of {fits}"
             )
@@ -119,10 +119,10 @@ class KVFormat:
         return not self.code.is_float
 
     def check(self, head_dim: int) -> None:
-        """Raise ConfigError if a row of `head_dim` elements can't be stored in this format."""
+        """Raise UnfitFormat if a row of `head_dim` elements can't be stored in this format."""
         per_byte = max(1, 8 // self.code.bits)
         if head_dim < 1 or head_dim % per_byte:
-            raise ConfigError(
+            raise UnfitFormat(
                 f"{self.name} packs {per_byte} elements into a byte, so head_dim must be a multiple "
                 f"of {per_byte}, got {head_dim}; use int8 or fp8"
             )

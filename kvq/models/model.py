@@ -1,27 +1,26 @@
 """`kvq.load` and the model it returns."""
 
 import copy
+import logging
 import operator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from kvq.cache.backend import cache_backend
 from kvq.errors import ConfigError, ModelError, RequestError
 from kvq.formats import KVRecipe, StaticScales
 from kvq.geometry import ModelGeometry
-from kvq.kernels import check_backend
-from kvq.layout import BlockOrder, KVLayout, check_recipe_fits, plan_layout
+from kvq.layout import KVLayout
 from kvq.models.fused_layers import fuse_layers, unfuse_layers
+from kvq.models.prepared import PreparedModel, find_scales, prepare
 from kvq.models.probe import probe
-from kvq.models.resolve import resolve_model
-from kvq.models.session import Session, check_kernels_unnamed
+from kvq.models.resolve import ModelSource
+from kvq.models.session import Session
 from kvq.models.weights import LoadedWeights, load_weights
 from kvq.weights import quantized_layers, weight_count
 
-_UNQUANTIZED = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+_log = logging.getLogger("kvq")
 
 
 class Model:
@@ -33,19 +32,29 @@ class Model:
         recipe: KVRecipe,
         *,
         static_scales: StaticScales | None = None,
-        block_size: int = 32,
-        order: BlockOrder = BlockOrder.LAYER_MAJOR,
-        backend: str = "auto",
-        cache: str = "kvq",
+        backend: str | None = None,
     ) -> None:
-        """`static_scales` go to every static recipe that brings none of its own."""
+        """`static_scales` go to every static recipe of `with_kv` that brings none of its own. `backend`: of
+        the cache's kernels, where it is not the one that the weights were loaded with."""
         self.weights = weights
+        self.recipe = recipe
         self.static_scales = static_scales
-        self.block_size = block_size
-        self.order = order
-        self.backend = backend
-        self.cache = cache
-        self.recipe = self._with_scales(recipe)
+        self.backend = backend or weights.prepared.backend
+
+    @property
+    def block_size(self) -> int:
+        """Tokens of a block."""
+        return self.prepared.block_size
+
+    @property
+    def cache(self) -> str:
+        """The cache backend that keeps K and V."""
+        return self.prepared.cache
+
+    @property
+    def prepared(self) -> PreparedModel:
+        """What was known of it before its weights were loaded."""
+        return self.weights.prepared
 
     @property
     def geometry(self) -> ModelGeometry:
@@ -59,6 +68,11 @@ class Model:
         formats = sorted({layer.fmt.name for layer in quantized_layers(self.weights.model).values()})
         stored = f", weights in {', '.join(formats)}" if formats else ""
         return f"{self.geometry.model_type}, {count / 1e6:,.1f} M parameters{stored}"
+
+    @property
+    def title(self) -> str:
+        """Name, family and size, for reports."""
+        return f"{self.prepared.source.name} ({self.description})"
 
     @property
     def tokenizer(self) -> Any:
@@ -77,7 +91,7 @@ class Model:
     @property
     def layout(self) -> KVLayout:
         """Where codes and scales lie inside a block."""
-        return plan_layout(self.geometry, self.recipe, block_size=self.block_size, order=self.order)
+        return self.prepared.layout(self.recipe)
 
     @property
     def kv_bytes_per_token(self) -> float:
@@ -96,7 +110,7 @@ class Model:
             ConfigError: unknown format, one that doesn't fit, or static scales missing or foreign.
         """
         other = copy.copy(self)
-        other.recipe = self._with_scales(resolve_recipe(self.weights, kv))
+        other.recipe = self.prepared.recipe(kv, self.static_scales)
         other.check_scales()
         return other
 
@@ -110,12 +124,7 @@ class Model:
 
     def check_scales(self) -> None:
         """Raise ConfigError if the recipe's static scales are missing, or anything in it another model's."""
-        self.recipe.check_scales(model_digest=self.weights.digest, kv_heads=self.geometry.kv_heads)
-
-    def _with_scales(self, recipe: KVRecipe) -> KVRecipe:
-        if recipe.is_static and recipe.static_scales is None:
-            return recipe.with_scales(self.static_scales)
-        return recipe
+        self.prepared.check_scales(self.recipe)
 
     def session(self, *, max_tokens: int, max_sequences: int = 1) -> Session:
         """Pools for `max_sequences` sequences of up to `max_tokens` tokens, and steps over them."""
@@ -158,55 +167,42 @@ class Model:
 
 
 def load(
-    path_or_name: str | Path,
+    path_or_name: str | Path | ModelSource,
     kv: str | Path | KVRecipe = "auto",
     *,
-    device: str = "auto",
-    dtype: str = "auto",
-    max_context: int | None = None,
-    weights: str = "auto",
-    block_size: int = 32,
-    order: BlockOrder = BlockOrder.LAYER_MAJOR,
-    backend: str = "auto",
-    cache: str = "kvq",
     scales: str | Path | None = None,
-    revision: str | None = None,
-    token: str | None = None,
+    **options: Any,
 ) -> Model:
     """Load a model and choose its KV format.
 
-    `path_or_name`: a Hugging Face folder, a hub name, or "tiny", the embedded model. `kv`: a
-    format name, a pair, a kvq.json or a KVRecipe; "auto" is the weights' own type. `scales`: a
-    kvq.json with static scales; one inside the model folder is found by itself. A static format
-    without any is refused when it is first used. `cache`: the cache backend that keeps K and V,
-    kvq's own, "dense", or one that an installed package brings. `weights`: "auto" is as the checkpoint
-    stores them, quantized or not; a name such as "fp8", "int8" or "int4_g64" rounds every Linear layer
-    to the nearest codes while it is loaded.
+    `path_or_name`: a Hugging Face folder, a hub name, or "tiny", the embedded model; a `Path` is a folder,
+    whatever it is called. `kv`: a format name, a pair, a kvq.json or a KVRecipe; "auto" is the weights' own
+    type. `scales`: a kvq.json with static scales; one inside the model folder is found by itself. A static
+    format without any is refused when it is first used. Options are those of `prepare`.
 
     Raises:
         ModelError: missing, damaged or refused model.
         ConfigError: an option that can't be used as given.
     """
-    check_backend(backend)
-    check_kernels_unnamed(cache, backend)
-    cache_backend(cache)
-    folder = resolve_model(str(path_or_name), revision=revision, token=token)
-    loaded = load_weights(
-        folder, device=device, dtype=dtype, max_context=max_context, weights=weights, backend=backend
-    )
-    recipe = resolve_recipe(loaded, kv)
-    plan_layout(loaded.geometry, recipe, block_size=block_size, order=order)
-    static = find_scales(loaded, scales)
-    probe_layers(loaded)
-    return Model(
-        loaded,
-        recipe,
-        static_scales=static,
-        block_size=block_size,
-        order=order,
-        backend=backend,
-        cache=cache,
-    )
+    prepared = prepare(path_or_name, **options)
+    static = find_scales(prepared, scales)
+    return load_prepared(prepared, prepared.recipe(kv, static), static)
+
+
+def load_prepared(prepared: PreparedModel, recipe: KVRecipe, scales: StaticScales | None = None) -> Model:
+    """Load a model whose files and options were checked.
+
+    Raises:
+        ModelError: damaged weights, or a model that would be run wrongly.
+        UnsupportedKernel: no kernel runs the recipe here.
+    """
+    prepared.layout(recipe)
+    if not recipe.is_static or recipe.static_scales is not None:
+        prepared.check_kernels(recipe)
+    weights = load_weights(prepared)
+    _log.info("checking the model against its own attention")
+    probe_layers(weights)
+    return Model(weights, recipe, static_scales=scales)
 
 
 def probe_layers(weights: LoadedWeights) -> None:
@@ -222,43 +218,3 @@ def probe_layers(weights: LoadedWeights) -> None:
             unfuse_layers(weights.model)
             weights.forget_rows()
     return probe(weights)
-
-
-def find_scales(weights: LoadedWeights, path: str | Path | None) -> StaticScales | None:
-    """Static scales from a kvq.json, or from the one inside the model folder if there is one.
-
-    Raises:
-        ConfigError: the file is unreadable, holds no static scales, or another model's.
-    """
-    beside = weights.folder / "kvq.json"
-    if path is None and not beside.is_file():
-        return None
-    recipe = KVRecipe.load(path or beside)
-    scales = recipe.static_scales
-    if path is not None and scales is None:
-        raise ConfigError(f"{path} holds no static scales; make some: `kvq calibrate MODEL --out kvq.json`")
-    if path is not None and scales is not None:
-        check_recipe_fits(weights.geometry, recipe)
-        scales.check(model_digest=weights.digest, kv_heads=weights.geometry.kv_heads)
-    return scales
-
-
-def resolve_recipe(weights: LoadedWeights, kv: str | Path | KVRecipe) -> KVRecipe:
-    """Return the recipe that `kv` means for a model.
-
-    Raises:
-        ConfigError: unknown format, or one that the model's head dimensions don't fit.
-    """
-    if isinstance(kv, KVRecipe):
-        check_recipe_fits(weights.geometry, kv)
-        return kv
-    if not isinstance(kv, str | Path):
-        raise ConfigError(f"kv must be a format name, a kvq.json or a KVRecipe, got {kv!r}")
-    kv = str(kv)
-    if kv.endswith(".json"):
-        recipe = replace(KVRecipe.load(kv), label=kv)  # files that hold like formats are told apart
-        check_recipe_fits(weights.geometry, recipe)
-        return recipe
-    if kv == "auto":
-        kv = _UNQUANTIZED.get(next(weights.model.parameters()).dtype, "bf16")
-    return KVRecipe.uniform(kv, weights.geometry.head_dims)

@@ -2,7 +2,7 @@
 
 import logging
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -16,12 +16,26 @@ _loading = threading.Lock()  # two loads at a time confuse transformers for good
 _DERIVED = (".inv_freq", ".attn.bias", ".attn.masked_bias")  # buffers that old checkpoints stored
 
 
-def import_class(config_dict: dict[str, Any]) -> None:
+def import_class(config_dict: Mapping[str, Any]) -> None:
     """Import what the model is made of, whose memory is not the weights'."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     with suppress(KeyError, ValueError, ImportError):  # said by whoever loads it
         AutoModelForCausalLM._model_mapping[type(AutoConfig.for_model(config_dict["model_type"]))]
+
+
+def load_config(folder: Path) -> Any:
+    """transformers' configuration of a folder.
+
+    Raises:
+        ModelError: it can't be read.
+    """
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # whatever a damaged file makes transformers raise
+        raise ModelError(f"{folder} can't be loaded: {first_lines(error)}") from error
 
 
 def load_module(folder: Path, dtype: torch.dtype | str, *, attention: str = NAME) -> Any:
@@ -50,8 +64,14 @@ def load_module(folder: Path, dtype: torch.dtype | str, *, attention: str = NAME
     return model
 
 
-def load_module_from(folder: Path, config: Any, tensors: dict[str, torch.Tensor], dtype: torch.dtype) -> Any:
-    """The same of a folder's configuration and generation settings, with tensors that were read already."""
+def load_module_from(
+    folder: Path, config: Any, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype
+) -> Any:
+    """The same of a folder's configuration and generation settings, with tensors that were read already.
+
+    Raises:
+        ModelError: damaged or incomplete; the message says what.
+    """
     from transformers import AutoModelForCausalLM, GenerationConfig
 
     register_attention()
@@ -61,7 +81,7 @@ def load_module_from(folder: Path, config: Any, tensors: dict[str, torch.Tensor]
             model, info = made.from_pretrained(
                 None,
                 config=config,
-                state_dict=tensors,
+                state_dict=dict(tensors),
                 dtype=dtype,
                 attn_implementation=NAME,
                 output_loading_info=True,

@@ -1,10 +1,10 @@
 """Models whose Linear layers are quantized: rounded while they are loaded, or read from their codes."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -13,18 +13,18 @@ from kvq.errors import ConfigError, ModelError
 from kvq.formats.weights import WeightCode, WeightFormat
 from kvq.kernels import QuantizedWeight
 from kvq.models.checkpoint import weight_files
-from kvq.models.modules import load_module, load_module_from
+from kvq.models.modules import load_config, load_module, load_module_from
 from kvq.models.stored import StoredTensors
 from kvq.weights import ROUTERS, install, round_weight
 from kvq.weights.files import QuantizationScheme, parse_config, read_linear
 
 _HEAD = WeightFormat(code=WeightCode.INT8)  # of integer formats: logits deserve 8 bits
-_BITSANDBYTES = "bitsandbytes"
+_Stored = TypeVar("_Stored")
 _KV_SCALES = (".k_scale", ".v_scale")
 
 
 def load_rounded(
-    folder: Path, dtype: torch.dtype | str, fmt: WeightFormat, device: torch.device, *, backend: str
+    folder: Path, dtype: torch.dtype, fmt: WeightFormat, device: torch.device, *, backend: str
 ) -> Any:
     """A folder's model, every Linear layer rounded to the nearest codes of `fmt`, the head to 8 bits.
 
@@ -33,17 +33,8 @@ def load_rounded(
         ConfigError: groups that don't divide a layer's inputs.
     """
     model = load_module(folder, "auto")  # as stored, and mapped: one layer at a time becomes codes
-    head = model.get_output_embeddings()
-    linears = {
-        name: module
-        for name, module in model.named_modules()
-        if type(module) is nn.Linear and name.rpartition(".")[2] not in ROUTERS
-    }
-    formats = {
-        name: _HEAD if linear is head and fmt.code.is_integer else fmt for name, linear in linears.items()
-    }
-    _check(model, linears, formats)
-    computed = _stored_dtype(model) if isinstance(dtype, str) else dtype
+    formats = rounded_formats(model, fmt)
+    linears = {name: model.get_submodule(name) for name in formats}
 
     def rounded(name: str) -> QuantizedWeight:
         weight = linears.pop(name).weight.detach().float()
@@ -52,30 +43,62 @@ def load_rounded(
         return round_weight(weight, formats[name])
 
     weights = {name: partial(rounded, name) for name in formats}
-    install(model, weights, device, backend=backend, dtype=computed)
-    return model.to(computed)
+    install(model, weights, device, backend=backend, dtype=dtype)
+    return model.to(dtype)
 
 
-def _check(model: nn.Module, linears: dict[str, nn.Linear], formats: dict[str, WeightFormat]) -> None:
-    """Raise ConfigError unless every layer's inputs can be cut into its format's groups."""
-    if not formats:
+def rounded_formats(model: nn.Module, fmt: WeightFormat) -> dict[str, WeightFormat]:
+    """What each Linear layer of a model is rounded to, by name; the head to 8 bits.
+
+    Raises:
+        ConfigError: there is none, or its inputs can't be cut into its format's groups.
+    """
+    head = model.get_output_embeddings()  # type: ignore[operator]
+    linears = {
+        name: module
+        for name, module in model.named_modules()
+        if type(module) is nn.Linear and name.rpartition(".")[2] not in ROUTERS
+    }
+    if not linears:
         raise ConfigError(
             f"{type(model).__name__} has no Linear layers that could be rounded; use --weights auto"
         )
-    for name, fmt in formats.items():
+    formats = {
+        name: _HEAD if linear is head and fmt.code.is_integer else fmt for name, linear in linears.items()
+    }
+    for name, own in formats.items():
         try:
-            fmt.groups(linears[name].in_features)
+            own.groups(linears[name].in_features)
         except ConfigError as error:
             raise ConfigError(f"{name}: {error}") from error
+    return formats
+
+
+def check_scheme(folder: Path, config: object) -> None:
+    """Raise unless a config.json's quantization_config can be read here.
+
+    Raises:
+        ModelError: a method, version or feature that isn't read.
+        ConfigError: a package is missing.
+    """
+    if not is_bitsandbytes(config):
+        parse_config(config)
+        return
+    for package in ("bitsandbytes", "accelerate"):
+        if find_spec(package) is None:
+            raise ConfigError(
+                f"{folder} is quantized by bitsandbytes, which needs {package}: "
+                f"pip install 'kvq-toolkit[bnb]'"
+            )
+
+
+def is_bitsandbytes(config: object) -> bool:
+    """True if a quantization_config leaves the layers to bitsandbytes."""
+    return isinstance(config, Mapping) and config.get("quant_method") == "bitsandbytes"
 
 
 def load_quantized(
-    folder: Path,
-    config_dict: Mapping[str, Any],
-    dtype: torch.dtype | str,
-    device: torch.device,
-    *,
-    backend: str,
+    folder: Path, config_dict: Mapping[str, Any], dtype: torch.dtype, device: torch.device, *, backend: str
 ) -> Any:
     """A folder's model whose Linear layers are stored in codes: compressed-tensors, GPTQ, AWQ.
 
@@ -85,43 +108,35 @@ def load_quantized(
 
     Raises:
         ModelError: damaged, incomplete, or quantized in a way that isn't read.
-        ConfigError: a package is missing.
     """
     config = config_dict["quantization_config"]
-    if isinstance(config, dict) and config.get("quant_method") == _BITSANDBYTES:
-        return _with_bitsandbytes(folder, dtype)
-    wanted = _dtype(config_dict) if isinstance(dtype, str) else dtype
+    if is_bitsandbytes(config):
+        return load_module(folder, dtype)
     scheme = parse_config(config)
     stored = StoredTensors(weight_files(folder))
-    weights = _read_weights(scheme, stored)
-    plain = _other_tensors(scheme, stored, weights)
+    weights = {name: _read_weight(scheme, name, stored) for name in coded_layers(stored)}
+    plain = plain_tensors(scheme, stored, weights)
     if twice := [name for name in weights if f"{name}.weight" in plain]:
         raise ModelError(f"{folder} holds {twice[0]}.weight in codes and as it was; keep one of them")
-    stand_ins = {name: _stand_in(weight, wanted) for name, weight in weights.items()}
-    model = _load(folder, plain, stand_ins, wanted)
+    stand_ins = {name: _stand_in(weight, dtype) for name, weight in weights.items()}
+    model = _load(folder, plain, stand_ins, dtype)
     places = _places(model, stand_ins)
     experts = [name for name in weights if name not in places]
     if experts:
-        whole = {name: weights.pop(name).dequantize(wanted) for name in experts}
-        model = _load(folder, plain, stand_ins | whole, wanted)
+        whole = {name: weights.pop(name).dequantize(dtype) for name in experts}
+        model = _load(folder, plain, stand_ins | whole, dtype)
         places = _places(model, stand_ins)
     placed = {place: partial(weights.pop, name) for name, place in places.items()}
-    install(model, placed, device, backend=backend, dtype=wanted)
+    install(model, placed, device, backend=backend, dtype=dtype)
     return model
 
 
-def _stored_dtype(model: nn.Module) -> torch.dtype:
-    dtype: torch.dtype = next(model.parameters()).dtype
-    return dtype
-
-
-def _read_weights(scheme: QuantizationScheme, stored: StoredTensors) -> dict[str, QuantizedWeight]:
-    """The weights that lie there in codes, by the layer's name."""
+def coded_layers(stored: Collection[str]) -> list[str]:
+    """The Linear layers whose weights lie in codes among tensors of these names."""
     names = [name.removesuffix(".qweight") for name in stored if name.endswith(".qweight")]
     names += [name.removesuffix(".weight_packed") for name in stored if name.endswith(".weight_packed")]
     scaled = [name.removesuffix("_scale") for name in stored if name.endswith(".weight_scale")]
-    names += [name.removesuffix(".weight") for name in scaled if name in stored]
-    return {name: _read_weight(scheme, name, stored) for name in names}
+    return names + [name.removesuffix(".weight") for name in scaled if name in stored]
 
 
 def _read_weight(scheme: QuantizationScheme, name: str, stored: StoredTensors) -> QuantizedWeight:
@@ -132,11 +147,11 @@ def _read_weight(scheme: QuantizationScheme, name: str, stored: StoredTensors) -
         raise ModelError(f"{path}: {error}") from error
 
 
-def _other_tensors(
-    scheme: QuantizationScheme, stored: StoredTensors, weights: Mapping[str, QuantizedWeight]
-) -> dict[str, Tensor]:
-    """What transformers gets as it is stored: all that is no code, no scale, and no scale of K or V."""
-    taken = {part for name in weights for part in scheme.names_of(name)}
+def plain_tensors(
+    scheme: QuantizationScheme, stored: Mapping[str, _Stored], coded: Iterable[str]
+) -> dict[str, _Stored]:
+    """Of what is stored by name, what is no code, no scale, and no scale of K or V."""
+    taken = {part for name in coded for part in scheme.names_of(name)}
     ignored = _KV_SCALES if scheme.kv_scales else ()
     return {name: stored[name] for name in stored if name not in taken and not name.endswith(ignored)}
 
@@ -147,9 +162,7 @@ def _stand_in(weight: QuantizedWeight, dtype: torch.dtype) -> Tensor:
 
 
 def _load(folder: Path, plain: dict[str, Tensor], whole: dict[str, Tensor], dtype: torch.dtype) -> Any:
-    from transformers import AutoConfig
-
-    config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    config = load_config(folder)
     del config.quantization_config
     named = {f"{name}.weight": tensor for name, tensor in whole.items()}
     return load_module_from(folder, config, plain | named, dtype)
@@ -163,20 +176,3 @@ def _places(model: nn.Module, stand_ins: Mapping[str, Tensor]) -> dict[str, str]
         for place, module in model.named_modules()
         if type(module) is nn.Linear and module.weight.data_ptr() in names
     }
-
-
-def _dtype(config_dict: Mapping[str, Any]) -> torch.dtype:
-    """What the checkpoint says its unquantized tensors are."""
-    name = str(config_dict.get("dtype", config_dict.get("torch_dtype"))).removeprefix("torch.")
-    known = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-    return known.get(name, torch.bfloat16)
-
-
-def _with_bitsandbytes(folder: Path, dtype: torch.dtype | str) -> Any:
-    for package in ("bitsandbytes", "accelerate"):
-        if find_spec(package) is None:
-            raise ConfigError(
-                f"{folder} is quantized by bitsandbytes, which needs {package}: "
-                f"pip install 'kvq-toolkit[bnb]'"
-            )
-    return load_module(folder, dtype)

@@ -1,7 +1,14 @@
-"""From what the user typed to a model folder: the embedded model, a folder, or a hub name."""
+"""From what the user typed to a model's folder: the embedded model, a folder, or a hub name.
+
+A folder that was found is handed on as a `ModelSource` or a `Path`, and neither is ever looked up as a
+name again: a folder called like a built-in model stays that folder, in any process and working directory.
+"""
 
 import importlib
+import logging
+import os
 import re
+from dataclasses import dataclass
 from pathlib import Path
 
 from kvq.errors import ConfigError, ModelError, first_lines, nearest
@@ -10,32 +17,72 @@ EMBEDDED = {"tiny": Path(__file__).parent / "tiny"}
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _SMALL_FILES = ["*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken"]
 _HUB_FILES = [*_SMALL_FILES, "*.safetensors"]
+_log = logging.getLogger("kvq")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelSource:
+    """Where a model was found."""
+
+    folder: Path  # absolute, links followed
+    name: str  # for tables and clients: the last part of what was typed
+    is_embedded: bool = False
+    repository: str | None = None  # on the hub
+    revision: str | None = None  # its commit
+
+    def __str__(self) -> str:
+        """The place in words; for a hub's model its commit, not where its files are kept."""
+        if self.is_embedded:
+            return f"{self.name}, the embedded model"
+        return str(self.folder) if self.repository is None else f"{self.repository} at {self.revision}"
 
 
 def resolve_model(
-    name: str, *, revision: str | None = None, token: str | None = None, weights: bool = True
-) -> Path:
-    """Return the folder of a model, downloading it from the hub if it is neither here nor embedded.
+    model: str | os.PathLike[str] | ModelSource,
+    *,
+    revision: str | None = None,
+    token: str | None = None,
+    weights: bool = True,
+) -> ModelSource:
+    """Find a model, downloading it from the hub if it is neither here nor embedded.
 
-    Without `weights` only the small files of a hub model are fetched.
+    A text is the embedded model's name, else a folder if there is one, else a hub name. A `Path` is a
+    folder, whatever it is called. Without `weights` only the small files of a hub model are fetched.
 
     Raises:
         ModelError: no such folder, or a hub name that is missing, gated or out of reach.
         ConfigError: a revision of something that is not from the hub.
     """
-    local = EMBEDDED.get(name) or _local(name)
+    if isinstance(model, ModelSource):
+        return model
+    name = os.fspath(model)
+    if not isinstance(name, str):
+        raise ModelError(f"a model is named by a text or a Path, got {name!r}")
+    local = _embedded(name) if isinstance(model, str) else None
+    local = local or _local(name)
     if local is not None and revision is not None:
         raise ConfigError(f"--revision {revision} names a version on the hub, but {name} is here; drop it")
     if local is not None:
         return local
-    if name.startswith((".", "/", "~")) or not _HUB_NAME.fullmatch(name):
+    if not isinstance(model, str) or name.startswith((".", "/", "~")) or not _HUB_NAME.fullmatch(name):
         raise ModelError(f"there is no folder {name}; give a Hugging Face model folder, a hub name or 'tiny'")
     if "/" not in name and (hint := nearest(name, list(EMBEDDED))):
         raise ModelError(f"there is no model {name!r}{hint} or give a folder, or a hub name such as org/name")
-    return _download(name, revision, token, _HUB_FILES if weights else _SMALL_FILES)
+    folder = _download(name, revision, token, _HUB_FILES if weights else _SMALL_FILES)
+    return ModelSource(
+        folder=folder, name=Path(name).name, repository=name, revision=_commit(folder, revision)
+    )
 
 
-def _local(name: str) -> Path | None:
+def _embedded(name: str) -> ModelSource | None:
+    if name not in EMBEDDED:
+        return None
+    if Path(name).is_dir():
+        _log.warning("%r is the embedded model; for the folder of that name write ./%s", name, name)
+    return ModelSource(folder=EMBEDDED[name].resolve(), name=name, is_embedded=True)
+
+
+def _local(name: str) -> ModelSource | None:
     """The folder of that name, or None."""
     if not name.strip():
         raise ModelError("the model's name is empty; give a folder, a hub name or 'tiny'")
@@ -43,9 +90,19 @@ def _local(name: str) -> Path | None:
         path = Path(name).expanduser()
         if path.is_file():
             raise ModelError(f"{name} is a file; name the folder that holds config.json and the weights")
-        return path if path.is_dir() else None
+        return ModelSource(folder=path.resolve(), name=_last_part(path)) if path.is_dir() else None
     except (OSError, RuntimeError, ValueError) as error:  # too long, no such user, a NUL
         raise ModelError(f"there is no folder {name[:100]!r}: {first_lines(error, 100)}") from error
+
+
+def _last_part(path: Path) -> str:
+    """What a path calls its folder; where that is dots, what the folder is called."""
+    return path.name if path.name not in ("", "..") else path.resolve().name
+
+
+def _commit(folder: Path, revision: str | None) -> str:
+    """The commit that a hub's folder holds, which its cache names folders by."""
+    return folder.name if folder.parent.name == "snapshots" else revision or "main"
 
 
 def _download(name: str, revision: str | None, token: str | None, patterns: list[str]) -> Path:

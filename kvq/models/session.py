@@ -8,11 +8,10 @@ from torch import Tensor
 from kvq.blockmgr import BlockManager, Sequence
 from kvq.cache.attention import NAME as KVQ_NAME
 from kvq.cache.attention import PACKED_NAME
-from kvq.cache.backend import CacheBackend, cache_backend
-from kvq.cache.kv_cache import KVCache
-from kvq.errors import ConfigError, ModelError, RequestError
+from kvq.errors import ModelError, RequestError
 from kvq.formats import KVRecipe
 from kvq.layout import KVLayout
+from kvq.models.prepared import make_cache
 from kvq.models.step import Observer, PackedStep, sequence_batch
 from kvq.models.weights import LoadedWeights
 
@@ -63,20 +62,9 @@ class Session:
         count = max_sequences * -(-max_tokens // layout.block_size)
         num_blocks = [count] * len(layout.groups)
         self.weights = weights
-        self.cache: CacheBackend
-        if cache == "kvq":
-            self.cache = KVCache(
-                weights.geometry,
-                recipe,
-                layout,
-                num_blocks=num_blocks,
-                device=weights.device,
-                backend=backend,
-            )
-        else:
-            check_kernels_unnamed(cache, backend)
-            make = cache_backend(cache)
-            self.cache = make(weights.geometry, recipe, layout, num_blocks=num_blocks, device=weights.device)
+        self.cache = make_cache(
+            weights.prepared, recipe, layout, num_blocks=num_blocks, cache=cache, backend=backend
+        )
         self.manager = BlockManager(
             num_blocks=num_blocks,
             block_size=layout.block_size,
@@ -178,12 +166,4 @@ class Session:
             bad_tokens=torch.zeros(sum(lens), dtype=torch.bool, device=device),
             window_limit=self.window_limit,
             observer=self.observer,
-        )
-
-
-def check_kernels_unnamed(cache: str, backend: str) -> None:
-    """Raise ConfigError if kernels were named for a cache backend that brings its own."""
-    if cache != "kvq" and backend != "auto":
-        raise ConfigError(
-            f"--backend {backend} names kernels of kvq's own cache, but the cache is {cache!r}; leave one out"
         )

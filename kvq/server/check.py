@@ -1,29 +1,21 @@
-"""`kvq serve --check`: whether a configuration can work, told from the model's headers alone."""
+"""`kvq serve --check`: all that `kvq serve` would refuse, told without loading the weights."""
 
 import socket
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
-from math import prod
-from pathlib import Path
 from typing import Any
-
-import torch
 
 from kvq.cache.memory import available_bytes
 from kvq.engine.config import EngineConfig, parse_bytes
 from kvq.engine.memory import pool_blocks
 from kvq.errors import ConfigError, KVQError
-from kvq.formats import KVRecipe
-from kvq.geometry import ModelGeometry
-from kvq.layout import KVLayout, plan_layout
-from kvq.models.checkpoint import read_header, read_json, weight_files
-from kvq.models.resolve import resolve_model
-from kvq.models.support import check_supported
-from kvq.models.weights import pick_device
+from kvq.layout import KVLayout
+from kvq.models.prepared import PreparedModel, find_scales, prepare
+from kvq.models.skeleton import build_skeleton
 from kvq.server.config import LOCAL, ServerConfig
+from kvq.server.tools.calling import ToolCalling
+from kvq.weights.manifest import verify_manifest
 
-_BYTES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2}
-_DTYPE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 _LIVE_FLOATS = 6  # values a token and hidden dimension that a layer's step holds at once, roughly
 
 
@@ -49,27 +41,25 @@ class _Facts:
 
     config: ServerConfig
     engine: EngineConfig
-    folder: Path
-    geometry: ModelGeometry
+    model: PreparedModel
     layout: KVLayout
-    device: torch.device
     weight_bytes: int
     activation_bytes: int  # estimated
 
     @property
     def max_context(self) -> int:
         """Tokens."""
-        return min(self.engine.max_context or self.geometry.max_context, self.geometry.max_context)
+        return self.model.max_context
 
 
 def check_config(config: ServerConfig) -> list[Finding]:
-    """Look at the address, the model, memory, the prefill budget and the context. Loads no weights."""
+    """Look at the address, the model's files, formats, memory, the prefill budget and the chat template."""
     findings = list(_address(config))
     try:
         facts = _facts(config)
     except KVQError as error:
         return [*findings, Finding(level="error", text=f"model: {error}")]
-    for check in (_context, _memory, _prefill, _template):
+    for check in (_model, _memory, _prefill, _template):
         findings += check(facts)
     return findings
 
@@ -90,44 +80,45 @@ def _address(config: ServerConfig) -> Iterator[Finding]:
 
 
 def _facts(config: ServerConfig) -> _Facts:
+    """What the engine would be built from, checked as it would be.
+
+    Raises:
+        KVQError: it would be refused.
+    """
     options = dict(config.engine)
     names = {field.name for field in fields(EngineConfig)}
-    engine = EngineConfig(**{name: value for name, value in options.items() if name in names})
-    folder = resolve_model(config.model, revision=options.get("revision"), token=options.get("token"))
-    geometry = check_supported(read_json(folder / "config.json"), max_context=engine.max_context)
-    device = pick_device(options.get("device", "auto"))
-    entries = [entry for path in weight_files(folder) for entry in read_header(path)]
-    stored = max((_BYTES[entry.dtype] for entry in entries if entry.dtype in _BYTES), default=2)
-    size = _DTYPE_BYTES.get(options.get("dtype", "auto"), 4 if device.type == "cpu" else stored)
-    recipe = _recipe(config.kv, size, geometry)
-    hidden = int(read_json(folder / "config.json").get("hidden_size", 4096))
+    engine = EngineConfig(**{name: options.pop(name) for name in names & options.keys()})
+    scales = options.pop("scales", None)
+    model = prepare(config.model, max_context=engine.max_context, **options)
+    recipe = model.recipe(config.kv, find_scales(model, scales))
+    model.check_scales(recipe)
+    model.check_kernels(recipe)
+    verify_manifest(model.folder)
+    build_skeleton(model)
+    ToolCalling.of(model.tokenizer, config.tool_call_parser)
+    size = model.dtype.itemsize
     return _Facts(
         config=config,
         engine=engine,
-        folder=folder,
-        geometry=geometry,
-        layout=plan_layout(geometry, recipe, block_size=options.get("block_size", 32)),
-        device=device,
-        weight_bytes=size * sum(prod(entry.shape) for entry in entries),
-        activation_bytes=engine.max_num_batched_tokens * hidden * _LIVE_FLOATS * size,
+        model=model,
+        layout=model.layout(recipe),
+        weight_bytes=model.stored_bytes if model.is_quantized else size * model.stored_values,
+        activation_bytes=engine.max_num_batched_tokens * model.geometry.hidden_size * _LIVE_FLOATS * size,
     )
 
 
-def _recipe(kv: str, size: int, geometry: ModelGeometry) -> KVRecipe:
-    name = ("fp32" if size == 4 else "bf16") if kv == "auto" else kv
-    return KVRecipe.load(name) if name.endswith(".json") else KVRecipe.uniform(name, geometry.head_dims)
-
-
-def _context(facts: _Facts) -> Iterator[Finding]:
-    asked, most = facts.engine.max_context, facts.geometry.max_context
-    if asked is not None and asked > most:
-        text = f"context: --max-model-len {asked} is above the model's {most}, which counts"
-        yield Finding(level="warning", text=text)
+def _model(facts: _Facts) -> Iterator[Finding]:
+    model = facts.model
+    yield Finding(level="ok", text=f"model: {model.source}, digest {model.digest[:12]}")
+    yield Finding(
+        level="ok",
+        text=f"formats: KV in {facts.config.kv}, computed in {str(model.dtype)[6:]} on {model.device}",
+    )
 
 
 def _memory(facts: _Facts) -> Iterator[Finding]:
     engine, layout, context = facts.engine, facts.layout, facts.max_context
-    free = available_bytes(facts.device)
+    free = available_bytes(facts.model.device)
     needed = facts.weight_bytes + facts.activation_bytes
     if free is not None and needed > free:
         yield Finding(
@@ -137,7 +128,7 @@ def _memory(facts: _Facts) -> Iterator[Finding]:
         return
     try:  # free memory is before the weights are loaded, so they are taken off with the activations
         blocks = pool_blocks(
-            layout, engine, device=facts.device, max_context=context, activation_bytes=needed
+            layout, engine, device=facts.model.device, max_context=context, activation_bytes=needed
         )
     except (KVQError, ConfigError) as error:
         yield Finding(level="error", text=f"memory: {error}")
@@ -190,16 +181,9 @@ def _prefill(facts: _Facts) -> Iterator[Finding]:
 
 
 def _template(facts: _Facts) -> Iterator[Finding]:
-    names = ("chat_template.jinja", "chat_template.json", "tokenizer_config.json")
-    found = any(_has_template(facts.folder / name) for name in names)
+    found = getattr(facts.model.tokenizer, "chat_template", None)
     level, what = ("ok", "found") if found else ("warning", "none: /v1/chat/completions will be refused")
     yield Finding(level=level, text=f"chat template: {what}")
-
-
-def _has_template(path: Path) -> bool:
-    if not path.is_file():
-        return False
-    return path.suffix == ".jinja" or bool(read_json(path).get("chat_template"))
 
 
 def _gib(nbytes: Any) -> str:

@@ -37,7 +37,7 @@ class Tls:
 class ServerConfig:
     """Everything `kvq serve` is told."""
 
-    model: str = "tiny"
+    model: str | Path = "tiny"
     kv: str = "auto"
     host: str = "127.0.0.1"
     port: int = 8000
@@ -68,16 +68,6 @@ class ServerConfig:
             raise ConfigError(f"the request timeout must be above 0 seconds, got {self.timeout_s}")
 
         find_format(self.tool_call_parser, "")
-
-    @property
-    def name(self) -> str:
-        """The model's, as clients see it."""
-        return self.served_model_name or name_of(self.model)
-
-
-def name_of(model: str) -> str:
-    """A model's name for clients: of a folder or a hub's repository its last part."""
-    return Path(model).resolve().name if Path(model).is_dir() else model.rsplit("/", 1)[-1]
 
 
 def allowed_hosts(host: str, given: tuple[str, ...]) -> frozenset[str] | None:

@@ -26,7 +26,7 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 class Start(Message, frozen=True):
     """The first message: what to build."""
 
-    model: str
+    folder: str  # of the model; absolute, and never looked up as a name
     kv: str
     options: dict[str, Any]  # of `kvq.LLM`
     log: LogConfig = LogConfig()
@@ -65,6 +65,7 @@ class Look(Message, frozen=True):
 class Ready(Message, frozen=True):
     """The engine was built."""
 
+    model_digest: str  # of the checkpoint's tensors
     vocab_size: int
     block_bytes: list[int]  # per layer group
     kv: list[str]  # the formats' full names per layer group: "int4_g64_rot", or K/V where they differ

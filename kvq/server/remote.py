@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import itertools
 import logging
+import os
 import socket
 import subprocess
 import sys
@@ -34,6 +35,7 @@ from kvq.server.messages import (
     Submit,
 )
 from kvq.server.picture import Picture
+from kvq.waiting import waiting_environment
 
 _log = logging.getLogger("kvq")
 _RESTART_WINDOW_S = 600.0
@@ -74,7 +76,7 @@ class _Process:
 class Remote:
     """One engine in a process of its own.
 
-        remote = Remote(Start(model="tiny", kv="int4", options={}))
+        remote = Remote(Start(folder="/models/llama", kv="int4", options={}))
         await remote.start()
         async for message in remote.stream([1, 2, 3], SamplingParams()): ...
         await remote.close()
@@ -242,6 +244,10 @@ class Remote:
             raise ConfigError(first.reason)
         if not isinstance(first, Ready):
             return
+        if self.info is not None and first.model_digest != self.info.model_digest:
+            reason = "the model's files changed while they were served; start the server again"
+            self._fail(reason)
+            raise ConfigError(reason)
         self.info = first
         self._delay_s = 0.0
         if self.state is State.RESTARTING:
@@ -271,6 +277,7 @@ class Remote:
                 [sys.executable, "-P", "-m", "kvq.server.worker", str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
+                env=os.environ | waiting_environment(),
             )
         reader, writer = await asyncio.open_connection(sock=ours)
         return _Process(popen, reader, writer)

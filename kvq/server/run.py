@@ -13,7 +13,7 @@ import uvicorn
 
 from kvq.errors import ConfigError, EngineError
 from kvq.models.resolve import resolve_model
-from kvq.models.weights import load_tokenizer
+from kvq.models.tokenizer import load_tokenizer
 from kvq.server.admission import Admission
 from kvq.server.app import create_app
 from kvq.server.config import ServerConfig
@@ -55,7 +55,7 @@ async def _serve(config: ServerConfig) -> None:
     listener = _listen(config)
     _allow_files(MAX_CONNECTIONS + 256)
     options = dict(config.engine)
-    folder = resolve_model(
+    source = resolve_model(
         config.model, revision=options.pop("revision", None), token=options.pop("token", None)
     )
     ended: asyncio.Future[str | None] = asyncio.get_running_loop().create_future()
@@ -64,11 +64,12 @@ async def _serve(config: ServerConfig) -> None:
         if not ended.done():
             ended.set_result(reason)
 
-    start = Start(model=str(folder), kv=config.kv, options=options, log=config.log)
+    start = Start(folder=str(source.folder), kv=config.kv, options=options, log=config.log)
     remote = Remote(start, watch=Watch(max_restarts=config.max_restarts), on_failed=end)
     starting = asyncio.create_task(remote.start())
     try:
-        service = _service(config, remote, await asyncio.to_thread(load_tokenizer, folder))
+        tokenizer = await asyncio.to_thread(load_tokenizer, source.folder)
+        service = _service(config, config.served_model_name or source.name, remote, tokenizer)
     except BaseException:
         await remote.close()
         await asyncio.gather(starting, return_exceptions=True)
@@ -89,10 +90,11 @@ async def _serve(config: ServerConfig) -> None:
     try:
         await asyncio.wait((starting, listening, ended), return_when=asyncio.FIRST_COMPLETED)
         if starting.done():
-            await starting
+            info = await starting
+            log_event("model", served=service.name, source=str(source), digest=info.model_digest)
             scheme = "http" if config.tls is None else "https"
             address, port = listener.getsockname()[:2]
-            _log.warning("kvq serves %s on %s://%s:%d", config.name, scheme, address, port)
+            _log.warning("kvq serves %s on %s://%s:%d", service.name, scheme, address, port)
         await asyncio.wait((listening, ended), return_when=asyncio.FIRST_COMPLETED)
         if listening.done():
             await listening
@@ -110,7 +112,7 @@ async def _serve(config: ServerConfig) -> None:
         await listening
 
 
-def _service(config: ServerConfig, remote: Remote, tokenizer: Any) -> Service:
+def _service(config: ServerConfig, name: str, remote: Remote, tokenizer: Any) -> Service:
     tools = ToolCalling.of(tokenizer, config.tool_call_parser)
     _log.warning("tool calls: %s", tools.description)
     prompts = Prompts(
@@ -125,7 +127,7 @@ def _service(config: ServerConfig, remote: Remote, tokenizer: Any) -> Service:
         tokenizing=lambda: prompts.num_waiting,
     )
     return Service(
-        config.name,
+        name,
         remote,
         prompts,
         tools=tools,

@@ -7,6 +7,7 @@ import signal
 import socket
 import sys
 import threading
+from pathlib import Path
 from time import perf_counter, sleep
 
 import msgspec
@@ -80,7 +81,7 @@ class Worker:
 
     def _run(self, start: Start, decoder: Decoder[ToEngine]) -> None:
         try:
-            model, config = build(start.model, start.kv, start.options)
+            model, config = build(Path(start.folder), start.kv, start.options)
             core = EngineCore(model, config)
         except KVQError as error:
             self._send(Refused(reason=str(error)))
@@ -92,6 +93,7 @@ class Worker:
         layout = model.layout
         self._send(
             Ready(
+                model_digest=model.weights.digest,
                 vocab_size=model.geometry.vocab_size,
                 block_bytes=[group.block_bytes for group in layout.groups],
                 kv=[_formats(group) for group in layout.groups],

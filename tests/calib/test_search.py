@@ -32,7 +32,7 @@ def tuned(tiny):
         tiny,
         calibration_text(),
         default_text(),
-        budget_bytes=bytes_of_bits(tiny, 4.5),
+        budget_bytes=bytes_of_bits(tiny.geometry, 4.5),
         codes=FAST,
         context=256,
         max_windows=2,
@@ -71,7 +71,7 @@ def test_the_recipe_is_served_everywhere_from_its_file(tuned, tiny, tmp_path):
     tuned.recipe.save(path)
     model = tiny.with_kv(str(path))
     assert model.kv_bytes_per_token == tuned.chosen.kv_bytes_per_token
-    assert recipe_bytes(tiny, model.recipe) == tuned.budget_bytes
+    assert recipe_bytes(tiny.geometry, model.recipe) == tuned.budget_bytes
     prompt = tiny.tokenizer("The with statement is used to wrap the execution of a block")["input_ids"]
     wanted = greedy(model, prompt, 12)
     llm = kvq.LLM("tiny", kv=str(path), kv_memory="8MiB")
@@ -132,7 +132,7 @@ def test_huge_key_biases_in_two_layers_cost_uniform_int4_dearly_and_the_recipe_l
         biased,
         calibration_text(),
         default_text(),
-        budget_bytes=bytes_of_bits(biased, 4.5),
+        budget_bytes=bytes_of_bits(biased.geometry, 4.5),
         codes=FAST,
         context=192,
         max_windows=1,
@@ -149,7 +149,7 @@ def test_biases_that_rope_turns_are_paid_for_with_2_bits_elsewhere(tmp_path):
     """No center takes these out: their keys get 8 bits."""
     model = with_key_biases(tmp_path / "model", MIDDLE)
     found = tune(
-        model, calibration_text(), default_text(), budget_bytes=bytes_of_bits(model, 4.5),
+        model, calibration_text(), default_text(), budget_bytes=bytes_of_bits(model.geometry, 4.5),
         codes=ALL_CODES, context=96, max_windows=1, verify_windows=8,
     )  # fmt: skip
     uniform = {p.row.kv: p.row for p in found.points}
@@ -166,7 +166,7 @@ def test_no_recipe_is_worse_than_the_default_format_of_odd_head_dimensions(head_
         shutil.copy(path, tmp_path)
     model = kvq.load(tmp_path)
     found = tune(
-        model, calibration_text(), default_text(), budget_bytes=parse_budget(model, "int4"),
+        model, calibration_text(), default_text(), budget_bytes=parse_budget(model.prepared, "int4"),
         codes=ALL_CODES, context=64, max_windows=2, verify_windows=8,
     )  # fmt: skip
     default = kvq.perplexity(model, ["fp32", "int4"], default_text().text, context=64, max_windows=8)[1]
@@ -179,7 +179,7 @@ def test_in_16_bit_weights_rounding_is_no_cost_of_a_format(tmp_path):
     save_first_layers(folder, 2)
     model = kvq.load(folder, dtype="bf16")
     options = {"codes": FAST, "context": 128, "max_windows": 2, "verify_windows": 2}
-    found = tune(model, calibration_text(), default_text(), budget_bytes=bytes_of_bits(model, 5), **options)
+    found = tune(model, calibration_text(), default_text(), budget_bytes=bytes_of_bits(model.geometry, 5), **options)
     assert found.sensitivities.rest.name == "bf16"
     assert found.search_kl == pytest.approx(found.expected_kl, rel=0.5)
 
@@ -216,7 +216,7 @@ def test_a_limit_of_divergence_is_met_with_few_bytes(short):
 
 def test_two_bits_go_where_they_hurt_least(short):
     """The keys of layer 0 of this model."""
-    budget = bytes_of_bits(short, 4.0)
+    budget = bytes_of_bits(short.geometry, 4.0)
     found = tune(
         short, calibration_text(), default_text(),
         budget_bytes=budget, context=128, max_windows=2, verify_windows=4,
@@ -229,13 +229,13 @@ def test_two_bits_go_where_they_hurt_least(short):
 
 
 def test_codes_without_a_fast_kernel_are_searched_only_where_the_budget_needs_them(tiny, monkeypatch):
-    assert default_codes(tiny, bytes_of_bits(tiny, 4.5)) == ALL_CODES
+    assert default_codes(tiny.prepared, bytes_of_bits(tiny.geometry, 4.5)) == ALL_CODES
     monkeypatch.setattr(
         search, "has_fast_kernel", lambda geometry, half, fmt, device: fmt.code is not Code.INT2
     )
-    assert default_codes(tiny, bytes_of_bits(tiny, 4.5)) == FAST
-    assert default_codes(tiny, None) == FAST
-    assert default_codes(tiny, bytes_of_bits(tiny, 4.0)) == ALL_CODES
+    assert default_codes(tiny.prepared, bytes_of_bits(tiny.geometry, 4.5)) == FAST
+    assert default_codes(tiny.prepared, None) == FAST
+    assert default_codes(tiny.prepared, bytes_of_bits(tiny.geometry, 4.0)) == ALL_CODES
 
 
 def test_divergences_are_those_of_kvq_perplexity(tiny):
@@ -292,13 +292,13 @@ def test_a_clipped_recipe_is_read_like_any_other(tiny):
     ],
 )
 def test_a_budget_is_bits_bytes_or_a_format(tiny, text, expected):
-    assert parse_budget(tiny, text) == expected
+    assert parse_budget(tiny.prepared, text) == expected
 
 
 @pytest.mark.parametrize("text", ["", "many", "0bits", "99", "-3bits", "nan", "4.5 bit/s", "fp8_per_tensor"])
 def test_what_is_no_budget_is_refused(tiny, text):
     with pytest.raises(ConfigError, match="--budget"):
-        parse_budget(tiny, text)
+        parse_budget(tiny.prepared, text)
 
 
 def test_a_budget_below_the_smallest_formats_is_refused_before_any_work(tiny):

@@ -30,7 +30,7 @@ def test_agreement_is_that_of_requests_run_alone(tiny):
 
 
 def prompts(model):
-    return cut_prompts(model, TEXT, PLAN)
+    return cut_prompts(model.prepared, TEXT, PLAN)
 
 
 def test_prompts_are_spread_over_the_text(tiny):
@@ -48,8 +48,8 @@ def test_same_tokens_counts_up_to_the_first_difference():
 
 def test_what_can_not_be_generated_is_refused(tiny):
     with pytest.raises(RequestError, match="beyond this model's context of 4096"):
-        cut_prompts(tiny, TEXT, GenerationPlan(prompt_tokens=4090, new_tokens=7))
+        cut_prompts(tiny.prepared, TEXT, GenerationPlan(prompt_tokens=4090, new_tokens=7))
     with pytest.raises(RequestError, match="prompts must be at least 1"):
         GenerationPlan(prompts=0)
     with pytest.raises(RequestError, match="one window needs 128"):
-        cut_prompts(tiny, "short", GenerationPlan())
+        cut_prompts(tiny.prepared, "short", GenerationPlan())

@@ -10,7 +10,7 @@ from transformers import AutoTokenizer
 
 from kvq.errors import ModelError
 from kvq.models.resolve import resolve_model
-from kvq.models.weights import load_tokenizer
+from kvq.models.tokenizer import load_tokenizer
 
 TEXT = "The 1,000 häuser  of <|user|>\nthe “city”\t and <|endoftext|>"
 
@@ -57,7 +57,7 @@ def test_no_models_code_is_imported_for_a_tokenizer():
     code = """
 import sys
 from kvq.models.resolve import resolve_model
-from kvq.models.weights import load_tokenizer
+from kvq.models.tokenizer import load_tokenizer
 load_tokenizer(resolve_model("tiny"))
 print([name for name in ("torch._dynamo", "transformers.models.llama") if name in sys.modules])
 """

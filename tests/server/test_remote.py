@@ -13,13 +13,15 @@ import pytest
 import kvq
 from kvq.engine import SamplingParams
 from kvq.errors import ConfigError, EngineError
+from kvq.models.resolve import EMBEDDED
 from kvq.server.frames import MAX_FRAME, encode, from_engine, to_engine
 from kvq.server.messages import Cancel, Delta, Ended, Ping, Start, Submit
 from kvq.server.remote import Remote, State, Watch
 from kvq.server.worker import STUCK
 
 OPTIONS = {"num_blocks": 64, "max_num_seqs": 8}
-START = Start(model="tiny", kv="int4", options=OPTIONS)
+TINY = str(EMBEDDED["tiny"])
+START = Start(folder=TINY, kv="int4", options=OPTIONS)
 QUICK = Watch(ping_s=0.2, stall_s=4.0, max_restarts=4)
 LONG = SamplingParams(max_tokens=400, ignore_eos=True)
 
@@ -112,7 +114,7 @@ def test_an_engine_that_is_killed_or_stopped_answers_everybody_and_comes_back():
 
 def test_a_step_beyond_its_deadline_ends_the_engine():
     async def run():
-        start = Start(model="tiny", kv="int4", options={**OPTIONS, "step_deadline_s": 0.05})
+        start = Start(folder=TINY, kv="int4", options={**OPTIONS, "step_deadline_s": 0.05})
         remote = Remote(start, watch=Watch(max_restarts=0))
         await remote.start()
         process = remote._process.popen
@@ -141,9 +143,9 @@ def test_an_engine_that_keeps_ending_is_given_up():
 @pytest.mark.parametrize(
     ("start", "reason"),
     [
-        (Start(model="tiny", kv="int5", options={}), "int5"),
-        (Start(model="/nowhere", kv="int4", options={}), "nowhere"),
-        (Start(model="tiny", kv="int4", options={"num_block": 3}), "did you mean 'num_blocks'"),
+        (Start(folder=TINY, kv="int5", options={}), "int5"),
+        (Start(folder="/nowhere", kv="int4", options={}), "nowhere"),
+        (Start(folder=TINY, kv="int4", options={"num_block": 3}), "did you mean 'num_blocks'"),
     ],
 )
 def test_an_engine_that_cannot_be_built_says_why_and_is_not_tried_again(start, reason):

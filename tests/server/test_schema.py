@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from kvq.models.resolve import EMBEDDED
 from kvq.server.app import create_app
 from kvq.server.guard import Access
 from kvq.server.messages import Start
@@ -30,7 +31,9 @@ def test_two_thousand_requests_are_answered_as_the_document_says(tmp_path):
 @pytest.fixture(scope="module")
 def document():
     """Of a server with keys."""
-    service = Service("tiny", Remote(Start(model="tiny", kv="int4", options={})), Prompts(None))
+    service = Service(
+        "tiny", Remote(Start(folder=str(EMBEDDED["tiny"]), kv="int4", options={})), Prompts(None)
+    )
     return create_app(service, Access(api_keys=("k",))).openapi()
 
 

@@ -5,7 +5,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from kvq.models.resolve import resolve_model
-from kvq.models.weights import load_tokenizer
+from kvq.models.tokenizer import load_tokenizer
 from kvq.server.token_texts import TokenTexts
 
 TEXT = "Über 1,000 “cities” 😀\t and\n 東京"

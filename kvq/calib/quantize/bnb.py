@@ -3,23 +3,29 @@
 Source: Dettmers et al., "QLoRA", 2023, section 3 (NF4); "LLM.int8()", 2022.
 """
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
 
+from kvq import fileio
 from kvq.calib.quantize.output import small_files
 from kvq.errors import ConfigError, ModelError, first_lines
-from kvq.models.checkpoint import read_header, read_json, weight_files
-from kvq.models.resolve import resolve_model
-from kvq.models.support import check_supported
-from kvq.models.weights import pick_device
+from kvq.models.checkpoint import read_json
+from kvq.models.prepared import QUANTIZED_FROM, prepare
+from kvq.models.resolve import ModelSource
 from kvq.weights.partial import check_target
 
 
 def write_bitsandbytes(
-    model: str, out: Path, method: str, *, device: str = "auto", revision: str | None = None,
+    model: str | Path | ModelSource,
+    out: Path,
+    method: str,
+    *,
+    device: str = "auto",
+    revision: str | None = None,
     token: str | None = None,
-) -> None:  # fmt: skip
+) -> None:
     """Quantize with bitsandbytes into a folder of its own; transformers and vLLM load it.
 
     `method`: nf4 (4-bit normal floats, double quantization) or int8-bnb (8 bits, outliers apart).
@@ -30,13 +36,16 @@ def write_bitsandbytes(
     """
     check_target(out, overwrite=False)
     _check_package()
-    folder = resolve_model(model, revision=revision, token=token)
-    check_supported(read_json(folder / "config.json"), max_context=None)
-    for path in weight_files(folder):
-        read_header(path)
+    prepared = prepare(model, device=device, max_context=1, revision=revision, token=token)
+    folder = prepared.folder
+    if prepared.is_quantized:
+        raise ModelError(f"{folder} is quantized already; take an unquantized copy")
     aside = out.with_name(f".{out.name}.partial")
     try:
-        _quantized(folder, method, str(pick_device(device))).save_pretrained(aside)
+        _quantized(folder, method, str(prepared.device)).save_pretrained(aside)
+        config = read_json(aside / "config.json")
+        config[QUANTIZED_FROM] = {"name": prepared.source.name, "digest": prepared.digest}
+        fileio.write_text(aside / "config.json", json.dumps(config, indent=2) + "\n")
         for path in small_files(folder):
             if not (aside / path.name).exists():
                 shutil.copyfile(path, aside / path.name)

@@ -13,7 +13,8 @@ from kvq.calib.quantize.settings import QuantizeSettings
 from kvq.calib.quantize.targets import Targets
 from kvq.errors import ConfigError
 from kvq.formats.weights import WeightFormat
-from kvq.models.checkpoint import read_header, read_json, weight_files
+from kvq.models.checkpoint import read_json, weight_files
+from kvq.models.prepared import QUANTIZED_FROM
 from kvq.weights.files import check_fits, pack_linear, quantization_config
 from kvq.weights.gptq import ActOrder
 from kvq.weights.writer import CheckpointWriter
@@ -58,13 +59,14 @@ def write_checkpoint(
     file_format: str,
     *,
     dtype: torch.dtype | None,
+    origin: dict[str, str],
     kv_scales: KVScales | None,
     overwrite: bool,
     progress: Callable[[int, int], None],
 ) -> tuple[list[ModuleReport], dict[str, str]]:
     """Write the folder, whole or not at all. Returns the report's rows, and which inputs got no scales.
 
-    `dtype`: of what is not quantized; None: as the source stores it.
+    `dtype`: of what is not quantized; None: as the source stores it. `origin`: the source's name and digest.
     """
     rows: list[ModuleReport] = []
     skipped: dict[str, str] = {}
@@ -91,6 +93,7 @@ def write_checkpoint(
         if dtype is not None:
             config.pop("torch_dtype", None)
             config["dtype"] = str(dtype).removeprefix("torch.")
+        config[QUANTIZED_FROM] = origin
         config["quantization_config"] = quantization_config(
             file_format,
             formats,
@@ -109,11 +112,6 @@ def small_files(folder: Path) -> Sequence[Path]:
         for path in folder.iterdir()
         if path.is_file() and path.suffix in _SUFFIXES and path.name.startswith(_COPIED)
     )
-
-
-def held_tensors(folder: Path) -> set[str]:
-    """Names of a checkpoint's tensors."""
-    return {entry.name for path in weight_files(folder) for entry in read_header(path)}
 
 
 def _copy_others(

@@ -9,7 +9,7 @@ from typing import Any
 from kvq.calib.export import fp8_scale_tensors
 from kvq.calib.observe import Observations, observe
 from kvq.calib.quantize.driver import Progress, Source, quantize_layers
-from kvq.calib.quantize.output import check_output, held_tensors, write_checkpoint
+from kvq.calib.quantize.output import check_output, write_checkpoint
 from kvq.calib.quantize.partial import Partial
 from kvq.calib.quantize.report import ModuleReport
 from kvq.calib.quantize.samples import draw_samples
@@ -22,9 +22,11 @@ from kvq.formats import KVRecipe
 from kvq.geometry import ModelGeometry
 from kvq.models import load
 from kvq.models.checkpoint import content_digest, weight_files
-from kvq.models.live_geometry import live_geometry
-from kvq.models.resolve import resolve_model
-from kvq.models.weights import DTYPES, load_plain, load_tokenizer, pick_device
+from kvq.models.device import DTYPES
+from kvq.models.prepared import PreparedModel, prepare
+from kvq.models.resolve import ModelSource
+from kvq.models.skeleton import build_skeleton
+from kvq.models.weights import load_plain
 from kvq.version import __version__
 
 
@@ -55,7 +57,7 @@ class Quantized:
 class Quantizing:
     """Where a quantized checkpoint comes from and goes to."""
 
-    model: str
+    model: str | Path | ModelSource | PreparedModel
     out: Path
     file_format: str = "compressed-tensors"
     text: EvalText | None = None  # None: CPython's help topics
@@ -83,6 +85,22 @@ class Quantizing:
             )
         return "fp16"
 
+    def prepared(self) -> PreparedModel:
+        """The model, checked; none of its weights are read.
+
+        Raises:
+            ModelError: missing, damaged or refused model.
+        """
+        if isinstance(self.model, PreparedModel):
+            return self.model
+        return prepare(
+            self.model,
+            device=self.device,
+            max_context=1,  # of no consequence: nothing is served
+            revision=self.revision,
+            token=self.token,
+        )
+
 
 def quantize_model(work: Quantizing, settings: QuantizeSettings) -> Quantized:
     """Quantize a model's weights into a folder of its own.
@@ -97,36 +115,37 @@ def quantize_model(work: Quantizing, settings: QuantizeSettings) -> Quantized:
     """
     check_output(work.out, work.file_format, settings, kv_scales=work.kv_scales, overwrite=work.overwrite)
     dtype = work.stored_dtype()
-    device = pick_device(work.device)
-    folder = resolve_model(work.model, revision=work.revision, token=work.token)
-    if folder.resolve() == work.out.resolve():
+    prepared = work.prepared()
+    folder, geometry = prepared.folder, prepared.geometry
+    if folder == work.out.resolve():
         raise ConfigError(f"{work.out} is the model itself; name another folder with --out")
-    model = load_plain(folder, dtype=dtype)
-    _check_finite(model, dtype)
-    targets = find_targets(model, settings.fmt, held_tensors(folder))
-    geometry = live_geometry(model.config)
+    held = {entry.name for entry in prepared.entries}
+    if (skeleton := build_skeleton(prepared)) is not None:
+        find_targets(skeleton, settings.fmt, held)  # raises before the weights are loaded
     text = work.text or calibration_text()
     windows: list[list[int]] = []
     if settings.method.needs_text:
-        tokenizer = load_tokenizer(folder)
         windows = draw_samples(
-            tokenizer,
+            prepared.tokenizer,
             text.text,
             samples=settings.samples,
             context=settings.context,
             max_context=geometry.max_context,
             seed=settings.seed,
         )
-    seen = _observed(work, folder, text) if work.kv_scales else None
+    model = load_plain(prepared, dtype=dtype)
+    _check_finite(model, dtype)
+    targets = find_targets(model, settings.fmt, held)
+    seen = _observed(work, prepared.source, text) if work.kv_scales else None
     source = Source(
         model=model,
         folder=folder,
         targets=targets,
         head_dims=tuple(layer.v_head_dim for layer in geometry.layers),
-        device=device,
+        device=prepared.device,
     )
     assert len(decoder_layers(model)[1]) == len(geometry.layers), "one geometry for each layer"
-    partial = _partial(work, settings, folder, text, str(device.type))
+    partial = _partial(work, settings, prepared, text)
     with closing(partial):
         quantize_layers(source, settings, windows, partial, work.progress("quantizing layers"))
         rows, skipped = write_checkpoint(
@@ -136,6 +155,7 @@ def quantize_model(work: Quantizing, settings: QuantizeSettings) -> Quantized:
             targets,
             work.file_format,
             dtype=DTYPES.get(dtype),
+            origin={"name": prepared.source.name, "digest": prepared.digest},
             kv_scales=None if seen is None else fp8_scale_tensors(seen),
             overwrite=work.overwrite,
             progress=work.progress("writing"),
@@ -155,14 +175,14 @@ def quantize_model(work: Quantizing, settings: QuantizeSettings) -> Quantized:
 
 
 def _partial(
-    work: Quantizing, settings: QuantizeSettings, folder: Path, text: EvalText, device: str
+    work: Quantizing, settings: QuantizeSettings, prepared: PreparedModel, text: EvalText
 ) -> Partial:
     """Where finished layers are kept, under a digest of all that decides their bytes."""
     said = settings.described() | {
-        "model": content_digest(weight_files(folder)),
+        "model": prepared.digest,
         "text": text.digest if settings.method.needs_text else None,
         "dtype": work.stored_dtype(),
-        "device": device,
+        "device": prepared.device.type,
         "kvq": __version__,
     }
     return Partial(work.out, said, digest_of(said), restart=work.restart)
@@ -178,9 +198,9 @@ def _check_finite(model: Any, dtype: str) -> None:
             )
 
 
-def _observed(work: Quantizing, folder: Path, text: EvalText) -> Observations:
+def _observed(work: Quantizing, source: ModelSource, text: EvalText) -> Observations:
     """K and V of the model as it is: quantized weights move their maxima little."""
-    model = load(folder, kv="fp32", device=work.device, dtype=work.dtype)
+    model = load(source, kv="fp32", device=work.device, dtype=work.dtype)
     return observe(model, text, progress=work.progress("observing K and V"))
 
 

@@ -87,9 +87,12 @@ def fixed_context(target: Target, context: int, output: int | None) -> list[Leng
 
 
 def _config(model: str | Path) -> Mapping[str, Any]:
+    """Of a folder, which a Path always is and a text may be; else of a model that is known by name."""
+    if isinstance(model, str) and (
+        model.lower() in known_models() or not Path(model, "config.json").is_file()
+    ):
+        return find_model(model).config
     path = Path(model) / "config.json"
-    if str(model).lower() in known_models() or not path.is_file():
-        return find_model(str(model)).config
     try:
         config = json.loads(path.read_text(encoding="utf8"))
     except (OSError, ValueError) as error:

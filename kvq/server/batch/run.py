@@ -11,14 +11,13 @@ from time import monotonic
 from typing import Any
 
 from kvq.errors import ConfigError, EngineError
-from kvq.models.resolve import resolve_model
-from kvq.models.weights import load_tokenizer
+from kvq.models.resolve import ModelSource, resolve_model
+from kvq.models.tokenizer import load_tokenizer
 from kvq.server.admission import Admission, AdmissionConfig
 from kvq.server.batch.calls import Calls
 from kvq.server.batch.journal import Journal
 from kvq.server.batch.lines import Line, read_lines
 from kvq.server.batch.results import encode_answer, encode_fault, encode_problem
-from kvq.server.config import name_of
 from kvq.server.logs import LogConfig
 from kvq.server.messages import Start
 from kvq.server.problems import Problem
@@ -43,7 +42,7 @@ class BatchConfig:
 
     source: Path
     target: Path
-    model: str = "tiny"
+    model: str | Path = "tiny"
     kv: str = "auto"
     served_model_name: str | None = None
     tool_call_parser: str = "auto"  # as in `ServerConfig`
@@ -82,24 +81,37 @@ class Summary:
         self.generated_tokens += usage["completion_tokens"]
 
 
-def run_batch(config: BatchConfig, progress: Progress = lambda done, total: None) -> Summary:
+def run_batch(
+    config: BatchConfig,
+    progress: Progress = lambda done, total: None,
+    on_model: Callable[[ModelSource, str], object] = lambda source, digest: None,
+) -> Summary:
     """Answer what has no result yet. SIGINT and SIGTERM end it early; another run goes on from there.
+
+    `on_model` is told which model was loaded, and the digest of its tensors.
 
     Raises:
         ConfigError: a file that can't be used, or an engine that can't be built.
         EngineError: the engine ended more often than it may.
     """
     with Journal(config.target, retry_failed=config.retry_failed) as journal:
-        return asyncio.run(_Batch(config, journal, progress).run())
+        return asyncio.run(_Batch(config, journal, progress, on_model).run())
 
 
 class _Batch:
     """One run."""
 
-    def __init__(self, config: BatchConfig, journal: Journal, progress: Progress) -> None:
+    def __init__(
+        self,
+        config: BatchConfig,
+        journal: Journal,
+        progress: Progress,
+        on_model: Callable[[ModelSource, str], object],
+    ) -> None:
         self._config = config
         self._journal = journal
         self._progress = progress
+        self._on_model = on_model
         self._total: int | None = None
         self._why_failed = ""
         self.summary = Summary(num_failed=journal.num_failed)
@@ -119,9 +131,16 @@ class _Batch:
         first = await self._first(lines)
         if first is None:
             return
-        service = _service(config, on_failed=self._note_failure)
+        options = dict(config.engine)
+        source = resolve_model(
+            config.model, revision=options.pop("revision", None), token=options.pop("token", None)
+        )
+        start = Start(
+            folder=str(source.folder), kv=config.kv, options=options, log=LogConfig(level="warning")
+        )
+        service = _service(config, source, Remote(start, on_failed=self._note_failure))
         try:
-            await service.remote.start()
+            self._on_model(source, (await service.remote.start()).model_digest)
             began = monotonic()
             try:
                 await self._answer_all(Calls(service), chain([first], lines))
@@ -203,18 +222,12 @@ class _Batch:
         self._why_failed = reason
 
 
-def _service(config: BatchConfig, *, on_failed: Callable[[str], object]) -> Service:
-    """An engine that is yet to be started, before which as many lines may wait as are held."""
-    options = dict(config.engine)
-    folder = resolve_model(
-        config.model, revision=options.pop("revision", None), token=options.pop("token", None)
-    )
-    tokenizer = load_tokenizer(folder)
+def _service(config: BatchConfig, source: ModelSource, remote: Remote) -> Service:
+    """Over an engine that is yet to be started, before which as many lines may wait as are held."""
+    tokenizer = load_tokenizer(source.folder)
     tools = ToolCalling.of(tokenizer, config.tool_call_parser)
     prompts = Prompts(tokenizer, is_text_template=tools.is_text_template, deadline_s=_TOKENIZE_S)
-    start = Start(model=str(folder), kv=config.kv, options=options, log=LogConfig(level="warning"))
-    remote = Remote(start, on_failed=on_failed)
-    name = config.served_model_name or name_of(config.model)
+    name = config.served_model_name or source.name
     return Service(name, remote, prompts, tools=tools, admission=Admission(_BOUNDLESS))
 
 

@@ -24,6 +24,7 @@ __all__ = [
     "parse_config",
     "quantization_config",
     "read_linear",
+    "stored_shape",
 ]
 
 FILE_FORMATS = ("compressed-tensors", "autogptq", "autoawq")
@@ -37,6 +38,11 @@ _READ = {
     "compressed-tensors": compressed_tensors.read_linear,
     "autogptq": gptq.read_linear,
     "autoawq": awq.read_linear,
+}
+_SHAPE = {
+    "compressed-tensors": compressed_tensors.stored_shape,
+    "autogptq": gptq.stored_shape,
+    "autoawq": awq.stored_shape,
 }
 
 
@@ -81,6 +87,25 @@ def read_linear(scheme: QuantizationScheme, name: str, tensors: Mapping[str, Ten
     except ConfigError as error:  # groups that don't divide the inputs
         raise ModelError(f"{name} as {layer.fmt.name}, which {WHERE} names: {error}") from error
     return weight
+
+
+def stored_shape(scheme: QuantizationScheme, name: str, tensors: Mapping[str, Tensor]) -> tuple[int, int]:
+    """[out, in] of the layer called `name`; looks at shapes, not at codes.
+
+    Raises:
+        ModelError: a tensor is missing or is no matrix.
+    """
+    layer = scheme.layer_of(name)
+    if layer is None:
+        raise ModelError(f"{WHERE} doesn't say that {name} is quantized")
+    if missing := [part for part in scheme.names_of(name) if part not in tensors]:
+        raise ModelError(
+            f"tensor {missing[0]} is missing; the checkpoint or its quantization_config is damaged"
+        )
+    try:
+        return _SHAPE[scheme.file_format](layer, name, tensors)
+    except ValueError as error:
+        raise ModelError(f"the tensors of {name} must be matrices: {error}") from error
 
 
 def quantization_config(

@@ -63,3 +63,9 @@ def read_linear(layer: LayerScheme, name: str, tensors: Mapping[str, Tensor]) ->
         )
     q = signed(unpack_awq(words), _BITS).T.contiguous()
     return QuantizedWeight.pack(layer.fmt, q, scale, None if layer.fmt.symmetric else zero)
+
+
+def stored_shape(layer: LayerScheme, name: str, tensors: Mapping[str, Tensor]) -> tuple[int, int]:
+    """[out, in] of a layer's weight, without its codes."""
+    inputs, words = tensors[f"{name}.qweight"].shape
+    return words * _COLUMNS, inputs

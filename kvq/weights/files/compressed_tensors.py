@@ -84,6 +84,15 @@ def read_linear(layer: LayerScheme, name: str, tensors: Mapping[str, Tensor]) ->
     return QuantizedWeight.pack(fmt, q, scale, zero, order)
 
 
+def stored_shape(layer: LayerScheme, name: str, tensors: Mapping[str, Tensor]) -> tuple[int, int]:
+    """[out, in] of a layer's weight, without its codes."""
+    if layer.version == PACKED:
+        out, inputs = take(tensors, f"{name}.weight_shape", (torch.int64, torch.int32), [2]).tolist()
+        return out, inputs
+    out, inputs = tensors[f"{name}.weight"].shape
+    return out, inputs
+
+
 def _packed_codes(fmt: WeightFormat, name: str, tensors: Mapping[str, Tensor]) -> Tensor:
     words = take_matrix(tensors, f"{name}.weight_packed", (torch.int32,))
     shape = take(tensors, f"{name}.weight_shape", (torch.int64, torch.int32), [2]).tolist()

@@ -70,6 +70,12 @@ def read_linear(layer: LayerScheme, name: str, tensors: Mapping[str, Tensor]) ->
     return QuantizedWeight.pack(fmt, q if order is None else q[:, order], scale, zero, order)
 
 
+def stored_shape(layer: LayerScheme, name: str, tensors: Mapping[str, Tensor]) -> tuple[int, int]:
+    """[out, in] of a layer's weight, without its codes."""
+    words, out = tensors[f"{name}.qweight"].shape
+    return out, words * WORD_BITS // layer.fmt.code.bits
+
+
 def _zeros(
     layer: LayerScheme, name: str, tensors: Mapping[str, Tensor], shape: tuple[int, int]
 ) -> Tensor | None:

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from kvq.models.resolve import resolve_model
-from kvq.models.weights import load_tokenizer
+from kvq.models.tokenizer import load_tokenizer
 from kvq.server.anthropic.bodies import MessagesBody
 from kvq.server.anthropic.prompt import prompt_pins, prompt_tokens
 from kvq.server.problems import Problem

@@ -1,0 +1,91 @@
+"""Rows that long measurements have finished: written as they come, and shown when the rest never comes."""
+
+import signal
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from types import FrameType
+from typing import Any, Self
+
+import click
+
+from kvq.evals.results import write_json
+
+Make = Callable[[], Sequence[Any]]  # the rows that are finished now
+_EVERY_S = 10.0  # between two writes, at least
+_SHARE = 50  # of the time, one part in so many is spent on them at most
+
+
+class FinishedRows:
+    """Keeps what is finished in a file beside the result's, until the result is whole.
+
+    `with FinishedRows(path, result, show) as finished:` measures with `keep=finished.keep`. When that is
+    interrupted, by Ctrl-C, SIGTERM or an error, the rows so far are shown, and lie in NAME.partial.json.
+    """
+
+    def __init__(
+        self,
+        path: str | None,
+        result: Callable[[Sequence[Any]], dict[str, Any]],
+        show: Callable[[dict[str, Any]], object],
+    ) -> None:
+        """`path`: of the whole result, None to write nothing. `result`: the JSON envelope of rows."""
+        self._path = None if path is None else Path(path)
+        self._partial = None if path is None else partial_path(Path(path))
+        self._result = result
+        self._show = show
+        self._make: Make | None = None
+        self._next_s = 0.0
+        self._before: Any = None
+
+    def __enter__(self) -> Self:
+        if threading.current_thread() is threading.main_thread():
+            self._before = signal.signal(signal.SIGTERM, _interrupt)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: object, trace: object) -> None:
+        if self._before is not None:
+            signal.signal(signal.SIGTERM, self._before)
+        if kind is None or self._make is None:
+            return
+        rows = self._make()
+        if not rows:
+            return
+        self._show(self._unfinished(rows))
+        where = "above" if self._partial is None else f"in {self._partial}, and above"
+        self._write(rows)
+        click.echo(f"kvq: not complete: what was finished is {where}", err=True)
+
+    def keep(self, make: Make) -> None:
+        """Take note of the rows that `make` returns; they are made when they are written or shown."""
+        self._make = make
+        began = time.monotonic()
+        if self._partial is not None and began >= self._next_s:
+            self._write(make())
+            now = time.monotonic()
+            self._next_s = now + max(_EVERY_S, _SHARE * (now - began))
+
+    def finish(self, result: dict[str, Any]) -> None:
+        """Write the whole result; what was kept is no longer needed."""
+        if self._path is not None and self._partial is not None:
+            write_json(self._path, result)
+            with suppress(FileNotFoundError):
+                self._partial.unlink()
+
+    def _write(self, rows: Sequence[Any]) -> None:
+        if self._partial is not None and rows:
+            write_json(self._partial, self._unfinished(rows))
+
+    def _unfinished(self, rows: Sequence[Any]) -> dict[str, Any]:
+        return {**self._result(rows), "complete": False}
+
+
+def partial_path(path: Path) -> Path:
+    """Where the finished rows of an unfinished result lie."""
+    return path.with_name(f"{path.stem}.partial{path.suffix or '.json'}")
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt

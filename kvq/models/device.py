@@ -1,0 +1,56 @@
+"""Devices and dtypes as users name them."""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from kvq.errors import ConfigError, first_lines, nearest
+
+_DEVICES = re.compile(r"cpu|mps|cuda(:\d{1,3})?")
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_STORED = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def pick_device(device: str) -> torch.device:
+    """Return the torch device for a name; `auto` is the first GPU, or the CPU.
+
+    Raises:
+        ConfigError: no such device on this machine.
+    """
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if not _DEVICES.fullmatch(device):
+        raise ConfigError(f"unknown device {device!r}; use auto, cpu, mps, cuda or cuda:N")
+    try:
+        chosen = torch.device(device)
+        torch.empty(1, device=chosen)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise ConfigError(
+            f"device {device!r} is not usable here ({first_lines(error)}); use auto, cpu or cuda"
+        ) from error
+    return chosen
+
+
+def pick_dtype(dtype: str, device: torch.device, config: Mapping[str, Any]) -> torch.dtype:
+    """What a model computes in: the named one; for `auto` fp32 on a CPU, else what its config says.
+
+    Raises:
+        ConfigError: no such dtype.
+    """
+    if dtype == "auto":
+        return torch.float32 if device.type == "cpu" else stored_dtype(config)
+    if dtype not in DTYPES:
+        allowed = ["auto", *DTYPES]
+        raise ConfigError(
+            f"unknown dtype {dtype!r}{nearest(dtype, allowed) or ';'} allowed: {', '.join(allowed)}"
+        )
+    return DTYPES[dtype]
+
+
+def stored_dtype(config: Mapping[str, Any]) -> torch.dtype:
+    """What a config.json says of the tensors that are not quantized; bf16 where it says nothing."""
+    name = str(config.get("dtype", config.get("torch_dtype"))).removeprefix("torch.")
+    return _STORED.get(name, torch.bfloat16)

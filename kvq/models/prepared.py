@@ -1,0 +1,284 @@
+"""A model as far as it is known without its weights: what can't work is refused before they are read."""
+
+from collections.abc import Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from functools import cached_property
+from math import prod
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import torch
+
+from kvq.cache.backend import CacheBackend, cache_backend
+from kvq.cache.kv_cache import KVCache
+from kvq.errors import ConfigError
+from kvq.formats import KVRecipe, StaticScales
+from kvq.formats.weights import WeightFormat, parse_weight_format
+from kvq.geometry import ModelGeometry
+from kvq.kernels import check_backend
+from kvq.layout import BlockOrder, KVLayout, check_recipe_fits, plan_layout
+from kvq.models.checkpoint import TensorEntry, content_digest, read_header, read_json, weight_files
+from kvq.models.device import DTYPE_NAMES, pick_device, pick_dtype
+from kvq.models.quantized import check_scheme
+from kvq.models.resolve import ModelSource, resolve_model
+from kvq.models.support import check_supported, rope_types
+from kvq.models.tokenizer import load_tokenizer
+
+QUANTIZED_FROM = "kvq_quantized_from"  # key of config.json: the name and digest of what was quantized
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreparedModel:
+    """A model that was found, and everything that its small files and headers say. Made by `prepare`."""
+
+    source: ModelSource
+    config: Mapping[str, Any]  # config.json
+    geometry: ModelGeometry
+    entries: tuple[TensorEntry, ...]  # of all weight files
+    device: torch.device
+    dtype: torch.dtype  # that it computes in
+    rounded_to: WeightFormat | None  # what Linear layers are rounded to while they are loaded
+    max_context: int  # tokens
+    block_size: int
+    order: BlockOrder
+    backend: str
+    cache: str
+
+    @property
+    def folder(self) -> Path:
+        """Where its files are."""
+        return self.source.folder
+
+    @property
+    def stored_bytes(self) -> int:
+        """Of all tensors, as they are stored."""
+        return sum(entry.end - entry.begin for entry in self.entries)
+
+    @property
+    def stored_values(self) -> int:
+        """How many numbers all tensors hold."""
+        return sum(prod(entry.shape) for entry in self.entries)
+
+    @property
+    def is_quantized(self) -> bool:
+        """True if its weights are stored in codes."""
+        return self.config.get("quantization_config") is not None
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        """The model's tokenizer.
+
+        Raises:
+            ModelError: the folder has none that loads without running its code.
+        """
+        return load_tokenizer(self.folder)
+
+    @property
+    def digest(self) -> str:
+        """Digest of all tensors of the checkpoint; reads the files once, unless that has begun already."""
+        return self._digest.result()
+
+    def begin_digest(self) -> None:
+        """Begin to read for the digest in a thread, while whoever loads the weights reads the same pages."""
+        _ = self._digest
+
+    @cached_property
+    def _digest(self) -> Future[str]:
+        future: Future[str] = Future()
+
+        def compute() -> None:
+            try:
+                future.set_result(content_digest(weight_files(self.folder)))
+            except BaseException as error:  # noqa: BLE001 - raised again by whoever asks
+                future.set_exception(error)
+
+        Thread(target=compute, name="kvq-digest", daemon=True).start()
+        return future
+
+    def recipe(self, kv: str | Path | KVRecipe, scales: StaticScales | None = None) -> KVRecipe:
+        """The recipe that `kv` means for this model; `scales` go to one that needs some and brings none.
+
+        Raises:
+            UnfitFormat: a format that the head dimensions don't fit; others may.
+            ConfigError: unknown format, or a recipe for other layers.
+        """
+        recipe = self._named(kv)
+        check_recipe_fits(self.geometry, recipe)
+        if recipe.is_static and recipe.static_scales is None:
+            return recipe.with_scales(scales)
+        return recipe
+
+    def _named(self, kv: str | Path | KVRecipe) -> KVRecipe:
+        if isinstance(kv, KVRecipe):
+            return kv
+        if not isinstance(kv, str | Path):
+            raise ConfigError(f"kv must be a format name, a kvq.json or a KVRecipe, got {kv!r}")
+        kv = str(kv)
+        if kv.endswith(".json"):
+            return replace(KVRecipe.load(kv), label=kv)  # files that hold like formats are told apart
+        return KVRecipe.uniform(DTYPE_NAMES[self.dtype] if kv == "auto" else kv, self.geometry.head_dims)
+
+    def layout(self, recipe: KVRecipe) -> KVLayout:
+        """The blocks of a recipe.
+
+        Raises:
+            ConfigError: a block size out of range, or a recipe made for other layers.
+        """
+        return plan_layout(self.geometry, recipe, block_size=self.block_size, order=self.order)
+
+    def check_scales(self, recipe: KVRecipe) -> None:
+        """Raise ConfigError if a recipe's static scales are missing, or anything in it is another model's."""
+        recipe.require_scales()
+        if recipe.is_bound:
+            self.check_belongs(recipe)
+
+    def check_belongs(self, recipe: KVRecipe) -> None:
+        """Raise ConfigError unless what was calibrated is this model's; says if its unquantized one's."""
+        try:
+            recipe.check_belongs(model_digest=self.digest, kv_heads=self.geometry.kv_heads)
+        except ConfigError as error:
+            if not self._was_quantized_from_the_model_of(recipe):
+                raise
+            raise ConfigError(
+                f"{recipe.label or 'the recipe'} was made for the unquantized model that {self.folder} was "
+                f"quantized from; formats and scales are found on the model that serves: "
+                f"kvq tune {self.folder} --out kvq.json, or kvq calibrate"
+            ) from error
+
+    def _was_quantized_from_the_model_of(self, recipe: KVRecipe) -> bool:
+        origin = self.config.get(QUANTIZED_FROM)
+        if not isinstance(origin, Mapping):
+            return False
+        try:
+            recipe.check_belongs(model_digest=str(origin.get("digest")), kv_heads=self.geometry.kv_heads)
+        except ConfigError:
+            return False
+        return True
+
+    def check_kernels(self, recipe: KVRecipe) -> None:
+        """Try the recipe's kernels on a block of each layer group.
+
+        Raises:
+            UnsupportedKernel: none runs here, or not the one that was named.
+            ConfigError: the cache backend can't store the recipe.
+        """
+        make_cache(self, recipe, self.layout(recipe), num_blocks=[1] * len(self.geometry.groups())).close()
+
+
+def prepare(
+    model: str | Path | ModelSource,
+    *,
+    device: str = "auto",
+    dtype: str = "auto",
+    max_context: int | None = None,
+    weights: str = "auto",
+    block_size: int = 32,
+    order: BlockOrder = BlockOrder.LAYER_MAJOR,
+    backend: str = "auto",
+    cache: str = "kvq",
+    revision: str | None = None,
+    token: str | None = None,
+) -> PreparedModel:
+    """Find a model and check all that can be checked without reading its weights; options as of `load`.
+
+    Raises:
+        ModelError: missing, damaged or refused model.
+        ConfigError: an option that can't be used as given.
+    """
+    check_backend(backend)
+    check_kernels_unnamed(cache, backend)
+    cache_backend(cache)
+    where = pick_device(device)
+    rounded_to = None if weights == "auto" else parse_weight_format(weights)
+    source = resolve_model(model, revision=revision, token=token)
+    config = read_json(source.folder / "config.json")
+    geometry = check_supported(config, max_context=max_context)
+    computed = pick_dtype(dtype, where, config)
+    if config.get("quantization_config") is not None:
+        if rounded_to is not None:
+            raise ConfigError(
+                f"{source.folder} holds quantized weights already; leave out weights={weights!r} (--weights)"
+            )
+        check_scheme(source.folder, config["quantization_config"])
+    context = _context(geometry, max_context, dynamic="dynamic" in rope_types(config))
+    plan_layout(geometry, KVRecipe.uniform("fp32", geometry.head_dims), block_size=block_size, order=order)
+    return PreparedModel(
+        source=source,
+        config=config,
+        geometry=geometry,
+        entries=tuple(entry for path in weight_files(source.folder) for entry in read_header(path)),
+        device=where,
+        dtype=computed,
+        rounded_to=rounded_to,
+        max_context=context,
+        block_size=block_size,
+        order=order,
+        backend=backend,
+        cache=cache,
+    )
+
+
+def make_cache(
+    model: PreparedModel,
+    recipe: KVRecipe,
+    layout: KVLayout,
+    *,
+    num_blocks: list[int],
+    cache: str | None = None,
+    backend: str | None = None,
+) -> CacheBackend:
+    """A cache of so many blocks per layer group; `cache` and `backend` where they are not the model's.
+
+    Raises:
+        ConfigError: no such cache backend, or one that can't store the recipe.
+        OutOfMemory: the blocks don't fit.
+        UnsupportedKernel: no kernel runs the recipe here.
+    """
+    cache, backend = cache or model.cache, backend or model.backend
+    check_kernels_unnamed(cache, backend)
+    if cache == "kvq":
+        return KVCache(
+            model.geometry, recipe, layout, num_blocks=num_blocks, device=model.device, backend=backend
+        )
+    make = cache_backend(cache)
+    return make(model.geometry, recipe, layout, num_blocks=num_blocks, device=model.device)
+
+
+def find_scales(model: PreparedModel, path: str | Path | None) -> StaticScales | None:
+    """Static scales from a kvq.json, or from the one inside the model folder if there is one.
+
+    Raises:
+        ConfigError: the file is unreadable, holds no static scales, or another model's.
+    """
+    beside = model.folder / "kvq.json"
+    if path is None and not beside.is_file():
+        return None
+    recipe = KVRecipe.load(path or beside)
+    if path is not None:
+        if recipe.static_scales is None:
+            raise ConfigError(
+                f"{path} holds no static scales; make some: `kvq calibrate MODEL --out kvq.json`"
+            )
+        check_recipe_fits(model.geometry, recipe)
+        model.check_belongs(recipe)
+    return recipe.static_scales
+
+
+def check_kernels_unnamed(cache: str, backend: str) -> None:
+    """Raise ConfigError if kernels were named for a cache backend that brings its own."""
+    if cache != "kvq" and backend != "auto":
+        raise ConfigError(
+            f"--backend {backend} names kernels of kvq's own cache, but the cache is {cache!r}; leave one out"
+        )
+
+
+def _context(geometry: ModelGeometry, max_context: int | None, *, dynamic: bool) -> int:
+    if max_context is None:
+        return geometry.max_context
+    if max_context < 1 or (max_context > geometry.max_context and not dynamic):
+        raise ConfigError(
+            f"a context of {max_context} tokens was asked for; this model takes 1 to {geometry.max_context}"
+        )
+    return max_context

@@ -1,0 +1,87 @@
+"""A model without its weights: transformers' own module on torch's meta device, from headers alone.
+
+What a checkpoint lacks, has too much of or has in other shapes is found in a tenth of a second, before
+gigabytes are read.
+"""
+
+import logging
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kvq.errors import ModelError, first_lines
+from kvq.models.checkpoint import weight_files
+from kvq.models.live_geometry import live_geometry
+from kvq.models.modules import load_config, load_module_from
+from kvq.models.prepared import PreparedModel
+from kvq.models.quantized import coded_layers, is_bitsandbytes, plain_tensors, rounded_formats
+from kvq.models.stored import StoredTensors
+from kvq.weights.files import parse_config, stored_shape
+
+_log = logging.getLogger("kvq")
+
+
+class _StandIn(Tensor):
+    """A tensor without memory, which stays so wherever a loader moves it."""
+
+    def to(self, *_: object, dtype: torch.dtype | None = None, **__: object) -> Tensor:
+        """The same in another type."""
+        return torch.empty(self.shape, dtype=dtype or self.dtype, device="meta")
+
+
+def build_skeleton(prepared: PreparedModel) -> nn.Module | None:
+    """The module of a model that was prepared, every parameter on the meta device.
+
+    None where transformers can't make one without numbers; then loading tells.
+
+    Raises:
+        ModelError: tensors that are missing, too many or misshapen, or a model that would be run wrongly.
+        ConfigError: groups of a weight format that don't divide a layer's inputs.
+    """
+    config = prepared.config.get("quantization_config")
+    if is_bitsandbytes(config):  # whose layers are made from the numbers
+        return None
+    tensors = _stand_ins(prepared, config)
+    plain = load_config(prepared.folder)
+    if config is not None:
+        del plain.quantization_config
+    try:
+        model: Any = load_module_from(prepared.folder, plain, tensors, prepared.dtype)
+    except ModelError as error:
+        if error.__cause__ is None:
+            raise
+        _log.debug("checked by loading only: %s", first_lines(error))
+        return None
+    check_runs(model, prepared)
+    if prepared.rounded_to is not None:
+        rounded_formats(model, prepared.rounded_to)
+    return model  # type: ignore[no-any-return]
+
+
+def check_runs(model: Any, prepared: PreparedModel) -> None:
+    """Raise ModelError unless a model's attention can be replaced, and its shape is the one read here."""
+    if not type(model)._supports_attention_backend:
+        raise ModelError(f"kvq does not run {prepared.geometry.model_type}: its attention can't be replaced")
+    if (live := live_geometry(model.config)) != prepared.geometry:
+        raise ModelError(
+            f"kvq reads {prepared.folder}/config.json as {prepared.geometry}, transformers as {live}; "
+            f"please report this model, it would be run wrongly"
+        )
+
+
+def _stand_ins(prepared: PreparedModel, config: object) -> dict[str, Tensor]:
+    """What transformers would be given, by name, without memory."""
+    if config is None:
+        return {entry.name: _stand_in(entry.shape, prepared.dtype) for entry in prepared.entries}
+    scheme = parse_config(config)
+    stored = StoredTensors(weight_files(prepared.folder))
+    coded = coded_layers(stored)
+    whole = {f"{name}.weight": stored_shape(scheme, name, stored) for name in coded}
+    shapes = {entry.name: entry.shape for entry in prepared.entries}
+    plain = plain_tensors(scheme, shapes, coded)
+    return {name: _stand_in(shape, prepared.dtype) for name, shape in {**plain, **whole}.items()}
+
+
+def _stand_in(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta").as_subclass(_StandIn)

@@ -1,0 +1,45 @@
+"""Tokenizers: transformers' own, loaded without code from the folder."""
+
+from pathlib import Path
+from typing import Any
+
+from kvq.errors import ModelError, first_lines
+from kvq.models.checkpoint import read_json
+
+
+def load_tokenizer(folder: Path) -> Any:
+    """The tokenizer of a model folder.
+
+    Raises:
+        ModelError: the folder has none that loads without running its code.
+    """
+    from transformers import AutoTokenizer
+
+    config = folder / "tokenizer_config.json"
+    if config.is_file() and read_json(config).get("auto_map"):
+        raise ModelError(f"{config} has auto_map, code that would run at load; kvq never runs it")
+    try:
+        return AutoTokenizer.from_pretrained(
+            folder, config=_tokenizers_config(folder), local_files_only=True, trust_remote_code=False
+        )
+    except Exception as error:  # whatever a damaged file makes the parsers raise
+        raise ModelError(f"{folder} has no tokenizer that loads: {first_lines(error)}") from error
+
+
+def _tokenizers_config(folder: Path) -> Any:
+    """What a tokenizer's class is chosen by, where its own configuration names one.
+
+    The model's whole configuration would import half of transformers and torch: a second and 150 MB
+    for a process that has no model.
+    """
+    own, model = folder / "tokenizer_config.json", folder / "config.json"
+    if not own.is_file() or not model.is_file() or not read_json(own).get("tokenizer_class"):
+        return None
+    from transformers import PreTrainedConfig
+
+    given = read_json(model)
+    config = PreTrainedConfig(name_or_path=str(folder))
+    for name in ("model_type", "model_name", "tokenizer_class"):
+        if isinstance(given.get(name), str):
+            setattr(config, name, given[name])
+    return config
