@@ -26,7 +26,7 @@ _USUAL_HZ = 2.5e9
 
 
 def waiting_environment() -> dict[str, str]:
-    """What a process that is about to load torch needs in its environment; nothing where that says it already."""
+    """What the environment of a process that will load torch lacks; nothing where a user chose."""
     if sys.platform != "linux" or any(map(os.environ.get, _CHOSEN_BY_USERS)):
         return {}
     return {"GOMP_SPINCOUNT": str(spin_count(_read_cpu()))}
@@ -46,7 +46,8 @@ def short_spins() -> Iterator[None]:
 
 def spin_count(cpu: str) -> int:
     """Spins that take about half a millisecond on the CPU that /proc/cpuinfo's text describes."""
-    facts = dict((part.strip() for part in line.split(":", 1)) for line in cpu.splitlines() if ":" in line)
+    lines = [line.partition(":") for line in cpu.splitlines()]
+    facts = {name.strip(): value.strip() for name, _, value in lines}
     cycles = _PAUSE_CYCLES.get(facts.get("vendor_id", ""))
     if cycles is None:  # Arm's pause takes no time: libgomp's count is 0.3 ms there
         return _OWN

@@ -109,7 +109,7 @@ def _evaluate(python: Path, url: str, folder: Path, tokens: str) -> dict[str, fl
     arguments = {
         "base_url": f"{url}/v1/completions",
         "model": "tiny",
-        "tokenizer": str(resolve_model("tiny")),
+        "tokenizer": str(resolve_model("tiny").folder),
         "tokenizer_backend": "huggingface",
         "tokenized_requests": tokens,
         "num_concurrent": "4",

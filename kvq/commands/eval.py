@@ -22,11 +22,12 @@ from kvq.errors import ConfigError
 if TYPE_CHECKING:
     from kvq.commands.eval_tasks import Chosen, EvalPlan
     from kvq.commands.loading import CheckedModel
-    from kvq.evals.gates import Gate
+    from kvq.evals.gates import Gate, GateFailure
     from kvq.models import Model
 
 DEFAULT_KV = "fp32,fp8,int8,k8v4,int4"
 _COUNT = click.IntRange(min=1)
+_Make = Callable[[], dict[str, Any]]  # what is finished of a result
 
 
 @click.command(name="eval")
@@ -176,7 +177,7 @@ def _measure(
     with FinishedRows(json_path, result, print_eval) as finished:
         found, ran = _run_all(prepared, plan, model, lambda make: finished.keep(lambda: [make()]))
     gates = [
-        _gate_result(gate, TASKS[task.partition(":")[0]].gate_rows(found, gate), formats)
+        _gate_result(gate, _failures(gate, task, found, formats))
         for gate, task in zip(limits, about, strict=True)
     ]
     whole = _result(model, plan, checked.refused, {**found, "tasks": ran, "gates": gates})
@@ -213,17 +214,28 @@ def _result(
     )
 
 
-def _gate_result(gate: "Gate", rows: Sequence[Mapping[str, Any]], formats: dict[str, bool]) -> dict[str, Any]:
-    """How a gate ended, as JSON."""
-    from kvq.evals.gates import failures
+def _failures(
+    gate: "Gate", task: str, found: Mapping[str, Any], formats: dict[str, bool]
+) -> "list[GateFailure]":
+    """What breaks a gate; a task that is void breaks all of its gates."""
+    from kvq.commands.eval_tasks import TASKS
+    from kvq.evals.gates import failures, missing
 
-    broken = [dataclasses.asdict(one) for one in failures(gate, rows, formats)]
+    for name, reason in found.get("void", {}).items():
+        if name == task or name.startswith(f"{task}:"):
+            return [missing(gate, f"{name} is void: {reason}")]
+    return failures(gate, TASKS[task.partition(":")[0]].gate_rows(found, gate), formats)
+
+
+def _gate_result(gate: "Gate", broken: "list[GateFailure]") -> dict[str, Any]:
+    """How a gate ended, as JSON."""
     return {
         "gate": gate.text,
         "figure": gate.figure,
         "limit": gate.limit,
+        "unit": gate.unit,
         "passed": not broken,
-        "failures": broken,
+        "failures": [dataclasses.asdict(one) | {"told": one.told(gate)} for one in broken],
     }
 
 
@@ -231,7 +243,7 @@ def _run_all(
     prepared: "list[tuple[Chosen, Any]]",
     plan: "EvalPlan",
     model: "Model",
-    keep: Callable[[Callable[[], dict[str, Any]]], object],
+    keep: Callable[[_Make], object],
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """What all tasks measured, as JSON by key, and what each of them took."""
     from kvq.commands.eval_tasks import Running
@@ -239,19 +251,23 @@ def _run_all(
     from kvq.commands.resources import measured
 
     found: dict[str, Any] = {}
-    ran = []
+    ran: list[dict[str, Any]] = []
     for one, given in prepared:
         names = ",".join(one.names)
-        before = dict(found)
+        so_far = dict(found)
+        tasks = [*ran, {"names": one.names, "key": one.task.key}]
 
-        def keep_part(make: Callable[[], dict[str, Any]], before: dict[str, Any] = before) -> None:
-            keep(lambda: before | _as_json(make()))
+        def keep_part(make: _Make, so_far: dict[str, Any] = so_far, tasks: list[Any] = tasks) -> None:
+            keep(lambda: so_far | _as_json(make()) | {"tasks": tasks})
 
         with progress_bar(names) as progress, measured(model.weights.device) as used:
             running = Running(plan=plan, model=model, progress=progress, keep=keep_part)
-            found |= _as_json(one.task.run(running, given))
-        keep(found.copy)
+            got = _as_json(one.task.run(running, given))
+        void = found.get("void", {}) | got.pop("void", {})
+        found |= got | ({"void": void} if void else {})
         ran.append({"names": one.names, "key": one.task.key, **dataclasses.asdict(used)})
+        whole = found | {"tasks": list(ran)}
+        keep(whole.copy)
         click.echo(f"{names}: {used.line()}")
     return found, ran
 

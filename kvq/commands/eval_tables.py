@@ -45,6 +45,8 @@ def text_table(heads: Any, cells: Any) -> Table:
 def print_check(result: dict[str, Any]) -> bool:
     """Print how the gates and the check of the instrument ended; True if all passed."""
     passed = True
+    for name, reason in result.get("void", {}).items():
+        click.echo(f"\n{name} is VOID: {reason}")
     if check := result.get("instrument"):
         click.echo(f"\n{instrument_line(check)}")
         passed = check["passed"]
@@ -54,7 +56,5 @@ def print_check(result: dict[str, Any]) -> bool:
             continue
         passed = False
         for failure in gate["failures"]:
-            value = "not a number" if failure["value"] is None else f"{failure['value']:.6g}"
-            where = " ".join(filter(None, (failure["kv"], failure["where"])))
-            click.echo(f"gate {gate['gate']}: FAILED by {where}: {value}, the limit is {gate['limit']:.6g}")
+            click.echo(f"gate {gate['gate']}: FAILED by {failure['told']}")
     return passed

@@ -19,6 +19,7 @@ from kvq.evals.needle import (
     measure_needle,
     needle_prompts,
     summarize_needle,
+    void_reason,
 )
 from kvq.evals.perplexity import instrument_check
 from kvq.evals.quality import QualityRow, measure_quality
@@ -148,7 +149,13 @@ def _needle(running: Running, _: object) -> dict[str, Any]:
     options = {field.name: getattr(plan.needle, field.name) for field in fields(plan.needle)}
 
     def result(rows: list[NeedleRow]) -> dict[str, Any]:
-        return {"needle_summary": summarize_needle(rows), "needle": rows, "needle_plan": options}
+        reason = void_reason(rows)
+        return {
+            "needle_summary": summarize_needle(rows),
+            "needle": rows,
+            "needle_plan": options,
+            "void": {} if reason is None else {"needle": reason},
+        }
 
     rows = measure_needle(
         running.model,
@@ -173,7 +180,7 @@ def _load_lm_eval(plan: EvalPlan, names: list[str]) -> list[Any]:
 
 
 def _lm_eval(running: Running, loaded: list[Any]) -> dict[str, Any]:
-    from kvq.evals.lm_eval_tasks import LMEvalPlan, measure_tasks
+    from kvq.evals.lm_eval_tasks import LMEvalPlan, measure_tasks, void_tasks
 
     given = LMEvalPlan(**running.plan.lm_eval)
     told = {name: getattr(given, name) for name in ("limit", "num_fewshot", "apply_chat_template", "seed")}
@@ -185,7 +192,7 @@ def _lm_eval(running: Running, loaded: list[Any]) -> dict[str, Any]:
         progress=lambda kv, task, done, total: running.progress(done, total),
         keep=lambda make: running.keep(lambda: {"lm_eval": make(), "lm_eval_plan": told}),
     )
-    return {"lm_eval": rows, "lm_eval_plan": told}
+    return {"lm_eval": rows, "lm_eval_plan": told, "void": void_tasks(rows)}
 
 
 def _lm_eval_figures(name: str, loaded: list[Any]) -> dict[str, list[str]]:

@@ -58,17 +58,17 @@ def check_for(options: ModelOptions, kv: list[str]) -> CheckedModel:
         prepared = prepare(options.model, **options.load_options())
         _check_scales_options(options)
         scales = find_scales(prepared, options.scales)
-        recipes: dict[str, KVRecipe] = {}
+        recipes: list[tuple[str, KVRecipe]] = []
         refused: dict[str, UnfitFormat] = {}
         for name in kv:
             try:
-                recipes[name] = prepared.recipe(name, scales)
+                recipes.append((name, prepared.recipe(name, scales)))
             except UnfitFormat as unfit:
                 refused[name] = unfit
         if not recipes:
             raise next(iter(refused.values()))
         _check_scales_are_used(options, recipes)
-        for recipe in recipes.values():
+        for _, recipe in recipes:
             if options.calibrate_on_load and recipe.is_static:
                 continue  # its scales are yet to be observed
             prepared.check_scales(recipe)
@@ -77,7 +77,7 @@ def check_for(options: ModelOptions, kv: list[str]) -> CheckedModel:
         click.echo(f"kvq: left out: {name} does not fit this model: {error}", err=True)
     return CheckedModel(
         prepared=prepared,
-        kv=list(recipes),
+        kv=[name for name, _ in recipes],
         refused={name: str(error) for name, error in refused.items()},
         scales=scales,
         calibrates=options.calibrate_on_load,
@@ -112,8 +112,9 @@ def _check_scales_options(options: ModelOptions) -> None:
         raise ConfigError("--calibrate-on-load makes static scales and --scales names some; give one of them")
 
 
-def _check_scales_are_used(options: ModelOptions, recipes: dict[str, KVRecipe]) -> None:
+def _check_scales_are_used(options: ModelOptions, recipes: list[tuple[str, KVRecipe]]) -> None:
     given = "--calibrate-on-load" if options.calibrate_on_load else f"--scales {options.scales}"
     wanted = options.calibrate_on_load or options.scales
-    if wanted and not any(recipe.is_static for recipe in recipes.values()):
-        raise ConfigError(f"{given} was given, but {', '.join(recipes)} use no static scales; drop it")
+    if wanted and not any(recipe.is_static for _, recipe in recipes):
+        names = ", ".join(name for name, _ in recipes)
+        raise ConfigError(f"{given} was given, but {names} use no static scales; drop it")

@@ -142,7 +142,6 @@ def window_options(command: _Command) -> _Command:
             "--context",
             default=1024,
             show_default=True,
-            type=click.IntRange(min=2),
             help="Tokens per window; windows are documents.",
         ),
     ):

@@ -27,6 +27,7 @@ class PlainLines:
 
     def __init__(self, what: str) -> None:
         self._what = what
+        self._stage = ""
         self._done = 0
         self._total: int | None = None
         self._began = time.monotonic()
@@ -48,9 +49,9 @@ class PlainLines:
         """So much is done."""
         self._done, self._total = done, total
 
-    def rename(self, what: str) -> None:
-        """Something else goes on now."""
-        self._what = what
+    def stage(self, name: str) -> None:
+        """What of the work goes on now."""
+        self._stage = f": {name}"
 
     @property
     def _elapsed_s(self) -> float:
@@ -64,12 +65,13 @@ class PlainLines:
             wait_s = max(EVERY_S, self._elapsed_s / 10)
 
     def _line(self) -> str:
-        elapsed_s, done, total = self._elapsed_s, self._done, self._total
+        what, elapsed_s = self._what + self._stage, self._elapsed_s
+        done, total = self._done, self._total
         if not total:
             counted = f", {done:,} done" if done else ""
-            return f"{self._what}{counted}, {_span(elapsed_s)} so far"
+            return f"{what}{counted}, {_span(elapsed_s)} so far"
         left = f"about {_span(elapsed_s * (total - done) / done)} left" if done else "no telling how long yet"
-        return f"{self._what}: {done / total:.0%} done ({done:,} of {total:,}) in {_span(elapsed_s)}, {left}"
+        return f"{what}: {done / total:.0%} done ({done:,} of {total:,}) in {_span(elapsed_s)}, {left}"
 
 
 def _span(seconds: float) -> str:
@@ -138,5 +140,5 @@ def status(what: str) -> Iterator[None]:
             stack.enter_context(hear_stages(lambda stage: spinner.update(f"{what}: {stage}")))
         else:
             lines = stack.enter_context(PlainLines(what))
-            stack.enter_context(hear_stages(lambda stage: lines.rename(f"{what}: {stage}")))
+            stack.enter_context(hear_stages(lines.stage))
         yield

@@ -74,12 +74,12 @@ def _checks(result: dict[str, Any]) -> str:
             f"{check['window_tokens']} tokens and by {check['int2_change']:+.1%} with "
             f"{escape(check['int2_format'])}; both must reach {check['limit']:+.0%}"
         )
+    lines += [
+        _mark(False, f"{name} is void") + f": {escape(reason)}"
+        for name, reason in result.get("void", {}).items()
+    ]
     for gate in result["gates"]:
-        broken = "; ".join(
-            " ".join(filter(None, (one["kv"], one["where"])))
-            + f": {'not a number' if one['value'] is None else format(one['value'], '.6g')}"
-            for one in gate["failures"]
-        )
+        broken = "; ".join(one["told"] for one in gate["failures"])
         lines.append(
             _mark(gate["passed"], f"gate {gate['gate']}") + (f" by {escape(broken)}" if broken else "")
         )

@@ -1,6 +1,9 @@
 """Gates: limits that a measurement must keep, such as `kl_mean<0.01`, for continuous integration.
 
-    [FORMAT:][TASK.]FIGURE OPERATOR NUMBER[%]
+    [FORMAT:][TASK.]FIGURE OPERATOR NUMBER[UNIT]
+
+A unit is % of shares, nats, mnats or bits of divergences, bits per element, B, KB or KiB per token, s, ms or
+min, x of compression. A figure that breaks a limit is told in the limit's unit.
 
 A gate holds if every row that it concerns holds: those of one format if it names one, else those of
 every quantized format. What is missing or not a number fails. Of lm-eval, `lm_eval.acc` is that metric of
@@ -27,8 +30,19 @@ _NUMBER = r"[+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?"
 _GATE = re.compile(
     r"\s*(?:(?P<kv>(?!\s*lm_eval:)[^:<>=]+):)?\s*(?:(?P<task>lm_eval:[^<>=\s]+|[a-z_]\w*)\.)?"
     r"(?P<figure>[A-Za-z_]\w*)(?:,(?P<filter>[\w-]+))?\s*"
-    rf"(?P<operator><=|>=|<|>)\s*(?P<limit>{_NUMBER})\s*(?P<percent>%?)\s*"
+    rf"(?P<operator><=|>=|<|>)\s*(?P<limit>{_NUMBER})\s*(?P<unit>%|[A-Za-z/]+)?\s*"
 )
+_SHARE = {"%": 0.01}
+_NATS = {"nats": 1.0, "mnats": 1e-3, "bits": math.log(2)}
+_SECONDS = {"s": 1.0, "ms": 1e-3, "min": 60.0}
+_UNITS = {  # by the beginning of a figure's name; of others a share
+    "kl_": _NATS,
+    "bits_per_element": {"bits": 1.0, "b/el": 1.0},
+    "kv_bytes_per_token": {"B": 1.0, "KB": 1e3, "KiB": 1024.0},
+    "compression": {"x": 1.0},
+    "seconds": _SECONDS,
+    "tokens": {"tokens": 1.0},
+}
 IDENTITIES = ("attention_window", "task", "metric", "filter", "length", "depth", "layer")  # and the format
 _EXAMPLES = (
     "kl_mean<0.01, perplexity_change<=1%, int4:top1_agreement>0.9, needle.retrieved>=0.95, "
@@ -46,7 +60,13 @@ class Gate:
     figure: str
     filter: str | None  # of lm-eval's metrics: what was done to answers before they were judged
     operator: str
-    limit: float
+    limit: float  # in the figure's own unit
+    unit: str  # that it was given in; "" for the figure's own
+    scale: float  # of that unit
+
+    def tell(self, value: float) -> str:
+        """A figure in the unit of the limit."""
+        return f"{value / self.scale:.6g}{'' if self.unit in ('', '%', 'x') else ' '}{self.unit}"
 
     def holds(self, value: object) -> bool:
         """True if a value keeps the limit; NaN, None and what is no number never do."""
@@ -57,11 +77,20 @@ class Gate:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GateFailure:
-    """A row that broke a limit."""
+    """A row that broke a limit, or why there is none."""
 
     kv: str
     where: str  # what else tells the row from others of its format, such as "layer 3"
     value: float | None
+    has_row: bool = True  # False: `where` says why there is none
+
+    def told(self, gate: Gate) -> str:
+        """In words, figure and limit in the gate's unit."""
+        who = " ".join(filter(None, (self.kv, self.where)))
+        if not self.has_row:
+            return who
+        value = "not a number" if self.value is None else gate.tell(self.value)
+        return f"{who}: {value}, the limit is {gate.tell(gate.limit)}"
 
 
 def parse_gate(text: str) -> Gate:
@@ -73,7 +102,9 @@ def parse_gate(text: str) -> Gate:
     match = _GATE.fullmatch(text)
     if match is None:
         raise ConfigError(f"--gate {text!r} is not [FORMAT:][TASK.]FIGURE<NUMBER; such as {_EXAMPLES}")
-    limit = float(match["limit"]) / (100 if match["percent"] else 1)
+    unit = match["unit"] or ""
+    scale = _scale(text, match["figure"], unit)
+    limit = float(match["limit"]) * scale
     if not math.isfinite(limit):
         raise ConfigError(f"--gate {text!r}: the limit must be a finite number")
     return Gate(
@@ -84,7 +115,19 @@ def parse_gate(text: str) -> Gate:
         filter=match["filter"],
         operator=match["operator"],
         limit=limit,
+        unit=unit,
+        scale=scale,
     )
+
+
+def _scale(text: str, figure: str, unit: str) -> float:
+    """What a unit is in the figure's own."""
+    if not unit:
+        return 1.0
+    units = next((known for name, known in _UNITS.items() if figure.startswith(name)), {}) | _SHARE
+    if unit not in units:
+        raise ConfigError(f"--gate {text!r}: {figure} is given in {', '.join(units)} or plain, got {unit!r}")
+    return units[unit]
 
 
 def check_gate(
@@ -132,12 +175,17 @@ def failures(gate: Gate, rows: Sequence[Mapping[str, Any]], formats: Mapping[str
     kvs = [kv for kv, quantized in formats.items() if (quantized if gate.kv is None else kv == gate.kv)]
     concerned = [row for row in rows if row["kv"] in kvs]
     if not concerned:
-        return [GateFailure(kv=gate.kv or "every quantized format", where="not measured", value=None)]
+        return [missing(gate, "not measured")]
     return [
         GateFailure(kv=row["kv"], where=identity(row), value=_number(figure(row, gate.figure)))
         for row in concerned
         if not gate.holds(figure(row, gate.figure))
     ]
+
+
+def missing(gate: Gate, reason: str) -> GateFailure:
+    """A gate without any row that it could hold for."""
+    return GateFailure(kv=gate.kv or "every quantized format", where=reason, value=None, has_row=False)
 
 
 def figure(row: Mapping[str, Any], name: str) -> object:

@@ -119,20 +119,46 @@ def measure_tasks(
     """Rows of tasks that `load_tasks` returned, for every format, task and metric in this order.
 
     Engines are built and closed one after another, so that each has the memory to itself. `models`: one
-    per format. `kv_memory`: of each pool; what is free if None.
+    per format. `kv_memory`: of each pool; what is free if None. A task of which the first format, if it is
+    unquantized, gets nothing right is void, and not run for the others.
 
     Raises:
         RequestError: the tokenizer has no chat template, or a task fails.
         OutOfMemory: a pool doesn't fit.
     """
     rows: list[TaskRow] = []
+    void: set[str] = set()  # names of tasks
     for model in models:
         with LLM(model, kv_memory=kv_memory) as llm:
             lm = KvqLM(llm, seed=plan.seed)
             for one in loaded:
-                rows += run_loaded(lm, model.recipe.name, one, plan, progress=progress)
+                if one[0] in void:
+                    continue
+                found = run_loaded(lm, model.recipe.name, one, plan, progress=progress)
+                if model is models[0] and not model.recipe.is_quantized and _found_nothing(found):
+                    void.add(one[0])
+                rows += found
                 keep(rows.copy)
     return rows
+
+
+def void_tasks(rows: Sequence[TaskRow]) -> dict[str, str]:
+    """Tasks of `measure_tasks` that say nothing about formats, `lm_eval:NAME` -> why."""
+    by_task: dict[str, list[TaskRow]] = {}
+    for row in rows:
+        by_task.setdefault(row.task, []).append(row)
+    first = rows[0].kv if rows else ""
+    return {
+        f"lm_eval:{task}": f"{first} got nothing right in {own[0].samples} samples"
+        for task, own in by_task.items()
+        if {row.kv for row in own} == {first} and _found_nothing(own)
+    }
+
+
+def _found_nothing(rows: Sequence[TaskRow]) -> bool:
+    """True if there are figures of which more is better, and all of them are 0."""
+    values = [row.value for row in rows if row.higher_is_better]
+    return bool(values) and not any(values)
 
 
 def run_loaded(lm: KvqLM, kv: str, loaded: Loaded, plan: LMEvalPlan, *, progress: Progress) -> list[TaskRow]:

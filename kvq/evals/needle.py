@@ -14,6 +14,7 @@ from typing import Any
 
 from kvq.errors import RequestError
 from kvq.evals.bootstrap import wilson_interval
+from kvq.evals.divergence import Keep
 from kvq.evals.needle_prompts import SENTENCE, NeedlePrompt, NeedlePrompts
 from kvq.formats import KVRecipe
 from kvq.models import Model, Session
@@ -23,6 +24,7 @@ Progress = Callable[[int, int], None]  # (prompts answered, prompts in all), eve
 
 LENGTHS = (512, 1024, 2048, 4096)  # tokens
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
+VOID_AFTER = 50  # prompts; whoever answers a tenth of them is called void once in two hundred tests
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,10 +69,32 @@ class NeedleSummary:
 
 @dataclass(kw_only=True, slots=True)
 class _Score:
+    trials: int = 0
     hits: int = 0
     right: int = 0
     tokens: int = 0
     seconds: float = 0.0
+
+    def take(self, given: list[int], answer: list[int], seconds: float) -> None:
+        """Add up one answer."""
+        self.trials += 1
+        self.hits += given == answer
+        self.right += sum(a == b for a, b in zip(given, answer, strict=True))
+        self.tokens += len(answer)
+        self.seconds += seconds
+
+    def row(self, kv: str, length: int, depth: float) -> NeedleRow:
+        """What it says of a cell."""
+        return NeedleRow(
+            kv=kv,
+            length=length,
+            depth=depth,
+            trials=self.trials,
+            hits=self.hits,
+            retrieved=self.hits / self.trials,
+            token_accuracy=self.right / self.tokens,
+            seconds=self.seconds,
+        )
 
 
 def measure_needle(
@@ -79,6 +103,7 @@ def measure_needle(
     text: str,
     *,
     progress: Progress = lambda done, total: None,
+    keep: Keep = lambda make: None,
     **options: Any,
 ) -> list[NeedleRow]:
     """Measure how often formats find a needle, for every format, length and depth in this order.
@@ -87,7 +112,10 @@ def measure_needle(
     that the model and the text have room for if None. `depths`: shares of the haystack before the needle.
     `needle`: a sentence with {key} and {value}, or "tokens", random token ids for models that never learnt
     words. `distractors`: needles with other keys, and other values, anywhere. `chunk`: tokens per prefill
-    step.
+    step. `keep` is told how to make the rows of what was asked so far.
+
+    The first format is asked first. Where it is unquantized and finds nothing in `VOID_AFTER` prompts, all
+    over the grid, the test is void: no more is asked, and its rows alone come back.
 
     Raises:
         RequestError: a text too short, a length that the needle or the model's context doesn't
@@ -99,23 +127,72 @@ def measure_needle(
         raise RequestError("no KV format was named; try fp32,int8,int4")
     plan = NeedlePlan(**options)
     prompts, sizes = needle_prompts(model.prepared, text, plan)
-    depths, trials = list(dict.fromkeys(plan.depths)), plan.trials
     models = [model.with_kv(name) for name in names]
-    sessions = [m.session(max_tokens=max(sizes)) for m in models]
-    total = len(sizes) * len(depths) * trials * len(models)
-    done = 0
-    cells: dict[tuple[int, int, float], _Score] = {}
-    for length, depth in itertools.product(sizes, depths):
-        for trial in range(trials):
-            prompt = prompts.make(length=length, depth=depth, trial=trial)
-            for which, session in enumerate(sessions):
-                _account(cells.setdefault((which, length, depth), _Score()), session, prompt, plan.chunk)
-                done += 1
-                progress(done, total)
-    return [
-        _row(models[which].recipe.name, length, depth, trials, cells[which, length, depth])
-        for which, length, depth in itertools.product(range(len(models)), sizes, depths)
-    ]
+    grid = list(itertools.product(range(plan.trials), sizes, dict.fromkeys(plan.depths)))
+    asking = _Asking(models, prompts, plan.chunk, max(sizes), progress, len(grid) * len(models))
+    for count, place in enumerate(grid, start=1):
+        asking.ask([0], *place)
+        keep(asking.rows)
+        if count >= VOID_AFTER and not models[0].recipe.is_quantized and not asking.has_hits:
+            return asking.rows()
+    if len(models) > 1 and (models[0].recipe.is_quantized or asking.has_hits):
+        for place in grid:
+            asking.ask(range(1, len(models)), *place)
+            keep(asking.rows)
+    return asking.rows()
+
+
+def void_reason(rows: Sequence[NeedleRow]) -> str | None:
+    """Why rows of `measure_needle` say nothing about formats; None if they do."""
+    asked = sum(row.trials for row in rows)
+    if len({row.kv for row in rows}) > 1 or any(row.hits for row in rows) or not asked:
+        return None
+    return f"{rows[0].kv} found nothing in {asked} prompts, so other formats have nothing to lose"
+
+
+class _Asking:
+    """Prompts, asked of sessions, and what came of them."""
+
+    def __init__(
+        self,
+        models: list[Model],
+        prompts: NeedlePrompts,
+        chunk: int,
+        longest: int,
+        progress: Progress,
+        total: int,
+    ) -> None:
+        self._models = models
+        self._sessions = [model.session(max_tokens=longest) for model in models]
+        self._prompts = prompts
+        self._chunk = chunk
+        self._progress = progress
+        self._total = total
+        self._done = 0
+        self._cells: dict[tuple[int, int, float], _Score] = {}
+
+    @property
+    def has_hits(self) -> bool:
+        """True if anything was found so far."""
+        return any(score.hits for score in self._cells.values())
+
+    def ask(self, which: Iterable[int], trial: int, length: int, depth: float) -> None:
+        """One prompt of some formats."""
+        prompt = self._prompts.make(length=length, depth=depth, trial=trial)
+        for index in which:
+            score = self._cells.setdefault((index, length, depth), _Score())
+            start = time.perf_counter()
+            given = _answer(self._sessions[index], prompt, self._chunk)
+            score.take(given, prompt.answer, time.perf_counter() - start)
+            self._done += 1
+            self._progress(self._done, self._total)
+
+    def rows(self) -> list[NeedleRow]:
+        """Of every format, length and depth that was asked, in this order."""
+        return [
+            score.row(self._models[which].recipe.name, length, depth)
+            for (which, length, depth), score in sorted(self._cells.items(), key=lambda item: item[0][0])
+        ]
 
 
 def needle_prompts(model: PreparedModel, text: str, plan: NeedlePlan) -> tuple[NeedlePrompts, list[int]]:
@@ -183,16 +260,6 @@ def _check(plan: NeedlePlan, limit: int) -> None:
             raise RequestError(f"{name} must be at least 1, got {count}")
 
 
-def _account(score: _Score, session: Session, prompt: NeedlePrompt, chunk: int) -> None:
-    """Ask one prompt and add up what was answered."""
-    start = time.perf_counter()
-    given = _answer(session, prompt, chunk)
-    score.seconds += time.perf_counter() - start
-    score.hits += given == prompt.answer
-    score.right += sum(a == b for a, b in zip(given, prompt.answer, strict=True))
-    score.tokens += len(prompt.answer)
-
-
 def _answer(session: Session, prompt: NeedlePrompt, chunk: int) -> list[int]:
     """As many tokens as the answer has, the likeliest one at each step."""
     sequence = session.new_sequence()
@@ -206,16 +273,3 @@ def _answer(session: Session, prompt: NeedlePrompt, chunk: int) -> list[int]:
     finally:
         session.free(sequence)
     return given
-
-
-def _row(kv: str, length: int, depth: float, trials: int, score: _Score) -> NeedleRow:
-    return NeedleRow(
-        kv=kv,
-        length=length,
-        depth=depth,
-        trials=trials,
-        hits=score.hits,
-        retrieved=score.hits / trials,
-        token_accuracy=score.right / score.tokens,
-        seconds=score.seconds,
-    )

@@ -25,6 +25,7 @@ from kvq.models.quantized import check_scheme
 from kvq.models.resolve import ModelSource, resolve_model
 from kvq.models.support import check_supported, rope_types
 from kvq.models.tokenizer import load_tokenizer
+from kvq.weights.manifest import check_manifest
 
 QUANTIZED_FROM = "kvq_quantized_from"  # key of config.json: the name and digest of what was quantized
 
@@ -193,6 +194,7 @@ def prepare(
     where = pick_device(device)
     rounded_to = None if weights == "auto" else parse_weight_format(weights)
     source = resolve_model(model, revision=revision, token=token)
+    check_manifest(source.folder)
     config = read_json(source.folder / "config.json")
     geometry = check_supported(config, max_context=max_context)
     computed = pick_dtype(dtype, where, config)

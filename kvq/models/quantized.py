@@ -1,6 +1,6 @@
 """Models whose Linear layers are quantized: rounded while they are loaded, or read from their codes."""
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -114,10 +114,8 @@ def load_quantized(
         return load_module(folder, dtype)
     scheme = parse_config(config)
     stored = StoredTensors(weight_files(folder))
-    weights = {name: _read_weight(scheme, name, stored) for name in coded_layers(stored)}
+    weights = read_weights(scheme, stored)
     plain = plain_tensors(scheme, stored, weights)
-    if twice := [name for name in weights if f"{name}.weight" in plain]:
-        raise ModelError(f"{folder} holds {twice[0]}.weight in codes and as it was; keep one of them")
     stand_ins = {name: _stand_in(weight, dtype) for name, weight in weights.items()}
     model = _load(folder, plain, stand_ins, dtype)
     places = _places(model, stand_ins)
@@ -129,6 +127,15 @@ def load_quantized(
     placed = {place: partial(weights.pop, name) for name, place in places.items()}
     install(model, placed, device, backend=backend, dtype=dtype)
     return model
+
+
+def read_weights(scheme: QuantizationScheme, stored: StoredTensors) -> dict[str, QuantizedWeight]:
+    """The weights that lie there in codes, by the layer's name.
+
+    Raises:
+        ModelError: a tensor that is missing, or not what the scheme says.
+    """
+    return {name: _read_weight(scheme, name, stored) for name in coded_layers(stored)}
 
 
 def coded_layers(stored: Collection[str]) -> list[str]:
@@ -148,12 +155,19 @@ def _read_weight(scheme: QuantizationScheme, name: str, stored: StoredTensors) -
 
 
 def plain_tensors(
-    scheme: QuantizationScheme, stored: Mapping[str, _Stored], coded: Iterable[str]
+    scheme: QuantizationScheme, stored: Mapping[str, _Stored], coded: Collection[str]
 ) -> dict[str, _Stored]:
-    """Of what is stored by name, what is no code, no scale, and no scale of K or V."""
+    """Of what is stored by name, what is no code, no scale, and no scale of K or V.
+
+    Raises:
+        ModelError: a weight is there in codes and as it was.
+    """
     taken = {part for name in coded for part in scheme.names_of(name)}
     ignored = _KV_SCALES if scheme.kv_scales else ()
-    return {name: stored[name] for name in stored if name not in taken and not name.endswith(ignored)}
+    plain = {name: stored[name] for name in stored if name not in taken and not name.endswith(ignored)}
+    if twice := [name for name in coded if f"{name}.weight" in plain]:
+        raise ModelError(f"the checkpoint holds {twice[0]}.weight in codes and as it was; keep one of them")
+    return plain
 
 
 def _stand_in(weight: QuantizedWeight, dtype: torch.dtype) -> Tensor:

@@ -69,33 +69,58 @@ def read_manifest(folder: Path) -> dict[str, FileDigest] | None:
     return files
 
 
-def verify_manifest(folder: Path) -> bool:
-    """Read every file that the folder's manifest lists and compare; False: there is no manifest.
+def check_manifest(folder: Path) -> dict[str, FileDigest]:
+    """The files that the folder's manifest lists, after a look at all but their weights; empty without one.
 
     Files added later are let be, unless they hold weights.
 
     Raises:
-        ModelError: a file is missing or differs, or weights were added; the message names it.
+        ModelError: a file is missing or of another size, a small one differs, or weights were added.
     """
     files = read_manifest(folder)
     if files is None:
-        return False
+        return {}
     for name, wanted in files.items():
-        _check(folder / name, wanted)
+        _check_size(folder / name, wanted)
+        if not _holds_weights(name):
+            _check_content(folder / name, wanted)
     for path in sorted(folder.glob("*.safetensors*")):
         if path.name not in files:
             raise ModelError(f"{path} is not listed in {MANIFEST}; remove it, or write the model again")
-    return True
+    return files
 
 
-def _check(path: Path, wanted: FileDigest) -> None:
+def verify_manifest(folder: Path) -> bool:
+    """Read every file that the folder's manifest lists and compare; False: there is no manifest.
+
+    Raises:
+        ModelError: as `check_manifest`, or weights that differ; the message names the file.
+    """
+    files = check_manifest(folder)
+    for name, wanted in files.items():
+        if _holds_weights(name):
+            _check_content(folder / name, wanted)
+    return bool(files)
+
+
+def _holds_weights(name: str) -> bool:
+    return name.endswith(".safetensors")
+
+
+def _check_size(path: Path, wanted: FileDigest) -> None:
     try:
         nbytes = path.stat().st_size
-        if nbytes != wanted.nbytes:
-            raise _damaged(path, f"bytes: {nbytes}, but {MANIFEST} says {wanted.nbytes}")
-        found = FileDigest.of(path)
     except FileNotFoundError as error:
         raise _damaged(path, f"missing, but {MANIFEST} lists it") from error
+    except OSError as error:
+        raise ModelError(f"can't read {path}: {error.strerror}") from error
+    if nbytes != wanted.nbytes:
+        raise _damaged(path, f"bytes: {nbytes}, but {MANIFEST} says {wanted.nbytes}")
+
+
+def _check_content(path: Path, wanted: FileDigest) -> None:
+    try:
+        found = FileDigest.of(path)
     except OSError as error:
         raise ModelError(f"can't read {path}: {error.strerror}") from error
     if found != wanted:

@@ -179,7 +179,9 @@ def test_in_16_bit_weights_rounding_is_no_cost_of_a_format(tmp_path):
     save_first_layers(folder, 2)
     model = kvq.load(folder, dtype="bf16")
     options = {"codes": FAST, "context": 128, "max_windows": 2, "verify_windows": 2}
-    found = tune(model, calibration_text(), default_text(), budget_bytes=bytes_of_bits(model.geometry, 5), **options)
+    found = tune(
+        model, calibration_text(), default_text(), budget_bytes=bytes_of_bits(model.geometry, 5), **options
+    )
     assert found.sensitivities.rest.name == "bf16"
     assert found.search_kl == pytest.approx(found.expected_kl, rel=0.5)
 

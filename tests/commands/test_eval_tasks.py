@@ -6,6 +6,8 @@ import sys
 
 import pytest
 
+from tests.helpers_cli import remarks
+
 NEEDLE = ("--tasks", "needle", "--needle-lengths", "80,128", "--needle-depths", "0,1", "--needle-trials", 2)
 TASK = """
 task: mini
@@ -51,6 +53,8 @@ def both(task, tmp_path_factory):
     from kvq.cli import main
 
     page = tmp_path_factory.mktemp("both") / "e.html"
+    patch = pytest.MonkeyPatch()
+    patch.setattr("kvq.evals.needle._answer", answer_at_the_end)
     arguments = [
         "eval", "tiny", "--kv", "fp32,int4", *NEEDLE, "--tasks", f"needle,lm_eval:{task}",
         "--limit", 6, "--num-fewshot", 1, "--kv-memory", "64MiB", "--html", page,
@@ -64,12 +68,32 @@ def both(task, tmp_path_factory):
             status = 0
         except SystemExit as ended:
             status = ended.code or 0
+    patch.undo()
     return status, out.getvalue(), err.getvalue(), page
+
+
+def answer_at_the_end(session, prompt, chunk):
+    """Unquantized KV finds all; 4 bits find what stands at the end."""
+    found = session.cache.recipe.name == "fp32" or prompt.needle_at > 20
+    return prompt.answer if found else [token + 1 for token in prompt.answer]
+
+
+def test_a_model_that_finds_nothing_voids_the_test_and_its_gates(kvq, monkeypatch, tmp_path):
+    monkeypatch.setattr("kvq.evals.needle.VOID_AFTER", 5)
+    path = tmp_path / "e.json"
+    gate = ("--gate", "needle.retrieved>=0", "--json", path)
+    status, out, _ = kvq("eval", "--kv", "fp32,int8", *NEEDLE, *gate)
+    assert status == 1
+    assert "needle is VOID: fp32 found nothing in 5 prompts" in out
+    assert re.search(r"^gate needle.retrieved>=0: FAILED by every quantized format needle is void", out, re.M)
+    result = json.loads(path.read_text())
+    assert [(row["kv"], row["trials"]) for row in result["needle_summary"]] == [("fp32", 5)]
+    assert list(result["void"]) == ["needle"]
 
 
 def test_tables_and_what_each_task_took(both, task):
     _, out, err, _ = both
-    assert err == ""
+    assert remarks(err) == []
     for name in ("needle", f"lm_eval:{task}"):
         assert re.search(rf"^{re.escape(name)}: [\d.]+ s, peak memory [\d,]+ MiB", out, re.M)
     assert re.search(r"^int4 +[\d.]+% +[\d.]+% \.\. [\d.]+% +[\d.]+% +8 ", out, re.M)
@@ -97,7 +121,8 @@ def test_gates_are_about_whole_grids_and_single_metrics(both):
     assert re.search(r"^gate lm_eval:mini\.acc>1: FAILED by int4 task mini, metric acc: 0\.\d+, ", out, re.M)
 
 
-def test_gates_that_hold_exit_with_0(kvq):
+def test_gates_that_hold_exit_with_0(kvq, monkeypatch):
+    monkeypatch.setattr("kvq.evals.needle._answer", answer_at_the_end)
     assert kvq("eval", "--kv", "int8", *NEEDLE, "--gate", "needle.retrieved>=0")[0] == 0
 
 

@@ -68,9 +68,9 @@ def test_codes_that_are_slow_here_are_named(tiny, monkeypatch, capsys):
     monkeypatch.setattr(
         candidates, "has_fast_kernel", lambda geometry, half, fmt, device: "int2" not in fmt.name
     )
-    tune._say_codes(tiny, ALL_CODES)
+    tune._say_codes(tiny.prepared, ALL_CODES)
     assert "int2 has no fast kernel here" in capsys.readouterr().err
-    tune._say_codes(tiny, ALL_CODES[:2])
+    tune._say_codes(tiny.prepared, ALL_CODES[:2])
     assert not capsys.readouterr().err
 
 

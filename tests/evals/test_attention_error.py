@@ -89,7 +89,7 @@ class _Numbers:
 def test_windows_softcaps_sinks_and_unequal_heads_are_attended_alike(family, tmp_path):
     """With unquantized formats beside each other no layer may differ, chunked windows or not."""
     model = load_fp32(save_model(tmp_path, family))
-    model.weights.tokenizer = _Numbers()
+    model.prepared.__dict__["tokenizer"] = _Numbers()
     found = measure_attention(model, ["fp32", "bf16", "int8"], TEXT, context=60, max_windows=2)
     errors = {kv: [row.error_mean for row in found if row.kv == kv] for kv in ("bf16", "int8")}
     assert len(errors["bf16"]) == len(model.geometry.layers)

@@ -57,7 +57,7 @@ def test_a_cell_is_the_same_in_every_grid(tiny, monkeypatch):
     measure_needle(tiny, "fp32", TEXT, lengths=[96, 160], depths=[0, 1], trials=2)
     measure_needle(tiny, "fp32", TEXT, lengths=[160], depths=[1], trials=1)
     whole, part = recorder.texts()
-    assert part[0] == whole[6]
+    assert part[0] == whole[3]
 
 
 def test_every_format_is_asked_the_same_in_chunks_and_single_tokens(tiny, monkeypatch):
@@ -107,7 +107,8 @@ def test_answers_are_those_of_the_models_logits(tiny):
     assert row.token_accuracy == right / len(prompt.answer)
 
 
-def test_progress_counts_up_to_its_total(tiny):
+def test_progress_counts_up_to_its_total(tiny, monkeypatch):
+    monkeypatch.setattr("kvq.evals.needle._answer", lambda session, prompt, chunk: prompt.answer)
     calls = []
     options = {"lengths": [80], "depths": [0, 1], "trials": 2}
     measure_needle(tiny, ["fp32", "int4"], TEXT, progress=lambda *a: calls.append(a), **options)
@@ -166,10 +167,12 @@ def test_what_can_not_be_asked_is_refused_before_any_work(tiny, monkeypatch, opt
 
 def test_lengths_are_those_the_model_takes_unless_named(tiny, monkeypatch):
     made = []
-    monkeypatch.setattr(
-        "kvq.evals.needle._account", lambda score, session, prompt, chunk: made.append(prompt)
-    )
-    monkeypatch.setattr("kvq.evals.needle._row", lambda *args: None)
+
+    def answer(session, prompt, chunk):
+        made.append(prompt)
+        return prompt.answer
+
+    monkeypatch.setattr("kvq.evals.needle._answer", answer)
     measure_needle(tiny, "fp32", TEXT, depths=[0], trials=1)
     assert [len(p.ids) + len(p.answer) for p in made] == [512, 1024, 2048, 4096]
 

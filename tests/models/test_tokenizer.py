@@ -17,7 +17,7 @@ TEXT = "The 1,000 häuser  of <|user|>\nthe “city”\t and <|endoftext|>"
 
 @pytest.fixture
 def folder(tmp_path):
-    for path in resolve_model("tiny").iterdir():
+    for path in resolve_model("tiny").folder.iterdir():
         if path.is_file() and path.suffix in (".json", ".jinja"):
             shutil.copy(path, tmp_path)
     return tmp_path
@@ -58,7 +58,7 @@ def test_no_models_code_is_imported_for_a_tokenizer():
 import sys
 from kvq.models.resolve import resolve_model
 from kvq.models.tokenizer import load_tokenizer
-load_tokenizer(resolve_model("tiny"))
+load_tokenizer(resolve_model("tiny").folder)
 print([name for name in ("torch._dynamo", "transformers.models.llama") if name in sys.modules])
 """
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -22,7 +22,7 @@ def sentencepiece():
     return PreTrainedTokenizerFast(tokenizer_object=core, unk_token="<unk>")
 
 
-@pytest.mark.parametrize("make", [lambda: load_tokenizer(resolve_model("tiny")), sentencepiece])
+@pytest.mark.parametrize("make", [lambda: load_tokenizer(resolve_model("tiny").folder), sentencepiece])
 def test_the_bytes_of_all_tokens_are_the_texts(make):
     tokenizer = make()
     texts = TokenTexts(tokenizer)
@@ -33,7 +33,7 @@ def test_the_bytes_of_all_tokens_are_the_texts(make):
 
 
 def test_whole_characters_special_tokens_and_spaces_are_text():
-    tokenizer = load_tokenizer(resolve_model("tiny"))
+    tokenizer = load_tokenizer(resolve_model("tiny").folder)
     texts = TokenTexts(tokenizer)
     assert texts.text(tokenizer.eos_token_id) == "<|endoftext|>"
     assert texts.text(tokenizer(" the", add_special_tokens=False)["input_ids"][0]).startswith(" ")
@@ -43,7 +43,7 @@ def test_whole_characters_special_tokens_and_spaces_are_text():
 
 
 def test_every_token_of_a_vocabulary_has_a_text_of_its_own():
-    tokenizer = load_tokenizer(resolve_model("tiny"))
+    tokenizer = load_tokenizer(resolve_model("tiny").folder)
     texts = TokenTexts(tokenizer)
     assert len({texts.text(token) for token in range(len(tokenizer))}) == len(tokenizer)
 

@@ -17,7 +17,8 @@ from kvq.errors import KVQError, ModelError
 from kvq.formats.weights import WeightCode, WeightFormat, parse_weight_format
 from kvq.kernels import QuantizedWeight
 from kvq.models.checkpoint import read_header, read_json, weight_files
-from kvq.models.quantized import _other_tensors, _read_weights
+from kvq.models.prepared import prepare
+from kvq.models.quantized import plain_tensors, read_weights
 from kvq.models.stored import StoredTensors
 from kvq.models.support import check_supported
 from kvq.models.weights import load_weights
@@ -84,8 +85,8 @@ def load(folder: Path) -> dict[str, QuantizedWeight]:
         read_header(path)
     scheme = parse_config(config.get("quantization_config"))
     stored = StoredTensors(files)
-    weights = _read_weights(scheme, stored)
-    plain = _other_tensors(scheme, stored, weights)
+    weights = read_weights(scheme, stored)
+    plain = plain_tensors(scheme, stored, weights)
     found = {name: (weight.out_features, weight.in_features) for name, weight in weights.items()}
     if found != LINEARS or {name: tuple(tensor.shape) for name, tensor in plain.items()} != PLAIN:
         raise ModelError(f"{folder}: other names or shapes than config.json has")
@@ -155,7 +156,7 @@ def _try(folder: Path, done: str, *, manifest: bool, loader: Any) -> int:
 def test_whole_checkpoints_load(tmp_path: Path, case: str) -> None:
     write(tmp_path / "model", case)
     assert set(load(tmp_path / "model")) == set(LINEARS)
-    load_weights(tmp_path / "model", device="cpu")
+    load_weights(prepare(tmp_path / "model", device="cpu"))
 
 
 @pytest.mark.parametrize("manifest", [False, True], ids=["plain", "manifest"])
@@ -172,7 +173,7 @@ def test_damage_is_refused_by_the_loader_itself(tmp_path: Path, case: str, manif
     write(tmp_path / "model", case)
 
     def loader(folder: Path) -> None:
-        load_weights(folder, device="cpu")
+        load_weights(prepare(folder, device="cpu"))
 
     assert attack(tmp_path / "model", 12, 2, manifest=manifest, loader=loader) > 3
 

@@ -117,6 +117,8 @@ def quantize_model(work: Quantizing, settings: QuantizeSettings) -> Quantized:
     dtype = work.stored_dtype()
     prepared = work.prepared()
     folder, geometry = prepared.folder, prepared.geometry
+    if prepared.is_quantized:
+        raise ModelError(f"{folder} is quantized already; take an unquantized copy")
     if folder == work.out.resolve():
         raise ConfigError(f"{work.out} is the model itself; name another folder with --out")
     held = {entry.name for entry in prepared.entries}

@@ -41,7 +41,7 @@ def prompts(request):
 
 
 def make(template):
-    tokenizer = load_tokenizer(resolve_model("tiny"))
+    tokenizer = load_tokenizer(resolve_model("tiny").folder)
     tokenizer.chat_template = template or tokenizer.chat_template
     prompts = Prompts(tokenizer)
     yield prompts
