@@ -12,7 +12,7 @@ import click
     "--json", "json_path", type=click.Path(), help="Write them as JSON, in the form that --gpus reads."
 )
 def command(file: Path | None, json_path: str | None) -> None:
-    """List GPUs: memory, bandwidth, dense arithmetic, price an hour."""
+    """List GPUs: memory by data sheet and as a process sees it, bandwidth, arithmetic, price an hour."""
     import json
 
     from rich.table import Table
@@ -23,14 +23,24 @@ def command(file: Path | None, json_path: str | None) -> None:
 
     gpus = known_gpus() if file is None else read_gpus(file)
     table = Table(box=None, pad_edge=False)
-    for name in ("GPU", "GB", "TB/s", "$/hour", "dense TFLOPS"):
-        table.add_column(name, justify="left" if name in ("GPU", "dense TFLOPS") else "right", no_wrap=True)
+    texts = ("GPU", "dense TFLOPS", "GiB seen at")
+    for name in ("GPU", "GB", "GiB seen", "TB/s", "$/hour", "dense TFLOPS", "GiB seen at"):
+        table.add_column(name, justify="left" if name in texts else "right", no_wrap=True)
     for gpu in gpus.values():
         speeds = ", ".join(f"{kind} {value:,.0f}" for kind, value in gpu.tflops.items())
         table.add_row(
-            gpu.name, f"{gpu.memory_gb:g}", f"{gpu.bandwidth_tb_s:g}", f"{gpu.usd_per_hour:.2f}", speeds
+            gpu.name,
+            f"{gpu.memory_gb:g}",
+            "-" if gpu.total_mib is None else f"{gpu.total_mib / 1024:.2f}",
+            f"{gpu.bandwidth_tb_s:g}",
+            f"{gpu.usd_per_hour:.2f}",
+            speeds,
+            gpu.source,
         )
     console().print(table)
     if json_path is not None:
-        facts = {gpu.name: {k: v for k, v in asdict(gpu).items() if k != "name"} for gpu in gpus.values()}
+        facts = {
+            gpu.name: {k: v for k, v in asdict(gpu).items() if k != "name" and v not in (None, "")}
+            for gpu in gpus.values()
+        }
         fileio.write_text(json_path, json.dumps({"format_version": 1, "gpus": facts}, indent=1) + "\n")

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from kvq.capacity.plan.pools import GPU_FRACTION
 from kvq.commands.options import Finite
 from kvq.errors import ConfigError
 
@@ -25,7 +26,7 @@ def sizing_options(command: _Command) -> _Command:
             "--weights",
             default="auto",
             show_default=True,
-            help="fp32, bf16, fp16, fp8, int8, int4, int3 or nf4; auto: as config.json says, else fp16.",
+            help="fp32, bf16, fp16, fp8, int8, int4, int3 or nf4; auto: as config.json says, else bf16.",
         ),
         click.option(
             "--tensor-parallel", "-tp", default=1, show_default=True, help="GPUs that share each layer."
@@ -35,17 +36,17 @@ def sizing_options(command: _Command) -> _Command:
         ),
         click.option(
             "--runtime-gb",
-            default=1.5,
+            default=0.6,
             show_default=True,
             type=Finite(min=0),
-            help="Driver, libraries, graphs, per GPU.",
+            help="Of the process on the GPU before it holds a tensor.",
         ),
         click.option(
             "--gpu-memory-utilization",
-            default=1.0,
+            default=GPU_FRACTION,
             show_default=True,
             type=Finite(0, 1, min_open=True),
-            help="Share of the GPU to use at all.",
+            help="Share for KV of what the weights leave free, as of kvq serve.",
         ),
         click.option(
             "--block-size", type=click.IntRange(1, 4096), default=32, show_default=True, help="Tokens."

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from math import isfinite
 from pathlib import Path
 
-from kvq.capacity.plan.pools import RESERVE_FRACTION
+from kvq.capacity.plan.pools import MAX_NUM_BATCHED_TOKENS, MAX_NUM_SEQS, RESERVE_FRACTION
 from kvq.errors import ConfigError
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
@@ -23,8 +23,8 @@ class EngineConfig:
     launch a step while the one before it runs; by default on GPUs, where launching takes time.
     """
 
-    max_num_seqs: int = 128  # sequences that run side by side
-    max_num_batched_tokens: int = 2048  # new tokens of a step; at least max_num_seqs in any case
+    max_num_seqs: int = MAX_NUM_SEQS  # sequences that run side by side
+    max_num_batched_tokens: int = MAX_NUM_BATCHED_TOKENS  # new tokens of a step; at least max_num_seqs
     max_context: int | None = None
     num_blocks: int | None = None  # per layer group
     kv_memory: int | str | None = None

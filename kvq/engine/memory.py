@@ -5,13 +5,10 @@ import math
 import torch
 
 from kvq.cache.memory import available_bytes
-from kvq.capacity.plan.pools import share_blocks, wanted_blocks
+from kvq.capacity.plan.pools import pool_budget, share_blocks, wanted_blocks
 from kvq.engine.config import EngineConfig, parse_bytes
 from kvq.errors import OutOfMemory
 from kvq.layout import KVLayout
-
-_GPU_FRACTION, _CPU_FRACTION = 0.9, 0.5
-_CPU_MOST = 4 << 30  # bytes, unless somebody asks for more: others need a host's memory too
 
 
 def pool_blocks(
@@ -20,6 +17,31 @@ def pool_blocks(
     """Blocks per layer group: as configured, or as many as free memory holds and could ever be used.
 
     `activation_bytes`: what the largest step needs beside weights and pools, as measured.
+
+    Raises:
+        ConfigError: kv_memory is not a size.
+        OutOfMemory: not one block fits.
+    """
+    return planned_blocks(
+        layout,
+        config,
+        on_gpu=device.type == "cuda",
+        max_context=max_context,
+        free_bytes=available_bytes(device),
+        activation_bytes=activation_bytes,
+    )
+
+
+def planned_blocks(
+    layout: KVLayout,
+    config: EngineConfig,
+    *,
+    on_gpu: bool,
+    max_context: int,
+    free_bytes: int | None,
+    activation_bytes: int,
+) -> list[int]:
+    """The same where `free_bytes` are free once the weights are loaded; None: nobody knows.
 
     Raises:
         ConfigError: kv_memory is not a size.
@@ -35,14 +57,12 @@ def pool_blocks(
     )
     if config.kv_memory is not None:
         budget = parse_bytes(config.kv_memory, "kv_memory")
+    elif free_bytes is None:
+        return wanted
     else:
-        fraction = config.memory_fraction or (_GPU_FRACTION if device.type == "cuda" else _CPU_FRACTION)
-        free = available_bytes(device)
-        if free is None:
-            return wanted
-        budget = int(free * fraction) - activation_bytes
-        if device.type != "cuda" and config.memory_fraction is None:
-            budget = min(budget, _CPU_MOST)
+        budget = pool_budget(
+            free_bytes, activation_bytes=activation_bytes, on_gpu=on_gpu, fraction=config.memory_fraction
+        )
     blocks = share_blocks(layout, wanted, budget)
     if min(blocks) < 1:
         smallest = sum(group.block_bytes for group in layout.groups)

@@ -1,21 +1,30 @@
-"""Planned memory against what the process or the driver reports, term by term."""
+"""What was planned to be held against what is held, term by term, each judged by itself.
+
+Bytes are counted of the tensors that are there, and of what kernels keep in an order of their own. The whole
+process, as the system or the driver counts it, is told beside them: it shows what nobody planned.
+"""
 
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
+
+from torch import nn
 
 from kvq.cache import KVCache
 from kvq.cache.memory import held_bytes
-from kvq.capacity.plan.parameters import count_parameters
+from kvq.capacity.plan.memory import EXPERTS_TERM, KEPT_TERM, LINEAR_TERM, SCALES_TERM
 from kvq.capacity.plan.pools import bytes_of
 from kvq.errors import ConfigError
 from kvq.models import Model
-from kvq.models.checkpoint import read_json
-from kvq.weights import packed_layers
-from kvq.weights import weight_bytes as held_in
+from kvq.models.footprint import planned_weights
+from kvq.weights import ROUTERS, PackedLinear
 
 _log = logging.getLogger("kvq")
-TOLERANCE = 0.03  # of all that the process holds
+TOLERANCE = 0.01  # of a term
+SMALL = 1_000_000  # bytes, below which a term is not judged
+WHOLE_TOLERANCE = 0.03  # of the whole process, whose libraries come and go
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,65 +36,91 @@ class Line:
     found: int
 
     @property
-    def off(self) -> int:
-        """By how much more than planned there is."""
-        return self.found - self.planned
+    def off(self) -> float:
+        """By how much more than planned there is, as a share of the plan."""
+        return (self.found - self.planned) / self.planned if self.planned else float(bool(self.found))
+
+    @property
+    def is_wrong(self) -> bool:
+        """True if it is off by more than the tolerance, and not too small to matter."""
+        return max(self.planned, self.found) > SMALL and abs(self.off) > TOLERANCE
 
 
 @dataclass(frozen=True)
 class Reconciliation:
-    """All terms; the last one is the whole of the process, or of PyTorch's memory on a GPU."""
+    """All terms, and the process around them, or PyTorch's memory on a GPU."""
 
     lines: tuple[Line, ...]
-
-    @property
-    def whole(self) -> Line:
-        """The last term."""
-        return self.lines[-1]
+    whole: Line
 
     @cached_property
     def wrong(self) -> list[Line]:
-        """Terms that are off by more than the tolerance, as a share of the whole."""
-        return [line for line in self.lines if abs(line.off) > TOLERANCE * self.whole.planned]
+        """The terms that are off."""
+        return [line for line in self.lines if line.is_wrong]
 
     def report(self) -> None:
-        """Log it: a warning where something is off."""
-        told = ", ".join(
-            f"{line.name} {line.found / 1e6:,.1f} MB (planned {line.planned / 1e6:,.1f})"
-            for line in self.lines
-        )
+        """Log it: a warning where a term is off."""
+        told = ", ".join(_told(line) for line in (*self.lines, self.whole))
         if self.wrong:
             names = " and ".join(line.name for line in self.wrong)
-            _log.warning("memory: %s; %s: more than %.0f%% off the plan", told, names, 100 * TOLERANCE)
+            _log.warning("memory: %s; more than %.0f%% off the plan: %s", told, 100 * TOLERANCE, names)
         else:
             _log.info("memory: %s", told)
 
 
+def _told(line: Line) -> str:
+    return f"{line.name} {line.found / 1e6:,.1f} MB (planned {line.planned / 1e6:,.1f})"
+
+
 def reconcile(model: Model, cache: KVCache, num_blocks: list[int], before: int) -> Reconciliation:
     """Look at an engine that was just built; `before`: what was held when that began."""
-    weights = model.weights
+    weights, layout = model.weights, model.layout
     spare = [held - planned for held, planned in zip(cache.num_blocks, num_blocks, strict=True)]
-    planned_weights = weight_bytes(model)
-    planned_pool = bytes_of(model.layout, num_blocks)
+    found = found_weights(weights.model)
+    planned = _planned(model, found)
+    lines = [
+        Line(name, planned.get(name, 0), found.get(name, 0)) for name in dict.fromkeys([*planned, *found])
+    ]
+    pool = Line("KV pool", bytes_of(layout, num_blocks), cache.nbytes - bytes_of(layout, spare))
     rest = before - weights.held_bytes
-    whole = held_bytes(weights.device)
-    return Reconciliation(
-        (
-            Line("weights", planned_weights, weights.held_bytes),
-            Line("KV pool", planned_pool, cache.nbytes - bytes_of(model.layout, spare)),
-            Line("in all", rest + planned_weights + planned_pool, whole),
-        )
-    )
+    whole = rest + sum(planned.values()) + pool.planned
+    return Reconciliation((*lines, pool), Line("in all", whole, held_bytes(weights.device)))
 
 
-def weight_bytes(model: Model) -> int:
-    """As its configuration counts them, in the type that they were loaded in."""
-    weights = model.weights
-    if packed_layers(weights.model):
-        return held_in(weights.model)
-    size: int = weights.model.dtype.itemsize
-    config = read_json(weights.folder / "config.json")
+def _planned(model: Model, found: Mapping[str, int]) -> Mapping[str, int]:
+    """By the name of a term; of a family that nobody counts, what is there."""
     try:
-        return count_parameters(config, weights.geometry).total * size
-    except ConfigError:  # a family that is not counted
-        return held_in(weights.model)
+        return {term.name: term.nbytes for term in planned_weights(model.prepared)}
+    except ConfigError:
+        return found
+
+
+def found_weights(model: nn.Module) -> dict[str, int]:
+    """Bytes of all weights by the terms of a plan."""
+    found = dict.fromkeys((LINEAR_TERM, SCALES_TERM, EXPERTS_TERM, KEPT_TERM), 0)
+    head = model.get_output_embeddings()  # type: ignore[operator]
+    seen: set[int] = set()  # addresses of tensors that were counted
+    for name, module in model.named_modules():
+        if isinstance(module, PackedLinear):
+            codes, scales = module.kernel.code_bytes, module.kernel.nbytes - module.kernel.code_bytes
+            found[KEPT_TERM if module is head else LINEAR_TERM] += codes + (scales if module is head else 0)
+            found[SCALES_TERM] += 0 if module is head else scales
+        for own, parameter in module.named_parameters(recurse=False):
+            where = _address(parameter)
+            if where not in seen:
+                seen.add(where)
+                found[_term_of(name, module, own, parameter, head)] += (
+                    parameter.numel() * parameter.element_size()
+                )
+    return {name: nbytes for name, nbytes in found.items() if nbytes}
+
+
+def _term_of(name: str, module: nn.Module, own: str, parameter: Any, head: nn.Module | None) -> str:
+    if parameter.dim() == 3:
+        return EXPERTS_TERM
+    is_linear = isinstance(module, nn.Linear) and own == "weight" and module is not head
+    return LINEAR_TERM if is_linear and name.rpartition(".")[2] not in ROUTERS else KEPT_TERM
+
+
+def _address(parameter: Any) -> int:
+    return id(parameter) if parameter.is_mkldnn else int(parameter.data_ptr())

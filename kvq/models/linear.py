@@ -87,13 +87,19 @@ def pack_linears(model: nn.Module, *, backend: str = "auto") -> None:
     lookups read whole rows of it.
     """
     looked_up = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
-    library = load()
-    if backend in _OWN and not isinstance(library, str) and library.variant in _FAST:
+    if has_own_products(torch.float32, backend):
         _install_own(model, looked_up)
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             if type(child) is nn.Linear and _is_supported(child.weight.dtype):
                 setattr(parent, name, OneDNNLinear(child, packs=id(child.weight) not in looked_up))
+
+
+def has_own_products(dtype: torch.dtype, backend: str) -> bool:
+    """True if Linear layers of that type run in kvq's own kernels on this CPU, in the narrowest type."""
+    library = load()
+    is_fast = not isinstance(library, str) and library.variant in _FAST
+    return dtype is torch.float32 and backend in _OWN and is_fast
 
 
 def _install_own(model: nn.Module, looked_up: set[int]) -> None:

@@ -74,9 +74,16 @@ class JoinedPart:
     @property
     def nbytes(self) -> int:
         """Its share of the packed bytes."""
-        whole = self.joined.kernel
-        share: int = whole.nbytes * (self.part.stop - self.part.start) // whole.out_features
-        return share
+        return self._share(self.joined.kernel.nbytes)
+
+    @property
+    def code_bytes(self) -> int:
+        """Of these, without scales."""
+        return self._share(self.joined.kernel.code_bytes)
+
+    def _share(self, nbytes: int) -> int:
+        rows = self.part.stop - self.part.start
+        return int(nbytes * rows // self.joined.kernel.out_features)
 
     def values(self) -> Tensor:
         """A copy of its rows of a weight in floats, [out, in]."""

@@ -10,16 +10,23 @@ from typing import Any
 from kvq.errors import ConfigError, nearest
 
 _KEYS = {"memory_gb", "bandwidth_tb_s", "usd_per_hour", "tflops"}
+_MORE_KEYS = {"total_mib", "source"}
 _VERSION = 1
 _SMALLEST, _LARGEST = 1e-12, 1e15  # of any figure
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Gpu:
-    """One kind of GPU. GB and TB are powers of ten, as data sheets have them."""
+    """One kind of GPU. GB and TB are powers of ten, as data sheets have them.
+
+    `total_mib`: what a process is told the GPU has in all, by `cudaMemGetInfo`, the least that any driver
+    was seen to tell; None where only the data sheet is known. `source`: where that was seen.
+    """
 
     name: str
     memory_gb: float
+    total_mib: float | None = None
+    source: str = ""
     bandwidth_tb_s: float
     usd_per_hour: float
     tflops: Mapping[str, float]  # dense, without the sparsity that data sheets like to count
@@ -27,6 +34,10 @@ class Gpu:
     def __post_init__(self) -> None:
         for name in ("memory_gb", "bandwidth_tb_s", "usd_per_hour"):
             check_positive(f"{self.name}: {name}", getattr(self, name))
+        if self.total_mib is not None:
+            check_positive(f"{self.name}: total_mib", self.total_mib)
+        if not isinstance(self.source, str):
+            raise ConfigError(f"{self.name}: source must be a text, got {self.source!r}")
         if not self.tflops or not isinstance(self.tflops, Mapping):
             raise ConfigError(
                 f"{self.name}: tflops must map types such as fp16 to numbers, got {self.tflops!r}"
@@ -38,8 +49,8 @@ class Gpu:
 
     @property
     def memory_bytes(self) -> int:
-        """Of the whole GPU."""
-        return round(self.memory_gb * 1e9)
+        """That a process is told the GPU has; the data sheet's where that is not known."""
+        return round(self.memory_gb * 1e9 if self.total_mib is None else self.total_mib * 2**20)
 
     @property
     def bandwidth(self) -> float:
@@ -79,8 +90,11 @@ def read_gpus(path: Path) -> dict[str, Gpu]:
         raise ConfigError(f"{path}: gpus must map names to GPUs")
     found = {}
     for name, facts in gpus.items():
-        if not isinstance(facts, dict) or set(facts) != _KEYS:
-            raise ConfigError(f"{path}: {name} must have {', '.join(sorted(_KEYS))}")
+        if not isinstance(facts, dict) or set(facts) - _MORE_KEYS != _KEYS:
+            raise ConfigError(
+                f"{path}: {name} must have {', '.join(sorted(_KEYS))}, and may have "
+                f"{', '.join(sorted(_MORE_KEYS))}"
+            )
         found[str(name)] = Gpu(name=str(name), **facts)
     return found
 

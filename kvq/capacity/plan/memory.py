@@ -1,26 +1,22 @@
 """What fills a GPU, term by term, each with the formula that it comes from."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from kvq.capacity.plan.held import HeldAs
 from kvq.capacity.plan.parameters import Parameters
-from kvq.errors import ConfigError, nearest
+from kvq.errors import ConfigError
 from kvq.formats import KVRecipe
 from kvq.geometry import LayerGeometry, ModelGeometry
 from kvq.layout import KVLayout, plan_layout
 
-# Bytes of a weight in the linear layers; scales beside them are `_SCALE_BYTES`.
-WEIGHT_BYTES: Mapping[str, float] = {
-    "fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1, "int8": 1, "int4": 0.5, "int3": 0.375,
-    "nf4": 0.5,
-}  # fmt: skip
-_SCALE_BYTES: Mapping[str, tuple[float, int]] = {
-    "int4": (2.5, 128),
-    "int3": (2.5, 128),
-    "nf4": (1.0, 64),
-}  # of a group, weights of it
+LINEAR_TERM = "linear weights"
+SCALES_TERM = "weight scales"
+EXPERTS_TERM = "expert weights"  # stacked in one tensor a layer, which the engine never quantizes
 KEPT_TERM = "embeddings, head, norms"  # what quantizers leave as it is
-_LIVE_VALUES = 6  # hidden vectors of a token that a layer's step holds at once, roughly
+_WHOLE_TERMS = (KEPT_TERM,)  # of which each GPU that has a share holds all
+_RESIDUALS = 4  # hidden vectors of a token that live while an MLP multiplies
+_GATED = 3  # vectors of an MLP's width that live then
+_GATED_OF = {"phi3": 4, "gpt_oss": 10}  # whose gates and inputs are one tensor, cut and clamped
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,44 +47,32 @@ class Split:
         return self.tensor * self.pipeline
 
 
-def weight_terms(parameters: Parameters, weights: str, *, dtype: str = "fp16") -> tuple[Term, ...]:
-    """The whole model's: packed linear layers, and what stays in `dtype`.
-
-    Raises:
-        ConfigError: no such weight format.
-    """
-    packed, plain = _weight_bytes(weights), _weight_bytes(dtype)
-    kept = parameters.embedding + parameters.head + parameters.other
+def weight_terms(parameters: Parameters, held: HeldAs) -> tuple[Term, ...]:
+    """The whole model's, as an engine holds them."""
+    kept = parameters.embedding + parameters.other
+    head = held.head_bytes(parameters)
+    formula = f"{kept:,} x {held.other_bytes} B ({held.other})"
+    if head:
+        formula += f" + {head:,} B (head, {held.head_name})"
     terms = [
         Term(
-            name="linear weights",
-            nbytes=round(parameters.linear * packed),
-            formula=f"{parameters.linear:,} x {packed:g} B ({weights})",
+            name=LINEAR_TERM,
+            nbytes=round(parameters.linear * held.code_bytes),
+            formula=f"{parameters.linear:,} x {held.code_bytes:g} B ({held.name})",
         ),
         Term(
-            name=KEPT_TERM,
-            nbytes=round(kept * plain),
-            formula=f"{kept:,} x {plain:g} B ({dtype})",
+            name=SCALES_TERM,
+            nbytes=round(held.num_scales(parameters) * held.each_scale_bytes),
+            formula=f"{round(held.num_scales(parameters)):,} x {held.each_scale_bytes:g} B",
         ),
+        Term(
+            name=EXPERTS_TERM,
+            nbytes=parameters.experts * held.other_bytes,
+            formula=f"{parameters.experts:,} x {held.other_bytes} B ({held.other}: none are quantized)",
+        ),
+        Term(name=KEPT_TERM, nbytes=kept * held.other_bytes + head, formula=formula),
     ]
-    if weights in _SCALE_BYTES:
-        each, group = _SCALE_BYTES[weights]
-        scales = Term(
-            name="weight scales",
-            nbytes=round(parameters.linear / group * each),
-            formula=f"{parameters.linear:,} / {group} x {each:g} B",
-        )
-        terms.insert(1, scales)
-    return tuple(terms)
-
-
-def _weight_bytes(name: str) -> float:
-    if name not in WEIGHT_BYTES:
-        raise ConfigError(
-            f"weights must be one of {', '.join(WEIGHT_BYTES)}, got {name!r}"
-            f"{nearest(name, list(WEIGHT_BYTES))}"
-        )
-    return WEIGHT_BYTES[name]
+    return tuple(term for term in terms if term.nbytes)
 
 
 def on_one_gpu(terms: tuple[Term, ...], geometry: ModelGeometry, split: Split) -> tuple[Term, ...]:
@@ -102,7 +86,7 @@ def on_one_gpu(terms: tuple[Term, ...], geometry: ModelGeometry, split: Split) -
     stage = -(-layers // split.pipeline)
 
     def own(term: Term) -> Term:
-        whole = term.name == KEPT_TERM
+        whole = term.name in _WHOLE_TERMS
         share = (1 if whole else stage / layers) / split.tensor
         what = ("" if whole else f" x {stage}/{layers} layers") + f" / {split.tensor}"
         return replace(term, nbytes=round(term.nbytes * share), formula=term.formula + what)
@@ -139,13 +123,21 @@ def kv_layout(geometry: ModelGeometry, kv: str, *, block_size: int = 32) -> KVLa
     return plan_layout(geometry, recipe, block_size=block_size)
 
 
-def activation_term(geometry: ModelGeometry, *, step_tokens: int, sequences: int, split: Split) -> Term:
-    """What a step holds beside weights and KV, estimated."""
-    hidden = step_tokens * geometry.hidden_size * _LIVE_VALUES * 2
-    logits = sequences * geometry.vocab_size * 4 // split.tensor
+def activation_term(
+    geometry: ModelGeometry, parameters: Parameters | None, *, step_tokens: int, split: Split
+) -> Term:
+    """What a prefill step holds beside weights and KV at most: while an MLP multiplies, in 16 bits.
+
+    The engine measures the same before it sizes its pools. Without parameters an MLP is taken to be four
+    times as wide as the model.
+    """
+    inner = 4 * geometry.hidden_size if parameters is None else parameters.inner
+    gated = _GATED_OF.get(geometry.model_type, _GATED)
+    each = 2 * (_RESIDUALS * geometry.hidden_size + gated * inner // split.tensor)
     return Term(
-        name="activations, logits",
-        nbytes=hidden + logits,
-        formula=f"{step_tokens} tokens x {geometry.hidden_size} x {_LIVE_VALUES} x 2 B + "
-        f"{sequences} x {geometry.vocab_size} x 4 B" + (f" / {split.tensor}" if split.tensor > 1 else ""),
+        name="activations",
+        nbytes=step_tokens * each,
+        formula=f"{step_tokens} tokens x ({_RESIDUALS} x {geometry.hidden_size} + {gated} x {inner}"
+        + (f" / {split.tensor}" if split.tensor > 1 else "")
+        + ") x 2 B",
     )

@@ -21,16 +21,18 @@ class Parameters:
     experts: int  # routed ones, all of them
     other: int  # norms, biases, routers, sinks
     active_experts: int  # of the routed ones, what one token passes through
+    outputs: int  # rows of the weights of attention and MLP, which have a scale each in some formats
+    inner: int  # width of the widest MLP that a token passes through
 
     @property
     def total(self) -> int:
         """All of them."""
-        return self.embedding + self.head + self.linear + self.other
+        return self.embedding + self.head + self.linear + self.experts + self.other
 
     @property
     def linear(self) -> int:
-        """In weights that quantizers pack."""
-        return self.attention + self.mlp + self.experts
+        """In weights that quantizers pack; all experts of a layer are one tensor, which they leave alone."""
+        return self.attention + self.mlp
 
     @property
     def active(self) -> int:
@@ -60,6 +62,8 @@ def count_parameters(config: Config, geometry: ModelGeometry) -> Parameters:
         experts=0,
         other=_final(config, family, hidden, vocab),
         active_experts=0,
+        outputs=0,
+        inner=0,
     )
     for index in range(len(geometry.layers)):
         layer = _LAYERS[family](config, geometry, index)
@@ -70,6 +74,8 @@ def count_parameters(config: Config, geometry: ModelGeometry) -> Parameters:
             experts=sum_.experts + layer.experts,
             other=sum_.other + layer.other,
             active_experts=sum_.active_experts + layer.active_experts,
+            outputs=sum_.outputs + layer.outputs,
+            inner=max(sum_.inner, layer.inner),
         )
     return sum_
 
@@ -78,6 +84,8 @@ def count_parameters(config: Config, geometry: ModelGeometry) -> Parameters:
 class _Layer:
     attention: int
     other: int
+    outputs: int
+    inner: int  # of one token
     mlp: int = 0
     experts: int = 0
     active_experts: int = 0
@@ -107,6 +115,11 @@ def _get(config: Config, name: str, default: int | None = None) -> int:
     return value
 
 
+def _experts(config: Config, name: str, default: int) -> int:
+    """How many there are, under the family's own name or the one that transformers writes since version 5."""
+    return _get(config, name if name in config else "num_local_experts", default)
+
+
 def _attention(config: Config, geometry: ModelGeometry, index: int) -> tuple[int, int]:
     """Weights of the four projections, and the values in their biases."""
     layer, hidden = geometry.layers[index], geometry.hidden_size
@@ -114,6 +127,11 @@ def _attention(config: Config, geometry: ModelGeometry, index: int) -> tuple[int
     k, v = layer.kv_heads * layer.k_head_dim, layer.kv_heads * layer.v_head_dim
     out = geometry.q_heads * layer.v_head_dim
     return hidden * (q + k + v + out), q + k + v
+
+
+def _gated(hidden: int, inner: int) -> tuple[int, int]:
+    """Weights of a gated MLP, and the rows of its three matrices."""
+    return 3 * hidden * inner, 2 * inner + hidden
 
 
 def _llama(config: Config, geometry: ModelGeometry, index: int) -> _Layer:
@@ -132,7 +150,8 @@ def _llama(config: Config, geometry: ModelGeometry, index: int) -> _Layer:
         layer = geometry.layers[index]
         other += geometry.q_heads * dim + layer.kv_heads * dim
     inner = _get(config, "intermediate_size")
-    return _Layer(attention=attention, other=other, mlp=3 * hidden * inner)
+    mlp, rows = _gated(hidden, inner)
+    return _Layer(attention=attention, other=other, outputs=biases + hidden + rows, inner=inner, mlp=mlp)
 
 
 def _mixtral(config: Config, geometry: ModelGeometry, index: int) -> _Layer:
@@ -141,7 +160,7 @@ def _mixtral(config: Config, geometry: ModelGeometry, index: int) -> _Layer:
     return _with_experts(
         base,
         geometry.hidden_size,
-        each=3 * geometry.hidden_size * _get(config, "intermediate_size", 14336),
+        inner=_get(config, "intermediate_size", 14336),
         count=_get(config, "num_local_experts", 8),
         chosen=_get(config, "num_experts_per_tok", 2),
     )
@@ -150,13 +169,13 @@ def _mixtral(config: Config, geometry: ModelGeometry, index: int) -> _Layer:
 def _qwen3_moe(config: Config, geometry: ModelGeometry, index: int) -> _Layer:
     """Experts in every `decoder_sparse_step`-th layer but those that are named dense."""
     base = _llama(config, geometry, index)
-    step, count = _get(config, "decoder_sparse_step", 1), _get(config, "num_experts", 128)
+    step, count = _get(config, "decoder_sparse_step", 1), _experts(config, "num_experts", 128)
     if index in (config.get("mlp_only_layers") or ()) or not count or (index + 1) % step:
         return base
     return _with_experts(
         base,
         geometry.hidden_size,
-        each=3 * geometry.hidden_size * _get(config, "moe_intermediate_size", 768),
+        inner=_get(config, "moe_intermediate_size", 768),
         count=count,
         chosen=_get(config, "num_experts_per_tok", 8),
     )
@@ -169,8 +188,15 @@ def _gpt_oss(config: Config, geometry: ModelGeometry, index: int) -> _Layer:
     attention, biases = _attention(config, geometry, index)
     expert_biases = count * (2 * inner + hidden)
     other = 2 * hidden + biases + hidden + geometry.q_heads + count * hidden + count + expert_biases
-    each = 3 * hidden * inner
-    return _Layer(attention=attention, other=other, experts=count * each, active_experts=chosen * each)
+    each, _ = _gated(hidden, inner)
+    return _Layer(
+        attention=attention,
+        other=other,
+        outputs=biases + hidden,
+        inner=chosen * inner,
+        experts=count * each,
+        active_experts=chosen * each,
+    )
 
 
 def _deepseek_v3(config: Config, geometry: ModelGeometry, index: int) -> _Layer:
@@ -183,21 +209,28 @@ def _deepseek_v3(config: Config, geometry: ModelGeometry, index: int) -> _Layer:
     rope, nope = _get(config, "qk_rope_head_dim", 64), _get(config, "qk_nope_head_dim", 128)
     v_dim = _get(config, "v_head_dim", 128)
     other = 2 * hidden + kv_rank
+    outputs = heads * (nope + rope) + kv_rank + rope + heads * (nope + v_dim) + hidden
     if q_rank:
         attention = hidden * q_rank + q_rank * heads * (nope + rope)
         other += q_rank
+        outputs += q_rank
     else:
         attention = hidden * heads * (nope + rope)
     attention += hidden * (kv_rank + rope) + kv_rank * heads * (nope + v_dim) + heads * v_dim * hidden
     if index < _get(config, "first_k_dense_replace", 3):
-        dense = 3 * hidden * _get(config, "intermediate_size", 18432)
-        return _Layer(attention=attention, other=other, mlp=dense)
-    each = 3 * hidden * _get(config, "moe_intermediate_size", 2048)
-    count, chosen = _get(config, "n_routed_experts", 256), _get(config, "num_experts_per_tok", 8)
+        inner = _get(config, "intermediate_size", 18432)
+        dense, rows = _gated(hidden, inner)
+        return _Layer(attention=attention, other=other, outputs=outputs + rows, inner=inner, mlp=dense)
+    inner = _get(config, "moe_intermediate_size", 2048)
+    each, _ = _gated(hidden, inner)
+    count, chosen = _experts(config, "n_routed_experts", 256), _get(config, "num_experts_per_tok", 8)
+    shared, rows = _gated(hidden, _get(config, "n_shared_experts", 1) * inner)
     return _Layer(
         attention=attention,
         other=other + count * hidden + count,  # the router, and its correction
-        mlp=_get(config, "n_shared_experts", 1) * each,
+        outputs=outputs + rows,
+        inner=chosen * inner,
+        mlp=shared,
         experts=count * each,
         active_experts=chosen * each,
     )
@@ -205,16 +238,22 @@ def _deepseek_v3(config: Config, geometry: ModelGeometry, index: int) -> _Layer:
 
 def _llama4(config: Config, geometry: ModelGeometry, index: int) -> _Layer:
     """Routed experts beside a shared one in every `interleave_moe_layer_step`-th layer, the others dense."""
-    hidden, each = geometry.hidden_size, 3 * geometry.hidden_size * _get(config, "intermediate_size", 8192)
+    hidden, inner = geometry.hidden_size, _get(config, "intermediate_size", 8192)
     attention, biases = _attention(config, geometry, index)
     other = 2 * hidden + (biases + hidden if config.get("attention_bias") else 0)
     if (index + 1) % (_get(config, "interleave_moe_layer_step", 1) or 1):
-        dense = 3 * hidden * _get(config, "intermediate_size_mlp", 16384)
-        return _Layer(attention=attention, other=other, mlp=dense)
+        inner = _get(config, "intermediate_size_mlp", 16384)
+        dense, rows = _gated(hidden, inner)
+        return _Layer(
+            attention=attention, other=other, outputs=biases + hidden + rows, inner=inner, mlp=dense
+        )
+    each, rows = _gated(hidden, inner)
     count, chosen = _get(config, "num_local_experts", 16), _get(config, "num_experts_per_tok", 1)
     return _Layer(
         attention=attention,
         other=other + count * hidden,  # the router
+        outputs=biases + hidden + rows,
+        inner=(1 + chosen) * inner,
         mlp=each,
         experts=count * each,
         active_experts=chosen * each,
@@ -226,13 +265,18 @@ def _phi(config: Config, geometry: ModelGeometry, index: int) -> _Layer:
     hidden, inner = geometry.hidden_size, _get(config, "intermediate_size", 4 * geometry.hidden_size)
     attention, biases = _attention(config, geometry, index)
     other = 2 * hidden + biases + hidden + inner + hidden
-    return _Layer(attention=attention, other=other, mlp=2 * hidden * inner)
+    outputs = biases + hidden + inner + hidden
+    return _Layer(attention=attention, other=other, outputs=outputs, inner=inner, mlp=2 * hidden * inner)
 
 
-def _with_experts(base: _Layer, hidden: int, *, each: int, count: int, chosen: int) -> _Layer:
+def _with_experts(base: _Layer, hidden: int, *, inner: int, count: int, chosen: int) -> _Layer:
+    """The layer with routed experts in place of its MLP."""
+    each, _ = _gated(hidden, inner)
     return replace(
         base,
         mlp=0,
+        outputs=base.outputs - _gated(hidden, base.inner)[1],
+        inner=chosen * inner,
         experts=count * each,
         active_experts=chosen * each,
         other=base.other + count * hidden,  # the router

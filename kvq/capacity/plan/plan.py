@@ -6,6 +6,7 @@ from functools import partial
 
 from kvq.capacity.plan.cost import usd_per_million
 from kvq.capacity.plan.gpus import Gpu
+from kvq.capacity.plan.held import HeldAs
 from kvq.capacity.plan.latent import LatentKV, latent_kv
 from kvq.capacity.plan.lengths import Length
 from kvq.capacity.plan.memory import (
@@ -18,7 +19,14 @@ from kvq.capacity.plan.memory import (
     weight_terms,
 )
 from kvq.capacity.plan.parameters import Parameters
-from kvq.capacity.plan.pools import bytes_of, share_blocks, wanted_blocks
+from kvq.capacity.plan.pools import (
+    GPU_FRACTION,
+    MAX_NUM_BATCHED_TOKENS,
+    bytes_of,
+    pool_budget,
+    share_blocks,
+    wanted_blocks,
+)
 from kvq.capacity.plan.roofline import Efficiency, Serving
 from kvq.capacity.plan.speed import serving
 from kvq.capacity.plan.step_time import StepTime, roofline
@@ -34,7 +42,7 @@ class Target:
     name: str
     geometry: ModelGeometry
     parameters: Parameters | None = None  # None: `weight_bytes` says it
-    weights: str = "fp16"  # the format of the linear layers
+    held: HeldAs = field(default_factory=lambda: HeldAs(linear="fp16"))
     weight_bytes: int | None = None  # of the whole model, instead of counting them
     split: Split = field(default_factory=Split)
     latent_values: int | None = None  # of a token and layer, where attention is latent
@@ -46,23 +54,23 @@ class Target:
             return on_one_gpu((given,), self.geometry, self.split)
         if self.parameters is None:
             raise ConfigError(f"{self.name}: neither parameters nor bytes of the weights are known")
-        return on_one_gpu(weight_terms(self.parameters, self.weights), self.geometry, self.split)
+        return on_one_gpu(weight_terms(self.parameters, self.held), self.geometry, self.split)
 
 
 _ROOMY = 0.9  # of a GPU, below which advice is no trap: something is left for KV
-LIKELY_SEQUENCES = 128  # whose logits a step holds, where nobody says how many
+FREE_TERM = "left free"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Engine:
-    """What of an engine's settings takes memory."""
+    """What of an engine's settings takes memory; as they are, those of `kvq serve` without options."""
 
     block_size: int = 32  # tokens
-    step_tokens: int = 2048  # most new tokens of a step
+    step_tokens: int = MAX_NUM_BATCHED_TOKENS  # most new tokens of a step
     sequences: int | None = None  # most that run side by side; None: as many as fit
-    max_context: int | None = None  # of a sequence, by which layer groups share memory; None: the longest
-    runtime_bytes: int = 1_500_000_000  # driver, libraries, captured graphs, fragmentation; measure yours
-    memory_fraction: float = 1.0  # of the GPU that may be used at all
+    max_context: int | None = None  # of a sequence, by which layer groups share memory; None: the model's
+    runtime_bytes: int = 600_000_000  # of the process on the GPU before it holds a tensor; measure yours
+    memory_fraction: float = GPU_FRACTION  # of what is free once the weights are loaded
 
     def __post_init__(self) -> None:
         if not 0 < self.memory_fraction <= 1:
@@ -124,16 +132,14 @@ def make_plan(
     engine = engine or Engine()
     own = split_geometry(target.geometry, target.split)
     layout = kv_layout(own, kv, block_size=engine.block_size)
-    terms = _terms(target, engine)
-    usable = int(gpu.memory_bytes * engine.memory_fraction)
-    taken = sum(term.nbytes for term in terms)
+    room = _Room.of(target, gpu, engine)
     block_bytes = sum(group.block_bytes for group in layout.groups)
-    if usable - taken < block_bytes:
-        raise ConfigError(_does_not_fit(target, gpu, engine, taken, usable))
-    longest = engine.max_context or max(length.total for length in lengths)
+    if room.pool_bytes < block_bytes:
+        raise ConfigError(_does_not_fit(target, gpu, engine, room))
+    longest = engine.max_context or target.geometry.max_context
     one = wanted_blocks(layout, sequences=1, max_context=longest, step_tokens=engine.step_tokens)
-    enough = (usable - taken) // bytes_of(layout, one) + 1  # sequences, for which the budget is too small
-    num_blocks = share_blocks(layout, [enough * count for count in one], usable - taken)
+    enough = room.pool_bytes // bytes_of(layout, one) + 1  # sequences, for which the budget is too small
+    num_blocks = share_blocks(layout, [enough * count for count in one], room.pool_bytes)
     pool = Term(
         name="KV pool",
         nbytes=bytes_of(layout, num_blocks),
@@ -171,7 +177,7 @@ def make_plan(
         gpu=gpu.name,
         kv=kv,
         split=target.split,
-        terms=(*terms, pool),
+        terms=(*room.terms, pool),
         kv_bytes_per_token=layout.kv_bytes_per_token,
         block_bytes=block_bytes,
         num_blocks=tuple(num_blocks),
@@ -188,33 +194,52 @@ def _serving(time: StepTime, lengths: Sequence[Length], prefix_share: float, use
     return serving(time, lengths, users=users, prefix_share=prefix_share)
 
 
-def _terms(target: Target, engine: Engine) -> tuple[Term, ...]:
-    """All but the pool, of the fullest GPU."""
-    return (
-        *target.terms(),
-        activation_term(
-            target.geometry,
-            step_tokens=engine.step_tokens,
-            sequences=engine.sequences or LIKELY_SEQUENCES,
-            split=target.split,
-        ),
-        Term(name="runtime", nbytes=engine.runtime_bytes, formula="driver, libraries, graphs"),
-    )
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Room:
+    """All terms but the pool, of the fullest GPU, and what they leave for it."""
+
+    terms: tuple[Term, ...]
+    pool_bytes: int  # below 0: so much is missing
+
+    @classmethod
+    def of(cls, target: Target, gpu: Gpu, engine: Engine) -> "_Room":
+        """As an engine finds it: its share of what is free beside the weights, less what a step needs."""
+        runtime = Term(
+            name="runtime", nbytes=engine.runtime_bytes, formula="CUDA context, kernels, libraries"
+        )
+        weights = target.terms()
+        activations = activation_term(
+            target.geometry, target.parameters, step_tokens=engine.step_tokens, split=target.split
+        )
+        free = gpu.memory_bytes - runtime.nbytes - sum(term.nbytes for term in weights)
+        budget = pool_budget(
+            free, activation_bytes=activations.nbytes, on_gpu=True, fraction=engine.memory_fraction
+        )
+        rest = max(0, free - int(free * engine.memory_fraction))
+        left = Term(
+            name=FREE_TERM,
+            nbytes=rest,
+            formula=f"{1 - engine.memory_fraction:.3g} of {free:,} B: graphs, logits, fragments",
+        )
+        return cls(
+            terms=tuple(t for t in (*weights, activations, runtime, left) if t.nbytes), pool_bytes=budget
+        )
 
 
-def _does_not_fit(target: Target, gpu: Gpu, engine: Engine, taken: int, usable: int) -> str:
-    more = max(taken - usable, 0) / 1e9
+def _does_not_fit(target: Target, gpu: Gpu, engine: Engine, room: _Room) -> str:
+    taken = sum(term.nbytes for term in room.terms if term.name != FREE_TERM)
+    more = max(0, taken - gpu.memory_bytes, -room.pool_bytes) / 1e9
     ways = ["take narrower weights (--weights int4)", "or a larger GPU"]
     for ranks in (2, 4, 8, 16, 32, 64):
         spread = replace(target, split=replace(target.split, tensor=ranks * target.split.tensor))
         if target.geometry.q_heads % spread.split.tensor:
             break
-        if sum(term.nbytes for term in _terms(spread, engine)) < _ROOMY * usable:
+        if _Room.of(spread, gpu, engine).pool_bytes > (1 - _ROOMY) * gpu.memory_bytes:
             option = f"--tensor-parallel {spread.split.tensor}"
             ways.insert(0, f"spread it over {spread.split.gpus} GPUs ({option})")
             break
     return (
         f"{target.name} does not fit on {target.split.gpus} x {gpu.name}: weights, activations and runtime "
-        f"take {taken / 1e9:.1f} GB of each GPU's {usable / 1e9:.1f}, {more:.1f} GB too much; "
+        f"take {taken / 1e9:.1f} GB of each GPU's {gpu.memory_bytes / 1e9:.1f}, {more:.1f} GB too much; "
         f"{', '.join(ways)}"
     )

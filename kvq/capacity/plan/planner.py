@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import Any
 
 from kvq.capacity.plan.gpus import Gpu, find_gpu
+from kvq.capacity.plan.held import AUTO, held_as
 from kvq.capacity.plan.known import find_model, known_models
 from kvq.capacity.plan.latent import latent_values
 from kvq.capacity.plan.lengths import Length, fixed
 from kvq.capacity.plan.memory import Split
 from kvq.capacity.plan.parameters import count_parameters
 from kvq.capacity.plan.plan import CapacityPlan, Engine, Target, make_plan
-from kvq.capacity.plan.stored import AUTO, stored_weights
 from kvq.errors import ConfigError
 from kvq.geometry import parse_geometry
 
@@ -67,7 +67,7 @@ def make_target(model: str | Path, *, weights: str, weight_bytes: int | None, sp
         name=str(model),
         geometry=geometry,
         parameters=None if weight_bytes is not None else count_parameters(config, geometry),
-        weights=stored_weights(config) if weights == AUTO else weights,
+        held=held_as(config, weights),
         weight_bytes=weight_bytes,
         split=split,
         latent_values=latent_values(config, geometry),

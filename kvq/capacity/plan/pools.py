@@ -7,6 +7,23 @@ from kvq.layout import KVLayout
 from kvq.scheduler import most_blocks
 
 RESERVE_FRACTION = 0.01  # of the pool, kept from new requests so that running ones can grow
+GPU_FRACTION = 0.9  # of what is free once the weights are loaded; graphs, logits and fragments have the rest
+CPU_FRACTION = 0.5
+CPU_MOST = 4 << 30  # bytes, unless somebody asks for more: others need a host's memory too
+MAX_NUM_SEQS, MAX_NUM_BATCHED_TOKENS = 128, 2048  # of an engine that is told nothing else
+
+
+def pool_budget(
+    free_bytes: int, *, activation_bytes: int, on_gpu: bool, fraction: float | None = None
+) -> int:
+    """What the pools may take, of what is free when the weights are loaded.
+
+    `activation_bytes`: what the largest step needs beside weights and pools. `fraction`: of the free
+    bytes, where it is not the device's own; then a host gives as much as that.
+    """
+    share = fraction or (GPU_FRACTION if on_gpu else CPU_FRACTION)
+    budget = int(free_bytes * share) - activation_bytes
+    return budget if on_gpu or fraction is not None else min(budget, CPU_MOST)
 
 
 def windows_of(layout: KVLayout) -> list[int | None]:

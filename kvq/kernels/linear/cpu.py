@@ -50,6 +50,7 @@ class CpuLinear:
         self.in_features = weights[0].in_features
         self.out_features = sum(weight.out_features for weight in weights)
         self.nbytes = panels.nbytes
+        self.code_bytes = panels.codes.nbytes
         scales, zeros, order = panels.scales, panels.zeros, panels.order
         self._struct = Linear(
             codes=panels.codes.data_ptr(),

@@ -14,6 +14,7 @@ class ReferenceLinear:
     def __init__(self, weight: QuantizedWeight) -> None:
         self.weight = weight
         self.nbytes = weight.nbytes
+        self.code_bytes = weight.codes.nbytes
 
     def __call__(self, x: Tensor) -> Tensor:
         """[rows, in] -> [rows, out] of x's dtype; summed in fp32."""

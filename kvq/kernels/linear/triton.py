@@ -44,6 +44,7 @@ class TritonLinear:
         self.fmt = weight.fmt
         self.weight = pack(weight, kind_of(weight, has_fp8=has_fp8))
         self.nbytes = self.weight.nbytes
+        self.code_bytes = self.weight.codes.nbytes
 
     def __call__(self, x: Tensor) -> Tensor:
         """[rows, in] -> [rows, out] of x's dtype."""

@@ -1,0 +1,78 @@
+"""The bytes of weights that an engine will hold, told from a model's small files and headers."""
+
+from collections import Counter
+from collections.abc import Iterator
+from math import prod
+
+import numpy as np
+
+from kvq.capacity.plan.held import HeldAs, held_as
+from kvq.capacity.plan.memory import Split, Term, activation_term, weight_terms
+from kvq.capacity.plan.parameters import count_parameters
+from kvq.errors import ConfigError
+from kvq.formats.weights import WeightCode, WeightFormat
+from kvq.models.checkpoint import read_header, weight_files
+from kvq.models.device import DTYPE_NAMES
+from kvq.models.linear import has_own_products
+from kvq.models.prepared import PreparedModel
+
+_STORED = {"F32": "fp32", "BF16": "bf16", "F16": "fp16"}
+_HEAD = WeightFormat(code=WeightCode.INT8)
+_SAMPLE = 4096  # values of a tensor that are looked at
+_WIDENED = {"bf16": 0xFFFF, "fp16": 0x1FFF}  # bits of an fp32 number that such a one leaves empty
+
+
+def planned_weights(model: PreparedModel) -> tuple[Term, ...]:
+    """Every term of the weights, on the model's device.
+
+    Raises:
+        ConfigError: a family whose parameters aren't counted.
+    """
+    return weight_terms(count_parameters(model.config, model.geometry), held_by_engine(model))
+
+
+def planned_activations(model: PreparedModel, step_tokens: int) -> Term:
+    """What a step holds beside weights and KV."""
+    try:
+        parameters = count_parameters(model.config, model.geometry)
+    except ConfigError:
+        parameters = None
+    return activation_term(model.geometry, parameters, step_tokens=step_tokens, split=Split())
+
+
+def held_by_engine(model: PreparedModel) -> HeldAs:
+    """The types in which the engine holds what the checkpoint stores."""
+    other = DTYPE_NAMES[model.dtype]
+    if model.rounded_to is not None:
+        head = _HEAD if model.rounded_to.code.is_integer else model.rounded_to
+        return HeldAs(linear=model.rounded_to, other=other, head=head, scale_bytes=4)
+    is_own = model.device.type == "cpu" and has_own_products(model.dtype, model.backend)
+    plain = _narrowest(model) if is_own else other
+    stored = held_as(model.config).linear if model.is_quantized else plain
+    return HeldAs(linear=stored, other=other, head=plain)
+
+
+def _narrowest(model: PreparedModel) -> str:
+    """The type that holds all Linear weights as they are: fp32 checkpoints are often widened ones."""
+    matrices = Counter[str]()
+    for entry in model.entries:
+        if len(entry.shape) == 2 and entry.dtype in _STORED:
+            matrices[entry.dtype] += prod(entry.shape)
+    stored = _STORED[matrices.most_common(1)[0][0]] if matrices else "fp32"
+    if stored != "fp32":
+        return stored
+    for name, empty in _WIDENED.items():
+        if all(not (bits & empty).any() for bits in _samples(model)):
+            return name
+    return "fp32"
+
+
+def _samples(model: PreparedModel) -> Iterator[np.ndarray[tuple[int], np.dtype[np.uint32]]]:
+    """The first numbers of fp32 matrices, as bits; of few, since one that is not widened is enough."""
+    entries = {entry.name: entry for entry in model.entries if len(entry.shape) == 2}
+    for path in weight_files(model.folder):
+        with path.open("rb") as file:
+            for entry in read_header(path):
+                if entry.name in entries and entry.dtype == "F32":
+                    file.seek(entry.begin)
+                    yield np.frombuffer(file.read(4 * min(_SAMPLE, prod(entry.shape))), dtype=np.uint32)
