@@ -17,6 +17,7 @@ from kvq.commands.sizing import (
     sizing_options,
 )
 from kvq.errors import ConfigError
+from kvq.extras import PLOTS, require
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -94,9 +95,7 @@ def command(context: click.Context, /, **options: Any) -> None:
             "users are counted on a GPU: give --gpu, one or several names of kvq gpus, or --verify"
         )
     if options["html_path"] is not None:
-        from kvq.commands.capacity_report import check_report
-
-        check_report()
+        require("--html", PLOTS)
     target = make_target(options)
     lengths = _lengths(options, target)
     most, longest = target.geometry.max_context, max(length.total for length in lengths)

@@ -10,6 +10,7 @@ import click
 
 from kvq.commands.options import Finite, text_options
 from kvq.errors import ConfigError
+from kvq.extras import BITSANDBYTES, require
 
 if TYPE_CHECKING:
     from kvq.calib.quantize import QuantizeSettings, Quantizing
@@ -226,6 +227,7 @@ def _by_package(options: dict[str, Any]) -> None:
     from kvq.calib.quantize.bnb import write_bitsandbytes
     from kvq.commands.progress import status
 
+    require(f"--method {options['method']}", BITSANDBYTES)
     context = click.get_current_context()
     given = [
         name
