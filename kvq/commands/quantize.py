@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from kvq.commands.names import MODEL
 from kvq.commands.options import Finite, text_options
 from kvq.errors import ConfigError
 from kvq.extras import BITSANDBYTES, require
@@ -26,7 +27,7 @@ _OWN = (  # options of kvq's own methods, as `choose_settings` names them
 
 
 @click.command(name="quantize")
-@click.argument("model")
+@click.argument("model", type=MODEL)
 @click.option("--method", default="gptq", show_default=True, type=click.Choice(_METHODS), help="How.")
 @click.option("--bits", type=click.Choice(["8", "4", "3"]), help="Per weight.  [default: 4; 8 where fixed]")
 @click.option(

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
-from rich.table import Table
 
 from kvq.commands.options import Finite, ModelOptions, model_argument, model_options, text_options
 from kvq.errors import ConfigError
@@ -211,6 +210,8 @@ def _result(
 
 
 def _print(result: dict[str, Any], out: str) -> None:
+    from rich.table import Table
+
     from kvq.calib.tune_report import HEADS, point_cells
     from kvq.commands.tables import console
 
