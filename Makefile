@@ -84,7 +84,7 @@ $(VENV)/.dev: $(VENV)/.created $(NATIVE)
 	@touch $(VENV)/.dev $(VENV)/.demo
 
 $(VENV)/.demo: $(VENV)/.created $(NATIVE)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[plot]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[standard]'
 	@touch $(VENV)/.demo
 
 $(VENV)/.created: pyproject.toml constraints.txt

@@ -6,7 +6,9 @@ import sys
 from typing import Any
 
 import click
+from click.shell_completion import CompletionItem
 
+from kvq.commands import shells
 from kvq.commands.log_lines import show_warnings
 from kvq.errors import KVQError, nearest
 from kvq.version import __version__
@@ -33,6 +35,7 @@ _COMMANDS = {
     "simulate": ("simulate", "Serve random requests without a model, with faults, and check everything."),
     "demo": ("demo", "Measure every format on the embedded model and write a report."),
     "doctor": ("doctor", "Show what runs on this machine and why the rest does not."),
+    "completion": ("completion", "Make bash, zsh or fish complete commands, options and names."),
 }
 _WINDOWS = (
     "kvq runs on Linux, macOS and WSL; on Windows, install WSL (wsl --install) and run it there, please."
@@ -56,10 +59,20 @@ class _Commands(click.Group):
         with formatter.section("Commands"):
             formatter.write_dl([(name, line) for name, (_, line) in _COMMANDS.items()])
 
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem[Any]]:
+        """Commands by name, of which none is loaded, and kvq's own options."""
+        found = [
+            CompletionItem(name, help=line)
+            for name, (_, line) in _COMMANDS.items()
+            if name.startswith(incomplete)
+        ]
+        return found + click.Command.shell_complete(self, ctx, incomplete)
+
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        if args and not args[0].startswith("-") and args[0] not in _COMMANDS:
+        is_known = not args or args[0].startswith("-") or args[0] in _COMMANDS
+        if not is_known and not ctx.resilient_parsing:  # as when a shell asks what a line may become
             hint = nearest(args[0], list(_COMMANDS)) or ";"
             ctx.fail(f"there is no command {args[0]!r}{hint} commands: {', '.join(_COMMANDS)}")
         return super().resolve_command(ctx, args)
@@ -82,6 +95,7 @@ def main(args: list[str] | None = None) -> Any:
         sys.exit(2)
     os.environ.update(waiting_environment())
     show_warnings()
+    shells.register()
     try:
         sys.exit(root.main(args, prog_name="kvq", standalone_mode=False))
     except click.ClickException as error:

@@ -3,13 +3,16 @@
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
+
+from kvq.commands.names import FORMATS
 
 if TYPE_CHECKING:
     from kvq.bench.workload import Workload
 
+_Command = TypeVar("_Command", bound=Callable[..., Any])
 _SHAPE_OPTIONS = (
     click.option("--batch", default=1, show_default=True, type=click.IntRange(1, 4096), help="Sequences."),
     click.option(
@@ -36,6 +39,11 @@ _SHAPE_OPTIONS = (
 )
 
 
+def _formats_option(default: str) -> Callable[[_Command], _Command]:
+    text = "Formats, with commas between."
+    return click.option("--kv", type=FORMATS, default=default, show_default=True, help=text)
+
+
 def _with_shape(command: Callable[..., None]) -> Callable[..., None]:
     for option in reversed(_SHAPE_OPTIONS):
         command = option(command)
@@ -43,7 +51,7 @@ def _with_shape(command: Callable[..., None]) -> Callable[..., None]:
 
 
 @click.command(name="attention")
-@click.option("--kv", default="bf16,fp8,int8,int4", show_default=True, help="Formats, with commas between.")
+@_formats_option("bf16,fp8,int8,int4")
 @click.option("--new", default=1, show_default=True, type=click.IntRange(1), help="Tokens each adds.")
 @click.option("--rivals", type=click.Path(file_okay=False), help="A folder with a rivals.py of yours.")
 @click.option("--dense/--no-dense", default=True, show_default=True, help="torch's attention beside.")
@@ -97,7 +105,7 @@ def attention(
 
 
 @click.command(name="write")
-@click.option("--kv", default="bf16,fp8,int8,int4", show_default=True, help="Formats, with commas between.")
+@_formats_option("bf16,fp8,int8,int4")
 @click.option("--new", default=1, show_default=True, type=click.IntRange(1), help="Tokens each adds.")
 @_with_shape
 def write(kv: str, new: int, json_path: str | None, backend: str, repeats: int, **shape: Any) -> None:
@@ -131,7 +139,7 @@ def write(kv: str, new: int, json_path: str | None, backend: str, repeats: int, 
 
 
 @click.command(name="tune")
-@click.option("--kv", default="bf16,fp8,int8,int4,int4_g32_rot", show_default=True, help="Formats.")
+@_formats_option("bf16,fp8,int8,int4,int4_g32_rot")
 @click.option("--new", default="1,512", show_default=True, help="New tokens: 1 tunes decode, more extend.")
 @click.option("--table", type=click.Path(dir_okay=False), help="Where to write; default: kvq's own table.")
 @_with_shape

@@ -8,8 +8,8 @@ from typing import Any
 import click
 
 from kvq.commands.options import kv_option
-from kvq.commands.served import serve_packages
 from kvq.errors import ConfigError
+from kvq.extras import SERVER, require
 
 
 @click.command(name="serve", context_settings={"ignore_unknown_options": True})
@@ -48,12 +48,11 @@ def serve(
     Options that are not listed here, such as --model and --num-blocks, go to the `kvq serve` that is
     started, one for each KV format. Latencies are the client's: TTFT counts from when a request was due.
     """
-    from kvq import fileio
-
-    with serve_packages():
-        from kvq.bench.serve import Plan, bench_serve, bench_url
+    require("kvq bench serve", SERVER)
     import torch
 
+    from kvq import fileio
+    from kvq.bench.serve import Plan, bench_serve, bench_url
     from kvq.commands.progress import progress_bar
     from kvq.evals.results import envelope, source_commit, write_json
 

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from kvq.commands.names import MODEL
 from kvq.commands.options import kv_option, text_options
 
 if TYPE_CHECKING:
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 
 
 @click.command(name="calibrate")
-@click.argument("model")
+@click.argument("model", type=MODEL)
 @text_options("help topics of CPython that are not held out")
 @click.option(
     "--out", default="kvq.json", show_default=True, type=click.Path(), help="Where to write the recipe."

@@ -14,11 +14,6 @@ _COLORS = ("#0969da", "#bc4c00", "#1a7f37", "#8250df", "#cf222e", "#57606a", "#9
 _TERMS = ("#57606a", "#8c959f", "#d0d7de", "#bc4c00", "#e16f24", "#0969da")
 
 
-def check_report() -> None:
-    """Raise ConfigError without matplotlib."""
-    figure_class()
-
-
 def write_plan(path: str | Path, result: dict[str, Any]) -> None:
     """Users over context, memory by GPU, cost over latency, and every term.
 

@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 import click
 
 from kvq.errors import ConfigError, first_lines, nearest
+from kvq.extras import require
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 
@@ -63,6 +64,7 @@ def _names(command: click.Command) -> dict[str, click.Option]:
 
 
 def _read(path: Path) -> dict[Any, Any]:
+    require("--config", ("yaml",))
     import yaml
 
     try:

@@ -28,11 +28,11 @@ def command(out: str, max_windows: int | None) -> None:
     from kvq.models.model import load
 
     folder = Path(out)
+    check_plot_path(folder / "plot.svg")
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"can't make folder {out}: {error.strerror}") from error
-    check_plot_path(folder / "plot.svg")
     with status("loading the embedded model"):
         model = load("tiny")
     result = measure(

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 from kvq.errors import UnsupportedKernel
+from kvq.extras import PACKAGES, install_command, missing_packages
 from kvq.version import __version__
 
 if TYPE_CHECKING:
@@ -41,6 +42,11 @@ def command() -> None:
     click.echo("\nbackends (auto takes the first that runs):")
     for name, verdict in backend_verdicts():
         _line(f"  {name}", verdict)
+    click.echo("\nextras (packages that some commands need):")
+    for extra in dict.fromkeys(extra for _, extra in PACKAGES.values()):
+        missing = missing_packages(extra)
+        lacks = f"lacks {', '.join(missing)}; {install_command(extra)}"
+        _line(f"  {extra}", lacks if missing else "installed")
 
 
 def backend_verdicts() -> list[tuple[str, str]]:

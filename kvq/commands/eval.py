@@ -18,6 +18,7 @@ from kvq.commands.options import (
     window_options,
 )
 from kvq.errors import ConfigError
+from kvq.extras import PLOTS, require
 
 if TYPE_CHECKING:
     from kvq.commands.eval_tasks import Chosen, EvalPlan
@@ -94,16 +95,16 @@ def command(
     from kvq.evals import default_text, read_text
     from kvq.evals.eval_report import write_report
     from kvq.evals.gates import parse_gate
-    from kvq.evals.plot import figure_class
 
     chosen = choose_tasks(tasks)
+    if html_path is not None:
+        require("--html", PLOTS)
     limits = [parse_gate(gate) for gate in gates]
     if options["instrument"] and not any(one.task.key == "rows" for one in chosen):
         raise ConfigError("--instrument checks perplexity; add perplexity to --tasks")
     shared = _shared(options)
     source = default_text() if text is None else read_text(text, text_field)
     if html_path is not None:
-        figure_class()
         json_path = json_path or str(Path(html_path).with_suffix(".json"))
     for path in (json_path, html_path):
         if path is not None:

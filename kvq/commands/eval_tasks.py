@@ -23,6 +23,7 @@ from kvq.evals.needle import (
 )
 from kvq.evals.perplexity import instrument_check
 from kvq.evals.quality import QualityRow, measure_quality
+from kvq.extras import LM_EVAL, require
 from kvq.formats import KVRecipe
 from kvq.models import Model
 from kvq.models.prepared import PreparedModel
@@ -59,6 +60,7 @@ class Task:
     figures: Callable[[str, Any], Mapping[str, Sequence[str]]]  # name, prepared -> what gates may name
     gate_rows: Callable[[Mapping[str, Any], Gate], Sequence[Row]]  # of the JSON, for one gate
     takes_argument: bool = False  # NAME:ARGUMENT; the arguments come together
+    modules: tuple[str, ...] = ()  # of an extra, which it needs
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -236,6 +238,7 @@ TASKS: dict[str, Task] = {
         figures=_lm_eval_figures,
         gate_rows=lambda found, gate: metrics.gate_rows(found["lm_eval"], gate),
         takes_argument=True,
+        modules=LM_EVAL,
     ),
 }
 
@@ -244,7 +247,7 @@ def choose_tasks(names: str) -> list[Chosen]:
     """Tasks from a list such as `perplexity,kl,lm_eval:TASK`, each to be run once.
 
     Raises:
-        ConfigError: no such task, or an argument missing or too many.
+        ConfigError: no such task, an argument missing or too many, or packages that it needs.
     """
     chosen: dict[int, Chosen] = {}
     for full in filter(None, map(str.strip, names.split(","))):
@@ -257,6 +260,7 @@ def choose_tasks(names: str) -> list[Chosen]:
             raise ConfigError(f"the task {name} needs to be told what, such as {name}:NAME")
         if colon and not task.takes_argument:
             raise ConfigError(f"the task {name} takes nothing after a colon, got {full!r}")
+        require(full, task.modules)
         one = chosen.setdefault(id(task), Chosen(names=[], task=task, arguments=[]))
         if full not in one.names:
             one.names.append(full)

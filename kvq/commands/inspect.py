@@ -5,6 +5,7 @@ from typing import Any
 
 import click
 
+from kvq.commands.names import MODEL
 from kvq.commands.options import kv_option
 
 _FORMATS = (
@@ -14,7 +15,9 @@ _FORMATS = (
 
 
 @click.command(name="inspect")
-@click.option("--model", "-m", default="tiny", show_default=True, help="Folder, hub name, or 'tiny'.")
+@click.option(
+    "--model", "-m", type=MODEL, default="tiny", show_default=True, help="Folder, hub name, or 'tiny'."
+)
 @kv_option("int4", many=False)
 @click.option(
     "--block-size", type=click.IntRange(1, 4096), default=32, show_default=True, help="Tokens per block."

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import click
 from click.core import ParameterSource
 
+from kvq.commands.names import FORMATS, HALF_FORMAT, MODEL, ONE_FORMAT
 from kvq.errors import ConfigError
 from kvq.formats import split_pair
 
@@ -53,6 +54,7 @@ def model_options(command: _Command) -> _Command:
         click.option(
             "--model",
             "-m",
+            type=MODEL,
             default="tiny",
             show_default=True,
             help="Folder, hub name, or 'tiny', the embedded model.",
@@ -159,7 +161,7 @@ def model_argument(command: _Command) -> _Command:
             raise ConfigError(f"the model was named twice, {named!r} and --model {model!r}; name it once")
         return command(model=named or model, **values)
 
-    return click.argument("named", metavar="[MODEL]", required=False)(wrapped)  # type: ignore[return-value]
+    return click.argument("named", metavar="[MODEL]", required=False, type=MODEL)(wrapped)  # type: ignore[return-value]
 
 
 class Finite(click.FloatRange):
@@ -183,11 +185,12 @@ def kv_option(default: str, many: bool) -> Callable[[_Command], _Command]:
             return command(kv=_named(kv, cache_type_k, cache_type_v, default, many), **values)
 
         for option in (
-            click.option("-ctv", "--cache-type-v", help="Format of V alone, with -ctk."),
-            click.option("-ctk", "--cache-type-k", help="Format of K alone, with -ctv."),
+            click.option("-ctv", "--cache-type-v", type=HALF_FORMAT, help="Format of V alone, with -ctk."),
+            click.option("-ctk", "--cache-type-k", type=HALF_FORMAT, help="Format of K alone, with -ctv."),
             click.option(
                 "--kv",
                 "--kv-cache-dtype",
+                type=FORMATS if many else ONE_FORMAT,
                 help=f"{what}: a name, a pair K/V, or a kvq.json.  [default: {default}]",
             ),
         ):

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kvq.commands.options import ModelOptions, kv_option, model_options, text_options, window_options
+from kvq.extras import PLOTS, require
 
 if TYPE_CHECKING:
     from kvq.evals import EvalText
@@ -57,12 +58,14 @@ def command(
     from kvq.evals.plot import check_plot_path, write_plot
     from kvq.evals.report import write_report
 
+    if plot_path is not None:
+        check_plot_path(plot_path)
+    if html_path is not None:
+        require("--html", PLOTS)
     source = default_text() if text is None else read_text(text, text_field)
     for path in (json_path, plot_path, html_path):
         if path is not None:
             fileio.check_writable(path)
-    if plot_path or html_path:
-        check_plot_path(plot_path or "report.svg")
     checked = check_for(model_options, kv)
     check_windows(checked.prepared, source, context=context, max_windows=max_windows)
     if instrument:

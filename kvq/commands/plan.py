@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from kvq.commands.names import GPUS, PLANNED_MODEL
 from kvq.commands.options import Finite, kv_option
 from kvq.commands.results import write_rows
 from kvq.commands.sizing import (
@@ -17,6 +18,7 @@ from kvq.commands.sizing import (
     sizing_options,
 )
 from kvq.errors import ConfigError
+from kvq.extras import PLOTS, require
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -29,8 +31,14 @@ _FORMATS = "fp16,fp8,int8,k8v4,int4"
 
 
 @click.command(name="plan")
-@click.option("--model", "-m", required=True, help="A name of `kvq models`, a folder, or a hub name.")
-@click.option("--gpu", help="Names of `kvq gpus`, separated by commas.")
+@click.option(
+    "--model",
+    "-m",
+    required=True,
+    type=PLANNED_MODEL,
+    help="A name of `kvq models`, a folder, or a hub name.",
+)
+@click.option("--gpu", type=GPUS, help="Names of `kvq gpus`, separated by commas.")
 @kv_option(_FORMATS, many=True)
 @click.option("--context", type=click.IntRange(min=1), help="Tokens of each request when it ends.")
 @click.option("--output", type=click.IntRange(min=1), help="Of these, generated.  [default: an eighth]")
@@ -94,9 +102,7 @@ def command(context: click.Context, /, **options: Any) -> None:
             "users are counted on a GPU: give --gpu, one or several names of kvq gpus, or --verify"
         )
     if options["html_path"] is not None:
-        from kvq.commands.capacity_report import check_report
-
-        check_report()
+        require("--html", PLOTS)
     target = make_target(options)
     lengths = _lengths(options, target)
     most, longest = target.geometry.max_context, max(length.total for length in lengths)

@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from kvq.commands.names import MODEL
 from kvq.commands.options import Finite, text_options
 from kvq.errors import ConfigError
+from kvq.extras import BITSANDBYTES, require
 
 if TYPE_CHECKING:
     from kvq.calib.quantize import QuantizeSettings, Quantizing
@@ -25,7 +27,7 @@ _OWN = (  # options of kvq's own methods, as `choose_settings` names them
 
 
 @click.command(name="quantize")
-@click.argument("model")
+@click.argument("model", type=MODEL)
 @click.option("--method", default="gptq", show_default=True, type=click.Choice(_METHODS), help="How.")
 @click.option("--bits", type=click.Choice(["8", "4", "3"]), help="Per weight.  [default: 4; 8 where fixed]")
 @click.option(
@@ -226,6 +228,7 @@ def _by_package(options: dict[str, Any]) -> None:
     from kvq.calib.quantize.bnb import write_bitsandbytes
     from kvq.commands.progress import status
 
+    require(f"--method {options['method']}", BITSANDBYTES)
     context = click.get_current_context()
     given = [
         name

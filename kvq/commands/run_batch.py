@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kvq.commands.options import ModelOptions, kv_option, model_options
-from kvq.commands.served import engine_of, engine_options, serve_packages, tool_call_option
+from kvq.commands.served import engine_of, engine_options, tool_call_option
+from kvq.extras import SERVER, require
 
 if TYPE_CHECKING:
     from kvq.server.batch.run import Summary
@@ -45,11 +46,11 @@ def command(
     Results are in the order in which they were ready. Run the same command again to go on after an
     interruption: what has a result in OUT.jsonl is not run again. Exit code 1 if a line has no answer.
     """
+    require("kvq run-batch", SERVER)
     from kvq.commands.loading import say_model
     from kvq.commands.progress import progress_bar
+    from kvq.server.batch.run import BatchConfig, run_batch
 
-    with serve_packages():
-        from kvq.server.batch.run import BatchConfig, run_batch
     config = BatchConfig(
         source=source,
         target=target,

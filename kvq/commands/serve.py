@@ -7,8 +7,9 @@ import click
 
 from kvq.commands.config_file import config_option
 from kvq.commands.options import ModelOptions, kv_option, model_options
-from kvq.commands.served import engine_of, engine_options, serve_packages, tool_call_option
+from kvq.commands.served import engine_of, engine_options, tool_call_option
 from kvq.errors import ConfigError
+from kvq.extras import SERVER, require
 
 if TYPE_CHECKING:
     from kvq.server.config import ServerConfig
@@ -58,9 +59,10 @@ if TYPE_CHECKING:
 @engine_options
 def command(kv: list[str], model_options: ModelOptions, check: bool, **options: Any) -> None:
     """Serve a model over HTTP as OpenAI does: /v1/completions and /v1/chat/completions."""
-    with serve_packages():
-        from kvq.server.check import check_config
-        from kvq.server.run import serve
+    require("kvq serve", SERVER)
+    from kvq.server.check import check_config
+    from kvq.server.run import serve
+
     config = _config(kv[0], model_options, options)
     if check:
         findings = check_config(config)

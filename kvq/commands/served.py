@@ -1,7 +1,6 @@
 """What commands share whose engine runs in a process of its own."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import click
@@ -63,18 +62,3 @@ def engine_of(model_options: ModelOptions, options: dict[str, Any]) -> dict[str,
     load.pop("cache")
     slos = {"itl_slo_s": options.pop("itl_slo"), "ttft_slo_s": options.pop("ttft_slo")}
     return {name: value for name, value in (load | options | slos).items() if value is not None}
-
-
-@contextmanager
-def serve_packages() -> Iterator[None]:
-    """Around imports of the server.
-
-    Raises:
-        ConfigError: its packages are not installed.
-    """
-    try:
-        yield
-    except ImportError as error:
-        raise ConfigError(
-            f"the server needs more packages: pip install 'kvq-toolkit[serve]' ({error})"
-        ) from error

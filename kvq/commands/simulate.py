@@ -5,6 +5,7 @@ from typing import Any
 
 import click
 
+from kvq.commands.names import GPU, PLANNED_MODEL
 from kvq.commands.options import Finite, kv_option
 from kvq.commands.sizing import given_options, sizing_options
 from kvq.errors import ConfigError
@@ -14,8 +15,8 @@ _COMMON = {"seed", "requests", "rate", "block_size", "max_num_seqs", "max_num_ba
 
 
 @click.command(name="simulate")
-@click.option("--model", "-m", help="A name of `kvq models`, a folder, or a hub name.")
-@click.option("--gpu", help="A name of `kvq gpus`.")
+@click.option("--model", "-m", type=PLANNED_MODEL, help="A name of `kvq models`, a folder, or a hub name.")
+@click.option("--gpu", type=GPU, help="A name of `kvq gpus`.")
 @kv_option("fp16,int4", many=True)
 @click.option("--rate", type=Finite(min=0, min_open=True), help="Requests per second, with random gaps.")
 @click.option(

@@ -10,6 +10,7 @@ import click
 from kvq.commands.results import write_rows
 from kvq.commands.sizing import find_efficiency, find_gpus, make_engine, make_target
 from kvq.errors import ConfigError
+from kvq.extras import PLOTS, require
 
 if TYPE_CHECKING:
     from kvq.capacity.fleet.call import Call
@@ -39,9 +40,7 @@ def run(options: dict[str, Any]) -> None:
     from kvq.commands.progress import progress_bar
 
     if options["html_path"] is not None:
-        from kvq.commands.capacity_report import check_report
-
-        check_report()
+        require("--html", PLOTS)
     gpus = find_gpus(options)
     if len(gpus) > 1:
         raise ConfigError("one --gpu is simulated at a time, got several; compare them with kvq plan")

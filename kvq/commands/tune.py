@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
-from rich.table import Table
 
 from kvq.commands.options import Finite, ModelOptions, model_argument, model_options, text_options
 from kvq.errors import ConfigError
+from kvq.extras import PLOTS, require
 
 if TYPE_CHECKING:
     from kvq.calib.search import Tuned
@@ -87,6 +87,10 @@ def command(
 
     if budget is not None and max_kl is not None:
         raise ConfigError("--budget and --max-kl are two ends of one trade; give one of them")
+    if plot_path is not None:
+        check_plot_path(plot_path)
+    if html_path is not None:
+        require("--html", PLOTS)
     codes = None if formats is None else codes_of(formats.split(","))
     source, other = _texts(text, text_field, held_out)
     if html_path is not None and json_path is None:
@@ -96,8 +100,6 @@ def command(
         raise ConfigError(
             f"two results would go into one file: {', '.join(paths)}; name --json apart from --out"
         )
-    if plot_path or html_path:
-        check_plot_path(plot_path or "report.svg")
     checked = check_for(model_options, ["auto"])
     known = checked.prepared
     nbytes = None if max_kl is not None else parse_budget(known, budget or DEFAULT_BUDGET)
@@ -208,6 +210,8 @@ def _result(
 
 
 def _print(result: dict[str, Any], out: str) -> None:
+    from rich.table import Table
+
     from kvq.calib.tune_report import HEADS, point_cells
     from kvq.commands.tables import console
 

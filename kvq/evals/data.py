@@ -7,6 +7,7 @@ from typing import Any
 
 from kvq.errors import ConfigError, KVQError, RequestError, first_lines
 from kvq.evals.text import EvalText, decoded
+from kvq.extras import require
 from kvq.models.unicode import check_unicode
 
 HUB = "hf:"
@@ -106,10 +107,9 @@ def _json_rows(path: Path) -> Iterator[Any]:
 
 
 def _parquet_rows(path: Path) -> Iterator[Any]:
-    try:
-        from pyarrow import ArrowException, parquet
-    except ImportError as error:
-        raise ConfigError(f"{path}: Parquet files need pyarrow; pip install 'kvq-toolkit[eval]'") from error
+    require(f"the Parquet file {path}", ("pyarrow",))
+    from pyarrow import ArrowException, parquet
+
     try:
         with parquet.ParquetFile(path) as file:
             for batch in file.iter_batches(batch_size=1024):
@@ -122,10 +122,9 @@ def _parquet_rows(path: Path) -> Iterator[Any]:
 
 def _hub_rows(spec: str) -> Iterator[Any]:
     """Rows of `NAME[:CONFIG[:SPLIT]]`, streamed: nothing is downloaded that is not read."""
-    try:
-        import datasets
-    except ImportError as error:
-        raise ConfigError(f"hf:{spec} needs datasets; pip install 'kvq-toolkit[eval]'") from error
+    require(f"hf:{spec}", ("datasets",))
+    import datasets
+
     name, _, rest = spec.partition(":")
     config, _, split = rest.partition(":")
     if not name:

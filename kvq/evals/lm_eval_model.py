@@ -18,9 +18,11 @@ from typing import Any
 from kvq.engine import LLM, SamplingParams
 from kvq.errors import ConfigError, RequestError
 from kvq.evals.scoring import generate, score_continuations
+from kvq.extras import LM_EVAL, install_command, require
 from kvq.models import Model
 from kvq.models.unicode import check_unicode
 
+require("lm_eval:TASK", LM_EVAL)
 try:
     from lm_eval.api.model import TemplateLM
     from lm_eval.models.utils import (
@@ -31,9 +33,7 @@ try:
     )
     from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 except ImportError as error:
-    raise ConfigError(
-        f"lm-eval tasks need lm-eval 0.4.13 or later ({error}); pip install 'kvq-toolkit[eval]'"
-    ) from error
+    raise ConfigError(f"lm-eval 0.4.13 or later is needed ({error}); {install_command('eval')}") from error
 
 _log = logging.getLogger("kvq")
 

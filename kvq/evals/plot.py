@@ -7,6 +7,7 @@ from typing import Any
 from kvq import fileio
 from kvq.errors import ConfigError
 from kvq.evals.page import svg_of
+from kvq.extras import PLOTS, require
 
 _SUFFIXES = (".svg", ".png", ".pdf")
 _COLORS = {"fp8": "#0969da", "int8": "#1a7f37", "int4": "#bc4c00", "int2": "#cf222e", "k": "#8250df"}
@@ -17,7 +18,7 @@ def check_plot_path(path: str | Path) -> None:
     """Raise ConfigError if a plot can't be written there: unknown suffix, or no matplotlib."""
     if Path(path).suffix not in _SUFFIXES:
         raise ConfigError(f"can't plot to {path}; the name must end in {', '.join(_SUFFIXES)}")
-    figure_class()
+    require(f"the plot {path}", PLOTS)
 
 
 def write_plot(path: str | Path, result: dict[str, Any]) -> None:
@@ -39,10 +40,9 @@ def figure_class() -> Any:
     Raises:
         ConfigError: matplotlib is not installed.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ConfigError("plots need matplotlib; pip install 'kvq-toolkit[plot]'") from error
+    require("a plot", PLOTS)
+    from matplotlib.figure import Figure
+
     return Figure
 
 

@@ -2,7 +2,6 @@
 
 from collections.abc import Collection, Mapping
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -10,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from kvq.errors import ConfigError, ModelError
+from kvq.extras import BITSANDBYTES, require
 from kvq.formats.weights import WeightCode, WeightFormat
 from kvq.kernels import QuantizedWeight
 from kvq.models.checkpoint import weight_files
@@ -81,15 +81,10 @@ def check_scheme(folder: Path, config: object) -> None:
         ModelError: a method, version or feature that isn't read.
         ConfigError: a package is missing.
     """
-    if not is_bitsandbytes(config):
+    if is_bitsandbytes(config):
+        require(f"{folder}, quantized by bitsandbytes,", BITSANDBYTES)
+    else:
         parse_config(config)
-        return
-    for package in ("bitsandbytes", "accelerate"):
-        if find_spec(package) is None:
-            raise ConfigError(
-                f"{folder} is quantized by bitsandbytes, which needs {package}: "
-                f"pip install 'kvq-toolkit[bnb]'"
-            )
 
 
 def is_bitsandbytes(config: object) -> bool:

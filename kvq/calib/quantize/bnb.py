@@ -31,11 +31,10 @@ def write_bitsandbytes(
     `method`: nf4 (4-bit normal floats, double quantization) or int8-bnb (8 bits, outliers apart).
 
     Raises:
-        ConfigError: bitsandbytes is missing, or nothing can be written at `out`.
+        ConfigError: nothing can be written at `out`.
         ModelError: missing, damaged or refused model, or one that the package can't quantize.
     """
     check_target(out, overwrite=False)
-    _check_package()
     prepared = prepare(model, device=device, max_context=1, revision=revision, token=token)
     folder = prepared.folder
     if prepared.is_quantized:
@@ -54,16 +53,6 @@ def write_bitsandbytes(
         raise ConfigError(f"can't write {out}: {error.strerror or error}") from error
     finally:
         shutil.rmtree(aside, ignore_errors=True)
-
-
-def _check_package() -> None:
-    try:
-        import bitsandbytes  # noqa: F401
-    except ImportError as error:
-        raise ConfigError(
-            "nf4 and int8-bnb are made by bitsandbytes, which is not installed; "
-            "pip install 'kvq-toolkit[bnb]'"
-        ) from error
 
 
 def _quantized(folder: Path, method: str, device: str) -> Any:

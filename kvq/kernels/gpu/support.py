@@ -3,12 +3,12 @@
 from collections.abc import Callable
 from functools import lru_cache
 from importlib import import_module
-from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from kvq.extras import install_command, is_installed
 from kvq.formats import LayerFormats
 from kvq.kernels.gpu.kinds import KINDS
 from kvq.kernels.linear.spec import LinearSpec
@@ -52,17 +52,16 @@ def supports_linear(spec: LinearSpec, device: Device) -> Support:
 def _runs_on(device: Device) -> Support:
     if device.type != "cuda" or device.capability is None:
         return Support(False, f"needs an NVIDIA GPU, not {device.name}", is_missed=False)
-    if not is_installed():
-        return Support(False, "Triton is not installed; pip install 'kvq-toolkit[gpu]'")
+    if not _has_triton():
+        return Support(False, f"Triton is not installed; {install_command('gpu')}")
     if device.capability < LEAST_CAPABILITY:
         return Support(False, f"needs compute capability 8.0, {device.name} has {_dotted(device.capability)}")
     return Support(True)
 
 
 @lru_cache(maxsize=1)
-def is_installed() -> bool:
-    """True if Triton can be imported."""
-    return find_spec("triton") is not None
+def _has_triton() -> bool:
+    return is_installed("triton")
 
 
 @lru_cache(maxsize=16)

@@ -1,0 +1,68 @@
+"""Options whose values shells complete: KV formats, models, GPUs. Their checks are elsewhere."""
+
+from collections.abc import Callable, Iterable
+
+import click
+from click.shell_completion import CompletionItem
+from click.types import StringParamType
+
+
+class Names(StringParamType):
+    """A text that shells complete from names.
+
+    `find`: the names, found only when a shell asks. `separators`: characters between several names.
+    `paths`: "dir" or "file" if a path is a value as well.
+    """
+
+    def __init__(self, find: Callable[[], Iterable[str]], *, separators: str = "", paths: str = "") -> None:
+        self._find = find
+        self._separators = separators
+        self._paths = paths
+
+    def shell_complete(
+        self, ctx: click.Context, param: click.Parameter, incomplete: str
+    ) -> list[CompletionItem]:
+        """Names that go on from the last separator, else paths."""
+        begin = 1 + max((incomplete.rfind(mark) for mark in self._separators), default=-1)
+        before, last = incomplete[:begin], incomplete[begin:].lower()
+        found = [CompletionItem(before + name) for name in self._find() if name.startswith(last)]
+        # Paths come first: bash's script forgets what it was told before them.
+        is_path = self._paths == "dir" or (self._paths and not found)
+        return [CompletionItem(incomplete, type=self._paths), *found] if is_path else found
+
+
+def _formats() -> tuple[str, ...]:
+    from kvq.formats.names import KNOWN_NAMES
+
+    return KNOWN_NAMES
+
+
+def _halves() -> list[str]:
+    from kvq.formats.names import split_pair
+
+    return [name for name in _formats() if split_pair(name).k == name]
+
+
+def _embedded() -> tuple[str, ...]:
+    return ("tiny",)
+
+
+def _models() -> tuple[str, ...]:
+    from kvq.capacity.plan.known import known_models
+
+    return (*_embedded(), *known_models())
+
+
+def _gpus() -> tuple[str, ...]:
+    from kvq.capacity.plan.gpus import known_gpus
+
+    return tuple(known_gpus())
+
+
+FORMATS = Names(_formats, separators=",", paths="file")  # or a kvq.json
+ONE_FORMAT = Names(_formats, paths="file")
+HALF_FORMAT = Names(_halves)
+MODEL = Names(_embedded, paths="dir")  # that is loaded
+PLANNED_MODEL = Names(_models, paths="dir")  # whose shape is enough
+GPUS = Names(_gpus, separators=",")
+GPU = Names(_gpus)
