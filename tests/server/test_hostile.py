@@ -7,6 +7,8 @@ from time import monotonic, sleep
 
 import pytest
 
+from tests.waiting import HANG_S
+
 
 @pytest.fixture(scope="module")
 def server(common_server):
@@ -16,7 +18,7 @@ def server(common_server):
     assert common_server.status("/health/deep") == 200
 
 
-def talk(server, raw, timeout=20.0):
+def talk(server, raw, timeout=HANG_S):
     """What comes back for raw bytes, given in pieces: status, headers, body."""
     with socket.create_connection(("127.0.0.1", server.port), timeout=timeout) as sock:
         try:
@@ -252,7 +254,7 @@ def test_a_body_without_an_end_is_cut_at_its_bound(server):
 def test_requests_one_after_another_on_one_connection(server):
     one = b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
     last = one.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n")
-    with socket.create_connection(("127.0.0.1", server.port), timeout=10) as sock:
+    with socket.create_connection(("127.0.0.1", server.port), timeout=HANG_S) as sock:
         sock.sendall(one * 20 + last)
         answer = b""
         while part := sock.recv(1 << 16):
@@ -272,10 +274,10 @@ def test_connections_that_send_nothing_do_not_block_others(server):
 def test_heads_that_never_end_or_drip_are_given_up(server):
     """Both wait for the same ten seconds."""
     answers, began = [], monotonic()
-    waiter = threading.Thread(target=lambda: answers.append(talk(server, HEAD, timeout=30)))
+    waiter = threading.Thread(target=lambda: answers.append(talk(server, HEAD, timeout=HANG_S)))
     waiter.start()
     dripped = []
-    with socket.create_connection(("127.0.0.1", server.port), timeout=30) as sock:
+    with socket.create_connection(("127.0.0.1", server.port), timeout=HANG_S) as sock:
         reader = threading.Thread(target=lambda: dripped.append(sock.recv(1 << 16)))
         reader.start()
         sock.sendall(HEAD)

@@ -17,6 +17,7 @@ import pytest
 import kvq
 from tests.server.browser import CHROMIUM, Browser
 from tests.server.kit import Server
+from tests.waiting import HANG_S
 
 KEYS = ("alpha-key", "beta-key")  # sorted: key 1 and key 2
 SECRET = "The unmistakable prompt about a heron"
@@ -44,7 +45,7 @@ def browser(server):
 
 
 def ask(server, key, **options):
-    client = openai.OpenAI(base_url=server.url + "/v1", api_key=key, max_retries=0, timeout=60)
+    client = openai.OpenAI(base_url=server.url + "/v1", api_key=key, max_retries=0, timeout=HANG_S)
     return client.completions.create(model="tiny", **options)
 
 
@@ -53,7 +54,7 @@ def get(server, path, authorization=None):
     headers = {} if authorization is None else {"Authorization": authorization}
     try:
         with urllib.request.urlopen(
-            urllib.request.Request(server.url + path, headers=headers), timeout=20
+            urllib.request.Request(server.url + path, headers=headers), timeout=HANG_S
         ) as a:
             return a.status, a.headers, a.read().decode()
     except urllib.error.HTTPError as error:
