@@ -15,17 +15,7 @@ from kvq.models.resolve import EMBEDDED
 from tests.waiting import HANG_S
 
 SHORT = ["--context", "64", "--max-windows", "1"]
-HEAVIER = {
-    "torch",
-    "transformers",
-    "numpy",
-    "safetensors",
-    "rich",
-    "asyncio",
-    "fastapi",
-    "matplotlib",
-    "yaml",
-}
+HEAVIER = {"torch", "transformers", "numpy", "safetensors", "rich", "asyncio", "fastapi", "yaml"}
 
 
 @pytest.fixture
