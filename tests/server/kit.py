@@ -78,6 +78,12 @@ class Server:
             [pid] = file.read().split()
         return int(pid)
 
+    def processor_s(self) -> float:
+        """Seconds of processor time that the HTTP process has taken."""
+        with open(f"/proc/{self.process.pid}/stat", encoding="ascii") as file:
+            user, system = file.read().rpartition(")")[2].split()[11:13]
+        return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
+
     def is_gone(self, pid: int) -> bool:
         """True if there is no such process any more."""
         try:

@@ -10,14 +10,13 @@ import sys
 import urllib.error
 import urllib.parse
 import urllib.request
-from time import monotonic, sleep
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.deploy.files import FOLDER, all_names, rule_expressions
 from tests.server.kit import Server
-from tests.waiting import HANG_S
+from tests.waiting import HANG_S, wait_for
 
 KEYS = ("clients-key-3141", "metrics-key-5926")
 TOKENS = 24
@@ -215,16 +214,14 @@ def get(at, path, **query):
 
 def until_found(at, query):
     """The value of a query that has one series, as soon as there is any."""
-    deadline = monotonic() + 30
-    while True:
+
+    def result():
         try:
-            result = get(at, "query", query=query)["result"]
+            return get(at, "query", query=query)["result"]
         except OSError:  # it is starting
-            result = []
-        if result:
-            return float(result[0]["value"][1])
-        assert monotonic() < deadline, query
-        sleep(0.1)
+            return []
+
+    return float(wait_for(result, query)[0]["value"][1])
 
 
 def test_what_clients_do_wrong_is_not_counted_as_the_servers_failure(server):
@@ -246,17 +243,12 @@ def test_what_clients_do_wrong_is_not_counted_as_the_servers_failure(server):
 def test_counters_go_on_when_the_engine_is_started_again(server):
     before = samples(server)
     os.kill(server.engine_pid, signal.SIGKILL)
-    deadline = monotonic() + 60
-    while server.status("/health/ready") == 200:
-        assert monotonic() < deadline
-        sleep(0.01)
+    wait_for(lambda: server.status("/health/ready") != 200, "the engine's end")
     down = samples(server)
     assert value(down, "kvq_engine_ready") == 0
     assert value(down, "kvq_tokens_generated_total") == value(before, "kvq_tokens_generated_total")
     assert not [name for name, _ in down if name == "kvq_queue_depth"]  # nobody knows
-    while server.status("/health/ready") != 200:
-        assert monotonic() < deadline
-        sleep(0.05)
+    server.wait_ready()
     generate(server, "The city")
     after = samples(server)
     assert value(after, "kvq_engine_restarts_total") == value(before, "kvq_engine_restarts_total") + 1
