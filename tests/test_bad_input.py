@@ -6,7 +6,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -17,6 +16,7 @@ from kvq import cli
 from kvq.errors import ConfigError, ModelError, RequestError
 from kvq.models.resolve import EMBEDDED
 from tests.helpers_cli import remarks
+from tests.waiting import HANG_S
 
 SHORT = ["--context", "64", "--max-windows", "1"]
 
@@ -202,23 +202,33 @@ def test_a_loss_that_no_perplexity_can_express_is_told():
         kvq.perplexity(model, kv="fp32", context=64, max_windows=1)
 
 
+MEASURING = """
+import sys
+from kvq import cli
+from kvq.evals import divergence
+run_chunk = divergence._run_chunk
+
+def told(*given):
+    print("measuring", flush=True)
+    return run_chunk(*given)
+
+divergence._run_chunk = told
+cli.main(sys.argv[1:])
+"""
+
+
 def test_ctrl_c_ends_a_measurement_with_130_and_leaves_nothing(tmp_path):
-    command = [sys.executable, "-m", "kvq", "perplexity", "--json", str(tmp_path / "r.json")]
     process = subprocess.Popen(
-        command,
+        [sys.executable, "-c", MEASURING, "perplexity", "--json", str(tmp_path / "r.json")],
         stderr=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # shells ignore it for `command &`
     )
-    time.sleep(4)
-    for _ in range(12):  # a signal that falls into the import of a C extension may be lost
-        process.send_signal(signal.SIGINT)
-        try:
-            _, err = process.communicate(timeout=4)
-            break
-        except subprocess.TimeoutExpired:
-            continue
+    # Not earlier: a signal that falls into the import of a C extension may be lost.
+    assert process.stdout.readline() == "measuring\n"
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=HANG_S)
     assert process.returncode == 130
     assert "interrupted" in err
     assert "Traceback" not in err

@@ -13,6 +13,7 @@ from click.testing import CliRunner
 
 from kvq.cli import root
 from kvq.models.resolve import EMBEDDED
+from tests.waiting import HANG_S
 
 COMMIT = "a" * 40
 FILES = {p.name: p.read_bytes() for p in EMBEDDED["tiny"].iterdir() if p.is_file()}
@@ -92,7 +93,7 @@ def kvq(endpoint, home, *args):
         "HF_HUB_DISABLE_TELEMETRY": "1",
     }
     command = [sys.executable, "-m", "kvq", *args]
-    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=HANG_S, check=False)
 
 
 def test_a_hub_model_is_downloaded_and_runs_then_comes_from_the_cache(hub, tmp_path, tiny):

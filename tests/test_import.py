@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.waiting import HANG_S
+
 HEAVY = ("torch", "transformers", "numpy", "safetensors", "click", "rich", "triton")
 
 WATCHED = """
@@ -36,7 +38,7 @@ def run(statement: str, *flags: str) -> tuple[list[list[str]], list[str], list[s
         [sys.executable, *flags, "-c", WATCHED.replace("{statement}", statement)],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=HANG_S,
         check=False,
     )
     assert done.returncode == 0, done.stderr

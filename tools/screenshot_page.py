@@ -87,7 +87,7 @@ def take(browser: Browser, url: str, folder: Path) -> None:
     browser.resize(1440, 1330, ratio=1.5)
     browser.open(url)
     browser.wait("document.querySelector('#state').dataset.state === 'ready'")
-    browser.wait(f"{_COUNT} < {FREE}", 120)
+    browser.wait(f"{_COUNT} < {FREE}")
     browser.run(f"document.querySelector('#key').value = '{KEYS[0]}'")
     browser.run("document.querySelector('#send').click()")
     browser.rest(1.2)

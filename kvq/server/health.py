@@ -1,6 +1,7 @@
 """Is the server alive, does it take requests, does it really generate?"""
 
 import asyncio
+from collections.abc import Callable
 from time import monotonic
 from typing import Any
 
@@ -22,9 +23,12 @@ _TOKENS = 10
 class DeepCheck:
     """A generation of 10 tokens under a deadline, past admission; one at a time, whoever asks."""
 
-    def __init__(self, service: Service, *, deadline_s: float = _DEADLINE_S) -> None:
+    def __init__(
+        self, service: Service, *, deadline_s: float = _DEADLINE_S, clock: Callable[[], float] = monotonic
+    ) -> None:
         self._service = service
         self._deadline_s = deadline_s
+        self._clock = clock
         self._running: asyncio.Task[float] | None = None
         self._began_s = 0.0
 
@@ -36,14 +40,14 @@ class DeepCheck:
         """
         self._service.check_ready()
         old = self._running
-        if old is None or (old.done() and monotonic() - self._began_s > _FRESH_S):
-            self._began_s = monotonic()
+        if old is None or (old.done() and self._clock() - self._began_s > _FRESH_S):
+            self._began_s = self._clock()
             self._running = asyncio.create_task(self._generate())
         assert self._running is not None
         return await asyncio.shield(self._running)
 
     async def _generate(self) -> float:
-        began = monotonic()
+        began = self._clock()
         remote = self._service.remote
         room = remote.info.max_context - 1 if remote.info is not None else 1
         params = SamplingParams(max_tokens=min(_TOKENS, room), ignore_eos=True)
@@ -60,7 +64,7 @@ class DeepCheck:
             raise unavailable(str(error)) from error
         finally:
             await messages.aclose()
-        return monotonic() - began
+        return self._clock() - began
 
 
 def add_routes(app: FastAPI, service: Service) -> None:

@@ -1,6 +1,7 @@
 """The page at `/` and what it shows: everybody who looks shares one picture of the engine."""
 
 import asyncio
+from collections.abc import Callable
 from importlib.resources import files
 from time import monotonic
 from typing import Any
@@ -33,8 +34,9 @@ _HEADERS = {
 class Viewers:
     """Pictures for everybody, taken while somebody looks, and no more often than the engine can bear."""
 
-    def __init__(self, service: Service) -> None:
+    def __init__(self, service: Service, clock: Callable[[], float] = monotonic) -> None:
         self._service = service
+        self._clock = clock
         self._lock = asyncio.Lock()
         self._picture: Picture | None = None
         self._pools: list[dict[str, Any]] = []  # of the picture, as JSON has them
@@ -49,7 +51,7 @@ class Viewers:
     async def show(self, tenant: str, *, has_keys: bool) -> dict[str, Any]:
         """What one tenant may see: its own requests, and of others blocks and counts."""
         async with self._lock:
-            if monotonic() - self._taken_s >= self.interval_s:
+            if self._clock() - self._taken_s >= self.interval_s:
                 await self._look()
         service, picture = self._service, self._picture
         return {
@@ -77,7 +79,7 @@ class Viewers:
         else:
             self._picture = picture
             self._pools = msgspec.to_builtins(picture.pools)  # cells become base64
-        self._taken_s = monotonic()
+        self._taken_s = self._clock()
 
     def _of(self, picture: Picture, tenant: str) -> dict[str, Any]:
         tenants = [

@@ -28,6 +28,7 @@ from tests.helpers_models import (
     random_tokens,
     save_model,
 )
+from tests.waiting import HANG_S
 
 TEXT = calibration_text().text
 FEW = {"samples": 8, "context": 64, "text": TEXT[:8_000]}
@@ -264,7 +265,7 @@ kvq.quantize(sys.argv[1], sys.argv[2], 'rtn', group_size=8)
 
 def test_a_killed_process_leaves_its_layers_to_the_next(random_model, tmp_path):
     model, whole, cut = random_model("qwen2"), tmp_path / "whole", tmp_path / "cut"
-    killed = subprocess.run([sys.executable, "-c", KILLED, model, cut], timeout=120)
+    killed = subprocess.run([sys.executable, "-c", KILLED, model, cut], timeout=HANG_S)
     assert killed.returncode == -signal.SIGKILL
     assert not cut.exists()
     assert len(list((tmp_path / "cut.partial").glob("layer-*"))) == 2
@@ -278,7 +279,7 @@ def test_a_killed_process_leaves_its_layers_to_the_next(random_model, tmp_path):
 def test_a_run_killed_in_the_middle_goes_on_to_the_same_bytes(tmp_path, method):
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    subprocess.run([sys.executable, "-c", SCRIPT, whole, method], check=True, env=environment, timeout=120)
+    subprocess.run([sys.executable, "-c", SCRIPT, whole, method], check=True, env=environment, timeout=HANG_S)
     process = subprocess.Popen([sys.executable, "-c", SCRIPT, cut, method], env=environment)
     partial, deadline = tmp_path / "cut.partial", time.monotonic() + 120
     while len(list(partial.glob("layer-*"))) < 2 and time.monotonic() < deadline:
@@ -287,7 +288,7 @@ def test_a_run_killed_in_the_middle_goes_on_to_the_same_bytes(tmp_path, method):
     process.wait()
     assert not cut.exists()
     assert 2 <= len(list(partial.glob("layer-*"))) < 6
-    subprocess.run([sys.executable, "-c", SCRIPT, cut, method], check=True, env=environment, timeout=120)
+    subprocess.run([sys.executable, "-c", SCRIPT, cut, method], check=True, env=environment, timeout=HANG_S)
     assert_same_files(cut, whole)
 
 

@@ -17,6 +17,7 @@ from click.testing import CliRunner
 import kvq
 from kvq.commands.chat import command
 from kvq.models.resolve import EMBEDDED
+from tests.waiting import HANG_S
 
 GREEDY = ["--kv", "int4", "--temperature", "0", "-n", "12"]
 
@@ -145,7 +146,7 @@ def test_ctrl_c_stops_the_answer_and_ctrl_d_ends():
             terminal.type("/reset\n")
             terminal.until("> ")
         terminal.type("\x04")
-        assert terminal.process.wait(60) == 0
+        assert terminal.process.wait(HANG_S) == 0
     finally:
         terminal.process.kill()
         terminal.process.wait()

@@ -8,6 +8,7 @@ import subprocess
 import pytest
 
 from tests.deploy.files import FOLDER, dashboard_expressions, load, load_all, names_in, rule_expressions
+from tests.waiting import HANG_S
 
 GRACE_S = 30
 
@@ -161,6 +162,6 @@ def test_kustomize_accepts_the_manifests():
 
 
 def run(command: list[str], folder) -> str:
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=HANG_S)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout

@@ -13,6 +13,8 @@ from pathlib import Path
 from time import monotonic
 from typing import Any
 
+from tests.waiting import HANG_S, wait_for
+
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 _FLAGS = (
     "--headless",
@@ -34,7 +36,6 @@ os.dup2(int(sys.argv[2]), 4)
 os.execv(sys.argv[3], sys.argv[3:])
 """
 _KEYS = {"Tab": 9, "Enter": 13, "ArrowRight": 39, "ArrowDown": 40, "Home": 36}
-WAIT_S = 30.0
 
 
 class Browser:
@@ -88,7 +89,7 @@ class Browser:
         self._session = None
         self._write("Browser.close", {})
         try:
-            self._process.wait(10)
+            self._process.wait(HANG_S)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
@@ -107,13 +108,9 @@ class Browser:
         assert "exceptionDetails" not in answer, (expression, answer["exceptionDetails"])
         return answer["result"].get("value")
 
-    def wait(self, expression: str, seconds: float = WAIT_S) -> Any:
+    def wait(self, expression: str) -> Any:
         """The expression's value once it is true."""
-        deadline = monotonic() + seconds
-        while not (value := self.run(expression)):
-            assert monotonic() < deadline, f"never: {expression}"
-            self.rest(0.05)
-        return value
+        return wait_for(lambda: self.run(expression), expression)
 
     def rest(self, seconds: float) -> None:
         """Let time pass; what the browser says is heard meanwhile."""
@@ -155,10 +152,7 @@ class Browser:
     def call(self, method: str, **params: Any) -> dict[str, Any]:
         """One command of the protocol, and its result."""
         number = self._write(method, params)
-        deadline = monotonic() + WAIT_S
-        while number not in self._answers:
-            assert monotonic() < deadline, f"no answer to {method}"
-            self._read(0.5)
+        wait_for(lambda: self._read(0.5) or number in self._answers, f"an answer to {method}")
         answer = self._answers.pop(number)
         assert "error" not in answer, (method, answer.get("error"))
         return answer["result"]

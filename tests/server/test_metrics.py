@@ -10,13 +10,13 @@ import sys
 import urllib.error
 import urllib.parse
 import urllib.request
-from time import monotonic, sleep
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.deploy.files import FOLDER, all_names, rule_expressions
 from tests.server.kit import Server
+from tests.waiting import HANG_S, wait_for
 
 KEYS = ("clients-key-3141", "metrics-key-5926")
 TOKENS = 24
@@ -61,7 +61,7 @@ def generate(server, prompt, **options):
 def ask(server, path, data=None):
     headers = {"Authorization": f"Bearer {server.key}", "Content-Type": "application/json"}
     request = urllib.request.Request(server.url + path, data, headers)
-    with urllib.request.urlopen(request, timeout=60) as answer:
+    with urllib.request.urlopen(request, timeout=HANG_S) as answer:
         return answer.read().decode()
 
 
@@ -144,7 +144,7 @@ def test_clients_cannot_make_new_series_or_see_keys(server):
 def test_promtool_has_nothing_against_the_names(server):
     text = ask(server, "/metrics")
     found = subprocess.run(
-        ["promtool", "check", "metrics"], input=text, capture_output=True, text=True, timeout=60
+        ["promtool", "check", "metrics"], input=text, capture_output=True, text=True, timeout=HANG_S
     )
     said = (found.stdout + found.stderr).splitlines()
     assert all(line.startswith("vllm:") and "should not contain ':'" in line for line in said), said
@@ -154,7 +154,7 @@ def test_the_containers_probe_asks_with_a_key(server, folder):
     def status(*arguments):
         command = [sys.executable, "-I", str(FOLDER / "probe.py"), *arguments]
         env = os.environ | {"KVQ_PROBE_URL": server.url}
-        return subprocess.run(command, capture_output=True, timeout=30, env=env).returncode
+        return subprocess.run(command, capture_output=True, timeout=HANG_S, env=env).returncode
 
     commented = folder / "commented"
     commented.write_text("# of production\n\n" + (folder / "keys").read_text())
@@ -202,28 +202,26 @@ def test_prometheus_scrapes_with_a_key_and_evaluates_the_rules(server, tmp_path)
         assert all(rule["health"] in ("ok", "unknown") for rule in rules)  # unknown: not evaluated yet
     finally:
         process.terminate()
-        process.wait(30)
+        process.wait(HANG_S)
         log.close()
 
 
 def get(at, path, **query):
     url = f"http://{at}/api/v1/{path}?{urllib.parse.urlencode(query)}"
-    with urllib.request.urlopen(url, timeout=5) as answer:
+    with urllib.request.urlopen(url, timeout=HANG_S) as answer:
         return json.loads(answer.read())["data"]
 
 
 def until_found(at, query):
     """The value of a query that has one series, as soon as there is any."""
-    deadline = monotonic() + 30
-    while True:
+
+    def result():
         try:
-            result = get(at, "query", query=query)["result"]
+            return get(at, "query", query=query)["result"]
         except OSError:  # it is starting
-            result = []
-        if result:
-            return float(result[0]["value"][1])
-        assert monotonic() < deadline, query
-        sleep(0.1)
+            return []
+
+    return float(wait_for(result, query)[0]["value"][1])
 
 
 def test_what_clients_do_wrong_is_not_counted_as_the_servers_failure(server):
@@ -245,17 +243,12 @@ def test_what_clients_do_wrong_is_not_counted_as_the_servers_failure(server):
 def test_counters_go_on_when_the_engine_is_started_again(server):
     before = samples(server)
     os.kill(server.engine_pid, signal.SIGKILL)
-    deadline = monotonic() + 60
-    while server.status("/health/ready") == 200:
-        assert monotonic() < deadline
-        sleep(0.01)
+    wait_for(lambda: server.status("/health/ready") != 200, "the engine's end")
     down = samples(server)
     assert value(down, "kvq_engine_ready") == 0
     assert value(down, "kvq_tokens_generated_total") == value(before, "kvq_tokens_generated_total")
     assert not [name for name, _ in down if name == "kvq_queue_depth"]  # nobody knows
-    while server.status("/health/ready") != 200:
-        assert monotonic() < deadline
-        sleep(0.05)
+    server.wait_ready()
     generate(server, "The city")
     after = samples(server)
     assert value(after, "kvq_engine_restarts_total") == value(before, "kvq_engine_restarts_total") + 1

@@ -5,7 +5,6 @@ import fnmatch
 import json
 import os
 import signal
-import threading
 import tomllib
 import urllib.error
 import urllib.request
@@ -17,6 +16,7 @@ import pytest
 import kvq
 from tests.server.browser import CHROMIUM, Browser
 from tests.server.kit import Server
+from tests.waiting import HANG_S
 
 KEYS = ("alpha-key", "beta-key")  # sorted: key 1 and key 2
 SECRET = "The unmistakable prompt about a heron"
@@ -44,7 +44,7 @@ def browser(server):
 
 
 def ask(server, key, **options):
-    client = openai.OpenAI(base_url=server.url + "/v1", api_key=key, max_retries=0, timeout=60)
+    client = openai.OpenAI(base_url=server.url + "/v1", api_key=key, max_retries=0, timeout=HANG_S)
     return client.completions.create(model="tiny", **options)
 
 
@@ -53,7 +53,7 @@ def get(server, path, authorization=None):
     headers = {} if authorization is None else {"Authorization": authorization}
     try:
         with urllib.request.urlopen(
-            urllib.request.Request(server.url + path, headers=headers), timeout=20
+            urllib.request.Request(server.url + path, headers=headers), timeout=HANG_S
         ) as a:
             return a.status, a.headers, a.read().decode()
     except urllib.error.HTTPError as error:
@@ -138,18 +138,15 @@ def test_the_map_lives_while_requests_run(server, browser):
     pixels = "document.querySelector('canvas.cells').toDataURL()"
     counts = "document.querySelector('#counts tbody').textContent"
     before = browser.run(pixels), browser.run(counts)
-    long = {"prompt": list(range(300, 500)), "max_tokens": 150, "extra_body": {"ignore_eos": True}}
-    thread = threading.Thread(target=ask, args=(server, KEYS[1]), kwargs=long)
-    thread.start()
-    browser.wait(f"{counts} !== {json.dumps(before[1])}")
-    browser.wait("document.querySelector('#others').textContent.includes('key 2: 1 running')")
-    thread.join()
+    endless = {"prompt": list(range(300, 500)), "max_tokens": 3800, "extra_body": {"ignore_eos": True}}
+    with ask(server, KEYS[1], **endless, stream=True):
+        browser.wait(f"{counts} !== {json.dumps(before[1])}")
+        browser.wait("document.querySelector('#others').textContent.includes('key 2: 1 running')")
     browser.wait("!document.querySelector('#others').textContent.includes('running')")
     assert browser.run(pixels) != before[0]
     for view in ("tenant", "format", "state"):
         browser.run(f"document.querySelector('input[value={view}]').click()")
-        browser.rest(0.1)
-        assert browser.run("document.querySelectorAll('#legend li').length") >= 2
+        browser.wait("document.querySelectorAll('#legend li').length >= 2")
     assert browser.errors == []
 
 
@@ -175,7 +172,8 @@ def test_a_phone_needs_no_sideways_scrolling(browser):
     try:
         for width in (390, 320, 700):
             browser.resize(width, 844, ratio=2, is_phone=True)
-            browser.rest(0.2)
+            browser.wait(f"matchMedia('(width: {width}px)').matches")
+            browser.wait("new Promise((drawn) => requestAnimationFrame(() => drawn(true)))")
             assert browser.run("document.documentElement.scrollWidth") <= width
     finally:
         browser.resize(1440, 1000)
@@ -213,7 +211,7 @@ def test_the_page_outlives_the_engine_and_the_server():
         browser.wait(IS_READY)
         os.kill(server.engine_pid, signal.SIGKILL)
         browser.wait(f"{state} === 'restarting'")
-        browser.wait(IS_READY, 60)
+        browser.wait(IS_READY)
         assert "restarted once" in browser.run("document.querySelector('#state').textContent")
         assert browser.errors == []
         server.process.send_signal(signal.SIGTERM)

@@ -1,8 +1,19 @@
-"""What connections have from their listening socket."""
+"""What connections have from their listening socket, and how slowly their requests may begin."""
 
+import contextlib
+import json
+import select
 import socket
+import threading
 
-from kvq.server.protocol import prepare
+import pytest
+import uvicorn
+
+from kvq.server import protocol
+from kvq.server.protocol import Connection, prepare
+from tests.waiting import HANG_S, wait_for
+
+HEAD = b"GET / HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n"
 
 
 def test_answers_are_written_at_once():
@@ -12,3 +23,59 @@ def test_answers_are_written_at_once():
         with socket.create_connection(listener.getsockname()), listener.accept()[0] as connection:
             assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
             assert connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+
+
+async def empty(_scope, _receive, send):
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+    await send({"type": "http.response.body", "body": b""})
+
+
+@pytest.fixture
+def connect():
+    """Connects to a server in this process that gives empty answers."""
+    config = uvicorn.Config(empty, http=Connection, ws="none", lifespan="off", log_config=None)
+    server = uvicorn.Server(config)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+        thread.start()
+        yield lambda: socket.create_connection(listener.getsockname(), timeout=HANG_S)
+        server.should_exit = True
+        thread.join()
+
+
+def answer(sock):
+    """Status and body, when the server has closed the connection."""
+    head, _, body = b"".join(iter(lambda: sock.recv(1 << 16), b"")).partition(b"\r\n\r\n")
+    return int(head.split()[1]), body
+
+
+@pytest.mark.parametrize("sent", [b"", HEAD])
+def test_a_head_that_never_ends_is_given_up(connect, monkeypatch, sent):
+    monkeypatch.setattr(protocol, "HEAD_S", 0.1)
+    with connect() as sock:
+        sock.sendall(sent)
+        status, body = answer(sock)
+    assert status == 408
+    assert "no request came within 0.1 s" in json.loads(body)["error"]["message"]
+
+
+def test_a_head_that_drips_has_no_more_time(connect, monkeypatch):
+    monkeypatch.setattr(protocol, "HEAD_S", 0.1)
+    with connect() as sock:
+        sock.sendall(HEAD)
+
+        def drip():
+            with contextlib.suppress(OSError):  # it was closed meanwhile
+                sock.sendall(b"X-A: b\r\n")
+            return select.select([sock], [], [], 0)[0]
+
+        wait_for(drip, "an answer to a head that drips")
+        assert sock.recv(1 << 16).startswith(b"HTTP/1.1 408")
+
+
+def test_a_head_that_comes_in_time_is_answered(connect, monkeypatch):
+    monkeypatch.setattr(protocol, "HEAD_S", HANG_S)
+    with connect() as sock:
+        for byte in HEAD + b"\r\n":
+            sock.sendall(bytes([byte]))
+        assert answer(sock)[0] == 200

@@ -1,12 +1,14 @@
 """The engine in a process of its own: the same tokens, and an answer for everybody when it ends."""
 
 import asyncio
+import contextlib
 import os
 import signal
 import socket
 import subprocess
 import sys
-from time import monotonic
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
@@ -14,15 +16,18 @@ import kvq
 from kvq.engine import SamplingParams
 from kvq.errors import ConfigError, EngineError
 from kvq.models.resolve import EMBEDDED
+from kvq.server import worker
 from kvq.server.frames import MAX_FRAME, encode, from_engine, to_engine
-from kvq.server.messages import Cancel, Delta, Ended, Ping, Start, Submit
+from kvq.server.messages import Cancel, Delta, Ended, Ping, Refused, Start, Submit
 from kvq.server.remote import Remote, State, Watch
-from kvq.server.worker import STUCK
+from kvq.server.worker import STUCK, Worker
+from tests.waiting import HANG_S, wait_for_async
 
 OPTIONS = {"num_blocks": 64, "max_num_seqs": 8}
 TINY = str(EMBEDDED["tiny"])
 START = Start(folder=TINY, kv="int4", options=OPTIONS)
-QUICK = Watch(ping_s=0.2, stall_s=4.0, max_restarts=4)
+# An engine that is only slow is not given up.
+PATIENT = Watch(ping_s=0.1, stall_s=HANG_S, max_restarts=1)
 LONG = SamplingParams(max_tokens=400, ignore_eos=True)
 
 
@@ -35,13 +40,6 @@ async def collect(remote, prompt, params):
         else:
             ended = message
     return tokens, ended
-
-
-async def until(condition, seconds=60.0):
-    deadline = monotonic() + seconds
-    while not condition():
-        assert monotonic() < deadline, "it took too long"
-        await asyncio.sleep(0.01)
 
 
 def test_requests_get_what_an_engine_in_this_process_gives(tmp_path, monkeypatch):
@@ -69,11 +67,11 @@ def test_requests_get_what_an_engine_in_this_process_gives(tmp_path, monkeypatch
         _, unknown = await collect(remote, [10**6], SamplingParams(max_tokens=5))
         assert "outside the vocabulary" in unknown.error
 
-        stream = remote.stream([1, 2, 3], LONG)  # a client that leaves
+        stream = remote.stream([1, 2, 3], SamplingParams(max_tokens=1900, ignore_eos=True))
         await anext(stream)
-        await stream.aclose()
-        await until(lambda: seen[-1].running == 0)
-        assert seen[-1].generated_tokens < sum(map(len, wanted)) + 50
+        await stream.aclose()  # a client that leaves
+        await wait_for_async(lambda: seen[-1].running == 0, "the request to be cancelled")
+        assert seen[-1].generated_tokens < sum(map(len, wanted)) + 1900
 
         pid = remote.pid
         await remote.close()
@@ -86,27 +84,33 @@ def test_requests_get_what_an_engine_in_this_process_gives(tmp_path, monkeypatch
     asyncio.run(run())
 
 
-def test_an_engine_that_is_killed_or_stopped_answers_everybody_and_comes_back():
+def test_an_engine_that_stops_or_is_killed_answers_everybody_and_is_started_so_often():
+    async def lose(remote, kind, watch):
+        waiting = [asyncio.create_task(collect(remote, [5, 6, 7 + i], LONG)) for i in range(12)]
+        await wait_for_async(lambda: remote.gauges and remote.gauges.running > 4, "requests that run")
+        os.kill(remote.pid, kind)
+        remote._watch = watch
+        found = await asyncio.gather(*waiting, return_exceptions=True)
+        assert all("send the request again" in str(error) for error in found)
+
     async def run():
-        remote = Remote(START, watch=QUICK)
+        reasons = []
+        remote = Remote(START, watch=PATIENT, on_failed=reasons.append)
         await remote.start()
-        for kind, within in ((signal.SIGKILL, 5.0), (signal.SIGSTOP, 5.0 + QUICK.stall_s)):
-            waiting = [asyncio.create_task(collect(remote, [5, 6, 7 + i], LONG)) for i in range(12)]
-            await until(lambda: remote.gauges is not None and remote.gauges.running > 4)
-            killed, pid = monotonic(), remote.pid
-            os.kill(pid, kind)
-            found = await asyncio.gather(*waiting, return_exceptions=True)
-            assert monotonic() - killed < within
-            assert all("send the request again" in str(error) for error in found)
-            assert remote.state is State.RESTARTING
-            with pytest.raises(EngineError, match="no engine is ready, it is restarting"):
-                await collect(remote, [1], LONG)
-            await until(lambda: remote.state is State.READY)
-            assert remote.pid != pid
-            tokens, ended = await collect(remote, [5, 6, 7], SamplingParams(max_tokens=4, ignore_eos=True))
-            assert len(tokens) == 4
-            assert ended.error is None
-        assert remote.num_restarts == 2
+        pid = remote.pid
+        await lose(remote, signal.SIGSTOP, replace(PATIENT, stall_s=0.5))  # it will never answer
+        remote._watch = PATIENT  # of the next life
+        assert remote.state is State.RESTARTING
+        with pytest.raises(EngineError, match="no engine is ready, it is restarting"):
+            await collect(remote, [1], LONG)
+        await wait_for_async(lambda: remote.state is State.READY, "the next engine")
+        assert (remote.num_restarts, remote.pid != pid) == (1, True)
+        tokens, ended = await collect(remote, [5, 6, 7], SamplingParams(max_tokens=4, ignore_eos=True))
+        assert (len(tokens), ended.error) == (4, None)
+
+        await lose(remote, signal.SIGKILL, PATIENT)  # noticed without asking
+        await wait_for_async(lambda: remote.state is State.FAILED, "the engine to be given up")
+        assert reasons == ["the engine ended 2 times within ten minutes"]
         await remote.close()
 
     asyncio.run(run())
@@ -114,45 +118,24 @@ def test_an_engine_that_is_killed_or_stopped_answers_everybody_and_comes_back():
 
 def test_a_step_beyond_its_deadline_ends_the_engine():
     async def run():
-        start = Start(folder=TINY, kv="int4", options={**OPTIONS, "step_deadline_s": 0.05})
+        start = Start(folder=TINY, kv="int4", options={**OPTIONS, "step_deadline_s": 0.001})
         remote = Remote(start, watch=Watch(max_restarts=0))
         await remote.start()
         process = remote._process.popen
         with pytest.raises(EngineError, match="send the request again"):
             await collect(remote, list(range(1, 1900)), SamplingParams(max_tokens=10))
-        await until(lambda: remote.state is State.FAILED)
-        assert process.wait(10) == STUCK
+        await wait_for_async(lambda: remote.state is State.FAILED, "the engine to be given up")
+        assert process.wait(HANG_S) == STUCK
         await remote.close()
 
     asyncio.run(run())
 
 
-def test_an_engine_that_keeps_ending_is_given_up():
+def test_an_engine_that_cannot_be_built_says_why_and_is_not_tried_again():
     async def run():
         reasons = []
-        remote = Remote(START, watch=Watch(max_restarts=0), on_failed=reasons.append)
-        await remote.start()
-        os.kill(remote.pid, signal.SIGKILL)
-        await until(lambda: remote.state is State.FAILED)
-        assert reasons == ["the engine ended 1 times within ten minutes"]
-        await remote.close()
-
-    asyncio.run(run())
-
-
-@pytest.mark.parametrize(
-    ("start", "reason"),
-    [
-        (Start(folder=TINY, kv="int5", options={}), "int5"),
-        (Start(folder="/nowhere", kv="int4", options={}), "nowhere"),
-        (Start(folder=TINY, kv="int4", options={"num_block": 3}), "did you mean 'num_blocks'"),
-    ],
-)
-def test_an_engine_that_cannot_be_built_says_why_and_is_not_tried_again(start, reason):
-    async def run():
-        reasons = []
-        remote = Remote(start, on_failed=reasons.append)
-        with pytest.raises(ConfigError, match=reason):
+        remote = Remote(Start(folder="/nowhere", kv="int4", options={}), on_failed=reasons.append)
+        with pytest.raises(ConfigError, match="nowhere"):
             await remote.start()
         assert remote.state is State.FAILED
         assert len(reasons) == 1
@@ -161,27 +144,51 @@ def test_an_engine_that_cannot_be_built_says_why_and_is_not_tried_again(start, r
     asyncio.run(run())
 
 
+@pytest.fixture
+def unlogged(monkeypatch):
+    """A worker in this process must leave its logging alone."""
+    monkeypatch.setattr(worker, "configure", lambda _: SimpleNamespace(stop=lambda: None))
+
+
 @pytest.mark.parametrize(
-    "sent",
+    ("start", "reason"),
     [
-        b"",
-        b"\xff\xff\xff\xff",
-        encode(Ping(number=1)),
-        encode(START)[:-1],
+        (Start(folder=TINY, kv="int5", options={}), "int5"),
+        (Start(folder=TINY, kv="int4", options={"num_block": 3}), "did you mean 'num_blocks'"),
     ],
 )
-def test_the_engine_process_ends_when_nobody_says_what_to_build(sent):
+def test_what_cannot_be_built_is_refused_with_its_reason(unlogged, start, reason):
+    said = answer_of_a_worker(encode(start))
+    refused = roundtrip(from_engine(), said)
+    assert isinstance(refused, Refused)
+    assert reason in refused.reason
+
+
+@pytest.mark.parametrize("sent", [b"\xff\xff\xff\xff", encode(Ping(number=1)), encode(START)[:-1]])
+def test_the_engine_builds_nothing_that_was_not_said(unlogged, sent):
+    assert answer_of_a_worker(sent) == b""
+
+
+def answer_of_a_worker(sent):
+    """What the engine process' own part answers, in this process, before the connection ends."""
+    ours, theirs = socket.socketpair()
+    with ours:
+        with theirs, contextlib.suppress(EngineError):
+            ours.sendall(sent)
+            ours.shutdown(socket.SHUT_WR)
+            Worker(theirs).run()
+        return b"".join(iter(lambda: ours.recv(1 << 16), b""))
+
+
+def test_the_engine_process_ends_when_nobody_says_what_to_build():
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        worker = subprocess.Popen(
-            [sys.executable, "-m", "kvq.server.worker", str(theirs.fileno())],
-            pass_fds=[theirs.fileno()],
-            stderr=subprocess.DEVNULL,
+        process = subprocess.Popen(
+            [sys.executable, "-m", "kvq.server.worker", str(theirs.fileno())], pass_fds=[theirs.fileno()]
         )
         theirs.close()
-        ours.sendall(sent)
         ours.shutdown(socket.SHUT_WR)
-        worker.wait(30)
+        assert process.wait(HANG_S) == 0
 
 
 def roundtrip(decoder, data: bytes):

@@ -14,6 +14,7 @@ from kvq.server.messages import Start
 from kvq.server.prompts import Prompts
 from kvq.server.remote import Remote
 from kvq.server.service import Service
+from tests.waiting import HANG_S
 
 ROOT = Path(__file__).parents[2]
 
@@ -22,7 +23,7 @@ def test_two_thousand_requests_are_answered_as_the_document_says(tmp_path):
     """No 5xx, refusals are error objects, the engine lives on, nothing is left; see the script."""
     command = [sys.executable, "benchmarks/fuzz_server.py", "--cases", "2000", "--out", str(tmp_path)]
     fuzzed = subprocess.run(
-        command, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, timeout=300
+        command, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, timeout=HANG_S
     )
     assert fuzzed.returncode == 0, fuzzed.stdout.decode() + fuzzed.stderr.decode()
     assert (tmp_path / "fuzz-server-cpu.json").is_file()

@@ -9,6 +9,7 @@ import pytest
 
 import kvq
 from tests.server.kit import Server
+from tests.waiting import HANG_S
 
 OPTIONS = ("--kv", "int4", "--num-blocks", "128", "--max-num-seqs", "16")
 CITIES = ["Rome", "Óslo"]
@@ -32,7 +33,7 @@ ASK |= {"max_tokens": 200}
 
 @pytest.fixture(scope="module")
 def client(common_server):
-    return openai.OpenAI(base_url=common_server.url + "/v1", api_key="none", max_retries=0, timeout=60)
+    return openai.OpenAI(base_url=common_server.url + "/v1", api_key="none", max_retries=0, timeout=HANG_S)
 
 
 def literally(text):
@@ -225,7 +226,7 @@ def mistral(tmp_path_factory):
 def test_markers_that_are_special_tokens(mistral):
     marks = kvq.load(str(mistral)).tokenizer.convert_tokens_to_ids(["[TOOL_CALLS]", "[ARGS]", "<pad>"])
     with Server(*OPTIONS, model=str(mistral)) as server:
-        client = openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0, timeout=60)
+        client = openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0, timeout=HANG_S)
         calls, arguments, pad = (f"<[{mark}]>" for mark in marks)
         grammar = f"""start: "So: " {pad} {calls} "now" {arguments} "{{}}" """
         options = ASK | {"model": mistral.name, "extra_body": {"guided_grammar": grammar}}

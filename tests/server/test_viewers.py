@@ -24,25 +24,35 @@ class Engine:
 
     async def look(self) -> Picture:
         self.num_looks += 1
-        await asyncio.sleep(0.01)
+        await asyncio.sleep(0)
         if self.is_gone:
             raise EngineError("gone")
         return Picture(cost_s=self.cost_s, kv="int4", block_size=16, pools=[], tenants=[], live=[], past=[])
 
 
-def viewers(engine: Engine) -> Viewers:
-    return Viewers(SimpleNamespace(name="tiny", remote=engine, why_not_ready=None))
+class Clock:
+    """Time passes when a test says so."""
+
+    def __init__(self) -> None:
+        self.seconds = 1000.0
+
+    def __call__(self) -> float:
+        return self.seconds
+
+
+def viewers(engine: Engine, clock: Clock) -> Viewers:
+    return Viewers(SimpleNamespace(name="tiny", remote=engine, why_not_ready=None), clock)
 
 
 def test_a_crowd_costs_the_engine_one_look():
-    engine = Engine()
+    engine, clock = Engine(), Clock()
 
     async def crowd() -> None:
-        shared = viewers(engine)
+        shared = viewers(engine, clock)
         shown = await asyncio.gather(*(shared.show("", has_keys=False) for _ in range(50)))
         assert all(one["picture"] is not None for one in shown)
         assert engine.num_looks == 1
-        await asyncio.sleep(0.3)
+        clock.seconds += 0.3
         await shared.show("", has_keys=False)
         assert engine.num_looks == 2
 
@@ -50,27 +60,30 @@ def test_a_crowd_costs_the_engine_one_look():
 
 
 def test_dear_pictures_are_rare():
-    engine = Engine(cost_s=0.1)
+    engine, clock = Engine(cost_s=0.1), Clock()
 
     async def look_twice() -> None:
-        shared = viewers(engine)
+        shared = viewers(engine, clock)
         await shared.show("", has_keys=False)
         assert (await shared.show("", has_keys=False))["interval_s"] == pytest.approx(5.0)
-        await asyncio.sleep(0.3)
+        clock.seconds += 4.9
         await shared.show("", has_keys=False)
         assert engine.num_looks == 1
+        clock.seconds += 0.2
+        await shared.show("", has_keys=False)
+        assert engine.num_looks == 2
 
     asyncio.run(look_twice())
 
 
 def test_an_engine_that_is_gone_leaves_no_picture_behind():
-    engine = Engine()
+    engine, clock = Engine(), Clock()
 
     async def lose() -> None:
-        shared = viewers(engine)
+        shared = viewers(engine, clock)
         assert (await shared.show("", has_keys=False))["picture"] is not None
         engine.is_gone = True
-        await asyncio.sleep(0.3)
+        clock.seconds += 0.3
         assert (await shared.show("", has_keys=False))["picture"] is None
 
     asyncio.run(lose())

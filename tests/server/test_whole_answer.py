@@ -4,6 +4,7 @@ import asyncio
 
 from kvq.server import whole_answer
 from kvq.server.whole_answer import WholeAnswer
+from tests.waiting import HANG_S
 
 
 class Transport:
@@ -13,7 +14,7 @@ class Transport:
         self.aborted = True
 
 
-def deliver(content, send, patience_s=5.0):
+def deliver(content, send, patience_s=HANG_S):
     """Whether it was cut off, and what was told."""
     told, transport = [], Transport()
     answer = WholeAnswer(content, on_cut=lambda: told.append("cut"), on_end=lambda: told.append("end"))
@@ -46,7 +47,7 @@ def test_a_reader_who_stops_is_cut_off():
     async def send(message):
         sent.append(message)
         if len(sent) > 3:
-            await asyncio.sleep(60)
+            await asyncio.Event().wait()
 
     assert deliver(b"a" * 1_000_000, send, patience_s=0.05) == (True, ["cut", "end"])
     assert len(sent) == 4

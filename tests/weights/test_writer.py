@@ -17,6 +17,7 @@ from kvq.errors import ConfigError
 from kvq.weights import partial
 from kvq.weights.manifest import MANIFEST, verify_manifest
 from kvq.weights.writer import INDEX, CheckpointWriter
+from tests.waiting import HANG_S
 
 CONFIG = {"model_type": "llama", "name": "mémoire"}
 
@@ -262,7 +263,7 @@ except ConfigError as error:
 def test_a_real_write_that_fails_is_a_config_error(place: Path) -> None:
     """The system refuses files beyond 4 KiB, which safetensors itself runs into."""
     command = [sys.executable, "-c", SMALL_FILES, str(place / "model")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=HANG_S, check=True)
     assert done.stdout.startswith(f"can't write {place / 'model'}: ")
     assert os.listdir(place) == []
 
@@ -306,7 +307,7 @@ def test_a_disk_that_is_really_full(place: Path) -> None:
         str(place),
         sys.executable,
     ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=HANG_S)
     if "mount" in done.stderr or "unshare" in done.stderr:
         pytest.skip(f"no small disk can be mounted here: {done.stderr.strip()}")
     assert done.returncode == 0, done.stderr

@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -13,6 +14,7 @@ from kvq.engine.grammar.vocabulary import Vocabulary
 from kvq.errors import RequestError
 
 START_TIMEOUT_S = 120  # Python, llguidance and a large tokenizer, on a busy machine
+STUCK_S = 120  # for a child that neither answers nor takes processor time
 MAX_REPLY_BYTES = 64 << 10
 
 
@@ -35,7 +37,7 @@ class CompileProcess:
             RequestError: it is bad, or takes more time or memory than the limits allow.
         """
         child = self._running()
-        refusal = self._exchange(child, {"grammar": text}, self._limits.compile_timeout_s)
+        refusal = self._exchange(child, {"grammar": text}, STUCK_S + self._limits.compile_timeout_s)
         if refusal:
             raise RequestError(f"structured output: {refusal}")
 
@@ -92,19 +94,18 @@ class CompileProcess:
         line = _ask(child, json.dumps(message).encode() + b"\n")
         deadline.cancel()
         deadline.join()
-        if overran.is_set():
-            self._stop()
-            raise RequestError(
-                f"structured output: compiling takes more than {timeout_s:g} s; simplify the grammar"
-            )
-        if not line.endswith(b"\n"):
-            self._stop()
-            self._check_open()
-            raise RequestError(
-                f"structured output: compiling takes more than "
-                f"{self._limits.compile_memory_bytes >> 20} MiB of memory, or crashes; simplify the grammar"
-            )
-        return str(json.loads(line)["refusal"])
+        if line.endswith(b"\n") and not overran.is_set():
+            return str(json.loads(line)["refusal"])
+        self._stop()
+        self._check_open()
+        limits = self._limits
+        if child.returncode == -signal.SIGPROF:
+            what = f"{limits.compile_timeout_s:g} s of processor time"
+        elif overran.is_set():
+            what = f"{timeout_s:g} s"
+        else:
+            what = f"{limits.compile_memory_bytes >> 20} MiB of memory, or crashes"
+        raise RequestError(f"structured output: compiling takes more than {what}; simplify the grammar")
 
     def _stop(self) -> None:
         child, self._child = self._child, None

@@ -20,7 +20,6 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 MAX_SETUP_BYTES = 256 << 20  # a tokenizer of 250,000 tokens is 33 MB of JSON
 MAX_REASON_CHARACTERS = 400
 STACK_BYTES = 4 << 20  # half of a thread's usual stack: what fits here fits the engine's threads
-GRACE_S = 2  # the parent's deadline comes first; ours is for a child whose parent died
 
 
 def compile_grammar(tokenizer: LLTokenizer, text: str, limits: Mapping[str, Any]) -> LLMatcher:
@@ -51,10 +50,11 @@ def serve(source: BinaryIO, sink: BinaryIO) -> None:
     tokenizer = LLTokenizer(setup["tokenizer"], n_vocab=setup["vocab_size"], eos_token=setup["eos_ids"])
     _reply(sink, "")
     while line := source.readline(setup["max_line_bytes"]):
-        signal.alarm(int(setup["timeout_s"]) + GRACE_S)
+        # Of processor time, on which it dies: what a busy machine does meanwhile is no fault of the grammar.
+        signal.setitimer(signal.ITIMER_PROF, setup["timeout_s"])
         _limit_memory(setup["memory_bytes"])
         _reply(sink, _refusal(tokenizer, json.loads(line)["grammar"], setup["parser"]))
-        signal.alarm(0)
+        signal.setitimer(signal.ITIMER_PROF, 0)
 
 
 def _refusal(tokenizer: LLTokenizer, text: str, limits: Mapping[str, Any]) -> str:

@@ -7,7 +7,8 @@ import pytest
 from kvq.engine.grammar import GrammarLimits
 from kvq.engine.params import StructuredOutput
 from kvq.errors import ConfigError, RequestError
-from tests.engine.grammar.walks import WAIT_S, accepts, matcher_of
+from tests.engine.grammar.walks import accepts, matcher_of
+from tests.waiting import HANG_S
 
 
 def nested(levels: int) -> dict:
@@ -64,7 +65,7 @@ BAD = [
 @pytest.mark.parametrize(("spec", "reason"), BAD, ids=range(len(BAD)))
 def test_bad_grammar_is_refused_with_a_reason(compiler, spec, reason):
     with pytest.raises(RequestError, match=reason.replace("(", r"\(")) as refusal:
-        compiler.submit(StructuredOutput(**spec)).result(WAIT_S)
+        compiler.submit(StructuredOutput(**spec)).result(HANG_S)
     assert "\n" not in str(refusal.value)
     assert len(str(refusal.value)) < 600
 

@@ -4,12 +4,11 @@ import numpy as np
 
 from kvq.engine.params import StructuredOutput
 from kvq.errors import RequestError
-
-WAIT_S = 30
+from tests.waiting import HANG_S
 
 
 def matcher_of(compiler, **spec):
-    return compiler.submit(StructuredOutput(**spec)).result(WAIT_S).matcher()
+    return compiler.submit(StructuredOutput(**spec)).result(HANG_S).matcher()
 
 
 def allowed_tokens(matcher) -> list[int]:

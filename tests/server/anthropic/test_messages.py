@@ -12,6 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 import kvq
 from tests.server.kit import Server
+from tests.waiting import HANG_S
 
 OPTIONS = ("--kv", "int4", "--num-blocks", "64", "--max-num-seqs", "8", "--tool-call-parser", "hermes")
 KEY = "secret"
@@ -42,7 +43,7 @@ def server(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def client(server):
-    return anthropic.Anthropic(base_url=server.url, api_key=KEY, max_retries=0, timeout=60)
+    return anthropic.Anthropic(base_url=server.url, api_key=KEY, max_retries=0, timeout=HANG_S)
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +60,7 @@ def create(client, messages=ASK, *, extra_body=None, **fields):
 
 
 def send(server, raw, path="/v1/messages", method="POST", headers=(), **options):
-    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=HANG_S)
     try:
         head = {"Content-Type": "application/json", "x-api-key": KEY, **dict(headers)}
         connection.request(method, path, raw, head, **options)
@@ -153,7 +154,7 @@ def test_the_events_of_a_stream_come_in_their_order(server):
 
 def metrics(server):
     request = urllib.request.Request(server.url + "/metrics", headers={"x-api-key": KEY})
-    with urllib.request.urlopen(request, timeout=5) as answer:
+    with urllib.request.urlopen(request, timeout=HANG_S) as answer:
         families = text_string_to_metric_families(answer.read().decode())
     return {(s.name, *s.labels.values()): s.value for family in families for s in family.samples}
 

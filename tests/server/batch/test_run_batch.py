@@ -2,11 +2,9 @@
 
 import asyncio
 import json
-import os
 import signal
 import subprocess
 import sys
-from time import monotonic, sleep
 
 import pytest
 from click.testing import CliRunner
@@ -14,6 +12,7 @@ from click.testing import CliRunner
 import kvq
 from kvq.commands.run_batch import command
 from kvq.server.remote import Remote
+from tests.waiting import HANG_S
 
 NUM_LINES, TOKENS = 40, 24
 OPTIONS = ("--kv", "int4", "--num-blocks", "128", "--max-num-seqs", "4")
@@ -33,27 +32,28 @@ def request(i):
     return {"custom_id": f"id-{i}", "method": "POST", "url": url, "body": body}
 
 
-def start(*paths):
-    return subprocess.Popen(
-        [sys.executable, "-m", "kvq", "run-batch", *OPTIONS, *map(str, paths)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+# Kills its engine after 5 results, and itself after 15.
+KILLED = """
+import os, signal, sys
+from kvq import cli
+from kvq.server.batch.journal import Journal
 
+write, written = Journal.write, []
 
-def wait_for_lines(path, count, process):
-    deadline = monotonic() + 120
-    while not path.exists() or path.read_bytes().count(b"\n") < count:
-        assert process.poll() is None, process.stderr.read()
-        assert monotonic() < deadline
-        sleep(0.005)
-
-
-def engine_of(process):
-    with open(f"/proc/{process.pid}/task/{process.pid}/children", encoding="ascii") as file:
+def engine():
+    with open(f"/proc/self/task/{os.getpid()}/children", encoding="ascii") as file:
         [pid] = file.read().split()
     return int(pid)
+
+def write_and_kill(journal, line):
+    write(journal, line)
+    written.append(line)
+    if len(written) in (5, 15):
+        os.kill(engine() if len(written) == 5 else os.getpid(), signal.SIGKILL)
+
+Journal.write = write_and_kill
+cli.main(sys.argv[1:])
+"""
 
 
 def expected():
@@ -77,11 +77,10 @@ def folder(tmp_path_factory):
     lines = [json.dumps(request(i)) for i in range(NUM_LINES)]
     lines[3:3] = ["no request", json.dumps(request(0)), json.dumps(request(90) | {"url": "/v1/nothing"})]
     source.write_text("\n".join(lines), encoding="utf-8")
-    with start(source, target) as killed:
-        wait_for_lines(target, 5, killed)
-        os.kill(engine_of(killed), signal.SIGKILL)
-        wait_for_lines(target, 15, killed)
-        killed.kill()
+    command = [sys.executable, "-c", KILLED, "run-batch", *OPTIONS, str(source), str(target)]
+    killed = subprocess.run(command, capture_output=True, text=True, timeout=HANG_S)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    assert target.read_bytes().count(b"\n") == 15
     (folder / "summary").write_text(run(source, target).output, encoding="utf-8")
     return folder
 
@@ -124,7 +123,7 @@ def test_a_batch_that_is_complete_starts_no_engine(folder, monkeypatch):
 def test_ctrl_c_ends_it_with_a_hint(tmp_path, monkeypatch):
     async def start(_):
         signal.raise_signal(signal.SIGINT)
-        await asyncio.sleep(60)
+        await asyncio.Event().wait()
 
     monkeypatch.setattr(Remote, "start", start)
     source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
