@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     help="Names at /metrics: kvq, vllm, llm; several with commas. kvq's are always there.",
 )
 @click.option("--request-timeout", default=600.0, show_default=True, help="Seconds for a request; 0: any.")
-@click.option("--max-queue", default=1024, show_default=True, help="Requests that may wait.")
+@click.option("--max-queue", default=1024, show_default=True, help="Requests that may wait for a seat.")
 @click.option("--max-queued-tokens", default=1 << 20, show_default=True, help="Prompt tokens that may wait.")
 @click.option("--max-wait", default=30.0, show_default=True, help="Seconds to a first token that are borne.")
 @click.option(

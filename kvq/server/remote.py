@@ -71,6 +71,21 @@ class _Process:
     answered_s: float = field(default_factory=monotonic)  # when it last said anything
 
 
+_Heard = Delta | Ended | EngineError
+
+
+@dataclass(slots=True, eq=False)
+class _Stream:
+    """What comes of a request: for its reader, who may be slow, and at once for whoever counts."""
+
+    on_message: Callable[[_Heard], object]
+    queue: asyncio.Queue[_Heard | TimeoutError] = field(default_factory=asyncio.Queue)
+
+    def put(self, message: _Heard) -> None:
+        self.on_message(message)
+        self.queue.put_nowait(message)
+
+
 class Remote:
     """One engine in a process of its own.
 
@@ -102,7 +117,7 @@ class Remote:
         self._on_gauges = on_gauges
         self._on_failed = on_failed
         self._numbers = itertools.count()
-        self._streams: dict[int, asyncio.Queue[Delta | Ended | EngineError | TimeoutError]] = {}
+        self._streams: dict[int, _Stream] = {}
         self._looking: asyncio.Future[Picture] | None = None  # of everybody who asked for a picture
         self._process: _Process | None = None
         self._restarts: deque[float] = deque()
@@ -114,6 +129,11 @@ class Remote:
     def pid(self) -> int | None:
         """Of the engine process, while there is one."""
         return None if self._process is None else self._process.popen.pid
+
+    @property
+    def num_seats(self) -> int | None:
+        """Sequences that the engine runs side by side, once it said so."""
+        return None if self.info is None else self.info.scheduler.max_num_seqs
 
     async def start(self) -> Ready:
         """Start the process and wait until its engine is ready.
@@ -139,8 +159,11 @@ class Remote:
         tenant: str = "",
         timeout_s: float | None = None,
         pins: Sequence[PrefixPin] = (),
+        on_message: Callable[[Delta | Ended | EngineError], object] = lambda message: None,
     ) -> AsyncGenerator[Delta | Ended]:
         """What comes of a request, up to its `Ended`. Leaving early cancels it.
+
+        `on_message` is told of everything when it comes, also while nobody reads on.
 
         Raises:
             EngineError: no engine is ready, or it ended before the request did.
@@ -150,11 +173,11 @@ class Remote:
         if self.state is not State.READY or process is None:
             raise EngineError(f"no engine is ready, it is {self.state.value}")
         number = next(self._numbers)
-        queue = self._streams[number] = asyncio.Queue()
+        stream = self._streams[number] = _Stream(on_message)
         timer = None
         if timeout_s is not None:
             loop = asyncio.get_running_loop()
-            timer = loop.call_later(timeout_s, queue.put_nowait, TimeoutError())
+            timer = loop.call_later(timeout_s, stream.queue.put_nowait, TimeoutError())
         ended = False
         try:
             submit = Submit(
@@ -167,7 +190,7 @@ class Remote:
             )
             await self._send(process, submit)
             while not ended:
-                message = await queue.get()
+                message = await stream.queue.get()
                 if isinstance(message, EngineError | TimeoutError):
                     raise message
                 ended = isinstance(message, Ended)
@@ -291,9 +314,9 @@ class Remote:
     def _take(self, message: Stepped) -> None:
         items: list[Delta | Ended] = [*message.deltas, *message.ended]
         for item in items:
-            queue = self._streams.get(item.number)
-            if queue is not None:  # else nobody waits for it any more
-                queue.put_nowait(item)
+            stream = self._streams.get(item.number)
+            if stream is not None:  # else nobody waits for it any more
+                stream.put(item)
         self.gauges = message.gauges
         if self.on_stepped is not None:
             self.on_stepped(message)
@@ -318,8 +341,8 @@ class Remote:
             self._on_failed(reason)
 
     def _tell_all(self, error: EngineError) -> None:
-        for queue in self._streams.values():
-            queue.put_nowait(error)
+        for stream in self._streams.values():
+            stream.put(error)
         self._show(error)
 
     def _show(self, found: Picture | EngineError) -> None:

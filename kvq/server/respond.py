@@ -11,6 +11,7 @@ from fastapi.responses import Response
 
 from kvq.server.dialects import dialect_of
 from kvq.server.event_stream import EventStream
+from kvq.server.seating import Seats
 from kvq.server.service import Service
 from kvq.server.streams import first_of, while_connected
 from kvq.server.whole_answer import WholeAnswer
@@ -20,8 +21,8 @@ class Call(Protocol):
     """One request of an API that generates."""
 
     @property
-    def num_sequences(self) -> int:
-        """How many it generates."""
+    def seats(self) -> Seats:
+        """What it needs at the engine."""
 
     @property
     def is_heavy(self) -> bool:
@@ -46,7 +47,7 @@ async def respond(request: Request, service: Service, call: Call, *, stream: boo
         Problem: it failed before anything was sent.
     """
     with contextlib.ExitStack() as stack:
-        stack.enter_context(service.enter(tenant(request), call.num_sequences))
+        stack.enter_context(service.enter(tenant(request), call.seats))
         cut = service.metrics.cut
         if stream:
             chunks = await while_connected(request, first_of(call.chunks()))

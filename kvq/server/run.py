@@ -122,6 +122,7 @@ def _service(config: ServerConfig, remote: Remote, tokenizer: Any) -> Service:
         config.admission,
         config.tenants,
         gauges=lambda: remote.gauges,
+        num_seats=lambda: remote.num_seats,
         tokenizing=lambda: prompts.num_waiting,
     )
     return Service(

@@ -6,6 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
+from functools import partial
 from time import monotonic
 
 import pytest
@@ -24,10 +25,10 @@ QUICK = Watch(ping_s=0.2, stall_s=4.0, max_restarts=4)
 LONG = SamplingParams(max_tokens=400, ignore_eos=True)
 
 
-async def collect(remote, prompt, params):
+async def collect(remote, prompt, params, **options):
     """Tokens of the first result, and how the request ended."""
     tokens, ended = [], None
-    async for message in remote.stream(prompt, params):
+    async for message in remote.stream(prompt, params, **options):
         if isinstance(message, Delta):
             tokens += message.token_ids if message.index == 0 else []
         else:
@@ -73,6 +74,12 @@ def test_requests_get_what_an_engine_in_this_process_gives(tmp_path, monkeypatch
         await until(lambda: seen[-1].running == 0)
         assert seen[-1].generated_tokens < sum(map(len, wanted)) + 50
 
+        heard = []
+        stream = remote.stream([1, 2, 3], params[0], on_message=heard.append)
+        await anext(stream)  # and reads no further
+        await until(lambda: isinstance(heard[-1], Ended))
+        await stream.aclose()
+
         pid = remote.pid
         await remote.close()
         assert remote.state is State.CLOSED
@@ -89,13 +96,16 @@ def test_an_engine_that_is_killed_or_stopped_answers_everybody_and_comes_back():
         remote = Remote(START, watch=QUICK)
         await remote.start()
         for kind, within in ((signal.SIGKILL, 5.0), (signal.SIGSTOP, 5.0 + QUICK.stall_s)):
-            waiting = [asyncio.create_task(collect(remote, [5, 6, 7 + i], LONG)) for i in range(12)]
+            heard = []
+            told = partial(collect, remote, on_message=heard.append)
+            waiting = [asyncio.create_task(told([5, 6, 7 + i], LONG)) for i in range(12)]
             await until(lambda: remote.gauges is not None and remote.gauges.running > 4)
             killed, pid = monotonic(), remote.pid
             os.kill(pid, kind)
             found = await asyncio.gather(*waiting, return_exceptions=True)
             assert monotonic() - killed < within
             assert all("send the request again" in str(error) for error in found)
+            assert heard[-12:] == found
             assert remote.state is State.RESTARTING
             with pytest.raises(EngineError, match="no engine is ready, it is restarting"):
                 await collect(remote, [1], LONG)

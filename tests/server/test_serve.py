@@ -3,8 +3,12 @@
 import http.client
 import json
 import os
+import re
+import select
 import signal
+import socket
 import urllib.request
+from contextlib import ExitStack
 from time import monotonic, sleep
 
 import openai
@@ -17,7 +21,8 @@ from kvq.commands import chat
 from tests.server.kit import Server
 
 PROMPT = "The history of the city"
-OPTIONS = ("--kv", "int4", "--num-blocks", "128", "--max-num-seqs", "16")
+SEATS, QUEUE = 4, 2
+OPTIONS = ("--kv", "int4", "--num-blocks", "1000", "--max-num-seqs", str(SEATS), "--max-queue", str(QUEUE))
 
 
 @pytest.fixture(scope="module")
@@ -343,8 +348,48 @@ def test_a_client_that_leaves_is_not_served_on(server, client, stream):
     assert monotonic() - began < 20
 
 
-def test_kill_drain_and_end():
+@pytest.fixture(scope="module")
+def own_server():
+    """With blocks for everybody, few seats and a short queue; the last test that uses it ends it."""
     with Server(*OPTIONS, "--grace", "60") as running:
+        yield running
+
+
+@pytest.mark.parametrize(
+    ("fields", "served"),
+    [({}, 4), ({"n": 2}, 2), ({"n": 3}, 1), ({"prompt": [PROMPT] * 3}, 2), ({"stream": False}, 0)],
+)
+def test_a_burst_fills_the_seats_and_the_queue_and_no_more(own_server, fields, served):
+    """Of requests, whatever each is of; `served`: how many begin to be answered before others end."""
+    body = {"prompt": PROMPT, "max_tokens": 3900, "ignore_eos": True, "stream": True} | fields
+    taken = (served or SEATS) + QUEUE
+    raw = json.dumps(body).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: {len(raw)}\r\n"
+    with ExitStack() as stack:
+        socks = [socket.create_connection(("127.0.0.1", own_server.port)) for _ in range(taken + 3)]
+        for sock in socks:
+            stack.enter_context(sock)
+        for sock in socks:
+            sock.sendall(f"{head}Content-Type: application/json\r\n\r\n".encode() + raw)
+        statuses = []
+        while len(statuses) < served + 3:
+            for sock in select.select(socks, [], [], 60)[0]:
+                statuses.append(int(sock.recv(1 << 16).split()[1]))
+                socks.remove(sock)
+        assert sorted(statuses) == [200] * served + [503] * 3
+        assert value_of(own_server, "kvq_requests_waiting") == QUEUE
+    while value_of(own_server, "kvq_active_requests"):
+        sleep(0.02)
+    assert value_of(own_server, "kvq_requests_waiting") == 0
+
+
+def value_of(server, name):
+    with urllib.request.urlopen(server.url + "/metrics", timeout=5) as answer:
+        return float(re.search(rf"(?m)^{name} (\S+)", answer.read().decode())[1])
+
+
+def test_kill_drain_and_end(own_server):
+    with own_server as running:
         client = openai.OpenAI(base_url=running.url + "/v1", api_key="none", max_retries=0, timeout=60)
         options = {"model": "tiny", "prompt": PROMPT, "max_tokens": 1500, "extra_body": {"ignore_eos": True}}
         stream = client.completions.create(**options, stream=True)
