@@ -7,7 +7,7 @@ import click
 
 from kvq.commands.config_file import config_option
 from kvq.commands.options import ModelOptions, kv_option, model_options
-from kvq.commands.served import engine_of, engine_options, serve_packages, tool_call_option
+from kvq.commands.served import engine_of, engine_options, serve_packages, strict_option, tool_call_option
 from kvq.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     "--log-level", default="info", show_default=True, type=click.Choice(["debug", "info", "warning", "error"])
 )
 @tool_call_option
+@strict_option
 @click.option(
     "--grace", default=30.0, show_default=True, help="Seconds that running requests get at the end."
 )
@@ -110,6 +111,7 @@ def _config(kv: str, model_options: ModelOptions, options: dict[str, Any]) -> "S
         max_restarts=take("max_restarts"),
         metrics_names=parse_names(take("metrics_names")),
         tool_call_parser=take("tool_call_parser"),
+        strict_requests=take("strict_requests"),
         grace_s=take("grace"),
         timeout_s=take("request_timeout") or None,
         engine=engine_of(model_options, options),  # what is left of them

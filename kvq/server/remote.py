@@ -240,10 +240,11 @@ class Remote:
         except OSError as error:  # no memory, no descriptors
             _log.error("no engine process can be started: %s", error)
             return
+        why = ""
         try:
             await self._serve(process)
         except (EngineError, TimeoutError) as error:
-            _log.error("the engine process is ended: %s", error or "it took too long to start")
+            why = f": {error or 'it took too long to start'}"
         finally:
             self._process = None
             self.gauges = None
@@ -251,8 +252,8 @@ class Remote:
             what = "the server is shutting down" if is_closing else "the engine ended; send the request again"
             self._tell_all(EngineError(what))
             await _end(process)
-            if self.state is not State.CLOSED:
-                _log.error("the engine process ended with status %s", process.popen.returncode)
+            if self.state not in (State.CLOSED, State.FAILED):  # a refused engine has said why
+                _log.error("the engine process ended with status %s%s", process.popen.returncode, why)
 
     async def _serve(self, process: _Process) -> None:
         """Read what the engine says until it ends."""

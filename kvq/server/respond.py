@@ -8,12 +8,15 @@ from typing import Any, Protocol
 import msgspec
 from fastapi import Request
 from fastapi.responses import Response
+from pydantic import BaseModel
 
 from kvq.server.dialects import dialect_of
 from kvq.server.event_stream import EventStream
+from kvq.server.ignored import IGNORED
 from kvq.server.seating import Seats
 from kvq.server.service import Service
 from kvq.server.streams import first_of, while_connected
+from kvq.server.strict_json import DECODED
 from kvq.server.whole_answer import WholeAnswer
 
 
@@ -38,6 +41,17 @@ class Call(Protocol):
 def tenant(request: Request) -> str:
     """Who asks: "" without keys, otherwise "key-" and the number of the key."""
     return str(request.scope.get("kvq_tenant", ""))
+
+
+def note_fields(request: Request, service: Service, body: BaseModel) -> None:
+    """Name fields of a body that are ignored in the answer's head, whatever the answer will be.
+
+    Raises:
+        Problem: the server is strict, and refuses one.
+    """
+    ignored = service.check_fields(request.scope.pop(DECODED, None), body)
+    if ignored.fields:
+        request.scope[IGNORED] = ignored.header()
 
 
 async def respond(request: Request, service: Service, call: Call, *, stream: bool) -> Response:

@@ -92,7 +92,7 @@ async def _serve(config: ServerConfig) -> None:
             await starting
             scheme = "http" if config.tls is None else "https"
             address, port = listener.getsockname()[:2]
-            _log.warning("kvq serves %s on %s://%s:%d", config.name, scheme, address, port)
+            _log.info("kvq serves %s on %s://%s:%d", config.name, scheme, address, port)
         await asyncio.wait((listening, ended), return_when=asyncio.FIRST_COMPLETED)
         if listening.done():
             await listening
@@ -112,7 +112,7 @@ async def _serve(config: ServerConfig) -> None:
 
 def _service(config: ServerConfig, remote: Remote, tokenizer: Any) -> Service:
     tools = ToolCalling.of(tokenizer, config.tool_call_parser)
-    _log.warning("tool calls: %s", tools.description)
+    _log.info("tool calls: %s", tools.description)
     prompts = Prompts(
         tokenizer,
         is_text_template=tools.is_text_template,
@@ -133,6 +133,7 @@ def _service(config: ServerConfig, remote: Remote, tokenizer: Any) -> Service:
         admission=admission,
         timeout_s=config.timeout_s,
         metrics_names=config.metrics_names,
+        is_strict=config.strict_requests,
     )
 
 

@@ -7,10 +7,13 @@ from contextlib import aclosing, contextmanager
 from functools import partial
 from typing import Any
 
+from pydantic import BaseModel
+
 from kvq.engine import PrefixPin, SamplingParams
 from kvq.errors import EngineError
 from kvq.scheduler import Priority
 from kvq.server.admission import Admission, Queued
+from kvq.server.ignored import Ignored, find_ignored
 from kvq.server.logs import log_event
 from kvq.server.messages import Delta, Ended, ErrorKind
 from kvq.server.metrics import Metrics
@@ -34,9 +37,10 @@ class Service:
         admission: Admission | None = None,
         timeout_s: float | None = None,
         metrics_names: Iterable[str] = ("kvq",),
+        is_strict: bool = False,
     ) -> None:
         """`name`: of the model, as clients see it; `tools`: how it calls them, if that is known.
-        `timeout_s`: for each request at the engine."""
+        `timeout_s`: for each request at the engine; `is_strict`: unknown fields are refused."""
         self.name = name
         self.remote = remote
         self.prompts = prompts
@@ -49,6 +53,7 @@ class Service:
         )
         self.metrics = Metrics(remote, name, metrics_names)
         self.num_active = 0
+        self.is_strict = is_strict
         self._watch()
         self._timeout_s = timeout_s
         self._draining = False
@@ -78,6 +83,21 @@ class Service:
                 code="model_not_found",
                 param="model",
             )
+
+    def check_fields(self, given: Any, body: BaseModel) -> Ignored:
+        """What of a decoded body was ignored, counted.
+
+        Raises:
+            Problem: this server is strict, and there is something that may be missed.
+        """
+        ignored = find_ignored(given, body)
+        unknown = ignored.first_unknown
+        if unknown is not None and self.is_strict:
+            self.metrics.ignored("refused")
+            raise unknown.refusal()
+        if ignored.fields:
+            self.metrics.ignored("label" if unknown is None else "unknown")
+        return ignored
 
     def check_arrival(self, tenant: str) -> None:
         """Raise Problem if a request of a tenant can't be taken, whatever it asks for."""

@@ -159,6 +159,7 @@ def test_the_deep_check_generates(server):
     first = json.loads(get(server, "/health/deep"))
     assert first["status"] == "generating"
     assert json.loads(get(server, "/health/deep")) == first, "asked again at once it tells the same"
+    assert json.loads(get(server, "/health/ready")) == {"status": "ready"}
 
 
 def test_logs_are_lines_of_json_and_never_quote_what_people_wrote(server):
@@ -194,6 +195,10 @@ def test_logs_are_lines_of_json_and_never_quote_what_people_wrote(server):
     answered = [event for event in events if event["event"] == "request"]
     assert {event["status"] for event in answered} >= {200, 400, 404}
     assert {event["route"] for event in answered} >= {"/v1/completions", "unknown"}
+    probes = {event["route"] for event in answered if event["status"] == 200}
+    assert not probes & {"/health", "/health/live", "/health/ready", "/health/deep", "/metrics"}
+    starts = [event for event in events if event["event"].startswith(("kvq serves mine on ", "tool calls: "))]
+    assert [event["level"] for event in starts] == ["info", "info"]
     served = [event for event in events if event["event"] == "generated"]
     assert 4 in {event["generated_tokens"] for event in served}
     assert {event["request_id"] for event in served} <= {event["request_id"] for event in answered}

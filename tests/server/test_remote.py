@@ -135,7 +135,7 @@ def test_a_step_beyond_its_deadline_ends_the_engine():
     asyncio.run(run())
 
 
-def test_an_engine_that_keeps_ending_is_given_up():
+def test_an_engine_that_keeps_ending_is_given_up(caplog):
     async def run():
         reasons = []
         remote = Remote(START, watch=Watch(max_restarts=0), on_failed=reasons.append)
@@ -146,6 +146,8 @@ def test_an_engine_that_keeps_ending_is_given_up():
         await remote.close()
 
     asyncio.run(run())
+    told = [(record.levelname, record.getMessage()) for record in caplog.records if record.name == "kvq"]
+    assert told == [("ERROR", "the engine process ended with status -9")]
 
 
 @pytest.mark.parametrize(
@@ -156,7 +158,7 @@ def test_an_engine_that_keeps_ending_is_given_up():
         (Start(model="tiny", kv="int4", options={"num_block": 3}), "did you mean 'num_blocks'"),
     ],
 )
-def test_an_engine_that_cannot_be_built_says_why_and_is_not_tried_again(start, reason):
+def test_an_engine_that_cannot_be_built_says_why_once_and_is_not_tried_again(start, reason, caplog):
     async def run():
         reasons = []
         remote = Remote(start, on_failed=reasons.append)
@@ -167,6 +169,7 @@ def test_an_engine_that_cannot_be_built_says_why_and_is_not_tried_again(start, r
         await remote.close()
 
     asyncio.run(run())
+    assert [record for record in caplog.records if record.name == "kvq"] == []
 
 
 @pytest.mark.parametrize(

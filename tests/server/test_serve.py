@@ -18,6 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 import kvq
 from kvq.commands import chat
+from kvq.server.ignored import HEADER
 from tests.server.kit import Server
 
 PROMPT = "The history of the city"
@@ -194,6 +195,20 @@ def test_constraints_that_cannot_hold_are_not_passed_over(server, wrong):
     status, answer = send(server, json.dumps(body).encode(), path)
     assert status == 400
     assert "error" in answer
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_fields_that_are_ignored_are_named_in_the_head_of_every_answer(client, stream):
+    """The client of OpenAI as it is, with fields of its own."""
+    options = {"model": "tiny", "max_tokens": 2, "user": "me", "stream": stream}
+    extra = {"extra_body": {"max_token": 3, "top_k": 5}}
+    messages = [{"role": "user", "content": "x", "name": "y"}]
+    for create, what in (
+        (client.completions.with_raw_response.create, {"prompt": PROMPT}),
+        (client.chat.completions.with_raw_response.create, {"messages": messages}),
+    ):
+        assert create(**options, **extra, **what).headers[HEADER] == "max_token, user"
+        assert HEADER not in create(model="tiny", max_tokens=2, stream=stream, **what).headers
 
 
 def test_a_message_may_be_gone_on_with(client, expected):
