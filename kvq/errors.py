@@ -56,9 +56,12 @@ def first_lines(error: BaseException, limit: int = 300) -> str:
     return text if len(text) <= limit else text[: limit - 3] + "..."
 
 
-def nearest(name: str, allowed: list[str]) -> str:
-    """Return `; did you mean 'x'?` for the closest allowed name, or an empty string."""
+def nearest(name: str, allowed: list[str], *, cutoff: float = 0.4) -> str:
+    """Return `; did you mean 'x'?` for the closest allowed name, or an empty string.
+
+    `cutoff`: how alike they have to be, from 0 to 1.
+    """
     import difflib
 
-    close = difflib.get_close_matches(name.lower(), allowed, n=1, cutoff=0.4)
+    close = difflib.get_close_matches(name.lower(), allowed, n=1, cutoff=cutoff)
     return f"; did you mean {close[0]!r}?" if close else ""

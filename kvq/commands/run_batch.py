@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kvq.commands.options import ModelOptions, kv_option, model_options
-from kvq.commands.served import engine_of, engine_options, tool_call_option
+from kvq.commands.served import engine_of, engine_options, strict_option, tool_call_option
 from kvq.extras import SERVER, require
 
 if TYPE_CHECKING:
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     "--retry-failed", is_flag=True, help="Also run again what failed by the engine or for too much load."
 )
 @tool_call_option
+@strict_option
 @engine_options
 def command(
     source: Path,
@@ -37,6 +38,7 @@ def command(
     model_options: ModelOptions,
     served_model_name: str | None,
     tool_call_parser: str,
+    strict_requests: bool,
     max_in_flight: int | None,
     retry_failed: bool,
     **options: Any,
@@ -58,6 +60,7 @@ def command(
         kv=kv[0],
         served_model_name=served_model_name,
         tool_call_parser=tool_call_parser,
+        strict_requests=strict_requests,
         max_in_flight=max_in_flight or 2 * options["max_num_seqs"],
         retry_failed=retry_failed,
         engine=engine_of(model_options, options),
@@ -79,6 +82,9 @@ def _print(summary: "Summary", target: Path) -> None:
         f"tokens    {summary.prompt_tokens:,} of prompts ({summary.cached_tokens:,} cached), "
         f"{summary.generated_tokens:,} generated, {rate:,.1f} per second in {summary.seconds:,.1f} s"
     )
+    if summary.num_ignoring:
+        names = ", ".join(summary.ignored)
+        click.echo(f"ignored   fields of {summary.num_ignoring:,} requests: {names}; see --strict-requests")
     if summary.num_strangers:
         click.echo(
             f"note      {target} also has results of {summary.num_strangers:,} custom_ids not in the input"

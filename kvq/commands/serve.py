@@ -7,7 +7,7 @@ import click
 
 from kvq.commands.config_file import config_option
 from kvq.commands.options import ModelOptions, kv_option, model_options
-from kvq.commands.served import engine_of, engine_options, tool_call_option
+from kvq.commands.served import engine_of, engine_options, strict_option, tool_call_option
 from kvq.errors import ConfigError
 from kvq.extras import SERVER, require
 
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     "--log-level", default="info", show_default=True, type=click.Choice(["debug", "info", "warning", "error"])
 )
 @tool_call_option
+@strict_option
 @click.option(
     "--grace", default=30.0, show_default=True, help="Seconds that running requests get at the end."
 )
@@ -47,7 +48,7 @@ if TYPE_CHECKING:
     help="Names at /metrics: kvq, vllm, llm; several with commas. kvq's are always there.",
 )
 @click.option("--request-timeout", default=600.0, show_default=True, help="Seconds for a request; 0: any.")
-@click.option("--max-queue", default=1024, show_default=True, help="Requests that may wait.")
+@click.option("--max-queue", default=1024, show_default=True, help="Requests that may wait for a seat.")
 @click.option("--max-queued-tokens", default=1 << 20, show_default=True, help="Prompt tokens that may wait.")
 @click.option("--max-wait", default=30.0, show_default=True, help="Seconds to a first token that are borne.")
 @click.option(
@@ -112,6 +113,7 @@ def _config(kv: str, model_options: ModelOptions, options: dict[str, Any]) -> "S
         max_restarts=take("max_restarts"),
         metrics_names=parse_names(take("metrics_names")),
         tool_call_parser=take("tool_call_parser"),
+        strict_requests=take("strict_requests"),
         grace_s=take("grace"),
         timeout_s=take("request_timeout") or None,
         engine=engine_of(model_options, options),  # what is left of them

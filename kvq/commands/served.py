@@ -42,6 +42,11 @@ tool_call_option = click.option(
 )
 
 
+strict_option = click.option(
+    "--strict-requests", is_flag=True, help="Refuse requests with unknown fields, instead of ignoring those."
+)
+
+
 def engine_options(command: _Command) -> _Command:
     """Add the engine's options; the command hands them to `engine_of`."""
     for option in reversed(_OPTIONS):

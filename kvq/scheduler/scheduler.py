@@ -75,11 +75,21 @@ class Scheduler:
         self._last_chunk = _FIRST_CHUNK  # prefill tokens of the last step that had decodes beside them
         self._failed: list[Request] = []
         self._nobody_fits = False  # of those that wait, unless somebody ends
+        self._holds_up = False  # whoever comes next, though there are rows: it did so the last time
 
     @property
     def has_work(self) -> bool:
         """True while any request has not ended."""
         return bool(self.holders.running) or len(self.lines) > 0
+
+    @property
+    def num_held_up(self) -> int:
+        """Requests that wait though there are rows: those preempted, and all others too while the first
+        of them can't begin for want of blocks, or would slow down those that run beyond their goal.
+
+        Who only waits for its part of a step, or for another's prefix, is not among them.
+        """
+        return len(self.lines if self._holds_up else self.lines.preempted)
 
     def requests(self) -> list[Request]:
         """Every request that has not ended."""
@@ -382,7 +392,9 @@ class Scheduler:
         )
         while step.budget > 0 and (request := self.lines.first(step.now, below)) is not None:
             if self._start(step, request):
+                self._holds_up = False
                 continue
+            self._holds_up = self.holders.has_rows(request) and not self.lines.num_parked
             if not self.holders.running and not self.lines.num_parked:
                 if self.manager.release_pin(request.tenant):
                     continue

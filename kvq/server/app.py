@@ -19,10 +19,11 @@ from kvq.server.chat import Chat
 from kvq.server.complaints import of_body
 from kvq.server.completions import Completion
 from kvq.server.guard import Access, Guard, as_response
+from kvq.server.ignored import HEADER
 from kvq.server.metrics import CONTENT_TYPE
 from kvq.server.openapi import ONE_OR_STREAM, describe_routes
 from kvq.server.problems import Problem
-from kvq.server.respond import respond, tenant
+from kvq.server.respond import note_fields, respond, tenant
 from kvq.server.service import Service, describe
 from kvq.server.strict_json import JsonRoute
 from kvq.server.viewers import add_routes as add_page
@@ -47,10 +48,12 @@ def create_app(service: Service, access: Access | None = None) -> FastAPI:
 
     @app.post("/v1/completions", responses={200: ONE_OR_STREAM | {"model": answer_types.Completion}})
     async def completions(request: Request, body: CompletionBody) -> Response:
+        note_fields(request, service, body)
         return await respond(request, service, Completion(service, body, tenant(request)), stream=body.stream)
 
     @app.post("/v1/chat/completions", responses={200: ONE_OR_STREAM | {"model": answer_types.ChatCompletion}})
     async def chat(request: Request, body: ChatBody) -> Response:
+        note_fields(request, service, body)
         return await respond(request, service, Chat(service, body, tenant(request)), stream=body.stream)
 
     @app.get("/v1/models", responses={200: {"model": answer_types.Models}})
@@ -64,6 +67,7 @@ def create_app(service: Service, access: Access | None = None) -> FastAPI:
 
     @app.post("/tokenize", responses={200: {"model": answer_types.Tokens}})
     async def tokenize(request: Request, body: TokenizeBody) -> dict[str, Any]:
+        note_fields(request, service, body)
         service.check_model(body.model)
         with service.aside(tenant(request)):
             if body.messages is not None:
@@ -77,6 +81,7 @@ def create_app(service: Service, access: Access | None = None) -> FastAPI:
 
     @app.post("/detokenize", responses={200: {"model": answer_types.Prompt}})
     async def detokenize(request: Request, body: DetokenizeBody) -> dict[str, Any]:
+        note_fields(request, service, body)
         service.check_model(body.model)
         info = service.remote.info
         if info is not None and body.tokens and max(body.tokens) >= info.vocab_size:
@@ -92,7 +97,7 @@ def create_app(service: Service, access: Access | None = None) -> FastAPI:
     add_page(app, service, has_keys=bool(access.api_keys))
     add_anthropic(app, service)
     _answer_problems(app)
-    describe_routes(app, has_keys=bool(access.api_keys))
+    describe_routes(app, has_keys=bool(access.api_keys), is_strict=service.is_strict)
     app.add_middleware(Guard, access=access, check=partial(_check_arrival, service))
     if access.origins:  # around the guard, since browsers send no key when they ask whether they may
         app.add_middleware(
@@ -100,7 +105,7 @@ def create_app(service: Service, access: Access | None = None) -> FastAPI:
             allow_origins=sorted(access.origins),
             allow_methods=["*"],
             allow_headers=["*"],
-            expose_headers=["x-request-id", "retry-after"],
+            expose_headers=["x-request-id", "retry-after", HEADER],
         )
     return app
 
@@ -119,12 +124,12 @@ def _answer_problems(app: FastAPI) -> None:
 
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: RequestValidationError) -> JSONResponse:
-        return as_response(of_body(error.errors()), request.url.path)
+        return as_response(of_body(error.errors(), error.body), request.url.path)
 
     @app.exception_handler(ValidationError)
     async def invalid_when_converted(request: Request, error: ValidationError) -> JSONResponse:
         """What was within its bounds in one protocol is not in the other: texts that are joined, say."""
-        return as_response(of_body(error.errors(include_url=False)), request.url.path)
+        return as_response(of_body(error.errors(include_url=False), None), request.url.path)
 
     @app.exception_handler(HTTPException)
     async def http(request: Request, error: HTTPException) -> JSONResponse:

@@ -1,14 +1,17 @@
 """What clients send, as OpenAI and the field's servers define it; every field has its bounds.
 
-Fields that nobody here knows are passed over, as other servers do.
+Fields that nobody here knows are ignored, as other servers do, and named in the answer's head. `LABELS` are
+others' fields that ask for nothing.
 """
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
 from kvq.engine.params import MAX_BIASES, MAX_LOGPROBS, MAX_SAMPLES, MAX_STOP_CHARACTERS, MAX_STOPS
+from kvq.server.ignored import Labelled
 from kvq.server.strict_json import WHOLE, Flag, JsonObject, Real, check_value
+from kvq.server.text_only import content_of
 from kvq.server.tool_bodies import ToolCallId, ToolCalls, ToolChoices, Tools
 
 MAX_PROMPTS = 64  # of one completions request
@@ -51,13 +54,15 @@ class StreamOptions(BaseModel):
     include_usage: Flag = False
 
 
-class JsonSchema(BaseModel):
+class JsonSchema(Labelled, BaseModel):
     """A named schema; the name is for the reader only."""
 
+    LABELS: ClassVar = frozenset(("description",))
     model_config = ConfigDict(populate_by_name=True)
 
     name: _Name = ""
     definition: JsonObject = Field(alias="schema")
+    strict: Flag | None = None  # it always is
 
 
 class ResponseFormat(BaseModel):
@@ -85,9 +90,12 @@ class StructuredOutputs(BaseModel):
     json_object: Flag | None = None
 
 
-class Common(BaseModel):
+class Common(Labelled, BaseModel):
     """Of completions and chat. A field that is null counts as left out, as it does elsewhere."""
 
+    LABELS: ClassVar = frozenset(
+        ("user", "metadata", "store", "safety_identifier", "prompt_cache_key", "prompt_cache_retention")
+    )
     model: _Name | None = None
     temperature: Annotated[Real, Field(ge=0, le=10)] = 1.0
     top_p: Annotated[Real, Field(gt=0, le=1)] = 1.0
@@ -146,13 +154,16 @@ class TextPart(BaseModel):
     text: _Text
 
 
+_Parts = Annotated[list[TextPart], Field(max_length=1024, fail_fast=True)]
+
+
 class ChatMessage(BaseModel):
     """One turn; whatever else it holds is for the model's template."""
 
     model_config = ConfigDict(extra="allow")
 
     role: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
-    content: _Text | Annotated[list[TextPart], Field(max_length=1024)] | None = None
+    content: Annotated[_Text | _Parts | None, BeforeValidator(content_of("part", ("text",)))] = None
     tool_calls: ToolCalls | None = None
     tool_call_id: ToolCallId | None = None
 

@@ -13,6 +13,7 @@ from kvq.server.completions import collect
 from kvq.server.messages import Delta, Ended
 from kvq.server.problems import Problem
 from kvq.server.sampling import chat_params, priority_of
+from kvq.server.seating import Seats
 from kvq.server.service import Service
 
 
@@ -33,11 +34,7 @@ class Chat:
         self._body = body
         self._tenant = tenant
         self._head = Head.new("chatcmpl", service.name)
-
-    @property
-    def num_sequences(self) -> int:
-        """As many as results."""
-        return self._params.num_sequences
+        self.seats = Seats(sequences=self._params.num_sequences)
 
     @property
     def is_heavy(self) -> bool:
@@ -88,7 +85,9 @@ class Chat:
         tokens = await self._service.prompts.chat(
             body.messages, **((body.chat_template_kwargs or {}) | options)
         )
-        return self._service.stream(tokens, self._params, priority=priority_of(body), tenant=self._tenant)
+        return self._service.stream(
+            tokens, self._params, self.seats, priority=priority_of(body), tenant=self._tenant
+        )
 
     def _reading(self) -> Reading:
         return Reading(None if self._offer is None else self._offer.parser())

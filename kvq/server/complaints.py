@@ -6,21 +6,32 @@ from typing import Any
 
 from kvq.server.problems import Problem
 
-_TYPES = ("str", "int", "float", "bool", "dict", "list")  # that it tried
+_MAX_KEY = 60  # characters of one that is told
 
 
-def of_body(complaints: Sequence[Any]) -> Problem:
-    """One of pydantic's complaints: of the first field, the one that got deepest into what it may be."""
-    field = complaints[0]["loc"][:2]
-    of_field = takewhile(lambda one: one["loc"][:2] == field, complaints)
+def of_body(complaints: Sequence[Any], body: Any) -> Problem:
+    """One of pydantic's complaints against a body: of the first field, the one that got deepest into it."""
+    field = _path(complaints[0], body)[:1]
+    of_field = takewhile(lambda one: _path(one, body)[:1] == field, complaints)
     found = max(of_field, key=lambda one: len(one["loc"]))
-    where = ".".join(str(part) for part in found["loc"] if part != "body" and _is_key(part))
-    got = f", got {found['input']!r:.50}" if isinstance(found["input"], int | float) else ""
-    return Problem(400, f"{where or 'body'}: {found['msg']}{got}", param=where or None)
+    where = ".".join(_path(found, body))
+    message = found["msg"].removeprefix("Value error, ")
+    got = f", got {found['input']!r:.50}" if isinstance(found.get("input"), int | float) else ""
+    return Problem(
+        400, f"{where or 'body'}: {message}{'' if ' got ' in message else got}", param=where or None
+    )
 
 
-def _is_key(part: str | int) -> bool:
-    """Whether it is the body's own: the other parts name what its value was taken for."""
-    if isinstance(part, int):
-        return True
-    return part.isidentifier() and part.islower() and part not in _TYPES
+def _path(complaint: Any, body: Any) -> list[str]:
+    """Where in the body it is: the other parts of its place name what a value was taken for."""
+    path, value, parts = [], body, complaint["loc"]
+    own = complaint.get("ctx", {}).get("at")  # further in than pydantic knows
+    for part in (*parts[parts[:1] == ("body",) :], *(() if own is None else (own,))):
+        if isinstance(value, dict) and (part in value or complaint["type"] == "missing"):
+            value = value.get(part)
+        elif isinstance(value, list) and isinstance(part, int) and part < len(value):
+            value = value[part]
+        else:
+            continue
+        path.append(f"{part!s:.{_MAX_KEY}}")
+    return path

@@ -12,6 +12,7 @@ from kvq.server.bodies import CompletionBody
 from kvq.server.messages import Delta, Ended
 from kvq.server.problems import Problem
 from kvq.server.sampling import completion_params, priority_of
+from kvq.server.seating import Seats
 from kvq.server.service import Service
 from kvq.server.streams import all_of, merge
 
@@ -35,13 +36,9 @@ class Completion:
         self._body = body
         self._tenant = tenant
         self._head = Head.new("cmpl", service.name)
-
-    @property
-    def num_sequences(self) -> int:
-        """Prompts times results."""
-        given: Any = self._body.prompt
-        prompts = 1 if isinstance(given, str) or isinstance(given[0], int) else len(given)
-        return prompts * self._params.num_sequences
+        given: Any = body.prompt
+        self._given = [given] if isinstance(given, str) or isinstance(given[0], int) else given
+        self.seats = Seats(prompts=len(self._given), sequences=self._params.num_sequences)
 
     @property
     def is_heavy(self) -> bool:
@@ -89,17 +86,14 @@ class Completion:
 
     def _stream(self, tokens: list[int]) -> AsyncGenerator[Delta | Ended]:
         return self._service.stream(
-            tokens, self._params, priority=priority_of(self._body), tenant=self._tenant
+            tokens, self._params, self.seats, priority=priority_of(self._body), tenant=self._tenant
         )
 
     async def _complete(self, tokens: list[int]) -> tuple[list[Choice], Ended]:
         return await collect(self._stream(tokens), self._params)
 
     async def _prompts(self) -> list[list[int]]:
-        given: Any = self._body.prompt
-        if isinstance(given, str) or isinstance(given[0], int):
-            given = [given]
-        prompts = [await self._tokens(prompt) for prompt in given]
+        prompts = [await self._tokens(prompt) for prompt in self._given]
         for i, tokens in enumerate(prompts):
             self._service.check_prompt(tokens, self._params, "prompt" if len(prompts) == 1 else f"prompt.{i}")
         return prompts

@@ -52,6 +52,7 @@ class ServerConfig:
     grace_s: float = 30.0  # for running requests after SIGTERM
     timeout_s: float | None = 600.0  # for a request, from its arrival at the engine
     tool_call_parser: str = "auto"  # by the chat template; "none"; or a format's name
+    strict_requests: bool = False  # refuse unknown fields instead of ignoring them
     engine: dict[str, Any] = field(default_factory=dict)  # options of `kvq.LLM`
 
     def __post_init__(self) -> None:

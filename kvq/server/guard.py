@@ -1,5 +1,6 @@
 """What every request passes before anything reads it: host, origin, key, size, time."""
 
+import logging
 import re
 import secrets
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from kvq.errors import ConfigError
 from kvq.server.browsed import CHALLENGE, POLLED, basic_password, is_browsed
 from kvq.server.dialects import dialect_of
+from kvq.server.ignored import HEADER, IGNORED
 from kvq.server.incoming import MAX_BODY, Incoming, skip, too_large
 from kvq.server.logs import log_event, request_id
 from kvq.server.problems import Problem
@@ -22,6 +24,8 @@ from kvq.server.problems import Problem
 MAX_HEADERS = 64 << 10  # bytes, of their names and values together
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#@\s]+")
 OPEN = ("/health/live",)  # need no key
+# Asked every few seconds by machines, which alone would fill the log.
+_PROBED = ("/health", "/health/live", "/health/ready", "/health/deep", "/metrics", POLLED)
 LOOPBACK = ("127.0.0.1", "[::1]", "localhost")
 
 
@@ -57,7 +61,7 @@ class Guard:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        began, answer, body = perf_counter(), _Answer(send), self._incoming.body()
+        began, answer, body = perf_counter(), _Answer(scope, send), self._incoming.body()
         token = request_id.set(answer.request_id)
         try:
             try:
@@ -77,15 +81,16 @@ class Guard:
         finally:
             body.release()
             route = getattr(scope.get("route"), "path", None)
-            if route != POLLED or answer.status != 200:  # else an open page alone would fill the log
-                log_event(
-                    "request",
-                    method=scope["method"] if route else None,
-                    route=route or "unknown",
-                    status=answer.status,
-                    seconds=perf_counter() - began,
-                    tenant=scope.get("kvq_tenant") or None,
-                )
+            succeeded = answer.status is not None and answer.status < 400
+            log_event(
+                "request",
+                level=logging.DEBUG if succeeded and route in _PROBED else logging.INFO,
+                method=scope["method"] if route else None,
+                route=route or "unknown",
+                status=answer.status,
+                seconds=perf_counter() - began,
+                tenant=scope.get("kvq_tenant") or None,
+            )
             request_id.reset(token)
 
     def _check(self, scope: Scope) -> None:
@@ -131,17 +136,21 @@ class Guard:
 
 
 class _Answer:
-    """Sees the status of an answer, and adds the request's id to it."""
+    """Sees the status of an answer, and adds the request's id and the names of ignored fields to it."""
 
-    def __init__(self, send: Send) -> None:
+    def __init__(self, scope: Scope, send: Send) -> None:
         self.status: int | None = None
         self.request_id = f"req-{uuid4().hex}"
+        self._scope = scope
         self._send = send
 
     async def send(self, message: Any) -> None:
         if message["type"] == "http.response.start":
             self.status = message["status"]
-            message["headers"] = [*message.get("headers", ()), (b"x-request-id", self.request_id.encode())]
+            own = [(b"x-request-id", self.request_id.encode())]
+            if (ignored := self._scope.get(IGNORED)) is not None:
+                own.append((HEADER.encode(), ignored.encode()))
+            message["headers"] = [*message.get("headers", ()), *own]
         await self._send(message)
 
 

@@ -40,12 +40,15 @@ class LogConfig:
                 raise ConfigError(f"log {name} must be one of {', '.join(allowed)}, got {value!r}{hint}")
 
 
-def log_event(name: str, **fields: Any) -> None:
+def log_event(name: str, *, level: int = logging.INFO, **fields: Any) -> None:
     """One line about something that happened, with its fields; None are left out."""
+    logger = logging.getLogger("kvq")
+    if not logger.isEnabledFor(level):
+        return
     known = {key: value for key, value in fields.items() if value is not None}
     if rid := request_id.get():
         known["request_id"] = rid
-    logging.getLogger("kvq").info(name, extra={"fields": known})
+    logger.log(level, name, extra={"fields": known})
 
 
 def configure(config: LogConfig) -> QueueListener:

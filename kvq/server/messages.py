@@ -140,6 +140,7 @@ class Gauges(msgspec.Struct, frozen=True, kw_only=True):
     cached_tokens: int
     generated_tokens: int
     queued_tokens: int  # prompt tokens of requests that wait
+    held_up: int = 0  # of those that wait or were preempted: for something else than a seat or their turn
     evictions: int = 0  # blocks that left the prefix index
     pinned: list[int] = []  # blocks under a pin, per layer group
     refused_pins: int = 0

@@ -11,6 +11,7 @@ from kvq.server.names import Names, Source, make_names
 from kvq.server.names.common import values_of
 from kvq.server.remote import Remote
 
+_IGNORED = ("refused", "unknown", "label")  # there from the start, so that rates are too
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
@@ -26,6 +27,14 @@ class Metrics:
         self._cuts = Counter(
             "kvq_slow_readers_cut", "Streams whose readers fell too far behind.", registry=self._registry
         )
+        self._ignored = Counter(
+            "kvq_requests_with_ignored_fields",
+            "Requests with unknown fields: refused, answered without them, or answered and nothing is lost.",
+            ["kind"],
+            registry=self._registry,
+        )
+        for kind in _IGNORED:
+            self._ignored.labels(kind)
         self._registry.register(_Read(self._names))
         remote.on_stepped = self._stepped
 
@@ -48,6 +57,10 @@ class Metrics:
     def cut(self) -> None:
         """A stream's reader was too slow."""
         self._cuts.inc()
+
+    def ignored(self, kind: str) -> None:
+        """A request had unknown fields: refused, unknown, or label."""
+        self._ignored.labels(kind).inc()
 
     def watch(self, name: str, what: str, read: Callable[[], float]) -> None:
         """A gauge of the HTTP process, read at every scrape."""

@@ -9,12 +9,17 @@ from fastapi import FastAPI
 from kvq.server.anthropic.errors import is_messages_path
 from kvq.server.browsed import is_browsed
 from kvq.server.guard import MAX_HEADERS, OPEN
+from kvq.server.ignored import HEADER
 from kvq.server.incoming import MAX_BODY
 
 Document = dict[str, Any]
 ONE_OR_STREAM: dict[str, Any] = {
     "description": "The whole answer, or with `stream` its pieces as server-sent events.",
     "content": {"text/event-stream": {}},
+}
+_IGNORED: Document = {
+    "description": "Fields of the body that are not known here and were ignored, with commas.",
+    "schema": {"type": "string"},
 }
 _TEXT: Document = {"type": "string"}
 _TEXT_OR_NULL: Document = {"type": ["string", "null"]}
@@ -51,12 +56,12 @@ _SECURITY: Document = {
 }
 
 
-def describe_routes(app: FastAPI, *, has_keys: bool) -> None:
+def describe_routes(app: FastAPI, *, has_keys: bool, is_strict: bool) -> None:
     """Let the application describe itself completely. Called when all routes are there."""
-    app.openapi = partial(_document, app, app.openapi, has_keys)  # type: ignore[method-assign]
+    app.openapi = partial(_document, app, app.openapi, has_keys, is_strict)  # type: ignore[method-assign]
 
 
-def _document(app: FastAPI, make: Any, has_keys: bool) -> Document:
+def _document(app: FastAPI, make: Any, has_keys: bool, is_strict: bool) -> Document:
     if app.openapi_schema is not None:
         return app.openapi_schema
     document: Document = make()
@@ -66,6 +71,8 @@ def _document(app: FastAPI, make: Any, has_keys: bool) -> Document:
             responses.pop("422", None)  # FastAPI's own words, which nobody hears here
             for status in _statuses(path, operation, has_keys):
                 responses[str(status)] = _refusal(status, path)
+            if "requestBody" in operation:
+                responses["200"].setdefault("headers", {})[HEADER] = _IGNORED
             if has_keys:
                 operation["security"] = list(_keys(path))
     components = document.setdefault("components", {})
@@ -73,9 +80,37 @@ def _document(app: FastAPI, make: Any, has_keys: bool) -> Document:
     for name in ("HTTPValidationError", "ValidationError"):
         schemas.pop(name, None)
     schemas |= _SCHEMAS
+    if is_strict:
+        _close(document)
     if has_keys:
         components["securitySchemes"] = _SECURITY
     return document
+
+
+def _close(document: Document) -> None:
+    """Say of all objects that are sent that unknown fields are refused."""
+    schemas, seen = document["components"]["schemas"], set()
+    bodies = [
+        operation.get("requestBody")
+        for operations in document["paths"].values()
+        for operation in operations.values()
+    ]
+    left = list(_references(bodies))
+    while left:
+        name = left.pop().rpartition("/")[2]
+        if name not in seen:
+            seen.add(name)
+            left += _references(schemas[name])
+            schemas[name].setdefault("additionalProperties", False)
+
+
+def _references(schema: Any) -> Iterator[str]:
+    if isinstance(schema, dict):
+        for key, value in schema.items():
+            yield from [value] if key == "$ref" else _references(value)
+    elif isinstance(schema, list):
+        for one in schema:
+            yield from _references(one)
 
 
 def _statuses(path: str, operation: Document, has_keys: bool) -> Iterator[int]:

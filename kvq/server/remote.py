@@ -73,6 +73,21 @@ class _Process:
     answered_s: float = field(default_factory=monotonic)  # when it last said anything
 
 
+_Heard = Delta | Ended | EngineError
+
+
+@dataclass(slots=True, eq=False)
+class _Stream:
+    """What comes of a request: for its reader, who may be slow, and at once for whoever counts."""
+
+    on_message: Callable[[_Heard], object]
+    queue: asyncio.Queue[_Heard | TimeoutError] = field(default_factory=asyncio.Queue)
+
+    def put(self, message: _Heard) -> None:
+        self.on_message(message)
+        self.queue.put_nowait(message)
+
+
 class Remote:
     """One engine in a process of its own.
 
@@ -104,7 +119,7 @@ class Remote:
         self._on_gauges = on_gauges
         self._on_failed = on_failed
         self._numbers = itertools.count()
-        self._streams: dict[int, asyncio.Queue[Delta | Ended | EngineError | TimeoutError]] = {}
+        self._streams: dict[int, _Stream] = {}
         self._looking: asyncio.Future[Picture] | None = None  # of everybody who asked for a picture
         self._process: _Process | None = None
         self._restarts: deque[float] = deque()
@@ -116,6 +131,11 @@ class Remote:
     def pid(self) -> int | None:
         """Of the engine process, while there is one."""
         return None if self._process is None else self._process.popen.pid
+
+    @property
+    def num_seats(self) -> int | None:
+        """Sequences that the engine runs side by side, once it said so."""
+        return None if self.info is None else self.info.scheduler.max_num_seqs
 
     async def start(self) -> Ready:
         """Start the process and wait until its engine is ready.
@@ -141,8 +161,11 @@ class Remote:
         tenant: str = "",
         timeout_s: float | None = None,
         pins: Sequence[PrefixPin] = (),
+        on_message: Callable[[Delta | Ended | EngineError], object] = lambda message: None,
     ) -> AsyncGenerator[Delta | Ended]:
         """What comes of a request, up to its `Ended`. Leaving early cancels it.
+
+        `on_message` is told of everything when it comes, also while nobody reads on.
 
         Raises:
             EngineError: no engine is ready, or it ended before the request did.
@@ -152,11 +175,11 @@ class Remote:
         if self.state is not State.READY or process is None:
             raise EngineError(f"no engine is ready, it is {self.state.value}")
         number = next(self._numbers)
-        queue = self._streams[number] = asyncio.Queue()
+        stream = self._streams[number] = _Stream(on_message)
         timer = None
         if timeout_s is not None:
             loop = asyncio.get_running_loop()
-            timer = loop.call_later(timeout_s, queue.put_nowait, TimeoutError())
+            timer = loop.call_later(timeout_s, stream.queue.put_nowait, TimeoutError())
         ended = False
         try:
             submit = Submit(
@@ -169,7 +192,7 @@ class Remote:
             )
             await self._send(process, submit)
             while not ended:
-                message = await queue.get()
+                message = await stream.queue.get()
                 if isinstance(message, EngineError | TimeoutError):
                     raise message
                 ended = isinstance(message, Ended)
@@ -219,10 +242,11 @@ class Remote:
         except OSError as error:  # no memory, no descriptors
             _log.error("no engine process can be started: %s", error)
             return
+        why = ""
         try:
             await self._serve(process)
         except (EngineError, TimeoutError) as error:
-            _log.error("the engine process is ended: %s", error or "it took too long to start")
+            why = f": {error or 'it took too long to start'}"
         finally:
             self._process = None
             self.gauges = None
@@ -230,8 +254,8 @@ class Remote:
             what = "the server is shutting down" if is_closing else "the engine ended; send the request again"
             self._tell_all(EngineError(what))
             await _end(process)
-            if self.state is not State.CLOSED:
-                _log.error("the engine process ended with status %s", process.popen.returncode)
+            if self.state not in (State.CLOSED, State.FAILED):  # a refused engine has said why
+                _log.error("the engine process ended with status %s%s", process.popen.returncode, why)
 
     async def _serve(self, process: _Process) -> None:
         """Read what the engine says until it ends."""
@@ -298,9 +322,9 @@ class Remote:
     def _take(self, message: Stepped) -> None:
         items: list[Delta | Ended] = [*message.deltas, *message.ended]
         for item in items:
-            queue = self._streams.get(item.number)
-            if queue is not None:  # else nobody waits for it any more
-                queue.put_nowait(item)
+            stream = self._streams.get(item.number)
+            if stream is not None:  # else nobody waits for it any more
+                stream.put(item)
         self.gauges = message.gauges
         if self.on_stepped is not None:
             self.on_stepped(message)
@@ -325,8 +349,8 @@ class Remote:
             self._on_failed(reason)
 
     def _tell_all(self, error: EngineError) -> None:
-        for queue in self._streams.values():
-            queue.put_nowait(error)
+        for stream in self._streams.values():
+            stream.put(error)
         self._show(error)
 
     def _show(self, found: Picture | EngineError) -> None:

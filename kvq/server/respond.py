@@ -8,11 +8,15 @@ from typing import Any, Protocol
 import msgspec
 from fastapi import Request
 from fastapi.responses import Response
+from pydantic import BaseModel
 
 from kvq.server.dialects import dialect_of
 from kvq.server.event_stream import EventStream
+from kvq.server.ignored import IGNORED
+from kvq.server.seating import Seats
 from kvq.server.service import Service
 from kvq.server.streams import first_of, while_connected
+from kvq.server.strict_json import DECODED
 from kvq.server.whole_answer import WholeAnswer
 
 
@@ -20,8 +24,8 @@ class Call(Protocol):
     """One request of an API that generates."""
 
     @property
-    def num_sequences(self) -> int:
-        """How many it generates."""
+    def seats(self) -> Seats:
+        """What it needs at the engine."""
 
     @property
     def is_heavy(self) -> bool:
@@ -39,6 +43,17 @@ def tenant(request: Request) -> str:
     return str(request.scope.get("kvq_tenant", ""))
 
 
+def note_fields(request: Request, service: Service, body: BaseModel) -> None:
+    """Name fields of a body that are ignored in the answer's head, whatever the answer will be.
+
+    Raises:
+        Problem: the server is strict, and refuses one.
+    """
+    ignored = service.check_fields(request.scope.pop(DECODED, None), body)
+    if ignored.fields:
+        request.scope[IGNORED] = ignored.header()
+
+
 async def respond(request: Request, service: Service, call: Call, *, stream: bool) -> Response:
     """Answer a call if there is room for it; it is cancelled when the client goes.
 
@@ -46,7 +61,7 @@ async def respond(request: Request, service: Service, call: Call, *, stream: boo
         Problem: it failed before anything was sent.
     """
     with contextlib.ExitStack() as stack:
-        stack.enter_context(service.enter(tenant(request), call.num_sequences))
+        stack.enter_context(service.enter(tenant(request), call.seats))
         cut = service.metrics.cut
         if stream:
             chunks = await while_connected(request, first_of(call.chunks()))

@@ -94,7 +94,7 @@ async def _serve(config: ServerConfig) -> None:
             log_event("model", served=service.name, source=str(source), digest=info.model_digest)
             scheme = "http" if config.tls is None else "https"
             address, port = listener.getsockname()[:2]
-            _log.warning("kvq serves %s on %s://%s:%d", service.name, scheme, address, port)
+            _log.info("kvq serves %s on %s://%s:%d", service.name, scheme, address, port)
         await asyncio.wait((listening, ended), return_when=asyncio.FIRST_COMPLETED)
         if listening.done():
             await listening
@@ -114,7 +114,7 @@ async def _serve(config: ServerConfig) -> None:
 
 def _service(config: ServerConfig, name: str, remote: Remote, tokenizer: Any) -> Service:
     tools = ToolCalling.of(tokenizer, config.tool_call_parser)
-    _log.warning("tool calls: %s", tools.description)
+    _log.info("tool calls: %s", tools.description)
     prompts = Prompts(
         tokenizer,
         is_text_template=tools.is_text_template,
@@ -124,6 +124,7 @@ def _service(config: ServerConfig, name: str, remote: Remote, tokenizer: Any) ->
         config.admission,
         config.tenants,
         gauges=lambda: remote.gauges,
+        num_seats=lambda: remote.num_seats,
         tokenizing=lambda: prompts.num_waiting,
     )
     return Service(
@@ -134,6 +135,7 @@ def _service(config: ServerConfig, name: str, remote: Remote, tokenizer: Any) ->
         admission=admission,
         timeout_s=config.timeout_s,
         metrics_names=config.metrics_names,
+        is_strict=config.strict_requests,
     )
 
 

@@ -4,18 +4,23 @@ import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
+from functools import partial
 from typing import Any
+
+from pydantic import BaseModel
 
 from kvq.engine import PrefixPin, SamplingParams
 from kvq.errors import EngineError
 from kvq.scheduler import Priority
-from kvq.server.admission import Admission
+from kvq.server.admission import Admission, Queued
+from kvq.server.ignored import Ignored, find_ignored
 from kvq.server.logs import log_event
 from kvq.server.messages import Delta, Ended, ErrorKind
 from kvq.server.metrics import Metrics
 from kvq.server.problems import Problem, failed, timed_out, unavailable
 from kvq.server.prompts import Prompts
 from kvq.server.remote import Remote, State
+from kvq.server.seating import Seats
 from kvq.server.tools.calling import ToolCalling
 
 
@@ -32,19 +37,23 @@ class Service:
         admission: Admission | None = None,
         timeout_s: float | None = None,
         metrics_names: Iterable[str] = ("kvq",),
+        is_strict: bool = False,
     ) -> None:
         """`name`: of the model, as clients see it; `tools`: how it calls them, if that is known.
-        `timeout_s`: for each request at the engine."""
+        `timeout_s`: for each request at the engine; `is_strict`: unknown fields are refused."""
         self.name = name
         self.remote = remote
         self.prompts = prompts
         self.counting = prompts.aside()  # for requests that the engine does not see
         self.tools = tools or ToolCalling()
         self.admission = admission or Admission(
-            gauges=lambda: remote.gauges, tokenizing=lambda: prompts.num_waiting
+            gauges=lambda: remote.gauges,
+            num_seats=lambda: remote.num_seats,
+            tokenizing=lambda: prompts.num_waiting,
         )
         self.metrics = Metrics(remote, name, metrics_names)
         self.num_active = 0
+        self.is_strict = is_strict
         self._watch()
         self._timeout_s = timeout_s
         self._draining = False
@@ -74,6 +83,21 @@ class Service:
                 code="model_not_found",
                 param="model",
             )
+
+    def check_fields(self, given: Any, body: BaseModel) -> Ignored:
+        """What of a decoded body was ignored, counted.
+
+        Raises:
+            Problem: this server is strict, and there is something that may be missed.
+        """
+        ignored = find_ignored(given, body)
+        unknown = ignored.first_unknown
+        if unknown is not None and self.is_strict:
+            self.metrics.ignored("refused")
+            raise unknown.refusal()
+        if ignored.fields:
+            self.metrics.ignored("label" if unknown is None else "unknown")
+        return ignored
 
     def check_arrival(self, tenant: str) -> None:
         """Raise Problem if a request of a tenant can't be taken, whatever it asks for."""
@@ -106,8 +130,8 @@ class Service:
             yield
 
     @contextmanager
-    def enter(self, tenant: str, sequences: int = 1) -> Iterator[None]:
-        """A request for so many sequences, until it is answered, if there is room for it.
+    def enter(self, tenant: str, seats: Seats) -> Iterator[None]:
+        """A request and the seats that it needs, until it is answered, if there is room for it.
 
         Raises:
             Problem: the server can't take it now, or the tenant has sent too many.
@@ -115,7 +139,7 @@ class Service:
         with contextlib.ExitStack() as stack:
             with self._counting_refusals():
                 self.check_ready()
-                stack.enter_context(self.admission.enter(tenant, sequences))
+                stack.enter_context(self.admission.enter(tenant, seats))
             self.num_active += 1
             self._idle.clear()
             stack.callback(self._leave)
@@ -125,12 +149,13 @@ class Service:
         self,
         tokens: list[int],
         params: SamplingParams,
+        seats: Seats,
         *,
         priority: Priority,
         tenant: str,
         pins: Sequence[PrefixPin] = (),
     ) -> AsyncGenerator[Delta | Ended]:
-        """A prompt's messages up to its `Ended`, which has no error.
+        """A prompt's messages up to its `Ended`, which has no error. `seats`: of its request.
 
         Raises:
             Problem: it can't be served now, never, or failed.
@@ -140,26 +165,34 @@ class Service:
         assert info is not None, "a ready engine said what it is"
         with contextlib.ExitStack() as stack:
             with self._counting_refusals():
-                entry = stack.enter_context(self.admission.queue(tokens, params, info))
-            messages = self._messages(tokens, params, priority, tenant, pins)
-            async with aclosing(messages):
-                async for message in messages:
-                    self.admission.started(entry)
+                entry = stack.enter_context(self.admission.queue(tokens, params, info, seats))
+            messages = self.remote.stream(
+                tokens,
+                params,
+                priority=priority,
+                tenant=tenant,
+                pins=pins,
+                timeout_s=self._timeout_s,
+                on_message=partial(self._note, entry),
+            )
+            async with aclosing(self._counted(messages, tenant)) as counted:
+                async for message in counted:
                     yield message
 
-    async def _messages(
-        self,
-        tokens: list[int],
-        params: SamplingParams,
-        priority: Priority,
-        tenant: str,
-        pins: Sequence[PrefixPin],
+    def _note(self, entry: Queued, message: Delta | Ended | EngineError) -> None:
+        """Tell admission what became of a prompt, however far behind its reader is."""
+        if not isinstance(message, Delta):
+            self.admission.ended(entry)
+            return
+        self.admission.started(entry)
+        if message.finish_reason is not None:
+            self.admission.ended_one(entry)
+
+    async def _counted(
+        self, messages: AsyncGenerator[Delta | Ended], tenant: str
     ) -> AsyncGenerator[Delta | Ended]:
         """The engine's messages; its failures as problems, and each end counted."""
         status = "cancelled"  # unless something else happens
-        messages = self.remote.stream(
-            tokens, params, priority=priority, tenant=tenant, pins=pins, timeout_s=self._timeout_s
-        )
         try:
             async for message in messages:
                 if isinstance(message, Ended):
@@ -225,7 +258,7 @@ class Service:
         watch(
             "kvq_active_requests", "Requests between their arrival and their answer.", lambda: self.num_active
         )
-        watch("kvq_requests_waiting", "Of these, without blocks.", lambda: admission.num_waiting)
+        watch("kvq_requests_waiting", "Of these, without a seat.", lambda: admission.num_waiting)
         watch("kvq_load", "What waits / what may wait.", lambda: admission.load)
         watch("kvq_http_tasks", "Tasks of the event loop.", lambda: len(asyncio.all_tasks()))
 

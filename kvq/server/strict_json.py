@@ -10,6 +10,7 @@ from fastapi.routing import APIRoute
 from pydantic import AfterValidator, BeforeValidator, Field
 from starlette.exceptions import HTTPException
 
+DECODED = "kvq_decoded"  # a request's body in its scope, until somebody takes it
 MAX_DEPTH = 64  # of values that may be anything; what encodes them further on recurses
 MAX_CONTAINERS = 1 << 18  # lists and objects of a body: each costs far more than its two bytes
 _INTEGERS = range(-(1 << 63), 1 << 64)  # what MessagePack holds
@@ -63,11 +64,12 @@ class _JsonRequest(Request):
     async def json(self) -> Any:
         """Raises HTTPException: it is something else."""
         try:
-            return msgspec.json.decode(_checked(await self.body()))
+            decoded = self.scope[DECODED] = msgspec.json.decode(_checked(await self.body()))
         except RecursionError as error:
             raise HTTPException(400, "the body is nested too deep") from error
         except (msgspec.MsgspecError, ValueError) as error:
             raise HTTPException(400, f"the body is no JSON: {error}") from error
+        return decoded
 
 
 class JsonRoute(APIRoute):

@@ -1,9 +1,10 @@
 """Tools as clients of OpenAI's protocol send them."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, Field, field_validator
 
+from kvq.server.ignored import Labelled
 from kvq.server.strict_json import Flag, JsonObject
 
 MAX_TOOLS = 128
@@ -56,9 +57,10 @@ class CalledFunction(BaseModel):
     arguments: _Text = ""
 
 
-class ToolCallBody(BaseModel):
+class ToolCallBody(Labelled, BaseModel):
     """A call that an assistant's message made."""
 
+    LABELS: ClassVar = frozenset(("index",))  # of its place in the stream that it was read from
     id: _Id | None = None
     type: Literal["function"] = "function"
     function: CalledFunction

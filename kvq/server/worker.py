@@ -212,6 +212,7 @@ class Worker:
             cached_tokens=counters.cached_tokens,
             generated_tokens=self._generated,
             queued_tokens=sum(request.prompt_length for request in lines.queue),
+            held_up=scheduler.num_held_up,
             evictions=self._residency.evictions,
             pinned=[
                 scheduler.manager.pins.num_pinned(group) for group in range(len(scheduler.manager.pools))

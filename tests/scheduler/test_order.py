@@ -1,7 +1,7 @@
 """Whose turn it is: interactive before batch, tenants in turn, nobody for ever."""
 
 from kvq.scheduler import Priority, Request, Scheduler
-from tests.scheduler.helpers import add, ask, make, step
+from tests.scheduler.helpers import add, ask, drain, make, step
 
 BATCH = Priority.BATCH
 
@@ -144,3 +144,32 @@ def test_batch_requests_that_waited_for_a_prefix_still_go_after_interactive_ones
             scheduler.lines._ready[BATCH].append(request)
     add(scheduler, interactive, now=0.01)
     assert admitted(scheduler, [interactive, *shared[1:]])[0] == 0
+
+
+def test_those_held_up_are_told_from_those_without_a_row_or_their_turn() -> None:
+    scheduler = make(24, max_num_seqs=4, max_num_batched_tokens=16)
+    add(scheduler, ask(16, 1), ask(16, 1))
+    step(scheduler)
+    assert (scheduler.lines.num_waiting, scheduler.num_held_up) == (1, 0)  # the step was full
+    drain(scheduler)
+    add(scheduler, *[ask(8, 9) for _ in range(6)])
+    while scheduler.holders.num_sequences < 4:
+        step(scheduler)
+    assert (scheduler.lines.num_waiting, scheduler.num_held_up) == (2, 0)  # there is no row
+    drain(scheduler)
+    add(scheduler, ask(8, 9), ask(92, 1), ask(8, 1))
+    for _ in range(3):
+        step(scheduler)
+    assert scheduler.holders.num_sequences == 1
+    assert (scheduler.lines.num_waiting, scheduler.num_held_up) == (2, 2)  # of 24 blocks the first needs 23
+    drain(scheduler)
+    assert scheduler.num_held_up == 0
+
+
+def test_preempted_requests_are_held_up() -> None:
+    scheduler = make(24, max_num_seqs=8)
+    add(scheduler, *[ask(8, 33) for _ in range(6)])
+    while not scheduler.lines.preempted:
+        step(scheduler)
+    assert scheduler.num_held_up >= len(scheduler.lines.preempted)
+    drain(scheduler)

@@ -1,6 +1,8 @@
 """What is refused before anything of a request is looked at, without a server."""
 
 import asyncio
+import logging
+from types import SimpleNamespace
 
 import pytest
 
@@ -11,13 +13,14 @@ from kvq.server.problems import Problem
 PAGE = "https://a.org"
 
 
-def ask(access, *, method="GET", path="/health", check=lambda path, tenant: None, **headers):
+def ask(access, *, method="GET", path="/health", answer=200, check=lambda path, tenant: None, **headers):
     """(status, headers, the method and the tenant that the application saw)."""
     sent, seen = [], []
 
     async def app(scope, receive, send):
         seen.append((scope["method"], scope["kvq_tenant"]))
-        await send({"type": "http.response.start", "status": 200, "headers": []})
+        scope["route"] = SimpleNamespace(path=path)
+        await send({"type": "http.response.start", "status": answer, "headers": []})
         await send({"type": "http.response.body", "body": b""})
 
     async def receive():
@@ -65,6 +68,24 @@ def test_what_is_refused_in_any_case_is_refused_before_the_body():
     access = Access(api_keys=("k",))
     status, headers, seen = ask(access, path="/v1/completions", check=full, x_api_key="k", content_length="9")
     assert (status, headers[b"retry-after"], seen) == (503, b"3", [])
+
+
+@pytest.mark.parametrize(
+    "path", ["/health", "/health/live", "/health/ready", "/health/deep", "/metrics", "/pool"]
+)
+def test_probes_are_told_of_at_debug_only_unless_they_fail(caplog, path):
+    with caplog.at_level(logging.DEBUG, "kvq"):
+        for answer in (200, 503):
+            ask(Access(), path=path, answer=answer)
+        ask(Access(), path="/v1/models", answer=200)
+        ask(Access(api_keys=("k",)), path="/metrics")
+    told = [(record.levelname, record.fields["route"], record.fields["status"]) for record in caplog.records]
+    assert told == [
+        ("DEBUG", path, 200),
+        ("INFO", path, 503),
+        ("INFO", "/v1/models", 200),
+        ("INFO", "unknown", 401),
+    ]
 
 
 @pytest.mark.parametrize(

@@ -160,7 +160,10 @@ def test_too_many_requests_are_refused_at_once_and_the_rest_is_served(server):
 
 
 def test_the_deep_check_generates(server):
-    assert json.loads(get(server, "/health/deep"))["status"] == "generating"
+    first = json.loads(get(server, "/health/deep"))
+    assert first["status"] == "generating"
+    assert json.loads(get(server, "/health/deep")) == first, "asked again at once it tells the same"
+    assert json.loads(get(server, "/health/ready")) == {"status": "ready"}
 
 
 def test_logs_are_lines_of_json_and_never_quote_what_people_wrote(server):
@@ -193,6 +196,10 @@ def test_logs_are_lines_of_json_and_never_quote_what_people_wrote(server):
     answered = [event for event in events if event["event"] == "request"]
     assert {event["status"] for event in answered} >= {200, 400, 404}
     assert {event["route"] for event in answered} >= {"/v1/completions", "unknown"}
+    probes = {event["route"] for event in answered if event["status"] == 200}
+    assert not probes & {"/health", "/health/live", "/health/ready", "/health/deep", "/metrics"}
+    starts = [event for event in events if event["event"].startswith(("kvq serves mine on ", "tool calls: "))]
+    assert [event["level"] for event in starts] == ["info", "info"]
     served = [event for event in events if event["event"] == "generated"]
     assert 4 in {event["generated_tokens"] for event in served}
     assert {event["request_id"] for event in served} <= {event["request_id"] for event in answered}

@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -31,10 +32,10 @@ PATIENT = Watch(ping_s=0.1, stall_s=HANG_S, max_restarts=1)
 LONG = SamplingParams(max_tokens=400, ignore_eos=True)
 
 
-async def collect(remote, prompt, params):
+async def collect(remote, prompt, params, **options):
     """Tokens of the first result, and how the request ended."""
     tokens, ended = [], None
-    async for message in remote.stream(prompt, params):
+    async for message in remote.stream(prompt, params, **options):
         if isinstance(message, Delta):
             tokens += message.token_ids if message.index == 0 else []
         else:
@@ -73,6 +74,12 @@ def test_requests_get_what_an_engine_in_this_process_gives(tmp_path, monkeypatch
         await wait_for_async(lambda: seen[-1].running == 0, "the request to be cancelled")
         assert seen[-1].generated_tokens < sum(map(len, wanted)) + 1900
 
+        heard = []
+        stream = remote.stream([1, 2, 3], params[0], on_message=heard.append)
+        await anext(stream)  # and reads no further
+        await wait_for_async(lambda: isinstance(heard[-1], Ended), "the request to end")
+        await stream.aclose()
+
         pid = remote.pid
         await remote.close()
         assert remote.state is State.CLOSED
@@ -84,14 +91,17 @@ def test_requests_get_what_an_engine_in_this_process_gives(tmp_path, monkeypatch
     asyncio.run(run())
 
 
-def test_an_engine_that_stops_or_is_killed_answers_everybody_and_is_started_so_often():
+def test_an_engine_that_stops_or_is_killed_answers_everybody_and_is_started_so_often(caplog):
     async def lose(remote, kind, watch):
-        waiting = [asyncio.create_task(collect(remote, [5, 6, 7 + i], LONG)) for i in range(12)]
+        heard = []
+        told = partial(collect, remote, on_message=heard.append)
+        waiting = [asyncio.create_task(told([5, 6, 7 + i], LONG)) for i in range(12)]
         await wait_for_async(lambda: remote.gauges and remote.gauges.running > 4, "requests that run")
         os.kill(remote.pid, kind)
         remote._watch = watch
         found = await asyncio.gather(*waiting, return_exceptions=True)
         assert all("send the request again" in str(error) for error in found)
+        assert heard[-12:] == found
 
     async def run():
         reasons = []
@@ -114,6 +124,8 @@ def test_an_engine_that_stops_or_is_killed_answers_everybody_and_is_started_so_o
         await remote.close()
 
     asyncio.run(run())
+    told = [(record.levelname, record.getMessage()) for record in caplog.records if record.name == "kvq"]
+    assert ("ERROR", "the engine process ended with status -9") in told
 
 
 def test_a_step_beyond_its_deadline_ends_the_engine():
@@ -131,7 +143,7 @@ def test_a_step_beyond_its_deadline_ends_the_engine():
     asyncio.run(run())
 
 
-def test_an_engine_that_cannot_be_built_says_why_and_is_not_tried_again():
+def test_an_engine_that_cannot_be_built_says_why_once_and_is_not_tried_again(caplog):
     async def run():
         reasons = []
         remote = Remote(Start(folder="/nowhere", kv="int4", options={}), on_failed=reasons.append)
@@ -142,6 +154,8 @@ def test_an_engine_that_cannot_be_built_says_why_and_is_not_tried_again():
         await remote.close()
 
     asyncio.run(run())
+    assert [record for record in caplog.records if record.name == "kvq"] == []
+    assert [record for record in caplog.records if record.name == "kvq"] == []
 
 
 @pytest.fixture

@@ -3,8 +3,12 @@
 import http.client
 import json
 import os
+import re
+import select
 import signal
+import socket
 import urllib.request
+from contextlib import ExitStack
 
 import openai
 import pytest
@@ -13,11 +17,13 @@ from prometheus_client.parser import text_string_to_metric_families
 
 import kvq
 from kvq.commands import chat
+from kvq.server.ignored import HEADER
 from tests.server.kit import Server
 from tests.waiting import HANG_S, wait_for
 
 PROMPT = "The history of the city"
-OPTIONS = ("--kv", "int4", "--num-blocks", "128", "--max-num-seqs", "16")
+SEATS, QUEUE = 4, 2
+OPTIONS = ("--kv", "int4", "--num-blocks", "1000", "--max-num-seqs", str(SEATS), "--max-queue", str(QUEUE))
 
 
 @pytest.fixture(scope="module")
@@ -191,6 +197,20 @@ def test_constraints_that_cannot_hold_are_not_passed_over(server, wrong):
     assert "error" in answer
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_fields_that_are_ignored_are_named_in_the_head_of_every_answer(client, stream):
+    """The client of OpenAI as it is, with fields of its own."""
+    options = {"model": "tiny", "max_tokens": 2, "user": "me", "stream": stream}
+    extra = {"extra_body": {"max_token": 3, "top_k": 5}}
+    messages = [{"role": "user", "content": "x", "name": "y"}]
+    for create, what in (
+        (client.completions.with_raw_response.create, {"prompt": PROMPT}),
+        (client.chat.completions.with_raw_response.create, {"messages": messages}),
+    ):
+        assert create(**options, **extra, **what).headers[HEADER] == "max_token, user"
+        assert HEADER not in create(model="tiny", max_tokens=2, stream=stream, **what).headers
+
+
 def test_a_message_may_be_gone_on_with(client, expected):
     messages = [{"role": "user", "content": "Tell me."}, {"role": "assistant", "content": "The sea"}]
     options = {"continue_final_message": True}
@@ -349,8 +369,47 @@ def test_a_client_that_leaves_is_not_served_on(server, stream):
     assert send(server, json.dumps(body).encode())[0] == 200, "all rows are free again"
 
 
-def test_kill_drain_and_end():
+@pytest.fixture(scope="module")
+def own_server():
+    """With blocks for everybody, few seats and a short queue; the last test that uses it ends it."""
     with Server(*OPTIONS, "--grace", str(HANG_S)) as running:
+        yield running
+
+
+@pytest.mark.parametrize(
+    ("fields", "served"),
+    [({}, 4), ({"n": 2}, 2), ({"n": 3}, 1), ({"prompt": [PROMPT] * 3}, 2), ({"stream": False}, 0)],
+)
+def test_a_burst_fills_the_seats_and_the_queue_and_no_more(own_server, fields, served):
+    """Of requests, whatever each is of; `served`: how many begin to be answered before others end."""
+    body = {"prompt": PROMPT, "max_tokens": 3900, "ignore_eos": True, "stream": True} | fields
+    taken = (served or SEATS) + QUEUE
+    raw = json.dumps(body).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: {len(raw)}\r\n"
+    with ExitStack() as stack:
+        socks = [socket.create_connection(("127.0.0.1", own_server.port)) for _ in range(taken + 3)]
+        for sock in socks:
+            stack.enter_context(sock)
+        for sock in socks:
+            sock.sendall(f"{head}Content-Type: application/json\r\n\r\n".encode() + raw)
+        statuses = []
+        while len(statuses) < served + 3:
+            for sock in select.select(socks, [], [], HANG_S)[0]:
+                statuses.append(int(sock.recv(1 << 16).split()[1]))
+                socks.remove(sock)
+        assert sorted(statuses) == [200] * served + [503] * 3
+        assert value_of(own_server, "kvq_requests_waiting") == QUEUE
+    wait_for(lambda: not value_of(own_server, "kvq_active_requests"), "all of them to leave")
+    assert value_of(own_server, "kvq_requests_waiting") == 0
+
+
+def value_of(server, name):
+    with urllib.request.urlopen(server.url + "/metrics", timeout=HANG_S) as answer:
+        return float(re.search(rf"(?m)^{name} (\S+)", answer.read().decode())[1])
+
+
+def test_kill_drain_and_end(own_server):
+    with own_server as running:
         client = openai.OpenAI(base_url=running.url + "/v1", api_key="none", max_retries=0, timeout=HANG_S)
         options = {"model": "tiny", "prompt": PROMPT, "max_tokens": 1500, "extra_body": {"ignore_eos": True}}
         stream = client.completions.create(**options, stream=True)

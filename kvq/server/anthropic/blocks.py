@@ -1,14 +1,17 @@
 """What clients send block by block: text, calls and their results, and tools; any of them may be marked."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, Field, field_validator, model_validator
+from pydantic import BaseModel, BeforeValidator, Field, model_validator
 
+from kvq.server.ignored import Labelled
 from kvq.server.strict_json import Flag, JsonObject
+from kvq.server.text_only import content_of
 from kvq.server.tool_bodies import FunctionBody
 
 MAX_BLOCKS = 1024
-_KINDS = ("text", "tool_use", "tool_result")
+# What other models' turns are made of, beside what is in this module.
+_THOUGHTS = ("thinking", "redacted_thinking", "server_tool_use", "mcp_tool_use", "mcp_tool_result")
 _Text = Annotated[str, Field(max_length=4 << 20)]
 _Id = Annotated[str, Field(max_length=256)]
 
@@ -38,22 +41,17 @@ class TextBlock(Marked):
     text: _Text
 
 
-def as_blocks(content: Any) -> Any:
-    """A text as a list of one block; kinds of blocks that no model here can read are named.
+def blocks_of(*kinds: str) -> BeforeValidator:
+    """Before blocks of these kinds: a text is one block; others are refused in words."""
+    check = content_of("block", kinds, _THOUGHTS)
 
-    Raises:
-        ValueError: there is such a block.
-    """
-    if isinstance(content, str):
-        return [{"type": "text", "text": content}]
-    for block in content if isinstance(content, list) else ():
-        kind = block.get("type", "text") if isinstance(block, dict) else "text"
-        if kind not in _KINDS:
-            raise ValueError(f"blocks of type {kind!r:.50} are not supported, only {', '.join(_KINDS)}")
-    return content
+    def as_blocks(content: Any) -> Any:
+        return [{"type": "text", "text": content}] if isinstance(content, str) else check(content)
+
+    return BeforeValidator(as_blocks)
 
 
-TextBlocks = Annotated[list[TextBlock], Field(max_length=MAX_BLOCKS)]
+TextBlocks = Annotated[list[TextBlock], Field(max_length=MAX_BLOCKS, fail_fast=True), blocks_of("text")]
 
 
 class ToolUseBlock(Marked):
@@ -65,14 +63,13 @@ class ToolUseBlock(Marked):
     input: Annotated[JsonObject, Field(max_length=1024)]
 
 
-class ToolResultBlock(Marked):
+class ToolResultBlock(Labelled, Marked):
     """What came of a call. Whether it failed is for its text to say: no template asks."""
 
+    LABELS: ClassVar = frozenset(("is_error",))
     type: Literal["tool_result"]
     tool_use_id: _Id
     content: TextBlocks = []
-
-    _blocks = field_validator("content", mode="before")(as_blocks)
 
 
 class CustomTool(FunctionBody, Marked):

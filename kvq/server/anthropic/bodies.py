@@ -1,6 +1,6 @@
 """What clients send, as Anthropic defines it; every field has its bounds.
 
-Fields that nobody here knows are passed over, but for those whose loss would change an answer.
+Fields that nobody here knows are ignored and named, but for those whose loss would change an answer.
 """
 
 from typing import Annotated, Any, Literal
@@ -16,7 +16,7 @@ from kvq.server.anthropic.blocks import (
     ToolChoice,
     ToolResultBlock,
     ToolUseBlock,
-    as_blocks,
+    blocks_of,
 )
 from kvq.server.bodies import MAX_MESSAGES
 from kvq.server.strict_json import WHOLE, Flag, JsonObject, Real
@@ -33,10 +33,9 @@ class Message(BaseModel):
     role: Literal["user", "assistant"]
     content: Annotated[
         list[Annotated[TextBlock | ToolUseBlock | ToolResultBlock, Field(discriminator="type")]],
-        Field(max_length=MAX_BLOCKS),
+        Field(max_length=MAX_BLOCKS, fail_fast=True),
+        blocks_of("text", "tool_use", "tool_result"),
     ]
-
-    _blocks = field_validator("content", mode="before")(as_blocks)
 
     @model_validator(mode="after")
     def _holds_its_own_blocks(self) -> "Message":
@@ -61,7 +60,7 @@ class OutputFormat(BaseModel):
 
 
 class OutputConfig(BaseModel):
-    """How to answer; `effort` is passed over."""
+    """How to answer; `effort` is not known."""
 
     format: OutputFormat | None = None
 
@@ -82,8 +81,6 @@ class PromptBody(BaseModel):
     tool_choice: ToolChoice = ToolChoice(type="auto")
     thinking: Thinking | None = None
     cache_control: CacheControl | None = None  # behind the last block
-
-    _blocks = field_validator("system", mode="before")(as_blocks)
 
     @field_validator("thinking", mode="before")
     @classmethod

@@ -13,6 +13,7 @@ from kvq.server.anthropic.offer import offer_of
 from kvq.server.anthropic.prompt import prompt_pins, prompt_tokens
 from kvq.server.messages import Delta, Ended, PromptUse
 from kvq.server.sampling import engine_refusals
+from kvq.server.seating import Seats
 from kvq.server.service import Service
 from kvq.server.tools.calling import Offer
 
@@ -32,8 +33,8 @@ class MessageCall:
         self._content = Content(None if offer is None else offer.parser())
         self._last: Delta | None = None
         self._usage: dict[str, int] = {}
+        self.seats = Seats()
 
-    num_sequences = 1
     is_heavy = False
 
     async def answer(self) -> dict[str, Any]:
@@ -74,7 +75,7 @@ class MessageCall:
         tokens = await prompt_tokens(prompts, self._body)
         pins = await prompt_pins(prompts, self._body, tokens)
         return self._service.stream(
-            tokens, self._params, priority=Priority.INTERACTIVE, tenant=self._tenant, pins=pins
+            tokens, self._params, self.seats, priority=Priority.INTERACTIVE, tenant=self._tenant, pins=pins
         )
 
     def _ending(self) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from kvq.server.anthropic.errors import PATH
 from kvq.server.anthropic.message import MessageCall
 from kvq.server.anthropic.prompt import prompt_tokens
 from kvq.server.openapi import ONE_OR_STREAM
-from kvq.server.respond import respond, tenant
+from kvq.server.respond import note_fields, respond, tenant
 from kvq.server.service import Service
 
 
@@ -20,11 +20,13 @@ def add_routes(app: FastAPI, service: Service) -> None:
 
     @app.post(PATH, responses={200: ONE_OR_STREAM | {"model": answer_types.Message}})
     async def messages(request: Request, body: MessagesBody) -> Response:
+        note_fields(request, service, body)
         call = MessageCall(service, body, tenant(request))
         return await respond(request, service, call, stream=body.stream)
 
     @app.post(f"{PATH}/count_tokens", responses={200: {"model": answer_types.InputTokens}})
     async def count_tokens(request: Request, body: PromptBody) -> dict[str, Any]:
+        note_fields(request, service, body)
         service.check_model(body.model)
         with service.aside(tenant(request)):
             return {"input_tokens": len(await prompt_tokens(service.counting, body))}

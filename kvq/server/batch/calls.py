@@ -2,17 +2,20 @@
 
 import asyncio
 import logging
+from collections.abc import Callable
 from contextlib import AsyncExitStack
 from typing import Any
 
 from pydantic import ValidationError
 
 from kvq.errors import EngineError
-from kvq.server.batch.lines import Line
+from kvq.server.batch.lines import FIELDS, Line
 from kvq.server.batch.turns import Turns
 from kvq.server.bodies import ChatBody, CompletionBody
 from kvq.server.chat import Chat
+from kvq.server.complaints import of_body
 from kvq.server.completions import Completion
+from kvq.server.ignored import Ignored, safe_name, unknown_field
 from kvq.server.logs import describe
 from kvq.server.problems import Problem
 from kvq.server.remote import State
@@ -20,7 +23,8 @@ from kvq.server.respond import Call
 from kvq.server.service import Service
 
 _log = logging.getLogger("kvq")
-_URLS = ("/v1/chat/completions", "/v1/completions")
+Body = ChatBody | CompletionBody
+_BODIES: dict[str, type[Body]] = {"/v1/chat/completions": ChatBody, "/v1/completions": CompletionBody}
 _MAY_HAVE_GRAMMAR = {"response_format", "guided_regex", "guided_choice", "guided_grammar", "tools"}
 _GRAMMARS = 48  # side by side; the engine refuses requests when 64 grammars wait to be compiled
 _TRIES = 3
@@ -34,8 +38,12 @@ class Calls:
     every time takes no others with it.
     """
 
-    def __init__(self, service: Service) -> None:
+    def __init__(
+        self, service: Service, on_ignored: Callable[[list[str]], object] = lambda names: None
+    ) -> None:
+        """`on_ignored` is told the names of fields that were ignored, once for each line that has any."""
         self._service = service
+        self._on_ignored = on_ignored
         self._turns = Turns()
         self._grammars = asyncio.Semaphore(_GRAMMARS)
 
@@ -46,23 +54,24 @@ class Calls:
             Problem: the request can't be served, or failed, several times if that was not its own fault.
             EngineError: there will be no engine any more.
         """
+        body = self._body(line)
         for again in range(_TRIES - 1):
             try:
-                return await self._try(line, alone=again > 0)
+                return await self._try(line, body, alone=again > 0)
             except Problem as problem:
                 if problem.status not in (429, 503):
                     raise
                 await asyncio.sleep(problem.retry_after_s or 0)
-        return await self._try(line, alone=True)
+        return await self._try(line, body, alone=True)
 
-    async def _try(self, line: Line, *, alone: bool) -> dict[str, Any]:
+    async def _try(self, line: Line, body: Body, *, alone: bool) -> dict[str, Any]:
         async with AsyncExitStack() as stack:
             if _MAY_HAVE_GRAMMAR & line.body.keys():
                 await stack.enter_async_context(self._grammars)
             await stack.enter_async_context(self._turns.alone() if alone else self._turns.beside())
             await self._until_ready()
             try:
-                return await self._call(line).answer()
+                return await self._call(body).answer()
             except Problem:
                 raise
             except Exception as error:  # one line's failure is not the others'
@@ -77,20 +86,34 @@ class Calls:
                 raise EngineError("there is no engine any more")
             await asyncio.sleep(_POLL_S)
 
-    def _call(self, line: Line) -> Call:
+    def _call(self, body: Body) -> Call:
         """Raises Problem: not a request that this server takes."""
-        body = dict(line.body)
-        if body.pop("stream", False):
+        if isinstance(body, ChatBody):
+            return Chat(self._service, body, "")
+        return Completion(self._service, body, "")
+
+    def _body(self, line: Line) -> Body:
+        """Raises Problem: not a request of this protocol, or a strict run refuses its unknown fields."""
+        given = dict(line.body)
+        if given.pop("stream", False):
             raise Problem(400, "a batch has no streams; leave stream out", param="stream")
-        if body.get("priority") is None and body.get("service_tier") in (None, "auto"):
-            body["priority"] = "batch"
+        if given.get("priority") is None and given.get("service_tier") in (None, "auto"):
+            given["priority"] = "batch"
+        if (kind := _BODIES.get(line.url)) is None:
+            urls = ", ".join(_BODIES)
+            raise Problem(404, f"url must be one of {urls}, got {line.url[:100]!r}", param="url")
         try:
-            if line.url == "/v1/chat/completions":
-                return Chat(self._service, ChatBody.model_validate(body), "")
-            if line.url == "/v1/completions":
-                return Completion(self._service, CompletionBody.model_validate(body), "")
+            body = kind.model_validate(given)
         except ValidationError as error:
-            first = error.errors(include_url=False, include_input=False)[0]
-            where = ".".join(str(part) for part in first["loc"]) or "body"
-            raise Problem(400, f"{where}: {first['msg']}", param=where) from error
-        raise Problem(404, f"url must be one of {', '.join(_URLS)}, got {line.url[:100]!r}", param="url")
+            raise of_body(error.errors(include_url=False), given) from error
+        self._note(line, self._service.check_fields(given, body))
+        return body
+
+    def _note(self, line: Line, ignored: Ignored) -> None:
+        names = ignored.names
+        if line.unknown is not None:
+            if self._service.is_strict:
+                raise Problem(400, unknown_field(line.unknown, line.unknown, FIELDS), code="unknown_field")
+            names.append(safe_name(line.unknown))
+        if names:
+            self._on_ignored(names)

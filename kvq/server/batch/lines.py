@@ -9,6 +9,7 @@ import msgspec
 
 MAX_LINE = 8 << 20  # bytes, as many as the server takes for one request
 MAX_CUSTOM_ID = 512  # characters
+FIELDS = ("custom_id", "method", "url", "body")
 _BOM = b"\xef\xbb\xbf"
 
 
@@ -29,6 +30,7 @@ class Line:
     url: str = ""
     body: dict[str, Any] = field(default_factory=dict)
     fault: Fault | None = None
+    unknown: str | None = None  # the first of its fields that means nothing
 
 
 def read_lines(path: Path) -> Iterator[Line]:
@@ -69,7 +71,8 @@ def parse_line(number: int, raw: bytes) -> Line:
         return _faulty(number, custom_id, "url must be a text such as /v1/chat/completions")
     if not isinstance(body, dict):
         return _faulty(number, custom_id, "body must be a JSON object")
-    return Line(number=number, custom_id=custom_id, url=url, body=body)
+    unknown = next((name for name in given if name not in FIELDS and given[name] is not None), None)
+    return Line(number=number, custom_id=custom_id, url=url, body=body, unknown=unknown)
 
 
 def _faulty(number: int, custom_id: str | None, message: str) -> Line:

@@ -32,6 +32,7 @@ _TOKENIZE_S = 600.0  # many lines wait for the tokenizer at once
 _BOUNDLESS = AdmissionConfig(  # max_in_flight bounds what waits
     max_queue=1 << 62, max_queued_tokens=1 << 62, max_wait_s=1e9, max_overcommit=1e9, max_kv_pressure=1.0
 )
+_NAMED = 8  # fields that were ignored
 _AT_A_TIME = 1000  # finished lines passed over before others get a turn
 _CHUNK = 1 << 20  # bytes
 
@@ -46,6 +47,7 @@ class BatchConfig:
     kv: str = "auto"
     served_model_name: str | None = None
     tool_call_parser: str = "auto"  # as in `ServerConfig`
+    strict_requests: bool = False  # as in `ServerConfig`
     max_in_flight: int = 256  # lines
     retry_failed: bool = False
     engine: dict[str, Any] = field(default_factory=dict)  # options of `kvq.LLM`
@@ -68,11 +70,20 @@ class Summary:
     num_skipped: int = 0  # lines that were finished before
     num_failed: int = 0  # results without an answer, those of earlier runs included
     num_strangers: int = 0  # results of custom_ids that are not in the input
+    num_ignoring: int = 0  # requests with fields that were ignored
+    ignored: list[str] = field(default_factory=list)  # the first few of these
     prompt_tokens: int = 0
     cached_tokens: int = 0
     generated_tokens: int = 0
     seconds: float = 0.0  # with an engine
     is_complete: bool = False
+
+    def ignore(self, names: list[str]) -> None:
+        """Note fields of a request that were ignored."""
+        self.num_ignoring += 1
+        for name in names:
+            if name not in self.ignored and len(self.ignored) < _NAMED:
+                self.ignored.append(name)
 
     def take(self, usage: dict[str, Any]) -> None:
         """Add an answer's tokens."""
@@ -143,7 +154,7 @@ class _Batch:
             self._on_model(source, (await service.remote.start()).model_digest)
             began = monotonic()
             try:
-                await self._answer_all(Calls(service), chain([first], lines))
+                await self._answer_all(Calls(service, self.summary.ignore), chain([first], lines))
             finally:
                 self.summary.seconds = monotonic() - began
         except EngineError as error:
@@ -228,7 +239,14 @@ def _service(config: BatchConfig, source: ModelSource, remote: Remote) -> Servic
     tools = ToolCalling.of(tokenizer, config.tool_call_parser)
     prompts = Prompts(tokenizer, is_text_template=tools.is_text_template, deadline_s=_TOKENIZE_S)
     name = config.served_model_name or source.name
-    return Service(name, remote, prompts, tools=tools, admission=Admission(_BOUNDLESS))
+    return Service(
+        name,
+        remote,
+        prompts,
+        tools=tools,
+        admission=Admission(_BOUNDLESS),
+        is_strict=config.strict_requests,
+    )
 
 
 def _first_of(errors: BaseExceptionGroup[BaseException]) -> BaseException:

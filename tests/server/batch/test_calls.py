@@ -20,6 +20,9 @@ class Deaths(Calls):
         self.running = {}
         self.num_deaths = 0
 
+    def _body(self, line):
+        return line
+
     def _call(self, line):
         return SimpleNamespace(answer=lambda: self._run(line))
 

@@ -29,6 +29,8 @@ def request(i):
     else:
         url, body = "/v1/completions", {"prompt": prompt_of(i)}
     body |= {"model": "tiny", "max_tokens": TOKENS, "temperature": 0, "ignore_eos": True}
+    if i == NUM_LINES - 2:
+        body |= {"max_token": 1, "user": "me"}
     return {"custom_id": f"id-{i}", "method": "POST", "url": url, "body": body}
 
 
@@ -109,6 +111,7 @@ def test_lines_that_are_no_requests_have_an_error_each(folder):
     assert "/v1/chat/completions" in refused["response"]["body"]["error"]["message"]
     summary = (folder / "summary").read_text(encoding="utf-8")
     assert "failed    3 of all" in summary
+    assert "ignored   fields of 1 requests: max_token, user; see --strict-requests" in summary
 
 
 def test_a_batch_that_is_complete_starts_no_engine(folder, monkeypatch):

@@ -1,0 +1,154 @@
+"""Fields of a request that nobody here knows: found, named, and refused where that was asked for."""
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, ClassVar, get_args
+
+from pydantic import BaseModel, GetJsonSchemaHandler
+from pydantic_core import CoreSchema
+
+from kvq.errors import nearest
+from kvq.server.problems import Problem
+
+HEADER = "x-kvq-ignored-fields"
+IGNORED = "kvq_ignored"  # its value in a request's scope
+_MOST = 8  # that are named
+_MAX_NAME = 100  # characters of one that is told
+_MAX_WORD = 64  # characters of one that is compared with those that are known
+_ALIKE = 0.7  # as max_token and max_tokens are, and max_tokens and tools are not
+_UNSAFE = re.compile(r"[^\w.$:/@+-]", re.ASCII)  # in a header or on a terminal
+
+
+class Labelled:
+    """A model with `LABELS`: fields that ask for nothing, so that nothing is lost without them."""
+
+    LABELS: ClassVar[frozenset[str]] = frozenset()
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, core: CoreSchema, make: GetJsonSchemaHandler) -> dict[str, Any]:
+        made = make(core)
+        properties = make.resolve_ref_schema(made)["properties"]
+        properties |= {name: {"description": "Ignored."} for name in sorted(cls.LABELS)}
+        return made
+
+
+@dataclass(frozen=True, slots=True)
+class Field:
+    """One that was ignored."""
+
+    path: str  # with dots
+    name: str  # the last of it
+    owner: type[BaseModel]  # which has no such field
+    is_label: bool  # it asks for nothing, so that nothing is lost
+
+    def refusal(self) -> Problem:
+        """What a strict server says to it."""
+        message = unknown_field(self.path, self.name, _shape(self.owner).known)
+        return Problem(400, message, code="unknown_field", param=self.path[:_MAX_NAME])
+
+
+def safe_name(path: str) -> str:
+    """What a client called a field, for headers and terminals."""
+    return _UNSAFE.sub("?", path[:_MAX_NAME])
+
+
+def unknown_field(path: str, name: str, known: Iterable[str]) -> str:
+    """What is said to a field that can't be ignored; `known`: names that it may have meant."""
+    hint = nearest(name, sorted(known), cutoff=_ALIKE) if len(name) <= _MAX_WORD else ""
+    return f"unknown field {path[:_MAX_NAME]!r}{hint}"
+
+
+@dataclass(frozen=True, slots=True)
+class Ignored:
+    """What was ignored of one request."""
+
+    fields: tuple[Field, ...] = ()  # those that may be missed first
+    has_more: bool = False
+
+    @property
+    def first_unknown(self) -> Field | None:
+        """The first that may be missed."""
+        return next((field for field in self.fields if not field.is_label), None)
+
+    @property
+    def names(self) -> list[str]:
+        """Their paths, safe to be shown; "..." last if there are more."""
+        return [safe_name(field.path) for field in self.fields] + ["..."] * self.has_more
+
+    def header(self) -> str:
+        """Their names in printable ASCII, a kilobyte at most."""
+        return ", ".join(self.names)
+
+
+def find_ignored(given: Any, body: BaseModel) -> Ignored:
+    """What of a decoded body its model has no place for. Null counts as left out.
+
+    Objects that are whole a template's, a tool's or a schema's own are not looked into. Stops when enough are
+    found, so a million unknown fields cost no more than a few.
+    """
+    unknown: list[Field] = []
+    labels: list[Field] = []
+    for field in _walk(given, body, ""):
+        of_kind = labels if field.is_label else unknown
+        if len(of_kind) <= _MOST:
+            of_kind.append(field)
+        if len(unknown) > _MOST:
+            break
+    fields = (*unknown, *labels)
+    return Ignored(fields[:_MOST], len(fields) > _MOST)
+
+
+@dataclass(frozen=True, slots=True)
+class _Shape:
+    """What may be given for a model."""
+
+    known: frozenset[str]
+    labels: frozenset[str]
+    plain: frozenset[str]  # of the known ones, those that hold no models
+    parts: Mapping[str, str]  # attribute by name, of those that do
+    is_open: bool  # takes anything else, too
+
+
+@cache
+def _shape(model: type[BaseModel]) -> _Shape:
+    config, fields = model.model_config, model.model_fields
+    names = {field.alias or name: name for name, field in fields.items()}
+    if config.get("populate_by_name"):
+        names |= {name: name for name in fields}
+    parts = {given: name for given, name in names.items() if _holds_models(fields[name].annotation)}
+    return _Shape(
+        known=frozenset(names),
+        plain=frozenset(names.keys() - parts.keys()),
+        labels=model.LABELS if issubclass(model, Labelled) else frozenset(),
+        parts=parts,
+        is_open=config.get("extra") == "allow",
+    )
+
+
+def _holds_models(annotation: Any) -> bool:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return True
+    return any(_holds_models(part) for part in get_args(annotation))
+
+
+def _walk(given: Any, body: BaseModel, place: str) -> Iterator[Field]:
+    """`place`: where `given` is, with a dot behind it."""
+    if not isinstance(given, dict):
+        return
+    model = type(body)
+    shape = _shape(model)
+    if not (shape.is_open or given.keys() <= shape.known):
+        for name, value in given.items():
+            if name not in shape.known and value is not None:
+                yield Field(place + name[:_MAX_NAME], name[:_MAX_NAME], model, name in shape.labels)
+    for name, attribute in shape.parts.items():
+        if (value := given.get(name)) is not None:
+            part = getattr(body, attribute)
+            if isinstance(part, BaseModel):
+                yield from _walk(value, part, f"{place}{name}.")
+            elif isinstance(part, list) and isinstance(value, list):
+                for i, (one, item) in enumerate(zip(value, part, strict=False)):
+                    if isinstance(item, BaseModel) and not one.keys() <= _shape(type(item)).plain:
+                        yield from _walk(one, item, f"{place}{name}.{i}.")

@@ -1,0 +1,62 @@
+"""Requests to an application in this process, for what needs no engine."""
+
+import asyncio
+import json
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from kvq.models.resolve import resolve_model
+from kvq.models.weights import load_tokenizer
+from kvq.server.app import create_app
+from kvq.server.guard import Access
+from kvq.server.messages import Start
+from kvq.server.prompts import Prompts
+from kvq.server.remote import Remote
+from kvq.server.service import Service
+
+
+def service(*, is_strict=False):
+    """With the embedded model's tokenizer, and an engine that is never started."""
+    remote = Remote(Start(folder="tiny", kv="int4", options={}))
+    return Service("tiny", remote, Prompts(load_tokenizer(resolve_model("tiny"))), is_strict=is_strict)
+
+
+class Client:
+    """Asks the application over a service."""
+
+    def __init__(self, service, access=None):
+        self.service = service
+        service.check_arrival = lambda tenant: None  # an engine that is not there refuses nothing
+        self.app = create_app(service, access or Access())
+
+    def post(self, path, body, **headers):
+        """(status, headers, body) of an answer; a body may be bytes."""
+        return asyncio.run(self._post(path, body, headers))
+
+    def metrics(self):
+        """What Prometheus would see, by name and values of labels."""
+
+        async def read():
+            return self.service.metrics.text().decode()
+
+        families = text_string_to_metric_families(asyncio.run(read()))
+        return {(s.name, *s.labels.values()): s.value for family in families for s in family.samples}
+
+    async def _post(self, path, body, headers):
+        sent = []
+        raw = body if isinstance(body, bytes) else json.dumps(body).encode()
+        given = [{"type": "http.request", "body": raw, "more_body": False}]
+
+        async def receive():
+            return given.pop() if given else {"type": "http.disconnect"}
+
+        async def send(message):
+            sent.append(message)
+
+        named = {"host": "127.0.0.1", "content-type": "application/json", **headers}
+        scope = {"type": "http", "method": "POST", "path": path, "query_string": b"", "root_path": ""}
+        scope["headers"] = [(name.encode(), value.encode()) for name, value in named.items()]
+        await self.app(scope, receive, send)
+        head, *rest = sent
+        found = {name.decode(): value.decode("latin-1") for name, value in head["headers"]}
+        return head["status"], found, json.loads(b"".join(message.get("body", b"") for message in rest))

@@ -1,0 +1,156 @@
+"""What is said to a body that can't be taken: where, what was given, what is allowed, what to do."""
+
+import json
+
+import pytest
+
+from tests.server.asgi import Client, service
+
+IMAGE = {"type": "image_url", "image_url": {"url": "http://127.0.0.1/a.png"}}
+TEXT = {"type": "text", "text": "a"}
+ONLY_TEXT = "this model reads text only"
+LEAVE = "leave it out or describe it in words"
+NO_PART = "a part is an object whose type is 'text', got"
+BLOCKS = "'text' or 'tool_use' or 'tool_result'"
+
+
+def turn(content, role="user"):
+    return {"messages": [{"role": role, "content": content}]}
+
+
+def asked(content, role="user", **fields):
+    return turn(content, role) | {"model": "tiny", "max_tokens": 1} | fields
+
+
+@pytest.fixture(scope="module")
+def client():
+    return Client(service())
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/tokenize"])
+@pytest.mark.parametrize(
+    ("body", "param", "said"),
+    [
+        (turn([TEXT, IMAGE]), "messages.0.content.1", f"{ONLY_TEXT}, got an 'image_url' part; {LEAVE}"),
+        (turn([{"type": "file"}]), "messages.0.content.0", f"{ONLY_TEXT}, got a 'file' part; {LEAVE}"),
+        (
+            turn([{"type": "refusal", "refusal": "No."}], "assistant"),
+            "messages.0.content.0",
+            f"{ONLY_TEXT}, got a 'refusal' part; {LEAVE}",
+        ),
+        (
+            turn([{"type": "x" * 10**6}]),
+            "messages.0.content.0",
+            f"{ONLY_TEXT}, got a {'x' * 49!r:.50} part; {LEAVE}",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "input_audio"}]}] * 3},
+            "messages.0.content.0",
+            f"{ONLY_TEXT}, got an 'input_audio' part; {LEAVE}",
+        ),
+        (turn(7), "messages.0.content", f"{ONLY_TEXT}; give a text or a list of parts, got a number"),
+        (turn(True), "messages.0.content", f"{ONLY_TEXT}; give a text or a list of parts, got a truth value"),
+        (turn(IMAGE), "messages.0.content", f"{ONLY_TEXT}; give a text or a list of parts, got an object"),
+        (turn(["a"]), "messages.0.content.0", f"{NO_PART} a text"),
+        (turn([None]), "messages.0.content.0", f"{NO_PART} null"),
+        (turn([{"text": "a"}]), "messages.0.content.0", f"{NO_PART} an object without a type"),
+        (turn([{"type": [], "text": "a"}]), "messages.0.content.0", f"{NO_PART} a list for the type"),
+        (turn([TEXT, {"type": "text"}]), "messages.0.content.1.text", "Field required"),
+        (
+            turn([{"type": "text", "text": 7}]),
+            "messages.0.content.0.text",
+            "Input should be a valid string, got 7",
+        ),
+        ({"messages": [{"content": "a"}]}, "messages.0.role", "Field required"),
+    ],
+)
+def test_content_that_is_no_text_is_refused_in_words(client, path, body, param, said):
+    status, _, answer = client.post(path, body)
+    assert status == 400
+    assert answer["error"]["message"] == f"{param}: {said}"
+    assert answer["error"]["param"] == param
+    assert answer["error"]["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/messages/count_tokens"])
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        (
+            asked([TEXT, {"type": "image"}]),
+            f"messages.0.content.1: {ONLY_TEXT}, got an 'image' block; {LEAVE}",
+        ),
+        (
+            asked([{"type": "document"}]),
+            f"messages.0.content.0: {ONLY_TEXT}, got a 'document' block; {LEAVE}",
+        ),
+        (
+            asked([{"type": "tool_result", "tool_use_id": "a", "content": [TEXT, {"type": "image"}]}]),
+            f"messages.0.content.0.content.1: {ONLY_TEXT}, got an 'image' block; {LEAVE}",
+        ),
+        (asked("a", system=[{"type": "image"}]), f"system.0: {ONLY_TEXT}, got an 'image' block; {LEAVE}"),
+        (
+            asked([{"type": "thinking"}], "assistant"),
+            f"messages.0.content.0: a 'thinking' block is of no use here, only {BLOCKS}; leave it out",
+        ),
+        (asked(7), f"messages.0.content: {ONLY_TEXT}; give a text or a list of blocks, got a number"),
+        (asked("a", system={}), f"system: {ONLY_TEXT}; give a text or a list of blocks, got an object"),
+        (
+            asked([{"text": "a"}]),
+            f"messages.0.content.0: a block is an object whose type is {BLOCKS}, "
+            "got an object without a type",
+        ),
+        (
+            asked([{"type": "text", "text": 7}]),
+            "messages.0.content.0.text: Input should be a valid string, got 7",
+        ),
+        (
+            asked([{"type": "tool_use", "id": "a", "name": "f", "input": {}}]),
+            "messages.0: a turn of role 'user' can't hold tool_use blocks",
+        ),
+        (
+            asked("a", tools=[{"type": "bash_20250124"}]),
+            "tools.0: tools of type 'bash_20250124' are not supported, only custom ones",
+        ),
+    ],
+)
+def test_blocks_that_are_no_text_are_refused_in_words(client, path, body, said):
+    status, _, answer = client.post(path, body)
+    assert status == 400
+    assert answer == {"type": "error", "error": {"type": "invalid_request_error", "message": said}}
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "said"),
+    [
+        ({"prompt": "a", "n": 10**9}, "n", "n: Input should be less than or equal to 128, got 1000000000"),
+        ({"prompt": [1, -5]}, "prompt.1", "prompt.1: Input should be greater than or equal to 0, got -5"),
+        ({}, "prompt", "prompt: Field required"),
+        (
+            {"prompt": "a", "logit_bias": {"x": 1}},
+            "logit_bias.x",
+            "logit_bias.x: String should match pattern",
+        ),
+        (
+            {"prompt": "a", "structured_outputs": {"x": 1}},
+            "structured_outputs.x",
+            "structured_outputs.x: Extra",
+        ),
+        (
+            {"prompt": "a", "response_format": {"type": "json_schema"}},
+            "response_format",
+            "response_format: json_schema belongs to type json_schema",
+        ),
+        ([], None, "body: Input should be a valid dictionary"),
+    ],
+)
+def test_other_complaints_name_fields_as_the_client_wrote_them(client, body, param, said):
+    status, _, answer = client.post("/v1/completions", body)
+    assert status == 400
+    assert answer["error"]["param"] == param
+    assert answer["error"]["message"].startswith(said)
+
+
+def test_long_names_are_told_in_part(client):
+    _, _, answer = client.post("/v1/completions", {"prompt": "a", "logit_bias": {"x" * 10**6: 1}})
+    assert len(json.dumps(answer)) < 500
