@@ -13,7 +13,8 @@ class GrammarLimits:
     brackets, in a JSON schema as in a regex. `compile_timeout_s` and `compile_memory_bytes`: one
     compile, in processor time, and in memory on top of what the tokenizer holds. `max_cached`:
     grammars remembered as sound. `max_waiting`: grammars being compiled or waiting for it. The rest
-    bound the work and the memory of a mask: `max_lexer_states` of about 2 kB each over a request's whole life,
+    bound the work and the memory of a mask: `max_lexer_states` of about 2 kB each over a request's
+    whole life,
     `step_lexer_fuel` of about 14,000 a millisecond, `step_items` of about 20,000 a millisecond,
     and `row_items`, the alternatives that may be open after one token.
     """
