@@ -6,7 +6,7 @@ import json
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvq.models.resolve import resolve_model
-from kvq.models.weights import load_tokenizer
+from kvq.models.tokenizer import load_tokenizer
 from kvq.server.app import create_app
 from kvq.server.guard import Access
 from kvq.server.messages import Start
@@ -18,7 +18,7 @@ from kvq.server.service import Service
 def service(*, is_strict=False):
     """With the embedded model's tokenizer, and an engine that is never started."""
     remote = Remote(Start(folder="tiny", kv="int4", options={}))
-    return Service("tiny", remote, Prompts(load_tokenizer(resolve_model("tiny"))), is_strict=is_strict)
+    return Service("tiny", remote, Prompts(load_tokenizer(resolve_model("tiny").folder)), is_strict=is_strict)
 
 
 class Client:

@@ -7,6 +7,7 @@ import pytest
 import kvq.server.batch.run
 import kvq.server.run
 from kvq.cli import main
+from kvq.models.resolve import resolve_model
 from kvq.server.anthropic.bodies import MessagesBody, PromptBody
 from kvq.server.batch.calls import Calls
 from kvq.server.batch.lines import parse_line
@@ -272,7 +273,7 @@ def test_the_option_reaches_the_server(tmp_path, monkeypatch, options, config, i
         main(["serve", "--config", str(path), *options])
     made = service()
     tokenizer = made.prompts._tokenizer
-    assert kvq.server.run._service(taken[0], made.remote, tokenizer).is_strict is is_strict
+    assert kvq.server.run._service(taken[0], "tiny", made.remote, tokenizer).is_strict is is_strict
 
 
 LINE = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": "a"}}
@@ -311,12 +312,12 @@ def test_lines_of_batches_are_looked_at_too(change, body, names, said):
 def test_the_option_reaches_a_batch(tmp_path, monkeypatch):
     taken = []
     monkeypatch.setattr(
-        kvq.server.batch.run, "run_batch", lambda config, _: taken.append(config) or Summary()
+        kvq.server.batch.run, "run_batch", lambda config, *_: taken.append(config) or Summary()
     )
     source = tmp_path / "in.jsonl"
     source.write_text(json.dumps(LINE))
     for options in ((), ("--strict-requests",)):
         with pytest.raises(SystemExit):
             main(["run-batch", *options, str(source), str(tmp_path / "out.jsonl")])
-    made = [kvq.server.batch.run._service(config, on_failed=print) for config in taken]
+    made = [kvq.server.batch.run._service(config, resolve_model("tiny"), None) for config in taken]
     assert [one.is_strict for one in made] == [False, True]

@@ -245,7 +245,7 @@ def test_a_configuration_is_checked_before_anything_is_loaded(check):
     assert status == 0, "it takes no more than could be used"
     assert "no more could be used by 128 sequences" in said
     status, said = check("--max-model-len", "99999")
-    assert "99999 is above the model's 4096" in said
+    assert "a context of 99999 tokens was asked for; this model takes 1 to 4096" in said
     status, said = check("--model", "/nowhere")
     assert status == 1
     assert "/nowhere" in said

@@ -52,6 +52,7 @@ def ask(tiny):
         config = ServerConfig(timeout_s=0.1)
         remote = Remote(Start(folder="tiny", kv="int4", options={}))
         remote.info = Ready(
+            model_digest="0" * 16,
             vocab_size=4096,
             block_bytes=[1],
             kv=["int4"],
@@ -61,7 +62,7 @@ def ask(tiny):
         remote.state = State.READY
         remote._process = SimpleNamespace(writer=Mute(remote, first="stream" in body))
         with socket.create_server(("127.0.0.1", 0)) as listener:
-            server = run._Server(run._uvicorn(config, run._service(config, remote, tiny.tokenizer)))
+            server = run._Server(run._uvicorn(config, run._service(config, "tiny", remote, tiny.tokenizer)))
             serving = asyncio.create_task(server.serve(sockets=[listener]))
             answer = await asyncio.to_thread(post, listener.getsockname()[1], body)
             server.should_exit = True

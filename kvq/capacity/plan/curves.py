@@ -1,6 +1,5 @@
 """What a plan would be for other lengths and other numbers of users, for plots."""
 
-from dataclasses import replace
 from typing import Any
 
 from kvq.capacity.plan.cost import usd_per_million
@@ -14,11 +13,8 @@ _SHORTEST = 1024  # tokens
 def users_by_context(
     target: Target, gpu: Gpu, kv: str, *, longest: int, engine: Engine
 ) -> list[tuple[int, int]]:
-    """(context, requests that fit at once), the context doubling up to the longest.
-
-    Layer groups share the memory out anew for each.
-    """
-    engine = replace(engine, max_context=None)
+    """(context, requests that fit at once), the context doubling up to the longest that the engine takes."""
+    longest = min(longest, engine.max_context or longest)
     contexts = [min(_SHORTEST, longest)]
     while contexts[-1] < longest:
         contexts.append(min(longest, 2 * contexts[-1]))

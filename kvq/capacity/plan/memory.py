@@ -13,6 +13,7 @@ LINEAR_TERM = "linear weights"
 SCALES_TERM = "weight scales"
 EXPERTS_TERM = "expert weights"  # stacked in one tensor a layer, which the engine never quantizes
 KEPT_TERM = "embeddings, head, norms"  # what quantizers leave as it is
+ACTIVATION_TERM = "activations"
 _WHOLE_TERMS = (KEPT_TERM,)  # of which each GPU that has a share holds all
 _RESIDUALS = 4  # hidden vectors of a token that live while an MLP multiplies
 _GATED = 3  # vectors of an MLP's width that live then
@@ -135,7 +136,7 @@ def activation_term(
     gated = _GATED_OF.get(geometry.model_type, _GATED)
     each = 2 * (_RESIDUALS * geometry.hidden_size + gated * inner // split.tensor)
     return Term(
-        name="activations",
+        name=ACTIVATION_TERM,
         nbytes=step_tokens * each,
         formula=f"{step_tokens} tokens x ({_RESIDUALS} x {geometry.hidden_size} + {gated} x {inner}"
         + (f" / {split.tensor}" if split.tensor > 1 else "")

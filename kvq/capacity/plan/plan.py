@@ -10,6 +10,7 @@ from kvq.capacity.plan.held import HeldAs
 from kvq.capacity.plan.latent import LatentKV, latent_kv
 from kvq.capacity.plan.lengths import Length
 from kvq.capacity.plan.memory import (
+    ACTIVATION_TERM,
     Split,
     Term,
     activation_term,
@@ -33,6 +34,7 @@ from kvq.capacity.plan.step_time import StepTime, roofline
 from kvq.capacity.plan.users import Users, count_users
 from kvq.errors import ConfigError
 from kvq.geometry import ModelGeometry
+from kvq.layout import KVLayout
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,6 +61,7 @@ class Target:
 
 _ROOMY = 0.9  # of a GPU, below which advice is no trap: something is left for KV
 FREE_TERM = "left free"
+_FRAGMENTS = 0.01  # of what is free, that is no whole block
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -134,12 +137,9 @@ def make_plan(
     layout = kv_layout(own, kv, block_size=engine.block_size)
     room = _Room.of(target, gpu, engine)
     block_bytes = sum(group.block_bytes for group in layout.groups)
-    if room.pool_bytes < block_bytes:
-        raise ConfigError(_does_not_fit(target, gpu, engine, room))
-    longest = engine.max_context or target.geometry.max_context
-    one = wanted_blocks(layout, sequences=1, max_context=longest, step_tokens=engine.step_tokens)
-    enough = room.pool_bytes // bytes_of(layout, one) + 1  # sequences, for which the budget is too small
-    num_blocks = share_blocks(layout, [enough * count for count in one], room.pool_bytes)
+    num_blocks = _pool_blocks(layout, target, engine, room.pool_bytes)
+    if min(num_blocks) < 1:
+        raise ConfigError(_does_not_fit(target, gpu, engine, room, block_bytes))
     pool = Term(
         name="KV pool",
         nbytes=bytes_of(layout, num_blocks),
@@ -177,7 +177,7 @@ def make_plan(
         gpu=gpu.name,
         kv=kv,
         split=target.split,
-        terms=(*room.terms, pool),
+        terms=(*room.terms, *room.left(pool), pool),
         kv_bytes_per_token=layout.kv_bytes_per_token,
         block_bytes=block_bytes,
         num_blocks=tuple(num_blocks),
@@ -190,6 +190,15 @@ def make_plan(
     )
 
 
+def _pool_blocks(layout: KVLayout, target: Target, engine: Engine, budget: int) -> list[int]:
+    """Of each layer group, shared out as an engine does for as many sequences, or for more than fit."""
+    most = target.geometry.max_context
+    longest = min(engine.max_context or most, most)
+    one = wanted_blocks(layout, sequences=1, max_context=longest, step_tokens=engine.step_tokens)
+    sequences = engine.sequences or max(0, budget) // bytes_of(layout, one) + 1
+    return share_blocks(layout, [sequences * count for count in one], budget)
+
+
 def _serving(time: StepTime, lengths: Sequence[Length], prefix_share: float, users: int) -> Serving:
     return serving(time, lengths, users=users, prefix_share=prefix_share)
 
@@ -199,7 +208,9 @@ class _Room:
     """All terms but the pool, of the fullest GPU, and what they leave for it."""
 
     terms: tuple[Term, ...]
-    pool_bytes: int  # below 0: so much is missing
+    free_bytes: int  # beside the weights
+    pool_bytes: int  # at most; below 0: so much is missing
+    fraction: float
 
     @classmethod
     def of(cls, target: Target, gpu: Gpu, engine: Engine) -> "_Room":
@@ -215,20 +226,26 @@ class _Room:
         budget = pool_budget(
             free, activation_bytes=activations.nbytes, on_gpu=True, fraction=engine.memory_fraction
         )
-        rest = max(0, free - int(free * engine.memory_fraction))
-        left = Term(
-            name=FREE_TERM,
-            nbytes=rest,
-            formula=f"{1 - engine.memory_fraction:.3g} of {free:,} B: graphs, logits, fragments",
-        )
         return cls(
-            terms=tuple(t for t in (*weights, activations, runtime, left) if t.nbytes), pool_bytes=budget
+            terms=tuple(t for t in (*weights, activations, runtime) if t.nbytes),
+            free_bytes=free,
+            pool_bytes=budget,
+            fraction=engine.memory_fraction,
         )
 
+    def left(self, pool: Term) -> tuple[Term, ...]:
+        """What the pool does not take."""
+        activations = sum(term.nbytes for term in self.terms if term.name == ACTIVATION_TERM)
+        rest = self.free_bytes - activations - pool.nbytes
+        formula = f"{1 - self.fraction:.3g} of {self.free_bytes:,} B: graphs, logits, fragments"
+        if self.pool_bytes > pool.nbytes + _FRAGMENTS * self.free_bytes:
+            formula += "; and what so many sequences can't use"
+        return (Term(name=FREE_TERM, nbytes=rest, formula=formula),) if rest > 0 else ()
 
-def _does_not_fit(target: Target, gpu: Gpu, engine: Engine, room: _Room) -> str:
-    taken = sum(term.nbytes for term in room.terms if term.name != FREE_TERM)
-    more = max(0, taken - gpu.memory_bytes, -room.pool_bytes) / 1e9
+
+def _does_not_fit(target: Target, gpu: Gpu, engine: Engine, room: _Room, block_bytes: int) -> str:
+    taken = sum(term.nbytes for term in room.terms)
+    more = max(block_bytes, taken - gpu.memory_bytes, block_bytes - room.pool_bytes) / 1e9
     ways = ["take narrower weights (--weights int4)", "or a larger GPU"]
     for ranks in (2, 4, 8, 16, 32, 64):
         spread = replace(target, split=replace(target.split, tensor=ranks * target.split.tensor))
