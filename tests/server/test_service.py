@@ -36,9 +36,9 @@ class Mute:
         return False
 
     def write(self, _):
-        for number, queue in self.remote._streams.items():
+        for number, stream in self.remote._streams.items():
             if self.first:
-                queue.put_nowait(Delta(number=number, index=0, text="a", token_ids=[5]))
+                stream.put(Delta(number=number, index=0, text="a", token_ids=[5]))
 
     async def drain(self):
         pass
