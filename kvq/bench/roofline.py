@@ -6,6 +6,7 @@ from typing import Any
 
 from kvq import fileio
 from kvq.evals.plot import check_plot_path, figure_class
+from kvq.sizes import speed
 
 __all__ = ["check_plot_path", "write_roofline"]
 
@@ -18,7 +19,7 @@ def write_roofline(path: str | Path, result: dict[str, Any]) -> None:
     sizes = [row["gb_per_s"] * row["ms_median"] for row in rows]  # MB
     longest = max(sizes) * 1.1
     axes.plot([0, longest], [0, longest / bandwidth], color="0.5", lw=1)
-    axes.text(longest, longest / bandwidth, f" {bandwidth:,.0f} GB/s", fontsize=8, va="bottom", ha="right")
+    axes.text(longest, longest / bandwidth, f" {speed(bandwidth)}", fontsize=8, va="bottom", ha="right")
     for row, size in zip(rows, sizes, strict=True):
         mine = row["name"] == "kvq"
         axes.plot(size, row["ms_median"], "o" if mine else "x", color="tab:blue" if mine else "0.3")

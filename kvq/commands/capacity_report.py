@@ -9,6 +9,7 @@ from typing import Any
 from kvq import fileio
 from kvq.evals.page import html_table, origin, page, svg_of
 from kvq.evals.plot import figure_class
+from kvq.sizes import binary, decimal
 
 _COLORS = ("#0969da", "#bc4c00", "#1a7f37", "#8250df", "#cf222e", "#57606a", "#9a6700", "#1b7c83")
 _TERMS = ("#57606a", "#8c959f", "#d0d7de", "#bc4c00", "#e16f24", "#0969da")
@@ -40,17 +41,16 @@ def write_plan(path: str | Path, result: dict[str, Any]) -> None:
             svg_of(_pareto(rows)),
         ]
     parts.append("<h2>All figures</h2>")
-    heads = ["GPU, KV", "KiB / token", "users", "without blocks", "tokens/s"]
+    heads = ["GPU, KV", "KV / token", "users", "without blocks", "tokens/s"]
     heads += ["TTFT, ms", "ITL, ms", "$ / million"]
     parts.append(html_table(heads, map(_plan_cells, rows)))
     for gpu in gpus:
         row = next(row for row in rows if row["gpu"] == gpu)
         parts.append(f"<h2>{escape(gpu)}, {escape(row['kv'])}, per GPU</h2>")
         terms = [
-            (one["name"], f"{one['bytes'] / 1e9:.2f}", f"{one['bytes'] / 2**30:.2f}", one["formula"])
-            for one in row["terms"]
+            (one["name"], decimal(one["bytes"]), binary(one["bytes"]), one["formula"]) for one in row["terms"]
         ]
-        parts.append(html_table(("", "GB", "GiB", "formula"), terms))
+        parts.append(html_table(("", "decimal", "binary", "formula"), terms))
     parts.append(origin(result))
     fileio.write_text(path, page(f"kvq plan: {first['model']}", parts))
 
@@ -183,7 +183,7 @@ def _thousands(tokens: float, _position: int) -> str:
 def _plan_cells(row: dict[str, Any]) -> tuple[str, ...]:
     return (
         f"{row['gpu']}, {row['kv']}",
-        f"{row['kv_bytes_per_token'] / 1024:,.1f}",
+        binary(row["kv_bytes_per_token"]),
         f"{row['max_users']:,}",
         f"{row['contiguous_users']:,}",
         _number(row["tokens_per_s"]),

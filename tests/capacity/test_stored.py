@@ -3,9 +3,9 @@
 import json
 
 import pytest
+from kvq.capacity.plan.stored import stored_weights
 
 import kvq
-from kvq.capacity.plan.stored import stored_weights
 from kvq.models.resolve import EMBEDDED
 
 CONFIG = json.loads((EMBEDDED["tiny"] / "config.json").read_text())
