@@ -1,14 +1,12 @@
 """Tables on standard output."""
 
-from collections.abc import Callable
+from collections.abc import Mapping
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
 from kvq.evals.report import row_cells
-
-_Style = str | Callable[[Any], str]  # a number format, or what makes the text
 
 
 def console() -> Console:
@@ -17,8 +15,8 @@ def console() -> Console:
     return out if out.is_terminal else Console(width=240)
 
 
-def print_columns(rows: list[dict[str, Any]], columns: dict[str, tuple[str, _Style]]) -> None:
-    """A table of those keys: header and style of each; texts have an empty style."""
+def print_columns(rows: list[dict[str, Any]], columns: Mapping[str, tuple[str, Any]]) -> None:
+    """A table of those keys: header of each, and its number format or what makes its text; none for texts."""
     table = Table(box=None, pad_edge=False)
     for header, style in columns.values():
         table.add_column(header, justify="right" if style else "left", no_wrap=True)
