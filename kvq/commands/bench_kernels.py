@@ -76,8 +76,9 @@ def attention(
     """
     from kvq import fileio
     from kvq.bench.attention import bench_attention
-    from kvq.bench.roofline import check_plot_path, write_roofline
+    from kvq.bench.roofline import write_roofline
     from kvq.commands.progress import counted, progress_bar
+    from kvq.evals.figure import check_plot_path
     from kvq.evals.results import envelope, source_commit, write_json
 
     if json_path is not None:

@@ -13,7 +13,8 @@ from kvq.evals.eval_plots import (
     generation_plot,
     needle_plot,
 )
-from kvq.evals.page import html_table, origin, page, svg_of
+from kvq.evals.figure import svg_of
+from kvq.evals.page import html_table, origin, page
 from kvq.evals.sections import sections
 from kvq.sizes import binary
 
