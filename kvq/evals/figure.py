@@ -14,7 +14,7 @@ GREY = "#7d8590"  # read on white and on black
 _SUFFIXES = (".svg", ".png", ".pdf")
 _BLACK = "#000000"  # what matplotlib draws frames and ticks in
 _LONGEST = 36  # characters of a name
-_TITLE_WIDTH = 16  # characters an inch, of small letters
+_TITLE_WIDTH = 15  # characters an inch, of small letters
 _LINE = 0.17  # inches between lines of a legend
 
 
@@ -62,9 +62,17 @@ def svg_of(figure: Any) -> str:
 
 def finish(axes: Any, x: str, y: str) -> None:
     """Names of the axes, small figures at the ticks, no frame above and to the right."""
+    from matplotlib.ticker import ScalarFormatter
+
     axes.set_xlabel(x, fontsize=8)
     axes.set_ylabel(y, fontsize=8)
     axes.tick_params(labelsize=8)
+    for axis in (axes.xaxis, axes.yaxis):
+        if isinstance(
+            axis.get_major_formatter(), ScalarFormatter
+        ):  # no factor beside the axis, under its name
+            axis.get_major_formatter().set_scientific(False)
+            axis.get_major_formatter().set_useOffset(False)
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
 

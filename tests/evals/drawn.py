@@ -26,7 +26,7 @@ def check_labels(figure: Any) -> list[str]:
 
 
 def _texts(figure: Any) -> list[Any]:
-    texts = [*figure.texts, figure._suptitle]
+    texts = list(figure.texts)  # the title included
     for legend in figure.legends:
         texts += legend.get_texts()
     for axes in figure.axes:
@@ -40,4 +40,4 @@ def _texts(figure: Any) -> list[Any]:
             ticks = [*axis.get_major_ticks(), *axis.get_minor_ticks()]
             texts += [axis.label, axis.get_offset_text()]
             texts += [tick.label1 for tick in ticks if low <= tick.get_loc() <= high]
-    return [text for text in texts if text is not None and text.get_visible() and text.get_text().strip()]
+    return [text for text in texts if text.get_visible() and text.get_text().strip()]
