@@ -8,7 +8,7 @@ from typing import Any
 from kvq import fileio
 from kvq.calib.candidates import halves
 from kvq.calib.search import Tuned
-from kvq.evals.figure import finish, legend_beside, new_figure, svg_of, write_figure
+from kvq.evals.figure import finish, legend_beside, new_figure, short, svg_of, write_figure
 from kvq.evals.labels import label_point
 from kvq.evals.page import html_table, origin, page
 from kvq.formats import KVRecipe
@@ -83,7 +83,7 @@ def front_figure(rows: list[Row]) -> Any:
         )
     for row in shown:
         if row["kind"] == "uniform":
-            label_point(axes, row["kv"], (row["bits_per_element"], row["kl_mean"]), fontsize=7)
+            label_point(axes, short(row["kv"]), (row["bits_per_element"], row["kl_mean"]), fontsize=7)
     axes.set_yscale("log")
     axes.grid(alpha=0.25, which="both")
     finish(axes, "bits per stored element, scales included", "mean KL divergence, nats per token")

@@ -112,9 +112,19 @@ def _place_all(axes: Any, scale: float) -> None:
         label.set_visible(found is not None)
         if found is not None:
             (right, up), reach, box = found
-            label.set_position((right / scale, up / scale))
+            _move(label, right / scale, up / scale, (box[2] - box[0]) / scale / 2 - _AIR)
             label.arrow_patch.set_visible(reach > _LED)
             taken.append(box)
+
+
+def _move(label: Any, right: float, up: float, half: float) -> None:
+    """Put a label's middle there, in points, held by the end next to its point.
+
+    Widths don't grow evenly with the resolution, so that a long text held in the middle could reach the marker.
+    """
+    side = 0 if abs(right) < 1 else 1 if right > 0 else -1
+    label.set_horizontalalignment({0: "center", 1: "left", -1: "right"}[side])
+    label.set_position((right - side * half, up))
 
 
 def _best(

@@ -64,7 +64,7 @@ LONG = "a model with a name " * 12
 def _halves() -> list[dict[str, Any]]:
     return [
         {"layer": layer, "part": part, "format": fmt, "kl": RANDOM.random()}
-        for layer in range(80)
+        for layer in range(40)
         for part in "kv"
         for fmt in ("int8", "int4_g64", "int2_g32")
     ]
@@ -72,7 +72,7 @@ def _halves() -> list[dict[str, Any]]:
 
 def _attention() -> list[dict[str, Any]]:
     errors = {"error_mean": 0.1, "k_error_mean": 0.05, "v_error_mean": 0.02}
-    return [{"kv": kv, "layer": layer, **errors} for kv in FORMATS for layer in range(126)]
+    return [{"kv": kv, "layer": layer, **errors} for kv in FORMATS for layer in range(36)]
 
 
 def _needles(lengths: int) -> list[dict[str, Any]]:
@@ -215,7 +215,7 @@ def test_labels_that_lie_apart_keep_next_to_their_points() -> None:
     settle(figure)
     for label in axes.texts:
         right, up = label.get_position()
-        assert right * right + up * up < 20**2  # points
+        assert max(abs(right), abs(up)) < 15  # points
         assert not label.arrow_patch.get_visible()
 
 
