@@ -120,7 +120,7 @@ def _place_all(axes: Any, scale: float) -> None:
 def _move(label: Any, right: float, up: float, half: float) -> None:
     """Put a label's middle there, in points, held by the end next to its point.
 
-    Widths don't grow evenly with the resolution, so that a long text held in the middle could reach the marker.
+    Widths don't grow evenly with the resolution: a long text held in the middle could reach the marker.
     """
     side = 0 if abs(right) < 1 else 1 if right > 0 else -1
     label.set_horizontalalignment({0: "center", 1: "left", -1: "right"}[side])
