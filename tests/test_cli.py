@@ -306,7 +306,7 @@ def test_out_of_memory_for_the_pool_is_told_with_numbers(run, monkeypatch):
     monkeypatch.setattr("kvq.cache.memory.available_bytes", lambda device: 100_000)
     code, _, err = run("perplexity", *SHORT)
     assert code == 2
-    assert re.search(r"the KV pool needs 0\.00 GiB on cpu, but 0\.00 GiB is free; use a shorter context", err)
+    assert "the KV pool needs 192.0 KiB on cpu, but 97.66 KiB is free; use a shorter context" in err
 
 
 def test_plain_windows_gets_one_friendly_line(run, monkeypatch):

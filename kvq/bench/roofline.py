@@ -1,38 +1,42 @@
 """The roofline plot of `kvq bench attention`: time over bytes, and the line that memory sets."""
 
-import io
 from pathlib import Path
 from typing import Any
 
-from kvq import fileio
-from kvq.evals.plot import check_plot_path, figure_class
-
-__all__ = ["check_plot_path", "write_roofline"]
+from kvq.evals.figure import finish, log_axis, new_figure, title, write_figure
+from kvq.evals.labels import label_point
+from kvq.sizes import speed
 
 
 def write_roofline(path: str | Path, result: dict[str, Any]) -> None:
     """Draw every row's time over the bytes it reads into an .svg, .png or .pdf file."""
+    write_figure(path, roofline_figure(result))
+
+
+def roofline_figure(result: dict[str, Any]) -> Any:
+    """Points, and the time that reading takes. Both axes logarithmic, so that this is a straight line."""
     rows, bandwidth = result["rows"], result["read_gb_per_s"]
-    figure = figure_class()(figsize=(7.0, 4.4), layout="constrained")
+    figure = new_figure(7.0, 4.4)
     axes = figure.subplots()
     sizes = [row["gb_per_s"] * row["ms_median"] for row in rows]  # MB
-    longest = max(sizes) * 1.1
-    axes.plot([0, longest], [0, longest / bandwidth], color="0.5", lw=1)
-    axes.text(longest, longest / bandwidth, f" {bandwidth:,.0f} GB/s", fontsize=8, va="bottom", ha="right")
+    ends = (min(sizes) / 1.5, max(sizes) * 1.5)
+    axes.plot(ends, [size / bandwidth for size in ends], color="0.5", lw=1)
+    label_point(axes, f"reading, {speed(bandwidth)}", (max(sizes), max(sizes) / bandwidth), fontsize=8)
     for row, size in zip(rows, sizes, strict=True):
         mine = row["name"] == "kvq"
         axes.plot(size, row["ms_median"], "o" if mine else "x", color="tab:blue" if mine else "0.3")
         label = row["kv"] if mine else f"{row['name']} {row['kv']}"
-        axes.annotate(f" {label}", (size, row["ms_median"]), fontsize=8)
+        label_point(axes, label, (size, row["ms_median"]), fontsize=8)
+    axes.set_xscale("log")
     axes.set_yscale("log")
-    axes.set_xlabel("MB of K and V that one call reads", fontsize=8)
-    axes.set_ylabel("ms, median", fontsize=8)
+    log_axis(axes.xaxis)
+    log_axis(axes.yaxis)
+    axes.margins(x=0.15, y=0.1)
+    finish(axes, "MB of K and V that one call reads", "ms, median")
     first = rows[0]
-    axes.set_title(
+    title(
+        figure,
         f"{first['operation']}, batch {first['batch']}, context {first['context']:,}, "
         f"{result['device']}, {result['date'][:10]}",
-        fontsize=9,
     )
-    image = io.BytesIO()
-    figure.savefig(image, format=Path(path).suffix[1:], dpi=160)
-    fileio.write_bytes(path, image.getvalue())
+    return figure

@@ -15,6 +15,7 @@ from kvq.cache.memory import allocate_bytes
 from kvq.errors import ConfigError, OutOfMemory
 from kvq.formats import KVRecipe
 from kvq.layout import KVLayout
+from kvq.sizes import binary
 
 _log = logging.getLogger("kvq")
 _ZEROS = bytes(1 << 20)
@@ -144,7 +145,7 @@ class _File:
         except OSError as error:
             self._file.close()
             raise OutOfMemory(
-                f"the host store needs {nbytes / 2**30:.2f} GiB in {folder}: {error.strerror or error}; "
+                f"the host store needs {binary(nbytes)} in {folder}: {error.strerror or error}; "
                 f"use fewer host slots or a larger disk"
             ) from error
 

@@ -10,6 +10,7 @@ from typing import cast
 import torch
 
 from kvq.errors import OutOfMemory
+from kvq.sizes import binary
 
 _HUGE_PAGE = 2 << 20  # bytes
 _REMEDIES = {
@@ -111,7 +112,7 @@ def _prefer_huge_pages(memory: torch.Tensor) -> None:
 
 
 def _refusal(nbytes: int, free: int | None, device: torch.device, purpose: str) -> OutOfMemory:
-    left = "an unknown amount" if free is None else f"{free / 2**30:.2f} GiB"
+    left = "an unknown amount" if free is None else binary(free)
     return OutOfMemory(
-        f"{purpose} needs {nbytes / 2**30:.2f} GiB on {device}, but {left} is free; {_REMEDIES[purpose]}"
+        f"{purpose} needs {binary(nbytes)} on {device}, but {left} is free; {_REMEDIES[purpose]}"
     )

@@ -1,7 +1,6 @@
 """A search's result: as rows, as a plot of the front, and as a page that needs no other file."""
 
 import dataclasses
-import io
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -9,8 +8,9 @@ from typing import Any
 from kvq import fileio
 from kvq.calib.candidates import halves
 from kvq.calib.search import Tuned
-from kvq.evals.page import html_table, origin, page, svg_of
-from kvq.evals.plot import figure_class, plain
+from kvq.evals.figure import finish, legend_beside, new_figure, short, svg_of, write_figure
+from kvq.evals.labels import label_point
+from kvq.evals.page import html_table, origin, page
 from kvq.formats import KVRecipe
 from kvq.models import Model
 
@@ -64,7 +64,7 @@ def recipe_rows(model: Model, recipe: KVRecipe) -> list[list[str]]:
 def front_figure(rows: list[Row]) -> Any:
     """Mean KL over bits per element, logarithmic: uniform formats, tuned recipes, and the front."""
     shown = [row for row in rows if row["kl_mean"] > 0]
-    figure = figure_class()(figsize=(9.6, 4.6), layout="constrained")
+    figure = new_figure(9.6, 4.6)
     axes = figure.subplots()
     front = sorted(
         ((row["bits_per_element"], row["kl_mean"]) for row in shown if row["is_on_front"]), key=lambda p: p[0]
@@ -83,19 +83,11 @@ def front_figure(rows: list[Row]) -> Any:
         )
     for row in shown:
         if row["kind"] == "uniform":
-            axes.annotate(
-                row["kv"],
-                (row["bits_per_element"], row["kl_mean"]),
-                xytext=(5, 4),
-                textcoords="offset points",
-                fontsize=7,
-            )
+            label_point(axes, short(row["kv"]), (row["bits_per_element"], row["kl_mean"]), fontsize=7)
     axes.set_yscale("log")
     axes.grid(alpha=0.25, which="both")
-    axes.set_xlabel("bits per stored element, scales included", fontsize=8)
-    axes.set_ylabel("mean KL divergence, nats per token", fontsize=8)
-    axes.legend(fontsize=8, frameon=False)
-    plain(axes)
+    finish(axes, "bits per stored element, scales included", "mean KL divergence, nats per token")
+    legend_beside(figure, axes)
     return figure
 
 
@@ -103,7 +95,7 @@ def sensitivity_figure(rows: list[Row]) -> Any:
     """Bars per half: the least divergence of each code, logarithmic."""
     codes = sorted({row["format"].split("_")[0] for row in rows}, key=lambda code: -int(code[3:]))
     units = sorted({(row["layer"], row["part"]) for row in rows}, key=lambda unit: (unit[1], unit[0]))
-    figure = figure_class()(figsize=(9.6, 3.6), layout="constrained")
+    figure = new_figure(9.6, 3.6)
     axes = figure.subplots()
     for place, code in enumerate(codes):
         heights = [
@@ -116,19 +108,16 @@ def sensitivity_figure(rows: list[Row]) -> Any:
         ]
         at = [index + 0.8 * ((place + 0.5) / len(codes) - 0.5) for index in range(len(units))]
         axes.bar(at, heights, width=0.8 / len(codes), label=f"best {code}")
-    axes.set_xticks(range(len(units)), [f"{part.upper()}{layer}" for layer, part in units], rotation=90)
+    axes.set_xticks(range(len(units)), [f"{part.upper()}{layer}" for layer, part in units])
     axes.set_yscale("log")
-    axes.set_ylabel("mean KL divergence alone", fontsize=8)
-    axes.legend(fontsize=8, frameon=False)
-    plain(axes)
+    finish(axes, "", "mean KL divergence alone")
+    legend_beside(figure, axes)
     return figure
 
 
 def write_front(path: str | Path, rows: list[Row]) -> None:
     """Draw the front into an .svg, .png or .pdf file."""
-    image = io.BytesIO()
-    front_figure(rows).savefig(image, format=Path(path).suffix[1:], dpi=160)
-    fileio.write_bytes(path, image.getvalue())
+    write_figure(path, front_figure(rows))
 
 
 def write_report(path: str | Path, result: Row) -> None:

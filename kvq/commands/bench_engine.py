@@ -67,9 +67,10 @@ def engine(
     """
     from kvq import fileio
     from kvq.bench.engine import bench_engine
-    from kvq.bench.engine_plot import check_plot_path, write_engine_plot
+    from kvq.bench.engine_plot import write_engine_plot
     from kvq.commands.loading import load_for
     from kvq.commands.progress import progress_bar
+    from kvq.evals.figure import check_plot_path
     from kvq.evals.results import envelope, source_commit, write_json
 
     for path in filter(None, (json_path, plot_path)):

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from kvq.commands.names import FORMATS
+from kvq.sizes import speed
 
 if TYPE_CHECKING:
     from kvq.bench.workload import Workload
@@ -75,8 +76,9 @@ def attention(
     """
     from kvq import fileio
     from kvq.bench.attention import bench_attention
-    from kvq.bench.roofline import check_plot_path, write_roofline
+    from kvq.bench.roofline import write_roofline
     from kvq.commands.progress import counted, progress_bar
+    from kvq.evals.figure import check_plot_path
     from kvq.evals.results import envelope, source_commit, write_json
 
     if json_path is not None:
@@ -131,7 +133,7 @@ def write(kv: str, new: int, json_path: str | None, backend: str, repeats: int, 
         "us_median": ("us median", ",.1f"),
         "us_p10": ("p10", ",.1f"),
         "us_p90": ("p90", ",.1f"),
-        "gb_per_s": ("GB/s", ",.2f"),
+        "gb_per_s": ("written", speed),
     }
     print_columns(rows, columns)
     if json_path is not None:
@@ -238,7 +240,7 @@ def _print_attention(rows: list[dict[str, Any]], bandwidth: float) -> None:
         "ms_median": ("ms median", ",.3f"),
         "ms_p10": ("p10", ",.3f"),
         "ms_p90": ("p90", ",.3f"),
-        "gb_per_s": ("GB/s", ",.1f"),
+        "gb_per_s": ("read", speed),
         "fraction_of_bandwidth": ("of reading", ".1%"),
         "max_relative_error": ("error", ".1e"),
     }
@@ -246,6 +248,6 @@ def _print_attention(rows: list[dict[str, Any]], bandwidth: float) -> None:
     click.echo(
         f"{first['operation']}: batch {first['batch']}, context up to {first['context']:,}, "
         f"{first['new_tokens']} new, {first['q_heads']} query and {first['kv_heads']} KV heads of "
-        f"{first['head_dim']}, blocks of {first['block_size']}; memory reads {bandwidth:,.1f} GB/s"
+        f"{first['head_dim']}, blocks of {first['block_size']}; memory reads {speed(bandwidth)}"
     )
     print_columns(rows, columns)

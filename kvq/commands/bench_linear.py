@@ -5,6 +5,8 @@ from typing import Any
 
 import click
 
+from kvq.sizes import speed
+
 _COLUMNS = {
     "name": ("name", ""),
     "weights": ("weights", ""),
@@ -15,7 +17,7 @@ _COLUMNS = {
     "ms_median": ("ms median", ",.3f"),
     "ms_p10": ("p10", ",.3f"),
     "ms_p90": ("p90", ",.3f"),
-    "gb_per_s": ("GB/s", ",.1f"),
+    "gb_per_s": ("read", speed),
     "fraction_of_limit": ("of reading", ".1%"),
     "max_relative_error": ("error", ".1e"),
 }
@@ -71,7 +73,7 @@ def linear(
             )
             found += measured
             bandwidths.append(bandwidth)
-    click.echo(f"memory reads {max(bandwidths):,.1f} GB/s")
+    click.echo(f"memory reads {speed(max(bandwidths))}")
     print_columns(found, _COLUMNS)
     if json_path is not None:
         write_json(json_path, envelope(sys.argv, device, found, read_gb_per_s=max(bandwidths)))

@@ -7,10 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from kvq import fileio
-from kvq.evals.page import html_table, origin, page, svg_of
-from kvq.evals.plot import figure_class
+from kvq.evals.figure import finish, legend_beside, log_axis, new_figure, short, svg_of
+from kvq.evals.page import html_table, origin, page
+from kvq.sizes import binary, decimal
 
 _COLORS = ("#0969da", "#bc4c00", "#1a7f37", "#8250df", "#cf222e", "#57606a", "#9a6700", "#1b7c83")
+_LINES = ("o-", "s--", "^:", "D-.", "v-", "P--", "X:", "*-.")  # of GPUs; colours are formats
 _TERMS = ("#57606a", "#8c959f", "#d0d7de", "#bc4c00", "#e16f24", "#0969da")
 
 
@@ -40,17 +42,16 @@ def write_plan(path: str | Path, result: dict[str, Any]) -> None:
             svg_of(_pareto(rows)),
         ]
     parts.append("<h2>All figures</h2>")
-    heads = ["GPU, KV", "KiB / token", "users", "without blocks", "tokens/s"]
+    heads = ["GPU, KV", "KV / token", "users", "without blocks", "tokens/s"]
     heads += ["TTFT, ms", "ITL, ms", "$ / million"]
     parts.append(html_table(heads, map(_plan_cells, rows)))
     for gpu in gpus:
         row = next(row for row in rows if row["gpu"] == gpu)
         parts.append(f"<h2>{escape(gpu)}, {escape(row['kv'])}, per GPU</h2>")
         terms = [
-            (one["name"], f"{one['bytes'] / 1e9:.2f}", f"{one['bytes'] / 2**30:.2f}", one["formula"])
-            for one in row["terms"]
+            (one["name"], decimal(one["bytes"]), binary(one["bytes"]), one["formula"]) for one in row["terms"]
         ]
-        parts.append(html_table(("", "GB", "GiB", "formula"), terms))
+        parts.append(html_table(("", "decimal", "binary", "formula"), terms))
     parts.append(origin(result))
     fileio.write_text(path, page(f"kvq plan: {first['model']}", parts))
 
@@ -75,21 +76,28 @@ def write_simulation(path: str | Path, result: dict[str, Any]) -> None:
 
 
 def _users(rows: Sequence[dict[str, Any]], gpus: Sequence[str]) -> Any:
-    figure = _figure(len(gpus))
-    for axes, gpu in zip(_panels(figure, len(gpus)), gpus, strict=True):
+    figure = new_figure(9.6, 3.6 * -(-len(gpus) // 2))
+    panels = _panels(figure, len(gpus))
+    for axes, gpu in zip(panels, gpus, strict=True):
         for row, color in zip([r for r in rows if r["gpu"] == gpu], itertools.cycle(_COLORS), strict=False):
             points = [(context, users) for context, users in row["users_by_context"] if users]
             axes.plot(
-                [x for x, _ in points], [y for _, y in points], "o-", ms=3, color=color, label=row["kv"]
+                [x for x, _ in points],
+                [y for _, y in points],
+                "o-",
+                ms=3,
+                color=color,
+                label=short(row["kv"]),
             )
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")
         _finish(axes, gpu, "tokens of a request", "requests at once")
+    legend_beside(figure, panels[0])
     return figure
 
 
 def _memory(rows: Sequence[dict[str, Any]], gpus: Sequence[str]) -> Any:
-    figure = figure_class()(figsize=(9.6, 1.2 + 0.45 * len(gpus)), layout="constrained")
+    figure = new_figure(9.6, 1.4 + 0.45 * len(gpus))
     axes = figure.subplots()
     firsts = [next(row for row in rows if row["gpu"] == gpu) for gpu in gpus]
     names = list(dict.fromkeys(term["name"] for row in firsts for term in row["terms"]))
@@ -102,25 +110,29 @@ def _memory(rows: Sequence[dict[str, Any]], gpus: Sequence[str]) -> Any:
     axes.set_yticks(range(len(gpus)), gpus)
     axes.invert_yaxis()
     _finish(axes, "", "GB of each GPU", "")
-    axes.legend(fontsize=7, frameon=False, ncols=3, loc="upper center", bbox_to_anchor=(0.5, -0.25))
+    figure.legend(fontsize=7, frameon=False, ncols=3, loc="outside lower center")
     return figure
 
 
 def _pareto(rows: Sequence[dict[str, Any]]) -> Any:
-    figure = _figure(1)
-    (axes,) = _panels(figure, 1)
-    for row, color in zip(rows, itertools.cycle(_COLORS), strict=False):
+    figure = new_figure(9.6, 3.6)
+    axes = figure.subplots()
+    formats, gpus = (list(dict.fromkeys(row[key] for row in rows)) for key in ("kv", "gpu"))
+    for row in rows:
+        color = _COLORS[formats.index(row["kv"]) % len(_COLORS)]
+        style = _LINES[gpus.index(row["gpu"]) % len(_LINES)]
         points = row["speed_by_users"]
         x, y = [p["itl_ms"] for p in points], [p["usd_per_million_tokens"] for p in points]
-        axes.plot(x, y, "o-", ms=3, lw=1, color=color, label=f"{row['gpu']}, {row['kv']}")
+        axes.plot(x, y, style, ms=3, lw=1, color=color, label=f"{row['gpu']}, {short(row['kv'])}")
     axes.set_xscale("log")
     axes.set_yscale("log")
     _finish(axes, "", "time between tokens, ms", "$ a million tokens")
+    legend_beside(figure, axes)
     return figure
 
 
 def _bars(rows: Sequence[dict[str, Any]]) -> Any:
-    figure = figure_class()(figsize=(9.6, 1.4 + 0.3 * len(rows)), layout="constrained")
+    figure = new_figure(9.6, 1.4 + 0.3 * len(rows))
     panels = (
         ("output_tokens_per_s", "tokens/s"),
         ("ttft_ms_p99", "time to first token, ms, p99"),
@@ -130,7 +142,7 @@ def _bars(rows: Sequence[dict[str, Any]]) -> Any:
     for i, (axes, (key, label)) in enumerate(zip(figure.subplots(1, 3, sharey=True), panels, strict=True)):
         axes.barh(range(len(rows)), [row[key] or 0.0 for row in rows], color=_COLORS[i])
         axes.set_yticks(range(len(rows)), labels)
-        _finish(axes, "", label, "", legend=False)
+        _finish(axes, "", label, "")
     figure.axes[0].invert_yaxis()
     return figure
 
@@ -144,11 +156,7 @@ def _labels(rows: Sequence[dict[str, Any]]) -> list[str]:
         ("max_num_batched_tokens", lambda n: f"chunk {n}"),
     ]
     telling = [(key, show) for key, show in keys if key == "kv" or len({row[key] for row in rows}) > 1]
-    return [", ".join(show(row[key]) for key, show in telling) for row in rows]
-
-
-def _figure(number: int) -> Any:
-    return figure_class()(figsize=(9.6, 3.6 * -(-number // 2)), layout="constrained")
+    return [", ".join(short(show(row[key])) for key, show in telling) for row in rows]
 
 
 def _panels(figure: Any, number: int) -> list[Any]:
@@ -160,20 +168,17 @@ def _panels(figure: Any, number: int) -> list[Any]:
     return panels[:number]
 
 
-def _finish(axes: Any, title: str, x: str, y: str, *, legend: bool = True) -> None:
+def _finish(axes: Any, title: str, x: str, y: str) -> None:
     for axis in (axes.xaxis, axes.yaxis):
         if axis.get_scale() == "log":
-            axis.set_minor_formatter("")
-            axis.set_major_formatter(_thousands if axis.get_transform().base == 2 else "{x:g}")
+            if axis.get_transform().base == 2:
+                axis.set_major_formatter(_thousands)
+                axis.set_minor_formatter("")
+            else:
+                log_axis(axis)
     axes.set_title(title, fontsize=9)
-    axes.set_xlabel(x, fontsize=8)
-    axes.set_ylabel(y, fontsize=8)
     axes.grid(alpha=0.25)
-    axes.tick_params(labelsize=8)
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
-    if legend:
-        axes.legend(fontsize=8, frameon=False)
+    finish(axes, x, y)
 
 
 def _thousands(tokens: float, _position: int) -> str:
@@ -183,7 +188,7 @@ def _thousands(tokens: float, _position: int) -> str:
 def _plan_cells(row: dict[str, Any]) -> tuple[str, ...]:
     return (
         f"{row['gpu']}, {row['kv']}",
-        f"{row['kv_bytes_per_token'] / 1024:,.1f}",
+        binary(row["kv_bytes_per_token"]),
         f"{row['max_users']:,}",
         f"{row['contiguous_users']:,}",
         _number(row["tokens_per_s"]),

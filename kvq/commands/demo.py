@@ -23,7 +23,8 @@ def command(out: str, max_windows: int | None) -> None:
     from kvq.commands.progress import status
     from kvq.engine import LLM, SamplingParams
     from kvq.errors import ConfigError
-    from kvq.evals.plot import check_plot_path, write_plot
+    from kvq.evals.figure import check_plot_path
+    from kvq.evals.plot import write_plot
     from kvq.evals.report import write_report
     from kvq.models.model import load
 

@@ -11,6 +11,7 @@ import click
 
 from kvq.errors import UnsupportedKernel
 from kvq.extras import PACKAGES, install_command, missing_packages
+from kvq.sizes import binary
 from kvq.version import __version__
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ def command() -> None:
     _line("python", f"{found['python']} on {found['platform']}")
     _line("torch", f"{found['torch']}, transformers {found['transformers']}")
     _line("device", describe_device(device))
-    _line("memory", "unknown" if free is None else f"{free / 2**30:.1f} GiB available")
+    _line("memory", "unknown" if free is None else f"{binary(free)} available")
     _line("cpu cores", f"{os.cpu_count()}, torch uses {torch.get_num_threads()} threads")
     _line("gpu", _gpu())
     _line("compiler", _compiler())

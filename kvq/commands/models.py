@@ -5,6 +5,7 @@ from typing import Any
 import click
 
 from kvq.commands.results import write_rows
+from kvq.sizes import binary, count
 
 
 @click.command(name="models")
@@ -39,19 +40,19 @@ def command(json_path: str | None) -> None:
             }
         )
     table = Table(box=None, pad_edge=False)
-    columns = ("parameters", "active", "layers", "KV heads", "head_dim", "context", "KiB/token, fp16")
+    columns = ("parameters", "active", "layers", "KV heads", "head_dim", "context", "KV/token, fp16")
     for name in ("model", *columns, "source"):
         table.add_column(name, justify="left" if name in ("model", "source") else "right", no_wrap=True)
     for row in rows:
         table.add_row(
             row["model"],
-            f"{row['parameters'] / 1e9:.2f} B",
-            f"{row['active_parameters'] / 1e9:.2f} B",
+            count(row["parameters"]),
+            count(row["active_parameters"]),
             str(row["layers"]),
             str(row["kv_heads"]),
             str(row["head_dim"]),
             f"{row['max_context']:,}",
-            f"{row['kv_bytes_per_token'] / 1024:,.0f}",
+            binary(row["kv_bytes_per_token"]),
             row["source"],
         )
     console().print(table)

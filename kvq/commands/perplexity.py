@@ -55,7 +55,8 @@ def command(
     from kvq.commands.loading import check_for
     from kvq.evals import default_text, read_text
     from kvq.evals.divergence import INSTRUMENT_FORMAT, check_windows
-    from kvq.evals.plot import check_plot_path, write_plot
+    from kvq.evals.figure import check_plot_path
+    from kvq.evals.plot import write_plot
     from kvq.evals.report import write_report
 
     if plot_path is not None:

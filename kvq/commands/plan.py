@@ -19,6 +19,7 @@ from kvq.commands.sizing import (
 )
 from kvq.errors import ConfigError
 from kvq.extras import PLOTS, require
+from kvq.sizes import binary, decimal
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -221,10 +222,10 @@ def _row(plan: "CapacityPlan", lengths: "list[Length]", users: int | None) -> di
 
 def _nobody(plan: "CapacityPlan", lengths: "list[Length]") -> str:
     """Why not even one request fits."""
-    held, longest = plan.users.bytes_per_request / 1e9, max(length.total for length in lengths)
+    held, longest = plan.users.bytes_per_request, max(length.total for length in lengths)
     return (
         f"{plan.model} on {plan.split.gpus} x {plan.gpu} with KV in {plan.kv}: not one request of up to "
-        f"{longest:,} tokens fits, it takes {held:.2f} GB of the pool's {plan.pool_bytes / 1e9:.2f}; take "
+        f"{longest:,} tokens fits, it takes {decimal(held)} of the pool's {decimal(plan.pool_bytes)}; take "
         f"narrower KV, narrower weights (--weights int4), more GPUs (--tensor-parallel), or shorter requests"
     )
 
@@ -261,24 +262,23 @@ def _print(rows: list[dict[str, Any]], users: int | None, *, assumed: bool) -> N
             f"{first['model']} on {f'{spread} x ' if spread > 1 else ''}{gpu}, per GPU", highlight=False
         )
         terms = Table(box=None, pad_edge=False)
-        for name in ("", "GB", "GiB", "formula"):
-            terms.add_column(name, justify="right" if name.startswith("G") else "left")
+        for name in ("", "decimal", "binary", "formula"):
+            terms.add_column(name, justify="right" if name in ("decimal", "binary") else "left")
         for term in first["terms"]:
-            gb, gib = term["bytes"] / 1e9, term["bytes"] / 2**30
             what = term["name"] + (f", {first['kv']}" if term["name"] == "KV pool" else "")
-            terms.add_row(what, f"{gb:.2f}", f"{gib:.2f}", term["formula"])
+            terms.add_row(what, decimal(term["bytes"]), binary(term["bytes"]), term["formula"])
         out.print(terms)
         out.print()
     table = Table(box=None, pad_edge=False)
-    columns = ["GPU", "KV", "KiB/token", "GB/request", "users", "without blocks"]
+    columns = ["GPU", "KV", "KV/token", "KV/request", "users", "without blocks"]
     columns += ["tokens/s", "TTFT, ms", "ITL, ms", "$ / million"]
     if users is not None:
         columns.append("GPUs needed")
     for name in columns:
         table.add_column(name, justify="left" if name in ("GPU", "KV") else "right")
     for row in rows:
-        cells = [row["gpu"], row["kv"], f"{row['kv_bytes_per_token'] / 1024:,.1f}"]
-        cells += [f"{row['kv_bytes_per_request'] / 1e9:.3f}", _cell(row["max_users"])]
+        cells = [row["gpu"], row["kv"], binary(row["kv_bytes_per_token"])]
+        cells += [decimal(row["kv_bytes_per_request"]), _cell(row["max_users"])]
         cells += [_cell(row["contiguous_users"]), _cell(row["tokens_per_s"]), _cell(row["ttft_ms"])]
         cells += [_cell(row["itl_ms"], 1), _cell(row["usd_per_million_tokens"], 2)]
         table.add_row(*cells, *([_cell(row["gpus_needed"])] if users is not None else []))
@@ -289,7 +289,7 @@ def _print(rows: list[dict[str, Any]], users: int | None, *, assumed: bool) -> N
         if row["latent_users"] is not None:
             out.print(
                 f"{row['gpu']}: engines that keep latent vectors in {row['kv']} need "
-                f"{row['latent_kv_bytes_per_token'] / 1024:,.1f} KiB a token: "
+                f"{binary(row['latent_kv_bytes_per_token'])} a token: "
                 f"{row['latent_users']:,} users; kvq's keeps K and V of every head",
                 highlight=False,
             )

@@ -9,6 +9,7 @@ import click
 
 from kvq.commands.results import write_rows
 from kvq.errors import ConfigError
+from kvq.sizes import decimal
 
 if TYPE_CHECKING:
     from kvq.engine.config import EngineConfig
@@ -141,16 +142,16 @@ def _print(found: list[_Found]) -> None:
     from kvq.engine.reconcile import SMALL, TOLERANCE, WHOLE_TOLERANCE
 
     table = Table(box=None, pad_edge=False)
-    for name in ("KV", "", "planned, MB", "found, MB", "off"):
+    for name in ("KV", "", "planned", "found", "off"):
         table.add_column(name, justify="left" if name in ("KV", "") else "right")
     for one in found:
         for line in (*one.lines, one.whole):
-            planned, there = f"{line.planned / 1e6:,.2f}", f"{line.found / 1e6:,.2f}"
+            planned, there = decimal(line.planned), decimal(line.found)
             table.add_row(one.kv, line.name, planned, there, f"{line.off:+.2%}")
     console().print(table)
     if not all(one.holds for one in found):
         click.echo(
-            f"kvq: memory is off the plan: a term above {SMALL / 1e6:g} MB by more than {TOLERANCE:.0%}, or "
+            f"kvq: memory is off the plan: a term above {decimal(SMALL)} by more than {TOLERANCE:.0%}, or "
             f"the whole process by more than {WHOLE_TOLERANCE:.0%}",
             err=True,
         )

@@ -10,9 +10,9 @@ from rich.table import Table
 from kvq.calib.quantize import Quantized, QuantizeSettings
 from kvq.commands.resources import Used
 from kvq.evals.results import envelope
+from kvq.sizes import binary
 
 _SHOWN = 12  # modules in the table for people
-_MIB = 2**20
 
 
 def report(
@@ -51,8 +51,8 @@ def print_report(done: Quantized, used: Used, quality: dict[str, Any] | None) ->
     Console().print(_table(done))
     saved = 1 - done.bytes_after / done.bytes_before
     click.echo(
-        f"wrote {done.out}: {len(done.rows)} Linear layers, {done.bytes_before / _MIB:,.1f} MiB to "
-        f"{done.bytes_after / _MIB:,.1f} MiB ({saved:.0%} less); {used.line()}"
+        f"wrote {done.out}: {len(done.rows)} Linear layers, {binary(done.bytes_before)} to "
+        f"{binary(done.bytes_after)} ({saved:.0%} less); {used.line()}"
     )
     if done.samples:
         click.echo(f"calibrated on {done.samples} samples, {done.tokens:,} tokens")
@@ -74,15 +74,15 @@ def _table(done: Quantized) -> Table:
     title = "the modules that lost most" if len(done.rows) > _SHOWN else "modules"
     table = Table(title=f"{title} (relative error of {worst[0].error_of})")
     prefix = done.rows[0].module.partition(f".{done.rows[0].layer}.")[0] + "."
-    for name in ("module", "format", "error", "KiB", "from", "alpha", "seconds"):
+    for name in ("module", "format", "error", "size", "from", "alpha", "seconds"):
         table.add_column(name, justify="left" if name in ("module", "format") else "right")
     for row in worst:
         table.add_row(
             row.module.removeprefix(prefix),
             row.format,
             f"{row.relative_error:.4f}",
-            f"{row.bytes_after / 1024:,.0f}",
-            f"{row.bytes_before / 1024:,.0f}",
+            binary(row.bytes_after),
+            binary(row.bytes_before),
             "" if row.alpha is None else f"{row.alpha:.2f}",
             f"{row.seconds:.2f}",
         )

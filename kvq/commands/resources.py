@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
+from kvq.sizes import binary
+
 
 @dataclass(kw_only=True, slots=True)
 class Used:
@@ -20,8 +22,8 @@ class Used:
 
     def line(self) -> str:
         """The figures in words."""
-        words = f"{self.seconds:,.1f} s, peak memory {_mib(self.peak_bytes)} (+{_mib(self.grown_bytes)})"
-        return words if self.device_peak_bytes is None else f"{words}, GPU {_mib(self.device_peak_bytes)}"
+        words = f"{self.seconds:,.1f} s, peak memory {binary(self.peak_bytes)} (+{binary(self.grown_bytes)})"
+        return words if self.device_peak_bytes is None else f"{words}, GPU {binary(self.device_peak_bytes)}"
 
 
 @contextmanager
@@ -48,7 +50,3 @@ def _peak_bytes() -> int:
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else 1024 * peak  # KiB on Linux
-
-
-def _mib(nbytes: int) -> str:
-    return f"{nbytes / 2**20:,.0f} MiB"

@@ -1,5 +1,6 @@
 """Tables on standard output."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from rich.console import Console
@@ -14,13 +15,18 @@ def console() -> Console:
     return out if out.is_terminal else Console(width=240)
 
 
-def print_columns(rows: list[dict[str, Any]], columns: dict[str, tuple[str, str]]) -> None:
-    """A table of those keys: header and number format of each."""
+def print_columns(rows: list[dict[str, Any]], columns: Mapping[str, tuple[str, Any]]) -> None:
+    """A table of those keys: header of each, and its number format or what makes its text; none for texts."""
     table = Table(box=None, pad_edge=False)
     for header, style in columns.values():
         table.add_column(header, justify="right" if style else "left", no_wrap=True)
     for row in rows:
-        table.add_row(*(format(row[key], style) for key, (_, style) in columns.items()))
+        table.add_row(
+            *(
+                style(row[key]) if callable(style) else format(row[key], style)
+                for key, (_, style) in columns.items()
+            )
+        )
     out = Console()
     out.width = max(out.width, 130)  # a table in a file or a pipe is not cut
     out.print(table)

@@ -82,7 +82,7 @@ def command(
     from kvq.calib.search import check_tune, default_codes, tune
     from kvq.commands.loading import check_for
     from kvq.commands.progress import named_progress
-    from kvq.evals.plot import check_plot_path
+    from kvq.evals.figure import check_plot_path
     from kvq.evals.results import source_commit
 
     if budget is not None and max_kl is not None:

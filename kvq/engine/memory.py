@@ -9,6 +9,7 @@ from kvq.capacity.plan.pools import pool_budget, share_blocks, wanted_blocks
 from kvq.engine.config import EngineConfig, parse_bytes
 from kvq.errors import OutOfMemory
 from kvq.layout import KVLayout
+from kvq.sizes import binary
 
 
 def pool_blocks(
@@ -67,8 +68,8 @@ def planned_blocks(
     if min(blocks) < 1:
         smallest = sum(group.block_bytes for group in layout.groups)
         raise OutOfMemory(
-            f"the KV pool may take {max(0, budget) / 2**20:,.1f} MiB, one block of every layer group takes "
-            f"{smallest / 2**20:,.1f} MiB; raise kv_memory or memory_fraction, or use a smaller format"
+            f"the KV pool may take {binary(max(0, budget))}, one block of every layer group takes "
+            f"{binary(smallest)}; raise kv_memory or memory_fraction, or use a smaller format"
         )
     return blocks
 

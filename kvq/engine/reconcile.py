@@ -19,6 +19,7 @@ from kvq.capacity.plan.pools import bytes_of
 from kvq.errors import ConfigError
 from kvq.models import Model
 from kvq.models.footprint import planned_weights
+from kvq.sizes import decimal
 from kvq.weights import ROUTERS, PackedLinear
 
 _log = logging.getLogger("kvq")
@@ -69,7 +70,7 @@ class Reconciliation:
 
 
 def _told(line: Line) -> str:
-    return f"{line.name} {line.found / 1e6:,.1f} MB (planned {line.planned / 1e6:,.1f})"
+    return f"{line.name} {decimal(line.found)} (planned {decimal(line.planned)})"
 
 
 def reconcile(model: Model, cache: KVCache, num_blocks: list[int], before: int) -> Reconciliation:

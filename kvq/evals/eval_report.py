@@ -13,8 +13,10 @@ from kvq.evals.eval_plots import (
     generation_plot,
     needle_plot,
 )
-from kvq.evals.page import html_table, origin, page, svg_of
+from kvq.evals.figure import svg_of
+from kvq.evals.page import html_table, origin, page
 from kvq.evals.sections import sections
+from kvq.sizes import binary
 
 _PLOTS: dict[str, Callable[[list[dict[str, Any]]], Any]] = {  # section -> its plot, drawn above the table
     "kl": divergence_plot,
@@ -96,13 +98,13 @@ def _took(result: dict[str, Any]) -> str:
         [
             ", ".join(task["names"]),
             f"{task['seconds']:,.1f}",
-            f"{task['peak_bytes'] / 2**20:,.0f}",
-            f"{task['grown_bytes'] / 2**20:,.0f}",
-            "-" if task["device_peak_bytes"] is None else f"{task['device_peak_bytes'] / 2**20:,.0f}",
+            binary(task["peak_bytes"]),
+            binary(task["grown_bytes"]),
+            "-" if task["device_peak_bytes"] is None else binary(task["device_peak_bytes"]),
         ]
         for task in result["tasks"]
     ]
-    heads = ("evaluation", "seconds", "peak memory, MiB", "grown by, MiB", "on the GPU, MiB")
+    heads = ("evaluation", "seconds", "peak memory", "grown by", "on the GPU")
     return "<h2>What it took</h2>" + html_table(heads, cells)
 
 

@@ -1,6 +1,5 @@
 """The frame of every report: one HTML page that needs no other file."""
 
-import io
 from collections.abc import Iterable, Sequence
 from html import escape
 from typing import Any
@@ -24,7 +23,6 @@ pre { white-space: pre-wrap; background: var(--box); padding: .8rem; border-radi
 .good { color: var(--good) } .bad { color: var(--bad) } .small { color: var(--quiet); font-size: .85rem }
 @media (max-width: 40rem) { .pair { grid-template-columns: 1fr } }
 """
-_BLACK = "#000000"  # what matplotlib draws frames and ticks in
 
 
 def page(title: str, parts: Iterable[str]) -> str:
@@ -42,14 +40,6 @@ def html_table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
     head = "".join(f"<th>{escape(one)}</th>" for one in heads)
     return f'<div class="scroll"><table><tr>{head}</tr>{body}</table></div>'
-
-
-def svg_of(figure: Any) -> str:
-    """A matplotlib figure as SVG text for a page: no background, and black drawn in the page's colour."""
-    text = io.StringIO()
-    figure.savefig(text, format="svg", transparent=True)
-    svg = text.getvalue()
-    return svg[svg.index("<svg") :].replace(_BLACK, "currentColor")
 
 
 def origin(result: dict[str, Any]) -> str:

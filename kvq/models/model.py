@@ -18,6 +18,7 @@ from kvq.models.probe import probe
 from kvq.models.resolve import ModelSource
 from kvq.models.session import Session
 from kvq.models.weights import LoadedWeights, load_weights
+from kvq.sizes import count
 from kvq.weights import quantized_layers, weight_count
 
 _log = logging.getLogger("kvq")
@@ -64,10 +65,10 @@ class Model:
     @property
     def description(self) -> str:
         """Family and size, for reports."""
-        count = weight_count(self.weights.model)
+        size = count(weight_count(self.weights.model))
         formats = sorted({layer.fmt.name for layer in quantized_layers(self.weights.model).values()})
         stored = f", weights in {', '.join(formats)}" if formats else ""
-        return f"{self.geometry.model_type}, {count / 1e6:,.1f} M parameters{stored}"
+        return f"{self.geometry.model_type}, {size} parameters{stored}"
 
     @property
     def title(self) -> str:

@@ -19,6 +19,7 @@ from kvq.models.prepared import PreparedModel
 from kvq.models.quantized import load_quantized, load_rounded
 from kvq.models.rope import pin_rope
 from kvq.models.skeleton import build_skeleton, check_runs
+from kvq.sizes import decimal
 from kvq.weights.manifest import verify_manifest
 
 _log = logging.getLogger("kvq")
@@ -98,7 +99,7 @@ def load_weights(prepared: PreparedModel) -> LoadedWeights:
     verify_manifest(folder)
     build_skeleton(prepared)
     import_class(prepared.config)
-    _log.info("loading weights, %s", f"{prepared.stored_bytes / 1e6:,.0f} MB")
+    _log.info("loading weights, %s", decimal(prepared.stored_bytes))
     prepared.begin_digest()
     before = held_bytes(where)
     if prepared.is_quantized:

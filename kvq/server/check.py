@@ -3,7 +3,6 @@
 import socket
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
-from typing import Any
 
 from kvq.cache.memory import available_bytes
 from kvq.engine.config import EngineConfig, parse_bytes
@@ -14,6 +13,7 @@ from kvq.models.prepared import PreparedModel, find_scales, prepare
 from kvq.models.skeleton import build_skeleton
 from kvq.server.config import LOCAL, ServerConfig
 from kvq.server.tools.calling import ToolCalling
+from kvq.sizes import binary
 from kvq.weights.manifest import verify_manifest
 
 _LIVE_FLOATS = 6  # values a token and hidden dimension that a layer's step holds at once, roughly
@@ -123,7 +123,7 @@ def _memory(facts: _Facts) -> Iterator[Finding]:
     if free is not None and needed > free:
         yield Finding(
             level="error",
-            text=f"memory: weights and activations take about {_gib(needed)}, {_gib(free)} are free",
+            text=f"memory: weights and activations take about {binary(needed)}, {binary(free)} are free",
         )
         return
     try:  # free memory is before the weights are loaded, so they are taken off with the activations
@@ -134,11 +134,11 @@ def _memory(facts: _Facts) -> Iterator[Finding]:
         yield Finding(level="error", text=f"memory: {error}")
         return
     pool = sum(n * group.block_bytes for n, group in zip(blocks, layout.groups, strict=True))
-    total = f"weights {_gib(facts.weight_bytes)}, KV pool {_gib(pool)}"
+    total = f"weights {binary(facts.weight_bytes)}, KV pool {binary(pool)}"
     if free is not None and needed + pool > free:
-        yield Finding(level="error", text=f"memory: {total} are more than the {_gib(free)} that are free")
+        yield Finding(level="error", text=f"memory: {total} are more than the {binary(free)} that are free")
     else:
-        yield Finding(level="ok", text=f"memory: {total} of {'?' if free is None else _gib(free)} free")
+        yield Finding(level="ok", text=f"memory: {total} of {'?' if free is None else binary(free)} free")
     asked = engine.kv_memory
     if asked is not None and pool < 0.9 * parse_bytes(asked, "kv_memory"):
         text = f"memory: of --kv-memory {asked} no more could be used by {engine.max_num_seqs} sequences"
@@ -184,7 +184,3 @@ def _template(facts: _Facts) -> Iterator[Finding]:
     found = getattr(facts.model.tokenizer, "chat_template", None)
     level, what = ("ok", "found") if found else ("warning", "none: /v1/chat/completions will be refused")
     yield Finding(level=level, text=f"chat template: {what}")
-
-
-def _gib(nbytes: Any) -> str:
-    return f"{nbytes / 2**30:.2f} GiB"

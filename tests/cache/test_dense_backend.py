@@ -63,7 +63,7 @@ def test_its_bytes_are_those_of_its_rows(kv: str, size: int) -> None:
 
 def test_what_does_not_fit_is_refused_before_anything_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     cache = dense()
-    with pytest.raises(OutOfMemory, match=r"needs .* GiB on cpu, but .* is free"):
+    with pytest.raises(OutOfMemory, match=r"needs .*iB on cpu, but .* is free"):
         dense(num_blocks=10**12)
     monkeypatch.setattr(memory, "available_bytes", lambda _: 2 * cache.nbytes - 1)
     with pytest.raises(OutOfMemory):

@@ -249,7 +249,7 @@ def test_a_full_disk_is_refused_at_once_and_nothing_is_left(tmp_path: Path) -> N
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
     try:
         with pytest.raises(
-            OutOfMemory, match=r"host store needs 0\.\d\d GiB in .*: .*; use fewer host slots"
+            OutOfMemory, match=r"host store needs \d+\.\d+ KiB in .*: .*; use fewer host slots"
         ):
             store(folder=tmp_path, slots=[100, 3])
     finally:
@@ -271,7 +271,7 @@ def test_room_is_taken_either_way(tmp_path: Path) -> None:
 def test_too_little_memory_is_refused_with_the_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "available_bytes", lambda _: 1000)
     message = (
-        r"the host store needs 0\.00 GiB on cpu, but 0\.00 GiB is free; use fewer host slots, or swap to"
+        r"the host store needs \d+\.\d+ KiB on cpu, but 1,000 B is free; use fewer host slots, or swap to"
     )
     with pytest.raises(OutOfMemory, match=message):
         store()

@@ -9,6 +9,7 @@ from kvq.errors import ConfigError, OutOfMemory, UnsupportedKernel
 from kvq.formats import KVRecipe
 from kvq.kernels import SequenceBatch
 from kvq.layout import BlockOrder, plan_layout
+from kvq.sizes import binary
 from tests.kernels.kit import (
     CPU,
     KINDS,
@@ -150,8 +151,8 @@ def test_a_pool_larger_than_free_memory_is_refused_with_the_numbers(monkeypatch:
     recipe = KVRecipe.uniform("bf16", [(64, 64)])
     layout = plan_layout(model, recipe)
     blocks = 4 * 2**30 // layout.groups[0].block_bytes
-    needed = layout.groups[0].pool_bytes(blocks) / 2**30
-    message = rf"needs {needed:.2f} GiB on cpu, but 3\.00 GiB is free; use a shorter context"
+    needed = layout.groups[0].pool_bytes(blocks)
+    message = rf"needs {binary(needed)} on cpu, but 3\.00 GiB is free; use a shorter context"
     with pytest.raises(OutOfMemory, match=message):
         KVCache(model, recipe, layout, num_blocks=[blocks], device=CPU)
 
@@ -160,7 +161,7 @@ def test_a_pool_larger_than_free_memory_is_refused_with_the_numbers(monkeypatch:
 def test_petabytes_are_refused_on_this_very_machine() -> None:
     model = geometry([(64, 64)])
     recipe = KVRecipe.uniform("bf16", [(64, 64)])
-    with pytest.raises(OutOfMemory, match=r"needs \d{7,}\.\d\d GiB on cpu, but .* is free"):
+    with pytest.raises(OutOfMemory, match=r"needs \d+\.\d\d? PiB on cpu, but .* is free"):
         KVCache(model, recipe, plan_layout(model, recipe), num_blocks=[10**11], device=CPU)
 
 

@@ -74,7 +74,7 @@ def test_memory_is_zeroed_and_writable_to_the_last_byte_whatever_its_pages(nbyte
 
 @pytest.mark.parametrize("error", [RuntimeError("DefaultCPUAllocator: can't allocate memory"), MemoryError()])
 @pytest.mark.parametrize(
-    ("free", "left"), [(2**40, r"1024\.00 GiB is free"), (None, "an unknown amount is free")]
+    ("free", "left"), [(2**40, r"1\.00 TiB is free"), (None, "an unknown amount is free")]
 )
 def test_a_device_that_refuses_after_all_is_reported_alike(
     error: Exception, free: int | None, left: str, monkeypatch: pytest.MonkeyPatch

@@ -95,7 +95,7 @@ def test_tables_and_what_each_task_took(both, task):
     _, out, err, _ = both
     assert remarks(err) == []
     for name in ("needle", f"lm_eval:{task}"):
-        assert re.search(rf"^{re.escape(name)}: [\d.]+ s, peak memory [\d,]+ MiB", out, re.M)
+        assert re.search(rf"^{re.escape(name)}: [\d.]+ s, peak memory [\d.]+ [MG]iB", out, re.M)
     assert re.search(r"^int4 +[\d.]+% +[\d.]+% \.\. [\d.]+% +[\d.]+% +8 ", out, re.M)
     assert re.search(r"^int4 +128 +\d+% +\d+%$", out, re.M)
     assert re.search(r"^mini +acc ↑ +none +6 +0\.\d+ ± 0\.\d+ +0\.\d+ ± 0\.\d+ \([+-]0\.\d+\)$", out, re.M)

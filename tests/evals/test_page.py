@@ -2,8 +2,8 @@
 
 import re
 
-from kvq.evals.page import page, svg_of
-from kvq.evals.plot import figure_class
+from kvq.evals.figure import figure_class, svg_of
+from kvq.evals.page import page
 
 
 def test_pages_follow_the_readers_light_or_dark():

@@ -62,7 +62,7 @@ def test_codes_take_the_bytes_that_their_format_says() -> None:
     assert (
         weight_bytes(int4.weights.model) < plain - 4 * (linear - head) + head * 1.05 + (linear - head) * 0.6
     )
-    assert int4.description == "llama, 5.8 M parameters, weights in int4_g128, int8"
+    assert int4.description == "llama, 5.77 M parameters, weights in int4_g128, int8"
 
 
 def test_a_format_that_does_not_exist_or_fit_is_named(tmp_path) -> None:

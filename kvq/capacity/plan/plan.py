@@ -35,6 +35,7 @@ from kvq.capacity.plan.users import Users, count_users
 from kvq.errors import ConfigError
 from kvq.geometry import ModelGeometry
 from kvq.layout import KVLayout
+from kvq.sizes import decimal
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -245,7 +246,7 @@ class _Room:
 
 def _does_not_fit(target: Target, gpu: Gpu, engine: Engine, room: _Room, block_bytes: int) -> str:
     taken = sum(term.nbytes for term in room.terms)
-    more = max(block_bytes, taken - gpu.memory_bytes, block_bytes - room.pool_bytes) / 1e9
+    more = max(block_bytes, taken - gpu.memory_bytes, block_bytes - room.pool_bytes)
     ways = ["take narrower weights (--weights int4)", "or a larger GPU"]
     for ranks in (2, 4, 8, 16, 32, 64):
         spread = replace(target, split=replace(target.split, tensor=ranks * target.split.tensor))
@@ -257,6 +258,6 @@ def _does_not_fit(target: Target, gpu: Gpu, engine: Engine, room: _Room, block_b
             break
     return (
         f"{target.name} does not fit on {target.split.gpus} x {gpu.name}: weights, activations and runtime "
-        f"take {taken / 1e9:.1f} GB of each GPU's {gpu.memory_bytes / 1e9:.1f}, {more:.1f} GB too much; "
+        f"take {decimal(taken)} of each GPU's {decimal(gpu.memory_bytes)}, {decimal(more)} too much; "
         f"{', '.join(ways)}"
     )

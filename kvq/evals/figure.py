@@ -1,0 +1,106 @@
+"""What all figures have in common: where they go, their plain looks, legends beside them."""
+
+import io
+from pathlib import Path
+from textwrap import fill
+from typing import Any
+
+from kvq import fileio
+from kvq.errors import ConfigError
+from kvq.evals.labels import settle
+from kvq.extras import PLOTS, require
+
+GREY = "#7d8590"  # read on white and on black
+_SUFFIXES = (".svg", ".png", ".pdf")
+_BLACK = "#000000"  # what matplotlib draws frames and ticks in
+_LONGEST = 36  # characters of a name
+_TITLE_WIDTH = 15  # characters an inch, of small letters
+_LINE = 0.17  # inches between lines of a legend
+
+
+def check_plot_path(path: str | Path) -> None:
+    """Raise ConfigError if a plot can't be written there: unknown suffix, or no matplotlib."""
+    if Path(path).suffix not in _SUFFIXES:
+        raise ConfigError(f"can't plot to {path}; the name must end in {', '.join(_SUFFIXES)}")
+    require(f"the plot {path}", PLOTS)
+
+
+def figure_class() -> Any:
+    """matplotlib's Figure, which needs no display.
+
+    Raises:
+        ConfigError: matplotlib is not installed.
+    """
+    require("a plot", PLOTS)
+    from matplotlib.figure import Figure
+
+    return Figure
+
+
+def new_figure(width: float, height: float) -> Any:
+    """An empty figure, in inches, whose parts make room for each other."""
+    return figure_class()(figsize=(width, height), layout="constrained")
+
+
+def write_figure(path: str | Path, figure: Any) -> None:
+    """Write a figure into an .svg, .png or .pdf file, its labels apart."""
+    check_plot_path(path)
+    settle(figure)
+    image = io.BytesIO()
+    figure.savefig(image, format=Path(path).suffix[1:], dpi=160)
+    fileio.write_bytes(path, image.getvalue())
+
+
+def svg_of(figure: Any) -> str:
+    """A figure as SVG text for a page: labels apart, no background, black drawn in the page's colour."""
+    settle(figure)
+    text = io.StringIO()
+    figure.savefig(text, format="svg", transparent=True)
+    svg = text.getvalue()
+    return svg[svg.index("<svg") :].replace(_BLACK, "currentColor")
+
+
+def finish(axes: Any, x: str, y: str) -> None:
+    """Names of the axes, small figures at the ticks, no frame above and to the right."""
+    from matplotlib.ticker import ScalarFormatter
+
+    axes.set_xlabel(x, fontsize=8)
+    axes.set_ylabel(y, fontsize=8)
+    axes.tick_params(labelsize=8)
+    for axis in (axes.xaxis, axes.yaxis):
+        if isinstance(
+            axis.get_major_formatter(), ScalarFormatter
+        ):  # no factor beside the axis, under its name
+            axis.get_major_formatter().set_scientific(False)
+            axis.get_major_formatter().set_useOffset(False)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+
+
+def log_axis(axis: Any) -> None:
+    """Plain figures at 1, 2, 5 and 10 of every decade."""
+    from matplotlib.ticker import LogLocator
+
+    axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axis.set_major_formatter("{x:g}")
+    axis.set_minor_formatter("")
+
+
+def title(figure: Any, text: str) -> None:
+    """A quiet line above all, broken where it is too long."""
+    width = int(figure.get_figwidth() * _TITLE_WIDTH)
+    figure.suptitle(fill(text, width), fontsize=8, color=GREY)
+
+
+def legend_beside(figure: Any, source: Any) -> None:
+    """The legend of some axes at the right of the whole figure, in as many columns as it needs."""
+    handles, names = source.get_legend_handles_labels()
+    if handles:
+        rows = max(1, int(figure.get_figheight() / _LINE) - 2)
+        columns = -(-len(names) // rows)
+        figure.legend(handles, names, loc="outside right center", fontsize=8, frameon=False, ncols=columns)
+
+
+def short(name: str) -> str:
+    """A name for a tick or a legend; of a long one both ends, where names differ."""
+    return name if len(name) <= _LONGEST else f"{name[: _LONGEST // 3]}…{name[-_LONGEST * 2 // 3 + 1 :]}"

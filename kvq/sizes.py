@@ -1,0 +1,40 @@
+"""Amounts as people read them, in the unit that fits: a small model's bytes are not 0.00 GiB.
+
+Figures in files are plain bytes; only what is shown goes through here.
+"""
+
+_BINARY = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+_DECIMAL = ("B", "KB", "MB", "GB", "TB", "PB")
+_COUNTS = ("", "K", "M", "B", "T")
+
+
+def binary(nbytes: float) -> str:
+    """Bytes in powers of 1024, as memory and blocks are counted: `1.50 GiB`, `23.04 MiB`, `864 B`."""
+    return _fitting(nbytes, 1024, _BINARY)
+
+
+def decimal(nbytes: float) -> str:
+    """Bytes in powers of 1000, as data sheets and files are counted: `80.00 GB`, `141.1 MB`, `864 B`."""
+    return _fitting(nbytes, 1000, _DECIMAL)
+
+
+def speed(gb_per_s: float) -> str:
+    """Bytes a second, from benchmarks' GB/s: `41.20 GB/s`, `8.35 MB/s`."""
+    return f"{decimal(1e9 * gb_per_s)}/s"
+
+
+def count(number: float) -> str:
+    """How many, such as weights of a model: `70.55 B`, `5.84 M`, `12`."""
+    return _fitting(number, 1000, _COUNTS).rstrip()
+
+
+def _fitting(amount: float, step: int, units: tuple[str, ...]) -> str:
+    """Four digits or so, in the largest unit of which there is at least one once rounded."""
+    if abs(amount) < step:
+        return f"{amount:,.4g} {units[0]}"
+    for unit in units[1:]:
+        amount /= step
+        digits = 2 if abs(amount) < 99.995 else 1
+        if round(abs(amount), digits) < step or unit == units[-1]:
+            break
+    return f"{amount:,.{digits}f} {unit}"

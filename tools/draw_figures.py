@@ -1,0 +1,29 @@
+"""Draw the figures of the documentation from the committed results."""
+
+import json
+from pathlib import Path
+
+from kvq.bench.roofline import write_roofline
+from kvq.evals.plot import write_plot
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+CASE, SHOWN = "decode 1 x 32768, GQA 4", ("bf16", "fp8", "int8", "int4")
+
+
+def main() -> None:
+    """Write docs/kv-formats.svg and docs/attention-cpu.svg."""
+    write_plot(ROOT / "docs" / "kv-formats.svg", _read("tiny-default-cpu.json"))
+    result = _read("kernels-cpu.json")
+    rows = [row for row in result["rows"] if row.get("case") == CASE]
+    rows = [row for row in rows if row["name"] != "kvq" or row["kv"] in SHOWN]
+    bandwidth = rows[0]["read_gb_per_s"]
+    write_roofline(ROOT / "docs" / "attention-cpu.svg", {**result, "rows": rows, "read_gb_per_s": bandwidth})
+
+
+def _read(name: str) -> dict:
+    return json.loads((RESULTS / name).read_text())
+
+
+if __name__ == "__main__":
+    main()
