@@ -28,8 +28,9 @@ def write_plan(path: str | Path, result: dict[str, Any]) -> None:
     parts = [
         f"<h1>How many users fit: {escape(first['model'])}</h1>",
         f"<p>Most of them fit on <b>{escape(best['gpu'])}</b> with KV in <b>{escape(best['kv'])}</b>: "
-        f"{best['max_users']:,} requests of {best['context']:,} tokens at once. An engine that "
-        f"reserves that much for each would hold {best['contiguous_users']:,}.</p>",
+        f"{best['max_users']:,} requests of {_length(best)} at once. An engine that "
+        f"reserves a contiguous slot of {best['slot_tokens']:,} tokens for each, whatever it turns out to "
+        f"need, would hold {best['contiguous_users']:,}.</p>",
         "<h2>Requests at once, by their length</h2>",
         svg_of(_users(rows, gpus)),
         "<h2>Where memory goes</h2>",
@@ -42,7 +43,7 @@ def write_plan(path: str | Path, result: dict[str, Any]) -> None:
             svg_of(_pareto(rows)),
         ]
     parts.append("<h2>All figures</h2>")
-    heads = ["GPU, KV", "KV / token", "users", "without blocks", "tokens/s"]
+    heads = ["GPU, KV", "KV / token", "users", f"in slots of {first['slot_tokens']:,}", "tokens/s"]
     heads += ["TTFT, ms", "ITL, ms", "$ / million"]
     parts.append(html_table(heads, map(_plan_cells, rows)))
     for gpu in gpus:
@@ -73,6 +74,11 @@ def write_simulation(path: str | Path, result: dict[str, Any]) -> None:
         origin(result),
     ]
     fileio.write_text(path, page(f"kvq simulate: {first['model']}", parts))
+
+
+def _length(row: dict[str, Any]) -> str:
+    """Of the requests, in words."""
+    return f"up to {row['context']:,} tokens" if row["mixed_lengths"] else f"{row['context']:,} tokens"
 
 
 def _users(rows: Sequence[dict[str, Any]], gpus: Sequence[str]) -> Any:

@@ -1,6 +1,7 @@
 """`kvq plan`: how many users fit on which GPU, term by term."""
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -8,6 +9,7 @@ import click
 
 from kvq.commands.names import GPUS, PLANNED_MODEL
 from kvq.commands.options import Finite, kv_option
+from kvq.commands.plan_serve import serve_command, told, users_of_a_shorter_context
 from kvq.commands.results import write_rows
 from kvq.commands.sizing import (
     find_efficiency,
@@ -53,7 +55,8 @@ _FORMATS = "fp16,fp8,int8,k8v4,int4"
 @click.option(
     "--slot",
     type=click.IntRange(min=1),
-    help="Tokens reserved a request without blocks.  [default: the longest]",
+    help="Tokens that an engine without blocks reserves for each request.  [default: with --context the "
+    "longest that the server takes, else the longest request]",
 )
 @click.option("--users", type=click.IntRange(min=1), help="Tells how many GPUs so many users need.")
 @click.option(
@@ -70,21 +73,25 @@ _FORMATS = "fp16,fp8,int8,k8v4,int4"
 @click.option("--kv-memory", help="With --verify: their pools, such as 512MiB.  [default: as the engine's]")
 @click.option("--weights-gb", type=Finite(), help="GB of all weights, instead of counting them.")
 @click.option("--max-num-batched-tokens", type=click.IntRange(min=1), default=2048, show_default=True)
-@click.option("--max-num-seqs", type=click.IntRange(min=1), help="Side by side.  [default: as many as fit]")
+@click.option(
+    "--max-num-seqs",
+    type=click.IntRange(min=1),
+    help="Requests side by side.  [default: as many as fit, which the server has to be told]",
+)
 @click.option(
     "--max-model-len",
     type=click.IntRange(min=1),
-    help="Tokens that layer groups share memory for; give the engine the same.  [default: the longest]",
+    help="Longest context that the server takes, for which layer groups share memory.  [default: the model's]",
 )
 @sizing_options
 @click.option("--json", "json_path", type=click.Path(), help="Write the plans as JSON.")
 @click.option("--html", "html_path", type=click.Path(), help="Write a report with plots.")
 @click.pass_context
 def command(context: click.Context, /, **options: Any) -> None:
-    """Plan memory: weights, KV, activations, runtime, and how many users what is left holds.
+    """Predict `kvq serve` on a GPU: weights, KV, activations, runtime, and how many users there is room for.
 
-    With --verify an engine starts here for every KV format, and what its weights, pool and process take
-    is compared with what is planned for them; exit code 1 if it is off by more than 3%.
+    With --verify an engine starts here for every KV format, and what it holds is compared with the plan,
+    term by term; exit code 1 if one is off by more than 1%, or the whole process by more than 3%.
     """
     from kvq import fileio
     from kvq.capacity.plan.plan import make_plan
@@ -113,27 +120,36 @@ def command(context: click.Context, /, **options: Any) -> None:
         raise ConfigError(
             f"--max-model-len {options['max_model_len']} is below a request of {longest} tokens"
         )
-    slot = options["slot"] or max(length.total for length in lengths)
+    slot = options["slot"] or (longest if options["context"] is None else options["max_model_len"] or most)
+    if slot < longest:
+        raise ConfigError(f"--slot {slot} does not hold a request of {longest} tokens")
     engine = make_engine(options, step_tokens=options["max_num_batched_tokens"])
     active = None if options["users"] is None else math.ceil(options["users"] * options["active"])
     rows: list[dict[str, Any]] = []
     refused: list[ConfigError] = []
     for gpu in find_gpus(options):
         for kv in dict.fromkeys(options["kv"]):
-            try:
-                plan = make_plan(
+
+            def planned(max_context: int | None, gpu: "Gpu" = gpu, kv: str = kv) -> "CapacityPlan":
+                return make_plan(
                     target,
                     gpu,
                     kv,
                     lengths,
                     slot_tokens=slot,
-                    engine=engine,
+                    engine=replace(engine, max_context=max_context),
                     prefix_share=options["prefix_share"],
                     efficiency=find_efficiency(options, gpu, kv),
                 )
+
+            try:
+                plan = planned(engine.max_context)
                 if not plan.users.paged:
                     raise ConfigError(_nobody(plan, lengths))
                 row = _row(plan, lengths, active) | _load(plan, options["rate"])
+                row["slot_tokens"] = slot
+                row["serve"] = serve_command(plan, options)
+                row["users_at_context"] = users_of_a_shorter_context(plan, longest, engine, planned)
                 if options["html_path"] is not None:
                     row |= _curves(plan, target, gpu, engine)
                 rows.append(row)
@@ -142,6 +158,7 @@ def command(context: click.Context, /, **options: Any) -> None:
     if not rows:
         raise refused[0]
     _print(rows, options["users"], assumed=options["calibrate"] is None)
+    _print_server(rows, options["max_num_seqs"])
     for reason in dict.fromkeys(map(str, refused)):
         click.echo(f"left out: {reason}", err=True)
     write_rows(rows, options["json_path"], options["html_path"], _write_page)
@@ -200,6 +217,7 @@ def _row(plan: "CapacityPlan", lengths: "list[Length]", users: int | None) -> di
         "tensor_parallel": plan.split.tensor,
         "pipeline_parallel": plan.split.pipeline,
         "context": max(length.total for length in lengths),
+        "mixed_lengths": len({length.total for length in lengths}) > 1,
         "weights_bytes": plan.weights_bytes,
         "kv_bytes_per_token": plan.kv_bytes_per_token,
         "block_bytes": plan.block_bytes,
@@ -270,7 +288,7 @@ def _print(rows: list[dict[str, Any]], users: int | None, *, assumed: bool) -> N
         out.print(terms)
         out.print()
     table = Table(box=None, pad_edge=False)
-    columns = ["GPU", "KV", "KV/token", "KV/request", "users", "without blocks"]
+    columns = ["GPU", "KV", "KV/token", "KV/request", "users", f"in slots of {rows[0]['slot_tokens']:,}"]
     columns += ["tokens/s", "TTFT, ms", "ITL, ms", "$ / million"]
     if users is not None:
         columns.append("GPUs needed")
@@ -299,6 +317,23 @@ def _print(rows: list[dict[str, Any]], users: int | None, *, assumed: bool) -> N
             f"efficiencies; $ are for generated tokens at full load.",
             highlight=False,
         )
+
+
+def _print_server(rows: list[dict[str, Any]], seats: int | None) -> None:
+    """Which server all that is of."""
+    from kvq.commands.tables import console
+
+    out = console()
+    if rows[0]["serve"] is None:
+        out.print(
+            "kvq serve runs on one GPU; this is the fullest one of an engine that spreads the model so.",
+            highlight=False,
+        )
+    else:
+        out.print("Predicted is, on that GPU with nothing else on it:", highlight=False)
+    for row in rows:
+        for line in told(row, seats=seats):
+            out.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
 def _load_table(rows: list[dict[str, Any]]) -> "Table":

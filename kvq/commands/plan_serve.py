@@ -1,0 +1,82 @@
+"""What a plan says of the server that it predicts: its command line, and options that would hold more."""
+
+import shlex
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvq.capacity.plan.pools import GPU_FRACTION, MAX_NUM_BATCHED_TOKENS, MAX_NUM_SEQS
+from kvq.errors import ConfigError
+from kvq.formats.weights import parse_weight_format
+
+if TYPE_CHECKING:
+    from kvq.capacity.plan.plan import CapacityPlan, Engine
+
+_BLOCK_SIZE = 32
+_MUCH = 1.05  # more users, for which an option is worth its name
+
+
+def serve_command(plan: "CapacityPlan", options: Mapping[str, Any]) -> str | None:
+    """The `kvq serve` that a plan of these options of `kvq plan` predicts; None where GPUs share a model."""
+    if plan.split.gpus > 1:
+        return None
+    seats = options["max_num_seqs"] or max(plan.users.paged, MAX_NUM_SEQS)
+    words = ["--model", _served(options["model"]), "--kv", plan.kv]
+    for name, value, default in (
+        ("weights", _rounded_to(options["weights"]), None),
+        ("block-size", options["block_size"], _BLOCK_SIZE),
+        ("max-model-len", options["max_model_len"], None),
+        ("max-num-seqs", seats, MAX_NUM_SEQS),
+        ("max-num-batched-tokens", options["max_num_batched_tokens"], MAX_NUM_BATCHED_TOKENS),
+        ("gpu-memory-utilization", options["gpu_memory_utilization"], GPU_FRACTION),
+    ):
+        if value not in (None, default):
+            words += [f"--{name}", f"{value}"]
+    return "kvq serve " + shlex.join(words)
+
+
+def users_of_a_shorter_context(
+    plan: "CapacityPlan", longest: int, engine: "Engine", again: Callable[[int], "CapacityPlan"]
+) -> int | None:
+    """How many would fit if layer groups shared memory for requests of `longest` tokens; None if no more.
+
+    Layers whose windows slide hold little of a long context, and an engine shares its memory out for the
+    longest that it takes.
+
+    `again`: the same plan with that --max-model-len.
+    """
+    if len(plan.num_blocks) < 2 or engine.max_context == longest:
+        return None
+    users = again(longest).users.paged
+    return users if users > _MUCH * plan.users.paged else None
+
+
+def told(row: Mapping[str, Any], *, seats: int | None) -> list[str]:
+    """Lines about a row of `kvq plan`; `seats`: of --max-num-seqs."""
+    lines = []
+    if row["serve"] is not None:
+        lines.append(f"{row['gpu']}, {row['kv']}: {row['serve']}")
+        if seats is None and row["max_users"] > MAX_NUM_SEQS:
+            lines.append(f"  without --max-num-seqs at most {MAX_NUM_SEQS} requests run at once")
+    if row["users_at_context"] is not None:
+        lines.append(
+            f"{row['gpu']}, {row['kv']}: {row['users_at_context']:,} users instead of {row['max_users']:,} with "
+            f"--max-model-len {row['context']}, since layers with windows share memory for the longest context"
+        )
+    return lines
+
+
+def _served(model: str) -> str:
+    """A folder or hub name as it is; a model of which only the shape is known is somewhere."""
+    from kvq.capacity.plan.known import known_models
+
+    return "DIR" if model.lower() in known_models() and not Path(model).is_dir() else model
+
+
+def _rounded_to(weights: str) -> str | None:
+    """What --weights of `kvq serve` rounds to; plain types and NF4 are a checkpoint's own."""
+    try:
+        parse_weight_format(weights)
+    except ConfigError:
+        return None
+    return weights
