@@ -89,12 +89,21 @@ def test_families_without_a_formula_say_what_to_give_instead():
 
 def test_names_are_found_in_any_case_and_near_ones_are_named():
     assert find_model("Llama-3-8B").name == "llama-3-8b"
-    assert find_gpu("H100").memory_bytes == 80_000_000_000
+    assert find_gpu("H100").name == "h100"
     assert find_gpu("RTX 4090") is find_gpu("rtx_4090")
     with pytest.raises(ConfigError, match="did you mean 'llama-3-70b'"):
         find_model("llama-3-70")
     with pytest.raises(ConfigError, match="say which: a100-40, a100-80"):
         find_gpu("a100")
+
+
+def test_gpus_have_what_drivers_tell_and_not_what_data_sheets_say():
+    """Within a tenth of the sheet's number, which is GB with some makers and GiB with others."""
+    for name, gpu in known_gpus().items():
+        assert 0.94e9 < gpu.memory_bytes / gpu.memory_gb < 1.08e9, name
+        assert (gpu.total_mib is None) or gpu.source, f"{name}: nobody can look it up"
+    assert find_gpu("h100").memory_bytes == 81_009 * 2**20
+    assert sum(gpu.total_mib is not None for gpu in known_gpus().values()) > 5
 
 
 def test_the_gpus_are_as_their_makers_say():

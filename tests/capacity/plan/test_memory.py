@@ -3,6 +3,7 @@
 import pytest
 
 import kvq
+from kvq.capacity.plan.held import held_as
 from kvq.capacity.plan.known import find_model
 from kvq.capacity.plan.lengths import Length, fixed, lognormal, read_trace
 from kvq.capacity.plan.memory import Split, kv_layout, split_geometry, weight_terms
@@ -99,12 +100,19 @@ def test_heads_that_do_not_go_around_are_held_by_several_gpus():
 def test_weights_by_format():
     model = find_model("llama-3-8b")
     parameters = count_parameters(model.config, parse_geometry(model.config))
-    assert sum(t.nbytes for t in weight_terms(parameters, "fp16")) == 2 * model.parameters
-    narrow = weight_terms(parameters, "int4")
-    assert narrow[0].nbytes == parameters.linear // 2
-    assert sum(t.nbytes for t in narrow) < 0.36 * 2 * model.parameters  # the embeddings stay
-    with pytest.raises(ConfigError, match="did you mean 'int4'"):
-        weight_terms(parameters, "int44")
+    assert sum(t.nbytes for t in weight_terms(parameters, held_as(model.config))) == 2 * model.parameters
+    narrow = {term.name: term.nbytes for term in weight_terms(parameters, held_as(model.config, "int4"))}
+    assert narrow["linear weights"] == parameters.linear // 2
+    assert narrow["weight scales"] == 2 * parameters.linear / 128
+    assert sum(narrow.values()) < 0.36 * 2 * model.parameters  # the embeddings stay
+
+
+def test_experts_are_held_as_they_are_stored():
+    model = find_model("mixtral-8x7b")
+    parameters = count_parameters(model.config, parse_geometry(model.config))
+    terms = {term.name: term.nbytes for term in weight_terms(parameters, held_as(model.config, "int4"))}
+    assert terms["expert weights"] == 2 * 32 * 8 * 3 * 4096 * 14336
+    assert terms["expert weights"] > 0.9 * sum(terms.values())
 
 
 def test_windows_bound_what_a_sequence_holds():
