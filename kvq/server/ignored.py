@@ -53,7 +53,7 @@ class Field:
 
 def safe_name(path: str) -> str:
     """What a client called a field, for headers and terminals."""
-    return _UNSAFE.sub("?", path[:_MAX_NAME])
+    return _UNSAFE.sub("?", path[:_MAX_NAME]) or "?"  # a header that ends in a comma and a space is none
 
 
 def unknown_field(path: str, name: str, known: Iterable[str]) -> str:
