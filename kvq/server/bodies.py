@@ -97,7 +97,8 @@ class Common(Labelled, BaseModel):
     LABELS: ClassVar = frozenset(
         (
             *("user", "metadata", "store", "safety_identifier"),
-            *("prompt_cache_key", "prompt_cache_retention", "prompt_cache_options"),  # prefixes are cached anyway
+            # Prefixes are cached anyway
+            *("prompt_cache_key", "prompt_cache_retention", "prompt_cache_options"),
         )
     )
     model: _Name | None = None

@@ -24,8 +24,8 @@ from kvq.server.problems import Problem
 MAX_HEADERS = 64 << 10  # bytes, of their names and values together
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#@\s]+")
 OPEN = ("/health/live",)  # need no key
-# Asked every few seconds by machines, which alone would fill the log. That there is no engine now the log says
-# once, but not that it does not generate.
+# Asked every few seconds by machines, which alone would fill the log. It says once that there is no engine now,
+# but not that one does not generate.
 _QUIET = {
     **dict.fromkeys(("/health", "/health/live", "/health/ready", "/metrics", POLLED), (200, 503)),
     "/health/deep": (200,),

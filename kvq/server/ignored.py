@@ -22,7 +22,7 @@ _UNSAFE = re.compile(r"[^\w.$:/@+-]", re.ASCII)  # in a header or on a terminal
 
 
 class Labelled:
-    """A model to which some unknown fields are labels: they ask for nothing, so nothing is lost without them."""
+    """A model to which some unknown fields are labels: they ask for nothing, so that nothing is lost."""
 
     LABELS: ClassVar[frozenset[str]] = frozenset()  # whatever they say
     USUAL: ClassVar[Mapping[str, Any]] = {}  # those that ask for nothing while they say what holds anyway
