@@ -24,7 +24,7 @@ from kvq.server.problems import Problem
 MAX_HEADERS = 64 << 10  # bytes, of their names and values together
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#@\s]+")
 OPEN = ("/health/live",)  # need no key
-# Asked every few seconds by machines, which alone would fill the log. It says once that there is no engine now,
+# Asked every few seconds by machines, which alone would fill the log. It says once that there is no engine,
 # but not that one does not generate.
 _QUIET = {
     **dict.fromkeys(("/health", "/health/live", "/health/ready", "/metrics", POLLED), (200, 503)),
@@ -85,7 +85,7 @@ class Guard:
         finally:
             body.release()
             route = getattr(scope.get("route"), "path", None)
-            is_quiet = answer.status in _QUIET.get(route, ())
+            is_quiet = route is not None and answer.status in _QUIET.get(route, ())
             log_event(
                 "request",
                 level=logging.DEBUG if is_quiet else logging.INFO,
