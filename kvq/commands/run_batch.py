@@ -67,14 +67,14 @@ def command(
     )
     with progress_bar("answering") as progress:
         summary = run_batch(config, progress, say_model)
-    _print(summary, target)
+    _print(summary, target, is_strict=strict_requests)
     if not summary.is_complete:
         click.echo("kvq: stopped; run the same command again to go on", err=True)
         raise click.Abort
     sys.exit(1 if summary.num_failed else 0)
 
 
-def _print(summary: "Summary", target: Path) -> None:
+def _print(summary: "Summary", target: Path, *, is_strict: bool) -> None:
     rate = summary.generated_tokens / summary.seconds if summary.seconds else 0.0
     click.echo(f"requests  {summary.num_new:,} answered now, {summary.num_skipped:,} before")
     click.echo(f"failed    {summary.num_failed:,} of all in {target}")
@@ -83,8 +83,9 @@ def _print(summary: "Summary", target: Path) -> None:
         f"{summary.generated_tokens:,} generated, {rate:,.1f} per second in {summary.seconds:,.1f} s"
     )
     if summary.num_ignoring:
+        hint = "" if is_strict else "; --strict-requests refuses unknown ones"
         names = ", ".join(summary.ignored)
-        click.echo(f"ignored   fields of {summary.num_ignoring:,} requests: {names}; see --strict-requests")
+        click.echo(f"ignored   fields in {summary.num_ignoring:,} of these: {names}{hint}")
     if summary.num_strangers:
         click.echo(
             f"note      {target} also has results of {summary.num_strangers:,} custom_ids not in the input"

@@ -32,7 +32,11 @@ if TYPE_CHECKING:
 @click.option("--ssl-keyfile", type=click.Path(path_type=Path), help="Its key.")
 @click.option("--log-format", default="text", show_default=True, type=click.Choice(["text", "json"]))
 @click.option(
-    "--log-level", default="info", show_default=True, type=click.Choice(["debug", "info", "warning", "error"])
+    "--log-level",
+    default="info",
+    show_default=True,
+    type=click.Choice(["debug", "info", "warning", "error"]),
+    help="The least that is logged; probes such as /health/ready at debug only.",
 )
 @tool_call_option
 @strict_option

@@ -43,7 +43,9 @@ tool_call_option = click.option(
 
 
 strict_option = click.option(
-    "--strict-requests", is_flag=True, help="Refuse requests with unknown fields, instead of ignoring those."
+    "--strict-requests",
+    is_flag=True,
+    help="Refuse requests with unknown fields, instead of ignoring those; labels such as user pass.",
 )
 
 

@@ -1,7 +1,7 @@
 """What clients send, as OpenAI and the field's servers define it; every field has its bounds.
 
-Fields that nobody here knows are ignored, as other servers do, and named in the answer's head. `LABELS` are
-others' fields that ask for nothing.
+Fields that nobody here knows are ignored, as other servers do, and named in the answer's head. `LABELS` and
+`USUAL` are others' fields that ask for nothing.
 """
 
 from typing import Annotated, Any, ClassVar, Literal
@@ -48,9 +48,10 @@ _Choices = Annotated[list[_Text], Field(min_length=1, max_length=1024)]
 _Biases = Annotated[dict[_Biased, _Penalty], BeforeValidator(_few), Field(max_length=MAX_BIASES)]
 
 
-class StreamOptions(BaseModel):
+class StreamOptions(Labelled, BaseModel):
     """Of a streamed answer."""
 
+    USUAL: ClassVar = {"include_obfuscation": False}
     include_usage: Flag = False
 
 
@@ -94,7 +95,11 @@ class Common(Labelled, BaseModel):
     """Of completions and chat. A field that is null counts as left out, as it does elsewhere."""
 
     LABELS: ClassVar = frozenset(
-        ("user", "metadata", "store", "safety_identifier", "prompt_cache_key", "prompt_cache_retention")
+        (
+            *("user", "metadata", "store", "safety_identifier"),
+            # Prefixes are cached anyway
+            *("prompt_cache_key", "prompt_cache_retention", "prompt_cache_options"),
+        )
     )
     model: _Name | None = None
     temperature: Annotated[Real, Field(ge=0, le=10)] = 1.0
@@ -147,9 +152,10 @@ class CompletionBody(Common):
     suffix: _Text | None = None
 
 
-class TextPart(BaseModel):
+class TextPart(Labelled, BaseModel):
     """A part of a message's content."""
 
+    LABELS: ClassVar = frozenset(("prompt_cache_breakpoint",))
     type: Literal["text"]
     text: _Text
 
@@ -176,6 +182,8 @@ class ChatMessage(BaseModel):
 class ChatBody(Common):
     """`POST /v1/chat/completions`."""
 
+    LABELS: ClassVar = Common.LABELS | {"prediction"}  # which would make the same answer come sooner
+    USUAL: ClassVar = {"modalities": ["text"], "verbosity": "medium"}
     messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES)]
     max_tokens: _Count | None = None
     max_completion_tokens: _Count | None = None

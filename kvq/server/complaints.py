@@ -17,9 +17,8 @@ def of_body(complaints: Sequence[Any], body: Any) -> Problem:
     where = ".".join(_path(found, body))
     message = found["msg"].removeprefix("Value error, ")
     got = f", got {found['input']!r:.50}" if isinstance(found.get("input"), int | float) else ""
-    return Problem(
-        400, f"{where or 'body'}: {message}{'' if ' got ' in message else got}", param=where or None
-    )
+    said = f"{where or 'body'}: {message}{'' if ' got ' in message else got}"
+    return Problem(400, said, code=found.get("ctx", {}).get("code"), param=where or None)
 
 
 def _path(complaint: Any, body: Any) -> list[str]:

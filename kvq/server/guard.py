@@ -24,8 +24,12 @@ from kvq.server.problems import Problem
 MAX_HEADERS = 64 << 10  # bytes, of their names and values together
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#@\s]+")
 OPEN = ("/health/live",)  # need no key
-# Asked every few seconds by machines, which alone would fill the log.
-_PROBED = ("/health", "/health/live", "/health/ready", "/health/deep", "/metrics", POLLED)
+# Asked every few seconds by machines, which alone would fill the log. It says once that there is no engine,
+# but not that one does not generate.
+_QUIET = {
+    **dict.fromkeys(("/health", "/health/live", "/health/ready", "/metrics", POLLED), (200, 503)),
+    "/health/deep": (200,),
+}
 LOOPBACK = ("127.0.0.1", "[::1]", "localhost")
 
 
@@ -81,10 +85,10 @@ class Guard:
         finally:
             body.release()
             route = getattr(scope.get("route"), "path", None)
-            succeeded = answer.status is not None and answer.status < 400
+            is_quiet = route is not None and answer.status in _QUIET.get(route, ())
             log_event(
                 "request",
-                level=logging.DEBUG if succeeded and route in _PROBED else logging.INFO,
+                level=logging.DEBUG if is_quiet else logging.INFO,
                 method=scope["method"] if route else None,
                 route=route or "unknown",
                 status=answer.status,

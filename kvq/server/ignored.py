@@ -22,15 +22,17 @@ _UNSAFE = re.compile(r"[^\w.$:/@+-]", re.ASCII)  # in a header or on a terminal
 
 
 class Labelled:
-    """A model with `LABELS`: fields that ask for nothing, so that nothing is lost without them."""
+    """A model to which some unknown fields are labels: they ask for nothing, so that nothing is lost."""
 
-    LABELS: ClassVar[frozenset[str]] = frozenset()
+    LABELS: ClassVar[frozenset[str]] = frozenset()  # whatever they say
+    USUAL: ClassVar[Mapping[str, Any]] = {}  # those that ask for nothing while they say what holds anyway
 
     @classmethod
     def __get_pydantic_json_schema__(cls, core: CoreSchema, make: GetJsonSchemaHandler) -> dict[str, Any]:
         made = make(core)
         properties = make.resolve_ref_schema(made)["properties"]
         properties |= {name: {"description": "Ignored."} for name in sorted(cls.LABELS)}
+        properties |= {name: {"const": value, "description": "Ignored."} for name, value in cls.USUAL.items()}
         return made
 
 
@@ -51,7 +53,7 @@ class Field:
 
 def safe_name(path: str) -> str:
     """What a client called a field, for headers and terminals."""
-    return _UNSAFE.sub("?", path[:_MAX_NAME])
+    return _UNSAFE.sub("?", path[:_MAX_NAME]) or "?"  # a header that ends in a comma and a space is none
 
 
 def unknown_field(path: str, name: str, known: Iterable[str]) -> str:
@@ -106,9 +108,14 @@ class _Shape:
 
     known: frozenset[str]
     labels: frozenset[str]
+    usual: Mapping[str, Any]
     plain: frozenset[str]  # of the known ones, those that hold no models
     parts: Mapping[str, str]  # attribute by name, of those that do
     is_open: bool  # takes anything else, too
+
+    def is_label(self, name: str, value: Any) -> bool:
+        """Whether an unknown field asks for nothing."""
+        return name in self.labels or (name in self.usual and self.usual[name] == value)
 
 
 @cache
@@ -118,10 +125,12 @@ def _shape(model: type[BaseModel]) -> _Shape:
     if config.get("populate_by_name"):
         names |= {name: name for name in fields}
     parts = {given: name for given, name in names.items() if _holds_models(fields[name].annotation)}
+    labelled = model if issubclass(model, Labelled) else Labelled
     return _Shape(
         known=frozenset(names),
         plain=frozenset(names.keys() - parts.keys()),
-        labels=model.LABELS if issubclass(model, Labelled) else frozenset(),
+        labels=labelled.LABELS,
+        usual=labelled.USUAL,
         parts=parts,
         is_open=config.get("extra") == "allow",
     )
@@ -142,7 +151,8 @@ def _walk(given: Any, body: BaseModel, place: str) -> Iterator[Field]:
     if not (shape.is_open or given.keys() <= shape.known):
         for name, value in given.items():
             if name not in shape.known and value is not None:
-                yield Field(place + name[:_MAX_NAME], name[:_MAX_NAME], model, name in shape.labels)
+                told = name[:_MAX_NAME]
+                yield Field(place + told, told, model, shape.is_label(name, value))
     for name, attribute in shape.parts.items():
         if (value := given.get(name)) is not None:
             part = getattr(body, attribute)

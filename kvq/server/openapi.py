@@ -33,7 +33,13 @@ _SCHEMAS = {
     "Error": _object(
         error=_object(message=_TEXT, type=_TEXT, param=_TEXT_OR_NULL, code=_TEXT_OR_NULL),
     ),
-    "MessagesError": _object(type={"const": "error"}, error=_object(type=_TEXT, message=_TEXT)),
+    "MessagesError": _object(
+        type={"const": "error"},
+        error={
+            **_object(type=_TEXT, message=_TEXT),
+            "properties": {"type": _TEXT, "message": _TEXT, "details": _object(error_code=_TEXT)},
+        },
+    ),
 }
 _WORDS = {
     400: "The request is wrong; the message says where.",

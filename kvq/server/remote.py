@@ -275,7 +275,7 @@ class Remote:
         self.info = first
         self._delay_s = 0.0
         if self.state is State.RESTARTING:
-            _log.warning("the engine is ready again, after %d restarts", self.num_restarts)
+            _log.warning("the engine is ready again; restart %d since the server began", self.num_restarts)
         self._set(State.READY)
         process.answered_s = monotonic()
         pinging = asyncio.create_task(self._ping(process))

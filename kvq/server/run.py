@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import errno
 import logging
 import resource
 import signal
@@ -164,7 +165,10 @@ def _listen(config: ServerConfig) -> socket.socket:
     try:
         listener = socket.create_server((config.host, config.port), family=family, backlog=1024)
     except OSError as error:
-        raise ConfigError(f"can't listen on {config.host}:{config.port}: {error.strerror}") from error
+        why = error.strerror
+        if error.errno == errno.EADDRINUSE:
+            why = "another program has that port; end it, or give another --port"
+        raise ConfigError(f"can't listen on {config.host}:{config.port}: {why}") from error
     prepare(listener)
     return listener
 

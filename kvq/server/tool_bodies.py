@@ -50,9 +50,10 @@ class ToolChoiceBody(BaseModel):
     function: ChosenFunction
 
 
-class CalledFunction(BaseModel):
+class CalledFunction(Labelled, BaseModel):
     """What was called, with the arguments' JSON text."""
 
+    LABELS: ClassVar = frozenset(("parsed_arguments",))  # of the client's own `parse`, beside their text
     name: _Id
     arguments: _Text = ""
 

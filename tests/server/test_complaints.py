@@ -73,6 +73,20 @@ def test_content_that_is_no_text_is_refused_in_words(client, path, body, param, 
 
 
 @pytest.mark.parametrize("path", ["/v1/messages", "/v1/messages/count_tokens"])
+def test_threads_are_refused_so_that_the_official_client_sends_whole_conversations(client, path):
+    """Passed over, a thread's later requests would be answered as if nothing had been said before."""
+    for thread in ({"type": "create"}, {"type": "continue", "previous_message_id": "a"}):
+        status, _, answer = client.post(path, asked("a", thread=thread))
+        assert (status, answer["error"]["type"]) == (400, "invalid_request_error")
+        assert answer["error"]["details"] == {"error_code": "thread_unsupported_request"}
+        assert answer["error"]["message"] == (
+            "body: no thread is held here between requests; send the whole conversation, without thread"
+        )
+    status, _, answer = client.post(path, asked("a", compaction={"a": 1}))
+    assert (status, answer["error"]["message"]) == (400, "body: compaction is not supported; leave it out")
+
+
+@pytest.mark.parametrize("path", ["/v1/messages", "/v1/messages/count_tokens"])
 @pytest.mark.parametrize(
     ("body", "said"),
     [

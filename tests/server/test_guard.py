@@ -71,18 +71,23 @@ def test_what_is_refused_in_any_case_is_refused_before_the_body():
 
 
 @pytest.mark.parametrize(
-    "path", ["/health", "/health/live", "/health/ready", "/health/deep", "/metrics", "/pool"]
+    ("path", "without_engine"),
+    [
+        *((path, "DEBUG") for path in ("/health", "/health/live", "/health/ready", "/metrics", "/pool")),
+        ("/health/deep", "INFO"),  # nothing else tells of an engine that does not generate
+    ],
 )
-def test_probes_are_told_of_at_debug_only_unless_they_fail(caplog, path):
+def test_probes_are_told_of_at_debug_only_unless_they_fail(caplog, path, without_engine):
     with caplog.at_level(logging.DEBUG, "kvq"):
-        for answer in (200, 503):
+        for answer in (200, 503, 500):
             ask(Access(), path=path, answer=answer)
         ask(Access(), path="/v1/models", answer=200)
         ask(Access(api_keys=("k",)), path="/metrics")
     told = [(record.levelname, record.fields["route"], record.fields["status"]) for record in caplog.records]
     assert told == [
         ("DEBUG", path, 200),
-        ("INFO", path, 503),
+        (without_engine, path, 503),
+        ("INFO", path, 500),
         ("INFO", "/v1/models", 200),
         ("INFO", "unknown", 401),
     ]

@@ -198,8 +198,15 @@ def test_logs_are_lines_of_json_and_never_quote_what_people_wrote(server):
     assert {event["route"] for event in answered} >= {"/v1/completions", "unknown"}
     probes = {event["route"] for event in answered if event["status"] == 200}
     assert not probes & {"/health", "/health/live", "/health/ready", "/health/deep", "/metrics"}
-    starts = [event for event in events if event["event"].startswith(("kvq serves mine on ", "tool calls: "))]
-    assert [event["level"] for event in starts] == ["info", "info"]
+    end = next(i for i, event in enumerate(events) if event["event"].startswith("kvq serves mine on "))
+    start = events[: end + 1]
+    assert {event["level"] for event in start} == {"info"}
+    assert "request" not in {event["event"] for event in start}, "nor probes, which were refused till then"
+    told = [event["event"].partition(",")[0].partition(":")[0] for event in start]
+    assert {"tool calls", "loading weights", "memory"} < set(told)
+    [model] = [event for event in start if event["event"] == "model"]
+    assert (model["served"], model["source"]) == ("mine", "tiny, the embedded model")
+    assert re.fullmatch("[0-9a-f]{32}", model["digest"])
     served = [event for event in events if event["event"] == "generated"]
     assert 4 in {event["generated_tokens"] for event in served}
     assert {event["request_id"] for event in served} <= {event["request_id"] for event in answered}

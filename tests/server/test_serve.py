@@ -444,7 +444,9 @@ def test_kill_drain_and_end(own_server):
 def test_an_address_that_is_taken_is_said_so_at_once(server):
     second = Server("--port", str(server.port))
     assert second.process.wait(HANG_S) == 2
-    assert f"can't listen on 127.0.0.1:{server.port}" in second.log
+    where = f"can't listen on 127.0.0.1:{server.port}"
+    why = "another program has that port; end it, or give another --port"
+    assert second.log == f"kvq: error: {where}: {why}\n"
     second.__exit__()
 
 

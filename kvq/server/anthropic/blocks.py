@@ -54,9 +54,10 @@ def blocks_of(*kinds: str) -> BeforeValidator:
 TextBlocks = Annotated[list[TextBlock], Field(max_length=MAX_BLOCKS, fail_fast=True), blocks_of("text")]
 
 
-class ToolUseBlock(Marked):
+class ToolUseBlock(Labelled, Marked):
     """A call that the assistant made."""
 
+    USUAL: ClassVar = {"caller": {"type": "direct"}}
     type: Literal["tool_use"]
     id: _Id
     name: _Id
@@ -72,9 +73,11 @@ class ToolResultBlock(Labelled, Marked):
     content: TextBlocks = []
 
 
-class CustomTool(FunctionBody, Marked):
+class CustomTool(Labelled, FunctionBody, Marked):
     """A function that the model may call; Anthropic's own tools are not here."""
 
+    LABELS: ClassVar = frozenset(("eager_input_streaming",))  # as arguments always come here
+    USUAL: ClassVar = {"allowed_callers": ["direct"], "defer_loading": False}
     type: Literal["custom"] = "custom"
     parameters: Annotated[JsonObject, Field(alias="input_schema", max_length=256)]
 

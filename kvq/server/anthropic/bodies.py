@@ -3,9 +3,10 @@
 Fields that nobody here knows are ignored and named, but for those whose loss would change an answer.
 """
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, Field, field_validator, model_validator
+from pydantic_core import PydanticCustomError
 
 from kvq.server.anthropic.blocks import (
     MAX_BLOCKS,
@@ -19,12 +20,15 @@ from kvq.server.anthropic.blocks import (
     blocks_of,
 )
 from kvq.server.bodies import MAX_MESSAGES
+from kvq.server.ignored import Labelled
 from kvq.server.strict_json import WHOLE, Flag, JsonObject, Real
 from kvq.server.tool_bodies import MAX_TOOLS
 
 _Text = Annotated[str, Field(max_length=4 << 20)]
 _Share = Annotated[Real, Field(ge=0, le=1)]
-_UNSUPPORTED = ("container", "mcp_servers", "context_management", "output_format")
+_UNSUPPORTED = ("container", "mcp_servers", "context_management", "compaction", "output_format")
+# What Anthropic's client looks for: it then sends whole conversations, and no thread.
+_NO_THREADS = "thread_unsupported_request"
 
 
 class Message(BaseModel):
@@ -71,9 +75,11 @@ class Metadata(BaseModel):
     user_id: Annotated[str, Field(max_length=256)] | None = None
 
 
-class PromptBody(BaseModel):
-    """What a prompt is made of."""
+class PromptBody(Labelled, BaseModel):
+    """What a prompt is made of, and what else may be asked about one that is only counted."""
 
+    LABELS: ClassVar = frozenset(("user_profile_id",))
+    USUAL: ClassVar = {"speed": "standard"}
     model: Annotated[str, Field(max_length=1024)]
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
     system: TextBlocks = []
@@ -81,6 +87,7 @@ class PromptBody(BaseModel):
     tool_choice: ToolChoice = ToolChoice(type="auto")
     thinking: Thinking | None = None
     cache_control: CacheControl | None = None  # behind the last block
+    output_config: OutputConfig | None = None
 
     @field_validator("thinking", mode="before")
     @classmethod
@@ -95,6 +102,9 @@ class PromptBody(BaseModel):
         for name in _UNSUPPORTED:
             if isinstance(body, dict) and body.get(name):
                 raise ValueError(f"{name} is not supported; leave it out")
+        if isinstance(body, dict) and body.get("thread"):
+            words = "no thread is held here between requests; send the whole conversation, without thread"
+            raise PydanticCustomError(_NO_THREADS, words, {"code": _NO_THREADS})
         return body
 
 
@@ -109,4 +119,3 @@ class MessagesBody(PromptBody):
     stream: Flag = False
     metadata: Metadata | None = None
     service_tier: Literal["auto", "standard_only"] = "auto"
-    output_config: OutputConfig | None = None

@@ -25,7 +25,7 @@ def is_messages_path(path: str) -> bool:
 def error_body(problem: Problem) -> dict[str, Any]:
     """A problem as Anthropic has it."""
     other = "invalid_request_error" if problem.status < 500 else "api_error"
-    return {
-        "type": "error",
-        "error": {"type": _TYPES.get(problem.status, other), "message": problem.message},
-    }
+    error: dict[str, Any] = {"type": _TYPES.get(problem.status, other), "message": problem.message}
+    if problem.code is not None:
+        error["details"] = {"error_code": problem.code}
+    return {"type": "error", "error": error}

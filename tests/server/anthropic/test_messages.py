@@ -37,7 +37,8 @@ def server(tmp_path_factory):
     keys = tmp_path_factory.mktemp("keys") / "keys"
     keys.write_text(KEY + "\nother\n")
     keys.chmod(0o600)
-    with Server(*OPTIONS, "--api-key-file", str(keys), key=KEY) as running:
+    strict = "--strict-requests"  # what the client sends by itself is taken all the same
+    with Server(*OPTIONS, strict, "--api-key-file", str(keys), key=KEY) as running:
         yield running
 
 
@@ -288,6 +289,22 @@ def test_any_tool_and_no_tool(client):
     assert answer.content[0].name in ("get_weather", "now")
     answer = create(client, tools=[WEATHER], tool_choice={"type": "none"})
     assert answer.content[0].text == create(client).content[0].text
+
+
+def test_the_clients_own_loop_over_tools_sends_whole_conversations(client):
+    """It asks for a thread at first, of which it would send only what is new."""
+
+    @anthropic.beta_tool
+    def now() -> str:
+        """What time it is."""
+        return "Noon."
+
+    choice = {"type": "tool", "name": "now", "disable_parallel_tool_use": True}
+    options = {"model": "tiny", "max_tokens": 100, "messages": ASK, "extra_body": COLD}
+    runner = client.beta.messages.tool_runner(**options, tools=[now], tool_choice=choice, max_iterations=2)
+    used = [answer.usage for answer in runner]
+    first, second = [usage.input_tokens + usage.cache_read_input_tokens for usage in used]
+    assert second > first
 
 
 def test_a_wrong_key_is_refused(client):

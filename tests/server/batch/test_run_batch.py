@@ -111,7 +111,7 @@ def test_lines_that_are_no_requests_have_an_error_each(folder):
     assert "/v1/chat/completions" in refused["response"]["body"]["error"]["message"]
     summary = (folder / "summary").read_text(encoding="utf-8")
     assert "failed    3 of all" in summary
-    assert "ignored   fields of 1 requests: max_token, user; see --strict-requests" in summary
+    assert "ignored   fields in 1 of these: max_token, user; --strict-requests refuses unkn" in summary
 
 
 def test_a_batch_that_is_complete_starts_no_engine(folder, monkeypatch):
