@@ -21,6 +21,7 @@ NATIVE := setup.py $(shell find kvq/kernels -name '*.cpp' -o -name '*.h')
 
 demo: setup-demo
 	$(BIN)/kvq demo --out demo
+	@echo 'kvq is in $(BIN): . $(BIN)/activate'
 
 test: lint
 	OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(BIN)/python -m pytest -n 2 --dist worksteal -m "not long" --durations=10

@@ -22,7 +22,7 @@ _WITH_URL = {"url", "api_key_env", "model", "system", "temperature", "top_p", "m
 @kv_option("auto", many=False)
 @model_options
 @click.option("--kv-memory", help="Bytes of the block pool, such as 2GiB; default: what is free.")
-@click.option("--url", help="Chat with a running server, such as http://127.0.0.1:8000/v1.")
+@click.option("--url", help="Chat with a running server, such as http://127.0.0.1:8000.")
 @click.option("--api-key-env", help="With --url: the environment variable that holds the key.")
 @click.option("--system", help="The system message.")
 @click.option("--temperature", default=0.7, show_default=True, help="0 takes the likeliest token.")

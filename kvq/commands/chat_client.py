@@ -17,7 +17,7 @@ _LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
 class ServerPartner:
-    """A running server, by its base URL such as http://127.0.0.1:8000/v1."""
+    """A running server, by its base URL such as http://127.0.0.1:8000/v1; without a path, /v1 is meant."""
 
     def __init__(self, url: str, key: str | None, model: str | None, sampling: Sampling) -> None:
         """`model` None: the first that the server has.
@@ -29,7 +29,7 @@ class ServerPartner:
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ConfigError(f"--url must be an address such as http://127.0.0.1:8000/v1, got {url!r}")
-        self._url = url.rstrip("/")
+        self._url = url.rstrip("/") + ("" if parts.path.strip("/") else "/v1")
         self._key = key
         self._sampling = sampling
         self._opener = _opener(parts.hostname)

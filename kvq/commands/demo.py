@@ -53,3 +53,4 @@ def command(out: str, max_windows: int | None) -> None:
     write_plot(folder / "plot.svg", result)
     write_report(folder / "report.html", result, samples)
     click.echo(f"wrote {folder}/report.html, {folder}/results.json and {folder}/plot.svg")
+    click.echo("next: kvq serve --model tiny; kvq perplexity --model FOLDER measures a model of yours")

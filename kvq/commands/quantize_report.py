@@ -4,11 +4,11 @@ from typing import Any
 
 import click
 import torch
-from rich.console import Console
 from rich.table import Table
 
 from kvq.calib.quantize import Quantized, QuantizeSettings
 from kvq.commands.resources import Used
+from kvq.commands.tables import console
 from kvq.evals.results import envelope
 from kvq.sizes import binary
 
@@ -48,7 +48,7 @@ def report(
 
 def print_report(done: Quantized, used: Used, quality: dict[str, Any] | None) -> None:
     """The worst modules, the totals, and what stayed as it was."""
-    Console().print(_table(done))
+    console().print(_table(done))
     saved = 1 - done.bytes_after / done.bytes_before
     click.echo(
         f"wrote {done.out}: {len(done.rows)} Linear layers, {binary(done.bytes_before)} to "

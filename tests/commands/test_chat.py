@@ -9,6 +9,8 @@ import shutil
 import signal
 import subprocess
 import sys
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from threading import Thread
 from time import monotonic
 
 import pytest
@@ -16,6 +18,8 @@ from click.testing import CliRunner
 
 import kvq
 from kvq.commands.chat import command
+from kvq.commands.chat_client import ServerPartner
+from kvq.commands.chat_partner import Sampling
 from kvq.models.resolve import EMBEDDED
 from tests.waiting import HANG_S
 
@@ -84,6 +88,28 @@ def test_base_models_are_for_generate(tmp_path):
     done = CliRunner().invoke(command, ["--model", str(folder)])
     assert isinstance(done.exception, kvq.ConfigError)
     assert "kvq generate" in str(done.exception)
+
+
+class _Models(BaseHTTPRequestHandler):
+    """A server that has one model, and nothing elsewhere."""
+
+    def do_GET(self):
+        self.send_response(200 if self.path == "/v1/models" else 404)
+        self.end_headers()
+        self.wfile.write(b'{"data": [{"id": "found"}]}')
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.mark.parametrize("path", ["", "/", "/v1", "/v1/"])
+def test_the_address_that_the_server_prints_will_do(path):
+    with HTTPServer(("127.0.0.1", 0), _Models) as server:
+        Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}{path}"
+        sampling = Sampling(temperature=0.0, top_p=1.0, max_tokens=None, seed=None)
+        assert ServerPartner(url, None, None, sampling).name == "found"
+        server.shutdown()
 
 
 @pytest.mark.parametrize(
