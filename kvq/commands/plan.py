@@ -81,7 +81,7 @@ _FORMATS = "fp16,fp8,int8,k8v4,int4"
 @click.option(
     "--max-model-len",
     type=click.IntRange(min=1),
-    help="Longest context that the server takes, for which layer groups share memory.  [default: the model's]",
+    help="Longest context that it takes, for which layer groups share memory.  [default: the model's]",
 )
 @sizing_options
 @click.option("--json", "json_path", type=click.Path(), help="Write the plans as JSON.")

@@ -60,8 +60,8 @@ def told(row: Mapping[str, Any], *, seats: int | None) -> list[str]:
             lines.append(f"  without --max-num-seqs at most {MAX_NUM_SEQS} requests run at once")
     if row["users_at_context"] is not None:
         lines.append(
-            f"{row['gpu']}, {row['kv']}: {row['users_at_context']:,} users instead of {row['max_users']:,} with "
-            f"--max-model-len {row['context']}, since layers with windows share memory for the longest context"
+            f"{row['gpu']}, {row['kv']}: {row['users_at_context']:,} users instead of {row['max_users']:,} "
+            f"with --max-model-len {row['context']}: layers with windows share memory for the longest context"
         )
     return lines
 

@@ -41,11 +41,12 @@ class _Found:
     whole: "Line"
 
     @property
-    def holds(self) -> bool:
-        """True if no term is off, nor the process by more than what libraries come and go with."""
+    def wrong(self) -> list[str]:
+        """Terms that are off, and the process where more is than what libraries come and go with."""
         from kvq.engine.reconcile import WHOLE_TOLERANCE
 
-        return abs(self.whole.off) <= WHOLE_TOLERANCE and not any(line.is_wrong for line in self.lines)
+        names = [line.name for line in self.lines if line.is_wrong]
+        return names + ([self.whole.name] if abs(self.whole.off) > WHOLE_TOLERANCE else [])
 
     def row(self) -> dict[str, Any]:
         """As JSON."""
@@ -53,7 +54,7 @@ class _Found:
             {"name": line.name, "planned_bytes": line.planned, "found_bytes": line.found, "off": line.off}
             for line in (*self.lines, self.whole)
         ]
-        return {"kv": self.kv, "device": self.device, "holds": self.holds, "terms": terms}
+        return {"kv": self.kv, "device": self.device, "holds": not self.wrong, "terms": terms}
 
 
 def run(options: dict[str, Any], given: set[str]) -> None:
@@ -82,7 +83,7 @@ def run(options: dict[str, Any], given: set[str]) -> None:
     found = [_verify(prepared, kv, options, given) for kv in options["kv"]]
     _print(found)
     write_rows([one.row() for one in found], options["json_path"])
-    if not all(one.holds for one in found):
+    if any(one.wrong for one in found):
         sys.exit(1)
 
 
@@ -149,9 +150,9 @@ def _print(found: list[_Found]) -> None:
             planned, there = decimal(line.planned), decimal(line.found)
             table.add_row(one.kv, line.name, planned, there, f"{line.off:+.2%}")
     console().print(table)
-    if not all(one.holds for one in found):
+    if names := dict.fromkeys(name for one in found for name in one.wrong):
         click.echo(
-            f"kvq: memory is off the plan: a term above {decimal(SMALL)} by more than {TOLERANCE:.0%}, or "
-            f"the whole process by more than {WHOLE_TOLERANCE:.0%}",
+            f"kvq: memory is off the plan: {' and '.join(names)} (a term above {decimal(SMALL)} by more than "
+            f"{TOLERANCE:.0%}, or the whole process by more than {WHOLE_TOLERANCE:.0%})",
             err=True,
         )

@@ -152,7 +152,7 @@ def test_what_can_never_fit_keeps_no_goal(run, tmp_path):
         {"prompt_tokens": 8000 if i % 2 else 100, "output_tokens": 10, "arrival_s": i} for i in range(10)
     ]
     trace.write_text("\n".join(map(json.dumps, lines)))
-    small = ("--gpu", "a10", "--kv", "fp16", "--runtime-gb", "7.5", "--trace", trace)
+    small = ("--gpu", "a10", "--kv", "fp16", "--runtime-gb", "6.4", "--trace", trace)
     path = tmp_path / "s.json"
     assert run(*small, "--slo-ttft-ms", 1e5, "--json", path)[0] == 0
     row = json.loads(path.read_text())["rows"][0]

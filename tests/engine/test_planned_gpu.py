@@ -1,4 +1,4 @@
-"""Plans for GPUs against the code that sizes an engine's pools there, over devices as drivers told of them."""
+"""Plans for GPUs against the code that sizes an engine's pools there, over devices as drivers tell them."""
 
 import weakref
 from dataclasses import replace
@@ -65,9 +65,7 @@ def record(monkeypatch):
 @pytest.mark.parametrize("kv", ["fp16", "k8v4", "int4"])
 def test_a_default_engine_on_that_gpu_has_the_pools_that_were_planned(record, name, gpu, kv):
     target = make_target(name, weights="auto", weight_bytes=None, split=Split())
-    plan = make_plan(
-        target, find_gpu(gpu), kv, fixed(1024), slot_tokens=1024, engine=Engine(sequences=128)
-    )
+    plan = make_plan(target, find_gpu(gpu), kv, fixed(1024), slot_tokens=1024, engine=Engine(sequences=128))
     [activations] = [term.nbytes for term in plan.terms if term.name == ACTIVATION_TERM]
     record(gpu, sum(term.nbytes for term in target.terms()))
     found = pool_blocks(

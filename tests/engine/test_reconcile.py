@@ -1,4 +1,4 @@
-"""What was planned against what runs: each term of the weights, bytes of pools, the process, users that fit."""
+"""What was planned against what runs: each term of the weights, the pools, the process, users that fit."""
 
 import json
 import logging
@@ -54,9 +54,7 @@ def planned(model: kvq.Model, kv: str, block_size: int, users: int) -> CapacityP
     def plan(memory_gb: float) -> CapacityPlan:
         gpu = Gpu(name="host", memory_gb=memory_gb, bandwidth_tb_s=1, usd_per_hour=1, tflops={"fp16": 1})
         folder = model.weights.folder
-        return kvq.plan(
-            folder, gpu=gpu, kv=kv, context=CONTEXT, output=OUTPUT, weights="fp32", engine=engine
-        )
+        return kvq.plan(folder, gpu=gpu, kv=kv, context=CONTEXT, output=OUTPUT, weights="fp32", engine=engine)
 
     large = plan(100.0)
     other = sum(term.nbytes for term in large.terms if term.name not in ("KV pool", "left free"))

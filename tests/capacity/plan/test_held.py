@@ -18,11 +18,11 @@ INT4 = {"quant_method": "gptq", "bits": 4, "group_size": 128}
     ("said", "name", "scales"),
     [
         (None, "bf16", 0),
-        (INT4, "int4-g128", 2),
-        (INT4 | {"sym": False}, "int4-g128-asym", 3),
-        ({"quant_method": "gptq", "bits": 3}, "int3", 2),
-        ({"quant_method": "awq", "bits": 4, "group_size": 64, "zero_point": True}, "int4-g64-asym", 3),
-        ({"quant_method": "awq", "w_bit": 4, "q_group_size": 64, "zero_point": False}, "int4-g64", 2),
+        (INT4, "int4_g128", 2),
+        (INT4 | {"sym": False}, "int4_g128_asym", 3),
+        ({"quant_method": "gptq", "bits": 3}, "int3_channel", 2),
+        ({"quant_method": "awq", "bits": 4, "group_size": 64, "zero_point": True}, "int4_g64_asym", 3),
+        ({"quant_method": "awq", "w_bit": 4, "q_group_size": 64, "zero_point": False}, "int4_g64", 2),
         ({"quant_method": "fp8"}, "fp8", 2),
         ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "nf4", 1),
         ({"quant_method": "bitsandbytes", "load_in_8bit": True, "load_in_4bit": False}, "int8", 2),
@@ -57,7 +57,7 @@ def test_the_rest_is_held_as_it_is_stored(said: dict[str, str], name: str) -> No
 def test_a_format_that_is_unknown_is_refused_with_the_nearest() -> None:
     with pytest.raises(ConfigError, match="got 'int5'; did you mean 'int"):
         held_as({}, "int5")
-    assert isinstance(held_as({}, "int4-g64").linear, WeightFormat), "any of our formats"
+    assert isinstance(held_as({}, "int4_g64").linear, WeightFormat), "any of our formats"
 
 
 def test_a_quantized_folder_plans_for_its_own_weights(tmp_path) -> None:
@@ -66,7 +66,7 @@ def test_a_quantized_folder_plans_for_its_own_weights(tmp_path) -> None:
         kvq.plan(folder, gpu="l4", kv="int4", context=1024, **more).weights_bytes
         for folder, more in (
             (tmp_path, {}),
-            (EMBEDDED["tiny"], {"weights": "int4-g128"}),
+            (EMBEDDED["tiny"], {"weights": "int4_g128"}),
             (EMBEDDED["tiny"], {}),
         )
     )
