@@ -4,7 +4,9 @@ import json
 
 import pytest
 
+import kvq as library
 from kvq.capacity.plan.gpus import find_gpu
+from tests.helpers_models import save_model
 
 
 def test_a_plan_as_a_table_and_as_json(kvq, tmp_path):
@@ -164,6 +166,39 @@ def test_engines_are_held_to_their_plan(kvq, tmp_path):
         assert terms["KV pool"]["planned_bytes"] == terms["KV pool"]["found_bytes"] <= 200 << 20
         parts = ("linear weights", "embeddings, head, norms", "KV pool")
         assert terms["in all"]["found_bytes"] > sum(terms[name]["found_bytes"] for name in parts)
+
+
+_ONE_MB = {"vocab_size": 4096, "hidden_size": 128, "intermediate_size": 512, "max_position_embeddings": 2048}
+
+
+@pytest.mark.parametrize("family", ["gemma2", "gpt_oss", "mistral"])
+def test_every_term_of_models_with_windows_is_as_planned(kvq, tmp_path, family):
+    path = tmp_path / "v.json"
+    folder = save_model(tmp_path / family, family, **_ONE_MB)
+    options = ("--kv", "int8", "--kv-memory", "256MiB", "--max-model-len", "1024")
+    status, out, err = kvq("plan", "--model", folder, "--verify", *options, "--json", path)
+    assert status == 0, err
+    [row] = json.loads(path.read_text())["rows"]
+    assert row["holds"]
+    terms = {term["name"]: term for term in row["terms"]}
+    assert {"linear weights", "embeddings, head, norms", "KV pool"} <= set(terms), out
+    assert ("expert weights" in terms) == (family == "gpt_oss")
+    for name, term in terms.items():
+        if name != "in all":
+            assert term["planned_bytes"] == pytest.approx(term["found_bytes"], rel=0.01), name
+
+
+def test_every_term_of_quantized_weights_is_as_planned(kvq, tmp_path):
+    path = tmp_path / "v.json"
+    library.quantize("tiny", tmp_path / "q", "rtn", bits=4, group_size=64)
+    pool = ("--kv-memory", "256MiB")
+    status, _, err = kvq("plan", "--model", tmp_path / "q", "--verify", "--kv", "int4", *pool, "--json", path)
+    assert status == 0, err
+    [row] = json.loads(path.read_text())["rows"]
+    terms = {term["name"]: term for term in row["terms"][:-1]}
+    assert terms["linear weights"]["found_bytes"] == 4_718_592 / 2, "half a byte a weight"
+    for name in ("linear weights", "weight scales", "embeddings, head, norms", "KV pool"):
+        assert terms[name]["planned_bytes"] == pytest.approx(terms[name]["found_bytes"], rel=0.01), name
 
 
 def test_memory_off_the_plan_is_an_exit_code(kvq, monkeypatch):
