@@ -15,6 +15,7 @@ from kvq.errors import ConfigError, nearest
 from kvq.models import Model
 
 Progress = Callable[[int, int], object]
+Keep = Callable[[Callable[[], list[dict[str, Any]]]], object]  # takes a function that makes the rows so far
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,11 +51,17 @@ class Plan:
 
 
 def bench_engine(
-    model: Model, formats: Sequence[str], plan: Plan, *, progress: Progress = lambda done, total: None
+    model: Model,
+    formats: Sequence[str],
+    plan: Plan,
+    *,
+    progress: Progress = lambda done, total: None,
+    keep: Keep = lambda make: None,
 ) -> list[dict[str, Any]]:
     """Rows of all formats and rivals, each checked before any is timed.
 
-    Within each repeat all servers run one after another, each time beginning with the next one.
+    Within each repeat all servers run one after another, each time beginning with the next one. `keep` is
+    told after each of them.
 
     Raises:
         ConfigError: a format or a limit that can't be used.
@@ -62,14 +69,19 @@ def bench_engine(
         EngineError: a server gives other tokens than it should, or a request fails.
     """
     with _servers(model, formats, plan) as (servers, checks, refused):
-        rows = _measure(servers, plan, progress)
+
+        def whole(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+            for one in rows:
+                one.update(checks[one["name"], one["kv"]])
+            mark(rows, ttft_ms=plan.slo_ttft_ms, itl_ms=plan.slo_itl_ms)
+            return [*rows, *refused]
+
+        rows = whole(_measure(servers, plan, progress, lambda make: keep(lambda: whole(make()))))
         costs = _step_costs(servers, plan) if plan.step_costs else {}
     for one in rows:
-        one.update(checks[one["name"], one["kv"]])
         if one["name"] == "kvq" and one["kv"] in costs:
             one["step_costs"] = costs[one["kv"]]
-    mark(rows, ttft_ms=plan.slo_ttft_ms, itl_ms=plan.slo_itl_ms)
-    return [*rows, *refused]
+    return rows
 
 
 _Checks = dict[tuple[str, str], dict[str, Any]]
@@ -109,22 +121,26 @@ def _step_costs(servers: Sequence[Server], plan: Plan) -> dict[str, dict[str, An
     }
 
 
-def _measure(servers: Sequence[Server], plan: Plan, progress: Progress) -> list[dict[str, Any]]:
+def _measure(servers: Sequence[Server], plan: Plan, progress: Progress, keep: Keep) -> list[dict[str, Any]]:
     """Level by level, repeat by repeat, server by server."""
     levels: tuple[int | None, ...] = plan.users or (None,)
-    rows: dict[Server, list[dict[str, Any]]] = {server: [] for server in servers}
+    runs: dict[tuple[Server, int | None], list[ServedLoad]] = {}
+
+    def rows(of: Sequence[Server] = servers) -> list[dict[str, Any]]:
+        measured = [(server, users) for server in of for users in levels if (server, users) in runs]
+        return [row(server, runs[server, users], users) for server, users in measured]
+
     done, total = 0, len(levels) * plan.repeats * len(servers)
     for users in levels:
-        left = [server for server in servers if not is_saturated(rows[server])]
+        left = [server for server in servers if not is_saturated(rows([server]))]
         done += plan.repeats * (len(servers) - len(left))
-        runs: dict[Server, list[ServedLoad]] = {server: [] for server in left}
         for repeat in range(plan.repeats):
             requests = plan.load.draw(repeat)
             for i in range(len(left)):
                 server = left[(i + repeat) % len(left)]
-                runs[server].append(server.run(requests, users))
+                served = server.run(requests, users)
+                runs.setdefault((server, users), []).append(served)
                 done += 1
                 progress(done, total)
-        for server in left:
-            rows[server].append(row(server, runs[server], users))
-    return [one for server in servers for one in rows[server]]
+                keep(rows)
+    return rows()

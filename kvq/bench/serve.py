@@ -16,6 +16,7 @@ from kvq.bench.serve_process import ServerProcess
 from kvq.errors import ConfigError, EngineError
 
 Progress = Callable[[int, int], object]
+Keep = Callable[[Callable[[], list[dict[str, Any]]]], object]  # takes a function that makes the rows so far
 MakeLoad = Callable[[int, int], Load]  # vocabulary and longest context to a load
 
 
@@ -38,7 +39,12 @@ class _Server:
 
 
 async def bench_url(
-    url: str, key: str, plan: Plan, *, progress: Progress = lambda done, total: None
+    url: str,
+    key: str,
+    plan: Plan,
+    *,
+    progress: Progress = lambda done, total: None,
+    keep: Keep = lambda make: None,
 ) -> list[dict[str, Any]]:
     """One row for a server that runs somewhere.
 
@@ -57,7 +63,7 @@ async def bench_url(
     if "vocab_size" not in model:
         raise ConfigError(f"{url} is no kvq server: it does not tell its vocabulary's size")
     server = _Server(name=url, kv="?", target=Target.from_url(url, model=model["id"], key=key))
-    return await _measure([server], model, plan, progress)
+    return await _measure([server], model, plan, progress, keep)
 
 
 async def bench_serve(
@@ -67,6 +73,7 @@ async def bench_serve(
     *,
     pin: bool = True,
     progress: Progress = lambda done, total: None,
+    keep: Keep = lambda make: None,
 ) -> list[dict[str, Any]]:
     """A row for each format, each with a server of its own; `options` are those of `kvq serve`.
 
@@ -86,11 +93,11 @@ async def bench_serve(
             _Server(name="kvq serve", kv=kv, target=process.target)
             for kv, process in zip(formats, processes, strict=True)
         ]
-        return await _measure(servers, processes[0].model, plan, progress)
+        return await _measure(servers, processes[0].model, plan, progress, keep)
 
 
 async def _measure(
-    servers: Sequence[_Server], model: dict[str, Any], plan: Plan, progress: Progress
+    servers: Sequence[_Server], model: dict[str, Any], plan: Plan, progress: Progress, keep: Keep
 ) -> list[dict[str, Any]]:
     load = plan.make_load(model["vocab_size"], model["max_model_len"])
     total, done = len(servers) * plan.repeats * load.num_requests, 0
@@ -101,17 +108,25 @@ async def _measure(
         progress(done, total)
 
     sent: dict[int, list[list[Sent]]] = {i: [] for i in range(len(servers))}
+
+    def rows(of: Sequence[int] = range(len(servers))) -> list[dict[str, Any]]:
+        return [
+            _row(servers[i], sent[i], plan.users) | {"check_equal": sent[i][0][0].text == alone[i].text}
+            for i in of
+        ]
+
+    def so_far() -> list[dict[str, Any]]:
+        return rows([i for i, runs in sent.items() if any(one.is_complete for run in runs for one in run)])
+
     alone = [await _send_alone(server.target, load) for server in servers]
     for repeat in range(plan.repeats):
         for turn in range(len(servers)):
             i = (turn + repeat) % len(servers)
             requests = load.draw(repeat)
             sent[i].append(await run_load(servers[i].target, requests, plan.users, progress=count))
+            keep(so_far)
             await asyncio.sleep(0.2)  # for what was left of it
-    rows = [_row(server, sent[i], plan.users) for i, server in enumerate(servers)]
-    for i, one in enumerate(rows):
-        one["check_equal"] = sent[i][0][0].text == alone[i].text
-    return rows
+    return rows()
 
 
 async def _send_alone(target: Target, load: Load) -> Sent:

@@ -1,6 +1,7 @@
 """`kvq bench engine`: the engine as a service, beside transformers' own."""
 
 import sys
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -9,7 +10,7 @@ from kvq.commands.options import ModelOptions, kv_option, model_options
 
 if TYPE_CHECKING:
     from kvq.bench.engine import Plan
-    from kvq.models import Model
+    from kvq.models.prepared import PreparedModel
 
 
 @click.command(name="engine")
@@ -68,22 +69,30 @@ def engine(
     from kvq import fileio
     from kvq.bench.engine import bench_engine
     from kvq.bench.engine_plot import write_engine_plot
-    from kvq.commands.loading import load_for
+    from kvq.commands.finished import FinishedRows
+    from kvq.commands.loading import check_for
     from kvq.commands.progress import progress_bar
     from kvq.evals.figure import check_plot_path
-    from kvq.evals.results import envelope, source_commit, write_json
+    from kvq.evals.results import envelope, source_commit
 
     for path in filter(None, (json_path, plot_path)):
         fileio.check_writable(path)
     if plot_path is not None:
         check_plot_path(plot_path)
     source_commit()
-    model = load_for(model_options, kv)
-    plan = _plan(model, **options)
-    with progress_bar("serving") as progress:
-        rows = bench_engine(model, kv, plan, progress=progress)
+    checked = check_for(model_options, kv)
+    plan = _plan(checked.prepared, **options)
+    model = checked.load()
     words = {name: value for name, value in options.items() if value is not None}
-    result = envelope(sys.argv, model.weights.device, rows, model=model.description, load=words)
+
+    def result_of(rows: "Sequence[Any]") -> dict[str, Any]:
+        more = {"model": model.description, "load": words, "refused": checked.refused}
+        return envelope(sys.argv, model.weights.device, list(rows), **more)
+
+    with FinishedRows(json_path, result_of, _print) as finished, progress_bar("serving") as progress:
+        rows = bench_engine(model, checked.kv, plan, progress=progress, keep=finished.keep)
+    result = result_of(rows)
+    finished.finish(result)
     _print(result)
     if options["step_costs"] and any(row.get("step_costs", 0) is None for row in rows):
         click.echo(
@@ -91,14 +100,12 @@ def engine(
             "sliding windows and experts",
             err=True,
         )
-    if json_path is not None:
-        write_json(json_path, result)
     if plot_path is not None:
         write_engine_plot(plot_path, result)
 
 
 def _plan(
-    model: "Model",
+    model: "PreparedModel",
     *,
     requests: int,
     input_len: str,
@@ -141,7 +148,7 @@ def _plan(
         input_lengths=parse_lengths(input_len, "--input-len"),
         output_lengths=parse_lengths(output_len, "--output-len"),
         vocab_size=model.geometry.vocab_size,
-        max_context=model.weights.max_context,
+        max_context=model.max_context,
         rate=per_second,
         shared_prefix=shared_prefix,
         priority=as_priority(priority or ("batch" if not users and rate == "inf" else "interactive")),

@@ -1,7 +1,8 @@
 """`kvq bench attention`, `write` and `tune`: the kernels, beside rivals of the same run."""
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -151,29 +152,39 @@ def tune(
     """Find the fastest tile shapes of the Triton kernels on this GPU and write them into the table."""
     import torch
 
+    from kvq import fileio
     from kvq.errors import ConfigError
 
     if not torch.cuda.is_available() or backend not in ("auto", "triton"):
         raise ConfigError("kvq bench tune times Triton kernels on an NVIDIA GPU, and torch sees none here")
     from kvq.bench.tune import candidates, tune, write_table
+    from kvq.commands.finished import FinishedRows
     from kvq.commands.progress import counted, progress_bar
-    from kvq.evals.results import envelope, write_json
+    from kvq.evals.results import envelope
     from kvq.kernels.gpu.shapes import TABLE
 
-    found, rows = [], []
-    for count in (int(n) for n in new.split(",")):
-        workload = _workload(new=count, **shape)
-        for name in _formats(kv):
-            kind = "decode" if count == 1 else "extend"
+    path = Path(table) if table else TABLE
+    fileio.check_writable(path)
+    if json_path is not None:
+        fileio.check_writable(json_path)
+    workloads = [_workload(new=int(n), **shape) for n in new.split(",")]
+    formats = _formats(kv)
+    rows: list[dict[str, Any]] = []
+
+    def result(rows: Sequence[Any]) -> dict[str, Any]:
+        return envelope(sys.argv, workloads[0].device, list(rows))
+
+    with FinishedRows(json_path, result, lambda _: None) as finished:
+        for workload, name in product(workloads, formats):
+            kind = "decode" if workload.new == 1 else "extend"
             with progress_bar(f"{kind} {name}") as progress:
                 step = counted(progress, len(candidates(kind)))
                 key, best, tried = tune(workload, name, repeats=repeats, progress=step)
-            found.append((key, best))
-            rows += tried
+            write_table([(key, best)], path)
+            rows.extend(tried)
+            finished.keep(rows.copy)
             click.echo(f"{key}: {best}")
-    write_table(found, Path(table) if table else TABLE)
-    if json_path is not None:
-        write_json(json_path, envelope(sys.argv, workload.device, rows))
+    finished.finish(result(rows))
 
 
 def _workload(

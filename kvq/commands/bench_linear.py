@@ -1,11 +1,17 @@
 """`kvq bench linear`: Linear layers over quantized weights."""
 
 import sys
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from kvq.sizes import speed
+
+if TYPE_CHECKING:
+    import torch
+
+    from kvq.bench.linear import LinearWorkload
 
 _COLUMNS = {
     "name": ("name", ""),
@@ -47,7 +53,16 @@ _COLUMNS = {
 @click.option("--seed", default=0, show_default=True)
 @click.option("--json", "json_path", type=click.Path(), help="Write the rows as JSON.")
 def linear(
-    weights: str, rows: str, shapes: tuple[str, ...], json_path: str | None, rivals: bool, **options: Any
+    weights: str,
+    rows: str,
+    shapes: tuple[str, ...],
+    device: str,
+    backend: str,
+    dtype: str,
+    rivals: bool,
+    repeats: int,
+    seed: int,
+    json_path: str | None,
 ) -> None:
     """One Linear layer over quantized weights beside torch's over plain ones.
 
@@ -55,65 +70,73 @@ def linear(
     rotated past the last-level cache; few rows are limited by reading them.
     """
     from kvq import fileio
-    from kvq.bench.linear import parse_shape
-    from kvq.commands.tables import print_columns
-    from kvq.evals.results import envelope, source_commit, write_json
+    from kvq.bench.linear import bench_linear, parse_shape
+    from kvq.commands.finished import FinishedRows
+    from kvq.commands.progress import counted, progress_bar
+    from kvq.evals.results import envelope, source_commit
+    from kvq.formats.weights import parse_weight_format
     from kvq.models.device import pick_device
 
     if json_path is not None:
         fileio.check_writable(json_path)
     source_commit()
-    device = pick_device(options.pop("device"))
+    where = pick_device(device)
+    formats = _listed(weights, "--weights")
+    for name in formats:
+        parse_weight_format(name)
     counts = [_count(text) for text in _listed(rows, "--rows")]
-    found, bandwidths = [], []
-    for outputs, inputs in [parse_shape(text) for text in shapes]:
-        for count in counts:
-            measured, bandwidth = _measure(
-                (outputs, inputs, count), _listed(weights, "--weights"), device, rivals, **options
+    workloads = [
+        _workload(parse_shape(shape), count, where, dtype=dtype, seed=seed)
+        for shape in shapes
+        for count in counts
+    ]
+    found: list[dict[str, Any]] = []
+    bandwidths: list[float] = []
+
+    def result_of(rows: Sequence[Any]) -> dict[str, Any]:
+        return envelope(sys.argv, where, list(rows), read_gb_per_s=max(bandwidths))
+
+    with FinishedRows(json_path, result_of, _print) as finished, progress_bar("linear") as progress:
+        for number, workload in enumerate(workloads):
+            measured, bandwidth = bench_linear(
+                workload,
+                formats,
+                backend=backend,
+                rivals=rivals,
+                repeats=repeats,
+                progress=counted(progress, len(workloads) * repeats, done=number * repeats),
             )
-            found += measured
+            found.extend(measured)
             bandwidths.append(bandwidth)
-    click.echo(f"memory reads {speed(max(bandwidths))}")
-    print_columns(found, _COLUMNS)
-    if json_path is not None:
-        write_json(json_path, envelope(sys.argv, device, found, read_gb_per_s=max(bandwidths)))
+            finished.keep(found.copy)
+    result = result_of(found)
+    finished.finish(result)
+    _print(result)
 
 
-def _measure(
-    shape: tuple[int, int, int],
-    formats: list[str],
-    device: Any,
-    rivals: bool,
-    *,
-    dtype: str,
-    backend: str,
-    repeats: int,
-    seed: int,
-) -> tuple[list[dict[str, Any]], float]:
-    """The rows of one shape (outputs, inputs, rows) and the bandwidth measured with them."""
+def _print(result: dict[str, Any]) -> None:
+    from kvq.commands.tables import print_columns
+
+    click.echo(f"memory reads {speed(result['read_gb_per_s'])}")
+    print_columns(result["rows"], _COLUMNS)
+
+
+def _workload(
+    shape: tuple[int, int], rows: int, device: "torch.device", *, dtype: str, seed: int
+) -> "LinearWorkload":
+    """Check the options of one shape and put them together."""
     import torch
 
-    from kvq.bench.linear import LinearWorkload, bench_linear
-    from kvq.commands.progress import counted, progress_bar
+    from kvq.bench.linear import LinearWorkload
     from kvq.errors import ConfigError
 
     dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
     dtype = ("bf16" if device.type == "cuda" else "fp32") if dtype == "auto" else dtype
     if dtype not in dtypes:
         raise ConfigError(f"--dtype must be auto, {', '.join(dtypes)}, got {dtype!r}")
-    outputs, inputs, rows = shape
-    workload = LinearWorkload(
-        out_features=outputs, in_features=inputs, rows=rows, dtype=dtypes[dtype], device=device, seed=seed
+    return LinearWorkload(
+        out_features=shape[0], in_features=shape[1], rows=rows, dtype=dtypes[dtype], device=device, seed=seed
     )
-    with progress_bar(f"{outputs}x{inputs}, {rows} rows") as progress:
-        return bench_linear(
-            workload,
-            formats,
-            backend=backend,
-            rivals=rivals,
-            repeats=repeats,
-            progress=counted(progress, repeats),
-        )
 
 
 def _listed(text: str, option: str) -> list[str]:

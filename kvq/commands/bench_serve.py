@@ -3,6 +3,7 @@
 import asyncio
 import os
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import click
@@ -53,8 +54,9 @@ def serve(
 
     from kvq import fileio
     from kvq.bench.serve import Plan, bench_serve, bench_url
+    from kvq.commands.finished import FinishedRows
     from kvq.commands.progress import progress_bar
-    from kvq.evals.results import envelope, source_commit, write_json
+    from kvq.evals.results import envelope, source_commit
 
     if json_path is not None:
         fileio.check_writable(json_path)
@@ -63,17 +65,20 @@ def serve(
     source_commit()
     users = load.pop("concurrency")
     plan = Plan(make_load=_load_of(users=users, **load), users=users, repeats=repeats)
-    with progress_bar("serving") as progress:
-        if url is None:
-            work = bench_serve(kv, serve_options, plan, pin=pin, progress=progress)
-        else:
-            work = bench_url(url, os.environ.get(api_key_env, "none"), plan, progress=progress)
-        rows = asyncio.run(work)
     words = {"users": users, **{name: value for name, value in load.items() if value is not None}}
-    result = envelope(sys.argv, torch.device("cpu"), rows, load=words)
-    _print(rows)
-    if json_path is not None:
-        write_json(json_path, result)
+
+    def result_of(rows: Sequence[Any]) -> dict[str, Any]:
+        return envelope(sys.argv, torch.device("cpu"), list(rows), load=words)
+
+    with FinishedRows(json_path, result_of, _print) as finished, progress_bar("serving") as progress:
+        if url is None:
+            work = bench_serve(kv, serve_options, plan, pin=pin, progress=progress, keep=finished.keep)
+        else:
+            key = os.environ.get(api_key_env, "none")
+            work = bench_url(url, key, plan, progress=progress, keep=finished.keep)
+        result = result_of(asyncio.run(work))
+    finished.finish(result)
+    _print(result)
 
 
 def _load_of(
@@ -130,11 +135,12 @@ _COLUMNS = {
 }
 
 
-def _print(rows: list[dict[str, Any]]) -> None:
+def _print(result: dict[str, Any]) -> None:
     from rich.table import Table
 
     from kvq.commands.tables import console
 
+    rows = result["rows"]
     table = Table(box=None, pad_edge=False)
     for header, style in _COLUMNS.values():
         table.add_column(header, justify="right" if style else "left", no_wrap=True)

@@ -10,7 +10,7 @@ import click
 from kvq.commands.names import GPUS, PLANNED_MODEL
 from kvq.commands.options import Finite, kv_option
 from kvq.commands.plan_serve import serve_command, told, users_of_a_shorter_context
-from kvq.commands.results import write_rows
+from kvq.commands.results import counted_rows, write_rows
 from kvq.commands.sizing import (
     find_efficiency,
     find_gpus,
@@ -161,13 +161,11 @@ def command(context: click.Context, /, **options: Any) -> None:
     _print_server(rows, options["max_num_seqs"])
     for reason in dict.fromkeys(map(str, refused)):
         click.echo(f"left out: {reason}", err=True)
-    write_rows(rows, options["json_path"], options["html_path"], _write_page)
+    write_rows(rows, options["json_path"])
+    if options["html_path"] is not None:
+        from kvq.commands.capacity_report import write_plan
 
-
-def _write_page(path: str, result: dict[str, Any]) -> None:
-    from kvq.commands.capacity_report import write_plan
-
-    write_plan(path, result)
+        write_plan(options["html_path"], counted_rows(rows))
 
 
 def _curves(plan: "CapacityPlan", target: "Target", gpu: "Gpu", engine: "Engine") -> dict[str, Any]:

@@ -2,12 +2,13 @@
 
 import gc
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvq.commands.results import write_rows
+from kvq.commands.results import counted_rows
 from kvq.errors import ConfigError
 from kvq.sizes import decimal
 
@@ -60,6 +61,7 @@ class _Found:
 def run(options: dict[str, Any], given: set[str]) -> None:
     """Start one engine a format; exit code 1 if any term is off by more than the tolerance."""
     from kvq.capacity.plan.known import known_models
+    from kvq.commands.finished import FinishedRows
     from kvq.commands.loading import say_model
     from kvq.models.prepared import prepare
 
@@ -80,9 +82,17 @@ def run(options: dict[str, Any], given: set[str]) -> None:
     for kv in options["kv"]:
         prepared.check_scales(prepared.recipe(kv))
     say_model(prepared.source, prepared.digest)
-    found = [_verify(prepared, kv, options, given) for kv in options["kv"]]
+    found: list[_Found] = []
+
+    def result(rows: Sequence[_Found]) -> dict[str, Any]:
+        return counted_rows([one.row() for one in rows])
+
+    with FinishedRows(options["json_path"], result, lambda _: _print(found)) as finished:
+        for kv in options["kv"]:
+            found.append(_verify(prepared, kv, options, given))
+            finished.keep(found.copy)
     _print(found)
-    write_rows([one.row() for one in found], options["json_path"])
+    finished.finish(result(found))
     if any(one.wrong for one in found):
         sys.exit(1)
 

@@ -97,9 +97,8 @@ def progress_bar(what: str) -> Iterator[Update]:
         yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
-def counted(progress: Update, total: int) -> Callable[[], None]:
+def counted(progress: Update, total: int, *, done: int = 0) -> Callable[[], None]:
     """A callback that moves a progress bar on by one of `total`."""
-    done = 0
 
     def step() -> None:
         nonlocal done

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvq.commands.results import write_rows
+from kvq.commands.results import counted_rows
 from kvq.commands.sizing import find_efficiency, find_gpus, make_engine, make_target
 from kvq.errors import ConfigError
 from kvq.extras import PLOTS, require
@@ -37,6 +37,7 @@ class _Case:
 
 def run(options: dict[str, Any]) -> None:
     """Simulate every combination, print a table, write files."""
+    from kvq.commands.finished import FinishedRows
     from kvq.commands.progress import progress_bar
 
     if options["html_path"] is not None:
@@ -56,26 +57,31 @@ def run(options: dict[str, Any]) -> None:
     cases = list(_cases(options))
     rows: list[dict[str, Any]] = []
     refused: list[str] = []
-    with progress_bar("simulating") as progress:
+
+    def show(result: dict[str, Any]) -> None:
+        _print(result["rows"], slo)
+
+    with (
+        FinishedRows(options["json_path"], counted_rows, show) as finished,
+        progress_bar("simulating") as bar,
+    ):
         for number, case in enumerate(cases):
             try:
-                rows.append(
-                    _simulate(options, target, gpu, case, draw, slo, prices, number, len(cases), progress)
-                )
+                rows.append(_simulate(options, target, gpu, case, draw, slo, prices, number, len(cases), bar))
             except ConfigError as error:
                 refused.append(str(error))
+            finished.keep(rows.copy)
     if not rows:
         raise ConfigError(refused[0])
-    _print(rows, slo)
+    result = counted_rows(rows)
+    show(result)
     for reason in dict.fromkeys(refused):
         click.echo(f"left out: {reason}", err=True)
-    write_rows(rows, options["json_path"], options["html_path"], _write_page)
+    finished.finish(result)
+    if options["html_path"] is not None:
+        from kvq.commands.capacity_report import write_simulation
 
-
-def _write_page(path: str, result: dict[str, Any]) -> None:
-    from kvq.commands.capacity_report import write_simulation
-
-    write_simulation(path, result)
+        write_simulation(options["html_path"], result)
 
 
 def _simulate(

@@ -211,7 +211,11 @@ def _is_number(value: object) -> TypeGuard[float]:
 
 
 def _warnings(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
-    found = []
+    found = [
+        f"{name} is not complete: its measurement was interrupted, and rows or windows are missing"
+        for name, one in (("A", a), ("B", b))
+        if one.get("complete") is False
+    ]
     for key, words in _SAME.items():
         if a.get(key) != b.get(key):
             shown = [_shown(key, one) for one in (a, b)]
