@@ -187,10 +187,11 @@ def _quantize(
     quality = None
     if held_out is not None:
         quality = _perplexities([model.source, work.out], held_out, window, options)
-    result = report(["kvq", *sys.argv[1:]], device, model.source.name, settings, done, used, quality)
+    asked = ["kvq", *sys.argv[1:]]
+    result = report(asked, device, model.source.name, settings, done, used, quality, work.file_format)
     if options["json_path"] is not None:
         write_json(options["json_path"], result)
-    print_report(done, used, quality)
+    print_report(done, used, quality, work.file_format)
 
 
 def _perplexities(models: list[Any], text: Any, window: int, options: dict[str, Any]) -> dict[str, Any]:
@@ -249,4 +250,7 @@ def _by_package(options: dict[str, Any]) -> None:
             revision=options["revision"],
             token=options["token"],
         )
-    click.echo(f"wrote {options['out']}, which transformers loads; it needs bitsandbytes there")
+    click.echo(
+        f"wrote {options['out']}, which kvq and transformers load where bitsandbytes and accelerate are "
+        f"installed (pip install bitsandbytes accelerate)"
+    )

@@ -11,6 +11,7 @@ from kvq.commands.resources import Used
 from kvq.commands.tables import console
 from kvq.evals.results import envelope
 from kvq.sizes import binary
+from kvq.weights.files import TRANSFORMERS_NEEDS
 
 _SHOWN = 12  # modules in the table for people
 
@@ -23,6 +24,7 @@ def report(
     done: Quantized,
     used: Used,
     quality: dict[str, Any] | None,
+    file_format: str,
 ) -> dict[str, Any]:
     """The common envelope; a row for each module."""
     return envelope(
@@ -42,17 +44,24 @@ def report(
         ignored=done.ignored,
         not_scaled=done.skipped,
         notes=list(done.notes),
+        file_format=file_format,
+        transformers_needs=list(TRANSFORMERS_NEEDS[file_format]),
         perplexity=quality,
     )
 
 
-def print_report(done: Quantized, used: Used, quality: dict[str, Any] | None) -> None:
+def print_report(done: Quantized, used: Used, quality: dict[str, Any] | None, file_format: str) -> None:
     """The worst modules, the totals, and what stayed as it was."""
     console().print(_table(done))
     saved = 1 - done.bytes_after / done.bytes_before
     click.echo(
         f"wrote {done.out}: {len(done.rows)} Linear layers, {binary(done.bytes_before)} to "
         f"{binary(done.bytes_after)} ({saved:.0%} less); {used.line()}"
+    )
+    needed = TRANSFORMERS_NEEDS[file_format]
+    click.echo(
+        f"kvq loads it as it is, and vLLM does; transformers needs {' and '.join(needed)} for it "
+        f"(pip install {' '.join(needed)})"
     )
     if done.samples:
         click.echo(f"calibrated on {done.samples} samples, {done.tokens:,} tokens")

@@ -1,9 +1,12 @@
 """`kvq quantize`: what it writes and says, and what it refuses before any work."""
 
+import importlib.util
 import json
 import sys
+from contextlib import nullcontext
 
 import pytest
+from transformers import AutoModelForCausalLM
 
 from kvq.commands.quantize import _METHODS
 from kvq.evals import default_text
@@ -36,6 +39,39 @@ def test_a_model_is_quantized_measured_and_reported(kvq, model, tmp_path):
     assert report["bytes_after"] == sum(row["bytes_after"] for row in report["rows"])
     assert report["peak_bytes"] > 0
     assert abs(report["perplexity"]["perplexity_change"]) < 0.5
+
+
+@pytest.mark.parametrize(
+    ("file_format", "needed"),
+    [("compressed-tensors", ()), ("autogptq", ("optimum", "gptqmodel")), ("autoawq", ("gptqmodel",))],
+)
+def test_what_transformers_needs_for_the_folder_is_said(kvq, model, tmp_path, file_format, needed):
+    out = tmp_path / "out"
+    options = ("--method", "rtn", "--bits", 4, "--format", file_format, "--out", out)
+    status, said, _ = kvq("quantize", model, *options, "--json", tmp_path / "r.json")
+    assert status == 0
+    told = json.loads((tmp_path / "r.json").read_text())["transformers_needs"]
+    assert f"transformers needs {' and '.join(told)}" in said
+    missing = [name for name in needed if importlib.util.find_spec(name) is None]
+    assert set(needed) <= set(told)
+    if missing or not needed:  # transformers itself is the judge, here where some are not installed
+        with pytest.raises((ImportError, RuntimeError), match=missing[0]) if missing else nullcontext():
+            AutoModelForCausalLM.from_pretrained(out)
+
+
+def test_a_model_is_quantized_then_tuned_then_served(kvq, tmp_path):
+    """The way that docs/weights.md tells, and what is said of a recipe of the unquantized model."""
+    out, own, other = tmp_path / "q", tmp_path / "own.json", tmp_path / "other.json"
+    few = ("--context", 64, "--max-windows", 1, "--verify-windows", 1, "--formats", "int4")
+    assert kvq("quantize", "tiny", "--method", "rtn", "--bits", 4, "--out", out)[0] == 0
+    assert kvq("tune", "--model", out, "--out", own, *few)[0] == 0
+    assert kvq("serve", "--check", "--model", out, "--kv", own)[0] == 0
+    assert kvq("generate", "--model", out, "--kv", own, "--max-tokens", 4, "A cat")[0] == 0
+    assert kvq("tune", "--model", "tiny", "--out", other, *few)[0] == 0
+    status, said, _ = kvq("serve", "--check", "--model", out, "--kv", other)
+    assert status != 0
+    assert "was made for the unquantized model" in said
+    assert f"kvq tune {out}" in said
 
 
 @pytest.mark.parametrize(

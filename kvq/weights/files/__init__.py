@@ -17,6 +17,7 @@ from kvq.weights.files.scheme import LayerScheme, QuantizationScheme
 
 __all__ = [
     "FILE_FORMATS",
+    "TRANSFORMERS_NEEDS",
     "LayerScheme",
     "QuantizationScheme",
     "check_fits",
@@ -28,6 +29,11 @@ __all__ = [
 ]
 
 FILE_FORMATS = ("compressed-tensors", "autogptq", "autoawq")
+TRANSFORMERS_NEEDS = {  # packages beside transformers 5 itself, which names one after the other
+    "compressed-tensors": ("compressed-tensors",),
+    "autogptq": ("gptqmodel", "optimum", "accelerate"),
+    "autoawq": ("gptqmodel", "accelerate"),
+}
 _METHODS = ("compressed-tensors", "gptq", "awq")
 _PACK = {
     "compressed-tensors": compressed_tensors.pack_linear,
