@@ -3,8 +3,8 @@
     python tools/make_bench_model.py --out /tmp/bench-model
     python benchmarks/capacity.py --model /tmp/bench-model [--parts memory,users,scale,million,predicted]
 
-memory: weights, pools and the whole process, every format and several block sizes. users: as many requests as
-were planned, which none is preempted of, and 5% more. scale, million: how long 100,000 simulated requests
+memory: every term of weights, pools and the whole process, of models of several kinds. users: as many
+requests as were planned, which none is preempted of, and 5% more. scale, million: how long 100,000 simulated requests
 take, and how much memory a million. predicted: the costs of steps are measured on one load, 48 mixed
 requests that arrive at random, and once more all together; then five other loads are served, and simulated
 with the same requests, times of arrival and pools. Each part writes
@@ -12,6 +12,7 @@ benchmarks/results/capacity-<part>-cpu.json.
 """
 
 import argparse
+import json
 import resource
 import subprocess
 import sys
@@ -20,11 +21,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
+from tempfile import TemporaryDirectory
 from time import perf_counter
 from typing import Any
 
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
+from kvq import quantize
 from kvq.bench.engine_load import Load, LoadRequest
 from kvq.bench.engine_server import KvqServer, Limits
 from kvq.bench.step_costs import fit_costs
@@ -47,7 +51,7 @@ from kvq.scheduler import Priority
 
 FORMATS = ("fp32", "bf16", "fp8", "int8", "k8v4", "int4", "int2")
 BLOCK_SIZES = (8, 16, 64)  # tokens
-POOL_TOKENS = 20_480
+VERIFIED = "fp32,bf16,int8,int4"  # whose memory is planned
 CONTEXT, OUTPUT = 160, 64  # tokens of a user
 RESULTS = Path(__file__).resolve().parent / "results"
 SHEET = Gpu(name="this CPU", memory_gb=1.0, bandwidth_tb_s=1.0, usd_per_hour=1.0, tflops={"fp16": 10.0})
@@ -203,24 +207,36 @@ def _row(name: str, kv: str, found: list[dict[str, Any]], predicted: list[dict[s
 
 
 def memory(folder: str) -> list[dict[str, Any]]:
-    """A row for each format and block size."""
+    """A row for each model and format: every term, as `kvq plan --verify` finds it."""
     rows = []
-    for kv in FORMATS:
-        for block_size in BLOCK_SIZES:
-            with LLM(folder, kv, block_size=block_size, num_blocks=POOL_TOKENS // block_size) as llm:
-                lines = {line.name: line for line in llm.core.memory.lines}
-            whole = lines["in all"]
-            rows.append(
-                {
-                    "kv": kv,
-                    "block_size": block_size,
-                    **{f"{name}_planned_bytes": line.planned for name, line in lines.items()},
-                    **{f"{name}_found_bytes": line.found for name, line in lines.items()},
-                    "ratio": whole.found / whole.planned,
-                    "holds": lines["KV pool"].off == 0 and abs(whole.off) <= 0.03 * whole.planned,
-                }
-            )
+    with TemporaryDirectory() as scratch:
+        for name, options in verified_models(folder, Path(scratch)).items():
+            path = Path(scratch) / "verified.json"
+            command = ["plan", "--verify", "--kv", VERIFIED, *options, "--json", str(path)]
+            subprocess.run([sys.executable, "-m", "kvq", *command], check=False)
+            found = json.loads(path.read_text(encoding="utf-8"))["rows"]
+            rows += [{"model": name, **row} for row in found]
     return rows
+
+
+def verified_models(folder: str, scratch: Path) -> dict[str, list[str]]:
+    """What they are -> options of `kvq plan`: plain, quantized, with windows, with experts."""
+    quantize(folder, scratch / "int4", "rtn", bits=4)
+    pool = ["--kv-memory", "512MiB"]
+    found = {
+        "tiny": ["-m", "tiny", *pool],
+        "benchmark": ["-m", folder, *pool],
+        "benchmark, int4 files": ["-m", str(scratch / "int4"), *pool],
+        "benchmark, --weights int8": ["-m", folder, "--weights", "int8", *pool],
+    }
+    size = {"vocab_size": 8192, "hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 4}
+    size |= {"max_position_embeddings": 4096, "sliding_window": 512, "head_dim": 64}
+    experts = {"num_local_experts": 8}
+    for family, more in {"gemma2": {}, "gpt_oss": experts, "mistral": {}}.items():
+        config = AutoConfig.for_model(family, **size, **more)
+        AutoModelForCausalLM.from_config(config).save_pretrained(scratch / family)
+        found[f"{family}, windows of 512"] = ["-m", str(scratch / family), *pool]
+    return found
 
 
 def users(folder: str) -> list[dict[str, Any]]:
@@ -228,10 +244,12 @@ def users(folder: str) -> list[dict[str, Any]]:
     rows = []
     for kv in FORMATS:
         for block_size in BLOCK_SIZES:
-            engine = Engine(block_size=block_size, step_tokens=8192, sequences=64, runtime_bytes=0)
+            engine = Engine(
+                block_size=block_size, step_tokens=8192, sequences=64, runtime_bytes=0, memory_fraction=1.0
+            )
             large = _plan(folder, kv, 100.0, engine)
             each = large.users.bytes_per_request
-            other = sum(term.nbytes for term in large.terms[:-1])
+            other = sum(term.nbytes for term in large.terms if term.name not in ("KV pool", "left free"))
             fitting = _plan(folder, kv, (other + 24.5 * each) / 1e9, engine)
             options = {
                 "num_blocks": fitting.num_blocks[0],

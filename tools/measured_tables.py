@@ -275,19 +275,16 @@ def predictions_table(result: dict) -> str:
 
 
 def memory_table(result: dict) -> str:
-    """The table of planned memory against an engine's, the block sizes of a format together."""
-    lines = [
-        "| KV | pool, MB | planned in all, MB | found | off, blocks of each size |",
-        "|---|--:|--:|--:|---|",
-    ]
-    for rows in _by_format(result):
-        first = rows[0]
-        off = ", ".join(f"{row['ratio'] - 1:+.2%} ({row['block_size']})" for row in rows)
-        exact = all(row["KV pool_found_bytes"] == row["KV pool_planned_bytes"] for row in rows)
-        pool = f"{first['KV pool_found_bytes'] / 1e6:,.1f}" + ("" if exact else ", not as planned")
-        planned, found = (first[f"in all_{what}_bytes"] / 1e6 for what in ("planned", "found"))
-        lines.append(f"| `{first['kv']}` | {pool} | {planned:,.1f} | {found:,.1f} | {off} |")
-    return "\n".join(lines) + "\n" + _origin(result, "Pools are as planned to the byte. ")
+    """The table of planned memory against an engine's: every term, and the process."""
+    lines = ["| model | KV | terms, MB (off) | pool, MB (off) | process, MB (off) |", "|---|---|---|--:|--:|"]
+    for row in result["rows"]:
+        *terms, pool, whole = (
+            f"{term['found_bytes'] / 1e6:,.1f} ({term['off']:+.2%})" for term in row["terms"]
+        )
+        names = [term["name"] for term in row["terms"]]
+        told = ", ".join(f"{name} {term}" for name, term in zip(names, terms, strict=False))
+        lines.append(f"| {row['model']} | `{row['kv']}` | {told} | {pool} | {whole} |")
+    return "\n".join(lines) + "\n" + _origin(result, "")
 
 
 def users_table(result: dict) -> str:

@@ -17,6 +17,7 @@ from kvq.models.linear import has_own_products
 from kvq.models.prepared import PreparedModel
 
 _STORED = {"F32": "fp32", "BF16": "bf16", "F16": "fp16"}
+_SCALES = (".weight_scale", ".scales")  # how the names of scales end, in the formats that are read
 _HEAD = WeightFormat(code=WeightCode.INT8)
 _SAMPLE = 4096  # values of a tensor that are looked at
 _WIDENED = {"bf16": 0xFFFF, "fp16": 0x1FFF}  # bits of an fp32 number that such a one leaves empty
@@ -49,7 +50,13 @@ def held_by_engine(model: PreparedModel) -> HeldAs:
     is_own = model.device.type == "cpu" and has_own_products(model.dtype, model.backend)
     plain = _narrowest(model) if is_own else other
     stored = held_as(model.config).linear if model.is_quantized else plain
-    return HeldAs(linear=stored, other=other, head=plain)
+    return HeldAs(linear=stored, other=other, head=plain, scale_bytes=_scale_bytes(model))
+
+
+def _scale_bytes(model: PreparedModel) -> int:
+    """Of a stored scale, which kernels keep in its type."""
+    types = Counter(entry.dtype for entry in model.entries if entry.name.endswith(_SCALES))
+    return 4 if types and types.most_common(1)[0][0] == "F32" else 2
 
 
 def _narrowest(model: PreparedModel) -> str:

@@ -188,15 +188,17 @@ def test_every_term_of_models_with_windows_is_as_planned(kvq, tmp_path, family):
             assert term["planned_bytes"] == pytest.approx(term["found_bytes"], rel=0.01), name
 
 
-def test_every_term_of_quantized_weights_is_as_planned(kvq, tmp_path):
+@pytest.mark.parametrize(("dtype", "scale_bytes"), [("fp32", 4), ("bf16", 2)])
+def test_every_term_of_quantized_weights_is_as_planned(kvq, tmp_path, dtype, scale_bytes):
     path = tmp_path / "v.json"
-    library.quantize("tiny", tmp_path / "q", "rtn", bits=4, group_size=64)
+    library.quantize("tiny", tmp_path / "q", "rtn", bits=4, group_size=64, dtype=dtype)
     pool = ("--kv-memory", "256MiB")
     status, _, err = kvq("plan", "--model", tmp_path / "q", "--verify", "--kv", "int4", *pool, "--json", path)
     assert status == 0, err
     [row] = json.loads(path.read_text())["rows"]
     terms = {term["name"]: term for term in row["terms"][:-1]}
     assert terms["linear weights"]["found_bytes"] == 4_718_592 / 2, "half a byte a weight"
+    assert terms["weight scales"]["found_bytes"] == 4_718_592 / 64 * scale_bytes
     for name in ("linear weights", "weight scales", "embeddings, head, norms", "KV pool"):
         assert terms[name]["planned_bytes"] == pytest.approx(terms[name]["found_bytes"], rel=0.01), name
 

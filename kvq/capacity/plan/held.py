@@ -89,7 +89,8 @@ def held_as(config: Mapping[str, Any], weights: str = AUTO) -> HeldAs:
     """
     other = _DTYPES.get(str(config.get("dtype", config.get("torch_dtype"))).removeprefix("torch."), "bf16")
     if weights == AUTO:
-        return HeldAs(linear=_stored(config) or other, other=other)
+        scale_bytes = 4 if other == "fp32" and _has_groups(config) else 2
+        return HeldAs(linear=_stored(config) or other, other=other, scale_bytes=scale_bytes)
     if weights in _PLAIN_BYTES:
         return HeldAs(linear=weights, other=weights)
     if weights == _NF4:
@@ -100,6 +101,14 @@ def held_as(config: Mapping[str, Any], weights: str = AUTO) -> HeldAs:
         raise ConfigError(
             f"weights must be one of {', '.join(NAMES)}, got {weights!r}{nearest(weights, list(NAMES))}"
         ) from error
+
+
+def _has_groups(config: Mapping[str, Any]) -> bool:
+    """True for compressed-tensors, whose scales have the type of the rest; others' are 16-bit."""
+    return (
+        isinstance(config.get("quantization_config"), Mapping)
+        and "config_groups" in (config["quantization_config"])
+    )
 
 
 def _stored(config: Mapping[str, Any]) -> str | WeightFormat | None:

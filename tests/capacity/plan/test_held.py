@@ -40,6 +40,12 @@ def test_the_format_is_read_from_the_config(said: object, name: str, scales: int
         assert held.each_scale_bytes == scales
 
 
+def test_scales_have_the_type_of_the_rest_where_the_format_says_so() -> None:
+    groups = {"config_groups": {"group_0": {"weights": {"num_bits": 4, "type": "int", "group_size": 64}}}}
+    for dtype, said, each in (("float32", groups, 4), ("bfloat16", groups, 2), ("float32", INT4, 2)):
+        assert held_as({"dtype": dtype, "quantization_config": said}).each_scale_bytes == each
+
+
 @pytest.mark.parametrize(
     ("said", "name"),
     [
