@@ -4,10 +4,10 @@
     python benchmarks/capacity.py --model /tmp/bench-model [--parts memory,users,scale,million,predicted]
 
 memory: every term of weights, pools and the whole process, of models of several kinds. users: as many
-requests as were planned, which none is preempted of, and 5% more. scale, million: how long 100,000 simulated requests
-take, and how much memory a million. predicted: the costs of steps are measured on one load, 48 mixed
-requests that arrive at random, and once more all together; then five other loads are served, and simulated
-with the same requests, times of arrival and pools. Each part writes
+requests as were planned, which none is preempted of, and 5% more. scale, million: how long 100,000
+simulated requests take, and how much memory a million. predicted: the costs of steps are measured on one
+load, 48 mixed requests that arrive at random, and once more all together; then five other loads are served,
+and simulated with the same requests, times of arrival and pools. Each part writes
 benchmarks/results/capacity-<part>-cpu.json.
 """
 

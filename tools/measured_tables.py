@@ -284,7 +284,7 @@ def memory_table(result: dict) -> str:
         names = [term["name"] for term in row["terms"]]
         told = ", ".join(f"{name} {term}" for name, term in zip(names, terms, strict=False))
         lines.append(f"| {row['model']} | `{row['kv']}` | {told} | {pool} | {whole} |")
-    return "\n".join(lines) + "\n" + _origin(result, "")
+    return "\n".join(lines) + "\n" + _origin(result, "Benchmark: ")
 
 
 def users_table(result: dict) -> str:
