@@ -36,7 +36,7 @@ def table(result: dict) -> str:
     """Return the Markdown table of a result, with what it was measured on."""
     if "load" in result["rows"][0]:
         return predictions_table(result)
-    if "in all_found_bytes" in result["rows"][0]:
+    if "terms" in result["rows"][0]:
         return memory_table(result)
     if "preempted_of_5_percent_more" in result["rows"][0]:
         return users_table(result)
