@@ -1,6 +1,7 @@
 """`kvq run-batch`: a file of requests, answered into another."""
 
 import sys
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +12,7 @@ from kvq.commands.served import engine_of, engine_options, strict_option, tool_c
 from kvq.extras import SERVER, require
 
 if TYPE_CHECKING:
+    from kvq.models.resolve import ModelSource
     from kvq.server.batch.run import Summary
 
 
@@ -50,7 +52,7 @@ def command(
     """
     require("kvq run-batch", SERVER)
     from kvq.commands.loading import say_model
-    from kvq.commands.progress import progress_bar
+    from kvq.commands.progress import named_progress
     from kvq.server.batch.run import BatchConfig, run_batch
 
     config = BatchConfig(
@@ -65,8 +67,14 @@ def command(
         retry_failed=retry_failed,
         engine=engine_of(model_options, options),
     )
-    with progress_bar("answering") as progress:
-        summary = run_batch(config, progress, say_model)
+    with named_progress() as progress:
+        progress("starting the engine", 0, None)
+
+        def on_model(source: "ModelSource", digest: str) -> None:
+            say_model(source, digest)
+            progress("answering", 0, None)
+
+        summary = run_batch(config, partial(progress, "answering"), on_model)
     _print(summary, target, is_strict=strict_requests)
     if not summary.is_complete:
         click.echo("kvq: stopped; run the same command again to go on", err=True)

@@ -143,7 +143,7 @@ def test_bitsandbytes_writes_its_own_formats(kvq, model, tmp_path, method):
     assert status == 0, error
     config = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
     assert config["quant_method"] == "bitsandbytes"
-    assert "needs bitsandbytes" in said
+    assert "where bitsandbytes and accelerate are installed (pip install bitsandbytes accelerate)" in said
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 

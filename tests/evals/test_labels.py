@@ -146,6 +146,7 @@ def _plans() -> list[dict[str, Any]]:
     return [
         {
             **{"model": LONG, "gpu": gpu, "kv": kv, "context": 8192, "max_users": 9, "contiguous_users": 5},
+            **{"mixed_lengths": False, "slot_tokens": 8192},
             **{"terms": terms, "kv_bytes_per_token": 864, "tokens_per_s": 1e6, "ttft_ms": 1.0, "itl_ms": 2.0},
             "usd_per_million_tokens": 0.01,
             "users_by_context": [(2**n, 2 ** (30 - n)) for n in range(8, 28)],

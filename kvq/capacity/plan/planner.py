@@ -1,6 +1,7 @@
 """`kvq.plan`: a plan in one call."""
 
 import json
+import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ from kvq.capacity.plan.parameters import count_parameters
 from kvq.capacity.plan.plan import CapacityPlan, Engine, Target, make_plan
 from kvq.errors import ConfigError
 from kvq.geometry import parse_geometry
+
+_log = logging.getLogger("kvq")
 
 
 def plan(
@@ -91,7 +94,12 @@ def _config(model: str | Path) -> Mapping[str, Any]:
     if isinstance(model, str) and (
         model.lower() in known_models() or not Path(model, "config.json").is_file()
     ):
-        return find_model(model).config
+        found = find_model(model)
+        if Path(model).is_dir():
+            _log.warning(
+                "%r is a model of `kvq models`; for the folder of that name write ./%s", model, model
+            )
+        return found.config
     path = Path(model) / "config.json"
     try:
         config = json.loads(path.read_text(encoding="utf8"))
