@@ -80,10 +80,7 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'kvq' has no attribute {name!r}")
     import importlib
 
-    from kvq.waiting import short_spins
-
-    with short_spins():
-        return getattr(importlib.import_module(_HOMES[name]), name)
+    return getattr(importlib.import_module(_HOMES[name]), name)
 
 
 def __dir__() -> list[str]:

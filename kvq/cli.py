@@ -1,7 +1,6 @@
 """The `kvq` command. Commands are loaded when they are called, so that `--help` answers at once."""
 
 import importlib
-import os
 import sys
 from typing import Any
 
@@ -12,7 +11,6 @@ from kvq.commands import shells
 from kvq.commands.log_lines import show_warnings
 from kvq.errors import KVQError, nearest
 from kvq.version import __version__
-from kvq.waiting import waiting_environment
 
 # Command name -> (module below kvq.commands, its one-line help, shown without loading the module).
 _COMMANDS = {
@@ -93,7 +91,6 @@ def main(args: list[str] | None = None) -> Any:
     if sys.platform == "win32":
         click.echo(_WINDOWS, err=True)
         sys.exit(2)
-    os.environ.update(waiting_environment())
     show_warnings()
     shells.register()
     try:

@@ -24,6 +24,7 @@ from kvq.kernels.linear.spec import LINEAR_OPERATIONS, LinearSpec
 from kvq.kernels.merge_partials.cpu import merge_partials as cpu_merge_partials
 from kvq.kernels.merge_partials.reference import merge_partials
 from kvq.kernels.native.support import supports as cpu_supports
+from kvq.kernels.neighbours import watch_neighbours
 from kvq.kernels.spec import Device, KernelSpec, Support
 from kvq.kernels.write_kv.cpu import write_kv as cpu_write_kv
 from kvq.kernels.write_kv.reference import write_kv
@@ -125,6 +126,8 @@ def select(operation: str, spec: KernelSpec | LinearSpec, device: Device, backen
         UnsupportedKernel: nothing fits; the message lists every backend's reason.
     """
     check_backend(backend)
+    if device.type == "cpu":
+        watch_neighbours()
     reasons: list[tuple[str, str]] = []  # (backend, why not)
     missed = False  # a kernel made for this device can't run
     for name in BACKENDS if backend == "auto" else (backend,):

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from kvq.errors import ModelError, first_lines
+from kvq.kernels.neighbours import watch_neighbours
 from kvq.models.attention import NAME, register_attention
 
 _loading = threading.Lock()  # two loads at a time confuse transformers for good
@@ -46,7 +47,7 @@ def load_module(folder: Path, dtype: torch.dtype | str, *, attention: str = NAME
     """
     from transformers import AutoModelForCausalLM
 
-    register_attention()
+    _prepare_process()
     try:
         with _loading, _quiet():
             model, info = AutoModelForCausalLM.from_pretrained(
@@ -74,7 +75,7 @@ def load_module_from(
     """
     from transformers import AutoModelForCausalLM, GenerationConfig
 
-    register_attention()
+    _prepare_process()
     try:
         with _loading, _quiet():
             made = AutoModelForCausalLM._model_mapping[type(config)]
@@ -92,6 +93,11 @@ def load_module_from(
         raise ModelError(f"{folder} can't be loaded: {first_lines(error)}") from error
     _check_whole(folder, info)
     return model
+
+
+def _prepare_process() -> None:
+    register_attention()
+    watch_neighbours()
 
 
 def _check_whole(folder: Path, info: dict[str, Any]) -> None:

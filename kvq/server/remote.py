@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import itertools
 import logging
-import os
 import socket
 import subprocess
 import sys
@@ -35,7 +34,6 @@ from kvq.server.messages import (
     Submit,
 )
 from kvq.server.picture import Picture
-from kvq.waiting import waiting_environment
 
 _log = logging.getLogger("kvq")
 _RESTART_WINDOW_S = 600.0
@@ -301,7 +299,6 @@ class Remote:
                 [sys.executable, "-P", "-m", "kvq.server.worker", str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
-                env=os.environ | waiting_environment(),
             )
         reader, writer = await asyncio.open_connection(sock=ours)
         return _Process(popen, reader, writer)
