@@ -15,11 +15,17 @@ from kvq.errors import ConfigError
 from kvq.evals import EvalText, calibration_text, default_text, measure_perplexity
 from kvq.formats import KVRecipe
 from kvq.models import Model
-from kvq.models import load as load_model
+from kvq.models.model import load_prepared
+from kvq.models.prepared import find_scales, prepare
 
 
 def load(
-    path_or_name: str | Path, kv: str | KVRecipe = "auto", *, calibrate_on_load: bool = False, **options: Any
+    path_or_name: str | Path,
+    kv: str | KVRecipe = "auto",
+    *,
+    scales: str | Path | None = None,
+    calibrate_on_load: bool = False,
+    **options: Any,
 ) -> Model:
     """Load a model and choose its KV format; see `kvq.models.load` for the options.
 
@@ -30,16 +36,17 @@ def load(
         ModelError: missing, damaged or refused model.
         ConfigError: an option that can't be used as given, or a static format without scales.
     """
-    model = load_model(path_or_name, kv, **options)
-    scales = options.get("scales")
+    prepared = prepare(path_or_name, **options)
+    static = find_scales(prepared, scales)
+    recipe = prepared.recipe(kv, static)
     if scales is not None and calibrate_on_load:
         raise ConfigError(f"calibrate_on_load makes static scales and {scales} holds some; give one of them")
-    if (scales is not None or calibrate_on_load) and kv != "auto" and not model.recipe.is_static:
-        raise ConfigError(f"static scales were asked for, but {model.recipe.name} uses none; drop them")
-    if calibrate_on_load:
-        return with_fresh_scales(model)
-    model.check_scales()
-    return model
+    if (scales is not None or calibrate_on_load) and kv != "auto" and not recipe.is_static:
+        raise ConfigError(f"static scales were asked for, but {recipe.name} uses none; drop them")
+    if not calibrate_on_load:
+        prepared.check_scales(recipe)
+    model = load_prepared(prepared, recipe, static)
+    return with_fresh_scales(model) if calibrate_on_load else model
 
 
 def with_fresh_scales(model: Model, **options: Any) -> Model:

@@ -1,6 +1,7 @@
 """A chat partner in this process: the engine, with the model's own template."""
 
 import asyncio
+from dataclasses import replace
 
 from kvq.commands.chat_partner import Answered, ContextFull, Sampling, Show, Turn
 from kvq.commands.loading import check_for
@@ -26,11 +27,17 @@ class EnginePartner:
             ConfigError: it has no chat template, or options that can't be used as given.
             ModelError: missing, damaged or refused model.
         """
+        params = SamplingParams(
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            seed=sampling.seed,
+            max_tokens=sampling.max_tokens,
+        )
         checked = check_for(options, [kv])
         _check_template(checked.prepared)
         model = checked.load()
         self.name = checked.prepared.source.name
-        self._sampling = sampling
+        self._params = params
         self._engine = AsyncLLM(model, kv, max_num_seqs=1, kv_memory=kv_memory)
         self._tokenizer = model.tokenizer
         self._max_context = self._engine.core.max_context
@@ -46,7 +53,7 @@ class EnginePartner:
         """
         tokens = self._render(turns)
         room = self._max_context - len(tokens)
-        wanted = self._sampling.max_tokens
+        wanted = self._params.max_tokens
         if room < min(wanted or _LEAST_ROOM, self._max_context // 4):
             raise ContextFull(f"{len(tokens):,} of {self._max_context:,} tokens are taken")
         max_tokens = None if wanted is None else min(wanted, room)
@@ -69,10 +76,7 @@ class EnginePartner:
 
     async def _stream(self, tokens: list[int], max_tokens: int | None, show: Show) -> RequestOutput:
         """The runner turns Ctrl-C into a cancellation of this, and the stream's end into the request's."""
-        sampling = self._sampling
-        params = SamplingParams(
-            temperature=sampling.temperature, top_p=sampling.top_p, seed=sampling.seed, max_tokens=max_tokens
-        )
+        params = replace(self._params, max_tokens=max_tokens)
         output: RequestOutput | None = None
         async for piece in self._engine.stream(tokens, params):
             show(piece.text)

@@ -35,19 +35,24 @@ def command(
     **sampling: Any,
 ) -> None:
     """Go on from PROMPT, streamed to standard output."""
-    from kvq.commands.loading import load_for
+    from kvq.commands.loading import check_for
     from kvq.engine import LLM, SamplingParams, StructuredOutput
-    from kvq.models.unicode import check_unicode
+    from kvq.engine.core import prompt_tokens
+    from kvq.engine.grammar.compiler import check_structured
+    from kvq.scheduler.fit import check_room
 
     structured = None
     if json_schema is not None or regex is not None:
         structured = StructuredOutput(json_schema=json_schema, regex=regex)
+        check_structured(structured)
     params = SamplingParams(structured=structured, **sampling)
-    check_unicode(prompt, "the prompt")
-    model = load_for(model_options, kv)
-    length = len(model.tokenizer(prompt)["input_ids"]) + (params.max_tokens or 0)
-    with LLM(model, kv[0], max_num_seqs=1, max_context=max(1, length)) as llm:
-        pieces = llm.stream(prompt, params)  # refuses what it can't serve before anything is shown
+    checked = check_for(model_options, kv)
+    known = checked.prepared
+    length = len(prompt_tokens(prompt, known.tokenizer, known.geometry.vocab_size))
+    room = check_room(length, params.max_tokens, known.max_context)
+    model = checked.load()
+    with LLM(model, kv[0], max_num_seqs=1, max_context=length + (params.max_tokens or room)) as llm:
+        pieces = llm.stream(prompt, params)
         shown = prompt
         for piece in pieces:
             click.echo(shown + piece.text, nl=False)

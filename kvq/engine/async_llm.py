@@ -9,9 +9,10 @@ from pathlib import Path
 from time import sleep
 from typing import Any, Self
 
+from kvq.engine.build import build
 from kvq.engine.core import EngineCore, StepSubscriber
 from kvq.engine.job import Job
-from kvq.engine.llm import Params, Prompt, as_params, as_priority, build
+from kvq.engine.llm import Params, Prompt, as_params, as_priority
 from kvq.engine.outputs import Piece, RequestOutput
 from kvq.engine.stats import StepStats
 from kvq.engine.watchdog import Watchdog

@@ -120,7 +120,7 @@ class EngineCore:
             if not isinstance(value, str):
                 raise RequestError(f"{name} must be a text, got {value!r}")
         text = prompt if isinstance(prompt, str) else None
-        tokens = self._tokens(prompt)
+        tokens = prompt_tokens(prompt, self.model.tokenizer, self.model.geometry.vocab_size)
         check_params(params, self.model.geometry.vocab_size)
         start = params.prompt_logprobs_start
         if start and (params.prompt_logprobs is None or start >= len(tokens)):
@@ -475,23 +475,6 @@ class EngineCore:
             self._linear.close()
             self._linear = None
 
-    def _tokens(self, prompt: str | Sequence[int]) -> "array[int]":
-        """The prompt's token ids, checked."""
-        if isinstance(prompt, str):
-            check_unicode(prompt, "the prompt")
-            tokens = token_array(self.model.tokenizer(prompt, return_attention_mask=False)["input_ids"])
-        else:
-            tokens = token_array(prompt)
-        if not tokens:
-            raise RequestError("the prompt is empty; give some text to go on from")
-        vocab = self.model.geometry.vocab_size
-        if max(tokens) >= vocab:
-            raise RequestError(
-                f"token id {max(tokens)} is outside the vocabulary of 0 to {vocab - 1}; "
-                f"if a tokenizer made it, it is not this model's"
-            )
-        return tokens
-
     def _prompt_logprob_limits(self, params: SamplingParams, num_tokens: int) -> dict[str, Any]:
         """What a request must compute of its prompt, and in which pieces, for its log-probabilities."""
         if params.prompt_logprobs is None:
@@ -503,6 +486,27 @@ class EngineCore:
             "max_reuse": reused,
             "max_chunk": rows if num_tokens - reused > rows else None,
         }
+
+
+def prompt_tokens(prompt: str | Sequence[int], tokenizer: Any, vocab_size: int) -> "array[int]":
+    """The token ids of a prompt that is text or ids.
+
+    Raises:
+        RequestError: it is empty, not Unicode, or beyond the vocabulary.
+    """
+    if isinstance(prompt, str):
+        check_unicode(prompt, "the prompt")
+        tokens = token_array(tokenizer(prompt, return_attention_mask=False)["input_ids"])
+    else:
+        tokens = token_array(prompt)
+    if not tokens:
+        raise RequestError("the prompt is empty; give some text to go on from")
+    if max(tokens) >= vocab_size:
+        raise RequestError(
+            f"token id {max(tokens)} is outside the vocabulary of 0 to {vocab_size - 1}; "
+            f"if a tokenizer made it, it is not this model's"
+        )
+    return tokens
 
 
 def _id(token: Token | None) -> int | None:

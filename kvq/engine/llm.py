@@ -2,20 +2,19 @@
 
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import fields
 from pathlib import Path
 from time import sleep
 from typing import Any, Self, cast
 
-from kvq.engine.config import EngineConfig
+from kvq.engine.build import build
 from kvq.engine.core import EngineCore, StepSubscriber
 from kvq.engine.job import Job
 from kvq.engine.outputs import Piece, RequestOutput
 from kvq.engine.params import SamplingParams, sampling_params
 from kvq.engine.watchdog import Watchdog
-from kvq.errors import ConfigError, RequestError, nearest
+from kvq.errors import RequestError
 from kvq.formats import KVRecipe
-from kvq.models import Model, load
+from kvq.models import Model
 from kvq.models.resolve import ModelSource
 from kvq.scheduler import Priority
 
@@ -177,47 +176,6 @@ class _Keeper:
             if self._progress is not None:
                 done = sum(output is not None for output in self._outputs)
                 self._progress(done, len(self._outputs))
-
-
-def build(
-    model: str | Path | ModelSource | Model, kv: str | KVRecipe, options: dict[str, Any]
-) -> tuple[Model, EngineConfig]:
-    """Load a model and sort options into those of the engine and those of `load`.
-
-    Raises:
-        ConfigError: an unknown option, or options of `load` for a loaded model.
-    """
-    names = {f.name for f in fields(EngineConfig)}
-    engine = {name: value for name, value in options.items() if name in names}
-    rest = {name: value for name, value in options.items() if name not in names}
-    if isinstance(model, Model):
-        if rest:
-            raise ConfigError(
-                f"unknown option {min(rest)!r}{nearest(min(rest), sorted(names)) or ';'} an engine over a "
-                f"loaded model takes {sorted(names)}"
-            )
-        return model if kv == "auto" else model.with_kv(kv), EngineConfig(**engine)
-    known = {*names, *_LOAD_OPTIONS}
-    for name in rest:
-        if name not in known:
-            raise ConfigError(
-                f"unknown option {name!r}{nearest(name, sorted(known)) or ';'} known: {sorted(known)}"
-            )
-    config = EngineConfig(**engine)
-    return load(model, kv, max_context=config.max_context, **rest), config
-
-
-_LOAD_OPTIONS = (
-    "device",
-    "dtype",
-    "weights",
-    "block_size",
-    "order",
-    "backend",
-    "scales",
-    "revision",
-    "token",
-)
 
 
 def as_priority(priority: str | Priority) -> Priority:

@@ -54,19 +54,29 @@ def most_blocks(
     return blocks
 
 
+def check_room(prompt_length: int, max_tokens: int | None, max_context: int) -> int:
+    """How many tokens a context leaves after a prompt.
+
+    Raises:
+        RequestError: fewer than are asked for, or none.
+    """
+    room = max_context - prompt_length
+    if room < (max_tokens or 1):
+        raise RequestError(
+            f"{prompt_length} prompt tokens and max_tokens={max_tokens} are more than the context of "
+            f"{max_context} tokens; shorten one of them"
+        )
+    return room
+
+
 def resolve_max_tokens(request: Request, shape: PoolShape, config: SchedulerConfig) -> int:
     """How many tokens a request may generate; for None as many as context and pool allow.
 
     Raises:
         RequestError: it can never fit, with the numbers.
     """
-    room = config.max_context - request.prompt_length
     asked = request.max_tokens
-    if room < (asked or 1):
-        raise RequestError(
-            f"{request.prompt_length} prompt tokens and max_tokens={asked} are more than the context of "
-            f"{config.max_context} tokens; shorten one of them"
-        )
+    room = check_room(request.prompt_length, asked, config.max_context)
     if request.num_branches > config.max_num_seqs:
         raise RequestError(
             f"the request asks for {request.num_branches} sequences side by side, the engine runs at most "

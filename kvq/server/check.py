@@ -2,14 +2,14 @@
 
 import socket
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 from kvq.cache.memory import available_bytes
-from kvq.engine.config import EngineConfig, parse_bytes
+from kvq.engine.build import CheckedEngine, check_engine
+from kvq.engine.config import parse_bytes
 from kvq.engine.memory import pool_blocks
-from kvq.errors import ConfigError, KVQError
-from kvq.layout import KVLayout
-from kvq.models.prepared import PreparedModel, find_scales, prepare
+from kvq.errors import ConfigError, KVQError, OutOfMemory
+from kvq.models.prepared import PreparedModel
 from kvq.models.skeleton import build_skeleton
 from kvq.server.config import LOCAL, ServerConfig
 from kvq.server.tools.calling import ToolCalling
@@ -40,16 +40,24 @@ class _Facts:
     """What the files and the options say."""
 
     config: ServerConfig
-    engine: EngineConfig
-    model: PreparedModel
-    layout: KVLayout
-    weight_bytes: int
-    activation_bytes: int  # estimated
+    engine: CheckedEngine
 
     @property
-    def max_context(self) -> int:
-        """Tokens."""
-        return self.model.max_context
+    def model(self) -> PreparedModel:
+        """Its files, and what they are loaded as."""
+        return self.engine.model
+
+    @property
+    def weight_bytes(self) -> int:
+        """As they are held."""
+        model = self.model
+        return model.stored_bytes if model.is_quantized else model.dtype.itemsize * model.stored_values
+
+    @property
+    def activation_bytes(self) -> int:
+        """Of the largest step, estimated."""
+        values = self.engine.config.max_num_batched_tokens * self.model.geometry.hidden_size
+        return values * _LIVE_FLOATS * self.model.dtype.itemsize
 
 
 def check_config(config: ServerConfig) -> list[Finding]:
@@ -58,7 +66,8 @@ def check_config(config: ServerConfig) -> list[Finding]:
     try:
         facts = _facts(config)
     except KVQError as error:
-        return [*findings, Finding(level="error", text=f"model: {error}")]
+        what = "memory" if isinstance(error, OutOfMemory) else "model"
+        return [*findings, Finding(level="error", text=f"{what}: {error}")]
     for check in (_model, _memory, _prefill, _template):
         findings += check(facts)
     return findings
@@ -85,26 +94,11 @@ def _facts(config: ServerConfig) -> _Facts:
     Raises:
         KVQError: it would be refused.
     """
-    options = dict(config.engine)
-    names = {field.name for field in fields(EngineConfig)}
-    engine = EngineConfig(**{name: options.pop(name) for name in names & options.keys()})
-    scales = options.pop("scales", None)
-    model = prepare(config.model, max_context=engine.max_context, **options)
-    recipe = model.recipe(config.kv, find_scales(model, scales))
-    model.check_scales(recipe)
-    model.check_kernels(recipe)
-    verify_manifest(model.folder)
-    build_skeleton(model)
-    ToolCalling.of(model.tokenizer, config.tool_call_parser)
-    size = model.dtype.itemsize
-    return _Facts(
-        config=config,
-        engine=engine,
-        model=model,
-        layout=model.layout(recipe),
-        weight_bytes=model.stored_bytes if model.is_quantized else size * model.stored_values,
-        activation_bytes=engine.max_num_batched_tokens * model.geometry.hidden_size * _LIVE_FLOATS * size,
-    )
+    engine = check_engine(config.model, config.kv, config.engine)
+    verify_manifest(engine.model.folder)
+    build_skeleton(engine.model)
+    ToolCalling.of(engine.model.tokenizer, config.tool_call_parser)
+    return _Facts(config=config, engine=engine)
 
 
 def _model(facts: _Facts) -> Iterator[Finding]:
@@ -117,7 +111,7 @@ def _model(facts: _Facts) -> Iterator[Finding]:
 
 
 def _memory(facts: _Facts) -> Iterator[Finding]:
-    engine, layout, context = facts.engine, facts.layout, facts.max_context
+    engine, layout, context = facts.engine.config, facts.engine.layout, facts.model.max_context
     free = available_bytes(facts.model.device)
     needed = facts.weight_bytes + facts.activation_bytes
     if free is not None and needed > free:
@@ -163,7 +157,8 @@ def _memory(facts: _Facts) -> Iterator[Finding]:
 
 
 def _prefill(facts: _Facts) -> Iterator[Finding]:
-    budget, rows = facts.engine.max_num_batched_tokens, facts.engine.max_num_seqs
+    engine = facts.engine.config
+    budget, rows = engine.max_num_batched_tokens, engine.max_num_seqs
     if budget < rows:
         yield Finding(
             level="warning",
@@ -176,7 +171,7 @@ def _prefill(facts: _Facts) -> Iterator[Finding]:
             f"raise --max-num-batched-tokens to {rows + 512}",
         )
     else:
-        steps = -(-facts.max_context // budget)
+        steps = -(-facts.model.max_context // budget)
         yield Finding(level="ok", text=f"prefill: a prompt of full context takes {steps} steps at least")
 
 

@@ -13,9 +13,9 @@ from time import perf_counter, sleep
 import msgspec
 
 from kvq.engine import Piece
+from kvq.engine.build import build
 from kvq.engine.core import EngineCore
 from kvq.engine.job import Job
-from kvq.engine.llm import build
 from kvq.engine.watchdog import Watchdog
 from kvq.errors import EngineError, KVQError, Overloaded, RequestError
 from kvq.layout import GroupLayout

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
+from llguidance import LLMatcher, LLTokenizer
+
 from kvq.engine.grammar.limits import GrammarLimits
 from kvq.engine.grammar.matcher import Grammar
 from kvq.engine.grammar.process import CompileProcess
@@ -15,6 +17,12 @@ from kvq.engine.grammar.vocabulary import read_vocabulary
 from kvq.engine.grammar.worker import compile_grammar
 from kvq.engine.params import StructuredOutput
 from kvq.errors import Overloaded, RequestError, first_lines
+
+
+def check_structured(spec: StructuredOutput) -> None:
+    """Raise RequestError if a spec's grammar is bad, too deep or too large; needs no model."""
+    limits = GrammarLimits()
+    _compile(LLTokenizer("byte"), grammar_text(spec, limits), limits)
 
 
 class GrammarCompiler:
@@ -81,11 +89,7 @@ class GrammarCompiler:
         text = grammar_text(spec, self.limits)
         if not self._is_sound(text):
             self._try_in_child(text)
-        try:
-            start = compile_grammar(self._vocabulary.tokenizer, text, self.limits.parser)
-        except ValueError as error:
-            raise RequestError(f"structured output: {first_lines(error)}") from error
-        return Grammar(self._vocabulary, start)
+        return Grammar(self._vocabulary, _compile(self._vocabulary.tokenizer, text, self.limits))
 
     def _is_sound(self, text: str) -> bool:
         with self._lock:
@@ -104,3 +108,10 @@ class GrammarCompiler:
             self._sound[text] = None
             if len(self._sound) > self.limits.max_cached:
                 self._sound.popitem(last=False)
+
+
+def _compile(tokenizer: LLTokenizer, text: str, limits: GrammarLimits) -> LLMatcher:
+    try:
+        return compile_grammar(tokenizer, text, limits.parser)
+    except ValueError as error:
+        raise RequestError(f"structured output: {first_lines(error)}") from error

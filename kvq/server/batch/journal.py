@@ -33,6 +33,7 @@ class Journal:
         """
         self.num_failed = 0
         self._path = check_writable(path)
+        self._is_new = not path.exists()
         self._ids: dict[bytes, int] = {}
         self._numbers: set[int] = set()  # of finished lines without custom_id
         self._file = _open_locked(self._path)
@@ -84,7 +85,10 @@ class Journal:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Close; a file that was made for a run that answered nothing is gone again."""
+        if kind is not None and self._is_new and not os.fstat(self._file.fileno()).st_size:
+            self._path.unlink(missing_ok=True)
         self.close()
 
     def _read(self, *, forget_passing: bool) -> tuple[int, int]:

@@ -1,0 +1,109 @@
+"""From a model and options to what an engine runs on, all that needs no weights checked first."""
+
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from kvq.engine.config import EngineConfig
+from kvq.engine.memory import planned_blocks
+from kvq.errors import ConfigError, nearest
+from kvq.formats import KVRecipe, StaticScales
+from kvq.layout import KVLayout
+from kvq.models import Model
+from kvq.models.model import load_prepared
+from kvq.models.prepared import PreparedModel, find_scales, prepare
+from kvq.models.resolve import ModelSource
+
+_ENGINE_OPTIONS = tuple(field.name for field in fields(EngineConfig))
+_LOAD_OPTIONS = (
+    "device",
+    "dtype",
+    "weights",
+    "block_size",
+    "order",
+    "backend",
+    "scales",
+    "revision",
+    "token",
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CheckedEngine:
+    """An engine that can be built, but for its weights. Made by `check_engine`."""
+
+    model: PreparedModel
+    recipe: KVRecipe
+    scales: StaticScales | None
+    config: EngineConfig
+
+    @property
+    def layout(self) -> KVLayout:
+        """Of the recipe's blocks."""
+        return self.model.layout(self.recipe)
+
+    def load(self) -> Model:
+        """Load the weights.
+
+        Raises:
+            ModelError: damaged weights, or a model that would be run wrongly.
+        """
+        return load_prepared(self.model, self.recipe, self.scales)
+
+
+def check_engine(
+    model: str | Path | ModelSource, kv: str | KVRecipe, options: dict[str, Any]
+) -> CheckedEngine:
+    """Check what an engine would be built from; options are those of `EngineConfig` and of `kvq.load`.
+
+    Raises:
+        ModelError: missing, damaged or refused model.
+        ConfigError: an unknown option, one out of range, or formats and scales that can't be used.
+        UnsupportedKernel: no kernel runs the formats here.
+        OutOfMemory: not one block fits into `kv_memory`.
+    """
+    known = {*_ENGINE_OPTIONS, *_LOAD_OPTIONS}
+    for name in options:
+        if name not in known:
+            raise ConfigError(
+                f"unknown option {name!r}{nearest(name, sorted(known)) or ';'} known: {sorted(known)}"
+            )
+    config = EngineConfig(**{name: value for name, value in options.items() if name in _ENGINE_OPTIONS})
+    rest = {name: value for name, value in options.items() if name not in _ENGINE_OPTIONS}
+    path = rest.pop("scales", None)
+    prepared = prepare(model, max_context=config.max_context, **rest)
+    scales = find_scales(prepared, path)
+    recipe = prepared.recipe(kv, scales)
+    prepared.check_scales(recipe)
+    prepared.check_kernels(recipe)
+    planned_blocks(
+        prepared.layout(recipe),
+        config,
+        on_gpu=prepared.device.type == "cuda",
+        max_context=prepared.max_context,
+        free_bytes=None,
+        activation_bytes=0,
+    )
+    return CheckedEngine(model=prepared, recipe=recipe, scales=scales, config=config)
+
+
+def build(
+    model: str | Path | ModelSource | Model, kv: str | KVRecipe, options: dict[str, Any]
+) -> tuple[Model, EngineConfig]:
+    """Load a model, unless it is loaded, and make the engine's configuration.
+
+    Raises:
+        ModelError: missing, damaged or refused model.
+        ConfigError: an option that can't be used, or options of `load` for a loaded model.
+        UnsupportedKernel: no kernel runs the formats here.
+        OutOfMemory: not one block fits into `kv_memory`.
+    """
+    if not isinstance(model, Model):
+        checked = check_engine(model, kv, options)
+        return checked.load(), checked.config
+    for name in sorted(options.keys() - {*_ENGINE_OPTIONS}):
+        raise ConfigError(
+            f"unknown option {name!r}{nearest(name, sorted(_ENGINE_OPTIONS)) or ';'} an engine over a "
+            f"loaded model takes {sorted(_ENGINE_OPTIONS)}"
+        )
+    return model if kv == "auto" else model.with_kv(kv), EngineConfig(**options)
