@@ -131,9 +131,11 @@ def _plan(
     from kvq.bench.engine_load import Load
     from kvq.bench.engine_server import Limits
     from kvq.capacity.draws import parse_lengths
+    from kvq.engine.build import check_cache
     from kvq.engine.llm import as_priority
     from kvq.errors import ConfigError
 
+    check_cache(model)
     if concurrency is not None and rate != "inf":
         raise ConfigError("--rate and --concurrency both say when requests come; give one of them")
     try:

@@ -7,6 +7,7 @@ from kvq.commands.chat_partner import Answered, ContextFull, Sampling, Show, Tur
 from kvq.commands.loading import check_for
 from kvq.commands.options import ModelOptions
 from kvq.engine import AsyncLLM, SamplingParams
+from kvq.engine.build import check_cache
 from kvq.engine.outputs import RequestOutput
 from kvq.errors import ConfigError, RequestError, first_lines
 from kvq.models.prepared import PreparedModel
@@ -34,6 +35,7 @@ class EnginePartner:
             max_tokens=sampling.max_tokens,
         )
         checked = check_for(options, [kv])
+        check_cache(checked.prepared)
         _check_template(checked.prepared)
         model = checked.load()
         self.name = checked.prepared.source.name

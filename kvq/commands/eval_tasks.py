@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
+from kvq.engine.build import check_cache
 from kvq.engine.config import parse_bytes
 from kvq.errors import ConfigError, nearest
 from kvq.evals import EvalText, metrics
@@ -174,6 +175,7 @@ def _load_lm_eval(plan: EvalPlan, names: list[str]) -> list[Any]:
     from kvq.evals.lm_eval_loading import load_tasks
     from kvq.evals.lm_eval_tasks import LMEvalPlan
 
+    check_cache(plan.prepared)
     given = LMEvalPlan(**plan.lm_eval)
     parse_bytes(plan.kv_memory or 0, "kv_memory")
     if given.apply_chat_template and not plan.prepared.tokenizer.chat_template:

@@ -37,6 +37,7 @@ def command(
     """Go on from PROMPT, streamed to standard output."""
     from kvq.commands.loading import check_for
     from kvq.engine import LLM, SamplingParams, StructuredOutput
+    from kvq.engine.build import check_cache
     from kvq.engine.core import prompt_tokens
     from kvq.engine.grammar.compiler import check_structured
     from kvq.scheduler.fit import check_room
@@ -48,6 +49,7 @@ def command(
     params = SamplingParams(structured=structured, **sampling)
     checked = check_for(model_options, kv)
     known = checked.prepared
+    check_cache(known)
     length = len(prompt_tokens(prompt, known.tokenizer, known.geometry.vocab_size))
     room = check_room(length, params.max_tokens, known.max_context)
     model = checked.load()

@@ -66,6 +66,5 @@ def engine_of(model_options: ModelOptions, options: dict[str, Any]) -> dict[str,
         name = click.get_current_context().info_name
         raise ConfigError(f"kvq {name} takes scales from --scales; make them with kvq calibrate")
     load = model_options.load_options() | {"scales": model_options.scales}
-    load.pop("cache")
     slos = {"itl_slo_s": options.pop("itl_slo"), "ttft_slo_s": options.pop("ttft_slo")}
     return {name: value for name, value in (load | options | slos).items() if value is not None}

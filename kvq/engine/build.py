@@ -22,6 +22,7 @@ _LOAD_OPTIONS = (
     "block_size",
     "order",
     "backend",
+    "cache",
     "scales",
     "revision",
     "token",
@@ -51,6 +52,12 @@ class CheckedEngine:
         return load_prepared(self.model, self.recipe, self.scales)
 
 
+def check_cache(model: PreparedModel) -> None:
+    """Raise ConfigError if a model is to run over another cache than an engine can."""
+    if model.cache != "kvq":
+        raise ConfigError(f"the engine runs over kvq's own cache, not {model.cache!r}; leave cache out")
+
+
 def check_engine(
     model: str | Path | ModelSource, kv: str | KVRecipe, options: dict[str, Any]
 ) -> CheckedEngine:
@@ -72,6 +79,7 @@ def check_engine(
     rest = {name: value for name, value in options.items() if name not in _ENGINE_OPTIONS}
     path = rest.pop("scales", None)
     prepared = prepare(model, max_context=config.max_context, **rest)
+    check_cache(prepared)
     scales = find_scales(prepared, path)
     recipe = prepared.recipe(kv, scales)
     prepared.check_scales(recipe)

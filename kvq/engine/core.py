@@ -13,6 +13,7 @@ from typing import Any
 from kvq.blockmgr.prefix import token_array
 from kvq.cache.memory import held_bytes
 from kvq.engine.beam import BeamSearch
+from kvq.engine.build import check_cache
 from kvq.engine.choose import Choices, Chooser, Token, describe
 from kvq.engine.config import EngineConfig
 from kvq.engine.grammar import Grammar, GrammarCompiler
@@ -27,7 +28,7 @@ from kvq.engine.reconcile import reconcile
 from kvq.engine.runner import StepOutput
 from kvq.engine.sampling import Sampler, TokenLogprobs, check_params
 from kvq.engine.stats import StepStats
-from kvq.errors import ConfigError, EngineError, KVQError, RequestError
+from kvq.errors import EngineError, KVQError, RequestError
 from kvq.models import Model
 from kvq.models.unicode import check_unicode
 from kvq.scheduler import (
@@ -54,8 +55,7 @@ class EngineCore:
             ConfigError: an option out of range, or static scales missing.
             OutOfMemory: the pools don't fit.
         """
-        if model.cache != "kvq":
-            raise ConfigError(f"the engine runs over kvq's own cache, not {model.cache!r}; leave cache out")
+        check_cache(model.prepared)
         model.check_scales()
         before = held_bytes(model.weights.device)
         self.model = model

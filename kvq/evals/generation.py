@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvq.engine import LLM, SamplingParams
+from kvq.engine.build import check_cache
 from kvq.errors import RequestError
 from kvq.evals.bootstrap import Bootstrap, Interval, share_interval
 from kvq.evals.divergence import Keep, with_baseline
@@ -60,8 +61,10 @@ def cut_prompts(model: PreparedModel, text: str, plan: GenerationPlan) -> list[l
     """Pieces of a text as token ids, evenly over it; fewer than asked for from a short text.
 
     Raises:
+        ConfigError: a cache backend that the engine doesn't run over.
         RequestError: a text shorter than a prompt, or prompts that leave no room to go on.
     """
+    check_cache(model)
     longest = plan.prompt_tokens + plan.new_tokens
     if longest > model.max_context:
         raise RequestError(

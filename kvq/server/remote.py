@@ -267,7 +267,10 @@ class Remote:
         if not isinstance(first, Ready):
             return
         if self.info is not None and first.model_digest != self.info.model_digest:
-            reason = "the model's files changed while they were served; start the server again"
+            reason = (
+                f"the model's files changed while they were served, from digest {self.info.model_digest} "
+                f"to {first.model_digest}; start the server again"
+            )
             self._fail(reason)
             raise ConfigError(reason)
         self.info = first

@@ -81,6 +81,13 @@ def test_formats_that_do_not_fit_the_heads(ask, command):
     assert DAMAGED not in said
 
 
+@pytest.mark.parametrize("command", ["generate", "chat", "serve", "run-batch", "bench engine"])
+def test_a_cache_that_the_engine_does_not_run_over(ask, command):
+    said = ask(command, "--kv", "bf16", "--cache", "dense")
+    assert "the engine runs over kvq's own cache, not 'dense'" in said
+    assert DAMAGED not in said
+
+
 @pytest.mark.parametrize("command", SEVERAL)
 def test_beside_formats_that_fit_those_that_do_not_are_left_out(ask, command):
     said = ask(command, "--kv", "int4_g128,int8")

@@ -4,10 +4,12 @@ import io
 import json
 import logging
 import os
+import re
 import shutil
 import sys
 from pathlib import Path
 
+import openai
 import pytest
 
 import kvq as library
@@ -15,6 +17,7 @@ from kvq.capacity.plan.known import known_models
 from kvq.errors import ConfigError, ModelError
 from kvq.models.resolve import EMBEDDED, resolve_model
 from tests.helpers_models import save_model
+from tests.server.kit import Server
 
 LAYERS = 3  # of the other model; the embedded one has 6
 _SIZE = {"vocab_size": 4096, "hidden_size": 64, "intermediate_size": 80, "max_position_embeddings": 512}
@@ -78,6 +81,17 @@ def test_every_command_runs_the_model_that_was_asked_for(kvq, other, monkeypatch
     else:
         assert "the embedded model" not in said
         assert str(other) in said or f"{LAYERS} layers" in said
+
+
+def test_a_server_runs_the_folder_and_says_which(other):
+    with Server(model="./tiny") as server:
+        assert f"source={other}" in server.log.replace('"', "")
+        assert re.search(r"digest=[0-9a-f]{32}\b", server.log)
+        client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none")
+        answer = client.completions.create(model="tiny", prompt="A cat", max_tokens=8, temperature=0)
+    with library.LLM(other) as llm:
+        wanted = llm.generate("A cat", library.SamplingParams(max_tokens=8))[0].outputs[0].text
+    assert answer.choices[0].text == wanted
 
 
 def test_plans_count_the_folder_and_not_the_name(kvq, other, tmp_path):

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -16,6 +17,7 @@ import pytest
 import kvq
 from kvq.engine import SamplingParams
 from kvq.errors import ConfigError, EngineError
+from kvq.models.checkpoint import content_digest
 from kvq.models.resolve import EMBEDDED
 from kvq.server import worker
 from kvq.server.frames import MAX_FRAME, encode, from_engine, to_engine
@@ -156,6 +158,32 @@ def test_an_engine_that_cannot_be_built_says_why_once_and_is_not_tried_again(cap
     asyncio.run(run())
     assert [record for record in caplog.records if record.name == "kvq"] == []
     assert [record for record in caplog.records if record.name == "kvq"] == []
+
+
+def test_an_engine_is_not_started_again_on_files_that_changed(tmp_path):
+    folder = tmp_path / "model"
+    shutil.copytree(TINY, folder, ignore=shutil.ignore_patterns("kvq.json"))
+
+    async def run():
+        reasons = []
+        start = Start(folder=str(folder), kv="int4", options=OPTIONS)
+        remote = Remote(start, watch=PATIENT, on_failed=reasons.append)
+        before = (await remote.start()).model_digest
+        weights = folder / "model.safetensors"
+        stored = bytearray(weights.read_bytes())
+        stored[-1] ^= 0x80  # the sign of a weight
+        weights.write_bytes(stored)
+        os.kill(remote.pid, signal.SIGKILL)
+        await wait_for_async(lambda: remote.state is State.FAILED, "the engine to be given up")
+        await remote.close()
+        now = content_digest([weights])
+        assert before != now
+        assert reasons == [
+            f"the model's files changed while they were served, from digest {before} to {now}; "
+            f"start the server again"
+        ]
+
+    asyncio.run(run())
 
 
 @pytest.fixture
