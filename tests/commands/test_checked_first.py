@@ -24,7 +24,7 @@ COMMANDS = {
     "bench engine": ("--model", "M", "--requests", 1, "--input-len", 8, "--output-len", 2, "--repeats", 1),
 }
 LOADS = [name for name in COMMANDS if name != "serve"]  # --check reads no weights
-KV = [name for name in COMMANDS if name not in ("tune", "quantize")]
+KV = [name for name in COMMANDS if name not in ("tune", "quantize", "run-batch")]  # a batch takes a process
 SEVERAL = ["perplexity", "eval", "bench engine"]  # formats at once
 
 
@@ -81,7 +81,7 @@ def test_formats_that_do_not_fit_the_heads(ask, command):
     assert DAMAGED not in said
 
 
-@pytest.mark.parametrize("command", ["generate", "chat", "serve", "run-batch", "bench engine"])
+@pytest.mark.parametrize("command", ["generate", "chat", "serve", "bench engine"])
 def test_a_cache_that_the_engine_does_not_run_over(ask, command):
     said = ask(command, "--kv", "bf16", "--cache", "dense")
     assert "the engine runs over kvq's own cache, not 'dense'" in said
@@ -95,9 +95,15 @@ def test_beside_formats_that_fit_those_that_do_not_are_left_out(ask, command):
     assert DAMAGED in said, "the other one runs"
 
 
-@pytest.mark.parametrize("command", [name for name in KV if name != "calibrate"])
 @pytest.mark.parametrize(
-    "options", [("--kv", "other.json"), ("--kv", "int8_per_head", "--scales", "other.json")]
+    ("command", "options"),
+    [
+        (command, options)
+        for command in KV
+        if command != "calibrate"
+        for options in [("--kv", "other.json"), ("--kv", "int8_per_head", "--scales", "other.json")]
+    ]
+    + [("run-batch", ("--kv", "other.json"))],
 )
 def test_recipes_and_scales_of_another_model(ask, command, options):
     said = ask(command, *options)

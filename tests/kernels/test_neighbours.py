@@ -166,7 +166,14 @@ _WHO = """
 import kvq
 assert "kvq-neighbours" not in threads()
 kvq.load("tiny")
-print(sorted(threads() & {"kvq-neighbours"}))
+assert "kvq-neighbours" in threads()
+print("done")
+"""
+
+_CHOSEN = """
+neighbours.watch_neighbours()
+assert "kvq-neighbours" not in threads()
+print("done")
 """
 
 
@@ -181,9 +188,11 @@ def test_threads_sleep_beside_busy_processes_for_as_long_as_these_last():
 
 
 @linux
-@pytest.mark.parametrize(
-    ("environment", "watches"),
-    [({}, True), ({"OMP_WAIT_POLICY": "ACTIVE"}, False)],
-)
-def test_who_loads_a_model_is_watched_unless_the_user_has_chosen(environment, watches):
-    assert run(_WHO, **environment) == f"{['kvq-neighbours'] if watches else []}\n"
+def test_who_loads_a_model_is_watched():
+    assert run(_WHO) == "done\n"
+
+
+@linux
+@pytest.mark.parametrize("chosen", [{"OMP_WAIT_POLICY": "ACTIVE"}, {"GOMP_SPINCOUNT": "100"}])
+def test_what_a_user_has_chosen_stays(chosen):
+    assert run(_CHOSEN, **chosen) == "done\n"
