@@ -4,6 +4,7 @@ import asyncio
 import os
 import sys
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import click
@@ -55,7 +56,7 @@ def serve(
     from kvq import fileio
     from kvq.bench.serve import Plan, bench_serve, bench_url
     from kvq.commands.finished import FinishedRows
-    from kvq.commands.progress import progress_bar
+    from kvq.commands.progress import named_progress
     from kvq.evals.results import envelope, source_commit
 
     if json_path is not None:
@@ -70,8 +71,10 @@ def serve(
     def result_of(rows: Sequence[Any]) -> dict[str, Any]:
         return envelope(sys.argv, torch.device("cpu"), list(rows), load=words)
 
-    with FinishedRows(json_path, result_of, _print) as finished, progress_bar("serving") as progress:
+    with FinishedRows(json_path, result_of, _print) as finished, named_progress() as named:
+        progress = partial(named, "serving")
         if url is None:
+            named("starting servers", 0, None)
             work = bench_serve(kv, serve_options, plan, pin=pin, progress=progress, keep=finished.keep)
         else:
             key = os.environ.get(api_key_env, "none")

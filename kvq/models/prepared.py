@@ -141,7 +141,7 @@ class PreparedModel:
             recipe.check_belongs(model_digest=self.digest, kv_heads=self.geometry.kv_heads)
         except ConfigError as error:
             if not self._was_quantized_from_the_model_of(recipe):
-                raise
+                raise ConfigError(f"{recipe.label}: {error}" if recipe.label else str(error)) from error
             raise ConfigError(
                 f"{recipe.label or 'the recipe'} was made for the unquantized model that {self.folder} was "
                 f"quantized from; formats and scales are found on the model that serves: "
@@ -257,7 +257,7 @@ def find_scales(model: PreparedModel, path: str | Path | None) -> StaticScales |
     beside = model.folder / "kvq.json"
     if path is None and not beside.is_file():
         return None
-    recipe = KVRecipe.load(path or beside)
+    recipe = replace(KVRecipe.load(path or beside), label=str(path or beside))
     if path is not None:
         if recipe.static_scales is None:
             raise ConfigError(

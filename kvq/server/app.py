@@ -10,7 +10,9 @@ from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
+from starlette.routing import Route
 
+from kvq.errors import nearest
 from kvq.server import answer_types, health
 from kvq.server.anthropic.errors import PATH as ANTHROPIC_PATH
 from kvq.server.anthropic.routes import add_routes as add_anthropic
@@ -29,6 +31,7 @@ from kvq.server.strict_json import JsonRoute
 from kvq.server.viewers import add_routes as add_page
 from kvq.version import __version__
 
+_SHOWN = 100  # characters of a path that nobody knows
 _GENERATING = ("/v1/completions", "/v1/chat/completions", ANTHROPIC_PATH)
 
 
@@ -133,8 +136,16 @@ def _answer_problems(app: FastAPI) -> None:
 
     @app.exception_handler(HTTPException)
     async def http(request: Request, error: HTTPException) -> JSONResponse:
-        answer = as_response(Problem(error.status_code, str(error.detail)), request.url.path)
-        answer.headers.update(error.headers or {})
+        headers = error.headers or {}
+        reason, path = str(error.detail), request.url.path
+        if error.status_code == 404:
+            paths = [route.path for route in app.routes if isinstance(route, Route)]
+            hint = nearest(path, paths, cutoff=0.6) or ";"
+            reason = f"there is no {path[:_SHOWN]}{hint} /openapi.json tells what there is"
+        elif error.status_code == 405:
+            reason = f"{path} takes {headers.get('Allow', 'another method')}, not {request.method}"
+        answer = as_response(Problem(error.status_code, reason), path)
+        answer.headers.update(headers)
         return answer
 
     @app.exception_handler(Exception)

@@ -107,6 +107,7 @@ def test_beside_formats_that_fit_those_that_do_not_are_left_out(ask, command):
 )
 def test_recipes_and_scales_of_another_model(ask, command, options):
     said = ask(command, *options)
+    assert "other.json: these" in said
     assert "another model" in said
     assert DAMAGED not in said
 

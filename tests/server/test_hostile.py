@@ -276,10 +276,17 @@ def test_connections_that_send_nothing_do_not_block_others(server):
 
 
 def test_a_wrong_method_is_told_the_right_one(server):
-    status, headers, _ = talk(
+    status, headers, body = talk(
         server, b"PUT /tokenize HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n\r\n"
     )
     assert (status, headers["allow"]) == (405, "post")
+    assert json.loads(body)["error"]["message"] == "/tokenize takes POST, not PUT"
+
+
+def test_a_wrong_path_is_told_one_that_is_there(server):
+    status, _, body = talk(server, b"GET /v1/model HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n\r\n")
+    assert status == 404
+    assert "there is no /v1/model; did you mean '/v1/models'?" in json.loads(body)["error"]["message"]
 
 
 def test_balancers_may_ask_with_head(server):
