@@ -18,6 +18,7 @@ from kvq.engine.stats import StepStats
 from kvq.engine.watchdog import Watchdog
 from kvq.errors import EngineError, KVQError
 from kvq.formats import KVRecipe
+from kvq.kernels.neighbours import end_team
 from kvq.models import Model
 from kvq.models.resolve import ModelSource
 from kvq.scheduler import Priority
@@ -53,6 +54,7 @@ class AsyncLLM:
         self._error: KVQError | None = None  # why no command is taken any more
         self._lock = threading.Lock()  # held to set it, and to send unless it is set
         self._thread = threading.Thread(target=self._loop, name="kvq-engine", daemon=True)
+        end_team()  # this thread's, with which the model was loaded
         self._thread.start()
 
     @property

@@ -38,6 +38,8 @@ _QUIET = 0.15  # threads that sleep, alone 0.12, beside a busy process from 0.24
 _QUIET_LOOKS = 10  # before they spin again: neighbours come and go
 _REST_S = (2.0, 16.0)  # and however it looks, to see whether they could; the second where they could not
 
+_SOFTLY = 1  # omp_pause_soft: what threads hold of their own stays
+
 Times = dict[str, tuple[int, int, int]]  # by thread: ns that it ran, ns that it was ready, how often it ran
 
 
@@ -53,6 +55,17 @@ def _watch(process: int) -> None:
     if not read_times() or not _runtimes():
         return
     threading.Thread(target=_run, name="kvq-neighbours", daemon=True).start()
+
+
+def end_team() -> None:
+    """End the calling thread's team of libgomp; it gets another when it computes again.
+
+    Whoever hands the computing on to another thread calls this: two teams are more threads than there are
+    CPUs, and make each other sleep.
+    """
+    if sys.platform == "linux":
+        for library in _runtimes():
+            library.omp_pause_resource(_SOFTLY, library.omp_get_initial_device())
 
 
 def read_times() -> Times:

@@ -112,10 +112,10 @@ def product():
     return a @ a
 """
 
-_TEAM = """
-me = str(threading.get_native_id())
+_SLEEPS = """
 def sleeps():
     '''How many of 20 times the other threads of a product had to be woken.'''
+    me = str(threading.get_native_id())
     before = neighbours.read_times()
     for _ in range(20):
         product()
@@ -124,7 +124,9 @@ def sleeps():
             pass
     after = neighbours.read_times()
     return sum(after[name][2] - before[name][2] for name in before.keys() & after.keys() if name != me)
+"""
 
+_TEAM = """
 product()
 expected = product()
 wait_for(lambda: sleeps() < 6)
@@ -142,6 +144,27 @@ assert torch.equal(product(), expected)
 team.release()
 team.hold()
 team.release()
+print("done")
+"""
+
+_HANDED_ON = """
+expected = product()
+handed_on, ended = threading.Event(), threading.Event()
+def compute():
+    product()
+    wait_for(lambda: sleeps() >= 16)
+    handed_on.set()
+    ended.wait()
+    wait_for(lambda: sleeps() < 6)
+thread = threading.Thread(target=compute)
+thread.start()
+handed_on.wait()
+neighbours.end_team()
+ended.set()
+thread.join()
+assert torch.equal(product(), expected)
+neighbours.end_team()
+neighbours.end_team()
 print("done")
 """
 
@@ -179,7 +202,12 @@ print("done")
 
 @two_cores
 def test_a_second_team_makes_threads_sleep_and_changes_no_result():
-    assert run(_TEAM) == "done\n"
+    assert run(_SLEEPS + _TEAM) == "done\n"
+
+
+@two_cores
+def test_who_hands_the_computing_on_leaves_the_next_thread_its_cores():
+    assert run(_SLEEPS + _HANDED_ON) == "done\n"
 
 
 @two_cores
