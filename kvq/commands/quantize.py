@@ -1,6 +1,8 @@
 """`kvq quantize`: a checkpoint of quantized weights, and what they cost."""
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -182,7 +184,7 @@ def _quantize(
     say_model(model.source, model.digest)
     work = replace(work, model=model)
     device = model.device
-    with named_progress() as progress, measured(device) as used:
+    with _goes_on(work.out), named_progress() as progress, measured(device) as used:
         done = quantize_model(replace(work, progress=lambda what: partial(progress, what)), settings)
     quality = None
     if held_out is not None:
@@ -192,6 +194,20 @@ def _quantize(
     if options["json_path"] is not None:
         write_json(options["json_path"], result)
     print_report(done, used, quality, work.file_format)
+
+
+@contextmanager
+def _goes_on(out: Path) -> Iterator[None]:
+    """Say what an interruption leaves."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        finished = out.with_name(f"{out.name}.partial")
+        if finished.exists():
+            click.echo(
+                f"kvq: finished layers are in {finished}; the same command goes on from there", err=True
+            )
+        raise
 
 
 def _perplexities(models: list[Any], text: Any, window: int, options: dict[str, Any]) -> dict[str, Any]:

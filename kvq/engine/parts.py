@@ -1,13 +1,18 @@
 """What an engine is made of, sized for its model and its device."""
 
+import logging
+
 from kvq.blockmgr import BlockManager
-from kvq.capacity.plan.pools import reserve_blocks
+from kvq.capacity.plan.pools import bytes_of, reserve_blocks
 from kvq.engine.config import EngineConfig
 from kvq.engine.dry_run import dry_run
 from kvq.engine.memory import pool_blocks, swap_slots
 from kvq.engine.runner import Runner
 from kvq.models import Model
 from kvq.scheduler import MeasuredCosts, Scheduler, SchedulerConfig
+from kvq.sizes import decimal
+
+_log = logging.getLogger("kvq")
 
 
 def build_parts(model: Model, config: EngineConfig, max_context: int) -> tuple[Scheduler, Runner]:
@@ -15,6 +20,7 @@ def build_parts(model: Model, config: EngineConfig, max_context: int) -> tuple[S
     layout, device = model.layout, model.weights.device
     costs, activation_bytes = MeasuredCosts(), 0
     if config.num_blocks is None and config.kv_memory is None:
+        _log.info("measuring a step of %d tokens", config.max_num_batched_tokens)
         tried = dry_run(model, max_num_batched_tokens=config.max_num_batched_tokens, max_context=max_context)
         costs, activation_bytes = MeasuredCosts(prefill_token_s=tried.token_s), tried.activation_bytes
     num_blocks = pool_blocks(
@@ -25,6 +31,7 @@ def build_parts(model: Model, config: EngineConfig, max_context: int) -> tuple[S
         activation_bytes=activation_bytes,
     )
     host_slots = swap_slots(layout, config, num_blocks)
+    _log.info("making the KV pool, %s", decimal(bytes_of(layout, num_blocks)))
     runner = Runner(
         model,
         num_blocks=num_blocks,

@@ -8,6 +8,7 @@ from contextlib import nullcontext
 import pytest
 from transformers import AutoModelForCausalLM
 
+from kvq.calib.quantize.partial import Partial
 from kvq.commands.quantize import _METHODS
 from kvq.evals import default_text
 
@@ -105,6 +106,25 @@ def test_what_does_not_go_together_is_refused_before_any_work(kvq, model, tmp_pa
     assert status == 2
     assert why in " ".join(error.split())
     assert list(tmp_path.iterdir()) == []
+
+
+def test_an_interruption_says_where_finished_layers_are(kvq, model, tmp_path, monkeypatch):
+    save, saved = Partial.save, []
+
+    def interrupt(self, index, result):
+        save(self, index, result)
+        saved.append(index)
+        if index == 0:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(Partial, "save", interrupt)
+    arguments = ("quantize", model, "--method", "rtn", "--out", tmp_path / "out")
+    status, _, err = kvq(*arguments)
+    assert status == 130
+    where = f"finished layers are in {tmp_path / 'out.partial'}; the same command goes on there"
+    assert where in " ".join(err.split())
+    assert kvq(*arguments)[0] == 0
+    assert saved == [0, 1]
 
 
 def test_a_folder_that_is_not_empty_is_left_alone(kvq, model, tmp_path):
