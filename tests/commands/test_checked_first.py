@@ -147,7 +147,6 @@ def test_a_batch_whose_answers_have_no_folder(ask, monkeypatch):
         ("serve", ("--ssl-certfile", "missing"), "both --ssl-certfile and --ssl-keyfile"),
         ("serve", ("--kv-memory", "1KiB"), "one block of every layer group takes"),
         ("serve", ("--max-model-len", 10**6), "takes 1 to 4096"),
-        ("run-batch", ("--kv-memory", "1KiB"), "one block of every layer group takes"),
         ("bench engine", ("--rivals", "vlm"), "vlm"),
         ("bench engine", ("--input-len", 10**6), "context"),
         ("bench engine", ("--rate", 1, "--concurrency", 1), "give one of them"),
