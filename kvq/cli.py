@@ -1,8 +1,13 @@
 """The `kvq` command. Commands are loaded when they are called, so that `--help` answers at once."""
 
 import importlib
+import signal
 import sys
-from typing import Any
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any, NoReturn
 
 import click
 from click.shell_completion import CompletionItem
@@ -87,14 +92,18 @@ def root() -> None:
 
 
 def main(args: list[str] | None = None) -> Any:
-    """Run the command line; errors that kvq raises on purpose become one line and exit code 2."""
+    """Run the command line; errors that kvq raises on purpose become one line and exit code 2.
+
+    SIGTERM interrupts a command as Ctrl-C does, unless the command has its own way to end.
+    """
     if sys.platform == "win32":
         click.echo(_WINDOWS, err=True)
         sys.exit(2)
     show_warnings()
     shells.register()
     try:
-        sys.exit(root.main(args, prog_name="kvq", standalone_mode=False))
+        with _interrupted_by_sigterm():
+            sys.exit(root.main(args, prog_name="kvq", standalone_mode=False))
     except click.ClickException as error:
         error.show()
         sys.exit(2)
@@ -107,6 +116,22 @@ def main(args: list[str] | None = None) -> Any:
     except BrokenPipeError:  # the reader of our output, such as `head`, is gone
         sys.stderr.close()
         sys.exit(0)
+
+
+@contextmanager
+def _interrupted_by_sigterm() -> Iterator[None]:
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _interrupt(number: int, frame: FrameType | None) -> NoReturn:
+    raise KeyboardInterrupt
 
 
 if __name__ == "__main__":

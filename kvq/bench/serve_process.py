@@ -44,13 +44,20 @@ class ServerProcess:
         self.process = subprocess.Popen(command, stderr=self._log, stdin=subprocess.DEVNULL, env=environment)
 
     async def __aenter__(self) -> Self:
+        try:
+            await self._enter()
+        except BaseException as error:  # nobody calls __aexit__ for a start that is interrupted
+            await self.__aexit__(type(error), error, None)
+            raise
+        return self
+
+    async def _enter(self) -> None:
         await self.wait_ready(300)
         status, body = await get(self.target, "/v1/models")
         if status != 200:
             raise EngineError(f"the server does not list its model: {status}")
         self.model = json.loads(body)["data"][0]
         self.target = replace(self.target, model=self.model["id"])
-        return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None

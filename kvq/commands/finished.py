@@ -1,12 +1,9 @@
 """Rows that long measurements have finished: written as they come, and shown when the rest never comes."""
 
-import signal
-import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from types import FrameType
 from typing import Any, Self
 
 import click
@@ -22,7 +19,7 @@ class FinishedRows:
     """Keeps what is finished in a file beside the result's, until the result is whole.
 
     `with FinishedRows(path, result, show) as finished:` measures with `keep=finished.keep`. When that is
-    interrupted, by Ctrl-C, SIGTERM or an error, the rows so far are shown, and lie in NAME.partial.json.
+    ended early, by an interruption or an error, the rows so far are shown, and lie in NAME.partial.json.
     """
 
     def __init__(
@@ -38,16 +35,11 @@ class FinishedRows:
         self._show = show
         self._make: Make | None = None
         self._next_s = 0.0
-        self._before: Any = None
 
     def __enter__(self) -> Self:
-        if threading.current_thread() is threading.main_thread():
-            self._before = signal.signal(signal.SIGTERM, _interrupt)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: object, trace: object) -> None:
-        if self._before is not None:
-            signal.signal(signal.SIGTERM, self._before)
         if kind is None or self._make is None:
             return
         rows = self._make()
@@ -85,7 +77,3 @@ class FinishedRows:
 def partial_path(path: Path) -> Path:
     """Where the finished rows of an unfinished result lie."""
     return path.with_name(f"{path.stem}.partial{path.suffix or '.json'}")
-
-
-def _interrupt(number: int, frame: FrameType | None) -> None:
-    raise KeyboardInterrupt

@@ -1,6 +1,7 @@
 """`kvq run-batch`: a file of requests, answered into another."""
 
 import sys
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,10 @@ from kvq.extras import SERVER, require
 if TYPE_CHECKING:
     from kvq.models.resolve import ModelSource
     from kvq.server.batch.run import Summary
+
+
+class _Stopped(Exception):
+    """A signal ended the run early."""
 
 
 @click.command(name="run-batch")
@@ -67,7 +72,7 @@ def command(
         retry_failed=retry_failed,
         engine=engine_of(model_options, options),
     )
-    with named_progress() as progress:
+    with suppress(_Stopped), named_progress() as progress:
         progress("starting the engine", 0, None)
 
         def on_model(source: "ModelSource", digest: str) -> None:
@@ -75,6 +80,8 @@ def command(
             progress("answering", 0, None)
 
         summary = run_batch(config, partial(progress, "answering"), on_model)
+        if not summary.is_complete:
+            raise _Stopped  # nothing says "done" then
     _print(summary, target, is_strict=strict_requests)
     if not summary.is_complete:
         click.echo("kvq: stopped; run the same command again to go on", err=True)

@@ -52,13 +52,6 @@ def test_nothing_is_shown_where_nothing_is_finished(tmp_path, capsys):
     assert capsys.readouterr().err == ""
 
 
-def test_sigterm_means_again_what_it_meant_before():
-    before = signal.getsignal(signal.SIGTERM)
-    with FinishedRows(None, _result, _fail):
-        assert signal.getsignal(signal.SIGTERM) is not before
-    assert signal.getsignal(signal.SIGTERM) is before
-
-
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_keeps_what_was_measured(tmp_path, number):
     command = [sys.executable, "-m", "kvq", "perplexity", "--kv", "bf16,int4", "--context", "32"]
