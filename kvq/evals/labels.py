@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator
 from itertools import pairwise
-from math import cos, pi, sin
+from math import cos, hypot, pi, sin
 from typing import Any
 
 Box = tuple[float, float, float, float]  # left, bottom, right, top, in pixels
@@ -11,6 +11,8 @@ _REACHES = (5, 8, 12, 18, 26, 36, 48, 62, 80, 105, 135, 170, 210, 260)  # points
 _DIRECTIONS = (0, 1, -1, 8, 7, -7, 4, -4, 2, -2, 6, -6, 3, -3, 5, -5)  # sixteenths of a turn: right first
 _LED = 9  # a label further away than these points gets a line to its marker
 _CROSSING = 30  # points of further way that are better than to lie on a drawn line
+_STRANGE = 15  # points of further way that are better than to lie next to another's marker
+_APART = 1.5  # times as far as its own marker: what is further than that is not taken for it
 _AIR = 1.5  # points around every label
 _ROUNDS = 12  # each halves the labels of an axis at most
 
@@ -97,7 +99,8 @@ def _place_all(axes: Any, scale: float) -> None:
     """Place the labels of points in some axes. `scale`: pixels per point."""
     from matplotlib.text import Annotation
 
-    taken = [*_markers(axes, scale), *(_box(text, 0) for text in _texts(axes))]
+    markers = list(_markers(axes, scale))
+    taken = [*markers, *(_box(text, 0) for text in _texts(axes))]
     if legend := axes.get_legend():
         taken.append(legend.get_window_extent().extents)
     lines = [
@@ -108,12 +111,14 @@ def _place_all(axes: Any, scale: float) -> None:
     inside = axes.get_window_extent().extents
     labels: list[Any] = [text for text in axes.texts if isinstance(text, Annotation)]
     for label in labels:
-        found = _best(label, taken, lines, inside, scale)
+        x, y = axes.transData.transform(label.xy)
+        others = [box for box in markers if not (box[0] < x < box[2] and box[1] < y < box[3])]
+        found = _best(label, taken, others, lines, inside, scale)
         label.set_visible(found is not None)
         if found is not None:
-            (right, up), reach, box = found
+            (right, up), needs_line, box = found
             _move(label, right / scale, up / scale, (box[2] - box[0]) / scale / 2 - _AIR)
-            label.arrow_patch.set_visible(reach > _LED)
+            label.arrow_patch.set_visible(needs_line)
             taken.append(box)
 
 
@@ -128,9 +133,12 @@ def _move(label: Any, right: float, up: float, half: float) -> None:
 
 
 def _best(
-    label: Any, taken: list[Box], lines: list[Any], inside: Box, scale: float
-) -> tuple[tuple[float, float], float, Box] | None:
-    """The nearest free place of a label: its middle beside the point, the distance, its box."""
+    label: Any, taken: list[Box], others: list[Box], lines: list[Any], inside: Box, scale: float
+) -> tuple[tuple[float, float], bool, Box] | None:
+    """The nearest free place of a label: its middle beside the point, whether it needs a line, its box.
+
+    `others`: the markers that it does not belong to.
+    """
     from matplotlib.text import Text
     from matplotlib.transforms import Bbox
 
@@ -145,9 +153,12 @@ def _best(
         if not _within(box, inside) or any(overlap(box, other) for other in taken):
             continue
         area = Bbox.from_extents(*box)
-        cost = reach + _CROSSING * any(path.intersects_bbox(area, filled=False) for path in lines)
+        own = _APART * _gap(box, (x, y, x, y))
+        is_strange = any(_gap(box, other) < own for other in others)
+        crosses = any(path.intersects_bbox(area, filled=False) for path in lines)
+        cost = reach + _CROSSING * crosses + _STRANGE * is_strange
         if cost < least:
-            best, least = ((right, up), reach, box), cost
+            best, least = ((right, up), is_strange or reach > _LED, box), cost
     return best
 
 
@@ -188,6 +199,11 @@ def _around(point: Any, half: float) -> Box:
 def _box(text: Any, air: float) -> Box:
     left, bottom, right, top = text.get_window_extent().extents
     return (left - air, bottom - air, right + air, top + air)
+
+
+def _gap(a: Box, b: Box) -> float:
+    """How far two boxes are apart."""
+    return hypot(max(a[0] - b[2], b[0] - a[2], 0.0), max(a[1] - b[3], b[1] - a[3], 0.0))
 
 
 def _within(box: Box, outer: Box) -> bool:

@@ -1,9 +1,11 @@
 """Labels of figures lie apart and inside, however crowded the data."""
 
 import random
+from math import hypot
 from typing import Any
 
 import pytest
+from matplotlib.text import Text
 
 from kvq.bench.engine_plot import engine_figure
 from kvq.bench.roofline import roofline_figure
@@ -238,3 +240,23 @@ def test_long_names_keep_both_ends() -> None:
     assert len(name) <= 36
     assert name.startswith("/home/")
     assert name.endswith("recipe-4.5bits.json")
+
+
+def test_a_label_is_nearest_to_its_own_point_or_led_to_it() -> None:
+    figure = new_figure(6, 4)
+    axes = figure.subplots()
+    points = {f"point {n}": (RANDOM.random(), RANDOM.random()) for n in range(30)}
+    for name, (x, y) in points.items():
+        axes.scatter(x, y)
+        label_point(axes, name, (x, y), fontsize=7)
+    settle(figure)
+    places = {name: axes.transData.transform(at) for name, at in points.items()}
+    plain = [label for label in axes.texts if not label.arrow_patch.get_visible()]
+    assert len(plain) > len(points) / 2
+    for label in plain:
+        left, bottom, right, top = Text.get_window_extent(label).extents
+        away = {
+            name: hypot(max(left - x, x - right, 0), max(bottom - y, y - top, 0))
+            for name, (x, y) in places.items()
+        }
+        assert min(away, key=away.__getitem__) == label.get_text()
