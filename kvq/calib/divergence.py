@@ -12,14 +12,14 @@ from kvq.models import Model, Session
 _AT_ONCE = 12  # recipes that share a run of the baseline; each has a pool of one window
 _LOGITS_BYTES = 256 << 20  # of one chunk
 
-Progress = Callable[[int], None]  # (recipes done so far)
+Progress = Callable[[list[float]], None]  # (divergences of the recipes so far)
 
 
 def mean_divergences(
     model: Model,
     recipes: Sequence[KVRecipe],
     windows: Sequence[list[int]],
-    progress: Progress = lambda done: None,
+    progress: Progress = lambda found: None,
 ) -> list[float]:
     """Nats per token, one number per recipe, over all tokens of `windows`.
 
@@ -33,7 +33,7 @@ def mean_divergences(
     found: list[float] = []
     for at in range(0, len(recipes), _AT_ONCE):
         found += _together(model, recipes[at : at + _AT_ONCE], windows)
-        progress(len(found))
+        progress(found)
     return found
 
 

@@ -15,7 +15,7 @@ from kvq.calib.allocate import Allocation, Option
 from kvq.calib.candidates import grouped_formats, halves, has_fast_kernel, recipe_of
 from kvq.calib.divergence import mean_divergences
 from kvq.calib.observe import spread_windows
-from kvq.calib.sensitivity import Progress, Sensitivities, measure_sensitivities
+from kvq.calib.sensitivity import Keep, Progress, Sensitivities, measure_sensitivities
 from kvq.errors import ConfigError, RequestError
 from kvq.evals.perplexity import PerplexityRow, measure_perplexity
 from kvq.evals.text import EvalText
@@ -98,8 +98,9 @@ def tune(
     max_windows: int = 8,
     verify_windows: int = 16,
     progress: Progress = lambda what, done, total: None,
+    keep: Keep = lambda make: None,
 ) -> Tuned:
-    """Search on `text`, verify on `held_out`.
+    """Search on `text`, verify on `held_out`. `keep` is told now and then how to make the trials so far.
 
     Exactly one of `budget_bytes` (per token, block padding not counted) and `max_kl` (nats per token)
     is given. The recipe is the best that was found on `text`: a uniform format that fits the budget and
@@ -121,7 +122,7 @@ def tune(
         max_windows=max_windows,
     )
     found = measure_sensitivities(
-        model, text, codes=codes, context=context, max_windows=max_windows, progress=progress
+        model, text, codes=codes, context=context, max_windows=max_windows, progress=progress, keep=keep
     )
     search = Search(model, found)
     uniform = _uniform(model, codes)

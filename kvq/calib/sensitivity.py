@@ -15,6 +15,7 @@ from kvq.formats import Centers, Code, KVFormat, PerTokenHead, parse_format
 from kvq.models import Model
 
 Progress = Callable[[str, int, int], None]  # (what is going on, done, in all)
+Keep = Callable[[Callable[[], "list[Trial]"]], object]  # told how to make the trials so far
 
 _SAMPLED_ROWS = 1024  # tokens of each layer kept for choosing clips
 _CLIP_STEPS = (0.0, 0.1, 0.2)  # tried above the clip of least squared error
@@ -53,6 +54,7 @@ def measure_sensitivities(
     context: int | None = None,
     max_windows: int = 8,
     progress: Progress = lambda what, done, total: None,
+    keep: Keep = lambda make: None,
 ) -> Sensitivities:
     """Try each half of each layer in the candidate formats of `codes`.
 
@@ -72,7 +74,7 @@ def measure_sensitivities(
         progress=lambda done, total: progress("observing K and V", done, total),
     ).centers()
     rest = parse_format(model.with_kv("auto").recipe.layers[0].k.name, model.geometry.layers[0].k_head_dim)
-    bench = _Bench(model, windows, centers, rest, progress)
+    bench = _Bench(model, windows, centers, rest, progress, keep)
     units = halves(model.geometry)
     bench.measure_floors(units)
     shapes = bench.run({half: _shapes(model, half, codes) for half in units}, "rotation and centers")
@@ -84,9 +86,9 @@ def measure_sensitivities(
         },
         "groups and bits",
     )
-    narrow = bench.run({half: _narrow(half, widths[half]) for half in units}, "2 bits in smaller groups")
+    bench.run({half: _narrow(half, widths[half]) for half in units}, "2 bits in smaller groups")
     return Sensitivities(
-        trials=tuple(trial for found in (shapes, widths, narrow) for half in units for trial in found[half]),
+        trials=tuple(bench.trials),
         centers=centers,
         rest=rest,
         windows=tuple(windows),
@@ -136,10 +138,17 @@ class _Bench:
     """Measures halves, a batch of recipes at a time."""
 
     def __init__(
-        self, model: Model, windows: list[list[int]], centers: Centers, rest: KVFormat, progress: Progress
+        self,
+        model: Model,
+        windows: list[list[int]],
+        centers: Centers,
+        rest: KVFormat,
+        progress: Progress,
+        keep: Keep,
     ) -> None:
+        self.trials: list[Trial] = []
         self._model, self._windows, self._centers = model, windows, centers
-        self._rest, self._progress = rest, progress
+        self._rest, self._progress, self._keep = rest, progress, keep
         self._samples: dict[tuple[int, str], Tensor] = {}
         self._floors: dict[Half, float] = {}
 
@@ -153,6 +162,7 @@ class _Bench:
         lossless = Stored(fmt=KVFormat(code=Code.FP32))
         found = self.run({half: [lossless] for half in units}, "exact rows")
         self._floors = {half: trials[0].kl for half, trials in found.items()}
+        self.trials.clear()
 
     def run(self, ways: dict[Half, list[Stored]], what: str) -> dict[Half, list[Trial]]:
         """Trials of every half's ways."""
@@ -161,18 +171,23 @@ class _Bench:
             recipe_of(self._model.geometry, {(half.layer, half.part): way}, self._rest, self._centers)
             for half, way in pairs
         ]
-        costs = mean_divergences(
-            self._model,
-            recipes,
-            self._windows,
-            progress=lambda done: self._progress(f"trying {what}", done, len(recipes)),
-        )
+        before = self.trials
+
+        def tell(costs: list[float]) -> None:
+            done = [self._trial(half, way, kl) for (half, way), kl in zip(pairs, costs, strict=False)]
+            self.trials = [*before, *done]
+            self._progress(f"trying {what}", len(done), len(recipes))
+            self._keep(self.trials.copy)
+
+        mean_divergences(self._model, recipes, self._windows, progress=tell)
         found: dict[Half, list[Trial]] = {half: [] for half in ways}
-        for (half, way), kl in zip(pairs, costs, strict=True):
-            own = max(kl - self._floors.get(half, 0.0), _LEAST_COST)
-            trial = Trial(half=half, stored=way, nbytes=half.nbytes(way.fmt), kl=own)
-            found[half].append(trial)
+        for trial in self.trials[len(before) :]:
+            found[trial.half].append(trial)
         return found
+
+    def _trial(self, half: Half, way: Stored, kl: float) -> Trial:
+        own = max(kl - self._floors.get(half, 0.0), _LEAST_COST)
+        return Trial(half=half, stored=way, nbytes=half.nbytes(way.fmt), kl=own)
 
     def two_bits(self, half: Half, codes: Sequence[Code], settled: dict[Half, Stored]) -> list[Stored]:
         """2 bits in the largest group, rotated or not, with clips from that of least squared error up.

@@ -1,6 +1,7 @@
 """A search's result: as rows, as a plot of the front, and as a page that needs no other file."""
 
 import dataclasses
+from collections.abc import Iterable
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ from typing import Any
 from kvq import fileio
 from kvq.calib.candidates import halves
 from kvq.calib.search import Tuned
+from kvq.calib.sensitivity import Trial
 from kvq.evals.figure import finish, legend_beside, new_figure, short, svg_of, write_figure
 from kvq.evals.labels import label_point
 from kvq.evals.page import html_table, origin, page
@@ -32,7 +34,7 @@ def point_rows(tuned: Tuned) -> list[Row]:
     ]
 
 
-def sensitivity_rows(tuned: Tuned) -> list[Row]:
+def sensitivity_rows(trials: Iterable[Trial]) -> list[Row]:
     """What each half of each layer costs in each way it was stored, as JSON rows."""
     return [
         {
@@ -44,7 +46,7 @@ def sensitivity_rows(tuned: Tuned) -> list[Row]:
             "bytes_per_token": trial.nbytes,
             "kl": trial.kl,
         }
-        for trial in tuned.sensitivities.trials
+        for trial in trials
     ]
 
 

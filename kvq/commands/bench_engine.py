@@ -89,10 +89,11 @@ def engine(
         more = {"model": model.description, "load": words, "refused": checked.refused}
         return envelope(sys.argv, model.weights.device, list(rows), **more)
 
-    with FinishedRows(json_path, result_of, _print) as finished, progress_bar("serving") as progress:
-        rows = bench_engine(model, checked.kv, plan, progress=progress, keep=finished.keep)
-    result = result_of(rows)
-    finished.finish(result)
+    with FinishedRows(json_path, result_of, _print) as finished:
+        with progress_bar("serving") as progress:
+            rows = bench_engine(model, checked.kv, plan, progress=progress, keep=finished.keep)
+        result = result_of(rows)
+        finished.finish(result)
     _print(result)
     if options["step_costs"] and any(row.get("step_costs", 0) is None for row in rows):
         click.echo(

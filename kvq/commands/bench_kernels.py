@@ -184,7 +184,7 @@ def tune(
             rows.extend(tried)
             finished.keep(rows.copy)
             click.echo(f"{key}: {best}")
-    finished.finish(result(rows))
+        finished.finish(result(rows))
 
 
 def _workload(

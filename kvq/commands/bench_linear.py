@@ -96,21 +96,22 @@ def linear(
     def result_of(rows: Sequence[Any]) -> dict[str, Any]:
         return envelope(sys.argv, where, list(rows), read_gb_per_s=max(bandwidths))
 
-    with FinishedRows(json_path, result_of, _print) as finished, progress_bar("linear") as progress:
-        for number, workload in enumerate(workloads):
-            measured, bandwidth = bench_linear(
-                workload,
-                formats,
-                backend=backend,
-                rivals=rivals,
-                repeats=repeats,
-                progress=counted(progress, len(workloads) * repeats, done=number * repeats),
-            )
-            found.extend(measured)
-            bandwidths.append(bandwidth)
-            finished.keep(found.copy)
-    result = result_of(found)
-    finished.finish(result)
+    with FinishedRows(json_path, result_of, _print) as finished:
+        with progress_bar("linear") as progress:
+            for number, workload in enumerate(workloads):
+                measured, bandwidth = bench_linear(
+                    workload,
+                    formats,
+                    backend=backend,
+                    rivals=rivals,
+                    repeats=repeats,
+                    progress=counted(progress, len(workloads) * repeats, done=number * repeats),
+                )
+                found.extend(measured)
+                bandwidths.append(bandwidth)
+                finished.keep(found.copy)
+        result = result_of(found)
+        finished.finish(result)
     _print(result)
 
 

@@ -71,16 +71,18 @@ def serve(
     def result_of(rows: Sequence[Any]) -> dict[str, Any]:
         return envelope(sys.argv, torch.device("cpu"), list(rows), load=words)
 
-    with FinishedRows(json_path, result_of, _print) as finished, named_progress() as named:
-        progress = partial(named, "serving")
-        if url is None:
-            named("starting servers", 0, None)
-            work = bench_serve(kv, serve_options, plan, pin=pin, progress=progress, keep=finished.keep)
-        else:
-            key = os.environ.get(api_key_env, "none")
-            work = bench_url(url, key, plan, progress=progress, keep=finished.keep)
-        result = result_of(asyncio.run(work))
-    finished.finish(result)
+    with FinishedRows(json_path, result_of, _print) as finished:
+        with named_progress() as named:
+            progress = partial(named, "serving")
+            if url is None:
+                named("starting servers", 0, None)
+                work = bench_serve(kv, serve_options, plan, pin=pin, progress=progress, keep=finished.keep)
+            else:
+                key = os.environ.get(api_key_env, "none")
+                work = bench_url(url, key, plan, progress=progress, keep=finished.keep)
+            rows = asyncio.run(work)
+        result = result_of(rows)
+        finished.finish(result)
     _print(result)
 
 

@@ -177,12 +177,12 @@ def _measure(
 
     with FinishedRows(json_path, result, print_eval) as finished:
         found, ran = _run_all(prepared, plan, model, lambda make: finished.keep(lambda: [make()]))
-    gates = [
-        _gate_result(gate, _failures(gate, task, found, formats))
-        for gate, task in zip(limits, about, strict=True)
-    ]
-    whole = _result(model, plan, checked.refused, {**found, "tasks": ran, "gates": gates})
-    finished.finish(whole)
+        gates = [
+            _gate_result(gate, _failures(gate, task, found, formats))
+            for gate, task in zip(limits, about, strict=True)
+        ]
+        whole = _result(model, plan, checked.refused, {**found, "tasks": ran, "gates": gates})
+        finished.finish(whole)
     return whole
 
 

@@ -45,6 +45,7 @@ class FinishedRows:
         rows = self._make()
         if not rows:
             return
+        click.echo("not complete; finished so far:")
         self._show(self._unfinished(rows))
         where = "above" if self._partial is None else f"in {self._partial}, and above"
         self._write(rows)
@@ -61,6 +62,7 @@ class FinishedRows:
 
     def finish(self, result: dict[str, Any]) -> None:
         """Write the whole result; what was kept is no longer needed."""
+        self._make = None
         if self._path is not None and self._partial is not None:
             write_json(self._path, result)
             with suppress(FileNotFoundError):

@@ -129,18 +129,19 @@ def measure(
             **more,
         )
 
-    with FinishedRows(json_path, result, print_perplexity) as finished, progress_bar("measuring") as progress:
-        rows = measure_perplexity(
-            model,
-            list(kv),
-            text.text,
-            context=context,
-            instrument=instrument,
-            progress=progress,
-            keep=finished.keep,
-            **options,
-        )
-    whole = result(rows)
-    finished.finish(whole)
+    with FinishedRows(json_path, result, print_perplexity) as finished:
+        with progress_bar("measuring") as progress:
+            rows = measure_perplexity(
+                model,
+                list(kv),
+                text.text,
+                context=context,
+                instrument=instrument,
+                progress=progress,
+                keep=finished.keep,
+                **options,
+            )
+        whole = result(rows)
+        finished.finish(whole)
     print_perplexity(whole)
     return whole

@@ -91,8 +91,8 @@ def run(options: dict[str, Any], given: set[str]) -> None:
         for kv in options["kv"]:
             found.append(_verify(prepared, kv, options, given))
             finished.keep(found.copy)
+        finished.finish(result(found))
     _print(found)
-    finished.finish(result(found))
     if any(one.wrong for one in found):
         sys.exit(1)
 

@@ -61,23 +61,22 @@ def run(options: dict[str, Any]) -> None:
     def show(result: dict[str, Any]) -> None:
         _print(result["rows"], slo)
 
-    with (
-        FinishedRows(options["json_path"], counted_rows, show) as finished,
-        progress_bar("simulating") as bar,
-    ):
-        for number, case in enumerate(cases):
-            try:
-                rows.append(_simulate(options, target, gpu, case, draw, slo, prices, number, len(cases), bar))
-            except ConfigError as error:
-                refused.append(str(error))
-            finished.keep(rows.copy)
-    if not rows:
-        raise ConfigError(refused[0])
-    result = counted_rows(rows)
+    with FinishedRows(options["json_path"], counted_rows, show) as finished:
+        with progress_bar("simulating") as bar:
+            for number, case in enumerate(cases):
+                try:
+                    row = _simulate(options, target, gpu, case, draw, slo, prices, number, len(cases), bar)
+                    rows.append(row)
+                except ConfigError as error:
+                    refused.append(str(error))
+                finished.keep(rows.copy)
+        if not rows:
+            raise ConfigError(refused[0])
+        result = counted_rows(rows)
+        finished.finish(result)
     show(result)
     for reason in dict.fromkeys(refused):
         click.echo(f"left out: {reason}", err=True)
-    finished.finish(result)
     if options["html_path"] is not None:
         from kvq.commands.capacity_report import write_simulation
 

@@ -12,13 +12,24 @@ from kvq.errors import ConfigError
 from kvq.extras import PLOTS, require
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from kvq.calib.search import Tuned
+    from kvq.calib.sensitivity import Trial
     from kvq.evals import EvalText
     from kvq.models import Model
     from kvq.models.prepared import PreparedModel
 
 DEFAULT_BUDGET = "int4"
 _DEAR = 0.05  # relative change of perplexity
+_TRIAL = {  # key -> its column where a search is not finished
+    "layer": ("layer", "d"),
+    "part": ("part", ""),
+    "format": ("format", ""),
+    "centered": ("centered", str),
+    "bytes_per_token": ("bytes / token", ",d"),
+    "kl": ("KL alone", ".6f"),
+}
 _MOST_SHARED = 0.1  # of the held-out text's long lines
 
 
@@ -80,6 +91,8 @@ def command(
     from kvq.calib.budget import parse_budget
     from kvq.calib.candidates import codes_of
     from kvq.calib.search import check_tune, default_codes, tune
+    from kvq.calib.tune_report import sensitivity_rows
+    from kvq.commands.finished import FinishedRows
     from kvq.commands.loading import check_for
     from kvq.commands.progress import named_progress
     from kvq.evals.figure import check_plot_path
@@ -111,21 +124,28 @@ def command(
     source_commit()
     model = checked.load()
     began = time.perf_counter()
-    with named_progress() as progress:
-        tuned = tune(
-            model,
-            source,
-            other,
-            budget_bytes=nbytes,
-            max_kl=max_kl,
-            codes=codes,
-            progress=progress,
-            **options,
-        )
-    tuned.recipe.save(out)
-    result = _result(model, source, other, tuned, time.perf_counter() - began)
+
+    def unfinished(trials: "Sequence[Trial]") -> dict[str, Any]:
+        return _envelope(model, source, other, [], sensitivities=sensitivity_rows(trials))
+
+    with FinishedRows(json_path, unfinished, _print_trials) as finished:
+        with named_progress() as progress:
+            tuned = tune(
+                model,
+                source,
+                other,
+                budget_bytes=nbytes,
+                max_kl=max_kl,
+                codes=codes,
+                progress=progress,
+                keep=finished.keep,
+                **options,
+            )
+        tuned.recipe.save(out)
+        result = _result(model, source, other, tuned, time.perf_counter() - began)
+        finished.finish(result)
     _print(result, out)
-    _write(result, json_path, plot_path, html_path)
+    _write(result, plot_path, html_path)
     if tuned.chosen.perplexity_change > _DEAR and len(codes) < 3:
         click.echo(
             "that is a lot of perplexity: a few layers may need 8 bits, which others can pay for with 2; "
@@ -186,18 +206,12 @@ def _result(
     model: "Model", source: "EvalText", other: "EvalText", tuned: "Tuned", seconds: float
 ) -> dict[str, Any]:
     from kvq.calib.tune_report import point_rows, recipe_rows, sensitivity_rows, verdict
-    from kvq.evals.results import envelope
 
-    return envelope(
-        ["kvq", *sys.argv[1:]],
-        model.weights.device,
+    return _envelope(
+        model,
+        source,
+        other,
         point_rows(tuned),
-        model=model.title,
-        model_digest=model.weights.digest,
-        text=source.name,
-        text_digest=source.digest,
-        held_out=other.name,
-        held_out_digest=other.digest,
         context=len(tuned.sensitivities.windows[0]),
         seconds=seconds,
         budget_bytes=tuned.budget_bytes,
@@ -205,7 +219,26 @@ def _result(
         search_kl=tuned.search_kl,
         verdict=verdict(tuned),
         recipe=recipe_rows(model, tuned.recipe),
-        sensitivities=sensitivity_rows(tuned),
+        sensitivities=sensitivity_rows(tuned.sensitivities.trials),
+    )
+
+
+def _envelope(
+    model: "Model", source: "EvalText", other: "EvalText", rows: list[dict[str, Any]], **more: Any
+) -> dict[str, Any]:
+    from kvq.evals.results import envelope
+
+    return envelope(
+        ["kvq", *sys.argv[1:]],
+        model.weights.device,
+        rows,
+        model=model.title,
+        model_digest=model.weights.digest,
+        text=source.name,
+        text_digest=source.digest,
+        held_out=other.name,
+        held_out_digest=other.digest,
+        **more,
     )
 
 
@@ -227,17 +260,18 @@ def _print(result: dict[str, Any], out: str) -> None:
     screen.print(recipe)
     screen.print(f"\non {result['held_out']}; * is on the front: nothing smaller is better", highlight=False)
     screen.print(points)
-    screen.print(f"\nwrote {out} in {result['seconds']:,.0f} s: {result['verdict']}", highlight=False)
+    click.echo(f"\nwrote {out} in {result['seconds']:,.0f} s: {result['verdict']}")
 
 
-def _write(
-    result: dict[str, Any], json_path: str | None, plot_path: str | None, html_path: str | None
-) -> None:
+def _print_trials(result: dict[str, Any]) -> None:
+    from kvq.commands.tables import print_columns
+
+    print_columns(result["sensitivities"], _TRIAL)
+
+
+def _write(result: dict[str, Any], plot_path: str | None, html_path: str | None) -> None:
     from kvq.calib.tune_report import write_front, write_report
-    from kvq.evals.results import write_json
 
-    if json_path:
-        write_json(json_path, result)
     if plot_path:
         write_front(plot_path, result["rows"])
     if html_path:

@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from kvq.bench.engine_server import KvqServer
+from kvq.calib import search
 from kvq.capacity.fleet import summary
 from kvq.commands.finished import FinishedRows
 from kvq.errors import EngineError
@@ -86,6 +87,25 @@ def test_perplexity_keeps_the_windows_before_an_error(kvq, tmp_path, monkeypatch
     monkeypatch.setattr(divergence, "_account", fail)
     kept = _kept(kvq, tmp_path, "perplexity", "--kv", "bf16,int4", "--context", 32, "--max-windows", 5)
     assert [(row["kv"], row["tokens"]) for row in kept] == [("bf16", 3 * 31), ("int4", 3 * 31)]
+
+
+def test_tune_keeps_the_trials_before_an_error(kvq, tmp_path, monkeypatch):
+    def fail(*_, **__):
+        raise EngineError("no luck")
+
+    monkeypatch.setattr(search, "measure_perplexity", fail)
+    few = ("--context", 32, "--max-windows", 1, "--formats", "int4", "--out", tmp_path / "new.json")
+    status, out, err = kvq("tune", "tiny", *few, "--json", tmp_path / "r.json")
+    assert status == 2
+    assert "no luck" in err
+    assert [file.name for file in tmp_path.iterdir()] == ["r.partial.json"]
+    assert str(tmp_path / "r.partial.json") in err
+    result = json.loads((tmp_path / "r.partial.json").read_text())
+    assert result["complete"] is False
+    trials = result["sensitivities"]
+    assert len({(trial["layer"], trial["part"]) for trial in trials}) == 12
+    assert out.startswith("not complete")
+    assert out.count("int4") == len(trials)
 
 
 def test_bench_engine_keeps_the_format_before_an_error(kvq, tmp_path, monkeypatch):
