@@ -185,7 +185,8 @@ def _quantize(
     work = replace(work, model=model)
     device = model.device
     with _goes_on(work.out), named_progress() as progress, measured(device) as used:
-        done = quantize_model(replace(work, progress=lambda what: partial(progress, what)), settings)
+        work = replace(work, progress=lambda what: partial(progress, what), on_resumed=_say_resumed)
+        done = quantize_model(work, settings)
     quality = None
     if held_out is not None:
         quality = _perplexities([model.source, work.out], held_out, window, options)
@@ -199,15 +200,21 @@ def _quantize(
 @contextmanager
 def _goes_on(out: Path) -> Iterator[None]:
     """Say what an interruption leaves."""
+    from kvq.calib.quantize.partial import count_finished, partial_folder
+
     try:
         yield
     except KeyboardInterrupt:
-        finished = out.with_name(f"{out.name}.partial")
-        if finished.exists():
+        folder = partial_folder(out)
+        if layers := count_finished(folder):
             click.echo(
-                f"kvq: finished layers are in {finished}; the same command goes on from there", err=True
+                f"kvq: finished layers in {folder}: {layers}; the same command goes on from there", err=True
             )
         raise
+
+
+def _say_resumed(layers: int) -> None:
+    click.echo(f"kvq: finished layers of an earlier run: {layers}", err=True)
 
 
 def _perplexities(models: list[Any], text: Any, window: int, options: dict[str, Any]) -> dict[str, Any]:

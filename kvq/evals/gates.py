@@ -2,8 +2,9 @@
 
     [FORMAT:][TASK.]FIGURE OPERATOR NUMBER[UNIT]
 
-A unit is % of shares, nats, mnats or bits of divergences, bits per element, B, KB or KiB per token, s, ms or
-min, x of compression. A figure that breaks a limit is told in the limit's unit.
+A unit is % of shares and changes, nats, mnats or bits of divergences, bits per element, B, KB or KiB per
+token, s, ms or min, x of compression. A figure that breaks a limit is told in the limit's unit. A limit that
+no share can have, or that looks like a percentage without its sign, is refused.
 
 A gate holds if every row that it concerns holds: those of one format if it names one, else those of
 every quantized format. What is missing or not a number fails. Of lm-eval, `lm_eval.acc` is that metric of
@@ -35,8 +36,13 @@ _GATE = re.compile(
 _SHARE = {"%": 0.01}
 _NATS = {"nats": 1.0, "mnats": 1e-3, "bits": math.log(2)}
 _SECONDS = {"s": 1.0, "ms": 1e-3, "min": 60.0}
-_UNITS = {  # by the beginning of a figure's name; of others a share
+_SHARES = ("top1_agreement", "top5_agreement", "identical", "retrieved", "token_accuracy")  # and their bounds
+_CHANGE = "perplexity_change"
+_PLAIN = ("perplexity", "documents", "prompts", "new_tokens", "same_tokens", "trials", "layer")
+_UNITS: dict[str, dict[str, float]] = {  # by the beginning of a figure's name; of others a share
     "kl_": _NATS,
+    _CHANGE: _SHARE,
+    **{name: {} for name in _PLAIN},
     "bits_per_element": {"bits": 1.0, "b/el": 1.0},
     "kv_bytes_per_token": {"B": 1.0, "KB": 1e3, "KiB": 1024.0},
     "compression": {"x": 1.0},
@@ -107,6 +113,7 @@ def parse_gate(text: str) -> Gate:
     limit = float(match["limit"]) * scale
     if not math.isfinite(limit):
         raise ConfigError(f"--gate {text!r}: the limit must be a finite number")
+    _check_limit(text.strip(), match, limit)
     return Gate(
         text=text.strip(),
         kv=match["kv"].strip() if match["kv"] else None,
@@ -124,10 +131,25 @@ def _scale(text: str, figure: str, unit: str) -> float:
     """What a unit is in the figure's own."""
     if not unit:
         return 1.0
-    units = next((known for name, known in _UNITS.items() if figure.startswith(name)), {}) | _SHARE
+    units = next((known for name, known in _UNITS.items() if figure.startswith(name)), _SHARE)
     if unit not in units:
-        raise ConfigError(f"--gate {text!r}: {figure} is given in {', '.join(units)} or plain, got {unit!r}")
+        allowed = f"given in {', '.join(units)} or plain" if units else "a plain number"
+        raise ConfigError(f"--gate {text!r}: {figure} is {allowed}, got {unit!r}")
     return units[unit]
+
+
+def _check_limit(text: str, match: re.Match[str], limit: float) -> None:
+    """Raise ConfigError for a limit of a share or change that can't be meant, or may mean a percentage."""
+    figure, number = match["figure"], match["limit"]
+    start = text.rpartition(match["operator"])[0] + match["operator"]
+    if figure.startswith(_SHARES) and not 0 <= limit <= 1:
+        hint = f"; did you mean {start}{number}%?" if not match["unit"] and 1 < limit <= 100 else ""
+        raise ConfigError(f"--gate {text!r}: {figure} is a share, 0 to 1 or 0% to 100%{hint}")
+    if figure.startswith(_CHANGE) and not match["unit"] and abs(limit) >= 1:
+        raise ConfigError(
+            f"--gate {text!r} allows a change of {limit:.0%}; write {start}{number}% or "
+            f"{start}{100 * limit:g}%, whichever you mean"
+        )
 
 
 def check_gate(

@@ -303,10 +303,12 @@ def test_other_settings_do_not_go_on_with_what_was_begun(two_layers, tmp_path, m
         patched.setattr(run, "write_checkpoint", fail)
         with pytest.raises(KeyboardInterrupt):
             kvq.quantize(two_layers, out, "gptq", **FEW)
-    with pytest.raises(
-        ConfigError, match=r"begun otherwise \(format 'int4_g128', now 'int3_g128'\).*--restart"
-    ):
-        kvq.quantize(two_layers, out, "gptq", bits=3, **FEW)
+    with monkeypatch.context() as patched:
+        patched.setattr(run, "load_plain", fail)  # it is refused before the weights are loaded
+        with pytest.raises(
+            ConfigError, match=r"begun otherwise \(format 'int4_g128', now 'int3_g128'\).*--restart"
+        ):
+            kvq.quantize(two_layers, out, "gptq", bits=3, **FEW)
     kvq.quantize(two_layers, out, "gptq", bits=3, restart=True, **FEW)
     assert load_fp32(out) is not None
 

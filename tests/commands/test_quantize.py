@@ -121,9 +121,11 @@ def test_an_interruption_says_where_finished_layers_are(kvq, model, tmp_path, mo
     arguments = ("quantize", model, "--method", "rtn", "--out", tmp_path / "out")
     status, _, err = kvq(*arguments)
     assert status == 130
-    where = f"finished layers are in {tmp_path / 'out.partial'}; the same command goes on from there"
+    where = f"finished layers in {tmp_path / 'out.partial'}: 1; the same command goes on from there"
     assert where in " ".join(err.split())
-    assert kvq(*arguments)[0] == 0
+    status, _, err = kvq(*arguments)
+    assert status == 0
+    assert "kvq: finished layers of an earlier run: 1" in err
     assert saved == [0, 1]
 
 

@@ -1,6 +1,7 @@
 """Gates read what people write, refuse the rest with a hint, and never pass what is missing."""
 
 import math
+import re
 import string
 
 import pytest
@@ -50,6 +51,25 @@ def test_gates_are_read(text, parts):
 )  # fmt: skip
 def test_what_is_no_gate_is_refused(text):
     with pytest.raises(ConfigError, match="--gate"):
+        parse_gate(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("top1_agreement>=90", "is a share, 0 to 1 or 0% to 100%; did you mean top1_agreement>=90%?"),
+        ("retrieved>=120%", "is a share"),
+        ("identical_low>-0.5", "is a share"),
+        ("int4:perplexity_change<=1", "write int4:perplexity_change<=1% or int4:perplexity_change<=100%"),
+        ("perplexity_change_high<2.5", "a change of 250%"),
+        ("perplexity<200%", "perplexity is a plain number, got '%'"),
+        ("same_tokens_mean>50%", "same_tokens_mean is a plain number"),
+        ("kl_mean<1%", "is given in nats, mnats, bits or plain, got '%'"),
+        ("compression>3%", "is given in x or plain"),
+    ],
+)
+def test_limits_in_mistaken_units_are_refused(text, says):
+    with pytest.raises(ConfigError, match=re.escape(says)):
         parse_gate(text)
 
 

@@ -4,7 +4,7 @@ import fcntl
 import json
 import os
 import shutil
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from safetensors import safe_open
@@ -23,45 +23,89 @@ _SETTINGS = "settings.json"
 _PARTS = ("codes", "scale", "zero", "order")
 
 
+def partial_folder(out: Path) -> Path:
+    """OUT.partial."""
+    return out.with_name(f"{out.name}.partial")
+
+
+def count_finished(folder: Path) -> int:
+    """Layers done, counted from the first."""
+    count = 0
+    while _layer_path(folder, count).is_file():
+        count += 1
+    return count
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """Where finished layers are kept, and all that decides their bytes."""
+
+    folder: Path
+    settings: dict[str, object]
+    digest: str  # of these
+    restart: bool = field(kw_only=True)
+
+    def check(self) -> None:
+        """Raise ConfigError if layers that are there were made with other settings."""
+        path = self.folder / _SETTINGS
+        if self.restart or not path.is_file():
+            return
+        try:
+            header = json.loads(path.read_text(encoding="utf-8"))
+            known = header["format_version"] == _VERSION
+            same, before = header["digest"] == self.digest, dict(header["settings"])
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ConfigError(
+                f"{path} can't be read ({first_lines(error)}); start anew with --restart"
+            ) from error
+        if known and same:
+            return
+        changed = [
+            f"{name} {before.get(name)!r}, now {value!r}"
+            for name, value in self.settings.items()
+            if before.get(name) != value
+        ]
+        raise ConfigError(
+            f"{self.folder} was begun otherwise ({'; '.join(changed) or 'by another version of kvq'}); "
+            f"use those settings again, or --restart to throw it away"
+        )
+
+
 class Partial:
     """The folder OUT.partial: a settings file, and a file for each finished layer."""
 
-    def __init__(self, out: Path, settings: dict[str, object], digest: str, *, restart: bool) -> None:
+    def __init__(self, kept: Kept) -> None:
         """Open or make it.
 
         Raises:
             ConfigError: it was made with other settings, or can't be made.
         """
-        self.folder = out.with_name(out.name + ".partial")
+        self.folder = kept.folder
         try:
             self.folder.mkdir(exist_ok=True)
             self._lock = _locked(self.folder)
         except OSError as error:
             raise ConfigError(f"can't make {self.folder}: {error.strerror}") from error
         try:
-            self._begin(settings, digest, restart=restart)
+            self._begin(kept)
         except BaseException:
             self.close()
             raise
 
-    def _begin(self, settings: dict[str, object], digest: str, *, restart: bool) -> None:
-        if restart:
+    def _begin(self, kept: Kept) -> None:
+        if kept.restart:
             for path in self.folder.iterdir():
                 path.unlink()
+        kept.check()
         path = self.folder / _SETTINGS
-        if path.is_file():
-            self._check(path, settings, digest)
-            return
-        header = {"format_version": _VERSION, "digest": digest, "settings": settings}
-        fileio.write_text(path, json.dumps(header, indent=1) + "\n")
+        if not path.is_file():
+            header = {"format_version": _VERSION, "digest": kept.digest, "settings": kept.settings}
+            fileio.write_text(path, json.dumps(header, indent=1) + "\n")
 
     @property
     def finished(self) -> int:
         """Layers done, counted from the first."""
-        count = 0
-        while self._path(count).is_file():
-            count += 1
-        return count
+        return count_finished(self.folder)
 
     def save(self, index: int, result: LayerResult) -> None:
         """Keep a layer."""
@@ -76,7 +120,7 @@ class Partial:
             "rows": [asdict(row) for row in result.rows],
             "skipped": result.skipped,
         }
-        fileio.write_bytes(self._path(index), save(tensors, {"kvq": json.dumps(facts)}))
+        fileio.write_bytes(_layer_path(self.folder, index), save(tensors, {"kvq": json.dumps(facts)}))
 
     def load(self, index: int) -> LayerResult:
         """Read a layer back.
@@ -84,7 +128,7 @@ class Partial:
         Raises:
             ConfigError: the file is damaged.
         """
-        path = self._path(index)
+        path = _layer_path(self.folder, index)
         try:
             with safe_open(path, "pt") as file:
                 facts = json.loads(file.metadata()["kvq"])
@@ -113,29 +157,9 @@ class Partial:
         """Let another process have the folder."""
         os.close(self._lock)
 
-    def _check(self, path: Path, settings: dict[str, object], digest: str) -> None:
-        try:
-            header = json.loads(path.read_text(encoding="utf-8"))
-            known = header["format_version"] == _VERSION
-            same, before = header["digest"] == digest, dict(header["settings"])
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise ConfigError(
-                f"{path} can't be read ({first_lines(error)}); start anew with --restart"
-            ) from error
-        if known and same:
-            return
-        changed = [
-            f"{name} {before.get(name)!r}, now {value!r}"
-            for name, value in settings.items()
-            if before.get(name) != value
-        ]
-        raise ConfigError(
-            f"{self.folder} was begun otherwise ({'; '.join(changed) or 'by another version of kvq'}); "
-            f"use those settings again, or --restart to throw it away"
-        )
 
-    def _path(self, index: int) -> Path:
-        return self.folder / f"layer-{index:05}.safetensors"
+def _layer_path(folder: Path, index: int) -> Path:
+    return folder / f"layer-{index:05}.safetensors"
 
 
 def _locked(folder: Path) -> int:

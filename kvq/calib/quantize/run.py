@@ -10,7 +10,7 @@ from kvq.calib.export import fp8_scale_tensors
 from kvq.calib.observe import Observations, observe
 from kvq.calib.quantize.driver import Progress, Source, quantize_layers
 from kvq.calib.quantize.output import check_output, write_checkpoint
-from kvq.calib.quantize.partial import Partial
+from kvq.calib.quantize.partial import Kept, Partial, partial_folder
 from kvq.calib.quantize.report import ModuleReport
 from kvq.calib.quantize.samples import draw_samples
 from kvq.calib.quantize.settings import QuantizeSettings, digest_of
@@ -69,6 +69,7 @@ class Quantizing:
     revision: str | None = None
     token: str | None = None
     progress: Callable[[str], Progress] = field(default=lambda what: lambda done, total: None)
+    on_resumed: Callable[[int], object] = field(default=lambda layers: None)  # told how many are finished
 
     def stored_dtype(self) -> str:
         """The dtype of scales and of what stays unquantized; GPTQ's and AWQ's is fp16.
@@ -135,6 +136,8 @@ def quantize_model(work: Quantizing, settings: QuantizeSettings) -> Quantized:
             max_context=geometry.max_context,
             seed=settings.seed,
         )
+    kept = _kept(work, settings, prepared, text)
+    kept.check()  # before the weights are loaded
     model = load_plain(prepared, dtype=dtype)
     _check_finite(model, dtype)
     targets = find_targets(model, settings.fmt, held)
@@ -147,8 +150,10 @@ def quantize_model(work: Quantizing, settings: QuantizeSettings) -> Quantized:
         device=prepared.device,
     )
     assert len(decoder_layers(model)[1]) == len(geometry.layers), "one geometry for each layer"
-    partial = _partial(work, settings, prepared, text)
+    partial = Partial(kept)
     with closing(partial):
+        if partial.finished:
+            work.on_resumed(partial.finished)
         quantize_layers(source, settings, windows, partial, work.progress("quantizing layers"))
         rows, skipped = write_checkpoint(
             work.out,
@@ -176,9 +181,7 @@ def quantize_model(work: Quantizing, settings: QuantizeSettings) -> Quantized:
     )
 
 
-def _partial(
-    work: Quantizing, settings: QuantizeSettings, prepared: PreparedModel, text: EvalText
-) -> Partial:
+def _kept(work: Quantizing, settings: QuantizeSettings, prepared: PreparedModel, text: EvalText) -> Kept:
     """Where finished layers are kept, under a digest of all that decides their bytes."""
     said = settings.described() | {
         "model": prepared.digest,
@@ -187,7 +190,7 @@ def _partial(
         "device": prepared.device.type,
         "kvq": __version__,
     }
-    return Partial(work.out, said, digest_of(said), restart=work.restart)
+    return Kept(partial_folder(work.out), said, digest_of(said), restart=work.restart)
 
 
 def _check_finite(model: Any, dtype: str) -> None:
