@@ -20,7 +20,7 @@ from kvq.server.bodies import ChatBody, CompletionBody, DetokenizeBody, Tokenize
 from kvq.server.chat import Chat
 from kvq.server.complaints import of_body
 from kvq.server.completions import Completion
-from kvq.server.guard import Access, Guard, as_response
+from kvq.server.guard import REASON, Access, Guard, as_response
 from kvq.server.ignored import HEADER
 from kvq.server.metrics import CONTENT_TYPE
 from kvq.server.openapi import ONE_OR_STREAM, describe_routes
@@ -32,6 +32,8 @@ from kvq.server.viewers import add_routes as add_page
 from kvq.version import __version__
 
 _SHOWN = 100  # characters of a path that nobody knows
+_ALIKE = 0.8  # as /v1/completion and /v1/completions are, and /v1/responses and /v1/messages are not
+_CLIENTS_OWN = (400, 404)
 _GENERATING = ("/v1/completions", "/v1/chat/completions", ANTHROPIC_PATH)
 
 
@@ -99,7 +101,7 @@ def create_app(service: Service, access: Access | None = None) -> FastAPI:
     health.add_routes(app, service)
     add_page(app, service, has_keys=bool(access.api_keys))
     add_anthropic(app, service)
-    _answer_problems(app)
+    _answer_problems(app, service)
     describe_routes(app, has_keys=bool(access.api_keys), is_strict=service.is_strict)
     app.add_middleware(Guard, access=access, check=partial(_check_arrival, service))
     if access.origins:  # around the guard, since browsers send no key when they ask whether they may
@@ -118,21 +120,25 @@ def _check_arrival(service: Service, path: str, tenant: str) -> None:
         service.check_arrival(tenant)
 
 
-def _answer_problems(app: FastAPI) -> None:
-    """Every failure becomes an error object of the protocol that is spoken there."""
+def _answer_problems(app: FastAPI, service: Service) -> None:
+    """Every failure becomes an error object of the protocol that is spoken there, and is counted once."""
 
     @app.exception_handler(Problem)
     async def problem(request: Request, error: Problem) -> JSONResponse:
-        return as_response(error, request.url.path)
+        path = request.url.path
+        if path in _GENERATING and error.status in _CLIENTS_OWN and not error.is_counted:
+            service.metrics.count("invalid")
+        request.scope[REASON] = error.code or error.type
+        return as_response(error, path)
 
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: RequestValidationError) -> JSONResponse:
-        return as_response(of_body(error.errors(), error.body), request.url.path)
+        return await problem(request, of_body(error.errors(), error.body))
 
     @app.exception_handler(ValidationError)
     async def invalid_when_converted(request: Request, error: ValidationError) -> JSONResponse:
         """What was within its bounds in one protocol is not in the other: texts that are joined, say."""
-        return as_response(of_body(error.errors(include_url=False), None), request.url.path)
+        return await problem(request, of_body(error.errors(include_url=False), None))
 
     @app.exception_handler(HTTPException)
     async def http(request: Request, error: HTTPException) -> JSONResponse:
@@ -140,11 +146,11 @@ def _answer_problems(app: FastAPI) -> None:
         reason, path = str(error.detail), request.url.path
         if error.status_code == 404:
             paths = [route.path for route in app.routes if isinstance(route, Route)]
-            hint = nearest(path, paths, cutoff=0.6) or ";"
+            hint = nearest(path, paths, cutoff=_ALIKE) or ";"
             reason = f"there is no {path[:_SHOWN]}{hint} /openapi.json tells what there is"
         elif error.status_code == 405:
             reason = f"{path} takes {headers.get('Allow', 'another method')}, not {request.method}"
-        answer = as_response(Problem(error.status_code, reason), path)
+        answer = await problem(request, Problem(error.status_code, reason))
         answer.headers.update(headers)
         return answer
 

@@ -30,6 +30,8 @@ _QUIET = {
     **dict.fromkeys(("/health", "/health/live", "/health/ready", "/metrics", POLLED), (200, 503)),
     "/health/deep": (200,),
 }
+REASON = "kvq_reason"  # in a request's scope: the code or type of the problem that it got for an answer
+_METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
 LOOPBACK = ("127.0.0.1", "[::1]", "localhost")
 
 
@@ -72,6 +74,7 @@ class Guard:
                 self._check(scope)
                 whole = await body.read(receive)
             except Problem as problem:
+                scope[REASON] = problem.code or problem.type
                 body.release()
                 await skip(receive)
                 response = as_response(problem, scope["path"])
@@ -89,9 +92,10 @@ class Guard:
             log_event(
                 "request",
                 level=logging.DEBUG if is_quiet else logging.INFO,
-                method=scope["method"] if route else None,
+                method=scope["method"] if route or scope["method"] in _METHODS else None,
                 route=route or "unknown",
                 status=answer.status,
+                reason=scope.get(REASON),
                 seconds=perf_counter() - began,
                 tenant=scope.get("kvq_tenant") or None,
             )

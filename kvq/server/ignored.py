@@ -18,6 +18,13 @@ _MOST = 8  # that are named
 _MAX_NAME = 100  # characters of one that is told
 _MAX_WORD = 64  # characters of one that is compared with those that are known
 _ALIKE = 0.7  # as max_token and max_tokens are, and max_tokens and tools are not
+_SAME = (  # of other protocols and servers
+    frozenset(("max_tokens", "max_completion_tokens", "max_new_tokens", "max_output_tokens", "n_predict")),
+    frozenset(("stop", "stop_sequences")),
+    frozenset(("prompt", "input", "inputs")),
+    frozenset(("stop_token_ids", "eos_token_id")),
+    frozenset(("repetition_penalty", "repeat_penalty")),
+)
 _UNSAFE = re.compile(r"[^\w.$:/@+-]", re.ASCII)  # in a header or on a terminal
 
 
@@ -59,6 +66,9 @@ def safe_name(path: str) -> str:
 def unknown_field(path: str, name: str, known: Iterable[str]) -> str:
     """What is said to a field that can't be ignored; `known`: names that it may have meant."""
     hint = nearest(name, sorted(known), cutoff=_ALIKE) if len(name) <= _MAX_WORD else ""
+    for same in _SAME:
+        if name in same and (here := same & set(known)):
+            hint = f"; did you mean {min(here)!r}?"
     return f"unknown field {path[:_MAX_NAME]!r}{hint}"
 
 

@@ -47,10 +47,7 @@ class Metrics:
             names.observe(values)
 
     def count(self, status: str) -> None:
-        """A request ended: success, error, cancelled, timeout; invalid, limited or refused before it began.
-
-        What is no request of the API at all, or has a value out of its bounds, is not counted.
-        """
+        """How a request ended: success, error, cancelled, timeout, or invalid, limited, refused before."""
         for names in self._names:
             names.count(status)
 

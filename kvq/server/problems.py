@@ -23,6 +23,7 @@ class Problem(Exception):
         self.code = code
         self.param = param
         self.retry_after_s = retry_after_s
+        self.is_counted = False  # among the requests that ended
 
     def body(self) -> dict[str, Any]:
         """The error object."""

@@ -69,6 +69,7 @@ class _Process:
     reader: asyncio.StreamReader
     writer: asyncio.StreamWriter
     answered_s: float = field(default_factory=monotonic)  # when it last said anything
+    is_ready: bool = False  # it was, once
 
 
 _Heard = Delta | Ended | EngineError
@@ -251,6 +252,8 @@ class Remote:
             is_closing = self.state is State.CLOSED
             what = "the server is shutting down" if is_closing else "the engine ended; send the request again"
             self._tell_all(EngineError(what))
+            if is_closing and not process.is_ready:
+                process.popen.kill()  # it may load for minutes before it looks at its socket
             await _end(process)
             if self.state not in (State.CLOSED, State.FAILED):  # a refused engine has said why
                 _log.error("the engine process ended with status %s%s", process.popen.returncode, why)
@@ -277,6 +280,7 @@ class Remote:
         self._delay_s = 0.0
         if self.state is State.RESTARTING:
             _log.warning("the engine is ready again; restart %d since the server began", self.num_restarts)
+        process.is_ready = True
         self._set(State.READY)
         process.answered_s = monotonic()
         pinging = asyncio.create_task(self._ping(process))

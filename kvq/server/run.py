@@ -111,6 +111,7 @@ async def _serve(config: ServerConfig) -> None:
         await service.close()
         server.should_exit = True
         await listening
+        log_event("ended")
 
 
 def _service(config: ServerConfig, name: str, remote: Remote, tokenizer: Any) -> Service:

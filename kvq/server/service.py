@@ -234,6 +234,7 @@ class Service:
             yield
         except Problem as problem:
             self.metrics.count({400: "invalid", 429: "limited"}.get(problem.status, "refused"))
+            problem.is_counted = True
             raise
 
     def _count(self, ended: Ended, tenant: str) -> None:
@@ -269,9 +270,13 @@ class Service:
 
 
 def _problem(kind: ErrorKind | None, error: str) -> Problem:
+    """Of a request that the engine ended, which is counted."""
     if kind == "request":
-        return Problem(400, error)
-    return unavailable(error) if kind == "busy" else failed(error)
+        problem = Problem(400, error)
+    else:
+        problem = unavailable(error) if kind == "busy" else failed(error)
+    problem.is_counted = True
+    return problem
 
 
 def describe(service: Service, created: int) -> dict[str, Any]:

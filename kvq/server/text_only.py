@@ -5,6 +5,10 @@ from typing import Any
 
 from pydantic_core import PydanticCustomError
 
+from kvq.errors import nearest
+
+_MAX_KIND = 20  # characters of one that is compared with those that are known
+_ALIKE = 0.5  # as input_text and text are, and image and text are not
 _JSON: dict[type, str] = {
     str: "a text",
     bool: "a truth value",
@@ -36,7 +40,7 @@ def content_of(noun: str, kinds: Sequence[str], others: Sequence[str] = ()) -> C
         return given
 
     def _refuse(part: Any, at: int) -> None:
-        kind = part.get("type") if isinstance(part, dict) else None
+        kind, hint = part.get("type") if isinstance(part, dict) else None, ""
         if not isinstance(kind, str):
             words = "{noun} is an object whose type is {known}, got {got}"
             got = _name(part)
@@ -45,9 +49,11 @@ def content_of(noun: str, kinds: Sequence[str], others: Sequence[str] = ()) -> C
         else:
             got = f"{'an' if kind[:1] in 'aeiou' else 'a'} {kind!r:.50} {noun}"
             words = "this model reads text only, got {got}; leave it out or describe it in words"
+            if hint := nearest(kind[:_MAX_KIND], list(kinds), cutoff=_ALIKE):
+                words = "{got} is not known{hint}"
             if kind in others:
                 words = "{got} is of no use here, only {known}; leave it out"
-        context = {"noun": f"a {noun}", "known": known, "got": got, "at": at}
+        context = {"noun": f"a {noun}", "known": known, "got": got, "at": at, "hint": hint}
         raise PydanticCustomError("content", words, context)
 
     return check

@@ -61,6 +61,11 @@ def client():
             "messages.0.content.0.text",
             "Input should be a valid string, got 7",
         ),
+        (
+            turn([{"type": "input_text", "text": "a"}]),
+            "messages.0.content.0",
+            "an 'input_text' part is not known; did you mean 'text'?",
+        ),
         ({"messages": [{"content": "a"}]}, "messages.0.role", "Field required"),
     ],
 )

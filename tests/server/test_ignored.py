@@ -228,6 +228,8 @@ def test_pages_of_other_origins_may_read_the_header():
         ("/tokenize", {"prompt": "a", "xyz": 1}, "xyz", None),
         ("/detokenize", {"tokens": [1], "token": 1}, "token", "tokens"),
         ("/tokenize", {"prompt": "a", "x" * 10**6: 1}, "x" * 100, None),
+        ("/v1/completions", {"prompt": "a", "max_new_tokens": 1}, "max_new_tokens", "max_tokens"),
+        ("/v1/completions", {"prompt": "a", "stop_sequences": ["b"]}, "stop_sequences", "stop"),
     ],
 )  # fmt: skip
 def test_a_strict_server_refuses_them_and_says_what_was_meant(strict, path, body, param, hint):
@@ -240,12 +242,13 @@ def test_a_strict_server_refuses_them_and_says_what_was_meant(strict, path, body
     assert counted(strict)["refused"] == before + 1
 
 
-def test_a_strict_server_refuses_in_the_words_of_the_protocol(strict):
-    status, _, answer = strict.post("/v1/messages", message(temprature=1))
+@pytest.mark.parametrize(("name", "meant"), [("temprature", "temperature"), ("stop", "stop_sequences")])
+def test_a_strict_server_refuses_in_the_words_of_the_protocol(strict, name, meant):
+    status, _, answer = strict.post("/v1/messages", message(**{name: 1}))
     assert status == 400
     error = {
         "type": "invalid_request_error",
-        "message": "unknown field 'temprature'; did you mean 'temperature'?",
+        "message": f"unknown field {name!r}; did you mean {meant!r}?",
         "details": {"error_code": "unknown_field"},
     }
     assert answer == {"type": "error", "error": error}

@@ -226,10 +226,17 @@ def until_found(at, query):
 
 def test_what_clients_do_wrong_is_not_counted_as_the_servers_failure(server):
     before = samples(server)
-    for wrong in ({"max_tokens": 100_000}, {"guided_regex": "(("}, {"prompt": ["a", ""]}):
+    for wrong in (
+        {"max_tokens": 100_000},
+        {"guided_regex": "(("},
+        {"prompt": ["a", ""]},
+        {"prompt": 7},
+        {"temperature": "hot"},
+        {"model": "other"},
+    ):
         with pytest.raises(urllib.error.HTTPError) as refused:
             ask(server, "/v1/completions", json.dumps({"prompt": "The city"} | wrong).encode())
-        assert refused.value.code == 400
+        assert refused.value.code == (404 if "model" in wrong else 400)
     after = samples(server)
 
     def grown(status):
@@ -237,7 +244,7 @@ def test_what_clients_do_wrong_is_not_counted_as_the_servers_failure(server):
             before, "kvq_requests_total", status=status
         )
 
-    assert (grown("invalid"), grown("error"), grown("refused")) == (3, 0, 0)
+    assert (grown("invalid"), grown("error"), grown("refused")) == (6, 0, 0)
 
 
 def test_counters_go_on_when_the_engine_is_started_again(server):

@@ -195,6 +195,9 @@ def test_logs_are_lines_of_json_and_never_quote_what_people_wrote(server):
     assert all({"time", "level", "event"} <= set(event) for event in events)
     answered = [event for event in events if event["event"] == "request"]
     assert {event["status"] for event in answered} >= {200, 400, 404}
+    assert all("reason" in event for event in answered if event["status"] in (400, 404))
+    assert not any("reason" in event for event in answered if event["status"] == 200)
+    assert all("method" in event for event in answered)
     assert {event["route"] for event in answered} >= {"/v1/completions", "unknown"}
     probes = {event["route"] for event in answered if event["status"] == 200}
     assert not probes & {"/health", "/health/live", "/health/ready", "/health/deep", "/metrics"}
@@ -223,6 +226,7 @@ def test_the_end_does_not_wait_for_ever(server):
     server.process.send_signal(signal.SIGTERM)
     assert server.process.wait(HANG_S) == 0
     thread.join()
+    assert json.loads(server.log.splitlines()[-1])["event"] == "ended"
     [(status, _, raw)] = answers
     assert status == 200
     last = json.loads(raw.decode().strip().split("\n\n")[-1].removeprefix("data: "))

@@ -19,6 +19,7 @@ from kvq.engine import SamplingParams
 from kvq.errors import ConfigError, EngineError
 from kvq.models.checkpoint import content_digest
 from kvq.models.resolve import EMBEDDED
+from kvq.server import remote as remote_module
 from kvq.server import worker
 from kvq.server.frames import MAX_FRAME, encode, from_engine, to_engine
 from kvq.server.messages import Cancel, Delta, Ended, Ping, Refused, Start, Submit
@@ -43,6 +44,27 @@ async def collect(remote, prompt, params, **options):
         else:
             ended = message
     return tokens, ended
+
+
+def test_an_engine_that_loads_is_ended_at_once(monkeypatch):
+    """It looks at its socket when it has loaded, which may take minutes."""
+    lives = []
+    popen = subprocess.Popen
+
+    def note(*args, **options):
+        lives.append(popen(*args, **options))
+        return lives[-1]
+
+    async def run():
+        monkeypatch.setattr(remote_module.subprocess, "Popen", note)
+        remote = Remote(START)
+        starting = asyncio.create_task(remote.start())
+        await wait_for_async(lambda: lives, "the engine process")
+        starting.cancel()
+        await remote.close()
+
+    asyncio.run(run())
+    assert [life.returncode for life in lives] == [-signal.SIGKILL]
 
 
 def test_requests_get_what_an_engine_in_this_process_gives(tmp_path, monkeypatch):

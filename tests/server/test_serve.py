@@ -300,7 +300,15 @@ def test_large_bodies_and_unknown_paths_are_refused(server):
     status, answer = send(server, b"x" * ((8 << 20) + 1))
     assert status == 413
     assert answer["error"]["code"] == "request_too_large"
-    assert send(server, b"{}", path="/v1/nothing")[0] == 404
+    for path, meant in (
+        ("/v1/nothing", ""),
+        ("/v1/embeddings", ""),
+        ("/v1/responses", ""),
+        ("/chat/completions", "; did you mean '/v1/chat/completions'?"),
+    ):
+        status, answer = send(server, b"{}", path=path)
+        assert status == 404
+        assert answer["error"]["message"].startswith(f"there is no {path}{meant or '; /openapi.json'}")
 
 
 def send(server, raw, path="/v1/completions", headers=()):
