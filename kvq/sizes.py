@@ -1,11 +1,18 @@
-"""Amounts as people read them, in the unit that fits: a small model's bytes are not 0.00 GiB.
+"""Amounts as people read and write them, in the unit that fits: a small model's bytes are not 0.00 GiB.
 
 Figures in files are plain bytes; only what is shown goes through here.
 """
 
+import re
+
+from kvq.errors import ConfigError
+
 _BINARY = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 _DECIMAL = ("B", "KB", "MB", "GB", "TB", "PB")
 _COUNTS = ("", "K", "M", "B", "T")
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
+_UNITS |= {f"{unit}i": 1024 ** (i + 1) for i, unit in enumerate("kmgt")}
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?i?)b?\s*", re.IGNORECASE)
 
 
 def binary(nbytes: float) -> str:
@@ -26,6 +33,27 @@ def speed(gb_per_s: float) -> str:
 def count(number: float) -> str:
     """How many, such as weights of a model: `70.55 B`, `5.84 M`, `12`."""
     return _fitting(number, 1000, _COUNTS).rstrip()
+
+
+def dollars(usd: float | None) -> str:
+    """To the cent, or to two digits if it is less than ten of them: `12.40`, `0.0031`; `-` if unknown."""
+    if usd is None:
+        return "-"
+    return f"{usd:,.2f}" if usd == 0 or abs(usd) >= 0.1 else f"{usd:.2g}"
+
+
+def parse_bytes(size: int | str, name: str) -> int:
+    """Bytes from a number or a text such as "2GiB", "512M" or "1.5g".
+
+    Raises:
+        ConfigError: not a size.
+    """
+    if isinstance(size, int) and not isinstance(size, bool) and size >= 0:
+        return size
+    match = _SIZE.fullmatch(size) if isinstance(size, str) else None
+    if match is None:
+        raise ConfigError(f"{name} must be a size such as '2GiB' or a number of bytes, got {size!r}")
+    return int(float(match[1]) * _UNITS[match[2].lower()])
 
 
 def _fitting(amount: float, step: int, units: tuple[str, ...]) -> str:

@@ -5,7 +5,7 @@ import re
 import pytest
 
 from kvq import cli
-from kvq.sizes import binary, count, decimal, speed
+from kvq.sizes import binary, count, decimal, dollars, speed
 
 
 @pytest.mark.parametrize(
@@ -32,6 +32,11 @@ def test_the_unit_fits_the_size(amount: float, in_1024: str, in_1000: str) -> No
 def test_counts_and_speeds() -> None:
     assert [count(n) for n in (12, 5_840_000, 70_553_706_496)] == ["12", "5.84 M", "70.55 B"]
     assert [speed(gb_per_s) for gb_per_s in (0.0042, 41.2)] == ["4.20 MB/s", "41.20 GB/s"]
+
+
+def test_money() -> None:
+    amounts = (None, 0, 1234.5, 12, 0.1, 0.0994, 0.00312)
+    assert [dollars(usd) for usd in amounts] == ["-", "0.00", "1,234.50", "12.00", "0.10", "0.099", "0.0031"]
 
 
 def test_nothing_shown_is_zero_in_its_unit() -> None:

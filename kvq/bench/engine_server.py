@@ -10,10 +10,10 @@ from kvq.bench.engine_result import Served, ServedLoad
 from kvq.bench.timing import percentile
 from kvq.blockmgr import BlockManager
 from kvq.engine import LLM, CompletionOutput, Piece, RequestOutput, SamplingParams, StepStats
-from kvq.engine.config import parse_bytes
 from kvq.errors import EngineError
 from kvq.models import Model
 from kvq.scheduler import Priority
+from kvq.sizes import parse_bytes
 
 _SLACK_BLOCKS = 8  # beyond what the load holds at once: the engine's reserve, and room to copy
 _SAMPLE_EVERY = 8  # steps; how full blocks are takes time to count

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvq.commands.options import ModelOptions, kv_option, model_options
+from kvq.commands.options import ModelOptions, Size, kv_option, model_options
 
 if TYPE_CHECKING:
     from kvq.bench.engine import Plan
@@ -42,7 +42,11 @@ if TYPE_CHECKING:
     help="interactive keeps prefills from delaying the tokens of others.  [default: batch where all "
     "requests arrive at once]",
 )
-@click.option("--kv-memory", help="Size of the KV pool, such as 512MiB.  [default: all that the load needs]")
+@click.option(
+    "--kv-memory",
+    type=Size(),
+    help="Size of the KV pool, such as 512MiB.  [default: all that the load needs]",
+)
 @click.option("--blocks", type=click.IntRange(1), help="Size of the KV pool in blocks per layer group.")
 @click.option("--max-num-seqs", default=128, show_default=True, type=click.IntRange(1, 65_536))
 @click.option("--max-num-batched-tokens", default=2048, show_default=True, type=click.IntRange(1, 1 << 20))

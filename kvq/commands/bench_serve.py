@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from kvq.commands.options import kv_option
+from kvq.commands.options import OneNumber, kv_option
 from kvq.errors import ConfigError
 from kvq.extras import SERVER, require
 
@@ -23,7 +23,9 @@ from kvq.extras import SERVER, require
 @click.option("--output-len", default="64", show_default=True, help="Tokens of outputs, likewise.")
 @click.option("--rate", default="inf", show_default=True, help="Requests per second, with random gaps.")
 @click.option(
-    "--concurrency", type=click.IntRange(1, 4096), help="So many users at a time instead of --rate."
+    "--concurrency",
+    type=OneNumber(1, 4096, "run the command once for each"),
+    help="So many users at a time instead of --rate.",
 )
 @click.option(
     "--shared-prefix", default=0.0, show_default=True, type=click.FloatRange(0, 1), help="Of each prompt."

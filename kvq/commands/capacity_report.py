@@ -9,7 +9,7 @@ from typing import Any
 from kvq import fileio
 from kvq.evals.figure import finish, legend_beside, log_axis, new_figure, short, svg_of
 from kvq.evals.page import html_table, origin, page
-from kvq.sizes import binary, decimal
+from kvq.sizes import binary, decimal, dollars
 
 _COLORS = ("#0969da", "#bc4c00", "#1a7f37", "#8250df", "#cf222e", "#57606a", "#9a6700", "#1b7c83")
 _LINES = ("o-", "s--", "^:", "D-.", "v-", "P--", "X:", "*-.")  # of GPUs; colours are formats
@@ -200,7 +200,7 @@ def _plan_cells(row: dict[str, Any]) -> tuple[str, ...]:
         _number(row["tokens_per_s"]),
         _number(row["ttft_ms"]),
         _number(row["itl_ms"], 1),
-        _number(row["usd_per_million_tokens"], 2),
+        dollars(row["usd_per_million_tokens"]),
     )
 
 
@@ -215,7 +215,7 @@ def _simulated_cells(row: dict[str, Any], label: str) -> tuple[str, ...]:
         _number(row["itl_ms_p99"], 1),
         f"{row['preemptions']:,}",
         "-" if row["slo_met"] is None else f"{row['slo_met']:.1%}",
-        _number(row["usd_per_million_tokens"], 2),
+        dollars(row["usd_per_million_tokens"]),
     )
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import click
 from click.core import ParameterSource
 
-from kvq.commands.options import ModelOptions, kv_option, model_options
+from kvq.commands.options import ModelOptions, Size, kv_option, model_options
 from kvq.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -21,7 +21,9 @@ _WITH_URL = {"url", "api_key_env", "model", "system", "temperature", "top_p", "m
 @click.command(name="chat")
 @kv_option("auto", many=False)
 @model_options
-@click.option("--kv-memory", help="Bytes of the block pool, such as 2GiB; default: what is free.")
+@click.option(
+    "--kv-memory", type=Size(), help="Bytes of the block pool, such as 2GiB; default: what is free."
+)
 @click.option("--url", help="Chat with a running server, such as http://127.0.0.1:8000.")
 @click.option("--api-key-env", help="With --url: the environment variable that holds the key.")
 @click.option("--system", help="The system message.")

@@ -10,6 +10,7 @@ from kvq.commands.names import GPU
 from kvq.commands.options import Finite
 from kvq.commands.results import write_rows
 from kvq.errors import ConfigError
+from kvq.sizes import dollars
 
 
 @click.command(name="cost")
@@ -110,12 +111,12 @@ def _lines(row: dict[str, Any], options: dict[str, Any]) -> list[tuple[str, str,
         lines = [
             (
                 "$ a million tokens",
-                f"{row['usd_per_million_tokens']:,.2f}",
+                dollars(row["usd_per_million_tokens"]),
                 f"${row['usd_per_hour']:,.2f} / ({speed})",
             ),
             (
                 "with operations",
-                f"{row['usd_per_million_tokens_with_operations']:,.2f}",
+                dollars(row["usd_per_million_tokens_with_operations"]),
                 f"${row['usd_per_month']:,.0f} a month / tokens of a month",
             ),
             ("tokens for $1", f"{row['tokens_per_usd']:,.0f}", ""),

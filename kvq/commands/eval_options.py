@@ -5,6 +5,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from kvq.commands.options import Size
+
 if TYPE_CHECKING:
     from kvq.evals.needle import NeedlePlan
 
@@ -67,7 +69,7 @@ _LM_EVAL = (
     click.option("--apply-chat-template", is_flag=True, help="Ask lm_eval's questions as a chat."),
     click.option(
         "--kv-memory",
-        metavar="SIZE",
+        type=Size(),
         help="KV pool for lm_eval, such as 2GiB; one format at a time.  [default: from free memory]",
     ),
 )

@@ -5,7 +5,6 @@ from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 from kvq.engine.build import check_cache
-from kvq.engine.config import parse_bytes
 from kvq.errors import ConfigError, nearest
 from kvq.evals import EvalText, metrics
 from kvq.evals.attention_error import AttentionRow, measure_attention
@@ -177,7 +176,6 @@ def _load_lm_eval(plan: EvalPlan, names: list[str]) -> list[Any]:
 
     check_cache(plan.prepared)
     given = LMEvalPlan(**plan.lm_eval)
-    parse_bytes(plan.kv_memory or 0, "kv_memory")
     if given.apply_chat_template and not plan.prepared.tokenizer.chat_template:
         raise ConfigError("the model has no chat template; leave --apply-chat-template out")
     return load_tasks(names, include_path=given.include_path)

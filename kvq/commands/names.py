@@ -11,11 +11,19 @@ class Names(StringParamType):
     """A text that shells complete from names.
 
     `find`: the names, found only when a shell asks. `separators`: characters between several names.
-    `paths`: "dir" or "file" if a path is a value as well.
+    `paths`: "dir" or "file" if a path is a value as well. `halves`: names of which two make a pair.
     """
 
-    def __init__(self, find: Callable[[], Iterable[str]], *, separators: str = "", paths: str = "") -> None:
+    def __init__(
+        self,
+        find: Callable[[], Iterable[str]],
+        *,
+        separators: str = "",
+        paths: str = "",
+        halves: Callable[[], Iterable[str]] = tuple,
+    ) -> None:
         self._find = find
+        self._halves = halves
         self._separators = separators
         self._paths = paths
 
@@ -24,8 +32,12 @@ class Names(StringParamType):
     ) -> list[CompletionItem]:
         """Names that go on from the last separator, else paths."""
         begin = 1 + max((incomplete.rfind(mark) for mark in self._separators), default=-1)
+        find = self._find
+        half, slash, _ = incomplete[begin:].partition("/")
+        if slash and half.lower() in self._halves():
+            begin, find = begin + len(half) + 1, self._halves
         before, last = incomplete[:begin], incomplete[begin:].lower()
-        found = [CompletionItem(before + name) for name in self._find() if name.startswith(last)]
+        found = [CompletionItem(before + name) for name in find() if name.startswith(last)]
         # Paths come first: bash's script forgets what it was told before them.
         is_path = self._paths == "dir" or (self._paths and not found)
         return [CompletionItem(incomplete, type=self._paths), *found] if is_path else found
@@ -59,8 +71,8 @@ def _gpus() -> tuple[str, ...]:
     return tuple(known_gpus())
 
 
-FORMATS = Names(_formats, separators=",", paths="file")  # or a kvq.json
-ONE_FORMAT = Names(_formats, paths="file")
+FORMATS = Names(_formats, separators=",", paths="file", halves=_halves)  # or a kvq.json
+ONE_FORMAT = Names(_formats, paths="file", halves=_halves)
 HALF_FORMAT = Names(_halves)
 MODEL = Names(_embedded, paths="dir")  # that is loaded
 PLANNED_MODEL = Names(_models, paths="dir")  # whose shape is enough

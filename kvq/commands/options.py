@@ -8,10 +8,12 @@ from typing import Any, TypeVar
 
 import click
 from click.core import ParameterSource
+from click.types import StringParamType
 
 from kvq.commands.names import FORMATS, HALF_FORMAT, MODEL, ONE_FORMAT
 from kvq.errors import ConfigError
 from kvq.formats import split_pair
+from kvq.sizes import parse_bytes
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 
@@ -173,6 +175,34 @@ class Finite(click.FloatRange):
         if not math.isfinite(number):
             self.fail(f"{value} is not a finite number.", param, ctx)
         return number
+
+
+class OneNumber(click.IntRange):
+    """A whole number where another command takes several, with commas between."""
+
+    def __init__(self, low: int, high: int, instead: str) -> None:
+        super().__init__(low, high)
+        self._instead = instead
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """The number."""
+        if isinstance(value, str) and "," in value:
+            self.fail(f"one number is taken here, got {value!r}; {self._instead}.", param, ctx)
+        return super().convert(value, param, ctx)
+
+
+class Size(StringParamType):
+    """Bytes of memory, such as 2GiB or 512M; stays the text that it is."""
+
+    name = "size"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """The same."""
+        try:
+            parse_bytes(value, "it")
+        except ConfigError as error:
+            self.fail(f"{error}.", param, ctx)
+        return value
 
 
 def kv_option(default: str, many: bool) -> Callable[[_Command], _Command]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kvq.commands.names import GPUS, PLANNED_MODEL
-from kvq.commands.options import Finite, kv_option
+from kvq.commands.options import Finite, Size, kv_option
 from kvq.commands.plan_serve import serve_command, told, users_of_a_shorter_context
 from kvq.commands.results import counted_rows, write_rows
 from kvq.commands.sizing import (
@@ -21,7 +21,7 @@ from kvq.commands.sizing import (
 )
 from kvq.errors import ConfigError
 from kvq.extras import PLOTS, require
-from kvq.sizes import binary, decimal
+from kvq.sizes import binary, decimal, dollars
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -70,7 +70,9 @@ _FORMATS = "fp16,fp8,int8,k8v4,int4"
     "--rate", type=Finite(), help="Requests a second; tells utilization, and how many are there at once."
 )
 @click.option("--verify", is_flag=True, help="Start engines on this machine, and compare their memory.")
-@click.option("--kv-memory", help="With --verify: their pools, such as 512MiB.  [default: as the engine's]")
+@click.option(
+    "--kv-memory", type=Size(), help="With --verify: their pools, such as 512MiB.  [default: as the engine's]"
+)
 @click.option("--weights-gb", type=Finite(), help="GB of all weights, instead of counting them.")
 @click.option("--max-num-batched-tokens", type=click.IntRange(min=1), default=2048, show_default=True)
 @click.option(
@@ -296,7 +298,7 @@ def _print(rows: list[dict[str, Any]], users: int | None, *, assumed: bool) -> N
         cells = [row["gpu"], row["kv"], binary(row["kv_bytes_per_token"])]
         cells += [decimal(row["kv_bytes_per_request"]), _cell(row["max_users"])]
         cells += [_cell(row["contiguous_users"]), _cell(row["tokens_per_s"]), _cell(row["ttft_ms"])]
-        cells += [_cell(row["itl_ms"], 1), _cell(row["usd_per_million_tokens"], 2)]
+        cells += [_cell(row["itl_ms"], 1), dollars(row["usd_per_million_tokens"])]
         table.add_row(*cells, *([_cell(row["gpus_needed"])] if users is not None else []))
     out.print(table)
     if "utilization" in rows[0]:

@@ -6,13 +6,15 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kvq.commands.config_file import config_option
-from kvq.commands.options import ModelOptions, kv_option, model_options
+from kvq.commands.options import Finite, ModelOptions, kv_option, model_options
 from kvq.commands.served import engine_of, engine_options, strict_option, tool_call_option
 from kvq.errors import ConfigError
 from kvq.extras import SERVER, require
 
 if TYPE_CHECKING:
     from kvq.server.config import ServerConfig
+
+_AT_LEAST_1 = click.IntRange(min=1)
 
 
 @click.command(name="serve")
@@ -41,9 +43,19 @@ if TYPE_CHECKING:
 @tool_call_option
 @strict_option
 @click.option(
-    "--grace", default=30.0, show_default=True, help="Seconds that running requests get at the end."
+    "--grace",
+    default=30.0,
+    show_default=True,
+    type=Finite(min=0),
+    help="Seconds that running requests get at the end.",
 )
-@click.option("--max-restarts", default=5, show_default=True, help="Of the engine, within ten minutes.")
+@click.option(
+    "--max-restarts",
+    default=5,
+    show_default=True,
+    type=click.IntRange(min=0),
+    help="Of the engine, within ten minutes.",
+)
 @click.option(
     "--metrics-names",
     multiple=True,
@@ -51,16 +63,46 @@ if TYPE_CHECKING:
     show_default=True,
     help="Names at /metrics: kvq, vllm, llm; several with commas. kvq's are always there.",
 )
-@click.option("--request-timeout", default=600.0, show_default=True, help="Seconds for a request; 0: any.")
-@click.option("--max-queue", default=1024, show_default=True, help="Requests that may wait for a seat.")
-@click.option("--max-queued-tokens", default=1 << 20, show_default=True, help="Prompt tokens that may wait.")
-@click.option("--max-wait", default=30.0, show_default=True, help="Seconds to a first token that are borne.")
 @click.option(
-    "--max-kv-pressure", default=0.95, show_default=True, help="Share of live blocks that is borne."
+    "--request-timeout",
+    default=600.0,
+    show_default=True,
+    type=Finite(min=0),
+    help="Seconds for a request; 0: any.",
 )
-@click.option("--max-concurrency-per-key", type=int, help="Sequences of one API key: prompts times results.")
-@click.option("--requests-per-minute", type=int, help="Of one API key.")
-@click.option("--tokens-per-minute", type=int, help="Of one API key; cached ones are free.")
+@click.option(
+    "--max-queue",
+    default=1024,
+    show_default=True,
+    type=_AT_LEAST_1,
+    help="Requests that may wait for a seat.",
+)
+@click.option(
+    "--max-queued-tokens",
+    default=1 << 20,
+    show_default=True,
+    type=_AT_LEAST_1,
+    help="Prompt tokens that may wait.",
+)
+@click.option(
+    "--max-wait",
+    default=30.0,
+    show_default=True,
+    type=Finite(min=0, min_open=True),
+    help="Seconds to a first token that are borne.",
+)
+@click.option(
+    "--max-kv-pressure",
+    default=0.95,
+    show_default=True,
+    type=Finite(0, 1, min_open=True),
+    help="Share of live blocks that is borne.",
+)
+@click.option(
+    "--max-concurrency-per-key", type=_AT_LEAST_1, help="Sequences of one API key: prompts times results."
+)
+@click.option("--requests-per-minute", type=_AT_LEAST_1, help="Of one API key.")
+@click.option("--tokens-per-minute", type=_AT_LEAST_1, help="Of one API key; cached ones are free.")
 @engine_options
 def command(kv: list[str], model_options: ModelOptions, check: bool, **options: Any) -> None:
     """Serve a model over HTTP as OpenAI does: /v1/completions and /v1/chat/completions."""

@@ -6,21 +6,28 @@ from typing import Any, TypeVar
 import click
 
 from kvq.capacity.plan.pools import CPU_FRACTION, CPU_MOST, GPU_FRACTION, MAX_NUM_BATCHED_TOKENS, MAX_NUM_SEQS
-from kvq.commands.options import Finite, ModelOptions
+from kvq.commands.options import Finite, ModelOptions, Size
 from kvq.errors import ConfigError
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 _OPTIONS = (
     click.option(
-        "--max-num-seqs", default=MAX_NUM_SEQS, show_default=True, help="Sequences that run side by side."
+        "--max-num-seqs",
+        default=MAX_NUM_SEQS,
+        show_default=True,
+        type=click.IntRange(1, 1 << 24),
+        help="Sequences that run side by side.",
     ),
     click.option(
         "--max-num-batched-tokens",
         default=MAX_NUM_BATCHED_TOKENS,
         show_default=True,
+        type=click.IntRange(1, 1 << 24),
         help="New tokens of a step.",
     ),
-    click.option("--kv-memory", help="Bytes of the block pool, such as 2GiB; default: what is free."),
+    click.option(
+        "--kv-memory", type=Size(), help="Bytes of the block pool, such as 2GiB; default: what is free."
+    ),
     click.option(
         "--gpu-memory-utilization",
         "memory_fraction",
@@ -28,10 +35,26 @@ _OPTIONS = (
         help="Share for the pool of what is free once the weights are loaded.  "
         f"[default: {GPU_FRACTION}; {CPU_FRACTION} of a host's memory, {CPU_MOST >> 30} GiB at most]",
     ),
-    click.option("--num-blocks", type=int, help="Blocks of the pool, instead of --kv-memory."),
-    click.option("--swap-memory", default="0", show_default=True, help="Host memory for preempted requests."),
-    click.option("--itl-slo", type=float, help="Seconds between tokens that steps shall not exceed."),
-    click.option("--ttft-slo", type=float, help="Seconds to the first token that prefill is hurried for."),
+    click.option(
+        "--num-blocks", type=click.IntRange(1, 1 << 31), help="Blocks of the pool, instead of --kv-memory."
+    ),
+    click.option(
+        "--swap-memory",
+        type=Size(),
+        default="0",
+        show_default=True,
+        help="Host memory for preempted requests.",
+    ),
+    click.option(
+        "--itl-slo",
+        type=Finite(min=0, min_open=True),
+        help="Seconds between tokens that steps shall not exceed.",
+    ),
+    click.option(
+        "--ttft-slo",
+        type=Finite(min=0, min_open=True),
+        help="Seconds to the first token that prefill is hurried for.",
+    ),
 )
 
 tool_call_option = click.option(

@@ -11,6 +11,7 @@ from kvq.commands.results import counted_rows
 from kvq.commands.sizing import find_efficiency, find_gpus, make_engine, make_target
 from kvq.errors import ConfigError
 from kvq.extras import PLOTS, require
+from kvq.sizes import dollars
 
 if TYPE_CHECKING:
     from kvq.capacity.fleet.call import Call
@@ -259,7 +260,7 @@ def _prices(options: dict[str, Any]) -> "Prices | None":
 
 
 _CHUNK = "max_num_batched_tokens"
-_COLUMNS: list[tuple[str, str, str]] = [  # (heading, key, format)
+_COLUMNS: list[tuple[str, str, str | Callable[[float], str]]] = [  # (heading, key, format or what makes it)
     ("KV", "kv", ""),
     ("GPUs", "gpus", ",d"),
     ("tokens/s", "output_tokens_per_s", ",.0f"),
@@ -274,8 +275,12 @@ _COLUMNS: list[tuple[str, str, str]] = [  # (heading, key, format)
     ("pool", "peak_pool", ".0%"),
     ("SLO met", "slo_met", ".1%"),
     ("req/s in SLO", "goodput_requests_per_s", ",.2f"),
-    ("$ / million", "usd_per_million_tokens", ",.2f"),
+    ("$ / million", "usd_per_million_tokens", dollars),
 ]
+
+
+def _cell(value: Any, how: str | Callable[[float], str]) -> str:
+    return format(value, how) if isinstance(how, str) else how(value)
 
 
 def _print(rows: list[dict[str, Any]], slo: "Slo") -> None:
@@ -304,7 +309,7 @@ def _print(rows: list[dict[str, Any]], slo: "Slo") -> None:
     for heading, key, _ in columns:
         table.add_column(heading, justify="left" if key in ("kv", "routing") else "right", no_wrap=True)
     for row in rows:
-        cells = ["-" if row[key] is None else format(row[key], how) for _, key, how in columns]
+        cells = ["-" if row[key] is None else _cell(row[key], how) for _, key, how in columns]
         table.add_row(*cells)
     out.print(table)
     for row in rows:

@@ -1,16 +1,12 @@
 """What an engine is built with."""
 
-import re
 from dataclasses import dataclass
 from math import isfinite
 from pathlib import Path
 
 from kvq.capacity.plan.pools import MAX_NUM_BATCHED_TOKENS, MAX_NUM_SEQS, RESERVE_FRACTION
 from kvq.errors import ConfigError
-
-_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
-_UNITS |= {f"{unit}i": 1024 ** (i + 1) for i, unit in enumerate("kmgt")}
-_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?i?)b?\s*", re.IGNORECASE)
+from kvq.sizes import parse_bytes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,7 +43,9 @@ class EngineConfig:
             if getattr(self, name) is not None:
                 _check(name, getattr(self, name), 1, 1 << 31)
         if self.num_blocks is not None and self.kv_memory is not None:
-            raise ConfigError("num_blocks and kv_memory both size the pool; give one of them")
+            raise ConfigError(
+                "num_blocks (--num-blocks) and kv_memory (--kv-memory) both size the pool; give one of them"
+            )
         swap_bytes = parse_bytes(self.swap_memory, "swap_memory")
         if self.swap_folder is not None and not swap_bytes:
             raise ConfigError("swap_folder needs swap_memory, the bytes that it may hold, such as '4GiB'")
@@ -68,20 +66,6 @@ class EngineConfig:
             raise ConfigError(f"reserve_fraction must be 0 to below 1, got {self.reserve_fraction}")
         if not self.step_deadline_s > 0:
             raise ConfigError(f"step_deadline_s must be above 0 seconds, got {self.step_deadline_s}")
-
-
-def parse_bytes(size: int | str, name: str) -> int:
-    """Bytes from a number or a text such as "2GiB", "512M" or "1.5g".
-
-    Raises:
-        ConfigError: not a size.
-    """
-    if isinstance(size, int) and not isinstance(size, bool) and size >= 0:
-        return size
-    match = _SIZE.fullmatch(size) if isinstance(size, str) else None
-    if match is None:
-        raise ConfigError(f"{name} must be a size such as '2GiB' or a number of bytes, got {size!r}")
-    return int(float(match[1]) * _UNITS[match[2].lower()])
 
 
 def _check(name: str, value: object, low: int, high: int) -> None:

@@ -6,10 +6,10 @@ import torch
 
 from kvq.cache.memory import available_bytes
 from kvq.capacity.plan.pools import pool_budget, share_blocks, wanted_blocks
-from kvq.engine.config import EngineConfig, parse_bytes
+from kvq.engine.config import EngineConfig
 from kvq.errors import OutOfMemory
 from kvq.layout import KVLayout
-from kvq.sizes import binary
+from kvq.sizes import binary, parse_bytes
 
 
 def pool_blocks(
@@ -69,7 +69,8 @@ def planned_blocks(
         smallest = sum(group.block_bytes for group in layout.groups)
         raise OutOfMemory(
             f"the KV pool may take {binary(max(0, budget))}, one block of every layer group takes "
-            f"{binary(smallest)}; raise kv_memory or memory_fraction, or use a smaller format"
+            f"{binary(smallest)}; raise kv_memory (--kv-memory) or memory_fraction "
+            f"(--gpu-memory-utilization), or use a smaller format"
         )
     return blocks
 

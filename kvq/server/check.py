@@ -1,19 +1,18 @@
 """`kvq serve --check`: all that `kvq serve` would refuse, told without loading the weights."""
 
-import socket
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from kvq.cache.memory import available_bytes
 from kvq.engine.build import CheckedEngine, check_engine
-from kvq.engine.config import parse_bytes
 from kvq.engine.memory import pool_blocks
 from kvq.errors import ConfigError, KVQError, OutOfMemory
 from kvq.models.prepared import PreparedModel
 from kvq.models.skeleton import build_skeleton
 from kvq.server.config import LOCAL, ServerConfig
+from kvq.server.run import listen
 from kvq.server.tools.calling import ToolCalling
-from kvq.sizes import binary
+from kvq.sizes import binary, parse_bytes
 from kvq.weights.manifest import verify_manifest
 
 _LIVE_FLOATS = 6  # values a token and hidden dimension that a layer's step holds at once, roughly
@@ -74,12 +73,11 @@ def check_config(config: ServerConfig) -> list[Finding]:
 
 
 def _address(config: ServerConfig) -> Iterator[Finding]:
-    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
     try:
-        socket.create_server((config.host, config.port), family=family).close()
+        listen(config).close()
         yield Finding(level="ok", text=f"address: {config.host}:{config.port} is free")
-    except OSError as error:
-        yield Finding(level="error", text=f"address: can't listen on {config.host}:{config.port}: {error}")
+    except ConfigError as error:
+        yield Finding(level="error", text=f"address: {error}")
     if config.host not in LOCAL and config.tls is None:
         yield Finding(
             level="warning",

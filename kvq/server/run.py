@@ -53,7 +53,7 @@ def serve(config: ServerConfig) -> None:
 
 
 async def _serve(config: ServerConfig) -> None:
-    listener = _listen(config)
+    listener = listen(config)
     _allow_files(MAX_CONNECTIONS + 256)
     options = dict(config.engine)
     source = resolve_model(
@@ -156,7 +156,7 @@ def _uvicorn(config: ServerConfig, service: Service) -> uvicorn.Config:
     )
 
 
-def _listen(config: ServerConfig) -> socket.socket:
+def listen(config: ServerConfig) -> socket.socket:
     """Take the address before anything is loaded; clients wait in line from here on.
 
     Raises:

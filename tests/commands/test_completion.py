@@ -53,6 +53,8 @@ def test_commands_options_and_names_complete_without_torch():
             "kvq nothing --",
             "kvq serve --kv int4_g",
             "kvq perplexity --kv bf16,k",
+            "kvq perplexity --kv bf16,int8/int4_g",
+            "kvq serve --kv int8/k",
             "kvq serve --kv kvq.j",
             "kvq bench attention --kv k",
             "kvq chat -ctk k",
@@ -74,6 +76,10 @@ def test_commands_options_and_names_complete_without_torch():
     assert "plain,--max-num-seqs" in found["kvq serve --"]
     assert found["kvq serve --kv int4_g"] == ["plain,int4_g32", "plain,int4_g64", "plain,int4_g128"]
     assert found["kvq perplexity --kv bf16,k"] == ["plain,bf16,k8v4"]
+    assert found["kvq perplexity --kv bf16,int8/int4_g"] == [
+        f"plain,bf16,int8/int4_g{group}" for group in (32, 64, 128)
+    ]
+    assert found["kvq serve --kv int8/k"] == ["file,int8/k"]  # a pair is no half
     assert found["kvq serve --kv kvq.j"] == ["file,kvq.j"]
     assert found["kvq bench attention --kv k"] == found["kvq perplexity --kv = k"] == ["plain,k8v4"]
     assert found["kvq chat -ctk k"] == []  # a pair is no half

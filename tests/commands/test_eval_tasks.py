@@ -189,7 +189,7 @@ def test_what_can_not_be_asked_of_lm_eval_is_refused_before_any_work(kvq, task, 
         (("--tasks", "needle,lm_eval:minni", "--include-path", task.parent), "did you mean 'mini'"),
         (("--tasks", f"lm_eval:{task}", "--gate", "lm_eval:mini.accc>0.5"), "did you mean 'acc'"),
         (("--tasks", f"lm_eval:{task}", "--gate", "lm_eval:mimi.acc>0.5"), "did you mean 'lm_eval:mini'"),
-        (("--tasks", f"lm_eval:{task}", "--kv-memory", "lots"), "kv_memory"),
+        (("--tasks", f"lm_eval:{task}", "--kv-memory", "lots"), "--kv-memory"),
     ):
         status, out, err = kvq("eval", "tiny", *NEEDLE, *arguments)
         assert (status, "peak memory" in out) == (2, False)
