@@ -53,7 +53,7 @@ def test_a_compile_that_hangs_is_killed(tokenizer):
 
 
 def test_a_compile_that_gets_no_processor_is_only_slow(tokenizer):
-    with compiler_with(tokenizer, compile_timeout_s=0.2) as compiler:
+    with compiler_with(tokenizer, compile_timeout_s=1) as compiler:
         matcher_of(compiler, regex="a")
         child = compiler._children[0]._child
         child.send_signal(signal.SIGSTOP)
@@ -65,11 +65,11 @@ def test_a_compile_that_gets_no_processor_is_only_slow(tokenizer):
 
 
 def test_a_compile_that_takes_no_processor_time_for_minutes_is_ended(tokenizer, monkeypatch):
-    with compiler_with(tokenizer, compile_timeout_s=0.2) as compiler:
+    with compiler_with(tokenizer, compile_timeout_s=1) as compiler:
         matcher_of(compiler, regex="a")
         compiler._children[0]._child.send_signal(signal.SIGSTOP)
         monkeypatch.setattr(process_module, "STUCK_S", 0)
-        with pytest.raises(RequestError, match=r"more than 0\.2 s;"):
+        with pytest.raises(RequestError, match=r"more than 1 s;"):
             matcher_of(compiler, regex="ab")
 
 
