@@ -1,5 +1,6 @@
 """The compile runs elsewhere, ends in time, and one that doesn't harms no other."""
 
+import os
 import signal
 import threading
 from concurrent.futures import CancelledError
@@ -30,6 +31,13 @@ def compiler_with(tokenizer, **limits):
         made.close()
 
 
+def stop(child):
+    """Stop a child, and be sure of it: the signal is only on its way when it is sent."""
+    child.send_signal(signal.SIGSTOP)
+    _, status = os.waitpid(child.pid, os.WUNTRACED)
+    assert os.WIFSTOPPED(status)
+
+
 @pytest.fixture
 def tried(monkeypatch) -> list[str]:
     """Texts that went to a child."""
@@ -56,7 +64,7 @@ def test_a_compile_that_gets_no_processor_is_only_slow(tokenizer):
     with compiler_with(tokenizer, compile_timeout_s=1) as compiler:
         matcher_of(compiler, regex="a")
         child = compiler._children[0]._child
-        child.send_signal(signal.SIGSTOP)
+        stop(child)
         made = compiler.submit(StructuredOutput(regex="ab"))
         with pytest.raises(TimeoutError):
             made.exception(0.6)
@@ -67,7 +75,7 @@ def test_a_compile_that_gets_no_processor_is_only_slow(tokenizer):
 def test_a_compile_that_takes_no_processor_time_for_minutes_is_ended(tokenizer, monkeypatch):
     with compiler_with(tokenizer, compile_timeout_s=1) as compiler:
         matcher_of(compiler, regex="a")
-        compiler._children[0]._child.send_signal(signal.SIGSTOP)
+        stop(compiler._children[0]._child)
         monkeypatch.setattr(process_module, "STUCK_S", 0)
         with pytest.raises(RequestError, match=r"more than 1 s;"):
             matcher_of(compiler, regex="ab")
