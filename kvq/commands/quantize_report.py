@@ -81,7 +81,12 @@ def print_report(done: Quantized, used: Used, quality: dict[str, Any] | None, fi
 def _table(done: Quantized) -> Table:
     worst = sorted(done.rows, key=lambda row: -row.relative_error)[:_SHOWN]
     title = "the modules that lost most" if len(done.rows) > _SHOWN else "modules"
-    table = Table(title=f"{title} (relative error of {worst[0].error_of})")
+    table = Table(
+        title=f"{title} (relative error of {worst[0].error_of})",
+        title_justify="left",
+        box=None,
+        pad_edge=False,
+    )
     prefix = done.rows[0].module.partition(f".{done.rows[0].layer}.")[0] + "."
     for name in ("module", "format", "error", "size", "from", "alpha", "seconds"):
         table.add_column(name, justify="left" if name in ("module", "format") else "right")
