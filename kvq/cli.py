@@ -1,18 +1,14 @@
 """The `kvq` command. Commands are loaded when they are called, so that `--help` answers at once."""
 
 import importlib
-import signal
 import sys
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-from types import FrameType
-from typing import Any, NoReturn
+from typing import Any
 
 import click
 from click.shell_completion import CompletionItem
 
 from kvq.commands import shells
+from kvq.commands.interrupts import interruptible
 from kvq.commands.log_lines import show_warnings
 from kvq.errors import KVQError, nearest
 from kvq.version import __version__
@@ -102,7 +98,7 @@ def main(args: list[str] | None = None) -> Any:
     show_warnings()
     shells.register()
     try:
-        with _interrupted_by_sigterm():
+        with interruptible():
             sys.exit(root.main(args, prog_name="kvq", standalone_mode=False))
     except click.ClickException as error:
         error.show()
@@ -116,22 +112,6 @@ def main(args: list[str] | None = None) -> Any:
     except BrokenPipeError:  # the reader of our output, such as `head`, is gone
         sys.stderr.close()
         sys.exit(0)
-
-
-@contextmanager
-def _interrupted_by_sigterm() -> Iterator[None]:
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGTERM, _interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
-def _interrupt(number: int, frame: FrameType | None) -> NoReturn:
-    raise KeyboardInterrupt
 
 
 if __name__ == "__main__":

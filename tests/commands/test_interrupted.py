@@ -3,6 +3,8 @@
 import asyncio
 import os
 import signal
+import sys
+import time
 
 import pytest
 
@@ -39,6 +41,37 @@ def test_sigterm_while_a_model_is_looked_for(kvq, tmp_path, monkeypatch, line):
     assert err.splitlines()[-1] == "kvq: interrupted"
     assert signal.getsignal(signal.SIGTERM) is before
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_import_is_not_cut_in_two(kvq, tmp_path, monkeypatch, number):
+    """numpy can't be imported twice, and packages that catch everything go on as if nothing had been."""
+    (tmp_path / "catches_all.py").write_text(
+        f"import os, time\nos.kill(os.getpid(), {number:d})\n"
+        "try:\n    time.sleep(0.2)\n    whole = True\nexcept BaseException:\n    whole = False\n"
+    )
+
+    def look(_):
+        import catches_all
+
+        assert catches_all.whole
+        time.sleep(HANG_S)
+
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "catches_all", raising=False)
+    monkeypatch.setattr(resolve, "_embedded", look)
+    assert kvq("inspect", *MODEL)[0] == 130
+
+
+def test_a_signal_that_is_ignored_stays_so(kvq, monkeypatch):
+    """As in a job that a script sent to the background."""
+    monkeypatch.setattr(resolve, "_embedded", lambda name: os.kill(os.getpid(), signal.SIGINT))
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        status, _, err = kvq("inspect", *MODEL)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert status != 130, err
 
 
 def test_a_server_does_not_outlive_an_interrupted_start():
