@@ -92,9 +92,9 @@ class GateFailure:
 
     def told(self, gate: Gate) -> str:
         """In words, figure and limit in the gate's unit."""
-        who = " ".join(filter(None, (self.kv, self.where)))
         if not self.has_row:
-            return who
+            return f"{self.kv}: {self.where}"
+        who = " ".join(filter(None, (self.kv, self.where)))
         value = "not a number" if self.value is None else gate.tell(self.value)
         return f"{who}: {value}, the limit is {gate.tell(gate.limit)}"
 

@@ -85,7 +85,7 @@ def test_a_model_that_finds_nothing_voids_the_test_and_its_gates(kvq, monkeypatc
     status, out, _ = kvq("eval", "--kv", "fp32,int8", *NEEDLE, *gate)
     assert status == 1
     assert "needle is VOID: fp32 found nothing in 5 prompts" in out
-    assert re.search(r"^gate needle.retrieved>=0: FAILED by every quantized format needle is void", out, re.M)
+    assert "gate needle.retrieved>=0: FAILED by every quantized format: needle is void" in out
     result = json.loads(path.read_text())
     assert [(row["kv"], row["trials"]) for row in result["needle_summary"]] == [("fp32", 5)]
     assert list(result["void"]) == ["needle"]
