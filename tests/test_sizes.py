@@ -5,7 +5,8 @@ import re
 import pytest
 
 from kvq import cli
-from kvq.sizes import binary, count, decimal, dollars, speed
+from kvq.errors import ConfigError
+from kvq.sizes import binary, count, decimal, dollars, parse_bytes, speed
 
 
 @pytest.mark.parametrize(
@@ -37,6 +38,28 @@ def test_counts_and_speeds() -> None:
 def test_money() -> None:
     amounts = (None, 0, 1234.5, 12, 0.1, 0.0994, 0.00312)
     assert [dollars(usd) for usd in amounts] == ["-", "0.00", "1,234.50", "12.00", "0.10", "0.099", "0.0031"]
+
+
+@pytest.mark.parametrize(
+    ("given", "nbytes"),
+    [
+        (0, 0),
+        ("512", 512),
+        ("2GiB", 2 * 2**30),
+        ("512M", 512 * 10**6),
+        (" 1.5 g ", 15 * 10**8),
+        ("3kb", 3000),
+        ("0.5Ti", 2**39),
+    ],
+)
+def test_sizes_are_read_as_people_write_them(given: int | str, nbytes: int) -> None:
+    assert parse_bytes(given, "it") == nbytes
+
+
+@pytest.mark.parametrize("given", ["", "GiB", "-1", "1e9", "2 pints", "nan", "9" * 400, -1, True, None])
+def test_what_is_no_size_is_refused(given: int | str) -> None:
+    with pytest.raises(ConfigError, match="it must be a size such as '2GiB' or a number of bytes"):
+        parse_bytes(given, "it")
 
 
 def test_nothing_shown_is_zero_in_its_unit() -> None:

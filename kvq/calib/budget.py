@@ -6,8 +6,8 @@ from kvq.calib.search import bytes_of_bits, recipe_bytes
 from kvq.errors import ConfigError
 from kvq.models.prepared import PreparedModel
 
-_BITS = re.compile(r"([0-9]*\.?[0-9]+)\s*(bits?|b/el)?", re.IGNORECASE)
-_BYTES = re.compile(r"([0-9]*\.?[0-9]+)\s*(B|KB|KiB|bytes)", re.IGNORECASE)
+_BITS = re.compile(r"([0-9]{0,18}\.?[0-9]{1,18})\s*(bits?|b/el)?", re.IGNORECASE)
+_BYTES = re.compile(r"([0-9]{0,18}\.?[0-9]{1,18})\s*(B|KB|KiB|bytes)", re.IGNORECASE)
 _UNITS = {"b": 1, "bytes": 1, "kb": 1000, "kib": 1024}
 
 

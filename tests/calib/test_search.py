@@ -297,7 +297,9 @@ def test_a_budget_is_bits_bytes_or_a_format(tiny, text, expected):
     assert parse_budget(tiny.prepared, text) == expected
 
 
-@pytest.mark.parametrize("text", ["", "many", "0bits", "99", "-3bits", "nan", "4.5 bit/s", "fp8_per_tensor"])
+@pytest.mark.parametrize(
+    "text", ["", "many", "0bits", "99", "-3bits", "nan", "9" * 400 + "B", "4.5 bit/s", "fp8_per_tensor"]
+)
 def test_what_is_no_budget_is_refused(tiny, text):
     with pytest.raises(ConfigError, match="--budget"):
         parse_budget(tiny.prepared, text)
