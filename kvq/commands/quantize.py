@@ -184,7 +184,7 @@ def _quantize(
     say_model(model.source, model.digest)
     work = replace(work, model=model)
     device = model.device
-    with _goes_on(work.out), named_progress() as progress, measured(device) as used:
+    with _goes_on(work), named_progress() as progress, measured(device) as used:
         work = replace(work, progress=lambda what: partial(progress, what), on_resumed=_say_resumed)
         done = quantize_model(work, settings)
     quality = None
@@ -198,18 +198,17 @@ def _quantize(
 
 
 @contextmanager
-def _goes_on(out: Path) -> Iterator[None]:
+def _goes_on(work: "Quantizing") -> Iterator[None]:
     """Say what an interruption leaves."""
     from kvq.calib.quantize.partial import count_finished, partial_folder
 
     try:
         yield
     except KeyboardInterrupt:
-        folder = partial_folder(out)
+        folder = partial_folder(work.out)
         if layers := count_finished(folder):
-            click.echo(
-                f"kvq: finished layers in {folder}: {layers}; the same command goes on from there", err=True
-            )
+            again = "the same command without --restart" if work.restart else "the same command"
+            click.echo(f"kvq: finished layers in {folder}: {layers}; {again} goes on from there", err=True)
         raise
 
 

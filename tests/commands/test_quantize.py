@@ -108,7 +108,8 @@ def test_what_does_not_go_together_is_refused_before_any_work(kvq, model, tmp_pa
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_interruption_says_where_finished_layers_are(kvq, model, tmp_path, monkeypatch):
+@pytest.mark.parametrize("restart", [[], ["--restart"]], ids=str)
+def test_an_interruption_says_how_to_go_on_from_finished_layers(kvq, model, tmp_path, monkeypatch, restart):
     save, saved = Partial.save, []
 
     def interrupt(self, index, result):
@@ -119,9 +120,10 @@ def test_an_interruption_says_where_finished_layers_are(kvq, model, tmp_path, mo
 
     monkeypatch.setattr(Partial, "save", interrupt)
     arguments = ("quantize", model, "--method", "rtn", "--out", tmp_path / "out")
-    status, _, err = kvq(*arguments)
+    status, _, err = kvq(*arguments, *restart)
     assert status == 130
-    where = f"finished layers in {tmp_path / 'out.partial'}: 1; the same command goes on from there"
+    again = "the same command without --restart" if restart else "the same command"
+    where = f"finished layers in {tmp_path / 'out.partial'}: 1; {again} goes on from there"
     assert where in " ".join(err.split())
     status, _, err = kvq(*arguments)
     assert status == 0
