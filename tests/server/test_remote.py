@@ -57,6 +57,7 @@ def test_an_engine_that_loads_is_ended_at_once(monkeypatch):
 
     async def run():
         monkeypatch.setattr(remote_module.subprocess, "Popen", note)
+        monkeypatch.setattr(remote_module, "_END_S", HANG_S)  # nobody waits for it to end by itself
         remote = Remote(START)
         starting = asyncio.create_task(remote.start())
         await wait_for_async(lambda: lives, "the engine process")
