@@ -113,7 +113,7 @@ def parse_gate(text: str) -> Gate:
     limit = float(match["limit"]) * scale
     if not math.isfinite(limit):
         raise ConfigError(f"--gate {text!r}: the limit must be a finite number")
-    _check_limit(text.strip(), match, limit)
+    _check_limit(match, limit)
     return Gate(
         text=text.strip(),
         kv=match["kv"].strip() if match["kv"] else None,
@@ -138,10 +138,10 @@ def _scale(text: str, figure: str, unit: str) -> float:
     return units[unit]
 
 
-def _check_limit(text: str, match: re.Match[str], limit: float) -> None:
+def _check_limit(match: re.Match[str], limit: float) -> None:
     """Raise ConfigError for a limit of a share or change that can't be meant, or may mean a percentage."""
     figure, number = match["figure"], match["limit"]
-    start = text.rpartition(match["operator"])[0] + match["operator"]
+    text, start = match.string.strip(), match.string[: match.start("limit")].strip()
     if figure.startswith(_SHARES) and not 0 <= limit <= 1:
         hint = f"; did you mean {start}{number}%?" if not match["unit"] and 1 < limit <= 100 else ""
         raise ConfigError(f"--gate {text!r}: {figure} is a share, 0 to 1 or 0% to 100%{hint}")

@@ -10,7 +10,7 @@ from math import ceil
 from time import monotonic
 
 from kvq.engine import SamplingParams
-from kvq.errors import ConfigError, RequestError
+from kvq.errors import RequestError
 from kvq.scheduler import Request, resolve_max_tokens, worst_case
 from kvq.server.first_tokens import FirstTokens
 from kvq.server.messages import Gauges, Ready
@@ -33,14 +33,6 @@ class AdmissionConfig:
     # that would have to wait for a seat.
     shed_above: float = 0.8
     max_kv_pressure: float = 0.95  # live blocks / blocks
-
-    def __post_init__(self) -> None:
-        for name in ("max_queue", "max_queued_tokens", "max_wait_s", "max_overcommit"):
-            if not getattr(self, name) > 0:
-                raise ConfigError(f"{name} must be above 0, got {getattr(self, name)}")
-        for name in ("shed_above", "max_kv_pressure"):
-            if not 0 < getattr(self, name) <= 1:
-                raise ConfigError(f"{name} must be above 0 and at most 1, got {getattr(self, name)}")
 
 
 @dataclass(slots=True, eq=False)

@@ -35,7 +35,7 @@ class Tls:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServerConfig:
-    """Everything `kvq serve` is told."""
+    """Everything `kvq serve` is told; bounds of single numbers are checked there."""
 
     model: str | Path = "tiny"
     kv: str = "auto"
@@ -61,13 +61,6 @@ class ServerConfig:
                 f"--host {self.host} can be reached from other machines: give --api-key-file, "
                 f"or stay on 127.0.0.1"
             )
-        if self.max_restarts < 0:
-            raise ConfigError(f"the restarts allowed must be at least 0, got {self.max_restarts}")
-        if not 0 <= self.grace_s < float("inf"):
-            raise ConfigError(f"the grace period must be at least 0 seconds, got {self.grace_s}")
-        if self.timeout_s is not None and not self.timeout_s > 0:
-            raise ConfigError(f"the request timeout must be above 0 seconds, got {self.timeout_s}")
-
         find_format(self.tool_call_parser, "")
 
 

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from math import ceil
 from time import monotonic
 
-from kvq.errors import ConfigError
 from kvq.server.problems import Problem
 
 _MINUTE_S = 60.0
@@ -19,12 +18,6 @@ class TenantLimits:
     max_concurrency: int | None = None  # sequences at once: a request's prompts times its results
     requests_per_minute: int | None = None
     tokens_per_minute: int | None = None  # prompt tokens that had to be computed, and generated ones
-
-    def __post_init__(self) -> None:
-        for name in ("max_concurrency", "requests_per_minute", "tokens_per_minute"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigError(f"{name} must be at least 1, got {value}; leave it out for no limit")
 
 
 class _Bucket:
