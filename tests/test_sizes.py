@@ -50,13 +50,15 @@ def test_money() -> None:
         (" 1.5 g ", 15 * 10**8),
         ("3kb", 3000),
         ("0.5Ti", 2**39),
+        (".5 bytes", 0),
+        ("900 bytes", 900),
     ],
 )
 def test_sizes_are_read_as_people_write_them(given: int | str, nbytes: int) -> None:
     assert parse_bytes(given, "it") == nbytes
 
 
-@pytest.mark.parametrize("given", ["", "GiB", "-1", "1e9", "2 pints", "nan", "9" * 400, -1, True, None])
+@pytest.mark.parametrize("given", ["", "GiB", "-1", "1e9", "5 pt", "5iB", "nan", "9" * 400, -1, True, None])
 def test_what_is_no_size_is_refused(given: int | str) -> None:
     with pytest.raises(ConfigError, match="it must be a size such as '2GiB' or a number of bytes"):
         parse_bytes(given, "it")

@@ -1,14 +1,14 @@
 """What `kvq tune --budget` means in bytes per token."""
 
 import re
+from contextlib import suppress
 
 from kvq.calib.search import bytes_of_bits, recipe_bytes
 from kvq.errors import ConfigError
 from kvq.models.prepared import PreparedModel
+from kvq.sizes import parse_bytes
 
-_BITS = re.compile(r"([0-9]{0,18}\.?[0-9]{1,18})\s*(bits?|b/el)?", re.IGNORECASE)
-_BYTES = re.compile(r"([0-9]{0,18}\.?[0-9]{1,18})\s*(B|KB|KiB|bytes)", re.IGNORECASE)
-_UNITS = {"b": 1, "bytes": 1, "kb": 1000, "kib": 1024}
+_BITS = re.compile(r"([0-9]*\.?[0-9]+)\s*(bits?|b/el)?", re.IGNORECASE)
 
 
 def parse_budget(model: PreparedModel, text: str) -> int:
@@ -25,8 +25,8 @@ def parse_budget(model: PreparedModel, text: str) -> int:
                 f"--budget is {bits:g} bits per element; give 2 to 32, or a format such as int4"
             )
         return bytes_of_bits(model.geometry, bits)
-    if match := _BYTES.fullmatch(text):
-        return int(float(match[1]) * _UNITS[match[2].lower()])
+    with suppress(ConfigError):
+        return parse_bytes(text, "--budget")
     try:
         return recipe_bytes(model.geometry, model.recipe(text))
     except ConfigError as error:

@@ -288,6 +288,8 @@ def test_a_clipped_recipe_is_read_like_any_other(tiny):
         ("4.5", 864),
         ("5 bits", 960),
         ("900B", 900),
+        ("0.9 KB", 900),
+        ("900 bytes", 900),
         ("1KiB", 1024),
         ("int4", 864),
         ("k8v4", 1224),
