@@ -108,8 +108,12 @@ def test_what_does_not_go_together_is_refused_before_any_work(kvq, model, tmp_pa
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("restart", [[], ["--restart"]], ids=str)
-def test_an_interruption_says_how_to_go_on_from_finished_layers(kvq, model, tmp_path, monkeypatch, restart):
+@pytest.mark.parametrize(
+    ("options", "again"),
+    [([], "the same command goes on"), (["--restart"], "the same command without --restart goes on")],
+    ids=["resume", "restart"],
+)
+def test_an_interruption_says_how_to_go_on(kvq, model, tmp_path, monkeypatch, options, again):
     save, saved = Partial.save, []
 
     def interrupt(self, index, result):
@@ -120,10 +124,9 @@ def test_an_interruption_says_how_to_go_on_from_finished_layers(kvq, model, tmp_
 
     monkeypatch.setattr(Partial, "save", interrupt)
     arguments = ("quantize", model, "--method", "rtn", "--out", tmp_path / "out")
-    status, _, err = kvq(*arguments, *restart)
+    status, _, err = kvq(*arguments, *options)
     assert status == 130
-    again = "the same command without --restart" if restart else "the same command"
-    where = f"finished layers in {tmp_path / 'out.partial'}: 1; {again} goes on from there"
+    where = f"finished layers in {tmp_path / 'out.partial'}: 1; {again} from there"
     assert where in " ".join(err.split())
     status, _, err = kvq(*arguments)
     assert status == 0
