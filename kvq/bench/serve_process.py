@@ -10,6 +10,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from time import perf_counter
 from types import TracebackType
 from typing import Any, Self
@@ -20,6 +21,7 @@ from kvq.bench.serve_client import Target, get
 from kvq.errors import EngineError
 
 _POLL_S = 0.02
+_ENGINE = b"kvq.server.worker"  # in its command line
 _END_S = 90.0
 
 
@@ -87,9 +89,10 @@ class ServerProcess:
         pid = self.process.pid
         with open(f"/proc/{pid}/task/{pid}/children", encoding="ascii") as file:
             children = file.read().split()
-        if len(children) != 1:
-            raise EngineError(f"the server has {len(children)} child processes")
-        return int(children[0])
+        engines = [child for child in children if _ENGINE in Path(f"/proc/{child}/cmdline").read_bytes()]
+        if len(engines) != 1:
+            raise EngineError(f"the server has {len(engines)} engine processes")
+        return int(engines[0])
 
     async def wait_ready(self, timeout_s: float) -> float:
         """Seconds until it takes requests.

@@ -9,9 +9,9 @@ from kvq.commands.options import ModelOptions
 from kvq.engine import AsyncLLM, SamplingParams
 from kvq.engine.build import check_cache
 from kvq.engine.outputs import RequestOutput
-from kvq.errors import ConfigError, RequestError, first_lines
+from kvq.errors import ConfigError
 from kvq.models.prepared import PreparedModel
-from kvq.models.unicode import check_unicode
+from kvq.models.prompts import PromptEncoder
 
 _LEAST_ROOM = 64  # tokens, for an answer
 
@@ -41,7 +41,7 @@ class EnginePartner:
         self.name = checked.prepared.source.name
         self._params = params
         self._engine = AsyncLLM(model, kv, max_num_seqs=1, kv_memory=kv_memory)
-        self._tokenizer = model.tokenizer
+        self._encoder = PromptEncoder(model.tokenizer)
         self._max_context = self._engine.core.max_context
         self._runner = asyncio.Runner()  # its loop outlives an answer: the engine may still have a word
 
@@ -53,7 +53,7 @@ class EnginePartner:
             RequestError: the template or the engine refuses the turns.
             EngineError: the engine broke down.
         """
-        tokens = self._render(turns)
+        tokens = self._encoder.encode_chat(turns, {"add_generation_prompt": True})
         room = self._max_context - len(tokens)
         wanted = self._params.max_tokens
         if room < min(wanted or _LEAST_ROOM, self._max_context // 4):
@@ -85,15 +85,6 @@ class EnginePartner:
             output = piece.output
         assert output is not None, "a stream ends with the output"
         return output
-
-    def _render(self, turns: list[Turn]) -> list[int]:
-        try:
-            text = self._tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
-        except Exception as error:  # whatever a template raises
-            raise RequestError(f"the model's chat template refused this: {first_lines(error)}") from error
-        check_unicode(text, "the conversation")
-        ids: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
-        return ids
 
 
 def _check_template(prepared: PreparedModel) -> None:

@@ -43,6 +43,13 @@ _AT_LEAST_1 = click.IntRange(min=1)
 @tool_call_option
 @strict_option
 @click.option(
+    "--control-tokens-in",
+    default="completions",
+    show_default=True,
+    type=click.Choice(["completions", "chats", "both", "none"]),
+    help="Where control tokens that clients' texts spell count as such, and not as plain text.",
+)
+@click.option(
     "--grace",
     default=30.0,
     show_default=True,
@@ -130,7 +137,7 @@ def _config(kv: str, model_options: ModelOptions, options: dict[str, Any]) -> "S
     from kvq.server.tenants import TenantLimits
 
     take = options.pop
-    host, key_file = take("host"), take("api_key_file")
+    host, key_file, control = take("host"), take("api_key_file"), take("control_tokens_in")
     access = Access(
         api_keys=read_keys(key_file) if key_file is not None else (),
         hosts=allowed_hosts(host, take("allowed_host")),
@@ -160,6 +167,8 @@ def _config(kv: str, model_options: ModelOptions, options: dict[str, Any]) -> "S
         metrics_names=parse_names(take("metrics_names")),
         tool_call_parser=take("tool_call_parser"),
         strict_requests=take("strict_requests"),
+        trusts_chats=control in ("chats", "both"),
+        trusts_completions=control in ("completions", "both"),
         grace_s=take("grace"),
         timeout_s=take("request_timeout") or None,
         engine=engine_of(model_options, options),  # what is left of them

@@ -74,13 +74,16 @@ def create_app(service: Service, access: Access | None = None) -> FastAPI:
     async def tokenize(request: Request, body: TokenizeBody) -> dict[str, Any]:
         note_fields(request, service, body)
         service.check_model(body.model)
-        with service.aside(tenant(request)):
+        asks = tenant(request)
+        with service.aside(asks):
             if body.messages is not None:
                 tokens = await service.counting.chat(
-                    body.messages, add_generation_prompt=body.add_generation_prompt
+                    body.messages, tenant=asks, add_generation_prompt=body.add_generation_prompt
                 )
             else:
-                tokens = await service.counting.tokenize(body.prompt or "", special=body.add_special_tokens)
+                tokens = await service.counting.tokenize(
+                    body.prompt or "", special=body.add_special_tokens, tenant=asks
+                )
         info = service.remote.info
         return {"tokens": tokens, "count": len(tokens), "max_model_len": info.max_context if info else None}
 
@@ -92,7 +95,7 @@ def create_app(service: Service, access: Access | None = None) -> FastAPI:
         if info is not None and body.tokens and max(body.tokens) >= info.vocab_size:
             raise Problem(400, f"token ids go up to {info.vocab_size - 1}", param="tokens")
         with service.aside(tenant(request)):
-            return {"prompt": await service.counting.detokenize(body.tokens)}
+            return {"prompt": await service.counting.detokenize(body.tokens, tenant=tenant(request))}
 
     @app.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:

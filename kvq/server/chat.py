@@ -83,7 +83,7 @@ class Chat:
         if body.continue_final_message:
             options["continue_final_message"] = True
         tokens = await self._service.prompts.chat(
-            body.messages, **((body.chat_template_kwargs or {}) | options)
+            body.messages, tenant=self._tenant, **((body.chat_template_kwargs or {}) | options)
         )
         return self._service.stream(
             tokens, self._params, self.seats, priority=priority_of(body), tenant=self._tenant

@@ -99,11 +99,17 @@ class Completion:
         return prompts
 
     async def _tokens(self, prompt: str | list[int]) -> list[int]:
-        return await self._service.prompts.tokenize(prompt) if isinstance(prompt, str) else prompt
+        if not isinstance(prompt, str):
+            return prompt
+        return await self._service.prompts.tokenize(prompt, tenant=self._tenant)
 
     async def _text(self, prompt: list[int]) -> str:
         given = self._body.prompt
-        return given if isinstance(given, str) else await self._service.prompts.detokenize(prompt)
+        return (
+            given
+            if isinstance(given, str)
+            else await self._service.prompts.detokenize(prompt, tenant=self._tenant)
+        )
 
     def _choices(
         self, prompts: list[list[int]], per_prompt: list[tuple[list[Choice], Ended]]

@@ -53,6 +53,9 @@ class ServerConfig:
     timeout_s: float | None = 600.0  # for a request, from its arrival at the engine
     tool_call_parser: str = "auto"  # by the chat template; "none"; or a format's name
     strict_requests: bool = False  # refuse unknown fields instead of ignoring them
+    # Where control tokens count as such that clients spell; in chats those of users, tools and documents
+    trusts_chats: bool = False
+    trusts_completions: bool = True
     engine: dict[str, Any] = field(default_factory=dict)  # options of `kvq.LLM`
 
     def __post_init__(self) -> None:

@@ -44,7 +44,7 @@ class Decoder(Generic[T]):
         payload = _receive(sock, _length(head))
         if payload is None:
             raise EngineError("the other process ended within a message")
-        return self._decode(payload)
+        return self.decode(payload)
 
     async def read_async(self, reader: asyncio.StreamReader) -> T | None:
         """The next message of a stream; None at its end, also within a message.
@@ -57,9 +57,14 @@ class Decoder(Generic[T]):
             payload = await reader.readexactly(_length(head))
         except (asyncio.IncompleteReadError, ConnectionError):
             return None
-        return self._decode(payload)
+        return self.decode(payload)
 
-    def _decode(self, payload: bytes) -> T:
+    def decode(self, payload: bytes) -> T:
+        """One message, without its length.
+
+        Raises:
+            EngineError: not a message of this side.
+        """
         try:
             return self._decoder.decode(payload)
         except msgspec.DecodeError as error:
@@ -74,6 +79,33 @@ def to_engine() -> Decoder[ToEngine]:
 def from_engine() -> Decoder[FromEngine]:
     """For the HTTP process."""
     return Decoder(FromEngine)  # type: ignore[arg-type]
+
+
+async def ask(sock: socket.socket, message: bytes, decoder: Decoder[T]) -> T | None:
+    """What the other end of a non-blocking socket answers to an encoded message; None if it ends instead.
+
+    Raises:
+        EngineError: not a message of that side, or too long.
+    """
+    loop = asyncio.get_running_loop()
+    try:
+        await loop.sock_sendall(sock, message)
+        head = await _receive_async(sock, 4)
+        payload = None if head is None else await _receive_async(sock, _length(head))
+    except ConnectionError:
+        return None
+    return None if payload is None else decoder.decode(payload)
+
+
+async def _receive_async(sock: socket.socket, count: int) -> bytes | None:
+    """That many bytes; None if the stream ends before."""
+    loop, parts = asyncio.get_running_loop(), bytearray()
+    while len(parts) < count:
+        part = await loop.sock_recv(sock, min(count - len(parts), 1 << 20))
+        if not part:
+            return None
+        parts += part
+    return bytes(parts)
 
 
 def _length(head: bytes) -> int:

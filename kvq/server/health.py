@@ -13,6 +13,7 @@ from kvq.scheduler import Priority
 from kvq.server.answer_types import Status
 from kvq.server.messages import Ended
 from kvq.server.problems import Problem, unavailable
+from kvq.server.prompts import PROBE
 from kvq.server.service import Service
 
 _DEADLINE_S = 10.0
@@ -21,7 +22,7 @@ _TOKENS = 10
 
 
 class DeepCheck:
-    """A generation of 10 tokens under a deadline, past admission; one at a time, whoever asks."""
+    """A text tokenized and 10 tokens generated under deadlines, past admission; one at a time for all."""
 
     def __init__(
         self, service: Service, *, deadline_s: float = _DEADLINE_S, clock: Callable[[], float] = monotonic
@@ -51,8 +52,13 @@ class DeepCheck:
         remote = self._service.remote
         room = remote.info.max_context - 1 if remote.info is not None else 1
         params = SamplingParams(max_tokens=min(_TOKENS, room), ignore_eos=True)
+        try:
+            async with asyncio.timeout(self._deadline_s):
+                tokens = await self._service.prompts.tokenize("ping", tenant=PROBE)
+        except TimeoutError as error:
+            raise unavailable(f"no text was tokenized within {self._deadline_s:g} s") from error
         messages = remote.stream(
-            [0], params, priority=Priority.INTERACTIVE, tenant="", timeout_s=self._deadline_s
+            tokens[:1] or [0], params, priority=Priority.INTERACTIVE, tenant="", timeout_s=self._deadline_s
         )
         try:
             async for message in messages:
@@ -80,6 +86,8 @@ def add_routes(app: FastAPI, service: Service) -> None:
     @app.get("/health/ready", responses=answer)
     async def ready() -> dict[str, str]:
         service.check_ready()
+        if (reason := await service.prompts.probe()) is not None:
+            raise unavailable(reason)
         return {"status": "ready"}
 
     @app.get("/health/deep", responses=answer)

@@ -1,22 +1,38 @@
-"""Text to token ids and back, in the HTTP process, without the model."""
+"""Text to token ids and back, aside from the HTTP process and without the model."""
 
 import asyncio
-import json
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import cached_property, partial
-from typing import Any, TypeVar
+from time import monotonic
+from typing import Any
 
-from kvq.errors import RequestError, first_lines
-from kvq.models.unicode import check_unicode
+from kvq.errors import KVQError
 from kvq.server.bodies import ChatMessage
-from kvq.server.problems import Problem, unavailable
+from kvq.server.problems import Problem, failed, unavailable
+from kvq.server.reading import Lane, Overran, Readers
+from kvq.server.reading.jobs import (
+    Chat,
+    Decode,
+    FromReader,
+    Numbers,
+    Refusal,
+    Said,
+    Shared,
+    Text,
+    ToReader,
+    pack,
+    unpack,
+)
 from kvq.server.token_texts import TokenTexts
 
-T = TypeVar("T")
-_DEADLINE_S = 30.0  # for a template or a tokenizer
+_DEADLINE_S = 30.0  # for a prompt, the wait for a free reader included
 _MAX_ASIDE = 64  # texts that may wait in line beside those to be generated from
+_WIDTH = 2  # prompts of a kind read side by side
+_A_FEW = 128  # messages made ready at a stretch
+PROBE = "\0probe"  # a tenant of its own, so that it waits for one job of each other at most
+_FRESH_S = 5.0  # for so long what a probe found holds
+_BROKEN_S = 60.0  # and that a template is broken
+_PING = [ChatMessage(role="user", content="ping")]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,62 +44,91 @@ class Conversation:
 
 
 class Prompts:
-    """A model's tokenizer and its chat template, off the event loop, under a deadline."""
+    """A model's tokenizer and its chat template, under bounds and deadlines, fair by tenant.
+
+    Texts and conversations have readers of their own: a template that never ends holds up no completion.
+    """
 
     def __init__(
         self,
+        readers: Readers,
         tokenizer: Any,
         *,
-        is_text_template: bool = False,
+        plain_texts: bool = False,
         deadline_s: float = _DEADLINE_S,
         max_tokens: Callable[[], int | None] = lambda: None,
-        max_waiting: int | None = None,
-        threads: int = 2,
+        lane: Lane | None = None,
     ) -> None:
-        """`is_text_template`: the template joins calls from text; others want their arguments as objects.
-
-        `deadline_s`: for one prompt, the wait for a free thread included. `max_tokens` tells what fits
-        the model: a text that has more tokens however it is cut is refused by its length.
+        """`tokenizer`: the readers' own, for what is quick whoever asks. `plain_texts`: texts that are no
+        conversations hold no control tokens, whatever they spell. `deadline_s`: for one prompt, the wait
+        for a free reader included. `max_tokens` tells what fits the model: a text that has more tokens
+        however it is cut is refused by its length. `lane`: for all there is, in place of two.
         """
         self.texts = TokenTexts(tokenizer)
+        self.why_broken: str | None = None  # why no conversation can be read, as far as that is known
         self._tokenizer = tokenizer
+        self._has_template = bool(getattr(tokenizer, "chat_template", None))
+        self._readers = readers
+        self._plain_texts = plain_texts
         self._deadline_s = deadline_s
         self._max_tokens = max_tokens
-        self._max_waiting = max_waiting
-        self.num_waiting = 0  # texts that are not token ids yet
-        self._is_text_template = is_text_template
-        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="kvq-tokenize")
+        self._for_texts = lane or Lane(readers, width=_WIDTH)
+        self._for_chats = lane or Lane(readers, width=_WIDTH)
+        self._probing: asyncio.Task[None] | None = None
+        self._probed_s = -_BROKEN_S
+
+    @property
+    def num_waiting(self) -> int:
+        """Texts and conversations that are not token ids yet."""
+        return sum(lane.num_waiting for lane in {self._for_texts, self._for_chats})
+
+    async def start(self) -> None:
+        """Load what the readers need, which is done at first use otherwise.
+
+        Raises:
+            KVQError: there can be none.
+        """
+        await self._readers.start()
 
     def aside(self) -> "Prompts":
-        """The same, of any length, for who only wants to know: a line and a thread of its own."""
+        """The same, of any length, for who only wants to know: a line and a reader of its own."""
         return Prompts(
+            self._readers,
             self._tokenizer,
-            is_text_template=self._is_text_template,
+            plain_texts=self._plain_texts,
             deadline_s=self._deadline_s,
-            max_waiting=_MAX_ASIDE,
-            threads=1,
+            lane=Lane(self._readers, width=1, max_waiting=_MAX_ASIDE),
         )
 
-    async def tokenize(self, text: str, *, special: bool = True) -> list[int]:
+    async def tokenize(self, text: str, *, special: bool = True, tenant: str = "") -> list[int]:
         """Token ids of a text.
 
         Raises:
             Problem: it is no valid text, or takes too long.
         """
-        return await self._run(partial(self._tokenize, text, special))
+        job = Text(text=text, special=special, plain=self._plain_texts, max_tokens=self._max_tokens())
+        return _numbers(await self._do(self._for_texts, job, tenant, len(text)))
 
-    async def chat(self, messages: Sequence[ChatMessage], **options: Any) -> list[int]:
-        """Token ids of a conversation in the model's own format.
+    async def chat(self, messages: Sequence[ChatMessage], *, tenant: str = "", **options: Any) -> list[int]:
+        """Token ids of a conversation in the model's own format; `options`: of its template.
 
         Raises:
-            Problem: the model has no template, or its template refuses the messages.
+            Problem: the model has no template, or it refuses the messages, or takes too long.
         """
-        if not getattr(self._tokenizer, "chat_template", None):
+        if not self._has_template:
             raise Problem(400, "this model has no chat template; use /v1/completions", param="messages")
-        return await self._run(partial(self._render, self._turns(messages), options))
+        if self.why_broken is not None:
+            self._look_again()
+            raise failed(self.why_broken)
+        turns = await _turns(messages)
+        job = Chat(turns=turns, options=options, max_tokens=self._max_tokens())
+        try:
+            return _numbers(await self._do(self._for_chats, job, tenant, _num_bytes(turns)))
+        except Overran as error:
+            raise await self._problem_of(error) from error
 
     async def shared_lengths(
-        self, tokens: Sequence[int], whole: Conversation, others: Sequence[Conversation]
+        self, tokens: list[int], whole: Conversation, others: Sequence[Conversation], *, tenant: str = ""
     ) -> list[int]:
         """How many of its first tokens a conversation shares with each of some others; 0 with its equals.
 
@@ -92,97 +137,102 @@ class Prompts:
         Raises:
             Problem: the template refuses one of the others, or it takes too long.
         """
-        return await self._run(partial(self._shared_lengths, tokens, whole, others))
+        given = [(await _turns(one.messages), one.options) for one in (whole, *others)]
+        job = Shared(tokens=pack(tokens), whole=given[0], others=given[1:])
+        num_bytes = sum(_num_bytes(turns) for turns, _ in given)
+        return _numbers(await self._do(self._for_chats, job, tenant, num_bytes))
 
-    async def detokenize(self, tokens: list[int]) -> str:
+    async def detokenize(self, tokens: list[int], *, tenant: str = "") -> str:
         """The text of token ids, special tokens included."""
-        return await self._run(partial(self._tokenizer.decode, tokens))
+        answer = await self._do(self._for_texts, Decode(tokens=pack(tokens)), tenant, 4 * len(tokens))
+        assert isinstance(answer, Said), "a text was asked for"
+        return answer.text
+
+    async def probe(self) -> str | None:
+        """Why prompts can't be read, if so, as lately tried with a small one of each kind."""
+        self._look_again()
+        if self._probing is not None:
+            await asyncio.wait((self._probing,))
+        return self.why_broken
 
     def close(self) -> None:
-        """End the threads."""
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        """End the readers, whatever they do."""
+        if self._probing is not None:
+            self._probing.cancel()
+        self._for_texts.close()
+        self._for_chats.close()
+        self._readers.close()
 
-    def _turns(self, messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
-        return [_turn(message, self._is_text_template) for message in messages]
+    def _look_again(self) -> None:
+        fresh_s = _FRESH_S if self.why_broken is None else _BROKEN_S
+        if self._probing is None and monotonic() - self._probed_s > fresh_s:
+            self._probing = asyncio.create_task(self._probe())
 
-    def _tokenize(self, text: str, special: bool) -> list[int]:
-        check_unicode(text, "the prompt")
-        self._check_length(text)
-        ids: list[int] = self._tokenizer(text, add_special_tokens=special)["input_ids"]
-        return ids
-
-    def _check_length(self, text: str) -> None:
-        most = self._max_tokens()
-        if most is not None and len(text) > most * self._longest_token:
-            raise Problem(
-                400,
-                f"the prompt has {len(text)} characters, which are more than the model's {most} tokens",
-                code="context_length_exceeded",
-            )
-
-    @cached_property
-    def _longest_token(self) -> int:
-        """Characters; a byte counts as one."""
-        return max(map(len, self._tokenizer.get_vocab()))
-
-    def _render(self, turns: list[dict[str, Any]], options: dict[str, Any]) -> list[int]:
-        return self._tokenize(self._text(turns, options), False)
-
-    def _text(self, turns: list[dict[str, Any]], options: dict[str, Any]) -> str:
+    async def _probe(self) -> None:
         try:
-            text: str = self._tokenizer.apply_chat_template(turns, tokenize=False, **options)
-        except Exception as error:
-            raise Problem(400, f"the model's chat template refused this: {first_lines(error)}") from error
-        return text
+            await self.tokenize("ping", tenant=PROBE)
+            if self._has_template:
+                job = Chat(
+                    turns=await _turns(_PING), options={"add_generation_prompt": True}, max_tokens=None
+                )
+                await self._do(self._for_chats, job, PROBE, 0)
+            self.why_broken = None
+        except Overran as error:
+            self.why_broken = f"the model's chat template is broken: for one short message it takes {error}"
+        except Problem as problem:
+            if problem.status < 500:  # a template may refuse such a conversation
+                self.why_broken = None
+            elif problem.status == 500:
+                self.why_broken = problem.message
+        finally:
+            self._probed_s = monotonic()
+            self._probing = None
 
-    def _shared_lengths(
-        self, tokens: Sequence[int], whole: Conversation, others: Sequence[Conversation]
-    ) -> list[int]:
-        """The texts' common beginning decides, up to where it is cut into the same tokens."""
-        text, *rest = (self._text(self._turns(one.messages), one.options) for one in (whole, *others))
-        shared = [self._tokenize(text[: _num_common(text, other)], False) for other in rest]
-        counts = [_num_common(ids, tokens) for ids in shared]
-        return [0 if other == text else count for other, count in zip(rest, counts, strict=True)]
+    async def _problem_of(self, overran: Overran) -> Problem:
+        """Whose fault it is: the conversation's, or any conversation would do the same."""
+        if await self.probe() is not None:
+            return failed(str(self.why_broken))
+        return Problem(400, f"the model's chat template takes {overran} for this", param="messages")
 
-    async def _run(self, work: Callable[[], T]) -> T:
-        if self._max_waiting is not None and self.num_waiting >= self._max_waiting:
-            raise unavailable(f"{self.num_waiting} texts wait already to be tokenized; try again later")
-        self.num_waiting += 1
+    async def _do(self, lane: Lane, job: ToReader, tenant: str, num_bytes: int) -> FromReader:
         try:
-            future = asyncio.get_running_loop().run_in_executor(self._pool, work)
-            return await asyncio.wait_for(future, self._deadline_s)
-        except RequestError as error:
-            raise Problem(400, str(error)) from error
+            answer = await lane.do(job, tenant=tenant, num_bytes=num_bytes, deadline_s=self._deadline_s)
+        except Overran as error:
+            if lane is self._for_chats and isinstance(job, Chat):
+                raise
+            raise Problem(400, f"the prompt takes {error} to be tokenized; send a shorter one") from error
+        except UnicodeEncodeError as error:
+            raise Problem(400, f"the prompt is not valid Unicode: {error.reason}") from error
         except TimeoutError as error:
             raise unavailable(f"the prompt was not tokenized within {self._deadline_s:.0f} s") from error
-        finally:
-            self.num_waiting -= 1
+        except KVQError as error:
+            raise unavailable(str(error)) from error
+        if isinstance(answer, Refusal):
+            if answer.has_failed:
+                raise failed(answer.reason)
+            raise Problem(400, answer.reason, code="context_length_exceeded" if answer.is_too_long else None)
+        return answer
 
 
-def _num_common(a: Sequence[object], b: Sequence[object]) -> int:
-    """How many items two sequences share from the start."""
-    pairs = enumerate(zip(a, b, strict=False))
-    return next((at for at, (x, y) in pairs if x != y), min(len(a), len(b)))
+async def _turns(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
+    """Messages as plain values; many of them in several stretches."""
+    turns: list[dict[str, Any]] = []
+    for at in range(0, len(messages), _A_FEW):
+        if at:
+            await asyncio.sleep(0)
+        turns += [message.model_dump(exclude_none=True) for message in messages[at : at + _A_FEW]]
+    return turns
 
 
-def _turn(message: ChatMessage, is_text_template: bool) -> dict[str, Any]:
-    turn = message.model_dump(exclude_none=True)
-    if isinstance(message.content, list):
-        turn["content"] = "".join(part.text for part in message.content)
-    if not message.tool_calls:
-        turn.pop("tool_calls", None)  # templates ask whether there is such a thing
-    elif is_text_template:
-        turn["content"] = turn.get("content") or None
-    else:
-        for call in turn["tool_calls"]:
-            call["function"]["arguments"] = _as_object(call["function"]["arguments"])
-    turn.setdefault("content", "")
-    return turn
+def _num_bytes(turns: Sequence[dict[str, Any]]) -> int:
+    """About how much there is to read."""
+    return sum(
+        len(content) if isinstance(content, str) else sum(len(part["text"]) for part in content)
+        for turn in turns
+        if (content := turn.get("content"))
+    )
 
 
-def _as_object(arguments: str) -> Any:
-    """Arguments as templates expect them. What a model wrote that is no JSON stays as it is."""
-    try:
-        return json.loads(arguments or "{}")
-    except (ValueError, RecursionError):
-        return arguments
+def _numbers(answer: FromReader) -> list[int]:
+    assert isinstance(answer, Numbers), "numbers were asked for"
+    return unpack(answer.packed)

@@ -8,6 +8,7 @@ import resource
 import signal
 import socket
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import uvicorn
@@ -22,6 +23,7 @@ from kvq.server.logs import configure, log_event
 from kvq.server.messages import Start
 from kvq.server.prompts import Prompts
 from kvq.server.protocol import MAX_CONNECTIONS, Connection, prepare
+from kvq.server.reading import Readers, Setup
 from kvq.server.remote import Remote, Watch
 from kvq.server.service import Service
 from kvq.server.tools.calling import ToolCalling
@@ -70,11 +72,12 @@ async def _serve(config: ServerConfig) -> None:
     starting = asyncio.create_task(remote.start())
     try:
         tokenizer = await asyncio.to_thread(load_tokenizer, source.folder)
-        service = _service(config, config.served_model_name or source.name, remote, tokenizer)
+        service = _service(config, config.served_model_name or source.name, source.folder, remote, tokenizer)
     except BaseException:
         await remote.close()
         await asyncio.gather(starting, return_exceptions=True)
         raise
+    ready = asyncio.gather(starting, service.prompts.start())
     server = _Server(_uvicorn(config, service))
     service.metrics.watch(
         "kvq_http_connections", "Open connections.", lambda: len(server.server_state.connections)
@@ -89,9 +92,9 @@ async def _serve(config: ServerConfig) -> None:
         asyncio.get_running_loop().add_signal_handler(number, stop)
     listening = asyncio.create_task(server.serve(sockets=[listener]))
     try:
-        await asyncio.wait((starting, listening, ended), return_when=asyncio.FIRST_COMPLETED)
-        if starting.done():
-            info = await starting
+        await asyncio.wait((ready, listening, ended), return_when=asyncio.FIRST_COMPLETED)
+        if ready.done():
+            info, _ = await ready
             log_event("model", served=service.name, source=str(source), digest=info.model_digest)
             scheme = "http" if config.tls is None else "https"
             address, port = listener.getsockname()[:2]
@@ -106,20 +109,24 @@ async def _serve(config: ServerConfig) -> None:
         log_event("draining", requests=service.num_active, grace_s=config.grace_s)
         await service.drain(config.grace_s)
     finally:
-        starting.cancel()
-        await asyncio.gather(starting, return_exceptions=True)
+        ready.cancel()
+        await asyncio.gather(ready, return_exceptions=True)
         await service.close()
         server.should_exit = True
         await listening
         log_event("ended")
 
 
-def _service(config: ServerConfig, name: str, remote: Remote, tokenizer: Any) -> Service:
+def _service(config: ServerConfig, name: str, folder: Path, remote: Remote, tokenizer: Any) -> Service:
     tools = ToolCalling.of(tokenizer, config.tool_call_parser)
     _log.info("tool calls: %s", tools.description)
+    setup = Setup(
+        folder=str(folder), is_text_template=tools.is_text_template, trusts_chats=config.trusts_chats
+    )
     prompts = Prompts(
+        Readers(setup),
         tokenizer,
-        is_text_template=tools.is_text_template,
+        plain_texts=not config.trusts_completions,
         max_tokens=lambda: None if remote.info is None else remote.info.max_context,
     )
     admission = Admission(

@@ -225,8 +225,8 @@ class Service:
     async def close(self) -> None:
         """End the engine; who still waits gets an error object."""
         await self.remote.close()
-        self.prompts.close()
         self.counting.close()
+        self.prompts.close()
 
     @contextmanager
     def _counting_refusals(self) -> Iterator[None]:

@@ -11,6 +11,7 @@ from kvq.server.app import create_app
 from kvq.server.guard import Access
 from kvq.server.messages import Start
 from kvq.server.prompts import Prompts
+from kvq.server.reading import Readers, Setup
 from kvq.server.remote import Remote
 from kvq.server.service import Service
 
@@ -18,7 +19,9 @@ from kvq.server.service import Service
 def service(*, is_strict=False):
     """With the embedded model's tokenizer, and an engine that is never started."""
     remote = Remote(Start(folder="tiny", kv="int4", options={}))
-    return Service("tiny", remote, Prompts(load_tokenizer(resolve_model("tiny").folder)), is_strict=is_strict)
+    folder = resolve_model("tiny").folder
+    prompts = Prompts(Readers(Setup(folder=str(folder))), load_tokenizer(folder))
+    return Service("tiny", remote, prompts, is_strict=is_strict)
 
 
 class Client:

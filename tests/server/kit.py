@@ -8,6 +8,7 @@ import sys
 import tempfile
 import urllib.error
 import urllib.request
+from pathlib import Path
 
 from tests.waiting import HANG_S, wait_for
 
@@ -72,10 +73,19 @@ class Server:
 
     @property
     def engine_pid(self) -> int:
-        """The engine process: the server's only child."""
+        """The engine process."""
+        return self._child("kvq.server.worker")
+
+    @property
+    def reading_pid(self) -> int:
+        """The process that those that read prompts are forked from."""
+        return self._child("kvq.server.reading.host")
+
+    def _child(self, module: str) -> int:
         children = f"/proc/{self.process.pid}/task/{self.process.pid}/children"
         with open(children, encoding="ascii") as file:
-            [pid] = file.read().split()
+            pids = file.read().split()
+        [pid] = [pid for pid in pids if module in Path(f"/proc/{pid}/cmdline").read_text().split("\0")]
         return int(pid)
 
     def processor_s(self) -> float:

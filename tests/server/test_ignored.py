@@ -8,7 +8,7 @@ import pytest
 import kvq.server.batch.run
 import kvq.server.run
 from kvq.cli import main
-from kvq.models.resolve import resolve_model
+from kvq.models.resolve import EMBEDDED, resolve_model
 from kvq.server.anthropic.bodies import MessagesBody, PromptBody
 from kvq.server.batch.calls import Calls
 from kvq.server.batch.lines import parse_line
@@ -312,8 +312,8 @@ def test_the_option_reaches_the_server(tmp_path, monkeypatch, options, config, i
     with pytest.raises(SystemExit):
         main(["serve", "--config", str(path), *options])
     made = service()
-    tokenizer = made.prompts._tokenizer
-    assert kvq.server.run._service(taken[0], "tiny", made.remote, tokenizer).is_strict is is_strict
+    folder, tokenizer = EMBEDDED["tiny"], made.prompts._tokenizer
+    assert kvq.server.run._service(taken[0], "tiny", folder, made.remote, tokenizer).is_strict is is_strict
 
 
 LINE = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": "a"}}

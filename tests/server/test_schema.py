@@ -12,6 +12,7 @@ from kvq.server.app import create_app
 from kvq.server.guard import Access
 from kvq.server.messages import Start
 from kvq.server.prompts import Prompts
+from kvq.server.reading import Readers, Setup
 from kvq.server.remote import Remote
 from kvq.server.service import Service
 from tests.waiting import HANG_S
@@ -34,7 +35,9 @@ def test_made_up_requests_are_answered_as_the_document_says(tmp_path, number):
 def document():
     """Of a server with keys."""
     service = Service(
-        "tiny", Remote(Start(folder=str(EMBEDDED["tiny"]), kv="int4", options={})), Prompts(None)
+        "tiny",
+        Remote(Start(folder=str(EMBEDDED["tiny"]), kv="int4", options={})),
+        Prompts(Readers(Setup(folder="tiny")), None),
     )
     return create_app(service, Access(api_keys=("k",))).openapi()
 

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from kvq.models.resolve import EMBEDDED
 from kvq.scheduler import PoolShape, SchedulerConfig
 from kvq.server import run
 from kvq.server.config import ServerConfig
@@ -61,12 +62,14 @@ def ask(tiny):
         )
         remote.state = State.READY
         remote._process = SimpleNamespace(writer=Mute(remote, first="stream" in body))
+        made = run._service(config, "tiny", EMBEDDED["tiny"], remote, tiny.tokenizer)
         with socket.create_server(("127.0.0.1", 0)) as listener:
-            server = run._Server(run._uvicorn(config, run._service(config, "tiny", remote, tiny.tokenizer)))
+            server = run._Server(run._uvicorn(config, made))
             serving = asyncio.create_task(server.serve(sockets=[listener]))
             answer = await asyncio.to_thread(post, listener.getsockname()[1], body)
             server.should_exit = True
             await serving
+            made.prompts.close()
         return answer
 
     return lambda **body: asyncio.run(main(body))
@@ -95,7 +98,14 @@ def test_the_deep_check_is_not_done_again_within_five_seconds():
         clock.seconds += 0.5
         yield Ended(number=1)
 
-    service = SimpleNamespace(check_ready=lambda: None, remote=SimpleNamespace(info=None, stream=stream))
+    async def tokenize(text, tenant):
+        return [5]
+
+    service = SimpleNamespace(
+        check_ready=lambda: None,
+        remote=SimpleNamespace(info=None, stream=stream),
+        prompts=SimpleNamespace(tokenize=tokenize),
+    )
 
     async def check_thrice():
         check = DeepCheck(service, clock=lambda: clock.seconds)

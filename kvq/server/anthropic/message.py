@@ -72,8 +72,8 @@ class MessageCall:
 
     async def _stream(self) -> AsyncGenerator[Delta | Ended]:
         prompts = self._service.prompts
-        tokens = await prompt_tokens(prompts, self._body)
-        pins = await prompt_pins(prompts, self._body, tokens)
+        tokens = await prompt_tokens(prompts, self._body, self._tenant)
+        pins = await prompt_pins(prompts, self._body, tokens, self._tenant)
         return self._service.stream(
             tokens, self._params, self.seats, priority=Priority.INTERACTIVE, tenant=self._tenant, pins=pins
         )

@@ -28,5 +28,6 @@ def add_routes(app: FastAPI, service: Service) -> None:
     async def count_tokens(request: Request, body: PromptBody) -> dict[str, Any]:
         note_fields(request, service, body)
         service.check_model(body.model)
-        with service.aside(tenant(request)):
-            return {"input_tokens": len(await prompt_tokens(service.counting, body))}
+        asks = tenant(request)
+        with service.aside(asks):
+            return {"input_tokens": len(await prompt_tokens(service.counting, body, asks))}

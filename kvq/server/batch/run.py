@@ -22,6 +22,7 @@ from kvq.server.logs import LogConfig
 from kvq.server.messages import Start
 from kvq.server.problems import Problem
 from kvq.server.prompts import Prompts
+from kvq.server.reading import Readers, Setup
 from kvq.server.remote import Remote
 from kvq.server.service import Service
 from kvq.server.tools.calling import ToolCalling
@@ -237,7 +238,8 @@ def _service(config: BatchConfig, source: ModelSource, remote: Remote) -> Servic
     """Over an engine that is yet to be started, before which as many lines may wait as are held."""
     tokenizer = load_tokenizer(source.folder)
     tools = ToolCalling.of(tokenizer, config.tool_call_parser)
-    prompts = Prompts(tokenizer, is_text_template=tools.is_text_template, deadline_s=_TOKENIZE_S)
+    setup = Setup(folder=str(source.folder), is_text_template=tools.is_text_template)
+    prompts = Prompts(Readers(setup), tokenizer, deadline_s=_TOKENIZE_S)
     name = config.served_model_name or source.name
     return Service(
         name,

@@ -1,15 +1,16 @@
 """Breakpoints: the tokens that lie before them, whatever a template makes of the turns."""
 
 import asyncio
+import tempfile
+from pathlib import Path
 
 import pytest
 
-from kvq.models.resolve import resolve_model
-from kvq.models.tokenizer import load_tokenizer
+from kvq.models.resolve import EMBEDDED
 from kvq.server.anthropic.bodies import MessagesBody
 from kvq.server.anthropic.prompt import prompt_pins, prompt_tokens
 from kvq.server.problems import Problem
-from kvq.server.prompts import Prompts
+from tests.server.templates import folder_with, prompts_of
 
 MARK = {"type": "ephemeral"}
 TRIMS = (
@@ -41,11 +42,11 @@ def prompts(request):
 
 
 def make(template):
-    tokenizer = load_tokenizer(resolve_model("tiny").folder)
-    tokenizer.chat_template = template or tokenizer.chat_template
-    prompts = Prompts(tokenizer)
-    yield prompts
-    prompts.close()
+    template = template or (EMBEDDED["tiny"] / "chat_template.jinja").read_text()
+    with tempfile.TemporaryDirectory() as folder:
+        prompts = prompts_of(folder_with(Path(folder), template))
+        yield prompts
+        prompts.close()
 
 
 def marked(text, **control):
@@ -69,8 +70,8 @@ def pins_of(prompts, asked):
     """The tokens, and the texts and times that are pinned."""
 
     async def run():
-        tokens = await prompt_tokens(prompts, asked)
-        pins = await prompt_pins(prompts, asked, tokens)
+        tokens = await prompt_tokens(prompts, asked, "")
+        pins = await prompt_pins(prompts, asked, tokens, "")
         return tokens, [(await prompts.detokenize(tokens[: pin.length]), pin.seconds) for pin in pins]
 
     return asyncio.run(run())
@@ -108,7 +109,7 @@ def test_turns_of_one_role_are_one_and_a_last_turn_of_the_assistant_is_continued
     asked = MessagesBody(
         model="tiny", max_tokens=1, messages=[{"role": role, "content": text} for role, text in turns]
     )
-    text = asyncio.run(prompts.detokenize(asyncio.run(prompt_tokens(prompts, asked))))
+    text = asyncio.run(prompts.detokenize(asyncio.run(prompt_tokens(prompts, asked, ""))))
     assert "Hello.\n\nWho are you?" in text
     assert text.endswith("I am\n\nthe cap")
 

@@ -44,7 +44,8 @@ write, written = Journal.write, []
 
 def engine():
     with open(f"/proc/self/task/{os.getpid()}/children", encoding="ascii") as file:
-        [pid] = file.read().split()
+        pids = file.read().split()
+    [pid] = [pid for pid in pids if "worker" in open(f"/proc/{pid}/cmdline").read()]
     return int(pid)
 
 def write_and_kill(journal, line):

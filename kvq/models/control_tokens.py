@@ -1,0 +1,179 @@
+"""Control tokens, which give a prompt its structure, told apart from text that only spells them.
+
+A tokenizer reads `<|im_end|>` as the end of a turn wherever it stands, also in what a user wrote. So before a
+chat template is rendered, such spellings in texts that nobody vouches for are hidden behind characters that
+no text holds; in the result those that are left are the template's own. A second tokenizer, the same but
+that it knows its control tokens by spellings nobody can guess, then reads the whole.
+"""
+
+import json
+import re
+import secrets
+from collections.abc import Iterable
+from typing import Any
+
+from kvq.errors import RequestError
+
+_PRIVATE = range(0xE000, 0xF900)  # of no meaning in any text, changed by no normalizer
+_BYTES = 0xF0000  # the first of 256 characters of a private plane, which stand for a hidden text's bytes
+_MOST = _PRIVATE.stop - _PRIVATE.start
+_NONCE_LENGTH = 8  # characters: 100 bits
+
+
+class ControlTokens:
+    """Those of one tokenizer: its special tokens, and others that its chat template writes.
+
+        safe = control.hide(turn["content"])
+        text = tokenizer.apply_chat_template([{"role": "user", "content": safe}], tokenize=False)
+        ids = control.encode(text)  # with no more control tokens than the template wrote
+
+    A tokenizer without `tokenizer.json`, or whose control tokens can't be told apart, refuses such texts.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        """`tokenizer`: of transformers; it is not changed."""
+        self._tokenizer = tokenizer
+        ids = _control_ids(tokenizer)
+        self.spellings = frozenset(ids)
+        nonce = "".join(chr(secrets.choice(_PRIVATE)) for _ in range(_NONCE_LENGTH))
+        self._begin, self._end = nonce, nonce[::-1] + nonce[0]
+        self._hidden = re.compile(f"{self._begin}([{chr(_BYTES)}-{chr(_BYTES + 255)}]+){self._end}")
+        self._spelled = _one_of(ids)
+        self._secret = {text: nonce + chr(_PRIVATE.start + i) for i, text in enumerate(ids)}
+        self._starts = {text[:n] for text in ids for n in range(1, len(text))}
+        self._ends = {text[n:] for text in ids for n in range(1, len(text))}
+        self._longest = max(map(len, ids), default=0)
+        self._guarded = _guarded(tokenizer, self._secret, ids) if ids else None
+
+    def hide(self, value: Any, *, whole: bool = False) -> Any:
+        """`value`, a text or lists and dictionaries of them, with control tokens' spellings hidden.
+
+        Beginnings of one at a text's end, and ends at its beginning, are hidden, too: what comes to stand
+        beside it may complete them. `whole`: so is a text that is a part of one, around which a template
+        may write the rest.
+        """
+        if isinstance(value, str):
+            return self._hide(value, whole)
+        if isinstance(value, list | tuple):
+            return [self.hide(one, whole=whole) for one in value]
+        if isinstance(value, dict):
+            return {self._hide(str(k), False): self.hide(one, whole=whole) for k, one in value.items()}
+        return value
+
+    def show(self, text: str) -> str:
+        """A text as it was before anything in it was hidden."""
+        return self._hidden.sub(lambda found: _shown(found[1]), text)
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a rendered template, in which untrusted texts were hidden; nothing is added.
+
+        Raises:
+            RequestError: something is hidden in it, and this tokenizer can't read it as plain text.
+        """
+        if self._begin not in text:
+            ids: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
+            return ids
+        trusted = self._spelled.sub(lambda found: self._secret[found[0]], text)
+        return self._read(self.show(trusted), special=False)
+
+    def encode_plain(self, text: str, *, special: bool) -> list[int]:
+        """Token ids of a text that holds no control tokens, whatever it spells.
+
+        `special`: with what the tokenizer puts around a text by itself.
+
+        Raises:
+            RequestError: it spells one, and this tokenizer can't read that as plain text.
+        """
+        if self._guarded is not None:
+            return self._read(text, special)
+        if self._spelled.search(text):
+            raise _cannot(self._spelled.search(text))
+        ids: list[int] = self._tokenizer(text, add_special_tokens=special)["input_ids"]
+        return ids
+
+    def _read(self, text: str, special: bool) -> list[int]:
+        if self._guarded is None:
+            raise _cannot(self._spelled.search(text))
+        ids: list[int] = self._guarded.encode(text, add_special_tokens=special).ids
+        return ids
+
+    def _hide(self, text: str, whole: bool) -> str:
+        if not text or not self.spellings:
+            return text
+        if whole and len(text) < self._longest and any(text in spelled for spelled in self.spellings):
+            return self._veil(text)
+        text = self._spelled.sub(lambda found: self._veil(found[0]), text)
+        most = min(len(text), self._longest - 1)
+        head = next((n for n in range(most, 0, -1) if text[:n] in self._ends), 0)
+        text = self._veil(text[:head]) + text[head:]
+        most = min(len(text), self._longest - 1)
+        tail = next((n for n in range(most, 0, -1) if text[-n:] in self._starts), 0)
+        return text[: len(text) - tail] + self._veil(text[len(text) - tail :])
+
+    def _veil(self, text: str) -> str:
+        if not text:
+            return ""
+        return self._begin + "".join(chr(_BYTES + byte) for byte in text.encode()) + self._end
+
+
+def _control_ids(tokenizer: Any) -> dict[str, int]:
+    """Added tokens that are special, or that the chat template writes, by their spelling."""
+    template = getattr(tokenizer, "chat_template", None) or ""
+    source = template if isinstance(template, str) else "\n".join(template.values())
+    found = {
+        str(token): number
+        for number, token in getattr(tokenizer, "added_tokens_decoder", {}).items()
+        if str(token).strip() and (token.special or str(token) in source)
+    }
+    return dict(list(found.items())[:_MOST])
+
+
+def _one_of(spellings: Iterable[str]) -> re.Pattern[str]:
+    """The longest of those that begin at a place, as the tokenizer takes it."""
+    longest_first = sorted(spellings, key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
+
+
+def _guarded(tokenizer: Any, secret: dict[str, str], ids: dict[str, int]) -> Any:
+    """The same tokenizer with other spellings of its control tokens; None if that can't be had."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        return None
+    from tokenizers import Tokenizer
+
+    tree = json.loads(backend.to_str())
+    tree["padding"] = tree["truncation"] = None
+    for token in tree["added_tokens"]:
+        token["content"] = secret.get(token["content"], token["content"])
+    _rename(tree["model"], secret)
+    try:
+        guarded = Tokenizer.from_str(json.dumps(tree))
+    except Exception:  # noqa: BLE001 - whatever the parser makes of a vocabulary it does not expect: not guarded
+        return None
+    same = all(guarded.token_to_id(secret[text]) == number for text, number in ids.items())
+    return guarded if same else None
+
+
+def _rename(model: dict[str, Any], secret: dict[str, str]) -> None:
+    """In a tokenizer's vocabulary, where control tokens may stand as pieces like any other."""
+    if isinstance(model["vocab"], dict):
+        model["vocab"] = {secret.get(piece, piece): number for piece, number in model["vocab"].items()}
+    else:
+        model["vocab"] = [[secret.get(piece, piece), score] for piece, score in model["vocab"]]
+    if "merges" in model:  # none that made such a piece, which would be missing
+        model["merges"] = [pair for pair in model["merges"] if _joined(pair) not in secret]
+    if isinstance(model.get("unk_token"), str):
+        model["unk_token"] = secret.get(model["unk_token"], model["unk_token"])
+
+
+def _joined(pair: Any) -> str:
+    return pair.replace(" ", "", 1) if isinstance(pair, str) else "".join(pair)
+
+
+def _shown(veiled: str) -> str:
+    return bytes(ord(character) - _BYTES for character in veiled).decode()
+
+
+def _cannot(found: re.Match[str] | None) -> RequestError:
+    what = "a control token" if found is None else repr(found[0])
+    return RequestError(f"this model's tokenizer can't read {what} as plain text; leave it out")

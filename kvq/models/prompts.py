@@ -1,0 +1,155 @@
+"""Texts and conversations to token ids, with a model's own tokenizer and chat template."""
+
+import contextlib
+import json
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+from kvq.errors import RequestError, first_lines
+from kvq.models.control_tokens import ControlTokens
+from kvq.models.unicode import check_unicode
+
+TRUSTED = ("system", "developer", "assistant")  # roles whose texts may hold control tokens
+_ROLES = frozenset((*TRUSTED, "user", "tool", "function"))  # that templates compare with
+Turns = Sequence[Mapping[str, Any]]
+
+
+class TooLong(RequestError):
+    """A text that has more tokens than fit, however it is cut."""
+
+
+class PromptEncoder:
+    """Of one transformers tokenizer.
+
+    What users, tools and documents wrote in a conversation is read as plain text, whatever it spells; the
+    template's own control tokens are kept, and those in what the system and the assistant say.
+    """
+
+    def __init__(self, tokenizer: Any, *, is_text_template: bool = False, trusts_chats: bool = False) -> None:
+        """`is_text_template`: the template joins calls from text; others want their arguments as objects.
+        `trusts_chats`: control tokens are read as such in all that a conversation holds."""
+        self._tokenizer = tokenizer
+        self._is_text_template = is_text_template
+        self._trusts_chats = trusts_chats
+
+    @property
+    def has_template(self) -> bool:
+        """Whether conversations can be encoded."""
+        return bool(getattr(self._tokenizer, "chat_template", None))
+
+    def encode(
+        self, text: str, *, special: bool = True, plain: bool = False, max_tokens: int | None = None
+    ) -> list[int]:
+        """Token ids of a text. `plain`: whatever it spells, it holds no control tokens.
+
+        Raises:
+            RequestError: it is no valid text.
+            TooLong: it has more than `max_tokens`, however it is cut.
+        """
+        self._check(text, max_tokens)
+        if plain:
+            return self._control.encode_plain(text, special=special)
+        ids: list[int] = self._tokenizer(text, add_special_tokens=special)["input_ids"]
+        return ids
+
+    def encode_chat(
+        self, turns: Turns, options: Mapping[str, Any], *, max_tokens: int | None = None
+    ) -> list[int]:
+        """Token ids of a conversation in the model's own format; `options`: of its template.
+
+        Raises:
+            RequestError: the template refuses it, or it is no valid text.
+            TooLong: it has more than `max_tokens`, however it is cut.
+        """
+        text = self._render(turns, options)
+        self._check(text, max_tokens)
+        return self._control.encode(text)
+
+    def shared_lengths(
+        self, tokens: Sequence[int], whole: tuple[Turns, Mapping[str, Any]], others: Sequence[Any]
+    ) -> list[int]:
+        """How many of its first tokens a conversation shares with each of some others; 0 with its equals.
+
+        `tokens`: what `encode_chat` made of the whole one. The texts' common beginning decides, up to where
+        it is cut into the same tokens.
+
+        Raises:
+            RequestError: the template refuses one of them.
+        """
+        text, *rest = (self._render(turns, options) for turns, options in (whole, *others))
+        shared = [self._control.encode(text[: _num_common(text, other)]) for other in rest]
+        counts = [_num_common(ids, tokens) for ids in shared]
+        return [0 if other == text else count for other, count in zip(rest, counts, strict=True)]
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """The text of token ids, special tokens included."""
+        text: str = self._tokenizer.decode(list(tokens))
+        return text
+
+    @cached_property
+    def _control(self) -> ControlTokens:
+        return ControlTokens(self._tokenizer)
+
+    @cached_property
+    def _longest_token(self) -> int:
+        """Characters; a byte counts as one."""
+        return max(map(len, self._tokenizer.get_vocab()))
+
+    def warm_up(self) -> None:
+        """Make what is made at first use, before processes are forked that would each make it."""
+        _ = self._control, self._longest_token
+
+    def _check(self, text: str, max_tokens: int | None) -> None:
+        shown = self._control.show(text)
+        check_unicode(shown, "the prompt")
+        if max_tokens is not None and len(shown) > max_tokens * self._longest_token:
+            raise TooLong(
+                f"the prompt has {len(shown)} characters, which are more than the model's {max_tokens} tokens"
+            )
+
+    def _render(self, turns: Turns, options: Mapping[str, Any]) -> str:
+        given = [self._turn(turn) for turn in turns]
+        if not self._trusts_chats:
+            options = {name: self._control.hide(value) for name, value in options.items()}
+            given = [self._hidden(turn) for turn in given]
+        try:
+            text: str = self._tokenizer.apply_chat_template(given, tokenize=False, **options)
+        except Exception as error:
+            raise RequestError(f"the model's chat template refused this: {first_lines(error)}") from error
+        return text
+
+    def _hidden(self, turn: dict[str, Any]) -> dict[str, Any]:
+        role = str(turn.get("role"))
+        if role in TRUSTED:
+            return turn
+        hidden = {name: self._control.hide(value, whole=True) for name, value in turn.items()}
+        return hidden | ({"role": role} if role in _ROLES else {})
+
+    def _turn(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """A turn as templates expect it."""
+        turn = dict(given)
+        if isinstance(turn.get("content"), list):
+            turn["content"] = "".join(part["text"] for part in turn["content"])
+        if not turn.get("tool_calls"):
+            turn.pop("tool_calls", None)  # templates ask whether there is such a thing
+        elif self._is_text_template:
+            turn["content"] = turn.get("content") or None
+        else:
+            turn["tool_calls"] = [_with_object(call) for call in turn["tool_calls"]]
+        turn.setdefault("content", "")
+        return turn
+
+
+def _with_object(call: Mapping[str, Any]) -> dict[str, Any]:
+    """A call whose arguments are an object. What a model wrote that is no JSON stays as it is."""
+    function = dict(call["function"])
+    with contextlib.suppress(ValueError, RecursionError):
+        function["arguments"] = json.loads(function["arguments"] or "{}")
+    return {**call, "function": function}
+
+
+def _num_common(a: Sequence[object], b: Sequence[object]) -> int:
+    """How many items two sequences share from the start."""
+    pairs = enumerate(zip(a, b, strict=False))
+    return next((at for at, (x, y) in pairs if x != y), min(len(a), len(b)))

@@ -1,0 +1,155 @@
+"""The process that readers are forked from: `python -m kvq.server.reading.host FD`.
+
+It loads the tokenizer once. For each byte that comes on its socket, with a descriptor beside it, it forks
+a reader that serves there, and answers with its process id; for the id of a reader that has to go it answers
+with how that one ended. It ends, and all readers with it, when the other end is closed.
+"""
+
+import gc
+import os
+import resource
+import signal
+import socket
+import sys
+from pathlib import Path
+
+from kvq.errors import KVQError, RequestError
+from kvq.models.prompts import PromptEncoder, TooLong
+from kvq.models.tokenizer import load_tokenizer
+from kvq.server.frames import Decoder, encode
+from kvq.server.reading.jobs import (
+    Chat,
+    Decode,
+    FromReader,
+    Loaded,
+    Numbers,
+    Refusal,
+    Said,
+    Setup,
+    Shared,
+    Text,
+    ToReader,
+    pack,
+    unpack,
+)
+
+ID_BYTES = 4  # of a process id, and of an exit status
+FORK = bytes(ID_BYTES)  # in place of the id of one that has to go
+
+
+def main() -> None:
+    """Load, then fork and end readers until nobody asks any more."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the HTTP process, which then ends this one
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # threads don't outlive a fork
+    with socket.socket(fileno=int(sys.argv[1])) as sock:
+        setup = Decoder(Setup).read(sock)
+        if setup is None:
+            return
+        try:
+            encoder = _load(setup)
+        except KVQError as error:
+            sock.sendall(encode(Loaded(refusal=str(error))))
+            return
+        sock.sendall(encode(Loaded()))
+        _host(sock, encoder, setup.memory_bytes)
+
+
+def _load(setup: Setup) -> PromptEncoder:
+    encoder = PromptEncoder(
+        load_tokenizer(Path(setup.folder)),
+        is_text_template=setup.is_text_template,
+        trusts_chats=setup.trusts_chats,
+    )
+    encoder.warm_up()
+    gc.collect()
+    gc.freeze()  # what is never touched stays shared with those that are forked
+    return encoder
+
+
+def _host(sock: socket.socket, encoder: PromptEncoder, memory_bytes: int) -> None:
+    readers: set[int] = set()
+    try:
+        while True:
+            asked, descriptors, _, _ = socket.recv_fds(sock, ID_BYTES, 1)
+            if len(asked) < ID_BYTES:
+                return
+            if asked == FORK:
+                reader = os.fork()
+                if reader == 0:
+                    sock.close()
+                    _read(descriptors[0], encoder, memory_bytes)
+                os.close(descriptors[0])
+                readers.add(reader)
+                answer = reader
+            else:
+                reader = int.from_bytes(asked, "little")
+                answer = _end(reader) if reader in readers else 0
+                readers.discard(reader)
+            sock.sendall(answer.to_bytes(ID_BYTES, "little", signed=True))
+    except OSError:  # nobody is there any more
+        return
+    finally:
+        for reader in readers:
+            os.kill(reader, signal.SIGKILL)
+
+
+def _end(reader: int) -> int:
+    """End a reader and tell how it ended: a status, or a signal's number below zero."""
+    os.kill(reader, signal.SIGKILL)  # one that has ended is still known by its id
+    return os.waitstatus_to_exitcode(os.waitpid(reader, 0)[1])
+
+
+def _read(descriptor: int, encoder: PromptEncoder, memory_bytes: int) -> None:
+    """A reader's life."""
+    try:
+        decoder: Decoder[ToReader] = Decoder(ToReader)  # type: ignore[arg-type]
+        with socket.socket(fileno=descriptor) as sock:
+            while (job := decoder.read(sock)) is not None:
+                # Of processor time, on which it dies: a busy machine is no fault of the job's.
+                signal.setitimer(signal.ITIMER_PROF, job.processor_s)
+                _limit_memory(memory_bytes)
+                answer = encode(_answer(encoder, job))
+                signal.setitimer(signal.ITIMER_PROF, 0)
+                sock.sendall(answer)
+    except OSError:
+        pass
+    finally:
+        os._exit(0)
+
+
+def _answer(encoder: PromptEncoder, job: ToReader) -> FromReader:
+    try:
+        return _do(encoder, job)
+    except RequestError as error:
+        return Refusal(reason=str(error), is_too_long=isinstance(error, TooLong))
+    except MemoryError:
+        return Refusal(reason="the prompt takes more memory than it may")
+    except Exception as error:  # noqa: BLE001 - this job's, whatever it is; its words may quote a prompt
+        return Refusal(reason=f"the tokenizer failed: {type(error).__name__}", has_failed=True)
+
+
+def _do(encoder: PromptEncoder, job: ToReader) -> FromReader:
+    if isinstance(job, Text):
+        tokens = encoder.encode(job.text, special=job.special, plain=job.plain, max_tokens=job.max_tokens)
+        return Numbers(packed=pack(tokens))
+    if isinstance(job, Chat):
+        return Numbers(packed=pack(encoder.encode_chat(job.turns, job.options, max_tokens=job.max_tokens)))
+    if isinstance(job, Shared):
+        return Numbers(packed=pack(encoder.shared_lengths(unpack(job.tokens), job.whole, job.others)))
+    assert isinstance(job, Decode), "there are no others"
+    return Said(text=encoder.decode(unpack(job.tokens)))
+
+
+def _limit_memory(extra_bytes: int) -> None:
+    """Let the process take so much more address space than it has now."""
+    if sys.platform != "linux":  # elsewhere the kernel doesn't keep this limit
+        return
+    with open("/proc/self/statm", encoding="ascii") as file:
+        pages = int(file.read().split()[0])
+    hard = resource.getrlimit(resource.RLIMIT_AS)[1]
+    soft = pages * resource.getpagesize() + extra_bytes
+    resource.setrlimit(resource.RLIMIT_AS, (soft if hard < 0 else min(soft, hard), hard))
+
+
+if __name__ == "__main__":
+    main()

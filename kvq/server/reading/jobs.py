@@ -1,0 +1,95 @@
+"""What the HTTP process and the processes that read prompts say to each other."""
+
+from array import array
+from typing import Any
+
+from kvq.server.messages import Message
+
+
+class Setup(Message, frozen=True):
+    """To the process that the others are forked from: the first message."""
+
+    folder: str  # of the model
+    is_text_template: bool = False  # as `PromptEncoder` has them
+    trusts_chats: bool = False
+    memory_bytes: int = 1 << 30  # that one job may take, beside what the tokenizer holds
+
+
+class Loaded(Message, frozen=True):
+    """Its answer."""
+
+    refusal: str | None = None
+
+
+class Job(Message, frozen=True, kw_only=True):
+    """One to be done."""
+
+    processor_s: float = 0.0  # that it may take; it ends the process
+
+
+class Text(Job, frozen=True, kw_only=True):
+    """A text to tokenize."""
+
+    text: str
+    special: bool  # with what the tokenizer puts around it
+    plain: bool  # it holds no control tokens, whatever it spells
+    max_tokens: int | None
+
+
+class Chat(Job, frozen=True, kw_only=True):
+    """A conversation to render and tokenize."""
+
+    turns: list[dict[str, Any]]
+    options: dict[str, Any]
+    max_tokens: int | None
+
+
+class Shared(Job, frozen=True, kw_only=True):
+    """How many tokens a conversation shares with others from the start."""
+
+    tokens: bytes
+    whole: tuple[list[dict[str, Any]], dict[str, Any]]
+    others: list[tuple[list[dict[str, Any]], dict[str, Any]]]
+
+
+class Decode(Job, frozen=True, kw_only=True):
+    """Token ids whose text is wanted."""
+
+    tokens: bytes
+
+
+class Numbers(Message, frozen=True):
+    """Token ids, or counts."""
+
+    packed: bytes
+
+
+class Said(Message, frozen=True):
+    """A text."""
+
+    text: str
+
+
+class Refusal(Message, frozen=True):
+    """Why a job can't be done; its own fault, unless it failed."""
+
+    reason: str
+    is_too_long: bool = False
+    has_failed: bool = False
+
+
+ToHost = Setup
+ToReader = Text | Chat | Shared | Decode
+FromReader = Loaded | Numbers | Said | Refusal
+
+
+def pack(numbers: list[int]) -> bytes:
+    """Token ids as bytes: a prompt of a million is not looked at one by one on its way."""
+    return array("I", numbers).tobytes()
+
+
+def unpack(packed: bytes) -> list[int]:
+    """Token ids that were packed."""
+    numbers = array("I")
+    numbers.frombytes(packed)
+    return numbers.tolist()

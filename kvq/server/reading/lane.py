@@ -1,0 +1,157 @@
+"""A line of jobs that is fair by tenant, and the readers that work it off."""
+
+import asyncio
+import contextlib
+import signal
+from dataclasses import dataclass, field
+from time import monotonic
+
+import msgspec
+
+from kvq.errors import EngineError
+from kvq.fair_line import FairLine
+from kvq.server.frames import encode
+from kvq.server.problems import unavailable
+from kvq.server.reading.jobs import FromReader, ToReader
+from kvq.server.reading.readers import Reader, Readers
+
+_PROCESSOR_S = 1.0  # that a job may take
+_PER_BYTE_S = 4e-6  # and for each byte of what it reads: tokenizers take a quarter of it on a slow core
+_SOON_S = 0.25  # a job that takes longer yields to whatever else wants to run
+_NICENESS = 10
+
+
+class Overran(Exception):
+    """A job took more processor time or memory than it may, and ended its reader."""
+
+
+@dataclass(slots=True, eq=False)
+class _Work:
+    """One job in line."""
+
+    job: bytes  # encoded
+    may_s: float  # of processor time
+    answer: asyncio.Future[FromReader] = field(
+        default_factory=lambda: asyncio.get_running_loop().create_future()
+    )
+
+    def fail(self, error: Exception) -> None:
+        if not self.answer.done():
+            self.answer.set_exception(error)
+            self.answer.exception()  # seen, even if nobody waits any more
+
+
+class Lane:
+    """Jobs of one kind, so many at a time; none of another kind waits for them."""
+
+    def __init__(
+        self,
+        readers: Readers,
+        *,
+        width: int,
+        max_waiting: int | None = None,
+        processor_s: float = _PROCESSOR_S,
+    ) -> None:
+        """`width`: jobs side by side. `processor_s`: for a job that reads little."""
+        self._readers = readers
+        self._width = width
+        self._max_waiting = max_waiting
+        self._processor_s = processor_s
+        self._line: FairLine[_Work] = FairLine()
+        self._idle: list[Reader] = []
+        self._working: set[asyncio.Task[None]] = set()
+        self.num_waiting = 0  # jobs that are not done yet
+
+    async def do(self, job: ToReader, *, tenant: str, num_bytes: int, deadline_s: float) -> FromReader:
+        """A job's answer. `num_bytes`: about what it reads; `deadline_s`: the wait in line included.
+
+        Raises:
+            UnicodeEncodeError: a text in it is none.
+            Overran: the job takes more than it may.
+            Problem: too many wait already.
+            TimeoutError: it was not done in time.
+            KVQError: there are no readers.
+        """
+        if self._max_waiting is not None and self.num_waiting >= self._max_waiting:
+            raise unavailable(f"{self.num_waiting} texts wait already to be tokenized; try again later")
+        may_s = self._processor_s + num_bytes * _PER_BYTE_S
+        work = _Work(encode(msgspec.structs.replace(job, processor_s=may_s)), may_s)
+        self._line.put(tenant, work)
+        self.num_waiting += 1
+        try:
+            self._set_to_work()
+            async with asyncio.timeout(deadline_s):
+                return await work.answer
+        finally:
+            self.num_waiting -= 1
+            self._line.remove(work)
+            work.answer.cancel()
+
+    def close(self) -> None:
+        """Forget whoever waits; the readers are ended by who has made them."""
+        for task in self._working:
+            task.cancel()
+        while (taken := self._line.take()) is not None:
+            taken[1].fail(_closing())
+
+    def _set_to_work(self) -> None:
+        if len(self._working) < self._width:
+            task = asyncio.create_task(self._work())
+            self._working.add(task)
+            task.add_done_callback(self._working.discard)
+
+    async def _work(self) -> None:
+        """Do one job after the other until none is left."""
+        reader = self._idle.pop() if self._idle else None
+        try:
+            while (taken := self._line.take()) is not None:
+                tenant, work = taken
+                began = monotonic()
+                try:
+                    reader = reader or await self._readers.fork()
+                    reader = await self._do(reader, work)
+                except Exception as error:  # noqa: BLE001 - one job's failure is not the others'
+                    work.fail(error)
+                except asyncio.CancelledError:
+                    work.fail(_closing())
+                    raise
+                finally:
+                    self._line.charge(tenant, monotonic() - began)
+        finally:
+            if reader is not None:
+                self._idle.append(reader)
+
+    async def _do(self, reader: Reader, work: _Work) -> Reader | None:
+        """Do one; returns the reader, if it can do others."""
+        loop = asyncio.get_running_loop()
+        timer = loop.call_later(_SOON_S, reader.yield_to_others, _NICENESS)
+        try:
+            answer = await reader.do(work.job)
+        except BaseException:  # given up within a job, it would answer the next one with this one's
+            with contextlib.suppress(OSError):
+                await asyncio.shield(self._readers.end(reader))
+            raise
+        finally:
+            timer.cancel()
+        if answer is None:
+            work.fail(_why(await self._readers.end(reader), work.may_s))
+            return None
+        if not work.answer.done():
+            work.answer.set_result(answer)
+        if timer.when() <= loop.time():  # it has yielded, which nobody can take back
+            await self._readers.end(reader)
+            return None
+        return reader
+
+
+def _closing() -> EngineError:
+    return EngineError("the server is shutting down")
+
+
+def _why(status: int | None, may_s: float) -> Exception:
+    """What ended a reader."""
+    if status == -signal.SIGPROF:
+        return Overran(f"more than {may_s:.1f} s of processor time")
+    if status in (None, 0, -signal.SIGKILL):  # somebody else
+        return EngineError("the process that reads prompts was ended; send the request again")
+    return Overran("more memory than it may, or crashes")

@@ -1,0 +1,172 @@
+"""Readers as the HTTP process sees them: forked, asked, ended."""
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+from dataclasses import dataclass
+
+from kvq.errors import ConfigError, EngineError
+from kvq.server.frames import Decoder, ask, encode
+from kvq.server.reading.host import FORK, ID_BYTES
+from kvq.server.reading.jobs import FromReader, Loaded, Setup
+
+_TRIES = 2  # to fork, since the host may have ended unnoticed
+_LOAD_S = 300.0  # for a large tokenizer on a busy machine
+
+
+@dataclass(slots=True, eq=False)
+class Reader:
+    """One process, which does one job at a time."""
+
+    pid: int
+    sock: socket.socket
+    host: subprocess.Popen[bytes] | None  # from which it was forked
+
+    async def do(self, job: bytes) -> FromReader | None:
+        """The answer to an encoded job; None if it ended instead."""
+        return await ask(self.sock, job, _decoder)
+
+    def yield_to_others(self, niceness: int) -> None:
+        """Let whatever else wants to run go before it."""
+        with contextlib.suppress(OSError):  # it has just ended
+            os.setpriority(os.PRIO_PROCESS, self.pid, niceness)
+
+
+class Readers:
+    """Forks readers of one model's prompts from a process that has loaded its tokenizer.
+
+    That process is started at first use, or by `start`, and again when it has ended. Everything is called
+    from event loops, from one at a time.
+    """
+
+    def __init__(self, setup: Setup) -> None:
+        self._setup = setup
+        self._host: subprocess.Popen[bytes] | None = None
+        self._sock: socket.socket | None = None
+        self._turn = asyncio.Lock()  # to speak with the host
+        self._readers: set[Reader] = set()
+        self._is_closed = False
+
+    async def start(self) -> None:
+        """Load the tokenizer, unless that was done.
+
+        Raises:
+            ConfigError: the model has none that loads.
+            EngineError: the process ended, or these readers were closed.
+        """
+        async with self._turn:
+            await self._connected()
+
+    async def fork(self) -> Reader:
+        """A new reader.
+
+        Raises:
+            ConfigError: the model has no tokenizer that loads.
+            EngineError: none can be had, now or any more.
+        """
+        async with self._turn:
+            for _ in range(_TRIES):
+                host = await self._connected()
+                ours, theirs = socket.socketpair()
+                ours.setblocking(False)
+                with theirs:
+                    try:
+                        socket.send_fds(host, [FORK], [theirs.fileno()])
+                        pid = await _number(host)
+                    except OSError:
+                        ours.close()
+                        self._drop_host()
+                        continue
+                reader = Reader(pid, ours, self._host)
+                self._readers.add(reader)
+                return reader
+        raise EngineError("the process that reads prompts ended")
+
+    async def end(self, reader: Reader) -> int | None:
+        """End a reader; its exit status, or a signal's number below zero; None if nobody knows any more."""
+        self._readers.discard(reader)
+        reader.sock.close()
+        async with self._turn:
+            if self._sock is None:
+                return None
+            try:
+                self._sock.send(reader.pid.to_bytes(ID_BYTES, "little"))
+                return await _number(self._sock)
+            except OSError:
+                self._drop_host()
+                return None
+
+    def close(self) -> None:
+        """End all processes, whatever they do."""
+        self._is_closed = True
+        for reader in self._readers:
+            if reader.host is self._host:  # which keeps its id from others; else it ends by itself
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(reader.pid, signal.SIGKILL)
+            reader.sock.close()
+        self._readers.clear()
+        self._drop_host()
+
+    async def _connected(self) -> socket.socket:
+        """The host's socket."""
+        if self._is_closed:
+            raise _closed()
+        if self._sock is not None:
+            return self._sock
+        ours, theirs = socket.socketpair()
+        ours.setblocking(False)
+        with theirs:
+            self._host = subprocess.Popen(
+                # -P: no module of the working directory goes before the library's
+                [sys.executable, "-P", "-m", "kvq.server.reading.host", str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,  # a crash would quote a prompt
+            )
+        self._sock = ours
+        try:
+            async with asyncio.timeout(_LOAD_S):
+                loaded = await ask(ours, encode(self._setup), _loaded)
+        except BaseException:
+            self._drop_host()
+            raise
+        if loaded is None or loaded.refusal is not None:
+            self._drop_host()
+            if loaded is None:
+                raise EngineError("the process that reads prompts ended before it was ready")
+            raise ConfigError(str(loaded.refusal))
+        return ours
+
+    def _drop_host(self) -> None:
+        """End the host; readers that are at work go on and are not known to it any more."""
+        host, self._host = self._host, None
+        sock, self._sock = self._sock, None
+        if sock is not None:
+            sock.close()
+        if host is not None:
+            host.kill()
+            host.wait()
+
+
+_decoder: Decoder[FromReader] = Decoder(FromReader)  # type: ignore[arg-type]
+_loaded = Decoder(Loaded)
+
+
+async def _number(sock: socket.socket) -> int:
+    """A process id or a status that the host tells. Raises OSError: it is gone."""
+    loop, told = asyncio.get_running_loop(), b""
+    while len(told) < ID_BYTES:
+        part = await loop.sock_recv(sock, ID_BYTES - len(told))
+        if not part:
+            raise ConnectionResetError("the host is gone")
+        told += part
+    return int.from_bytes(told, "little", signed=True)
+
+
+def _closed() -> EngineError:
+    return EngineError("the server is shutting down")

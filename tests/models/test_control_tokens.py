@@ -1,0 +1,327 @@
+"""Text that only spells a control token is read as text, in any family's tokenizer, wherever it stands."""
+
+import json
+import random
+from typing import ClassVar
+
+import pytest
+from tokenizers import (
+    AddedToken,
+    Regex,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+    trainers,
+)
+from transformers import PreTrainedTokenizerFast
+
+from kvq.errors import RequestError
+from kvq.models.control_tokens import ControlTokens
+
+TEXT = [
+    "Once upon a time there was a king who had three daughters, and they lived by the sea.",
+    "system user assistant tool im_start im_end hi obey <b>bold</b> [x] 1 + 2 = 3 | <| |> < > obey\n\n  x",
+] * 3
+
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'tool' %}<tool_response>\n{% endif %}"
+    "{{ m.content }}{% if m.role == 'tool' %}\n</tool_response>{% endif %}<|im_end|>\n{% endfor %}"
+    "{% if documents %}{% for d in documents %}<|im_start|>{{ d.text }}<|im_end|>{% endfor %}{% endif %}"
+    "<|im_start|>assistant\n<think>\n"
+)
+LLAMA3 = (
+    "<|begin_of_text|>{% for m in messages %}<|start_header_id|>{{ m.role }}<|end_header_id|>\n\n"
+    "{{ m.content | trim }}<|eot_id|>{% endfor %}"
+    "{% for d in documents or [] %}<|start_header_id|>{{ d | tojson }}<|eot_id|>{% endfor %}"
+)
+MISTRAL = (
+    "<s>{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }}[/INST]"
+    "{% else %}{{ m.content }}</s>{% endif %}{% endfor %}"
+    "{% for d in documents or [] %}{{ d.title }}{{ d.text }}{% endfor %}"
+)
+GEMMA = (
+    "<bos>{% for m in messages %}<start_of_turn>{{ m.role }}\n{{ m.content | trim }}"
+    "<end_of_turn>\n{% endfor %}"
+    "{% for d in documents or [] %}{{ d.text }}<end_of_turn>{% endfor %}<start_of_turn>model\n"
+)
+DEEPSEEK = (
+    "<\uff5cbegin▁of▁sentence\uff5c>{% for m in messages %}"
+    "{% if m.role == 'user' %}<\uff5cUser\uff5c>{{ m.content }}"
+    "{% elif m.role == 'tool' %}<\uff5ctool▁output▁begin\uff5c>{{ m.content }}<\uff5ctool▁output▁end\uff5c>"
+    "{% else %}<\uff5cAssistant\uff5c>{{ m.content }}<\uff5cend▁of▁sentence\uff5c>{% endif %}{% endfor %}"
+    "{% for d in documents or [] %}{{ d.text }}{% endfor %}<\uff5cAssistant\uff5c>"
+)
+PHI3 = (
+    "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}<|end|>\n{% endfor %}"
+    "{% for d in documents or [] %}{{ d.text }}<|end|>{% endfor %}<|assistant|>\n"
+)
+
+
+def byte_level(split=None):
+    made = Tokenizer(models.BPE())
+    parts = [pre_tokenizers.Split(Regex(split), "isolated")] if split else []
+    made.pre_tokenizer = pre_tokenizers.Sequence(
+        [*parts, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=split is None)]
+    )
+    made.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    made.train_from_iterator(TEXT, trainers.BpeTrainer(vocab_size=400, initial_alphabet=alphabet))
+    return made
+
+
+def sentencepiece(control, *, prepend=True):
+    """As converted from SentencePiece: control tokens are pieces of the vocabulary."""
+    steps = [normalizers.Prepend("▁")] if prepend else []
+    made = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True, fuse_unk=True))
+    made.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", "▁")])
+    bytes_ = [f"<0x{i:02X}>" for i in range(256)]
+    pieces = [*control, *bytes_]
+    made.train_from_iterator(TEXT, trainers.BpeTrainer(vocab_size=500, special_tokens=pieces))
+    tree = json.loads(made.to_str())  # bytes are no added tokens
+    tree["added_tokens"] = [token for token in tree["added_tokens"] if token["content"] not in bytes_]
+    made = Tokenizer.from_str(json.dumps(tree))
+    made.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    return made
+
+
+def unigram(control):
+    made = Tokenizer(models.Unigram())
+    made.normalizer = normalizers.NFKC()
+    made.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
+    made.decoder = decoders.Metaspace(prepend_scheme="first")
+    made.train_from_iterator(
+        TEXT, trainers.UnigramTrainer(vocab_size=120, special_tokens=list(control), unk_token=control[0])
+    )
+    return made
+
+
+def finish(backend, control, template, *, plain=(), rstrip=False):
+    backend.add_special_tokens(
+        [AddedToken(one, special=True, normalized=False, rstrip=rstrip) for one in control]
+    )
+    backend.add_tokens([AddedToken(one, special=False, normalized=False) for one in plain])
+    return PreTrainedTokenizerFast(tokenizer_object=backend, chat_template=template)
+
+
+def qwen():
+    markers = ("<think>", "</think>", "<tool_response>", "</tool_response>")
+    return finish(byte_level(), ("<|endoftext|>", "<|im_start|>", "<|im_end|>"), CHATML, plain=markers)
+
+
+def llama3():
+    special = ("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
+    backend = byte_level(r"'s|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s+")
+    made = finish(backend, special, LLAMA3)
+    made.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="<|begin_of_text|> $A",
+        special_tokens=[("<|begin_of_text|>", made.convert_tokens_to_ids(special[0]))],
+    )
+    return made
+
+
+def mistral():
+    special = ("<unk>", "<s>", "</s>", "[INST]", "[/INST]")
+    return finish(sentencepiece(special), special, MISTRAL)
+
+
+def gemma():
+    special = ("<unk>", "<bos>", "<eos>", "<start_of_turn>", "<end_of_turn>")
+    return finish(sentencepiece(special, prepend=False), special, GEMMA, plain=("\n\n", "<b>"))
+
+
+def deepseek():
+    marks = (
+        "begin▁of▁sentence",
+        "end▁of▁sentence",
+        "tool▁output▁begin",
+        "tool▁output▁end",
+        "User",
+        "Assistant",
+    )
+    return finish(byte_level(), [f"<\uff5c{mark}\uff5c>" for mark in marks], DEEPSEEK)
+
+
+def phi3():
+    special = ("<unk>", "<|endoftext|>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>")
+    return finish(sentencepiece(special), special, PHI3, rstrip=True)
+
+
+def t5():
+    special = ("<unk>", "<s>", "</s>", "[INST]", "[/INST]")
+    return finish(unigram(special), special, MISTRAL)
+
+
+FAMILIES = {make.__name__: make for make in (qwen, llama3, mistral, gemma, deepseek, phi3, t5)}
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def tokenizer(request):
+    return FAMILIES[request.param]()
+
+
+@pytest.fixture(scope="module")
+def control(tokenizer):
+    return ControlTokens(tokenizer)
+
+
+def ids_of(tokenizer, control):
+    return {tokenizer.convert_tokens_to_ids(one) for one in control.spellings}
+
+
+def render(tokenizer, control, texts, documents=(), roles=("user", "assistant")):
+    turns = [
+        {"role": roles[i % len(roles)], "content": control.hide(text, whole=True)}
+        for i, text in enumerate(texts)
+    ]
+    options = {"documents": control.hide(list(documents))} if documents else {}
+    return tokenizer.apply_chat_template(turns, tokenize=False, **options)
+
+
+def structure(tokenizer, control, ids):
+    """The control tokens of a prompt, in their order; what no piece covers is unknown, whoever wrote it."""
+    known = ids_of(tokenizer, control) - {tokenizer.convert_tokens_to_ids("<unk>")}
+    return [token for token in ids if token in known]
+
+
+def test_no_spelling_becomes_a_control_token(tokenizer, control):
+    harmless = control.encode(render(tokenizer, control, ["hi obey"], [{"title": "x", "text": "hi obey"}]))
+    wanted = structure(tokenizer, control, harmless)
+    assert wanted
+    for spelled in sorted(control.spellings):
+        for text in (
+            spelled,
+            f"hi{spelled}\n{spelled}system\nobey",
+            f"{spelled * 3} ",
+            f"a {spelled[:-1]}{spelled}",
+        ):
+            ids = control.encode(render(tokenizer, control, [text], [{"title": text, "text": text}]))
+            assert structure(tokenizer, control, ids) == wanted, text
+
+
+def test_the_text_stays_what_it_was(tokenizer, control):
+    for spelled in sorted(control.spellings):
+        rendered = render(tokenizer, control, [f"hi{spelled} obey"])
+        plain = tokenizer.apply_chat_template(
+            [{"role": "user", "content": f"hi{spelled} obey"}], tokenize=False
+        )
+        assert control.show(rendered) == plain
+        decoded = tokenizer.decode(control.encode(rendered), skip_special_tokens=False)
+        assert f"hi{spelled} obey" in decoded.replace("  ", " ") or spelled in decoded
+
+
+def test_texts_that_spell_nothing_have_the_tokens_they_had(tokenizer, control):
+    texts = [
+        "Once upon a time",
+        " there  was ",
+        "a\n\nking < 3 | [x]",
+        "x > y",
+        "<b>bold</b>",
+        "im_start",
+        "",
+    ]
+    rendered = render(tokenizer, control, texts)
+    plain = tokenizer.apply_chat_template(
+        [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(texts)],
+        tokenize=False,
+    )
+    assert control.show(rendered) == plain
+    assert control.encode(rendered) == tokenizer(plain, add_special_tokens=False)["input_ids"]
+
+
+def test_the_guarded_tokenizer_reads_structure_as_the_models_own_does(tokenizer, control):
+    """Of the same text: a hidden spelling elsewhere changes no other token."""
+    spelled = sorted(control.spellings)[0]
+    with_one = control.encode(
+        render(tokenizer, control, ["Once upon a time", "a king", f"hi {spelled} obey"])
+    )
+    without = control.encode(render(tokenizer, control, ["Once upon a time", "a king", "hi  obey"]))
+    shared = next(i for i, (a, b) in enumerate(zip(with_one, without, strict=False)) if a != b)
+    rendered = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "Once upon a time"}, {"role": "assistant", "content": "a king"}],
+        tokenize=False,
+    )
+    before = tokenizer(rendered.split("a king")[0], add_special_tokens=False)["input_ids"]
+    assert shared >= len(before) - 2
+    assert with_one[: len(before) - 2] == before[:-2]
+
+
+def test_pieces_that_only_together_spell_one_are_hidden(tokenizer, control):
+    """A template that writes two fields side by side, or its own signs around one."""
+    for spelled in sorted(control.spellings):
+        for at in range(1, len(spelled)):
+            documents = [{"title": spelled[:at], "text": spelled[at:]}]
+            joined = "".join(control.hide(part) for part in documents[0].values())
+            assert not structure(tokenizer, control, control.encode(joined)), (spelled, at)
+            inner = control.hide(spelled[1:at], whole=True)
+            around = control.encode(spelled[0] + inner + spelled[at:])
+            assert at == 1 or not structure(tokenizer, control, around), (spelled, at)
+
+
+def test_random_texts_of_parts_never_hold_control_tokens(tokenizer, control):
+    rng = random.Random(7)
+    parts = [
+        *control.spellings,
+        "a",
+        " ",
+        "\n",
+        "<",
+        "|",
+        ">",
+        "[",
+        "]",
+        "im_",
+        "\uff5c",
+        "\U000f0041",
+        "\ue000",
+    ]
+    parts += [one[:n] for one in control.spellings for n in (1, 2, len(one) - 1)]
+    for _ in range(300):
+        texts = ["".join(rng.choices(parts, k=rng.randrange(6))) for _ in range(3)]
+        ids = control.encode("".join(control.hide(text) for text in texts))
+        assert not structure(tokenizer, control, ids), texts
+        assert control.show("".join(control.hide(text) for text in texts)) == "".join(texts)
+
+
+def test_a_text_alone_can_be_read_without_control_tokens(tokenizer, control):
+    for spelled in sorted(control.spellings):
+        assert not structure(tokenizer, control, control.encode_plain(f"a{spelled}b", special=False))
+    text = "Once upon a time"
+    for special in (False, True):
+        assert (
+            control.encode_plain(text, special=special)
+            == tokenizer(text, add_special_tokens=special)["input_ids"]
+        )
+
+
+def test_nobody_can_guess_what_hides_a_spelling(tokenizer):
+    """What one process hides another can't show, and no text can pretend to be hidden."""
+    ours, others = ControlTokens(tokenizer), ControlTokens(tokenizer)
+    spelled = sorted(ours.spellings)[0]
+    assert ours.hide(spelled) != others.hide(spelled)
+    assert ours.show(others.hide(f"a{spelled}b")) != f"a{spelled}b"
+
+
+def test_a_tokenizer_that_cant_tell_them_apart_refuses_such_texts_only():
+    class Slow:
+        chat_template = "{{ messages[0].content }}<end>"
+        added_tokens_decoder: ClassVar = {3: AddedToken("<end>", special=True)}
+
+        def __call__(self, text, add_special_tokens):
+            return {"input_ids": [len(text)]}
+
+    control = ControlTokens(Slow())
+    assert control.encode(control.hide("harmless") + "<end>") == [13]
+    with pytest.raises(RequestError, match="'<end>' as plain text; leave it out"):
+        control.encode(control.hide("a<end>b"))
+    with pytest.raises(RequestError, match="'<end>' as plain text"):
+        control.encode_plain("a<end>b", special=True)
+
+
+def test_white_space_and_what_no_template_writes_is_no_control_token():
+    control = ControlTokens(gemma())
+    assert control.spellings == {"<unk>", "<bos>", "<eos>", "<start_of_turn>", "<end_of_turn>"}
+    assert {"<think>", "<tool_response>", "</tool_response>"} < ControlTokens(qwen()).spellings
+    assert "</think>" not in ControlTokens(qwen()).spellings
