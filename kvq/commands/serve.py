@@ -78,6 +78,18 @@ _AT_LEAST_1 = click.IntRange(min=1)
     help="Seconds for a request; 0: any.",
 )
 @click.option(
+    "--max-connections",
+    default=4096,
+    show_default=True,
+    type=_AT_LEAST_1,
+    help="At once, as far as the limit of open files (ulimit -n) allows.",
+)
+@click.option(
+    "--max-connections-per-address",
+    type=_AT_LEAST_1,
+    help="Of one client address; default: half of all. Behind a proxy all come from one.",
+)
+@click.option(
     "--max-queue",
     default=1024,
     show_default=True,
@@ -163,6 +175,8 @@ def _config(kv: str, model_options: ModelOptions, options: dict[str, Any]) -> "S
             tokens_per_minute=take("tokens_per_minute"),
         ),
         log=LogConfig(format=take("log_format"), level=take("log_level")),
+        max_connections=take("max_connections"),
+        max_connections_per_address=take("max_connections_per_address"),
         max_restarts=take("max_restarts"),
         metrics_names=parse_names(take("metrics_names")),
         tool_call_parser=take("tool_call_parser"),

@@ -47,6 +47,8 @@ class ServerConfig:
     admission: AdmissionConfig = field(default_factory=AdmissionConfig)
     tenants: TenantLimits = field(default_factory=TenantLimits)
     log: LogConfig = field(default_factory=LogConfig)
+    max_connections: int = 4096  # as far as the limit of open files allows
+    max_connections_per_address: int | None = None  # None: half of all
     max_restarts: int = 5  # of the engine within ten minutes
     metrics_names: tuple[str, ...] = ("kvq",)  # as `parse_names` gives them
     grace_s: float = 30.0  # for running requests after SIGTERM

@@ -18,7 +18,7 @@ from kvq.server.browsed import CHALLENGE, POLLED, basic_password, is_browsed
 from kvq.server.dialects import dialect_of
 from kvq.server.ignored import HEADER, IGNORED
 from kvq.server.incoming import MAX_BODY, Incoming, skip, too_large
-from kvq.server.logs import log_event, request_id
+from kvq.server.logs import Sparse, log_event, request_id
 from kvq.server.problems import Problem
 
 MAX_HEADERS = 64 << 10  # bytes, of their names and values together
@@ -61,6 +61,7 @@ class Guard:
         self._check_arrival = check
         self._keys = [key.encode() for key in access.api_keys]
         self._incoming = Incoming()
+        self._refused = Sparse()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """One request."""
@@ -87,19 +88,24 @@ class Guard:
                 await self._app(_with_get(scope), whole, answer.send)
         finally:
             body.release()
-            route = getattr(scope.get("route"), "path", None)
-            is_quiet = route is not None and answer.status in _QUIET.get(route, ())
-            log_event(
-                "request",
-                level=logging.DEBUG if is_quiet else logging.INFO,
-                method=scope["method"] if route or scope["method"] in _METHODS else None,
-                route=route or "unknown",
-                status=answer.status,
-                reason=scope.get(REASON),
-                seconds=perf_counter() - began,
-                tenant=scope.get("kvq_tenant") or None,
-            )
+            self._log(scope, answer.status, perf_counter() - began)
             request_id.reset(token)
+
+    def _log(self, scope: Scope, status: int | None, seconds: float) -> None:
+        route = getattr(scope.get("route"), "path", None)
+        is_quiet = route is not None and status in _QUIET.get(route, ())
+        left_out = 0 if is_quiet or status is None or status < 400 else self._refused.take()
+        log_event(
+            "request",
+            level=logging.DEBUG if is_quiet or left_out is None else logging.INFO,
+            method=scope["method"] if route or scope["method"] in _METHODS else None,
+            route=route or "unknown",
+            status=status,
+            reason=scope.get(REASON),
+            seconds=seconds,
+            tenant=scope.get("kvq_tenant") or None,
+            refusals_left_out=left_out or None,
+        )
 
     def _check(self, scope: Scope) -> None:
         if sum(len(name) + len(value) for name, value in scope["headers"]) > MAX_HEADERS:

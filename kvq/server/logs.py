@@ -13,6 +13,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from logging.handlers import QueueHandler, QueueListener
+from time import perf_counter
 from types import TracebackType
 from typing import Any
 
@@ -21,7 +22,8 @@ from kvq.errors import ConfigError, KVQError, nearest
 _FORMATS = ("text", "json")
 _LEVELS = ("debug", "info", "warning", "error")
 request_id: ContextVar[str] = ContextVar("kvq_request_id", default="")
-_LOGGERS = ("kvq", "uvicorn.error", "asyncio", "py.warnings")
+# Of the libraries' only errors: some of their warnings come with every odd connection.
+_LOGGERS = {"uvicorn.error": logging.ERROR, "asyncio": logging.ERROR, "py.warnings": logging.WARNING}
 _MAX_WAITING = 10_000  # records; the newest are dropped while nobody takes what is written
 
 
@@ -51,17 +53,41 @@ def log_event(name: str, *, level: int = logging.INFO, **fields: Any) -> None:
     logger.log(level, name, extra={"fields": known})
 
 
+class Sparse:
+    """Lines that anybody can bring about, as many as they like: so many at once, then so many a second."""
+
+    def __init__(self, burst: int = 500, per_s: float = 5.0) -> None:
+        self._burst = burst
+        self._per_s = per_s
+        self._left = float(burst)
+        self._filled_s = perf_counter()
+        self._num_left_out = 0
+
+    def take(self) -> int | None:
+        """How many lines were left out before this one; None if it has to be left out as well."""
+        now = perf_counter()
+        self._left = min(self._burst, self._left + (now - self._filled_s) * self._per_s)
+        self._filled_s = now
+        if self._left < 1:
+            self._num_left_out += 1
+            return None
+        self._left -= 1
+        num, self._num_left_out = self._num_left_out, 0
+        return num
+
+
 def configure(config: LogConfig) -> QueueListener:
     """Log to standard error, from a thread of its own; `stop` the result at the end."""
     waiting: queue.Queue[Any] = queue.Queue(_MAX_WAITING)
     handler = _Dropping(waiting)
     handler.setFormatter(_Json() if config.format == "json" else _Text())
     logging.captureWarnings(True)
-    for name in _LOGGERS:
+    levels: dict[str, int | str] = {"kvq": config.level.upper(), **_LOGGERS}
+    for name, level in levels.items():
         logger = logging.getLogger(name)
         logger.handlers = [handler]
         logger.propagate = False
-        logger.setLevel(config.level.upper() if name == "kvq" else logging.WARNING)
+        logger.setLevel(level)
     listener = QueueListener(waiting, logging.StreamHandler(sys.stderr))
     listener.start()
     return listener

@@ -1,4 +1,4 @@
-"""HTTP/1.1 connections, with bounds on how many there are, how slowly they begin and how much they buffer."""
+"""HTTP/1.1 connections: bounds on how slowly they begin, what parsing takes and how much they buffer."""
 
 import asyncio
 import json
@@ -6,45 +6,157 @@ import socket
 from typing import Any
 
 import h11
+import uvicorn
+from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.server import ServerState
 
-from kvq.server.problems import Problem, unavailable
+from kvq.server.door import Slot, Stage
+from kvq.server.metered import FREE_EVENTS, MeteredParser, Pump
+from kvq.server.problems import Problem
 
-MAX_CONNECTIONS = 4096
 HEAD_S = 10.0  # for the head of a request, from its first byte or the connection's beginning
+_SMALL_READ = 1 << 10  # bytes
+_SMALL_READS = 64  # a second, of a connection, that bring no request further
 _WRITE_BUFFER = 8 << 10  # bytes
 _KERNEL_BUFFER = 64 << 10  # bytes, of what is sent; the kernel would take megabytes for who does not read
 _UNREAD_S = 60  # until the kernel gives up a connection whose reader takes nothing
 
 
-class Connection(H11Protocol):
-    """uvicorn's connection, whose refusals are error objects."""
+class _Flow(FlowControl):
+    """Reading, paused by the application or by us; only both let it go on."""
 
+    def __init__(self, transport: asyncio.Transport) -> None:
+        super().__init__(transport)
+        self._is_asked = False
+        self._is_held = False
+
+    def pause_reading(self) -> None:
+        """The application has enough for now."""
+        self._is_asked = True
+        super().pause_reading()
+
+    def resume_reading(self) -> None:
+        """The application wants more."""
+        self._is_asked = False
+        if not self._is_held:
+            super().resume_reading()
+
+    def hold(self, is_held: bool) -> None:
+        """Read nothing, whatever the application wants, until told otherwise."""
+        self._is_held = is_held
+        if is_held:
+            super().pause_reading()
+        elif not self._is_asked:
+            super().resume_reading()
+
+
+class Connection(H11Protocol):
+    """uvicorn's connection, whose refusals are error objects.
+
+    What it parses is metered: so much at once, the rest in turn with others. So are small reads that bring
+    no request further, which cost the same as large ones.
+    """
+
+    flow: _Flow
     _head_timer: asyncio.TimerHandle | None = None
 
+    def __init__(
+        self,
+        config: uvicorn.Config,
+        server_state: ServerState,
+        app_state: dict[str, Any],
+        _loop: asyncio.AbstractEventLoop | None = None,
+        slot: Slot | None = None,
+    ) -> None:
+        """`slot`: its place at the door, to be told of what it does."""
+        super().__init__(config, server_state, app_state, _loop)
+        self.conn: MeteredParser = MeteredParser()
+        self._slot = slot
+        self._pump = Pump() if slot is None else slot.door.pump
+        self._is_in_line = False  # to parse on
+        self._is_resting = False  # from small reads
+        self._num_small = 0
+        self._counted_s = 0.0
+
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Take a connection, unless there are too many."""
+        """Take a connection."""
         super().connection_made(transport)
+        self.flow = _Flow(transport)
         transport.set_write_buffer_limits(high=_WRITE_BUFFER)
         self.app_state = {**self.app_state, "kvq_transport": transport}
-        if len(self.connections) > MAX_CONNECTIONS:
-            self._refuse(unavailable(f"{MAX_CONNECTIONS} connections are open; try again later"))
-            return
         self._watch_head()
 
     def data_received(self, data: bytes) -> None:
         """Read on, while the head of a request comes in time."""
+        before = self.cycle, self.conn.their_state
         super().data_received(data)
+        if len(data) < _SMALL_READ and before == (self.cycle, self.conn.their_state):
+            self._count_small()
         self._watch_head()
+
+    def handle_events(self) -> None:
+        """Parse a little; what is left, in turn with others."""
+        if self._is_in_line:
+            return
+        if self._parse(FREE_EVENTS):
+            self._is_in_line = True
+            self._hold()
+            self._pump.add(self)
+
+    def parse_on(self, num_events: int) -> bool:
+        """Parse so many events; True if there is more."""
+        self._is_in_line = self._parse(num_events)
+        if not self._is_in_line:
+            self._hold()
+            self._watch_head()
+        return self._is_in_line
+
+    def on_response_complete(self) -> None:
+        """A request was answered."""
+        if self._slot is not None:
+            self._slot.enter(Stage.IDLE)
+        super().on_response_complete()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Nobody is there any more."""
         self._unwatch_head()
         super().connection_lost(exc)
+        if self._slot is not None:
+            self._slot.leave()
 
     def send_400_response(self, msg: str) -> None:
-        """Answer what is no HTTP."""
-        self._refuse(Problem(400, msg))
+        """Answer what is no HTTP, or too little of it in too many pieces."""
+        self._refuse(Problem(400, self.conn.refusal or msg))
+        if self.cycle is not None and not self.cycle.response_complete:  # whoever reads the body hears of it
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+
+    def _parse(self, num_events: int) -> bool:
+        """Parse so many events; True if there is more."""
+        self.conn.allowance, self.conn.ran_out = num_events, False
+        if not self.transport.is_closing():
+            super().handle_events()
+        if self._slot is not None and self.cycle is not None and not self.cycle.response_complete:
+            self._slot.enter(Stage.BUSY)
+        return self.conn.ran_out and not self.transport.is_closing()
+
+    def _count_small(self) -> None:
+        now = self.loop.time()
+        if now - self._counted_s >= 1:
+            self._num_small, self._counted_s = 0, now
+        self._num_small += 1
+        if self._num_small > _SMALL_READS and not self._is_resting:
+            self._is_resting = True
+            self._hold()
+            self.loop.call_at(self._counted_s + 1, self._rest_no_more)
+
+    def _rest_no_more(self) -> None:
+        self._is_resting = False
+        self._hold()
+
+    def _hold(self) -> None:
+        self.flow.hold(self._is_in_line or self._is_resting)
 
     def _watch_head(self) -> None:
         is_idle = self.conn.their_state is h11.IDLE and not self.transport.is_closing()

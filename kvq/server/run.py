@@ -4,10 +4,10 @@ import asyncio
 import contextlib
 import errno
 import logging
-import resource
 import signal
 import socket
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +19,11 @@ from kvq.models.tokenizer import load_tokenizer
 from kvq.server.admission import Admission
 from kvq.server.app import create_app
 from kvq.server.config import ServerConfig
+from kvq.server.door import Door
 from kvq.server.logs import configure, log_event
 from kvq.server.messages import Start
 from kvq.server.prompts import Prompts
-from kvq.server.protocol import MAX_CONNECTIONS, Connection, prepare
+from kvq.server.protocol import Connection, prepare
 from kvq.server.reading import Readers, Setup
 from kvq.server.remote import Remote, Watch
 from kvq.server.service import Service
@@ -56,7 +57,6 @@ def serve(config: ServerConfig) -> None:
 
 async def _serve(config: ServerConfig) -> None:
     listener = listen(config)
-    _allow_files(MAX_CONNECTIONS + 256)
     options = dict(config.engine)
     source = resolve_model(
         config.model, revision=options.pop("revision", None), token=options.pop("token", None)
@@ -79,9 +79,8 @@ async def _serve(config: ServerConfig) -> None:
         raise
     ready = asyncio.gather(starting, service.prompts.start())
     server = _Server(_uvicorn(config, service))
-    service.metrics.watch(
-        "kvq_http_connections", "Open connections.", lambda: len(server.server_state.connections)
-    )
+    door = _open(config, server, listener)
+    service.metrics.watch("kvq_http_connections", "Open connections.", lambda: door.num_connections)
 
     def stop() -> None:
         if ended.done():
@@ -90,7 +89,7 @@ async def _serve(config: ServerConfig) -> None:
 
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop)
-    listening = asyncio.create_task(server.serve(sockets=[listener]))
+    listening = asyncio.create_task(server.serve(sockets=[]))  # the door hands it connections
     try:
         await asyncio.wait((ready, listening, ended), return_when=asyncio.FIRST_COMPLETED)
         if ready.done():
@@ -112,6 +111,7 @@ async def _serve(config: ServerConfig) -> None:
         ready.cancel()
         await asyncio.gather(ready, return_exceptions=True)
         await service.close()
+        door.close()
         server.should_exit = True
         await listening
         log_event("ended")
@@ -148,6 +148,19 @@ def _service(config: ServerConfig, name: str, folder: Path, remote: Remote, toke
     )
 
 
+def _open(config: ServerConfig, server: uvicorn.Server, listener: socket.socket) -> Door:
+    """Let connections in, to uvicorn's protocol."""
+    server.config.load()
+    door = Door(
+        listener,
+        tls=server.config.ssl,
+        max_connections=config.max_connections,
+        max_per_address=config.max_connections_per_address or -(-config.max_connections // 2),
+    )
+    door.open(partial(Connection, server.config, server.server_state, {}, asyncio.get_running_loop()))
+    return door
+
+
 def _uvicorn(config: ServerConfig, service: Service) -> uvicorn.Config:
     return uvicorn.Config(
         create_app(service, config.access),
@@ -179,12 +192,3 @@ def listen(config: ServerConfig) -> socket.socket:
         raise ConfigError(f"can't listen on {config.host}:{config.port}: {why}") from error
     prepare(listener)
     return listener
-
-
-def _allow_files(count: int) -> None:
-    """Let this process have so many files open, as far as the system lets it."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if hard != resource.RLIM_INFINITY:
-        count = min(count, hard)
-    if soft < count:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (count, hard))

@@ -16,12 +16,26 @@ from tests.waiting import HANG_S, wait_for
 class Server:
     """`kvq serve` on a free port of this machine; `with` ends it."""
 
-    def __init__(self, *options: str, model: str = "tiny", key: str = "none") -> None:
+    def __init__(
+        self, *options: str, model: str = "tiny", key: str = "none", before: tuple[str, ...] = ()
+    ) -> None:
+        """`before`: what the command is given to."""
         self.key = key
         with socket.create_server(("127.0.0.1", 0)) as free:
             self.port = free.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
-        command = [sys.executable, "-m", "kvq", "serve", "--model", model, "--port", str(self.port), *options]
+        command = [
+            *before,
+            sys.executable,
+            "-m",
+            "kvq",
+            "serve",
+            "--model",
+            model,
+            "--port",
+            str(self.port),
+            *options,
+        ]
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 - as long as the server lives
         self.process = subprocess.Popen(command, stderr=self._log)
 

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from kvq.errors import ConfigError
+from kvq.server import guard, logs
 from kvq.server.guard import Access, Guard
 from kvq.server.problems import Problem
 
@@ -105,3 +106,35 @@ def test_what_the_head_alone_gives_away_is_refused(headers, status):
     found, sent, seen = ask(Access(), **headers)
     assert (found, seen) == (status, [])
     assert sent[b"connection"] == b"close"
+
+
+def test_refusals_without_end_write_so_many_lines_and_how_many_were_left_out(monkeypatch):
+    lines = []
+    monkeypatch.setattr(
+        guard,
+        "log_event",
+        lambda _name, *, level, **fields: lines.append((level, fields["refusals_left_out"])),
+    )
+    now = [0.0]
+    monkeypatch.setattr(logs, "perf_counter", lambda: now[0])
+
+    async def app(_scope, _receive, send):
+        await send({"type": "http.response.start", "status": 404, "headers": []})
+
+    async def receive():
+        return {"type": "http.request", "body": b"", "more_body": False}
+
+    async def send(_message):
+        pass
+
+    async def ask_often(guarded, count):
+        for _ in range(count):
+            await guarded({"type": "http", "method": "GET", "path": "/x", "headers": []}, receive, send)
+
+    guarded = Guard(app, access=Access())
+    asyncio.run(ask_often(guarded, 2000))
+    assert [level for level, _ in lines] == [logging.INFO] * 500 + [logging.DEBUG] * 1500
+    lines.clear()
+    now[0] = 60.0
+    asyncio.run(ask_often(guarded, 301))
+    assert lines == [(logging.INFO, 1500)] + [(logging.INFO, None)] * 299 + [(logging.DEBUG, None)]

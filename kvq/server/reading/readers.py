@@ -71,8 +71,7 @@ class Readers:
         async with self._turn:
             for _ in range(_TRIES):
                 host = await self._connected()
-                ours, theirs = socket.socketpair()
-                ours.setblocking(False)
+                ours, theirs = _pair()
                 with theirs:
                     try:
                         socket.send_fds(host, [FORK], [theirs.fileno()])
@@ -117,17 +116,20 @@ class Readers:
             raise _closed()
         if self._sock is not None:
             return self._sock
-        ours, theirs = socket.socketpair()
-        ours.setblocking(False)
+        ours, theirs = _pair()
         with theirs:
-            self._host = subprocess.Popen(
-                # -P: no module of the working directory goes before the library's
-                [sys.executable, "-P", "-m", "kvq.server.reading.host", str(theirs.fileno())],
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,  # a crash would quote a prompt
-            )
+            try:
+                self._host = subprocess.Popen(
+                    # -P: no module of the working directory goes before the library's
+                    [sys.executable, "-P", "-m", "kvq.server.reading.host", str(theirs.fileno())],
+                    pass_fds=[theirs.fileno()],
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    stderr=subprocess.DEVNULL,  # a crash would quote a prompt
+                )
+            except OSError as error:
+                ours.close()
+                raise _none(error) from error
         self._sock = ours
         try:
             async with asyncio.timeout(_LOAD_S):
@@ -155,6 +157,24 @@ class Readers:
 
 _decoder: Decoder[FromReader] = Decoder(FromReader)  # type: ignore[arg-type]
 _loaded = Decoder(Loaded)
+
+
+def _pair() -> tuple[socket.socket, socket.socket]:
+    """Both ends of a connection; ours does not block.
+
+    Raises:
+        EngineError: the system has none.
+    """
+    try:
+        ours, theirs = socket.socketpair()
+    except OSError as error:
+        raise _none(error) from error
+    ours.setblocking(False)
+    return ours, theirs
+
+
+def _none(error: OSError) -> EngineError:
+    return EngineError(f"prompts can't be read now: {error.strerror}")
 
 
 async def _number(sock: socket.socket) -> int:
