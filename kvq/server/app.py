@@ -49,6 +49,7 @@ def create_app(service: Service, access: Access | None = None) -> FastAPI:
         strict_content_type=False,
     )
     app.router.route_class = JsonRoute
+    app.state.turns = service.turns
     created = int(time())
 
     @app.post("/v1/completions", responses={200: ONE_OR_STREAM | {"model": answer_types.Completion}})

@@ -10,7 +10,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_valida
 
 from kvq.engine.params import MAX_BIASES, MAX_LOGPROBS, MAX_SAMPLES, MAX_STOP_CHARACTERS, MAX_STOPS
 from kvq.server.ignored import Labelled
-from kvq.server.strict_json import WHOLE, Flag, JsonObject, Real, check_value
+from kvq.server.strict_json import WHOLE, Flag, JsonObject, LongText, Real, check_value
 from kvq.server.text_only import content_of
 from kvq.server.tool_bodies import ToolCallId, ToolCalls, ToolChoices, Tools
 
@@ -18,7 +18,6 @@ MAX_PROMPTS = 64  # of one completions request
 MAX_MESSAGES = 2048
 _TokenId = Annotated[int, Field(strict=True, ge=0, lt=1 << 32)]  # many: no call of Python for each
 _TokenIds = Annotated[list[_TokenId], Field(min_length=1, max_length=1 << 20, fail_fast=True)]
-_Text = Annotated[str, Field(max_length=4 << 20)]
 _Name = Annotated[str, Field(max_length=1024)]
 _Penalty = Annotated[Real, Field(ge=-100, le=100)]
 _Count = Annotated[int, Field(strict=True, ge=1, le=1 << 30), WHOLE]
@@ -44,7 +43,7 @@ def _few(given: Any) -> Any:
     return given
 
 
-_Choices = Annotated[list[_Text], Field(min_length=1, max_length=1024)]
+_Choices = Annotated[list[LongText], Field(min_length=1, max_length=1024)]
 _Biases = Annotated[dict[_Biased, _Penalty], BeforeValidator(_few), Field(max_length=MAX_BIASES)]
 
 
@@ -84,10 +83,10 @@ class StructuredOutputs(BaseModel):
 
     model_config = ConfigDict(extra="forbid")  # a constraint that is passed over is none
 
-    definition: JsonObject | _Text | None = Field(default=None, alias="json")
-    regex: _Text | None = None
+    definition: JsonObject | LongText | None = Field(default=None, alias="json")
+    regex: LongText | None = None
     choice: _Choices | None = None
-    grammar: _Text | None = None
+    grammar: LongText | None = None
     json_object: Flag | None = None
 
 
@@ -124,10 +123,10 @@ class Common(Labelled, BaseModel):
     stop_token_ids: Annotated[list[_TokenId], Field(max_length=MAX_STOPS)] = []
     include_stop_str_in_output: Flag = False
     skip_special_tokens: Flag = True
-    guided_json: JsonObject | _Text | None = None  # or its text
-    guided_regex: _Text | None = None
+    guided_json: JsonObject | LongText | None = None  # or its text
+    guided_regex: LongText | None = None
     guided_choice: _Choices | None = None
-    guided_grammar: _Text | None = None
+    guided_grammar: LongText | None = None
     structured_outputs: StructuredOutputs | None = None
 
     @model_validator(mode="before")
@@ -140,16 +139,16 @@ class CompletionBody(Common):
     """`POST /v1/completions`."""
 
     prompt: (
-        _Text
+        LongText
         | _TokenIds
-        | Annotated[list[_Text], Field(min_length=1, max_length=MAX_PROMPTS)]
+        | Annotated[list[LongText], Field(min_length=1, max_length=MAX_PROMPTS)]
         | Annotated[list[_TokenIds], Field(min_length=1, max_length=MAX_PROMPTS)]
     )
     max_tokens: Annotated[int, Field(strict=True, ge=0, le=1 << 30), WHOLE] | None = 16
     best_of: _Samples | None = None
     logprobs: _Logprobs | None = None
     echo: Flag = False
-    suffix: _Text | None = None
+    suffix: LongText | None = None
 
 
 class TextPart(Labelled, BaseModel):
@@ -157,7 +156,7 @@ class TextPart(Labelled, BaseModel):
 
     LABELS: ClassVar = frozenset(("prompt_cache_breakpoint",))
     type: Literal["text"]
-    text: _Text
+    text: LongText
 
 
 _Parts = Annotated[list[TextPart], Field(max_length=1024, fail_fast=True)]
@@ -169,7 +168,7 @@ class ChatMessage(BaseModel):
     model_config = ConfigDict(extra="allow")
 
     role: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
-    content: Annotated[_Text | _Parts | None, BeforeValidator(content_of("part", ("text",)))] = None
+    content: Annotated[LongText | _Parts | None, BeforeValidator(content_of("part", ("text",)))] = None
     tool_calls: ToolCalls | None = None
     tool_call_id: ToolCallId | None = None
 
@@ -215,7 +214,7 @@ class TokenizeBody(BaseModel):
     """`POST /tokenize`: a prompt, or a chat."""
 
     model: _Name | None = None
-    prompt: _Text | None = None
+    prompt: LongText | None = None
     messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES)] | None = None
     add_special_tokens: Flag = True
     add_generation_prompt: Flag = True

@@ -15,7 +15,7 @@ from enum import Enum
 from pathlib import Path
 
 from kvq.errors import ConfigError
-from kvq.server.metered import Pump
+from kvq.server.turns import Turns
 
 _log = logging.getLogger("kvq")
 _HANDSHAKE_S = 10.0
@@ -95,13 +95,15 @@ class Door:
         tls: ssl.SSLContext | None,
         max_connections: int,
         max_per_address: int,
+        turns: Turns | None = None,
     ) -> None:
-        """`max_connections`: lowered to what the system's limit of descriptors leaves.
+        """`turns`: to parse what takes long. `max_connections`: lowered to what the system's limit of
+        descriptors leaves.
 
         Raises:
             ConfigError: that is none.
         """
-        self.pump = Pump()
+        self.turns = turns or Turns()
         self.max_connections = min(max_connections, _room(max_connections))
         self._max_per_address = min(max_per_address, self.max_connections)
         self._listener = listener

@@ -2,9 +2,11 @@
 
 import asyncio
 import contextlib
+import gc
 
 from starlette.types import Message, Receive
 
+from kvq.cache.memory import give_back
 from kvq.server.problems import Problem, unavailable
 
 MAX_BODY = 8 << 20  # bytes
@@ -12,6 +14,7 @@ MAX_BODIES = 256 << 20  # bytes, of all requests that are not yet answered
 FREE = 64 << 10  # bytes of each body that don't count: nobody's large ones shut out small ones
 BODY_S = 30.0  # for a body to arrive
 _SKIP_S = 1.0
+_TRIM_S = 0.5  # after a large body's end
 
 
 class Incoming:
@@ -20,6 +23,7 @@ class Incoming:
     def __init__(self, most: int = MAX_BODIES) -> None:
         self.num_bytes = 0
         self._most = most
+        self._is_trimming = False
 
     def body(self) -> "Body":
         """Of a new request; to be released when it is answered."""
@@ -30,6 +34,18 @@ class Incoming:
         if self.num_bytes + count > self._most:
             raise unavailable(f"the requests at hand have {self.num_bytes} bytes; try again later")
         self.num_bytes += count
+
+    def give(self, count: int) -> None:
+        """So many are free again; the C library, which would keep them, gives them back to the system."""
+        self.num_bytes -= count
+        if count and not self._is_trimming:
+            self._is_trimming = True
+            asyncio.get_running_loop().call_later(_TRIM_S, self._trim)
+
+    def _trim(self) -> None:
+        self._is_trimming = False
+        gc.collect()  # errors hold their frames, and frames hold bodies
+        asyncio.get_running_loop().run_in_executor(None, give_back)
 
 
 class Body:
@@ -46,7 +62,8 @@ class Body:
         Raises:
             Problem: it is too large, takes too long, or there is no room for it.
         """
-        body, more = bytearray(), True
+        pieces: list[bytes] = []
+        num_bytes, more = 0, True
         try:
             async with asyncio.timeout(BODY_S):
                 while more:
@@ -55,13 +72,15 @@ class Body:
                         return None
                     piece = message.get("body", b"")
                     more = message.get("more_body", False)
-                    if len(body) + len(piece) > MAX_BODY:
+                    num_bytes += len(piece)
+                    if num_bytes > MAX_BODY:
                         raise too_large()
-                    body += piece
-                    self._take(max(0, len(body) - FREE))
+                    pieces.append(piece)
+                    self._take(max(0, num_bytes - FREE))
         except TimeoutError as error:
             raise Problem(408, f"the body did not arrive within {BODY_S:g} s") from error
-        whole: list[Message] = [{"type": "http.request", "body": bytes(body), "more_body": False}]
+        whole: list[Message] = [{"type": "http.request", "body": b"".join(pieces), "more_body": False}]
+        pieces.clear()
 
         async def again() -> Message:
             return whole.pop() if whole else await receive()
@@ -70,7 +89,7 @@ class Body:
 
     def release(self) -> None:
         """Nobody holds it any more."""
-        self._incoming.num_bytes -= self._num_bytes
+        self._incoming.give(self._num_bytes)
         self._num_bytes = 0
 
     def _take(self, num_bytes: int) -> None:

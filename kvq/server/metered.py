@@ -3,16 +3,12 @@
 h11 takes about 30 microseconds for an event, and one read of a socket may hold ten thousand one-byte chunks.
 """
 
-import asyncio
-from collections import deque
-from time import perf_counter
-from typing import Any, Protocol
+from typing import Any
 
 import h11
 
 FREE_EVENTS = 32  # of one read that are parsed at once
-_SLICE_EVENTS = 64  # about 2 ms
-_SHARE = 0.25  # of the loop's time, for all that is parsed in slices
+SLICE_EVENTS = 64  # about 2 ms
 MAX_HEAD = 64 << 10  # bytes of a head, or of a chunk's
 _FREE_CHUNKS = 1024  # of a body, however small
 _LEAST_CHUNK = 128  # bytes, on the average of more than those
@@ -64,36 +60,3 @@ class MeteredParser(h11.Connection):
             self.refusal = "chunks with more around them than in them; send larger ones, or Content-Length"
         if self.refusal is not None:
             raise h11.RemoteProtocolError(self.refusal)
-
-
-class Parsing(Protocol):
-    """A connection that has more to parse."""
-
-    def parse_on(self, num_events: int) -> bool:
-        """Parse so many events; True if there is more."""
-
-
-class Pump:
-    """Lets connections parse on, one slice of one after the other, in a part of the loop's time."""
-
-    def __init__(self) -> None:
-        self._line: deque[Parsing] = deque()
-        self._is_running = False
-
-    def add(self, connection: Parsing) -> None:
-        """Let a connection that is not in the line parse on in its turn."""
-        self._line.append(connection)
-        if not self._is_running:
-            self._is_running = True
-            asyncio.get_running_loop().call_soon(self._turn)
-
-    def _turn(self) -> None:
-        connection, began = self._line.popleft(), perf_counter()
-        try:
-            if connection.parse_on(_SLICE_EVENTS):
-                self._line.append(connection)
-        finally:
-            self._is_running = bool(self._line)
-            if self._is_running:
-                pause_s = (perf_counter() - began) * (1 / _SHARE - 1)
-                asyncio.get_running_loop().call_later(pause_s, self._turn)

@@ -8,6 +8,7 @@ from typing import Any
 
 from kvq.errors import KVQError
 from kvq.server.bodies import ChatMessage
+from kvq.server.json_bounds import MAX_TOKEN_IDS
 from kvq.server.problems import Problem, failed, unavailable
 from kvq.server.reading import Lane, Overran, Readers
 from kvq.server.reading.jobs import (
@@ -58,11 +59,13 @@ class Prompts:
         deadline_s: float = _DEADLINE_S,
         max_tokens: Callable[[], int | None] = lambda: None,
         lane: Lane | None = None,
+        most_told: int | None = None,
     ) -> None:
         """`tokenizer`: the readers' own, for what is quick whoever asks. `plain_texts`: texts that are no
         conversations hold no control tokens, whatever they spell. `deadline_s`: for one prompt, the wait
         for a free reader included. `max_tokens` tells what fits the model: a text that has more tokens
         however it is cut is refused by its length. `lane`: for all there is, in place of two.
+        `most_told`: token ids that one text may become; None: as many as a prompt may have.
         """
         self.texts = TokenTexts(tokenizer)
         self.why_broken: str | None = None  # why no conversation can be read, as far as that is known
@@ -72,6 +75,7 @@ class Prompts:
         self._plain_texts = plain_texts
         self._deadline_s = deadline_s
         self._max_tokens = max_tokens
+        self._bounds: dict[str, Any] = {} if most_told is None else {"most_told": most_told}
         self._for_texts = lane or Lane(readers, width=_WIDTH)
         self._for_chats = lane or Lane(readers, width=_WIDTH)
         self._probing: asyncio.Task[None] | None = None
@@ -98,6 +102,7 @@ class Prompts:
             plain_texts=self._plain_texts,
             deadline_s=self._deadline_s,
             lane=Lane(self._readers, width=1, max_waiting=_MAX_ASIDE),
+            most_told=MAX_TOKEN_IDS,
         )
 
     async def tokenize(self, text: str, *, special: bool = True, tenant: str = "") -> list[int]:
@@ -106,7 +111,9 @@ class Prompts:
         Raises:
             Problem: it is no valid text, or takes too long.
         """
-        job = Text(text=text, special=special, plain=self._plain_texts, max_tokens=self._max_tokens())
+        job = Text(
+            text=text, special=special, plain=self._plain_texts, max_tokens=self._max_tokens(), **self._bounds
+        )
         return _numbers(await self._do(self._for_texts, job, tenant, len(text)))
 
     async def chat(self, messages: Sequence[ChatMessage], *, tenant: str = "", **options: Any) -> list[int]:
@@ -121,7 +128,7 @@ class Prompts:
             self._look_again()
             raise failed(self.why_broken)
         turns = await _turns(messages)
-        job = Chat(turns=turns, options=options, max_tokens=self._max_tokens())
+        job = Chat(turns=turns, options=options, max_tokens=self._max_tokens(), **self._bounds)
         try:
             return _numbers(await self._do(self._for_chats, job, tenant, _num_bytes(turns)))
         except Overran as error:

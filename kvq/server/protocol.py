@@ -12,8 +12,9 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
 from kvq.server.door import Slot, Stage
-from kvq.server.metered import FREE_EVENTS, MeteredParser, Pump
+from kvq.server.metered import FREE_EVENTS, SLICE_EVENTS, MeteredParser
 from kvq.server.problems import Problem
+from kvq.server.turns import Turns
 
 HEAD_S = 10.0  # for the head of a request, from its first byte or the connection's beginning
 _SMALL_READ = 1 << 10  # bytes
@@ -73,7 +74,7 @@ class Connection(H11Protocol):
         super().__init__(config, server_state, app_state, _loop)
         self.conn: MeteredParser = MeteredParser()
         self._slot = slot
-        self._pump = Pump() if slot is None else slot.door.pump
+        self._turns = Turns() if slot is None else slot.door.turns
         self._is_in_line = False  # to parse on
         self._is_resting = False  # from small reads
         self._num_small = 0
@@ -102,15 +103,7 @@ class Connection(H11Protocol):
         if self._parse(FREE_EVENTS):
             self._is_in_line = True
             self._hold()
-            self._pump.add(self)
-
-    def parse_on(self, num_events: int) -> bool:
-        """Parse so many events; True if there is more."""
-        self._is_in_line = self._parse(num_events)
-        if not self._is_in_line:
-            self._hold()
-            self._watch_head()
-        return self._is_in_line
+            self._turns.add("" if self._slot is None else self._slot.address, self._parse_on)
 
     def on_response_complete(self) -> None:
         """A request was answered."""
@@ -140,6 +133,14 @@ class Connection(H11Protocol):
         if self._slot is not None and self.cycle is not None and not self.cycle.response_complete:
             self._slot.enter(Stage.BUSY)
         return self.conn.ran_out and not self.transport.is_closing()
+
+    def _parse_on(self) -> bool:
+        """Parse the next slice; True if there is more."""
+        self._is_in_line = self._parse(SLICE_EVENTS)
+        if not self._is_in_line:
+            self._hold()
+            self._watch_head()
+        return self._is_in_line
 
     def _count_small(self) -> None:
         now = self.loop.time()

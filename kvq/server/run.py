@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import errno
+import gc
 import logging
 import signal
 import socket
@@ -27,7 +28,9 @@ from kvq.server.protocol import Connection, prepare
 from kvq.server.reading import Readers, Setup
 from kvq.server.remote import Remote, Watch
 from kvq.server.service import Service
+from kvq.server.stretches import Stretches
 from kvq.server.tools.calling import ToolCalling
+from kvq.server.turns import Turns
 
 _log = logging.getLogger("kvq")
 _END_S = 2  # for answers to be written after the engine is gone
@@ -48,14 +51,15 @@ def serve(config: ServerConfig) -> None:
         ConfigError: the engine can't be built, or the address can't be bound.
         EngineError: the engine ended more often than it may.
     """
-    logs = configure(config.log)
+    logs, stretches = configure(config.log), Stretches()
     try:
-        asyncio.run(_serve(config))
+        with asyncio.Runner(loop_factory=stretches.make_loop) as runner:
+            runner.run(_serve(config, stretches))
     finally:
         logs.stop()
 
 
-async def _serve(config: ServerConfig) -> None:
+async def _serve(config: ServerConfig, stretches: Stretches) -> None:
     listener = listen(config)
     options = dict(config.engine)
     source = resolve_model(
@@ -79,8 +83,13 @@ async def _serve(config: ServerConfig) -> None:
         raise
     ready = asyncio.gather(starting, service.prompts.start())
     server = _Server(_uvicorn(config, service))
-    door = _open(config, server, listener)
+    door = _open(config, server, listener, service.turns)
     service.metrics.watch("kvq_http_connections", "Open connections.", lambda: door.num_connections)
+    service.metrics.watch(
+        "kvq_http_longest_stretch_seconds",
+        "Longest that the HTTP process computed without looking after its connections, since it was ready.",
+        lambda: stretches.longest_s,
+    )
 
     def stop() -> None:
         if ended.done():
@@ -94,6 +103,10 @@ async def _serve(config: ServerConfig) -> None:
         await asyncio.wait((ready, listening, ended), return_when=asyncio.FIRST_COMPLETED)
         if ready.done():
             info, _ = await ready
+            gc.collect()
+            gc.freeze()  # else a collection looks through all the libraries' objects, which takes 50 ms
+            await asyncio.sleep(0)  # nobody waited yet for all that
+            stretches.longest_s = 0.0
             log_event("model", served=service.name, source=str(source), digest=info.model_digest)
             scheme = "http" if config.tls is None else "https"
             address, port = listener.getsockname()[:2]
@@ -148,7 +161,7 @@ def _service(config: ServerConfig, name: str, folder: Path, remote: Remote, toke
     )
 
 
-def _open(config: ServerConfig, server: uvicorn.Server, listener: socket.socket) -> Door:
+def _open(config: ServerConfig, server: uvicorn.Server, listener: socket.socket, turns: Turns) -> Door:
     """Let connections in, to uvicorn's protocol."""
     server.config.load()
     door = Door(
@@ -156,6 +169,7 @@ def _open(config: ServerConfig, server: uvicorn.Server, listener: socket.socket)
         tls=server.config.ssl,
         max_connections=config.max_connections,
         max_per_address=config.max_connections_per_address or -(-config.max_connections // 2),
+        turns=turns,
     )
     door.open(partial(Connection, server.config, server.server_state, {}, asyncio.get_running_loop()))
     return door

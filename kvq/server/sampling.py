@@ -7,11 +7,14 @@ from typing import Any
 import msgspec
 
 from kvq.engine import SamplingParams, StructuredOutput
+from kvq.engine.grammar import GrammarLimits
 from kvq.errors import RequestError
 from kvq.scheduler import Priority
 from kvq.server.bodies import ChatBody, Common, CompletionBody, StructuredOutputs
 from kvq.server.problems import Problem
 from kvq.server.strict_json import check_value
+
+_MAX_SCHEMA_TEXT = GrammarLimits().max_bytes
 
 
 def completion_params(body: CompletionBody) -> SamplingParams:
@@ -119,7 +122,12 @@ def _one(name: str, *given: Any) -> Any:
 def _schema(given: dict[str, Any] | str | None) -> Any:
     if not isinstance(given, str):
         return given
+    if len(given) > _MAX_SCHEMA_TEXT:
+        raise Problem(400, f"guided_json may have {_MAX_SCHEMA_TEXT} characters", param="guided_json")
     try:
-        return check_value(msgspec.json.decode(given))
+        schema = check_value(msgspec.json.decode(given))
     except (ValueError, RecursionError) as error:  # msgspec's are ValueErrors
         raise Problem(400, f"guided_json is no JSON: {error}", param="guided_json") from error
+    if not isinstance(schema, dict):
+        raise Problem(400, "guided_json is a schema, a JSON object", param="guided_json")
+    return schema

@@ -22,6 +22,7 @@ from kvq.server.prompts import Prompts
 from kvq.server.remote import Remote, State
 from kvq.server.seating import Seats
 from kvq.server.tools.calling import ToolCalling
+from kvq.server.turns import Turns
 
 
 class Service:
@@ -52,6 +53,7 @@ class Service:
             tokenizing=lambda: prompts.num_waiting,
         )
         self.metrics = Metrics(remote, name, metrics_names)
+        self.turns = Turns()
         self.num_active = 0
         self.is_strict = is_strict
         self._watch()

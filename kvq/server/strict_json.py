@@ -1,6 +1,6 @@
 """JSON from clients, taken literally: no text for a number, no depth without end, no text that is none."""
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from typing import Annotated, Any
 
 import msgspec
@@ -8,11 +8,15 @@ from fastapi import Request
 from fastapi.responses import Response
 from fastapi.routing import APIRoute
 from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic_core import PydanticCustomError
 from starlette.exceptions import HTTPException
 
+from kvq.server.json_bounds import scan
+
 DECODED = "kvq_decoded"  # a request's body in its scope, until somebody takes it
+MAX_TEXT = 4 << 20  # characters
 MAX_DEPTH = 64  # of values that may be anything; what encodes them further on recurses
-MAX_CONTAINERS = 1 << 18  # lists and objects of a body: each costs far more than its two bytes
+_LARGE = 64 << 10  # bytes of a body that is decoded in a turn of its own
 _INTEGERS = range(-(1 << 63), 1 << 64)  # what MessagePack holds
 
 
@@ -22,15 +26,21 @@ def check_value(value: Any) -> Any:
     Raises:
         ValueError: it is nested too deep, or holds an integer beyond 64 bits.
     """
-    left = [(value, 1)]
-    while left:
-        item, depth = left.pop()
-        if isinstance(item, dict | list):
-            if depth > MAX_DEPTH:
+    level, depth = [value], 0
+    while level:
+        inner: list[Any] = []
+        for item in level:
+            if isinstance(item, dict):
+                inner += item.values()
+            elif isinstance(item, list):
+                inner += item
+            elif isinstance(item, int) and item not in _INTEGERS:
+                raise ValueError("integers may have 64 bits")
+            else:
+                continue
+            if depth == MAX_DEPTH:
                 raise ValueError(f"values may be nested {MAX_DEPTH} levels deep")
-            left += [(one, depth + 1) for one in (item.values() if isinstance(item, dict) else item)]
-        elif isinstance(item, int) and item not in _INTEGERS:
-            raise ValueError("integers may have 64 bits")
+        level, depth = inner, depth + 1
     return value
 
 
@@ -39,6 +49,15 @@ def _whole(value: Any) -> Any:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
+def _few(text: str) -> str:
+    if len(text) > MAX_TEXT:
+        words = "String should have at most {max_length} characters"
+        raise PydanticCustomError("string_too_long", words, {"max_length": MAX_TEXT})
+    return text
+
+
+# Pydantic would make UTF-8 of megabytes to count them, several times.
+LongText = Annotated[str, AfterValidator(_few), Field(strict=True, json_schema_extra={"maxLength": MAX_TEXT})]
 # Of integers, last of their annotations: bounds behind it would not be told by the document.
 WHOLE = BeforeValidator(_whole)
 Real = Annotated[float, Field(strict=True, allow_inf_nan=False)]
@@ -51,25 +70,31 @@ def _is_json(content_type: str) -> bool:
     return kind == "application/json" or (kind.startswith("application/") and kind.endswith("+json"))
 
 
-def _checked(body: bytes) -> bytes:
-    """The body, if it can be decoded without holding up everybody else."""
-    if len(body) > MAX_CONTAINERS and body.count(b"[") + body.count(b"{") > MAX_CONTAINERS:
-        raise HTTPException(400, f"a body may have {MAX_CONTAINERS} lists and objects")
-    return body
-
-
 class _JsonRequest(Request):
     """A request whose body is UTF-8 and JSON to the letter: no NaN, no halves of surrogate pairs."""
 
     async def json(self) -> Any:
-        """Raises HTTPException: it is something else."""
+        """Raises HTTPException: it is something else, or holds too much."""
+        body, decoded = await self.body(), []
+
+        def read() -> Iterator[None]:
+            yield from scan(body)
+            if len(body) > _LARGE:
+                yield
+            decoded.append(msgspec.json.decode(body))
+            if len(body) > _LARGE:  # what is done with it has a turn of its own
+                yield
+
         try:
-            decoded = self.scope[DECODED] = msgspec.json.decode(_checked(await self.body()))
+            await self.app.state.turns.through(self.scope.get("kvq_tenant", ""), read())
         except RecursionError as error:
             raise HTTPException(400, "the body is nested too deep") from error
-        except (msgspec.MsgspecError, ValueError) as error:
+        except msgspec.MsgspecError as error:
             raise HTTPException(400, f"the body is no JSON: {error}") from error
-        return decoded
+        except ValueError as error:
+            raise HTTPException(400, f"the body can't be read: {error}") from error
+        self.scope[DECODED] = decoded[0]
+        return decoded[0]
 
 
 class JsonRoute(APIRoute):

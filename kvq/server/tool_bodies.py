@@ -5,13 +5,12 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BaseModel, Field, field_validator
 
 from kvq.server.ignored import Labelled
-from kvq.server.strict_json import Flag, JsonObject
+from kvq.server.strict_json import Flag, JsonObject, LongText
 
 MAX_TOOLS = 128
 MAX_CALLS = 128  # of one message
 _Id = Annotated[str, Field(max_length=256)]
 _Name = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
-_Text = Annotated[str, Field(max_length=4 << 20)]
 
 
 class FunctionBody(BaseModel):
@@ -55,7 +54,7 @@ class CalledFunction(Labelled, BaseModel):
 
     LABELS: ClassVar = frozenset(("parsed_arguments",))  # of the client's own `parse`, beside their text
     name: _Id
-    arguments: _Text = ""
+    arguments: LongText = ""
 
 
 class ToolCallBody(Labelled, BaseModel):

@@ -47,9 +47,13 @@ def test_all_bodies_share_their_room(monkeypatch):
         read(second, piece(b"a" * 30, True), piece(b"a" * 30))
     assert refused.value.status == 503
     assert refused.value.retry_after_s
-    first.release()
-    first.release()
-    second.release()
+
+    async def release():
+        first.release()
+        first.release()
+        second.release()
+
+    asyncio.run(release())
     assert line.num_bytes == 0
     with pytest.raises(Problem) as refused:
         read(line.body(), piece(b"a" * 61))
@@ -74,3 +78,21 @@ def test_a_slow_body_is_given_up(monkeypatch):
     with pytest.raises(Problem) as refused:
         asyncio.run(Incoming().body().read(never))
     assert refused.value.status == 408
+
+
+def test_memory_of_large_bodies_is_given_back(monkeypatch):
+    monkeypatch.setattr(incoming, "_TRIM_S", 0)
+    given = []
+    monkeypatch.setattr(incoming, "give_back", lambda: given.append(1))
+
+    async def main():
+        line = Incoming()
+        for size in (10, incoming.FREE + 1, incoming.FREE + 1):
+            body = line.body()
+            await body.read(receive(piece(b"a" * size)))
+            body.release()
+            body.release()
+        await asyncio.sleep(0.05)
+
+    asyncio.run(main())
+    assert given == [1], "once for both large ones"

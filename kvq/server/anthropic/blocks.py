@@ -5,14 +5,13 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BaseModel, BeforeValidator, Field, model_validator
 
 from kvq.server.ignored import Labelled
-from kvq.server.strict_json import Flag, JsonObject
+from kvq.server.strict_json import Flag, JsonObject, LongText
 from kvq.server.text_only import content_of
 from kvq.server.tool_bodies import FunctionBody
 
 MAX_BLOCKS = 1024
 # What other models' turns are made of, beside what is in this module.
 _THOUGHTS = ("thinking", "redacted_thinking", "server_tool_use", "mcp_tool_use", "mcp_tool_result")
-_Text = Annotated[str, Field(max_length=4 << 20)]
 _Id = Annotated[str, Field(max_length=256)]
 
 
@@ -38,7 +37,7 @@ class TextBlock(Marked):
     """Text."""
 
     type: Literal["text"]
-    text: _Text
+    text: LongText
 
 
 def blocks_of(*kinds: str) -> BeforeValidator:

@@ -21,10 +21,9 @@ from kvq.server.anthropic.blocks import (
 )
 from kvq.server.bodies import MAX_MESSAGES
 from kvq.server.ignored import Labelled
-from kvq.server.strict_json import WHOLE, Flag, JsonObject, Real
+from kvq.server.strict_json import WHOLE, Flag, JsonObject, LongText, Real
 from kvq.server.tool_bodies import MAX_TOOLS
 
-_Text = Annotated[str, Field(max_length=4 << 20)]
 _Share = Annotated[Real, Field(ge=0, le=1)]
 _UNSUPPORTED = ("container", "mcp_servers", "context_management", "compaction", "output_format")
 # What Anthropic's client looks for: it then sends whole conversations, and no thread.
@@ -115,7 +114,7 @@ class MessagesBody(PromptBody):
     temperature: _Share = 1.0
     top_p: _Share | None = None
     top_k: Annotated[int, Field(strict=True, ge=0, le=1 << 30), WHOLE] | None = None
-    stop_sequences: Annotated[list[_Text], Field(max_length=64)] = []
+    stop_sequences: Annotated[list[LongText], Field(max_length=64)] = []
     stream: Flag = False
     metadata: Metadata | None = None
     service_tier: Literal["auto", "standard_only"] = "auto"

@@ -131,13 +131,19 @@ def _answer(encoder: PromptEncoder, job: ToReader) -> FromReader:
 def _do(encoder: PromptEncoder, job: ToReader) -> FromReader:
     if isinstance(job, Text):
         tokens = encoder.encode(job.text, special=job.special, plain=job.plain, max_tokens=job.max_tokens)
-        return Numbers(packed=pack(tokens))
+        return _numbers(job, tokens)
     if isinstance(job, Chat):
-        return Numbers(packed=pack(encoder.encode_chat(job.turns, job.options, max_tokens=job.max_tokens)))
+        return _numbers(job, encoder.encode_chat(job.turns, job.options, max_tokens=job.max_tokens))
     if isinstance(job, Shared):
         return Numbers(packed=pack(encoder.shared_lengths(unpack(job.tokens), job.whole, job.others)))
     assert isinstance(job, Decode), "there are no others"
     return Said(text=encoder.decode(unpack(job.tokens)))
+
+
+def _numbers(job: ToReader, tokens: list[int]) -> FromReader:
+    if len(tokens) > job.most_told:
+        return Refusal(reason=f"it has {len(tokens)} tokens; {job.most_told} are allowed here")
+    return Numbers(packed=pack(tokens))
 
 
 def _limit_memory(extra_bytes: int) -> None:

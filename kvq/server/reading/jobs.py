@@ -25,6 +25,7 @@ class Job(Message, frozen=True, kw_only=True):
     """One to be done."""
 
     processor_s: float = 0.0  # that it may take; it ends the process
+    most_told: int = 1 << 20  # token ids of an answer
 
 
 class Text(Job, frozen=True, kw_only=True):
