@@ -168,7 +168,7 @@ def is_error_object(content: bytes, path: str) -> bool:
     except ValueError:
         return False
     if path.startswith("/v1/messages"):
-        return set(body) == {"type", "error"} and set(body["error"]) == {"type", "message"}
+        return set(body) == {"type", "error"} and set(body["error"]) - {"details"} == {"type", "message"}
     return set(body) == {"error"} and set(body["error"]) == {"message", "type", "param", "code"}
 
 
