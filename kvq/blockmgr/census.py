@@ -24,7 +24,8 @@ def take_census(manager: BlockManager, tenants: Row[str], *, stride: int = 1) ->
     """One byte for every `stride`-th block of each pool: `owner << 2 | BlockState`. Changes nothing.
 
     The owner is 1 + the tenant's place in `tenants`, `OTHERS` beyond `MAX_OWNERS` of them, and 0 for free
-    blocks and those whose prefix belongs to nobody alone. O(blocks looked at + blocks held).
+    blocks and cached ones whose prefix belongs to nobody alone, or has a salt.
+    O(blocks looked at + blocks held).
     """
     codes = {tenant: min(1 + i, OTHERS) << 2 for i, tenant in enumerate(tenants)}
     index = manager.blocks.index

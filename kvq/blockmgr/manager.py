@@ -92,18 +92,22 @@ class BlockManager:
         *,
         tenant: str = "",
         shared_salt: str | None = None,
+        cache_salt: str | None = None,
         max_reuse: int | None = None,
     ) -> Prompt:
         """Prepare a prompt for `lookup` and `start`; hold on to it to hash its tokens only once.
 
         Prefixes are found among the same tenant's prompts only, or, with `shared_salt`, among all
-        prompts that named the same salt, whoever sent them. `max_reuse`: take at most so many tokens
+        prompts that named the same salt, whoever sent them; with `cache_salt`, only among those of them that
+        named the same one. `max_reuse`: take at most so many tokens
         from them, because those after it shall be computed.
 
         Raises:
             RequestError: an id that is no whole number of 0 to 2**32 - 1.
         """
-        prompt = self.blocks.index.prompt(tokens, tenant=tenant, shared_salt=shared_salt)
+        prompt = self.blocks.index.prompt(
+            tokens, tenant=tenant, shared_salt=shared_salt, cache_salt=cache_salt
+        )
         prompt.max_reuse = max_reuse
         return prompt
 

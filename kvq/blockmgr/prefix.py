@@ -100,6 +100,10 @@ def token_array(tokens: Iterable[int]) -> "array[int]":
         raise RequestError(f"token ids must be whole numbers from 0 to 2**32 - 1: {error}") from error
 
 
+def _utf8(text: str) -> bytes:
+    return text.encode("utf-8", "surrogatepass")
+
+
 class PrefixIndex:
     """Chains of nodes below one root per salt."""
 
@@ -130,19 +134,28 @@ class PrefixIndex:
         """The roots that have nodes below them."""
         return iter(self._roots.values())
 
-    def root_digest(self, tenant: str, shared_salt: str | None = None) -> bytes:
-        """Where a tenant's chains start; those of equal `shared_salt` are one for all tenants."""
-        kind, salt = (b"t", tenant) if shared_salt is None else (b"s", shared_salt)
-        return sha256_digest(_VERSION + self._identity + kind + salt.encode("utf-8", "surrogatepass"))
+    def root_digest(
+        self, tenant: str, shared_salt: str | None = None, cache_salt: str | None = None
+    ) -> bytes:
+        """Where a tenant's chains start: for each of its `cache_salt`s others; those of equal `shared_salt`
+        are one for all tenants.
+        """
+        kind, salt = (b"t", _utf8(tenant)) if shared_salt is None else (b"s", _utf8(shared_salt))
+        if cache_salt is not None:
+            kind, salt = b"c" + kind, len(salt).to_bytes(8, "little") + salt + _utf8(cache_salt)
+        return sha256_digest(_VERSION + self._identity + kind + salt)
 
     def root(self, digest: bytes) -> Node:
         """The root of that digest; it joins the index with its first child."""
         return self._roots.get(digest) or Node(None, digest, b"", self._num_groups)
 
-    def prompt(self, tokens: Iterable[int], *, tenant: str, shared_salt: str | None) -> Prompt:
+    def prompt(
+        self, tokens: Iterable[int], *, tenant: str, shared_salt: str | None, cache_salt: str | None = None
+    ) -> Prompt:
         """Prepare tokens for lookups."""
         ids = token_array(tokens)
-        return Prompt(ids, tenant, self.root_digest(tenant, shared_salt), ids.tobytes(), [], self.block_size)
+        root = self.root_digest(tenant, shared_salt, cache_salt)
+        return Prompt(ids, tenant, root, ids.tobytes(), [], self.block_size)
 
     def digest_at(self, prompt: Prompt, block: int) -> bytes:
         """The chained digest of a prompt's full block, hashing what was not hashed yet."""

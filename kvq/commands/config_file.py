@@ -1,6 +1,6 @@
 """`--config FILE`: options of a command from a YAML file; what the command line says goes before it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -9,6 +9,8 @@ import click
 from kvq.errors import ConfigError, first_lines, nearest
 from kvq.extras import require
 
+_MAX_BYTES = 1 << 20
+_MAX_DEPTH = 8
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 
 
@@ -39,11 +41,14 @@ def _load(context: click.Context, _: click.Parameter, path: Path | None) -> None
             )
         if value is None:  # nothing behind the colon
             continue
-        if isinstance(value, dict):
-            raise ConfigError(f"{path}: {key} must be a value or a list, got a mapping")
         parameter = names[name]
-        is_single = parameter.multiple and not isinstance(value, list)
-        value = [value] if is_single else value
+        items = value if isinstance(value, list) else [value]
+        if isinstance(value, list) and not parameter.multiple:
+            raise ConfigError(f"{path}: {key} takes one value, got a list")
+        for item in items:
+            if (wanted := _wanted(parameter, item)) is not None:
+                raise ConfigError(f"{path}: {key} is {wanted}, got {_shown(item)}")
+        value = items if parameter.multiple else value
         try:
             parameter.type_cast_value(context, value)
         except click.BadParameter as error:
@@ -63,18 +68,67 @@ def _names(command: click.Command) -> dict[str, click.Option]:
     }
 
 
+def _wanted(option: click.Option, value: Any) -> str | None:
+    """What an option takes, if a value is something else: click would make 80 of 80.5, and 1 of true."""
+    if option.is_flag:
+        return None if isinstance(value, bool) else "true or false"
+    kind = option.type
+    if isinstance(kind, click.types.StringParamType | click.Path):
+        return None if isinstance(value, str) else "a text; put it in quotes"
+    if isinstance(kind, click.types.IntParamType):
+        return None if isinstance(value, str | int) and not isinstance(value, bool) else "a whole number"
+    is_plain = isinstance(value, str | int | float) and not isinstance(value, bool)
+    return None if is_plain else "one value"
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, dict | list):
+        return "a mapping" if isinstance(value, dict) else "a list"
+    return f"{value!r:.50}"
+
+
 def _read(path: Path) -> dict[Any, Any]:
     require("--config", ("yaml",))
     import yaml
 
     try:
-        given = yaml.safe_load(path.read_text(encoding="utf8"))
+        with path.open("rb") as file:
+            raw = file.read(_MAX_BYTES + 1)
+        if len(raw) > _MAX_BYTES:
+            raise ConfigError(f"{path} may have {_MAX_BYTES} bytes")
+        text = raw.decode("utf8")
+        _check_shape(path, yaml.parse(text, yaml.SafeLoader))
+        pairs = yaml.compose(text, yaml.SafeLoader)
+        given = yaml.safe_load(text)
+    except ConfigError:
+        raise
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} can't be read: {error}") from error
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: a date or a number that is none
         raise ConfigError(f"{path} is no YAML: {first_lines(error)}") from error
     if given is None:
         return {}
     if not isinstance(given, dict):
         raise ConfigError(f"{path} must map options to values, got a {type(given).__name__}")
+    seen: set[str] = set()
+    for key, _ in pairs.value:
+        if key.value in seen:
+            raise ConfigError(f"{path}: {key.value} is given twice")
+        seen.add(key.value)
     return given
+
+
+def _check_shape(path: Path, events: Iterable[Any]) -> None:
+    """Before anything is built of it: what builds it recurses, and aliases may stand for gigabytes."""
+    import yaml
+
+    depth = 0
+    for event in events:
+        if isinstance(event, yaml.AliasEvent):
+            raise ConfigError(f"{path}: aliases such as *{event.anchor} are not read; write the value again")
+        depth += isinstance(event, yaml.CollectionStartEvent)
+        depth -= isinstance(event, yaml.CollectionEndEvent)
+        if depth > _MAX_DEPTH:
+            raise ConfigError(f"{path}: values may be nested {_MAX_DEPTH} levels deep")

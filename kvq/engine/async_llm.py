@@ -69,9 +69,11 @@ class AsyncLLM:
         *,
         priority: str | Priority = Priority.INTERACTIVE,
         tenant: str = "",
+        cache_salt: str | None = None,
         request_id: str | None = None,
     ) -> AsyncIterator[Piece]:
-        """Pieces of one prompt's results as they come; the last one has the whole `output`.
+        """Pieces of one prompt's results as they come; the last one has the whole `output`. `cache_salt`:
+        cached prefixes are shared only with requests of the tenant that name the same.
 
         Raises:
             RequestError: the request can't be served, or failed while it ran.
@@ -88,6 +90,7 @@ class AsyncLLM:
             as_params(params),
             priority=as_priority(priority),
             tenant=tenant,
+            cache_salt=cache_salt,
             request_id=request_id,
             listener=tell,
         )

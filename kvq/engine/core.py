@@ -4,7 +4,7 @@ import itertools
 import logging
 import random
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import Future
 from math import inf
 from time import perf_counter
@@ -21,7 +21,7 @@ from kvq.engine.job import Job, Listener
 from kvq.engine.launch import Launched, Launcher
 from kvq.engine.linear_time import LinearTime
 from kvq.engine.outputs import FinishReason, Timing
-from kvq.engine.params import MAX_PINS, PrefixPin, SamplingParams
+from kvq.engine.params import MAX_PINS, MAX_SALT, PrefixPin, SamplingParams
 from kvq.engine.parts import build_parts
 from kvq.engine.pinning import Pinning
 from kvq.engine.reconcile import reconcile
@@ -39,6 +39,7 @@ from kvq.scheduler import (
 )
 
 _log = logging.getLogger("kvq")
+_PROMPT = "a prompt is a text or a list of token ids"
 _PROMPT_LOGPROB_BYTES = 64 << 20  # logits of one step that prompt log-probabilities may take
 StepSubscriber = Callable[[StepStats], object]
 
@@ -101,6 +102,7 @@ class EngineCore:
         priority: Priority = Priority.INTERACTIVE,
         tenant: str = "",
         shared_salt: str | None = None,
+        cache_salt: str | None = None,
         request_id: str | None = None,
         listener: Listener | None = None,
         pins: Sequence[PrefixPin] = (),
@@ -108,6 +110,8 @@ class EngineCore:
         """Check a request and prepare it; `submit` makes it run. May be called from any thread.
 
         `pins`: prefixes of the prompt that shall stay cached, for its tenant or its salt only.
+        `cache_salt`: it shares cached prefixes only with requests of its tenant that name the same, of 1 to
+        1,024 characters.
 
         Raises:
             RequestError: it can't be served, or can never fit.
@@ -119,6 +123,7 @@ class EngineCore:
         ):
             if not isinstance(value, str):
                 raise RequestError(f"{name} must be a text, got {value!r}")
+        _check_salt(cache_salt)
         text = prompt if isinstance(prompt, str) else None
         tokens = prompt_tokens(prompt, self.model.tokenizer, self.model.geometry.vocab_size)
         check_params(params, self.model.geometry.vocab_size)
@@ -136,6 +141,7 @@ class EngineCore:
             priority=priority,
             tenant=tenant,
             shared_salt=shared_salt,
+            cache_salt=cache_salt,
             **self._prompt_logprob_limits(params, len(tokens)),
         )
         max_tokens = self.scheduler.check(request)
@@ -188,7 +194,7 @@ class EngineCore:
             self._grammars = GrammarCompiler(
                 self.model.tokenizer, self.model.geometry.vocab_size, eos_ids=sorted(self.model.end_ids)
             )
-        self._compiling.append((job, self._grammars.submit(job.params.structured)))
+        self._compiling.append((job, self._grammars.submit(job.params.structured, tenant=job.request.tenant)))
 
     def cancel(self, job: Job) -> None:
         """End a job now; nothing happens if it has ended."""
@@ -223,7 +229,7 @@ class EngineCore:
         """False while so many grammars wait to be compiled that `submit` might refuse a job for it."""
         if job.params.structured is None or self._grammars is None:
             return True
-        return len(self._compiling) + 1 < self._grammars.limits.max_waiting  # the last may not be gone yet
+        return self._grammars.has_room(job.request.tenant)
 
     # One step
 
@@ -494,6 +500,7 @@ def prompt_tokens(prompt: str | Sequence[int], tokenizer: Any, vocab_size: int) 
     Raises:
         RequestError: it is empty, not Unicode, or beyond the vocabulary.
     """
+    check_prompt(prompt)
     if isinstance(prompt, str):
         check_unicode(prompt, "the prompt")
         tokens = token_array(tokenizer(prompt, return_attention_mask=False)["input_ids"])
@@ -507,6 +514,30 @@ def prompt_tokens(prompt: str | Sequence[int], tokenizer: Any, vocab_size: int) 
             f"if a tokenizer made it, it is not this model's"
         )
     return tokens
+
+
+def check_prompt(prompt: object) -> None:
+    """Raise RequestError if a prompt is neither text nor token ids: what is taken for them runs as others."""
+    if isinstance(prompt, str):
+        return
+    check_items(prompt)
+    if isinstance(prompt, Iterator):
+        raise RequestError(f"{_PROMPT}, got {type(prompt).__name__}; make a list of it")
+    assert isinstance(prompt, Iterable), "it was checked"
+    kinds = {kind.__name__: hasattr(kind, "__index__") for kind in set(map(type, prompt))}
+    if wrong := sorted(name for name, is_whole in kinds.items() if name in ("bool", "bool_") or not is_whole):
+        raise RequestError(f"{_PROMPT}, got a list with {', '.join(wrong)} in it")
+
+
+def check_items(items: object) -> None:
+    """Raise RequestError if something holds no prompts, and no token ids, in order."""
+    if isinstance(items, bytes | bytearray | memoryview | Mapping | Set) or not isinstance(items, Iterable):
+        raise RequestError(f"{_PROMPT}, got {type(items).__name__}")
+
+
+def _check_salt(salt: object) -> None:
+    if salt is not None and not (isinstance(salt, str) and 1 <= len(salt) <= MAX_SALT):
+        raise RequestError(f"cache_salt must be a text of 1 to {MAX_SALT} characters, got {salt!r:.100}")
 
 
 def _id(token: Token | None) -> int | None:

@@ -2,12 +2,13 @@
 
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from numbers import Integral
 from pathlib import Path
 from time import sleep
 from typing import Any, Self, cast
 
 from kvq.engine.build import build
-from kvq.engine.core import EngineCore, StepSubscriber
+from kvq.engine.core import EngineCore, StepSubscriber, check_items
 from kvq.engine.job import Job
 from kvq.engine.outputs import Piece, RequestOutput
 from kvq.engine.params import SamplingParams, sampling_params
@@ -67,9 +68,11 @@ class LLM:
         *,
         priority: str | Priority = Priority.BATCH,
         tenant: str = "",
+        cache_salt: str | None = None,
         progress: Callable[[int, int], object] | None = None,
     ) -> list[RequestOutput]:
-        """Results of all prompts, in their order. `params`: one for all, or one each.
+        """Results of all prompts, in their order. `params`: one for all, or one each. `cache_salt`: cached
+        prefixes are shared only with requests of the tenant that name the same.
 
         All requests are checked before any is run. One that fails while it runs has an `error`; the
         others go on. `progress` is called with (ended, total).
@@ -86,6 +89,7 @@ class LLM:
                 chosen,
                 priority=as_priority(priority),
                 tenant=tenant,
+                cache_salt=cache_salt,
                 listener=_Keeper(outputs, i, progress),
             )
             for i, (prompt, chosen) in enumerate(zip(many, each, strict=True))
@@ -93,7 +97,14 @@ class LLM:
         self._run(jobs)
         return [cast(RequestOutput, output) for output in outputs]
 
-    def stream(self, prompt: Prompt, params: Params | None = None, *, tenant: str = "") -> Iterator[Piece]:
+    def stream(
+        self,
+        prompt: Prompt,
+        params: Params | None = None,
+        *,
+        tenant: str = "",
+        cache_salt: str | None = None,
+    ) -> Iterator[Piece]:
         """Pieces of one prompt's results as they come; the request is checked at once.
 
         Leaving the loop early cancels the request.
@@ -102,7 +113,9 @@ class LLM:
             RequestError: the request can't be served, or failed while it ran.
         """
         pieces: list[Piece] = []
-        job = self.core.new_job(prompt, as_params(params), tenant=tenant, listener=pieces.append)
+        job = self.core.new_job(
+            prompt, as_params(params), tenant=tenant, cache_salt=cache_salt, listener=pieces.append
+        )
         return self._stream(job, pieces)
 
     def on_step(self, subscriber: StepSubscriber) -> Callable[[], None]:
@@ -195,8 +208,9 @@ def as_priority(priority: str | Priority) -> Priority:
 def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if isinstance(prompts, str):
         return [prompts]
+    check_items(prompts)
     items = list(prompts)
-    if items and all(isinstance(item, int) for item in items):
+    if items and all(isinstance(item, Integral) for item in items):
         return [cast(list[int], items)]
     return cast(list[Prompt], items)
 

@@ -11,6 +11,7 @@ from kvq.errors import RequestError, nearest
 # Caps on every field that costs memory or time, checked before any work is done.
 MAX_SAMPLES = 128
 MAX_LOGPROBS = 64
+MAX_SALT = 1024  # characters
 MAX_STOPS = 64
 MAX_STOP_CHARACTERS = 1024
 MAX_BIASES = 1024

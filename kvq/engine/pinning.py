@@ -42,7 +42,10 @@ class Pinning:
     def _pin(self, job: Job, pin: PrefixPin, now: float) -> None:
         request = job.request
         prompt = self._manager.prompt(
-            request.tokens[: pin.length], tenant=request.tenant, shared_salt=request.shared_salt
+            request.tokens[: pin.length],
+            tenant=request.tenant,
+            shared_salt=request.shared_salt,
+            cache_salt=request.cache_salt,
         )
         try:
             pinned = self._manager.pin(prompt, now + pin.seconds)

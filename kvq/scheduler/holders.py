@@ -37,6 +37,7 @@ class Holders:
                 tokens,
                 tenant=request.tenant,
                 shared_salt=request.shared_salt,
+                cache_salt=request.cache_salt,
                 max_reuse=request.max_reuse,
             )
         return request.prompt

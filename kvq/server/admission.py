@@ -112,6 +112,14 @@ class Admission:
         self._tenants[tenant].check()
         self._check_bounds()
 
+    def check_aside(self, tenant: str) -> None:
+        """Raise Problem, with 429, if a tenant has sent too much; asked before a body is read."""
+        self._tenants[tenant].check_rates()
+
+    def charge_refused(self, tenant: str) -> None:
+        """Count a request that was refused for what it is, and so was never admitted."""
+        self._tenants[tenant].charge_request()
+
     @contextmanager
     def enter(self, tenant: str, seats: Seats) -> Iterator[None]:
         """One request of a tenant and the seats that it needs, from its arrival to its end.

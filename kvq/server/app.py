@@ -25,7 +25,7 @@ from kvq.server.ignored import HEADER
 from kvq.server.metrics import CONTENT_TYPE
 from kvq.server.openapi import ONE_OR_STREAM, describe_routes
 from kvq.server.problems import Problem
-from kvq.server.respond import note_fields, respond, tenant
+from kvq.server.respond import admitted, note_fields, respond, tenant
 from kvq.server.service import Service, describe
 from kvq.server.strict_json import JsonRoute
 from kvq.server.viewers import add_routes as add_page
@@ -34,6 +34,7 @@ from kvq.version import __version__
 _SHOWN = 100  # characters of a path that nobody knows
 _ALIKE = 0.8  # as /v1/completion and /v1/completions are, and /v1/responses and /v1/messages are not
 _CLIENTS_OWN = (400, 404)
+_ASIDE = ("/tokenize", "/detokenize", f"{ANTHROPIC_PATH}/count_tokens")
 _GENERATING = ("/v1/completions", "/v1/chat/completions", ANTHROPIC_PATH)
 
 
@@ -76,7 +77,7 @@ def create_app(service: Service, access: Access | None = None) -> FastAPI:
         note_fields(request, service, body)
         service.check_model(body.model)
         asks = tenant(request)
-        with service.aside(asks):
+        with admitted(request, service.aside(asks)):
             if body.messages is not None:
                 tokens = await service.counting.chat(
                     body.messages, tenant=asks, add_generation_prompt=body.add_generation_prompt
@@ -95,7 +96,7 @@ def create_app(service: Service, access: Access | None = None) -> FastAPI:
         info = service.remote.info
         if info is not None and body.tokens and max(body.tokens) >= info.vocab_size:
             raise Problem(400, f"token ids go up to {info.vocab_size - 1}", param="tokens")
-        with service.aside(tenant(request)):
+        with admitted(request, service.aside(tenant(request))):
             return {"prompt": await service.counting.detokenize(body.tokens, tenant=tenant(request))}
 
     @app.get("/metrics", response_class=PlainTextResponse)
@@ -107,7 +108,12 @@ def create_app(service: Service, access: Access | None = None) -> FastAPI:
     add_anthropic(app, service)
     _answer_problems(app, service)
     describe_routes(app, has_keys=bool(access.api_keys), is_strict=service.is_strict)
-    app.add_middleware(Guard, access=access, check=partial(_check_arrival, service))
+    app.add_middleware(
+        Guard,
+        access=access,
+        check=partial(_check_arrival, service),
+        charge=service.admission.charge_refused,
+    )
     if access.origins:  # around the guard, since browsers send no key when they ask whether they may
         app.add_middleware(
             CORSMiddleware,
@@ -122,6 +128,8 @@ def create_app(service: Service, access: Access | None = None) -> FastAPI:
 def _check_arrival(service: Service, path: str, tenant: str) -> None:
     if path in _GENERATING:
         service.check_arrival(tenant)
+    elif path in _ASIDE:
+        service.admission.check_aside(tenant)
 
 
 def _answer_problems(app: FastAPI, service: Service) -> None:

@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
-from kvq.engine.params import MAX_BIASES, MAX_LOGPROBS, MAX_SAMPLES, MAX_STOP_CHARACTERS, MAX_STOPS
+from kvq.engine.params import MAX_BIASES, MAX_LOGPROBS, MAX_SALT, MAX_SAMPLES, MAX_STOP_CHARACTERS, MAX_STOPS
 from kvq.server.ignored import Labelled
 from kvq.server.strict_json import WHOLE, Flag, JsonObject, LongText, Real, check_value
 from kvq.server.text_only import content_of
@@ -24,6 +24,8 @@ _Count = Annotated[int, Field(strict=True, ge=1, le=1 << 30), WHOLE]
 _TopK = Annotated[int, Field(strict=True, ge=-1, le=1 << 30), WHOLE]  # -1 and 0: all, as elsewhere
 _Samples = Annotated[int, Field(strict=True, ge=1, le=MAX_SAMPLES), WHOLE]
 _Logprobs = Annotated[int, Field(strict=True, ge=0, le=MAX_LOGPROBS), WHOLE]
+# Prefixes are shared only with requests of the same key that name the same.
+CacheSalt = Annotated[str, Field(min_length=1, max_length=MAX_SALT)]
 _Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
 _Biased = Annotated[str, Field(pattern="^[0-9]{1,10}$")]  # a token id, as JSON's keys are
 # Of `apply_chat_template`: what would replace the template or the messages, or change what comes back.
@@ -114,6 +116,7 @@ class Common(Labelled, BaseModel):
     response_format: ResponseFormat | None = None
     service_tier: Literal["auto", "default", "flex", "scale", "priority"] | None = None
     priority: Literal["interactive", "batch"] | None = None
+    cache_salt: CacheSalt | None = None
     # The engine's own
     top_k: _TopK | None = None
     min_p: Annotated[Real, Field(ge=0, le=1)] = 0.0

@@ -86,7 +86,12 @@ class Chat:
             body.messages, tenant=self._tenant, **((body.chat_template_kwargs or {}) | options)
         )
         return self._service.stream(
-            tokens, self._params, self.seats, priority=priority_of(body), tenant=self._tenant
+            tokens,
+            self._params,
+            self.seats,
+            priority=priority_of(body),
+            tenant=self._tenant,
+            cache_salt=body.cache_salt,
         )
 
     def _reading(self) -> Reading:

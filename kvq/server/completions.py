@@ -86,7 +86,12 @@ class Completion:
 
     def _stream(self, tokens: list[int]) -> AsyncGenerator[Delta | Ended]:
         return self._service.stream(
-            tokens, self._params, self.seats, priority=priority_of(self._body), tenant=self._tenant
+            tokens,
+            self._params,
+            self.seats,
+            priority=priority_of(self._body),
+            tenant=self._tenant,
+            cache_salt=self._body.cache_salt,
         )
 
     async def _complete(self, tokens: list[int]) -> tuple[list[Choice], Ended]:

@@ -30,7 +30,10 @@ _QUIET = {
     **dict.fromkeys(("/health", "/health/live", "/health/ready", "/metrics", POLLED), (200, 503)),
     "/health/deep": (200,),
 }
+ADMITTED = "kvq_admitted"  # in its scope: it was, and counts among its tenant's
 REASON = "kvq_reason"  # in a request's scope: the code or type of the problem that it got for an answer
+# Refusals for what a request is, which take as much to find as a request may.
+_COSTLY = frozenset((400, 403, 404, 405, 408, 411, 413, 415, 422, 431))
 _METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
 LOOPBACK = ("127.0.0.1", "[::1]", "localhost")
 
@@ -53,12 +56,20 @@ class Guard:
     """Refuses, counts, names and logs requests."""
 
     def __init__(
-        self, app: ASGIApp, *, access: Access, check: Callable[[str, str], object] = lambda path, tenant: None
+        self,
+        app: ASGIApp,
+        *,
+        access: Access,
+        check: Callable[[str, str], object] = lambda path, tenant: None,
+        charge: Callable[[str], object] = lambda tenant: None,
     ) -> None:
-        """`check` raises Problem if it is plain, before its body is read, that a request can't be served."""
+        """`check` raises Problem if it is plain, before its body is read, that a request can't be served.
+        `charge` is told the tenant of each one that was refused for what it is.
+        """
         self._app = app
         self._access = access
         self._check_arrival = check
+        self._charge = charge
         self._keys = [key.encode() for key in access.api_keys]
         self._incoming = Incoming()
         self._refused = Sparse()
@@ -88,6 +99,8 @@ class Guard:
                 await self._app(_with_get(scope), whole, answer.send)
         finally:
             body.release()
+            if answer.status in _COSTLY and ADMITTED not in scope and "kvq_tenant" in scope:
+                self._charge(scope["kvq_tenant"])
             self._log(scope, answer.status, perf_counter() - began)
             request_id.reset(token)
 

@@ -40,6 +40,7 @@ class Submit(Message, frozen=True):
     params: SamplingParams
     priority: Priority = Priority.INTERACTIVE
     tenant: str = ""
+    cache_salt: str | None = None
     pins: list[PrefixPin] = []
 
 

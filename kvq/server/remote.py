@@ -158,6 +158,7 @@ class Remote:
         *,
         priority: Priority = Priority.INTERACTIVE,
         tenant: str = "",
+        cache_salt: str | None = None,
         timeout_s: float | None = None,
         pins: Sequence[PrefixPin] = (),
         on_message: Callable[[Delta | Ended | EngineError], object] = lambda message: None,
@@ -187,6 +188,7 @@ class Remote:
                 params=params,
                 priority=priority,
                 tenant=tenant,
+                cache_salt=cache_salt,
                 pins=list(pins),
             )
             await self._send(process, submit)

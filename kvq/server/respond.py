@@ -2,7 +2,8 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import msgspec
@@ -12,6 +13,7 @@ from pydantic import BaseModel
 
 from kvq.server.dialects import dialect_of
 from kvq.server.event_stream import EventStream
+from kvq.server.guard import ADMITTED
 from kvq.server.ignored import IGNORED
 from kvq.server.seating import Seats
 from kvq.server.service import Service
@@ -43,6 +45,14 @@ def tenant(request: Request) -> str:
     return str(request.scope.get("kvq_tenant", ""))
 
 
+@contextlib.contextmanager
+def admitted(request: Request, entered: AbstractContextManager[None]) -> Iterator[None]:
+    """While `entered`; the request was charged for with that."""
+    with entered:
+        request.scope[ADMITTED] = True
+        yield
+
+
 def note_fields(request: Request, service: Service, body: BaseModel) -> None:
     """Name fields of a body that are ignored in the answer's head, whatever the answer will be.
 
@@ -61,7 +71,7 @@ async def respond(request: Request, service: Service, call: Call, *, stream: boo
         Problem: it failed before anything was sent.
     """
     with contextlib.ExitStack() as stack:
-        stack.enter_context(service.enter(tenant(request), call.seats))
+        stack.enter_context(admitted(request, service.enter(tenant(request), call.seats)))
         cut = service.metrics.cut
         if stream:
             chunks = await while_connected(request, first_of(call.chunks()))

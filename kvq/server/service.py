@@ -155,6 +155,7 @@ class Service:
         *,
         priority: Priority,
         tenant: str,
+        cache_salt: str | None = None,
         pins: Sequence[PrefixPin] = (),
     ) -> AsyncGenerator[Delta | Ended]:
         """A prompt's messages up to its `Ended`, which has no error. `seats`: of its request.
@@ -173,6 +174,7 @@ class Service:
                 params,
                 priority=priority,
                 tenant=tenant,
+                cache_salt=cache_salt,
                 pins=pins,
                 timeout_s=self._timeout_s,
                 on_message=partial(self._note, entry),

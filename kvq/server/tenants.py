@@ -63,6 +63,10 @@ class Tenant:
             raise Problem(400, f"{sequences} sequences at once; {most} are allowed for this key", param="n")
         if most is not None and self.num_active + sequences > most:
             raise _too_many(f"this key has {self.num_active} sequences running; {most} are allowed", 1.0)
+        self.check_rates()
+
+    def check_rates(self) -> None:
+        """Raise Problem, with 429, if this minute's requests or tokens are used up."""
         now = self._clock()
         if self._requests is not None and (wait_s := self._requests.wait_s(now, 1)):
             raise _too_many(f"this key may send {self._limits.requests_per_minute} requests a minute", wait_s)
@@ -73,12 +77,16 @@ class Tenant:
     def active(self, sequences: int = 1) -> Iterator[None]:
         """A request that was admitted, to its end."""
         self.num_active += sequences
-        if self._requests is not None:
-            self._requests.take(self._clock(), 1)
+        self.charge_request()
         try:
             yield
         finally:
             self.num_active -= sequences
+
+    def charge_request(self) -> None:
+        """Count a request, whatever becomes of it."""
+        if self._requests is not None:
+            self._requests.take(self._clock(), 1)
 
     def charge(self, tokens: int) -> None:
         """Count tokens that it used."""

@@ -151,6 +151,7 @@ class Worker:
                 command.params,
                 priority=command.priority,
                 tenant=command.tenant,
+                cache_salt=command.cache_salt,
                 request_id=str(number),
                 listener=lambda piece: self._take(number, piece),
                 pins=command.pins,

@@ -38,6 +38,26 @@ def test_a_shared_salt_hits_across_tenants_and_only_under_its_name() -> None:
     assert hit(blocks, range(6), "a", salt="x") == 0
 
 
+def test_a_cache_salt_keeps_a_tenants_prefixes_apart() -> None:
+    blocks = manager(60)
+
+    def length(tenant, salt, shared=None):
+        prompt = blocks.prompt(range(6), tenant=tenant, cache_salt=salt, shared_salt=shared)
+        return blocks.lookup(prompt).length
+
+    sequence = blocks.start(blocks.prompt(range(6), tenant="a", cache_salt="x"))
+    compute(blocks, sequence)
+    blocks.free(sequence)
+    assert length("a", "x") == 5
+    for tenant, salt, shared in (("a", None, None), ("a", "y", None), ("b", "x", None), ("b", None, "x")):
+        assert length(tenant, salt, shared) == 0
+    roots = {  # no cut of tenant and salt is another's
+        blocks.prompt([1], tenant=tenant, cache_salt=salt).root
+        for tenant, salt in (("ab", "c"), ("a", "bc"), ("abc", None), ("", "abc"), ("c", "ab"))
+    }
+    assert len(roots) == 5
+
+
 def test_another_identity_has_other_digests() -> None:
     roots = {
         manager(4, identity=identity).prompt([1], tenant=tenant).root

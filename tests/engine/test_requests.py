@@ -2,7 +2,9 @@
 
 import math
 import random
+from array import array
 
+import numpy as np
 import pytest
 import torch
 
@@ -658,6 +660,65 @@ def test_names_that_are_no_text_are_refused_before_anything_is_queued(model, opt
     with pytest.raises(RequestError, match="must be a text"):
         llm.core.new_job(PROMPT, SamplingParams(), **options)
     assert not llm.core.has_work
+
+
+@pytest.mark.parametrize("salt", ["", "a" * 1025, 7, b"a", []])
+def test_a_cache_salt_is_a_short_text(model, salt):
+    llm = engine(model)
+    with pytest.raises(RequestError, match="cache_salt must be a text of 1 to 1024 characters"):
+        llm.generate(PROMPT, cache_salt=salt)
+
+
+def test_requests_of_other_salts_share_no_prefix(model):
+    llm = engine(model)
+
+    def cached(**options):
+        return llm.generate([PROMPT], SamplingParams(max_tokens=2), **options)[0].receipt.cached_tokens
+
+    first = {"a": cached(cache_salt="a"), "b": cached(cache_salt="b"), "none": cached()}
+    assert set(first.values()) == {0}
+    assert cached(cache_salt="a") == cached(cache_salt="b") == cached() > 0
+    pieces = list(llm.stream(PROMPT, SamplingParams(max_tokens=2), cache_salt="c"))
+    assert pieces[-1].output.receipt.cached_tokens == 0
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        {"prompt": "a"},
+        {1, 2},
+        b"abc",
+        bytearray(b"abc"),
+        [True, True],
+        [1, False],
+        [1, 2.0],
+        [1, "a"],
+        [[1, None]],
+        [{"prompt": "a"}],
+        [b"abc"],
+        ["a", b"abc"],
+        ["a", {"prompt": "a"}],
+        [iter([1, 2])],
+        42,
+        None,
+    ],
+)
+def test_what_is_no_prompt_is_refused_in_words(model, prompt):
+    llm = engine(model)
+    with pytest.raises(RequestError, match="a prompt is a text or a list of token ids, got"):
+        llm.generate(prompt)
+    if not isinstance(prompt, list) or not isinstance(prompt[0], list | str):
+        with pytest.raises(RequestError, match="a prompt is a text or a list of token ids, got"):
+            llm.stream(prompt)
+    assert not llm.core.has_work
+
+
+def test_token_ids_may_be_any_whole_numbers(model):
+    llm = engine(model)
+    given = [list(PROMPT), tuple(PROMPT), np.array(PROMPT), array("I", PROMPT)]
+    outputs = [llm.generate([prompt], SamplingParams(max_tokens=3))[0] for prompt in given]
+    outputs += llm.generate((prompt for prompt in given), SamplingParams(max_tokens=3))
+    assert len({output.outputs[0].text for output in outputs}) == 1
 
 
 def test_who_listens_to_a_step_cannot_step_the_engine(model):

@@ -7,6 +7,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from kvq.models.resolve import resolve_model
 from kvq.models.tokenizer import load_tokenizer
+from kvq.server.admission import Admission
 from kvq.server.app import create_app
 from kvq.server.guard import Access
 from kvq.server.messages import Start
@@ -16,12 +17,12 @@ from kvq.server.remote import Remote
 from kvq.server.service import Service
 
 
-def service(*, is_strict=False):
+def service(*, is_strict=False, limits=None):
     """With the embedded model's tokenizer, and an engine that is never started."""
     remote = Remote(Start(folder="tiny", kv="int4", options={}))
     folder = resolve_model("tiny").folder
     prompts = Prompts(Readers(Setup(folder=str(folder))), load_tokenizer(folder))
-    return Service("tiny", remote, prompts, is_strict=is_strict)
+    return Service("tiny", remote, prompts, is_strict=is_strict, admission=Admission(limits=limits))
 
 
 class Client:

@@ -4,6 +4,8 @@ import json
 
 import pytest
 
+from kvq.server.guard import Access
+from kvq.server.tenants import TenantLimits
 from tests.server.asgi import Client, service
 
 IMAGE = {"type": "image_url", "image_url": {"url": "http://127.0.0.1/a.png"}}
@@ -173,3 +175,32 @@ def test_other_complaints_name_fields_as_the_client_wrote_them(client, body, par
 def test_long_names_are_told_in_part(client):
     _, _, answer = client.post("/v1/completions", {"prompt": "a", "logit_bias": {"x" * 10**6: 1}})
     assert len(json.dumps(answer)) < 500
+
+
+HELLO = {"prompt": "hello"}
+WRONG = [
+    ("/tokenize", b"{", 400),
+    ("/tokenize", {"prompt": 5}, 400),
+    ("/tokenize", {"prompt": "a", "model": "other"}, 404),
+    ("/v1/completions", {"prompt": "a", "n": "x"}, 400),
+    ("/v1/completions", b"[" * 100_000, 400),
+    ("/v1/messages/count_tokens", {"messages": []}, 400),
+    ("/nowhere", {}, 404),
+]
+
+
+@pytest.mark.parametrize(("path", "body", "status"), WRONG)
+def test_a_refused_request_costs_one_of_those_that_its_key_may_send(path, body, status):
+    limits = TenantLimits(requests_per_minute=3)
+    access = Access(api_keys=("one", "two"))
+    client = Client(service(limits=limits), access)
+
+    def post(path, body, key="one"):
+        return client.post(path, body, authorization=f"Bearer {key}")[0]
+
+    assert [post(path, body), post("/tokenize", HELLO), post(path, body)] == [status, 200, status]
+    assert post("/tokenize", HELLO) == 429
+    assert post("/tokenize", {"prompt": 5}) == 429, "no body is read any more"
+    assert post("/tokenize", HELLO, "two") == 200
+    assert [post(path, body, "none") for _ in range(9)] == [401] * 9
+    assert [post("/tokenize", HELLO, "two") for _ in range(3)] == [200, 200, 429], "each counts once"

@@ -269,7 +269,7 @@ def test_a_configuration_is_checked_before_anything_is_loaded(check):
         ("max-num-sqs: 3", "did you mean 'max-num-seqs'"),
         ("- a", "must map options to values"),
         ("a: [", "is no YAML"),
-        ("kv: {a: 1}", "must be a value or a list"),
+        ("kv: {a: 1}", "kv is a text; put it in quotes, got a mapping"),
         ("max-queue: 0", "max-queue: 0 is not in the range x>=1"),
         ("max-queue: many", "max-queue"),
         ("max-queued-tokens: 0", "max-queued-tokens: 0 is not in the range x>=1"),

@@ -463,3 +463,36 @@ def test_addresses_beyond_loopback_need_a_key():
     assert server.process.wait(HANG_S) == 2
     assert "--api-key-file" in server.log
     server.__exit__()
+
+
+def test_a_cache_salt_keeps_prefixes_apart(client):
+    """Of one key's requests, those with equal salts share."""
+
+    def cached(**extra):
+        answer = client.completions.create(
+            model="tiny",
+            prompt="Salted prefixes lie apart from others. " * 20,
+            max_tokens=1,
+            extra_body=extra,
+        )
+        return answer.usage.prompt_tokens_details.cached_tokens
+
+    assert [cached(cache_salt=salt) for salt in ("one", "two")] == [0, 0]
+    assert cached(cache_salt="one") > 0
+    assert cached() == 0
+    for wrong in ("", "a" * 1025, 5):
+        with pytest.raises(openai.BadRequestError, match="cache_salt"):
+            cached(cache_salt=wrong)
+
+
+def test_a_chat_may_have_a_cache_salt(client):
+    def cached(**extra):
+        message = {"role": "user", "content": "Chats may be salted, too. " * 20}
+        answer = client.chat.completions.create(
+            model="tiny", messages=[message], max_tokens=1, extra_body=extra
+        )
+        return answer.usage.prompt_tokens_details.cached_tokens
+
+    alone = cached(cache_salt="chat")
+    assert cached(cache_salt="chat") > alone
+    assert cached(cache_salt="other") == alone

@@ -2,9 +2,11 @@
 
 import queue
 import threading
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
+from dataclasses import dataclass
+from time import monotonic
 from typing import Any
 
 from llguidance import LLMatcher, LLTokenizer
@@ -17,12 +19,19 @@ from kvq.engine.grammar.vocabulary import read_vocabulary
 from kvq.engine.grammar.worker import compile_grammar
 from kvq.engine.params import StructuredOutput
 from kvq.errors import Overloaded, RequestError, first_lines
+from kvq.fair_line import FairLine
 
 
 def check_structured(spec: StructuredOutput) -> None:
     """Raise RequestError if a spec's grammar is bad, too deep or too large; needs no model."""
     limits = GrammarLimits()
     _compile(LLTokenizer("byte"), grammar_text(spec, limits), limits)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Work:
+    spec: StructuredOutput
+    future: Future[Grammar]
 
 
 class GrammarCompiler:
@@ -48,38 +57,93 @@ class GrammarCompiler:
         self._idle: queue.SimpleQueue[CompileProcess] = queue.SimpleQueue()
         for child in self._children:
             self._idle.put(child)
-        self._threads = ThreadPoolExecutor(workers, thread_name_prefix="kvq-grammar")
-        self._room = threading.BoundedSemaphore(self.limits.max_waiting)
+        self._threads: list[threading.Thread] = []
+        self._line: FairLine[_Work] = FairLine()
+        self._num: Counter[str] = Counter()  # of each tenant's grammars that are not done
+        self._changed = threading.Condition(threading.RLock())  # a future's end may be told within
+        self._is_closed = False
         self._sound: OrderedDict[str, None] = OrderedDict()  # texts that passed, the oldest first
         self._lock = threading.Lock()
 
-    def submit(self, spec: StructuredOutput) -> Future[Grammar]:
+    def has_room(self, tenant: str = "") -> bool:
+        """False while so many grammars wait, in all or of this tenant, that `submit` would refuse another."""
+        with self._changed:
+            return self._has_room(tenant)
+
+    def submit(self, spec: StructuredOutput, *, tenant: str = "") -> Future[Grammar]:
         """Compile `spec` on another thread; the future may be cancelled while it waits.
 
-        It holds a RequestError if the grammar is bad, too deep, too large or too slow.
+        It holds a RequestError if the grammar is bad, too deep, too large or too slow. Tenants take turns, by
+        the time that theirs have taken; one of them may fill three quarters of the room.
 
         Raises:
-            Overloaded: `max_waiting` grammars wait already.
+            Overloaded: too many wait already.
             RequestError: the compiler is closed.
         """
-        if not self._room.acquire(blocking=False):
-            raise Overloaded(
-                f"structured output: {self.limits.max_waiting} grammars wait to be compiled; try again later"
-            )
-        try:
-            future = self._threads.submit(self._compile, spec)
-        except RuntimeError as error:  # the pool is shut down
-            self._room.release()
-            raise RequestError("structured output: the grammar compiler is closed") from error
-        future.add_done_callback(lambda _: self._room.release())
+        future: Future[Grammar] = Future()
+        work = _Work(spec, future)
+        with self._changed:
+            if self._is_closed:
+                raise RequestError("structured output: the grammar compiler is closed")
+            if not self._has_room(tenant):
+                raise Overloaded(
+                    f"structured output: {self._num.total()} grammars wait to be compiled, "
+                    f"{self._num[tenant]} of them yours; try again later"
+                )
+            self._num[tenant] += 1
+            self._line.put(tenant, work)
+            if len(self._threads) < len(self._children):
+                thread = threading.Thread(target=self._work_off, name="kvq-grammar", daemon=True)
+                self._threads.append(thread)
+                thread.start()
+            self._changed.notify()
+        future.add_done_callback(lambda _: self._leave(tenant, work))
         return future
 
     def close(self) -> None:
         """End the children and cancel what waits. May be called again."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+        while (taken := self._take(wait=False)) is not None:
+            taken[1].future.cancel()
         self._close_children()
-        self._threads.shutdown(wait=True)
+        for thread in self._threads:
+            thread.join()
         self._close_children()  # one may have started in between
+
+    def _has_room(self, tenant: str) -> bool:
+        most = self.limits.max_waiting
+        return self._num.total() < most and self._num[tenant] < -(-most * 3 // 4)
+
+    def _leave(self, tenant: str, work: "_Work") -> None:
+        with self._changed:
+            self._line.remove(work)
+            self._num[tenant] -= 1
+            if not self._num[tenant]:
+                del self._num[tenant]
+
+    def _take(self, *, wait: bool = True) -> "tuple[str, _Work] | None":
+        """Whose turn it is; None: the compiler is closed, or nothing is there."""
+        with self._changed:
+            while wait and not self._line and not self._is_closed:
+                self._changed.wait()
+            return None if wait and self._is_closed else self._line.take()
+
+    def _work_off(self) -> None:
+        while (taken := self._take()) is not None:
+            tenant, work = taken
+            if not work.future.set_running_or_notify_cancel():
+                continue
+            began = monotonic()
+            try:
+                grammar = self._compile(work.spec)
+            except BaseException as error:  # noqa: BLE001 - for who waits
+                work.future.set_exception(error)
+            else:
+                work.future.set_result(grammar)
+            with self._changed:
+                self._line.charge(tenant, monotonic() - began)
 
     def _close_children(self) -> None:
         for child in self._children:

@@ -19,7 +19,7 @@ from kvq.server.anthropic.blocks import (
     ToolUseBlock,
     blocks_of,
 )
-from kvq.server.bodies import MAX_MESSAGES
+from kvq.server.bodies import MAX_MESSAGES, CacheSalt
 from kvq.server.ignored import Labelled
 from kvq.server.strict_json import WHOLE, Flag, JsonObject, LongText, Real
 from kvq.server.tool_bodies import MAX_TOOLS
@@ -118,3 +118,4 @@ class MessagesBody(PromptBody):
     stream: Flag = False
     metadata: Metadata | None = None
     service_tier: Literal["auto", "standard_only"] = "auto"
+    cache_salt: CacheSalt | None = None  # not Anthropic's

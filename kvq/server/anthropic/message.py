@@ -75,7 +75,13 @@ class MessageCall:
         tokens = await prompt_tokens(prompts, self._body, self._tenant)
         pins = await prompt_pins(prompts, self._body, tokens, self._tenant)
         return self._service.stream(
-            tokens, self._params, self.seats, priority=Priority.INTERACTIVE, tenant=self._tenant, pins=pins
+            tokens,
+            self._params,
+            self.seats,
+            priority=Priority.INTERACTIVE,
+            tenant=self._tenant,
+            cache_salt=self._body.cache_salt,
+            pins=pins,
         )
 
     def _ending(self) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from kvq.server.anthropic.errors import PATH
 from kvq.server.anthropic.message import MessageCall
 from kvq.server.anthropic.prompt import prompt_tokens
 from kvq.server.openapi import ONE_OR_STREAM
-from kvq.server.respond import note_fields, respond, tenant
+from kvq.server.respond import admitted, note_fields, respond, tenant
 from kvq.server.service import Service
 
 
@@ -29,5 +29,5 @@ def add_routes(app: FastAPI, service: Service) -> None:
         note_fields(request, service, body)
         service.check_model(body.model)
         asks = tenant(request)
-        with service.aside(asks):
+        with admitted(request, service.aside(asks)):
             return {"input_tokens": len(await prompt_tokens(service.counting, body, asks))}

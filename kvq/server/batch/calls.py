@@ -26,7 +26,7 @@ _log = logging.getLogger("kvq")
 Body = ChatBody | CompletionBody
 _BODIES: dict[str, type[Body]] = {"/v1/chat/completions": ChatBody, "/v1/completions": CompletionBody}
 _MAY_HAVE_GRAMMAR = {"response_format", "guided_regex", "guided_choice", "guided_grammar", "tools"}
-_GRAMMARS = 48  # side by side; the engine refuses requests when 64 grammars wait to be compiled
+_GRAMMARS = 48  # side by side; the engine refuses more of one tenant's that wait to be compiled
 _TRIES = 3
 _POLL_S = 0.05
 

@@ -180,3 +180,47 @@ def test_a_vocabulary_that_does_not_fit_is_refused(tokenizer, vocab_size, eos_id
 def test_a_slow_tokenizer_is_refused():
     with pytest.raises(ConfigError, match=r"tokenizer\.json"):
         GrammarCompiler(object(), VOCAB_SIZE, eos_ids=[0])
+
+
+def test_tenants_take_turns_whoever_came_first(tokenizer):
+    """What one has queued keeps the other waiting for one grammar at most."""
+    with compiler_with(tokenizer, max_waiting=40) as compiler:
+        done: list[str] = []
+        gate = threading.Event()
+        compile_one = compiler._compile
+
+        def gated(spec):
+            gate.wait()
+            return compile_one(spec)
+
+        compiler._compile = gated
+        futures = []
+        for i in range(20):
+            futures.append(compiler.submit(StructuredOutput(regex=f"a{i}"), tenant="greedy"))
+            futures[-1].add_done_callback(lambda _, i=i: done.append(f"greedy {i}"))
+        wait_for(lambda: len(compiler._line) == 19, "the first to be at work")
+        futures.append(compiler.submit(StructuredOutput(choice=["a"]), tenant="polite"))
+        futures[-1].add_done_callback(lambda _: done.append("polite"))
+        gate.set()
+        for future in futures:
+            future.result(HANG_S)
+        assert done.index("polite") <= 1
+
+
+def test_one_tenant_leaves_room_for_others(tokenizer):
+    with compiler_with(tokenizer, max_waiting=8) as compiler:
+        gate = threading.Event()
+        compiler._compile = lambda spec: gate.wait()
+        greedy = [compiler.submit(StructuredOutput(regex="a"), tenant="greedy") for _ in range(6)]
+        assert not compiler.has_room("greedy")
+        with pytest.raises(Overloaded, match="6 grammars wait to be compiled, 6 of them yours"):
+            compiler.submit(StructuredOutput(regex="a"), tenant="greedy")
+        others = [compiler.submit(StructuredOutput(regex="a"), tenant=name) for name in "ab"]
+        assert not compiler.has_room("c")
+        assert greedy[3].cancel()
+        assert compiler.has_room("greedy")
+        assert compiler.has_room("c")
+        gate.set()
+        for future in (*greedy[:3], *greedy[4:], *others):
+            future.result(HANG_S)
+        assert not compiler._num

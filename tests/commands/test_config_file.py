@@ -1,0 +1,80 @@
+"""What a file of options may hold: what it says is taken as it is, or refused in words."""
+
+import click
+import pytest
+
+from kvq.commands.config_file import config_option
+from kvq.errors import ConfigError
+
+
+@click.command()
+@config_option
+@click.option("--port", type=click.IntRange(0, 65535), default=8000)
+@click.option("--wait", type=float, default=1.0)
+@click.option("--model")
+@click.option("--folder", type=click.Path())
+@click.option("--host", multiple=True)
+@click.option("--fast/--slow")
+def command(**options):
+    command.seen = options
+
+
+def run(path, text):
+    path.write_text(text)
+    command.main(["--config", str(path)], standalone_mode=False)
+    return command.seen
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "a.yaml"
+
+
+def test_values_are_taken_as_they_are(path):
+    text = "port: 80\nwait: 2\nmodel: '12'\nhost: [a, b]\nfast: true\nfolder:\n"
+    assert run(path, text) == {
+        "port": 80,
+        "wait": 2.0,
+        "model": "12",
+        "folder": None,
+        "host": ("a", "b"),
+        "fast": True,
+    }
+    assert run(path, "port: '81'\nhost: a")["port"] == 81  # as the command line would spell it
+    assert run(path, "") == run(path, "{}")
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("port: 80.5", "port is a whole number, got 80.5"),
+        ("port: true", "port is a whole number, got true"),
+        ("port: [80]", "port takes one value, got a list"),
+        ("port: {a: 1}", "port is a whole number, got a mapping"),
+        ("port: 2024-01-01", "port is a whole number, got datetime"),
+        ("port: 70000", "port: 70000 is not in the range"),
+        ("wait: true", "wait is one value, got true"),
+        ("wait: 2024-01-01", "wait is one value, got datetime"),
+        ("model: 12", "model is a text; put it in quotes, got 12"),
+        ("model: no", "model is a text; put it in quotes, got false"),
+        ("host: [a, 5]", "host is a text; put it in quotes, got 5"),
+        ("host: [[a]]", "host is a text; put it in quotes, got a list"),
+        ("fast: 1", "fast is true or false, got 1"),
+        ("fast: 'yes'", "fast is true or false, got 'yes'"),
+        ("port: 1\nport: 2", "port is given twice"),
+        ("port: &a 80\nwait: *a", r"aliases such as \*a are not read"),
+        ("port: " + "[" * 5000 + "]" * 5000, "nested 8 levels deep"),
+        ("{a: " * 5000, "nested 8 levels deep"),
+        ("- " * 5000, "nested 8 levels deep"),
+        ("port: !!python/object/apply:os.system [id]", "is no YAML"),
+        ("port: 2024-99-99", "is no YAML"),
+        ("\x00", "is no YAML"),
+        ("a" * (1 << 20) + "a", "may have 1048576 bytes"),
+        ("5", "must map options to values, got a int"),
+        ("prot: 5", "did you mean 'port'"),
+    ],
+)
+def test_what_an_option_does_not_take_is_refused_in_words(path, text, said):
+    with pytest.raises(ConfigError, match=said) as refused:
+        run(path, text)
+    assert str(path) in str(refused.value)
