@@ -11,6 +11,7 @@ from typing import Any, Self
 
 from kvq.engine.build import build
 from kvq.engine.core import EngineCore, StepSubscriber
+from kvq.engine.here import StaysHere
 from kvq.engine.job import Job
 from kvq.engine.llm import Params, Prompt, as_params, as_priority
 from kvq.engine.outputs import Piece, RequestOutput
@@ -28,7 +29,7 @@ _IDLE_POLL_S = 0.002
 _Command = tuple[str, Any]
 
 
-class AsyncLLM:
+class AsyncLLM(StaysHere):
     """An engine that steps in a thread of its own.
 
         async with kvq.AsyncLLM("tiny", kv="int4") as engine:

@@ -17,6 +17,7 @@ from kvq.engine.build import check_cache
 from kvq.engine.choose import Choices, Chooser, Token, describe
 from kvq.engine.config import EngineConfig
 from kvq.engine.grammar import Grammar, GrammarCompiler
+from kvq.engine.here import Home, StaysHere
 from kvq.engine.job import Job, Listener
 from kvq.engine.launch import Launched, Launcher
 from kvq.engine.linear_time import LinearTime
@@ -44,7 +45,7 @@ _PROMPT_LOGPROB_BYTES = 64 << 20  # logits of one step that prompt log-probabili
 StepSubscriber = Callable[[StepStats], object]
 
 
-class EngineCore:
+class EngineCore(StaysHere):
     """Requests in, tokens out, one step at a time. All calls come from one thread."""
 
     def __init__(
@@ -57,6 +58,7 @@ class EngineCore:
             OutOfMemory: the pools don't fit.
         """
         check_cache(model.prepared)
+        self._home = Home()
         model.check_scales()
         before = held_bytes(model.weights.device)
         self.model = model
@@ -115,7 +117,9 @@ class EngineCore:
 
         Raises:
             RequestError: it can't be served, or can never fit.
+            EngineError: this process was forked from the one that made the engine.
         """
+        self._home.check()
         for name, value in (
             ("tenant", tenant),
             ("shared_salt", shared_salt or ""),
@@ -237,8 +241,9 @@ class EngineCore:
         """Run one step; False if there was nothing to run.
 
         Raises:
-            EngineError: called from a listener, inside a step.
+            EngineError: called from a listener, inside a step, or in a forked child.
         """
+        self._home.check()
         if self._is_stepping:
             raise EngineError("the engine is inside a step: whoever listens to it can't step it")
         self._is_stepping = True
@@ -292,6 +297,8 @@ class EngineCore:
         """End every job, with `error` or as cancelled, and give back what lies outside the device."""
         reason: FinishReason = "cancelled" if error is None else "error"
         self._closed = True
+        if not self._home.is_here:  # in a forked child, what lies outside is still its parent's
+            return
         self._launcher.forget()
         for job, future in self._compiling:
             future.cancel()

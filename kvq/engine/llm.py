@@ -9,6 +9,7 @@ from typing import Any, Self, cast
 
 from kvq.engine.build import build
 from kvq.engine.core import EngineCore, StepSubscriber, check_items
+from kvq.engine.here import StaysHere
 from kvq.engine.job import Job
 from kvq.engine.outputs import Piece, RequestOutput
 from kvq.engine.params import SamplingParams, sampling_params
@@ -24,7 +25,7 @@ Params = SamplingParams | Mapping[str, Any]  # or its fields
 _GRAMMAR_POLL_S = 0.002
 
 
-class LLM:
+class LLM(StaysHere):
     """An engine that runs in the caller's thread.
 
         llm = kvq.LLM("tiny", kv="int4", kv_memory="1GiB")

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from types import MappingProxyType
 
@@ -13,9 +14,11 @@ from torch.nn import functional
 
 from kvq.blockmgr import SwapIn
 from kvq.cache import KVCache
+from kvq.cache.memory import check_room
 from kvq.engine.graphs import decode_graphs
 from kvq.engine.transfers import upload
 from kvq.kernels import SequenceBatch
+from kvq.layout import KVLayout
 from kvq.models import Model
 from kvq.models.step import Observer, PackedStep
 from kvq.scheduler import StepPlan
@@ -72,14 +75,16 @@ class Runner:
         self.observer: Observer | None = None  # sees K and V of every layer before they are written
         self._device = weights.device
         self._block_size = layout.block_size
-        self._width = -(-max_context // layout.block_size)
+        longest = longest_context(layout, num_blocks, max_context)
+        self._width = -(-longest // layout.block_size)
         shape = (max_num_seqs + spare, self._width)
+        check_room(4 * prod(shape) * len(layout.groups), self._device, purpose="the block tables")
         self._tables = [torch.zeros(shape, dtype=torch.int32, device=self._device) for _ in layout.groups]
         for table, count in zip(self._tables, num_blocks, strict=True):
             table[max_num_seqs:] = count
         self._weights = weights
         self._graphs = (
-            decode_graphs(model, self.cache, self._tables, max_num_seqs=max_num_seqs, max_context=max_context)
+            decode_graphs(model, self.cache, self._tables, max_num_seqs=max_num_seqs, max_context=longest)
             if uses_graphs
             else None
         )
@@ -208,6 +213,16 @@ class Runner:
         host = torch.from_numpy(padded)
         host = host.pin_memory() if self._device.type == "cuda" else host
         return host.to(self._device, non_blocking=True)
+
+
+def longest_context(layout: KVLayout, num_blocks: Sequence[int], max_context: int) -> int:
+    """Tokens of the longest sequence that its pools can hold: layers with a window keep only some."""
+    full = [
+        count * layout.block_size
+        for count, group in zip(num_blocks, layout.groups, strict=True)
+        if group.group.window is None
+    ]
+    return min(max_context, *full) if full else max_context
 
 
 def _padded(tokens: Tensor, rows: int) -> Tensor:

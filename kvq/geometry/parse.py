@@ -10,6 +10,7 @@ from kvq.geometry.geometry import LayerGeometry, ModelGeometry
 _KINDS = {"full_attention": False, "sliding_attention": True}
 _CHUNKED = {"full_attention": False, "chunked_attention": True}
 _MAX_LAYERS = 10_000
+MAX_CONTEXT = 1 << 30  # tokens; positions of kernels have 32 bits
 _GPT2_NAMES = {
     "num_hidden_layers": "n_layer",
     "num_attention_heads": "n_head",
@@ -47,7 +48,7 @@ def parse_geometry(config: Mapping[str, Any]) -> ModelGeometry:
         q_heads=heads,
         hidden_size=hidden,
         vocab_size=reader.count("vocab_size", family.vocab_size),
-        max_context=reader.count("max_position_embeddings", family.max_context),
+        max_context=reader.count("max_position_embeddings", family.max_context, most=MAX_CONTEXT),
         softcap=float(softcap) if softcap else None,
         has_sinks=family.has_sinks,
     )
@@ -67,7 +68,7 @@ class _Reader:
             )
         self.family: Family = known[self.model_type]
 
-    def count(self, key: str, default: int) -> int:
+    def count(self, key: str, default: int, *, most: int | None = None) -> int:
         """A positive integer of the config, or its default."""
         name = _GPT2_NAMES.get(key, key) if self.model_type == "gpt2" else key
         value = self.config.get(name)
@@ -75,6 +76,8 @@ class _Reader:
             return default
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise ConfigError(f"config.json: {name} must be a positive number, got {value!r}")
+        if most is not None and value > most:
+            raise ConfigError(f"config.json: {name} may be up to {most}, got {value!r:.100}")
         return value
 
     def head_dims(self, hidden: int, heads: int) -> tuple[int, int]:

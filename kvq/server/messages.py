@@ -80,9 +80,10 @@ class Ready(Message, frozen=True):
 
 
 class Refused(Message, frozen=True):
-    """The engine can't be built; trying again won't help."""
+    """The engine can't be built; trying again won't help, unless it may pass."""
 
     reason: str
+    may_pass: bool = False
 
 
 class Pong(Message, frozen=True):

@@ -266,6 +266,8 @@ class Remote:
         await self._send(process, self._start)
         async with asyncio.timeout(self._watch.start_s):
             first = await decoder.read_async(process.reader)
+        if isinstance(first, Refused) and first.may_pass and self.info is not None:  # it was there before
+            raise EngineError(first.reason)
         if isinstance(first, Refused):
             self._fail(first.reason)
             raise ConfigError(first.reason)
@@ -308,6 +310,7 @@ class Remote:
                 [sys.executable, "-P", "-m", "kvq.server.worker", str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
+                start_new_session=True,  # an interrupt at the terminal is this process's to handle
             )
         reader, writer = await asyncio.open_connection(sock=ours)
         return _Process(popen, reader, writer)

@@ -50,6 +50,7 @@ def serve(config: ServerConfig) -> None:
     Raises:
         ConfigError: the engine can't be built, or the address can't be bound.
         EngineError: the engine ended more often than it may.
+        KeyboardInterrupt: it was told to end before it was ready.
     """
     logs, stretches = configure(config.log), Stretches()
     try:
@@ -71,6 +72,15 @@ async def _serve(config: ServerConfig, stretches: Stretches) -> None:
         if not ended.done():
             ended.set_result(reason)
 
+    services: list[Service] = []
+
+    def stop() -> None:
+        for service in services if ended.done() else ():
+            service.hurry()  # asked twice
+        end()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop)
     start = Start(folder=str(source.folder), kv=config.kv, options=options, log=config.log)
     remote = Remote(start, watch=Watch(max_restarts=config.max_restarts), on_failed=end)
     starting = asyncio.create_task(remote.start())
@@ -81,6 +91,7 @@ async def _serve(config: ServerConfig, stretches: Stretches) -> None:
         await remote.close()
         await asyncio.gather(starting, return_exceptions=True)
         raise
+    services.append(service)
     ready = asyncio.gather(starting, service.prompts.start())
     server = _Server(_uvicorn(config, service))
     door = _open(config, server, listener, service.turns)
@@ -91,13 +102,6 @@ async def _serve(config: ServerConfig, stretches: Stretches) -> None:
         lambda: stretches.longest_s,
     )
 
-    def stop() -> None:
-        if ended.done():
-            service.hurry()  # asked twice
-        end()
-
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, stop)
     listening = asyncio.create_task(server.serve(sockets=[]))  # the door hands it connections
     try:
         await asyncio.wait((ready, listening, ended), return_when=asyncio.FIRST_COMPLETED)
@@ -118,6 +122,8 @@ async def _serve(config: ServerConfig, stretches: Stretches) -> None:
         reason = await ended
         if reason is not None:
             raise EngineError(reason)
+        if not ready.done():
+            raise KeyboardInterrupt
         log_event("draining", requests=service.num_active, grace_s=config.grace_s)
         await service.drain(config.grace_s)
     finally:

@@ -17,7 +17,7 @@ from kvq.engine.build import build
 from kvq.engine.core import EngineCore
 from kvq.engine.job import Job
 from kvq.engine.watchdog import Watchdog
-from kvq.errors import EngineError, KVQError, Overloaded, RequestError
+from kvq.errors import EngineError, KVQError, OutOfMemory, Overloaded, RequestError, first_lines
 from kvq.layout import GroupLayout
 from kvq.server.frames import Decoder, encode, to_engine
 from kvq.server.heap import Heap
@@ -83,8 +83,14 @@ class Worker:
         try:
             model, config = build(Path(start.folder), start.kv, start.options)
             core = EngineCore(model, config)
-        except KVQError as error:
-            self._send(Refused(reason=str(error)))
+        except Exception as error:  # noqa: BLE001 - whatever it is, another try would find the same
+            if isinstance(error, KVQError):
+                reason = str(error)
+            else:
+                reason = f"the engine can't be built: {type(error).__name__}: {first_lines(error)}"
+                _log.error("the engine can't be built", exc_info=error)
+            may_pass = isinstance(error, OutOfMemory | MemoryError | OSError)
+            self._send(Refused(reason=reason, may_pass=may_pass))
             return
         watchdog = Watchdog(config.step_deadline_s, on_stuck=lambda _: os._exit(STUCK))
         core.scheduler.manager.subscribe(self._residency)

@@ -3,6 +3,7 @@
 import asyncio
 import os
 import signal
+import subprocess
 import sys
 import time
 
@@ -85,3 +86,40 @@ def test_a_server_does_not_outlive_an_interrupted_start():
         return server.process.poll()
 
     assert asyncio.run(interrupt()) is not None
+
+
+INTERRUPTED_IMPORT = """
+import os, signal, sys
+
+class Finder:
+    def find_spec(name, *_):
+        if name == "kvq.cli":
+            os.kill(os.getpid(), signal.SIGINT)
+
+sys.meta_path.insert(0, Finder)
+from kvq.__main__ import main
+main()
+"""
+
+
+def test_an_interrupt_while_the_command_itself_is_loaded():
+    ran = subprocess.run([sys.executable, "-c", INTERRUPTED_IMPORT], capture_output=True, text=True)
+    assert (ran.returncode, ran.stdout, ran.stderr) == (130, "", "kvq: interrupted\n")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("moment", ["tool calls", "loading weights"])
+def test_a_server_that_is_interrupted_before_it_is_ready(number, moment):
+    """At a terminal all its processes get the signal: one line is said, by one of them."""
+    with subprocess.Popen(
+        [sys.executable, "-m", "kvq", "serve", *MODEL, "--port", "0"],
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as server:
+        said = next(line for line in server.stderr if moment in line)
+        os.killpg(server.pid, number)
+        said += server.stderr.read()
+    assert server.returncode == 130
+    assert "Traceback" not in said
+    assert said.splitlines()[-1] == "kvq: interrupted"

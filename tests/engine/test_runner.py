@@ -1,9 +1,13 @@
 """Where a step's tokens lie: found on CPUs by numpy, on GPUs by torch, and the same."""
 
+import json
+import shutil
+
 import numpy as np
 import torch
 
 import kvq
+from kvq.models.resolve import resolve_model
 
 
 def test_both_ways_to_find_slots_and_tables_agree():
@@ -26,3 +30,15 @@ def test_both_ways_to_find_slots_and_tables_agree():
                 assert torch.equal(tables, same_tables)
                 assert torch.equal(slots, same_slots)
                 assert tables.is_contiguous()
+
+
+def test_tables_are_as_wide_as_the_pool_and_not_as_the_context(tmp_path):
+    """Contexts of a thousand million tokens would take gigabytes of tables."""
+    folder = tmp_path / "model"
+    shutil.copytree(resolve_model("tiny").folder, folder, ignore=shutil.ignore_patterns("kvq.json"))
+    config = folder / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"max_position_embeddings": 10**9}))
+    with kvq.LLM(folder, "int4", num_blocks=70) as llm:
+        assert [table.shape[1] for table in llm.core.runner._tables] == [70]
+        output = llm.generate([[5] * 900], kvq.SamplingParams(max_tokens=70 * 16 - 900, ignore_eos=True))[0]
+        assert len(output.outputs[0].token_ids) == 70 * 16 - 900, "the whole pool can be one request's"

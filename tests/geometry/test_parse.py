@@ -140,6 +140,7 @@ def test_latent_attention_has_a_k_dimension_unlike_its_v_dimension():
         ({"hidden_size": [4096]}, r"hidden_size must be a positive number, got \[4096\]"),
         ({"vocab_size": "many"}, "vocab_size must be a positive number, got 'many'"),
         ({"max_position_embeddings": -1}, "max_position_embeddings must be a positive number, got -1"),
+        ({"max_position_embeddings": 2**62}, "max_position_embeddings may be up to 1073741824, got 46116860"),
         (
             {"num_hidden_layers": 2, "layer_types": [FULL, "chunked_attention"]},
             "layer kind 'chunked_attention' is not one kvq can run; it runs full_attention, sliding_",

@@ -16,7 +16,7 @@ import pytest
 
 import kvq
 from kvq.engine import SamplingParams
-from kvq.errors import ConfigError, EngineError
+from kvq.errors import ConfigError, EngineError, OutOfMemory
 from kvq.models.checkpoint import content_digest
 from kvq.models.resolve import EMBEDDED
 from kvq.server import remote as remote_module
@@ -227,6 +227,24 @@ def test_what_cannot_be_built_is_refused_with_its_reason(unlogged, start, reason
     refused = roundtrip(from_engine(), said)
     assert isinstance(refused, Refused)
     assert reason in refused.reason
+
+
+@pytest.mark.parametrize(
+    ("error", "reason", "may_pass"),
+    [
+        (RuntimeError("no\nand more"), "the engine can't be built: RuntimeError: no", False),
+        (OverflowError("x"), "the engine can't be built: OverflowError: x", False),
+        (OutOfMemory("the KV pool has no room"), "the KV pool has no room", True),
+        (MemoryError("x"), "the engine can't be built: MemoryError: x", True),
+    ],
+)
+def test_whatever_fails_while_an_engine_is_built_is_told(unlogged, monkeypatch, error, reason, may_pass):
+    def build(*_):
+        raise error
+
+    monkeypatch.setattr(worker, "build", build)
+    refused = roundtrip(from_engine(), answer_of_a_worker(encode(START)))
+    assert (refused.reason.splitlines()[0].startswith(reason), refused.may_pass) == (True, may_pass)
 
 
 @pytest.mark.parametrize("sent", [b"\xff\xff\xff\xff", encode(Ping(number=1)), encode(START)[:-1]])
