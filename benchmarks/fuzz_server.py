@@ -36,7 +36,6 @@ from schemathesis.specs.openapi.checks import (
 from kvq.bench.serve_process import ServerProcess
 from kvq.evals.results import envelope, source_commit, write_json
 
-RESULTS = Path(__file__).resolve().parent / "results"
 OPTIONS = (
     *(
         "--model",
@@ -52,7 +51,6 @@ OPTIONS = (
     ),
     *("--max-model-len", "256"),  # so that "as long as the context" is not long
 )
-NO_BOUNDS = ("--max-queue", "100000", "--max-wait", "100000", "--max-kv-pressure", "1")
 _ROUND = 25  # of schemathesis' cases, with one seed
 _BROKEN = 20  # copies of each, broken
 _KEPT = 20  # findings that are written down
@@ -188,14 +186,14 @@ async def fuzz(cases: int, seconds: float, first_seed: int) -> list[dict[str, An
         same = server.engine_pid == pid
         errors = [line for line in server.log.splitlines() if "level=error" in line]
     return [
-        _finding("cases", fuzzer.count, f"{cases}", fuzzer.count >= cases, kinds=fuzzer.kinds),
-        _finding("answers", dict(fuzzer.statuses), "no 5xx", not any(s >= "500" for s in fuzzer.statuses)),
-        _finding("findings", len(fuzzer.findings), "0", not fuzzer.findings, first=fuzzer.findings[:_KEPT]),
-        _finding("errors in the log", len(errors), "0", not errors, first=errors[:_KEPT]),
-        _finding("restarts of the engine", restarts, "0", restarts == 0 and same),
-        _finding("requests and live blocks left", left, "0", left == 0),
-        _finding("/health/deep", deep, "200", deep == 200),
-        _finding("slowest answer, s", round(fuzzer.slowest_s, 2), "60", fuzzer.slowest_s < 60),
+        finding("cases", fuzzer.count, f"{cases}", fuzzer.count >= cases, kinds=fuzzer.kinds),
+        finding("answers", dict(fuzzer.statuses), "no 5xx", not any(s >= "500" for s in fuzzer.statuses)),
+        finding("findings", len(fuzzer.findings), "0", not fuzzer.findings, first=fuzzer.findings[:_KEPT]),
+        finding("errors in the log", len(errors), "0", not errors, first=errors[:_KEPT]),
+        finding("restarts of the engine", restarts, "0", restarts == 0 and same),
+        finding("requests and live blocks left", left, "0", left == 0),
+        finding("/health/deep", deep, "200", deep == 200),
+        finding("slowest answer, s", round(fuzzer.slowest_s, 2), "60", fuzzer.slowest_s < 60),
     ]
 
 
@@ -210,10 +208,6 @@ async def _left(server: ServerProcess) -> float:
             return 0.0
         await asyncio.sleep(0.1)
     return running + live - pinned
-
-
-def _finding(what: str, found: Any, asked: str, holds: bool, **more: Any) -> dict[str, Any]:
-    return {"what": what, "found": found, "asked": asked, "holds": bool(holds), **more}
 
 
 def main() -> None:

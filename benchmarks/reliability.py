@@ -15,7 +15,6 @@ import argparse
 import asyncio
 import os
 import signal
-import sys
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,17 +24,14 @@ from typing import Any
 
 import torch
 
+from benchmarks.findings import NO_BOUNDS, RESULTS, Rows, finding, report
 from kvq.bench.engine_load import Load, LoadRequest
 from kvq.bench.serve_client import Manner, Sent, send
 from kvq.bench.serve_load import as_served, outcomes, run_load, some_rude
 from kvq.bench.serve_process import ServerProcess
 from kvq.bench.timing import percentile
 from kvq.capacity.draws import Lengths
-from kvq.evals.results import envelope, source_commit, write_json
-
-RESULTS = Path(__file__).resolve().parent / "results"
-Rows = list[dict[str, Any]]
-NO_BOUNDS = ("--max-queue", "100000", "--max-wait", "100000", "--max-kv-pressure", "1")
+from kvq.evals.results import source_commit
 
 
 @dataclass(frozen=True)
@@ -52,11 +48,6 @@ class Run:
     def seconds(self, full: float) -> float:
         """That long, scaled."""
         return full * self.scale
-
-
-def finding(what: str, found: Any, asked: str, holds: bool, **more: Any) -> dict[str, Any]:
-    """One row."""
-    return {"what": what, "found": found, "asked": asked, "holds": bool(holds), **more}
 
 
 def tiny_server(*options: str, kv: str = "int4") -> ServerProcess:
@@ -401,19 +392,13 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=RESULTS)
     given = parser.parse_args()
     source_commit()
-    given.out.mkdir(parents=True, exist_ok=True)
     run = Run(given.scale, given.model)
     for part in given.parts.split(","):
         began = perf_counter()
         rows = asyncio.run(PARTS[part](run))
-        result = envelope(
-            sys.argv, torch.device("cpu"), rows, scale=run.scale, seconds=perf_counter() - began
-        )
-        write_json(given.out / f"reliability-{part}-cpu.json", result)
-        print(f"{part}: {perf_counter() - began:.0f} s")
-        for row in rows:
-            holds = "holds" if row["holds"] else "FALLS SHORT"
-            print(f"  {holds:<12}{row['what']}: {row['found']} ({row['asked']})")
+        seconds = perf_counter() - began
+        print(f"{part}: {seconds:.0f} s")
+        report(given.out / f"reliability-{part}-cpu.json", rows, scale=run.scale, seconds=seconds)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import socket
+import ssl
 import struct
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
@@ -34,6 +35,7 @@ class Target:
     port: int
     model: str
     key: str = "none"
+    tls: ssl.SSLContext | None = None
 
     @classmethod
     def from_url(cls, url: str, model: str = "", key: str = "none") -> "Target":
@@ -95,7 +97,7 @@ async def get(target: Target, path: str, *, timeout_s: float = 10.0) -> tuple[in
         OSError: no connection; TimeoutError: no answer in time.
     """
     async with asyncio.timeout(timeout_s):
-        reader, writer = await asyncio.open_connection(target.host, target.port, limit=_LINE)
+        reader, writer = await _connect(target)
         try:
             writer.write(_head(target, "GET", path))
             status, headers = await _answer(reader)
@@ -116,7 +118,7 @@ async def _exchange(target: Target, sent: Sent, stall_s: float) -> None:
         "priority": request.priority.name.lower(),
     }
     payload = json.dumps(body).encode()
-    reader, writer = await asyncio.open_connection(target.host, target.port, limit=_LINE)
+    reader, writer = await _connect(target)
     try:
         writer.write(_head(target, "POST", "/v1/completions", len(payload)) + payload)
         sent.status, headers = await _answer(reader)
@@ -135,6 +137,10 @@ async def _exchange(target: Target, sent: Sent, stall_s: float) -> None:
                 return
     finally:
         writer.close()
+
+
+async def _connect(target: Target) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    return await asyncio.open_connection(target.host, target.port, limit=_LINE, ssl=target.tls)
 
 
 def _head(target: Target, method: str, path: str, length: int | None = None) -> bytes:

@@ -5,6 +5,7 @@ import json
 import os
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 import tempfile
@@ -31,11 +32,18 @@ class ServerProcess:
     With `pin` the HTTP process shares the first core with this one, and the engine has the others.
     """
 
-    def __init__(self, options: Sequence[str], *, pin: bool = False, key: str = "none") -> None:
-        """`options`: of `kvq serve`, without a port."""
+    def __init__(
+        self,
+        options: Sequence[str],
+        *,
+        pin: bool = False,
+        key: str = "none",
+        tls: ssl.SSLContext | None = None,
+    ) -> None:
+        """`options`: of `kvq serve`, without a port. `tls`: for clients, if the options turn it on."""
         with socket.create_server(("127.0.0.1", 0)) as free:
             port = free.getsockname()[1]
-        self.target = Target(host="127.0.0.1", port=port, model="", key=key)
+        self.target = Target(host="127.0.0.1", port=port, model="", key=key, tls=tls)
         self.model: dict[str, Any] = {}  # as /v1/models lists it
         self._cores = sorted(os.sched_getaffinity(0)) if pin else []
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 - as long as the server lives

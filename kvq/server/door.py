@@ -18,8 +18,8 @@ from kvq.errors import ConfigError
 from kvq.server.turns import Turns
 
 _log = logging.getLogger("kvq")
-_HANDSHAKE_S = 10.0
-_MAX_HANDSHAKES = 256  # at once
+_HANDSHAKE_S = 10.0  # to begin it, and again for all of it
+_MAX_HANDSHAKES = 256  # at once; who has not said a word is in none, and costs a descriptor only
 _AT_A_TIME = 8  # accepted before others have their turn
 _FOR_OTHERS = 32  # descriptors left for all that is no connection
 _AGAIN_S = 1.0  # after the system had none
@@ -32,7 +32,7 @@ _SHORT = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 class Stage(Enum):
     """What a connection is doing; those that do least give way first."""
 
-    SILENT = "silent"  # in its handshake, or it has never asked for anything
+    SILENT = "silent"  # before or in its handshake, or it has never asked for anything
     IDLE = "idle"  # between two requests
     BUSY = "busy"
 
@@ -44,8 +44,9 @@ class Slot:
     door: "Door"
     address: str
     sock: socket.socket | None  # until its handshake begins
-    since_s: float  # when it was accepted
+    since_s: float  # when it was accepted, or its handshake began
     stage: Stage = Stage.SILENT
+    timer: asyncio.TimerHandle | None = None  # until it says its first word
     task: asyncio.Task[None] | None = None  # its handshake
     transport: asyncio.Transport | None = None  # since that ended
 
@@ -64,8 +65,15 @@ class Slot:
         elif self.task is not None:
             self.task.cancel()
         if self.sock is not None:
+            self.listen_no_more()
             self.sock.close()
         self.leave()
+
+    def listen_no_more(self) -> None:
+        """To its first word."""
+        if self.timer is not None:
+            self.timer.cancel()
+            asyncio.get_running_loop().remove_reader(self.sock)
 
 
 @dataclass(slots=True)
@@ -111,6 +119,8 @@ class Door:
         self._addresses: dict[str, _Address] = {}
         self._num = dict.fromkeys(Stage, 0)
         self._handshakes: OrderedDict[Slot, None] = OrderedDict()
+        self._spoken: OrderedDict[Slot, None] = OrderedDict()  # who waits for a handshake
+        self._is_admitting = False  # by a timer
         self._make: Callable[[Slot], asyncio.Protocol] | None = None
         self._is_accepting = False
         self._troubled_s = -_QUIET_S
@@ -131,12 +141,14 @@ class Door:
         self._resume()
 
     def close(self) -> None:
-        """Accept no more, and end handshakes."""
+        """Accept no more, and end what has not begun."""
         self._pause()
         self._make = None
         self._listener.close()
-        for slot in list(self._handshakes):
-            slot.drop()
+        silent = [slot for one in self._addresses.values() for slot in one.slots[Stage.SILENT]]
+        for slot in silent:
+            if slot.transport is None:
+                slot.drop()
 
     def _resume(self) -> None:
         if self._make is not None and not self._is_accepting:
@@ -169,27 +181,20 @@ class Door:
 
     def _make_room(self) -> bool:
         """Whether one more can be taken now; if not, accepting goes on when it can."""
-        if len(self._handshakes) >= _MAX_HANDSHAKES:
-            return self._end_silent(self._handshakes)
         if self.num_connections < self.max_connections:
             return True
         for stage in (Stage.SILENT, Stage.IDLE):
             if self._num[stage]:
                 most = max(self._addresses.values(), key=lambda one: len(one.slots[stage]))
-                return self._end_silent(most.slots[stage])
+                slot = next(iter(most.slots[stage]))  # it is the longest in this stage
+                if (left_s := self._left_to_speak(slot)) > 0:
+                    self._pause(left_s)
+                    return False
+                slot.drop()
+                return True
         self._pause()
         self._tell(f"all {self.max_connections} connections are busy; new ones wait")
         return False
-
-    def _end_silent(self, slots: OrderedDict[Slot, None]) -> bool:
-        """Close the first of them, which had its time to speak; or wait until it had."""
-        slot = next(iter(slots))
-        left_s = self._left_to_speak(slot)
-        if left_s > 0:
-            self._pause(left_s)
-            return False
-        slot.drop()
-        return True
 
     def _left_to_speak(self, slot: Slot) -> float:
         if slot.stage is not Stage.SILENT:
@@ -208,8 +213,41 @@ class Door:
         slot = Slot(self, address, sock, loop.time())
         self._addresses.setdefault(address, _Address()).slots[slot.stage][slot] = None
         self._num[slot.stage] += 1
-        self._handshakes[slot] = None
-        slot.task = loop.create_task(self._begin(slot))
+        if self._tls is None:
+            slot.task = loop.create_task(self._begin(slot))
+            return
+        sock.setblocking(False)
+        slot.timer = loop.call_later(_HANDSHAKE_S, slot.drop)
+        loop.add_reader(sock, self._speaks, slot)
+
+    def _speaks(self, slot: Slot) -> None:
+        """Its first byte has come, or its end."""
+        slot.listen_no_more()
+        slot.timer = None
+        self._spoken[slot] = None
+        self._admit()
+
+    def _admit(self) -> None:
+        """Begin handshakes, as many as may be at once; the longest gives way if it had its time."""
+        loop = asyncio.get_running_loop()
+        while self._spoken:
+            if len(self._handshakes) >= _MAX_HANDSHAKES:
+                oldest = next(iter(self._handshakes))
+                if (left_s := self._left_to_speak(oldest)) > 0:
+                    if not self._is_admitting:
+                        self._is_admitting = True
+                        loop.call_later(left_s, self._admit_on)
+                    return
+                oldest.drop()
+            slot, _ = self._spoken.popitem(last=False)
+            self._move(slot, Stage.SILENT)  # the last of them now
+            self._handshakes[slot] = None
+            slot.since_s = loop.time()
+            slot.task = loop.create_task(self._begin(slot))
+
+    def _admit_on(self) -> None:
+        self._is_admitting = False
+        self._admit()
 
     async def _begin(self, slot: Slot) -> None:
         """Make the connection, after its handshake."""
@@ -228,6 +266,7 @@ class Door:
         finally:
             slot.task = None
             self._handshakes.pop(slot, None)
+            self._admit()
 
     def _move(self, slot: Slot, stage: Stage) -> None:
         theirs = self._addresses.get(slot.address)
@@ -248,6 +287,7 @@ class Door:
         del theirs.slots[slot.stage][slot]
         self._num[slot.stage] -= 1
         self._handshakes.pop(slot, None)
+        self._spoken.pop(slot, None)
         if not theirs:
             del self._addresses[slot.address]
         self._resume()

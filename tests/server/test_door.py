@@ -137,6 +137,42 @@ def test_connections_in_their_handshake_count_and_give_way(tls, client_tls, capl
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
 
 
+def test_who_has_not_said_a_word_takes_no_handshake_from_others(tls, client_tls, monkeypatch):
+    monkeypatch.setattr(door_module, "_TO_SPEAK_S", 10 * HANG_S)
+    monkeypatch.setattr(door_module, "_MAX_HANDSHAKES", 2)
+    with World(tls=tls, max_connections=40, max_per_address=40) as world, contextlib.ExitStack() as stack:
+        for _ in range(20):
+            stack.enter_context(world.connect())
+        raw = stack.enter_context(world.connect())
+        with client_tls.wrap_socket(raw, server_hostname="localhost") as polite:
+            assert ask(polite).startswith(b"HTTP/1.1 200")
+
+
+def test_the_oldest_handshake_gives_way(tls, client_tls, monkeypatch):
+    monkeypatch.setattr(door_module, "_MAX_HANDSHAKES", 2)
+    with World(tls=tls, max_connections=40, max_per_address=40) as world, contextlib.ExitStack() as stack:
+        begun = [stack.enter_context(world.connect()) for _ in range(6)]
+        for sock in begun:
+            sock.sendall(b"\x16")
+        raw = stack.enter_context(world.connect())
+        with client_tls.wrap_socket(raw, server_hostname="localhost") as polite:
+            assert ask(polite).startswith(b"HTTP/1.1 200")
+        assert all(is_closed(sock) for sock in begun[:4])
+
+
+def test_a_closed_door_forgets_who_waits_for_a_handshake(tls, monkeypatch):
+    monkeypatch.setattr(door_module, "_MAX_HANDSHAKES", 1)
+    monkeypatch.setattr(door_module, "_TO_SPEAK_S", 10 * HANG_S)
+    with contextlib.ExitStack() as stack:
+        with World(tls=tls) as world:
+            socks = [stack.enter_context(world.connect()) for _ in range(4)]
+            for sock in socks[:3]:
+                sock.sendall(b"\x16")
+            wait_for(lambda: len(world.door._spoken) == 2, "two to wait")
+        assert all(map(is_closed, socks))
+        assert not world.door._addresses
+
+
 def test_garbage_in_place_of_a_handshake_frees_its_place(tls, client_tls):
     with World(tls=tls) as world:
         for sent in (b"", b"GET / HTTP/1.1\r\n\r\n", b"\x16\x03\x01\x00\x05hello", bytes(500)):
@@ -159,7 +195,7 @@ def test_who_waits_for_an_answer_does_not_give_way_and_new_ones_wait(caplog):
         late = [stack.enter_context(world.connect()) for _ in range(20)]
         for sock in late:
             sock.sendall(GET)
-        wait_for(lambda: not world.door._is_accepting, "the door to be closed for now")
+        wait_for(lambda: "busy" in caplog.text, "the door to be closed for now")
         world.may_answer.set()
         for sock in busy + late:
             assert answer(sock).startswith(b"HTTP/1.1 200")
@@ -233,10 +269,11 @@ def test_the_limit_of_descriptors_bounds_connections(monkeypatch):
             Door(listener, tls=None, max_connections=4096, max_per_address=2048)
 
 
+@pytest.mark.parametrize("is_tls", [False, True], ids=["plain", "tls"])
 @pytest.mark.parametrize("seed", range(5))
-def test_random_coming_and_going_loses_no_place(seed):
+def test_random_coming_and_going_loses_no_place(seed, is_tls, tls):
     rng = random.Random(seed)
-    with World(max_connections=6, max_per_address=4) as world:
+    with World(max_connections=6, max_per_address=4, tls=tls if is_tls else None) as world:
         socks = []
         for _ in range(150):
             choice = rng.random()
@@ -253,6 +290,7 @@ def test_random_coming_and_going_loses_no_place(seed):
         wait_for(lambda: world.door.num_connections == 0, "all places to be free")
         assert not world.door._addresses
         assert not world.door._handshakes
+        assert not world.door._spoken
 
 
 def test_a_server_with_few_descriptors_serves_more_clients_than_those():

@@ -9,6 +9,7 @@ from time import sleep
 
 import pytest
 
+from benchmarks.worst_bodies import CHATS, SHAPES
 from kvq.server.ignored import HEADER
 from tests.waiting import HANG_S
 
@@ -184,44 +185,6 @@ def test_bytes(server, name):
     assert 400 <= status < 500, body
     assert headers["content-type"] == "application/json"
     assert set(json.loads(body)["error"]) == {"message", "type", "param", "code"}
-
-
-def body_of(before, unit, after, size=7 << 20):
-    return (before + ",".join([unit] * (size // (len(unit) + 1))) + after).encode()
-
-
-SHAPES = {
-    "wrong token ids": body_of('{"prompt": [', "-1", "]}"),
-    "wrong texts": body_of('{"prompt": [', "1.5", "]}"),
-    "lists of nothing": body_of('{"prompt": [', "[]", "]}"),
-    "a field of nothing": body_of('{"prompt": "a", "x": [', "{}", "]}"),
-    "biases": json.dumps({"prompt": "a", "logit_bias": dict.fromkeys(range(400000), "a")}).encode(),
-    "parts that are no text": body_of(
-        '{"messages": [{"role": "user", "content": [', '{"type": "image_url"}', "]}]}"
-    ),
-    "unknown fields": json.dumps(
-        ask() | dict.fromkeys(map(str, range(4000)), 0), separators=(",", ":")
-    ).encode(),
-    "far too many fields": json.dumps(ask() | dict.fromkeys(map(str, range(500000)), 0)).encode(),
-    "constraints of far too many fields": json.dumps(
-        ask(structured_outputs=dict.fromkeys(map(str, range(500000)), 0))
-    ).encode(),
-    "numbers in a message": body_of('{"messages": [{"role": "user", "content": "a", "x": [', "1", "]}]}"),
-    "numbers for a template": body_of(
-        '{"messages": [{"role": "user", "content": "a"}], "chat_template_kwargs": {"x": [', "1", "]}}"
-    ),
-    "numbers in a schema": body_of('{"prompt": "a", "guided_json": {"enum": [', "1", "]}}"),
-    "token ids": body_of('{"prompt": [', "12", "]}"),
-    "escapes": b'{"prompt": "' + b"\\n" * (7 << 19) + b'"}',
-    "two bytes a character": b'{"prompt": "' + "é".encode() * (7 << 19) + b'"}',
-    "small exponents": body_of('{"prompt": [', "5e-324", "]}", 1 << 20),
-    "digits": body_of('{"prompt": [', "9" * 100, "]}"),
-    "blanks": b" " * (7 << 20) + b"{}",
-    "parts": json.dumps(
-        {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}] * 1000}] * 13}
-    ).encode(),
-}
-CHATS = ("parts", "parts that are no text", "numbers in a message", "numbers for a template")
 
 
 def longest_stretch(server):
