@@ -41,6 +41,11 @@ class FairLine(Generic[T]):
         self._items[tenant].append(item)
         self._length += 1
 
+    def put_back(self, tenant: str, item: T) -> None:
+        """Take the first place in the tenant's own line, as an item that was taken and is not done."""
+        self.put(tenant, item)
+        self._items[tenant].rotate()
+
     def take(self) -> tuple[str, T] | None:
         """The first item of the tenant that has used least; of equals, of whoever came first. None: empty."""
         if not self._items:

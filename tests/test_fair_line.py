@@ -24,6 +24,18 @@ def test_within_a_tenant_first_come_is_first_served():
     assert [line.take() for _ in range(6)] == [("a", i) for i in range(5)] + [None]
 
 
+def test_who_is_put_back_keeps_the_first_place():
+    line = FairLine()
+    for i in range(3):
+        line.put("a", i)
+    assert line.take() == ("a", 0)
+    line.put_back("a", 0)
+    assert [line.take() for _ in range(3)] == [("a", i) for i in range(3)]
+    line.put_back("a", 9)
+    assert line.take() == ("a", 9)
+    assert len(line) == 0
+
+
 def test_one_item_of_another_is_next_however_many_wait():
     line = FairLine()
     for i in range(70):

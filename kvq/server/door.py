@@ -25,6 +25,7 @@ _FOR_OTHERS = 32  # descriptors left for all that is no connection
 _AGAIN_S = 1.0  # after the system had none
 _TO_SPEAK_S = 0.1  # that a connection has, at least, before it gives way as silent
 _QUIET_S = 60.0  # without trouble, before the next one is told of
+_READ = 32 << 10  # bytes at once; asyncio would take 256 KB from each of those who send
 _TLS_BUFFER = 16 << 10  # bytes a connection, a TLS record; asyncio would take 256 KB
 _SHORT = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
@@ -261,6 +262,8 @@ class Door:
                 ssl=self._tls,
                 ssl_handshake_timeout=None if self._tls is None else _HANDSHAKE_S,
             )
+            if self._tls is None:
+                slot.transport.max_size = _READ  # type: ignore[attr-defined]
         except (OSError, TimeoutError):
             slot.leave()
         finally:

@@ -18,11 +18,18 @@ class Heap:
     def __init__(self, every_s: float = _EVERY_S) -> None:
         self._every_s = every_s
         self._trimmed_s = monotonic()
+        self._is_used = False
+
+    @property
+    def left_s(self) -> float | None:
+        """Seconds until it is time to; None: nothing was done since the last time."""
+        return max(0.0, self._trimmed_s + self._every_s - monotonic()) if self._is_used else None
 
     def tend(self) -> bool:
-        """Give memory back if it is time to; True if this was done."""
+        """Give memory back if it is time to; True if this was done. Called after whatever was done."""
         now = monotonic()
-        if now - self._trimmed_s < self._every_s:
+        self._is_used = now - self._trimmed_s < self._every_s
+        if self._is_used:
             return False
         self._trimmed_s = now
         return give_back()

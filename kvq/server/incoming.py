@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import gc
 
 from starlette.types import Message, Receive
 
@@ -44,7 +43,6 @@ class Incoming:
 
     def _trim(self) -> None:
         self._is_trimming = False
-        gc.collect()  # errors hold their frames, and frames hold bodies
         asyncio.get_running_loop().run_in_executor(None, give_back)
 
 

@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from time import perf_counter
 
+from kvq.server.turns import Again
+
 MAX_VALUES = 1 << 16  # of one body, names of fields included
 MAX_TOKEN_IDS = 1 << 18  # in the lists of `IDS_IN`, which don't count among the values
 IDS_IN = (b"prompt", b"tokens")
@@ -25,8 +27,8 @@ _IDS = re.compile(rb"(?:\s{0,4}\d{1,20}\s{0,4},){1,2048}")
 _ESCAPES = re.compile(rb'(?:\\.[^"\\]{0,64}){1,256}', re.DOTALL)
 
 
-def scan(body: bytes) -> Iterator[None]:
-    """Count what a body holds; yields where others may have their turn.
+def scan(body: bytes) -> Iterator[Again]:
+    """Count what a body holds, in slices of two milliseconds.
 
     Raises:
         ValueError: it holds too much.
@@ -34,7 +36,7 @@ def scan(body: bytes) -> Iterator[None]:
     began = perf_counter()
     for _ in _Scan(body).steps():
         if perf_counter() - began > _SLICE_S:
-            yield
+            yield Again.IN_TURN
             began = perf_counter()
 
 

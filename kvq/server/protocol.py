@@ -14,7 +14,7 @@ from uvicorn.server import ServerState
 from kvq.server.door import Slot, Stage
 from kvq.server.metered import FREE_EVENTS, SLICE_EVENTS, MeteredParser
 from kvq.server.problems import Problem
-from kvq.server.turns import Turns
+from kvq.server.turns import Again, Turns
 
 HEAD_S = 10.0  # for the head of a request, from its first byte or the connection's beginning
 _SMALL_READ = 1 << 10  # bytes
@@ -134,13 +134,13 @@ class Connection(H11Protocol):
             self._slot.enter(Stage.BUSY)
         return self.conn.ran_out and not self.transport.is_closing()
 
-    def _parse_on(self) -> bool:
-        """Parse the next slice; True if there is more."""
+    def _parse_on(self) -> Again:
+        """Parse the next slice, and ask for another one if there is more."""
         self._is_in_line = self._parse(SLICE_EVENTS)
         if not self._is_in_line:
             self._hold()
             self._watch_head()
-        return self._is_in_line
+        return Again.IN_TURN if self._is_in_line else Again.NO
 
     def _count_small(self) -> None:
         now = self.loop.time()

@@ -59,7 +59,9 @@ def note_fields(request: Request, service: Service, body: BaseModel) -> None:
     Raises:
         Problem: the server is strict, and refuses one.
     """
-    ignored = service.check_fields(request.scope.pop(DECODED, None), body)
+    decoded = request.scope.pop(DECODED)
+    ignored = service.check_fields(decoded, body)
+    decoded.clear()  # FastAPI holds it until the answer's end
     if ignored.fields:
         request.scope[IGNORED] = ignored.header()
 

@@ -1,6 +1,6 @@
 """From a request's body to the engine's parameters."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,6 +15,13 @@ from kvq.server.problems import Problem
 from kvq.server.strict_json import check_value
 
 _MAX_SCHEMA_TEXT = GrammarLimits().max_bytes
+
+
+def schema_text(schema: Mapping[str, Any]) -> str:
+    """A JSON schema as text: one object to hold, and not a tree of thousands that each look for garbage
+    goes through while the request waits.
+    """
+    return msgspec.json.encode(schema).decode()
 
 
 def completion_params(body: CompletionBody) -> SamplingParams:
@@ -79,7 +86,7 @@ def _params(body: Common, **own: Any) -> SamplingParams:
             min_tokens=body.min_tokens,
             ignore_eos=body.ignore_eos,
             skip_special_tokens=body.skip_special_tokens,
-            structured=_structured(body),
+            structured=_take_structured(body),
             **own,
         )
 
@@ -93,8 +100,9 @@ def _biases(given: dict[str, float] | None) -> dict[int, float] | None:
         raise Problem(400, "logit_bias maps token ids to numbers", param="logit_bias") from error
 
 
-def _structured(body: Common) -> StructuredOutput | None:
-    format = body.response_format
+def _take_structured(body: Common) -> StructuredOutput | None:
+    """The constraint, which the body then has no more; see `schema_text`."""
+    format, guided = body.response_format, body.guided_json
     schema: Any = None
     if format is not None and format.type == "json_object":
         schema = {"type": "object"}
@@ -103,8 +111,10 @@ def _structured(body: Common) -> StructuredOutput | None:
     asked = body.structured_outputs or StructuredOutputs()
     if asked.json_object:
         asked = asked.model_copy(update={"definition": {"type": "object"}})
+    schema = _one("json_schema", schema, _schema(guided), _schema(asked.definition))
+    body.response_format = body.guided_json = body.structured_outputs = None
     given = {
-        "json_schema": _one("json_schema", schema, _schema(body.guided_json), _schema(asked.definition)),
+        "json_schema": None if schema is None else schema_text(schema),
         "regex": _one("regex", body.guided_regex, asked.regex),
         "choice": _one("choice", body.guided_choice, asked.choice),
         "lark": _one("grammar", body.guided_grammar, asked.grammar),

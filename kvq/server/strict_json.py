@@ -12,6 +12,7 @@ from pydantic_core import PydanticCustomError
 from starlette.exceptions import HTTPException
 
 from kvq.server.json_bounds import scan
+from kvq.server.turns import Again
 
 DECODED = "kvq_decoded"  # a request's body in its scope, until somebody takes it
 MAX_TEXT = 4 << 20  # characters
@@ -77,13 +78,13 @@ class _JsonRequest(Request):
         """Raises HTTPException: it is something else, or holds too much."""
         body, decoded = await self.body(), []
 
-        def read() -> Iterator[None]:
+        def read() -> Iterator[Again]:
             yield from scan(body)
             if len(body) > _LARGE:
-                yield
+                yield Again.IN_TURN
             decoded.append(msgspec.json.decode(body))
             if len(body) > _LARGE:  # what is done with it has a turn of its own
-                yield
+                yield Again.NEXT
 
         try:
             await self.app.state.turns.through(self.scope.get("kvq_tenant", ""), read())

@@ -2,49 +2,83 @@
 
 import asyncio
 from collections.abc import Callable, Iterator
+from enum import Enum
 from time import perf_counter
 
 from kvq.fair_line import FairLine
 
 _SHARE = 0.25  # of the loop's time
+_AT_ONCE_S = 0.005  # that first steps may take of it without a turn
+_LEAST_S = 0.001  # that one of them counts: what follows it takes time as well
+
+
+class Again(Enum):
+    """When a step wants to be followed by another one of its kind."""
+
+    NO = 0
+    IN_TURN = 1  # after those who wait
+    NEXT = 2  # before others of its owner: it holds much, and many such would together
+
+    def __bool__(self) -> bool:
+        return self is not Again.NO
 
 
 class Turns:
     """Slices of a few milliseconds, one at a time; between two of them everybody else has the loop."""
 
     def __init__(self) -> None:
-        self._line: FairLine[Callable[[], bool]] = FairLine()
+        self._line: FairLine[Callable[[], Again]] = FairLine()
         self._is_running = False
+        self._spare_s = _AT_ONCE_S
+        self._counted_s = 0.0
 
-    def add(self, owner: str, step: Callable[[], bool]) -> None:
-        """Call `step` in its turn, and again as long as it returns True."""
+    def add(self, owner: str, step: Callable[[], Again]) -> None:
+        """Call `step` in its turn, and again as often as it asks for it."""
         self._line.put(owner, step)
         if not self._is_running:
             self._is_running = True
             asyncio.get_running_loop().call_soon(self._turn)
 
-    async def through(self, owner: str, steps: Iterator[None]) -> None:
-        """Go through an iterator: to its first yield at once, from there on in turns.
+    async def through(self, owner: str, steps: Iterator[Again]) -> None:
+        """Go through an iterator: to its first yield at once, from there on in turns, as it yields.
 
+        What many do at once is much together, so that all but a few of these begin in turn as well.
         Raises what it raises.
         """
-        if next(steps, steps) is steps:
+        if self._has_spare() and self._first(steps):
             return
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        failures: list[Exception] = []  # a future that held one would live as long as its traceback, and back
 
-        def step() -> bool:
+        def step() -> Again:
             if done.done():  # nobody waits for it any more
-                return False
+                return Again.NO
             try:
-                if next(steps, steps) is not steps:
-                    return True
-                done.set_result(None)
+                if again := next(steps, Again.NO):
+                    return again
             except Exception as error:  # noqa: BLE001 - for who waits
-                done.set_exception(error)
-            return False
+                failures.append(error)
+            done.set_result(None)
+            return Again.NO
 
         self.add(owner, step)
         await done
+        if failures:
+            raise failures.pop()
+
+    def _has_spare(self) -> bool:
+        now = asyncio.get_running_loop().time()
+        self._spare_s = min(_AT_ONCE_S, self._spare_s + (now - self._counted_s) * _SHARE)
+        self._counted_s = now
+        return self._spare_s > 0
+
+    def _first(self, steps: Iterator[Again]) -> bool:
+        """Take the first step; True if it was the only one."""
+        began = perf_counter()
+        try:
+            return not next(steps, Again.NO)
+        finally:
+            self._spare_s -= max(_LEAST_S, perf_counter() - began)
 
     def _turn(self) -> None:
         taken = self._line.take()
@@ -52,8 +86,11 @@ class Turns:
         owner, step = taken
         began = perf_counter()
         try:
-            if step():
+            again = step()
+            if again is Again.IN_TURN:
                 self._line.put(owner, step)
+            elif again is Again.NEXT:
+                self._line.put_back(owner, step)
         finally:
             took_s = perf_counter() - began
             self._line.charge(owner, took_s)

@@ -1,5 +1,6 @@
 """The engine process: `python -m kvq.server.worker FD`, FD being its end of a socket pair."""
 
+import gc
 import logging
 import os
 import queue
@@ -46,6 +47,7 @@ from kvq.server.messages import (
 from kvq.server.residency import Residency
 
 _log = logging.getLogger("kvq")
+_SWITCH_S = 5e-4  # that a step waits at most for Python code of other threads; Python's own is 5 ms
 _GRAMMAR_POLL_S = 0.002
 STUCK = 70  # exit status after a step that never ended
 
@@ -65,6 +67,7 @@ class Worker:
         self._gaps = Gaps()
         self._residency = Residency()
         self._lookout = Lookout()
+        self._heap = Heap()
         self._is_looked_at = False  # somebody asked for a picture since the last one
 
     def run(self) -> None:
@@ -95,6 +98,8 @@ class Worker:
         watchdog = Watchdog(config.step_deadline_s, on_stuck=lambda _: os._exit(STUCK))
         core.scheduler.manager.subscribe(self._residency)
         memory = Memory(model.weights.device)
+        gc.collect()
+        gc.freeze()  # else what requests leave in circles waits until a look through all the libraries' objects
         threading.Thread(target=self._listen, args=(decoder,), name="kvq-listen", daemon=True).start()
         layout = model.layout
         self._send(
@@ -114,7 +119,6 @@ class Worker:
             watchdog.close()
 
     def _serve(self, core: EngineCore, watchdog: Watchdog, memory: Memory) -> None:
-        heap = Heap()
         self._tell(core, memory)
         while self._obey(core):
             ran = False
@@ -128,14 +132,16 @@ class Worker:
             if self._is_looked_at:
                 self._is_looked_at = False
                 self._send(Looked(picture=self._lookout.look(core, self._jobs)))
-            heap.tend()
+            self._heap.tend()
 
     def _obey(self, core: EngineCore) -> bool:
-        """Do what was asked for; wait for something while there is no work. False: the other end is gone."""
+        """Do what was asked for; while there is no work, wait for something, or until the heap is to be
+        tended. False: the other end is gone.
+        """
         block = not core.has_work
         while True:
             try:
-                given = self._commands.get(block=block)
+                given = self._commands.get(block=block, timeout=self._heap.left_s)
             except queue.Empty:
                 return True
             block = False
@@ -291,6 +297,7 @@ def _kind(error: KVQError) -> ErrorKind:
 
 def main() -> None:
     """Serve until the other end of the socket is closed."""
+    sys.setswitchinterval(_SWITCH_S)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the HTTP process, which then ends this one
     with socket.socket(fileno=int(sys.argv[1])) as sock:
         try:

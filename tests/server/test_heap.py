@@ -36,5 +36,13 @@ def test_what_was_freed_is_given_back():
 
 def test_only_so_often():
     heap = Heap(every_s=1000)
+    assert heap.left_s is None
     assert not heap.tend()
     assert not heap.tend()
+    assert 900 < heap.left_s <= 1000
+
+
+def test_nobody_waits_for_what_was_given_back():
+    heap = Heap(every_s=0)
+    heap.tend()
+    assert heap.left_s is None

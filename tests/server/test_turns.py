@@ -1,10 +1,13 @@
 """Slices of work, in turns."""
 
 import asyncio
+import gc
+from time import thread_time
 
 import pytest
 
-from kvq.server.turns import Turns
+from kvq.server.stretches import Stretches
+from kvq.server.turns import Again, Turns
 
 
 def test_what_ends_at_once_waits_for_nobody():
@@ -19,7 +22,7 @@ def test_owners_take_turns_and_others_run_between():
 
         def work(name, count):
             for i in range(count):
-                yield
+                yield Again.IN_TURN
                 seen.append(f"{name}{i}")
 
         async def other():
@@ -45,12 +48,12 @@ def test_a_failure_is_for_who_waits_and_the_others_go_on():
         turns = Turns()
 
         def fail():
-            yield
+            yield Again.IN_TURN
             raise ValueError("no")
 
         def work():
-            yield
-            yield
+            yield Again.IN_TURN
+            yield Again.IN_TURN
 
         failed, done = await asyncio.gather(
             turns.through("a", fail()), turns.through("b", work()), return_exceptions=True
@@ -58,7 +61,71 @@ def test_a_failure_is_for_who_waits_and_the_others_go_on():
         assert isinstance(failed, ValueError)
         assert done is None
         with pytest.raises(TimeoutError):  # who stops waiting stops the work
-            await asyncio.wait_for(turns.through("a", iter(lambda: None, 0)), 0.01)
+            await asyncio.wait_for(turns.through("a", iter(lambda: Again.IN_TURN, 0)), 0.01)
         await turns.through("b", work())
+
+    asyncio.run(main())
+
+
+def test_who_holds_much_is_next_of_its_owner():
+    seen = []
+
+    async def main():
+        turns = Turns()
+
+        def work(name):
+            yield Again.IN_TURN
+            seen.append(f"{name} begins")
+            yield Again.NEXT
+            seen.append(f"{name} ends")
+
+        await asyncio.gather(*(turns.through("a", work(name)) for name in "xyz"))
+
+    asyncio.run(main())
+    assert seen == [f"{name} {what}" for name in "xyz" for what in ("begins", "ends")]
+
+
+def test_what_many_begin_at_once_is_spread():
+    stretches = Stretches()
+
+    def work():
+        began = thread_time()
+        while thread_time() - began < 0.002:
+            pass
+        yield Again.IN_TURN
+
+    async def main():
+        turns = Turns()
+        await asyncio.gather(*(turns.through("a", work()) for _ in range(60)))
+
+    with asyncio.Runner(loop_factory=stretches.make_loop) as runner:
+        runner.run(main())
+    assert stretches.longest_s < 0.03, "60 times 2 ms are 0.12 s"
+
+
+def test_a_failure_leaves_no_garbage():
+    """A body's bytes in a traceback's frames would live until somebody looks for garbage."""
+
+    def fail():
+        yield Again.IN_TURN
+        yield Again.IN_TURN
+        raise ValueError("no")
+
+    async def main():
+        with pytest.raises(ValueError, match="no"):
+            await Turns().through("a", fail())
+        await asyncio.sleep(0)
+        gc.collect()
+        gc.disable()
+        try:
+            for _ in range(3):
+                try:
+                    await Turns().through("a", fail())
+                except ValueError:
+                    pass
+            await asyncio.sleep(0)
+            assert gc.collect() == 0
+        finally:
+            gc.enable()
 
     asyncio.run(main())

@@ -1,11 +1,13 @@
 """Grammars compiled off the step loop, each tried in a child process first."""
 
+import os
 import queue
+import sys
 import threading
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from functools import partial
 from time import monotonic
 from typing import Any
 
@@ -13,7 +15,7 @@ from llguidance import LLMatcher, LLTokenizer
 
 from kvq.engine.grammar.limits import GrammarLimits
 from kvq.engine.grammar.matcher import Grammar
-from kvq.engine.grammar.process import CompileProcess
+from kvq.engine.grammar.process import NICENESS, CompileProcess
 from kvq.engine.grammar.source import grammar_text
 from kvq.engine.grammar.vocabulary import read_vocabulary
 from kvq.engine.grammar.worker import compile_grammar
@@ -26,12 +28,6 @@ def check_structured(spec: StructuredOutput) -> None:
     """Raise RequestError if a spec's grammar is bad, too deep or too large; needs no model."""
     limits = GrammarLimits()
     _compile(LLTokenizer("byte"), grammar_text(spec, limits), limits)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Work:
-    spec: StructuredOutput
-    future: Future[Grammar]
 
 
 class GrammarCompiler:
@@ -58,7 +54,10 @@ class GrammarCompiler:
         for child in self._children:
             self._idle.put(child)
         self._threads: list[threading.Thread] = []
-        self._line: FairLine[_Work] = FairLine()
+        self._line: FairLine[Future[Grammar]] = FairLine()
+        # What each is of. Not beside it in one object that its callback knows: such a circle would keep a
+        # grammar, of some megabytes, until somebody looks for garbage.
+        self._specs: dict[Future[Grammar], StructuredOutput] = {}
         self._num: Counter[str] = Counter()  # of each tenant's grammars that are not done
         self._changed = threading.Condition(threading.RLock())  # a future's end may be told within
         self._is_closed = False
@@ -81,7 +80,6 @@ class GrammarCompiler:
             RequestError: the compiler is closed.
         """
         future: Future[Grammar] = Future()
-        work = _Work(spec, future)
         with self._changed:
             if self._is_closed:
                 raise RequestError("structured output: the grammar compiler is closed")
@@ -91,13 +89,14 @@ class GrammarCompiler:
                     f"{self._num[tenant]} of them yours; try again later"
                 )
             self._num[tenant] += 1
-            self._line.put(tenant, work)
+            self._line.put(tenant, future)
+            self._specs[future] = spec
             if len(self._threads) < len(self._children):
                 thread = threading.Thread(target=self._work_off, name="kvq-grammar", daemon=True)
                 self._threads.append(thread)
                 thread.start()
             self._changed.notify()
-        future.add_done_callback(lambda _: self._leave(tenant, work))
+        future.add_done_callback(partial(self._leave, tenant))
         return future
 
     def close(self) -> None:
@@ -106,7 +105,7 @@ class GrammarCompiler:
             self._is_closed = True
             self._changed.notify_all()
         while (taken := self._take(wait=False)) is not None:
-            taken[1].future.cancel()
+            taken[1].cancel()
         self._close_children()
         for thread in self._threads:
             thread.join()
@@ -116,14 +115,15 @@ class GrammarCompiler:
         most = self.limits.max_waiting
         return self._num.total() < most and self._num[tenant] < -(-most * 3 // 4)
 
-    def _leave(self, tenant: str, work: "_Work") -> None:
+    def _leave(self, tenant: str, future: Future[Grammar]) -> None:
         with self._changed:
-            self._line.remove(work)
+            self._line.remove(future)
+            self._specs.pop(future, None)
             self._num[tenant] -= 1
             if not self._num[tenant]:
                 del self._num[tenant]
 
-    def _take(self, *, wait: bool = True) -> "tuple[str, _Work] | None":
+    def _take(self, *, wait: bool = True) -> tuple[str, Future[Grammar]] | None:
         """Whose turn it is; None: the compiler is closed, or nothing is there."""
         with self._changed:
             while wait and not self._line and not self._is_closed:
@@ -131,17 +131,20 @@ class GrammarCompiler:
             return None if wait and self._is_closed else self._line.take()
 
     def _work_off(self) -> None:
+        if sys.platform == "linux":  # where threads have a niceness of their own
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
         while (taken := self._take()) is not None:
-            tenant, work = taken
-            if not work.future.set_running_or_notify_cancel():
+            tenant, future = taken
+            spec = self._specs.get(future)
+            if not future.set_running_or_notify_cancel():
                 continue
+            assert spec is not None, "it is forgotten when its future ends"
             began = monotonic()
             try:
-                grammar = self._compile(work.spec)
+                future.set_result(self._compile(spec))
             except BaseException as error:  # noqa: BLE001 - for who waits
-                work.future.set_exception(error)
-            else:
-                work.future.set_result(grammar)
+                future.set_exception(error)
+            del taken, future, spec  # else they live until the next one comes
             with self._changed:
                 self._line.charge(tenant, monotonic() - began)
 

@@ -13,6 +13,7 @@ from kvq.engine.grammar.limits import GrammarLimits
 from kvq.engine.grammar.vocabulary import Vocabulary
 from kvq.errors import RequestError
 
+NICENESS = 5  # of whatever compiles: the steps go before it
 START_TIMEOUT_S = 120  # Python, llguidance and a large tokenizer, on a busy machine
 STUCK_S = 120  # for a child that neither answers nor takes processor time
 MAX_REPLY_BYTES = 64 << 10
@@ -60,7 +61,7 @@ class CompileProcess:
             raise RequestError("structured output: the grammar compiler is closed")
 
     def _start(self) -> subprocess.Popen[bytes]:
-        return subprocess.Popen(
+        child = subprocess.Popen(
             [sys.executable, "-P", worker.__file__],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -68,6 +69,8 @@ class CompileProcess:
             env={**os.environ, "MALLOC_ARENA_MAX": "1"},  # arenas reserve address space, which is limited
             start_new_session=True,  # an interrupt at the terminal is the engine's to handle
         )
+        os.setpriority(os.PRIO_PROCESS, child.pid, NICENESS)
+        return child
 
     def _setup(self) -> dict[str, Any]:
         return {

@@ -1,6 +1,7 @@
 """What a request asks for, written as llguidance reads it, once its size and depth are in bounds."""
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,6 +12,8 @@ from kvq.engine.params import StructuredOutput
 from kvq.errors import RequestError, first_lines
 
 OPENING, CLOSING = "([{", ")]}"
+_BRACKET = re.compile(r"[][(){}]")
+_ESCAPED = re.compile(r"\\.", re.DOTALL)
 
 
 def grammar_text(spec: StructuredOutput, limits: GrammarLimits) -> str:
@@ -87,14 +90,11 @@ def _depth(text: str) -> int:
     A first check only. What it misses overflows llguidance's own limits or the child's stack.
     """
     depth = deepest = 0
-    is_escaped = False
-    for character in text:
-        if is_escaped or character == "\\":
-            is_escaped = not is_escaped
-        elif character in OPENING:
+    for bracket in _BRACKET.findall(_ESCAPED.sub("", text)):
+        if bracket in OPENING:
             depth += 1
             deepest = max(deepest, depth)
-        elif character in CLOSING:
+        else:
             depth = max(0, depth - 1)
     return deepest
 

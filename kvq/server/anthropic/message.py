@@ -12,7 +12,7 @@ from kvq.server.anthropic.content import Content, Event
 from kvq.server.anthropic.offer import offer_of
 from kvq.server.anthropic.prompt import prompt_pins, prompt_tokens
 from kvq.server.messages import Delta, Ended, PromptUse
-from kvq.server.sampling import engine_refusals
+from kvq.server.sampling import engine_refusals, schema_text
 from kvq.server.seating import Seats
 from kvq.server.service import Service
 from kvq.server.tools.calling import Offer
@@ -108,7 +108,9 @@ def _params(body: MessagesBody, offer: Offer | None) -> SamplingParams:
             top_p=1.0 if body.top_p is None else body.top_p,
             top_k=body.top_k or None,  # 0 keeps all
             stop=body.stop_sequences,
-            structured=None if format is None else StructuredOutput(json_schema=format.definition),
+            structured=None
+            if format is None
+            else StructuredOutput(json_schema=schema_text(format.definition)),
         )
         return params if offer is None else offer.params(params)
 

@@ -1,8 +1,11 @@
 """The compile runs elsewhere, ends in time, and one that doesn't harms no other."""
 
+import gc
 import os
 import signal
+import sys
 import threading
+import weakref
 from concurrent.futures import CancelledError
 from contextlib import contextmanager
 
@@ -224,3 +227,29 @@ def test_one_tenant_leaves_room_for_others(tokenizer):
         for future in (*greedy[:3], *greedy[4:], *others):
             future.result(HANG_S)
         assert not compiler._num
+
+
+def test_a_grammar_that_nobody_needs_is_freed_at_once(tokenizer):
+    """Not when somebody looks for garbage: one may hold ten megabytes."""
+    gc.collect()
+    gc.disable()
+    try:
+        with compiler_with(tokenizer) as compiler:
+            future = compiler.submit(StructuredOutput(regex="a+"))
+            grammar = weakref.ref(future.result(HANG_S))
+            del future
+            wait_for(lambda: grammar() is None, "the grammar to be freed")
+    finally:
+        gc.enable()
+
+
+def test_compiling_gives_way_to_steps(tokenizer):
+    with compiler_with(tokenizer) as compiler:
+        compiler.submit(StructuredOutput(regex="a+")).result(HANG_S)
+        [child], [thread] = compiler._children, compiler._threads
+        assert os.getpriority(os.PRIO_PROCESS, child._child.pid) == process_module.NICENESS
+        if sys.platform == "linux":
+            assert os.getpriority(os.PRIO_PROCESS, thread.native_id) == process_module.NICENESS
+            assert (
+                os.getpriority(os.PRIO_PROCESS, threading.main_thread().native_id) < process_module.NICENESS
+            )
