@@ -26,6 +26,7 @@ _COMMANDS = {
     "calibrate": ("calibrate", "Observe a model and write static scales to a kvq.json."),
     "tune": ("tune", "Find the formats of every layer that cost least within a memory budget."),
     "quantize": ("quantize", "Quantize a model's weights into a folder that other engines load too."),
+    "manifest": ("manifest", "Write or check the digests of a model folder's files."),
     "bench": ("bench", "Measure how fast the parts are, and the engine under load."),
     "plan": ("plan", "Plan memory: how many users fit on which GPU."),
     "cost": ("cost", "Compare what tokens cost on one's own GPUs and at an API."),

@@ -1,10 +1,15 @@
 """Writing result files so that a crash never leaves half of one."""
 
 import os
-import tempfile
+import secrets
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 from kvq.errors import ConfigError
+
+NEW = 0o666  # permissions that are asked for; the umask takes its part
+PRIVATE = 0o600
 
 
 def write_text(path: str | Path, text: str) -> None:
@@ -12,28 +17,66 @@ def write_text(path: str | Path, text: str) -> None:
     write_bytes(path, text.encode("utf-8"))
 
 
-def write_bytes(path: str | Path, content: bytes, *, permissions: int = 0o644) -> None:
+def write_bytes(path: str | Path, content: bytes, *, permissions: int | None = None) -> None:
     """Write `content` beside `path` and rename it into place. A symbolic link keeps pointing there.
 
-    The file gets those Unix permissions, whatever an older one had.
+    `permissions`: what the file gets, whatever an older one had. Without, a new file gets what the umask
+    leaves, and one that replaces another keeps its permissions.
 
     Raises:
         ConfigError: the folder is missing or full, or nothing can be written there.
     """
     target = check_writable(path)
-    aside = ""
+    aside = target.with_name(f".kvq-{secrets.token_hex(8)}")
     try:
-        handle, aside = tempfile.mkstemp(prefix=".kvq-", dir=target.parent)
-        with os.fdopen(handle, "wb") as file:
+        older = os.stat(target) if permissions is None and target.exists() else None
+        first = permissions or (NEW if older is None else PRIVATE)
+        with open(aside, "xb", opener=partial(os.open, mode=first)) as file:
+            if older is not None:
+                keep_permissions(file.fileno(), older)
             file.write(content)
-        os.chmod(aside, permissions)
         os.replace(aside, target)
     except BaseException as error:
-        if aside and os.path.exists(aside):
-            os.unlink(aside)
+        with suppress(OSError):
+            aside.unlink(missing_ok=True)
         if isinstance(error, OSError):
             raise ConfigError(f"can't write {path}: {error.strerror or error}") from error
         raise
+
+
+def keep_permissions(file: int | Path, older: os.stat_result) -> None:
+    """Give a file the permissions and the group of one that it replaces, so that nobody new can read it."""
+    mode = older.st_mode & 0o777
+    try:
+        os.chown(file, older.st_uid if os.geteuid() == 0 else -1, older.st_gid)
+    except OSError:  # a group that we are not in: what it was allowed another would be
+        mode &= ~0o070
+    os.chmod(file, mode)
+
+
+def as_new(path: Path) -> None:
+    """Give a file of a library's the permissions that a new one of ours beside it would have."""
+    sample = path.with_name(f".kvq-{secrets.token_hex(8)}")
+    try:
+        os.close(os.open(sample, os.O_CREAT | os.O_EXCL, NEW))
+        os.chmod(path, os.stat(sample).st_mode & 0o777)
+    finally:
+        sample.unlink(missing_ok=True)
+
+
+def check_secret(path: str | Path) -> None:
+    """Raise ConfigError if others than the owner can read a file that holds a secret.
+
+    Where root owns it and this process isn't root's, its group may: this is how Kubernetes mounts
+    secrets with `fsGroup`. PostgreSQL has the same rule for its keys.
+    """
+    try:
+        found = os.stat(path)
+    except OSError as error:
+        raise ConfigError(f"{path} can't be read: {error.strerror or error}") from error
+    allowed = 0o740 if found.st_uid == 0 != os.geteuid() else 0o700
+    if found.st_mode & 0o777 & ~allowed:
+        raise ConfigError(f"{path} can be read by others; run chmod 600 {path}")
 
 
 def check_writable(path: str | Path) -> Path:

@@ -60,16 +60,17 @@ def check_refused(result, says):
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"num_hidden_layers": 5}, "holds 9 tensors that its config.json has no place for"),
+        ({"num_hidden_layers": 5}, "says num_hidden_layers 5, but the weights hold layers 0 to 5"),
+        ({"vocab_size": 40960}, "says vocab_size 40960, but model.embed_tokens.weight has 4096 rows"),
         ({"layer_types": [["a"]] * 6, "model_type": "qwen3"}, "layer kind ['a'] is not one kvq can run"),
-        ({"rope_parameters": "abc"}, "can't be loaded"),
-        ({"rms_norm_eps": "x"}, "can't be loaded"),
-        ({"eos_token_id": {"a": 1}}, "can't be loaded"),
-        ({"pad_token_id": 99999}, "can't be loaded"),
-        ({"hidden_act": "nope"}, "can't be loaded: KeyError 'nope'"),
+        ({"rope_parameters": "abc"}, "rope_parameters can't be 'abc' in a llama model"),
+        ({"rms_norm_eps": "x"}, "rms_norm_eps can't be 'x' in a llama model; correct it, or drop it"),
+        ({"eos_token_id": {"a": 1}}, "eos_token_id must be a token's id, 0 to 4095"),
+        ({"pad_token_id": 99999}, "pad_token_id must be a token's id, 0 to 4095"),
+        ({"hidden_act": "nope"}, "hidden_act can't be 'nope' in a llama model; correct it, or drop it"),
         ({"num_hidden_layers": 30_000_000}, "30000000 layers are more than the 10000"),
         ({"quantization_config": {"quant_method": "gptq"}}, "bits must be 8 or 4 or 3, got nothing"),
-        ({"rope_parameters": {"rope_type": "default", "rope_theta": 0.0}}, "give NaN or infinity"),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 0.0}}, "rope_theta must be above 0"),
     ],
 )
 def test_odd_configs(run, edited, changes, says):

@@ -286,8 +286,8 @@ def damage_tokenizer(folder):
     [
         (damage_truncate, "is damaged"),
         (damage_header, "is damaged: its header claims"),
-        (damage_shapes, "shapes"),
-        (damage_layers, "lacks 9 tensors"),
+        (damage_shapes, "but model."),
+        (damage_layers, "but the weights hold layers 0 to 5"),
         (damage_config, "is not JSON"),
         (damage_weights_gone, "has no model.safetensors"),
         (damage_tokenizer, "tokenizer"),

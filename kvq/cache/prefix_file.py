@@ -71,7 +71,7 @@ def save_prefix(path: str | Path, cache: KVCache, manager: BlockManager, prompt:
     digests = [_digest(cache, g, start, tensors[_name(g)]) for g, start in enumerate(starts)]
     header = _text(_header(cache, prompt, length, starts, digests))
     content = save(tensors, metadata={"kvq": header, "seal": _seal(header)})
-    fileio.write_bytes(path, content, permissions=0o600)
+    fileio.write_bytes(path, content, permissions=fileio.PRIVATE)
     return length
 
 

@@ -80,6 +80,7 @@ def command(
     from kvq.commands.progress import progress_bar
     from kvq.evals import calibration_text, read_text
     from kvq.models.prepared import prepare
+    from kvq.weights.manifest import relist
 
     source = calibration_text() if text is None else read_text(text, text_field)
     other = None if check is None else read_text(check, text_field)
@@ -106,6 +107,7 @@ def command(
         model_digest=loaded.weights.digest,
     )
     recipe.save(out)
+    relist(out)
     heads = summarize(seen)
     found = None if other is None else _check(loaded, recipe, seen, other, context)
     if fp8_out is not None:

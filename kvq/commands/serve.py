@@ -31,7 +31,11 @@ _AT_LEAST_1 = click.IntRange(min=1)
 @click.option("--allowed-host", multiple=True, help="Host header to answer; default: any beyond loopback.")
 @click.option("--allow-origin", multiple=True, help="Web page that may call, such as https://a.org.")
 @click.option("--ssl-certfile", type=click.Path(path_type=Path), help="Certificate for HTTPS, PEM.")
-@click.option("--ssl-keyfile", type=click.Path(path_type=Path), help="Its key.")
+@click.option(
+    "--ssl-keyfile",
+    type=click.Path(path_type=Path),
+    help="Its key, readable by its owner only; default: in the certificate's file.",
+)
 @click.option("--log-format", default="text", show_default=True, type=click.Choice(["text", "json"]))
 @click.option(
     "--log-level",
@@ -192,6 +196,8 @@ def _config(kv: str, model_options: ModelOptions, options: dict[str, Any]) -> "S
 def _tls(certificate: Path | None, key: Path | None) -> Any:
     from kvq.server.config import Tls
 
-    if (certificate is None) != (key is None):
-        raise ConfigError("HTTPS needs both --ssl-certfile and --ssl-keyfile")
-    return None if certificate is None or key is None else Tls(certificate=certificate, key=key)
+    if certificate is None:
+        if key is not None:
+            raise ConfigError(f"--ssl-keyfile {key} needs its certificate; give --ssl-certfile, too")
+        return None
+    return Tls(certificate=certificate, key=key or certificate)

@@ -97,6 +97,7 @@ def command(
     from kvq.commands.progress import named_progress
     from kvq.evals.figure import check_plot_path
     from kvq.evals.results import source_commit
+    from kvq.weights.manifest import relist
 
     if budget is not None and max_kl is not None:
         raise ConfigError("--budget and --max-kl are two ends of one trade; give one of them")
@@ -142,6 +143,7 @@ def command(
                 **options,
             )
         tuned.recipe.save(out)
+        relist(out)
         result = _result(model, source, other, tuned, time.perf_counter() - began)
         finished.finish(result)
     _print(result, out)

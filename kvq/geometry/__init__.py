@@ -2,6 +2,14 @@
 
 from kvq.geometry.families import FAMILIES, Family
 from kvq.geometry.geometry import LayerGeometry, LayerGroup, ModelGeometry
-from kvq.geometry.parse import parse_geometry
+from kvq.geometry.parse import field_name, parse_geometry
 
-__all__ = ["FAMILIES", "Family", "LayerGeometry", "LayerGroup", "ModelGeometry", "parse_geometry"]
+__all__ = [
+    "FAMILIES",
+    "Family",
+    "LayerGeometry",
+    "LayerGroup",
+    "ModelGeometry",
+    "field_name",
+    "parse_geometry",
+]

@@ -10,6 +10,7 @@ from kvq.geometry.geometry import LayerGeometry, ModelGeometry
 _KINDS = {"full_attention": False, "sliding_attention": True}
 _CHUNKED = {"full_attention": False, "chunked_attention": True}
 _MAX_LAYERS = 10_000
+_MAX_WINDOW = (1 << 31) - 1  # tokens, in kernels
 MAX_CONTEXT = 1 << 30  # tokens; positions of kernels have 32 bits
 _GPT2_NAMES = {
     "num_hidden_layers": "n_layer",
@@ -54,6 +55,11 @@ def parse_geometry(config: Mapping[str, Any]) -> ModelGeometry:
     )
 
 
+def field_name(model_type: str, name: str) -> str:
+    """What a family's config.json calls a field."""
+    return _GPT2_NAMES.get(name, name) if model_type == "gpt2" else name
+
+
 class _Reader:
     """Reads one config with its family's defaults."""
 
@@ -70,7 +76,7 @@ class _Reader:
 
     def count(self, key: str, default: int, *, most: int | None = None) -> int:
         """A positive integer of the config, or its default."""
-        name = _GPT2_NAMES.get(key, key) if self.model_type == "gpt2" else key
+        name = field_name(self.model_type, key)
         value = self.config.get(name)
         if value is None:
             return default
@@ -111,7 +117,7 @@ class _Reader:
         key = self.family.window_key
         if not self.config.get(key, self.family.window):
             return None
-        return self.count(key, self.family.window or 0)
+        return self.count(key, self.family.window or 0, most=_MAX_WINDOW)
 
     def _slides(self, layer: int) -> bool:
         rule = self.family.window_rule

@@ -1,17 +1,21 @@
 """transformers' own modules: made from safetensors alone, every tensor accounted for, nothing printed."""
 
+import copy
 import logging
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from kvq.errors import ModelError, first_lines
 from kvq.kernels.neighbours import watch_neighbours
 from kvq.models.attention import NAME, register_attention
+from kvq.models.checkpoint import read_json
+from kvq.weights.files.fields import shown
 
 _loading = threading.Lock()  # two loads at a time confuse transformers for good
 _DERIVED = (".inv_freq", ".attn.bias", ".attn.masked_bias")  # buffers that old checkpoints stored
@@ -34,9 +38,68 @@ def load_config(folder: Path) -> Any:
     from transformers import AutoConfig
 
     try:
-        return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        with _quiet():
+            return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # whatever a damaged file makes transformers raise
-        raise ModelError(f"{folder} can't be loaded: {first_lines(error)}") from error
+        raise _blamed(folder, read_json(folder / "config.json"), _config_of, error) from error
+
+
+def build_on_meta(folder: Path, config: Mapping[str, Any]) -> nn.Module:
+    """The module that a config.json's dict describes, without numbers and without memory.
+
+    Raises:
+        ModelError: it describes none; the message names the field.
+    """
+
+    def build(given: Mapping[str, Any]) -> nn.Module:
+        from transformers import AutoModelForCausalLM
+
+        with _loading, _quiet(), torch.device("meta"):
+            model: nn.Module = AutoModelForCausalLM.from_config(_config_of(given))
+            return model
+
+    _prepare_process()
+    try:
+        return build(config)
+    except Exception as error:  # whatever numbers that don't fit make the family's code raise
+        raise _blamed(folder, config, build, error) from error
+
+
+def _config_of(given: Mapping[str, Any]) -> Any:
+    from transformers import AutoConfig
+
+    return type(AutoConfig.for_model(given["model_type"])).from_dict(copy.deepcopy(dict(given)))
+
+
+def _blamed(
+    folder: Path,
+    config: Mapping[str, Any],
+    make: Callable[[Mapping[str, Any]], object],
+    error: Exception,
+) -> ModelError:
+    """The error that names the field without which something can be made of a config.json."""
+    kind = {"model_type": config["model_type"]}
+    for name, value in config.items():
+        if name in kind:
+            continue
+        rest = {key: other for key, other in config.items() if key != name}
+        if _works(make, rest) or not _works(make, {**kind, name: value}):
+            default = getattr(_config_of(kind), name, None)
+            hint = "" if default is None else f", which leaves it at {shown(default)}"
+            return ModelError(
+                f"{folder}/config.json: {name} can't be {shown(value)} in a {kind['model_type']} model; "
+                f"correct it, or drop it{hint}"
+            )
+    return ModelError(f"{folder}/config.json: its values don't go together: {first_lines(error)}")
+
+
+def _works(make: Callable[[Mapping[str, Any]], object], config: Mapping[str, Any]) -> bool:
+    try:
+        with _quiet():
+            make(config)
+    except Exception:  # noqa: BLE001 - this is what is asked
+        return False
+    return True
 
 
 def load_module(folder: Path, dtype: torch.dtype | str, *, attention: str = NAME) -> Any:
@@ -58,6 +121,7 @@ def load_module(folder: Path, dtype: torch.dtype | str, *, attention: str = NAME
                 trust_remote_code=False,
                 local_files_only=True,
                 output_loading_info=True,
+                ignore_mismatched_sizes=True,  # told below, in kvq's words
             )
     except Exception as error:  # whatever a damaged folder makes transformers raise
         raise ModelError(f"{folder} can't be loaded: {first_lines(error)}") from error
@@ -86,6 +150,7 @@ def load_module_from(
                 dtype=dtype,
                 attn_implementation=NAME,
                 output_loading_info=True,
+                ignore_mismatched_sizes=True,  # told below, in kvq's words
             )
             if (folder / "generation_config.json").is_file():
                 model.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
@@ -102,16 +167,26 @@ def _prepare_process() -> None:
 
 def _check_whole(folder: Path, info: dict[str, Any]) -> None:
     """Raise ModelError unless every tensor has found its place, and every place its tensor."""
-    if missing := sorted(info["missing_keys"]):
-        raise ModelError(f"{folder} lacks {len(missing)} tensors, first {missing[0]}; download it again")
+    missing = sorted(info["missing_keys"])
+    if missing == ["lm_head.weight"]:
+        raise ModelError(
+            f"{folder} lacks lm_head.weight, and its config.json does not say that the embedding serves for "
+            f"it (tie_word_embeddings: true); download both again"
+        )
+    if missing:
+        raise ModelError(
+            f"{folder} lacks {len(missing)} tensors, first {missing[0]}; download it again, config.json too"
+        )
     if extra := [name for name in sorted(info["unexpected_keys"]) if not name.endswith(_DERIVED)]:
         raise ModelError(
             f"{folder} holds {len(extra)} tensors that its config.json has no place for, first {extra[0]}; "
             f"config and weights don't belong together"
         )
     if wrong := info["mismatched_keys"]:
-        first = min(map(str, wrong))
-        raise ModelError(f"{folder}: tensors don't have the shapes that config.json implies: {first}")
+        name, has, wanted = min(wrong)
+        raise ModelError(
+            f"{folder}/config.json gives {name} the shape {list(wanted)}, the weights {list(has)}"
+        )
 
 
 @contextmanager

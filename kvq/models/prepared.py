@@ -19,12 +19,14 @@ from kvq.formats.weights import WeightFormat, parse_weight_format
 from kvq.geometry import ModelGeometry
 from kvq.kernels import check_backend
 from kvq.layout import BlockOrder, KVLayout, check_recipe_fits, plan_layout
+from kvq.models.agreement import check_headers
 from kvq.models.checkpoint import TensorEntry, content_digest, read_header, read_json, weight_files
+from kvq.models.config_values import check_values
 from kvq.models.device import DTYPE_NAMES, pick_device, pick_dtype
 from kvq.models.quantized import check_scheme
 from kvq.models.resolve import ModelSource, resolve_model
 from kvq.models.support import check_supported, rope_types
-from kvq.models.tokenizer import load_tokenizer
+from kvq.models.tokenizer import check_vocabulary, load_tokenizer
 from kvq.weights.manifest import check_manifest
 
 QUANTIZED_FROM = "kvq_quantized_from"  # key of config.json: the name and digest of what was quantized
@@ -72,9 +74,11 @@ class PreparedModel:
         """The model's tokenizer.
 
         Raises:
-            ModelError: the folder has none that loads without running its code.
+            ModelError: the folder has none that loads without running its code, or another model's.
         """
-        return load_tokenizer(self.folder)
+        tokenizer = load_tokenizer(self.folder)
+        check_vocabulary(tokenizer, self.folder, self.geometry.vocab_size)
+        return tokenizer
 
     @property
     def digest(self) -> str:
@@ -197,6 +201,7 @@ def prepare(
     check_manifest(source.folder)
     config = read_json(source.folder / "config.json")
     geometry = check_supported(config, max_context=max_context)
+    check_values(source.folder, config, geometry.vocab_size)
     computed = pick_dtype(dtype, where, config)
     if config.get("quantization_config") is not None:
         if rounded_to is not None:
@@ -206,11 +211,13 @@ def prepare(
         check_scheme(source.folder, config["quantization_config"])
     context = _context(geometry, max_context, dynamic="dynamic" in rope_types(config))
     plan_layout(geometry, KVRecipe.uniform("fp32", geometry.head_dims), block_size=block_size, order=order)
+    entries = tuple(entry for path in weight_files(source.folder) for entry in read_header(path))
+    check_headers(source.folder, config, geometry, entries)
     return PreparedModel(
         source=source,
         config=config,
         geometry=geometry,
-        entries=tuple(entry for path in weight_files(source.folder) for entry in read_header(path)),
+        entries=entries,
         device=where,
         dtype=computed,
         rounded_to=rounded_to,

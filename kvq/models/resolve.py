@@ -102,7 +102,15 @@ def _last_part(path: Path) -> str:
 
 def _commit(folder: Path, revision: str | None) -> str:
     """The commit that a hub's folder holds, which its cache names folders by."""
-    return folder.name if folder.parent.name == "snapshots" else revision or "main"
+    return folder.name if hub_name(folder) is not None else revision or "main"
+
+
+def hub_name(folder: Path) -> str | None:
+    """The name on the hub of a folder that the hub's client keeps, told by its place; None elsewhere."""
+    place = folder.resolve().parent
+    if place.name != "snapshots":
+        return None
+    return place.parent.name.removeprefix("models--").replace("--", "/")
 
 
 def _download(name: str, revision: str | None, token: str | None, patterns: list[str]) -> Path:

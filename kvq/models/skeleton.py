@@ -5,19 +5,24 @@ gigabytes are read.
 """
 
 import logging
+from collections.abc import Mapping
+from dataclasses import fields
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from kvq.errors import ModelError, first_lines
+from kvq.models.agreement import check_shapes
 from kvq.models.checkpoint import weight_files
 from kvq.models.live_geometry import live_geometry
-from kvq.models.modules import load_config, load_module_from
+from kvq.models.modules import build_on_meta, load_config, load_module_from
 from kvq.models.prepared import PreparedModel
 from kvq.models.quantized import coded_layers, is_bitsandbytes, plain_tensors, rounded_formats
 from kvq.models.stored import StoredTensors
 from kvq.weights.files import parse_config, stored_shape
+from kvq.weights.files.fields import shown
 
 _log = logging.getLogger("kvq")
 
@@ -40,10 +45,11 @@ def build_skeleton(prepared: PreparedModel) -> nn.Module | None:
         ConfigError: groups of a weight format that don't divide a layer's inputs.
     """
     config = prepared.config.get("quantization_config")
+    plain = load_config(prepared.folder)
+    tensors = _stand_ins(prepared, config)
+    _check_shapes(prepared, tensors)
     if is_bitsandbytes(config):  # whose layers are made from the numbers
         return None
-    tensors = _stand_ins(prepared, config)
-    plain = load_config(prepared.folder)
     if config is not None:
         del plain.quantization_config
     try:
@@ -64,21 +70,42 @@ def check_runs(model: Any, prepared: PreparedModel) -> None:
     if not type(model)._supports_attention_backend:
         raise ModelError(f"kvq does not run {prepared.geometry.model_type}: its attention can't be replaced")
     if (live := live_geometry(model.config)) != prepared.geometry:
-        raise ModelError(
-            f"kvq reads {prepared.folder}/config.json as {prepared.geometry}, transformers as {live}; "
-            f"please report this model, it would be run wrongly"
+        ours = prepared.geometry
+        name = next(
+            field.name for field in fields(ours) if getattr(ours, field.name) != getattr(live, field.name)
         )
+        here, there = shown(getattr(ours, name)), shown(getattr(live, name))
+        raise ModelError(
+            f"kvq reads {name} in {prepared.folder}/config.json as {here}, transformers as {there}; correct "
+            f"the file, or report this model: it would be run wrongly"
+        )
+
+
+def _check_shapes(prepared: PreparedModel, tensors: Mapping[str, Tensor]) -> None:
+    config = {name: value for name, value in prepared.config.items() if name != "quantization_config"}
+    check_shapes(
+        prepared.folder,
+        config,
+        partial(build_on_meta, prepared.folder),
+        {name: tuple(tensor.shape) for name, tensor in tensors.items()},
+        prepared.stored_bytes,
+    )
 
 
 def _stand_ins(prepared: PreparedModel, config: object) -> dict[str, Tensor]:
     """What transformers would be given, by name, without memory."""
-    if config is None:
-        return {entry.name: _stand_in(entry.shape, prepared.dtype) for entry in prepared.entries}
+    entries = {entry.name: entry for entry in prepared.entries}
+    if config is None or is_bitsandbytes(config):
+        return {
+            name: _stand_in(entry.shape, prepared.dtype)
+            for name, entry in entries.items()
+            if f"{name}.absmax" not in entries  # four bits a number, packed without their shape
+        }
     scheme = parse_config(config)
     stored = StoredTensors(weight_files(prepared.folder))
     coded = coded_layers(stored)
     whole = {f"{name}.weight": stored_shape(scheme, name, stored) for name in coded}
-    shapes = {entry.name: entry.shape for entry in prepared.entries}
+    shapes = {name: entry.shape for name, entry in entries.items()}
     plain = plain_tensors(scheme, shapes, coded)
     return {name: _stand_in(shape, prepared.dtype) for name, shape in {**plain, **whole}.items()}
 

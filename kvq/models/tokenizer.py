@@ -26,6 +26,18 @@ def load_tokenizer(folder: Path) -> Any:
         raise ModelError(f"{folder} has no tokenizer that loads: {first_lines(error)}") from error
 
 
+def check_vocabulary(tokenizer: Any, folder: Path, vocab_size: int) -> None:
+    """Raise ModelError if a tokenizer makes tokens that the embedding has no rows for.
+
+    Tokens that were added later may be beyond it, as in some fine-tuned models; requests with them fail.
+    """
+    if tokenizer.vocab_size > vocab_size:
+        raise ModelError(
+            f"{folder}: its tokenizer has {tokenizer.vocab_size} tokens, its config.json says vocab_size "
+            f"{vocab_size}; they belong to different models, so copy the folder again"
+        )
+
+
 def _tokenizers_config(folder: Path) -> Any:
     """What a tokenizer's class is chosen by, where its own configuration names one.
 

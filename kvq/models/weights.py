@@ -17,12 +17,14 @@ from kvq.models.modules import import_class, load_module
 from kvq.models.norms import fuse_norms
 from kvq.models.prepared import PreparedModel
 from kvq.models.quantized import load_quantized, load_rounded
+from kvq.models.resolve import ModelSource, hub_name
 from kvq.models.rope import pin_rope
 from kvq.models.skeleton import build_skeleton, check_runs
 from kvq.sizes import decimal
-from kvq.weights.manifest import verify_manifest
+from kvq.weights.manifest import MANIFEST, verify_manifest
 
 _log = logging.getLogger("kvq")
+_told: set[Path] = set()  # folders of quantized weights without a manifest
 
 
 class LoadedWeights:
@@ -96,7 +98,8 @@ def load_weights(prepared: PreparedModel) -> LoadedWeights:
         ConfigError: groups of a weight format that don't divide a layer's inputs.
     """
     folder, where, backend = prepared.folder, prepared.device, prepared.backend
-    verify_manifest(folder)
+    if not verify_manifest(folder) and prepared.is_quantized:
+        _say_unverified(prepared.source)
     build_skeleton(prepared)
     import_class(prepared.config)
     _log.info("loading weights, %s", decimal(prepared.stored_bytes))
@@ -119,6 +122,19 @@ def load_weights(prepared: PreparedModel) -> LoadedWeights:
     return LoadedWeights(prepared, model, held_bytes=held_bytes(where) - before)
 
 
+def _say_unverified(source: ModelSource) -> None:
+    """Warn, once a folder and process, that nobody would notice a flipped bit of codes."""
+    if source.folder in _told:
+        return
+    _told.add(source.folder)
+    remedy = f"`kvq manifest {source.folder}` writes one"
+    if (name := hub_name(source.folder)) is not None:
+        remedy = f"`hf cache verify {name}` compares its files with the hub's"
+    _log.warning(
+        "%s has quantized weights and no %s, so flipped bits can't be found; %s", source, MANIFEST, remedy
+    )
+
+
 def load_plain(prepared: PreparedModel, *, dtype: str = "auto") -> Any:
     """The transformers model itself, on the CPU: its own attention, plain Linear layers.
 
@@ -132,6 +148,7 @@ def load_plain(prepared: PreparedModel, *, dtype: str = "auto") -> Any:
     if prepared.is_quantized:
         raise ModelError(f"{prepared.folder} is quantized already; take an unquantized copy")
     geometry = prepared.geometry
+    verify_manifest(prepared.folder)
     build_skeleton(prepared)
     exact = geometry.softcap is not None or geometry.has_sinks  # which torch's own attention leaves out
     picked = "auto" if dtype == "auto" else pick_dtype(dtype, torch.device("cpu"), prepared.config)

@@ -1,12 +1,12 @@
 """How a server is reached, what it serves, and what it bears."""
 
-import os
 import ssl
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from kvq.errors import ConfigError
+from kvq.fileio import check_secret
 from kvq.server.admission import AdmissionConfig
 from kvq.server.guard import LOOPBACK, Access
 from kvq.server.logs import LogConfig
@@ -18,7 +18,7 @@ LOCAL = ("127.0.0.1", "::1", "localhost")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tls:
-    """A certificate and its key, as PEM files."""
+    """A certificate and its key, as PEM files; both may be in one."""
 
     certificate: Path
     key: Path
@@ -29,8 +29,12 @@ class Tls:
             context.load_cert_chain(self.certificate, self.key, password=lambda: b"")
         except (OSError, ValueError) as error:  # SSLError is an OSError
             raise ConfigError(
-                f"{self.certificate} and {self.key} are no PEM certificate and its open key: {error}"
+                f"{self.certificate} and {self.key} are no PEM certificate and its open key: {error}; "
+                f"name a key that has a file of its own with --ssl-keyfile"
             ) from error
+        check_secret(self.key)
+        if b"PRIVATE KEY-----" in self.certificate.read_bytes():
+            check_secret(self.certificate)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,16 +87,14 @@ def read_keys(path: Path) -> tuple[str, ...]:
     """API keys from a file, one a line, in its order; what begins with # is a comment.
 
     Raises:
-        ConfigError: no such file, no key in it, or others may read it.
+        ConfigError: no such file, no key in it, or others may read it (`check_secret`).
     """
     try:
-        mode = os.stat(path).st_mode
         lines = [line.strip() for line in path.read_text(encoding="utf8").splitlines()]
         keys = tuple(dict.fromkeys(line for line in lines if line and not line.startswith("#")))
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} can't be read: {error}") from error
     if not keys:
         raise ConfigError(f"{path} holds no API key; write one a line")
-    if mode & 0o077:
-        raise ConfigError(f"{path} can be read by others; run chmod 600 {path}")
+    check_secret(path)
     return keys

@@ -1,17 +1,18 @@
-"""The manifest of a model folder that kvq wrote: every file's size and digest, and its own.
+"""The manifest of a model folder: every file's size and digest, and its own.
 
-A flipped bit anywhere in the listed files, or in the manifest, is found. It is no defence against somebody
-who forges files on purpose.
+kvq writes one with each quantized model, and `kvq manifest` for folders of others. A flipped bit anywhere in
+the listed files, or in the manifest, is found. It is no defence against somebody who forges files on purpose.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import xxhash
 
+from kvq import fileio
 from kvq.errors import ModelError, first_lines
 
 MANIFEST = "kvq-manifest.json"
@@ -19,6 +20,10 @@ _FORMAT_VERSION = 1
 _CHUNK_BYTES = 8 << 20
 _MAX_BYTES = 16 << 20
 _FIELDS = ("bytes", "xxh3")
+_READ = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken", "*.safetensors")  # by loaders
+_RECIPE = "kvq.json"
+
+Tell = Callable[[int], object]  # hears of every chunk that was read, in bytes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,13 +34,14 @@ class FileDigest:
     xxh3: str  # xxh3_128 in hex
 
     @classmethod
-    def of(cls, path: Path) -> "FileDigest":
+    def of(cls, path: Path, tell: Tell = int) -> "FileDigest":
         """Read a file whole; OSError is the caller's to explain."""
         hasher, nbytes = xxhash.xxh3_128(), 0
         with path.open("rb") as file:
             while chunk := file.read(_CHUNK_BYTES):
                 hasher.update(chunk)
                 nbytes += len(chunk)
+                tell(len(chunk))
         return cls(nbytes=nbytes, xxh3=hasher.hexdigest())
 
 
@@ -77,16 +83,9 @@ def check_manifest(folder: Path) -> dict[str, FileDigest]:
     Raises:
         ModelError: a file is missing or of another size, a small one differs, or weights were added.
     """
-    files = read_manifest(folder)
-    if files is None:
-        return {}
-    for name, wanted in files.items():
-        _check_size(folder / name, wanted)
-        if not _holds_weights(name):
-            _check_content(folder / name, wanted)
-    for path in sorted(folder.glob("*.safetensors*")):
-        if path.name not in files:
-            raise ModelError(f"{path} is not listed in {MANIFEST}; remove it, or write the model again")
+    files = read_manifest(folder) or {}
+    for fault in _faults(folder, files, lambda name: not _holds_weights(name)):
+        raise fault
     return files
 
 
@@ -97,10 +96,63 @@ def verify_manifest(folder: Path) -> bool:
         ModelError: as `check_manifest`, or weights that differ; the message names the file.
     """
     files = check_manifest(folder)
-    for name, wanted in files.items():
-        if _holds_weights(name):
-            _check_content(folder / name, wanted)
+    for fault in _faults(folder, files, _holds_weights):
+        raise fault
     return bool(files)
+
+
+def find_faults(folder: Path, files: Mapping[str, FileDigest], tell: Tell = int) -> list[ModelError]:
+    """All in which a folder differs from what its manifest lists."""
+    return list(_faults(folder, files, lambda name: True, tell))
+
+
+def listed_files(folder: Path) -> list[Path]:
+    """What a new manifest of a folder lists: all that a model is loaded from."""
+    found = {path for pattern in _READ for path in folder.glob(pattern) if path.is_file()}
+    return sorted(path for path in found if path.name != MANIFEST and not path.name.startswith("."))
+
+
+def write_manifest(folder: Path, tell: Tell = int) -> dict[str, FileDigest]:
+    """Write the manifest of a folder as it is, in place of an older one. Returns what it lists.
+
+    Raises:
+        ModelError: a file can't be read.
+        ConfigError: the manifest can't be written.
+    """
+    files = {path.name: _digest(path, tell) for path in listed_files(folder)}
+    fileio.write_bytes(folder / MANIFEST, manifest_bytes(files))
+    return files
+
+
+def relist(path: str | Path) -> None:
+    """Put a file that was just written into its folder's manifest, if one lists it, or lists a model whose
+    recipe it is.
+
+    Raises:
+        ModelError: the manifest is damaged.
+        ConfigError: the manifest can't be written.
+    """
+    path = Path(path)
+    files = read_manifest(path.parent)
+    if files is not None and (path.name in files or path.name == _RECIPE):
+        content = manifest_bytes({**files, path.name: _digest(path)})
+        fileio.write_bytes(path.parent / MANIFEST, content)
+
+
+def _faults(
+    folder: Path, files: Mapping[str, FileDigest], is_read: Callable[[str], bool], tell: Tell = int
+) -> Iterator[ModelError]:
+    """What differs, file by file; the content of those that are read, of others the size."""
+    for name, wanted in files.items():
+        try:
+            _check_size(folder / name, wanted)
+            if is_read(name):
+                _check_content(folder / name, wanted, tell)
+        except ModelError as fault:
+            yield fault
+    for path in sorted(folder.glob("*.safetensors*")) if files else []:
+        if path.name not in files:
+            yield ModelError(f"{path} is not listed in {MANIFEST}; remove it, or write the model again")
 
 
 def _holds_weights(name: str) -> bool:
@@ -118,13 +170,17 @@ def _check_size(path: Path, wanted: FileDigest) -> None:
         raise _damaged(path, f"bytes: {nbytes}, but {MANIFEST} says {wanted.nbytes}")
 
 
-def _check_content(path: Path, wanted: FileDigest) -> None:
-    try:
-        found = FileDigest.of(path)
-    except OSError as error:
-        raise ModelError(f"can't read {path}: {error.strerror}") from error
+def _check_content(path: Path, wanted: FileDigest, tell: Tell) -> None:
+    found = _digest(path, tell)
     if found != wanted:
         raise _damaged(path, f"xxh3: {found.xxh3}, but {MANIFEST} says {wanted.xxh3}")
+
+
+def _digest(path: Path, tell: Tell = int) -> FileDigest:
+    try:
+        return FileDigest.of(path, tell)
+    except OSError as error:
+        raise ModelError(f"can't read {path}: {error.strerror}") from error
 
 
 def _files(path: Path, data: object) -> dict[str, FileDigest]:
@@ -158,4 +214,7 @@ def _canonical(content: Mapping[str, Any]) -> bytes:
 
 
 def _damaged(path: Path, why: str) -> ModelError:
-    return ModelError(f"{path} is damaged: {why}; copy the model again, or write it again")
+    return ModelError(
+        f"{path} is damaged: {why}; copy the model again, or write it again; if it was changed on purpose: "
+        f"kvq manifest {path.parent} --overwrite"
+    )

@@ -10,6 +10,7 @@ from pathlib import Path
 from safetensors.torch import save_file
 from torch import Tensor
 
+from kvq import fileio
 from kvq.errors import ConfigError
 from kvq.weights.manifest import FileDigest, read_manifest
 
@@ -37,7 +38,7 @@ class Partial:
         name = f"shard-{len(self.shards) + 1:05}"
         path = self.folder / name
         save_file(_apart(tensors), path, _METADATA)
-        os.chmod(path, 0o644)  # as the other files
+        fileio.as_new(path)  # safetensors' own are their owner's alone
         sync(path)
         self.shards[name] = FileDigest.of(path)
         self.shard_of.update(dict.fromkeys(tensors, name))

@@ -14,6 +14,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from kvq.errors import ConfigError, first_lines
+from kvq.fileio import keep_permissions
 from kvq.weights.manifest import MANIFEST, FileDigest, manifest_bytes
 from kvq.weights.partial import Partial, check_target, sync, write_synced
 
@@ -135,6 +136,8 @@ class CheckpointWriter:
         """Rename; a folder that is replaced gets its name back if that fails."""
         old = self._out.with_name(f".{self._out.name}.old-{secrets.token_hex(4)}")
         replaced = self._out.exists() and any(self._out.iterdir())
+        if self._out.exists():
+            _keep_all_permissions(folder, self._out)
         if replaced:
             os.rename(self._out, old)
         try:
@@ -159,6 +162,14 @@ class CheckpointWriter:
                 why = getattr(error, "strerror", None) or first_lines(error)
                 raise ConfigError(f"can't write {self._out}: {why}; it was left as it was") from error
             raise
+
+
+def _keep_all_permissions(folder: Path, older: Path) -> None:
+    """Let a folder and its files be read by whom those of the same names could be."""
+    for path in folder.iterdir():
+        if (older / path.name).is_file():
+            keep_permissions(path, os.stat(older / path.name))
+    keep_permissions(folder, os.stat(older))
 
 
 def _dumped(content: Mapping[str, Any]) -> str:

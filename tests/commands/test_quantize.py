@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM
 from kvq.calib.quantize.partial import Partial
 from kvq.commands.quantize import _METHODS
 from kvq.evals import default_text
+from kvq.weights.manifest import MANIFEST, read_manifest
 
 FEW = ("--samples", 8, "--context", 64)
 
@@ -170,6 +171,9 @@ def test_bitsandbytes_writes_its_own_formats(kvq, model, tmp_path, method):
     assert status == 0, error
     config = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
     assert config["quant_method"] == "bitsandbytes"
+    assert len({path.stat().st_mode for path in (tmp_path / "out").iterdir()}) == 1, "all as the umask says"
+    files = read_manifest(tmp_path / "out")
+    assert set(files) == {path.name for path in (tmp_path / "out").iterdir()} - {MANIFEST}
     assert "where bitsandbytes and accelerate are installed (pip install bitsandbytes accelerate)" in said
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 

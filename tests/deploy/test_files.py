@@ -46,7 +46,7 @@ def test_the_pods_probes_and_end():
 
 def test_nothing_in_the_pod_is_root_or_may_write_to_its_image():
     assert pod()["securityContext"]["runAsNonRoot"] is True
-    for container in pod()["containers"] + pod()["initContainers"]:
+    for container in pod()["containers"]:
         limits = container["securityContext"]
         assert limits["readOnlyRootFilesystem"] is True
         assert limits["allowPrivilegeEscalation"] is False
@@ -61,10 +61,10 @@ def test_what_belongs_together_has_one_name():
     assert found["Service"]["spec"]["selector"] == labels
     assert found["NetworkPolicy"]["spec"]["podSelector"]["matchLabels"] == labels
     volumes = {volume["name"]: volume for volume in pod()["volumes"]}
-    assert volumes["secret"]["secret"]["secretName"] == found["Secret"]["metadata"]["name"]
+    assert volumes["keys"]["secret"]["secretName"] == found["Secret"]["metadata"]["name"]
     claim = volumes["models"]["persistentVolumeClaim"]["claimName"]
     assert claim == found["PersistentVolumeClaim"]["metadata"]["name"]
-    for container in pod()["containers"] + pod()["initContainers"]:
+    for container in pod()["containers"]:
         assert {mount["name"] for mount in container["volumeMounts"]} <= set(volumes)
     scaler = found["HorizontalPodAutoscaler"]["spec"]
     assert scaler["scaleTargetRef"]["name"] == found["Deployment"]["metadata"]["name"]

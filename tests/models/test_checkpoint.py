@@ -155,7 +155,7 @@ def test_a_config_of_other_shapes_than_the_tensors_is_refused(key, value, folder
 def test_a_config_of_more_layers_than_the_tensors_is_refused(folder):
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 3}))
-    with pytest.raises(ModelError, match=rf"{folder} lacks \d+ tensors, first model\.layers\.2"):
+    with pytest.raises(ModelError, match=r"says num_hidden_layers 3, but the weights hold layers 0 to 1"):
         load(folder)
 
 

@@ -11,6 +11,7 @@ import urllib.error
 import urllib.request
 
 import pytest
+import trustme
 
 from kvq.cli import main
 from tests.server.kit import Server
@@ -300,3 +301,27 @@ def test_configurations_that_are_wrong_say_why(check, tmp_path, text, message):
     status, said = check("--config", str(path))
     assert status == 2
     assert message in said
+
+
+@pytest.mark.parametrize("is_one_file", [True, False])
+def test_a_key_that_others_can_read_is_refused_at_the_check_and_at_the_start(
+    check, capsys, tmp_path, is_one_file
+):
+    """In a file of its own, and in the certificate's."""
+    issued = trustme.CA().issue_cert("localhost")
+    certificate, key = tmp_path / "cert.pem", tmp_path / "key.pem"
+    issued.private_key_and_cert_chain_pem.write_to_path(str(key))
+    issued.cert_chain_pems[0].write_to_path(str(certificate))
+    options = ["--ssl-certfile", str(key)]
+    if not is_one_file:
+        options = ["--ssl-certfile", str(certificate), "--ssl-keyfile", str(key)]
+    key.chmod(0o640)
+    refusal = f"{key} can be read by others; run chmod 600 {key}"
+    status, said = check(*options)
+    assert (status, refusal in said) == (2, True), said
+    with pytest.raises(SystemExit) as stop:
+        main(["serve", *options])
+    assert stop.value.code == 2
+    assert refusal in capsys.readouterr().err
+    key.chmod(0o600)
+    assert check("--port", "0", *options)[0] == 0

@@ -130,6 +130,8 @@ KINDS: tuple[Callable[[Path, random.Random], None], ...] = (
     swap_values,
 )
 
+IN_PLACE = tuple(kind for kind in KINDS if kind not in (swap_with_another, remove))  # of one file alone
+
 
 def _change_json(path: Path, chance: random.Random, change: Callable[[Pairs, int], Any]) -> None:
     """Apply a change to one place of the JSON in a file, which may be the header of safetensors."""

@@ -7,7 +7,16 @@ import pytest
 import torch
 
 from kvq.errors import ModelError
-from kvq.weights.manifest import MANIFEST, FileDigest, manifest_bytes, read_manifest, verify_manifest
+from kvq.weights.manifest import (
+    MANIFEST,
+    FileDigest,
+    find_faults,
+    manifest_bytes,
+    read_manifest,
+    relist,
+    verify_manifest,
+    write_manifest,
+)
 from kvq.weights.writer import CheckpointWriter
 
 
@@ -83,3 +92,37 @@ def test_what_kvq_did_not_write_is_refused(tmp_path: Path, content: bytes, messa
     with pytest.raises(ModelError, match=message) as caught:
         verify_manifest(tmp_path)
     assert MANIFEST in str(caught.value)
+
+
+def test_a_manifest_of_others_files_is_the_one_their_writer_would_have_made(folder: Path) -> None:
+    written = (folder / MANIFEST).read_bytes()
+    (folder / MANIFEST).unlink()
+    (folder / "README.md").write_text("not read by loaders")
+    (folder / ".hidden.json").write_text("{}")
+    heard: list[int] = []
+    assert set(write_manifest(folder, heard.append)) == {"config.json", "kvq.json", "model.safetensors"}
+    assert (folder / MANIFEST).read_bytes() == written
+    assert sum(heard) == sum((folder / name).stat().st_size for name in read_manifest(folder) or {})
+
+
+def test_all_files_that_differ_are_told(folder: Path) -> None:
+    (folder / "config.json").write_text("{}")
+    (folder / "kvq.json").unlink()
+    said = [str(fault) for fault in find_faults(folder, read_manifest(folder) or {})]
+    assert [text.split(" is damaged: ")[0] for text in said] == [
+        str(folder / "config.json"),
+        str(folder / "kvq.json"),
+    ]
+    assert all(f"kvq manifest {folder} --overwrite" in text for text in said)
+
+
+def test_a_recipe_that_kvq_writes_later_is_listed_and_other_files_are_not(
+    folder: Path, tmp_path: Path
+) -> None:
+    for name in ("kvq.json", "other.json"):
+        (folder / name).write_text("{ }")
+        relist(folder / name)
+    assert verify_manifest(folder)
+    assert "other.json" not in (read_manifest(folder) or {})
+    relist(tmp_path / "kvq.json")  # beside no manifest
+    assert not (tmp_path / MANIFEST).exists()

@@ -312,3 +312,21 @@ def test_a_disk_that_is_really_full(place: Path) -> None:
         pytest.skip(f"no small disk can be mounted here: {done.stderr.strip()}")
     assert done.returncode == 0, done.stderr
     assert "can't write" in done.stdout
+
+
+def test_files_are_as_the_umask_says_and_replaced_ones_no_wider_than_before(
+    place: Path, source: Path
+) -> None:
+    def modes() -> set[int]:
+        return {path.stat().st_mode & 0o777 for path in (place / "model").iterdir()}
+
+    before = os.umask(0o027)
+    try:
+        write(place / "model", source)
+        assert (modes(), (place / "model").stat().st_mode & 0o777) == ({0o640}, 0o750)
+        os.umask(0o022)
+        (place / "model").chmod(0o700)
+        write(place / "model", source, overwrite=True)
+        assert (modes(), (place / "model").stat().st_mode & 0o777) == ({0o640}, 0o700)
+    finally:
+        os.umask(before)

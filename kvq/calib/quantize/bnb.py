@@ -14,6 +14,7 @@ from kvq.errors import ConfigError, ModelError, first_lines
 from kvq.models.checkpoint import read_json
 from kvq.models.prepared import QUANTIZED_FROM, prepare
 from kvq.models.resolve import ModelSource
+from kvq.weights.manifest import verify_manifest, write_manifest
 from kvq.weights.partial import check_target
 
 
@@ -39,6 +40,7 @@ def write_bitsandbytes(
     folder = prepared.folder
     if prepared.is_quantized:
         raise ModelError(f"{folder} is quantized already; take an unquantized copy")
+    verify_manifest(folder)
     aside = out.with_name(f".{out.name}.partial")
     try:
         _quantized(folder, method, str(prepared.device)).save_pretrained(aside)
@@ -48,6 +50,9 @@ def write_bitsandbytes(
         for path in small_files(folder):
             if not (aside / path.name).exists():
                 shutil.copyfile(path, aside / path.name)
+        for path in aside.glob("*.safetensors"):
+            fileio.as_new(path)
+        write_manifest(aside)
         aside.replace(out)
     except OSError as error:
         raise ConfigError(f"can't write {out}: {error.strerror or error}") from error

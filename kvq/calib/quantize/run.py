@@ -28,6 +28,7 @@ from kvq.models.resolve import ModelSource
 from kvq.models.skeleton import build_skeleton
 from kvq.models.weights import load_plain
 from kvq.version import __version__
+from kvq.weights.manifest import relist
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -169,6 +170,7 @@ def quantize_model(work: Quantizing, settings: QuantizeSettings) -> Quantized:
         )
         if seen is not None:
             _recipe(work.out, seen, geometry).save(work.out / "kvq.json")
+            relist(work.out / "kvq.json")
         partial.remove()
     return Quantized(
         out=work.out,

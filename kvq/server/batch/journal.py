@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import BinaryIO, Self
 
 from kvq.errors import ConfigError
-from kvq.fileio import check_writable
+from kvq.fileio import NEW, PRIVATE, check_writable, keep_permissions
 from kvq.server.batch.lines import Fault, Line
 from kvq.server.batch.results import BEGIN, Result, parse_result
 
@@ -134,9 +134,9 @@ class Journal:
         """
         aside = self._path.with_name(f".{self._path.name}.kvq-retry")
         aside.unlink(missing_ok=True)  # of a run that was killed
-        new = _open_locked(aside)
+        new = _open_locked(aside, permissions=PRIVATE)
         try:
-            os.fchmod(new.fileno(), os.fstat(self._file.fileno()).st_mode & 0o7777)
+            keep_permissions(new.fileno(), os.fstat(self._file.fileno()))
             for raw, result in self._results():
                 if not result.is_passing:
                     new.write(raw)
@@ -151,14 +151,14 @@ class Journal:
         self._file = new
 
 
-def _open_locked(path: Path) -> BinaryIO:
-    """Open to read and append, or make.
+def _open_locked(path: Path, *, permissions: int = NEW) -> BinaryIO:
+    """Open to read and append, or make with these permissions.
 
     Raises:
         ConfigError: not allowed, or another process holds it.
     """
     try:
-        file = path.open("a+b")
+        file = os.fdopen(os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, permissions), "a+b")
     except OSError as error:
         raise ConfigError(f"can't write {path}: {error.strerror}") from error
     try:

@@ -1,0 +1,82 @@
+"""Values of a config.json that no model has: refused before a size of 10^18 is looped over or allocated."""
+
+import math
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kvq.errors import ModelError
+from kvq.models.checkpoint import read_json
+
+_LARGEST = 1 << 53  # what all readers of JSON agree on; a rope_theta may be 10^10
+_MOST_EXPERTS = 10_000  # of which modules are made, one by one
+_POSITIVE = ("rope_theta", "rotary_emb_base", "factor")  # ends of names; logits would be NaN otherwise
+_SHOWN = 60  # characters
+
+
+def check_values(folder: Path, config: Mapping[str, Any], vocab_size: int) -> None:
+    """Look at every number, the dtype and the ids of tokens.
+
+    Raises:
+        ModelError: one that can't be; the message names its field.
+    """
+    where = folder / "config.json"
+    for name, value in _numbers(config):
+        if not math.isfinite(value) or (abs(value) > _LARGEST and isinstance(value, int)):
+            raise ModelError(f"{where}: {name} is {_shown(value)}, which no model's can be; correct it")
+        if name.endswith(_POSITIVE) and value <= 0:
+            raise ModelError(f"{where}: {name} must be above 0, got {_shown(value)}; correct it")
+        if "experts" in name and value > _MOST_EXPERTS:
+            raise ModelError(f"{where}: {name} may be up to {_MOST_EXPERTS}, got {_shown(value)}")
+    for name in ("dtype", "torch_dtype"):
+        check_dtype(where, name, config.get(name))
+    _check_ids(where, config, vocab_size)
+    own = folder / "generation_config.json"
+    if own.is_file():
+        _check_ids(own, read_json(own), vocab_size)
+
+
+def check_dtype(where: Path, name: str, value: object) -> None:
+    """Raise ModelError for what is no type of torch's."""
+    if value in (None, "auto"):
+        return
+    text = value.removeprefix("torch.") if isinstance(value, str) else ""
+    if not isinstance(getattr(torch, text or "none", None), torch.dtype):
+        raise ModelError(
+            f"{where}: {name} must be a type of torch's such as 'bfloat16' or 'float32', got {_shown(value)}"
+        )
+
+
+def _check_ids(where: Path, config: Mapping[str, Any], vocab_size: int) -> None:
+    """Ends of texts that never come, and padding that the embedding has no row for; -1 is none, to some."""
+    end = config.get("eos_token_id")
+    ids = end if isinstance(end, list) else [] if end is None else [end]
+    pad = config.get("pad_token_id")
+    named = [("eos_token_id", value) for value in ids] + ([] if pad is None else [("pad_token_id", pad)])
+    for name, value in named:
+        if type(value) is not int or not -1 <= value < vocab_size:
+            raise ModelError(
+                f"{where}: {name} must be a token's id, 0 to {vocab_size - 1}, or a list of ends; "
+                f"got {_shown(value)}"
+            )
+
+
+def _numbers(value: object, name: str = "") -> Iterator[tuple[str, int | float]]:
+    """Every number, under the names that lead to it."""
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield from _numbers(inner, f"{name}.{key}" if name else str(key))
+    elif isinstance(value, list):
+        for inner in value:
+            yield from _numbers(inner, name)
+    elif isinstance(value, int | float) and not isinstance(value, bool):
+        yield name, value
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, int) and abs(value) >= 1 << 64:  # Python writes no number of 5,000 digits
+        return f"a number of {value.bit_length()} bits"
+    text = repr(value)
+    return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 3]}..."
