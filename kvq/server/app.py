@@ -55,12 +55,12 @@ def create_app(service: Service, access: Access | None = None) -> FastAPI:
 
     @app.post("/v1/completions", responses={200: ONE_OR_STREAM | {"model": answer_types.Completion}})
     async def completions(request: Request, body: CompletionBody) -> Response:
-        note_fields(request, service, body)
+        await note_fields(request, service, body)
         return await respond(request, service, Completion(service, body, tenant(request)), stream=body.stream)
 
     @app.post("/v1/chat/completions", responses={200: ONE_OR_STREAM | {"model": answer_types.ChatCompletion}})
     async def chat(request: Request, body: ChatBody) -> Response:
-        note_fields(request, service, body)
+        await note_fields(request, service, body)
         return await respond(request, service, Chat(service, body, tenant(request)), stream=body.stream)
 
     @app.get("/v1/models", responses={200: {"model": answer_types.Models}})
@@ -74,7 +74,7 @@ def create_app(service: Service, access: Access | None = None) -> FastAPI:
 
     @app.post("/tokenize", responses={200: {"model": answer_types.Tokens}})
     async def tokenize(request: Request, body: TokenizeBody) -> dict[str, Any]:
-        note_fields(request, service, body)
+        await note_fields(request, service, body)
         service.check_model(body.model)
         asks = tenant(request)
         with admitted(request, service.aside(asks)):
@@ -91,7 +91,7 @@ def create_app(service: Service, access: Access | None = None) -> FastAPI:
 
     @app.post("/detokenize", responses={200: {"model": answer_types.Prompt}})
     async def detokenize(request: Request, body: DetokenizeBody) -> dict[str, Any]:
-        note_fields(request, service, body)
+        await note_fields(request, service, body)
         service.check_model(body.model)
         info = service.remote.info
         if info is not None and body.tokens and max(body.tokens) >= info.vocab_size:

@@ -72,8 +72,9 @@ class Slot:
 
     def listen_no_more(self) -> None:
         """To its first word."""
-        if self.timer is not None:
+        if self.timer is not None and self.sock is not None:
             self.timer.cancel()
+            self.timer = None
             asyncio.get_running_loop().remove_reader(self.sock)
 
 
@@ -224,7 +225,6 @@ class Door:
     def _speaks(self, slot: Slot) -> None:
         """Its first byte has come, or its end."""
         slot.listen_no_more()
-        slot.timer = None
         self._spoken[slot] = None
         self._admit()
 

@@ -60,25 +60,22 @@ class Body:
         Raises:
             Problem: it is too large, takes too long, or there is no room for it.
         """
-        pieces: list[bytes] = []
-        num_bytes, more = 0, True
+        body, more = bytearray(), True  # grows as it comes: joined in the end, several may end at once
         try:
             async with asyncio.timeout(BODY_S):
                 while more:
                     message = await receive()
                     if message["type"] == "http.disconnect":
                         return None
-                    piece = message.get("body", b"")
+                    body += message.get("body", b"")
                     more = message.get("more_body", False)
-                    num_bytes += len(piece)
-                    if num_bytes > MAX_BODY:
+                    if len(body) > MAX_BODY:
                         raise too_large()
-                    pieces.append(piece)
-                    self._take(max(0, num_bytes - FREE))
+                    self._take(max(0, len(body) - FREE))
         except TimeoutError as error:
             raise Problem(408, f"the body did not arrive within {BODY_S:g} s") from error
-        whole: list[Message] = [{"type": "http.request", "body": b"".join(pieces), "more_body": False}]
-        pieces.clear()
+        whole: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+        del body
 
         async def again() -> Message:
             return whole.pop() if whole else await receive()

@@ -11,7 +11,7 @@ from time import perf_counter
 
 from kvq.server.turns import Again
 
-MAX_VALUES = 1 << 16  # of one body, names of fields included
+MAX_VALUES = 1 << 15  # of one body, names of fields included
 MAX_TOKEN_IDS = 1 << 18  # in the lists of `IDS_IN`, which don't count among the values
 IDS_IN = (b"prompt", b"tokens")
 MAX_KEYS = 4096  # of one object
@@ -27,7 +27,7 @@ _IDS = re.compile(rb"(?:\s{0,4}\d{1,20}\s{0,4},){1,2048}")
 _ESCAPES = re.compile(rb'(?:\\.[^"\\]{0,64}){1,256}', re.DOTALL)
 
 
-def scan(body: bytes) -> Iterator[Again]:
+def scan(body: bytes | bytearray) -> Iterator[Again]:
     """Count what a body holds, in slices of two milliseconds.
 
     Raises:
@@ -42,7 +42,7 @@ def scan(body: bytes) -> Iterator[Again]:
 
 @dataclass(slots=True)
 class _Scan:
-    body: bytes
+    body: bytes | bytearray
     pos: int = 0
     num_values: int = 0
     num_ids: int = 0
@@ -98,7 +98,7 @@ class _Scan:
         self.entries.append(0)
         self.most.append(2 * MAX_KEYS if kind == ord("{") else MAX_VALUES)
 
-    def _count_number(self, number: bytes) -> None:
+    def _count_number(self, number: bytes | bytearray) -> None:
         if len(number) > MAX_DIGITS:
             raise ValueError(f"a number may have {MAX_DIGITS} digits")
         self.num_exponents += number[:1] in b"-0123456789" and b"e" in number.lower()

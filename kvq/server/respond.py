@@ -53,17 +53,21 @@ def admitted(request: Request, entered: AbstractContextManager[None]) -> Iterato
         yield
 
 
-def note_fields(request: Request, service: Service, body: BaseModel) -> None:
+async def note_fields(request: Request, service: Service, body: BaseModel) -> None:
     """Name fields of a body that are ignored in the answer's head, whatever the answer will be.
+
+    Others have their turn before and after: a body was just checked, and is to be taken apart.
 
     Raises:
         Problem: the server is strict, and refuses one.
     """
     decoded = request.scope.pop(DECODED)
+    await asyncio.sleep(0)
     ignored = service.check_fields(decoded, body)
     decoded.clear()  # FastAPI holds it until the answer's end
     if ignored.fields:
         request.scope[IGNORED] = ignored.header()
+    await asyncio.sleep(0)
 
 
 async def respond(request: Request, service: Service, call: Call, *, stream: bool) -> Response:

@@ -74,6 +74,13 @@ def _is_json(content_type: str) -> bool:
 class _JsonRequest(Request):
     """A request whose body is UTF-8 and JSON to the letter: no NaN, no halves of surrogate pairs."""
 
+    async def body(self) -> bytes:
+        """As it was read; Starlette would copy it."""
+        if not hasattr(self, "_body"):
+            pieces = [piece async for piece in self.stream() if piece]
+            self._body = pieces[0] if len(pieces) == 1 else b"".join(pieces)
+        return self._body
+
     async def json(self) -> Any:
         """Raises HTTPException: it is something else, or holds too much."""
         body, decoded = await self.body(), []

@@ -99,7 +99,7 @@ class Worker:
         core.scheduler.manager.subscribe(self._residency)
         memory = Memory(model.weights.device)
         gc.collect()
-        gc.freeze()  # else what requests leave in circles waits until a look through all the libraries' objects
+        gc.freeze()  # else what requests leave in circles waits for a look through all the libraries' objects
         threading.Thread(target=self._listen, args=(decoder,), name="kvq-listen", daemon=True).start()
         layout = model.layout
         self._send(

@@ -101,6 +101,7 @@ class MessageCall:
 
 def _params(body: MessagesBody, offer: Offer | None) -> SamplingParams:
     format = None if body.output_config is None else body.output_config.format
+    schema = None if format is None else schema_text(format.definition)
     with engine_refusals():
         params = SamplingParams(
             max_tokens=body.max_tokens,
@@ -108,9 +109,7 @@ def _params(body: MessagesBody, offer: Offer | None) -> SamplingParams:
             top_p=1.0 if body.top_p is None else body.top_p,
             top_k=body.top_k or None,  # 0 keeps all
             stop=body.stop_sequences,
-            structured=None
-            if format is None
-            else StructuredOutput(json_schema=schema_text(format.definition)),
+            structured=None if schema is None else StructuredOutput(json_schema=schema),
         )
         return params if offer is None else offer.params(params)
 

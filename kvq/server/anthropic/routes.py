@@ -20,13 +20,13 @@ def add_routes(app: FastAPI, service: Service) -> None:
 
     @app.post(PATH, responses={200: ONE_OR_STREAM | {"model": answer_types.Message}})
     async def messages(request: Request, body: MessagesBody) -> Response:
-        note_fields(request, service, body)
+        await note_fields(request, service, body)
         call = MessageCall(service, body, tenant(request))
         return await respond(request, service, call, stream=body.stream)
 
     @app.post(f"{PATH}/count_tokens", responses={200: {"model": answer_types.InputTokens}})
     async def count_tokens(request: Request, body: PromptBody) -> dict[str, Any]:
-        note_fields(request, service, body)
+        await note_fields(request, service, body)
         service.check_model(body.model)
         asks = tenant(request)
         with admitted(request, service.aside(asks)):
