@@ -253,7 +253,7 @@ async def a_server(name: str) -> AsyncIterator[ServerProcess]:
         if name == "handshakes":
             tls = ssl.create_default_context()
             options += ["--ssl-certfile", str(folder / "cert"), "--ssl-keyfile", str(folder / "key")]
-            _certify(folder, tls)
+            certify(folder, tls)
         if name == "template":
             for file in EMBEDDED["tiny"].iterdir():
                 (folder / file.name).write_bytes(file.read_bytes())
@@ -264,7 +264,8 @@ async def a_server(name: str) -> AsyncIterator[ServerProcess]:
             yield server
 
 
-def _certify(folder: Path, trusting: ssl.SSLContext) -> None:
+def certify(folder: Path, trusting: ssl.SSLContext) -> None:
+    """Write `cert` and `key` for 127.0.0.1, which `trusting` then trusts."""
     authority = trustme.CA()
     certificate = authority.issue_cert("127.0.0.1")
     certificate.cert_chain_pems[0].write_to_path(str(folder / "cert"))

@@ -1,4 +1,4 @@
-"""Requests for fuzz_server.py: made by schemathesis of the server's own description, and broken by hand."""
+"""Requests for the door `http`: made by schemathesis of the server's own description, and broken by hand."""
 
 import json
 import random

@@ -12,6 +12,7 @@ import signal
 import socket
 import sys
 from pathlib import Path
+from typing import NoReturn
 
 from kvq.errors import KVQError, RequestError
 from kvq.models.prompts import PromptEncoder, TooLong
@@ -77,7 +78,7 @@ def _host(sock: socket.socket, encoder: PromptEncoder, memory_bytes: int) -> Non
                 reader = os.fork()
                 if reader == 0:
                     sock.close()
-                    _read(descriptors[0], encoder, memory_bytes)
+                    read_jobs(descriptors[0], encoder, memory_bytes)
                 os.close(descriptors[0])
                 readers.add(reader)
                 answer = reader
@@ -99,8 +100,8 @@ def _end(reader: int) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(reader, 0)[1])
 
 
-def _read(descriptor: int, encoder: PromptEncoder, memory_bytes: int) -> None:
-    """A reader's life."""
+def read_jobs(descriptor: int, encoder: PromptEncoder, memory_bytes: int) -> NoReturn:
+    """A reader's life, in a process forked for it: do what is asked for on a socket, until it is closed."""
     try:
         decoder: Decoder[ToReader] = Decoder(ToReader)  # type: ignore[arg-type]
         with socket.socket(fileno=descriptor) as sock:
