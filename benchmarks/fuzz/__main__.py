@@ -69,7 +69,7 @@ class Run:
         self.tallies = {door: Tally(door) for door in doors if door in AT_SERVER}
         self.statuses: dict[str, int] = {}
         self.logged: list[str] = []
-        self.stretches_s: list[float] = []
+        self.stretches_s: dict[str, float] = {}  # by server
         self.memory: dict[str, list[int]] = {}
         self.ends: list[tuple[str, float, float]] = []  # state, grace, seconds
         self.left: dict[str, float] = {}
@@ -96,7 +96,6 @@ async def main_server(run: Run, doors: list[str]) -> None:
     """One server for all of the run: `http` and `wire`, and what is left after them."""
     async with ServerProcess([*_SMALL, "--log-level", "warning", *NO_BOUNDS]) as server:
         engine = server.engine_pid
-        sockets = server.num_sockets()
         jobs: list[Callable[[], object]] = []
         if "http" in doors:
             made = Requests(server.target, run.tallies["http"], partial(run.is_over, "http"))
@@ -114,12 +113,16 @@ async def main_server(run: Run, doors: list[str]) -> None:
             await working
         finally:
             run.end()
-        run.left = await _left(server, sockets)
+        run.left = await _left(server)
         run.left["restarts of the engine"] = float(server.engine_pid != engine)
-        run.stretches_s.append((await server.metrics())["kvq_http_longest_stretch_seconds"])
+        await _note_stretch(run, server, "main")
         if (status := await server.status("/health/deep")) != 200:
             run.logged.append(f"/health/deep answers {status}")
         run.look_at(server)
+
+
+async def _note_stretch(run: Run, server: ServerProcess, name: str) -> None:
+    run.stretches_s[name] = (await server.metrics())["kvq_http_longest_stretch_seconds"]
 
 
 def _wire(run: Run, server: ServerProcess, thread: int) -> None:
@@ -129,7 +132,7 @@ def _wire(run: Run, server: ServerProcess, thread: int) -> None:
         run.tallies["wire"].run(lambda odds: wire.case(odds, server.target), number)
 
 
-async def _left(server: ServerProcess, sockets: int) -> dict[str, float]:
+async def _left(server: ServerProcess) -> dict[str, float]:
     """What is left at the server once those of the last answer are gone; pins hold their blocks."""
     left: dict[str, float] = {}
     for _ in range(100):
@@ -137,8 +140,8 @@ async def _left(server: ServerProcess, sockets: int) -> dict[str, float]:
         live = sum(v for name, v in seen.items() if name.startswith("kvq_blocks/") and name.endswith("/live"))
         pinned = sum(value for name, value in seen.items() if name.startswith("kvq_blocks_pinned/"))
         running = sum(value for name, value in seen.items() if name.startswith("kvq_engine_requests/"))
-        open_sockets = max(0, server.num_sockets() - sockets)
-        left = {"requests": running, "live blocks": live - pinned, "sockets": open_sockets}
+        others = seen["kvq_http_connections"] - 1  # than the one that asks
+        left = {"requests": running, "live blocks": live - pinned, "connections": others}
         if not any(left.values()):
             break
         await asyncio.sleep(0.2)
@@ -176,7 +179,7 @@ async def _one_end(run: Run, odds: random.Random, number: int) -> None:
                 threads = _attack(tally, server, stop, number)
                 await asyncio.sleep(odds.uniform(0.5, 25))
                 with suppress(OSError, EOFError, TimeoutError, KeyError):
-                    run.stretches_s.append((await server.metrics())["kvq_http_longest_stretch_seconds"])
+                    await _note_stretch(run, server, f"ends {number}")
             await _end(run, server, state, grace_s, number)
         finally:
             stop.set()
@@ -200,6 +203,8 @@ async def _end(run: Run, server: ServerProcess, state: str, grace_s: float, numb
         tally.find(number, f"a server that was {state} did not end within its grace of {grace_s} s and 30 s")
         return
     run.ends.append((state, grace_s, monotonic() - began))
+    if monotonic() - began > grace_s + 1:
+        tally.find(number, f"a server that was {state}, with {grace_s} s of grace, took {monotonic() - began:.1f} s to end: {server.log[-600:]}")
     # By the signal itself as long as Python, or the command's modules, are being loaded.
     if server.process.returncode not in ((0,) if state == "attacked" else (0, 130, -signal.SIGTERM)):
         tally.find(
@@ -214,7 +219,7 @@ def _attack(
 
     def one(thread: int) -> None:
         for i in itertools.count():
-            if stop.is_set():
+            if stop.is_set() or server.process.poll() is not None:
                 return
             tally.run(lambda odds: handshakes.case(odds, server.target), (number << 24) + (i << 2) + thread)
 
@@ -274,8 +279,10 @@ def _rows(run: Run, told: dict[str, Any]) -> Rows:
         finding("slowest case, s", max(t["slowest_s"] for t in shown.values()), "", True),
     ]
     if run.stretches_s:
-        longest = max(run.stretches_s)
-        rows.append(finding("longest stretch of an event loop, ms", 1e3 * longest, "50", longest <= _STALL_S))
+        where, longest = max(run.stretches_s.items(), key=lambda one: one[1])
+        rows.append(
+            finding("longest stretch of an event loop, ms", 1e3 * longest, "50", longest <= _STALL_S, where=where)
+        )
     for what, count in run.left.items():
         rows.append(finding(f"left: {what}", count, "0", count == 0))
     for name, memory in (run.memory | {"doors without a server": told["memory"]}).items():
