@@ -128,6 +128,10 @@ def _check_shape(path: Path, events: Iterable[Any]) -> None:
     for event in events:
         if isinstance(event, yaml.AliasEvent):
             raise ConfigError(f"{path}: aliases such as *{event.anchor} are not read; write the value again")
+        if getattr(event, "tag", None) is not None:  # what reads them fails in ways of its own
+            raise ConfigError(f"{path}: tags such as {event.tag} are not read; write the value alone")
+        if isinstance(event, yaml.ScalarEvent) and event.value == "<<" and event.implicit[0]:
+            raise ConfigError(f"{path}: merges (<<) are not read; write the options again")
         depth += isinstance(event, yaml.CollectionStartEvent)
         depth -= isinstance(event, yaml.CollectionEndEvent)
         if depth > _MAX_DEPTH:
