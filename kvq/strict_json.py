@@ -66,7 +66,7 @@ class _Refused(Exception):
 
     def told(self) -> str:
         steps = list(reversed(self.path))[:_STEPS]
-        where = "".join(f"[{step}]" if isinstance(step, int) else f".{step:.{_SHOWN}}" for step in steps)
+        where = "".join(f"[{step}]" if isinstance(step, int) else f".{step!s:.{_SHOWN}}" for step in steps)
         return f"{where.removeprefix('.')}: {self}" if where else str(self)
 
 

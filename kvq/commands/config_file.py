@@ -8,6 +8,7 @@ import click
 
 from kvq.errors import ConfigError, first_lines, nearest
 from kvq.extras import require
+from kvq.strict_json import check_value
 
 _MAX_BYTES = 1 << 20
 _MAX_DEPTH = 8
@@ -112,6 +113,10 @@ def _read(path: Path) -> dict[Any, Any]:
         return {}
     if not isinstance(given, dict):
         raise ConfigError(f"{path} must map options to values, got a {type(given).__name__}")
+    try:
+        check_value(given)
+    except ValueError as error:
+        raise ConfigError(f"{path}: {error}") from error
     seen: set[str] = set()
     for key, _ in pairs.value:
         if key.value in seen:

@@ -70,6 +70,8 @@ def test_values_are_taken_as_they_are(path):
         ("port: !!bool 3", "tags such as tag:yaml.org,2002:bool are not read"),
         ("port: !!timestamp x", "tags such as"),
         ("<<: {port: 1}", "merges .* are not read"),
+        ('folder: "\\ud800"', "folder: texts must be Unicode"),
+        ("wait: .nan", "wait: numbers must be finite"),
         ("port: 2024-99-99", "is no YAML"),
         ("\x00", "is no YAML"),
         ("a" * (1 << 20) + "a", "may have 1048576 bytes"),
