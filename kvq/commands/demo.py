@@ -52,7 +52,7 @@ def command(out: str, max_windows: int | None) -> None:
                 pieces.append(piece.text)
         samples[kv] = PROMPT + "".join(pieces)
         echo("\n")
-    write_plot(folder / "plot.svg", result)
     write_report(folder / "report.html", result, samples)
+    write_plot(folder / "plot.svg", result)
     echo(f"wrote {folder}/report.html, {folder}/results.json and {folder}/plot.svg")
     echo("next: kvq serve --model tiny; kvq perplexity --model FOLDER measures a model of yours")

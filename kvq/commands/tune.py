@@ -273,7 +273,7 @@ def _print_trials(result: dict[str, Any]) -> None:
 def _write(result: dict[str, Any], plot_path: str | None, html_path: str | None) -> None:
     from kvq.calib.tune_report import write_front, write_report
 
-    if plot_path:
-        write_front(plot_path, result["rows"])
     if html_path:
         write_report(html_path, result)
+    if plot_path:
+        write_front(plot_path, result["rows"])
