@@ -12,6 +12,7 @@ from kvq.commands import shells
 from kvq.commands.interrupts import interruptible
 from kvq.commands.log_lines import show_warnings
 from kvq.commands.screen import echo, take_every_text
+from kvq.commands.shortage import check_addresses, shortage
 from kvq.errors import KVQError, nearest
 from kvq.version import __version__
 
@@ -52,6 +53,7 @@ class _Commands(click.Group):
     def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
         if name not in _COMMANDS:
             return None
+        check_addresses()
         module = importlib.import_module(f"kvq.commands.{_COMMANDS[name][0]}")
         command: click.Command = module.command
         return command
@@ -104,9 +106,9 @@ def main(args: list[str] | None = None) -> Any:
         with interruptible():
             sys.exit(root.main(args, prog_name="kvq", standalone_mode=False))
     except click.ClickException as error:
-        told = io.StringIO()
-        error.show(told)
-        echo(told.getvalue(), nl=False, err=True)
+        shown = io.StringIO()
+        error.show(shown)
+        echo(shown.getvalue(), nl=False, err=True)
         sys.exit(2)
     except (click.Abort, KeyboardInterrupt):
         echo("kvq: interrupted", err=True)
@@ -117,6 +119,11 @@ def main(args: list[str] | None = None) -> Any:
     except BrokenPipeError:  # the reader of our output, such as `head`, is gone
         sys.stderr.close()
         sys.exit(0)
+    except (MemoryError, ImportError, OSError, RuntimeError, SystemError) as error:
+        if (told := shortage(error)) is None:
+            raise
+        echo(f"kvq: error: {told}", err=True)
+        sys.exit(2)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ MAX_DEPTH = 64  # of values; what encodes them further on recurses
 MAX_FILE = 256 << 20  # bytes
 _INTEGERS = range(-(1 << 63), 1 << 64)  # what MessagePack holds
 _SHOWN = 40  # characters of a name in an error
-_STEPS = 4  # of the way to what is refused
+_STEPS = 6  # of the way to what is refused
 
 
 def loads(text: str | bytes) -> Any:
@@ -109,8 +109,4 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _constant(name: str) -> Any:
-    raise ValueError(f"{name} is no number of JSON")
-
-
-_DECODER = json.JSONDecoder(object_pairs_hook=_object, parse_constant=_constant)
+_DECODER = json.JSONDecoder(object_pairs_hook=_object)

@@ -17,9 +17,9 @@ def test_what_json_means_is_read():
     ("text", "said"),
     [
         ("", "Expecting value"),
-        ("[1, NaN]", "NaN is no number of JSON"),
+        ("[1, NaN]", r"\[1\]: numbers must be finite"),
         ('{"rows": [{"kl": 1e999}]}', r"rows\[0\]\.kl: numbers must be finite"),
-        ('{"a": -Infinity}', "Infinity is no number"),
+        ('{"a": -Infinity}', "a: numbers must be finite"),
         ('{"a": %s}' % ("9" * 400), "a: integers may have 64 bits"),
         ("9" * 5000, "integer string conversion"),
         ('{"a": 1, "a": 2}', "the name a is twice in one object"),
