@@ -1,6 +1,7 @@
 """The `kvq` command. Commands are loaded when they are called, so that `--help` answers at once."""
 
 import importlib
+import io
 import sys
 from typing import Any
 
@@ -10,6 +11,8 @@ from click.shell_completion import CompletionItem
 from kvq.commands import shells
 from kvq.commands.interrupts import interruptible
 from kvq.commands.log_lines import show_warnings
+from kvq.commands.screen import echo, take_every_text
+from kvq.commands.shortage import check_addresses, shortage
 from kvq.errors import KVQError, nearest
 from kvq.version import __version__
 
@@ -51,6 +54,7 @@ class _Commands(click.Group):
     def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
         if name not in _COMMANDS:
             return None
+        check_addresses()
         module = importlib.import_module(f"kvq.commands.{_COMMANDS[name][0]}")
         command: click.Command = module.command
         return command
@@ -94,25 +98,33 @@ def main(args: list[str] | None = None) -> Any:
     SIGTERM interrupts a command as Ctrl-C does, unless the command has its own way to end.
     """
     if sys.platform == "win32":
-        click.echo(_WINDOWS, err=True)
+        echo(_WINDOWS, err=True)
         sys.exit(2)
+    take_every_text()
     show_warnings()
     shells.register()
     try:
         with interruptible():
             sys.exit(root.main(args, prog_name="kvq", standalone_mode=False))
     except click.ClickException as error:
-        error.show()
+        shown = io.StringIO()
+        error.show(shown)
+        echo(shown.getvalue(), nl=False, err=True)
         sys.exit(2)
     except (click.Abort, KeyboardInterrupt):
-        click.echo("kvq: interrupted", err=True)
+        echo("kvq: interrupted", err=True)
         sys.exit(130)
     except KVQError as error:
-        click.echo(f"kvq: error: {error}", err=True)
+        echo(f"kvq: error: {error}", err=True)
         sys.exit(2)
     except BrokenPipeError:  # the reader of our output, such as `head`, is gone
         sys.stderr.close()
         sys.exit(0)
+    except (MemoryError, ImportError, OSError, RuntimeError, SystemError) as error:
+        if (told := shortage(error)) is None:
+            raise
+        echo(f"kvq: error: {told}", err=True)
+        sys.exit(2)
 
 
 if __name__ == "__main__":

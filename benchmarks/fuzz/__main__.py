@@ -202,9 +202,11 @@ async def _end(run: Run, server: ServerProcess, state: str, grace_s: float, numb
     except subprocess.TimeoutExpired:
         tally.find(number, f"a server that was {state} did not end within its grace of {grace_s} s and 30 s")
         return
-    run.ends.append((state, grace_s, monotonic() - began))
-    if monotonic() - began > grace_s + 1:
-        tally.find(number, f"a server that was {state}, with {grace_s} s of grace, took {monotonic() - began:.1f} s to end: {server.log[-600:]}")
+    took_s = monotonic() - began
+    run.ends.append((state, grace_s, took_s))
+    if took_s > grace_s + 1:
+        told = f"a server that was {state}, with a grace of {grace_s} s, took {took_s:.1f} s to end"
+        tally.find(number, f"{told}: {server.log[-600:]}")
     # By the signal itself as long as Python, or the command's modules, are being loaded.
     if server.process.returncode not in ((0,) if state == "attacked" else (0, 130, -signal.SIGTERM)):
         tally.find(
@@ -281,7 +283,9 @@ def _rows(run: Run, told: dict[str, Any]) -> Rows:
     if run.stretches_s:
         where, longest = max(run.stretches_s.items(), key=lambda one: one[1])
         rows.append(
-            finding("longest stretch of an event loop, ms", 1e3 * longest, "50", longest <= _STALL_S, where=where)
+            finding(
+                "longest stretch of an event loop, ms", 1e3 * longest, "50", longest <= _STALL_S, where=where
+            )
         )
     for what, count in run.left.items():
         rows.append(finding(f"left: {what}", count, "0", count == 0))

@@ -23,14 +23,17 @@ _MEMORY_BYTES = 256 << 20
 _HANG_S = 120.0  # on a busy machine
 _ROLES = ("user", "user", "assistant", "system", "tool", "developer", "", "x\n")
 _SNIPPETS = [
-    "{{ messages }}", "{{ messages[0].content * 100000000 }}", "{{ 'a' * 10000000000 }}", "{{ raise_exception('no') }}",
-    "{% for i in range(999999999) %}{{ i }}{% endfor %}", "{% macro m(n) %}{{ m(n) }}{% endmacro %}{{ m(1) }}",
-    "{% set x = namespace(a=1) %}{% set x.a = messages %}{{ x.a }}", "{{ ''.__class__.__mro__ }}", "{{ 1 / 0 }}",
-    "{% for m in messages %}{% for n in messages %}{{ n.content }}{% endfor %}{% endfor %}", "{{ undefined.x.y }}",
-    "{{ messages | tojson }}", "{{ messages | map(attribute='content') | join('<|im_end|>') }}", "{{ range(10**12) | list }}",
-    "{% include 'x' %}", "{% extends 'x' %}", "{{ self }}", "{{ strftime_now('%Y' * 100000) }}", "{{", "%}", "{#", "{% endif %}",
-    "{{ '%1000000000d' % 1 }}", "{{ '{:>1000000000}'.format(1) }}", "{{ messages.append(messages) }}", "{{ loop }}", "\ud800",
-    "{% generation %}x{% endgeneration %}", "{{ cycler }}", "{{ messages[-1].tool_calls[0] }}", "{{ 9**9**9 }}",
+    "{{ messages }}", "{{ messages[0].content * 100000000 }}", "{{ 'a' * 10000000000 }}",
+    "{{ raise_exception('no') }}", "{% for i in range(999999999) %}{{ i }}{% endfor %}",
+    "{% macro m(n) %}{{ m(n) }}{% endmacro %}{{ m(1) }}",
+    "{% set x = namespace(a=1) %}{% set x.a = messages %}{{ x.a }}", "{{ ''.__class__.__mro__ }}",
+    "{{ 1 / 0 }}", "{% for m in messages %}{% for n in messages %}{{ n.content }}{% endfor %}{% endfor %}",
+    "{{ undefined.x.y }}", "{{ messages | tojson }}",
+    "{{ messages | map(attribute='content') | join('<|im_end|>') }}", "{{ range(10**12) | list }}",
+    "{% include 'x' %}", "{% extends 'x' %}", "{{ self }}", "{{ strftime_now('%Y' * 100000) }}", "{{", "%}",
+    "{#", "{% endif %}", "{{ '%1000000000d' % 1 }}", "{{ '{:>1000000000}'.format(1) }}",
+    "{{ messages.append(messages) }}", "{{ loop }}", "\ud800", "{% generation %}x{% endgeneration %}",
+    "{{ cycler }}", "{{ messages[-1].tool_calls[0] }}", "{{ 9**9**9 }}",
 ]  # fmt: skip
 
 

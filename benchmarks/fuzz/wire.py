@@ -16,7 +16,8 @@ _ANSWER_S = 45.0  # on a busy machine; bodies have 30 s to come
 _STATUS = re.compile(rb"HTTP/1\.1 (\d{3}) ")
 _MOST_READ = 1 << 20
 _TOKENS = [
-    b"\r\n", b"\n", b"\r", b"\0", b" ", b":", b";", b"\xff", b"\x80abc", b"\r\n\r\n", b"0\r\n\r\n", b"a" * 5000,
+    b"\r\n", b"\n", b"\r", b"\0", b" ", b":", b";", b"\xff", b"\x80abc", b"\r\n\r\n", b"0\r\n\r\n",
+    b"a" * 5000,
     b"Transfer-Encoding: chunked\r\n", b"Transfer-Encoding: gzip, chunked\r\n", b"Content-Length: 0\r\n",
     b"Content-Length: 5\r\n", b"Content-Length: -1\r\n", b"Content-Length: 99999999999999999999\r\n",
     b"Content-Length: 8388609\r\n", b"Expect: 100-continue\r\n", b"Connection: upgrade\r\nUpgrade: h2c\r\n",
@@ -84,7 +85,7 @@ def _connected(target: Target) -> socket.socket:
 
 
 def _raw(odds: random.Random, target: Target) -> bytes:
-    """One to three requests one after the other, broken in some places, the last one ending the connection."""
+    """One to three requests, broken in some places; the last one ends the connection."""
     count = odds.choice((1, 1, 1, 2, 3))
     raw = b"".join(_request(odds, target, is_last=i == count - 1) for i in range(count))
     for _ in range(odds.choice((0, 1, 1, 2, 3, 6))):

@@ -13,7 +13,7 @@ _PANELS = (("itl_ms_p50", "time between tokens, ms, median"), ("ttft_ms_p99", "t
 
 def write_engine_plot(path: str | Path, result: dict[str, Any]) -> None:
     """Draw the plot into an .svg, .png or .pdf file."""
-    write_figure(path, engine_figure(result))
+    write_figure(path, engine_figure, result)
 
 
 def engine_figure(result: dict[str, Any]) -> Any:

@@ -10,7 +10,7 @@ from kvq.sizes import speed
 
 def write_roofline(path: str | Path, result: dict[str, Any]) -> None:
     """Draw every row's time over the bytes it reads into an .svg, .png or .pdf file."""
-    write_figure(path, roofline_figure(result))
+    write_figure(path, roofline_figure, result)
 
 
 def roofline_figure(result: dict[str, Any]) -> Any:

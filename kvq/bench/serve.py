@@ -1,13 +1,13 @@
 """`kvq bench serve`: servers under load over HTTP, in turn."""
 
 import asyncio
-import json
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
 
+from kvq.answers import read_model
 from kvq.bench.engine_load import Load
 from kvq.bench.engine_result import row
 from kvq.bench.serve_client import Sent, Target, get, send
@@ -55,12 +55,15 @@ async def bench_url(
     target = Target.from_url(url, key=key)
     try:
         status, body = await get(target, "/v1/models")
-    except (OSError, EOFError, TimeoutError) as error:
+    except (OSError, EOFError, TimeoutError, ValueError) as error:
         raise ConfigError(f"no server answers at {url}: {error}") from error
     if status != 200:
         raise ConfigError(f"{url} answers {status} when asked for its models; does it need a key?")
-    model = json.loads(body)["data"][0]
-    if "vocab_size" not in model:
+    try:
+        model = read_model(body)
+    except EngineError as error:
+        raise ConfigError(f"{url} lists no models: {error}") from error
+    if any(type(model.get(name)) is not int for name in ("vocab_size", "max_model_len")):
         raise ConfigError(f"{url} is no kvq server: it does not tell its vocabulary's size")
     server = _Server(name=url, kv="?", target=Target.from_url(url, model=model["id"], key=key))
     return await _measure([server], model, plan, progress, keep)

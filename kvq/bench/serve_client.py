@@ -9,14 +9,16 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from enum import Enum
 from time import perf_counter
-from typing import Any
-from urllib.parse import urlsplit
 
+from kvq.answers import read_address, read_event, read_refusal
 from kvq.bench.engine_load import LoadRequest
-from kvq.errors import ConfigError
+from kvq.errors import EngineError
 
 _TIMEOUT_S = 600.0
 _LINE = 1 << 22  # bytes
+_MAX_HEADERS = 200
+_MAX_BODY = 1 << 30  # bytes
+_MAX_DIGITS = 16  # of a size
 
 
 class Manner(Enum):
@@ -44,10 +46,8 @@ class Target:
         Raises:
             ConfigError: no http URL with a host.
         """
-        parts = urlsplit(url)
-        if parts.scheme != "http" or not parts.hostname:
-            raise ConfigError(f"--url takes an address such as http://127.0.0.1:8000, got {url!r}")
-        return cls(host=parts.hostname, port=parts.port or 80, model=model, key=key)
+        address = read_address(url, ("http",))
+        return cls(host=address.host, port=address.port or 80, model=model, key=key)
 
 
 @dataclass(slots=True)
@@ -84,8 +84,10 @@ async def send(
     try:
         async with asyncio.timeout(_TIMEOUT_S):
             await _exchange(target, sent, stall_s)
+    except EngineError as error:  # the server's words
+        sent.error = str(error)
     except (OSError, EOFError, ValueError, TimeoutError) as error:
-        sent.error = sent.error or f"{type(error).__name__}: {error}"
+        sent.error = f"{type(error).__name__}: {error}"
     sent.end_s = perf_counter()
     return sent
 
@@ -94,7 +96,7 @@ async def get(target: Target, path: str, *, timeout_s: float = 10.0) -> tuple[in
     """Status and body of a GET.
 
     Raises:
-        OSError: no connection; TimeoutError: no answer in time.
+        OSError: no connection; TimeoutError: no answer in time; EOFError, ValueError: it is no answer.
     """
     async with asyncio.timeout(timeout_s):
         reader, writer = await _connect(target)
@@ -124,7 +126,7 @@ async def _exchange(target: Target, sent: Sent, stall_s: float) -> None:
         sent.status, headers = await _answer(reader)
         if sent.status != 200:
             text = b"".join([part async for part in _body(reader, headers)])
-            sent.error = json.loads(text)["error"]["message"]
+            sent.error = read_refusal(text, sent.status)
             return
         async for part in _body(reader, headers):
             _take(sent, part)
@@ -152,12 +154,16 @@ def _head(target: Target, method: str, path: str, length: int | None = None) -> 
 
 
 async def _answer(reader: asyncio.StreamReader) -> tuple[int, dict[str, str]]:
-    first = (await _line(reader)).split()
+    protocol, _, status = (await _line(reader)).partition(" ")
+    if not protocol.startswith("HTTP/1.") or not status[:3].isdecimal():
+        raise ValueError("the server does not speak HTTP")
     headers: dict[str, str] = {}
-    while line := await _line(reader):
+    for _ in range(_MAX_HEADERS):
+        if not (line := await _line(reader)):
+            return int(status[:3]), headers
         name, _, value = line.partition(":")
         headers[name.lower()] = value.strip()
-    return int(first[1]), headers
+    raise ValueError(f"the server sends more than {_MAX_HEADERS} headers")
 
 
 async def _line(reader: asyncio.StreamReader) -> str:
@@ -169,11 +175,21 @@ async def _line(reader: asyncio.StreamReader) -> str:
 
 async def _body(reader: asyncio.StreamReader, headers: dict[str, str]) -> AsyncIterator[bytes]:
     if headers.get("transfer-encoding") != "chunked":
-        yield await reader.readexactly(int(headers["content-length"]))
+        yield await reader.readexactly(_size(headers.get("content-length", ""), 10))
         return
-    while size := int(await _line(reader), 16):
+    num_bytes = 0
+    while size := _size(await _line(reader), 16):
+        num_bytes = _size(f"{num_bytes + size}", 10)
         yield await reader.readexactly(size)
         await reader.readexactly(2)
+
+
+def _size(digits: str, base: int) -> int:
+    """Bytes of a body or a chunk."""
+    size = int(digits[:_MAX_DIGITS], base)
+    if not 0 <= size <= _MAX_BODY:
+        raise ValueError(f"an answer may have {_MAX_BODY} bytes")
+    return size
 
 
 def _take(sent: Sent, part: bytes) -> None:
@@ -182,13 +198,9 @@ def _take(sent: Sent, part: bytes) -> None:
     for event in part.split(b"\n\n"):
         if event == b"data: [DONE]":
             sent.is_complete = len(sent.token_s) == sent.request.output_tokens
-        elif event:
-            data: dict[str, Any] = json.loads(event.removeprefix(b"data: "))
-            if "error" in data:
-                sent.error = data["error"]["message"]
-            elif data["choices"]:
-                sent.token_s.append(now)
-                sent.text += data["choices"][0]["text"]
+        elif event and (texts := read_event(event.removeprefix(b"data: ")).texts):
+            sent.token_s.append(now)
+            sent.text += texts[0]
 
 
 def _reset(writer: asyncio.StreamWriter) -> None:

@@ -1,7 +1,6 @@
 """A `kvq serve` of one's own: started, pinned to cores, looked into, ended."""
 
 import asyncio
-import json
 import os
 import signal
 import socket
@@ -18,6 +17,7 @@ from typing import Any, Self
 
 from prometheus_client.parser import text_string_to_metric_families
 
+from kvq.answers import read_model
 from kvq.bench.serve_client import Target, get
 from kvq.errors import EngineError
 
@@ -66,7 +66,7 @@ class ServerProcess:
         status, body = await get(self.target, "/v1/models")
         if status != 200:
             raise EngineError(f"the server does not list its model: {status}")
-        self.model = json.loads(body)["data"][0]
+        self.model = read_model(body)
         self.target = replace(self.target, model=self.model["id"])
 
     async def __aexit__(

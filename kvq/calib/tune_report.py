@@ -10,7 +10,7 @@ from kvq import fileio
 from kvq.calib.candidates import halves
 from kvq.calib.search import Tuned
 from kvq.calib.sensitivity import Trial
-from kvq.evals.figure import finish, legend_beside, new_figure, short, svg_of, write_figure
+from kvq.evals.figure import drawing, finish, legend_beside, new_figure, short, write_figure
 from kvq.evals.labels import label_point
 from kvq.evals.page import html_table, origin, page
 from kvq.formats import KVRecipe
@@ -119,7 +119,7 @@ def sensitivity_figure(rows: list[Row]) -> Any:
 
 def write_front(path: str | Path, rows: list[Row]) -> None:
     """Draw the front into an .svg, .png or .pdf file."""
-    write_figure(path, front_figure(rows))
+    write_figure(path, front_figure, rows)
 
 
 def write_report(path: str | Path, result: Row) -> None:
@@ -135,13 +135,13 @@ def render(result: Row) -> str:
         f'<p class="small">Searched on {escape(result["text"])}, measured on {escape(result["held_out"])}, '
         f"which the search did not see; windows of {result['context']}. {escape(result['device'])}, "
         f"{escape(result['date'])}. Every token went through kvq's own write-then-read path.</p>",
-        svg_of(front_figure(result["rows"])),
+        drawing(front_figure, result["rows"]),
         "<h2>Measured</h2>",
         html_table(HEADS, map(point_cells, result["rows"])),
         "<h2>The recipe</h2>",
         html_table(("layer", "K", "V"), result["recipe"]),
         "<h2>What each half costs alone</h2>",
-        svg_of(sensitivity_figure(result["sensitivities"])),
+        drawing(sensitivity_figure, result["sensitivities"]),
         origin(result),
     ]
     return page(f"kvq tune: {result['model']}", parts)

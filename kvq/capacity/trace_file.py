@@ -7,7 +7,6 @@ the lines of Mooncake's traces (`timestamp` in ms, `input_length`, `output_lengt
 """
 
 import csv
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import datetime
@@ -15,6 +14,7 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
+from kvq import strict_json
 from kvq.errors import ConfigError
 from kvq.scheduler import Priority
 
@@ -54,9 +54,8 @@ def _objects(path: Path, file: Iterator[str]) -> Iterator[TraceLine]:
         if not line.strip():
             continue
         try:
-            data = json.loads(line)
-            yield _line(data)
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
+            yield _line(strict_json.loads(line))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             what = f"no {error}" if isinstance(error, KeyError) else str(error)
             raise ConfigError(f"{path}, line {number}: needs {_NEEDED}; {what}") from error
 

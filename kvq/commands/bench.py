@@ -10,6 +10,7 @@ from kvq.commands.bench_engine import engine
 from kvq.commands.bench_kernels import attention, tune, write
 from kvq.commands.bench_linear import linear
 from kvq.commands.bench_serve import serve
+from kvq.commands.screen import echo
 
 
 @click.group(name="bench")
@@ -69,7 +70,7 @@ def blocks(
         )
     filled = measure_utilization(block_size=block_size, seed=seed)
     _print(rows)
-    click.echo(
+    echo(
         f"{filled.paged_mean:.1%} of slots in live blocks hold tokens (10th percentile "
         f"{filled.paged_p10:.1%}): {filled.sequences} running sequences, log-normal lengths with median "
         f"{filled.median_length} tokens, block {block_size}.\n"
@@ -80,10 +81,11 @@ def blocks(
 
 
 def _print(rows: list[dict[str, Any]]) -> None:
-    from rich.console import Console
     from rich.table import Table
 
-    out = Console()
+    from kvq.commands.consoles import PlainConsole
+
+    out = PlainConsole()
     for scale in dict.fromkeys(row["scale"] for row in rows):
         table = Table(title=scale, title_justify="left", box=None, pad_edge=False)
         table.add_column("operation", min_width=20)

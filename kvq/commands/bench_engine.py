@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kvq.commands.options import ModelOptions, Size, kv_option, model_options
+from kvq.commands.screen import echo
 
 if TYPE_CHECKING:
     from kvq.bench.engine import Plan
@@ -100,7 +101,7 @@ def engine(
         finished.finish(result)
     _print(result)
     if options["step_costs"] and any(row.get("step_costs", 0) is None for row in rows):
-        click.echo(
+        echo(
             "kvq: no costs of steps: they take 32 steps at least, and a model of a known family without "
             "sliding windows and experts",
             err=True,
@@ -218,7 +219,7 @@ def _print(result: dict[str, Any]) -> None:
     out.print(table)
     for row in result["rows"]:
         if "reason" in row:
-            out.print(f"{row['name']} can't run here: {row['reason']}", highlight=False, markup=False)
+            out.print(f"{row['name']} can't run here: {row['reason']}", highlight=False)
     out.print(_check_line(result["rows"]), highlight=False)
 
 

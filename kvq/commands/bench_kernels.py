@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from kvq.commands.names import FORMATS
+from kvq.commands.screen import echo
 from kvq.sizes import speed
 
 if TYPE_CHECKING:
@@ -183,7 +184,7 @@ def tune(
             write_table([(key, best)], path)
             rows.extend(tried)
             finished.keep(rows.copy)
-            click.echo(f"{key}: {best}")
+            echo(f"{key}: {best}")
         finished.finish(result(rows))
 
 
@@ -256,7 +257,7 @@ def _print_attention(rows: list[dict[str, Any]], bandwidth: float) -> None:
         "max_relative_error": ("error", ".1e"),
     }
     first = rows[0]
-    click.echo(
+    echo(
         f"{first['operation']}: batch {first['batch']}, context up to {first['context']:,}, "
         f"{first['new_tokens']} new, {first['q_heads']} query and {first['kv_heads']} KV heads of "
         f"{first['head_dim']}, blocks of {first['block_size']}; memory reads {speed(bandwidth)}"

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from kvq.commands.screen import echo
 from kvq.sizes import speed
 
 if TYPE_CHECKING:
@@ -118,7 +119,7 @@ def linear(
 def _print(result: dict[str, Any]) -> None:
     from kvq.commands.tables import print_columns
 
-    click.echo(f"memory reads {speed(result['read_gb_per_s'])}")
+    echo(f"memory reads {speed(result['read_gb_per_s'])}")
     print_columns(result["rows"], _COLUMNS)
 
 

@@ -8,6 +8,7 @@ import click
 
 from kvq.commands.names import MODEL
 from kvq.commands.options import kv_option, text_options
+from kvq.commands.screen import echo
 
 if TYPE_CHECKING:
     from kvq.calib import Observations
@@ -114,14 +115,14 @@ def command(
         write_fp8_scales(fp8_out, seen, loaded.geometry)
     if json_path is not None:
         _write_json(json_path, loaded, seen, heads, found)
-    click.echo(
+    echo(
         f"wrote {out}: {recipe.name}{', centered' if centered else ''}, static scales of "
         f"{len(seen.layers)} layers from {seen.tokens:,} tokens of {source.name}"
     )
     for line in _notes(heads):
-        click.echo(line)
+        echo(line)
     if found is not None:
-        click.echo(found.line())
+        echo(found.line())
         if found.is_fit is False:
             sys.exit(1)
 

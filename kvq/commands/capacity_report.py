@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from kvq import fileio
-from kvq.evals.figure import finish, legend_beside, log_axis, new_figure, short, svg_of
+from kvq.evals.figure import drawing, finish, legend_beside, log_axis, new_figure, short
 from kvq.evals.page import html_table, origin, page
 from kvq.sizes import binary, decimal, dollars
 
@@ -32,15 +32,15 @@ def write_plan(path: str | Path, result: dict[str, Any]) -> None:
         f"reserves a contiguous slot of {best['slot_tokens']:,} tokens for each, whatever it turns out to "
         f"need, would hold {best['contiguous_users']:,}.</p>",
         "<h2>Requests at once, by their length</h2>",
-        svg_of(_users(rows, gpus)),
+        drawing(_users, rows, gpus),
         "<h2>Where memory goes</h2>",
-        svg_of(_memory(rows, gpus)),
+        drawing(_memory, rows, gpus),
     ]
     if any(row["speed_by_users"] for row in rows):
         parts += [
             "<h2>What latency costs</h2>",
             "<p>From one request at a time to as many as fit; a roofline, not a measurement.</p>",
-            svg_of(_pareto(rows)),
+            drawing(_pareto, rows),
         ]
     parts.append("<h2>All figures</h2>")
     heads = ["GPU, KV", "KV / token", "users", f"in slots of {first['slot_tokens']:,}", "tokens/s"]
@@ -67,7 +67,7 @@ def write_simulation(path: str | Path, result: dict[str, Any]) -> None:
         f"<h1>{escape(first['model'])} on {escape(first['gpu'])}, simulated</h1>",
         f"<p>{first['requests']:,} requests in {first['seconds']:,.0f} s of simulated time, served by kvq's "
         f"own scheduler and block memory; the time of steps comes from a roofline.</p>",
-        svg_of(_bars(rows)),
+        drawing(_bars, rows),
         html_table(
             heads, [_simulated_cells(row, name) for row, name in zip(rows, _labels(rows), strict=True)]
         ),

@@ -10,7 +10,9 @@ import click
 from click.core import ParameterSource
 
 from kvq.commands.options import ModelOptions, Size, kv_option, model_options
+from kvq.commands.screen import echo
 from kvq.errors import ConfigError
+from kvq.printable import one_line
 
 if TYPE_CHECKING:
     from kvq.commands.chat_partner import Partner, Sampling
@@ -76,14 +78,14 @@ def _typed(name: str) -> Iterator[str]:
     """What is typed, line by line; Ctrl-C drops a line, Ctrl-D ends."""
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401 - gives input() its history and editing
-    click.echo(f"{name}: /help lists commands, Ctrl-C stops an answer, Ctrl-D ends")
+    echo(f"{one_line(name)}: /help lists commands, Ctrl-C stops an answer, Ctrl-D ends")
     while True:
         try:
             yield input("> ")
         except KeyboardInterrupt:
-            click.echo()
+            echo()
         except EOFError:
-            click.echo()
+            echo()
             return
 
 

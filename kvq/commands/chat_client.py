@@ -2,17 +2,19 @@
 
 import json
 from collections.abc import Iterator
+from http.client import HTTPException
 from time import monotonic
 from typing import IO, Any, NoReturn
 from urllib.error import HTTPError, URLError
-from urllib.parse import urlsplit
 from urllib.request import HTTPRedirectHandler, OpenerDirector, ProxyHandler, Request, build_opener
 
+from kvq.answers import Event, Usage, read_address, read_event, read_model, read_refusal
 from kvq.commands.chat_partner import Answered, ContextFull, Sampling, Show, Turn
 from kvq.errors import ConfigError, EngineError, RequestError, first_lines
 
 _TIMEOUT_S = 600.0  # without a byte
 _MAX_BYTES = 1 << 20  # of an answer that is no stream, or of one event
+_MAX_STREAM = 256 << 20  # bytes; a million tokens, each an event
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
@@ -26,13 +28,11 @@ class ServerPartner:
             ConfigError: not an http address.
             EngineError: nobody answers there.
         """
-        parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ConfigError(f"--url must be an address such as http://127.0.0.1:8000/v1, got {url!r}")
-        self._url = url.rstrip("/") + ("" if parts.path.strip("/") else "/v1")
+        address = read_address(url, ("http", "https"))
+        self._url = url.rstrip("/") + ("" if address.path.strip("/") else "/v1")
         self._key = key
         self._sampling = sampling
-        self._opener = _opener(parts.hostname)
+        self._opener = _opener(address.host)
         self.name = model or self._first_model()
 
     def answer(self, turns: list[Turn], show: Show) -> Answered:
@@ -50,21 +50,18 @@ class ServerPartner:
             "stream_options": {"include_usage": True},
         }
         began, ttft_s = monotonic(), None
-        usage: dict[str, Any] = {}
+        usage = Usage()
         with self._open("/chat/completions", body) as answer:
             for event in _events(answer):
-                if "error" in event:
-                    raise EngineError(_message(event))
-                usage = event.get("usage") or usage
-                for choice in event.get("choices", []):
-                    if text := choice.get("delta", {}).get("content"):
-                        ttft_s = ttft_s or monotonic() - began
-                        show(text)
+                usage = event.usage or usage
+                for text in filter(None, event.texts):
+                    ttft_s = ttft_s or monotonic() - began
+                    show(text)
         total_s = monotonic() - began
         return Answered(
-            prompt_tokens=usage.get("prompt_tokens", 0),
-            cached_tokens=(usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0),
-            generated_tokens=usage.get("completion_tokens", 0),
+            prompt_tokens=usage.prompt,
+            cached_tokens=usage.cached,
+            generated_tokens=usage.generated,
             ttft_s=total_s if ttft_s is None else ttft_s,
             total_s=total_s,
         )
@@ -75,9 +72,11 @@ class ServerPartner:
     def _first_model(self) -> str:
         with self._open("/models") as answer:
             try:
-                return str(json.loads(answer.read(_MAX_BYTES))["data"][0]["id"])
-            except (ValueError, LookupError, TypeError, RecursionError) as error:
-                raise ConfigError(f"{self._url} lists no models; is it an OpenAI base URL?") from error
+                return str(read_model(answer.read(_MAX_BYTES))["id"])
+            except (EngineError, HTTPException, OSError) as error:
+                raise ConfigError(
+                    f"{self._url} lists no models: {first_lines(error)}; is it an OpenAI base URL?"
+                ) from error
 
     def _open(self, path: str, body: dict[str, Any] | None = None) -> IO[bytes]:
         headers = {"Content-Type": "application/json"}
@@ -88,7 +87,12 @@ class ServerPartner:
             answer: IO[bytes] = self._opener.open(Request(self._url + path, raw, headers), timeout=_TIMEOUT_S)
         except HTTPError as error:
             _refuse(error)
-        except (URLError, OSError) as error:
+        except (
+            URLError,
+            OSError,
+            HTTPException,
+            ValueError,
+        ) as error:  # last: of a key
             reason = getattr(error, "reason", error)
             raise EngineError(f"{self._url} can't be reached: {first_lines(reason)}") from error
         return answer
@@ -106,47 +110,42 @@ def _opener(host: str) -> OpenerDirector:
     return build_opener(_NoRedirects(), *([ProxyHandler({})] if host in _LOOPBACK else []))
 
 
-def _events(answer: IO[bytes]) -> Iterator[dict[str, Any]]:
-    """Server-sent events up to [DONE].
+def _events(answer: IO[bytes]) -> Iterator[Event]:
+    """Server-sent events up to [DONE]; what comes behind it is not read.
 
     Raises:
-        EngineError: the stream broke off, or is something else.
+        EngineError: the stream broke off, is something else, or too long.
     """
+    num_bytes = 0
     try:
         while line := answer.readline(_MAX_BYTES):
-            data = line.strip().removeprefix(b"data:").strip()
+            num_bytes += len(line)
+            if len(line) == _MAX_BYTES or num_bytes > _MAX_STREAM:
+                raise EngineError(
+                    f"the server's stream is too long: a line may have {_MAX_BYTES} bytes, all {_MAX_STREAM}"
+                )
+            if not line.startswith(b"data:"):
+                continue
+            data = line.removeprefix(b"data:").strip()
             if data == b"[DONE]":
                 return
-            if line.startswith(b"data:"):
-                event = json.loads(data)
-                if not isinstance(event, dict):
-                    raise ValueError("not an object")
-                yield event
-                if "error" in event:
-                    return
-    except (OSError, ValueError, RecursionError) as error:
+            yield read_event(data)
+    except (OSError, HTTPException, ValueError) as error:
         raise EngineError(f"the server's stream broke: {first_lines(error)}") from error
     raise EngineError("the server ended the stream before the answer was complete")
 
 
 def _refuse(error: HTTPError) -> NoReturn:
-    with error:
-        raw = error.read(_MAX_BYTES)
     try:
-        message = _message(json.loads(raw))
-    except (ValueError, RecursionError):
-        message = f"HTTP status {error.code}"
+        with error:
+            raw = error.read(_MAX_BYTES)
+    except (OSError, HTTPException, ValueError):
+        raw = b""
+    message = read_refusal(raw, error.code)
+    if error.code < 400:
+        raise EngineError(f"the server redirects (HTTP status {error.code}); name the address it leads to")
     if error.code == 400 and "context" in message:
         raise ContextFull(message) from error
     if error.code < 500:
-        raise RequestError(message) from error
-    raise EngineError(message) from error
-
-
-def _message(body: Any) -> str:
-    """Of an error object, whoever's it is."""
-    found = body.get("error", body) if isinstance(body, dict) else body
-    message = found.get("message") if isinstance(found, dict) else None
-    return first_lines(
-        Exception(message if isinstance(message, str) else "the server refused, without a reason")
-    )
+        raise RequestError(f"the server refused: {message}") from error
+    raise EngineError(f"the server failed: {message}") from error

@@ -4,10 +4,9 @@ import json
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-import click
-
 from kvq import fileio
 from kvq.commands.chat_partner import Answered, ContextFull, Partner, Turn
+from kvq.commands.screen import echo, stream
 from kvq.errors import ConfigError, KVQError, nearest
 
 HELP = """\
@@ -17,8 +16,6 @@ HELP = """\
 /stats         what the last answer took
 /exit          end, as Ctrl-D does
 Ctrl-C stops an answer. A message that begins with / needs a blank before it."""
-_KEPT = "\n\t"
-_CONTROLS = {code: None for code in (*range(32), *range(127, 160)) if chr(code) not in _KEPT}
 
 
 class Session:
@@ -37,11 +34,11 @@ class Session:
         self._last: Answered | None = None
         self._saved: set[Path] = set()
         self._commands: dict[str, Callable[[str], None]] = {
-            "/help": lambda _: click.echo(HELP),
+            "/help": lambda _: echo(HELP),
             "/reset": self._reset,
             "/system": self._set_system,
             "/save": self._save,
-            "/stats": lambda _: click.echo(self._stats()),
+            "/stats": lambda _: echo(self._stats()),
         }
 
     def run(self, lines: Iterable[str]) -> None:
@@ -57,7 +54,7 @@ class Session:
                     self._say(line.strip())
             except KVQError as error:
                 self.num_failed += 1
-                click.echo(f"kvq: {error}", err=True)
+                echo(f"kvq: {error}", err=True)
 
     def _command(self, name: str, rest: str) -> None:
         if name not in self._commands:
@@ -75,19 +72,19 @@ class Session:
         except KeyboardInterrupt:
             if not self._is_terminal:
                 raise
-            click.echo(" [stopped]", nl=False)
+            echo(" [stopped]", nl=False)
         except KVQError:
             if shown:
-                click.echo()
+                echo()
             self._turns.pop()
             raise
         if shown:
             self._turns.append({"role": "assistant", "content": "".join(shown)})
         else:
             self._turns.pop()
-        click.echo()
+        echo()
         if self._last is not None and self._last.fills_context:
-            click.echo("kvq: the context is full: this answer was cut; /reset begins anew", err=True)
+            echo("kvq: the context is full: this answer was cut; /reset begins anew", err=True)
 
     def _answer(self, shown: list[str]) -> Answered:
         while True:
@@ -98,13 +95,12 @@ class Session:
                     remedy = "/reset begins anew" + ("" if self._trim else "; --trim drops the oldest turns")
                     raise ContextFull(f"the context is full: {error}; {remedy}") from error
                 del self._turns[:2]
-                click.echo("kvq: the context is full; the oldest turn was dropped", err=True)
+                echo("kvq: the context is full; the oldest turn was dropped", err=True)
 
     def _show(self, text: str, shown: list[str]) -> None:
-        """A model's text must not steer the terminal."""
         if text:
             shown.append(text)
-            click.echo(text.translate(_CONTROLS) if self._is_terminal else text, nl=False)
+            stream(text)
 
     def _all_turns(self) -> list[Turn]:
         system = [] if self._system is None else [{"role": "system", "content": self._system}]

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from kvq.commands.screen import echo
+
 if TYPE_CHECKING:
     from kvq.evals.compare import Comparison, Difference
 
@@ -23,7 +25,8 @@ def command(a: str, b: str, json_path: str | None) -> None:
     Differences are B's figure less A's. What makes figures incomparable is said first.
     """
     from kvq import fileio
-    from kvq.evals.compare import compare, read_result
+    from kvq.evals.compare import compare
+    from kvq.evals.result_file import read_result
 
     results = read_result(a), read_result(b)
     if json_path is not None:
@@ -37,16 +40,18 @@ def command(a: str, b: str, json_path: str | None) -> None:
 def _print(paths: tuple[str, str], results: tuple[Any, Any], found: "Comparison") -> None:
     from kvq.commands.eval_tables import text_table
     from kvq.commands.tables import console
+    from kvq.printable import one_line
 
     for warning in found.warnings:
-        click.secho(f"kvq: warning: {warning}", err=True, fg="yellow", bold=True)
+        echo(f"kvq: warning: {one_line(warning)}", err=True, fg="yellow", bold=True)
     out = console()
     for name, path, result in zip("AB", paths, results, strict=True):
         out.print(
-            f"{name}  {path}: {result['model']}, {result['text']}, windows of {result['context']}, "
-            f"{result['date']}, commit {result['commit']}",
+            one_line(
+                f"{name}  {path}: {result['model']}, {result['text']}, windows of {result['context']}, "
+                f"{result['date']}, commit {result.get('commit')}"
+            ),
             highlight=False,
-            markup=False,
         )
     for section in dict.fromkeys(one.section for one in found.differences):
         shown = [one for one in found.differences if one.section == section]
@@ -65,7 +70,7 @@ def _print(paths: tuple[str, str], results: tuple[Any, Any], found: "Comparison"
         out.print("!  the 95% intervals don't overlap", highlight=False)
     for name, labels in (("A", found.only_in_a), ("B", found.only_in_b)):
         if labels:
-            out.print(f"\nonly in {name}: {'; '.join(labels)}", highlight=False, markup=False)
+            out.print(f"\nonly in {name}: {one_line('; '.join(labels))}", highlight=False)
 
 
 def _cell(one: "Difference") -> str:

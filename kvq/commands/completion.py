@@ -5,6 +5,7 @@ from pathlib import Path
 import click
 
 from kvq import fileio
+from kvq.commands.screen import echo
 from kvq.commands.shells import MARK, SHELLS, Place, calling_shell, place_of, script_of
 from kvq.errors import ConfigError
 
@@ -24,7 +25,7 @@ def command(shell: str | None, install: bool) -> None:
     if install:
         _install(shell, place_of(shell), script)
     else:
-        click.echo(script, nl=False)
+        echo(script, nl=False)
 
 
 def _install(shell: str, place: Place, script: str) -> None:
@@ -32,8 +33,8 @@ def _install(shell: str, place: Place, script: str) -> None:
     if place.startup is not None and _add_line(place.startup, place.line):
         did.append(f"added a line to {place.startup}, which reads it")
     for line in did or [f"{shell} completes kvq already, by {place.script}; nothing was changed"]:
-        click.echo(line)
-    click.echo(f"Open a new {shell}, and try: kvq <Tab>")
+        echo(line)
+    echo(f"Open a new {shell}, and try: kvq <Tab>")
 
 
 def _write(shell: str, path: Path, script: str) -> bool:

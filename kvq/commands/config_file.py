@@ -8,6 +8,7 @@ import click
 
 from kvq.errors import ConfigError, first_lines, nearest
 from kvq.extras import require
+from kvq.strict_json import check_value
 
 _MAX_BYTES = 1 << 20
 _MAX_DEPTH = 8
@@ -112,6 +113,10 @@ def _read(path: Path) -> dict[Any, Any]:
         return {}
     if not isinstance(given, dict):
         raise ConfigError(f"{path} must map options to values, got a {type(given).__name__}")
+    try:
+        check_value(given)
+    except ValueError as error:
+        raise ConfigError(f"{path}: {error}") from error
     seen: set[str] = set()
     for key, _ in pairs.value:
         if key.value in seen:
@@ -128,6 +133,10 @@ def _check_shape(path: Path, events: Iterable[Any]) -> None:
     for event in events:
         if isinstance(event, yaml.AliasEvent):
             raise ConfigError(f"{path}: aliases such as *{event.anchor} are not read; write the value again")
+        if getattr(event, "tag", None) is not None:  # what reads them fails in ways of its own
+            raise ConfigError(f"{path}: tags such as {event.tag} are not read; write the value alone")
+        if isinstance(event, yaml.ScalarEvent) and event.value == "<<" and event.implicit[0]:
+            raise ConfigError(f"{path}: merges (<<) are not read; write the options again")
         depth += isinstance(event, yaml.CollectionStartEvent)
         depth -= isinstance(event, yaml.CollectionEndEvent)
         if depth > _MAX_DEPTH:

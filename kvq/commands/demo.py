@@ -4,6 +4,8 @@ from pathlib import Path
 
 import click
 
+from kvq.commands.screen import echo, stream
+
 KV = "fp32,bf16,fp8,fp8_per_head,int8,int8_per_head,k8v4,int4,int4_g32,int2_g32"
 PROMPT = "The history of the city of"
 
@@ -39,18 +41,18 @@ def command(out: str, max_windows: int | None) -> None:
     result = measure(
         model, KV.split(","), json_path=str(folder / "results.json"), instrument=True, max_windows=max_windows
     )
-    click.echo("\nThe same prompt and random numbers; a very small model: compare, don't expect sense.\n")
+    echo("\nThe same prompt and random numbers; a very small model: compare, don't expect sense.\n")
     samples = {}
     for kv in ("fp32", "int4"):
-        click.echo(f"--- {kv} ---\n{PROMPT}", nl=False)
+        echo(f"--- {kv} ---\n{PROMPT}", nl=False)
         pieces = []
         with LLM(model, kv, max_num_seqs=1) as llm:
             for piece in llm.stream(PROMPT, SamplingParams(max_tokens=64, temperature=0.7, seed=3)):
-                click.echo(piece.text, nl=False)
+                stream(piece.text)
                 pieces.append(piece.text)
         samples[kv] = PROMPT + "".join(pieces)
-        click.echo("\n")
-    write_plot(folder / "plot.svg", result)
+        echo("\n")
     write_report(folder / "report.html", result, samples)
-    click.echo(f"wrote {folder}/report.html, {folder}/results.json and {folder}/plot.svg")
-    click.echo("next: kvq serve --model tiny; kvq perplexity --model FOLDER measures a model of yours")
+    write_plot(folder / "plot.svg", result)
+    echo(f"wrote {folder}/report.html, {folder}/results.json and {folder}/plot.svg")
+    echo("next: kvq serve --model tiny; kvq perplexity --model FOLDER measures a model of yours")

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from kvq.commands.screen import echo
 from kvq.errors import UnsupportedKernel
 from kvq.extras import PACKAGES, install_command, missing_packages
 from kvq.sizes import binary
@@ -40,10 +41,10 @@ def command() -> None:
     _line("gpu", _gpu())
     _line("compiler", _compiler())
     _line("caches", ", ".join(cache_backends()))
-    click.echo("\nbackends (auto takes the first that runs):")
+    echo("\nbackends (auto takes the first that runs):")
     for name, verdict in backend_verdicts():
         _line(f"  {name}", verdict)
-    click.echo("\nextras (packages that some commands need):")
+    echo("\nextras (packages that some commands need):")
     for extra in dict.fromkeys(extra for _, extra in PACKAGES.values()):
         missing = missing_packages(extra)
         lacks = f"lacks {', '.join(missing)}; {install_command(extra)}"
@@ -89,7 +90,7 @@ def _linear_operations(device: "Device", backend: str) -> list[str]:
 
 
 def _line(name: str, value: str) -> None:
-    click.echo(f"{name:<12} {value}")
+    echo(f"{name:<12} {value}")
 
 
 def _gpu() -> str:

@@ -17,6 +17,7 @@ from kvq.commands.options import (
     text_options,
     window_options,
 )
+from kvq.commands.screen import echo
 from kvq.errors import ConfigError
 from kvq.extras import PLOTS, require
 
@@ -269,7 +270,7 @@ def _run_all(
         ran.append({"names": one.names, "key": one.task.key, **dataclasses.asdict(used)})
         whole = found | {"tasks": list(ran)}
         keep(whole.copy)
-        click.echo(f"{names}: {used.line()}")
+        echo(f"{names}: {used.line()}")
     return found, ran
 
 

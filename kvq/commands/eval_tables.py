@@ -2,10 +2,9 @@
 
 from typing import Any
 
-import click
-from rich.markup import escape
 from rich.table import Table
 
+from kvq.commands.screen import echo
 from kvq.commands.tables import console, instrument_line
 from kvq.evals.sections import sections
 
@@ -16,17 +15,16 @@ def print_eval(result: dict[str, Any]) -> None:
     """Print every table of an evaluation, with what it was measured on."""
     out = console()
     first = result["rows"][0]
-    out.print(f"\nmodel   {result['model']}", highlight=False, markup=False)
+    out.print(f"\nmodel   {result['model']}", highlight=False)
     tokens = f", {first['tokens']:,} tokens predicted" if "tokens" in first else ""
     documents = f" ({first['documents']} documents)" if "documents" in first else ""
     out.print(
         f"text    {result['text']}{tokens}, windows of {result['context']}{documents}",
         highlight=False,
-        markup=False,
     )
     out.print(f"device  {result['device']}", highlight=False)
     for section in sections(result):
-        out.print(f"\n{section.title}", style="bold", highlight=False, markup=False)
+        out.print(f"\n{section.title}", style="bold", highlight=False)
         out.print(text_table(section.heads, section.cells))
         if section.note:
             out.print(section.note, style="dim", highlight=False)
@@ -36,9 +34,9 @@ def text_table(heads: Any, cells: Any) -> Table:
     """A table for the terminal: text to the left, figures to the right."""
     table = Table(box=None, pad_edge=False)
     for head in heads:
-        table.add_column(escape(head), justify="left" if head in _WORDS else "right", no_wrap=True)
+        table.add_column(head, justify="left" if head in _WORDS else "right", no_wrap=True)
     for row in cells:
-        table.add_row(*map(escape, row))
+        table.add_row(*row)
     return table
 
 
@@ -46,15 +44,15 @@ def print_check(result: dict[str, Any]) -> bool:
     """Print how the gates and the check of the instrument ended; True if all passed."""
     passed = True
     for name, reason in result.get("void", {}).items():
-        click.echo(f"\n{name} is VOID: {reason}")
+        echo(f"\n{name} is VOID: {reason}")
     if check := result.get("instrument"):
-        click.echo(f"\n{instrument_line(check)}")
+        echo(f"\n{instrument_line(check)}")
         passed = check["passed"]
     for gate in result["gates"]:
         if gate["passed"]:
-            click.echo(f"gate {gate['gate']}: passed")
+            echo(f"gate {gate['gate']}: passed")
             continue
         passed = False
         for failure in gate["failures"]:
-            click.echo(f"gate {gate['gate']}: FAILED by {failure['told']}")
+            echo(f"gate {gate['gate']}: FAILED by {failure['told']}")
     return passed

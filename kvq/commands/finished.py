@@ -6,8 +6,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
 
-import click
-
+from kvq.commands.screen import echo
 from kvq.evals.results import write_json
 
 Make = Callable[[], Sequence[Any]]  # the rows that are finished now
@@ -45,11 +44,11 @@ class FinishedRows:
         rows = self._make()
         if not rows:
             return
-        click.echo("not complete; finished so far:")
+        echo("not complete; finished so far:")
         self._show(self._unfinished(rows))
         where = "above" if self._partial is None else f"in {self._partial}, and above"
         self._write(rows)
-        click.echo(f"kvq: not complete: what was finished is {where}", err=True)
+        echo(f"kvq: not complete: what was finished is {where}", err=True)
 
     def keep(self, make: Make) -> None:
         """Take note of the rows that `make` returns; they are made when they are written or shown."""

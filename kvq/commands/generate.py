@@ -5,6 +5,7 @@ from typing import Any
 import click
 
 from kvq.commands.options import ModelOptions, kv_option, model_options
+from kvq.commands.screen import echo, stream
 
 
 @click.command(name="generate")
@@ -57,6 +58,6 @@ def command(
         pieces = llm.stream(prompt, params)
         shown = prompt
         for piece in pieces:
-            click.echo(shown + piece.text, nl=False)
+            stream(shown + piece.text)
             shown = ""
-    click.echo()
+    echo()

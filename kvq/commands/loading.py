@@ -2,11 +2,10 @@
 
 from dataclasses import dataclass
 
-import click
-
 from kvq.api import with_fresh_scales
 from kvq.commands.options import ModelOptions
 from kvq.commands.progress import progress_bar, status
+from kvq.commands.screen import echo
 from kvq.errors import ConfigError, UnfitFormat
 from kvq.formats import KVRecipe, StaticScales
 from kvq.models import Model
@@ -74,7 +73,7 @@ def check_for(options: ModelOptions, kv: list[str]) -> CheckedModel:
             prepared.check_scales(recipe)
             prepared.check_kernels(recipe)
     for name, error in refused.items():
-        click.echo(f"kvq: left out: {name} does not fit this model: {error}", err=True)
+        echo(f"kvq: left out: {name} does not fit this model: {error}", err=True)
     return CheckedModel(
         prepared=prepared,
         kv=[name for name, _ in recipes],
@@ -99,7 +98,7 @@ def load_checked(prepared: PreparedModel, scales: StaticScales | None) -> Model:
 
 def say_model(source: ModelSource, digest: str) -> None:
     """Say on standard error which model was loaded."""
-    click.echo(f"kvq: model {source}, digest {digest[:_SHOWN_DIGITS]}", err=True)
+    echo(f"kvq: model {source}, digest {digest[:_SHOWN_DIGITS]}", err=True)
 
 
 def load_for(options: ModelOptions, kv: list[str]) -> Model:

@@ -5,7 +5,7 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-import click
+from kvq.commands.screen import echo
 
 _log = logging.getLogger("kvq")
 
@@ -20,7 +20,7 @@ class _Lines(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         """One record."""
         if record.levelno >= logging.WARNING:
-            click.echo(f"kvq: {record.levelname.lower()}: {record.getMessage()}", err=True)
+            echo(f"kvq: {record.levelname.lower()}: {record.getMessage()}", err=True)
         elif self.on_stage is not None and record.levelno == logging.INFO:
             self.on_stage(record.getMessage())
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import click
 
+from kvq.commands.screen import echo
 from kvq.errors import ConfigError
 
 
@@ -34,7 +35,7 @@ def command(folder: Path, check: bool, overwrite: bool) -> None:
         _compare(folder, files, is_check=check)
         done = "nothing differs from"
     size = decimal(sum(file.nbytes for file in files.values()))
-    click.echo(f"{done} {folder / MANIFEST}: {len(files)} files, {size}")
+    echo(f"{done} {folder / MANIFEST}: {len(files)} files, {size}")
 
 
 def _check_folder(folder: Path, *, is_written: bool) -> None:
@@ -56,7 +57,7 @@ def _compare(folder: Path, files: Any, *, is_check: bool) -> None:
 
     faults = _shown(f"reading {folder}", folder, lambda tell: find_faults(folder, files, tell))
     for fault in faults:
-        click.echo(f"kvq: {fault}", err=True)
+        echo(f"kvq: {fault}", err=True)
     if faults and is_check:
         raise click.exceptions.Exit(1)
     if faults:

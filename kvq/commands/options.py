@@ -11,6 +11,7 @@ from click.core import ParameterSource
 from click.types import StringParamType
 
 from kvq.commands.names import FORMATS, HALF_FORMAT, MODEL, ONE_FORMAT
+from kvq.commands.screen import echo
 from kvq.errors import ConfigError
 from kvq.formats import split_pair
 from kvq.sizes import parse_bytes
@@ -245,5 +246,5 @@ def _named(kv: str | None, k: str | None, v: str | None, default: str, many: boo
         if name != "auto" and not name.endswith(".json"):
             notes.append(split_pair(name).note)
     for note in dict.fromkeys(filter(None, notes)):
-        click.echo(f"kvq: {note}", err=True)
+        echo(f"kvq: {note}", err=True)
     return names

@@ -84,10 +84,10 @@ def command(
         attention_window=attention_window,
         instrument=instrument,
     )
-    if plot_path:
-        write_plot(plot_path, measured)
     if html_path:
         write_report(html_path, measured)
+    if plot_path:
+        write_plot(plot_path, measured)
     if instrument and not measured["instrument"]["passed"]:
         sys.exit(1)
 

@@ -11,6 +11,7 @@ from kvq.commands.names import GPUS, PLANNED_MODEL
 from kvq.commands.options import Finite, Size, kv_option
 from kvq.commands.plan_serve import serve_command, told, users_of_a_shorter_context
 from kvq.commands.results import counted_rows, write_rows
+from kvq.commands.screen import echo
 from kvq.commands.sizing import (
     find_efficiency,
     find_gpus,
@@ -162,7 +163,7 @@ def command(context: click.Context, /, **options: Any) -> None:
     _print(rows, options["users"], assumed=options["calibrate"] is None)
     _print_server(rows, options["max_num_seqs"])
     for reason in dict.fromkeys(map(str, refused)):
-        click.echo(f"left out: {reason}", err=True)
+        echo(f"left out: {reason}", err=True)
     write_rows(rows, options["json_path"])
     if options["html_path"] is not None:
         from kvq.commands.capacity_report import write_plan
@@ -333,7 +334,7 @@ def _print_server(rows: list[dict[str, Any]], seats: int | None) -> None:
         out.print("Predicted is, on that GPU with nothing else on it:", highlight=False)
     for row in rows:
         for line in told(row, seats=seats):
-            out.print(line, highlight=False, markup=False, soft_wrap=True)
+            out.print(line, highlight=False, soft_wrap=True)
 
 
 def _load_table(rows: list[dict[str, Any]]) -> "Table":

@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-import click
-
 from kvq.commands.results import counted_rows
+from kvq.commands.screen import echo
 from kvq.errors import ConfigError
 from kvq.sizes import decimal
 
@@ -161,7 +160,7 @@ def _print(found: list[_Found]) -> None:
             table.add_row(one.kv, line.name, planned, there, f"{line.off:+.2%}")
     console().print(table)
     if names := dict.fromkeys(name for one in found for name in one.wrong):
-        click.echo(
+        echo(
             f"kvq: memory is off the plan: {' and '.join(names)} (a term above {decimal(SMALL)} by more than "
             f"{TOLERANCE:.0%}, or the whole process by more than {WHOLE_TOLERANCE:.0%})",
             err=True,

@@ -10,11 +10,11 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Self
 
-import click
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from kvq.commands.consoles import PlainConsole
 from kvq.commands.log_lines import hear_stages
+from kvq.commands.screen import echo
 
 Update = Callable[[int, int | None], None]  # (done, total, if it is known yet)
 
@@ -43,7 +43,7 @@ class PlainLines:
         self._ended.set()
         self._thread.join()
         if self._has_spoken and kind is None:
-            click.echo(f"kvq: {self._what}: done in {_span(self._elapsed_s)}", err=True)
+            echo(f"kvq: {self._what}: done in {_span(self._elapsed_s)}", err=True)
 
     def update(self, done: int, total: int | None) -> None:
         """So much is done."""
@@ -61,7 +61,7 @@ class PlainLines:
         wait_s = FIRST_S
         while not self._ended.wait(wait_s):
             self._has_spoken = True
-            click.echo(f"kvq: {self._line()}", err=True)
+            echo(f"kvq: {self._line()}", err=True)
             wait_s = max(EVERY_S, self._elapsed_s / 10)
 
     def _line(self) -> str:
@@ -86,7 +86,7 @@ def _span(seconds: float) -> str:
 @contextmanager
 def progress_bar(what: str) -> Iterator[Update]:
     """Yield a function (done, total, if it is known yet) that shows how far the work is."""
-    console = Console(stderr=True)
+    console = PlainConsole(stderr=True)
     if not console.is_terminal:
         with PlainLines(what) as lines:
             yield lines.update
@@ -132,7 +132,7 @@ def _nowhere(done: int, total: int | None) -> None:
 @contextmanager
 def status(what: str) -> Iterator[None]:
     """Say that something goes on whose length nobody knows, and the stages that kvq's log tells of it."""
-    console = Console(stderr=True)
+    console = PlainConsole(stderr=True)
     with ExitStack() as stack:
         if console.is_terminal:
             spinner = stack.enter_context(console.status(what))

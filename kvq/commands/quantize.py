@@ -12,6 +12,7 @@ import click
 
 from kvq.commands.names import MODEL
 from kvq.commands.options import Finite, text_options
+from kvq.commands.screen import echo
 from kvq.errors import ConfigError
 from kvq.extras import BITSANDBYTES, require
 
@@ -208,12 +209,12 @@ def _goes_on(work: "Quantizing") -> Iterator[None]:
         folder = partial_folder(work.out)
         if layers := count_finished(folder):
             again = "the same command without --restart" if work.restart else "the same command"
-            click.echo(f"kvq: finished layers in {folder}: {layers}; {again} goes on from there", err=True)
+            echo(f"kvq: finished layers in {folder}: {layers}; {again} goes on from there", err=True)
         raise
 
 
 def _say_resumed(layers: int) -> None:
-    click.echo(f"kvq: finished layers of an earlier run: {layers}", err=True)
+    echo(f"kvq: finished layers of an earlier run: {layers}", err=True)
 
 
 def _perplexities(models: list[Any], text: Any, window: int, options: dict[str, Any]) -> dict[str, Any]:
@@ -272,7 +273,7 @@ def _by_package(options: dict[str, Any]) -> None:
             revision=options["revision"],
             token=options["token"],
         )
-    click.echo(
+    echo(
         f"wrote {options['out']}, which kvq and transformers load where bitsandbytes and accelerate are "
         f"installed (pip install bitsandbytes accelerate)"
     )

@@ -2,12 +2,12 @@
 
 from typing import Any
 
-import click
 import torch
 from rich.table import Table
 
 from kvq.calib.quantize import Quantized, QuantizeSettings
 from kvq.commands.resources import Used
+from kvq.commands.screen import echo
 from kvq.commands.tables import console
 from kvq.evals.results import envelope
 from kvq.sizes import binary
@@ -54,24 +54,24 @@ def print_report(done: Quantized, used: Used, quality: dict[str, Any] | None, fi
     """The worst modules, the totals, and what stayed as it was."""
     console().print(_table(done))
     saved = 1 - done.bytes_after / done.bytes_before
-    click.echo(
+    echo(
         f"wrote {done.out}: {len(done.rows)} Linear layers, {binary(done.bytes_before)} to "
         f"{binary(done.bytes_after)} ({saved:.0%} less); {used.line()}"
     )
     needed = TRANSFORMERS_NEEDS[file_format]
-    click.echo(
+    echo(
         f"kvq loads it as it is, and vLLM does; transformers needs {' and '.join(needed)} for it "
         f"(pip install {' '.join(needed)})"
     )
     if done.samples:
-        click.echo(f"calibrated on {done.samples} samples, {done.tokens:,} tokens")
+        echo(f"calibrated on {done.samples} samples, {done.tokens:,} tokens")
     for note in done.notes:
-        click.echo(f"note: {note}")
+        echo(f"note: {note}")
     for what, found in (("kept as they were", done.ignored), ("inputs not scaled", done.skipped)):
         if found:
-            click.echo(f"{what}: {_summary(found)}")
+            echo(f"{what}: {_summary(found)}")
     if quality is not None:
-        click.echo(
+        echo(
             f"perplexity on {quality['text']}, {quality['tokens']:,} tokens: "
             f"{quality['perplexity_before']:.4f} before, {quality['perplexity_after']:.4f} after "
             f"({quality['perplexity_change']:+.2%})"

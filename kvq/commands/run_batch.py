@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kvq.commands.options import ModelOptions, kv_option, model_options
+from kvq.commands.screen import echo
 from kvq.commands.served import engine_of, engine_options, strict_option, tool_call_option
 from kvq.extras import SERVER, require
 
@@ -84,24 +85,22 @@ def command(
             raise _Stopped  # nothing says "done" then
     _print(summary, target, is_strict=strict_requests)
     if not summary.is_complete:
-        click.echo("kvq: stopped; run the same command again to go on", err=True)
+        echo("kvq: stopped; run the same command again to go on", err=True)
         raise click.Abort
     sys.exit(1 if summary.num_failed else 0)
 
 
 def _print(summary: "Summary", target: Path, *, is_strict: bool) -> None:
     rate = summary.generated_tokens / summary.seconds if summary.seconds else 0.0
-    click.echo(f"requests  {summary.num_new:,} answered now, {summary.num_skipped:,} before")
-    click.echo(f"failed    {summary.num_failed:,} of all in {target}")
-    click.echo(
+    echo(f"requests  {summary.num_new:,} answered now, {summary.num_skipped:,} before")
+    echo(f"failed    {summary.num_failed:,} of all in {target}")
+    echo(
         f"tokens    {summary.prompt_tokens:,} of prompts ({summary.cached_tokens:,} cached), "
         f"{summary.generated_tokens:,} generated, {rate:,.1f} per second in {summary.seconds:,.1f} s"
     )
     if summary.num_ignoring:
         hint = "" if is_strict else "; --strict-requests refuses unknown ones"
         names = ", ".join(summary.ignored)
-        click.echo(f"ignored   fields in {summary.num_ignoring:,} of these: {names}{hint}")
+        echo(f"ignored   fields in {summary.num_ignoring:,} of these: {names}{hint}")
     if summary.num_strangers:
-        click.echo(
-            f"note      {target} also has results of {summary.num_strangers:,} custom_ids not in the input"
-        )
+        echo(f"note      {target} also has results of {summary.num_strangers:,} custom_ids not in the input")

@@ -7,6 +7,7 @@ import click
 
 from kvq.commands.config_file import config_option
 from kvq.commands.options import Finite, ModelOptions, kv_option, model_options
+from kvq.commands.screen import echo
 from kvq.commands.served import engine_of, engine_options, strict_option, tool_call_option
 from kvq.errors import ConfigError
 from kvq.extras import SERVER, require
@@ -137,7 +138,7 @@ def command(kv: list[str], model_options: ModelOptions, check: bool, **options: 
     if check:
         findings = check_config(config)
         for finding in findings:
-            click.echo(finding)
+            echo(finding)
         if any(finding.is_error for finding in findings):
             raise click.exceptions.Exit(1)
         return

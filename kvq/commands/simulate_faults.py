@@ -3,7 +3,7 @@
 import sys
 from typing import Any
 
-import click
+from kvq.commands.screen import echo
 
 
 def run(
@@ -20,7 +20,7 @@ def run(
             try:
                 result = fuzz(number, steps=steps, given=given)
             except AssertionError as error:
-                click.echo(f"kvq: an invariant broke: {error}", err=True)
+                echo(f"kvq: an invariant broke: {error}", err=True)
                 sys.exit(1)
             rows.append({"seed": number, "digest": result.digest, **result.summary()})
             progress(len(rows), seeds)
@@ -35,25 +35,25 @@ def _print(rows: list[dict[str, Any]]) -> None:
     def total(key: str) -> int:
         return sum(row[key] for row in rows)
 
-    click.echo(
+    echo(
         f"{total('steps'):,} steps, {total('requests'):,} requests: {total('finished'):,} finished, "
         f"{total('cancelled'):,} cancelled, {total('failed'):,} failed, {total('refused'):,} refused"
     )
-    click.echo(
+    echo(
         f"{total('tokens'):,} tokens as each request gets them alone; {total('preemptions'):,} preemptions, "
         f"{total('cached_tokens'):,} prompt tokens found, {total('recomputed_tokens'):,} computed again"
     )
     if len(rows) == 1:
         (row,) = rows
-        click.echo(
+        echo(
             f"simulated {row['seconds']:.1f} s: {row['tokens_per_s']:.0f} tokens/s, TTFT p50 "
             f"{row['ttft_p50_s'] * 1e3:.0f} ms, p99 {row['ttft_p99_s'] * 1e3:.0f} ms, ITL p50 "
             f"{row['itl_p50_s'] * 1e3:.1f} ms, p99 {row['itl_p99_s'] * 1e3:.1f} ms"
         )
-        click.echo(f"digest {row['digest']}")
+        echo(f"digest {row['digest']}")
     else:
         together = sha256("".join(row["digest"] for row in rows).encode()).hexdigest()[:16]
-        click.echo(f"{len(rows)} seeds, digest {together}")
+        echo(f"{len(rows)} seeds, digest {together}")
 
 
 def _write(path: str, rows: list[dict[str, Any]]) -> None:

@@ -5,9 +5,8 @@ from dataclasses import dataclass
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
-import click
-
 from kvq.commands.results import counted_rows
+from kvq.commands.screen import echo
 from kvq.commands.sizing import find_efficiency, find_gpus, make_engine, make_target
 from kvq.errors import ConfigError
 from kvq.extras import PLOTS, require
@@ -77,7 +76,7 @@ def run(options: dict[str, Any]) -> None:
         finished.finish(result)
     show(result)
     for reason in dict.fromkeys(refused):
-        click.echo(f"left out: {reason}", err=True)
+        echo(f"left out: {reason}", err=True)
     if options["html_path"] is not None:
         from kvq.commands.capacity_report import write_simulation
 

@@ -3,16 +3,16 @@
 from collections.abc import Mapping
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
+from kvq.commands.consoles import PlainConsole
 from kvq.evals.report import row_cells
 
 
-def console() -> Console:
+def console() -> PlainConsole:
     """A console on standard output, wide enough for whole tables when it is a pipe."""
-    out = Console()
-    return out if out.is_terminal else Console(width=240)
+    out = PlainConsole()
+    return out if out.is_terminal else PlainConsole(width=240)
 
 
 def print_columns(rows: list[dict[str, Any]], columns: Mapping[str, tuple[str, Any]]) -> None:
@@ -27,7 +27,7 @@ def print_columns(rows: list[dict[str, Any]], columns: Mapping[str, tuple[str, A
                 for key, (_, style) in columns.items()
             )
         )
-    out = Console()
+    out = PlainConsole()
     out.width = max(out.width, 130)  # a table in a file or a pipe is not cut
     out.print(table)
 

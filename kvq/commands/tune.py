@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kvq.commands.options import Finite, ModelOptions, model_argument, model_options, text_options
+from kvq.commands.screen import echo
 from kvq.errors import ConfigError
 from kvq.extras import PLOTS, require
 
@@ -149,12 +150,12 @@ def command(
     _print(result, out)
     _write(result, plot_path, html_path)
     if tuned.chosen.perplexity_change > _DEAR and len(codes) < 3:
-        click.echo(
+        echo(
             "that is a lot of perplexity: a few layers may need 8 bits, which others can pay for with 2; "
             "try --formats int8,int4,int2"
         )
     if max_kl is not None and tuned.chosen.kl_mean > max_kl:
-        click.echo(
+        echo(
             f"on {other.name}, which the search did not see, the mean KL is {tuned.chosen.kl_mean:.3g}, "
             f"above --max-kl {max_kl:g}; search on more text (--max-windows), or ask for less"
         )
@@ -197,7 +198,7 @@ def _say_codes(model: "PreparedModel", codes: Any) -> None:
         if not has_fast_kernel(model.geometry, half, smallest_format(half.head_dim, code), model.device)
     ]
     if slow:
-        click.echo(
+        echo(
             f"kvq: {', '.join(slow)} has no fast kernel here: layers stored so are read by the slow "
             f"reference kernel. --formats chooses others.",
             err=True,
@@ -262,7 +263,7 @@ def _print(result: dict[str, Any], out: str) -> None:
     screen.print(recipe)
     screen.print(f"\non {result['held_out']}; * is on the front: nothing smaller is better", highlight=False)
     screen.print(points)
-    click.echo(f"\nwrote {out} in {result['seconds']:,.0f} s: {result['verdict']}")
+    echo(f"\nwrote {out} in {result['seconds']:,.0f} s: {result['verdict']}")
 
 
 def _print_trials(result: dict[str, Any]) -> None:
@@ -274,7 +275,7 @@ def _print_trials(result: dict[str, Any]) -> None:
 def _write(result: dict[str, Any], plot_path: str | None, html_path: str | None) -> None:
     from kvq.calib.tune_report import write_front, write_report
 
-    if plot_path:
-        write_front(plot_path, result["rows"])
     if html_path:
         write_report(html_path, result)
+    if plot_path:
+        write_front(plot_path, result["rows"])

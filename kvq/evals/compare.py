@@ -1,30 +1,15 @@
 """Two results side by side: what changed from one to the other."""
 
-import json
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any
 
 from kvq.errors import ConfigError
 from kvq.evals.bootstrap import Z95
 from kvq.evals.gates import IDENTITIES, identity
+from kvq.evals.result_file import FIGURES, is_figure
 from kvq.evals.sections import row_keys
 
-_SIZES = ("bits_per_element", "kv_bytes_per_token", "compression")  # in every row, measured or not
-_RESULT_KEYS = ("kvq_version", "date", "device", "command", "model", "model_digest", "text", "text_digest",
-                "context", "versions")  # fmt: skip
-_QUALITY = ("perplexity", "perplexity_change", "kl_mean", "kl_p999", "top1_agreement", "kv_bytes_per_token",
-            "seconds")  # fmt: skip
-_FIGURES = {  # section of a result -> what is compared of its rows; every number, where it isn't named
-    "rows": _QUALITY,
-    "generation": ("same_tokens_mean", "identical"),
-    "attention": ("error_mean", "error_max"),
-    "needle_summary": ("retrieved", "token_accuracy"),
-    "needle": ("retrieved", "token_accuracy"),
-    "lm_eval": ("value",),
-}
 _SAME = {  # what must agree for figures to be comparable
     "text_digest": "the texts differ",
     "held_out_digest": "the texts measured on differ",
@@ -69,53 +54,6 @@ class Comparison:
         found = asdict(self)
         del found["differences"]
         return found
-
-
-def read_result(path: str | Path) -> dict[str, Any]:
-    """Read a file that `kvq perplexity --json` or `kvq eval --json` wrote.
-
-    Raises:
-        ConfigError: missing, not JSON, or another command's.
-    """
-    try:
-        result = json.loads(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"can't read {path}: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:  # syntax, encoding, huge numbers
-        raise ConfigError(f"{path} is not JSON: {error}") from error
-    if not isinstance(result, dict) or not isinstance(result.get("rows"), list):
-        raise ConfigError(f"{path} is no result of kvq: it is no JSON object with rows")
-    rows = result["rows"]
-    if not (
-        set(_RESULT_KEYS) <= set(result) and rows and all(map(_is_row, rows)) and set(_SIZES) <= set(rows[0])
-    ):
-        told = f" (its command: {result['command']})" if result.get("command") else ""
-        raise ConfigError(f"{path} is no result of kvq perplexity or kvq eval{told}; write one with --json")
-    if not _tasks_fit(result):
-        raise ConfigError(f"{path} is damaged: the rows of its tasks are missing or malformed; measure again")
-    return result
-
-
-def _tasks_fit(result: Mapping[str, Any]) -> bool:
-    """True if every task of a result names rows that are there."""
-    tasks = result.get("tasks", [])
-    if not isinstance(tasks, list) or not all(isinstance(task, dict) and "key" in task for task in tasks):
-        return False
-    found = [result.get(str(key)) for key in row_keys(result)]
-    return all(isinstance(rows, list) and all(map(_is_row, rows)) for rows in found)
-
-
-def _is_row(row: object) -> bool:
-    """True for an object with a format, and identities and intervals that can be read."""
-    if not isinstance(row, dict) or not isinstance(row.get("kv"), str):
-        return False
-    intervals = row.get("intervals") or {}
-    if not isinstance(intervals, dict) or any(isinstance(row.get(key), list | dict) for key in IDENTITIES):
-        return False
-    return all(
-        span is None or (isinstance(span, list) and len(span) == 2 and all(map(_is_number, span)))
-        for span in intervals.values()
-    )
 
 
 def compare(a: Mapping[str, Any], b: Mapping[str, Any]) -> Comparison:
@@ -178,7 +116,7 @@ def _only(
 
 
 def _differences(section: str, a: Mapping[str, Any], b: Mapping[str, Any]) -> list[Difference]:
-    names = _FIGURES.get(section) or [name for name in a if name not in ("kv", *IDENTITIES)]
+    names = FIGURES.get(section) or [name for name in a if name not in ("kv", *IDENTITIES)]
     return [
         Difference(
             section=section,
@@ -192,22 +130,18 @@ def _differences(section: str, a: Mapping[str, Any], b: Mapping[str, Any]) -> li
             b_interval=_interval(b, name),
         )
         for name in names
-        if _is_number(a.get(name)) and _is_number(b.get(name))
+        if is_figure(a.get(name)) and is_figure(b.get(name))
     ]
 
 
 def _interval(row: Mapping[str, Any], name: str) -> tuple[float, float] | None:
     """A figure's bounds at 95%: among the intervals, beside the figure, or from its standard error."""
     low, high, error = (row.get(key) for key in (f"{name}_low", f"{name}_high", "stderr"))
-    if _is_number(low) and _is_number(high):
+    if is_figure(low) and is_figure(high):
         return low, high
-    if name == "value" and _is_number(error):
+    if name == "value" and is_figure(error):
         return row[name] - Z95 * error, row[name] + Z95 * error
     return (row.get("intervals") or {}).get(name)
-
-
-def _is_number(value: object) -> TypeGuard[float]:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _warnings(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
@@ -235,7 +169,7 @@ def _warnings(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
 def _shown(key: str, result: Mapping[str, Any]) -> str:
     if not key.endswith("_digest"):
         return str(result.get(key))
-    return f"{result[key.removesuffix('_digest')]} ({str(result[key])[:12]})"
+    return f"{result.get(key.removesuffix('_digest'))} ({str(result.get(key))[:12]})"
 
 
 def _baseline(result: Mapping[str, Any]) -> str:

@@ -13,7 +13,7 @@ from kvq.evals.eval_plots import (
     generation_plot,
     needle_plot,
 )
-from kvq.evals.figure import svg_of
+from kvq.evals.figure import drawing
 from kvq.evals.page import html_table, origin, page
 from kvq.evals.sections import sections
 from kvq.sizes import binary
@@ -49,8 +49,8 @@ def render(result: dict[str, Any]) -> str:
     ]
     for section in sections(result):
         parts.append(f"<h2>{escape(section.title)}</h2>")
-        figure = _PLOTS[section.key](result.get(section.key, rows)) if section.key in _PLOTS else None
-        parts.append("" if figure is None else svg_of(figure))
+        if section.key in _PLOTS:
+            parts.append(drawing(_PLOTS[section.key], result.get(section.key, rows)))
         parts.append(html_table(section.heads, section.cells))
         parts.append(f'<p class="small">{escape(section.note)}</p>' if section.note else "")
     parts += [_took(result), origin(result), _digests(result)]

@@ -1,14 +1,20 @@
 """What all figures have in common: where they go, their plain looks, legends beside them."""
 
 import io
+import logging
+import warnings
+from collections.abc import Callable
+from html import escape
 from pathlib import Path
 from textwrap import fill
-from typing import Any
+from typing import IO, Any
 
 from kvq import fileio
-from kvq.errors import ConfigError
-from kvq.evals.labels import settle
+from kvq.errors import ConfigError, EngineError, first_lines
+from kvq.evals.labels import draw_literally, settle
 from kvq.extras import PLOTS, require
+
+_log = logging.getLogger(__name__)
 
 GREY = "#7d8590"  # read on white and on black
 _SUFFIXES = (".svg", ".png", ".pdf")
@@ -42,22 +48,49 @@ def new_figure(width: float, height: float) -> Any:
     return figure_class()(figsize=(width, height), layout="constrained")
 
 
-def write_figure(path: str | Path, figure: Any) -> None:
-    """Write a figure into an .svg, .png or .pdf file, its labels apart."""
+def write_figure(path: str | Path, make: Callable[..., Any], *given: Any) -> None:
+    """Write the figure that `make` makes of what is given into an .svg, .png or .pdf file.
+
+    Raises:
+        EngineError: it can't be drawn.
+    """
     check_plot_path(path)
-    settle(figure)
     image = io.BytesIO()
-    figure.savefig(image, format=Path(path).suffix[1:], dpi=160)
+    try:
+        _save(make(*given), image, format=Path(path).suffix[1:], dpi=160)
+    except Exception as error:  # whatever matplotlib makes of it
+        raise EngineError(f"can't draw {path}: {first_lines(error)}") from error
     fileio.write_bytes(path, image.getvalue())
+
+
+def drawing(make: Callable[..., Any], *given: Any) -> str:
+    """The figure that `make` makes of what is given, as SVG for a page; nothing if it makes none.
+
+    What was measured is not lost for its picture: if that can't be drawn, words stand in its place.
+    """
+    require("a plot", PLOTS)
+    try:
+        figure = make(*given)
+        return "" if figure is None else svg_of(figure)
+    except Exception as error:  # noqa: BLE001 - whatever matplotlib makes of it
+        _log.warning("a plot of the report can't be drawn: %s", first_lines(error))
+        return f'<p class="small">This plot can\'t be drawn: {escape(first_lines(error))}</p>'
 
 
 def svg_of(figure: Any) -> str:
     """A figure as SVG text for a page: labels apart, no background, black drawn in the page's colour."""
-    settle(figure)
     text = io.StringIO()
-    figure.savefig(text, format="svg", transparent=True)
+    _save(figure, text, format="svg", transparent=True)
     svg = text.getvalue()
     return svg[svg.index("<svg") :].replace(_BLACK, "currentColor")
+
+
+def _save(figure: Any, to: IO[Any], **options: Any) -> None:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph ", UserWarning)  # of a name's letters: drawn as boxes
+        draw_literally(figure)
+        settle(figure)
+        figure.savefig(to, **options)
 
 
 def finish(axes: Any, x: str, y: str) -> None:

@@ -5,6 +5,8 @@ from itertools import pairwise
 from math import cos, hypot, pi, sin
 from typing import Any
 
+from kvq.printable import printable
+
 Box = tuple[float, float, float, float]  # left, bottom, right, top, in pixels
 
 _REACHES = (5, 8, 12, 18, 26, 36, 48, 62, 80, 105, 135, 170, 210, 260)  # points between marker and label
@@ -27,6 +29,36 @@ def label_point(axes: Any, text: str, at: tuple[float, float], **style: Any) -> 
         text, at, (0, 0), textcoords="offset points", ha="center", va="center", arrowprops=line, **style
     )
     label.set_in_layout(False)
+
+
+def draw_literally(figure: Any) -> None:
+    """Have all texts drawn letter by letter: of a name with `$` matplotlib would make mathematics, or fail.
+
+    Figures at the ticks of logarithmic axes, which are mathematics, are let be.
+    """
+    from matplotlib.text import Text
+    from matplotlib.ticker import FuncFormatter
+
+    axes = [axis for one in figure.axes for axis in (one.xaxis, one.yaxis)]
+    for axis in axes:
+        if isinstance(axis.get_major_formatter(), FuncFormatter):  # names given for ticks
+            ticks = axis.get_majorticklocs()
+            names = axis.get_major_formatter().format_ticks(ticks)
+            if any(_literal(name) != name for name in names):
+                axis.set_ticks(ticks, list(map(_literal, names)))
+    ticks = {
+        label
+        for axis in axes
+        for tick in (*axis.get_major_ticks(), *axis.get_minor_ticks())
+        for label in (tick.label1, tick.label2)
+    }
+    for text in figure.findobj(Text):
+        if text not in ticks:
+            text.set_text(_literal(text.get_text()))
+
+
+def _literal(text: str) -> str:
+    return printable(text).replace("$", r"\$")
 
 
 def settle(figure: Any) -> None:

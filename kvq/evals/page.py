@@ -4,6 +4,8 @@ from collections.abc import Iterable, Sequence
 from html import escape
 from typing import Any
 
+from kvq.printable import printable
+
 _STYLE = """
 :root { color-scheme: light dark; --text: #1f2328; --back: #ffffff; --line: #d0d7de; --box: #f6f8fa;
         --quiet: #57606a; --good: #1a7f37; --bad: #cf222e }
@@ -27,12 +29,13 @@ pre { white-space: pre-wrap; background: var(--box); padding: .8rem; border-radi
 
 def page(title: str, parts: Iterable[str]) -> str:
     """The page around parts that are HTML already."""
-    return (
+    whole = (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<title>{escape(title)}</title><style>{_STYLE}</style></head>\n"
         f"<body>{''.join(parts)}</body></html>\n"
     )
+    return printable(whole)  # controls have no place in HTML, and halves of surrogate pairs none in UTF-8
 
 
 def html_table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from kvq.evals.figure import GREY, finish, new_figure, short, svg_of, title, write_figure
+from kvq.evals.figure import GREY, drawing, finish, new_figure, short, title, write_figure
 from kvq.evals.labels import label_point
 
 _COLORS = {"fp8": "#0969da", "int8": "#1a7f37", "int4": "#bc4c00", "int2": "#cf222e", "k": "#8250df"}
@@ -12,12 +12,12 @@ _LARGE = 10  # a change of perplexity that is told as a factor
 
 def write_plot(path: str | Path, result: dict[str, Any]) -> None:
     """Draw a measurement into an .svg, .png or .pdf file."""
-    write_figure(path, perplexity_figure(result))
+    write_figure(path, perplexity_figure, result)
 
 
 def svg_plot(result: dict[str, Any]) -> str:
-    """Return the plot as SVG text for a page."""
-    return svg_of(perplexity_figure(result))
+    """Return the plot as SVG for a page."""
+    return drawing(perplexity_figure, result)
 
 
 def perplexity_figure(result: dict[str, Any]) -> Any:

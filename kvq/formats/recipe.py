@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from pathlib import Path
 
-from kvq import fileio
-from kvq.errors import ConfigError, nearest
+from kvq import fileio, strict_json
+from kvq.errors import ConfigError, first_lines, nearest
 from kvq.formats.calibrated import check_digest, check_model, check_shape, field_digest
 from kvq.formats.centers import Centers
 from kvq.formats.names import parse_format, split_pair
@@ -202,14 +202,13 @@ class KVRecipe:
             ConfigError: missing, not JSON, of an unknown version, or with unknown or missing keys.
         """
         try:
-            data = json.loads(Path(path).read_text(encoding="utf-8"))
-            return cls.from_json(data)
+            return cls.from_json(strict_json.read(Path(path)))
         except OSError as error:
             raise ConfigError(f"can't read recipe {path}: {error.strerror}") from error
         except ConfigError as error:
             raise ConfigError(f"recipe {path}: {error}") from error
-        except (ValueError, RecursionError) as error:  # of json: syntax, encoding, huge numbers
-            raise ConfigError(f"recipe {path} is not JSON: {error}") from error
+        except ValueError as error:
+            raise ConfigError(f"recipe {path} is not JSON: {first_lines(error)}") from error
 
     @classmethod
     def from_json(cls, data: object) -> "KVRecipe":

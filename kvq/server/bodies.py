@@ -10,9 +10,10 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_valida
 
 from kvq.engine.params import MAX_BIASES, MAX_LOGPROBS, MAX_SALT, MAX_SAMPLES, MAX_STOP_CHARACTERS, MAX_STOPS
 from kvq.server.ignored import Labelled
-from kvq.server.strict_json import WHOLE, Flag, JsonObject, LongText, Real, check_value
+from kvq.server.strict_json import WHOLE, Flag, JsonObject, LongText, Real
 from kvq.server.text_only import content_of
 from kvq.server.tool_bodies import ToolCallId, ToolCalls, ToolChoices, Tools
+from kvq.strict_json import check_value
 
 MAX_PROMPTS = 64  # of one completions request
 MAX_MESSAGES = 2048

@@ -12,7 +12,7 @@ from kvq.errors import RequestError
 from kvq.scheduler import Priority
 from kvq.server.bodies import ChatBody, Common, CompletionBody, StructuredOutputs
 from kvq.server.problems import Problem
-from kvq.server.strict_json import check_value
+from kvq.strict_json import check_value
 
 _MAX_SCHEMA_TEXT = GrammarLimits().max_bytes
 

@@ -13,36 +13,11 @@ from starlette.exceptions import HTTPException
 
 from kvq.server.json_bounds import scan
 from kvq.server.turns import Again
+from kvq.strict_json import check_value
 
 DECODED = "kvq_decoded"  # a request's body in its scope, until somebody takes it
 MAX_TEXT = 4 << 20  # characters
-MAX_DEPTH = 64  # of values that may be anything; what encodes them further on recurses
 _LARGE = 64 << 10  # bytes of a body that is decoded in a turn of its own
-_INTEGERS = range(-(1 << 63), 1 << 64)  # what MessagePack holds
-
-
-def check_value(value: Any) -> Any:
-    """The value, if all of it can be passed on.
-
-    Raises:
-        ValueError: it is nested too deep, or holds an integer beyond 64 bits.
-    """
-    level, depth = [value], 0
-    while level:
-        inner: list[Any] = []
-        for item in level:
-            if isinstance(item, dict):
-                inner += item.values()
-            elif isinstance(item, list):
-                inner += item
-            elif isinstance(item, int) and item not in _INTEGERS:
-                raise ValueError("integers may have 64 bits")
-            else:
-                continue
-            if depth == MAX_DEPTH:
-                raise ValueError(f"values may be nested {MAX_DEPTH} levels deep")
-        level, depth = inner, depth + 1
-    return value
 
 
 def _whole(value: Any) -> Any:

@@ -4,7 +4,6 @@ import logging
 import re
 import threading
 
-import click
 import pytest
 
 from kvq.commands import progress
@@ -16,7 +15,7 @@ from tests.waiting import wait_for
 def lines(monkeypatch):
     """What is said, as it is said."""
     said = []
-    monkeypatch.setattr(click, "echo", lambda line, err: said.append(line) if err else pytest.fail(line))
+    monkeypatch.setattr(progress, "echo", lambda line, err: said.append(line) if err else pytest.fail(line))
     return said
 
 

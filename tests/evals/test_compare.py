@@ -5,7 +5,8 @@ import json
 import pytest
 
 from kvq.errors import ConfigError
-from kvq.evals.compare import compare, read_result
+from kvq.evals.compare import compare
+from kvq.evals.result_file import read_result
 
 ENVELOPE = {
     "kvq_version": "1", "commit": "c", "date": "d", "device": "cpu", "versions": {}, "command": "kvq eval",

@@ -11,10 +11,12 @@ from kvq.bench.engine_plot import engine_figure
 from kvq.bench.roofline import roofline_figure
 from kvq.calib.tune_report import front_figure, sensitivity_figure
 from kvq.commands import capacity_report
+from kvq.errors import EngineError
 from kvq.evals import eval_plots
-from kvq.evals.figure import figure_class, new_figure, short
-from kvq.evals.labels import label_point, settle
+from kvq.evals.figure import drawing, figure_class, new_figure, short, write_figure
+from kvq.evals.labels import draw_literally, label_point, settle
 from kvq.evals.plot import perplexity_figure
+from kvq.printable import printable
 from tests.evals.drawn import check_labels
 
 FORMATS = [
@@ -129,8 +131,29 @@ FIGURES = {
 @pytest.mark.parametrize("name", FIGURES)
 def test_labels_of_crowded_figures_lie_apart(name: str) -> None:
     figure = FIGURES[name]()
+    draw_literally(figure)
     settle(figure)
     check_labels(figure)
+
+
+def test_names_are_drawn_letter_by_letter(tmp_path: Any) -> None:
+    names = [r"$\frac{$", "$x^2$", "a\x1b[2J", "\u4e2d\U0001f600\ud800"]
+    rows = [{**_row(name), "instrument": None} for name in names]
+    figure = perplexity_figure({"rows": rows, "model": names[0], "text": names[3]})
+    write_figure(tmp_path / "a.svg", lambda: figure)
+    shown = [printable(name).replace("$", r"\$") for name in names]
+    assert figure._suptitle.get_text() == f"{shown[0]}, {shown[3]}"
+    assert [label.get_text() for label in figure.axes[0].get_yticklabels()] == shown
+
+
+def test_what_cant_be_drawn_is_told_and_loses_nothing(tmp_path: Any) -> None:
+    def fail(words: str) -> None:
+        raise ValueError(words)
+
+    assert "This plot can't be drawn: &lt;why&gt;" in drawing(fail, "<why>")
+    with pytest.raises(EngineError, match=r"can't draw .*a\.png: why"):
+        write_figure(tmp_path / "a.png", fail, "why")
+    assert drawing(lambda: None) == ""
 
 
 def _plans() -> list[dict[str, Any]]:
@@ -177,7 +200,7 @@ def test_labels_of_crowded_capacity_reports_lie_apart(
     kind: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     figures: list[Any] = []
-    monkeypatch.setattr(capacity_report, "svg_of", lambda figure: figures.append(figure) or "")
+    monkeypatch.setattr(capacity_report, "drawing", lambda make, *given: figures.append(make(*given)) or "")
     monkeypatch.setattr(capacity_report, "origin", lambda result: "")
     if kind == "simulation":
         capacity_report.write_simulation(tmp_path / "p.html", {"rows": _simulated()})

@@ -205,7 +205,7 @@ def test_a_scale_that_is_no_finite_positive_number_is_refused_with_the_file(
     first = repr(scales().layers[0].k[0])
     assert text.count(first) == 1
     (tmp_path / "nan.json").write_text(text.replace(first, literal))
-    with pytest.raises(ConfigError, match=r"nan\.json: static_scales\.layers\[0\]\.k must be"):
+    with pytest.raises(ConfigError, match=r"nan\.json.*static_scales\.layers\[0\]\.k"):
         KVRecipe.load(tmp_path / "nan.json")
 
 

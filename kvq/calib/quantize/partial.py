@@ -11,7 +11,7 @@ from safetensors import safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from kvq import fileio
+from kvq import fileio, strict_json
 from kvq.calib.quantize.layer import LayerResult
 from kvq.calib.quantize.report import ModuleReport
 from kvq.errors import ConfigError, first_lines
@@ -51,7 +51,7 @@ class Kept:
         if self.restart or not path.is_file():
             return
         try:
-            header = json.loads(path.read_text(encoding="utf-8"))
+            header = strict_json.read(path)
             known = header["format_version"] == _VERSION
             same, before = header["digest"] == self.digest, dict(header["settings"])
         except (OSError, ValueError, KeyError, TypeError) as error:
@@ -131,7 +131,7 @@ class Partial:
         path = _layer_path(self.folder, index)
         try:
             with safe_open(path, "pt") as file:
-                facts = json.loads(file.metadata()["kvq"])
+                facts = strict_json.loads(file.metadata()["kvq"])
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
             result = LayerResult(
                 weights={

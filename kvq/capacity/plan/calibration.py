@@ -1,10 +1,10 @@
 """Efficiencies of an engine as a benchmark measured them, relative to a GPU's data sheet."""
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from kvq import strict_json
 from kvq.capacity.plan.gpus import Gpu
 from kvq.capacity.plan.roofline import Efficiency
 from kvq.errors import ConfigError
@@ -19,7 +19,7 @@ def read_efficiency(path: Path, gpu: Gpu, kv: str) -> Efficiency:
         ConfigError: no such file or format, or what was measured is faster than the data sheet allows.
     """
     try:
-        data = json.loads(path.read_text(encoding="utf8"))
+        data = strict_json.read(path)
         rows = data["rows"]
         costs = {row["kv"]: row["step_costs"] for row in rows if row.get("step_costs")}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -50,7 +50,7 @@ def efficiency(costs: Mapping[str, Any], gpu: Gpu, *, source: str) -> Efficiency
             attention=_share(costs["pair_flops"] / flops, costs["pair_s"]),
             sequence_s=costs["sequence_s"],
         )
-    except (ConfigError, TypeError, ValueError, ZeroDivisionError) as error:
+    except (ConfigError, TypeError, ValueError, ArithmeticError) as error:
         raise ConfigError(f"{source} does not fit the data sheet of {gpu.name}: {error}") from error
 
 

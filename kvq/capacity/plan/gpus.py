@@ -1,12 +1,12 @@
 """GPUs: memory, bandwidth, dense arithmetic and price, as a file of facts that anybody may replace."""
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+from kvq import strict_json
 from kvq.errors import ConfigError, nearest
 
 _KEYS = {"memory_gb", "bandwidth_tb_s", "usd_per_hour", "tflops"}
@@ -80,7 +80,7 @@ def read_gpus(path: Path) -> dict[str, Gpu]:
         ConfigError: no such file, another version, or a GPU that is described wrongly.
     """
     try:
-        data = json.loads(path.read_text(encoding="utf8"))
+        data = strict_json.read(path)
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path} is no file of GPUs: {error}") from error
     if not isinstance(data, dict) or data.get("format_version") != _VERSION:

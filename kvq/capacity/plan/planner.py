@@ -103,7 +103,7 @@ def _config(model: str | Path) -> Mapping[str, Any]:
     path = Path(model) / "config.json"
     try:
         config = json.loads(path.read_text(encoding="utf8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path} can't be read: {error}") from error
     if not isinstance(config, dict):
         raise ConfigError(f"{path} must hold an object, got a {type(config).__name__}")

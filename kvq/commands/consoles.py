@@ -1,0 +1,19 @@
+"""Consoles for tables: what they are told is text, never markup, and can't steer the terminal."""
+
+from typing import Any
+
+from rich import console
+from rich.text import Text
+
+from kvq.printable import printable
+
+
+class PlainConsole(console.Console):  # noqa: TID251 - the one place
+    """rich's, for texts from outside."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(markup=False, emoji=False, **options)
+
+    def render_str(self, text: str, **options: Any) -> Text:
+        """Of every text that is printed, in a table or alone."""
+        return super().render_str(printable(text), **options)

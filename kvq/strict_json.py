@@ -1,0 +1,112 @@
+"""JSON that others wrote, taken literally: nothing that readers of it would see differently, or choke on.
+
+Refused are NaN and infinities, numbers beyond 64 bits or a float's range, a name twice in one object, halves
+of surrogate pairs, and values nested deeper than `MAX_DEPTH`.
+"""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+MAX_DEPTH = 64  # of values; what encodes them further on recurses
+MAX_FILE = 256 << 20  # bytes
+_INTEGERS = range(-(1 << 63), 1 << 64)  # what MessagePack holds
+_SHOWN = 40  # characters of a name in an error
+_STEPS = 6  # of the way to what is refused
+
+
+def loads(text: str | bytes) -> Any:
+    """The value of a document.
+
+    Raises:
+        ValueError: it is no JSON, or holds what is refused; the message names the field.
+    """
+    try:
+        value = _DECODER.decode(text.decode("utf-8-sig") if isinstance(text, bytes) else text)
+    except RecursionError as error:
+        raise ValueError(_TOO_DEEP) from error
+    return check_value(value)
+
+
+def read(path: Path) -> Any:
+    """The value that a file holds.
+
+    Raises:
+        OSError: it can't be read.
+        ValueError: as of `loads`, or it is larger than `MAX_FILE`.
+    """
+    with path.open("rb") as file:
+        raw = file.read(MAX_FILE + 1)
+    if len(raw) > MAX_FILE:
+        raise ValueError(f"it may have {MAX_FILE} bytes")
+    return loads(raw)
+
+
+def check_value(value: Any) -> Any:
+    """The value, if all of it can be passed on.
+
+    Raises:
+        ValueError: it holds what is refused; the message names the field.
+    """
+    try:
+        _check(value, MAX_DEPTH)
+    except _Refused as error:
+        raise ValueError(error.told()) from None
+    return value
+
+
+_TOO_DEEP = f"values may be nested {MAX_DEPTH} levels deep"
+
+
+class _Refused(Exception):
+    def __init__(self, why: str) -> None:
+        super().__init__(why)
+        self.path: list[str | int] = []  # from the inside out
+
+    def told(self) -> str:
+        steps = list(reversed(self.path))[:_STEPS]
+        where = "".join(f"[{step}]" if isinstance(step, int) else f".{step!s:.{_SHOWN}}" for step in steps)
+        return f"{where.removeprefix('.')}: {self}" if where else str(self)
+
+
+def _check(value: Any, levels: int) -> None:
+    """Recurses `MAX_DEPTH` times at most; the path is put together only of what is refused."""
+    if isinstance(value, dict | list):
+        if not levels:
+            raise _Refused(_TOO_DEEP)
+        for step, item in value.items() if isinstance(value, dict) else enumerate(value):
+            try:
+                _check_text(step)
+                _check(item, levels - 1)
+            except _Refused as error:
+                error.path.append(step)
+                raise
+    elif isinstance(value, int):
+        if value not in _INTEGERS:
+            raise _Refused("integers may have 64 bits")
+    elif isinstance(value, float):
+        if not math.isfinite(value):
+            raise _Refused("numbers must be finite")
+    else:
+        _check_text(value)
+
+
+def _check_text(value: object) -> None:
+    if isinstance(value, str) and not value.isascii():
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            raise _Refused("texts must be Unicode, without halves of surrogate pairs") from None
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in found if names.count(name) > 1)
+        raise ValueError(f"the name {twice:.{_SHOWN}} is twice in one object")
+    return found
+
+
+_DECODER = json.JSONDecoder(object_pairs_hook=_object)
