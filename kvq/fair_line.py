@@ -4,6 +4,7 @@ Start-time fair queueing (Goyal, Vin and Cheng, 1996), charged with what each it
 """
 
 from collections import deque
+from collections.abc import Collection
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
@@ -46,11 +47,15 @@ class FairLine(Generic[T]):
         self.put(tenant, item)
         self._items[tenant].rotate()
 
-    def take(self) -> tuple[str, T] | None:
-        """The first item of the tenant that has used least; of equals, of whoever came first. None: empty."""
-        if not self._items:
+    def take(self, passed_over: Collection[str] = ()) -> tuple[str, T] | None:
+        """The first item of the tenant that has used least; of equals, of whoever came first.
+
+        None: nobody waits but, maybe, tenants that are `passed_over`.
+        """
+        there = [tenant for tenant in self._items if tenant not in passed_over]
+        if not there:
             return None
-        tenant = min(self._items, key=self._used.__getitem__)
+        tenant = min(there, key=self._used.__getitem__)
         self._now = max(self._now, self._used[tenant])
         item = self._items[tenant].popleft()
         self._length -= 1

@@ -36,6 +36,16 @@ def test_who_is_put_back_keeps_the_first_place():
     assert len(line) == 0
 
 
+def test_who_is_passed_over_keeps_the_place():
+    line = FairLine()
+    for tenant in "aab":
+        line.put(tenant, tenant)
+    assert line.take(["a"]) == ("b", "b")
+    assert line.take(["a"]) is None
+    assert len(line) == 2
+    assert line.take() == ("a", "a")
+
+
 def test_one_item_of_another_is_next_however_many_wait():
     line = FairLine()
     for i in range(70):

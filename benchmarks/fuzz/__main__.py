@@ -37,6 +37,8 @@ from benchmarks.floods import certify
 from benchmarks.fuzz import handshakes, inside, wire
 from benchmarks.fuzz.door import Tally, seeds_of
 from benchmarks.fuzz.http import Requests
+from kvq.bench.engine_load import LoadRequest
+from kvq.bench.serve_client import Manner, send
 from kvq.bench.serve_process import ServerProcess
 from kvq.errors import EngineError
 from kvq.evals.results import source_commit
@@ -46,18 +48,8 @@ _WIRES = 4  # threads of the door
 _LOOK_S = 2.0
 _STALL_S = 0.05
 _KEPT = 20  # findings that are written down
-_SMALL = (
-    "--model",
-    "tiny",
-    "--kv",
-    "int4",
-    "--num-blocks",
-    "64",
-    "--max-num-seqs",
-    "8",
-    "--max-model-len",
-    "256",
-)
+_SMALL = ("--model", "tiny", "--kv", "int4", "--num-blocks", "64", "--max-num-seqs", "8")
+_SHORT = ("--max-model-len", "256")  # so that "as long as the context" is not long
 _KEY = "fuzzed"
 _TROUBLE = ("Traceback", "level=error", "Exception")
 
@@ -94,7 +86,7 @@ class Run:
 
 async def main_server(run: Run, doors: list[str]) -> None:
     """One server for all of the run: `http` and `wire`, and what is left after them."""
-    async with ServerProcess([*_SMALL, "--log-level", "warning", *NO_BOUNDS]) as server:
+    async with ServerProcess([*_SMALL, *_SHORT, "--log-level", "warning", *NO_BOUNDS]) as server:
         engine = server.engine_pid
         jobs: list[Callable[[], object]] = []
         if "http" in doors:
@@ -168,16 +160,18 @@ async def _one_end(run: Run, odds: random.Random, number: int) -> None:
         )
         stop = threading.Event()
         threads: list[threading.Thread] = []
+        streams: list[asyncio.Task[None]] = []
         try:
             state = "starting"
-            if odds.random() < 0.3:
+            if odds.random() < 0.4:
                 await asyncio.sleep(odds.uniform(0, 8))
             else:
                 with suppress(EngineError):
                     await server.wait_ready(300)
                 state = "attacked"
                 threads = _attack(tally, server, stop, number)
-                await asyncio.sleep(odds.uniform(0.5, 25))
+                streams = [asyncio.create_task(_long(server, odds)) for _ in range(3)]
+                await asyncio.sleep(odds.uniform(0.5, 12))
                 with suppress(OSError, EOFError, TimeoutError, KeyError):
                     await _note_stretch(run, server, f"ends {number}")
             await _end(run, server, state, grace_s, number)
@@ -186,7 +180,19 @@ async def _one_end(run: Run, odds: random.Random, number: int) -> None:
             server.process.kill()
             for thread in threads:
                 await asyncio.to_thread(thread.join)
+            await asyncio.gather(*streams)
             run.look_at(server)
+
+
+async def _long(server: ServerProcess, odds: random.Random) -> None:
+    """Streams that run for seconds, or for ever, so that one is running whenever the server ends."""
+    while server.process.poll() is None:
+        request = LoadRequest(
+            index=0, prompt=[odds.randrange(2, 4000)], output_tokens=odds.choice((50, 1900))
+        )
+        manner = odds.choice((Manner.POLITE, Manner.RESET, Manner.STALL))
+        await send(server.target, request, monotonic(), manner, stall_s=odds.uniform(0, 20))
+        await asyncio.sleep(0.05)
 
 
 async def _end(run: Run, server: ServerProcess, state: str, grace_s: float, number: int) -> None:

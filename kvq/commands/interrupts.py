@@ -1,5 +1,6 @@
 """Ctrl-C and SIGTERM end a command alike: by KeyboardInterrupt, which is shown as one line."""
 
+import os
 import signal
 import threading
 from collections.abc import Iterator
@@ -26,11 +27,37 @@ def interruptible() -> Iterator[None]:
             signal.signal(number, handler)
 
 
+@contextmanager
+def nothing_begun() -> Iterator[None]:
+    """Meanwhile a signal ends the process within an import, too: there is nothing to be put away."""
+    taken = [number for number in _USUAL if signal.getsignal(number) is _interrupt]
+    for number in taken:
+        signal.signal(number, _leave)
+    try:
+        yield
+    finally:
+        for number in taken:
+            signal.signal(number, _interrupt)
+
+
 def _interrupt(number: int, frame: FrameType | None) -> None:
     """Interrupt, but not an import: numpy can't be begun again then, others take it for a missing package."""
+    if _is_importing(frame):
+        signal.setitimer(signal.ITIMER_REAL, _LATER_S)
+    else:
+        raise KeyboardInterrupt
+
+
+def _leave(number: int, frame: FrameType | None) -> None:
+    if _is_importing(frame):
+        os.write(2, b"kvq: interrupted\n")
+        os._exit(130)
+    raise KeyboardInterrupt
+
+
+def _is_importing(frame: FrameType | None) -> bool:
     while frame is not None:
         if frame.f_globals.get("__name__") == "importlib._bootstrap":
-            signal.setitimer(signal.ITIMER_REAL, _LATER_S)
-            return
+            return True
         frame = frame.f_back
-    raise KeyboardInterrupt
+    return False

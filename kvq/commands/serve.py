@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kvq.commands.config_file import config_option
+from kvq.commands.interrupts import nothing_begun
 from kvq.commands.options import Finite, ModelOptions, kv_option, model_options
 from kvq.commands.screen import echo
 from kvq.commands.served import engine_of, engine_options, strict_option, tool_call_option
@@ -131,18 +132,19 @@ _AT_LEAST_1 = click.IntRange(min=1)
 def command(kv: list[str], model_options: ModelOptions, check: bool, **options: Any) -> None:
     """Serve a model over HTTP as OpenAI does: /v1/completions and /v1/chat/completions."""
     require("kvq serve", SERVER)
-    from kvq.server.check import check_config
-    from kvq.server.run import serve
+    with nothing_begun():  # until the event loop takes the signals
+        from kvq.server.check import check_config
+        from kvq.server.run import serve
 
-    config = _config(kv[0], model_options, options)
-    if check:
+        config = _config(kv[0], model_options, options)
+        if not check:
+            serve(config)
+            return
         findings = check_config(config)
-        for finding in findings:
-            echo(finding)
-        if any(finding.is_error for finding in findings):
-            raise click.exceptions.Exit(1)
-        return
-    serve(config)
+    for finding in findings:
+        echo(finding)
+    if any(finding.is_error for finding in findings):
+        raise click.exceptions.Exit(1)
 
 
 def _config(kv: str, model_options: ModelOptions, options: dict[str, Any]) -> "ServerConfig":

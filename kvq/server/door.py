@@ -152,6 +152,12 @@ class Door:
             if slot.transport is None:
                 slot.drop()
 
+    def drop_all(self) -> None:
+        """Close every connection, whatever it does."""
+        slots = [slot for one in self._addresses.values() for stage in Stage for slot in one.slots[stage]]
+        for slot in slots:
+            slot.drop()
+
     def _resume(self) -> None:
         if self._make is not None and not self._is_accepting:
             self._is_accepting = True

@@ -13,7 +13,7 @@ from uvicorn.server import ServerState
 
 from kvq.server.door import Slot, Stage
 from kvq.server.metered import FREE_EVENTS, SLICE_EVENTS, MeteredParser
-from kvq.server.problems import Problem
+from kvq.server.problems import Problem, unavailable
 from kvq.server.turns import Again, Turns
 
 HEAD_S = 10.0  # for the head of a request, from its first byte or the connection's beginning
@@ -121,9 +121,22 @@ class Connection(H11Protocol):
     def send_400_response(self, msg: str) -> None:
         """Answer what is no HTTP, or too little of it in too many pieces."""
         self._refuse(Problem(400, self.conn.refusal or msg))
-        if self.cycle is not None and not self.cycle.response_complete:  # whoever reads the body hears of it
+        self._hang_up()
+
+    def _hang_up(self) -> None:
+        """Tell whoever reads the body that no more of it comes."""
+        if self.cycle is not None and not self.cycle.response_complete:
             self.cycle.disconnected = True
             self.cycle.message_event.set()
+
+    def shutdown(self) -> None:
+        """The server ends: what was answered in part is finished, what was asked in part is refused."""
+        is_asking = self.conn.their_state is h11.SEND_BODY and self.conn.our_state is h11.SEND_RESPONSE
+        if is_asking and self.cycle is not None:
+            self._refuse(unavailable("the server is shutting down"))
+            self._hang_up()
+        else:
+            super().shutdown()
 
     def _parse(self, num_events: int) -> bool:
         """Parse so many events; True if there is more."""

@@ -37,7 +37,7 @@ from kvq.server.picture import Picture
 
 _log = logging.getLogger("kvq")
 _RESTART_WINDOW_S = 600.0
-_END_S = 5.0  # for the engine process to end by itself
+_END_S = 0.4  # for the engine process to end by itself: all that it holds ends with it
 _FIRST_DELAY_S = 0.5  # before a restart of an engine that never was ready; doubled each time
 
 

@@ -7,7 +7,8 @@ import gc
 import logging
 import signal
 import socket
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,8 @@ from kvq.server.tools.calling import ToolCalling
 from kvq.server.turns import Turns
 
 _log = logging.getLogger("kvq")
-_END_S = 2  # for answers to be written after the engine is gone
+_END_S = 0.3  # for answers to be written after the engine is gone
+_STUCK_S = 2  # for all to be closed after that
 
 
 class _Server(uvicorn.Server):
@@ -85,7 +87,7 @@ async def _serve(config: ServerConfig, stretches: Stretches) -> None:
     remote = Remote(start, watch=Watch(max_restarts=config.max_restarts), on_failed=end)
     starting = asyncio.create_task(remote.start())
     try:
-        tokenizer = await asyncio.to_thread(load_tokenizer, source.folder)
+        tokenizer = await _unless(ended, partial(load_tokenizer, source.folder))
         service = _service(config, config.served_model_name or source.name, source.folder, remote, tokenizer)
     except BaseException:
         await remote.close()
@@ -132,8 +134,37 @@ async def _serve(config: ServerConfig, stretches: Stretches) -> None:
         await service.close()
         door.close()
         server.should_exit = True
+        asyncio.get_running_loop().call_later(_END_S, door.drop_all)
         await listening
         log_event("ended")
+
+
+async def _unless(ended: "asyncio.Future[str | None]", work: Callable[[], Any]) -> Any:
+    """What `work` returns, in a thread that nobody waits for if the server is to end meanwhile.
+
+    Raises:
+        KeyboardInterrupt: it was told to.
+        EngineError: it has to.
+    """
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[Any] = loop.create_future()
+
+    def run() -> None:
+        try:
+            tell = partial(done.set_result, work())
+        except BaseException as error:  # noqa: BLE001 - for who waits
+            tell = partial(done.set_exception, error)
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            loop.call_soon_threadsafe(lambda: done.done() or tell())
+
+    threading.Thread(target=run, name="kvq-load", daemon=True).start()
+    await asyncio.wait((done, ended), return_when=asyncio.FIRST_COMPLETED)
+    if done.done():
+        return done.result()
+    done.cancel()
+    if (reason := ended.result()) is not None:
+        raise EngineError(reason)
+    raise KeyboardInterrupt
 
 
 def _service(config: ServerConfig, name: str, folder: Path, remote: Remote, tokenizer: Any) -> Service:
@@ -182,8 +213,10 @@ def _open(config: ServerConfig, server: uvicorn.Server, listener: socket.socket,
 
 
 def _uvicorn(config: ServerConfig, service: Service) -> uvicorn.Config:
+    app = create_app(service, config.access)
+    app.openapi()  # made once, which takes long: not while somebody waits
     return uvicorn.Config(
-        create_app(service, config.access),
+        app,
         log_config=None,
         access_log=False,
         server_header=False,
@@ -192,7 +225,7 @@ def _uvicorn(config: ServerConfig, service: Service) -> uvicorn.Config:
         ws="none",
         ssl_certfile=None if config.tls is None else config.tls.certificate,
         ssl_keyfile=None if config.tls is None else str(config.tls.key),
-        timeout_graceful_shutdown=_END_S,
+        timeout_graceful_shutdown=_STUCK_S,
     )
 
 

@@ -5,12 +5,15 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
 
 from kvq.bench.serve_process import ServerProcess
 from kvq.models import resolve
+from kvq.server import run
+from kvq.server.config import ServerConfig
 from tests.waiting import HANG_S
 
 MODEL = ("--model", "tiny")
@@ -91,20 +94,44 @@ def test_a_server_does_not_outlive_an_interrupted_start():
 INTERRUPTED_IMPORT = """
 import os, signal, sys
 
+_, _, module, number = sys.argv
+
 class Finder:
     def find_spec(name, *_):
-        if name == "kvq.cli":
-            os.kill(os.getpid(), signal.SIGINT)
+        if name == module:
+            os.kill(os.getpid(), int(number))
 
 sys.meta_path.insert(0, Finder)
 from kvq.__main__ import main
+sys.argv = ["kvq", "serve", "--model", "tiny", "--port", "0"]
 main()
 """
 
 
-def test_an_interrupt_while_the_command_itself_is_loaded():
-    ran = subprocess.run([sys.executable, "-c", INTERRUPTED_IMPORT], capture_output=True, text=True)
+@pytest.mark.parametrize(
+    ("module", "number"),
+    [("kvq.cli", signal.SIGINT), ("fastapi", signal.SIGINT), ("fastapi", signal.SIGTERM)],
+)
+def test_an_interrupt_while_the_command_is_loaded(module, number):
+    """A server ends at once: it has begun nothing, and imports take seconds."""
+    command = [sys.executable, "-c", INTERRUPTED_IMPORT, "-", module, str(int(number))]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=HANG_S)
     assert (ran.returncode, ran.stdout, ran.stderr) == (130, "", "kvq: interrupted\n")
+
+
+def test_a_server_does_not_wait_for_a_tokenizer_that_loads_for_ever(monkeypatch, tmp_path):
+    """Nor for its thread, when the process is to end."""
+    never = threading.Event()
+
+    def load(_):
+        os.kill(os.getpid(), signal.SIGTERM)
+        never.wait(HANG_S)
+        raise AssertionError("it was waited for")
+
+    monkeypatch.setattr(run, "load_tokenizer", load)
+    with pytest.raises(KeyboardInterrupt):
+        run.serve(ServerConfig(model="tiny", port=0))
+    never.set()
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

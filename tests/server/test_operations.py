@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import socket
 import threading
 import urllib.error
 import urllib.request
@@ -217,9 +218,20 @@ def test_logs_are_lines_of_json_and_never_quote_what_people_wrote(server):
     assert {event["request_id"] for event in served} <= {event["request_id"] for event in answered}
 
 
+def half_a_request(server):
+    """A connection that has sent the head of a request, and some of its body."""
+    sock = socket.create_connection(("127.0.0.1", server.port), HANG_S)
+    sock.sendall(
+        f"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nAuthorization: Bearer {KEYS[0]}\r\n"
+        'Content-Type: application/json\r\nContent-Length: 100\r\n\r\n{"prompt": '.encode()
+    )
+    return sock
+
+
 def test_the_end_does_not_wait_for_ever(server):
     """Last of all: the server ends in it."""
     answers = []
+    asking = half_a_request(server)
     body = {"max_tokens": 3900, "ignore_eos": True, "stream": True}
     thread = threading.Thread(target=lambda: answers.append(ask(server, **body)))
     thread.start()
@@ -228,6 +240,11 @@ def test_the_end_does_not_wait_for_ever(server):
     assert server.process.wait(HANG_S) == 0
     thread.join()
     assert json.loads(server.log.splitlines()[-1])["event"] == "ended"
+    assert '"level": "error"' not in server.log
+    with asking:
+        told = asking.recv(1 << 16)
+    assert told.startswith(b"HTTP/1.1 503 ")
+    assert b"shutting down" in told
     [(status, _, raw)] = answers
     assert status == 200
     last = json.loads(raw.decode().strip().split("\n\n")[-1].removeprefix("data: "))
@@ -279,7 +296,7 @@ def test_a_configuration_is_checked_before_anything_is_loaded(check):
         ("max-kv-pressure: 1.1", "max-kv-pressure: 1.1 is not in the range 0<x<=1"),
         ("max-restarts: -1", "max-restarts: -1 is not in the range x>=0"),
         ("grace: -1", "grace: -1.0 is not in the range x>=0"),
-        ("grace: .inf", "grace: inf is not a finite number"),
+        ("grace: .inf", "grace: numbers must be finite"),
         ("requests-per-minute: 0", "requests-per-minute: 0 is not in the range x>=1"),
         ("tokens-per-minute: 0", "tokens-per-minute: 0 is not in the range x>=1"),
         ("port: abc", "c.yaml: port: 'abc' is not a valid integer"),

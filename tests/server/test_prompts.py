@@ -151,6 +151,21 @@ def test_a_conversation_that_a_template_loops_on_is_refused_and_others_go_on(run
     run(work, LOOPS_ON_LOOP)
 
 
+def test_whose_prompts_are_slow_leaves_a_reader_to_others(run):
+    async def work(prompts):
+        with pytest.raises(Problem, match="processor time"):
+            await prompts.chat(LOOPING, tenant="slow")
+        loops = [asyncio.create_task(prompts.chat(LOOPING, tenant="slow")) for _ in range(4)]
+        for _ in range(3):
+            await prompts.chat(TURN, tenant="other")
+            assert prompts._for_chats._num_at_work["slow"] <= 1
+        for loop in loops:
+            loop.cancel()
+        await asyncio.gather(*loops, return_exceptions=True)
+
+    run(work, LOOPS_ON_LOOP)
+
+
 def test_a_template_that_always_loops_is_broken_and_texts_go_on(run):
     """Its requests fail with the reason, at once when that is known, and so does the probe."""
 

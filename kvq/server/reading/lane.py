@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import signal
+from collections import Counter
 from dataclasses import dataclass, field
 from time import monotonic
 
@@ -19,6 +20,7 @@ _PROCESSOR_S = 1.0  # that a job may take
 _PER_BYTE_S = 4e-6  # and for each byte of what it reads: tokenizers take a quarter of it on a slow core
 _SOON_S = 0.25  # a job that takes longer yields to whatever else wants to run
 _NICENESS = 10
+_WARY_S = 10.0  # since a tenant's job took longer than that: it does not get the last reader
 
 
 class Overran(Exception):
@@ -60,6 +62,8 @@ class Lane:
         self._line: FairLine[_Work] = FairLine()
         self._idle: list[Reader] = []
         self._working: set[asyncio.Task[None]] = set()
+        self._num_at_work: Counter[str] = Counter()  # by tenant
+        self._wary_until_s: dict[str, float] = {}
         self.num_waiting = 0  # jobs that are not done yet
 
     async def do(self, job: ToReader, *, tenant: str, num_bytes: int, deadline_s: float) -> FromReader:
@@ -104,8 +108,9 @@ class Lane:
         """Do one job after the other until none is left."""
         reader = self._idle.pop() if self._idle else None
         try:
-            while (taken := self._line.take()) is not None:
+            while (taken := self._line.take(self._passed_over())) is not None:
                 tenant, work = taken
+                self._num_at_work[tenant] += 1
                 began = monotonic()
                 try:
                     reader = reader or await self._readers.fork()
@@ -116,10 +121,26 @@ class Lane:
                     work.fail(_closing())
                     raise
                 finally:
-                    self._line.charge(tenant, monotonic() - began)
+                    self._note(tenant, monotonic() - began)
         finally:
             if reader is not None:
                 self._idle.append(reader)
+
+    def _passed_over(self) -> list[str]:
+        """Whose jobs were slow, and hold all readers but one: that one is for others."""
+        now = monotonic()
+        self._wary_until_s = {tenant: until for tenant, until in self._wary_until_s.items() if until > now}
+        most = max(1, self._width - 1)
+        return [tenant for tenant in self._wary_until_s if self._num_at_work[tenant] >= most]
+
+    def _note(self, tenant: str, seconds: float) -> None:
+        """A tenant's job is done."""
+        self._line.charge(tenant, seconds)
+        self._num_at_work[tenant] -= 1
+        if not self._num_at_work[tenant]:
+            del self._num_at_work[tenant]
+        if seconds > _SOON_S:
+            self._wary_until_s[tenant] = monotonic() + _WARY_S
 
     async def _do(self, reader: Reader, work: _Work) -> Reader | None:
         """Do one; returns the reader, if it can do others."""
