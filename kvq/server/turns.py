@@ -8,6 +8,9 @@ from time import perf_counter
 from kvq.fair_line import FairLine
 
 _SHARE = 0.25  # of the loop's time
+_LONG_S = 0.003  # a slice that everybody feels who waits for a token
+_LONG_SHARE = 0.05  # of the loop's time that such ones have
+_HOPS = 3  # of the loop, in which whoever waited for a slice goes on with what it gave
 _AT_ONCE_S = 0.005  # that first steps may take of it without a turn
 _LEAST_S = 0.001  # that one of them counts: what follows it takes time as well
 
@@ -94,6 +97,16 @@ class Turns:
         finally:
             took_s = perf_counter() - began
             self._line.charge(owner, took_s)
-            self._is_running = len(self._line) > 0
-            if self._is_running:
-                asyncio.get_running_loop().call_later(took_s * (1 / _SHARE - 1), self._turn)
+            self._settle(began, _HOPS)
+
+    def _settle(self, began_s: float, hops: int) -> None:
+        """Rest after a slice, by how long it took with all that followed from it at once."""
+        loop = asyncio.get_running_loop()
+        if hops:
+            loop.call_soon(self._settle, began_s, hops - 1)
+        elif self._line:
+            took_s = perf_counter() - began_s
+            share = _SHARE if took_s < _LONG_S else _LONG_SHARE
+            loop.call_later(took_s * (1 / share - 1), self._turn)
+        else:
+            self._is_running = False
