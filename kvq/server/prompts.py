@@ -15,12 +15,12 @@ from kvq.server.reading.jobs import (
     Chat,
     Decode,
     FromReader,
+    Job,
     Numbers,
     Refusal,
     Said,
     Shared,
     Text,
-    ToReader,
     pack,
     unpack,
 )
@@ -201,7 +201,7 @@ class Prompts:
             return failed(str(self.why_broken))
         return Problem(400, f"the model's chat template takes {overran} for this", param="messages")
 
-    async def _do(self, lane: Lane, job: ToReader, tenant: str, num_bytes: int) -> FromReader:
+    async def _do(self, lane: Lane, job: Job, tenant: str, num_bytes: int) -> FromReader:
         try:
             answer = await lane.do(job, tenant=tenant, num_bytes=num_bytes, deadline_s=self._deadline_s)
         except Overran as error:

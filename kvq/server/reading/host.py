@@ -22,8 +22,10 @@ from kvq.server.reading.jobs import (
     Chat,
     Decode,
     FromReader,
+    Job,
     Loaded,
     Numbers,
+    Piece,
     Refusal,
     Said,
     Setup,
@@ -33,6 +35,7 @@ from kvq.server.reading.jobs import (
     pack,
     unpack,
 )
+from kvq.server.reading.pieces import put_together
 
 ID_BYTES = 4  # of a process id, and of an exit status
 FORK = bytes(ID_BYTES)  # in place of the id of one that has to go
@@ -105,11 +108,16 @@ def read_jobs(descriptor: int, encoder: PromptEncoder, memory_bytes: int) -> NoR
     try:
         decoder: Decoder[ToReader] = Decoder(ToReader)  # type: ignore[arg-type]
         with socket.socket(fileno=descriptor) as sock:
+            pieces: list[str] = []
             while (job := decoder.read(sock)) is not None:
+                if isinstance(job, Piece):
+                    pieces.append(job.text)
+                    continue
                 # Of processor time, on which it dies: a busy machine is no fault of the job's.
                 signal.setitimer(signal.ITIMER_PROF, job.processor_s)
                 _limit_memory(memory_bytes)
-                answer = encode(_answer(encoder, job))
+                answer = encode(_answer(encoder, job, pieces))
+                pieces.clear()
                 signal.setitimer(signal.ITIMER_PROF, 0)
                 sock.sendall(answer)
     except OSError:
@@ -118,9 +126,9 @@ def read_jobs(descriptor: int, encoder: PromptEncoder, memory_bytes: int) -> NoR
         os._exit(0)
 
 
-def _answer(encoder: PromptEncoder, job: ToReader) -> FromReader:
+def _answer(encoder: PromptEncoder, job: Job, pieces: list[str]) -> FromReader:
     try:
-        return _do(encoder, job)
+        return _do(encoder, put_together(job, pieces))
     except RequestError as error:
         return Refusal(reason=str(error), is_too_long=isinstance(error, TooLong))
     except MemoryError:
@@ -129,7 +137,7 @@ def _answer(encoder: PromptEncoder, job: ToReader) -> FromReader:
         return Refusal(reason=f"the tokenizer failed: {type(error).__name__}", has_failed=True)
 
 
-def _do(encoder: PromptEncoder, job: ToReader) -> FromReader:
+def _do(encoder: PromptEncoder, job: Job) -> FromReader:
     if isinstance(job, Text):
         tokens = encoder.encode(job.text, special=job.special, plain=job.plain, max_tokens=job.max_tokens)
         return _numbers(job, tokens)
@@ -141,7 +149,7 @@ def _do(encoder: PromptEncoder, job: ToReader) -> FromReader:
     return Said(text=encoder.decode(unpack(job.tokens)))
 
 
-def _numbers(job: ToReader, tokens: list[int]) -> FromReader:
+def _numbers(job: Job, tokens: list[int]) -> FromReader:
     if len(tokens) > job.most_told:
         return Refusal(reason=f"it has {len(tokens)} tokens; {job.most_told} are allowed here")
     return Numbers(packed=pack(tokens))

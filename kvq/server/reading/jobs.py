@@ -28,6 +28,12 @@ class Job(Message, frozen=True, kw_only=True):
     most_told: int = 1 << 20  # token ids of an answer
 
 
+class Piece(Message, frozen=True):
+    """Of a long text in the job that follows; see `in_pieces`."""
+
+    text: str
+
+
 class Text(Job, frozen=True, kw_only=True):
     """A text to tokenize."""
 
@@ -40,7 +46,7 @@ class Text(Job, frozen=True, kw_only=True):
 class Chat(Job, frozen=True, kw_only=True):
     """A conversation to render and tokenize."""
 
-    turns: list[dict[str, Any]]
+    turns: list[dict[str, Any]]  # with a number for a content that came in so many pieces
     options: dict[str, Any]
     max_tokens: int | None
 
@@ -80,7 +86,7 @@ class Refusal(Message, frozen=True):
 
 
 ToHost = Setup
-ToReader = Text | Chat | Shared | Decode
+ToReader = Piece | Text | Chat | Shared | Decode
 FromReader = Loaded | Numbers | Said | Refusal
 
 

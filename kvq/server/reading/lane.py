@@ -13,7 +13,8 @@ from kvq.errors import EngineError
 from kvq.fair_line import FairLine
 from kvq.server.frames import encode
 from kvq.server.problems import unavailable
-from kvq.server.reading.jobs import FromReader, ToReader
+from kvq.server.reading.jobs import FromReader, Job, Piece
+from kvq.server.reading.pieces import in_pieces
 from kvq.server.reading.readers import Reader, Readers
 
 _PROCESSOR_S = 1.0  # that a job may take
@@ -31,6 +32,7 @@ class Overran(Exception):
 class _Work:
     """One job in line."""
 
+    pieces: list[Piece]  # of the job's long texts
     job: bytes  # encoded
     may_s: float  # of processor time
     answer: asyncio.Future[FromReader] = field(
@@ -66,7 +68,7 @@ class Lane:
         self._wary_until_s: dict[str, float] = {}
         self.num_waiting = 0  # jobs that are not done yet
 
-    async def do(self, job: ToReader, *, tenant: str, num_bytes: int, deadline_s: float) -> FromReader:
+    async def do(self, job: Job, *, tenant: str, num_bytes: int, deadline_s: float) -> FromReader:
         """A job's answer. `num_bytes`: about what it reads; `deadline_s`: the wait in line included.
 
         Raises:
@@ -79,7 +81,8 @@ class Lane:
         if self._max_waiting is not None and self.num_waiting >= self._max_waiting:
             raise unavailable(f"{self.num_waiting} texts wait already to be tokenized; try again later")
         may_s = self._processor_s + num_bytes * _PER_BYTE_S
-        work = _Work(encode(msgspec.structs.replace(job, processor_s=may_s)), may_s)
+        pieces, short = in_pieces(msgspec.structs.replace(job, processor_s=may_s))
+        work = _Work(pieces, encode(short), may_s)
         self._line.put(tenant, work)
         self.num_waiting += 1
         try:
@@ -147,7 +150,7 @@ class Lane:
         loop = asyncio.get_running_loop()
         timer = loop.call_later(_SOON_S, reader.yield_to_others, _NICENESS)
         try:
-            answer = await reader.do(work.job)
+            answer = await reader.do(work.pieces, work.job)
         except BaseException:  # given up within a job, it would answer the next one with this one's
             with contextlib.suppress(OSError):
                 await asyncio.shield(self._readers.end(reader))

@@ -7,12 +7,13 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvq.errors import ConfigError, EngineError
 from kvq.server.frames import Decoder, ask, encode
 from kvq.server.reading.host import FORK, ID_BYTES
-from kvq.server.reading.jobs import FromReader, Loaded, Setup
+from kvq.server.reading.jobs import FromReader, Loaded, Piece, Setup
 
 _TRIES = 2  # to fork, since the host may have ended unnoticed
 _LOAD_S = 300.0  # for a large tokenizer on a busy machine
@@ -26,8 +27,12 @@ class Reader:
     sock: socket.socket
     host: subprocess.Popen[bytes] | None  # from which it was forked
 
-    async def do(self, job: bytes) -> FromReader | None:
-        """The answer to an encoded job; None if it ended instead."""
+    async def do(self, pieces: Sequence[Piece], job: bytes) -> FromReader | None:
+        """The answer to an encoded job and the pieces of its texts; None if it ended instead."""
+        for piece in pieces:
+            with contextlib.suppress(ConnectionError):  # then there is no answer either
+                await asyncio.get_running_loop().sock_sendall(self.sock, encode(piece))
+            await asyncio.sleep(0)
         return await ask(self.sock, job, _decoder)
 
     def yield_to_others(self, niceness: int) -> None:
