@@ -4,6 +4,7 @@
 #   make test-long  the tests that take minutes
 #   make sanitize   the C++ kernels' tests under Address-, UndefinedBehavior- and ThreadSanitizer (gcc)
 #   make arm        the portable C++ kernels on an emulated Arm CPU (aarch64-linux-gnu-g++, qemu-aarch64-static)
+#   make fuzz       everything from outside, made up and broken, for an hour; FUZZ_SECONDS=60 for a minute
 #   make gpu        check and measure the Triton kernels on an NVIDIA GPU; PARTS=tests,decode,... for some
 
 SHELL := /bin/bash
@@ -17,7 +18,7 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 # The C++ kernels; when one changes, the editable installation is built anew.
 NATIVE := setup.py $(shell find kvq/kernels -name '*.cpp' -o -name '*.h')
 
-.PHONY: demo test test-long sanitize sanitize-address sanitize-thread arm gpu lint setup setup-demo clean
+.PHONY: demo test test-long fuzz sanitize sanitize-address sanitize-thread arm gpu lint setup setup-demo clean
 
 demo: setup-demo
 	$(BIN)/kvq demo --out demo
@@ -28,6 +29,9 @@ test: lint
 
 test-long: setup
 	TOKENIZERS_PARALLELISM=false $(BIN)/python -m pytest -m long --durations=10
+
+fuzz: setup
+	$(BIN)/python -m benchmarks.fuzz --seconds $(or $(FUZZ_SECONDS),3600)
 
 SANITIZED := tests/kernels/attend/test_attend.py tests/kernels/write_kv tests/kernels/gather_dense \
 	tests/kernels/merge_partials tests/kernels/copy_blocks tests/kernels/linear tests/kernels/rms_norm \

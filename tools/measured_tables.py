@@ -243,7 +243,7 @@ def _measured(result: dict) -> str:
 
 
 def findings_table(result: dict) -> str:
-    """The table of a result of benchmarks/reliability.py or fuzz_server.py."""
+    """The table of a result of benchmarks/reliability.py floods.py or fuzz."""
     lines = ["| what | found | asked | |", "|---|--:|---|---|"]
     for row in result["rows"]:
         holds = "" if row["holds"] else "falls short"

@@ -23,6 +23,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -252,6 +253,7 @@ def _secured() -> Iterator[tuple[list[str], ssl.SSLContext]]:
 
 async def fuzz(run: Run, doors: list[str]) -> Rows:
     """All doors at once, as rows."""
+    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(64))  # doors keep threads to the end
     within = [door for door in doors if door in inside.DOORS]
     command = [sys.executable, "-m", "benchmarks.fuzz.inside", "--doors", ",".join(within)]
     command += ["--seconds", str(run.seconds), "--first", str(run.first), "--cases", str(run.cases)]

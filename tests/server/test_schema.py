@@ -20,15 +20,22 @@ from tests.waiting import HANG_S
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.parametrize("number", [1000, pytest.param(10_000, marks=pytest.mark.long)])
-def test_made_up_requests_are_answered_as_the_document_says(tmp_path, number):
-    """No 5xx, refusals are error objects, the engine lives on, nothing is left; see the script."""
-    command = [sys.executable, "benchmarks/fuzz_server.py", "--cases", str(number), "--out", str(tmp_path)]
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param(("--doors", "http", "--cases", "1000"), id="requests"),
+        pytest.param(("--doors", "results,options,streams,folders,templates", "--cases", "40"), id="inside"),
+        pytest.param(("--seconds", "60"), id="all", marks=pytest.mark.long),
+    ],
+)
+def test_what_is_made_up_does_no_harm(tmp_path, options):
+    """No traceback, no 5xx, refusals are error objects, nothing is left; see the package."""
+    command = [sys.executable, "-m", "benchmarks.fuzz", "--out", str(tmp_path), *options]
     fuzzed = subprocess.run(
         command, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, timeout=HANG_S
     )
     assert fuzzed.returncode == 0, fuzzed.stdout.decode() + fuzzed.stderr.decode()
-    assert (tmp_path / "fuzz-server-cpu.json").is_file()
+    assert (tmp_path / "fuzz-cpu.json").is_file()
 
 
 @pytest.fixture(scope="module")
