@@ -336,6 +336,7 @@ def main() -> None:
     doors = given.doors.split(",")
     if unknown := set(doors) - set(every):
         parser.error(f"no door {', '.join(sorted(unknown))}; there are {', '.join(every)}")
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # whatever was started is ended
     source_commit()
     began = monotonic()
     rows = asyncio.run(fuzz(Run(doors, given.seconds, given.cases, given.seed), doors))
