@@ -9,6 +9,7 @@ from typing import Any, TypeGuard
 
 import xxhash
 
+from kvq import strict_json
 from kvq.errors import ModelError, first_lines
 
 _DTYPE_BITS = {
@@ -109,8 +110,8 @@ def read_header(path: Path) -> list[TensorEntry]:
     except OSError as error:
         raise ModelError(f"can't read {path}: {error.strerror}") from error
     try:
-        header = json.loads(raw)
-    except (ValueError, RecursionError) as error:
+        header = strict_json.loads(raw)
+    except ValueError as error:
         raise _damaged(path, f"its header is not JSON ({first_lines(error)})") from error
     if not isinstance(header, dict):
         raise _damaged(path, "its header is not a JSON object")

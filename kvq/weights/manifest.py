@@ -12,7 +12,7 @@ from typing import Any
 
 import xxhash
 
-from kvq import fileio
+from kvq import fileio, strict_json
 from kvq.errors import ModelError, first_lines
 
 MANIFEST = "kvq-manifest.json"
@@ -66,8 +66,8 @@ def read_manifest(folder: Path) -> dict[str, FileDigest] | None:
     except OSError as error:
         raise ModelError(f"can't read {path}: {error.strerror}") from error
     try:
-        data = json.loads(raw)
-    except (ValueError, RecursionError) as error:
+        data = strict_json.loads(raw)
+    except ValueError as error:
         raise _damaged(path, f"it is not JSON ({first_lines(error)})") from error
     files = _files(path, data)
     if manifest_bytes(files) != raw:
