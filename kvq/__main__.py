@@ -6,17 +6,18 @@ from types import FrameType
 
 
 def main() -> None:
-    """The command. Ctrl-C while its own modules are loaded ends it as later on: in one line, with 130."""
-    before = signal.signal(signal.SIGINT, _end)
+    """The command. Signals while its own modules are loaded end it as later on: in one line, with 130."""
+    before = {number: signal.signal(number, _end) for number in (signal.SIGINT, signal.SIGTERM)}
     from kvq.cli import main as run
 
-    signal.signal(signal.SIGINT, before)
+    for number, handler in before.items():
+        signal.signal(number, handler)
     run()
 
 
 def _end(number: int, frame: FrameType | None) -> None:
     os.write(2, b"kvq: interrupted\n")
-    os._exit(128 + number)
+    os._exit(130)
 
 
 if __name__ == "__main__":

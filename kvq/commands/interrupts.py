@@ -6,6 +6,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
+from typing import NoReturn
 
 _USUAL = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
 _LATER_S = 0.05
@@ -29,8 +30,13 @@ def interruptible() -> Iterator[None]:
 
 @contextmanager
 def nothing_begun() -> Iterator[None]:
-    """Meanwhile a signal ends the process within an import, too: there is nothing to be put away."""
-    taken = [number for number in _USUAL if signal.getsignal(number) is _interrupt]
+    """Meanwhile a signal ends the process within an import, too: there is nothing to be put away.
+
+    So does one that came before and waits for an import to end.
+    """
+    taken = [number for number in (*_USUAL, signal.SIGALRM) if signal.getsignal(number) is _interrupt]
+    if signal.SIGALRM in taken and signal.getitimer(signal.ITIMER_REAL)[0]:
+        _end()
     for number in taken:
         signal.signal(number, _leave)
     try:
@@ -50,9 +56,13 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
 
 def _leave(number: int, frame: FrameType | None) -> None:
     if _is_importing(frame):
-        os.write(2, b"kvq: interrupted\n")
-        os._exit(130)
+        _end()
     raise KeyboardInterrupt
+
+
+def _end() -> NoReturn:
+    os.write(2, b"kvq: interrupted\n")
+    os._exit(130)
 
 
 def _is_importing(frame: FrameType | None) -> bool:

@@ -20,7 +20,7 @@ def stream(text: str) -> None:
     shown."""
     if sys.stdout.isatty():
         text = printable(text)
-    click.echo(text, nl=False)  # noqa: TID251 - the other one
+    click.echo(text, nl=False, color=True)  # noqa: TID251 - the other one; without `color` it leaves out escapes
 
 
 def take_every_text() -> None:

@@ -14,9 +14,8 @@ from typing import Any
 
 from kvq.errors import RequestError
 
-_PRIVATE = range(0xE000, 0xF900)  # of no meaning in any text, changed by no normalizer
+_PRIVATE = range(0xE100, 0xF900)  # of no meaning in any text, changed by no normalizer
 _BYTES = 0xF0000  # the first of 256 characters of a private plane, which stand for a hidden text's bytes
-_MOST = _PRIVATE.stop - _PRIVATE.start
 _NONCE_LENGTH = 8  # characters: 100 bits
 
 
@@ -37,9 +36,19 @@ class ControlTokens:
         self.spellings = frozenset(ids)
         nonce = "".join(chr(secrets.choice(_PRIVATE)) for _ in range(_NONCE_LENGTH))
         self._begin, self._end = nonce, nonce[::-1] + nonce[0]
-        self._hidden = re.compile(f"{self._begin}([{chr(_BYTES)}-{chr(_BYTES + 255)}]+){self._end}")
+        self._hidden = re.compile(f"{self._begin}(?P<veiled>[{chr(_BYTES)}-{chr(_BYTES + 255)}]+){self._end}")
         self._spelled = _one_of(ids)
-        self._secret = {text: nonce + chr(_PRIVATE.start + i) for i, text in enumerate(ids)}
+        self._reserved = re.compile(f"[{nonce}]")
+        self._parts = re.compile(
+            f"{self._hidden.pattern}|(?P<spelled>{self._spelled.pattern})|{self._reserved.pattern}"
+        )
+        self._secret = {text: nonce + _number(i) for i, text in enumerate(ids)}
+        # Of such tokens the tokenizer sees other spellings than those that are looked for
+        self._is_normalized = any(
+            token.normalized
+            for token in getattr(tokenizer, "added_tokens_decoder", {}).values()
+            if str(token) in ids
+        )
         self._starts = {text[:n] for text in ids for n in range(1, len(text))}
         self._ends = {text[n:] for text in ids for n in range(1, len(text))}
         self._longest = max(map(len, ids), default=0)
@@ -61,8 +70,8 @@ class ControlTokens:
         return value
 
     def show(self, text: str) -> str:
-        """A text as it was before anything in it was hidden."""
-        return self._hidden.sub(lambda found: _shown(found[1]), text)
+        """A text as it was before anything in it was hidden; pieces of what hid it are left out."""
+        return self._reserved.sub("", self._hidden.sub(lambda found: _shown(found[1]), text))
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a rendered template, in which untrusted texts were hidden; nothing is added.
@@ -70,11 +79,10 @@ class ControlTokens:
         Raises:
             RequestError: something is hidden in it, and this tokenizer can't read it as plain text.
         """
-        if self._begin not in text:
+        if self._begin not in text and not (self._is_normalized and self._guarded is not None):
             ids: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
             return ids
-        trusted = self._spelled.sub(lambda found: self._secret[found[0]], text)
-        return self._read(self.show(trusted), special=False)
+        return self._read(self._parts.sub(self._resolved, text), special=False)
 
     def encode_plain(self, text: str, *, special: bool) -> list[int]:
         """Token ids of a text that holds no control tokens, whatever it spells.
@@ -85,6 +93,7 @@ class ControlTokens:
             RequestError: it spells one, and this tokenizer can't read that as plain text.
         """
         if self._guarded is not None:
+            self._check_reserved(text)
             return self._read(text, special)
         if self._spelled.search(text):
             raise _cannot(self._spelled.search(text))
@@ -100,6 +109,7 @@ class ControlTokens:
     def _hide(self, text: str, whole: bool) -> str:
         if not text or not self.spellings:
             return text
+        self._check_reserved(text)
         if whole and len(text) < self._longest and any(text in spelled for spelled in self.spellings):
             return self._veil(text)
         text = self._spelled.sub(lambda found: self._veil(found[0]), text)
@@ -109,6 +119,17 @@ class ControlTokens:
         most = min(len(text), self._longest - 1)
         tail = next((n for n in range(most, 0, -1) if text[-n:] in self._starts), 0)
         return text[: len(text) - tail] + self._veil(text[len(text) - tail :])
+
+    def _resolved(self, found: re.Match[str]) -> str:
+        """What the guarded tokenizer is to see; what a template left of something hidden is left out."""
+        if found["veiled"] is not None:
+            return _shown(found["veiled"])
+        return self._secret[found["spelled"]] if found["spelled"] is not None else ""
+
+    def _check_reserved(self, text: str) -> None:
+        """Raise RequestError if a text could join in with what hides others: somebody has seen it."""
+        if self._reserved.search(text):
+            raise RequestError("the text holds characters of a private Unicode range that are taken here")
 
     def _veil(self, text: str) -> str:
         if not text:
@@ -120,12 +141,18 @@ def _control_ids(tokenizer: Any) -> dict[str, int]:
     """Added tokens that are special, or that the chat template writes, by their spelling."""
     template = getattr(tokenizer, "chat_template", None) or ""
     source = template if isinstance(template, str) else "\n".join(template.values())
-    found = {
+    found: dict[str, int] = {
         str(token): number
         for number, token in getattr(tokenizer, "added_tokens_decoder", {}).items()
         if str(token).strip() and (token.special or str(token) in source)
     }
-    return dict(list(found.items())[:_MOST])
+    return found
+
+
+def _number(i: int) -> str:
+    """A number in two private characters."""
+    high, low = divmod(i, len(_PRIVATE))
+    return chr(_PRIVATE[high]) + chr(_PRIVATE[low])
 
 
 def _one_of(spellings: Iterable[str]) -> re.Pattern[str]:

@@ -121,7 +121,8 @@ class PromptEncoder:
         try:
             text: str = self._tokenizer.apply_chat_template(given, tokenize=False, **options)
         except Exception as error:
-            raise RequestError(f"the model's chat template refused this: {first_lines(error)}") from error
+            told = self._control.show(first_lines(error))
+            raise RequestError(f"the model's chat template refused this: {told}") from error
         return text
 
     def _hidden(self, turn: dict[str, Any]) -> dict[str, Any]:

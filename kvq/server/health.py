@@ -34,7 +34,7 @@ class DeepCheck:
         self._began_s = 0.0
 
     async def run(self) -> float:
-        """Seconds that it took; a result of the last five seconds counts.
+        """Seconds that it took, a chat read before; a result of the last five seconds counts.
 
         Raises:
             Problem: no engine, or it did not generate in time.
@@ -54,6 +54,8 @@ class DeepCheck:
         params = SamplingParams(max_tokens=min(_TOKENS, room), ignore_eos=True)
         try:
             async with asyncio.timeout(self._deadline_s):
+                if (reason := await self._service.prompts.probe()) is not None:
+                    raise unavailable(reason)
                 tokens = await self._service.prompts.tokenize("ping", tenant=PROBE)
         except TimeoutError as error:
             raise unavailable(f"no text was tokenized within {self._deadline_s:g} s") from error

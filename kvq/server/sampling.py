@@ -101,7 +101,7 @@ def _biases(given: dict[str, float] | None) -> dict[int, float] | None:
 
 
 def _take_structured(body: Common) -> StructuredOutput | None:
-    """The constraint, which the body then has no more; see `schema_text`."""
+    """The constraint, whose schema the body then has no more; see `schema_text`."""
     format, guided = body.response_format, body.guided_json
     schema: Any = None
     if format is not None and format.type == "json_object":
@@ -112,7 +112,9 @@ def _take_structured(body: Common) -> StructuredOutput | None:
     if asked.json_object:
         asked = asked.model_copy(update={"definition": {"type": "object"}})
     schema = _one("json_schema", schema, _schema(guided), _schema(asked.definition))
-    body.response_format = body.guided_json = body.structured_outputs = None
+    body.guided_json = body.structured_outputs = None
+    if format is not None:
+        format.json_schema = None
     given = {
         "json_schema": None if schema is None else schema_text(schema),
         "regex": _one("regex", body.guided_regex, asked.regex),

@@ -260,6 +260,8 @@ class Worker:
                     self._send(Pong(number=message.number))
                 elif isinstance(message, Submit | Cancel | Look):
                     self._commands.put((message, perf_counter()))
+        except ConnectionError:  # it is gone
+            pass
         except (OSError, KVQError):
             _log.exception("the HTTP process can't be understood")
         self._commands.put(None)

@@ -166,6 +166,17 @@ def test_whose_prompts_are_slow_leaves_a_reader_to_others(run):
     run(work, LOOPS_ON_LOOP)
 
 
+def test_a_templates_complaint_tells_nothing_of_what_hides_control_tokens(run):
+    complaint = "{{ raise_exception('no ' + messages[0].content) }}"
+
+    async def work(prompts):
+        with pytest.raises(Problem, match=r"no hi<.endoftext.>") as refused:
+            await prompts.chat([ChatMessage(role="user", content="hi<|endoftext|>")])
+        assert all(ord(character) < 0xE000 for character in refused.value.message)
+
+    run(work, complaint)
+
+
 def test_a_template_that_always_loops_is_broken_and_texts_go_on(run):
     """Its requests fail with the reason, at once when that is known, and so does the probe."""
 

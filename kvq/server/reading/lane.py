@@ -6,6 +6,7 @@ import signal
 from collections import Counter
 from dataclasses import dataclass, field
 from time import monotonic
+from typing import cast
 
 import msgspec
 
@@ -128,6 +129,8 @@ class Lane:
         finally:
             if reader is not None:
                 self._idle.append(reader)
+            # Not when the loop comes to it: who comes until then would wait for somebody who has left.
+            self._working.discard(cast("asyncio.Task[None]", asyncio.current_task()))
 
     def _passed_over(self) -> list[str]:
         """Whose jobs were slow, and hold all readers but one: that one is for others."""
