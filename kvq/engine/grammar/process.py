@@ -13,7 +13,7 @@ from kvq.engine.grammar.limits import GrammarLimits
 from kvq.engine.grammar.vocabulary import Vocabulary
 from kvq.errors import RequestError
 
-NICENESS = 12  # of whatever compiles: the steps go before it
+NICENESS = 5  # of whatever compiles: the steps go before it
 START_TIMEOUT_S = 120  # Python, llguidance and a large tokenizer, on a busy machine
 STUCK_S = 120  # for a child that neither answers nor takes processor time
 MAX_REPLY_BYTES = 64 << 10
