@@ -7,7 +7,8 @@ from types import FrameType
 
 def main() -> None:
     """The command. Signals while its own modules are loaded end it as later on: in one line, with 130."""
-    before = {number: signal.signal(number, _end) for number in (signal.SIGINT, signal.SIGTERM)}
+    heard = [n for n in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(n) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, _end) for number in heard}
     from kvq.cli import main as run
 
     for number, handler in before.items():

@@ -4,13 +4,10 @@ import random
 import tempfile
 import traceback
 from pathlib import Path
-from typing import Any
-
-import click
 
 from benchmarks.fuzz.mutate import mutated_bytes
-from kvq.commands.config_file import config_option
 from kvq.errors import KVQError
+from tests.commands.every_option import command
 
 _KEYS = (
     "port",
@@ -112,19 +109,6 @@ _LINES = (
 )
 
 
-@click.command()
-@config_option
-@click.option("--port", type=click.IntRange(0, 65535), default=8000)
-@click.option("--wait", type=float, default=1.0)
-@click.option("--model")
-@click.option("--folder", type=click.Path())
-@click.option("--host", multiple=True)
-@click.option("--fast/--slow")
-@click.option("--max-num-seqs", type=int)
-def _command(**_: Any) -> None:
-    """Options of each kind that commands have."""
-
-
 def case(odds: random.Random) -> str | None:
     """One file of options; a finding, if it is neither taken nor refused in words."""
     lines = [f"{odds.choice(_KEYS)}: {odds.choice(_SCALARS)}" for _ in range(odds.randrange(1, 4))]
@@ -136,7 +120,7 @@ def case(odds: random.Random) -> str | None:
     with tempfile.NamedTemporaryFile(suffix=".yaml") as file:
         Path(file.name).write_bytes(content)
         try:
-            _command.main(["--config", file.name], standalone_mode=False)
+            command.main(["--config", file.name], standalone_mode=False)
         except (KVQError, click.ClickException):
             return None
         except Exception:  # noqa: BLE001 - which is what is looked for

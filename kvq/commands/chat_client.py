@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from http.client import HTTPException
 from time import monotonic
 from typing import IO, Any, NoReturn
-from urllib.error import HTTPError, URLError
+from urllib.error import HTTPError
 from urllib.request import HTTPRedirectHandler, OpenerDirector, ProxyHandler, Request, build_opener
 
 from kvq.answers import Event, Usage, read_address, read_event, read_model, read_refusal
@@ -88,11 +88,10 @@ class ServerPartner:
         except HTTPError as error:
             _refuse(error)
         except (
-            URLError,
             OSError,
             HTTPException,
             ValueError,
-        ) as error:  # last: of a key
+        ) as error:  # the last: of a key
             reason = getattr(error, "reason", error)
             raise EngineError(f"{self._url} can't be reached: {first_lines(reason)}") from error
         return answer

@@ -1,22 +1,9 @@
 """What a file of options may hold: what it says is taken as it is, or refused in words."""
 
-import click
 import pytest
 
-from kvq.commands.config_file import config_option
 from kvq.errors import ConfigError
-
-
-@click.command()
-@config_option
-@click.option("--port", type=click.IntRange(0, 65535), default=8000)
-@click.option("--wait", type=float, default=1.0)
-@click.option("--model")
-@click.option("--folder", type=click.Path())
-@click.option("--host", multiple=True)
-@click.option("--fast/--slow")
-def command(**options):
-    command.seen = options
+from tests.commands.every_option import command
 
 
 def run(path, text):

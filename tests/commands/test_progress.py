@@ -62,6 +62,7 @@ def test_stages_of_what_has_no_length_are_said(lines, soon):
         heard(lines, r"kvq: loading tiny, \d+ s so far")
         logging.getLogger("kvq").info("reading weights")
         heard(lines, r"kvq: loading tiny: .*reading weights, \d+ s so far")
+    assert lines, "said while it went on"
 
 
 def test_every_step_of_several_is_named(lines, soon):

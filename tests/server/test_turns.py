@@ -12,7 +12,9 @@ from kvq.server.turns import Again, Turns
 
 
 def test_what_ends_at_once_waits_for_nobody():
-    asyncio.run(asyncio.wait_for(Turns().through("", iter(())), 1))
+    turns = Turns()
+    asyncio.run(asyncio.wait_for(turns.through("", iter(())), 1))
+    assert len(turns._line) == 0
 
 
 def test_owners_take_turns_and_others_run_between():
