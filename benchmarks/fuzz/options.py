@@ -5,6 +5,8 @@ import tempfile
 import traceback
 from pathlib import Path
 
+import click
+
 from benchmarks.fuzz.mutate import mutated_bytes
 from kvq.errors import KVQError
 from tests.commands.every_option import command

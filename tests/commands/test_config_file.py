@@ -26,6 +26,7 @@ def test_values_are_taken_as_they_are(path):
         "folder": None,
         "host": ("a", "b"),
         "fast": True,
+        "max_num_seqs": None,
     }
     assert run(path, "port: '81'\nhost: a")["port"] == 81  # as the command line would spell it
     assert run(path, "") == run(path, "{}")
