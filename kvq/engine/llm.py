@@ -209,6 +209,8 @@ def as_priority(priority: str | Priority) -> Priority:
 def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if isinstance(prompts, str):
         return [prompts]
+    if hasattr(prompts, "tolist"):  # an array of token ids, or of prompts
+        prompts = prompts.tolist()
     check_items(prompts)
     items = list(prompts)
     if items and all(isinstance(item, Integral) for item in items):
@@ -232,6 +234,10 @@ def as_params(params: Params | None) -> SamplingParams:
 def _as_params(params: Params | Sequence[Params] | None, count: int) -> list[SamplingParams]:
     if params is None or isinstance(params, SamplingParams | Mapping):
         return [as_params(params)] * count
+    if not isinstance(params, Sequence):
+        raise RequestError(
+            f"params must be SamplingParams, a dict of its fields or a list, got {params!r:.100}"
+        )
     if len(params) != count:
         raise RequestError(f"{count} prompts need one SamplingParams, or {count}, got {len(params)}")
     return [as_params(one) for one in params]

@@ -55,9 +55,9 @@ def resolve_model(
     """
     if isinstance(model, ModelSource):
         return model
-    name = os.fspath(model)
+    name = os.fspath(model) if isinstance(model, str | os.PathLike) else model
     if not isinstance(name, str):
-        raise ModelError(f"a model is named by a text or a Path, got {name!r}")
+        raise ModelError(f"a model is named by a text or a Path, got {name!r:.100}")
     local = _embedded(name) if isinstance(model, str) else None
     local = local or _local(name)
     if local is not None and revision is not None:

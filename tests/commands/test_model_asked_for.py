@@ -165,6 +165,12 @@ def test_a_path_is_never_a_name(other, tmp_path, monkeypatch):
         resolve_model("tiny", revision="main")
 
 
+@pytest.mark.parametrize("model", [5, None, ["tiny"], {"a": 1}, b"tiny"])
+def test_what_names_no_model_is_refused_in_words(model):
+    with pytest.raises(ModelError, match="a model is named by a text or a Path, got"):
+        resolve_model(model)
+
+
 def test_a_name_that_is_a_folder_too_is_said(kvq, caplog):
     with caplog.at_level(logging.WARNING, logger="kvq"):
         resolve_model("tiny")

@@ -713,9 +713,27 @@ def test_what_is_no_prompt_is_refused_in_words(model, prompt):
     assert not llm.core.has_work
 
 
+def test_arrays_are_prompts(model):
+    llm = engine(model)
+    params = SamplingParams(max_tokens=3, temperature=0)
+    one, two = (llm.generate(PROMPT, params)[0].outputs[0].token_ids for _ in range(2))
+    for made in (np.array, torch.tensor):
+        assert [out.outputs[0].token_ids for out in llm.generate(made(PROMPT), params)] == [one]
+        assert [out.outputs[0].token_ids for out in llm.generate(made([PROMPT] * 2), params)] == [one, two]
+    with pytest.raises(RequestError, match="got a list with float"):
+        llm.generate([torch.tensor([1.5, 2.0]).tolist()])
+
+
+@pytest.mark.parametrize("params", [5, "greedy", 1.5])
+def test_what_are_no_parameters_is_refused_in_words(model, params):
+    llm = engine(model)
+    with pytest.raises(RequestError, match=r"params must be SamplingParams|one SamplingParams"):
+        llm.generate(PROMPT, params)
+
+
 def test_token_ids_may_be_any_whole_numbers(model):
     llm = engine(model)
-    given = [list(PROMPT), tuple(PROMPT), np.array(PROMPT), array("I", PROMPT)]
+    given = [list(PROMPT), tuple(PROMPT), np.array(PROMPT), array("I", PROMPT), torch.tensor(PROMPT)]
     outputs = [llm.generate([prompt], SamplingParams(max_tokens=3))[0] for prompt in given]
     outputs += llm.generate((prompt for prompt in given), SamplingParams(max_tokens=3))
     assert len({output.outputs[0].text for output in outputs}) == 1
