@@ -101,10 +101,15 @@ def test_the_deep_check_is_not_done_again_within_five_seconds():
     async def tokenize(text, tenant):
         return [5]
 
+    broken = None
+
+    async def probe():
+        return broken
+
     service = SimpleNamespace(
         check_ready=lambda: None,
         remote=SimpleNamespace(info=None, stream=stream),
-        prompts=SimpleNamespace(tokenize=tokenize),
+        prompts=SimpleNamespace(tokenize=tokenize, probe=probe),
     )
 
     async def check_thrice():
@@ -114,6 +119,10 @@ def test_the_deep_check_is_not_done_again_within_five_seconds():
         assert await check.run() == 0.5
         clock.seconds = 1005.1
         assert await check.run() == 0.5
+        nonlocal broken
+        clock.seconds, broken = 1020.0, "the model's chat template is broken"
+        with pytest.raises(Problem, match="template is broken"):  # a chat is read, too
+            await check.run()
 
     asyncio.run(check_thrice())
     assert generated == [1000.0, 1005.1]
