@@ -14,6 +14,7 @@ from kvq.server import run
 from kvq.server.config import ServerConfig
 from kvq.server.health import DeepCheck
 from kvq.server.messages import Delta, Ended, Ready, Start
+from kvq.server.problems import Problem
 from kvq.server.remote import Remote, State
 from tests.waiting import HANG_S
 
