@@ -15,7 +15,6 @@ import asyncio
 import contextlib
 import itertools
 import json
-import os
 import resource
 import ssl
 import subprocess
@@ -159,10 +158,20 @@ async def _post(host: str, port: int, path: str, body: bytes) -> None:
 FLOODS: dict[str, Flood] = {one.__name__: one for one in (handshakes, crumbs, bodies, grammars, template)}
 
 
+def start_flood(name: str, port: int, seconds: float) -> subprocess.Popen[bytes]:
+    """A process that says so when it begins, and what it did when it has ended.
+
+    Of the lowest priority from its first moment: what it imports would be in the way of what is measured.
+    """
+    command = [sys.executable, "-m", "benchmarks.floods", "--flood", name]
+    command += ["--port", str(port), "--seconds", str(seconds)]
+    return subprocess.Popen(["chrt", "--idle", "0", *command], stdout=subprocess.PIPE)
+
+
 async def _flood(name: str, port: int, seconds: float) -> None:
-    os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    print("floods", flush=True)
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(seconds):
             await FLOODS[name]("127.0.0.1", port)
@@ -281,10 +290,10 @@ async def beside(name: str, seconds: float) -> Rows:
         await Beside(server, name).run(seconds / 4)  # everything has been used once
         await calm.run(seconds / 2)
         before, log_bytes = server.memory_bytes(), len(server.log)
-        command = [sys.executable, "-m", "benchmarks.floods", "--flood", name]
-        command += ["--port", str(server.target.port), "--seconds", str(seconds)]
-        flood = subprocess.Popen(command, stdout=subprocess.PIPE)
+        flood = start_flood(name, server.target.port, seconds)
         try:
+            assert flood.stdout is not None, "it was started with a pipe"
+            await asyncio.to_thread(flood.stdout.readline)
             await asyncio.sleep(2)  # in full swing
             during = Beside(server, name)
             await during.run(seconds - 4)

@@ -310,7 +310,7 @@ class Remote:
                 [sys.executable, "-P", "-m", "kvq.server.worker", str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
-                start_new_session=True,  # an interrupt at the terminal is this process's to handle
+                process_group=0,  # an interrupt at the terminal is this process's to handle
             )
         reader, writer = await asyncio.open_connection(sock=ours)
         return _Process(popen, reader, writer)

@@ -301,6 +301,7 @@ def main() -> None:
     """Serve until the other end of the socket is closed."""
     sys.setswitchinterval(_SWITCH_S)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the HTTP process, which then ends this one
+    signal.signal(signal.SIGTTOU, signal.SIG_IGN)  # its log may go to a terminal that is not its own
     with socket.socket(fileno=int(sys.argv[1])) as sock:
         try:
             Worker(sock).run()

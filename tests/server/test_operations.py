@@ -51,6 +51,19 @@ def ask(server, path="/v1/completions", key=KEYS[0], **body):
         return error.code, error.headers, error.read()
 
 
+def test_processes_share_a_session_and_no_ctrl_c(server):
+    """Linux weighs niceness within a session only (autogroup, sched(7)); Ctrl-C is for a process group."""
+    status, *_ = ask(server, guided_choice=["yes", "no"], max_tokens=1)
+    assert status == 200
+    pids = [server.engine_pid, server.reading_pid]
+    for thread in os.listdir(f"/proc/{server.engine_pid}/task"):
+        with open(f"/proc/{server.engine_pid}/task/{thread}/children", encoding="ascii") as file:
+            pids += map(int, file.read().split())
+    assert len(pids) == 3, "the engine has a process that compiles grammars"
+    assert {os.getsid(pid) for pid in pids} == {os.getsid(server.process.pid)}
+    assert len({os.getpgid(pid) for pid in (*pids, server.process.pid)}) == 4
+
+
 def test_options_come_from_the_file_and_the_command_line_goes_before_it(server):
     models = json.loads(get(server, "/v1/models"))
     assert models["data"][0]["id"] == "mine"

@@ -67,7 +67,7 @@ class CompileProcess:
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,  # a crash would quote the request
             env={**os.environ, "MALLOC_ARENA_MAX": "1"},  # arenas reserve address space, which is limited
-            start_new_session=True,  # an interrupt at the terminal is the engine's to handle
+            process_group=0,  # an interrupt at the terminal is the engine's to handle
         )
         os.setpriority(os.PRIO_PROCESS, child.pid, NICENESS)
         return child

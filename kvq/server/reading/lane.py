@@ -23,6 +23,7 @@ _PER_BYTE_S = 4e-6  # and for each byte of what it reads: tokenizers take a quar
 _SOON_S = 0.25  # a job that takes longer yields to whatever else wants to run
 _NICENESS = 10
 _WARY_S = 10.0  # since a tenant's job took longer than that: it does not get the last reader
+_WARY_SOON_S = 0.025  # and its jobs yield sooner: a reader that has not is in the way of everybody's tokens
 
 
 class Overran(Exception):
@@ -118,7 +119,8 @@ class Lane:
                 began = monotonic()
                 try:
                     reader = reader or await self._readers.fork()
-                    reader = await self._do(reader, work)
+                    soon_s = _WARY_SOON_S if tenant in self._wary_until_s else _SOON_S
+                    reader = await self._do(reader, work, soon_s)
                 except Exception as error:  # noqa: BLE001 - one job's failure is not the others'
                     work.fail(error)
                 except asyncio.CancelledError:
@@ -148,10 +150,10 @@ class Lane:
         if seconds > _SOON_S:
             self._wary_until_s[tenant] = monotonic() + _WARY_S
 
-    async def _do(self, reader: Reader, work: _Work) -> Reader | None:
+    async def _do(self, reader: Reader, work: _Work, soon_s: float) -> Reader | None:
         """Do one; returns the reader, if it can do others."""
         loop = asyncio.get_running_loop()
-        timer = loop.call_later(_SOON_S, reader.yield_to_others, _NICENESS)
+        timer = loop.call_later(soon_s, reader.yield_to_others, _NICENESS)
         try:
             answer = await reader.do(work.pieces, work.job)
         except BaseException:  # given up within a job, it would answer the next one with this one's

@@ -131,7 +131,7 @@ class Readers:
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.DEVNULL,
                     stderr=subprocess.DEVNULL,  # a crash would quote a prompt
-                    start_new_session=True,  # an interrupt at the terminal is this process's to handle
+                    process_group=0,  # an interrupt at the terminal is this process's to handle
                 )
             except OSError as error:
                 ours.close()
