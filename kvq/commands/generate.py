@@ -41,6 +41,7 @@ def command(
     from kvq.engine.build import check_cache
     from kvq.engine.core import prompt_tokens
     from kvq.engine.grammar.compiler import check_structured
+    from kvq.models.prompts import check_length, longest_token
     from kvq.scheduler.fit import check_room
 
     structured = None
@@ -51,6 +52,7 @@ def command(
     checked = check_for(model_options, kv)
     known = checked.prepared
     check_cache(known)
+    check_length(prompt, known.max_context, longest_token(known.tokenizer))
     length = len(prompt_tokens(prompt, known.tokenizer, known.geometry.vocab_size))
     room = check_room(length, params.max_tokens, known.max_context)
     model = checked.load()

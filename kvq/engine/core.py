@@ -6,6 +6,7 @@ import random
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import Future
+from functools import cached_property
 from math import inf
 from time import perf_counter
 from typing import Any
@@ -31,6 +32,7 @@ from kvq.engine.sampling import Sampler, TokenLogprobs, check_params
 from kvq.engine.stats import StepStats
 from kvq.errors import EngineError, KVQError, RequestError
 from kvq.models import Model
+from kvq.models.prompts import check_length, longest_token
 from kvq.models.unicode import check_unicode
 from kvq.scheduler import (
     Branch,
@@ -129,6 +131,8 @@ class EngineCore(StaysHere):
                 raise RequestError(f"{name} must be a text, got {value!r}")
         _check_salt(cache_salt)
         text = prompt if isinstance(prompt, str) else None
+        if text is not None and len(text) > self.max_context:
+            check_length(text, self.max_context, self._longest_token)
         tokens = prompt_tokens(prompt, self.model.tokenizer, self.model.geometry.vocab_size)
         check_params(params, self.model.geometry.vocab_size)
         start = params.prompt_logprobs_start
@@ -487,6 +491,10 @@ class EngineCore(StaysHere):
         if not self._subscribers and self._linear is not None:
             self._linear.close()
             self._linear = None
+
+    @cached_property
+    def _longest_token(self) -> int:
+        return longest_token(self.model.tokenizer)
 
     def _prompt_logprob_limits(self, params: SamplingParams, num_tokens: int) -> dict[str, Any]:
         """What a request must compute of its prompt, and in which pieces, for its log-probabilities."""

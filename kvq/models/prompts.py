@@ -98,8 +98,7 @@ class PromptEncoder:
 
     @cached_property
     def _longest_token(self) -> int:
-        """Characters; a byte counts as one."""
-        return max(map(len, self._tokenizer.get_vocab()))
+        return longest_token(self._tokenizer)
 
     def warm_up(self) -> None:
         """Make what is made at first use, before processes are forked that would each make it."""
@@ -108,10 +107,8 @@ class PromptEncoder:
     def _check(self, text: str, max_tokens: int | None) -> None:
         shown = self._control.show(text)
         check_unicode(shown, "the prompt")
-        if max_tokens is not None and len(shown) > max_tokens * self._longest_token:
-            raise TooLong(
-                f"the prompt has {len(shown)} characters, which are more than the model's {max_tokens} tokens"
-            )
+        if max_tokens is not None:
+            check_length(shown, max_tokens, self._longest_token)
 
     def _render(self, turns: Turns, options: Mapping[str, Any]) -> str:
         given = [self._turn(turn) for turn in turns]
@@ -145,6 +142,19 @@ class PromptEncoder:
             turn["tool_calls"] = [_with_object(call) for call in turn["tool_calls"]]
         turn.setdefault("content", "")
         return turn
+
+
+def longest_token(tokenizer: Any) -> int:
+    """Characters of a tokenizer's longest token; a byte counts as one."""
+    return max(map(len, tokenizer.get_vocab()))
+
+
+def check_length(text: str, max_tokens: int, longest: int) -> None:
+    """Raise TooLong if a text has more tokens than fit, however it is cut, without cutting it."""
+    if len(text) > max_tokens * longest:
+        raise TooLong(
+            f"the prompt has {len(text)} characters, which are more than the model's {max_tokens} tokens"
+        )
 
 
 def _with_object(call: Mapping[str, Any]) -> dict[str, Any]:

@@ -588,6 +588,7 @@ def test_an_unknown_sampling_option_names_the_nearest():
         ([-1], {}, "token"),
         ([1.5], {}, "token"),
         ("a\ud800", {}, "not valid Unicode at character 1"),
+        ("a" * 100_000, {}, "has 100000 characters, which are more than the model's 256 tokens"),
         (PROMPT, {"max_tokens": 5000}, "more than the context of 256"),
         (PROMPT, {"n": 17}, "at most 16"),
         (PROMPT, {"stop_token_ids": [VOCAB]}, f"0 to {VOCAB - 1}"),
