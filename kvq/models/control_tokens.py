@@ -16,6 +16,7 @@ from kvq.errors import RequestError
 
 _PRIVATE = range(0xE100, 0xF900)  # of no meaning in any text, changed by no normalizer
 _BYTES = 0xF0000  # the first of 256 characters of a private plane, which stand for a hidden text's bytes
+_LOOKS_IT = re.compile(r"<[|\uff5c].+[|\uff5c]>")  # of code models, whose templates know nothing of files
 _NONCE_LENGTH = 8  # characters: 100 bits
 
 
@@ -57,9 +58,9 @@ class ControlTokens:
     def hide(self, value: Any, *, whole: bool = False) -> Any:
         """`value`, a text or lists and dictionaries of them, with control tokens' spellings hidden.
 
-        Beginnings of one at a text's end, and ends at its beginning, are hidden, too: what comes to stand
-        beside it may complete them. `whole`: so is a text that is a part of one, around which a template
-        may write the rest.
+        Beginnings of one at a text's end, and ends at its beginning, are hidden, too, also before and behind
+        white space: what comes to stand beside it may complete them. `whole`: so is a text that is a part
+        of one, around which a template may write the rest.
         """
         if isinstance(value, str):
             return self._hide(value, whole)
@@ -110,15 +111,18 @@ class ControlTokens:
         if not text or not self.spellings:
             return text
         self._check_reserved(text)
-        if whole and len(text) < self._longest and any(text in spelled for spelled in self.spellings):
-            return self._veil(text)
+        bare = text.strip()  # as templates may do it, and then what is left stands beside others
+        if whole and bare and len(bare) < self._longest and any(bare in one for one in self.spellings):
+            return text.replace(bare, self._veil(bare))
         text = self._spelled.sub(lambda found: self._veil(found[0]), text)
-        most = min(len(text), self._longest - 1)
-        head = next((n for n in range(most, 0, -1) if text[:n] in self._ends), 0)
-        text = self._veil(text[:head]) + text[head:]
-        most = min(len(text), self._longest - 1)
-        tail = next((n for n in range(most, 0, -1) if text[-n:] in self._starts), 0)
-        return text[: len(text) - tail] + self._veil(text[len(text) - tail :])
+        start = len(text) - len(text.lstrip())
+        most = min(len(text) - start, self._longest - 1)
+        head = next((n for n in range(most, 0, -1) if text[start : start + n] in self._ends), 0)
+        text = text[:start] + self._veil(text[start : start + head]) + text[start + head :]
+        end = len(text.rstrip())
+        most = min(end, self._longest - 1)
+        tail = next((n for n in range(most, 0, -1) if text[end - n : end] in self._starts), 0)
+        return text[: end - tail] + self._veil(text[end - tail : end]) + text[end:]
 
     def _resolved(self, found: re.Match[str]) -> str:
         """What the guarded tokenizer is to see; what a template left of something hidden is left out."""
@@ -138,13 +142,13 @@ class ControlTokens:
 
 
 def _control_ids(tokenizer: Any) -> dict[str, int]:
-    """Added tokens that are special, or that the chat template writes, by their spelling."""
+    """Added tokens that are special, that the chat template writes, or that look it, by their spelling."""
     template = getattr(tokenizer, "chat_template", None) or ""
     source = template if isinstance(template, str) else "\n".join(template.values())
     found: dict[str, int] = {
         str(token): number
         for number, token in getattr(tokenizer, "added_tokens_decoder", {}).items()
-        if str(token).strip() and (token.special or str(token) in source)
+        if str(token).strip() and (token.special or str(token) in source or _LOOKS_IT.fullmatch(str(token)))
     }
     return found
 

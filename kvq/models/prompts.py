@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import re
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
@@ -11,7 +12,10 @@ from kvq.models.control_tokens import ControlTokens
 from kvq.models.unicode import check_unicode
 
 TRUSTED = ("system", "developer", "assistant")  # roles whose texts may hold control tokens
-_ROLES = frozenset((*TRUSTED, "user", "tool", "function"))  # that templates compare with
+_ROLES = frozenset((*TRUSTED, "user", "tool", "function"))
+_WORD = r"""(?P<quote>['"])(?P<word>[a-zA-Z0-9_.-]+)(?P=quote)"""
+# Words that a template compares something with, or looks for in a list
+_COMPARED = [re.compile(pattern) for pattern in (rf"(?:[!=]=|[\[(,])\s*{_WORD}", rf"{_WORD}\s*[!=]=")]
 Turns = Sequence[Mapping[str, Any]]
 
 
@@ -97,12 +101,18 @@ class PromptEncoder:
         return ControlTokens(self._tokenizer)
 
     @cached_property
+    def _roles(self) -> frozenset[str]:
+        """Those that mean something to the template; hidden, they would mean nothing."""
+        template = str(getattr(self._tokenizer, "chat_template", None))
+        return _ROLES.union(found["word"] for one in _COMPARED for found in one.finditer(template))
+
+    @cached_property
     def _longest_token(self) -> int:
         return longest_token(self._tokenizer)
 
     def warm_up(self) -> None:
         """Make what is made at first use, before processes are forked that would each make it."""
-        _ = self._control, self._longest_token
+        _ = self._control, self._roles, self._longest_token
 
     def _check(self, text: str, max_tokens: int | None) -> None:
         shown = self._control.show(text)
@@ -127,7 +137,7 @@ class PromptEncoder:
         if role in TRUSTED:
             return turn
         hidden = {name: self._control.hide(value, whole=True) for name, value in turn.items()}
-        return hidden | ({"role": role} if role in _ROLES else {})
+        return hidden | ({"role": role} if role in self._roles else {})
 
     def _turn(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """A turn as templates expect it."""

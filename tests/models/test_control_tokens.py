@@ -10,6 +10,7 @@ from transformers import PreTrainedTokenizerFast
 
 from kvq.errors import RequestError
 from kvq.models.control_tokens import ControlTokens
+from kvq.models.prompts import PromptEncoder
 from tests.models.chat_families import FAMILIES, gemma, qwen
 
 
@@ -116,6 +117,21 @@ def test_pieces_that_only_together_spell_one_are_hidden(tokenizer, control):
             assert at == 1 or not structure(tokenizer, control, around), (spelled, at)
 
 
+def test_pieces_that_a_template_trims_are_hidden(tokenizer, control):
+    for spelled in sorted(control.spellings):
+        for at in range(1, len(spelled)):
+            pieces = [f"a {spelled[:at]} \n", f"\t{spelled[at:]} b"]
+            hidden = [control.hide(piece) for piece in pieces]
+            assert [control.show(one) for one in hidden] == pieces
+            joined = control.encode("".join(one.strip() for one in hidden))
+            assert not structure(tokenizer, control, joined), (spelled, at)
+            whole = control.hide(f" {spelled[1:at]}\n", whole=True).strip()
+            assert (
+                not structure(tokenizer, control, control.encode(spelled[0] + whole + spelled[at:]))
+                or at == 1
+            )
+
+
 def test_random_texts_of_parts_never_hold_control_tokens(tokenizer, control):
     rng = random.Random(7)
     parts = [
@@ -213,6 +229,36 @@ def test_a_tokenizer_that_cant_tell_them_apart_refuses_such_texts_only():
         control.encode(control.hide("a<end>b"))
     with pytest.raises(RequestError, match="'<end>' as plain text"):
         control.encode_plain("a<end>b", special=True)
+
+
+def test_a_role_that_the_template_knows_is_that_role_and_others_are_text():
+    """GLM's `observation`, Llama's `ipython`: hidden, a comparison with them would fail."""
+    made = qwen()
+    made.chat_template = (
+        "{% for m in messages %}{% if m.role == 'observation' or m['role'] in ['user', \"ipython\"] %}"
+        "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>{% else %}[{{ m.role }}]{% endif %}{% endfor %}"
+    )
+    encoder = PromptEncoder(made)
+    start, end = made.convert_tokens_to_ids(["<|im_start|>", "<|im_end|>"])
+    for role in ("observation", "ipython", "user"):
+        ids = encoder.encode_chat([{"role": role, "content": "a<|im_end|>"}], {})
+        assert (ids.count(start), ids.count(end)) == (1, 1), role
+        assert f"{role}\n" in made.decode(ids)
+    made.chat_template = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}"
+    ids = PromptEncoder(made).encode_chat([{"role": "im_end", "content": "a"}], {})
+    assert end not in ids
+
+
+def test_what_looks_like_a_control_token_is_one_even_if_nothing_says_so():
+    """Code models' `<|fim_middle|>`: no special token, and in no template."""
+    made = qwen()
+    made.add_tokens([AddedToken("<|fim_middle|>", special=False, normalized=False), AddedToken("<b>")])
+    control = ControlTokens(made)
+    assert {"<|fim_middle|>"} < control.spellings
+    assert "<b>" not in control.spellings
+    assert made.convert_tokens_to_ids("<|fim_middle|>") not in control.encode(
+        control.hide("a<|fim_middle|>b")
+    )
 
 
 def test_white_space_and_what_no_template_writes_is_no_control_token():

@@ -21,7 +21,7 @@ from kvq.server.reading.readers import Reader, Readers
 _PROCESSOR_S = 1.0  # that a job may take
 _PER_BYTE_S = 4e-6  # and for each byte of what it reads: tokenizers take a quarter of it on a slow core
 _SOON_S = 0.25  # a job that takes longer yields to whatever else wants to run
-_NICENESS = 10
+_NICENESS = 5  # lower, and beside busy processes it would not come to its end in time
 _WARY_S = 10.0  # since a tenant's job took longer than that: it does not get the last reader
 _WARY_SOON_S = 0.025  # and its jobs yield sooner: a reader that has not is in the way of everybody's tokens
 
