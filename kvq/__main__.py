@@ -1,7 +1,9 @@
 """`kvq` and `python -m kvq`."""
 
+import contextlib
 import os
 import signal
+import sys
 from types import FrameType
 
 
@@ -13,7 +15,20 @@ def main() -> None:
 
     for number, handler in before.items():
         signal.signal(number, handler)
-    run()
+    try:
+        run()
+    except SystemExit as end:
+        if sys.argv[1:2] != ["serve"] or not isinstance(end.code, int | None):
+            raise
+        _leave(end.code or 0)
+
+
+def _leave(status: int) -> None:
+    """End now: a server has put its things away, and taking modules apart takes a second or more."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(status)
 
 
 def _end(number: int, frame: FrameType | None) -> None:

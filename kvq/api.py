@@ -4,6 +4,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from kvq.arguments import checked
 from kvq.calib import calibrate
 from kvq.calib.budget import parse_budget
 from kvq.calib.candidates import codes_of
@@ -19,6 +20,7 @@ from kvq.models.model import load_prepared
 from kvq.models.prepared import find_scales, prepare
 
 
+@checked
 def load(
     path_or_name: str | Path,
     kv: str | KVRecipe = "auto",
@@ -54,6 +56,7 @@ def with_fresh_scales(model: Model, **options: Any) -> Model:
     return model.with_static_scales(calibrate(model, calibration_text(), **options))
 
 
+@checked
 def tune(
     model: str | Path | Model,
     budget: str | None = None,
@@ -91,6 +94,7 @@ def tune(
     )
 
 
+@checked
 def quantize(
     model: str | Path,
     out: str | Path,
@@ -140,6 +144,7 @@ def _named(text: EvalText | str, name: str) -> EvalText:
     return EvalText(name=name, text=text) if isinstance(text, str) else text
 
 
+@checked
 def perplexity(
     model: str | Path | Model, kv: str | list[str | KVRecipe], text: str | None = None, **options: Any
 ) -> list[dict[str, Any]]:

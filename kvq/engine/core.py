@@ -163,7 +163,7 @@ class EngineCore(StaysHere):
             request=request,
             params=params,
             prompt=self.model.tokenizer.decode(tokens) if text is None and params.echo else text,
-            seed=self._random.getrandbits(63) if params.seed is None else params.seed,
+            seed=self._random.getrandbits(63) if params.seed is None else int(params.seed),
             end_ids=eos | frozenset(params.stop_token_ids),
             block_bytes=sum(block_bytes) / len(block_bytes),
             listener=listener,
@@ -539,6 +539,8 @@ def check_prompt(prompt: object) -> None:
     if isinstance(prompt, Iterator):
         raise RequestError(f"{_PROMPT}, got {type(prompt).__name__}; make a list of it")
     assert isinstance(prompt, Iterable), "it was checked"
+    if isinstance(prompt, array) and prompt.typecode in "bB":
+        raise RequestError(f"{_PROMPT}, got an array of bytes")
     kinds = {kind.__name__: hasattr(kind, "__index__") for kind in set(map(type, prompt))}
     if wrong := sorted(name for name, is_whole in kinds.items() if name in ("bool", "bool_") or not is_whole):
         raise RequestError(f"{_PROMPT}, got a list with {', '.join(wrong)} in it")
@@ -546,7 +548,9 @@ def check_prompt(prompt: object) -> None:
 
 def check_items(items: object) -> None:
     """Raise RequestError if something holds no prompts, and no token ids, in order."""
-    if isinstance(items, bytes | bytearray | memoryview | Mapping | Set) or not isinstance(items, Iterable):
+    is_one = getattr(items, "shape", None) == ()  # an array of no dimension
+    wrong = isinstance(items, bytes | bytearray | memoryview | Mapping | Set)
+    if is_one or wrong or not isinstance(items, Iterable):
         raise RequestError(f"{_PROMPT}, got {type(items).__name__}")
 
 

@@ -209,7 +209,9 @@ def as_priority(priority: str | Priority) -> Priority:
 def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if isinstance(prompts, str):
         return [prompts]
-    if hasattr(prompts, "tolist"):  # an array of token ids, or of prompts
+    if hasattr(prompts, "tolist") and not isinstance(
+        prompts, memoryview
+    ):  # an array of token ids, or of prompts
         prompts = prompts.tolist()
     check_items(prompts)
     items = list(prompts)

@@ -215,6 +215,8 @@ def sampling_params(options: Mapping[str, Any]) -> SamplingParams:
 
 
 def _is_whole(value: object) -> bool:
+    if hasattr(value, "shape") and value.shape:  # an array, whose index is that of its only element
+        return False
     try:
         operator.index(value)  # type: ignore[arg-type]
     except TypeError:
@@ -223,14 +225,19 @@ def _is_whole(value: object) -> bool:
 
 
 def _is_real(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return False
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # of an integer
+        return False
 
 
 def _whole(params: object, name: str, low: int, high: int, *, optional: bool = False) -> None:
     value = getattr(params, name)
     if optional and value is None:
         return
-    if not _is_whole(value) or not low <= value <= high:
+    if not _is_whole(value) or not low <= operator.index(value) <= high:
         raise RequestError(f"{name} must be a whole number of {low} to {high}, got {value!r}")
 
 

@@ -109,7 +109,7 @@ def _only(
     for key in rows:
         where = identity(dict(zip(IDENTITIES, key[1:], strict=True)))
         if key[0] not in formats or (key not in others and section == "rows"):
-            found.append(", ".join(filter(None, (key[0], where if section == "rows" else ""))))
+            found.append(", ".join(filter(None, (str(key[0]), where if section == "rows" else ""))))
         elif key not in others:
             found.append(f"{section} of {key[0]}, {where}")
     return found

@@ -14,10 +14,10 @@ from typing import Any
 
 from kvq.errors import RequestError
 
-_PRIVATE = range(0xE100, 0xF900)  # of no meaning in any text, changed by no normalizer
+_PRIVATE = range(0x100000, 0x10FFFE)  # the last plane: in nobody's texts, changed by no normalizer
 _BYTES = 0xF0000  # the first of 256 characters of a private plane, which stand for a hidden text's bytes
 _LOOKS_IT = re.compile(r"<[|\uff5c].+[|\uff5c]>")  # of code models, whose templates know nothing of files
-_NONCE_LENGTH = 8  # characters: 100 bits
+_NONCE_LENGTH = 8  # characters: 128 bits
 
 
 class ControlTokens:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from kvq.arguments import checked
 from kvq.cache.backend import CacheBackend, cache_backend
 from kvq.cache.kv_cache import KVCache
 from kvq.errors import ConfigError
@@ -172,6 +173,7 @@ class PreparedModel:
         make_cache(self, recipe, self.layout(recipe), num_blocks=[1] * len(self.geometry.groups())).close()
 
 
+@checked
 def prepare(
     model: str | Path | ModelSource,
     *,

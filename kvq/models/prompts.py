@@ -23,6 +23,10 @@ class TooLong(RequestError):
     """A text that has more tokens than fit, however it is cut."""
 
 
+class TemplateFails(RequestError):
+    """A chat template ends in an error that it did not mean; its fault, or the conversation's."""
+
+
 class PromptEncoder:
     """Of one transformers tokenizer.
 
@@ -127,9 +131,16 @@ class PromptEncoder:
             given = [self._hidden(turn) for turn in given]
         try:
             text: str = self._tokenizer.apply_chat_template(given, tokenize=False, **options)
+        except MemoryError:  # nothing that it says of the conversation
+            raise
         except Exception as error:
+            from jinja2.exceptions import TemplateError
+
             told = self._control.show(first_lines(error))
-            raise RequestError(f"the model's chat template refused this: {told}") from error
+            if type(error) is TemplateError:  # as `raise_exception` makes it
+                raise RequestError(f"the model's chat template refused this: {told}") from error
+            what = f"{type(error).__name__}: {told}"
+            raise TemplateFails(f"the model's chat template fails for this: {what}") from error
         return text
 
     def _hidden(self, turn: dict[str, Any]) -> dict[str, Any]:

@@ -39,6 +39,9 @@ _RESERVED = frozenset(
 )
 
 
+_NULL = {"type": "null"}
+
+
 def _few(given: Any) -> Any:
     """Before each of a million entries is found wrong."""
     if isinstance(given, dict) and len(given) > MAX_BIASES:
@@ -93,8 +96,22 @@ class StructuredOutputs(BaseModel):
     json_object: Flag | None = None
 
 
+def _says_null(schema: dict[str, Any]) -> None:
+    """Let the document tell that a field which may be left out may be null."""
+    for name, field in schema["properties"].items():
+        if name not in schema.get("required", ()):
+            if "anyOf" not in field:
+                field["anyOf"] = [
+                    {key: field.pop(key) for key in [*field] if key not in ("title", "default")}
+                ]
+            if _NULL not in field["anyOf"]:
+                field["anyOf"].append(_NULL)
+
+
 class Common(Labelled, BaseModel):
     """Of completions and chat. A field that is null counts as left out, as it does elsewhere."""
+
+    model_config = ConfigDict(json_schema_extra=_says_null)
 
     LABELS: ClassVar = frozenset(
         (

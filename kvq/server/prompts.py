@@ -36,6 +36,13 @@ _BROKEN_S = 60.0  # and that a template is broken
 _PING = [ChatMessage(role="user", content="ping")]
 
 
+_BROKEN = "the model's chat template is broken: for one short message"
+
+
+class _TemplateFails(Problem):
+    """By an error that it did not mean."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Conversation:
     """What a chat template is given."""
@@ -131,7 +138,7 @@ class Prompts:
         job = Chat(turns=turns, options=options, max_tokens=self._max_tokens(), **self._bounds)
         try:
             return _numbers(await self._do(self._for_chats, job, tenant, _num_bytes(turns)))
-        except Overran as error:
+        except (Overran, _TemplateFails) as error:
             raise await self._problem_of(error) from error
 
     async def shared_lengths(
@@ -185,7 +192,9 @@ class Prompts:
                 await self._do(self._for_chats, job, PROBE, 0)
             self.why_broken = None
         except Overran as error:
-            self.why_broken = f"the model's chat template is broken: for one short message it takes {error}"
+            self.why_broken = f"{_BROKEN} it takes {error}"
+        except _TemplateFails as error:
+            self.why_broken = f"{_BROKEN} {error.message}"
         except Problem as problem:
             if problem.status < 500:  # a template may refuse such a conversation
                 self.why_broken = None
@@ -195,11 +204,13 @@ class Prompts:
             self._probed_s = monotonic()
             self._probing = None
 
-    async def _problem_of(self, overran: Overran) -> Problem:
+    async def _problem_of(self, error: "Overran | _TemplateFails") -> Problem:
         """Whose fault it is: the conversation's, or any conversation would do the same."""
         if await self.probe() is not None:
             return failed(str(self.why_broken))
-        return Problem(400, f"the model's chat template takes {overran} for this", param="messages")
+        if isinstance(error, Problem):
+            return error
+        return Problem(400, f"the model's chat template takes {error} for this", param="messages")
 
     async def _do(self, lane: Lane, job: Job, tenant: str, num_bytes: int) -> FromReader:
         try:
@@ -217,6 +228,8 @@ class Prompts:
         if isinstance(answer, Refusal):
             if answer.has_failed:
                 raise failed(answer.reason)
+            if answer.template_fails:
+                raise _TemplateFails(400, answer.reason, param="messages")
             raise Problem(400, answer.reason, code="context_length_exceeded" if answer.is_too_long else None)
         return answer
 

@@ -195,11 +195,10 @@ class Connection(H11Protocol):
             body = json.dumps(problem.body()).encode()
             headers = [("content-type", "application/json"), ("connection", "close")]
             headers += [("content-length", str(len(body))), *problem.headers().items()]
-            events: list[Any] = [
-                h11.Response(status_code=problem.status, headers=headers),
-                h11.Data(data=body),
-                h11.EndOfMessage(),
-            ]
+            events: list[Any] = [h11.Response(status_code=problem.status, headers=headers)]
+            if self.conn.our_state is h11.IDLE or self.scope["method"] != "HEAD":  # whose answer has none
+                events.append(h11.Data(data=body))
+            events.append(h11.EndOfMessage())
             for event in events:
                 self.transport.write(self.conn.send(event) or b"")
         self.transport.close()

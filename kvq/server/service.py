@@ -219,6 +219,7 @@ class Service:
     async def drain(self, grace_s: float) -> None:
         """Take no new requests; return when the running ones ended, after `grace_s` at the latest."""
         self._draining = True
+        self.turns.close()
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._idle.wait(), grace_s)
 

@@ -12,7 +12,7 @@ from pydantic_core import PydanticCustomError
 from starlette.exceptions import HTTPException
 
 from kvq.server.json_bounds import scan
-from kvq.server.turns import Again
+from kvq.server.turns import Again, Closing
 from kvq.strict_json import check_value
 
 DECODED = "kvq_decoded"  # a request's body in its scope, until somebody takes it
@@ -70,6 +70,8 @@ class _JsonRequest(Request):
 
         try:
             await self.app.state.turns.through(self.scope.get("kvq_tenant", ""), read())
+        except Closing as error:
+            raise HTTPException(503, "the server is shutting down", {"Retry-After": "1"}) from error
         except RecursionError as error:
             raise HTTPException(400, "the body is nested too deep") from error
         except msgspec.MsgspecError as error:

@@ -26,6 +26,10 @@ class Again(Enum):
         return self is not Again.NO
 
 
+class Closing(Exception):
+    """Nothing more is begun, since the process ends."""
+
+
 class Turns:
     """Slices of a few milliseconds, one at a time; between two of them everybody else has the loop."""
 
@@ -34,6 +38,8 @@ class Turns:
         self._is_running = False
         self._spare_s = _AT_ONCE_S
         self._counted_s = 0.0
+        self._waiting: dict[asyncio.Future[None], list[Exception]] = {}  # and what to raise
+        self._is_closed = False
 
     def add(self, owner: str, step: Callable[[], Again]) -> None:
         """Call `step` in its turn, and again as often as it asks for it."""
@@ -46,8 +52,10 @@ class Turns:
         """Go through an iterator: to its first yield at once, from there on in turns, as it yields.
 
         What many do at once is much together, so that all but a few of these begin in turn as well.
-        Raises what it raises.
+        Raises what it raises; Closing: `close` was called before it was through.
         """
+        if self._is_closed:
+            raise Closing
         if self._has_spare() and self._first(steps):
             return
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -65,9 +73,21 @@ class Turns:
             return Again.NO
 
         self.add(owner, step)
-        await done
+        self._waiting[done] = failures
+        try:
+            await done
+        finally:
+            del self._waiting[done]
         if failures:
             raise failures.pop()
+
+    def close(self) -> None:
+        """Go through nothing any more; who waits is told so. Single steps go on."""
+        self._is_closed = True
+        for done, failures in self._waiting.items():
+            if not done.done():
+                failures.append(Closing())
+                done.set_result(None)
 
     def _has_spare(self) -> bool:
         now = asyncio.get_running_loop().time()

@@ -647,6 +647,9 @@ def test_engine_options_out_of_range_are_refused_with_what_is_allowed(model, opt
         ({"logit_bias": [1]}, "logit_bias maps token ids to numbers"),
         ({"ignore_eos": "no"}, "ignore_eos must be True or False, got 'no'"),
         ({"early_stopping": "never"}, "early_stopping must be True or False"),
+        ({"temperature": 10**400}, "temperature must be a number of 0 to 10"),
+        ({"logit_bias": {1: 10**400}}, "logit_bias maps token ids to numbers"),
+        ({"seed": torch.tensor([1])}, "seed must be a whole number"),
         ({"structured": {"regex": "a"}}, "structured must be a kvq.StructuredOutput"),
     ],
 )
@@ -690,6 +693,10 @@ def test_requests_of_other_salts_share_no_prefix(model):
         {1, 2},
         b"abc",
         bytearray(b"abc"),
+        memoryview(b"abc"),
+        [array("B", b"abc")],
+        torch.tensor(1),
+        [torch.tensor(1)],
         [True, True],
         [1, False],
         [1, 2.0],
@@ -712,6 +719,18 @@ def test_what_is_no_prompt_is_refused_in_words(model, prompt):
         with pytest.raises(RequestError, match="a prompt is a text or a list of token ids, got"):
             llm.stream(prompt)
     assert not llm.core.has_work
+
+
+def test_seeds_are_whole_numbers_of_any_library(model):
+    llm = engine(model)
+
+    def tokens(seed):
+        params = SamplingParams(max_tokens=6, temperature=1.0, seed=seed)
+        return llm.generate(PROMPT, params)[0].outputs[0].token_ids
+
+    tensor = torch.tensor(2)
+    assert tokens(2) == tokens(np.int64(2)) == tokens(tensor) != tokens(3)
+    assert tensor.item() == 2
 
 
 def test_arrays_are_prompts(model):

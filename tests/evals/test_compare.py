@@ -97,3 +97,8 @@ def test_other_kinds_and_broken_files_are_refused(tmp_path):
     ):
         with pytest.raises(ConfigError, match=r"no result of kvq|is damaged"):
             read(json.dumps(bad))
+
+
+def test_a_format_without_a_name_is_told_as_it_is():
+    found = compare(result(row(7, 0.1)), result(row("int8", 0.1)))
+    assert (found.only_in_a, found.only_in_b) == (["7"], ["int8"])

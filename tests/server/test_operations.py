@@ -249,9 +249,22 @@ def test_the_end_does_not_wait_for_ever(server):
     thread = threading.Thread(target=lambda: answers.append(ask(server, **body)))
     thread.start()
     wait_for(lambda: gauge(server, RUNNING), "the request to run")
+    fields = {f"field_{i}": {"type": "string", "minLength": i % 7} for i in range(2500)}
+    schema = {"type": "object", "properties": fields}
+    statuses = []  # of bodies that wait to be read
+    readings = [
+        threading.Thread(target=lambda: statuses.append(ask(server, guided_json=schema)[0]))
+        for _ in range(60)
+    ]
+    for reading in readings:
+        reading.start()
+    wait_for(lambda: statuses, "the first of many bodies to be answered")
     server.process.send_signal(signal.SIGTERM)
     assert server.process.wait(HANG_S) == 0
-    thread.join()
+    for one in (thread, *readings):
+        one.join()
+    assert len(statuses) == 60, "each had an answer"
+    assert 503 in statuses
     assert json.loads(server.log.splitlines()[-1])["event"] == "ended"
     assert '"level": "error"' not in server.log
     with asking:

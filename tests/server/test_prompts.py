@@ -262,3 +262,35 @@ def test_a_role_can_not_complete_a_control_token(run, tokenizer):
     tokens = run(lambda p: p.chat([ChatMessage(role="endoftext", content="a")]), template)
     assert control not in tokens
     assert tokenizer.decode(tokens) == "<|endoftext|>a"
+
+
+@pytest.mark.parametrize(
+    ("template", "says"),
+    [
+        ("{% set a = 'aaaaaaaa' %}{{ messages[0].content ~ a * 99999999999 }}", "memory"),
+        ("{{ messages[0].content.__class__.__mro__ }}", "SecurityError"),
+        ("{{ none + 1 }}", "TypeError"),
+    ],
+)
+def test_a_template_that_always_fails_is_broken(run, template, says):
+    """By an error that it did not mean: no fault of those who ask."""
+
+    async def work(prompts):
+        with pytest.raises(Problem, match=f"template is broken: for one short message.*{says}") as refused:
+            await prompts.chat(TURN)
+        assert refused.value.status == 500
+        assert says in await prompts.probe()
+        assert await prompts.tokenize("a b")
+
+    run(work, template)
+
+
+def test_a_template_that_fails_for_one_conversation_refuses_that_one(run):
+    async def work(prompts):
+        with pytest.raises(Problem, match="template fails for this: TypeError") as refused:
+            await prompts.chat([ChatMessage(role="user", content="odd")])
+        assert refused.value.status == 400
+        assert await prompts.probe() is None
+        assert await prompts.chat(TURN)
+
+    run(work, "{% if messages[0].content == 'odd' %}{{ none + 1 }}{% endif %}{{ messages[0].content }}")

@@ -79,3 +79,15 @@ def test_a_head_that_comes_in_time_is_answered(connect, monkeypatch):
         for byte in HEAD + b"\r\n":
             sock.sendall(bytes([byte]))
         assert answer(sock)[0] == 200
+
+
+@pytest.mark.parametrize("method", ["HEAD", "GET"])
+def test_a_broken_body_of_any_method_is_refused(connect, caplog, method):
+    """The answer to HEAD has no body, whatever its head says."""
+    head = f"{method} / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n".encode()
+    with connect() as sock:
+        sock.sendall(head + b"zz\r\n")
+        status, body = answer(sock)
+    assert status == 400
+    assert bool(body) == (method == "GET")
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]

@@ -113,3 +113,13 @@ def _references(schema):
     elif isinstance(schema, list):
         for one in schema:
             yield from _references(one)
+
+
+@pytest.mark.parametrize("name", ["CompletionBody", "ChatBody"])
+def test_what_may_be_left_out_may_be_null(document, name):
+    """As the server takes it, and as other servers do."""
+    schema = document["components"]["schemas"][name]
+    for field, says in schema["properties"].items():
+        may_be_anything = "anyOf" not in says and "type" not in says and "$ref" not in says
+        is_optional = field not in schema["required"]
+        assert may_be_anything or ({"type": "null"} in says.get("anyOf", ())) == is_optional, field

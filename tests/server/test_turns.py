@@ -9,7 +9,8 @@ from time import thread_time
 import pytest
 
 from kvq.server.stretches import Stretches
-from kvq.server.turns import Again, Turns
+from kvq.server.turns import Again, Closing, Turns
+from tests.waiting import HANG_S
 
 
 def test_what_ends_at_once_waits_for_nobody():
@@ -133,3 +134,21 @@ def test_a_failure_leaves_no_garbage():
         assert asyncio.run(main()) is None
     finally:
         gc.enable()
+
+
+def test_at_the_end_who_waits_is_told_and_single_steps_go_on():
+    async def main():
+        turns, seen = Turns(), []
+        waiting = asyncio.create_task(turns.through("a", iter(lambda: Again.IN_TURN, 0)))
+        await asyncio.sleep(0.01)
+        assert not waiting.done()
+        turns.add("b", lambda: seen.append("b") or Again.NO)
+        turns.close()
+        for late in (waiting, turns.through("a", iter(()))):
+            with pytest.raises(Closing):
+                await asyncio.wait_for(late, HANG_S)
+        while not seen:
+            await asyncio.sleep(0.01)
+        assert not turns._waiting
+
+    asyncio.run(main())

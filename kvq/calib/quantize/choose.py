@@ -1,5 +1,6 @@
 """From what people ask for (a method, bits, a group size) to settings that go together."""
 
+from kvq.arguments import checked
 from kvq.calib.quantize.settings import Method, QuantizeSettings
 from kvq.errors import ConfigError, nearest
 from kvq.formats.weights import Inputs, WeightCode, WeightFormat
@@ -12,6 +13,7 @@ _CODES = {8: WeightCode.INT8, 4: WeightCode.INT4, 3: WeightCode.INT3}
 _INPUTS = {"none": Inputs.FULL, "int8": Inputs.INT8, "fp8": Inputs.FP8}
 
 
+@checked
 def choose_settings(
     method: str,
     *,

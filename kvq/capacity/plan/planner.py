@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from kvq.arguments import checked
 from kvq.capacity.plan.gpus import Gpu, find_gpu
 from kvq.capacity.plan.held import AUTO, held_as
 from kvq.capacity.plan.known import find_model, known_models
@@ -20,6 +21,7 @@ from kvq.geometry import parse_geometry
 _log = logging.getLogger("kvq")
 
 
+@checked
 def plan(
     model: str | Path,
     *,

@@ -7,6 +7,7 @@ from typing import Any
 
 from llguidance import LLMatcher
 
+from kvq import strict_json
 from kvq.engine.grammar.limits import GrammarLimits
 from kvq.engine.params import StructuredOutput
 from kvq.errors import RequestError, first_lines
@@ -43,7 +44,7 @@ def _schema_text(schema: Mapping[str, Any] | str, limits: GrammarLimits) -> str:
     else:
         _check_tree(schema, limits)
     try:
-        tree = json.loads(schema) if isinstance(schema, str) else schema
+        tree = strict_json.loads(schema) if isinstance(schema, str) else schema
         text = json.dumps(tree, ensure_ascii=False, allow_nan=False, default=_plain)
     except (ValueError, TypeError) as error:
         raise RequestError(f"json_schema isn't JSON: {first_lines(error)}") from error

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from kvq.errors import KVQError, RequestError
-from kvq.models.prompts import PromptEncoder, TooLong
+from kvq.models.prompts import PromptEncoder, TemplateFails, TooLong
 from kvq.models.tokenizer import load_tokenizer
 from kvq.server.frames import Decoder, encode
 from kvq.server.reading.jobs import (
@@ -130,9 +130,13 @@ def _answer(encoder: PromptEncoder, job: Job, pieces: list[str]) -> FromReader:
     try:
         return _do(encoder, put_together(job, pieces))
     except RequestError as error:
-        return Refusal(reason=str(error), is_too_long=isinstance(error, TooLong))
-    except MemoryError:
-        return Refusal(reason="the prompt takes more memory than it may")
+        return Refusal(
+            reason=str(error),
+            is_too_long=isinstance(error, TooLong),
+            template_fails=isinstance(error, TemplateFails),
+        )
+    except MemoryError:  # as if it had crashed, which other libraries would do of it
+        os._exit(1)
     except Exception as error:  # noqa: BLE001 - this job's, whatever it is; its words may quote a prompt
         return Refusal(reason=f"the tokenizer failed: {type(error).__name__}", has_failed=True)
 

@@ -82,6 +82,7 @@ class Refusal(Message, frozen=True):
 
     reason: str
     is_too_long: bool = False
+    template_fails: bool = False  # maybe for others, too
     has_failed: bool = False
 
 

@@ -39,6 +39,7 @@ BAD = [
     ({"lark": "%import x"}, "Unknown common regex"),
     ({"lark": "start: " + "(" * 9999 + '"a"' + ")" * 9999}, "64 levels"),
     ({"json_schema": "{"}, "isn't JSON"),
+    ({"json_schema": '{"enum": [1], "enum": [2]}'}, "the name enum is twice"),
     ({"json_schema": "[1]"}, "JSON object"),
     ({"json_schema": "9" * 5000}, "isn't JSON"),
     ({"json_schema": '{"maximum": NaN}'}, "isn't JSON"),

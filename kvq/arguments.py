@@ -1,0 +1,76 @@
+"""Arguments of public functions, held against their annotations, so that an error names the argument."""
+
+import functools
+import inspect
+import numbers
+import types
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from kvq.errors import ConfigError
+
+P = ParamSpec("P")
+R = TypeVar("R")
+_SHOWN = 60  # characters of a value
+_NUMBERS: dict[Any, Any] = {int: numbers.Integral, float: numbers.Real}  # numpy's too
+
+
+def checked(function: Callable[P, R]) -> Callable[P, R]:
+    """The function, refusing arguments of types that its annotations don't name.
+
+    Looked at are classes, unions of them, and what lists and other sequences hold.
+
+    Raises:
+        ConfigError: an argument of another type, by its name.
+    """
+    signature = inspect.signature(function)
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        hints = _hints(function)
+        for name, value in signature.bind(*args, **kwargs).arguments.items():
+            kind = signature.parameters[name].kind
+            if name in hints and kind not in (kind.VAR_POSITIONAL, kind.VAR_KEYWORD):
+                _check(f"{function.__name__}: {name}", value, hints[name])
+        return function(*args, **kwargs)
+
+    return call
+
+
+@functools.cache
+def _hints(function: Callable[..., Any]) -> dict[str, Any]:
+    return get_type_hints(function)
+
+
+def _check(name: str, value: object, hint: Any) -> None:
+    if not _fits(value, hint):
+        raise ConfigError(f"{name} must be {_told(hint)}, got {type(value).__name__} {value!r:.{_SHOWN}}")
+
+
+def _fits(value: object, hint: Any) -> bool:
+    origin, inner = get_origin(hint), get_args(hint)
+    if origin in (Union, types.UnionType):
+        return any(_fits(value, one) for one in inner)
+    if origin is not None:
+        if not isinstance(origin, type):
+            return True
+        if isinstance(value, str | bytes):
+            return False
+        if isinstance(value, list | tuple) and issubclass(list, origin) and len(inner) == 1:
+            return all(_fits(one, inner[0]) for one in value)
+        return isinstance(value, origin)
+    if hint is None or hint is type(None):
+        return value is None
+    if not isinstance(hint, type):
+        return True
+    if isinstance(value, bool):
+        return hint in (bool, object)
+    return isinstance(value, _NUMBERS.get(hint, hint))
+
+
+def _told(hint: Any) -> str:
+    if get_origin(hint) in (Union, types.UnionType):
+        return " or ".join(map(_told, get_args(hint)))
+    if hint is type(None):
+        return "None"
+    return getattr(hint, "__name__", str(hint)) if get_origin(hint) is None else str(hint)
