@@ -696,7 +696,6 @@ def test_requests_of_other_salts_share_no_prefix(model):
         memoryview(b"abc"),
         [array("B", b"abc")],
         torch.tensor(1),
-        [torch.tensor(1)],
         [True, True],
         [1, False],
         [1, 2.0],
