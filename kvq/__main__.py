@@ -1,6 +1,5 @@
 """`kvq` and `python -m kvq`."""
 
-import contextlib
 import os
 import signal
 import sys
@@ -25,8 +24,10 @@ def main() -> None:
 
 def _leave(status: int) -> None:
     """End now: a server has put its things away, and taking modules apart takes a second or more."""
+    from contextlib import suppress
+
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):
+        with suppress(OSError, ValueError):  # nobody reads it any more
             stream.flush()
     os._exit(status)
 

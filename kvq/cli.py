@@ -45,6 +45,10 @@ _WINDOWS = (
 )
 
 
+class _Interrupted(BaseException):
+    """Of KeyboardInterrupt click would make an empty line first."""
+
+
 class _Commands(click.Group):
     """Loads a command's module when the command is called, not to list it."""
 
@@ -58,6 +62,13 @@ class _Commands(click.Group):
         module = importlib.import_module(f"kvq.commands.{_COMMANDS[name][0]}")
         command: click.Command = module.command
         return command
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run what was asked for."""
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt as error:
+            raise _Interrupted from error
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
@@ -111,7 +122,7 @@ def main(args: list[str] | None = None) -> Any:
         error.show(shown)
         echo(shown.getvalue(), nl=False, err=True)
         sys.exit(2)
-    except (click.Abort, KeyboardInterrupt):
+    except (click.Abort, KeyboardInterrupt, _Interrupted):
         echo("kvq: interrupted", err=True)
         sys.exit(130)
     except KVQError as error:

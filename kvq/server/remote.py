@@ -312,7 +312,12 @@ class Remote:
                 stdin=subprocess.DEVNULL,
                 process_group=0,  # an interrupt at the terminal is this process's to handle
             )
-        reader, writer = await asyncio.open_connection(sock=ours)
+        try:
+            reader, writer = await asyncio.open_connection(sock=ours)
+        except BaseException:  # whoever is to end it doesn't know it yet
+            popen.kill()
+            popen.wait()
+            raise
         return _Process(popen, reader, writer)
 
     async def _ping(self, process: _Process) -> None:

@@ -59,7 +59,7 @@ def many(unit, count):
         (b'{"model":1,"m\\u006fdel":2}', "the name model is twice"),
         (b'{"\\u00e9":1,"\xc3\xa9":2}', "is twice"),
         (b'{"' + b"a" * 3000 + b'":1,"' + b"a" * 3000 + b'":2}', "is twice"),
-        (b'{"' + b"a" * json_bounds.MAX_NAME + b'":1}', "65536 bytes"),
+        (b'{"' + b"a" * json_bounds.MAX_NAME + b'":1}', f"{json_bounds.MAX_NAME} bytes"),
         (b'{"prompt":"' + b"[{,:" * 300_000 + b'"}', None),
         (b'{"prompt":"' + b'\\"[{,:' * 300_000 + b'"}', None),
     ],
