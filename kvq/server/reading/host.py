@@ -38,6 +38,7 @@ from kvq.server.reading.jobs import (
 from kvq.server.reading.pieces import put_together
 
 ID_BYTES = 4  # of a process id, and of an exit status
+NO_MEMORY = 1  # exit status of a reader
 FORK = bytes(ID_BYTES)  # in place of the id of one that has to go
 
 
@@ -136,7 +137,7 @@ def _answer(encoder: PromptEncoder, job: Job, pieces: list[str]) -> FromReader:
             template_fails=isinstance(error, TemplateFails),
         )
     except MemoryError:  # as if it had crashed, which other libraries would do of it
-        os._exit(1)
+        os._exit(NO_MEMORY)
     except Exception as error:  # noqa: BLE001 - this job's, whatever it is; its words may quote a prompt
         return Refusal(reason=f"the tokenizer failed: {type(error).__name__}", has_failed=True)
 
