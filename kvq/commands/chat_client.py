@@ -73,7 +73,7 @@ class ServerPartner:
         with self._open("/models") as answer:
             try:
                 return str(read_model(answer.read(_MAX_BYTES))["id"])
-            except (EngineError, HTTPException, OSError) as error:
+            except (EngineError, HTTPException, OSError, OverflowError) as error:
                 raise ConfigError(
                     f"{self._url} lists no models: {first_lines(error)}; is it an OpenAI base URL?"
                 ) from error
@@ -129,7 +129,7 @@ def _events(answer: IO[bytes]) -> Iterator[Event]:
             if data == b"[DONE]":
                 return
             yield read_event(data)
-    except (OSError, HTTPException, ValueError) as error:
+    except (OSError, HTTPException, ValueError, OverflowError) as error:
         raise EngineError(f"the server's stream broke: {first_lines(error)}") from error
     raise EngineError("the server ended the stream before the answer was complete")
 
@@ -138,7 +138,7 @@ def _refuse(error: HTTPError) -> NoReturn:
     try:
         with error:
             raw = error.read(_MAX_BYTES)
-    except (OSError, HTTPException, ValueError):
+    except (OSError, HTTPException, ValueError, OverflowError):
         raw = b""
     message = read_refusal(raw, error.code)
     if error.code < 400:
