@@ -15,6 +15,7 @@ from kvq.bench.measure import Run, Stopwatch, interleaved, read_bandwidth
 from kvq.bench.truth import exact_attention, relative_error
 from kvq.bench.workload import Workload, copies_for, dense_kv, filled_cache, queries
 from kvq.errors import ConfigError, KVQError
+from kvq.kernels import AttentionOptions
 
 _SLACK = 1e-5  # a relative error as small as this is fine whatever SDPA's is
 
@@ -120,12 +121,11 @@ def _over_blocks(workload: Workload, kv: str, backend: str, eager: bool) -> Iter
     rounding = torch.bfloat16 if ran == "cpu" else workload.dtype  # what its error is held against
     same = _sdpa(mine.to(rounding), k.to(rounding), v.to(rounding), scale, folded=True)[0]
     allowed = max(2 * relative_error(same.transpose(0, 1), truth), _SLACK)
+    options = AttentionOptions(scale=scale)
     nbytes = round(cache.layout.kv_bytes_per_token / copies * workload.tokens)
 
     def attend(copy: int) -> Tensor:
-        return cache.attend(copy, q.flatten(0, 1), batch, scale=scale, window=None, softcap=None, sinks=None)[
-            0
-        ]
+        return cache.attend(copy, q.flatten(0, 1), batch, options)[0]
 
     yield Contender(
         name="kvq",

@@ -13,6 +13,7 @@ from kvq.bench.measure import Stopwatch, interleaved
 from kvq.bench.truth import exact_attention, relative_error
 from kvq.bench.workload import Workload, filled_cache, queries
 from kvq.errors import KVQError
+from kvq.kernels import AttentionOptions
 from kvq.kernels.gpu import shapes
 from kvq.kernels.gpu.shapes import DECODE_ROWS, TileShape
 from kvq.kernels.linear.tiles import LinearTile
@@ -61,10 +62,7 @@ def tune(
             copy,
             q,
             batch,
-            scale=workload.head_dim**-0.5,
-            window=None,
-            softcap=None,
-            sinks=None,
+            AttentionOptions(scale=workload.head_dim**-0.5),
         )[0]
 
     k, v = cache.gather(0, batch.tables[-1:], 0, workload.contexts[-1], unrotate=True)

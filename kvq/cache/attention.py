@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from kvq.errors import ConfigError, ModelError
 from kvq.geometry import ModelGeometry
+from kvq.kernels import AttentionOptions
 
 NAME = "kvq"
 PACKED_NAME = "kvq_packed"
@@ -25,18 +26,11 @@ class PackedAttention(Protocol):
     def check_agrees(self, layer: int, **claims: object) -> None:
         """Raise ModelError if the model code hands over other numbers than its config named."""
 
-    def attend(
-        self,
-        layer: int,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        scale: float,
-        softcap: float | None,
-        sinks: Tensor | None,
-    ) -> Tensor:
-        """Write [tokens, kv_heads, dim], then attend: [tokens, q_heads, dim] in and out."""
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor:
+        """Write [tokens, kv_heads, dim], then attend: [tokens, q_heads, dim] in and out.
+
+        The layer's own window comes on top of the options.
+        """
 
 
 class BatchAttention(Protocol):
@@ -52,14 +46,12 @@ class BatchAttention(Protocol):
         key: Tensor,
         value: Tensor,
         padding: Tensor | None,
-        *,
-        scale: float,
-        softcap: float | None,
-        sinks: Tensor | None,
+        options: AttentionOptions,
     ) -> Tensor:
         """Write and attend: [batch, heads, tokens, dim] in, [batch, tokens, heads, dim] out.
 
-        `padding`: bool [batch, tokens so far], False where a token is padding.
+        `padding`: bool [batch, tokens so far], False where a token is padding. The layer's own window
+        comes on top of the options.
         """
 
 
@@ -142,21 +134,20 @@ def kvq_attention(
     }
     if "sliding_window" in options:
         claims["window"] = options["sliding_window"] or None
-    scale = query.shape[3] ** -0.5 if scaling is None else scaling
+    asked = AttentionOptions(
+        scale=query.shape[3] ** -0.5 if scaling is None else scaling, softcap=softcap, sinks=s_aux
+    )
     if kvq_step is None:
         step = _take(layer, key)
         check_agrees(step.geometry, layer, **claims)
-        out = step.attend(query, key, value, attention_mask, scale=scale, softcap=softcap, sinks=s_aux)
-        return out, None
+        return step.attend(query, key, value, attention_mask, asked), None
     kvq_step.check_agrees(layer, **claims)
     out = kvq_step.attend(
         layer,
         query[0].transpose(0, 1),  # [tokens, q_heads, k_head_dim]
         key[0].transpose(0, 1),
         value[0].transpose(0, 1),
-        scale=scale,
-        softcap=softcap,
-        sinks=s_aux,
+        asked,
     )
     return out[None], None
 

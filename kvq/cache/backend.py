@@ -13,7 +13,7 @@ from kvq.blockmgr.orders import Copy, Order, Scrub, SwapIn, SwapOut
 from kvq.errors import ConfigError, first_lines, nearest
 from kvq.formats import KVRecipe
 from kvq.geometry import ModelGeometry
-from kvq.kernels import SequenceBatch
+from kvq.kernels import AttentionOptions, SequenceBatch
 from kvq.layout import KVLayout
 
 ENTRY_POINTS = "kvq.cache_backends"
@@ -49,15 +49,7 @@ class CacheBackend(Protocol):
         """
 
     def attend(
-        self,
-        layer: int,
-        q: Tensor,
-        batch: SequenceBatch,
-        *,
-        scale: float,
-        window: int | None,
-        softcap: float | None,
-        sinks: Tensor | None,
+        self, layer: int, q: Tensor, batch: SequenceBatch, options: AttentionOptions
     ) -> tuple[Tensor, Tensor]:
         """Causal attention of new tokens, written before, over their sequences' blocks.
 
@@ -65,7 +57,7 @@ class CacheBackend(Protocol):
         and lse fp32 [tokens, q_heads], natural log, sinks included.
 
         Raises:
-            UnsupportedKernel: softcap or sinks, if this backend does not do them.
+            UnsupportedKernel: options that this backend does not know.
         """
 
     def copy(self, group: int, pairs: Sequence[tuple[int, int]]) -> None:

@@ -8,7 +8,7 @@ from kvq.formats import KVRecipe
 from kvq.formats.calibrated import AGAIN
 from kvq.formats.centers import HeadCenters
 from kvq.geometry import LayerGeometry, ModelGeometry
-from kvq.kernels import Device, KernelSpec, select
+from kvq.kernels import AttentionOptions, Device, KernelSpec, select
 from kvq.kernels.codec import rotate
 
 
@@ -52,7 +52,7 @@ class Centering:
         )
 
     def restored(
-        self, q: Tensor, out: Tensor, lse: Tensor, scale: float, sinks: Tensor | None
+        self, q: Tensor, out: Tensor, lse: Tensor, options: AttentionOptions
     ) -> tuple[Tensor, Tensor]:
         """What attention would give over rows that were not centered.
 
@@ -64,9 +64,9 @@ class Centering:
             added = out.float() + self._v.repeat_interleave(group, 0)
             out = added.masked_fill(torch.isneginf(lse)[..., None], 0.0).to(out.dtype)
         if self._k is not None:
-            lse = lse + scale * (q.float() * self._k.repeat_interleave(group, 0)).sum(-1)
-        if sinks is not None:
-            merged, lse = self._merge(out[None], lse[None], sinks)
+            lse = lse + options.scale * (q.float() * self._k.repeat_interleave(group, 0)).sum(-1)
+        if options.sinks is not None:
+            merged, lse = self._merge(out[None], lse[None], options.sinks)
             out = merged.to(out.dtype)
         return out, lse
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from kvq.cache.backend import CacheBackend, CacheFactory
 from kvq.formats import HeadMaxima, KVFormat, KVRecipe, StaticScales
 from kvq.geometry import LayerGeometry, ModelGeometry
-from kvq.kernels import SequenceBatch
+from kvq.kernels import AttentionOptions, SequenceBatch
 from kvq.kernels.codec import decode, encode, rotate
 from kvq.layout import BlockOrder, plan_layout
 
@@ -21,16 +21,6 @@ _LARGEST = 5.0  # absolute value of any K or V element, for static scales
 # New tokens of every sequence, step by step: prefills of several lengths, an empty sequence that
 # starts later, a sequence of one token that rests, and decodes.
 _STEPS = ((23, 0, 1, 7), (1, 4, 0, 6), (2, 1, 1, 1))
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Options:
-    """What attention is asked to do besides reading blocks."""
-
-    scale: float
-    window: int | None
-    softcap: float | None
-    sinks: Tensor | None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -138,11 +128,13 @@ class Trial:
             steps.append(Step(query_lens=counts, context_lens=tuple(contexts), tables=tables))
         return steps
 
-    def options(self, layer: int, *, softcap: float | None = None, with_sinks: bool = False) -> Options:
+    def options(
+        self, layer: int, *, softcap: float | None = None, with_sinks: bool = False
+    ) -> AttentionOptions:
         """The layer's own scale and window, with or without the rest."""
         sinks = torch.linspace(-2, 3, _Q_HEADS, device=self.device) if with_sinks else None
         scale = _HEAD_DIMS[layer][0] ** -0.5
-        return Options(scale=scale, window=_WINDOWS[layer], softcap=softcap, sinks=sinks)
+        return AttentionOptions(scale=scale, window=_WINDOWS[layer], softcap=softcap, sinks=sinks)
 
     def rows(self, step: Step, layer: int) -> tuple[Tensor, Tensor]:
         """K and V of a step's new tokens, fp32 [tokens, kv_heads, dim]."""
@@ -162,19 +154,18 @@ class Trial:
         slots = step.batch(self.device, cache.group_of[layer]).slots
         return cache.write(layer, *self.rows(step, layer), slots)
 
-    def attend(self, cache: CacheBackend, step: Step, layer: int, options: Options) -> tuple[Tensor, Tensor]:
+    def attend(
+        self, cache: CacheBackend, step: Step, layer: int, options: AttentionOptions
+    ) -> tuple[Tensor, Tensor]:
         """Let the backend attend."""
         return cache.attend(
             layer,
             self.queries(step, layer).to(self.device),
             step.batch(self.device, cache.group_of[layer]),
-            scale=options.scale,
-            window=options.window,
-            softcap=options.softcap,
-            sinks=options.sinks,
+            options,
         )
 
-    def expected(self, step: Step, layer: int, options: Options) -> tuple[Tensor, Tensor]:
+    def expected(self, step: Step, layer: int, options: AttentionOptions) -> tuple[Tensor, Tensor]:
         """Output and log-sum-exp in fp64 on the host, from rows as the formats store them."""
         formats = self.recipe.layers[layer]
         queries = self.queries(step, layer).double().split(step.query_lens)
@@ -226,7 +217,7 @@ def _random(shape: tuple[int, ...], *, seed: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def _attention(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor]:
+def _attention(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> tuple[Tensor, Tensor]:
     """`q` fp64 [new, q_heads, dim], the last positions of `k`, `v` [keys, kv_heads, dim]."""
     new, keys = q.shape[0], k.shape[0]
     shared = q.shape[1] // k.shape[1]

@@ -7,7 +7,7 @@ from torch.nn import functional
 from kvq.cache.kv_cache import KVCache
 from kvq.cache.recent import put_over
 from kvq.cache.scratch import DenseScratch
-from kvq.kernels import SequenceBatch
+from kvq.kernels import AttentionOptions, SequenceBatch
 from kvq.kernels.codec import rotate_by_product
 
 Rows = tuple[Tensor, Tensor]  # K and V
@@ -19,12 +19,11 @@ def dense_attention(
     layer: int,
     q: Tensor,
     batch: SequenceBatch,
+    options: AttentionOptions,
     *,
-    scale: float,
-    window: int | None,
     recent: Rows | None = None,
 ) -> Tensor | None:
-    """Causal attention of each row's last tokens.
+    """Causal attention of each row's last tokens, without softcap or sinks.
 
     `q`: [batch, q_heads, count, k_head_dim]; `recent`: K and V of every row's last tokens as they
     came, [batch, kv_heads, some, dim]. Returns [batch, count, q_heads, v_head_dim]. A row's
@@ -33,10 +32,11 @@ def dense_attention(
     rows of unequal length, where the oldest blocks of some rows were given back.
     """
     count, lengths, formats = q.shape[2], batch.context_lens, cache.layer(layer).formats
+    window = options.window
     longest, even = max(lengths), len(set(lengths)) == 1
     if window is not None and not even:
         return None
-    start = 0 if window is None else max(0, longest - count - window + 1)
+    start = options.oldest(longest - count)
     k, v = scratch.gather(
         cache, layer, batch.tables, start, longest, dtypes=(q.dtype, q.dtype), unrotate=False
     )
@@ -49,11 +49,11 @@ def dense_attention(
     if formats.k.rotated:
         q = rotate_by_product(q).to(q.dtype)  # its own inverse
     mask = (
-        None if even and count == 1 and window is None else _visible(lengths, count, start, window, q.device)
+        None if even and count == 1 and window is None else ~_hidden(lengths, count, start, options, q.device)
     )
     plain = even and start == 0 and count == longest and (window is None or window >= longest)
     out = functional.scaled_dot_product_attention(
-        q, k, v, attn_mask=None if plain else mask, is_causal=plain, scale=scale, enable_gqa=True
+        q, k, v, attn_mask=None if plain else mask, is_causal=plain, scale=options.scale, enable_gqa=True
     )
     if formats.v.rotated:
         out = rotate_by_product(out).to(q.dtype)
@@ -65,14 +65,11 @@ def dense_attention(
     return out
 
 
-def _visible(
-    lengths: tuple[int, ...], count: int, start: int, window: int | None, device: torch.device
+def _hidden(
+    lengths: tuple[int, ...], count: int, start: int, options: AttentionOptions, device: torch.device
 ) -> Tensor:
-    """bool [batch or 1, 1, count, keys]: True where a query sees a key, which begin at `start`."""
+    """bool [batch or 1, 1, count, keys]: True where a query does not see a key, which begin at `start`."""
     ends = torch.tensor(sorted(set(lengths)) if len(set(lengths)) == 1 else lengths, device=device)
     query = ends[:, None, None] - count + torch.arange(count, device=device)[:, None]  # [rows, count, 1]
     key = torch.arange(start, max(lengths), device=device)
-    seen = key <= query
-    if window is not None:
-        seen &= key > query - window
-    return seen[:, None]
+    return options.hides(query, key)[:, None]

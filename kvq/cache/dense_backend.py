@@ -12,7 +12,7 @@ from kvq.cache.memory import allocate_bytes, check_room
 from kvq.errors import ConfigError
 from kvq.formats import KVRecipe
 from kvq.geometry import LayerGeometry, ModelGeometry
-from kvq.kernels import SequenceBatch
+from kvq.kernels import AttentionOptions, SequenceBatch
 from kvq.kernels.codec import CODE_DTYPES
 from kvq.layout import KVLayout
 
@@ -77,15 +77,7 @@ class DenseCache:
         return ~(torch.isfinite(k).all(dim=-1).all(dim=-1) & torch.isfinite(v).all(dim=-1).all(dim=-1))
 
     def attend(
-        self,
-        layer: int,
-        q: Tensor,
-        batch: SequenceBatch,
-        *,
-        scale: float,
-        window: int | None,
-        softcap: float | None,
-        sinks: Tensor | None,
+        self, layer: int, q: Tensor, batch: SequenceBatch, options: AttentionOptions
     ) -> tuple[Tensor, Tensor]:
         """Causal attention, one sequence after the other; see `CacheBackend.attend`."""
         k_rows, v_rows = self._rows[layer]
@@ -94,15 +86,14 @@ class DenseCache:
         at = 0
         for table, new, context in zip(batch.tables, batch.query_lens, batch.context_lens, strict=True):
             query = torch.arange(context - new, context, device=q.device)[:, None]  # positions
-            oldest = 0 if window is None else max(0, context - new - window + 1)
+            oldest = options.oldest(context - new)
             key = torch.arange(oldest, context, device=q.device)
             slots = table[key // self._block_size].long() * self._block_size + key % self._block_size
             k, v = (x.flatten(0, 1)[slots].transpose(0, 1).float() for x in (k_rows, v_rows))
-            hidden = key > query
-            if window is not None:
-                hidden |= key <= query - window
             rows = slice(at, at + new)
-            one_out, lse[rows] = _attend_one(q[rows].float() * scale, k, v, hidden, softcap, sinks)
+            one_out, lse[rows] = _attend_one(
+                q[rows].float() * options.scale, k, v, options.hides(query, key), options
+            )
             out[rows] = one_out.to(q.dtype)
             at += new
         return out, lse
@@ -199,17 +190,15 @@ def _common_dtype(recipe: KVRecipe) -> torch.dtype:
 
 
 def _attend_one(
-    q: Tensor, k: Tensor, v: Tensor, hidden: Tensor, softcap: float | None, sinks: Tensor | None
+    q: Tensor, k: Tensor, v: Tensor, hidden: Tensor, options: AttentionOptions
 ) -> tuple[Tensor, Tensor]:
     """Scaled `q` [new, q_heads, dim] over `k`, `v` [kv_heads, keys, dim]; `hidden` [new, keys]."""
     heads = q.shape[1] // k.shape[0]
     k, v = k.repeat_interleave(heads, dim=0), v.repeat_interleave(heads, dim=0)
-    scores = q.transpose(0, 1) @ k.transpose(1, 2)  # [q_heads, new, keys]
-    if softcap is not None:
-        scores = softcap * torch.tanh(scores / softcap)
+    scores = options.capped(q.transpose(0, 1) @ k.transpose(1, 2))  # [q_heads, new, keys]
     scores = scores.masked_fill(hidden, float("-inf"))
     lse = scores.logsumexp(dim=-1)  # [q_heads, new]
-    if sinks is not None:
-        lse = torch.logaddexp(lse, sinks.float()[:, None])
+    if options.sinks is not None:
+        lse = torch.logaddexp(lse, options.sinks.float()[:, None])
     out = torch.exp(scores - lse[..., None]) @ v
     return out.transpose(0, 1), lse.transpose(0, 1)

@@ -10,6 +10,7 @@ from kvq.cache.attention import hand_over
 from kvq.cache.hf_state import CacheState
 from kvq.errors import ConfigError, RequestError
 from kvq.geometry import LayerGeometry, ModelGeometry
+from kvq.kernels import AttentionOptions
 
 
 class KvqLayer(CacheLayerMixin):  # type: ignore[misc]
@@ -120,10 +121,7 @@ class _BlockStep:
         key: Tensor,
         value: Tensor,
         padding: Tensor | None,
-        *,
-        scale: float,
-        softcap: float | None,
-        sinks: Tensor | None,
+        options: AttentionOptions,
     ) -> Tensor:
         """Write, then attend from blocks; see `kvq.cache.attention.BatchAttention`."""
         state, seen = self._of.state, self._of.cumulative_length
@@ -137,7 +135,7 @@ class _BlockStep:
             _left_padding(padding, rows.batch, seen + count) if seen == rows.length else None,
         )
         rows.write(self.layer, key, value)
-        out = rows.attend(self.layer, query, (key, value), scale=scale, softcap=softcap, sinks=sinks)
+        out = rows.attend(self.layer, query, (key, value), options)
         self._of.cumulative_length = rows.length
         state.layer_done(rows)
         return out

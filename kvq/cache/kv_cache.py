@@ -16,7 +16,7 @@ from kvq.cache.views import layer_views
 from kvq.errors import ConfigError
 from kvq.formats import KVRecipe, LayerCenters
 from kvq.geometry import ModelGeometry
-from kvq.kernels import Device, Kernel, KernelSpec, PagedKV, SequenceBatch, select
+from kvq.kernels import AttentionOptions, Device, Kernel, KernelSpec, PagedKV, SequenceBatch, select
 from kvq.layout import KVLayout, LayerLayout
 
 
@@ -118,26 +118,17 @@ class KVCache:
         layer: int,
         q: Tensor,
         batch: SequenceBatch,
+        options: AttentionOptions,
         *,
-        scale: float,
-        window: int | None,
-        softcap: float | None,
-        sinks: Tensor | None,
         skip_last: int = 0,
     ) -> tuple[Tensor, Tensor]:
         """`attend` for one layer; returns (out, lse)."""
-        centering = self._centering.get(layer)
-        out, lse = self._attend[layer].run(
-            q,
-            self._layers[layer],
-            batch,
-            scale=scale,
-            window=window,
-            softcap=softcap,
-            sinks=sinks if centering is None else None,
-            skip_last=skip_last,
-        )
-        return (out, lse) if centering is None else centering.restored(q, out, lse, scale, sinks)
+        centering, kernel, kv = self._centering.get(layer), self._attend[layer].run, self._layers[layer]
+        if centering is None:
+            found: tuple[Tensor, Tensor] = kernel(q, kv, batch, options, skip_last=skip_last)
+            return found
+        out, lse = kernel(q, kv, batch, options.without_sinks(), skip_last=skip_last)
+        return centering.restored(q, out, lse, options)
 
     def gather(
         self,

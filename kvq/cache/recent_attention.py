@@ -3,14 +3,13 @@
 from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
 from kvq.cache.kv_cache import KVCache
 from kvq.formats import LayerFormats, parse_format
-from kvq.kernels import Device, KernelSpec, PagedKV, PagedRows, SequenceBatch, select
+from kvq.kernels import AttentionOptions, Device, KernelSpec, PagedKV, PagedRows, SequenceBatch, select
 
 Segment = tuple[Tensor, Tensor]  # K and V
 _LEAST_BLOCK = 256  # tokens
@@ -23,11 +22,7 @@ def attend_both(
     q: Tensor,
     batch: SequenceBatch,
     recent: Segment,
-    *,
-    scale: float,
-    window: int | None,
-    softcap: float | None,
-    sinks: Tensor | None,
+    options: AttentionOptions,
 ) -> Tensor:
     """What `KVCache.attend` does, but with `recent` in place of the last tokens in the blocks.
 
@@ -42,34 +37,21 @@ def attend_both(
     attend, merge = _kernels(kv.formats, q.shape[1], recent[0].shape[1], q.device)
     # On a CPU both parts stay fp32 until they are merged; GPUs multiply in 16 bits.
     query = q.float() if q.device.type == "cpu" else q
-    parts = [attend(query, kv, own, scale=scale, window=window, softcap=softcap)]
+    without_sinks = options.without_sinks()
+    parts = [attend(query, kv, own, without_sinks)]
     if max(batch.context_lens) > some:
-        parts.append(
-            cache.attend(
-                layer,
-                query,
-                batch,
-                scale=scale,
-                window=window,
-                softcap=softcap,
-                sinks=None,
-                skip_last=some,
-            )
-        )
+        parts.append(cache.attend(layer, query, batch, without_sinks, skip_last=some))
     outs, lses = (torch.stack(x) for x in zip(*parts, strict=True))
-    out: Tensor = merge(outs, lses, sinks)[0]
+    out: Tensor = merge(outs, lses, options.sinks)[0]
     return out.to(q.dtype)
-
-
-_batches: WeakKeyDictionary[SequenceBatch, dict[tuple[int, int], SequenceBatch]] = WeakKeyDictionary()
 
 
 def _own(batch: SequenceBatch, recent: Segment, whole: bool) -> SequenceBatch:
     """The step as the recent rows see it: one for all layers that lie alike, so kernels plan once."""
     sequences, _, some, _ = recent[0].shape
     apart = 0 if whole else recent[0].stride(0) // recent[0].stride(2)  # rows from one sequence to the next
-    found = _batches.setdefault(batch, {})
-    if (some, apart) not in found:
+    name = (_own, some, apart)
+    if name not in batch.kept:
         tables = torch.arange(sequences, dtype=torch.int32)[:, None]
         if not whole:
             tables = torch.zeros(sequences, some, dtype=torch.int32)
@@ -77,13 +59,14 @@ def _own(batch: SequenceBatch, recent: Segment, whole: bool) -> SequenceBatch:
                 held = min(some, context)
                 first = i * apart + some - held
                 tables[i, :held] = torch.arange(first, first + held, dtype=torch.int32)
-        found[some, apart] = SequenceBatch(
+        batch.kept[name] = SequenceBatch(
             query_lens=batch.query_lens,
             context_lens=tuple(min(some, context) for context in batch.context_lens),
             tables=tables.to(recent[0].device),
             slots=batch.slots,
         )
-    return found[some, apart]
+    own: SequenceBatch = batch.kept[name]
+    return own
 
 
 @lru_cache(maxsize=64)

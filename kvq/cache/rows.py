@@ -1,7 +1,5 @@
 """The rows of a batch as sequences over their own pools: what KvqCache keeps, without transformers."""
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -14,7 +12,7 @@ from kvq.cache.scratch import DenseScratch
 from kvq.errors import OutOfBlocks, RequestError
 from kvq.formats import KVRecipe
 from kvq.geometry import ModelGeometry
-from kvq.kernels import Device, KernelSpec, SequenceBatch, select
+from kvq.kernels import AttentionOptions, Device, KernelSpec, SequenceBatch, select
 from kvq.layout import KVLayout
 
 _GROWTH = 32  # a pool that is full grows by one part in so many
@@ -142,16 +140,7 @@ class BatchRows:
             bad = full.index_copy_(0, self._place, bad)
         self.bad_rows |= bad.view(self.batch, -1).any(dim=1)
 
-    def attend(
-        self,
-        layer: int,
-        q: Tensor,
-        new: tuple[Tensor, Tensor],
-        *,
-        scale: float,
-        softcap: float | None,
-        sinks: Tensor | None,
-    ) -> Tensor:
+    def attend(self, layer: int, q: Tensor, new: tuple[Tensor, Tensor], options: AttentionOptions) -> Tensor:
         """Attend from one layer's blocks, after `write`.
 
         `q`: [batch, q_heads, count, k_head_dim]; `new`: the step's own K and V, just written. Returns
@@ -159,19 +148,17 @@ class BatchRows:
         the reference kernel runs, blocks are dequantized into `scratch` for torch's own attention, if
         that knows the layer's kind.
         """
-        window, batch = self.geometry.layers[layer].window, self.batches[self.blocks.group_of[layer]]
+        options = options.within(self.geometry.layers[layer].window)
+        batch = self.batches[self.blocks.group_of[layer]]
         exact = None if self.recent is None else self.recent.take(layer, *new)
-        if self._prefers_dense[layer] and softcap is None and sinks is None:
-            out = dense_attention(
-                self.scratch, self.blocks, layer, q, batch, scale=scale, window=window, recent=exact
-            )
+        if self._prefers_dense[layer] and options.softcap is None and options.sinks is None:
+            out = dense_attention(self.scratch, self.blocks, layer, q, batch, options, recent=exact)
             if out is not None:
                 return out
-        options: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap, "sinks": sinks}
         if exact is None:
-            packed, _ = self.blocks.attend(layer, self._packed(q), batch, **options)
+            packed, _ = self.blocks.attend(layer, self._packed(q), batch, options)
         else:
-            packed = attend_both(self.blocks, layer, self._packed(q), batch, exact, **options)
+            packed = attend_both(self.blocks, layer, self._packed(q), batch, exact, options)
         if self._place is not None:
             full = packed.new_zeros(q.shape[0] * q.shape[2], *packed.shape[1:])
             packed = full.index_copy_(0, self._place, packed)

@@ -15,7 +15,7 @@ from kvq.cache.backend import CacheBackend
 from kvq.evals.divergence import check_context, with_baseline
 from kvq.evals.windows import spread, token_windows
 from kvq.formats import KVRecipe
-from kvq.kernels import SequenceBatch
+from kvq.kernels import AttentionOptions, SequenceBatch
 from kvq.models import Model
 
 _TINY = 1e-30  # a norm of zero has no relative error
@@ -83,11 +83,13 @@ class _ComparedCache:
             other.cache.write(layer, k, v, slots)
         return self._baseline.write(layer, k, v, slots)
 
-    def attend(self, layer: int, q: Tensor, batch: SequenceBatch, **how: Any) -> tuple[Tensor, Tensor]:
+    def attend(
+        self, layer: int, q: Tensor, batch: SequenceBatch, options: AttentionOptions
+    ) -> tuple[Tensor, Tensor]:
         """The baseline's attention; how far the others are off it is kept."""
-        out, lse = self._baseline.attend(layer, q, batch, **how)
+        out, lse = self._baseline.attend(layer, q, batch, options)
         for other in self._others:
-            got, _ = other.cache.attend(layer, q, batch, **how)
+            got, _ = other.cache.attend(layer, q, batch, options)
             other.layers.setdefault(layer, _Errors()).update(got, out)
         return out, lse
 

@@ -1,5 +1,6 @@
 """Kernels over quantized blocks, one folder per operation, each with its PyTorch reference."""
 
+from kvq.kernels.attend.options import AttentionOptions
 from kvq.kernels.linear.spec import LINEAR_OPERATIONS, LinearSpec
 from kvq.kernels.linear.weight import PlainWeight, QuantizedWeight
 from kvq.kernels.paged import PagedKV, PagedRows, SequenceBatch
@@ -9,6 +10,7 @@ from kvq.kernels.spec import Device, KernelSpec, Support
 __all__ = [
     "BACKENDS",
     "LINEAR_OPERATIONS",
+    "AttentionOptions",
     "Device",
     "Kernel",
     "KernelSpec",

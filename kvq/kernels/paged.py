@@ -1,10 +1,22 @@
 """The tensors that kernels work on: one layer's blocks, and the sequences of one step."""
 
-from dataclasses import dataclass
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from typing import Any
 
 from torch import Tensor
 
 from kvq.formats import LayerFormats
+
+
+class Kept(dict[Hashable, Any]):
+    """What kernels worked out of tensors, each under a name of its own; once for all steps or layers.
+
+    A deep copy begins empty: what is kept names the memory of the original.
+    """
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Kept":
+        return Kept()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -20,7 +32,7 @@ class PagedRows:
     static_scale: Tensor | None  # fp32 [kv_heads]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False, weakref_slot=True)
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class PagedKV:
     """One layer's K and V in blocks, and their formats."""
 
@@ -28,9 +40,10 @@ class PagedKV:
     v: PagedRows
     formats: LayerFormats
     block_size: int  # tokens
+    kept: Kept = field(default_factory=Kept, init=False, repr=False)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False, weakref_slot=True)
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class SequenceBatch:
     """The sequences of one step, seen by one layer group, in the order their tokens are packed.
 
@@ -45,3 +58,4 @@ class SequenceBatch:
     # int32 [3, sequences] on the device: first token, new tokens, context. Where it is given, as in a
     # captured graph, kernels on a GPU read it, and `context_lens` are upper limits.
     lens: Tensor | None = None
+    kept: Kept = field(default_factory=Kept, init=False, repr=False)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from kvq.kernels import AttentionOptions
 from kvq.kernels.decoder.cpu import CpuDecoder, DecoderWeights, NormWeight
 from kvq.kernels.rope.cpu import MOST_DIM
 from kvq.models.norms import FusedRMSNorm
@@ -64,7 +65,7 @@ class FusedForward:
         self._decoder = CpuDecoder(_weights(layer))
         self._queries: int = attention.q_proj.out_features // attention.head_dim
         self._turned = self._queries + attention.k_proj.out_features // attention.head_dim
-        self._scale: float = attention.scaling
+        self._options = AttentionOptions(scale=attention.scaling)
         self._index: int = attention.layer_idx
 
     def __call__(self, hidden_states: Tensor, *args: Any, **options: Any) -> Any:
@@ -76,7 +77,7 @@ class FusedForward:
         x = hidden_states[0]  # [rows, hidden]
         heads = self._decoder.before(x, cos[0], sin[0])
         q, k, v = heads[:, : self._queries], heads[:, self._queries : self._turned], heads[:, self._turned :]
-        attended = step.attend(self._index, q, k, v, scale=self._scale, softcap=None, sinks=None)
+        attended = step.attend(self._index, q, k, v, self._options)
         return self._decoder.after(x, attended.flatten(1))[None]
 
 

@@ -11,7 +11,7 @@ from torch.nn import functional
 from kvq.cache.attention import check_agrees
 from kvq.cache.backend import CacheBackend
 from kvq.geometry import ModelGeometry
-from kvq.kernels import SequenceBatch
+from kvq.kernels import AttentionOptions, SequenceBatch
 
 Observer = Callable[[int, Tensor, Tensor], None]  # (layer, K, V), both [tokens, kv_heads, dim]
 
@@ -28,17 +28,7 @@ class PackedStep:
     observer: Observer | None = None
     attention_s: float = 0.0  # time in `attend` so far; on a GPU the time to launch it
 
-    def attend(
-        self,
-        layer: int,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        scale: float,
-        softcap: float | None,
-        sinks: Tensor | None,
-    ) -> Tensor:
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor:
         """Write the new tokens of one layer, then attend from them.
 
         `q`: [rows, q_heads, k_head_dim]; `k`, `v`: [rows, kv_heads, dim]. Rows past the step's
@@ -51,16 +41,8 @@ class PackedStep:
             self.observer(layer, k, v)
         batch = self.batches[self.cache.group_of[layer]]
         self.bad_tokens |= self.cache.write(layer, k, v, batch.slots)
-        windows = [w for w in (self.geometry.layers[layer].window, self.window_limit) if w is not None]
-        out, _ = self.cache.attend(
-            layer,
-            q,
-            batch,
-            scale=scale,
-            window=min(windows, default=None),
-            softcap=softcap,
-            sinks=sinks,
-        )
+        options = options.within(self.geometry.layers[layer].window).within(self.window_limit)
+        out, _ = self.cache.attend(layer, q, batch, options)
         if rows > tokens:
             out = functional.pad(out, (0, 0, 0, 0, 0, rows - tokens))
         self.attention_s += perf_counter() - began

@@ -16,6 +16,7 @@ from kvq.bench.tune import candidates, write_table
 from kvq.bench.workload import Workload, filled_cache, lengths, queries
 from kvq.cache import KVCache
 from kvq.errors import ConfigError, KVQError
+from kvq.kernels import AttentionOptions
 from kvq.kernels.gpu import shapes
 from kvq.kernels.gpu.shapes import TileShape
 
@@ -222,7 +223,5 @@ def test_layers_are_copies_that_rotate_data_past_the_cache() -> None:
     cache, batch, copies = filled_cache(small(), "int4", "cpu")
     assert copies > 1
     q = queries(small()).flatten(0, 1)
-    outs = [
-        cache.attend(i, q, batch, scale=1.0, window=None, softcap=None, sinks=None)[0] for i in range(copies)
-    ]
+    outs = [cache.attend(i, q, batch, AttentionOptions(scale=1.0))[0] for i in range(copies)]
     assert all(torch.equal(out, outs[0]) for out in outs)

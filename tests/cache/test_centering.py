@@ -8,7 +8,7 @@ import torch
 from kvq.cache import KVCache
 from kvq.errors import ConfigError
 from kvq.formats import Centers, KVRecipe, LayerCenters
-from kvq.kernels import SequenceBatch
+from kvq.kernels import AttentionOptions, SequenceBatch
 from kvq.layout import plan_layout
 from tests.kernels.kit import CPU, geometry, rows_like_kv
 
@@ -76,7 +76,7 @@ def test_attention_over_centered_rows_is_that_of_the_rows(
     assert not cache.write(0, keys, values, work.slots).any()
     q = torch.randn(queries, 2 * HEADS, DIM, generator=torch.Generator().manual_seed(5))
     sinks = torch.linspace(-2, 30, 2 * HEADS) if with_sinks else None
-    out, lse = cache.attend(0, q, work, scale=0.125, window=None, softcap=None, sinks=sinks)
+    out, lse = cache.attend(0, q, work, AttentionOptions(scale=0.125, sinks=sinks))
     gathered = [x[0].transpose(0, 1) for x in cache.gather(0, work.tables, 0, tokens, unrotate=True)]
     for rows, dense in zip((keys, values), gathered, strict=True):
         assert (dense - rows).abs().max() < 1.0  # a step of int4, of rows of size 1 to 4
@@ -113,7 +113,7 @@ def test_a_part_without_keys_stays_empty() -> None:
     cache, work = cache_of("int4"), batch(23, 1)
     cache.write(0, *biased(23), work.slots)
     q = torch.randn(1, 2 * HEADS, DIM)
-    out, lse = cache.attend(0, q, work, scale=0.125, window=None, softcap=None, sinks=None, skip_last=23)
+    out, lse = cache.attend(0, q, work, AttentionOptions(scale=0.125), skip_last=23)
     assert torch.equal(out, torch.zeros_like(out))
     assert torch.isneginf(lse).all()
 
@@ -135,5 +135,5 @@ def test_bf16_rows_keep_their_dtype() -> None:
     cache, work = cache_of("int4"), batch(23, 3)
     cache.write(0, *biased(23, torch.bfloat16), work.slots)
     q = torch.randn(3, 2 * HEADS, DIM).bfloat16()
-    out, _ = cache.attend(0, q, work, scale=0.125, window=None, softcap=None, sinks=torch.zeros(2 * HEADS))
+    out, _ = cache.attend(0, q, work, AttentionOptions(scale=0.125, sinks=torch.zeros(2 * HEADS)))
     assert out.dtype == torch.bfloat16

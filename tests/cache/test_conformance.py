@@ -1,6 +1,7 @@
 """Every backend passes the conformance suite, and the suite notices every kind of fault."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -60,15 +61,17 @@ class Shrinks(KVCache):
 class OffByOneWindow(KVCache):
     """Sees one token less than the window allows."""
 
-    def attend(self, *args: Any, window: int | None, **options: Any) -> tuple[Tensor, Tensor]:
-        return super().attend(*args, window=None if window is None else window - 1, **options)
+    def attend(self, layer: int, q: Tensor, batch: Any, options: Any, **more: Any) -> tuple[Tensor, Tensor]:
+        if options.window is not None:
+            options = replace(options, window=options.window - 1)
+        return super().attend(layer, q, batch, options, **more)
 
 
 class SinksAreLost(KVCache):
     """Takes sinks and does nothing with them."""
 
-    def attend(self, *args: Any, sinks: Tensor | None, **options: Any) -> tuple[Tensor, Tensor]:
-        return super().attend(*args, sinks=None, **options)
+    def attend(self, layer: int, q: Tensor, batch: Any, options: Any, **more: Any) -> tuple[Tensor, Tensor]:
+        return super().attend(layer, q, batch, options.without_sinks(), **more)
 
 
 class ScaledWrong(KVCache):
@@ -152,8 +155,8 @@ class SharesABlock(KVCache):
 class ReadsStaleEntries(KVCache):
     """Adds a little of a table's first block, as 0 x NaN would."""
 
-    def attend(self, layer: int, q: Tensor, batch: Any, **options: Any) -> tuple[Tensor, Tensor]:
-        out, lse = super().attend(layer, q, batch, **options)
+    def attend(self, layer: int, q: Tensor, batch: Any, options: Any, **more: Any) -> tuple[Tensor, Tensor]:
+        out, lse = super().attend(layer, q, batch, options, **more)
         first = self.layer(layer).v.codes[batch.tables[0, 0].long()].float()
         return out + 0 * first.sum(), lse
 
@@ -161,8 +164,8 @@ class ReadsStaleEntries(KVCache):
 class ReadsUnwrittenSlots(KVCache):
     """Adds 0 x everything in the last sequence's last block, whose end is not written yet."""
 
-    def attend(self, layer: int, q: Tensor, batch: Any, **options: Any) -> tuple[Tensor, Tensor]:
-        out, lse = super().attend(layer, q, batch, **options)
+    def attend(self, layer: int, q: Tensor, batch: Any, options: Any, **more: Any) -> tuple[Tensor, Tensor]:
+        out, lse = super().attend(layer, q, batch, options, **more)
         last = batch.tables[-1][(batch.context_lens[-1] - 1) // 5].long()
         return out + 0 * self.layer(layer).v.codes[last].float().sum(), lse
 
@@ -197,10 +200,10 @@ def test_every_kind_of_fault_is_named(broken: type[KVCache], check: str) -> None
 
 def test_a_backend_may_refuse_softcap_and_sinks_with_a_reason() -> None:
     class Plain(DenseCache):
-        def attend(self, *args: Any, **options: Any) -> tuple[Tensor, Tensor]:
-            if options["softcap"] is not None or options["sinks"] is not None:
+        def attend(self, layer: int, q: Tensor, batch: Any, options: Any) -> tuple[Tensor, Tensor]:
+            if options.softcap is not None or options.sinks is not None:
                 raise UnsupportedKernel("this backend knows neither softcap nor sinks")
-            return super().attend(*args, **options)
+            return super().attend(layer, q, batch, options)
 
     class Nothing(DenseCache):
         def attend(self, *args: Any, **options: Any) -> tuple[Tensor, Tensor]:

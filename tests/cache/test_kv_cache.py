@@ -7,7 +7,7 @@ from kvq.blockmgr import BlockId, BlockManager, Scrub
 from kvq.cache import KVCache, kv_cache, memory
 from kvq.errors import ConfigError, OutOfMemory, UnsupportedKernel
 from kvq.formats import KVRecipe
-from kvq.kernels import SequenceBatch
+from kvq.kernels import AttentionOptions, SequenceBatch
 from kvq.layout import BlockOrder, plan_layout
 from kvq.sizes import binary
 from tests.kernels.kit import (
@@ -100,7 +100,7 @@ def test_write_and_attend_run_on_the_layers_own_blocks() -> None:
         tables=torch.tensor([[5]], dtype=torch.int32),
         slots=torch.tensor([26]),
     )
-    out, lse = cache.attend(1, k, batch, scale=0.1, window=1, softcap=None, sinks=None)
+    out, lse = cache.attend(1, k, batch, AttentionOptions(scale=0.1, window=1))
     torch.testing.assert_close(out, stored(cache, 1, "v", v))  # one visible key: its value is the answer
     assert lse.shape == (1, 3)
     assert cache.write(1, k * torch.nan, v, torch.tensor([26])).tolist() == [True]

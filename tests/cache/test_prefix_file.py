@@ -18,7 +18,7 @@ from kvq.blockmgr.ids import BlockId
 from kvq.cache import KVCache
 from kvq.cache.prefix_file import load_prefix, save_prefix
 from kvq.errors import ConfigError
-from kvq.kernels import SequenceBatch
+from kvq.kernels import AttentionOptions, SequenceBatch
 from kvq.layout import BlockOrder
 from tests.kernels.kit import POISON, poisoned_cache, rows_like_kv, slot_bytes
 
@@ -74,7 +74,7 @@ def attention(cache: KVCache, manager: BlockManager, prompt: Prompt) -> list[Ten
         )
         q = rows_like_kv(1, 3, k_dim, 77)
         window = 15 if group else None  # what is left of it for the token that comes next
-        outs.append(cache.attend(layer, q, batch, scale=0.1, window=window, softcap=None, sinks=None)[0])
+        outs.append(cache.attend(layer, q, batch, AttentionOptions(scale=0.1, window=window))[0])
     return outs
 
 

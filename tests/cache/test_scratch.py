@@ -6,7 +6,7 @@ import torch
 from kvq.cache.dense_attention import dense_attention
 from kvq.cache.kv_cache import KVCache
 from kvq.cache.scratch import DenseScratch
-from kvq.kernels import SequenceBatch
+from kvq.kernels import AttentionOptions, SequenceBatch
 from kvq.kernels.attend.reference import attend
 from tests.kernels.kit import KINDS, poisoned_cache, rows_like_kv, unrotated
 
@@ -75,11 +75,11 @@ def test_attention_by_torch_is_the_references(kv: str, dims: tuple[int, int], ca
     cache, batch, _ = _filled(kv, dims, lengths, news)
     count = max(news)
     q = torch.randn(len(lengths), 6, count, dims[0], generator=torch.Generator().manual_seed(9))
-    settings = {"scale": 0.2, "window": None} | options
-    out = dense_attention(DenseScratch(q.device), cache, 0, q, batch, **settings)
+    settings = AttentionOptions(scale=0.2, **options)
+    out = dense_attention(DenseScratch(q.device), cache, 0, q, batch, settings)
     assert out is not None
     packed = torch.cat([q[i, :, count - new :].transpose(0, 1) for i, new in enumerate(news)])
-    want = attend(packed, cache.layer(0), batch, **settings)[0]
+    want = attend(packed, cache.layer(0), batch, settings)[0]
     got = torch.cat([out[i, count - new :] for i, new in enumerate(news)])
     assert torch.allclose(got, want, atol=2e-6 * float(want.abs().max()) + 1e-6)
     for i, new in enumerate(news):

@@ -27,12 +27,12 @@ class Watched:
         self.written += slots.tolist()
         return self._cache.write(layer, k, v, slots)
 
-    def attend(self, layer, q, batch, **options):
+    def attend(self, layer, q, batch, options):
         first, new, context = batch.lens.tolist()
         assert first == list(range(len(first)))
         assert set(new) == {1}
         assert max(context) <= batch.context_lens[0]
-        return self._cache.attend(layer, q, replace(batch, context_lens=tuple(context)), **options)
+        return self._cache.attend(layer, q, replace(batch, context_lens=tuple(context)), options)
 
 
 @pytest.mark.parametrize("kv", ["fp32", "int4"])

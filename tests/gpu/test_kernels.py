@@ -17,7 +17,7 @@ from torch.nn import functional
 from kvq.bench.truth import exact_attention, relative_error
 from kvq.bench.workload import Workload, filled_cache, queries
 from kvq.cache import KVCache
-from kvq.kernels import PagedKV, PagedRows, SequenceBatch, registry
+from kvq.kernels import AttentionOptions, PagedKV, PagedRows, SequenceBatch, registry
 from kvq.kernels.attend.reference import attend as reference_attend
 from kvq.layout import BlockOrder
 from tests.kernels.kit import KINDS, POISON, Tables, poisoned_cache, rows_like_kv
@@ -93,10 +93,11 @@ def check_attention(
     """Compare with the reference in fp32; allowed is twice what torch's own attention errs in `dtype`."""
     tokens = sum(batch.query_lens)
     q = rows_like_kv(tokens, 6, dims[0], 77).to(dtype)
-    settings = {"scale": dims[0] ** -0.5, **options}
-    want, want_lse = reference_attend(q.float(), cache.layer(1), batch, **settings)
-    on_gpu = {name: x.to(GPU) if isinstance(x, Tensor) else x for name, x in settings.items()}
-    out, lse = attend(q.to(GPU), layer_on_gpu(cache, 1), moved(batch), **on_gpu)
+    skip = options.pop("skip_last", 0)
+    settings = AttentionOptions(scale=dims[0] ** -0.5, **options)
+    want, want_lse = reference_attend(q.float(), cache.layer(1), batch, settings, skip_last=skip)
+    on_gpu = replace(settings, sinks=None if settings.sinks is None else settings.sinks.to(GPU))
+    out, lse = attend(q.to(GPU), layer_on_gpu(cache, 1), moved(batch), on_gpu, skip_last=skip)
     assert out.dtype == dtype
     allowed = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}[dtype]
     assert relative_error(out.cpu(), want.double()) < allowed
@@ -171,7 +172,7 @@ def test_a_long_extend_errs_no_more_than_twice_what_torch_does(kv: str) -> None:
     )
     cache, batch, _ = filled_cache(workload, kv, "triton")
     q = queries(workload)
-    out, _ = attend(q.flatten(0, 1), cache.layer(0), batch, scale=128**-0.5)
+    out, _ = attend(q.flatten(0, 1), cache.layer(0), batch, AttentionOptions(scale=128**-0.5))
     k, v = cache.gather(0, batch.tables[:1], 0, 9000, unrotate=True)
     truth = exact_attention(q[0], k[0], v[0], 128**-0.5)
     mask = torch.ones(300, 9000, dtype=torch.bool, device=GPU).tril_(8700)

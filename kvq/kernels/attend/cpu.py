@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from kvq.errors import ConfigError
+from kvq.kernels.attend.options import AttentionOptions
 from kvq.kernels.native.library import check, loaded
 from kvq.kernels.native.structs import Attention, batch_of, check_shape, dense_of, layer_of
 from kvq.kernels.paged import PagedKV, SequenceBatch
@@ -17,11 +18,8 @@ def attend(
     q: Tensor,
     kv: PagedKV,
     batch: SequenceBatch,
+    options: AttentionOptions,
     *,
-    scale: float,
-    window: int | None = None,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
     skip_last: int = 0,
     exact: bool = False,
 ) -> tuple[Tensor, Tensor]:
@@ -49,10 +47,7 @@ def attend(
     reach = width * kv.block_size
     if any(context - skip_last > reach for context in contexts) or max(contexts, default=0) > _MOST:
         raise IndexError("a table or a slot names a block outside the pool: it is shorter than its sequence")
-    if window is not None and window < 1:
-        raise ConfigError(f"window must be 1 token at least, or None for no window, got {window}")
-    if softcap is not None and softcap <= 0:
-        raise ConfigError(f"softcap must be more than 0, or None for none, got {softcap}")
+    sinks = options.sinks
     if q_heads % kv.k.codes.shape[1] or (sinks is not None and sinks.shape != (q_heads,)):
         raise ConfigError(f"{q_heads} query heads don't fit {kv.k.codes.shape[1]} KV heads, or the sinks")
     queries, kept_q = dense_of(q)
@@ -62,10 +57,10 @@ def attend(
     sequences, _kept_tables = batch_of(batch, min(skip_last, _MOST))
     if sinks is not None:
         sinks = sinks.float().contiguous()
-    options = Attention(
-        scale=scale,
-        softcap=softcap or 0.0,
-        window=min(window or 0, _MOST),
+    asked = Attention(
+        scale=options.scale,
+        softcap=options.softcap or 0.0,
+        window=min(options.window or 0, _MOST),
         q_heads=q_heads,
         sinks=None if sinks is None else sinks.data_ptr(),
         threads=torch.get_num_threads(),
@@ -78,7 +73,7 @@ def attend(
             ctypes.byref(results),
             ctypes.c_void_p(lse.data_ptr()),
             ctypes.byref(sequences),
-            ctypes.byref(options),
+            ctypes.byref(asked),
         )
     )
     return out.to(q.dtype), lse

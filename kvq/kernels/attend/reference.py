@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from kvq.kernels.attend.options import AttentionOptions
 from kvq.kernels.codec import rotate
 from kvq.kernels.gather_dense.reference import gather_dense
 from kvq.kernels.merge_partials.reference import merge_partials
@@ -21,21 +22,16 @@ def attend(
     q: Tensor,
     kv: PagedKV,
     batch: SequenceBatch,
+    options: AttentionOptions,
     *,
-    scale: float,
-    window: int | None = None,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
     skip_last: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """Causal attention of every sequence's new tokens over its blocks.
 
     The new tokens' K and V must already be written. `q`: [tokens, q_heads, k_head_dim] in packed
-    order; query head h reads KV head h * kv_heads // q_heads. `scale` multiplies the scores, then
-    `softcap` bounds them as softcap * tanh(s / softcap). `window`: keys that a query sees, its own
-    position included. `sinks`: [q_heads], logits that join the softmax without a value.
-    `skip_last`: keys at the end of every sequence that are left out, for those who hold them in
-    another form and merge both parts with `merge_partials`.
+    order; query head h reads KV head h * kv_heads // q_heads. `skip_last`: keys at the end of every
+    sequence that are left out, for those who hold them in another form and merge both parts with
+    `merge_partials`.
 
     Returns out [tokens, q_heads, v_head_dim] in q's dtype and lse fp32 [tokens, q_heads], natural
     log, sinks included; (0, -inf) where a query sees nothing.
@@ -51,30 +47,21 @@ def attend(
         at += new
         if new:
             start = context - new
-            oldest = 0 if window is None else max(0, start - window + 1)
+            oldest = options.oldest(start)
             end = context - skip_last
             if end <= oldest:
                 continue
             k, v = (x[0] for x in gather_dense(kv, batch.tables[i : i + 1], oldest, end))
-            out[rows], lse[rows] = _attend_one(
-                query[rows] * scale, k, v, start=start, oldest=oldest, window=window, softcap=softcap
-            )
-    if sinks is not None:
-        out, lse = merge_partials(out[None], lse[None], sinks)
+            out[rows], lse[rows] = _attend_one(query[rows] * options.scale, k, v, start, oldest, options)
+    if options.sinks is not None:
+        out, lse = merge_partials(out[None], lse[None], options.sinks)
     if fmt.v.rotated:
         out = rotate(out)
     return out.to(q.dtype), lse
 
 
 def _attend_one(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    start: int,
-    oldest: int,
-    window: int | None,
-    softcap: float | None,
+    q: Tensor, k: Tensor, v: Tensor, start: int, oldest: int, options: AttentionOptions
 ) -> tuple[Tensor, Tensor]:
     """One sequence: `q` fp32 [new, q_heads, dim], scaled, from position `start` on; `k` and `v`
     [kv_heads, keys, dim] from position `oldest` on. Returns out [new, q_heads, dim] and lse.
@@ -86,26 +73,18 @@ def _attend_one(
     outs, lses = [], []
     for row in range(0, q.shape[0], _ROW_TILE):
         tile = q[row : row + _ROW_TILE]
-        out, lse = _attend_tile(
-            tile, k, v, first=start + row, origin=origin, end=end, window=window, softcap=softcap
-        )
+        out, lse = _attend_tile(tile, k, v, start + row, range(origin, end), options)
         outs.append(out)
         lses.append(lse)
     return torch.cat(outs), torch.cat(lses)
 
 
 def _attend_tile(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    first: int,
-    origin: int,
-    end: int,
-    window: int | None,
-    softcap: float | None,
+    q: Tensor, k: Tensor, v: Tensor, first: int, keys: range, options: AttentionOptions
 ) -> tuple[Tensor, Tensor]:
     """Some query rows, the first at position `first`, over key tiles with a running softmax.
+
+    `keys`: positions of what `k` and `v` hold, without the padding behind them.
 
     Source: Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018.
     """
@@ -118,24 +97,19 @@ def _attend_tile(
     top = torch.full((*folded.shape[:2], 1), float("-inf"), device=q.device)
     total = torch.zeros_like(top)
     out = torch.zeros(*folded.shape[:2], v.shape[2], device=q.device)
-    seen = 0 if window is None else max(0, first - window + 1)  # oldest key that any row sees
-    begin = (seen - origin) // _KEY_TILE * _KEY_TILE
-    for at in range(begin, min(first + rows, end) - origin, _KEY_TILE):
-        keys = slice(at, at + _KEY_TILE)
-        scores = folded @ k[:, keys].transpose(1, 2)
-        if softcap is not None:
-            scores = softcap * torch.tanh(scores / softcap)
-        key = torch.arange(origin + at, origin + at + _KEY_TILE, device=q.device)
-        hidden = (key > position) | (key >= end)  # [padded, keys]
-        if window is not None:
-            hidden |= key <= position - window
+    begin = (options.oldest(first) - keys.start) // _KEY_TILE * _KEY_TILE
+    for at in range(begin, min(first + rows, keys.stop) - keys.start, _KEY_TILE):
+        tile = slice(at, at + _KEY_TILE)
+        scores = options.capped(folded @ k[:, tile].transpose(1, 2))
+        key = torch.arange(keys.start + at, keys.start + at + _KEY_TILE, device=q.device)
+        hidden = options.hides(position, key) | (key >= keys.stop)  # [padded, keys]
         scores = scores.unflatten(1, (-1, padded)).masked_fill_(hidden, float("-inf")).flatten(1, 2)
         higher = torch.maximum(top, scores.amax(dim=-1, keepdim=True))
         finite = torch.where(torch.isneginf(higher), 0.0, higher)  # nothing visible yet: weights are 0
         weights = torch.exp(scores - finite)
         decay = torch.exp(top - finite)
         total = total * decay + weights.sum(dim=-1, keepdim=True)
-        out = out * decay + weights @ v[:, keys]
+        out = out * decay + weights @ v[:, tile]
         top = higher
     unfold = (-1, padded)
     out = torch.where(total == 0, 0.0, out / total)

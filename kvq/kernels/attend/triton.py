@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 import triton
@@ -10,6 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kvq.formats import Code
+from kvq.kernels.attend.options import AttentionOptions
 from kvq.kernels.attend.triton_kernel import attend_kernel, merge_kernel
 from kvq.kernels.gpu.kinds import KINDS
 from kvq.kernels.gpu.layer import dense_strides, part_arguments
@@ -29,11 +29,8 @@ def attend(
     q: Tensor,
     kv: PagedKV,
     batch: SequenceBatch,
+    options: AttentionOptions,
     *,
-    scale: float,
-    window: int | None = None,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
     skip_last: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """Do what the reference does; see there. Tables are not checked.
@@ -41,34 +38,15 @@ def attend(
     Queries of fp16 and bf16 are multiplied in 16 bits and summed in fp32, fp32 queries in fp32.
     """
     if q.device.type == "cpu" and q.dtype is not torch.float32:  # the interpreter can't round to bf16
-        out, lse = attend(
-            q.float(),
-            kv,
-            batch,
-            scale=scale,
-            window=window,
-            softcap=softcap,
-            sinks=sinks,
-            skip_last=skip_last,
-        )
+        out, lse = attend(q.float(), kv, batch, options, skip_last=skip_last)
         return out.to(q.dtype), lse
     tokens, q_heads, _ = q.shape
     share = q_heads // kv.k.codes.shape[1]
     out = torch.empty(tokens, q_heads, kv.formats.v_head_dim, dtype=q.dtype, device=q.device)
     lse = torch.empty(tokens, q_heads, device=q.device)
-    options = {
-        "scale": scale,
-        "softcap": softcap or 1.0,
-        "window": window or 0,
-        "skip_last": skip_last,
-        "sink_ptr": lse if sinks is None else sinks,
-        "WINDOW": window is not None,
-        "SOFTCAP": softcap is not None,
-        "SINKS": sinks is not None,
-    }
     for step in _steps(batch, share, q.device, extend_shape(kv, q)):
         if step.tiles is not None:
-            _launch(q, kv, batch, step, out, lse, share, options)
+            _launch(q, kv, step, (out, lse), options, skip_last)
     return out, lse
 
 
@@ -76,6 +54,7 @@ def attend(
 class _Step:
     """The sequences of a batch whose new tokens fill tiles of one height."""
 
+    tables: Tensor  # of all sequences
     rows: int  # of a tile
     tiles: Tensor | None  # int32 [tiles, 2]: sequence, first row; None if there are none
     longest: int  # keys
@@ -84,21 +63,19 @@ class _Step:
     lens: tuple[Tensor, Tensor, Tensor]  # int32 [sequences]: first token, new tokens, context
 
 
-_plans: WeakKeyDictionary[SequenceBatch, dict[tuple[int, int], list[_Step]]] = WeakKeyDictionary()
-
-
 def _steps(batch: SequenceBatch, share: int, device: torch.device, shape: TileShape) -> list[_Step]:
     """Decode and extend tiles of a batch; worked out once for all layers of a kind."""
-    plans = _plans.setdefault(batch, {})
-    if (share, shape.rows) not in plans:
+    name = (_Step, share, shape.rows)
+    if name not in batch.kept:
         lens = _lens(batch, device) if batch.lens is None else batch.lens.unbind(0)
         few = [i for i, new in enumerate(batch.query_lens) if 0 < new * share <= MOST_DECODE_ROWS]
         many = [i for i, new in enumerate(batch.query_lens) if new * share > MOST_DECODE_ROWS]
-        plans[share, shape.rows] = [
-            _step(batch, few, share, DECODE_ROWS, lens, device, is_decode=True),
-            _step(batch, many, share, shape.rows, lens, device, is_decode=False),
+        batch.kept[name] = [
+            _step(batch, few, share, DECODE_ROWS, lens, is_decode=True),
+            _step(batch, many, share, shape.rows, lens, is_decode=False),
         ]
-    return plans[share, shape.rows]
+    steps: list[_Step] = batch.kept[name]
+    return steps
 
 
 def _lens(batch: SequenceBatch, device: torch.device) -> tuple[Tensor, ...]:
@@ -119,15 +96,15 @@ def _step(
     share: int,
     rows: int,
     lens: Any,
-    device: torch.device,
     *,
     is_decode: bool,
 ) -> _Step:
     tiles = [(i, row) for i in chosen for row in range(0, batch.query_lens[i] * share, rows)]
     keys = [batch.context_lens[i] for i in chosen]
     return _Step(
+        tables=batch.tables,
         rows=rows,
-        tiles=torch.tensor(tiles, dtype=torch.int32, device=device) if tiles else None,
+        tiles=torch.tensor(tiles, dtype=torch.int32, device=lens[0].device) if tiles else None,
         longest=max(keys, default=0),
         keys=sum(keys),
         is_decode=is_decode,
@@ -138,14 +115,13 @@ def _step(
 def _launch(
     q: Tensor,
     kv: PagedKV,
-    batch: SequenceBatch,
     step: _Step,
-    out: Tensor,
-    lse: Tensor,
-    share: int,
-    options: dict[str, Any],
+    results: tuple[Tensor, Tensor],
+    options: AttentionOptions,
+    skip_last: int,
 ) -> None:
     assert step.tiles is not None, "checked by attend"
+    out, lse = results
     kv_heads, (first, new, context) = kv.k.codes.shape[1], step.lens
     shape = decode_shape(kv, q) if step.is_decode else extend_shape(kv, q)
     k, v = (_with_paired_scales(x, part_arguments(x, kv), kv) for x in ("k", "v"))
@@ -159,20 +135,20 @@ def _launch(
     lens = {"tiles_ptr": step.tiles, "first_ptr": first, "new_ptr": new, "context_ptr": context}
     common = {
         **lens,
-        "sink_ptr": options["sink_ptr"],
-        "skip_last": options["skip_last"],
+        "sink_ptr": lse if options.sinks is None else options.sinks,
+        "skip_last": skip_last,
         "lse_part": part_lses.stride(0),
         "split_keys": per_split,
         "Q_HEADS": q.shape[1],
-        "SHARE": share,
-        "SINKS": options["SINKS"],
+        "SHARE": q.shape[1] // kv_heads,
+        "SINKS": options.sinks is not None,
     }
     attend_kernel[(len(step.tiles), kv_heads, splits)](
         q,
         parts,
         part_lses,
-        tables_ptr=batch.tables,
-        table_stride=batch.tables.stride(0),
+        tables_ptr=step.tables,
+        table_stride=step.tables.stride(0),
         **dense_strides("q", q),
         out_part=strides[0],
         out_token=strides[1],
@@ -187,7 +163,11 @@ def _launch(
         SPLIT=splits > 1,
         num_warps=shape.warps,
         num_stages=shape.stages,
-        **{name: options[name] for name in ("scale", "softcap", "window", "WINDOW", "SOFTCAP")},
+        scale=options.scale,
+        softcap=options.softcap or 1.0,
+        window=options.window or 0,
+        WINDOW=options.window is not None,
+        SOFTCAP=options.softcap is not None,
         **common,
     )
     if splits > 1:

@@ -2,8 +2,6 @@
 
 import ctypes
 from ctypes import POINTER, c_float, c_int32, c_int64, c_void_p
-from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -160,13 +158,9 @@ class Decoder(ctypes.Structure):
     )
 
 
-_layers: WeakKeyDictionary[PagedKV, Layer] = WeakKeyDictionary()
-_batches: WeakKeyDictionary[SequenceBatch, tuple[Any, Any]] = WeakKeyDictionary()
-
-
 def layer_of(kv: PagedKV) -> Layer:
     """The layer's blocks; kept for as long as `kv` lives."""
-    layer = _layers.get(kv)
+    layer: Layer | None = kv.kept.get(Layer)
     if layer is None:
         num_blocks, kv_heads = kv.k.codes.shape[:2]
         layer = Layer(
@@ -176,7 +170,7 @@ def layer_of(kv: PagedKV) -> Layer:
             kv_heads=kv_heads,
             block_size=kv.block_size,
         )
-        _layers[kv] = layer
+        kv.kept[Layer] = layer
     return layer
 
 
@@ -196,10 +190,10 @@ def dense_of(x: Tensor) -> tuple[Dense, Tensor]:
 
 def batch_of(batch: SequenceBatch, skip_last: int) -> tuple[Batch, Tensor]:
     """The sequences of a step, and the table tensor whose memory it names."""
-    lens = _batches.get(batch)
+    lens = batch.kept.get(Batch)
     if lens is None:
         array = c_int32 * len(batch.query_lens)
-        lens = _batches[batch] = (array(*batch.query_lens), array(*batch.context_lens))
+        lens = batch.kept[Batch] = (array(*batch.query_lens), array(*batch.context_lens))
     tables = entries_of(batch.tables)
     found = Batch(
         *lens, tables.data_ptr(), tables.stride(0), tables.shape[1], len(batch.query_lens), skip_last

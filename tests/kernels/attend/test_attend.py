@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvq.cache import KVCache
-from kvq.kernels import SequenceBatch
+from kvq.kernels import AttentionOptions, SequenceBatch
 from kvq.kernels.attend import reference
 from kvq.kernels.merge_partials.reference import merge_partials
 from kvq.kernels.write_kv.reference import write_kv
@@ -113,7 +113,9 @@ class Case:
 
     def attend(self, **options: Any) -> tuple[Tensor, Tensor]:
         """Run the kernel on the whole batch."""
-        return attend(self.q, self.cache.layer(1), self.batch, **{"scale": self.dims[0] ** -0.5, **options})
+        skip_last = options.pop("skip_last", 0)
+        asked = AttentionOptions(**{"scale": self.dims[0] ** -0.5, **options})
+        return attend(self.q, self.cache.layer(1), self.batch, asked, skip_last=skip_last)
 
     def expected(self, **options: Any) -> tuple[Tensor, Tensor]:
         """The same by `dense`, sequence after sequence."""
@@ -299,7 +301,12 @@ def test_chunk_size_and_batch_neighbours_change_no_bit(kv: str, window: int | No
     at = 0
     for new in (1, 7, 24, 1):
         batch = whole.tables.batch([new, 0], [at + new, 21])
-        part = attend(whole.q[at : at + new], whole.cache.layer(1), batch, scale=48**-0.5, window=window)
+        part = attend(
+            whole.q[at : at + new],
+            whole.cache.layer(1),
+            batch,
+            AttentionOptions(scale=48**-0.5, window=window),
+        )
         assert_same(part, (out[at : at + new], lse[at : at + new]), backend)
         at += new
     assert at == 33
@@ -314,10 +321,9 @@ def test_a_long_context_gives_the_same_bits_in_one_task_and_in_many(backend: str
     q = rows_like_kv(context, heads[0], 48, 3)
     count = 40  # 320 query rows: tasks take all keys; one token's 8 rows are cut along the keys
     for window in (None, context // 2 + 200):
-        many, many_lse = attend(
-            q[-count:], cache.layer(0), tables.batch([count], [context]), scale=0.14, window=window
-        )
-        one, one_lse = attend(q[-1:], cache.layer(0), tables.batch([1], [context]), scale=0.14, window=window)
+        options = AttentionOptions(scale=0.14, window=window)
+        many, many_lse = attend(q[-count:], cache.layer(0), tables.batch([count], [context]), options)
+        one, one_lse = attend(q[-1:], cache.layer(0), tables.batch([1], [context]), options)
         assert_same((one, one_lse), (many[-1:], many_lse[-1:]), backend)
         want, want_lse = dense(
             q[-1:],
@@ -445,7 +451,7 @@ def check_beside_a_sink(kv: str, context: int, score: float, v: Tensor) -> None:
     q, k = torch.ones(1, 2, dim), rows_like_kv(context, 1, dim, 5)
     k[7] = score / dim**0.5
     write_kv(k, v, cache.layer(0), torch.tensor(tables.slots(0, 0, context)))
-    got = attend(q, cache.layer(0), tables.batch([1], [context]), scale=dim**-0.5)
+    got = attend(q, cache.layer(0), tables.batch([1], [context]), AttentionOptions(scale=dim**-0.5))
     want = dense(q, unrotated(cache, 0, "k", k), unrotated(cache, 0, "v", v), scale=dim**-0.5)
     check_against(got, want, kv)
 
@@ -522,7 +528,11 @@ def test_infinite_sinks_are_what_the_reference_makes_of_them(backend: str) -> No
     for skip in (0, 3):
         out, lse = case.attend(sinks=sinks, skip_last=skip)
         want, want_lse = reference.attend(
-            case.q, case.cache.layer(1), case.batch, scale=48**-0.5, sinks=sinks, skip_last=skip
+            case.q,
+            case.cache.layer(1),
+            case.batch,
+            AttentionOptions(scale=48**-0.5, sinks=sinks),
+            skip_last=skip,
         )
         torch.testing.assert_close(out, want, rtol=1e-3, atol=1e-3)
         torch.testing.assert_close(lse, want_lse, rtol=1e-3, atol=1e-3)
@@ -536,5 +546,5 @@ def test_tasks_of_many_rows_give_the_bits_of_single_ones_over_several_splits(row
     out, lse = case.attend()
     for row in (0, 33, rows - 1):
         batch = case.tables.batch([1], [2200 - rows + row + 1])
-        one = attend(case.q[row : row + 1], case.cache.layer(1), batch, scale=48**-0.5)
+        one = attend(case.q[row : row + 1], case.cache.layer(1), batch, AttentionOptions(scale=48**-0.5))
         assert_same(one, (out[row : row + 1], lse[row : row + 1]), backend)

@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kvq.cache import KVCache
-from kvq.kernels import SequenceBatch
+from kvq.kernels import AttentionOptions, SequenceBatch
 from kvq.kernels.attend import triton as kernel
 from kvq.kernels.attend.reference import attend as reference
 from kvq.kernels.gpu import shapes
@@ -48,9 +48,10 @@ def filled(
 
 def compare(q: Tensor, cache: KVCache, batch: SequenceBatch, allowed: float = 5e-6, **options: Any) -> None:
     """Both kernels on one batch: outputs relative to the largest, log-sum-exps absolutely."""
-    settings = {"scale": q.shape[2] ** -0.5, **options}
-    want, want_lse = reference(q.float(), cache.layer(1), batch, **settings)
-    out, lse = kernel.attend(q, cache.layer(1), batch, **settings)
+    skip_last = options.pop("skip_last", 0)
+    settings = AttentionOptions(**{"scale": q.shape[2] ** -0.5, **options})
+    want, want_lse = reference(q.float(), cache.layer(1), batch, settings, skip_last=skip_last)
+    out, lse = kernel.attend(q, cache.layer(1), batch, settings, skip_last=skip_last)
     assert float((out - want).abs().max() / want.abs().max()) < allowed
     torch.testing.assert_close(lse, want_lse, rtol=max(allowed, 1e-5), atol=max(allowed, 1e-5))
 

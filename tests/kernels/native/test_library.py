@@ -11,7 +11,7 @@ import torch
 
 from kvq.errors import ConfigError, UnsupportedKernel
 from kvq.formats import KVRecipe
-from kvq.kernels import Device, KernelSpec, registry, select
+from kvq.kernels import AttentionOptions, Device, KernelSpec, registry, select
 from kvq.kernels.attend.cpu import attend
 from kvq.kernels.gather_dense.cpu import gather_dense
 from kvq.kernels.merge_partials.cpu import merge_partials
@@ -20,6 +20,7 @@ from kvq.kernels.write_kv.cpu import write_kv
 from tests.kernels.kit import POISON, Tables, poisoned_cache, rows_like_kv
 
 CPU = Device(type="cpu", name="cpu")
+PLAIN = AttentionOptions(scale=1.0)
 
 
 def spec(kv: str) -> KernelSpec:
@@ -97,7 +98,7 @@ def test_blocks_outside_the_pool_are_refused_before_anything_is_touched(bad: int
     assert (cache.pool(0) == POISON).all()
     batch = Tables([[0, bad]], 5).batch([1], [7])
     with pytest.raises(IndexError, match="outside the pool"):
-        attend(rows_like_kv(1, 6, 48), kv, batch, scale=1.0)
+        attend(rows_like_kv(1, 6, 48), kv, batch, PLAIN)
     with pytest.raises(IndexError, match="outside the pool"):
         gather_dense(kv, torch.tensor([[0, bad]]), 0, 6)
     assert gather_dense(kv, torch.tensor([[0, bad]]), 0, 5)[0].shape == (1, 3, 5, 48)
@@ -113,7 +114,7 @@ def test_a_table_shorter_than_its_sequence_is_refused() -> None:
             type(batch)(
                 query_lens=(1,), context_lens=(11,), tables=batch.tables[:, :2] * 0, slots=batch.slots
             ),
-            scale=1.0,
+            PLAIN,
         )
 
 
@@ -122,10 +123,12 @@ def test_the_kernels_bring_no_second_openmp_runtime() -> None:
     program = """
 import re, torch
 from tests.kernels.kit import Tables, poisoned_cache, rows_like_kv
+from kvq.kernels import AttentionOptions
 from kvq.kernels.attend.cpu import attend
 torch.set_num_threads(2)
 cache = poisoned_cache("int4", [(48, 48)], fill=0)
-attend(rows_like_kv(30, 6, 48), cache.layer(0), Tables([[0, 1, 2, 3, 4, 5]], 5).batch([30], [30]), scale=1.0)
+batch = Tables([[0, 1, 2, 3, 4, 5]], 5).batch([30], [30])
+attend(rows_like_kv(30, 6, 48), cache.layer(0), batch, AttentionOptions(scale=1.0))
 maps = open("/proc/self/maps").read()
 print(len(set(re.findall(r"\\S*lib(?:gomp|iomp|omp)\\S*", maps))))
 """
@@ -146,9 +149,9 @@ def test_shapes_that_do_not_fit_are_refused() -> None:
     batch = Tables([[0, 1]], 5).batch([1], [7])
     for q, sinks in ((v, None), (rows_like_kv(2, 6, 48), None), (rows_like_kv(1, 4, 48), None)):
         with pytest.raises(ConfigError):
-            attend(q, kv, batch, scale=1.0, sinks=sinks)
+            attend(q, kv, batch, AttentionOptions(scale=1.0, sinks=sinks))
     with pytest.raises(ConfigError, match="sinks"):
-        attend(rows_like_kv(1, 6, 48), kv, batch, scale=1.0, sinks=torch.zeros(3))
+        attend(rows_like_kv(1, 6, 48), kv, batch, AttentionOptions(scale=1.0, sinks=torch.zeros(3)))
     assert (cache.pool(0) == POISON).all()
 
 
@@ -163,13 +166,13 @@ def test_lengths_positions_and_partials_that_do_not_fit_are_refused() -> None:
         {"tables": batch.tables[:1]},
     ):
         with pytest.raises(ConfigError):
-            attend(q, kv, replace(batch, **wrong), scale=1.0)
+            attend(q, kv, replace(batch, **wrong), PLAIN)
     with pytest.raises(IndexError):  # a slice of a wider table is not read beyond its columns
-        attend(q, kv, replace(batch, tables=batch.tables[:, :1]), scale=1.0)
+        attend(q, kv, replace(batch, tables=batch.tables[:, :1]), PLAIN)
     with pytest.raises(IndexError):
-        attend(q, kv, replace(batch, tables=batch.tables.long() + (1 << 32)), scale=1.0)
+        attend(q, kv, replace(batch, tables=batch.tables.long() + (1 << 32)), PLAIN)
     same = torch.tensor([[0, 1]], dtype=torch.int32).expand(2, 2)  # stride 0: both share their blocks
-    assert attend(q, kv, replace(batch, tables=same), scale=1.0)[0].shape == (2, 6, 60)
+    assert attend(q, kv, replace(batch, tables=same), PLAIN)[0].shape == (2, 6, 60)
     for start, end in ((-3, 2), (4, 2)):
         with pytest.raises(ConfigError, match="0 <= start <= end"):
             gather_dense(kv, batch.tables, start, end)
@@ -187,10 +190,10 @@ def test_windows_softcaps_and_lengths_out_of_range_are_refused_and_never_wrap() 
     q = rows_like_kv(1, 6, 48)
     for options in ({"window": 0}, {"window": -3}, {"softcap": 0.0}, {"softcap": -1.0}):
         with pytest.raises(ConfigError, match="or None"):
-            attend(q, kv, batch, scale=1.0, **options)
+            attend(q, kv, batch, AttentionOptions(scale=1.0, **options))
     for context in (1 << 31, (1 << 31) - 1, (1 << 32) + 7):
         with pytest.raises(IndexError):
-            attend(q, kv, replace(batch, context_lens=(context,)), scale=1.0)
-    plain = attend(q, kv, batch, scale=1.0)[0]
-    assert torch.equal(attend(q, kv, batch, scale=1.0, window=(1 << 32) + 1)[0], plain)
-    assert not attend(q, kv, batch, scale=1.0, skip_last=1 << 32)[0].any()
+            attend(q, kv, replace(batch, context_lens=(context,)), PLAIN)
+    plain = attend(q, kv, batch, PLAIN)[0]
+    assert torch.equal(attend(q, kv, batch, AttentionOptions(scale=1.0, window=(1 << 32) + 1))[0], plain)
+    assert not attend(q, kv, batch, PLAIN, skip_last=1 << 32)[0].any()
