@@ -252,14 +252,8 @@ class BatchRows:
 
     def _batch(self, group: int, slots: list[int]) -> SequenceBatch:
         tables = [sequence.tables[group] for sequence in self.sequences]
-        longest = max(1, max(len(table) for table in tables))
-        padded = [[*map(int, table), *[0] * (longest - len(table))] for table in tables]
-        return SequenceBatch(
-            query_lens=tuple(self.counts),
-            context_lens=tuple(sequence.length for sequence in self.sequences),
-            tables=torch.tensor(padded, dtype=torch.int32, device=self.device),
-            slots=torch.tensor(slots, dtype=torch.int64, device=self.device),
-        )
+        lengths = [sequence.length for sequence in self.sequences]
+        return SequenceBatch.of(tables, slots, self.counts, lengths, self.device)
 
     def _least_blocks(self, batch: int) -> list[int]:
         """Blocks per group that `batch` rows start with: `max_tokens` each, or one block."""

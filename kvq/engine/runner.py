@@ -7,10 +7,8 @@ from pathlib import Path
 from types import MappingProxyType
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from kvq.blockmgr import SwapIn
 from kvq.cache import KVCache
@@ -20,10 +18,10 @@ from kvq.engine.transfers import upload
 from kvq.kernels import SequenceBatch
 from kvq.layout import KVLayout
 from kvq.models import Model
+from kvq.models.packing import Integers, padded, positions_of, run_packed
 from kvq.models.step import Observer, PackedStep
 from kvq.scheduler import StepPlan
 
-Integers = npt.NDArray[np.int64]
 _NONE: Mapping[int, int] = MappingProxyType({})
 
 
@@ -82,7 +80,6 @@ class Runner:
         self._tables = [torch.zeros(shape, dtype=torch.int32, device=self._device) for _ in layout.groups]
         for table, count in zip(self._tables, num_blocks, strict=True):
             table[max_num_seqs:] = count
-        self._weights = weights
         self._graphs = (
             decode_graphs(model, self.cache, self._tables, max_num_seqs=max_num_seqs, max_context=longest)
             if uses_graphs
@@ -125,19 +122,12 @@ class Runner:
                 failed_swaps=failed,
                 attention_s=0.0,
             )
-        positions = _positions(plan)
+        positions = positions_of(plan.counts, plan.ends)
         step = self._step(plan, positions)
-        starts, keep = _wanted(plan, last_rows)
-        rows = self._weights.step_rows(plan.num_tokens)
-        output = self.model.weights.model(
-            input_ids=(self._upload(plan.token_ids, rows) if tokens is None else _padded(tokens, rows))[None],
-            position_ids=self._upload(positions, rows)[None],
-            use_cache=False,
-            logits_to_keep=self._upload(keep, self._weights.logit_rows(len(keep))),
-            kvq_step=step,
-        )
+        starts, wanted = _wanted(plan, last_rows)
+        ids = plan.token_ids if tokens is None else tokens
         return StepOutput(
-            logits=output.logits[0, : len(keep)],
+            logits=run_packed(self.model.weights, step, ids, positions, wanted),
             starts=starts,
             bad_tokens=step.bad_tokens,
             failed_swaps=failed,
@@ -177,7 +167,7 @@ class Runner:
         self, rows: Sequence[int], counts: Sequence[int], positions: Integers, width: int
     ) -> Iterator[tuple[Tensor, Tensor]]:
         """Per layer group the sequences' tables, int32 [sequences, width], and slots, int64 [tokens]."""
-        size, where = self._block_size, self._upload(positions, len(positions))
+        size, where = self._block_size, padded(positions, len(positions), self._device)
         sequences = upload(rows, self._device)
         owners = torch.repeat_interleave(sequences, upload(counts, self._device), output_size=len(positions))
         for table in self._tables:
@@ -206,14 +196,6 @@ class Runner:
             if where:
                 table.view(-1)[upload(where, self._device)] = upload(what, self._device, torch.int32)
 
-    def _upload(self, values: list[int] | Integers, rows: int) -> Tensor:
-        """int64 [rows] on the device: the values, then zeros."""
-        padded = np.zeros(rows, dtype=np.int64)
-        padded[: len(values)] = values
-        host = torch.from_numpy(padded)
-        host = host.pin_memory() if self._device.type == "cuda" else host
-        return host.to(self._device, non_blocking=True)
-
 
 def longest_context(layout: KVLayout, num_blocks: Sequence[int], max_context: int) -> int:
     """Tokens of the longest sequence that its pools can hold: layers with a window keep only some."""
@@ -223,11 +205,6 @@ def longest_context(layout: KVLayout, num_blocks: Sequence[int], max_context: in
         if group.group.window is None
     ]
     return min(max_context, *full) if full else max_context
-
-
-def _padded(tokens: Tensor, rows: int) -> Tensor:
-    """int64 [rows]: the tokens, then zeros."""
-    return functional.pad(tokens, (0, rows - len(tokens)))
 
 
 def join(parts: list[StepOutput], failed: list[SwapIn]) -> StepOutput:
@@ -243,14 +220,6 @@ def join(parts: list[StepOutput], failed: list[SwapIn]) -> StepOutput:
         failed_swaps=failed,
         attention_s=sum(part.attention_s for part in parts),
     )
-
-
-def _positions(plan: StepPlan) -> Integers:
-    """int64 [tokens]: the position of every new token in its sequence."""
-    counts, ends = np.array(plan.counts), np.array(plan.ends)
-    before = np.cumsum(counts) - counts  # new tokens of the branches packed before
-    first: Integers = np.repeat(ends - counts - before, counts)
-    return first + np.arange(plan.num_tokens)
 
 
 def _wanted(plan: StepPlan, last_rows: Mapping[int, int]) -> tuple[list[int], list[int]]:

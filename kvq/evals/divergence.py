@@ -1,12 +1,8 @@
 """How far KV formats go from unquantized KV at every token of a text, over the path that serves.
 
-Every window's tokens go through the session's own write-then-read path: quantized into blocks
-first, attended from there. All formats see the same chunk before any sees the next, so that only
-one chunk of baseline logits is ever kept, and their times are taken side by side. What stays of a
-token is a few numbers, never its logits.
+What stays of a token is a few numbers, never its logits.
 """
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -17,8 +13,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from kvq.blockmgr import Sequence
 from kvq.errors import RequestError
+from kvq.evals.side_by_side import Chunk, chunk_size, side_by_side
 from kvq.evals.text import EvalText
 from kvq.evals.windows import token_windows
 from kvq.formats import Code, KVRecipe
@@ -31,7 +27,6 @@ Figures = npt.NDArray[np.float32]
 
 INSTRUMENT_WINDOW = 64  # tokens
 INSTRUMENT_FORMAT = "int2"
-_LOGITS_BYTES = 256 << 20  # of one chunk's logits, which sets the default chunk
 _TOP = 5  # likeliest tokens compared
 
 
@@ -71,7 +66,6 @@ class _Candidate:
     kl: Tensor  # since small pieces would fragment the heap
     top1: Tensor
     top5: Tensor
-    sequence: Sequence | None = None
     seconds: float = 0.0
 
     def figures(self, is_baseline: bool, windows: int) -> TokenFigures:
@@ -134,28 +128,21 @@ def measure_tokens(
     check_context(model.prepared, context)
     if attention_window is not None and attention_window < 1:
         raise RequestError(f"the attention window must be at least 1 token, got {attention_window}")
-    size = _chunk_size(model, context, chunk)
+    if chunk is not None and chunk < 1:
+        raise RequestError(f"chunk must be at least 1 token, got {chunk}")
+    size = chunk_size(model, context) if chunk is None else min(chunk, context)
     windows = token_windows(model.tokenizer, text, context=context, max_windows=max_windows)
     candidates = _candidates(models, (len(windows), context), attention_window, instrument)
-    total = len(windows) * -(-context // size) * len(candidates)
-    done = 0
-    for index, ids in enumerate(windows):
-        for candidate in candidates:
-            candidate.sequence = candidate.session.new_sequence()
-        for at in range(0, len(ids), size):
-            reference: _Reference | None = None
-            targets = ids[at + 1 : at + size + 1]  # one less than the chunk at a window's end
-            for candidate in candidates:
-                log_probs = _run_chunk(candidate, ids[at : at + size])[: len(targets)]
-                reference = reference or _Reference.of(log_probs)
-                if targets:
-                    _account(candidate, log_probs, reference, targets, (index, at))
-                done += 1
-                progress(done, total)
-        for candidate in candidates:
-            assert candidate.sequence is not None, "opened above"
-            candidate.session.free(candidate.sequence)
-        keep(partial(_figures, candidates, index + 1))
+    per_window = -(-context // size) * len(candidates)
+    chunks = side_by_side([candidate.session for candidate in candidates], windows, size)
+    for done, found in enumerate(chunks, start=1):
+        targets = windows[found.window][found.at + 1 : found.at + size + 1]  # one less at a window's end
+        if found.session == 0:
+            reference = _Reference.of(found.log_probs[: len(targets)])
+        _account(candidates[found.session], found, reference, targets)
+        progress(done, len(windows) * per_window)
+        if done % per_window == 0:
+            keep(partial(_figures, candidates, found.window + 1))
     return _figures(candidates, len(windows))
 
 
@@ -235,34 +222,14 @@ def _is_int2(model: Model) -> bool:
     return all(layer.k.code is layer.v.code is Code.INT2 for layer in model.recipe.layers)
 
 
-def _chunk_size(model: Model, context: int, chunk: int | None) -> int:
-    if chunk is not None:
-        if chunk < 1:
-            raise RequestError(f"chunk must be at least 1 token, got {chunk}")
-        return min(chunk, context)
-    return max(1, min(context, _LOGITS_BYTES // (4 * model.geometry.vocab_size)))
-
-
-def _run_chunk(candidate: _Candidate, ids: list[int]) -> Tensor:
-    """Log-probabilities after each token of a chunk, fp32 [tokens, vocab]."""
-    assert candidate.sequence is not None, "opened by measure_tokens"
-    start = time.perf_counter()
-    result = candidate.session.forward([(candidate.sequence, ids)], all_rows=True)[0]
-    candidate.seconds += time.perf_counter() - start
-    return torch.log_softmax(result.trusted_logits(), dim=-1)
-
-
-def _account(
-    candidate: _Candidate,
-    log_probs: Tensor,
-    reference: _Reference,
-    targets: list[int],
-    place: tuple[int, int],
-) -> None:
-    """Keep the figures of a chunk; `place` is its window and its first token there."""
+def _account(candidate: _Candidate, chunk: Chunk, reference: _Reference, targets: list[int]) -> None:
+    """Keep the figures of a chunk, of as many tokens as there are targets."""
+    candidate.seconds += chunk.seconds
+    if not targets:
+        return
+    log_probs, window = chunk.log_probs[: len(targets)], chunk.window
     target = torch.tensor(targets, device=log_probs.device)
-    window, at = place
-    span = slice(at, at + len(targets))
+    span = slice(chunk.at, chunk.at + len(targets))
     candidate.nll[window, span] = -log_probs.gather(1, target[:, None])[:, 0]
     candidate.kl[window, span] = (reference.probs * (reference.log_probs - log_probs)).sum(-1)
     candidate.top1[window, span] = (log_probs.argmax(-1) == reference.top1).float()

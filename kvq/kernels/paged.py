@@ -1,9 +1,10 @@
 """The tensors that kernels work on: one layer's blocks, and the sequences of one step."""
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from kvq.formats import LayerFormats
@@ -59,3 +60,22 @@ class SequenceBatch:
     # captured graph, kernels on a GPU read it, and `context_lens` are upper limits.
     lens: Tensor | None = None
     kept: Kept = field(default_factory=Kept, init=False, repr=False)
+
+    @classmethod
+    def of(
+        cls,
+        tables: Sequence[Sequence[int]],
+        slots: Sequence[int],
+        query_lens: Sequence[int],
+        context_lens: Sequence[int],
+        device: torch.device,
+    ) -> "SequenceBatch":
+        """The tensors of tables, one list of block ids per sequence, and of slots."""
+        width = max(1, *map(len, tables))
+        rows = [[*map(int, table), *[0] * (width - len(table))] for table in tables]
+        return cls(
+            query_lens=tuple(query_lens),
+            context_lens=tuple(context_lens),
+            tables=torch.tensor(rows, dtype=torch.int32, device=device),
+            slots=torch.tensor(slots, dtype=torch.int64, device=device),
+        )

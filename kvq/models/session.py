@@ -1,6 +1,7 @@
 """A session: pools for some sequences of one model, and the steps that run over them."""
 
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -10,9 +11,11 @@ from kvq.cache.attention import NAME as KVQ_NAME
 from kvq.cache.attention import PACKED_NAME
 from kvq.errors import ModelError, RequestError
 from kvq.formats import KVRecipe
+from kvq.kernels import SequenceBatch
 from kvq.layout import KVLayout
+from kvq.models.packing import positions_of, run_packed
 from kvq.models.prepared import make_cache
-from kvq.models.step import Observer, PackedStep, sequence_batch
+from kvq.models.step import Observer, PackedStep
 from kvq.models.weights import LoadedWeights
 
 
@@ -97,23 +100,12 @@ class Session:
             self._check(sequence, ids)
         slots = self.manager.append([(sequence, len(ids)) for sequence, ids in work])
         self.cache.carry_out(self.manager.take_orders())
-        step = self._step(work, slots)
-        lens = [len(ids) for _, ids in work]
-        starts = [sum(lens[:i]) for i in range(len(lens))]
-        keep = range(sum(lens)) if all_rows else [s + n - 1 for s, n in zip(starts, lens, strict=True)]
+        lens, ends = [len(ids) for _, ids in work], [sequence.length for sequence, _ in work]
+        step = self._step([sequence for sequence, _ in work], slots, lens, ends)
         ids = [token for _, tokens in work for token in tokens]
-        positions = [
-            p for sequence, tokens in work for p in range(sequence.length - len(tokens), sequence.length)
-        ]
-        output = self.weights.model(
-            input_ids=self._padded(ids, self.weights.step_rows(len(ids))),
-            position_ids=self._padded(positions, self.weights.step_rows(len(ids))),
-            use_cache=False,
-            logits_to_keep=self._padded(list(keep), self.weights.logit_rows(len(keep)))[0],
-            kvq_step=step,
-        )
-        rows = lens if all_rows else [1] * len(work)
-        parts = output.logits[0, : len(keep)].float().split(rows)
+        wanted = range(len(ids)) if all_rows else [end - 1 for end in accumulate(lens)]
+        logits = run_packed(self.weights, step, ids, positions_of(lens, ends), wanted)
+        parts = logits.float().split(lens if all_rows else [1] * len(work))
         bad = [bool(part.any()) for part in step.bad_tokens.split(lens)]
         for (sequence, _), broken in zip(work, bad, strict=True):
             if broken:
@@ -122,11 +114,6 @@ class Session:
                 self.manager.commit(sequence)
         self.cache.carry_out(self.manager.take_orders())
         return [StepResult(logits=x, finite=not broken) for x, broken in zip(parts, bad, strict=True)]
-
-    def _padded(self, values: list[int], fewest: int) -> torch.Tensor:
-        """int64 [1, rows]: the values, and zeros up to the fewest rows that there may be."""
-        padding = [0] * (fewest - len(values))
-        return torch.tensor([values + padding], device=self.weights.device)
 
     def _check_attention(self) -> None:
         """Raise ModelError if the model would attend past this session's blocks."""
@@ -152,16 +139,16 @@ class Session:
                 f"{sequence.length + len(ids)} tokens are more than this model's context of {limit}"
             )
 
-    def _step(self, work: list[tuple[Sequence, list[int]]], slots: list[list[int]]) -> PackedStep:
-        lens = [len(ids) for _, ids in work]
-        contexts = [sequence.length for sequence, _ in work]
+    def _step(
+        self, sequences: list[Sequence], slots: list[list[int]], lens: list[int], ends: list[int]
+    ) -> PackedStep:
         device = self.weights.device
         return PackedStep(
             cache=self.cache,
             geometry=self.weights.geometry,
             batches=tuple(
-                sequence_batch([list[int](s.tables[g]) for s, _ in work], slots[g], lens, contexts, device)
-                for g in range(len(slots))
+                SequenceBatch.of([sequence.tables[group] for sequence in sequences], own, lens, ends, device)
+                for group, own in enumerate(slots)
             ),
             bad_tokens=torch.zeros(sum(lens), dtype=torch.bool, device=device),
             window_limit=self.window_limit,

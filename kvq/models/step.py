@@ -4,7 +4,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from time import perf_counter
 
-import torch
 from torch import Tensor
 from torch.nn import functional
 
@@ -51,21 +50,3 @@ class PackedStep:
     def check_agrees(self, layer: int, **claims: object) -> None:
         """Raise ModelError if the model code hands over other numbers than its config named."""
         check_agrees(self.geometry, layer, **claims)
-
-
-def sequence_batch(
-    tables: list[list[int]],
-    slots: list[int],
-    query_lens: list[int],
-    context_lens: list[int],
-    device: torch.device,
-) -> SequenceBatch:
-    """Build the tensors of one layer group: `tables` as padded int32 rows, `slots` as int64."""
-    longest = max(len(table) for table in tables)
-    padded = [table + [0] * (longest - len(table)) for table in tables]
-    return SequenceBatch(
-        query_lens=tuple(query_lens),
-        context_lens=tuple(context_lens),
-        tables=torch.tensor(padded, dtype=torch.int32, device=device),
-        slots=torch.tensor(slots, dtype=torch.int64, device=device),
-    )

@@ -1,0 +1,51 @@
+"""Several sessions over the same windows, chunk by chunk, so that what is compared is measured together.
+
+Every window's tokens go through a session's own write-then-read path: quantized into blocks first, attended
+from there. All sessions see the same chunk before any sees the next, so that only one chunk of the first
+one's logits has to be kept, and their times are taken side by side.
+"""
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvq.models import Model, Session
+
+_LOGITS_BYTES = 256 << 20  # of one chunk
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Chunk:
+    """What one session made of one chunk of one window."""
+
+    session: int
+    window: int
+    at: int  # first token of the chunk in its window
+    log_probs: Tensor  # fp32 [tokens, vocab]: after each of its tokens
+    seconds: float  # of the forward pass
+
+
+def chunk_size(model: Model, context: int) -> int:
+    """Tokens whose logits take a quarter of a gigabyte, `context` at most."""
+    return max(1, min(context, _LOGITS_BYTES // (4 * model.geometry.vocab_size)))
+
+
+def side_by_side(sessions: Sequence[Session], windows: Sequence[list[int]], size: int) -> Iterator[Chunk]:
+    """Chunks of `size` tokens, those of all sessions one after the other, window after window.
+
+    Raises:
+        RequestError: K or V that are not finite.
+    """
+    for window, ids in enumerate(windows):
+        sequences = [session.new_sequence() for session in sessions]
+        for at in range(0, len(ids), size):
+            for i, (session, sequence) in enumerate(zip(sessions, sequences, strict=True)):
+                began = time.perf_counter()
+                result = session.forward([(sequence, ids[at : at + size])], all_rows=True)[0]
+                seconds = time.perf_counter() - began
+                yield Chunk(i, window, at, torch.log_softmax(result.trusted_logits(), dim=-1), seconds)
+        for session, sequence in zip(sessions, sequences, strict=True):
+            session.free(sequence)
