@@ -130,7 +130,7 @@ class _NoCache(PackedStep):
     def check_agrees(self, layer, **_):
         pass
 
-    def attend(self, layer, q, k, v, **_):
+    def attend(self, layer, q, k, v, options):
         return q.new_empty(q.shape[0], q.shape[1], v.shape[-1])
 
 
