@@ -10,6 +10,7 @@ from kvq.bench.engine_result import Served, ServedLoad
 from kvq.bench.timing import percentile
 from kvq.blockmgr import BlockManager
 from kvq.engine import LLM, CompletionOutput, Piece, RequestOutput, SamplingParams, StepStats
+from kvq.engine.intake import Origin
 from kvq.errors import EngineError
 from kvq.models import Model
 from kvq.scheduler import Priority
@@ -145,7 +146,8 @@ class KvqServer:
 
         core = self.llm.core
         params = SamplingParams(max_tokens=request.output_tokens, ignore_eos=True)
-        core.submit(core.new_job(request.prompt, params, priority=request.priority, listener=listen))
+        origin = Origin(priority=request.priority)
+        core.submit(core.intake.new_job(request.prompt, params, origin, listener=listen))
 
 
 class _Gauge:

@@ -138,7 +138,7 @@ def _plan(
     from kvq.bench.engine_server import Limits
     from kvq.capacity.draws import parse_lengths
     from kvq.engine.build import check_cache
-    from kvq.engine.llm import as_priority
+    from kvq.engine.intake import as_priority
     from kvq.errors import ConfigError
 
     check_cache(model)

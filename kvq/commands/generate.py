@@ -39,8 +39,8 @@ def command(
     from kvq.commands.loading import check_for
     from kvq.engine import LLM, SamplingParams, StructuredOutput
     from kvq.engine.build import check_cache
-    from kvq.engine.core import prompt_tokens
     from kvq.engine.grammar.compiler import check_structured
+    from kvq.engine.prompts import prompt_tokens
     from kvq.models.prompts import check_length, longest_token
     from kvq.scheduler.fit import check_room
 

@@ -1,28 +1,24 @@
 """`kvq.LLM`: prompts in, results out, as many at a time as the pool holds."""
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from numbers import Integral
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from time import sleep
 from typing import Any, Self, cast
 
 from kvq.engine.build import build
-from kvq.engine.core import EngineCore, StepSubscriber, check_items
+from kvq.engine.core import EngineCore
 from kvq.engine.here import StaysHere
+from kvq.engine.intake import Origin
 from kvq.engine.job import Job
+from kvq.engine.loop import EngineLoop
 from kvq.engine.outputs import Piece, RequestOutput
-from kvq.engine.params import SamplingParams, sampling_params
-from kvq.engine.watchdog import Watchdog
-from kvq.errors import RequestError
+from kvq.engine.params import Params, as_params, each_params
+from kvq.engine.prompts import Prompt, as_prompts
+from kvq.engine.publisher import StepSubscriber
 from kvq.formats import KVRecipe
 from kvq.models import Model
 from kvq.models.resolve import ModelSource
 from kvq.scheduler import Priority
-
-Prompt = str | Sequence[int]  # text, or token ids
-Params = SamplingParams | Mapping[str, Any]  # or its fields
-_GRAMMAR_POLL_S = 0.002
 
 
 class LLM(StaysHere):
@@ -54,8 +50,8 @@ class LLM(StaysHere):
         """
         loaded, config = build(model, kv, options)
         self.core = EngineCore(loaded, config)
-        self._watchdog = Watchdog(config.step_deadline_s, on_stuck)
-        weakref.finalize(self, self._watchdog.stop)  # for those who forget to close
+        self._loop = EngineLoop(self.core, on_stuck)
+        weakref.finalize(self, self._loop.watchdog.stop)  # for those who forget to close
 
     @property
     def model(self) -> Model:
@@ -81,18 +77,12 @@ class LLM(StaysHere):
         Raises:
             RequestError: a prompt or parameters that can't be served; nothing was run.
         """
-        many = _as_prompts(prompts)
-        each = _as_params(params, len(many))
+        many = as_prompts(prompts)
+        each = each_params(params, len(many))
+        origin = Origin(priority=priority, tenant=tenant, cache_salt=cache_salt)
         outputs: list[RequestOutput | None] = [None] * len(many)
         jobs = [
-            self.core.new_job(
-                prompt,
-                chosen,
-                priority=as_priority(priority),
-                tenant=tenant,
-                cache_salt=cache_salt,
-                listener=_Keeper(outputs, i, progress),
-            )
+            self.core.intake.new_job(prompt, chosen, origin, listener=_Keeper(outputs, i, progress))
             for i, (prompt, chosen) in enumerate(zip(many, each, strict=True))
         ]
         self._run(jobs)
@@ -114,9 +104,8 @@ class LLM(StaysHere):
             RequestError: the request can't be served, or failed while it ran.
         """
         pieces: list[Piece] = []
-        job = self.core.new_job(
-            prompt, as_params(params), tenant=tenant, cache_salt=cache_salt, listener=pieces.append
-        )
+        origin = Origin(tenant=tenant, cache_salt=cache_salt)
+        job = self.core.intake.new_job(prompt, as_params(params), origin, listener=pieces.append)
         return self._stream(job, pieces)
 
     def on_step(self, subscriber: StepSubscriber) -> Callable[[], None]:
@@ -125,15 +114,12 @@ class LLM(StaysHere):
 
     def step(self) -> None:
         """Run one step, for those who drive the engine themselves."""
-        with self._watchdog.step():
-            ran = self.core.step()
-        if not ran and self.core.is_waiting:
-            sleep(_GRAMMAR_POLL_S)
+        self._loop.step()
 
     def close(self) -> None:
         """End what runs and give back the memory."""
         self.core.close()
-        self._watchdog.close()
+        self._loop.close()
 
     def __enter__(self) -> Self:
         return self
@@ -190,56 +176,3 @@ class _Keeper:
             if self._progress is not None:
                 done = sum(output is not None for output in self._outputs)
                 self._progress(done, len(self._outputs))
-
-
-def as_priority(priority: str | Priority) -> Priority:
-    """A priority from its name.
-
-    Raises:
-        RequestError: no such class.
-    """
-    if isinstance(priority, Priority):
-        return priority
-    names = {p.name.lower(): p for p in Priority}
-    if priority not in names:
-        raise RequestError(f"priority must be one of {', '.join(names)}, got {priority!r}")
-    return names[priority]
-
-
-def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    if isinstance(prompts, str):
-        return [prompts]
-    if hasattr(prompts, "tolist") and not isinstance(
-        prompts, memoryview
-    ):  # an array of token ids, or of prompts
-        prompts = prompts.tolist()
-    check_items(prompts)
-    items = list(prompts)
-    if items and all(isinstance(item, Integral) for item in items):
-        return [cast(list[int], items)]
-    return cast(list[Prompt], items)
-
-
-def as_params(params: Params | None) -> SamplingParams:
-    """Sampling parameters from an object, a dict of its fields, or None for the defaults.
-
-    Raises:
-        RequestError: an unknown field, one out of range, or something else.
-    """
-    if params is None or isinstance(params, SamplingParams):
-        return params or SamplingParams()
-    if not isinstance(params, Mapping):
-        raise RequestError(f"params must be SamplingParams or a dict of its fields, got {params!r:.100}")
-    return sampling_params(params)
-
-
-def _as_params(params: Params | Sequence[Params] | None, count: int) -> list[SamplingParams]:
-    if params is None or isinstance(params, SamplingParams | Mapping):
-        return [as_params(params)] * count
-    if not isinstance(params, Sequence):
-        raise RequestError(
-            f"params must be SamplingParams, a dict of its fields or a list, got {params!r:.100}"
-        )
-    if len(params) != count:
-        raise RequestError(f"{count} prompts need one SamplingParams, or {count}, got {len(params)}")
-    return [as_params(one) for one in params]

@@ -199,6 +199,35 @@ class PrefixPin:
         _real(self, "seconds", 0, MAX_PIN_S)
 
 
+Params = SamplingParams | Mapping[str, Any]  # or its fields
+
+
+def as_params(params: Params | None) -> SamplingParams:
+    """Sampling parameters from an object, a dict of its fields, or None for the defaults.
+
+    Raises:
+        RequestError: an unknown field, one out of range, or something else.
+    """
+    if params is None or isinstance(params, SamplingParams):
+        return params or SamplingParams()
+    if not isinstance(params, Mapping):
+        raise RequestError(f"params must be SamplingParams or a dict of its fields, got {params!r:.100}")
+    return sampling_params(params)
+
+
+def each_params(params: Params | Sequence[Params] | None, count: int) -> list[SamplingParams]:
+    """One for each of `count` prompts, from one for all or a list; see `as_params`."""
+    if params is None or isinstance(params, SamplingParams | Mapping):
+        return [as_params(params)] * count
+    if not isinstance(params, Sequence):
+        raise RequestError(
+            f"params must be SamplingParams, a dict of its fields or a list, got {params!r:.100}"
+        )
+    if len(params) != count:
+        raise RequestError(f"{count} prompts need one SamplingParams, or {count}, got {len(params)}")
+    return [as_params(one) for one in params]
+
+
 def sampling_params(options: Mapping[str, Any]) -> SamplingParams:
     """`SamplingParams(**options)`, with unknown names refused by a RequestError.
 

@@ -3,21 +3,22 @@
 import gc
 import logging
 import os
-import queue
 import signal
 import socket
 import sys
 import threading
+from functools import partial
 from pathlib import Path
-from time import perf_counter, sleep
+from time import perf_counter
 
 import msgspec
 
 from kvq.engine import Piece
 from kvq.engine.build import build
 from kvq.engine.core import EngineCore
+from kvq.engine.intake import Origin
 from kvq.engine.job import Job
-from kvq.engine.watchdog import Watchdog
+from kvq.engine.loop import EngineLoop
 from kvq.errors import EngineError, KVQError, OutOfMemory, Overloaded, RequestError, first_lines
 from kvq.layout import GroupLayout
 from kvq.server.frames import Decoder, encode, to_engine
@@ -48,7 +49,6 @@ from kvq.server.residency import Residency
 
 _log = logging.getLogger("kvq")
 _SWITCH_S = 5e-4  # that a step waits at most for Python code of other threads; Python's own is 5 ms
-_GRAMMAR_POLL_S = 0.002
 STUCK = 70  # exit status after a step that never ended
 
 
@@ -58,8 +58,6 @@ class Worker:
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
         self._sending = threading.Lock()
-        # What was asked for, and when; None: nobody asks any more.
-        self._commands: queue.SimpleQueue[tuple[Submit | Cancel | Look, float] | None] = queue.SimpleQueue()
         self._jobs: dict[int, Job] = {}
         self._deltas: list[Delta] = []
         self._ended: list[Ended] = []
@@ -95,12 +93,12 @@ class Worker:
             may_pass = isinstance(error, OutOfMemory | MemoryError | OSError)
             self._send(Refused(reason=reason, may_pass=may_pass))
             return
-        watchdog = Watchdog(config.step_deadline_s, on_stuck=lambda _: os._exit(STUCK))
+        loop = EngineLoop(core, on_stuck=lambda _: os._exit(STUCK))
         core.scheduler.manager.subscribe(self._residency)
         memory = Memory(model.weights.device)
         gc.collect()
         gc.freeze()  # else what requests leave in circles waits for a look through all the libraries' objects
-        threading.Thread(target=self._listen, args=(decoder,), name="kvq-listen", daemon=True).start()
+        threading.Thread(target=self._listen, args=(loop, decoder), name="kvq-listen", daemon=True).start()
         layout = model.layout
         self._send(
             Ready(
@@ -113,20 +111,16 @@ class Worker:
             )
         )
         try:
-            self._serve(core, watchdog, memory)
+            self._serve(loop, memory)
         finally:
             core.close()
-            watchdog.close()
+            loop.close()
 
-    def _serve(self, core: EngineCore, watchdog: Watchdog, memory: Memory) -> None:
+    def _serve(self, loop: EngineLoop, memory: Memory) -> None:
+        core = loop.core
         self._tell(core, memory)
-        while self._obey(core):
-            ran = False
-            if core.has_work:
-                with watchdog.step():
-                    ran = core.step()
-                if not ran:
-                    sleep(_GRAMMAR_POLL_S)
+        while loop.obey(timeout_s=self._heap.left_s):  # by then the heap is to be tended
+            ran = core.has_work and loop.step()
             if ran or self._deltas or self._ended:
                 self._tell(core, memory)
             if self._is_looked_at:
@@ -134,38 +128,29 @@ class Worker:
                 self._send(Looked(picture=self._lookout.look(core, self._jobs)))
             self._heap.tend()
 
-    def _obey(self, core: EngineCore) -> bool:
-        """Do what was asked for; while there is no work, wait for something, or until the heap is to be
-        tended. False: the other end is gone.
-        """
-        block = not core.has_work
-        while True:
-            try:
-                given = self._commands.get(block=block, timeout=self._heap.left_s)
-            except queue.Empty:
-                return True
-            block = False
-            if given is None:
-                return False
-            command, came_s = given
-            if isinstance(command, Submit):
-                self._submit(core, command, came_s)
-            elif isinstance(command, Look):
-                self._is_looked_at = True
-            elif command.number in self._jobs:
-                core.cancel(self._jobs[command.number])
+    def _do(self, core: EngineCore, message: Submit | Cancel | Look, came_s: float) -> None:
+        """What the HTTP process asked for, between two steps."""
+        if isinstance(message, Submit):
+            self._submit(core, message, came_s)
+        elif isinstance(message, Look):
+            self._is_looked_at = True
+        elif message.number in self._jobs:
+            core.cancel(self._jobs[message.number])
 
     def _submit(self, core: EngineCore, command: Submit, came_s: float) -> None:
         number = command.number
         try:
-            job = core.new_job(
-                command.prompt,
-                command.params,
+            origin = Origin(
                 priority=command.priority,
                 tenant=command.tenant,
                 cache_salt=command.cache_salt,
                 request_id=str(number),
-                listener=lambda piece: self._take(number, piece),
+            )
+            job = core.intake.new_job(
+                command.prompt,
+                command.params,
+                origin,
+                listener=partial(self._take, number),
                 pins=command.pins,
             )
             self._jobs[number] = job
@@ -252,19 +237,19 @@ class Worker:
             ]
             self._send(msgspec.structs.replace(stepped, ended=ended))
 
-    def _listen(self, decoder: Decoder[ToEngine]) -> None:
+    def _listen(self, loop: EngineLoop, decoder: Decoder[ToEngine]) -> None:
         """Read what the HTTP process says, in a thread of its own: pings are answered during steps too."""
         try:
             while (message := decoder.read(self._sock)) is not None:
                 if isinstance(message, Ping):
                     self._send(Pong(number=message.number))
                 elif isinstance(message, Submit | Cancel | Look):
-                    self._commands.put((message, perf_counter()))
+                    loop.ask(partial(self._do, loop.core, message, perf_counter()))
         except ConnectionError:  # it is gone
             pass
         except (OSError, KVQError):
             _log.exception("the HTTP process can't be understood")
-        self._commands.put(None)
+        loop.ask(None)
 
     def _send(self, message: Message) -> None:
         with self._sending:

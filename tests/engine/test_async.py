@@ -4,6 +4,7 @@ import asyncio
 import logging
 import threading
 import time
+from functools import partial
 
 import pytest
 
@@ -239,21 +240,21 @@ def test_everybody_is_answered_even_if_requests_cannot_be_ended_in_order(model, 
 def test_a_request_that_comes_while_the_engine_closes_is_answered(model):
     async def main():
         engine = make(model)
-        put, closer = engine._commands.put, threading.Thread(target=engine.close)
+        ask, closer = engine._loop.ask, threading.Thread(target=engine.close)
 
         class Slow:
-            """Commands that let the engine close between the look whether it is open and the sending."""
+            """A loop that lets the engine close between the look whether it is open and the sending."""
 
             def __getattr__(self, name):
-                return getattr(commands, name)
+                return getattr(loop, name)
 
-            def put(self, command):
-                if command[0] == "submit":
+            def ask(self, command):
+                if command is not None and command.func == engine._submit:
                     closer.start()
                     time.sleep(0.2)
-                put(command)
+                ask(command)
 
-        commands, engine._commands = engine._commands, Slow()
+        loop, engine._loop = engine._loop, Slow()
         with pytest.raises(EngineError, match="the engine was closed"):
             await asyncio.wait_for(engine.generate([5], GREEDY), 5)
         closer.join()
@@ -273,7 +274,7 @@ def test_a_refusal_that_cannot_be_told_and_a_failing_tokenizer_stop_nobody_else(
     def broken(*_args):
         raise RequestError("too many") if refused else KeyError("no such piece")
 
-    job = engine.core.new_job([5], GREEDY, listener=deaf)
+    job = engine.core.intake.new_job([5], GREEDY, listener=deaf)
     if refused:
         submit = engine.core.submit
         engine.core.submit = lambda one: broken() if one is job else submit(one)
@@ -281,7 +282,7 @@ def test_a_refusal_that_cannot_be_told_and_a_failing_tokenizer_stop_nobody_else(
         begin = Job.begin
         monkeypatch.setattr(Job, "begin", lambda one, *rest: broken() if one is job else begin(one, *rest))
     with caplog.at_level(logging.CRITICAL, "kvq"):
-        engine._send("submit", job)
+        engine._ask(partial(engine._submit, job))
         assert run(engine.generate(PROMPTS[1], GREEDY)).error is None
     engine.close()
     assert_balanced(engine)
@@ -350,7 +351,7 @@ def test_a_stuck_step_is_reported_once_while_it_lasts(model, caplog):
             assert stuck == []
             slow.set()
             assert (await engine.generate([5, 6], GREEDY)).error is None
-        assert engine.watchdog.num_stuck == 1
+        assert engine._loop.watchdog.num_stuck == 1
 
     try:
         with caplog.at_level(logging.ERROR, "kvq"):

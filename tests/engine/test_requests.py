@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from kvq.engine import LLM, Priority, SamplingParams
+from kvq.engine.intake import Origin
 from kvq.engine.params import sampling_params
 from kvq.errors import ConfigError, EngineError, KVQError, RequestError
 from tests.engine.kit import (
@@ -662,7 +663,7 @@ def test_sampling_parameters_of_wrong_types_are_refused(options, names):
 def test_names_that_are_no_text_are_refused_before_anything_is_queued(model, options):
     llm = engine(model)
     with pytest.raises(RequestError, match="must be a text"):
-        llm.core.new_job(PROMPT, SamplingParams(), **options)
+        llm.core.intake.new_job(PROMPT, SamplingParams(), Origin(**options))
     assert not llm.core.has_work
 
 

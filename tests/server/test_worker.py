@@ -46,8 +46,7 @@ def test_a_request_that_came_while_a_step_ran_has_waited_since_then(core):
         worker = Worker(theirs)
         params = SamplingParams(max_tokens=2, ignore_eos=True)
         submit = Submit(number=1, prompt=[5, 6], params=params, priority=Priority.INTERACTIVE, tenant="")
-        worker._commands.put((submit, perf_counter() - 3600.0))
-        assert worker._obey(core)
+        worker._do(core, submit, perf_counter() - 3600.0)
         while core.has_work:
             core.step()
     [ended] = worker._ended

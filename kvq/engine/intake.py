@@ -1,0 +1,173 @@
+"""Taking a request in: what makes it impossible is found here, once, before it waits for anything."""
+
+import itertools
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from kvq.engine.beam import BeamSearch
+from kvq.engine.here import Home
+from kvq.engine.job import Job, Listener
+from kvq.engine.outputs import Timing
+from kvq.engine.params import MAX_PINS, MAX_SALT, PrefixPin, SamplingParams
+from kvq.engine.prompts import Prompt, prompt_tokens
+from kvq.engine.sampling import check_params
+from kvq.errors import RequestError
+from kvq.models import Model
+from kvq.models.prompts import check_length, longest_token
+from kvq.scheduler import Priority, Request, Scheduler
+
+_PROMPT_LOGPROB_BYTES = 64 << 20  # logits of one step that prompt log-probabilities may take
+
+
+def as_priority(priority: str | Priority) -> Priority:
+    """A priority from its name.
+
+    Raises:
+        RequestError: no such class.
+    """
+    if isinstance(priority, Priority):
+        return priority
+    names = {p.name.lower(): p for p in Priority}
+    if priority not in names:
+        raise RequestError(f"priority must be one of {', '.join(names)}, got {priority!r}")
+    return names[priority]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Origin:
+    """Whose a request is, and how urgent.
+
+    `cache_salt`: it shares cached prefixes only with requests of its tenant that name the same, of 1 to 1,024
+    characters.
+
+    Raises:
+        RequestError: one of another type, or a priority that there is none of.
+    """
+
+    priority: str | Priority = Priority.INTERACTIVE
+    tenant: str = ""
+    shared_salt: str | None = None
+    cache_salt: str | None = None
+    request_id: str | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("tenant", "shared_salt", "request_id"):
+            value = getattr(self, name)
+            if not isinstance(value, str) and (value is not None or name == "tenant"):
+                raise RequestError(f"{name} must be a text, got {value!r}")
+        salt = self.cache_salt
+        if salt is not None and not (isinstance(salt, str) and 1 <= len(salt) <= MAX_SALT):
+            raise RequestError(f"cache_salt must be a text of 1 to {MAX_SALT} characters, got {salt!r:.100}")
+        object.__setattr__(self, "priority", as_priority(self.priority))
+
+
+class Intake:
+    """Makes jobs for one engine. May be used from any thread."""
+
+    def __init__(
+        self, model: Model, scheduler: Scheduler, *, max_context: int, home: Home, clock: Callable[[], float]
+    ) -> None:
+        self._model = model
+        self._scheduler = scheduler
+        self._max_context = max_context
+        self._home = home
+        self._clock = clock
+        self._ids = itertools.count()
+        self._random = random.SystemRandom()
+        block_bytes = [group.block_bytes for group in model.layout.groups]
+        self._block_bytes = sum(block_bytes) / len(block_bytes)
+
+    def new_job(
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        origin: Origin = Origin(),
+        *,
+        listener: Listener | None = None,
+        pins: Sequence[PrefixPin] = (),
+    ) -> Job:
+        """Check a request and prepare it; `EngineCore.submit` makes it run.
+
+        `pins`: prefixes of the prompt that shall stay cached, for its tenant or its salt only.
+
+        Raises:
+            RequestError: it can't be served, or can never fit.
+            EngineError: this process was forked from the one that made the engine.
+        """
+        self._home.check()
+        tokens = self._tokens(prompt)
+        self._check(params, len(tokens), pins)
+        request = Request(
+            id=origin.request_id or f"request-{next(self._ids)}",
+            tokens=tokens,
+            max_tokens=params.max_tokens,
+            num_branches=params.num_sequences,
+            priority=as_priority(origin.priority),
+            tenant=origin.tenant,
+            shared_salt=origin.shared_salt,
+            cache_salt=origin.cache_salt,
+            **self._prompt_logprob_limits(params, len(tokens)),
+        )
+        max_tokens = self._scheduler.check(request)
+        text, start = prompt if isinstance(prompt, str) else None, params.prompt_logprobs_start
+        eos = frozenset() if params.ignore_eos else self._model.end_ids
+        job = Job(
+            request=request,
+            params=params,
+            prompt=self._model.tokenizer.decode(tokens) if text is None and params.echo else text,
+            seed=self._random.getrandbits(63) if params.seed is None else int(params.seed),
+            end_ids=eos | frozenset(params.stop_token_ids),
+            block_bytes=self._block_bytes,
+            listener=listener,
+            timing=Timing(arrival_s=self._clock()),
+            prompt_logprobs=None if params.prompt_logprobs is None else [None] * max(1, start),
+            pins=sorted(pins, key=lambda pin: pin.length),
+        )
+        if params.beam_width is not None:
+            job.beams = BeamSearch(
+                params.beam_width,
+                params.n,
+                length_penalty=params.length_penalty,
+                early_stopping=params.early_stopping,
+                max_tokens=max_tokens,
+                end_ids=job.end_ids,
+                min_tokens=params.min_tokens,
+            )
+        return job
+
+    def _tokens(self, prompt: Prompt) -> Any:
+        if isinstance(prompt, str) and len(prompt) > self._max_context:
+            check_length(prompt, self._max_context, self._longest_token)
+        return prompt_tokens(prompt, self._model.tokenizer, self._model.geometry.vocab_size)
+
+    def _check(self, params: SamplingParams, num_tokens: int, pins: Sequence[PrefixPin]) -> None:
+        check_params(params, self._model.geometry.vocab_size)
+        start = params.prompt_logprobs_start
+        if start and (params.prompt_logprobs is None or start >= num_tokens):
+            raise RequestError(
+                f"prompt_logprobs_start must be below the {num_tokens} prompt tokens, and needs "
+                f"prompt_logprobs, got {start} and {params.prompt_logprobs}"
+            )
+        if len(pins) > MAX_PINS or any(pin.length > num_tokens for pin in pins):
+            raise RequestError(f"a request may pin {MAX_PINS} prefixes of its {num_tokens} prompt tokens")
+        if params.structured is not None and params.ignore_eos:
+            raise RequestError("structured output ends by the end token; leave ignore_eos out")
+
+    @cached_property
+    def _longest_token(self) -> int:
+        return longest_token(self._model.tokenizer)
+
+    def _prompt_logprob_limits(self, params: SamplingParams, num_tokens: int) -> dict[str, Any]:
+        """What a request must compute of its prompt, and in which pieces, for its log-probabilities."""
+        if params.prompt_logprobs is None:
+            return {}
+        reused = max(0, params.prompt_logprobs_start - 1)  # the token before the first one has its row
+        rows = max(16, _PROMPT_LOGPROB_BYTES // (4 * self._model.geometry.vocab_size))
+        return {
+            "reuse": reused > 0,
+            "max_reuse": reused,
+            "max_chunk": rows if num_tokens - reused > rows else None,
+        }
