@@ -4,9 +4,6 @@ import asyncio
 import contextlib
 import itertools
 import logging
-import socket
-import subprocess
-import sys
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
@@ -16,7 +13,8 @@ from time import monotonic
 from kvq.engine import PrefixPin, SamplingParams
 from kvq.errors import ConfigError, EngineError
 from kvq.scheduler import Priority
-from kvq.server.frames import encode, from_engine
+from kvq.server.engine_process import EngineProcess
+from kvq.server.frames import from_engine
 from kvq.server.messages import (
     Cancel,
     Delta,
@@ -24,7 +22,6 @@ from kvq.server.messages import (
     Gauges,
     Look,
     Looked,
-    Message,
     Ping,
     Pong,
     Ready,
@@ -37,7 +34,6 @@ from kvq.server.picture import Picture
 
 _log = logging.getLogger("kvq")
 _RESTART_WINDOW_S = 600.0
-_END_S = 0.4  # for the engine process to end by itself: all that it holds ends with it
 _FIRST_DELAY_S = 0.5  # before a restart of an engine that never was ready; doubled each time
 
 
@@ -59,17 +55,6 @@ class Watch:
     ping_s: float = 0.5
     stall_s: float = 4.0  # without an answer to a ping
     max_restarts: int = 5  # within ten minutes
-
-
-@dataclass(slots=True, eq=False)
-class _Process:
-    """One life of the engine process."""
-
-    popen: subprocess.Popen[bytes]
-    reader: asyncio.StreamReader
-    writer: asyncio.StreamWriter
-    answered_s: float = field(default_factory=monotonic)  # when it last said anything
-    is_ready: bool = False  # it was, once
 
 
 _Heard = Delta | Ended | EngineError
@@ -120,7 +105,7 @@ class Remote:
         self._numbers = itertools.count()
         self._streams: dict[int, _Stream] = {}
         self._looking: asyncio.Future[Picture] | None = None  # of everybody who asked for a picture
-        self._process: _Process | None = None
+        self._process: EngineProcess | None = None
         self._restarts: deque[float] = deque()
         self._delay_s = 0.0  # before the next life begins
         self._life: asyncio.Task[None] | None = None
@@ -191,7 +176,7 @@ class Remote:
                 cache_salt=cache_salt,
                 pins=list(pins),
             )
-            await self._send(process, submit)
+            await process.send(submit)
             while not ended:
                 message = await stream.queue.get()
                 if isinstance(message, EngineError | TimeoutError):
@@ -203,7 +188,7 @@ class Remote:
                 timer.cancel()
             del self._streams[number]
             if not ended and process is self._process:
-                self._say(process, Cancel(number=number))
+                process.say(Cancel(number=number))
 
     async def look(self) -> Picture:
         """A picture of the engine after the step that it is in.
@@ -216,7 +201,7 @@ class Remote:
             raise EngineError(f"no engine is ready, it is {self.state.value}")
         if self._looking is None:
             self._looking = asyncio.get_running_loop().create_future()
-            self._say(process, Look())
+            process.say(Look())
         return await asyncio.shield(self._looking)
 
     async def close(self) -> None:
@@ -239,7 +224,7 @@ class Remote:
     async def _live_once(self) -> None:
         self._delay_s = max(2 * self._delay_s, _FIRST_DELAY_S)  # unless it becomes ready
         try:
-            process = self._process = await self._spawn()
+            process = self._process = await EngineProcess.spawn()
         except OSError as error:  # no memory, no descriptors
             _log.error("no engine process can be started: %s", error)
             return
@@ -256,14 +241,14 @@ class Remote:
             self._tell_all(EngineError(what))
             if is_closing and not process.is_ready:
                 process.popen.kill()  # it may load for minutes before it looks at its socket
-            await _end(process)
+            await process.end()
             if self.state not in (State.CLOSED, State.FAILED):  # a refused engine has said why
                 _log.error("the engine process ended with status %s%s", process.popen.returncode, why)
 
-    async def _serve(self, process: _Process) -> None:
+    async def _serve(self, process: EngineProcess) -> None:
         """Read what the engine says until it ends."""
         decoder = from_engine()
-        await self._send(process, self._start)
+        await process.send(self._start)
         async with asyncio.timeout(self._watch.start_s):
             first = await decoder.read_async(process.reader)
         if isinstance(first, Refused) and first.may_pass and self.info is not None:  # it was there before
@@ -302,28 +287,10 @@ class Remote:
             if self.state is State.READY:
                 self._set(State.RESTARTING)
 
-    async def _spawn(self) -> _Process:
-        ours, theirs = socket.socketpair()
-        with theirs:
-            popen = subprocess.Popen(
-                # -P: no module of the working directory, which may be a model's, goes before the library's
-                [sys.executable, "-P", "-m", "kvq.server.worker", str(theirs.fileno())],
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                process_group=0,  # an interrupt at the terminal is this process's to handle
-            )
-        try:
-            reader, writer = await asyncio.open_connection(sock=ours)
-        except BaseException:  # whoever is to end it doesn't know it yet
-            popen.kill()
-            popen.wait()
-            raise
-        return _Process(popen, reader, writer)
-
-    async def _ping(self, process: _Process) -> None:
+    async def _ping(self, process: EngineProcess) -> None:
         """Kill a process that does not answer: it is stopped, or something holds its interpreter."""
         for number in itertools.count():
-            self._say(process, Ping(number=number))
+            process.say(Ping(number=number))
             said = monotonic()
             await asyncio.sleep(self._watch.ping_s)
             if monotonic() - said > self._watch.ping_s + 1.0:  # it was we who stood still
@@ -384,29 +351,3 @@ class Remote:
     async def _next_change(self) -> None:
         self._changed.clear()
         await self._changed.wait()
-
-    async def _send(self, process: _Process, message: Message) -> None:
-        """Write, and wait while the engine has much to read."""
-        self._say(process, message)
-        with contextlib.suppress(ConnectionError):  # whoever reads notices the end
-            await process.writer.drain()
-
-    def _say(self, process: _Process, message: Message) -> None:
-        if not process.writer.is_closing():
-            process.writer.write(encode(message))
-
-
-async def _end(process: _Process) -> None:
-    """Close the socket, on which the process ends; kill it if it does not."""
-    process.writer.close()
-    with contextlib.suppress(ConnectionError):
-        await process.writer.wait_closed()
-    waiting = asyncio.create_task(asyncio.to_thread(process.popen.wait, _END_S))
-    try:
-        await asyncio.shield(waiting)
-    except asyncio.CancelledError:
-        process.popen.kill()
-        raise
-    except subprocess.TimeoutExpired:
-        process.popen.kill()
-        await asyncio.to_thread(process.popen.wait)

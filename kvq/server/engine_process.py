@@ -1,0 +1,76 @@
+"""The engine's process and the socket to it, for one life."""
+
+import asyncio
+import contextlib
+import socket
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from time import monotonic
+from typing import Self
+
+from kvq.server.frames import encode
+from kvq.server.messages import Message
+
+_END_S = 0.4  # for the process to end by itself: all that it holds ends with it
+
+
+@dataclass(slots=True, eq=False)
+class EngineProcess:
+    """A process of `kvq.server.worker`."""
+
+    popen: subprocess.Popen[bytes]
+    reader: asyncio.StreamReader
+    writer: asyncio.StreamWriter
+    answered_s: float = field(default_factory=monotonic)  # when it last said anything
+    is_ready: bool = False  # it was, once
+
+    @classmethod
+    async def spawn(cls) -> Self:
+        """Start one.
+
+        Raises:
+            OSError: no memory, no descriptors.
+        """
+        ours, theirs = socket.socketpair()
+        with theirs:
+            popen = subprocess.Popen(
+                # -P: no module of the working directory, which may be a model's, goes before the library's
+                [sys.executable, "-P", "-m", "kvq.server.worker", str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                process_group=0,  # an interrupt at the terminal is this process's to handle
+            )
+        try:
+            reader, writer = await asyncio.open_connection(sock=ours)
+        except BaseException:  # whoever is to end it doesn't know it yet
+            popen.kill()
+            popen.wait()
+            raise
+        return cls(popen, reader, writer)
+
+    def say(self, message: Message) -> None:
+        """Write a message; nothing happens once the socket is closed."""
+        if not self.writer.is_closing():
+            self.writer.write(encode(message))
+
+    async def send(self, message: Message) -> None:
+        """Write, and wait while the engine has much to read."""
+        self.say(message)
+        with contextlib.suppress(ConnectionError):  # whoever reads notices the end
+            await self.writer.drain()
+
+    async def end(self) -> None:
+        """Close the socket, on which the process ends; kill it if it does not."""
+        self.writer.close()
+        with contextlib.suppress(ConnectionError):
+            await self.writer.wait_closed()
+        waiting = asyncio.create_task(asyncio.to_thread(self.popen.wait, _END_S))
+        try:
+            await asyncio.shield(waiting)
+        except asyncio.CancelledError:
+            self.popen.kill()
+            raise
+        except subprocess.TimeoutExpired:
+            self.popen.kill()
+            await asyncio.to_thread(self.popen.wait)
