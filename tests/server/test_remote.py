@@ -19,8 +19,7 @@ from kvq.engine import SamplingParams
 from kvq.errors import ConfigError, EngineError, OutOfMemory
 from kvq.models.checkpoint import content_digest
 from kvq.models.resolve import EMBEDDED
-from kvq.server import remote as remote_module
-from kvq.server import worker
+from kvq.server import engine_process, worker
 from kvq.server.frames import MAX_FRAME, encode, from_engine, to_engine
 from kvq.server.messages import Cancel, Delta, Ended, Ping, Refused, Start, Submit
 from kvq.server.remote import Remote, State, Watch
@@ -56,8 +55,8 @@ def test_an_engine_that_loads_is_ended_at_once(monkeypatch):
         return lives[-1]
 
     async def run():
-        monkeypatch.setattr(remote_module.subprocess, "Popen", note)
-        monkeypatch.setattr(remote_module, "_END_S", HANG_S)  # nobody waits for it to end by itself
+        monkeypatch.setattr(engine_process.subprocess, "Popen", note)
+        monkeypatch.setattr(engine_process, "_END_S", HANG_S)  # nobody waits for it to end by itself
         remote = Remote(START)
         starting = asyncio.create_task(remote.start())
         await wait_for_async(lambda: lives, "the engine process")

@@ -12,6 +12,7 @@ from kvq.models.resolve import EMBEDDED
 from kvq.scheduler import PoolShape, SchedulerConfig
 from kvq.server import run
 from kvq.server.config import ServerConfig
+from kvq.server.engine_process import EngineProcess
 from kvq.server.health import DeepCheck
 from kvq.server.messages import Delta, Ended, Ready, Start
 from kvq.server.problems import Problem
@@ -62,7 +63,7 @@ def ask(tiny):
             scheduler=SchedulerConfig(max_context=64),
         )
         remote.state = State.READY
-        remote._process = SimpleNamespace(writer=Mute(remote, first="stream" in body))
+        remote._process = EngineProcess(popen=None, reader=None, writer=Mute(remote, first="stream" in body))
         made = run._service(config, "tiny", EMBEDDED["tiny"], remote, tiny.tokenizer)
         with socket.create_server(("127.0.0.1", 0)) as listener:
             server = run._Server(run._uvicorn(config, made))
