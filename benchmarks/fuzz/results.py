@@ -33,7 +33,8 @@ def case(odds: random.Random) -> str | None:
         return f"controls are shown of {changed!r}"
     if done.exception is None or isinstance(done.exception, KVQError):
         return None
-    return f"{changed!r}\n{''.join(traceback.format_exception(done.exception))}"
+    told = "".join(traceback.format_exception(done.exception))
+    return f"{told[-700:]}\n{changed!r}"  # findings are cut at their ends
 
 
 def _result() -> dict[str, Any]:

@@ -70,7 +70,7 @@ def compare(a: Mapping[str, Any], b: Mapping[str, Any]) -> Comparison:
     only_b: list[str] = []
     differences: list[Difference] = []
     for section in _section_keys(a, b):
-        rows_a, rows_b = (_by_identity(one.get(section, [])) for one in (a, b))
+        rows_a, rows_b = (_by_identity(one[section] if section in _keys(one) else []) for one in (a, b))
         only_a += _only(section, rows_a, rows_b)
         only_b += _only(section, rows_b, rows_a)
         for key in rows_a:
@@ -90,8 +90,13 @@ def kind(result: Mapping[str, Any]) -> str:
 
 
 def _section_keys(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
-    """`rows`, and the keys of further tasks of either."""
-    return list(dict.fromkeys(["rows", *row_keys(a), *row_keys(b)]))
+    """Of either, in order."""
+    return list(dict.fromkeys([*_keys(a), *_keys(b)]))
+
+
+def _keys(result: Mapping[str, Any]) -> list[str]:
+    """`rows`, and the keys of further tasks; what no task names was not checked when it was read."""
+    return ["rows", *row_keys(result)]
 
 
 def _by_identity(rows: Sequence[Mapping[str, Any]]) -> dict[tuple[Any, ...], Mapping[str, Any]]:

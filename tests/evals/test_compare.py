@@ -102,3 +102,14 @@ def test_other_kinds_and_broken_files_are_refused(tmp_path):
 def test_a_format_without_a_name_is_told_as_it_is():
     found = compare(result(row(7, 0.1)), result(row("int8", 0.1)))
     assert (found.only_in_a, found.only_in_b) == (["7"], ["int8"])
+
+
+def test_rows_that_no_task_names_are_not_compared():
+    """Nobody checked them when the result was read."""
+    needles = [{"kv": "int8", "length": 64, "depth": 0.5, "retrieved": 0.5}]
+    a = result(
+        row("int8", 0.1), tasks=[{"key": "rows"}, {"key": "needle"}], needle=needles, needle_summary=[]
+    )
+    b = result(row("int8", 0.1), tasks=[{"key": "rows"}], needle=[None, "a"])
+    assert compare(a, b).only_in_a == ["the task needle"]
+    assert compare(b, a).only_in_b == ["the task needle"]
