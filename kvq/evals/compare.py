@@ -70,7 +70,7 @@ def compare(a: Mapping[str, Any], b: Mapping[str, Any]) -> Comparison:
     only_b: list[str] = []
     differences: list[Difference] = []
     for section in _section_keys(a, b):
-        rows_a, rows_b = (_by_identity(one[section] if section in _keys(one) else []) for one in (a, b))
+        rows_a, rows_b = (_by_identity(_rows(one, section)) for one in (a, b))
         only_a += _only(section, rows_a, rows_b)
         only_b += _only(section, rows_b, rows_a)
         for key in rows_a:
@@ -95,8 +95,13 @@ def _section_keys(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
 
 
 def _keys(result: Mapping[str, Any]) -> list[str]:
-    """`rows`, and the keys of further tasks; what no task names was not checked when it was read."""
+    """`rows`, and the keys of further tasks."""
     return ["rows", *row_keys(result)]
+
+
+def _rows(result: Mapping[str, Any], section: str) -> list[Any]:
+    """Of a section that a task names: no others were checked when the result was read."""
+    return result.get(section, []) if section in _keys(result) else []
 
 
 def _by_identity(rows: Sequence[Mapping[str, Any]]) -> dict[tuple[Any, ...], Mapping[str, Any]]:
