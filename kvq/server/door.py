@@ -15,15 +15,18 @@ from enum import Enum
 from pathlib import Path
 
 from kvq.errors import ConfigError
-from kvq.server.turns import Turns
+from kvq.server.turns import Again, Turns
 
 _log = logging.getLogger("kvq")
 _HANDSHAKE_S = 10.0  # to begin it, and again for all of it
 _MAX_HANDSHAKES = 256  # at once; who has not said a word is in none, and costs a descriptor only
+_SHARE = 0.5  # of the loop's time, for handshakes and parsing
 _AT_A_TIME = 8  # accepted before others have their turn
 _FOR_OTHERS = 32  # descriptors left for all that is no connection
 _AGAIN_S = 1.0  # after the system had none
 _TO_SPEAK_S = 0.1  # that a connection has, at least, before it gives way as silent
+_REST_S = 0.05  # before another look at a greeting that is there in part
+_HEAD, _RECORD = 5, 5 + (16 << 10)  # bytes of a TLS record's head, and of a whole one
 _QUIET_S = 60.0  # without trouble, before the next one is told of
 _READ = 32 << 10  # bytes at once; asyncio would take 256 KB from each of those who send
 _TLS_BUFFER = 16 << 10  # bytes a connection, a TLS record; asyncio would take 256 KB
@@ -48,6 +51,7 @@ class Slot:
     since_s: float  # when it was accepted, or its handshake began
     stage: Stage = Stage.SILENT
     timer: asyncio.TimerHandle | None = None  # until it says its first word
+    rest: asyncio.TimerHandle | None = None  # between two looks at a word that is not whole
     task: asyncio.Task[None] | None = None  # its handshake
     transport: asyncio.Transport | None = None  # since that ended
 
@@ -75,6 +79,8 @@ class Slot:
         if self.timer is not None and self.sock is not None:
             self.timer.cancel()
             self.timer = None
+            if self.rest is not None:
+                self.rest.cancel()
             asyncio.get_running_loop().remove_reader(self.sock)
 
 
@@ -105,15 +111,14 @@ class Door:
         tls: ssl.SSLContext | None,
         max_connections: int,
         max_per_address: int,
-        turns: Turns | None = None,
     ) -> None:
-        """`turns`: to parse what takes long. `max_connections`: lowered to what the system's limit of
+        """`max_connections`: lowered to what the system's limit of
         descriptors leaves.
 
         Raises:
             ConfigError: that is none.
         """
-        self.turns = turns or Turns()
+        self.turns = Turns(_SHARE)
         self.max_connections = min(max_connections, _room(max_connections))
         self._max_per_address = min(max_per_address, self.max_connections)
         self._listener = listener
@@ -123,6 +128,7 @@ class Door:
         self._handshakes: OrderedDict[Slot, None] = OrderedDict()
         self._spoken: OrderedDict[Slot, None] = OrderedDict()  # who waits for a handshake
         self._is_admitting = False  # by a timer
+        self._num_owed = 0  # handshakes that found no room when it was their turn
         self._make: Callable[[Slot], asyncio.Protocol] | None = None
         self._is_accepting = False
         self._troubled_s = -_QUIET_S
@@ -229,32 +235,43 @@ class Door:
         loop.add_reader(sock, self._speaks, slot)
 
     def _speaks(self, slot: Slot) -> None:
-        """Its first byte has come, or its end."""
+        """Its first bytes have come, or its end."""
+        assert slot.sock is not None, "it is listened to"
+        loop = asyncio.get_running_loop()
+        if not _has_hello(slot.sock):  # what takes long begins with its last byte, and would not be in turn
+            loop.remove_reader(slot.sock)
+            slot.rest = loop.call_later(_REST_S, loop.add_reader, slot.sock, self._speaks, slot)
+            return
         slot.listen_no_more()
         self._spoken[slot] = None
-        self._admit()
+        self.turns.soon(slot.address, self._admit)
 
-    def _admit(self) -> None:
-        """Begin handshakes, as many as may be at once; the longest gives way if it had its time."""
+    def _admit(self) -> Again:
+        """Begin a handshake; of those that take long the longest gives way if it had its time."""
         loop = asyncio.get_running_loop()
-        while self._spoken:
-            if len(self._handshakes) >= _MAX_HANDSHAKES:
-                oldest = next(iter(self._handshakes))
-                if (left_s := self._left_to_speak(oldest)) > 0:
-                    if not self._is_admitting:
-                        self._is_admitting = True
-                        loop.call_later(left_s, self._admit_on)
-                    return
-                oldest.drop()
-            slot, _ = self._spoken.popitem(last=False)
-            self._move(slot, Stage.SILENT)  # the last of them now
-            self._handshakes[slot] = None
-            slot.since_s = loop.time()
-            slot.task = loop.create_task(self._begin(slot))
+        if not self._spoken:  # who spoke was dropped since
+            return Again.NO
+        if len(self._handshakes) >= _MAX_HANDSHAKES:
+            oldest = next(iter(self._handshakes))
+            if (left_s := self._left_to_speak(oldest)) > 0:
+                self._num_owed += 1
+                if not self._is_admitting:
+                    self._is_admitting = True
+                    loop.call_later(left_s, self._admit_on)
+                return Again.NO
+            oldest.drop()
+        slot, _ = self._spoken.popitem(last=False)
+        self._move(slot, Stage.SILENT)  # the last of them now
+        self._handshakes[slot] = None
+        slot.since_s = loop.time()
+        slot.task = loop.create_task(self._begin(slot))
+        return Again.NO
 
     def _admit_on(self) -> None:
         self._is_admitting = False
-        self._admit()
+        owed, self._num_owed = self._num_owed, 0
+        for slot in list(self._spoken)[:owed]:
+            self.turns.soon(slot.address, self._admit)
 
     async def _begin(self, slot: Slot) -> None:
         """Make the connection, after its handshake."""
@@ -275,7 +292,9 @@ class Door:
         finally:
             slot.task = None
             self._handshakes.pop(slot, None)
-            self._admit()
+            if self._num_owed:
+                self._num_owed -= 1
+                self.turns.soon(slot.address, self._admit)
 
     def _move(self, slot: Slot, stage: Stage) -> None:
         theirs = self._addresses.get(slot.address)
@@ -307,6 +326,16 @@ class Door:
         if now - self._troubled_s >= _QUIET_S:
             _log.warning("%s", trouble)
         self._troubled_s = now
+
+
+def _has_hello(sock: socket.socket) -> bool:
+    """False while the first record of a TLS handshake is there in part."""
+    try:
+        begun = sock.recv(_RECORD, socket.MSG_PEEK)
+    except OSError:  # it is found again, and told, by whoever reads it
+        return True
+    is_handshake = begun[:1] == b"\x16"
+    return not is_handshake or (len(begun) >= _HEAD and len(begun) >= _HEAD + int.from_bytes(begun[3:_HEAD]))
 
 
 def _room(wanted: int) -> int:

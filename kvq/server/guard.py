@@ -17,7 +17,7 @@ from kvq.errors import ConfigError
 from kvq.server.browsed import CHALLENGE, POLLED, basic_password, is_browsed
 from kvq.server.dialects import dialect_of
 from kvq.server.ignored import HEADER, IGNORED
-from kvq.server.incoming import MAX_BODY, Incoming, skip, too_large
+from kvq.server.incoming import FREE, MAX_BODY, Incoming, skip, too_large
 from kvq.server.logs import Sparse, log_event, request_id
 from kvq.server.problems import Problem
 
@@ -84,7 +84,7 @@ class Guard:
         try:
             try:
                 self._check(scope)
-                whole = await body.read(receive)
+                whole = await body.read(receive, scope["kvq_tenant"], _most_bytes(scope))
             except Problem as problem:
                 scope[REASON] = problem.code or problem.type
                 body.release()
@@ -139,8 +139,8 @@ class Guard:
         if b"transfer-encoding" in headers and b"content-length" in headers:
             raise Problem(400, "Content-Length and Transfer-Encoding exclude each other")
         length = headers.get(b"content-length", b"0")
-        if len(length) > 16 or int(length) > MAX_BODY:  # the connection has checked that it is a number
-            raise too_large()
+        if len(length) > 16 or int(length) > _most_bytes(scope):  # h11 has checked that it is a number
+            raise too_large(_most_bytes(scope))
         self._check_arrival(scope["path"], scope["kvq_tenant"])
 
     def _tenant(self, path: str, headers: dict[bytes, bytes]) -> str:
@@ -179,6 +179,12 @@ class _Answer:
                 own.append((HEADER.encode(), ignored.encode()))
             message["headers"] = [*message.get("headers", ()), *own]
         await self._send(message)
+
+
+def _most_bytes(scope: Scope) -> int:
+    """That the body of a request may have; where nobody reads one, those that nobody else has to wait for."""
+    is_read = scope["method"] in ("POST", "PUT", "PATCH") and scope["path"] not in OPEN
+    return MAX_BODY if is_read else FREE
 
 
 def _with_get(scope: Scope) -> Scope:

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+from collections import Counter
 
 from starlette.types import Message, Receive
 
@@ -17,10 +18,11 @@ _TRIM_S = 0.5  # after a large body's end
 
 
 class Incoming:
-    """Bytes that the bodies of the requests at hand take."""
+    """Bytes that the bodies of the requests at hand take; one tenant's may be three quarters of them."""
 
     def __init__(self, most: int = MAX_BODIES) -> None:
         self.num_bytes = 0
+        self._of: Counter[str] = Counter()  # by tenant
         self._most = most
         self._is_trimming = False
 
@@ -28,15 +30,21 @@ class Incoming:
         """Of a new request; to be released when it is answered."""
         return Body(self)
 
-    def take(self, count: int) -> None:
+    def take(self, tenant: str, count: int) -> None:
         """Raise Problem if so many bytes more are too many."""
         if self.num_bytes + count > self._most:
             raise unavailable(f"the requests at hand have {self.num_bytes} bytes; try again later")
+        if self._of[tenant] + count > self._most * 3 // 4:
+            raise unavailable(f"your requests at hand have {self._of[tenant]} bytes; try again later")
         self.num_bytes += count
+        self._of[tenant] += count
 
-    def give(self, count: int) -> None:
+    def give(self, tenant: str, count: int) -> None:
         """So many are free again; the C library, which would keep them, gives them back to the system."""
         self.num_bytes -= count
+        self._of[tenant] -= count
+        if not self._of[tenant]:
+            del self._of[tenant]
         if count and not self._is_trimming:
             self._is_trimming = True
             asyncio.get_running_loop().call_later(_TRIM_S, self._trim)
@@ -51,15 +59,17 @@ class Body:
 
     def __init__(self, incoming: Incoming) -> None:
         self._incoming = incoming
+        self._tenant = ""
         self._num_bytes = 0  # that count
 
-    async def read(self, receive: Receive) -> Receive | None:
-        """Read it within its bounds; returns what reads it again, and then the connection's end;
+    async def read(self, receive: Receive, tenant: str = "", most: int = MAX_BODY) -> Receive | None:
+        """Read `most` bytes at most; returns what reads it again, and then the connection's end;
         None if that came first.
 
         Raises:
             Problem: it is too large, takes too long, or there is no room for it.
         """
+        self._tenant = tenant
         body, more = bytearray(), True  # grows as it comes: joined in the end, several may end at once
         try:
             async with asyncio.timeout(BODY_S):
@@ -69,8 +79,8 @@ class Body:
                         return None
                     body += message.get("body", b"")
                     more = message.get("more_body", False)
-                    if len(body) > MAX_BODY:
-                        raise too_large()
+                    if len(body) > most:
+                        raise too_large(most)
                     self._take(max(0, len(body) - FREE))
         except TimeoutError as error:
             raise Problem(408, f"the body did not arrive within {BODY_S:g} s") from error
@@ -84,11 +94,11 @@ class Body:
 
     def release(self) -> None:
         """Nobody holds it any more."""
-        self._incoming.give(self._num_bytes)
+        self._incoming.give(self._tenant, self._num_bytes)
         self._num_bytes = 0
 
     def _take(self, num_bytes: int) -> None:
-        self._incoming.take(num_bytes - self._num_bytes)
+        self._incoming.take(self._tenant, num_bytes - self._num_bytes)
         self._num_bytes = num_bytes
 
 
@@ -102,6 +112,6 @@ async def skip(receive: Receive) -> None:
                 pass
 
 
-def too_large() -> Problem:
+def too_large(most: int) -> Problem:
     """A body is."""
-    return Problem(413, f"a request may have {MAX_BODY} bytes", code="request_too_large")
+    return Problem(413, f"a request may have {most} bytes here", code="request_too_large")

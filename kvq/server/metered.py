@@ -3,15 +3,20 @@
 h11 takes about 30 microseconds for an event, and one read of a socket may hold ten thousand one-byte chunks.
 """
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NoReturn
 
 import h11
+from h11._receivebuffer import ReceiveBuffer, blank_line_regex
 
-FREE_EVENTS = 32  # of one read that are parsed at once
-SLICE_EVENTS = 64  # about 2 ms
+from kvq.server.problems import Problem
+
+SLICE_EVENTS = 32  # parsed at once, about 1 ms
+MAX_LINES = 128  # of a head, or of what follows the last chunk
 MAX_HEAD = 64 << 10  # bytes of a head, or of a chunk's
 _FREE_CHUNKS = 1024  # of a body, however small
 _LEAST_CHUNK = 128  # bytes, on the average of more than those
+_INSTEAD = "send larger ones, or Content-Length"
 _FREE_WIRE = 1 << 20  # bytes of a body that are none of its content
 
 
@@ -20,9 +25,10 @@ class MeteredParser(h11.Connection):
 
     def __init__(self) -> None:
         super().__init__(h11.SERVER, MAX_HEAD)
-        self.allowance = FREE_EVENTS  # events before it pretends to need more data
+        self._receive_buffer = _Lines(self._refuse)
+        self.allowance = SLICE_EVENTS  # events before it pretends to need more data
         self.ran_out = False  # it did
-        self.refusal: str | None = None  # why this client is not listened to any more
+        self.refusal: Problem | None = None  # why this client is not listened to any more
         self._num_chunks = 0
         self._num_bytes = 0
         self._num_wire = 0
@@ -53,10 +59,26 @@ class MeteredParser(h11.Connection):
         self._num_chunks += data.chunk_start
         self._num_bytes += len(data.data)
         if self._num_chunks > _FREE_CHUNKS and self._num_bytes < (self._num_chunks - 1) * _LEAST_CHUNK:
-            self.refusal = (
-                f"a body in chunks of less than {_LEAST_CHUNK} bytes; send larger ones, or Content-Length"
-            )
+            self._refuse(400, f"a body in chunks of less than {_LEAST_CHUNK} bytes; {_INSTEAD}")
         elif self._num_wire > 2 * self._num_bytes + _FREE_WIRE:
-            self.refusal = "chunks with more around them than in them; send larger ones, or Content-Length"
-        if self.refusal is not None:
-            raise h11.RemoteProtocolError(self.refusal)
+            self._refuse(400, f"chunks with more around them than in them; {_INSTEAD}")
+
+    def _refuse(self, status: int, why: str) -> NoReturn:
+        self.refusal = Problem(status, why)
+        raise h11.RemoteProtocolError(why)
+
+
+class _Lines(ReceiveBuffer):
+    """What came and is not parsed yet. A head or trailers of any number of lines are one event of h11."""
+
+    def __init__(self, refuse: Callable[[int, str], NoReturn]) -> None:
+        super().__init__()
+        self._refuse = refuse
+
+    def maybe_extract_lines(self) -> list[bytearray] | None:
+        """All lines up to an empty one, once it is there; so many at most, counted as they come."""
+        if len(self._data) > MAX_LINES:
+            end = blank_line_regex.search(self._data, self._multiple_lines_search)
+            if self._data.count(b"\n", 0, end.end() if end else None) > MAX_LINES + 2:  # and two ends
+                self._refuse(431, f"a request may have {MAX_LINES} lines of headers")
+        return super().maybe_extract_lines()

@@ -12,7 +12,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
 from kvq.server.door import Slot, Stage
-from kvq.server.metered import FREE_EVENTS, SLICE_EVENTS, MeteredParser
+from kvq.server.metered import SLICE_EVENTS, MeteredParser
 from kvq.server.problems import Problem, unavailable
 from kvq.server.turns import Again, Turns
 
@@ -76,6 +76,7 @@ class Connection(H11Protocol):
         self._slot = slot
         self._turns = Turns() if slot is None else slot.door.turns
         self._is_in_line = False  # to parse on
+        self._stage = Stage.SILENT  # before it was
         self._is_resting = False  # from small reads
         self._num_small = 0
         self._counted_s = 0.0
@@ -92,18 +93,22 @@ class Connection(H11Protocol):
         """Read on, while the head of a request comes in time."""
         before = self.cycle, self.conn.their_state
         super().data_received(data)
-        if len(data) < _SMALL_READ and before == (self.cycle, self.conn.their_state):
+        is_parsed = not self._is_in_line
+        if is_parsed and len(data) < _SMALL_READ and before == (self.cycle, self.conn.their_state):
             self._count_small()
         self._watch_head()
 
     def handle_events(self) -> None:
-        """Parse a little; what is left, in turn with others."""
+        """Parse a little, in turn where many others do; what is left, in turn with others."""
         if self._is_in_line:
             return
-        if self._parse(FREE_EVENTS):
-            self._is_in_line = True
+        self._is_in_line = True
+        self._turns.soon("" if self._slot is None else self._slot.address, self._parse_on)
+        if self._is_in_line:
             self._hold()
-            self._turns.add("" if self._slot is None else self._slot.address, self._parse_on)
+            if self._slot is not None and self._slot.stage is not Stage.BUSY:
+                self._stage = self._slot.stage
+                self._slot.enter(Stage.BUSY)  # it has asked for something, as far as anybody knows yet
 
     def on_response_complete(self) -> None:
         """A request was answered."""
@@ -120,7 +125,7 @@ class Connection(H11Protocol):
 
     def send_400_response(self, msg: str) -> None:
         """Answer what is no HTTP, or too little of it in too many pieces."""
-        self._refuse(Problem(400, self.conn.refusal or msg))
+        self._refuse(self.conn.refusal or Problem(400, msg))
         self._hang_up()
 
     def _hang_up(self) -> None:
@@ -143,8 +148,12 @@ class Connection(H11Protocol):
         self.conn.allowance, self.conn.ran_out = num_events, False
         if not self.transport.is_closing():
             super().handle_events()
-        if self._slot is not None and self.cycle is not None and not self.cycle.response_complete:
-            self._slot.enter(Stage.BUSY)
+        if self._slot is not None:
+            is_asking = self.cycle is not None and not self.cycle.response_complete
+            if is_asking:
+                self._slot.enter(Stage.BUSY)
+            elif self._slot.stage is Stage.BUSY:
+                self._slot.enter(self._stage)
         return self.conn.ran_out and not self.transport.is_closing()
 
     def _parse_on(self) -> Again:

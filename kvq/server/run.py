@@ -31,7 +31,6 @@ from kvq.server.remote import Remote, Watch
 from kvq.server.service import Service
 from kvq.server.stretches import Stretches
 from kvq.server.tools.calling import ToolCalling
-from kvq.server.turns import Turns
 
 _log = logging.getLogger("kvq")
 _END_S = 0.3  # for answers to be written after the engine is gone
@@ -96,7 +95,7 @@ async def _serve(config: ServerConfig, stretches: Stretches) -> None:
     services.append(service)
     ready = asyncio.gather(starting, service.prompts.start())
     server = _Server(_uvicorn(config, service))
-    door = _open(config, server, listener, service.turns)
+    door = _open(config, server, listener)
     service.metrics.watch("kvq_http_connections", "Open connections.", lambda: door.num_connections)
     service.metrics.watch(
         "kvq_http_longest_stretch_seconds",
@@ -198,7 +197,7 @@ def _service(config: ServerConfig, name: str, folder: Path, remote: Remote, toke
     )
 
 
-def _open(config: ServerConfig, server: uvicorn.Server, listener: socket.socket, turns: Turns) -> Door:
+def _open(config: ServerConfig, server: uvicorn.Server, listener: socket.socket) -> Door:
     """Let connections in, to uvicorn's protocol."""
     server.config.load()
     door = Door(
@@ -206,7 +205,6 @@ def _open(config: ServerConfig, server: uvicorn.Server, listener: socket.socket,
         tls=server.config.ssl,
         max_connections=config.max_connections,
         max_per_address=config.max_connections_per_address or -(-config.max_connections // 2),
-        turns=turns,
     )
     door.open(partial(Connection, server.config, server.server_state, {}, asyncio.get_running_loop()))
     return door

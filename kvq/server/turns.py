@@ -33,7 +33,9 @@ class Closing(Exception):
 class Turns:
     """Slices of a few milliseconds, one at a time; between two of them everybody else has the loop."""
 
-    def __init__(self) -> None:
+    def __init__(self, share: float = _SHARE) -> None:
+        """`share`: of the loop's time, unless slices are long."""
+        self._share = share
         self._line: FairLine[Callable[[], Again]] = FairLine()
         self._is_running = False
         self._spare_s = _AT_ONCE_S
@@ -47,6 +49,19 @@ class Turns:
         if not self._is_running:
             self._is_running = True
             asyncio.get_running_loop().call_soon(self._turn)
+
+    def soon(self, owner: str, step: Callable[[], Again]) -> None:
+        """Call `step` at once; in its turn, if many have been called at once lately, or it wants another."""
+        if not self._has_spare():
+            self.add(owner, step)
+            return
+        began = perf_counter()
+        try:
+            again = step()
+        finally:
+            self._spare_s -= max(_LEAST_S, perf_counter() - began)
+        if again:
+            self.add(owner, step)
 
     async def through(self, owner: str, steps: Iterator[Again]) -> None:
         """Go through an iterator: to its first yield at once, from there on in turns, as it yields.
@@ -91,7 +106,7 @@ class Turns:
 
     def _has_spare(self) -> bool:
         now = asyncio.get_running_loop().time()
-        self._spare_s = min(_AT_ONCE_S, self._spare_s + (now - self._counted_s) * _SHARE)
+        self._spare_s = min(_AT_ONCE_S, self._spare_s + (now - self._counted_s) * self._share)
         self._counted_s = now
         return self._spare_s > 0
 
@@ -126,7 +141,7 @@ class Turns:
             loop.call_soon(self._settle, began_s, hops - 1)
         elif self._line:
             took_s = perf_counter() - began_s
-            share = _SHARE if took_s < _LONG_S else _LONG_SHARE
+            share = self._share if took_s < _LONG_S else _LONG_SHARE
             loop.call_later(took_s * (1 / share - 1), self._turn)
         else:
             self._is_running = False

@@ -113,6 +113,15 @@ def client_tls(authority):
     return context
 
 
+def greeting(client_tls):
+    """A client's first words, and what goes on from there: (bytes, the client, its ears, its mouth)."""
+    coming, going = ssl.MemoryBIO(), ssl.MemoryBIO()
+    client = client_tls.wrap_bio(coming, going, server_hostname="localhost")
+    with pytest.raises(ssl.SSLWantReadError):
+        client.do_handshake()
+    return going.read(), client, coming, going
+
+
 def test_a_flood_of_silent_connections_keeps_nobody_out(caplog):
     with World() as world, contextlib.ExitStack() as stack:
         silent = [stack.enter_context(world.connect()) for _ in range(60)]
@@ -153,24 +162,55 @@ def test_the_oldest_handshake_gives_way(tls, client_tls, monkeypatch):
     with World(tls=tls, max_connections=40, max_per_address=40) as world, contextlib.ExitStack() as stack:
         begun = [stack.enter_context(world.connect()) for _ in range(6)]
         for sock in begun:
-            sock.sendall(b"\x16")
+            sock.sendall(greeting(client_tls)[0])
         raw = stack.enter_context(world.connect())
         with client_tls.wrap_socket(raw, server_hostname="localhost") as polite:
             assert ask(polite).startswith(b"HTTP/1.1 200")
         assert all(is_closed(sock) for sock in begun[:4])
 
 
-def test_a_closed_door_forgets_who_waits_for_a_handshake(tls, monkeypatch):
+def test_a_closed_door_forgets_who_waits_for_a_handshake(tls, client_tls, monkeypatch):
     monkeypatch.setattr(door_module, "_MAX_HANDSHAKES", 1)
     monkeypatch.setattr(door_module, "_TO_SPEAK_S", 10 * HANG_S)
     with contextlib.ExitStack() as stack:
         with World(tls=tls) as world:
             socks = [stack.enter_context(world.connect()) for _ in range(4)]
             for sock in socks[:3]:
-                sock.sendall(b"\x16")
+                sock.sendall(greeting(client_tls)[0])
             wait_for(lambda: len(world.door._spoken) == 2, "two to wait")
         assert all(map(is_closed, socks))
         assert not world.door._addresses
+
+
+def test_greetings_that_end_at_once_begin_their_handshakes_in_turns(tls, client_tls):
+    """Their last byte is what costs; until it is there, they are in no handshake."""
+    with World(tls=tls, max_connections=40, max_per_address=40) as world, contextlib.ExitStack() as stack:
+        begun = []
+        for _ in range(20):
+            hello, *client = greeting(client_tls)
+            sock = stack.enter_context(world.connect())
+            for piece in (hello[:3], hello[3:-1]):
+                sock.sendall(piece)
+            begun.append((sock, hello[-1:], *client))
+        wait_for(lambda: world.door.num_connections == 20, "all to be accepted")
+        assert not world.door._handshakes
+        for sock, last, *_ in begun:
+            sock.sendall(last)
+        for sock, _, client, coming, going in begun:
+            while True:
+                with contextlib.suppress(ssl.SSLWantReadError):
+                    client.do_handshake()
+                    break
+                coming.write(sock.recv(1 << 16))
+            client.write(GET)
+            sock.sendall(going.read())
+            got = b""
+            while not got.endswith(b"ok"):
+                coming.write(sock.recv(1 << 16))
+                with contextlib.suppress(ssl.SSLWantReadError):
+                    while True:
+                        got += client.read()
+            assert got.startswith(b"HTTP/1.1 200")
 
 
 def test_garbage_in_place_of_a_handshake_frees_its_place(tls, client_tls):

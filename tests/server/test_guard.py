@@ -9,6 +9,7 @@ import pytest
 from kvq.errors import ConfigError
 from kvq.server import guard, logs
 from kvq.server.guard import Access, Guard
+from kvq.server.incoming import FREE, MAX_BODY
 from kvq.server.problems import Problem
 
 PAGE = "https://a.org"
@@ -138,3 +139,14 @@ def test_refusals_without_end_write_so_many_lines_and_how_many_were_left_out(mon
     now[0] = 60.0
     asyncio.run(ask_often(guarded, 301))
     assert lines == [(logging.INFO, 1500)] + [(logging.INFO, None)] * 299 + [(logging.DEBUG, None)]
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "most"),
+    [("POST", "/v1/completions", MAX_BODY), ("POST", "/health/live", FREE), ("GET", "/v1/models", FREE)],
+)
+def test_where_nobody_reads_a_body_it_takes_no_room(method, path, most):
+    access = Access(api_keys=("a",))
+    options = {"method": method, "path": path, "x_api_key": "a"}
+    assert ask(access, content_length=str(most), **options)[0] == 200
+    assert ask(access, content_length=str(most + 1), **options)[0] == 413

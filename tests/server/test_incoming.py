@@ -23,8 +23,8 @@ def piece(body, more=False):
     return {"type": "http.request", "body": body, "more_body": more}
 
 
-def read(body, *messages):
-    return asyncio.run(body.read(receive(*messages)))
+def read(body, *messages, **limits):
+    return asyncio.run(body.read(receive(*messages), **limits))
 
 
 def test_a_body_is_read_whole_and_given_again():
@@ -39,12 +39,11 @@ def test_a_client_that_goes_leaves_nothing():
 
 def test_all_bodies_share_their_room(monkeypatch):
     monkeypatch.setattr(incoming, "FREE", 0)
-    monkeypatch.setattr(incoming, "MAX_BODY", 60)
     line = Incoming(100)
     first, second = line.body(), line.body()
-    read(first, piece(b"a" * 60))
+    read(first, piece(b"a" * 60), tenant="a")
     with pytest.raises(Problem, match="have 90 bytes; try again later") as refused:
-        read(second, piece(b"a" * 30, True), piece(b"a" * 30))
+        read(second, piece(b"a" * 30, True), piece(b"a" * 30), tenant="b")
     assert refused.value.status == 503
     assert refused.value.retry_after_s
 
@@ -56,8 +55,27 @@ def test_all_bodies_share_their_room(monkeypatch):
     asyncio.run(release())
     assert line.num_bytes == 0
     with pytest.raises(Problem) as refused:
-        read(line.body(), piece(b"a" * 61))
+        read(line.body(), piece(b"a" * 61), most=60)
     assert refused.value.status == 413
+
+
+def test_one_tenants_bodies_leave_a_quarter_to_others(monkeypatch):
+    monkeypatch.setattr(incoming, "FREE", 0)
+    line = Incoming(100)
+    bodies = [line.body() for _ in range(4)]
+    read(bodies[0], piece(b"a" * 75), tenant="a")
+    with pytest.raises(Problem, match="your requests at hand have 75 bytes"):
+        read(bodies[1], piece(b"a"), tenant="a")
+    assert read(bodies[2], piece(b"a" * 25), tenant="b") is not None
+
+    async def release():
+        for body in bodies:
+            body.release()
+
+    asyncio.run(release())
+    assert line.num_bytes == 0
+    assert not line._of
+    assert read(bodies[3], piece(b"a" * 75), tenant="a") is not None
 
 
 def test_small_bodies_need_no_room():

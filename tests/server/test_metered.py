@@ -131,11 +131,11 @@ def test_one_read_full_of_events_is_parsed_in_turns():
     parser.receive_data(HEAD + b"1\r\na\r\n" * 1000)
     num_events, num_turns = 0, 0
     while num_events < 1001:
-        parser.allowance, parser.ran_out, num_turns = metered.FREE_EVENTS, False, num_turns + 1
+        parser.allowance, parser.ran_out, num_turns = metered.SLICE_EVENTS, False, num_turns + 1
         while parser.next_event() is not h11.NEED_DATA:
             num_events += 1
         assert parser.ran_out == (num_events < 1001)
-    assert num_turns == -(-1002 // metered.FREE_EVENTS)
+    assert num_turns == -(-1002 // metered.SLICE_EVENTS)
 
 
 def test_requests_behind_one_another_are_all_answered():
@@ -183,3 +183,32 @@ def test_floods_of_crumbs_keep_nobody_waiting():
         stop.set()
         for thread in floods:
             thread.join()
+
+
+@pytest.mark.parametrize("line", [b"a:\r\n", b"a:\n"])
+def test_heads_and_trailers_have_so_many_lines(line):
+    """One event of h11 each, however long it takes."""
+    head = HEAD.replace(b"\r\n\r\n", b"\r\n")
+    many = line * metered.MAX_LINES
+    with World() as world:
+        for sent in (head + many + b"\r\n", HEAD + b"0\r\n" + many + 2 * line + b"\r\n"):
+            with world.connect() as sock:
+                sock.sendall(sent)
+                status, body = read(sock)
+            assert status in (400, 431)
+            assert f"may have {metered.MAX_LINES} lines" in json.loads(body)["error"]["message"]
+        assert world.post(chunk(5), b"0\r\n" + line * 100 + b"\r\n") == (200, b"5")
+
+
+@pytest.mark.parametrize("count", [1, 64])
+def test_heads_that_end_at_once_are_all_answered(count):
+    """Most of them in turns."""
+    with World() as world, contextlib.ExitStack() as stack:
+        socks = [stack.enter_context(world.connect()) for _ in range(count)]
+        for sock in socks:
+            sock.sendall(HEAD[:-1])
+        for sock in socks:
+            sock.sendall(b"\n1\r\na\r\n")
+        for sock in socks:
+            sock.sendall(b"0\r\n\r\n")
+        assert [read(sock) for sock in socks] == [(200, b"1")] * count

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import gc
 import weakref
+from functools import partial
 from time import thread_time
 
 import pytest
@@ -152,3 +153,46 @@ def test_at_the_end_who_waits_is_told_and_single_steps_go_on():
         assert not turns._waiting
 
     asyncio.run(main())
+
+
+def test_what_many_ask_for_at_once_is_done_in_turns():
+    """Each asks for a step that is as good as nothing; what follows it is not."""
+    done = []
+
+    async def main():
+        turns = Turns()
+
+        def step(number):
+            done.append(number)
+            return Again.NO
+
+        for number in range(100):
+            turns.soon(str(number % 3), partial(step, number))
+        at_once = len(done)
+        while len(done) < 100:
+            await asyncio.sleep(0)
+        return at_once
+
+    assert 0 < asyncio.run(asyncio.wait_for(main(), HANG_S)) <= 10
+    assert sorted(done) == list(range(100))
+    for owner in range(3):
+        assert [number for number in done if number % 3 == owner] == list(range(owner, 100, 3))
+
+
+def test_a_step_that_wants_another_gets_it_in_its_turn():
+    seen = []
+
+    async def main():
+        turns = Turns()
+
+        def step():
+            seen.append(len(seen))
+            return Again.IN_TURN if len(seen) < 5 else Again.NO
+
+        turns.soon("a", step)
+        assert seen == [0]
+        while len(seen) < 5:
+            await asyncio.sleep(0)
+
+    asyncio.run(asyncio.wait_for(main(), HANG_S))
+    assert seen == list(range(5))
