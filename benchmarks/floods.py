@@ -3,7 +3,7 @@
     python benchmarks/floods.py [--parts handshakes,crumbs,...] [--seconds 20]
 
 handshakes: 4,600 connections that never begin their TLS handshake. crumbs: 64 connections of chunks of one
-byte. bodies: 32 clients with 8 MiB each, of the shapes that take longest to read. grammars: one key's 70
+byte. heads: 400 heads of 15,500 lines that end at once. bodies: 32 clients with 8 MiB each, of the shapes that take longest to read. grammars: one key's 70
 schemas of 2,500 properties at a time. template: chats whose template does not end. Each runs beside 8
 streams of another key, which ran before without it. Flooders take only processor time that nobody else on
 this machine wants, as if they were elsewhere, and stop by themselves. Client and HTTP process share one
@@ -85,6 +85,26 @@ async def crumbs(host: str, port: int) -> None:
     await asyncio.gather(*(one() for _ in range(64)))
 
 
+async def heads(host: str, port: int) -> None:
+    """400 connections whose heads of 62 KB are all there but for their ends, which then come at once."""
+    head = b"GET /v1/models HTTP/1.1\r\nHost: 127.0.0.1\r\n" + b"a:\r\n" * 15_500
+
+    async def one(end: asyncio.Event) -> None:
+        with contextlib.suppress(OSError):
+            reader, writer = await asyncio.open_connection(host, port)
+            with contextlib.closing(writer):
+                writer.write(head)
+                await end.wait()
+                writer.write(b"\r\n")
+                _count("heads")
+                await reader.read()
+
+    while True:
+        end = asyncio.Event()
+        asyncio.get_running_loop().call_later(1, end.set)
+        await asyncio.gather(*(one(end) for _ in range(400)))
+
+
 async def bodies(host: str, port: int) -> None:
     """32 clients with 8 MiB each, of every bad shape in turn."""
     shapes = itertools.cycle(sorted(SHAPES))
@@ -155,7 +175,9 @@ async def _post(host: str, port: int, path: str, body: bytes) -> None:
     await asyncio.sleep(0.05)
 
 
-FLOODS: dict[str, Flood] = {one.__name__: one for one in (handshakes, crumbs, bodies, grammars, template)}
+FLOODS: dict[str, Flood] = {
+    one.__name__: one for one in (handshakes, crumbs, heads, bodies, grammars, template)
+}
 
 
 def start_flood(name: str, port: int, seconds: float) -> subprocess.Popen[bytes]:

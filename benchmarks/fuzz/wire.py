@@ -17,7 +17,7 @@ _STATUS = re.compile(rb"HTTP/1\.1 (\d{3}) ")
 _MOST_READ = 1 << 20
 _TOKENS = [
     b"\r\n", b"\n", b"\r", b"\0", b" ", b":", b";", b"\xff", b"\x80abc", b"\r\n\r\n", b"0\r\n\r\n",
-    b"a" * 5000,
+    b"a" * 5000, b"a:\r\n" * 100, b"a:\r\n" * 5000,
     b"Transfer-Encoding: chunked\r\n", b"Transfer-Encoding: gzip, chunked\r\n", b"Content-Length: 0\r\n",
     b"Content-Length: 5\r\n", b"Content-Length: -1\r\n", b"Content-Length: 99999999999999999999\r\n",
     b"Content-Length: 8388609\r\n", b"Expect: 100-continue\r\n", b"Connection: upgrade\r\nUpgrade: h2c\r\n",
