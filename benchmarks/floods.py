@@ -3,11 +3,11 @@
     python benchmarks/floods.py [--parts handshakes,crumbs,...] [--seconds 20]
 
 handshakes: 4,600 connections that never begin their TLS handshake. crumbs: 64 connections of chunks of one
-byte. heads: 400 heads of 15,500 lines that end at once. bodies: 32 clients with 8 MiB each, of the shapes that take longest to read. grammars: one key's 70
-schemas of 2,500 properties at a time. template: chats whose template does not end. Each runs beside 8
-streams of another key, which ran before without it. Flooders take only processor time that nobody else on
-this machine wants, as if they were elsewhere, and stop by themselves. Client and HTTP process share one
-core, the engine has the other. Writes benchmarks/results/reliability-floods-cpu.json.
+byte. heads: 400 heads of 15,500 lines that end at once. bodies: 32 clients with 8 MiB each, of the shapes
+that take longest to read. grammars: one key's 70 schemas of 2,500 properties at a time. template: chats
+whose template does not end. Each runs beside 8 streams of another key, which ran before without it. Flooders
+take only processor time that nobody else on this machine wants, as if they were elsewhere, and stop by
+themselves. Client and HTTP process share one core, the engine has the other. Writes benchmarks/results/reliability-floods-cpu.json.
 """
 
 import argparse
