@@ -7,7 +7,8 @@ byte. heads: 400 heads of 15,500 lines that end at once. bodies: 32 clients with
 that take longest to read. grammars: one key's 70 schemas of 2,500 properties at a time. template: chats
 whose template does not end. Each runs beside 8 streams of another key, which ran before without it. Flooders
 take only processor time that nobody else on this machine wants, as if they were elsewhere, and stop by
-themselves. Client and HTTP process share one core, the engine has the other. Writes benchmarks/results/reliability-floods-cpu.json.
+themselves. Client and HTTP process share one core, the engine has the other.
+Writes benchmarks/results/reliability-floods-cpu.json.
 """
 
 import argparse

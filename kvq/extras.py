@@ -8,6 +8,7 @@ DISTRIBUTION = "kvq-toolkit"
 PACKAGES = {  # module -> its package, and the extra of pyproject.toml that brings it
     "fastapi": ("fastapi", "serve"),
     "uvicorn": ("uvicorn", "serve"),
+    "h11": ("h11", "serve"),
     "msgspec": ("msgspec", "serve"),
     "prometheus_client": ("prometheus-client", "serve"),
     "yaml": ("pyyaml", "serve"),
@@ -19,7 +20,7 @@ PACKAGES = {  # module -> its package, and the extra of pyproject.toml that brin
     "accelerate": ("accelerate", "bnb"),
     "triton": ("triton", "gpu"),
 }
-SERVER = ("fastapi", "uvicorn", "msgspec", "prometheus_client")
+SERVER = ("fastapi", "uvicorn", "h11", "msgspec", "prometheus_client")
 LM_EVAL = ("lm_eval", "datasets")
 PLOTS = ("matplotlib",)
 BITSANDBYTES = ("bitsandbytes", "accelerate")
