@@ -47,7 +47,7 @@ for line in lines:
 print(json.dumps(found))
 """
 NEEDS = {  # command line -> what it needs, and the extra that brings it
-    "serve --model nowhere": ("kvq serve needs fastapi, uvicorn, msgspec", "serve"),
+    "serve --model nowhere": ("kvq serve needs fastapi, uvicorn, h11, msgspec", "serve"),
     "serve --config nothing.yaml": ("--config needs pyyaml", "serve"),
     "run-batch nothing.jsonl out.jsonl --model nowhere": ("kvq run-batch needs fastapi", "serve"),
     "bench serve --model nowhere": ("kvq bench serve needs fastapi", "serve"),
