@@ -33,7 +33,7 @@ _ESCAPES = re.compile(rb'(?:\\.[^"\\]{0,64}){1,256}', re.DOTALL)
 
 
 def scan(body: bytes | bytearray) -> Iterator[Again]:
-    """Count what a body holds, in slices of two milliseconds.
+    """Count what a body holds, in slices of half a millisecond.
 
     Raises:
         ValueError: it holds too much.
