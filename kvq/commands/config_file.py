@@ -149,7 +149,7 @@ def _loader() -> Any:
     """YAML's safe loader, to which only plain digits are numbers."""
     import yaml
 
-    class Loader(yaml.SafeLoader):
+    class Loader(yaml.SafeLoader):  # type: ignore[misc]
         """With its own resolvers."""
 
     Loader.yaml_implicit_resolvers = {
