@@ -120,8 +120,9 @@ def _read(path: Path) -> dict[Any, Any]:
             raise ConfigError(f"{path} may have {_MAX_BYTES} bytes")
         text = raw.decode("utf8")
         _check_shape(path, yaml.parse(text, yaml.SafeLoader))
-        pairs = yaml.compose(text, _loader())
-        given = yaml.load(text, _loader())
+        loader = _loader()(text)
+        pairs = loader.get_single_node()
+        given = None if pairs is None else loader.construct_document(pairs)
     except ConfigError:
         raise
     except (OSError, UnicodeDecodeError) as error:
