@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
 from kvq.engine.params import MAX_BIASES, MAX_LOGPROBS, MAX_SALT, MAX_SAMPLES, MAX_STOP_CHARACTERS, MAX_STOPS
-from kvq.server.ignored import Labelled
+from kvq.server.ignored import Labelled, check_usual
 from kvq.server.strict_json import WHOLE, Flag, JsonObject, LongText, Real
 from kvq.server.text_only import content_of
 from kvq.server.tool_bodies import ToolCallId, ToolCalls, ToolChoices, Tools
@@ -58,6 +58,7 @@ class StreamOptions(Labelled, BaseModel):
 
     USUAL: ClassVar = {"include_obfuscation": False}
     include_usage: Flag = False
+    _is_usual = model_validator(mode="before")(check_usual)
 
 
 class JsonSchema(Labelled, BaseModel):
@@ -215,6 +216,8 @@ class ChatBody(Common):
     add_generation_prompt: Flag = True
     continue_final_message: Flag = False
     chat_template_kwargs: Annotated[JsonObject, Field(max_length=64)] | None = None
+
+    _is_usual = model_validator(mode="before")(check_usual)
 
     @model_validator(mode="before")
     @classmethod
