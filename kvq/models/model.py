@@ -148,7 +148,7 @@ class Model(StaysHere):
             RequestError: no tokens, ids outside the vocabulary, a context beyond the model's, or
                 K or V values that are not finite.
         """
-        check_token_ids(token_ids, "logits are computed after a list of token ids")
+        check_token_ids(token_ids, "token ids are whole numbers in a list")
         token_ids = [operator.index(token) for token in token_ids]
         if not token_ids:
             raise RequestError("no tokens were given; logits need at least one")

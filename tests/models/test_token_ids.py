@@ -34,7 +34,7 @@ IDS = [5, 6, 7]
     ],
 )
 def test_what_is_no_list_of_token_ids_is_refused_in_words(tiny, given):
-    with pytest.raises(RequestError, match=r"^logits are computed after a list of token ids, got"):
+    with pytest.raises(RequestError, match=r"^token ids are whole numbers in a list, got"):
         tiny.logits(given)
 
 
