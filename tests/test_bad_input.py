@@ -207,13 +207,13 @@ MEASURING = """
 import sys
 from kvq import cli
 from kvq.evals import divergence
-run_chunk = divergence._run_chunk
+account = divergence._account
 
 def told(*given):
     print("measuring", flush=True)
-    return run_chunk(*given)
+    return account(*given)
 
-divergence._run_chunk = told
+divergence._account = told
 cli.main(sys.argv[1:])
 """
 

@@ -1,6 +1,8 @@
 """`--config FILE`: options of a command from a YAML file; what the command line says goes before it."""
 
+import re
 from collections.abc import Callable, Iterable
+from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -12,6 +14,16 @@ from kvq.strict_json import check_value
 
 _MAX_BYTES = 1 << 20
 _MAX_DEPTH = 8
+# YAML 1.1 reads 8:30 as 510, 010 as 8, 0x50 as 80 and 1_0 as 10: here they are texts.
+_WHOLE = re.compile(r"[-+]?(?:0|[1-9][0-9]*)")
+_REAL = re.compile(r"[-+]?(?:(?:0|[1-9][0-9]*)(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][-+]?[0-9]+)?")
+_NUMBERS = {
+    "tag:yaml.org,2002:int": re.compile(rf"^{_WHOLE.pattern}$"),
+    # Without a dot, 1e5 is as likely to be a revision's name.
+    "tag:yaml.org,2002:float": re.compile(
+        rf"^(?:(?=.*\.){_REAL.pattern}|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))$"
+    ),
+}
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 
 
@@ -34,15 +46,18 @@ def _load(context: click.Context, _: click.Parameter, path: Path | None) -> None
     names = _names(context.command)
     given = _read(path)
     defaults = dict(context.default_map or {})
+    written: dict[str, Any] = {}
     for key, value in given.items():
         name = str(key).replace("_", "-")
         if name not in names:
             raise ConfigError(
                 f"{path}: unknown option {key!r}{nearest(name, sorted(names)) or '; see --help for all'}"
             )
+        parameter = names[name]
+        if (before := written.setdefault(str(parameter.name), key)) != key:
+            raise ConfigError(f"{path}: {before} and {key} are one option; give it once")
         if value is None:  # nothing behind the colon
             continue
-        parameter = names[name]
         items = value if isinstance(value, list) else [value]
         if isinstance(value, list) and not parameter.multiple:
             raise ConfigError(f"{path}: {key} takes one value, got a list")
@@ -77,7 +92,11 @@ def _wanted(option: click.Option, value: Any) -> str | None:
     if isinstance(kind, click.types.StringParamType | click.Path):
         return None if isinstance(value, str) else "a text; put it in quotes"
     if isinstance(kind, click.types.IntParamType):
-        return None if isinstance(value, str | int) and not isinstance(value, bool) else "a whole number"
+        is_whole = type(value) is int or (isinstance(value, str) and _WHOLE.fullmatch(value))
+        return None if is_whole else "a whole number in plain digits"
+    if isinstance(kind, click.types.FloatParamType):
+        is_real = type(value) in (int, float) or (isinstance(value, str) and _REAL.fullmatch(value))
+        return None if is_real else "a number in plain digits"
     is_plain = isinstance(value, str | int | float) and not isinstance(value, bool)
     return None if is_plain else "one value"
 
@@ -101,8 +120,9 @@ def _read(path: Path) -> dict[Any, Any]:
             raise ConfigError(f"{path} may have {_MAX_BYTES} bytes")
         text = raw.decode("utf8")
         _check_shape(path, yaml.parse(text, yaml.SafeLoader))
-        pairs = yaml.compose(text, yaml.SafeLoader)
-        given = yaml.safe_load(text)
+        loader = _loader()(text)
+        pairs = loader.get_single_node()
+        given = None if pairs is None else loader.construct_document(pairs)
     except ConfigError:
         raise
     except (OSError, UnicodeDecodeError) as error:
@@ -123,6 +143,23 @@ def _read(path: Path) -> dict[Any, Any]:
             raise ConfigError(f"{path}: {key.value} is given twice")
         seen.add(key.value)
     return given
+
+
+@cache
+def _loader() -> Any:
+    """YAML's safe loader, to which only plain digits are numbers."""
+    import yaml
+
+    class Loader(yaml.SafeLoader):  # type: ignore[misc]
+        """With its own resolvers."""
+
+    Loader.yaml_implicit_resolvers = {
+        first: [(tag, kept) for tag, kept in resolvers if tag not in _NUMBERS]
+        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+    for tag, pattern in _NUMBERS.items():
+        Loader.add_implicit_resolver(tag, pattern, list("-+.0123456789"))
+    return Loader
 
 
 def _check_shape(path: Path, events: Iterable[Any]) -> None:

@@ -10,7 +10,6 @@ from typing import Any, Self
 
 from kvq.engine.build import build
 from kvq.engine.core import EngineCore
-from kvq.engine.here import StaysHere
 from kvq.engine.intake import Origin
 from kvq.engine.job import Job
 from kvq.engine.loop import Command, EngineLoop
@@ -24,6 +23,7 @@ from kvq.formats import KVRecipe
 from kvq.kernels.neighbours import end_team
 from kvq.models import Model
 from kvq.models.resolve import ModelSource
+from kvq.models.stays_here import StaysHere
 from kvq.scheduler import Priority
 
 _log = logging.getLogger("kvq")

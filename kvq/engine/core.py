@@ -11,7 +11,7 @@ from kvq.engine.build import check_cache
 from kvq.engine.choose import Choices, Chooser, Token, describe
 from kvq.engine.config import EngineConfig
 from kvq.engine.grammar import Grammar, GrammarCompiler
-from kvq.engine.here import Home, StaysHere
+from kvq.engine.here import Home
 from kvq.engine.intake import Intake
 from kvq.engine.job import Job
 from kvq.engine.launch import Launcher
@@ -24,6 +24,7 @@ from kvq.engine.runner import StepOutput
 from kvq.engine.sampling import Sampler, TokenLogprobs
 from kvq.errors import EngineError, KVQError
 from kvq.models import Model
+from kvq.models.stays_here import StaysHere
 from kvq.scheduler import Branch, Request, StepPlan
 
 _log = logging.getLogger("kvq")

@@ -1,21 +1,8 @@
-"""Engines stay in the process that made them: their threads, processes and pools are in no copy of it."""
+"""Engines are of the process that made them: a forked child has none of their threads and processes."""
 
 import os
-from typing import NoReturn
 
 from kvq.errors import EngineError
-
-
-class StaysHere:
-    """What can't be pickled or copied."""
-
-    def __reduce__(self) -> NoReturn:
-        """Raise EngineError."""
-        name = type(self).__name__
-        raise EngineError(
-            f"{name} can't be pickled or copied: it holds memory, threads and processes; "
-            "pass on the model's folder or name, and make it where it is used"
-        )
 
 
 class Home:

@@ -7,7 +7,6 @@ from typing import Any, Self, cast
 
 from kvq.engine.build import build
 from kvq.engine.core import EngineCore
-from kvq.engine.here import StaysHere
 from kvq.engine.intake import Origin
 from kvq.engine.job import Job
 from kvq.engine.loop import EngineLoop
@@ -18,6 +17,7 @@ from kvq.engine.publisher import StepSubscriber
 from kvq.formats import KVRecipe
 from kvq.models import Model
 from kvq.models.resolve import ModelSource
+from kvq.models.stays_here import StaysHere
 from kvq.scheduler import Priority
 
 

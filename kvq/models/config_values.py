@@ -17,25 +17,40 @@ _SHOWN = 60  # characters
 
 
 def check_values(folder: Path, config: Mapping[str, Any], vocab_size: int) -> None:
-    """Look at every number, the dtype and the ids of tokens.
+    """Look at every number, the dtype, the architectures and the ids of tokens.
 
     Raises:
         ModelError: one that can't be; the message names its field.
     """
     where = folder / "config.json"
-    for name, value in _numbers(config):
+    for name, value in _values(config):
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not is_number:
+            if name.endswith(_POSITIVE) and value is not None:
+                raise ModelError(f"{where}: {name} must be a number above 0, got {_shown(value)}; correct it")
+            continue
         if not math.isfinite(value) or (abs(value) > _LARGEST and isinstance(value, int)):
             raise ModelError(f"{where}: {name} is {_shown(value)}, which no model's can be; correct it")
         if name.endswith(_POSITIVE) and value <= 0:
             raise ModelError(f"{where}: {name} must be above 0, got {_shown(value)}; correct it")
         if "experts" in name and value > _MOST_EXPERTS:
             raise ModelError(f"{where}: {name} may be up to {_MOST_EXPERTS}, got {_shown(value)}")
+    _check_architectures(where, config.get("architectures"))
     for name in ("dtype", "torch_dtype"):
         check_dtype(where, name, config.get(name))
     _check_ids(where, config, vocab_size)
     own = folder / "generation_config.json"
     if own.is_file():
         _check_ids(own, read_json(own), vocab_size)
+
+
+def _check_architectures(where: Path, given: object) -> None:
+    is_list = isinstance(given, list) and all(isinstance(one, str) for one in given)
+    if given is not None and not is_list:
+        raise ModelError(
+            f"{where}: architectures must be a list of names such as ['LlamaForCausalLM'], "
+            f"got {_shown(given)}; correct it"
+        )
 
 
 def check_dtype(where: Path, name: str, value: object) -> None:
@@ -63,15 +78,15 @@ def _check_ids(where: Path, config: Mapping[str, Any], vocab_size: int) -> None:
             )
 
 
-def _numbers(value: object, name: str = "") -> Iterator[tuple[str, int | float]]:
-    """Every number, under the names that lead to it."""
+def _values(value: object, name: str = "") -> Iterator[tuple[str, Any]]:
+    """Every value that is no object and no list, under the names that lead to it."""
     if isinstance(value, Mapping):
         for key, inner in value.items():
-            yield from _numbers(inner, f"{name}.{key}" if name else str(key))
+            yield from _values(inner, f"{name}.{key}" if name else str(key))
     elif isinstance(value, list):
         for inner in value:
-            yield from _numbers(inner, name)
-    elif isinstance(value, int | float) and not isinstance(value, bool):
+            yield from _values(inner, name)
+    else:
         yield name, value
 
 

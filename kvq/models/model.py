@@ -1,6 +1,5 @@
 """`kvq.load` and the model it returns."""
 
-import copy
 import logging
 import operator
 from pathlib import Path
@@ -17,6 +16,8 @@ from kvq.models.prepared import PreparedModel, find_scales, prepare
 from kvq.models.probe import probe
 from kvq.models.resolve import ModelSource
 from kvq.models.session import Session
+from kvq.models.stays_here import StaysHere
+from kvq.models.token_ids import check_token_ids
 from kvq.models.weights import LoadedWeights, load_weights
 from kvq.sizes import count
 from kvq.weights import quantized_layers, weight_count
@@ -24,7 +25,7 @@ from kvq.weights import quantized_layers, weight_count
 _log = logging.getLogger("kvq")
 
 
-class Model:
+class Model(StaysHere):
     """A model whose KV cache lies in blocks of one recipe."""
 
     def __init__(
@@ -110,22 +111,20 @@ class Model:
         Raises:
             ConfigError: unknown format, one that doesn't fit, or static scales missing or foreign.
         """
-        other = copy.copy(self)
-        other.recipe = self.prepared.recipe(kv, self.static_scales)
-        other.check_scales()
-        return other
+        return self._with(self.prepared.recipe(kv, self.static_scales), self.static_scales)
 
     def with_static_scales(self, scales: StaticScales) -> "Model":
         """The same model with other static scales, for this recipe and those of `with_kv`."""
-        other = copy.copy(self)
-        other.static_scales = scales
-        other.recipe = self.recipe.with_scales(scales) if self.recipe.is_static else self.recipe
-        other.check_scales()
-        return other
+        return self._with(self.recipe.with_scales(scales) if self.recipe.is_static else self.recipe, scales)
 
     def check_scales(self) -> None:
         """Raise ConfigError if the recipe's static scales are missing, or anything in it another model's."""
         self.prepared.check_scales(self.recipe)
+
+    def _with(self, recipe: KVRecipe, scales: StaticScales | None) -> "Model":
+        other = Model(self.weights, recipe, static_scales=scales, backend=self.backend)
+        other.check_scales()
+        return other
 
     def session(self, *, max_tokens: int, max_sequences: int = 1) -> Session:
         """Pools for `max_sequences` sequences of up to `max_tokens` tokens, and steps over them."""
@@ -149,10 +148,8 @@ class Model:
             RequestError: no tokens, ids outside the vocabulary, a context beyond the model's, or
                 K or V values that are not finite.
         """
-        try:
-            token_ids = [operator.index(token) for token in token_ids]
-        except TypeError as error:
-            raise RequestError(f"token ids must be whole numbers in a list: {error}") from error
+        check_token_ids(token_ids, "token ids are whole numbers in a list")
+        token_ids = [operator.index(token) for token in token_ids]
         if not token_ids:
             raise RequestError("no tokens were given; logits need at least one")
         if chunk is not None and chunk < 1:

@@ -6,10 +6,19 @@ Fields that nobody here knows are ignored, as other servers do, and named in the
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    field_validator,
+    model_validator,
+)
 
 from kvq.engine.params import MAX_BIASES, MAX_LOGPROBS, MAX_SALT, MAX_SAMPLES, MAX_STOP_CHARACTERS, MAX_STOPS
-from kvq.server.ignored import Labelled
+from kvq.server.ignored import Labelled, check_usual
 from kvq.server.strict_json import WHOLE, Flag, JsonObject, LongText, Real
 from kvq.server.text_only import content_of
 from kvq.server.tool_bodies import ToolCallId, ToolCalls, ToolChoices, Tools
@@ -28,7 +37,7 @@ _Logprobs = Annotated[int, Field(strict=True, ge=0, le=MAX_LOGPROBS), WHOLE]
 # Prefixes are shared only with requests of the same key that name the same.
 CacheSalt = Annotated[str, Field(min_length=1, max_length=MAX_SALT)]
 _Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
-_Biased = Annotated[str, Field(pattern="^[0-9]{1,10}$")]  # a token id, as JSON's keys are
+_Biased = Annotated[str, Field(pattern="^(0|[1-9][0-9]{0,9})$")]  # a token id, in one spelling only
 # Of `apply_chat_template`: what would replace the template or the messages, or change what comes back.
 _RESERVED = frozenset(
     (
@@ -58,6 +67,7 @@ class StreamOptions(Labelled, BaseModel):
 
     USUAL: ClassVar = {"include_obfuscation": False}
     include_usage: Flag = False
+    _is_usual = model_validator(mode="before")(check_usual)
 
 
 class JsonSchema(Labelled, BaseModel):
@@ -156,15 +166,31 @@ class Common(Labelled, BaseModel):
         return {k: v for k, v in data.items() if v is not None} if isinstance(data, dict) else data
 
 
+def _kind_of_prompt(given: Any) -> str | None:
+    """By the first item, so that others than it are wrong, and not the list."""
+    if isinstance(given, list):
+        first = given[0] if given else None
+        return "texts" if isinstance(first, str) else "lists" if isinstance(first, list) else "ids"
+    return "text" if isinstance(given, str) else None
+
+
+_Prompts = Annotated[
+    Annotated[LongText, Tag("text")]
+    | Annotated[_TokenIds, Tag("ids")]
+    | Annotated[list[LongText], Field(min_length=1, max_length=MAX_PROMPTS), Tag("texts")]
+    | Annotated[list[_TokenIds], Field(min_length=1, max_length=MAX_PROMPTS), Tag("lists")],
+    Discriminator(
+        _kind_of_prompt,
+        custom_error_type="prompt_type",
+        custom_error_message="Input should be a text, token ids, or a list of these",
+    ),
+]
+
+
 class CompletionBody(Common):
     """`POST /v1/completions`."""
 
-    prompt: (
-        LongText
-        | _TokenIds
-        | Annotated[list[LongText], Field(min_length=1, max_length=MAX_PROMPTS)]
-        | Annotated[list[_TokenIds], Field(min_length=1, max_length=MAX_PROMPTS)]
-    )
+    prompt: _Prompts
     max_tokens: Annotated[int, Field(strict=True, ge=0, le=1 << 30), WHOLE] | None = 16
     best_of: _Samples | None = None
     logprobs: _Logprobs | None = None
@@ -215,6 +241,8 @@ class ChatBody(Common):
     add_generation_prompt: Flag = True
     continue_final_message: Flag = False
     chat_template_kwargs: Annotated[JsonObject, Field(max_length=64)] | None = None
+
+    _is_usual = model_validator(mode="before")(check_usual)
 
     @model_validator(mode="before")
     @classmethod

@@ -1,32 +1,76 @@
 """What pydantic says against a body, in the words of who sent it."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import takewhile
 from typing import Any
 
 from kvq.server.problems import Problem
+from kvq.server.text_only import json_kind
 
 _MAX_KEY = 60  # characters of one that is told
+_VALID = "Input should be a valid "
+_OF_TYPE, _OF_WORDS = "_type", "literal_error"
+_Placed = tuple[list[str], Any]  # a complaint behind its path in the body
+# Ends of complaints that something else may have been meant.
+_ELSE = (_OF_TYPE, _OF_WORDS, "missing")
 
 
 def of_body(complaints: Sequence[Any], body: Any) -> Problem:
-    """One of pydantic's complaints against a body: of the first field, the one that got deepest into it."""
+    """One of pydantic's complaints against a body: of the first field, the one that got deepest into it.
+
+    Where a field may be one of several things, pydantic complains once for each.
+    """
     field = _path(complaints[0], body)[:1]
-    of_field = takewhile(lambda one: _path(one, body)[:1] == field, complaints)
-    found = max(of_field, key=lambda one: len(one["loc"]))
-    where = ".".join(_path(found, body))
-    message = found["msg"].removeprefix("Value error, ")
-    got = f", got {found['input']!r:.50}" if isinstance(found.get("input"), int | float) else ""
-    said = f"{where or 'body'}: {message}{'' if ' got ' in message else got}"
+    placed = ((_path(one, body), one) for one in complaints)
+    of_field = list(takewhile(lambda pair: pair[0][:1] == field, placed))
+    path, found = max(_firsts(of_field), key=lambda pair: _fit(*pair))
+    where, message = ".".join(path), _message(found, [one for at, one in of_field if at == path])
+    said = f"{where or 'body'}: {message}{'' if ' got ' in message else _got(found)}"
     return Problem(400, said, code=found.get("ctx", {}).get("code"), param=where or None)
+
+
+def _firsts(placed: Iterable[_Placed]) -> Iterable[_Placed]:
+    """The first one against each thing that the field may be: a place without a path's parts names it."""
+    firsts: dict[tuple[Any, ...], _Placed] = {}
+    for path, one in placed:
+        place = one["loc"]
+        taken_for = [part for part in place if isinstance(part, str) and part[:_MAX_KEY] not in path]
+        firsts.setdefault((len(place), *taken_for), (path, one))
+    return firsts.values()
+
+
+def _fit(path: list[str], complaint: Any) -> tuple[bool, int]:
+    """How well a value fits what it was taken for: first its own type, then how deep it was right."""
+    return not complaint["type"].endswith(_ELSE), len(complaint["loc"])
+
+
+def _message(found: Any, there: Sequence[Any]) -> str:
+    """`there`: all complaints against the same value."""
+    message: str = found["msg"].removeprefix("Value error, ")
+    kinds = dict.fromkeys(one["msg"].removeprefix(_VALID) for one in there if one["msg"].startswith(_VALID))
+    if not message.startswith(_VALID):
+        return message
+    *others, last = kinds
+    return f"{_VALID}{', '.join(others)}{' or ' if others else ''}{last}"
+
+
+def _got(complaint: Any) -> str:
+    given, kind = complaint.get("input"), complaint["type"]
+    if isinstance(given, bool):
+        return f", got {given!s}".lower()
+    if isinstance(given, int | float) or (kind == _OF_WORDS and isinstance(given, str)):
+        return f", got {given!r:.50}"
+    return f", got {json_kind(given)}" if kind.endswith((_OF_TYPE, _OF_WORDS)) else ""
 
 
 def _path(complaint: Any, body: Any) -> list[str]:
     """Where in the body it is: the other parts of its place name what a value was taken for."""
     path, value, parts = [], body, complaint["loc"]
     own = complaint.get("ctx", {}).get("at")  # further in than pydantic knows
-    for part in (*parts[parts[:1] == ("body",) :], *(() if own is None else (own,))):
-        if isinstance(value, dict) and (part in value or complaint["type"] == "missing"):
+    parts = (*parts[parts[:1] == ("body",) :], *(() if own is None else (own,)))
+    for i, part in enumerate(parts, 1):
+        is_missing = complaint["type"] == "missing" and i == len(parts)
+        if isinstance(value, dict) and (part in value or is_missing):
             value = value.get(part)
         elif isinstance(value, list) and isinstance(part, int) and part < len(value):
             value = value[part]

@@ -7,10 +7,11 @@ from functools import cache
 from typing import Any, ClassVar, get_args
 
 from pydantic import BaseModel, GetJsonSchemaHandler
-from pydantic_core import CoreSchema
+from pydantic_core import CoreSchema, PydanticCustomError
 
 from kvq.errors import nearest
 from kvq.server.problems import Problem
+from kvq.server.text_only import json_kind
 
 HEADER = "x-kvq-ignored-fields"
 IGNORED = "kvq_ignored"  # its value in a request's scope
@@ -41,6 +42,16 @@ class Labelled:
         properties |= {name: {"description": "Ignored."} for name in sorted(cls.LABELS)}
         properties |= {name: {"const": value, "description": "Ignored."} for name, value in cls.USUAL.items()}
         return made
+
+
+def check_usual(cls: type[Labelled], given: Any) -> Any:
+    """Before a model with `USUAL` fields is made: other values are ignored, those of another type refused."""
+    for name, usual in cls.USUAL.items():
+        value = given.get(name) if isinstance(given, dict) else None
+        if value is not None and type(value) is not type(usual):
+            context = {"kind": json_kind(usual), "got": json_kind(value), "at": name}
+            raise PydanticCustomError("usual", "Input should be {kind}, got {got}", context)
+    return given
 
 
 @dataclass(frozen=True, slots=True)

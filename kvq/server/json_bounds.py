@@ -5,6 +5,7 @@ is left to the decoder, which stops at the first error; up to there both see the
 """
 
 import contextlib
+import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -22,8 +23,10 @@ MAX_NAME = 1 << 20  # bytes
 MAX_NESTING = 72  # strict_json.MAX_DEPTH of a value that may be anything, and what it stands in
 MAX_DIGITS = 64
 MAX_EXPONENTS = 1024  # numbers with one: those near a float's bounds take 8 us each
+_LEAST, _LARGEST = "-1.79e308", "1.79e308"  # a float's
 _SLICE_S = 0.0005
 _SHOWN = 40  # characters of a name in an error
+_STEPS = 6  # of the way to what is refused
 _TOKENS = 64  # between two looks at the clock
 # Each of these ends after some ten thousand bytes, however long what it matches goes on.
 _TOKEN = re.compile(rb'[\s,:]{0,4096}("[^"\\]{0,1024}"|[\[\]{}"]|[^"\[\]{},:\s]{1,%d})' % (MAX_DIGITS + 1))
@@ -32,14 +35,16 @@ _IDS = re.compile(rb"(?:\s{0,4}\d{1,20}\s{0,4},){1,2048}")
 _ESCAPES = re.compile(rb'(?:\\.[^"\\]{0,64}){1,256}', re.DOTALL)
 
 
-def scan(body: bytes | bytearray) -> Iterator[Again]:
-    """Count what a body holds, in slices of two milliseconds.
+def scan(body: bytes | bytearray, *, inside: int = 0) -> Iterator[Again]:
+    """Count what a body holds, in slices of half a millisecond.
+
+    `inside`: how many objects the body stands in, as it does in a batch's line.
 
     Raises:
         ValueError: it holds too much.
     """
     began = perf_counter()
-    for _ in _Scan(body).steps():
+    for _ in _Scan(body, inside).steps():
         if perf_counter() - began > _SLICE_S:
             yield Again.IN_TURN
             began = perf_counter()
@@ -48,6 +53,7 @@ def scan(body: bytes | bytearray) -> Iterator[Again]:
 @dataclass(slots=True)
 class _Scan:
     body: bytes | bytearray
+    inside: int
     pos: int = 0
     num_values: int = 0
     num_ids: int = 0
@@ -57,6 +63,7 @@ class _Scan:
     entries: list[int] = field(default_factory=list)  # of all that is open; an object's names and values
     most: list[int] = field(default_factory=list)  # of these
     names: list[set[bytes] | None] = field(default_factory=list)  # of objects; of a list None
+    way: list[bytes] = field(default_factory=list)  # the name that was last read in each of these, quoted
 
     def steps(self) -> Iterator[None]:
         """Go on, a little at a time."""
@@ -77,6 +84,7 @@ class _Scan:
                     self.entries.pop()
                     self.most.pop()
                     self.names.pop()
+                    self.way.pop()
                 continue
             self._count_value()
             if kind in b"[{":
@@ -101,11 +109,12 @@ class _Scan:
                 raise ValueError(f"an object may have {MAX_KEYS} fields")
 
     def _open(self, kind: int) -> None:
-        if len(self.entries) == MAX_NESTING:
+        if len(self.entries) == MAX_NESTING + self.inside:
             raise ValueError(f"it may be nested {MAX_NESTING} levels deep")
         self.entries.append(0)
         self.most.append(2 * MAX_KEYS if kind == ord("{") else MAX_VALUES)
         self.names.append(set() if kind == ord("{") else None)
+        self.way.append(b"")
 
     def _take_name(self, name: bytes, names: set[bytes]) -> None:
         """`name`: in its quotes, as it is written."""
@@ -115,19 +124,29 @@ class _Scan:
             with contextlib.suppress(msgspec.MsgspecError):  # the decoder will say what is wrong with it
                 name = msgspec.json.encode(msgspec.json.decode(name, type=str))
         if name in names:
-            raise ValueError(
-                f"the name {name[1:-1].decode(errors='replace'):.{_SHOWN}} is twice in one object"
-            )
+            raise ValueError(f"the name {_shown(name)} is twice in one object")
         names.add(name)
-        if len(self.entries) == 1:
+        self.way[-1] = name
+        if len(self.entries) == 1 + self.inside:
             self.has_ids = name[1:-1] in IDS_IN
 
     def _count_number(self, number: bytes | bytearray) -> None:
         if len(number) > MAX_DIGITS:
             raise ValueError(f"a number may have {MAX_DIGITS} digits")
-        self.num_exponents += number[:1] in b"-0123456789" and b"e" in number.lower()
+        if number[:1] not in b"-0123456789" or b"e" not in number.lower():
+            return
+        self.num_exponents += 1
         if self.num_exponents > MAX_EXPONENTS:
             raise ValueError(f"it may have {MAX_EXPONENTS} numbers with exponents")
+        try:
+            value = float(number)
+        except ValueError:
+            return  # the decoder will say what is wrong with it
+        if math.isinf(value):
+            where = ".".join(_shown(name) for name in [name for name in self.way if name][:_STEPS])
+            raise ValueError(
+                f"{where or 'a value'} is {number.decode()}; numbers may be {_LEAST} to {_LARGEST}"
+            )
 
     def _skip_ids(self) -> Iterator[None]:
         while (ids := _IDS.match(self.body, self.pos)) is not None:
@@ -149,3 +168,8 @@ class _Scan:
                 end = body.find(b'"', self.pos)
             yield
         self.pos = end + 1 if end >= 0 else len(body)
+
+
+def _shown(name: bytes) -> str:
+    """`name`: in its quotes."""
+    return f"{name[1:-1].decode(errors='replace'):.{_SHOWN}}"

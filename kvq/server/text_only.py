@@ -36,16 +36,16 @@ def content_of(noun: str, kinds: Sequence[str], others: Sequence[str] = ()) -> C
                     _refuse(part, at)
         elif given is not None and not isinstance(given, str):
             words = "this model reads text only; give a text or a list of {noun}s, got {got}"
-            raise PydanticCustomError("content", words, {"noun": noun, "got": _name(given)})
+            raise PydanticCustomError("content", words, {"noun": noun, "got": json_kind(given)})
         return given
 
     def _refuse(part: Any, at: int) -> None:
         kind, hint = part.get("type") if isinstance(part, dict) else None, ""
         if not isinstance(kind, str):
             words = "{noun} is an object whose type is {known}, got {got}"
-            got = _name(part)
+            got = json_kind(part)
             if isinstance(part, dict):
-                got = "an object without a type" if kind is None else f"{_name(kind)} for the type"
+                got = "an object without a type" if kind is None else f"{json_kind(kind)} for the type"
         else:
             got = f"{'an' if kind[:1] in 'aeiou' else 'a'} {kind!r:.50} {noun}"
             words = "this model reads text only, got {got}; leave it out or describe it in words"
@@ -59,5 +59,6 @@ def content_of(noun: str, kinds: Sequence[str], others: Sequence[str] = ()) -> C
     return check
 
 
-def _name(value: Any) -> str:
+def json_kind(value: Any) -> str:
+    """What a decoded value is, in words."""
     return _JSON.get(type(value), "something else")

@@ -29,20 +29,39 @@ def test_values_are_taken_as_they_are(path):
         "max_num_seqs": None,
     }
     assert run(path, "port: '81'\nhost: a")["port"] == 81  # as the command line would spell it
+    assert run(path, "port: +82")["port"] == 82
+    assert [run(path, f"wait: {text}")["wait"] for text in ("-2", "-2.50", ".5", "1e3", "1.5e3", "'7'")] == [
+        *(-2.0, -2.5, 0.5, 1000.0, 1500.0, 7.0)
+    ]
+    assert run(path, "model: 1e5")["model"] == "1e5"
     assert run(path, "") == run(path, "{}")
 
 
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("port: 80.5", "port is a whole number, got 80.5"),
-        ("port: true", "port is a whole number, got true"),
+        ("port: 80.5", "port is a whole number in plain digits, got 80.5"),
+        ("port: true", "port is a whole number in plain digits, got true"),
         ("port: [80]", "port takes one value, got a list"),
-        ("port: {a: 1}", "port is a whole number, got a mapping"),
-        ("port: 2024-01-01", "port is a whole number, got datetime"),
+        ("port: {a: 1}", "port is a whole number in plain digits, got a mapping"),
+        ("port: 2024-01-01", "port is a whole number in plain digits, got datetime"),
+        ("port: 8:30", "port is a whole number in plain digits, got '8:30'"),
+        ("port: 0x50", "port is a whole number in plain digits, got '0x50'"),
+        ("port: 0b1", "port is a whole number in plain digits, got '0b1'"),
+        ("port: 1_0", "port is a whole number in plain digits, got '1_0'"),
+        ("port: 010", "port is a whole number in plain digits, got '010'"),
+        ("port: '1_0'", "port is a whole number in plain digits, got '1_0'"),
+        ("port: 1_0.0", "port is a whole number in plain digits, got '1_0.0'"),
+        ("wait: 8:30", "wait is a number in plain digits, got '8:30'"),
+        ("wait: 8:30.5", "wait is a number in plain digits, got '8:30.5'"),
+        ("wait: 1_0.5", "wait is a number in plain digits, got '1_0.5'"),
+        ("wait: 010", "wait is a number in plain digits, got '010'"),
+        ("wait: 'nan'", "wait is a number in plain digits, got 'nan'"),
+        ("max-num-seqs: 8\nmax_num_seqs: 9", "max-num-seqs and max_num_seqs are one option; give it once"),
+        ("max_num_seqs: 8\nmax_num-seqs:", "max_num_seqs and max_num-seqs are one option; give it once"),
         ("port: 70000", "port: 70000 is not in the range"),
-        ("wait: true", "wait is one value, got true"),
-        ("wait: 2024-01-01", "wait is one value, got datetime"),
+        ("wait: true", "wait is a number in plain digits, got true"),
+        ("wait: 2024-01-01", "wait is a number in plain digits, got datetime"),
         ("model: 12", "model is a text; put it in quotes, got 12"),
         ("model: no", "model is a text; put it in quotes, got false"),
         ("host: [a, 5]", "host is a text; put it in quotes, got 5"),

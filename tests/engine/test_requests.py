@@ -707,6 +707,7 @@ def test_requests_of_other_salts_share_no_prefix(model):
         ["a", b"abc"],
         ["a", {"prompt": "a"}],
         [iter([1, 2])],
+        torch.tensor([True, False]),
         42,
         None,
     ],

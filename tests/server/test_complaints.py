@@ -153,6 +153,11 @@ def test_blocks_that_are_no_text_are_refused_in_words(client, path, body, said):
             "logit_bias.x: String should match pattern",
         ),
         (
+            {"prompt": "a", "logit_bias": {"01": 1, "1": -1}},
+            "logit_bias.01",
+            "logit_bias.01: String should match pattern '^(0|[1-9][0-9]{0,9})$'",
+        ),
+        (
             {"prompt": "a", "structured_outputs": {"x": 1}},
             "structured_outputs.x",
             "structured_outputs.x: Extra",
@@ -170,6 +175,53 @@ def test_other_complaints_name_fields_as_the_client_wrote_them(client, body, par
     assert status == 400
     assert answer["error"]["param"] == param
     assert answer["error"]["message"].startswith(said)
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"prompt": []}, "prompt: List should have at least 1 item after validation, not 0"),
+        ({"prompt": [[]]}, "prompt.0: List should have at least 1 item after validation, not 0"),
+        ({"prompt": ["a"] * 65}, "prompt: List should have at most 64 items after validation, not 65"),
+        ({"prompt": {}}, "prompt: Input should be a text, token ids, or a list of these, got an object"),
+        ({"prompt": True}, "prompt: Input should be a text, token ids, or a list of these, got true"),
+        ({"prompt": ["a", 1]}, "prompt.1: Input should be a valid string, got 1"),
+        ({"prompt": [1, "a"]}, "prompt.1: Input should be a valid integer, got a text"),
+        ({"prompt": [{}]}, "prompt.0: Input should be a valid integer, got an object"),
+        ({"prompt": [1] * 100 + [2.5]}, "prompt.100: Input should be a valid integer, got 2.5"),
+        ({"prompt": [["a"]]}, "prompt.0.0: Input should be a valid integer, got a text"),
+        ({"prompt": [[1], [2, "a"]]}, "prompt.1.1: Input should be a valid integer, got a text"),
+        ({"stop": ["b"] * 30_001}, "stop: List should have at most 64 items after validation, not 30001"),
+        ({"stop": 7}, "stop: Input should be a valid string or list, got 7"),
+        ({"stop": ["a", None]}, "stop.1: Input should be a valid string, got null"),
+        ({"max_tokens": "5"}, "max_tokens: Input should be a valid integer, got a text"),
+        ({"guided_json": [1]}, "guided_json: Input should be a valid dictionary or string, got a list"),
+        ({"priority": "x"}, "priority: Input should be 'interactive' or 'batch', got 'x'"),
+    ],
+)
+def test_what_may_be_several_things_is_told_by_what_fits_it_best(client, fields, said):
+    status, _, answer = client.post("/v1/completions", {"prompt": "a"} | fields)
+    assert (status, answer["error"]["message"]) == (400, said)
+
+
+@pytest.mark.parametrize(
+    ("choice", "said"),
+    [
+        ("x", "tool_choice: Input should be 'none', 'auto' or 'required', got 'x'"),
+        ({"type": "x"}, "tool_choice.type: Input should be 'function', got 'x'"),
+        ({"type": "function"}, "tool_choice.function: Field required"),
+        ({"type": "function", "function": {}}, "tool_choice.function.name: Field required"),
+    ],
+)
+def test_a_tool_that_can_not_be_chosen_is_told_where_the_choice_is_wrong(client, choice, said):
+    status, _, answer = client.post("/v1/chat/completions", turn("a") | {"tool_choice": choice})
+    assert (status, answer["error"]["message"]) == (400, said)
+
+
+def test_a_number_beyond_a_floats_is_told_by_its_field(client):
+    status, _, answer = client.post("/v1/completions", b'{"prompt":"a","max_tokens":1e400}')
+    said = "the body can't be read: max_tokens is 1e400; numbers may be -1.79e308 to 1.79e308"
+    assert (status, answer["error"]["message"]) == (400, said)
 
 
 def test_long_names_are_told_in_part(client):

@@ -286,6 +286,39 @@ def test_what_is_usual_is_a_label_only_while_it_says_so(strict, path, body):
     assert answer["error"]["message"].startswith("unknown field")
 
 
+@pytest.mark.parametrize(
+    ("path", "body", "said"),
+    [
+        (
+            "/v1/chat/completions",
+            chat(stream_options={"include_obfuscation": [1]}),
+            "stream_options.include_obfuscation: Input should be a truth value, got a list",
+        ),
+        (
+            "/v1/completions",
+            {"prompt": "a", "stream_options": {"include_obfuscation": 0}},
+            "stream_options.include_obfuscation: Input should be a truth value, got a number",
+        ),
+        ("/v1/chat/completions", chat(modalities="text"), "modalities: Input should be a list, got a text"),
+        ("/v1/chat/completions", chat(verbosity=3), "verbosity: Input should be a text, got a number"),
+        ("/v1/messages", message(speed=[]), "speed: Input should be a text, got a list"),
+        (
+            "/v1/messages",
+            message(tools=[OFFER | {"defer_loading": "no"}]),
+            "tools.0.defer_loading: Input should be a truth value, got a text",
+        ),
+        (
+            "/v1/messages",
+            message(messages=[TURN, CALLED | {"content": [CALLED["content"][0] | {"caller": "direct"}]}]),
+            "messages.1.content.0.caller: Input should be an object, got a text",
+        ),
+    ],
+)
+def test_what_may_only_be_usual_is_refused_if_it_is_of_another_type(client, path, body, said):
+    status, _, answer = client.post(path, body)
+    assert (status, answer["error"]["message"]) == (400, said)
+
+
 def test_the_document_of_a_strict_server_says_so(client, strict):
     sent = ("ChatBody", "CompletionBody", "TextPart", "StreamOptions", "MessagesBody", "TokenizeBody")
     for one, closed in ((client, None), (strict, False)):

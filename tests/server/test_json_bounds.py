@@ -10,10 +10,10 @@ from kvq.server import json_bounds
 from kvq.server.json_bounds import MAX_DIGITS, MAX_KEYS, MAX_NESTING, MAX_TOKEN_IDS, MAX_VALUES, scan
 
 
-def refusal(body):
+def refusal(body, **options):
     """What is said against it, if anything is."""
     try:
-        for _ in scan(body):
+        for _ in scan(body, **options):
             pass
     except ValueError as error:
         return str(error)
@@ -52,6 +52,11 @@ def many(unit, count):
         (many(b"-0." + b"9" * MAX_DIGITS, 3), "64 digits"),
         (many(b"1e5", json_bounds.MAX_EXPONENTS), None),
         (many(b"1E5", json_bounds.MAX_EXPONENTS + 1), "exponents"),
+        (b'{"max_tokens":1e308,"a":-1e-999}', None),
+        (b'{"max_tokens":1e400}', "max_tokens is 1e400; numbers may be -1.79e308 to 1.79e308"),
+        (b'{"a":1,"b":{"c":[1,{"d":[2]},-1E999]}}', "b.c is -1E999; numbers"),
+        (b'{"prompt":[1,2,3,1e400]}', "prompt is 1e400; numbers"),
+        (b"[1e400]", "a value is 1e400; numbers"),
         (many(b"true", 30_000), None),
         (b'{"a":1,"b":[{"a":2},{"a":"a"}],"c":"a"}', None),
         (b'{"a":1,"b":2,"a":3}', "the name a is twice"),
@@ -70,6 +75,14 @@ def test_each_bound(body, said):
         json.loads(body)
     else:
         assert said in refusal(body)
+
+
+def test_a_body_in_a_line_has_the_bounds_of_one_that_comes_alone():
+    for prompt in (many(b"7", MAX_TOKEN_IDS), b"[" * (MAX_NESTING - 1) + b"]" * (MAX_NESTING - 1)):
+        body = b'{"prompt":' + prompt + b"}"
+        assert refusal(body) is None
+        assert refusal(b'{"custom_id":"a","body":' + body + b"}", inside=1) is None
+    assert "nested 72" in refusal(b'{"body":' + b"[" * (MAX_NESTING + 1), inside=1)
 
 
 def value(rng, depth=0):

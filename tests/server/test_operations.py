@@ -326,7 +326,7 @@ def test_a_configuration_is_checked_before_anything_is_loaded(check):
         ("grace: .inf", "grace: numbers must be finite"),
         ("requests-per-minute: 0", "requests-per-minute: 0 is not in the range x>=1"),
         ("tokens-per-minute: 0", "tokens-per-minute: 0 is not in the range x>=1"),
-        ("port: abc", "c.yaml: port: 'abc' is not a valid integer"),
+        ("port: abc", "c.yaml: port is a whole number in plain digits, got 'abc'"),
         ("allow-origin: https://a.org/path", "is no origin"),
         ("host: 0.0.0.0", "--api-key-file"),
         ("ssl-certfile: a.pem", "--ssl-keyfile"),

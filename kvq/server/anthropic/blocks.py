@@ -4,7 +4,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, BeforeValidator, Field, model_validator
 
-from kvq.server.ignored import Labelled
+from kvq.server.ignored import Labelled, check_usual
 from kvq.server.strict_json import Flag, JsonObject, LongText
 from kvq.server.text_only import content_of
 from kvq.server.tool_bodies import FunctionBody
@@ -61,6 +61,7 @@ class ToolUseBlock(Labelled, Marked):
     id: _Id
     name: _Id
     input: Annotated[JsonObject, Field(max_length=1024)]
+    _is_usual = model_validator(mode="before")(check_usual)
 
 
 class ToolResultBlock(Labelled, Marked):
@@ -79,6 +80,7 @@ class CustomTool(Labelled, FunctionBody, Marked):
     USUAL: ClassVar = {"allowed_callers": ["direct"], "defer_loading": False}
     type: Literal["custom"] = "custom"
     parameters: Annotated[JsonObject, Field(alias="input_schema", max_length=256)]
+    _is_usual = model_validator(mode="before")(check_usual)
 
     @model_validator(mode="before")
     @classmethod

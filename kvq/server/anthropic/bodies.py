@@ -20,7 +20,7 @@ from kvq.server.anthropic.blocks import (
     blocks_of,
 )
 from kvq.server.bodies import MAX_MESSAGES, CacheSalt
-from kvq.server.ignored import Labelled
+from kvq.server.ignored import Labelled, check_usual
 from kvq.server.strict_json import WHOLE, Flag, JsonObject, LongText, Real
 from kvq.server.tool_bodies import MAX_TOOLS
 
@@ -87,6 +87,7 @@ class PromptBody(Labelled, BaseModel):
     thinking: Thinking | None = None
     cache_control: CacheControl | None = None  # behind the last block
     output_config: OutputConfig | None = None
+    _is_usual = model_validator(mode="before")(check_usual)
 
     @field_validator("thinking", mode="before")
     @classmethod

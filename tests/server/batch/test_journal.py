@@ -118,7 +118,13 @@ def test_two_runs_never_write_one_file_and_a_killed_one_leaves_it_free(tmp_path)
     ("raw", "message"),
     [
         (b"nope", "not JSON"),
-        (b"[" * 100_000, "not JSON"),
+        (b"[" * 100_000, "it can't be read: it may be nested"),
+        (b'{"custom_id":"a","custom_id":"b"}', "it can't be read: the name custom_id is twice in one object"),
+        (
+            b'{"custom_id":"b","url":"/v1/completions","body":{"max_tokens":2,"prompt":"x","max_tokens":3}}',
+            "it can't be read: the name max_tokens is twice in one object",
+        ),
+        (b'{"custom_id":"b","body":{"max_tokens":1e400}}', "it can't be read: body.max_tokens is 1e400"),
         (b'{"custom_id": "\xff"}', "not JSON"),
         (b'{"custom_id": "a", "body": {"temperature": NaN}}', "not JSON"),
         (b"[]", "not a JSON object"),

@@ -1,0 +1,35 @@
+"""What holds token ids: what is taken for them runs as others."""
+
+from array import array
+from collections.abc import Iterable, Iterator, Mapping, Set
+
+from kvq.errors import RequestError
+
+
+def check_token_ids(given: object, wanted: str) -> None:
+    """Look at what should hold token ids, each of them a whole number. `wanted` begins the message.
+
+    Raises:
+        RequestError: it is no list, or holds something else, such as truth values.
+    """
+    check_holds_items(given, wanted)
+    if isinstance(given, str):
+        raise RequestError(f"{wanted}, got a text; tokenize it first")
+    if isinstance(given, Iterator):
+        raise RequestError(f"{wanted}, got {type(given).__name__}; make a list of it")
+    assert isinstance(given, Iterable), "it was checked"
+    if isinstance(given, array) and given.typecode in "bB":
+        raise RequestError(f"{wanted}, got an array of bytes")
+    if "bool" in str(getattr(given, "dtype", "")):
+        raise RequestError(f"{wanted}, got an array of truth values")
+    kinds = {kind.__name__: hasattr(kind, "__index__") for kind in set(map(type, given))}
+    if wrong := sorted(name for name, is_whole in kinds.items() if name in ("bool", "bool_") or not is_whole):
+        raise RequestError(f"{wanted}, got a list with {', '.join(wrong)} in it")
+
+
+def check_holds_items(given: object, wanted: str) -> None:
+    """Raise RequestError if something holds no items in order. `wanted` begins the message."""
+    is_one = getattr(given, "shape", None) == ()  # an array of no dimension
+    wrong = isinstance(given, bytes | bytearray | memoryview | Mapping | Set)
+    if is_one or wrong or not isinstance(given, Iterable):
+        raise RequestError(f"{wanted}, got {type(given).__name__}")
