@@ -1,6 +1,7 @@
 """`kvq serve --check`: all that `kvq serve` would refuse, told without loading the weights."""
 
 import asyncio
+import signal
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -183,6 +184,8 @@ def _template(facts: _Facts) -> Iterator[Finding]:
         return
     try:
         why = asyncio.run(_try_prompts(facts))
+    except asyncio.CancelledError:
+        raise KeyboardInterrupt from None
     except (KVQError, Problem) as error:
         why = f"it could not be tried: {error}"
     if why is None:
@@ -199,6 +202,10 @@ async def _try_prompts(facts: _Facts) -> str | None:
         folder=str(model.folder), is_text_template=tools.is_text_template, trusts_chats=config.trusts_chats
     )
     prompts = Prompts(Readers(setup), model.tokenizer)
+    trying = asyncio.current_task()
+    assert trying is not None, "within a coroutine"
+    for number in (signal.SIGTERM, signal.SIGINT):  # raised, they would end another task of the loop's
+        asyncio.get_running_loop().add_signal_handler(number, trying.cancel)
     try:
         await prompts.start()
         return await prompts.try_one()
