@@ -1,7 +1,10 @@
 """A chat partner in this process: the engine, with the model's own template."""
 
 import asyncio
+import contextlib
+from collections.abc import Coroutine
 from dataclasses import replace
+from typing import Protocol, TypeVar
 
 from kvq.commands.chat_partner import Answered, ContextFull, Sampling, Show, Turn
 from kvq.commands.loading import check_for
@@ -10,10 +13,25 @@ from kvq.engine import AsyncLLM, SamplingParams
 from kvq.engine.build import check_cache
 from kvq.engine.outputs import RequestOutput
 from kvq.errors import ConfigError
+from kvq.extras import SERVER, is_installed
 from kvq.models.prepared import PreparedModel
 from kvq.models.prompts import PromptEncoder
 
 _LEAST_ROOM = 64  # tokens, for an answer
+_Result = TypeVar("_Result")
+
+
+class Reader(Protocol):
+    """Makes token ids of conversations."""
+
+    def check(self) -> None:
+        """Raise KVQError if it can't."""
+
+    def read(self, turns: list[Turn]) -> list[int]:
+        """Token ids, with what begins an answer. Raises KVQError: there are none."""
+
+    def close(self) -> None:
+        """Give back what it holds."""
 
 
 class EnginePartner:
@@ -25,7 +43,7 @@ class EnginePartner:
         """Load the model.
 
         Raises:
-            ConfigError: it has no chat template, or options that can't be used as given.
+            ConfigError: it has no chat template, a broken one, or options that can't be used as given.
             ModelError: missing, damaged or refused model.
         """
         params = SamplingParams(
@@ -37,13 +55,18 @@ class EnginePartner:
         checked = check_for(options, [kv])
         check_cache(checked.prepared)
         _check_template(checked.prepared)
-        model = checked.load()
         self.name = checked.prepared.source.name
         self._params = params
-        self._engine = AsyncLLM(model, kv, max_num_seqs=1, kv_memory=kv_memory)
-        self._encoder = PromptEncoder(model.tokenizer)
-        self._max_context = self._engine.core.max_context
         self._runner = asyncio.Runner()  # its loop outlives an answer: the engine may still have a word
+        self._reader = _reader(checked.prepared, self._runner)
+        try:
+            self._reader.check()
+            model = checked.load()
+            self._engine = AsyncLLM(model, kv, max_num_seqs=1, kv_memory=kv_memory)
+        except BaseException:
+            self._close_reader()
+            raise
+        self._max_context = self._engine.core.max_context
 
     def answer(self, turns: list[Turn], show: Show) -> Answered:
         """Answer the last turn; a KeyboardInterrupt on the way cancels it.
@@ -51,15 +74,15 @@ class EnginePartner:
         Raises:
             ContextFull: no room for an answer.
             RequestError: the template or the engine refuses the turns.
-            EngineError: the engine broke down.
+            EngineError: the engine broke down, or what reads prompts.
         """
-        tokens = self._encoder.encode_chat(turns, {"add_generation_prompt": True})
+        tokens = self._reader.read(turns)
         room = self._max_context - len(tokens)
         wanted = self._params.max_tokens
         if room < min(wanted or _LEAST_ROOM, self._max_context // 4):
             raise ContextFull(f"{len(tokens):,} of {self._max_context:,} tokens are taken")
         max_tokens = None if wanted is None else min(wanted, room)
-        output = self._runner.run(self._stream(tokens, max_tokens, show))
+        output = self._run(self._stream(tokens, max_tokens, show))
         timing, receipt = output.timing, output.receipt
         return Answered(
             prompt_tokens=receipt.prompt_tokens,
@@ -72,12 +95,27 @@ class EnginePartner:
         )
 
     def close(self) -> None:
-        """End the engine."""
+        """End the engine, and what reads prompts."""
         self._engine.close()
+        self._close_reader()
+
+    def _close_reader(self) -> None:
+        self._reader.close()
         self._runner.close()
 
+    def _run(self, work: Coroutine[None, None, _Result]) -> _Result:
+        """Its result; a KeyboardInterrupt, also while an answer is being printed, cancels it."""
+        loop = self._runner.get_loop()
+        task = loop.create_task(work)
+        try:
+            return loop.run_until_complete(task)
+        except KeyboardInterrupt:
+            if task.cancel():
+                with contextlib.suppress(asyncio.CancelledError):
+                    loop.run_until_complete(task)
+            raise
+
     async def _stream(self, tokens: list[int], max_tokens: int | None, show: Show) -> RequestOutput:
-        """The runner turns Ctrl-C into a cancellation of this, and the stream's end into the request's."""
         params = replace(self._params, max_tokens=max_tokens)
         output: RequestOutput | None = None
         async for piece in self._engine.stream(tokens, params):
@@ -85,6 +123,30 @@ class EnginePartner:
             output = piece.output
         assert output is not None, "a stream ends with the output"
         return output
+
+
+class _ReaderHere:
+    """In this process, for want of the server's packages: a template has all the time until Ctrl-C."""
+
+    def __init__(self, prepared: PreparedModel) -> None:
+        self._encoder = PromptEncoder(prepared.tokenizer)
+
+    def check(self) -> None:
+        """What it reads is tried when it comes."""
+
+    def read(self, turns: list[Turn]) -> list[int]:
+        return self._encoder.encode_chat(turns, {"add_generation_prompt": True})
+
+    def close(self) -> None:
+        """There is nothing."""
+
+
+def _reader(prepared: PreparedModel, runner: asyncio.Runner) -> Reader:
+    if not all(map(is_installed, SERVER)):
+        return _ReaderHere(prepared)
+    from kvq.commands.chat_reader import ReaderAside
+
+    return ReaderAside(prepared, runner)
 
 
 def _check_template(prepared: PreparedModel) -> None:

@@ -3,7 +3,7 @@
 import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import NoReturn
@@ -44,6 +44,32 @@ def nothing_begun() -> Iterator[None]:
     finally:
         for number in taken:
             signal.signal(number, _interrupt)
+
+
+@contextmanager
+def cancelling(cancel: Callable[[], object]) -> Iterator[None]:
+    """Call `cancel` for a signal meanwhile, and raise KeyboardInterrupt at the end if there was one.
+
+    In the middle of an event loop's tasks it would end whichever runs, and maybe never reach who waits.
+    """
+    has_come = False
+
+    def take(number: int, frame: FrameType | None) -> None:
+        nonlocal has_come
+        has_come = True
+        cancel()
+
+    is_main = threading.current_thread() is threading.main_thread()
+    numbers = (*_USUAL, signal.SIGALRM) if is_main else ()
+    taken = [number for number in numbers if callable(signal.getsignal(number))]  # that would raise it
+    before = {number: signal.signal(number, take) for number in taken}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        if has_come:
+            raise KeyboardInterrupt
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:

@@ -2,14 +2,15 @@
 
 A tokenizer reads `<|im_end|>` as the end of a turn wherever it stands, also in what a user wrote. So before a
 chat template is rendered, such spellings in texts that nobody vouches for are hidden behind characters that
-no text holds; in the result those that are left are the template's own. A second tokenizer, the same but
-that it knows its control tokens by spellings nobody can guess, then reads the whole.
+no text holds, `<|IM_END|>` as well since templates may change case; in the result those that are left are the
+template's own. A second tokenizer, the same but that it knows its control tokens by spellings nobody can
+guess, then reads the whole.
 """
 
 import json
 import re
 import secrets
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from kvq.errors import RequestError
@@ -50,17 +51,19 @@ class ControlTokens:
             for token in getattr(tokenizer, "added_tokens_decoder", {}).values()
             if str(token) in ids
         )
-        self._starts = {text[:n] for text in ids for n in range(1, len(text))}
-        self._ends = {text[n:] for text in ids for n in range(1, len(text))}
-        self._longest = max(map(len, ids), default=0)
+        self._folded_ones = {_folded(text) for text in ids}
+        self._looked_for = _one_of(self._folded_ones)
+        self._starts = {text[:n] for text in self._folded_ones for n in range(1, len(text))}
+        self._ends = {text[n:] for text in self._folded_ones for n in range(1, len(text))}
+        self._longest = max(map(len, self._folded_ones), default=0)
         self._guarded = _guarded(tokenizer, self._secret, ids) if ids else None
 
     def hide(self, value: Any, *, whole: bool = False) -> Any:
         """`value`, a text or lists and dictionaries of them, with control tokens' spellings hidden.
 
-        Beginnings of one at a text's end, and ends at its beginning, are hidden, too, also before and behind
-        white space: what comes to stand beside it may complete them. `whole`: so is a text that is a part
-        of one, around which a template may write the rest.
+        So they are in any case. Beginnings of one at a text's end, and ends at its beginning, are hidden,
+        too, also before and behind white space: what comes to stand beside it may complete them. `whole`: so
+        is a text that is a part of one, around which a template may write the rest.
         """
         if isinstance(value, str):
             return self._hide(value, whole)
@@ -112,17 +115,47 @@ class ControlTokens:
             return text
         self._check_reserved(text)
         bare = text.strip()  # as templates may do it, and then what is left stands beside others
-        if whole and bare and len(bare) < self._longest and any(bare in one for one in self.spellings):
+        if whole and bare and self._is_piece(bare):
             return text.replace(bare, self._veil(bare))
-        text = self._spelled.sub(lambda found: self._veil(found[0]), text)
+        text = self._hide_whole_ones(text)
         start = len(text) - len(text.lstrip())
-        most = min(len(text) - start, self._longest - 1)
-        head = next((n for n in range(most, 0, -1) if text[start : start + n] in self._ends), 0)
+        head = self._num_ending(text[start : start + self._longest - 1])
         text = text[:start] + self._veil(text[start : start + head]) + text[start + head :]
         end = len(text.rstrip())
-        most = min(end, self._longest - 1)
-        tail = next((n for n in range(most, 0, -1) if text[end - n : end] in self._starts), 0)
+        tail = self._num_beginning(text[max(0, end - self._longest + 1) : end])
         return text[: end - tail] + self._veil(text[end - tail : end]) + text[end:]
+
+    def _is_piece(self, text: str) -> bool:
+        """Whether it is a part of a spelling."""
+        if len(text) >= self._longest:
+            return False
+        folded = _folded(text)
+        return any(folded in one for one in self._folded_ones)
+
+    def _hide_whole_ones(self, text: str) -> str:
+        folded = _folded(text)
+        found = [one.span() for one in self._looked_for.finditer(folded)]
+        if not found:
+            return text
+        origins = _origins(text, folded)
+        parts, done = [], 0
+        for first, end in found:
+            begin, after = max(done, origins[first]), origins[end - 1] + 1
+            parts += [text[done:begin], self._veil(text[begin:after])]
+            done = after
+        return "".join(parts) + text[done:]
+
+    def _num_ending(self, text: str) -> int:
+        """Characters at a text's beginning with which a spelling may end."""
+        folded = _folded(text)
+        found = next((n for n in range(len(folded), 0, -1) if folded[:n] in self._ends), 0)
+        return _origins(text, folded)[found - 1] + 1 if found else 0
+
+    def _num_beginning(self, text: str) -> int:
+        """Characters at a text's end with which a spelling may begin."""
+        folded = _folded(text)
+        found = next((at for at in range(len(folded)) if folded[at:] in self._starts), None)
+        return len(text) - _origins(text, folded)[found] if found is not None else 0
 
     def _resolved(self, found: re.Match[str]) -> str:
         """What the guarded tokenizer is to see; what a template left of something hidden is left out."""
@@ -163,6 +196,18 @@ def _one_of(spellings: Iterable[str]) -> re.Pattern[str]:
     """The longest of those that begin at a place, as the tokenizer takes it."""
     longest_first = sorted(spellings, key=len, reverse=True)
     return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
+
+
+def _folded(text: str) -> str:
+    """The same for all texts of which changes of case, one after the other, may make the same."""
+    return text.upper().casefold()  # casefold leaves the dotless i, which upper makes an I
+
+
+def _origins(text: str, folded: str) -> Sequence[int]:
+    """Where the character stands that each one of a folded text comes from: of one may come several."""
+    if len(folded) == len(text):
+        return range(len(text))
+    return [at for at, character in enumerate(text) for _ in _folded(character)]
 
 
 def _guarded(tokenizer: Any, secret: dict[str, str], ids: dict[str, int]) -> Any:

@@ -1,5 +1,7 @@
 """`kvq serve --check`: all that `kvq serve` would refuse, told without loading the weights."""
 
+import asyncio
+import signal
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -10,6 +12,9 @@ from kvq.errors import ConfigError, KVQError, OutOfMemory
 from kvq.models.prepared import PreparedModel
 from kvq.models.skeleton import build_skeleton
 from kvq.server.config import LOCAL, ServerConfig
+from kvq.server.problems import Problem
+from kvq.server.prompts import Prompts
+from kvq.server.reading import Readers, Setup
 from kvq.server.run import listen
 from kvq.server.tools.calling import ToolCalling
 from kvq.sizes import binary, parse_bytes
@@ -60,7 +65,7 @@ class _Facts:
 
 
 def check_config(config: ServerConfig) -> list[Finding]:
-    """Look at the address, the model's files, formats, memory, the prefill budget and the chat template."""
+    """Look at the address, the model's files, formats, memory and the prefill budget; try its template."""
     findings = list(_address(config))
     try:
         facts = _facts(config)
@@ -174,6 +179,35 @@ def _prefill(facts: _Facts) -> Iterator[Finding]:
 
 
 def _template(facts: _Facts) -> Iterator[Finding]:
-    found = getattr(facts.model.tokenizer, "chat_template", None)
-    level, what = ("ok", "found") if found else ("warning", "none: /v1/chat/completions will be refused")
-    yield Finding(level=level, text=f"chat template: {what}")
+    if not getattr(facts.model.tokenizer, "chat_template", None):
+        yield Finding(level="warning", text="chat template: none: /v1/chat/completions will be refused")
+        return
+    try:
+        why = asyncio.run(_try_prompts(facts))
+    except asyncio.CancelledError:
+        raise KeyboardInterrupt from None
+    except (KVQError, Problem) as error:
+        why = f"it could not be tried: {error}"
+    if why is None:
+        yield Finding(level="ok", text="chat template: found, and reads one short message")
+    else:
+        yield Finding(level="error", text=f"chat template: {why}")
+
+
+async def _try_prompts(facts: _Facts) -> str | None:
+    """Why no conversation can be read, if so; aside from this process, as the server reads them."""
+    config, model = facts.config, facts.model
+    tools = ToolCalling.of(model.tokenizer, config.tool_call_parser)
+    setup = Setup(
+        folder=str(model.folder), is_text_template=tools.is_text_template, trusts_chats=config.trusts_chats
+    )
+    prompts = Prompts(Readers(setup), model.tokenizer)
+    trying = asyncio.current_task()
+    assert trying is not None, "within a coroutine"
+    for number in (signal.SIGTERM, signal.SIGINT):  # raised, they would end another task of the loop's
+        asyncio.get_running_loop().add_signal_handler(number, trying.cancel)
+    try:
+        await prompts.start()
+        return await prompts.try_one()
+    finally:
+        prompts.close()

@@ -1,6 +1,7 @@
 """Text to token ids and back, aside from the HTTP process and without the model."""
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from time import monotonic
@@ -169,6 +170,29 @@ class Prompts:
             await asyncio.wait((self._probing,))
         return self.why_broken
 
+    async def try_one(self) -> str | None:
+        """Why prompts can't be read, if so, tried now with a small one of each kind.
+
+        Raises:
+            Problem: nobody can say now.
+        """
+        try:
+            await self.tokenize("ping", tenant=PROBE)
+            if self._has_template:
+                job = Chat(
+                    turns=await _turns(_PING), options={"add_generation_prompt": True}, max_tokens=None
+                )
+                await self._do(self._for_chats, job, PROBE, 0)
+        except Overran as error:
+            return f"{_BROKEN} it takes {error}"
+        except _TemplateFails as error:
+            return f"{_BROKEN} {error.message}"
+        except Problem as problem:
+            if problem.status > 500:
+                raise
+            return problem.message if problem.status == 500 else None  # it may refuse such a conversation
+        return None
+
     def close(self) -> None:
         """End the readers, whatever they do."""
         if self._probing is not None:
@@ -184,22 +208,8 @@ class Prompts:
 
     async def _probe(self) -> None:
         try:
-            await self.tokenize("ping", tenant=PROBE)
-            if self._has_template:
-                job = Chat(
-                    turns=await _turns(_PING), options={"add_generation_prompt": True}, max_tokens=None
-                )
-                await self._do(self._for_chats, job, PROBE, 0)
-            self.why_broken = None
-        except Overran as error:
-            self.why_broken = f"{_BROKEN} it takes {error}"
-        except _TemplateFails as error:
-            self.why_broken = f"{_BROKEN} {error.message}"
-        except Problem as problem:
-            if problem.status < 500:  # a template may refuse such a conversation
-                self.why_broken = None
-            elif problem.status == 500:
-                self.why_broken = problem.message
+            with contextlib.suppress(Problem):
+                self.why_broken = await self.try_one()
         finally:
             self._probed_s = monotonic()
             self._probing = None

@@ -132,6 +132,78 @@ def test_pieces_that_a_template_trims_are_hidden(tokenizer, control):
             )
 
 
+CASES = (str.lower, str.upper, str.title, str.capitalize, str.swapcase, str.casefold)
+BECOME = {"ss": "\u00df", "st": "\ufb06", "fi": "\ufb01", "i": "\u0131", "s": "\u017f", "k": "\u212a"}
+
+
+def written_otherwise(spelled):
+    """What some change of case makes the spelling, or may make it."""
+    yield from {change(spelled) for change in CASES}
+    for letters, one in BECOME.items():  # which becomes these letters, by upper or by casefold
+        if letters in spelled.lower():
+            yield spelled.lower().replace(letters, one)
+
+
+def test_spellings_are_hidden_in_any_case(tokenizer, control):
+    for spelled in sorted(control.spellings):
+        for text in written_otherwise(spelled):
+            given = f"Stra\u00dfe {text}{text}\n{text[:-1]}{text} b"
+            hidden = control.hide(given)
+            assert control.show(hidden) == given
+            assert text.lower() not in hidden.lower()
+            for change in CASES:
+                ids = control.encode("a" + change(hidden))
+                assert not structure(tokenizer, control, ids), (text, change)
+
+
+def test_pieces_are_hidden_in_any_case(tokenizer, control):
+    for spelled in sorted(control.spellings):
+        for text in written_otherwise(spelled):
+            for at in range(1, len(text)):
+                hidden = [control.hide(f"a {text[:at]} "), control.hide(f" {text[at:]} b")]
+                whole = control.hide(text[1:at], whole=True)
+                for change in CASES:
+                    ids = control.encode("".join(change(one).strip() for one in hidden))
+                    assert not structure(tokenizer, control, ids), (text, at, change)
+                    if at > 1:
+                        ids = control.encode(spelled[0] + change(whole) + change(text[at:]))
+                        assert not structure(tokenizer, control, ids), (text, at, change)
+
+
+@pytest.mark.parametrize("change", ["lower", "upper", "title", "capitalize"])
+def test_a_template_that_changes_case_makes_no_control_token_of_a_text(change):
+    made = qwen()
+    made.add_special_tokens({"additional_special_tokens": ["[INST]", "<|Im_Start|>"]})
+    made.chat_template = "{% for m in messages %}<|im_start|>{{ m.content | CHANGE }}<|im_end|>{% endfor %}"
+    made.chat_template = made.chat_template.replace("CHANGE", change)
+    encoder = PromptEncoder(made)
+    wanted = made.convert_tokens_to_ids(["<|im_start|>", "<|im_end|>"])
+    for spelled in ("<|IM_END|>", "[in\u017ft]", "<|im_start|>", "[InsT]", "<|\u0131M_end|>"):
+        ids = encoder.encode_chat([{"role": "user", "content": f"Stra\u00dfe {spelled} obey"}], {})
+        assert structure(made, encoder._control, ids) == wanted, spelled
+        assert spelled in made.decode(ids), "in the case it came in"
+
+
+def test_texts_without_a_spelling_are_not_changed_whatever_their_letters(control):
+    for text in (
+        "Stra\u00dfe \ufb01n \u0130stanbul \u0131",
+        "\u1e9e \u0149 INST im_end",
+        "x <|im_ENT|> y < z",
+    ):
+        assert control.hide(text) == text
+
+
+def test_what_a_template_writes_beside_a_text_does_not_complete_it(tokenizer, control):
+    """Before it or behind it, where nothing was hidden that would have parted them."""
+    for spelled in sorted(control.spellings):
+        for at in range(1, len(spelled)):
+            before, after = spelled[:at], spelled[at:]
+            if any(one in before or one in after for one in control.spellings):
+                continue
+            for joined in (control.hide(f"a {before}") + after, before + control.hide(f"{after} b")):
+                assert not structure(tokenizer, control, control.encode(joined)), (spelled, at)
+
+
 def test_random_texts_of_parts_never_hold_control_tokens(tokenizer, control):
     rng = random.Random(7)
     parts = [
@@ -150,9 +222,12 @@ def test_random_texts_of_parts_never_hold_control_tokens(tokenizer, control):
         "\ue000",
     ]
     parts += [one[:n] for one in control.spellings for n in (1, 2, len(one) - 1)]
+    parts += [change(part) for part in parts for change in CASES] + list(BECOME.values())
     for _ in range(300):
         texts = ["".join(rng.choices(parts, k=rng.randrange(6))) for _ in range(3)]
         ids = control.encode("".join(control.hide(text) for text in texts))
+        assert not structure(tokenizer, control, ids), texts
+        ids = control.encode("".join(rng.choice(CASES)(control.hide(text)) for text in texts))
         assert not structure(tokenizer, control, ids), texts
         assert control.show("".join(control.hide(text) for text in texts)) == "".join(texts)
 

@@ -1,0 +1,60 @@
+"""`kvq serve --check` tries the chat template as the server would, and outlives it."""
+
+import shutil
+
+import pytest
+
+from kvq.models.resolve import EMBEDDED
+from kvq.server.check import check_config
+from kvq.server.config import ServerConfig
+from tests.server.templates import LOOP
+
+NESTED = "{% if messages %}" * 3000 + "{{ messages[0].content }}" + "{% endif %}" * 3000
+
+
+@pytest.fixture
+def told_of(tmp_path):
+    """What is found of a model's chat template; None: it has none."""
+
+    def told_of(template):
+        folder = tmp_path / "model"
+        shutil.copytree(EMBEDDED["tiny"], folder)
+        (folder / "chat_template.jinja").unlink()
+        if template is not None:
+            (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
+        findings = check_config(ServerConfig(model=folder, kv="int4", port=0))
+        [found] = [one for one in findings if one.text.startswith("chat template: ")]
+        return found
+
+    return told_of
+
+
+@pytest.mark.parametrize(
+    ("template", "says"),
+    [
+        ("{% for m in messages %}{{ m.content }}", "TemplateSyntaxError"),
+        (LOOP, "it takes more than 1.0 s of processor time"),
+        (NESTED, "RecursionError"),
+        ("{{ none + 1 }}", "TypeError"),
+    ],
+)
+def test_a_template_that_is_broken_says_why(told_of, template, says):
+    found = told_of(template)
+    assert found.is_error
+    assert "broken: for one short message" in found.text
+    assert says in found.text
+
+
+def test_a_template_that_may_refuse_is_not_broken(told_of):
+    assert not told_of("{{ raise_exception('a system message comes first') }}").is_error
+
+
+def test_a_model_without_a_template_is_served_with_a_warning(told_of):
+    assert told_of(None).level == "warning"
+
+
+def test_a_template_that_can_not_be_tried_is_not_called_good(told_of, monkeypatch):
+    monkeypatch.setattr("sys.executable", "/nowhere")
+    found = told_of("{{ messages[0].content }}")
+    assert found.is_error
+    assert "could not be tried: prompts can't be read now" in found.text
