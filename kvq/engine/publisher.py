@@ -62,25 +62,17 @@ class Publisher:
             self._linear = None
 
     def _stats(self, running: Launched, seconds: float, sampling_s: float, finished: int) -> StepStats:
-        plan, scheduler = running.plan, self._scheduler
-        counters, lines = scheduler.counters, scheduler.lines
-        return StepStats(
+        plan = running.plan
+        return self._scheduler.snapshot().as_part_of(
+            StepStats,
             number=plan.number,
             decode_tokens=plan.num_decodes,
             prefill_tokens=plan.num_tokens - plan.num_decodes,
             decode_context=sum(plan.ends[: plan.num_decodes]),
             prefill_context=plan.prefill_context,
             sampled=sum(plan.samples),
-            running=len(scheduler.holders.running),
-            sequences=scheduler.holders.num_sequences,
-            waiting=lines.num_waiting,
-            preempted=len(lines.preempted),
             finished=finished,
-            preemptions=counters.swaps + counters.recomputes,
-            prompt_tokens=counters.prompt_tokens,
-            cached_tokens=counters.cached_tokens,
-            pools=scheduler.manager.usage(),
-            utilization=scheduler.manager.utilization(),
+            utilization=self._scheduler.manager.utilization(),
             seconds=seconds,
             scheduling_s=running.scheduling_s,
             forward_s=running.forward_s,

@@ -2,11 +2,11 @@
 
 from dataclasses import dataclass
 
-from kvq.blockmgr import PoolUsage
+from kvq.scheduler import Snapshot
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class StepStats:
+class StepStats(Snapshot):
     """One step. Times in seconds; counts of requests and tokens at its end unless said otherwise.
 
     On a GPU `attention_s` and `linear_s` are None: kernels run while the host goes on.
@@ -18,15 +18,7 @@ class StepStats:
     decode_context: int  # tokens that the decodes see together, windows aside
     prefill_context: int  # pairs of a prefill token and one that it sees, likewise
     sampled: int  # sequences that get a token
-    running: int  # requests with blocks
-    sequences: int  # their branches
-    waiting: int
-    preempted: int
     finished: int  # in this step
-    preemptions: int  # totals since the start
-    prompt_tokens: int
-    cached_tokens: int  # of the prompt tokens, found in the prefix index
-    pools: list[PoolUsage]  # per layer group
     utilization: float | None  # filled slots of live blocks; None unless it is asked for
     seconds: float  # the whole step
     scheduling_s: float

@@ -6,6 +6,7 @@ from kvq.scheduler.fit import PoolShape, most_blocks, resolve_max_tokens, worst_
 from kvq.scheduler.plan import StepPlan
 from kvq.scheduler.request import Branch, Priority, Request, Usage
 from kvq.scheduler.scheduler import Counters, Scheduler
+from kvq.scheduler.snapshot import Snapshot
 
 __all__ = [
     "Branch",
@@ -18,6 +19,7 @@ __all__ = [
     "Request",
     "Scheduler",
     "SchedulerConfig",
+    "Snapshot",
     "StepPlan",
     "Usage",
     "most_blocks",

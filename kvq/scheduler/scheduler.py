@@ -15,6 +15,7 @@ from kvq.scheduler.lines import Lines
 from kvq.scheduler.plan import StepPlan
 from kvq.scheduler.preemption import choose_victim, prefers_swap, swappable
 from kvq.scheduler.request import Branch, Priority, Request, State
+from kvq.scheduler.snapshot import Snapshot
 
 _FIRST_CHUNK = 16  # prefill tokens beside streams, before anything is known of their cost
 
@@ -94,6 +95,22 @@ class Scheduler:
     def requests(self) -> list[Request]:
         """Every request that has not ended."""
         return [*self.holders.running, *self.lines.requests()]
+
+    def snapshot(self) -> Snapshot:
+        """Where everything stands."""
+        counters, lines = self.counters, self.lines
+        return Snapshot(
+            running=len(self.holders.running),
+            sequences=self.holders.num_sequences,
+            waiting=lines.num_waiting,
+            preempted=len(lines.preempted),
+            held_up=self.num_held_up,
+            queued_tokens=sum(request.prompt_length for request in lines.queue),
+            preemptions=counters.swaps + counters.recomputes,
+            prompt_tokens=counters.prompt_tokens,
+            cached_tokens=counters.cached_tokens,
+            pools=self.manager.usage(),
+        )
 
     def check(self, request: Request) -> int:
         """How many tokens a request may generate. Changes nothing.

@@ -4,14 +4,14 @@ Everything is typed: a message of another shape is an error, whoever sent it. Re
 numbers that the HTTP process chooses and never uses twice.
 """
 
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import msgspec
 
-from kvq.blockmgr import PoolUsage
 from kvq.engine import PrefixPin, Receipt, SamplingParams, TokenLogprobs
 from kvq.engine.outputs import FinishReason
-from kvq.scheduler import PoolShape, Priority, SchedulerConfig
+from kvq.scheduler import PoolShape, Priority, SchedulerConfig, Snapshot
 from kvq.server.logs import LogConfig
 from kvq.server.picture import Picture
 
@@ -130,23 +130,15 @@ class Ended(msgspec.Struct, frozen=True, kw_only=True):
     kind: ErrorKind | None = None  # of the error
 
 
-class Gauges(msgspec.Struct, frozen=True, kw_only=True):
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Gauges(Snapshot):
     """Where the engine stands after a step; totals are since its start."""
 
-    running: int  # requests with blocks
-    waiting: int
-    preempted: int
-    pools: list[PoolUsage]  # per layer group
-    preemptions: int
-    prompt_tokens: int
-    cached_tokens: int
     generated_tokens: int
-    queued_tokens: int  # prompt tokens of requests that wait
-    held_up: int = 0  # of those that wait or were preempted: for something else than a seat or their turn
     evictions: int = 0  # blocks that left the prefix index
-    pinned: list[int] = []  # blocks under a pin, per layer group
+    pinned: list[int] = field(default_factory=list)  # blocks under a pin, per layer group
     refused_pins: int = 0
-    memory: dict[str, int] = {}  # bytes by device: "host", "cuda:0"
+    memory: dict[str, int] = field(default_factory=dict)  # bytes by device: "host", "cuda:0"
 
 
 class Spread(msgspec.Struct, frozen=True, kw_only=True):

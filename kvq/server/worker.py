@@ -198,23 +198,12 @@ class Worker:
 
     def _tell(self, core: EngineCore, memory: Memory) -> None:
         """Tell what came of a step, in one message."""
-        scheduler = core.scheduler
-        counters, lines = scheduler.counters, scheduler.lines
-        gauges = Gauges(
-            running=len(scheduler.holders.running),
-            waiting=lines.num_waiting,
-            preempted=len(lines.preempted),
-            pools=scheduler.manager.usage(),
-            preemptions=counters.swaps + counters.recomputes,
-            prompt_tokens=counters.prompt_tokens,
-            cached_tokens=counters.cached_tokens,
+        manager = core.scheduler.manager
+        gauges = core.scheduler.snapshot().as_part_of(
+            Gauges,
             generated_tokens=self._generated,
-            queued_tokens=sum(request.prompt_length for request in lines.queue),
-            held_up=scheduler.num_held_up,
             evictions=self._residency.evictions,
-            pinned=[
-                scheduler.manager.pins.num_pinned(group) for group in range(len(scheduler.manager.pools))
-            ],
+            pinned=[manager.pins.num_pinned(group) for group in range(len(manager.pools))],
             refused_pins=core.pinning.num_refused,
             memory=memory.look(),
         )

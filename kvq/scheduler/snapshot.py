@@ -1,0 +1,28 @@
+"""Where the scheduler stands between two steps, as plain data."""
+
+from dataclasses import dataclass, fields
+from typing import Any, TypeVar
+
+from kvq.blockmgr import PoolUsage
+
+T = TypeVar("T", bound="Snapshot")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Snapshot:
+    """Counts of requests, tokens and blocks; totals are since the start."""
+
+    running: int  # requests with blocks
+    sequences: int = 0  # their branches
+    waiting: int
+    preempted: int
+    held_up: int = 0  # of those that wait or were preempted: for something else than a seat or their turn
+    queued_tokens: int  # prompt tokens of requests that wait
+    preemptions: int  # total
+    prompt_tokens: int  # total
+    cached_tokens: int  # of these, found in the prefix index
+    pools: list[PoolUsage]  # per layer group
+
+    def as_part_of(self, kind: type[T], **more: Any) -> T:
+        """A snapshot of a kind that knows more."""
+        return kind(**{field.name: getattr(self, field.name) for field in fields(Snapshot)}, **more)
