@@ -73,11 +73,13 @@ def test_help_names_every_command_and_imports_next_to_nothing():
     assert len(modules - nothing) < 150  # 106 with click 8
 
 
-def test_help_takes_little_more_processor_time_than_an_empty_program():
-    """Seconds on a clock would say how busy the machine is; 2.4 times were measured."""
-    pairs = [(processor_s("-c", "pass"), processor_s("-m", "kvq", "--help")) for _ in range(5)]
-    empty, helped = (min(column) for column in zip(*pairs, strict=True))
-    assert helped < 6 * empty
+def test_help_takes_little_more_processor_time_than_click_itself():
+    """Seconds on a clock would say how busy the machine is, and an empty program is all caches on some: help
+    took 2.4 times of one, and 6.5. Of a program that imports click it takes 1.5 times.
+    """
+    pairs = [(processor_s("-c", "import click"), processor_s("-m", "kvq", "--help")) for _ in range(5)]
+    plain, helped = (min(column) for column in zip(*pairs, strict=True))
+    assert helped < 2 * plain
 
 
 @pytest.mark.parametrize("name", list(cli._COMMANDS))

@@ -2,16 +2,41 @@
 
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvq.commands.options import ModelOptions, Size, kv_option, model_options
+from kvq.commands.options import ModelOptions, Size, gathered, kv_option, model_options
 from kvq.commands.screen import echo
 
 if TYPE_CHECKING:
     from kvq.bench.engine import Plan
     from kvq.models.prepared import PreparedModel
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Asked:
+    """What is asked of the engine, as the command line says it."""
+
+    requests: int
+    input_len: str
+    output_len: str
+    rate: str
+    concurrency: str | None
+    shared_prefix: float
+    priority: str | None
+    kv_memory: str | None
+    blocks: int | None
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    prefix_caching: bool
+    rivals: str
+    slo_ttft_ms: float | None
+    slo_itl_ms: float | None
+    repeats: int
+    step_costs: bool
+    seed: int
 
 
 @click.command(name="engine")
@@ -62,8 +87,13 @@ if TYPE_CHECKING:
 @click.option("--seed", default=0, show_default=True, help="Of lengths, arrivals and token ids.")
 @click.option("--json", "json_path", type=click.Path(), help="Write the rows as JSON.")
 @click.option("--plot", "plot_path", type=click.Path(), help="Draw latency over throughput (.svg, .png).")
+@gathered(Asked, "asked")
 def engine(
-    kv: list[str], model_options: ModelOptions, json_path: str | None, plot_path: str | None, **options: Any
+    kv: list[str],
+    model_options: ModelOptions,
+    asked: Asked,
+    json_path: str | None,
+    plot_path: str | None,
 ) -> None:
     """Serve random prompts: throughput, time to first token (TTFT), time between tokens (ITL).
 
@@ -86,9 +116,9 @@ def engine(
         check_plot_path(plot_path)
     source_commit()
     checked = check_for(model_options, kv)
-    plan = _plan(checked.prepared, **options)
+    plan = _plan(checked.prepared, asked)
     model = checked.load()
-    words = {name: value for name, value in options.items() if value is not None}
+    words = {name: value for name, value in asdict(asked).items() if value is not None}
 
     def result_of(rows: "Sequence[Any]") -> dict[str, Any]:
         more = {"model": model.description, "load": words, "refused": checked.refused}
@@ -100,7 +130,7 @@ def engine(
         result = result_of(rows)
         finished.finish(result)
     _print(result)
-    if options["step_costs"] and any(row.get("step_costs", 0) is None for row in rows):
+    if asked.step_costs and any(row.get("step_costs", 0) is None for row in rows):
         echo(
             "kvq: no costs of steps: they take 32 steps at least, and a model of a known family without "
             "sliding windows and experts",
@@ -110,28 +140,7 @@ def engine(
         write_engine_plot(plot_path, result)
 
 
-def _plan(
-    model: "PreparedModel",
-    *,
-    requests: int,
-    input_len: str,
-    output_len: str,
-    rate: str,
-    concurrency: str | None,
-    shared_prefix: float,
-    priority: str | None,
-    kv_memory: str | None,
-    blocks: int | None,
-    max_num_seqs: int,
-    max_num_batched_tokens: int,
-    prefix_caching: bool,
-    rivals: str,
-    slo_ttft_ms: float | None,
-    slo_itl_ms: float | None,
-    repeats: int,
-    step_costs: bool,
-    seed: int,
-) -> "Plan":
+def _plan(model: "PreparedModel", asked: Asked) -> "Plan":
     """Check the options and put them together."""
     from kvq.bench.engine import Plan
     from kvq.bench.engine_load import Load
@@ -142,42 +151,44 @@ def _plan(
     from kvq.errors import ConfigError
 
     check_cache(model)
-    if concurrency is not None and rate != "inf":
+    if asked.concurrency is not None and asked.rate != "inf":
         raise ConfigError("--rate and --concurrency both say when requests come; give one of them")
     try:
-        per_second = float(rate)
-        users = tuple(int(n) for n in concurrency.split(",")) if concurrency is not None else ()
+        per_second = float(asked.rate)
+        users = tuple(int(n) for n in asked.concurrency.split(",")) if asked.concurrency is not None else ()
     except ValueError as error:
         raise ConfigError(
             f"--rate takes a number or inf, --concurrency whole numbers with commas between; {error}"
         ) from error
     load = Load(
-        num_requests=requests,
-        input_lengths=parse_lengths(input_len, "--input-len"),
-        output_lengths=parse_lengths(output_len, "--output-len"),
+        num_requests=asked.requests,
+        input_lengths=parse_lengths(asked.input_len, "--input-len"),
+        output_lengths=parse_lengths(asked.output_len, "--output-len"),
         vocab_size=model.geometry.vocab_size,
         max_context=model.max_context,
         rate=per_second,
-        shared_prefix=shared_prefix,
-        priority=as_priority(priority or ("batch" if not users and rate == "inf" else "interactive")),
-        seed=seed,
+        shared_prefix=asked.shared_prefix,
+        priority=as_priority(
+            asked.priority or ("batch" if not users and asked.rate == "inf" else "interactive")
+        ),
+        seed=asked.seed,
     )
     limits = Limits(
-        kv_memory=kv_memory,
-        num_blocks=blocks,
-        max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=max_num_batched_tokens,
-        prefix_caching=prefix_caching,
+        kv_memory=asked.kv_memory,
+        num_blocks=asked.blocks,
+        max_num_seqs=asked.max_num_seqs,
+        max_num_batched_tokens=asked.max_num_batched_tokens,
+        prefix_caching=asked.prefix_caching,
     )
     return Plan(
         load=load,
         limits=limits,
         users=users,
-        rivals=() if rivals == "none" else tuple(name.strip() for name in rivals.split(",")),
-        repeats=repeats,
-        step_costs=step_costs,
-        slo_ttft_ms=slo_ttft_ms,
-        slo_itl_ms=slo_itl_ms,
+        rivals=() if asked.rivals == "none" else tuple(name.strip() for name in asked.rivals.split(",")),
+        repeats=asked.repeats,
+        step_costs=asked.step_costs,
+        slo_ttft_ms=asked.slo_ttft_ms,
+        slo_itl_ms=asked.slo_itl_ms,
     )
 
 

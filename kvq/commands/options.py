@@ -1,5 +1,6 @@
 """Options that several commands share, with the spellings people know from other engines."""
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable
@@ -109,16 +110,26 @@ def model_options(command: _Command) -> _Command:
             "--calibrate-on-load", is_flag=True, help="Make static scales now, from CPython's help topics."
         ),
     ]
-
-    @functools.wraps(command)
-    def wrapped(**values: Any) -> Any:
-        names = ModelOptions.__dataclass_fields__
-        picked = ModelOptions(**{name: values.pop(name) for name in names})
-        return command(model_options=picked, **values)
-
+    command = gathered(ModelOptions, "model_options")(command)
     for option in reversed(options):
-        wrapped = option(wrapped)
-    return wrapped  # type: ignore[return-value]
+        command = option(command)
+    return command
+
+
+def gathered(kind: type[Any], name: str) -> Callable[[_Command], _Command]:
+    """Give a command one value of a frozen dataclass, called `name`, in place of the options its fields are
+    called after; goes below these.
+    """
+
+    def gather(command: _Command) -> _Command:
+        @functools.wraps(command)
+        def wrapped(**values: Any) -> Any:
+            own = {field.name: values.pop(field.name) for field in dataclasses.fields(kind)}
+            return command(**{name: kind(**own)}, **values)
+
+        return wrapped  # type: ignore[return-value]
+
+    return gather
 
 
 def text_options(default: str) -> Callable[[_Command], _Command]:
