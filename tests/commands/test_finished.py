@@ -79,10 +79,10 @@ def test_a_signal_keeps_what_was_measured(tmp_path, number):
 def test_perplexity_keeps_the_windows_before_an_error(kvq, tmp_path, monkeypatch):
     account = divergence._account
 
-    def fail(candidate, log_probs, reference, targets, place):
-        if place[0] == 3:
+    def fail(candidate, chunk, reference, targets):
+        if chunk.window == 3:
             raise EngineError("no luck")
-        account(candidate, log_probs, reference, targets, place)
+        account(candidate, chunk, reference, targets)
 
     monkeypatch.setattr(divergence, "_account", fail)
     kept = _kept(kvq, tmp_path, "perplexity", "--kv", "bf16,int4", "--context", 32, "--max-windows", 5)

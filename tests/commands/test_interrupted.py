@@ -11,6 +11,7 @@ import time
 import pytest
 
 from kvq.bench.serve_process import ServerProcess
+from kvq.commands import interrupts
 from kvq.models import resolve
 from kvq.server import run
 from kvq.server.config import ServerConfig
@@ -124,6 +125,21 @@ def test_an_interrupt_while_the_command_is_loaded(module, number):
     command = [sys.executable, "-c", INTERRUPTED_IMPORT, "-", module, str(int(number))]
     ran = subprocess.run(command, capture_output=True, text=True, timeout=HANG_S)
     assert (ran.returncode, ran.stdout, ran.stderr) == (130, "", "kvq: interrupted\n")
+
+
+def test_an_end_is_told_once(monkeypatch):
+    """Also if a signal that was put off comes within it."""
+    written = []
+
+    def write(_, line):
+        written.append(line)
+        os.kill(os.getpid(), signal.SIGALRM)
+
+    monkeypatch.setattr(interrupts.os, "write", write)
+    monkeypatch.setattr(interrupts.os, "_exit", lambda status: written.append(status))
+    with interrupts.interruptible():
+        interrupts._end()
+    assert written == [b"kvq: interrupted\n", 130]
 
 
 def test_a_server_does_not_wait_for_a_tokenizer_that_loads_for_ever(monkeypatch, tmp_path):
