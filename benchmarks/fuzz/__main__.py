@@ -286,7 +286,13 @@ def _rows(run: Run, told: dict[str, Any]) -> Rows:
         finding(
             "errors and tracebacks in logs", len(run.logged), "0", not run.logged, first=run.logged[:_KEPT]
         ),
-        finding("slowest case, s", max(t["slowest_s"] for t in shown.values()), "", True),
+        finding(
+            "slowest case, s",
+            max(t["slowest_s"] for t in shown.values()),
+            "",
+            True,
+            doors={door: t["slowest_s"] for door, t in shown.items()},
+        ),
     ]
     if run.stretches_s:
         where, longest = max(run.stretches_s.items(), key=lambda one: one[1])

@@ -179,7 +179,8 @@ class Connection(H11Protocol):
         self._hold()
 
     def _hold(self) -> None:
-        self.flow.hold(self._is_in_line or self._is_resting)
+        if not self.transport.is_closing():  # TLS has nothing to hold then
+            self.flow.hold(self._is_in_line or self._is_resting)
 
     def _watch_head(self) -> None:
         is_idle = self.conn.their_state is h11.IDLE and not self.transport.is_closing()

@@ -5,12 +5,15 @@ import json
 import select
 import socket
 import threading
+from types import SimpleNamespace
 
 import pytest
 import uvicorn
 
 from kvq.server import protocol
+from kvq.server.metered import MeteredParser
 from kvq.server.protocol import Connection, prepare
+from kvq.server.turns import Again
 from tests.waiting import HANG_S, wait_for
 
 HEAD = b"GET / HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n"
@@ -91,3 +94,14 @@ def test_a_broken_body_of_any_method_is_refused(connect, caplog, method):
     assert status == 400
     assert bool(body) == (method == "GET")
     assert not [record for record in caplog.records if record.levelname == "ERROR"]
+
+
+def test_who_is_gone_before_its_turn_is_not_read_on():
+    """A closed TLS transport has nothing to pause or resume any more."""
+    connection = object.__new__(Connection)
+    connection.transport = SimpleNamespace(is_closing=lambda: True)
+    connection.conn, connection.flow = MeteredParser(), None
+    connection._slot = connection._head_timer = None
+    connection._is_in_line, connection._is_resting = True, True
+    assert connection._parse_on() is Again.NO
+    connection._rest_no_more()
