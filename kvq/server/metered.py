@@ -3,7 +3,6 @@
 h11 takes about 30 microseconds for an event, and one read of a socket may hold ten thousand one-byte chunks.
 """
 
-from collections.abc import Callable
 from typing import Any, NoReturn
 
 import h11
@@ -25,7 +24,7 @@ class MeteredParser(h11.Connection):
 
     def __init__(self) -> None:
         super().__init__(h11.SERVER, MAX_HEAD)
-        self._receive_buffer = _Lines(self._refuse)
+        self._receive_buffer = _Lines()
         self.allowance = SLICE_EVENTS  # events before it pretends to need more data
         self.ran_out = False  # it did
         self.refusal: Problem | None = None  # why this client is not listened to any more
@@ -47,7 +46,11 @@ class MeteredParser(h11.Connection):
         if self.allowance <= 0:
             self.ran_out = True
             return h11.NEED_DATA
-        event = super().next_event()
+        try:
+            event = super().next_event()
+        except _TooManyLines as error:
+            self.refusal = Problem(431, str(error))
+            raise
         self.allowance -= 1
         if isinstance(event, h11.Request):
             self._num_chunks = self._num_bytes = self._num_wire = 0
@@ -68,17 +71,20 @@ class MeteredParser(h11.Connection):
         raise h11.RemoteProtocolError(why)
 
 
-class _Lines(ReceiveBuffer):
-    """What came and is not parsed yet. A head or trailers of any number of lines are one event of h11."""
+class _TooManyLines(h11.RemoteProtocolError):
+    """In a head, or behind the last chunk."""
 
-    def __init__(self, refuse: Callable[[int, str], NoReturn]) -> None:
-        super().__init__()
-        self._refuse = refuse
+
+class _Lines(ReceiveBuffer):
+    """What came and is not parsed yet. A head or trailers of any number of lines are one event of h11.
+
+    It knows nothing of its parser: such a circle would stay, since nobody looks for garbage.
+    """
 
     def maybe_extract_lines(self) -> list[bytearray] | None:
         """All lines up to an empty one, once it is there; so many at most, counted as they come."""
         if len(self._data) > MAX_LINES:
             end = blank_line_regex.search(self._data, self._multiple_lines_search)
             if self._data.count(b"\n", 0, end.end() if end else None) > MAX_LINES + 2:  # and two ends
-                self._refuse(431, f"a request may have {MAX_LINES} lines of headers")
+                raise _TooManyLines(f"a request may have {MAX_LINES} lines of headers")
         return super().maybe_extract_lines()

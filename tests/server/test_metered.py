@@ -2,10 +2,12 @@
 
 import asyncio
 import contextlib
+import gc
 import json
 import random
 import socket
 import threading
+import weakref
 from itertools import pairwise
 from time import perf_counter
 
@@ -212,3 +214,19 @@ def test_heads_that_end_at_once_are_all_answered(count):
         for sock in socks:
             sock.sendall(b"0\r\n\r\n")
         assert [read(sock) for sock in socks] == [(200, b"1")] * count
+
+
+def test_a_parser_leaves_nothing_to_look_for():
+    """Nobody collects garbage in the process that has one for each connection."""
+    gc.disable()
+    try:
+        for data in (HEAD, HEAD[:-2] + b"a:\r\n" * 2 * metered.MAX_LINES + b"\r\n"):
+            parser = MeteredParser()
+            parser.receive_data(data)
+            with contextlib.suppress(h11.RemoteProtocolError):
+                parser.next_event()
+            left = weakref.ref(parser)
+            del parser
+            assert left() is None
+    finally:
+        gc.enable()
