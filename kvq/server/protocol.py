@@ -143,9 +143,9 @@ class Connection(H11Protocol):
         else:
             super().shutdown()
 
-    def _parse(self, num_events: int) -> bool:
-        """Parse so many events; True if there is more."""
-        self.conn.allowance, self.conn.ran_out = num_events, False
+    def _parse(self) -> bool:
+        """Parse a slice; True if there is more."""
+        self.conn.allowance, self.conn.ran_out = SLICE_EVENTS, False
         if not self.transport.is_closing():
             super().handle_events()
         if self._slot is not None:
@@ -158,7 +158,7 @@ class Connection(H11Protocol):
 
     def _parse_on(self) -> Again:
         """Parse the next slice, and ask for another one if there is more."""
-        self._is_in_line = self._parse(SLICE_EVENTS)
+        self._is_in_line = self._parse()
         if not self._is_in_line:
             self._hold()
             self._watch_head()
