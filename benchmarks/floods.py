@@ -17,6 +17,7 @@ import contextlib
 import itertools
 import json
 import resource
+import signal
 import ssl
 import subprocess
 import sys
@@ -383,6 +384,7 @@ def main() -> None:
     if given.flood is not None:
         asyncio.run(_flood(given.flood, given.port, given.seconds))
         return
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # servers are ended
     source_commit()
     began = perf_counter()
     rows = asyncio.run(floods(given.parts.split(","), given.seconds))

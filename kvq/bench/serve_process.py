@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import random
 import signal
 import socket
 import ssl
@@ -9,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
@@ -24,6 +26,19 @@ from kvq.errors import EngineError
 _POLL_S = 0.02
 _ENGINE = b"kvq.server.worker"  # in its command line
 _END_S = 90.0
+_PORTS = range(20_000, 32_000)  # below those that systems give away
+
+
+def free_port() -> int:
+    """A port of this machine for a server that is started next, and that nobody gets who asks for any.
+
+    Raises:
+        EngineError: none was found.
+    """
+    for port in random.sample(_PORTS, 100):
+        with suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
+    raise EngineError(f"no port of 100 between {_PORTS[0]} and {_PORTS[-1]} is free")
 
 
 class ServerProcess:
@@ -41,8 +56,7 @@ class ServerProcess:
         tls: ssl.SSLContext | None = None,
     ) -> None:
         """`options`: of `kvq serve`, without a port. `tls`: for clients, if the options turn it on."""
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            port = free.getsockname()[1]
+        port = free_port()
         self.target = Target(host="127.0.0.1", port=port, model="", key=key, tls=tls)
         self.model: dict[str, Any] = {}  # as /v1/models lists it
         self._cores = sorted(os.sched_getaffinity(0)) if pin else []

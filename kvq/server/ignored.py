@@ -15,6 +15,7 @@ from kvq.server.text_only import json_kind
 
 HEADER = "x-kvq-ignored-fields"
 IGNORED = "kvq_ignored"  # its value in a request's scope
+ONLY_USUAL = "Ignored; a strict server takes only the default."
 _MOST = 8  # that are named
 _MAX_NAME = 100  # characters of one that is told
 _MAX_WORD = 64  # characters of one that is compared with those that are known
@@ -40,7 +41,9 @@ class Labelled:
         made = make(core)
         properties = make.resolve_ref_schema(made)["properties"]
         properties |= {name: {"description": "Ignored."} for name in sorted(cls.LABELS)}
-        properties |= {name: {"const": value, "description": "Ignored."} for name, value in cls.USUAL.items()}
+        properties |= {
+            name: {"default": usual, "description": ONLY_USUAL} for name, usual in cls.USUAL.items()
+        }
         return made
 
 

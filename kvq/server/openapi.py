@@ -9,7 +9,7 @@ from fastapi import FastAPI
 from kvq.server.anthropic.errors import is_messages_path
 from kvq.server.browsed import is_browsed
 from kvq.server.guard import MAX_HEADERS, OPEN
-from kvq.server.ignored import HEADER
+from kvq.server.ignored import HEADER, ONLY_USUAL
 from kvq.server.incoming import MAX_BODY
 
 Document = dict[str, Any]
@@ -108,6 +108,9 @@ def _close(document: Document) -> None:
             seen.add(name)
             left += _references(schemas[name])
             schemas[name].setdefault("additionalProperties", False)
+            for field in schemas[name].get("properties", {}).values():
+                if field.get("description") == ONLY_USUAL:
+                    field["enum"] = [field["default"], None]
 
 
 def _references(schema: Any) -> Iterator[str]:

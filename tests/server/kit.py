@@ -2,7 +2,6 @@
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -10,6 +9,7 @@ import urllib.error
 import urllib.request
 from pathlib import Path
 
+from kvq.bench.serve_process import free_port
 from tests.waiting import HANG_S, wait_for
 
 
@@ -21,8 +21,7 @@ class Server:
     ) -> None:
         """`before`: what the command is given to."""
         self.key = key
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            self.port = free.getsockname()[1]
+        self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         command = [
             *before,

@@ -4,7 +4,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import urllib.error
@@ -14,6 +13,7 @@ import urllib.request
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from kvq.bench.serve_process import free_port
 from tests.deploy.files import FOLDER, all_names, rule_expressions
 from tests.server.kit import Server
 from tests.waiting import HANG_S, wait_for
@@ -180,8 +180,7 @@ def test_prometheus_scrapes_with_a_key_and_evaluates_the_rules(server, tmp_path)
         assert old in text
         text = text.replace(old, new)
     (tmp_path / "prometheus.yml").write_text(text)
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        at = f"127.0.0.1:{free.getsockname()[1]}"
+    at = f"127.0.0.1:{free_port()}"
     log = (tmp_path / "log").open("w+")
     process = subprocess.Popen(
         [
