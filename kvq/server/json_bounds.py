@@ -35,16 +35,19 @@ _IDS = re.compile(rb"(?:\s{0,4}\d{1,20}\s{0,4},){1,2048}")
 _ESCAPES = re.compile(rb'(?:\\.[^"\\]{0,64}){1,256}', re.DOTALL)
 
 
-def scan(body: bytes | bytearray, *, inside: int = 0) -> Iterator[Again]:
+def scan(
+    body: bytes | bytearray, *, inside: int = 0, long: list[tuple[int, int]] | None = None
+) -> Iterator[Again]:
     """Count what a body holds, in slices of half a millisecond.
 
-    `inside`: how many objects the body stands in, as it does in a batch's line.
+    `inside`: how many objects the body stands in, as it does in a batch's line. `long`: to be told where the
+    values lie that are texts of more than a MiB, without their quotes.
 
     Raises:
         ValueError: it holds too much.
     """
     began = perf_counter()
-    for _ in _Scan(body, inside).steps():
+    for _ in _Scan(body, inside, [] if long is None else long).steps():
         if perf_counter() - began > _SLICE_S:
             yield Again.IN_TURN
             began = perf_counter()
@@ -54,6 +57,7 @@ def scan(body: bytes | bytearray, *, inside: int = 0) -> Iterator[Again]:
 class _Scan:
     body: bytes | bytearray
     inside: int
+    long: list[tuple[int, int]]
     pos: int = 0
     num_values: int = 0
     num_ids: int = 0
@@ -157,7 +161,7 @@ class _Scan:
             yield
 
     def _skip_string(self) -> Iterator[None]:
-        body, end = self.body, self.body.find(b'"', self.pos)
+        body, start, end = self.body, self.pos, self.body.find(b'"', self.pos)
         while end >= 0:
             if 0 <= self.escape < self.pos:
                 self.escape = body.find(b"\\", self.pos)
@@ -168,6 +172,8 @@ class _Scan:
                 end = body.find(b'"', self.pos)
             yield
         self.pos = end + 1 if end >= 0 else len(body)
+        if end - start > MAX_NAME:
+            self.long.append((start, end))
 
 
 def _shown(name: bytes) -> str:

@@ -12,6 +12,7 @@ from pydantic_core import PydanticCustomError
 from starlette.exceptions import HTTPException
 
 from kvq.server.json_bounds import scan
+from kvq.server.long_texts import Span, decode
 from kvq.server.turns import Again, Closing
 from kvq.strict_json import check_value
 
@@ -61,10 +62,11 @@ class _JsonRequest(Request):
         body, decoded = await self.body(), []
 
         def read() -> Iterator[Again]:
-            yield from scan(body)
+            long: list[Span] = []
+            yield from scan(body, long=long)
             if len(body) > _LARGE:
                 yield Again.IN_TURN
-            decoded.append(msgspec.json.decode(body))
+            decoded.append((yield from decode(body, long)))
             if len(body) > _LARGE:  # what is done with it has a turn of its own
                 yield Again.NEXT
 
