@@ -118,7 +118,8 @@ class Door:
         Raises:
             ConfigError: that is none.
         """
-        self.turns = Turns(_SHARE)
+        self.turns = Turns(_SHARE)  # of handshakes and heads
+        self.body_turns = Turns(_SHARE)  # for which no head waits
         self.max_connections = min(max_connections, _room(max_connections))
         self._max_per_address = min(max_per_address, self.max_connections)
         self._listener = listener

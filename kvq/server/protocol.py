@@ -75,6 +75,7 @@ class Connection(H11Protocol):
         self.conn: MeteredParser = MeteredParser()
         self._slot = slot
         self._turns = Turns() if slot is None else slot.door.turns
+        self._body_turns = self._turns if slot is None else slot.door.body_turns
         self._is_in_line = False  # to parse on
         self._stage = Stage.SILENT  # before it was
         self._is_resting = False  # from small reads
@@ -103,17 +104,13 @@ class Connection(H11Protocol):
         if self._is_in_line:
             return
         self._is_in_line = True
-        self._turns.soon(self._owner(), self._parse_on)
+        turns = self._body_turns if self.conn.their_state is h11.SEND_BODY else self._turns
+        turns.soon("" if self._slot is None else self._slot.address, self._parse_on)
         if self._is_in_line:
             self._hold()
             if self._slot is not None and self._slot.stage is not Stage.BUSY:
                 self._stage = self._slot.stage
                 self._slot.enter(Stage.BUSY)  # it has asked for something, as far as anybody knows yet
-
-    def _owner(self) -> str:
-        """Whose turn it is. An address's bodies have their own: its heads would wait for all of them."""
-        address = "" if self._slot is None else self._slot.address
-        return f"{address} body" if self.conn.their_state is h11.SEND_BODY else address
 
     def on_response_complete(self) -> None:
         """A request was answered."""
