@@ -13,7 +13,7 @@ from kvq.errors import ConfigError
 from kvq.formats import KVRecipe
 from kvq.geometry import LayerGeometry, ModelGeometry
 from kvq.kernels import AttentionOptions, SequenceBatch
-from kvq.kernels.codec import CODE_DTYPES
+from kvq.kernels.codec import code_dtype
 from kvq.layout import KVLayout
 
 
@@ -186,7 +186,7 @@ def _common_dtype(recipe: KVRecipe) -> torch.dtype:
             f"the dense cache backend stores fp32, bf16 or fp16 for all layers, got {recipe.name}; "
             f"use the kvq backend for quantized KV"
         )
-    return CODE_DTYPES[first.code]
+    return code_dtype(first.code)
 
 
 def _attend_one(

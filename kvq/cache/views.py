@@ -7,7 +7,7 @@ from kvq.cache.pool import PoolBytes
 from kvq.errors import ConfigError
 from kvq.formats import KVFormat, KVRecipe
 from kvq.kernels import PagedKV, PagedRows
-from kvq.kernels.codec import CODE_DTYPES
+from kvq.kernels.codec import code_dtype
 from kvq.layout import LayerLayout, Region
 
 
@@ -35,7 +35,7 @@ def layer_views(pool: PoolBytes, position: int, recipe: KVRecipe) -> PagedKV:
                 )
         return PagedRows(
             codes=_view(
-                memory, CODE_DTYPES[fmt.code], layer, codes, base, stride, num_blocks, group.block_size
+                memory, code_dtype(fmt.code), layer, codes, base, stride, num_blocks, group.block_size
             ),
             scales=_view(memory, torch.float16, layer, scales, base, stride, num_blocks, group.block_size)
             if scales.row_bytes

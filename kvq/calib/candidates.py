@@ -108,7 +108,7 @@ def codes_of(names: Sequence[str]) -> tuple[Code, ...]:
     Raises:
         ConfigError: another name.
     """
-    known = {code.value: code for code in (Code.INT8, Code.INT4, Code.INT2)}
+    known = {code.name: code for code in (Code.INT8, Code.INT4, Code.INT2)}
     for name in names:
         if name not in known:
             hint = nearest(name, list(known)) or ";"

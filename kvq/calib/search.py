@@ -241,7 +241,7 @@ def _uniform(model: Model, codes: Sequence[Code]) -> dict[str, KVRecipe]:
         names.append("k8v4")
     for code in (Code.INT4, Code.INT2):
         if code in codes:
-            names.append(code.value)  # the default group of every head dimension, which may differ
+            names.append(code.name)  # the default group of every head dimension, which may differ
             for rotated in (True, False):
                 formats = grouped_formats(min(min(pair) for pair in dims), code, rotated=rotated)
                 names += [fmt.name for fmt in formats if _fits(fmt.name, dims)]

@@ -44,9 +44,9 @@ class Names(StringParamType):
 
 
 def _formats() -> tuple[str, ...]:
-    from kvq.formats.names import KNOWN_NAMES
+    from kvq.formats.names import known_names
 
-    return KNOWN_NAMES
+    return known_names()
 
 
 def _halves() -> list[str]:

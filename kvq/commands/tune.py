@@ -193,7 +193,7 @@ def _say_codes(model: "PreparedModel", codes: Any) -> None:
 
     half = halves(model.geometry)[0]
     slow = [
-        code.value
+        code.name
         for code in codes
         if not has_fast_kernel(model.geometry, half, smallest_format(half.head_dim, code), model.device)
     ]

@@ -1,14 +1,15 @@
 """KV formats: names, sizes, recipes and static scales. No tensors, no torch."""
 
 from kvq.formats.centers import Centers, LayerCenters
-from kvq.formats.names import FOREIGN_NAMES, KNOWN_NAMES, KVName, parse_format, split_pair
+from kvq.formats.codes import CODES, Code, Kind
+from kvq.formats.names import FOREIGN_NAMES, KVName, known_names, parse_format, split_pair
 from kvq.formats.recipe import KVRecipe, LayerFormats
 from kvq.formats.scales import SMALLEST_MAXIMUM, HeadMaxima, StaticScales
-from kvq.formats.spec import Code, Grouped, KVFormat, PerHead, PerTokenHead, legal_group_sizes
+from kvq.formats.spec import Grouped, KVFormat, PerHead, PerTokenHead, legal_group_sizes
 
 __all__ = [
+    "CODES",
     "FOREIGN_NAMES",
-    "KNOWN_NAMES",
     "SMALLEST_MAXIMUM",
     "Centers",
     "Code",
@@ -17,11 +18,13 @@ __all__ = [
     "KVFormat",
     "KVName",
     "KVRecipe",
+    "Kind",
     "LayerCenters",
     "LayerFormats",
     "PerHead",
     "PerTokenHead",
     "StaticScales",
+    "known_names",
     "legal_group_sizes",
     "parse_format",
     "split_pair",

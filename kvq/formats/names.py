@@ -4,19 +4,10 @@ import re
 from dataclasses import dataclass
 
 from kvq.errors import ConfigError, nearest
-from kvq.formats.spec import (
-    Code,
-    Grouped,
-    KVFormat,
-    PerHead,
-    PerTokenHead,
-    ScaleMode,
-    legal_group_sizes,
-)
+from kvq.formats.codes import CODES, Code, Kind
+from kvq.formats.spec import Grouped, KVFormat, PerHead, PerTokenHead, ScaleMode, legal_group_sizes
 
-SHORT_NAMES = {"fp8": "fp8_per_token_head", "int8": "int8_per_token_head"}
-_PREFERRED_GROUP = {Code.INT4: 64, Code.INT2: 32}  # largest group that `int4` and `int2` choose
-_PAIR_CODES = {"16": "bf16", "8": "int8", "4": "int4", "2": "int2"}
+_OF_WIDTH = {16: "bf16", 8: "int8"}  # in pairs such as k8v4; other widths are grouped codes
 
 # What other engines call it -> ours. `auto` is resolved by whoever knows the model's dtype.
 FOREIGN_NAMES = {
@@ -38,30 +29,24 @@ FOREIGN_NAMES = {
     "int4_per_token_head": "int4",
 }
 
-# Shown by errors and `kvq inspect`; any legal group size and `_rot` may be combined besides.
-KNOWN_NAMES = (
-    "fp32",
-    "bf16",
-    "fp16",
-    "fp8",
-    "fp8_per_token_head",
-    "fp8_per_head",
-    "int8",
-    "int8_per_token_head",
-    "int8_per_head",
-    "int4",
-    "int4_g32",
-    "int4_g64",
-    "int4_g128",
-    "int2",
-    "int2_g32",
-    "k8v4",
-)
+_BASE = re.compile(r"([a-z]+[0-9]+)(?:_(?:(per_token_head)|(per_head)|g(0|[1-9][0-9]{0,4})))?")
+_PAIR = re.compile(r"k([0-9]{1,2})v([0-9]{1,2})")
 
-_FLOAT = re.compile(r"(fp32|bf16|fp16)")
-_SCALED = re.compile(r"(fp8|int8)_(per_token_head|per_head)")
-_GROUPED = re.compile(r"(int4|int2)_g(0|[1-9][0-9]{0,4})")
-_PAIR = re.compile(r"k(16|8|4|2)v(16|8|4|2)")
+
+def known_names() -> tuple[str, ...]:
+    """What errors and `kvq inspect` show; any legal group size and `_rot` may be combined besides."""
+    scaled = ("", "_per_token_head", "_per_head")
+    return (
+        *(code.name for code in CODES.values() if code.is_float),
+        *(code.name + end for code in CODES.values() if code.kind is Kind.SCALED for end in scaled),
+        *(
+            name
+            for code in CODES.values()
+            if code.is_grouped
+            for name in (code.name, *(f"{code.name}_g{n}" for n in code.shown_groups))
+        ),
+        "k8v4",
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +66,9 @@ def split_pair(text: str) -> KVName:
     """
     name = text.strip().lower()
     if pair := _PAIR.fullmatch(name):
-        return KVName(_PAIR_CODES[pair[1]], _PAIR_CODES[pair[2]])
+        k_code, v_code = _of_width(int(pair[1])), _of_width(int(pair[2]))
+        if k_code and v_code:
+            return KVName(k_code, v_code)
     k, slash, v = name.partition("/")
     k, v = k.strip(), (v.strip() if slash else k.strip())
     notes = []
@@ -98,28 +85,24 @@ def split_pair(text: str) -> KVName:
 def parse_format(name: str, head_dim: int) -> KVFormat:
     """Return the format of that name for rows of `head_dim` elements.
 
-    `int4` and `int2` choose the largest legal group up to 64 and 32 elements, rotated.
+    A grouped code's bare name chooses the largest legal group up to the code's own, rotated: 64 elements
+    for `int4`, 32 for `int2`.
 
     Raises:
         ConfigError: unknown name, or one that `head_dim` does not fit.
     """
-    base, rotated = _strip_rotation(SHORT_NAMES.get(name, name))
-    base = SHORT_NAMES.get(base, base)
-    scale: ScaleMode | None = None
-    if base in ("int4", "int2"):
-        code = Code(base)
-        limit = _PREFERRED_GROUP[code]
-        scale = Grouped(max((n for n in legal_group_sizes(head_dim) if n <= limit), default=head_dim))
-        rotated = True
-    elif match := _FLOAT.fullmatch(base):
-        code = Code(match[1])
-    elif match := _SCALED.fullmatch(base):
-        code = Code(match[1])
-        scale = PerHead() if match[2] == "per_head" else PerTokenHead()
-    elif match := _GROUPED.fullmatch(base):
-        code, scale = Code(match[1]), Grouped(int(match[2]))
-    else:
+    base, rotated = _strip_rotation(name)
+    if (found := _read(base)) is None:
         raise _unknown(name)
+    code, per_head, group = found
+    scale: ScaleMode | None = None
+    if code.kind is Kind.SCALED:
+        scale = PerHead() if per_head else PerTokenHead()
+    elif code.is_grouped and group is None:
+        fitting = [n for n in legal_group_sizes(head_dim) if n <= code.group]
+        scale, rotated = Grouped(max(fitting, default=head_dim)), True
+    elif group is not None:
+        scale = Grouped(group)
     fmt = KVFormat(code=code, scale=scale, rotated=rotated)
     fmt.check(head_dim)
     return fmt
@@ -129,18 +112,35 @@ def _strip_rotation(name: str) -> tuple[str, bool]:
     return (name[:-4], True) if name.endswith("_rot") else (name, False)
 
 
+def _read(base: str) -> tuple[Code, bool, int | None] | None:
+    """A name's code, whether scales are per head, and its group size, if it tells one; None: not a name."""
+    match = _BASE.fullmatch(base)
+    code = CODES.get(match[1]) if match else None
+    if match is None or code is None:
+        return None
+    _, per_token_head, per_head, group = match.groups()
+    allowed = {Kind.FLOAT: (), Kind.SCALED: (per_token_head, per_head), Kind.GROUPED: (group,)}[code.kind]
+    if any(end is not None and end not in allowed for end in (per_token_head, per_head, group)):
+        return None
+    return code, per_head is not None, None if group is None else int(group)
+
+
+def _of_width(bits: int) -> str | None:
+    """The name of a code in a pair."""
+    grouped = (code.name for code in CODES.values() if code.is_grouped and code.bits == bits)
+    return _OF_WIDTH.get(bits) or next(grouped, None)
+
+
 def _check_known(name: str, given: str) -> None:
-    base, _ = _strip_rotation(name)
-    known = base in (*SHORT_NAMES, "int4", "int2") or any(
-        pattern.fullmatch(base) for pattern in (_FLOAT, _SCALED, _GROUPED)
-    )
-    if not known:
+    if _read(_strip_rotation(name)[0]) is None:
         raise _unknown(given)
 
 
 def _unknown(name: str) -> ConfigError:
+    known = known_names()
+    grouped = " and ".join(f"{code.name}_gN" for code in CODES.values() if code.is_grouped)
     return ConfigError(
-        f"unknown KV format {name!r}{nearest(name, [*KNOWN_NAMES, *FOREIGN_NAMES]) or ';'} "
-        f"kvq knows {', '.join(KNOWN_NAMES)}, int4_gN and int2_gN for any group size N, "
+        f"unknown KV format {name!r}{nearest(name, [*known, *FOREIGN_NAMES]) or ';'} "
+        f"kvq knows {', '.join(known)}, {grouped} for any group size N, "
         f"'_rot' after any of them, and pairs K/V such as int8/int4"
     )

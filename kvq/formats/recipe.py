@@ -10,9 +10,10 @@ from kvq import fileio, strict_json
 from kvq.errors import ConfigError, first_lines, nearest
 from kvq.formats.calibrated import check_digest, check_model, check_shape, field_digest
 from kvq.formats.centers import Centers
+from kvq.formats.codes import Code
 from kvq.formats.names import parse_format, split_pair
 from kvq.formats.scales import StaticScales
-from kvq.formats.spec import Code, Grouped, KVFormat
+from kvq.formats.spec import Grouped, KVFormat
 
 FORMAT_VERSION = 2
 _LEAST_CLIP = 0.1

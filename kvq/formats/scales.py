@@ -12,9 +12,8 @@ from kvq.formats.calibrated import (
     field_digest,
     read_header,
 )
-from kvq.formats.spec import Code, KVFormat
+from kvq.formats.spec import KVFormat
 
-LARGEST_CODE = {Code.FP8: 448.0, Code.INT8: 127.0}
 SMALLEST_MAXIMUM = 2.0**-100  # of a head that was always zero: a file holds no zero scale
 _SMALLEST_SCALE = 2.0**-126  # the smallest normal fp32 number: a scale never rounds to zero
 PARTS = ("k", "v", "k_rotated", "v_rotated")
@@ -35,8 +34,7 @@ class HeadMaxima:
         scale = max(amax / 448, 2**-126) for FP8, amax / 127 for INT8.
         """
         maxima: tuple[float, ...] = getattr(self, part + ("_rotated" if fmt.rotated else ""))
-        largest = LARGEST_CODE[fmt.code]
-        return tuple(max(a / largest, _SMALLEST_SCALE) for a in maxima)
+        return tuple(max(a / fmt.code.largest, _SMALLEST_SCALE) for a in maxima)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

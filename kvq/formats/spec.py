@@ -1,48 +1,10 @@
 """What a KV format is: how token rows become bytes. Counts and describes; never touches tensors."""
 
 from dataclasses import dataclass
-from enum import Enum
 from fractions import Fraction
 
 from kvq.errors import ConfigError, UnfitFormat
-
-
-class Code(Enum):
-    """The stored form of one element; the value is its name, `bits` its width."""
-
-    FP32 = "fp32"
-    BF16 = "bf16"
-    FP16 = "fp16"
-    FP8 = "fp8"  # E4M3FN byte
-    INT8 = "int8"  # symmetric, [-127, 127]
-    INT4 = "int4"  # asymmetric nibble
-    INT2 = "int2"  # asymmetric, two bits
-
-    @property
-    def bits(self) -> int:
-        """Width of one stored element in bits."""
-        return _BITS[self]
-
-    @property
-    def is_float(self) -> bool:
-        """True for the unquantized codes, which carry no scale."""
-        return self in (Code.FP32, Code.BF16, Code.FP16)
-
-    @property
-    def is_packed(self) -> bool:
-        """True if several elements share one byte."""
-        return self.bits < 8
-
-
-_BITS = {
-    Code.FP32: 32,
-    Code.BF16: 16,
-    Code.FP16: 16,
-    Code.FP8: 8,
-    Code.INT8: 8,
-    Code.INT4: 4,
-    Code.INT2: 2,
-}
+from kvq.formats.codes import Code
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,9 +52,9 @@ class KVFormat:
 
     def __post_init__(self) -> None:
         if self.code.is_float != (self.scale is None):
-            raise ConfigError(f"{self.code.value} with scale mode {self.scale} is not a format")
-        if self.code.is_packed != isinstance(self.scale, Grouped):
-            raise ConfigError(f"{self.code.value} with scale mode {self.scale} is not a format")
+            raise ConfigError(f"{self.code.name} with scale mode {self.scale} is not a format")
+        if self.code.is_grouped != isinstance(self.scale, Grouped):
+            raise ConfigError(f"{self.code.name} with scale mode {self.scale} is not a format")
 
     @property
     def name(self) -> str:
@@ -106,7 +68,7 @@ class KVFormat:
                 suffix = f"_g{size}"
             case _:
                 suffix = ""
-        return self.code.value + suffix + ("_rot" if self.rotated else "")
+        return self.code.name + suffix + ("_rot" if self.rotated else "")
 
     @property
     def is_static(self) -> bool:
@@ -120,11 +82,11 @@ class KVFormat:
 
     def check(self, head_dim: int) -> None:
         """Raise UnfitFormat if a row of `head_dim` elements can't be stored in this format."""
-        per_byte = max(1, 8 // self.code.bits)
-        if head_dim < 1 or head_dim % per_byte:
+        multiple = self.code.multiple
+        if head_dim < 1 or head_dim % multiple:
             raise UnfitFormat(
-                f"{self.name} packs {per_byte} elements into a byte, so head_dim must be a multiple "
-                f"of {per_byte}, got {head_dim}; use int8 or fp8"
+                f"{self.name} packs {multiple} elements into a byte, so head_dim must be a multiple "
+                f"of {multiple}, got {head_dim}; use int8 or fp8"
             )
         if isinstance(self.scale, Grouped):
             self.scale.check(head_dim)

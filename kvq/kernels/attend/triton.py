@@ -11,7 +11,7 @@ from torch import Tensor
 from kvq.formats import Code
 from kvq.kernels.attend.options import AttentionOptions
 from kvq.kernels.attend.triton_kernel import attend_kernel, merge_kernel
-from kvq.kernels.gpu.kinds import KINDS
+from kvq.kernels.gpu.kinds import kind_of
 from kvq.kernels.gpu.layer import dense_strides, part_arguments
 from kvq.kernels.gpu.rows import unit
 from kvq.kernels.gpu.shapes import (
@@ -217,7 +217,7 @@ def _computing(name: str, part: dict[str, Any], q: Tensor, kv: PagedKV) -> dict[
         f"{name}_RUN": run,
         f"{name}_WIDTH": max(16, triton.next_power_of_2(run)),
         f"{name}_COMPUTE": compute,
-        f"{name}_UNIT": unit(KINDS[code], compute),
+        f"{name}_UNIT": unit(kind_of(code), compute),
     }
 
 

@@ -14,9 +14,11 @@ from kvq.kernels.attend.triton_int4 import add_int4_values, dot, int4_queries, i
 from kvq.kernels.gpu.rows import (
     FLOAT,
     FP8,
+    GROUPED,
     INT4,
     INT8,
     fp8_codes,
+    grouped_rows,
     int8_codes,
     rotate,
 )
@@ -63,7 +65,7 @@ def _scores(
     q, runs, codes, scales, static, codes_at, scales_at, block_at, slot, kv_head, inside, col,
     KIND: tl.constexpr, DIM: tl.constexpr, GROUP: tl.constexpr, RUN: tl.constexpr, WIDTH: tl.constexpr,
     COMPUTE: tl.constexpr, UNIT: tl.constexpr, SLOT: tl.constexpr, STATIC: tl.constexpr,
-    PAIRED: tl.constexpr,
+    PAIRED: tl.constexpr, BITS: tl.constexpr,
 ):  # fmt: skip
     """q . k of one tile, fp32 [rows, keys]; `runs`: the queries as int4 rows need them."""
     if KIND == INT4:
@@ -71,6 +73,9 @@ def _scores(
             runs[0], runs[1], runs[2], runs[3], codes, scales, codes_at, scales_at, inside,
             DIM, GROUP, RUN, WIDTH, COMPUTE, UNIT,
         )  # fmt: skip
+    elif KIND == GROUPED:
+        k = grouped_rows(codes, scales, codes_at, scales_at, inside, col, DIM, GROUP, BITS)
+        scores = dot(q, tl.trans(k.to(COMPUTE)))
     else:
         mask = inside[:, None] & (col < DIM)[None, :]
         k = _plain_codes(codes, codes_at[:, None] + col[None, :], mask, KIND, COMPUTE)
@@ -83,15 +88,18 @@ def _scores(
 
 @triton.jit
 def _plain_values(
-    out, p, decay, codes, scales, static, codes_at, block_at, slot, kv_head, inside,
-    KIND: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr, COMPUTE: tl.constexpr, UNIT: tl.constexpr,
-    SLOT: tl.constexpr, STATIC: tl.constexpr, PAIRED: tl.constexpr,
+    out, p, decay, codes, scales, static, codes_at, scales_at, block_at, slot, kv_head, inside,
+    KIND: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr, GROUP: tl.constexpr, COMPUTE: tl.constexpr,
+    UNIT: tl.constexpr, SLOT: tl.constexpr, STATIC: tl.constexpr, PAIRED: tl.constexpr, BITS: tl.constexpr,
 ):  # fmt: skip
-    """The output [rows, PAD] of float, FP8 and INT8 formats with one tile taken in."""
+    """The output [rows, PAD] of all formats but int4 with one tile taken in."""
     col = tl.arange(0, PAD)
     mask = inside[:, None] & (col < DIM)[None, :]
-    v = _plain_codes(codes, codes_at[:, None] + col[None, :], mask, KIND, COMPUTE)
-    if KIND != FLOAT:
+    if KIND == GROUPED:
+        v = grouped_rows(codes, scales, codes_at, scales_at, inside, col, DIM, GROUP, BITS).to(COMPUTE)
+    else:
+        v = _plain_codes(codes, codes_at[:, None] + col[None, :], mask, KIND, COMPUTE)
+    if (KIND != FLOAT) and (KIND != GROUPED):
         scale = _row_scales(scales, static, block_at, slot, kv_head, inside, SLOT, STATIC, PAIRED, UNIT)
         p = p * scale[None, :]
     return out * decay[:, None] + dot(p.to(COMPUTE), v)
@@ -172,10 +180,12 @@ def attend_kernel(
     vs_block, vs_head, vs_slot: tl.constexpr,
     q_token, q_head, q_dim, out_part, out_token, out_head, lse_part, table_stride,
     scale, softcap, window, skip_last, split_keys,
-    K_KIND: tl.constexpr, K_DIM: tl.constexpr, K_PAD: tl.constexpr, K_GROUP: tl.constexpr,
-    K_ROTATED: tl.constexpr, K_STATIC: tl.constexpr, K_PAIRED: tl.constexpr, K_UNIT: tl.constexpr,
-    V_KIND: tl.constexpr, V_DIM: tl.constexpr, V_PAD: tl.constexpr, V_GROUP: tl.constexpr,
-    V_ROTATED: tl.constexpr, V_STATIC: tl.constexpr, V_PAIRED: tl.constexpr, V_UNIT: tl.constexpr,
+    K_KIND: tl.constexpr, K_BITS: tl.constexpr, K_DIM: tl.constexpr, K_PAD: tl.constexpr,
+    K_GROUP: tl.constexpr, K_ROTATED: tl.constexpr, K_STATIC: tl.constexpr,
+    K_PAIRED: tl.constexpr, K_UNIT: tl.constexpr,
+    V_KIND: tl.constexpr, V_BITS: tl.constexpr, V_DIM: tl.constexpr, V_PAD: tl.constexpr,
+    V_GROUP: tl.constexpr, V_ROTATED: tl.constexpr, V_STATIC: tl.constexpr,
+    V_PAIRED: tl.constexpr, V_UNIT: tl.constexpr,
     K_RUN: tl.constexpr, K_WIDTH: tl.constexpr, K_COMPUTE: tl.constexpr,
     V_RUN: tl.constexpr, V_WIDTH: tl.constexpr, V_COMPUTE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, Q_HEADS: tl.constexpr, SHARE: tl.constexpr,
@@ -242,7 +252,7 @@ def attend_kernel(
         scores = _scores(
             q, runs, k_codes, k_scales, k_static, codes_at, scales_at, block * ks_block, slot, kv_head,
             inside, col, K_KIND, K_DIM, K_GROUP, K_RUN, K_WIDTH, K_COMPUTE, K_UNIT, ks_slot, K_STATIC,
-            K_PAIRED,
+            K_PAIRED, K_BITS,
         )  # fmt: skip
         scores = _capped_and_masked(
             scores * row_scale[:, None], softcap, key, position, inside, window, SOFTCAP, WINDOW
@@ -264,8 +274,9 @@ def attend_kernel(
             )  # fmt: skip
         else:
             out = _plain_values(
-                out, p, decay, v_codes, v_scales, v_static, codes_at, block * vs_block, slot, kv_head, inside,
-                V_KIND, V_DIM, V_PAD, V_COMPUTE, V_UNIT, vs_slot, V_STATIC, V_PAIRED,
+                out, p, decay, v_codes, v_scales, v_static, codes_at, scales_at, block * vs_block, slot,
+                kv_head, inside, V_KIND, V_DIM, V_PAD, V_GROUP, V_COMPUTE, V_UNIT, vs_slot, V_STATIC,
+                V_PAIRED, V_BITS,
             )  # fmt: skip
 
     total = tl.sum(totals, axis=1)

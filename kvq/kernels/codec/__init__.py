@@ -1,6 +1,6 @@
 """Encoders and decoders of KV formats on tensors."""
 
 from kvq.kernels.codec.hadamard import hadamard_block, rotate, rotate_by_product
-from kvq.kernels.codec.reference import CODE_DTYPES, decode, encode
+from kvq.kernels.codec.reference import code_dtype, decode, encode
 
-__all__ = ["CODE_DTYPES", "decode", "encode", "hadamard_block", "rotate", "rotate_by_product"]
+__all__ = ["code_dtype", "decode", "encode", "hadamard_block", "rotate", "rotate_by_product"]

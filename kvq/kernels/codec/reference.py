@@ -5,7 +5,7 @@ Token rows are the last dimension. `encode` returns codes and scales as they lie
     code            codes                       scales
     fp32 bf16 fp16  that dtype [..., dim]       none
     fp8, int8       uint8 / int8 [..., dim]     fp16 [..., 1] per token row; none if static
-    int4, int2      uint8 [..., dim*bits/8]     fp16 [..., 2*groups]: scale, minimum, scale, ...
+    grouped         uint8 [..., dim*bits/8]     fp16 [..., 2*groups]: scale, minimum, scale, ...
 """
 
 import torch
@@ -16,18 +16,21 @@ from kvq.kernels.codec import e4m3
 from kvq.kernels.codec.hadamard import hadamard_block, rotate
 from kvq.kernels.codec.packing import pack, unpack
 
-CODE_DTYPES = {
+_DTYPES = {
     Code.FP32: torch.float32,
     Code.BF16: torch.bfloat16,
     Code.FP16: torch.float16,
     Code.FP8: torch.uint8,
     Code.INT8: torch.int8,
-    Code.INT4: torch.uint8,
-    Code.INT2: torch.uint8,
 }
 _FP16_LARGEST = 65504.0
 _FP32_LARGEST = torch.finfo(torch.float32).max
 _SMALLEST_SCALE = 2.0**-24
+
+
+def code_dtype(code: Code) -> torch.dtype:
+    """In which codes are stored; of grouped ones, bytes."""
+    return torch.uint8 if code.is_grouped else _DTYPES[code]
 
 
 def encode(
@@ -46,7 +49,7 @@ def encode(
         bound = _FP32_LARGEST / hadamard_block(x.shape[-1])  # no butterfly can overflow
         x = rotate(x.clamp(-bound, bound))
     if fmt.code.is_float:
-        dtype = CODE_DTYPES[fmt.code]
+        dtype = code_dtype(fmt.code)
         largest = torch.finfo(dtype).max
         return x.clamp(-largest, largest).to(dtype), None
     if isinstance(fmt.scale, Grouped):
@@ -54,7 +57,7 @@ def encode(
     if fmt.is_static:
         assert static_scale is not None, f"{fmt.name} needs a static scale"
         return _encode_symmetric(x, fmt.code, static_scale), None
-    scale = _row_scale(x, 448.0 if fmt.code is Code.FP8 else 127.0)
+    scale = _row_scale(x, fmt.code.largest)
     return _encode_symmetric(x, fmt.code, scale.float()), scale
 
 
@@ -64,7 +67,7 @@ def decode(codes: Tensor, scales: Tensor | None, fmt: KVFormat, static_scale: Te
         return codes.float()
     if isinstance(fmt.scale, Grouped):
         assert scales is not None, f"{fmt.name} stores scales"
-        return _decode_grouped(codes, scales, fmt.code.bits)
+        return _decode_grouped(codes, scales, fmt.code)
     scale = static_scale if fmt.is_static else scales
     assert scale is not None, f"{fmt.name} needs scales"
     values = e4m3.decode(codes) if fmt.code is Code.FP8 else codes.float()
@@ -103,12 +106,12 @@ def _encode_grouped(x: Tensor, code: Code, group_size: int, clip: float) -> tupl
     minimum = (low.clamp(-_FP16_LARGEST, _FP16_LARGEST) + 0.0).half()  # never -0: either may come first
     scale = _clamp_fp16(_divided(high - minimum.float(), levels))
     q = torch.floor((grouped - minimum.float()) / scale.float() + 0.5).clamp(0, levels)
-    codes = pack(q.to(torch.uint8).flatten(-2), code.bits)
+    codes = pack(q.to(torch.uint8).flatten(-2), code)
     return codes, torch.cat((scale, minimum), dim=-1).flatten(-2)
 
 
-def _decode_grouped(codes: Tensor, scales: Tensor, bits: int) -> Tensor:
+def _decode_grouped(codes: Tensor, scales: Tensor, code: Code) -> Tensor:
     pairs = scales.float().unflatten(-1, (-1, 2))  # [..., groups, (scale, minimum)]
-    q = unpack(codes, bits).float().unflatten(-1, (pairs.shape[-2], -1))
+    q = unpack(codes, code).float().unflatten(-1, (pairs.shape[-2], -1))
     rows: Tensor = (q * pairs[..., :1] + pairs[..., 1:]).flatten(-2)
     return rows

@@ -8,7 +8,6 @@
 namespace {
 
 constexpr int TOKENS = 64;  // of one task
-constexpr int MOST_DIM = 4096;
 
 inline void gather_rows(const KvqRows& rows, const KvqPositions& from, const KvqGathered& out, bool unrotate,
                         int sequence, int head, int begin, int end) {

@@ -6,7 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kvq.kernels.gpu.layer import part_arguments
-from kvq.kernels.gpu.rows import FLOAT, FP8, INT4, fp8_codes, rotate, scale_and_minimum
+from kvq.kernels.gpu.rows import FLOAT, FP8, INT4, fp8_codes, grouped_rows, rotate
 from kvq.kernels.paged import PagedKV
 
 _TOKENS = 32  # of one program
@@ -39,7 +39,10 @@ def gather_dense(
         _gather_kernel[(triton.cdiv(end - start, tokens), shape[1], shape[0])](
             into,
             tables,
-            **{x: part[x] for x in ("codes", "scales", "static", "KIND", "DIM", "PAD", "GROUP", "STATIC")},
+            **{
+                x: part[x]
+                for x in ("codes", "scales", "static", "KIND", "BITS", "DIM", "PAD", "GROUP", "STATIC")
+            },
             c_block=part[f"{c}block"],
             c_head=part[f"{c}head"],
             c_slot=part[f"{c}slot"],
@@ -65,8 +68,8 @@ def gather_dense(
 def _gather_kernel(
     out_ptr, tables_ptr, codes, scales, static, c_block, c_head, c_slot, s_block, s_head, s_slot,
     table_stride, out_sequence, out_head, out_token, start, end,
-    KIND: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr, GROUP: tl.constexpr, STATIC: tl.constexpr,
-    ROTATED: tl.constexpr, BLOCK_SIZE: tl.constexpr, TOKENS: tl.constexpr,
+    KIND: tl.constexpr, BITS: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr, GROUP: tl.constexpr,
+    STATIC: tl.constexpr, ROTATED: tl.constexpr, BLOCK_SIZE: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
     """Grid: (tiles of tokens, KV heads, sequences)."""
     head, sequence = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
@@ -77,17 +80,12 @@ def _gather_kernel(
     slot = (token % BLOCK_SIZE).to(tl.int64)
     col = tl.arange(0, PAD)
     mask = inside[:, None] & (col < DIM)[None, :]
-    codes_at = (block * c_block + head * c_head + slot * c_slot)[:, None]
+    codes_at = block * c_block + head * c_head + slot * c_slot
     scales_at = block * s_block + head * s_head + slot * s_slot
-    if KIND == INT4:
-        half: tl.constexpr = DIM // 2
-        packed = tl.load(codes + codes_at + (col % half)[None, :], mask=mask, other=0)
-        code = tl.where((col < half)[None, :], packed & 15, packed >> 4).to(tl.float32)
-        at = scales_at[:, None] + (col // GROUP)[None, :]
-        scale, minimum = scale_and_minimum(tl.load(scales + at, mask=mask, other=0))
-        x = code * scale + minimum
+    if KIND >= INT4:  # or GROUPED
+        x = grouped_rows(codes, scales, codes_at, scales_at, inside, col, DIM, GROUP, BITS)
     else:
-        stored = tl.load(codes + codes_at + col[None, :], mask=mask, other=0)
+        stored = tl.load(codes + codes_at[:, None] + col[None, :], mask=mask, other=0)
         if KIND == FP8:
             x = fp8_codes(stored, tl.float32) * 256.0
         else:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from kvq.formats import Grouped, KVFormat
 from kvq.kernels.codec import hadamard_block
-from kvq.kernels.gpu.kinds import KINDS
+from kvq.kernels.gpu.kinds import kind_of
 from kvq.kernels.paged import PagedKV, PagedRows
 
 
@@ -30,7 +30,8 @@ def part_arguments(prefix: str, kv: PagedKV) -> dict[str, Any]:
         f"{prefix}_static": static,
         **_strides(f"{prefix}c", rows.codes.stride()[:3]),
         **_strides(f"{prefix}s", strides),
-        f"{upper}_KIND": KINDS[fmt.code],
+        f"{upper}_KIND": kind_of(fmt.code),
+        f"{upper}_BITS": fmt.code.bits,
         f"{upper}_DIM": dim,
         f"{upper}_PAD": triton.next_power_of_2(dim),
         f"{upper}_GROUP": fmt.scale.group_size if isinstance(fmt.scale, Grouped) else dim,

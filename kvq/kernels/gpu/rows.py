@@ -8,14 +8,14 @@ the change of layout before a product, and shared memory is read byte by byte.
 import triton
 import triton.language as tl
 
-from kvq.formats import Code
-from kvq.kernels.gpu.kinds import KINDS
+from kvq.kernels.gpu import kinds
 
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
-FLOAT = tl.constexpr(KINDS[Code.BF16])
-FP8 = tl.constexpr(KINDS[Code.FP8])
-INT8 = tl.constexpr(KINDS[Code.INT8])
-INT4 = tl.constexpr(KINDS[Code.INT4])
+FLOAT = tl.constexpr(kinds.FLOAT)
+FP8 = tl.constexpr(kinds.FP8)
+INT8 = tl.constexpr(kinds.INT8)
+INT4 = tl.constexpr(kinds.INT4)
+GROUPED = tl.constexpr(kinds.GROUPED)
 
 # One 32-bit register of four packed bytes becomes four 16-bit floats from the low nibbles and four from
 # the high ones: a nibble under the exponent byte of 128 (bf16) or 1024 (fp16) is 128 or 1024 more than
@@ -159,6 +159,43 @@ def scale_and_minimum(words):
     scale = words.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
     minimum = (words >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
     return scale, minimum
+
+
+@triton.jit
+def _plane(codes, at, mask, col, DIM: tl.constexpr, WIDTH: tl.constexpr, BEFORE: tl.constexpr):
+    """One plane's bits of codes, where they belong; BEFORE: bits of the wider planes."""
+    RUN: tl.constexpr = DIM * WIDTH // 8
+    packed = tl.load(codes + at + (DIM * BEFORE // 8 + col % RUN)[None, :], mask=mask, other=0).to(tl.int32)
+    return ((packed >> (col // RUN * WIDTH)[None, :]) & ((1 << WIDTH) - 1)) << BEFORE
+
+
+@triton.jit
+def grouped_rows(
+    codes,
+    scales,
+    codes_at,
+    scales_at,
+    inside,
+    col,
+    DIM: tl.constexpr,
+    GROUP: tl.constexpr,
+    BITS: tl.constexpr,
+):
+    """Rows of grouped codes of any width, fp32 [rows, columns]; see codec/packing.py for their planes."""
+    mask = inside[:, None] & (col < DIM)[None, :]
+    code = tl.zeros((inside.shape[0], col.shape[0]), tl.int32)
+    at = codes_at[:, None]
+    if BITS & 8:
+        code = code | _plane(codes, at, mask, col, DIM, 8, 0)
+    if BITS & 4:
+        code = code | _plane(codes, at, mask, col, DIM, 4, BITS & 8)
+    if BITS & 2:
+        code = code | _plane(codes, at, mask, col, DIM, 2, BITS & 12)
+    if BITS & 1:
+        code = code | _plane(codes, at, mask, col, DIM, 1, BITS & 14)
+    words = tl.load(scales + scales_at[:, None] + (col // GROUP)[None, :], mask=mask, other=0)
+    scale, minimum = scale_and_minimum(words)
+    return code.to(tl.float32) * scale + minimum
 
 
 @triton.jit

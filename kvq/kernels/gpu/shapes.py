@@ -115,7 +115,7 @@ def format_name(kv: PagedKV) -> str:
     names = []
     for fmt in (kv.formats.k, kv.formats.v):
         group = f"_g{fmt.scale.group_size}" if isinstance(fmt.scale, Grouped) else ""
-        names.append(f"{fmt.code.value}{group}")
+        names.append(f"{fmt.code.name}{group}")
     return "/".join(names)
 
 

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from kvq.extras import install_command, is_installed
 from kvq.formats import LayerFormats
-from kvq.kernels.gpu.kinds import KINDS
 from kvq.kernels.linear.spec import LinearSpec
 from kvq.kernels.linear.weight import QuantizedWeight
 from kvq.kernels.spec import Device, KernelSpec, Support
@@ -39,7 +38,7 @@ def lazy_linear(weight: QuantizedWeight) -> Any:
 
 
 def supports(spec: KernelSpec, device: Device) -> Support:
-    """Yes for NVIDIA GPUs from SM80 on and formats down to 4 bits, if Triton is installed."""
+    """Yes for NVIDIA GPUs from SM80 on and all formats, if Triton is installed."""
     runs = _runs_on(device)
     return _fits(spec.formats, spec.block_size) if runs.yes else runs
 
@@ -72,9 +71,6 @@ def _kernel(operation: str) -> Callable[..., Any]:
 
 @lru_cache(maxsize=256)
 def _fits(formats: LayerFormats, block_size: int) -> Support:
-    for fmt in (formats.k, formats.v):
-        if fmt.code not in KINDS:
-            return Support(False, f"has no kernel for {fmt.name}")
     if max(formats.k_head_dim, formats.v_head_dim) > MOST_DIM:
         return Support(False, f"takes head dimensions up to {MOST_DIM}")
     return Support(True)

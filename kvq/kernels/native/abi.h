@@ -3,7 +3,8 @@
 
 #include <stdint.h>
 
-enum KvqCode { KVQ_FP32, KVQ_BF16, KVQ_FP16, KVQ_FP8, KVQ_INT8, KVQ_INT4, KVQ_INT2 };
+// Grouped codes of 4 bits are KVQ_INT4, those of any other width KVQ_GROUPED.
+enum KvqCode { KVQ_FP32, KVQ_BF16, KVQ_FP16, KVQ_FP8, KVQ_INT8, KVQ_INT4, KVQ_GROUPED };
 
 enum KvqStatus { KVQ_OK, KVQ_NO_MEMORY, KVQ_BAD_BLOCK };
 
@@ -15,6 +16,7 @@ struct KvqRows {
     int64_t scales_block, scales_head, scales_slot;
     const float* static_scales;  // [kv_heads], or null
     int32_t code;                // KvqCode
+    int32_t bits;                // of a code
     int32_t dim;                 // elements of a token row
     int32_t group_size;          // elements that share a scale and a minimum; 0 if not grouped
     int32_t rotated;

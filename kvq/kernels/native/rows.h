@@ -6,6 +6,7 @@
 
 namespace {
 
+constexpr int MOST_DIM = 4096;  // elements of a row
 constexpr int PAD = 16;  // rows in scratch memory are padded with zeros to a multiple of this
 
 inline int padded(int dim) { return (dim + PAD - 1) / PAD * PAD; }
@@ -95,15 +96,26 @@ inline void read_int4(float* out, const uint8_t* codes, const uint16_t* scales, 
     }
 }
 
-// Byte i holds elements i, i + dim / 4, ... from its low bits up; groups may end inside a quarter.
-inline void read_int2(float* out, const uint8_t* codes, const uint16_t* scales, int dim, int group) {
-    int quarter = dim / 4;
-    for (int at = 0; at < dim;) {
-        int part = at / quarter, byte = at - part * quarter, shift = 2 * part;
-        int to_group = group - at % group, run = quarter - byte < to_group ? quarter - byte : to_group;
+// Put the bits of one plane where they belong in codes `q`; returns what follows the plane.
+template <int WIDTH>
+inline const uint8_t* read_plane(uint8_t* q, const uint8_t* codes, int dim, int shift) {
+    int run = dim * WIDTH / 8;
+    for (int part = 0; part < 8 / WIDTH; part++)
+        for (int i = 0; i < run; i++)
+            q[part * run + i] |= (uint8_t)(((codes[i] >> WIDTH * part) & ((1 << WIDTH) - 1)) << shift);
+    return codes + run;
+}
+
+// Codes of any width, in planes; see codec/packing.py.
+inline void read_grouped(float* out, const uint8_t* codes, const uint16_t* scales, int dim, int group, int bits) {
+    uint8_t q[MOST_DIM] = {};
+    if (bits & 8) codes = read_plane<8>(q, codes, dim, 0);
+    if (bits & 4) codes = read_plane<4>(q, codes, dim, bits & 8);
+    if (bits & 2) codes = read_plane<2>(q, codes, dim, bits & 12);
+    if (bits & 1) read_plane<1>(q, codes, dim, bits & 14);
+    for (int at = 0; at < dim; at += group) {
         float s = from_fp16(scales[2 * (at / group)]), m = from_fp16(scales[2 * (at / group) + 1]);
-        convert_bytes(out + at, codes + byte, run, [=](vi c) { return floats((c >> shift) & 3) * s + m; });
-        at += run;
+        convert_bytes(out + at, q + at, group, [=](vi c) { return floats(c) * s + m; });
     }
 }
 
@@ -120,7 +132,8 @@ inline void read_row(float* __restrict out, const KvqRows& rows, int64_t block, 
                                    offset * rows.scales_slot);
     if (rows.code <= KVQ_FP16) return read_floats(out, codes, rows.dim, rows.code);
     if (rows.code == KVQ_INT4) return read_int4(out, codes, scales, rows.dim, rows.group_size);
-    if (rows.code == KVQ_INT2) return read_int2(out, codes, scales, rows.dim, rows.group_size);
+    if (rows.code == KVQ_GROUPED)
+        return read_grouped(out, codes, scales, rows.dim, rows.group_size, rows.bits);
     float scale = scales ? from_fp16(scales[0]) : rows.static_scales[head];
     if (rows.code == KVQ_FP8)
         return convert_bytes(out, codes, rows.dim, [=](vi c) { return fp8_values(c) * scale; });

@@ -10,7 +10,8 @@ from kvq.errors import ConfigError
 from kvq.formats import Code, Grouped, KVFormat
 from kvq.kernels.paged import PagedKV, PagedRows, SequenceBatch
 
-CODES = {Code.FP32: 0, Code.BF16: 1, Code.FP16: 2, Code.FP8: 3, Code.INT8: 4, Code.INT4: 5, Code.INT2: 6}
+_CODES = {Code.FP32: 0, Code.BF16: 1, Code.FP16: 2, Code.FP8: 3, Code.INT8: 4}
+_INT4, _GROUPED = 5, 6
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 
@@ -28,6 +29,7 @@ class Rows(ctypes.Structure):
         ("scales_slot", c_int64),
         ("static_scales", c_void_p),
         ("code", c_int32),
+        ("bits", c_int32),
         ("dim", c_int32),
         ("group_size", c_int32),
         ("rotated", c_int32),
@@ -211,6 +213,11 @@ def entries_of(tables: Tensor) -> Tensor:
     return tables if tables.stride(1) == 1 else tables.contiguous()
 
 
+def _number_of(code: Code) -> int:
+    """KvqCode."""
+    return _CODES[code] if not code.is_grouped else _INT4 if code.bits == 4 else _GROUPED
+
+
 def _rows(rows: PagedRows, fmt: KVFormat, dim: int, clip: float) -> Rows:
     assert rows.codes.stride(3) == 1, "token rows are contiguous"
     code_bytes = rows.codes.element_size()
@@ -226,7 +233,8 @@ def _rows(rows: PagedRows, fmt: KVFormat, dim: int, clip: float) -> Rows:
         scales_head=head,
         scales_slot=slot,
         static_scales=None if rows.static_scale is None else rows.static_scale.data_ptr(),
-        code=CODES[fmt.code],
+        code=_number_of(fmt.code),
+        bits=fmt.code.bits,
         dim=dim,
         group_size=fmt.scale.group_size if isinstance(fmt.scale, Grouped) else 0,
         rotated=fmt.rotated,

@@ -85,8 +85,9 @@ def _as_float(x, codes):
 
 
 @triton.jit
-def _quantize_groups(x, scales, at, inside, col, DIM: tl.constexpr, GROUP: tl.constexpr):
-    """Asymmetric nibbles of rows [heads, dim]; stores their scales and minimums."""
+def _quantize_groups(x, scales, at, inside, col, DIM: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr):
+    """Asymmetric codes of rows [heads, dim]; stores their scales and minimums."""
+    levels: tl.constexpr = float((1 << BITS) - 1)
     q = tl.zeros(x.shape, tl.float32)
     for group in tl.static_range(DIM // GROUP):
         own = ((col >= group * GROUP) & (col < (group + 1) * GROUP))[None, :]
@@ -94,9 +95,9 @@ def _quantize_groups(x, scales, at, inside, col, DIM: tl.constexpr, GROUP: tl.co
         high = tl.max(tl.where(own, x, float("-inf")), axis=1)
         minimum = (tl.minimum(tl.maximum(low, -_FP16_LARGEST), _FP16_LARGEST) + 0.0).to(tl.float16)
         start = minimum.to(tl.float32)
-        scale = _as_scale(tl.div_rn(high - start, 15.0))
+        scale = _as_scale(tl.div_rn(high - start, levels))
         code = tl.floor(tl.div_rn(x - start[:, None], scale[:, None]) + 0.5)
-        q = tl.where(own, tl.minimum(tl.maximum(code, 0.0), 15.0), q)
+        q = tl.where(own, tl.minimum(tl.maximum(code, 0.0), levels), q)
         low_half = scale.to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
         high_half = minimum.to(tl.int16, bitcast=True).to(tl.int32) << 16
         tl.store(scales + at + group, high_half | low_half, mask=inside)
@@ -104,9 +105,23 @@ def _quantize_groups(x, scales, at, inside, col, DIM: tl.constexpr, GROUP: tl.co
 
 
 @triton.jit
+def _store_plane(
+    to, q, mask, col, DIM: tl.constexpr, PAD: tl.constexpr, WIDTH: tl.constexpr, BEFORE: tl.constexpr
+):
+    """One plane of codes uint8 [heads, PAD]; BEFORE: bits of the wider planes. See codec/packing.py."""
+    RUN: tl.constexpr = DIM * WIDTH // 8
+    plane = (q >> BEFORE) & ((1 << WIDTH) - 1)
+    packed = plane
+    for part in tl.static_range(1, 8 // WIDTH):
+        other = tl.broadcast_to(tl.minimum(col + part * RUN, PAD - 1)[None, :], q.shape)
+        packed = packed | (tl.gather(plane, other, axis=1) << (part * WIDTH))
+    tl.store(to + DIM * BEFORE // 8, packed, mask=mask & (col < RUN)[None, :])
+
+
+@triton.jit
 def _write_rows(
     x, codes, scales, static, codes_at, scales_at, head, col, inside,
-    KIND: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr, GROUP: tl.constexpr,
+    KIND: tl.constexpr, BITS: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr, GROUP: tl.constexpr,
     ROTATED: tl.constexpr, STATIC: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """Store one token's rows fp32 [heads, dim], finite; `codes_at`, `scales_at`: offsets by head."""
@@ -117,12 +132,16 @@ def _write_rows(
     at = codes_at[:, None] + col[None, :]
     if KIND == FLOAT:
         tl.store(codes + at, _as_float(x, codes), mask=mask)
-    elif KIND == INT4:
-        q = _quantize_groups(x, scales, scales_at, inside, col, DIM, GROUP)
-        half: tl.constexpr = DIM // 2
-        other = tl.minimum(col + half, PAD - 1)[None, :] + tl.zeros((ROWS, 1), tl.int32)
-        packed = q | (tl.gather(q, other, axis=1) << 4)
-        tl.store(codes + at, packed, mask=mask & (col < half)[None, :])
+    elif KIND >= INT4:  # or GROUPED
+        q = _quantize_groups(x, scales, scales_at, inside, col, DIM, GROUP, BITS)
+        if BITS & 8:
+            _store_plane(codes + at, q, mask, col, DIM, PAD, 8, 0)
+        if BITS & 4:
+            _store_plane(codes + at, q, mask, col, DIM, PAD, 4, BITS & 8)
+        if BITS & 2:
+            _store_plane(codes + at, q, mask, col, DIM, PAD, 2, BITS & 12)
+        if BITS & 1:
+            _store_plane(codes + at, q, mask, col, DIM, PAD, 1, BITS & 14)
     else:
         largest: tl.constexpr = 448.0 if KIND == FP8 else 127.0
         if STATIC:
@@ -152,10 +171,10 @@ def _write_kernel(
     k_codes, k_scales, k_static, kc_block, kc_head, kc_slot, ks_block, ks_head, ks_slot,
     v_codes, v_scales, v_static, vc_block, vc_head, vc_slot, vs_block, vs_head, vs_slot,
     k_token, k_head, k_dim, v_token, v_head, v_dim,
-    K_KIND: tl.constexpr, K_DIM: tl.constexpr, K_PAD: tl.constexpr, K_GROUP: tl.constexpr,
-    K_ROTATED: tl.constexpr, K_STATIC: tl.constexpr,
-    V_KIND: tl.constexpr, V_DIM: tl.constexpr, V_PAD: tl.constexpr, V_GROUP: tl.constexpr,
-    V_ROTATED: tl.constexpr, V_STATIC: tl.constexpr,
+    K_KIND: tl.constexpr, K_BITS: tl.constexpr, K_DIM: tl.constexpr, K_PAD: tl.constexpr,
+    K_GROUP: tl.constexpr, K_ROTATED: tl.constexpr, K_STATIC: tl.constexpr,
+    V_KIND: tl.constexpr, V_BITS: tl.constexpr, V_DIM: tl.constexpr, V_PAD: tl.constexpr,
+    V_GROUP: tl.constexpr, V_ROTATED: tl.constexpr, V_STATIC: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, HEADS: tl.constexpr, HEADS_PAD: tl.constexpr,
 ):  # fmt: skip
     """One program per token: all heads of K, then of V."""
@@ -172,7 +191,7 @@ def _write_kernel(
         k, k_codes, k_scales, k_static,
         block * kc_block + wide * kc_head + offset * kc_slot,
         block * ks_block + wide * ks_head + offset * ks_slot,
-        head, col, inside, K_KIND, K_DIM, K_PAD, K_GROUP, K_ROTATED, K_STATIC, HEADS_PAD,
+        head, col, inside, K_KIND, K_BITS, K_DIM, K_PAD, K_GROUP, K_ROTATED, K_STATIC, HEADS_PAD,
     )  # fmt: skip
     col = tl.arange(0, V_PAD)
     at = token * v_token + wide[:, None] * v_head + col[None, :] * v_dim
@@ -181,6 +200,6 @@ def _write_kernel(
         v, v_codes, v_scales, v_static,
         block * vc_block + wide * vc_head + offset * vc_slot,
         block * vs_block + wide * vs_head + offset * vs_slot,
-        head, col, inside, V_KIND, V_DIM, V_PAD, V_GROUP, V_ROTATED, V_STATIC, HEADS_PAD,
+        head, col, inside, V_KIND, V_BITS, V_DIM, V_PAD, V_GROUP, V_ROTATED, V_STATIC, HEADS_PAD,
     )  # fmt: skip
     tl.store(bad_ptr + token, (k_bad | v_bad).to(tl.int8))

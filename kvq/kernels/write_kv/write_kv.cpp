@@ -10,7 +10,6 @@ namespace {
 
 constexpr float FP32_LARGEST = 3.40282346638528859812e38f, FP16_LARGEST = 65504.0f;
 constexpr float SMALLEST_SCALE = 5.9604644775390625e-8f;  // 2^-24
-constexpr int MOST_DIM = 4096;
 
 inline float clamped(float x, float low, float high) { return x < low ? low : x > high ? high : x; }
 
@@ -46,13 +45,24 @@ inline float largest_magnitude(const float* x, int n) {
     return float_of_bits(top);
 }
 
-// Codes of BITS bits, 8 / BITS to a byte: element i of each of the row's equal parts.
-template <int BITS>
+// Pack one plane of codes `q`, 8 / WIDTH elements to a byte; returns where the next one begins.
+template <int WIDTH>
+inline uint8_t* pack_plane(uint8_t* codes, const uint8_t* q, int dim, int shift) {
+    int run = dim * WIDTH / 8;
+    for (int i = 0; i < run; i++) {
+        int packed = 0;
+        for (int part = 0; part < 8 / WIDTH; part++)
+            packed |= ((q[i + part * run] >> shift) & ((1 << WIDTH) - 1)) << WIDTH * part;
+        codes[i] = (uint8_t)packed;
+    }
+    return codes + run;
+}
+
+// Codes of 2 to 8 bits, in planes; see codec/packing.py.
 inline void encode_grouped(uint8_t* codes, uint16_t* scales, const float* x, const KvqRows& rows) {
-    constexpr int PARTS = 8 / BITS;
-    constexpr float LEVELS = (1 << BITS) - 1;
     uint8_t q[MOST_DIM];
-    int dim = rows.dim, group = rows.group_size, bytes = dim / PARTS;
+    int dim = rows.dim, group = rows.group_size, bits = rows.bits;
+    float levels = (float)((1 << bits) - 1);
     for (int at = 0; at < dim; at += group) {
         const float* y = x + at;
         float low = y[0], high = y[0];
@@ -65,17 +75,16 @@ inline void encode_grouped(uint8_t* codes, uint16_t* scales, const float* x, con
             low = low + cut, high = high - cut;
         }
         uint16_t minimum = to_fp16(clamped(low, -FP16_LARGEST, FP16_LARGEST) + 0.0f);  // never -0
-        float start = from_fp16(minimum), scale = as_scale((high - start) / LEVELS);
+        float start = from_fp16(minimum), scale = as_scale((high - start) / levels);
         for (int i = 0; i < group; i++)
-            q[at + i] = (uint8_t)(int)clamped(__builtin_floorf((y[i] - start) / scale + 0.5f), 0.0f, LEVELS);
+            q[at + i] = (uint8_t)(int)clamped(__builtin_floorf((y[i] - start) / scale + 0.5f), 0.0f, levels);
         scales[2 * (at / group)] = to_fp16(scale);
         scales[2 * (at / group) + 1] = minimum;
     }
-    for (int i = 0; i < bytes; i++) {
-        int packed = 0;
-        for (int part = 0; part < PARTS; part++) packed |= q[i + part * bytes] << BITS * part;
-        codes[i] = (uint8_t)packed;
-    }
+    if (bits & 8) codes = pack_plane<8>(codes, q, dim, 0);
+    if (bits & 4) codes = pack_plane<4>(codes, q, dim, bits & 8);
+    if (bits & 2) codes = pack_plane<2>(codes, q, dim, bits & 12);
+    if (bits & 1) pack_plane<1>(codes, q, dim, bits & 14);
 }
 
 inline void encode_symmetric(uint8_t* codes, const float* x, int dim, int code, float scale) {
@@ -106,8 +115,7 @@ inline void write_row(float* x, const KvqRows& rows, int64_t block, int head, in
             for (int i = 0; i < dim; i++) x[i] = clamped(x[i], -largest, largest);
         return write_floats(codes, x, dim, rows.code);
     }
-    if (rows.code == KVQ_INT4) return encode_grouped<4>(codes, scales, x, rows);
-    if (rows.code == KVQ_INT2) return encode_grouped<2>(codes, scales, x, rows);
+    if (rows.code >= KVQ_INT4) return encode_grouped(codes, scales, x, rows);
     float scale;
     if (scales) {
         scale = as_scale(largest_magnitude(x, dim) / (rows.code == KVQ_FP8 ? 448.0f : 127.0f));

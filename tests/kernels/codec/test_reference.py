@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kvq.formats import Code, Grouped, KVFormat, parse_format
-from kvq.kernels.codec import CODE_DTYPES, decode, encode, rotate
+from kvq.kernels.codec import code_dtype, decode, encode, rotate
 
 HEAD_DIMS = [48, 60, 64, 80, 96, 128, 192, 256]
 FLOATS = ["fp32", "bf16", "fp16"]
@@ -356,6 +356,6 @@ def test_a_row_is_coded_alike_alone_strided_and_in_half_precision(name: str) -> 
 def test_rows_take_the_bytes_that_their_format_says(name: str, dim: int) -> None:
     fmt = parse_format(name, dim)
     codes, scales = encode(tame(dim)[:2], fmt, static_of(fmt))
-    assert codes.dtype == CODE_DTYPES[fmt.code]
+    assert codes.dtype == code_dtype(fmt.code)
     assert codes.shape[-1] * codes.element_size() == fmt.code_bytes(dim)
     assert (0 if scales is None else scales.shape[-1] * 2) == fmt.scale_bytes(dim)

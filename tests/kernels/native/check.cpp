@@ -45,7 +45,7 @@ uint64_t hashed(const std::vector<uint8_t>& bytes, uint64_t hash) {  // FNV-1a
 
 struct Format {
     const char* name;
-    int code, group, rotated, is_static;
+    int code, group, rotated, is_static, bits = 4;  // bits: of grouped codes
 };
 
 struct Part {
@@ -54,16 +54,14 @@ struct Part {
     KvqRows rows;
 
     Part(const Format& f, int dim, int blocks) : fixed(HEADS, 0.05f) {
-        int bytes = f.code == KVQ_FP32 ? 4 * dim : f.code <= KVQ_FP16 ? 2 * dim : f.code == KVQ_INT4   ? dim / 2
-                    : f.code == KVQ_INT2 ? dim / 4
-                                         : dim;
+        int bytes = f.code == KVQ_FP32 ? 4 * dim : f.code <= KVQ_FP16 ? 2 * dim : f.group ? dim * f.bits / 8 : dim;
         int numbers = f.is_static || f.code <= KVQ_FP16 ? 0 : f.group ? 2 * dim / f.group : 1;
         codes.assign((size_t)blocks * HEADS * BLOCK * bytes, 0xff);
         scales.assign((size_t)blocks * HEADS * BLOCK * numbers * 2, 0xff);
         rows = {codes.data(), (int64_t)HEADS * BLOCK * bytes, (int64_t)BLOCK * bytes, bytes,
                 numbers ? scales.data() : nullptr, (int64_t)HEADS * BLOCK * numbers * 2, (int64_t)BLOCK * numbers * 2,
-                numbers * 2, f.is_static ? fixed.data() : nullptr, f.code, dim, f.group, f.rotated,
-                f.code == KVQ_INT2 ? 0.125f : 0.0f};
+                numbers * 2, f.is_static ? fixed.data() : nullptr, f.code, f.bits, dim, f.group, f.rotated,
+                f.code == KVQ_GROUPED ? 0.125f : 0.0f};
     }
 };
 
@@ -213,7 +211,8 @@ int main() {
     for (int dim : {48, 64, 80, 128}) {
         for (const Format& f : formats) good &= check(f, dim);
         for (int group : {dim / 4, dim / 2, dim}) good &= check({"int4", KVQ_INT4, group, 1, 0}, dim);
-        for (int group : {dim / 8, dim / 2, dim}) good &= check({"int2", KVQ_INT2, group, 1, 0}, dim);
+        for (int group : {dim / 8, dim / 2, dim}) good &= check({"int2", KVQ_GROUPED, group, 1, 0, 2}, dim);
+        for (int bits : {3, 5, 6, 7, 8}) good &= check({"wide", KVQ_GROUPED, dim / 2, 1, 0, bits}, dim);
     }
     good &= check_copies() && check_merge() && check_elementwise();
     good &= check_linear("int8", KVQ_INT8, KVQ_INPUTS_FULL, 1) && check_linear("int8_g24", KVQ_INT8, KVQ_INPUTS_FULL, 3);

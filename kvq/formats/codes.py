@@ -1,0 +1,80 @@
+"""The table of codes: how one stored element looks. An entry here is all that a code of a known kind needs.
+
+Names, sizes, packing, the CPU kernels and the Triton kernels read it; CONTRIBUTING tells how to add one.
+"""
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import ClassVar
+
+from kvq.errors import ConfigError
+
+
+class Kind(Enum):
+    """What an element's bits mean."""
+
+    FLOAT = "float"  # the element itself; no scale
+    SCALED = "scaled"  # times one scale of its token row, or of its KV head
+    GROUPED = "grouped"  # an unsigned integer; its group has a scale and a minimum
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Code:
+    """The stored form of one element."""
+
+    FP32: ClassVar["Code"]
+    BF16: ClassVar["Code"]
+    FP16: ClassVar["Code"]
+    FP8: ClassVar["Code"]
+    INT8: ClassVar["Code"]
+    INT4: ClassVar["Code"]
+    INT2: ClassVar["Code"]
+
+    name: str
+    bits: int  # of a stored element; grouped ones may have 2 to 8
+    kind: Kind
+    largest: float = 0.0  # SCALED: the magnitude that the largest element of a row is scaled to
+    group: int = 0  # GROUPED: elements of the largest group that the bare name chooses
+    shown_groups: tuple[int, ...] = ()  # GROUPED: those that help texts name
+
+    def __post_init__(self) -> None:
+        if self.kind is Kind.GROUPED and not (2 <= self.bits <= 8 and self.group > 0):
+            raise ConfigError(
+                f"{self.name}: grouped codes have 2 to 8 bits and a group, got {self.bits} bits, {self.group}"
+            )
+
+    def __str__(self) -> str:
+        return self.name
+
+    @property
+    def is_float(self) -> bool:
+        """True for the unquantized codes, which carry no scale."""
+        return self.kind is Kind.FLOAT
+
+    @property
+    def is_grouped(self) -> bool:
+        """True if neighbouring elements share a scale and a minimum."""
+        return self.kind is Kind.GROUPED
+
+    @property
+    def planes(self) -> tuple[int, ...]:
+        """The powers of two that `bits` is the sum of, largest first: what is packed into bytes at a time."""
+        return tuple(width for width in (32, 16, 8, 4, 2, 1) if self.bits & width)
+
+    @property
+    def multiple(self) -> int:
+        """Rows must have a multiple of so many elements to end with a byte."""
+        return max(1, 8 // self.planes[-1])
+
+
+Code.FP32 = Code(name="fp32", bits=32, kind=Kind.FLOAT)
+Code.BF16 = Code(name="bf16", bits=16, kind=Kind.FLOAT)
+Code.FP16 = Code(name="fp16", bits=16, kind=Kind.FLOAT)
+Code.FP8 = Code(name="fp8", bits=8, kind=Kind.SCALED, largest=448.0)  # E4M3FN
+Code.INT8 = Code(name="int8", bits=8, kind=Kind.SCALED, largest=127.0)  # [-127, 127]
+Code.INT4 = Code(name="int4", bits=4, kind=Kind.GROUPED, group=64, shown_groups=(32, 64, 128))
+Code.INT2 = Code(name="int2", bits=2, kind=Kind.GROUPED, group=32, shown_groups=(32,))
+
+CODES = {
+    code.name: code for code in (Code.FP32, Code.BF16, Code.FP16, Code.FP8, Code.INT8, Code.INT4, Code.INT2)
+}
