@@ -1,15 +1,15 @@
 """What `import kvq` offers: loading with calibration, and measuring with plain rows."""
 
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 from kvq.arguments import checked
 from kvq.calib import calibrate
 from kvq.calib.budget import parse_budget
 from kvq.calib.candidates import codes_of
 from kvq.calib.quantize import Quantized, Quantizing, quantize_model
-from kvq.calib.quantize.choose import choose_settings
+from kvq.calib.quantize.choose import QuantizeOptions
 from kvq.calib.search import Tuned, default_codes
 from kvq.calib.search import tune as search
 from kvq.errors import ConfigError
@@ -94,50 +94,53 @@ def tune(
     )
 
 
+class QuantizeKeywords(TypedDict, total=False):
+    """What `quantize` takes beside the method: fields of `Quantizing` and of `QuantizeOptions`."""
+
+    file_format: str
+    text: EvalText | str | None
+    kv_scales: bool
+    device: str
+    dtype: str
+    overwrite: bool
+    restart: bool
+    revision: str | None
+    token: str | None
+    bits: int | None
+    group_size: int | None
+    symmetric: bool
+    activations: str | None
+    act_order: str
+    damp: float
+    scale_search: str
+    alpha: float | None
+    samples: int
+    context: int | None
+    seed: int
+
+
 @checked
 def quantize(
-    model: str | Path,
-    out: str | Path,
-    method: str = "gptq",
-    *,
-    file_format: str = "compressed-tensors",
-    text: EvalText | str | None = None,
-    kv_scales: bool = False,
-    device: str = "auto",
-    dtype: str = "auto",
-    overwrite: bool = False,
-    restart: bool = False,
-    revision: str | None = None,
-    token: str | None = None,
-    **options: Any,
+    model: str | Path, out: str | Path, method: str = "gptq", **options: Unpack[QuantizeKeywords]
 ) -> Quantized:
     """Quantize a model's weights into the folder `out`, which kvq, vLLM and transformers load.
 
     `method`: rtn, gptq, awq, smoothquant or fp8. `file_format`: compressed-tensors, autogptq or autoawq.
     `text` is calibrated on, by default CPython's help topics. `kv_scales` adds static FP8 scales of K and V.
-    After an interruption the same call goes on where it was, unless `restart`. Options are those of
-    `kvq.calib.quantize.choose.choose_settings`: bits, group_size, symmetric, activations, act_order, ...
+    After an interruption the same call goes on where it was, unless `restart`. bits, group_size, symmetric,
+    activations, act_order and the others are fields of `kvq.calib.quantize.choose.QuantizeOptions`.
 
     Raises:
         ConfigError: options that don't go together, or don't fit the model; before any work.
         ModelError: missing, damaged or refused model.
         RequestError: too short a text, or activations that are not finite.
     """
-    settings = choose_settings(method, **options)
-    work = Quantizing(
-        model=model,
-        out=Path(out),
-        file_format=file_format,
-        text=None if text is None else _named(text, "text"),
-        device=device,
-        dtype=dtype,
-        kv_scales=kv_scales,
-        overwrite=overwrite,
-        restart=restart,
-        revision=revision,
-        token=token,
-    )
-    return quantize_model(work, settings)
+    given: dict[str, Any] = dict(options)
+    how = {field.name: given.pop(field.name) for field in fields(QuantizeOptions) if field.name in given}
+    settings = QuantizeOptions(method=method, **how).settings()
+    text = given.pop("text", None)
+    named = None if text is None else _named(text, "text")
+    return quantize_model(Quantizing(model=model, out=Path(out), text=named, **given), settings)
 
 
 def _named(text: EvalText | str, name: str) -> EvalText:

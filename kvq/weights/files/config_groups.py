@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvq.errors import ConfigError, ModelError
-from kvq.formats.weights import Inputs, WeightCode, WeightFormat
+from kvq.formats.weights import INTEGER_CODES, Inputs, WeightCode, WeightFormat
 from kvq.weights.files import compressed_tensors as tensors
 from kvq.weights.files.fields import Fields
 from kvq.weights.files.scheme import Match, QuantizationScheme, Rule, Target
@@ -27,12 +27,7 @@ _ARGS = (
 )  # fmt: skip
 _GROUP = ("targets", "weights", "input_activations", "output_activations", "format")
 _ORDERED = ("group", "dynamic")  # of actorder: on disk, groups of scattered inputs
-_CODES = {
-    ("int", 8): WeightCode.INT8,
-    ("int", 4): WeightCode.INT4,
-    ("int", 3): WeightCode.INT3,
-    ("float", 8): WeightCode.FP8,
-}
+_CODES = {("int", bits): code for bits, code in INTEGER_CODES.items()} | {("float", 8): WeightCode.FP8}
 _KV_SCHEME = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True, "dynamic": False}
 
 
