@@ -14,6 +14,7 @@ from kvq.calib.search import Tuned, default_codes
 from kvq.calib.search import tune as search
 from kvq.errors import ConfigError
 from kvq.evals import EvalText, calibration_text, default_text, measure_perplexity
+from kvq.evals.divergence import Keep, MeasureKeywords, Progress
 from kvq.formats import KVRecipe
 from kvq.models import Model
 from kvq.models.model import load_prepared
@@ -51,9 +52,9 @@ def load(
     return with_fresh_scales(model) if calibrate_on_load else model
 
 
-def with_fresh_scales(model: Model, **options: Any) -> Model:
+def with_fresh_scales(model: Model, progress: Progress = lambda done, total: None) -> Model:
     """The same model with static scales observed now on the default calibration text."""
-    return model.with_static_scales(calibrate(model, calibration_text(), **options))
+    return model.with_static_scales(calibrate(model, calibration_text(), progress=progress))
 
 
 @checked
@@ -149,7 +150,12 @@ def _named(text: EvalText | str, name: str) -> EvalText:
 
 @checked
 def perplexity(
-    model: str | Path | Model, kv: str | list[str | KVRecipe], text: str | None = None, **options: Any
+    model: str | Path | Model,
+    kv: str | list[str | KVRecipe],
+    text: str | None = None,
+    *,
+    keep: Keep = lambda make: None,
+    **options: Unpack[MeasureKeywords],
 ) -> list[dict[str, Any]]:
     """Measure KV formats on a text; rows have the keys of `kvq perplexity --json`.
 
@@ -157,7 +163,5 @@ def perplexity(
     CPython. Options are those of `kvq.evals.measure_perplexity`.
     """
     loaded = model if isinstance(model, Model) else load(model)
-    return [
-        asdict(row)
-        for row in measure_perplexity(loaded, kv, default_text().text if text is None else text, **options)
-    ]
+    words = default_text().text if text is None else text
+    return [asdict(row) for row in measure_perplexity(loaded, kv, words, keep=keep, **options)]

@@ -156,9 +156,16 @@ def observe(
     )
 
 
-def calibrate(model: Model, text: EvalText | str, **options: object) -> StaticScales:
-    """Static scales from a run over a text; options are those of `observe`."""
-    return observe(model, text, **options).scales()  # type: ignore[arg-type]
+def calibrate(
+    model: Model,
+    text: EvalText | str,
+    *,
+    context: int | None = None,
+    max_windows: int = 32,
+    progress: Progress = lambda done, total: None,
+) -> StaticScales:
+    """Static scales from a run over a text; see `observe`."""
+    return observe(model, text, context=context, max_windows=max_windows, progress=progress).scales()
 
 
 def spread_windows(
