@@ -6,12 +6,14 @@ from typing import Any, TypedDict, Unpack
 
 from kvq.arguments import checked
 from kvq.calib import calibrate
-from kvq.calib.budget import parse_budget
+from kvq.calib.budget import TunePlan, default_codes, parse_budget
 from kvq.calib.candidates import codes_of
 from kvq.calib.quantize import Quantized, Quantizing, quantize_model
 from kvq.calib.quantize.choose import QuantizeOptions
-from kvq.calib.search import Tuned, default_codes
+from kvq.calib.search import Tuned
 from kvq.calib.search import tune as search
+from kvq.calib.sensitivity import Keep as KeepTrials
+from kvq.calib.sensitivity import Progress as NamedProgress
 from kvq.errors import ConfigError
 from kvq.evals import EvalText, calibration_text, default_text, measure_perplexity
 from kvq.evals.divergence import Keep, MeasureKeywords, Progress
@@ -57,6 +59,16 @@ def with_fresh_scales(model: Model, progress: Progress = lambda done, total: Non
     return model.with_static_scales(calibrate(model, calibration_text(), progress=progress))
 
 
+class TuneKeywords(TypedDict, total=False):
+    """How much text `tune` takes, and who is told how far it is."""
+
+    context: int | None
+    max_windows: int
+    verify_windows: int
+    progress: NamedProgress
+    keep: KeepTrials
+
+
 @checked
 def tune(
     model: str | Path | Model,
@@ -66,15 +78,15 @@ def tune(
     text: EvalText | str | None = None,
     held_out: EvalText | str | None = None,
     formats: str | None = None,
-    **options: Any,
+    **options: Unpack[TuneKeywords],
 ) -> Tuned:
     """Find the formats of every layer that cost least quality within a memory budget.
 
     `budget`: bits per element ("4.5bits"), bytes per token ("900B") or a format's bytes ("int4", the
     default); or `max_kl`, the mean KL divergence in nats to stay below. `text` is searched on and
     `held_out` measured on, by default CPython's help topics. `formats`: codes to choose from, such as
-    "int8,int4", by default those with fast kernels here. Options are those of `kvq.calib.search.tune`. The
-    result's `recipe` is a `kv` for everything that takes one; `recipe.save("kvq.json")` keeps it.
+    "int8,int4", by default those with fast kernels here. The result's `recipe` is a `kv` for everything
+    that takes one; `recipe.save("kvq.json")` keeps it.
 
     Raises:
         ConfigError: a budget that can't be met, or both ends of the trade.
@@ -84,15 +96,12 @@ def tune(
     known = loaded.prepared
     nbytes = None if max_kl is not None and budget is None else parse_budget(known, budget or "int4")
     codes = default_codes(known, nbytes) if formats is None else codes_of(formats.split(","))
-    return search(
-        loaded,
-        calibration_text() if text is None else _named(text, "text"),
-        default_text() if held_out is None else _named(held_out, "held-out text"),
-        budget_bytes=nbytes,
-        max_kl=max_kl,
-        codes=codes,
-        **options,
-    )
+    given: dict[str, Any] = dict(options)
+    told = {name: given.pop(name) for name in ("progress", "keep") if name in given}
+    plan = TunePlan(budget_bytes=nbytes, max_kl=max_kl, codes=codes, **given)
+    source = calibration_text() if text is None else _named(text, "text")
+    other = default_text() if held_out is None else _named(held_out, "held-out text")
+    return search(loaded, source, other, plan, **told)
 
 
 class QuantizeKeywords(TypedDict, total=False):

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from kvq.calib.quantize.report import ModuleReport
 from kvq.calib.quantize.settings import Method, QuantizeSettings
 from kvq.formats.weights import Inputs
 from kvq.kernels import QuantizedWeight
@@ -21,6 +20,24 @@ from kvq.weights.smoothquant import ALPHAS, smooth_scales
 from kvq.weights.statistics import InputStatistics
 
 _ROWS = 512  # tokens kept where the rounding of inputs has to be seen
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModuleReport:
+    """What quantizing did to one Linear layer. Fields are the JSON keys of `kvq quantize --json`."""
+
+    layer: int
+    module: str  # its name in the model
+    method: str
+    format: str
+    in_features: int
+    out_features: int
+    relative_error: float  # |(W - Q) X| / |W X| over the calibration tokens; without data |W - Q| / |W|
+    error_of: str  # "outputs" or "weights"
+    bytes_before: int
+    bytes_after: int
+    alpha: float | None  # of the scales on its inputs; None: it has none
+    seconds: float
 
 
 @dataclass(kw_only=True, slots=True)

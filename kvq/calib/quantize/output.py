@@ -7,8 +7,8 @@ import torch
 from safetensors import safe_open
 
 from kvq.calib.quantize.driver import results
+from kvq.calib.quantize.layer import ModuleReport
 from kvq.calib.quantize.partial import Partial
-from kvq.calib.quantize.report import ModuleReport
 from kvq.calib.quantize.settings import QuantizeSettings
 from kvq.calib.quantize.targets import Targets
 from kvq.calib.quantize.work import Quantizing

@@ -8,9 +8,9 @@ from typing import Any
 from kvq.calib.export import fp8_scale_tensors
 from kvq.calib.observe import Observations, observe
 from kvq.calib.quantize.driver import Source, quantize_layers
+from kvq.calib.quantize.layer import ModuleReport
 from kvq.calib.quantize.output import check_output, write_checkpoint
 from kvq.calib.quantize.partial import Kept, Partial, partial_folder
-from kvq.calib.quantize.report import ModuleReport
 from kvq.calib.quantize.samples import draw_samples
 from kvq.calib.quantize.settings import QuantizeSettings, digest_of
 from kvq.calib.quantize.targets import Targets, find_targets

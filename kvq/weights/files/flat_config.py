@@ -121,9 +121,8 @@ def _parts(fields: Fields) -> list[str]:
     listed = fields.values.get("modules_in_block_to_quantize")
     if listed is None:
         return []
-    if not isinstance(listed, list) or not all(isinstance(some, list) for some in listed):
-        raise fields.refusal("modules_in_block_to_quantize", "a list of lists of names")
-    flat = [part for some in listed for part in some]
+    is_nested = isinstance(listed, list) and all(isinstance(some, list) for some in listed)
+    flat = [part for some in listed for part in some] if is_nested else []
     if not flat or not all(isinstance(part, str) for part in flat):
         raise fields.refusal("modules_in_block_to_quantize", "a list of lists of names")
     return flat
