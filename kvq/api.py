@@ -1,19 +1,22 @@
 """What `import kvq` offers: loading with calibration, and measuring with plain rows."""
 
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 from kvq.arguments import checked
 from kvq.calib import calibrate
-from kvq.calib.budget import parse_budget
+from kvq.calib.budget import TunePlan, default_codes, parse_budget
 from kvq.calib.candidates import codes_of
 from kvq.calib.quantize import Quantized, Quantizing, quantize_model
-from kvq.calib.quantize.choose import choose_settings
-from kvq.calib.search import Tuned, default_codes
+from kvq.calib.quantize.choose import QuantizeOptions
+from kvq.calib.search import Tuned
 from kvq.calib.search import tune as search
+from kvq.calib.sensitivity import Keep as KeepTrials
+from kvq.calib.sensitivity import Progress as NamedProgress
 from kvq.errors import ConfigError
 from kvq.evals import EvalText, calibration_text, default_text, measure_perplexity
+from kvq.evals.divergence import Keep, MeasureKeywords, Progress
 from kvq.formats import KVRecipe
 from kvq.models import Model
 from kvq.models.model import load_prepared
@@ -51,9 +54,19 @@ def load(
     return with_fresh_scales(model) if calibrate_on_load else model
 
 
-def with_fresh_scales(model: Model, **options: Any) -> Model:
+def with_fresh_scales(model: Model, progress: Progress = lambda done, total: None) -> Model:
     """The same model with static scales observed now on the default calibration text."""
-    return model.with_static_scales(calibrate(model, calibration_text(), **options))
+    return model.with_static_scales(calibrate(model, calibration_text(), progress=progress))
+
+
+class TuneKeywords(TypedDict, total=False):
+    """How much text `tune` takes, and who is told how far it is."""
+
+    context: int | None
+    max_windows: int
+    verify_windows: int
+    progress: NamedProgress
+    keep: KeepTrials
 
 
 @checked
@@ -65,15 +78,15 @@ def tune(
     text: EvalText | str | None = None,
     held_out: EvalText | str | None = None,
     formats: str | None = None,
-    **options: Any,
+    **options: Unpack[TuneKeywords],
 ) -> Tuned:
     """Find the formats of every layer that cost least quality within a memory budget.
 
     `budget`: bits per element ("4.5bits"), bytes per token ("900B") or a format's bytes ("int4", the
     default); or `max_kl`, the mean KL divergence in nats to stay below. `text` is searched on and
     `held_out` measured on, by default CPython's help topics. `formats`: codes to choose from, such as
-    "int8,int4", by default those with fast kernels here. Options are those of `kvq.calib.search.tune`. The
-    result's `recipe` is a `kv` for everything that takes one; `recipe.save("kvq.json")` keeps it.
+    "int8,int4", by default those with fast kernels here. The result's `recipe` is a `kv` for everything
+    that takes one; `recipe.save("kvq.json")` keeps it.
 
     Raises:
         ConfigError: a budget that can't be met, or both ends of the trade.
@@ -83,61 +96,61 @@ def tune(
     known = loaded.prepared
     nbytes = None if max_kl is not None and budget is None else parse_budget(known, budget or "int4")
     codes = default_codes(known, nbytes) if formats is None else codes_of(formats.split(","))
-    return search(
-        loaded,
-        calibration_text() if text is None else _named(text, "text"),
-        default_text() if held_out is None else _named(held_out, "held-out text"),
-        budget_bytes=nbytes,
-        max_kl=max_kl,
-        codes=codes,
-        **options,
-    )
+    given: dict[str, Any] = dict(options)
+    told = {name: given.pop(name) for name in ("progress", "keep") if name in given}
+    plan = TunePlan(budget_bytes=nbytes, max_kl=max_kl, codes=codes, **given)
+    source = calibration_text() if text is None else _named(text, "text")
+    other = default_text() if held_out is None else _named(held_out, "held-out text")
+    return search(loaded, source, other, plan, **told)
+
+
+class QuantizeKeywords(TypedDict, total=False):
+    """What `quantize` takes beside the method: fields of `Quantizing` and of `QuantizeOptions`."""
+
+    file_format: str
+    text: EvalText | str | None
+    kv_scales: bool
+    device: str
+    dtype: str
+    overwrite: bool
+    restart: bool
+    revision: str | None
+    token: str | None
+    bits: int | None
+    group_size: int | None
+    symmetric: bool
+    activations: str | None
+    act_order: str
+    damp: float
+    scale_search: str
+    alpha: float | None
+    samples: int
+    context: int | None
+    seed: int
 
 
 @checked
 def quantize(
-    model: str | Path,
-    out: str | Path,
-    method: str = "gptq",
-    *,
-    file_format: str = "compressed-tensors",
-    text: EvalText | str | None = None,
-    kv_scales: bool = False,
-    device: str = "auto",
-    dtype: str = "auto",
-    overwrite: bool = False,
-    restart: bool = False,
-    revision: str | None = None,
-    token: str | None = None,
-    **options: Any,
+    model: str | Path, out: str | Path, method: str = "gptq", **options: Unpack[QuantizeKeywords]
 ) -> Quantized:
     """Quantize a model's weights into the folder `out`, which kvq, vLLM and transformers load.
 
     `method`: rtn, gptq, awq, smoothquant or fp8. `file_format`: compressed-tensors, autogptq or autoawq.
     `text` is calibrated on, by default CPython's help topics. `kv_scales` adds static FP8 scales of K and V.
-    After an interruption the same call goes on where it was, unless `restart`. Options are those of
-    `kvq.calib.quantize.choose.choose_settings`: bits, group_size, symmetric, activations, act_order, ...
+    After an interruption the same call goes on where it was, unless `restart`. bits, group_size, symmetric,
+    activations, act_order and the others are fields of `kvq.calib.quantize.choose.QuantizeOptions`.
 
     Raises:
         ConfigError: options that don't go together, or don't fit the model; before any work.
         ModelError: missing, damaged or refused model.
         RequestError: too short a text, or activations that are not finite.
     """
-    settings = choose_settings(method, **options)
-    work = Quantizing(
-        model=model,
-        out=Path(out),
-        file_format=file_format,
-        text=None if text is None else _named(text, "text"),
-        device=device,
-        dtype=dtype,
-        kv_scales=kv_scales,
-        overwrite=overwrite,
-        restart=restart,
-        revision=revision,
-        token=token,
-    )
-    return quantize_model(work, settings)
+    given: dict[str, Any] = dict(options)
+    how = {field.name: given.pop(field.name) for field in fields(QuantizeOptions) if field.name in given}
+    settings = QuantizeOptions(method=method, **how).settings()
+    text = given.pop("text", None)
+    named = None if text is None else _named(text, "text")
+    return quantize_model(Quantizing(model=model, out=Path(out), text=named, **given), settings)
 
 
 def _named(text: EvalText | str, name: str) -> EvalText:
@@ -146,7 +159,12 @@ def _named(text: EvalText | str, name: str) -> EvalText:
 
 @checked
 def perplexity(
-    model: str | Path | Model, kv: str | list[str | KVRecipe], text: str | None = None, **options: Any
+    model: str | Path | Model,
+    kv: str | list[str | KVRecipe],
+    text: str | None = None,
+    *,
+    keep: Keep = lambda make: None,
+    **options: Unpack[MeasureKeywords],
 ) -> list[dict[str, Any]]:
     """Measure KV formats on a text; rows have the keys of `kvq perplexity --json`.
 
@@ -154,7 +172,5 @@ def perplexity(
     CPython. Options are those of `kvq.evals.measure_perplexity`.
     """
     loaded = model if isinstance(model, Model) else load(model)
-    return [
-        asdict(row)
-        for row in measure_perplexity(loaded, kv, default_text().text if text is None else text, **options)
-    ]
+    words = default_text().text if text is None else text
+    return [asdict(row) for row in measure_perplexity(loaded, kv, words, keep=keep, **options)]

@@ -24,22 +24,29 @@ def checked(function: Callable[P, R]) -> Callable[P, R]:
         ConfigError: an argument of another type, by its name.
     """
     signature = inspect.signature(function)
+    hints: dict[str, Any] = {}  # filled by the first call, when all that annotations name is there
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        hints = _hints(function)
-        for name, value in signature.bind(*args, **kwargs).arguments.items():
-            kind = signature.parameters[name].kind
-            if name in hints and kind not in (kind.VAR_POSITIONAL, kind.VAR_KEYWORD):
+        hints.update(hints or _hints(function, signature))
+        for name, value in (signature.bind(*args, **kwargs).arguments | kwargs).items():
+            if name in hints:
                 _check(f"{function.__name__}: {name}", value, hints[name])
         return function(*args, **kwargs)
 
     return call
 
 
-@functools.cache
-def _hints(function: Callable[..., Any]) -> dict[str, Any]:
-    return get_type_hints(function)
+def _hints(function: Callable[..., Any], signature: inspect.Signature) -> dict[str, Any]:
+    """By argument; those of `**options: Unpack[...]` by their own names."""
+    found = get_type_hints(function)
+    for name, parameter in signature.parameters.items():
+        if parameter.kind is parameter.VAR_POSITIONAL:
+            found.pop(name, None)
+        elif parameter.kind is parameter.VAR_KEYWORD:
+            for keywords in get_args(found.pop(name, None)):
+                found |= get_type_hints(keywords)
+    return found
 
 
 def _check(name: str, value: object, hint: Any) -> None:

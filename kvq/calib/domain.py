@@ -14,6 +14,7 @@ from kvq.formats import KVRecipe
 from kvq.models import Model
 from kvq.models.prepared import PreparedModel
 
+_WINDOWS = 32  # of the checked text
 _LARGER = 1.05  # a maximum counts as exceeded from here on
 _WORSE = 1.25  # times the divergence of what is calibrated on the checked text itself
 
@@ -61,7 +62,6 @@ def check_domain(
     text: EvalText,
     *,
     context: int | None = None,
-    max_windows: int = 32,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> DomainCheck:
     """Try a calibrated recipe on another text, beside the same formats calibrated on that text.
@@ -72,8 +72,8 @@ def check_domain(
         RequestError: a text of fewer than one window.
     """
     window = min(context or 1024, model.prepared.max_context)
-    head = _beginning(model, text, window, max_windows)
-    own = observe(model, head, context=window, max_windows=max_windows, progress=progress)
+    head = _beginning(model, text, window)
+    own = observe(model, head, context=window, max_windows=_WINDOWS, progress=progress)
     itself = replace(recipe, static_scales=own.scales(), label="itself")
     if recipe.centers is not None:
         kept = own.centers()
@@ -87,7 +87,7 @@ def check_domain(
         ["auto", replace(recipe, label="given"), itself],
         head.text,
         context=window,
-        max_windows=max_windows,
+        max_windows=_WINDOWS,
     )
     excess = _excess(seen, own)
     difference = Bootstrap().interval(
@@ -118,10 +118,10 @@ def check_length(model: PreparedModel, text: EvalText, context: int | None) -> N
     token_windows(model.tokenizer, text.text, context=min(context or 1024, model.max_context))
 
 
-def _beginning(model: Model, text: EvalText, window: int, max_windows: int) -> EvalText:
+def _beginning(model: Model, text: EvalText, window: int) -> EvalText:
     """As much of a text as that many windows take: what is observed is what is measured."""
     tokens = len(text_ids(model.tokenizer, text.text)) + len(begin_ids(model.tokenizer))
-    share = min(1.0, (max_windows + 0.5) * window / tokens)
+    share = min(1.0, (_WINDOWS + 0.5) * window / tokens)
     return replace(text, text=text.text[: int(share * len(text.text))])
 
 

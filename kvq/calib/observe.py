@@ -8,6 +8,7 @@ from torch import Tensor
 
 from kvq.calib.histogram import Magnitudes
 from kvq.errors import RequestError
+from kvq.evals.side_by_side import one_by_one
 from kvq.evals.text import EvalText
 from kvq.evals.windows import begin_ids, cut_windows, spread, text_ids
 from kvq.formats import SMALLEST_MAXIMUM, Centers, HeadMaxima, LayerCenters, StaticScales
@@ -142,10 +143,7 @@ def observe(
         layers[layer]["v"].update(v)
 
     session.observer = take
-    for done, ids in enumerate(windows, start=1):
-        sequence = session.new_sequence()
-        session.forward([(sequence, ids)])[0].trusted_logits()
-        session.free(sequence)
+    for done in one_by_one(session, windows):
         progress(done, len(windows))
     return Observations(
         model_digest=model.weights.digest,
@@ -156,9 +154,16 @@ def observe(
     )
 
 
-def calibrate(model: Model, text: EvalText | str, **options: object) -> StaticScales:
-    """Static scales from a run over a text; options are those of `observe`."""
-    return observe(model, text, **options).scales()  # type: ignore[arg-type]
+def calibrate(
+    model: Model,
+    text: EvalText | str,
+    *,
+    context: int | None = None,
+    max_windows: int = 32,
+    progress: Progress = lambda done, total: None,
+) -> StaticScales:
+    """Static scales from a run over a text; see `observe`."""
+    return observe(model, text, context=context, max_windows=max_windows, progress=progress).scales()
 
 
 def spread_windows(

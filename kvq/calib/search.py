@@ -12,22 +12,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from kvq.calib.allocate import Allocation, Option
-from kvq.calib.candidates import grouped_formats, halves, has_fast_kernel, recipe_of
-from kvq.calib.divergence import mean_divergences
+from kvq.calib.budget import TunePlan, bytes_of_bits, recipe_bytes
+from kvq.calib.candidates import grouped_formats, halves, recipe_of
 from kvq.calib.observe import spread_windows
 from kvq.calib.sensitivity import Keep, Progress, Sensitivities, measure_sensitivities
-from kvq.errors import ConfigError, RequestError
+from kvq.errors import ConfigError
 from kvq.evals.perplexity import PerplexityRow, measure_perplexity
+from kvq.evals.side_by_side import mean_divergences
 from kvq.evals.text import EvalText
-from kvq.evals.windows import token_windows
-from kvq.formats import Code, KVFormat, KVRecipe, PerTokenHead, parse_format
-from kvq.geometry import ModelGeometry
+from kvq.formats import Code, KVRecipe, parse_format
 from kvq.models import Model
-from kvq.models.prepared import PreparedModel
 
-ALL_CODES = (Code.INT8, Code.INT4, Code.INT2)
 _TRIES = 8  # to meet a limit of divergence, which costs add up to only nearly
-_LEAST_WINDOW = 32  # tokens
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -90,46 +86,29 @@ def tune(
     model: Model,
     text: EvalText,
     held_out: EvalText,
+    plan: TunePlan,
     *,
-    budget_bytes: int | None = None,
-    max_kl: float | None = None,
-    codes: Sequence[Code] = ALL_CODES,
-    context: int | None = None,
-    max_windows: int = 8,
-    verify_windows: int = 16,
     progress: Progress = lambda what, done, total: None,
     keep: Keep = lambda make: None,
 ) -> Tuned:
     """Search on `text`, verify on `held_out`. `keep` is told now and then how to make the trials so far.
 
-    Exactly one of `budget_bytes` (per token, block padding not counted) and `max_kl` (nats per token)
-    is given. The recipe is the best that was found on `text`: a uniform format that fits the budget and
+    The recipe is the best that was found on `text`: a uniform format that fits the budget and
     is better there wins.
 
     Raises:
-        ConfigError: both or neither were given, or no choice of formats meets them.
+        ConfigError: no choice of formats meets the plan.
         RequestError: a text or context that can't be used.
     """
-    if (budget_bytes is None) == (max_kl is None):
-        raise ConfigError("give either a budget in bytes or the largest KL divergence, not both")
-    window = check_tune(
-        model.prepared,
-        text,
-        held_out,
-        budget_bytes=budget_bytes,
-        codes=codes,
-        context=context,
-        max_windows=max_windows,
-    )
-    found = measure_sensitivities(
-        model, text, codes=codes, context=context, max_windows=max_windows, progress=progress, keep=keep
-    )
+    window = plan.check(model.prepared, text, held_out)
+    found = measure_sensitivities(model, text, plan, progress, keep)
     search = Search(model, found)
-    uniform = _uniform(model, codes)
+    uniform = _uniform(model, plan.codes)
+    budget_bytes = plan.budget_bytes
     if budget_bytes is None:
-        assert max_kl is not None, "checked above"
-        budget_bytes = _budget_for(model, search, found, max_kl)
-    windows = spread_windows(model.prepared, text.text, context=window, max_windows=2 * max_windows)
+        assert plan.max_kl is not None, "one of both is given"
+        budget_bytes = _budget_for(model, search, found, plan.max_kl)
+    windows = spread_windows(model.prepared, text.text, context=window, max_windows=2 * plan.max_windows)
     unseen = [ids for ids in windows if ids not in found.windows]
     recipe, search_kl, is_tuned = _best(model, search, uniform, budget_bytes, unseen or windows)
     others = _others(model, search, uniform, budget_bytes)
@@ -138,7 +117,7 @@ def tune(
         ["auto", *uniform.values(), *others, replace(recipe, label="chosen")],
         held_out.text,
         context=window,
-        max_windows=verify_windows,
+        max_windows=plan.verify_windows,
         progress=lambda done, total: progress("verifying whole recipes", done, total),
     )
     expected = [search.allocation.cost(recipe_bytes(model.geometry, other)) for other in others]
@@ -158,79 +137,6 @@ def tune(
         points=tuple(points),
         sensitivities=found,
     )
-
-
-def check_tune(
-    model: PreparedModel,
-    text: EvalText,
-    held_out: EvalText,
-    *,
-    budget_bytes: int | None,
-    codes: Sequence[Code],
-    context: int | None,
-    max_windows: int,
-) -> int:
-    """Tokens of a window, if `tune` can work with what it is given; asked before the weights are loaded.
-
-    Raises:
-        ConfigError: a budget below the smallest formats searched.
-        RequestError: a text or context that can't be used.
-    """
-    least = smallest_bytes(model.geometry, codes)
-    if budget_bytes is not None and budget_bytes < least:
-        raise ConfigError(
-            f"the budget is {budget_bytes} bytes per token; the smallest formats searched take {least}"
-        )
-    window = len(spread_windows(model, text.text, context=context, max_windows=max_windows)[0])
-    if window < _LEAST_WINDOW:
-        raise RequestError(
-            f"windows of {window} tokens say little of what a recipe costs; give --text (and --context) of "
-            f"at least {_LEAST_WINDOW} tokens"
-        )
-    token_windows(model.tokenizer, held_out.text, context=window)
-    return window
-
-
-def recipe_bytes(geometry: ModelGeometry, recipe: KVRecipe) -> int:
-    """Bytes per token of a recipe's rows, scales included, block padding not."""
-    return sum(
-        half.nbytes(recipe.layers[half.layer].k if half.part == "k" else recipe.layers[half.layer].v)
-        for half in halves(geometry)
-    )
-
-
-def bytes_of_bits(geometry: ModelGeometry, bits: float) -> int:
-    """Bytes per token of so many bits per element."""
-    return int(bits * sum(half.kv_heads * half.head_dim for half in halves(geometry)) / 8 + 1e-6)
-
-
-def default_codes(model: PreparedModel, budget_bytes: int | None) -> tuple[Code, ...]:
-    """Codes whose attention has a compiled kernel here; all, where the budget can't be met with those."""
-    fast = tuple(
-        code
-        for code in ALL_CODES
-        if all(
-            has_fast_kernel(model.geometry, half, smallest_format(half.head_dim, code), model.device)
-            for half in halves(model.geometry)
-        )
-    )
-    if not fast or (budget_bytes is not None and budget_bytes < smallest_bytes(model.geometry, fast)):
-        return ALL_CODES
-    return fast
-
-
-def smallest_bytes(geometry: ModelGeometry, codes: Sequence[Code]) -> int:
-    """Bytes per token where every half takes the smallest format of these codes."""
-    return sum(
-        min(half.nbytes(smallest_format(half.head_dim, code)) for code in codes) for half in halves(geometry)
-    )
-
-
-def smallest_format(head_dim: int, code: Code) -> KVFormat:
-    """The format of a code that takes the fewest bytes."""
-    if code is Code.INT8:
-        return KVFormat(code=code, scale=PerTokenHead())
-    return grouped_formats(head_dim, code, rotated=True)[0]
 
 
 def _uniform(model: Model, codes: Sequence[Code]) -> dict[str, KVRecipe]:

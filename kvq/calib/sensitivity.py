@@ -6,16 +6,16 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from kvq.calib.budget import TunePlan
 from kvq.calib.candidates import Half, Stored, grouped_formats, halves, recipe_of
 from kvq.calib.clipping import best_clip
-from kvq.calib.divergence import mean_divergences
 from kvq.calib.observe import observe, spread_windows
+from kvq.evals.side_by_side import mean_divergences, one_by_one
 from kvq.evals.text import EvalText
 from kvq.formats import Centers, Code, KVFormat, PerTokenHead, parse_format
 from kvq.models import Model
 
 Progress = Callable[[str, int, int], None]  # (what is going on, done, in all)
-Keep = Callable[[Callable[[], "list[Trial]"]], object]  # told how to make the trials so far
 
 _SAMPLED_ROWS = 1024  # tokens of each layer kept for choosing clips
 _CLIP_STEPS = (0.0, 0.1, 0.2)  # tried above the clip of least squared error
@@ -30,6 +30,9 @@ class Trial:
     stored: Stored
     nbytes: int  # per token
     kl: float  # nats per token
+
+
+Keep = Callable[[Callable[[], list[Trial]]], object]  # told how to make the trials so far
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,28 +52,26 @@ class Sensitivities:
 def measure_sensitivities(
     model: Model,
     text: EvalText,
-    *,
-    codes: Sequence[Code],
-    context: int | None = None,
-    max_windows: int = 8,
+    plan: TunePlan,
     progress: Progress = lambda what, done, total: None,
     keep: Keep = lambda make: None,
 ) -> Sensitivities:
-    """Try each half of each layer in the candidate formats of `codes`.
+    """Try each half of each layer in the candidate formats of the plan's codes.
 
     Rotation and centering are settled per half first, at the largest group of the widest grouped code;
     other groups and bits then follow it, but for 2 bits, whose rotation and clip are tried again.
-    `max_windows` windows are spread over the text; centers come from four times as many.
+    Its `max_windows` windows are spread over the text; centers come from four times as many.
 
     Raises:
         RequestError: a text or context that can't be used, or K or V that are not finite.
     """
-    windows = spread_windows(model.prepared, text.text, context=context, max_windows=max_windows)
+    codes, context = plan.codes, plan.context
+    windows = spread_windows(model.prepared, text.text, context=context, max_windows=plan.max_windows)
     centers = observe(
         model,
         text,
         context=context,
-        max_windows=4 * max_windows,
+        max_windows=4 * plan.max_windows,
         progress=lambda done, total: progress("observing K and V", done, total),
     ).centers()
     rest = parse_format(model.with_kv("auto").recipe.layers[0].k.name, model.geometry.layers[0].k_head_dim)
@@ -87,12 +88,7 @@ def measure_sensitivities(
         "groups and bits",
     )
     bench.run({half: _narrow(half, widths[half]) for half in units}, "2 bits in smaller groups")
-    return Sensitivities(
-        trials=tuple(bench.trials),
-        centers=centers,
-        rest=rest,
-        windows=tuple(windows),
-    )
+    return Sensitivities(trials=tuple(bench.trials), centers=centers, rest=rest, windows=tuple(windows))
 
 
 def _cost(trial: Trial) -> float:
@@ -225,8 +221,6 @@ def _sample_rows(model: Model, windows: list[list[int]]) -> dict[tuple[int, str]
 
     session = model.with_kv("fp32").session(max_tokens=max(map(len, windows)))
     session.observer = take
-    for ids in windows:
-        sequence = session.new_sequence()
-        session.forward([(sequence, ids)])[0].trusted_logits()
-        session.free(sequence)
+    for _ in one_by_one(session, windows):
+        pass
     return {half: torch.cat(rows) for half, rows in seen.items()}

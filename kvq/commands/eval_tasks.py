@@ -1,7 +1,7 @@
 """The evaluations of `kvq eval` by name. A new one is an entry of `TASKS`."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import asdict, dataclass, fields, is_dataclass
 from typing import Any
 
 from kvq.engine.build import check_cache
@@ -148,14 +148,13 @@ def _attention(running: Running, _: object) -> dict[str, Any]:
 
 def _needle(running: Running, _: object) -> dict[str, Any]:
     plan = running.plan
-    options = {field.name: getattr(plan.needle, field.name) for field in fields(plan.needle)}
 
     def result(rows: list[NeedleRow]) -> dict[str, Any]:
         reason = void_reason(rows)
         return {
             "needle_summary": summarize_needle(rows),
             "needle": rows,
-            "needle_plan": options,
+            "needle_plan": asdict(plan.needle),
             "void": {} if reason is None else {"needle": reason},
         }
 
@@ -163,9 +162,9 @@ def _needle(running: Running, _: object) -> dict[str, Any]:
         running.model,
         running.kv,
         plan.text.text,
+        plan.needle,
         progress=running.progress,
         keep=lambda make: running.keep(lambda: result(make())),
-        **options,
     )
     return result(rows)
 

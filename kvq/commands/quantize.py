@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 _METHODS = ("rtn", "gptq", "awq", "smoothquant", "fp8", "nf4", "int8-bnb")
 _EVAL_CONTEXT = 1024  # tokens
 _HELD_OUT = "held-out help topics of CPython"
-_OWN = (  # options of kvq's own methods, as `choose_settings` names them
+_OWN = (  # fields of `QuantizeOptions`, but the method
     "bits", "group_size", "symmetric", "activations", "act_order", "damp", "scale_search", "alpha",
     "samples", "context", "seed",
 )  # fmt: skip
@@ -130,12 +130,12 @@ def command(**options: Any) -> None:
 def _asked(options: dict[str, Any]) -> "tuple[Quantizing, QuantizeSettings, Any]":
     """What the options mean; texts are read now, so that a wrong name fails before the work."""
     from kvq.calib.quantize import Quantizing
-    from kvq.calib.quantize.choose import choose_settings
+    from kvq.calib.quantize.choose import QuantizeOptions
     from kvq.evals import read_text
 
     if options["bits"] is not None:
         options["bits"] = int(options["bits"])
-    settings = choose_settings(options["method"], **{name: options[name] for name in _OWN})
+    settings = QuantizeOptions(method=options["method"], **{name: options[name] for name in _OWN}).settings()
     text, field = options["text"], options["text_field"]
     if text is not None and not (settings.method.needs_text or options["kv_scales"]):
         raise ConfigError(f"method {settings.method.value} looks at no text, but --text names one; drop it")
@@ -177,7 +177,7 @@ def _quantize(
     from kvq.evals.windows import token_windows
 
     source_commit()
-    check_output(work.out, work.file_format, settings, kv_scales=work.kv_scales, overwrite=work.overwrite)
+    check_output(work, settings)
     model = work.prepared()
     window = min(_EVAL_CONTEXT, model.geometry.max_context)
     if held_out is not None:

@@ -89,9 +89,9 @@ def command(
     serves it.
     """
     from kvq import fileio
-    from kvq.calib.budget import parse_budget
+    from kvq.calib.budget import TunePlan, default_codes, parse_budget
     from kvq.calib.candidates import codes_of
-    from kvq.calib.search import check_tune, default_codes, tune
+    from kvq.calib.search import tune
     from kvq.calib.tune_report import sensitivity_rows
     from kvq.commands.finished import FinishedRows
     from kvq.commands.loading import check_for
@@ -121,8 +121,8 @@ def command(
     if codes is None:
         codes = default_codes(known, nbytes)
         _say_codes(known, codes)
-    windows = {name: options[name] for name in ("context", "max_windows")}
-    check_tune(known, source, other, budget_bytes=nbytes, codes=codes, **windows)
+    plan = TunePlan(budget_bytes=nbytes, max_kl=max_kl, codes=codes, **options)
+    plan.check(known, source, other)
     source_commit()
     model = checked.load()
     began = time.perf_counter()
@@ -132,17 +132,7 @@ def command(
 
     with FinishedRows(json_path, unfinished, _print_trials) as finished:
         with named_progress() as progress:
-            tuned = tune(
-                model,
-                source,
-                other,
-                budget_bytes=nbytes,
-                max_kl=max_kl,
-                codes=codes,
-                progress=progress,
-                keep=finished.keep,
-                **options,
-            )
+            tuned = tune(model, source, other, plan, progress=progress, keep=finished.keep)
         tuned.recipe.save(out)
         relist(out)
         result = _result(model, source, other, tuned, time.perf_counter() - began)
@@ -188,8 +178,8 @@ def _texts(text: str | None, field: str | None, held_out: str | None) -> "tuple[
 
 
 def _say_codes(model: "PreparedModel", codes: Any) -> None:
+    from kvq.calib.budget import smallest_format
     from kvq.calib.candidates import halves, has_fast_kernel
-    from kvq.calib.search import smallest_format
 
     half = halves(model.geometry)[0]
     slow = [

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from kvq.cache.backend import CacheBackend
 from kvq.evals.divergence import check_context, with_baseline
+from kvq.evals.side_by_side import one_by_one
 from kvq.evals.windows import spread, token_windows
 from kvq.formats import KVRecipe
 from kvq.kernels import AttentionOptions, SequenceBatch
@@ -123,10 +124,7 @@ def measure_attention(
                 others[recipe.digest()] = _Other(cache)
     session = baseline.session(max_tokens=context)
     session.cache = cast(CacheBackend, _ComparedCache(session.cache, list(others.values())))
-    for done, ids in enumerate(windows, start=1):
-        sequence = session.new_sequence()
-        session.forward([(sequence, ids)])[0].trusted_logits()
-        session.free(sequence)
+    for done in one_by_one(session, windows):
         progress(done, len(windows))
     return [row for one in models for row in _rows(one.recipe, baseline.recipe, others)]
 

@@ -7,8 +7,7 @@ than the spread between documents can be told.
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import lru_cache
+from dataclasses import dataclass, field
 from statistics import NormalDist
 
 import numpy as np
@@ -20,7 +19,8 @@ CONFIDENCE = 0.95
 Z95 = NormalDist().inv_cdf((1 + CONFIDENCE) / 2)  # standard deviations on each side
 FEWEST_DOCUMENTS = 8  # below, an interval would say little and is left out
 FEWEST_RESAMPLES = 100
-_DRAWN = 1 << 22  # numbers held at once
+_DRAWN = 1 << 22  # numbers drawn at once
+_KEPT = 4  # such draws held
 
 Interval = tuple[float, float]
 Floats = npt.NDArray[np.float64]
@@ -33,6 +33,9 @@ class Bootstrap:
 
     resamples: int = 2000
     seed: int = 0
+    _drawn: dict[tuple[int, int], npt.NDArray[np.float32]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )  # (documents, first resample) -> weights; the same documents are drawn for every format
 
     def __post_init__(self) -> None:
         if self.resamples < FEWEST_RESAMPLES:
@@ -64,17 +67,21 @@ class Bootstrap:
         documents = values.shape[1]
         size = max(1, _DRAWN // documents)
         starts = range(0, self.resamples, size)
-        parts = [values @ _weights(documents, min(size, self.resamples - at), self.seed, at) for at in starts]
+        parts = [values @ self._weights(documents, min(size, self.resamples - at), at) for at in starts]
         means: Floats = np.concatenate(parts, axis=1) / documents
         return means
 
-
-@lru_cache(maxsize=4)
-def _weights(documents: int, count: int, seed: int, start: int) -> npt.NDArray[np.float32]:
-    """How often every document was drawn, [documents, count], in resamples from `start` on."""
-    random = np.random.default_rng([seed, start])
-    drawn = random.multinomial(documents, np.full(documents, 1 / documents), size=count)
-    return np.ascontiguousarray(drawn.T, dtype=np.float32)
+    def _weights(self, documents: int, count: int, start: int) -> npt.NDArray[np.float32]:
+        """How often every document was drawn, [documents, count], in resamples from `start` on."""
+        kept = self._drawn.get((documents, start))
+        if kept is None:
+            random = np.random.default_rng([self.seed, start])
+            drawn = random.multinomial(documents, np.full(documents, 1 / documents), size=count)
+            kept = np.ascontiguousarray(drawn.T, dtype=np.float32)
+            if len(self._drawn) >= _KEPT:
+                self._drawn.pop(next(iter(self._drawn)))
+            self._drawn[documents, start] = kept
+        return kept
 
 
 def expanded_tail(documents: int) -> float:

@@ -6,7 +6,7 @@ What stays of a token is a few numbers, never its logits.
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 import numpy as np
 import numpy.typing as npt
@@ -28,6 +28,39 @@ Figures = npt.NDArray[np.float32]
 INSTRUMENT_WINDOW = 64  # tokens
 INSTRUMENT_FORMAT = "int2"
 _TOP = 5  # likeliest tokens compared
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TokenPlan:
+    """What formats are run over: windows of a text, and how they are cut."""
+
+    context: int = 1024  # tokens per window
+    chunk: int | None = None  # tokens per prefill step
+    max_windows: int | None = None
+    attention_window: int | None = None  # tokens; shortens attention for all
+    instrument: bool = False  # append two that must look bad if model and text can show damage at all
+
+    def __post_init__(self) -> None:
+        if self.attention_window is not None and self.attention_window < 1:
+            raise RequestError(f"the attention window must be at least 1 token, got {self.attention_window}")
+        if self.chunk is not None and self.chunk < 1:
+            raise RequestError(f"chunk must be at least 1 token, got {self.chunk}")
+
+
+class TokenKeywords(TypedDict, total=False):
+    """Fields of `TokenPlan` as keywords."""
+
+    context: int
+    chunk: int | None
+    max_windows: int | None
+    attention_window: int | None
+    instrument: bool
+
+
+class MeasureKeywords(TokenKeywords, total=False):
+    """The same, and who is told how far it is."""
+
+    progress: Progress
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -62,10 +95,7 @@ class _Candidate:
     session: Session
     window_limit: int | None
     role: str
-    nll: Tensor  # fp32 [windows, context - 1] on the CPU, as are the next three; one buffer each,
-    kl: Tensor  # since small pieces would fragment the heap
-    top1: Tensor
-    top5: Tensor
+    kept: dict[str, Tensor]  # fp32 [windows, context - 1] on the CPU; small pieces would fragment the heap
     seconds: float = 0.0
 
     def figures(self, is_baseline: bool, windows: int) -> TokenFigures:
@@ -73,10 +103,7 @@ class _Candidate:
         return TokenFigures(
             label=self.model.recipe.name,
             model=self.model,
-            nll=self.nll[:windows].numpy(),
-            kl=self.kl[:windows].numpy(),
-            top1=self.top1[:windows].numpy(),
-            top5=self.top5[:windows].numpy(),
+            **{name: buffer[:windows].numpy() for name, buffer in self.kept.items()},
             seconds=self.seconds,
             window_limit=self.window_limit,
             role=self.role,
@@ -104,35 +131,26 @@ def measure_tokens(
     kv: str | list[str | KVRecipe],
     text: str,
     *,
-    context: int = 1024,
-    chunk: int | None = None,
-    max_windows: int | None = None,
-    attention_window: int | None = None,
-    instrument: bool = False,
     progress: Progress = lambda done, total: None,
     keep: Keep = lambda make: None,
+    **options: Unpack[TokenKeywords],
 ) -> list[TokenFigures]:
     """Run formats over a text beside the first unquantized one among them, which comes back first.
 
-    If all are quantized, the weights' own type goes first as the baseline. `context`: tokens per
-    window. `chunk`: tokens per prefill step. `attention_window` shortens attention for all;
-    `instrument` appends two that must look bad if the model and text can show damage at all:
-    the baseline with a 64-token attention window, and 2-bit KV. `keep` is told after every window how to
-    make the figures of all windows so far.
+    If all are quantized, the weights' own type goes first as the baseline. Options are those of `TokenPlan`;
+    `instrument` appends the baseline with a 64-token attention window, and 2-bit KV. `keep` is told after
+    every window how to make the figures of all windows so far.
 
     Raises:
         RequestError: text shorter than a window, or a context beyond the model's.
         ConfigError: a format that is unknown, doesn't fit, or lacks its scales.
     """
-    models = with_baseline(model, kv)
-    check_context(model.prepared, context)
-    if attention_window is not None and attention_window < 1:
-        raise RequestError(f"the attention window must be at least 1 token, got {attention_window}")
-    if chunk is not None and chunk < 1:
-        raise RequestError(f"chunk must be at least 1 token, got {chunk}")
+    models, plan = with_baseline(model, kv), TokenPlan(**options)
+    check_context(model.prepared, plan.context)
+    context, chunk = plan.context, plan.chunk
     size = chunk_size(model, context) if chunk is None else min(chunk, context)
-    windows = token_windows(model.tokenizer, text, context=context, max_windows=max_windows)
-    candidates = _candidates(models, (len(windows), context), attention_window, instrument)
+    windows = token_windows(model.tokenizer, text, context=context, max_windows=plan.max_windows)
+    candidates = _candidates(models, len(windows), plan)
     per_window = -(-context // size) * len(candidates)
     chunks = side_by_side([candidate.session for candidate in candidates], windows, size)
     for done, found in enumerate(chunks, start=1):
@@ -188,32 +206,19 @@ def check_context(model: PreparedModel, context: int) -> None:
         )
 
 
-def _candidates(
-    models: list[Model], shape: tuple[int, int], window: int | None, instrument: bool
-) -> list[_Candidate]:
-    wanted = [(m, window, "int2" if instrument and _is_int2(m) else "") for m in models]
-    if instrument:
+def _candidates(models: list[Model], windows: int, plan: TokenPlan) -> list[_Candidate]:
+    window = plan.attention_window
+    wanted = [(m, window, "int2" if plan.instrument and _is_int2(m) else "") for m in models]
+    if plan.instrument:
         wanted.append((models[0], INSTRUMENT_WINDOW, "window"))
         if not any(map(_is_int2, models)):
             wanted.append((models[0].with_kv(INSTRUMENT_FORMAT), window, "int2"))
-    windows, context = shape
     made = []
     for m, limit, role in wanted:
-        session = m.session(max_tokens=context)
+        session = m.session(max_tokens=plan.context)
         session.window_limit = limit
-        nll, kl, top1, top5 = (torch.zeros(windows, context - 1) for _ in range(4))
-        made.append(
-            _Candidate(
-                model=m,
-                session=session,
-                window_limit=limit,
-                role=role,
-                nll=nll,
-                kl=kl,
-                top1=top1,
-                top5=top5,
-            )
-        )
+        kept = {name: torch.zeros(windows, plan.context - 1) for name in ("nll", "kl", "top1", "top5")}
+        made.append(_Candidate(model=m, session=session, window_limit=limit, role=role, kept=kept))
     return made
 
 
@@ -227,14 +232,14 @@ def _account(candidate: _Candidate, chunk: Chunk, reference: _Reference, targets
     candidate.seconds += chunk.seconds
     if not targets:
         return
-    log_probs, window = chunk.log_probs[: len(targets)], chunk.window
+    log_probs, kept = chunk.log_probs[: len(targets)], candidate.kept
     target = torch.tensor(targets, device=log_probs.device)
-    span = slice(chunk.at, chunk.at + len(targets))
-    candidate.nll[window, span] = -log_probs.gather(1, target[:, None])[:, 0]
-    candidate.kl[window, span] = (reference.probs * (reference.log_probs - log_probs)).sum(-1)
-    candidate.top1[window, span] = (log_probs.argmax(-1) == reference.top1).float()
+    place = chunk.window, slice(chunk.at, chunk.at + len(targets))
+    kept["nll"][place] = -log_probs.gather(1, target[:, None])[:, 0]
+    kept["kl"][place] = (reference.probs * (reference.log_probs - log_probs)).sum(-1)
+    kept["top1"][place] = (log_probs.argmax(-1) == reference.top1).float()
     same = reference.top5[:, :, None] == _likeliest(log_probs)[:, None, :]  # [tokens, 5, 5]
-    candidate.top5[window, span] = same.any(-1).float().mean(-1)
+    kept["top5"][place] = same.any(-1).float().mean(-1)
 
 
 def _likeliest(log_probs: Tensor) -> Tensor:

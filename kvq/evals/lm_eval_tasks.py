@@ -1,10 +1,10 @@
 """lm-eval's tasks for several KV formats of one model, side by side.
 
-    from kvq.evals.lm_eval_tasks import run_tasks
+    from kvq.evals.lm_eval_tasks import LMEvalPlan, run_tasks
 
     model = kvq.load("Qwen/Qwen3-0.6B")
     engines = {kv: kvq.LLM(model, kv, kv_memory="2GiB") for kv in ("bf16", "int8", "int4")}
-    for row in run_tasks(engines, ["hellaswag", "./my_task.yaml"], limit=200):
+    for row in run_tasks(engines, ["hellaswag", "./my_task.yaml"], LMEvalPlan(limit=200)):
         print(row.kv, row.task, row.metric, row.value, row.stderr)
 
 A task is a name that lm-eval knows, a pattern such as `mmlu_*`, the path of a YAML file, or a name from a
@@ -51,13 +51,13 @@ class TaskRow:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LMEvalPlan:
-    """How tasks are run: options of `run_tasks` by name."""
+    """How tasks are run."""
 
-    include_path: str | Path | None = None
-    limit: int | None = None  # samples of each task
-    num_fewshot: int | None = None
+    include_path: str | Path | None = None  # a folder with more task files
+    limit: int | None = None  # samples of each task, the first ones
+    num_fewshot: int | None = None  # examples before each question, where a task does not fix them
     apply_chat_template: bool = False
-    seed: int = 1234  # lm-eval's own
+    seed: int = 1234  # lm-eval's own; of examples and of tasks that sample
 
     def __post_init__(self) -> None:
         if self.limit is not None and self.limit < 1:
@@ -67,24 +67,16 @@ class LMEvalPlan:
 
 
 def run_tasks(
-    models: Mapping[str, LLM],
+    models: Mapping[str, LLM | KvqLM],
     tasks: Sequence[str],
+    plan: LMEvalPlan | None = None,
     *,
-    include_path: str | Path | None = None,
-    limit: int | None = None,
-    num_fewshot: int | None = None,
-    apply_chat_template: bool = False,
-    seed: int = 1234,
     progress: Progress = lambda kv, task, done, total: None,
-    **options: Any,
 ) -> list[TaskRow]:
     """Rows for every KV format, task and metric, in the order of tasks, then formats.
 
-    `models`: engines by the name of their format. `include_path`: a folder with more task files.
-    `limit`: samples of each task, the first ones. `num_fewshot`: examples before each question, where
-    a task does not fix them. `seed`: of examples and of tasks that sample. `options`: those of `KvqLM`.
-
-    All tasks are loaded before any is run.
+    `models`: engines by the name of their format, or `KvqLM`s with options of their own. All tasks are loaded
+    before any is run.
 
     Raises:
         RequestError: a task that is unknown, broken, out of reach, or fails.
@@ -92,19 +84,12 @@ def run_tasks(
     """
     if not models:
         raise RequestError("no KV format was named; try fp32,int8,int4")
-    plan = LMEvalPlan(
-        include_path=include_path,
-        limit=limit,
-        num_fewshot=num_fewshot,
-        apply_chat_template=apply_chat_template,
-        seed=seed,
-    )
-    lms = {kv: KvqLM(llm, seed=seed, **options) for kv, llm in models.items()}
-    rows: list[TaskRow] = []
-    for one in load_tasks(tasks, include_path=include_path):
-        for kv, lm in lms.items():
-            rows += run_loaded(lm, kv, one, plan, progress=progress)
-    return rows
+    plan = plan or LMEvalPlan()
+    lms = {kv: one if isinstance(one, KvqLM) else KvqLM(one, seed=plan.seed) for kv, one in models.items()}
+    loaded = load_tasks(tasks, include_path=plan.include_path)
+    return [
+        row for one in loaded for kv, lm in lms.items() for row in run_loaded(lm, kv, one, plan, progress)
+    ]
 
 
 def measure_tasks(
@@ -134,7 +119,7 @@ def measure_tasks(
             for one in loaded:
                 if one[0] in void:
                     continue
-                found = run_loaded(lm, model.recipe.name, one, plan, progress=progress)
+                found = run_loaded(lm, model.recipe.name, one, plan, progress)
                 if model is models[0] and not model.recipe.is_quantized and _found_nothing(found):
                     void.add(one[0])
                 rows += found
@@ -161,28 +146,26 @@ def _found_nothing(rows: Sequence[TaskRow]) -> bool:
     return bool(values) and not any(values)
 
 
-def run_loaded(lm: KvqLM, kv: str, loaded: Loaded, plan: LMEvalPlan, *, progress: Progress) -> list[TaskRow]:
+def run_loaded(lm: KvqLM, kv: str, loaded: Loaded, plan: LMEvalPlan, progress: Progress) -> list[TaskRow]:
     """Rows of one task, or group, over one format. Examples are drawn anew, the same for every format."""
     name, spec = loaded
-    _set_fewshot(spec, plan.num_fewshot, plan.seed)
+    _set_fewshot(spec, plan)
     lm.progress = lambda done, total: progress(kv, name, done, total)
     began = time.perf_counter()
-    results = _evaluate(lm, name, spec, plan.limit, plan.apply_chat_template)
+    results = _evaluate(lm, loaded, plan)
     return _rows(kv, results, time.perf_counter() - began)
 
 
-def _set_fewshot(loaded: Mapping[str, Any], num_fewshot: int | None, seed: int) -> None:
+def _set_fewshot(loaded: Mapping[str, Any], plan: LMEvalPlan) -> None:
     """Set the examples before each question, as lm-eval's command does: a task's own 0 stays."""
     for task in loaded["tasks"].values():
         own = task.get_config("num_fewshot")
-        if own is None or (num_fewshot is not None and own != 0):
-            task.set_config(key="num_fewshot", value=num_fewshot or 0)
-        task.set_fewshot_seed(seed=seed)
+        if own is None or (plan.num_fewshot is not None and own != 0):
+            task.set_config(key="num_fewshot", value=plan.num_fewshot or 0)
+        task.set_fewshot_seed(seed=plan.seed)
 
 
-def _evaluate(
-    lm: KvqLM, name: str, loaded: dict[str, Any], limit: int | None, apply_chat_template: bool
-) -> dict[str, Any]:
+def _evaluate(lm: KvqLM, loaded: Loaded, plan: LMEvalPlan) -> dict[str, Any]:
     """lm-eval's results of one task or group.
 
     Raises:
@@ -190,18 +173,19 @@ def _evaluate(
     """
     from lm_eval import evaluate
 
+    name, spec = loaded
     before = os.environ.get("DISABLE_MULTIPROC")
     os.environ["DISABLE_MULTIPROC"] = "1"  # lm-eval would fork this process to resample
     try:
         with quiet_bars():
             results: dict[str, Any] = evaluate(
                 lm,
-                loaded,
-                limit=limit,
+                spec,
+                limit=plan.limit,
                 bootstrap_iters=_BOOTSTRAPS,
                 log_samples=False,
-                apply_chat_template=apply_chat_template,
-                fewshot_as_multiturn=apply_chat_template,
+                apply_chat_template=plan.apply_chat_template,
+                fewshot_as_multiturn=plan.apply_chat_template,
             )
     except KVQError as error:
         raise RequestError(f"the task {name}: {error}") from error

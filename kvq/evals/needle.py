@@ -10,7 +10,6 @@ import itertools
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from kvq.errors import RequestError
 from kvq.evals.bootstrap import wilson_interval
@@ -29,14 +28,14 @@ VOID_AFTER = 50  # prompts; whoever answers a tenth of them is called void once 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NeedlePlan:
-    """What is asked: options of `measure_needle` by name."""
+    """What is asked: every length and depth, so many times."""
 
-    lengths: tuple[int, ...] | None = None
-    depths: tuple[float, ...] = DEPTHS
+    lengths: Sequence[int] | None = None  # tokens, answer included; None: those of LENGTHS that have room
+    depths: Sequence[float] = DEPTHS  # shares of the haystack before the needle
     trials: int = 10
-    needle: str = SENTENCE
-    distractors: int = 0
-    chunk: int = 512
+    needle: str = SENTENCE  # with {key} and {value}; "tokens": random ids, for models that never learnt words
+    distractors: int = 0  # needles with other keys, and other values, anywhere
+    chunk: int = 512  # tokens per prefill step
     seed: int = 0
 
 
@@ -101,21 +100,16 @@ def measure_needle(
     model: Model,
     kv: str | Sequence[str | KVRecipe],
     text: str,
+    plan: NeedlePlan | None = None,
     *,
     progress: Progress = lambda done, total: None,
     keep: Keep = lambda make: None,
-    **options: Any,
 ) -> list[NeedleRow]:
     """Measure how often formats find a needle, for every format, length and depth in this order.
 
-    Options are those of `NeedlePlan`. `lengths`: tokens of a prompt with its answer; those of `LENGTHS`
-    that the model and the text have room for if None. `depths`: shares of the haystack before the needle.
-    `needle`: a sentence with {key} and {value}, or "tokens", random token ids for models that never learnt
-    words. `distractors`: needles with other keys, and other values, anywhere. `chunk`: tokens per prefill
-    step. `keep` is told how to make the rows of what was asked so far.
-
-    The first format is asked first. Where it is unquantized and finds nothing in `VOID_AFTER` prompts, all
-    over the grid, the test is void: no more is asked, and its rows alone come back.
+    `keep` is told how to make the rows of what was asked so far. The first format is asked first. Where it is
+    unquantized and finds nothing in `VOID_AFTER` prompts, all over the grid, the test is void: no more is
+    asked, and its rows alone come back.
 
     Raises:
         RequestError: a text too short, a length that the needle or the model's context doesn't
@@ -125,7 +119,7 @@ def measure_needle(
     names: list[str | KVRecipe] = [kv] if isinstance(kv, str | KVRecipe) else list(kv)
     if not names:
         raise RequestError("no KV format was named; try fp32,int8,int4")
-    plan = NeedlePlan(**options)
+    plan = plan or NeedlePlan()
     prompts, sizes = needle_prompts(model.prepared, text, plan)
     models = [model.with_kv(name) for name in names]
     grid = list(itertools.product(range(plan.trials), sizes, dict.fromkeys(plan.depths)))

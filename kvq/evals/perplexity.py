@@ -2,12 +2,12 @@
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Unpack
 
 import numpy as np
 
 from kvq.errors import RequestError
-from kvq.evals.divergence import INSTRUMENT_WINDOW, Keep, TokenFigures, measure_tokens
+from kvq.evals.divergence import INSTRUMENT_WINDOW, Keep, MeasureKeywords, TokenFigures, measure_tokens
 from kvq.formats import KVRecipe
 from kvq.models import Model
 
@@ -40,12 +40,12 @@ def measure_perplexity(
     text: str,
     *,
     keep: Keep = lambda make: None,
-    **options: Any,
+    **options: Unpack[MeasureKeywords],
 ) -> list[PerplexityRow]:
     """Measure formats against the first unquantized one among them.
 
-    Options are those of `kvq.evals.divergence.measure_tokens`: context, chunk, max_windows,
-    attention_window, instrument, progress. `keep` is told how to make the rows of what was measured so far.
+    Options are the fields of `kvq.evals.divergence.TokenPlan` and progress. `keep` is told how to make
+    the rows of what was measured so far.
 
     Raises:
         RequestError: text shorter than a window, or a context beyond the model's.

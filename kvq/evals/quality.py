@@ -1,12 +1,12 @@
 """What one format costs in quality: over the text, by context depth, by difficulty, with intervals."""
 
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
 
 from kvq.evals.bootstrap import Bootstrap, Floats, Interval, verdict
-from kvq.evals.divergence import Keep, TokenFigures, measure_tokens
+from kvq.evals.divergence import Keep, MeasureKeywords, TokenFigures, measure_tokens
 from kvq.evals.perplexity import PerplexityRow, perplexity_row
 from kvq.formats import KVRecipe
 from kvq.models import Model
@@ -75,20 +75,21 @@ def measure_quality(
     *,
     bootstrap: Bootstrap | None = None,
     keep: Keep = lambda make: None,
-    **options: Any,
+    **options: Unpack[MeasureKeywords],
 ) -> list[QualityRow]:
     """Measure formats against the first unquantized one among them; every window is a document.
 
-    Options are those of `kvq.evals.divergence.measure_tokens`. `keep` is told how to make the rows of what
+    Options are those of `measure_perplexity`. `keep` is told how to make the rows of what
     was measured so far.
 
     Raises:
         RequestError: text shorter than a window, or a context beyond the model's.
         ConfigError: a format that is unknown, doesn't fit, or lacks its scales.
     """
+    drawing = bootstrap or Bootstrap()
 
     def rows(figures: list[TokenFigures]) -> list[QualityRow]:
-        return [quality_row(one, figures[0], bootstrap or Bootstrap()) for one in figures]
+        return [quality_row(one, figures[0], drawing) for one in figures]
 
     return rows(measure_tokens(model, kv, text, keep=lambda make: keep(lambda: rows(make())), **options))
 

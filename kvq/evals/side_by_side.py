@@ -6,15 +6,17 @@ one's logits has to be kept, and their times are taken side by side.
 """
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from kvq.formats import KVRecipe
 from kvq.models import Model, Session
 
 _LOGITS_BYTES = 256 << 20  # of one chunk
+_AT_ONCE = 12  # recipes that share a run of the baseline; each has a pool of one window
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -49,3 +51,50 @@ def side_by_side(sessions: Sequence[Session], windows: Sequence[list[int]], size
                 yield Chunk(i, window, at, torch.log_softmax(result.trusted_logits(), dim=-1), seconds)
         for session, sequence in zip(sessions, sequences, strict=True):
             session.free(sequence)
+
+
+def mean_divergences(
+    model: Model,
+    recipes: Sequence[KVRecipe],
+    windows: Sequence[list[int]],
+    progress: Callable[[list[float]], None] = lambda found: None,
+) -> list[float]:
+    """Mean KL divergence of recipes from unquantized KV, in nats per token, over all tokens of `windows`.
+
+    The baseline is the weights' own type. `progress` hears of the recipes that are done.
+
+    Raises:
+        RequestError: K or V that are not finite.
+        ConfigError: a recipe that does not fit the model.
+    """
+    found: list[float] = []
+    for at in range(0, len(recipes), _AT_ONCE):
+        found += _together(model, recipes[at : at + _AT_ONCE], windows)
+        progress(found)
+    return found
+
+
+def _together(model: Model, recipes: Sequence[KVRecipe], windows: Sequence[list[int]]) -> list[float]:
+    context = max(map(len, windows))
+    models = [model.with_kv("auto"), *map(model.with_kv, recipes)]
+    sessions = [one.session(max_tokens=context) for one in models]
+    totals = torch.zeros(len(recipes), dtype=torch.float64)
+    for chunk in side_by_side(sessions, windows, chunk_size(model, context)):
+        if chunk.session == 0:
+            reference, weights = chunk.log_probs, chunk.log_probs.exp()
+        else:
+            totals[chunk.session - 1] += float((weights * (reference - chunk.log_probs)).sum())
+    return (totals / sum(map(len, windows))).tolist()
+
+
+def one_by_one(session: Session, windows: Sequence[list[int]]) -> Iterator[int]:
+    """Run windows through a session whose cache is watched; yields how many are done.
+
+    Raises:
+        RequestError: K or V that are not finite.
+    """
+    for done, ids in enumerate(windows, start=1):
+        sequence = session.new_sequence()
+        session.forward([(sequence, ids)])[0].trusted_logits()
+        session.free(sequence)
+        yield done

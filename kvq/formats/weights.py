@@ -27,6 +27,9 @@ class WeightCode(Enum):
         return self is not WeightCode.FP8
 
 
+INTEGER_CODES = {code.bits: code for code in WeightCode if code.is_integer}  # by their width
+
+
 class Inputs(Enum):
     """How a layer's inputs are rounded before the product, each token by its own maximum."""
 

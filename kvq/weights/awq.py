@@ -43,8 +43,8 @@ def awq_scales(
     `weights`: fp32 [out, in] each. `tied`: int64 [in], inputs of one number get one scale, as the
     query heads of one KV head must.
     """
-    activity = _mean_over(statistics.absmean, tied)
-    magnitude = _mean_over(_relative_magnitude(weights, fmt), tied)
+    activity = over_tied(statistics.absmean, tied, "mean")
+    magnitude = over_tied(_relative_magnitude(weights, fmt), tied, "mean")
     whole = sum(statistics.squared(weight) for weight in weights)
     one = torch.ones_like(activity)
     unscaled = _error(weights, statistics, fmt, dtype, one) / max(whole, 1e-30)
@@ -82,13 +82,12 @@ def _relative_magnitude(weights: list[Tensor], fmt: WeightFormat) -> Tensor:
     return torch.cat(parts).mean(0).clamp_min(1e-4)
 
 
-def _mean_over(values: Tensor, tied: Tensor | None) -> Tensor:
-    """Every value, or the mean of those tied with it."""
+def over_tied(values: Tensor, tied: Tensor | None, reduce: str) -> Tensor:
+    """Every value, or the mean or the largest ("amax") of those tied with it."""
     if tied is None:
         return values
-    sums = torch.zeros(int(tied.max()) + 1, device=values.device).index_add_(0, tied, values)
-    counts = torch.zeros_like(sums).index_add_(0, tied, torch.ones_like(values))
-    return (sums / counts)[tied]
+    found = torch.zeros(int(tied.max()) + 1, device=values.device)
+    return found.scatter_reduce_(0, tied, values, reduce, include_self=False)[tied]
 
 
 def _normed(scale: Tensor) -> Tensor:

@@ -90,7 +90,7 @@ def gptq(
         for at in range(begin, end):
             if static is not None:
                 assert order is not None, "static scales go with an order"
-                work.use_stored(static, int(order[at]) // size)
+                work.use(*static, int(order[at]) // size)
             elif at % size == 0:
                 work.start_group(at, size, dtype, _cost(price[at : at + size], options))
             work.round(at, begin, end)
@@ -120,13 +120,10 @@ class _Columns:
         self.scales.append(scale)
         if zero is not None:
             self.zeros.append(zero)
-        self._use(scale, zero, 0)
+        self.use(scale, zero, 0)
 
-    def use_stored(self, stored: "tuple[Tensor, Tensor | None]", group: int) -> None:
+    def use(self, scale: Tensor, zero: Tensor | None, group: int) -> None:
         """Take scales chosen before."""
-        self._use(*stored, group)
-
-    def _use(self, scale: Tensor, zero: Tensor | None, group: int) -> None:
         self.scale = scale[:, group].float()
         self.zero = torch.zeros_like(self.scale) if zero is None else zero[:, group].float()
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kvq.formats.weights import WeightFormat
 from kvq.kernels.linear.inputs import rounded_inputs
-from kvq.weights.awq import ChannelScales
+from kvq.weights.awq import ChannelScales, over_tied
 from kvq.weights.rounding import round_weight
 from kvq.weights.statistics import InputStatistics
 
@@ -32,8 +32,8 @@ def smooth_scales(
     [in], inputs of one number get one scale.
     """
     rows = statistics.rows
-    largest = _largest_of(statistics.absmax, tied)
-    columns = _largest_of(torch.stack([weight.abs().amax(0) for weight in weights]).amax(0), tied)
+    largest = over_tied(statistics.absmax, tied, "amax")
+    columns = over_tied(torch.stack([weight.abs().amax(0) for weight in weights]).amax(0), tied, "amax")
     whole = max(sum(float((rows @ weight.T).square().sum()) for weight in weights), 1e-30)
     one = torch.ones_like(largest)
     unscaled = _error(weights, rows, fmt, dtype, one) / whole
@@ -63,11 +63,3 @@ def _error(
         stored = round_weight(weight * scale, fmt, dtype=dtype).dequantize().float()
         total += float((inputs @ stored.T - rows @ weight.T).square().sum())
     return total
-
-
-def _largest_of(values: Tensor, tied: Tensor | None) -> Tensor:
-    """Every value, or the largest of those tied with it."""
-    if tied is None:
-        return values
-    most = torch.zeros(int(tied.max()) + 1, device=values.device)
-    return most.scatter_reduce_(0, tied, values, "amax")[tied]

@@ -9,20 +9,24 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import kvq
-from kvq.calib import observe, search
-from kvq.calib.budget import parse_budget
+from kvq.calib import budget, observe, search
+from kvq.calib.budget import ALL_CODES, TunePlan, bytes_of_bits, default_codes, parse_budget, recipe_bytes
 from kvq.calib.candidates import codes_of, recipe_of
 from kvq.calib.clipping import best_clip
-from kvq.calib.divergence import mean_divergences
-from kvq.calib.search import ALL_CODES, bytes_of_bits, default_codes, recipe_bytes, tune
 from kvq.errors import ConfigError
 from kvq.evals import calibration_text, default_text
+from kvq.evals.side_by_side import mean_divergences
 from kvq.formats import Code, KVRecipe, parse_format
 from kvq.kernels.codec import decode, encode
 from kvq.models.resolve import EMBEDDED
 from tests.helpers_models import save_first_layers, save_model
 
 FAST = (Code.INT8, Code.INT4)
+
+
+def tune(model, text, held_out, **plan):
+    """`kvq.calib.search.tune` with the fields of its plan by name."""
+    return search.tune(model, text, held_out, TunePlan(**plan))
 
 
 @pytest.fixture(scope="module")
@@ -233,7 +237,7 @@ def test_two_bits_go_where_they_hurt_least(short):
 def test_codes_without_a_fast_kernel_are_searched_only_where_the_budget_needs_them(tiny, monkeypatch):
     assert default_codes(tiny.prepared, bytes_of_bits(tiny.geometry, 4.5)) == ALL_CODES
     monkeypatch.setattr(
-        search, "has_fast_kernel", lambda geometry, half, fmt, device: fmt.code is not Code.INT2
+        budget, "has_fast_kernel", lambda geometry, half, fmt, device: fmt.code is not Code.INT2
     )
     assert default_codes(tiny.prepared, bytes_of_bits(tiny.geometry, 4.5)) == FAST
     assert default_codes(tiny.prepared, None) == FAST

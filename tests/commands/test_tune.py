@@ -6,7 +6,7 @@ import re
 import pytest
 
 from kvq.calib import candidates
-from kvq.calib.search import ALL_CODES
+from kvq.calib.budget import ALL_CODES
 from kvq.commands import tune
 from tests.helpers_models import save_first_layers
 

@@ -321,7 +321,7 @@ def test_rows_of_several_formats_and_tasks(folder, tiny, llm):
         rows = run_tasks(
             {"fp32": llm, "int2_g32": other},
             files(folder),
-            limit=5,
+            LMEvalPlan(limit=5),
             progress=lambda *call: calls.append(call),
         )
     found = {(row.kv, row.task, row.metric): row for row in rows}
@@ -387,7 +387,7 @@ def test_a_task_file_that_can_not_be_run_is_a_request_error(folder, tmp_path, ll
     path = tmp_path / "broken.yaml"
     path.write_text(text.replace("DATA", str(folder / "data.jsonl")))
     with pytest.raises(RequestError, match=says):
-        run_tasks({"fp32": llm}, [str(path)], limit=2)
+        run_tasks({"fp32": llm}, [str(path)], LMEvalPlan(limit=2))
 
 
 @pytest.mark.parametrize(
@@ -403,7 +403,7 @@ def test_a_task_file_that_can_not_be_run_is_a_request_error(folder, tmp_path, ll
 def test_unknown_tasks_are_refused_with_near_names(folder, llm, task, options, says, monkeypatch):
     monkeypatch.chdir(folder)
     with pytest.raises(RequestError, match=says):
-        run_tasks({"fp32": llm}, [task], **options)
+        run_tasks({"fp32": llm}, [task], LMEvalPlan(**options))
 
 
 @pytest.mark.usefixtures("few_tasks")

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from kvq.calib.quantize.layer import LayerQuantizer, LayerResult, install
+from kvq.calib.quantize.layer import LayerQuantizer, LayerResult, Place, install
 from kvq.calib.quantize.partial import Partial
 from kvq.calib.quantize.settings import QuantizeSettings
 from kvq.calib.quantize.targets import Targets
@@ -73,7 +73,6 @@ class _Layer:
 
     def __init__(self, source: Source, settings: QuantizeSettings, walk: Walk | None, index: int) -> None:
         self.source, self.settings, self.walk, self.index = source, settings, walk, index
-        self.names = source.targets.layers[index]
         self.module = source.model.get_submodule(f"{source.targets.prefix}.{index}")
         self.dtype = next(self.module.parameters()).dtype
         self.module.to(source.device, torch.float32)
@@ -82,17 +81,17 @@ class _Layer:
     def quantized(self) -> LayerResult:
         """Its codes."""
         began = time.perf_counter()
-        index, walk = self.index, self.walk
-        quantizer = LayerQuantizer(
-            self.module,
-            self.names,
-            self.settings,
+        index, walk, targets = self.index, self.walk, self.source.targets
+        place = Place(
+            layer=self.module,
             index=index,
-            prefix=self.source.targets.prefix,
+            prefix=targets.full_name(index, ""),
+            names=targets.layers[index],
             dtype=self.dtype,
-            run=(lambda: torch.empty(0)) if walk is None else (lambda: walk.probe(index)),
             head_dim=self.source.head_dims[index],
         )
+        run = (lambda: torch.empty(0)) if walk is None else (lambda: walk.probe(index))
+        quantizer = LayerQuantizer(place, self.settings, run)
         if walk is not None:
             walk.see(index)
         result = quantizer.quantize()

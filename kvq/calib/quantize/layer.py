@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from kvq.calib.quantize.report import ModuleReport
 from kvq.calib.quantize.settings import Method, QuantizeSettings
 from kvq.formats.weights import Inputs
 from kvq.kernels import QuantizedWeight
@@ -23,6 +22,24 @@ from kvq.weights.statistics import InputStatistics
 _ROWS = 512  # tokens kept where the rounding of inputs has to be seen
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModuleReport:
+    """What quantizing did to one Linear layer. Fields are the JSON keys of `kvq quantize --json`."""
+
+    layer: int
+    module: str  # its name in the model
+    method: str
+    format: str
+    in_features: int
+    out_features: int
+    relative_error: float  # |(W - Q) X| / |W X| over the calibration tokens; without data |W - Q| / |W|
+    error_of: str  # "outputs" or "weights"
+    bytes_before: int
+    bytes_after: int
+    alpha: float | None  # of the scales on its inputs; None: it has none
+    seconds: float
+
+
 @dataclass(kw_only=True, slots=True)
 class LayerResult:
     """One decoder layer, quantized; names are those inside it."""
@@ -33,25 +50,30 @@ class LayerResult:
     skipped: dict[str, str] = field(default_factory=dict)  # Linear layer -> why its inputs are not scaled
 
 
-class LayerQuantizer:
-    """One decoder layer in fp32 on its way to codes."""
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Place:
+    """One decoder layer in fp32, and where it stands in the model."""
 
-    def __init__(
-        self,
-        layer: nn.Module,
-        names: tuple[str, ...],
-        settings: QuantizeSettings,
-        *,
-        index: int,
-        prefix: str,
-        dtype: torch.dtype,
-        run: Callable[[], Tensor],
-        head_dim: int | None,
-    ) -> None:
-        """`dtype`: of the checkpoint's weights. `run` computes the layer's output on a few tokens."""
-        self.layer, self.names, self.settings = layer, names, settings
-        self.index, self.prefix, self.dtype, self.run = index, prefix, dtype, run
-        self.folds = self._folds(head_dim)
+    layer: nn.Module
+    index: int
+    prefix: str  # of its own name in the model, dot included
+    names: tuple[str, ...]  # of the Linear layers to quantize, inside it
+    dtype: torch.dtype  # of the checkpoint's weights
+    head_dim: int  # of V
+
+    def linear(self, name: str) -> nn.Linear:
+        """One of its Linear layers."""
+        return _linear(self.layer, name)
+
+
+class LayerQuantizer:
+    """One decoder layer on its way to codes."""
+
+    def __init__(self, place: Place, settings: QuantizeSettings, run: Callable[[], Tensor]) -> None:
+        """`run` computes the layer's output on a few tokens."""
+        self.place, self.settings, self.run = place, settings, run
+        self.layer, self.names, self.dtype = place.layer, place.names, place.dtype
+        self.folds = self._folds()
         self.alphas: dict[str, float] = {}
         self.statistics: dict[str, InputStatistics] = {}
         self._handles = [hook for group in self.folds.shared for hook in self._listen(group.names)]
@@ -61,7 +83,7 @@ class LayerQuantizer:
         for handle in self._handles:
             handle.remove()
         result = LayerResult(skipped=dict(self.folds.skipped))
-        original = {name: self._linear(name).weight.detach().clone() for name in self.names}
+        original = {name: self.place.linear(name).weight.detach().clone() for name in self.names}
         before = {name: p.detach().clone() for name, p in self.layer.named_parameters()}
         for fold in self.folds.folds:
             if not self._fold(fold):
@@ -79,11 +101,11 @@ class LayerQuantizer:
         }
         return result
 
-    def _folds(self, head_dim: int | None) -> Folds:
+    def _folds(self) -> Folds:
         if not self.settings.method.needs_text:
             return Folds()
         if self.settings.method.folds:
-            return find_folds(self.layer, self.run, head_dim=head_dim)
+            return find_folds(self.layer, self.run, head_dim=self.place.head_dim)
         return Folds(shared=trace_inputs(self.layer, self.run))
 
     def _listen(self, names: tuple[str, ...]) -> list[torch.utils.hooks.RemovableHandle]:
@@ -91,9 +113,9 @@ class LayerQuantizer:
         chosen = [name for name in names if name in self.names]
         if not chosen:
             return []
-        first = self._linear(chosen[0])
+        first = self.place.linear(chosen[0])
         rows = _ROWS if self.settings.method is Method.SMOOTHQUANT else 0
-        full = f"{self.prefix}.{self.index}.{chosen[0]}"
+        full = self.place.prefix + chosen[0]
         found = InputStatistics(full, first.in_features, first.weight.device, rows=rows)
         self.statistics |= dict.fromkeys(chosen, found)
         return [first.register_forward_pre_hook(lambda _, args: found.add(args[0]))]
@@ -116,7 +138,7 @@ class LayerQuantizer:
         return True
 
     def _scales(self, fold: Fold) -> ChannelScales:
-        weights = [self._linear(name).weight.detach() for name in fold.names if name in self.names]
+        weights = [self.place.linear(name).weight.detach() for name in fold.names if name in self.names]
         found = next(self.statistics[name] for name in fold.names if name in self.statistics)
         fmt, dtype, alpha = self.settings.fmt, self.dtype, self.settings.alpha
         if self.settings.method is Method.AWQ:
@@ -125,28 +147,25 @@ class LayerQuantizer:
         return smooth_scales(weights, found, fmt, dtype, alphas=alphas, tied=fold.tied)
 
     def _codes(self, name: str) -> QuantizedWeight:
-        linear, settings = self._linear(name), self.settings
-        weight = linear.weight.detach()
-        full = f"{self.prefix}.{self.index}.{name}"
+        settings, weight = self.settings, self.place.linear(name).weight.detach()
+        full = self.place.prefix + name
         if settings.method is Method.GPTQ:
             gram = self.statistics[name].gram
-            stored = gptq(weight, gram, settings.fmt, options=settings.gptq, dtype=self.dtype, name=full)
-        elif settings.method is Method.AWQ:
-            stored = clip_weight(weight, settings.fmt, self.dtype, self.statistics[name].gram)
-        else:
-            stored = round_weight(weight, settings.fmt, dtype=self.dtype)
-        return stored
+            return gptq(weight, gram, settings.fmt, options=settings.gptq, dtype=self.dtype, name=full)
+        if settings.method is Method.AWQ:
+            return clip_weight(weight, settings.fmt, self.dtype, self.statistics[name].gram)
+        return round_weight(weight, settings.fmt, dtype=self.dtype)
 
     def _row(self, name: str, weight: QuantizedWeight, original: Tensor, seconds: float) -> ModuleReport:
-        linear, found = self._linear(name), self.statistics.get(name)
-        wanted, stored = linear.weight.detach(), weight.dequantize().float()
+        found = self.statistics.get(name)
+        wanted, stored = self.place.linear(name).weight.detach(), weight.dequantize().float()
         if found is None:
             error = float((stored - wanted).norm() / wanted.norm().clamp_min(1e-30))
         else:
             error = found.relative_error(wanted, stored)
         return ModuleReport(
-            layer=self.index,
-            module=f"{self.prefix}.{self.index}.{name}",
+            layer=self.place.index,
+            module=self.place.prefix + name,
             method=self.settings.method.value,
             format=weight.fmt.name,
             in_features=weight.in_features,
@@ -159,11 +178,6 @@ class LayerQuantizer:
             seconds=seconds,
         )
 
-    def _linear(self, name: str) -> nn.Linear:
-        linear = self.layer.get_submodule(name)
-        assert isinstance(linear, nn.Linear), f"{name} was chosen as a Linear layer"
-        return linear
-
 
 @torch.no_grad()
 def install(layer: nn.Module, weights: dict[str, QuantizedWeight], parameters: dict[str, Tensor]) -> None:
@@ -171,11 +185,16 @@ def install(layer: nn.Module, weights: dict[str, QuantizedWeight], parameters: d
     for name, value in parameters.items():
         layer.get_parameter(name).copy_(value)
     for name, weight in weights.items():
-        linear = layer.get_submodule(name)
-        assert isinstance(linear, nn.Linear), f"{name} was chosen as a Linear layer"
+        linear = _linear(layer, name)
         linear.weight.copy_(weight.dequantize())
         if weight.fmt.inputs is not Inputs.FULL:
             linear.register_forward_pre_hook(_rounding(weight.fmt.inputs))
+
+
+def _linear(layer: nn.Module, name: str) -> nn.Linear:
+    linear = layer.get_submodule(name)
+    assert isinstance(linear, nn.Linear), f"{name} was chosen as a Linear layer"
+    return linear
 
 
 def _rounding(inputs: Inputs) -> Callable[[nn.Module, tuple[Tensor, ...]], Tensor]:

@@ -1,22 +1,25 @@
 """The quantized checkpoint: packed layers, everything else as it was, and the config that says so."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 from safetensors import safe_open
 
 from kvq.calib.quantize.driver import results
+from kvq.calib.quantize.layer import ModuleReport
 from kvq.calib.quantize.partial import Partial
-from kvq.calib.quantize.report import ModuleReport
 from kvq.calib.quantize.settings import QuantizeSettings
 from kvq.calib.quantize.targets import Targets
+from kvq.calib.quantize.work import Quantizing
 from kvq.errors import ConfigError
 from kvq.formats.weights import WeightFormat
 from kvq.models.checkpoint import read_json, weight_files
-from kvq.models.prepared import QUANTIZED_FROM
+from kvq.models.device import DTYPES
+from kvq.models.prepared import QUANTIZED_FROM, PreparedModel
 from kvq.weights.files import check_fits, pack_linear, quantization_config
 from kvq.weights.gptq import ActOrder
+from kvq.weights.partial import check_target
 from kvq.weights.writer import CheckpointWriter
 
 _COPIED = (
@@ -33,12 +36,9 @@ _SUFFIXES = (".json", ".jinja", ".txt", ".model", ".tiktoken")
 KVScales = dict[str, torch.Tensor]  # names of tensors -> fp32 [1]
 
 
-def check_output(
-    out: Path, file_format: str, settings: QuantizeSettings, *, kv_scales: bool, overwrite: bool
-) -> None:
+def check_output(work: Quantizing, settings: QuantizeSettings) -> None:
     """Raise ConfigError, before any work, unless the folder can be written and hold the weights."""
-    from kvq.weights.partial import check_target
-
+    file_format = work.file_format
     check_fits(file_format, settings.fmt)
     grouped = settings.gptq.order is ActOrder.GROUP and settings.fmt.group_size is not None
     if grouped and file_format != "autogptq":
@@ -46,39 +46,28 @@ def check_output(
             f"{file_format} can't hold groups in the order of activity; use --act-order static, whose groups "
             f"are neighbouring inputs, or --format autogptq"
         )
-    if kv_scales and file_format != "compressed-tensors":
+    if work.kv_scales and file_format != "compressed-tensors":
         raise ConfigError(f"{file_format} can't hold scales of K and V; use --format compressed-tensors")
-    check_target(out, overwrite=overwrite)
+    check_target(work.out, overwrite=work.overwrite)
 
 
 def write_checkpoint(
-    out: Path,
-    source: Path,
-    partial: Partial,
-    targets: Targets,
-    file_format: str,
-    *,
-    dtype: torch.dtype | None,
-    origin: dict[str, str],
-    kv_scales: KVScales | None,
-    overwrite: bool,
-    progress: Callable[[int, int], None],
+    work: Quantizing, prepared: PreparedModel, partial: Partial, targets: Targets, kv_scales: KVScales | None
 ) -> tuple[list[ModuleReport], dict[str, str]]:
-    """Write the folder, whole or not at all. Returns the report's rows, and which inputs got no scales.
-
-    `dtype`: of what is not quantized; None: as the source stores it. `origin`: the source's name and digest.
-    """
+    """Write the folder, whole or not at all. Returns the report's rows, and which inputs got no scales."""
+    source, progress = prepared.folder, work.progress("writing")
+    dtype = DTYPES.get(work.stored_dtype())  # of what is not quantized; None: as the source stores it
     rows: list[ModuleReport] = []
     skipped: dict[str, str] = {}
     formats: dict[str, WeightFormat] = {}
     replaced: set[str] = set()
     ordered = False
-    with CheckpointWriter(out, overwrite=overwrite) as writer:
+    with CheckpointWriter(work.out, overwrite=work.overwrite) as writer:
         for index, result in results(partial, targets):
             progress(index, len(targets.layers))
             for name, weight in result.weights.items():
                 full = targets.full_name(index, name)
-                writer.add(pack_linear(file_format, full, weight))
+                writer.add(pack_linear(work.file_format, full, weight))
                 formats[full] = weight.fmt
                 ordered |= weight.order is not None
                 replaced.add(f"{full}.weight")
@@ -93,13 +82,9 @@ def write_checkpoint(
         if dtype is not None:
             config.pop("torch_dtype", None)
             config["dtype"] = str(dtype).removeprefix("torch.")
-        config[QUANTIZED_FROM] = origin
+        config[QUANTIZED_FROM] = {"name": prepared.source.name, "digest": prepared.digest}
         config["quantization_config"] = quantization_config(
-            file_format,
-            formats,
-            _ignored(targets),
-            kv_scales=kv_scales is not None,
-            act_order=ordered,
+            work.file_format, formats, _ignored(targets), kv_scales=kv_scales is not None, act_order=ordered
         )
         writer.finish(config, small_files(source))
     return rows, skipped

@@ -12,8 +12,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from kvq import fileio, strict_json
-from kvq.calib.quantize.layer import LayerResult
-from kvq.calib.quantize.report import ModuleReport
+from kvq.calib.quantize.layer import LayerResult, ModuleReport
 from kvq.errors import ConfigError, first_lines
 from kvq.formats.weights import parse_weight_format
 from kvq.kernels import QuantizedWeight

@@ -1,29 +1,28 @@
 """`kvq.quantize`: from a model to a quantized checkpoint beside it."""
 
-from collections.abc import Callable
 from contextlib import closing
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from kvq.calib.export import fp8_scale_tensors
 from kvq.calib.observe import Observations, observe
-from kvq.calib.quantize.driver import Progress, Source, quantize_layers
+from kvq.calib.quantize.driver import Source, quantize_layers
+from kvq.calib.quantize.layer import ModuleReport
 from kvq.calib.quantize.output import check_output, write_checkpoint
 from kvq.calib.quantize.partial import Kept, Partial, partial_folder
-from kvq.calib.quantize.report import ModuleReport
 from kvq.calib.quantize.samples import draw_samples
 from kvq.calib.quantize.settings import QuantizeSettings, digest_of
 from kvq.calib.quantize.targets import Targets, find_targets
 from kvq.calib.quantize.walk import decoder_layers
+from kvq.calib.quantize.work import Quantizing
 from kvq.errors import ConfigError, ModelError
 from kvq.evals import EvalText, calibration_text
 from kvq.formats import KVRecipe
 from kvq.geometry import ModelGeometry
 from kvq.models import load
 from kvq.models.checkpoint import content_digest, weight_files
-from kvq.models.device import DTYPES
-from kvq.models.prepared import PreparedModel, prepare
+from kvq.models.prepared import PreparedModel
 from kvq.models.resolve import ModelSource
 from kvq.models.skeleton import build_skeleton
 from kvq.models.weights import load_plain
@@ -54,56 +53,6 @@ class Quantized:
         return sum(row.bytes_after for row in self.rows)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Quantizing:
-    """Where a quantized checkpoint comes from and goes to."""
-
-    model: str | Path | ModelSource | PreparedModel
-    out: Path
-    file_format: str = "compressed-tensors"
-    text: EvalText | None = None  # None: CPython's help topics
-    device: str = "auto"
-    dtype: str = "auto"
-    kv_scales: bool = False
-    overwrite: bool = False
-    restart: bool = False
-    revision: str | None = None
-    token: str | None = None
-    progress: Callable[[str], Progress] = field(default=lambda what: lambda done, total: None)
-    on_resumed: Callable[[int], object] = field(default=lambda layers: None)  # told how many are finished
-
-    def stored_dtype(self) -> str:
-        """The dtype of scales and of what stays unquantized; GPTQ's and AWQ's is fp16.
-
-        Raises:
-            ConfigError: another was asked for where the file format has fp16 alone.
-        """
-        if self.file_format == "compressed-tensors":
-            return self.dtype
-        if self.dtype not in ("auto", "fp16"):
-            raise ConfigError(
-                f"{self.file_format} keeps fp16, got dtype {self.dtype!r}; leave --dtype out, or write "
-                f"compressed-tensors"
-            )
-        return "fp16"
-
-    def prepared(self) -> PreparedModel:
-        """The model, checked; none of its weights are read.
-
-        Raises:
-            ModelError: missing, damaged or refused model.
-        """
-        if isinstance(self.model, PreparedModel):
-            return self.model
-        return prepare(
-            self.model,
-            device=self.device,
-            max_context=1,  # of no consequence: nothing is served
-            revision=self.revision,
-            token=self.token,
-        )
-
-
 def quantize_model(work: Quantizing, settings: QuantizeSettings) -> Quantized:
     """Quantize a model's weights into a folder of its own.
 
@@ -115,7 +64,7 @@ def quantize_model(work: Quantizing, settings: QuantizeSettings) -> Quantized:
         ModelError: missing, damaged or refused model.
         RequestError: too short a text, or activations that are not finite.
     """
-    check_output(work.out, work.file_format, settings, kv_scales=work.kv_scales, overwrite=work.overwrite)
+    check_output(work, settings)
     dtype = work.stored_dtype()
     prepared = work.prepared()
     folder, geometry = prepared.folder, prepared.geometry
@@ -156,18 +105,8 @@ def quantize_model(work: Quantizing, settings: QuantizeSettings) -> Quantized:
         if partial.finished:
             work.on_resumed(partial.finished)
         quantize_layers(source, settings, windows, partial, work.progress("quantizing layers"))
-        rows, skipped = write_checkpoint(
-            work.out,
-            folder,
-            partial,
-            targets,
-            work.file_format,
-            dtype=DTYPES.get(dtype),
-            origin={"name": prepared.source.name, "digest": prepared.digest},
-            kv_scales=None if seen is None else fp8_scale_tensors(seen),
-            overwrite=work.overwrite,
-            progress=work.progress("writing"),
-        )
+        scales = None if seen is None else fp8_scale_tensors(seen)
+        rows, skipped = write_checkpoint(work, prepared, partial, targets, scales)
         if seen is not None:
             _recipe(work.out, seen, geometry).save(work.out / "kvq.json")
             relist(work.out / "kvq.json")

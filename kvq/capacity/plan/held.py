@@ -6,7 +6,7 @@ from typing import Any
 
 from kvq.capacity.plan.parameters import Parameters
 from kvq.errors import ConfigError, nearest
-from kvq.formats.weights import WeightCode, WeightFormat, parse_weight_format
+from kvq.formats.weights import INTEGER_CODES, WeightCode, WeightFormat, parse_weight_format
 
 AUTO = "auto"
 _PLAIN_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
@@ -14,7 +14,6 @@ _DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 _NF4 = "nf4"
 _NF4_BLOCK = 64  # weights that share a scale of 8 bits
 NAMES = (*_PLAIN_BYTES, "fp8", "int8", "int4", "int3", _NF4)
-_OWN_CODES = {8: WeightCode.INT8, 4: WeightCode.INT4, 3: WeightCode.INT3}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -138,7 +137,7 @@ def _stored(config: Mapping[str, Any]) -> str | WeightFormat | None:
 
 
 def _integers(said: Mapping[str, Any], key: str, *, symmetric: object) -> WeightFormat | None:
-    code = _OWN_CODES.get(said.get(key, said.get("w_bit")))
+    code = INTEGER_CODES.get(said.get(key, said.get("w_bit")))
     group = said.get("group_size", said.get("q_group_size"))
     if code is None:
         return None

@@ -34,22 +34,13 @@ TRANSFORMERS_NEEDS = {  # packages beside transformers 5 itself, which names one
     "autogptq": ("gptqmodel", "optimum", "accelerate"),
     "autoawq": ("gptqmodel", "accelerate"),
 }
-_METHODS = ("compressed-tensors", "gptq", "awq")
-_PACK = {
-    "compressed-tensors": compressed_tensors.pack_linear,
-    "autogptq": gptq.pack_linear,
-    "autoawq": awq.pack_linear,
+_CONFIGS = {  # by quant_method
+    "compressed-tensors": config_groups.parse,
+    "gptq": flat_config.parse_gptq,
+    "awq": flat_config.parse_awq,
 }
-_READ = {
-    "compressed-tensors": compressed_tensors.read_linear,
-    "autogptq": gptq.read_linear,
-    "autoawq": awq.read_linear,
-}
-_SHAPE = {
-    "compressed-tensors": compressed_tensors.stored_shape,
-    "autogptq": gptq.stored_shape,
-    "autoawq": awq.stored_shape,
-}
+_TENSORS = {"compressed-tensors": compressed_tensors, "autogptq": gptq, "autoawq": awq}
+_OTHER = "write compressed-tensors"
 
 
 def check_fits(file_format: str, fmt: WeightFormat) -> None:
@@ -66,9 +57,6 @@ def check_fits(file_format: str, fmt: WeightFormat) -> None:
         raise ConfigError(f"autoawq holds int4 weights, got {fmt.name}; {_OTHER}")
 
 
-_OTHER = "write compressed-tensors"
-
-
 def pack_linear(file_format: str, name: str, weight: QuantizedWeight) -> dict[str, Tensor]:
     """The tensors that stand for the weight of the layer called `name`.
 
@@ -76,7 +64,8 @@ def pack_linear(file_format: str, name: str, weight: QuantizedWeight) -> dict[st
         ConfigError: the file format can't hold this weight's format, sizes, scales or order of inputs.
     """
     check_fits(file_format, weight.fmt)
-    return _PACK[file_format](name, weight)
+    tensors: dict[str, Tensor] = _TENSORS[file_format].pack_linear(name, weight)
+    return tensors
 
 
 def read_linear(scheme: QuantizationScheme, name: str, tensors: Mapping[str, Tensor]) -> QuantizedWeight:
@@ -85,11 +74,9 @@ def read_linear(scheme: QuantizationScheme, name: str, tensors: Mapping[str, Ten
     Raises:
         ModelError: a tensor is missing, or its type, shape or numbers don't agree with the scheme.
     """
-    layer = scheme.layer_of(name)
-    if layer is None:
-        raise ModelError(f"{WHERE} doesn't say that {name} is quantized")
+    layer = _layer(scheme, name)
     try:
-        weight = _READ[scheme.file_format](layer, name, tensors)
+        weight: QuantizedWeight = _TENSORS[scheme.file_format].read_linear(layer, name, tensors)
     except ConfigError as error:  # groups that don't divide the inputs
         raise ModelError(f"{name} as {layer.fmt.name}, which {WHERE} names: {error}") from error
     return weight
@@ -101,17 +88,23 @@ def stored_shape(scheme: QuantizationScheme, name: str, tensors: Mapping[str, Te
     Raises:
         ModelError: a tensor is missing or is no matrix.
     """
-    layer = scheme.layer_of(name)
-    if layer is None:
-        raise ModelError(f"{WHERE} doesn't say that {name} is quantized")
+    layer = _layer(scheme, name)
     if missing := [part for part in scheme.names_of(name) if part not in tensors]:
         raise ModelError(
             f"tensor {missing[0]} is missing; the checkpoint or its quantization_config is damaged"
         )
     try:
-        return _SHAPE[scheme.file_format](layer, name, tensors)
+        shape: tuple[int, int] = _TENSORS[scheme.file_format].stored_shape(layer, name, tensors)
     except ValueError as error:
         raise ModelError(f"the tensors of {name} must be matrices: {error}") from error
+    return shape
+
+
+def _layer(scheme: QuantizationScheme, name: str) -> LayerScheme:
+    layer = scheme.layer_of(name)
+    if layer is None:
+        raise ModelError(f"{WHERE} doesn't say that {name} is quantized")
+    return layer
 
 
 def quantization_config(
@@ -150,13 +143,7 @@ def parse_config(config: object) -> QuantizationScheme:
         ModelError: a method, version or feature that isn't read, by its field and value.
     """
     fields = Fields.of(config, WHERE)
-    match fields.choice("quant_method", _METHODS):
-        case "compressed-tensors":
-            return config_groups.parse(fields)
-        case "gptq":
-            return flat_config.parse_gptq(fields)
-        case _:
-            return flat_config.parse_awq(fields)
+    return _CONFIGS[fields.choice("quant_method", tuple(_CONFIGS))](fields)
 
 
 def _flat(

@@ -11,7 +11,7 @@ from torch import Tensor
 from kvq.errors import ConfigError, ModelError
 from kvq.formats.weights import WeightFormat
 from kvq.kernels.linear.weight import QuantizedWeight
-from kvq.weights.files.columns import offset, signed, whole_groups
+from kvq.weights.files.columns import check_fp16_scales, offset, signed, whole_groups
 from kvq.weights.files.fields import WHERE
 from kvq.weights.files.scheme import LayerScheme
 from kvq.weights.files.tensors import take, take_matrix, take_scale
@@ -36,10 +36,7 @@ def pack_linear(name: str, weight: QuantizedWeight) -> dict[str, Tensor]:
     """
     if weight.out_features % _COLUMNS:
         raise ConfigError(f"{name}: AWQ needs a multiple of {_COLUMNS} outputs, got {weight.out_features}")
-    if weight.scale.dtype is not torch.float16:
-        raise ConfigError(
-            f"{name}: AWQ keeps fp16 scales, got {weight.scale.dtype}; quantize with fp16 scales"
-        )
+    check_fp16_scales(name, weight, "AWQ")
     q = whole_groups(name, weight)
     zero = torch.zeros_like(weight.scale, dtype=torch.int8) if weight.zero is None else weight.zero
     return {

@@ -32,6 +32,13 @@ def whole_groups(name: str, weight: QuantizedWeight) -> Tensor:
     return q
 
 
+def check_fp16_scales(name: str, weight: QuantizedWeight, program: str) -> None:
+    """Raise ConfigError unless the scales are as GPTQ and AWQ keep them."""
+    if weight.scale.dtype is not torch.float16:
+        got = weight.scale.dtype
+        raise ConfigError(f"{name}: {program} keeps fp16 scales, got {got}; quantize with fp16 scales")
+
+
 def offset(q: Tensor, bits: int) -> Tensor:
     """int8 codes or zero points -> uint8 from 0 to 2^bits - 1."""
     return (q.to(torch.int16) + (1 << (bits - 1))).to(torch.uint8)

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvq.errors import ConfigError, ModelError
-from kvq.formats.weights import Inputs, WeightCode, WeightFormat
+from kvq.formats.weights import INTEGER_CODES, Inputs, WeightCode, WeightFormat
 from kvq.weights.files import compressed_tensors as tensors
 from kvq.weights.files.fields import Fields
 from kvq.weights.files.scheme import Match, QuantizationScheme, Rule, Target
@@ -27,13 +27,8 @@ _ARGS = (
 )  # fmt: skip
 _GROUP = ("targets", "weights", "input_activations", "output_activations", "format")
 _ORDERED = ("group", "dynamic")  # of actorder: on disk, groups of scattered inputs
-_CODES = {
-    ("int", 8): WeightCode.INT8,
-    ("int", 4): WeightCode.INT4,
-    ("int", 3): WeightCode.INT3,
-    ("float", 8): WeightCode.FP8,
-}
-_KV_SCHEME = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True, "dynamic": False}
+_CODES = {("int", bits): code for bits, code in INTEGER_CODES.items()} | {("float", 8): WeightCode.FP8}
+_KV_SCHEME = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "tensor", "dynamic": False}
 
 
 def dump(formats: Mapping[str, WeightFormat], ignore: Sequence[str], *, kv_scales: bool) -> dict[str, Any]:
@@ -65,16 +60,12 @@ def parse(fields: Fields) -> QuantizationScheme:
     if not named.values:
         raise named.refusal("group_0", "there: config_groups is empty")
     rules = [Rule(_target(text, fields.where), None) for text in fields.strings("ignore")]
-    found = [rule for name in named.values for rule in _group(Fields.of(*_at(named, name)), version)]
+    found = [rule for name in named.values for rule in _group(named.object(name), version)]
     rank = {Match.EXACT: 0, Match.REGEX: 1, Match.ANY: 2}
     rules += sorted(found, key=lambda rule: rank[rule.target.match])
     return QuantizationScheme(
         file_format=METHOD, version=version, rules=tuple(rules), kv_scales=_kv_scales(fields)
     )
-
-
-def _at(fields: Fields, name: str) -> tuple[object, str]:
-    return fields.values[name], f"{fields.where}.{name}"
 
 
 def _dump_group(fmt: WeightFormat, targets: list[str]) -> dict[str, Any]:
@@ -87,11 +78,10 @@ def _dump_group(fmt: WeightFormat, targets: list[str]) -> dict[str, Any]:
         "group_size": fmt.group_size,
         "dynamic": False,
     }
-    inputs = {"num_bits": 8, "type": kind, "symmetric": True, "strategy": "token", "dynamic": True}
     return {
         "targets": targets,
         "weights": weights,
-        "input_activations": None if fmt.inputs is Inputs.FULL else inputs,
+        "input_activations": None if fmt.inputs is Inputs.FULL else _token_inputs(kind),
         "output_activations": None,
         "format": tensors.version_of(fmt),
     }
@@ -141,14 +131,7 @@ def _weight_format(weights: Fields, group: Fields) -> WeightFormat:
 def _inputs(group: Fields, kind: str) -> Inputs:
     if group.values.get("input_activations") is None:
         return Inputs.FULL
-    inputs = group.object("input_activations")
-    inputs.only(_ARGS)
-    inputs.absent("block_structure", "actorder", "group_size")
-    inputs.choice("num_bits", (8,))
-    inputs.choice("type", (kind,))
-    inputs.choice("symmetric", (True,))
-    inputs.choice("strategy", ("token",))
-    inputs.choice("dynamic", (True,))
+    _check_args(group.object("input_activations"), _token_inputs(kind))
     return Inputs.FP8 if kind == "float" else Inputs.INT8
 
 
@@ -173,9 +156,18 @@ def _check_sparsity(fields: Fields) -> None:
 def _kv_scales(fields: Fields) -> bool:
     if fields.values.get("kv_cache_scheme") is None:
         return False
-    scheme = fields.object("kv_cache_scheme")
-    scheme.only(_ARGS)
-    scheme.absent("block_structure", "actorder", "group_size")
-    for name, value in _KV_SCHEME.items():
-        scheme.choice(name, (value,))
+    _check_args(fields.object("kv_cache_scheme"), _KV_SCHEME)
     return True
+
+
+def _token_inputs(kind: str) -> dict[str, Any]:
+    """How inputs are rounded, token by token."""
+    return {"num_bits": 8, "type": kind, "symmetric": True, "strategy": "token", "dynamic": True}
+
+
+def _check_args(args: Fields, wanted: Mapping[str, Any]) -> None:
+    """Raise ModelError unless arguments of a quantization are these, and nothing more."""
+    args.only(_ARGS)
+    args.absent("block_structure", "actorder", "group_size")
+    for name, value in wanted.items():
+        args.choice(name, (value,))

@@ -9,12 +9,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvq.errors import ConfigError, ModelError
-from kvq.formats.weights import WeightCode, WeightFormat
+from kvq.formats.weights import INTEGER_CODES, WeightCode, WeightFormat
 from kvq.weights.files import awq, gptq
 from kvq.weights.files.fields import Fields
 from kvq.weights.files.scheme import Match, QuantizationScheme, Rule, Target
 
-_CODES = {8: WeightCode.INT8, 4: WeightCode.INT4, 3: WeightCode.INT3}
 _IN_BLOCKS = r"(.*\.)?\d+\..*"  # layers outside of the numbered blocks keep their weights
 _GPTQ = (
     "quant_method", "bits", "group_size", "sym", "desc_act", "checkpoint_format", "format", "lm_head",
@@ -88,7 +87,7 @@ def parse_awq(fields: Fields) -> QuantizationScheme:
 
 def _gptq_format(fields: Fields) -> WeightFormat:
     fields.choice("desc_act", (True, False, None), False)
-    code = _CODES[fields.choice("bits", tuple(_CODES))]
+    code = INTEGER_CODES[fields.choice("bits", tuple(INTEGER_CODES))]
     return _format(fields, code, symmetric=fields.choice("sym", (True, False), True))
 
 
@@ -122,9 +121,8 @@ def _parts(fields: Fields) -> list[str]:
     listed = fields.values.get("modules_in_block_to_quantize")
     if listed is None:
         return []
-    if not isinstance(listed, list) or not all(isinstance(some, list) for some in listed):
-        raise fields.refusal("modules_in_block_to_quantize", "a list of lists of names")
-    flat = [part for some in listed for part in some]
+    is_nested = isinstance(listed, list) and all(isinstance(some, list) for some in listed)
+    flat = [part for some in listed for part in some] if is_nested else []
     if not flat or not all(isinstance(part, str) for part in flat):
         raise fields.refusal("modules_in_block_to_quantize", "a list of lists of names")
     return flat

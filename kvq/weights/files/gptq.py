@@ -11,7 +11,7 @@ from torch import Tensor
 from kvq.errors import ConfigError, ModelError
 from kvq.formats.weights import WeightFormat
 from kvq.kernels.linear.weight import QuantizedWeight
-from kvq.weights.files.columns import offset, own_order, signed
+from kvq.weights.files.columns import check_fp16_scales, offset, own_order, signed
 from kvq.weights.files.fields import WHERE
 from kvq.weights.files.scheme import LayerScheme
 from kvq.weights.files.tensors import take, take_groups, take_matrix, take_scale
@@ -38,10 +38,7 @@ def pack_linear(name: str, weight: QuantizedWeight) -> dict[str, Tensor]:
         if count * bits % WORD_BITS:
             fits = next(n for n in (4, 8, 16, 32) if n * bits % WORD_BITS == 0)
             raise ConfigError(f"{name}: GPTQ of {bits} bits needs a multiple of {fits} {side}, got {count}")
-    if weight.scale.dtype is not torch.float16:
-        raise ConfigError(
-            f"{name}: GPTQ keeps fp16 scales, got {weight.scale.dtype}; quantize with fp16 scales"
-        )
+    check_fp16_scales(name, weight, "GPTQ")
     q, index = own_order(weight)
     zeros = torch.full(
         (weight.scale.shape[1], out), (1 << (bits - 1)) - 1, dtype=torch.uint8, device=q.device
