@@ -40,7 +40,6 @@ from kvq.capacity.fleet.replica import EngineSpec
 from kvq.capacity.fleet.summary import Slo, summarize
 from kvq.capacity.plan.calibration import efficiency
 from kvq.capacity.plan.gpus import Gpu
-from kvq.capacity.plan.memory import Split
 from kvq.capacity.plan.plan import CapacityPlan, Engine
 from kvq.capacity.plan.planner import make_target, plan
 from kvq.capacity.plan.step_time import StepTime, roofline
@@ -48,6 +47,7 @@ from kvq.engine import LLM, SamplingParams
 from kvq.evals.results import envelope, source_commit, write_json
 from kvq.models import Model, load
 from kvq.scheduler import Priority
+from kvq.sizing.memory import Split
 
 FORMATS = ("fp32", "bf16", "fp8", "int8", "k8v4", "int4", "int2")
 BLOCK_SIZES = (8, 16, 64)  # tokens

@@ -5,12 +5,12 @@ from typing import Any
 
 import torch
 
-from kvq.capacity.plan.parameters import Parameters, count_parameters
 from kvq.capacity.plan.step_time import read_share
 from kvq.engine import StepStats
 from kvq.errors import ConfigError
 from kvq.models import Model
 from kvq.models.checkpoint import read_json
+from kvq.sizing.parameters import Parameters, count_parameters
 from kvq.weights import weight_bytes
 
 _LEAST = 4  # steps near a number of tokens, for a point of its own

@@ -15,10 +15,10 @@ def command(json_path: str | None) -> None:
     from rich.table import Table
 
     from kvq.capacity.plan.known import known_models
-    from kvq.capacity.plan.memory import kv_layout
-    from kvq.capacity.plan.parameters import count_parameters
     from kvq.commands.tables import console
     from kvq.geometry import parse_geometry
+    from kvq.sizing.memory import kv_layout
+    from kvq.sizing.parameters import count_parameters
 
     rows: list[dict[str, Any]] = []
     for model in known_models().values():

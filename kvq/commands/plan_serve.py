@@ -5,9 +5,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvq.capacity.plan.pools import GPU_FRACTION, MAX_NUM_BATCHED_TOKENS, MAX_NUM_SEQS
 from kvq.errors import ConfigError
 from kvq.formats.weights import parse_weight_format
+from kvq.sizing.pools import GPU_FRACTION, MAX_NUM_BATCHED_TOKENS, MAX_NUM_SEQS
 
 if TYPE_CHECKING:
     from kvq.capacity.plan.plan import CapacityPlan, Engine

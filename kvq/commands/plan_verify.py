@@ -127,9 +127,9 @@ def _verify(prepared: "PreparedModel", kv: str, options: dict[str, Any], given: 
 def _planned_pool(prepared: "PreparedModel", kv: str, engine: "EngineConfig") -> int:
     """Bytes of the pools of an engine that is yet to be started, from what is free now."""
     from kvq.cache.memory import available_bytes
-    from kvq.capacity.plan.pools import bytes_of
     from kvq.engine.memory import planned_blocks
     from kvq.models.footprint import planned_activations, planned_weights
+    from kvq.sizing.pools import bytes_of
 
     layout = prepared.layout(prepared.recipe(kv))
     free = available_bytes(prepared.device)

@@ -5,9 +5,9 @@ from typing import Any, TypeVar
 
 import click
 
-from kvq.capacity.plan.pools import CPU_FRACTION, CPU_MOST, GPU_FRACTION, MAX_NUM_BATCHED_TOKENS, MAX_NUM_SEQS
 from kvq.commands.options import Finite, ModelOptions, Size
 from kvq.errors import ConfigError
+from kvq.sizing.pools import CPU_FRACTION, CPU_MOST, GPU_FRACTION, MAX_NUM_BATCHED_TOKENS, MAX_NUM_SEQS
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 _OPTIONS = (

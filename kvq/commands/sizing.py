@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from kvq.capacity.plan.pools import GPU_FRACTION
 from kvq.commands.options import Finite
 from kvq.errors import ConfigError
+from kvq.sizing.pools import GPU_FRACTION
 
 if TYPE_CHECKING:
     from kvq.capacity.plan.gpus import Gpu
@@ -77,7 +77,7 @@ def given_options(context: click.Context) -> set[str]:
 def make_target(options: dict[str, Any]) -> "Target":
     """The model, as it is spread over GPUs."""
     from kvq.capacity.plan import planner
-    from kvq.capacity.plan.memory import Split
+    from kvq.sizing.memory import Split
 
     given = options.get("weights_gb")
     if given is not None and not given > 0:

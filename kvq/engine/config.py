@@ -4,9 +4,9 @@ from dataclasses import dataclass
 from math import isfinite
 from pathlib import Path
 
-from kvq.capacity.plan.pools import MAX_NUM_BATCHED_TOKENS, MAX_NUM_SEQS, RESERVE_FRACTION
 from kvq.errors import ConfigError
 from kvq.sizes import parse_bytes
+from kvq.sizing.pools import MAX_NUM_BATCHED_TOKENS, MAX_NUM_SEQS, RESERVE_FRACTION
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -5,11 +5,11 @@ import math
 import torch
 
 from kvq.cache.memory import available_bytes
-from kvq.capacity.plan.pools import pool_budget, share_blocks, wanted_blocks
 from kvq.engine.config import EngineConfig
 from kvq.errors import OutOfMemory
 from kvq.layout import KVLayout
 from kvq.sizes import binary, parse_bytes
+from kvq.sizing.pools import pool_budget, share_blocks, wanted_blocks
 
 
 def pool_blocks(

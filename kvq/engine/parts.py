@@ -3,7 +3,6 @@
 import logging
 
 from kvq.blockmgr import BlockManager
-from kvq.capacity.plan.pools import bytes_of, reserve_blocks
 from kvq.engine.config import EngineConfig
 from kvq.engine.dry_run import dry_run
 from kvq.engine.memory import pool_blocks, swap_slots
@@ -11,6 +10,7 @@ from kvq.engine.runner import Runner
 from kvq.models import Model
 from kvq.scheduler import MeasuredCosts, Scheduler, SchedulerConfig
 from kvq.sizes import decimal
+from kvq.sizing.pools import bytes_of, reserve_blocks
 
 _log = logging.getLogger("kvq")
 

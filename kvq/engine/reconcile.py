@@ -14,12 +14,12 @@ from torch import nn
 
 from kvq.cache import KVCache
 from kvq.cache.memory import held_bytes
-from kvq.capacity.plan.memory import EXPERTS_TERM, KEPT_TERM, LINEAR_TERM, SCALES_TERM
-from kvq.capacity.plan.pools import bytes_of
 from kvq.errors import ConfigError
 from kvq.models import Model
 from kvq.models.footprint import planned_weights
 from kvq.sizes import decimal
+from kvq.sizing.memory import EXPERTS_TERM, KEPT_TERM, LINEAR_TERM, SCALES_TERM
+from kvq.sizing.pools import bytes_of
 from kvq.weights import ROUTERS, PackedLinear
 
 _log = logging.getLogger("kvq")

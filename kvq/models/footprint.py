@@ -6,15 +6,15 @@ from math import prod
 
 import numpy as np
 
-from kvq.capacity.plan.held import HeldAs, held_as
-from kvq.capacity.plan.memory import Split, Term, activation_term, weight_terms
-from kvq.capacity.plan.parameters import count_parameters
 from kvq.errors import ConfigError
 from kvq.formats.weights import WeightCode, WeightFormat
 from kvq.models.checkpoint import read_header, weight_files
 from kvq.models.device import DTYPE_NAMES
 from kvq.models.linear import has_own_products
 from kvq.models.prepared import PreparedModel
+from kvq.sizing.held import HeldAs, held_as
+from kvq.sizing.memory import Split, Term, activation_term, weight_terms
+from kvq.sizing.parameters import count_parameters
 
 _STORED = {"F32": "fp32", "BF16": "bf16", "F16": "fp16"}
 _SCALES = (".weight_scale", ".scales")  # how the names of scales end, in the formats that are read

@@ -14,11 +14,8 @@ from kvq.cache.memory import available_bytes
 from kvq.capacity.plan.gpus import find_gpu
 from kvq.capacity.plan.known import find_model
 from kvq.capacity.plan.lengths import fixed
-from kvq.capacity.plan.memory import ACTIVATION_TERM, Split, activation_term, kv_layout
-from kvq.capacity.plan.parameters import count_parameters
 from kvq.capacity.plan.plan import Engine, make_plan
 from kvq.capacity.plan.planner import make_target
-from kvq.capacity.plan.pools import bytes_of
 from kvq.commands.plan_verify import _planned_pool
 from kvq.engine.config import EngineConfig
 from kvq.engine.memory import pool_blocks
@@ -27,6 +24,9 @@ from kvq.models.attention import NAME, register_attention
 from kvq.models.footprint import planned_activations, planned_weights
 from kvq.models.prepared import prepare
 from kvq.models.step import PackedStep
+from kvq.sizing.memory import ACTIVATION_TERM, Split, activation_term, kv_layout
+from kvq.sizing.parameters import count_parameters
+from kvq.sizing.pools import bytes_of
 from tests.helpers_models import save_model
 
 CUDA = torch.device("cuda")

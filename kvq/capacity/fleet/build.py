@@ -4,10 +4,10 @@ from kvq.capacity.fleet.replica import EngineSpec
 from kvq.capacity.plan.gpus import Gpu
 from kvq.capacity.plan.lengths import Length
 from kvq.capacity.plan.plan import CapacityPlan, Engine, Target, make_plan
-from kvq.capacity.plan.pools import reserve_blocks
 from kvq.capacity.plan.roofline import Efficiency
 from kvq.errors import ConfigError
 from kvq.scheduler import SchedulerConfig
+from kvq.sizing.pools import reserve_blocks
 
 
 def make_engine(

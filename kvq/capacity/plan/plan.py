@@ -6,10 +6,18 @@ from functools import partial
 
 from kvq.capacity.plan.cost import usd_per_million
 from kvq.capacity.plan.gpus import Gpu
-from kvq.capacity.plan.held import HeldAs
 from kvq.capacity.plan.latent import LatentKV, latent_kv
 from kvq.capacity.plan.lengths import Length
-from kvq.capacity.plan.memory import (
+from kvq.capacity.plan.roofline import Efficiency, Serving
+from kvq.capacity.plan.speed import serving
+from kvq.capacity.plan.step_time import StepTime, roofline
+from kvq.capacity.plan.users import Users, count_users
+from kvq.errors import ConfigError
+from kvq.geometry import ModelGeometry
+from kvq.layout import KVLayout
+from kvq.sizes import decimal
+from kvq.sizing.held import HeldAs
+from kvq.sizing.memory import (
     ACTIVATION_TERM,
     Split,
     Term,
@@ -19,8 +27,8 @@ from kvq.capacity.plan.memory import (
     split_geometry,
     weight_terms,
 )
-from kvq.capacity.plan.parameters import Parameters
-from kvq.capacity.plan.pools import (
+from kvq.sizing.parameters import Parameters
+from kvq.sizing.pools import (
     GPU_FRACTION,
     MAX_NUM_BATCHED_TOKENS,
     bytes_of,
@@ -28,14 +36,6 @@ from kvq.capacity.plan.pools import (
     share_blocks,
     wanted_blocks,
 )
-from kvq.capacity.plan.roofline import Efficiency, Serving
-from kvq.capacity.plan.speed import serving
-from kvq.capacity.plan.step_time import StepTime, roofline
-from kvq.capacity.plan.users import Users, count_users
-from kvq.errors import ConfigError
-from kvq.geometry import ModelGeometry
-from kvq.layout import KVLayout
-from kvq.sizes import decimal
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -8,15 +8,15 @@ from typing import Any
 
 from kvq.arguments import checked
 from kvq.capacity.plan.gpus import Gpu, find_gpu
-from kvq.capacity.plan.held import AUTO, held_as
 from kvq.capacity.plan.known import find_model, known_models
 from kvq.capacity.plan.latent import latent_values
 from kvq.capacity.plan.lengths import Length, fixed
-from kvq.capacity.plan.memory import Split
-from kvq.capacity.plan.parameters import count_parameters
 from kvq.capacity.plan.plan import CapacityPlan, Engine, Target, make_plan
 from kvq.errors import ConfigError
 from kvq.geometry import parse_geometry
+from kvq.sizing.held import AUTO, held_as
+from kvq.sizing.memory import Split
+from kvq.sizing.parameters import count_parameters
 
 _log = logging.getLogger("kvq")
 

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from functools import cache
 
 from kvq.capacity.plan.gpus import Gpu
-from kvq.capacity.plan.memory import Split
-from kvq.capacity.plan.parameters import Parameters
 from kvq.capacity.plan.roofline import Efficiency, Machine, expert_share
 from kvq.geometry import ModelGeometry
 from kvq.layout import KVLayout
+from kvq.sizing.memory import Split
+from kvq.sizing.parameters import Parameters
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

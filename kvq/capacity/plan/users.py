@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from kvq.capacity.plan.lengths import Length
-from kvq.capacity.plan.pools import bytes_of, sequence_blocks
 from kvq.errors import ConfigError
 from kvq.layout import KVLayout
+from kvq.sizing.pools import bytes_of, sequence_blocks
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

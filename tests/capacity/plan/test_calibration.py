@@ -7,10 +7,10 @@ import pytest
 
 from kvq.capacity.plan.calibration import efficiency, read_efficiency
 from kvq.capacity.plan.gpus import Gpu
-from kvq.capacity.plan.memory import Split, kv_layout
 from kvq.capacity.plan.planner import make_target
 from kvq.capacity.plan.step_time import StepTime, read_share, roofline
 from kvq.errors import ConfigError
+from kvq.sizing.memory import Split, kv_layout
 
 GPU = Gpu(name="one", memory_gb=10, bandwidth_tb_s=2, usd_per_hour=1, tflops={"fp16": 400})
 TARGET = make_target("llama-3-8b", weights="fp16", weight_bytes=None, split=Split())

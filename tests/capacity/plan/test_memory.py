@@ -3,15 +3,15 @@
 import pytest
 
 import kvq
-from kvq.capacity.plan.held import held_as
 from kvq.capacity.plan.known import find_model
 from kvq.capacity.plan.lengths import Length, fixed, lognormal, read_trace
-from kvq.capacity.plan.memory import Split, kv_layout, split_geometry, weight_terms
-from kvq.capacity.plan.parameters import count_parameters
-from kvq.capacity.plan.pools import bytes_of, sequence_blocks, share_blocks, wanted_blocks
 from kvq.capacity.plan.users import count_users
 from kvq.errors import ConfigError
 from kvq.geometry import parse_geometry
+from kvq.sizing.held import held_as
+from kvq.sizing.memory import Split, kv_layout, split_geometry, weight_terms
+from kvq.sizing.parameters import count_parameters
+from kvq.sizing.pools import bytes_of, sequence_blocks, share_blocks, wanted_blocks
 
 GB, GIB = 1e9, 2**30
 

@@ -9,12 +9,12 @@ import pytest
 import kvq
 from kvq.capacity.plan.gpus import find_gpu
 from kvq.capacity.plan.lengths import Length
-from kvq.capacity.plan.memory import Split
 from kvq.capacity.plan.plan import Engine, make_plan
 from kvq.capacity.plan.planner import make_target
 from kvq.capacity.plan.speed import at_rate
 from kvq.errors import ConfigError
 from kvq.formats import KVRecipe
+from kvq.sizing.memory import Split
 
 
 def test_a_plan_in_one_call():

@@ -2,12 +2,12 @@
 
 from dataclasses import dataclass, replace
 
-from kvq.capacity.plan.held import HeldAs
-from kvq.capacity.plan.parameters import Parameters
 from kvq.errors import ConfigError
 from kvq.formats import KVRecipe
 from kvq.geometry import LayerGeometry, ModelGeometry
 from kvq.layout import KVLayout, plan_layout
+from kvq.sizing.held import HeldAs
+from kvq.sizing.parameters import Parameters
 
 LINEAR_TERM = "linear weights"
 SCALES_TERM = "weight scales"

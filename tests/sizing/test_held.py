@@ -5,10 +5,10 @@ import json
 import pytest
 
 import kvq
-from kvq.capacity.plan.held import held_as
 from kvq.errors import ConfigError
 from kvq.formats.weights import WeightFormat
 from kvq.models.resolve import EMBEDDED
+from kvq.sizing.held import held_as
 
 CONFIG = json.loads((EMBEDDED["tiny"] / "config.json").read_text())
 INT4 = {"quant_method": "gptq", "bits": 4, "group_size": 128}

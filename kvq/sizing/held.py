@@ -4,9 +4,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from kvq.capacity.plan.parameters import Parameters
 from kvq.errors import ConfigError, nearest
 from kvq.formats.weights import INTEGER_CODES, WeightCode, WeightFormat, parse_weight_format
+from kvq.sizing.parameters import Parameters
 
 AUTO = "auto"
 _PLAIN_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
