@@ -12,7 +12,7 @@ from kvq.errors import ConfigError
 P = ParamSpec("P")
 R = TypeVar("R")
 _SHOWN = 60  # characters of a value
-_NUMBERS: dict[Any, Any] = {int: numbers.Integral, float: numbers.Real}  # numpy's too
+_NUMBERS = types.MappingProxyType({int: numbers.Integral, float: numbers.Real})  # numpy's too
 
 
 def checked(function: Callable[P, R]) -> Callable[P, R]:
@@ -24,10 +24,11 @@ def checked(function: Callable[P, R]) -> Callable[P, R]:
         ConfigError: an argument of another type, by its name.
     """
     signature = inspect.signature(function)
+    hints_of = functools.cache(get_type_hints)  # at the first call: annotations may name what comes later
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        hints = _hints(function)
+        hints = hints_of(function)
         for name, value in signature.bind(*args, **kwargs).arguments.items():
             kind = signature.parameters[name].kind
             if name in hints and kind not in (kind.VAR_POSITIONAL, kind.VAR_KEYWORD):
@@ -35,11 +36,6 @@ def checked(function: Callable[P, R]) -> Callable[P, R]:
         return function(*args, **kwargs)
 
     return call
-
-
-@functools.cache
-def _hints(function: Callable[..., Any]) -> dict[str, Any]:
-    return get_type_hints(function)
 
 
 def _check(name: str, value: object, hint: Any) -> None:
