@@ -1,26 +1,18 @@
 """The block manager: sequences over shared blocks, from the first token to the last release."""
 
-from bisect import bisect_left
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
-from kvq.blockmgr.blocks import Blocks
-from kvq.blockmgr.events import Subscriber
-from kvq.blockmgr.ids import BlockId
 from kvq.blockmgr.integrity import check_integrity
-from kvq.blockmgr.matching import check_prompt, find
-from kvq.blockmgr.orders import Order, SwapIn
-from kvq.blockmgr.pins import Pins
-from kvq.blockmgr.pool import Account, BlockPool, PoolUsage
-from kvq.blockmgr.prefix import Digest, Prompt, sha256_digest, token_array
-from kvq.blockmgr.prefixes import Match, Prefixes
-from kvq.blockmgr.register import Register
+from kvq.blockmgr.keeper import BlockKeeper
+from kvq.blockmgr.matching import check_prompt
+from kvq.blockmgr.orders import SwapIn
+from kvq.blockmgr.prefix import Prompt, token_array
 from kvq.blockmgr.sequence import Receipt, Sequence
-from kvq.blockmgr.swap import SwapSpace
-from kvq.blockmgr.tables import Tables, Work
+from kvq.blockmgr.tables import Work
 from kvq.errors import ConfigError
 
 
-class BlockManager:
+class BlockManager(BlockKeeper):
     """Decides which block holds what: allocation, sharing, copy-on-write, prefix reuse, swapping.
 
     It owns no bytes. What has to happen to them is queued as orders, which `take_orders` hands out
@@ -34,112 +26,9 @@ class BlockManager:
         receipt = manager.free(sequence)
     """
 
-    def __init__(
-        self,
-        *,
-        num_blocks: list[int],
-        block_size: int,
-        windows: list[int | None] | None = None,
-        host_slots: list[int] | None = None,
-        reserve_blocks: int = 0,
-        max_pinned_blocks: int | None = None,
-        identity: bytes = b"",
-        digest: Digest = sha256_digest,
-    ) -> None:
-        """One entry of `num_blocks`, `windows` and `host_slots` per layer group.
-
-        `block_size` is in tokens; a window of None means full attention. `reserve_blocks` of every
-        pool are kept from new sequences, so that running ones can grow. `max_pinned_blocks` of
-        every pool may be pinned, by default half. `identity` names the model and the recipe:
-        prefixes of another identity never match.
-
-        Raises:
-            ConfigError: a number out of range, or lists of different lengths.
-        """
-        self.blocks = Blocks(
-            num_blocks=num_blocks,
-            block_size=block_size,
-            windows=[None] * len(num_blocks) if windows is None else list(windows),
-            identity=identity,
-            digest=digest,
-        )
-        if not 0 <= reserve_blocks < min(num_blocks):
-            raise ConfigError(
-                f"reserve_blocks must be at least 0 and less than every pool's {num_blocks} blocks, got "
-                f"{reserve_blocks}"
-            )
-        self.block_size = block_size
-        self.reserve_blocks = reserve_blocks
-        self.swap = SwapSpace(self.blocks, list(host_slots or [0] * len(num_blocks)))
-        self.pins = Pins(self.blocks, max_pinned_blocks)
-        self.prefixes = Prefixes(self.blocks)
-        self._tables = Tables(self.blocks)
-        self._accounts: dict[str, list[Account]] = {}
-        self._register = Register()
-
-    @property
-    def pools(self) -> list[BlockPool]:
-        """The pools by layer group; for reading."""
-        return self.blocks.pools
-
     def sequences(self) -> list[Sequence]:
         """All live sequences, swapped ones included, in order of their start."""
         return list(self._register)
-
-    def prompt(
-        self,
-        tokens: Iterable[int],
-        *,
-        tenant: str = "",
-        shared_salt: str | None = None,
-        cache_salt: str | None = None,
-        max_reuse: int | None = None,
-    ) -> Prompt:
-        """Prepare a prompt for `lookup` and `start`; hold on to it to hash its tokens only once.
-
-        Prefixes are found among the same tenant's prompts only, or, with `shared_salt`, among all
-        prompts that named the same salt, whoever sent them; with `cache_salt`, only among those of them that
-        named the same one. `max_reuse`: take at most so many tokens
-        from them, because those after it shall be computed.
-
-        Raises:
-            RequestError: an id that is no whole number of 0 to 2**32 - 1.
-        """
-        prompt = self.blocks.index.prompt(
-            tokens, tenant=tenant, shared_salt=shared_salt, cache_salt=cache_salt
-        )
-        prompt.max_reuse = max_reuse
-        return prompt
-
-    def lookup(self, prompt: Prompt) -> Match:
-        """How many tokens `start` would reuse, and who is computing the next ones. Changes nothing."""
-        return self.prefixes.match(prompt)
-
-    def held_prefix(self, prompt: Prompt) -> tuple[int, list[int], list[list[BlockId]]]:
-        """The longest hit in whole blocks: (length, starts, tables per group). Changes nothing."""
-        hit = find(self.blocks, prompt, len(prompt.tokens))
-        length = len(hit.nodes) * self.block_size
-        return length, *self.prefixes.tables(hit, length)
-
-    def can_admit(self, prompt: Prompt, count: int, *, spare: list[int] | None = None) -> bool:
-        """True if a sequence could start and append `count` tokens beyond its hit now.
-
-        `spare`: blocks per layer group to be left over, by default the reserve. Changes nothing.
-        """
-        accounts = self._accounts.get(prompt.tenant)
-        if spare is None:
-            spare = [self.reserve_blocks] * len(self.pools)
-        return self.prefixes.can_start(prompt, count, accounts, spare=spare)
-
-    def can_admit_without_reuse(self, prompt: Prompt, count: int, *, spare: list[int] | None = None) -> bool:
-        """`can_admit` for a sequence that shares nothing and appends its first `count` tokens."""
-        accounts = self._accounts.get(prompt.tenant)
-        need = -(-count // self.block_size)
-        return self.blocks.can_take(
-            [[(need, accounts[group] if accounts else None)] for group in range(len(self.pools))],
-            beside=[[] for _ in self.pools],
-            spare=[self.reserve_blocks] * len(self.pools) if spare is None else spare,
-        )
 
     def new_sequence(self, *, tenant: str = "") -> Sequence:
         """Start an empty sequence without looking for a prefix; it holds no blocks yet."""
@@ -148,7 +37,7 @@ class BlockManager:
             starts=[0] * len(self.pools),
             node=self.blocks.index.root(self.blocks.index.root_digest(tenant)),
             tenant=tenant,
-            accounts=self._accounts.get(tenant),
+            accounts=self.quotas.of(tenant),
         )
         self._register.add(sequence)
         return sequence
@@ -236,7 +125,7 @@ class BlockManager:
             sequence.tokens.extend(token_array(tokens))
         sequence.committed = sequence.length if length is None else length
         if sequence.indexing:
-            self._publish(sequence)
+            self.prefixes.publish(sequence)
         self._tables.release_unseen(sequence)
         if self.blocks.events.active:
             self.blocks.events.deliver()
@@ -262,26 +151,15 @@ class BlockManager:
                     raise
             sequence.committed = length
             if length // size > sequence.depth and sequence.indexing:
-                self._publish(sequence)
+                self.prefixes.publish(sequence)
             if slides:
                 self._tables.release_unseen(sequence)
         if self.blocks.events.active:
             self.blocks.events.deliver()
 
-    def _publish(self, sequence: Sequence) -> None:
-        """Index the full blocks whose tokens are known and whose KV is good."""
-        if min(sequence.committed, len(sequence.tokens)) // self.block_size > sequence.depth:
-            sequence.indexing = self.blocks.publish(sequence)
-            self.prefixes.withdraw(sequence, sequence.depth if sequence.indexing else None)
-
     def leads(self, sequence: Sequence) -> bool:
         """True if no indexed block begins as the next one to index of this sequence does: it will be new."""
-        node, at = sequence.node, sequence.depth * self.block_size
-        if not sequence.indexing or (node.alive and not node.keys):
-            return True
-        known = sequence.tokens[at : at + self.block_size].tobytes()
-        after = bisect_left(node.keys, known)
-        return node.alive and not (after < len(node.keys) and node.keys[after].startswith(known))
+        return self.prefixes.leads(sequence)
 
     def fork(self, sequence: Sequence) -> Sequence:
         """A second sequence with the same tokens; all blocks are shared until one of them writes.
@@ -292,9 +170,6 @@ class BlockManager:
         self._register.check_committed(sequence, "fork")
         twin = self.new_sequence(tenant=sequence.tenant)
         self._tables.share_all(sequence, twin)
-        twin.node, twin.depth, twin.indexing = sequence.node, sequence.depth, sequence.indexing
-        twin.length, twin.committed, twin.found = sequence.length, sequence.committed, sequence.found
-        twin.tokens, twin.digests = sequence.tokens[:], sequence.digests
         return twin
 
     def truncate(self, sequence: Sequence, length: int) -> None:
@@ -318,10 +193,7 @@ class BlockManager:
         self._register.check_ready(sequence)
         sequence.indexing = False
         self.prefixes.withdraw(sequence)
-        node, depth = sequence.node, sequence.depth
-        while node.parent is not None and depth > sequence.found:
-            self.pins.release(node)
-            node, depth = node.parent, depth - 1
+        self.pins.release_own(sequence)
         self.blocks.unpublish(sequence)
         self._tables.scrub(sequence)
         self.blocks.events.deliver()
@@ -399,77 +271,19 @@ class BlockManager:
             self._tables.shorten(sequence, length if self._tables.can_shorten(sequence, length) else 0)
             sequence.receipt.recomputed += before - sequence.length
 
-    def pin(self, prompt: Prompt, until: float) -> int:
-        """Keep the indexed whole blocks of a prompt until a time on the caller's clock, in seconds.
-
-        Pinning the same prefix again extends the pin. Returns the tokens pinned, maybe 0.
-
-        Raises:
-            OutOfBlocks: pins would hold more than their limit; nothing changed.
-            ConfigError: `until` is not a finite number.
-        """
-        return self.pins.add(find(self.blocks, prompt, len(prompt.tokens)).nodes, until)
-
-    def expire(self, now: float) -> int:
-        """Release the pins whose time is over. Returns how many."""
-        return self.pins.expire(now)
-
-    def release_pin(self, tenant: str) -> bool:
-        """Release the pin that ends first, so that a request of `tenant` may go on.
-
-        False: there is no pin, or the tenant has a quota, which may be what is in its way.
-        """
-        return tenant not in self._accounts and self.pins.release_first()
-
-    def set_quota(self, tenant: str, blocks: int) -> None:
-        """Limit the blocks of every pool that a tenant may own, live and cached ones together.
-
-        A tenant owns the blocks that its sequences took until they are free again; at its quota it
-        gives up its own cached blocks, then it is refused. For sequences that start from now on.
-
-        Raises:
-            ConfigError: less than one block.
-        """
-        if not isinstance(blocks, int) or blocks < 1:
-            raise ConfigError(f"a quota must be a number of at least one block, got {blocks!r}")
-        accounts = self._accounts.setdefault(tenant, [Account(quota=blocks) for _ in self.pools])
-        for account in accounts:
-            account.quota = blocks
-
-    def take_orders(self) -> list[Order]:
-        """Every order queued since the last call, in order, each exactly once."""
-        return self.blocks.take_orders()
-
-    def subscribe(self, subscriber: Subscriber) -> Callable[[], None]:
-        """Call `subscriber` with every event from now on. Returns a function that ends it."""
-        return self.blocks.events.subscribe(subscriber)
-
-    def usage(self) -> list[PoolUsage]:
-        """Free, cached and live blocks per layer group."""
-        return [pool.usage() for pool in self.pools]
-
     def utilization(self) -> float:
         """Tokens held / slots of live blocks, over all layer groups; 1.0 when nothing is live."""
         return self._tables.utilization(self.sequences())
 
-    def drop_cached(self) -> None:
-        """Evict every cached block. Live and pinned ones stay."""
-        for pool in self.pools:
-            pool.drop_cached()
-        self.blocks.events.deliver()
-
-    def grow(self, num_blocks: list[int]) -> None:
-        """Enlarge the pools; the blocks there are keep their ids.
-
-        Raises:
-            ConfigError: a pool would shrink.
-        """
-        self.blocks.grow(num_blocks)
-
     def check_integrity(self) -> None:
         """Raise AssertionError, naming it, if any invariant of docs/blocks.md is broken."""
         check_integrity(
-            self.blocks, self.sequences(), self.pins, self.swap, self.prefixes.computing(), self._accounts
+            self.blocks,
+            self.sequences(),
+            self.pins,
+            self.swap,
+            self.prefixes.computing(),
+            self.quotas.accounts,
         )
 
     def _make_room(self, work: Work) -> None:

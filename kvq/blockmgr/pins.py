@@ -7,6 +7,7 @@ from math import inf, isfinite
 from kvq.blockmgr.blocks import Blocks
 from kvq.blockmgr.ids import BlockId
 from kvq.blockmgr.prefix import Node
+from kvq.blockmgr.sequence import Sequence
 from kvq.errors import ConfigError, OutOfBlocks
 
 
@@ -98,6 +99,13 @@ class Pins:
                 pinned[block] -= 1
                 if not pinned[block]:
                     del pinned[block]
+
+    def release_own(self, sequence: Sequence) -> None:
+        """Release the pins that end with a block which a sequence computed itself."""
+        node, depth = sequence.node, sequence.depth
+        while node.parent is not None and depth > sequence.found:
+            self.release(node)
+            node, depth = node.parent, depth - 1
 
     def release_first(self) -> bool:
         """Release the pin whose time ends first. False: there is none."""

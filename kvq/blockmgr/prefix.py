@@ -54,21 +54,18 @@ class Node:
         self.depth: int = 0 if parent is None else parent.depth + 1  # blocks up to this one's end
         self.blocks: list[BlockId | None] = [None] * num_groups
         self.num_held = 0  # groups whose block is there
-        self.keys = _NO_KEYS  # tokens of the children, sorted
-        self.children = _NO_CHILDREN  # in the order of `keys`
+        self.keys: list[bytes] | tuple[()] = ()  # tokens of the children, sorted; most nodes have none
+        self.children: list[Node] | tuple[()] = ()  # in the order of `keys`
         self.alive = True  # False once it left the index
 
 
-_NO_KEYS: list[bytes] = []  # shared by all childless nodes, so never changed
-_NO_CHILDREN: list[Node] = []
-
-
 def _remove_child(parent: Node, child: Node) -> None:
-    if len(parent.children) == 1:
-        parent.keys, parent.children = _NO_KEYS, _NO_CHILDREN
+    keys, children = parent.keys, parent.children
+    if len(children) == 1 or isinstance(keys, tuple) or isinstance(children, tuple):
+        parent.keys, parent.children = (), ()
     else:
-        at = bisect_left(parent.keys, child.tokens)
-        del parent.keys[at], parent.children[at]
+        at = bisect_left(keys, child.tokens)
+        del keys[at], children[at]
 
 
 @dataclass(slots=True, eq=False)
@@ -204,12 +201,13 @@ class PrefixIndex:
             self._roots[parent.digest] = parent
         assert parent.alive, "a node's parent must be in the index"
         node = self._nodes[digest] = Node(parent, digest, tokens, self._num_groups)
-        if not parent.children:
+        keys, children = parent.keys, parent.children
+        if isinstance(keys, tuple) or isinstance(children, tuple):
             parent.keys, parent.children = [tokens], [node]
         else:
-            at = bisect_left(parent.keys, tokens)
-            parent.keys.insert(at, tokens)
-            parent.children.insert(at, node)
+            at = bisect_left(keys, tokens)
+            keys.insert(at, tokens)
+            children.insert(at, node)
         return node
 
     def attach(self, node: Node, group: int, block: BlockId) -> None:
@@ -238,7 +236,7 @@ class PrefixIndex:
                 if len(parent.children) > 1:
                     _remove_child(parent, node)
                     continue
-                parent.keys, parent.children = _NO_KEYS, _NO_CHILDREN
+                parent.keys, parent.children = (), ()
                 if not parent.num_held:
                     self.prune(parent)
         return stranded

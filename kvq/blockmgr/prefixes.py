@@ -1,5 +1,6 @@
 """Starting sequences from prefixes that are there, and knowing who is computing which."""
 
+from bisect import bisect_left
 from dataclasses import dataclass
 
 from kvq.blockmgr.blocks import Blocks
@@ -75,6 +76,33 @@ class Prefixes:
             beside=[table[start:] for start, table in zip(starts, tables, strict=True)],
             spare=spare,
         )
+
+    def can_start_without_reuse(
+        self, count: int, accounts: list[Account] | None, *, spare: list[int]
+    ) -> bool:
+        """`can_start` for a sequence that shares nothing and appends its first `count` tokens."""
+        need, groups = -(-count // self._blocks.block_size), range(len(self._blocks.pools))
+        return self._blocks.can_take(
+            [[(need, accounts[group] if accounts else None)] for group in groups],
+            beside=[[] for _ in groups],
+            spare=spare,
+        )
+
+    def publish(self, sequence: Sequence) -> None:
+        """Index the full blocks whose tokens are known and whose KV is good."""
+        if min(sequence.committed, len(sequence.tokens)) // self._blocks.block_size > sequence.depth:
+            sequence.indexing = self._blocks.publish(sequence)
+            self.withdraw(sequence, sequence.depth if sequence.indexing else None)
+
+    def leads(self, sequence: Sequence) -> bool:
+        """True if no indexed block begins as the next one to index of this sequence does: it will be new."""
+        size, node = self._blocks.block_size, sequence.node
+        if not sequence.indexing or (node.alive and not node.keys):
+            return True
+        at = sequence.depth * size
+        known = sequence.tokens[at : at + size].tobytes()
+        after = bisect_left(node.keys, known)
+        return node.alive and not (after < len(node.keys) and node.keys[after].startswith(known))
 
     def fill(self, sequence: Sequence, prompt: Prompt) -> None:
         """Share a prompt's hit with its new, empty sequence; queue the copy of a part of a block.

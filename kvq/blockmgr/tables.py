@@ -97,7 +97,7 @@ class Tables:
         return slots
 
     def share_all(self, source: Sequence, target: Sequence) -> None:
-        """Give `target`, an empty sequence, all of another's blocks by reference."""
+        """Give `target`, an empty sequence, all of another's tokens, and its blocks by reference."""
         for group, pool in enumerate(self._blocks.pools):
             table, start = source.tables[group], source.starts[group]
             for block in table[start:]:
@@ -106,6 +106,9 @@ class Tables:
             target.starts[group] = start
             target.mark(group, 0)
         target.receipt.shared = target.receipt.peak = target.num_held
+        target.node, target.depth, target.indexing = source.node, source.depth, source.indexing
+        target.length, target.committed, target.found = source.length, source.committed, source.found
+        target.tokens, target.digests = source.tokens[:], source.digests
 
     def can_shorten(self, sequence: Sequence, length: int) -> bool:
         """True if every layer group still holds what a token at position `length` sees."""

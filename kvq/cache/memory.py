@@ -3,9 +3,6 @@
 import ctypes
 import mmap
 import os
-from collections.abc import Callable
-from functools import cache
-from typing import cast
 
 import torch
 
@@ -57,21 +54,13 @@ def held_bytes(device: torch.device) -> int:
 
 def give_back() -> bool:
     """Give memory that was freed back to the system; False where the C library can't: musl, macOS."""
-    trim = _malloc_trim()
-    if trim is None:
-        return False
-    trim(0)
-    return True
-
-
-@cache
-def _malloc_trim() -> Callable[[int], int] | None:
     try:
         trim = ctypes.CDLL(None).malloc_trim
     except (AttributeError, OSError, TypeError):
-        return None
+        return False
     trim.argtypes, trim.restype = [ctypes.c_size_t], ctypes.c_int
-    return cast(Callable[[int], int], trim)
+    trim(0)
+    return True
 
 
 def check_room(nbytes: int, device: torch.device, *, purpose: str = "the KV pool") -> None:

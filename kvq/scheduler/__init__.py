@@ -5,8 +5,8 @@ from kvq.scheduler.costs import CostModel, FixedCosts, MeasuredCosts
 from kvq.scheduler.fit import PoolShape, most_blocks, resolve_max_tokens, worst_case
 from kvq.scheduler.plan import StepPlan
 from kvq.scheduler.request import Branch, Priority, Request, Usage
-from kvq.scheduler.scheduler import Counters, Scheduler
-from kvq.scheduler.snapshot import Snapshot
+from kvq.scheduler.scheduler import Scheduler
+from kvq.scheduler.snapshot import Counters, Snapshot
 
 __all__ = [
     "Branch",

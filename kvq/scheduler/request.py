@@ -110,6 +110,13 @@ class Request:
     usage: Usage = field(default_factory=Usage)
     error: KVQError | None = None  # why it was given up, if it was
 
+    def begin(self, *, max_tokens: int, now: float) -> None:
+        """Make its branches; from now on it waits."""
+        self.max_tokens = max_tokens
+        self.is_forked = self.num_branches == 1
+        self.branches = [Branch(request=self, tokens=self.tokens[:]) for _ in range(self.num_branches)]
+        self.arrival_s = now
+
     @property
     def prompt_length(self) -> int:
         """Tokens of the prompt."""

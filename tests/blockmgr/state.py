@@ -20,7 +20,7 @@ def state(manager: BlockManager) -> dict[str, Any]:
         "pins": [(pin.length, pin.blocks, pin.until) for pin in manager.pins.all()],
         "host": [sorted(manager.swap.free_slots(group)) for group in range(len(manager.pools))],
         "computing": {digest: names[id(s)] for digest, s in manager.prefixes.computing().items()},
-        "accounts": {t: [_account(a) for a in accounts] for t, accounts in manager._accounts.items()},
+        "accounts": {t: [_account(a) for a in accounts] for t, accounts in manager.quotas.accounts.items()},
         "orders": manager.blocks.orders[:],
         "events": manager.blocks.events._queue[:],
     }

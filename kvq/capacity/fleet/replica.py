@@ -20,6 +20,7 @@ from kvq.scheduler import (
     SchedulerConfig,
     StepPlan,
 )
+from kvq.scheduler.steady import is_settled, repeat
 
 _IDLE_S = 1e-3  # until the next attempt when nothing can run
 
@@ -183,7 +184,7 @@ class Replica:
         for i in ended:
             self._finish(plan.branches[i], end)
         is_quiet = plan.num_decodes == len(plan.branches) == len(scheduler.holders.active)
-        if is_quiet and not ended and not plan.restored and not plan.orders and scheduler.is_settled():
+        if is_quiet and not ended and not plan.restored and not plan.orders and is_settled(scheduler):
             self._steady = plan.branches
 
     def _seconds(self, plan: StepPlan) -> float:
@@ -257,7 +258,7 @@ class Replica:
             count += 1
         if not count:
             return False
-        scheduler.repeat(branches, [ticket.take(count) for ticket in tickets])
+        repeat(scheduler, branches, [ticket.take(count) for ticket in tickets])
         self.now = now
         for ticket in tickets:
             ticket.last_s = now

@@ -1,0 +1,181 @@
+"""The blocks of all layer groups, and all that is kept about them beside the sequences."""
+
+from collections.abc import Callable, Iterable
+
+from kvq.blockmgr.blocks import Blocks
+from kvq.blockmgr.events import Subscriber
+from kvq.blockmgr.ids import BlockId
+from kvq.blockmgr.matching import find
+from kvq.blockmgr.orders import Order
+from kvq.blockmgr.pins import Pins
+from kvq.blockmgr.pool import BlockPool, PoolUsage
+from kvq.blockmgr.prefix import Digest, Prompt, sha256_digest
+from kvq.blockmgr.prefixes import Match, Prefixes
+from kvq.blockmgr.quotas import Quotas
+from kvq.blockmgr.register import Register
+from kvq.blockmgr.swap import SwapSpace
+from kvq.blockmgr.tables import Tables
+from kvq.errors import ConfigError
+
+
+class BlockKeeper:
+    """What a `BlockManager` does without a sequence: lookups, pins, quotas, orders, gauges, growth."""
+
+    def __init__(
+        self,
+        *,
+        num_blocks: list[int],
+        block_size: int,
+        windows: list[int | None] | None = None,
+        host_slots: list[int] | None = None,
+        reserve_blocks: int = 0,
+        max_pinned_blocks: int | None = None,
+        identity: bytes = b"",
+        digest: Digest = sha256_digest,
+    ) -> None:
+        """One entry of `num_blocks`, `windows` and `host_slots` per layer group.
+
+        `block_size` is in tokens; a window of None means full attention. `reserve_blocks` of every
+        pool are kept from new sequences, so that running ones can grow. `max_pinned_blocks` of
+        every pool may be pinned, by default half. `identity` names the model and the recipe:
+        prefixes of another identity never match.
+
+        Raises:
+            ConfigError: a number out of range, or lists of different lengths.
+        """
+        self.blocks = Blocks(
+            num_blocks=num_blocks,
+            block_size=block_size,
+            windows=[None] * len(num_blocks) if windows is None else list(windows),
+            identity=identity,
+            digest=digest,
+        )
+        if not 0 <= reserve_blocks < min(num_blocks):
+            raise ConfigError(
+                f"reserve_blocks must be at least 0 and less than every pool's {num_blocks} blocks, got "
+                f"{reserve_blocks}"
+            )
+        self.block_size = block_size
+        self.reserve_blocks = reserve_blocks
+        self.swap = SwapSpace(self.blocks, list(host_slots or [0] * len(num_blocks)))
+        self.pins = Pins(self.blocks, max_pinned_blocks)
+        self.prefixes = Prefixes(self.blocks)
+        self._tables = Tables(self.blocks)
+        self.quotas = Quotas(len(num_blocks))
+        self._register = Register()
+
+    @property
+    def pools(self) -> list[BlockPool]:
+        """The pools by layer group; for reading."""
+        return self.blocks.pools
+
+    def prompt(
+        self,
+        tokens: Iterable[int],
+        *,
+        tenant: str = "",
+        shared_salt: str | None = None,
+        cache_salt: str | None = None,
+        max_reuse: int | None = None,
+    ) -> Prompt:
+        """Prepare a prompt for `lookup` and `start`; hold on to it to hash its tokens only once.
+
+        Prefixes are found among the same tenant's prompts only, or, with `shared_salt`, among all
+        prompts that named the same salt, whoever sent them; with `cache_salt`, only among those of them that
+        named the same one. `max_reuse`: take at most so many tokens
+        from them, because those after it shall be computed.
+
+        Raises:
+            RequestError: an id that is no whole number of 0 to 2**32 - 1.
+        """
+        prompt = self.blocks.index.prompt(
+            tokens, tenant=tenant, shared_salt=shared_salt, cache_salt=cache_salt
+        )
+        prompt.max_reuse = max_reuse
+        return prompt
+
+    def lookup(self, prompt: Prompt) -> Match:
+        """How many tokens `start` would reuse, and who is computing the next ones. Changes nothing."""
+        return self.prefixes.match(prompt)
+
+    def held_prefix(self, prompt: Prompt) -> tuple[int, list[int], list[list[BlockId]]]:
+        """The longest hit in whole blocks: (length, starts, tables per group). Changes nothing."""
+        hit = find(self.blocks, prompt, len(prompt.tokens))
+        length = len(hit.nodes) * self.block_size
+        return length, *self.prefixes.tables(hit, length)
+
+    def can_admit(self, prompt: Prompt, count: int, *, spare: list[int] | None = None) -> bool:
+        """True if a sequence could start and append `count` tokens beyond its hit now.
+
+        `spare`: blocks per layer group to be left over, by default the reserve. Changes nothing.
+        """
+        return self.prefixes.can_start(prompt, count, self.quotas.of(prompt.tenant), spare=self._spare(spare))
+
+    def can_admit_without_reuse(self, prompt: Prompt, count: int, *, spare: list[int] | None = None) -> bool:
+        """`can_admit` for a sequence that shares nothing and appends its first `count` tokens."""
+        return self.prefixes.can_start_without_reuse(
+            count, self.quotas.of(prompt.tenant), spare=self._spare(spare)
+        )
+
+    def pin(self, prompt: Prompt, until: float) -> int:
+        """Keep the indexed whole blocks of a prompt until a time on the caller's clock, in seconds.
+
+        Pinning the same prefix again extends the pin. Returns the tokens pinned, maybe 0.
+
+        Raises:
+            OutOfBlocks: pins would hold more than their limit; nothing changed.
+            ConfigError: `until` is not a finite number.
+        """
+        return self.pins.add(find(self.blocks, prompt, len(prompt.tokens)).nodes, until)
+
+    def expire(self, now: float) -> int:
+        """Release the pins whose time is over. Returns how many."""
+        return self.pins.expire(now)
+
+    def release_pin(self, tenant: str) -> bool:
+        """Release the pin that ends first, so that a request of `tenant` may go on.
+
+        False: there is no pin, or the tenant has a quota, which may be what is in its way.
+        """
+        return self.quotas.of(tenant) is None and self.pins.release_first()
+
+    def set_quota(self, tenant: str, blocks: int) -> None:
+        """Limit the blocks of every pool that a tenant may own, live and cached ones together.
+
+        A tenant owns the blocks that its sequences took until they are free again; at its quota it
+        gives up its own cached blocks, then it is refused. For sequences that start from now on.
+
+        Raises:
+            ConfigError: less than one block.
+        """
+        self.quotas.set(tenant, blocks)
+
+    def take_orders(self) -> list[Order]:
+        """Every order queued since the last call, in order, each exactly once."""
+        return self.blocks.take_orders()
+
+    def subscribe(self, subscriber: Subscriber) -> Callable[[], None]:
+        """Call `subscriber` with every event from now on. Returns a function that ends it."""
+        return self.blocks.events.subscribe(subscriber)
+
+    def usage(self) -> list[PoolUsage]:
+        """Free, cached and live blocks per layer group."""
+        return [pool.usage() for pool in self.pools]
+
+    def drop_cached(self) -> None:
+        """Evict every cached block. Live and pinned ones stay."""
+        for pool in self.pools:
+            pool.drop_cached()
+        self.blocks.events.deliver()
+
+    def grow(self, num_blocks: list[int]) -> None:
+        """Enlarge the pools; the blocks there are keep their ids.
+
+        Raises:
+            ConfigError: a pool would shrink.
+        """
+        self.blocks.grow(num_blocks)
+
+    def _spare(self, asked: list[int] | None) -> list[int]:
+        """Blocks per layer group to be left over, by default the reserve."""
+        return [self.reserve_blocks] * len(self.pools) if asked is None else asked

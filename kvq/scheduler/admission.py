@@ -1,0 +1,82 @@
+"""Whether a request without blocks may start or come back beside those that run."""
+
+from kvq.blockmgr import BlockManager, Prompt
+from kvq.scheduler.config import SchedulerConfig
+from kvq.scheduler.costs import CostModel
+from kvq.scheduler.fit import PoolShape
+from kvq.scheduler.holders import Holders, held
+from kvq.scheduler.request import Request
+from kvq.scheduler.step import Step
+
+
+class Admission:
+    """Looks at blocks, rows and goals. Changes nothing."""
+
+    def __init__(
+        self,
+        manager: BlockManager,
+        config: SchedulerConfig,
+        costs: CostModel,
+        holders: Holders,
+        shape: PoolShape,
+    ) -> None:
+        self._manager = manager
+        self._config = config
+        self._costs = costs
+        self._holders = holders
+        self._shape = shape
+
+    def num_blocks(self, tokens: int) -> int:
+        """Blocks of full attention that so many tokens take."""
+        return -(-tokens // self._shape.block_size)
+
+    def promised(self, step: Step) -> int:
+        """Blocks that prefills under way will still take."""
+        return sum(
+            self.num_blocks(branch.goal) - self.num_blocks(branch.sequence.length)
+            for branch in step.unfinished
+            if branch.sequence is not None
+        )
+
+    def has_seats(self, request: Request) -> bool:
+        """True if its branches have rows, and steps would still keep the inter-token goal with them."""
+        if not self._holders.has_rows(request):
+            return False
+        goal, running = self._config.itl_slo_s, self._holders.num_sequences
+        return goal is None or not running or self._costs.decode_s(running + len(request.live)) <= goal
+
+    def can_start(self, step: Step, request: Request, prompt: Prompt, reused: int | None) -> bool:
+        """True if a prompt's first chunk fits and those that run can grow; `reused`: tokens, if it may."""
+        manager, total, found = self._manager, len(prompt.tokens), reused or 0
+        count = min(total - found, step.budget, request.max_chunk or total)
+        later = self.num_blocks(total) - self.num_blocks(found + count)
+        can_admit = manager.can_admit_without_reuse if reused is None else manager.can_admit
+        return can_admit(prompt, count, spare=self._spare(request, step.promised + later))
+
+    def can_swap_in(self, step: Step, request: Request) -> bool:
+        """True if there is room for a swapped-out request's blocks and for growth."""
+        sequence = held(request.live[0])
+        need = [len(slots) for slots in sequence.swapped or []]
+        pools = zip(self._manager.pools, need, self._spare(request, step.promised), strict=True)
+        fits = all(pool.num_available >= blocks + left for pool, blocks, left in pools)
+        return fits and self._manager.can_swap_in(sequence)
+
+    def _spare(self, request: Request, promised: int) -> list[int]:
+        """Blocks per layer group that must be left over when a request starts.
+
+        The reserve, and what others were promised. A request that was preempted also waits until
+        running ones could grow by some blocks each, more after every preemption, or it would be
+        preempted again at once. Alone it may have everything.
+        """
+        if not self._holders.running:
+            return [0] * len(self._shape.windows)
+        growth = 0
+        if request.usage.preemptions:
+            growth = self._holders.num_sequences << min(request.usage.preemptions - 1, 8)
+        size = self._shape.block_size
+        return [
+            self._manager.reserve_blocks
+            + growth
+            + (promised if window is None else min(promised, -(-window // size) + 1))
+            for window in self._shape.windows
+        ]
