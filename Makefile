@@ -4,6 +4,7 @@
 #   make test-long  the tests that take minutes
 #   make sanitize   the C++ kernels' tests under Address-, UndefinedBehavior- and ThreadSanitizer (gcc)
 #   make arm        the portable C++ kernels on an emulated Arm CPU (aarch64-linux-gnu-g++, qemu-aarch64-static)
+#   make docs       the documentation as a site, in build/docs/index.html
 #   make fuzz       everything from outside, made up and broken, for an hour; FUZZ_SECONDS=60 for a minute
 #   make gpu        check and measure the Triton kernels on an NVIDIA GPU; PARTS=tests,decode,... for some
 
@@ -18,7 +19,7 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 # The C++ kernels; when one changes, the editable installation is built anew.
 NATIVE := setup.py $(shell find kvq/kernels -name '*.cpp' -o -name '*.h')
 
-.PHONY: demo test test-long fuzz sanitize sanitize-address sanitize-thread arm gpu lint setup setup-demo clean
+.PHONY: demo docs test test-long fuzz sanitize sanitize-address sanitize-thread arm gpu lint setup setup-demo clean
 
 demo: setup-demo
 	$(BIN)/kvq demo --out demo
@@ -29,6 +30,10 @@ test: lint
 
 test-long: setup
 	TOKENIZERS_PARALLELISM=false $(BIN)/python -m pytest -m long --durations=10
+
+docs: $(VENV)/.docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+	@echo 'the documentation is in build/docs/index.html'
 
 fuzz: setup
 	$(BIN)/python -m benchmarks.fuzz --seconds $(or $(FUZZ_SECONDS),3600)
@@ -91,6 +96,11 @@ $(VENV)/.dev: $(VENV)/.created $(NATIVE)
 $(VENV)/.demo: $(VENV)/.created $(NATIVE)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[standard]'
 	@touch $(VENV)/.demo
+
+$(VENV)/.docs: $(VENV)/.created
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
+		mkdocs mkdocs-material 'mkdocstrings[python]' ruff
+	@touch $(VENV)/.docs
 
 $(VENV)/.created: pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "kvq needs Python 3.11, 3.12 or 3.13 as python3; found: $$(python3 --version 2>&1). Install one, or name it: make PYTHON=/path/to/python3.12" >&2; exit 2; }

@@ -35,10 +35,35 @@ def test_the_readme_lists_the_families_that_are_checked():
     assert sorted(x.strip() for x in listed.split(",")) == sorted(FAMILIES)
 
 
-def test_linked_files_in_docs_exist():
-    for page in (ROOT / "docs").glob("*.md"):
-        for target in re.findall(r"\]\((?!https?:)([\w./-]+)\)", page.read_text(encoding="utf-8")):
-            assert (page.parent / target).exists(), f"{page.name}: {target}"
+PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "deploy/README.md")]
+PAGES += sorted((ROOT / "docs").glob("*.md"))
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors of a page's headings, as GitHub and the site make them."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
+    titles = re.findall(r"^#+ (.*)", text, re.M)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).strip().replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_linked_files_and_anchors_exist(page):
+    text = page.read_text(encoding="utf-8")
+    for target, anchor in re.findall(r"\]\((?![a-z]+:)([^)#\s]*)(?:#([^)\s]+))?\)", text):
+        found = page.parent / target if target else page
+        assert found.exists(), f"{page.name}: {target}"
+        assert not anchor or anchor in anchors(found), f"{page.name}: {target}#{anchor}"
+
+
+def test_every_file_and_name_of_where_is_what_exists():
+    text = (ROOT / "docs" / "where.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| .* \| `([\w/.]+)` \| (.*?) ?\|$", text, re.M)
+    assert len(rows) >= 15
+    for path, names in rows:
+        assert (ROOT / path).is_file(), path
+        for name in re.findall(r"`(\w+)`", names):
+            pattern = rf"^\s*(?:(?:async )?def|class) {name}\b|^{name}\b"
+            assert re.search(pattern, (ROOT / path).read_text(encoding="utf-8"), re.M), f"{path}: {name}"
 
 
 def test_the_notebooks_code_is_python_and_its_outputs_are_there():

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import fields
 from typing import Any
 
 import msgspec
@@ -15,6 +16,7 @@ from kvq.server.problems import Problem
 from kvq.strict_json import check_value
 
 _MAX_SCHEMA_TEXT = GrammarLimits().max_bytes
+_SAME = {field.name for field in fields(SamplingParams)} & Common.model_fields.keys()  # passed on as they are
 
 
 def schema_text(schema: Mapping[str, Any]) -> str:
@@ -69,26 +71,14 @@ def engine_refusals() -> Iterator[None]:
 
 def _params(body: Common, **own: Any) -> SamplingParams:
     with engine_refusals():
-        return SamplingParams(
-            temperature=body.temperature,
-            top_p=body.top_p,
-            top_k=body.top_k if body.top_k and body.top_k > 0 else None,
-            min_p=body.min_p,
-            n=body.n,
-            stop=body.stop or (),
-            stop_token_ids=body.stop_token_ids,
-            include_stop=body.include_stop_str_in_output,
-            presence_penalty=body.presence_penalty,
-            frequency_penalty=body.frequency_penalty,
-            repetition_penalty=body.repetition_penalty,
-            logit_bias=_biases(body.logit_bias),
-            seed=body.seed,
-            min_tokens=body.min_tokens,
-            ignore_eos=body.ignore_eos,
-            skip_special_tokens=body.skip_special_tokens,
-            structured=_take_structured(body),
-            **own,
-        )
+        given = {name: getattr(body, name) for name in _SAME} | {
+            "top_k": body.top_k if body.top_k and body.top_k > 0 else None,
+            "stop": body.stop or (),
+            "include_stop": body.include_stop_str_in_output,
+            "logit_bias": _biases(body.logit_bias),
+            "structured": _take_structured(body),
+        }
+        return SamplingParams(**given | own)
 
 
 def _biases(given: dict[str, float] | None) -> dict[int, float] | None:

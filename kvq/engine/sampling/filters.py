@@ -10,7 +10,8 @@ Each keeps a beginning of the tokens in order of likelihood, so a filter is a le
 renormalized. Sources: Fan et al. 2018 (top-k), Holtzman et al. 2020 (top-p), Nguyen et al. 2024 (min-p).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,23 +22,22 @@ from kvq.engine.sampling.ranking import ranked
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Settings:
-    """What rows draw with, each [rows] on the device; a filter that no row asks for is None."""
+    """What rows draw with, each [rows] on the device.
+
+    A filter is named as in SamplingParams; it is None if no row asks for more than SamplingParams' default.
+    """
 
     uniform: Tensor  # fp64, in [0, 1)
     temperature: Tensor  # fp32, above 0
-    min_p: Tensor | None  # fp64
-    top_k: Tensor | None  # int64
-    top_p: Tensor | None  # fp64
+    min_p: Tensor | None  # fp64, as all filters
+    top_k: Tensor | None
+    top_p: Tensor | None
 
     def __getitem__(self, part: slice) -> "Settings":
         """The settings of some of the rows."""
-        return Settings(
-            uniform=self.uniform[part],
-            temperature=self.temperature[part],
-            min_p=None if self.min_p is None else self.min_p[part],
-            top_k=None if self.top_k is None else self.top_k[part],
-            top_p=None if self.top_p is None else self.top_p[part],
-        )
+        given: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
+        chosen: dict[str, Any] = {name: held if held is None else held[part] for name, held in given.items()}
+        return Settings(**chosen)
 
 
 def draw_whole(logits: Tensor, peaks: Tensor, settings: Settings) -> Tensor:
@@ -58,7 +58,7 @@ def draw_ranked(logits: Tensor, peaks: Tensor, settings: Settings, width: int) -
     mass = _after_min_p(masses(values, peaks, settings.temperature), settings.min_p)
     if settings.top_k is not None:
         columns = torch.arange(mass.shape[-1], device=mass.device)
-        mass = mass.masked_fill_(columns >= settings.top_k[:, None], 0)
+        mass = mass.masked_fill_(columns >= settings.top_k.long()[:, None], 0)
     sums = mass.cumsum(dim=-1)
     totals = sums[:, -1] if settings.top_p is None else _nucleus(sums, settings.top_p)
     chosen = draw(sums, totals, settings.uniform)

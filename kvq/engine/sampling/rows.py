@@ -1,7 +1,7 @@
 """The parameters of the rows in use, kept so that a step only picks what its rows need."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from enum import Enum
 
 import numpy as np
@@ -18,8 +18,11 @@ _SHORT_TOP_K = 1024
 _LOWEST_TEMPERATURE = 2.0**-126  # fp32 has no smaller one without losing bits; the likeliest token, in effect
 
 
-# Columns of the table.
-_TEMPERATURE, _MIN_P, _TOP_K, _TOP_P, _REPETITION, _PRESENCE, _FREQUENCY = range(7)
+# Columns of the table, named as in SamplingParams.
+_FILTERS = tuple(field.name for field in fields(Settings) if field.name not in ("uniform", "temperature"))
+_PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
+_COLUMNS = ("temperature", *_FILTERS, *_PENALTIES)
+_TOP_K = _COLUMNS.index("top_k")
 
 
 class Draw(Enum):
@@ -58,7 +61,7 @@ class Row:
 
 
 class RowTable:
-    """The rows in use, and their numbers in a table: [max_rows, 7], fp64, on the host.
+    """The rows in use, and their numbers in a table: [max_rows, columns], fp64, on the host.
 
     On the host, since a step has to send its random numbers anyway: the parameters of its rows travel in
     the same copy, which is cheaper than selecting them on the device.
@@ -68,7 +71,8 @@ class RowTable:
         self._vocab_size = vocab_size
         self._device = device
         self._rows: list[Row | None] = [None] * max_rows
-        self._numbers = np.zeros((max_rows, 7), dtype=np.float64)
+        self._numbers = np.zeros((max_rows, len(_COLUMNS)), dtype=np.float64)
+        self._plain = np.array(self._numbers_of(SamplingParams()))  # of rows that filter nothing
         self._seeds = np.zeros(max_rows, dtype=np.uint64)
 
     def __getitem__(self, row: int) -> Row:
@@ -79,20 +83,12 @@ class RowTable:
     def add(self, row: int, params: SamplingParams, *, seed: int, stop_ids: Sequence[int]) -> Row:
         """Begin a row that isn't in use."""
         assert self._rows[row] is None, f"row {row} is in use already"
-        top_k = min(params.top_k or self._vocab_size, self._vocab_size)
-        numbers = self._numbers[row]
-        numbers[_TEMPERATURE] = max(params.temperature, _LOWEST_TEMPERATURE)
-        numbers[_MIN_P] = params.min_p
-        numbers[_TOP_K] = top_k
-        numbers[_TOP_P] = params.top_p
-        numbers[_REPETITION] = params.repetition_penalty
-        numbers[_PRESENCE] = params.presence_penalty
-        numbers[_FREQUENCY] = params.frequency_penalty
+        self._numbers[row] = self._numbers_of(params)
         self._seeds[row] = seed_words([seed])[0]
         stops = {token for token in stop_ids if token < self._vocab_size} if params.min_tokens else ()
         held = Row(
             params=params,
-            draw=self._kind(params, top_k),
+            draw=self._kind(params),
             bias=self._bias(params.logit_bias or {}),
             forbidden=self._bias(dict.fromkeys(stops, -np.inf)),
         )
@@ -106,15 +102,15 @@ class RowTable:
 
     def settings(self, rows: Sequence[int], counts: Sequence[int]) -> Settings:
         """Return what `rows` draw with after `counts` tokens, on the device."""
-        numbers = self._numbers[rows, : _TOP_P + 1]
-        packed = np.concatenate((uniforms(self._seeds[rows], counts)[None], numbers.T))  # [5, rows]
-        uniform, temperature, min_p, top_k, top_p = torch.from_numpy(packed).to(self._device)
+        numbers = self._numbers[rows, : 1 + len(_FILTERS)]
+        packed = np.concatenate((uniforms(self._seeds[rows], counts)[None], numbers.T))  # [2 + filters, rows]
+        uniform, temperature, *filters = torch.from_numpy(packed).to(self._device)
+        asked = (numbers != self._plain[: numbers.shape[1]]).any(axis=0)[1:]  # [filters]
+        named = zip(_FILTERS, filters, asked, strict=True)
         return Settings(
             uniform=uniform,
             temperature=temperature.float(),
-            min_p=min_p if (numbers[:, _MIN_P] > 0).any() else None,
-            top_k=top_k.to(torch.int64) if (numbers[:, _TOP_K] < self._vocab_size).any() else None,
-            top_p=top_p if (numbers[:, _TOP_P] < 1).any() else None,
+            **{name: values if is_asked else None for name, values, is_asked in named},
         )
 
     def width(self, rows: Sequence[int]) -> int:
@@ -123,7 +119,7 @@ class RowTable:
 
     def penalties(self, rows: Sequence[int]) -> Tensor:
         """Return repetition, presence and frequency penalties: fp32, [3, rows], on the device."""
-        return torch.from_numpy(self._numbers[rows, _REPETITION:].T).to(self._device, torch.float32)
+        return torch.from_numpy(self._numbers[rows, -len(_PENALTIES) :].T).to(self._device, torch.float32)
 
     def biases(self, rows: Sequence[int], counts: Sequence[int]) -> tuple[list[int], list[Bias]]:
         """Return which of `rows`, by place, have logits to change by how much after `counts` tokens."""
@@ -138,9 +134,20 @@ class RowTable:
                 biases.append(held.forbidden)
         return places, biases
 
-    def _kind(self, params: SamplingParams, top_k: int) -> Draw:
+    def _numbers_of(self, params: SamplingParams) -> list[float]:
+        """A line of the table."""
+        given = {name: getattr(params, name) for name in _COLUMNS}
+        given["temperature"] = max(params.temperature, _LOWEST_TEMPERATURE)
+        given["top_k"] = self._top_k(params)
+        return list(given.values())
+
+    def _top_k(self, params: SamplingParams) -> int:
+        return min(params.top_k or self._vocab_size, self._vocab_size)
+
+    def _kind(self, params: SamplingParams) -> Draw:
         if params.is_greedy:
             return Draw.GREEDY
+        top_k = self._top_k(params)
         if top_k <= min(_SHORT_TOP_K, self._vocab_size - 1):
             return Draw.SHORT
         return Draw.LONG if top_k < self._vocab_size or params.top_p < 1 else Draw.WHOLE
