@@ -7,7 +7,7 @@ from time import perf_counter_ns
 from typing import Any
 
 from kvq.bench.timing import Samples
-from kvq.blockmgr import BlockManager, BlockPool, Prompt, Sequence
+from kvq.blockmgr import BlockManager, BlockPool, PrefixQuery, Sequence
 
 Progress = Callable[[int, int], None]
 _TOKENS = 50_000  # ids are drawn below this
@@ -196,7 +196,7 @@ class _Load:
             free.row("free_fork", self._scale) | {"per": "sequence"},
         ]
 
-    def _filled(self, prompt: Prompt) -> Sequence:
+    def _filled(self, prompt: PrefixQuery) -> Sequence:
         """A sequence whose prompt, a random number of tokens shorter, is computed."""
         sequence = self._manager.start(prompt)
         count = len(prompt.tokens) - sequence.length - self._rng.randrange(self._size)

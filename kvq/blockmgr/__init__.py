@@ -5,14 +5,15 @@ from kvq.blockmgr.ids import BlockId, HostSlot
 from kvq.blockmgr.manager import BlockManager
 from kvq.blockmgr.orders import Copy, Order, Scrub, SwapIn, SwapOut
 from kvq.blockmgr.pool import BlockPool, PoolUsage
-from kvq.blockmgr.prefix import Prompt
+from kvq.blockmgr.prefix import PrefixQuery
 from kvq.blockmgr.prefixes import Match
-from kvq.blockmgr.sequence import Receipt, Sequence
+from kvq.blockmgr.sequence import BlockUse, Sequence
 
 __all__ = [
     "BlockId",
     "BlockManager",
     "BlockPool",
+    "BlockUse",
     "Copied",
     "Copy",
     "Event",
@@ -22,8 +23,7 @@ __all__ = [
     "Match",
     "Order",
     "PoolUsage",
-    "Prompt",
-    "Receipt",
+    "PrefixQuery",
     "Scrub",
     "Sequence",
     "Stored",

@@ -9,7 +9,7 @@ from kvq.blockmgr.matching import find
 from kvq.blockmgr.orders import Order
 from kvq.blockmgr.pins import Pins
 from kvq.blockmgr.pool import BlockPool, PoolUsage
-from kvq.blockmgr.prefix import Digest, Prompt, sha256_digest
+from kvq.blockmgr.prefix import Digest, PrefixQuery, sha256_digest
 from kvq.blockmgr.prefixes import Match, Prefixes
 from kvq.blockmgr.quotas import Quotas
 from kvq.blockmgr.register import Register
@@ -77,7 +77,7 @@ class BlockKeeper:
         shared_salt: str | None = None,
         cache_salt: str | None = None,
         max_reuse: int | None = None,
-    ) -> Prompt:
+    ) -> PrefixQuery:
         """Prepare a prompt for `lookup` and `start`; hold on to it to hash its tokens only once.
 
         Prefixes are found among the same tenant's prompts only, or, with `shared_salt`, among all
@@ -94,30 +94,32 @@ class BlockKeeper:
         prompt.max_reuse = max_reuse
         return prompt
 
-    def lookup(self, prompt: Prompt) -> Match:
+    def lookup(self, prompt: PrefixQuery) -> Match:
         """How many tokens `start` would reuse, and who is computing the next ones. Changes nothing."""
         return self.prefixes.match(prompt)
 
-    def held_prefix(self, prompt: Prompt) -> tuple[int, list[int], list[list[BlockId]]]:
+    def held_prefix(self, prompt: PrefixQuery) -> tuple[int, list[int], list[list[BlockId]]]:
         """The longest hit in whole blocks: (length, starts, tables per group). Changes nothing."""
         hit = find(self.blocks, prompt, len(prompt.tokens))
         length = len(hit.nodes) * self.block_size
         return length, *self.prefixes.tables(hit, length)
 
-    def can_admit(self, prompt: Prompt, count: int, *, spare: list[int] | None = None) -> bool:
+    def can_admit(self, prompt: PrefixQuery, count: int, *, spare: list[int] | None = None) -> bool:
         """True if a sequence could start and append `count` tokens beyond its hit now.
 
         `spare`: blocks per layer group to be left over, by default the reserve. Changes nothing.
         """
         return self.prefixes.can_start(prompt, count, self.quotas.of(prompt.tenant), spare=self._spare(spare))
 
-    def can_admit_without_reuse(self, prompt: Prompt, count: int, *, spare: list[int] | None = None) -> bool:
+    def can_admit_without_reuse(
+        self, prompt: PrefixQuery, count: int, *, spare: list[int] | None = None
+    ) -> bool:
         """`can_admit` for a sequence that shares nothing and appends its first `count` tokens."""
         return self.prefixes.can_start_without_reuse(
             count, self.quotas.of(prompt.tenant), spare=self._spare(spare)
         )
 
-    def pin(self, prompt: Prompt, until: float) -> int:
+    def pin(self, prompt: PrefixQuery, until: float) -> int:
         """Keep the indexed whole blocks of a prompt until a time on the caller's clock, in seconds.
 
         Pinning the same prefix again extends the pin. Returns the tokens pinned, maybe 0.

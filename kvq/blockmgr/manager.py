@@ -6,8 +6,8 @@ from kvq.blockmgr.integrity import check_integrity
 from kvq.blockmgr.keeper import BlockKeeper
 from kvq.blockmgr.matching import check_prompt
 from kvq.blockmgr.orders import SwapIn
-from kvq.blockmgr.prefix import Prompt, token_array
-from kvq.blockmgr.sequence import Receipt, Sequence
+from kvq.blockmgr.prefix import PrefixQuery, token_array
+from kvq.blockmgr.sequence import BlockUse, Sequence
 from kvq.blockmgr.tables import Work
 from kvq.errors import ConfigError
 
@@ -42,7 +42,7 @@ class BlockManager(BlockKeeper):
         self._register.add(sequence)
         return sequence
 
-    def start(self, prompt: Prompt) -> Sequence:
+    def start(self, prompt: PrefixQuery) -> Sequence:
         """Start a sequence from the longest prefix hit; `length` is what need not be computed.
 
         At least one token of the prompt is left to compute. A block that matches only in its first
@@ -54,13 +54,13 @@ class BlockManager(BlockKeeper):
         self.blocks.events.deliver()
         return sequence
 
-    def start_without_reuse(self, prompt: Prompt) -> Sequence:
+    def start_without_reuse(self, prompt: PrefixQuery) -> Sequence:
         """Start a sequence that computes its whole prompt, as prompt log-probabilities need."""
         sequence = self._begin(prompt)
         self.prefixes.announce(sequence, prompt)
         return sequence
 
-    def adopt(self, prompt: Prompt, length: int) -> Sequence:
+    def adopt(self, prompt: PrefixQuery, length: int) -> Sequence:
         """Start a sequence whose first `length` tokens will be filled in, not computed.
 
         Full-attention groups get blocks for all of it, sliding-window groups for the last window.
@@ -207,7 +207,7 @@ class BlockManager(BlockKeeper):
         if sequence.length > sequence.committed:
             self._tables.scrub(sequence, first=sequence.committed // self.block_size)
 
-    def free(self, sequence: Sequence) -> Receipt:
+    def free(self, sequence: Sequence) -> BlockUse:
         """End a sequence and give back what it holds. Indexed blocks stay cached."""
         self._register.check_live(sequence)
         self._end(sequence)
@@ -292,7 +292,7 @@ class BlockManager(BlockKeeper):
         if self.blocks.events.active:
             self.blocks.events.deliver()
 
-    def _begin(self, prompt: Prompt) -> Sequence:
+    def _begin(self, prompt: PrefixQuery) -> Sequence:
         check_prompt(self.blocks, prompt)
         sequence = self.new_sequence(tenant=prompt.tenant)
         sequence.node = self.blocks.index.root(prompt.root)

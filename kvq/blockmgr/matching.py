@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from kvq.blockmgr.blocks import Blocks
-from kvq.blockmgr.prefix import TOKEN_BYTES, Node, Prompt
+from kvq.blockmgr.prefix import TOKEN_BYTES, Node, PrefixQuery
 from kvq.errors import ConfigError
 
 
@@ -16,7 +16,7 @@ class Hit:
     length: int  # tokens, those of the part included
 
 
-def find(blocks: Blocks, prompt: Prompt, max_tokens: int) -> Hit:
+def find(blocks: Blocks, prompt: PrefixQuery, max_tokens: int) -> Hit:
     """The longest valid hit of at most `max_tokens` tokens. Changes nothing.
 
     A hit of length L is valid if full-attention groups hold all of [0, L), and sliding-window groups
@@ -34,7 +34,7 @@ def find(blocks: Blocks, prompt: Prompt, max_tokens: int) -> Hit:
     return Hit(nodes=nodes, part=part, length=start + common)
 
 
-def check_prompt(blocks: Blocks, prompt: Prompt) -> None:
+def check_prompt(blocks: Blocks, prompt: PrefixQuery) -> None:
     """Raise ConfigError if a prompt was prepared for blocks of another size: its digests mean others."""
     if prompt.block_size != blocks.block_size:
         raise ConfigError(

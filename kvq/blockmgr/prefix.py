@@ -69,7 +69,7 @@ def _remove_child(parent: Node, child: Node) -> None:
 
 
 @dataclass(slots=True, eq=False)
-class Prompt:
+class PrefixQuery:
     """Tokens to be looked up: validated once, digests computed as far as they were needed."""
 
     tokens: "array[int]"
@@ -148,13 +148,13 @@ class PrefixIndex:
 
     def prompt(
         self, tokens: Iterable[int], *, tenant: str, shared_salt: str | None, cache_salt: str | None = None
-    ) -> Prompt:
+    ) -> PrefixQuery:
         """Prepare tokens for lookups."""
         ids = token_array(tokens)
         root = self.root_digest(tenant, shared_salt, cache_salt)
-        return Prompt(ids, tenant, root, ids.tobytes(), [], self.block_size)
+        return PrefixQuery(ids, tenant, root, ids.tobytes(), [], self.block_size)
 
-    def digest_at(self, prompt: Prompt, block: int) -> bytes:
+    def digest_at(self, prompt: PrefixQuery, block: int) -> bytes:
         """The chained digest of a prompt's full block, hashing what was not hashed yet."""
         digests, data, step, digest = prompt.digests, prompt.data, self._step, self._digest
         while len(digests) <= block:
@@ -167,7 +167,7 @@ class PrefixIndex:
         """The digest of a block of tokens after `parent`."""
         return self._digest(parent + tokens)
 
-    def walk(self, prompt: Prompt, max_blocks: int) -> list[Node]:
+    def walk(self, prompt: PrefixQuery, max_blocks: int) -> list[Node]:
         """The nodes of a prompt's first blocks, as far as they are indexed. Changes nothing."""
         parent = self._roots.get(prompt.root)
         found: list[Node] = []

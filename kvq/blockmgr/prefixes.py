@@ -8,7 +8,7 @@ from kvq.blockmgr.events import Found
 from kvq.blockmgr.ids import BlockId
 from kvq.blockmgr.matching import Hit, find
 from kvq.blockmgr.pool import Account
-from kvq.blockmgr.prefix import TOKEN_BYTES, Node, Prompt
+from kvq.blockmgr.prefix import TOKEN_BYTES, Node, PrefixQuery
 from kvq.blockmgr.sequence import Sequence
 from kvq.errors import ConfigError, OutOfBlocks
 
@@ -28,11 +28,11 @@ class Prefixes:
         self._blocks = blocks
         self._computing: dict[bytes, Sequence] = {}  # digest of a prompt's block -> who computes it
 
-    def hit(self, prompt: Prompt) -> Hit:
+    def hit(self, prompt: PrefixQuery) -> Hit:
         """The longest hit that leaves at least one token to compute. Changes nothing."""
         return find(self._blocks, prompt, _most_reused(prompt))
 
-    def match(self, prompt: Prompt) -> Match:
+    def match(self, prompt: PrefixQuery) -> Match:
         """The hit's length, and who is computing the block after its whole ones. Changes nothing."""
         hit = self.hit(prompt)
         i, size = len(hit.nodes), self._blocks.block_size
@@ -61,7 +61,7 @@ class Prefixes:
         return starts, tables
 
     def can_start(
-        self, prompt: Prompt, count: int, accounts: list[Account] | None, *, spare: list[int]
+        self, prompt: PrefixQuery, count: int, accounts: list[Account] | None, *, spare: list[int]
     ) -> bool:
         """True if blocks are there for a prompt's hit and `count` tokens more, with `spare` left over.
 
@@ -104,7 +104,7 @@ class Prefixes:
         after = bisect_left(node.keys, known)
         return node.alive and not (after < len(node.keys) and node.keys[after].startswith(known))
 
-    def fill(self, sequence: Sequence, prompt: Prompt) -> None:
+    def fill(self, sequence: Sequence, prompt: PrefixQuery) -> None:
         """Share a prompt's hit with its new, empty sequence; queue the copy of a part of a block.
 
         The part is left out when no block is free for the copy. Never raises OutOfBlocks.
@@ -143,7 +143,7 @@ class Prefixes:
         sequence.length = length
         sequence.receipt.own = sequence.receipt.peak = sequence.num_held
 
-    def announce(self, sequence: Sequence, prompt: Prompt) -> None:
+    def announce(self, sequence: Sequence, prompt: PrefixQuery) -> None:
         """Let others wait for the full blocks of a prompt that its sequence still has to compute."""
         for i in reversed(range(sequence.depth, len(prompt.tokens) // self._blocks.block_size)):
             digest = self._blocks.index.digest_at(prompt, i)
@@ -198,7 +198,7 @@ class Prefixes:
         sequence.receipt.copied += len(sources)
 
 
-def _most_reused(prompt: Prompt) -> int:
+def _most_reused(prompt: PrefixQuery) -> int:
     """Tokens that a hit may hold: at least one is left to compute."""
     most = max(0, len(prompt.tokens) - 1)
     return most if prompt.max_reuse is None else min(most, prompt.max_reuse)

@@ -9,7 +9,7 @@ from kvq.blockmgr.prefix import Node
 
 
 @dataclass(kw_only=True, slots=True)
-class Receipt:
+class BlockUse:
     """What one sequence used, in blocks over all layer groups unless said otherwise."""
 
     own: int = 0  # taken from the pools
@@ -20,7 +20,7 @@ class Receipt:
     swapped: int = 0  # blocks moved to host slots
     peak: int = 0  # most blocks held at once
 
-    def snapshot(self) -> "Receipt":
+    def snapshot(self) -> "BlockUse":
         """A copy that later operations don't change."""
         return replace(self)
 
@@ -49,7 +49,7 @@ class Sequence:
     announced: list[tuple[int, bytes]] = field(default_factory=list)  # blocks others may wait for, last first
     swapped: list[list[tuple[int, HostSlot]]] | None = None  # (table index, slot) per group
     ready: bool = True  # False while swapped out, until a swap-in is confirmed, and once freed
-    receipt: Receipt = field(default_factory=Receipt)
+    receipt: BlockUse = field(default_factory=BlockUse)
     is_changed: bool = False  # True: tables have entries that `take_changes` did not hand out yet
     changed: list[int] = field(init=False)  # per layer group, index of the first such entry
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from kvq import fileio
 from kvq.blockmgr.manager import BlockManager
-from kvq.blockmgr.prefix import TOKEN_BYTES, PrefixIndex, Prompt
+from kvq.blockmgr.prefix import TOKEN_BYTES, PrefixIndex, PrefixQuery
 from kvq.cache.digest import BlockDigests, layout_numbers
 from kvq.cache.kv_cache import KVCache
 from kvq.errors import ConfigError, OutOfBlocks, first_lines
@@ -46,7 +46,7 @@ class _Miss(Exception):
     """Why a file can't be used; never leaves this module."""
 
 
-def save_prefix(path: str | Path, cache: KVCache, manager: BlockManager, prompt: Prompt) -> int:
+def save_prefix(path: str | Path, cache: KVCache, manager: BlockManager, prompt: PrefixQuery) -> int:
     """Write the longest indexed prefix of a prompt, in whole blocks, to a file.
 
     The file appears complete or not at all, readable by its owner only: K and V tell about the text.
@@ -75,7 +75,7 @@ def save_prefix(path: str | Path, cache: KVCache, manager: BlockManager, prompt:
     return length
 
 
-def load_prefix(path: str | Path, cache: KVCache, manager: BlockManager, prompt: Prompt) -> int:
+def load_prefix(path: str | Path, cache: KVCache, manager: BlockManager, prompt: PrefixQuery) -> int:
     """Restore a prefix that `save_prefix` wrote, if this prompt starts with it.
 
     Returns how many of the prompt's tokens are now in the prefix index, for `start` to reuse; 0 if
@@ -96,7 +96,7 @@ def load_prefix(path: str | Path, cache: KVCache, manager: BlockManager, prompt:
 
 
 def _restore(
-    header: _Header, tensors: list[Tensor], cache: KVCache, manager: BlockManager, prompt: Prompt
+    header: _Header, tensors: list[Tensor], cache: KVCache, manager: BlockManager, prompt: PrefixQuery
 ) -> int:
     """Put checked blocks into the cache; they are indexed only once the last one is there."""
     held, _, _ = manager.held_prefix(prompt)
@@ -118,7 +118,7 @@ def _restore(
     return header.length
 
 
-def _read(path: str | Path, cache: KVCache, prompt: Prompt) -> tuple[_Header, list[Tensor]]:
+def _read(path: str | Path, cache: KVCache, prompt: PrefixQuery) -> tuple[_Header, list[Tensor]]:
     """A file's header and its groups' blocks, all checked against this cache and prompt."""
     raw = _content(path, limit=_largest(cache, prompt))
     found = _sealed_header(raw)
@@ -204,7 +204,9 @@ def _tensors(raw: bytes, cache: KVCache, counts: list[int]) -> list[Tensor]:
     return tensors
 
 
-def _header(cache: KVCache, prompt: Prompt, length: int, starts: list[int], digests: list[str]) -> _Header:
+def _header(
+    cache: KVCache, prompt: PrefixQuery, length: int, starts: list[int], digests: list[str]
+) -> _Header:
     return _Header(
         layout=_layout_digest(cache),
         recipe=cache.recipe.digest(),
@@ -229,7 +231,7 @@ def _layout_digest(cache: KVCache) -> str:
     return hashlib.sha256(numbers.encode()).hexdigest()
 
 
-def _largest(cache: KVCache, prompt: Prompt) -> int:
+def _largest(cache: KVCache, prompt: PrefixQuery) -> int:
     blocks = len(prompt.tokens) // cache.layout.block_size
     return _HEADER_LIMIT + sum(group.pool_bytes(blocks) for group in cache.layout.groups)
 

@@ -4,7 +4,7 @@ from array import array
 from collections.abc import Iterator
 
 from kvq.capacity.answers import attend, beam_picks, choose
-from kvq.capacity.workload import Job
+from kvq.capacity.workload import SimulatedRequest
 from kvq.scheduler import Request
 
 
@@ -40,7 +40,7 @@ class Context:
         return twin
 
 
-def check_tokens(request: Request, job: Job, windows: list[int | None]) -> None:
+def check_tokens(request: Request, job: SimulatedRequest, windows: list[int | None]) -> None:
     """Raise AssertionError unless all tokens of all branches so far are what the request alone gets."""
     found = [list(branch.tokens[request.prompt_length :]) for branch in request.branches]
     if not any(found):

@@ -6,16 +6,16 @@ from dataclasses import dataclass
 from kvq.blockmgr import SwapIn, SwapOut
 from kvq.capacity.alone import check_tokens
 from kvq.capacity.answers import beam_picks, choose
-from kvq.capacity.fake_model import Model
+from kvq.capacity.fake_model import TokenSource
 from kvq.capacity.faults import Injector
 from kvq.capacity.invariants import Progress, check_plan
 from kvq.capacity.records import Gauge, Outcome, RequestRecord, SimulationResult
 from kvq.capacity.setup import Setup
 from kvq.capacity.trace import Trace
-from kvq.capacity.workload import Job
+from kvq.capacity.workload import SimulatedRequest
 from kvq.errors import KVQError, RequestError
 from kvq.scheduler import Branch, Request, Scheduler, StepPlan
-from kvq.scheduler.request import State
+from kvq.scheduler.request import RequestState
 
 _IDLE_S = 1e-3  # until the next attempt when nothing can run
 
@@ -35,7 +35,7 @@ class Ran:
 class Ticket:
     """A request that has not ended."""
 
-    job: Job
+    job: SimulatedRequest
     request: Request
     record: RequestRecord
     keys: dict[Branch, int]  # by which its branches go on, once all are there
@@ -44,7 +44,9 @@ class Ticket:
 class FakeEngine:
     """One scheduler, its requests and their records."""
 
-    def __init__(self, setup: Setup, model: Model, injector: Injector, result: SimulationResult) -> None:
+    def __init__(
+        self, setup: Setup, model: TokenSource, injector: Injector, result: SimulationResult
+    ) -> None:
         self.manager = setup.pools.manager(injector.manager)
         self.scheduler = Scheduler(self.manager, setup.config, setup.estimates or setup.costs)
         self.live: dict[Request, Ticket] = {}
@@ -56,7 +58,7 @@ class FakeEngine:
         self._progress = Progress(setup.config.aging_s)
         self.ahead: Ran | None = None  # a step that was planned before the last one's tokens were known
 
-    def add(self, job: Job, now: float) -> Request | None:
+    def add(self, job: SimulatedRequest, now: float) -> Request | None:
         """Take a request in, or refuse it."""
         records = self.result.records
         record = RequestRecord(
@@ -208,13 +210,15 @@ class FakeEngine:
             self.scheduler.end(request)
         else:
             self.scheduler.finish(branch)
-        if request.state is State.ENDED:
+        if request.state is RequestState.ENDED:
             self._end(request, Outcome.FINISHED, now)
 
     def _end(self, request: Request, outcome: Outcome, now: float) -> None:
         ticket = self.live.pop(request, None)
         assert ticket is not None, f"request {request.id} ended twice"
-        assert request.state is State.ENDED, f"request {request.id} is {request.state.value} at its end"
+        assert request.state is RequestState.ENDED, (
+            f"request {request.id} is {request.state.value} at its end"
+        )
         record, usage = ticket.record, request.usage
         record.outcome, record.end_s = outcome, now
         record.admitted_s = request.admitted_s

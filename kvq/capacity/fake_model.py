@@ -17,7 +17,7 @@ POISON = 1 << 33  # what an unwritten, scrubbed or lost slot holds; keys are bel
 BROKEN = 1 << 34  # what a step wrote that went wrong
 
 
-class Model(Protocol):
+class TokenSource(Protocol):
     """Carries out plans."""
 
     windows: list[int | None]  # per layer group, what a key depends on

@@ -4,26 +4,26 @@ from collections.abc import Iterable
 from heapq import heappop, heappush
 
 from kvq.capacity.fake_engine import FakeEngine
-from kvq.capacity.fake_model import FakeModel, Model
+from kvq.capacity.fake_model import FakeModel, TokenSource
 from kvq.capacity.faults import Faults, Injector
 from kvq.capacity.invariants import check_empty
 from kvq.capacity.records import SimulationResult
 from kvq.capacity.setup import Setup
-from kvq.capacity.workload import Job
+from kvq.capacity.workload import SimulatedRequest
 from kvq.errors import OutOfBlocks
 from kvq.scheduler import Request, Scheduler
-from kvq.scheduler.request import State
+from kvq.scheduler.request import RequestState
 
 _PIN_S = 1.0  # the longest time of a pin that is a fault
 _MOST_PREEMPTIONS = 8  # of one request; a longer prompt would never get through otherwise
 
 
 def simulate(
-    jobs: Iterable[Job],
+    jobs: Iterable[SimulatedRequest],
     setup: Setup,
     *,
     faults: Faults | None = None,
-    model: Model | None = None,
+    model: TokenSource | None = None,
     seed: int = 0,
     max_steps: int | None = None,
     check_every: int = 0,
@@ -48,7 +48,12 @@ def simulate(
 
 class _Simulation:
     def __init__(
-        self, jobs: Iterable[Job], setup: Setup, faults: Faults | None, model: Model | None, seed: int
+        self,
+        jobs: Iterable[SimulatedRequest],
+        setup: Setup,
+        faults: Faults | None,
+        model: TokenSource | None,
+        seed: int,
     ) -> None:
         self.result = SimulationResult(seed=seed)
         self._injector = Injector(faults, seed)
@@ -133,6 +138,6 @@ class _Simulation:
 def _kinds(scheduler: Scheduler) -> list[list[Request]]:
     """The requests by what they wait for, so that rare kinds are hit as often as others."""
     lines = scheduler.lines
-    aside = [r for r in lines.requests() if r.state is State.WAITING and r not in lines.queue]
+    aside = [r for r in lines.requests() if r.state is RequestState.WAITING and r not in lines.queue]
     kinds = [list(scheduler.holders.running), lines.preempted, aside, list(lines.queue)]
     return [kind for kind in kinds if kind]

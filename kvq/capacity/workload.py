@@ -12,7 +12,7 @@ from kvq.scheduler import Priority, Request
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Job:
+class SimulatedRequest:
     """One request to come."""
 
     arrival_s: float
@@ -73,7 +73,7 @@ class Mix:
                 raise ConfigError(f"{name} must be above 0, got {getattr(self, name)}")
 
 
-def jobs(mix: Mix, seed: int) -> Iterator[Job]:
+def jobs(mix: Mix, seed: int) -> Iterator[SimulatedRequest]:
     """Jobs without end, in order of arrival; the same for the same seed."""
     rng = random.Random(seed)
     recent: deque[array[int]] = deque(maxlen=8)
@@ -94,11 +94,11 @@ def _prompt(mix: Mix, rng: random.Random, recent: "deque[array[int]]") -> "array
     return tokens
 
 
-def _job(mix: Mix, rng: random.Random, now: float, prompt: "array[int]") -> Job:
+def _job(mix: Mix, rng: random.Random, now: float, prompt: "array[int]") -> SimulatedRequest:
     has_branches = rng.random() < mix.branched_share
     is_beam_search = has_branches and rng.random() < 0.5
     is_unlimited = not is_beam_search and rng.random() < mix.unlimited_share
-    return Job(
+    return SimulatedRequest(
         arrival_s=now,
         prompt=prompt,
         max_tokens=None if is_unlimited else _length(mix, rng, mix.output_tokens),

@@ -4,7 +4,7 @@ from kvq.blockmgr import BlockManager
 from kvq.engine.job import Job
 from kvq.engine.params import PrefixPin
 from kvq.errors import OutOfBlocks
-from kvq.scheduler.request import State
+from kvq.scheduler.request import RequestState
 
 
 class Pinning:
@@ -26,9 +26,9 @@ class Pinning:
     def apply(self, now: float) -> None:
         """Pin what a step computed of the prefixes."""
         for job in tuple(self._waiting):
-            if job.request.state is not State.ENDED:
+            if job.request.state is not RequestState.ENDED:
                 self._pin_computed(job, now)
-            if not job.pins or job.request.state is State.ENDED:
+            if not job.pins or job.request.state is RequestState.ENDED:
                 self._waiting.remove(job)
 
     def _pin_computed(self, job: Job, now: float) -> None:

@@ -1,6 +1,6 @@
 """Whether a request without blocks may start or come back beside those that run."""
 
-from kvq.blockmgr import BlockManager, Prompt
+from kvq.blockmgr import BlockManager, PrefixQuery
 from kvq.scheduler.config import SchedulerConfig
 from kvq.scheduler.costs import CostModel
 from kvq.scheduler.fit import PoolShape
@@ -45,7 +45,7 @@ class Admission:
         goal, running = self._config.itl_slo_s, self._holders.num_sequences
         return goal is None or not running or self._costs.decode_s(running + len(request.live)) <= goal
 
-    def can_start(self, step: Step, request: Request, prompt: Prompt, reused: int | None) -> bool:
+    def can_start(self, step: Step, request: Request, prompt: PrefixQuery, reused: int | None) -> bool:
         """True if a prompt's first chunk fits and those that run can grow; `reused`: tokens, if it may."""
         manager, total, found = self._manager, len(prompt.tokens), reused or 0
         count = min(total - found, step.budget, request.max_chunk or total)

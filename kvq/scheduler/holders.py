@@ -2,9 +2,9 @@
 
 from array import array
 
-from kvq.blockmgr import BlockManager, Prompt, Sequence
+from kvq.blockmgr import BlockManager, PrefixQuery, Sequence
 from kvq.errors import OutOfBlocks
-from kvq.scheduler.request import Branch, Priority, Request, State
+from kvq.scheduler.request import Branch, Priority, Request, RequestState
 
 
 class Holders:
@@ -29,7 +29,7 @@ class Holders:
         """True if all of a request's branches could run beside those that do."""
         return len(request.live) <= len(self._free_rows)
 
-    def prompt(self, request: Request) -> Prompt:
+    def prompt(self, request: Request) -> PrefixQuery:
         """The tokens that a request's first branch has to compute, ready for lookups; hashed only once."""
         tokens = request.live[0].tokens if request.is_forked else request.tokens
         if request.prompt is None or len(request.prompt.tokens) != len(tokens):
@@ -42,7 +42,7 @@ class Holders:
             )
         return request.prompt
 
-    def start(self, request: Request, prompt: Prompt) -> Branch:
+    def start(self, request: Request, prompt: PrefixQuery) -> Branch:
         """Give a request's first branch what the prefix index holds of its tokens."""
         root = request.live[0]
         if not self._caching:
@@ -102,7 +102,7 @@ class Holders:
         branch.is_done = True
         if not branch.request.live:
             self._stop(branch.request)
-            branch.request.state = State.ENDED
+            branch.request.state = RequestState.ENDED
 
     def branch_out(self, request: Request, picks: list[tuple[int, int]]) -> None:
         """Give branches a parent's tokens and blocks, and the next token; see `Scheduler`."""
@@ -156,7 +156,7 @@ class Holders:
         if request.place < 0:
             self._places += 1
             request.place = self._places
-        request.state = State.RUNNING
+        request.state = RequestState.RUNNING
         self.running[request] = None
         self.num_interactive += request.priority is Priority.INTERACTIVE
 
@@ -165,7 +165,7 @@ class Holders:
             self.active.pop(branch, None)
             self._give_row_back(branch)
         self._stop(request)
-        request.state = State.PREEMPTED
+        request.state = RequestState.PREEMPTED
 
     def _stop(self, request: Request) -> None:
         if request in self.running:

@@ -4,7 +4,7 @@ from array import array
 from dataclasses import dataclass, field
 from enum import Enum, IntEnum
 
-from kvq.blockmgr import Prompt, Receipt, Sequence
+from kvq.blockmgr import BlockUse, PrefixQuery, Sequence
 from kvq.errors import KVQError
 
 
@@ -15,7 +15,7 @@ class Priority(IntEnum):
     BATCH = 1  # somebody wants the whole result some time
 
 
-class State(Enum):
+class RequestState(Enum):
     """Where a request is in its life."""
 
     WAITING = "waiting"  # holds nothing
@@ -37,7 +37,7 @@ class Usage:
     recomputed_tokens: int = 0  # tokens computed a second time after a preemption or a failed swap
     preemptions: int = 0
 
-    def add(self, receipt: Receipt) -> None:
+    def add(self, receipt: BlockUse) -> None:
         """Add what one branch used."""
         self.own += receipt.own
         self.shared += receipt.shared
@@ -100,9 +100,9 @@ class Request:
     max_reuse: int | None = None  # most prompt tokens taken from the cache, if limited
     max_chunk: int | None = None  # prefill tokens of this request in one step, if limited
     arrival_s: float = 0.0
-    state: State = State.WAITING
+    state: RequestState = RequestState.WAITING
     branches: list[Branch] = field(default_factory=list)
-    prompt: Prompt | None = None  # what its first branch has to compute, while it waits
+    prompt: PrefixQuery | None = None  # what its first branch has to compute, while it waits
     is_forked: bool = False  # True once every branch is there; before, the first computes the prompt
     place: int = -1  # order of first admission; decides who keeps blocks and who returns first
     preempted_s: float = 0.0  # when it was preempted last

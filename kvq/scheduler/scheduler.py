@@ -13,7 +13,7 @@ from kvq.scheduler.holders import Holders, held
 from kvq.scheduler.lines import Lines
 from kvq.scheduler.plan import StepPlan
 from kvq.scheduler.preemption import choose_victim, prefers_swap, swappable
-from kvq.scheduler.request import Branch, Priority, Request, State
+from kvq.scheduler.request import Branch, Priority, Request, RequestState
 from kvq.scheduler.snapshot import Counters, Snapshot
 from kvq.scheduler.step import Step, pack
 
@@ -85,7 +85,7 @@ class Scheduler:
             RequestError: it can never fit, with the numbers.
             ConfigError: it was added before, or has no tokens.
         """
-        if request.state is not State.WAITING or request.branches:
+        if request.state is not RequestState.WAITING or request.branches:
             raise ConfigError(f"request {request.id!r} was added before; make a new one")
         if not request.tokens:
             raise ConfigError(f"request {request.id!r} has no prompt tokens; give at least one")
@@ -186,14 +186,14 @@ class Scheduler:
         request = branch.request
         if branch.is_done:
             return
-        if request.state in (State.WAITING, State.PREEMPTED) and len(request.live) == 1:
+        if request.state in (RequestState.WAITING, RequestState.PREEMPTED) and len(request.live) == 1:
             self.lines.remove(request)
         self.lines.queue.tenants.charge(request.tenant, branch.num_generated)
         if branch.sequence is not None and branch.sequence.ready:
             self.manager.scrub_uncommitted(branch.sequence)
         self.holders.close(branch)
         self.nobody_fits = False
-        self.counters.ended += request.state is State.ENDED
+        self.counters.ended += request.state is RequestState.ENDED
 
     def end(self, request: Request) -> None:
         """End a request wherever it is: cancelled, or finished as a whole."""
@@ -329,7 +329,10 @@ class Scheduler:
                     f"leaves too little; raise it, or let pins expire"
                 )
                 self._give_up(request, error)
-            elif request.state is State.PREEMPTED and self.lines.rank(request, step.now) is Priority.BATCH:
+            elif (
+                request.state is RequestState.PREEMPTED
+                and self.lines.rank(request, step.now) is Priority.BATCH
+            ):
                 below = Priority.BATCH  # somebody more urgent may still fit
             else:
                 self.nobody_fits = not self.lines.num_parked
@@ -337,7 +340,7 @@ class Scheduler:
 
     def _start(self, step: Step, request: Request) -> bool:
         """Start, resume or park a request; False if it has to wait where it stands."""
-        admission, is_back = self._admission, request.state is State.PREEMPTED
+        admission, is_back = self._admission, request.state is RequestState.PREEMPTED
         if not admission.has_seats(request):
             return False
         if request.live[0].sequence is not None:

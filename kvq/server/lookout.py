@@ -11,7 +11,7 @@ from kvq.engine.core import EngineCore
 from kvq.engine.job import Job
 from kvq.engine.outputs import RequestOutput
 from kvq.layout import GroupLayout
-from kvq.scheduler.request import State
+from kvq.scheduler.request import RequestState
 from kvq.server.picture import (
     Latency,
     LiveRequest,
@@ -123,7 +123,7 @@ class Lookout:
         counts = {tenant: [0, 0] for tenant in self._memories}
         for job in jobs:
             if job.request.tenant in counts:
-                counts[job.request.tenant][job.request.state is not State.RUNNING] += 1
+                counts[job.request.tenant][job.request.state is not RequestState.RUNNING] += 1
         return [
             TenantPicture(name=name, running=running, waiting=waiting, latency=self._memories[name].latency())
             for name, (running, waiting) in counts.items()

@@ -7,7 +7,7 @@ import msgspec
 from kvq.blockmgr import PoolUsage
 from kvq.engine import Receipt
 from kvq.engine.outputs import FinishReason
-from kvq.scheduler.request import State
+from kvq.scheduler.request import RequestState
 
 
 class Part(msgspec.Struct, frozen=True, kw_only=True):
@@ -35,7 +35,7 @@ class LiveRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     number: int
     tenant: str
-    state: State
+    state: RequestState
     branches: int
     prompt_tokens: int
     cached_tokens: int

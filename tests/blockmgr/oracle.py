@@ -1,6 +1,6 @@
 """What prefix lookups should find, worked out the slow way from everything that is indexed."""
 
-from kvq.blockmgr import BlockManager, Prompt
+from kvq.blockmgr import BlockManager, PrefixQuery
 
 Held = dict[tuple[int, ...], list[bool]]  # all tokens up to a block's end: which layer groups have it
 
@@ -31,7 +31,7 @@ def is_valid(manager: BlockManager, held: Held, tokens: tuple[int, ...], length:
     return True
 
 
-def hit_length(manager: BlockManager, prompt: Prompt) -> int:
+def hit_length(manager: BlockManager, prompt: PrefixQuery) -> int:
     """Tokens that a new sequence need not compute: the longest valid whole blocks, and a part."""
     size, tokens = manager.block_size, tuple(prompt.tokens)
     usable = max(0, len(tokens) - 1)

@@ -8,7 +8,7 @@ out on bytes. After any operation, `check` reads every position that any sequenc
 from collections import Counter
 from collections.abc import Iterator
 
-from kvq.blockmgr import BlockManager, Copy, Match, Prompt, Scrub, Sequence, SwapIn, SwapOut
+from kvq.blockmgr import BlockManager, Copy, Match, PrefixQuery, Scrub, Sequence, SwapIn, SwapOut
 from kvq.errors import ConfigError, OutOfBlocks
 from tests.blockmgr.client import Client
 from tests.blockmgr.mirror import Mirror
@@ -79,7 +79,9 @@ class Simulation:
             for i in range(start, len(table)):
                 self.kv[group][table[i]] = client.keys[i * self.size : (i + 1) * self.size]
 
-    def _welcome(self, sequence: Sequence, prompt: Prompt, tokens: list[int], shared: str | None) -> Client:
+    def _welcome(
+        self, sequence: Sequence, prompt: PrefixQuery, tokens: list[int], shared: str | None
+    ) -> Client:
         client = Client(sequence, prompt.tenant, shared)
         client.extend(tokens)
         self.clients.append(client)

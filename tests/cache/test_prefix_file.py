@@ -13,7 +13,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from kvq.blockmgr import BlockManager, Copy, Prompt
+from kvq.blockmgr import BlockManager, Copy, PrefixQuery
 from kvq.blockmgr.ids import BlockId
 from kvq.cache import KVCache
 from kvq.cache.prefix_file import load_prefix, save_prefix
@@ -47,7 +47,7 @@ def pair(
     return cache, manager
 
 
-def run(cache: KVCache, manager: BlockManager, prompt: Prompt) -> None:
+def run(cache: KVCache, manager: BlockManager, prompt: PrefixQuery) -> None:
     """Compute a prompt: write made-up K and V of every token and layer, then leave them cached."""
     sequence = manager.start(prompt)
     slots = manager.append([(sequence, len(prompt.tokens) - sequence.length)])
@@ -60,7 +60,7 @@ def run(cache: KVCache, manager: BlockManager, prompt: Prompt) -> None:
     manager.free(sequence)
 
 
-def attention(cache: KVCache, manager: BlockManager, prompt: Prompt) -> list[Tensor]:
+def attention(cache: KVCache, manager: BlockManager, prompt: PrefixQuery) -> list[Tensor]:
     """What one more token attends to over the prompt's held prefix, by layer."""
     length, _, tables = manager.held_prefix(prompt)
     outs = []

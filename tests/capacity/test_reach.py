@@ -12,7 +12,7 @@ from kvq.capacity.fake_engine import FakeEngine
 from kvq.scheduler import Request, Scheduler
 from kvq.scheduler.holders import Holders
 from kvq.scheduler.lines import Lines
-from kvq.scheduler.request import State
+from kvq.scheduler.request import RequestState
 
 STAGES = ["queued", "parked", "prefilling", "decoding", "branched", "swapped", "dropped"]
 PATHS = [
@@ -23,10 +23,10 @@ PATHS = [
 
 def stage(engine: FakeEngine, request: Request) -> str:
     """Where in its life a request is."""
-    if request.state is State.WAITING:
+    if request.state is RequestState.WAITING:
         lines = engine.scheduler.lines
         return "queued" if request in lines.queue else "parked"
-    if request.state is State.PREEMPTED:
+    if request.state is RequestState.PREEMPTED:
         return "dropped" if request.live[0].sequence is None else "swapped"
     if not request.branches[0].num_generated:
         return "prefilling"

@@ -11,11 +11,11 @@ from kvq.capacity import (
     BlindModel,
     Faults,
     Given,
-    Job,
     Mix,
     Outcome,
     Pools,
     Setup,
+    SimulatedRequest,
     SimulationResult,
     fuzz,
     jobs,
@@ -34,9 +34,11 @@ OFTEN = Faults(
 )
 
 
-def job(length: int = 8, max_tokens: int | None = 4, arrival_s: float = 0.0, **options: object) -> Job:
+def job(
+    length: int = 8, max_tokens: int | None = 4, arrival_s: float = 0.0, **options: object
+) -> SimulatedRequest:
     prompt = array("I", range(length))
-    return Job(arrival_s=arrival_s, prompt=prompt, max_tokens=max_tokens, **options)  # type: ignore[arg-type]
+    return SimulatedRequest(arrival_s=arrival_s, prompt=prompt, max_tokens=max_tokens, **options)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("first", range(0, SEEDS, 30))

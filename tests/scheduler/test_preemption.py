@@ -6,7 +6,7 @@ import pytest
 
 from kvq.errors import ConfigError, OutOfBlocks
 from kvq.scheduler import FixedCosts, Priority, Request, Scheduler
-from kvq.scheduler.request import State
+from kvq.scheduler.request import RequestState
 from tests.scheduler.helpers import RefusingManager, add, ask, commit, drain, make, step
 
 CHEAP_SWAP = FixedCosts(swap_block_s=1e-9)
@@ -37,12 +37,12 @@ def test_everybody_ends_and_nobody_is_preempted_all_the_time(options: dict[str, 
 
 def test_preempted_requests_keep_their_place_before_waiting_ones() -> None:
     scheduler, requests = crowd(6)
-    while not any(request.state is State.PREEMPTED for request in requests):
+    while not any(request.state is RequestState.PREEMPTED for request in requests):
         step(scheduler)
-    victim = next(request for request in requests if request.state is State.PREEMPTED)
+    victim = next(request for request in requests if request.state is RequestState.PREEMPTED)
     late = ask(8, 4)
     add(scheduler, late)
-    while victim.state is State.PREEMPTED:
+    while victim.state is RequestState.PREEMPTED:
         assert late.admitted_s is None
         step(scheduler)
     drain(scheduler)
