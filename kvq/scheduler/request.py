@@ -118,6 +118,11 @@ class Request:
         self.arrival_s = now
 
     @property
+    def is_preempted(self) -> bool:
+        """True while it waits to come back."""
+        return self.state is RequestState.PREEMPTED
+
+    @property
     def prompt_length(self) -> int:
         """Tokens of the prompt."""
         return len(self.tokens)

@@ -329,10 +329,7 @@ class Scheduler:
                     f"leaves too little; raise it, or let pins expire"
                 )
                 self._give_up(request, error)
-            elif (
-                request.state is RequestState.PREEMPTED
-                and self.lines.rank(request, step.now) is Priority.BATCH
-            ):
+            elif request.is_preempted and self.lines.rank(request, step.now) is Priority.BATCH:
                 below = Priority.BATCH  # somebody more urgent may still fit
             else:
                 self.nobody_fits = not self.lines.num_parked
@@ -340,7 +337,7 @@ class Scheduler:
 
     def _start(self, step: Step, request: Request) -> bool:
         """Start, resume or park a request; False if it has to wait where it stands."""
-        admission, is_back = self._admission, request.state is RequestState.PREEMPTED
+        admission, is_back = self._admission, request.is_preempted
         if not admission.has_seats(request):
             return False
         if request.live[0].sequence is not None:
