@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from kvq.blockmgr import Sequence
 from kvq.scheduler.config import SchedulerConfig
 from kvq.scheduler.queue import WaitingQueue
-from kvq.scheduler.request import Priority, Request, RequestState
+from kvq.scheduler.request import Priority, Request
 
 
 @dataclass(slots=True, eq=False)
@@ -85,7 +85,7 @@ class Lines:
 
     def rank(self, request: Request, now: float) -> Priority:
         """The class a request counts in that waits outside the queue: it ages as those inside do."""
-        since = request.preempted_s if request.state is RequestState.PREEMPTED else request.arrival_s
+        since = request.preempted_s if request.is_preempted else request.arrival_s
         return Priority.INTERACTIVE if now - since >= self._aging_s else request.priority
 
     def next_aging_s(self) -> float:
@@ -97,7 +97,7 @@ class Lines:
 
     def remove(self, request: Request) -> None:
         """Let a request go, wherever it stands."""
-        if request.state is RequestState.PREEMPTED:
+        if request.is_preempted:
             self.preempted.remove(request)
         elif request in self.queue:
             self.queue.remove(request)
