@@ -2,9 +2,11 @@
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import fields
 from typing import Any
 
 import msgspec
+from pydantic import BaseModel
 
 from kvq.engine import SamplingParams, StructuredOutput
 from kvq.engine.grammar import GrammarLimits
@@ -33,8 +35,6 @@ def completion_params(body: CompletionBody) -> SamplingParams:
     return _params(
         body,
         max_tokens=1 if body.max_tokens == 0 else body.max_tokens,
-        best_of=body.best_of,
-        logprobs=body.logprobs,
         prompt_logprobs=body.logprobs if body.echo and body.logprobs is not None else None,
         echo=body.echo and body.max_tokens != 0,
     )
@@ -69,26 +69,24 @@ def engine_refusals() -> Iterator[None]:
 
 def _params(body: Common, **own: Any) -> SamplingParams:
     with engine_refusals():
-        return SamplingParams(
-            temperature=body.temperature,
-            top_p=body.top_p,
-            top_k=body.top_k if body.top_k and body.top_k > 0 else None,
-            min_p=body.min_p,
-            n=body.n,
-            stop=body.stop or (),
-            stop_token_ids=body.stop_token_ids,
-            include_stop=body.include_stop_str_in_output,
-            presence_penalty=body.presence_penalty,
-            frequency_penalty=body.frequency_penalty,
-            repetition_penalty=body.repetition_penalty,
-            logit_bias=_biases(body.logit_bias),
-            seed=body.seed,
-            min_tokens=body.min_tokens,
-            ignore_eos=body.ignore_eos,
-            skip_special_tokens=body.skip_special_tokens,
-            structured=_take_structured(body),
-            **own,
-        )
+        return SamplingParams(**same_fields(body) | _other_fields(body) | own)
+
+
+def same_fields(body: BaseModel) -> dict[str, Any]:
+    """What a body says of the engine's parameters in the engine's own words: a new one needs no more."""
+    given = type(body).model_fields
+    return {f.name: getattr(body, f.name) for f in fields(SamplingParams) if f.name in given}
+
+
+def _other_fields(body: Common) -> dict[str, Any]:
+    """What the field's words or values are others for than the engine's."""
+    return {
+        "top_k": body.top_k if body.top_k and body.top_k > 0 else None,
+        "stop": body.stop or (),
+        "include_stop": body.include_stop_str_in_output,
+        "logit_bias": _biases(body.logit_bias),
+        "structured": _take_structured(body),
+    }
 
 
 def _biases(given: dict[str, float] | None) -> dict[int, float] | None:

@@ -12,7 +12,7 @@ from kvq.server.anthropic.content import Content, Event
 from kvq.server.anthropic.offer import offer_of
 from kvq.server.anthropic.prompt import prompt_pins, prompt_tokens
 from kvq.server.messages import Delta, Ended, PromptUse
-from kvq.server.sampling import engine_refusals, schema_text
+from kvq.server.sampling import engine_refusals, same_fields, schema_text
 from kvq.server.seating import Seats
 from kvq.server.service import Service
 from kvq.server.tools.calling import Offer
@@ -103,14 +103,13 @@ def _params(body: MessagesBody, offer: Offer | None) -> SamplingParams:
     format = None if body.output_config is None else body.output_config.format
     schema = None if format is None else schema_text(format.definition)
     with engine_refusals():
-        params = SamplingParams(
-            max_tokens=body.max_tokens,
-            temperature=body.temperature,
-            top_p=1.0 if body.top_p is None else body.top_p,
-            top_k=body.top_k or None,  # 0 keeps all
-            stop=body.stop_sequences,
-            structured=None if schema is None else StructuredOutput(json_schema=schema),
-        )
+        others = {
+            "top_p": 1.0 if body.top_p is None else body.top_p,
+            "top_k": body.top_k or None,  # 0 keeps all
+            "stop": body.stop_sequences,
+            "structured": None if schema is None else StructuredOutput(json_schema=schema),
+        }
+        params = SamplingParams(**same_fields(body) | others)
         return params if offer is None else offer.params(params)
 
 
