@@ -10,6 +10,7 @@ from pydantic import BaseModel
 
 from kvq.engine import SamplingParams, StructuredOutput
 from kvq.engine.grammar import GrammarLimits
+from kvq.engine.intake import Origin, Terms
 from kvq.errors import RequestError
 from kvq.scheduler import Priority
 from kvq.server.bodies import ChatBody, Common, CompletionBody, StructuredOutputs
@@ -56,6 +57,12 @@ def priority_of(body: Common) -> Priority:
     if body.priority is not None:
         return Priority[body.priority.upper()]
     return Priority.BATCH if body.service_tier == "flex" else Priority.INTERACTIVE
+
+
+def terms_of(body: Common, params: SamplingParams, tenant: str) -> Terms:
+    """What a body asks of the engine, for whom, and how urgent it is."""
+    origin = Origin(priority=priority_of(body), tenant=tenant, cache_salt=body.cache_salt)
+    return Terms(params=params, origin=origin)
 
 
 @contextmanager

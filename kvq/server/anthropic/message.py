@@ -6,7 +6,7 @@ from typing import Any
 from uuid import uuid4
 
 from kvq.engine import SamplingParams, StructuredOutput
-from kvq.scheduler import Priority
+from kvq.engine.intake import Origin, Terms
 from kvq.server.anthropic.bodies import MessagesBody
 from kvq.server.anthropic.content import Content, Event
 from kvq.server.anthropic.offer import offer_of
@@ -74,15 +74,8 @@ class MessageCall:
         prompts = self._service.prompts
         tokens = await prompt_tokens(prompts, self._body, self._tenant)
         pins = await prompt_pins(prompts, self._body, tokens, self._tenant)
-        return self._service.stream(
-            tokens,
-            self._params,
-            self.seats,
-            priority=Priority.INTERACTIVE,
-            tenant=self._tenant,
-            cache_salt=self._body.cache_salt,
-            pins=pins,
-        )
+        origin = Origin(tenant=self._tenant, cache_salt=self._body.cache_salt)
+        return self._service.stream(tokens, Terms(params=self._params, origin=origin, pins=pins), self.seats)
 
     def _ending(self) -> dict[str, Any]:
         last = self._last
