@@ -11,7 +11,7 @@ from kvq.errors import ConfigError, EngineError, KVQError, RequestError
 from kvq.models.prepared import PreparedModel
 from kvq.server.bodies import ChatMessage
 from kvq.server.problems import Problem
-from kvq.server.prompts import Prompts
+from kvq.server.prompts import Conversation, Prompts
 from kvq.server.reading import Readers, Setup
 
 _Result = TypeVar("_Result")
@@ -46,7 +46,8 @@ class ReaderAside:
         """
         # What somebody typed may be no valid Unicode, which the reader's answer says
         messages = [ChatMessage.model_construct(**turn) for turn in turns]  # type: ignore[arg-type]
-        return self._await(self._prompts.chat(messages, add_generation_prompt=True))
+        conversation = Conversation(messages=messages, options={"add_generation_prompt": True})
+        return self._await(self._prompts.chat(conversation))
 
     def close(self) -> None:
         """End the processes, whatever they do."""

@@ -3,7 +3,7 @@
 import itertools
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -62,6 +62,17 @@ class Origin:
         if salt is not None and not (isinstance(salt, str) and 1 <= len(salt) <= MAX_SALT):
             raise RequestError(f"cache_salt must be a text of 1 to {MAX_SALT} characters, got {salt!r:.100}")
         object.__setattr__(self, "priority", as_priority(self.priority))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Terms:
+    """What a request asks for beside its prompt. `pins`: prefixes of the prompt that shall stay cached, for
+    its tenant or its salt only.
+    """
+
+    params: SamplingParams = field(default_factory=SamplingParams)
+    origin: Origin = Origin()
+    pins: Sequence[PrefixPin] = ()
 
 
 class Intake:

@@ -2,8 +2,8 @@
 
 import math
 import operator
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from kvq.errors import RequestError, nearest
@@ -17,6 +17,98 @@ MAX_STOP_CHARACTERS = 1024
 MAX_BIASES = 1024
 MAX_PINS = 16
 MAX_PIN_S = 86_400.0
+MAX_COUNT = 1 << 30  # tokens
+
+Check = Callable[[Any, str], None]  # of an object and a field's name; raises RequestError
+
+
+def param(default: Any, check: Check, *, with_beams: bool = True) -> Any:
+    """A sampling parameter and what holds for all but its default; `with_beams`: beam search can have it."""
+    return field(default=default, metadata={"check": check, "with_beams": with_beams})
+
+
+def whole(low: int | str, high: int | str) -> Check:
+    """A whole number of `low` to `high`; a text names the parameter that is the bound."""
+
+    def check(params: object, name: str) -> None:
+        value = getattr(params, name)
+        least = getattr(params, low) if isinstance(low, str) else low
+        most = getattr(params, high) if isinstance(high, str) else high
+        most = MAX_COUNT if most is None else most
+        if not _is_whole(value) or not least <= operator.index(value) <= most:
+            raise RequestError(f"{name} must be a whole number of {least} to {most}, got {value!r}")
+
+    return check
+
+
+def real(low: float, high: float, *, above: bool = False) -> Check:
+    """A finite number of `low` to `high`, or above `low`."""
+
+    def check(params: object, name: str) -> None:
+        value = getattr(params, name)
+        if not _is_real(value) or not low <= value <= high or (above and value == low):
+            raise RequestError(
+                f"{name} must be a number {'above' if above else 'of'} {low} "
+                f"{'and at most' if above else 'to'} {high}, got {value!r}"
+            )
+
+    return check
+
+
+def optional(check: Check) -> Check:
+    """The same, or None."""
+    return lambda params, name: None if getattr(params, name) is None else check(params, name)
+
+
+def flag(params: object, name: str) -> None:
+    """True or False."""
+    if not isinstance(getattr(params, name), bool):
+        raise RequestError(f"{name} must be True or False, got {getattr(params, name)!r}")
+
+
+def _texts(params: object, name: str) -> None:
+    """Stop strings: one, or a list."""
+    stops = getattr(params, name)
+    _check_list(name, stops)
+    stops = (stops,) if isinstance(stops, str) else stops
+    if not all(isinstance(s, str) and 0 < len(s) <= MAX_STOP_CHARACTERS for s in stops):
+        raise RequestError(
+            f"{name} must be strings of 1 to {MAX_STOP_CHARACTERS} characters, "
+            f"got {getattr(params, name)!r:.200}"
+        )
+    if len(stops) > MAX_STOPS:
+        raise RequestError(f"at most {MAX_STOPS} {name} strings, got {len(stops)}")
+
+
+def _token_ids(params: object, name: str) -> None:
+    ids = getattr(params, name)
+    _check_list(name, ids)
+    if len(ids) > MAX_STOPS:
+        raise RequestError(f"{name} may be {MAX_STOPS} ids at most, got {len(ids)}")
+    if not all(_is_whole(t) and t >= 0 for t in ids):
+        raise RequestError(f"{name} must be token ids, got {ids!r:.200}")
+
+
+def _check_list(name: str, given: object) -> None:
+    if not isinstance(given, Sequence):
+        raise RequestError(f"{name} must be a list, empty for none, got {given!r:.200}")
+
+
+def _biases(params: object, name: str) -> None:
+    bias = getattr(params, name) or {}
+    if not isinstance(bias, Mapping):
+        raise RequestError(f"{name} maps token ids to numbers, got {bias!r:.200}")
+    if len(bias) > MAX_BIASES:
+        raise RequestError(f"{name} may name {MAX_BIASES} tokens at most, got {len(bias)}")
+    for token, value in bias.items():
+        if not _is_whole(token) or token < 0 or not _is_real(value) or not -100 <= value <= 100:
+            raise RequestError(f"{name} maps token ids to numbers of -100 to 100, got {token!r}: {value!r}")
+
+
+def _structured(params: object, name: str) -> None:
+    given = getattr(params, name)
+    if not isinstance(given, StructuredOutput):
+        raise RequestError(f"{name} must be a kvq.StructuredOutput, got {given!r:.200}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,61 +155,47 @@ class SamplingParams:
     `skip_special_tokens` leaves out the others.
     """
 
-    n: int = 1
-    best_of: int | None = None
-    beam_width: int | None = None
-    length_penalty: float = 1.0  # of beams: score / length ** length_penalty
-    early_stopping: bool = False  # of beams: end as soon as beam_width are finished
-    max_tokens: int | None = 64
-    min_tokens: int = 0
-    temperature: float = 0.0
-    top_k: int | None = None
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    logit_bias: Mapping[int, float] | None = None
-    seed: int | None = None
-    stop: str | Sequence[str] = ()
-    stop_token_ids: Sequence[int] = ()
-    include_stop: bool = False
-    ignore_eos: bool = False
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
-    prompt_logprobs_start: int = 0  # index of a prompt token
-    echo: bool = False
-    skip_special_tokens: bool = True
-    kept_special_ids: Sequence[int] = ()
-    structured: StructuredOutput | None = None
+    n: int = param(1, whole(1, MAX_SAMPLES))
+    best_of: int | None = param(None, whole("n", MAX_SAMPLES), with_beams=False)
+    beam_width: int | None = param(None, whole("n", MAX_SAMPLES))
+    length_penalty: float = param(1.0, real(-100, 100))  # of beams: score / length ** length_penalty
+    early_stopping: bool = param(False, flag)  # of beams: end as soon as beam_width are finished
+    max_tokens: int | None = param(64, optional(whole(1, MAX_COUNT)))
+    min_tokens: int = param(0, whole(0, "max_tokens"))
+    temperature: float = param(0.0, real(0, 10), with_beams=False)
+    top_k: int | None = param(None, whole(1, MAX_COUNT), with_beams=False)
+    top_p: float = param(1.0, real(0, 1, above=True), with_beams=False)
+    min_p: float = param(0.0, real(0, 1), with_beams=False)
+    repetition_penalty: float = param(1.0, real(0.01, 100), with_beams=False)
+    presence_penalty: float = param(0.0, real(-100, 100), with_beams=False)
+    frequency_penalty: float = param(0.0, real(-100, 100), with_beams=False)
+    logit_bias: Mapping[int, float] | None = param(None, _biases, with_beams=False)
+    seed: int | None = param(None, whole(-(1 << 63), (1 << 64) - 1), with_beams=False)  # 64 bits
+    stop: str | Sequence[str] = param((), _texts, with_beams=False)
+    stop_token_ids: Sequence[int] = param((), _token_ids)
+    include_stop: bool = param(False, flag)
+    ignore_eos: bool = param(False, flag)
+    logprobs: int | None = param(None, whole(0, MAX_LOGPROBS), with_beams=False)
+    prompt_logprobs: int | None = param(None, whole(0, MAX_LOGPROBS), with_beams=False)
+    prompt_logprobs_start: int = param(0, whole(0, MAX_COUNT))  # index of a prompt token
+    echo: bool = param(False, flag)
+    skip_special_tokens: bool = param(True, flag)
+    kept_special_ids: Sequence[int] = param((), _token_ids)
+    structured: StructuredOutput | None = param(None, _structured, with_beams=False)
 
     def __post_init__(self) -> None:
-        _whole(self, "n", 1, MAX_SAMPLES)
-        _whole(self, "best_of", self.n, MAX_SAMPLES, optional=True)
-        _whole(self, "beam_width", self.n, MAX_SAMPLES, optional=True)
-        _whole(self, "max_tokens", 1, 1 << 30, optional=True)
-        _whole(self, "min_tokens", 0, self.max_tokens or 1 << 30)
-        _whole(self, "top_k", 1, 1 << 30, optional=True)
-        _whole(self, "seed", -(1 << 63), (1 << 64) - 1, optional=True)  # what fits into 64 bits
-        _whole(self, "logprobs", 0, MAX_LOGPROBS, optional=True)
-        _whole(self, "prompt_logprobs", 0, MAX_LOGPROBS, optional=True)
-        _whole(self, "prompt_logprobs_start", 0, 1 << 30)
-        _real(self, "length_penalty", -100, 100)
-        _real(self, "temperature", 0, 10)
-        _real(self, "top_p", 0, 1, above=True)
-        _real(self, "min_p", 0, 1)
-        _real(self, "repetition_penalty", 0.01, 100)
-        _real(self, "presence_penalty", -100, 100)
-        _real(self, "frequency_penalty", -100, 100)
-        for name in ("early_stopping", "include_stop", "ignore_eos", "echo", "skip_special_tokens"):
-            if not isinstance(getattr(self, name), bool):
-                raise RequestError(f"{name} must be True or False, got {getattr(self, name)!r}")
-        if self.structured is not None and not isinstance(self.structured, StructuredOutput):
-            raise RequestError(f"structured must be a kvq.StructuredOutput, got {self.structured!r:.200}")
-        self._check_stops()
-        self._check_bias()
-        if self.beam_width is not None:
-            self._check_beams()
+        known = fields(self)
+        for one in known:
+            if getattr(self, one.name) is not one.default:
+                one.metadata["check"](self, one.name)
+        if self.beam_width is None:
+            return
+        for one in known:
+            if not one.metadata["with_beams"] and getattr(self, one.name) != one.default:
+                raise RequestError(
+                    f"{one.name} can't be combined with beam_width={self.beam_width}: beam search takes the "
+                    f"likeliest continuations; leave one of them out"
+                )
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
@@ -139,53 +217,6 @@ class SamplingParams:
         """True if tokens that were there before count."""
         return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
 
-    def _check_stops(self) -> None:
-        for name, kinds in (
-            ("stop", str | Sequence),
-            ("stop_token_ids", Sequence),
-            ("kept_special_ids", Sequence),
-        ):
-            if not isinstance(getattr(self, name), kinds):
-                raise RequestError(f"{name} must be a list, empty for none, got {getattr(self, name)!r:.200}")
-        stops = self.stop_strings
-        if not all(isinstance(s, str) and 0 < len(s) <= MAX_STOP_CHARACTERS for s in stops):
-            raise RequestError(
-                f"stop must be strings of 1 to {MAX_STOP_CHARACTERS} characters, got {self.stop!r:.200}"
-            )
-        if len(stops) > MAX_STOPS:
-            raise RequestError(f"at most {MAX_STOPS} stop strings, got {len(stops)}")
-        for name in ("stop_token_ids", "kept_special_ids"):
-            ids = getattr(self, name)
-            if len(ids) > MAX_STOPS:
-                raise RequestError(f"{name} may be {MAX_STOPS} ids at most, got {len(ids)}")
-            if not all(_is_whole(t) and t >= 0 for t in ids):
-                raise RequestError(f"{name} must be token ids, got {ids!r:.200}")
-
-    def _check_bias(self) -> None:
-        bias = self.logit_bias or {}
-        if not isinstance(bias, Mapping):
-            raise RequestError(f"logit_bias maps token ids to numbers, got {bias!r:.200}")
-        if len(bias) > MAX_BIASES:
-            raise RequestError(f"logit_bias may name {MAX_BIASES} tokens at most, got {len(bias)}")
-        for token, value in bias.items():
-            if not _is_whole(token) or token < 0 or not _is_real(value) or not -100 <= value <= 100:
-                raise RequestError(
-                    f"logit_bias maps token ids to numbers of -100 to 100, got {token!r}: {value!r}"
-                )
-
-    def _check_beams(self) -> None:
-        plain = SamplingParams()
-        for name in (
-            *("best_of", "temperature", "top_k", "top_p", "min_p", "seed", "structured", "logprobs"),
-            *("repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "prompt_logprobs"),
-            "stop",
-        ):
-            if getattr(self, name) != getattr(plain, name):
-                raise RequestError(
-                    f"{name} can't be combined with beam_width={self.beam_width}: beam search takes the "
-                    f"likeliest continuations; leave one of them out"
-                )
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PrefixPin:
@@ -195,8 +226,8 @@ class PrefixPin:
     seconds: float  # from when they are computed or found; asking again begins anew
 
     def __post_init__(self) -> None:
-        _whole(self, "length", 0, 1 << 30)
-        _real(self, "seconds", 0, MAX_PIN_S)
+        whole(0, MAX_COUNT)(self, "length")
+        real(0, MAX_PIN_S)(self, "seconds")
 
 
 Params = SamplingParams | Mapping[str, Any]  # or its fields
@@ -260,20 +291,3 @@ def _is_real(value: object) -> bool:
         return math.isfinite(value)
     except OverflowError:  # of an integer
         return False
-
-
-def _whole(params: object, name: str, low: int, high: int, *, optional: bool = False) -> None:
-    value = getattr(params, name)
-    if optional and value is None:
-        return
-    if not _is_whole(value) or not low <= operator.index(value) <= high:
-        raise RequestError(f"{name} must be a whole number of {low} to {high}, got {value!r}")
-
-
-def _real(params: object, name: str, low: float, high: float, *, above: bool = False) -> None:
-    value = getattr(params, name)
-    if not _is_real(value) or not low <= value <= high or (above and value == low):
-        raise RequestError(
-            f"{name} must be a number {'above' if above else 'of'} {low} {'and at most' if above else 'to'} "
-            f"{high}, got {value!r}"
-        )

@@ -25,6 +25,7 @@ from kvq.server.ignored import HEADER
 from kvq.server.metrics import CONTENT_TYPE
 from kvq.server.openapi import ONE_OR_STREAM, describe_routes
 from kvq.server.problems import Problem
+from kvq.server.prompts import Conversation
 from kvq.server.respond import admitted, note_fields, respond, tenant
 from kvq.server.service import Service, describe
 from kvq.server.strict_json import JsonRoute
@@ -79,9 +80,9 @@ def create_app(service: Service, access: Access | None = None) -> FastAPI:
         asks = tenant(request)
         with admitted(request, service.aside(asks)):
             if body.messages is not None:
-                tokens = await service.counting.chat(
-                    body.messages, tenant=asks, add_generation_prompt=body.add_generation_prompt
-                )
+                options = {"add_generation_prompt": body.add_generation_prompt}
+                asked = Conversation(messages=body.messages, options=options)
+                tokens = await service.counting.chat(asked, tenant=asks)
             else:
                 tokens = await service.counting.tokenize(
                     body.prompt or "", special=body.add_special_tokens, tenant=asks

@@ -12,7 +12,8 @@ from kvq.server.chat_tools import Reading, offer_of, template_tools
 from kvq.server.completions import collect
 from kvq.server.messages import Delta, Ended
 from kvq.server.problems import Problem
-from kvq.server.sampling import chat_params, priority_of
+from kvq.server.prompts import Conversation
+from kvq.server.sampling import chat_params, terms_of
 from kvq.server.seating import Seats
 from kvq.server.service import Service
 
@@ -23,18 +24,18 @@ class Chat:
     def __init__(self, service: Service, body: ChatBody, tenant: str) -> None:
         """Raises Problem: something in it that this server does not do."""
         service.check_model(body.model)
-        self._params = chat_params(body)
+        params = chat_params(body)
         self._offer = offer_of(body, service.tools)
         if self._offer is not None:
             try:
-                self._params = self._offer.params(self._params)
+                params = self._offer.params(params)
             except RequestError as error:
                 raise Problem(400, str(error), param="tool_choice") from error
         self._service = service
         self._body = body
-        self._tenant = tenant
+        self._terms = terms_of(body, params, tenant)
         self._head = Head.new("chatcmpl", service.name)
-        self.seats = Seats(sequences=self._params.num_sequences)
+        self.seats = Seats(sequences=params.num_sequences)
 
     @property
     def is_heavy(self) -> bool:
@@ -47,7 +48,7 @@ class Chat:
         Raises:
             Problem: it can't be served, or failed.
         """
-        choices, ended = await collect(await self._stream(), self._params)
+        choices, ended = await collect(await self._stream(), self._terms.params)
         usage = Usage()
         usage.take(ended)
         done = await asyncio.to_thread(self._choices, choices) if self.is_heavy else self._choices(choices)
@@ -78,21 +79,13 @@ class Chat:
 
     async def _stream(self) -> AsyncGenerator[Delta | Ended]:
         body = self._body
-        options: dict[str, Any] = {"tools": template_tools(body)}
+        options = (body.chat_template_kwargs or {}) | {"tools": template_tools(body)}
         options["add_generation_prompt"] = body.add_generation_prompt and not body.continue_final_message
         if body.continue_final_message:
             options["continue_final_message"] = True
-        tokens = await self._service.prompts.chat(
-            body.messages, tenant=self._tenant, **((body.chat_template_kwargs or {}) | options)
-        )
-        return self._service.stream(
-            tokens,
-            self._params,
-            self.seats,
-            priority=priority_of(body),
-            tenant=self._tenant,
-            cache_salt=body.cache_salt,
-        )
+        conversation = Conversation(messages=body.messages, options=options)
+        tokens = await self._service.prompts.chat(conversation, tenant=self._terms.origin.tenant)
+        return self._service.stream(tokens, self._terms, self.seats)
 
     def _reading(self) -> Reading:
         return Reading(None if self._offer is None else self._offer.parser())

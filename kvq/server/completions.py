@@ -11,7 +11,7 @@ from kvq.server.answers import Choice, Head, Usage, completion_logprobs, reason_
 from kvq.server.bodies import CompletionBody
 from kvq.server.messages import Delta, Ended
 from kvq.server.problems import Problem
-from kvq.server.sampling import completion_params, priority_of
+from kvq.server.sampling import completion_params, terms_of
 from kvq.server.seating import Seats
 from kvq.server.service import Service
 from kvq.server.streams import all_of, merge
@@ -32,6 +32,7 @@ class Completion:
             )
         if body.max_tokens == 0 and (body.stream or not body.echo):
             raise Problem(400, "max_tokens 0 only scores: with echo, not streamed", param="max_tokens")
+        self._terms = terms_of(body, self._params, tenant)
         self._service = service
         self._body = body
         self._tenant = tenant
@@ -85,14 +86,7 @@ class Completion:
             yield self._head.body("text_completion") | {"choices": [], "usage": usage.body()}
 
     def _stream(self, tokens: list[int]) -> AsyncGenerator[Delta | Ended]:
-        return self._service.stream(
-            tokens,
-            self._params,
-            self.seats,
-            priority=priority_of(self._body),
-            tenant=self._tenant,
-            cache_salt=self._body.cache_salt,
-        )
+        return self._service.stream(tokens, self._terms, self.seats)
 
     async def _complete(self, tokens: list[int]) -> tuple[list[Choice], Ended]:
         return await collect(self._stream(tokens), self._params)

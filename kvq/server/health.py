@@ -8,8 +8,8 @@ from typing import Any
 from fastapi import FastAPI
 
 from kvq.engine import SamplingParams
+from kvq.engine.intake import Terms
 from kvq.errors import EngineError
-from kvq.scheduler import Priority
 from kvq.server.answer_types import Status
 from kvq.server.messages import Ended
 from kvq.server.problems import Problem, unavailable
@@ -59,9 +59,7 @@ class DeepCheck:
                 tokens = await self._service.prompts.tokenize("ping", tenant=PROBE)
         except TimeoutError as error:
             raise unavailable(f"no text was tokenized within {self._deadline_s:g} s") from error
-        messages = remote.stream(
-            tokens[:1] or [0], params, priority=Priority.INTERACTIVE, tenant="", timeout_s=self._deadline_s
-        )
+        messages = remote.stream(tokens[:1] or [0], Terms(params=params), timeout_s=self._deadline_s)
         try:
             async for message in messages:
                 if isinstance(message, Ended) and message.error is not None:

@@ -9,9 +9,10 @@ from typing import Any, Literal
 
 import msgspec
 
-from kvq.engine import PrefixPin, Receipt, SamplingParams, TokenLogprobs
+from kvq.engine import Receipt, TokenLogprobs
+from kvq.engine.intake import Terms
 from kvq.engine.outputs import FinishReason
-from kvq.scheduler import PoolShape, Priority, SchedulerConfig, Snapshot
+from kvq.scheduler import PoolShape, SchedulerConfig, Snapshot
 from kvq.server.logs import LogConfig
 from kvq.server.picture import Picture
 
@@ -37,11 +38,7 @@ class Submit(Message, frozen=True):
 
     number: int
     prompt: list[int]  # token ids
-    params: SamplingParams
-    priority: Priority = Priority.INTERACTIVE
-    tenant: str = ""
-    cache_salt: str | None = None
-    pins: list[PrefixPin] = []
+    terms: Terms
 
 
 class Cancel(Message, frozen=True):

@@ -124,8 +124,8 @@ class Prompts:
         )
         return _numbers(await self._do(self._for_texts, job, tenant, len(text)))
 
-    async def chat(self, messages: Sequence[ChatMessage], *, tenant: str = "", **options: Any) -> list[int]:
-        """Token ids of a conversation in the model's own format; `options`: of its template.
+    async def chat(self, conversation: Conversation, *, tenant: str = "") -> list[int]:
+        """Token ids of a conversation in the model's own format.
 
         Raises:
             Problem: the model has no template, or it refuses the messages, or takes too long.
@@ -135,8 +135,8 @@ class Prompts:
         if self.why_broken is not None:
             self._look_again()
             raise failed(self.why_broken)
-        turns = await _turns(messages)
-        job = Chat(turns=turns, options=options, max_tokens=self._max_tokens(), **self._bounds)
+        turns = await _turns(conversation.messages)
+        job = Chat(turns=turns, options=conversation.options, max_tokens=self._max_tokens(), **self._bounds)
         try:
             return _numbers(await self._do(self._for_chats, job, tenant, _num_bytes(turns)))
         except (Overran, _TemplateFails) as error:

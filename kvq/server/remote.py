@@ -5,14 +5,13 @@ import contextlib
 import itertools
 import logging
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field
 from enum import Enum
 from time import monotonic
 
-from kvq.engine import PrefixPin, SamplingParams
+from kvq.engine.intake import Terms
 from kvq.errors import ConfigError, EngineError
-from kvq.scheduler import Priority
 from kvq.server.engine_process import EngineProcess
 from kvq.server.frames import from_engine
 from kvq.server.messages import (
@@ -77,7 +76,7 @@ class Remote:
 
         remote = Remote(Start(folder="/models/llama", kv="int4", options={}))
         await remote.start()
-        async for message in remote.stream([1, 2, 3], SamplingParams()): ...
+        async for message in remote.stream([1, 2, 3], Terms()): ...
         await remote.close()
 
     When the process ends, or stops answering, everybody who waits gets an `EngineError` at once, and it
@@ -139,13 +138,9 @@ class Remote:
     async def stream(
         self,
         prompt: list[int],
-        params: SamplingParams,
+        terms: Terms,
         *,
-        priority: Priority = Priority.INTERACTIVE,
-        tenant: str = "",
-        cache_salt: str | None = None,
         timeout_s: float | None = None,
-        pins: Sequence[PrefixPin] = (),
         on_message: Callable[[Delta | Ended | EngineError], object] = lambda message: None,
     ) -> AsyncGenerator[Delta | Ended]:
         """What comes of a request, up to its `Ended`. Leaving early cancels it.
@@ -167,16 +162,7 @@ class Remote:
             timer = loop.call_later(timeout_s, stream.queue.put_nowait, TimeoutError())
         ended = False
         try:
-            submit = Submit(
-                number=number,
-                prompt=prompt,
-                params=params,
-                priority=priority,
-                tenant=tenant,
-                cache_salt=cache_salt,
-                pins=list(pins),
-            )
-            await process.send(submit)
+            await process.send(Submit(number=number, prompt=prompt, terms=terms))
             while not ended:
                 message = await stream.queue.get()
                 if isinstance(message, EngineError | TimeoutError):

@@ -6,9 +6,11 @@ from dataclasses import fields
 from typing import Any
 
 import msgspec
+from pydantic import BaseModel
 
 from kvq.engine import SamplingParams, StructuredOutput
 from kvq.engine.grammar import GrammarLimits
+from kvq.engine.intake import Origin, Terms
 from kvq.errors import RequestError
 from kvq.scheduler import Priority
 from kvq.server.bodies import ChatBody, Common, CompletionBody, StructuredOutputs
@@ -16,7 +18,6 @@ from kvq.server.problems import Problem
 from kvq.strict_json import check_value
 
 _MAX_SCHEMA_TEXT = GrammarLimits().max_bytes
-_SAME = {field.name for field in fields(SamplingParams)} & Common.model_fields.keys()  # passed on as they are
 
 
 def schema_text(schema: Mapping[str, Any]) -> str:
@@ -35,8 +36,6 @@ def completion_params(body: CompletionBody) -> SamplingParams:
     return _params(
         body,
         max_tokens=1 if body.max_tokens == 0 else body.max_tokens,
-        best_of=body.best_of,
-        logprobs=body.logprobs,
         prompt_logprobs=body.logprobs if body.echo and body.logprobs is not None else None,
         echo=body.echo and body.max_tokens != 0,
     )
@@ -60,6 +59,12 @@ def priority_of(body: Common) -> Priority:
     return Priority.BATCH if body.service_tier == "flex" else Priority.INTERACTIVE
 
 
+def terms_of(body: Common, params: SamplingParams, tenant: str) -> Terms:
+    """What a body asks of the engine, for whom, and how urgent it is."""
+    origin = Origin(priority=priority_of(body), tenant=tenant, cache_salt=body.cache_salt)
+    return Terms(params=params, origin=origin)
+
+
 @contextmanager
 def engine_refusals() -> Iterator[None]:
     """What the engine's parameters refuse becomes a Problem."""
@@ -71,14 +76,24 @@ def engine_refusals() -> Iterator[None]:
 
 def _params(body: Common, **own: Any) -> SamplingParams:
     with engine_refusals():
-        given = {name: getattr(body, name) for name in _SAME} | {
-            "top_k": body.top_k if body.top_k and body.top_k > 0 else None,
-            "stop": body.stop or (),
-            "include_stop": body.include_stop_str_in_output,
-            "logit_bias": _biases(body.logit_bias),
-            "structured": _take_structured(body),
-        }
-        return SamplingParams(**given | own)
+        return SamplingParams(**same_fields(body) | _other_fields(body) | own)
+
+
+def same_fields(body: BaseModel) -> dict[str, Any]:
+    """What a body says of the engine's parameters in the engine's own words: a new one needs no more."""
+    given = type(body).model_fields
+    return {f.name: getattr(body, f.name) for f in fields(SamplingParams) if f.name in given}
+
+
+def _other_fields(body: Common) -> dict[str, Any]:
+    """What the field's words or values are others for than the engine's."""
+    return {
+        "top_k": body.top_k if body.top_k and body.top_k > 0 else None,
+        "stop": body.stop or (),
+        "include_stop": body.include_stop_str_in_output,
+        "logit_bias": _biases(body.logit_bias),
+        "structured": _take_structured(body),
+    }
 
 
 def _biases(given: dict[str, float] | None) -> dict[int, float] | None:

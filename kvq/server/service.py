@@ -2,16 +2,16 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterable, Iterator
 from contextlib import aclosing, contextmanager
 from functools import partial
 from typing import Any
 
 from pydantic import BaseModel
 
-from kvq.engine import PrefixPin, SamplingParams
+from kvq.engine import SamplingParams
+from kvq.engine.intake import Terms
 from kvq.errors import EngineError
-from kvq.scheduler import Priority
 from kvq.server.admission import Admission, Queued
 from kvq.server.ignored import Ignored, find_ignored
 from kvq.server.logs import log_event
@@ -150,13 +150,8 @@ class Service:
     async def stream(
         self,
         tokens: list[int],
-        params: SamplingParams,
+        terms: Terms,
         seats: Seats,
-        *,
-        priority: Priority,
-        tenant: str,
-        cache_salt: str | None = None,
-        pins: Sequence[PrefixPin] = (),
     ) -> AsyncGenerator[Delta | Ended]:
         """A prompt's messages up to its `Ended`, which has no error. `seats`: of its request.
 
@@ -168,18 +163,11 @@ class Service:
         assert info is not None, "a ready engine said what it is"
         with contextlib.ExitStack() as stack:
             with self._counting_refusals():
-                entry = stack.enter_context(self.admission.queue(tokens, params, info, seats))
+                entry = stack.enter_context(self.admission.queue(tokens, terms.params, info, seats))
             messages = self.remote.stream(
-                tokens,
-                params,
-                priority=priority,
-                tenant=tenant,
-                cache_salt=cache_salt,
-                pins=pins,
-                timeout_s=self._timeout_s,
-                on_message=partial(self._note, entry),
+                tokens, terms, timeout_s=self._timeout_s, on_message=partial(self._note, entry)
             )
-            async with aclosing(self._counted(messages, tenant)) as counted:
+            async with aclosing(self._counted(messages, terms.origin.tenant)) as counted:
                 async for message in counted:
                     yield message
 

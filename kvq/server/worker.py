@@ -7,6 +7,7 @@ import signal
 import socket
 import sys
 import threading
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from time import perf_counter
@@ -16,7 +17,6 @@ import msgspec
 from kvq.engine import Piece
 from kvq.engine.build import build
 from kvq.engine.core import EngineCore
-from kvq.engine.intake import Origin
 from kvq.engine.job import Job
 from kvq.engine.loop import EngineLoop
 from kvq.errors import EngineError, KVQError, OutOfMemory, Overloaded, RequestError, first_lines
@@ -138,23 +138,17 @@ class Worker:
             core.cancel(self._jobs[message.number])
 
     def _submit(self, core: EngineCore, command: Submit, came_s: float) -> None:
-        number = command.number
+        number, terms = command.number, command.terms
         try:
-            origin = Origin(
-                priority=command.priority,
-                tenant=command.tenant,
-                cache_salt=command.cache_salt,
-                request_id=str(number),
-            )
             job = core.intake.new_job(
                 command.prompt,
-                command.params,
-                origin,
+                terms.params,
+                replace(terms.origin, request_id=str(number)),
                 listener=partial(self._take, number),
-                pins=command.pins,
+                pins=terms.pins,
             )
             self._jobs[number] = job
-            self._lookout.meet(command.tenant)
+            self._lookout.meet(terms.origin.tenant)
             core.submit(job, arrival_s=came_s)
         except KVQError as error:
             self._jobs.pop(number, None)

@@ -3,6 +3,7 @@
 import math
 import random
 from array import array
+from dataclasses import dataclass, fields
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ import torch
 
 from kvq.engine import LLM, Priority, SamplingParams
 from kvq.engine.intake import Origin
-from kvq.engine.params import sampling_params
+from kvq.engine.params import param, real, sampling_params
 from kvq.errors import ConfigError, EngineError, KVQError, RequestError
 from tests.engine.kit import (
     BLOCK,
@@ -573,6 +574,26 @@ def test_beam_search_of_the_embedded_model_returns_the_beams_of_generate(tiny):
 def test_parameters_out_of_range_are_refused_with_what_is_allowed(options, names):
     with pytest.raises(RequestError, match=names):
         SamplingParams(**options)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _OneMore(SamplingParams):
+    top_a: float = param(0.0, real(0, 1), with_beams=False)
+
+
+def test_a_new_parameter_is_one_field_that_brings_its_bound_and_whether_beams_have_it():
+    assert _OneMore(top_a=0.5).top_a == 0.5
+    with pytest.raises(RequestError, match=r"top_a must be a number of 0 to 1, got 1\.5"):
+        _OneMore(top_a=1.5)
+    with pytest.raises(RequestError, match="top_a can't be combined with beam_width=2"):
+        _OneMore(top_a=0.5, beam_width=2)
+
+
+def test_the_defaults_are_what_the_bounds_allow():
+    plain = SamplingParams()
+    for one in fields(plain):
+        if one.default is not None:
+            one.metadata["check"](plain, one.name)
 
 
 def test_an_unknown_sampling_option_names_the_nearest():

@@ -12,11 +12,12 @@ from kvq.models.resolve import EMBEDDED
 from kvq.models.tokenizer import load_tokenizer
 from kvq.server.bodies import ChatMessage
 from kvq.server.problems import Problem
+from kvq.server.prompts import Conversation
 from tests.server.templates import LOOP, LOOPS_ON_LOOP, folder_with, prompts_of
 from tests.waiting import HANG_S, wait_for
 
-TURN = [ChatMessage(role="user", content="a")]
-LOOPING = [ChatMessage(role="user", content="loop")]
+TURN = Conversation(messages=[ChatMessage(role="user", content="a")])
+LOOPING = Conversation(messages=[ChatMessage(role="user", content="loop")])
 ROLES = (
     "{% if messages[0].content == 'ping pong' %}{{ raise_exception('roles must alternate') }}{% endif %}"
     "{{ messages[0].content }}"
@@ -73,7 +74,7 @@ def test_a_model_without_a_template_has_no_chats(run):
 def test_a_template_that_refuses_says_so_to_its_client_and_is_not_broken(run):
     async def work(prompts):
         with pytest.raises(Problem, match="roles must alternate") as refused:
-            await prompts.chat([ChatMessage(role="user", content="ping pong")])
+            await prompts.chat(Conversation(messages=[ChatMessage(role="user", content="ping pong")]))
         assert refused.value.status == 400
         assert await prompts.probe() is None
         assert await prompts.chat(TURN)
@@ -171,7 +172,7 @@ def test_a_templates_complaint_tells_nothing_of_what_hides_control_tokens(run):
 
     async def work(prompts):
         with pytest.raises(Problem, match=r"no hi<.endoftext.>") as refused:
-            await prompts.chat([ChatMessage(role="user", content="hi<|endoftext|>")])
+            await prompts.chat(Conversation(messages=[ChatMessage(role="user", content="hi<|endoftext|>")]))
         assert all(ord(character) < 0xE000 for character in refused.value.message)
 
     run(work, complaint)
@@ -246,8 +247,9 @@ def test_users_texts_hold_no_control_tokens_unless_the_operator_says_so(run, tok
     template = "{% for m in messages %}{{ m.content }}\n{% endfor %}{{ documents[0].text if documents }}"
 
     async def work(prompts):
-        chat = await prompts.chat(spelled, documents=[{"title": "a", "text": "<|endoftext|>"}])
-        aside = await prompts.aside().chat(spelled, documents=[{"title": "a", "text": "<|endoftext|>"}])
+        options = {"documents": [{"title": "a", "text": "<|endoftext|>"}]}
+        chat = await prompts.chat(Conversation(messages=spelled, options=options))
+        aside = await prompts.aside().chat(Conversation(messages=spelled, options=options))
         assert chat == aside
         return chat.count(control), (await prompts.tokenize("a<|endoftext|>b")).count(control)
 
@@ -259,7 +261,9 @@ def test_users_texts_hold_no_control_tokens_unless_the_operator_says_so(run, tok
 def test_a_role_can_not_complete_a_control_token(run, tokenizer):
     control = tokenizer.convert_tokens_to_ids("<|endoftext|>")
     template = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}"
-    tokens = run(lambda p: p.chat([ChatMessage(role="endoftext", content="a")]), template)
+    tokens = run(
+        lambda p: p.chat(Conversation(messages=[ChatMessage(role="endoftext", content="a")])), template
+    )
     assert control not in tokens
     assert tokenizer.decode(tokens) == "<|endoftext|>a"
 
@@ -288,7 +292,7 @@ def test_a_template_that_always_fails_is_broken(run, template, says):
 def test_a_template_that_fails_for_one_conversation_refuses_that_one(run):
     async def work(prompts):
         with pytest.raises(Problem, match="template fails for this: TypeError") as refused:
-            await prompts.chat([ChatMessage(role="user", content="odd")])
+            await prompts.chat(Conversation(messages=[ChatMessage(role="user", content="odd")]))
         assert refused.value.status == 400
         assert await prompts.probe() is None
         assert await prompts.chat(TURN)

@@ -15,7 +15,8 @@ from types import SimpleNamespace
 import pytest
 
 import kvq
-from kvq.engine import SamplingParams
+from kvq.engine import PrefixPin, SamplingParams
+from kvq.engine.intake import Origin, Terms
 from kvq.errors import ConfigError, EngineError, OutOfMemory
 from kvq.models.checkpoint import content_digest
 from kvq.models.resolve import EMBEDDED
@@ -37,7 +38,7 @@ LONG = SamplingParams(max_tokens=400, ignore_eos=True)
 async def collect(remote, prompt, params, **options):
     """Tokens of the first result, and how the request ended."""
     tokens, ended = [], None
-    async for message in remote.stream(prompt, params, **options):
+    async for message in remote.stream(prompt, Terms(params=params), **options):
         if isinstance(message, Delta):
             tokens += message.token_ids if message.index == 0 else []
         else:
@@ -92,14 +93,14 @@ def test_requests_get_what_an_engine_in_this_process_gives(tmp_path, monkeypatch
         _, unknown = await collect(remote, [10**6], SamplingParams(max_tokens=5))
         assert "outside the vocabulary" in unknown.error
 
-        stream = remote.stream([1, 2, 3], SamplingParams(max_tokens=1900, ignore_eos=True))
+        stream = remote.stream([1, 2, 3], Terms(params=SamplingParams(max_tokens=1900, ignore_eos=True)))
         await anext(stream)
         await stream.aclose()  # a client that leaves
         await wait_for_async(lambda: seen[-1].running == 0, "the request to be cancelled")
         assert seen[-1].generated_tokens < sum(map(len, wanted)) + 1900
 
         heard = []
-        stream = remote.stream([1, 2, 3], params[0], on_message=heard.append)
+        stream = remote.stream([1, 2, 3], Terms(params=params[0]), on_message=heard.append)
         await anext(stream)  # and reads no further
         await wait_for_async(lambda: isinstance(heard[-1], Ended), "the request to end")
         await stream.aclose()
@@ -290,7 +291,9 @@ def test_messages_come_out_as_they_went_in():
         stop_token_ids=[4],
         kept_special_ids=[5],
     )
-    submit = Submit(number=7, prompt=[1, 2], params=params, tenant="x")
+    pins = [PrefixPin(length=2, seconds=1.0)]
+    origin = Origin(priority="batch", tenant="x", cache_salt="y")
+    submit = Submit(number=7, prompt=[1, 2], terms=Terms(params=params, origin=origin, pins=pins))
     assert roundtrip(to_engine(), encode(submit)) == submit
     assert roundtrip(to_engine(), b"") is None
 

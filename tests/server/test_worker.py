@@ -7,9 +7,9 @@ import pytest
 
 from kvq.engine import SamplingParams
 from kvq.engine.core import EngineCore
+from kvq.engine.intake import Terms
 from kvq.engine.llm import build
 from kvq.engine.sampling.logprobs import TokenLogprobs
-from kvq.scheduler import Priority
 from kvq.server import frames
 from kvq.server.frames import from_engine
 from kvq.server.measured import Memory
@@ -45,7 +45,7 @@ def test_a_request_that_came_while_a_step_ran_has_waited_since_then(core):
     with ours, theirs:
         worker = Worker(theirs)
         params = SamplingParams(max_tokens=2, ignore_eos=True)
-        submit = Submit(number=1, prompt=[5, 6], params=params, priority=Priority.INTERACTIVE, tenant="")
+        submit = Submit(number=1, prompt=[5, 6], terms=Terms(params=params))
         worker._do(core, submit, perf_counter() - 3600.0)
         while core.has_work:
             core.step()

@@ -6,13 +6,13 @@ from typing import Any
 from uuid import uuid4
 
 from kvq.engine import SamplingParams, StructuredOutput
-from kvq.scheduler import Priority
+from kvq.engine.intake import Origin, Terms
 from kvq.server.anthropic.bodies import MessagesBody
 from kvq.server.anthropic.content import Content, Event
 from kvq.server.anthropic.offer import offer_of
 from kvq.server.anthropic.prompt import prompt_pins, prompt_tokens
 from kvq.server.messages import Delta, Ended, PromptUse
-from kvq.server.sampling import engine_refusals, schema_text
+from kvq.server.sampling import engine_refusals, same_fields, schema_text
 from kvq.server.seating import Seats
 from kvq.server.service import Service
 from kvq.server.tools.calling import Offer
@@ -74,15 +74,8 @@ class MessageCall:
         prompts = self._service.prompts
         tokens = await prompt_tokens(prompts, self._body, self._tenant)
         pins = await prompt_pins(prompts, self._body, tokens, self._tenant)
-        return self._service.stream(
-            tokens,
-            self._params,
-            self.seats,
-            priority=Priority.INTERACTIVE,
-            tenant=self._tenant,
-            cache_salt=self._body.cache_salt,
-            pins=pins,
-        )
+        origin = Origin(tenant=self._tenant, cache_salt=self._body.cache_salt)
+        return self._service.stream(tokens, Terms(params=self._params, origin=origin, pins=pins), self.seats)
 
     def _ending(self) -> dict[str, Any]:
         last = self._last
@@ -103,14 +96,13 @@ def _params(body: MessagesBody, offer: Offer | None) -> SamplingParams:
     format = None if body.output_config is None else body.output_config.format
     schema = None if format is None else schema_text(format.definition)
     with engine_refusals():
-        params = SamplingParams(
-            max_tokens=body.max_tokens,
-            temperature=body.temperature,
-            top_p=1.0 if body.top_p is None else body.top_p,
-            top_k=body.top_k or None,  # 0 keeps all
-            stop=body.stop_sequences,
-            structured=None if schema is None else StructuredOutput(json_schema=schema),
-        )
+        others = {
+            "top_p": 1.0 if body.top_p is None else body.top_p,
+            "top_k": body.top_k or None,  # 0 keeps all
+            "stop": body.stop_sequences,
+            "structured": None if schema is None else StructuredOutput(json_schema=schema),
+        }
+        params = SamplingParams(**same_fields(body) | others)
         return params if offer is None else offer.params(params)
 
 

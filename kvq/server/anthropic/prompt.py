@@ -12,8 +12,7 @@ async def prompt_tokens(prompts: Prompts, body: PromptBody, tenant: str) -> list
     Raises:
         Problem: the model has no template, or its template refuses the conversation.
     """
-    whole = conversation(body)
-    return await prompts.chat(whole.messages, tenant=tenant, **whole.options)
+    return await prompts.chat(conversation(body), tenant=tenant)
 
 
 async def prompt_pins(prompts: Prompts, body: PromptBody, tokens: list[int], tenant: str) -> list[PrefixPin]:
