@@ -81,13 +81,12 @@ def blocks(
 
 
 def _print(rows: list[dict[str, Any]]) -> None:
-    from rich.table import Table
-
     from kvq.commands.consoles import PlainConsole
+    from kvq.commands.tables import new_table
 
     out = PlainConsole()
     for scale in dict.fromkeys(row["scale"] for row in rows):
-        table = Table(title=scale, title_justify="left", box=None, pad_edge=False)
+        table = new_table(title=scale)
         table.add_column("operation", min_width=20)
         for name in ("us median", "p10", "p90"):
             table.add_column(name, justify="right", min_width=9)

@@ -208,34 +208,20 @@ _COLUMNS = {
     "prefix_hit_rate": ("prefix hits", ".1%"),
     "peak_blocks": ("peak blocks", ","),
     "pool_utilization": ("fill", ".1%"),
+    "notes": ("", ""),
 }
 
 
 def _print(result: dict[str, Any]) -> None:
-    from rich.table import Table
+    from kvq.commands.tables import print_columns
 
-    from kvq.commands.tables import console
-
-    table = Table(box=None, pad_edge=False)
-    for header, style in _COLUMNS.values():
-        table.add_column(header, justify="right" if style else "left", no_wrap=True)
-    table.add_column("")
-    for row in result["rows"]:
-        cells = [_cell(row[key], style) for key, (_, style) in _COLUMNS.items()]
-        table.add_row(*cells, _notes(row))
-    out = console()
-    out.width = max(out.width, 200)  # a table in a file or a pipe is not cut
-    out.print(f"model   {result['model']}", highlight=False)
-    out.print(f"device  {result['device']}", highlight=False)
-    out.print(table)
+    echo(f"model   {result['model']}")
+    echo(f"device  {result['device']}")
+    print_columns([row | {"notes": _notes(row)} for row in result["rows"]], _COLUMNS, width=200)
     for row in result["rows"]:
         if "reason" in row:
-            out.print(f"{row['name']} can't run here: {row['reason']}", highlight=False)
-    out.print(_check_line(result["rows"]), highlight=False)
-
-
-def _cell(value: Any, style: str) -> str:
-    return "-" if value is None else format(value, style)
+            echo(f"{row['name']} can't run here: {row['reason']}")
+    echo(_check_line(result["rows"]))
 
 
 def _notes(row: dict[str, Any]) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 import click
 
 from kvq.commands.options import OneNumber, kv_option
+from kvq.commands.screen import echo
 from kvq.errors import ConfigError
 from kvq.extras import SERVER, require
 
@@ -143,23 +144,9 @@ _COLUMNS = {
 
 
 def _print(result: dict[str, Any]) -> None:
-    from rich.table import Table
-
-    from kvq.commands.tables import console
+    from kvq.commands.tables import print_columns
 
     rows = result["rows"]
-    table = Table(box=None, pad_edge=False)
-    for header, style in _COLUMNS.values():
-        table.add_column(header, justify="right" if style else "left", no_wrap=True)
-    for row in rows:
-        cells = (row[key] for key in _COLUMNS)
-        styles = (style for _, style in _COLUMNS.values())
-        table.add_row(
-            *("-" if cell is None else format(cell, style) for cell, style in zip(cells, styles, strict=True))
-        )
-    out = console()
-    out.width = max(out.width, 180)  # a table in a file or a pipe is not cut
-    out.print(table)
+    print_columns(rows, _COLUMNS, width=180)
     equal = sum(row["check_equal"] for row in rows)
-    line = f"checked: for {equal} of {len(rows)} a request gave the same text under load as alone"
-    out.print(line, highlight=False)
+    echo(f"checked: for {equal} of {len(rows)} a request gave the same text under load as alone")

@@ -122,9 +122,7 @@ def _group_row(group: Any) -> dict[str, Any]:
 
 
 def _print(result: dict[str, Any], chosen: str) -> None:
-    from rich.table import Table
-
-    from kvq.commands.tables import console
+    from kvq.commands.tables import console, new_table
 
     out = console()
     first = result["layers"][0]
@@ -141,9 +139,8 @@ def _print(result: dict[str, Any], chosen: str) -> None:
         kind = f"sliding window of {window:,} tokens" if window else "full attention"
         out.print(f"  {count} layers of {kind}", highlight=False)
     out.print()
-    table = Table(box=None, pad_edge=False)
-    for name in ("kv", "K", "V", "bits", "bytes/token", "vs bf16", f"block of {result['block_size']}"):
-        table.add_column(name, justify="left" if name in ("kv", "K", "V") else "right", no_wrap=True)
+    heads = ("kv", "K", "V", "bits", "bytes/token", "vs bf16", f"block of {result['block_size']}")
+    table = new_table(heads, ("kv", "K", "V"))
     refused = []
     for row in result["formats"]:
         if "refused" in row:

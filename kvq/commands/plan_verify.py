@@ -146,14 +146,10 @@ def _planned_pool(prepared: "PreparedModel", kv: str, engine: "EngineConfig") ->
 
 
 def _print(found: list[_Found]) -> None:
-    from rich.table import Table
-
-    from kvq.commands.tables import console
+    from kvq.commands.tables import console, new_table
     from kvq.engine.reconcile import SMALL, TOLERANCE, WHOLE_TOLERANCE
 
-    table = Table(box=None, pad_edge=False)
-    for name in ("KV", "", "planned", "found", "off"):
-        table.add_column(name, justify="left" if name in ("KV", "") else "right")
+    table = new_table(("KV", "", "planned", "found", "off"), ("KV", ""), no_wrap=False)
     for one in found:
         for line in (*one.lines, one.whole):
             planned, there = decimal(line.planned), decimal(line.found)

@@ -283,9 +283,7 @@ def _cell(value: Any, how: str | Callable[[float], str]) -> str:
 
 
 def _print(rows: list[dict[str, Any]], slo: "Slo") -> None:
-    from rich.table import Table
-
-    from kvq.commands.tables import console
+    from kvq.commands.tables import console, new_table
 
     out = console()
     first = rows[0]
@@ -304,9 +302,8 @@ def _print(rows: list[dict[str, Any]], slo: "Slo") -> None:
     for name in ("refused", "failed", "overflowed", "cut"):
         if any(row[name] for row in rows):
             columns.append((name, name, ",d"))
-    table = Table(box=None, pad_edge=False)
-    for heading, key, _ in columns:
-        table.add_column(heading, justify="left" if key in ("kv", "routing") else "right", no_wrap=True)
+    texts = [heading for heading, key, _ in columns if key in ("kv", "routing")]
+    table = new_table((heading for heading, _, _ in columns), texts)
     for row in rows:
         cells = ["-" if row[key] is None else _cell(row[key], how) for _, key, how in columns]
         table.add_row(*cells)
