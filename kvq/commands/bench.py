@@ -1,6 +1,5 @@
 """`kvq bench`: how fast the parts are."""
 
-import sys
 from dataclasses import asdict
 from typing import Any
 
@@ -48,17 +47,12 @@ def blocks(
 
     Plain Python on one core, prefix index on. Times are medians in microseconds.
     """
-    import torch
-
-    from kvq import fileio
     from kvq.bench.blocks import bench_blocks
     from kvq.bench.utilization import measure_utilization
     from kvq.commands.progress import progress_bar
-    from kvq.evals.results import envelope, source_commit, write_json
+    from kvq.commands.results import begin, write_rows
 
-    if json_path is not None:
-        fileio.check_writable(json_path)
-    source_commit()
+    begin(json_path)
     with progress_bar("blocks") as progress:
         rows = bench_blocks(
             num_sequences=sequences,
@@ -76,8 +70,7 @@ def blocks(
         f"{filled.median_length} tokens, block {block_size}.\n"
         f"One buffer of {filled.longest:,} tokens each: {filled.contiguous_mean:.1%}."
     )
-    if json_path is not None:
-        write_json(json_path, envelope(sys.argv, torch.device("cpu"), rows, utilization=asdict(filled)))
+    write_rows(rows, json_path, utilization=asdict(filled))
 
 
 def _print(rows: list[dict[str, Any]]) -> None:

@@ -2,8 +2,6 @@
 
 import asyncio
 import os
-import sys
-from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -54,27 +52,18 @@ def serve(
     started, one for each KV format. Latencies are the client's: TTFT counts from when a request was due.
     """
     require("kvq bench serve", SERVER)
-    import torch
-
-    from kvq import fileio
     from kvq.bench.serve import Plan, bench_serve, bench_url
     from kvq.commands.finished import FinishedRows
     from kvq.commands.progress import named_progress
-    from kvq.evals.results import envelope, source_commit
+    from kvq.commands.results import begin, result_of
 
-    if json_path is not None:
-        fileio.check_writable(json_path)
+    begin(json_path)
     if url is not None and serve_options:
         raise ConfigError(f"{serve_options[0]} is for a server that is started here; leave it out with --url")
-    source_commit()
     users = load.pop("concurrency")
     plan = Plan(make_load=_load_of(users=users, **load), users=users, repeats=repeats)
     words = {"users": users, **{name: value for name, value in load.items() if value is not None}}
-
-    def result_of(rows: Sequence[Any]) -> dict[str, Any]:
-        return envelope(sys.argv, torch.device("cpu"), list(rows), load=words)
-
-    with FinishedRows(json_path, result_of, _print) as finished:
+    with FinishedRows(json_path, partial(result_of, load=words), _print) as finished:
         with named_progress() as named:
             progress = partial(named, "serving")
             if url is None:
@@ -84,9 +73,7 @@ def serve(
                 key = os.environ.get(api_key_env, "none")
                 work = bench_url(url, key, plan, progress=progress, keep=finished.keep)
             rows = asyncio.run(work)
-        result = result_of(rows)
-        finished.finish(result)
-    _print(result)
+        finished.end(rows)
 
 
 def _load_of(

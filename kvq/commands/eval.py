@@ -191,17 +191,16 @@ def _result(
     model: "Model", plan: "EvalPlan", refused: dict[str, str], found: Mapping[str, Any]
 ) -> dict[str, Any]:
     """The JSON envelope of what was found."""
+    from kvq.commands.results import result_of
     from kvq.evals.perplexity import size_figures
-    from kvq.evals.results import envelope
 
     more = dict(found)
     rows = more.pop("rows", None) or [
         {"kv": recipe.name, **size_figures(model.with_kv(recipe))} for recipe in plan.recipes
     ]
-    return envelope(
-        ["kvq", *sys.argv[1:]],
-        model.weights.device,
+    return result_of(
         rows,
+        model.weights.device,
         model=model.title,
         model_digest=model.weights.digest,
         text=plan.text.name,

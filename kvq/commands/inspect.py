@@ -1,12 +1,12 @@
 """`kvq inspect`: a model's KV geometry, the bytes per token of every format, and the layout."""
 
-import sys
 from typing import Any
 
 import click
 
 from kvq.commands.names import MODEL
 from kvq.commands.options import kv_option
+from kvq.commands.results import write_rows
 
 _FORMATS = (
     "fp32", "bf16", "fp16", "fp8", "fp8_per_head", "int8", "int8_per_head", "k8v4",
@@ -81,12 +81,7 @@ def command(
         "layout": [_group_row(group) for group in layout.groups],
     }
     _print(result, name)
-    if json_path:
-        import torch
-
-        from kvq.evals.results import envelope, write_json
-
-        write_json(json_path, envelope(["kvq", *sys.argv[1:]], torch.device("cpu"), [result]))
+    write_rows([result], json_path)
 
 
 def _format_row(label: str, recipe: Any, layout: Any, geometry: Any) -> dict[str, Any]:

@@ -106,20 +106,20 @@ def measure(
     """Measure with a progress bar, print the table, write and return the JSON envelope."""
     from kvq.commands.finished import FinishedRows
     from kvq.commands.progress import progress_bar
+    from kvq.commands.results import result_of
     from kvq.commands.tables import print_perplexity
     from kvq.evals import default_text, measure_perplexity
     from kvq.evals.perplexity import instrument_check
-    from kvq.evals.results import envelope, source_commit
+    from kvq.evals.results import source_commit
 
     text = text or default_text()
     source_commit()
 
     def result(rows: "Sequence[Any]") -> dict[str, Any]:
         more: dict[str, Any] = {"instrument": instrument_check(list(rows))} if instrument else {}
-        return envelope(
-            ["kvq", *sys.argv[1:]],
+        return result_of(
+            rows,
             model.weights.device,
-            list(rows),
             model=model.title,
             model_digest=model.weights.digest,
             text=text.name,

@@ -10,7 +10,7 @@ import click
 from kvq.commands.names import GPUS, PLANNED_MODEL
 from kvq.commands.options import Finite, Size, kv_option
 from kvq.commands.plan_serve import serve_command, told, users_of_a_shorter_context
-from kvq.commands.results import counted_rows, write_rows
+from kvq.commands.results import result_of, write_rows
 from kvq.commands.screen import echo
 from kvq.commands.sizing import (
     find_efficiency,
@@ -168,7 +168,7 @@ def command(context: click.Context, /, **options: Any) -> None:
     if options["html_path"] is not None:
         from kvq.commands.capacity_report import write_plan
 
-        write_plan(options["html_path"], counted_rows(rows))
+        write_plan(options["html_path"], result_of(rows))
 
 
 def _curves(plan: "CapacityPlan", target: "Target", gpu: "Gpu", engine: "Engine") -> dict[str, Any]:

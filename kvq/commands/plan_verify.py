@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from kvq.commands.results import counted_rows
+from kvq.commands.results import result_of
 from kvq.commands.screen import echo
 from kvq.errors import ConfigError
 from kvq.sizes import decimal
@@ -84,7 +84,7 @@ def run(options: dict[str, Any], given: set[str]) -> None:
     found: list[_Found] = []
 
     def result(rows: Sequence[_Found]) -> dict[str, Any]:
-        return counted_rows([one.row() for one in rows])
+        return result_of([one.row() for one in rows])
 
     with FinishedRows(options["json_path"], result, lambda _: _print(found)) as finished:
         for kv in options["kv"]:

@@ -7,9 +7,9 @@ from rich.table import Table
 
 from kvq.calib.quantize import Quantized, QuantizeSettings
 from kvq.commands.resources import Used
+from kvq.commands.results import result_of
 from kvq.commands.screen import echo
 from kvq.commands.tables import console, new_table
-from kvq.evals.results import envelope
 from kvq.sizes import binary
 from kvq.weights.files import TRANSFORMERS_NEEDS
 
@@ -17,7 +17,6 @@ _SHOWN = 12  # modules in the table for people
 
 
 def report(
-    command: list[str],
     device: torch.device,
     model: str,
     settings: QuantizeSettings,
@@ -27,10 +26,9 @@ def report(
     file_format: str,
 ) -> dict[str, Any]:
     """The common envelope; a row for each module."""
-    return envelope(
-        command,
+    return result_of(
+        done.rows,
         device,
-        list(done.rows),
         model=model,
         out=str(done.out),
         settings=settings.described(),

@@ -229,12 +229,11 @@ def _result(
 def _envelope(
     model: "Model", source: "EvalText", other: "EvalText", rows: list[dict[str, Any]], **more: Any
 ) -> dict[str, Any]:
-    from kvq.evals.results import envelope
+    from kvq.commands.results import result_of
 
-    return envelope(
-        ["kvq", *sys.argv[1:]],
-        model.weights.device,
+    return result_of(
         rows,
+        model.weights.device,
         model=model.title,
         model_digest=model.weights.digest,
         text=source.name,
