@@ -1,6 +1,5 @@
 """`kvq bench`: how fast the parts are."""
 
-import sys
 from dataclasses import asdict
 from typing import Any
 
@@ -48,17 +47,12 @@ def blocks(
 
     Plain Python on one core, prefix index on. Times are medians in microseconds.
     """
-    import torch
-
-    from kvq import fileio
     from kvq.bench.blocks import bench_blocks
     from kvq.bench.utilization import measure_utilization
     from kvq.commands.progress import progress_bar
-    from kvq.evals.results import envelope, source_commit, write_json
+    from kvq.commands.results import begin, write_rows
 
-    if json_path is not None:
-        fileio.check_writable(json_path)
-    source_commit()
+    begin(json_path)
     with progress_bar("blocks") as progress:
         rows = bench_blocks(
             num_sequences=sequences,
@@ -76,18 +70,16 @@ def blocks(
         f"{filled.median_length} tokens, block {block_size}.\n"
         f"One buffer of {filled.longest:,} tokens each: {filled.contiguous_mean:.1%}."
     )
-    if json_path is not None:
-        write_json(json_path, envelope(sys.argv, torch.device("cpu"), rows, utilization=asdict(filled)))
+    write_rows(rows, json_path, utilization=asdict(filled))
 
 
 def _print(rows: list[dict[str, Any]]) -> None:
-    from rich.table import Table
-
     from kvq.commands.consoles import PlainConsole
+    from kvq.commands.tables import new_table
 
     out = PlainConsole()
     for scale in dict.fromkeys(row["scale"] for row in rows):
-        table = Table(title=scale, title_justify="left", box=None, pad_edge=False)
+        table = new_table(title=scale)
         table.add_column("operation", min_width=20)
         for name in ("us median", "p10", "p90"):
             table.add_column(name, justify="right", min_width=9)

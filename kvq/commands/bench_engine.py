@@ -1,8 +1,7 @@
 """`kvq bench engine`: the engine as a service, beside transformers' own."""
 
-import sys
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -101,35 +100,24 @@ def engine(
     and rivals run in turn in every repeat. Rates are medians over repeats, latencies are over all
     requests. Fill: tokens held by the slots of live blocks.
     """
-    from kvq import fileio
     from kvq.bench.engine import bench_engine
     from kvq.bench.engine_plot import write_engine_plot
     from kvq.commands.finished import FinishedRows
     from kvq.commands.loading import check_for
     from kvq.commands.progress import progress_bar
-    from kvq.evals.figure import check_plot_path
-    from kvq.evals.results import envelope, source_commit
+    from kvq.commands.results import begin, result_of
 
-    for path in filter(None, (json_path, plot_path)):
-        fileio.check_writable(path)
-    if plot_path is not None:
-        check_plot_path(plot_path)
-    source_commit()
+    begin(json_path, plot=plot_path)
     checked = check_for(model_options, kv)
     plan = _plan(checked.prepared, asked)
     model = checked.load()
     words = {name: value for name, value in asdict(asked).items() if value is not None}
 
-    def result_of(rows: "Sequence[Any]") -> dict[str, Any]:
-        more = {"model": model.description, "load": words, "refused": checked.refused}
-        return envelope(sys.argv, model.weights.device, list(rows), **more)
-
-    with FinishedRows(json_path, result_of, _print) as finished:
+    more: dict[str, Any] = {"model": model.description, "load": words, "refused": checked.refused}
+    with FinishedRows(json_path, partial(result_of, device=model.weights.device, **more), _print) as finished:
         with progress_bar("serving") as progress:
             rows = bench_engine(model, checked.kv, plan, progress=progress, keep=finished.keep)
-        result = result_of(rows)
-        finished.finish(result)
-    _print(result)
+        result = finished.end(rows)
     if asked.step_costs and any(row.get("step_costs", 0) is None for row in rows):
         echo(
             "kvq: no costs of steps: they take 32 steps at least, and a model of a known family without "
@@ -208,34 +196,20 @@ _COLUMNS = {
     "prefix_hit_rate": ("prefix hits", ".1%"),
     "peak_blocks": ("peak blocks", ","),
     "pool_utilization": ("fill", ".1%"),
+    "notes": ("", ""),
 }
 
 
 def _print(result: dict[str, Any]) -> None:
-    from rich.table import Table
+    from kvq.commands.tables import print_columns
 
-    from kvq.commands.tables import console
-
-    table = Table(box=None, pad_edge=False)
-    for header, style in _COLUMNS.values():
-        table.add_column(header, justify="right" if style else "left", no_wrap=True)
-    table.add_column("")
-    for row in result["rows"]:
-        cells = [_cell(row[key], style) for key, (_, style) in _COLUMNS.items()]
-        table.add_row(*cells, _notes(row))
-    out = console()
-    out.width = max(out.width, 200)  # a table in a file or a pipe is not cut
-    out.print(f"model   {result['model']}", highlight=False)
-    out.print(f"device  {result['device']}", highlight=False)
-    out.print(table)
+    echo(f"model   {result['model']}")
+    echo(f"device  {result['device']}")
+    print_columns([row | {"notes": _notes(row)} for row in result["rows"]], _COLUMNS, width=200)
     for row in result["rows"]:
         if "reason" in row:
-            out.print(f"{row['name']} can't run here: {row['reason']}", highlight=False)
-    out.print(_check_line(result["rows"]), highlight=False)
-
-
-def _cell(value: Any, style: str) -> str:
-    return "-" if value is None else format(value, style)
+            echo(f"{row['name']} can't run here: {row['reason']}")
+    echo(_check_line(result["rows"]))
 
 
 def _notes(row: dict[str, Any]) -> str:

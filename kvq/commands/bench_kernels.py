@@ -1,7 +1,7 @@
 """`kvq bench attention`, `write` and `tune`: the kernels, beside rivals of the same run."""
 
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -76,19 +76,13 @@ def attention(
     Every contender is checked against fp64 before any is timed; then all are timed in turn. Data is
     several times the last-level cache, or rotated past it.
     """
-    from kvq import fileio
     from kvq.bench.attention import bench_attention
     from kvq.bench.roofline import write_roofline
     from kvq.commands.progress import counted, progress_bar
-    from kvq.evals.figure import check_plot_path
-    from kvq.evals.results import envelope, source_commit, write_json
+    from kvq.commands.results import begin, result_of
+    from kvq.evals.results import write_json
 
-    if json_path is not None:
-        fileio.check_writable(json_path)
-    if plot_path is not None:
-        check_plot_path(plot_path)
-        fileio.check_writable(plot_path)
-    source_commit()
+    begin(json_path, plot=plot_path)
     workload = _workload(new=new, **shape)
     with progress_bar("attention") as progress:
         rows, bandwidth = bench_attention(
@@ -101,7 +95,7 @@ def attention(
             progress=counted(progress, repeats),
         )
     _print_attention(rows, bandwidth)
-    result = envelope(sys.argv, workload.device, rows, read_gb_per_s=bandwidth)
+    result = result_of(rows, workload.device, read_gb_per_s=bandwidth)
     if json_path is not None:
         write_json(json_path, result)
     if plot_path is not None:
@@ -114,15 +108,12 @@ def attention(
 @_with_shape
 def write(kv: str, new: int, json_path: str | None, backend: str, repeats: int, **shape: Any) -> None:
     """Quantize and store one step's K and V of one layer; bytes are checked against the reference."""
-    from kvq import fileio
     from kvq.bench.write import bench_write
     from kvq.commands.progress import counted, progress_bar
+    from kvq.commands.results import begin, write_rows
     from kvq.commands.tables import print_columns
-    from kvq.evals.results import envelope, source_commit, write_json
 
-    if json_path is not None:
-        fileio.check_writable(json_path)
-    source_commit()
+    begin(json_path)
     workload = _workload(new=new, **shape)
     with progress_bar("write") as progress:
         rows = bench_write(
@@ -138,8 +129,7 @@ def write(kv: str, new: int, json_path: str | None, backend: str, repeats: int, 
         "gb_per_s": ("written", speed),
     }
     print_columns(rows, columns)
-    if json_path is not None:
-        write_json(json_path, envelope(sys.argv, workload.device, rows))
+    write_rows(rows, json_path, workload.device)
 
 
 @click.command(name="tune")
@@ -153,7 +143,6 @@ def tune(
     """Find the fastest tile shapes of the Triton kernels on this GPU and write them into the table."""
     import torch
 
-    from kvq import fileio
     from kvq.errors import ConfigError
 
     if not torch.cuda.is_available() or backend not in ("auto", "triton"):
@@ -161,20 +150,15 @@ def tune(
     from kvq.bench.tune import candidates, tune, write_table
     from kvq.commands.finished import FinishedRows
     from kvq.commands.progress import counted, progress_bar
-    from kvq.evals.results import envelope
+    from kvq.commands.results import begin, result_of
     from kvq.kernels.gpu.shapes import TABLE
 
     path = Path(table) if table else TABLE
-    fileio.check_writable(path)
-    if json_path is not None:
-        fileio.check_writable(json_path)
+    begin(path, json_path)
     workloads = [_workload(new=int(n), **shape) for n in new.split(",")]
     formats = _formats(kv)
     rows: list[dict[str, Any]] = []
-
-    def result(rows: Sequence[Any]) -> dict[str, Any]:
-        return envelope(sys.argv, workloads[0].device, list(rows))
-
+    result = partial(result_of, device=workloads[0].device)
     with FinishedRows(json_path, result, lambda _: None) as finished:
         for workload, name in product(workloads, formats):
             kind = "decode" if workload.new == 1 else "extend"
@@ -185,7 +169,7 @@ def tune(
             rows.extend(tried)
             finished.keep(rows.copy)
             echo(f"{key}: {best}")
-        finished.finish(result(rows))
+        finished.end(rows)
 
 
 def _workload(

@@ -1,7 +1,5 @@
 """`kvq bench linear`: Linear layers over quantized weights."""
 
-import sys
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -10,6 +8,8 @@ from kvq.commands.screen import echo
 from kvq.sizes import speed
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import torch
 
     from kvq.bench.linear import LinearWorkload
@@ -70,17 +70,14 @@ def linear(
     Every contender is checked against fp64 of the dequantized weight before any is timed. Weights are
     rotated past the last-level cache; few rows are limited by reading them.
     """
-    from kvq import fileio
     from kvq.bench.linear import bench_linear, parse_shape
     from kvq.commands.finished import FinishedRows
     from kvq.commands.progress import counted, progress_bar
-    from kvq.evals.results import envelope, source_commit
+    from kvq.commands.results import begin, result_of
     from kvq.formats.weights import parse_weight_format
     from kvq.models.device import pick_device
 
-    if json_path is not None:
-        fileio.check_writable(json_path)
-    source_commit()
+    begin(json_path)
     where = pick_device(device)
     formats = _listed(weights, "--weights")
     for name in formats:
@@ -94,10 +91,10 @@ def linear(
     found: list[dict[str, Any]] = []
     bandwidths: list[float] = []
 
-    def result_of(rows: Sequence[Any]) -> dict[str, Any]:
-        return envelope(sys.argv, where, list(rows), read_gb_per_s=max(bandwidths))
+    def result(rows: "Sequence[Any]") -> dict[str, Any]:
+        return result_of(rows, where, read_gb_per_s=max(bandwidths))
 
-    with FinishedRows(json_path, result_of, _print) as finished:
+    with FinishedRows(json_path, result, _print) as finished:
         with progress_bar("linear") as progress:
             for number, workload in enumerate(workloads):
                 measured, bandwidth = bench_linear(
@@ -111,9 +108,7 @@ def linear(
                 found.extend(measured)
                 bandwidths.append(bandwidth)
                 finished.keep(found.copy)
-        result = result_of(found)
-        finished.finish(result)
-    _print(result)
+        finished.end(found)
 
 
 def _print(result: dict[str, Any]) -> None:

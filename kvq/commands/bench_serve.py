@@ -2,14 +2,13 @@
 
 import asyncio
 import os
-import sys
-from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import click
 
 from kvq.commands.options import OneNumber, kv_option
+from kvq.commands.screen import echo
 from kvq.errors import ConfigError
 from kvq.extras import SERVER, require
 
@@ -53,27 +52,18 @@ def serve(
     started, one for each KV format. Latencies are the client's: TTFT counts from when a request was due.
     """
     require("kvq bench serve", SERVER)
-    import torch
-
-    from kvq import fileio
     from kvq.bench.serve import Plan, bench_serve, bench_url
     from kvq.commands.finished import FinishedRows
     from kvq.commands.progress import named_progress
-    from kvq.evals.results import envelope, source_commit
+    from kvq.commands.results import begin, result_of
 
-    if json_path is not None:
-        fileio.check_writable(json_path)
+    begin(json_path)
     if url is not None and serve_options:
         raise ConfigError(f"{serve_options[0]} is for a server that is started here; leave it out with --url")
-    source_commit()
     users = load.pop("concurrency")
     plan = Plan(make_load=_load_of(users=users, **load), users=users, repeats=repeats)
     words = {"users": users, **{name: value for name, value in load.items() if value is not None}}
-
-    def result_of(rows: Sequence[Any]) -> dict[str, Any]:
-        return envelope(sys.argv, torch.device("cpu"), list(rows), load=words)
-
-    with FinishedRows(json_path, result_of, _print) as finished:
+    with FinishedRows(json_path, partial(result_of, load=words), _print) as finished:
         with named_progress() as named:
             progress = partial(named, "serving")
             if url is None:
@@ -83,9 +73,7 @@ def serve(
                 key = os.environ.get(api_key_env, "none")
                 work = bench_url(url, key, plan, progress=progress, keep=finished.keep)
             rows = asyncio.run(work)
-        result = result_of(rows)
-        finished.finish(result)
-    _print(result)
+        finished.end(rows)
 
 
 def _load_of(
@@ -143,23 +131,9 @@ _COLUMNS = {
 
 
 def _print(result: dict[str, Any]) -> None:
-    from rich.table import Table
-
-    from kvq.commands.tables import console
+    from kvq.commands.tables import print_columns
 
     rows = result["rows"]
-    table = Table(box=None, pad_edge=False)
-    for header, style in _COLUMNS.values():
-        table.add_column(header, justify="right" if style else "left", no_wrap=True)
-    for row in rows:
-        cells = (row[key] for key in _COLUMNS)
-        styles = (style for _, style in _COLUMNS.values())
-        table.add_row(
-            *("-" if cell is None else format(cell, style) for cell, style in zip(cells, styles, strict=True))
-        )
-    out = console()
-    out.width = max(out.width, 180)  # a table in a file or a pipe is not cut
-    out.print(table)
+    print_columns(rows, _COLUMNS, width=180)
     equal = sum(row["check_equal"] for row in rows)
-    line = f"checked: for {equal} of {len(rows)} a request gave the same text under load as alone"
-    out.print(line, highlight=False)
+    echo(f"checked: for {equal} of {len(rows)} a request gave the same text under load as alone")

@@ -71,7 +71,6 @@ def command(
     The scales serve fp8_per_head and int8_per_head alike, rotated or not. The file is also a recipe:
     `--kv kvq.json` uses the formats it names, `--scales kvq.json` its scales under other formats.
     """
-    from kvq import fileio
     from kvq.calib import observe
     from kvq.calib.domain import check_length
     from kvq.calib.export import check_export_path, write_fp8_scales
@@ -79,15 +78,14 @@ def command(
     from kvq.calib.summary import summarize
     from kvq.commands.loading import load_checked
     from kvq.commands.progress import progress_bar
+    from kvq.commands.results import begin, write_rows
     from kvq.evals import calibration_text, read_text
     from kvq.models.prepared import prepare
     from kvq.weights.manifest import relist
 
     source = calibration_text() if text is None else read_text(text, text_field)
     other = None if check is None else read_text(check, text_field)
-    fileio.check_writable(out)
-    if json_path is not None:
-        fileio.check_writable(json_path)
+    begin(out, json_path)
     if fp8_out is not None:
         check_export_path(fp8_out)
     prepared = prepare(
@@ -113,8 +111,16 @@ def command(
     found = None if other is None else _check(loaded, recipe, seen, other, context)
     if fp8_out is not None:
         write_fp8_scales(fp8_out, seen, loaded.geometry)
-    if json_path is not None:
-        _write_json(json_path, loaded, seen, heads, found)
+    write_rows(
+        heads,
+        json_path,
+        loaded.weights.device,
+        model_digest=loaded.weights.digest,
+        text=seen.text.name,
+        text_digest=seen.text.digest,
+        tokens=seen.tokens,
+        **({} if found is None else {"check": dataclasses.asdict(found)}),
+    )
     echo(
         f"wrote {out}: {recipe.name}{', centered' if centered else ''}, static scales of "
         f"{len(seen.layers)} layers from {seen.tokens:,} tokens of {source.name}"
@@ -162,29 +168,6 @@ def _check(
         recipe = model.prepared.recipe("fp8_per_head", seen.scales())
     with progress_bar("checking on the other text") as progress:
         return check_domain(model, recipe, seen, other, context=context, progress=progress)
-
-
-def _write_json(
-    path: str,
-    model: "Model",
-    seen: "Observations",
-    heads: "list[HeadSummary]",
-    check: "DomainCheck | None",
-) -> None:
-    from kvq.evals.results import envelope, write_json
-
-    more = {} if check is None else {"check": dataclasses.asdict(check)}
-    result = envelope(
-        ["kvq", *sys.argv[1:]],
-        model.weights.device,
-        heads,
-        model_digest=model.weights.digest,
-        text=seen.text.name,
-        text_digest=seen.text.digest,
-        tokens=seen.tokens,
-        **more,
-    )
-    write_json(path, result)
 
 
 def _notes(heads: "list[HeadSummary]") -> list[str]:

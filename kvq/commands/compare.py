@@ -2,11 +2,11 @@
 
 import dataclasses
 import math
-import sys
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from kvq.commands.results import write_rows
 from kvq.commands.screen import echo
 
 if TYPE_CHECKING:
@@ -33,8 +33,7 @@ def command(a: str, b: str, json_path: str | None) -> None:
         fileio.check_writable(json_path)
     found = compare(*results)
     _print((a, b), results, found)
-    if json_path is not None:
-        _write(json_path, (a, b), results, found)
+    _write(json_path, (a, b), results, found)
 
 
 def _print(paths: tuple[str, str], results: tuple[Any, Any], found: "Comparison") -> None:
@@ -84,11 +83,7 @@ def _overlap(a: Any, b: Any) -> bool:
     return a is None or b is None or (a[0] <= b[1] and b[0] <= a[1])
 
 
-def _write(path: str, paths: tuple[str, str], results: tuple[Any, Any], found: "Comparison") -> None:
-    import torch
-
-    from kvq.evals.results import envelope, write_json
-
+def _write(path: str | None, paths: tuple[str, str], results: tuple[Any, Any], found: "Comparison") -> None:
     keys = (
         "kvq_version",
         "commit",
@@ -100,10 +95,9 @@ def _write(path: str, paths: tuple[str, str], results: tuple[Any, Any], found: "
         "text",
         "text_digest",
     )
-    origins = {
+    origins: dict[str, Any] = {
         name: {"path": one, **{key: result.get(key) for key in keys}}
         for name, one, result in zip("ab", paths, results, strict=True)
     }
     rows = [dataclasses.asdict(one) for one in found.differences]
-    command_line = ["kvq", *sys.argv[1:]]
-    write_json(path, envelope(command_line, torch.device("cpu"), rows, **origins, **found.to_json()))
+    write_rows(rows, path, **origins, **found.to_json())

@@ -47,15 +47,13 @@ from kvq.sizes import dollars
 @click.option("--json", "json_path", type=click.Path(), help="Write the numbers as JSON.")
 def command(**options: Any) -> None:
     """Compare what tokens cost: $ a million of one's own, $ of an API, and where they break even."""
-    from rich.table import Table
-
     from kvq import fileio
-    from kvq.commands.tables import console
+    from kvq.commands.tables import console, new_table
 
     if options["json_path"] is not None:
         fileio.check_writable(options["json_path"])
     row = _numbers(options)
-    table = Table(box=None, pad_edge=False, show_header=False)
+    table = new_table(show_header=False)
     for name, value, formula in _lines(row, options):
         table.add_row(name, value, formula)
     console().print(table)

@@ -21,10 +21,12 @@ PROMPT = "The history of the city of"
 @click.option("--max-windows", type=int, help="Stop after this many windows.  [default: the whole text]")
 def command(out: str, max_windows: int | None) -> None:
     """Measure every format on the embedded model and write a report."""
+    from kvq.commands.eval_tasks import EvalPlan
     from kvq.commands.perplexity import measure
     from kvq.commands.progress import status
     from kvq.engine import LLM, SamplingParams
     from kvq.errors import ConfigError
+    from kvq.evals import default_text
     from kvq.evals.figure import check_plot_path
     from kvq.evals.plot import write_plot
     from kvq.evals.report import write_report
@@ -38,9 +40,14 @@ def command(out: str, max_windows: int | None) -> None:
         raise ConfigError(f"can't make folder {out}: {error.strerror}") from error
     with status("loading the embedded model"):
         model = load("tiny")
-    result = measure(
-        model, KV.split(","), json_path=str(folder / "results.json"), instrument=True, max_windows=max_windows
+    plan = EvalPlan(
+        prepared=model.prepared,
+        recipes=[model.prepared.recipe(kv, model.static_scales) for kv in KV.split(",")],
+        text=default_text(),
+        max_windows=max_windows,
+        instrument=True,
     )
+    result = measure(model, plan, json_path=str(folder / "results.json"))
     echo("\nThe same prompt and random numbers; a very small model: compare, don't expect sense.\n")
     samples = {}
     for kv in ("fp32", "int4"):

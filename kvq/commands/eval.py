@@ -89,10 +89,10 @@ def command(
     Everything is against the first unquantized format listed, over tokens that go through kvq's own
     write-then-read path. Intervals are at 95%, from resampling documents.
     """
-    from kvq import fileio
-    from kvq.commands.eval_tables import print_check, print_eval
+    from kvq.commands.eval_tables import print_check
     from kvq.commands.eval_tasks import choose_tasks
     from kvq.commands.loading import check_for
+    from kvq.commands.results import begin
     from kvq.evals import default_text, read_text
     from kvq.evals.eval_report import write_report
     from kvq.evals.gates import parse_gate
@@ -107,9 +107,7 @@ def command(
     source = default_text() if text is None else read_text(text, text_field)
     if html_path is not None:
         json_path = json_path or str(Path(html_path).with_suffix(".json"))
-    for path in (json_path, html_path):
-        if path is not None:
-            fileio.check_writable(path)
+    begin(json_path, html_path)
     if (
         html_path is not None
         and json_path is not None
@@ -118,7 +116,6 @@ def command(
         raise ConfigError(f"--html and --json are both {html_path}; give the page another name")
     checked = check_for(model_options, kv)
     result = _measure(checked, chosen, limits, json_path, text=source, **shared)
-    print_eval(result)
     if html_path:
         write_report(html_path, result)
     if not print_check(result):
@@ -151,67 +148,72 @@ def _measure(
     json_path: str | None,
     **given: Any,
 ) -> dict[str, Any]:
-    """Check everything, run the tasks one after another, and return the JSON envelope, which is written."""
+    """Check everything, run the tasks one after another: the JSON envelope, written and shown."""
     from kvq.commands.eval_tables import print_eval
-    from kvq.commands.eval_tasks import TASKS, EvalPlan, gate_figures
+    from kvq.commands.eval_tasks import TASKS, gate_figures
     from kvq.commands.finished import FinishedRows
-    from kvq.evals.divergence import baseline_first
     from kvq.evals.gates import check_gate
-    from kvq.evals.results import source_commit
 
-    recipes = baseline_first([checked.recipe(name) for name in checked.kv], checked.prepared)
-    plan = EvalPlan(prepared=checked.prepared, recipes=recipes, **given)
-    formats = {recipe.name: recipe.is_quantized for recipe in recipes}
-    if len(formats) < len(recipes):
-        raise ConfigError(f"--kv names a format twice: {', '.join(recipe.name for recipe in recipes)}")
+    plan = plan_for(checked, **given)
+    formats = {recipe.name: recipe.is_quantized for recipe in plan.recipes}
+    if len(formats) < len(plan.recipes):
+        raise ConfigError(f"--kv names a format twice: {', '.join(recipe.name for recipe in plan.recipes)}")
     prepared = [(one, one.task.prepare(plan, one.arguments)) for one in chosen]
     figures = gate_figures(prepared)
     about = [check_gate(gate, figures=figures, all_tasks=list(TASKS), formats=formats) for gate in limits]
-    source_commit()
-    model = checked.load()
-    if checked.calibrates:  # which has given the formats their scales
-        recipes = [model.prepared.recipe(recipe, model.static_scales) for recipe in recipes]
-        plan = dataclasses.replace(plan, recipes=recipes)
+    model, plan = load_for_plan(checked, plan)
 
     def result(found: "Sequence[dict[str, Any]]") -> dict[str, Any]:
-        return _result(model, plan, checked.refused, found[0])
+        drawn = {"resamples": plan.bootstrap.resamples, "seed": plan.bootstrap.seed}
+        return plan_result(model, plan, checked.refused, {"tasks": [], "gates": [], **drawn, **found[0]})
 
     with FinishedRows(json_path, result, print_eval) as finished:
-        found, ran = _run_all(prepared, plan, model, lambda make: finished.keep(lambda: [make()]))
+        found, ran = run_all(prepared, plan, model, lambda make: finished.keep(lambda: [make()]))
         gates = [
             _gate_result(gate, _failures(gate, task, found, formats))
             for gate, task in zip(limits, about, strict=True)
         ]
-        whole = _result(model, plan, checked.refused, {**found, "tasks": ran, "gates": gates})
-        finished.finish(whole)
-    return whole
+        return finished.end([{**found, "tasks": ran, "gates": gates}])
 
 
-def _result(
+def plan_for(checked: "CheckedModel", **given: Any) -> "EvalPlan":
+    """A plan for the formats that were checked, the baseline first. `given`: other fields."""
+    from kvq.commands.eval_tasks import EvalPlan
+    from kvq.evals.divergence import baseline_first
+
+    recipes = baseline_first([checked.recipe(name) for name in checked.kv], checked.prepared)
+    return EvalPlan(prepared=checked.prepared, recipes=recipes, **given)
+
+
+def load_for_plan(checked: "CheckedModel", plan: "EvalPlan") -> "tuple[Model, EvalPlan]":
+    """The model, and the plan with the scales that loading may have calibrated."""
+    model = checked.load()
+    if checked.calibrates:
+        recipes = [model.prepared.recipe(recipe, model.static_scales) for recipe in plan.recipes]
+        plan = dataclasses.replace(plan, recipes=recipes)
+    return model, plan
+
+
+def plan_result(
     model: "Model", plan: "EvalPlan", refused: dict[str, str], found: Mapping[str, Any]
 ) -> dict[str, Any]:
     """The JSON envelope of what was found."""
+    from kvq.commands.results import result_of
     from kvq.evals.perplexity import size_figures
-    from kvq.evals.results import envelope
 
     more = dict(found)
     rows = more.pop("rows", None) or [
         {"kv": recipe.name, **size_figures(model.with_kv(recipe))} for recipe in plan.recipes
     ]
-    return envelope(
-        ["kvq", *sys.argv[1:]],
-        model.weights.device,
+    return result_of(
         rows,
+        model.weights.device,
         model=model.title,
         model_digest=model.weights.digest,
         text=plan.text.name,
         text_digest=plan.text.digest,
         context=plan.context,
-        resamples=plan.bootstrap.resamples,
-        seed=plan.bootstrap.seed,
         refused=refused,
-        tasks=more.pop("tasks", []),
-        gates=more.pop("gates", []),
         **more,
     )
 
@@ -241,11 +243,12 @@ def _gate_result(gate: "Gate", broken: "list[GateFailure]") -> dict[str, Any]:
     }
 
 
-def _run_all(
+def run_all(
     prepared: "list[tuple[Chosen, Any]]",
     plan: "EvalPlan",
     model: "Model",
     keep: Callable[[_Make], object],
+    say: Callable[[str], object] = echo,
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """What all tasks measured, as JSON by key, and what each of them took."""
     from kvq.commands.eval_tasks import Running
@@ -270,7 +273,7 @@ def _run_all(
         ran.append({"names": one.names, "key": one.task.key, **dataclasses.asdict(used)})
         whole = found | {"tasks": list(ran)}
         keep(whole.copy)
-        echo(f"{names}: {used.line()}")
+        say(f"{names}: {used.line()}")
     return found, ran
 
 

@@ -5,7 +5,7 @@ from typing import Any
 from rich.table import Table
 
 from kvq.commands.screen import echo
-from kvq.commands.tables import console, instrument_line
+from kvq.commands.tables import console, instrument_line, new_table
 from kvq.evals.sections import sections
 
 _WORDS = ("kv", "figure", "what that says", "task", "metric", "filter")  # heads of columns of text
@@ -32,9 +32,7 @@ def print_eval(result: dict[str, Any]) -> None:
 
 def text_table(heads: Any, cells: Any) -> Table:
     """A table for the terminal: text to the left, figures to the right."""
-    table = Table(box=None, pad_edge=False)
-    for head in heads:
-        table.add_column(head, justify="left" if head in _WORDS else "right", no_wrap=True)
+    table = new_table(heads, _WORDS)
     for row in cells:
         table.add_row(*row)
     return table

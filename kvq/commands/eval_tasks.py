@@ -1,7 +1,7 @@
 """The evaluations of `kvq eval` by name. A new one is an entry of `TASKS`."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, is_dataclass
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from typing import Any
 
 from kvq.engine.build import check_cache
@@ -21,7 +21,7 @@ from kvq.evals.needle import (
     summarize_needle,
     void_reason,
 )
-from kvq.evals.perplexity import instrument_check
+from kvq.evals.perplexity import PerplexityRow, instrument_check, measure_perplexity
 from kvq.evals.quality import QualityRow, measure_quality
 from kvq.extras import LM_EVAL, require
 from kvq.formats import KVRecipe
@@ -38,16 +38,22 @@ class EvalPlan:
     prepared: PreparedModel
     recipes: list[KVRecipe]  # the baseline first: the first unquantized one, or the weights' own type
     text: EvalText
-    context: int
-    max_windows: int | None
-    chunk: int | None
-    instrument: bool
-    attention_windows: int
-    bootstrap: Bootstrap
-    generation: GenerationPlan
-    needle: NeedlePlan
-    lm_eval: dict[str, Any]  # fields of LMEvalPlan, which can't be imported without lm-eval
-    kv_memory: str | None  # of the engines' pools
+    context: int = 1024
+    max_windows: int | None = None
+    chunk: int | None = None
+    instrument: bool = False
+    attention_window: int | None = None  # tokens that attention is cut to
+    attention_windows: int = 8  # of the text, for the attention error
+    bootstrap: Bootstrap = field(default_factory=Bootstrap)
+    generation: GenerationPlan = field(default_factory=GenerationPlan)
+    needle: NeedlePlan = field(default_factory=NeedlePlan)
+    lm_eval: dict[str, Any] = field(default_factory=dict)  # LMEvalPlan's, which needs lm-eval to be imported
+    kv_memory: str | None = None  # of the engines' pools
+
+    def token_options(self) -> dict[str, Any]:
+        """What `kvq.evals.divergence.measure_tokens` takes of it."""
+        names = ("context", "max_windows", "chunk", "instrument", "attention_window")
+        return {name: getattr(self, name) for name in names}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -100,12 +106,9 @@ def _quality(running: Running, _: object) -> dict[str, Any]:
         running.kv,
         plan.text.text,
         bootstrap=plan.bootstrap,
-        context=plan.context,
-        chunk=plan.chunk,
-        max_windows=plan.max_windows,
-        instrument=plan.instrument,
         progress=running.progress,
         keep=lambda make: running.keep(lambda: _quality_result(plan, make())),
+        **plan.token_options(),
     )
     return _quality_result(plan, rows)
 
@@ -117,6 +120,24 @@ def _quality_result(plan: EvalPlan, rows: list[QualityRow]) -> dict[str, Any]:
     named = {recipe.name for recipe in plan.recipes}
     kept = [row for row in rows if row.instrument != "window" and (not row.instrument or row.kv in named)]
     return {"rows": kept, "instrument": instrument_check(list(rows))}
+
+
+def _perplexity(running: Running, _: object) -> dict[str, Any]:
+    """The rows of `kvq perplexity`: without intervals, and with those that check the instrument."""
+    plan = running.plan
+
+    def result(rows: list[PerplexityRow]) -> dict[str, Any]:
+        return {"rows": rows} | ({"instrument": instrument_check(rows)} if plan.instrument else {})
+
+    rows = measure_perplexity(
+        running.model,
+        running.kv,
+        plan.text.text,
+        progress=running.progress,
+        keep=lambda make: running.keep(lambda: result(make())),
+        **plan.token_options(),
+    )
+    return result(rows)
 
 
 def _generation(running: Running, _: object) -> dict[str, Any]:
@@ -212,6 +233,10 @@ def _of_rows(key: str, row: type) -> dict[str, Any]:
 
 _QUALITY = Task(key="rows", prepare=_check_quality, run=_quality, **_of_rows("rows", QualityRow))
 
+PERPLEXITY = Task(
+    key="rows", prepare=_check_quality, run=_perplexity, **_of_rows("rows", PerplexityRow)
+)  # alone, as `kvq perplexity` measures it
+
 TASKS: dict[str, Task] = {
     "perplexity": _QUALITY,
     "kl": _QUALITY,
@@ -282,9 +307,9 @@ def gate_figures(prepared: Sequence[tuple[Chosen, Any]]) -> Mapping[str, Sequenc
 def _numbers(row: type) -> list[str]:
     """The numeric fields of a row, and the bounds of its intervals."""
     found = []
-    for field in fields(row):
-        if field.type in (int, float):
-            found.append(field.name)
-        elif field.name == "intervals" and isinstance(field.type, type) and is_dataclass(field.type):
-            found += [f"{inner.name}_{end}" for inner in fields(field.type) for end in ("low", "high")]
+    for one in fields(row):
+        if one.type in (int, float):
+            found.append(one.name)
+        elif one.name == "intervals" and isinstance(one.type, type) and is_dataclass(one.type):
+            found += [f"{inner.name}_{end}" for inner in fields(one.type) for end in ("low", "high")]
     return found

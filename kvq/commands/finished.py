@@ -67,6 +67,13 @@ class FinishedRows:
             with suppress(FileNotFoundError):
                 self._partial.unlink()
 
+    def end(self, rows: Sequence[Any]) -> dict[str, Any]:
+        """The whole result, of all rows: written, shown and returned."""
+        result = self._result(rows)
+        self.finish(result)
+        self._show(result)
+        return result
+
     def _write(self, rows: Sequence[Any]) -> None:
         if self._partial is not None and rows:
             write_json(self._partial, self._unfinished(rows))

@@ -15,17 +15,13 @@ def command(file: Path | None, json_path: str | None) -> None:
     """List GPUs: memory by data sheet and as a process sees it, bandwidth, arithmetic, price an hour."""
     import json
 
-    from rich.table import Table
-
     from kvq import fileio
     from kvq.capacity.plan.gpus import known_gpus, read_gpus
-    from kvq.commands.tables import console
+    from kvq.commands.tables import console, new_table
 
     gpus = known_gpus() if file is None else read_gpus(file)
-    table = Table(box=None, pad_edge=False)
-    texts = ("GPU", "dense TFLOPS", "GiB seen at")
-    for name in ("GPU", "GB", "GiB seen", "TB/s", "$/hour", "dense TFLOPS", "GiB seen at"):
-        table.add_column(name, justify="left" if name in texts else "right", no_wrap=True)
+    heads = ("GPU", "GB", "GiB seen", "TB/s", "$/hour", "dense TFLOPS", "GiB seen at")
+    table = new_table(heads, ("GPU", "dense TFLOPS", "GiB seen at"))
     for gpu in gpus.values():
         speeds = ", ".join(f"{kind} {value:,.0f}" for kind, value in gpu.tflops.items())
         table.add_row(

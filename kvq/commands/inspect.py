@@ -1,12 +1,12 @@
 """`kvq inspect`: a model's KV geometry, the bytes per token of every format, and the layout."""
 
-import sys
 from typing import Any
 
 import click
 
 from kvq.commands.names import MODEL
 from kvq.commands.options import kv_option
+from kvq.commands.results import write_rows
 
 _FORMATS = (
     "fp32", "bf16", "fp16", "fp8", "fp8_per_head", "int8", "int8_per_head", "k8v4",
@@ -81,12 +81,7 @@ def command(
         "layout": [_group_row(group) for group in layout.groups],
     }
     _print(result, name)
-    if json_path:
-        import torch
-
-        from kvq.evals.results import envelope, write_json
-
-        write_json(json_path, envelope(["kvq", *sys.argv[1:]], torch.device("cpu"), [result]))
+    write_rows([result], json_path)
 
 
 def _format_row(label: str, recipe: Any, layout: Any, geometry: Any) -> dict[str, Any]:
@@ -122,9 +117,7 @@ def _group_row(group: Any) -> dict[str, Any]:
 
 
 def _print(result: dict[str, Any], chosen: str) -> None:
-    from rich.table import Table
-
-    from kvq.commands.tables import console
+    from kvq.commands.tables import console, new_table
 
     out = console()
     first = result["layers"][0]
@@ -141,9 +134,8 @@ def _print(result: dict[str, Any], chosen: str) -> None:
         kind = f"sliding window of {window:,} tokens" if window else "full attention"
         out.print(f"  {count} layers of {kind}", highlight=False)
     out.print()
-    table = Table(box=None, pad_edge=False)
-    for name in ("kv", "K", "V", "bits", "bytes/token", "vs bf16", f"block of {result['block_size']}"):
-        table.add_column(name, justify="left" if name in ("kv", "K", "V") else "right", no_wrap=True)
+    heads = ("kv", "K", "V", "bits", "bytes/token", "vs bf16", f"block of {result['block_size']}")
+    table = new_table(heads, ("kv", "K", "V"))
     refused = []
     for row in result["formats"]:
         if "refused" in row:

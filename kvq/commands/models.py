@@ -12,10 +12,8 @@ from kvq.sizes import binary, count
 @click.option("--json", "json_path", type=click.Path(), help="Write them as JSON.")
 def command(json_path: str | None) -> None:
     """List models that `kvq plan` knows, with what decides about memory."""
-    from rich.table import Table
-
     from kvq.capacity.plan.known import known_models
-    from kvq.commands.tables import console
+    from kvq.commands.tables import console, new_table
     from kvq.geometry import parse_geometry
     from kvq.sizing.memory import kv_layout
     from kvq.sizing.parameters import count_parameters
@@ -39,10 +37,8 @@ def command(json_path: str | None) -> None:
                 "source": model.source,
             }
         )
-    table = Table(box=None, pad_edge=False)
     columns = ("parameters", "active", "layers", "KV heads", "head_dim", "context", "KV/token, fp16")
-    for name in ("model", *columns, "source"):
-        table.add_column(name, justify="left" if name in ("model", "source") else "right", no_wrap=True)
+    table = new_table(("model", *columns, "source"), ("model", "source"))
     for row in rows:
         table.add_row(
             row["model"],

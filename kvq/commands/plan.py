@@ -10,7 +10,7 @@ import click
 from kvq.commands.names import GPUS, PLANNED_MODEL
 from kvq.commands.options import Finite, Size, kv_option
 from kvq.commands.plan_serve import serve_command, told, users_of_a_shorter_context
-from kvq.commands.results import counted_rows, write_rows
+from kvq.commands.results import result_of, write_rows
 from kvq.commands.screen import echo
 from kvq.commands.sizing import (
     find_efficiency,
@@ -168,7 +168,7 @@ def command(context: click.Context, /, **options: Any) -> None:
     if options["html_path"] is not None:
         from kvq.commands.capacity_report import write_plan
 
-        write_plan(options["html_path"], counted_rows(rows))
+        write_plan(options["html_path"], result_of(rows))
 
 
 def _curves(plan: "CapacityPlan", target: "Target", gpu: "Gpu", engine: "Engine") -> dict[str, Any]:
@@ -269,9 +269,7 @@ def _load(plan: "CapacityPlan", rate: float | None) -> dict[str, Any]:
 
 
 def _print(rows: list[dict[str, Any]], users: int | None, *, assumed: bool) -> None:
-    from rich.table import Table
-
-    from kvq.commands.tables import console
+    from kvq.commands.tables import console, new_table
 
     out = console()
     for gpu in dict.fromkeys(row["gpu"] for row in rows):
@@ -280,21 +278,17 @@ def _print(rows: list[dict[str, Any]], users: int | None, *, assumed: bool) -> N
         out.print(
             f"{first['model']} on {f'{spread} x ' if spread > 1 else ''}{gpu}, per GPU", highlight=False
         )
-        terms = Table(box=None, pad_edge=False)
-        for name in ("", "decimal", "binary", "formula"):
-            terms.add_column(name, justify="right" if name in ("decimal", "binary") else "left")
+        terms = new_table(("", "decimal", "binary", "formula"), ("", "formula"), no_wrap=False)
         for term in first["terms"]:
             what = term["name"] + (f", {first['kv']}" if term["name"] == "KV pool" else "")
             terms.add_row(what, decimal(term["bytes"]), binary(term["bytes"]), term["formula"])
         out.print(terms)
         out.print()
-    table = Table(box=None, pad_edge=False)
     columns = ["GPU", "KV", "KV/token", "KV/request", "users", f"in slots of {rows[0]['slot_tokens']:,}"]
     columns += ["tokens/s", "TTFT, ms", "ITL, ms", "$ / million"]
     if users is not None:
         columns.append("GPUs needed")
-    for name in columns:
-        table.add_column(name, justify="left" if name in ("GPU", "KV") else "right")
+    table = new_table(columns, ("GPU", "KV"), no_wrap=False)
     for row in rows:
         cells = [row["gpu"], row["kv"], binary(row["kv_bytes_per_token"])]
         cells += [decimal(row["kv_bytes_per_request"]), _cell(row["max_users"])]
@@ -338,11 +332,10 @@ def _print_server(rows: list[dict[str, Any]], seats: int | None) -> None:
 
 
 def _load_table(rows: list[dict[str, Any]]) -> "Table":
-    from rich.table import Table
+    from kvq.commands.tables import new_table
 
-    table = Table(box=None, pad_edge=False, title="at that rate", title_justify="left")
-    for name in ("GPU", "KV", "utilization", "requests at once", "ITL, ms", "GPUs needed"):
-        table.add_column(name, justify="left" if name in ("GPU", "KV") else "right")
+    heads = ("GPU", "KV", "utilization", "requests at once", "ITL, ms", "GPUs needed")
+    table = new_table(heads, ("GPU", "KV"), no_wrap=False, title="at that rate")
     for row in rows:
         there = "too many" if row["in_flight"] is None else f"{row['in_flight']:,}"
         cells = [f"{row['utilization']:.0%}", there, _cell(row["rate_itl_ms"], 1), f"{row['rate_gpus']:,}"]

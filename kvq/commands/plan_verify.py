@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from kvq.commands.results import counted_rows
+from kvq.commands.results import result_of
 from kvq.commands.screen import echo
 from kvq.errors import ConfigError
 from kvq.sizes import decimal
@@ -84,7 +84,7 @@ def run(options: dict[str, Any], given: set[str]) -> None:
     found: list[_Found] = []
 
     def result(rows: Sequence[_Found]) -> dict[str, Any]:
-        return counted_rows([one.row() for one in rows])
+        return result_of([one.row() for one in rows])
 
     with FinishedRows(options["json_path"], result, lambda _: _print(found)) as finished:
         for kv in options["kv"]:
@@ -146,14 +146,10 @@ def _planned_pool(prepared: "PreparedModel", kv: str, engine: "EngineConfig") ->
 
 
 def _print(found: list[_Found]) -> None:
-    from rich.table import Table
-
-    from kvq.commands.tables import console
+    from kvq.commands.tables import console, new_table
     from kvq.engine.reconcile import SMALL, TOLERANCE, WHOLE_TOLERANCE
 
-    table = Table(box=None, pad_edge=False)
-    for name in ("KV", "", "planned", "found", "off"):
-        table.add_column(name, justify="left" if name in ("KV", "") else "right")
+    table = new_table(("KV", "", "planned", "found", "off"), ("KV", ""), no_wrap=False)
     for one in found:
         for line in (*one.lines, one.whole):
             planned, there = decimal(line.planned), decimal(line.found)

@@ -1,6 +1,5 @@
 """`kvq quantize`: a checkpoint of quantized weights, and what they cost."""
 
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -115,11 +114,9 @@ def command(**options: Any) -> None:
     Layer by layer: what was quantized before is what the next layer is calibrated on. Finished layers
     are kept in OUT.partial until the folder is whole; the same command goes on after an interruption.
     """
-    from kvq import fileio
+    from kvq.commands.results import begin
 
-    json_path = options["json_path"]
-    if json_path is not None:
-        fileio.check_writable(json_path)
+    begin(options["json_path"])
     if options["method"] in ("nf4", "int8-bnb"):
         _by_package(options)
         return
@@ -173,10 +170,9 @@ def _quantize(
     from kvq.commands.progress import named_progress
     from kvq.commands.quantize_report import print_report, report
     from kvq.commands.resources import measured
-    from kvq.evals.results import source_commit, write_json
+    from kvq.evals.results import write_json
     from kvq.evals.windows import token_windows
 
-    source_commit()
     check_output(work, settings)
     model = work.prepared()
     window = min(_EVAL_CONTEXT, model.geometry.max_context)
@@ -191,8 +187,7 @@ def _quantize(
     quality = None
     if held_out is not None:
         quality = _perplexities([model.source, work.out], held_out, window, options)
-    asked = ["kvq", *sys.argv[1:]]
-    result = report(asked, device, model.source.name, settings, done, used, quality, work.file_format)
+    result = report(device, model.source.name, settings, done, used, quality, work.file_format)
     if options["json_path"] is not None:
         write_json(options["json_path"], result)
     print_report(done, used, quality, work.file_format)

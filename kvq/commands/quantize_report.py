@@ -7,9 +7,9 @@ from rich.table import Table
 
 from kvq.calib.quantize import Quantized, QuantizeSettings
 from kvq.commands.resources import Used
+from kvq.commands.results import result_of
 from kvq.commands.screen import echo
-from kvq.commands.tables import console
-from kvq.evals.results import envelope
+from kvq.commands.tables import console, new_table
 from kvq.sizes import binary
 from kvq.weights.files import TRANSFORMERS_NEEDS
 
@@ -17,7 +17,6 @@ _SHOWN = 12  # modules in the table for people
 
 
 def report(
-    command: list[str],
     device: torch.device,
     model: str,
     settings: QuantizeSettings,
@@ -27,10 +26,9 @@ def report(
     file_format: str,
 ) -> dict[str, Any]:
     """The common envelope; a row for each module."""
-    return envelope(
-        command,
+    return result_of(
+        done.rows,
         device,
-        list(done.rows),
         model=model,
         out=str(done.out),
         settings=settings.described(),
@@ -81,15 +79,10 @@ def print_report(done: Quantized, used: Used, quality: dict[str, Any] | None, fi
 def _table(done: Quantized) -> Table:
     worst = sorted(done.rows, key=lambda row: -row.relative_error)[:_SHOWN]
     title = "the modules that lost most" if len(done.rows) > _SHOWN else "modules"
-    table = Table(
-        title=f"{title} (relative error of {worst[0].error_of})",
-        title_justify="left",
-        box=None,
-        pad_edge=False,
-    )
     prefix = done.rows[0].module.partition(f".{done.rows[0].layer}.")[0] + "."
-    for name in ("module", "format", "error", "size", "from", "alpha", "seconds"):
-        table.add_column(name, justify="left" if name in ("module", "format") else "right")
+    heads = ("module", "format", "error", "size", "from", "alpha", "seconds")
+    title += f" (relative error of {worst[0].error_of})"
+    table = new_table(heads, ("module", "format"), no_wrap=False, title=title)
     for row in worst:
         table.add_row(
             row.module.removeprefix(prefix),

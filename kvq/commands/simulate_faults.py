@@ -3,6 +3,7 @@
 import sys
 from typing import Any
 
+from kvq.commands.results import write_rows
 from kvq.commands.screen import echo
 
 
@@ -25,8 +26,7 @@ def run(
             rows.append({"seed": number, "digest": result.digest, **result.summary()})
             progress(len(rows), seeds)
     _print(rows)
-    if json_path is not None:
-        _write(json_path, rows)
+    write_rows(rows, json_path)
 
 
 def _print(rows: list[dict[str, Any]]) -> None:
@@ -54,11 +54,3 @@ def _print(rows: list[dict[str, Any]]) -> None:
     else:
         together = sha256("".join(row["digest"] for row in rows).encode()).hexdigest()[:16]
         echo(f"{len(rows)} seeds, digest {together}")
-
-
-def _write(path: str, rows: list[dict[str, Any]]) -> None:
-    import torch
-
-    from kvq.evals.results import envelope, write_json
-
-    write_json(path, envelope(sys.argv, torch.device("cpu"), rows))

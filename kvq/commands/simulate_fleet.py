@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
-from kvq.commands.results import counted_rows
+from kvq.commands.results import result_of
 from kvq.commands.screen import echo
 from kvq.commands.sizing import find_efficiency, find_gpus, make_engine, make_target
 from kvq.errors import ConfigError
@@ -61,7 +61,7 @@ def run(options: dict[str, Any]) -> None:
     def show(result: dict[str, Any]) -> None:
         _print(result["rows"], slo)
 
-    with FinishedRows(options["json_path"], counted_rows, show) as finished:
+    with FinishedRows(options["json_path"], result_of, show) as finished:
         with progress_bar("simulating") as bar:
             for number, case in enumerate(cases):
                 try:
@@ -72,9 +72,7 @@ def run(options: dict[str, Any]) -> None:
                 finished.keep(rows.copy)
         if not rows:
             raise ConfigError(refused[0])
-        result = counted_rows(rows)
-        finished.finish(result)
-    show(result)
+        result = finished.end(rows)
     for reason in dict.fromkeys(refused):
         echo(f"left out: {reason}", err=True)
     if options["html_path"] is not None:
@@ -283,9 +281,7 @@ def _cell(value: Any, how: str | Callable[[float], str]) -> str:
 
 
 def _print(rows: list[dict[str, Any]], slo: "Slo") -> None:
-    from rich.table import Table
-
-    from kvq.commands.tables import console
+    from kvq.commands.tables import console, new_table
 
     out = console()
     first = rows[0]
@@ -304,9 +300,8 @@ def _print(rows: list[dict[str, Any]], slo: "Slo") -> None:
     for name in ("refused", "failed", "overflowed", "cut"):
         if any(row[name] for row in rows):
             columns.append((name, name, ",d"))
-    table = Table(box=None, pad_edge=False)
-    for heading, key, _ in columns:
-        table.add_column(heading, justify="left" if key in ("kv", "routing") else "right", no_wrap=True)
+    texts = [heading for heading, key, _ in columns if key in ("kv", "routing")]
+    table = new_table((heading for heading, _, _ in columns), texts)
     for row in rows:
         cells = ["-" if row[key] is None else _cell(row[key], how) for _, key, how in columns]
         table.add_row(*cells)

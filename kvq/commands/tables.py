@@ -1,12 +1,15 @@
 """Tables on standard output."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from rich.table import Table
 
 from kvq.commands.consoles import PlainConsole
 from kvq.evals.report import row_cells
+
+_PERPLEXITY = ("kv", "bits", "bytes/token", "vs bf16", "perplexity", "change", "KL mean", "KL 99.9%",
+               "top-1", "seconds")  # fmt: skip
 
 
 def console() -> PlainConsole:
@@ -15,40 +18,42 @@ def console() -> PlainConsole:
     return out if out.is_terminal else PlainConsole(width=240)
 
 
-def print_columns(rows: list[dict[str, Any]], columns: Mapping[str, tuple[str, Any]]) -> None:
-    """A table of those keys: header of each, and its number format or what makes its text; none for texts."""
-    table = Table(box=None, pad_edge=False)
-    for header, style in columns.values():
-        table.add_column(header, justify="right" if style else "left", no_wrap=True)
+def new_table(
+    heads: Iterable[str] = (), texts: Collection[str] = (), *, no_wrap: bool = True, **options: Any
+) -> Table:
+    """A table without a frame: columns whose head is in `texts` to the left, figures to the right."""
+    table = Table(box=None, pad_edge=False, title_justify="left", **options)
+    for head in heads:
+        table.add_column(head, justify="left" if head in texts else "right", no_wrap=no_wrap)
+    return table
+
+
+def print_columns(
+    rows: list[dict[str, Any]], columns: Mapping[str, tuple[str, Any]], *, width: int = 130
+) -> None:
+    """A table of those keys: header of each, and its number format or what makes its text; none for texts.
+
+    It is printed whole where the terminal has fewer than `width` characters. None is a dash.
+    """
+    texts = [head for head, style in columns.values() if not style]
+    table = new_table((head for head, _ in columns.values()), texts)
     for row in rows:
-        table.add_row(
-            *(
-                style(row[key]) if callable(style) else format(row[key], style)
-                for key, (_, style) in columns.items()
-            )
-        )
-    out = PlainConsole()
-    out.width = max(out.width, 130)  # a table in a file or a pipe is not cut
+        table.add_row(*(_cell(row[key], style) for key, (_, style) in columns.items()))
+    out = console()
+    out.width = max(out.width, width)
     out.print(table)
+
+
+def _cell(value: Any, style: Any) -> str:
+    if value is None:
+        return "-"
+    return style(value) if callable(style) else format(value, style)
 
 
 def print_perplexity(result: dict[str, Any]) -> None:
     """Print the rows of `kvq perplexity` with what they were measured on."""
     out = console()
-    table = Table(box=None, pad_edge=False)
-    for name in (
-        "kv",
-        "bits",
-        "bytes/token",
-        "vs bf16",
-        "perplexity",
-        "change",
-        "KL mean",
-        "KL 99.9%",
-        "top-1",
-        "seconds",
-    ):
-        table.add_column(name, justify="left" if name == "kv" else "right", no_wrap=True)
+    table = new_table(_PERPLEXITY, ("kv",))
     for row in result["rows"]:
         table.add_row(*row_cells(row))
     out.print(f"model   {result['model']}", highlight=False)

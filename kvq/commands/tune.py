@@ -219,12 +219,11 @@ def _result(
 def _envelope(
     model: "Model", source: "EvalText", other: "EvalText", rows: list[dict[str, Any]], **more: Any
 ) -> dict[str, Any]:
-    from kvq.evals.results import envelope
+    from kvq.commands.results import result_of
 
-    return envelope(
-        ["kvq", *sys.argv[1:]],
-        model.weights.device,
+    return result_of(
         rows,
+        model.weights.device,
         model=model.title,
         model_digest=model.weights.digest,
         text=source.name,
@@ -236,18 +235,14 @@ def _envelope(
 
 
 def _print(result: dict[str, Any], out: str) -> None:
-    from rich.table import Table
-
     from kvq.calib.tune_report import HEADS, point_cells
-    from kvq.commands.tables import console
+    from kvq.commands.tables import console, new_table
 
     screen = console()
-    recipe = Table("layer", "K", "V", box=None, pad_edge=False)
+    recipe = new_table(("layer", "K", "V"), ("layer", "K", "V"), no_wrap=False)
     for cells in result["recipe"]:
         recipe.add_row(*cells)
-    points = Table(box=None, pad_edge=False)
-    for head in HEADS:
-        points.add_column(head, justify="left" if head == "recipe" else "right", no_wrap=True)
+    points = new_table(HEADS, ("recipe",))
     for row in result["rows"]:
         points.add_row(*point_cells(row))
     screen.print(recipe)
