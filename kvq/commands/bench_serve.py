@@ -2,15 +2,29 @@
 
 import asyncio
 import os
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
 import click
 
-from kvq.commands.options import OneNumber, kv_option
+from kvq.commands.options import OneNumber, gathered, kv_option
 from kvq.commands.screen import echo
 from kvq.errors import ConfigError
 from kvq.extras import SERVER, require
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Asked:
+    """The load that is asked for, as the command line says it."""
+
+    requests: int
+    input_len: str
+    output_len: str
+    rate: str
+    concurrency: int | None
+    shared_prefix: float
+    seed: int
 
 
 @click.command(name="serve", context_settings={"ignore_unknown_options": True})
@@ -36,6 +50,7 @@ from kvq.extras import SERVER, require
 @click.option("--seed", default=0, show_default=True, help="Of lengths, arrivals and token ids.")
 @click.option("--json", "json_path", type=click.Path(), help="Write the rows as JSON.")
 @click.argument("serve_options", nargs=-1, type=click.UNPROCESSED)
+@gathered(Asked, "asked")
 def serve(
     kv: list[str],
     url: str | None,
@@ -44,7 +59,7 @@ def serve(
     pin: bool,
     json_path: str | None,
     serve_options: tuple[str, ...],
-    **load: Any,
+    asked: Asked,
 ) -> None:
     """Send random prompts over HTTP: throughput, latencies, and what was refused.
 
@@ -60,9 +75,9 @@ def serve(
     begin(json_path)
     if url is not None and serve_options:
         raise ConfigError(f"{serve_options[0]} is for a server that is started here; leave it out with --url")
-    users = load.pop("concurrency")
-    plan = Plan(make_load=_load_of(users=users, **load), users=users, repeats=repeats)
-    words = {"users": users, **{name: value for name, value in load.items() if value is not None}}
+    plan = Plan(make_load=_load_of(asked), users=asked.concurrency, repeats=repeats)
+    words = asdict(asked)
+    words = {"users": words.pop("concurrency"), **words}
     with FinishedRows(json_path, partial(result_of, load=words), _print) as finished:
         with named_progress() as named:
             progress = partial(named, "serving")
@@ -76,37 +91,28 @@ def serve(
         finished.end(rows)
 
 
-def _load_of(
-    *,
-    users: int | None,
-    requests: int,
-    input_len: str,
-    output_len: str,
-    rate: str,
-    shared_prefix: float,
-    seed: int,
-) -> Any:
+def _load_of(asked: Asked) -> Any:
     from kvq.bench.engine_load import Load
     from kvq.capacity.draws import parse_lengths
 
-    if users is not None and rate != "inf":
+    if asked.concurrency is not None and asked.rate != "inf":
         raise ConfigError("--rate and --concurrency both say when requests come; give one of them")
     try:
-        per_second = float(rate)
+        per_second = float(asked.rate)
     except ValueError as error:
-        raise ConfigError(f"--rate takes requests per second or inf, got {rate!r}") from error
-    lengths = parse_lengths(input_len, "--input-len"), parse_lengths(output_len, "--output-len")
+        raise ConfigError(f"--rate takes requests per second or inf, got {asked.rate!r}") from error
+    lengths = parse_lengths(asked.input_len, "--input-len"), parse_lengths(asked.output_len, "--output-len")
 
     def make(vocab_size: int, max_context: int) -> Load:
         return Load(
-            num_requests=requests,
+            num_requests=asked.requests,
             input_lengths=lengths[0],
             output_lengths=lengths[1],
             vocab_size=vocab_size,
             max_context=max_context,
             rate=per_second,
-            shared_prefix=shared_prefix,
-            seed=seed,
+            shared_prefix=asked.shared_prefix,
+            seed=asked.seed,
         )
 
     return make

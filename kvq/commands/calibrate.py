@@ -2,12 +2,13 @@
 
 import dataclasses
 import sys
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from kvq.commands.names import MODEL
-from kvq.commands.options import kv_option, text_options
+from kvq.commands.options import gathered, kv_option, text_options
 from kvq.commands.screen import echo
 
 if TYPE_CHECKING:
@@ -16,6 +17,26 @@ if TYPE_CHECKING:
     from kvq.calib.summary import HeadSummary
     from kvq.formats import KVRecipe
     from kvq.models import Model
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Asked:
+    """What is observed and written, and how the model is loaded."""
+
+    text: str | None
+    text_field: str | None
+    out: str
+    centered: bool
+    context: int | None
+    max_windows: int
+    check: str | None
+    fp8_out: str | None
+    json_path: str | None
+    device: str
+    dtype: str
+    max_model_len: int | None
+    revision: str | None
+    token: str | None
 
 
 @click.command(name="calibrate")
@@ -48,24 +69,8 @@ if TYPE_CHECKING:
 )
 @click.option("--revision", help="Branch, tag or commit of a hub model.")
 @click.option("--token", help="Hub token for gated or private models.")
-def command(
-    model: str,
-    text: str | None,
-    text_field: str | None,
-    out: str,
-    kv: list[str],
-    centered: bool,
-    context: int | None,
-    max_windows: int,
-    check: str | None,
-    fp8_out: str | None,
-    json_path: str | None,
-    device: str,
-    dtype: str,
-    max_model_len: int | None,
-    revision: str | None,
-    token: str | None,
-) -> None:
+@gathered(Asked, "asked")
+def command(model: str, kv: list[str], asked: Asked) -> None:
     """Observe MODEL and write what static formats need to a kvq.json.
 
     The scales serve fp8_per_head and int8_per_head alike, rotated or not. The file is also a recipe:
@@ -83,37 +88,44 @@ def command(
     from kvq.models.prepared import prepare
     from kvq.weights.manifest import relist
 
-    source = calibration_text() if text is None else read_text(text, text_field)
-    other = None if check is None else read_text(check, text_field)
-    begin(out, json_path)
-    if fp8_out is not None:
-        check_export_path(fp8_out)
+    source = calibration_text() if asked.text is None else read_text(asked.text, asked.text_field)
+    other = None if asked.check is None else read_text(asked.check, asked.text_field)
+    begin(asked.out, asked.json_path)
+    if asked.fp8_out is not None:
+        check_export_path(asked.fp8_out)
     prepared = prepare(
-        model, device=device, dtype=dtype, max_context=max_model_len, revision=revision, token=token
+        model,
+        device=asked.device,
+        dtype=asked.dtype,
+        max_context=asked.max_model_len,
+        revision=asked.revision,
+        token=asked.token,
     )
     recipe = prepared.recipe(kv[0])
-    if centered:
+    if asked.centered:
         _check_centered(recipe)
-    spread_windows(prepared, source.text, context=context, max_windows=max_windows)
+    spread_windows(prepared, source.text, context=asked.context, max_windows=asked.max_windows)
     if other is not None:
-        check_length(prepared, other, context)
+        check_length(prepared, other, asked.context)
     loaded = load_checked(prepared, None)
     with progress_bar("calibrating") as progress:
-        seen = observe(loaded, source, context=context, max_windows=max_windows, progress=progress)
+        seen = observe(
+            loaded, source, context=asked.context, max_windows=asked.max_windows, progress=progress
+        )
     recipe = dataclasses.replace(
-        _with_centers(recipe, seen) if centered else recipe,
+        _with_centers(recipe, seen) if asked.centered else recipe,
         static_scales=seen.scales(),
         model_digest=loaded.weights.digest,
     )
-    recipe.save(out)
-    relist(out)
+    recipe.save(asked.out)
+    relist(asked.out)
     heads = summarize(seen)
-    found = None if other is None else _check(loaded, recipe, seen, other, context)
-    if fp8_out is not None:
-        write_fp8_scales(fp8_out, seen, loaded.geometry)
+    found = None if other is None else _check(loaded, recipe, seen, other, asked.context)
+    if asked.fp8_out is not None:
+        write_fp8_scales(asked.fp8_out, seen, loaded.geometry)
     write_rows(
         heads,
-        json_path,
+        asked.json_path,
         loaded.weights.device,
         model_digest=loaded.weights.digest,
         text=seen.text.name,
@@ -122,7 +134,7 @@ def command(
         **({} if found is None else {"check": dataclasses.asdict(found)}),
     )
     echo(
-        f"wrote {out}: {recipe.name}{', centered' if centered else ''}, static scales of "
+        f"wrote {asked.out}: {recipe.name}{', centered' if asked.centered else ''}, static scales of "
         f"{len(seen.layers)} layers from {seen.tokens:,} tokens of {source.name}"
     )
     for line in _notes(heads):

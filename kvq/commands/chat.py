@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING
 import click
 from click.core import ParameterSource
 
-from kvq.commands.options import ModelOptions, Size, kv_option, model_options
+from kvq.commands.chat_partner import Sampling
+from kvq.commands.options import ModelOptions, Size, gathered, kv_option, model_options
 from kvq.commands.screen import echo
 from kvq.errors import ConfigError
 from kvq.printable import one_line
 
 if TYPE_CHECKING:
-    from kvq.commands.chat_partner import Partner, Sampling
+    from kvq.commands.chat_partner import Partner
 
 _WITH_URL = {"url", "api_key_env", "model", "system", "temperature", "top_p", "max_tokens", "seed"}
 
@@ -36,6 +37,7 @@ _WITH_URL = {"url", "api_key_env", "model", "system", "temperature", "top_p", "m
 @click.option("--max-tokens", "-n", type=click.IntRange(min=1), help="Of one answer.  [default: the context]")
 @click.option("--seed", type=int, help="Makes sampling repeatable.")
 @click.option("--trim", is_flag=True, help="Drop the oldest turns when the context is full.")
+@gathered(Sampling, "sampling")
 def command(
     kv: list[str],
     model_options: ModelOptions,
@@ -43,20 +45,15 @@ def command(
     url: str | None,
     api_key_env: str | None,
     system: str | None,
-    temperature: float,
-    top_p: float,
-    max_tokens: int | None,
-    seed: int | None,
+    sampling: Sampling,
     trim: bool,
 ) -> None:
     """Chat in the terminal; /help lists what can be asked for besides.
 
     When standard input is no terminal, every line of it is a message, and answers are plain text.
     """
-    from kvq.commands.chat_partner import Sampling
     from kvq.commands.chat_session import Session
 
-    sampling = Sampling(temperature=temperature, top_p=top_p, max_tokens=max_tokens, seed=seed)
     if url is not None:
         partner = _server(url, api_key_env, sampling)
     elif api_key_env is not None:
@@ -89,7 +86,7 @@ def _typed(name: str) -> Iterator[str]:
             return
 
 
-def _server(url: str, api_key_env: str | None, sampling: "Sampling") -> "Partner":
+def _server(url: str, api_key_env: str | None, sampling: Sampling) -> "Partner":
     from kvq.commands.chat_client import ServerPartner
 
     context = click.get_current_context()

@@ -94,8 +94,8 @@ def command(
     from kvq.commands.loading import check_for
     from kvq.commands.results import begin
     from kvq.evals import default_text, read_text
-    from kvq.evals.eval_report import write_report
     from kvq.evals.gates import parse_gate
+    from kvq.evals.report import write_report
 
     chosen = choose_tasks(tasks)
     if html_path is not None:

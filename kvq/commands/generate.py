@@ -1,11 +1,41 @@
 """`kvq generate`: text from a prompt, streamed, over quantized KV."""
 
-from typing import Any
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
 
 import click
 
-from kvq.commands.options import ModelOptions, kv_option, model_options
+from kvq.commands.options import ModelOptions, gathered, kv_option, model_options
 from kvq.commands.screen import echo, stream
+
+if TYPE_CHECKING:
+    from kvq.engine import SamplingParams
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sampling:
+    """How the text is chosen, as the command line says it."""
+
+    max_tokens: int
+    temperature: float
+    top_k: int | None
+    top_p: float
+    min_p: float
+    repetition_penalty: float
+    seed: int | None
+    stop: tuple[str, ...]
+    ignore_eos: bool
+    json_schema: str | None
+    regex: str | None
+
+    def params(self) -> "SamplingParams":
+        """As the engine takes it."""
+        from kvq.engine import SamplingParams, StructuredOutput
+
+        given = asdict(self)
+        grammar = {name: given.pop(name) for name in ("json_schema", "regex")}
+        is_free = self.json_schema is None and self.regex is None
+        return SamplingParams(structured=None if is_free else StructuredOutput(**grammar), **given)
 
 
 @click.command(name="generate")
@@ -27,28 +57,25 @@ from kvq.commands.screen import echo, stream
 @click.option("--ignore-eos", is_flag=True, help="Go on past the end-of-text token.")
 @click.option("--json-schema", help="The text must be JSON of this schema.")
 @click.option("--regex", help="The text must match this regular expression.")
+@gathered(Sampling, "sampling")
 def command(
     prompt: str,
     kv: list[str],
     model_options: ModelOptions,
-    json_schema: str | None,
-    regex: str | None,
-    **sampling: Any,
+    sampling: Sampling,
 ) -> None:
     """Go on from PROMPT, streamed to standard output."""
     from kvq.commands.loading import check_for
-    from kvq.engine import LLM, SamplingParams, StructuredOutput
+    from kvq.engine import LLM
     from kvq.engine.build import check_cache
     from kvq.engine.grammar.compiler import check_structured
     from kvq.engine.prompts import prompt_tokens
     from kvq.models.prompts import check_length, longest_token
     from kvq.scheduler.fit import check_room
 
-    structured = None
-    if json_schema is not None or regex is not None:
-        structured = StructuredOutput(json_schema=json_schema, regex=regex)
-        check_structured(structured)
-    params = SamplingParams(structured=structured, **sampling)
+    params = sampling.params()
+    if params.structured is not None:
+        check_structured(params.structured)
     checked = check_for(model_options, kv)
     known = checked.prepared
     check_cache(known)

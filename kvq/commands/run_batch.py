@@ -4,13 +4,13 @@ import sys
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
 from kvq.commands.options import ModelOptions, kv_option, model_options
 from kvq.commands.screen import echo
-from kvq.commands.served import engine_of, engine_options, strict_option, tool_call_option
+from kvq.commands.served import EngineOptions, engine_of, engine_options, strict_option, tool_call_option
 from kvq.extras import SERVER, require
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ def command(
     strict_requests: bool,
     max_in_flight: int | None,
     retry_failed: bool,
-    **options: Any,
+    engine_options: EngineOptions,
 ) -> None:
     """Answer the requests of IN.jsonl, in OpenAI's batch format, into OUT.jsonl.
 
@@ -69,9 +69,9 @@ def command(
         served_model_name=served_model_name,
         tool_call_parser=tool_call_parser,
         strict_requests=strict_requests,
-        max_in_flight=max_in_flight or 2 * options["max_num_seqs"],
+        max_in_flight=max_in_flight or 2 * engine_options.max_num_seqs,
         retry_failed=retry_failed,
-        engine=engine_of(model_options, options),
+        engine=engine_of(model_options, engine_options),
     )
     with suppress(_Stopped), named_progress() as progress:
         progress("starting the engine", 0, None)

@@ -192,7 +192,7 @@ def _config(kv: str, model_options: ModelOptions, options: dict[str, Any]) -> "S
         trusts_completions=control in ("completions", "both"),
         grace_s=take("grace"),
         timeout_s=take("request_timeout") or None,
-        engine=engine_of(model_options, options),  # what is left of them
+        engine=engine_of(model_options, take("engine_options")),
     )
 
 

@@ -1,15 +1,32 @@
 """What commands share whose engine runs in a process of its own."""
 
 from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 
 import click
 
-from kvq.commands.options import Finite, ModelOptions, Size
+from kvq.commands.options import Finite, ModelOptions, Size, gathered
 from kvq.errors import ConfigError
 from kvq.sizing.pools import CPU_FRACTION, CPU_MOST, GPU_FRACTION, MAX_NUM_BATCHED_TOKENS, MAX_NUM_SEQS
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineOptions:
+    """How a command was told to build its engine."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    kv_memory: str | None
+    memory_fraction: float | None
+    num_blocks: int | None
+    swap_memory: str
+    itl_slo: float | None
+    ttft_slo: float | None
+
+
 _OPTIONS = (
     click.option(
         "--max-num-seqs",
@@ -73,13 +90,14 @@ strict_option = click.option(
 
 
 def engine_options(command: _Command) -> _Command:
-    """Add the engine's options; the command hands them to `engine_of`."""
+    """Add the options of `EngineOptions`; the command gets them as `engine_options`, for `engine_of`."""
+    command = gathered(EngineOptions, "engine_options")(command)
     for option in reversed(_OPTIONS):
         command = option(command)
     return command
 
 
-def engine_of(model_options: ModelOptions, options: dict[str, Any]) -> dict[str, Any]:
+def engine_of(model_options: ModelOptions, engine_options: EngineOptions) -> dict[str, Any]:
     """Options of `kvq.LLM`, from those of the model and of the engine.
 
     Raises:
@@ -89,5 +107,6 @@ def engine_of(model_options: ModelOptions, options: dict[str, Any]) -> dict[str,
         name = click.get_current_context().info_name
         raise ConfigError(f"kvq {name} takes scales from --scales; make them with kvq calibrate")
     load = model_options.load_options() | {"scales": model_options.scales}
+    options = asdict(engine_options)
     slos = {"itl_slo_s": options.pop("itl_slo"), "ttft_slo_s": options.pop("ttft_slo")}
     return {name: value for name, value in (load | options | slos).items() if value is not None}

@@ -1,13 +1,39 @@
-"""A report of one measurement as a single HTML page that needs no other file."""
+"""What `kvq eval` and `kvq perplexity` measured, as a single HTML page that needs no other file."""
 
+from collections.abc import Callable
 from html import escape
 from pathlib import Path
 from typing import Any
 
 from kvq import fileio
-from kvq.evals.page import html_table, page
+from kvq.evals.eval_plots import (
+    attention_plot,
+    difficulty_plot,
+    divergence_plot,
+    generation_plot,
+    needle_plot,
+)
+from kvq.evals.figure import drawing
+from kvq.evals.page import html_table, origin, page
 from kvq.evals.plot import svg_plot
+from kvq.evals.sections import sections, size_cells
+from kvq.sizes import binary
 
+_PLOTS: dict[str, Callable[[list[dict[str, Any]]], Any]] = {  # section -> its plot, drawn above the table
+    "kl": divergence_plot,
+    "by_difficulty": difficulty_plot,
+    "attention": attention_plot,
+    "generation": generation_plot,
+    "needle": needle_plot,
+}
+
+
+_HOW_TO_READ = (
+    "<h2>How to read this</h2><p>Bits per element count codes and scales; bytes per token are what the pool "
+    "allocates, padding included. The change in perplexity, the KL divergence (nats per token) and the share "
+    "of tokens with the same likeliest successor are against the first unquantized format of the table. "
+    "Other models lose more or less: measure your own with <code>kvq perplexity --model PATH</code>.</p>"
+)
 _HEADS = ("KV format", "bits / element", "bytes / token", "vs bf16", "perplexity", "change", "KL mean",
           "KL 99.9%", "same top token", "seconds")  # fmt: skip
 
@@ -18,22 +44,55 @@ def write_report(path: str | Path, result: dict[str, Any], samples: dict[str, st
 
 
 def render(result: dict[str, Any], samples: dict[str, str]) -> str:
-    """Return the page's HTML."""
+    """Return the page's HTML. `result`: the JSON of either command; only that of `kvq eval` has tasks."""
     rows = result["rows"]
+    is_eval = "tasks" in result
+    first = rows[0]
+    measured = f", {first['tokens']:,} predicted tokens" if "tokens" in first else ""
+    documents = f", {first['documents']} documents" if "documents" in first else ""
     parts = [
-        f"<h1>What each KV format saves and costs: {escape(result['model'])}</h1>",
-        f"<p>{_summary(rows)}</p>",
-        f'<p class="small">Measured on {escape(result["text"])} ({rows[0]["tokens"]:,} predicted tokens, '
-        f"windows of {result['context']}), on {escape(result['device'])}, {escape(result['date'])}. Every "
-        f"token went through kvq's own write-then-read path: quantized into blocks first, attended from "
-        f"there.</p>",
-        _instrument(result.get("instrument")),
-        svg_plot(result),
-        _table(rows),
+        f"<h1>What KV formats save and cost: {escape(result['model'])}</h1>",
+        _verdicts(rows) if is_eval else f"<p>{_summary(rows)}</p>",
+        f'<p class="small">On {escape(result["text"])}{measured} (windows of {result["context"]}'
+        f"{documents}). {escape(result['device'])}, {escape(result['date'])}. Against {escape(first['kv'])}; "
+        f"every token went through kvq's own write-then-read path: quantized into "
+        f"blocks first, attended from there.{_intervals(result)}</p>",
+        _checks(result),
+        *(_sections(result) if is_eval else [svg_plot(result), _table(rows)]),
         _samples(samples),
-        _about(result),
+        _took(result) if is_eval else _HOW_TO_READ,
+        origin(result),
+        _digests(result),
     ]
     return page(f"kvq: {result['model']}", parts)
+
+
+def _intervals(result: dict[str, Any]) -> str:
+    if "resamples" not in result:
+        return ""
+    return f" Intervals are at 95%, from {result['resamples']:,} resamples of documents."
+
+
+def _sections(result: dict[str, Any]) -> list[str]:
+    """The tables of an evaluation, some of them under a plot."""
+    parts = []
+    for section in sections(result):
+        parts.append(f"<h2>{escape(section.title)}</h2>")
+        if section.key in _PLOTS:
+            parts.append(drawing(_PLOTS[section.key], result.get(section.key, result["rows"])))
+        parts.append(html_table(section.heads, section.cells))
+        parts.append(f'<p class="small">{escape(section.note)}</p>' if section.note else "")
+    return parts
+
+
+def _verdicts(rows: list[dict[str, Any]]) -> str:
+    lines = [
+        f"<li><b>{escape(row['kv'])}</b>, {row['compression']:.2f} times bf16's tokens in the same memory. "
+        f"Perplexity: {escape(row['verdict'])}</li>"
+        for row in rows
+        if row.get("verdict", "baseline") != "baseline"
+    ]
+    return f"<ul>{''.join(lines)}</ul>" if lines else ""
 
 
 def _summary(rows: list[dict[str, Any]]) -> str:
@@ -47,20 +106,31 @@ def _summary(rows: list[dict[str, Any]]) -> str:
     )
 
 
-def _instrument(check: dict[str, Any] | None) -> str:
-    if check is None:
-        return ""
-    verdict = (
-        '<span class="good">can see damage</span>'
-        if check["passed"]
-        else '<span class="bad">can not see damage well enough; do not trust small differences</span>'
-    )
-    return (
-        f"<p>Is the instrument fit? This model on this text {verdict}: with attention cut to "
-        f"{check['window_tokens']} tokens perplexity changes by {check['window_change']:+.1%}, with "
-        f"{escape(check['int2_format'])} by {check['int2_change']:+.1%}; both must reach "
-        f"{check['limit']:+.0%}.</p>"
-    )
+def _checks(result: dict[str, Any]) -> str:
+    lines = []
+    if check := result.get("instrument"):
+        lines.append(
+            _mark(check["passed"], "instrument")
+            + f": perplexity changes by {check['window_change']:+.1%} with attention cut to "
+            f"{check['window_tokens']} tokens and by {check['int2_change']:+.1%} with "
+            f"{escape(check['int2_format'])}; both must reach {check['limit']:+.0%}"
+            + ("" if check["passed"] else "; do not trust small differences")
+        )
+    lines += [
+        _mark(False, f"{name} is void") + f": {escape(reason)}"
+        for name, reason in result.get("void", {}).items()
+    ]
+    for gate in result.get("gates", []):
+        broken = "; ".join(one["told"] for one in gate["failures"])
+        lines.append(
+            _mark(gate["passed"], f"gate {gate['gate']}") + (f" by {escape(broken)}" if broken else "")
+        )
+    return "".join(f"<p>{line}</p>" for line in lines)
+
+
+def _mark(passed: bool, what: str) -> str:
+    mark, word = ("good", "passed") if passed else ("bad", "failed")
+    return f'{escape(what)} <span class="{mark}">{word}</span>'
 
 
 def _table(rows: list[dict[str, Any]]) -> str:
@@ -74,9 +144,7 @@ def row_cells(row: dict[str, Any]) -> list[str]:
         label += f", {row['attention_window']}-token window"
     return [
         label,
-        f"{row['bits_per_element']:.3f}".rstrip("0").rstrip("."),
-        f"{row['kv_bytes_per_token']:,.0f}",
-        f"{row['compression']:.2f}x",
+        *size_cells(row)[1:],
         f"{row['perplexity']:.3f}",
         f"{row['perplexity_change']:+.3%}",
         f"{row['kl_mean']:.6f}",
@@ -99,15 +167,23 @@ def _samples(samples: dict[str, str]) -> str:
     )
 
 
-def _about(result: dict[str, Any]) -> str:
-    versions = ", ".join(f"{k} {v}" for k, v in result["versions"].items())
+def _took(result: dict[str, Any]) -> str:
+    cells = [
+        [
+            ", ".join(task["names"]),
+            f"{task['seconds']:,.1f}",
+            binary(task["peak_bytes"]),
+            binary(task["grown_bytes"]),
+            "-" if task["device_peak_bytes"] is None else binary(task["device_peak_bytes"]),
+        ]
+        for task in result["tasks"]
+    ]
+    heads = ("evaluation", "seconds", "peak memory", "grown by", "on the GPU")
+    return "<h2>What it took</h2>" + html_table(heads, cells)
+
+
+def _digests(result: dict[str, Any]) -> str:
     return (
-        "<h2>How to read this</h2><p>Bits per element count codes and scales; bytes per token are what the "
-        "pool allocates, padding included. The change in perplexity, the KL divergence (nats per token) and "
-        "the share of tokens with the same likeliest successor are against the first unquantized format of "
-        "the table. Other models lose more or less: measure your own with "
-        "<code>kvq perplexity --model PATH</code>.</p>"
-        f'<p class="small">kvq {escape(result["kvq_version"])}, commit {escape(str(result["commit"]))}, '
-        f"{escape(versions)}. Text SHA-256 {escape(result['text_digest'])}. Model digest "
-        f"{escape(result['model_digest'])}. Command: <code>{escape(result['command'])}</code></p>"
+        f'<p class="small">Text SHA-256 {escape(result["text_digest"])}. Model digest '
+        f"{escape(result['model_digest'])}.</p>"
     )
