@@ -9,8 +9,9 @@ from kvq.bench.engine_load import Arrivals, LoadRequest
 from kvq.bench.engine_result import Served, ServedLoad
 from kvq.bench.timing import percentile
 from kvq.blockmgr import BlockManager
-from kvq.engine import LLM, CompletionOutput, Piece, RequestOutput, SamplingParams, StepStats
+from kvq.engine import LLM, CompletionOutput, RequestOutput, SamplingParams, StepStats
 from kvq.engine.intake import Origin
+from kvq.engine.outputs import Event
 from kvq.errors import EngineError
 from kvq.models import Model
 from kvq.scheduler import Priority
@@ -140,9 +141,9 @@ class KvqServer:
         due_s: float,
         ended: list[tuple[LoadRequest, float, RequestOutput]],
     ) -> None:
-        def listen(piece: Piece) -> None:
-            if piece.output is not None:
-                ended.append((request, due_s, piece.output))
+        def listen(event: Event) -> None:
+            if isinstance(event, RequestOutput):
+                ended.append((request, due_s, event))
 
         core = self.llm.core
         params = SamplingParams(max_tokens=request.output_tokens, ignore_eos=True)

@@ -13,7 +13,7 @@ from kvq.engine.core import EngineCore
 from kvq.engine.intake import Origin
 from kvq.engine.job import Job
 from kvq.engine.loop import Command, EngineLoop
-from kvq.engine.outputs import Piece, RequestOutput
+from kvq.engine.outputs import Event, Piece, RequestOutput, as_piece
 from kvq.engine.params import Params, as_params
 from kvq.engine.prompts import Prompt
 from kvq.engine.publisher import StepSubscriber
@@ -79,20 +79,18 @@ class AsyncLLM(StaysHere):
             RequestError: the request can't be served, or failed while it ran.
             EngineError: the engine was closed or broke down.
         """
-        pieces: asyncio.Queue[Piece] = asyncio.Queue()
+        events: asyncio.Queue[Event] = asyncio.Queue()
         loop = asyncio.get_running_loop()
 
-        def tell(piece: Piece) -> None:
-            loop.call_soon_threadsafe(pieces.put_nowait, piece)
+        def tell(event: Event) -> None:
+            loop.call_soon_threadsafe(events.put_nowait, event)
 
         origin = Origin(priority=priority, tenant=tenant, cache_salt=cache_salt, request_id=request_id)
         job = self.core.intake.new_job(prompt, as_params(params), origin, listener=tell)
         self._ask(partial(self._submit, job))
         try:
             while True:
-                piece = await pieces.get()
-                if piece.output is not None and piece.output.error is not None:
-                    raise piece.output.error
+                piece = as_piece(await events.get())
                 yield piece
                 if piece.output is not None:
                     return

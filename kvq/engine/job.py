@@ -8,8 +8,10 @@ from kvq.engine.beam import BeamSearch, Hypothesis
 from kvq.engine.grammar import Matcher
 from kvq.engine.outputs import (
     CompletionOutput,
+    Event,
     FinishReason,
     Piece,
+    PromptUse,
     Receipt,
     RequestOutput,
     Timing,
@@ -20,7 +22,7 @@ from kvq.engine.text import TextStream
 from kvq.errors import KVQError
 from kvq.scheduler import Branch, Request
 
-Listener = Callable[[Piece], object]
+Listener = Callable[[Event], object]
 
 
 @dataclass(slots=True, eq=False)
@@ -90,22 +92,13 @@ class Job:
         self.last_token_s = now
 
     def deliver(self, output: RequestOutput) -> None:
-        """Hand the listener what it has not seen, and the whole output with the last piece."""
+        """Hand the listener what it has not seen, and the whole output."""
         if self.listener is None:
             return
         if not self.streams:
             for one in output.outputs:
-                self.listener(
-                    Piece(
-                        index=one.index,
-                        text=one.text,
-                        token_ids=one.token_ids,
-                        logprobs=one.logprobs,
-                        finish_reason=one.finish_reason,
-                        stop_reason=one.stop_reason,
-                    )
-                )
-        self.listener(Piece(index=0, text="", token_ids=[], output=output))
+                self.listener(self._piece(one, one.text, one.token_ids, one.logprobs, ends=True))
+        self.listener(output)
 
     def begin(self, tokenizer: Any, matcher: Matcher | None) -> None:
         """Make the results that the branches will fill."""
@@ -174,15 +167,29 @@ class Job:
         output = result.output
         if self.params.echo and len(output.token_ids) == 1:
             text = (self.prompt or "") + text
-        self.listener(
-            Piece(
-                index=output.index,
-                text=text,
-                token_ids=tokens,
-                logprobs=logprobs if output.logprobs is not None else None,
-                finish_reason=output.finish_reason if ends else None,
-                stop_reason=output.stop_reason if ends else None,
-            )
+        piece = self._piece(output, text, tokens, None if output.logprobs is None else logprobs, ends=ends)
+        if output.index == 0 and len(output.token_ids) == 1:
+            usage, total = self.request.usage, self.request.prompt_length
+            piece.prompt = PromptUse(total=total, cached=usage.cached_tokens, pinned=self.pinned_tokens)
+        self.listener(piece)
+
+    def _piece(
+        self,
+        output: CompletionOutput,
+        text: str,
+        tokens: list[int],
+        logprobs: list[TokenLogprobs] | None,
+        *,
+        ends: bool,
+    ) -> Piece:
+        return Piece(
+            request_id=self.request.id,
+            index=output.index,
+            text=text,
+            token_ids=tokens,
+            logprobs=logprobs,
+            finish_reason=output.finish_reason if ends else None,
+            stop_reason=output.stop_reason if ends else None,
         )
 
     def complete(self, now: float, error: KVQError | None, reason: FinishReason | None) -> RequestOutput:

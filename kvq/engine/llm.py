@@ -10,7 +10,7 @@ from kvq.engine.core import EngineCore
 from kvq.engine.intake import Origin
 from kvq.engine.job import Job
 from kvq.engine.loop import EngineLoop
-from kvq.engine.outputs import Piece, RequestOutput
+from kvq.engine.outputs import Event, Piece, RequestOutput, as_piece
 from kvq.engine.params import Params, as_params, each_params
 from kvq.engine.prompts import Prompt, as_prompts
 from kvq.engine.publisher import StepSubscriber
@@ -103,10 +103,10 @@ class LLM(StaysHere):
         Raises:
             RequestError: the request can't be served, or failed while it ran.
         """
-        pieces: list[Piece] = []
+        events: list[Event] = []
         origin = Origin(tenant=tenant, cache_salt=cache_salt)
-        job = self.core.intake.new_job(prompt, as_params(params), origin, listener=pieces.append)
-        return self._stream(job, pieces)
+        job = self.core.intake.new_job(prompt, as_params(params), origin, listener=events.append)
+        return self._stream(job, events)
 
     def on_step(self, subscriber: StepSubscriber) -> Callable[[], None]:
         """Call `subscriber` with `StepStats` after every step. Returns a function that ends it."""
@@ -141,17 +141,15 @@ class LLM(StaysHere):
                 self.core.cancel(job)
             raise
 
-    def _stream(self, job: Job, pieces: list[Piece]) -> Iterator[Piece]:
+    def _stream(self, job: Job, events: list[Event]) -> Iterator[Piece]:
         self.core.submit(job)
         try:
             while True:
-                for piece in pieces:
-                    if piece.output is not None and piece.output.error is not None:
-                        raise piece.output.error
+                for piece in map(as_piece, events):
                     yield piece
                     if piece.output is not None:
                         return
-                pieces.clear()
+                events.clear()
                 self.step()
         finally:
             self.core.cancel(job)
@@ -170,9 +168,9 @@ class _Keeper:
         self._index = index
         self._progress = progress
 
-    def __call__(self, piece: Piece) -> None:
-        if piece.output is not None:
-            self._outputs[self._index] = piece.output
+    def __call__(self, event: Event) -> None:
+        if isinstance(event, RequestOutput):
+            self._outputs[self._index] = event
             if self._progress is not None:
                 done = sum(output is not None for output in self._outputs)
                 self._progress(done, len(self._outputs))

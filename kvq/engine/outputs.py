@@ -67,16 +67,43 @@ class RequestOutput:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class PromptUse:
+    """What a prompt took, in tokens."""
+
+    total: int
+    cached: int  # of these, found in the prefix index
+    pinned: int  # of these, kept there for a time
+
+
+@dataclass(kw_only=True, slots=True)  # one a token: frozen, it would take four times as long to make
 class Piece:
     """What one step added to one result: tokens, and the text that became complete with them.
 
-    The last piece of a result has a `finish_reason`, the last one of the request an `output` too.
+    The last piece of a result has a `finish_reason`; the last one of `stream` an `output` too.
     """
 
+    request_id: str
     index: int
     text: str
     token_ids: list[int]
     logprobs: list[TokenLogprobs] | None = None
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
+    prompt: PromptUse | None = None  # with the first piece of a request that shows its tokens as they come
     output: RequestOutput | None = None
+
+
+Event = Piece | RequestOutput  # what a request tells its listener: what was added, and in the end all of it
+
+
+def as_piece(event: Event) -> Piece:
+    """An event for who reads a stream: the end is a last piece that adds nothing.
+
+    Raises:
+        KVQError: the one that ended the request.
+    """
+    if isinstance(event, Piece):
+        return event
+    if event.error is not None:
+        raise event.error
+    return Piece(request_id=event.request_id, index=0, text="", token_ids=[], output=event)

@@ -7,7 +7,8 @@ from typing import Any
 from uuid import uuid4
 
 from kvq.engine import TokenLogprobs
-from kvq.server.messages import Delta, Ended
+from kvq.engine.outputs import Piece
+from kvq.server.messages import Ended
 from kvq.server.token_texts import TokenTexts
 
 _REASONS = {"cancelled": "stop", "error": "error"}
@@ -22,7 +23,7 @@ class Choice:
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     finish_reason: str | None = None
 
-    def take(self, delta: Delta) -> None:
+    def take(self, delta: Piece) -> None:
         """Add what a step brought."""
         self.text += delta.text
         self.token_ids += delta.token_ids
@@ -73,7 +74,7 @@ class Head:
         return {"id": self.id, "object": object, "created": self.created, "model": self.model}
 
 
-def reason_of(delta: Delta) -> str | None:
+def reason_of(delta: Piece) -> str | None:
     """Why a result ended, in OpenAI's words."""
     reason = delta.finish_reason
     return None if reason is None else _REASONS.get(reason, reason)

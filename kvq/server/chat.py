@@ -5,12 +5,13 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
 
+from kvq.engine.outputs import Piece
 from kvq.errors import RequestError
 from kvq.server.answers import Choice, Head, Usage, chat_logprobs, reason_of
 from kvq.server.bodies import ChatBody
 from kvq.server.chat_tools import Reading, offer_of, template_tools
 from kvq.server.completions import collect
-from kvq.server.messages import Delta, Ended
+from kvq.server.messages import Ended
 from kvq.server.problems import Problem
 from kvq.server.prompts import Conversation
 from kvq.server.sampling import chat_params, terms_of
@@ -77,7 +78,7 @@ class Chat:
         if self._body.stream_options is not None and self._body.stream_options.include_usage:
             yield self._chunk([]) | {"usage": usage.body()}
 
-    async def _stream(self) -> AsyncGenerator[Delta | Ended]:
+    async def _stream(self) -> AsyncGenerator[Piece | Ended]:
         body = self._body
         options = (body.chat_template_kwargs or {}) | {"tools": template_tools(body)}
         options["add_generation_prompt"] = body.add_generation_prompt and not body.continue_final_message
@@ -106,7 +107,7 @@ class Chat:
             "finish_reason": reading.reason(choice.finish_reason),
         }
 
-    def _piece(self, delta: Delta, first: dict[str, Any], reading: Reading) -> dict[str, Any]:
+    def _piece(self, delta: Piece, first: dict[str, Any], reading: Reading) -> dict[str, Any]:
         logprobs = None
         if delta.logprobs is not None:
             logprobs = chat_logprobs(delta.logprobs, self._service.prompts.texts)

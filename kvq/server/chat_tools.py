@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from typing import Any
 
+from kvq.engine.outputs import Piece
 from kvq.server.bodies import ChatBody
-from kvq.server.messages import Delta
 from kvq.server.problems import Problem
 from kvq.server.tool_bodies import ToolChoiceBody
 from kvq.server.tools import CallArguments, CallStart, Event, Parser, Text, Tool
@@ -86,7 +86,7 @@ class Reading:
             return {"content": content}
         return {"content": content or None, "tool_calls": calls}
 
-    def delta(self, delta: Delta) -> dict[str, Any]:
+    def delta(self, delta: Piece) -> dict[str, Any]:
         """What a step adds to a result; may be nothing."""
         if self._parser is None:
             return {"content": delta.text}

@@ -7,9 +7,10 @@ from functools import partial
 from typing import Any
 
 from kvq.engine import SamplingParams
+from kvq.engine.outputs import Piece
 from kvq.server.answers import Choice, Head, Usage, completion_logprobs, reason_of
 from kvq.server.bodies import CompletionBody
-from kvq.server.messages import Delta, Ended
+from kvq.server.messages import Ended
 from kvq.server.problems import Problem
 from kvq.server.sampling import completion_params, terms_of
 from kvq.server.seating import Seats
@@ -85,7 +86,7 @@ class Completion:
         if self._body.stream_options is not None and self._body.stream_options.include_usage:
             yield self._head.body("text_completion") | {"choices": [], "usage": usage.body()}
 
-    def _stream(self, tokens: list[int]) -> AsyncGenerator[Delta | Ended]:
+    def _stream(self, tokens: list[int]) -> AsyncGenerator[Piece | Ended]:
         return self._service.stream(tokens, self._terms, self.seats)
 
     async def _complete(self, tokens: list[int]) -> tuple[list[Choice], Ended]:
@@ -133,7 +134,7 @@ class Completion:
             "finish_reason": choice.finish_reason,
         }
 
-    def _piece(self, index: int, delta: Delta, offset: int) -> dict[str, Any]:
+    def _piece(self, index: int, delta: Piece, offset: int) -> dict[str, Any]:
         logprobs = None
         if delta.logprobs is not None:
             texts = self._service.prompts.texts
@@ -147,7 +148,7 @@ class Completion:
 
 
 async def collect(
-    messages: AsyncGenerator[Delta | Ended], params: SamplingParams
+    messages: AsyncGenerator[Piece | Ended], params: SamplingParams
 ) -> tuple[list[Choice], Ended]:
     """All results of one prompt, and how it ended."""
     choices = [Choice() for _ in range(params.n)]

@@ -11,6 +11,7 @@ from starlette.types import Receive, Scope, Send
 
 from kvq.server.dialects import OPENAI, Dialect
 from kvq.server.problems import Problem, failed
+from kvq.server.streams import until_gone
 from kvq.server.whole_answer import cut_off
 
 _log = logging.getLogger("kvq")
@@ -49,7 +50,8 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send everything, or as much as the reader takes."""
-        tasks = [asyncio.create_task(work) for work in (self._fill(scope), self._send(send), _gone(receive))]
+        work = (self._fill(scope), self._send(send), until_gone(receive))
+        tasks = [asyncio.create_task(one) for one in work]
         sending = tasks[1]
         try:
             await asyncio.wait(tasks[1:], return_when=asyncio.FIRST_COMPLETED)
@@ -110,8 +112,3 @@ class EventStream(Response):
 
     def _put_error(self, problem: Problem) -> None:
         self._put(self._dialect.event(self._dialect.error(problem)))
-
-
-async def _gone(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass

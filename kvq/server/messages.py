@@ -9,9 +9,8 @@ from typing import Any, Literal
 
 import msgspec
 
-from kvq.engine import Receipt, TokenLogprobs
+from kvq.engine import Piece, Receipt, Timing, TokenLogprobs
 from kvq.engine.intake import Terms
-from kvq.engine.outputs import FinishReason
 from kvq.scheduler import PoolShape, SchedulerConfig, Snapshot
 from kvq.server.logs import LogConfig
 from kvq.server.picture import Picture
@@ -89,27 +88,6 @@ class Pong(Message, frozen=True):
     number: int
 
 
-class PromptUse(msgspec.Struct, frozen=True, kw_only=True):
-    """What a prompt took, in tokens."""
-
-    total: int
-    cached: int  # of these, found in the prefix index
-    pinned: int  # of these, kept there for a time
-
-
-class Delta(msgspec.Struct, frozen=True, kw_only=True):
-    """What a step added to one result of a request."""
-
-    number: int
-    index: int
-    text: str
-    token_ids: list[int]
-    logprobs: list[TokenLogprobs] | None = None
-    finish_reason: FinishReason | None = None
-    stop_reason: str | int | None = None
-    prompt: PromptUse | None = None  # with the first delta of a request that shows its tokens as they come
-
-
 ErrorKind = Literal["request", "busy", "engine"]  # whose fault it is: busy is everybody's
 
 
@@ -118,10 +96,7 @@ class Ended(msgspec.Struct, frozen=True, kw_only=True):
 
     number: int
     receipt: Receipt | None = None  # None if it was refused
-    queue_s: float | None = None
-    prefill_s: float | None = None
-    ttft_s: float | None = None
-    e2e_s: float | None = None
+    timing: Timing | None = None  # the same; without the times between tokens, which were told in steps
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     error: str | None = None
     kind: ErrorKind | None = None  # of the error
@@ -156,7 +131,7 @@ class BlockTimes(msgspec.Struct, frozen=True, kw_only=True):
 class Stepped(Message, frozen=True):
     """What came of a step."""
 
-    deltas: list[Delta]
+    pieces: list[Piece]
     ended: list[Ended]
     gauges: Gauges
     itl_s: list[float] = []  # between neighbouring tokens of a request, of all requests

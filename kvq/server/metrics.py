@@ -70,7 +70,7 @@ class Metrics:
     def _stepped(self, stepped: Stepped) -> None:
         """The engine did something."""
         self._source.totals.take(self._source.remote.num_restarts, stepped)
-        reasons = [d.finish_reason for d in stepped.deltas if d.finish_reason in ("stop", "length")]
+        reasons = [p.finish_reason for p in stepped.pieces if p.finish_reason in ("stop", "length")]
         for names in self._names:
             for gap in stepped.itl_s:
                 names.observe({"itl": gap})

@@ -10,13 +10,13 @@ from dataclasses import dataclass, field
 from enum import Enum
 from time import monotonic
 
+from kvq.engine import Piece
 from kvq.engine.intake import Terms
 from kvq.errors import ConfigError, EngineError
 from kvq.server.engine_process import EngineProcess
 from kvq.server.frames import from_engine
 from kvq.server.messages import (
     Cancel,
-    Delta,
     Ended,
     Gauges,
     Look,
@@ -56,7 +56,7 @@ class Watch:
     max_restarts: int = 5  # within ten minutes
 
 
-_Heard = Delta | Ended | EngineError
+_Heard = Piece | Ended | EngineError
 
 
 @dataclass(slots=True, eq=False)
@@ -141,8 +141,8 @@ class Remote:
         terms: Terms,
         *,
         timeout_s: float | None = None,
-        on_message: Callable[[Delta | Ended | EngineError], object] = lambda message: None,
-    ) -> AsyncGenerator[Delta | Ended]:
+        on_message: Callable[[Piece | Ended | EngineError], object] = lambda message: None,
+    ) -> AsyncGenerator[Piece | Ended]:
         """What comes of a request, up to its `Ended`. Leaving early cancels it.
 
         `on_message` is told of everything when it comes, also while nobody reads on.
@@ -287,9 +287,10 @@ class Remote:
                 return
 
     def _take(self, message: Stepped) -> None:
-        items: list[Delta | Ended] = [*message.deltas, *message.ended]
-        for item in items:
-            stream = self._streams.get(item.number)
+        items: list[tuple[int, Piece | Ended]] = [(int(piece.request_id), piece) for piece in message.pieces]
+        items += [(ended.number, ended) for ended in message.ended]
+        for number, item in items:
+            stream = self._streams.get(number)
             if stream is not None:  # else nobody waits for it any more
                 stream.put(item)
         self.gauges = message.gauges

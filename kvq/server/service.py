@@ -11,11 +11,12 @@ from pydantic import BaseModel
 
 from kvq.engine import SamplingParams
 from kvq.engine.intake import Terms
+from kvq.engine.outputs import Piece
 from kvq.errors import EngineError
 from kvq.server.admission import Admission, Queued
 from kvq.server.ignored import Ignored, find_ignored
 from kvq.server.logs import log_event
-from kvq.server.messages import Delta, Ended, ErrorKind
+from kvq.server.messages import Ended, ErrorKind
 from kvq.server.metrics import Metrics
 from kvq.server.problems import Problem, failed, timed_out, unavailable
 from kvq.server.prompts import Prompts
@@ -152,7 +153,7 @@ class Service:
         tokens: list[int],
         terms: Terms,
         seats: Seats,
-    ) -> AsyncGenerator[Delta | Ended]:
+    ) -> AsyncGenerator[Piece | Ended]:
         """A prompt's messages up to its `Ended`, which has no error. `seats`: of its request.
 
         Raises:
@@ -171,9 +172,9 @@ class Service:
                 async for message in counted:
                     yield message
 
-    def _note(self, entry: Queued, message: Delta | Ended | EngineError) -> None:
+    def _note(self, entry: Queued, message: Piece | Ended | EngineError) -> None:
         """Tell admission what became of a prompt, however far behind its reader is."""
-        if not isinstance(message, Delta):
+        if not isinstance(message, Piece):
             self.admission.ended(entry)
             return
         self.admission.started(entry)
@@ -181,8 +182,8 @@ class Service:
             self.admission.ended_one(entry)
 
     async def _counted(
-        self, messages: AsyncGenerator[Delta | Ended], tenant: str
-    ) -> AsyncGenerator[Delta | Ended]:
+        self, messages: AsyncGenerator[Piece | Ended], tenant: str
+    ) -> AsyncGenerator[Piece | Ended]:
         """The engine's messages; its failures as problems, and each end counted."""
         status = "cancelled"  # unless something else happens
         try:
@@ -232,6 +233,7 @@ class Service:
 
     def _count(self, ended: Ended, tenant: str) -> None:
         self.metrics.ended(ended)
+        timing = ended.timing
         if (used := ended.receipt) is not None:
             log_event(
                 "generated",
@@ -239,9 +241,9 @@ class Service:
                 cached_tokens=used.cached_tokens,
                 generated_tokens=used.generated_tokens,
                 preemptions=used.preemptions or None,
-                queue_s=ended.queue_s,
-                ttft_s=ended.ttft_s,
-                e2e_s=ended.e2e_s,
+                queue_s=None if timing is None else timing.queue_s,
+                ttft_s=None if timing is None else timing.ttft_s,
+                e2e_s=None if timing is None else timing.e2e_s,
                 tenant=tenant or None,
                 failed=None if ended.error is None else ended.kind,
             )

@@ -7,6 +7,7 @@ from contextlib import aclosing
 from typing import Any, TypeVar
 
 from starlette.requests import Request
+from starlette.types import Receive
 
 from kvq.server.problems import Problem
 
@@ -47,7 +48,7 @@ async def merge(streams: Sequence[AsyncGenerator[T]]) -> AsyncGenerator[tuple[in
 async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T | None:
     """The result of some work; None, and the work is cancelled, if the client goes before."""
     task = asyncio.create_task(work)
-    watch = asyncio.create_task(_until_gone(request))
+    watch = asyncio.create_task(until_gone(request.receive))
     try:
         await asyncio.wait((task, watch), return_when=asyncio.FIRST_COMPLETED)
         if task.done():
@@ -88,6 +89,7 @@ async def _chain(first: list[T], rest: AsyncGenerator[T]) -> AsyncGenerator[T]:
             yield item
 
 
-async def _until_gone(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
+async def until_gone(receive: Receive) -> None:
+    """Return when the client went; what it still sends is dropped."""
+    while (await receive())["type"] != "http.disconnect":
         pass

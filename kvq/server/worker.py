@@ -19,6 +19,7 @@ from kvq.engine.build import build
 from kvq.engine.core import EngineCore
 from kvq.engine.job import Job
 from kvq.engine.loop import EngineLoop
+from kvq.engine.outputs import Event
 from kvq.errors import EngineError, KVQError, OutOfMemory, Overloaded, RequestError, first_lines
 from kvq.layout import GroupLayout
 from kvq.server.frames import Decoder, encode, to_engine
@@ -28,7 +29,6 @@ from kvq.server.lookout import Lookout
 from kvq.server.measured import Gaps, Memory
 from kvq.server.messages import (
     Cancel,
-    Delta,
     Ended,
     ErrorKind,
     Gauges,
@@ -37,7 +37,6 @@ from kvq.server.messages import (
     Message,
     Ping,
     Pong,
-    PromptUse,
     Ready,
     Refused,
     Start,
@@ -59,7 +58,7 @@ class Worker:
         self._sock = sock
         self._sending = threading.Lock()
         self._jobs: dict[int, Job] = {}
-        self._deltas: list[Delta] = []
+        self._pieces: list[Piece] = []
         self._ended: list[Ended] = []
         self._generated = 0
         self._gaps = Gaps()
@@ -121,7 +120,7 @@ class Worker:
         self._tell(core, memory)
         while loop.obey(timeout_s=self._heap.left_s):  # by then the heap is to be tended
             ran = core.has_work and loop.step()
-            if ran or self._deltas or self._ended:
+            if ran or self._pieces or self._ended:
                 self._tell(core, memory)
             if self._is_looked_at:
                 self._is_looked_at = False
@@ -152,43 +151,24 @@ class Worker:
             core.submit(job, arrival_s=came_s)
         except KVQError as error:
             self._jobs.pop(number, None)
-            self._ended.append(_failed(number, error))
+            self._ended.append(_failed(Ended(number=number), error))
 
-    def _take(self, number: int, piece: Piece) -> None:
-        output = piece.output
-        if output is None:
-            self._generated += len(piece.token_ids)
-            self._deltas.append(
-                Delta(
-                    number=number,
-                    index=piece.index,
-                    text=piece.text,
-                    token_ids=piece.token_ids,
-                    logprobs=piece.logprobs,
-                    finish_reason=piece.finish_reason,
-                    stop_reason=piece.stop_reason,
-                    prompt=_prompt_use(self._jobs[number], piece),
-                )
-            )
+    def _take(self, number: int, event: Event) -> None:
+        if isinstance(event, Piece):
+            self._generated += len(event.token_ids)
+            self._pieces.append(event)
             return
         job = self._jobs.pop(number, None)
-        self._gaps.end(number, output.timing)
+        self._gaps.end(number, event.timing)
         if job is not None:
-            self._lookout.ended(number, job.request.tenant, output)
-        error = output.error
-        self._ended.append(
-            Ended(
-                number=number,
-                receipt=output.receipt,
-                queue_s=output.timing.queue_s,
-                prefill_s=output.timing.prefill_s,
-                ttft_s=output.timing.ttft_s,
-                e2e_s=output.timing.e2e_s,
-                prompt_logprobs=output.prompt_logprobs,
-                error=None if error is None else str(error),
-                kind=None if error is None else _kind(error),
-            )
+            self._lookout.ended(number, job.request.tenant, event)
+        ended = Ended(
+            number=number,
+            receipt=event.receipt,
+            timing=replace(event.timing, itl_s=[]),
+            prompt_logprobs=event.prompt_logprobs,
         )
+        self._ended.append(ended if event.error is None else _failed(ended, event.error))
 
     def _tell(self, core: EngineCore, memory: Memory) -> None:
         """Tell what came of a step, in one message."""
@@ -202,13 +182,13 @@ class Worker:
             memory=memory.look(),
         )
         stepped = Stepped(
-            deltas=self._deltas,
+            pieces=self._pieces,
             ended=self._ended,
             gauges=gauges,
             itl_s=self._gaps.take(self._jobs.items()),
             block_times=self._residency.take(),
         )
-        self._deltas, self._ended = [], []
+        self._pieces, self._ended = [], []
         try:
             self._send(stepped)
         except (
@@ -216,7 +196,8 @@ class Worker:
         ) as error:  # too large for a frame, which only a long prompt's log-probabilities are
             wrong = RequestError(f"the prompt's log-probabilities can't be sent: {error}")
             ended = [
-                one if one.prompt_logprobs is None else _failed(one.number, wrong) for one in stepped.ended
+                one if one.prompt_logprobs is None else _failed(Ended(number=one.number), wrong)
+                for one in stepped.ended
             ]
             self._send(msgspec.structs.replace(stepped, ended=ended))
 
@@ -239,24 +220,14 @@ class Worker:
             self._sock.sendall(encode(message))
 
 
-def _failed(number: int, error: KVQError) -> Ended:
-    return Ended(number=number, error=str(error), kind=_kind(error))
+def _failed(ended: Ended, error: KVQError) -> Ended:
+    return msgspec.structs.replace(ended, error=str(error), kind=_kind(error))
 
 
 def _formats(group: GroupLayout) -> str:
     """The full names of a layer group's formats; several where its layers differ."""
     pairs = [(layer.formats.k.name, layer.formats.v.name) for layer in group.layers]
     return "+".join(dict.fromkeys(k if k == v else f"{k}/{v}" for k, v in pairs))
-
-
-def _prompt_use(job: Job, piece: Piece) -> PromptUse | None:
-    """With the first token of the first result only."""
-    if not job.streams or piece.index or len(job.results[0].output.token_ids) > 1:
-        return None
-    request = job.request
-    return PromptUse(
-        total=request.prompt_length, cached=request.usage.cached_tokens, pinned=job.pinned_tokens
-    )
 
 
 def _kind(error: KVQError) -> ErrorKind:

@@ -91,8 +91,9 @@ class Collector:
     def __init__(self) -> None:
         self.pieces: list[Piece] = []
 
-    def __call__(self, piece: Any) -> None:
-        self.pieces.append(piece)
+    def __call__(self, event: Any) -> None:
+        last = {"request_id": "", "index": 0, "text": "", "token_ids": []}
+        self.pieces.append(event if isinstance(event, Piece) else Piece(**last, output=event))
 
     @property
     def output(self) -> RequestOutput:

@@ -17,12 +17,13 @@ import pytest
 import kvq
 from kvq.engine import PrefixPin, SamplingParams
 from kvq.engine.intake import Origin, Terms
+from kvq.engine.outputs import Piece
 from kvq.errors import ConfigError, EngineError, OutOfMemory
 from kvq.models.checkpoint import content_digest
 from kvq.models.resolve import EMBEDDED
 from kvq.server import engine_process, worker
 from kvq.server.frames import MAX_FRAME, encode, from_engine, to_engine
-from kvq.server.messages import Cancel, Delta, Ended, Ping, Refused, Start, Submit
+from kvq.server.messages import Cancel, Ended, Ping, Refused, Start, Submit
 from kvq.server.remote import Remote, State, Watch
 from kvq.server.worker import STUCK, Worker
 from tests.waiting import HANG_S, wait_for_async
@@ -39,7 +40,7 @@ async def collect(remote, prompt, params, **options):
     """Tokens of the first result, and how the request ended."""
     tokens, ended = [], None
     async for message in remote.stream(prompt, Terms(params=params), **options):
-        if isinstance(message, Delta):
+        if isinstance(message, Piece):
             tokens += message.token_ids if message.index == 0 else []
         else:
             ended = message
@@ -86,7 +87,7 @@ def test_requests_get_what_an_engine_in_this_process_gives(tmp_path, monkeypatch
         for tokens, ended in found:
             assert ended.error is None
             assert ended.receipt.generated_tokens == len(tokens)
-            assert 0 < ended.ttft_s <= ended.e2e_s
+            assert 0 < ended.timing.ttft_s <= ended.timing.e2e_s
         _, refused = await collect(remote, [5] * 64 * 32 + [6], SamplingParams(max_tokens=5))
         assert refused.kind == "request"
         assert "can never fit" in refused.error

@@ -8,13 +8,14 @@ from types import SimpleNamespace
 
 import pytest
 
+from kvq.engine.outputs import Piece
 from kvq.models.resolve import EMBEDDED
 from kvq.scheduler import PoolShape, SchedulerConfig
 from kvq.server import run
 from kvq.server.config import ServerConfig
 from kvq.server.engine_process import EngineProcess
 from kvq.server.health import DeepCheck
-from kvq.server.messages import Delta, Ended, Ready, Start
+from kvq.server.messages import Ended, Ready, Start
 from kvq.server.problems import Problem
 from kvq.server.remote import Remote, State
 from tests.waiting import HANG_S
@@ -41,7 +42,7 @@ class Mute:
     def write(self, _):
         for number, stream in self.remote._streams.items():
             if self.first:
-                stream.put(Delta(number=number, index=0, text="a", token_ids=[5]))
+                stream.put(Piece(request_id=str(number), index=0, text="a", token_ids=[5]))
 
     async def drain(self):
         pass

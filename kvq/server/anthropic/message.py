@@ -7,11 +7,12 @@ from uuid import uuid4
 
 from kvq.engine import SamplingParams, StructuredOutput
 from kvq.engine.intake import Origin, Terms
+from kvq.engine.outputs import Piece, PromptUse
 from kvq.server.anthropic.bodies import MessagesBody
 from kvq.server.anthropic.content import Content, Event
 from kvq.server.anthropic.offer import offer_of
 from kvq.server.anthropic.prompt import prompt_pins, prompt_tokens
-from kvq.server.messages import Delta, Ended, PromptUse
+from kvq.server.messages import Ended
 from kvq.server.sampling import engine_refusals, same_fields, schema_text
 from kvq.server.seating import Seats
 from kvq.server.service import Service
@@ -31,7 +32,7 @@ class MessageCall:
         self._tenant = tenant
         self._id = f"msg_{uuid4().hex[:24]}"
         self._content = Content(None if offer is None else offer.parser())
-        self._last: Delta | None = None
+        self._last: Piece | None = None
         self._usage: dict[str, int] = {}
         self.seats = Seats()
 
@@ -70,7 +71,7 @@ class MessageCall:
         yield {"type": "message_delta", "delta": self._ending(), "usage": self._usage}
         yield {"type": "message_stop"}
 
-    async def _stream(self) -> AsyncGenerator[Delta | Ended]:
+    async def _stream(self) -> AsyncGenerator[Piece | Ended]:
         prompts = self._service.prompts
         tokens = await prompt_tokens(prompts, self._body, self._tenant)
         pins = await prompt_pins(prompts, self._body, tokens, self._tenant)

@@ -86,12 +86,7 @@ class Histograms:
 
 def values_of(ended: Ended) -> dict[str, float]:
     """Durations in seconds and sizes in tokens of a request that ended; of a failed one only its `ttft`."""
-    times = {
-        "ttft": ended.ttft_s,
-        "queue": ended.queue_s,
-        "prefill": ended.prefill_s,
-        "e2e": ended.e2e_s,
-    }
+    times = {key: getattr(ended.timing, f"{key}_s", None) for key in ("ttft", "queue", "prefill", "e2e")}
     found = {key: value for key, value in times.items() if value is not None}
     if ended.error is not None or ended.receipt is None:
         return {"ttft": found["ttft"]} if "ttft" in found else {}
