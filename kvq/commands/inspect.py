@@ -36,7 +36,7 @@ def command(
     """Show a model's KV geometry and the bytes per token of every format. Reads config.json only."""
     from kvq import fileio
     from kvq.errors import ConfigError
-    from kvq.formats import KVRecipe
+    from kvq.formats import CODES, KVRecipe
     from kvq.layout import VERSION, plan_layout
     from kvq.models.checkpoint import read_json
     from kvq.models.resolve import resolve_model
@@ -51,7 +51,7 @@ def command(
     chosen = KVRecipe.load(name) if name.endswith(".json") else KVRecipe.uniform(name, geometry.head_dims)
     layout = plan_layout(geometry, chosen, block_size=block_size)
     rows = []
-    for label in dict.fromkeys((*_FORMATS, name)):
+    for label in dict.fromkeys((*_FORMATS, *CODES, name)):
         try:
             recipe = chosen if label == name else KVRecipe.uniform(label, geometry.head_dims)
             rows.append(
