@@ -81,6 +81,7 @@ def configure(config: LogConfig) -> QueueListener:
     waiting: queue.Queue[Any] = queue.Queue(_MAX_WAITING)
     handler = _Dropping(waiting)
     handler.setFormatter(_Json() if config.format == "json" else _Text())
+    handler.addFilter(_as_asked)
     logging.captureWarnings(True)
     levels: dict[str, int | str] = {"kvq": config.level.upper(), **_LOGGERS}
     for name, level in levels.items():
@@ -91,6 +92,13 @@ def configure(config: LogConfig) -> QueueListener:
     listener = QueueListener(waiting, logging.StreamHandler(sys.stderr))
     listener.start()
     return listener
+
+
+def _as_asked(record: logging.LogRecord) -> bool:
+    """Let all through; that the grace was over when the server ended is what the operator asked for."""
+    if record.name == "uvicorn.error" and "graceful shutdown exceeded" in str(record.msg):
+        record.levelno, record.levelname = logging.WARNING, "WARNING"
+    return True
 
 
 class _Dropping(QueueHandler):
