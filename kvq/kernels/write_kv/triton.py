@@ -33,6 +33,8 @@ def write_kv(k: Tensor, v: Tensor, kv: PagedKV, slots: Tensor) -> Tensor:
         **_stored_as_bits(v_part, "v"),
         **dense_strides("k", k),
         **dense_strides("v", v),
+        K_CUT=(1 - kv.formats.k_clip) / 2,
+        V_CUT=(1 - kv.formats.v_clip) / 2,
         BLOCK_SIZE=kv.block_size,
         HEADS=heads,
         HEADS_PAD=triton.next_power_of_2(heads),
@@ -85,14 +87,19 @@ def _as_float(x, codes):
 
 
 @triton.jit
-def _quantize_groups(x, scales, at, inside, col, DIM: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr):
-    """Asymmetric codes of rows [heads, dim]; stores their scales and minimums."""
+def _quantize_groups(
+    x, scales, at, inside, col, DIM: tl.constexpr, GROUP: tl.constexpr, BITS: tl.constexpr, CUT: tl.constexpr
+):
+    """Asymmetric codes of rows [heads, dim]; stores their scales and minimums. CUT: as of KvqRows."""
     levels: tl.constexpr = float((1 << BITS) - 1)
     q = tl.zeros(x.shape, tl.float32)
     for group in tl.static_range(DIM // GROUP):
         own = ((col >= group * GROUP) & (col < (group + 1) * GROUP))[None, :]
         low = tl.min(tl.where(own, x, float("inf")), axis=1)
         high = tl.max(tl.where(own, x, float("-inf")), axis=1)
+        if CUT != 0.0:
+            cut = high * CUT - low * CUT
+            low, high = low + cut, high - cut
         minimum = (tl.minimum(tl.maximum(low, -_FP16_LARGEST), _FP16_LARGEST) + 0.0).to(tl.float16)
         start = minimum.to(tl.float32)
         scale = _as_scale(tl.div_rn(high - start, levels))
@@ -122,7 +129,7 @@ def _store_plane(
 def _write_rows(
     x, codes, scales, static, codes_at, scales_at, head, col, inside,
     KIND: tl.constexpr, BITS: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr, GROUP: tl.constexpr,
-    ROTATED: tl.constexpr, STATIC: tl.constexpr, ROWS: tl.constexpr,
+    ROTATED: tl.constexpr, STATIC: tl.constexpr, CUT: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """Store one token's rows fp32 [heads, dim], finite; `codes_at`, `scales_at`: offsets by head."""
     mask = inside[:, None] & (col < DIM)[None, :]
@@ -133,7 +140,7 @@ def _write_rows(
     if KIND == FLOAT:
         tl.store(codes + at, _as_float(x, codes), mask=mask)
     elif KIND >= INT4:  # or GROUPED
-        q = _quantize_groups(x, scales, scales_at, inside, col, DIM, GROUP, BITS)
+        q = _quantize_groups(x, scales, scales_at, inside, col, DIM, GROUP, BITS, CUT)
         if BITS & 8:
             _store_plane(codes + at, q, mask, col, DIM, PAD, 8, 0)
         if BITS & 4:
@@ -175,6 +182,7 @@ def _write_kernel(
     K_GROUP: tl.constexpr, K_ROTATED: tl.constexpr, K_STATIC: tl.constexpr,
     V_KIND: tl.constexpr, V_BITS: tl.constexpr, V_DIM: tl.constexpr, V_PAD: tl.constexpr,
     V_GROUP: tl.constexpr, V_ROTATED: tl.constexpr, V_STATIC: tl.constexpr,
+    K_CUT: tl.constexpr, V_CUT: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, HEADS: tl.constexpr, HEADS_PAD: tl.constexpr,
 ):  # fmt: skip
     """One program per token: all heads of K, then of V."""
@@ -191,7 +199,7 @@ def _write_kernel(
         k, k_codes, k_scales, k_static,
         block * kc_block + wide * kc_head + offset * kc_slot,
         block * ks_block + wide * ks_head + offset * ks_slot,
-        head, col, inside, K_KIND, K_BITS, K_DIM, K_PAD, K_GROUP, K_ROTATED, K_STATIC, HEADS_PAD,
+        head, col, inside, K_KIND, K_BITS, K_DIM, K_PAD, K_GROUP, K_ROTATED, K_STATIC, K_CUT, HEADS_PAD,
     )  # fmt: skip
     col = tl.arange(0, V_PAD)
     at = token * v_token + wide[:, None] * v_head + col[None, :] * v_dim
@@ -200,6 +208,6 @@ def _write_kernel(
         v, v_codes, v_scales, v_static,
         block * vc_block + wide * vc_head + offset * vc_slot,
         block * vs_block + wide * vs_head + offset * vs_slot,
-        head, col, inside, V_KIND, V_BITS, V_DIM, V_PAD, V_GROUP, V_ROTATED, V_STATIC, HEADS_PAD,
+        head, col, inside, V_KIND, V_BITS, V_DIM, V_PAD, V_GROUP, V_ROTATED, V_STATIC, V_CUT, HEADS_PAD,
     )  # fmt: skip
     tl.store(bad_ptr + token, (k_bad | v_bad).to(tl.int8))

@@ -118,7 +118,7 @@ def kernels(kv: str, dtype: torch.dtype, dims: tuple[int, int]) -> dict[str, tup
         **_stored_as_bits(part_arguments("v", layer), "v"),
         **{"k_ptr": rows, "v_ptr": rows, "slots_ptr": longs, "bad_ptr": torch.zeros(16, dtype=torch.int8)},
         **{**dense_strides("k", rows), **dense_strides("v", rows)},
-        **{"BLOCK_SIZE": BLOCK_SIZE, "HEADS": KV_HEADS, "HEADS_PAD": KV_HEADS},
+        **{"BLOCK_SIZE": BLOCK_SIZE, "HEADS": KV_HEADS, "HEADS_PAD": KV_HEADS, "K_CUT": 0.0, "V_CUT": 0.0},
     }
     exact = {"num_warps": 4, "enable_fp_fusion": False}
     found["write_kv"] = (_write_kernel, written, exact)
