@@ -106,8 +106,21 @@ inline const uint8_t* read_plane(uint8_t* q, const uint8_t* codes, int dim, int 
     return codes + run;
 }
 
+// Codes of one plane, straight from its bytes; groups may end inside one of the row's parts.
+inline void read_one_plane(float* out, const uint8_t* codes, const uint16_t* scales, int dim, int group, int bits) {
+    int length = dim * bits / 8, mask = (1 << bits) - 1;
+    for (int at = 0; at < dim;) {
+        int part = at / length, byte = at - part * length, shift = bits * part;
+        int to_group = group - at % group, run = length - byte < to_group ? length - byte : to_group;
+        float s = from_fp16(scales[2 * (at / group)]), m = from_fp16(scales[2 * (at / group) + 1]);
+        convert_bytes(out + at, codes + byte, run, [=](vi c) { return floats((c >> shift) & mask) * s + m; });
+        at += run;
+    }
+}
+
 // Codes of any width, in planes; see codec/packing.py.
 inline void read_grouped(float* out, const uint8_t* codes, const uint16_t* scales, int dim, int group, int bits) {
+    if ((bits & (bits - 1)) == 0) return read_one_plane(out, codes, scales, dim, group, bits);
     uint8_t q[MOST_DIM] = {};
     if (bits & 8) codes = read_plane<8>(q, codes, dim, 0);
     if (bits & 4) codes = read_plane<4>(q, codes, dim, bits & 8);
