@@ -1,16 +1,37 @@
 """`kvq cost`: a GPU by the hour against an API by the token."""
 
 import math
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import click
 
 from kvq.commands.names import GPU
-from kvq.commands.options import Finite
+from kvq.commands.options import Finite, gathered
 from kvq.commands.results import write_rows
+from kvq.commands.sizing import api_prices, gpu_file_option, gpus_of, price_options
 from kvq.errors import ConfigError
 from kvq.sizes import dollars
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Asked:
+    """GPUs and what they make, requests, and an API's prices."""
+
+    gpu: str | None
+    usd_per_hour: float | None
+    num_gpus: int
+    tokens_per_s: float | None
+    utilization: float
+    operations_usd: float
+    prompt: int
+    output: int
+    api_input: float | None
+    api_output: float | None
+    requests: float | None
+    gpu_file: Path | None
 
 
 @click.command(name="cost")
@@ -38,123 +59,99 @@ from kvq.sizes import dollars
 @click.option(
     "--output", default=200, show_default=True, type=click.IntRange(min=1), help="Tokens of its answer."
 )
-@click.option("--api-input", type=Finite(min=0), help="$ a million tokens that an API takes for prompts.")
-@click.option("--api-output", type=Finite(min=0), help="$ a million tokens that it takes for answers.")
+@price_options
 @click.option("--requests", type=Finite(min=0), help="A month, to compare both.")
-@click.option(
-    "--gpus", "gpu_file", type=click.Path(path_type=Path), help="A file of GPUs instead of kvq's own."
-)
+@gpu_file_option
 @click.option("--json", "json_path", type=click.Path(), help="Write the numbers as JSON.")
-def command(**options: Any) -> None:
+@gathered(Asked, "asked")
+def command(json_path: str | None, asked: Asked) -> None:
     """Compare what tokens cost: $ a million of one's own, $ of an API, and where they break even."""
     from kvq import fileio
     from kvq.commands.tables import console, new_table
 
-    if options["json_path"] is not None:
-        fileio.check_writable(options["json_path"])
-    row = _numbers(options)
+    if json_path is not None:
+        fileio.check_writable(json_path)
+    row = _numbers(asked)
     table = new_table(show_header=False)
-    for name, value, formula in _lines(row, options):
-        table.add_row(name, value, formula)
+    for line in _lines(row, asked):
+        table.add_row(*line)
     console().print(table)
-    write_rows([row], options["json_path"])
+    write_rows([row], json_path)
 
 
-def _numbers(options: dict[str, Any]) -> dict[str, Any]:
+def _numbers(asked: Asked) -> dict[str, Any]:
     from kvq.capacity.plan import cost
-    from kvq.capacity.plan.gpus import find_gpu, read_gpus
 
-    own, api = (options["gpu"], options["usd_per_hour"]), (options["api_input"], options["api_output"])
-    if own == (None, None) and api == (None, None):
+    own, api = _own(asked), api_prices(asked.api_input, asked.api_output)
+    if not own and api is None:
         raise ConfigError(
             "give --gpu (or --usd-per-hour) with --tokens-per-s, --api-input with --api-output, or both"
         )
-    row: dict[str, Any] = {}
-    if own != (None, None):
-        if options["tokens_per_s"] is None:
-            raise ConfigError("--tokens-per-s is needed: kvq plan estimates it, kvq bench measures it")
-        hourly = options["usd_per_hour"]
-        if hourly is None:
-            gpus = None if options["gpu_file"] is None else read_gpus(options["gpu_file"])
-            hourly = find_gpu(options["gpu"], gpus).usd_per_hour
-        used, together = options["utilization"], hourly * options["num_gpus"]
-        million = cost.usd_per_million(together, options["tokens_per_s"], utilization=used)
-        month = cost.monthly_usd(hourly, gpus=options["num_gpus"], operations_usd=options["operations_usd"])
-        served = cost.requests_a_month(options["tokens_per_s"] / options["output"], utilization=used)
-        row |= {
-            "usd_per_hour": together,
-            "usd_per_million_tokens": million,
-            "tokens_per_usd": cost.tokens_per_usd(together, options["tokens_per_s"], utilization=used),
-            "requests_per_usd": 1e6 / million / options["output"],
-            "usd_per_month": month,
-            "requests_per_month": served,
-            "usd_per_million_tokens_with_operations": 1e6 * month / (served * options["output"]),
-        }
-    if api != (None, None):
-        if api[0] is None or api[1] is None:
-            raise ConfigError("an API has two prices: give --api-input and --api-output")
-        each = cost.Prices(input=api[0], output=api[1]).request_usd(options["prompt"], options["output"])
-        row |= {"api_usd_per_request": each}
-        if options["requests"] is not None:
-            row["api_usd_per_month"] = each * options["requests"]
-        if own != (None, None):
+    row = dict(own)
+    if api is not None:
+        each = row["api_usd_per_request"] = api.request_usd(asked.prompt, asked.output)
+        if asked.requests is not None:
+            row["api_usd_per_month"] = each * asked.requests
+        if own:
             row["break_even_requests"] = cost.break_even_requests(row["usd_per_month"], each)
     return row
 
 
-def _lines(row: dict[str, Any], options: dict[str, Any]) -> list[tuple[str, str, str]]:
-    lines = []
+def _own(asked: Asked) -> dict[str, Any]:
+    """Of one's own GPUs; nothing where none are named."""
+    from kvq.capacity.plan import cost
+    from kvq.capacity.plan.gpus import find_gpu
+
+    if asked.gpu is None and asked.usd_per_hour is None:
+        return {}
+    if asked.tokens_per_s is None:
+        raise ConfigError("--tokens-per-s is needed: kvq plan estimates it, kvq bench measures it")
+    hourly = asked.usd_per_hour
+    if hourly is None:
+        hourly = find_gpu(asked.gpu or "", gpus_of(asked.gpu_file)).usd_per_hour
+    used, together = asked.utilization, hourly * asked.num_gpus
+    million = cost.usd_per_million(together, asked.tokens_per_s, utilization=used)
+    month = cost.monthly_usd(hourly, gpus=asked.num_gpus, operations_usd=asked.operations_usd)
+    served = cost.requests_a_month(asked.tokens_per_s / asked.output, utilization=used)
+    return {
+        "usd_per_hour": together,
+        "usd_per_million_tokens": million,
+        "tokens_per_usd": cost.tokens_per_usd(together, asked.tokens_per_s, utilization=used),
+        "requests_per_usd": 1e6 / million / asked.output,
+        "usd_per_month": month,
+        "requests_per_month": served,
+        "usd_per_million_tokens_with_operations": 1e6 * month / (served * asked.output),
+    }
+
+
+def _lines(row: dict[str, Any], asked: Asked) -> Iterator[tuple[str, str, str]]:
+    """What a figure is, how much, and how it comes about."""
     if "usd_per_hour" in row:
-        speed = f"{options['tokens_per_s']:,.0f} tokens/s x {options['utilization']:.0%} x 3,600 s"
-        lines = [
-            (
-                "$ a million tokens",
-                dollars(row["usd_per_million_tokens"]),
-                f"${row['usd_per_hour']:,.2f} / ({speed})",
-            ),
-            (
-                "with operations",
-                dollars(row["usd_per_million_tokens_with_operations"]),
-                f"${row['usd_per_month']:,.0f} a month / tokens of a month",
-            ),
-            ("tokens for $1", f"{row['tokens_per_usd']:,.0f}", ""),
-            (
-                "requests for $1",
-                f"{row['requests_per_usd']:,.0f}",
-                f"of {options['output']} generated tokens",
-            ),
-            (
-                "$ a month",
-                f"{row['usd_per_month']:,.0f}",
-                f"720 h, and ${options['operations_usd']:,.0f} of operations",
-            ),
-            ("requests a month", f"{row['requests_per_month']:,.0f}", "at that speed and utilization"),
-        ]
+        speed = f"{asked.tokens_per_s:,.0f} tokens/s x {asked.utilization:.0%} x 3,600 s"
+        million, operated = row["usd_per_million_tokens"], row["usd_per_million_tokens_with_operations"]
+        month = f"{row['usd_per_month']:,.0f}"
+        yield "$ a million tokens", dollars(million), f"${row['usd_per_hour']:,.2f} / ({speed})"
+        yield "with operations", dollars(operated), f"${month} a month / tokens of a month"
+        yield "tokens for $1", f"{row['tokens_per_usd']:,.0f}", ""
+        yield "requests for $1", f"{row['requests_per_usd']:,.0f}", f"of {asked.output} generated tokens"
+        yield "$ a month", month, f"720 h, and ${asked.operations_usd:,.0f} of operations"
+        yield "requests a month", f"{row['requests_per_month']:,.0f}", "at that speed and utilization"
     if "api_usd_per_request" in row:
-        formula = f"{options['prompt']} tokens x ${options['api_input']:g} + "
-        formula += f"{options['output']} x ${options['api_output']:g}, a million"
-        lines.append(("$ a request, API", f"{row['api_usd_per_request']:.4g}", formula))
+        formula = f"{asked.prompt} tokens x ${asked.api_input:g} + {asked.output} x ${asked.api_output:g}"
+        yield "$ a request, API", f"{row['api_usd_per_request']:.4g}", f"{formula}, a million"
     if "api_usd_per_month" in row:
-        lines.append(
-            ("$ a month, API", f"{row['api_usd_per_month']:,.0f}", f"{options['requests']:,.0f} requests")
-        )
+        yield "$ a month, API", f"{row['api_usd_per_month']:,.0f}", f"{asked.requests:,.0f} requests"
     if "break_even_requests" in row:
-        lines.append(
-            ("break-even, requests a month", f"{row['break_even_requests']:,.0f}", _verdict(row, options))
-        )
-    return lines
+        yield "break-even, requests a month", f"{row['break_even_requests']:,.0f}", _verdict(row, asked)
 
 
-def _verdict(row: dict[str, Any], options: dict[str, Any]) -> str:
-    if options["requests"] is not None and options["requests"] > row["requests_per_month"]:
-        more = math.ceil(options["requests"] / row["requests_per_month"])
-        return f"these GPUs serve fewer than {options['requests']:,.0f} a month; take {more:,} times as many"
-    if row["break_even_requests"] > row["requests_per_month"]:
+def _verdict(row: dict[str, Any], asked: Asked) -> str:
+    served, even = row["requests_per_month"], row["break_even_requests"]
+    if asked.requests is not None and asked.requests > served:
+        more = math.ceil(asked.requests / served)
+        return f"these GPUs serve fewer than {asked.requests:,.0f} a month; take {more:,} times as many"
+    if even > served:
         return "more than these GPUs can serve: the API is cheaper"
-    if options["requests"] is None:
+    if asked.requests is None:
         return "above that, one's own GPUs are cheaper"
-    return (
-        "one's own GPUs are cheaper"
-        if options["requests"] > row["break_even_requests"]
-        else "the API is cheaper"
-    )
+    return "one's own GPUs are cheaper" if asked.requests > even else "the API is cheaper"
