@@ -11,8 +11,6 @@ from torch import Tensor
 
 from kvq.blockmgr.orders import Copy, Order, Scrub, SwapIn, SwapOut
 from kvq.errors import ConfigError, first_lines, nearest
-from kvq.formats import KVRecipe
-from kvq.geometry import ModelGeometry
 from kvq.kernels import AttentionOptions, SequenceBatch
 from kvq.layout import KVLayout
 
@@ -98,8 +96,6 @@ class CacheFactory(Protocol):
 
     def __call__(
         self,
-        geometry: ModelGeometry,
-        recipe: KVRecipe,
         layout: KVLayout,
         *,
         num_blocks: list[int],
@@ -110,7 +106,7 @@ class CacheFactory(Protocol):
         """Allocate `num_blocks` zeroed blocks and `host_slots` slots for swapping, per layer group.
 
         Raises:
-            ConfigError: a recipe that this backend can't store.
+            ConfigError: a recipe, `layout.recipe`, that this backend can't store.
             OutOfMemory: they don't fit; nothing stays allocated.
         """
 

@@ -11,7 +11,7 @@ from kvq.cache.backend import carry_out
 from kvq.cache.memory import allocate_bytes, check_room
 from kvq.errors import ConfigError
 from kvq.formats import KVRecipe
-from kvq.geometry import LayerGeometry, ModelGeometry
+from kvq.geometry import LayerGeometry
 from kvq.kernels import AttentionOptions, SequenceBatch
 from kvq.kernels.codec import code_dtype
 from kvq.layout import KVLayout
@@ -22,8 +22,6 @@ class DenseCache:
 
     def __init__(
         self,
-        geometry: ModelGeometry,
-        recipe: KVRecipe,
         layout: KVLayout,
         *,
         num_blocks: list[int],
@@ -39,7 +37,7 @@ class DenseCache:
             ConfigError: a recipe other than fp32, bf16 or fp16 for all layers, or a swap folder.
             OutOfMemory: the blocks don't fit; nothing stays allocated.
         """
-        self._dtype = _common_dtype(recipe)
+        self._dtype = _common_dtype(layout.recipe)
         if swap_folder is not None:
             raise ConfigError(
                 f"the dense cache backend swaps to memory only, got swap_folder={str(swap_folder)!r}; "

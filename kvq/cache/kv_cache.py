@@ -12,12 +12,12 @@ from kvq.cache.centering import Centering
 from kvq.cache.host_store import HostStore
 from kvq.cache.memory import check_room
 from kvq.cache.pool import PoolBytes
-from kvq.cache.views import layer_views
 from kvq.errors import ConfigError
-from kvq.formats import KVRecipe, LayerCenters
-from kvq.geometry import ModelGeometry
+from kvq.formats import LayerCenters
 from kvq.kernels import AttentionOptions, Device, Kernel, KernelSpec, PagedKV, SequenceBatch, select
 from kvq.layout import KVLayout, LayerLayout
+
+_OPERATIONS = ("write_kv", "attend", "gather_dense")
 
 
 class KVCache:
@@ -25,8 +25,6 @@ class KVCache:
 
     def __init__(
         self,
-        geometry: ModelGeometry,
-        recipe: KVRecipe,
         layout: KVLayout,
         *,
         num_blocks: list[int],
@@ -45,38 +43,29 @@ class KVCache:
             OutOfMemory: the pools or the host store don't fit; nothing stays allocated.
             UnsupportedKernel: no backend can run a layer.
         """
-        recipe.require_scales()
-        self.recipe = recipe
+        layout.recipe.require_scales()
         self.layout = layout
         total = sum(g.pool_bytes(n) for g, n in zip(layout.groups, num_blocks, strict=True))
         check_room(total, device)
         self._pools = [PoolBytes(g, n, device) for g, n in zip(layout.groups, num_blocks, strict=True)]
         self._layers: dict[int, PagedKV] = {}
-        self._write: dict[int, Kernel] = {}
-        self._attend: dict[int, Kernel] = {}
-        self._gather: dict[int, Kernel] = {}
+        self._kernels: dict[int, dict[str, Kernel]] = {}  # by layer and operation
         self._copy: list[Kernel] = []
         self._centering: dict[int, Centering] = {}
         self.group_of: dict[int, int] = {}
-        where = Device.of(device)
+        centers, where = layout.recipe.centers, Device.of(device)
         for group in layout.groups:
             for layer in group.layers:
                 index = layer.geometry.index
                 self.group_of[index] = group.group.index
-                spec = _kernel_spec(geometry, layout, layer)
-                self._write[index] = select("write_kv", spec, where, backend)
-                self._attend[index] = select("attend", spec, where, backend)
-                self._gather[index] = select("gather_dense", spec, where, backend)
-                if recipe.centers is not None and recipe.centers.layers[index] != LayerCenters():
-                    self._centering[index] = Centering(recipe, layer.geometry, geometry, where, device)
+                spec = _kernel_spec(layout, layer)
+                self._kernels[index] = {name: select(name, spec, where, backend) for name in _OPERATIONS}
+                if centers is not None and centers.layers[index] != LayerCenters():
+                    self._centering[index] = Centering(layout, layer, device)
             # Every backend moves the same bytes, so the user's choice of one does not matter here.
-            self._copy.append(select("copy_blocks", _kernel_spec(geometry, layout, group.layers[0]), where))
+            self._copy.append(select("copy_blocks", _kernel_spec(layout, group.layers[0]), where))
             self._make_views(group.group.index)
-        self._host = (
-            None
-            if host_slots is None
-            else HostStore(layout, recipe, host_slots=host_slots, folder=swap_folder)
-        )
+        self._host = None if host_slots is None else HostStore(layout, host_slots, swap_folder)
 
     @property
     def num_blocks(self) -> list[int]:
@@ -103,14 +92,13 @@ class KVCache:
 
     def backend_of(self, operation: str, layer: int) -> str:
         """Which backend runs `write_kv`, `attend` or `gather_dense` on a layer's blocks."""
-        kernels = {"write_kv": self._write, "attend": self._attend, "gather_dense": self._gather}
-        return kernels[operation][layer].backend
+        return self._kernels[layer][operation].backend
 
     def write(self, layer: int, k: Tensor, v: Tensor, slots: Tensor) -> Tensor:
         """`write_kv` for one layer; returns bool [tokens], True where a row was not finite."""
         if layer in self._centering:
             k, v = self._centering[layer].centered(k, v)
-        bad: Tensor = self._write[layer].run(k, v, self._layers[layer], slots)
+        bad: Tensor = self._kernels[layer]["write_kv"].run(k, v, self._layers[layer], slots)
         return bad
 
     def attend(
@@ -123,7 +111,8 @@ class KVCache:
         skip_last: int = 0,
     ) -> tuple[Tensor, Tensor]:
         """`attend` for one layer; returns (out, lse)."""
-        centering, kernel, kv = self._centering.get(layer), self._attend[layer].run, self._layers[layer]
+        centering, kernel = self._centering.get(layer), self._kernels[layer]["attend"].run
+        kv = self._layers[layer]
         if centering is None:
             found: tuple[Tensor, Tensor] = kernel(q, kv, batch, options, skip_last=skip_last)
             return found
@@ -141,7 +130,7 @@ class KVCache:
         out: tuple[Tensor, Tensor] | None = None,
     ) -> tuple[Tensor, Tensor]:
         """`gather_dense` for one layer: K and V of the positions [start, end) of every table."""
-        rows: tuple[Tensor, Tensor] = self._gather[layer].run(
+        rows: tuple[Tensor, Tensor] = self._kernels[layer]["gather_dense"].run(
             self._layers[layer], tables, start, end, unrotate=unrotate, out=out
         )
         if layer in self._centering:
@@ -185,10 +174,7 @@ class KVCache:
         return True
 
     def carry_out(self, orders: Sequence[Order]) -> list[SwapIn]:
-        """Carry out a block manager's orders, strictly one after another.
-
-        Returns the swap-ins that failed: their blocks are zeroed and their tokens have to be
-        computed again.
+        """`carry_out` of `kvq.cache.backend`.
 
         Raises:
             ConfigError: an order to swap, but the cache has no such host slot.
@@ -240,7 +226,7 @@ class KVCache:
     def _make_views(self, group: int) -> None:
         """View a pool anew. Views made during inference could not be written outside it."""
         for position, layer in enumerate(self.layout.groups[group].layers):
-            self._layers[layer.geometry.index] = layer_views(self._pools[group], position, self.recipe)
+            self._layers[layer.geometry.index] = self._pools[group].layer(position, self.layout.recipe)
 
     def _check_blocks(self, group: int, blocks: Sequence[int]) -> None:
         count = self._pools[group].num_blocks
@@ -259,10 +245,10 @@ class KVCache:
         return self._host
 
 
-def _kernel_spec(geometry: ModelGeometry, layout: KVLayout, layer: LayerLayout) -> KernelSpec:
+def _kernel_spec(layout: KVLayout, layer: LayerLayout) -> KernelSpec:
     return KernelSpec(
         formats=layer.formats,
-        q_heads=geometry.q_heads,
+        q_heads=layout.geometry.q_heads,
         kv_heads=layer.geometry.kv_heads,
         block_size=layout.block_size,
     )

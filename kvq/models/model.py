@@ -131,7 +131,6 @@ class Model(StaysHere):
         self.check_scales()
         return Session(
             self.weights,
-            self.recipe,
             self.layout,
             max_tokens=max_tokens,
             max_sequences=max_sequences,

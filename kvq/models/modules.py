@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from kvq.cache.attention import PACKED_NAME, register_attention
 from kvq.errors import ModelError, first_lines
 from kvq.kernels.neighbours import watch_neighbours
-from kvq.models.attention import NAME, register_attention
 from kvq.models.checkpoint import read_json
 from kvq.weights.files.fields import shown
 
@@ -102,7 +102,7 @@ def _works(make: Callable[[Mapping[str, Any]], object], config: Mapping[str, Any
     return True
 
 
-def load_module(folder: Path, dtype: torch.dtype | str, *, attention: str = NAME) -> Any:
+def load_module(folder: Path, dtype: torch.dtype | str, *, attention: str = PACKED_NAME) -> Any:
     """A folder's model in `dtype` ("auto": the checkpoint's), on the CPU, by default with kvq's attention.
 
     Raises:
@@ -148,7 +148,7 @@ def load_module_from(
                 config=config,
                 state_dict=dict(tensors),
                 dtype=dtype,
-                attn_implementation=NAME,
+                attn_implementation=PACKED_NAME,
                 output_loading_info=True,
                 ignore_mismatched_sizes=True,  # told below, in kvq's words
             )

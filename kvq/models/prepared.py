@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 from pathlib import Path
@@ -110,21 +110,11 @@ class PreparedModel:
             UnfitFormat: a format that the head dimensions don't fit; others may.
             ConfigError: unknown format, or a recipe for other layers.
         """
-        recipe = self._named(kv)
+        recipe = KVRecipe.named(DTYPE_NAMES[self.dtype] if kv == "auto" else kv, self.geometry.head_dims)
         check_recipe_fits(self.geometry, recipe)
         if recipe.is_static and recipe.static_scales is None:
             return recipe.with_scales(scales)
         return recipe
-
-    def _named(self, kv: str | Path | KVRecipe) -> KVRecipe:
-        if isinstance(kv, KVRecipe):
-            return kv
-        if not isinstance(kv, str | Path):
-            raise ConfigError(f"kv must be a format name, a kvq.json or a KVRecipe, got {kv!r}")
-        kv = str(kv)
-        if kv.endswith(".json"):
-            return replace(KVRecipe.load(kv), label=kv)  # files that hold like formats are told apart
-        return KVRecipe.uniform(DTYPE_NAMES[self.dtype] if kv == "auto" else kv, self.geometry.head_dims)
 
     def layout(self, recipe: KVRecipe) -> KVLayout:
         """The blocks of a recipe.
@@ -170,7 +160,7 @@ class PreparedModel:
             UnsupportedKernel: none runs here, or not the one that was named.
             ConfigError: the cache backend can't store the recipe.
         """
-        make_cache(self, recipe, self.layout(recipe), num_blocks=[1] * len(self.geometry.groups())).close()
+        make_cache(self, self.layout(recipe), num_blocks=[1] * len(self.geometry.groups())).close()
 
 
 @checked
@@ -233,7 +223,6 @@ def prepare(
 
 def make_cache(
     model: PreparedModel,
-    recipe: KVRecipe,
     layout: KVLayout,
     *,
     num_blocks: list[int],
@@ -250,11 +239,8 @@ def make_cache(
     cache, backend = cache or model.cache, backend or model.backend
     check_kernels_unnamed(cache, backend)
     if cache == "kvq":
-        return KVCache(
-            model.geometry, recipe, layout, num_blocks=num_blocks, device=model.device, backend=backend
-        )
-    make = cache_backend(cache)
-    return make(model.geometry, recipe, layout, num_blocks=num_blocks, device=model.device)
+        return KVCache(layout, num_blocks=num_blocks, device=model.device, backend=backend)
+    return cache_backend(cache)(layout, num_blocks=num_blocks, device=model.device)
 
 
 def find_scales(model: PreparedModel, path: str | Path | None) -> StaticScales | None:
@@ -266,14 +252,11 @@ def find_scales(model: PreparedModel, path: str | Path | None) -> StaticScales |
     beside = model.folder / "kvq.json"
     if path is None and not beside.is_file():
         return None
-    recipe = replace(KVRecipe.load(path or beside), label=str(path or beside))
-    if path is not None:
-        if recipe.static_scales is None:
-            raise ConfigError(
-                f"{path} holds no static scales; make some: `kvq calibrate MODEL --out kvq.json`"
-            )
-        check_recipe_fits(model.geometry, recipe)
-        model.check_belongs(recipe)
+    if path is None:
+        return KVRecipe.load(beside).static_scales
+    recipe = KVRecipe.load_scales(path)
+    check_recipe_fits(model.geometry, recipe)
+    model.check_belongs(recipe)
     return recipe.static_scales
 
 
