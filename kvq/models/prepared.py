@@ -7,14 +7,14 @@ from functools import cached_property
 from math import prod
 from pathlib import Path
 from threading import Thread
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 import torch
 
 from kvq.arguments import checked
 from kvq.cache.backend import CacheBackend, cache_backend
 from kvq.cache.kv_cache import KVCache
-from kvq.errors import ConfigError
+from kvq.errors import ConfigError, nearest
 from kvq.formats import KVRecipe, StaticScales
 from kvq.formats.weights import WeightFormat, parse_weight_format
 from kvq.geometry import ModelGeometry
@@ -163,38 +163,60 @@ class PreparedModel:
         make_cache(self, self.layout(recipe), num_blocks=[1] * len(self.geometry.groups())).close()
 
 
+class LoadOptions(TypedDict, total=False):
+    """How a model is loaded, and how its K and V are kept."""
+
+    device: str
+    dtype: str
+    max_context: int | None  # tokens
+    weights: str
+    block_size: int  # tokens
+    order: BlockOrder
+    backend: str
+    cache: str
+    revision: str | None
+    token: str | None
+
+
+_DEFAULTS = LoadOptions(
+    device="auto",
+    dtype="auto",
+    max_context=None,
+    weights="auto",
+    block_size=32,
+    order=BlockOrder.LAYER_MAJOR,
+    backend="auto",
+    cache="kvq",
+    revision=None,
+    token=None,
+)
+
+
 @checked
-def prepare(
-    model: str | Path | ModelSource,
-    *,
-    device: str = "auto",
-    dtype: str = "auto",
-    max_context: int | None = None,
-    weights: str = "auto",
-    block_size: int = 32,
-    order: BlockOrder = BlockOrder.LAYER_MAJOR,
-    backend: str = "auto",
-    cache: str = "kvq",
-    revision: str | None = None,
-    token: str | None = None,
-) -> PreparedModel:
-    """Find a model and check all that can be checked without reading its weights; options as of `load`.
+def prepare(model: str | Path | ModelSource, **given: Unpack[LoadOptions]) -> PreparedModel:
+    """Find a model and check all that can be checked without reading its weights.
 
     Raises:
         ModelError: missing, damaged or refused model.
-        ConfigError: an option that can't be used as given.
+        ConfigError: an option that is unknown or can't be used as given.
     """
+    for name in given:
+        if name not in _DEFAULTS:
+            known = sorted(_DEFAULTS)
+            raise ConfigError(f"unknown option {name!r}{nearest(name, known) or ';'} known: {known}")
+    options = _DEFAULTS | given
+    backend, cache, max_context = options["backend"], options["cache"], options["max_context"]
     check_backend(backend)
     check_kernels_unnamed(cache, backend)
     cache_backend(cache)
-    where = pick_device(device)
+    device, weights = pick_device(options["device"]), options["weights"]
     rounded_to = None if weights == "auto" else parse_weight_format(weights)
-    source = resolve_model(model, revision=revision, token=token)
+    source = resolve_model(model, revision=options["revision"], token=options["token"])
     check_manifest(source.folder)
     config = read_json(source.folder / "config.json")
     geometry = check_supported(config, max_context=max_context)
     check_values(source.folder, config, geometry.vocab_size)
-    computed = pick_dtype(dtype, where, config)
+    dtype = pick_dtype(options["dtype"], device, config)
     if config.get("quantization_config") is not None:
         if rounded_to is not None:
             raise ConfigError(
@@ -202,6 +224,7 @@ def prepare(
             )
         check_scheme(source.folder, config["quantization_config"])
     context = _context(geometry, max_context, dynamic="dynamic" in rope_types(config))
+    block_size, order = options["block_size"], options["order"]
     plan_layout(geometry, KVRecipe.uniform("fp32", geometry.head_dims), block_size=block_size, order=order)
     entries = tuple(entry for path in weight_files(source.folder) for entry in read_header(path))
     check_headers(source.folder, config, geometry, entries)
@@ -210,8 +233,8 @@ def prepare(
         config=config,
         geometry=geometry,
         entries=entries,
-        device=where,
-        dtype=computed,
+        device=device,
+        dtype=dtype,
         rounded_to=rounded_to,
         max_context=context,
         block_size=block_size,
