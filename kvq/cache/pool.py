@@ -1,4 +1,4 @@
-"""The bytes of one layer group's blocks: read, written and zeroed block by block, or seen layer by layer."""
+"""The bytes of one layer group's blocks, seen block by block or layer by layer."""
 
 import torch
 from torch import Tensor
@@ -28,24 +28,6 @@ class PoolBytes:
             self.memory[run.offset : run.offset + num_blocks * run.nbytes].view(num_blocks, run.nbytes)
             for run in layout.runs(0, num_blocks)
         )
-
-    def read(self, block: int) -> Tensor:
-        """A copy of a block's runs in order, uint8 [block_bytes] on the host.
-
-        The bytes are the same in both block orders: layer after layer.
-        """
-        return torch.cat([part[block] for part in self.parts]).cpu()
-
-    def write(self, block: int, content: Tensor) -> None:
-        """Overwrite a block with what `read` gave: `content` uint8 [block_bytes]."""
-        pieces = content.to(self.memory.device).split([part.shape[1] for part in self.parts])
-        for part, piece in zip(self.parts, pieces, strict=True):
-            part[block] = piece
-
-    def zero(self, block: int) -> None:
-        """Zero a block: codes, scales and padding."""
-        for part in self.parts:
-            part[block] = 0
 
     def layer(self, position: int, recipe: KVRecipe) -> PagedKV:
         """The codes and scales of the layer at `position` in its group.
