@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvq.bench.measure import cache_bytes
+from kvq.bench.measure import copies_for
 from kvq.cache import KVCache
 from kvq.errors import ConfigError
 from kvq.formats import HeadMaxima, KVRecipe, StaticScales
@@ -30,6 +30,7 @@ class Workload:
     block_size: int
     dtype: torch.dtype  # of Q, and of K and V where they are not quantized
     device: torch.device
+    backend: str = "auto"  # of kvq's kernels
     order: BlockOrder = BlockOrder.LAYER_MAJOR
     seed: int = 0
 
@@ -83,7 +84,7 @@ def filled_cache(workload: Workload, kv: str, backend: str) -> tuple[KVCache, Se
     size, heads, dim = workload.block_size, workload.kv_heads, workload.head_dim
     needs = [-(-n // size) for n in workload.contexts]
     one = _plan(workload, kv, layers=1)
-    copies = copies_for(workload, round(one.kv_bytes_per_token * workload.tokens))
+    copies = copies_for(workload.device, round(one.kv_bytes_per_token * workload.tokens))
     layout = _plan(workload, kv, layers=copies)
     cache = KVCache(layout, num_blocks=[sum(needs)], device=workload.device, backend=backend)
     order = torch.randperm(sum(needs), generator=torch.Generator().manual_seed(workload.seed))
@@ -131,8 +132,3 @@ def _plan(workload: Workload, kv: str, layers: int) -> KVLayout:
             StaticScales(model_digest="bench", text_digest="bench", tokens=1, layers=(maxima,) * layers)
         )
     return plan_layout(geometry, recipe, block_size=workload.block_size, order=workload.order)
-
-
-def copies_for(workload: Workload, nbytes: int) -> int:
-    """How many copies of that many bytes are four times the last-level cache; at most 64."""
-    return max(1, min(64, -(-4 * cache_bytes(workload.device) // max(1, nbytes))))
