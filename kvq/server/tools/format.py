@@ -79,7 +79,8 @@ class ToolFormat:
         """Lark of an answer of 1 to `max_calls` calls and nothing else."""
         assert self.spelling is not None, "others are written as plain JSON"
         spelling, special = self.spelling(wording), wording.special
-        rules = {word: f"<[{special[word]}]>" for word in self.markers if word in special} | spelling.rules
+        rules = {word: f"<[{special[word]}]>" for word in self.markers if word in special}
+        rules |= spelling.rules
 
         def lark(text: str) -> str:
             """Markers are the tokens that they are in this vocabulary."""
