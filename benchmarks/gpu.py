@@ -44,6 +44,7 @@ def workload(contexts: tuple[int, ...], new: int = 1, block_size: int = 64) -> A
         block_size=block_size,
         dtype=torch.bfloat16,
         device=torch.device("cuda"),
+        backend="triton",
     )
 
 
@@ -53,9 +54,7 @@ def attention(
     """Rows of `kvq bench attention` for one case."""
     from kvq.bench.attention import bench_attention
 
-    rows, bandwidth = bench_attention(
-        shape, formats, backend="triton", rivals=rivals, dense_rivals=dense, repeats=REPEATS
-    )
+    rows, bandwidth = bench_attention(shape, formats, rivals=rivals, dense_rivals=dense, repeats=REPEATS)
     torch.cuda.empty_cache()
     return [{"case": case, "read_gb_per_s": bandwidth, **row} for row in rows]
 
@@ -96,7 +95,7 @@ def write(rivals: Path | None) -> list[dict]:
     from kvq.bench.write import bench_write
 
     shape = workload((4096,) * 256)
-    rows = bench_write(shape, FORMATS, backend="triton", repeats=REPEATS)
+    rows = bench_write(shape, FORMATS, repeats=REPEATS)
     torch.cuda.empty_cache()
     written = [{"case": "write 256 at 4096", **row} for row in rows]
     return written + attention("decode 256 x 4096", shape, None, FORMATS, dense=False)

@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from kvq.commands.options import json_option
 from kvq.commands.results import write_rows
 from kvq.sizes import binary, count
 
@@ -24,7 +25,7 @@ _COLUMNS = {
 
 
 @click.command(name="models")
-@click.option("--json", "json_path", type=click.Path(), help="Write them as JSON.")
+@json_option
 def command(json_path: str | None) -> None:
     """List models that `kvq plan` knows, with what decides about memory."""
     from kvq.capacity.plan.known import known_models

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvq.commands.options import Finite, Size, gathered, kv_option
+from kvq.commands.options import AT_LEAST_1, PATH, Finite, Size, gathered, kv_option, option
 from kvq.commands.plan_serve import serve_command, users_of_a_shorter_context
 from kvq.commands.results import result_of, write_rows
 from kvq.commands.screen import echo
@@ -28,58 +28,39 @@ if TYPE_CHECKING:
 class Asked:
     """How long requests are, how many come, and whether this machine is measured instead."""
 
-    context: int | None
-    output: int | None
-    lognormal: str | None
-    trace: Path | None
-    prefix_share: float
-    slot: int | None
-    users: int | None
-    active: float
-    rate: float | None
-    verify: bool
-    kv_memory: str | None
-    weights_gb: float | None
-    max_num_batched_tokens: int
+    context: int | None = option(None, "Tokens of each request when it ends.", type=AT_LEAST_1)
+    output: int | None = option(None, "Of these, generated.  [default: an eighth]", type=AT_LEAST_1)
+    lognormal: str | None = option(None, "MEDIAN,SIGMA of the tokens of requests, instead of --context.")
+    trace: Path | None = option(
+        None, "JSON lines with prompt_tokens and output_tokens, instead of --context.", type=PATH
+    )
+    prefix_share: float = option(0.0, "Of the prompts, what all requests share.")
+    slot: int | None = option(
+        None,
+        "Tokens that an engine without blocks reserves for each request.  [default: with --context the "
+        "longest that the server takes, else the longest request]",
+        type=AT_LEAST_1,
+    )
+    users: int | None = option(None, "Tells how many GPUs so many users need.", type=AT_LEAST_1)
+    active: float = option(
+        1.0, "Share of --users with a request at any time.", type=Finite(0, 1, min_open=True)
+    )
+    rate: float | None = option(
+        None, "Requests a second; tells utilization, and how many are there at once.", type=Finite()
+    )
+    verify: bool = option(False, "Start engines on this machine, and compare their memory.")
+    kv_memory: str | None = option(
+        None, "With --verify: their pools, such as 512MiB.  [default: as the engine's]", type=Size()
+    )
+    weights_gb: float | None = option(None, "GB of all weights, instead of counting them.", type=Finite())
+    max_num_batched_tokens: int = option(2048, "New tokens of a step.", type=AT_LEAST_1)
 
 
 @click.command(name="plan")
 @target_options
 @kv_option("fp16,fp8,int8,k8v4,int4", many=True)
-@click.option("--context", type=click.IntRange(min=1), help="Tokens of each request when it ends.")
-@click.option("--output", type=click.IntRange(min=1), help="Of these, generated.  [default: an eighth]")
-@click.option("--lognormal", help="MEDIAN,SIGMA of the tokens of requests, instead of --context.")
-@click.option(
-    "--trace",
-    type=click.Path(path_type=Path),
-    help="JSON lines with prompt_tokens and output_tokens, instead of --context.",
-)
-@click.option("--prefix-share", default=0.0, help="Of the prompts, what all requests share.  [default: 0]")
-@click.option(
-    "--slot",
-    type=click.IntRange(min=1),
-    help="Tokens that an engine without blocks reserves for each request.  [default: with --context the "
-    "longest that the server takes, else the longest request]",
-)
-@click.option("--users", type=click.IntRange(min=1), help="Tells how many GPUs so many users need.")
-@click.option(
-    "--active",
-    default=1.0,
-    show_default=True,
-    type=Finite(0, 1, min_open=True),
-    help="Share of --users with a request at any time.",
-)
-@click.option(
-    "--rate", type=Finite(), help="Requests a second; tells utilization, and how many are there at once."
-)
-@click.option("--verify", is_flag=True, help="Start engines on this machine, and compare their memory.")
-@click.option(
-    "--kv-memory", type=Size(), help="With --verify: their pools, such as 512MiB.  [default: as the engine's]"
-)
-@click.option("--weights-gb", type=Finite(), help="GB of all weights, instead of counting them.")
-@click.option("--max-num-batched-tokens", type=click.IntRange(min=1), default=2048, show_default=True)
-@sizing_options
 @gathered(Asked, "asked")
+@sizing_options
 def command(kv: list[str], sizing: SizingOptions, asked: Asked) -> None:
     """Predict `kvq serve` on a GPU: weights, KV, activations, runtime, and how many users there is room for.
 

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.types import StringParamType
 
-from kvq.commands.options import Finite, gathered, kv_option
+from kvq.commands.options import AT_LEAST_1, PATH, POSITIVE, Finite, gathered, kv_option, option
 from kvq.commands.results import result_of
 from kvq.commands.screen import echo
-from kvq.commands.sizing import SizingOptions, price_options, sizing_options, target_options
+from kvq.commands.sizing import PriceOptions, SizingOptions, sizing_options, target_options
 from kvq.errors import ConfigError
 from kvq.sizes import dollars
 
@@ -41,94 +41,53 @@ class _Several(StringParamType):
 class Asked:
     """A load, the fleet that serves it, what they must keep, and what goes wrong."""
 
-    rate: float | None
-    trace: Path | None
-    requests: int | None
-    input_len: str
-    output_len: str
-    shared_prefix: float
-    num_prefixes: int
-    turns: int
-    think_s: float
-    batch_share: float
-    replicas: tuple[int, ...] | None
-    routing: tuple[str, ...]
-    prefill_replicas: int
-    transfer_gb_s: float
-    overflow_waiting: int | None
-    api_input: float | None
-    api_output: float | None
-    slo_ttft_ms: float | None
-    slo_itl_ms: float | None
-    meet: float | None
-    max_num_batched_tokens: tuple[int, ...]
-    prefix_caching: bool
-    seed: int
-    faults: bool
+    rate: float | None = option(None, "Requests per second, with random gaps.", type=POSITIVE)
+    trace: Path | None = option(
+        None, "Requests of a file instead: JSON lines (kvq's, Mooncake's) or CSV (Azure's).", type=PATH
+    )
+    requests: int | None = option(None, "How many.  [default: 2000, or the whole trace]", type=AT_LEAST_1)
+    input_len: str = option("lognormal:256:0.7", "Tokens of prompts: 512, 16:512, lognormal:MEDIAN:SIGMA.")
+    output_len: str = option("lognormal:128:0.7", "Tokens of answers, likewise.")
+    shared_prefix: float = option(0.0, "Of each prompt, common to many.", type=Finite(0, 1))
+    num_prefixes: int = option(1, "Different ones of these.", type=AT_LEAST_1)
+    turns: int = option(1, "Of conversations whose prompts grow.", type=AT_LEAST_1)
+    think_s: float = option(30.0, "Between turns, mean.", type=POSITIVE)
+    batch_share: float = option(0.0, "Of requests in no hurry.", type=Finite(0, 1))
+    replicas: tuple[int, ...] | None = option(
+        None, "Engines: 4, or 1,2,4 to compare.  [default: 1]", type=_Several(AT_LEAST_1)
+    )
+    routing: tuple[str, ...] = option(
+        "least-loaded",
+        f"{', '.join(_ROUTINGS)}; several to compare.",
+        type=_Several(click.Choice(_ROUTINGS)),
+    )
+    prefill_replicas: int = option(0, "More engines, for prompts only.", type=click.IntRange(min=0))
+    transfer_gb_s: float = option(50.0, "Of KV from those.", type=POSITIVE)
+    overflow_waiting: int | None = option(
+        None, "Waiting requests, then an API gets them.", type=click.IntRange(min=0)
+    )
+    slo_ttft_ms: float | None = option(None, "Goal for the first token.", type=POSITIVE)
+    slo_itl_ms: float | None = option(None, "Goal for a request's mean gap.", type=POSITIVE)
+    meet: float | None = option(
+        None, "Find the replicas that meet it this often.", type=Finite(0, 1, min_open=True)
+    )
+    max_num_batched_tokens: tuple[int, ...] = option(
+        "2048", "New tokens of a step; several to compare.", type=_Several(AT_LEAST_1)
+    )
+    prefix_caching: bool = option(
+        True, "Find what was computed before.", names="--prefix-caching/--no-prefix-caching"
+    )
+    seed: int = option(0, "Decides everything.", type=click.IntRange(min=0))
+    faults: bool = option(False, "What production sees: clients leave, steps are slow, engines die.")
 
 
 @click.command(name="simulate")
 @target_options
 @kv_option("fp16,int4", many=True)
-@click.option("--rate", type=Finite(min=0, min_open=True), help="Requests per second, with random gaps.")
-@click.option(
-    "--trace",
-    type=click.Path(path_type=Path),
-    help="Requests of a file instead: JSON lines (kvq's, Mooncake's) or CSV (Azure's).",
-)
-@click.option("--requests", type=click.IntRange(min=1), help="How many.  [default: 2000, or the whole trace]")
-@click.option(
-    "--input-len",
-    default="lognormal:256:0.7",
-    show_default=True,
-    help="Tokens of prompts: 512, 16:512, lognormal:MEDIAN:SIGMA.",
-)
-@click.option(
-    "--output-len", default="lognormal:128:0.7", show_default=True, help="Tokens of answers, likewise."
-)
-@click.option("--shared-prefix", default=0.0, type=Finite(0, 1), help="Of each prompt, common to many.")
-@click.option("--num-prefixes", default=1, type=click.IntRange(min=1), help="Different ones of these.")
-@click.option("--turns", default=1, type=click.IntRange(min=1), help="Of conversations whose prompts grow.")
-@click.option("--think-s", default=30.0, type=Finite(min=0, min_open=True), help="Between turns, mean.")
-@click.option("--batch-share", default=0.0, type=Finite(0, 1), help="Of requests in no hurry.")
-@click.option(
-    "--replicas",
-    type=_Several(click.IntRange(min=1)),
-    help="Engines: 4, or 1,2,4 to compare.  [default: 1]",
-)
-@click.option(
-    "--routing",
-    type=_Several(click.Choice(_ROUTINGS)),
-    default="least-loaded",
-    show_default=True,
-    help=f"{', '.join(_ROUTINGS)}; several to compare.",
-)
-@click.option(
-    "--prefill-replicas", default=0, type=click.IntRange(min=0), help="More engines, for prompts only."
-)
-@click.option("--transfer-gb-s", default=50.0, type=Finite(min=0, min_open=True), help="Of KV from those.")
-@click.option(
-    "--overflow-waiting", type=click.IntRange(min=0), help="Waiting requests, then an API gets them."
-)
-@price_options
-@click.option("--slo-ttft-ms", type=Finite(min=0, min_open=True), help="Goal for the first token.")
-@click.option("--slo-itl-ms", type=Finite(min=0, min_open=True), help="Goal for a request's mean gap.")
-@click.option("--meet", type=Finite(0, 1, min_open=True), help="Find the replicas that meet it this often.")
-@click.option(
-    "--max-num-batched-tokens",
-    type=_Several(click.IntRange(min=1)),
-    default="2048",
-    show_default=True,
-    help="New tokens of a step; several to compare.",
-)
-@click.option("--prefix-caching/--no-prefix-caching", default=True, show_default=True)
-@click.option("--seed", default=0, show_default=True, type=click.IntRange(min=0), help="Decides everything.")
-@click.option(
-    "--faults", is_flag=True, help="What production sees: clients leave, steps are slow, engines die."
-)
-@sizing_options
 @gathered(Asked, "asked")
-def command(kv: list[str], sizing: SizingOptions, asked: Asked) -> None:
+@gathered(PriceOptions, "api")
+@sizing_options
+def command(kv: list[str], sizing: SizingOptions, asked: Asked, api: PriceOptions) -> None:
     """Serve a load to come with the engine's own scheduler and block memory, without a GPU.
 
     Steps take what a roofline (or --calibrate) says: latency, throughput, preemptions, cost, for every
@@ -142,7 +101,7 @@ def command(kv: list[str], sizing: SizingOptions, asked: Asked) -> None:
     from kvq.commands.simulate_fleet import Study
 
     sizing.check_paths()
-    study = Study(sizing, asked)
+    study = Study(sizing, asked, api.prices())
     cases = study.cases(kv)
     rows: list[dict[str, Any]] = []
     refused: list[str] = []

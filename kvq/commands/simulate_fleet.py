@@ -19,7 +19,7 @@ from kvq.capacity.plan.gpus import Gpu
 from kvq.capacity.plan.lengths import Demand, Length
 from kvq.capacity.plan.plan import make_plan
 from kvq.capacity.trace_file import read_lines
-from kvq.commands.sizing import SizingOptions, api_prices, given_options
+from kvq.commands.sizing import SizingOptions, given_options
 from kvq.errors import ConfigError
 from kvq.scheduler import SchedulerConfig
 
@@ -45,13 +45,16 @@ class Case:
 class Study:
     """All that rows have in common: a model on a GPU, a load, goals, prices."""
 
-    def __init__(self, sizing: SizingOptions, asked: "Asked") -> None:
+    def __init__(self, sizing: SizingOptions, asked: "Asked", api: Prices | None) -> None:
         """Raise ConfigError unless all of it can be simulated; nothing is simulated yet."""
-        self._sizing, self._asked = sizing, asked
+        self._sizing, self._asked, self._api = sizing, asked, api
+        if asked.overflow_waiting is not None and api is None:
+            raise ConfigError(
+                "--overflow-waiting sends requests to an API: give --api-input and --api-output"
+            )
         self._gpu = _one_gpu(sizing)
         self._target = sizing.target()
         self._slo = _slo(asked)
-        self._prices = _prices(asked)
         self._seats = sizing.max_num_seqs or _MAX_NUM_SEQS
         most = self._target.geometry.max_context
         self._context = sizing.max_model_len or most
@@ -119,7 +122,7 @@ class Study:
                 faults=Faults(seed=asked.seed) if asked.faults else NONE,
             )
             gpus = fleet.engines * plan.split.gpus
-            bill = Bill(usd_per_hour=gpu.usd_per_hour * gpus, api=self._prices)
+            bill = Bill(usd_per_hour=gpu.usd_per_hour * gpus, api=self._api)
             figures = summarize(serve(self._draw(), fleet, progress=tell), self._slo, bill)
             return {"replicas": replicas, "gpus": gpus, **figures}
 
@@ -187,10 +190,3 @@ def _slo(asked: "Asked") -> Slo:
     if asked.meet is not None and ttft is None and itl is None:
         raise ConfigError("--meet needs a goal: --slo-ttft-ms, --slo-itl-ms or both")
     return Slo(ttft_s=None if ttft is None else ttft / 1e3, itl_s=None if itl is None else itl / 1e3)
-
-
-def _prices(asked: "Asked") -> Prices | None:
-    """Of the API that overflow goes to."""
-    if asked.overflow_waiting is not None and None in (asked.api_input, asked.api_output):
-        raise ConfigError("--overflow-waiting sends requests to an API: give --api-input and --api-output")
-    return api_prices(asked.api_input, asked.api_output)

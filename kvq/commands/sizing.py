@@ -1,6 +1,6 @@
 """What `kvq plan` and `kvq simulate` have in common: models, GPUs, engines, and where results go."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from kvq.commands.names import GPUS, PLANNED_MODEL
-from kvq.commands.options import Finite, gathered
+from kvq.commands.options import AT_LEAST_0, AT_LEAST_1, PATH, Finite, gathered, option
 from kvq.errors import ConfigError
 from kvq.sizing.pools import GPU_FRACTION
 
@@ -20,26 +20,44 @@ if TYPE_CHECKING:
     from kvq.capacity.plan.target import Target
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
+_OWN_GPUS = "A file of GPUs instead of kvq's own."
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SizingOptions:
     """A model on GPUs, and what of an engine's settings takes memory."""
 
+    weights: str = option(
+        "auto", "fp32, bf16, fp16, fp8, int8, int4, int3 or nf4; auto: as config.json says, else bf16."
+    )
+    tensor_parallel: int = option(1, "GPUs that share each layer.", names="--tensor-parallel -tp")
+    pipeline_parallel: int = option(1, "GPUs that share the layers out.", names="--pipeline-parallel -pp")
+    max_num_seqs: int | None = option(
+        None,
+        "Sequences side by side.  [default: to plan, as many as fit, which the server has to be told; "
+        "to simulate, 256]",
+        type=AT_LEAST_1,
+    )
+    max_model_len: int | None = option(
+        None,
+        "Longest context that it takes, for which layer groups share memory.  [default: the model's]",
+        type=click.IntRange(min=2),
+    )
+    runtime_gb: float = option(0.6, "Of the process on the GPU before it holds a tensor.", type=AT_LEAST_0)
+    gpu_memory_utilization: float = option(
+        GPU_FRACTION,
+        "Share for KV of what the weights leave free, as of kvq serve.",
+        type=Finite(0, 1, min_open=True),
+    )
+    block_size: int = option(32, "Tokens.", type=click.IntRange(1, 4096))
+    gpu_file: Path | None = option(None, _OWN_GPUS, names="--gpus", type=PATH)
+    calibrate: Path | None = option(
+        None, "Results of kvq bench engine on this GPU, for the efficiencies.", type=PATH
+    )
+    json_path: str | None = option(None, "Write the rows as JSON.", names="--json", type=click.Path())
+    html_path: str | None = option(None, "Write a report with plots.", names="--html", type=click.Path())
     model: str
     gpu: str | None
-    weights: str
-    tensor_parallel: int
-    pipeline_parallel: int
-    runtime_gb: float
-    gpu_memory_utilization: float
-    block_size: int
-    max_num_seqs: int | None
-    max_model_len: int | None
-    gpu_file: Path | None
-    calibrate: Path | None
-    json_path: str | None
-    html_path: str | None
 
     def check_paths(self) -> None:
         """Raise ConfigError unless all that is asked for can be written."""
@@ -101,103 +119,37 @@ class SizingOptions:
         return None if self.calibrate is None else read_efficiency(self.calibrate, gpu, kv)
 
 
-gpu_file_option = click.option(
-    "--gpus", "gpu_file", type=click.Path(path_type=Path), help="A file of GPUs instead of kvq's own."
-)
-_TARGET = (
-    click.option(
-        "--model",
-        "-m",
-        required=True,
-        type=PLANNED_MODEL,
-        help="A name of `kvq models`, a folder, or a hub name.",
-    ),
-    click.option("--gpu", type=GPUS, help="Names of `kvq gpus`, with commas between; to simulate, one."),
-)
-_SIZING = (
-    click.option(
-        "--max-num-seqs",
-        type=click.IntRange(min=1),
-        help="Sequences side by side.  [default: to plan, as many as fit, which the server has to be told; "
-        "to simulate, 256]",
-    ),
-    click.option(
-        "--max-model-len",
-        type=click.IntRange(min=2),
-        help="Longest context that it takes, for which layer groups share memory.  [default: the model's]",
-    ),
-    click.option(
-        "--weights",
-        default="auto",
-        show_default=True,
-        help="fp32, bf16, fp16, fp8, int8, int4, int3 or nf4; auto: as config.json says, else bf16.",
-    ),
-    click.option(
-        "--tensor-parallel", "-tp", default=1, show_default=True, help="GPUs that share each layer."
-    ),
-    click.option(
-        "--pipeline-parallel", "-pp", default=1, show_default=True, help="GPUs that share the layers out."
-    ),
-    click.option(
-        "--runtime-gb",
-        default=0.6,
-        show_default=True,
-        type=Finite(min=0),
-        help="Of the process on the GPU before it holds a tensor.",
-    ),
-    click.option(
-        "--gpu-memory-utilization",
-        default=GPU_FRACTION,
-        show_default=True,
-        type=Finite(0, 1, min_open=True),
-        help="Share for KV of what the weights leave free, as of kvq serve.",
-    ),
-    click.option("--block-size", type=click.IntRange(1, 4096), default=32, show_default=True, help="Tokens."),
-    gpu_file_option,
-    click.option(
-        "--calibrate",
-        type=click.Path(path_type=Path),
-        help="Results of kvq bench engine on this GPU, for the efficiencies.",
-    ),
-    click.option("--json", "json_path", type=click.Path(), help="Write the rows as JSON."),
-    click.option("--html", "html_path", type=click.Path(), help="Write a report with plots."),
-)
-_PRICES = (
-    click.option("--api-input", type=Finite(min=0), help="$ a million tokens that an API takes for prompts."),
-    click.option("--api-output", type=Finite(min=0), help="$ a million tokens that it takes for answers."),
-)
+sizing_options = gathered(SizingOptions, "sizing")
+gpu_file_option = click.option("--gpus", "gpu_file", type=PATH, help=_OWN_GPUS)
 
 
 def target_options(command: _Command) -> _Command:
     """Add --model and --gpu; goes above `sizing_options`."""
-    return _add(_TARGET, command)
+    command = click.option(
+        "--gpu", type=GPUS, help="Names of `kvq gpus`, with commas between; to simulate, one."
+    )(command)
+    what = "A name of `kvq models`, a folder, or a hub name."
+    return click.option("--model", "-m", required=True, type=PLANNED_MODEL, help=what)(command)
 
 
-def sizing_options(command: _Command) -> _Command:
-    """Add the other options of `SizingOptions`; the command gets them as `sizing`."""
-    return _add(_SIZING, gathered(SizingOptions, "sizing")(command))
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PriceOptions:
+    """Of an API."""
 
+    api_input: float | None = option(
+        None, "$ a million tokens that an API takes for prompts.", type=AT_LEAST_0
+    )
+    api_output: float | None = option(None, "$ a million tokens that it takes for answers.", type=AT_LEAST_0)
 
-def _add(options: Sequence[Callable[[Any], Any]], command: _Command) -> _Command:
-    for option in reversed(options):
-        command = option(command)
-    return command
+    def prices(self) -> "Prices | None":
+        """Both, or none."""
+        from kvq.capacity.plan.cost import Prices
 
-
-def price_options(command: _Command) -> _Command:
-    """Add --api-input and --api-output, which `api_prices` reads."""
-    return _add(_PRICES, command)
-
-
-def api_prices(prompts: float | None, answers: float | None) -> "Prices | None":
-    """Both prices, or none."""
-    from kvq.capacity.plan.cost import Prices
-
-    if prompts is None and answers is None:
-        return None
-    if prompts is None or answers is None:
-        raise ConfigError("an API has two prices: give --api-input and --api-output")
-    return Prices(input=prompts, output=answers)
+        if self.api_input is None and self.api_output is None:
+            return None
+        if self.api_input is None or self.api_output is None:
+            raise ConfigError("an API has two prices: give --api-input and --api-output")
+        return Prices(input=self.api_input, output=self.api_output)
 
 
 def given_options() -> set[str]:
