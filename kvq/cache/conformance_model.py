@@ -106,8 +106,6 @@ class Trial:
         """A new, empty backend."""
         layout = plan_layout(self.geometry, self.recipe, block_size=BLOCK_SIZE, order=self.order)
         return self.make(
-            self.geometry,
-            self.recipe,
             layout,
             num_blocks=list(self.num_blocks),
             device=self.device,

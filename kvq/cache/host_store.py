@@ -13,7 +13,6 @@ from torch import Tensor
 from kvq.cache.digest import BlockDigests
 from kvq.cache.memory import allocate_bytes
 from kvq.errors import ConfigError, OutOfMemory
-from kvq.formats import KVRecipe
 from kvq.layout import KVLayout
 from kvq.sizes import binary
 
@@ -38,9 +37,7 @@ class HostStore:
     older, once valid block comes back.
     """
 
-    def __init__(
-        self, layout: KVLayout, recipe: KVRecipe, *, host_slots: list[int], folder: str | Path | None = None
-    ) -> None:
+    def __init__(self, layout: KVLayout, host_slots: list[int], folder: str | Path | None = None) -> None:
         """Reserve `host_slots` blocks, one entry per layer group, all of it now.
 
         `folder`: where to keep them in a file. The file has no name there, only this process's user
@@ -62,7 +59,7 @@ class HostStore:
         ]
         self.host_slots = list(host_slots)
         self.nbytes = sum(n * size for n, size in zip(host_slots, self._sizes, strict=True))
-        self._digests = [BlockDigests(group, recipe) for group in layout.groups]
+        self._digests = [BlockDigests(group, layout.recipe) for group in layout.groups]
         self._stored: dict[tuple[int, int], bytes] = {}  # (group, slot) -> digest
         self._storage: _Storage = _Memory(self.nbytes) if folder is None else _File(self.nbytes, Path(folder))
 

@@ -209,7 +209,7 @@ def _header(
 ) -> _Header:
     return _Header(
         layout=_layout_digest(cache),
-        recipe=cache.recipe.digest(),
+        recipe=cache.layout.recipe.digest(),
         root=hashlib.sha256(b"kvq prefix file root" + prompt.root).hexdigest(),
         length=length,
         tokens=hashlib.sha256(prompt.data[: length * TOKEN_BYTES]).hexdigest(),
@@ -223,7 +223,7 @@ def _text(header: _Header) -> str:
 
 
 def _digest(cache: KVCache, group: int, start: int, blocks: Tensor) -> str:
-    return BlockDigests(cache.layout.groups[group], cache.recipe).of(blocks, start).hex()
+    return BlockDigests(cache.layout.groups[group], cache.layout.recipe).of(blocks, start).hex()
 
 
 def _layout_digest(cache: KVCache) -> str:

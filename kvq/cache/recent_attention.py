@@ -1,7 +1,6 @@
 """Attention over two segments: older tokens in quantized blocks, recent ones as they came."""
 
 from collections.abc import Callable
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -12,6 +11,8 @@ from kvq.formats import LayerFormats, parse_format
 from kvq.kernels import AttentionOptions, Device, KernelSpec, PagedKV, PagedRows, SequenceBatch, select
 
 Segment = tuple[Tensor, Tensor]  # K and V
+# Formats of rows as they came, `attend` for them in blocks of any size, and `merge_partials`
+_Plan = tuple[LayerFormats, Callable[..., Any], Callable[..., Any]]
 _LEAST_BLOCK = 256  # tokens
 _NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
@@ -32,9 +33,9 @@ def attend_both(
     """
     some = recent[0].shape[2]
     whole = min(batch.context_lens) >= some
-    kv = _as_blocks(recent) if whole else _as_tokens(recent)
+    formats, attend, merge = _plan(cache.layer(layer), q, recent)
+    kv = _as_blocks(recent, formats) if whole else _as_tokens(recent, formats)
     own = _own(batch, recent, whole)
-    attend, merge = _kernels(kv.formats, q.shape[1], recent[0].shape[1], q.device)
     # On a CPU both parts stay fp32 until they are merged; GPUs multiply in 16 bits.
     query = q.float() if q.device.type == "cpu" else q
     without_sinks = options.without_sinks()
@@ -44,6 +45,25 @@ def attend_both(
     outs, lses = (torch.stack(x) for x in zip(*parts, strict=True))
     out: Tensor = merge(outs, lses, options.sinks)[0]
     return out.to(q.dtype)
+
+
+def _plan(older: PagedKV, q: Tensor, recent: Segment) -> _Plan:
+    """Found once for a layer's blocks and kept with them."""
+    k, v = recent
+    name = (_plan, k.dtype, v.dtype)
+    if name not in older.kept:
+        formats = LayerFormats(
+            k=parse_format(_NAMES[k.dtype], k.shape[3]),
+            v=parse_format(_NAMES[v.dtype], v.shape[3]),
+            k_head_dim=k.shape[3],
+            v_head_dim=v.shape[3],
+        )
+        spec = KernelSpec(formats=formats, q_heads=q.shape[1], kv_heads=k.shape[1], block_size=1)
+        where = Device.of(q.device)
+        kernels = [select(operation, spec, where).run for operation in ("attend", "merge_partials")]
+        older.kept[name] = (formats, *kernels)
+    plan: _Plan = older.kept[name]
+    return plan
 
 
 def _own(batch: SequenceBatch, recent: Segment, whole: bool) -> SequenceBatch:
@@ -69,36 +89,16 @@ def _own(batch: SequenceBatch, recent: Segment, whole: bool) -> SequenceBatch:
     return own
 
 
-@lru_cache(maxsize=64)
-def _kernels(
-    formats: LayerFormats, q_heads: int, kv_heads: int, device: torch.device
-) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """`attend` for unquantized rows, in blocks of any size, and `merge_partials`."""
-    spec = KernelSpec(formats=formats, q_heads=q_heads, kv_heads=kv_heads, block_size=1)
-    where = Device.of(device)
-    return select("attend", spec, where).run, select("merge_partials", spec, where).run
-
-
-@lru_cache(maxsize=64)
-def _formats(k: torch.dtype, v: torch.dtype, k_head_dim: int, v_head_dim: int) -> LayerFormats:
-    return LayerFormats(
-        k=parse_format(_NAMES[k], k_head_dim),
-        v=parse_format(_NAMES[v], v_head_dim),
-        k_head_dim=k_head_dim,
-        v_head_dim=v_head_dim,
-    )
-
-
-def _as_blocks(recent: Segment) -> PagedKV:
+def _as_blocks(recent: Segment, formats: LayerFormats) -> PagedKV:
     """Dense rows [sequences, kv_heads, some, dim] as one unquantized block per sequence.
 
     The block is said to be larger than it is: no key lies past the rows, and kernels that are
     compiled per block size see few sizes.
     """
-    return _paged(recent, max(_LEAST_BLOCK, 1 << (recent[0].shape[2] - 1).bit_length()))
+    return _paged(recent, formats, max(_LEAST_BLOCK, 1 << (recent[0].shape[2] - 1).bit_length()))
 
 
-def _as_tokens(recent: Segment) -> PagedKV:
+def _as_tokens(recent: Segment, formats: LayerFormats) -> PagedKV:
     """The same as blocks of one token, so that every sequence may begin at a row of its own."""
     sequences, heads, some, _ = recent[0].shape
     rows = []
@@ -107,14 +107,9 @@ def _as_tokens(recent: Segment) -> PagedKV:
         assert apart == recent[0].stride(0) // recent[0].stride(2), "K and V lie alike"
         size = ((sequences - 1) * apart + some, heads, 1, x.shape[3])
         rows.append(x.as_strided(size, (x.stride(2), x.stride(1), x.stride(2), 1)))
-    return _paged((rows[0], rows[1]), 1)
+    return _paged((rows[0], rows[1]), formats, 1)
 
 
-def _paged(codes: Segment, block_size: int) -> PagedKV:
-    k, v = codes
-    return PagedKV(
-        k=PagedRows(codes=k, scales=None, static_scale=None),
-        v=PagedRows(codes=v, scales=None, static_scale=None),
-        formats=_formats(k.dtype, v.dtype, k.shape[3], v.shape[3]),
-        block_size=block_size,
-    )
+def _paged(codes: Segment, formats: LayerFormats, block_size: int) -> PagedKV:
+    k, v = (PagedRows(codes=x, scales=None, static_scale=None) for x in codes)
+    return PagedKV(k=k, v=v, formats=formats, block_size=block_size)

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from kvq.cache.attention import PACKED_NAME, register_attention
 from kvq.errors import ModelError, first_lines
 from kvq.kernels.neighbours import watch_neighbours
-from kvq.models.attention import NAME, register_attention
 from kvq.models.checkpoint import read_json
 from kvq.weights.files.fields import shown
 
@@ -102,7 +102,7 @@ def _works(make: Callable[[Mapping[str, Any]], object], config: Mapping[str, Any
     return True
 
 
-def load_module(folder: Path, dtype: torch.dtype | str, *, attention: str = NAME) -> Any:
+def load_module(folder: Path, dtype: torch.dtype | str, *, attention: str = PACKED_NAME) -> Any:
     """A folder's model in `dtype` ("auto": the checkpoint's), on the CPU, by default with kvq's attention.
 
     Raises:
@@ -110,23 +110,13 @@ def load_module(folder: Path, dtype: torch.dtype | str, *, attention: str = NAME
     """
     from transformers import AutoModelForCausalLM
 
-    _prepare_process()
-    try:
-        with _loading, _quiet():
-            model, info = AutoModelForCausalLM.from_pretrained(
-                folder,
-                dtype=dtype,
-                attn_implementation=attention,
-                use_safetensors=True,
-                trust_remote_code=False,
-                local_files_only=True,
-                output_loading_info=True,
-                ignore_mismatched_sizes=True,  # told below, in kvq's words
-            )
-    except Exception as error:  # whatever a damaged folder makes transformers raise
-        raise ModelError(f"{folder} can't be loaded: {first_lines(error)}") from error
-    _check_whole(folder, info)
-    return model
+    return _load(
+        folder,
+        lambda settings: AutoModelForCausalLM.from_pretrained(
+            folder, use_safetensors=True, trust_remote_code=False, local_files_only=True, **settings
+        ),
+        {"dtype": dtype, "attn_implementation": attention},
+    )
 
 
 def load_module_from(
@@ -139,21 +129,24 @@ def load_module_from(
     """
     from transformers import AutoModelForCausalLM, GenerationConfig
 
+    def make(settings: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        made = AutoModelForCausalLM._model_mapping[type(config)]
+        model, info = made.from_pretrained(None, config=config, state_dict=dict(tensors), **settings)
+        if (folder / "generation_config.json").is_file():
+            model.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
+        return model, info
+
+    return _load(folder, make, {"dtype": dtype, "attn_implementation": PACKED_NAME})
+
+
+def _load(
+    folder: Path, make: Callable[[dict[str, Any]], tuple[Any, dict[str, Any]]], settings: dict[str, Any]
+) -> Any:
+    """What `make` makes, with every tensor accounted for."""
     _prepare_process()
     try:
-        with _loading, _quiet():
-            made = AutoModelForCausalLM._model_mapping[type(config)]
-            model, info = made.from_pretrained(
-                None,
-                config=config,
-                state_dict=dict(tensors),
-                dtype=dtype,
-                attn_implementation=NAME,
-                output_loading_info=True,
-                ignore_mismatched_sizes=True,  # told below, in kvq's words
-            )
-            if (folder / "generation_config.json").is_file():
-                model.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
+        with _loading, _quiet():  # mismatches are told below, in kvq's words
+            model, info = make({**settings, "output_loading_info": True, "ignore_mismatched_sizes": True})
     except Exception as error:  # whatever a damaged folder makes transformers raise
         raise ModelError(f"{folder} can't be loaded: {first_lines(error)}") from error
     _check_whole(folder, info)

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from kvq.errors import ModelError, first_lines
+from kvq.geometry import parse_geometry
 from kvq.models.agreement import check_shapes
 from kvq.models.checkpoint import weight_files
-from kvq.models.live_geometry import live_geometry
 from kvq.models.modules import build_on_meta, load_config, load_module_from
 from kvq.models.prepared import PreparedModel
 from kvq.models.quantized import coded_layers, is_bitsandbytes, plain_tensors, rounded_formats
@@ -69,7 +69,7 @@ def check_runs(model: Any, prepared: PreparedModel) -> None:
     """Raise ModelError unless a model's attention can be replaced, and its shape is the one read here."""
     if not type(model)._supports_attention_backend:
         raise ModelError(f"kvq does not run {prepared.geometry.model_type}: its attention can't be replaced")
-    if (live := live_geometry(model.config)) != prepared.geometry:
+    if (live := parse_geometry(model.config.to_dict())) != prepared.geometry:
         ours = prepared.geometry
         name = next(
             field.name for field in fields(ours) if getattr(ours, field.name) != getattr(live, field.name)

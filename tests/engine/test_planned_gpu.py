@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from kvq.cache.attention import PACKED_NAME, register_attention
 from kvq.cache.memory import available_bytes
 from kvq.capacity.plan.gpus import find_gpu
 from kvq.capacity.plan.known import find_model
@@ -20,7 +21,6 @@ from kvq.commands.plan_verify import _planned_pool
 from kvq.engine.config import EngineConfig
 from kvq.engine.memory import pool_blocks
 from kvq.geometry import parse_geometry
-from kvq.models.attention import NAME, register_attention
 from kvq.models.footprint import planned_activations, planned_weights
 from kvq.models.prepared import prepare
 from kvq.models.step import PackedStep
@@ -127,9 +127,6 @@ class _Live(TorchDispatchMode):
 class _NoCache(PackedStep):
     """Attention that computes nothing: kernels hold no more than their output."""
 
-    def check_agrees(self, layer, **_):
-        pass
-
     def attend(self, layer, q, k, v, options):
         return q.new_empty(q.shape[0], q.shape[1], v.shape[-1])
 
@@ -148,8 +145,10 @@ def test_a_step_of_full_size_holds_what_is_planned_for_it(name):
     live = _Live()
     with torch.inference_mode(), torch.device("meta"):
         model = AutoModelForCausalLM.from_config(
-            AutoConfig.for_model(**config), dtype=torch.bfloat16, attn_implementation=NAME
+            AutoConfig.for_model(**config), dtype=torch.bfloat16, attn_implementation=PACKED_NAME
         ).eval()
+        step = object.__new__(_NoCache)
+        step.geometry = geometry
         ids, keep = torch.zeros(1, tokens, dtype=torch.long), torch.zeros(1, dtype=torch.long)
         with live:
             model(
@@ -157,6 +156,6 @@ def test_a_step_of_full_size_holds_what_is_planned_for_it(name):
                 position_ids=ids.clone(),
                 use_cache=False,
                 logits_to_keep=keep,
-                kvq_step=object.__new__(_NoCache),
+                kvq_step=step,
             )
     assert live.peak == pytest.approx(planned, rel=0.05)
