@@ -96,7 +96,7 @@ class Contender:
 
 
 def compete(
-    contenders: Sequence[Contender], device: torch.device, repeats: int, progress: Callable[[], None]
+    contenders: Sequence[Contender], repeats: int, progress: Callable[[], None]
 ) -> tuple[list[dict[str, Any]], float]:
     """Check every contender, then time them interleaved.
 
@@ -106,6 +106,7 @@ def compete(
         KVQError: a contender's error is too large; nothing was timed.
     """
     errors = [one.check() for one in contenders]
+    device = contenders[0].truth.device
     watches = [Stopwatch(one.run, one.copies, device) for one in contenders]
     times = interleaved(watches, repeats, progress)
     rows = [

@@ -22,7 +22,7 @@ _COLUMNS = {
     "out_features": ("outputs", ","),
     "in_features": ("inputs", ","),
     **TIMES,
-    "fraction_of_limit": ("of reading", ".1%"),
+    "fraction_of_limit": ("of limit", ".1%"),
     "max_relative_error": ("error", ".1e"),
 }
 
