@@ -32,7 +32,7 @@ class BlockCache:
 
     def __init__(self, num_groups: int, store: BlockStore | None = None) -> None:
         self._parts: list[Sequence[Tensor]] = [()] * num_groups
-        self._store = store
+        self._host = store
 
     @property
     def num_blocks(self) -> list[int]:
@@ -47,7 +47,7 @@ class BlockCache:
     @property
     def host_bytes(self) -> int:
         """Bytes held for swapped-out blocks, in host memory or on a disk."""
-        return 0 if self._store is None else self._store.nbytes
+        return 0 if self._host is None else self._host.nbytes
 
     def copy(self, group: int, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy blocks, (source, target) each, as if one after another."""
@@ -125,8 +125,8 @@ class BlockCache:
 
     def close(self) -> None:
         """Give back what holds swapped-out blocks; they are lost."""
-        if self._store is not None:
-            self._store.close()
+        if self._host is not None:
+            self._host.close()
 
     def _check_growth(self, num_blocks: list[int]) -> None:
         old = self.num_blocks
@@ -142,9 +142,9 @@ class BlockCache:
             )
 
     def _swap_store(self) -> BlockStore:
-        if self._store is None:
+        if self._host is None:
             raise ConfigError(
                 "an order to swap a block, but the cache has no host store; give KVCache the block "
                 "manager's host_slots"
             )
-        return self._store
+        return self._host

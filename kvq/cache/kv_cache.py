@@ -65,7 +65,7 @@ class KVCache(BlockCache):
             self._copy.append(select("copy_blocks", _kernel_spec(layout, group.layers[0]), where))
             self._make_views(group.group.index)
         if host_slots is not None:
-            self._store = HostStore(layout, host_slots, swap_folder)
+            self._host = HostStore(layout, host_slots, swap_folder)
 
     def pool(self, group: int) -> Tensor:
         """The bytes of one layer group's pool, uint8 [pool_bytes]. Another tensor after `grow`."""

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from kvq.errors import ConfigError, ModelError
-from kvq.formats.weights import WeightFormat
 from kvq.kernels.linear.weight import QuantizedWeight
 from kvq.weights.files.columns import check_fp16_scales, offset, signed, whole_groups
 from kvq.weights.files.fields import WHERE
@@ -21,11 +20,6 @@ GEMM = "gemm"
 SUFFIXES = ("qweight", "qzeros", "scales")
 _BITS = 4
 _COLUMNS = 8  # of a word
-
-
-def layer_scheme(fmt: WeightFormat) -> LayerScheme:
-    """How a layer of that format lies on disk."""
-    return LayerScheme(fmt=fmt, version=GEMM, suffixes=SUFFIXES)
 
 
 def pack_linear(name: str, weight: QuantizedWeight) -> dict[str, Tensor]:

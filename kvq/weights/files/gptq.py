@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from kvq.errors import ConfigError, ModelError
-from kvq.formats.weights import WeightFormat
 from kvq.kernels.linear.weight import QuantizedWeight
 from kvq.weights.files.columns import check_fp16_scales, offset, own_order, signed
 from kvq.weights.files.fields import WHERE
@@ -20,11 +19,6 @@ from kvq.weights.files.words import WORD_BITS, num_words, pack_words, unpack_wor
 V1 = "gptq"  # zero points are stored minus 1
 V2 = "gptq_v2"  # as they are
 SUFFIXES = ("qweight", "qzeros", "scales", "g_idx")
-
-
-def layer_scheme(fmt: WeightFormat, version: str) -> LayerScheme:
-    """How a layer of that format lies on disk."""
-    return LayerScheme(fmt=fmt, version=version, suffixes=SUFFIXES)
 
 
 def pack_linear(name: str, weight: QuantizedWeight) -> dict[str, Tensor]:
