@@ -36,11 +36,6 @@ class LoadedWeights:
         self.held_bytes = held_bytes  # by which the device's memory grew when they were loaded
 
     @property
-    def folder(self) -> Path:
-        """Where the checkpoint is."""
-        return self.prepared.folder
-
-    @property
     def geometry(self) -> ModelGeometry:
         """Layers, heads, head dimensions, windows."""
         return self.prepared.geometry
@@ -59,15 +54,6 @@ class LoadedWeights:
     def digest(self) -> str:
         """Digest of all tensors of the checkpoint."""
         return self.prepared.digest
-
-    @property
-    def tokenizer(self) -> Any:
-        """The model's tokenizer.
-
-        Raises:
-            ModelError: the folder has none that loads without running its code.
-        """
-        return self.prepared.tokenizer
 
     def step_rows(self, count: int) -> int:
         """Rows to pad a step of `count` tokens to: results then don't depend on the batch."""
