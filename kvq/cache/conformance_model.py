@@ -49,7 +49,6 @@ class Step:
 
     @property
     def tokens(self) -> int:
-        """New tokens."""
         return sum(self.query_lens)
 
     @property
@@ -106,7 +105,6 @@ class Trial:
         return plan_layout(_GEOMETRY, recipe, block_size=BLOCK_SIZE, order=self.order)
 
     def cache(self, host_slots: list[int] | None = None) -> CacheBackend:
-        """A new, empty backend."""
         return self.make(
             self.layout, num_blocks=list(self.num_blocks), device=self.device, host_slots=host_slots
         )
@@ -154,7 +152,6 @@ class Trial:
     def attend(
         self, cache: CacheBackend, step: Step, layer: int, options: AttentionOptions
     ) -> tuple[Tensor, Tensor]:
-        """Let the backend attend."""
         return cache.attend(
             layer,
             self.queries(step, layer).to(self.device),

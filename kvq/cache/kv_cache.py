@@ -123,7 +123,6 @@ class KVCache(BlockCache):
         return rows
 
     def copy(self, group: int, pairs: Sequence[tuple[int, int]]) -> None:
-        """`copy_blocks` in one group."""
         self._check_blocks(group, [block for pair in pairs for block in pair])
         self._copy[group].run(self._parts[group], pairs)
 

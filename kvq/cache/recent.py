@@ -20,11 +20,9 @@ class RecentRows:
 
     @property
     def nbytes(self) -> int:
-        """Bytes allocated for all layers."""
         return sum(tail.k.nbytes + tail.v.nbytes for tail in self._layers.values())
 
     def clear(self) -> None:
-        """Forget all tokens."""
         self._layers.clear()
 
     def take(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -72,7 +70,6 @@ class _Tail:
         self.held = self.end = 0
 
     def push(self, k: Tensor, v: Tensor, limit: int) -> tuple[Tensor, Tensor]:
-        """See `RecentRows.take`."""
         count, room = k.shape[2], self.k.shape[2]
         if self.held + count > room:
             exact = [torch.cat((old, new), dim=2) for old, new in zip(self._rows(), (k, v), strict=True)]

@@ -64,7 +64,6 @@ class BatchRows:
 
     @property
     def batch(self) -> int:
-        """Number of rows."""
         return len(self.sequences)
 
     def start(self, batch: int) -> None:

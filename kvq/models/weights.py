@@ -37,22 +37,18 @@ class LoadedWeights:
 
     @property
     def geometry(self) -> ModelGeometry:
-        """Layers, heads, head dimensions, windows."""
         return self.prepared.geometry
 
     @property
     def device(self) -> torch.device:
-        """Where they are."""
         return self.prepared.device
 
     @property
     def max_context(self) -> int:
-        """Tokens."""
         return self.prepared.max_context
 
     @property
     def digest(self) -> str:
-        """Digest of all tensors of the checkpoint."""
         return self.prepared.digest
 
     def step_rows(self, count: int) -> int:

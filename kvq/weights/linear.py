@@ -39,7 +39,6 @@ class PackedLinear(nn.Module):
         return output.view(*input.shape[:-1], self.out_features)
 
     def extra_repr(self) -> str:
-        """Shape and backend."""
         return f"{self.in_features}, {self.out_features}, {self.backend}"
 
 
@@ -61,7 +60,6 @@ class QuantizedLinear(PackedLinear):
         self.fmt = weight.fmt
 
     def extra_repr(self) -> str:
-        """Shape, backend and format."""
         return f"{super().extra_repr()}, {self.fmt.name}"
 
 

@@ -41,7 +41,6 @@ def pack_linear(name: str, weight: QuantizedWeight) -> dict[str, Tensor]:
 
 
 def read_linear(layer: LayerScheme, name: str, tensors: Mapping[str, Tensor]) -> QuantizedWeight:
-    """One layer's weight from its tensors; see `kvq.weights.files.read_linear`."""
     words = take_matrix(tensors, f"{name}.qweight", (torch.int32,))  # [in, out / 8]
     inputs, out = words.shape[0], words.shape[1] * _COLUMNS
     groups = layer.fmt.groups(inputs)
@@ -57,6 +56,5 @@ def read_linear(layer: LayerScheme, name: str, tensors: Mapping[str, Tensor]) ->
 
 
 def stored_shape(layer: LayerScheme, name: str, tensors: Mapping[str, Tensor]) -> tuple[int, int]:
-    """[out, in] of a layer's weight, without its codes."""
     inputs, words = tensors[f"{name}.qweight"].shape
     return words * _COLUMNS, inputs

@@ -46,7 +46,6 @@ def pack_linear(name: str, weight: QuantizedWeight) -> dict[str, Tensor]:
 
 
 def read_linear(layer: LayerScheme, name: str, tensors: Mapping[str, Tensor]) -> QuantizedWeight:
-    """One layer's weight from its tensors; see `kvq.weights.files.read_linear`."""
     fmt, bits = layer.fmt, layer.fmt.code.bits
     words = take_matrix(tensors, f"{name}.qweight", (torch.int32,))  # [words of in, out]
     out = words.shape[1]
@@ -62,7 +61,6 @@ def read_linear(layer: LayerScheme, name: str, tensors: Mapping[str, Tensor]) ->
 
 
 def stored_shape(layer: LayerScheme, name: str, tensors: Mapping[str, Tensor]) -> tuple[int, int]:
-    """[out, in] of a layer's weight, without its codes."""
     words, out = tensors[f"{name}.qweight"].shape
     return out, words * WORD_BITS // layer.fmt.code.bits
 
