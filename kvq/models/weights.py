@@ -13,12 +13,11 @@ from kvq.geometry import ModelGeometry
 from kvq.models.device import pick_dtype
 from kvq.models.fused_layers import is_fused
 from kvq.models.linear import invariant_rows, pack_linears, padded_rows
-from kvq.models.modules import import_class, load_module
+from kvq.models.modules import import_class, load_module, pin_rope
 from kvq.models.norms import fuse_norms
 from kvq.models.prepared import PreparedModel
 from kvq.models.quantized import load_quantized, load_rounded
 from kvq.models.resolve import ModelSource, hub_name
-from kvq.models.rope import pin_rope
 from kvq.models.skeleton import build_skeleton, check_runs
 from kvq.sizes import decimal
 from kvq.weights.manifest import MANIFEST, verify_manifest
