@@ -30,7 +30,7 @@ _log = logging.getLogger("kvq")
 class _StandIn(Tensor):
     """A tensor without memory, which stays so wherever a loader moves it."""
 
-    def to(self, *_: object, dtype: torch.dtype | None = None, **__: bool) -> Tensor:
+    def to(self, *_: object, dtype: torch.dtype | None = None, **__: object) -> Tensor:
         return torch.empty(self.shape, dtype=dtype or self.dtype, device="meta")
 
 
