@@ -110,7 +110,7 @@ def tune_linear(
     key = tiles.table_key(name, rows, shapes.device_name(device))
     tried, watches = [], []
     for tile in candidates(rows):
-        with tiles.using(key, tile):
+        with shapes.using(key, tile):
             try:
                 _error(name, layers[0], x, weight, {name: codes})
             except (RuntimeError, KVQError):  # more registers or shared memory than there are, or wrong
