@@ -178,7 +178,6 @@ class Intake:
         reused = max(0, params.prompt_logprobs_start - 1)  # the token before the first one has its row
         rows = max(16, _PROMPT_LOGPROB_BYTES // (4 * self._model.geometry.vocab_size))
         return {
-            "reuse": reused > 0,
             "max_reuse": reused,
             "max_chunk": rows if num_tokens - reused > rows else None,
         }
