@@ -70,7 +70,7 @@ def blocks(
         f"{filled.median_length} tokens, block {block_size}.\n"
         f"One buffer of {filled.longest:,} tokens each: {filled.contiguous_mean:.1%}."
     )
-    write_rows(rows, json_path, utilization=asdict(filled))
+    write_rows(rows, json_path, facts={"utilization": asdict(filled)})
 
 
 def _print(rows: list[dict[str, Any]]) -> None:

@@ -78,7 +78,7 @@ def serve(
     plan = Plan(make_load=_load_of(asked), users=asked.concurrency, repeats=repeats)
     words = asdict(asked)
     words = {"users": words.pop("concurrency"), **words}
-    with FinishedRows(json_path, partial(result_of, load=words), _print) as finished:
+    with FinishedRows(json_path, partial(result_of, facts={"load": words}), _print) as finished:
         with named_progress() as named:
             progress = partial(named, "serving")
             if url is None:

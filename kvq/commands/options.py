@@ -5,7 +5,7 @@ import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, TypedDict, TypeVar, Unpack
 
 import click
 from click.core import ParameterSource
@@ -20,116 +20,127 @@ from kvq.sizes import parse_bytes
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 
 
+class _Attributes(TypedDict, total=False):
+    """What `click.option` takes, as far as commands here use it."""
+
+    type: Any
+    default: Any
+    help: str
+    metavar: str
+    is_flag: bool
+    flag_value: str
+    multiple: bool
+    required: bool
+    callback: Callable[..., Any]
+
+
+def option(*names: str, **attributes: Unpack[_Attributes]) -> Any:
+    """A field of a dataclass that is an option of the command which takes it by `gathered`.
+
+    Its default, if it has one, is shown.
+    """
+    return dataclasses.field(metadata={"names": names, "attributes": {"show_default": True, **attributes}})
+
+
+def gathered(kind: type[Any], name: str) -> Callable[[_Command], _Command]:
+    """Give a command one value of a frozen dataclass, called `name`, in place of options.
+
+    Fields made by `option` are its options; others take what options below this name give.
+    """
+
+    def gather(command: _Command) -> _Command:
+        fields = dataclasses.fields(kind)
+
+        @functools.wraps(command)
+        def wrapped(**values: Any) -> Any:
+            return command(**{name: kind(**{one.name: values.pop(one.name) for one in fields})}, **values)
+
+        for one in reversed(fields):
+            if one.metadata:
+                add = click.option(one.name, *one.metadata["names"], **one.metadata["attributes"])
+                wrapped = add(wrapped)
+        return wrapped  # type: ignore[return-value]
+
+    return gather
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelOptions:
     """How a command was told to load its model."""
 
-    model: str
-    device: str
-    dtype: str
-    max_model_len: int | None
-    weights: str
-    block_size: int
-    backend: str
-    cache: str
-    revision: str | None
-    token: str | None
-    scales: str | None
-    calibrate_on_load: bool
+    model: str = option(
+        *("--model", "-m"),
+        type=MODEL,
+        default="tiny",
+        help="Folder, hub name, or 'tiny', the embedded model.",
+    )
+    device: str = option("--device", default="auto", help="auto, cpu or cuda.")
+    dtype: str = option(
+        "--dtype",
+        default="auto",
+        help="Of the weights: auto (fp32 on a CPU, the checkpoint's on a GPU), fp32, bf16, fp16.",
+    )
+    max_model_len: int | None = option(
+        "--max-model-len",
+        type=click.IntRange(min=1),
+        help="Longest context in tokens; pins longrope and dynamic RoPE.",
+    )
+    weights: str = option(
+        *("--weights", "--quantization"),
+        default="auto",
+        help="Round Linear layers on load: fp8, int8, int4, int4_gN, w8a8 ...; auto: as stored.",
+    )
+    block_size: int = option(
+        "--block-size", type=click.IntRange(1, 4096), default=32, help="Tokens per block."
+    )
+    backend: str = option(
+        "--backend",
+        default="auto",
+        help="Kernels: auto, triton, cpu, cpu-fp32 or reference; see `kvq doctor`.",
+    )
+    cache: str = option(
+        "--cache",
+        default="kvq",
+        help="Cache backend: kvq, dense (unquantized), or an installed package's.",
+    )
+    revision: str | None = option("--revision", help="Branch, tag or commit of a hub model.")
+    token: str | None = option("--token", help="Hub token for gated or private models.")
+    scales: str | None = option(
+        "--scales", type=click.Path(), help="A kvq.json with static scales, for the per-head formats."
+    )
+    calibrate_on_load: bool = option(
+        "--calibrate-on-load", is_flag=True, help="Make static scales now, from CPython's help topics."
+    )
 
     def load_options(self) -> dict[str, Any]:
         """Keyword arguments of `kvq.models.prepared.prepare`."""
-        return {
-            "device": self.device,
-            "dtype": self.dtype,
-            "max_context": self.max_model_len,
-            "weights": self.weights,
-            "block_size": self.block_size,
-            "backend": self.backend,
-            "cache": self.cache,
-            "revision": self.revision,
-            "token": self.token,
-        }
+        given = dataclasses.asdict(self)
+        for name in ("model", "scales", "calibrate_on_load"):
+            del given[name]
+        return {"max_context": given.pop("max_model_len"), **given}
 
 
-def model_options(command: _Command) -> _Command:
-    """Add the options of `ModelOptions`; the command gets them as `model_options`."""
-    options = [
-        click.option(
-            "--model",
-            "-m",
-            type=MODEL,
-            default="tiny",
-            show_default=True,
-            help="Folder, hub name, or 'tiny', the embedded model.",
-        ),
-        click.option("--device", default="auto", show_default=True, help="auto, cpu or cuda."),
-        click.option(
-            "--dtype",
-            default="auto",
-            show_default=True,
-            help="Of the weights: auto (fp32 on a CPU, the checkpoint's on a GPU), fp32, bf16, fp16.",
-        ),
-        click.option(
-            "--max-model-len",
-            type=click.IntRange(min=1),
-            help="Longest context in tokens; pins longrope and dynamic RoPE.",
-        ),
-        click.option(
-            "--weights",
-            "--quantization",
-            default="auto",
-            show_default=True,
-            help="Round Linear layers on load: fp8, int8, int4, int4_gN, w8a8 ...; auto: as stored.",
-        ),
-        click.option(
-            "--block-size",
-            type=click.IntRange(1, 4096),
-            default=32,
-            show_default=True,
-            help="Tokens per block.",
-        ),
-        click.option(
-            "--backend",
-            default="auto",
-            show_default=True,
-            help="Kernels: auto, triton, cpu, cpu-fp32 or reference; see `kvq doctor`.",
-        ),
-        click.option(
-            "--cache",
-            default="kvq",
-            show_default=True,
-            help="Cache backend: kvq, dense (unquantized), or an installed package's.",
-        ),
-        click.option("--revision", help="Branch, tag or commit of a hub model."),
-        click.option("--token", help="Hub token for gated or private models."),
-        click.option(
-            "--scales", type=click.Path(), help="A kvq.json with static scales, for the per-head formats."
-        ),
-        click.option(
-            "--calibrate-on-load", is_flag=True, help="Make static scales now, from CPython's help topics."
-        ),
-    ]
-    command = gathered(ModelOptions, "model_options")(command)
-    for option in reversed(options):
-        command = option(command)
-    return command
+model_options = gathered(ModelOptions, "model_options")
 
 
-def gathered(kind: type[Any], name: str) -> Callable[[_Command], _Command]:
-    """Give a command one value of a frozen dataclass, called `name`, in place of the options its fields are
-    called after; goes below these.
-    """
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WindowOptions:
+    """How a text is cut and computed, and whether it can show damage: fields of `TokenPlan`."""
 
-    def gather(command: _Command) -> _Command:
-        @functools.wraps(command)
-        def wrapped(**values: Any) -> Any:
-            own = {field.name: values.pop(field.name) for field in dataclasses.fields(kind)}
-            return command(**{name: kind(**own)}, **values)
-
-        return wrapped  # type: ignore[return-value]
-
-    return gather
+    context: int = option("--context", default=1024, help="Tokens per window; windows are documents.")
+    max_windows: int | None = option(
+        "--max-windows",
+        type=click.IntRange(min=1),
+        help="Stop after this many windows.  [default: the whole text]",
+    )
+    chunk: int | None = option(
+        "--chunk", type=click.IntRange(min=1), help="Prefill tokens per step.  [default: as many as fit]"
+    )
+    instrument: bool = option(
+        "--instrument",
+        is_flag=True,
+        help="Also check that model and text can show damage; exit 1 if not.",
+    )
 
 
 def text_options(default: str) -> Callable[[_Command], _Command]:
@@ -144,25 +155,6 @@ def text_options(default: str) -> Callable[[_Command], _Command]:
         help="Field of a row of --text that is the text.  [default: text, content, prompt or messages]",
     )
     return lambda command: text(field(command))
-
-
-def window_options(command: _Command) -> _Command:
-    """Add --context, --max-windows and --chunk: how a text is cut and computed."""
-    count = click.IntRange(min=1)
-    for option in (
-        click.option("--chunk", type=count, help="Prefill tokens per step.  [default: as many as fit]"),
-        click.option(
-            "--max-windows", type=count, help="Stop after this many windows.  [default: the whole text]"
-        ),
-        click.option(
-            "--context",
-            default=1024,
-            show_default=True,
-            help="Tokens per window; windows are documents.",
-        ),
-    ):
-        command = option(command)
-    return command
 
 
 def model_argument(command: _Command) -> _Command:

@@ -1,6 +1,6 @@
 """How likely continuations are after their contexts, many at a time on one engine."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -8,9 +8,9 @@ import torch
 from kvq.blockmgr import Sequence as BlockSequence
 from kvq.engine import LLM, RequestOutput, SamplingParams
 from kvq.errors import KVQError, RequestError
+from kvq.evals.divergence import UNWATCHED, Progress
 from kvq.models import Model, Session
 
-Progress = Callable[[int, int], object]  # (done, in all)
 Tokens = Sequence[int]
 
 _WAVE_TOKENS = 1 << 20  # prompt tokens of requests that are kept at once, results included
@@ -26,7 +26,7 @@ class Score:
 
 
 def score_continuations(
-    llm: LLM, pairs: Sequence[tuple[Tokens, Tokens]], *, progress: Progress = lambda done, total: None
+    llm: LLM, pairs: Sequence[tuple[Tokens, Tokens]], *, progress: Progress = UNWATCHED.progress
 ) -> list[Score]:
     """Score (context, continuation) pairs of token ids, neither of them empty, in their order.
 
@@ -66,7 +66,7 @@ def generate(
     prompts: Sequence[Tokens],
     params: Sequence[SamplingParams],
     *,
-    progress: Progress = lambda done, total: None,
+    progress: Progress = UNWATCHED.progress,
 ) -> list[RequestOutput]:
     """`llm.generate`, where no request may fail.
 
