@@ -3,6 +3,7 @@
 import dataclasses
 import sys
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -160,21 +161,22 @@ def _check(
 def _notes(heads: "list[HeadSummary]") -> list[str]:
     """What stands out, a line each."""
     notes = []
-    for what, name, why in (
-        ("outlier channels", "outlier_channels", "rotated formats spread them over the row"),
-        ("huge biases", "biased_channels", "--centered, or kvq tune, takes them out"),
+    for what, channels, size, why in (
+        (
+            "outlier channels",
+            "outlier_channels",
+            "largest_outlier",
+            "rotated formats spread them over the row",
+        ),
+        ("huge biases", "biased_channels", "largest_bias", "--centered, or kvq tune, takes them out"),
     ):
-        found = [row for row in heads if getattr(row, name)]
-        if not found:
+        if not (found := [row for row in heads if getattr(row, channels)]):
             continue
-        most = max(
-            found, key=lambda row: row.largest_outlier if name == "outlier_channels" else row.largest_bias
-        )
-        size = most.largest_outlier if name == "outlier_channels" else most.largest_bias
-        count = sum(len(getattr(row, name)) for row in found)
+        most = max(found, key=attrgetter(size))
+        count = sum(len(getattr(row, channels)) for row in found)
         layers = sorted({f"{row.part.upper()}{row.layer}" for row in found}, key=lambda x: (x[0], int(x[1:])))
         notes.append(
             f"{what}: {count} channels in {', '.join(layers)}; the largest, in {most.part.upper()} of layer "
-            f"{most.layer}, head {most.head}, is {size:.1f} times the median channel ({why})"
+            f"{most.layer}, head {most.head}, is {getattr(most, size):.1f} times the median channel ({why})"
         )
     return notes

@@ -98,4 +98,5 @@ def _write(path: str | None, paths: tuple[str, str], results: tuple[Any, Any], f
         name: {"path": one, **{key: result.get(key) for key in keys}}
         for name, one, result in zip("ab", paths, results, strict=True)
     }
-    write_rows(found.differences, path, facts=origins | found.to_json())
+    told = {"warnings": found.warnings, "only_in_a": found.only_in_a, "only_in_b": found.only_in_b}
+    write_rows(found.differences, path, facts=origins | told)

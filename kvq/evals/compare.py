@@ -1,7 +1,7 @@
 """Two results side by side: what changed from one to the other."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from kvq.errors import ConfigError
@@ -48,12 +48,6 @@ class Comparison:
     only_in_a: list[str]  # rows
     only_in_b: list[str]
     differences: list[Difference]
-
-    def to_json(self) -> dict[str, Any]:
-        """The keys that `kvq compare --json` writes beside its rows."""
-        found = asdict(self)
-        del found["differences"]
-        return found
 
 
 def compare(a: Mapping[str, Any], b: Mapping[str, Any]) -> Comparison:

@@ -56,13 +56,16 @@ def render(result: dict[str, Any], samples: dict[str, str]) -> str:
     first = rows[0]
     measured = f", {first['tokens']:,} predicted tokens" if "tokens" in first else ""
     documents = f", {first['documents']} documents" if "documents" in first else ""
+    drawn = ""
+    if "resamples" in result:
+        drawn = f" Intervals are at 95%, from {result['resamples']:,} resamples of documents."
     parts = [
         f"<h1>What KV formats save and cost: {escape(result['model'])}</h1>",
         _verdicts(rows) if is_eval else f"<p>{_summary(rows)}</p>",
         f'<p class="small">On {escape(result["text"])}{measured} (windows of {result["context"]}'
         f"{documents}). {escape(result['device'])}, {escape(result['date'])}. Against {escape(first['kv'])}; "
         f"every token went through kvq's own write-then-read path: quantized into "
-        f"blocks first, attended from there.{_intervals(result)}</p>",
+        f"blocks first, attended from there.{drawn}</p>",
         *(f'<p class="{"good" if ok else "bad"}">{escape(line)}</p>' for ok, line in outcomes(result)),
         "" if is_eval else drawing(perplexity_figure, result),
         *_sections(result),
@@ -72,12 +75,6 @@ def render(result: dict[str, Any], samples: dict[str, str]) -> str:
         _digests(result),
     ]
     return page(f"kvq: {result['model']}", parts)
-
-
-def _intervals(result: dict[str, Any]) -> str:
-    if "resamples" not in result:
-        return ""
-    return f" Intervals are at 95%, from {result['resamples']:,} resamples of documents."
 
 
 def _sections(result: dict[str, Any]) -> list[str]:

@@ -13,6 +13,12 @@ _KEYS = {"needle": ("needle_summary", "needle")}  # of a task that puts rows und
 _RUN_KEYS = ("seconds", "intervals")  # of a row, not of what it measured
 _KV: Columns = {"kv": ("kv", "")}
 _SECONDS: Columns = {"seconds": ("seconds", ".1f")}
+_PERPLEXITY: Columns = {
+    **_KV,
+    **SIZES,
+    "perplexity": ("perplexity", ".3f"),
+    "perplexity_change": ("change", "+.3%"),
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -87,10 +93,7 @@ def _plain_perplexity(rows: list[Row]) -> Section:
     cut = "{kv}, {attention_window}-token window"
     named = [row | {"kv": cut.format_map(row)} if row["attention_window"] else row for row in rows]
     columns = {
-        **_KV,
-        **SIZES,
-        "perplexity": ("perplexity", ".3f"),
-        "perplexity_change": ("change", "+.3%"),
+        **_PERPLEXITY,
         "kl_mean": ("KL mean", ".6f"),
         "kl_p999": ("KL 99.9%", ".4f"),
         "top1_agreement": ("top-1", ".2%"),
@@ -100,14 +103,7 @@ def _plain_perplexity(rows: list[Row]) -> Section:
 
 
 def _perplexity(rows: list[Row]) -> Section:
-    columns = {
-        **_KV,
-        **SIZES,
-        "perplexity": ("perplexity", ".3f"),
-        "perplexity_change": ("change", "+.3%"),
-        "verdict": ("what that says", ""),
-        **_SECONDS,
-    }
+    columns = {**_PERPLEXITY, "verdict": ("what that says", ""), **_SECONDS}
     return _section("perplexity", "Perplexity", rows, columns)
 
 
