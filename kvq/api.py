@@ -20,7 +20,7 @@ from kvq.evals.divergence import Keep, Progress, TokenPlan, Watch
 from kvq.formats import KVRecipe
 from kvq.models import Model
 from kvq.models.model import load_prepared
-from kvq.models.prepared import find_scales, prepare
+from kvq.models.prepared import LoadOptions, find_scales, prepare
 
 
 @checked
@@ -30,7 +30,7 @@ def load(
     *,
     scales: str | Path | None = None,
     calibrate_on_load: bool = False,
-    **options: Any,
+    **options: Unpack[LoadOptions],
 ) -> Model:
     """Load a model and choose its KV format; see `kvq.models.load` for the options.
 

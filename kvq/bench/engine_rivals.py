@@ -44,7 +44,7 @@ def open_rivals(
     loaded = load_rival(model)
     for name in names:
         try:
-            rival = _make(name, loaded, limits, model.block_size)
+            rival = _make(name, loaded, limits, model.layout.block_size)
             tokens = rival.generate(requests)
             if isinstance(rival, ContinuousBatching):
                 rival.choose_attention(requests)

@@ -58,7 +58,7 @@ class KvqServer:
         self.kv = kv
         blocks = limits.num_blocks
         if blocks is None and limits.kv_memory is None:
-            blocks = limits.blocks_for(requests, model.block_size)
+            blocks = limits.blocks_for(requests, model.layout.block_size)
         self.llm = LLM(
             model,
             kv,

@@ -17,7 +17,7 @@ from kvq.errors import ConfigError, EngineError
 
 Progress = Callable[[int, int], object]
 Keep = Callable[[Callable[[], list[dict[str, Any]]]], object]  # takes a function that makes the rows so far
-MakeLoad = Callable[[int, int], Load]  # vocabulary and longest context to a load
+MakeLoad = Callable[..., Load]  # of `vocab_size` and `max_context`
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -102,7 +102,7 @@ async def bench_serve(
 async def _measure(
     servers: Sequence[_Server], model: dict[str, Any], plan: Plan, progress: Progress, keep: Keep
 ) -> list[dict[str, Any]]:
-    load = plan.make_load(model["vocab_size"], model["max_model_len"])
+    load = plan.make_load(vocab_size=model["vocab_size"], max_context=model["max_model_len"])
     total, done = len(servers) * plan.repeats * load.num_requests, 0
 
     def count(_: int, __: int) -> None:

@@ -63,7 +63,7 @@ def fit_costs(steps: Sequence[StepStats], model: Model) -> dict[str, Any] | None
 
 def _parameters(model: Model) -> Parameters | None:
     try:
-        return count_parameters(read_json(model.weights.folder / "config.json"), model.geometry)
+        return count_parameters(read_json(model.prepared.folder / "config.json"), model.geometry)
     except ConfigError:
         return None
 

@@ -15,7 +15,6 @@ def bench_write(
     workload: Workload,
     formats: Sequence[str],
     *,
-    backend: str = "auto",
     repeats: int = 20,
     progress: Callable[[], None] = lambda: None,
 ) -> list[dict[str, Any]]:
@@ -28,7 +27,7 @@ def bench_write(
     rows: list[dict[str, Any]] = []
     tokens = len(workload.contexts) * workload.new
     for kv in formats:
-        cache, batch, copies = filled_cache(workload, kv, backend)
+        cache, batch, copies = filled_cache(workload, kv, workload.backend)
         shape = (tokens, workload.kv_heads, workload.head_dim)
         source = torch.Generator().manual_seed(workload.seed + 2)
         k, v = (torch.randn(shape, generator=source).to(workload.device, workload.dtype) for _ in range(2))

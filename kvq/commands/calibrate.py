@@ -27,36 +27,30 @@ class Asked:
 
     text: str | None
     text_field: str | None
-    out: str = option("--out", default="kvq.json", type=click.Path(), help="Where to write the recipe.")
+    out: str = option("kvq.json", "Where to write the recipe.", type=click.Path())
     centered: bool = option(
-        "--centered",
-        is_flag=True,
-        help="Store int4 and int2 without the means of K and V, which cost no bytes then.",
+        False, "Store int4 and int2 without the means of K and V, which cost no bytes then."
     )
     context: int | None = option(
-        "--context", type=int, help="Tokens per window.  [default: 1024, or what the model takes]"
+        None, "Tokens per window.  [default: 1024, or what the model takes]", type=int
     )
-    max_windows: int = option("--max-windows", default=32, help="Windows taken, spread over the text.")
+    max_windows: int = option(32, "Windows taken, spread over the text.")
     check: str | None = option(
-        "--check", type=click.Path(), help="Another text: are the scales fit for it? Exit 1 if they are not."
+        None, "Another text: are the scales fit for it? Exit 1 if they are not.", type=click.Path()
     )
     fp8_out: str | None = option(
-        "--fp8-out",
-        type=click.Path(),
-        help="FP8 scales per tensor for other engines: .safetensors or .json.",
+        None, "FP8 scales per tensor for other engines: .safetensors or .json.", type=click.Path()
     )
     json_path: str | None = option(
-        "--json", type=click.Path(), help="Write what was seen of every head as JSON."
+        None, "Write what was seen of every head as JSON.", names="--json", type=click.Path()
     )
-    device: str = option("--device", default="auto", help="auto, cpu or cuda.")
-    dtype: str = option("--dtype", default="auto", help="Of the weights: auto, fp32, bf16 or fp16.")
+    device: str = option("auto", "auto, cpu or cuda.")
+    dtype: str = option("auto", "Of the weights: auto, fp32, bf16 or fp16.")
     max_model_len: int | None = option(
-        "--max-model-len",
-        type=click.IntRange(min=1),
-        help="Longest context in tokens; pins longrope and dynamic RoPE.",
+        None, "Longest context in tokens; pins longrope and dynamic RoPE.", type=click.IntRange(min=1)
     )
-    revision: str | None = option("--revision", help="Branch, tag or commit of a hub model.")
-    token: str | None = option("--token", help="Hub token for gated or private models.")
+    revision: str | None = option(None, "Branch, tag or commit of a hub model.")
+    token: str | None = option(None, "Hub token for gated or private models.")
 
 
 @click.command(name="calibrate")

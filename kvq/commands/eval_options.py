@@ -1,6 +1,5 @@
 """Options of `kvq eval`, by what they are of."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -13,16 +12,18 @@ if TYPE_CHECKING:
     from kvq.evals.lm_eval_loading import LMEvalPlan
     from kvq.evals.needle import NeedlePlan
 
-_COUNT = click.IntRange(min=1)
+_COUNT, _SHARE = click.IntRange(min=1), click.FloatRange(0, 1)
 
 
-def _numbers(of: Any) -> Callable[..., Any]:
-    """A callback that reads numbers separated by commas."""
+class _Several(click.ParamType):  # type: ignore[type-arg]
+    """Numbers separated by commas."""
 
-    def read(ctx: click.Context, param: click.Parameter, value: str | None) -> Any:
-        return None if value is None else tuple(of.convert(word, param, ctx) for word in value.split(","))
+    def __init__(self, one: click.IntRange | click.FloatRange, name: str) -> None:
+        self._one, self.name = one, name
 
-    return read
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """The numbers."""
+        return tuple(self._one.convert(word, param, ctx) for word in value.split(","))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,27 +33,28 @@ class Asked:
     text: str | None
     text_field: str | None
     tasks: str = option(
-        "--tasks",
-        default="perplexity,kl",
-        help="Separated by commas: perplexity, kl, generation, attention, needle, and lm_eval:TASK, a task, "
-        "a pattern or a YAML file of lm-eval.",
+        "perplexity,kl",
+        (
+            "Separated by commas: perplexity, kl, generation, attention, needle, and lm_eval:TASK, a task, "
+            "a pattern or a YAML file of lm-eval."
+        ),
     )
     gates: tuple[str, ...] = option(
-        "--gate",
+        (),
+        (
+            "Exit 1 unless it holds: 'kl_mean<0.01', 'int4:perplexity_change_high<=1%', "
+            "'needle.retrieved>=0.95' over the whole grid, 'lm_eval:TASK.acc>=0.6', "
+            "'lm_eval.acc_change>=-1%' against the baseline. May be repeated."
+        ),
+        names="--gate",
         multiple=True,
-        metavar="EXPR",
-        help="Exit 1 unless it holds: 'kl_mean<0.01', 'int4:perplexity_change_high<=1%', "
-        "'needle.retrieved>=0.95' over the whole grid, 'lm_eval:TASK.acc>=0.6', 'lm_eval.acc_change>=-1%' "
-        "against the baseline. May be repeated.",
     )
-    attention_windows: int = option(
-        "--attention-windows", type=_COUNT, default=8, help="Windows for the attention error."
-    )
-    resamples: int = option("--resamples", default=2000, help="Of documents, for 95% intervals.")
-    seed: int = option("--seed", type=click.IntRange(min=0), default=0, help="Of resampling and of needles.")
-    json_path: str | None = option("--json", type=click.Path(), help="Write everything as JSON.")
+    attention_windows: int = option(8, "Windows for the attention error.", type=_COUNT)
+    resamples: int = option(2000, "Of documents, for 95% intervals.")
+    seed: int = option(0, "Of resampling and of needles.", type=click.IntRange(min=0))
+    json_path: str | None = option(None, "Write everything as JSON.", names="--json", type=click.Path())
     html_path: str | None = option(
-        "--html", type=click.Path(), help="Write a page that needs no other file, JSON beside it."
+        None, "Write a page that needs no other file, JSON beside it.", names="--html", type=click.Path()
     )
 
 
@@ -60,50 +62,36 @@ class Asked:
 class TaskOptions:
     """Of single tasks; those of lm_eval are called as lm-eval calls them."""
 
-    prompts: int = option("--prompts", type=_COUNT, default=32, help="Of generation.")
-    prompt_tokens: int = option("--prompt-tokens", type=_COUNT, default=128, help="Per prompt.")
-    new_tokens: int = option("--new-tokens", type=_COUNT, default=64, help="Generated after each.")
+    prompts: int = option(32, "Of generation.", type=_COUNT)
+    prompt_tokens: int = option(128, "Per prompt.", type=_COUNT)
+    new_tokens: int = option(64, "Generated after each.", type=_COUNT)
     needle_lengths: tuple[int, ...] | None = option(
-        "--needle-lengths",
-        metavar="N,...",
-        callback=_numbers(_COUNT),
-        help="Tokens of prompt and answer.  [default: those of 512,1024,2048,4096 that model and text allow]",
+        None,
+        "Tokens of prompt and answer.  [default: those of 512,1024,2048,4096 that model and text allow]",
+        type=_Several(_COUNT, "n,..."),
     )
     needle_depths: tuple[float, ...] = option(
-        "--needle-depths",
-        metavar="X,...",
-        callback=_numbers(click.FloatRange(0, 1)),
-        default="0,0.25,0.5,0.75,1",
-        help="Shares of the text before the needle.",
+        "0,0.25,0.5,0.75,1", "Shares of the text before the needle.", type=_Several(_SHARE, "x,...")
     )
-    needle_trials: int = option(
-        "--needle-trials", type=_COUNT, default=10, help="Prompts per length and depth."
-    )
+    needle_trials: int = option(10, "Prompts per length and depth.", type=_COUNT)
     needle: str | None = option(
-        "--needle",
-        metavar="TEXT",
-        help="A sentence with {key} and {value}, or 'tokens', random ones.  [default: The secret number of "
-        "{key} is {value}.]",
+        None,
+        (
+            "A sentence with {key} and {value}, or 'tokens', random ones.  [default: The secret number of "
+            "{key} is {value}.]"
+        ),
     )
-    needle_distractors: int = option(
-        "--needle-distractors", type=click.IntRange(min=0), default=0, help="Needles with other keys."
-    )
-    include_path: str | None = option(
-        "--include-path", type=click.Path(), help="Folder with more task files for lm_eval."
-    )
-    limit: int | None = option("--limit", type=_COUNT, help="Samples of each lm_eval task.  [default: all]")
+    needle_distractors: int = option(0, "Needles with other keys.", type=click.IntRange(min=0))
+    include_path: str | None = option(None, "Folder with more task files for lm_eval.", type=click.Path())
+    limit: int | None = option(None, "Samples of each lm_eval task.  [default: all]", type=_COUNT)
     num_fewshot: int | None = option(
-        "--num-fewshot",
-        type=click.IntRange(min=0),
-        help="Examples before each question of lm_eval.  [default: the task's]",
+        None, "Examples before each question of lm_eval.  [default: the task's]", type=click.IntRange(min=0)
     )
-    apply_chat_template: bool = option(
-        "--apply-chat-template", is_flag=True, help="Ask lm_eval's questions as a chat."
-    )
+    apply_chat_template: bool = option(False, "Ask lm_eval's questions as a chat.")
     kv_memory: str | None = option(
-        "--kv-memory",
+        None,
+        "KV pool for lm_eval, such as 2GiB; one format at a time.  [default: from free memory]",
         type=Size(),
-        help="KV pool for lm_eval, such as 2GiB; one format at a time.  [default: from free memory]",
     )
 
     def generation_plan(self) -> "GenerationPlan":

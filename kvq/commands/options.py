@@ -5,7 +5,8 @@ import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypedDict, TypeVar, Unpack
+from pathlib import Path
+from typing import Any, TypeVar
 
 import click
 from click.core import ParameterSource
@@ -20,45 +21,41 @@ from kvq.sizes import parse_bytes
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 
 
-class _Attributes(TypedDict, total=False):
-    """What `click.option` takes, as far as commands here use it."""
+def option(
+    default: Any = None, help: str | None = None, *, type: Any = None, names: str = "", multiple: bool = False
+) -> Any:
+    """A field of a frozen dataclass that is an option of the commands which take one, by `gathered`.
 
-    type: Any
-    default: Any
-    help: str
-    metavar: str
-    is_flag: bool
-    flag_value: str
-    multiple: bool
-    required: bool
-    callback: Callable[..., Any]
-
-
-def option(*names: str, **attributes: Unpack[_Attributes]) -> Any:
-    """A field of a dataclass that is an option of the command which takes it by `gathered`.
-
-    Its default, if it has one, is shown.
+    It is called as the field is, unless `names` has spellings with blanks between. True or False as the
+    default makes a flag. Defaults are shown, but for flags that are off.
     """
-    return dataclasses.field(metadata={"names": names, "attributes": {"show_default": True, **attributes}})
+    attributes = {
+        "default": default,
+        "help": help,
+        "type": type,
+        "multiple": multiple,
+        "is_flag": isinstance(default, bool),
+        "show_default": default is not None and default is not False and default != (),
+    }
+    return dataclasses.field(default=default, metadata={"names": names.split(), "attributes": attributes})
 
 
 def gathered(kind: type[Any], name: str) -> Callable[[_Command], _Command]:
-    """Give a command one value of a frozen dataclass, called `name`, in place of options.
+    """Give a command one value of a frozen dataclass, called `name`.
 
-    Fields made by `option` are its options; others take what options below this name give.
+    Its fields that are an `option` are added; others are of options above, and called as these are.
     """
 
     def gather(command: _Command) -> _Command:
-        fields = dataclasses.fields(kind)
-
         @functools.wraps(command)
         def wrapped(**values: Any) -> Any:
-            return command(**{name: kind(**{one.name: values.pop(one.name) for one in fields})}, **values)
+            own = {field.name: values.pop(field.name) for field in dataclasses.fields(kind)}
+            return command(**{name: kind(**own)}, **values)
 
-        for one in reversed(fields):
-            if one.metadata:
-                add = click.option(one.name, *one.metadata["names"], **one.metadata["attributes"])
-                wrapped = add(wrapped)
+        for field in reversed(dataclasses.fields(kind)):
+            if field.metadata:
+                names = field.metadata["names"] or ["--" + field.name.replace("_", "-")]
+                click.option(*names, field.name, **field.metadata["attributes"])(wrapped)
         return wrapped  # type: ignore[return-value]
 
     return gather
@@ -69,78 +66,41 @@ class ModelOptions:
     """How a command was told to load its model."""
 
     model: str = option(
-        *("--model", "-m"),
-        type=MODEL,
-        default="tiny",
-        help="Folder, hub name, or 'tiny', the embedded model.",
+        "tiny", "Folder, hub name, or 'tiny', the embedded model.", names="--model -m", type=MODEL
     )
-    device: str = option("--device", default="auto", help="auto, cpu or cuda.")
+    device: str = option("auto", "auto, cpu or cuda.")
     dtype: str = option(
-        "--dtype",
-        default="auto",
-        help="Of the weights: auto (fp32 on a CPU, the checkpoint's on a GPU), fp32, bf16, fp16.",
+        "auto", "Of the weights: auto (fp32 on a CPU, the checkpoint's on a GPU), fp32, bf16, fp16."
     )
-    max_model_len: int | None = option(
-        "--max-model-len",
+    max_context: int | None = option(
+        None,
+        "Longest context in tokens; pins longrope and dynamic RoPE.",
+        names="--max-model-len",
         type=click.IntRange(min=1),
-        help="Longest context in tokens; pins longrope and dynamic RoPE.",
     )
     weights: str = option(
-        *("--weights", "--quantization"),
-        default="auto",
-        help="Round Linear layers on load: fp8, int8, int4, int4_gN, w8a8 ...; auto: as stored.",
+        "auto",
+        "Round Linear layers on load: fp8, int8, int4, int4_gN, w8a8 ...; auto: as stored.",
+        names="--weights --quantization",
     )
-    block_size: int = option(
-        "--block-size", type=click.IntRange(1, 4096), default=32, help="Tokens per block."
-    )
-    backend: str = option(
-        "--backend",
-        default="auto",
-        help="Kernels: auto, triton, cpu, cpu-fp32 or reference; see `kvq doctor`.",
-    )
-    cache: str = option(
-        "--cache",
-        default="kvq",
-        help="Cache backend: kvq, dense (unquantized), or an installed package's.",
-    )
-    revision: str | None = option("--revision", help="Branch, tag or commit of a hub model.")
-    token: str | None = option("--token", help="Hub token for gated or private models.")
+    block_size: int = option(32, "Tokens per block.", type=click.IntRange(1, 4096))
+    backend: str = option("auto", "Kernels: auto, triton, cpu, cpu-fp32 or reference; see `kvq doctor`.")
+    cache: str = option("kvq", "Cache backend: kvq, dense (unquantized), or an installed package's.")
+    revision: str | None = option(None, "Branch, tag or commit of a hub model.")
+    token: str | None = option(None, "Hub token for gated or private models.")
     scales: str | None = option(
-        "--scales", type=click.Path(), help="A kvq.json with static scales, for the per-head formats."
+        None, "A kvq.json with static scales, for the per-head formats.", type=click.Path()
     )
-    calibrate_on_load: bool = option(
-        "--calibrate-on-load", is_flag=True, help="Make static scales now, from CPython's help topics."
-    )
+    calibrate_on_load: bool = option(False, "Make static scales now, from CPython's help topics.")
 
     def load_options(self) -> dict[str, Any]:
         """Keyword arguments of `kvq.models.prepared.prepare`."""
-        given = dataclasses.asdict(self)
-        for name in ("model", "scales", "calibrate_on_load"):
-            del given[name]
-        return {"max_context": given.pop("max_model_len"), **given}
+        apart = ("model", "scales", "calibrate_on_load")
+        return {name: value for name, value in dataclasses.asdict(self).items() if name not in apart}
 
 
 model_options = gathered(ModelOptions, "model_options")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class WindowOptions:
-    """How a text is cut and computed, and whether it can show damage: fields of `TokenPlan`."""
-
-    context: int = option("--context", default=1024, help="Tokens per window; windows are documents.")
-    max_windows: int | None = option(
-        "--max-windows",
-        type=click.IntRange(min=1),
-        help="Stop after this many windows.  [default: the whole text]",
-    )
-    chunk: int | None = option(
-        "--chunk", type=click.IntRange(min=1), help="Prefill tokens per step.  [default: as many as fit]"
-    )
-    instrument: bool = option(
-        "--instrument",
-        is_flag=True,
-        help="Also check that model and text can show damage; exit 1 if not.",
-    )
+json_option = click.option("--json", "json_path", type=click.Path(), help="Write the rows as JSON.")
 
 
 def text_options(default: str) -> Callable[[_Command], _Command]:
@@ -155,6 +115,20 @@ def text_options(default: str) -> Callable[[_Command], _Command]:
         help="Field of a row of --text that is the text.  [default: text, content, prompt or messages]",
     )
     return lambda command: text(field(command))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WindowOptions:
+    """How a text is cut and computed, and whether it can show damage: fields of `TokenPlan`."""
+
+    context: int = option(1024, "Tokens per window; windows are documents.")
+    max_windows: int | None = option(
+        None, "Stop after this many windows.  [default: the whole text]", type=click.IntRange(min=1)
+    )
+    chunk: int | None = option(
+        None, "Prefill tokens per step.  [default: as many as fit]", type=click.IntRange(min=1)
+    )
+    instrument: bool = option(False, "Also check that model and text can show damage; exit 1 if not.")
 
 
 def model_argument(command: _Command) -> _Command:
@@ -179,6 +153,11 @@ class Finite(click.FloatRange):
         if not math.isfinite(number):
             self.fail(f"{value} is not a finite number.", param, ctx)
         return number
+
+
+AT_LEAST_0, POSITIVE = Finite(min=0), Finite(min=0, min_open=True)
+AT_LEAST_1 = click.IntRange(min=1)
+PATH = click.Path(path_type=Path)
 
 
 class OneNumber(click.IntRange):

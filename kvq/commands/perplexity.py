@@ -31,14 +31,14 @@ class Asked:
     text: str | None
     text_field: str | None
     attention_window: int | None = option(
-        "--attention-window",
-        type=click.IntRange(min=1),
-        help="Cut attention to this many tokens, to see what context is worth.",
+        None, "Cut attention to this many tokens, to see what context is worth.", type=click.IntRange(min=1)
     )
-    json_path: str | None = option("--json", type=click.Path(), help="Write the rows as JSON.")
-    plot_path: str | None = option("--plot", type=click.Path(), help="Write a plot (.svg, .png or .pdf).")
+    json_path: str | None = option(None, "Write the rows as JSON.", names="--json", type=click.Path())
+    plot_path: str | None = option(
+        None, "Write a plot (.svg, .png or .pdf).", names="--plot", type=click.Path()
+    )
     html_path: str | None = option(
-        "--html", type=click.Path(), help="Write a report that needs no other file."
+        None, "Write a report that needs no other file.", names="--html", type=click.Path()
     )
 
 

@@ -28,46 +28,34 @@ _HELD_OUT = "held-out help topics of CPython"
 class Method:
     """What is made of the weights: fields of `QuantizeSettings`."""
 
-    method: str = option("--method", default="gptq", type=click.Choice(_METHODS), help="How.")
+    method: str = option("gptq", "How.", type=click.Choice(_METHODS))
     bits: str | None = option(
-        "--bits", type=click.Choice(["8", "4", "3"]), help="Per weight.  [default: 4; 8 where fixed]"
+        None, "Per weight.  [default: 4; 8 where fixed]", type=click.Choice(["8", "4", "3"])
     )
     group_size: int | None = option(
-        "--group-size",
-        type=int,
-        help="Inputs that share a scale; -1: the whole row.  [default: 128; -1 for 8 bits]",
+        None, "Inputs that share a scale; -1: the whole row.  [default: 128; -1 for 8 bits]", type=int
     )
-    symmetric: bool = option("--symmetric/--asymmetric", default=True, help="Without or with zero points.")
+    symmetric: bool = option(True, "Without or with zero points.", names="--symmetric/--asymmetric")
     activations: str | None = option(
-        "--activations",
+        None,
+        "Round inputs too, token by token.  [default: int8 for smoothquant, else none]",
         type=click.Choice(["none", "int8", "fp8"]),
-        help="Round inputs too, token by token.  [default: int8 for smoothquant, else none]",
     )
-    act_order: str = option(
-        "--act-order",
-        is_flag=False,
-        flag_value="static",
-        default="none",
-        type=click.Choice(["none", "static", "group"]),
-        help="gptq: most active inputs first; group: groups in that order too, for --format autogptq.",
-    )
-    damp: float = option(
-        "--damp", default=0.01, type=Finite(0, 1), help="gptq: added to the Hessian's diagonal."
-    )
+    act_order: str
+    damp: float = option(0.01, "gptq: added to the Hessian's diagonal.", type=Finite(0, 1))
     scale_search: str = option(
-        "--scale-search",
-        default="weighted",
+        "weighted",
+        "gptq: search the range of every group.",
         type=click.Choice(["off", "squares", "weighted"]),
-        help="gptq: search the range of every group.",
     )
     alpha: float | None = option(
-        "--alpha", type=Finite(0, 1), help="smoothquant: how much goes into weights.  [default: searched]"
+        None, "smoothquant: how much goes into weights.  [default: searched]", type=Finite(0, 1)
     )
-    samples: int = option("--samples", default=128, type=click.IntRange(8, 1024), help="To calibrate on.")
+    samples: int = option(128, "To calibrate on.", type=click.IntRange(8, 1024))
     context: int | None = option(
-        "--context", type=int, help="Tokens of a sample.  [default: 2048, or what the model takes]"
+        None, "Tokens of a sample.  [default: 2048, or what the model takes]", type=int
     )
-    seed: int = option("--seed", default=0, help="Of the choice of samples.")
+    seed: int = option(0, "Of the choice of samples.")
 
     def settings(self) -> "QuantizeSettings":
         """What kvq takes of it."""
@@ -85,36 +73,24 @@ class Asked:
     text: str | None
     text_field: str | None
     file_format: str = option(
-        "--format",
-        default="compressed-tensors",
+        "compressed-tensors",
+        "Of the folder.",
+        names="--format",
         type=click.Choice(["compressed-tensors", "autogptq", "autoawq"]),
-        help="Of the folder.",
     )
-    out: str = option("--out", required=True, type=click.Path(), help="Folder to write; a new one.")
-    kv_scales: bool = option(
-        "--kv-scales", is_flag=True, help="Add static FP8 scales of K and V, and a kvq.json beside."
-    )
-    eval_text: str | None = option(
-        "--eval",
-        is_flag=False,
-        flag_value=_HELD_OUT,
-        type=click.Path(),
-        help=f"Measure perplexity before and after, on a text or (alone) on {_HELD_OUT}.",
-    )
-    eval_windows: int | None = option(
-        "--eval-windows", type=click.IntRange(1), help="Windows of it.  [default: all]"
-    )
-    overwrite: bool = option("--overwrite", is_flag=True, help="Replace a folder that kvq wrote.")
+    out: str
+    kv_scales: bool = option(False, "Add static FP8 scales of K and V, and a kvq.json beside.")
+    eval_text: str | None
+    eval_windows: int | None = option(None, "Windows of it.  [default: all]", type=click.IntRange(1))
+    overwrite: bool = option(False, "Replace a folder that kvq wrote.")
     resume: bool = option(
-        "--resume/--restart",
-        default=True,
-        help="Go on after an interruption, or throw away what is finished.",
+        True, "Go on after an interruption, or throw away what is finished.", names="--resume/--restart"
     )
-    json_path: str | None = option("--json", type=click.Path(), help="Write the report as JSON.")
-    device: str = option("--device", default="auto", help="That computes: auto, cpu or cuda.")
-    dtype: str = option("--dtype", default="auto", help="Of what stays: auto, fp32, bf16 or fp16.")
-    revision: str | None = option("--revision", help="Branch, tag or commit of a hub model.")
-    token: str | None = option("--token", help="Hub token for gated or private models.")
+    json_path: str | None = option(None, "Write the report as JSON.", names="--json", type=click.Path())
+    device: str = option("auto", "That computes: auto, cpu or cuda.")
+    dtype: str = option("auto", "Of what stays: auto, fp32, bf16 or fp16.")
+    revision: str | None = option(None, "Branch, tag or commit of a hub model.")
+    token: str | None = option(None, "Hub token for gated or private models.")
 
     def work(self, model: str) -> "Quantizing":
         """Where it comes from and goes to; the text is read, so that a wrong name fails before the work."""
@@ -134,8 +110,26 @@ class Asked:
 @click.command(name="quantize")
 @click.argument("model", type=MODEL)
 @gathered(Method, "method")
+@click.option(
+    "--act-order",
+    is_flag=False,
+    flag_value="static",
+    default="none",
+    show_default=True,
+    type=click.Choice(["none", "static", "group"]),
+    help="gptq: most active inputs first; group: groups in that order too, for --format autogptq.",
+)
+@click.option("--out", required=True, type=click.Path(), help="Folder to write; a new one.")
 @text_options("help topics of CPython that are not held out")
 @gathered(Asked, "asked")
+@click.option(
+    "--eval",
+    "eval_text",
+    is_flag=False,
+    flag_value=_HELD_OUT,
+    type=click.Path(),
+    help=f"Measure perplexity before and after, on a text or (alone) on {_HELD_OUT}.",
+)
 def command(model: str, method: Method, asked: Asked) -> None:
     """Quantize the weights of MODEL into a folder that kvq, vLLM and transformers load.
 

@@ -52,33 +52,37 @@ class Asked:
     text: str | None
     text_field: str | None
     budget: str | None = option(
-        "--budget",
-        help="Bits per element (4.5bits), bytes per token (900B), or a format's bytes.  "
-        f"[default: {DEFAULT_BUDGET}]",
+        None,
+        (
+            "Bits per element (4.5bits), bytes per token (900B), or a format's bytes.  "
+            f"[default: {DEFAULT_BUDGET}]"
+        ),
     )
     max_kl: float | None = option(
-        "--max-kl", type=Finite(min=0, min_open=True), help="Instead: mean KL divergence to stay below."
+        None, "Instead: mean KL divergence to stay below.", type=Finite(min=0, min_open=True)
     )
     held_out: str | None = option(
-        "--held-out",
+        None,
+        "Text to measure on.  [default: the last third of --text, or held-out help topics]",
         type=click.Path(),
-        help="Text to measure on.  [default: the last third of --text, or held-out help topics]",
     )
     formats: str | None = option(
-        "--formats", help="Codes to choose from: int8,int4,int2.  [default: those with fast kernels here]"
+        None, "Codes to choose from: int8,int4,int2.  [default: those with fast kernels here]"
     )
-    out: str = option("--out", default="kvq.json", type=click.Path(), help="Where the recipe goes.")
+    out: str = option("kvq.json", "Where the recipe goes.", type=click.Path())
     context: int | None = option(
-        "--context", type=int, help="Tokens per window.  [default: 1024, or what the model takes]"
+        None, "Tokens per window.  [default: 1024, or what the model takes]", type=int
     )
-    max_windows: int = option("--max-windows", default=8, type=_COUNT, help="To search on.")
-    verify_windows: int = option("--verify-windows", default=16, type=_COUNT, help="To measure on.")
-    json_path: str | None = option("--json", type=click.Path(), help="Write all that was measured as JSON.")
+    max_windows: int = option(8, "To search on.", type=_COUNT)
+    verify_windows: int = option(16, "To measure on.", type=_COUNT)
+    json_path: str | None = option(
+        None, "Write all that was measured as JSON.", names="--json", type=click.Path()
+    )
     plot_path: str | None = option(
-        "--plot", type=click.Path(), help="Write the Pareto front (.svg, .png or .pdf)."
+        None, "Write the Pareto front (.svg, .png or .pdf).", names="--plot", type=click.Path()
     )
     html_path: str | None = option(
-        "--html", type=click.Path(), help="Write a page that needs no other file, JSON beside it."
+        None, "Write a page that needs no other file, JSON beside it.", names="--html", type=click.Path()
     )
 
     def plan(self, model: "PreparedModel", codes: "Sequence[Code] | None") -> "TunePlan":

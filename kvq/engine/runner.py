@@ -61,8 +61,6 @@ class Runner:
         spare = int(weights.device.type == "cuda")  # a block and a table row for the padding of graphs
         self.model = model
         self.cache = KVCache(
-            weights.geometry,
-            model.recipe,
             layout,
             num_blocks=[count + spare for count in num_blocks],
             device=weights.device,

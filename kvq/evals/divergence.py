@@ -5,6 +5,7 @@ What stays of a token is a few numbers, never its logits.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -165,8 +166,12 @@ def measure_tokens(
         found[chunk.session].take(chunk, reference, targets)
         watch.progress(done, len(windows) * per_window)
         if done % per_window == 0:
-            watch.keep(lambda finished=chunk.window + 1: [one.first(finished) for one in found])
+            watch.keep(partial(_of_first, found, chunk.window + 1))
     return found
+
+
+def _of_first(found: list[TokenFigures], windows: int) -> list[TokenFigures]:
+    return [one.first(windows) for one in found]
 
 
 def with_baseline(model: Model, kv: str | Sequence[str | KVRecipe]) -> list[Model]:

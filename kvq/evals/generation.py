@@ -117,7 +117,7 @@ def same_tokens(expected: list[int], got: list[int]) -> int:
 def _continuations(
     model: Model, prompts: list[list[int]], plan: GenerationPlan, progress: Callable[..., None]
 ) -> list[list[int]]:
-    blocks = -(-(plan.prompt_tokens + plan.new_tokens + 1) // model.block_size)
+    blocks = -(-(plan.prompt_tokens + plan.new_tokens + 1) // model.layout.block_size)
     params = SamplingParams(max_tokens=plan.new_tokens, ignore_eos=True)
     with LLM(
         model,

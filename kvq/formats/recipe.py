@@ -98,6 +98,21 @@ class KVRecipe:
         )
         return cls(layers=layers, label=kv.strip().lower())
 
+    @classmethod
+    def named(cls, kv: "str | Path | KVRecipe", head_dims: list[tuple[int, int]]) -> "KVRecipe":
+        """What a user named: a format or a pair for all layers, a kvq.json's path, or a recipe itself.
+
+        Raises:
+            ConfigError: nothing of that kind, an unknown format, or one that doesn't fit.
+        """
+        if isinstance(kv, KVRecipe):
+            return kv
+        if not isinstance(kv, str | Path):
+            raise ConfigError(f"kv must be a format name, a kvq.json or a KVRecipe, got {kv!r}")
+        if str(kv).endswith(".json"):
+            return replace(cls.load(kv), label=str(kv))  # files that hold like formats are told apart
+        return cls.uniform(str(kv), head_dims)
+
     @property
     def name(self) -> str:
         """The label, or the layers' common pair of formats, or `mixed`."""
@@ -210,6 +225,20 @@ class KVRecipe:
             raise ConfigError(f"recipe {path}: {error}") from error
         except ValueError as error:
             raise ConfigError(f"recipe {path} is not JSON: {first_lines(error)}") from error
+
+    @classmethod
+    def load_scales(cls, path: str | Path) -> "KVRecipe":
+        """Read a kvq.json for its static scales.
+
+        Raises:
+            ConfigError: as `load`, or it holds none.
+        """
+        recipe = replace(cls.load(path), label=str(path))
+        if recipe.static_scales is None:
+            raise ConfigError(
+                f"{path} holds no static scales; make some: `kvq calibrate MODEL --out kvq.json`"
+            )
+        return recipe
 
     @classmethod
     def from_json(cls, data: object) -> "KVRecipe":

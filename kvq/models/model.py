@@ -3,7 +3,7 @@
 import logging
 import operator
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 
@@ -12,7 +12,7 @@ from kvq.formats import KVRecipe, StaticScales
 from kvq.geometry import ModelGeometry
 from kvq.layout import KVLayout
 from kvq.models.fused_layers import fuse_layers, unfuse_layers
-from kvq.models.prepared import PreparedModel, find_scales, prepare
+from kvq.models.prepared import LoadOptions, PreparedModel, find_scales, prepare
 from kvq.models.probe import probe
 from kvq.models.resolve import ModelSource
 from kvq.models.session import Session
@@ -44,16 +44,6 @@ class Model(StaysHere):
         self.backend = backend or weights.prepared.backend
 
     @property
-    def block_size(self) -> int:
-        """Tokens of a block."""
-        return self.prepared.block_size
-
-    @property
-    def cache(self) -> str:
-        """The cache backend that keeps K and V."""
-        return self.prepared.cache
-
-    @property
     def prepared(self) -> PreparedModel:
         """What was known of it before its weights were loaded."""
         return self.weights.prepared
@@ -79,7 +69,7 @@ class Model(StaysHere):
     @property
     def tokenizer(self) -> Any:
         """The model's transformers tokenizer."""
-        return self.weights.tokenizer
+        return self.prepared.tokenizer
 
     @property
     def end_ids(self) -> frozenset[int]:
@@ -131,12 +121,11 @@ class Model(StaysHere):
         self.check_scales()
         return Session(
             self.weights,
-            self.recipe,
             self.layout,
             max_tokens=max_tokens,
             max_sequences=max_sequences,
             backend=self.backend,
-            cache=self.cache,
+            cache=self.prepared.cache,
         )
 
     def logits(self, token_ids: list[int], *, chunk: int | None = None) -> torch.Tensor:
@@ -169,14 +158,14 @@ def load(
     kv: str | Path | KVRecipe = "auto",
     *,
     scales: str | Path | None = None,
-    **options: Any,
+    **options: Unpack[LoadOptions],
 ) -> Model:
     """Load a model and choose its KV format.
 
     `path_or_name`: a Hugging Face folder, a hub name, or "tiny", the embedded model; a `Path` is a folder,
     whatever it is called. `kv`: a format name, a pair, a kvq.json or a KVRecipe; "auto" is the weights' own
     type. `scales`: a kvq.json with static scales; one inside the model folder is found by itself. A static
-    format without any is refused when it is first used. Options are those of `prepare`.
+    format without any is refused when it is first used.
 
     Raises:
         ModelError: missing, damaged or refused model.

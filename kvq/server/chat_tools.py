@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvq.engine.outputs import Piece
+from kvq.server.answers import reason_of
 from kvq.server.bodies import ChatBody
 from kvq.server.problems import Problem
 from kvq.server.tool_bodies import ToolChoiceBody
@@ -70,21 +71,14 @@ class Reading:
         """Without a parser all is content."""
         self._parser = parser
 
-    def message(self, text: str) -> dict[str, Any]:
+    def message(self, whole: Piece) -> dict[str, Any]:
         """A whole result."""
-        if self._parser is None:
-            return {"content": text}
-        events = self._parser.feed(text) + self._parser.close()
-        calls: list[dict[str, Any]] = []
-        for event in events:
-            if isinstance(event, CallStart):
-                calls.append(_started(event))
-            elif isinstance(event, CallArguments):
-                calls[event.index]["function"]["arguments"] += event.text
-        content = _content(events)
-        if not calls:
-            return {"content": content}
-        return {"content": content or None, "tool_calls": calls}
+        added = self.delta(whole)
+        message = {"role": "assistant", "refusal": None, "content": added.get("content", "")}
+        if calls := added.get("tool_calls"):
+            message["content"] = message["content"] or None
+            message["tool_calls"] = [{k: v for k, v in call.items() if k != "index"} for call in calls]
+        return message
 
     def delta(self, delta: Piece) -> dict[str, Any]:
         """What a step adds to a result; may be nothing."""
@@ -94,14 +88,15 @@ class Reading:
         if delta.finish_reason is not None:
             events += self._parser.close()
         added: dict[str, Any] = {}
-        if content := _content(events):
+        if content := "".join(event.text for event in events if isinstance(event, Text)):
             added["content"] = content
         if calls := _call_deltas(events):
             added["tool_calls"] = calls
         return added
 
-    def reason(self, reason: str | None) -> str | None:
-        """Why the result ended, as OpenAI says it of a result with calls."""
+    def reason(self, piece: Piece) -> str | None:
+        """Why the result ended, as OpenAI says it; last of all that is asked about a piece."""
+        reason = reason_of(piece)
         has_calls = self._parser is not None and self._parser.num_calls
         return "tool_calls" if has_calls and reason == "stop" else reason
 
@@ -111,21 +106,19 @@ def _choice(body: ChatBody) -> ToolChoice:
     return Named(choice.function.name) if isinstance(choice, ToolChoiceBody) else choice or "auto"
 
 
-def _content(events: Sequence[Event]) -> str:
-    return "".join(event.text for event in events if isinstance(event, Text))
-
-
 def _call_deltas(events: Sequence[Event]) -> list[dict[str, Any]]:
     """One for each call that something was added to: clients know no more than one of an index in a chunk."""
     deltas: dict[int, dict[str, Any]] = {}
     for event in events:
         if isinstance(event, CallStart):
-            deltas[event.index] = {"index": event.index} | _started(event)
+            function = {"name": event.name, "arguments": ""}
+            deltas[event.index] = {
+                "index": event.index,
+                "id": event.id,
+                "type": "function",
+                "function": function,
+            }
         elif isinstance(event, CallArguments):
             delta = deltas.setdefault(event.index, {"index": event.index, "function": {"arguments": ""}})
             delta["function"]["arguments"] += event.text
     return list(deltas.values())
-
-
-def _started(event: CallStart) -> dict[str, Any]:
-    return {"id": event.id, "type": "function", "function": {"name": event.name, "arguments": ""}}

@@ -14,6 +14,7 @@ from kvq.engine.intake import Terms
 from kvq.scheduler import PoolShape, SchedulerConfig, Snapshot
 from kvq.server.logs import LogConfig
 from kvq.server.picture import Picture
+from kvq.server.residency import BlockTimes
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -113,21 +114,6 @@ class Gauges(Snapshot):
     memory: dict[str, int] = field(default_factory=dict)  # bytes by device: "host", "cuda:0"
 
 
-class Spread(msgspec.Struct, frozen=True, kw_only=True):
-    """Durations, counted by the buckets of `kvq.server.residency`."""
-
-    counts: list[int]  # one more than bounds: the last is for longer ones
-    total_s: float
-
-
-class BlockTimes(msgspec.Struct, frozen=True, kw_only=True):
-    """What was seen of indexed blocks since the last time."""
-
-    lifetime: Spread  # from entering the index to leaving it
-    idle: Spread  # from the last use to leaving it
-    reuse_gap: Spread  # from a use to the next
-
-
 class Stepped(Message, frozen=True):
     """What came of a step."""
 
@@ -135,7 +121,7 @@ class Stepped(Message, frozen=True):
     ended: list[Ended]
     gauges: Gauges
     itl_s: list[float] = []  # between neighbouring tokens of a request, of all requests
-    block_times: BlockTimes | None = None  # None: nothing happened
+    block_times: BlockTimes | None = None  # since the last time; None: nothing happened
 
 
 class Looked(Message, frozen=True):

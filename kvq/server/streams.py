@@ -16,6 +16,11 @@ T = TypeVar("T")
 
 async def merge(streams: Sequence[AsyncGenerator[T]]) -> AsyncGenerator[tuple[int, T]]:
     """(index of its stream, item) as they come; the first failure ends all."""
+    if len(streams) == 1:
+        async with aclosing(streams[0]) as only:
+            async for item in only:
+                yield 0, item
+        return
     queue: asyncio.Queue[tuple[int, T] | BaseException | None] = asyncio.Queue(64)
 
     async def pump(index: int, stream: AsyncGenerator[T]) -> None:
@@ -32,13 +37,13 @@ async def merge(streams: Sequence[AsyncGenerator[T]]) -> AsyncGenerator[tuple[in
     try:
         left = len(tasks)
         while left:
-            item = await queue.get()
-            if isinstance(item, BaseException):
-                raise item
-            if item is None:
+            taken = await queue.get()
+            if isinstance(taken, BaseException):
+                raise taken
+            if taken is None:
                 left -= 1
             else:
-                yield item
+                yield taken
     finally:
         for task in tasks:
             task.cancel()
@@ -59,17 +64,6 @@ async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T |
             one.cancel()
             with contextlib.suppress(asyncio.CancelledError, Problem):
                 await one
-
-
-async def all_of(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    """All results, in order; the first failure cancels the rest."""
-    tasks = [asyncio.create_task(one) for one in work]
-    try:
-        return await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def first_of(chunks: AsyncGenerator[T]) -> AsyncGenerator[T]:

@@ -1,8 +1,11 @@
-"""What single tokens are, as text and as bytes, which log-probabilities are told of."""
+"""What single tokens are, as text and as bytes, and their log-probabilities as OpenAI tells them."""
 
 import re
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
+
+from kvq.engine import TokenLogprobs
 
 _BYTE = re.compile("<0x([0-9A-F]{2})>")  # how SentencePiece writes a byte
 _SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # and a space
@@ -26,6 +29,31 @@ class TokenTexts:
     def raw(self, token: int) -> bytes:
         """Its bytes, which with those of its neighbours are the text's."""
         return self._look(token)[1]
+
+    def completion_logprobs(
+        self, ids: Sequence[int], entries: Sequence[TokenLogprobs | None], start: int
+    ) -> dict[str, Any]:
+        """Of tokens whose text begins at character `start`; the first token of a prompt has none."""
+        tokens, values, tops, offsets = [], [], [], []
+        for token, entry in zip(ids, entries, strict=True):
+            tokens.append(self.text(token))
+            values.append(None if entry is None else _finite(entry.logprob))
+            tops.append(None if entry is None else {self.text(t): _finite(value) for t, value in entry.top})
+            offsets.append(start)
+            start += sum(byte & 0xC0 != 0x80 for byte in self.raw(token))  # characters that begin in it
+        return {"tokens": tokens, "token_logprobs": values, "top_logprobs": tops, "text_offset": offsets}
+
+    def chat_logprobs(self, entries: Sequence[TokenLogprobs]) -> dict[str, Any]:
+        """Of a message's tokens."""
+        content = [
+            self._named(entry.token, entry.logprob)
+            | {"top_logprobs": [self._named(*top) for top in entry.top]}
+            for entry in entries
+        ]
+        return {"content": content, "refusal": None}
+
+    def _named(self, token: int, logprob: float) -> dict[str, Any]:
+        return {"token": self.text(token), "logprob": _finite(logprob), "bytes": list(self.raw(token))}
 
     def _look(self, token: int) -> tuple[str, bytes]:
         found = self._cache.get(token)
@@ -54,6 +82,11 @@ class TokenTexts:
         if found := _BYTE.fullmatch(piece):
             return bytes([int(found[1], 16)])
         return piece.replace(_SPACE, " ").encode() if self._has_spaces else None
+
+
+def _finite(value: float) -> float:
+    """JSON has no infinity; OpenAI's lowest is -9999."""
+    return max(value, -9999.0)
 
 
 @lru_cache

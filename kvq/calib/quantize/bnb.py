@@ -15,7 +15,7 @@ from kvq.errors import ConfigError, ModelError, first_lines
 from kvq.models.checkpoint import read_json
 from kvq.models.prepared import QUANTIZED_FROM
 from kvq.weights.manifest import verify_manifest, write_manifest
-from kvq.weights.partial import check_target
+from kvq.weights.writer import check_target
 
 
 def write_bitsandbytes(work: Quantizing, method: str) -> None:

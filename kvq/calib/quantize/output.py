@@ -17,8 +17,7 @@ from kvq.models.device import DTYPES
 from kvq.models.prepared import QUANTIZED_FROM, PreparedModel
 from kvq.weights.files import check_fits, pack_linear, quantization_config
 from kvq.weights.gptq import ActOrder
-from kvq.weights.partial import check_target
-from kvq.weights.writer import CheckpointWriter
+from kvq.weights.writer import CheckpointWriter, check_target
 
 _COPIED = (
     "tokenizer",

@@ -7,7 +7,6 @@ from typing import Any, Literal
 from kvq.engine import SamplingParams, StructuredOutput
 from kvq.errors import RequestError
 from kvq.server.tools.format import Tool, ToolFormat, Wording
-from kvq.server.tools.grammar import MAX_FORCED_CALLS
 from kvq.server.tools.parser import Parser
 from kvq.server.tools.plain import PLAIN
 from kvq.server.tools.registry import find_format
@@ -20,6 +19,7 @@ class Named:
     name: str
 
 
+_MAX_FORCED_CALLS = 16  # of one answer; a model that is never sure would go on for ever
 ToolChoice = Literal["none", "auto", "required"] | Named
 
 
@@ -97,29 +97,18 @@ class ToolCalling:
 
         `parallel`: more than one call may be made. A `Named` choice makes exactly one, of one of the tools.
         """
-        format = self._format
+        format, special = self._format, self._wording.special
         if not tools or choice == "none" or (choice == "auto" and format is None):
             return None
-        if choice == "auto":
-            assert format is not None, "checked above"
-            return self._offer(tools, format, None if parallel else 1, None)
-        if format is None or format.grammar is None:
+        max_calls, grammar = None if parallel else 1, None
+        if choice != "auto" and (format is None or format.spelling is None):
             format = PLAIN
-        assert format.grammar is not None, "plain calls have one"
+        assert format is not None, "forced calls have one, and others were looked for"
         if isinstance(choice, Named):
             tools = [tool for tool in tools if tool.name == choice.name]
             assert tools, "a named choice is one of the tools"
-        max_calls = MAX_FORCED_CALLS if parallel and choice == "required" else 1
-        return self._offer(tools, format, max_calls, format.grammar(tools, self._wording, max_calls))
-
-    def _offer(
-        self, tools: Sequence[Tool], format: ToolFormat, max_calls: int | None, grammar: str | None
-    ) -> Offer:
-        special = self._wording.special
-        return Offer(
-            tools=tools,
-            format=format,
-            max_calls=max_calls,
-            grammar=grammar,
-            kept_special_ids=tuple(special[marker] for marker in format.markers if marker in special),
-        )
+        if choice != "auto":
+            max_calls = _MAX_FORCED_CALLS if parallel and choice == "required" else 1
+            grammar = format.grammar(tools, self._wording, max_calls)
+        kept = tuple(special[marker] for marker in format.markers if marker in special)
+        return Offer(tools=tools, format=format, max_calls=max_calls, grammar=grammar, kept_special_ids=kept)

@@ -1,11 +1,17 @@
-"""What is known about a format of tool calls."""
+"""What is known about a format of tool calls: how one is read, and how forced ones are written."""
 
+import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from kvq.server.tools.output import Output, call_id
 from kvq.server.tools.source import Source, Steps
+
+# Closed objects end. A schema that is composed of others can't be closed from outside.
+_COMPOSED = ("allOf", "anyOf", "oneOf", "$ref", "patternProperties", "unevaluatedProperties", "if", "not")
+_STYLE = {"whitespace_flexible": False, "lenient": False, "item_separator": ", ", "key_separator": ": "}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -24,24 +30,84 @@ class Wording:
     special: Mapping[str, int] = field(default_factory=dict)  # special tokens by their text
 
 
-Machine = Callable[[Source, Output, Sequence[Tool]], Steps[None]]
-Grammar = Callable[[Sequence[Tool], Wording, int], str]  # tools, how they are spelled, calls at most
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Spelling:
+    """The text of an answer that is calls and nothing else, but for their arguments."""
+
+    call: Callable[
+        [str], tuple[str, str]
+    ]  # what stands before and behind the arguments, from the tool's name
+    before: str = ""
+    between: str = ""
+    after: str = ""
+    max_calls: int | None = None  # that the templates take in a turn
+    rules: Mapping[str, str] = field(default_factory=dict)  # Lark in place of a text
+
+
+Schemas = Mapping[str, Mapping[str, Any]]  # of the tools on offer, by name
+ReadCall = Callable[[Source, Output, Schemas], Steps[bool]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ToolFormat:
     """How a family of models writes calls.
 
-    `machine` reads a whole answer. `markers` are the words it looks for, which are special tokens in
-    many vocabularies. `grammar` is Lark for an answer of calls and nothing else; None has forced calls
-    written as plain JSON. `is_text_template`: the family's templates join the arguments as text, and
-    take None for no content.
+    A call stands behind one of the markers `wraps`, behind its `opening`, or behind both; an opening of one
+    character counts at the start of a line only. `read` reads one from there on; False if it is none.
+    `spelling` tells how forced calls are written; None has them written as plain JSON.
+    `is_text_template`: the family's templates join the arguments as text, and take None for no content.
     """
 
     name: str
-    machine: Machine
+    read: ReadCall
     is_template: Callable[[str], bool]  # whether a chat template speaks this format
-    markers: tuple[str, ...] = ()
-    grammar: Grammar | None = None
+    wraps: tuple[str, ...] = ()
+    opening: str = ""
+    ends: tuple[str, ...] = ()  # markers behind calls, left out once there was one
+    inner: tuple[str, ...] = ()  # and those within
+    spelling: Callable[[Wording], Spelling] | None = None
     new_id: Callable[[], str] = call_id
     is_text_template: bool = False
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        """The words that it looks for, which are special tokens in many vocabularies."""
+        words = (*self.wraps, self.opening, *self.ends, *self.inner)
+        return tuple(word for word in words if len(word) > 1)
+
+    def grammar(self, tools: Sequence[Tool], wording: Wording, max_calls: int) -> str:
+        """Lark of an answer of 1 to `max_calls` calls and nothing else."""
+        assert self.spelling is not None, "others are written as plain JSON"
+        spelling, special = self.spelling(wording), wording.special
+        rules = {word: f"<[{special[word]}]>" for word in self.markers if word in special}
+        rules |= spelling.rules
+
+        def lark(text: str) -> str:
+            """Markers are the tokens that they are in this vocabulary."""
+            parts = re.split("(" + "|".join(map(re.escape, rules)) + ")", text) if rules else [text]
+            return " ".join(rules.get(part) or json.dumps(part) for part in parts if part)
+
+        more = min(max_calls, spelling.max_calls or max_calls) - 1
+        again = f"({lark(spelling.between)} call){{0,{more}}}" if more else ""
+        lines = [
+            f"start: {lark(spelling.before)} call {again} {lark(spelling.after)}",
+            "call: " + " | ".join(f"call_{i}" for i in range(len(tools))),
+        ]
+        for i, tool in enumerate(tools):
+            begin, end = spelling.call(tool.name)
+            lines.append(f"call_{i}: {lark(begin)} arguments_{i} {lark(end)}")
+            lines.append(f"arguments_{i}: %json {json.dumps(_closed(tool.parameters))}")
+        return "\n".join(lines)
+
+
+def json_call(name: str, key: str = "arguments") -> tuple[str, str]:
+    """What stands before and behind the arguments of a call that is a JSON object."""
+    return f'{{"name": {json.dumps(name)}, "{key}": ', "}"
+
+
+def _closed(parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments' schema: of an object, and without other members than it names."""
+    schema = {"type": "object"} | dict(parameters)
+    if not any(key in schema for key in _COMPOSED):
+        schema = {"properties": {}, "additionalProperties": False} | schema
+    return schema | {"x-guidance": _STYLE}

@@ -134,6 +134,16 @@ def json_object(source: Source, sink: Callable[[str], None]) -> Steps[bool]:
     return False
 
 
+def call_named(source: Source, output: Output, name: str) -> Steps[bool]:
+    """Read the arguments of a call whose name came before them. False if it is no call."""
+    if not is_name(name) or (yield from source.peek()) != "{":
+        return False
+    source.drop()
+    output.start(name)
+    yield from json_object(source, output.arguments)
+    return True
+
+
 def write_json(value: object) -> str:
     """A value as JSON that can be sent: halves of surrogate pairs are escaped.
 

@@ -4,51 +4,29 @@ No marker tells such an object from other JSON: it is a call if it names a tool 
 Source: the chat templates of Llama 3.1 to 4.
 """
 
-import json
 import re
-from collections.abc import Sequence
 
-from kvq.server.tools.format import Tool, ToolFormat, Wording
-from kvq.server.tools.grammar import calls, named
+from kvq.server.tools.format import Schemas, Spelling, ToolFormat, json_call
 from kvq.server.tools.json_calls import call_object
-from kvq.server.tools.markers import no_call, until_marker
+from kvq.server.tools.markers import no_call
 from kvq.server.tools.output import Output
 from kvq.server.tools.source import Source, Steps
 
-_BEGINS, _END = ("<|python_tag|>", "<|python_start|>"), "<|python_end|>"
+_BEGINS = ("<|python_tag|>", "<|python_start|>")
 _BETWEEN = re.compile(r"[\s;,]+")
 
 
-def _read(source: Source, output: Output, tools: Sequence[Tool]) -> Steps[None]:
-    names = {tool.name for tool in tools}
-    while marker := (yield from until_marker(source, output, _BEGINS, ends=(_END,), openings="{")):
-        if marker != "{":
-            yield from source.skip_space()
-        is_object = marker == "{" or (yield from source.word("{"))
-        if is_object and (yield from call_object(source, output, names)):
-            yield from _between(source, output)
-        else:
-            yield from no_call(source, output)
-
-
-def _between(source: Source, output: Output) -> Steps[None]:
-    """Leave out what separates two calls."""
+def _read(source: Source, output: Output, tools: Schemas) -> Steps[bool]:
+    """A call, and what separates it from the next one, which is left out."""
+    if not (yield from call_object(source, output, tools)):
+        return False
     source.hold()
     yield from source.all_of(_BETWEEN)
     if (yield from source.peek()) == "{":
         source.drop()
     else:
         yield from no_call(source, output)
-
-
-def _grammar(tools: Sequence[Tool], _: Wording, __: int) -> str:
-    """One call: the templates take no more in a turn."""
-
-    def call(tool: Tool, arguments: str) -> str:
-        begin = f'{{"name": {named(tool)}, "parameters": '
-        return f'{json.dumps(begin)} {arguments} "}}"'
-
-    return calls(tools, call, 1)
+    return True
 
 
 def _is_template(template: str) -> bool:
@@ -57,8 +35,10 @@ def _is_template(template: str) -> bool:
 
 LLAMA3_JSON = ToolFormat(
     name="llama3_json",
-    machine=_read,
+    read=_read,
     is_template=_is_template,
-    markers=(*_BEGINS, _END),
-    grammar=_grammar,
+    wraps=_BEGINS,
+    opening="{",
+    ends=("<|python_end|>",),
+    spelling=lambda _: Spelling(call=lambda name: json_call(name, "parameters"), max_calls=1),
 )

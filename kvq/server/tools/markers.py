@@ -9,26 +9,20 @@ from kvq.server.tools.source import Source, Steps
 
 
 def until_marker(
-    source: Source,
-    output: Output,
-    markers: Sequence[str],
-    *,
-    ends: Sequence[str] = (),
-    openings: str = "",
+    source: Source, output: Output, markers: Sequence[str], *, ends: Sequence[str]
 ) -> Steps[str]:
     """Show text up to a marker and read that; "" at the end of the text.
 
-    What is read from the marker on is held in the source: if no call follows, it is text.
-    `ends` are markers behind calls, left out once there was one. `openings` are single characters that
-    count as markers at the start of a line.
+    What is read from the marker on is held in the source: if no call follows, it is text. Markers of a single
+    character count at the start of a line only. `ends` are those behind calls, left out once there was one.
     """
-    words = (*markers, *ends, *openings)
+    words = (*markers, *ends)
     plain = _without("".join(sorted({word[0] for word in words})))
     while char := (yield from source.peek()):
         if text := source.run(plain):
             output.text(text)
             continue
-        if char in openings and not output.is_line_start:
+        if char in markers and not output.is_line_start:
             output.text(source.take())
             continue
         source.hold()

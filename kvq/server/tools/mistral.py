@@ -4,36 +4,24 @@ The latter has been seen without `[ARGS]`, and with `[CALL_ID]` and an id before
 Source: the chat templates of Mistral Nemo, Mistral Small 3.1 and 3.2, Ministral 3 and Devstral.
 """
 
-import json
 import re
 import secrets
 import string
-from collections.abc import Sequence
 
-from kvq.server.tools.format import Tool, ToolFormat, Wording
-from kvq.server.tools.grammar import calls, literal, named
-from kvq.server.tools.json_calls import call_array, is_name, json_object
-from kvq.server.tools.markers import no_call, until_marker
+from kvq.server.tools.format import Schemas, Spelling, ToolFormat, Wording, json_call
+from kvq.server.tools.json_calls import call_array, call_named, is_name
 from kvq.server.tools.output import Output
 from kvq.server.tools.source import Source, Steps
 
-_BEGIN, _ID, _ARGUMENTS = _MARKERS = ("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]")
+_BEGIN, _ID, _ARGUMENTS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
 _WORD = re.compile(r"[^\s\[{]+")
+_ANY_ID = "\0id"
 
 
-def _read(source: Source, output: Output, tools: Sequence[Tool]) -> Steps[None]:
-    while (yield from until_marker(source, output, (_BEGIN,))):
-        yield from source.skip_space()
-        if (yield from source.peek()) == "[":
-            source.take()
-            is_call = yield from call_array(source, output)
-        else:
-            is_call = yield from _named_call(source, output)
-        if not is_call:
-            yield from no_call(source, output)
-
-
-def _named_call(source: Source, output: Output) -> Steps[bool]:
+def _read(source: Source, output: Output, _: Schemas) -> Steps[bool]:
+    if (yield from source.peek()) == "[":
+        source.take()
+        return (yield from call_array(source, output))
     name = yield from source.all_of(_WORD)
     if not is_name(name):
         return False
@@ -44,31 +32,18 @@ def _named_call(source: Source, output: Output) -> Steps[bool]:
         if marker == _ID:
             yield from source.all_of(_WORD)
     yield from source.skip_space()
-    if (yield from source.peek()) != "{":
-        return False
-    source.drop()
-    output.start(name)
-    yield from json_object(source, output.arguments)
-    return True
+    return (yield from call_named(source, output, name))
 
 
-def _grammar(tools: Sequence[Tool], wording: Wording, max_calls: int) -> str:
+def _spelling(wording: Wording) -> Spelling:
     if _ARGUMENTS in wording.template:
-        return calls(tools, lambda tool, arguments: _named_rule(tool, arguments, wording), max_calls)
+        call_id = _ID + _ANY_ID if _ID in wording.template else ""
+        return Spelling(
+            call=lambda name: (f"{_BEGIN}{name}{call_id}{_ARGUMENTS}", ""),
+            rules={_ANY_ID: "/[a-zA-Z0-9]{9}/"},
+        )
     begin = f"{_BEGIN} [" if f"{_BEGIN} [" in wording.template else f"{_BEGIN}["
-
-    def call(tool: Tool, arguments: str) -> str:
-        member = f'{{"name": {named(tool)}, "arguments": '
-        return f'{json.dumps(member)} {arguments} "}}"'
-
-    before = literal(begin, wording, _MARKERS)
-    return calls(tools, call, max_calls, before=before, between='", "', after='"]"')
-
-
-def _named_rule(tool: Tool, arguments: str, wording: Wording) -> str:
-    begin = literal(f"{_BEGIN}{tool.name}", wording, _MARKERS)
-    call_id = f"{literal(_ID, wording, _MARKERS)} /[a-zA-Z0-9]{{9}}/" if _ID in wording.template else ""
-    return f"{begin} {call_id} {literal(_ARGUMENTS, wording, _MARKERS)} {arguments}"
+    return Spelling(call=json_call, before=begin, between=", ", after="]")
 
 
 def _new_id() -> str:
@@ -78,9 +53,10 @@ def _new_id() -> str:
 
 MISTRAL = ToolFormat(
     name="mistral",
-    machine=_read,
+    read=_read,
     is_template=lambda template: _BEGIN in template,
-    markers=_MARKERS,
-    grammar=_grammar,
+    wraps=(_BEGIN,),
+    inner=(_ID, _ARGUMENTS),
+    spelling=_spelling,
     new_id=_new_id,
 )

@@ -2,10 +2,10 @@
 
 from collections.abc import Sequence
 
-from kvq.server.tools.events import Event
-from kvq.server.tools.format import Tool, ToolFormat
-from kvq.server.tools.output import Output
-from kvq.server.tools.source import Source
+from kvq.server.tools.format import Schemas, Tool, ToolFormat
+from kvq.server.tools.markers import no_call, until_marker
+from kvq.server.tools.output import Event, Output
+from kvq.server.tools.source import Source, Steps
 
 
 class Parser:
@@ -17,7 +17,7 @@ class Parser:
         """`tools`: those on offer. Formats without markers take nothing else for a call."""
         self._source = Source()
         self._output = Output(format.new_id, max_calls)
-        self._steps = format.machine(self._source, self._output, tools)
+        self._steps = self._read(format, {tool.name: tool.parameters for tool in tools})
 
     @property
     def num_calls(self) -> int:
@@ -36,3 +36,14 @@ class Parser:
         next(self._steps, None)
         self._output.finish()
         return self._output.drain()
+
+    def _read(self, format: ToolFormat, tools: Schemas) -> Steps[None]:
+        source, output = self._source, self._output
+        starts = [word for word in (*format.wraps, format.opening) if word]
+        while marker := (yield from until_marker(source, output, starts, ends=format.ends)):
+            is_open = marker == format.opening
+            if not is_open:  # it wraps a call
+                yield from source.skip_space()
+                is_open = not format.opening or (yield from source.word(format.opening))
+            if not is_open or not (yield from format.read(source, output, tools)):
+                yield from no_call(source, output)

@@ -7,40 +7,25 @@ bracket closes. Source: the prompt formats of Llama 3.2 and Llama 4.
 import ast
 import re
 import warnings
-from collections.abc import Sequence
 
-from kvq.server.tools.format import Tool, ToolFormat
+from kvq.server.tools.format import Schemas, ToolFormat
 from kvq.server.tools.json_calls import write_json
-from kvq.server.tools.markers import no_call, until_marker
 from kvq.server.tools.output import Output
 from kvq.server.tools.source import Source, Steps
 
-_BEGIN, _END = "<|python_start|>", "<|python_end|>"
 _NAME = re.compile(r"[\w.]+")
 _PLAIN = re.compile(r"""[^"'()\[\]{}]+""")
 _INNER = re.compile(r"""[^"'\\]+""")
 _MAX_CALL = 1 << 18  # characters that Python's parser gets to see
 
 
-def _read(source: Source, output: Output, tools: Sequence[Tool]) -> Steps[None]:
-    names = {tool.name for tool in tools}
-    while marker := (yield from until_marker(source, output, (_BEGIN,), ends=(_END,), openings="[")):
-        if marker == _BEGIN:
-            yield from source.skip_space()
-            if not (yield from source.word("[")):
-                yield from no_call(source, output)
-                continue
-        if not (yield from _calls(source, output, names)):
-            yield from no_call(source, output)
-
-
-def _calls(source: Source, output: Output, names: set[str]) -> Steps[bool]:
+def _read(source: Source, output: Output, tools: Schemas) -> Steps[bool]:
     """Give out a list's calls; False if what is held is not one of them."""
     separator = ","
     while separator == ",":
         yield from source.skip_space()
         name = yield from source.all_of(_NAME)
-        if name not in names or (yield from source.peek()) != "(":
+        if name not in tools or (yield from source.peek()) != "(":
             return False
         text = yield from _bracket(source)
         arguments = None if text is None else _arguments(text)
@@ -108,7 +93,9 @@ def _arguments(bracket: str) -> str | None:
 
 PYTHONIC = ToolFormat(
     name="pythonic",
-    machine=_read,
+    read=_read,
     is_template=lambda template: "[func_name1(params_name1=" in template,
-    markers=(_BEGIN, _END),
+    wraps=("<|python_start|>",),
+    opening="[",
+    ends=("<|python_end|>",),
 )

@@ -6,12 +6,11 @@ Source: the chat template of Qwen 3 Coder, which puts tags and values on lines o
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-from kvq.server.tools.format import Tool, ToolFormat
+from kvq.server.tools.format import Schemas, ToolFormat
 from kvq.server.tools.json_calls import is_name, write_json
-from kvq.server.tools.markers import no_call, until_marker
 from kvq.server.tools.output import Output
 from kvq.server.tools.source import Source, Steps
 
@@ -22,22 +21,14 @@ _NAME = re.compile(r"[^>\s]+")
 _NO_TAG = re.compile(r"[^<]+")
 
 
-def _read(source: Source, output: Output, tools: Sequence[Tool]) -> Steps[None]:
-    schemas = {tool.name: tool.parameters for tool in tools}
-    ends = (_END_FUNCTION, _END)
-    while marker := (yield from until_marker(source, output, (_BEGIN, _FUNCTION), ends=ends)):
-        if marker == _BEGIN:
-            yield from source.skip_space()
-            if not (yield from source.word(_FUNCTION)):
-                yield from no_call(source, output)
-                continue
-        name = yield from source.all_of(_NAME)
-        if not is_name(name) or not (yield from source.word(">")):
-            yield from no_call(source, output)
-            continue
-        source.drop()
-        output.start(name)
-        yield from _parameters(source, output, schemas.get(name, {}))
+def _read(source: Source, output: Output, tools: Schemas) -> Steps[bool]:
+    name = yield from source.all_of(_NAME)
+    if not is_name(name) or not (yield from source.word(">")):
+        return False
+    source.drop()
+    output.start(name)
+    yield from _parameters(source, output, tools.get(name, {}))
+    return True
 
 
 def _parameters(source: Source, output: Output, schema: Mapping[str, Any]) -> Steps[None]:
@@ -100,7 +91,10 @@ def _as_json(text: str, schema: object) -> str:
 
 QWEN3_CODER = ToolFormat(
     name="qwen3_coder",
-    machine=_read,
+    read=_read,
     is_template=lambda template: _FUNCTION in template and _PARAMETER in template,
-    markers=(_BEGIN, _END, _FUNCTION, _END_FUNCTION, _PARAMETER, _END_PARAMETER),
+    wraps=(_BEGIN,),
+    opening=_FUNCTION,
+    ends=(_END_FUNCTION, _END),
+    inner=(_PARAMETER, _END_PARAMETER),
 )
