@@ -15,7 +15,7 @@ def load_rival(model: Model) -> Any:
 
     with quiet():
         rival = AutoModelForCausalLM.from_pretrained(
-            model.weights.folder,
+            model.prepared.folder,
             dtype=next(model.weights.model.parameters()).dtype,
             attn_implementation="sdpa",
             local_files_only=True,

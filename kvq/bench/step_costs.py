@@ -32,7 +32,7 @@ def fit_costs(steps: Sequence[StepStats], model: Model) -> dict[str, Any] | None
     layout, geometry = model.layout, model.geometry
     parameters = None
     with suppress(ConfigError):
-        parameters = count_parameters(read_json(model.weights.folder / "config.json"), geometry)
+        parameters = count_parameters(read_json(model.prepared.folder / "config.json"), geometry)
     slides = any(group.group.window is not None for group in layout.groups)
     if len(steps) < _FEWEST_STEPS or slides or parameters is None or parameters.experts:
         return None

@@ -64,7 +64,6 @@ class DenseCache(BlockCache):
     def attend(
         self, layer: int, q: Tensor, batch: SequenceBatch, options: AttentionOptions
     ) -> tuple[Tensor, Tensor]:
-        """Causal attention, one sequence after the other; see `CacheBackend.attend`."""
         k_rows, v_rows = self._rows[layer]
         out = q.new_empty(*q.shape[:2], v_rows.shape[-1])
         lse = torch.empty(q.shape[:2], device=q.device)
@@ -84,7 +83,6 @@ class DenseCache(BlockCache):
         return out, lse
 
     def grow(self, num_blocks: list[int]) -> None:
-        """Enlarge the tensors, one layer after the other; see `CacheBackend.grow`."""
         self._check_growth(num_blocks)
         self._check_room(num_blocks)
         for group, count in enumerate(num_blocks):

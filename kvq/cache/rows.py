@@ -5,8 +5,7 @@ from torch import Tensor
 
 from kvq.blockmgr import BlockManager, Sequence
 from kvq.cache.kv_cache import KVCache
-from kvq.cache.recent import RecentRows, put_over
-from kvq.cache.recent_attention import attend_both
+from kvq.cache.recent import RecentRows, attend_both, put_over
 from kvq.cache.scratch import DenseScratch
 from kvq.errors import OutOfBlocks, RequestError
 from kvq.kernels import AttentionOptions, SequenceBatch
@@ -64,7 +63,6 @@ class BatchRows:
 
     @property
     def batch(self) -> int:
-        """Number of rows."""
         return len(self.sequences)
 
     def start(self, batch: int) -> None:
@@ -202,18 +200,17 @@ class BatchRows:
     def select(self, indices: list[int]) -> None:
         """Make row i what row `indices[i]` was; rows named twice share their blocks."""
         self.commit()
-        chosen: dict[int, Sequence] = {}
-        for index in indices:
-            chosen.setdefault(index, self.sequences[index])
+        kept = set(indices)
         for index, sequence in enumerate(self.sequences):
-            if index not in chosen:
+            if index not in kept:
                 self.manager.free(sequence)
-        first = set(chosen)
+        taken: set[int] = set()
         rows = []
         for index in indices:
-            rows.append(chosen[index] if index in first else self.manager.fork(chosen[index]))
-            first.discard(index)
-        self._may_copy = self._may_copy or len(set(indices)) < len(indices)
+            sequence = self.sequences[index]
+            rows.append(self.manager.fork(sequence) if index in taken else sequence)
+            taken.add(index)
+        self._may_copy = self._may_copy or len(taken) < len(indices)
         self.sequences = rows
         self.padding = [self.padding[index] for index in indices]
         picked = torch.tensor(indices, device=self.device)

@@ -8,6 +8,7 @@ from rich.table import Table
 from kvq.commands.consoles import PlainConsole
 from kvq.evals.report import row_cells
 
+Columns = Mapping[str, tuple[str, Any]]  # key of a row: heading, and number format or what makes its text
 _PERPLEXITY = ("kv", "bits", "bytes/token", "vs bf16", "perplexity", "change", "KL mean", "KL 99.9%",
                "top-1", "seconds")  # fmt: skip
 
@@ -28,20 +29,23 @@ def new_table(
     return table
 
 
-def print_columns(
-    rows: list[dict[str, Any]], columns: Mapping[str, tuple[str, Any]], *, width: int = 130
-) -> None:
-    """A table of those keys: header of each, and its number format or what makes its text; none for texts.
+def print_columns(rows: list[dict[str, Any]], columns: Columns, *, width: int = 130) -> None:
+    """A table of those keys; texts, which need no format, to the left.
 
     It is printed whole where the terminal has fewer than `width` characters. None is a dash.
     """
     texts = [head for head, style in columns.values() if not style]
     table = new_table((head for head, _ in columns.values()), texts)
     for row in rows:
-        table.add_row(*(_cell(row[key], style) for key, (_, style) in columns.items()))
+        table.add_row(*cells(row, columns))
     out = console()
     out.width = max(out.width, width)
     out.print(table)
+
+
+def cells(row: Mapping[str, Any], columns: Columns) -> list[str]:
+    """The texts of one row."""
+    return [_cell(row[key], style) for key, (_, style) in columns.items()]
 
 
 def _cell(value: Any, style: Any) -> str:

@@ -69,7 +69,7 @@ class Model(StaysHere):
     @property
     def tokenizer(self) -> Any:
         """The model's transformers tokenizer."""
-        return self.weights.tokenizer
+        return self.prepared.tokenizer
 
     @property
     def end_ids(self) -> frozenset[int]:

@@ -72,11 +72,9 @@ class Session:
         self.observer: Observer | None = None
 
     def new_sequence(self) -> Sequence:
-        """Start an empty sequence."""
         return self.manager.new_sequence()
 
     def free(self, sequence: Sequence) -> None:
-        """Give back a sequence's blocks."""
         self.manager.free(sequence)
 
     @torch.inference_mode()

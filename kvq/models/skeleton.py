@@ -31,7 +31,6 @@ class _StandIn(Tensor):
     """A tensor without memory, which stays so wherever a loader moves it."""
 
     def to(self, *_: object, dtype: torch.dtype | None = None, **__: object) -> Tensor:
-        """The same in another type."""
         return torch.empty(self.shape, dtype=dtype or self.dtype, device="meta")
 
 

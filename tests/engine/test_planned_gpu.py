@@ -14,9 +14,9 @@ from kvq.cache.attention import PACKED_NAME, register_attention
 from kvq.cache.memory import available_bytes
 from kvq.capacity.plan.gpus import find_gpu
 from kvq.capacity.plan.known import find_model
-from kvq.capacity.plan.lengths import fixed
+from kvq.capacity.plan.lengths import Demand, fixed
 from kvq.capacity.plan.plan import Engine, make_plan
-from kvq.capacity.plan.planner import make_target
+from kvq.capacity.plan.target import make_target
 from kvq.commands.plan_verify import _planned_pool
 from kvq.engine.config import EngineConfig
 from kvq.engine.memory import pool_blocks
@@ -64,8 +64,8 @@ def record(monkeypatch):
 )
 @pytest.mark.parametrize("kv", ["fp16", "k8v4", "int4"])
 def test_a_default_engine_on_that_gpu_has_the_pools_that_were_planned(record, name, gpu, kv):
-    target = make_target(name, weights="auto", weight_bytes=None, split=Split())
-    plan = make_plan(target, find_gpu(gpu), kv, fixed(1024), slot_tokens=1024, engine=Engine(sequences=128))
+    target = make_target(name)
+    plan = make_plan(target, find_gpu(gpu), kv, Demand(lengths=fixed(1024)), engine=Engine(sequences=128))
     [activations] = [term.nbytes for term in plan.terms if term.name == ACTIVATION_TERM]
     record(gpu, sum(term.nbytes for term in target.terms()))
     found = pool_blocks(

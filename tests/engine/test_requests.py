@@ -525,7 +525,7 @@ def test_beam_search_of_the_embedded_model_returns_the_beams_of_generate(tiny):
     from transformers import AutoModelForCausalLM
 
     reference = AutoModelForCausalLM.from_pretrained(
-        tiny.weights.folder, attn_implementation="eager", dtype=torch.float32
+        tiny.prepared.folder, attn_implementation="eager", dtype=torch.float32
     ).eval()
     llm = LLM(tiny.with_kv("fp32"), num_blocks=128, max_num_seqs=16)
     params = SamplingParams(beam_width=4, n=4, max_tokens=12)

@@ -203,11 +203,10 @@ def test_labels_of_crowded_capacity_reports_lie_apart(
     monkeypatch.setattr(capacity_report, "drawing", lambda make, *given: figures.append(make(*given)) or "")
     monkeypatch.setattr(capacity_report, "origin", lambda result: "")
     if kind == "simulation":
-        capacity_report.write_simulation(tmp_path / "p.html", {"rows": _simulated()})
+        capacity_report.write_simulation(tmp_path / "p.html", {"rows": _simulated()}, {"kv": ("KV", "")})
     else:
-        capacity_report.write_plan(
-            tmp_path / "p.html", {"rows": _plans()[: 1 if kind == "one plan" else None]}
-        )
+        plans = {"rows": _plans()[: 1 if kind == "one plan" else None]}
+        capacity_report.write_plan(tmp_path / "p.html", plans, {"kv": ("KV", "")})
     assert figures
     for figure in figures:
         settle(figure)
