@@ -23,20 +23,14 @@ _Tile = TypeVar("_Tile", TileShape, LinearTile)
 
 
 def candidates(kind: str) -> list[TileShape]:
-    """Shapes worth trying."""
-    if kind == "decode":
-        return [
-            TileShape(rows=DECODE_ROWS, keys=keys, warps=warps, stages=stages)
-            for keys in (32, 64, 128)
-            for warps in (2, 4, 8)
-            for stages in (2, 3, 4)
-        ]
+    """Shapes worth trying, to decode or to extend."""
+    decodes = kind == "decode"
     return [
         TileShape(rows=rows, keys=keys, warps=warps, stages=stages)
-        for rows in (64, 128)
-        for keys in (32, 64)
-        for warps in (4, 8)
-        for stages in (2, 3)
+        for rows in ((DECODE_ROWS,) if decodes else (64, 128))
+        for keys in ((32, 64, 128) if decodes else (32, 64))
+        for warps in ((2, 4, 8) if decodes else (4, 8))
+        for stages in ((2, 3, 4) if decodes else (2, 3))
     ]
 
 
