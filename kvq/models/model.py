@@ -156,7 +156,7 @@ def load(
     `path_or_name`: a Hugging Face folder, a hub name, or "tiny", the embedded model; a `Path` is a folder,
     whatever it is called. `kv`: a format name, a pair, a kvq.json or a KVRecipe; "auto" is the weights' own
     type. `scales`: a kvq.json with static scales; one inside the model folder is found by itself. A static
-    format without any is refused when it is first used.
+    format without any is refused when it is first used. `options`: see `LoadOptions`.
 
     Raises:
         ModelError: missing, damaged or refused model.

@@ -164,18 +164,18 @@ class PreparedModel:
 
 
 class LoadOptions(TypedDict, total=False):
-    """How a model is loaded, and how its K and V are kept."""
+    """How a model is loaded, and how its K and V are kept. What is left out is as in `_DEFAULTS`."""
 
-    device: str
-    dtype: str
-    max_context: int | None  # tokens
-    weights: str
+    device: str  # "auto": the first GPU, or the CPU
+    dtype: str  # what it computes in; "auto": fp32 on a CPU, else what its config says
+    max_context: int | None  # tokens; None: the model's own
+    weights: str  # a format that Linear layers are rounded to; "auto": as stored
     block_size: int  # tokens
     order: BlockOrder
-    backend: str
-    cache: str
-    revision: str | None
-    token: str | None
+    backend: str  # of kernels
+    cache: str  # a cache backend
+    revision: str | None  # on the hub
+    token: str | None  # for the hub
 
 
 _DEFAULTS = LoadOptions(
