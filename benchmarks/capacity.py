@@ -131,7 +131,6 @@ def simulated(server: KvqServer, requests: list[LoadRequest], time: StepTime) ->
     spec = EngineSpec(
         num_blocks=[pool.num_blocks for pool in manager.pools],
         block_size=manager.block_size,
-        windows=list(manager.blocks.windows),
         config=scheduler.config,
         time=time,
         reserve_blocks=manager.reserve_blocks,

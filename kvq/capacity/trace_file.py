@@ -88,7 +88,7 @@ def _rows(path: Path, file: Iterator[str]) -> Iterator[TraceLine]:
     begin: datetime | None = None
     for row in reader:
         try:
-            time = _time(row["TIMESTAMP"])
+            time = datetime.fromisoformat(row["TIMESTAMP"])  # of its seven decimals Python keeps six
             begin = begin or time
             yield TraceLine(
                 prompt_tokens=_count("ContextTokens", int(row["ContextTokens"]), 1),
@@ -97,12 +97,6 @@ def _rows(path: Path, file: Iterator[str]) -> Iterator[TraceLine]:
             )
         except (ValueError, TypeError) as error:
             raise ConfigError(f"{path}, line {reader.line_num}: {error}") from error
-
-
-def _time(text: str) -> datetime:
-    """A time with seven decimals, of which Python knows six."""
-    whole, _, fraction = text.partition(".")
-    return datetime.fromisoformat(f"{whole}.{fraction[:6]:0<6}" if fraction else whole)
 
 
 def _count(what: str, value: Any, least: int) -> int:

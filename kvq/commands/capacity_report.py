@@ -85,15 +85,9 @@ def _users(rows: Sequence[dict[str, Any]], gpus: Sequence[str]) -> Any:
     panels = _panels(figure, len(gpus))
     for axes, gpu in zip(panels, gpus, strict=True):
         for row, color in zip([r for r in rows if r["gpu"] == gpu], itertools.cycle(_COLORS), strict=False):
-            points = [(context, users) for context, users in row["users_by_context"] if users]
-            axes.plot(
-                [x for x, _ in points],
-                [y for _, y in points],
-                "o-",
-                ms=3,
-                color=color,
-                label=short(row["kv"]),
-            )
+            points = [point for point in row["users_by_context"] if point[1]]
+            x, y = [context for context, _ in points], [users for _, users in points]
+            axes.plot(x, y, "o-", ms=3, color=color, label=short(row["kv"]))
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")
         _finish(axes, gpu, "tokens of a request", "requests at once")

@@ -1,10 +1,10 @@
 """What a plan says of the server that it predicts: its command line, and options that would hold more."""
 
 import shlex
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from kvq.commands.sizing import SizingOptions
 from kvq.errors import ConfigError
@@ -49,21 +49,6 @@ def users_of_a_shorter_context(
         return None
     users = again(engine=replace(engine, max_context=longest)).users.paged
     return users if users > _MUCH * plan.users.paged else None
-
-
-def told(row: Mapping[str, Any], *, seats: int | None) -> list[str]:
-    """Lines about a row of `kvq plan`; `seats`: of --max-num-seqs."""
-    lines = []
-    if row["serve"] is not None:
-        lines.append(f"{row['gpu']}, {row['kv']}: {row['serve']}")
-        if seats is None and row["max_users"] > MAX_NUM_SEQS:
-            lines.append(f"  without --max-num-seqs at most {MAX_NUM_SEQS} requests run at once")
-    if row["users_at_context"] is not None:
-        lines.append(
-            f"{row['gpu']}, {row['kv']}: {row['users_at_context']:,} users instead of {row['max_users']:,} "
-            f"with --max-model-len {row['context']}: layers with windows share memory for the longest context"
-        )
-    return lines
 
 
 def _served(model: str) -> str:

@@ -2,10 +2,10 @@
 
 from typing import Any
 
-from kvq.commands.plan_serve import told
 from kvq.commands.tables import console, new_table, print_columns
 from kvq.evals.columns import Columns
 from kvq.sizes import binary, decimal, dollars
+from kvq.sizing.pools import MAX_NUM_SEQS
 
 
 def columns(rows: list[dict[str, Any]]) -> Columns:
@@ -80,4 +80,15 @@ def _remarks(rows: list[dict[str, Any]], *, assumed: bool, seats: int | None) ->
         )
     else:
         lines.append("Predicted is, on that GPU with nothing else on it:")
-    return lines + [line for row in rows for line in told(row, seats=seats)]
+    for row in rows:
+        what = f"{row['gpu']}, {row['kv']}:"
+        if row["serve"] is not None:
+            lines.append(f"{what} {row['serve']}")
+            if seats is None and row["max_users"] > MAX_NUM_SEQS:
+                lines.append(f"  without --max-num-seqs at most {MAX_NUM_SEQS} requests run at once")
+        if row["users_at_context"] is not None:
+            lines.append(
+                f"{what} {row['users_at_context']:,} users instead of {row['max_users']:,} with "
+                f"--max-model-len {row['context']}: layers with windows share memory for the longest context"
+            )
+    return lines

@@ -2,8 +2,7 @@
 
 import gc
 import sys
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from kvq.commands.results import result_of
@@ -16,7 +15,6 @@ from kvq.sizing.pools import MAX_NUM_SEQS
 if TYPE_CHECKING:
     from kvq.commands.plan import Asked
     from kvq.engine.config import EngineConfig
-    from kvq.engine.reconcile import Line
     from kvq.models.prepared import PreparedModel
 
 _ALLOWED = {
@@ -25,30 +23,13 @@ _ALLOWED = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class _Found:
-    """What one engine was planned to take, and takes."""
-
-    kv: str
-    device: str
-    lines: tuple["Line", ...]
-    whole: "Line"
-
-    @property
-    def wrong(self) -> list[str]:
-        """Terms that are off, and the process where more is than what libraries come and go with."""
-        from kvq.engine.reconcile import WHOLE_TOLERANCE
-
-        names = [line.name for line in self.lines if line.is_wrong]
-        return names + ([self.whole.name] if abs(self.whole.off) > WHOLE_TOLERANCE else [])
-
-    def row(self) -> dict[str, Any]:
-        """As JSON."""
-        terms = [
-            {"name": line.name, "planned_bytes": line.planned, "found_bytes": line.found, "off": line.off}
-            for line in (*self.lines, self.whole)
-        ]
-        return {"kv": self.kv, "device": self.device, "holds": not self.wrong, "terms": terms}
+_COLUMNS = {
+    "kv": ("KV", ""),
+    "name": ("", ""),
+    "planned_bytes": ("planned", decimal),
+    "found_bytes": ("found", decimal),
+    "off": ("off", "+.2%"),
+}
 
 
 def run(formats: list[str], sizing: SizingOptions, asked: "Asked") -> None:
@@ -76,17 +57,13 @@ def run(formats: list[str], sizing: SizingOptions, asked: "Asked") -> None:
     for kv in formats:
         prepared.check_scales(prepared.recipe(kv))
     say_model(prepared.source, prepared.digest)
-    found: list[_Found] = []
-
-    def result(rows: Sequence[_Found]) -> dict[str, Any]:
-        return result_of([one.row() for one in rows])
-
-    with FinishedRows(sizing.json_path, result, lambda _: _print(found)) as finished:
+    rows: list[dict[str, Any]] = []
+    with FinishedRows(sizing.json_path, result_of, lambda result: _print(result["rows"])) as finished:
         for kv in formats:
-            found.append(_verify(prepared, kv, engine, sizing.weights))
-            finished.keep(found.copy)
-        finished.end(found)
-    if any(one.wrong for one in found):
+            rows.append(_verify(prepared, kv, engine, sizing.weights))
+            finished.keep(rows.copy)
+        finished.end(rows)
+    if not all(row["holds"] for row in rows):
         sys.exit(1)
 
 
@@ -104,11 +81,11 @@ def _engine(sizing: SizingOptions, asked: "Asked") -> "EngineConfig":
     )
 
 
-def _verify(prepared: "PreparedModel", kv: str, engine: "EngineConfig", weights: str) -> _Found:
-    """Plan an engine, start it, and look."""
+def _verify(prepared: "PreparedModel", kv: str, engine: "EngineConfig", weights: str) -> dict[str, Any]:
+    """Plan an engine, start it, and look; `wrong` are terms that are off, or the process."""
     from kvq.commands.progress import status
     from kvq.engine import LLM
-    from kvq.engine.reconcile import Line
+    from kvq.engine.reconcile import WHOLE_TOLERANCE, Line
 
     gc.collect()  # an engine that was before may lie in cycles, and go while this one is looked at
     planned = _planned_pool(prepared, kv, engine)
@@ -117,9 +94,17 @@ def _verify(prepared: "PreparedModel", kv: str, engine: "EngineConfig", weights:
         status(f"starting an engine with KV in {kv}"),
         LLM(prepared.source, kv, block_size=prepared.block_size, weights=weights, **settings) as llm,
     ):
-        memory = llm.core.memory
-        pool = Line("KV pool", planned, memory.lines[-1].found)
-        return _Found(kv, prepared.device.type, (*memory.lines[:-1], pool), memory.whole)
+        *lines, pool = llm.core.memory.lines
+        whole = llm.core.memory.whole
+    lines.append(Line("KV pool", planned, pool.found))
+    wrong = [line.name for line in lines if line.is_wrong]
+    if abs(whole.off) > WHOLE_TOLERANCE:  # by more than what libraries come and go with
+        wrong.append(whole.name)
+    terms = [
+        {"name": line.name, "planned_bytes": line.planned, "found_bytes": line.found, "off": line.off}
+        for line in (*lines, whole)
+    ]
+    return {"kv": kv, "device": prepared.device.type, "holds": not wrong, "wrong": wrong, "terms": terms}
 
 
 def _planned_pool(prepared: "PreparedModel", kv: str, engine: "EngineConfig") -> int:
@@ -143,17 +128,12 @@ def _planned_pool(prepared: "PreparedModel", kv: str, engine: "EngineConfig") ->
     return bytes_of(layout, blocks)
 
 
-def _print(found: list[_Found]) -> None:
-    from kvq.commands.tables import console, new_table
+def _print(rows: list[dict[str, Any]]) -> None:
+    from kvq.commands.tables import print_columns
     from kvq.engine.reconcile import SMALL, TOLERANCE, WHOLE_TOLERANCE
 
-    table = new_table(("KV", "", "planned", "found", "off"), ("KV", ""), no_wrap=False)
-    for one in found:
-        for line in (*one.lines, one.whole):
-            planned, there = decimal(line.planned), decimal(line.found)
-            table.add_row(one.kv, line.name, planned, there, f"{line.off:+.2%}")
-    console().print(table)
-    if names := dict.fromkeys(name for one in found for name in one.wrong):
+    print_columns([{"kv": row["kv"], **term} for row in rows for term in row["terms"]], _COLUMNS)
+    if names := dict.fromkeys(name for row in rows for name in row["wrong"]):
         echo(
             f"kvq: memory is off the plan: {' and '.join(names)} (a term above {decimal(SMALL)} by more than "
             f"{TOLERANCE:.0%}, or the whole process by more than {WHOLE_TOLERANCE:.0%})",

@@ -32,14 +32,12 @@ class HeldAs:
     @property
     def name(self) -> str:
         """Of what Linear layers are held in."""
-        return self.linear if isinstance(self.linear, str) else self.linear.name
+        return _name(self.linear)
 
     @property
     def code_bytes(self) -> float:
         """Of a weight of a Linear layer, without scales."""
-        if isinstance(self.linear, WeightFormat):
-            return _code_bytes(self.linear)
-        return 0.5 if self.linear == _NF4 else _PLAIN_BYTES[self.linear]
+        return _bytes(self.linear)
 
     @property
     def other_bytes(self) -> int:
@@ -55,29 +53,31 @@ class HeldAs:
 
     def num_scales(self, parameters: Parameters) -> float:
         """Of all Linear layers."""
-        if self.linear == _NF4:
-            return parameters.linear / _NF4_BLOCK
-        if not isinstance(self.linear, WeightFormat):
-            return 0
-        if self.linear.group_size is None:
-            return parameters.outputs
-        return parameters.linear / self.linear.group_size
+        if isinstance(self.linear, WeightFormat):
+            group = self.linear.group_size
+            return parameters.outputs if group is None else parameters.linear / group
+        return parameters.linear / _NF4_BLOCK if self.linear == _NF4 else 0
 
     @property
     def head_name(self) -> str:
         """What the head is held in."""
-        return self.other if self.head is None else getattr(self.head, "name", str(self.head))
+        return _name(self.head or self.other)
 
     def head_bytes(self, parameters: Parameters) -> int:
-        """Of the head; 0 where the embedding serves for it."""
-        if isinstance(self.head, WeightFormat):
-            return round(parameters.embedding * _code_bytes(self.head))
-        return parameters.head * _PLAIN_BYTES[self.head or self.other]
+        """Of the head; 0 where the embedding serves for it, unless a format rounds one apart from it."""
+        count = parameters.embedding if isinstance(self.head, WeightFormat) else parameters.head
+        return round(count * _bytes(self.head or self.other))
 
 
-def _code_bytes(fmt: WeightFormat) -> float:
-    """Kernels keep 3 bits as 4."""
-    return 0.5 if fmt.code in (WeightCode.INT4, WeightCode.INT3) else 1
+def _name(kind: str | WeightFormat) -> str:
+    return kind if isinstance(kind, str) else kind.name
+
+
+def _bytes(kind: str | WeightFormat) -> float:
+    """Of a weight; kernels keep 3 bits as 4."""
+    if isinstance(kind, str):
+        return 0.5 if kind == _NF4 else _PLAIN_BYTES[kind]
+    return 0.5 if kind.code in (WeightCode.INT4, WeightCode.INT3) else 1
 
 
 def held_as(config: Mapping[str, Any], weights: str = AUTO) -> HeldAs:
@@ -88,12 +88,13 @@ def held_as(config: Mapping[str, Any], weights: str = AUTO) -> HeldAs:
     """
     other = _DTYPES.get(str(config.get("dtype", config.get("torch_dtype"))).removeprefix("torch."), "bf16")
     if weights == AUTO:
-        scale_bytes = 4 if other == "fp32" and _has_groups(config) else 2
-        return HeldAs(linear=_stored(config) or other, other=other, scale_bytes=scale_bytes)
-    if weights in _PLAIN_BYTES:
-        return HeldAs(linear=weights, other=weights)
-    if weights == _NF4:
-        return HeldAs(linear=_NF4, other=other)
+        said = config.get("quantization_config")
+        said = said if isinstance(said, Mapping) else {}
+        # The scales of compressed-tensors have the type of the rest; others' are 16-bit.
+        scale_bytes = 4 if other == "fp32" and "config_groups" in said else 2
+        return HeldAs(linear=_stored(said) or other, other=other, scale_bytes=scale_bytes)
+    if weights in (*_PLAIN_BYTES, _NF4):
+        return HeldAs(linear=weights, other=other if weights == _NF4 else weights)
     try:
         return HeldAs(linear=parse_weight_format(weights), other=other)
     except ConfigError as error:
@@ -102,22 +103,11 @@ def held_as(config: Mapping[str, Any], weights: str = AUTO) -> HeldAs:
         ) from error
 
 
-def _has_groups(config: Mapping[str, Any]) -> bool:
-    """True for compressed-tensors, whose scales have the type of the rest; others' are 16-bit."""
-    return (
-        isinstance(config.get("quantization_config"), Mapping)
-        and "config_groups" in (config["quantization_config"])
-    )
-
-
-def _stored(config: Mapping[str, Any]) -> str | WeightFormat | None:
+def _stored(said: Mapping[str, Any]) -> str | WeightFormat | None:
     """The format of a quantized checkpoint's Linear layers: of several the first that the config lists.
 
     None for an unquantized one, and for methods that aren't known.
     """
-    said = config.get("quantization_config")
-    if not isinstance(said, Mapping):
-        return None
     groups = said.get("config_groups")
     if isinstance(groups, Mapping) and groups:
         first = next(iter(groups.values()))

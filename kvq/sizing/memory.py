@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 
 from kvq.errors import ConfigError
 from kvq.formats import KVRecipe
-from kvq.geometry import LayerGeometry, ModelGeometry
+from kvq.geometry import ModelGeometry
 from kvq.layout import KVLayout, plan_layout
 from kvq.sizing.held import HeldAs
 from kvq.sizing.parameters import Parameters
@@ -14,7 +14,6 @@ SCALES_TERM = "weight scales"
 EXPERTS_TERM = "expert weights"  # stacked in one tensor a layer, which the engine never quantizes
 KEPT_TERM = "embeddings, head, norms"  # what quantizers leave as it is
 ACTIVATION_TERM = "activations"
-_WHOLE_TERMS = (KEPT_TERM,)  # of which each GPU that has a share holds all
 _RESIDUALS = 4  # hidden vectors of a token that live while an MLP multiplies
 _GATED = 3  # vectors of an MLP's width that live then
 _GATED_OF = {"phi3": 4, "gpt_oss": 10}  # whose gates and inputs are one tensor, cut and clamped
@@ -87,7 +86,7 @@ def on_one_gpu(terms: tuple[Term, ...], geometry: ModelGeometry, split: Split) -
     stage = -(-layers // split.pipeline)
 
     def own(term: Term) -> Term:
-        whole = term.name in _WHOLE_TERMS
+        whole = term.name == KEPT_TERM  # each GPU that has a share holds all
         share = (1 if whole else stage / layers) / split.tensor
         what = ("" if whole else f" x {stage}/{layers} layers") + f" / {split.tensor}"
         return replace(term, nbytes=round(term.nbytes * share), formula=term.formula + what)
@@ -110,12 +109,8 @@ def split_geometry(geometry: ModelGeometry, split: Split) -> ModelGeometry:
             f"{geometry.q_heads} query heads can't be shared by {split.tensor} GPUs; use one of {fits}"
         )
     stage = geometry.layers[: -(-layers // split.pipeline)]
-    own = tuple(replace(layer, kv_heads=_own_heads(layer, split.tensor)) for layer in stage)
+    own = tuple(replace(layer, kv_heads=-(-layer.kv_heads // split.tensor)) for layer in stage)
     return replace(geometry, layers=own, q_heads=geometry.q_heads // split.tensor)
-
-
-def _own_heads(layer: LayerGeometry, ranks: int) -> int:
-    return max(1, -(-layer.kv_heads // ranks))
 
 
 def kv_layout(geometry: ModelGeometry, kv: str, *, block_size: int = 32) -> KVLayout:

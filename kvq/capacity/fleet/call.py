@@ -18,6 +18,7 @@ class Call:
     prompt: "array[int]"  # token ids
     output_tokens: int  # at least 1
     kept_tokens: int | None = None  # of these, after which its client leaves; None: it stays to the end
+    whole: "Call | None" = None  # of which this is the prompt and the first token
     is_cut: bool = False  # it was longer than the context
     session: str = ""  # whose requests go to the same replica, if routing asks
     tenant: str = ""

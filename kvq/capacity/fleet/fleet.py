@@ -3,7 +3,7 @@
 import gc
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from hashlib import sha256
 from heapq import heappop, heappush
 from math import inf
@@ -53,8 +53,7 @@ class Run:
     records: Records
     gauges: list[Gauges]  # of the replicas, those for prefill first
     seconds: float  # from the first arrival to the last end
-    gaps: Histogram = field(default_factory=Histogram)  # between tokens, of all of them
-    handovers: Histogram = field(default_factory=Histogram)  # of these, from one replica to another
+    gaps: Histogram  # between tokens, of all of them
 
     @property
     def digest(self) -> str:
@@ -79,36 +78,21 @@ def serve(
     Raises:
         ConfigError: requests that are not in order of arrival.
     """
-    fleet = _Split(spec, leaps) if spec.prefill_replicas else _Whole(spec, leaps)
+    fleet = _Fleet(spec, leaps)
+    records = fleet.records
     with _rare_collections():
-        first = _serve(spec.faults.visit(calls), fleet, progress)
+        for call in spec.faults.visit(calls):
+            if records and call.arrival_s < records.arrival_s[-1]:
+                raise ConfigError(f"request {call.number} arrives before the one ahead of it")
+            fleet.take(call)
+            progress(len(records))
+        fleet.end()
     gauges = [replica.gauges for replica in fleet.engines]
     gaps = Histogram()
-    gaps.merge(fleet.handovers)
-    for one in gauges:
-        gaps.merge(one.gaps)
-    ends = [time for time in fleet.records.end_s if time == time]
-    return Run(
-        records=fleet.records,
-        gauges=gauges,
-        seconds=max(ends, default=first) - first,
-        gaps=gaps,
-        handovers=fleet.handovers,
-    )
-
-
-def _serve(calls: Iterable[Call], fleet: "_Whole | _Split", progress: Progress) -> float:
-    """All of them; returns when the first one came."""
-    before = first = None
-    for call in calls:
-        if before is not None and call.arrival_s < before:
-            raise ConfigError(f"request {call.number} arrives before the one ahead of it")
-        first = call.arrival_s if first is None else first
-        before = call.arrival_s
-        fleet.take(call)
-        progress(len(fleet.records))
-    fleet.end()
-    return first or 0.0
+    for one in (records.handovers, *(gauge.gaps for gauge in gauges)):
+        gaps.merge(one)
+    seconds = max(records.end_s) - records.arrival_s[0] if records else 0.0
+    return Run(records=records, gauges=gauges, seconds=seconds, gaps=gaps)
 
 
 @contextmanager
@@ -122,85 +106,51 @@ def _rare_collections() -> Iterator[None]:
         gc.set_threshold(*usual)
 
 
-class _Whole:
-    """Replicas that do everything."""
+class _Fleet:
+    """Replicas that do everything; or some for prompts, whose KV goes to the others for the answers."""
 
     def __init__(self, spec: FleetSpec, leaps: bool) -> None:
         self.records = Records()
+        kinds = [spec.engine] * spec.prefill_replicas
+        kinds += [_decoding(spec.engine) if kinds else spec.engine] * spec.replicas
         self.engines = [
-            Replica(i, spec.engine, self.records, leaps=leaps, faults=spec.faults)
-            for i in range(spec.replicas)
+            Replica(i, kind, self.records, leaps=leaps, faults=spec.faults, hand_over=self._hand_over)
+            for i, kind in enumerate(kinds)
         ]
+        self._prefill = self.engines[: spec.prefill_replicas]
+        self._rest = self.engines[spec.prefill_replicas :]
+        self._sent: list[tuple[float, int, Call]] = []  # heap of (when the KV is there, number, rest)
         self._spec = spec
-        self._router = make_router(spec.routing)
+        self._to_prefill, self._route = make_router(Routing.LEAST_LOADED), make_router(spec.routing)
         chooses = spec.routing in (Routing.LEAST_LOADED, Routing.PREFIX) and spec.replicas > 1
         self._looks = chooses or spec.overflow_waiting is not None or spec.faults.life_s < inf
-        self.handovers = Histogram()
 
     def take(self, call: Call) -> None:
+        """A request has come."""
         self.records.open(call)
-        if self._looks:
-            _advance(self.engines, call.arrival_s)
-        _place(call, self._router, self.engines, self.records, self._spec.overflow_waiting)
-
-    def end(self) -> None:
-        _advance(self.engines, inf)
-
-
-class _Split:
-    """Replicas for prompts, whose KV goes to those for the answers."""
-
-    def __init__(self, spec: FleetSpec, leaps: bool) -> None:
-        self.records = Records()
-        self._prompts = Records()  # of the first half: the same numbers
-        self._answers = Records()
-        self._spec = spec
-        self._sent: list[tuple[float, int, Call]] = []  # heap of (when the KV is there, number, rest)
-        self._rest: dict[int, Call] = {}
-        first = [
-            Replica(i, spec.engine, self._prompts, leaps=leaps, faults=spec.faults, on_served=self._hand_over)
-            for i in range(spec.prefill_replicas)
-        ]
-        second = [
-            Replica(i, _decoding(spec.engine), self._answers, leaps=leaps, faults=spec.faults)
-            for i in range(spec.prefill_replicas, spec.engines)
-        ]
-        self._first, self._second = first, second
-        self.engines = [*first, *second]
-        self.handovers = Histogram()  # between the first token and the second
-        self._to_prefill = make_router(Routing.LEAST_LOADED)
-        self._to_decode = make_router(spec.routing)
-
-    def take(self, call: Call) -> None:
-        for records in (self.records, self._prompts, self._answers):
-            records.open(call)
-        _advance(self._first, call.arrival_s)
-        self._deliver(call.arrival_s)
-        self._rest[call.number] = call
-        _place(
-            replace(call, output_tokens=1, kept_tokens=None),
-            self._to_prefill,
-            self._first,
-            self._prompts,
-            self._spec.overflow_waiting,
-        )
-        if self._prompts.fate[call.number] != Fate.OPEN:
-            del self._rest[call.number]
-
-    def end(self) -> None:
-        _advance(self._first, inf)
-        self._deliver(inf)
-        _advance(self._second, inf)
-        for number in range(len(self.records)):
-            self._join(number)
-
-    def _hand_over(self, call: Call, now: float) -> None:
-        """A prompt is computed, and its first token there."""
-        whole = self._rest.pop(call.number)
-        if whole.kept_tokens == 1:
-            self._prompts.fate[call.number] = Fate.CANCELLED
-        if whole.tokens_taken == 1:
+        most = self._spec.overflow_waiting
+        if self._prefill:
+            _advance(self._prefill, call.arrival_s)
+            self._deliver(call.arrival_s)
+            kept = 1 if call.kept_tokens == 1 else None
+            first = replace(call, output_tokens=1, kept_tokens=kept, whole=call)
+            self._place(first, self._to_prefill, self._prefill, most)
             return
+        if self._looks:
+            _advance(self._rest, call.arrival_s)
+        self._place(call, self._route, self._rest, most)
+
+    def end(self) -> None:
+        """No more will come."""
+        _advance(self._prefill, inf)
+        self._deliver(inf)
+        _advance(self._rest, inf)
+
+    def _hand_over(self, call: Call, now: float) -> bool:
+        """A prompt is computed, and its first token there; False if there are no others."""
+        whole = call.whole
+        if whole is None or whole.output_tokens == 1:
+            return False
         there = now + self._spec.transfer_token_s * len(call.prompt)
         rest = replace(
             whole,
@@ -210,47 +160,35 @@ class _Split:
             kept_tokens=None if whole.kept_tokens is None else whole.kept_tokens - 1,
         )
         heappush(self._sent, (there, call.number, rest))
+        return True
 
     def _deliver(self, until: float) -> None:
         """Pass on the KV that has arrived: nothing that comes later can be earlier."""
         while self._sent and self._sent[0][0] <= until:
             there, _, rest = heappop(self._sent)
-            _advance(self._second, there)
-            _place(rest, self._to_decode, self._second, self._answers, None)
+            _advance(self._rest, there)
+            self._place(rest, self._route, self._rest, None)
 
-    def _join(self, number: int) -> None:
-        """One record of both halves."""
-        whole, prompts, answers = self.records, self._prompts, self._answers
-        for name in ("admitted_s", "first_s", "end_s", "cached_tokens", "preemptions", "fate", "replica"):
-            getattr(whole, name)[number] = getattr(prompts, name)[number]
-        if whole.fate[number] == Fate.SERVED and whole.output_tokens[number] > 1:
-            for name in ("end_s", "fate", "replica"):
-                getattr(whole, name)[number] = getattr(answers, name)[number]
-            whole.preemptions[number] += answers.preemptions[number]
-            if answers.fate[number] == Fate.SERVED:
-                self.handovers.add(answers.first_s[number] - prompts.first_s[number])
+    def _place(
+        self, call: Call, router: Router, replicas: Sequence[Replica], overflow_waiting: int | None
+    ) -> None:
+        """Send a request to a replica, or to an API where too many wait; it fails where none is ready."""
+        now = call.arrival_s
+        ready = [replica for replica in replicas if replica.ready_s <= now]
+        waiting = min([replica.num_waiting for replica in ready], default=inf)
+        if overflow_waiting is not None and waiting >= overflow_waiting:
+            self.records.close(call.number, Fate.OVERFLOWED, now)
+        elif not ready:
+            self.records.close(call.number, Fate.FAILED, now)
+        else:
+            replica = router(call, ready)
+            replica.advance(now)
+            replica.add(call, now)
 
 
 def _advance(replicas: Sequence[Replica], until: float) -> None:
     for replica in replicas:
         replica.advance(until)
-
-
-def _place(
-    call: Call, router: Router, replicas: Sequence[Replica], records: Records, overflow_waiting: int | None
-) -> None:
-    """Send a request to a replica, or to an API where too many wait; it fails where no replica is ready."""
-    now = call.arrival_s
-    ready = [replica for replica in replicas if replica.ready_s <= now]
-    waiting = min([replica.num_waiting for replica in ready], default=inf)
-    if overflow_waiting is not None and waiting >= overflow_waiting:
-        records.close(call.number, Fate.OVERFLOWED, now)
-    elif not ready:
-        records.close(call.number, Fate.FAILED, now)
-    else:
-        replica = router(call, ready)
-        replica.advance(now)
-        replica.add(call, now)
 
 
 def _decoding(spec: EngineSpec) -> EngineSpec:

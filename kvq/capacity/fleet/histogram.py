@@ -1,5 +1,6 @@
 """Percentiles of more values than anybody wants to keep."""
 
+from collections import Counter
 from math import exp, log
 
 _BINS = 400  # of a factor of e: a quarter of a percent each
@@ -10,21 +11,20 @@ class Histogram:
     """Counts of positive numbers by their logarithm; what it tells is right within 0.13%."""
 
     def __init__(self) -> None:
-        self._counts: dict[int, int] = {}
+        self._counts = Counter[int]()
         self.count = 0
         self.total = 0.0
 
     def add(self, value: float, times: int = 1) -> None:
         """Count a value, several times."""
         key = int(_LOG(value) * _BINS // 1) if value > 0 else _LEAST
-        self._counts[key] = self._counts.get(key, 0) + times
+        self._counts[key] += times
         self.count += times
         self.total += value * times
 
     def merge(self, other: "Histogram") -> None:
         """Count what another one counted."""
-        for key, times in other._counts.items():
-            self._counts[key] = self._counts.get(key, 0) + times
+        self._counts.update(other._counts)
         self.count += other.count
         self.total += other.total
 

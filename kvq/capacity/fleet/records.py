@@ -3,9 +3,10 @@
 from array import array
 from dataclasses import dataclass, field
 from enum import IntEnum
-from math import nan
+from math import isnan, nan
 
 from kvq.capacity.fleet.call import Call
+from kvq.capacity.fleet.histogram import Histogram
 
 
 class Fate(IntEnum):
@@ -41,6 +42,7 @@ class Records:
     preemptions: "array[int]" = field(default_factory=_counts)
     fate: "array[int]" = field(default_factory=_counts)
     replica: "array[int]" = field(default_factory=_counts)  # that served it, or began to
+    handovers: Histogram = field(default_factory=Histogram)  # between tokens of two replicas
     num_cut: int = 0  # requests that were longer than the context
 
     def __len__(self) -> int:
@@ -56,6 +58,13 @@ class Records:
         self.output_tokens.append(call.output_tokens)
         for counts in (self.cached_tokens, self.preemptions, self.fate, self.replica):
             counts.append(0)
+
+    def begin(self, number: int, now: float) -> None:
+        """A replica has its first token of a request; one whose prompt another computed has the second."""
+        if isnan(self.first_s[number]):
+            self.first_s[number] = now
+        else:
+            self.handovers.add(now - self.first_s[number])
 
     def close(self, number: int, fate: Fate, now: float) -> None:
         """A request ended."""

@@ -3,7 +3,7 @@
 from array import array
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from math import inf
+from math import inf, isnan
 
 from kvq.blockmgr import BlockManager
 from kvq.capacity.fleet.call import Call
@@ -31,13 +31,12 @@ _IDLE_S = 1e-3  # until the next attempt when nothing can run
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineSpec:
-    """What one replica has; one entry of `num_blocks` and `windows` per layer group."""
+    """What one replica has; one entry of `num_blocks` per layer group."""
 
     num_blocks: list[int]
     block_size: int  # tokens
-    windows: list[int | None]
     config: SchedulerConfig
-    time: StepTime
+    time: StepTime  # which knows the windows
     reserve_blocks: int = 0
     computes_prompts: bool = True  # False: somebody else does, and their KV comes with them
 
@@ -48,7 +47,6 @@ class EngineSpec:
         return cls(
             num_blocks=list(plan.num_blocks),
             block_size=block_size,
-            windows=list(plan.time.windows),
             config=config,
             time=plan.time,
             reserve_blocks=reserve_blocks(plan.num_blocks),
@@ -57,7 +55,7 @@ class EngineSpec:
     @property
     def can_leap(self) -> bool:
         """True if what windows leave behind can't make a difference to several steps taken at once."""
-        return all(window is None for window in self.windows)
+        return all(window is None for window in self.time.windows)
 
 
 @dataclass(slots=True, eq=False)
@@ -117,15 +115,16 @@ class Replica:
         *,
         leaps: bool = True,
         faults: Faults = NONE,
-        on_served: Callable[[Call, float], object] = lambda call, now: None,
+        hand_over: Callable[[Call, float], bool] = lambda call, now: False,
     ) -> None:
+        """`hand_over` is told of every request that has its tokens; True if it goes on elsewhere."""
         self.index = index
         self.now = self.ready_s = 0.0
         self.gauges = Gauges()
         self.live: dict[Request, _Ticket] = {}
         self._spec = spec
         self._records = records
-        self._on_served = on_served
+        self._hand_over = hand_over
         self._trouble = Trouble(faults, index)
         self._leaps = leaps and spec.can_leap
         self._begin()
@@ -136,7 +135,7 @@ class Replica:
         self.manager = BlockManager(
             num_blocks=spec.num_blocks,
             block_size=spec.block_size,
-            windows=spec.windows,
+            windows=list(spec.time.windows),
             reserve_blocks=spec.reserve_blocks,
         )
         most = spec.config.max_num_batched_tokens
@@ -260,7 +259,7 @@ class Replica:
             if ticket.last_s == began:
                 neighbours += 1
             elif ticket.last_s is None:
-                records.first_s[ticket.call.number] = end
+                records.begin(ticket.call.number, end)
             else:
                 gaps.add(end - ticket.last_s)
             ticket.last_s = end
@@ -338,11 +337,10 @@ class Replica:
     def _end(self, request: Request, fate: Fate, now: float) -> None:
         ticket, records = self.live.pop(request), self._records
         number, usage = ticket.call.number, request.usage
-        if request.admitted_s is not None:
+        if request.admitted_s is not None and isnan(records.admitted_s[number]):
             records.admitted_s[number] = request.admitted_s
-        records.cached_tokens[number] = usage.cached_tokens
-        records.preemptions[number] = usage.preemptions
+        records.cached_tokens[number] += usage.cached_tokens
+        records.preemptions[number] += usage.preemptions
         self.gauges.recomputed_tokens += usage.recomputed_tokens
-        records.close(number, fate, now)
-        if fate is Fate.SERVED:
-            self._on_served(ticket.call, now)
+        if fate is not Fate.SERVED or not self._hand_over(ticket.call, now):
+            records.close(number, fate, now)

@@ -1,5 +1,6 @@
 """How many replicas a load needs."""
 
+from bisect import bisect_left
 from collections.abc import Callable
 from typing import Any
 
@@ -26,29 +27,24 @@ def fewest_replicas(
         )
     tried: dict[int, dict[str, Any]] = {}
 
-    def met(figures: dict[str, Any]) -> float:
-        return figures["slo_met"] or 0.0
+    def met(number: int) -> float:
+        if number not in tried:
+            tried[number] = run(number)
+        return tried[number]["slo_met"] or 0.0
 
     def enough(number: int) -> bool:
-        tried[number] = run(number)
-        return met(tried[number]) >= share
+        return met(number) >= share
 
     high = 1
     while not enough(high):
-        last = tried[high]
-        is_idle = last["utilization"] < _IDLE
-        is_hopeless = high > 1 and is_idle and met(last) <= met(tried[high // 2])
+        is_idle = tried[high]["utilization"] < _IDLE
+        is_hopeless = high > 1 and is_idle and met(high) <= met(high // 2)
         if high >= most or is_hopeless:
             raise ConfigError(
-                f"{high} replicas keep the SLO for {100 * met(last):.1f}% of the requests, "
+                f"{high} replicas keep the SLO for {100 * met(high):.1f}% of the requests, "
                 f"{100 * share:g}% are asked for, and more don't help; loosen the SLO, or use a faster GPU"
             )
         high = min(most, 2 * high)
-    low = high // 2
-    while high - low > 1:
-        middle = (low + high) // 2
-        if enough(middle):
-            high = middle
-        else:
-            low = middle
-    return high, tried[high]
+    between = range(high // 2 + 1, high)
+    found = (*between, high)[bisect_left(between, True, key=enough)]
+    return found, tried[found]

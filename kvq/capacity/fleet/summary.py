@@ -1,6 +1,6 @@
 """The figures of a simulated run."""
 
-from collections.abc import Sequence
+from array import array
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,27 +52,25 @@ def summarize(run: Run, slo: Slo, bill: Bill | None = None) -> dict[str, Any]:
     """
     records, seconds = run.records, run.seconds
     served = [i for i, fate in enumerate(records.fate) if fate == Fate.SERVED]
-    count = dict.fromkeys(Fate, 0)
-    for fate in records.fate:
-        count[Fate(fate)] += 1
+    count = {fate: records.fate.count(fate) for fate in Fate if fate is not Fate.OPEN}
     met = sum([slo.is_met(records, i) for i in served])
     asked = len(records) - count[Fate.OVERFLOWED] - count[Fate.CANCELLED]
     outputs = sum([records.output_tokens[i] for i in served])
     prompts = sum([records.prompt_tokens[i] for i in served])
     gauges = run.gauges
+    busy_s = sum(one.busy_s for one in gauges)
     cached = sum([records.cached_tokens[i] for i in served])
-    itl = {f"itl_ms_p{rank}": _ms(run.gaps.percentile(rank)) for rank in _RANKS}
 
     def per_second(amount: float) -> float:
         return amount / seconds if seconds > 0 else 0.0
 
+    def waited(name: str, until: "array[float]") -> dict[str, float | None]:
+        times = sorted([until[i] - records.arrival_s[i] for i in served])
+        return {f"{name}_ms_p{n}": _ms(percentile(times, n) if times else None) for n in _RANKS}
+
     figures = {
         "requests": len(records),
-        "served": count[Fate.SERVED],
-        "refused": count[Fate.REFUSED],
-        "failed": count[Fate.FAILED],
-        "overflowed": count[Fate.OVERFLOWED],
-        "cancelled": count[Fate.CANCELLED],
+        **{fate.name.lower(): number for fate, number in count.items()},
         "cut": records.num_cut,
         "seconds": seconds,
         "output_tokens_per_s": per_second(outputs),
@@ -80,19 +78,19 @@ def summarize(run: Run, slo: Slo, bill: Bill | None = None) -> dict[str, Any]:
         "requests_per_s": per_second(len(served)),
         "goodput_requests_per_s": per_second(met),
         "slo_met": met / asked if asked else None,
-        **_times("ttft", [records.first_s[i] - records.arrival_s[i] for i in served]),
-        **itl,
-        "handover_ms_p99": _ms(run.handovers.percentile(99)),
-        **_times("queue", [records.admitted_s[i] - records.arrival_s[i] for i in served]),
-        **_times("e2e", [records.end_s[i] - records.arrival_s[i] for i in served]),
+        **waited("ttft", records.first_s),
+        **{f"itl_ms_p{rank}": _ms(run.gaps.percentile(rank)) for rank in _RANKS},
+        "handover_ms_p99": _ms(records.handovers.percentile(99)),
+        **waited("queue", records.admitted_s),
+        **waited("e2e", records.end_s),
         "preemptions": sum(records.preemptions),
         "slow_steps": sum(one.slow_steps for one in gauges),
         "restarts": sum(one.restarts for one in gauges),
         "recomputed_tokens": sum(one.recomputed_tokens for one in gauges),
         "prefix_hit_rate": cached / prompts if prompts else None,
-        "utilization": sum(one.busy_s for one in gauges) / (len(gauges) * seconds) if seconds > 0 else 0.0,
-        "mean_batch": _mean([one.running_s for one in gauges], [one.busy_s for one in gauges]),
-        "mean_pool": _mean([one.live_s for one in gauges], [one.busy_s for one in gauges]),
+        "utilization": per_second(busy_s / len(gauges)),
+        "mean_batch": sum(one.running_s for one in gauges) / busy_s if busy_s else None,
+        "mean_pool": sum(one.live_s for one in gauges) / busy_s if busy_s else None,
         "peak_pool": max(one.peak_live for one in gauges),
         "peak_waiting": max(one.peak_waiting for one in gauges),
         "steps": sum(one.steps for one in gauges),
@@ -103,18 +101,8 @@ def summarize(run: Run, slo: Slo, bill: Bill | None = None) -> dict[str, Any]:
     return figures
 
 
-def _times(name: str, seconds: list[float]) -> dict[str, float | None]:
-    """Percentiles in milliseconds."""
-    seconds.sort()
-    return {f"{name}_ms_p{rank}": _ms(percentile(seconds, rank) if seconds else None) for rank in _RANKS}
-
-
 def _ms(seconds: float | None) -> float | None:
     return None if seconds is None else 1e3 * seconds
-
-
-def _mean(sums: Sequence[float], weights: Sequence[float]) -> float | None:
-    return sum(sums) / sum(weights) if sum(weights) else None
 
 
 def _costs(run: Run, bill: Bill, outputs: int) -> dict[str, float | None]:

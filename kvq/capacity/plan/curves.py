@@ -1,5 +1,6 @@
 """What a plan would be for other lengths and other numbers of users, for plots."""
 
+from collections.abc import Iterator
 from typing import Any
 
 from kvq.capacity.plan.cost import usd_per_million
@@ -14,11 +15,8 @@ _SHORTEST = 1024  # tokens
 def users_by_context(target: Target, gpu: Gpu, kv: str, engine: Engine) -> list[tuple[int, int]]:
     """(context, requests that fit at once), the context doubling up to the longest that the engine takes."""
     longest = min(target.geometry.max_context, engine.max_context or target.geometry.max_context)
-    contexts = [min(_SHORTEST, longest)]
-    while contexts[-1] < longest:
-        contexts.append(min(longest, 2 * contexts[-1]))
     found = []
-    for context in contexts:
+    for context in _doubling(_SHORTEST, longest):
         plan = make_plan(target, gpu, kv, Demand(lengths=fixed(context)), engine=engine)
         found.append((context, plan.users.paged))
     return found
@@ -28,11 +26,8 @@ def speed_by_users(plan: CapacityPlan, usd_per_hour: float) -> list[dict[str, An
     """Latency and cost as more requests run side by side, doubling up to as many as fit."""
     if plan.serve is None or not plan.users.paged:
         return []
-    counts = [1]
-    while counts[-1] < plan.users.paged:
-        counts.append(min(plan.users.paged, 2 * counts[-1]))
     points = []
-    for users in counts:
+    for users in _doubling(1, plan.users.paged):
         served = plan.serve(users)
         points.append(
             {
@@ -43,3 +38,10 @@ def speed_by_users(plan: CapacityPlan, usd_per_hour: float) -> list[dict[str, An
             }
         )
     return points
+
+
+def _doubling(first: int, last: int) -> Iterator[int]:
+    while first < last:
+        yield first
+        first *= 2
+    yield last

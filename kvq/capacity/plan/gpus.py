@@ -1,16 +1,16 @@
 """GPUs: memory, bandwidth, dense arithmetic and price, as a file of facts that anybody may replace."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cache
+from math import inf
 from pathlib import Path
 from typing import Any
 
 from kvq import strict_json
 from kvq.errors import ConfigError, nearest
 
-_KEYS = {"memory_gb", "bandwidth_tb_s", "usd_per_hour", "tflops"}
-_MORE_KEYS = {"total_mib", "source"}
+_MAY = {"total_mib", "source"}  # keys
 _VERSION = 1
 _SMALLEST, _LARGEST = 1e-12, 1e15  # of any figure
 
@@ -60,8 +60,7 @@ class Gpu:
 
 def check_positive(what: str, value: Any) -> None:
     """Raise ConfigError unless `value` is a finite number above 0."""
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not 0 < value < float("inf"):
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < inf:
         raise ConfigError(f"{what} must be a number above 0, got {value!r}")
     if not _SMALLEST <= value <= _LARGEST:
         raise ConfigError(f"{what} must be {_SMALLEST:g} to {_LARGEST:g}, got {value!r}")
@@ -88,12 +87,12 @@ def read_gpus(path: Path) -> dict[str, Gpu]:
     gpus = data.get("gpus")
     if not isinstance(gpus, dict) or not gpus:
         raise ConfigError(f"{path}: gpus must map names to GPUs")
+    must = {field.name for field in fields(Gpu)} - _MAY - {"name"}
     found = {}
     for name, facts in gpus.items():
-        if not isinstance(facts, dict) or set(facts) - _MORE_KEYS != _KEYS:
+        if not isinstance(facts, dict) or set(facts) - _MAY != must:
             raise ConfigError(
-                f"{path}: {name} must have {', '.join(sorted(_KEYS))}, and may have "
-                f"{', '.join(sorted(_MORE_KEYS))}"
+                f"{path}: {name} must have {', '.join(sorted(must))}, and may have {', '.join(sorted(_MAY))}"
             )
         found[str(name)] = Gpu(name=str(name), **facts)
     return found

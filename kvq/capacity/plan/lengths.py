@@ -72,23 +72,21 @@ def within_context(context: int, output: int | None, *, most: int) -> list[Lengt
     return fixed(context, output or context // 8)
 
 
-def lognormal(median: int, sigma: float, *, output_share: float = 0.5, most: int) -> list[Length]:
-    """Quantiles of a log-normal distribution of total lengths, cut at the model's context.
+def lognormal(median: int, sigma: float, *, most: int) -> list[Length]:
+    """Quantiles of a log-normal distribution of total lengths, half output, cut at the model's context.
 
     Raises:
         ConfigError: a number out of its range.
     """
-    if median < 1 or not 0 < sigma <= 5 or not 0 <= output_share < 1:
+    if median < 1 or not 0 < sigma <= 5:
         raise ConfigError(
-            f"log-normal lengths need a median of at least 1, sigma of 0 to 5 and a share of output below 1, "
-            f"got {median}, {sigma}, {output_share}"
+            f"log-normal lengths need a median of at least 1 and a sigma of 0 to 5, got {median}, {sigma}"
         )
-    points = ((i + 0.5) / _QUANTILES for i in range(_QUANTILES))
-    totals = [math.exp(math.log(median) + sigma * NormalDist().inv_cdf(point)) for point in points]
+    normal = NormalDist(math.log(median), sigma)
     found = []
-    for total in totals:
-        tokens = max(2, min(most, round(total)))
-        output = min(tokens - 1, round(tokens * output_share))
+    for i in range(_QUANTILES):
+        tokens = max(2, min(most, round(math.exp(normal.inv_cdf((i + 0.5) / _QUANTILES)))))
+        output = min(tokens - 1, round(tokens / 2))
         found.append(Length(tokens - output, output))
     return found
 

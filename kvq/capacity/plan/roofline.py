@@ -27,9 +27,7 @@ class Efficiency:
     sequence_s: float = 0.0  # for every sequence that gets a token, beside all that
 
     def __post_init__(self) -> None:
-        for name in ("bandwidth", "step", "arithmetic"):
-            check_share(name, getattr(self, name))
-        for name in ("kv", "attention"):
+        for name in ("bandwidth", "step", "arithmetic", "kv", "attention"):
             if getattr(self, name) is not None:
                 check_share(name, getattr(self, name))
         for tokens, share in self.measured:

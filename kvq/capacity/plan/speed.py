@@ -1,5 +1,6 @@
 """How fast a plan serves: its steps on the roofline."""
 
+from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import fmean
@@ -63,11 +64,5 @@ def at_rate(serve: Callable[[int], Serving], rate: float, *, most: int) -> Servi
     check_positive("the rate", rate)
     if most < 1 or serve(most).requests_per_s < rate:
         return None
-    low, high = 0, most
-    while high - low > 1:
-        middle = (low + high) // 2
-        if serve(middle).requests_per_s >= rate:
-            high = middle
-        else:
-            low = middle
-    return serve(high)
+    fewer = bisect_left(range(1, most), rate, key=lambda users: serve(users).requests_per_s)
+    return serve(fewer + 1)

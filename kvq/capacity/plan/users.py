@@ -17,7 +17,6 @@ class Users:
     paged: int  # in blocks
     contiguous: int  # a slot of one length reserved for each, in the same format
     bytes_per_request: float  # of blocks, on average
-    slot_bytes: int  # of one reservation
 
 
 def count_users(
@@ -47,5 +46,4 @@ def count_users(
         paged=min(most, max(0, min(fits))),
         contiguous=min(most, int(bytes_of(layout, num_blocks) / slot)),
         bytes_per_request=fmean([bytes_of(layout, blocks) for blocks in held]),
-        slot_bytes=round(slot),
     )

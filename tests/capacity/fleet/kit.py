@@ -34,7 +34,6 @@ def engine(
     return EngineSpec(
         num_blocks=[num_blocks] * len(windows),
         block_size=block_size,
-        windows=list(windows),
         config=SchedulerConfig(**limits),
         time=step_time(windows),
     )
