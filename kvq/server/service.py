@@ -7,14 +7,12 @@ from contextlib import aclosing, contextmanager
 from functools import partial
 from typing import Any
 
-from pydantic import BaseModel
-
 from kvq.engine import SamplingParams
 from kvq.engine.intake import Terms
 from kvq.engine.outputs import Piece
 from kvq.errors import EngineError
 from kvq.server.admission import Admission, Queued
-from kvq.server.ignored import Ignored, find_ignored
+from kvq.server.ignored import Body, Ignored, find_ignored
 from kvq.server.logs import log_event
 from kvq.server.messages import Ended, ErrorKind
 from kvq.server.metrics import Metrics
@@ -87,7 +85,7 @@ class Service:
                 param="model",
             )
 
-    def check_fields(self, given: Any, body: BaseModel) -> Ignored:
+    def check_fields(self, given: Any, body: Body) -> Ignored:
         """What of a decoded body was ignored, counted.
 
         Raises:
