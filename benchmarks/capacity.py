@@ -41,13 +41,13 @@ from kvq.capacity.fleet.summary import Slo, summarize
 from kvq.capacity.plan.calibration import efficiency
 from kvq.capacity.plan.gpus import Gpu
 from kvq.capacity.plan.plan import CapacityPlan, Engine
-from kvq.capacity.plan.planner import make_target, plan
+from kvq.capacity.plan.planner import plan
 from kvq.capacity.plan.step_time import StepTime, roofline
+from kvq.capacity.plan.target import make_target
 from kvq.engine import LLM, SamplingParams
 from kvq.evals.results import envelope, source_commit, write_json
 from kvq.models import Model, load
 from kvq.scheduler import Priority
-from kvq.sizing.memory import Split
 
 FORMATS = ("fp32", "bf16", "fp8", "int8", "k8v4", "int4", "int2")
 BLOCK_SIZES = (8, 16, 64)  # tokens
@@ -151,7 +151,7 @@ def simulated(server: KvqServer, requests: list[LoadRequest], time: StepTime) ->
 
 def compare(model: Model, folder: str, kv: str, repeats: int) -> list[dict[str, Any]]:
     """A row a load. All loads run in every repeat; each simulation has the costs of its repeat."""
-    target = make_target(folder, weights="fp32", weight_bytes=None, split=Split())
+    target = make_target(folder, weights="fp32")
     loads = cases(model)
     servers = {name: KvqServer(model, kv, case.limits, case.load.draw(0)) for name, case in loads.items()}
     for name, server in servers.items():  # warm: kernels compiled, costs learned
@@ -177,15 +177,8 @@ def compare(model: Model, folder: str, kv: str, repeats: int) -> list[dict[str, 
         costs = fit_costs(steps, first.llm.core.model)
         assert costs is not None, "too few steps"
         assert target.parameters is not None
-        time = roofline(
-            target.parameters,
-            target.geometry,
-            first.llm.core.model.layout,
-            SHEET,
-            weight_bytes=4 * target.parameters.total,
-            split=Split(),
-            efficiency=efficiency(costs, SHEET, source="this run"),
-        )
+        reached = efficiency(costs, SHEET, source="this run")
+        time = roofline(target, first.llm.core.model.layout, SHEET, reached)
         print(f"repeat {repeat}: {costs}", flush=True)
         for name, server in servers.items():
             predicted[name].append(simulated(server, loads[name].load.draw(repeat), time))
@@ -341,7 +334,7 @@ def main() -> None:
         began = perf_counter()
         rows = parts[part]()
         facts = {"model": load(given.model).description, "seconds": perf_counter() - began}
-        result = envelope(sys.argv, torch.device("cpu"), rows, **facts)
+        result = envelope(sys.argv, torch.device("cpu"), rows, facts)
         write_json(given.out / f"capacity-{part}-cpu.json", result)
         print(part)
         for row in rows:

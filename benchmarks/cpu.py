@@ -41,6 +41,7 @@ def workload(contexts: tuple[int, ...], group: int, new: int = 1) -> Workload:
         block_size=64,
         dtype=torch.float32,
         device=CPU,
+        backend="cpu",
     )
 
 
@@ -48,7 +49,7 @@ def attention(
     case: str, shape: Workload, formats: Sequence[str], repeats: int, dense: bool = True
 ) -> list[dict[str, Any]]:
     """Rows of `kvq bench attention` for one shape."""
-    rows, bandwidth = bench_attention(shape, formats, backend="cpu", dense_rivals=dense, repeats=repeats)
+    rows, bandwidth = bench_attention(shape, formats, dense_rivals=dense, repeats=repeats)
     found = [{"case": case, "read_gb_per_s": bandwidth, **row} for row in rows]
     show(found)
     return found
@@ -96,7 +97,7 @@ def write() -> list[dict[str, Any]]:
         formats = ["bf16", "fp8", "int8", "int4"]
         rows += [
             {"case": f"write 8 at 8192, GQA {group}", **row}
-            for row in bench_write(shape, formats, backend="cpu", repeats=101)
+            for row in bench_write(shape, formats, repeats=101)
         ]
         rows += attention(f"decode 8 x 8192, GQA {group}", shape, formats, 31, dense=False)
     return rows
@@ -155,7 +156,7 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     source_commit()
     rows = [row for part in parts for row in measuring[part]()]
-    result = envelope(sys.argv, CPU, rows, variant=loaded().variant, threads=options.threads)
+    result = envelope(sys.argv, CPU, rows, {"variant": loaded().variant, "threads": options.threads})
     date = datetime.datetime.now(datetime.UTC).date().isoformat()
     out = Path(options.out or ROOT / "benchmarks" / "results" / f"kernels-cpu-{date}.json")
     write_json(out, result)

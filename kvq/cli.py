@@ -35,7 +35,7 @@ _COMMANDS = {
     "cost": ("cost", "Compare what tokens cost on one's own GPUs and at an API."),
     "models": ("models", "List the models that plan knows without their files."),
     "gpus": ("gpus", "List the GPUs that plan knows."),
-    "simulate": ("simulate", "Serve random requests without a model, with faults, and check everything."),
+    "simulate": ("simulate", "Serve a load to come without a GPU: latency, throughput, cost."),
     "demo": ("demo", "Measure every format on the embedded model and write a report."),
     "doctor": ("doctor", "Show what runs on this machine and why the rest does not."),
     "completion": ("completion", "Make bash, zsh or fish complete commands, options and names."),
@@ -64,7 +64,6 @@ class _Commands(click.Group):
         return command
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run what was asked for."""
         try:
             return super().invoke(ctx)
         except KeyboardInterrupt as error:

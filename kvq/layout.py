@@ -97,6 +97,8 @@ class GroupLayout:
 class KVLayout:
     """The layouts of all layer groups of a model under one recipe."""
 
+    geometry: ModelGeometry
+    recipe: KVRecipe
     groups: tuple[GroupLayout, ...]
     block_size: int  # tokens
 
@@ -132,7 +134,7 @@ def plan_layout(
         )
         for group in geometry.groups()
     )
-    return KVLayout(groups=groups, block_size=block_size)
+    return KVLayout(geometry=geometry, recipe=recipe, groups=groups, block_size=block_size)
 
 
 def check_recipe_fits(geometry: ModelGeometry, recipe: KVRecipe) -> None:

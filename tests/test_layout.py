@@ -1,6 +1,7 @@
 """Block layout: every byte has one owner, and what is reported is what is allocated."""
 
 import itertools
+from dataclasses import replace
 from fractions import Fraction
 
 import pytest
@@ -122,7 +123,7 @@ def test_bytes_reported_are_bytes_allocated(dims: tuple[int, int], order: BlockO
     model = geometry([dims, (64, 64), dims], windows=[None, 16, 16])
     for recipe, layout in every_layout(model, order):
         full = recipe.with_scales(static_scales(model.kv_heads)) if recipe.is_static else recipe
-        cache = KVCache(model, full, layout, num_blocks=[3, 2], device=torch.device("cpu"))
+        cache = KVCache(replace(layout, recipe=full), num_blocks=[3, 2], device=torch.device("cpu"))
         pools = [cache.pool(0), cache.pool(1)]
         reported = [group.pool_bytes(n) for group, n in zip(layout.groups, (3, 2), strict=True)]
         assert [pool.numel() * pool.element_size() for pool in pools] == reported
@@ -154,7 +155,7 @@ def test_mixed_head_dims_need_no_ratio_between_the_block_sizes_of_layer_groups(
     big, small = (group.block_bytes for group in layout.groups)
     assert big % small
     assert [group.block_size for group in layout.groups] == [block_size, block_size]
-    cache = KVCache(MIXED, recipe, layout, num_blocks=[3, 7], device=torch.device("cpu"))
+    cache = KVCache(layout, num_blocks=[3, 7], device=torch.device("cpu"))
     for layer, (k_dim, v_dim) in enumerate(MIXED.head_dims):
         blocks = (3, 7)[cache.group_of[layer]]
         k, v = torch.ones(block_size, 3, k_dim), torch.ones(block_size, 3, v_dim)

@@ -2,7 +2,7 @@
 
 import importlib.util
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,34 +11,20 @@ from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention.bias import causal_lower_right
 
-from kvq.bench.measure import Run, Stopwatch, interleaved, read_bandwidth
+from kvq.bench.measure import Contender, Run, compete, copies_for
 from kvq.bench.truth import exact_attention, relative_error
-from kvq.bench.workload import Workload, copies_for, dense_kv, filled_cache, queries
-from kvq.errors import ConfigError, KVQError
-from kvq.kernels import AttentionOptions
+from kvq.bench.workload import Workload, dense_kv, filled_cache, queries
+from kvq.cache import KVCache
+from kvq.errors import ConfigError
+from kvq.kernels import AttentionOptions, SequenceBatch
 
 _SLACK = 1e-5  # a relative error as small as this is fine whatever SDPA's is
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Contender:
-    """One way to attend. `run(copy)` returns [sequences * new, q_heads, head_dim]."""
-
-    name: str
-    backend: str
-    kv: str
-    run: Run
-    nbytes: int  # of K and V that one call has to read
-    copies: int
-    truth: Callable[[], Tensor]  # fp64, what `run` should give for the last sequence
-    allowed: float  # relative error
 
 
 def bench_attention(
     workload: Workload,
     formats: Sequence[str],
     *,
-    backend: str = "auto",
     rivals: Path | None = None,
     dense_rivals: bool = True,
     repeats: int = 20,
@@ -52,115 +38,79 @@ def bench_attention(
         KVQError: a contender's error is too large; nothing was timed.
     """
     with torch.inference_mode():
-        found = list(_contenders(workload, formats, backend, dense_rivals))
+        found = list(_contenders(workload, formats, dense_rivals))
         if rivals is not None:
-            found += list(_third_parties(workload, rivals))
-        errors = [_check(contender, workload) for contender in found]
-        watches = [Stopwatch(x.run, x.copies, workload.device) for x in found]
-        times = interleaved(watches, repeats, progress)
-        bandwidth = read_bandwidth(workload.device)
-    rows = []
-    for contender, error, watch, time in zip(found, errors, watches, times, strict=True):
-        rate = contender.nbytes / time["ms_median"] / 1e6
-        rows.append(
-            {
-                "name": contender.name,
-                "backend": contender.backend,
-                "kv": contender.kv,
-                "operation": "decode" if workload.new == 1 else "extend",
-                "batch": len(workload.contexts),
-                "context": max(workload.contexts),
-                "tokens": workload.tokens,
-                "new_tokens": workload.new,
-                "q_heads": workload.q_heads,
-                "kv_heads": workload.kv_heads,
-                "head_dim": workload.head_dim,
-                "block_size": workload.block_size,
-                **time,
-                "gb_per_s": rate,
-                "fraction_of_bandwidth": rate / bandwidth,
-                "max_relative_error": error,
-                "graph": watch.is_graph,
-            }
-        )
-    return rows, bandwidth
+            found += _third_parties(workload, rivals)
+        rows, bandwidth = compete(found, repeats, progress)
+    shape = {
+        "operation": "decode" if workload.new == 1 else "extend",
+        "batch": len(workload.contexts),
+        "context": max(workload.contexts),
+        "tokens": workload.tokens,
+        "new_tokens": workload.new,
+        "q_heads": workload.q_heads,
+        "kv_heads": workload.kv_heads,
+        "head_dim": workload.head_dim,
+        "block_size": workload.block_size,
+    }
+    return [row | shape | {"fraction_of_bandwidth": row["gb_per_s"] / bandwidth} for row in rows], bandwidth
 
 
-def _check(contender: Contender, workload: Workload) -> float:
-    want = contender.truth()
-    got = contender.run(0)[-workload.new :]
-    error = relative_error(got, want)
-    if not error <= contender.allowed:
-        raise KVQError(
-            f"{contender.name} over {contender.kv} is wrong: relative error {error:.1e}, "
-            f"allowed {contender.allowed:.1e}; nothing was timed"
-        )
-    return error
-
-
-def _contenders(
-    workload: Workload, formats: Sequence[str], backend: str, dense_rivals: bool
-) -> Iterator[Contender]:
+def _contenders(workload: Workload, formats: Sequence[str], dense_rivals: bool) -> Iterator[Contender]:
+    dense_rivals = dense_rivals and workload.is_even
     for kv in formats:
-        yield from _over_blocks(workload, kv, backend, eager=dense_rivals and workload.is_even)
-    if dense_rivals and workload.is_even:
+        own, cache, batch = over_blocks(workload, kv)
+        yield own
+        if dense_rivals and kv == "int4":
+            yield _dequantized(workload, own, cache, batch)
+    if dense_rivals:
         dtypes = {workload.dtype} if workload.device.type == "cuda" else {torch.float32, torch.bfloat16}
         for dtype in sorted(dtypes, key=str):
             yield from _over_dense(workload, dtype)
 
 
-def _over_blocks(workload: Workload, kv: str, backend: str, eager: bool) -> Iterator[Contender]:
-    """kvq itself, and the simple way: dequantize everything, then torch's attention."""
-    cache, batch, copies = filled_cache(workload, kv, backend)
+def over_blocks(workload: Workload, kv: str) -> tuple[Contender, KVCache, SequenceBatch]:
+    """kvq itself, and the blocks that it attends to."""
+    cache, batch, copies = filled_cache(workload, kv, workload.backend)
     q = queries(workload)
     scale = workload.head_dim**-0.5
     k, v = cache.gather(0, batch.tables[-1:], 0, workload.contexts[-1], unrotate=True)
-    mine = q[-1:].transpose(1, 2)
     truth = exact_attention(q[-1], k[0], v[0], scale)
     ran = cache.backend_of("attend", 0)
     rounding = torch.bfloat16 if ran == "cpu" else workload.dtype  # what its error is held against
-    same = _sdpa(mine.to(rounding), k.to(rounding), v.to(rounding), scale, folded=True)[0]
-    allowed = max(2 * relative_error(same.transpose(0, 1), truth), _SLACK)
+    mine, keys, values = (x.to(rounding) for x in (q[-1:].transpose(1, 2), k, v))
+    same = _sdpa(mine, keys, values, scale, folded=True)[0]
     options = AttentionOptions(scale=scale)
-    nbytes = round(cache.layout.kv_bytes_per_token / copies * workload.tokens)
-
-    def attend(copy: int) -> Tensor:
-        return cache.attend(copy, q.flatten(0, 1), batch, options)[0]
-
-    yield Contender(
+    own = Contender(
         name="kvq",
         backend=ran,
-        kv=kv,
-        run=attend,
-        nbytes=nbytes,
+        over={"kv": kv},
+        run=lambda copy: cache.attend(copy, q.flatten(0, 1), batch, options)[0],
+        nbytes=round(cache.layout.kv_bytes_per_token / copies * workload.tokens),
         copies=copies,
-        truth=lambda: truth,
-        allowed=allowed,
+        truth=truth,
+        allowed=max(2 * relative_error(same.transpose(0, 1), truth), _SLACK),
     )
-    if eager and kv == "int4":
+    return own, cache, batch
 
-        def dequantize_first(copy: int) -> Tensor:
-            dense = cache.gather(copy, batch.tables, 0, workload.contexts[0], unrotate=True)
-            out = _sdpa(q.transpose(1, 2).float(), *dense, scale, folded=True)
-            return out.transpose(1, 2).flatten(0, 1).to(q.dtype)
 
-        yield Contender(
-            name="dequantize, then SDPA",
-            backend="torch",
-            kv=kv,
-            run=dequantize_first,
-            nbytes=nbytes,
-            copies=copies,
-            truth=lambda: truth,
-            allowed=allowed,
-        )
+def _dequantized(workload: Workload, own: Contender, cache: KVCache, batch: SequenceBatch) -> Contender:
+    """The simple way: dequantize everything, then torch's attention."""
+    q, scale = queries(workload), workload.head_dim**-0.5
+
+    def run(copy: int) -> Tensor:
+        dense = cache.gather(copy, batch.tables, 0, workload.contexts[0], unrotate=True)
+        out = _sdpa(q.transpose(1, 2).float(), *dense, scale, folded=True)
+        return out.transpose(1, 2).flatten(0, 1).to(q.dtype)
+
+    return replace(own, name="dequantize, then SDPA", backend="torch", run=run)
 
 
 def _over_dense(workload: Workload, dtype: torch.dtype) -> Iterator[Contender]:
     """torch's attention over contiguous K and V, in both forms of grouped queries."""
     k, v = (x.to(dtype) for x in dense_kv(workload))
     scale, q = workload.head_dim**-0.5, queries(workload).to(dtype)
-    copies = copies_for(workload, 2 * k.nbytes)
+    copies = copies_for(workload.device, 2 * k.nbytes)
     ks, vs = ([x.clone() for _ in range(copies)] for x in (k, v))
     truth = exact_attention(q[-1], k[-1], v[-1], scale)
     step = {torch.float32: _SLACK, torch.float16: 4e-3, torch.bfloat16: 3e-2}[dtype]
@@ -174,11 +124,11 @@ def _over_dense(workload: Workload, dtype: torch.dtype) -> Iterator[Contender]:
         yield Contender(
             name=f"SDPA, {form}",
             backend="torch",
-            kv=str(dtype).removeprefix("torch."),
+            over={"kv": str(dtype).removeprefix("torch.")},
             run=attend,
             nbytes=2 * k.nbytes,
             copies=copies,
-            truth=lambda: truth,
+            truth=truth,
             allowed=step,
         )
 
@@ -206,11 +156,11 @@ def _third_parties(workload: Workload, folder: Path) -> Iterator[Contender]:
         yield Contender(
             name=name,
             backend="third party",
-            kv=kv,
+            over={"kv": kv},
             run=_flat(run),
             nbytes=nbytes,
             copies=1,
-            truth=lambda: truth,
+            truth=truth,
             allowed=0.5,  # what their quantization costs is theirs; garbage is found
         )
 

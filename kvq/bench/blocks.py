@@ -6,7 +6,7 @@ from collections.abc import Callable
 from time import perf_counter_ns
 from typing import Any
 
-from kvq.bench.timing import Samples
+from kvq.bench.timing import Timings
 from kvq.blockmgr import BlockManager, BlockPool, PrefixQuery, Sequence
 
 Progress = Callable[[int, int], None]
@@ -35,10 +35,11 @@ def bench_blocks(
     filling = max(1, num_blocks // (blocks_per_sequence + _MORE))
     for i, count in enumerate((num_sequences, filling)):
         load = _Load(rng, count, blocks_per_sequence, block_size)
-        rows += load.prompt_rows()
+        load.time_prompts()
         progress(2 + 2 * i, 6)
-        rows += load.decode_rows()
+        load.time_decoding()
         progress(3 + 2 * i, 6)
+        rows += load.rows()
     rows += _long_rows(rng, num_blocks, block_size)
     progress(6, 6)
     return rows
@@ -47,24 +48,20 @@ def bench_blocks(
 def _pool_rows(num_blocks: int, batch: int) -> list[dict[str, Any]]:
     """The bare pool: blocks that were free, and blocks that had to be evicted from the cache."""
     pool = BlockPool(num_blocks)
-    free, allocate = Samples(), Samples()
+    timed = Timings(f"pool of {num_blocks:,} blocks, {batch} at a time")
     for _ in range(3):
         taken = []
         for _ in range(num_blocks // batch):
             start = perf_counter_ns()
             blocks = pool.allocate(batch)
-            allocate.add(start, batch)
+            timed.add("pool_allocate", start, batch, "block")
             taken.append(blocks)
         for blocks in taken:
             start = perf_counter_ns()
             pool.release_all(reversed(blocks))
-            free.add(start, batch)
+            timed.add("pool_free", start, batch, "block")
     pool.check_integrity()
-    scale = f"pool of {num_blocks:,} blocks, {batch} at a time"
-    return [
-        allocate.row("pool_allocate", scale) | {"per": "block"},
-        free.row("pool_free", scale) | {"per": "block"},
-    ]
+    return timed.rows()
 
 
 class _Load:
@@ -77,25 +74,27 @@ class _Load:
         self._count = num_sequences
         room = num_sequences * (blocks_each + _MORE)
         self._manager = BlockManager(num_blocks=[room], block_size=block_size)
-        self._scale = f"{num_sequences:,} sequences of {blocks_each} blocks in {room:,}"
+        self._timed = Timings(f"{num_sequences:,} sequences of {blocks_each} blocks in {room:,}")
         self._prompts: list[array[int]] = [
             array("I", rng.choices(range(_TOKENS), k=blocks_each * block_size)) for _ in range(num_sequences)
         ]
 
-    def prompt_rows(self) -> list[dict[str, Any]]:
-        """Hash, look up, allocate, publish and free whole prompts; then again as hits."""
-        hashed, missed, allocated, committed = Samples(), Samples(), Samples(), Samples()
-        slotted, freed, found, shared = Samples(), Samples(), Samples(), Samples()
-        manager, each = self._manager, self._each
+    def rows(self) -> list[dict[str, Any]]:
+        """Of all that was timed."""
+        return self._timed.rows()
+
+    def time_prompts(self) -> None:
+        """Hash, look up, allocate, publish and free whole prompts; then again as hits, and evicting."""
+        manager, each, timed = self._manager, self._each, self._timed
         prompts = [manager.prompt(tokens) for tokens in self._prompts]
         sequences: list[Sequence] = []
         for prompt in prompts:
             start = perf_counter_ns()
             manager.blocks.index.digest_at(prompt, each - 1)
-            hashed.add(start, each)
+            timed.add("hash", start, each, "block")
             start = perf_counter_ns()
             match = manager.lookup(prompt)
-            missed.add(start, 1)
+            timed.add("lookup_miss", start)
             assert match.length == 0, "a fresh prompt can't hit"
             sequences.append(manager.start(prompt))
         for i, sequence in enumerate(sequences):
@@ -103,98 +102,78 @@ class _Load:
             start = perf_counter_ns()
             if i % 2:
                 manager.extend(work)
-                allocated.add(start, each)
+                timed.add("allocate", start, each, "block")
             else:
                 manager.append(work)
-                slotted.add(start, each)
+                timed.add("allocate_with_slots", start, each, "block")
         for sequence in sequences:
             start = perf_counter_ns()
             manager.commit(sequence, [1])
-            committed.add(start, each)
+            timed.add("publish", start, each, "block")
         manager.check_integrity()
         for sequence in sequences:
             start = perf_counter_ns()
             manager.free(sequence)
-            freed.add(start, each)
+            timed.add("free", start, each, "block")
         for tokens in self._prompts:
             again = manager.prompt(tokens)
             start = perf_counter_ns()
             match = manager.lookup(again)
-            found.add(start, each)
+            timed.add("lookup", start, each, "block")
             assert match.length == each * self._size - 1, "a cached prompt must hit"
             start = perf_counter_ns()
             sequence = manager.start(again)
-            shared.add(start, 1)
+            timed.add("start_hit", start)
             manager.free(sequence)
         manager.take_orders()
-        rows = [
-            hashed.row("hash", self._scale) | {"per": "block"},
-            missed.row("lookup_miss", self._scale) | {"per": "sequence"},
-            allocated.row("allocate", self._scale) | {"per": "block"},
-            slotted.row("allocate_with_slots", self._scale) | {"per": "block"},
-            committed.row("publish", self._scale) | {"per": "block"},
-            freed.row("free", self._scale) | {"per": "block"},
-            found.row("lookup", self._scale) | {"per": "block"},
-            shared.row("start_hit", self._scale) | {"per": "sequence"},
-        ]
-        return rows + self._evicting_row()
+        self._time_evicting()
 
-    def _evicting_row(self) -> list[dict[str, Any]]:
+    def _time_evicting(self) -> None:
         """Allocate when every block taken has to leave the prefix index first."""
         manager, each = self._manager, self._each
         filler = manager.new_sequence()
         manager.append([(filler, manager.usage()[0].free * self._size)])
-        samples = Samples()
         taken = []
         for _ in range(min(self._count, manager.usage()[0].cached // each)):
             start = perf_counter_ns()
             blocks = manager.pools[0].allocate(each)
-            samples.add(start, each)
+            self._timed.add("allocate_evicting", start, each, "block")
             taken.append(blocks)
         for blocks in taken:
             manager.pools[0].release_all(blocks)
         manager.free(filler)
         manager.check_integrity()
-        return [samples.row("allocate_evicting", self._scale) | {"per": "block"}]
 
-    def decode_rows(self) -> list[dict[str, Any]]:
+    def time_decoding(self) -> None:
         """Decode steps of all sequences at once: append, commit; then fork and write apart."""
-        manager = self._manager
+        manager, timed = self._manager, self._timed
         sequences = [self._filled(manager.prompt(tokens)) for tokens in self._prompts]
-        append, commit, fork, free, write = Samples(), Samples(), Samples(), Samples(), Samples()
         token = [7]
         for _ in range(4 * self._size):  # every step some tables get a block, over 16 steps all do
             work = [(sequence, 1) for sequence in sequences]
             start = perf_counter_ns()
             manager.append(work)
-            append.add(start, len(work))
+            timed.add("append", start, len(work))
             start = perf_counter_ns()
             for sequence in sequences:
                 manager.commit(sequence, token)
-            commit.add(start, len(work))
+            timed.add("commit", start, len(work))
         manager.check_integrity()
         for sequence in sequences[:200]:
             start = perf_counter_ns()
             twin = manager.fork(sequence)
-            fork.add(start, 1)
+            timed.add("fork", start)
             start = perf_counter_ns()
             manager.append([(sequence, 1)])
-            write.add(start, 1)
+            timed.add("append_after_fork", start)
             start = perf_counter_ns()
             manager.free(twin)
-            free.add(start, 1)
+            timed.add("free_fork", start)
         for sequence in sequences:
             manager.free(sequence)
         manager.check_integrity()
         manager.take_orders()
         manager.drop_cached()
-        return [
-            append.row("append", self._scale) | {"per": "sequence"},
-            commit.row("commit", self._scale) | {"per": "sequence"},
-            fork.row("fork", self._scale) | {"per": "sequence"},
-            write.row("append_after_fork", self._scale) | {"per": "sequence"},
-            free.row("free_fork", self._scale) | {"per": "sequence"},
-        ]
 
     def _filled(self, prompt: PrefixQuery) -> Sequence:
         """A sequence whose prompt, a random number of tokens shorter, is computed."""
@@ -218,27 +197,21 @@ def _long_rows(rng: random.Random, num_blocks: int, block_size: int) -> list[dic
         manager.append([(other, 4096 * block_size)])
         manager.commit(other)
         manager.free(other)
-    cold, warm, started, ended = Samples(), Samples(), Samples(), Samples()
+    timed = Timings(f"{len(tokens):,} tokens in {num_blocks:,} blocks")
     for _ in range(20):
         start = perf_counter_ns()
         prompt = manager.prompt(tokens)
         match = manager.lookup(prompt)
-        cold.add(start, 1)
+        timed.add("lookup_long", start, per="prompt")
         assert match.length >= len(tokens) - block_size, "a cached prompt must hit"
         start = perf_counter_ns()
         manager.lookup(prompt)
-        warm.add(start, 1)
+        timed.add("lookup_long_again", start, per="prompt")
         start = perf_counter_ns()
         sequence = manager.start(prompt)
-        started.add(start, 1)
+        timed.add("start_long", start, per="prompt")
         start = perf_counter_ns()
         manager.free(sequence)
-        ended.add(start, 1)
+        timed.add("free_long", start, per="prompt")
     manager.check_integrity()
-    scale = f"{len(tokens):,} tokens in {num_blocks:,} blocks"
-    return [
-        cold.row("lookup_long", scale) | {"per": "prompt"},
-        warm.row("lookup_long_again", scale) | {"per": "prompt"},
-        started.row("start_long", scale) | {"per": "prompt"},
-        ended.row("free_long", scale) | {"per": "prompt"},
-    ]
+    return timed.rows()

@@ -1,5 +1,6 @@
 """`kvq bench linear`: a Linear layer over quantized weights beside torch's over plain ones."""
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -7,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kvq.bench.measure import Run, Stopwatch, cache_bytes, interleaved, read_bandwidth
-from kvq.bench.truth import relative_error
-from kvq.errors import ConfigError, KVQError
+from kvq.bench.measure import Contender, Stopwatch, compete, copies_for
+from kvq.bench.timing import percentile
+from kvq.errors import ConfigError
 from kvq.formats.weights import Inputs, parse_weight_format
 from kvq.kernels import Device, LinearSpec, PlainWeight, select
 from kvq.kernels.linear.cpu import CpuLinear
@@ -18,8 +19,8 @@ from kvq.kernels.native.library import load
 from kvq.models.linear import OneDNNLinear
 from kvq.weights.rounding import round_weight
 
-_MOST_COPIES = 64
-_ALLOWED = {torch.float32: 2e-4, torch.float16: 4e-3, torch.bfloat16: 3e-2}  # relative errors
+_PEAK_SIZE = 8192
+_ALLOWED = {torch.float32: 2e-4, torch.float16: 4e-3, torch.bfloat16: 2e-2}  # relative errors
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,6 +32,7 @@ class LinearWorkload:
     rows: int
     dtype: torch.dtype  # of the inputs
     device: torch.device
+    backend: str = "auto"  # of kvq's kernels
     seed: int = 0
 
     def weight(self) -> Tensor:
@@ -45,60 +47,48 @@ class LinearWorkload:
         return torch.randn(self.rows, self.in_features, generator=source).to(self.device)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Contender:
-    name: str
-    backend: str
-    weights: str
-    run: Run  # of one copy of the weight
-    nbytes: int  # of one copy
-    copies: int
-    truth: Tensor  # fp64
-    allowed: float  # relative error
-
-
 def bench_linear(
     workload: LinearWorkload,
     formats: Sequence[str],
     *,
-    backend: str = "auto",
     rivals: bool = True,
     repeats: int = 20,
     progress: Callable[[], None] = lambda: None,
 ) -> tuple[list[dict[str, Any]], float]:
     """Check every contender against fp64, then time them interleaved, weights rotated past the cache.
 
+    The limit is reading the weights; on a GPU also torch's rate of products, twice that of rounded inputs.
     Returns the rows and the memory read bandwidth of the same run in GB/s.
 
     Raises:
         KVQError: a contender's error is too large; nothing was timed.
     """
     with torch.inference_mode():
-        found = [_quantized(workload, name, backend) for name in formats]
+        found = [over_codes(workload, name) for name in formats]
         if rivals:
-            found += list(_plain(workload, backend))
-        errors = [_check(contender) for contender in found]
-        watches = [Stopwatch(x.run, x.copies, workload.device) for x in found]
-        times = interleaved(watches, repeats, progress)
-        bandwidth = read_bandwidth(workload.device)
-    rows = []
-    for contender, error, time in zip(found, errors, times, strict=True):
-        rate = contender.nbytes / time["ms_median"] / 1e6
-        rows.append(
-            {
-                "name": contender.name,
-                "backend": contender.backend,
-                "weights": contender.weights,
-                "rows": workload.rows,
-                "in_features": workload.in_features,
-                "out_features": workload.out_features,
-                **time,
-                "gb_per_s": rate,
-                "fraction_of_limit": rate / bandwidth,  # the limit of few rows
-                "max_relative_error": error,
-            }
-        )
+            found += _plain(workload)
+        rows, bandwidth = compete(found, repeats, progress)
+        rate = _matrix_rate(workload) if workload.device.type == "cuda" else math.inf
+    rounding = {name for name in formats if parse_weight_format(name).inputs is not Inputs.FULL}
+    operations = 2 * workload.rows * workload.in_features * workload.out_features
+    for row in rows:
+        read_s = row["gb_per_s"] * row["ms_median"] / 1e3 / bandwidth
+        compute_s = operations / rate / (2 if row["weights"] in rounding else 1)
+        row |= {
+            "rows": workload.rows,
+            "in_features": workload.in_features,
+            "out_features": workload.out_features,
+            "fraction_of_limit": 1e3 * max(read_s, compute_s) / row["ms_median"],
+        }
     return rows, bandwidth
+
+
+def _matrix_rate(workload: LinearWorkload) -> float:
+    """Operations a second of torch's product of two large matrices on a GPU."""
+    size, dtype = _PEAK_SIZE, workload.dtype
+    a, b = (torch.randn(size, size, device=workload.device, dtype=dtype) for _ in range(2))
+    watch = Stopwatch(lambda _: a @ b, 1, workload.device)
+    return 2e3 * size**3 / percentile([watch.sample() for _ in range(5)], 50)
 
 
 def parse_shape(text: str) -> tuple[int, int]:
@@ -113,89 +103,70 @@ def parse_shape(text: str) -> tuple[int, int]:
     return int(outputs), int(inputs)
 
 
-def _check(contender: _Contender) -> float:
-    error = relative_error(contender.run(0), contender.truth)
-    if not error <= contender.allowed:
-        raise KVQError(
-            f"{contender.name} over {contender.weights} is wrong: relative error {error:.1e}, "
-            f"allowed {contender.allowed:.1e}; nothing was timed"
-        )
-    return error
-
-
-def _copies(nbytes: int, device: torch.device) -> int:
-    """How many weights of that size are four times the last-level cache."""
-    return max(1, min(_MOST_COPIES, -(-4 * cache_bytes(device) // nbytes)))
-
-
-def _quantized(workload: LinearWorkload, name: str, backend: str) -> _Contender:
-    """kvq's kernel over fp32 scales, so that the dequantized weight is exact."""
+def over_codes(workload: LinearWorkload, name: str) -> Contender:
+    """kvq's kernel over weights of a format."""
     fmt = parse_weight_format(name)
-    weight = round_weight(workload.weight(), fmt)
+    is_cpu = workload.device.type == "cpu"
+    weight = round_weight(workload.weight(), fmt, dtype=torch.float32 if is_cpu else workload.dtype)
     spec = LinearSpec(fmt=fmt, in_features=workload.in_features, out_features=workload.out_features)
-    kernel = select(spec.operation, spec, Device.of(workload.device), backend)
-    copies = _copies(weight.nbytes, workload.device)
-    layers = [kernel.run(weight) for _ in range(copies)]
+    kernel = select(spec.operation, spec, Device.of(workload.device), workload.backend)
     x = workload.inputs().to(workload.dtype)
-    truth = rounded_inputs(x.float(), fmt.inputs).double() @ weight.dequantize().double().T
     allowed = _ALLOWED[workload.dtype]
     if fmt.inputs is not Inputs.FULL and workload.dtype is torch.float32:
         allowed /= 20  # what is rounded already is not rounded again
-    return _Contender(
+    copies = copies_for(workload.device, weight.nbytes)
+    layers = [kernel.run(weight) for _ in range(copies)]
+    return Contender(
         name="kvq",
         backend=kernel.backend,
-        weights=name,
+        over={"weights": name},
         run=lambda copy: layers[copy](x),
         nbytes=layers[0].nbytes,
         copies=copies,
-        truth=truth,
+        truth=rounded_inputs(x.float(), fmt.inputs).double() @ weight.dequantize(torch.float64).T,
         allowed=allowed,
     )
 
 
-def _plain(workload: LinearWorkload, backend: str) -> Iterator[_Contender]:
+def _plain(workload: LinearWorkload) -> Iterator[Contender]:
     """Products over weights that are no codes: torch's (on CPUs oneDNN's over packed weights), and kvq's."""
     is_cpu = workload.device.type == "cpu"
-    if is_cpu and backend != "reference" and not isinstance(load(), str):
-        yield from (_own(workload, dtype) for dtype in (torch.float32, torch.bfloat16))
+    if is_cpu and workload.backend != "reference" and not isinstance(load(), str):
+        for dtype in (torch.float32, torch.bfloat16):  # of weights; the product is in fp32
+            yield _unquantized(workload, "kvq", "cpu", dtype, workload.dtype)
     dtypes = {torch.float32, torch.bfloat16} if is_cpu else {workload.dtype}
     for dtype in sorted(dtypes, key=str, reverse=True):
-        weight = workload.weight().to(dtype)
-        nbytes = weight.nbytes
-        copies = _copies(nbytes, workload.device)
-        layers = [_layer(weight, packs=is_cpu) for _ in range(copies)]
-        x = workload.inputs().to(dtype)
-        yield _Contender(
-            name="torch",
-            backend="onednn" if is_cpu else "cublas",
-            weights=str(dtype).removeprefix("torch."),
-            run=lambda copy, layers=layers, x=x: layers[copy](x),  # type: ignore[misc]
-            nbytes=nbytes,
-            copies=copies,
-            truth=x.double() @ weight.double().T,
-            allowed=_ALLOWED[dtype],
-        )
+        yield _unquantized(workload, "torch", "onednn" if is_cpu else "cublas", dtype, dtype)
 
 
-def _own(workload: LinearWorkload, dtype: torch.dtype) -> _Contender:
-    """kvq's fp32 product over weights of that dtype."""
+def _unquantized(
+    workload: LinearWorkload, name: str, backend: str, dtype: torch.dtype, inputs: torch.dtype
+) -> Contender:
+    """A product of inputs of one type over weights of another."""
     weight = workload.weight().to(dtype)
-    copies = _copies(weight.nbytes, workload.device)
-    layers = [CpuLinear(PlainWeight(values=weight)) for _ in range(copies)]
-    x = workload.inputs().to(workload.dtype)
-    return _Contender(
-        name="kvq",
-        backend="cpu",
-        weights=str(dtype).removeprefix("torch."),
+    x = workload.inputs().to(inputs)
+    copies = copies_for(workload.device, weight.nbytes)
+    layers = [_LAYERS[backend](weight) for _ in range(copies)]
+    return Contender(
+        name=name,
+        backend=backend,
+        over={"weights": str(dtype).removeprefix("torch.")},
         run=lambda copy: layers[copy](x),
-        nbytes=layers[0].nbytes,
+        nbytes=weight.nbytes,
         copies=copies,
         truth=x.double() @ weight.double().T,
-        allowed=_ALLOWED[workload.dtype],
+        allowed=_ALLOWED[inputs],
     )
 
 
-def _layer(weight: Tensor, *, packs: bool) -> nn.Module:
+def _linear(weight: Tensor) -> nn.Linear:
     linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
-    linear.weight = nn.Parameter(weight if packs else weight.clone(), requires_grad=False)
-    return OneDNNLinear(linear, packs=True) if packs else linear
+    linear.weight = nn.Parameter(weight, requires_grad=False)
+    return linear
+
+
+_LAYERS: dict[str, Callable[[Tensor], Callable[[Tensor], Tensor]]] = {
+    "cpu": lambda weight: CpuLinear(PlainWeight(values=weight)),
+    "onednn": lambda weight: OneDNNLinear(_linear(weight), packs=True),
+    "cublas": lambda weight: _linear(weight.clone()),
+}

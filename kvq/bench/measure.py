@@ -1,16 +1,21 @@
 """Interleaved timing of rivals on a CPU or a GPU, and the memory bandwidth measured beside them."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from time import perf_counter
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from kvq.bench.timing import percentile
+from kvq.bench.timing import in_turn, percentile
+from kvq.bench.truth import relative_error
+from kvq.errors import KVQError
 
 Run = Callable[[int], Tensor]  # one call; the number picks one of several copies of the data
 _GPU_CALLS = 20  # in one sample, at least
 _WARM_UP = 3
+_MOST_COPIES = 64
 
 
 class Stopwatch:
@@ -62,24 +67,74 @@ class Stopwatch:
         return graph
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Contender:
+    """One way to compute, as its row names it: `name`, `backend`, and what `over` is the key of."""
+
+    name: str
+    backend: str
+    over: dict[str, str]  # kv or weights -> format
+    run: Run
+    nbytes: int  # that one call has to read, of what is copied
+    copies: int
+    truth: Tensor  # fp64, the last rows of what `run` should give
+    allowed: float  # relative error
+
+    def check(self) -> float:
+        """The relative error.
+
+        Raises:
+            KVQError: it is too large.
+        """
+        error = relative_error(self.run(0)[-len(self.truth) :], self.truth)
+        if not error <= self.allowed:
+            raise KVQError(
+                f"{self.name} over {', '.join(self.over.values())} is wrong: relative error {error:.1e}, "
+                f"allowed {self.allowed:.1e}; nothing was timed"
+            )
+        return error
+
+
+def compete(
+    contenders: Sequence[Contender], repeats: int, progress: Callable[[], None]
+) -> tuple[list[dict[str, Any]], float]:
+    """Check every contender, then time them interleaved.
+
+    Returns a row for each, and the memory read bandwidth of the same run in GB/s.
+
+    Raises:
+        KVQError: a contender's error is too large; nothing was timed.
+    """
+    errors = [one.check() for one in contenders]
+    device = contenders[0].truth.device
+    watches = [Stopwatch(one.run, one.copies, device) for one in contenders]
+    times = interleaved(watches, repeats, progress)
+    rows = [
+        {
+            "name": one.name,
+            "backend": one.backend,
+            **one.over,
+            **time,
+            "gb_per_s": one.nbytes / time["ms_median"] / 1e6,
+            "max_relative_error": error,
+            "graph": watch.is_graph,
+        }
+        for one, error, watch, time in zip(contenders, errors, watches, times, strict=True)
+    ]
+    return rows, read_bandwidth(device)
+
+
 def interleaved(
     watches: Sequence[Stopwatch], repeats: int, progress: Callable[[], None]
 ) -> list[dict[str, float]]:
     """`repeats` samples of each, one contender after another, each time beginning with the next one."""
     samples: list[list[float]] = [[] for _ in watches]
-    for repeat in range(repeats):
-        for i in range(len(watches)):
-            at = (i + repeat) % len(watches)
-            samples[at].append(watches[at].sample())
-        progress()
-    return [
-        {
-            "ms_median": percentile(ms, 50),
-            "ms_p10": percentile(ms, 10),
-            "ms_p90": percentile(ms, 90),
-        }
-        for ms in samples
-    ]
+    for done, (_, i) in enumerate(in_turn(range(len(watches)), repeats), 1):
+        samples[i].append(watches[i].sample())
+        if done % len(watches) == 0:
+            progress()
+    names = {"ms_median": 50, "ms_p10": 10, "ms_p90": 90}
+    return [{name: percentile(ms, percent) for name, percent in names.items()} for ms in samples]
 
 
 def read_bandwidth(device: torch.device, nbytes: int | None = None) -> float:
@@ -97,3 +152,8 @@ def cache_bytes(device: torch.device) -> int:
         size: int = torch.cuda.get_device_properties(device).L2_cache_size
         return size
     return 32 << 20  # a usual size; what the machine shares is seldom known
+
+
+def copies_for(device: torch.device, nbytes: int) -> int:
+    """How many copies of that many bytes are four times the last-level cache; at most 64."""
+    return max(1, min(_MOST_COPIES, -(-4 * cache_bytes(device) // max(1, nbytes))))

@@ -1,31 +1,45 @@
 """Samples of a measured time, summed up."""
 
-import statistics
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from time import perf_counter_ns
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 
-class Samples:
-    """Times of one operation in microseconds, each the mean of a batch."""
+class Timings:
+    """Times of operations at one scale in microseconds, each the mean of a batch."""
 
-    def __init__(self) -> None:
-        self._us: list[float] = []
+    def __init__(self, scale: str) -> None:
+        self._scale = scale
+        self._us: dict[tuple[str, str], list[float]] = {}
 
-    def add(self, start_ns: int, count: int) -> None:
-        """Add the time since `start_ns` (of `perf_counter_ns`) over `count` operations."""
-        self._us.append((perf_counter_ns() - start_ns) / 1000 / count)
+    def add(self, operation: str, start_ns: int, count: int = 1, per: str = "sequence") -> None:
+        """Add the time since `start_ns` (of `perf_counter_ns`) over `count` operations, or blocks of one."""
+        end_ns = perf_counter_ns()
+        self._us.setdefault((operation, per), []).append((end_ns - start_ns) / 1000 / count)
 
-    def row(self, operation: str, scale: str) -> dict[str, object]:
-        """Median and 10th to 90th percentile, as a row of `kvq bench` results."""
-        p10, p90 = percentile(self._us, 10), percentile(self._us, 90)
-        return {
-            "operation": operation,
-            "scale": scale,
-            "us_median": round(statistics.median(self._us), 4),
-            "us_p10": round(p10, 4),
-            "us_p90": round(p90, 4),
-            "samples": len(self._us),
-        }
+    def rows(self) -> list[dict[str, Any]]:
+        """Median and 10th to 90th percentile of each, as rows of `kvq bench` results."""
+        return [
+            {
+                "operation": operation,
+                "scale": self._scale,
+                "us_median": round(percentile(us, 50), 4),
+                "us_p10": round(percentile(us, 10), 4),
+                "us_p90": round(percentile(us, 90), 4),
+                "samples": len(us),
+                "per": per,
+            }
+            for (operation, per), us in self._us.items()
+        ]
+
+
+def in_turn(contenders: Sequence[T], repeats: int) -> Iterator[tuple[int, T]]:
+    """Every contender in every repeat, which begins with the next one each time; with the repeat's number."""
+    for repeat in range(repeats):
+        for i in range(len(contenders)):
+            yield repeat, contenders[(i + repeat) % len(contenders)]
 
 
 def percentile(values: Iterable[float], percent: float) -> float:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvq.bench.measure import cache_bytes
+from kvq.bench.measure import copies_for
 from kvq.cache import KVCache
 from kvq.errors import ConfigError
 from kvq.formats import HeadMaxima, KVRecipe, StaticScales
@@ -30,6 +30,7 @@ class Workload:
     block_size: int
     dtype: torch.dtype  # of Q, and of K and V where they are not quantized
     device: torch.device
+    backend: str = "auto"  # of kvq's kernels
     order: BlockOrder = BlockOrder.LAYER_MAJOR
     seed: int = 0
 
@@ -83,16 +84,9 @@ def filled_cache(workload: Workload, kv: str, backend: str) -> tuple[KVCache, Se
     size, heads, dim = workload.block_size, workload.kv_heads, workload.head_dim
     needs = [-(-n // size) for n in workload.contexts]
     one = _plan(workload, kv, layers=1)
-    copies = copies_for(workload, round(one[1].kv_bytes_per_token * workload.tokens))
-    recipe, layout, geometry = _plan(workload, kv, layers=copies)
-    cache = KVCache(
-        geometry,
-        recipe,
-        layout,
-        num_blocks=[sum(needs)],
-        device=workload.device,
-        backend=backend,
-    )
+    copies = copies_for(workload.device, round(one.kv_bytes_per_token * workload.tokens))
+    layout = _plan(workload, kv, layers=copies)
+    cache = KVCache(layout, num_blocks=[sum(needs)], device=workload.device, backend=backend)
     order = torch.randperm(sum(needs), generator=torch.Generator().manual_seed(workload.seed))
     tables = torch.zeros(len(needs), max(needs), dtype=torch.int32)
     for i, (blocks, need) in enumerate(zip(order.split(needs), needs, strict=True)):
@@ -102,7 +96,7 @@ def filled_cache(workload: Workload, kv: str, backend: str) -> tuple[KVCache, Se
     for i, context in enumerate(workload.contexts):
         for at in range(0, context, _CHUNK):
             position = torch.arange(at, min(at + _CHUNK, context), device=workload.device)
-            slots = tables[i, position // size].long() * size + position % size
+            slots = slots_of(tables[i], position, size)
             k, v = (
                 torch.randn(len(position), heads, dim, generator=source, device=workload.device)
                 for _ in range(2)
@@ -118,7 +112,12 @@ def filled_cache(workload: Workload, kv: str, backend: str) -> tuple[KVCache, Se
     return cache, batch, copies
 
 
-def _plan(workload: Workload, kv: str, layers: int) -> tuple[KVRecipe, KVLayout, ModelGeometry]:
+def slots_of(table: Tensor, position: Tensor, block_size: int) -> Tensor:
+    """Where a sequence's tokens lie."""
+    return table[position // block_size].long() * block_size + position % block_size
+
+
+def _plan(workload: Workload, kv: str, layers: int) -> KVLayout:
     heads, dim = workload.kv_heads, workload.head_dim
     geometry = ModelGeometry(
         model_type="bench",
@@ -137,10 +136,4 @@ def _plan(workload: Workload, kv: str, layers: int) -> tuple[KVRecipe, KVLayout,
         recipe = recipe.with_scales(
             StaticScales(model_digest="bench", text_digest="bench", tokens=1, layers=(maxima,) * layers)
         )
-    layout = plan_layout(geometry, recipe, block_size=workload.block_size, order=workload.order)
-    return recipe, layout, geometry
-
-
-def copies_for(workload: Workload, nbytes: int) -> int:
-    """How many copies of that many bytes are four times the last-level cache; at most 64."""
-    return max(1, min(64, -(-4 * cache_bytes(workload.device) // max(1, nbytes))))
+    return plan_layout(geometry, recipe, block_size=workload.block_size, order=workload.order)

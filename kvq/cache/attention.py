@@ -7,7 +7,7 @@ packed sequences would synchronize the device every step.
 """
 
 import threading
-from typing import Any, Protocol
+from typing import Protocol, TypedDict, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -23,8 +23,7 @@ PACKED_NAME = "kvq_packed"
 class PackedAttention(Protocol):
     """A step over a packed batch, passed through the model as the keyword `kvq_step`."""
 
-    def check_agrees(self, layer: int, **claims: object) -> None:
-        """Raise ModelError if the model code hands over other numbers than its config named."""
+    geometry: ModelGeometry
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> Tensor:
         """Write [tokens, kv_heads, dim], then attend: [tokens, q_heads, dim] in and out.
@@ -34,19 +33,16 @@ class PackedAttention(Protocol):
 
 
 class BatchAttention(Protocol):
-    """What a cache hands over between its `update` and the attention of the same layer."""
+    """A cache's layer between its `update` and the attention that follows."""
 
-    layer: int
-    key: Tensor | None  # what `update` returned; None where the model code makes another one of it
-    geometry: ModelGeometry
+    index: int
+    handed: Tensor | None  # K as `update` returned it; None where the model code makes another one of it
+
+    @property
+    def geometry(self) -> ModelGeometry: ...
 
     def attend(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        padding: Tensor | None,
-        options: AttentionOptions,
+        self, query: Tensor, key: Tensor, value: Tensor, padding: Tensor | None, options: AttentionOptions
     ) -> Tensor:
         """Write and attend: [batch, heads, tokens, dim] in, [batch, tokens, heads, dim] out.
 
@@ -55,13 +51,28 @@ class BatchAttention(Protocol):
         """
 
 
+class _Passed(TypedDict, total=False):
+    """What the model code says beside Q, K and V; transformers hands it over as keywords, with others."""
+
+    scaling: float | None
+    softcap: float | None
+    s_aux: Tensor | None
+    sliding_window: int | None
+    kvq_step: PackedAttention
+
+
+class _MaskKeywords(TypedDict, total=False):
+    attention_mask: Tensor | None
+    allow_is_causal_skip: bool
+
+
 class _Waiting(threading.local):
     """What `update` handed over in this thread and no attention has taken yet."""
 
     step: BatchAttention | None = None
 
 
-_waiting = _Waiting()
+_waiting = _Waiting()  # of the module, since transformers calls attention by name, without the cache
 
 
 def register_attention() -> None:
@@ -76,15 +87,13 @@ def register_attention() -> None:
     AttentionMaskInterface.register(NAME, padding_mask)
 
 
-def padding_mask(
-    *, attention_mask: Tensor | None = None, allow_is_causal_skip: bool = True, **_: Any
-) -> Tensor | None:
+def padding_mask(**passed: Unpack[_MaskKeywords]) -> Tensor | None:
     """The mask function of "kvq": the 2-D padding mask as it is, bool [batch, tokens so far].
 
     Where the model lays more over causal attention (images, packed sequences), a mask of no shape
     that attention over blocks takes: a KvqCache refuses it, and kvq's sessions need none.
     """
-    return attention_mask if allow_is_causal_skip else torch.empty(0, 0, 0)
+    return passed.get("attention_mask") if passed.get("allow_is_causal_skip", True) else torch.empty(0, 0, 0)
 
 
 def hand_over(step: BatchAttention) -> None:
@@ -97,7 +106,7 @@ def hand_over(step: BatchAttention) -> None:
     if left is not None:
         _waiting.step = None
         raise ConfigError(
-            f"layer {left.layer} did not attend from kvq's blocks although the config says "
+            f"layer {left.index} did not attend from kvq's blocks although the config says "
             f"attn_implementation={NAME!r}; pass the model's own config, KvqCache(model.config), and "
             f"choose the attention with model.set_attn_implementation({NAME!r})"
         )
@@ -109,12 +118,7 @@ def kvq_attention(
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | None,
-    *,
-    scaling: float | None = None,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
-    kvq_step: PackedAttention | None = None,
-    **options: Any,
+    **passed: Unpack[_Passed],
 ) -> tuple[Tensor, None]:
     """Attend over kvq's blocks: [batch, heads, tokens, dim] -> [batch, tokens, heads, dim].
 
@@ -125,48 +129,38 @@ def kvq_attention(
     layer = getattr(module, "layer_idx", None)
     if not isinstance(layer, int):
         raise ModelError(f"{type(module).__name__} has no layer_idx; kvq can't tell its layer")
-    claims: dict[str, object] = {
+    scale, softcap, sinks = passed.get("scaling"), passed.get("softcap"), passed.get("s_aux")
+    if scale is None:
+        scale = query.shape[3] ** -0.5
+    claims = {
         "kv_heads": key.shape[1],
         "k_head_dim": key.shape[3],
         "v_head_dim": value.shape[3],
         "softcap": softcap,
-        "has_sinks": s_aux is not None,
+        "has_sinks": sinks is not None,
     }
-    if "sliding_window" in options:
-        claims["window"] = options["sliding_window"] or None
-    asked = AttentionOptions(
-        scale=query.shape[3] ** -0.5 if scaling is None else scaling, softcap=softcap, sinks=s_aux
-    )
-    if kvq_step is None:
-        step = _take(layer, key)
-        check_agrees(step.geometry, layer, **claims)
-        return step.attend(query, key, value, attention_mask, asked), None
-    kvq_step.check_agrees(layer, **claims)
-    out = kvq_step.attend(
-        layer,
-        query[0].transpose(0, 1),  # [tokens, q_heads, k_head_dim]
-        key[0].transpose(0, 1),
-        value[0].transpose(0, 1),
-        asked,
-    )
-    return out[None], None
+    if "sliding_window" in passed:
+        claims["window"] = passed["sliding_window"] or None
+    options = AttentionOptions(scale=scale, softcap=softcap, sinks=sinks)
+    step = passed.get("kvq_step")
+    if step is None:
+        waiting = _take(layer, key)
+        _check_agrees(waiting.geometry, layer, claims)
+        return waiting.attend(query, key, value, attention_mask, options), None
+    _check_agrees(step.geometry, layer, claims)
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [tokens, heads, dim]
+    return step.attend(layer, q, k, v, options)[None], None
 
 
-def check_agrees(geometry: ModelGeometry, layer: int, **claims: object) -> None:
+def _check_agrees(geometry: ModelGeometry, layer: int, claims: dict[str, float | None]) -> None:
     """Raise ModelError if the model code hands over other numbers than its config named."""
-    expected = {
-        "window": geometry.layers[layer].window,
-        "softcap": geometry.softcap,
-        "has_sinks": geometry.has_sinks,
-        "kv_heads": geometry.layers[layer].kv_heads,
-        "k_head_dim": geometry.layers[layer].k_head_dim,
-        "v_head_dim": geometry.layers[layer].v_head_dim,
-    }
+    own = geometry.layers[layer]
     for name, value in claims.items():
-        if value != expected[name]:
+        expected = getattr(geometry if name in ("softcap", "has_sinks") else own, name)
+        if value != expected:
             raise ModelError(
                 f"{geometry.model_type} layer {layer}: the model code uses {name}={value}, "
-                f"its config says {expected[name]}; kvq can't tell which is right"
+                f"its config says {expected}; kvq can't tell which is right"
             )
 
 
@@ -177,9 +171,9 @@ def _take(layer: int, key: Tensor) -> BatchAttention:
             f"attn_implementation={NAME!r} attends from kvq's blocks and found none; pass "
             f"past_key_values=KvqCache(model.config), or run the model by kvq.load"
         )
-    if step.layer != layer or (step.key is not None and step.key is not key):
+    if step.index != layer or (step.handed is not None and step.handed is not key):
         raise ModelError(
             f"layer {layer} attends with K that is not what KvqCache.update returned for layer "
-            f"{step.layer}; kvq can't run this model's attention, choose 'sdpa'"
+            f"{step.index}; kvq can't run this model's attention, choose 'sdpa'"
         )
     return step

@@ -9,10 +9,8 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor
 
-from kvq.blockmgr.orders import Copy, Order, Scrub, SwapIn, SwapOut
+from kvq.blockmgr.orders import Order, SwapIn
 from kvq.errors import ConfigError, first_lines, nearest
-from kvq.formats import KVRecipe
-from kvq.geometry import ModelGeometry
 from kvq.kernels import AttentionOptions, SequenceBatch
 from kvq.layout import KVLayout
 
@@ -24,6 +22,8 @@ _BUILT_IN = {"kvq": "kvq.cache.kv_cache:KVCache", "dense": "kvq.cache.dense_back
 
 class CacheBackend(Protocol):
     """Blocks of K and V of all layers, by layer group. `kvq.cache.conformance` tests one.
+
+    `kvq.cache.blocks.BlockCache` has all that moves whole blocks, for those who inherit from it.
 
     A slot is one token's place in a layer group: block * block_size + offset.
     """
@@ -67,16 +67,24 @@ class CacheBackend(Protocol):
         """Zero blocks."""
 
     def swap_out(self, group: int, block: int, slot: int) -> None:
-        """Copy a block to a host slot. What goes wrong there shows when it is swapped in."""
+        """Copy a block to a host slot. What goes wrong there shows when it is swapped in.
+
+        Raises:
+            ConfigError: there is no such host slot.
+        """
 
     def swap_in(self, group: int, slot: int, block: int) -> bool:
         """Bring a host slot's bytes into a block; False, and a zeroed block, if they are not intact."""
 
     def carry_out(self, orders: Sequence[Order]) -> list[SwapIn]:
-        """`carry_out` of this module: all orders, one after another; returns the swap-ins that failed."""
+        """Carry out a block manager's orders, strictly one after another.
+
+        Returns the swap-ins that failed: their blocks are zeroed and their tokens have to be
+        computed again.
+        """
 
     def read_block(self, group: int, block: int) -> Tensor:
-        """A copy of a block's bytes, uint8 [bytes of a block in that group] on the host."""
+        """A copy of a block's bytes, uint8 [bytes of a block] on the host: layer after layer."""
 
     def write_block(self, group: int, block: int, content: Tensor) -> None:
         """Overwrite a block with what `read_block` gave."""
@@ -98,8 +106,6 @@ class CacheFactory(Protocol):
 
     def __call__(
         self,
-        geometry: ModelGeometry,
-        recipe: KVRecipe,
         layout: KVLayout,
         *,
         num_blocks: list[int],
@@ -110,40 +116,9 @@ class CacheFactory(Protocol):
         """Allocate `num_blocks` zeroed blocks and `host_slots` slots for swapping, per layer group.
 
         Raises:
-            ConfigError: a recipe that this backend can't store.
+            ConfigError: a recipe, `layout.recipe`, that this backend can't store.
             OutOfMemory: they don't fit; nothing stays allocated.
         """
-
-
-def carry_out(cache: CacheBackend, orders: Sequence[Order]) -> list[SwapIn]:
-    """Carry out a block manager's orders, strictly one after another.
-
-    Neighbouring copies go to the backend together. Returns the swap-ins that failed: their blocks
-    are zeroed and their tokens have to be computed again.
-    """
-    failed: list[SwapIn] = []
-    copies: dict[int, list[tuple[int, int]]] = {}  # per group: groups share no block
-    for order in orders:
-        if isinstance(order, Copy):
-            copies.setdefault(order.group, []).append((order.source, order.target))
-            continue
-        _copy_all(cache, copies)
-        match order:
-            case SwapOut(group=group, block=block, slot=slot):
-                cache.swap_out(group, block, slot)
-            case SwapIn(group=group, slot=slot, block=block):
-                if not cache.swap_in(group, slot, block):
-                    failed.append(order)
-            case Scrub(group=group, block=block):
-                cache.scrub(group, [block])
-    _copy_all(cache, copies)
-    return failed
-
-
-def _copy_all(cache: CacheBackend, copies: dict[int, list[tuple[int, int]]]) -> None:
-    for group, pairs in copies.items():
-        cache.copy(group, pairs)
-    copies.clear()
 
 
 def cache_backends() -> list[str]:

@@ -4,12 +4,12 @@ import torch
 from torch import Tensor
 
 from kvq.errors import ConfigError
-from kvq.formats import KVRecipe
 from kvq.formats.calibrated import AGAIN
 from kvq.formats.centers import HeadCenters
-from kvq.geometry import LayerGeometry, ModelGeometry
+from kvq.geometry import LayerGeometry
 from kvq.kernels import AttentionOptions, Device, KernelSpec, select
 from kvq.kernels.codec import rotate
+from kvq.layout import KVLayout, LayerLayout
 
 
 class Centering:
@@ -19,30 +19,25 @@ class Centering:
     softmax as it is and moves the log-sum-exp; the output lacks d.
     """
 
-    def __init__(
-        self,
-        recipe: KVRecipe,
-        layer: LayerGeometry,
-        geometry: ModelGeometry,
-        where: Device,
-        device: torch.device,
-    ) -> None:
+    def __init__(self, layout: KVLayout, layer: LayerLayout, device: torch.device) -> None:
         """Raises:
         ConfigError: the model caps its scores, so that softmax would see the center; or centers for
             another number of KV heads.
         """
-        assert recipe.centers is not None, "checked by KVCache"
-        centers, self._formats = recipe.centers.layers[layer.index], recipe.layers[layer.index]
+        assert layout.recipe.centers is not None, "checked by KVCache"
+        own, geometry, self._formats = layer.geometry, layout.geometry, layer.formats
+        centers = layout.recipe.centers.layers[own.index]
         if centers.k is not None and geometry.softcap is not None:
             raise ConfigError(
-                f"layer {layer.index}: {geometry.model_type} caps attention scores at {geometry.softcap}, so "
+                f"layer {own.index}: {geometry.model_type} caps attention scores at {geometry.softcap}, so "
                 f"K can't be centered; leave its center out of the recipe"
             )
-        self._k, self._v = (_tensor(rows, layer, device) for rows in (centers.k, centers.v))
+        self._k, self._v = (_tensor(rows, own, device) for rows in (centers.k, centers.v))
         spec = KernelSpec(
-            formats=self._formats, q_heads=geometry.q_heads, kv_heads=layer.kv_heads, block_size=1
+            formats=self._formats, q_heads=geometry.q_heads, kv_heads=own.kv_heads, block_size=1
         )
-        self._merge = select("merge_partials", spec, where).run
+        self._group = geometry.q_heads // own.kv_heads
+        self._merge = select("merge_partials", spec, Device.of(device)).run
 
     def centered(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """K and V as they are stored: [tokens, kv_heads, dim], in their dtypes."""
@@ -59,12 +54,11 @@ class Centering:
         `q`: [tokens, q_heads, k_head_dim]; `out`: [tokens, q_heads, v_head_dim], without sinks; `lse`:
         fp32 [tokens, q_heads]. An empty part stays (0, -inf).
         """
-        group = q.shape[1] // self._heads()
         if self._v is not None:
-            added = out.float() + self._v.repeat_interleave(group, 0)
+            added = out.float() + self._v.repeat_interleave(self._group, 0)
             out = added.masked_fill(torch.isneginf(lse)[..., None], 0.0).to(out.dtype)
         if self._k is not None:
-            lse = lse + options.scale * (q.float() * self._k.repeat_interleave(group, 0)).sum(-1)
+            lse = lse + options.scale * (q.float() * self._k.repeat_interleave(self._group, 0)).sum(-1)
         if options.sinks is not None:
             merged, lse = self._merge(out[None], lse[None], options.sinks)
             out = merged.to(out.dtype)
@@ -76,10 +70,6 @@ class Centering:
             if center is not None:
                 whole = center if unrotate or not fmt.rotated else rotate(center)
                 x += whole[:, None].to(x.dtype)
-
-    def _heads(self) -> int:
-        rows = self._k if self._k is not None else self._v
-        return 1 if rows is None else rows.shape[0]
 
 
 def _tensor(rows: HeadCenters | None, layer: LayerGeometry, device: torch.device) -> Tensor | None:

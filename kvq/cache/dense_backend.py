@@ -1,29 +1,25 @@
 """The simplest cache backend: unquantized K and V as plain tensors, attended to in plain PyTorch."""
 
-from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from kvq.blockmgr.orders import Order, SwapIn
-from kvq.cache.backend import carry_out
+from kvq.cache.blocks import BlockCache
 from kvq.cache.memory import allocate_bytes, check_room
 from kvq.errors import ConfigError
 from kvq.formats import KVRecipe
-from kvq.geometry import LayerGeometry, ModelGeometry
+from kvq.geometry import LayerGeometry
 from kvq.kernels import AttentionOptions, SequenceBatch
 from kvq.kernels.codec import code_dtype
 from kvq.layout import KVLayout
 
 
-class DenseCache:
+class DenseCache(BlockCache):
     """K and V of every layer in blocks of one floating-point dtype; an example to start from."""
 
     def __init__(
         self,
-        geometry: ModelGeometry,
-        recipe: KVRecipe,
         layout: KVLayout,
         *,
         num_blocks: list[int],
@@ -39,34 +35,23 @@ class DenseCache:
             ConfigError: a recipe other than fp32, bf16 or fp16 for all layers, or a swap folder.
             OutOfMemory: the blocks don't fit; nothing stays allocated.
         """
-        self._dtype = _common_dtype(recipe)
+        self._dtype = _common_dtype(layout.recipe)
         if swap_folder is not None:
             raise ConfigError(
                 f"the dense cache backend swaps to memory only, got swap_folder={str(swap_folder)!r}; "
                 f"leave it out, or use the kvq backend"
             )
+        super().__init__(len(layout.groups), _InMemory())
         self._groups = [group.group.layers for group in layout.groups]
         self._block_size = layout.block_size
         self._device = device
-        self._host: dict[tuple[int, int], Tensor] = {}  # (group, slot) -> bytes
         self.group_of = {x.index: g for g, layers in enumerate(self._groups) for x in layers}
         self._check_room(num_blocks)
-        self._rows = {  # layer -> K and V
-            layer.index: self._allocate(layer, count)
-            for layers, count in zip(self._groups, num_blocks, strict=True)
-            for layer in layers
-        }
-        self.num_blocks = list(num_blocks)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all K and V tensors."""
-        return sum(k.nbytes + v.nbytes for k, v in self._rows.values())
-
-    @property
-    def host_bytes(self) -> int:
-        """Bytes of the blocks that are swapped out."""
-        return sum(content.numel() for content in self._host.values())
+        self._rows: dict[int, tuple[Tensor, Tensor]] = {}  # layer -> K and V
+        for group, count in enumerate(num_blocks):
+            for layer in self._groups[group]:
+                self._rows[layer.index] = self._allocate(layer, count)
+            self._view_parts(group)
 
     def write(self, layer: int, k: Tensor, v: Tensor, slots: Tensor) -> Tensor:
         """Store rows [tokens, kv_heads, dim]; returns bool [tokens], True where one is not finite."""
@@ -79,7 +64,6 @@ class DenseCache:
     def attend(
         self, layer: int, q: Tensor, batch: SequenceBatch, options: AttentionOptions
     ) -> tuple[Tensor, Tensor]:
-        """Causal attention, one sequence after the other; see `CacheBackend.attend`."""
         k_rows, v_rows = self._rows[layer]
         out = q.new_empty(*q.shape[:2], v_rows.shape[-1])
         lse = torch.empty(q.shape[:2], device=q.device)
@@ -98,49 +82,8 @@ class DenseCache:
             at += new
         return out, lse
 
-    def copy(self, group: int, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copy blocks one after another."""
-        for rows in self._tensors(group):
-            for source, target in pairs:
-                rows[target] = rows[source]
-
-    def scrub(self, group: int, blocks: Sequence[int]) -> None:
-        """Zero blocks."""
-        for rows in self._tensors(group):
-            rows[list(blocks)] = 0
-
-    def swap_out(self, group: int, block: int, slot: int) -> None:
-        """Keep a copy of a block in host memory."""
-        self._host[group, slot] = self.read_block(group, block)
-
-    def swap_in(self, group: int, slot: int, block: int) -> bool:
-        """Bring a block back; False, and a zeroed block, if the slot is empty."""
-        content = self._host.get((group, slot))
-        if content is None:
-            self.scrub(group, [block])
-            return False
-        self.write_block(group, block, content)
-        return True
-
-    def carry_out(self, orders: Sequence[Order]) -> list[SwapIn]:
-        """Carry out orders one after another; returns the swap-ins that failed."""
-        return carry_out(self, orders)
-
-    def read_block(self, group: int, block: int) -> Tensor:
-        """A block's bytes on the host, uint8: K and V of layer after layer."""
-        return torch.cat([rows[block].flatten().view(torch.uint8) for rows in self._tensors(group)]).cpu()
-
-    def write_block(self, group: int, block: int, content: Tensor) -> None:
-        """Overwrite a block with what `read_block` gave."""
-        tensors = self._tensors(group)
-        pieces = content.to(self._device).split([rows[0].nbytes for rows in tensors])
-        for rows, piece in zip(tensors, pieces, strict=True):
-            rows[block].flatten().view(torch.uint8).copy_(piece)
-
     def grow(self, num_blocks: list[int]) -> None:
-        """Enlarge the tensors, one layer after the other; see `CacheBackend.grow`."""
-        if any(new < old for new, old in zip(num_blocks, self.num_blocks, strict=True)):
-            raise ConfigError(f"pools can only grow, from {self.num_blocks} blocks, got {num_blocks}")
+        self._check_growth(num_blocks)
         self._check_room(num_blocks)
         for group, count in enumerate(num_blocks):
             for layer in self._groups[group]:
@@ -148,11 +91,7 @@ class DenseCache:
                 for new, old in zip(larger, self._rows[layer.index], strict=True):
                     new[: old.shape[0]] = old
                 self._rows[layer.index] = larger
-            self.num_blocks[group] = count
-
-    def close(self) -> None:
-        """Forget the blocks that are swapped out."""
-        self._host.clear()
+            self._view_parts(group)
 
     @torch.inference_mode(False)
     def _allocate(self, layer: LayerGeometry, count: int) -> tuple[Tensor, Tensor]:
@@ -168,14 +107,39 @@ class DenseCache:
 
         return rows(layer.k_head_dim), rows(layer.v_head_dim)
 
-    def _tensors(self, group: int) -> list[Tensor]:
-        return [rows for layer in self._groups[group] for rows in self._rows[layer.index]]
+    @torch.inference_mode(False)
+    def _view_parts(self, group: int) -> None:
+        tensors = [rows for layer in self._groups[group] for rows in self._rows[layer.index]]
+        self._parts[group] = [rows.flatten(1).view(torch.uint8) for rows in tensors]
 
     def _check_room(self, num_blocks: list[int]) -> None:
-        elements = [sum(layer.elements_per_token for layer in layers) for layers in self._groups]
         tokens = [count * self._block_size for count in num_blocks]
-        total = sum(n * per_token for n, per_token in zip(tokens, elements, strict=True))
+        total = sum(
+            n * layer.elements_per_token
+            for n, layers in zip(tokens, self._groups, strict=True)
+            for layer in layers
+        )
         check_room(total * self._dtype.itemsize, self._device)
+
+
+class _InMemory:
+    """Swapped-out blocks by group and slot."""
+
+    def __init__(self) -> None:
+        self._blocks: dict[tuple[int, int], Tensor] = {}
+
+    @property
+    def nbytes(self) -> int:
+        return sum(map(Tensor.numel, self._blocks.values()))
+
+    def put(self, group: int, slot: int, content: Tensor) -> None:
+        self._blocks[group, slot] = content
+
+    def get(self, group: int, slot: int) -> Tensor | None:
+        return self._blocks.get((group, slot))
+
+    def close(self) -> None:
+        self._blocks.clear()
 
 
 def _common_dtype(recipe: KVRecipe) -> torch.dtype:

@@ -13,7 +13,6 @@ from kvq.cache.hf_config import read_config
 from kvq.cache.hf_layer import KvqLayer
 from kvq.cache.hf_state import CacheOptions, CacheState
 from kvq.cache.rows import BatchRows
-from kvq.cache.scratch import DenseScratch
 from kvq.errors import ConfigError, RequestError
 from kvq.formats import KVRecipe
 from kvq.kernels import check_backend
@@ -171,8 +170,6 @@ class KvqCache(Cache):  # type: ignore[misc]
         state = self._state
         for shared in (state.config, state.config.geometry, state.config.latent):
             memo[id(shared)] = shared
-        if state.rows is not None:
-            memo[id(state.rows.scratch)] = DenseScratch(state.rows.device)
         other: KvqCache = type(self).__new__(type(self))
         memo[id(self)] = other
         for name, value in self.__dict__.items():

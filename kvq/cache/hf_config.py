@@ -86,22 +86,10 @@ def read_recipe(kv: str | Path | KVRecipe, scales: str | Path | None, geometry: 
     Raises:
         ConfigError: an unknown format, a recipe for other layers, scales missing or for other heads.
     """
-    if isinstance(kv, KVRecipe):
-        recipe = kv
-    elif not isinstance(kv, str | Path):
-        raise ConfigError(f"kv must be a format name, a kvq.json or a KVRecipe, got {kv!r}")
-    elif str(kv).endswith(".json"):
-        recipe = KVRecipe.load(kv)
-    else:
-        recipe = KVRecipe.uniform(str(kv), geometry.head_dims)
+    recipe = KVRecipe.named(kv, geometry.head_dims)
     check_recipe_fits(geometry, recipe)
     if scales is not None:
-        static = KVRecipe.load(scales).static_scales
-        if static is None:
-            raise ConfigError(
-                f"{scales} holds no static scales; make some: `kvq calibrate MODEL --out kvq.json`"
-            )
-        recipe = recipe.with_scales(static)
+        recipe = recipe.with_scales(KVRecipe.load_scales(scales).static_scales)
     recipe.require_scales()
     for calibrated in (recipe.static_scales, recipe.centers):
         if calibrated is not None:  # a config tells a model's heads, not its weights

@@ -1,6 +1,7 @@
 """One layer of a KvqCache, as transformers sees it, and its attention over blocks."""
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -8,67 +9,96 @@ from transformers.cache_utils import CacheLayerMixin
 
 from kvq.cache.attention import hand_over
 from kvq.cache.hf_state import CacheState
+from kvq.cache.rows import BatchRows
 from kvq.errors import ConfigError, RequestError
 from kvq.geometry import LayerGeometry, ModelGeometry
 from kvq.kernels import AttentionOptions
+
+
+def _refused(method: str) -> Callable[..., NoReturn]:
+    """What transformers would do to a single layer, while rows of all layers lie in the same blocks."""
+
+    def refuse(*_: object) -> NoReturn:
+        raise ConfigError(f"KvqCache can't {method} a single layer; call cache.{method} instead")
+
+    return refuse
 
 
 class KvqLayer(CacheLayerMixin):  # type: ignore[misc]
     """Full or sliding attention; batch operations and `crop` belong to the whole cache."""
 
     is_croppable = True
+    crop, reset, reorder_cache, offload, prefetch = map(
+        _refused, ("crop", "reset", "reorder_cache", "offload", "prefetch")
+    )
 
     def __init__(self, state: CacheState, geometry: LayerGeometry) -> None:
         super().__init__()
         self.state = state
         self.index = geometry.index
         self.window = geometry.window  # tokens, the query's own included
+        self.is_sliding = self.window is not None
         self.cumulative_length = 0  # tokens per row, padding included
+        self.handed: Tensor | None = None  # see `kvq.cache.attention.BatchAttention`
 
     @property
-    def is_sliding(self) -> bool:
-        """True if the layer has a window."""
-        return self.window is not None
+    def geometry(self) -> ModelGeometry:
+        """K and V of the model as attention sees them."""
+        return self.state.config.geometry
 
     @property
     def record_past(self) -> bool:
         """True if what slides out of the window is kept until the next `crop`."""
         return self.is_sliding and self.state.records_past
 
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Allocate by the shapes of the first K and V, [batch, kv_heads, any, dim]."""
-        self.state.open(self.index, key_states, value_states)
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> BatchRows:
+        """Check K and V, [batch, kv_heads, any, dim]; allocate by the shapes of the first."""
+        rows = self.state.open(self.index, key_states, value_states)
         self.is_initialized = True
+        return rows
 
+    @torch.no_grad()
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         """Store new rows [batch, kv_heads, tokens, dim]; return all that `get_mask_sizes` names.
 
         What comes back lies in scratch memory that the next layer overwrites. With the "kvq"
-        attention the new rows come back, and are stored when attention gets them.
+        attention the new rows come back, and are stored when attention gets them. What transformers
+        hands over beside them is for other caches.
 
         Raises:
             RequestError: shapes, dtype, batch size or padding don't fit, or NaN was stored.
             OutOfMemory: the pools can't grow.
         """
-        with torch.no_grad():
-            rows = self.state.open(self.index, key_states, value_states)
-            self.is_initialized = True
-            if self.state.config.attends_from_blocks:
-                step = _BlockStep(self, key_states.detach())
-                hand_over(step)
-                return step.new_key, value_states
-            seen = self.cumulative_length
-            self.state.begin(rows, seen, key_states.shape[2], None)
-            rows.write(self.index, key_states, value_states)
-            k, v = rows.dense(self.index, self._oldest(seen), (key_states, value_states))
-            self.cumulative_length = rows.length
-            self.state.layer_done(rows)
+        rows, config = self.lazy_initialization(key_states, value_states), self.state.config
+        if config.attends_from_blocks:
+            key = key_states.detach()
+            self.handed = key if config.latent is None else None  # latents are expanded in between
+            hand_over(self)
+            return key, value_states
+        oldest = self._oldest
+        self._write(rows, key_states, value_states, None)
+        k, v = rows.dense(self.index, oldest, (key_states, value_states))
+        self._done(rows)
         return k, v
+
+    @torch.no_grad()
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, padding: Tensor | None, options: AttentionOptions
+    ) -> Tensor:
+        """Write, then attend from blocks; see `kvq.cache.attention.BatchAttention`."""
+        self.handed = None
+        rows, seen = self.state.rows, self.cumulative_length
+        assert rows is not None, "opened by update"
+        total = seen + key.shape[2]
+        left = _left_padding(padding, rows.batch, total) if seen == rows.length else None
+        self._write(rows, key, value, left)
+        out = rows.attend(self.index, query, (key, value), options)
+        self._done(rows)
+        return out
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """(rows that `update` will return, position of the first)."""
-        oldest = self._oldest(self.cumulative_length)
-        return self.cumulative_length - oldest + query_length, oldest
+        return self.cumulative_length - self._oldest + query_length, self._oldest
 
     def get_seq_length(self) -> int:
         """Tokens per row, padding included."""
@@ -78,67 +108,18 @@ class KvqLayer(CacheLayerMixin):  # type: ignore[misc]
         """The window, or the cache's max_tokens, or -1 for no limit."""
         return self.window or self.state.options.max_tokens or -1
 
-    def crop(self, tokens_to_remove: int) -> None:
-        """Refused: rows of all layers lie in the same blocks."""
-        raise _whole("crop")
+    @property
+    def _oldest(self) -> int:
+        """The first position that the next token still sees."""
+        return 0 if self.window is None else max(0, self.cumulative_length - self.window + 1)
 
-    def reset(self) -> None:
-        """Refused: rows of all layers lie in the same blocks."""
-        raise _whole("reset")
+    def _write(self, rows: BatchRows, key: Tensor, value: Tensor, padding: list[int] | None) -> None:
+        self.state.begin(rows, self.cumulative_length, key.shape[2], padding)
+        rows.write(self.index, key, value)
 
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Refused: rows of all layers lie in the same blocks."""
-        raise _whole("reorder_cache")
-
-    def offload(self) -> None:
-        """Refused: rows of all layers lie in the same blocks."""
-        raise _whole("offload")
-
-    def prefetch(self) -> None:
-        """Refused: rows of all layers lie in the same blocks."""
-        raise _whole("prefetch")
-
-    def _oldest(self, seen: int) -> int:
-        """The first position that a token at position `seen` still sees."""
-        return 0 if self.window is None else max(0, seen - self.window + 1)
-
-
-class _BlockStep:
-    """New rows of one layer on their way from `update` to the attention function."""
-
-    def __init__(self, layer: KvqLayer, new_key: Tensor) -> None:
-        config = layer.state.config
-        self.layer = layer.index
-        self.new_key = new_key
-        self.key = None if config.latent is not None else new_key  # latents are expanded in between
-        self.geometry: ModelGeometry = config.geometry
-        self._of = layer
-
-    @torch.no_grad()
-    def attend(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        padding: Tensor | None,
-        options: AttentionOptions,
-    ) -> Tensor:
-        """Write, then attend from blocks; see `kvq.cache.attention.BatchAttention`."""
-        state, seen = self._of.state, self._of.cumulative_length
-        rows = state.rows
-        assert rows is not None, "opened by update"
-        count = key.shape[2]
-        state.begin(
-            rows,
-            seen,
-            count,
-            _left_padding(padding, rows.batch, seen + count) if seen == rows.length else None,
-        )
-        rows.write(self.layer, key, value)
-        out = rows.attend(self.layer, query, (key, value), options)
-        self._of.cumulative_length = rows.length
-        state.layer_done(rows)
-        return out
+    def _done(self, rows: BatchRows) -> None:
+        self.cumulative_length = rows.length
+        self.state.layer_done(rows)
 
 
 def _left_padding(mask: Tensor | None, batch: int, total: int) -> list[int]:
@@ -163,7 +144,3 @@ def _left_padding(mask: Tensor | None, batch: int, total: int) -> list[int]:
             "after a row's first; set tokenizer.padding_side='left', or use 'sdpa'"
         )
     return [int(pad) for pad in padding]
-
-
-def _whole(method: str) -> ConfigError:
-    return ConfigError(f"KvqCache can't {method} a single layer; call cache.{method} instead")

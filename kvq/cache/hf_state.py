@@ -45,16 +45,15 @@ class CacheState:
         """Tokens per row, padding included."""
         return 0 if self.rows is None else self.rows.length
 
-    def plan(self) -> tuple[KVRecipe, KVLayout]:
-        """The recipe and layout of what is stored under the attention that the config names now.
+    def plan(self) -> KVLayout:
+        """The blocks of what is stored under the attention that the config names now.
 
         Raises:
             ConfigError: they don't fit the model.
         """
         stored = self.config.stored
         recipe = read_recipe(self.options.kv, self.options.scales, stored)
-        layout = plan_layout(stored, recipe, block_size=self.options.block_size, order=self.options.order)
-        return recipe, layout
+        return plan_layout(stored, recipe, block_size=self.options.block_size, order=self.options.order)
 
     def open(self, layer: int, k: Tensor, v: Tensor) -> BatchRows:
         """Check new rows [batch, heads, tokens, dim] of one layer; allocate if they are the first.
@@ -118,12 +117,10 @@ class CacheState:
         """Rows for an empty cache: the old pools if they serve, or new ones."""
         batch, rows = k.shape[0], self.rows
         self._dtypes = (k.dtype, v.dtype)
-        if rows is None or rows.geometry is not self.config.stored or rows.device != k.device:
-            recipe, layout = self.plan()
+        if rows is None or rows.layout.geometry is not self.config.stored or rows.device != k.device:
+            layout = self.plan()
             self.rows = None  # the old memory goes before the new comes
             self.rows = BatchRows(
-                self.config.stored,
-                recipe,
                 layout,
                 batch=batch,
                 max_tokens=self.options.max_tokens,
@@ -135,7 +132,7 @@ class CacheState:
             rows.start(batch)
 
     def _check_as_before(self, rows: BatchRows, layer: int, k: Tensor, v: Tensor) -> None:
-        if rows.geometry is not self.config.stored:
+        if rows.layout.geometry is not self.config.stored:
             raise RequestError(
                 "the attention implementation was changed while the cache held tokens; reset() the cache "
                 "first: this family stores other rows for each"

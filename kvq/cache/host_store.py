@@ -13,7 +13,6 @@ from torch import Tensor
 from kvq.cache.digest import BlockDigests
 from kvq.cache.memory import allocate_bytes
 from kvq.errors import ConfigError, OutOfMemory
-from kvq.formats import KVRecipe
 from kvq.layout import KVLayout
 from kvq.sizes import binary
 
@@ -24,11 +23,14 @@ _ZEROS = bytes(1 << 20)
 class _Storage(Protocol):
     """A fixed number of bytes that blocks are written to and read from."""
 
-    def write(self, offset: int, content: Tensor) -> None: ...
+    def write(self, offset: int, content: Tensor) -> None:
+        """Copy `content`, uint8 [n], to `offset`."""
 
-    def read(self, offset: int, nbytes: int) -> Tensor: ...
+    def read(self, offset: int, nbytes: int) -> Tensor:
+        """The bytes at `offset`, uint8 [nbytes], maybe a view; others where a file was cut short."""
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Give back the memory or the room on the disk."""
 
 
 class HostStore:
@@ -38,9 +40,7 @@ class HostStore:
     older, once valid block comes back.
     """
 
-    def __init__(
-        self, layout: KVLayout, recipe: KVRecipe, *, host_slots: list[int], folder: str | Path | None = None
-    ) -> None:
+    def __init__(self, layout: KVLayout, host_slots: list[int], folder: str | Path | None = None) -> None:
         """Reserve `host_slots` blocks, one entry per layer group, all of it now.
 
         `folder`: where to keep them in a file. The file has no name there, only this process's user
@@ -62,7 +62,7 @@ class HostStore:
         ]
         self.host_slots = list(host_slots)
         self.nbytes = sum(n * size for n, size in zip(host_slots, self._sizes, strict=True))
-        self._digests = [BlockDigests(group, recipe) for group in layout.groups]
+        self._digests = [BlockDigests(group, layout.recipe) for group in layout.groups]
         self._stored: dict[tuple[int, int], bytes] = {}  # (group, slot) -> digest
         self._storage: _Storage = _Memory(self.nbytes) if folder is None else _File(self.nbytes, Path(folder))
 
@@ -117,15 +117,12 @@ class _Memory:
         self._bytes = allocate_bytes(nbytes, torch.device("cpu"), purpose="the host store")
 
     def write(self, offset: int, content: Tensor) -> None:
-        """Copy `content`, uint8 [n], to `offset`."""
         self._bytes[offset : offset + content.numel()] = content
 
     def read(self, offset: int, nbytes: int) -> Tensor:
-        """The bytes at `offset`, uint8 [nbytes]; a view."""
         return self._bytes[offset : offset + nbytes]
 
     def close(self) -> None:
-        """Give back the memory."""
         self._bytes = self._bytes.new_empty(0)
 
 
@@ -150,14 +147,12 @@ class _File:
             ) from error
 
     def write(self, offset: int, content: Tensor) -> None:
-        """Write `content`, uint8 [n], at `offset`."""
         left = memoryview(content.numpy().data)
         while left:
             done = os.pwrite(self._file.fileno(), left, offset)
             left, offset = left[done:], offset + done
 
     def read(self, offset: int, nbytes: int) -> Tensor:
-        """The bytes at `offset`, uint8 [nbytes]; fewer where the file was cut short."""
         content = torch.zeros(nbytes, dtype=torch.uint8)
         left = memoryview(content.numpy().data)
         while left and (done := os.preadv(self._file.fileno(), [left], offset)):
@@ -165,7 +160,6 @@ class _File:
         return content
 
     def close(self) -> None:
-        """Close the file, which removes it."""
         self._file.close()
 
 

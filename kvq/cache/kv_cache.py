@@ -6,27 +6,23 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from kvq.blockmgr.orders import Order, SwapIn
-from kvq.cache.backend import carry_out
+from kvq.cache.blocks import BlockCache
 from kvq.cache.centering import Centering
 from kvq.cache.host_store import HostStore
 from kvq.cache.memory import check_room
 from kvq.cache.pool import PoolBytes
-from kvq.cache.views import layer_views
-from kvq.errors import ConfigError
-from kvq.formats import KVRecipe, LayerCenters
-from kvq.geometry import ModelGeometry
+from kvq.formats import LayerCenters
 from kvq.kernels import AttentionOptions, Device, Kernel, KernelSpec, PagedKV, SequenceBatch, select
 from kvq.layout import KVLayout, LayerLayout
 
+_OPERATIONS = ("write_kv", "attend", "gather_dense")
 
-class KVCache:
+
+class KVCache(BlockCache):
     """The blocks of all layer groups of one model on one device."""
 
     def __init__(
         self,
-        geometry: ModelGeometry,
-        recipe: KVRecipe,
         layout: KVLayout,
         *,
         num_blocks: list[int],
@@ -45,53 +41,31 @@ class KVCache:
             OutOfMemory: the pools or the host store don't fit; nothing stays allocated.
             UnsupportedKernel: no backend can run a layer.
         """
-        recipe.require_scales()
-        self.recipe = recipe
+        layout.recipe.require_scales()
         self.layout = layout
         total = sum(g.pool_bytes(n) for g, n in zip(layout.groups, num_blocks, strict=True))
         check_room(total, device)
         self._pools = [PoolBytes(g, n, device) for g, n in zip(layout.groups, num_blocks, strict=True)]
+        super().__init__(len(layout.groups))
         self._layers: dict[int, PagedKV] = {}
-        self._write: dict[int, Kernel] = {}
-        self._attend: dict[int, Kernel] = {}
-        self._gather: dict[int, Kernel] = {}
+        self._kernels: dict[int, dict[str, Kernel]] = {}  # by layer and operation
         self._copy: list[Kernel] = []
         self._centering: dict[int, Centering] = {}
         self.group_of: dict[int, int] = {}
-        where = Device.of(device)
+        centers, where = layout.recipe.centers, Device.of(device)
         for group in layout.groups:
             for layer in group.layers:
                 index = layer.geometry.index
                 self.group_of[index] = group.group.index
-                spec = _kernel_spec(geometry, layout, layer)
-                self._write[index] = select("write_kv", spec, where, backend)
-                self._attend[index] = select("attend", spec, where, backend)
-                self._gather[index] = select("gather_dense", spec, where, backend)
-                if recipe.centers is not None and recipe.centers.layers[index] != LayerCenters():
-                    self._centering[index] = Centering(recipe, layer.geometry, geometry, where, device)
+                spec = _kernel_spec(layout, layer)
+                self._kernels[index] = {name: select(name, spec, where, backend) for name in _OPERATIONS}
+                if centers is not None and centers.layers[index] != LayerCenters():
+                    self._centering[index] = Centering(layout, layer, device)
             # Every backend moves the same bytes, so the user's choice of one does not matter here.
-            self._copy.append(select("copy_blocks", _kernel_spec(geometry, layout, group.layers[0]), where))
+            self._copy.append(select("copy_blocks", _kernel_spec(layout, group.layers[0]), where))
             self._make_views(group.group.index)
-        self._host = (
-            None
-            if host_slots is None
-            else HostStore(layout, recipe, host_slots=host_slots, folder=swap_folder)
-        )
-
-    @property
-    def num_blocks(self) -> list[int]:
-        """Blocks of every layer group's pool."""
-        return [pool.num_blocks for pool in self._pools]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes allocated for all pools."""
-        return sum(pool.memory.numel() for pool in self._pools)
-
-    @property
-    def host_bytes(self) -> int:
-        """Bytes reserved for swapped-out blocks, in host memory or on a disk."""
-        return 0 if self._host is None else self._host.nbytes
+        if host_slots is not None:
+            self._host = HostStore(layout, host_slots, swap_folder)
 
     def pool(self, group: int) -> Tensor:
         """The bytes of one layer group's pool, uint8 [pool_bytes]. Another tensor after `grow`."""
@@ -103,14 +77,13 @@ class KVCache:
 
     def backend_of(self, operation: str, layer: int) -> str:
         """Which backend runs `write_kv`, `attend` or `gather_dense` on a layer's blocks."""
-        kernels = {"write_kv": self._write, "attend": self._attend, "gather_dense": self._gather}
-        return kernels[operation][layer].backend
+        return self._kernels[layer][operation].backend
 
     def write(self, layer: int, k: Tensor, v: Tensor, slots: Tensor) -> Tensor:
         """`write_kv` for one layer; returns bool [tokens], True where a row was not finite."""
         if layer in self._centering:
             k, v = self._centering[layer].centered(k, v)
-        bad: Tensor = self._write[layer].run(k, v, self._layers[layer], slots)
+        bad: Tensor = self._kernels[layer]["write_kv"].run(k, v, self._layers[layer], slots)
         return bad
 
     def attend(
@@ -123,7 +96,8 @@ class KVCache:
         skip_last: int = 0,
     ) -> tuple[Tensor, Tensor]:
         """`attend` for one layer; returns (out, lse)."""
-        centering, kernel, kv = self._centering.get(layer), self._attend[layer].run, self._layers[layer]
+        centering, kernel = self._centering.get(layer), self._kernels[layer]["attend"].run
+        kv = self._layers[layer]
         if centering is None:
             found: tuple[Tensor, Tensor] = kernel(q, kv, batch, options, skip_last=skip_last)
             return found
@@ -141,7 +115,7 @@ class KVCache:
         out: tuple[Tensor, Tensor] | None = None,
     ) -> tuple[Tensor, Tensor]:
         """`gather_dense` for one layer: K and V of the positions [start, end) of every table."""
-        rows: tuple[Tensor, Tensor] = self._gather[layer].run(
+        rows: tuple[Tensor, Tensor] = self._kernels[layer]["gather_dense"].run(
             self._layers[layer], tables, start, end, unrotate=unrotate, out=out
         )
         if layer in self._centering:
@@ -149,61 +123,8 @@ class KVCache:
         return rows
 
     def copy(self, group: int, pairs: Sequence[tuple[int, int]]) -> None:
-        """`copy_blocks` in one group: (source, target) block ids, as if one after another."""
         self._check_blocks(group, [block for pair in pairs for block in pair])
-        self._copy[group].run(self._pools[group].parts, pairs)
-
-    def scrub(self, group: int, blocks: Sequence[int]) -> None:
-        """Zero the bytes of blocks: codes, scales and padding."""
-        self._check_blocks(group, blocks)
-        for block in blocks:
-            self._pools[group].zero(block)
-
-    def swap_out(self, group: int, block: int, slot: int) -> None:
-        """Copy a block to a host slot, with a digest of its bytes.
-
-        Raises:
-            ConfigError: there is no such host slot.
-        """
-        self._check_blocks(group, [block])
-        self._swap_store().put(group, slot, self._pools[group].read(block))
-
-    def swap_in(self, group: int, slot: int, block: int) -> bool:
-        """Bring a host slot's bytes back into a block.
-
-        Returns False, and zeroes the block, if they are not what was swapped out or can't be read.
-
-        Raises:
-            ConfigError: there is no such host slot.
-        """
-        self._check_blocks(group, [block])
-        content = self._swap_store().get(group, slot)
-        if content is None:
-            self._pools[group].zero(block)
-            return False
-        self._pools[group].write(block, content)
-        return True
-
-    def carry_out(self, orders: Sequence[Order]) -> list[SwapIn]:
-        """Carry out a block manager's orders, strictly one after another.
-
-        Returns the swap-ins that failed: their blocks are zeroed and their tokens have to be
-        computed again.
-
-        Raises:
-            ConfigError: an order to swap, but the cache has no such host slot.
-        """
-        return carry_out(self, orders)
-
-    def read_block(self, group: int, block: int) -> Tensor:
-        """A copy of a block's bytes, uint8 [block_bytes] on the host; the same in both block orders."""
-        self._check_blocks(group, [block])
-        return self._pools[group].read(block)
-
-    def write_block(self, group: int, block: int, content: Tensor) -> None:
-        """Overwrite a block with `content`, uint8 [block_bytes], as `read_block` gave it."""
-        self._check_blocks(group, [block])
-        self._pools[group].write(block, content)
+        self._copy[group].run(self._parts[group], pairs)
 
     def grow(self, num_blocks: list[int]) -> None:
         """Enlarge the pools; blocks keep their ids and their bytes, new ones are zero.
@@ -216,10 +137,7 @@ class KVCache:
             OutOfMemory: the larger pools don't fit. Nothing has changed, unless a device refused
                 what it had reported free; then some groups are larger and the others as before.
         """
-        if len(num_blocks) != len(self._pools) or any(
-            new < old for new, old in zip(num_blocks, self.num_blocks, strict=True)
-        ):
-            raise ConfigError(f"pools can only grow, from {self.num_blocks} blocks, got {num_blocks}")
+        self._check_growth(num_blocks)
         peak = added = 0
         for pool, count in zip(self._pools, num_blocks, strict=True):
             new = pool.layout.pool_bytes(count) if count > pool.num_blocks else 0
@@ -231,38 +149,18 @@ class KVCache:
                 self._pools[index] = self._pools[index].grown(count)
                 self._make_views(index)
 
-    def close(self) -> None:
-        """Give back the host store; blocks that were swapped out are lost."""
-        if self._host is not None:
-            self._host.close()
-
     @torch.inference_mode(False)
     def _make_views(self, group: int) -> None:
         """View a pool anew. Views made during inference could not be written outside it."""
+        self._parts[group] = self._pools[group].parts
         for position, layer in enumerate(self.layout.groups[group].layers):
-            self._layers[layer.geometry.index] = layer_views(self._pools[group], position, self.recipe)
-
-    def _check_blocks(self, group: int, blocks: Sequence[int]) -> None:
-        count = self._pools[group].num_blocks
-        if blocks and not 0 <= min(blocks) <= max(blocks) < count:
-            raise ConfigError(
-                f"group {group} has blocks 0 to {count - 1}, got {sorted(set(blocks))}; "
-                f"give the block manager and the cache the same num_blocks"
-            )
-
-    def _swap_store(self) -> HostStore:
-        if self._host is None:
-            raise ConfigError(
-                "an order to swap a block, but the cache has no host store; give KVCache the block "
-                "manager's host_slots"
-            )
-        return self._host
+            self._layers[layer.geometry.index] = self._pools[group].layer(position, self.layout.recipe)
 
 
-def _kernel_spec(geometry: ModelGeometry, layout: KVLayout, layer: LayerLayout) -> KernelSpec:
+def _kernel_spec(layout: KVLayout, layer: LayerLayout) -> KernelSpec:
     return KernelSpec(
         formats=layer.formats,
-        q_heads=geometry.q_heads,
+        q_heads=layout.geometry.q_heads,
         kv_heads=layer.geometry.kv_heads,
         block_size=layout.block_size,
     )

@@ -1,10 +1,14 @@
-"""The bytes of one layer group's blocks, read, written and zeroed block by block."""
+"""The bytes of one layer group's blocks, seen block by block or layer by layer."""
 
 import torch
 from torch import Tensor
 
 from kvq.cache.memory import allocate_bytes
-from kvq.layout import GroupLayout
+from kvq.errors import ConfigError
+from kvq.formats import KVFormat, KVRecipe
+from kvq.kernels import PagedKV, PagedRows
+from kvq.kernels.codec import code_dtype
+from kvq.layout import GroupLayout, LayerLayout, Region
 
 
 class PoolBytes:
@@ -25,23 +29,37 @@ class PoolBytes:
             for run in layout.runs(0, num_blocks)
         )
 
-    def read(self, block: int) -> Tensor:
-        """A copy of a block's runs in order, uint8 [block_bytes] on the host.
+    def layer(self, position: int, recipe: KVRecipe) -> PagedKV:
+        """The codes and scales of the layer at `position` in its group.
 
-        The bytes are the same in both block orders: layer after layer.
+        Raises:
+            ConfigError: static scales for another number of KV heads.
         """
-        return torch.cat([part[block] for part in self.parts]).cpu()
+        layer = self.layout.layers[position]
 
-    def write(self, block: int, content: Tensor) -> None:
-        """Overwrite a block with what `read` gave: `content` uint8 [block_bytes]."""
-        pieces = content.to(self.memory.device).split([part.shape[1] for part in self.parts])
-        for part, piece in zip(self.parts, pieces, strict=True):
-            part[block] = piece
+        def rows(part: str, fmt: KVFormat, codes: Region, scales: Region) -> PagedRows:
+            return PagedRows(
+                codes=self._view(position, codes, code_dtype(fmt.code)),
+                scales=self._view(position, scales, torch.float16) if scales.row_bytes else None,
+                static_scale=_static_scale(recipe, layer, part, fmt, self.memory.device),
+            )
 
-    def zero(self, block: int) -> None:
-        """Zero a block: codes, scales and padding."""
-        for part in self.parts:
-            part[block] = 0
+        return PagedKV(
+            k=rows("k", layer.formats.k, layer.k_codes, layer.k_scales),
+            v=rows("v", layer.formats.v, layer.v_codes, layer.v_scales),
+            formats=layer.formats,
+            block_size=self.layout.block_size,
+        )
+
+    def _view(self, position: int, region: Region, dtype: torch.dtype) -> Tensor:
+        """A region of every block as [num_blocks, kv_heads, block_size, row] of `dtype`."""
+        group, size, memory = self.layout, dtype.itemsize, self.memory.view(dtype)
+        row = region.row_bytes // size
+        return memory.as_strided(
+            (self.num_blocks, group.layers[position].geometry.kv_heads, group.block_size, row),
+            (group.block_stride(position) // size, group.block_size * row, row, 1),
+            memory.storage_offset() + (group.base(position, self.num_blocks) + region.offset) // size,
+        )
 
     def grown(self, num_blocks: int) -> "PoolBytes":
         """A larger pool with the same bytes under the same block ids; this one stays as it is.
@@ -53,3 +71,20 @@ class PoolBytes:
         for new, old in zip(larger.parts, self.parts, strict=True):
             new[: self.num_blocks] = old
         return larger
+
+
+def _static_scale(
+    recipe: KVRecipe, layer: LayerLayout, part: str, fmt: KVFormat, device: torch.device
+) -> Tensor | None:
+    """fp32 [kv_heads], of a format that has static scales."""
+    if not fmt.is_static:
+        return None
+    assert recipe.static_scales is not None, "checked by KVCache"
+    index, heads = layer.geometry.index, layer.geometry.kv_heads
+    scales = recipe.static_scales.layers[index].scales(part, fmt)
+    if len(scales) != heads:
+        raise ConfigError(
+            f"layer {index} has {heads} KV heads, its static scales {len(scales)}; run "
+            f"`kvq calibrate MODEL --out kvq.json`"
+        )
+    return torch.tensor(scales, dtype=torch.float32, device=device)

@@ -4,15 +4,11 @@ import torch
 from torch import Tensor
 
 from kvq.blockmgr import BlockManager, Sequence
-from kvq.cache.dense_attention import dense_attention
 from kvq.cache.kv_cache import KVCache
-from kvq.cache.recent import RecentRows, put_over
-from kvq.cache.recent_attention import attend_both
+from kvq.cache.recent import RecentRows, attend_both, put_over
 from kvq.cache.scratch import DenseScratch
 from kvq.errors import OutOfBlocks, RequestError
-from kvq.formats import KVRecipe
-from kvq.geometry import ModelGeometry
-from kvq.kernels import AttentionOptions, Device, KernelSpec, SequenceBatch, select
+from kvq.kernels import AttentionOptions, SequenceBatch
 from kvq.layout import KVLayout
 
 _GROWTH = 32  # a pool that is full grows by one part in so many
@@ -27,8 +23,6 @@ class BatchRows:
 
     def __init__(
         self,
-        geometry: ModelGeometry,
-        recipe: KVRecipe,
         layout: KVLayout,
         *,
         batch: int,
@@ -44,22 +38,21 @@ class BatchRows:
         Raises:
             OutOfMemory: the pools don't fit.
         """
-        self.geometry = geometry
         self.layout = layout
         self.max_tokens = max_tokens
         self.device = device
-        self.blocks = KVCache(
-            geometry, recipe, layout, num_blocks=self._least_blocks(batch), device=device, backend=backend
-        )
+        self.blocks = KVCache(layout, num_blocks=self._least_blocks(batch), device=device, backend=backend)
         self.manager = BlockManager(
             num_blocks=self._least_blocks(batch),
             block_size=layout.block_size,
             windows=[group.group.window for group in layout.groups],
         )
-        self.scratch = DenseScratch(device)
+        self.scratch = DenseScratch(self.blocks, device)
         self.recent = RecentRows(residual_length) if residual_length else None
-        layers = range(len(geometry.layers))
-        self._prefers_dense = [backend == "auto" and self._has_only_reference(x) for x in layers]
+        self._prefers_dense = [
+            backend == "auto" and self.blocks.backend_of("attend", layer.index) == "reference"
+            for layer in layout.geometry.layers
+        ]
         self.sequences: list[Sequence] = []
         self.start(batch)
 
@@ -70,7 +63,6 @@ class BatchRows:
 
     @property
     def batch(self) -> int:
-        """Number of rows."""
         return len(self.sequences)
 
     def start(self, batch: int) -> None:
@@ -148,11 +140,11 @@ class BatchRows:
         the reference kernel runs, blocks are dequantized into `scratch` for torch's own attention, if
         that knows the layer's kind.
         """
-        options = options.within(self.geometry.layers[layer].window)
+        options = options.within(self.layout.geometry.layers[layer].window)
         batch = self.batches[self.blocks.group_of[layer]]
         exact = None if self.recent is None else self.recent.take(layer, *new)
         if self._prefers_dense[layer] and options.softcap is None and options.sinks is None:
-            out = dense_attention(self.scratch, self.blocks, layer, q, batch, options, recent=exact)
+            out = self.scratch.attend(layer, q, batch, options, exact)
             if out is not None:
                 return out
         if exact is None:
@@ -172,9 +164,8 @@ class BatchRows:
         """
         tables = self.batches[self.blocks.group_of[layer]].tables
         dtypes = (new[0].dtype, new[1].dtype)
-        k, v = self.scratch.gather(
-            self.blocks, layer, tables, start, self.length, dtypes=dtypes, unrotate=True
-        )
+        positions = range(start, self.length)
+        k, v = self.scratch.gather(layer, tables, positions, dtypes=dtypes, unrotate=True)
         if self.recent is not None:
             lengths = (self.length,) * self.batch
             for dense, exact in zip((k, v), self.recent.take(layer, *new), strict=True):
@@ -209,18 +200,17 @@ class BatchRows:
     def select(self, indices: list[int]) -> None:
         """Make row i what row `indices[i]` was; rows named twice share their blocks."""
         self.commit()
-        chosen: dict[int, Sequence] = {}
-        for index in indices:
-            chosen.setdefault(index, self.sequences[index])
+        kept = set(indices)
         for index, sequence in enumerate(self.sequences):
-            if index not in chosen:
+            if index not in kept:
                 self.manager.free(sequence)
-        first = set(chosen)
+        taken: set[int] = set()
         rows = []
         for index in indices:
-            rows.append(chosen[index] if index in first else self.manager.fork(chosen[index]))
-            first.discard(index)
-        self._may_copy = self._may_copy or len(set(indices)) < len(indices)
+            sequence = self.sequences[index]
+            rows.append(self.manager.fork(sequence) if index in taken else sequence)
+            taken.add(index)
+        self._may_copy = self._may_copy or len(taken) < len(indices)
         self.sequences = rows
         self.padding = [self.padding[index] for index in indices]
         picked = torch.tensor(indices, device=self.device)
@@ -238,17 +228,6 @@ class BatchRows:
         ends = range(count, count * (self.batch + 1), count)
         places = [range(end - new, end) for end, new in zip(ends, self.counts, strict=True)]
         return torch.tensor([p for some in places for p in some], dtype=torch.int64, device=self.device)
-
-    def _has_only_reference(self, layer: int) -> bool:
-        """True if no faster kernel than the reference attends from this layer's blocks."""
-        kv = self.blocks.layer(layer)
-        spec = KernelSpec(
-            formats=kv.formats,
-            q_heads=self.geometry.q_heads,
-            kv_heads=kv.k.codes.shape[1],
-            block_size=kv.block_size,
-        )
-        return select("attend", spec, Device.of(self.device)).backend == "reference"
 
     def _batch(self, group: int, slots: list[int]) -> SequenceBatch:
         tables = [sequence.tables[group] for sequence in self.sequences]

@@ -1,6 +1,6 @@
 """`kvq bench`: how fast the parts are."""
 
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import click
@@ -9,6 +9,7 @@ from kvq.commands.bench_engine import engine
 from kvq.commands.bench_kernels import attention, tune, write
 from kvq.commands.bench_linear import linear
 from kvq.commands.bench_serve import serve
+from kvq.commands.options import gathered, json_option, option
 from kvq.commands.screen import echo
 
 
@@ -17,32 +18,25 @@ def command() -> None:
     """Measure how fast kvq's parts are; every benchmark checks correctness first."""
 
 
-command.add_command(attention)
-command.add_command(write)
-command.add_command(linear)
-command.add_command(tune)
-command.add_command(engine)
-command.add_command(serve)
+for _one in (attention, write, linear, tune, engine, serve):
+    command.add_command(_one)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Asked:
+    """How much memory of blocks is measured."""
+
+    sequences: int = option(1000, type=click.IntRange(1, 100_000))
+    blocks_per_sequence: int = option(64, "Of prompts.", type=click.IntRange(1, 10_000))
+    blocks: int = option(100_000, "Of the large pool.", type=click.IntRange(128, 10_000_000))
+    block_size: int = option(16, "Tokens.", type=click.IntRange(1, 4096))
+    seed: int = option(0, "Of the prompts.")
 
 
 @command.command(name="blocks")
-@click.option("--sequences", default=1000, show_default=True, type=click.IntRange(1, 100_000))
-@click.option(
-    "--blocks-per-sequence", default=64, show_default=True, type=click.IntRange(1, 10_000), help="Of prompts."
-)
-@click.option(
-    "--blocks",
-    default=100_000,
-    show_default=True,
-    type=click.IntRange(128, 10_000_000),
-    help="Of the large pool.",
-)
-@click.option("--block-size", default=16, show_default=True, type=click.IntRange(1, 4096), help="Tokens.")
-@click.option("--seed", default=0, show_default=True, help="Of the prompts.")
-@click.option("--json", "json_path", type=click.Path(), help="Write the rows as JSON.")
-def blocks(
-    sequences: int, blocks_per_sequence: int, blocks: int, block_size: int, seed: int, json_path: str | None
-) -> None:
+@gathered(Asked, "asked")
+@json_option
+def blocks(asked: Asked, json_path: str | None) -> None:
     """Block memory: allocate, append, free, hash, look up, fork; and how full blocks are.
 
     Plain Python on one core, prefix index on. Times are medians in microseconds.
@@ -55,38 +49,37 @@ def blocks(
     begin(json_path)
     with progress_bar("blocks") as progress:
         rows = bench_blocks(
-            num_sequences=sequences,
-            blocks_per_sequence=blocks_per_sequence,
-            num_blocks=blocks,
-            block_size=block_size,
-            seed=seed,
+            num_sequences=asked.sequences,
+            blocks_per_sequence=asked.blocks_per_sequence,
+            num_blocks=asked.blocks,
+            block_size=asked.block_size,
+            seed=asked.seed,
             progress=progress,
         )
-    filled = measure_utilization(block_size=block_size, seed=seed)
+    filled = measure_utilization(block_size=asked.block_size, seed=asked.seed)
     _print(rows)
     echo(
         f"{filled.paged_mean:.1%} of slots in live blocks hold tokens (10th percentile "
         f"{filled.paged_p10:.1%}): {filled.sequences} running sequences, log-normal lengths with median "
-        f"{filled.median_length} tokens, block {block_size}.\n"
+        f"{filled.median_length} tokens, block {filled.block_size}.\n"
         f"One buffer of {filled.longest:,} tokens each: {filled.contiguous_mean:.1%}."
     )
-    write_rows(rows, json_path, utilization=asdict(filled))
+    write_rows(rows, json_path, facts={"utilization": asdict(filled)})
+
+
+_COLUMNS = {
+    "operation": ("operation", ""),
+    "us_median": ("us median", ",.2f"),
+    "us_p10": ("p10", ",.2f"),
+    "us_p90": ("p90", ",.2f"),
+    "per": ("per", ""),
+}
 
 
 def _print(rows: list[dict[str, Any]]) -> None:
-    from kvq.commands.consoles import PlainConsole
-    from kvq.commands.tables import new_table
+    from kvq.commands.tables import print_columns
 
-    out = PlainConsole()
     for scale in dict.fromkeys(row["scale"] for row in rows):
-        table = new_table(title=scale)
-        table.add_column("operation", min_width=20)
-        for name in ("us median", "p10", "p90"):
-            table.add_column(name, justify="right", min_width=9)
-        table.add_column("per")
-        for row in rows:
-            if row["scale"] == scale:
-                times = (f"{row[key]:,.2f}" for key in ("us_median", "us_p10", "us_p90"))
-                table.add_row(row["operation"], *times, row["per"])
-        out.print(table)
-        out.print()
+        echo(scale)
+        print_columns([row for row in rows if row["scale"] == scale], _COLUMNS)
+        echo()

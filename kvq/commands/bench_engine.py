@@ -6,8 +6,19 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvq.commands.options import ModelOptions, Size, gathered, kv_option, model_options
+from kvq.commands.bench_options import LATENCIES, THROUGHPUT, LoadOptions
+from kvq.commands.options import (
+    AT_LEAST_1,
+    ModelOptions,
+    Size,
+    gathered,
+    json_option,
+    kv_option,
+    model_options,
+    option,
+)
 from kvq.commands.screen import echo
+from kvq.errors import ConfigError
 
 if TYPE_CHECKING:
     from kvq.bench.engine import Plan
@@ -18,78 +29,46 @@ if TYPE_CHECKING:
 class Asked:
     """What is asked of the engine, as the command line says it."""
 
-    requests: int
-    input_len: str
-    output_len: str
-    rate: str
-    concurrency: str | None
-    shared_prefix: float
-    priority: str | None
-    kv_memory: str | None
-    blocks: int | None
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    prefix_caching: bool
-    rivals: str
-    slo_ttft_ms: float | None
-    slo_itl_ms: float | None
-    repeats: int
-    step_costs: bool
-    seed: int
+    requests: int = option(32, type=click.IntRange(1, 100_000))
+    concurrency: str | None = option(
+        None,
+        "So many users at a time instead of --rate; 1,4,8,16,32 stops where throughput grows no more.",
+    )
+    priority: str | None = option(
+        None,
+        "interactive keeps prefills from delaying the tokens of others.  [default: batch where all "
+        "requests arrive at once]",
+        type=click.Choice(["interactive", "batch"]),
+    )
+    kv_memory: str | None = option(
+        None, "Size of the KV pool, such as 512MiB.  [default: all that the load needs]", type=Size()
+    )
+    blocks: int | None = option(None, "Size of the KV pool in blocks per layer group.", type=AT_LEAST_1)
+    max_num_seqs: int = option(128, type=click.IntRange(1, 65_536))
+    max_num_batched_tokens: int = option(2048, type=click.IntRange(1, 1 << 20))
+    prefix_caching: bool = option(True)
+    rivals: str = option("none", "none, or of hf-static,hf-continuous.")
+    slo_ttft_ms: float | None = option(
+        None, "For the 99th percentile.", type=click.FloatRange(min=0, min_open=True)
+    )
+    slo_itl_ms: float | None = option(
+        None, "For the 99th percentile.", type=click.FloatRange(min=0, min_open=True)
+    )
+    repeats: int = option(3, type=click.IntRange(1, 1000))
+    step_costs: bool = option(False, "Also what the parts of steps take, for --calibrate of others.")
 
 
 @click.command(name="engine")
 @kv_option("bf16,int4", many=True)
 @model_options
-@click.option("--requests", default=32, show_default=True, type=click.IntRange(1, 100_000))
-@click.option(
-    "--input-len",
-    default="128",
-    show_default=True,
-    help="Tokens of prompts: 128, 16:512 (uniform), or lognormal:MEDIAN:SIGMA.",
-)
-@click.option("--output-len", default="64", show_default=True, help="Tokens of outputs, likewise.")
-@click.option("--rate", default="inf", show_default=True, help="Requests per second, with random gaps.")
-@click.option(
-    "--concurrency",
-    help="So many users at a time instead of --rate; 1,4,8,16,32 stops where throughput grows no more.",
-)
-@click.option(
-    "--shared-prefix",
-    default=0.0,
-    show_default=True,
-    type=click.FloatRange(0, 1),
-    help="Share of each prompt that all have in common.",
-)
-@click.option(
-    "--priority",
-    type=click.Choice(["interactive", "batch"]),
-    help="interactive keeps prefills from delaying the tokens of others.  [default: batch where all "
-    "requests arrive at once]",
-)
-@click.option(
-    "--kv-memory",
-    type=Size(),
-    help="Size of the KV pool, such as 512MiB.  [default: all that the load needs]",
-)
-@click.option("--blocks", type=click.IntRange(1), help="Size of the KV pool in blocks per layer group.")
-@click.option("--max-num-seqs", default=128, show_default=True, type=click.IntRange(1, 65_536))
-@click.option("--max-num-batched-tokens", default=2048, show_default=True, type=click.IntRange(1, 1 << 20))
-@click.option("--prefix-caching/--no-prefix-caching", default=True, show_default=True)
-@click.option("--rivals", default="none", show_default=True, help="none, or of hf-static,hf-continuous.")
-@click.option("--slo-ttft-ms", type=click.FloatRange(min=0, min_open=True), help="For the 99th percentile.")
-@click.option("--slo-itl-ms", type=click.FloatRange(min=0, min_open=True), help="For the 99th percentile.")
-@click.option("--repeats", default=3, show_default=True, type=click.IntRange(1, 1000))
-@click.option(
-    "--step-costs", is_flag=True, help="Also what the parts of steps take, for --calibrate of others."
-)
-@click.option("--seed", default=0, show_default=True, help="Of lengths, arrivals and token ids.")
-@click.option("--json", "json_path", type=click.Path(), help="Write the rows as JSON.")
-@click.option("--plot", "plot_path", type=click.Path(), help="Draw latency over throughput (.svg, .png).")
+@gathered(LoadOptions, "load_options")
 @gathered(Asked, "asked")
+@json_option
+@click.option("--plot", "plot_path", type=click.Path(), help="Draw latency over throughput (.svg, .png).")
 def engine(
     kv: list[str],
     model_options: ModelOptions,
+    load_options: LoadOptions,
     asked: Asked,
     json_path: str | None,
     plot_path: str | None,
@@ -109,12 +88,16 @@ def engine(
 
     begin(json_path, plot=plot_path)
     checked = check_for(model_options, kv)
-    plan = _plan(checked.prepared, asked)
+    plan = _plan(checked.prepared, load_options, asked)
     model = checked.load()
-    words = {name: value for name, value in asdict(asked).items() if value is not None}
+    load = {
+        name: value for name, value in (asdict(load_options) | asdict(asked)).items() if value is not None
+    }
 
-    more: dict[str, Any] = {"model": model.description, "load": words, "refused": checked.refused}
-    with FinishedRows(json_path, partial(result_of, device=model.weights.device, **more), _print) as finished:
+    more: dict[str, Any] = {"model": model.description, "load": load, "refused": checked.refused}
+    with FinishedRows(
+        json_path, partial(result_of, device=model.weights.device, facts=more), _print
+    ) as finished:
         with progress_bar("serving") as progress:
             rows = bench_engine(model, checked.kv, plan, progress=progress, keep=finished.keep)
         result = finished.end(rows)
@@ -128,49 +111,33 @@ def engine(
         write_engine_plot(plot_path, result)
 
 
-def _plan(model: "PreparedModel", asked: Asked) -> "Plan":
+def _plan(model: "PreparedModel", load_options: LoadOptions, asked: Asked) -> "Plan":
     """Check the options and put them together."""
     from kvq.bench.engine import Plan
-    from kvq.bench.engine_load import Load
     from kvq.bench.engine_server import Limits
-    from kvq.capacity.draws import parse_lengths
     from kvq.engine.build import check_cache
     from kvq.engine.intake import as_priority
-    from kvq.errors import ConfigError
 
     check_cache(model)
-    if asked.concurrency is not None and asked.rate != "inf":
-        raise ConfigError("--rate and --concurrency both say when requests come; give one of them")
+    make = load_options.make(asked.requests, asked.concurrency)
     try:
-        per_second = float(asked.rate)
         users = tuple(int(n) for n in asked.concurrency.split(",")) if asked.concurrency is not None else ()
     except ValueError as error:
-        raise ConfigError(
-            f"--rate takes a number or inf, --concurrency whole numbers with commas between; {error}"
-        ) from error
-    load = Load(
-        num_requests=asked.requests,
-        input_lengths=parse_lengths(asked.input_len, "--input-len"),
-        output_lengths=parse_lengths(asked.output_len, "--output-len"),
-        vocab_size=model.geometry.vocab_size,
-        max_context=model.max_context,
-        rate=per_second,
-        shared_prefix=asked.shared_prefix,
-        priority=as_priority(
-            asked.priority or ("batch" if not users and asked.rate == "inf" else "interactive")
-        ),
-        seed=asked.seed,
-    )
-    limits = Limits(
-        kv_memory=asked.kv_memory,
-        num_blocks=asked.blocks,
-        max_num_seqs=asked.max_num_seqs,
-        max_num_batched_tokens=asked.max_num_batched_tokens,
-        prefix_caching=asked.prefix_caching,
-    )
+        raise ConfigError(f"--concurrency takes whole numbers with commas between; {error}") from error
+    at_once = not users and load_options.rate == "inf"
     return Plan(
-        load=load,
-        limits=limits,
+        load=make(
+            vocab_size=model.geometry.vocab_size,
+            max_context=model.max_context,
+            priority=as_priority(asked.priority or ("batch" if at_once else "interactive")),
+        ),
+        limits=Limits(
+            kv_memory=asked.kv_memory,
+            num_blocks=asked.blocks,
+            max_num_seqs=asked.max_num_seqs,
+            max_num_batched_tokens=asked.max_num_batched_tokens,
+            prefix_caching=asked.prefix_caching,
+        ),
         users=users,
         rivals=() if asked.rivals == "none" else tuple(name.strip() for name in asked.rivals.split(",")),
         repeats=asked.repeats,
@@ -181,17 +148,9 @@ def _plan(model: "PreparedModel", asked: Asked) -> "Plan":
 
 
 _COLUMNS = {
-    "name": ("name", ""),
-    "kv": ("kv", ""),
-    "concurrency": ("at a time", "g"),
-    "output_tokens_per_s": ("output tok/s", ",.1f"),
-    "output_tokens_per_s_p10": ("p10", ",.1f"),
-    "output_tokens_per_s_p90": ("p90", ",.1f"),
+    **THROUGHPUT,
     "total_tokens_per_s": ("total tok/s", ",.1f"),
-    "ttft_ms_p50": ("TTFT ms p50", ",.1f"),
-    "ttft_ms_p99": ("p99", ",.1f"),
-    "itl_ms_p50": ("ITL ms p50", ",.1f"),
-    "itl_ms_p99": ("p99", ",.1f"),
+    **LATENCIES,
     "preemptions": ("preempted", "g"),
     "prefix_hit_rate": ("prefix hits", ".1%"),
     "peak_blocks": ("peak blocks", ","),

@@ -1,6 +1,7 @@
 """`kvq bench attention`, `write` and `tune`: the kernels, beside rivals of the same run."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -8,68 +9,94 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from kvq.commands.bench_options import TIMES, KernelOptions, listed
 from kvq.commands.names import FORMATS
+from kvq.commands.options import gathered, json_option, option
 from kvq.commands.screen import echo
+from kvq.errors import ConfigError
 from kvq.sizes import speed
 
 if TYPE_CHECKING:
     from kvq.bench.workload import Workload
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
-_SHAPE_OPTIONS = (
-    click.option("--batch", default=1, show_default=True, type=click.IntRange(1, 4096), help="Sequences."),
-    click.option(
-        "--context",
-        default="8192",
-        show_default=True,
-        help="Tokens per sequence, new ones included; A-B for log-normal lengths between both.",
-    ),
-    click.option("--q-heads", default=32, show_default=True, type=click.IntRange(1, 1024)),
-    click.option("--kv-heads", default=8, show_default=True, type=click.IntRange(1, 1024)),
-    click.option("--head-dim", default=128, show_default=True, type=click.IntRange(16, 256)),
-    click.option("--block-size", default=64, show_default=True, type=click.IntRange(1, 4096), help="Tokens."),
-    click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda or cuda:N."),
-    click.option(
-        "--backend",
-        default="auto",
-        show_default=True,
-        help="auto, triton, cpu, cpu-fp32 (fp32 arithmetic) or reference.",
-    ),
-    click.option("--dtype", default="auto", show_default=True, help="Of Q: fp32, bf16, fp16."),
-    click.option("--repeats", default=20, show_default=True, type=click.IntRange(1, 10_000)),
-    click.option("--seed", default=0, show_default=True),
-    click.option("--json", "json_path", type=click.Path(), help="Write the rows as JSON."),
-)
 
 
-def _formats_option(default: str) -> Callable[[_Command], _Command]:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ShapeOptions:
+    """The shape of one layer's step."""
+
+    batch: int = option(1, "Sequences.", type=click.IntRange(1, 4096))
+    context: str = option(
+        "8192", "Tokens per sequence, new ones included; A-B for log-normal lengths between both."
+    )
+    q_heads: int = option(32, type=click.IntRange(1, 1024))
+    kv_heads: int = option(8, type=click.IntRange(1, 1024))
+    head_dim: int = option(128, type=click.IntRange(16, 256))
+    block_size: int = option(64, "Tokens.", type=click.IntRange(1, 4096))
+
+    def workload(self, new: int, how: KernelOptions) -> "Workload":
+        """Check the options and put them together.
+
+        Raises:
+            ConfigError: they don't go together.
+        """
+        from kvq.bench.workload import Workload, lengths
+
+        if self.q_heads % self.kv_heads:
+            raise ConfigError(
+                f"--q-heads must be a multiple of --kv-heads, got {self.q_heads} and {self.kv_heads}"
+            )
+        device, dtype = how.place()
+        contexts = lengths(self.context, self.batch, how.seed)
+        if new > min(contexts):
+            raise ConfigError(f"--new {new} is more than the shortest context of {min(contexts)} tokens")
+        return Workload(
+            contexts=contexts,
+            new=new,
+            q_heads=self.q_heads,
+            kv_heads=self.kv_heads,
+            head_dim=self.head_dim,
+            block_size=self.block_size,
+            dtype=dtype,
+            device=device,
+            backend=how.backend,
+            seed=how.seed,
+        )
+
+
+def _formats_option(default: str = "bf16,fp8,int8,int4") -> Callable[[_Command], _Command]:
     text = "Formats, with commas between."
     return click.option("--kv", type=FORMATS, default=default, show_default=True, help=text)
 
 
-def _with_shape(command: Callable[..., None]) -> Callable[..., None]:
-    for option in reversed(_SHAPE_OPTIONS):
-        command = option(command)
-    return command
+_new_option = click.option(
+    "--new", default=1, show_default=True, type=click.IntRange(1), help="Tokens each adds."
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Beside:
+    """What else is measured, and drawn."""
+
+    rivals: Path | None = option(
+        None, "A folder with a rivals.py of yours.", type=click.Path(file_okay=False, path_type=Path)
+    )
+    dense: bool = option(True, "torch's attention beside.")
+    plot_path: str | None = option(
+        None, "Draw speed over bytes (.svg, .png, .pdf).", names="--plot", type=click.Path()
+    )
 
 
 @click.command(name="attention")
-@_formats_option("bf16,fp8,int8,int4")
-@click.option("--new", default=1, show_default=True, type=click.IntRange(1), help="Tokens each adds.")
-@click.option("--rivals", type=click.Path(file_okay=False), help="A folder with a rivals.py of yours.")
-@click.option("--dense/--no-dense", default=True, show_default=True, help="torch's attention beside.")
-@click.option("--plot", "plot_path", type=click.Path(), help="Draw speed over bytes (.svg, .png, .pdf).")
-@_with_shape
+@_formats_option()
+@_new_option
+@gathered(Beside, "beside")
+@gathered(ShapeOptions, "shape")
+@gathered(KernelOptions, "how")
+@json_option
 def attention(
-    kv: str,
-    new: int,
-    rivals: str | None,
-    dense: bool,
-    plot_path: str | None,
-    json_path: str | None,
-    backend: str,
-    repeats: int,
-    **shape: Any,
+    kv: str, new: int, beside: Beside, shape: ShapeOptions, how: KernelOptions, json_path: str | None
 ) -> None:
     """One layer's attention over quantized blocks: decode (--new 1) or extend.
 
@@ -82,31 +109,32 @@ def attention(
     from kvq.commands.results import begin, result_of
     from kvq.evals.results import write_json
 
-    begin(json_path, plot=plot_path)
-    workload = _workload(new=new, **shape)
+    begin(json_path, plot=beside.plot_path)
+    workload = shape.workload(new, how)
     with progress_bar("attention") as progress:
         rows, bandwidth = bench_attention(
             workload,
-            _formats(kv),
-            backend=backend,
-            rivals=None if rivals is None else Path(rivals),
-            dense_rivals=dense,
-            repeats=repeats,
-            progress=counted(progress, repeats),
+            listed(kv, "--kv"),
+            rivals=beside.rivals,
+            dense_rivals=beside.dense,
+            repeats=how.repeats,
+            progress=counted(progress, how.repeats),
         )
     _print_attention(rows, bandwidth)
-    result = result_of(rows, workload.device, read_gb_per_s=bandwidth)
+    result = result_of(rows, workload.device, {"read_gb_per_s": bandwidth})
     if json_path is not None:
         write_json(json_path, result)
-    if plot_path is not None:
-        write_roofline(plot_path, result)
+    if beside.plot_path is not None:
+        write_roofline(beside.plot_path, result)
 
 
 @click.command(name="write")
-@_formats_option("bf16,fp8,int8,int4")
-@click.option("--new", default=1, show_default=True, type=click.IntRange(1), help="Tokens each adds.")
-@_with_shape
-def write(kv: str, new: int, json_path: str | None, backend: str, repeats: int, **shape: Any) -> None:
+@_formats_option()
+@_new_option
+@gathered(ShapeOptions, "shape")
+@gathered(KernelOptions, "how")
+@json_option
+def write(kv: str, new: int, shape: ShapeOptions, how: KernelOptions, json_path: str | None) -> None:
     """Quantize and store one step's K and V of one layer; bytes are checked against the reference."""
     from kvq.bench.write import bench_write
     from kvq.commands.progress import counted, progress_bar
@@ -114,11 +142,10 @@ def write(kv: str, new: int, json_path: str | None, backend: str, repeats: int, 
     from kvq.commands.tables import print_columns
 
     begin(json_path)
-    workload = _workload(new=new, **shape)
+    workload = shape.workload(new, how)
     with progress_bar("write") as progress:
-        rows = bench_write(
-            workload, _formats(kv), backend=backend, repeats=repeats, progress=counted(progress, repeats)
-        )
+        step = counted(progress, how.repeats)
+        rows = bench_write(workload, listed(kv, "--kv"), repeats=how.repeats, progress=step)
     columns = {
         "kv": ("kv", ""),
         "backend": ("backend", ""),
@@ -136,16 +163,16 @@ def write(kv: str, new: int, json_path: str | None, backend: str, repeats: int, 
 @_formats_option("bf16,fp8,int8,int4,int4_g32_rot")
 @click.option("--new", default="1,512", show_default=True, help="New tokens: 1 tunes decode, more extend.")
 @click.option("--table", type=click.Path(dir_okay=False), help="Where to write; default: kvq's own table.")
-@_with_shape
+@gathered(ShapeOptions, "shape")
+@gathered(KernelOptions, "how")
+@json_option
 def tune(
-    kv: str, new: str, table: str | None, json_path: str | None, backend: str, repeats: int, **shape: Any
+    kv: str, new: str, table: str | None, shape: ShapeOptions, how: KernelOptions, json_path: str | None
 ) -> None:
     """Find the fastest tile shapes of the Triton kernels on this GPU and write them into the table."""
     import torch
 
-    from kvq.errors import ConfigError
-
-    if not torch.cuda.is_available() or backend not in ("auto", "triton"):
+    if not torch.cuda.is_available() or how.backend not in ("auto", "triton"):
         raise ConfigError("kvq bench tune times Triton kernels on an NVIDIA GPU, and torch sees none here")
     from kvq.bench.tune import candidates, tune, write_table
     from kvq.commands.finished import FinishedRows
@@ -155,8 +182,8 @@ def tune(
 
     path = Path(table) if table else TABLE
     begin(path, json_path)
-    workloads = [_workload(new=int(n), **shape) for n in new.split(",")]
-    formats = _formats(kv)
+    workloads = [shape.workload(int(n), how) for n in new.split(",")]
+    formats = listed(kv, "--kv")
     rows: list[dict[str, Any]] = []
     result = partial(result_of, device=workloads[0].device)
     with FinishedRows(json_path, result, lambda _: None) as finished:
@@ -164,66 +191,12 @@ def tune(
             kind = "decode" if workload.new == 1 else "extend"
             with progress_bar(f"{kind} {name}") as progress:
                 step = counted(progress, len(candidates(kind)))
-                key, best, tried = tune(workload, name, repeats=repeats, progress=step)
+                key, best, tried = tune(workload, name, repeats=how.repeats, progress=step)
             write_table([(key, best)], path)
             rows.extend(tried)
             finished.keep(rows.copy)
             echo(f"{key}: {best}")
         finished.end(rows)
-
-
-def _workload(
-    *,
-    new: int,
-    batch: int,
-    context: str,
-    q_heads: int,
-    kv_heads: int,
-    head_dim: int,
-    block_size: int,
-    device: str,
-    dtype: str,
-    seed: int,
-) -> "Workload":
-    """Check the options of a shape and put them together."""
-    import torch
-
-    from kvq.bench.workload import Workload, lengths
-    from kvq.errors import ConfigError
-    from kvq.models.device import pick_device
-
-    if q_heads % kv_heads:
-        raise ConfigError(f"--q-heads must be a multiple of --kv-heads, got {q_heads} and {kv_heads}")
-    where = pick_device(device)
-    if where.type == "cuda":
-        torch.cuda.set_device(where)  # graphs and events are of the current device
-    dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-    dtype = ("bf16" if where.type == "cuda" else "fp32") if dtype == "auto" else dtype
-    if dtype not in dtypes:
-        raise ConfigError(f"--dtype must be auto, {', '.join(dtypes)}, got {dtype!r}")
-    contexts = lengths(context, batch, seed)
-    if new > min(contexts):
-        raise ConfigError(f"--new {new} is more than the shortest context of {min(contexts)} tokens")
-    return Workload(
-        contexts=contexts,
-        new=new,
-        q_heads=q_heads,
-        kv_heads=kv_heads,
-        head_dim=head_dim,
-        block_size=block_size,
-        dtype=dtypes[dtype],
-        device=where,
-        seed=seed,
-    )
-
-
-def _formats(kv: str) -> list[str]:
-    from kvq.errors import ConfigError
-
-    names = [name.strip() for name in kv.split(",") if name.strip()]
-    if not names:
-        raise ConfigError("--kv takes formats with commas between, such as int8,int4; got none")
-    return names
 
 
 def _print_attention(rows: list[dict[str, Any]], bandwidth: float) -> None:
@@ -233,10 +206,7 @@ def _print_attention(rows: list[dict[str, Any]], bandwidth: float) -> None:
         "name": ("name", ""),
         "kv": ("kv", ""),
         "backend": ("backend", ""),
-        "ms_median": ("ms median", ",.3f"),
-        "ms_p10": ("p10", ",.3f"),
-        "ms_p90": ("p90", ",.3f"),
-        "gb_per_s": ("read", speed),
+        **TIMES,
         "fraction_of_bandwidth": ("of reading", ".1%"),
         "max_relative_error": ("error", ".1e"),
     }

@@ -7,16 +7,17 @@ from pathlib import Path
 from typing import Any
 
 from kvq import fileio
+from kvq.evals.columns import Columns, table
 from kvq.evals.figure import drawing, finish, legend_beside, log_axis, new_figure, short
 from kvq.evals.page import html_table, origin, page
-from kvq.sizes import binary, decimal, dollars
+from kvq.sizes import binary, decimal
 
 _COLORS = ("#0969da", "#bc4c00", "#1a7f37", "#8250df", "#cf222e", "#57606a", "#9a6700", "#1b7c83")
 _LINES = ("o-", "s--", "^:", "D-.", "v-", "P--", "X:", "*-.")  # of GPUs; colours are formats
 _TERMS = ("#57606a", "#8c959f", "#d0d7de", "#bc4c00", "#e16f24", "#0969da")
 
 
-def write_plan(path: str | Path, result: dict[str, Any]) -> None:
+def write_plan(path: str | Path, result: dict[str, Any], columns: Columns) -> None:
     """Users over context, memory by GPU, cost over latency, and every term.
 
     `result`: as `kvq plan --json` writes it, its rows with `users_by_context` and `speed_by_users`.
@@ -43,9 +44,7 @@ def write_plan(path: str | Path, result: dict[str, Any]) -> None:
             drawing(_pareto, rows),
         ]
     parts.append("<h2>All figures</h2>")
-    heads = ["GPU, KV", "KV / token", "users", f"in slots of {first['slot_tokens']:,}", "tokens/s"]
-    heads += ["TTFT, ms", "ITL, ms", "$ / million"]
-    parts.append(html_table(heads, map(_plan_cells, rows)))
+    parts.append(_table(rows, columns))
     for gpu in gpus:
         row = next(row for row in rows if row["gpu"] == gpu)
         parts.append(f"<h2>{escape(gpu)}, {escape(row['kv'])}, per GPU</h2>")
@@ -57,23 +56,23 @@ def write_plan(path: str | Path, result: dict[str, Any]) -> None:
     fileio.write_text(path, page(f"kvq plan: {first['model']}", parts))
 
 
-def write_simulation(path: str | Path, result: dict[str, Any]) -> None:
+def write_simulation(path: str | Path, result: dict[str, Any], columns: Columns) -> None:
     """Latency, throughput and cost of every row. `result`: as `kvq simulate --json` writes it."""
     rows = result["rows"]
     first = rows[0]
-    heads = ["", "GPUs", "tokens/s", "TTFT p50, ms", "p99", "ITL p50, ms", "p99"]
-    heads += ["preempted", "SLO met", "$ / million"]
     parts = [
         f"<h1>{escape(first['model'])} on {escape(first['gpu'])}, simulated</h1>",
         f"<p>{first['requests']:,} requests in {first['seconds']:,.0f} s of simulated time, served by kvq's "
         f"own scheduler and block memory; the time of steps comes from a roofline.</p>",
         drawing(_bars, rows),
-        html_table(
-            heads, [_simulated_cells(row, name) for row, name in zip(rows, _labels(rows), strict=True)]
-        ),
+        _table(rows, columns),
         origin(result),
     ]
     fileio.write_text(path, page(f"kvq simulate: {first['model']}", parts))
+
+
+def _table(rows: list[dict[str, Any]], columns: Columns) -> str:
+    return html_table(*table(rows, columns))
 
 
 def _length(row: dict[str, Any]) -> str:
@@ -189,35 +188,3 @@ def _finish(axes: Any, title: str, x: str, y: str) -> None:
 
 def _thousands(tokens: float, _position: int) -> str:
     return f"{tokens / 1024:g}K" if tokens >= 1024 else f"{tokens:g}"
-
-
-def _plan_cells(row: dict[str, Any]) -> tuple[str, ...]:
-    return (
-        f"{row['gpu']}, {row['kv']}",
-        binary(row["kv_bytes_per_token"]),
-        f"{row['max_users']:,}",
-        f"{row['contiguous_users']:,}",
-        _number(row["tokens_per_s"]),
-        _number(row["ttft_ms"]),
-        _number(row["itl_ms"], 1),
-        dollars(row["usd_per_million_tokens"]),
-    )
-
-
-def _simulated_cells(row: dict[str, Any], label: str) -> tuple[str, ...]:
-    return (
-        label,
-        f"{row['gpus']:,}",
-        _number(row["output_tokens_per_s"]),
-        _number(row["ttft_ms_p50"]),
-        _number(row["ttft_ms_p99"]),
-        _number(row["itl_ms_p50"], 1),
-        _number(row["itl_ms_p99"], 1),
-        f"{row['preemptions']:,}",
-        "-" if row["slo_met"] is None else f"{row['slo_met']:.1%}",
-        dollars(row["usd_per_million_tokens"]),
-    )
-
-
-def _number(value: float | None, digits: int = 0) -> str:
-    return "-" if value is None else f"{value:,.{digits}f}"

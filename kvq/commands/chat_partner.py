@@ -1,9 +1,10 @@
 """Whom one chats with: what the loop needs of an engine here, or of a server elsewhere."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
+from kvq.commands.options import AT_LEAST_1, option
 from kvq.errors import KVQError
 
 Turn = dict[str, str]  # role, content
@@ -18,15 +19,16 @@ class ContextFull(KVQError):
 class Sampling:
     """How answers are chosen."""
 
-    temperature: float
-    top_p: float
-    max_tokens: int | None  # None: as far as the context reaches
-    seed: int | None
+    temperature: float = option(0.7, "0 takes the likeliest token.")
+    top_p: float = option(1.0, "Nucleus sampling: keep this share of probability.")
+    max_tokens: int | None = option(
+        None, "Of one answer.  [default: the context]", names="--max-tokens -n", type=AT_LEAST_1
+    )
+    seed: int | None = option(None, "Makes sampling repeatable.", type=int)
 
     def body(self) -> dict[str, Any]:
         """What was given, by OpenAI's names."""
-        given = {name: getattr(self, name) for name in self.__slots__}
-        return {name: value for name, value in given.items() if value is not None}
+        return {name: value for name, value in asdict(self).items() if value is not None}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from kvq.commands.options import ModelOptions, gathered, kv_option, model_options
+from kvq.commands.options import ModelOptions, gathered, kv_option, model_options, option
 from kvq.commands.screen import echo, stream
 
 if TYPE_CHECKING:
@@ -16,17 +16,17 @@ if TYPE_CHECKING:
 class Sampling:
     """How the text is chosen, as the command line says it."""
 
-    max_tokens: int
-    temperature: float
-    top_k: int | None
-    top_p: float
-    min_p: float
-    repetition_penalty: float
-    seed: int | None
-    stop: tuple[str, ...]
-    ignore_eos: bool
-    json_schema: str | None
-    regex: str | None
+    max_tokens: int = option(64, "Tokens to generate at most.", names="--max-tokens -n")
+    temperature: float = option(0.0, "0 takes the likeliest token.")
+    top_k: int | None = option(None, "Keep this many of the likeliest tokens.", type=int)
+    top_p: float = option(1.0, "Nucleus sampling: keep this share of probability.")
+    min_p: float = option(0.0, "Drop tokens below this share of the likeliest.")
+    repetition_penalty: float = option(1.0, "Above 1 discourages repetition.")
+    seed: int | None = option(None, "Makes sampling repeatable.", type=int)
+    stop: tuple[str, ...] = option((), "End before this text; may be given several times.", multiple=True)
+    ignore_eos: bool = option(False, "Go on past the end-of-text token.")
+    json_schema: str | None = option(None, "The text must be JSON of this schema.")
+    regex: str | None = option(None, "The text must match this regular expression.")
 
     def params(self) -> "SamplingParams":
         """As the engine takes it."""
@@ -42,28 +42,8 @@ class Sampling:
 @click.argument("prompt")
 @kv_option("auto", many=False)
 @model_options
-@click.option("--max-tokens", "-n", default=64, show_default=True, help="Tokens to generate at most.")
-@click.option("--temperature", default=0.0, show_default=True, help="0 takes the likeliest token.")
-@click.option("--top-k", type=int, help="Keep this many of the likeliest tokens.")
-@click.option(
-    "--top-p", default=1.0, show_default=True, help="Nucleus sampling: keep this share of probability."
-)
-@click.option(
-    "--min-p", default=0.0, show_default=True, help="Drop tokens below this share of the likeliest."
-)
-@click.option("--repetition-penalty", default=1.0, show_default=True, help="Above 1 discourages repetition.")
-@click.option("--seed", type=int, help="Makes sampling repeatable.")
-@click.option("--stop", multiple=True, help="End before this text; may be given several times.")
-@click.option("--ignore-eos", is_flag=True, help="Go on past the end-of-text token.")
-@click.option("--json-schema", help="The text must be JSON of this schema.")
-@click.option("--regex", help="The text must match this regular expression.")
 @gathered(Sampling, "sampling")
-def command(
-    prompt: str,
-    kv: list[str],
-    model_options: ModelOptions,
-    sampling: Sampling,
-) -> None:
+def command(prompt: str, kv: list[str], model_options: ModelOptions, sampling: Sampling) -> None:
     """Go on from PROMPT, streamed to standard output."""
     from kvq.commands.loading import check_for
     from kvq.engine import LLM

@@ -5,38 +5,38 @@ from pathlib import Path
 
 import click
 
+from kvq.commands.sizing import gpu_file_option, gpus_of
+
+_COLUMNS = {
+    "name": ("GPU", ""),
+    "memory_gb": ("GB", "g"),
+    "total_mib": ("GiB seen", lambda mib: f"{mib / 1024:.2f}"),
+    "bandwidth_tb_s": ("TB/s", "g"),
+    "usd_per_hour": ("$/hour", ".2f"),
+    "speeds": ("dense TFLOPS", ""),
+    "source": ("GiB seen at", ""),
+}
+
 
 @click.command(name="gpus")
-@click.option("--gpus", "file", type=click.Path(path_type=Path), help="A file of GPUs instead of kvq's own.")
+@gpu_file_option
 @click.option(
     "--json", "json_path", type=click.Path(), help="Write them as JSON, in the form that --gpus reads."
 )
-def command(file: Path | None, json_path: str | None) -> None:
+def command(gpu_file: Path | None, json_path: str | None) -> None:
     """List GPUs: memory by data sheet and as a process sees it, bandwidth, arithmetic, price an hour."""
     import json
 
     from kvq import fileio
-    from kvq.capacity.plan.gpus import known_gpus, read_gpus
-    from kvq.commands.tables import console, new_table
+    from kvq.commands.tables import print_columns
 
-    gpus = known_gpus() if file is None else read_gpus(file)
-    heads = ("GPU", "GB", "GiB seen", "TB/s", "$/hour", "dense TFLOPS", "GiB seen at")
-    table = new_table(heads, ("GPU", "dense TFLOPS", "GiB seen at"))
-    for gpu in gpus.values():
-        speeds = ", ".join(f"{kind} {value:,.0f}" for kind, value in gpu.tflops.items())
-        table.add_row(
-            gpu.name,
-            f"{gpu.memory_gb:g}",
-            "-" if gpu.total_mib is None else f"{gpu.total_mib / 1024:.2f}",
-            f"{gpu.bandwidth_tb_s:g}",
-            f"{gpu.usd_per_hour:.2f}",
-            speeds,
-            gpu.source,
-        )
-    console().print(table)
+    rows = [asdict(gpu) for gpu in gpus_of(gpu_file).values()]
+    for row in rows:
+        row["speeds"] = ", ".join(f"{kind} {value:,.0f}" for kind, value in row["tflops"].items())
+    print_columns(rows, _COLUMNS)
     if json_path is not None:
         facts = {
-            gpu.name: {k: v for k, v in asdict(gpu).items() if k != "name" and v not in (None, "")}
-            for gpu in gpus.values()
+            row["name"]: {k: v for k, v in row.items() if k not in ("name", "speeds") and v not in (None, "")}
+            for row in rows
         }
         fileio.write_text(json_path, json.dumps({"format_version": 1, "gpus": facts}, indent=1) + "\n")

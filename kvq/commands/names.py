@@ -12,6 +12,7 @@ class Names(StringParamType):
 
     `find`: the names, found only when a shell asks. `separators`: characters between several names.
     `paths`: "dir" or "file" if a path is a value as well. `halves`: names of which two make a pair.
+    `missing`: what to say where an option that is required is not there.
     """
 
     def __init__(
@@ -21,11 +22,17 @@ class Names(StringParamType):
         separators: str = "",
         paths: str = "",
         halves: Callable[[], Iterable[str]] = tuple,
+        missing: str | None = None,
     ) -> None:
         self._find = find
         self._halves = halves
         self._separators = separators
         self._paths = paths
+        self._missing = missing
+
+    def get_missing_message(self, param: click.Parameter, ctx: click.Context | None = None) -> str | None:
+        """What to give."""
+        return self._missing
 
     def shell_complete(
         self, ctx: click.Context, param: click.Parameter, incomplete: str
@@ -75,6 +82,10 @@ FORMATS = Names(_formats, separators=",", paths="file", halves=_halves)  # or a 
 ONE_FORMAT = Names(_formats, paths="file", halves=_halves)
 HALF_FORMAT = Names(_halves)
 MODEL = Names(_embedded, paths="dir")  # that is loaded
-PLANNED_MODEL = Names(_models, paths="dir")  # whose shape is enough
+PLANNED_MODEL = Names(  # whose shape is enough
+    _models,
+    paths="dir",
+    missing="Plans are of a model on GPUs: give --model and --gpu; see kvq models, kvq gpus.",
+)
 GPUS = Names(_gpus, separators=",")
 GPU = Names(_gpus)

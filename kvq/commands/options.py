@@ -5,6 +5,7 @@ import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar
 
 import click
@@ -20,105 +21,29 @@ from kvq.sizes import parse_bytes
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ModelOptions:
-    """How a command was told to load its model."""
+def option(
+    default: Any = None, help: str | None = None, *, type: Any = None, names: str = "", multiple: bool = False
+) -> Any:
+    """A field of a frozen dataclass that is an option of the commands which take one, by `gathered`.
 
-    model: str
-    device: str
-    dtype: str
-    max_model_len: int | None
-    weights: str
-    block_size: int
-    backend: str
-    cache: str
-    revision: str | None
-    token: str | None
-    scales: str | None
-    calibrate_on_load: bool
-
-    def load_options(self) -> dict[str, Any]:
-        """Keyword arguments of `kvq.models.prepared.prepare`."""
-        return {
-            "device": self.device,
-            "dtype": self.dtype,
-            "max_context": self.max_model_len,
-            "weights": self.weights,
-            "block_size": self.block_size,
-            "backend": self.backend,
-            "cache": self.cache,
-            "revision": self.revision,
-            "token": self.token,
-        }
-
-
-def model_options(command: _Command) -> _Command:
-    """Add the options of `ModelOptions`; the command gets them as `model_options`."""
-    options = [
-        click.option(
-            "--model",
-            "-m",
-            type=MODEL,
-            default="tiny",
-            show_default=True,
-            help="Folder, hub name, or 'tiny', the embedded model.",
-        ),
-        click.option("--device", default="auto", show_default=True, help="auto, cpu or cuda."),
-        click.option(
-            "--dtype",
-            default="auto",
-            show_default=True,
-            help="Of the weights: auto (fp32 on a CPU, the checkpoint's on a GPU), fp32, bf16, fp16.",
-        ),
-        click.option(
-            "--max-model-len",
-            type=click.IntRange(min=1),
-            help="Longest context in tokens; pins longrope and dynamic RoPE.",
-        ),
-        click.option(
-            "--weights",
-            "--quantization",
-            default="auto",
-            show_default=True,
-            help="Round Linear layers on load: fp8, int8, int4, int4_gN, w8a8 ...; auto: as stored.",
-        ),
-        click.option(
-            "--block-size",
-            type=click.IntRange(1, 4096),
-            default=32,
-            show_default=True,
-            help="Tokens per block.",
-        ),
-        click.option(
-            "--backend",
-            default="auto",
-            show_default=True,
-            help="Kernels: auto, triton, cpu, cpu-fp32 or reference; see `kvq doctor`.",
-        ),
-        click.option(
-            "--cache",
-            default="kvq",
-            show_default=True,
-            help="Cache backend: kvq, dense (unquantized), or an installed package's.",
-        ),
-        click.option("--revision", help="Branch, tag or commit of a hub model."),
-        click.option("--token", help="Hub token for gated or private models."),
-        click.option(
-            "--scales", type=click.Path(), help="A kvq.json with static scales, for the per-head formats."
-        ),
-        click.option(
-            "--calibrate-on-load", is_flag=True, help="Make static scales now, from CPython's help topics."
-        ),
-    ]
-    command = gathered(ModelOptions, "model_options")(command)
-    for option in reversed(options):
-        command = option(command)
-    return command
+    It is called as the field is, unless `names` has spellings with blanks between. False as the default
+    makes a flag, True one with a --no- beside it. Defaults are shown, but for flags that are off.
+    """
+    attributes = {
+        "default": default,
+        "help": help,
+        "type": type,
+        "multiple": multiple,
+        "is_flag": isinstance(default, bool),
+        "show_default": default is not None and default is not False and default != (),
+    }
+    return dataclasses.field(default=default, metadata={"names": names.split(), "attributes": attributes})
 
 
 def gathered(kind: type[Any], name: str) -> Callable[[_Command], _Command]:
-    """Give a command one value of a frozen dataclass, called `name`, in place of the options its fields are
-    called after; goes below these.
+    """Give a command one value of a frozen dataclass, called `name`.
+
+    Its fields that are an `option` are added; others are of options above, and called as these are.
     """
 
     def gather(command: _Command) -> _Command:
@@ -127,9 +52,58 @@ def gathered(kind: type[Any], name: str) -> Callable[[_Command], _Command]:
             own = {field.name: values.pop(field.name) for field in dataclasses.fields(kind)}
             return command(**{name: kind(**own)}, **values)
 
+        for field in reversed(dataclasses.fields(kind)):
+            if field.metadata:
+                own = field.name.replace("_", "-")
+                names = field.metadata["names"] or [
+                    f"--{own}/--no-{own}" if field.default is True else f"--{own}"
+                ]
+                click.option(*names, field.name, **field.metadata["attributes"])(wrapped)
         return wrapped  # type: ignore[return-value]
 
     return gather
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelOptions:
+    """How a command was told to load its model."""
+
+    model: str = option(
+        "tiny", "Folder, hub name, or 'tiny', the embedded model.", names="--model -m", type=MODEL
+    )
+    device: str = option("auto", "auto, cpu or cuda.")
+    dtype: str = option(
+        "auto", "Of the weights: auto (fp32 on a CPU, the checkpoint's on a GPU), fp32, bf16, fp16."
+    )
+    max_context: int | None = option(
+        None,
+        "Longest context in tokens; pins longrope and dynamic RoPE.",
+        names="--max-model-len",
+        type=click.IntRange(min=1),
+    )
+    weights: str = option(
+        "auto",
+        "Round Linear layers on load: fp8, int8, int4, int4_gN, w8a8 ...; auto: as stored.",
+        names="--weights --quantization",
+    )
+    block_size: int = option(32, "Tokens per block.", type=click.IntRange(1, 4096))
+    backend: str = option("auto", "Kernels: auto, triton, cpu, cpu-fp32 or reference; see `kvq doctor`.")
+    cache: str = option("kvq", "Cache backend: kvq, dense (unquantized), or an installed package's.")
+    revision: str | None = option(None, "Branch, tag or commit of a hub model.")
+    token: str | None = option(None, "Hub token for gated or private models.")
+    scales: str | None = option(
+        None, "A kvq.json with static scales, for the per-head formats.", type=click.Path()
+    )
+    calibrate_on_load: bool = option(False, "Make static scales now, from CPython's help topics.")
+
+    def load_options(self) -> dict[str, Any]:
+        """Keyword arguments of `kvq.models.prepared.prepare`."""
+        apart = ("model", "scales", "calibrate_on_load")
+        return {name: value for name, value in dataclasses.asdict(self).items() if name not in apart}
+
+
+model_options = gathered(ModelOptions, "model_options")
+json_option = click.option("--json", "json_path", type=click.Path(), help="Write the rows as JSON.")
 
 
 def text_options(default: str) -> Callable[[_Command], _Command]:
@@ -146,23 +120,18 @@ def text_options(default: str) -> Callable[[_Command], _Command]:
     return lambda command: text(field(command))
 
 
-def window_options(command: _Command) -> _Command:
-    """Add --context, --max-windows and --chunk: how a text is cut and computed."""
-    count = click.IntRange(min=1)
-    for option in (
-        click.option("--chunk", type=count, help="Prefill tokens per step.  [default: as many as fit]"),
-        click.option(
-            "--max-windows", type=count, help="Stop after this many windows.  [default: the whole text]"
-        ),
-        click.option(
-            "--context",
-            default=1024,
-            show_default=True,
-            help="Tokens per window; windows are documents.",
-        ),
-    ):
-        command = option(command)
-    return command
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WindowOptions:
+    """How a text is cut and computed, and whether it can show damage: fields of `TokenPlan`."""
+
+    context: int = option(1024, "Tokens per window; windows are documents.")
+    max_windows: int | None = option(
+        None, "Stop after this many windows.  [default: the whole text]", type=click.IntRange(min=1)
+    )
+    chunk: int | None = option(
+        None, "Prefill tokens per step.  [default: as many as fit]", type=click.IntRange(min=1)
+    )
+    instrument: bool = option(False, "Also check that model and text can show damage; exit 1 if not.")
 
 
 def model_argument(command: _Command) -> _Command:
@@ -182,11 +151,15 @@ class Finite(click.FloatRange):
     """A number with bounds; NaN and infinity, which pass comparisons, are none."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """The number."""
         number = super().convert(value, param, ctx)
         if not math.isfinite(number):
             self.fail(f"{value} is not a finite number.", param, ctx)
         return number
+
+
+AT_LEAST_0, POSITIVE = Finite(min=0), Finite(min=0, min_open=True)
+AT_LEAST_1 = click.IntRange(min=1)
+PATH = click.Path(path_type=Path)
 
 
 class OneNumber(click.IntRange):
@@ -197,7 +170,6 @@ class OneNumber(click.IntRange):
         self._instead = instead
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """The number."""
         if isinstance(value, str) and "," in value:
             self.fail(f"one number is taken here, got {value!r}; {self._instead}.", param, ctx)
         return super().convert(value, param, ctx)
@@ -209,7 +181,6 @@ class Size(StringParamType):
     name = "size"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """The same."""
         try:
             parse_bytes(value, "it")
         except ConfigError as error:

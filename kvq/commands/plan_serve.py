@@ -2,9 +2,11 @@
 
 import shlex
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvq.commands.sizing import SizingOptions
 from kvq.errors import ConfigError
 from kvq.formats.weights import parse_weight_format
 from kvq.sizing.pools import GPU_FRACTION, MAX_NUM_BATCHED_TOKENS, MAX_NUM_SEQS
@@ -16,19 +18,19 @@ _BLOCK_SIZE = 32
 _MUCH = 1.05  # more users, for which an option is worth its name
 
 
-def serve_command(plan: "CapacityPlan", options: Mapping[str, Any]) -> str | None:
+def serve_command(plan: "CapacityPlan", sizing: SizingOptions, step_tokens: int) -> str | None:
     """The `kvq serve` that a plan of these options of `kvq plan` predicts; None where GPUs share a model."""
     if plan.split.gpus > 1:
         return None
-    seats = options["max_num_seqs"] or max(plan.users.paged, MAX_NUM_SEQS)
-    words = ["--model", _served(options["model"]), "--kv", plan.kv]
+    seats = sizing.max_num_seqs or max(plan.users.paged, MAX_NUM_SEQS)
+    words = ["--model", _served(sizing.model), "--kv", plan.kv]
     for name, value, default in (
-        ("weights", _rounded_to(options["weights"]), None),
-        ("block-size", options["block_size"], _BLOCK_SIZE),
-        ("max-model-len", options["max_model_len"], None),
+        ("weights", _rounded_to(sizing.weights), None),
+        ("block-size", sizing.block_size, _BLOCK_SIZE),
+        ("max-model-len", sizing.max_model_len, None),
         ("max-num-seqs", seats, MAX_NUM_SEQS),
-        ("max-num-batched-tokens", options["max_num_batched_tokens"], MAX_NUM_BATCHED_TOKENS),
-        ("gpu-memory-utilization", options["gpu_memory_utilization"], GPU_FRACTION),
+        ("max-num-batched-tokens", step_tokens, MAX_NUM_BATCHED_TOKENS),
+        ("gpu-memory-utilization", sizing.gpu_memory_utilization, GPU_FRACTION),
     ):
         if value not in (None, default):
             words += [f"--{name}", f"{value}"]
@@ -36,18 +38,16 @@ def serve_command(plan: "CapacityPlan", options: Mapping[str, Any]) -> str | Non
 
 
 def users_of_a_shorter_context(
-    plan: "CapacityPlan", longest: int, engine: "Engine", again: Callable[[int], "CapacityPlan"]
+    plan: "CapacityPlan", again: Callable[..., "CapacityPlan"], engine: "Engine", longest: int
 ) -> int | None:
     """How many would fit if layer groups shared memory for requests of `longest` tokens; None if no more.
 
     Layers whose windows slide hold little of a long context, and an engine shares its memory out for the
-    longest that it takes.
-
-    `again`: the same plan with that --max-model-len.
+    longest that it takes. `again` plans the same for another engine.
     """
     if len(plan.num_blocks) < 2 or engine.max_context == longest:
         return None
-    users = again(longest).users.paged
+    users = again(engine=replace(engine, max_context=longest)).users.paged
     return users if users > _MUCH * plan.users.paged else None
 
 

@@ -8,26 +8,20 @@ from typing import TYPE_CHECKING, Any
 
 from kvq.commands.results import result_of
 from kvq.commands.screen import echo
+from kvq.commands.sizing import SizingOptions, given_options
 from kvq.errors import ConfigError
 from kvq.sizes import decimal
+from kvq.sizing.pools import MAX_NUM_SEQS
 
 if TYPE_CHECKING:
+    from kvq.commands.plan import Asked
     from kvq.engine.config import EngineConfig
     from kvq.engine.reconcile import Line
     from kvq.models.prepared import PreparedModel
 
 _ALLOWED = {
-    "model",
-    "kv",
-    "verify",
-    "kv_memory",
-    "block_size",
-    "weights",
-    "max_num_seqs",
-    "max_num_batched_tokens",
-    "max_model_len",
-    "gpu_memory_utilization",
-    "json_path",
+    *("model", "kv", "verify", "kv_memory", "json_path", "block_size", "weights", "max_num_seqs"),
+    *("max_num_batched_tokens", "max_model_len", "gpu_memory_utilization"),
 }
 
 
@@ -57,28 +51,29 @@ class _Found:
         return {"kv": self.kv, "device": self.device, "holds": not self.wrong, "terms": terms}
 
 
-def run(options: dict[str, Any], given: set[str]) -> None:
+def run(formats: list[str], sizing: SizingOptions, asked: "Asked") -> None:
     """Start one engine a format; exit code 1 if any term is off by more than the tolerance."""
     from kvq.capacity.plan.known import known_models
     from kvq.commands.finished import FinishedRows
     from kvq.commands.loading import say_model
     from kvq.models.prepared import prepare
 
-    if wrong := sorted(given - _ALLOWED):
+    if wrong := sorted(given_options() - _ALLOWED):
         names = ", ".join("--" + name.replace("_", "-") for name in wrong)
         raise ConfigError(f"--verify measures this machine; leave out {names}")
-    if options["model"].lower() in known_models():
+    if sizing.model.lower() in known_models():
         raise ConfigError(
-            f"--verify starts the model, and of {options['model']} only the shape is known; give its folder "
-            f"(./{options['model']}) or its hub name"
+            f"--verify starts the model, and of {sizing.model} only the shape is known; give its folder "
+            f"(./{sizing.model}) or its hub name"
         )
     prepared = prepare(
-        options["model"],
-        block_size=options["block_size"],
-        max_context=options["max_model_len"],
-        weights=options["weights"],
+        sizing.model,
+        block_size=sizing.block_size,
+        max_context=sizing.max_model_len,
+        weights=sizing.weights,
     )
-    for kv in options["kv"]:
+    engine = _engine(sizing, asked)
+    for kv in formats:
         prepared.check_scales(prepared.recipe(kv))
     say_model(prepared.source, prepared.digest)
     found: list[_Found] = []
@@ -86,38 +81,41 @@ def run(options: dict[str, Any], given: set[str]) -> None:
     def result(rows: Sequence[_Found]) -> dict[str, Any]:
         return result_of([one.row() for one in rows])
 
-    with FinishedRows(options["json_path"], result, lambda _: _print(found)) as finished:
-        for kv in options["kv"]:
-            found.append(_verify(prepared, kv, options, given))
+    with FinishedRows(sizing.json_path, result, lambda _: _print(found)) as finished:
+        for kv in formats:
+            found.append(_verify(prepared, kv, engine, sizing.weights))
             finished.keep(found.copy)
-        finished.finish(result(found))
-    _print(found)
+        finished.end(found)
     if any(one.wrong for one in found):
         sys.exit(1)
 
 
-def _verify(prepared: "PreparedModel", kv: str, options: dict[str, Any], given: set[str]) -> _Found:
+def _engine(sizing: SizingOptions, asked: "Asked") -> "EngineConfig":
+    """The settings that were given; without a share of memory a host's own bound holds."""
+    from kvq.engine.config import EngineConfig
+
+    has_share = "gpu_memory_utilization" in given_options()
+    return EngineConfig(
+        kv_memory=asked.kv_memory,
+        max_context=sizing.max_model_len,
+        max_num_batched_tokens=asked.max_num_batched_tokens,
+        memory_fraction=sizing.gpu_memory_utilization if has_share else None,
+        max_num_seqs=sizing.max_num_seqs or MAX_NUM_SEQS,
+    )
+
+
+def _verify(prepared: "PreparedModel", kv: str, engine: "EngineConfig", weights: str) -> _Found:
     """Plan an engine, start it, and look."""
     from kvq.commands.progress import status
     from kvq.engine import LLM
-    from kvq.engine.config import EngineConfig
     from kvq.engine.reconcile import Line
 
-    engine = EngineConfig(
-        kv_memory=options["kv_memory"],
-        max_context=options["max_model_len"],
-        max_num_batched_tokens=options["max_num_batched_tokens"],
-        memory_fraction=options["gpu_memory_utilization"] if "gpu_memory_utilization" in given else None,
-        **({} if options["max_num_seqs"] is None else {"max_num_seqs": options["max_num_seqs"]}),
-    )
     gc.collect()  # an engine that was before may lie in cycles, and go while this one is looked at
     planned = _planned_pool(prepared, kv, engine)
     settings = {name: value for name, value in asdict(engine).items() if value is not None}
     with (
         status(f"starting an engine with KV in {kv}"),
-        LLM(
-            prepared.source, kv, block_size=prepared.block_size, weights=options["weights"], **settings
-        ) as llm,
+        LLM(prepared.source, kv, block_size=prepared.block_size, weights=weights, **settings) as llm,
     ):
         memory = llm.core.memory
         pool = Line("KV pool", planned, memory.lines[-1].found)

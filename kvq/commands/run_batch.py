@@ -2,15 +2,16 @@
 
 import sys
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
-from kvq.commands.options import ModelOptions, kv_option, model_options
+from kvq.commands.options import PATH, gathered, option
 from kvq.commands.screen import echo
-from kvq.commands.served import EngineOptions, engine_of, engine_options, strict_option, tool_call_option
+from kvq.commands.served import Service, service_options
 from kvq.extras import SERVER, require
 
 if TYPE_CHECKING:
@@ -22,35 +23,26 @@ class _Stopped(Exception):
     """A signal ended the run early."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Asked:
+    """Which file is answered, and how."""
+
+    source: Path
+    target: Path
+    max_in_flight: int | None = option(
+        None,
+        "Lines that are held and answered at a time.  [default: twice --max-num-seqs]",
+        type=click.IntRange(1, 65536),
+    )
+    retry_failed: bool = option(False, "Also run again what failed by the engine or for too much load.")
+
+
 @click.command(name="run-batch")
-@click.argument("source", metavar="IN.jsonl", type=click.Path(path_type=Path))
-@click.argument("target", metavar="OUT.jsonl", type=click.Path(path_type=Path))
-@kv_option("auto", many=False)
-@model_options
-@click.option("--served-model-name", help="The model's name in requests; default: the last part of its path.")
-@click.option(
-    "--max-in-flight",
-    type=click.IntRange(1, 65536),
-    help="Lines that are held and answered at a time.  [default: twice --max-num-seqs]",
-)
-@click.option(
-    "--retry-failed", is_flag=True, help="Also run again what failed by the engine or for too much load."
-)
-@tool_call_option
-@strict_option
-@engine_options
-def command(
-    source: Path,
-    target: Path,
-    kv: list[str],
-    model_options: ModelOptions,
-    served_model_name: str | None,
-    tool_call_parser: str,
-    strict_requests: bool,
-    max_in_flight: int | None,
-    retry_failed: bool,
-    engine_options: EngineOptions,
-) -> None:
+@click.argument("source", metavar="IN.jsonl", type=PATH)
+@click.argument("target", metavar="OUT.jsonl", type=PATH)
+@service_options
+@gathered(Asked, "asked")
+def command(service: Service, asked: Asked) -> None:
     """Answer the requests of IN.jsonl, in OpenAI's batch format, into OUT.jsonl.
 
     Results are in the order in which they were ready. Run the same command again to go on after an
@@ -62,16 +54,11 @@ def command(
     from kvq.server.batch.run import BatchConfig, run_batch
 
     config = BatchConfig(
-        source=source,
-        target=target,
-        model=model_options.model,
-        kv=kv[0],
-        served_model_name=served_model_name,
-        tool_call_parser=tool_call_parser,
-        strict_requests=strict_requests,
-        max_in_flight=max_in_flight or 2 * engine_options.max_num_seqs,
-        retry_failed=retry_failed,
-        engine=engine_of(model_options, engine_options),
+        source=asked.source,
+        target=asked.target,
+        max_in_flight=asked.max_in_flight or 2 * service.engine.max_num_seqs,
+        retry_failed=asked.retry_failed,
+        **service.fields(),
     )
     with suppress(_Stopped), named_progress() as progress:
         progress("starting the engine", 0, None)
@@ -83,7 +70,7 @@ def command(
         summary = run_batch(config, partial(progress, "answering"), on_model)
         if not summary.is_complete:
             raise _Stopped  # nothing says "done" then
-    _print(summary, target, is_strict=strict_requests)
+    _print(summary, asked.target, is_strict=service.requests.strict_requests)
     if not summary.is_complete:
         echo("kvq: stopped; run the same command again to go on", err=True)
         raise click.Abort

@@ -1,5 +1,6 @@
 """`kvq serve`: an OpenAI-compatible server."""
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -7,137 +8,95 @@ import click
 
 from kvq.commands.config_file import config_option
 from kvq.commands.interrupts import nothing_begun
-from kvq.commands.options import Finite, ModelOptions, kv_option, model_options
+from kvq.commands.options import (
+    AT_LEAST_0,
+    AT_LEAST_1,
+    PATH,
+    POSITIVE,
+    Finite,
+    gathered,
+    option,
+)
 from kvq.commands.screen import echo
-from kvq.commands.served import engine_of, engine_options, strict_option, tool_call_option
+from kvq.commands.served import Service, service_options
 from kvq.errors import ConfigError
 from kvq.extras import SERVER, require
 
 if TYPE_CHECKING:
     from kvq.server.config import ServerConfig
 
-_AT_LEAST_1 = click.IntRange(min=1)
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Asked:
+    """How the server was told to serve."""
+
+    check: bool = option(False, "Only look whether this configuration can work, and end.")
+    host: str = option("127.0.0.1", "Address to listen on.")
+    port: int = option(8000, type=click.IntRange(0, 65535))
+    api_key_file: Path | None = option(None, "Keys, one a line; needed beyond loopback.", type=PATH)
+    allowed_host: tuple[str, ...] = option(
+        (), "Host header to answer; default: any beyond loopback.", multiple=True
+    )
+    allow_origin: tuple[str, ...] = option(
+        (), "Web page that may call, such as https://a.org.", multiple=True
+    )
+    ssl_certfile: Path | None = option(None, "Certificate for HTTPS, PEM.", type=PATH)
+    ssl_keyfile: Path | None = option(
+        None, "Its key, readable by its owner only; default: in the certificate's file.", type=PATH
+    )
+    log_format: str = option("text", type=click.Choice(["text", "json"]))
+    log_level: str = option(
+        "info",
+        "The least that is logged; probes such as /health/ready at debug only.",
+        type=click.Choice(["debug", "info", "warning", "error"]),
+    )
+    control_tokens_in: str = option(
+        "completions",
+        "Where control tokens that clients' texts spell count as such, and not as plain text.",
+        type=click.Choice(["completions", "chats", "both", "none"]),
+    )
+    grace: float = option(30.0, "Seconds that running requests get at the end.", type=AT_LEAST_0)
+    max_restarts: int = option(5, "Of the engine, within ten minutes.", type=click.IntRange(min=0))
+    metrics_names: tuple[str, ...] = option(
+        ("kvq",),
+        "Names at /metrics: kvq, vllm, llm; several with commas. kvq's are always there.",
+        multiple=True,
+    )
+    request_timeout: float = option(600.0, "Seconds for a request; 0: any.", type=AT_LEAST_0)
+    max_connections: int = option(
+        4096, "At once, as far as the limit of open files (ulimit -n) allows.", type=AT_LEAST_1
+    )
+    max_connections_per_address: int | None = option(
+        None,
+        "Of one client address; default: half of all. Behind a proxy all come from one.",
+        type=AT_LEAST_1,
+    )
+    max_queue: int = option(1024, "Requests that may wait for a seat.", type=AT_LEAST_1)
+    max_queued_tokens: int = option(1 << 20, "Prompt tokens that may wait.", type=AT_LEAST_1)
+    max_wait: float = option(30.0, "Seconds to a first token that are borne.", type=POSITIVE)
+    max_kv_pressure: float = option(
+        0.95, "Share of live blocks that is borne.", type=Finite(0, 1, min_open=True)
+    )
+    max_concurrency_per_key: int | None = option(
+        None, "Sequences of one API key: prompts times results.", type=AT_LEAST_1
+    )
+    requests_per_minute: int | None = option(None, "Of one API key.", type=AT_LEAST_1)
+    tokens_per_minute: int | None = option(None, "Of one API key; cached ones are free.", type=AT_LEAST_1)
 
 
 @click.command(name="serve")
 @config_option
-@kv_option("auto", many=False)
-@model_options
-@click.option("--check", is_flag=True, help="Only look whether this configuration can work, and end.")
-@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
-@click.option("--port", default=8000, show_default=True, type=click.IntRange(0, 65535))
-@click.option("--served-model-name", help="The model's name for clients; default: the last part of its path.")
-@click.option(
-    "--api-key-file", type=click.Path(path_type=Path), help="Keys, one a line; needed beyond loopback."
-)
-@click.option("--allowed-host", multiple=True, help="Host header to answer; default: any beyond loopback.")
-@click.option("--allow-origin", multiple=True, help="Web page that may call, such as https://a.org.")
-@click.option("--ssl-certfile", type=click.Path(path_type=Path), help="Certificate for HTTPS, PEM.")
-@click.option(
-    "--ssl-keyfile",
-    type=click.Path(path_type=Path),
-    help="Its key, readable by its owner only; default: in the certificate's file.",
-)
-@click.option("--log-format", default="text", show_default=True, type=click.Choice(["text", "json"]))
-@click.option(
-    "--log-level",
-    default="info",
-    show_default=True,
-    type=click.Choice(["debug", "info", "warning", "error"]),
-    help="The least that is logged; probes such as /health/ready at debug only.",
-)
-@tool_call_option
-@strict_option
-@click.option(
-    "--control-tokens-in",
-    default="completions",
-    show_default=True,
-    type=click.Choice(["completions", "chats", "both", "none"]),
-    help="Where control tokens that clients' texts spell count as such, and not as plain text.",
-)
-@click.option(
-    "--grace",
-    default=30.0,
-    show_default=True,
-    type=Finite(min=0),
-    help="Seconds that running requests get at the end.",
-)
-@click.option(
-    "--max-restarts",
-    default=5,
-    show_default=True,
-    type=click.IntRange(min=0),
-    help="Of the engine, within ten minutes.",
-)
-@click.option(
-    "--metrics-names",
-    multiple=True,
-    default=["kvq"],
-    show_default=True,
-    help="Names at /metrics: kvq, vllm, llm; several with commas. kvq's are always there.",
-)
-@click.option(
-    "--request-timeout",
-    default=600.0,
-    show_default=True,
-    type=Finite(min=0),
-    help="Seconds for a request; 0: any.",
-)
-@click.option(
-    "--max-connections",
-    default=4096,
-    show_default=True,
-    type=_AT_LEAST_1,
-    help="At once, as far as the limit of open files (ulimit -n) allows.",
-)
-@click.option(
-    "--max-connections-per-address",
-    type=_AT_LEAST_1,
-    help="Of one client address; default: half of all. Behind a proxy all come from one.",
-)
-@click.option(
-    "--max-queue",
-    default=1024,
-    show_default=True,
-    type=_AT_LEAST_1,
-    help="Requests that may wait for a seat.",
-)
-@click.option(
-    "--max-queued-tokens",
-    default=1 << 20,
-    show_default=True,
-    type=_AT_LEAST_1,
-    help="Prompt tokens that may wait.",
-)
-@click.option(
-    "--max-wait",
-    default=30.0,
-    show_default=True,
-    type=Finite(min=0, min_open=True),
-    help="Seconds to a first token that are borne.",
-)
-@click.option(
-    "--max-kv-pressure",
-    default=0.95,
-    show_default=True,
-    type=Finite(0, 1, min_open=True),
-    help="Share of live blocks that is borne.",
-)
-@click.option(
-    "--max-concurrency-per-key", type=_AT_LEAST_1, help="Sequences of one API key: prompts times results."
-)
-@click.option("--requests-per-minute", type=_AT_LEAST_1, help="Of one API key.")
-@click.option("--tokens-per-minute", type=_AT_LEAST_1, help="Of one API key; cached ones are free.")
-@engine_options
-def command(kv: list[str], model_options: ModelOptions, check: bool, **options: Any) -> None:
+@service_options
+@gathered(Asked, "asked")
+def command(service: Service, asked: Asked) -> None:
     """Serve a model over HTTP as OpenAI does: /v1/completions and /v1/chat/completions."""
     require("kvq serve", SERVER)
     with nothing_begun():  # until the event loop takes the signals
         from kvq.server.check import check_config
         from kvq.server.run import serve
 
-        config = _config(kv[0], model_options, options)
-        if not check:
+        config = _config(service, asked)
+        if not asked.check:
             serve(config)
             return
         findings = check_config(config)
@@ -147,7 +106,7 @@ def command(kv: list[str], model_options: ModelOptions, check: bool, **options: 
         raise click.exceptions.Exit(1)
 
 
-def _config(kv: str, model_options: ModelOptions, options: dict[str, Any]) -> "ServerConfig":
+def _config(service: Service, asked: Asked) -> "ServerConfig":
     from kvq.server.admission import AdmissionConfig
     from kvq.server.config import ServerConfig, allowed_hosts, read_keys
     from kvq.server.guard import Access
@@ -155,44 +114,36 @@ def _config(kv: str, model_options: ModelOptions, options: dict[str, Any]) -> "S
     from kvq.server.names import parse_names
     from kvq.server.tenants import TenantLimits
 
-    take = options.pop
-    host, key_file, control = take("host"), take("api_key_file"), take("control_tokens_in")
-    access = Access(
-        api_keys=read_keys(key_file) if key_file is not None else (),
-        hosts=allowed_hosts(host, take("allowed_host")),
-        origins=frozenset(take("allow_origin")),
-    )
     return ServerConfig(
-        model=model_options.model,
-        kv=kv,
-        host=host,
-        port=take("port"),
-        served_model_name=take("served_model_name"),
-        access=access,
-        tls=_tls(take("ssl_certfile"), take("ssl_keyfile")),
+        **service.fields(),
+        host=asked.host,
+        port=asked.port,
+        access=Access(
+            api_keys=read_keys(asked.api_key_file) if asked.api_key_file is not None else (),
+            hosts=allowed_hosts(asked.host, asked.allowed_host),
+            origins=frozenset(asked.allow_origin),
+        ),
+        tls=_tls(asked.ssl_certfile, asked.ssl_keyfile),
         admission=AdmissionConfig(
-            max_queue=take("max_queue"),
-            max_queued_tokens=take("max_queued_tokens"),
-            max_wait_s=take("max_wait"),
-            max_kv_pressure=take("max_kv_pressure"),
+            max_queue=asked.max_queue,
+            max_queued_tokens=asked.max_queued_tokens,
+            max_wait_s=asked.max_wait,
+            max_kv_pressure=asked.max_kv_pressure,
         ),
         tenants=TenantLimits(
-            max_concurrency=take("max_concurrency_per_key"),
-            requests_per_minute=take("requests_per_minute"),
-            tokens_per_minute=take("tokens_per_minute"),
+            max_concurrency=asked.max_concurrency_per_key,
+            requests_per_minute=asked.requests_per_minute,
+            tokens_per_minute=asked.tokens_per_minute,
         ),
-        log=LogConfig(format=take("log_format"), level=take("log_level")),
-        max_connections=take("max_connections"),
-        max_connections_per_address=take("max_connections_per_address"),
-        max_restarts=take("max_restarts"),
-        metrics_names=parse_names(take("metrics_names")),
-        tool_call_parser=take("tool_call_parser"),
-        strict_requests=take("strict_requests"),
-        trusts_chats=control in ("chats", "both"),
-        trusts_completions=control in ("completions", "both"),
-        grace_s=take("grace"),
-        timeout_s=take("request_timeout") or None,
-        engine=engine_of(model_options, take("engine_options")),
+        log=LogConfig(format=asked.log_format, level=asked.log_level),
+        max_connections=asked.max_connections,
+        max_connections_per_address=asked.max_connections_per_address,
+        max_restarts=asked.max_restarts,
+        metrics_names=parse_names(asked.metrics_names),
+        trusts_chats=asked.control_tokens_in in ("chats", "both"),
+        trusts_completions=asked.control_tokens_in in ("completions", "both"),
+        grace_s=asked.grace,
+        timeout_s=asked.request_timeout or None,
     )
 
 

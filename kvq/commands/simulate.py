@@ -1,134 +1,172 @@
-"""`kvq simulate`: fleets of engines under a load to come, or one small engine under faults."""
+"""`kvq simulate`: KV formats and policies under one load to come."""
 
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
+from click.types import StringParamType
 
-from kvq.commands.names import GPU, PLANNED_MODEL
-from kvq.commands.options import Finite, kv_option
-from kvq.commands.sizing import given_options, sizing_options
+from kvq.commands.options import AT_LEAST_1, PATH, POSITIVE, Finite, gathered, kv_option, option
+from kvq.commands.results import result_of
+from kvq.commands.screen import echo
+from kvq.commands.sizing import PriceOptions, SizingOptions, sizing_options, target_options
 from kvq.errors import ConfigError
+from kvq.sizes import dollars
 
-_FAULTS = {"faults", "seeds", "steps", "blocks"}
-_COMMON = {"seed", "requests", "rate", "block_size", "max_num_seqs", "max_num_batched_tokens", "json_path"}
+if TYPE_CHECKING:
+    from kvq.evals.columns import Columns
+
+_ROUTINGS = ("round-robin", "least-loaded", "session", "prefix")
+_PROGRESS_EVERY = 100  # requests
+
+
+class _Several(StringParamType):
+    """Values with commas between; a tuple of them, each once."""
+
+    def __init__(self, of: Any) -> None:
+        self._of = of
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """The tuple."""
+        if isinstance(value, tuple):
+            return value
+        try:
+            return tuple(dict.fromkeys(self._of.convert(one.strip(), param, ctx) for one in value.split(",")))
+        except click.BadParameter as error:
+            self.fail(f"{error.message} Several have commas between.", param, ctx)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Asked:
+    """A load, the fleet that serves it, what they must keep, and what goes wrong."""
+
+    rate: float | None = option(None, "Requests per second, with random gaps.", type=POSITIVE)
+    trace: Path | None = option(
+        None, "Requests of a file instead: JSON lines (kvq's, Mooncake's) or CSV (Azure's).", type=PATH
+    )
+    requests: int | None = option(None, "How many.  [default: 2000, or the whole trace]", type=AT_LEAST_1)
+    input_len: str = option("lognormal:256:0.7", "Tokens of prompts: 512, 16:512, lognormal:MEDIAN:SIGMA.")
+    output_len: str = option("lognormal:128:0.7", "Tokens of answers, likewise.")
+    shared_prefix: float = option(0.0, "Of each prompt, common to many.", type=Finite(0, 1))
+    num_prefixes: int = option(1, "Different ones of these.", type=AT_LEAST_1)
+    turns: int = option(1, "Of conversations whose prompts grow.", type=AT_LEAST_1)
+    think_s: float = option(30.0, "Between turns, mean.", type=POSITIVE)
+    batch_share: float = option(0.0, "Of requests in no hurry.", type=Finite(0, 1))
+    replicas: tuple[int, ...] | None = option(
+        None, "Engines: 4, or 1,2,4 to compare.  [default: 1]", type=_Several(AT_LEAST_1)
+    )
+    routing: tuple[str, ...] = option(
+        "least-loaded",
+        f"{', '.join(_ROUTINGS)}; several to compare.",
+        type=_Several(click.Choice(_ROUTINGS)),
+    )
+    prefill_replicas: int = option(0, "More engines, for prompts only.", type=click.IntRange(min=0))
+    transfer_gb_s: float = option(50.0, "Of KV from those.", type=POSITIVE)
+    overflow_waiting: int | None = option(
+        None, "Waiting requests, then an API gets them.", type=click.IntRange(min=0)
+    )
+    slo_ttft_ms: float | None = option(None, "Goal for the first token.", type=POSITIVE)
+    slo_itl_ms: float | None = option(None, "Goal for a request's mean gap.", type=POSITIVE)
+    meet: float | None = option(
+        None, "Find the replicas that meet it this often.", type=Finite(0, 1, min_open=True)
+    )
+    max_num_batched_tokens: tuple[int, ...] = option(
+        "2048", "New tokens of a step; several to compare.", type=_Several(AT_LEAST_1)
+    )
+    prefix_caching: bool = option(
+        True, "Find what was computed before.", names="--prefix-caching/--no-prefix-caching"
+    )
+    seed: int = option(0, "Decides everything.", type=click.IntRange(min=0))
+    faults: bool = option(False, "What production sees: clients leave, steps are slow, engines die.")
 
 
 @click.command(name="simulate")
-@click.option("--model", "-m", type=PLANNED_MODEL, help="A name of `kvq models`, a folder, or a hub name.")
-@click.option("--gpu", type=GPU, help="A name of `kvq gpus`.")
+@target_options
 @kv_option("fp16,int4", many=True)
-@click.option("--rate", type=Finite(min=0, min_open=True), help="Requests per second, with random gaps.")
-@click.option(
-    "--trace",
-    type=click.Path(path_type=Path),
-    help="Requests of a file instead: JSON lines (kvq's, Mooncake's) or CSV (Azure's).",
-)
-@click.option("--requests", type=click.IntRange(min=1), help="How many.  [default: 2000, or the whole trace]")
-@click.option(
-    "--input-len",
-    help="Tokens of prompts: 512, 16:512, lognormal:MEDIAN:SIGMA.  [default: lognormal:256:0.7]",
-)
-@click.option("--output-len", help="Tokens of answers, likewise.  [default: lognormal:128:0.7]")
-@click.option("--shared-prefix", default=0.0, type=Finite(0, 1), help="Of each prompt, common to many.")
-@click.option("--num-prefixes", default=1, type=click.IntRange(min=1), help="Different ones of these.")
-@click.option("--turns", default=1, type=click.IntRange(min=1), help="Of conversations whose prompts grow.")
-@click.option("--think-s", default=30.0, type=Finite(min=0, min_open=True), help="Between turns, mean.")
-@click.option("--batch-share", default=0.0, type=Finite(0, 1), help="Of requests in no hurry.")
-@click.option("--replicas", help="Engines: 4, or 1,2,4 to compare.  [default: 1]")
-@click.option(
-    "--routing",
-    help="round-robin, least-loaded, session, prefix; several to compare.  [default: least-loaded]",
-)
-@click.option(
-    "--prefill-replicas", default=0, type=click.IntRange(min=0), help="More engines, for prompts only."
-)
-@click.option("--transfer-gb-s", default=50.0, type=Finite(min=0, min_open=True), help="Of KV from those.")
-@click.option(
-    "--overflow-waiting", type=click.IntRange(min=0), help="Waiting requests, then an API gets them."
-)
-@click.option("--api-input", type=Finite(), help="$ a million tokens that it takes for prompts.")
-@click.option("--api-output", type=Finite(), help="$ a million tokens that it takes for answers.")
-@click.option("--slo-ttft-ms", type=Finite(min=0, min_open=True), help="Goal for the first token.")
-@click.option("--slo-itl-ms", type=Finite(min=0, min_open=True), help="Goal for a request's mean gap.")
-@click.option("--meet", type=Finite(0, 1, min_open=True), help="Find the replicas that meet it this often.")
-@click.option("--max-num-seqs", type=click.IntRange(min=1), help="Sequences side by side.  [default: 256]")
-@click.option("--max-num-batched-tokens", help="New tokens of a step; several to compare.  [default: 2048]")
-@click.option(
-    "--max-model-len", type=click.IntRange(min=2), help="Tokens of a request.  [default: the model's]"
-)
-@click.option("--prefix-caching/--no-prefix-caching", default=True, show_default=True)
+@gathered(Asked, "asked")
+@gathered(PriceOptions, "api")
 @sizing_options
-@click.option("--seed", default=0, show_default=True, type=click.IntRange(min=0), help="Decides everything.")
-@click.option("--json", "json_path", type=click.Path(), help="Write the rows as JSON.")
-@click.option("--html", "html_path", type=click.Path(), help="Write a report with plots.")
-@click.option("--faults", is_flag=True, help="No GPU, no model: random failures of a small engine instead.")
-@click.option(
-    "--seeds", default=1, type=click.IntRange(min=1), help="With --faults: runs, SEED and those after."
-)
-@click.option(
-    "--steps", default=1000, type=click.IntRange(min=1), help="With --faults: then no more requests."
-)
-@click.option(
-    "--blocks", type=click.IntRange(min=1), help="With --faults: per layer group.  [default: random]"
-)
-@click.pass_context
-def command(context: click.Context, /, **options: Any) -> None:
+def command(kv: list[str], sizing: SizingOptions, asked: Asked, api: PriceOptions) -> None:
     """Serve a load to come with the engine's own scheduler and block memory, without a GPU.
 
-    With --model and --gpu steps take what a roofline (or --calibrate) says: latency, throughput,
-    preemptions, cost, for every KV format and policy, or the number of GPUs that an SLO needs. The
-    same seed gives the same digest.
+    Steps take what a roofline (or --calibrate) says: latency, throughput, preemptions, cost, for every
+    KV format and policy, or the number of GPUs that an SLO needs. The same seed gives the same digest.
 
-    Without them a small engine and its load are drawn from each seed, with --faults also failures:
-    every token is compared with what the request gets alone, and nothing may leak, starve or end
-    twice. Exit code 1 if an invariant breaks.
+    With --faults clients leave in the middle of their answers, steps take 10 to 100 times as long, and
+    engines die and come back empty, at moments that the seed decides.
     """
-    from kvq import fileio
+    from kvq.commands.finished import FinishedRows
+    from kvq.commands.progress import progress_bar
+    from kvq.commands.simulate_fleet import Study
 
-    for path in filter(None, (options["json_path"], options["html_path"])):
-        fileio.check_writable(path)
-    given = given_options(context)
-    if options["gpu"] is None and options["model"] is None and not given - _FAULTS - _COMMON:
-        from kvq.commands.simulate_faults import run
+    sizing.check_paths()
+    study = Study(sizing, asked, api.prices())
+    cases = study.cases(kv)
+    rows: list[dict[str, Any]] = []
+    refused: list[str] = []
+    with FinishedRows(sizing.json_path, result_of, lambda result: _show(result["rows"], asked)) as finished:
+        with progress_bar("simulating") as bar:
+            for done, case in enumerate(cases):
 
-        run(
-            options["faults"],
-            options["seed"],
-            options["seeds"],
-            options["steps"],
-            options["json_path"],
-            {
-                "requests": options["requests"],
-                "rate": options["rate"],
-                "blocks": options["blocks"],
-                "block_size": options["block_size"] if "block_size" in given else None,
-                "max_num_seqs": options["max_num_seqs"],
-                "max_num_batched_tokens": _whole(
-                    "--max-num-batched-tokens", options["max_num_batched_tokens"]
-                ),
-            },
-        )
-        return
-    if wrong := given & _FAULTS:
-        names = ", ".join(f"--{name}" for name in sorted(wrong))
-        raise ConfigError(f"{names} belong to runs without --gpu; leave them out")
-    if options["gpu"] is None or options["model"] is None:
-        raise ConfigError(
-            "a load is simulated on a model and a GPU: give --model and --gpu; see kvq models, kvq gpus"
-        )
-    from kvq.commands.simulate_fleet import run as run_fleet
+                def tell(come: int, before: int = done * study.num_requests) -> None:
+                    if come % _PROGRESS_EVERY == 0:
+                        bar(before + come, len(cases) * study.num_requests)
 
-    run_fleet(options | {"given": given})
+                try:
+                    rows.append(study.row(case, tell))
+                except ConfigError as error:
+                    refused.append(str(error))
+                finished.keep(rows.copy)
+        if not rows:
+            raise ConfigError(refused[0])
+        result = finished.end(rows)
+    for reason in dict.fromkeys(refused):
+        echo(f"left out: {reason}", err=True)
+    if sizing.html_path is not None:
+        from kvq.commands.capacity_report import write_simulation
+
+        write_simulation(sizing.html_path, result, columns(rows))
 
 
-def _whole(name: str, text: str | None) -> int | None:
-    if text is None:
-        return None
-    try:
-        number = int(text)
-    except ValueError as error:
-        raise ConfigError(f"{name} takes a whole number here, got {text!r}") from error
-    if number < 1:
-        raise ConfigError(f"{name} must be at least 1, got {number}")
-    return number
+def columns(rows: list[dict[str, Any]]) -> "Columns":
+    """What a table of simulations shows, by the keys of a row: what rows differ in, what happened at all."""
+    compared = {"max_num_batched_tokens": ("chunk", ",d"), "routing": ("routing", "")}
+    rare = {
+        "handover_ms_p99": ("handed over p99", ",.1f"),
+        **{name: (name, ",d") for name in ("refused", "failed", "overflowed", "cancelled", "cut")},
+        "slow_steps": ("slow steps", ",d"),
+        "restarts": ("restarts", ",d"),
+    }
+    return {
+        "kv": ("KV", ""),
+        "gpus": ("GPUs", ",d"),
+        **{key: one for key, one in compared.items() if len({row[key] for row in rows}) > 1},
+        "output_tokens_per_s": ("tokens/s", ",.0f"),
+        "ttft_ms_p50": ("TTFT p50", ",.0f"),
+        "ttft_ms_p99": ("p99, ms", ",.0f"),
+        "itl_ms_p50": ("ITL p50", ",.1f"),
+        "itl_ms_p99": ("p99, ms", ",.1f"),
+        "queue_ms_p99": ("queued p99", ",.0f"),
+        "preemptions": ("preempted", ",d"),
+        "prefix_hit_rate": ("hits", ".0%"),
+        "mean_batch": ("batch", ",.1f"),
+        "peak_pool": ("pool", ".0%"),
+        "slo_met": ("SLO met", ".1%"),
+        "goodput_requests_per_s": ("req/s in SLO", ",.2f"),
+        "usd_per_million_tokens": ("$ / million", dollars),
+        **{key: one for key, one in rare.items() if any(row[key] for row in rows)},
+    }
+
+
+def _show(rows: list[dict[str, Any]], asked: Asked) -> None:
+    from kvq.commands.tables import print_columns
+
+    first, shown = rows[0], dict(columns(rows))
+    if asked.slo_ttft_ms is None and asked.slo_itl_ms is None:
+        del shown["slo_met"], shown["goodput_requests_per_s"]
+    echo(f"{first['model']} on {first['gpu']}: {first['requests']:,} requests in {first['seconds']:,.0f} s")
+    print_columns(rows, shown)
+    for row in rows:
+        told = [str(row[key]) for key in shown if key in ("kv", "gpus", "max_num_batched_tokens", "routing")]
+        echo(f"digest {row['digest']}  {', '.join(told)}")

@@ -1,72 +1,160 @@
-"""What the commands that size things have in common: models, weights, GPUs, and how models are spread."""
+"""What `kvq plan` and `kvq simulate` have in common: models, GPUs, engines, and where results go."""
 
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from kvq.commands.options import Finite
+from kvq.commands.names import GPUS, PLANNED_MODEL
+from kvq.commands.options import AT_LEAST_0, AT_LEAST_1, PATH, Finite, gathered, option
 from kvq.errors import ConfigError
 from kvq.sizing.pools import GPU_FRACTION
 
 if TYPE_CHECKING:
+    from kvq.capacity.plan.cost import Prices
     from kvq.capacity.plan.gpus import Gpu
-    from kvq.capacity.plan.plan import Engine, Target
+    from kvq.capacity.plan.plan import Engine
     from kvq.capacity.plan.roofline import Efficiency
+    from kvq.capacity.plan.target import Target
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
+_OWN_GPUS = "A file of GPUs instead of kvq's own."
 
 
-def sizing_options(command: _Command) -> _Command:
-    """Add the options that the functions below read."""
-    options = [
-        click.option(
-            "--weights",
-            default="auto",
-            show_default=True,
-            help="fp32, bf16, fp16, fp8, int8, int4, int3 or nf4; auto: as config.json says, else bf16.",
-        ),
-        click.option(
-            "--tensor-parallel", "-tp", default=1, show_default=True, help="GPUs that share each layer."
-        ),
-        click.option(
-            "--pipeline-parallel", "-pp", default=1, show_default=True, help="GPUs that share the layers out."
-        ),
-        click.option(
-            "--runtime-gb",
-            default=0.6,
-            show_default=True,
-            type=Finite(min=0),
-            help="Of the process on the GPU before it holds a tensor.",
-        ),
-        click.option(
-            "--gpu-memory-utilization",
-            default=GPU_FRACTION,
-            show_default=True,
-            type=Finite(0, 1, min_open=True),
-            help="Share for KV of what the weights leave free, as of kvq serve.",
-        ),
-        click.option(
-            "--block-size", type=click.IntRange(1, 4096), default=32, show_default=True, help="Tokens."
-        ),
-        click.option(
-            "--gpus", "gpu_file", type=click.Path(path_type=Path), help="A file of GPUs instead of kvq's own."
-        ),
-        click.option(
-            "--calibrate",
-            type=click.Path(path_type=Path),
-            help="Results of kvq bench engine on this GPU, for the efficiencies.",
-        ),
-    ]
-    for option in reversed(options):
-        command = option(command)
-    return command
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SizingOptions:
+    """A model on GPUs, and what of an engine's settings takes memory."""
+
+    weights: str = option(
+        "auto", "fp32, bf16, fp16, fp8, int8, int4, int3 or nf4; auto: as config.json says, else bf16."
+    )
+    tensor_parallel: int = option(1, "GPUs that share each layer.", names="--tensor-parallel -tp")
+    pipeline_parallel: int = option(1, "GPUs that share the layers out.", names="--pipeline-parallel -pp")
+    max_num_seqs: int | None = option(
+        None,
+        "Sequences side by side.  [default: to plan, as many as fit, which the server has to be told; "
+        "to simulate, 256]",
+        type=AT_LEAST_1,
+    )
+    max_model_len: int | None = option(
+        None,
+        "Longest context that it takes, for which layer groups share memory.  [default: the model's]",
+        type=click.IntRange(min=2),
+    )
+    runtime_gb: float = option(0.6, "Of the process on the GPU before it holds a tensor.", type=AT_LEAST_0)
+    gpu_memory_utilization: float = option(
+        GPU_FRACTION,
+        "Share for KV of what the weights leave free, as of kvq serve.",
+        type=Finite(0, 1, min_open=True),
+    )
+    block_size: int = option(32, "Tokens.", type=click.IntRange(1, 4096))
+    gpu_file: Path | None = option(None, _OWN_GPUS, names="--gpus", type=PATH)
+    calibrate: Path | None = option(
+        None, "Results of kvq bench engine on this GPU, for the efficiencies.", type=PATH
+    )
+    json_path: str | None = option(None, "Write the rows as JSON.", names="--json", type=click.Path())
+    html_path: str | None = option(None, "Write a report with plots.", names="--html", type=click.Path())
+    model: str
+    gpu: str | None
+
+    def check_paths(self) -> None:
+        """Raise ConfigError unless all that is asked for can be written."""
+        from kvq import fileio
+        from kvq.extras import PLOTS, require
+
+        for path in filter(None, (self.json_path, self.html_path)):
+            fileio.check_writable(path)
+        if self.html_path is not None:
+            require("--html", PLOTS)
+
+    def gpus(self) -> "list[Gpu]":
+        """Those that --gpu names."""
+        if self.gpu is None:
+            raise ConfigError(
+                "users are counted, and loads served, on a GPU: give --gpu, one or several names of "
+                "kvq gpus; kvq plan takes --verify instead"
+            )
+        from kvq.capacity.plan.gpus import find_gpu
+
+        known = gpus_of(self.gpu_file)
+        return [find_gpu(name, known) for name in dict.fromkeys(map(str.strip, self.gpu.split(",")))]
+
+    def target(self, weights_gb: float | None = None) -> "Target":
+        """The model, as it is spread over GPUs; `weights_gb` of all weights, instead of counting them."""
+        from kvq.capacity.plan.target import make_target
+        from kvq.sizing.memory import Split
+
+        if weights_gb is not None and not weights_gb > 0:
+            raise ConfigError(f"--weights-gb must be above 0, got {weights_gb}")
+        target = make_target(
+            _shape_or_folder(self.model),
+            weights=self.weights,
+            weight_bytes=None if weights_gb is None else round(weights_gb * 1e9),
+            split=Split(tensor=self.tensor_parallel, pipeline=self.pipeline_parallel),
+        )
+        return replace(target, name=self.model)
+
+    def engine(self, step_tokens: int, sequences: int | None = None) -> "Engine":
+        """What of the engine's settings takes memory, at most `step_tokens` new tokens a step.
+
+        `sequences`: side by side, where --max-num-seqs says nothing.
+        """
+        from kvq.capacity.plan.plan import Engine
+
+        return Engine(
+            block_size=self.block_size,
+            step_tokens=step_tokens,
+            sequences=self.max_num_seqs or sequences,
+            max_context=self.max_model_len,
+            runtime_bytes=round(self.runtime_gb * 1e9),
+            memory_fraction=self.gpu_memory_utilization,
+        )
+
+    def efficiency(self, gpu: "Gpu", kv: str) -> "Efficiency | None":
+        """What --calibrate has measured with a KV format; None without it."""
+        from kvq.capacity.plan.calibration import read_efficiency
+
+        return None if self.calibrate is None else read_efficiency(self.calibrate, gpu, kv)
 
 
-def given_options(context: click.Context) -> set[str]:
+sizing_options = gathered(SizingOptions, "sizing")
+gpu_file_option = click.option("--gpus", "gpu_file", type=PATH, help=_OWN_GPUS)
+
+
+def target_options(command: _Command) -> _Command:
+    """Add --model and --gpu; goes above `sizing_options`."""
+    command = click.option(
+        "--gpu", type=GPUS, help="Names of `kvq gpus`, with commas between; to simulate, one."
+    )(command)
+    what = "A name of `kvq models`, a folder, or a hub name."
+    return click.option("--model", "-m", required=True, type=PLANNED_MODEL, help=what)(command)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PriceOptions:
+    """Of an API."""
+
+    api_input: float | None = option(
+        None, "$ a million tokens that an API takes for prompts.", type=AT_LEAST_0
+    )
+    api_output: float | None = option(None, "$ a million tokens that it takes for answers.", type=AT_LEAST_0)
+
+    def prices(self) -> "Prices | None":
+        """Both, or none."""
+        from kvq.capacity.plan.cost import Prices
+
+        if self.api_input is None and self.api_output is None:
+            return None
+        if self.api_input is None or self.api_output is None:
+            raise ConfigError("an API has two prices: give --api-input and --api-output")
+        return Prices(input=self.api_input, output=self.api_output)
+
+
+def given_options() -> set[str]:
     """Names of the options that somebody typed."""
+    context = click.get_current_context()
     return {
         name
         for name in context.params
@@ -74,21 +162,11 @@ def given_options(context: click.Context) -> set[str]:
     }
 
 
-def make_target(options: dict[str, Any]) -> "Target":
-    """The model, as it is spread over GPUs."""
-    from kvq.capacity.plan import planner
-    from kvq.sizing.memory import Split
+def gpus_of(file: Path | None) -> "Mapping[str, Gpu]":
+    """Those of a file, or those that kvq knows."""
+    from kvq.capacity.plan.gpus import known_gpus, read_gpus
 
-    given = options.get("weights_gb")
-    if given is not None and not given > 0:
-        raise ConfigError(f"--weights-gb must be above 0, got {given}")
-    target = planner.make_target(
-        _shape_or_folder(options["model"]),
-        weights=options["weights"],
-        weight_bytes=None if given is None else round(given * 1e9),
-        split=Split(tensor=options["tensor_parallel"], pipeline=options["pipeline_parallel"]),
-    )
-    return replace(target, name=options["model"])
+    return known_gpus() if file is None else read_gpus(file)
 
 
 def _shape_or_folder(name: str) -> Path | str:
@@ -100,32 +178,3 @@ def _shape_or_folder(name: str) -> Path | str:
     from kvq.models.resolve import resolve_model
 
     return resolve_model(name, weights=False).folder
-
-
-def make_engine(options: dict[str, Any], *, step_tokens: int) -> "Engine":
-    """What of the engine's settings takes memory."""
-    from kvq.capacity.plan.plan import Engine
-
-    return Engine(
-        block_size=options["block_size"],
-        step_tokens=step_tokens,
-        sequences=options["max_num_seqs"],
-        max_context=options["max_model_len"],
-        runtime_bytes=round(options["runtime_gb"] * 1e9),
-        memory_fraction=options["gpu_memory_utilization"],
-    )
-
-
-def find_gpus(options: dict[str, Any]) -> "list[Gpu]":
-    """Those that --gpu names."""
-    from kvq.capacity.plan.gpus import find_gpu, read_gpus
-
-    own = None if options["gpu_file"] is None else read_gpus(options["gpu_file"])
-    return [find_gpu(name, own) for name in dict.fromkeys(map(str.strip, options["gpu"].split(",")))]
-
-
-def find_efficiency(options: dict[str, Any], gpu: "Gpu", kv: str) -> "Efficiency | None":
-    """What --calibrate has measured with a KV format; None without it."""
-    from kvq.capacity.plan.calibration import read_efficiency
-
-    return None if options["calibrate"] is None else read_efficiency(options["calibrate"], gpu, kv)

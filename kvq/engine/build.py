@@ -11,22 +11,11 @@ from kvq.formats import KVRecipe, StaticScales
 from kvq.layout import KVLayout
 from kvq.models import Model
 from kvq.models.model import load_prepared
-from kvq.models.prepared import PreparedModel, find_scales, prepare
+from kvq.models.prepared import LoadOptions, PreparedModel, find_scales, prepare
 from kvq.models.resolve import ModelSource
 
 _ENGINE_OPTIONS = tuple(field.name for field in fields(EngineConfig))
-_LOAD_OPTIONS = (
-    "device",
-    "dtype",
-    "weights",
-    "block_size",
-    "order",
-    "backend",
-    "cache",
-    "scales",
-    "revision",
-    "token",
-)
+_LOAD_OPTIONS = ("scales", *LoadOptions.__annotations__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

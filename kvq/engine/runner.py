@@ -61,12 +61,10 @@ class Runner:
         spare = int(weights.device.type == "cuda")  # a block and a table row for the padding of graphs
         self.model = model
         self.cache = KVCache(
-            weights.geometry,
-            model.recipe,
             layout,
             num_blocks=[count + spare for count in num_blocks],
             device=weights.device,
-            backend=model.backend,
+            backend=model.prepared.backend,
             host_slots=host_slots,
             swap_folder=swap_folder,
         )

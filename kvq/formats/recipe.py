@@ -98,6 +98,21 @@ class KVRecipe:
         )
         return cls(layers=layers, label=kv.strip().lower())
 
+    @classmethod
+    def named(cls, kv: "str | Path | KVRecipe", head_dims: list[tuple[int, int]]) -> "KVRecipe":
+        """What a user named: a format or a pair for all layers, a kvq.json's path, or a recipe itself.
+
+        Raises:
+            ConfigError: nothing of that kind, an unknown format, or one that doesn't fit.
+        """
+        if isinstance(kv, KVRecipe):
+            return kv
+        if not isinstance(kv, str | Path):
+            raise ConfigError(f"kv must be a format name, a kvq.json or a KVRecipe, got {kv!r}")
+        if str(kv).endswith(".json"):
+            return replace(cls.load(kv), label=str(kv))  # files that hold like formats are told apart
+        return cls.uniform(str(kv), head_dims)
+
     @property
     def name(self) -> str:
         """The label, or the layers' common pair of formats, or `mixed`."""
@@ -212,6 +227,20 @@ class KVRecipe:
             raise ConfigError(f"recipe {path} is not JSON: {first_lines(error)}") from error
 
     @classmethod
+    def load_scales(cls, path: str | Path) -> "KVRecipe":
+        """Read a kvq.json for its static scales.
+
+        Raises:
+            ConfigError: as `load`, or it holds none.
+        """
+        recipe = replace(cls.load(path), label=str(path))
+        if recipe.static_scales is None:
+            raise ConfigError(
+                f"{path} holds no static scales; make some: `kvq calibrate MODEL --out kvq.json`"
+            )
+        return recipe
+
+    @classmethod
     def from_json(cls, data: object) -> "KVRecipe":
         """Read `to_json`'s object.
 
@@ -234,22 +263,19 @@ class KVRecipe:
         if scales is not None:
             check_shape("static_scales.layers", scales.layers, len(layers), "layers")
         centers = None if data.get("centers") is None else Centers.from_json(data["centers"])
+        model_digest = data.get("model_digest")
+        if model_digest is not None and not isinstance(model_digest, str):
+            raise ConfigError(f"model_digest must be a digest or null, got {model_digest!r:.40}")
         recipe = cls(
             layers=layers,
             static_scales=scales,
             centers=centers,
-            model_digest=_model_digest(data.get("model_digest")),
+            model_digest=model_digest or "",
         )
         if recipe.model_digest:
             for index, layer in enumerate(data["layers"]):
                 check_digest(f"layers[{index}]", layer.get("digest"), recipe._layer_digest(index))
         return recipe
-
-
-def _model_digest(data: object) -> str:
-    if data is not None and not isinstance(data, str):
-        raise ConfigError(f"model_digest must be a digest or null, got {data!r:.40}")
-    return data or ""
 
 
 def _layer(data: object) -> LayerFormats:

@@ -3,7 +3,7 @@
 import logging
 import operator
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 
@@ -12,7 +12,7 @@ from kvq.formats import KVRecipe, StaticScales
 from kvq.geometry import ModelGeometry
 from kvq.layout import KVLayout
 from kvq.models.fused_layers import fuse_layers, unfuse_layers
-from kvq.models.prepared import PreparedModel, find_scales, prepare
+from kvq.models.prepared import LoadOptions, PreparedModel, find_scales, prepare
 from kvq.models.probe import probe
 from kvq.models.resolve import ModelSource
 from kvq.models.session import Session
@@ -29,29 +29,12 @@ class Model(StaysHere):
     """A model whose KV cache lies in blocks of one recipe."""
 
     def __init__(
-        self,
-        weights: LoadedWeights,
-        recipe: KVRecipe,
-        *,
-        static_scales: StaticScales | None = None,
-        backend: str | None = None,
+        self, weights: LoadedWeights, recipe: KVRecipe, *, static_scales: StaticScales | None = None
     ) -> None:
-        """`static_scales` go to every static recipe of `with_kv` that brings none of its own. `backend`: of
-        the cache's kernels, where it is not the one that the weights were loaded with."""
+        """`static_scales` go to every static recipe of `with_kv` that brings none of its own."""
         self.weights = weights
         self.recipe = recipe
         self.static_scales = static_scales
-        self.backend = backend or weights.prepared.backend
-
-    @property
-    def block_size(self) -> int:
-        """Tokens of a block."""
-        return self.prepared.block_size
-
-    @property
-    def cache(self) -> str:
-        """The cache backend that keeps K and V."""
-        return self.prepared.cache
 
     @property
     def prepared(self) -> PreparedModel:
@@ -79,7 +62,7 @@ class Model(StaysHere):
     @property
     def tokenizer(self) -> Any:
         """The model's transformers tokenizer."""
-        return self.weights.tokenizer
+        return self.prepared.tokenizer
 
     @property
     def end_ids(self) -> frozenset[int]:
@@ -122,7 +105,7 @@ class Model(StaysHere):
         self.prepared.check_scales(self.recipe)
 
     def _with(self, recipe: KVRecipe, scales: StaticScales | None) -> "Model":
-        other = Model(self.weights, recipe, static_scales=scales, backend=self.backend)
+        other = Model(self.weights, recipe, static_scales=scales)
         other.check_scales()
         return other
 
@@ -131,12 +114,9 @@ class Model(StaysHere):
         self.check_scales()
         return Session(
             self.weights,
-            self.recipe,
             self.layout,
             max_tokens=max_tokens,
             max_sequences=max_sequences,
-            backend=self.backend,
-            cache=self.cache,
         )
 
     def logits(self, token_ids: list[int], *, chunk: int | None = None) -> torch.Tensor:
@@ -169,14 +149,14 @@ def load(
     kv: str | Path | KVRecipe = "auto",
     *,
     scales: str | Path | None = None,
-    **options: Any,
+    **options: Unpack[LoadOptions],
 ) -> Model:
     """Load a model and choose its KV format.
 
     `path_or_name`: a Hugging Face folder, a hub name, or "tiny", the embedded model; a `Path` is a folder,
     whatever it is called. `kv`: a format name, a pair, a kvq.json or a KVRecipe; "auto" is the weights' own
     type. `scales`: a kvq.json with static scales; one inside the model folder is found by itself. A static
-    format without any is refused when it is first used. Options are those of `prepare`.
+    format without any is refused when it is first used. `options`: see `LoadOptions`.
 
     Raises:
         ModelError: missing, damaged or refused model.

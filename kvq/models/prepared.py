@@ -2,19 +2,19 @@
 
 from collections.abc import Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 from pathlib import Path
 from threading import Thread
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 import torch
 
 from kvq.arguments import checked
 from kvq.cache.backend import CacheBackend, cache_backend
 from kvq.cache.kv_cache import KVCache
-from kvq.errors import ConfigError
+from kvq.errors import ConfigError, nearest
 from kvq.formats import KVRecipe, StaticScales
 from kvq.formats.weights import WeightFormat, parse_weight_format
 from kvq.geometry import ModelGeometry
@@ -110,21 +110,11 @@ class PreparedModel:
             UnfitFormat: a format that the head dimensions don't fit; others may.
             ConfigError: unknown format, or a recipe for other layers.
         """
-        recipe = self._named(kv)
+        recipe = KVRecipe.named(DTYPE_NAMES[self.dtype] if kv == "auto" else kv, self.geometry.head_dims)
         check_recipe_fits(self.geometry, recipe)
         if recipe.is_static and recipe.static_scales is None:
             return recipe.with_scales(scales)
         return recipe
-
-    def _named(self, kv: str | Path | KVRecipe) -> KVRecipe:
-        if isinstance(kv, KVRecipe):
-            return kv
-        if not isinstance(kv, str | Path):
-            raise ConfigError(f"kv must be a format name, a kvq.json or a KVRecipe, got {kv!r}")
-        kv = str(kv)
-        if kv.endswith(".json"):
-            return replace(KVRecipe.load(kv), label=kv)  # files that hold like formats are told apart
-        return KVRecipe.uniform(DTYPE_NAMES[self.dtype] if kv == "auto" else kv, self.geometry.head_dims)
 
     def layout(self, recipe: KVRecipe) -> KVLayout:
         """The blocks of a recipe.
@@ -170,41 +160,66 @@ class PreparedModel:
             UnsupportedKernel: none runs here, or not the one that was named.
             ConfigError: the cache backend can't store the recipe.
         """
-        make_cache(self, recipe, self.layout(recipe), num_blocks=[1] * len(self.geometry.groups())).close()
+        make_cache(self, self.layout(recipe), num_blocks=[1] * len(self.geometry.groups())).close()
+
+
+class LoadOptions(TypedDict, total=False):
+    """How a model is loaded, and how its K and V are kept. What is left out is as in `_DEFAULTS`."""
+
+    device: str  # "auto": the first GPU, or the CPU
+    dtype: str  # what it computes in; "auto": fp32 on a CPU, else what its config says
+    max_context: int | None  # tokens; None: the model's own
+    weights: str  # a format that Linear layers are rounded to; "auto": as stored
+    block_size: int  # tokens
+    order: BlockOrder
+    backend: str  # of kernels
+    cache: str  # a cache backend
+    revision: str | None  # on the hub
+    token: str | None  # for the hub
+
+
+_DEFAULTS = LoadOptions(
+    device="auto",
+    dtype="auto",
+    max_context=None,
+    weights="auto",
+    block_size=32,
+    order=BlockOrder.LAYER_MAJOR,
+    backend="auto",
+    cache="kvq",
+    revision=None,
+    token=None,
+)
 
 
 @checked
-def prepare(
-    model: str | Path | ModelSource,
-    *,
-    device: str = "auto",
-    dtype: str = "auto",
-    max_context: int | None = None,
-    weights: str = "auto",
-    block_size: int = 32,
-    order: BlockOrder = BlockOrder.LAYER_MAJOR,
-    backend: str = "auto",
-    cache: str = "kvq",
-    revision: str | None = None,
-    token: str | None = None,
-) -> PreparedModel:
-    """Find a model and check all that can be checked without reading its weights; options as of `load`.
+def prepare(model: str | Path | ModelSource, **given: Unpack[LoadOptions]) -> PreparedModel:
+    """Find a model and check all that can be checked without reading its weights.
 
     Raises:
         ModelError: missing, damaged or refused model.
-        ConfigError: an option that can't be used as given.
+        ConfigError: an option that is unknown or can't be used as given.
     """
+    for name in given:
+        if name not in _DEFAULTS:
+            known = sorted(_DEFAULTS)
+            raise ConfigError(f"unknown option {name!r}{nearest(name, known) or ';'} known: {known}")
+    options = _DEFAULTS | given
+    backend, cache, max_context = options["backend"], options["cache"], options["max_context"]
     check_backend(backend)
-    check_kernels_unnamed(cache, backend)
+    if cache != "kvq" and backend != "auto":
+        raise ConfigError(
+            f"--backend {backend} names kernels of kvq's own cache, but the cache is {cache!r}; leave one out"
+        )
     cache_backend(cache)
-    where = pick_device(device)
+    device, weights = pick_device(options["device"]), options["weights"]
     rounded_to = None if weights == "auto" else parse_weight_format(weights)
-    source = resolve_model(model, revision=revision, token=token)
+    source = resolve_model(model, revision=options["revision"], token=options["token"])
     check_manifest(source.folder)
     config = read_json(source.folder / "config.json")
     geometry = check_supported(config, max_context=max_context)
     check_values(source.folder, config, geometry.vocab_size)
-    computed = pick_dtype(dtype, where, config)
+    dtype = pick_dtype(options["dtype"], device, config)
     if config.get("quantization_config") is not None:
         if rounded_to is not None:
             raise ConfigError(
@@ -212,6 +227,7 @@ def prepare(
             )
         check_scheme(source.folder, config["quantization_config"])
     context = _context(geometry, max_context, dynamic="dynamic" in rope_types(config))
+    block_size, order = options["block_size"], options["order"]
     plan_layout(geometry, KVRecipe.uniform("fp32", geometry.head_dims), block_size=block_size, order=order)
     entries = tuple(entry for path in weight_files(source.folder) for entry in read_header(path))
     check_headers(source.folder, config, geometry, entries)
@@ -220,8 +236,8 @@ def prepare(
         config=config,
         geometry=geometry,
         entries=entries,
-        device=where,
-        dtype=computed,
+        device=device,
+        dtype=dtype,
         rounded_to=rounded_to,
         max_context=context,
         block_size=block_size,
@@ -232,29 +248,19 @@ def prepare(
 
 
 def make_cache(
-    model: PreparedModel,
-    recipe: KVRecipe,
-    layout: KVLayout,
-    *,
-    num_blocks: list[int],
-    cache: str | None = None,
-    backend: str | None = None,
+    model: PreparedModel, layout: KVLayout, *, num_blocks: list[int], backend: str | None = None
 ) -> CacheBackend:
-    """A cache of so many blocks per layer group; `cache` and `backend` where they are not the model's.
+    """A cache of so many blocks per layer group; kvq's own, whatever the model's is, if kernels are named.
 
     Raises:
-        ConfigError: no such cache backend, or one that can't store the recipe.
+        ConfigError: a cache backend that can't store the layout's recipe.
         OutOfMemory: the blocks don't fit.
         UnsupportedKernel: no kernel runs the recipe here.
     """
-    cache, backend = cache or model.cache, backend or model.backend
-    check_kernels_unnamed(cache, backend)
-    if cache == "kvq":
-        return KVCache(
-            model.geometry, recipe, layout, num_blocks=num_blocks, device=model.device, backend=backend
-        )
-    make = cache_backend(cache)
-    return make(model.geometry, recipe, layout, num_blocks=num_blocks, device=model.device)
+    if model.cache == "kvq" or backend is not None:
+        kernels = backend or model.backend
+        return KVCache(layout, num_blocks=num_blocks, device=model.device, backend=kernels)
+    return cache_backend(model.cache)(layout, num_blocks=num_blocks, device=model.device)
 
 
 def find_scales(model: PreparedModel, path: str | Path | None) -> StaticScales | None:
@@ -266,23 +272,12 @@ def find_scales(model: PreparedModel, path: str | Path | None) -> StaticScales |
     beside = model.folder / "kvq.json"
     if path is None and not beside.is_file():
         return None
-    recipe = replace(KVRecipe.load(path or beside), label=str(path or beside))
-    if path is not None:
-        if recipe.static_scales is None:
-            raise ConfigError(
-                f"{path} holds no static scales; make some: `kvq calibrate MODEL --out kvq.json`"
-            )
-        check_recipe_fits(model.geometry, recipe)
-        model.check_belongs(recipe)
+    if path is None:
+        return KVRecipe.load(beside).static_scales
+    recipe = KVRecipe.load_scales(path)
+    check_recipe_fits(model.geometry, recipe)
+    model.check_belongs(recipe)
     return recipe.static_scales
-
-
-def check_kernels_unnamed(cache: str, backend: str) -> None:
-    """Raise ConfigError if kernels were named for a cache backend that brings its own."""
-    if cache != "kvq" and backend != "auto":
-        raise ConfigError(
-            f"--backend {backend} names kernels of kvq's own cache, but the cache is {cache!r}; leave one out"
-        )
 
 
 def _context(geometry: ModelGeometry, max_context: int | None, *, dynamic: bool) -> int:

@@ -5,11 +5,11 @@ import math
 import torch
 from torch import Tensor
 
+from kvq.cache.attention import PACKED_NAME
 from kvq.errors import ModelError
 from kvq.formats import KVRecipe
 from kvq.formats.weights import Inputs
 from kvq.layout import plan_layout
-from kvq.models.attention import NAME
 from kvq.models.session import Session
 from kvq.models.weights import LoadedWeights
 from kvq.weights import quantized_layers
@@ -28,12 +28,10 @@ def probe(weights: LoadedWeights) -> None:
             batch neighbour, or the model's own attention gives something else.
     """
     geometry = weights.geometry
-    recipe = KVRecipe.uniform("fp32", geometry.head_dims)
     length = min(max(_LENGTHS), weights.max_context)
     session = Session(
         weights,
-        recipe,
-        plan_layout(geometry, recipe),
+        plan_layout(geometry, KVRecipe.uniform("fp32", geometry.head_dims)),
         max_tokens=length,
         max_sequences=2,
         backend="reference",
@@ -61,7 +59,9 @@ def probe(weights: LoadedWeights) -> None:
     ):
         worst = max(relative_error(a, b) for a, b in zip(packed, others, strict=True))
         if math.isnan(worst):
-            raise ModelError(f"{weights.folder}: its weights or config give NaN or infinity in the logits")
+            raise ModelError(
+                f"{weights.prepared.folder}: its weights or config give NaN or infinity in the logits"
+            )
         if not worst <= limit:
             raise ModelError(
                 f"kvq does not run {geometry.model_type}: {what} (relative error {worst:.1e}, "
@@ -89,6 +89,6 @@ def _eager(weights: LoadedWeights, ids: list[int]) -> Tensor:
     try:
         output = model(input_ids=torch.tensor([ids], device=weights.device), use_cache=False)
     finally:
-        model.set_attn_implementation(NAME)
+        model.set_attn_implementation(PACKED_NAME)
     logits: Tensor = output.logits[0].float()
     return logits

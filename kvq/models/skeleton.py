@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from kvq.errors import ModelError, first_lines
+from kvq.geometry import parse_geometry
 from kvq.models.agreement import check_shapes
 from kvq.models.checkpoint import weight_files
-from kvq.models.live_geometry import live_geometry
 from kvq.models.modules import build_on_meta, load_config, load_module_from
 from kvq.models.prepared import PreparedModel
 from kvq.models.quantized import coded_layers, is_bitsandbytes, plain_tensors, rounded_formats
@@ -31,7 +31,6 @@ class _StandIn(Tensor):
     """A tensor without memory, which stays so wherever a loader moves it."""
 
     def to(self, *_: object, dtype: torch.dtype | None = None, **__: object) -> Tensor:
-        """The same in another type."""
         return torch.empty(self.shape, dtype=dtype or self.dtype, device="meta")
 
 
@@ -69,7 +68,7 @@ def check_runs(model: Any, prepared: PreparedModel) -> None:
     """Raise ModelError unless a model's attention can be replaced, and its shape is the one read here."""
     if not type(model)._supports_attention_backend:
         raise ModelError(f"kvq does not run {prepared.geometry.model_type}: its attention can't be replaced")
-    if (live := live_geometry(model.config)) != prepared.geometry:
+    if (live := parse_geometry(model.config.to_dict())) != prepared.geometry:
         ours = prepared.geometry
         name = next(
             field.name for field in fields(ours) if getattr(ours, field.name) != getattr(live, field.name)

@@ -9,7 +9,6 @@ class StaysHere:
     """What can't be pickled or copied."""
 
     def __reduce__(self) -> NoReturn:
-        """Raise EngineError."""
         name = type(self).__name__
         raise EngineError(
             f"{name} can't be pickled or copied: it holds memory, threads and processes; "

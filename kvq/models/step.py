@@ -7,7 +7,6 @@ from time import perf_counter
 from torch import Tensor
 from torch.nn import functional
 
-from kvq.cache.attention import check_agrees
 from kvq.cache.backend import CacheBackend
 from kvq.geometry import ModelGeometry
 from kvq.kernels import AttentionOptions, SequenceBatch
@@ -46,7 +45,3 @@ class PackedStep:
             out = functional.pad(out, (0, 0, 0, 0, 0, rows - tokens))
         self.attention_s += perf_counter() - began
         return out
-
-    def check_agrees(self, layer: int, **claims: object) -> None:
-        """Raise ModelError if the model code hands over other numbers than its config named."""
-        check_agrees(self.geometry, layer, **claims)

@@ -11,9 +11,11 @@ import msgspec
 
 from kvq.engine import Piece, Receipt, Timing, TokenLogprobs
 from kvq.engine.intake import Terms
+from kvq.errors import KVQError, Overloaded, RequestError
 from kvq.scheduler import PoolShape, SchedulerConfig, Snapshot
 from kvq.server.logs import LogConfig
 from kvq.server.picture import Picture
+from kvq.server.residency import BlockTimes
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -47,13 +49,11 @@ class Cancel(Message, frozen=True):
 
 
 class Ping(Message, frozen=True):
-    """To be answered at once, whatever the engine is doing."""
-
-    number: int
+    """To be answered at once with another one, whatever the engine is doing."""
 
 
 class Look(Message, frozen=True):
-    """Somebody wants to see the engine; one answer may serve several of these."""
+    """Somebody wants to see the engine; one picture, taken between two steps, may serve several of these."""
 
 
 # From the engine
@@ -82,12 +82,6 @@ class Refused(Message, frozen=True):
     may_pass: bool = False
 
 
-class Pong(Message, frozen=True):
-    """The answer to a ping."""
-
-    number: int
-
-
 ErrorKind = Literal["request", "busy", "engine"]  # whose fault it is: busy is everybody's
 
 
@@ -101,6 +95,12 @@ class Ended(msgspec.Struct, frozen=True, kw_only=True):
     error: str | None = None
     kind: ErrorKind | None = None  # of the error
 
+    def failed(self, error: KVQError) -> "Ended":
+        """The same of a request that failed."""
+        kind: ErrorKind = "request" if isinstance(error, RequestError) else "engine"
+        kind = "busy" if isinstance(error, Overloaded) else kind
+        return msgspec.structs.replace(self, error=str(error), kind=kind)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Gauges(Snapshot):
@@ -113,21 +113,6 @@ class Gauges(Snapshot):
     memory: dict[str, int] = field(default_factory=dict)  # bytes by device: "host", "cuda:0"
 
 
-class Spread(msgspec.Struct, frozen=True, kw_only=True):
-    """Durations, counted by the buckets of `kvq.server.residency`."""
-
-    counts: list[int]  # one more than bounds: the last is for longer ones
-    total_s: float
-
-
-class BlockTimes(msgspec.Struct, frozen=True, kw_only=True):
-    """What was seen of indexed blocks since the last time."""
-
-    lifetime: Spread  # from entering the index to leaving it
-    idle: Spread  # from the last use to leaving it
-    reuse_gap: Spread  # from a use to the next
-
-
 class Stepped(Message, frozen=True):
     """What came of a step."""
 
@@ -135,14 +120,8 @@ class Stepped(Message, frozen=True):
     ended: list[Ended]
     gauges: Gauges
     itl_s: list[float] = []  # between neighbouring tokens of a request, of all requests
-    block_times: BlockTimes | None = None  # None: nothing happened
-
-
-class Looked(Message, frozen=True):
-    """The engine between two steps, for whoever asked since the last one."""
-
-    picture: Picture
+    block_times: BlockTimes | None = None  # since the last time; None: nothing happened
 
 
 ToEngine = Start | Submit | Cancel | Ping | Look
-FromEngine = Ready | Refused | Pong | Stepped | Looked
+FromEngine = Ready | Refused | Ping | Stepped | Picture

@@ -1,15 +1,29 @@
 """What Prometheus scrapes at `/metrics`."""
 
 from collections.abc import Callable, Iterable, Iterator
+from itertools import accumulate
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, disable_created_metrics, generate_latest
-from prometheus_client.core import Metric
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    disable_created_metrics,
+    generate_latest,
+)
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
 from prometheus_client.registry import Collector
 
 from kvq.server.messages import Ended, Stepped
-from kvq.server.names import Names, Source, make_names
-from kvq.server.names.common import values_of
+from kvq.server.names import ALL_NAMES, Names
 from kvq.server.remote import Remote
+from kvq.server.residency import BOUNDS_S
+from kvq.server.source import Source
 
 _IGNORED = ("refused", "unknown", "label")  # there from the start, so that rates are too
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -22,8 +36,8 @@ class Metrics:
         """`model`: its name for clients; `kinds`: as `parse_names` gives them."""
         disable_created_metrics()  # type: ignore[no-untyped-call]  # a second series for each that nobody draws
         self._registry = CollectorRegistry()
-        self._source = Source(model, remote, self._registry)
-        self._names = [make_names(kind, self._source) for kind in kinds]
+        self._source = Source(model, remote)
+        self._named = [_Named(ALL_NAMES[kind], self._source, self._registry) for kind in kinds]
         self._cuts = Counter(
             "kvq_slow_readers_cut", "Streams whose readers fell too far behind.", registry=self._registry
         )
@@ -35,21 +49,19 @@ class Metrics:
         )
         for kind in _IGNORED:
             self._ignored.labels(kind)
-        self._registry.register(_Read(self._names))
         remote.on_stepped = self._stepped
 
     def ended(self, ended: Ended) -> None:
         """A request ended at the engine."""
         failed = {"request": "invalid", "busy": "refused"}.get(ended.kind or "", "error")
         self.count("success" if ended.error is None else failed)
-        values = values_of(ended)
-        for names in self._names:
-            names.observe(values)
+        for key, value in _values_of(ended).items():
+            self._observe(key, value)
 
-    def count(self, status: str) -> None:
+    def count(self, ending: str) -> None:
         """How a request ended: success, error, cancelled, timeout, or invalid, limited, refused before."""
-        for names in self._names:
-            names.count(status)
+        for named in self._named:
+            named.count(ending)
 
     def cut(self) -> None:
         """A stream's reader was too slow."""
@@ -67,23 +79,80 @@ class Metrics:
         """In Prometheus' format."""
         return generate_latest(self._registry)
 
+    def _observe(self, key: str, value: float) -> None:
+        for named in self._named:
+            named.observe(key, value)
+
     def _stepped(self, stepped: Stepped) -> None:
         """The engine did something."""
-        self._source.totals.take(self._source.remote.num_restarts, stepped)
-        reasons = [p.finish_reason for p in stepped.pieces if p.finish_reason in ("stop", "length")]
-        for names in self._names:
-            for gap in stepped.itl_s:
-                names.observe({"itl": gap})
-            for reason in reasons:
-                names.finish(reason)
+        self._source.take(stepped)
+        for gap in stepped.itl_s:
+            self._observe("itl", gap)
+        for piece in stepped.pieces:
+            if piece.finish_reason in ("stop", "length"):
+                self.count(piece.finish_reason)
 
 
-class _Read(Collector):
-    """What is read at the moment of the scrape."""
+class _Named(Collector):
+    """The metrics under one kind of names: some count as things happen, others are read at every scrape."""
 
-    def __init__(self, names: list[Names]) -> None:
+    def __init__(self, names: Names, source: Source, registry: CollectorRegistry) -> None:
         self._names = names
+        self._source = source
+        self._labels = {key: source.model if value is None else value for key, value in names.labels.items()}
+        fixed = [*self._labels.values(), *[source.model] * (len(names.ends.labels) - 1)]
+        ends = Counter(
+            names.ends.name, names.ends.text, [*self._labels, *names.ends.labels], registry=registry
+        )
+        self._ends = {ending: ends.labels(*fixed, told) for ending, told in names.endings.items()}
+        self._observed: dict[str, Histogram] = {}
+        for key, (name, text, buckets) in names.observed.items():
+            made = Histogram(name, text, [*self._labels], buckets=tuple(buckets), registry=registry)
+            self._observed[key] = made.labels(**self._labels) if self._labels else made
+        registry.register(self)
+
+    def count(self, ending: str) -> None:
+        """Something ended."""
+        if ending in self._ends:
+            self._ends[ending].inc()
+
+    def observe(self, key: str, value: float) -> None:
+        """A duration or a size."""
+        if key in self._observed:
+            self._observed[key].observe(value)
 
     def collect(self) -> Iterator[Metric]:
-        for names in self._names:
-            yield from names.families()
+        """What is read when somebody asks."""
+        names, labels, fixed = self._names, [*self._labels], [*self._labels.values()]
+        for key, (name, text, _) in names.totals:
+            counter = CounterMetricFamily(name, text, labels=labels)
+            counter.add_metric(fixed, self._source.total(key))
+            yield counter
+        for key, (name, text, _) in names.block_times.items():
+            spread = getattr(self._source.block_times, key)
+            counts = zip(map(str, (*map(float, BOUNDS_S), "+Inf")), accumulate(spread.counts), strict=True)
+            histogram = HistogramMetricFamily(name, text, labels=labels)
+            histogram.add_metric(fixed, [(le, float(count)) for le, count in counts], spread.total_s)
+            yield histogram
+        values = self._source.read()
+        for key, (name, text, own) in names.gauges.items():
+            if (value := values.get(key)) is not None:
+                gauge = GaugeMetricFamily(name, text, labels=[*labels, *own])
+                for told, one in ({(): value} if isinstance(value, int | float) else value).items():
+                    gauge.add_metric([*fixed, *told], one)
+                yield gauge
+
+
+def _values_of(ended: Ended) -> dict[str, float]:
+    """Durations in seconds and sizes in tokens of a request that ended; of a failed one only its `ttft`."""
+    times = {key: getattr(ended.timing, f"{key}_s", None) for key in ("ttft", "queue", "prefill", "e2e")}
+    found = {key: value for key, value in times.items() if value is not None}
+    if ended.error is not None or ended.receipt is None:
+        return {"ttft": found["ttft"]} if "ttft" in found else {}
+    receipt = ended.receipt
+    if "e2e" in found and "ttft" in found:
+        found["decode"] = found["e2e"] - found["ttft"]
+    found["prompt_tokens"] = receipt.prompt_tokens
+    found["generated_tokens"] = receipt.generated_tokens
+    found["hit_ratio"] = receipt.cached_tokens / max(1, receipt.prompt_tokens)
+    return found

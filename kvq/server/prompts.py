@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from time import monotonic
@@ -74,15 +75,13 @@ class Prompts:
         """
         self.texts = TokenTexts(tokenizer)
         self.why_broken: str | None = None  # why no conversation can be read, as far as that is known
-        self._tokenizer = tokenizer
         self._has_template = bool(getattr(tokenizer, "chat_template", None))
         self._readers = readers
         self._plain_texts = plain_texts
         self._deadline_s = deadline_s
         self._max_tokens = max_tokens
-        self._bounds: dict[str, Any] = {}  # of each job
-        self._for_texts = Lane(readers, width=_WIDTH)
-        self._for_chats = Lane(readers, width=_WIDTH)
+        self._bounds: dict[str, Any] = {}  # of token ids that one text may become, but for a prompt's
+        self._for_texts, self._for_chats = Lane(readers, width=_WIDTH), Lane(readers, width=_WIDTH)
         self._probing: asyncio.Task[None] | None = None
         self._probed_s = -_BROKEN_S
 
@@ -101,11 +100,11 @@ class Prompts:
 
     def aside(self) -> "Prompts":
         """The same, of any length, for who only wants to know: a line and a reader of its own."""
-        plain, deadline_s = self._plain_texts, self._deadline_s
-        aside = Prompts(self._readers, self._tokenizer, plain_texts=plain, deadline_s=deadline_s)
-        aside._for_texts = aside._for_chats = Lane(self._readers, width=1, max_waiting=_MAX_ASIDE)
-        aside._bounds = {"most_told": MAX_TOKEN_IDS}
-        return aside
+        other = copy.copy(self)
+        other._max_tokens = lambda: None
+        other._bounds = {"most_told": MAX_TOKEN_IDS}
+        other._for_texts = other._for_chats = Lane(self._readers, width=1, max_waiting=_MAX_ASIDE)
+        return other
 
     async def tokenize(self, text: str, *, special: bool = True, tenant: str = "") -> list[int]:
         """Token ids of a text.

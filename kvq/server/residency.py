@@ -4,14 +4,42 @@ from bisect import bisect_left
 from collections.abc import Callable
 from time import monotonic
 
+import msgspec
+
 from kvq.blockmgr import BlockId, Event, Evicted, Found, Stored
-from kvq.server.messages import BlockTimes, Spread
 
 # vLLM's, so that its dashboards draw the same lines.
 BOUNDS_S = (
     *(0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5),
     *(1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1200, 1800),
 )
+
+
+class Spread(msgspec.Struct, kw_only=True):
+    """Durations, counted by bucket."""
+
+    counts: list[int] = msgspec.field(default_factory=lambda: [0] * (len(BOUNDS_S) + 1))  # last: longer ones
+    total_s: float = 0.0
+
+    def observe(self, seconds: float) -> None:
+        """Count one."""
+        self.counts[bisect_left(BOUNDS_S, seconds)] += 1
+        self.total_s += seconds
+
+
+class BlockTimes(msgspec.Struct, kw_only=True):
+    """What was seen of indexed blocks."""
+
+    lifetime: Spread = msgspec.field(default_factory=Spread)  # from entering the index to leaving it
+    idle: Spread = msgspec.field(default_factory=Spread)  # from the last use to leaving it
+    reuse_gap: Spread = msgspec.field(default_factory=Spread)  # from a use to the next
+
+    def add(self, other: "BlockTimes") -> None:
+        """Take in what was seen since."""
+        for name in self.__struct_fields__:
+            mine, new = getattr(self, name), getattr(other, name)
+            mine.counts = [a + b for a, b in zip(mine.counts, new.counts, strict=True)]
+            mine.total_s += new.total_s
 
 
 class Residency:
@@ -26,7 +54,7 @@ class Residency:
         self._clock = clock
         self._stored: dict[tuple[int, BlockId], float] = {}
         self._used: dict[tuple[int, BlockId], float] = {}
-        self._lifetime, self._idle, self._gap = _Tally(), _Tally(), _Tally()
+        self._times = BlockTimes()
         self._is_new = False
 
     def __call__(self, event: Event) -> None:
@@ -36,13 +64,13 @@ class Residency:
             self._stored[key] = self._used[key] = self._clock()
         elif isinstance(event, Found):
             key, now = (event.group, event.block), self._clock()
-            self._gap.add(now - self._used[key])
+            self._times.reuse_gap.observe(now - self._used[key])
             self._used[key] = now
             self._is_new = True
         elif isinstance(event, Evicted):
             key, now = (event.group, event.block), self._clock()
-            self._lifetime.add(now - self._stored.pop(key))
-            self._idle.add(now - self._used.pop(key))
+            self._times.lifetime.observe(now - self._stored.pop(key))
+            self._times.idle.observe(now - self._used.pop(key))
             self.evictions += 1
             self._is_new = True
 
@@ -50,26 +78,5 @@ class Residency:
         """What was counted since the last call; None if nothing."""
         if not self._is_new:
             return None
-        times = BlockTimes(
-            lifetime=self._lifetime.spread(), idle=self._idle.spread(), reuse_gap=self._gap.spread()
-        )
-        self._lifetime, self._idle, self._gap = _Tally(), _Tally(), _Tally()
-        self._is_new = False
+        times, self._times, self._is_new = self._times, BlockTimes(), False
         return times
-
-
-class _Tally:
-    """Counts by bucket."""
-
-    __slots__ = ("counts", "total_s")
-
-    def __init__(self) -> None:
-        self.counts = [0] * (len(BOUNDS_S) + 1)
-        self.total_s = 0.0
-
-    def add(self, seconds: float) -> None:
-        self.counts[bisect_left(BOUNDS_S, seconds)] += 1
-        self.total_s += seconds
-
-    def spread(self) -> Spread:
-        return Spread(counts=self.counts, total_s=self.total_s)

@@ -11,13 +11,14 @@ from types import TracebackType
 from typing import Any
 
 from safetensors import SafetensorError
+from safetensors.torch import save_file
 from torch import Tensor
 
+from kvq import fileio
 from kvq.errors import ConfigError, first_lines
-from kvq.fileio import keep_permissions
-from kvq.weights.manifest import MANIFEST, FileDigest, manifest_bytes
-from kvq.weights.partial import Partial, check_target, sync, write_synced
+from kvq.weights.manifest import MANIFEST, FileDigest, manifest_bytes, read_manifest
 
+_METADATA = {"format": "pt"}  # transformers refuses files without it
 INDEX = "model.safetensors.index.json"
 MAX_SHARD_BYTES = 5 << 30
 
@@ -40,10 +41,16 @@ class CheckpointWriter:
         self._max_shard_bytes = max_shard_bytes
         self._shard: dict[str, Tensor] = {}
         self._shard_bytes = 0
-        self._partial: Partial | None = None
+        # On disk, shards have names of their own: the final ones tell how many there are
+        self._shards: dict[str, FileDigest] = {}
+        self._shard_of: dict[str, str] = {}  # by tensor
+        self._total_bytes = 0
+        self._aside: Path | None = None
         with self._explained():
             check_target(self._out, overwrite=overwrite)
-            self._partial = Partial.open(self._out)
+            aside = self._out.with_name(f".{self._out.name}.partial-{secrets.token_hex(4)}")
+            os.mkdir(aside)
+            self._aside = aside
 
     def add(self, tensors: Mapping[str, Tensor]) -> None:
         """Write tensors, or keep them until a shard is full.
@@ -52,8 +59,9 @@ class CheckpointWriter:
             ConfigError: a name is added twice, or nothing more can be written.
         """
         with self._explained():
+            self._check_open()
             for name, tensor in tensors.items():
-                if name in self._shard or name in self._open.shard_of:
+                if name in self._shard or name in self._shard_of:
                     raise ConfigError(f"can't write {self._out}: tensor {name} was added twice")
                 if self._shard and self._shard_bytes + tensor.nbytes > self._max_shard_bytes:
                     self._flush()
@@ -69,9 +77,10 @@ class CheckpointWriter:
             ConfigError: there are no tensors, a file's name is taken, or nothing more can be written.
         """
         with self._explained():
+            folder = self._check_open()
             if self._shard:
                 self._flush()
-            if not self._open.shard_of:
+            if not self._shard_of:
                 raise ConfigError(f"can't write {self._out}: it would hold no tensors")
             files: dict[str, FileDigest] = {}
             for name, text in {"config.json": _dumped(config), **(texts or {})}.items():
@@ -79,18 +88,18 @@ class CheckpointWriter:
             for path in copied:
                 self._write(files, path.name, path.read_bytes())
             self._name_shards(files)
-            write_synced(self._open.folder / MANIFEST, manifest_bytes(files))
-            sync(self._open.folder)
-            self._put_in_place(self._open.folder)
-            self._partial = None
+            _write_synced(folder / MANIFEST, manifest_bytes(files))
+            _sync(folder)
+            self._put_in_place(folder)
+            self._aside = None
         return self._out
 
     def abort(self) -> None:
         """Leave off: remove the folder aside."""
         self._shard.clear()
-        if self._partial is not None:
-            self._partial.discard()
-            self._partial = None
+        if self._aside is not None:
+            shutil.rmtree(self._aside, ignore_errors=True)
+            self._aside = None
 
     def __enter__(self) -> "CheckpointWriter":
         return self
@@ -101,35 +110,43 @@ class CheckpointWriter:
         """Leave off unless `finish` was reached."""
         self.abort()
 
-    @property
-    def _open(self) -> Partial:
-        if self._partial is None:
+    def _check_open(self) -> Path:
+        """The folder aside."""
+        if self._aside is None:
             raise ConfigError(f"{self._out} is finished or given up; make another CheckpointWriter")
-        return self._partial
+        return self._aside
 
     def _flush(self) -> None:
-        self._open.add_shard(self._shard)
+        """Write one shard, whole and flushed."""
+        name = f"shard-{len(self._shards) + 1:05}"
+        path = self._check_open() / name
+        save_file(_apart(self._shard), path, _METADATA)
+        fileio.as_new(path)  # safetensors' own are their owner's alone
+        _sync(path)
+        self._shards[name] = FileDigest.of(path)
+        self._shard_of.update(dict.fromkeys(self._shard, name))
+        self._total_bytes += self._shard_bytes
         self._shard, self._shard_bytes = {}, 0
 
     def _name_shards(self, files: dict[str, FileDigest]) -> None:
         """Give the shards the names that loaders look for, and write their index."""
-        partial, count = self._open, len(self._open.shards)
-        names = {own: f"model-{i:05}-of-{count:05}.safetensors" for i, own in enumerate(partial.shards, 1)}
+        folder, count = self._check_open(), len(self._shards)
+        names = {own: f"model-{i:05}-of-{count:05}.safetensors" for i, own in enumerate(self._shards, 1)}
         if count == 1:
             names = dict.fromkeys(names, "model.safetensors")
         else:
-            weight_map = {name: names[own] for name, own in sorted(partial.shard_of.items())}
-            index = {"metadata": {"total_size": partial.total_bytes}, "weight_map": weight_map}
+            weight_map = {name: names[own] for name, own in sorted(self._shard_of.items())}
+            index = {"metadata": {"total_size": self._total_bytes}, "weight_map": weight_map}
             self._write(files, INDEX, _dumped(index).encode())
         for own, name in names.items():
-            os.rename(partial.folder / own, partial.folder / name)
-            files[name] = partial.shards[own]
+            os.rename(folder / own, folder / name)
+            files[name] = self._shards[own]
 
     def _write(self, files: dict[str, FileDigest], name: str, content: bytes) -> None:
-        path = self._open.folder / name
+        path = self._check_open() / name
         if Path(name).name != name or name == MANIFEST or name.endswith(".safetensors") or path.exists():
             raise ConfigError(f"can't write {self._out}: {name!r} is taken, or is no file name")
-        write_synced(path, content)
+        _write_synced(path, content)
         files[name] = FileDigest.of(path)
 
     def _put_in_place(self, folder: Path) -> None:
@@ -147,7 +164,7 @@ class CheckpointWriter:
                 os.rename(old, self._out)
             raise
         with suppress(OSError):  # a crash may still undo the renaming, but both states are whole
-            sync(self._out.parent)
+            _sync(self._out.parent)
         if replaced:
             shutil.rmtree(old, ignore_errors=True)
 
@@ -164,13 +181,52 @@ class CheckpointWriter:
             raise
 
 
+def check_target(out: Path, *, overwrite: bool) -> None:
+    """Raise ConfigError unless a model folder may be put at `out`."""
+    if not out.parent.is_dir():
+        raise ConfigError(f"can't write {out}: there is no folder {out.parent}; create it first")
+    if out.is_symlink() or (out.exists() and not out.is_dir()):
+        raise ConfigError(f"can't write {out}: it is a file or a link; name a new folder")
+    if not out.exists() or not any(out.iterdir()):
+        return
+    if not overwrite:
+        raise ConfigError(f"can't write {out}: it is not empty; name a new folder, or ask to overwrite")
+    if read_manifest(out) is None:
+        raise ConfigError(f"can't overwrite {out}: kvq didn't write it (no manifest); name a new folder")
+
+
 def _keep_all_permissions(folder: Path, older: Path) -> None:
     """Let a folder and its files be read by whom those of the same names could be."""
     for path in folder.iterdir():
         if (older / path.name).is_file():
-            keep_permissions(path, os.stat(older / path.name))
-    keep_permissions(folder, os.stat(older))
+            fileio.keep_permissions(path, os.stat(older / path.name))
+    fileio.keep_permissions(folder, os.stat(older))
 
 
 def _dumped(content: Mapping[str, Any]) -> str:
     return json.dumps(content, indent=2, ensure_ascii=False) + "\n"
+
+
+def _write_synced(path: Path, content: bytes) -> None:
+    path.write_bytes(content)
+    _sync(path)
+
+
+def _sync(path: Path) -> None:
+    """Flush a file, or a folder's entries, to the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The same tensors, none sharing memory with another, which safetensors refuses."""
+    seen: set[int] = set()
+    apart = {}
+    for name, tensor in tensors.items():
+        storage = tensor.untyped_storage().data_ptr()
+        apart[name] = tensor.clone() if storage in seen else tensor
+        seen.add(storage)
+    return apart

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from kvq import cli
-from kvq.bench.timing import Samples, percentile
+from kvq.bench.timing import Timings, percentile
 from kvq.bench.utilization import measure_utilization
 
 SMALL = ["--sequences", "20", "--blocks-per-sequence", "4", "--blocks", "256", "--block-size", "3"]
@@ -66,7 +66,7 @@ def test_percentiles_are_interpolated():
 
 
 def test_samples_are_per_operation():
-    samples = Samples()
-    samples._us = [1.0, 2.0, 9.0]
-    row = samples.row("append", "small")
+    timed = Timings("small")
+    timed._us["append", "sequence"] = [1.0, 2.0, 9.0]
+    (row,) = timed.rows()
     assert (row["us_median"], row["samples"], row["operation"]) == (2.0, 3, "append")

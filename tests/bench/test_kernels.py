@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kvq import cli
-from kvq.bench import attention
+from kvq.bench import attention, measure
 from kvq.bench import tune as tuning
 from kvq.bench.measure import percentile
 from kvq.bench.truth import exact_attention
@@ -26,8 +26,8 @@ SHAPE = ["--q-heads", "4", "--kv-heads", "2", "--head-dim", "32", "--block-size"
 @pytest.fixture(autouse=True)
 def few_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small data: no need to rotate it past the cache."""
-    monkeypatch.setattr("kvq.bench.workload.cache_bytes", lambda _: 1 << 14)
-    monkeypatch.setattr(attention, "read_bandwidth", lambda _: 20.0)
+    monkeypatch.setattr("kvq.bench.measure.cache_bytes", lambda _: 1 << 14)
+    monkeypatch.setattr(measure, "read_bandwidth", lambda _: 20.0)
 
 
 def run(*arguments: str) -> None:
@@ -90,7 +90,7 @@ def test_lengths_are_drawn_within_their_range_and_bad_ones_refused() -> None:
 def test_a_wrong_kernel_is_found_and_nothing_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     attend = KVCache.attend
     monkeypatch.setattr(KVCache, "attend", lambda *a, **o: [1.01 * x for x in attend(*a, **o)])
-    monkeypatch.setattr(attention, "Stopwatch", None)
+    monkeypatch.setattr(measure, "Stopwatch", None)
     with pytest.raises(KVQError, match="kvq over int4 is wrong: relative error 1"):
         attention.bench_attention(small(), ["int4"])
 
@@ -191,7 +191,6 @@ def test_tuning_times_what_is_right_and_refuses_when_nothing_is(monkeypatch: pyt
         out, lse = attend(cache, *arguments, **options)
         return (out * 1.1 if current.keys == 32 else out), lse
 
-    monkeypatch.setattr(tuning, "filled_cache", lambda workload, kv, _: filled_cache(workload, kv, "cpu"))
     monkeypatch.setattr(tuning, "candidates", lambda _: shape)
     monkeypatch.setattr(KVCache, "attend", recorded)
     key, best, rows = tuning.tune(small(), "int4", repeats=2)
@@ -199,7 +198,7 @@ def test_tuning_times_what_is_right_and_refuses_when_nothing_is(monkeypatch: pyt
     assert set(seen[:3]) == set(shape), "every candidate ran under its own entry of the table"
     assert best == shape[2]
     assert [row["keys"] for row in rows] == [64]
-    assert key not in shapes._table()
+    assert shapes.entry(key) is None
     monkeypatch.setattr(tuning, "candidates", lambda _: shape[:2])
     with pytest.raises(KVQError, match="nothing was tuned"):
         tuning.tune(small(), "int4", repeats=2)
@@ -216,6 +215,7 @@ def small() -> Workload:
         block_size=5,
         dtype=torch.float32,
         device=torch.device("cpu"),
+        backend="cpu",
     )
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from kvq import cli
-from kvq.bench import linear
+from kvq.bench import measure
 from kvq.bench.linear import LinearWorkload, bench_linear
 from kvq.errors import KVQError
 from kvq.kernels.linear.cpu import CpuLinear
@@ -16,8 +16,8 @@ from kvq.kernels.linear.cpu import CpuLinear
 @pytest.fixture(autouse=True)
 def small_data(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small weights: no need to rotate them past the cache."""
-    monkeypatch.setattr(linear, "cache_bytes", lambda _: 1 << 12)
-    monkeypatch.setattr(linear, "read_bandwidth", lambda _: 20.0)
+    monkeypatch.setattr(measure, "cache_bytes", lambda _: 1 << 12)
+    monkeypatch.setattr(measure, "read_bandwidth", lambda _: 20.0)
 
 
 def run(*arguments: str) -> None:
@@ -49,12 +49,12 @@ def test_rows_hold_what_was_promised(tmp_path: Path, capsys: pytest.CaptureFixtu
 def test_a_wrong_kernel_is_found_and_nothing_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     product = CpuLinear.__call__
     monkeypatch.setattr(CpuLinear, "__call__", lambda *arguments: 1.01 * product(*arguments))
-    monkeypatch.setattr(linear, "Stopwatch", None)
+    monkeypatch.setattr(measure, "Stopwatch", None)
     workload = LinearWorkload(
-        out_features=8, in_features=64, rows=3, dtype=torch.float32, device=torch.device("cpu")
+        out_features=8, in_features=64, rows=3, dtype=torch.float32, device=torch.device("cpu"), backend="cpu"
     )
     with pytest.raises(KVQError, match="kvq over int8 is wrong: relative error 1"):
-        bench_linear(workload, ["int8"], backend="cpu")
+        bench_linear(workload, ["int8"])
 
 
 @pytest.mark.parametrize(

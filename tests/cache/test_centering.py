@@ -24,7 +24,7 @@ def cache_of(kv: str, *, k: bool = True, v: bool = True, softcap: float | None =
     centers = Centers(model_digest="d", text_digest="t", tokens=1, layers=layers)
     recipe = replace(KVRecipe.uniform(kv, [(DIM, DIM)]), centers=centers if k or v else None)
     layout = plan_layout(model, recipe, block_size=BLOCK)
-    cache = KVCache(model, recipe, layout, num_blocks=[8], device=CPU, backend="reference")
+    cache = KVCache(layout, num_blocks=[8], device=CPU, backend="reference")
     cache.pool(0).fill_(0xFF)
     return cache
 

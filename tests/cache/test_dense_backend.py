@@ -27,8 +27,6 @@ def dense(
     model = geometry(DIMS, windows=WINDOWS)
     recipe = KVRecipe.uniform(kv, DIMS)
     return DenseCache(
-        model,
-        recipe,
         plan_layout(model, recipe, block_size=5),
         num_blocks=[num_blocks] * 2,
         device=CPU,

@@ -9,8 +9,8 @@ from transformers import DynamicCache
 
 from kvq.cache import KvqCache
 from kvq.cache.hf_config import read_config
-from kvq.models.live_geometry import live_geometry
 from tests.cache.hf_kit import FAMILIES, dense_attention_name, family_model, generate, left_padded, quiet
+from tests.geometry.live import live_geometry
 from tests.helpers_models import FAMILY_OPTIONS, random_tokens, small_config
 
 MODES = {

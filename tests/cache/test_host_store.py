@@ -36,8 +36,7 @@ def planned(kv: str, order: BlockOrder = BlockOrder.LAYER_MAJOR) -> tuple[KVLayo
 
 def store(kv: str = "int4", folder: Path | None = None, slots: list[int] = SLOTS) -> HostStore:
     """A store for `planned(kv)`."""
-    layout, recipe = planned(kv)
-    return HostStore(layout, recipe, host_slots=slots, folder=folder)
+    return HostStore(planned(kv)[0], slots, folder)
 
 
 def block(held: HostStore, group: int, seed: int = 0) -> torch.Tensor:

@@ -111,7 +111,7 @@ def test_a_static_format_without_scales_is_refused(kv: str) -> None:
     model = geometry(DIMS)
     recipe = KVRecipe.uniform(kv, DIMS)
     with pytest.raises(ConfigError, match=r"needs static scales.*kvq calibrate.*--calibrate-on-load"):
-        KVCache(model, recipe, plan_layout(model, recipe), num_blocks=[1], device=CPU)
+        KVCache(plan_layout(model, recipe), num_blocks=[1], device=CPU)
 
 
 def test_every_layer_and_head_gets_its_own_static_scale() -> None:
@@ -130,7 +130,7 @@ def test_every_layer_and_head_gets_its_own_static_scale() -> None:
 def test_pools_start_zeroed_and_decode_to_zero() -> None:
     model = geometry(DIMS)
     recipe = KVRecipe.uniform("int4", DIMS)
-    cache = KVCache(model, recipe, plan_layout(model, recipe), num_blocks=[2], device=CPU)
+    cache = KVCache(plan_layout(model, recipe), num_blocks=[2], device=CPU)
     assert not cache.pool(0).any()
 
 
@@ -154,7 +154,7 @@ def test_a_pool_larger_than_free_memory_is_refused_with_the_numbers(monkeypatch:
     needed = layout.groups[0].pool_bytes(blocks)
     message = rf"needs {binary(needed)} on cpu, but 3\.00 GiB is free; use a shorter context"
     with pytest.raises(OutOfMemory, match=message):
-        KVCache(model, recipe, layout, num_blocks=[blocks], device=CPU)
+        KVCache(layout, num_blocks=[blocks], device=CPU)
 
 
 @pytest.mark.usefixtures("no_allocation")
@@ -162,7 +162,7 @@ def test_petabytes_are_refused_on_this_very_machine() -> None:
     model = geometry([(64, 64)])
     recipe = KVRecipe.uniform("bf16", [(64, 64)])
     with pytest.raises(OutOfMemory, match=r"needs \d+\.\d\d? PiB on cpu, but .* is free"):
-        KVCache(model, recipe, plan_layout(model, recipe), num_blocks=[10**11], device=CPU)
+        KVCache(plan_layout(model, recipe), num_blocks=[10**11], device=CPU)
 
 
 def test_a_layer_that_no_backend_can_run_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,7 +174,7 @@ def test_a_layer_that_no_backend_can_run_is_refused(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(kv_cache, "select", refuse)
     with pytest.raises(UnsupportedKernel, match="no backend can run write_kv"):
-        KVCache(model, recipe, plan_layout(model, recipe), num_blocks=[2], device=CPU)
+        KVCache(plan_layout(model, recipe), num_blocks=[2], device=CPU)
 
 
 @pytest.mark.parametrize("order", ORDERS)
@@ -279,5 +279,5 @@ def test_too_little_room_for_the_host_store_leaves_nothing_made(monkeypatch: pyt
     pool = layout.groups[0].pool_bytes(2)
     monkeypatch.setattr(memory, "available_bytes", lambda _: pool)
     with pytest.raises(OutOfMemory, match="the host store needs"):
-        KVCache(model, recipe, layout, num_blocks=[2], device=CPU, host_slots=[3])
-    KVCache(model, recipe, layout, num_blocks=[2], device=CPU, host_slots=[2])
+        KVCache(layout, num_blocks=[2], device=CPU, host_slots=[3])
+    KVCache(layout, num_blocks=[2], device=CPU, host_slots=[2])

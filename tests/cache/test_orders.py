@@ -28,8 +28,6 @@ def swapping_cache(
     model = geometry(DIMS, windows=WINDOWS)
     recipe = KVRecipe.uniform(kv, DIMS)
     cache = KVCache(
-        model,
-        recipe,
         plan_layout(model, recipe, block_size=SIZE, order=order),
         num_blocks=[num_blocks] * 2,
         device=CPU,
@@ -225,7 +223,7 @@ def test_no_orders_touch_nothing() -> None:
 def test_swapping_without_a_host_store_is_refused_with_the_remedy() -> None:
     model = geometry(DIMS, windows=WINDOWS)
     recipe = KVRecipe.uniform("int4", DIMS)
-    cache = KVCache(model, recipe, plan_layout(model, recipe), num_blocks=[2, 2], device=CPU)
+    cache = KVCache(plan_layout(model, recipe), num_blocks=[2, 2], device=CPU)
     assert cache.host_bytes == 0
     for order in (
         SwapOut(group=0, block=BlockId(0), slot=HostSlot(0)),

@@ -166,7 +166,7 @@ def test_bug_8_a_persisted_prefix_brings_its_scales(
 def test_static_scales_are_bound_through_the_recipe(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     saved(tmp_path / "p", "fp8_per_head")
     cache, manager = pair("fp8_per_head")
-    scales = cache.recipe.static_scales
+    scales = cache.layout.recipe.static_scales
     assert scales is not None
     object.__setattr__(scales.layers[1], "v", tuple(x * 1.001 for x in scales.layers[1].v))
     assert load_prefix(tmp_path / "p", cache, manager, manager.prompt(TOKENS)) == 0

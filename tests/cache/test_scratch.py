@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from kvq.cache.dense_attention import dense_attention
 from kvq.cache.kv_cache import KVCache
 from kvq.cache.scratch import DenseScratch
 from kvq.kernels import AttentionOptions, SequenceBatch
@@ -40,18 +39,16 @@ def _filled(
 @pytest.mark.parametrize("dims", [(64, 48), (60, 80)])
 def test_gathered_rows_are_what_was_stored_from_any_position(kv: str, dims: tuple[int, int]) -> None:
     cache, batch, rows = _filled(kv, dims, [23, 23, 23], [1, 1, 1])
-    scratch = DenseScratch(torch.device("cpu"))
+    scratch = DenseScratch(cache, torch.device("cpu"))
     for start in (0, 4, 7, 22):
-        got = scratch.gather(
-            cache, 0, batch.tables, start, 23, dtypes=(torch.float32, torch.float32), unrotate=True
-        )
+        got = scratch.gather(0, batch.tables, range(start, 23), dtypes=(torch.float32,) * 2, unrotate=True)
         for part, x in zip("kv", got, strict=True):
             index = "kv".index(part)
             want = torch.stack([unrotated(cache, 0, part, row[index]) for row in rows]).transpose(1, 2)
             assert torch.allclose(x, want[:, :, start:], atol=1e-5 * float(want.abs().max()))
     held = scratch.nbytes
     assert held >= 3 * 3 * 23 * sum(dims) * 4
-    scratch.gather(cache, 0, batch.tables, 0, 9, dtypes=(torch.float32,) * 2, unrotate=False)
+    scratch.gather(0, batch.tables, range(9), dtypes=(torch.float32,) * 2, unrotate=False)
     assert scratch.nbytes == held, "a shorter context needs no new memory"
 
 
@@ -76,7 +73,7 @@ def test_attention_by_torch_is_the_references(kv: str, dims: tuple[int, int], ca
     count = max(news)
     q = torch.randn(len(lengths), 6, count, dims[0], generator=torch.Generator().manual_seed(9))
     settings = AttentionOptions(scale=0.2, **options)
-    out = dense_attention(DenseScratch(q.device), cache, 0, q, batch, settings)
+    out = DenseScratch(cache, q.device).attend(0, q, batch, settings)
     assert out is not None
     packed = torch.cat([q[i, :, count - new :].transpose(0, 1) for i, new in enumerate(news)])
     want = attend(packed, cache.layer(0), batch, settings)[0]

@@ -9,12 +9,12 @@ from kvq.blockmgr import BlockManager, Copy, Scrub, SwapOut
 from kvq.blockmgr.blocks import Blocks
 from kvq.blockmgr.sequence import Sequence
 from kvq.blockmgr.swap import SwapSpace
-from kvq.capacity import fuzz
-from kvq.capacity.fake_model import FakeModel
 from kvq.scheduler import Priority, Request, Scheduler, fit, holders
 from kvq.scheduler.holders import Holders
 from kvq.scheduler.lines import Lines
 from kvq.scheduler.queue import WaitingQueue
+from tests.capacity.harness import fuzz
+from tests.capacity.harness.fake_model import FakeModel
 
 Defect = Callable[..., Any]  # takes what it replaces, then the arguments
 

@@ -6,11 +6,11 @@ from itertools import islice
 import pytest
 
 from kvq.blockmgr import BlockManager, Sequence
-from kvq.capacity import FakeModel, Faults, Mix, Pools, jobs
-from kvq.capacity.alone import Context
-from kvq.capacity.records import percentile
+from kvq.capacity.fleet.histogram import percentile
 from kvq.errors import ConfigError
 from kvq.scheduler import Branch, Priority, Request, StepPlan
+from tests.capacity.harness import FakeModel, Faults, Mix, Pools, jobs
+from tests.capacity.harness.alone import Context
 
 
 def test_jobs_are_repeated_by_their_seed_and_come_in_order() -> None:

@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 
 from kvq.blockmgr import BlockManager
-from kvq.capacity import fuzz
-from kvq.capacity.fake_engine import FakeEngine
 from kvq.scheduler import Request, Scheduler
 from kvq.scheduler.holders import Holders
 from kvq.scheduler.lines import Lines
 from kvq.scheduler.request import RequestState
+from tests.capacity.harness import fuzz
+from tests.capacity.harness.fake_engine import FakeEngine
 
 STAGES = ["queued", "parked", "prefilling", "decoding", "branched", "swapped", "dropped"]
 PATHS = [

@@ -7,7 +7,8 @@ from itertools import islice
 
 import pytest
 
-from kvq.capacity import (
+from kvq.scheduler import FixedCosts, SchedulerConfig
+from tests.capacity.harness import (
     BlindModel,
     Faults,
     Given,
@@ -21,7 +22,6 @@ from kvq.capacity import (
     jobs,
     simulate,
 )
-from kvq.scheduler import FixedCosts, SchedulerConfig
 
 SEEDS, STEPS = 300, 120
 SMALL = Setup(

@@ -50,20 +50,7 @@ def processes_of(session):
 
 
 def partner_of(model):
-    options = ModelOptions(
-        model=str(model),
-        device="cpu",
-        dtype="auto",
-        max_model_len=None,
-        weights="auto",
-        block_size=32,
-        backend="auto",
-        cache="kvq",
-        revision=None,
-        token=None,
-        scales=None,
-        calibrate_on_load=False,
-    )
+    options = ModelOptions(model=str(model), device="cpu")
     sampling = Sampling(temperature=0.0, top_p=1.0, max_tokens=None, seed=None)
     return EnginePartner(options, "int4", sampling)
 

@@ -74,7 +74,7 @@ def both(task, tmp_path_factory):
 
 def answer_at_the_end(session, prompt, chunk):
     """Unquantized KV finds all; 4 bits find what stands at the end."""
-    found = session.cache.recipe.name == "fp32" or prompt.needle_at > 20
+    found = session.cache.layout.recipe.name == "fp32" or prompt.needle_at > 20
     return prompt.answer if found else [token + 1 for token in prompt.answer]
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from kvq.bench.engine_server import KvqServer
 from kvq.calib import search
-from kvq.capacity.fleet import summary
+from kvq.commands import simulate_fleet
 from kvq.commands.finished import FinishedRows
 from kvq.errors import EngineError
 from kvq.evals import divergence
@@ -77,14 +77,14 @@ def test_a_signal_keeps_what_was_measured(tmp_path, number):
 
 
 def test_perplexity_keeps_the_windows_before_an_error(kvq, tmp_path, monkeypatch):
-    account = divergence._account
+    take = divergence.TokenFigures.take
 
-    def fail(candidate, chunk, reference, targets):
+    def fail(figures, chunk, reference, targets):
         if chunk.window == 3:
             raise EngineError("no luck")
-        account(candidate, chunk, reference, targets)
+        take(figures, chunk, reference, targets)
 
-    monkeypatch.setattr(divergence, "_account", fail)
+    monkeypatch.setattr(divergence.TokenFigures, "take", fail)
     kept = _kept(kvq, tmp_path, "perplexity", "--kv", "bf16,int4", "--context", 32, "--max-windows", 5)
     assert [(row["kv"], row["tokens"]) for row in kept] == [("bf16", 3 * 31), ("int4", 3 * 31)]
 
@@ -123,7 +123,7 @@ def test_bench_engine_keeps_the_format_before_an_error(kvq, tmp_path, monkeypatc
 
 
 def test_simulate_keeps_the_row_before_an_error(kvq, tmp_path, monkeypatch):
-    summarize = summary.summarize
+    summarize = simulate_fleet.summarize
     asked = []
 
     def fail(*arguments, **named):
@@ -132,7 +132,7 @@ def test_simulate_keeps_the_row_before_an_error(kvq, tmp_path, monkeypatch):
             raise EngineError("no luck")
         return summarize(*arguments, **named)
 
-    monkeypatch.setattr(summary, "summarize", fail)
+    monkeypatch.setattr(simulate_fleet, "summarize", fail)
     load = ("--model", "llama-3-8b", "--gpu", "h100", "--requests", 20, "--rate", 20)
     kept = _kept(kvq, tmp_path, "simulate", *load, "--kv", "fp16,int4")
     assert [row["kv"] for row in kept] == ["fp16"]

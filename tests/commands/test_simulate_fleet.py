@@ -108,13 +108,14 @@ def test_a_report_of_a_plan(capsys, tmp_path):
         (("--rate", 1, "--gpu", "h10"), "did you mean"),
         (("--rate", 1, "--model", "lama-3-8b"), "did you mean"),
         (("--rate", 1, "--model", "llama-3-70b"), "does not fit"),
-        (("--rate", 1, "--routing", "random"), "unknown"),
-        (("--rate", 1, "--replicas", "0"), "at least 1"),
-        (("--rate", 1, "--replicas", "two"), "whole numbers"),
+        (("--rate", 1, "--routing", "random"), "'random' is not one of 'round-robin'"),
+        (("--rate", 1, "--replicas", "0"), "0 is not in the range x>=1"),
+        (("--rate", 1, "--replicas", "two"), "'two' is not a valid integer range. Several have commas"),
         (("--rate", 1, "--meet", 0.9), "--slo-ttft-ms"),
         (("--rate", 1, "--meet", 0.9, "--slo-itl-ms", 50, "--replicas", 2), "leave --replicas out"),
         (("--rate", 1, "--api-input", 3), "two prices"),
-        (("--rate", 1, "--seeds", 3), "without --gpu"),
+        (("--rate", 1, "--seeds", 3), "'--seeds'"),
+        (("--rate", 1, "--gpu", "h100,l4"), "one --gpu is simulated at a time"),
         (("--rate", 1, "--input-len", "many"), "--input-len"),
         (("--rate", 1, "--max-model-len", 1 << 20), "above the model's context"),
         (("--rate", 1, "--kv", "int5"), "int5"),
@@ -139,11 +140,39 @@ def test_bad_input_is_an_error(run, arguments, said):
     assert not out
 
 
-def test_a_gpu_alone_is_not_enough(capsys):
-    with pytest.raises(SystemExit) as ended:
-        main(["simulate", "--gpu", "h100", "--rate", "1"])
-    assert ended.value.code == 2
-    assert "--model and --gpu" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--gpu", "h100", "--rate", 1), "give --model and --gpu"),
+        (("--faults", "--seed", 7), "give --model and --gpu"),
+        (("--model", "llama-3-8b", "--rate", 1), "give --gpu, one or several names of kvq gpus"),
+    ],
+)
+def test_a_model_or_a_gpu_alone_is_not_enough(kvq, arguments, said):
+    status, _, err = kvq("simulate", *arguments)
+    assert status == 2
+    assert said in " ".join(err.split())
+
+
+def test_faults_are_told_and_decided_by_the_seed(run, tmp_path):
+    def rows(*more):
+        path = tmp_path / "f.json"
+        status, out, _ = run(*LOAD[:4], "--requests", 2000, "--kv", "int4", "--json", path, *more)
+        assert status == 0
+        return out, json.loads(path.read_text())
+
+    calm, _ = rows()
+    assert "cancelled" not in calm
+    out, result = rows("--faults", "--seed", 7)
+    assert {"kvq_version", "commit", "date", "device", "versions", "command", "rows"} <= set(result)
+    (row,) = result["rows"]
+    assert row["served"] + row["cancelled"] + row["failed"] == row["requests"] == 2000
+    assert row["cancelled"] > 50
+    assert row["slow_steps"] > 0
+    for told in ("cancelled", "slow steps", f"digest {row['digest']}"):
+        assert told in out
+    assert rows("--faults", "--seed", 7)[0] == out
+    assert rows("--faults", "--seed", 8)[1]["rows"][0]["digest"] != row["digest"]
 
 
 def test_what_can_never_fit_keeps_no_goal(run, tmp_path):

@@ -10,17 +10,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from kvq.cache.attention import PACKED_NAME, register_attention
 from kvq.cache.memory import available_bytes
 from kvq.capacity.plan.gpus import find_gpu
 from kvq.capacity.plan.known import find_model
-from kvq.capacity.plan.lengths import fixed
+from kvq.capacity.plan.lengths import Demand, fixed
 from kvq.capacity.plan.plan import Engine, make_plan
-from kvq.capacity.plan.planner import make_target
+from kvq.capacity.plan.target import make_target
 from kvq.commands.plan_verify import _planned_pool
 from kvq.engine.config import EngineConfig
-from kvq.engine.memory import pool_blocks
+from kvq.engine.memory import planned_blocks
 from kvq.geometry import parse_geometry
-from kvq.models.attention import NAME, register_attention
 from kvq.models.footprint import planned_activations, planned_weights
 from kvq.models.prepared import prepare
 from kvq.models.step import PackedStep
@@ -64,14 +64,15 @@ def record(monkeypatch):
 )
 @pytest.mark.parametrize("kv", ["fp16", "k8v4", "int4"])
 def test_a_default_engine_on_that_gpu_has_the_pools_that_were_planned(record, name, gpu, kv):
-    target = make_target(name, weights="auto", weight_bytes=None, split=Split())
-    plan = make_plan(target, find_gpu(gpu), kv, fixed(1024), slot_tokens=1024, engine=Engine(sequences=128))
+    target = make_target(name)
+    plan = make_plan(target, find_gpu(gpu), kv, Demand(lengths=fixed(1024)), engine=Engine(sequences=128))
     [activations] = [term.nbytes for term in plan.terms if term.name == ACTIVATION_TERM]
     record(gpu, sum(term.nbytes for term in target.terms()))
-    found = pool_blocks(
+    found = planned_blocks(
         kv_layout(target.geometry, kv),
         EngineConfig(),
-        device=CUDA,
+        on_gpu=True,
+        free_bytes=available_bytes(CUDA),
         max_context=target.geometry.max_context,
         activation_bytes=activations,
     )
@@ -91,10 +92,11 @@ def test_verify_predicts_the_pool_from_what_is_free_before_the_weights_load(reco
     free = available_bytes(CUDA)
     record("h100", weights)
     assert available_bytes(CUDA) == free - weights
-    found = pool_blocks(
+    found = planned_blocks(
         layout,
         engine,
-        device=CUDA,
+        on_gpu=True,
+        free_bytes=available_bytes(CUDA),
         max_context=model.max_context,
         activation_bytes=planned_activations(model, engine.max_num_batched_tokens).nbytes,
     )
@@ -127,9 +129,6 @@ class _Live(TorchDispatchMode):
 class _NoCache(PackedStep):
     """Attention that computes nothing: kernels hold no more than their output."""
 
-    def check_agrees(self, layer, **_):
-        pass
-
     def attend(self, layer, q, k, v, options):
         return q.new_empty(q.shape[0], q.shape[1], v.shape[-1])
 
@@ -148,8 +147,10 @@ def test_a_step_of_full_size_holds_what_is_planned_for_it(name):
     live = _Live()
     with torch.inference_mode(), torch.device("meta"):
         model = AutoModelForCausalLM.from_config(
-            AutoConfig.for_model(**config), dtype=torch.bfloat16, attn_implementation=NAME
+            AutoConfig.for_model(**config), dtype=torch.bfloat16, attn_implementation=PACKED_NAME
         ).eval()
+        step = object.__new__(_NoCache)
+        step.geometry = geometry
         ids, keep = torch.zeros(1, tokens, dtype=torch.long), torch.zeros(1, dtype=torch.long)
         with live:
             model(
@@ -157,6 +158,6 @@ def test_a_step_of_full_size_holds_what_is_planned_for_it(name):
                 position_ids=ids.clone(),
                 use_cache=False,
                 logits_to_keep=keep,
-                kvq_step=object.__new__(_NoCache),
+                kvq_step=step,
             )
     assert live.peak == pytest.approx(planned, rel=0.05)

@@ -255,7 +255,7 @@ def test_continuations_of_one_context_compute_it_once(tiny):
         KvqLM(engine).loglikelihood(requests("loglikelihood", pairs))
         counters = engine.core.scheduler.counters
         computed = counters.prompt_tokens - counters.cached_tokens
-        assert computed < counters.prompt_tokens / 5 + 5 * (engine.model.block_size + 4)
+        assert computed < counters.prompt_tokens / 5 + 5 * (engine.model.layout.block_size + 4)
 
 
 def test_a_chat_template_is_the_tokenizers(lm, make_hf):

@@ -8,7 +8,7 @@ from transformers import AutoConfig
 
 from kvq.errors import ConfigError
 from kvq.geometry import FAMILIES, LayerGeometry, ModelGeometry, parse_geometry
-from kvq.models.live_geometry import live_geometry
+from tests.geometry.live import live_geometry
 from tests.helpers_models import FAMILY_OPTIONS, small_config
 
 # Families whose config class reads a null num_key_value_heads as one KV head per query head.

@@ -74,7 +74,7 @@ def poisoned_cache(
         recipe = recipe.with_scales(static_scales(model.kv_heads))
     layout = plan_layout(model, recipe, block_size=block_size, order=order)
     blocks = [num_blocks] * len(layout.groups)
-    cache = KVCache(model, recipe, layout, num_blocks=blocks, device=CPU, backend="reference")
+    cache = KVCache(layout, num_blocks=blocks, device=CPU, backend="reference")
     for group in range(len(layout.groups)):
         cache.pool(group).fill_(fill)
     return cache

@@ -58,8 +58,6 @@ def session_for(model, *, blocks=40, host=0):
         identity=b"the model and the recipe",
     )
     session.cache = KVCache(
-        model.geometry,
-        model.recipe,
         model.layout,
         num_blocks=[blocks] * groups,
         device=model.weights.device,

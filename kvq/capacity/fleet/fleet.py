@@ -9,6 +9,7 @@ from heapq import heappop, heappush
 from math import inf
 
 from kvq.capacity.fleet.call import Call
+from kvq.capacity.fleet.faults import NONE, Faults
 from kvq.capacity.fleet.histogram import Histogram
 from kvq.capacity.fleet.records import Fate, Records
 from kvq.capacity.fleet.replica import EngineSpec, Gauges, Replica
@@ -29,6 +30,7 @@ class FleetSpec:
     prefill_replicas: int = 0  # that compute prompts only; the others then go on from their KV
     transfer_token_s: float = 0.0  # to send a token's KV from one to the other
     overflow_waiting: int | None = None  # waiting requests from which on the next goes to an API
+    faults: Faults = NONE
 
     def __post_init__(self) -> None:
         if self.replicas < 1 or self.prefill_replicas < 0:
@@ -79,7 +81,7 @@ def serve(
     """
     fleet = _Split(spec, leaps) if spec.prefill_replicas else _Whole(spec, leaps)
     with _rare_collections():
-        first = _serve(calls, fleet, progress)
+        first = _serve(spec.faults.visit(calls), fleet, progress)
     gauges = [replica.gauges for replica in fleet.engines]
     gaps = Histogram()
     gaps.merge(fleet.handovers)
@@ -125,11 +127,14 @@ class _Whole:
 
     def __init__(self, spec: FleetSpec, leaps: bool) -> None:
         self.records = Records()
-        self.engines = [Replica(i, spec.engine, self.records, leaps=leaps) for i in range(spec.replicas)]
+        self.engines = [
+            Replica(i, spec.engine, self.records, leaps=leaps, faults=spec.faults)
+            for i in range(spec.replicas)
+        ]
         self._spec = spec
-        self._router = make_router(spec.routing, self.engines)
+        self._router = make_router(spec.routing)
         chooses = spec.routing in (Routing.LEAST_LOADED, Routing.PREFIX) and spec.replicas > 1
-        self._looks = chooses or spec.overflow_waiting is not None
+        self._looks = chooses or spec.overflow_waiting is not None or spec.faults.life_s < inf
         self.handovers = Histogram()
 
     def take(self, call: Call) -> None:
@@ -153,18 +158,18 @@ class _Split:
         self._sent: list[tuple[float, int, Call]] = []  # heap of (when the KV is there, number, rest)
         self._rest: dict[int, Call] = {}
         first = [
-            Replica(i, spec.engine, self._prompts, leaps=leaps, on_end=self._hand_over)
+            Replica(i, spec.engine, self._prompts, leaps=leaps, faults=spec.faults, on_served=self._hand_over)
             for i in range(spec.prefill_replicas)
         ]
         second = [
-            Replica(spec.prefill_replicas + i, _decoding(spec.engine), self._answers, leaps=leaps)
-            for i in range(spec.replicas)
+            Replica(i, _decoding(spec.engine), self._answers, leaps=leaps, faults=spec.faults)
+            for i in range(spec.prefill_replicas, spec.engines)
         ]
         self._first, self._second = first, second
         self.engines = [*first, *second]
         self.handovers = Histogram()  # between the first token and the second
-        self._to_prefill = make_router(Routing.LEAST_LOADED, first)
-        self._to_decode = make_router(spec.routing, second)
+        self._to_prefill = make_router(Routing.LEAST_LOADED)
+        self._to_decode = make_router(spec.routing)
 
     def take(self, call: Call) -> None:
         for records in (self.records, self._prompts, self._answers):
@@ -173,7 +178,7 @@ class _Split:
         self._deliver(call.arrival_s)
         self._rest[call.number] = call
         _place(
-            replace(call, output_tokens=1),
+            replace(call, output_tokens=1, kept_tokens=None),
             self._to_prefill,
             self._first,
             self._prompts,
@@ -192,7 +197,9 @@ class _Split:
     def _hand_over(self, call: Call, now: float) -> None:
         """A prompt is computed, and its first token there."""
         whole = self._rest.pop(call.number)
-        if whole.output_tokens == 1:
+        if whole.kept_tokens == 1:
+            self._prompts.fate[call.number] = Fate.CANCELLED
+        if whole.tokens_taken == 1:
             return
         there = now + self._spec.transfer_token_s * len(call.prompt)
         rest = replace(
@@ -200,6 +207,7 @@ class _Split:
             arrival_s=there,
             prompt=call.prompt + call.answer(0, 1),
             output_tokens=whole.output_tokens - 1,
+            kept_tokens=None if whole.kept_tokens is None else whole.kept_tokens - 1,
         )
         heappush(self._sent, (there, call.number, rest))
 
@@ -231,13 +239,18 @@ def _advance(replicas: Sequence[Replica], until: float) -> None:
 def _place(
     call: Call, router: Router, replicas: Sequence[Replica], records: Records, overflow_waiting: int | None
 ) -> None:
-    """Send a request to a replica, or to an API where too many wait."""
-    if overflow_waiting is not None and min(replica.num_waiting for replica in replicas) >= overflow_waiting:
-        records.close(call.number, Fate.OVERFLOWED, call.arrival_s)
-        return
-    replica = router(call)
-    replica.advance(call.arrival_s)
-    replica.add(call, call.arrival_s)
+    """Send a request to a replica, or to an API where too many wait; it fails where no replica is ready."""
+    now = call.arrival_s
+    ready = [replica for replica in replicas if replica.ready_s <= now]
+    waiting = min([replica.num_waiting for replica in ready], default=inf)
+    if overflow_waiting is not None and waiting >= overflow_waiting:
+        records.close(call.number, Fate.OVERFLOWED, now)
+    elif not ready:
+        records.close(call.number, Fate.FAILED, now)
+    else:
+        replica = router(call, ready)
+        replica.advance(now)
+        replica.add(call, now)
 
 
 def _decoding(spec: EngineSpec) -> EngineSpec:

@@ -43,3 +43,9 @@ class Histogram:
 
 
 _LEAST = -(1 << 30)  # the bin of zero
+
+
+def percentile(values: list[float], rank: float) -> float:
+    """The smallest value that at least `rank` percent of them don't exceed; 0.0 for none."""
+    ordered = sorted(values)
+    return ordered[max(0, -int(-len(ordered) * rank // 100) - 1)] if ordered else 0.0

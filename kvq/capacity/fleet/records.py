@@ -14,8 +14,9 @@ class Fate(IntEnum):
     OPEN = 0  # it has not
     SERVED = 1
     REFUSED = 2  # it can never fit
-    FAILED = 3  # given up: it could not go on although nothing else ran
+    FAILED = 3  # it could not go on although nothing else ran, or its engine died
     OVERFLOWED = 4  # sent to somebody else's API
+    CANCELLED = 5  # its client left
 
 
 def _doubles() -> "array[float]":
@@ -58,6 +59,7 @@ class Records:
 
     def close(self, number: int, fate: Fate, now: float) -> None:
         """A request ended."""
+        assert self.fate[number] == Fate.OPEN, f"request {number} ended twice"
         self.fate[number] = fate
         self.end_s[number] = now
 

@@ -3,11 +3,14 @@
 from array import array
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from math import inf
 
 from kvq.blockmgr import BlockManager
 from kvq.capacity.fleet.call import Call
+from kvq.capacity.fleet.faults import NONE, Faults, Trouble
 from kvq.capacity.fleet.histogram import Histogram
 from kvq.capacity.fleet.records import Fate, Records
+from kvq.capacity.plan.plan import CapacityPlan
 from kvq.capacity.plan.step_time import StepTime
 from kvq.errors import RequestError
 from kvq.scheduler import (
@@ -21,6 +24,7 @@ from kvq.scheduler import (
     StepPlan,
 )
 from kvq.scheduler.steady import is_settled, repeat
+from kvq.sizing.pools import reserve_blocks
 
 _IDLE_S = 1e-3  # until the next attempt when nothing can run
 
@@ -36,6 +40,19 @@ class EngineSpec:
     time: StepTime
     reserve_blocks: int = 0
     computes_prompts: bool = True  # False: somebody else does, and their KV comes with them
+
+    @classmethod
+    def of(cls, plan: CapacityPlan, config: SchedulerConfig, *, block_size: int) -> "EngineSpec":
+        """What was planned, of a model whose parameters are known."""
+        assert plan.time is not None, "known where the parameters are"
+        return cls(
+            num_blocks=list(plan.num_blocks),
+            block_size=block_size,
+            windows=list(plan.time.windows),
+            config=config,
+            time=plan.time,
+            reserve_blocks=reserve_blocks(plan.num_blocks),
+        )
 
     @property
     def can_leap(self) -> bool:
@@ -55,11 +72,11 @@ class _Ticket:
     def next_token(self) -> int:
         """The next one."""
         self.left -= 1
-        return self.first_token + self.call.output_tokens - self.left - 1
+        return self.first_token + self.call.tokens_taken - self.left - 1
 
     def take(self, count: int) -> "array[int]":
         """The next tokens."""
-        first = self.call.output_tokens - self.left
+        first = self.call.tokens_taken - self.left
         self.left -= count
         return self.call.answer(first, count)
 
@@ -75,6 +92,8 @@ class Gauges:
     peak_live: float = 0.0
     peak_waiting: int = 0
     recomputed_tokens: int = 0
+    slow_steps: int = 0
+    restarts: int = 0
     gaps: Histogram = field(default_factory=Histogram)  # between tokens of a request
 
 
@@ -97,16 +116,23 @@ class Replica:
         records: Records,
         *,
         leaps: bool = True,
-        on_end: Callable[[Call, float], object] | None = None,
+        faults: Faults = NONE,
+        on_served: Callable[[Call, float], object] = lambda call, now: None,
     ) -> None:
-        """`on_end` is told of every request that was served."""
         self.index = index
-        self.now = 0.0
+        self.now = self.ready_s = 0.0
         self.gauges = Gauges()
         self.live: dict[Request, _Ticket] = {}
         self._spec = spec
         self._records = records
-        self._on_end = on_end
+        self._on_served = on_served
+        self._trouble = Trouble(faults, index)
+        self._leaps = leaps and spec.can_leap
+        self._begin()
+
+    def _begin(self) -> None:
+        """An engine that holds nothing."""
+        spec = self._spec
         self.manager = BlockManager(
             num_blocks=spec.num_blocks,
             block_size=spec.block_size,
@@ -118,7 +144,6 @@ class Replica:
         if spec.computes_prompts:
             self._costs = MeasuredCosts(prefill_token_s=spec.time.linear_s(most) / most)
         self.scheduler = Scheduler(self.manager, spec.config, self._costs)
-        self._leaps = leaps and spec.can_leap
         self._steady: list[Branch] = []  # whose next step will be as the last one was; empty: who knows
 
     @property
@@ -150,15 +175,27 @@ class Replica:
         except RequestError:
             records.close(number, Fate.REFUSED, now)
             return
-        self.live[request] = _Ticket(call, call.output_tokens, call.answer(0, 1)[0])
+        self.live[request] = _Ticket(call, call.tokens_taken, call.answer(0, 1)[0])
         self._steady = []
         self.gauges.peak_waiting = max(self.gauges.peak_waiting, self.num_waiting)
 
     def advance(self, until: float) -> None:
         """Every step that begins before `until`."""
         while self.live and self.now < until:
-            if not (self._steady and self._leaps and self._leap(until)):
+            if self.now >= self._trouble.death_s:
+                self._die(self.now)
+            elif not (self._steady and self._leaps and self._leap(until)):
                 self._step()
+        while not self.live and self._trouble.death_s < until < inf:
+            self._die(max(self.now, self._trouble.death_s))
+
+    def _die(self, now: float) -> None:
+        """The engine ends: whoever waits for it is told at once, and another one starts."""
+        for request in list(self.live):
+            self._end(request, Fate.FAILED, now)
+        self.now = self.ready_s = self._trouble.die(now)
+        self.gauges.restarts += 1
+        self._begin()
 
     def _step(self) -> None:
         scheduler, began = self.scheduler, self.now
@@ -201,6 +238,9 @@ class Replica:
         seconds = time.linear_s(tokens) + time.read(time.seen(plan.ends[:num_decodes]))
         seconds += attention_s
         seconds += time.sequence_s * sum(plan.samples)
+        if self.gauges.steps == self._trouble.slow_step:
+            seconds *= self._trouble.slowness()
+            self.gauges.slow_steps += 1
         if plan.branches:
             self._costs.observe(
                 num_decodes=num_decodes,
@@ -235,10 +275,13 @@ class Replica:
         branches, scheduler = self._steady, self.scheduler
         tickets = [self.live[branch.request] for branch in branches]
         lengths = [len(branch.tokens) for branch in branches]
-        most = self._fitting(lengths, min(ticket.left for ticket in tickets))
+        most = min(min(ticket.left for ticket in tickets), self._trouble.slow_step - self.gauges.steps)
+        most = self._fitting(lengths, most)
         if most < 2:
             return False
-        bound = min(until, scheduler.lines.next_aging_s()) if len(scheduler.lines) else until
+        bound = min(until, self._trouble.death_s)
+        if len(scheduler.lines):
+            bound = min(bound, scheduler.lines.next_aging_s())
         number, time, costs, gauges = len(branches), self._spec.time, self._costs, self.gauges
         linear_s, sequences_s = time.linear_s(number), time.sequence_s * number
         seen, size, now, count = sum(lengths), self._spec.block_size, self.now, 0
@@ -287,8 +330,10 @@ class Replica:
             gauges.peak_live = live
 
     def _finish(self, branch: Branch, now: float) -> None:
+        """A request has all its tokens, or all that its client waits for."""
         self.scheduler.finish(branch)
-        self._end(branch.request, Fate.SERVED, now)
+        stays = self.live[branch.request].call.kept_tokens is None
+        self._end(branch.request, Fate.SERVED if stays else Fate.CANCELLED, now)
 
     def _end(self, request: Request, fate: Fate, now: float) -> None:
         ticket, records = self.live.pop(request), self._records
@@ -299,5 +344,5 @@ class Replica:
         records.preemptions[number] = usage.preemptions
         self.gauges.recomputed_tokens += usage.recomputed_tokens
         records.close(number, fate, now)
-        if fate is Fate.SERVED and self._on_end is not None:
-            self._on_end(ticket.call, now)
+        if fate is Fate.SERVED:
+            self._on_served(ticket.call, now)

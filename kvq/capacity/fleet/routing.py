@@ -11,7 +11,7 @@ from kvq.capacity.fleet.replica import Replica
 _MOST_AHEAD = 8  # requests that a replica with a prefix may have more than the least loaded one
 _LONG_PREFIX = 0.25  # of a prompt, from which on a replica that holds it is worth going to
 
-Router = Callable[[Call], Replica]
+Router = Callable[[Call, Sequence[Replica]], Replica]
 
 
 class Routing(Enum):
@@ -23,21 +23,21 @@ class Routing(Enum):
     PREFIX = "prefix"  # the replica that has most of the prompt cached, unless it is much busier
 
 
-def make_router(routing: Routing, replicas: Sequence[Replica]) -> Router:
-    """A function that chooses among replicas; they must have come as far as the request's arrival."""
+def make_router(routing: Routing) -> Router:
+    """A function that chooses among replicas that are ready, and have come as far as the arrival."""
     turn = count()
 
-    def least_loaded(call: Call) -> Replica:
+    def least_loaded(call: Call, replicas: Sequence[Replica]) -> Replica:
         return min(replicas, key=lambda replica: (len(replica.live), replica.index))
 
-    def in_turn(call: Call) -> Replica:
+    def in_turn(call: Call, replicas: Sequence[Replica]) -> Replica:
         return replicas[next(turn) % len(replicas)]
 
-    def by_session(call: Call) -> Replica:
+    def by_session(call: Call, replicas: Sequence[Replica]) -> Replica:
         return replicas[crc32(call.session.encode()) % len(replicas)]
 
-    def by_prefix(call: Call) -> Replica:
-        fallback = least_loaded(call)
+    def by_prefix(call: Call, replicas: Sequence[Replica]) -> Replica:
+        fallback = least_loaded(call, replicas)
         cached = {replica: replica.cached(call) for replica in replicas}
         best = max(replicas, key=lambda replica: (cached[replica], -len(replica.live), -replica.index))
         is_worth_it = cached[best] >= _LONG_PREFIX * len(call.prompt)

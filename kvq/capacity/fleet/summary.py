@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvq.capacity.fleet.fleet import Run
+from kvq.capacity.fleet.histogram import percentile
 from kvq.capacity.fleet.records import Fate, Records
 from kvq.capacity.plan.cost import Prices
-from kvq.capacity.records import percentile
 from kvq.errors import ConfigError
 
 _RANKS = (50, 95, 99)
@@ -48,7 +48,7 @@ def summarize(run: Run, slo: Slo, bill: Bill | None = None) -> dict[str, Any]:
     """Figures by name; times in milliseconds, None where there is nothing to tell.
 
     Throughput and goodput are over the time from the first arrival to the last end. `slo_met` is a share
-    of all requests but those that an API got.
+    of all requests but those that an API got or whose clients left.
     """
     records, seconds = run.records, run.seconds
     served = [i for i, fate in enumerate(records.fate) if fate == Fate.SERVED]
@@ -56,7 +56,7 @@ def summarize(run: Run, slo: Slo, bill: Bill | None = None) -> dict[str, Any]:
     for fate in records.fate:
         count[Fate(fate)] += 1
     met = sum([slo.is_met(records, i) for i in served])
-    asked = len(records) - count[Fate.OVERFLOWED]
+    asked = len(records) - count[Fate.OVERFLOWED] - count[Fate.CANCELLED]
     outputs = sum([records.output_tokens[i] for i in served])
     prompts = sum([records.prompt_tokens[i] for i in served])
     gauges = run.gauges
@@ -72,6 +72,7 @@ def summarize(run: Run, slo: Slo, bill: Bill | None = None) -> dict[str, Any]:
         "refused": count[Fate.REFUSED],
         "failed": count[Fate.FAILED],
         "overflowed": count[Fate.OVERFLOWED],
+        "cancelled": count[Fate.CANCELLED],
         "cut": records.num_cut,
         "seconds": seconds,
         "output_tokens_per_s": per_second(outputs),
@@ -85,6 +86,8 @@ def summarize(run: Run, slo: Slo, bill: Bill | None = None) -> dict[str, Any]:
         **_times("queue", [records.admitted_s[i] - records.arrival_s[i] for i in served]),
         **_times("e2e", [records.end_s[i] - records.arrival_s[i] for i in served]),
         "preemptions": sum(records.preemptions),
+        "slow_steps": sum(one.slow_steps for one in gauges),
+        "restarts": sum(one.restarts for one in gauges),
         "recomputed_tokens": sum(one.recomputed_tokens for one in gauges),
         "prefix_hit_rate": cached / prompts if prompts else None,
         "utilization": sum(one.busy_s for one in gauges) / (len(gauges) * seconds) if seconds > 0 else 0.0,

@@ -4,23 +4,22 @@ from typing import Any
 
 from kvq.capacity.plan.cost import usd_per_million
 from kvq.capacity.plan.gpus import Gpu
-from kvq.capacity.plan.lengths import fixed
-from kvq.capacity.plan.plan import CapacityPlan, Engine, Target, make_plan
+from kvq.capacity.plan.lengths import Demand, fixed
+from kvq.capacity.plan.plan import CapacityPlan, Engine, make_plan
+from kvq.capacity.plan.target import Target
 
 _SHORTEST = 1024  # tokens
 
 
-def users_by_context(
-    target: Target, gpu: Gpu, kv: str, *, longest: int, engine: Engine
-) -> list[tuple[int, int]]:
+def users_by_context(target: Target, gpu: Gpu, kv: str, engine: Engine) -> list[tuple[int, int]]:
     """(context, requests that fit at once), the context doubling up to the longest that the engine takes."""
-    longest = min(longest, engine.max_context or longest)
+    longest = min(target.geometry.max_context, engine.max_context or target.geometry.max_context)
     contexts = [min(_SHORTEST, longest)]
     while contexts[-1] < longest:
         contexts.append(min(longest, 2 * contexts[-1]))
     found = []
     for context in contexts:
-        plan = make_plan(target, gpu, kv, fixed(context), slot_tokens=context, engine=engine)
+        plan = make_plan(target, gpu, kv, Demand(lengths=fixed(context)), engine=engine)
         found.append((context, plan.users.paged))
     return found
 

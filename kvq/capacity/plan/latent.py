@@ -5,13 +5,14 @@ of `kv_lora_rank` + `qk_rope_head_dim` values for each token and layer, on every
 Source: DeepSeek-V2 (arXiv:2405.04434), section 2.1.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
-from kvq.capacity.plan.lengths import Length
+from kvq.capacity.plan.lengths import Demand
 from kvq.geometry import ModelGeometry
+from kvq.layout import KVLayout
 
 _BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}  # formats that others keep latent vectors in
 
@@ -34,14 +35,12 @@ def latent_values(config: Mapping[str, Any], geometry: ModelGeometry) -> int | N
 
 
 def latent_kv(
-    values: int | None, layers: int, kv: str, pool_bytes: int, lengths: Sequence[Length], block_size: int
+    values: int | None, layout: KVLayout, kv: str, pool_bytes: int, demand: Demand
 ) -> LatentKV | None:
-    """How many requests the pool would hold; None for formats that nobody keeps them in.
-
-    `layers`: of the fullest GPU.
-    """
+    """How many requests the pool would hold; None for formats that nobody keeps them in."""
     if values is None or kv not in _BYTES:
         return None
-    each = values * layers * _BYTES[kv]
-    held = fmean([-(-length.total // block_size) * block_size * each for length in lengths])
+    size = layout.block_size
+    each = values * sum(len(group.layers) for group in layout.groups) * _BYTES[kv]
+    held = fmean([-(-length.total // size) * size * each for length in demand.lengths])
     return LatentKV(bytes_per_token=each, users=int(pool_bytes / held))

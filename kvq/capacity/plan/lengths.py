@@ -1,6 +1,7 @@
 """How long requests are: all alike, log-normal, or as a trace has them."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import NormalDist
@@ -24,6 +25,31 @@ class Length:
         return self.prompt + self.output
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Demand:
+    """What requests want of memory: how long they are, and what they share."""
+
+    lengths: Sequence[Length]  # that stand for all of them
+    slot_tokens: int | None = None  # that an engine without blocks reserves for each; None: for the longest
+    prefix_share: float = 0.0  # of the prompts, what all requests have in common
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.prefix_share < 1:
+            raise ConfigError(f"the prefix share must be 0 to below 1, got {self.prefix_share}")
+        if self.slot < self.longest:
+            raise ConfigError(f"a slot of {self.slot} tokens does not hold a request of {self.longest}")
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest request."""
+        return max(length.total for length in self.lengths)
+
+    @property
+    def slot(self) -> int:
+        """Tokens that are reserved for each request without blocks."""
+        return self.slot_tokens or self.longest
+
+
 def fixed(context: int, output: int = 0) -> list[Length]:
     """All requests alike: `context` tokens, of which `output` are generated.
 
@@ -33,6 +59,17 @@ def fixed(context: int, output: int = 0) -> list[Length]:
     if context < 1 or not 0 <= output < context:
         raise ConfigError(f"a context of {context} tokens with {output} of output is none")
     return [Length(context - output, output)]
+
+
+def within_context(context: int, output: int | None, *, most: int) -> list[Length]:
+    """Requests of one length, within a model's context of `most`; an eighth is output unless said.
+
+    Raises:
+        ConfigError: it is longer.
+    """
+    if context > most:
+        raise ConfigError(f"a context of {context} tokens is above the model's {most}")
+    return fixed(context, output or context // 8)
 
 
 def lognormal(median: int, sigma: float, *, output_share: float = 0.5, most: int) -> list[Length]:

@@ -1,33 +1,22 @@
 """Where a GPU's memory goes, and how many users what is left holds."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from kvq.capacity.plan.cost import usd_per_million
+from kvq.capacity.plan.cost import check_share, usd_per_million
 from kvq.capacity.plan.gpus import Gpu
 from kvq.capacity.plan.latent import LatentKV, latent_kv
-from kvq.capacity.plan.lengths import Length
-from kvq.capacity.plan.roofline import Efficiency, Serving
-from kvq.capacity.plan.speed import serving
+from kvq.capacity.plan.lengths import Demand
+from kvq.capacity.plan.roofline import Efficiency
+from kvq.capacity.plan.speed import Serving, serving
 from kvq.capacity.plan.step_time import StepTime, roofline
+from kvq.capacity.plan.target import Target
 from kvq.capacity.plan.users import Users, count_users
 from kvq.errors import ConfigError
-from kvq.geometry import ModelGeometry
 from kvq.layout import KVLayout
 from kvq.sizes import decimal
-from kvq.sizing.held import HeldAs
-from kvq.sizing.memory import (
-    ACTIVATION_TERM,
-    Split,
-    Term,
-    activation_term,
-    kv_layout,
-    on_one_gpu,
-    split_geometry,
-    weight_terms,
-)
-from kvq.sizing.parameters import Parameters
+from kvq.sizing.memory import Split, Term, activation_term, kv_layout, split_geometry
 from kvq.sizing.pools import (
     GPU_FRACTION,
     MAX_NUM_BATCHED_TOKENS,
@@ -36,29 +25,6 @@ from kvq.sizing.pools import (
     share_blocks,
     wanted_blocks,
 )
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Target:
-    """A model as it shall be served."""
-
-    name: str
-    geometry: ModelGeometry
-    parameters: Parameters | None = None  # None: `weight_bytes` says it
-    held: HeldAs = field(default_factory=lambda: HeldAs(linear="fp16"))
-    weight_bytes: int | None = None  # of the whole model, instead of counting them
-    split: Split = field(default_factory=Split)
-    latent_values: int | None = None  # of a token and layer, where attention is latent
-
-    def terms(self) -> tuple[Term, ...]:
-        """The weights of the fullest GPU."""
-        if self.weight_bytes is not None:
-            given = Term(name="weights", nbytes=self.weight_bytes, formula="as given")
-            return on_one_gpu((given,), self.geometry, self.split)
-        if self.parameters is None:
-            raise ConfigError(f"{self.name}: neither parameters nor bytes of the weights are known")
-        return on_one_gpu(weight_terms(self.parameters, self.held), self.geometry, self.split)
-
 
 _ROOMY = 0.9  # of a GPU, below which advice is no trap: something is left for KV
 FREE_TERM = "left free"
@@ -77,10 +43,7 @@ class Engine:
     memory_fraction: float = GPU_FRACTION  # of what is free once the weights are loaded
 
     def __post_init__(self) -> None:
-        if not 0 < self.memory_fraction <= 1:
-            raise ConfigError(
-                f"the memory fraction must be above 0 and at most 1, got {self.memory_fraction}"
-            )
+        check_share("the memory fraction", self.memory_fraction)
         if self.runtime_bytes < 0:
             raise ConfigError(f"the runtime's bytes must be at least 0, got {self.runtime_bytes}")
 
@@ -119,60 +82,32 @@ def make_plan(
     target: Target,
     gpu: Gpu,
     kv: str,
-    lengths: Sequence[Length],
+    demand: Demand,
     *,
-    slot_tokens: int,
     engine: Engine | None = None,
-    prefix_share: float = 0.0,
     efficiency: Efficiency | None = None,
 ) -> CapacityPlan:
     """Plan one KV format.
-
-    `slot_tokens`: what an engine without blocks would reserve for each request.
 
     Raises:
         ConfigError: the model doesn't fit, with by how much and what would help.
     """
     engine = engine or Engine()
-    own = split_geometry(target.geometry, target.split)
-    layout = kv_layout(own, kv, block_size=engine.block_size)
+    layout = kv_layout(split_geometry(target.geometry, target.split), kv, block_size=engine.block_size)
     room = _Room.of(target, gpu, engine)
     block_bytes = sum(group.block_bytes for group in layout.groups)
     num_blocks = _pool_blocks(layout, target, engine, room.pool_bytes)
     if min(num_blocks) < 1:
         raise ConfigError(_does_not_fit(target, gpu, engine, room, block_bytes))
-    pool = Term(
-        name="KV pool",
-        nbytes=bytes_of(layout, num_blocks),
-        formula=" + ".join(
-            f"{count:,} x {group.block_bytes:,} B ({group.group.name})"
-            for count, group in zip(num_blocks, layout.groups, strict=True)
-        )
-        + f", blocks of {engine.block_size} tokens",
-    )
-    users = count_users(
-        layout,
-        num_blocks,
-        lengths,
-        slot_tokens=slot_tokens,
-        step_tokens=engine.step_tokens,
-        prefix_share=prefix_share,
-        seats=engine.sequences,
-    )
-    time = serve = None
+    pool = _pool_term(layout, num_blocks)
+    users = count_users(layout, num_blocks, demand, step_tokens=engine.step_tokens, seats=engine.sequences)
+    time = serve = served = price = None
     if target.parameters is not None:
-        time = roofline(
-            target.parameters,
-            target.geometry,
-            layout,
-            gpu,
-            weight_bytes=sum(term.nbytes for term in target.terms()),
-            split=target.split,
-            efficiency=efficiency or Efficiency(),
-        )
-        serve = partial(_serving, time, lengths, prefix_share)
-    served = serve(users.paged) if serve is not None and users.paged else None
-    price = gpu.usd_per_hour * target.split.gpus
+        time = roofline(target, layout, gpu, efficiency or Efficiency())
+        serve = partial(serving, time, demand)
+    if serve is not None and users.paged:
+        served = serve(users.paged)
+        price = usd_per_million(gpu.usd_per_hour * target.split.gpus, served.tokens_per_s)
     return CapacityPlan(
         model=target.name,
         gpu=gpu.name,
@@ -184,10 +119,10 @@ def make_plan(
         num_blocks=tuple(num_blocks),
         users=users,
         serving=served,
-        latent=latent_kv(target.latent_values, len(own.layers), kv, pool.nbytes, lengths, engine.block_size),
+        latent=latent_kv(target.latent_values, layout, kv, pool.nbytes, demand),
         time=time,
         serve=serve,
-        usd_per_million_tokens=None if served is None else usd_per_million(price, served.tokens_per_s),
+        usd_per_million_tokens=price,
     )
 
 
@@ -200,8 +135,13 @@ def _pool_blocks(layout: KVLayout, target: Target, engine: Engine, budget: int) 
     return share_blocks(layout, [sequences * count for count in one], budget)
 
 
-def _serving(time: StepTime, lengths: Sequence[Length], prefix_share: float, users: int) -> Serving:
-    return serving(time, lengths, users=users, prefix_share=prefix_share)
+def _pool_term(layout: KVLayout, num_blocks: list[int]) -> Term:
+    parts = [
+        f"{count:,} x {group.block_bytes:,} B ({group.group.name})"
+        for count, group in zip(num_blocks, layout.groups, strict=True)
+    ]
+    formula = f"{' + '.join(parts)}, blocks of {layout.block_size} tokens"
+    return Term(name="KV pool", nbytes=bytes_of(layout, num_blocks), formula=formula)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -210,6 +150,7 @@ class _Room:
 
     terms: tuple[Term, ...]
     free_bytes: int  # beside the weights
+    activation_bytes: int  # that a step takes of these
     pool_bytes: int  # at most; below 0: so much is missing
     fraction: float
 
@@ -230,14 +171,14 @@ class _Room:
         return cls(
             terms=tuple(t for t in (*weights, activations, runtime) if t.nbytes),
             free_bytes=free,
+            activation_bytes=activations.nbytes,
             pool_bytes=budget,
             fraction=engine.memory_fraction,
         )
 
     def left(self, pool: Term) -> tuple[Term, ...]:
         """What the pool does not take."""
-        activations = sum(term.nbytes for term in self.terms if term.name == ACTIVATION_TERM)
-        rest = self.free_bytes - activations - pool.nbytes
+        rest = self.free_bytes - self.activation_bytes - pool.nbytes
         formula = f"{1 - self.fraction:.3g} of {self.free_bytes:,} B: graphs, logits, fragments"
         if self.pool_bytes > pool.nbytes + _FRAGMENTS * self.free_bytes:
             formula += "; and what so many sequences can't use"

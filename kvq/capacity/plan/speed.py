@@ -1,21 +1,51 @@
 """How fast a plan serves: its steps on the roofline."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from dataclasses import dataclass
 from statistics import fmean
 
 from kvq.capacity.plan.gpus import check_positive
-from kvq.capacity.plan.lengths import Length
-from kvq.capacity.plan.roofline import Serving, steady_state
+from kvq.capacity.plan.lengths import Demand
 from kvq.capacity.plan.step_time import StepTime
+from kvq.errors import ConfigError
 
 
-def serving(time: StepTime, lengths: Sequence[Length], *, users: int, prefix_share: float = 0.0) -> Serving:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Serving:
+    """What `users` at once see when prompts and answers take turns."""
+
+    users: int
+    ttft_s: float  # of a prompt computed alone, without a queue
+    itl_s: float
+    tokens_per_s: float  # of all of them
+    requests_per_s: float
+
+
+def steady_state(*, users: int, step_s: float, prefill_s: float, output_tokens: float) -> Serving:
+    """Everybody decodes, and whoever ends is followed by a new prompt, for which the others wait.
+
+    By Little's law `users` = requests a second x seconds of each.
+    """
+    if users < 1 or output_tokens < 1:
+        raise ConfigError(f"{users} users with {output_tokens} tokens of output each get no tokens")
+    per_token_s = step_s + users * prefill_s / output_tokens  # between two tokens of one user
+    return Serving(
+        users=users,
+        ttft_s=prefill_s + step_s,
+        itl_s=per_token_s,
+        tokens_per_s=users / per_token_s,
+        requests_per_s=users / per_token_s / output_tokens,
+    )
+
+
+def serving(time: StepTime, demand: Demand, users: int) -> Serving:
     """What `users` at once see, on average over the lengths; a shared prefix is computed by nobody."""
+    lengths = demand.lengths
     halfway = [x.prompt + x.output // 2 for x in lengths]
     seen = [users * tokens / len(lengths) for tokens in time.seen(halfway)]
     step = time.linear_s(users) + users * time.sequence_s
     step += sum(each * tokens for each, tokens in zip(time.read_s, seen, strict=True))
-    prompt = fmean([time.prompt_s(int(x.prompt * prefix_share), x.prompt) for x in lengths])
+    prompt = fmean([time.prompt_s(int(x.prompt * demand.prefix_share), x.prompt) for x in lengths])
     output = max(1.0, fmean([float(x.output) for x in lengths]))
     return steady_state(users=users, step_s=step, prefill_s=prompt, output_tokens=output)
 

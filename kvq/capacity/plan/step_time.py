@@ -11,9 +11,8 @@ from functools import cache
 
 from kvq.capacity.plan.gpus import Gpu
 from kvq.capacity.plan.roofline import Efficiency, Machine, expert_share
-from kvq.geometry import ModelGeometry
+from kvq.capacity.plan.target import Target
 from kvq.layout import KVLayout
-from kvq.sizing.memory import Split
 from kvq.sizing.parameters import Parameters
 
 
@@ -68,21 +67,15 @@ def _pairs(start: int, end: int, window: int | None) -> int:
     return within + window * (end - max(start, window))
 
 
-def roofline(
-    parameters: Parameters,
-    geometry: ModelGeometry,
-    layout: KVLayout,
-    gpu: Gpu,
-    *,
-    weight_bytes: int,
-    split: Split,
-    efficiency: Efficiency,
-) -> StepTime:
-    """What data sheet and efficiencies allow.
+def roofline(target: Target, layout: KVLayout, gpu: Gpu, efficiency: Efficiency) -> StepTime:
+    """What data sheet and efficiencies allow a model whose parameters are known.
 
-    `layout` and `weight_bytes` are the fullest GPU's, `geometry` is the whole model's. Arithmetic counts in
-    16 bits, whatever the weights have. Of a pipeline each stage has its share of the sequences, in turn.
+    `layout` is the fullest GPU's. Arithmetic counts in 16 bits, whatever the weights have. Of a pipeline
+    each stage has its share of the sequences, in turn.
     """
+    parameters, split = target.parameters, target.split
+    assert parameters is not None, "without them a step's bytes and operations are not known"
+    weight_bytes = sum(term.nbytes for term in target.terms())
     machine = Machine(bandwidth=gpu.bandwidth, flops=1e12 * gpu.tflops["fp16"], efficiency=efficiency)
     active = parameters.active / split.gpus
 
@@ -92,7 +85,7 @@ def roofline(
         return machine.linear_s(nbytes, 2 * active * tokens, tokens=tokens)
 
     groups = layout.groups
-    q_heads = geometry.q_heads / split.tensor
+    q_heads = target.geometry.q_heads / split.tensor
     return StepTime(
         stage_s=stage_s,
         stages=split.pipeline,

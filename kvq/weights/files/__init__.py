@@ -40,6 +40,7 @@ _CONFIGS = {  # by quant_method
     "awq": flat_config.parse_awq,
 }
 _TENSORS = {"compressed-tensors": compressed_tensors, "autogptq": gptq, "autoawq": awq}
+_TOLD = ("code", "group_size", "inputs")  # of a format, by every config
 _OTHER = "write compressed-tensors"
 
 
@@ -171,11 +172,7 @@ def _check_reads_back(
     scheme = parse_config(config)
     for name, fmt in formats.items():
         found = scheme.format_of(name)
-        if found is None or (found.code, found.group_size, found.inputs) != (
-            fmt.code,
-            fmt.group_size,
-            fmt.inputs,
-        ):
+        if found is None or any(getattr(found, part) != getattr(fmt, part) for part in _TOLD):
             raise ConfigError(
                 f"{scheme.file_format} can't say that {name} is {fmt.name} beside layers that are left out "
                 f"({', '.join(ignore) or 'none'}); {_OTHER} or quantize another set of layers"

@@ -9,10 +9,9 @@ import pytest
 
 from kvq.capacity.draws import Lengths
 from kvq.capacity.fleet.arrivals import Arrivals, traced
-from kvq.capacity.fleet.histogram import Histogram
+from kvq.capacity.fleet.histogram import Histogram, percentile
 from kvq.capacity.fleet.sizing import fewest_replicas
 from kvq.capacity.plan.lengths import read_trace
-from kvq.capacity.records import percentile
 from kvq.capacity.trace_file import read_lines
 from kvq.errors import ConfigError
 from kvq.scheduler import Priority

@@ -7,13 +7,13 @@ import pytest
 
 from kvq.capacity.plan.calibration import efficiency, read_efficiency
 from kvq.capacity.plan.gpus import Gpu
-from kvq.capacity.plan.planner import make_target
 from kvq.capacity.plan.step_time import StepTime, read_share, roofline
+from kvq.capacity.plan.target import make_target
 from kvq.errors import ConfigError
-from kvq.sizing.memory import Split, kv_layout
+from kvq.sizing.memory import kv_layout
 
 GPU = Gpu(name="one", memory_gb=10, bandwidth_tb_s=2, usd_per_hour=1, tflops={"fp16": 400})
-TARGET = make_target("llama-3-8b", weights="fp16", weight_bytes=None, split=Split())
+TARGET = make_target("llama-3-8b", weights="fp16")
 LAYOUT = kv_layout(TARGET.geometry, "int4")
 WEIGHTS = 2 * TARGET.parameters.total
 READ = read_share(TARGET.parameters, 1)  # embeddings are looked up, not read
@@ -31,15 +31,7 @@ COSTS = {
 
 def measured_on(gpu: Gpu) -> StepTime:
     """The model's steps on a GPU as efficient as the one that was measured."""
-    return roofline(
-        TARGET.parameters,
-        TARGET.geometry,
-        LAYOUT,
-        gpu,
-        weight_bytes=WEIGHTS,
-        split=Split(),
-        efficiency=efficiency(COSTS, GPU, source="here"),
-    )
+    return roofline(TARGET, LAYOUT, gpu, efficiency(COSTS, GPU, source="here"))
 
 
 def test_the_model_that_was_measured_takes_what_was_measured():

@@ -4,7 +4,7 @@ import pytest
 
 import kvq
 from kvq.capacity.plan.known import find_model
-from kvq.capacity.plan.lengths import Length, fixed, lognormal, read_trace
+from kvq.capacity.plan.lengths import Demand, Length, fixed, lognormal, read_trace
 from kvq.capacity.plan.users import count_users
 from kvq.errors import ConfigError
 from kvq.geometry import parse_geometry
@@ -53,7 +53,8 @@ def test_llama_2_13b():
 def users(name, free_gb, context, slot=None, kv="fp16"):
     layout = kv_layout(geometry(name), kv, block_size=16)
     blocks = share_blocks(layout, [10**9], round(free_gb * GB))
-    return count_users(layout, blocks, fixed(context), slot_tokens=slot or context, step_tokens=2048)
+    demand = Demand(lengths=fixed(context), slot_tokens=slot or context)
+    return count_users(layout, blocks, demand, step_tokens=2048)
 
 
 def test_how_many_requests_fit():
@@ -132,15 +133,15 @@ def test_a_common_prefix_is_held_once():
     layout = kv_layout(geometry("llama-2-7b"), "fp16", block_size=16)
     counted = [
         count_users(
-            layout, [1000], [Length(96, 32)], slot_tokens=128, step_tokens=512, prefix_share=share
+            layout, [1000], Demand(lengths=[Length(96, 32)], prefix_share=share), step_tokens=512
         ).paged
         for share in (0.0, 0.5)
     ]
     assert counted == [125, 199]  # 8 blocks each; 3 in common and 5 each
     with pytest.raises(ConfigError, match="prefix share"):
-        count_users(layout, [9], [Length(1, 1)], slot_tokens=9, step_tokens=9, prefix_share=1)
+        Demand(lengths=[Length(1, 1)], slot_tokens=9, prefix_share=1)
     with pytest.raises(ConfigError, match="a slot of 9 tokens does not hold a request of 10"):
-        count_users(layout, [9], [Length(5, 5)], slot_tokens=9, step_tokens=9)
+        Demand(lengths=[Length(5, 5)], slot_tokens=9)
 
 
 def test_lengths(tmp_path):

@@ -8,10 +8,10 @@ import pytest
 
 import kvq
 from kvq.capacity.plan.gpus import find_gpu
-from kvq.capacity.plan.lengths import Length
+from kvq.capacity.plan.lengths import Demand, Length
 from kvq.capacity.plan.plan import Engine, make_plan
-from kvq.capacity.plan.planner import make_target
 from kvq.capacity.plan.speed import at_rate
+from kvq.capacity.plan.target import make_target
 from kvq.errors import ConfigError
 from kvq.formats import KVRecipe
 from kvq.sizing.memory import Split
@@ -85,7 +85,7 @@ def test_a_rate_by_littles_law():
 
 def test_a_recipe_is_planned_as_it_is_served(tmp_path):
     path = tmp_path / "kvq.json"
-    geometry = make_target("llama-3-8b", weights="fp16", weight_bytes=None, split=Split()).geometry
+    geometry = make_target("llama-3-8b", weights="fp16").geometry
     KVRecipe.uniform("k8v4", geometry.head_dims).save(path)
     recipe, named = (kvq.plan("llama-3-8b", gpu="h100", kv=kv, context=4096) for kv in (str(path), "k8v4"))
     assert recipe.users == named.users
@@ -93,21 +93,13 @@ def test_a_recipe_is_planned_as_it_is_served(tmp_path):
 
 
 def test_slots_of_others_and_seats():
-    def users(**more):
-        target = make_target("gemma-3-27b", weights="fp16", weight_bytes=None, split=Split())
-        engine = Engine(sequences=more.pop("sequences", None), max_context=2048)
-        return make_plan(
-            target, find_gpu("h100"), "fp16", [Length(1792, 256)], engine=engine, slot_tokens=2048, **more
-        ).users
+    def users(slot_tokens=2048, sequences=None):
+        target = make_target("gemma-3-27b", weights="fp16")
+        demand = Demand(lengths=[Length(1792, 256)], slot_tokens=slot_tokens)
+        engine = Engine(sequences=sequences, max_context=2048)
+        return make_plan(target, find_gpu("h100"), "fp16", demand, engine=engine).users
 
-    wide = make_plan(
-        make_target("gemma-3-27b", weights="fp16", weight_bytes=None, split=Split()),
-        find_gpu("h100"),
-        "fp16",
-        [Length(1792, 256)],
-        slot_tokens=131_072,
-        engine=Engine(max_context=2048),
-    ).users
+    wide = users(slot_tokens=131_072)
     assert wide.paged == users().paged > 10
     assert wide.contiguous < users().contiguous
     assert users(sequences=8).paged == 8

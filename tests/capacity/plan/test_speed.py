@@ -13,13 +13,9 @@ from kvq.capacity.plan.cost import (
 from kvq.capacity.plan.roofline import (
     Efficiency,
     Machine,
-    continuous_tokens_per_s,
     expert_share,
-    speculated_tokens,
-    speculation_speedup,
-    static_tokens_per_s,
-    steady_state,
 )
+from kvq.capacity.plan.speed import steady_state
 from kvq.errors import ConfigError
 
 PERFECT = Efficiency(bandwidth=1, step=1, arithmetic=1)
@@ -44,20 +40,6 @@ def test_what_is_not_bound_by_bytes_is_bound_by_arithmetic():
     machine = Machine(bandwidth=1e12, flops=1e12, efficiency=PERFECT)
     assert machine.linear_s(1e12, 1e11, tokens=1) == 1
     assert machine.linear_s(1e11, 2e12, tokens=1) == 2
-
-
-def test_batches_that_wait_for_their_longest_answer():
-    assert static_tokens_per_s([50] * 7 + [500], 0.01) == pytest.approx(170)
-    assert continuous_tokens_per_s(8, 0.01) == pytest.approx(800)
-
-
-def test_speculation():
-    assert speculated_tokens(0.7, 4) == pytest.approx(2.77, abs=5e-3)
-    assert speculation_speedup(0.7, 4, 0.1) == pytest.approx(1.98, abs=5e-3)
-    assert speculated_tokens(0, 4) == 1
-    for acceptance, drafted in ((1, 4), (-0.1, 4), (0.5, 0)):
-        with pytest.raises(ConfigError):
-            speculated_tokens(acceptance, drafted)
 
 
 def test_experts_that_a_step_reads():

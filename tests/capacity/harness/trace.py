@@ -4,8 +4,8 @@ from array import array
 from collections.abc import Iterable
 from hashlib import sha256
 
-from kvq.capacity.records import Outcome
 from kvq.scheduler import StepPlan
+from tests.capacity.harness.records import Outcome
 
 _STEP, _END = 1, 2
 _OUTCOMES = {outcome: i for i, outcome in enumerate(Outcome)}

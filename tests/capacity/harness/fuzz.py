@@ -4,12 +4,12 @@ import random
 from dataclasses import dataclass
 from itertools import islice
 
-from kvq.capacity.faults import Faults
-from kvq.capacity.records import SimulationResult
-from kvq.capacity.setup import Pools, Setup
-from kvq.capacity.simulate import simulate
-from kvq.capacity.workload import Mix, jobs
 from kvq.scheduler import FixedCosts, MeasuredCosts, SchedulerConfig
+from tests.capacity.harness.faults import Faults
+from tests.capacity.harness.records import SimulationResult
+from tests.capacity.harness.setup import Pools, Setup
+from tests.capacity.harness.simulate import simulate
+from tests.capacity.harness.workload import Mix, jobs
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

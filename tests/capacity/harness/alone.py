@@ -3,9 +3,9 @@
 from array import array
 from collections.abc import Iterator
 
-from kvq.capacity.answers import attend, beam_picks, choose
-from kvq.capacity.workload import SimulatedRequest
 from kvq.scheduler import Request
+from tests.capacity.harness.answers import attend, beam_picks, choose
+from tests.capacity.harness.workload import SimulatedRequest
 
 
 class Context:

@@ -3,16 +3,16 @@
 from collections.abc import Iterable
 from heapq import heappop, heappush
 
-from kvq.capacity.fake_engine import FakeEngine
-from kvq.capacity.fake_model import FakeModel, TokenSource
-from kvq.capacity.faults import Faults, Injector
-from kvq.capacity.invariants import check_empty
-from kvq.capacity.records import SimulationResult
-from kvq.capacity.setup import Setup
-from kvq.capacity.workload import SimulatedRequest
 from kvq.errors import OutOfBlocks
 from kvq.scheduler import Request, Scheduler
 from kvq.scheduler.request import RequestState
+from tests.capacity.harness.fake_engine import FakeEngine
+from tests.capacity.harness.fake_model import FakeModel, TokenSource
+from tests.capacity.harness.faults import Faults, Injector
+from tests.capacity.harness.invariants import check_empty
+from tests.capacity.harness.records import SimulationResult
+from tests.capacity.harness.setup import Setup
+from tests.capacity.harness.workload import SimulatedRequest
 
 _PIN_S = 1.0  # the longest time of a pin that is a fault
 _MOST_PREEMPTIONS = 8  # of one request; a longer prompt would never get through otherwise

@@ -4,6 +4,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, NamedTuple
 
+from kvq.capacity.fleet.histogram import percentile
+
 
 class Outcome(Enum):
     """How a request ended."""
@@ -81,9 +83,3 @@ class SimulationResult:
     def count(self, outcome: Outcome) -> int:
         """Requests that ended that way."""
         return sum(record.outcome is outcome for record in self.records)
-
-
-def percentile(values: list[float], rank: float) -> float:
-    """The smallest value that at least `rank` percent of them don't exceed; 0.0 for none."""
-    ordered = sorted(values)
-    return ordered[max(0, -int(-len(ordered) * rank // 100) - 1)] if ordered else 0.0

@@ -4,18 +4,18 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from kvq.blockmgr import SwapIn, SwapOut
-from kvq.capacity.alone import check_tokens
-from kvq.capacity.answers import beam_picks, choose
-from kvq.capacity.fake_model import TokenSource
-from kvq.capacity.faults import Injector
-from kvq.capacity.invariants import Progress, check_plan
-from kvq.capacity.records import Gauge, Outcome, RequestRecord, SimulationResult
-from kvq.capacity.setup import Setup
-from kvq.capacity.trace import Trace
-from kvq.capacity.workload import SimulatedRequest
 from kvq.errors import KVQError, RequestError
 from kvq.scheduler import Branch, Request, Scheduler, StepPlan
 from kvq.scheduler.request import RequestState
+from tests.capacity.harness.alone import check_tokens
+from tests.capacity.harness.answers import beam_picks, choose
+from tests.capacity.harness.fake_model import TokenSource
+from tests.capacity.harness.faults import Injector
+from tests.capacity.harness.invariants import Progress, check_plan
+from tests.capacity.harness.records import Gauge, Outcome, RequestRecord, SimulationResult
+from tests.capacity.harness.setup import Setup
+from tests.capacity.harness.trace import Trace
+from tests.capacity.harness.workload import SimulatedRequest
 
 _IDLE_S = 1e-3  # until the next attempt when nothing can run
 

@@ -9,9 +9,9 @@ from collections.abc import Collection
 from typing import Protocol
 
 from kvq.blockmgr import BlockId, Copy, Order, Scrub, SwapIn, SwapOut
-from kvq.capacity.answers import attend
-from kvq.capacity.setup import Pools
 from kvq.scheduler import StepPlan
+from tests.capacity.harness.answers import attend
+from tests.capacity.harness.setup import Pools
 
 POISON = 1 << 33  # what an unwritten, scrubbed or lost slot holds; keys are below 2**32
 BROKEN = 1 << 34  # what a step wrote that went wrong

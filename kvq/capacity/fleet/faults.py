@@ -1,0 +1,68 @@
+"""What production sees, at moments that a seed decides: clients that leave, slow steps, engines that die."""
+
+import random
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from math import inf, log1p
+from sys import maxsize
+
+from kvq.capacity.fleet.call import Call
+from kvq.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Faults:
+    """How often what goes wrong, and the seed that decides when."""
+
+    seed: int = 0
+    leaving: float = 0.05  # of the requests, whose clients leave in the middle of the answer
+    slow_steps: float = 1e-3  # of the steps, which take 10 to 100 times as long
+    life_s: float = 300.0  # of a replica's engine until it dies, on average; all that it holds is lost
+    restart_s: float = 30.0  # until the next one is ready
+
+    def __post_init__(self) -> None:
+        if not (0 <= self.leaving <= 1 and 0 <= self.slow_steps <= 1):
+            raise ConfigError("shares of clients that leave and of slow steps must be 0 to 1")
+        if not self.life_s > 0 or self.restart_s < 0:
+            raise ConfigError("the life of an engine must be above 0 seconds, its restart at least 0")
+
+    def visit(self, calls: Iterable[Call]) -> Iterator[Call]:
+        """The same requests, some of whose clients will leave."""
+        rng = random.Random(f"clients/{self.seed}")
+        for call in calls:
+            leaves = rng.random() < self.leaving and call.output_tokens > 1
+            yield replace(call, kept_tokens=rng.randrange(1, call.output_tokens)) if leaves else call
+
+
+NONE = Faults(leaving=0.0, slow_steps=0.0, life_s=inf)
+
+
+class Trouble:
+    """What one replica will see next."""
+
+    def __init__(self, faults: Faults, index: int) -> None:
+        self._faults = faults
+        self._rng = random.Random(f"replica/{faults.seed}/{index}")
+        self.slow_step = self._draw_steps()  # number of the next slow step
+        self.death_s = self._draw_life()
+
+    def slowness(self) -> float:
+        """What the slow step's time is multiplied by; draws the next one."""
+        self.slow_step += 1 + self._draw_steps()
+        return self._rng.uniform(10, 100)
+
+    def die(self, now: float) -> float:
+        """When the engine that follows is ready; draws when that one dies."""
+        ready_s = now + self._faults.restart_s
+        self.death_s = ready_s + self._draw_life()
+        return ready_s
+
+    def _draw_steps(self) -> int:
+        """Steps before the next slow one."""
+        share = self._faults.slow_steps
+        if share in (0, 1):
+            return maxsize if share == 0 else 0
+        return int(log1p(-self._rng.random()) / log1p(-share))
+
+    def _draw_life(self) -> float:
+        return self._faults.life_s * self._rng.expovariate(1)

@@ -1,0 +1,84 @@
+"""A model as it shall be served: its shape, what its weights take, and over how many GPUs it is spread."""
+
+import json
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from kvq.capacity.plan.known import find_model, known_models
+from kvq.capacity.plan.latent import latent_values
+from kvq.errors import ConfigError
+from kvq.geometry import ModelGeometry, parse_geometry
+from kvq.sizing.held import AUTO, HeldAs, held_as
+from kvq.sizing.memory import Split, Term, on_one_gpu, weight_terms
+from kvq.sizing.parameters import Parameters, count_parameters
+
+_log = logging.getLogger("kvq")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Target:
+    """One model."""
+
+    name: str
+    geometry: ModelGeometry
+    parameters: Parameters | None = None  # None: `weight_bytes` says it
+    held: HeldAs = field(default_factory=lambda: HeldAs(linear="fp16"))
+    weight_bytes: int | None = None  # of the whole model, instead of counting them
+    split: Split = field(default_factory=Split)
+    latent_values: int | None = None  # of a token and layer, where attention is latent
+
+    def terms(self) -> tuple[Term, ...]:
+        """The weights of the fullest GPU."""
+        if self.weight_bytes is not None:
+            terms: tuple[Term, ...] = (Term(name="weights", nbytes=self.weight_bytes, formula="as given"),)
+        elif self.parameters is not None:
+            terms = weight_terms(self.parameters, self.held)
+        else:
+            raise ConfigError(f"{self.name}: neither parameters nor bytes of the weights are known")
+        return on_one_gpu(terms, self.geometry, self.split)
+
+
+def make_target(
+    model: str | Path, *, weights: str = AUTO, weight_bytes: int | None = None, split: Split | None = None
+) -> Target:
+    """A model by its name or folder. `weights`: the format of Linear layers, else what the config says.
+
+    Raises:
+        ConfigError: neither is known, or its weights can't be counted.
+    """
+    config = _config(model)
+    geometry = parse_geometry(config)
+    return Target(
+        name=str(model),
+        geometry=geometry,
+        parameters=None if weight_bytes is not None else count_parameters(config, geometry),
+        held=held_as(config, weights),
+        weight_bytes=weight_bytes,
+        split=split or Split(),
+        latent_values=latent_values(config, geometry),
+    )
+
+
+def _config(model: str | Path) -> Mapping[str, Any]:
+    """Of a folder, which a Path always is and a text may be; else of a model that is known by name."""
+    if isinstance(model, str) and (
+        model.lower() in known_models() or not Path(model, "config.json").is_file()
+    ):
+        found = find_model(model)
+        if Path(model).is_dir():
+            _log.warning(
+                "%r is a model of `kvq models`; for the folder of that name write ./%s", model, model
+            )
+        return found.config
+    path = Path(model) / "config.json"
+    try:
+        config = json.loads(path.read_text(encoding="utf8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{path} can't be read: {error}") from error
+    if not isinstance(config, dict):
+        raise ConfigError(f"{path} must hold an object, got a {type(config).__name__}")
+    text = config.get("text_config")  # of a model that sees or hears too
+    return {**config, **text} if isinstance(text, dict) else config
