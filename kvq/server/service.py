@@ -7,8 +7,6 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-from pydantic import BaseModel
-
 from kvq.engine import SamplingParams
 from kvq.engine.intake import Terms
 from kvq.engine.outputs import Piece
@@ -16,7 +14,7 @@ from kvq.engine.prompts import check_known
 from kvq.errors import EngineError, RequestError
 from kvq.server.admission import Admission, Queued, check_fits
 from kvq.server.config import ServerConfig
-from kvq.server.ignored import Ignored, find_ignored
+from kvq.server.ignored import Body, Ignored, find_ignored
 from kvq.server.logs import log_event
 from kvq.server.messages import Ended, ErrorKind, Ready
 from kvq.server.metrics import Metrics
@@ -82,7 +80,7 @@ class Service:
                 param="model",
             )
 
-    def check_fields(self, given: Any, body: BaseModel) -> Ignored:
+    def check_fields(self, given: Any, body: Body) -> Ignored:
         """What of a decoded body was ignored, counted.
 
         Raises:

@@ -16,8 +16,7 @@ from kvq.models.tokenizer import load_tokenizer
 from kvq.server.admission import AdmissionConfig
 from kvq.server.batch.calls import Calls
 from kvq.server.batch.journal import Journal
-from kvq.server.batch.lines import Line, read_lines
-from kvq.server.batch.results import encode_answer, encode_fault, encode_problem
+from kvq.server.batch.lines import Line, encode_answer, encode_fault, read_lines
 from kvq.server.config import ServerConfig
 from kvq.server.logs import LogConfig
 from kvq.server.messages import Start
@@ -126,7 +125,6 @@ class _Batch:
         self._progress = progress
         self._on_model = on_model
         self._total: int | None = None
-        self._why_failed = ""
         self.summary = Summary(num_failed=journal.num_failed)
 
     async def run(self) -> Summary:
@@ -141,9 +139,13 @@ class _Batch:
 
     async def _run(self) -> None:
         config, lines = self._config, self._unfinished()
-        first = await self._first(lines)
-        if first is None:
+        for first in lines:  # found before an engine is started for nothing
+            if first is not None:
+                break
+            await asyncio.sleep(0)
+        else:
             return
+        why_failed: list[str] = []
         options = dict(config.engine)
         source = resolve_model(
             config.model, revision=options.pop("revision", None), token=options.pop("token", None)
@@ -151,7 +153,7 @@ class _Batch:
         start = Start(
             folder=str(source.folder), kv=config.kv, options=options, log=LogConfig(level="warning")
         )
-        service = _service(config, source, Remote(start, on_failed=self._note_failure))
+        service = _service(config, source, Remote(start, on_failed=why_failed.append))
         try:
             self._on_model(source, (await service.remote.start()).model_digest)
             began = monotonic()
@@ -160,17 +162,10 @@ class _Batch:
             finally:
                 self.summary.seconds = monotonic() - began
         except EngineError as error:
-            raise EngineError(f"{self._why_failed or error}; run the same command again to go on") from error
+            reason = why_failed[-1] if why_failed else error
+            raise EngineError(f"{reason}; run the same command again to go on") from error
         finally:
             await service.close()
-
-    async def _first(self, lines: Iterator[Line | None]) -> Line | None:
-        """The first line to answer, found before an engine is started for nothing."""
-        for line in lines:
-            if line is not None:
-                return line
-            await asyncio.sleep(0)
-        return None
 
     async def _answer_all(self, calls: Calls, lines: Iterator[Line | None]) -> None:
         """Answer lines, so many at a time as are allowed; whoever is free takes the next."""
@@ -202,7 +197,7 @@ class _Batch:
             body = await calls.answer(line)
         except Problem as problem:
             self.summary.num_failed += 1
-            return encode_problem(line, problem)
+            return encode_answer(line, problem.body(), problem.status)
         self.summary.take(body["usage"])
         return encode_answer(line, body)
 
@@ -230,9 +225,6 @@ class _Batch:
                 await asyncio.sleep(0)
         self._total = count
         self._show()
-
-    def _note_failure(self, reason: str) -> None:
-        self._why_failed = reason
 
 
 def _service(config: BatchConfig, source: ModelSource, remote: Remote) -> Service:
