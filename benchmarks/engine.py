@@ -239,9 +239,8 @@ def main() -> None:
     options.out.mkdir(parents=True, exist_ok=True)
     for name in chosen:
         rows = parts[name](model, options.repeats)
-        result = envelope(
-            sys.argv, model.weights.device, rows, model=model.description, threads=options.threads
-        )
+        facts = {"model": model.description, "threads": options.threads}
+        result = envelope(sys.argv, model.weights.device, rows, facts)
         write_json(options.out / f"engine-{name}-cpu.json", result)
         if name == "sweep":
             write_engine_plot(options.out / f"engine-{name}-cpu.svg", result)

@@ -283,17 +283,15 @@ def main() -> None:
             print(f"{part} failed: {failed[part]}", flush=True)
             torch.cuda.empty_cache()
     device = torch.cuda.get_device_name()
-    result = envelope(
-        sys.argv,
-        torch.device("cuda"),
-        rows,
-        driver=driver(),
-        cuda=torch.version.cuda,
-        tests=checked,
-        skipped=skipped,
-        failed=failed,
-        seconds=time.monotonic() - began,
-    )
+    facts = {
+        "driver": driver(),
+        "cuda": torch.version.cuda,
+        "tests": checked,
+        "skipped": skipped,
+        "failed": failed,
+        "seconds": time.monotonic() - began,
+    }
+    result = envelope(sys.argv, torch.device("cuda"), rows, facts)
     result["versions"]["triton"] = __import__("triton").__version__
     name = "-".join(device.lower().split())
     date = datetime.datetime.now(datetime.UTC).date().isoformat()

@@ -11,7 +11,7 @@ from kvq.bench.engine_result import Served, ServedLoad
 from kvq.bench.timing import percentile
 from kvq.blockmgr import BlockManager
 from kvq.engine import LLM, CompletionOutput, RequestOutput, SamplingParams, StepStats
-from kvq.engine.intake import Origin
+from kvq.engine.intake import Origin, Terms
 from kvq.engine.outputs import Event
 from kvq.models import Model
 from kvq.scheduler import Priority
@@ -131,8 +131,8 @@ class KvqServer:
 
         core = self.llm.core
         params = SamplingParams(max_tokens=request.output_tokens, ignore_eos=True)
-        origin = Origin(priority=request.priority)
-        core.submit(core.intake.new_job(request.prompt, params, origin, listener=listen))
+        terms = Terms(params=params, origin=Origin(priority=request.priority))
+        core.submit(core.intake.new_job(request.prompt, terms, listener=listen))
 
 
 class _Gauge:

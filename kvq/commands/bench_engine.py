@@ -95,7 +95,9 @@ def engine(
     }
 
     more: dict[str, Any] = {"model": model.description, "load": load, "refused": checked.refused}
-    with FinishedRows(json_path, partial(result_of, device=model.weights.device, **more), _print) as finished:
+    with FinishedRows(
+        json_path, partial(result_of, device=model.weights.device, facts=more), _print
+    ) as finished:
         with progress_bar("serving") as progress:
             rows = bench_engine(model, checked.kv, plan, progress=progress, keep=finished.keep)
         result = finished.end(rows)

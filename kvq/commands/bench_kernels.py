@@ -121,7 +121,7 @@ def attention(
             progress=counted(progress, how.repeats),
         )
     _print_attention(rows, bandwidth)
-    result = result_of(rows, workload.device, read_gb_per_s=bandwidth)
+    result = result_of(rows, workload.device, {"read_gb_per_s": bandwidth})
     if json_path is not None:
         write_json(json_path, result)
     if beside.plot_path is not None:

@@ -78,7 +78,7 @@ def linear(asked: Asked, how: KernelOptions, json_path: str | None) -> None:
     bandwidths: list[float] = []
 
     def result(rows: "Sequence[Any]") -> dict[str, Any]:
-        return result_of(rows, device, read_gb_per_s=max(bandwidths))
+        return result_of(rows, device, {"read_gb_per_s": max(bandwidths)})
 
     with FinishedRows(json_path, result, _print) as finished:
         with progress_bar("linear") as progress:

@@ -57,7 +57,7 @@ def serve(kv: list[str], asked: Asked, load_options: LoadOptions, json_path: str
     make = load_options.make(asked.requests, asked.concurrency)
     plan = Plan(make_load=make, users=asked.concurrency, repeats=asked.repeats)
     load = asdict(load_options) | {"requests": asked.requests, "users": asked.concurrency}
-    with FinishedRows(json_path, partial(result_of, load=load), _print) as finished:
+    with FinishedRows(json_path, partial(result_of, facts={"load": load}), _print) as finished:
         with named_progress() as named:
             progress = partial(named, "serving")
             if url is None:

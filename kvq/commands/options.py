@@ -130,23 +130,18 @@ def text_options(default: str) -> Callable[[_Command], _Command]:
     return lambda command: text(field(command))
 
 
-def window_options(command: _Command) -> _Command:
-    """Add --context, --max-windows and --chunk: how a text is cut and computed."""
-    count = click.IntRange(min=1)
-    for option in (
-        click.option("--chunk", type=count, help="Prefill tokens per step.  [default: as many as fit]"),
-        click.option(
-            "--max-windows", type=count, help="Stop after this many windows.  [default: the whole text]"
-        ),
-        click.option(
-            "--context",
-            default=1024,
-            show_default=True,
-            help="Tokens per window; windows are documents.",
-        ),
-    ):
-        command = option(command)
-    return command
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WindowOptions:
+    """How a text is cut and computed, and whether it can show damage: fields of `TokenPlan`."""
+
+    context: int = option(1024, "Tokens per window; windows are documents.")
+    max_windows: int | None = option(
+        None, "Stop after this many windows.  [default: the whole text]", type=click.IntRange(min=1)
+    )
+    chunk: int | None = option(
+        None, "Prefill tokens per step.  [default: as many as fit]", type=click.IntRange(min=1)
+    )
+    instrument: bool = option(False, "Also check that model and text can show damage; exit 1 if not.")
 
 
 def model_argument(command: _Command) -> _Command:
