@@ -98,7 +98,7 @@ class ServerPartner:
 class _NoRedirects(HTTPRedirectHandler):
     """The key is for the server that was named."""
 
-    def redirect_request(self, *_: Any, **__: Any) -> None:
+    def redirect_request(self, *_: Any) -> None:
         return None
 
 

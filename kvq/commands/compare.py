@@ -41,7 +41,7 @@ def _print(paths: tuple[str, str], results: tuple[Any, Any], found: "Comparison"
     from kvq.printable import one_line
 
     for warning in found.warnings:
-        echo(f"kvq: warning: {one_line(warning)}", err=True, fg="yellow", bold=True)
+        echo(f"kvq: warning: {one_line(warning)}", err=True, color="yellow")
     out = console()
     for name, path, result in zip("AB", paths, results, strict=True):
         out.print(

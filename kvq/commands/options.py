@@ -47,21 +47,31 @@ def gathered(kind: type[Any], name: str) -> Callable[[_Command], _Command]:
     """
 
     def gather(command: _Command) -> _Command:
-        @functools.wraps(command)
-        def wrapped(**values: Any) -> Any:
+        def change(values: dict[str, Any]) -> dict[str, Any]:
             own = {field.name: values.pop(field.name) for field in dataclasses.fields(kind)}
-            return command(**{name: kind(**own)}, **values)
+            return values | {name: kind(**own)}
 
+        command = adapted(command, change)
         for field in reversed(dataclasses.fields(kind)):
             if field.metadata:
                 own = field.name.replace("_", "-")
                 names = field.metadata["names"] or [
                     f"--{own}/--no-{own}" if field.default is True else f"--{own}"
                 ]
-                click.option(*names, field.name, **field.metadata["attributes"])(wrapped)
-        return wrapped  # type: ignore[return-value]
+                click.option(*names, field.name, **field.metadata["attributes"])(command)
+        return command
 
     return gather
+
+
+def adapted(command: _Command, change: Callable[[dict[str, Any]], dict[str, Any]]) -> _Command:
+    """The command, given other values than those of its options."""
+
+    @functools.wraps(command)
+    def wrapped(**values: Any) -> Any:
+        return command(**change(values))
+
+    return wrapped  # type: ignore[return-value]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -137,14 +147,14 @@ class WindowOptions:
 def model_argument(command: _Command) -> _Command:
     """Let the model be named as an argument too; goes above `model_options`."""
 
-    @functools.wraps(command)
-    def wrapped(named: str | None, model: str, **values: Any) -> Any:
+    def change(values: dict[str, Any]) -> dict[str, Any]:
+        named, model = values.pop("named"), values["model"]
         context = click.get_current_context()
         if named is not None and context.get_parameter_source("model") is not ParameterSource.DEFAULT:
             raise ConfigError(f"the model was named twice, {named!r} and --model {model!r}; name it once")
-        return command(model=named or model, **values)
+        return values | {"model": named or model}
 
-    return click.argument("named", metavar="[MODEL]", required=False, type=MODEL)(wrapped)  # type: ignore[return-value]
+    return click.argument("named", metavar="[MODEL]", required=False, type=MODEL)(adapted(command, change))
 
 
 class Finite(click.FloatRange):
@@ -193,10 +203,11 @@ def kv_option(default: str, many: bool) -> Callable[[_Command], _Command]:
     what = "KV formats, separated by commas" if many else "KV format"
 
     def add(command: _Command) -> _Command:
-        @functools.wraps(command)
-        def wrapped(kv: str | None, cache_type_k: str | None, cache_type_v: str | None, **values: Any) -> Any:
-            return command(kv=_named(kv, cache_type_k, cache_type_v, default, many), **values)
+        def change(values: dict[str, Any]) -> dict[str, Any]:
+            kv, k, v = (values.pop(name) for name in ("kv", "cache_type_k", "cache_type_v"))
+            return values | {"kv": _named(kv, k, v, default, many)}
 
+        command = adapted(command, change)
         for option in (
             click.option("-ctv", "--cache-type-v", type=HALF_FORMAT, help="Format of V alone, with -ctk."),
             click.option("-ctk", "--cache-type-k", type=HALF_FORMAT, help="Format of K alone, with -ctv."),
@@ -207,8 +218,8 @@ def kv_option(default: str, many: bool) -> Callable[[_Command], _Command]:
                 help=f"{what}: a name, a pair K/V, or a kvq.json.  [default: {default}]",
             ),
         ):
-            wrapped = option(wrapped)
-        return wrapped  # type: ignore[return-value]
+            command = option(command)
+        return command
 
     return add
 

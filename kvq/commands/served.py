@@ -1,6 +1,5 @@
 """What commands share whose engine runs in a process of its own."""
 
-import functools
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
@@ -12,6 +11,7 @@ from kvq.commands.options import (
     Finite,
     ModelOptions,
     Size,
+    adapted,
     gathered,
     kv_option,
     model_options,
@@ -100,20 +100,11 @@ class Service:
 def service_options(command: _Command) -> _Command:
     """Add --kv and the options of a model, of requests and of an engine; the command gets a `service`."""
 
-    @kv_option("auto", many=False)
-    @model_options
-    @gathered(RequestOptions, "requests")
-    @gathered(EngineOptions, "engine")
-    @functools.wraps(command)
-    def wrapped(
-        kv: list[str],
-        model_options: ModelOptions,
-        requests: RequestOptions,
-        engine: EngineOptions,
-        **values: Any,
-    ) -> Any:
-        return command(
-            service=Service(model=model_options, kv=kv[0], requests=requests, engine=engine), **values
-        )
+    def change(values: dict[str, Any]) -> dict[str, Any]:
+        (kv,), model = values.pop("kv"), values.pop("model_options")
+        requests, engine = values.pop("requests"), values.pop("engine")
+        return values | {"service": Service(model=model, kv=kv, requests=requests, engine=engine)}
 
-    return wrapped  # type: ignore[return-value]
+    command = gathered(EngineOptions, "engine")(adapted(command, change))
+    command = model_options(gathered(RequestOptions, "requests")(command))
+    return kv_option("auto", many=False)(command)
