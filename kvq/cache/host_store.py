@@ -4,6 +4,7 @@ import errno
 import logging
 import os
 import tempfile
+from itertools import accumulate
 from pathlib import Path
 from typing import Protocol
 
@@ -56,12 +57,9 @@ class HostStore:
                 f"got {host_slots}"
             )
         self._sizes = [group.block_bytes for group in layout.groups]
-        self._offsets = [
-            sum(n * size for n, size in zip(host_slots[:i], self._sizes, strict=False))
-            for i in range(len(host_slots))
-        ]
+        pools = (n * size for n, size in zip(host_slots, self._sizes, strict=True))
+        *self._offsets, self.nbytes = accumulate(pools, initial=0)
         self.host_slots = list(host_slots)
-        self.nbytes = sum(n * size for n, size in zip(host_slots, self._sizes, strict=True))
         self._digests = [BlockDigests(group, layout.recipe) for group in layout.groups]
         self._stored: dict[tuple[int, int], bytes] = {}  # (group, slot) -> digest
         self._storage: _Storage = _Memory(self.nbytes) if folder is None else _File(self.nbytes, Path(folder))

@@ -123,12 +123,15 @@ def load_module(folder: Path, dtype: torch.dtype | str, *, attention: str = PACK
 def load_module_from(
     folder: Path, config: Any, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype
 ) -> Any:
-    """The same of a folder's configuration and generation settings, with tensors that were read already.
+    """The same of a folder's configuration and generation settings, with tensors that hold no codes.
 
     Raises:
         ModelError: damaged or incomplete; the message says what.
     """
     from transformers import AutoModelForCausalLM, GenerationConfig
+
+    if hasattr(config, "quantization_config"):  # or transformers would look for codes
+        del config.quantization_config
 
     def make(settings: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         made = AutoModelForCausalLM._model_mapping[type(config)]

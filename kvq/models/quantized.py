@@ -170,10 +170,8 @@ def _stand_in(weight: QuantizedWeight, dtype: torch.dtype) -> Tensor:
 
 
 def _load(folder: Path, plain: dict[str, Tensor], whole: dict[str, Tensor], dtype: torch.dtype) -> Any:
-    config = load_config(folder)
-    del config.quantization_config
     named = {f"{name}.weight": tensor for name, tensor in whole.items()}
-    return load_module_from(folder, config, plain | named, dtype)
+    return load_module_from(folder, load_config(folder), plain | named, dtype)
 
 
 def _places(model: nn.Module, stand_ins: Mapping[str, Tensor]) -> dict[str, str]:

@@ -54,7 +54,8 @@ def parse(fields: Fields) -> QuantizationScheme:
     """Read the config; see `kvq.weights.files.parse_config`."""
     fields.no_typos(_FIELDS, _HARMLESS)
     fields.absent("transform_config", "moe_sparsity_config")
-    _check_sparsity(fields)
+    if fields.values.get("sparsity_config") not in (None, {}):
+        fields.object("sparsity_config").choice("format", ("dense",), "dense")
     version = fields.choice("format", (*_VERSIONS, _MIXED))
     fields.choice("quantization_status", ("compressed", "frozen", None), None)
     named = fields.object("config_groups")
@@ -148,12 +149,6 @@ def _target(text: str, where: str) -> re.Pattern[str]:
             f"{where}: targets must be Linear layers, by class, name or re:pattern, got {text!r}"
         )
     return exactly(text)
-
-
-def _check_sparsity(fields: Fields) -> None:
-    if fields.values.get("sparsity_config") in (None, {}):
-        return
-    fields.object("sparsity_config").choice("format", ("dense",), "dense")
 
 
 def _kv_scales(fields: Fields) -> bool:
