@@ -11,7 +11,6 @@ from kvq.engine.build import check_cache
 from kvq.engine.choose import Choices, Chooser, as_known
 from kvq.engine.config import EngineConfig
 from kvq.engine.grammar import GrammarCompiler, Matcher
-from kvq.engine.here import Home
 from kvq.engine.intake import Intake
 from kvq.engine.job import Job
 from kvq.engine.launch import Launcher
@@ -24,7 +23,7 @@ from kvq.engine.runner import StepOutput
 from kvq.engine.sampling import Sampler, TokenLogprobs
 from kvq.errors import EngineError, KVQError
 from kvq.models import Model
-from kvq.models.stays_here import StaysHere
+from kvq.models.stays_here import Home, StaysHere
 from kvq.scheduler import Branch, Request, StepPlan
 
 _log = logging.getLogger("kvq")
@@ -70,7 +69,7 @@ class EngineCore(StaysHere):
         num_blocks = [pool.num_blocks for pool in self.scheduler.manager.pools]
         self.memory = reconcile(model, self.runner.cache, num_blocks, before)
         self.memory.report()
-        self._compiling: list[tuple[Job, Future[Matcher]]] = []
+        self._compiling: dict[Job, Future[Matcher]] = {}
         self._grammars: GrammarCompiler | None = None
         self._publisher = Publisher(model, self.scheduler)
         self._is_stepping = False
@@ -98,7 +97,7 @@ class EngineCore(StaysHere):
             self._grammars = GrammarCompiler(
                 self.model.tokenizer, self.model.geometry.vocab_size, eos_ids=sorted(self.model.end_ids)
             )
-        self._compiling.append((job, self._grammars.submit(job.params.structured, tenant=job.request.tenant)))
+        self._compiling[job] = self._grammars.submit(job.params.structured, tenant=job.request.tenant)
 
     def refuse(self, job: Job, error: KVQError) -> None:
         """End a job that was never submitted: its listener is told why."""
@@ -106,13 +105,10 @@ class EngineCore(StaysHere):
 
     def cancel(self, job: Job) -> None:
         """End a job now; nothing happens if it has ended."""
-        for entry in self._compiling:
-            if entry[0] is job:
-                entry[1].cancel()
-                self._compiling.remove(entry)
-                self._complete(job, None, "cancelled")
-                return
-        if job.request in self._jobs:
+        if (future := self._compiling.pop(job, None)) is not None:
+            future.cancel()
+            self._complete(job, None, "cancelled")
+        elif job.request in self._jobs:
             self._end(job, None, "cancelled")
 
     def on_step(self, subscriber: StepSubscriber) -> Callable[[], None]:
@@ -184,13 +180,12 @@ class EngineCore(StaysHere):
                 depth=plan.ends[-1],
                 seconds=chosen - began,
             )
-        if self._publisher.has_subscribers:
-            self._publisher.publish(
-                running,
-                seconds=self._clock() - began,
-                sampling_s=launched - ran + chosen - waited,
-                finished=self._finished,
-            )
+        self._publisher.publish(
+            running,
+            seconds=self._clock() - began,
+            sampling_s=launched - ran + chosen - waited,
+            finished=self._finished,
+        )
         return True
 
     def close(self, error: KVQError | None = None) -> None:
@@ -200,7 +195,7 @@ class EngineCore(StaysHere):
         if not self._home.is_here:  # in a forked child, what lies outside is still its parent's
             return
         self._launcher.forget()
-        for job, future in self._compiling:
+        for job, future in self._compiling.items():
             future.cancel()
             self._complete(job, error, reason)
         self._compiling.clear()
@@ -225,9 +220,8 @@ class EngineCore(StaysHere):
 
     def _begin_compiled(self) -> None:
         """Queue the jobs whose grammars are ready, end those whose grammars are refused."""
-        for entry in [entry for entry in self._compiling if entry[1].done()]:
-            self._compiling.remove(entry)
-            job, future = entry
+        for job in [job for job, future in self._compiling.items() if future.done()]:
+            future = self._compiling.pop(job)
             error = future.exception()
             if error is None:
                 self._begin(job, future.result())

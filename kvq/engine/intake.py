@@ -8,7 +8,6 @@ from functools import cached_property
 from typing import Any
 
 from kvq.engine.beam import BeamSearch
-from kvq.engine.here import Home
 from kvq.engine.job import Job, Listener
 from kvq.engine.outputs import Timing
 from kvq.engine.params import MAX_PINS, MAX_SALT, PrefixPin, SamplingParams, check_params
@@ -16,6 +15,7 @@ from kvq.engine.prompts import Prompt, prompt_tokens
 from kvq.errors import RequestError
 from kvq.models import Model
 from kvq.models.prompts import check_length, longest_token
+from kvq.models.stays_here import Home
 from kvq.scheduler import Priority, Request, Scheduler
 
 _PROMPT_LOGPROB_BYTES = 64 << 20  # logits of one step that prompt log-probabilities may take

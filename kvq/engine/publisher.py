@@ -61,11 +61,6 @@ class Publisher:
         self._linear: LinearTime | None = None
         self._is_closed = False
 
-    @property
-    def has_subscribers(self) -> bool:
-        """True while anybody wants to know."""
-        return bool(self._subscribers)
-
     def subscribe(self, subscriber: StepSubscriber) -> Callable[[], None]:
         """Call `subscriber` with the stats of every step from now on. Returns a function that ends it."""
         if self._is_closed:
@@ -77,6 +72,8 @@ class Publisher:
 
     def publish(self, running: Launched, *, seconds: float, sampling_s: float, finished: int) -> None:
         """Tell of a step that took so long. A subscriber that raises is reported and dropped."""
+        if not self._subscribers:
+            return
         stats = self._stats(running, seconds, sampling_s, finished)
         for subscriber in tuple(self._subscribers):
             try:

@@ -99,7 +99,9 @@ class Guard:
                 await response(scope, receive, answer.send)
                 return
             if whole is not None:
-                await self._app(_with_get(scope), whole, answer.send)
+                # HEAD is GET whose body the connection leaves out
+                asked = {**scope, "method": "GET"} if scope["method"] == "HEAD" else scope
+                await self._app(asked, whole, answer.send)
         finally:
             body.release()
             if answer.status in _COSTLY and ADMITTED not in scope and "kvq_tenant" in scope:
@@ -204,11 +206,6 @@ def _most_bytes(scope: Scope) -> int:
     """That the body of a request may have; where nobody reads one, those that nobody else has to wait for."""
     is_read = scope["method"] in ("POST", "PUT", "PATCH") and scope["path"] not in OPEN
     return MAX_BODY if is_read else FREE
-
-
-def _with_get(scope: Scope) -> Scope:
-    """HEAD is GET whose body the connection leaves out."""
-    return {**scope, "method": "GET"} if scope["method"] == "HEAD" else scope
 
 
 def as_response(problem: Problem, path: str) -> JSONResponse:

@@ -114,7 +114,8 @@ class Remote:
         """
         self._life = asyncio.create_task(self._live())
         while self.state in (State.STARTING, State.RESTARTING):
-            await self._next_change()
+            self._changed.clear()
+            await self._changed.wait()
         if self.state is not State.READY:
             await asyncio.gather(self._life)
         assert self.info is not None, "a ready engine said what it is"
@@ -317,7 +318,3 @@ class Remote:
     def _set(self, state: State) -> None:
         self.state = state
         self._changed.set()
-
-    async def _next_change(self) -> None:
-        self._changed.clear()
-        await self._changed.wait()

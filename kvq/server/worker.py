@@ -23,10 +23,9 @@ from kvq.engine.outputs import Event
 from kvq.errors import EngineError, KVQError, OutOfMemory, RequestError, first_lines
 from kvq.layout import GroupLayout
 from kvq.server.frames import encode, to_engine
-from kvq.server.heap import Heap
 from kvq.server.logs import configure
 from kvq.server.lookout import Lookout
-from kvq.server.measured import Gaps, Memory
+from kvq.server.measured import Gaps, Heap, Memory
 from kvq.server.messages import Cancel, Ended, Gauges, Look, Ping, Ready, Refused, Start, Stepped, Submit
 from kvq.server.residency import Residency
 
