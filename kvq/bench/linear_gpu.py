@@ -107,7 +107,7 @@ def tune_linear(
     kernel = select(spec.operation, spec, Device.of(device), "triton")
     layers = [kernel.run(codes) for _ in range(_copies(codes.nbytes, device))]
     x = torch.randn(rows if rows != tiles.MANY_ROWS else 256, inputs, device=device, dtype=torch.bfloat16)
-    key = tiles.table_key(name, rows, shapes.device_name(device))
+    key = shapes.table_key("linear", name, rows, shapes.device_name(device))
     tried, watches = [], []
     for tile in candidates(rows):
         with shapes.using(key, tile):
