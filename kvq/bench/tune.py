@@ -73,7 +73,7 @@ def tune_linear(
         KVQError: there is none.
     """
     rows = tiles.row_class(workload.rows)
-    key = tiles.table_key(name, rows, shapes.device_name(workload.device))
+    key = shapes.table_key("linear", name, rows, shapes.device_name(workload.device))
     own = over_codes(workload, name)
     return key, *_fastest(own, key, linear_candidates(rows), repeats=repeats)
 

@@ -152,10 +152,8 @@ class Blocks:
 
     def climb(self, sequence: Sequence) -> None:
         """Step back from nodes that left the index while the sequence did not hold their blocks."""
-        while not sequence.node.alive:
-            assert sequence.node.parent is not None, "a root is always alive"
-            sequence.node = sequence.node.parent
-            sequence.depth -= 1
+        while not sequence.node.alive:  # a root always is
+            sequence.step_back()
 
     def _settle(self, sequence: Sequence, group: int, i: int, node: Node) -> None:
         """Let the index know a sequence's block, or let the sequence use the one it knows."""

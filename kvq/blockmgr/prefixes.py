@@ -83,8 +83,19 @@ class Prefixes:
 
         The part is left out when no block is free for the copy. Never raises OutOfBlocks.
         """
-        hit = self.hit(prompt)
-        self._share(sequence, hit, len(hit.nodes) * self._blocks.block_size)
+        hit, events = self.hit(prompt), self._blocks.events
+        sequence.length = len(hit.nodes) * self._blocks.block_size
+        starts, held = needed_blocks(self._blocks, hit.nodes, sequence.length)
+        self._blocks.share(held)
+        if events.active:
+            for group, blocks in enumerate(held):
+                for block in blocks:
+                    events.add(Found(group=group, block=block))
+        sequence.fill(starts, held)
+        if hit.nodes:
+            sequence.node = hit.nodes[-1]
+        sequence.depth = sequence.found = len(hit.nodes)
+        sequence.receipt.shared = sequence.num_held
         if hit.part is not None:
             self._copy_part(sequence, hit.part, hit.length)
         sequence.committed = sequence.length
@@ -122,20 +133,6 @@ class Prefixes:
         announced = sequence.announced  # the next block to come is the last one
         while announced and (depth is None or announced[-1][0] < depth):
             del self._computing[announced.pop()[1]]
-
-    def _share(self, sequence: Sequence, hit: Hit, length: int) -> None:
-        starts, held = needed_blocks(self._blocks, hit.nodes, length)
-        self._blocks.share(held)
-        if self._blocks.events.active:
-            for group, blocks in enumerate(held):
-                for block in blocks:
-                    self._blocks.events.add(Found(group=group, block=block))
-        sequence.fill(starts, held)
-        if hit.nodes:
-            sequence.node = hit.nodes[-1]
-        sequence.depth = sequence.found = len(hit.nodes)
-        sequence.length = length
-        sequence.receipt.shared = sequence.num_held
 
     def _copy_part(self, sequence: Sequence, part: Node, length: int) -> None:
         """Copy a block whose first tokens come next, if there is room; its owner keeps it."""

@@ -72,6 +72,12 @@ class Sequence:
         self.tables = [[BlockId(0)] * start + blocks for start, blocks in zip(starts, held, strict=True)]
         self.mark_all()
 
+    def step_back(self) -> None:
+        """Let the block before the last indexed one be the last."""
+        assert self.node.parent is not None, "a root has depth 0"
+        self.node = self.node.parent
+        self.depth -= 1
+
     def take_changes(self) -> list[tuple[int, int, list[BlockId]]]:
         """What changed in the tables since the last call: (group, first index, entries from there on).
 

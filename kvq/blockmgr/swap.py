@@ -148,11 +148,8 @@ class SwapSpace:
             if not node.alive or any(node.blocks[g] != sequence.tables[g][i] for g in held):
                 break
             depth = i + 1
-        node = sequence.node
-        while node.depth > depth:
-            assert node.parent is not None, "a root has depth 0"
-            node = node.parent
-        sequence.node, sequence.depth = node, depth
+        while sequence.depth > depth:
+            sequence.step_back()
 
 
 def _path(node: Node) -> list[Node]:

@@ -129,9 +129,7 @@ class Tables:
         sequence.committed = min(sequence.committed, length)
         sequence.digests = sequence.digests[: length // size]
         while sequence.depth > length // size:
-            assert sequence.node.parent is not None, "a root has depth 0"
-            sequence.node = sequence.node.parent
-            sequence.depth -= 1
+            sequence.step_back()
         sequence.found = min(sequence.found, sequence.depth)
 
     def release_unseen(self, sequence: Sequence) -> None:

@@ -8,7 +8,7 @@ import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar
+from typing import Any, ClassVar, Generic, Self, TypeVar
 
 from kvq.errors import ConfigError
 
@@ -17,17 +17,7 @@ _DIGEST_CHARACTERS = 16
 AGAIN = "make the file again: `kvq calibrate MODEL --out kvq.json`, or `kvq tune` if that made it"
 
 
-class LayerNumbers(Protocol):
-    """The numbers of one layer: a dataclass whose fields are tuples, of tuples maybe, or None."""
-
-    __dataclass_fields__: ClassVar[dict[str, Any]]
-
-    @classmethod
-    def read(cls, where: str, data: dict[str, Any]) -> Self:
-        """Check the lists of a JSON object; raises ConfigError."""
-
-
-Layer = TypeVar("Layer", bound=LayerNumbers)
+Layer = TypeVar("Layer")  # a dataclass whose fields are tuples of numbers, of such tuples, or None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,7 +25,7 @@ class Calibrated(Generic[Layer]):
     """Numbers of every layer of one model, and what they come from."""
 
     name: ClassVar[str]  # in kvq.json
-    kind: ClassVar[type[LayerNumbers]]  # of `layers`
+    kind: ClassVar[Any]  # of `layers`; its `read(where, data)` checks the lists of a JSON object
 
     model_digest: str  # the weights they were observed on
     text_digest: str  # SHA-256 of the calibration text
@@ -46,7 +36,7 @@ class Calibrated(Generic[Layer]):
         """The JSON object kept in kvq.json under `name`."""
         layers = []
         for index, layer in enumerate(self.layers):
-            lists = {field.name: _lists(getattr(layer, field.name)) for field in fields(layer)}
+            lists = {field.name: _lists(getattr(layer, field.name)) for field in fields(self.kind)}
             layers.append({**lists, "digests": self._digests(self.model_digest, index, layer)})
         header = {key: getattr(self, key) for key in ("model_digest", "text_digest", "tokens")}
         return {**header, "layers": layers}
@@ -86,7 +76,7 @@ class Calibrated(Generic[Layer]):
         return layer
 
     @staticmethod
-    def _digests(model_digest: str, index: int, layer: LayerNumbers) -> dict[str, str]:
+    def _digests(model_digest: str, index: int, layer: Any) -> dict[str, str]:
         return {
             field.name: field_digest(model_digest, index, field.name, getattr(layer, field.name))
             for field in fields(layer)

@@ -14,11 +14,10 @@ from kvq.kernels.gpu.support import supports as gpu_supports
 from kvq.kernels.gpu.support import supports_linear as gpu_supports_linear
 from kvq.kernels.linear.cpu import CpuLinear
 from kvq.kernels.linear.reference import ReferenceLinear
-from kvq.kernels.linear.spec import LINEAR_OPERATIONS, LinearSpec
 from kvq.kernels.native.support import supports as cpu_supports
 from kvq.kernels.native.support import supports_linear as cpu_supports_linear
 from kvq.kernels.neighbours import watch_neighbours
-from kvq.kernels.spec import Device, KernelSpec, Support
+from kvq.kernels.spec import LINEAR_OPERATIONS, Device, KernelSpec, LinearSpec, Support
 
 _log = logging.getLogger("kvq")
 

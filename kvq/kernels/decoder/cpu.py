@@ -1,5 +1,6 @@
 """A plain decoder layer in C++ for CPUs, but for its attention: two calls instead of eight and more."""
 
+from ctypes import addressof
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,10 +66,10 @@ class CpuDecoder:
             output_norm=w.output_norm._struct(),
             q_norm=q_norm,
             k_norm=k_norm,
-            qkv=w.qkv.address,
-            output=w.output.address,
-            gate_up=w.gate_up.address,
-            down=w.down.address,
+            qkv=addressof(w.qkv.struct),
+            output=addressof(w.output.struct),
+            gate_up=addressof(w.gate_up.struct),
+            down=addressof(w.down.struct),
             qkv_bias=None if w.qkv_bias is None else w.qkv_bias.data_ptr(),
             output_bias=None if w.output_bias is None else w.output_bias.data_ptr(),
             q_heads=w.q_heads,

@@ -1,13 +1,8 @@
 // A plain decoder layer on CPUs but for its attention: what comes before it in one call, what follows in another.
 
-#include "../attend/memory.h"
-#include "../native/rows.h"
+#include "../native/rowwise.h"
 
 namespace {
-
-constexpr int PIECE = 512;                  // elements converted at a time
-constexpr int64_t WORTH_THREADS = 1 << 16;  // elements
-constexpr int64_t MOST_ROWS = 504;          // between two products at a time, as linear.cpp takes them
 
 // out += x, row by row; `x_row` 0 adds the same to all.
 inline void add_rows(uint8_t* out, const uint8_t* x, int64_t x_row, int64_t dim, int code, int64_t rows, int threads) {
@@ -53,23 +48,16 @@ KVQ_KERNEL(decoder_in)(const KvqDecoder* layer, const uint8_t* x, const uint8_t*
     const KvqDecoder& l = *layer;
     int64_t size = bytes_of(code), x_row = l.qkv->in_features * size, out_row = l.qkv->out_features * size;
     int64_t angles = l.dim * size;
-    Kept* kept = take_memory((rows < MOST_ROWS ? rows : MOST_ROWS) * x_row);
-    if (!kept) return KVQ_NO_MEMORY;
-    uint8_t* normed = (uint8_t*)kept + 64;
-    int status = KVQ_OK;
-    for (int64_t first = 0; first < rows && !status; first += MOST_ROWS) {
-        int64_t n = rows - first < MOST_ROWS ? rows - first : MOST_ROWS;
+    return run_rows(rows, x_row, [&](uint8_t* normed, int64_t first, int64_t n) {
         uint8_t* heads = out + first * out_row;
         normalize(l.input_norm, x + first * x_row, normed, l.qkv->in_features, code, n, threads);
-        status = KVQ_CALL(linear)(l.qkv, normed, x_row, heads, out_row, code, n, threads);
-        if (status) break;
+        int status = KVQ_CALL(linear)(l.qkv, normed, x_row, heads, out_row, code, n, threads);
+        if (status) return status;
         if (l.qkv_bias) add_rows(heads, l.qkv_bias, 0, l.qkv->out_features, code, n, threads);
         if (l.q_norm.weight) normalize_heads(l, heads, out_row, code, n, threads);
-        KVQ_CALL(rope)(heads, out_row, cos + first * angles, sin + first * angles, l.q_heads + l.kv_heads,
-                                l.dim / 2, code, n, threads);
-    }
-    give_back(kept);
-    return status;
+        return KVQ_CALL(rope)(heads, out_row, cos + first * angles, sin + first * angles, l.q_heads + l.kv_heads,
+                              l.dim / 2, code, n, threads);
+    });
 }
 
 // The layer's result `out` from its inputs `x` [rows, hidden] and `attended` [rows, q_heads dim]; all of `code`.
@@ -77,24 +65,18 @@ KVQ_KERNEL(decoder_out)(const KvqDecoder* layer, const uint8_t* x, const uint8_t
                         int64_t rows, int threads) {
     const KvqDecoder& l = *layer;
     int64_t size = bytes_of(code), hidden = l.output->out_features, row_bytes = hidden * size;
-    int64_t attended_row = l.output->in_features * size, most = rows < MOST_ROWS ? rows : MOST_ROWS;
-    Kept* kept = take_memory(2 * most * row_bytes);
-    if (!kept) return KVQ_NO_MEMORY;
-    uint8_t *added = (uint8_t*)kept + 64, *normed = added + most * row_bytes;
-    int status = KVQ_OK;
-    for (int64_t first = 0; first < rows && !status; first += MOST_ROWS) {
-        int64_t n = rows - first < MOST_ROWS ? rows - first : MOST_ROWS;
-        uint8_t* to = out + first * row_bytes;
-        status = KVQ_CALL(linear)(l.output, attended + first * attended_row, attended_row, added, row_bytes,
-                                           code, n, threads);
-        if (status) break;
+    int64_t attended_row = l.output->in_features * size;
+    return run_rows(rows, 2 * row_bytes, [&](uint8_t* added, int64_t first, int64_t n) {
+        uint8_t *normed = added + n * row_bytes, *to = out + first * row_bytes;
+        int status = KVQ_CALL(linear)(l.output, attended + first * attended_row, attended_row, added, row_bytes, code,
+                                      n, threads);
+        if (status) return status;
         if (l.output_bias) add_rows(added, l.output_bias, 0, hidden, code, n, threads);
         add_rows(added, x + first * row_bytes, row_bytes, hidden, code, n, threads);
         normalize(l.output_norm, added, normed, hidden, code, n, threads);
-        status = KVQ_CALL(linear_mlp)(l.gate_up, l.down, normed, row_bytes, to, row_bytes, code, l.activation,
-                                               n, threads);
+        status = KVQ_CALL(linear_mlp)(l.gate_up, l.down, normed, row_bytes, to, row_bytes, code, l.activation, n,
+                                      threads);
         if (!status) add_rows(to, added, row_bytes, hidden, code, n, threads);
-    }
-    give_back(kept);
-    return status;
+        return status;
+    });
 }

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from kvq.formats import Grouped, KVFormat
 from kvq.kernels.codec import hadamard_block
-from kvq.kernels.gpu.kinds import kind_of
+from kvq.kernels.gpu.rows import kind_of
 from kvq.kernels.paged import PagedKV, PagedRows
 
 

@@ -8,14 +8,11 @@ the change of layout before a product, and shared memory is read byte by byte.
 import triton
 import triton.language as tl
 
-from kvq.kernels.gpu import kinds
+from kvq.formats import Code
 
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
-FLOAT = tl.constexpr(kinds.FLOAT)
-FP8 = tl.constexpr(kinds.FP8)
-INT8 = tl.constexpr(kinds.INT8)
-INT4 = tl.constexpr(kinds.INT4)
-GROUPED = tl.constexpr(kinds.GROUPED)
+# How a format's codes lie in memory: what the kernels are specialized by.
+FLOAT, FP8, INT8, INT4, GROUPED = (tl.constexpr(kind) for kind in range(5))
 
 # One 32-bit register of four packed bytes becomes four 16-bit floats from the low nibbles and four from
 # the high ones: a nibble under the exponent byte of 128 (bf16) or 1024 (fp16) is 128 or 1024 more than
@@ -117,6 +114,13 @@ fma.rn.f16x2 $1, $1, factor, minus;
 """
 INT8_FP16 = tl.constexpr(_SPREAD_INT8_FP16.format(factor="0x3c003c00", minus="0xe480e480"))
 INT8_FP16_DIVIDED = tl.constexpr(_SPREAD_INT8_FP16.format(factor="0x20002000", minus="0xc880c880"))
+
+
+def kind_of(code: Code) -> int:
+    """Grouped codes of 4 bits have a way of their own; those of any other width are unpacked one by one."""
+    grouped = INT4 if code.bits == 4 else GROUPED
+    kind = grouped if code.is_grouped else {Code.FP8: FP8, Code.INT8: INT8}.get(code, FLOAT)
+    return int(kind.value)
 
 
 @triton.jit

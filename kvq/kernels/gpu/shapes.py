@@ -17,7 +17,7 @@ from kvq.kernels.paged import PagedKV
 DECODE_ROWS = 16  # query rows of a tile that splits its keys: the least that tensor cores take
 MOST_DECODE_ROWS = 64  # of one sequence and KV head: several such tiles, for drafts and many query heads
 TABLE = Path(__file__).with_name("shapes.json")
-_FP32 = "fp32 queries"
+FP32 = "fp32"  # queries or inputs, for which nothing is tuned
 _PROGRAMS = 8  # of a decode step per multiprocessor, at least, if there are keys enough
 _LEAST_SPLIT, _MOST_SPLIT = 256, 8192  # keys
 
@@ -52,14 +52,19 @@ def split_keys(longest: int, work: int, device: torch.device, shape: TileShape) 
     return max(shape.keys, keys // shape.keys * shape.keys)
 
 
-def table_key(kind: str, fmt: str, head_dim: int, device: str) -> str:
-    """How an entry of the table is named."""
-    return f"{kind} {fmt} {head_dim} {device}"
+def table_key(kind: str, fmt: str, size: int, device: str) -> str:
+    """How an entry of the table is named; `size`: the head dimension, or of "linear" the class of rows."""
+    return f"{kind} {fmt} {size} {device}"
 
 
 def entry(key: str) -> dict[str, int] | None:
     """What the table has under that key."""
     return _table().entries.get(key)
+
+
+def sizes_for(kind: str, fmt: str, size: int, device: str) -> dict[str, int] | None:
+    """The table's entry for this device, else for any."""
+    return entry(table_key(kind, fmt, size, device)) or entry(table_key(kind, fmt, size, "any"))
 
 
 @contextmanager
@@ -80,21 +85,20 @@ def changes() -> int:
 
 
 def _kept(kind: str, kv: PagedKV, q: Tensor) -> TileShape:
-    name = TileShape, kind, _target(q), changes()
+    name = TileShape, kind, target(q), changes()
     if name not in kv.kept:
-        kv.kept[name] = _shape(kind, format_name(kv), _head_dim(kv), _target(q), _groups(kv))
+        kv.kept[name] = _shape(kind, format_name(kv), _head_dim(kv), target(q), _groups(kv))
     shape: TileShape = kv.kept[name]
     return shape
 
 
 def _shape(kind: str, fmt: str, head_dim: int, device: str, groups: int) -> TileShape:
     """The table's entry for this device, else for any, else for the format on any device."""
-    for name in (device, "any"):
-        if (sizes := entry(table_key(kind, fmt, head_dim, name))) is not None:
-            return TileShape(**sizes)
+    if (sizes := sizes_for(kind, fmt, head_dim, device)) is not None:
+        return TileShape(**sizes)
     if device == "interpreter":
         return TileShape(rows=DECODE_ROWS if kind == "decode" else 32, keys=32, warps=1, stages=1)
-    if device == _FP32:  # products in fp32 take registers and memory
+    if device == FP32:  # products in fp32 take registers and memory
         return TileShape(rows=DECODE_ROWS if kind == "decode" else 32, keys=16, warps=4, stages=2)
     # Every group has sums per key of its own in registers.
     keys, stages = (64, 3) if head_dim <= 128 and groups <= 2 else (32, 2)
@@ -130,10 +134,10 @@ def _groups(kv: PagedKV) -> int:
     return max(dim // f.scale.group_size if isinstance(f.scale, Grouped) else 1 for f, dim in formats)
 
 
-def _target(q: Tensor) -> str:
-    """The device, or that queries are fp32, for which nothing is tuned."""
-    is_fp32 = q.dtype is torch.float32 and q.device.type != "cpu"
-    return _FP32 if is_fp32 else device_name(q.device)
+def target(x: Tensor) -> str:
+    """The device, or that what is multiplied is fp32."""
+    is_fp32 = x.dtype is torch.float32 and x.device.type != "cpu"
+    return FP32 if is_fp32 else device_name(x.device)
 
 
 def _head_dim(kv: PagedKV) -> int:

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from kvq.extras import install_command, is_installed
-from kvq.kernels.linear.spec import LinearSpec
 from kvq.kernels.linear.weight import QuantizedWeight
-from kvq.kernels.spec import Device, KernelSpec, Support
+from kvq.kernels.spec import Device, KernelSpec, LinearSpec, Support
 
 LEAST_CAPABILITY = (8, 0)  # bf16 products and asynchronous copies
 MOST_DIM = 256  # elements of a token row

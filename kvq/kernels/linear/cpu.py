@@ -1,7 +1,5 @@
 """`linear_w4` and `linear_w8` in C++ for CPUs, and products with weights that are no codes."""
 
-from ctypes import addressof
-
 import torch
 from torch import Tensor
 
@@ -58,11 +56,6 @@ class CpuLinear:
             scale_code=0 if scales is None else DTYPES[scales.dtype],
             inputs=NUMBERS[f"KVQ_INPUTS_{'FULL' if plain else codes[0].fmt.inputs.name}"],
         )
-
-    @property
-    def address(self) -> int:
-        """Of its structure, for as long as it lives."""
-        return addressof(self.struct)
 
     def values(self) -> Tensor:
         """A copy of a weight in floats, [out, in].

@@ -1,13 +1,8 @@
 // A gated MLP in one call: down(activation(gate(x)) * up(x)), with gate and up joined in one weight.
 
-#include "../attend/memory.h"
-#include "../native/rows.h"
+#include "../native/rowwise.h"
 
 namespace {
-
-constexpr int PIECE = 512;             // elements of a task
-constexpr int64_t WORTH_THREADS = 1 << 16;  // elements
-constexpr int64_t MOST_ROWS = 504;     // between the two products at a time, as linear.cpp takes them
 
 // x times the logistic function of x (SiLU), or of 2 sqrt(2 / pi) (x + 0.044715 x^3) (GELU with tanh).
 inline vf activated(vf x, int activation) {
@@ -45,17 +40,10 @@ KVQ_KERNEL(gated)(const uint8_t* x, int64_t x_row, uint8_t* out, int64_t out_row
 KVQ_KERNEL(linear_mlp)(const KvqLinear* gate_up, const KvqLinear* down, const uint8_t* x, int64_t x_row,
                        uint8_t* out, int64_t out_row, int code, int activation, int64_t rows, int threads) {
     int64_t hidden_row = gate_up->out_features * bytes_of(code);
-    Kept* kept = take_memory(hidden_row * (rows < MOST_ROWS ? rows : MOST_ROWS));
-    if (!kept) return KVQ_NO_MEMORY;
-    uint8_t* hidden = (uint8_t*)kept + 64;
-    int status = KVQ_OK;
-    for (int64_t first = 0; first < rows && !status; first += MOST_ROWS) {
-        int64_t n = rows - first < MOST_ROWS ? rows - first : MOST_ROWS;
-        status = KVQ_CALL(linear)(gate_up, x + first * x_row, x_row, hidden, hidden_row, code, n, threads);
-        if (status) break;
+    return run_rows(rows, hidden_row, [=](uint8_t* hidden, int64_t first, int64_t n) {
+        int status = KVQ_CALL(linear)(gate_up, x + first * x_row, x_row, hidden, hidden_row, code, n, threads);
+        if (status) return status;
         KVQ_CALL(gated)(hidden, hidden_row, hidden, hidden_row, down->in_features, code, activation, n, threads);
-        status = KVQ_CALL(linear)(down, hidden, hidden_row, out + first * out_row, out_row, code, n, threads);
-    }
-    give_back(kept);
-    return status;
+        return KVQ_CALL(linear)(down, hidden, hidden_row, out + first * out_row, out_row, code, n, threads);
+    });
 }

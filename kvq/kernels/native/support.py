@@ -1,8 +1,7 @@
 """Which devices and shapes the compiled kernels take; they know every format."""
 
-from kvq.kernels.linear.spec import LinearSpec
 from kvq.kernels.native.library import load
-from kvq.kernels.spec import Device, KernelSpec, Support
+from kvq.kernels.spec import Device, KernelSpec, LinearSpec, Support
 
 MOST_DIM = 4096  # elements of a token row that write_kv.cpp has room for
 

@@ -1,11 +1,8 @@
 // rms_norm on CPUs: see reference.py. A task is a row; squares are summed lane by lane, so rows are alike.
 
-#include "../native/rows.h"
+#include "../native/rowwise.h"
 
 namespace {
-
-constexpr int PIECE = 512;                  // elements converted at a time
-constexpr int64_t WORTH_THREADS = 1 << 16;  // elements
 
 // Elements from `first` on as floats, zeros behind the end; how many there are.
 inline int read_piece(float* out, const uint8_t* x, int64_t first, int64_t dim, int code) {

@@ -1,11 +1,10 @@
 // rope on CPUs: see reference.py. A task is a row; heads lie one after the other in it.
 
-#include "../native/rows.h"
+#include "../native/rowwise.h"
 
 namespace {
 
 constexpr int MOST_HALF = 512;              // elements of half a head
-constexpr int64_t WORTH_THREADS = 1 << 16;  // elements
 
 inline void turn(uint8_t* row, const uint8_t* cos, const uint8_t* sin, int heads, int half, int code) {
     float c[2][MOST_HALF], s[2][MOST_HALF], a[MOST_HALF], b[MOST_HALF], y[MOST_HALF];
