@@ -14,7 +14,8 @@ from kvq.geometry import LayerGeometry, LayerGroup, ModelGeometry
 
 VERSION = 1  # of the byte order inside a block; blocks of another version must not be read
 ALIGNMENT = 16  # bytes
-MAX_BLOCK_SIZE = 4096  # tokens
+BLOCK_SIZE = 32  # tokens; wherever nobody chose another
+MAX_BLOCK_SIZE = 4096
 
 
 class BlockOrder(Enum):
@@ -112,7 +113,7 @@ def plan_layout(
     geometry: ModelGeometry,
     recipe: KVRecipe,
     *,
-    block_size: int = 32,
+    block_size: int = BLOCK_SIZE,
     order: BlockOrder = BlockOrder.LAYER_MAJOR,
 ) -> KVLayout:
     """Lay out the blocks of a model under a recipe.
@@ -123,7 +124,9 @@ def plan_layout(
     if not isinstance(order, BlockOrder):
         raise ConfigError(f"order must be a BlockOrder, got {order!r}; use BlockOrder({order!r})")
     if type(block_size) is not int or not 1 <= block_size <= MAX_BLOCK_SIZE:
-        raise ConfigError(f"block_size must be 1 to {MAX_BLOCK_SIZE} tokens, got {block_size}; 32 is usual")
+        raise ConfigError(
+            f"block_size must be 1 to {MAX_BLOCK_SIZE} tokens, got {block_size}; {BLOCK_SIZE} is usual"
+        )
     check_recipe_fits(geometry, recipe)
     groups = tuple(
         GroupLayout(

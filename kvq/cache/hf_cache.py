@@ -16,7 +16,7 @@ from kvq.cache.rows import BatchRows
 from kvq.errors import ConfigError, RequestError
 from kvq.formats import KVRecipe
 from kvq.kernels import check_backend
-from kvq.layout import BlockOrder
+from kvq.layout import BLOCK_SIZE, BlockOrder
 
 
 class KvqCache(Cache):  # type: ignore[misc]
@@ -42,7 +42,7 @@ class KvqCache(Cache):  # type: ignore[misc]
         config: Any,
         kv: str | Path | KVRecipe = "int4",
         *,
-        block_size: int = 32,
+        block_size: int = BLOCK_SIZE,
         max_tokens: int | None = None,
         scales: str | Path | None = None,
         residual_length: int = 0,

@@ -18,6 +18,7 @@ from kvq.formats import (
 )
 from kvq.geometry import ModelGeometry
 from kvq.kernels import Device, KernelSpec, select
+from kvq.layout import BLOCK_SIZE
 
 PARTS = ("k", "v")
 _LEAST_GROUP, _LARGEST_GROUP = 16, 128  # elements
@@ -105,7 +106,9 @@ def has_fast_kernel(geometry: ModelGeometry, half: Half, fmt: KVFormat, device: 
     """True if something faster than the reference attends from rows of that format here."""
     layer = geometry.layers[half.layer]
     formats = LayerFormats(k=fmt, v=fmt, k_head_dim=half.head_dim, v_head_dim=half.head_dim)
-    spec = KernelSpec(formats=formats, q_heads=geometry.q_heads, kv_heads=layer.kv_heads, block_size=32)
+    spec = KernelSpec(
+        formats=formats, q_heads=geometry.q_heads, kv_heads=layer.kv_heads, block_size=BLOCK_SIZE
+    )
     return select("attend", spec, Device.of(device)).backend != "reference"
 
 

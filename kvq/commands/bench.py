@@ -9,7 +9,7 @@ from kvq.commands.bench_engine import engine
 from kvq.commands.bench_kernels import attention, tune, write
 from kvq.commands.bench_linear import linear
 from kvq.commands.bench_serve import serve
-from kvq.commands.options import gathered, json_option, option
+from kvq.commands.options import BLOCK_SIZES, gathered, json_option, option
 from kvq.commands.screen import echo
 
 
@@ -29,7 +29,7 @@ class Asked:
     sequences: int = option(1000, type=click.IntRange(1, 100_000))
     blocks_per_sequence: int = option(64, "Of prompts.", type=click.IntRange(1, 10_000))
     blocks: int = option(100_000, "Of the large pool.", type=click.IntRange(128, 10_000_000))
-    block_size: int = option(16, "Tokens.", type=click.IntRange(1, 4096))
+    block_size: int = option(16, "Tokens.", type=BLOCK_SIZES)
     seed: int = option(0, "Of the prompts.")
 
 

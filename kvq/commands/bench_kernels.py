@@ -11,7 +11,7 @@ import click
 
 from kvq.commands.bench_options import TIMES, KernelOptions, listed
 from kvq.commands.names import FORMATS
-from kvq.commands.options import gathered, json_option, option
+from kvq.commands.options import BLOCK_SIZES, gathered, json_option, option
 from kvq.commands.screen import echo
 from kvq.errors import ConfigError
 from kvq.sizes import speed
@@ -33,7 +33,7 @@ class ShapeOptions:
     q_heads: int = option(32, type=click.IntRange(1, 1024))
     kv_heads: int = option(8, type=click.IntRange(1, 1024))
     head_dim: int = option(128, type=click.IntRange(16, 256))
-    block_size: int = option(64, "Tokens.", type=click.IntRange(1, 4096))
+    block_size: int = option(64, "Tokens.", type=BLOCK_SIZES)
 
     def workload(self, new: int, how: KernelOptions) -> "Workload":
         """Check the options and put them together.

@@ -56,10 +56,11 @@ def backend_verdicts() -> list[tuple[str, str]]:
     from kvq.formats import KVRecipe
     from kvq.kernels import BACKENDS, Device, KernelSpec, registered, select
     from kvq.kernels.native.library import load
+    from kvq.layout import BLOCK_SIZE
     from kvq.models.device import pick_device
 
     formats = KVRecipe.uniform("int4", [(128, 128)]).layers[0]
-    spec = KernelSpec(formats=formats, q_heads=8, kv_heads=8, block_size=32)
+    spec = KernelSpec(formats=formats, q_heads=8, kv_heads=8, block_size=BLOCK_SIZE)
     device = Device.of(pick_device("auto"))
     verdicts = []
     for name in BACKENDS:

@@ -5,8 +5,9 @@ from typing import Any
 import click
 
 from kvq.commands.names import MODEL
-from kvq.commands.options import kv_option
+from kvq.commands.options import BLOCK_SIZES, kv_option
 from kvq.commands.results import write_rows
+from kvq.layout import BLOCK_SIZE
 
 _FORMATS = (
     "fp32", "bf16", "fp16", "fp8", "fp8_per_head", "int8", "int8_per_head", "k8v4",
@@ -20,7 +21,7 @@ _FORMATS = (
 )
 @kv_option("int4", many=False)
 @click.option(
-    "--block-size", type=click.IntRange(1, 4096), default=32, show_default=True, help="Tokens per block."
+    "--block-size", type=BLOCK_SIZES, default=BLOCK_SIZE, show_default=True, help="Tokens per block."
 )
 @click.option("--revision", help="Branch, tag or commit of a hub model.")
 @click.option("--token", help="Hub token for gated or private models.")

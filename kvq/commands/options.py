@@ -16,9 +16,11 @@ from kvq.commands.names import FORMATS, HALF_FORMAT, MODEL, ONE_FORMAT
 from kvq.commands.screen import echo
 from kvq.errors import ConfigError
 from kvq.formats import split_pair
+from kvq.layout import BLOCK_SIZE, MAX_BLOCK_SIZE
 from kvq.sizes import parse_bytes
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
+BLOCK_SIZES = click.IntRange(1, MAX_BLOCK_SIZE)
 
 
 def option(
@@ -96,7 +98,7 @@ class ModelOptions:
         "Round Linear layers on load: fp8, int8, int4, int4_gN, w8a8 ...; auto: as stored.",
         names="--weights --quantization",
     )
-    block_size: int = option(32, "Tokens per block.", type=click.IntRange(1, 4096))
+    block_size: int = option(BLOCK_SIZE, "Tokens per block.", type=BLOCK_SIZES)
     backend: str = option("auto", "Kernels: auto, triton, cpu, cpu-fp32 or reference; see `kvq doctor`.")
     cache: str = option("kvq", "Cache backend: kvq, dense (unquantized), or an installed package's.")
     revision: str | None = option(None, "Branch, tag or commit of a hub model.")

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from kvq.commands.names import GPUS, PLANNED_MODEL
-from kvq.commands.options import AT_LEAST_0, AT_LEAST_1, PATH, Finite, gathered, option
+from kvq.commands.options import AT_LEAST_0, AT_LEAST_1, BLOCK_SIZES, PATH, Finite, gathered, option
 from kvq.errors import ConfigError
+from kvq.layout import BLOCK_SIZE
 from kvq.sizing.pools import GPU_FRACTION
 
 if TYPE_CHECKING:
@@ -49,7 +50,7 @@ class SizingOptions:
         "Share for KV of what the weights leave free, as of kvq serve.",
         type=Finite(0, 1, min_open=True),
     )
-    block_size: int = option(32, "Tokens.", type=click.IntRange(1, 4096))
+    block_size: int = option(BLOCK_SIZE, "Tokens.", type=BLOCK_SIZES)
     gpu_file: Path | None = option(None, _OWN_GPUS, names="--gpus", type=PATH)
     calibrate: Path | None = option(
         None, "Results of kvq bench engine on this GPU, for the efficiencies.", type=PATH

@@ -3,6 +3,7 @@
 Names, sizes, packing, the CPU kernels and the Triton kernels read it; CONTRIBUTING tells how to add one.
 """
 
+import re
 from dataclasses import dataclass
 from enum import Enum
 from typing import ClassVar
@@ -38,6 +39,8 @@ class Code:
     shown_groups: tuple[int, ...] = ()  # GROUPED: those that help texts name
 
     def __post_init__(self) -> None:
+        if not re.fullmatch("[a-z]+[0-9]+", self.name):
+            raise ConfigError(f"a code's name is letters, then digits, such as uint6; got {self.name!r}")
         if self.kind is Kind.GROUPED and not (2 <= self.bits <= 8 and self.group > 0):
             raise ConfigError(
                 f"{self.name}: grouped codes have 2 to 8 bits and a group, got {self.bits} bits, {self.group}"

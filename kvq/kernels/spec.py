@@ -4,10 +4,12 @@ from dataclasses import dataclass
 
 import torch
 
-from kvq.formats import LayerFormats
+from kvq.formats import Code, LayerFormats
 from kvq.formats.weights import WeightCode, WeightFormat
 
 LINEAR_OPERATIONS = ("linear_w4", "linear_w8")
+# What compiled kernels read and write beside grouped codes of every width.
+_COMPILED = (Code.FP32, Code.BF16, Code.FP16, Code.FP8, Code.INT8)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -21,6 +23,15 @@ class KernelSpec:
 
     def __str__(self) -> str:
         return f"K {self.formats.k.name}, V {self.formats.v.name}"
+
+    def fits_compiled(self, most_dim: int) -> "Support":
+        """No for codes that compiled kernels don't know, and for heads of more than `most_dim` elements."""
+        for code in (self.formats.k.code, self.formats.v.code):
+            if not code.is_grouped and code not in _COMPILED:
+                return Support(False, f"does not know the code {code}")
+        if max(self.formats.k_head_dim, self.formats.v_head_dim) > most_dim:
+            return Support(False, f"takes head dimensions up to {most_dim}")
+        return Support(True)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -19,7 +19,7 @@ from kvq.formats import KVRecipe, StaticScales
 from kvq.formats.weights import WeightFormat, parse_weight_format
 from kvq.geometry import ModelGeometry
 from kvq.kernels import check_backend
-from kvq.layout import BlockOrder, KVLayout, check_recipe_fits, plan_layout
+from kvq.layout import BLOCK_SIZE, BlockOrder, KVLayout, check_recipe_fits, plan_layout
 from kvq.models.agreement import check_headers
 from kvq.models.checkpoint import TensorEntry, content_digest, read_header, read_json, weight_files
 from kvq.models.config_values import check_values
@@ -183,7 +183,7 @@ _DEFAULTS = LoadOptions(
     dtype="auto",
     max_context=None,
     weights="auto",
-    block_size=32,
+    block_size=BLOCK_SIZE,
     order=BlockOrder.LAYER_MAJOR,
     backend="auto",
     cache="kvq",

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from kvq.errors import ConfigError
 from kvq.formats import KVRecipe
 from kvq.geometry import ModelGeometry
-from kvq.layout import KVLayout, plan_layout
+from kvq.layout import BLOCK_SIZE, KVLayout, plan_layout
 from kvq.sizing.held import HeldAs
 from kvq.sizing.parameters import Parameters
 
@@ -113,7 +113,7 @@ def split_geometry(geometry: ModelGeometry, split: Split) -> ModelGeometry:
     return replace(geometry, layers=own, q_heads=geometry.q_heads // split.tensor)
 
 
-def kv_layout(geometry: ModelGeometry, kv: str, *, block_size: int = 32) -> KVLayout:
+def kv_layout(geometry: ModelGeometry, kv: str, *, block_size: int = BLOCK_SIZE) -> KVLayout:
     """The blocks as the engine lays them out; `kv` is a format or a recipe's file."""
     recipe = KVRecipe.load(kv) if kv.endswith(".json") else KVRecipe.uniform(kv, geometry.head_dims)
     return plan_layout(geometry, recipe, block_size=block_size)

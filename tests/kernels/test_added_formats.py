@@ -6,8 +6,19 @@ import pytest
 import torch
 
 import kvq
-from kvq.formats import CODES, Code, Grouped, Kind, KVFormat, known_names, parse_format, split_pair
-from kvq.kernels import AttentionOptions
+from kvq.formats import (
+    CODES,
+    Code,
+    Grouped,
+    Kind,
+    KVFormat,
+    LayerFormats,
+    PerTokenHead,
+    known_names,
+    parse_format,
+    split_pair,
+)
+from kvq.kernels import AttentionOptions, Device, KernelSpec, select
 from tests.kernels.backends import NAMES, kernel
 from tests.kernels.kit import Tables, poisoned_cache, rows_like_kv, stored
 
@@ -79,3 +90,22 @@ def test_more_bits_lose_less(monkeypatch: pytest.MonkeyPatch) -> None:
     losses = [row["kl_mean"] for row in rows[1:8]]
     assert losses == sorted(losses)
     assert losses[0] < 1e-3 < losses[-1]
+
+
+def test_compiled_kernels_refuse_a_code_that_means_something_new(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reference is then what runs it, where its codec has it."""
+    code = Code(name="fp7", bits=8, kind=Kind.SCALED, largest=57344.0)
+    fmt = KVFormat(code=code, scale=PerTokenHead())
+    formats = LayerFormats(k=fmt, v=fmt, k_head_dim=64, v_head_dim=64)
+    spec = KernelSpec(formats=formats, q_heads=4, kv_heads=4, block_size=16)
+    gpu = Device(type="cuda", name="H200", capability=(9, 0))
+    for operation in ("write_kv", "attend", "gather_dense"):
+        for backend, device in (("cpu", Device(type="cpu", name="cpu")), ("triton", gpu)):
+            assert select(operation, spec, device).backend == "reference"
+            with pytest.raises(kvq.KVQError, match=f"{backend}: does not know the code fp7"):
+                select(operation, spec, device, backend)
+
+
+def test_a_code_is_named_so_that_names_can_be_read() -> None:
+    with pytest.raises(kvq.ConfigError, match="letters, then digits, such as uint6; got 'e5m2'"):
+        Code(name="e5m2", bits=8, kind=Kind.SCALED, largest=57344.0)

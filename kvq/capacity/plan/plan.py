@@ -14,7 +14,7 @@ from kvq.capacity.plan.step_time import StepTime, roofline
 from kvq.capacity.plan.target import Target
 from kvq.capacity.plan.users import Users, count_users
 from kvq.errors import ConfigError
-from kvq.layout import KVLayout
+from kvq.layout import BLOCK_SIZE, KVLayout
 from kvq.sizes import decimal
 from kvq.sizing.memory import Split, Term, activation_term, kv_layout, split_geometry
 from kvq.sizing.pools import (
@@ -35,7 +35,7 @@ _FRAGMENTS = 0.01  # of what is free, that is no whole block
 class Engine:
     """What of an engine's settings takes memory; as they are, those of `kvq serve` without options."""
 
-    block_size: int = 32  # tokens
+    block_size: int = BLOCK_SIZE  # tokens
     step_tokens: int = MAX_NUM_BATCHED_TOKENS  # most new tokens of a step
     sequences: int | None = None  # most that run side by side; None: as many as fit
     max_context: int | None = None  # of a sequence, by which layer groups share memory; None: the model's

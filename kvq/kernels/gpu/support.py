@@ -38,9 +38,7 @@ def lazy_linear(weight: QuantizedWeight) -> Any:
 def supports(spec: KernelSpec, device: Device) -> Support:
     """Yes for NVIDIA GPUs from SM80 on and all formats, if Triton is installed."""
     runs = _runs_on(device)
-    if runs.yes and max(spec.formats.k_head_dim, spec.formats.v_head_dim) > MOST_DIM:
-        return Support(False, f"takes head dimensions up to {MOST_DIM}")
-    return runs
+    return spec.fits_compiled(MOST_DIM) if runs.yes else runs
 
 
 def supports_linear(spec: LinearSpec, device: Device) -> Support:

@@ -1,4 +1,4 @@
-"""Which devices and shapes the compiled kernels take; they know every format."""
+"""Which devices and shapes the compiled kernels take; they know every format of `CODES`."""
 
 from kvq.kernels.native.library import load
 from kvq.kernels.spec import Device, KernelSpec, LinearSpec, Support
@@ -9,9 +9,7 @@ MOST_DIM = 4096  # elements of a token row that write_kv.cpp has room for
 def supports(spec: KernelSpec, device: Device) -> Support:
     """Yes for memory of a CPU, if the library is there."""
     runs = supports_linear(spec, device)
-    if runs.yes and max(spec.formats.k_head_dim, spec.formats.v_head_dim) > MOST_DIM:
-        return Support(False, f"takes head dimensions up to {MOST_DIM}")
-    return runs
+    return spec.fits_compiled(MOST_DIM) if runs.yes else runs
 
 
 def supports_linear(spec: KernelSpec | LinearSpec, device: Device) -> Support:
