@@ -32,7 +32,7 @@ def load(
     calibrate_on_load: bool = False,
     **options: Unpack[LoadOptions],
 ) -> Model:
-    """Load a model and choose its KV format; see `kvq.models.load` for the options.
+    """Load a model and choose its KV format; see `kvq.models.load` and `kvq.models.prepared.LoadOptions`.
 
     With `calibrate_on_load`, static formats (`fp8_per_head`, `int8_per_head`), this one or those of
     `with_kv`, get their scales from a run over the default calibration text, in memory only.

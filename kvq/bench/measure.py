@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvq.bench.timing import percentile
+from kvq.bench.timing import in_turn, percentile
 from kvq.bench.truth import relative_error
 from kvq.errors import KVQError
 
@@ -129,11 +129,10 @@ def interleaved(
 ) -> list[dict[str, float]]:
     """`repeats` samples of each, one contender after another, each time beginning with the next one."""
     samples: list[list[float]] = [[] for _ in watches]
-    for repeat in range(repeats):
-        for i in range(len(watches)):
-            at = (i + repeat) % len(watches)
-            samples[at].append(watches[at].sample())
-        progress()
+    for done, (_, i) in enumerate(in_turn(range(len(watches)), repeats), 1):
+        samples[i].append(watches[i].sample())
+        if done % len(watches) == 0:
+            progress()
     names = {"ms_median": 50, "ms_p10": 10, "ms_p90": 90}
     return [{name: percentile(ms, percent) for name, percent in names.items()} for ms in samples]
 

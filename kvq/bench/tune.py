@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -24,20 +23,14 @@ _Tile = TypeVar("_Tile", TileShape, LinearTile)
 
 
 def candidates(kind: str) -> list[TileShape]:
-    """Shapes worth trying."""
-    if kind == "decode":
-        return [
-            TileShape(rows=DECODE_ROWS, keys=keys, warps=warps, stages=stages)
-            for keys in (32, 64, 128)
-            for warps in (2, 4, 8)
-            for stages in (2, 3, 4)
-        ]
+    """Shapes worth trying, to decode or to extend."""
+    decodes = kind == "decode"
     return [
         TileShape(rows=rows, keys=keys, warps=warps, stages=stages)
-        for rows in (64, 128)
-        for keys in (32, 64)
-        for warps in (4, 8)
-        for stages in (2, 3)
+        for rows in ((DECODE_ROWS,) if decodes else (64, 128))
+        for keys in ((32, 64, 128) if decodes else (32, 64))
+        for warps in ((2, 4, 8) if decodes else (4, 8))
+        for stages in ((2, 3, 4) if decodes else (2, 3))
     ]
 
 
@@ -68,7 +61,7 @@ def tune(
     name, device = shapes.format_name(cache.layer(0)), shapes.device_name(workload.device)
     key = shapes.table_key(kind, name, workload.head_dim, device)
     own = replace(own, allowed=_ALLOWED)
-    return key, *_fastest(own, key, candidates(kind), shapes.using, repeats=repeats, progress=progress)
+    return key, *_fastest(own, key, candidates(kind), repeats=repeats, progress=progress)
 
 
 def tune_linear(
@@ -82,14 +75,13 @@ def tune_linear(
     rows = tiles.row_class(workload.rows)
     key = tiles.table_key(name, rows, shapes.device_name(workload.device))
     own = over_codes(workload, name)
-    return key, *_fastest(own, key, linear_candidates(rows), tiles.using, repeats=repeats)
+    return key, *_fastest(own, key, linear_candidates(rows), repeats=repeats)
 
 
 def _fastest(
     own: Contender,
     key: str,
     found: Sequence[_Tile],
-    using: Callable[[str, _Tile], AbstractContextManager[None]],
     *,
     repeats: int,
     progress: Callable[[], None] = lambda: None,
@@ -97,7 +89,7 @@ def _fastest(
     """The best tile, and the times of all with which a contender runs and is right."""
     watches: dict[_Tile, Stopwatch] = {}
     for tile in found:
-        with using(key, tile):
+        with shapes.using(key, tile):
             if _is_right(own):
                 watches[tile] = Stopwatch(own.run, own.copies, own.truth.device)
         progress()

@@ -172,20 +172,13 @@ def _swap_ins_fail_where_nothing_was_stored(trial: Trial) -> None:
     cache = trial.cache(host_slots=_SLOTS)
     blocks = trial.fill(cache)
     missing = SwapIn(group=0, slot=HostSlot(1), block=BlockId(3))
-    out, back = _swap(1, 2, 1, 0)
+    out = SwapOut(group=1, block=BlockId(2), slot=HostSlot(1))
+    back = SwapIn(group=1, slot=HostSlot(1), block=BlockId(0))
     _require(cache.carry_out([out, missing, back]) == [missing], "carry_out: the failed swap-in is not named")
     _require(not bool(cache.read_block(0, 3).any()), "a block whose swap-in failed is not zero")
     _require(torch.equal(cache.read_block(1, 0), blocks[1][2]), "a swap-in after a failed one is wrong")
     _require(cache.host_bytes > 0, "host_bytes is 0 with a block swapped out")
     cache.close()
-
-
-def _swap(group: int, block: int, slot: int, target: int) -> tuple[SwapOut, SwapIn]:
-    """Out of `block` and back into `target`."""
-    return (
-        SwapOut(group=group, block=BlockId(block), slot=HostSlot(slot)),
-        SwapIn(group=group, slot=HostSlot(slot), block=BlockId(target)),
-    )
 
 
 def _scrubs(trial: Trial) -> None:

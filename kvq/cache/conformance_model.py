@@ -66,12 +66,7 @@ class Step:
         ]
         width = max(map(len, tables)) + 1
         padded = [table + [-1] * (width - len(table)) for table in tables]
-        return SequenceBatch(
-            query_lens=self.query_lens,
-            context_lens=self.context_lens,
-            tables=torch.tensor(padded, dtype=torch.int32, device=device),
-            slots=torch.tensor(slots, dtype=torch.int64, device=device),
-        )
+        return SequenceBatch.of(padded, slots, self.query_lens, self.context_lens, device)
 
     def with_stale_entries(self, group: int, lost: list[int], block: int) -> "Step":
         """The same step, but the first lost[i] entries of table i name another block."""

@@ -113,9 +113,12 @@ class DenseCache(BlockCache):
         self._parts[group] = [rows.flatten(1).view(torch.uint8) for rows in tensors]
 
     def _check_room(self, num_blocks: list[int]) -> None:
-        elements = [sum(layer.elements_per_token for layer in layers) for layers in self._groups]
         tokens = [count * self._block_size for count in num_blocks]
-        total = sum(n * per_token for n, per_token in zip(tokens, elements, strict=True))
+        total = sum(
+            n * layer.elements_per_token
+            for n, layers in zip(tokens, self._groups, strict=True)
+            for layer in layers
+        )
         check_room(total * self._dtype.itemsize, self._device)
 
 

@@ -36,9 +36,7 @@ class Asked:
     shapes: tuple[str, ...] = option(
         ("4096x4096",), "OUTPUTSxINPUTS; may be given several times.", names="--shape", multiple=True
     )
-    rivals: bool = option(
-        True, "Unquantized weights beside: kvq's product and torch's.", names="--rivals/--no-rivals"
-    )
+    rivals: bool = option(True, "Unquantized weights beside: kvq's product and torch's.")
 
 
 @click.command(name="linear")

@@ -29,7 +29,7 @@ class Asked:
         type=OneNumber(1, 4096, "run the command once for each"),
     )
     repeats: int = option(3, type=click.IntRange(1, 1000))
-    pin: bool = option(True, "HTTP on one core, engine on the others.", names="--pin/--no-pin")
+    pin: bool = option(True, "HTTP on one core, engine on the others.")
 
 
 @click.command(name="serve", context_settings={"ignore_unknown_options": True})

@@ -15,5 +15,4 @@ class PlainConsole(console.Console):  # noqa: TID251 - the one place
         super().__init__(markup=False, emoji=False, **options)
 
     def render_str(self, text: str, **options: Any) -> Text:
-        """Of every text that is printed, in a table or alone."""
         return super().render_str(printable(text), **options)

@@ -26,8 +26,8 @@ def option(
 ) -> Any:
     """A field of a frozen dataclass that is an option of the commands which take one, by `gathered`.
 
-    It is called as the field is, unless `names` has spellings with blanks between. True or False as the
-    default makes a flag. Defaults are shown, but for flags that are off.
+    It is called as the field is, unless `names` has spellings with blanks between. False as the default
+    makes a flag, True one with a --no- beside it. Defaults are shown, but for flags that are off.
     """
     attributes = {
         "default": default,
@@ -54,7 +54,10 @@ def gathered(kind: type[Any], name: str) -> Callable[[_Command], _Command]:
 
         for field in reversed(dataclasses.fields(kind)):
             if field.metadata:
-                names = field.metadata["names"] or ["--" + field.name.replace("_", "-")]
+                own = field.name.replace("_", "-")
+                names = field.metadata["names"] or [
+                    f"--{own}/--no-{own}" if field.default is True else f"--{own}"
+                ]
                 click.option(*names, field.name, **field.metadata["attributes"])(wrapped)
         return wrapped  # type: ignore[return-value]
 
@@ -148,7 +151,6 @@ class Finite(click.FloatRange):
     """A number with bounds; NaN and infinity, which pass comparisons, are none."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """The number."""
         number = super().convert(value, param, ctx)
         if not math.isfinite(number):
             self.fail(f"{value} is not a finite number.", param, ctx)
@@ -168,7 +170,6 @@ class OneNumber(click.IntRange):
         self._instead = instead
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """The number."""
         if isinstance(value, str) and "," in value:
             self.fail(f"one number is taken here, got {value!r}; {self._instead}.", param, ctx)
         return super().convert(value, param, ctx)
@@ -180,7 +181,6 @@ class Size(StringParamType):
     name = "size"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """The same."""
         try:
             parse_bytes(value, "it")
         except ConfigError as error:

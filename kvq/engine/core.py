@@ -8,9 +8,9 @@ from time import perf_counter
 
 from kvq.cache.memory import held_bytes
 from kvq.engine.build import check_cache
-from kvq.engine.choose import Choices, Chooser, Token, describe
+from kvq.engine.choose import Choices, Chooser, as_known
 from kvq.engine.config import EngineConfig
-from kvq.engine.grammar import Grammar, GrammarCompiler
+from kvq.engine.grammar import GrammarCompiler, Matcher
 from kvq.engine.here import Home
 from kvq.engine.intake import Intake
 from kvq.engine.job import Job
@@ -57,9 +57,7 @@ class EngineCore(StaysHere):
         )
         self._chooser = Chooser(sampler, config.max_num_seqs)
         self._jobs: dict[Request, Job] = {}
-        self.intake = Intake(
-            model, self.scheduler, max_context=self.max_context, home=self._home, clock=clock
-        )
+        self.intake = Intake(model, self.scheduler, home=self._home, clock=clock)
         self.pinning = Pinning(self.scheduler.manager)
         asks = config.async_scheduling
         self._launcher = Launcher(
@@ -72,7 +70,7 @@ class EngineCore(StaysHere):
         num_blocks = [pool.num_blocks for pool in self.scheduler.manager.pools]
         self.memory = reconcile(model, self.runner.cache, num_blocks, before)
         self.memory.report()
-        self._compiling: list[tuple[Job, Future[Grammar]]] = []
+        self._compiling: list[tuple[Job, Future[Matcher]]] = []
         self._grammars: GrammarCompiler | None = None
         self._publisher = Publisher(model, self.scheduler)
         self._is_stepping = False
@@ -234,15 +232,14 @@ class EngineCore(StaysHere):
             if error is None:
                 self._begin(job, future.result())
             else:
-                self._complete(job, _known(error), "error")
+                self._complete(job, as_known(error), "error")
 
-    def _begin(self, job: Job, grammar: Grammar | None) -> None:
-        tokenizer = self.model.tokenizer
+    def _begin(self, job: Job, matcher: Matcher | None) -> None:
         try:
-            job.begin(tokenizer, None if grammar is None else grammar.matcher())
+            job.begin(self.model.tokenizer, matcher)
         except Exception as error:  # noqa: BLE001 - a tokenizer or a grammar: this request's alone
             _log.exception("request %s failed", job.request.id)
-            self._complete(job, _known(error), "error")
+            self._complete(job, as_known(error), "error")
             return
         self.scheduler.add(job.request, job.timing.arrival_s)
         self._jobs[job.request] = job
@@ -257,7 +254,8 @@ class EngineCore(StaysHere):
     def _settle(self, plan: StepPlan, output: StepOutput, choices: Choices, now: float) -> None:
         """Commit the step, then give everybody their tokens and end who is done."""
         bad = {i for i, branch in enumerate(plan.branches) if branch.request in choices.errors}
-        tokens = [None if i in bad else _id(choices.tokens.get(i)) for i in range(len(plan.branches))]
+        drawn = {i: token for i, (token, _) in choices.tokens.items() if i not in bad}
+        tokens = [drawn.get(i) for i in range(len(plan.branches))]
         self.scheduler.commit(plan, tokens, bad=bad, failed_swaps=output.failed_swaps)
         self.pinning.apply(now)
         for request, error in choices.errors.items():
@@ -295,12 +293,10 @@ class EngineCore(StaysHere):
         self._chooser.record(branch, token)
         try:
             ended = job.accept(job.index_of(branch), token, logprobs)
-        except KVQError as error:
-            self._fail(job, error)
-            return
         except Exception as error:  # noqa: BLE001 - a listener or a tokenizer: this request's alone
-            _log.exception("request %s failed", job.request.id)
-            self._fail(job, EngineError(describe(error)))
+            if not isinstance(error, KVQError):
+                _log.exception("request %s failed", job.request.id)
+            self._fail(job, as_known(error))
             return
         if ended:
             self._release(branch)
@@ -346,11 +342,3 @@ class EngineCore(StaysHere):
             job.deliver(output)
         except Exception:  # noqa: BLE001 - somebody else's code must not stop the others' steps
             _log.exception("the listener of request %s failed", job.request.id)
-
-
-def _id(token: Token | None) -> int | None:
-    return None if token is None else token[0]
-
-
-def _known(error: BaseException) -> KVQError:
-    return error if isinstance(error, KVQError) else EngineError(describe(error))

@@ -39,7 +39,7 @@ def load_config(folder: Path) -> Any:
     from transformers import AutoConfig
 
     try:
-        with _quiet():
+        with quiet_logs("transformers"):
             return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # whatever a damaged file makes transformers raise
         raise _blamed(folder, read_json(folder / "config.json"), _config_of, error) from error
@@ -55,7 +55,7 @@ def build_on_meta(folder: Path, config: Mapping[str, Any]) -> nn.Module:
     def build(given: Mapping[str, Any]) -> nn.Module:
         from transformers import AutoModelForCausalLM
 
-        with _loading, _quiet(), torch.device("meta"):
+        with _loading, quiet_logs("transformers"), torch.device("meta"):
             model: nn.Module = AutoModelForCausalLM.from_config(_config_of(given))
             return model
 
@@ -96,7 +96,7 @@ def _blamed(
 
 def _works(make: Callable[[Mapping[str, Any]], object], config: Mapping[str, Any]) -> bool:
     try:
-        with _quiet():
+        with quiet_logs("transformers"):
             make(config)
     except Exception:  # noqa: BLE001 - this is what is asked
         return False
@@ -146,7 +146,7 @@ def _load(
     """What `make` makes, with every tensor accounted for."""
     _prepare_process()
     try:
-        with _loading, _quiet():  # mismatches are told below, in kvq's words
+        with _loading, quiet_logs("transformers"):  # mismatches are told below, in kvq's words
             model, info = make({**settings, "output_loading_info": True, "ignore_mismatched_sizes": True})
     except Exception as error:  # whatever a damaged folder makes transformers raise
         raise ModelError(f"{folder} can't be loaded: {first_lines(error)}") from error
@@ -212,17 +212,19 @@ def _check_whole(folder: Path, info: dict[str, Any]) -> None:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
-    """Keep transformers' load report and progress bars off the terminal; its errors still raise."""
+def quiet_logs(*names: str, level: int = logging.ERROR) -> Iterator[None]:
+    """Keep what these loggers say below `level`, and transformers' progress bars, off the terminal."""
     from transformers.utils import logging as hf_logging
 
-    logger = logging.getLogger("transformers")
-    level, bars = logger.level, hf_logging.is_progress_bar_enabled()
-    logger.setLevel(logging.ERROR)
+    loggers = [logging.getLogger(name) for name in names]
+    levels, bars = [logger.level for logger in loggers], hf_logging.is_progress_bar_enabled()
+    for logger in loggers:
+        logger.setLevel(level)
     hf_logging.disable_progress_bar()
     try:
         yield
     finally:
-        logger.setLevel(level)
+        for logger, before in zip(loggers, levels, strict=True):
+            logger.setLevel(before)
         if bars:
             hf_logging.enable_progress_bar()

@@ -41,11 +41,6 @@ class PromptEncoder:
         self._is_text_template = is_text_template
         self._trusts_chats = trusts_chats
 
-    @property
-    def control_spellings(self) -> frozenset[str]:
-        """What its control tokens are written as."""
-        return self._control.spellings
-
     def encode(
         self, text: str, *, special: bool = True, plain: bool = False, max_tokens: int | None = None
     ) -> list[int]:

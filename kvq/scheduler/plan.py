@@ -1,6 +1,6 @@
 """What one step does: who computes which tokens, after which orders."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from kvq.blockmgr import BlockId, Order
 from kvq.scheduler.request import Branch
@@ -20,11 +20,12 @@ class StepPlan:
     branches: list[Branch]
     num_decodes: int  # leading branches with one token each
     counts: list[int]
-    ends: list[int]
-    samples: list[bool]
-    token_ids: list[int]  # all new tokens
+    ends: list[int] = field(default_factory=list)
+    samples: list[bool] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)  # all new tokens
     orders: list[Order]  # to be carried out before the forward pass, in order
-    table_changes: list[tuple[int, int, int, list[BlockId]]]  # (row, layer group, first index, entries)
+    # (row, layer group, first index, entries)
+    table_changes: list[tuple[int, int, int, list[BlockId]]] = field(default_factory=list)
     restored: list[Branch]  # swapped in by the orders; run from the next step on
     follows: list[int] | None = None  # of a step planned ahead: whose tokens of the step before its are
 

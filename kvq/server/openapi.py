@@ -7,8 +7,7 @@ from typing import Any
 from fastapi import FastAPI
 
 from kvq.server.anthropic.errors import is_messages_path
-from kvq.server.browsed import is_browsed
-from kvq.server.guard import MAX_HEADERS, OPEN
+from kvq.server.guard import MAX_HEADERS, OPEN, is_browsed
 from kvq.server.ignored import HEADER, ONLY_USUAL
 from kvq.server.incoming import MAX_BODY
 

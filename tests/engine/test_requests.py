@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from kvq.engine import LLM, Priority, SamplingParams
-from kvq.engine.intake import Origin
-from kvq.engine.params import param, real, sampling_params
+from kvq.engine.intake import Origin, Terms
+from kvq.engine.params import as_params, param, real
 from kvq.errors import ConfigError, EngineError, KVQError, RequestError
 from tests.engine.kit import (
     BLOCK,
@@ -598,7 +598,7 @@ def test_the_defaults_are_what_the_bounds_allow():
 
 def test_an_unknown_sampling_option_names_the_nearest():
     with pytest.raises(RequestError, match=r"unknown sampling option 'max_token'; did you mean 'max_tokens'"):
-        sampling_params({"max_token": 3})
+        as_params({"max_token": 3})
 
 
 @pytest.mark.parametrize(
@@ -684,7 +684,7 @@ def test_sampling_parameters_of_wrong_types_are_refused(options, names):
 def test_names_that_are_no_text_are_refused_before_anything_is_queued(model, options):
     llm = engine(model)
     with pytest.raises(RequestError, match="must be a text"):
-        llm.core.intake.new_job(PROMPT, SamplingParams(), Origin(**options))
+        llm.core.intake.new_job(PROMPT, Terms(origin=Origin(**options)))
     assert not llm.core.has_work
 
 

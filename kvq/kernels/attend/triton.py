@@ -1,6 +1,7 @@
 """`attend` in Triton: tiles of few query rows split their keys, tiles of many take them all."""
 
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -67,7 +68,7 @@ def _steps(batch: SequenceBatch, share: int, device: torch.device, shape: TileSh
     """Decode and extend tiles of a batch; worked out once for all layers of a kind."""
     name = (_Step, share, shape.rows)
     if name not in batch.kept:
-        lens = _lens(batch, device) if batch.lens is None else batch.lens.unbind(0)
+        lens = (_lens(batch, device) if batch.lens is None else batch.lens).unbind(0)
         few = [i for i, new in enumerate(batch.query_lens) if 0 < new * share <= MOST_DECODE_ROWS]
         many = [i for i, new in enumerate(batch.query_lens) if new * share > MOST_DECODE_ROWS]
         batch.kept[name] = [
@@ -78,16 +79,10 @@ def _steps(batch: SequenceBatch, share: int, device: torch.device, shape: TileSh
     return steps
 
 
-def _lens(batch: SequenceBatch, device: torch.device) -> tuple[Tensor, ...]:
-    """int32 [sequences] each: first token, new tokens, context."""
-    first, at = [], 0
-    for new in batch.query_lens:
-        first.append(at)
-        at += new
-    return tuple(
-        torch.tensor(x, dtype=torch.int32, device=device)
-        for x in (first, batch.query_lens, batch.context_lens)
-    )
+def _lens(batch: SequenceBatch, device: torch.device) -> Tensor:
+    """int32 [3, sequences]: first token, new tokens, context."""
+    first = list(accumulate(batch.query_lens, initial=0))[:-1]
+    return torch.tensor([first, batch.query_lens, batch.context_lens], dtype=torch.int32, device=device)
 
 
 def _step(

@@ -1,9 +1,6 @@
 """How products are cut on a GPU: tiles by rows of the step, and parts of the inputs. Tuned in shapes.json."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
-from functools import lru_cache
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -37,7 +34,18 @@ def tile_for(weight: PackedWeight, name: str, x: torch.Tensor, rows: int) -> Lin
     """The tile of a format (`name`) for a step of `rows` rows; outputs divide the padded ones."""
     is_fp32 = x.dtype is torch.float32 and x.device.type != "cpu"
     device = _FP32 if is_fp32 else shapes.device_name(x.device)
-    return _fitted(name, row_class(rows), device, weight.kind, weight.block, weight.padded_outputs)
+    return fitted(weight, name, row_class(rows), device)
+
+
+def fitted(weight: PackedWeight, name: str, rows: int, device: str) -> LinearTile:
+    """The same for a class of rows on a device."""
+    sizes = shapes.entry(table_key(name, rows, device)) or shapes.entry(table_key(name, rows, "any"))
+    tile = LinearTile(**sizes) if sizes else _guess(rows, device, weight.kind, weight.block)
+    outputs = tile.outputs
+    while weight.padded_outputs % outputs:
+        outputs //= 2
+    assert outputs >= OUTPUTS, "weights are padded to that"
+    return replace(tile, outputs=outputs)
 
 
 def table_key(name: str, rows: int, device: str) -> str:
@@ -57,28 +65,6 @@ def splits(weight: PackedWeight, tile: LinearTile, rows: int, device: torch.devi
     least = max(1, _LEAST_SPLIT // weight.block)
     each = max(-(-weight.blocks // wanted), min(least, weight.blocks))
     return -(-weight.blocks // each), each
-
-
-@contextmanager
-def using(key: str, tile: LinearTile) -> Iterator[None]:
-    """Let one entry of the table be another, for tuning."""
-    try:
-        with shapes.replaced(key, asdict(tile)):
-            _fitted.cache_clear()
-            yield
-    finally:
-        _fitted.cache_clear()
-
-
-@lru_cache(maxsize=1024)
-def _fitted(name: str, rows: int, device: str, kind: Kind, block: int, padded: int) -> LinearTile:
-    entry = shapes.entry(table_key(name, rows, device)) or shapes.entry(table_key(name, rows, "any"))
-    tile = LinearTile(**entry) if entry else _guess(rows, device, kind, block)
-    outputs = tile.outputs
-    while padded % outputs:
-        outputs //= 2
-    assert outputs >= OUTPUTS, "weights are padded to that"
-    return LinearTile(**{**asdict(tile), "outputs": outputs})
 
 
 def _guess(rows: int, device: str, kind: Kind, block: int) -> LinearTile:

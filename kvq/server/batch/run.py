@@ -13,11 +13,12 @@ from typing import Any
 from kvq.errors import ConfigError, EngineError
 from kvq.models.resolve import ModelSource, resolve_model
 from kvq.models.tokenizer import load_tokenizer
-from kvq.server.admission import Admission, AdmissionConfig
+from kvq.server.admission import AdmissionConfig
 from kvq.server.batch.calls import Calls
 from kvq.server.batch.journal import Journal
 from kvq.server.batch.lines import Line, read_lines
 from kvq.server.batch.results import encode_answer, encode_fault, encode_problem
+from kvq.server.config import ServerConfig
 from kvq.server.logs import LogConfig
 from kvq.server.messages import Start
 from kvq.server.problems import Problem
@@ -241,14 +242,8 @@ def _service(config: BatchConfig, source: ModelSource, remote: Remote) -> Servic
     setup = Setup(folder=str(source.folder), is_text_template=tools.is_text_template)
     prompts = Prompts(Readers(setup), tokenizer, deadline_s=_TOKENIZE_S)
     name = config.served_model_name or source.name
-    return Service(
-        name,
-        remote,
-        prompts,
-        tools=tools,
-        admission=Admission(_BOUNDLESS),
-        is_strict=config.strict_requests,
-    )
+    options = ServerConfig(admission=_BOUNDLESS, timeout_s=None, strict_requests=config.strict_requests)
+    return Service(name, remote, prompts, options, tools=tools)
 
 
 def _first_of(errors: BaseExceptionGroup[BaseException]) -> BaseException:

@@ -43,9 +43,9 @@ class Fields:
             raise self.refusal(name, " or ".join(shown(option) for option in allowed))
         return value
 
-    def number(self, name: str, default: Any = MISSING) -> int:
+    def number(self, name: str) -> int:
         """An integer."""
-        value = self.values.get(name, default)
+        value = self.values.get(name)
         if type(value) is not int:
             raise self.refusal(name, "an integer")
         return value

@@ -123,9 +123,7 @@ def kernels(kv: str, dtype: torch.dtype, dims: tuple[int, int]) -> dict[str, tup
     exact = {"num_warps": 4, "enable_fp_fusion": False}
     found["write_kv"] = (_write_kernel, written, exact)
     gathered = {
-        **{name.removeprefix("k_"): value for name, value in k.items() if name.startswith("k_")},
-        **{name.removeprefix("K_"): value for name, value in k.items() if name.startswith("K_")},
-        **{name[1:]: value for name, value in k.items() if name[:3] in ("kc_", "ks_")},
+        **part_arguments("k", layer, prefix=""),
         **{"out_ptr": rows, "tables_ptr": ints, "table_stride": 128, "out_sequence": 1 << 16},
         **{"out_head": 4096, "out_token": 128, "start": 0, "end": 4096},
         **{"BLOCK_SIZE": BLOCK_SIZE, "TOKENS": 32},

@@ -58,7 +58,7 @@ def arguments(name: str, rows: str, dtype: torch.dtype, capability: int) -> tupl
             **{"out_ptr": x, "first_tile": 0, "out_row": INPUTS},
         }
     device = tiles._FP32 if dtype is torch.float32 else f"sm{capability}"
-    tile = tiles._fitted(name, int(rows), device, packed.kind, packed.block, packed.padded_outputs)
+    tile = tiles.fitted(packed, name, int(rows), device)
     is_split = int(rows) <= tiles.ROW_CLASSES[-1]
     return linear_kernel, {
         **common,
