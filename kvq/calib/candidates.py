@@ -5,7 +5,6 @@ from dataclasses import dataclass
 
 import torch
 
-from kvq.calib.observe import some_centers
 from kvq.errors import ConfigError, nearest
 from kvq.formats import (
     Centers,
@@ -85,7 +84,7 @@ def recipe_of(
                 v_clip=v.clip,
             )
         )
-    kept = some_centers(centers, centered)
+    kept = centers.some(centered)
     return KVRecipe(
         layers=tuple(layers),
         centers=kept if any(layer.k or layer.v for layer in kept.layers) else None,

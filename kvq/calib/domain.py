@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from kvq.calib.observe import Observations, observe, some_centers
+from kvq.calib.observe import Observations, observe
 from kvq.evals.bootstrap import Bootstrap, Interval
 from kvq.evals.divergence import UNWATCHED, Progress, TokenPlan, measure_tokens
 from kvq.evals.text import EvalText
@@ -76,7 +76,7 @@ def check_domain(
     itself = replace(recipe, static_scales=own.scales(), label="itself")
     if recipe.centers is not None:
         centered = ((bool(layer.k), bool(layer.v)) for layer in recipe.centers.layers)
-        itself = replace(itself, centers=some_centers(own.centers(), centered))
+        itself = replace(itself, centers=own.centers().some(centered))
     recipes: list[str | KVRecipe] = ["auto", replace(recipe, label="given"), itself]
     baseline, given, other = measure_tokens(
         model, recipes, head.text, TokenPlan(context=window, max_windows=_WINDOWS)

@@ -1,7 +1,6 @@
 """What K and V of a model look like, seen through the attention that serves it, unquantized."""
 
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -163,15 +162,6 @@ def spread_windows(
         raise RequestError(f"a context of {context} tokens was asked for; this model takes 2 to {limit}")
     ids, prefix = text_ids(model.tokenizer, text), begin_ids(model.tokenizer)
     return spread(cut_windows(ids, prefix, context=max(2, min(context, len(ids) + len(prefix)))), max_windows)
-
-
-def some_centers(centers: Centers, wanted: Iterable[tuple[bool, bool]]) -> Centers:
-    """Those of some halves: `wanted` says of every layer whether of K and whether of V."""
-    layers = tuple(
-        LayerCenters(k=own.k if k else None, v=own.v if v else None)
-        for own, (k, v) in zip(centers.layers, wanted, strict=True)
-    )
-    return replace(centers, layers=layers)
 
 
 def _maxima(magnitudes: Magnitudes) -> tuple[float, ...]:

@@ -67,7 +67,7 @@ def command(model: str, kv: list[str], asked: Asked) -> None:
     from kvq.calib import observe
     from kvq.calib.domain import check_length
     from kvq.calib.export import check_export_path, write_fp8_scales
-    from kvq.calib.observe import some_centers, spread_windows
+    from kvq.calib.observe import spread_windows
     from kvq.calib.summary import summarize
     from kvq.commands.loading import load_checked
     from kvq.commands.progress import progress_bar
@@ -102,7 +102,7 @@ def command(model: str, kv: list[str], asked: Asked) -> None:
         )
     recipe = dataclasses.replace(
         recipe,
-        centers=some_centers(seen.centers(), _is_grouped(recipe)) if asked.centered else recipe.centers,
+        centers=seen.centers().some(_is_grouped(recipe)) if asked.centered else recipe.centers,
         static_scales=seen.scales(),
         model_digest=loaded.weights.digest,
     )

@@ -29,7 +29,10 @@ class FinishedRows:
     ) -> None:
         """`path`: of the whole result, None to write nothing. `result`: the JSON envelope of rows."""
         self._path = None if path is None else Path(path)
-        self._partial = None if path is None else partial_path(Path(path))
+        self._partial: Path | None = None
+        if self._path is not None:
+            name = f"{self._path.stem}.partial{self._path.suffix or '.json'}"
+            self._partial = self._path.with_name(name)
         self._result = result
         self._show = show
         self._make: Make | None = None
@@ -80,8 +83,3 @@ class FinishedRows:
 
     def _unfinished(self, rows: Sequence[Any]) -> dict[str, Any]:
         return {**self._result(rows), "complete": False}
-
-
-def partial_path(path: Path) -> Path:
-    """Where the finished rows of an unfinished result lie."""
-    return path.with_name(f"{path.stem}.partial{path.suffix or '.json'}")

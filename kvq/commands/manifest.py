@@ -29,7 +29,7 @@ def command(folder: Path, check: bool, overwrite: bool) -> None:
     if files is None:
         if check:
             raise ConfigError(f"{folder} has no {MANIFEST}; kvq manifest {folder} writes one")
-        files = _shown(f"reading {folder}", folder, lambda tell: write_manifest(folder, tell))
+        files = _shown(folder, lambda tell: write_manifest(folder, tell))
         done = "wrote"
     else:
         _compare(folder, files, is_check=check)
@@ -55,7 +55,7 @@ def _compare(folder: Path, files: Any, *, is_check: bool) -> None:
     """Name every file that differs: of a check a failure, else a refusal to write over the manifest."""
     from kvq.weights.manifest import find_faults
 
-    faults = _shown(f"reading {folder}", folder, lambda tell: find_faults(folder, files, tell))
+    faults = _shown(folder, lambda tell: find_faults(folder, files, tell))
     for fault in faults:
         echo(f"kvq: {fault}", err=True)
     if faults and is_check:
@@ -67,14 +67,14 @@ def _compare(folder: Path, files: Any, *, is_check: bool) -> None:
         )
 
 
-def _shown(what: str, folder: Path, work: Callable[[Callable[[int], object]], Any]) -> Any:
+def _shown(folder: Path, work: Callable[[Callable[[int], object]], Any]) -> Any:
     """Do work that reads the folder's files under a progress bar of their bytes, in MB."""
     from kvq.commands.progress import progress_bar
     from kvq.weights.manifest import listed_files
 
     total = sum(path.stat().st_size for path in listed_files(folder))
     done = 0
-    with progress_bar(f"{what}, MB") as progress:
+    with progress_bar(f"reading {folder}, MB") as progress:
 
         def tell(nbytes: int) -> None:
             nonlocal done

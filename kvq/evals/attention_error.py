@@ -130,11 +130,9 @@ def _halves(recipe: KVRecipe, baseline: KVRecipe) -> tuple[KVRecipe, KVRecipe]:
     pairs = list(zip(recipe.layers, baseline.layers, strict=True))
     k_only = tuple(replace(layer, v=plain.v, v_clip=1.0) for layer, plain in pairs)
     v_only = tuple(replace(layer, k=plain.k, k_clip=1.0) for layer, plain in pairs)
-    k_centers = v_centers = recipe.centers
-    if recipe.centers is not None:
-        own = recipe.centers.layers
-        k_centers = replace(recipe.centers, layers=tuple(replace(layer, v=None) for layer in own))
-        v_centers = replace(recipe.centers, layers=tuple(replace(layer, k=None) for layer in own))
+    k_centers, v_centers = (
+        recipe.centers and recipe.centers.some([half] * len(pairs)) for half in ((True, False), (False, True))
+    )
     return (
         replace(recipe, layers=k_only, centers=k_centers),
         replace(recipe, layers=v_only, centers=v_centers),

@@ -8,8 +8,10 @@ beside the one asked for, as in Hsieh et al., "RULER", 2024.
 
 import itertools
 import time
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from kvq.errors import RequestError
 from kvq.evals.bootstrap import wilson_interval
@@ -74,41 +76,31 @@ class NeedleSummary:
     seconds: float
 
 
-@dataclass(kw_only=True, slots=True)
-class _Score:
-    """What came of a cell so far."""
+class _Answer(NamedTuple):
+    """How one prompt was answered."""
 
-    kv: str
-    length: int
-    depth: float
-    trials: int = 0
-    hits: int = 0
-    right: int = 0
-    tokens: int = 0
-    seconds: float = 0.0
+    right: int  # of its tokens, in their places
+    tokens: int
+    seconds: float
 
-    def ask(self, session: Session, prompt: NeedlePrompt, chunk: int) -> None:
-        """Add up one answer."""
-        began = time.perf_counter()
-        given = _answer(session, prompt, chunk)
-        self.seconds += time.perf_counter() - began
-        self.trials += 1
-        self.hits += given == prompt.answer
-        self.right += sum(a == b for a, b in zip(given, prompt.answer, strict=True))
-        self.tokens += len(prompt.answer)
+    @property
+    def is_hit(self) -> bool:
+        """True if every token is right."""
+        return self.right == self.tokens
 
-    def row(self) -> NeedleRow:
-        """What it says."""
-        return NeedleRow(
-            kv=self.kv,
-            length=self.length,
-            depth=self.depth,
-            trials=self.trials,
-            hits=self.hits,
-            retrieved=self.hits / self.trials,
-            token_accuracy=self.right / self.tokens,
-            seconds=self.seconds,
-        )
+
+def _row(kv: str, length: int, depth: float, answers: list[_Answer]) -> NeedleRow:
+    hits = sum(one.is_hit for one in answers)
+    return NeedleRow(
+        kv=kv,
+        length=length,
+        depth=depth,
+        trials=len(answers),
+        hits=hits,
+        retrieved=hits / len(answers),
+        token_accuracy=sum(one.right for one in answers) / sum(one.tokens for one in answers),
+        seconds=sum(one.seconds for one in answers),
+    )
 
 
 def measure_needle(
@@ -138,19 +130,23 @@ def measure_needle(
     grid = list(itertools.product(range(plan.trials), sizes, dict.fromkeys(plan.depths)))
     asked = [(0, *place) for place in grid]
     asked += [(which, *place) for place in grid for which in range(1, len(models))]
-    scores: dict[tuple[int, int, float], _Score] = {}
+    cells: dict[tuple[int, int, float], list[_Answer]] = defaultdict(list)
 
     def rows() -> list[NeedleRow]:
-        return [scores[key].row() for key in sorted(scores, key=lambda key: key[0])]
+        ordered = sorted(cells.items(), key=lambda item: item[0][0])
+        return [_row(models[which].recipe.name, n, depth, found) for (which, n, depth), found in ordered]
 
     for done, (which, trial, length, depth) in enumerate(asked, start=1):
-        new = _Score(kv=models[which].recipe.name, length=length, depth=depth)
-        score = scores.setdefault((which, length, depth), new)
-        score.ask(sessions[which], prompts.make(length=length, depth=depth, trial=trial), plan.chunk)
+        prompt = prompts.make(length=length, depth=depth, trial=trial)
+        began = time.perf_counter()
+        given = _answer(sessions[which], prompt, plan.chunk)
+        right = sum(a == b for a, b in zip(given, prompt.answer, strict=True))
+        answer = _Answer(right, len(prompt.answer), time.perf_counter() - began)
+        cells[which, length, depth].append(answer)
         watch.progress(done, len(asked))
         watch.keep(rows)
-        is_void = not models[0].recipe.is_quantized and not any(one.hits for one in scores.values())
-        if done in (VOID_AFTER, len(grid)) and is_void:
+        may_be_void = done in (VOID_AFTER, len(grid)) and not models[0].recipe.is_quantized
+        if may_be_void and not any(one.is_hit for one in itertools.chain(*cells.values())):
             break
     return rows()
 

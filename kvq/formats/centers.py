@@ -5,7 +5,8 @@ every output, which is added back. So a constant offset, such as a key bias that
 no bits. Source: Zhang et al. 2024, SageAttention, section 4.2 (smoothing K), there per sequence.
 """
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
 from kvq.errors import ConfigError
@@ -42,6 +43,14 @@ class Centers(Calibrated[LayerCenters]):
             for part, rows in (("k", layer.k), ("v", layer.v)):
                 if rows is not None:
                     check_shape(f"centers.layers[{index}].{part}", rows, heads, "KV heads")
+
+    def some(self, wanted: Iterable[tuple[bool, bool]]) -> "Centers":
+        """Those of some halves: `wanted` says of every layer whether of K and whether of V."""
+        layers = (
+            LayerCenters(k=own.k if k else None, v=own.v if v else None)
+            for own, (k, v) in zip(self.layers, wanted, strict=True)
+        )
+        return replace(self, layers=tuple(layers))
 
 
 def _rows(where: str, data: object) -> HeadCenters | None:

@@ -16,8 +16,7 @@ from transformers import AutoTokenizer
 
 import kvq
 from kvq.calib.quantize.partial import Partial
-from kvq.calib.quantize.samples import draw_samples
-from kvq.calib.quantize.walk import Walk
+from kvq.calib.quantize.walk import Walk, draw_samples
 from kvq.errors import ConfigError, ModelError, RequestError
 from kvq.evals import calibration_text
 from kvq.models.resolve import EMBEDDED

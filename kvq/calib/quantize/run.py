@@ -11,10 +11,9 @@ from kvq.calib.observe import Observations, observe
 from kvq.calib.quantize.layer import LayerQuantizer, ModuleReport, Source, install
 from kvq.calib.quantize.output import check_output, write_checkpoint
 from kvq.calib.quantize.partial import Partial
-from kvq.calib.quantize.samples import draw_samples
 from kvq.calib.quantize.settings import Progress, QuantizeSettings, Quantizing
 from kvq.calib.quantize.targets import Targets, find_targets
-from kvq.calib.quantize.walk import Walk, decoder_layers
+from kvq.calib.quantize.walk import Walk, decoder_layers, draw_samples
 from kvq.errors import ConfigError, ModelError
 from kvq.evals import EvalText, calibration_text
 from kvq.formats import KVRecipe

@@ -1,4 +1,4 @@
-"""Going through a decoder layer by layer: one layer in fp32 at a time, and the samples' hidden states."""
+"""Samples of a text, and their hidden states on the way through a decoder, one layer in fp32 at a time."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -8,9 +8,40 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
+from kvq.calib.quantize.settings import FEWEST_SAMPLES
 from kvq.errors import ModelError, RequestError
+from kvq.evals.windows import begin_ids, cut_windows, text_ids
 
+_CONTEXT = 2048  # tokens of a sample, where none is asked for
 _PROBE = 64  # tokens of the sample that folds are proven on
+
+
+def draw_samples(
+    tokenizer: Any, text: str, *, samples: int, context: int | None, max_context: int, seed: int
+) -> list[list[int]]:
+    """At most `samples` windows of `context` tokens, drawn by seed, in the order of the text.
+
+    A text with fewer windows gives all it has. `context` defaults to 2,048 tokens, what the model takes.
+
+    Raises:
+        RequestError: a context beyond the model's, or a text of fewer than 8 windows.
+    """
+    size = min(_CONTEXT, max_context) if context is None else context
+    if not 2 <= size <= max_context:
+        raise RequestError(f"a context of {size} tokens was asked for; this model takes 2 to {max_context}")
+    ids, prefix = text_ids(tokenizer, text), begin_ids(tokenizer)
+    tokens, step = len(ids), size - len(prefix)
+    if tokens // step < FEWEST_SAMPLES:
+        fits = tokens // FEWEST_SAMPLES
+        raise RequestError(
+            f"the text has {tokens:,} tokens; {FEWEST_SAMPLES} samples of {size:,} need "
+            f"{FEWEST_SAMPLES * step:,}: give a longer text"
+            + (f", or --context {fits} or less" if fits >= 16 else "")
+        )
+    windows = cut_windows(ids, prefix, context=size)
+    generator = torch.Generator().manual_seed(seed)
+    chosen = torch.randperm(len(windows), generator=generator)[:samples].sort().values
+    return [windows[i] for i in chosen.tolist()]
 
 
 class _Recorded(Exception):
