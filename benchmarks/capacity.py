@@ -332,7 +332,7 @@ def main() -> None:
         began = perf_counter()
         rows = parts[part]()
         facts = {"model": load(given.model).description, "seconds": perf_counter() - began}
-        result = envelope(sys.argv, torch.device("cpu"), rows, **facts)
+        result = envelope(sys.argv, torch.device("cpu"), rows, facts)
         write_json(given.out / f"capacity-{part}-cpu.json", result)
         print(part)
         for row in rows:

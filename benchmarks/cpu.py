@@ -156,7 +156,7 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     source_commit()
     rows = [row for part in parts for row in measuring[part]()]
-    result = envelope(sys.argv, CPU, rows, variant=loaded().variant, threads=options.threads)
+    result = envelope(sys.argv, CPU, rows, {"variant": loaded().variant, "threads": options.threads})
     date = datetime.datetime.now(datetime.UTC).date().isoformat()
     out = Path(options.out or ROOT / "benchmarks" / "results" / f"kernels-cpu-{date}.json")
     write_json(out, result)

@@ -28,7 +28,7 @@ from kvq.bench.engine_plot import write_engine_plot
 from kvq.bench.engine_result import ServedLoad, row
 from kvq.bench.engine_rivals import RIVALS
 from kvq.bench.engine_server import KvqServer, Limits
-from kvq.bench.timing import percentile
+from kvq.bench.timing import in_turn, percentile
 from kvq.capacity.draws import Lengths
 from kvq.evals.results import envelope, source_commit, write_json
 from kvq.models import Model, load
@@ -65,24 +65,25 @@ def a_server(model: Model, kv: str, draw: Draw, **limits: Any) -> Iterator[KvqSe
 
 def interleaved(cases: dict[str, Case], repeats: int) -> dict[str, list[ServedLoad]]:
     """Runs of every case, all of them in each repeat, which begins with the next one each time."""
-    names = list(cases)
-    runs: dict[str, list[ServedLoad]] = {name: [] for name in names}
-    for repeat in range(repeats):
-        for i in range(len(names)):
-            name = names[(i + repeat) % len(names)]
-            server, draw = cases[name]
-            runs[name].append(server.run(draw(repeat), None))
+    runs: dict[str, list[ServedLoad]] = {name: [] for name in cases}
+    for repeat, name in in_turn(list(cases), repeats):
+        server, draw = cases[name]
+        runs[name].append(server.run(draw(repeat), None))
     return runs
 
 
 def rows_of(cases: dict[str, Case], runs: dict[str, list[ServedLoad]]) -> Rows:
     """One row a case."""
-    return [{"case": name, **row(server, runs[name], None)} for name, (server, _) in cases.items()]
+    return [
+        {"case": name, **row(server.name, server.kv, runs[name], None)} for name, (server, _) in cases.items()
+    ]
 
 
 def uniform(model: Model, repeats: int) -> Rows:
     """16 requests of 128 and 64 tokens, beside both rivals."""
-    plan = Plan(load=a_load(model, 16, (128, 128), (64, 64)), limits=Limits(), rivals=RIVALS, repeats=repeats)
+    plan = Plan(
+        load=a_load(model, 16, (128, 128), (64, 64)), limits=Limits(), rivals=tuple(RIVALS), repeats=repeats
+    )
     return [{"case": "uniform", **one} for one in bench_engine(model, ["fp32"], plan)]
 
 
@@ -238,9 +239,8 @@ def main() -> None:
     options.out.mkdir(parents=True, exist_ok=True)
     for name in chosen:
         rows = parts[name](model, options.repeats)
-        result = envelope(
-            sys.argv, model.weights.device, rows, model=model.description, threads=options.threads
-        )
+        facts = {"model": model.description, "threads": options.threads}
+        result = envelope(sys.argv, model.weights.device, rows, facts)
         write_json(options.out / f"engine-{name}-cpu.json", result)
         if name == "sweep":
             write_engine_plot(options.out / f"engine-{name}-cpu.svg", result)

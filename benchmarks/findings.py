@@ -21,7 +21,7 @@ def finding(what: str, found: Any, asked: str, holds: bool, **more: Any) -> dict
 def report(path: Path, rows: Rows, **more: Any) -> bool:
     """Write rows and print them; True if all hold. `more` goes beside the rows."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_json(path, envelope(sys.argv, torch.device("cpu"), rows, **more))
+    write_json(path, envelope(sys.argv, torch.device("cpu"), rows, more))
     for row in rows:
         holds = "holds" if row["holds"] else "FALLS SHORT"
         print(f"  {holds:<12}{row['what']}: {row['found']} ({row['asked']})", flush=True)

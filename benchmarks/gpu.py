@@ -29,6 +29,9 @@ MEASURED = ("decode", "long", "mixed", "extend", "write", "linear")
 PARTS = ("tests", *MEASURED)  # and, only when asked for: sanitizer, tune, tune-linear
 EXTRA = ("sanitizer", "tune", "tune-linear")
 REPEATS = 11
+SHAPES = ((4096, 14_336), (14_336, 4096), (4096, 4096))  # inputs, outputs of Linear layers
+ROWS = (1, 4, 16, 64, 256, 2048)
+WEIGHTS = ("int4_g128", "int4_g128_asym", "int8", "w8a8", "fp8", "fp8_a8")
 
 
 def workload(contexts: tuple[int, ...], new: int = 1, block_size: int = 64) -> Any:
@@ -101,15 +104,32 @@ def write(rivals: Path | None) -> list[dict]:
     return written + attention("decode 256 x 4096", shape, None, FORMATS, dense=False)
 
 
+def linear_workload(shape: tuple[int, int], rows: int) -> Any:
+    """A layer of that many inputs and outputs, bf16."""
+    from kvq.bench.linear import LinearWorkload
+
+    return LinearWorkload(
+        in_features=shape[0],
+        out_features=shape[1],
+        rows=rows,
+        dtype=torch.bfloat16,
+        device=torch.device("cuda"),
+        backend="triton",
+    )
+
+
 def linear(rivals: Path | None) -> list[dict]:
     """Linear layers of an 8B model beside torch's bf16, from one row to a prefill chunk."""
-    from kvq.bench.linear_gpu import FORMATS, ROWS, SHAPES, bench_linear
+    from kvq.bench.linear import bench_linear
 
     rows: list[dict] = []
     for shape in SHAPES:
-        found = bench_linear(shape, ROWS, FORMATS, repeats=REPEATS)
-        rows += [{"case": f"linear {shape[0]} to {shape[1]}", **row} for row in found]
-        torch.cuda.empty_cache()
+        for count in ROWS:
+            found, bandwidth = bench_linear(linear_workload(shape, count), WEIGHTS, repeats=REPEATS)
+            dense_ms = next(row["ms_median"] for row in found if row["name"] == "torch")
+            case = {"case": f"linear {shape[0]} to {shape[1]}", "read_gb_per_s": bandwidth}
+            rows += [case | row | {"speedup_over_bf16": dense_ms / row["ms_median"]} for row in found]
+            torch.cuda.empty_cache()
     return rows
 
 
@@ -158,15 +178,15 @@ def tune() -> list[dict]:
 
 def tune_linear() -> list[dict]:
     """The fastest tiles of Linear layers, into the same table."""
-    from kvq.bench import linear_gpu as bench
     from kvq.bench import tune as tuning
     from kvq.kernels.linear import tiles
 
     rows: list[dict] = []
     found = []
-    for kind in bench.FORMATS:
+    for kind in WEIGHTS:
         for height in (*tiles.ROW_CLASSES, tiles.MANY_ROWS):
-            key, best, tried = bench.tune_linear(kind, height)
+            layer = linear_workload(SHAPES[0], 256 if height == tiles.MANY_ROWS else height)
+            key, best, tried = tuning.tune_linear(layer, kind)
             found.append((key, best))
             rows += tried
             print(key, best, flush=True)
@@ -263,17 +283,15 @@ def main() -> None:
             print(f"{part} failed: {failed[part]}", flush=True)
             torch.cuda.empty_cache()
     device = torch.cuda.get_device_name()
-    result = envelope(
-        sys.argv,
-        torch.device("cuda"),
-        rows,
-        driver=driver(),
-        cuda=torch.version.cuda,
-        tests=checked,
-        skipped=skipped,
-        failed=failed,
-        seconds=time.monotonic() - began,
-    )
+    facts = {
+        "driver": driver(),
+        "cuda": torch.version.cuda,
+        "tests": checked,
+        "skipped": skipped,
+        "failed": failed,
+        "seconds": time.monotonic() - began,
+    }
+    result = envelope(sys.argv, torch.device("cuda"), rows, facts)
     result["versions"]["triton"] = __import__("triton").__version__
     name = "-".join(device.lower().split())
     date = datetime.datetime.now(datetime.UTC).date().isoformat()

@@ -232,15 +232,13 @@ def main() -> None:
             f"+- {row['perplexity_change_error']:.2%})  KL {row['kl_mean']:.5f}"
         )
     if options.json:
-        result = envelope(
-            sys.argv,
-            torch.device("cpu"),
-            rows,
-            model="tiny",
-            text=text.name,
-            text_digest=text.digest,
-            perplexity_tokens=windows.shape[0] * (windows.shape[1] - 1 - prefill),
-        )
+        facts = {
+            "model": "tiny",
+            "text": text.name,
+            "text_digest": text.digest,
+            "perplexity_tokens": windows.shape[0] * (windows.shape[1] - 1 - prefill),
+        }
+        result = envelope(sys.argv, torch.device("cpu"), rows, facts)
         result["versions"]["optimum-quanto"] = version("optimum-quanto")
         write_json(options.json, result)
 

@@ -137,7 +137,7 @@ def main(
         click.echo(rows[-1])
     if json_path is not None:
         more = {"model": "bench", "depth": depth, "tokens": tokens, "repeats": repeats}
-        write_json(json_path, envelope(["benchmarks/weights_decode.py"], torch.device("cpu"), rows, **more))
+        write_json(json_path, envelope(["benchmarks/weights_decode.py"], torch.device("cpu"), rows, more))
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ import numpy as np
 import kvq
 from kvq.evals import EvalText, read_text
 from kvq.evals.bootstrap import Bootstrap
-from kvq.evals.divergence import measure_tokens
+from kvq.evals.divergence import TokenPlan, measure_tokens
 from kvq.evals.results import envelope, source_commit, write_json
 from kvq.models import load
 
@@ -41,7 +41,7 @@ PLAIN: dict[str, dict[str, Any]] = {
 def losses(folder: str, text: EvalText, context: int, windows: int) -> np.ndarray:
     """Nats of every predicted token [windows, context - 1], over fp32 KV."""
     model = load(folder, kv="fp32", device="cpu")
-    return measure_tokens(model, ["fp32"], text.text, context=context, max_windows=windows)[0].nll
+    return measure_tokens(model, ["fp32"], text.text, TokenPlan(context=context, max_windows=windows))[0].nll
 
 
 def plans(texts: dict[str, EvalText | None]) -> list[dict[str, Any]]:
@@ -122,7 +122,7 @@ def main(
             json_path,
             envelope(
                 sys.argv, kvq.load(model, device="cpu").weights.device, rows,
-                model=model, text=held_out.name, context=context, windows=len(base),
+                {"model": model, "text": held_out.name, "context": context, "windows": len(base)},
             ),
         )  # fmt: skip
 

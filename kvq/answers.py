@@ -2,14 +2,15 @@
 
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
-from urllib.parse import urlsplit
+from typing import Any, TypeVar
+from urllib.parse import SplitResult, urlsplit
 
 from kvq import strict_json
 from kvq.errors import ConfigError, EngineError, first_lines
 
 _MOST_TOKENS = 1 << 53  # of any count
 _MAX_NAME = 1000  # characters
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,17 +30,8 @@ class Event:
     usage: Usage | None
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Address:
-    """Where a server is."""
-
-    host: str
-    port: int | None
-    path: str
-
-
-def read_address(url: str, schemes: tuple[str, ...]) -> Address:
-    """Of a server, from what was given as --url.
+def read_address(url: str, schemes: tuple[str, ...]) -> SplitResult:
+    """Of a server, from what was given as --url; it has a host, and a port if any.
 
     Raises:
         ConfigError: it is none, or of another scheme.
@@ -47,7 +39,7 @@ def read_address(url: str, schemes: tuple[str, ...]) -> Address:
     with suppress(ValueError):  # a port that is no number, half of an IPv6 address
         parts = urlsplit(url)
         if parts.scheme in schemes and parts.hostname and parts.port != 0:
-            return Address(host=parts.hostname, port=parts.port, path=parts.path)
+            return parts
     raise ConfigError(f"--url must be an address such as http://127.0.0.1:8000, got {url!r}")
 
 
@@ -64,7 +56,8 @@ def read_event(data: bytes) -> Event:
     if not isinstance(choices, list):
         raise _misfit("choices", "a list")
     texts = tuple(_text(f"choices[{index}]", choice) for index, choice in enumerate(choices))
-    return Event(texts=texts, usage=_usage(_object(event, "usage")))
+    usage = _field(event, "usage", dict)
+    return Event(texts=texts, usage=_usage(usage) if usage else None)
 
 
 def read_model(data: bytes) -> dict[str, Any]:
@@ -112,38 +105,32 @@ def _text(where: str, choice: Any) -> str:
     if not isinstance(choice, dict):
         raise _misfit(where, "an object")
     if "text" in choice:
-        holder, name = choice, "text"
-    else:
-        holder, where, name = _object(choice, "delta", where), f"{where}.delta", "content"
-    text = holder.get(name)
-    if text is not None and not isinstance(text, str):
-        raise _misfit(f"{where}.{name}", "a text or null")
-    return text or ""
+        return _field(choice, "text", str, where) or ""
+    return _field(_field(choice, "delta", dict, where) or {}, "content", str, f"{where}.delta") or ""
 
 
-def _usage(usage: dict[str, Any]) -> Usage | None:
-    if not usage:
-        return None
+def _usage(usage: dict[str, Any]) -> Usage:
+    details = _field(usage, "prompt_tokens_details", dict, "usage") or {}
     return Usage(
         prompt=_count(usage, "prompt_tokens"),
-        cached=_count(_object(usage, "prompt_tokens_details", "usage"), "cached_tokens"),
+        cached=_count(details, "cached_tokens"),
         generated=_count(usage, "completion_tokens"),
     )
 
 
-def _object(holder: dict[str, Any], name: str, where: str = "") -> dict[str, Any]:
-    """A field that is an object; an empty one for null or none."""
+def _field(holder: dict[str, Any], name: str, kind: type[T], where: str = "") -> T | None:
+    """A field of that type; None for null or none."""
     value = holder.get(name)
-    if value is not None and not isinstance(value, dict):
-        raise _misfit(f"{where}.{name}".removeprefix("."), "an object or null")
-    return value or {}
+    if value is not None and not isinstance(value, kind):
+        wanted = "a text or null" if kind is str else "an object or null"
+        raise _misfit(f"{where}.{name}".removeprefix("."), wanted)
+    return value
 
 
 def _count(usage: dict[str, Any], name: str) -> int:
     value = usage.get(name)
-    if value is None:
-        return 0
-    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= _MOST_TOKENS:
+    value = 0 if value is None else value
+    if type(value) is not int or not 0 <= value <= _MOST_TOKENS:
         raise _misfit(f"usage: {name}", "a number of tokens")
     return value
 

@@ -1,5 +1,6 @@
 """What `import kvq` offers: loading with calibration, and measuring with plain rows."""
 
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any, TypedDict, Unpack
@@ -8,15 +9,14 @@ from kvq.arguments import checked
 from kvq.calib import calibrate
 from kvq.calib.budget import TunePlan, default_codes, parse_budget
 from kvq.calib.candidates import codes_of
-from kvq.calib.quantize import Quantized, Quantizing, quantize_model
-from kvq.calib.quantize.choose import QuantizeOptions
+from kvq.calib.quantize import Method, Quantized, QuantizeSettings, Quantizing, quantize_model
 from kvq.calib.search import Tuned
 from kvq.calib.search import tune as search
 from kvq.calib.sensitivity import Keep as KeepTrials
 from kvq.calib.sensitivity import Progress as NamedProgress
 from kvq.errors import ConfigError
 from kvq.evals import EvalText, calibration_text, default_text, measure_perplexity
-from kvq.evals.divergence import Keep, MeasureKeywords, Progress
+from kvq.evals.divergence import Keep, Progress, TokenPlan, Watch
 from kvq.formats import KVRecipe
 from kvq.models import Model
 from kvq.models.model import load_prepared
@@ -32,7 +32,7 @@ def load(
     calibrate_on_load: bool = False,
     **options: Unpack[LoadOptions],
 ) -> Model:
-    """Load a model and choose its KV format; see `kvq.models.load` for the options.
+    """Load a model and choose its KV format; see `kvq.models.load` and `kvq.models.prepared.LoadOptions`.
 
     With `calibrate_on_load`, static formats (`fp8_per_head`, `int8_per_head`), this one or those of
     `with_kv`, get their scales from a run over the default calibration text, in memory only.
@@ -96,8 +96,7 @@ def tune(
     known = loaded.prepared
     nbytes = None if max_kl is not None and budget is None else parse_budget(known, budget or "int4")
     codes = default_codes(known, nbytes) if formats is None else codes_of(formats.split(","))
-    given: dict[str, Any] = dict(options)
-    told = {name: given.pop(name) for name in ("progress", "keep") if name in given}
+    given, told = _parted(options, ("progress", "keep"))
     plan = TunePlan(budget_bytes=nbytes, max_kl=max_kl, codes=codes, **given)
     source = calibration_text() if text is None else _named(text, "text")
     other = default_text() if held_out is None else _named(held_out, "held-out text")
@@ -105,7 +104,7 @@ def tune(
 
 
 class QuantizeKeywords(TypedDict, total=False):
-    """What `quantize` takes beside the method: fields of `Quantizing` and of `QuantizeOptions`."""
+    """What `quantize` takes beside the method: fields of `Quantizing` and of `QuantizeSettings`."""
 
     file_format: str
     text: EvalText | str | None
@@ -138,16 +137,15 @@ def quantize(
     `method`: rtn, gptq, awq, smoothquant or fp8. `file_format`: compressed-tensors, autogptq or autoawq.
     `text` is calibrated on, by default CPython's help topics. `kv_scales` adds static FP8 scales of K and V.
     After an interruption the same call goes on where it was, unless `restart`. bits, group_size, symmetric,
-    activations, act_order and the others are fields of `kvq.calib.quantize.choose.QuantizeOptions`.
+    activations, act_order and the others are fields of `kvq.calib.quantize.QuantizeSettings`.
 
     Raises:
         ConfigError: options that don't go together, or don't fit the model; before any work.
         ModelError: missing, damaged or refused model.
         RequestError: too short a text, or activations that are not finite.
     """
-    given: dict[str, Any] = dict(options)
-    how = {field.name: given.pop(field.name) for field in fields(QuantizeOptions) if field.name in given}
-    settings = QuantizeOptions(method=method, **how).settings()
+    given, how = _parted(options, [field.name for field in fields(QuantizeSettings)])
+    settings = QuantizeSettings(method=Method.named(method), **how)
     text = given.pop("text", None)
     named = None if text is None else _named(text, "text")
     return quantize_model(Quantizing(model=model, out=Path(out), text=named, **given), settings)
@@ -157,20 +155,38 @@ def _named(text: EvalText | str, name: str) -> EvalText:
     return EvalText(name=name, text=text) if isinstance(text, str) else text
 
 
+class TokenKeywords(TypedDict, total=False):
+    """Fields of `kvq.evals.divergence.TokenPlan`, and who is told how far it is and what is finished."""
+
+    context: int
+    chunk: int | None
+    max_windows: int | None
+    attention_window: int | None
+    instrument: bool
+    progress: Progress
+    keep: Keep
+
+
 @checked
 def perplexity(
     model: str | Path | Model,
     kv: str | list[str | KVRecipe],
     text: str | None = None,
-    *,
-    keep: Keep = lambda make: None,
-    **options: Unpack[MeasureKeywords],
+    **options: Unpack[TokenKeywords],
 ) -> list[dict[str, Any]]:
     """Measure KV formats on a text; rows have the keys of `kvq perplexity --json`.
 
     `model`: a loaded model, or what `load` takes. `text` defaults to held-out help topics of
-    CPython. Options are those of `kvq.evals.measure_perplexity`.
+    CPython. Options are fields of `kvq.evals.divergence.TokenPlan`; `progress` hears of steps done and
+    steps in all, `keep` how to make the rows of what was measured so far.
     """
     loaded = model if isinstance(model, Model) else load(model)
     words = default_text().text if text is None else text
-    return [asdict(row) for row in measure_perplexity(loaded, kv, words, keep=keep, **options)]
+    plan, told = _parted(options, ("progress", "keep"))
+    return [asdict(row) for row in measure_perplexity(loaded, kv, words, TokenPlan(**plan), Watch(**told))]
+
+
+def _parted(options: Mapping[str, Any], names: Iterable[str]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Options without some names, and those."""
+    named = {name: options[name] for name in names if name in options}
+    return {name: value for name, value in options.items() if name not in named}, named

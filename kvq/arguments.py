@@ -18,8 +18,6 @@ _NUMBERS: dict[Any, Any] = {int: numbers.Integral, float: numbers.Real}  # numpy
 def checked(function: Callable[P, R]) -> Callable[P, R]:
     """The function, refusing arguments of types that its annotations don't name.
 
-    Looked at are classes, unions of them, and what lists and other sequences hold.
-
     Raises:
         ConfigError: an argument of another type, by its name.
     """
@@ -50,21 +48,22 @@ def _hints(function: Callable[..., Any], signature: inspect.Signature) -> dict[s
 
 
 def _check(name: str, value: object, hint: Any) -> None:
-    if not _fits(value, hint):
+    if not fits(value, hint):
         raise ConfigError(f"{name} must be {_told(hint)}, got {type(value).__name__} {value!r:.{_SHOWN}}")
 
 
-def _fits(value: object, hint: Any) -> bool:
+def fits(value: object, hint: Any) -> bool:
+    """Whether a value is of a type; looked at are classes, unions of them, and what sequences hold."""
     origin, inner = get_origin(hint), get_args(hint)
     if origin in (Union, types.UnionType):
-        return any(_fits(value, one) for one in inner)
+        return any(fits(value, one) for one in inner)
     if origin is not None:
         if not isinstance(origin, type):
             return True
         if isinstance(value, str | bytes):
             return False
         if isinstance(value, list | tuple) and issubclass(list, origin) and len(inner) == 1:
-            return all(_fits(one, inner[0]) for one in value)
+            return all(fits(one, inner[0]) for one in value)
         return isinstance(value, origin)
     if hint is None or hint is type(None):
         return value is None

@@ -64,7 +64,6 @@ class _Commands(click.Group):
         return command
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run what was asked for."""
         try:
             return super().invoke(ctx)
         except KeyboardInterrupt as error:

@@ -5,6 +5,7 @@ import json
 import pytest
 
 from kvq.evals import default_text, measure_perplexity
+from kvq.evals.divergence import TokenPlan
 from kvq.evals.perplexity import instrument_check
 from kvq.models.resolve import EMBEDDED
 
@@ -42,14 +43,14 @@ def check_limits(rows):
 
 
 def test_the_limits_hold_on_eight_windows_of_wikitext(tiny, wikitext):
-    check_limits(measure_perplexity(tiny, KV, wikitext[:200_000], max_windows=8, instrument=True))
+    check_limits(measure_perplexity(tiny, KV, wikitext[:200_000], TokenPlan(max_windows=8, instrument=True)))
 
 
 @pytest.mark.long
 def test_the_limits_hold_on_all_of_wikitext(tiny, wikitext):
-    check_limits(measure_perplexity(tiny, KV, wikitext, instrument=True))
+    check_limits(measure_perplexity(tiny, KV, wikitext, TokenPlan(instrument=True)))
 
 
 def test_the_default_text_is_long_enough_for_whole_windows(tiny):
-    rows = measure_perplexity(tiny, ["fp32"], default_text().text, context=1024, max_windows=3)
+    rows = measure_perplexity(tiny, ["fp32"], default_text().text, TokenPlan(context=1024, max_windows=3))
     assert rows[0].tokens == 3 * 1023

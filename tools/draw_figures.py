@@ -4,7 +4,8 @@ import json
 from pathlib import Path
 
 from kvq.bench.roofline import write_roofline
-from kvq.evals.plot import write_plot
+from kvq.evals.figure import write_figure
+from kvq.evals.plot import perplexity_figure
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -13,7 +14,7 @@ CASE, SHOWN = "decode 1 x 32768, GQA 4", ("bf16", "fp8", "int8", "int4")
 
 def main() -> None:
     """Write docs/kv-formats.svg and docs/attention-cpu.svg."""
-    write_plot(ROOT / "docs" / "kv-formats.svg", _read("tiny-default-cpu.json"))
+    write_figure(ROOT / "docs" / "kv-formats.svg", perplexity_figure, _read("tiny-default-cpu.json"))
     result = _read("kernels-cpu.json")
     rows = [row for row in result["rows"] if row.get("case") == CASE]
     rows = [row for row in rows if row["name"] != "kvq" or row["kv"] in SHOWN]

@@ -14,8 +14,9 @@ from torch.nn.attention.bias import causal_lower_right
 from kvq.bench.measure import Contender, Run, compete, copies_for
 from kvq.bench.truth import exact_attention, relative_error
 from kvq.bench.workload import Workload, dense_kv, filled_cache, queries
+from kvq.cache import KVCache
 from kvq.errors import ConfigError
-from kvq.kernels import AttentionOptions
+from kvq.kernels import AttentionOptions, SequenceBatch
 
 _SLACK = 1e-5  # a relative error as small as this is fine whatever SDPA's is
 
@@ -40,7 +41,7 @@ def bench_attention(
         found = list(_contenders(workload, formats, dense_rivals))
         if rivals is not None:
             found += _third_parties(workload, rivals)
-        rows, bandwidth = compete(found, workload.device, repeats, progress)
+        rows, bandwidth = compete(found, repeats, progress)
     shape = {
         "operation": "decode" if workload.new == 1 else "extend",
         "batch": len(workload.contexts),
@@ -56,25 +57,29 @@ def bench_attention(
 
 
 def _contenders(workload: Workload, formats: Sequence[str], dense_rivals: bool) -> Iterator[Contender]:
+    dense_rivals = dense_rivals and workload.is_even
     for kv in formats:
-        yield from _over_blocks(workload, kv, eager=dense_rivals and workload.is_even)
-    if dense_rivals and workload.is_even:
+        own, cache, batch = over_blocks(workload, kv)
+        yield own
+        if dense_rivals and kv == "int4":
+            yield _dequantized(workload, own, cache, batch)
+    if dense_rivals:
         dtypes = {workload.dtype} if workload.device.type == "cuda" else {torch.float32, torch.bfloat16}
         for dtype in sorted(dtypes, key=str):
             yield from _over_dense(workload, dtype)
 
 
-def _over_blocks(workload: Workload, kv: str, eager: bool) -> Iterator[Contender]:
-    """kvq itself, and the simple way: dequantize everything, then torch's attention."""
+def over_blocks(workload: Workload, kv: str) -> tuple[Contender, KVCache, SequenceBatch]:
+    """kvq itself, and the blocks that it attends to."""
     cache, batch, copies = filled_cache(workload, kv, workload.backend)
     q = queries(workload)
     scale = workload.head_dim**-0.5
     k, v = cache.gather(0, batch.tables[-1:], 0, workload.contexts[-1], unrotate=True)
-    mine = q[-1:].transpose(1, 2)
     truth = exact_attention(q[-1], k[0], v[0], scale)
     ran = cache.backend_of("attend", 0)
     rounding = torch.bfloat16 if ran == "cpu" else workload.dtype  # what its error is held against
-    same = _sdpa(mine.to(rounding), k.to(rounding), v.to(rounding), scale, folded=True)[0]
+    mine, keys, values = (x.to(rounding) for x in (q[-1:].transpose(1, 2), k, v))
+    same = _sdpa(mine, keys, values, scale, folded=True)[0]
     options = AttentionOptions(scale=scale)
     own = Contender(
         name="kvq",
@@ -86,15 +91,19 @@ def _over_blocks(workload: Workload, kv: str, eager: bool) -> Iterator[Contender
         truth=truth,
         allowed=max(2 * relative_error(same.transpose(0, 1), truth), _SLACK),
     )
-    yield own
-    if eager and kv == "int4":
+    return own, cache, batch
 
-        def dequantize_first(copy: int) -> Tensor:
-            dense = cache.gather(copy, batch.tables, 0, workload.contexts[0], unrotate=True)
-            out = _sdpa(q.transpose(1, 2).float(), *dense, scale, folded=True)
-            return out.transpose(1, 2).flatten(0, 1).to(q.dtype)
 
-        yield replace(own, name="dequantize, then SDPA", backend="torch", run=dequantize_first)
+def _dequantized(workload: Workload, own: Contender, cache: KVCache, batch: SequenceBatch) -> Contender:
+    """The simple way: dequantize everything, then torch's attention."""
+    q, scale = queries(workload), workload.head_dim**-0.5
+
+    def run(copy: int) -> Tensor:
+        dense = cache.gather(copy, batch.tables, 0, workload.contexts[0], unrotate=True)
+        out = _sdpa(q.transpose(1, 2).float(), *dense, scale, folded=True)
+        return out.transpose(1, 2).flatten(0, 1).to(q.dtype)
+
+    return replace(own, name="dequantize, then SDPA", backend="torch", run=run)
 
 
 def _over_dense(workload: Workload, dtype: torch.dtype) -> Iterator[Contender]:

@@ -8,9 +8,10 @@ from typing import Any
 from kvq.bench.engine_check import check_requests, compare, one_by_one
 from kvq.bench.engine_load import Load
 from kvq.bench.engine_result import ServedLoad, Server, is_saturated, mark, row
-from kvq.bench.engine_rivals import RIVALS, open_rivals
+from kvq.bench.engine_rivals import RIVALS, Opened, open_rivals
 from kvq.bench.engine_server import KvqServer, Limits
 from kvq.bench.step_costs import fit_costs
+from kvq.bench.timing import in_turn
 from kvq.errors import ConfigError, nearest
 from kvq.models import Model
 
@@ -68,43 +69,39 @@ def bench_engine(
         OutOfMemory: a pool doesn't fit.
         EngineError: a server gives other tokens than it should, or a request fails.
     """
-    with _servers(model, formats, plan) as (servers, checks, refused):
+    with _servers(model, formats, plan) as opened:
 
         def whole(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+            nothing = {key: None for one in rows for key in one}
+            refused = [nothing | one for one in opened.refused]
             for one in rows:
-                one.update(checks[one["name"], one["kv"]])
+                one.update(opened.checks[one["name"], one["kv"]])
             mark(rows, ttft_ms=plan.slo_ttft_ms, itl_ms=plan.slo_itl_ms)
             return [*rows, *refused]
 
-        rows = whole(_measure(servers, plan, progress, lambda make: keep(lambda: whole(make()))))
-        costs = _step_costs(servers, plan) if plan.step_costs else {}
+        rows = whole(_measure(opened.servers, plan, progress, lambda make: keep(lambda: whole(make()))))
+        costs = _step_costs(opened.servers, plan) if plan.step_costs else {}
     for one in rows:
         if one["name"] == "kvq" and one["kv"] in costs:
             one["step_costs"] = costs[one["kv"]]
     return rows
 
 
-_Checks = dict[tuple[str, str], dict[str, Any]]
-_Open = tuple[list[Server], _Checks, list[dict[str, Any]]]
-
-
 @contextmanager
-def _servers(model: Model, formats: Sequence[str], plan: Plan) -> Iterator[_Open]:
-    """Open and check all servers; with what the checks found, and rows of rivals that can't run."""
+def _servers(model: Model, formats: Sequence[str], plan: Plan) -> Iterator[Opened]:
+    """Open and check all servers."""
     requests = plan.load.draw(0)
     few = check_requests(requests)
+    opened = Opened()
     with ExitStack() as stack:
-        servers: list[Server] = []
-        checks: _Checks = {}
         for kv in formats:
             server = KvqServer(model, kv, plan.limits, requests)
             stack.callback(server.close)
             together = [output.token_ids for output in server.generate(few)]
-            checks[server.name, kv] = compare(f"kvq {kv}", model, one_by_one(server, few), together)
-            servers.append(server)
-        rivals = open_rivals(plan.rivals, model, plan.limits, few)
-        servers += rivals.servers
-        yield servers, checks | rivals.checks, rivals.refused
+            opened.add(server, compare(f"kvq {kv}", model, one_by_one(server, few), together))
+        if plan.rivals:
+            open_rivals(opened, plan.rivals, model, plan.limits, few)
+        yield opened
 
 
 def _step_costs(servers: Sequence[Server], plan: Plan) -> dict[str, dict[str, Any] | None]:
@@ -128,19 +125,16 @@ def _measure(servers: Sequence[Server], plan: Plan, progress: Progress, keep: Ke
 
     def rows(of: Sequence[Server] = servers) -> list[dict[str, Any]]:
         measured = [(server, users) for server in of for users in levels if (server, users) in runs]
-        return [row(server, runs[server, users], users) for server, users in measured]
+        return [row(server.name, server.kv, runs[server, users], users) for server, users in measured]
 
     done, total = 0, len(levels) * plan.repeats * len(servers)
     for users in levels:
         left = [server for server in servers if not is_saturated(rows([server]))]
         done += plan.repeats * (len(servers) - len(left))
-        for repeat in range(plan.repeats):
-            requests = plan.load.draw(repeat)
-            for i in range(len(left)):
-                server = left[(i + repeat) % len(left)]
-                served = server.run(requests, users)
-                runs.setdefault((server, users), []).append(served)
-                done += 1
-                progress(done, total)
-                keep(rows)
+        for repeat, server in in_turn(left, plan.repeats):
+            served = server.run(plan.load.draw(repeat), users)
+            runs.setdefault((server, users), []).append(served)
+            done += 1
+            progress(done, total)
+            keep(rows)
     return rows()

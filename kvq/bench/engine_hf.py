@@ -1,15 +1,12 @@
 """What transformers' ways to serve a load have in common: the model as transformers runs it, quietly."""
 
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Any
 
-import torch
-
 from kvq.models import Model
-
-_FORMATS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+from kvq.models.device import DTYPE_NAMES
+from kvq.models.modules import quiet_logs
 
 
 def load_rival(model: Model) -> Any:
@@ -18,7 +15,7 @@ def load_rival(model: Model) -> Any:
 
     with quiet():
         rival = AutoModelForCausalLM.from_pretrained(
-            model.weights.folder,
+            model.prepared.folder,
             dtype=next(model.weights.model.parameters()).dtype,
             attn_implementation="sdpa",
             local_files_only=True,
@@ -29,24 +26,9 @@ def load_rival(model: Model) -> Any:
 
 def own_format(rival: Any) -> str:
     """What transformers' KV caches hold: the type of the weights."""
-    return _FORMATS[rival.dtype]
+    return DTYPE_NAMES[rival.dtype]
 
 
-@contextmanager
-def quiet() -> Iterator[None]:
+def quiet() -> AbstractContextManager[None]:
     """Keep loading bars, and warnings about packages that only sizing would use, off the terminal."""
-    from transformers.utils import logging as hf_logging
-
-    loggers = [logging.getLogger(name) for name in ("transformers", "ContinuousBatchingLogger")]
-    levels = [logger.level for logger in loggers]
-    had_bars = hf_logging.is_progress_bar_enabled()
-    hf_logging.disable_progress_bar()
-    for logger in loggers:
-        logger.setLevel(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
-        if had_bars:
-            hf_logging.enable_progress_bar()
+    return quiet_logs("transformers", "ContinuousBatchingLogger", level=logging.CRITICAL)

@@ -52,7 +52,7 @@ def _draw(axes: Any, rows: list[dict[str, Any]], name: str, color: str) -> None:
     x, y = [row["output_tokens_per_s"] for row in rows], [row[name] for row in rows]
     axes.plot(x, y, "o-" if mine else "x--", color=color, ms=4, lw=1.2, label=label)
     for row, at in zip(rows, zip(x, y, strict=True), strict=True):
-        label_point(axes, f"{row['concurrency']:g}", at, fontsize=7, color=color)
+        label_point(axes, f"{row['concurrency']:g}", at, 7, color)
         if row.get("is_saturation"):
             axes.plot(*at, "o", ms=11, mfc="none", mec=color)
         if row.get("is_best_within_slo"):

@@ -7,18 +7,29 @@ from typing import Any, Protocol
 
 from kvq.bench.engine_load import LoadRequest
 from kvq.bench.timing import percentile
+from kvq.errors import EngineError
 
 _GROWTH = 1.03  # throughput that grows less from one concurrency to the next is saturated
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Served:
-    """One request's tokens and when they came, in seconds after the run's begin."""
+    """One request's tokens and when they came, in seconds after the run's begin.
+
+    Raises:
+        EngineError: there are more or fewer than were asked for.
+    """
 
     request: LoadRequest
     due_s: float  # when it arrived, or its user was free
     token_s: list[float]
     tokens: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        if len(self.token_s) != self.request.output_tokens:
+            raise EngineError(
+                f"a request for {self.request.output_tokens} tokens ended after {len(self.token_s)}"
+            )
 
     @property
     def ttft_s(self) -> float:
@@ -72,23 +83,8 @@ class Server(Protocol):
     def run(self, requests: Sequence[LoadRequest], users: int | None) -> ServedLoad:
         """Serve all requests, as they arrive or `users` at a time."""
 
-    def close(self) -> None:
-        """Give back what it holds."""
 
-
-class Named(Protocol):
-    """Whoever a row is about."""
-
-    @property
-    def name(self) -> str:
-        """ "kvq" or a rival's."""
-
-    @property
-    def kv(self) -> str:
-        """Its KV format."""
-
-
-def row(server: Named, runs: Sequence[ServedLoad], users: int | None) -> dict[str, Any]:
+def row(name: str, kv: str, runs: Sequence[ServedLoad], users: int | None) -> dict[str, Any]:
     """One server's row of one load over all repeats.
 
     Rates are medians over repeats; latencies are percentiles over the requests, and tokens, of all.
@@ -97,8 +93,8 @@ def row(server: Named, runs: Sequence[ServedLoad], users: int | None) -> dict[st
     served = [one for run in runs for one in run.served]
     first, last = runs[0], runs[-1]
     return {
-        "name": server.name,
-        "kv": server.kv,
+        "name": name,
+        "kv": kv,
         "requests": len(first.served),
         "repeats": len(runs),
         "concurrency": users or round(_median(run.concurrency for run in runs), 1),
@@ -117,24 +113,17 @@ def row(server: Named, runs: Sequence[ServedLoad], users: int | None) -> dict[st
     }
 
 
-def refused_row(name: str, kv: str, reason: str) -> dict[str, Any]:
-    """The row of a rival that can't run here: no figures, and why."""
-    nothing = dict.fromkeys(_FIGURES)
-    return {"name": name, "kv": kv, **nothing, "reason": reason}
-
-
 def is_saturated(rows: Sequence[dict[str, Any]]) -> bool:
     """True if the last of one server's rows, in order of concurrency, brought no more throughput."""
     rates = [row["output_tokens_per_s"] for row in rows]
     return len(rates) > 1 and rates[-1] < _GROWTH * max(rates[:-1])
 
 
-def mark(rows: Iterable[dict[str, Any]], *, ttft_ms: float | None, itl_ms: float | None) -> None:
+def mark(rows: Sequence[dict[str, Any]], *, ttft_ms: float | None, itl_ms: float | None) -> None:
     """Mark each server's saturation point, and its fastest row whose 99th percentiles keep the SLO."""
-    figures = [row for row in rows if row["output_tokens_per_s"] is not None]
-    key = lambda row: (row["name"], row["kv"])  # noqa: E731 - used twice below
-    for _, group in itertools.groupby(sorted(figures, key=key), key=key):
-        mine = sorted(group, key=lambda row: row["concurrency"])
+    for name, kv in {(row["name"], row["kv"]) for row in rows}:
+        mine = [row for row in rows if (row["name"], row["kv"]) == (name, kv)]
+        mine.sort(key=lambda row: row["concurrency"])
         if is_saturated(mine):
             max(mine[:-1], key=lambda row: row["output_tokens_per_s"])["is_saturation"] = True
         if ttft_ms is None and itl_ms is None:
@@ -158,11 +147,3 @@ def _latencies(name: str, seconds: list[float]) -> dict[str, float | None]:
 
 def _median(values: Iterable[float]) -> float:
     return percentile(values, 50)
-
-
-_FIGURES = (
-    *("requests", "repeats", "concurrency", "output_tokens_per_s", "output_tokens_per_s_p10"),
-    *("output_tokens_per_s_p90", "total_tokens_per_s", "seconds"),
-    *(f"{name}_ms_p{p}" for name in ("ttft", "itl") for p in (50, 95, 99)),
-    *("preemptions", "prefix_hit_rate", "peak_blocks", "pool_blocks", "pool_utilization"),
-)

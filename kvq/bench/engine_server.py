@@ -1,8 +1,9 @@
 """kvq's engine as a server under load, with one KV format."""
 
+import itertools
 from collections.abc import Sequence
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from time import perf_counter, sleep
 
 from kvq.bench.engine_load import Arrivals, LoadRequest
@@ -10,12 +11,10 @@ from kvq.bench.engine_result import Served, ServedLoad
 from kvq.bench.timing import percentile
 from kvq.blockmgr import BlockManager
 from kvq.engine import LLM, CompletionOutput, RequestOutput, SamplingParams, StepStats
-from kvq.engine.intake import Origin
+from kvq.engine.intake import Origin, Terms
 from kvq.engine.outputs import Event
-from kvq.errors import EngineError
 from kvq.models import Model
 from kvq.scheduler import Priority
-from kvq.sizes import parse_bytes
 
 _SLACK_BLOCKS = 8  # beyond what the load holds at once: the engine's reserve, and room to copy
 _SAMPLE_EVERY = 8  # steps; how full blocks are takes time to count
@@ -23,19 +22,13 @@ _SAMPLE_EVERY = 8  # steps; how full blocks are takes time to count
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Limits:
-    """What an engine may use. Without a size the pool holds all requests that may run at once."""
+    """What an engine may use, as options of `LLM`. Without a size all requests that may run at once fit."""
 
     kv_memory: int | str | None = None
     num_blocks: int | None = None  # per layer group
     max_num_seqs: int = 128
     max_num_batched_tokens: int = 2048
     prefix_caching: bool = True
-
-    @property
-    def pool_bytes(self) -> int:
-        """`kv_memory` as a number."""
-        assert self.kv_memory is not None, "only asked for where it was given"
-        return parse_bytes(self.kv_memory, "kv_memory")
 
     def blocks_for(self, requests: Sequence[LoadRequest], block_size: int) -> int:
         """Blocks that the longest requests, as many as may run at once, take in the end."""
@@ -56,18 +49,9 @@ class KvqServer:
             OutOfMemory: the pool doesn't fit.
         """
         self.kv = kv
-        blocks = limits.num_blocks
-        if blocks is None and limits.kv_memory is None:
-            blocks = limits.blocks_for(requests, model.layout.block_size)
-        self.llm = LLM(
-            model,
-            kv,
-            num_blocks=blocks,
-            kv_memory=limits.kv_memory,
-            max_num_seqs=limits.max_num_seqs,
-            max_num_batched_tokens=limits.max_num_batched_tokens,
-            prefix_caching=limits.prefix_caching,
-        )
+        if limits.num_blocks is None and limits.kv_memory is None:
+            limits = replace(limits, num_blocks=limits.blocks_for(requests, model.layout.block_size))
+        self.llm = LLM(model, kv, **asdict(limits))
 
     def run(self, requests: Sequence[LoadRequest], users: int | None) -> ServedLoad:
         """Serve all requests, as they arrive or `users` at a time; the prefix index begins empty.
@@ -147,8 +131,8 @@ class KvqServer:
 
         core = self.llm.core
         params = SamplingParams(max_tokens=request.output_tokens, ignore_eos=True)
-        origin = Origin(priority=request.priority)
-        core.submit(core.intake.new_job(request.prompt, params, origin, listener=listen))
+        terms = Terms(params=params, origin=Origin(priority=request.priority))
+        core.submit(core.intake.new_job(request.prompt, terms, listener=listen))
 
 
 class _Gauge:
@@ -161,7 +145,6 @@ class _Gauge:
         self.filled: list[float] = []
 
     def sample(self) -> None:
-        """Look once."""
         live = sum(pool.live for pool in self._manager.usage())
         self.peak_blocks = max(self.peak_blocks, live)
         if self._steps % _SAMPLE_EVERY == 0:
@@ -174,9 +157,6 @@ def _served(request: LoadRequest, due_s: float, output: RequestOutput, begin: fl
     if output.error is not None:
         raise output.error
     tokens, timing = output.outputs[0].token_ids, output.timing
-    if len(tokens) != request.output_tokens or timing.ttft_s is None:
-        raise EngineError(f"a request for {request.output_tokens} tokens ended after {len(tokens)}")
-    token_s = [timing.arrival_s - begin + timing.ttft_s]
-    for gap in timing.itl_s:
-        token_s.append(token_s[-1] + gap)
+    first = [] if timing.ttft_s is None else [timing.arrival_s - begin + timing.ttft_s]
+    token_s = list(itertools.accumulate([*first, *timing.itl_s]))
     return Served(request=request, due_s=due_s, token_s=token_s, tokens=tokens)

@@ -21,7 +21,7 @@ class StaticBatches:
 
     name = "hf-static"
 
-    def __init__(self, rival: Any, limits: Limits) -> None:
+    def __init__(self, rival: Any, limits: Limits, _: int) -> None:
         self.kv = own_format(rival)
         self._rival = rival
         self._most = limits.max_num_seqs
@@ -46,9 +46,6 @@ class StaticBatches:
         """Greedy tokens of requests in one batch."""
         served = self._serve([(request, 0.0) for request in requests], perf_counter())
         return [one.tokens for one in served]
-
-    def close(self) -> None:
-        """Nothing is held between batches."""
 
     def _serve(self, batch: Sequence[tuple[LoadRequest, float]], begin: float) -> list[Served]:
         width = max(len(request.prompt) for request, _ in batch)
@@ -92,7 +89,6 @@ class _Clock:
         return self._puts[1:]
 
     def put(self, _: Tensor) -> None:
-        """One step's tokens."""
         self._puts.append(perf_counter())
 
     def end(self) -> None:

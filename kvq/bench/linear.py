@@ -1,5 +1,6 @@
 """`kvq bench linear`: a Linear layer over quantized weights beside torch's over plain ones."""
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -7,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kvq.bench.measure import Contender, compete, copies_for
+from kvq.bench.measure import Contender, Stopwatch, compete, copies_for
+from kvq.bench.timing import percentile
 from kvq.errors import ConfigError
 from kvq.formats.weights import Inputs, parse_weight_format
 from kvq.kernels import Device, LinearSpec, PlainWeight, select
@@ -17,7 +19,8 @@ from kvq.kernels.native.library import load
 from kvq.models.linear import OneDNNLinear
 from kvq.weights.rounding import round_weight
 
-_ALLOWED = {torch.float32: 2e-4, torch.float16: 4e-3, torch.bfloat16: 3e-2}  # relative errors
+_PEAK_SIZE = 8192
+_ALLOWED = {torch.float32: 2e-4, torch.float16: 4e-3, torch.bfloat16: 2e-2}  # relative errors
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,23 +57,38 @@ def bench_linear(
 ) -> tuple[list[dict[str, Any]], float]:
     """Check every contender against fp64, then time them interleaved, weights rotated past the cache.
 
+    The limit is reading the weights; on a GPU also torch's rate of products, twice that of rounded inputs.
     Returns the rows and the memory read bandwidth of the same run in GB/s.
 
     Raises:
         KVQError: a contender's error is too large; nothing was timed.
     """
     with torch.inference_mode():
-        found = [_quantized(workload, name) for name in formats]
+        found = [over_codes(workload, name) for name in formats]
         if rivals:
             found += _plain(workload)
-        rows, bandwidth = compete(found, workload.device, repeats, progress)
-    shape = {
-        "rows": workload.rows,
-        "in_features": workload.in_features,
-        "out_features": workload.out_features,
-    }
-    # The limit of few rows is reading
-    return [row | shape | {"fraction_of_limit": row["gb_per_s"] / bandwidth} for row in rows], bandwidth
+        rows, bandwidth = compete(found, repeats, progress)
+        rate = _matrix_rate(workload) if workload.device.type == "cuda" else math.inf
+    rounding = {name for name in formats if parse_weight_format(name).inputs is not Inputs.FULL}
+    operations = 2 * workload.rows * workload.in_features * workload.out_features
+    for row in rows:
+        read_s = row["gb_per_s"] * row["ms_median"] / 1e3 / bandwidth
+        compute_s = operations / rate / (2 if row["weights"] in rounding else 1)
+        row |= {
+            "rows": workload.rows,
+            "in_features": workload.in_features,
+            "out_features": workload.out_features,
+            "fraction_of_limit": 1e3 * max(read_s, compute_s) / row["ms_median"],
+        }
+    return rows, bandwidth
+
+
+def _matrix_rate(workload: LinearWorkload) -> float:
+    """Operations a second of torch's product of two large matrices on a GPU."""
+    size, dtype = _PEAK_SIZE, workload.dtype
+    a, b = (torch.randn(size, size, device=workload.device, dtype=dtype) for _ in range(2))
+    watch = Stopwatch(lambda _: a @ b, 1, workload.device)
+    return 2e3 * size**3 / percentile([watch.sample() for _ in range(5)], 50)
 
 
 def parse_shape(text: str) -> tuple[int, int]:
@@ -85,10 +103,11 @@ def parse_shape(text: str) -> tuple[int, int]:
     return int(outputs), int(inputs)
 
 
-def _quantized(workload: LinearWorkload, name: str) -> Contender:
-    """kvq's kernel over fp32 scales, so that the dequantized weight is exact."""
+def over_codes(workload: LinearWorkload, name: str) -> Contender:
+    """kvq's kernel over weights of a format."""
     fmt = parse_weight_format(name)
-    weight = round_weight(workload.weight(), fmt)
+    is_cpu = workload.device.type == "cpu"
+    weight = round_weight(workload.weight(), fmt, dtype=torch.float32 if is_cpu else workload.dtype)
     spec = LinearSpec(fmt=fmt, in_features=workload.in_features, out_features=workload.out_features)
     kernel = select(spec.operation, spec, Device.of(workload.device), workload.backend)
     x = workload.inputs().to(workload.dtype)
@@ -104,7 +123,7 @@ def _quantized(workload: LinearWorkload, name: str) -> Contender:
         run=lambda copy: layers[copy](x),
         nbytes=layers[0].nbytes,
         copies=copies,
-        truth=rounded_inputs(x.float(), fmt.inputs).double() @ weight.dequantize().double().T,
+        truth=rounded_inputs(x.float(), fmt.inputs).double() @ weight.dequantize(torch.float64).T,
         allowed=allowed,
     )
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvq.bench.timing import percentile
+from kvq.bench.timing import in_turn, percentile
 from kvq.bench.truth import relative_error
 from kvq.errors import KVQError
 
@@ -96,7 +96,7 @@ class Contender:
 
 
 def compete(
-    contenders: Sequence[Contender], device: torch.device, repeats: int, progress: Callable[[], None]
+    contenders: Sequence[Contender], repeats: int, progress: Callable[[], None]
 ) -> tuple[list[dict[str, Any]], float]:
     """Check every contender, then time them interleaved.
 
@@ -106,6 +106,7 @@ def compete(
         KVQError: a contender's error is too large; nothing was timed.
     """
     errors = [one.check() for one in contenders]
+    device = contenders[0].truth.device
     watches = [Stopwatch(one.run, one.copies, device) for one in contenders]
     times = interleaved(watches, repeats, progress)
     rows = [
@@ -128,11 +129,10 @@ def interleaved(
 ) -> list[dict[str, float]]:
     """`repeats` samples of each, one contender after another, each time beginning with the next one."""
     samples: list[list[float]] = [[] for _ in watches]
-    for repeat in range(repeats):
-        for i in range(len(watches)):
-            at = (i + repeat) % len(watches)
-            samples[at].append(watches[at].sample())
-        progress()
+    for done, (_, i) in enumerate(in_turn(range(len(watches)), repeats), 1):
+        samples[i].append(watches[i].sample())
+        if done % len(watches) == 0:
+            progress()
     names = {"ms_median": 50, "ms_p10": 10, "ms_p90": 90}
     return [{name: percentile(ms, percent) for name, percent in names.items()} for ms in samples]
 

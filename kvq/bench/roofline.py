@@ -21,12 +21,12 @@ def roofline_figure(result: dict[str, Any]) -> Any:
     sizes = [row["gb_per_s"] * row["ms_median"] for row in rows]  # MB
     ends = (min(sizes) / 1.5, max(sizes) * 1.5)
     axes.plot(ends, [size / bandwidth for size in ends], color="0.5", lw=1)
-    label_point(axes, f"reading, {speed(bandwidth)}", (max(sizes), max(sizes) / bandwidth), fontsize=8)
+    label_point(axes, f"reading, {speed(bandwidth)}", (max(sizes), max(sizes) / bandwidth), 8)
     for row, size in zip(rows, sizes, strict=True):
         mine = row["name"] == "kvq"
         axes.plot(size, row["ms_median"], "o" if mine else "x", color="tab:blue" if mine else "0.3")
         label = row["kv"] if mine else f"{row['name']} {row['kv']}"
-        label_point(axes, label, (size, row["ms_median"]), fontsize=8)
+        label_point(axes, label, (size, row["ms_median"]), 8)
     axes.set_xscale("log")
     axes.set_yscale("log")
     log_axis(axes.xaxis)

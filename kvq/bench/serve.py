@@ -1,22 +1,22 @@
 """`kvq bench serve`: servers under load over HTTP, in turn."""
 
 import asyncio
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from time import perf_counter
 from typing import Any
 
-from kvq.answers import read_model
+from kvq.bench.engine import Keep, Progress
 from kvq.bench.engine_load import Load
 from kvq.bench.engine_result import row
-from kvq.bench.serve_client import Sent, Target, get, send
+from kvq.bench.serve_client import Sent, Target, first_model, send
 from kvq.bench.serve_load import as_served, outcomes, run_load
 from kvq.bench.serve_process import ServerProcess
+from kvq.bench.timing import in_turn
 from kvq.errors import ConfigError, EngineError
 
-Progress = Callable[[int, int], object]
-Keep = Callable[[Callable[[], list[dict[str, Any]]]], object]  # takes a function that makes the rows so far
 MakeLoad = Callable[..., Load]  # of `vocab_size` and `max_context`
 
 
@@ -54,18 +54,14 @@ async def bench_url(
     """
     target = Target.from_url(url, key=key)
     try:
-        status, body = await get(target, "/v1/models")
-    except (OSError, EOFError, TimeoutError, ValueError) as error:
-        raise ConfigError(f"no server answers at {url}: {error}") from error
-    if status != 200:
-        raise ConfigError(f"{url} answers {status} when asked for its models; does it need a key?")
-    try:
-        model = read_model(body)
+        model = await first_model(target)
     except EngineError as error:
         raise ConfigError(f"{url} lists no models: {error}") from error
+    except (OSError, EOFError, TimeoutError, ValueError) as error:
+        raise ConfigError(f"no server answers at {url}: {error}") from error
     if any(type(model.get(name)) is not int for name in ("vocab_size", "max_model_len")):
         raise ConfigError(f"{url} is no kvq server: it does not tell its vocabulary's size")
-    server = _Server(name=url, kv="?", target=Target.from_url(url, model=model["id"], key=key))
+    server = _Server(name=url, kv="?", target=replace(target, model=model["id"]))
     return await _measure([server], model, plan, progress, keep)
 
 
@@ -103,32 +99,28 @@ async def _measure(
     servers: Sequence[_Server], model: dict[str, Any], plan: Plan, progress: Progress, keep: Keep
 ) -> list[dict[str, Any]]:
     load = plan.make_load(vocab_size=model["vocab_size"], max_context=model["max_model_len"])
-    total, done = len(servers) * plan.repeats * load.num_requests, 0
+    done, total = itertools.count(1), len(servers) * plan.repeats * load.num_requests
+    sent: dict[_Server, list[list[Sent]]] = {server: [] for server in servers}
+    alone = {server: await _send_alone(server.target, load) for server in servers}
 
-    def count(_: int, __: int) -> None:
-        nonlocal done
-        done += 1
-        progress(done, total)
-
-    sent: dict[int, list[list[Sent]]] = {i: [] for i in range(len(servers))}
-
-    def rows(of: Sequence[int] = range(len(servers))) -> list[dict[str, Any]]:
+    def rows(of: Iterable[_Server] = servers) -> list[dict[str, Any]]:
         return [
-            _row(servers[i], sent[i], plan.users) | {"check_equal": sent[i][0][0].text == alone[i].text}
-            for i in of
+            _row(server, sent[server], plan.users)
+            | {"check_equal": sent[server][0][0].text == alone[server].text}
+            for server in of
         ]
 
     def so_far() -> list[dict[str, Any]]:
-        return rows([i for i, runs in sent.items() if any(one.is_complete for run in runs for one in run)])
+        return rows(
+            server for server, runs in sent.items() if any(one.is_complete for run in runs for one in run)
+        )
 
-    alone = [await _send_alone(server.target, load) for server in servers]
-    for repeat in range(plan.repeats):
-        for turn in range(len(servers)):
-            i = (turn + repeat) % len(servers)
-            requests = load.draw(repeat)
-            sent[i].append(await run_load(servers[i].target, requests, plan.users, progress=count))
-            keep(so_far)
-            await asyncio.sleep(0.2)  # for what was left of it
+    for repeat, server in in_turn(servers, plan.repeats):
+        requests = load.draw(repeat)
+        run = await run_load(server.target, requests, plan.users, step=lambda: progress(next(done), total))
+        sent[server].append(run)
+        keep(so_far)
+        await asyncio.sleep(0.2)  # for what was left of it
     return rows()
 
 
@@ -151,4 +143,4 @@ def _row(server: _Server, runs: Sequence[Sequence[Sent]], users: int | None) -> 
         raise EngineError(
             f"{server.name} completed no request: {'; '.join(map(str, sorted(reasons, key=str)))}"
         )
-    return row(server, complete, users) | outcomes([one for run in runs for one in run])
+    return row(server.name, server.kv, complete, users) | outcomes([one for run in runs for one in run])

@@ -9,8 +9,9 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from enum import Enum
 from time import perf_counter
+from typing import Any
 
-from kvq.answers import read_address, read_event, read_refusal
+from kvq.answers import read_address, read_event, read_model, read_refusal
 from kvq.bench.engine_load import LoadRequest
 from kvq.errors import EngineError
 
@@ -47,7 +48,7 @@ class Target:
             ConfigError: no http URL with a host.
         """
         address = read_address(url, ("http",))
-        return cls(host=address.host, port=address.port or 80, model=model, key=key)
+        return cls(host=address.hostname or "", port=address.port or 80, model=model, key=key)
 
 
 @dataclass(slots=True)
@@ -106,6 +107,19 @@ async def get(target: Target, path: str, *, timeout_s: float = 10.0) -> tuple[in
             return status, b"".join([part async for part in _body(reader, headers)])
         finally:
             writer.close()
+
+
+async def first_model(target: Target) -> dict[str, Any]:
+    """As `/v1/models` lists it; its `id` is a text.
+
+    Raises:
+        OSError, TimeoutError, EOFError, ValueError: as of `get`.
+        EngineError: there is none.
+    """
+    status, body = await get(target, "/v1/models")
+    if status != 200:
+        raise EngineError(f"it answers {status} when asked for them; does it need a key?")
+    return read_model(body)
 
 
 async def _exchange(target: Target, sent: Sent, stall_s: float) -> None:

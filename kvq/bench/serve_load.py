@@ -39,17 +39,17 @@ async def run_load(
     *,
     manner: PickManner = polite,
     stall_s: float = 5.0,
-    progress: Callable[[int, int], object] = lambda done, total: None,
+    step: Callable[[], object] = lambda: None,
 ) -> list[Sent]:
-    """Send all, as they arrive or `users` at a time; results in the order of `requests`."""
+    """Send all, as they arrive or `users` at a time; results in the order of `requests`.
+
+    `step` is told of each that is over.
+    """
     began = perf_counter()
-    done = 0
 
     async def one(request: LoadRequest, due_s: float) -> Sent:
-        nonlocal done
         sent = await send(target, request, due_s, manner(request), stall_s=stall_s)
-        done += 1
-        progress(done, len(requests))
+        step()
         return sent
 
     if users is None:

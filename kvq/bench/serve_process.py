@@ -19,8 +19,7 @@ from typing import Any, Self
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from kvq.answers import read_model
-from kvq.bench.serve_client import Target, get
+from kvq.bench.serve_client import Target, first_model, get
 from kvq.errors import EngineError
 
 _POLL_S = 0.02
@@ -69,19 +68,13 @@ class ServerProcess:
 
     async def __aenter__(self) -> Self:
         try:
-            await self._enter()
+            await self.wait_ready(300)
+            self.model = await first_model(self.target)
         except BaseException as error:  # nobody calls __aexit__ for a start that is interrupted
             await self.__aexit__(type(error), error, None)
             raise
-        return self
-
-    async def _enter(self) -> None:
-        await self.wait_ready(300)
-        status, body = await get(self.target, "/v1/models")
-        if status != 200:
-            raise EngineError(f"the server does not list its model: {status}")
-        self.model = read_model(body)
         self.target = replace(self.target, model=self.model["id"])
+        return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None

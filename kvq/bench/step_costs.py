@@ -1,6 +1,7 @@
 """What the parts of an engine's steps cost, from the times of many steps: for `--calibrate`."""
 
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from kvq.engine import StepStats
 from kvq.errors import ConfigError
 from kvq.models import Model
 from kvq.models.checkpoint import read_json
-from kvq.sizing.parameters import Parameters, count_parameters
+from kvq.sizing.parameters import count_parameters
 from kvq.weights import weight_bytes
 
 _LEAST = 4  # steps near a number of tokens, for a point of its own
@@ -29,7 +30,9 @@ def fit_costs(steps: Sequence[StepStats], model: Model) -> dict[str, Any] | None
     their tokens, decodes by the tokens that they see, prefill by its pairs, and sequences.
     """
     layout, geometry = model.layout, model.geometry
-    parameters = _parameters(model)
+    parameters = None
+    with suppress(ConfigError):
+        parameters = count_parameters(read_json(model.prepared.folder / "config.json"), geometry)
     slides = any(group.group.window is not None for group in layout.groups)
     if len(steps) < _FEWEST_STEPS or slides or parameters is None or parameters.experts:
         return None
@@ -59,13 +62,6 @@ def fit_costs(steps: Sequence[StepStats], model: Model) -> dict[str, Any] | None
         "kv_bytes": sum(group.block_bytes for group in layout.groups) / layout.block_size,
         "pair_flops": 2 * geometry.q_heads * heads,
     }
-
-
-def _parameters(model: Model) -> Parameters | None:
-    try:
-        return count_parameters(read_json(model.weights.folder / "config.json"), model.geometry)
-    except ConfigError:
-        return None
 
 
 def _knots(rows: Sequence[int]) -> list[int]:

@@ -1,8 +1,10 @@
 """Samples of a measured time, summed up."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from time import perf_counter_ns
-from typing import Any
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 
 class Timings:
@@ -31,6 +33,13 @@ class Timings:
             }
             for (operation, per), us in self._us.items()
         ]
+
+
+def in_turn(contenders: Sequence[T], repeats: int) -> Iterator[tuple[int, T]]:
+    """Every contender in every repeat, which begins with the next one each time; with the repeat's number."""
+    for repeat in range(repeats):
+        for i in range(len(contenders)):
+            yield repeat, contenders[(i + repeat) % len(contenders)]
 
 
 def percentile(values: Iterable[float], percent: float) -> float:

@@ -1,90 +1,111 @@
-"""`kvq bench tune`: which tile shapes are the fastest on this GPU."""
+"""`kvq bench tune`: which tiles are the fastest on this GPU, of attention and of Linear layers."""
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
-
-import torch
+from typing import Any, TypeVar
 
 from kvq import fileio
-from kvq.bench.measure import Stopwatch, interleaved
-from kvq.bench.truth import exact_attention, relative_error
-from kvq.bench.workload import Workload, filled_cache, queries
+from kvq.bench.attention import over_blocks
+from kvq.bench.linear import LinearWorkload, over_codes
+from kvq.bench.measure import Contender, Stopwatch, interleaved
+from kvq.bench.workload import Workload
 from kvq.errors import KVQError
-from kvq.kernels import AttentionOptions
 from kvq.kernels.gpu import shapes
 from kvq.kernels.gpu.shapes import DECODE_ROWS, TileShape
+from kvq.kernels.linear import tiles
 from kvq.kernels.linear.tiles import LinearTile
 
 FORMAT_VERSION = 1
 _ALLOWED = 3e-2  # relative error; bf16 rounds probabilities
+_Tile = TypeVar("_Tile", TileShape, LinearTile)
 
 
 def candidates(kind: str) -> list[TileShape]:
-    """Shapes worth trying."""
-    if kind == "decode":
-        return [
-            TileShape(rows=DECODE_ROWS, keys=keys, warps=warps, stages=stages)
-            for keys in (32, 64, 128)
-            for warps in (2, 4, 8)
-            for stages in (2, 3, 4)
-        ]
+    """Shapes worth trying, to decode or to extend."""
+    decodes = kind == "decode"
     return [
         TileShape(rows=rows, keys=keys, warps=warps, stages=stages)
-        for rows in (64, 128)
-        for keys in (32, 64)
-        for warps in (4, 8)
-        for stages in (2, 3)
+        for rows in ((DECODE_ROWS,) if decodes else (64, 128))
+        for keys in ((32, 64, 128) if decodes else (32, 64))
+        for warps in ((2, 4, 8) if decodes else (4, 8))
+        for stages in ((2, 3, 4) if decodes else (2, 3))
+    ]
+
+
+def linear_candidates(rows: int) -> list[LinearTile]:
+    """Tiles worth trying for a class of rows."""
+    many = rows == tiles.MANY_ROWS
+    return [
+        LinearTile(rows=height, outputs=outputs, warps=warps, stages=stages, programs=programs)
+        for height in ((64, 128) if many else (rows,))
+        for outputs in ((128, 256) if many else (64, 128, 256))
+        for warps in ((4, 8) if many else (2, 4, 8))
+        for stages in ((3, 4) if rows > 32 else (3, 4, 6))
+        for programs in ((1,) if many else (1, 2, 4, 8))
     ]
 
 
 def tune(
     workload: Workload, kv: str, *, repeats: int = 9, progress: Callable[[], None] = lambda: None
 ) -> tuple[str, TileShape, list[dict[str, Any]]]:
-    """Time every shape that compiles and is right; returns its key, the best shape and all rows.
+    """Time every shape of attention that compiles and is right; returns its key, the best shape and all rows.
 
     Raises:
         KVQError: there is none.
     """
     height = workload.new * workload.q_heads // workload.kv_heads
     kind = "decode" if height <= shapes.MOST_DECODE_ROWS else "extend"
-    cache, batch, copies = filled_cache(workload, kv, "triton")
-    q = queries(workload).flatten(0, 1)
-    layer = cache.layer(0)
-    key = shapes.table_key(
-        kind, shapes.format_name(layer), workload.head_dim, shapes.device_name(workload.device)
-    )
+    own, cache, _ = over_blocks(workload, kv)
+    name, device = shapes.format_name(cache.layer(0)), shapes.device_name(workload.device)
+    key = shapes.table_key(kind, name, workload.head_dim, device)
+    own = replace(own, allowed=_ALLOWED)
+    return key, *_fastest(own, key, candidates(kind), repeats=repeats, progress=progress)
 
-    def attend(copy: int) -> torch.Tensor:
-        return cache.attend(
-            copy,
-            q,
-            batch,
-            AttentionOptions(scale=workload.head_dim**-0.5),
-        )[0]
 
-    k, v = cache.gather(0, batch.tables[-1:], 0, workload.contexts[-1], unrotate=True)
-    want = exact_attention(q[-workload.new :], k[0], v[0], workload.head_dim**-0.5)
-    tried, watches = [], []
-    for shape in candidates(kind):
-        with shapes.using(key, shape):
-            try:
-                out = attend(0)
-            except RuntimeError:  # more registers or shared memory than there are
-                continue
-            if not relative_error(out[-workload.new :], want) < _ALLOWED:
-                continue
-            tried.append(shape)
-            watches.append(Stopwatch(attend, copies, workload.device))
+def tune_linear(
+    workload: LinearWorkload, name: str, *, repeats: int = 5
+) -> tuple[str, LinearTile, list[dict[str, Any]]]:
+    """The same of a Linear layer's product over weights of a format, for the class of its rows.
+
+    Raises:
+        KVQError: there is none.
+    """
+    rows = tiles.row_class(workload.rows)
+    key = shapes.table_key("linear", name, rows, shapes.device_name(workload.device))
+    own = over_codes(workload, name)
+    return key, *_fastest(own, key, linear_candidates(rows), repeats=repeats)
+
+
+def _fastest(
+    own: Contender,
+    key: str,
+    found: Sequence[_Tile],
+    *,
+    repeats: int,
+    progress: Callable[[], None] = lambda: None,
+) -> tuple[_Tile, list[dict[str, Any]]]:
+    """The best tile, and the times of all with which a contender runs and is right."""
+    watches: dict[_Tile, Stopwatch] = {}
+    for tile in found:
+        with shapes.using(key, tile):
+            if _is_right(own):
+                watches[tile] = Stopwatch(own.run, own.copies, own.truth.device)
         progress()
-    if not tried:
-        raise KVQError(f"no tile shape of {key} compiles and is right on this device; nothing was tuned")
-    times = interleaved(watches, repeats, lambda: None)
-    rows = [{"key": key, **asdict(x), **time} for x, time in zip(tried, times, strict=True)]
-    best = min(range(len(tried)), key=lambda i: times[i]["ms_median"])
-    return key, tried[best], rows
+    if not watches:
+        raise KVQError(f"no tile of {key} compiles and is right on this device; nothing was tuned")
+    times = dict(zip(watches, interleaved(list(watches.values()), repeats, lambda: None), strict=True))
+    best = min(times, key=lambda tile: times[tile]["ms_median"])
+    return best, [{"key": key, **asdict(tile), **time} for tile, time in times.items()]
+
+
+def _is_right(own: Contender) -> bool:
+    try:
+        own.check()
+    except (RuntimeError, KVQError):  # more registers or shared memory than there are, or wrong
+        return False
+    return True
 
 
 def write_table(found: Sequence[tuple[str, TileShape | LinearTile]], path: Path = shapes.TABLE) -> None:

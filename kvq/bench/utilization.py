@@ -7,6 +7,8 @@ from statistics import fmean
 from kvq.bench.timing import percentile
 from kvq.blockmgr import BlockManager, Sequence
 
+_MEDIAN, _SIGMA, _LONGEST = 500, 1.0, 4096  # tokens, log-normal; spread of the logarithm; tokens
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Utilization:
@@ -23,27 +25,19 @@ class Utilization:
 
 
 def measure_utilization(
-    *,
-    block_size: int = 16,
-    median_length: int = 500,
-    sigma: float = 1.0,
-    longest: int = 4096,
-    num_sequences: int = 200,
-    rounds: int = 400,
-    seed: int = 0,
+    *, block_size: int = 16, num_sequences: int = 200, rounds: int = 400, seed: int = 0
 ) -> Utilization:
     """Keep `num_sequences` sequences running; each grows to a length of its own and is replaced.
 
-    Lengths are log-normal with that median and spread, at most `longest` tokens: half of one is
-    its prompt, the rest is decoded 16 tokens a round.
+    Half of a length is the prompt, the rest is decoded 16 tokens a round.
     """
     rng = random.Random(seed)
-    manager = BlockManager(num_blocks=[num_sequences * -(-longest // block_size)], block_size=block_size)
+    manager = BlockManager(num_blocks=[num_sequences * -(-_LONGEST // block_size)], block_size=block_size)
     running: dict[Sequence, int] = {}  # final length
     paged, contiguous = [], []
     for at in range(rounds):
         while len(running) < num_sequences:
-            length = min(longest, max(2, round(rng.lognormvariate(0, sigma) * median_length)))
+            length = min(_LONGEST, max(2, round(rng.lognormvariate(0, _SIGMA) * _MEDIAN)))
             sequence = manager.new_sequence()
             manager.extend([(sequence, max(1, length // 2))])
             manager.commit(sequence)
@@ -51,7 +45,7 @@ def measure_utilization(
         if at >= rounds // 4:  # lengths have mixed by then
             paged.append(manager.utilization())
             held = sum(sequence.length for sequence in running)
-            contiguous.append(held / (longest * len(running)))
+            contiguous.append(held / (_LONGEST * len(running)))
         for sequence, length in list(running.items()):
             if sequence.length >= length:
                 manager.free(sequence)
@@ -62,11 +56,11 @@ def measure_utilization(
     manager.check_integrity()
     return Utilization(
         block_size=block_size,
-        median_length=median_length,
+        median_length=_MEDIAN,
         sequences=num_sequences,
         samples=len(paged),
         paged_mean=round(fmean(paged), 4),
         paged_p10=round(percentile(paged, 10), 4),
         contiguous_mean=round(fmean(contiguous), 4),
-        longest=longest,
+        longest=_LONGEST,
     )

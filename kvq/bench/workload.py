@@ -96,7 +96,7 @@ def filled_cache(workload: Workload, kv: str, backend: str) -> tuple[KVCache, Se
     for i, context in enumerate(workload.contexts):
         for at in range(0, context, _CHUNK):
             position = torch.arange(at, min(at + _CHUNK, context), device=workload.device)
-            slots = tables[i, position // size].long() * size + position % size
+            slots = slots_of(tables[i], position, size)
             k, v = (
                 torch.randn(len(position), heads, dim, generator=source, device=workload.device)
                 for _ in range(2)
@@ -110,6 +110,11 @@ def filled_cache(workload: Workload, kv: str, backend: str) -> tuple[KVCache, Se
         slots=torch.zeros(0, dtype=torch.int64, device=workload.device),
     )
     return cache, batch, copies
+
+
+def slots_of(table: Tensor, position: Tensor, block_size: int) -> Tensor:
+    """Where a sequence's tokens lie."""
+    return table[position // block_size].long() * block_size + position % block_size
 
 
 def _plan(workload: Workload, kv: str, layers: int) -> KVLayout:

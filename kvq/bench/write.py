@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from kvq.bench.measure import Stopwatch, interleaved
-from kvq.bench.workload import Workload, filled_cache
+from kvq.bench.workload import Workload, filled_cache, slots_of
 from kvq.errors import KVQError
 from kvq.kernels.write_kv.reference import write_kv as reference
 
@@ -31,7 +31,14 @@ def bench_write(
         shape = (tokens, workload.kv_heads, workload.head_dim)
         source = torch.Generator().manual_seed(workload.seed + 2)
         k, v = (torch.randn(shape, generator=source).to(workload.device, workload.dtype) for _ in range(2))
-        slots = _last_slots(workload, batch.tables)
+        slots = torch.cat(
+            [
+                slots_of(
+                    table, torch.arange(end - workload.new, end, device=table.device), workload.block_size
+                )
+                for table, end in zip(batch.tables, workload.contexts, strict=True)
+            ]
+        )
         _check(cache, k, v, slots, kv)
 
         def write(copy: int, cache: Any = cache, k: Any = k, v: Any = v, slots: Any = slots) -> Any:
@@ -46,16 +53,6 @@ def bench_write(
         row |= {name.replace("ms", "us"): 1e3 * ms for name, ms in time.items()}
         row["gb_per_s"] = row.pop("bytes") / time["ms_median"] / 1e6
     return rows
-
-
-def _last_slots(workload: Workload, tables: torch.Tensor) -> torch.Tensor:
-    """Slots of every sequence's last `new` tokens, in packed order."""
-    size = workload.block_size
-    slots = []
-    for i, context in enumerate(workload.contexts):
-        position = torch.arange(context - workload.new, context, device=tables.device)
-        slots.append(tables[i, position // size].long() * size + position % size)
-    return torch.cat(slots)
 
 
 def _check(cache: Any, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor, kv: str) -> None:

@@ -1,6 +1,6 @@
 """Block memory: pools, prefix index, tables, copy-on-write, swap orders. Plain Python, no torch."""
 
-from kvq.blockmgr.events import Copied, Event, Evicted, Found, Stored, SwappedIn, SwappedOut
+from kvq.blockmgr.events import Event, Evicted, Found, Stored
 from kvq.blockmgr.ids import BlockId, HostSlot
 from kvq.blockmgr.manager import BlockManager
 from kvq.blockmgr.orders import Copy, Order, Scrub, SwapIn, SwapOut
@@ -14,7 +14,6 @@ __all__ = [
     "BlockManager",
     "BlockPool",
     "BlockUse",
-    "Copied",
     "Copy",
     "Event",
     "Evicted",
@@ -29,6 +28,4 @@ __all__ = [
     "Stored",
     "SwapIn",
     "SwapOut",
-    "SwappedIn",
-    "SwappedOut",
 ]

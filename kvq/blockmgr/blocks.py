@@ -3,9 +3,9 @@
 from itertools import chain
 from typing import Any
 
-from kvq.blockmgr.events import Copied, Events, Evicted, Stored
+from kvq.blockmgr.events import Events, Evicted, Stored
 from kvq.blockmgr.ids import BlockId
-from kvq.blockmgr.orders import Copy, Order
+from kvq.blockmgr.orders import Copy, Order, SwapIn, SwapOut
 from kvq.blockmgr.pool import Account, BlockPool, EvictionListener
 from kvq.blockmgr.prefix import Digest, Node, PrefixIndex
 from kvq.blockmgr.sequence import Sequence
@@ -71,11 +71,7 @@ class Blocks:
         return True
 
     def take(self, demand: Demand) -> list[list[BlockId]]:
-        """Allocate blocks in every group, in the order of the demand's parts. All or nothing.
-
-        Raises:
-            OutOfBlocks: a pool or a quota has too few; nothing was taken.
-        """
+        """Allocate blocks in every group, in the order of the demand's parts; all, or OutOfBlocks."""
         self._check_room(demand)
         taken: list[list[BlockId]] = [[] for _ in self.pools]
         try:
@@ -86,8 +82,7 @@ class Blocks:
                 for count, account in parts:
                     got += pool.allocate(count, account)
         except BaseException:
-            for pool, got in zip(self.pools, taken, strict=True):
-                pool.release_all(reversed(got))
+            self.release(taken)
             raise
         return taken
 
@@ -98,28 +93,30 @@ class Blocks:
                 if not pool.can_allocate(count, account):
                     pool.allocate(count, account)
 
-    def give_back(self, taken: list[list[BlockId]]) -> None:
-        """Release blocks that `take` returned and nobody used."""
-        for pool, blocks in zip(self.pools, taken, strict=True):
+    def share(self, held: list[list[BlockId]]) -> None:
+        """Add a reference to blocks of every group."""
+        for pool, blocks in zip(self.pools, held, strict=True):
+            for block in blocks:
+                pool.share(block)
+
+    def release(self, held: list[list[BlockId]]) -> None:
+        """Drop a reference of blocks of every group; the last ones, the deepest, are given away first."""
+        for pool, blocks in zip(self.pools, held, strict=True):
             pool.release_all(reversed(blocks))
 
     def grow(self, num_blocks: list[int]) -> None:
-        """Enlarge the pools.
-
-        Raises:
-            ConfigError: a pool would shrink; nothing changed.
-        """
+        """Enlarge the pools; ConfigError if one would shrink, and nothing changed."""
         now = [pool.num_blocks for pool in self.pools]
         if len(num_blocks) != len(now) or any(new < old for new, old in zip(num_blocks, now, strict=True)):
             raise ConfigError(f"pools can only grow, from {now} blocks, got {num_blocks}")
         for pool, count in zip(self.pools, num_blocks, strict=True):
             pool.grow(count)
 
-    def order_copy(self, group: int, source: BlockId, target: BlockId) -> None:
-        """Queue a copy."""
-        self.orders.append(Copy(group=group, source=source, target=target))
+    def order(self, order: Copy | SwapOut | SwapIn) -> None:
+        """Queue an order that moves bytes, and tell of it."""
+        self.orders.append(order)
         if self.events.active:
-            self.events.add(Copied(group=group, source=source, target=target))
+            self.events.add(order)
 
     def take_orders(self) -> list[Order]:
         """Every order queued since the last call, in order, each exactly once."""
@@ -155,10 +152,8 @@ class Blocks:
 
     def climb(self, sequence: Sequence) -> None:
         """Step back from nodes that left the index while the sequence did not hold their blocks."""
-        while not sequence.node.alive:
-            assert sequence.node.parent is not None, "a root is always alive"
-            sequence.node = sequence.node.parent
-            sequence.depth -= 1
+        while not sequence.node.alive:  # a root always is
+            sequence.step_back()
 
     def _settle(self, sequence: Sequence, group: int, i: int, node: Node) -> None:
         """Let the index know a sequence's block, or let the sequence use the one it knows."""

@@ -1,10 +1,14 @@
-"""Events of the block manager, for metrics, routers and tests. They never carry token ids."""
+"""Events of the block manager, for metrics, routers and tests. They never carry token ids.
+
+An order that moves a block's bytes is an event too.
+"""
 
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from kvq.blockmgr.ids import BlockId, HostSlot
+from kvq.blockmgr.ids import BlockId
+from kvq.blockmgr.orders import Copy, SwapIn, SwapOut
 
 _log = logging.getLogger("kvq")
 
@@ -36,34 +40,7 @@ class Found:
     block: BlockId
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Copied:
-    """A block was copied: before a write into a shared one, or to reuse its first tokens."""
-
-    group: int
-    source: BlockId
-    target: BlockId
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SwappedOut:
-    """A sequence's block went to a host slot."""
-
-    group: int
-    block: BlockId
-    slot: HostSlot
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SwappedIn:
-    """A host slot was ordered back into a block."""
-
-    group: int
-    slot: HostSlot
-    block: BlockId
-
-
-Event = Stored | Evicted | Found | Copied | SwappedOut | SwappedIn
+Event = Stored | Evicted | Found | Copy | SwapOut | SwapIn
 Subscriber = Callable[[Event], object]
 
 

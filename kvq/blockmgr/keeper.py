@@ -5,13 +5,12 @@ from collections.abc import Callable, Iterable
 from kvq.blockmgr.blocks import Blocks
 from kvq.blockmgr.events import Subscriber
 from kvq.blockmgr.ids import BlockId
-from kvq.blockmgr.matching import find
+from kvq.blockmgr.matching import find, needed_blocks
 from kvq.blockmgr.orders import Order
 from kvq.blockmgr.pins import Pins
-from kvq.blockmgr.pool import BlockPool, PoolUsage
-from kvq.blockmgr.prefix import Digest, PrefixQuery, sha256_digest
+from kvq.blockmgr.pool import Account, BlockPool, PoolUsage
+from kvq.blockmgr.prefix import Digest, PrefixQuery, sha256_digest, token_array
 from kvq.blockmgr.prefixes import Match, Prefixes
-from kvq.blockmgr.quotas import Quotas
 from kvq.blockmgr.register import Register
 from kvq.blockmgr.swap import SwapSpace
 from kvq.blockmgr.tables import Tables
@@ -61,7 +60,7 @@ class BlockKeeper:
         self.pins = Pins(self.blocks, max_pinned_blocks)
         self.prefixes = Prefixes(self.blocks)
         self._tables = Tables(self.blocks)
-        self.quotas = Quotas(len(num_blocks))
+        self.accounts: dict[str, list[Account]] = {}  # of tenants with a quota, one per layer group
         self._register = Register()
 
     @property
@@ -82,17 +81,15 @@ class BlockKeeper:
 
         Prefixes are found among the same tenant's prompts only, or, with `shared_salt`, among all
         prompts that named the same salt, whoever sent them; with `cache_salt`, only among those of them that
-        named the same one. `max_reuse`: take at most so many tokens
-        from them, because those after it shall be computed.
+        named the same one. `max_reuse`: take at most so many tokens from them, because those after it shall
+        be computed: prompt log-probabilities need all of them.
 
         Raises:
             RequestError: an id that is no whole number of 0 to 2**32 - 1.
         """
-        prompt = self.blocks.index.prompt(
-            tokens, tenant=tenant, shared_salt=shared_salt, cache_salt=cache_salt
-        )
-        prompt.max_reuse = max_reuse
-        return prompt
+        ids, index = token_array(tokens), self.blocks.index
+        root = index.root_digest(tenant, shared_salt, cache_salt)
+        return PrefixQuery(ids, tenant, root, ids.tobytes(), [], self.block_size, max_reuse)
 
     def lookup(self, prompt: PrefixQuery) -> Match:
         """How many tokens `start` would reuse, and who is computing the next ones. Changes nothing."""
@@ -101,23 +98,17 @@ class BlockKeeper:
     def held_prefix(self, prompt: PrefixQuery) -> tuple[int, list[int], list[list[BlockId]]]:
         """The longest hit in whole blocks: (length, starts, tables per group). Changes nothing."""
         hit = find(self.blocks, prompt, len(prompt.tokens))
-        length = len(hit.nodes) * self.block_size
-        return length, *self.prefixes.tables(hit, length)
+        starts, held = needed_blocks(self.blocks, hit.nodes, len(hit.nodes) * self.block_size)
+        tables = [[BlockId(0)] * start + blocks for start, blocks in zip(starts, held, strict=True)]
+        return len(hit.nodes) * self.block_size, starts, tables
 
     def can_admit(self, prompt: PrefixQuery, count: int, *, spare: list[int] | None = None) -> bool:
         """True if a sequence could start and append `count` tokens beyond its hit now.
 
         `spare`: blocks per layer group to be left over, by default the reserve. Changes nothing.
         """
-        return self.prefixes.can_start(prompt, count, self.quotas.of(prompt.tenant), spare=self._spare(spare))
-
-    def can_admit_without_reuse(
-        self, prompt: PrefixQuery, count: int, *, spare: list[int] | None = None
-    ) -> bool:
-        """`can_admit` for a sequence that shares nothing and appends its first `count` tokens."""
-        return self.prefixes.can_start_without_reuse(
-            count, self.quotas.of(prompt.tenant), spare=self._spare(spare)
-        )
+        left = [self.reserve_blocks] * len(self.pools) if spare is None else spare
+        return self.prefixes.can_start(prompt, count, self.accounts.get(prompt.tenant), spare=left)
 
     def pin(self, prompt: PrefixQuery, until: float) -> int:
         """Keep the indexed whole blocks of a prompt until a time on the caller's clock, in seconds.
@@ -139,18 +130,24 @@ class BlockKeeper:
 
         False: there is no pin, or the tenant has a quota, which may be what is in its way.
         """
-        return self.quotas.of(tenant) is None and self.pins.release_first()
+        return tenant not in self.accounts and self.pins.release_first()
 
     def set_quota(self, tenant: str, blocks: int) -> None:
         """Limit the blocks of every pool that a tenant may own, live and cached ones together.
 
         A tenant owns the blocks that its sequences took until they are free again; at its quota it
-        gives up its own cached blocks, then it is refused. For sequences that start from now on.
+        gives up its own cached blocks, then it is refused. Sequences that live already and had no quota
+        go on without.
 
         Raises:
             ConfigError: less than one block.
         """
-        self.quotas.set(tenant, blocks)
+        if not isinstance(blocks, int) or blocks < 1:
+            raise ConfigError(f"a quota must be a number of at least one block, got {blocks!r}")
+        if tenant not in self.accounts:
+            self.accounts[tenant] = [Account(quota=blocks) for _ in self.pools]
+        for account in self.accounts[tenant]:
+            account.quota = blocks
 
     def take_orders(self) -> list[Order]:
         """Every order queued since the last call, in order, each exactly once."""
@@ -177,7 +174,3 @@ class BlockKeeper:
             ConfigError: a pool would shrink.
         """
         self.blocks.grow(num_blocks)
-
-    def _spare(self, asked: list[int] | None) -> list[int]:
-        """Blocks per layer group to be left over, by default the reserve."""
-        return [self.reserve_blocks] * len(self.pools) if asked is None else asked

@@ -37,7 +37,7 @@ class BlockManager(BlockKeeper):
             starts=[0] * len(self.pools),
             node=self.blocks.index.root(self.blocks.index.root_digest(tenant)),
             tenant=tenant,
-            accounts=self.quotas.of(tenant),
+            accounts=self.accounts.get(tenant),
         )
         self._register.add(sequence)
         return sequence
@@ -52,12 +52,6 @@ class BlockManager(BlockKeeper):
         self.prefixes.fill(sequence, prompt)
         self.prefixes.announce(sequence, prompt)
         self.blocks.events.deliver()
-        return sequence
-
-    def start_without_reuse(self, prompt: PrefixQuery) -> Sequence:
-        """Start a sequence that computes its whole prompt, as prompt log-probabilities need."""
-        sequence = self._begin(prompt)
-        self.prefixes.announce(sequence, prompt)
         return sequence
 
     def adopt(self, prompt: PrefixQuery, length: int) -> Sequence:
@@ -283,7 +277,7 @@ class BlockManager(BlockKeeper):
             self.pins,
             self.swap,
             self.prefixes.computing(),
-            self.quotas.accounts,
+            self.accounts,
         )
 
     def _make_room(self, work: Work) -> None:
@@ -305,9 +299,7 @@ class BlockManager(BlockKeeper):
         self.prefixes.withdraw(sequence)
         if sequence.is_swapped:
             self.swap.discard(sequence)
-        for pool, table, start in zip(self.pools, sequence.tables, sequence.starts, strict=True):
-            pool.release_all(reversed(table[start:]))
-            table.clear()
-        sequence.starts = [0] * len(self.pools)
+        self.blocks.release(sequence.held)
+        sequence.fill([0] * len(self.pools), [[] for _ in self.pools])
         sequence.length = sequence.committed = 0
         self._register.remove(sequence)

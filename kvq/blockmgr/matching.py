@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from kvq.blockmgr.blocks import Blocks
+from kvq.blockmgr.ids import BlockId
 from kvq.blockmgr.prefix import TOKEN_BYTES, Node, PrefixQuery
 from kvq.errors import ConfigError
 
@@ -32,6 +33,22 @@ def find(blocks: Blocks, prompt: PrefixQuery, max_tokens: int) -> Hit:
     rest = prompt.data[start * TOKEN_BYTES : min(start + size, max_tokens) * TOKEN_BYTES]
     part, common = blocks.index.best_child(parent, rest)
     return Hit(nodes=nodes, part=part, length=start + common)
+
+
+def needed_blocks(blocks: Blocks, nodes: list[Node], length: int) -> tuple[list[int], list[list[BlockId]]]:
+    """Of a valid hit's whole blocks those that a token at position `length` needs, per layer group.
+
+    Returns (index of the first one, blocks from there on).
+    """
+    starts = [min(blocks.first_seen(group, length), len(nodes)) for group in range(len(blocks.pools))]
+    held = [
+        [block for node in nodes[start:] if (block := node.blocks[group]) is not None]
+        for group, start in enumerate(starts)
+    ]
+    assert all(len(nodes) == start + len(found) for start, found in zip(starts, held, strict=True)), (
+        "a valid hit holds every block"
+    )
+    return starts, held
 
 
 def check_prompt(blocks: Blocks, prompt: PrefixQuery) -> None:

@@ -6,6 +6,7 @@ from math import inf, isfinite
 
 from kvq.blockmgr.blocks import Blocks
 from kvq.blockmgr.ids import BlockId
+from kvq.blockmgr.matching import needed_blocks
 from kvq.blockmgr.prefix import Node
 from kvq.blockmgr.sequence import Sequence
 from kvq.errors import ConfigError, OutOfBlocks
@@ -49,11 +50,7 @@ class Pins:
         return len(self._pinned[group])
 
     def add(self, nodes: list[Node], until: float) -> int:
-        """Pin the blocks of a valid hit, or extend a pin that is there. Returns tokens pinned.
-
-        Raises:
-            OutOfBlocks: pins would hold more than their limit; nothing changed.
-        """
+        """Pin the blocks of a valid hit, or extend a pin that is there; see `BlockKeeper.pin`."""
         if not isfinite(until):
             raise ConfigError(f"a pin needs a time to end, in seconds, got {until}")
         if not nodes:
@@ -64,17 +61,11 @@ class Pins:
         if pin is not None:
             pin.until = max(pin.until, until)
             return pin.length
-        wanted: list[list[BlockId]] = []
-        for group in range(len(self._blocks.pools)):
-            first = self._blocks.first_seen(group, length)
-            held = [block for node in nodes[first:] if (block := node.blocks[group]) is not None]
-            assert len(held) == len(nodes) - min(first, len(nodes)), "a valid hit holds every block"
-            wanted.append(held)
+        _, wanted = needed_blocks(self._blocks, nodes, length)
         self._check_limit(wanted)
-        for pool, pinned, held in zip(self._blocks.pools, self._pinned, wanted, strict=True):
+        self._blocks.share(wanted)
+        for pinned, held in zip(self._pinned, wanted, strict=True):
             pinned.update(held)
-            for block in held:
-                pool.share(block)
         self._pins[nodes[-1]] = Pin(length, wanted, until)
         return length
 
@@ -93,10 +84,10 @@ class Pins:
         pin = self._pins.pop(node, None)
         if pin is None:
             return
-        for pool, pinned, held in zip(self._blocks.pools, self._pinned, pin.blocks, strict=True):
-            pool.release_all(reversed(held))
+        self._blocks.release(pin.blocks)
+        for pinned, held in zip(self._pinned, pin.blocks, strict=True):
+            pinned.subtract(held)
             for block in held:
-                pinned[block] -= 1
                 if not pinned[block]:
                     del pinned[block]
 

@@ -175,10 +175,6 @@ class BlockPool:
             range(0, self.num_blocks, stride), self._refs[::stride], self._entries[::stride], strict=True
         )
 
-    def account(self, block: BlockId) -> Account | None:
-        """The account that owns the block, or None."""
-        return self._accounts[block]
-
     def cached_blocks(self) -> list[BlockId]:
         """The cached blocks, least recently used first."""
         return list(self._cached)

@@ -146,14 +146,6 @@ class PrefixIndex:
         """The root of that digest; it joins the index with its first child."""
         return self._roots.get(digest) or Node(None, digest, b"", self._num_groups)
 
-    def prompt(
-        self, tokens: Iterable[int], *, tenant: str, shared_salt: str | None, cache_salt: str | None = None
-    ) -> PrefixQuery:
-        """Prepare tokens for lookups."""
-        ids = token_array(tokens)
-        root = self.root_digest(tenant, shared_salt, cache_salt)
-        return PrefixQuery(ids, tenant, root, ids.tobytes(), [], self.block_size)
-
     def digest_at(self, prompt: PrefixQuery, block: int) -> bytes:
         """The chained digest of a prompt's full block, hashing what was not hashed yet."""
         digests, data, step, digest = prompt.digests, prompt.data, self._step, self._digest

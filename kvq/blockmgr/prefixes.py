@@ -3,10 +3,10 @@
 from bisect import bisect_left
 from dataclasses import dataclass
 
-from kvq.blockmgr.blocks import Blocks
+from kvq.blockmgr.blocks import Blocks, Demand
 from kvq.blockmgr.events import Found
-from kvq.blockmgr.ids import BlockId
-from kvq.blockmgr.matching import Hit, find
+from kvq.blockmgr.matching import Hit, find, needed_blocks
+from kvq.blockmgr.orders import Copy
 from kvq.blockmgr.pool import Account
 from kvq.blockmgr.prefix import TOKEN_BYTES, Node, PrefixQuery
 from kvq.blockmgr.sequence import Sequence
@@ -49,17 +49,6 @@ class Prefixes:
         """Digests of blocks that are being computed, and by whom."""
         return dict(self._computing)
 
-    def tables(self, hit: Hit, length: int) -> tuple[list[int], list[list[BlockId]]]:
-        """(starts, tables) of the whole blocks of a hit that a token at position `length` needs."""
-        starts, tables = [], []
-        for group in range(len(self._blocks.pools)):
-            first = min(self._blocks.first_seen(group, length), len(hit.nodes))
-            held = [block for node in hit.nodes[first:] if (block := node.blocks[group]) is not None]
-            assert len(held) == len(hit.nodes) - first, "a valid hit holds every block"
-            starts.append(first)
-            tables.append([BlockId(0)] * first + held)
-        return starts, tables
-
     def can_start(
         self, prompt: PrefixQuery, count: int, accounts: list[Account] | None, *, spare: list[int]
     ) -> bool:
@@ -68,25 +57,10 @@ class Prefixes:
         `spare`: blocks per layer group. Changes nothing.
         """
         hit = self.hit(prompt)
-        size = self._blocks.block_size
-        starts, tables = self.tables(hit, len(hit.nodes) * size)
-        need = -(-(hit.length + count) // size) - len(hit.nodes)
-        return self._blocks.can_take(
-            [[(need, accounts[group] if accounts else None)] for group in range(len(tables))],
-            beside=[table[start:] for start, table in zip(starts, tables, strict=True)],
-            spare=spare,
-        )
-
-    def can_start_without_reuse(
-        self, count: int, accounts: list[Account] | None, *, spare: list[int]
-    ) -> bool:
-        """`can_start` for a sequence that shares nothing and appends its first `count` tokens."""
-        need, groups = -(-count // self._blocks.block_size), range(len(self._blocks.pools))
-        return self._blocks.can_take(
-            [[(need, accounts[group] if accounts else None)] for group in groups],
-            beside=[[] for _ in groups],
-            spare=spare,
-        )
+        need = -(-(hit.length + count) // self._blocks.block_size) - len(hit.nodes)
+        _, held = needed_blocks(self._blocks, hit.nodes, len(hit.nodes) * self._blocks.block_size)
+        demand: Demand = [[(need, accounts[group] if accounts else None)] for group in range(len(held))]
+        return self._blocks.can_take(demand, beside=held, spare=spare)
 
     def publish(self, sequence: Sequence) -> None:
         """Index the full blocks whose tokens are known and whose KV is good."""
@@ -109,8 +83,19 @@ class Prefixes:
 
         The part is left out when no block is free for the copy. Never raises OutOfBlocks.
         """
-        hit = self.hit(prompt)
-        self._share(sequence, hit, len(hit.nodes) * self._blocks.block_size)
+        hit, events = self.hit(prompt), self._blocks.events
+        sequence.length = len(hit.nodes) * self._blocks.block_size
+        starts, held = needed_blocks(self._blocks, hit.nodes, sequence.length)
+        self._blocks.share(held)
+        if events.active:
+            for group, blocks in enumerate(held):
+                for block in blocks:
+                    events.add(Found(group=group, block=block))
+        sequence.fill(starts, held)
+        if hit.nodes:
+            sequence.node = hit.nodes[-1]
+        sequence.depth = sequence.found = len(hit.nodes)
+        sequence.receipt.shared = sequence.num_held
         if hit.part is not None:
             self._copy_part(sequence, hit.part, hit.length)
         sequence.committed = sequence.length
@@ -118,12 +103,7 @@ class Prefixes:
         sequence.receipt.peak = sequence.num_held
 
     def adopt(self, sequence: Sequence, length: int) -> None:
-        """Give a new, empty sequence fresh blocks for its first `length` tokens, contents to come.
-
-        Raises:
-            ConfigError: `length` is no multiple of the block size, or beyond the sequence's tokens.
-            OutOfBlocks: too few blocks; nothing changed.
-        """
+        """Give a new, empty sequence fresh blocks for its first tokens; see `BlockManager.adopt`."""
         total, rest = divmod(length, self._blocks.block_size)
         if rest or not 0 <= length <= len(sequence.tokens):
             raise ConfigError(
@@ -136,10 +116,7 @@ class Prefixes:
         taken = self._blocks.take(
             [[(total - first, sequence.account(group))] for group, first in enumerate(starts)]
         )
-        for group, blocks in enumerate(taken):
-            sequence.tables[group] = [BlockId(0)] * starts[group] + blocks
-            sequence.starts[group] = starts[group]
-            sequence.mark(group, 0)
+        sequence.fill(starts, taken)
         sequence.length = length
         sequence.receipt.own = sequence.receipt.peak = sequence.num_held
 
@@ -157,40 +134,20 @@ class Prefixes:
         while announced and (depth is None or announced[-1][0] < depth):
             del self._computing[announced.pop()[1]]
 
-    def _share(self, sequence: Sequence, hit: Hit, length: int) -> None:
-        sequence.starts, sequence.tables = self.tables(hit, length)
-        events = self._blocks.events
-        for pool, table, start in zip(self._blocks.pools, sequence.tables, sequence.starts, strict=True):
-            for block in table[start:]:
-                pool.share(block)
-        if events.active:
-            for group, (table, start) in enumerate(zip(sequence.tables, sequence.starts, strict=True)):
-                for block in table[start:]:
-                    events.add(Found(group=group, block=block))
-        for group in range(len(sequence.tables)):
-            sequence.mark(group, 0)
-        if hit.nodes:
-            sequence.node = hit.nodes[-1]
-        sequence.depth = sequence.found = len(hit.nodes)
-        sequence.length = length
-        sequence.receipt.shared = sequence.num_held
-
     def _copy_part(self, sequence: Sequence, part: Node, length: int) -> None:
         """Copy a block whose first tokens come next, if there is room; its owner keeps it."""
         blocks = self._blocks
-        sources = [block for block in part.blocks if block is not None]
+        sources = [[block] for block in part.blocks if block is not None]
         assert len(sources) == len(blocks.pools), "a part is there in every layer group"
-        for pool, source in zip(blocks.pools, sources, strict=True):
-            pool.share(source)  # so that making room can't evict it
+        blocks.share(sources)  # so that making room can't evict it
         try:
             taken = blocks.take([[(1, sequence.account(group))] for group in range(len(sources))])
         except OutOfBlocks:
             return
         finally:
-            for pool, source in zip(blocks.pools, sources, strict=True):
-                pool.release(source)
-        for group, (source, (target,)) in enumerate(zip(sources, taken, strict=True)):
-            blocks.order_copy(group, source, target)
+            blocks.release(sources)
+        for group, ((source,), (target,)) in enumerate(zip(sources, taken, strict=True)):
+            blocks.order(Copy(group=group, source=source, target=target))
             sequence.mark(group, len(sequence.tables[group]))
             sequence.tables[group].append(target)
         sequence.length = length

@@ -61,6 +61,23 @@ class Sequence:
         self.is_changed = True
         self.changed[group] = min(self.changed[group], index)
 
+    def mark_all(self) -> None:
+        """Say so of all tables."""
+        for group in range(len(self.tables)):
+            self.mark(group, 0)
+
+    def fill(self, starts: list[int], held: list[list[BlockId]]) -> None:
+        """Let tables be these blocks, the first of each group at an index; nothing stands before it."""
+        self.starts = starts
+        self.tables = [[BlockId(0)] * start + blocks for start, blocks in zip(starts, held, strict=True)]
+        self.mark_all()
+
+    def step_back(self) -> None:
+        """Let the block before the last indexed one be the last."""
+        assert self.node.parent is not None, "a root has depth 0"
+        self.node = self.node.parent
+        self.depth -= 1
+
     def take_changes(self) -> list[tuple[int, int, list[BlockId]]]:
         """What changed in the tables since the last call: (group, first index, entries from there on).
 
@@ -82,6 +99,11 @@ class Sequence:
     def account(self, group: int) -> Account | None:
         """Whose quota its blocks of a layer group count on, if anybody's."""
         return None if self.accounts is None else self.accounts[group]
+
+    @property
+    def held(self) -> list[list[BlockId]]:
+        """Blocks held now, per layer group."""
+        return [table[start:] for table, start in zip(self.tables, self.starts, strict=True)]
 
     @property
     def num_held(self) -> int:

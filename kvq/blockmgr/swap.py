@@ -4,7 +4,6 @@ from collections import deque
 from collections.abc import Iterable
 
 from kvq.blockmgr.blocks import Blocks, Demand
-from kvq.blockmgr.events import SwappedIn, SwappedOut
 from kvq.blockmgr.ids import BlockId, HostSlot
 from kvq.blockmgr.orders import SwapIn, SwapOut
 from kvq.blockmgr.prefix import Node
@@ -40,29 +39,23 @@ class SwapSpace:
         return all(len(table) - start <= len(free) for table, start, free in held)
 
     def swap_out(self, sequence: Sequence) -> None:
-        """Queue a move of every held block to a slot, then release the blocks.
-
-        Raises:
-            OutOfBlocks: too few slots are free; nothing changed.
-        """
+        """Queue a move of every held block to a slot, then release the blocks; OutOfBlocks without slots."""
         if not self.can_swap_out(sequence):
             raise OutOfBlocks(
                 f"{sequence.num_held} blocks don't fit into the free host slots per layer group "
                 f"{self.num_free}; free the sequence and compute it again, or give more host memory"
             )
         moved: list[list[tuple[int, HostSlot]]] = []
-        for group, (table, pool) in enumerate(zip(sequence.tables, self._blocks.pools, strict=True)):
+        for group, table in enumerate(sequence.tables):
             slots = []
             for i in range(sequence.starts[group], len(table)):
                 slot = self._free[group].popleft()
                 slots.append((i, slot))
-                self._blocks.orders.append(SwapOut(group=group, block=table[i], slot=slot))
-                if self._blocks.events.active:
-                    self._blocks.events.add(SwappedOut(group=group, block=table[i], slot=slot))
-            pool.release_all(reversed(table[sequence.starts[group] :]))
-            sequence.starts[group] = len(table)
+                self._blocks.order(SwapOut(group=group, block=table[i], slot=slot))
             moved.append(slots)
-            sequence.receipt.swapped += len(slots)
+        self._blocks.release(sequence.held)
+        sequence.receipt.swapped += sequence.num_held
+        sequence.starts = list(map(len, sequence.tables))
         sequence.swapped = moved
 
     def can_swap_in(self, sequence: Sequence) -> bool:
@@ -71,11 +64,7 @@ class SwapSpace:
         return self._fits(self._demand(sequence, found), found)
 
     def swap_in(self, sequence: Sequence) -> None:
-        """Share the blocks that the index still holds, and queue the others' way back.
-
-        Raises:
-            OutOfBlocks: too few blocks; nothing changed.
-        """
+        """Share the blocks that the index still holds, and queue the others' way back, or OutOfBlocks."""
         assert sequence.swapped is not None, "checked by the manager"
         blocks = self._blocks
         found = self._find(sequence)
@@ -86,13 +75,12 @@ class SwapSpace:
                 f"those shared, more than are free, cached or within the quota; finish or preempt another "
                 f"sequence"
             )
-        for pool, held in zip(blocks.pools, found, strict=True):
-            for block in held.values():
-                pool.share(block)
+        shared = [list(held.values()) for held in found]
+        blocks.share(shared)
         try:
             taken = blocks.take(demand)
         except BaseException:
-            blocks.give_back([list(held.values()) for held in found])
+            blocks.release(shared)
             raise
         for group, slots in enumerate(sequence.swapped):
             fresh = iter(taken[group])
@@ -102,9 +90,7 @@ class SwapSpace:
                 table[i] = next(fresh) if known is None else known
                 sequence.mark(group, i)
                 if known is None:
-                    blocks.orders.append(SwapIn(group=group, slot=slot, block=table[i]))
-                    if blocks.events.active:
-                        blocks.events.add(SwappedIn(group=group, slot=slot, block=table[i]))
+                    blocks.order(SwapIn(group=group, slot=slot, block=table[i]))
                 self._free[group].append(slot)
             sequence.starts[group] = slots[0][0] if slots else len(table)
         sequence.swapped = None
@@ -162,11 +148,8 @@ class SwapSpace:
             if not node.alive or any(node.blocks[g] != sequence.tables[g][i] for g in held):
                 break
             depth = i + 1
-        node = sequence.node
-        while node.depth > depth:
-            assert node.parent is not None, "a root has depth 0"
-            node = node.parent
-        sequence.node, sequence.depth = node, depth
+        while sequence.depth > depth:
+            sequence.step_back()
 
 
 def _path(node: Node) -> list[Node]:

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from kvq.blockmgr.blocks import Blocks, Demand
 from kvq.blockmgr.ids import BlockId
-from kvq.blockmgr.orders import Scrub
+from kvq.blockmgr.orders import Copy, Scrub
 from kvq.blockmgr.sequence import Sequence
 from kvq.errors import ConfigError
 
@@ -47,11 +47,7 @@ class Tables:
         ]
 
     def make_room(self, work: Work) -> None:
-        """Take the blocks that `work` needs, copy-on-write included. Lengths stay as they are.
-
-        Raises:
-            OutOfBlocks: a pool or a quota has too few; nothing changed.
-        """
+        """Take the blocks that `work` needs, copy-on-write included, or raise. Lengths stay as they are."""
         plan = self.plan(work)
         if any(plan):
             taken = self._blocks.take(self.demand(plan))
@@ -73,7 +69,7 @@ class Tables:
         sequence.mark(group, len(table) - copies)
         if copies:
             source, target = table[-1], next(fresh)
-            self._blocks.order_copy(group, source, target)
+            self._blocks.order(Copy(group=group, source=source, target=target))
             table[-1] = target
             self._blocks.pools[group].release(source)
             receipt.copied += 1
@@ -98,13 +94,8 @@ class Tables:
 
     def share_all(self, source: Sequence, target: Sequence) -> None:
         """Give `target`, an empty sequence, all of another's tokens, and its blocks by reference."""
-        for group, pool in enumerate(self._blocks.pools):
-            table, start = source.tables[group], source.starts[group]
-            for block in table[start:]:
-                pool.share(block)
-            target.tables[group] = table[:]
-            target.starts[group] = start
-            target.mark(group, 0)
+        self._blocks.share(source.held)
+        target.fill(source.starts[:], source.held)
         target.receipt.shared = target.receipt.peak = target.num_held
         target.node, target.depth, target.indexing = source.node, source.depth, source.indexing
         target.length, target.committed, target.found = source.length, source.committed, source.found
@@ -118,11 +109,7 @@ class Tables:
         )
 
     def shorten(self, sequence: Sequence, length: int) -> None:
-        """Release the blocks after the first `length` tokens, deepest first.
-
-        Raises:
-            ConfigError: a longer length, or a window that would be needed was given back.
-        """
+        """Release the blocks after the first `length` tokens, deepest first; see `BlockManager.truncate`."""
         if not 0 <= length <= sequence.length:
             raise ConfigError(f"can't truncate {sequence.length} tokens to {length}")
         if not self.can_shorten(sequence, length):
@@ -142,9 +129,7 @@ class Tables:
         sequence.committed = min(sequence.committed, length)
         sequence.digests = sequence.digests[: length // size]
         while sequence.depth > length // size:
-            assert sequence.node.parent is not None, "a root has depth 0"
-            sequence.node = sequence.node.parent
-            sequence.depth -= 1
+            sequence.step_back()
         sequence.found = min(sequence.found, sequence.depth)
 
     def release_unseen(self, sequence: Sequence) -> None:

@@ -67,7 +67,11 @@ class CacheBackend(Protocol):
         """Zero blocks."""
 
     def swap_out(self, group: int, block: int, slot: int) -> None:
-        """Copy a block to a host slot. What goes wrong there shows when it is swapped in."""
+        """Copy a block to a host slot. What goes wrong there shows when it is swapped in.
+
+        Raises:
+            ConfigError: there is no such host slot.
+        """
 
     def swap_in(self, group: int, slot: int, block: int) -> bool:
         """Bring a host slot's bytes into a block; False, and a zeroed block, if they are not intact."""
@@ -80,7 +84,7 @@ class CacheBackend(Protocol):
         """
 
     def read_block(self, group: int, block: int) -> Tensor:
-        """A copy of a block's bytes, uint8 [bytes of a block in that group] on the host."""
+        """A copy of a block's bytes, uint8 [bytes of a block] on the host: layer after layer."""
 
     def write_block(self, group: int, block: int, content: Tensor) -> None:
         """Overwrite a block with what `read_block` gave."""

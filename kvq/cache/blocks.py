@@ -25,58 +25,41 @@ class BlockStore(Protocol):
 
 
 class BlockCache:
-    """The part of a `CacheBackend` that needs no formats; `write`, `attend` and `grow` are its children's.
+    """The part of a `CacheBackend`, which see, that needs no formats; the rest is its children's.
 
     `_parts`: per layer group all bytes of its blocks, as tensors uint8 [num_blocks, bytes of a block in it].
     """
 
     def __init__(self, num_groups: int, store: BlockStore | None = None) -> None:
         self._parts: list[Sequence[Tensor]] = [()] * num_groups
-        self._store = store
+        self._host = store
 
     @property
     def num_blocks(self) -> list[int]:
-        """Blocks of every layer group."""
         return [len(parts[0]) for parts in self._parts]
 
     @property
     def nbytes(self) -> int:
-        """Bytes allocated for all blocks."""
         return sum(part.numel() for parts in self._parts for part in parts)
 
     @property
     def host_bytes(self) -> int:
-        """Bytes held for swapped-out blocks, in host memory or on a disk."""
-        return 0 if self._store is None else self._store.nbytes
+        return 0 if self._host is None else self._host.nbytes
 
     def copy(self, group: int, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copy blocks, (source, target) each, as if one after another."""
         self._check_blocks(group, [block for pair in pairs for block in pair])
         copy_blocks(self._parts[group], pairs)
 
     def scrub(self, group: int, blocks: Sequence[int]) -> None:
-        """Zero the bytes of blocks: codes, scales and padding."""
         self._check_blocks(group, blocks)
         for part in self._parts[group]:
             for block in blocks:
                 part[block] = 0
 
     def swap_out(self, group: int, block: int, slot: int) -> None:
-        """Copy a block to a host slot.
-
-        Raises:
-            ConfigError: there is no such host slot.
-        """
         self._swap_store().put(group, slot, self.read_block(group, block))
 
     def swap_in(self, group: int, slot: int, block: int) -> bool:
-        """Bring a host slot's bytes back into a block.
-
-        Returns False, and zeroes the block, if they are not what was swapped out or can't be read.
-
-        Raises:
-            ConfigError: there is no such host slot.
-        """
         self._check_blocks(group, [block])
         content = self._swap_store().get(group, slot)
         if content is None:
@@ -86,14 +69,9 @@ class BlockCache:
         return True
 
     def carry_out(self, orders: Sequence[Order]) -> list[SwapIn]:
-        """Carry out orders, strictly one after another; neighbouring copies go to `copy` together.
-
-        Returns the swap-ins that failed: their blocks are zeroed and their tokens have to be
-        computed again.
-        """
         failed: list[SwapIn] = []
         copies: dict[int, list[tuple[int, int]]] = {}  # per group: groups share no block
-        for order in [*orders, None]:
+        for order in [*orders, None]:  # after the last one, copies are still to be made
             if isinstance(order, Copy):
                 copies.setdefault(order.group, []).append((order.source, order.target))
                 continue
@@ -111,12 +89,10 @@ class BlockCache:
         return failed
 
     def read_block(self, group: int, block: int) -> Tensor:
-        """A copy of a block's bytes, uint8 [block_bytes] on the host: layer after layer."""
         self._check_blocks(group, [block])
         return torch.cat([part[block] for part in self._parts[group]]).cpu()
 
     def write_block(self, group: int, block: int, content: Tensor) -> None:
-        """Overwrite a block with `content`, uint8 [block_bytes], as `read_block` gave it."""
         self._check_blocks(group, [block])
         parts = self._parts[group]
         pieces = content.to(parts[0].device).split([part.shape[1] for part in parts])
@@ -124,9 +100,8 @@ class BlockCache:
             part[block] = piece
 
     def close(self) -> None:
-        """Give back what holds swapped-out blocks; they are lost."""
-        if self._store is not None:
-            self._store.close()
+        if self._host is not None:
+            self._host.close()
 
     def _check_growth(self, num_blocks: list[int]) -> None:
         old = self.num_blocks
@@ -142,9 +117,9 @@ class BlockCache:
             )
 
     def _swap_store(self) -> BlockStore:
-        if self._store is None:
+        if self._host is None:
             raise ConfigError(
                 "an order to swap a block, but the cache has no host store; give KVCache the block "
                 "manager's host_slots"
             )
-        return self._store
+        return self._host

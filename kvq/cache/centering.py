@@ -36,6 +36,7 @@ class Centering:
         spec = KernelSpec(
             formats=self._formats, q_heads=geometry.q_heads, kv_heads=own.kv_heads, block_size=1
         )
+        self._group = geometry.q_heads // own.kv_heads
         self._merge = select("merge_partials", spec, Device.of(device)).run
 
     def centered(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -53,12 +54,11 @@ class Centering:
         `q`: [tokens, q_heads, k_head_dim]; `out`: [tokens, q_heads, v_head_dim], without sinks; `lse`:
         fp32 [tokens, q_heads]. An empty part stays (0, -inf).
         """
-        group = q.shape[1] // self._heads()
         if self._v is not None:
-            added = out.float() + self._v.repeat_interleave(group, 0)
+            added = out.float() + self._v.repeat_interleave(self._group, 0)
             out = added.masked_fill(torch.isneginf(lse)[..., None], 0.0).to(out.dtype)
         if self._k is not None:
-            lse = lse + options.scale * (q.float() * self._k.repeat_interleave(group, 0)).sum(-1)
+            lse = lse + options.scale * (q.float() * self._k.repeat_interleave(self._group, 0)).sum(-1)
         if options.sinks is not None:
             merged, lse = self._merge(out[None], lse[None], options.sinks)
             out = merged.to(out.dtype)
@@ -70,10 +70,6 @@ class Centering:
             if center is not None:
                 whole = center if unrotate or not fmt.rotated else rotate(center)
                 x += whole[:, None].to(x.dtype)
-
-    def _heads(self) -> int:
-        rows = self._k if self._k is not None else self._v
-        return 1 if rows is None else rows.shape[0]
 
 
 def _tensor(rows: HeadCenters | None, layer: LayerGeometry, device: torch.device) -> Tensor | None:

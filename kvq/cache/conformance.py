@@ -12,7 +12,7 @@ from torch import Tensor
 from kvq.blockmgr.ids import BlockId, HostSlot
 from kvq.blockmgr.orders import Copy, Order, Scrub, SwapIn, SwapOut
 from kvq.cache.backend import CacheBackend, CacheFactory
-from kvq.cache.conformance_model import BLOCK_SIZE, WINDOW, Step, Trial
+from kvq.cache.conformance_model import BLOCK_SIZE, LAYERS, WINDOW, Step, Trial
 from kvq.errors import ConfigError, KVQError, UnsupportedKernel
 from kvq.layout import BlockOrder
 
@@ -59,6 +59,13 @@ def _require(holds: bool, otherwise: str) -> None:
         raise NotConforming(otherwise)
 
 
+def _require_blocks(cache: CacheBackend, blocks: list[list[Tensor]], what: str) -> None:
+    for group, contents in enumerate(blocks):
+        for i, content in enumerate(contents):
+            same = torch.equal(cache.read_block(group, i), content)
+            _require(same, f"{what}: group {group}, block {i} holds other bytes")
+
+
 def _agree(trial: Trial, got: Tensor, expected: Tensor, what: str) -> None:
     _require(got.shape == expected.shape, f"{what}: shape {tuple(got.shape)}, not {tuple(expected.shape)}")
     if not expected.numel():
@@ -71,7 +78,7 @@ def _writes_and_attends(trial: Trial) -> None:
     """Mixed prefills and decodes, empty and one-token sequences, odd head dimensions, windows."""
     cache = trial.cache()
     for step in trial.steps():
-        for layer in range(len(trial.geometry.layers)):
+        for layer in LAYERS:
             _attend_and_compare(trial, cache, step, layer)
 
 
@@ -99,7 +106,7 @@ def _ignores_what_free_blocks_hold(trial: Trial) -> None:
             content = poisoned.read_block(group, block)
             poisoned.write_block(group, block, torch.full_like(content, _POISON))
     for step in trial.steps():
-        for layer in range(len(trial.geometry.layers)):
+        for layer in LAYERS:
             results = []
             for cache in (clean, poisoned):
                 trial.write(cache, step, layer)
@@ -119,11 +126,9 @@ def _flags_rows_that_are_not_finite(trial: Trial) -> None:
 def _blocks_do_not_overlap(trial: Trial) -> None:
     """And together they are exactly the bytes that are reported."""
     cache = trial.cache()
-    total = 0
-    for group, contents in enumerate(trial.fill(cache)):
-        total += sum(content.numel() for content in contents)
-        for block, content in enumerate(contents):
-            _require(torch.equal(cache.read_block(group, block), content), f"block {block} was overwritten")
+    blocks = trial.fill(cache)
+    _require_blocks(cache, blocks, "blocks overlap")
+    total = sum(content.numel() for contents in blocks for content in contents)
     _require(cache.nbytes == total, f"nbytes is {cache.nbytes}, its blocks have {total} bytes")
 
 
@@ -155,10 +160,7 @@ def _carries_out_orders_one_by_one(trial: Trial) -> None:
             case Scrub(group=group, block=block):
                 blocks[group][block] = torch.zeros_like(blocks[group][block])
     _require(cache.carry_out(orders) == [], "carry_out: a swap-in failed")
-    for group, contents in enumerate(blocks):
-        for i, content in enumerate(contents):
-            same = torch.equal(cache.read_block(group, i), content)
-            _require(same, f"carry_out: group {group}, block {i} is not what the orders make of it")
+    _require_blocks(cache, blocks, "carry_out is not one order after another")
     cache.close()
 
 
@@ -170,7 +172,8 @@ def _swap_ins_fail_where_nothing_was_stored(trial: Trial) -> None:
     cache = trial.cache(host_slots=_SLOTS)
     blocks = trial.fill(cache)
     missing = SwapIn(group=0, slot=HostSlot(1), block=BlockId(3))
-    out, back = _swap(1, 2, 1, 0)
+    out = SwapOut(group=1, block=BlockId(2), slot=HostSlot(1))
+    back = SwapIn(group=1, slot=HostSlot(1), block=BlockId(0))
     _require(cache.carry_out([out, missing, back]) == [missing], "carry_out: the failed swap-in is not named")
     _require(not bool(cache.read_block(0, 3).any()), "a block whose swap-in failed is not zero")
     _require(torch.equal(cache.read_block(1, 0), blocks[1][2]), "a swap-in after a failed one is wrong")
@@ -178,32 +181,23 @@ def _swap_ins_fail_where_nothing_was_stored(trial: Trial) -> None:
     cache.close()
 
 
-def _swap(group: int, block: int, slot: int, target: int) -> tuple[SwapOut, SwapIn]:
-    """Out of `block` and back into `target`."""
-    return (
-        SwapOut(group=group, block=BlockId(block), slot=HostSlot(slot)),
-        SwapIn(group=group, slot=HostSlot(slot), block=BlockId(target)),
-    )
-
-
 def _scrubs(trial: Trial) -> None:
     cache = trial.cache()
     blocks = trial.fill(cache)
     cache.scrub(0, [1, 4])
     cache.scrub(1, [])
-    for group, contents in enumerate(blocks):
-        for i, content in enumerate(contents):
-            expected = torch.zeros_like(content) if group == 0 and i in (1, 4) else content
-            _require(torch.equal(cache.read_block(group, i), expected), f"scrub: block {i} is wrong")
+    for i in (1, 4):
+        blocks[0][i] = torch.zeros_like(blocks[0][i])
+    _require_blocks(cache, blocks, "scrub")
 
 
 def _grows(trial: Trial) -> None:
     """Blocks keep their ids, their bytes and what attention makes of them; new ones are zero."""
     cache, step = trial.cache(), trial.steps()[0]
     blocks = trial.fill(cache)
-    for layer in range(len(trial.geometry.layers)):
+    for layer in LAYERS:
         trial.write(cache, step, layer)
-    before = [trial.attend(cache, step, x, trial.options(x)) for x in range(len(trial.geometry.layers))]
+    before = [trial.attend(cache, step, x, trial.options(x)) for x in LAYERS]
     untouched = {(g, i) for g, some in enumerate(blocks) for i in range(len(some))} - step.blocks
     with torch.inference_mode():
         cache.grow([n + 4 * (g + 1) for g, n in enumerate(trial.num_blocks)])

@@ -1,6 +1,7 @@
 """The small model, the sequences and the expected attention that the conformance suite uses."""
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -10,7 +11,7 @@ from kvq.formats import HeadMaxima, KVFormat, KVRecipe, StaticScales
 from kvq.geometry import LayerGeometry, ModelGeometry
 from kvq.kernels import AttentionOptions, SequenceBatch
 from kvq.kernels.codec import decode, encode, rotate
-from kvq.layout import BlockOrder, plan_layout
+from kvq.layout import BlockOrder, KVLayout, plan_layout
 
 BLOCK_SIZE = 5  # tokens
 WINDOW = 9  # tokens, of layer 1
@@ -23,6 +24,21 @@ _LARGEST = 5.0  # absolute value of any K or V element, for static scales
 _STEPS = ((23, 0, 1, 7), (1, 4, 0, 6), (2, 1, 1, 1))
 
 
+# Three layers in two groups; no head dimension is a power of two in all of them
+_GEOMETRY = ModelGeometry(
+    model_type="conformance",
+    layers=tuple(
+        LayerGeometry(index=i, kv_heads=_KV_HEADS, k_head_dim=k, v_head_dim=v, window=window)
+        for i, ((k, v), window) in enumerate(zip(_HEAD_DIMS, _WINDOWS, strict=True))
+    ),
+    q_heads=_Q_HEADS,
+    hidden_size=64,
+    vocab_size=64,
+    max_context=4096,
+)
+LAYERS = range(len(_HEAD_DIMS))
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Step:
     """One step of all sequences; tables per layer group and sequence."""
@@ -33,7 +49,6 @@ class Step:
 
     @property
     def tokens(self) -> int:
-        """New tokens."""
         return sum(self.query_lens)
 
     @property
@@ -51,12 +66,7 @@ class Step:
         ]
         width = max(map(len, tables)) + 1
         padded = [table + [-1] * (width - len(table)) for table in tables]
-        return SequenceBatch(
-            query_lens=self.query_lens,
-            context_lens=self.context_lens,
-            tables=torch.tensor(padded, dtype=torch.int32, device=device),
-            slots=torch.tensor(slots, dtype=torch.int64, device=device),
-        )
+        return SequenceBatch.of(padded, slots, self.query_lens, self.context_lens, device)
 
     def with_stale_entries(self, group: int, lost: list[int], block: int) -> "Step":
         """The same step, but the first lost[i] entries of table i name another block."""
@@ -76,40 +86,22 @@ class Trial:
     tolerance: float
     num_blocks = (13, 14)  # per layer group: full attention, sliding window
 
-    @property
-    def geometry(self) -> ModelGeometry:
-        """Three layers in two groups; no head dimension is a power of two in all of them."""
-        return ModelGeometry(
-            model_type="conformance",
-            layers=tuple(
-                LayerGeometry(index=i, kv_heads=_KV_HEADS, k_head_dim=k, v_head_dim=v, window=window)
-                for i, ((k, v), window) in enumerate(zip(_HEAD_DIMS, _WINDOWS, strict=True))
-            ),
-            q_heads=_Q_HEADS,
-            hidden_size=64,
-            vocab_size=64,
-            max_context=4096,
-        )
-
-    @property
-    def recipe(self) -> KVRecipe:
-        """`kv` for all layers, with static scales where it needs them."""
+    @cached_property
+    def layout(self) -> KVLayout:
+        """Blocks of `kv` for all layers, with static scales where it needs them."""
         recipe = KVRecipe.uniform(self.kv, _HEAD_DIMS)
-        heads = tuple(_LARGEST * (1 + h / 4) for h in range(_KV_HEADS))
-        maxima = HeadMaxima(k=heads, v=heads, k_rotated=heads, v_rotated=heads)
-        scales = StaticScales(
-            model_digest="", text_digest="", tokens=1, layers=tuple(maxima for _ in _HEAD_DIMS)
-        )
-        return recipe.with_scales(scales) if recipe.is_static else recipe
+        if recipe.is_static:
+            heads = tuple(_LARGEST * (1 + h / 4) for h in range(_KV_HEADS))
+            maxima = HeadMaxima(k=heads, v=heads, k_rotated=heads, v_rotated=heads)
+            layers = (maxima,) * len(_HEAD_DIMS)
+            recipe = recipe.with_scales(
+                StaticScales(model_digest="", text_digest="", tokens=1, layers=layers)
+            )
+        return plan_layout(_GEOMETRY, recipe, block_size=BLOCK_SIZE, order=self.order)
 
     def cache(self, host_slots: list[int] | None = None) -> CacheBackend:
-        """A new, empty backend."""
-        layout = plan_layout(self.geometry, self.recipe, block_size=BLOCK_SIZE, order=self.order)
         return self.make(
-            layout,
-            num_blocks=list(self.num_blocks),
-            device=self.device,
-            host_slots=host_slots,
+            self.layout, num_blocks=list(self.num_blocks), device=self.device, host_slots=host_slots
         )
 
     def steps(self) -> list[Step]:
@@ -155,7 +147,6 @@ class Trial:
     def attend(
         self, cache: CacheBackend, step: Step, layer: int, options: AttentionOptions
     ) -> tuple[Tensor, Tensor]:
-        """Let the backend attend."""
         return cache.attend(
             layer,
             self.queries(step, layer).to(self.device),
@@ -165,18 +156,15 @@ class Trial:
 
     def expected(self, step: Step, layer: int, options: AttentionOptions) -> tuple[Tensor, Tensor]:
         """Output and log-sum-exp in fp64 on the host, from rows as the formats store them."""
-        formats = self.recipe.layers[layer]
         queries = self.queries(step, layer).double().split(step.query_lens)
-        outs, lses = [], []
+        results = []
         for i, (q, context) in enumerate(zip(queries, step.context_lens, strict=True)):
-            k, v = (x[:context] for x in self._history(layer, i))
-            stored_k, stored_v = (
-                self._stored(k, formats.k, layer),
-                self._stored(v, formats.v, layer, part="v"),
+            k, v = (
+                self._stored(x[:context], layer, part)
+                for x, part in zip(self._history(layer, i), ("k", "v"), strict=True)
             )
-            out, lse = _attention(q, stored_k, stored_v, options)
-            outs.append(out)
-            lses.append(lse)
+            results.append(_attention(q, k, v, options))
+        outs, lses = zip(*results, strict=True)
         return torch.cat(outs), torch.cat(lses)
 
     def fill(self, cache: CacheBackend) -> list[list[Tensor]]:
@@ -201,12 +189,13 @@ class Trial:
         )
         return k, v
 
-    def _stored(self, x: Tensor, fmt: KVFormat, layer: int, part: str = "k") -> Tensor:
+    def _stored(self, x: Tensor, layer: int, part: str) -> Tensor:
         """fp64 rows that a format makes of `x` [tokens, kv_heads, dim]."""
+        recipe = self.layout.recipe
+        fmt: KVFormat = getattr(recipe.layers[layer], part)
         static = None
-        scales = self.recipe.static_scales
-        if fmt.is_static and scales is not None:
-            static = torch.tensor(scales.layers[layer].scales(part, fmt))[:, None]
+        if fmt.is_static and recipe.static_scales is not None:
+            static = torch.tensor(recipe.static_scales.layers[layer].scales(part, fmt))[:, None]
         rows = decode(*encode(x, fmt, static), fmt, static)
         return (rotate(rows) if fmt.rotated else rows).double()
 
@@ -220,10 +209,8 @@ def _attention(q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> tu
     new, keys = q.shape[0], k.shape[0]
     shared = q.shape[1] // k.shape[1]
     scores = torch.einsum("qhd,khd->hqk", q, k.repeat_interleave(shared, dim=1)) * options.scale
-    if options.softcap is not None:
-        scores = options.softcap * torch.tanh(scores / options.softcap)
-    age = torch.arange(keys - new, keys)[:, None] - torch.arange(keys)  # [new, keys]
-    hidden = age < 0 if options.window is None else (age < 0) | (age >= options.window)
+    scores = options.capped(scores)
+    hidden = options.hides(torch.arange(keys - new, keys)[:, None], torch.arange(keys))  # [new, keys]
     lse = torch.logsumexp(scores.masked_fill(hidden, float("-inf")), dim=-1)  # [q_heads, new]
     if options.sinks is not None:
         lse = torch.logaddexp(lse, options.sinks.double().cpu()[:, None])

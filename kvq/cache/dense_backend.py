@@ -64,7 +64,6 @@ class DenseCache(BlockCache):
     def attend(
         self, layer: int, q: Tensor, batch: SequenceBatch, options: AttentionOptions
     ) -> tuple[Tensor, Tensor]:
-        """Causal attention, one sequence after the other; see `CacheBackend.attend`."""
         k_rows, v_rows = self._rows[layer]
         out = q.new_empty(*q.shape[:2], v_rows.shape[-1])
         lse = torch.empty(q.shape[:2], device=q.device)
@@ -84,7 +83,6 @@ class DenseCache(BlockCache):
         return out, lse
 
     def grow(self, num_blocks: list[int]) -> None:
-        """Enlarge the tensors, one layer after the other; see `CacheBackend.grow`."""
         self._check_growth(num_blocks)
         self._check_room(num_blocks)
         for group, count in enumerate(num_blocks):
@@ -115,9 +113,12 @@ class DenseCache(BlockCache):
         self._parts[group] = [rows.flatten(1).view(torch.uint8) for rows in tensors]
 
     def _check_room(self, num_blocks: list[int]) -> None:
-        elements = [sum(layer.elements_per_token for layer in layers) for layers in self._groups]
         tokens = [count * self._block_size for count in num_blocks]
-        total = sum(n * per_token for n, per_token in zip(tokens, elements, strict=True))
+        total = sum(
+            n * layer.elements_per_token
+            for n, layers in zip(tokens, self._groups, strict=True)
+            for layer in layers
+        )
         check_room(total * self._dtype.itemsize, self._device)
 
 

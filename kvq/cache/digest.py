@@ -8,8 +8,6 @@ from torch import Tensor
 from kvq.formats import KVRecipe
 from kvq.layout import VERSION, GroupLayout
 
-DIGEST_BYTES = 16
-
 
 class BlockDigests:
     """xxh3-128 digests of one layer group's blocks, bound to a layout, a recipe and a place."""

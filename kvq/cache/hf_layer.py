@@ -86,14 +86,13 @@ class KvqLayer(CacheLayerMixin):  # type: ignore[misc]
         self, query: Tensor, key: Tensor, value: Tensor, padding: Tensor | None, options: AttentionOptions
     ) -> Tensor:
         """Write, then attend from blocks; see `kvq.cache.attention.BatchAttention`."""
+        self.handed = None
         rows, seen = self.state.rows, self.cumulative_length
         assert rows is not None, "opened by update"
-        is_first = seen == rows.length
-        self._write(
-            rows, key, value, _left_padding(padding, rows.batch, seen + key.shape[2]) if is_first else None
-        )
+        total = seen + key.shape[2]
+        left = _left_padding(padding, rows.batch, total) if seen == rows.length else None
+        self._write(rows, key, value, left)
         out = rows.attend(self.index, query, (key, value), options)
-        self.handed = None
         self._done(rows)
         return out
 

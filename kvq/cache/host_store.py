@@ -4,6 +4,7 @@ import errno
 import logging
 import os
 import tempfile
+from itertools import accumulate
 from pathlib import Path
 from typing import Protocol
 
@@ -23,11 +24,14 @@ _ZEROS = bytes(1 << 20)
 class _Storage(Protocol):
     """A fixed number of bytes that blocks are written to and read from."""
 
-    def write(self, offset: int, content: Tensor) -> None: ...
+    def write(self, offset: int, content: Tensor) -> None:
+        """Copy `content`, uint8 [n], to `offset`."""
 
-    def read(self, offset: int, nbytes: int) -> Tensor: ...
+    def read(self, offset: int, nbytes: int) -> Tensor:
+        """The bytes at `offset`, uint8 [nbytes], maybe a view; others where a file was cut short."""
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Give back the memory or the room on the disk."""
 
 
 class HostStore:
@@ -53,12 +57,9 @@ class HostStore:
                 f"got {host_slots}"
             )
         self._sizes = [group.block_bytes for group in layout.groups]
-        self._offsets = [
-            sum(n * size for n, size in zip(host_slots[:i], self._sizes, strict=False))
-            for i in range(len(host_slots))
-        ]
+        pools = (n * size for n, size in zip(host_slots, self._sizes, strict=True))
+        *self._offsets, self.nbytes = accumulate(pools, initial=0)
         self.host_slots = list(host_slots)
-        self.nbytes = sum(n * size for n, size in zip(host_slots, self._sizes, strict=True))
         self._digests = [BlockDigests(group, layout.recipe) for group in layout.groups]
         self._stored: dict[tuple[int, int], bytes] = {}  # (group, slot) -> digest
         self._storage: _Storage = _Memory(self.nbytes) if folder is None else _File(self.nbytes, Path(folder))
@@ -114,15 +115,12 @@ class _Memory:
         self._bytes = allocate_bytes(nbytes, torch.device("cpu"), purpose="the host store")
 
     def write(self, offset: int, content: Tensor) -> None:
-        """Copy `content`, uint8 [n], to `offset`."""
         self._bytes[offset : offset + content.numel()] = content
 
     def read(self, offset: int, nbytes: int) -> Tensor:
-        """The bytes at `offset`, uint8 [nbytes]; a view."""
         return self._bytes[offset : offset + nbytes]
 
     def close(self) -> None:
-        """Give back the memory."""
         self._bytes = self._bytes.new_empty(0)
 
 
@@ -147,14 +145,12 @@ class _File:
             ) from error
 
     def write(self, offset: int, content: Tensor) -> None:
-        """Write `content`, uint8 [n], at `offset`."""
         left = memoryview(content.numpy().data)
         while left:
             done = os.pwrite(self._file.fileno(), left, offset)
             left, offset = left[done:], offset + done
 
     def read(self, offset: int, nbytes: int) -> Tensor:
-        """The bytes at `offset`, uint8 [nbytes]; fewer where the file was cut short."""
         content = torch.zeros(nbytes, dtype=torch.uint8)
         left = memoryview(content.numpy().data)
         while left and (done := os.preadv(self._file.fileno(), [left], offset)):
@@ -162,7 +158,6 @@ class _File:
         return content
 
     def close(self) -> None:
-        """Close the file, which removes it."""
         self._file.close()
 
 

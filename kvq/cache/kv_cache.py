@@ -65,7 +65,7 @@ class KVCache(BlockCache):
             self._copy.append(select("copy_blocks", _kernel_spec(layout, group.layers[0]), where))
             self._make_views(group.group.index)
         if host_slots is not None:
-            self._store = HostStore(layout, host_slots, swap_folder)
+            self._host = HostStore(layout, host_slots, swap_folder)
 
     def pool(self, group: int) -> Tensor:
         """The bytes of one layer group's pool, uint8 [pool_bytes]. Another tensor after `grow`."""
@@ -123,7 +123,6 @@ class KVCache(BlockCache):
         return rows
 
     def copy(self, group: int, pairs: Sequence[tuple[int, int]]) -> None:
-        """`copy_blocks` in one group."""
         self._check_blocks(group, [block for pair in pairs for block in pair])
         self._copy[group].run(self._parts[group], pairs)
 

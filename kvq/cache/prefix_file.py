@@ -8,8 +8,8 @@ else, and any damage, is a miss: the tokens are computed again.
 import hashlib
 import json
 import logging
-from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, deserialize
@@ -26,20 +26,6 @@ from kvq.errors import ConfigError, OutOfBlocks, first_lines
 _log = logging.getLogger("kvq")
 FORMAT_VERSION = 1
 _HEADER_LIMIT = 1 << 20  # bytes
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Header:
-    """What a file is for. All digests are hex; the salt and the tokens appear as digests only."""
-
-    format_version: int = FORMAT_VERSION
-    layout: str
-    recipe: str
-    root: str  # of the model, the recipe and the salt, as the block manager knows them
-    length: int  # tokens
-    tokens: str
-    starts: list[int]  # per layer group, index of the first block kept
-    blocks: list[str]  # per layer group, xxh3-128 of its blocks' bytes
 
 
 class _Miss(Exception):
@@ -88,26 +74,26 @@ def load_prefix(path: str | Path, cache: KVCache, manager: BlockManager, prompt:
     """
     _check_pair(cache, manager)
     try:
-        header, tensors = _read(path, cache, prompt)
-        return _restore(header, tensors, cache, manager, prompt)
+        return _restore(*_read(path, cache, prompt), cache, manager, prompt)
     except _Miss as miss:
         _log.warning("prefix file %s is not used: %s", path, miss)
         return 0
 
 
 def _restore(
-    header: _Header, tensors: list[Tensor], cache: KVCache, manager: BlockManager, prompt: PrefixQuery
+    header: dict[str, Any], tensors: list[Tensor], cache: KVCache, manager: BlockManager, prompt: PrefixQuery
 ) -> int:
     """Put checked blocks into the cache; they are indexed only once the last one is there."""
     held, _, _ = manager.held_prefix(prompt)
-    if held >= header.length:
-        return header.length
+    length: int = header["length"]
+    if held >= length:
+        return length
     try:
-        sequence = manager.adopt(prompt, header.length)
+        sequence = manager.adopt(prompt, length)
     except OutOfBlocks as error:
         raise _Miss(str(error)) from error
     try:
-        if sequence.starts != header.starts:
+        if sequence.starts != header["starts"]:
             raise _Miss("the block manager's windows are others than the layout's")
         for group, (start, table) in enumerate(zip(sequence.starts, sequence.tables, strict=True)):
             for block, content in zip(table[start:], tensors[group], strict=True):
@@ -115,10 +101,10 @@ def _restore(
         manager.commit(sequence)
     finally:
         manager.free(sequence)
-    return header.length
+    return length
 
 
-def _read(path: str | Path, cache: KVCache, prompt: PrefixQuery) -> tuple[_Header, list[Tensor]]:
+def _read(path: str | Path, cache: KVCache, prompt: PrefixQuery) -> tuple[dict[str, Any], list[Tensor]]:
     """A file's header and its groups' blocks, all checked against this cache and prompt."""
     raw = _content(path, limit=_largest(cache, prompt))
     found = _sealed_header(raw)
@@ -144,7 +130,7 @@ def _read(path: str | Path, cache: KVCache, prompt: PrefixQuery) -> tuple[_Heade
         "tokens": "it holds other tokens than the prompt starts with",
         "blocks": "its blocks are damaged",
     }.items():
-        if found.get(name) != getattr(header, name):
+        if found.get(name) != header[name]:
             raise _Miss(reason)
     if json.dumps(found, sort_keys=True) != _text(header):
         raise _Miss("its header is not written as this version writes it")
@@ -168,7 +154,7 @@ def _content(path: str | Path, *, limit: int) -> bytes:
     return raw
 
 
-def _sealed_header(raw: bytes) -> dict[str, object]:
+def _sealed_header(raw: bytes) -> dict[str, Any]:
     """The JSON object in a file's metadata, if its seal holds."""
     size = int.from_bytes(raw[:8], "little")
     try:
@@ -206,20 +192,23 @@ def _tensors(raw: bytes, cache: KVCache, counts: list[int]) -> list[Tensor]:
 
 def _header(
     cache: KVCache, prompt: PrefixQuery, length: int, starts: list[int], digests: list[str]
-) -> _Header:
-    return _Header(
-        layout=_layout_digest(cache),
-        recipe=cache.layout.recipe.digest(),
-        root=hashlib.sha256(b"kvq prefix file root" + prompt.root).hexdigest(),
-        length=length,
-        tokens=hashlib.sha256(prompt.data[: length * TOKEN_BYTES]).hexdigest(),
-        starts=starts,
-        blocks=digests,
-    )
+) -> dict[str, Any]:
+    """What a file is for. All digests are hex; the salt and the tokens appear as digests only."""
+    return {
+        "format_version": FORMAT_VERSION,
+        "layout": _layout_digest(cache),
+        "recipe": cache.layout.recipe.digest(),
+        # of the model, the recipe and the salt, as the block manager knows them
+        "root": hashlib.sha256(b"kvq prefix file root" + prompt.root).hexdigest(),
+        "length": length,  # tokens
+        "tokens": hashlib.sha256(prompt.data[: length * TOKEN_BYTES]).hexdigest(),
+        "starts": starts,  # per layer group, index of the first block kept
+        "blocks": digests,  # per layer group, xxh3-128 of its blocks' bytes
+    }
 
 
-def _text(header: _Header) -> str:
-    return json.dumps(asdict(header), sort_keys=True)
+def _text(header: dict[str, Any]) -> str:
+    return json.dumps(header, sort_keys=True)
 
 
 def _digest(cache: KVCache, group: int, start: int, blocks: Tensor) -> str:

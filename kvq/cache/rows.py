@@ -5,8 +5,7 @@ from torch import Tensor
 
 from kvq.blockmgr import BlockManager, Sequence
 from kvq.cache.kv_cache import KVCache
-from kvq.cache.recent import RecentRows, put_over
-from kvq.cache.recent_attention import attend_both
+from kvq.cache.recent import RecentRows, attend_both, put_over
 from kvq.cache.scratch import DenseScratch
 from kvq.errors import OutOfBlocks, RequestError
 from kvq.kernels import AttentionOptions, SequenceBatch
@@ -64,7 +63,6 @@ class BatchRows:
 
     @property
     def batch(self) -> int:
-        """Number of rows."""
         return len(self.sequences)
 
     def start(self, batch: int) -> None:
@@ -77,7 +75,6 @@ class BatchRows:
         self.sequences = [self.manager.new_sequence() for _ in range(batch)]
         self.length = 0
         self.padding = [0] * batch
-        self.counts: list[int] = []  # tokens that each row got in the last step
         with torch.inference_mode(False):  # else it could not be written outside of it
             self.bad_rows = torch.zeros(batch, dtype=torch.bool, device=self.device)
         self.batches: list[SequenceBatch] = []  # of the last step, per layer group
@@ -120,19 +117,19 @@ class BatchRows:
         slots = self.manager.append(work)
         self.blocks.carry_out(self.manager.take_orders())
         self._may_copy = False
-        self.length, self.padding, self.counts = total, list(padding), counts
-        self.batches = [self._batch(group, group_slots) for group, group_slots in enumerate(slots)]
-        self._place = self._places(count) if any(new != count for new in counts) else None
-        self._places_of = self.batch * count
+        self.length, self.padding, self._count = total, list(padding), count
+        lengths = [sequence.length for sequence in self.sequences]
+        self.batches = [
+            SequenceBatch.of([s.tables[group] for s in self.sequences], own, counts, lengths, self.device)
+            for group, own in enumerate(slots)
+        ]
+        self._place = self._places(counts) if any(new != count for new in counts) else None
 
     def write(self, layer: int, k: Tensor, v: Tensor) -> None:
         """Store one layer's new tokens, [batch, kv_heads, count, dim]; see `check_finite`."""
         slots = self.batches[self.blocks.group_of[layer]].slots
         bad = self.blocks.write(layer, self._packed(k), self._packed(v), slots)
-        if self._place is not None:
-            full = torch.zeros(self._places_of, dtype=torch.bool, device=self.device)
-            bad = full.index_copy_(0, self._place, bad)
-        self.bad_rows |= bad.view(self.batch, -1).any(dim=1)
+        self.bad_rows |= self._unpacked(bad).any(dim=1)
 
     def attend(self, layer: int, q: Tensor, new: tuple[Tensor, Tensor], options: AttentionOptions) -> Tensor:
         """Attend from one layer's blocks, after `write`.
@@ -153,10 +150,7 @@ class BatchRows:
             packed, _ = self.blocks.attend(layer, self._packed(q), batch, options)
         else:
             packed = attend_both(self.blocks, layer, self._packed(q), batch, exact, options)
-        if self._place is not None:
-            full = packed.new_zeros(q.shape[0] * q.shape[2], *packed.shape[1:])
-            packed = full.index_copy_(0, self._place, packed)
-        return packed.view(q.shape[0], q.shape[2], *packed.shape[1:])
+        return self._unpacked(packed)
 
     def dense(self, layer: int, start: int, new: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """K and V of a layer from position `start` on: [batch, kv_heads, tokens, dim].
@@ -202,18 +196,17 @@ class BatchRows:
     def select(self, indices: list[int]) -> None:
         """Make row i what row `indices[i]` was; rows named twice share their blocks."""
         self.commit()
-        chosen: dict[int, Sequence] = {}
-        for index in indices:
-            chosen.setdefault(index, self.sequences[index])
+        kept = set(indices)
         for index, sequence in enumerate(self.sequences):
-            if index not in chosen:
+            if index not in kept:
                 self.manager.free(sequence)
-        first = set(chosen)
+        taken: set[int] = set()
         rows = []
         for index in indices:
-            rows.append(chosen[index] if index in first else self.manager.fork(chosen[index]))
-            first.discard(index)
-        self._may_copy = self._may_copy or len(set(indices)) < len(indices)
+            sequence = self.sequences[index]
+            rows.append(self.manager.fork(sequence) if index in taken else sequence)
+            taken.add(index)
+        self._may_copy = self._may_copy or len(taken) < len(indices)
         self.sequences = rows
         self.padding = [self.padding[index] for index in indices]
         picked = torch.tensor(indices, device=self.device)
@@ -227,15 +220,17 @@ class BatchRows:
         flat = x.transpose(1, 2).flatten(0, 1)
         return flat if self._place is None else flat[self._place]
 
-    def _places(self, count: int) -> Tensor:
-        ends = range(count, count * (self.batch + 1), count)
-        places = [range(end - new, end) for end, new in zip(ends, self.counts, strict=True)]
-        return torch.tensor([p for some in places for p in some], dtype=torch.int64, device=self.device)
+    def _unpacked(self, packed: Tensor) -> Tensor:
+        """[tokens, ...] -> [batch, count, ...], zero where a token is padding."""
+        if self._place is not None:
+            full = packed.new_zeros(self.batch * self._count, *packed.shape[1:])
+            packed = full.index_copy_(0, self._place, packed)
+        return packed.view(self.batch, self._count, *packed.shape[1:])
 
-    def _batch(self, group: int, slots: list[int]) -> SequenceBatch:
-        tables = [sequence.tables[group] for sequence in self.sequences]
-        lengths = [sequence.length for sequence in self.sequences]
-        return SequenceBatch.of(tables, slots, self.counts, lengths, self.device)
+    def _places(self, counts: list[int]) -> Tensor:
+        ends = range(self._count, self._count * (self.batch + 1), self._count)
+        places = [p for end, new in zip(ends, counts, strict=True) for p in range(end - new, end)]
+        return torch.tensor(places, dtype=torch.int64, device=self.device)
 
     def _least_blocks(self, batch: int) -> list[int]:
         """Blocks per group that `batch` rows start with: `max_tokens` each, or one block."""

@@ -30,7 +30,6 @@ class DenseScratch:
 
     @property
     def nbytes(self) -> int:
-        """Bytes allocated."""
         return sum(memory.numel() for memory in self._memory)
 
     def gather(

@@ -5,32 +5,36 @@ to add up, which `kvq tune` then verifies on the whole recipe. Source: Kellerer,
 2004, Knapsack Problems, section 11.5.
 """
 
+import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvq.errors import ConfigError
 
-Choice = TypeVar("Choice")
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Option(Generic[Choice]):
+class Option(Protocol):
     """One way to store a unit."""
 
-    choice: Choice
-    nbytes: int  # per token
-    cost: float  # in nats per token, what choosing it adds
+    @property
+    def nbytes(self) -> int:
+        """Per token."""
+
+    @property
+    def kl(self) -> float:
+        """In nats per token, what choosing it adds."""
+
+
+Choice = TypeVar("Choice", bound=Option)
 
 
 class Allocation(Generic[Choice]):
     """The best choices for every budget at once."""
 
-    def __init__(self, units: Sequence[Sequence[Option[Choice]]]) -> None:
+    def __init__(self, units: Sequence[Sequence[Choice]]) -> None:
         """Solve for all budgets, O(units x options x bytes / their greatest common divisor).
 
         Raises:
@@ -39,64 +43,43 @@ class Allocation(Generic[Choice]):
         if not units or not all(units):
             raise ConfigError("every layer's K and V needs at least one format to choose from")
         self._units = units
-        self._least = [min(option.nbytes for option in options) for options in units]
-        above = [o.nbytes - least for options, least in zip(units, self._least, strict=True) for o in options]
-        self._unit_bytes = math.gcd(*above) or 1
-        size = (
-            1
-            + sum(
-                max(o.nbytes for o in options) - least
-                for options, least in zip(units, self._least, strict=True)
-            )
-            // self._unit_bytes
-        )
+        least = [min(option.nbytes for option in options) for options in units]
+        above = [[o.nbytes - fewest for o in options] for options, fewest in zip(units, least, strict=True)]
+        self.least_bytes = sum(least)  # per token, of the smallest choice
+        self._unit_bytes = math.gcd(*itertools.chain(*above)) or 1
+        self._shifts = [[nbytes // self._unit_bytes for nbytes in one] for one in above]
         best = np.zeros(1)
         self._picked: list[NDArray[np.int32]] = []  # per unit: the option that each budget takes
-        for options, least in zip(units, self._least, strict=True):
-            grown = np.full(min(size, len(best) + self._span(options, least)), np.inf)
+        for options, shifts in zip(units, self._shifts, strict=True):
+            grown = np.full(len(best) + max(shifts), np.inf)
             picked = np.zeros(len(grown), dtype=np.int32)
-            for index, option in enumerate(options):
-                shift = (option.nbytes - least) // self._unit_bytes
-                room = min(len(best), len(grown) - shift)
-                total = best[:room] + option.cost
-                better = total < grown[shift : shift + room]
-                grown[shift : shift + room][better] = total[better]
-                picked[shift : shift + room][better] = index
+            for index, (option, shift) in enumerate(zip(options, shifts, strict=True)):
+                total, part = best + option.kl, slice(shift, shift + len(best))
+                better = total < grown[part]
+                grown[part][better] = total[better]
+                picked[part][better] = index
             best = grown
             self._picked.append(picked)
         self._costs = best  # [extra bytes / unit_bytes], exactly that many bytes
-
-    def _span(self, options: Sequence[Option[Choice]], least: int) -> int:
-        return (max(o.nbytes for o in options) - least) // self._unit_bytes
-
-    @property
-    def least_bytes(self) -> int:
-        """Bytes per token of the smallest choice."""
-        return sum(self._least)
-
-    @property
-    def most_bytes(self) -> int:
-        """Bytes per token of the largest choice."""
-        return self.least_bytes + (len(self._costs) - 1) * self._unit_bytes
+        self.most_bytes = self.least_bytes + (len(best) - 1) * self._unit_bytes  # of the largest choice
 
     def cost(self, budget: int) -> float:
         """The least total cost within `budget` bytes per token."""
         return float(self._costs[self._best(budget)])
 
     def choose(self, budget: int) -> list[Choice]:
-        """The choices of least total cost within `budget` bytes per token, one per unit.
+        """The options of least total cost within `budget` bytes per token, one per unit.
 
         Raises:
             ConfigError: not even the smallest choices fit.
         """
         at = self._best(budget)
         chosen: list[Choice] = []
-        for options, least, picked in zip(
-            reversed(self._units), reversed(self._least), reversed(self._picked), strict=True
+        for options, shifts, picked in reversed(
+            list(zip(self._units, self._shifts, self._picked, strict=True))
         ):
-            option = options[picked[at]]
-            chosen.append(option.choice)
-            at -= (option.nbytes - least) // self._unit_bytes
+            chosen.append(options[picked[at]])
+            at -= shifts[picked[at]]
         return chosen[::-1]
 
     def budget_for(self, cost: float) -> int:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from kvq.calib.candidates import grouped_formats, halves, has_fast_kernel
+from kvq.calib.candidates import grouped_formats, halves, has_fast_kernel, stored_in
 from kvq.calib.observe import spread_windows
 from kvq.errors import ConfigError, RequestError
 from kvq.evals.text import EvalText
@@ -88,10 +88,7 @@ def parse_budget(model: PreparedModel, text: str) -> int:
 
 def recipe_bytes(geometry: ModelGeometry, recipe: KVRecipe) -> int:
     """Bytes per token of a recipe's rows, scales included, block padding not."""
-    return sum(
-        half.nbytes(recipe.layers[half.layer].k if half.part == "k" else recipe.layers[half.layer].v)
-        for half in halves(geometry)
-    )
+    return sum(half.nbytes(stored_in(recipe, half).fmt) for half in halves(geometry))
 
 
 def bytes_of_bits(geometry: ModelGeometry, bits: float) -> int:
@@ -101,17 +98,23 @@ def bytes_of_bits(geometry: ModelGeometry, bits: float) -> int:
 
 def default_codes(model: PreparedModel, budget_bytes: int | None) -> tuple[Code, ...]:
     """Codes whose attention has a compiled kernel here; all, where the budget can't be met with those."""
-    fast = tuple(
-        code
-        for code in ALL_CODES
-        if all(
-            has_fast_kernel(model.geometry, half, smallest_format(half.head_dim, code), model.device)
-            for half in halves(model.geometry)
-        )
-    )
+    slow = slow_codes(model, ALL_CODES)
+    fast = tuple(code for code in ALL_CODES if code not in slow)
     if not fast or (budget_bytes is not None and budget_bytes < smallest_bytes(model.geometry, fast)):
         return ALL_CODES
     return fast
+
+
+def slow_codes(model: PreparedModel, codes: Sequence[Code]) -> list[Code]:
+    """Those of which some layer's rows would be read by the reference kernel here."""
+    return [
+        code
+        for code in codes
+        if not all(
+            has_fast_kernel(model.geometry, half, smallest_format(half.head_dim, code), model.device)
+            for half in halves(model.geometry)
+        )
+    ]
 
 
 def smallest_bytes(geometry: ModelGeometry, codes: Sequence[Code]) -> int:

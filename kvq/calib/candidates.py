@@ -1,10 +1,11 @@
 """Formats that `kvq tune` chooses from, and how one half of a layer can be stored."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
+from kvq.calib.observe import some_centers
 from kvq.errors import ConfigError, nearest
 from kvq.formats import (
     Centers,
@@ -12,7 +13,6 @@ from kvq.formats import (
     Grouped,
     KVFormat,
     KVRecipe,
-    LayerCenters,
     LayerFormats,
     legal_group_sizes,
 )
@@ -70,9 +70,10 @@ def recipe_of(
     label: str = "",
 ) -> KVRecipe:
     """A recipe of some halves, (layer, part) -> how it is stored; all others in format `rest`."""
-    layers, kept = [], []
+    layers, centered = [], []
     for layer in geometry.layers:
         k, v = (stored.get((layer.index, part), Stored(fmt=rest)) for part in PARTS)
+        centered.append((k.is_centered, v.is_centered))
         layers.append(
             LayerFormats(
                 k=k.fmt,
@@ -83,15 +84,21 @@ def recipe_of(
                 v_clip=v.clip,
             )
         )
-        own = centers.layers[layer.index]
-        kept.append(LayerCenters(k=own.k if k.is_centered else None, v=own.v if v.is_centered else None))
-    used = any(layer.k or layer.v for layer in kept)
+    kept = some_centers(centers, centered)
     return KVRecipe(
         layers=tuple(layers),
-        centers=replace(centers, layers=tuple(kept)) if used else None,
+        centers=kept if any(layer.k or layer.v for layer in kept.layers) else None,
         model_digest=centers.model_digest,
         label=label,
     )
+
+
+def stored_in(recipe: KVRecipe, half: Half) -> Stored:
+    """How a recipe stores a half."""
+    layer = recipe.layers[half.layer]
+    fmt, clip = (layer.k, layer.k_clip) if half.part == "k" else (layer.v, layer.v_clip)
+    center = None if recipe.centers is None else getattr(recipe.centers.layers[half.layer], half.part)
+    return Stored(fmt=fmt, is_centered=center is not None, clip=clip)
 
 
 def has_fast_kernel(geometry: ModelGeometry, half: Half, fmt: KVFormat, device: torch.device) -> bool:

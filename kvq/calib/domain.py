@@ -1,13 +1,12 @@
 """Does what was calibrated on one text serve another? Scales of one kind of text may clip another's."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from kvq.calib.observe import Observations, observe
+from kvq.calib.observe import Observations, observe, some_centers
 from kvq.evals.bootstrap import Bootstrap, Interval
-from kvq.evals.divergence import measure_tokens
+from kvq.evals.divergence import UNWATCHED, Progress, TokenPlan, measure_tokens
 from kvq.evals.text import EvalText
 from kvq.evals.windows import begin_ids, text_ids, token_windows
 from kvq.formats import KVRecipe
@@ -62,7 +61,7 @@ def check_domain(
     text: EvalText,
     *,
     context: int | None = None,
-    progress: Callable[[int, int], None] = lambda done, total: None,
+    progress: Progress = UNWATCHED.progress,
 ) -> DomainCheck:
     """Try a calibrated recipe on another text, beside the same formats calibrated on that text.
 
@@ -76,18 +75,11 @@ def check_domain(
     own = observe(model, head, context=window, max_windows=_WINDOWS, progress=progress)
     itself = replace(recipe, static_scales=own.scales(), label="itself")
     if recipe.centers is not None:
-        kept = own.centers()
-        layers = tuple(
-            replace(centers, k=centers.k if old.k else None, v=centers.v if old.v else None)
-            for centers, old in zip(kept.layers, recipe.centers.layers, strict=True)
-        )
-        itself = replace(itself, centers=replace(kept, layers=layers))
+        centered = ((bool(layer.k), bool(layer.v)) for layer in recipe.centers.layers)
+        itself = replace(itself, centers=some_centers(own.centers(), centered))
+    recipes: list[str | KVRecipe] = ["auto", replace(recipe, label="given"), itself]
     baseline, given, other = measure_tokens(
-        model,
-        ["auto", replace(recipe, label="given"), itself],
-        head.text,
-        context=window,
-        max_windows=_WINDOWS,
+        model, recipes, head.text, TokenPlan(context=window, max_windows=_WINDOWS)
     )
     excess = _excess(seen, own)
     difference = Bootstrap().interval(

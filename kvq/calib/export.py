@@ -8,7 +8,6 @@ from safetensors.torch import save
 
 from kvq import fileio
 from kvq.calib.observe import Observations
-from kvq.calib.summary import fp8_per_tensor
 from kvq.errors import ConfigError
 from kvq.geometry import ModelGeometry
 
@@ -34,7 +33,7 @@ def write_fp8_scales(path: str | Path, observations: Observations, geometry: Mod
     KV-cache scaling factors that vLLM introduced and SGLang reads, one factor for K and V alike.
     """
     if Path(path).suffix == ".json":
-        scales = fp8_per_tensor(observations)
+        scales = _fp8_per_tensor(observations)
         factors = {str(index): max(layer.values()) for index, layer in enumerate(scales)}
         data = {
             "model_type": geometry.model_type,
@@ -49,6 +48,14 @@ def fp8_scale_tensors(observations: Observations) -> dict[str, torch.Tensor]:
     """`model.layers.N.self_attn.k_scale` and `v_scale`, fp32 [1]: value = code * scale."""
     return {
         f"model.layers.{index}.self_attn.{part}_scale": torch.tensor([scale], dtype=torch.float32)
-        for index, layer in enumerate(fp8_per_tensor(observations))
+        for index, layer in enumerate(_fp8_per_tensor(observations))
         for part, scale in layer.items()
     }
+
+
+def _fp8_per_tensor(observations: Observations) -> list[dict[str, float]]:
+    """Scales of one FP8 tensor per layer, as other engines take them: absmax over all heads / 448."""
+    return [
+        {part: max(float(layer[part].magnitudes.absmax.max()), 2.0**-100) / 448.0 for part in ("k", "v")}
+        for layer in observations.layers
+    ]

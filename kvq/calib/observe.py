@@ -1,13 +1,14 @@
 """What K and V of a model look like, seen through the attention that serves it, unquantized."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from kvq.calib.histogram import Magnitudes
 from kvq.errors import RequestError
+from kvq.evals.divergence import Progress
 from kvq.evals.side_by_side import one_by_one
 from kvq.evals.text import EvalText
 from kvq.evals.windows import begin_ids, cut_windows, spread, text_ids
@@ -17,28 +18,16 @@ from kvq.kernels.codec import rotate
 from kvq.models import Model
 from kvq.models.prepared import PreparedModel
 
-Progress = Callable[[int, int], None]  # (windows done, windows in all)
 
-
-@dataclass(kw_only=True, slots=True)
 class RowStatistics:
     """K or V of one layer: tensors per head, or per head and channel."""
 
-    magnitudes: Magnitudes  # of the elements
-    rotated: Magnitudes  # after the Hadamard rotation
-    total: Tensor  # fp64 [kv_heads, dim], summed over tokens
-    squares: Tensor  # the same of squares
-    tokens: int = 0
-
-    @classmethod
-    def empty(cls, kv_heads: int, dim: int) -> "RowStatistics":
-        """Nothing seen yet."""
-        return cls(
-            magnitudes=Magnitudes(kv_heads),
-            rotated=Magnitudes(kv_heads),
-            total=torch.zeros(kv_heads, dim, dtype=torch.float64),
-            squares=torch.zeros(kv_heads, dim, dtype=torch.float64),
-        )
+    def __init__(self, kv_heads: int, dim: int) -> None:
+        self.magnitudes = Magnitudes(kv_heads)  # of the elements
+        self.rotated = Magnitudes(kv_heads)  # after the Hadamard rotation
+        self.total = torch.zeros(kv_heads, dim, dtype=torch.float64)  # summed over tokens
+        self.squares = torch.zeros_like(self.total)  # the same of squares
+        self.tokens = 0
 
     def update(self, rows: Tensor) -> None:
         """Take in rows [tokens, kv_heads, dim]."""
@@ -77,22 +66,17 @@ class Observations:
 
     def scales(self) -> StaticScales:
         """Absolute maxima per head, for static formats."""
-        maxima = []
-        for layer in self.layers:
-            seen = {
-                name: tuple(max(x, SMALLEST_MAXIMUM) for x in magnitudes.absmax.tolist())
-                for part in ("k", "v")
-                for name, magnitudes in (
-                    (part, layer[part].magnitudes),
-                    (f"{part}_rotated", layer[part].rotated),
-                )
-            }
-            maxima.append(HeadMaxima(**seen))
+        layers = tuple(
+            HeadMaxima(
+                k=_maxima(layer["k"].magnitudes),
+                v=_maxima(layer["v"].magnitudes),
+                k_rotated=_maxima(layer["k"].rotated),
+                v_rotated=_maxima(layer["v"].rotated),
+            )
+            for layer in self.layers
+        )
         return StaticScales(
-            model_digest=self.model_digest,
-            text_digest=self.text.digest,
-            tokens=self.tokens,
-            layers=tuple(maxima),
+            model_digest=self.model_digest, text_digest=self.text.digest, tokens=self.tokens, layers=layers
         )
 
     def centers(self) -> Centers:
@@ -130,11 +114,8 @@ def observe(
         text = EvalText(name="text", text=text)
     windows = spread_windows(model.prepared, text.text, context=context, max_windows=max_windows)
     layers = tuple(
-        {
-            "k": RowStatistics.empty(layer.kv_heads, layer.k_head_dim),
-            "v": RowStatistics.empty(layer.kv_heads, layer.v_head_dim),
-        }
-        for layer in model.geometry.layers
+        {"k": RowStatistics(one.kv_heads, one.k_head_dim), "v": RowStatistics(one.kv_heads, one.v_head_dim)}
+        for one in model.geometry.layers
     )
     session = model.with_kv("fp32").session(max_tokens=len(windows[0]))
 
@@ -182,6 +163,19 @@ def spread_windows(
         raise RequestError(f"a context of {context} tokens was asked for; this model takes 2 to {limit}")
     ids, prefix = text_ids(model.tokenizer, text), begin_ids(model.tokenizer)
     return spread(cut_windows(ids, prefix, context=max(2, min(context, len(ids) + len(prefix)))), max_windows)
+
+
+def some_centers(centers: Centers, wanted: Iterable[tuple[bool, bool]]) -> Centers:
+    """Those of some halves: `wanted` says of every layer whether of K and whether of V."""
+    layers = tuple(
+        LayerCenters(k=own.k if k else None, v=own.v if v else None)
+        for own, (k, v) in zip(centers.layers, wanted, strict=True)
+    )
+    return replace(centers, layers=layers)
+
+
+def _maxima(magnitudes: Magnitudes) -> tuple[float, ...]:
+    return tuple(max(x, SMALLEST_MAXIMUM) for x in magnitudes.absmax.tolist())
 
 
 def _rounded(rows: Tensor) -> HeadCenters:

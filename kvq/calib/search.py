@@ -9,18 +9,20 @@ Source: per-layer pairs of formats from Li et al. 2025, KVTuner; the search here
 
 import itertools
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
-from kvq.calib.allocate import Allocation, Option
+from kvq.calib.allocate import Allocation
 from kvq.calib.budget import TunePlan, bytes_of_bits, recipe_bytes
 from kvq.calib.candidates import grouped_formats, halves, recipe_of
 from kvq.calib.observe import spread_windows
 from kvq.calib.sensitivity import Keep, Progress, Sensitivities, measure_sensitivities
-from kvq.errors import ConfigError
+from kvq.errors import ConfigError, UnfitFormat
+from kvq.evals.divergence import TokenPlan, Watch
 from kvq.evals.perplexity import PerplexityRow, measure_perplexity
 from kvq.evals.side_by_side import mean_divergences
 from kvq.evals.text import EvalText
-from kvq.formats import Code, KVRecipe, parse_format
+from kvq.formats import Code, KVRecipe
 from kvq.models import Model
 
 _TRIES = 8  # to meet a limit of divergence, which costs add up to only nearly
@@ -61,27 +63,6 @@ class Tuned:
         return kept
 
 
-class Search:
-    """The best recipe for every budget, from sensitivities."""
-
-    def __init__(self, model: Model, found: Sensitivities) -> None:
-        self._geometry = model.geometry
-        self._found = found
-        self._units = halves(model.geometry)
-        self.allocation = Allocation(
-            [
-                [Option(choice=t.stored, nbytes=t.nbytes, cost=t.kl) for t in found.of(half)]
-                for half in self._units
-            ]
-        )
-
-    def recipe(self, budget: int, label: str) -> KVRecipe:
-        """The recipe of least expected cost within `budget` bytes per token."""
-        chosen = self.allocation.choose(budget)
-        stored = {(half.layer, half.part): way for half, way in zip(self._units, chosen, strict=True)}
-        return recipe_of(self._geometry, stored, self._found.rest, self._found.centers, label)
-
-
 def tune(
     model: Model,
     text: EvalText,
@@ -102,118 +83,115 @@ def tune(
     """
     window = plan.check(model.prepared, text, held_out)
     found = measure_sensitivities(model, text, plan, progress, keep)
-    search = Search(model, found)
-    uniform = _uniform(model, plan.codes)
-    budget_bytes = plan.budget_bytes
-    if budget_bytes is None:
+    search = _Search(model, found, plan.codes)
+    budget = plan.budget_bytes
+    if budget is None:
         assert plan.max_kl is not None, "one of both is given"
-        budget_bytes = _budget_for(model, search, found, plan.max_kl)
+        budget = search.budget_for(plan.max_kl)
     windows = spread_windows(model.prepared, text.text, context=window, max_windows=2 * plan.max_windows)
     unseen = [ids for ids in windows if ids not in found.windows]
-    recipe, search_kl, is_tuned = _best(model, search, uniform, budget_bytes, unseen or windows)
-    others = _others(model, search, uniform, budget_bytes)
+    recipe, search_kl, is_tuned = search.best(budget, unseen or windows)
+    uniform, others = search.uniform, search.others(budget)
     rows = measure_perplexity(
         model,
         ["auto", *uniform.values(), *others, replace(recipe, label="chosen")],
         held_out.text,
-        context=window,
-        max_windows=plan.verify_windows,
-        progress=lambda done, total: progress("verifying whole recipes", done, total),
+        TokenPlan(context=window, max_windows=plan.verify_windows),
+        Watch(lambda done, total: progress("verifying whole recipes", done, total)),
     )
-    expected = [search.allocation.cost(recipe_bytes(model.geometry, other)) for other in others]
-    first, last = 1 + len(uniform), 1 + len(uniform) + len(others)
-    points = [Point(kind="uniform", row=row) for row in rows[:first]]
-    points += [
-        Point(kind="tuned", row=row, expected_kl=kl)
-        for row, kl in zip(rows[first:last], expected, strict=True)
-    ]
-    expected_kl = search.allocation.cost(budget_bytes) if is_tuned else None
-    points.append(Point(kind="chosen", row=rows[last], expected_kl=expected_kl))
+    cost = search.allocation.cost
+    kinds = ["uniform"] * (1 + len(uniform)) + ["tuned"] * len(others) + ["chosen"]
+    expected = [None] * (1 + len(uniform)) + [cost(search.nbytes(other)) for other in others]
+    expected.append(cost(budget) if is_tuned else None)
+    points = zip(kinds, rows, expected, strict=True)
     return Tuned(
         recipe=recipe,
-        budget_bytes=budget_bytes,
-        expected_kl=search.allocation.cost(budget_bytes),
+        budget_bytes=budget,
+        expected_kl=cost(budget),
         search_kl=search_kl,
-        points=tuple(points),
+        points=tuple(Point(kind=kind, row=row, expected_kl=kl) for kind, row, kl in points),
         sensitivities=found,
     )
 
 
-def _uniform(model: Model, codes: Sequence[Code]) -> dict[str, KVRecipe]:
+class _Search:
+    """The best recipe for every budget, from sensitivities, beside the uniform formats."""
+
+    def __init__(self, model: Model, found: Sensitivities, codes: Sequence[Code]) -> None:
+        self._model, self._found = model, found
+        self.allocation = Allocation([found.of(half) for half in halves(model.geometry)])
+        self.uniform = _uniform(model.geometry.head_dims, codes)
+
+    def nbytes(self, recipe: KVRecipe) -> int:
+        """Per token."""
+        return recipe_bytes(self._model.geometry, recipe)
+
+    def recipe(self, budget: int, label: str) -> KVRecipe:
+        """The recipe of least expected cost within `budget` bytes per token."""
+        chosen = self.allocation.choose(budget)
+        stored = {(trial.half.layer, trial.half.part): trial.stored for trial in chosen}
+        return recipe_of(self._model.geometry, stored, self._found.rest, self._found.centers, label)
+
+    def budget_for(self, max_kl: float) -> int:
+        """Few bytes per token at which the whole recipe, measured on the search's text, meets `max_kl`.
+
+        Expected and measured divergence are nearly proportional: a few tries narrow it down from both sides.
+        """
+        target, tried = max_kl, dict[int, float]()
+        for _ in range(_TRIES):
+            budget = self.allocation.budget_for(target)
+            if budget in tried:
+                break
+            tried[budget] = mean_divergences(
+                self._model, [self.recipe(budget, "tried")], self._found.windows
+            )[0]
+            target *= 0.98 * max_kl / tried[budget]
+        enough = [budget for budget, kl in tried.items() if kl <= max_kl]
+        if not enough:
+            raise ConfigError(
+                f"no recipe with a KL divergence of {max_kl:g} or less was found; the best had "
+                f"{min(tried.values()):.3g}"
+            )
+        return min(enough)
+
+    def best(self, budget: int, windows: list[list[int]]) -> tuple[KVRecipe, float, bool]:
+        """The recipe of least divergence within a budget, its divergence, and whether it is the search's.
+
+        `windows`: others than costs were measured on, where there are any; those would favour the search's.
+        """
+        rivals = [recipe for recipe in self.uniform.values() if self.nbytes(recipe) <= budget]
+        recipes = [self.recipe(budget, "tuned"), *rivals]
+        costs = mean_divergences(self._model, recipes, windows)
+        best = min(range(len(recipes)), key=costs.__getitem__)
+        recipe = replace(recipes[best], label="", model_digest=self._model.weights.digest)
+        return recipe, costs[best], best == 0
+
+    def others(self, budget: int) -> list[KVRecipe]:
+        """Tuned recipes at the bytes of the uniform formats, and between, for the front."""
+        sizes = sorted({self.nbytes(recipe) for recipe in self.uniform.values()})
+        between = [(low + high) // 2 for low, high in itertools.pairwise(sizes)]
+        one_bit = bytes_of_bits(self._model.geometry, 1.0)
+        return [
+            self.recipe(size, f"tuned, {size / one_bit:.3g} bits")
+            for size in sorted({*sizes, *between} - {budget})
+            if size < self.allocation.most_bytes
+        ]
+
+
+def _uniform(head_dims: list[tuple[int, int]], codes: Sequence[Code]) -> dict[str, KVRecipe]:
     """The uniform formats to compare with: every group of the codes, rotated and not."""
-    dims = model.geometry.head_dims
     names = ["int8"] if Code.INT8 in codes else []
     if {Code.INT8, Code.INT4} <= set(codes):
         names.append("k8v4")
+    smallest = min(map(min, head_dims))
     for code in (Code.INT4, Code.INT2):
         if code in codes:
             names.append(code.name)  # the default group of every head dimension, which may differ
             for rotated in (True, False):
-                formats = grouped_formats(min(min(pair) for pair in dims), code, rotated=rotated)
-                names += [fmt.name for fmt in formats if _fits(fmt.name, dims)]
-    recipes = {name: KVRecipe.uniform(name, dims) for name in names}
-    known: dict[object, str] = {}
-    for name, recipe in recipes.items():
-        known[recipe.layers] = name  # of two names for the same formats the longer, which says more
-    return {name: recipes[name] for name in recipes if name in known.values()}
-
-
-def _fits(name: str, head_dims: list[tuple[int, int]]) -> bool:
-    try:
-        for dim in {dim for pair in head_dims for dim in pair}:
-            parse_format(name, dim).check(dim)
-    except ConfigError:
-        return False
-    return True
-
-
-def _budget_for(model: Model, search: Search, found: Sensitivities, max_kl: float) -> int:
-    """Few bytes per token at which the whole recipe, measured on the search's text, meets `max_kl`.
-
-    Expected and measured divergence are nearly proportional, so a few tries narrow it down from both sides.
-    """
-    target, tried = max_kl, dict[int, float]()
-    for _ in range(_TRIES):
-        budget = search.allocation.budget_for(target)
-        if budget in tried:
-            break
-        tried[budget] = mean_divergences(model, [search.recipe(budget, "tried")], found.windows)[0]
-        target *= 0.98 * max_kl / tried[budget]
-    enough = [budget for budget, kl in tried.items() if kl <= max_kl]
-    if not enough:
-        raise ConfigError(
-            f"no recipe with a KL divergence of {max_kl:g} or less was found; the best had "
-            f"{min(tried.values()):.3g}"
-        )
-    return min(enough)
-
-
-def _best(
-    model: Model,
-    search: Search,
-    uniform: dict[str, KVRecipe],
-    budget: int,
-    windows: list[list[int]],
-) -> tuple[KVRecipe, float, bool]:
-    """The recipe of least divergence within a budget, its divergence, and whether it is the search's.
-
-    `windows`: others than costs were measured on, where there are any; those would favour the search's.
-    """
-    rivals = [recipe for recipe in uniform.values() if recipe_bytes(model.geometry, recipe) <= budget]
-    recipes = [search.recipe(budget, "tuned"), *rivals]
-    costs = mean_divergences(model, recipes, windows)
-    best = min(range(len(recipes)), key=costs.__getitem__)
-    recipe = replace(recipes[best], label="", model_digest=model.weights.digest)
-    return recipe, costs[best], best == 0
-
-
-def _others(model: Model, search: Search, uniform: dict[str, KVRecipe], budget: int) -> list[KVRecipe]:
-    """Tuned recipes at the bytes of the uniform formats, and between, for the front."""
-    sizes = sorted({recipe_bytes(model.geometry, recipe) for recipe in uniform.values()})
-    between = [(low + high) // 2 for low, high in itertools.pairwise(sizes)]
-    one_bit = bytes_of_bits(model.geometry, 1.0)
-    return [
-        search.recipe(size, f"tuned, {size / one_bit:.3g} bits")
-        for size in sorted({*sizes, *between} - {budget})
-        if size < search.allocation.most_bytes
-    ]
+                names += [fmt.name for fmt in grouped_formats(smallest, code, rotated=rotated)]
+    recipes: dict[str, KVRecipe] = {}
+    for name in names:
+        with suppress(UnfitFormat):  # a group of one head dimension that another lacks
+            recipes[name] = KVRecipe.uniform(name, head_dims)
+    longest = {recipe.layers: name for name, recipe in recipes.items()}  # of two names the one that says more
+    return {name: recipe for name, recipe in recipes.items() if longest[recipe.layers] == name}

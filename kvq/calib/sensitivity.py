@@ -1,24 +1,27 @@
 """What each format costs in each half of each layer: KL divergence of served decoding, one half at a time."""
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from kvq.calib.budget import TunePlan
 from kvq.calib.candidates import Half, Stored, grouped_formats, halves, recipe_of
-from kvq.calib.clipping import best_clip
 from kvq.calib.observe import observe, spread_windows
 from kvq.evals.side_by_side import mean_divergences, one_by_one
 from kvq.evals.text import EvalText
-from kvq.formats import Centers, Code, KVFormat, PerTokenHead, parse_format
+from kvq.formats import Centers, Code, KVFormat, PerTokenHead
+from kvq.kernels.codec import decode, encode, rotate
 from kvq.models import Model
 
 Progress = Callable[[str, int, int], None]  # (what is going on, done, in all)
 
 _SAMPLED_ROWS = 1024  # tokens of each layer kept for choosing clips
 _CLIP_STEPS = (0.0, 0.1, 0.2)  # tried above the clip of least squared error
+CLIPS = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7, 0.65, 0.6)
 _LEAST_COST = 1e-9  # nats: of what differs from the baseline by rounding only
 
 
@@ -50,11 +53,7 @@ class Sensitivities:
 
 
 def measure_sensitivities(
-    model: Model,
-    text: EvalText,
-    plan: TunePlan,
-    progress: Progress = lambda what, done, total: None,
-    keep: Keep = lambda make: None,
+    model: Model, text: EvalText, plan: TunePlan, progress: Progress, keep: Keep
 ) -> Sensitivities:
     """Try each half of each layer in the candidate formats of the plan's codes.
 
@@ -74,8 +73,7 @@ def measure_sensitivities(
         max_windows=4 * plan.max_windows,
         progress=lambda done, total: progress("observing K and V", done, total),
     ).centers()
-    rest = parse_format(model.with_kv("auto").recipe.layers[0].k.name, model.geometry.layers[0].k_head_dim)
-    bench = _Bench(model, windows, centers, rest, progress, keep)
+    bench = _Bench(model, windows, centers, progress, keep)
     units = halves(model.geometry)
     bench.measure_floors(units)
     shapes = bench.run({half: _shapes(model, half, codes) for half in units}, "rotation and centers")
@@ -88,7 +86,7 @@ def measure_sensitivities(
         "groups and bits",
     )
     bench.run({half: _narrow(half, widths[half]) for half in units}, "2 bits in smaller groups")
-    return Sensitivities(trials=tuple(bench.trials), centers=centers, rest=rest, windows=tuple(windows))
+    return Sensitivities(trials=tuple(bench.trials), centers=centers, rest=bench.rest, windows=tuple(windows))
 
 
 def _cost(trial: Trial) -> float:
@@ -134,18 +132,12 @@ class _Bench:
     """Measures halves, a batch of recipes at a time."""
 
     def __init__(
-        self,
-        model: Model,
-        windows: list[list[int]],
-        centers: Centers,
-        rest: KVFormat,
-        progress: Progress,
-        keep: Keep,
+        self, model: Model, windows: list[list[int]], centers: Centers, progress: Progress, keep: Keep
     ) -> None:
         self.trials: list[Trial] = []
+        self.rest = model.with_kv("auto").recipe.layers[0].k  # of the halves that are not tried
         self._model, self._windows, self._centers = model, windows, centers
-        self._rest, self._progress, self._keep = rest, progress, keep
-        self._samples: dict[tuple[int, str], Tensor] = {}
+        self._progress, self._keep = progress, keep
         self._floors: dict[Half, float] = {}
 
     def measure_floors(self, units: list[Half]) -> None:
@@ -153,7 +145,7 @@ class _Bench:
 
         Another kernel rounds otherwise, which moves their logits; whole recipes have that once, not per half.
         """
-        if self._rest.code is Code.FP32:
+        if self.rest.code is Code.FP32:
             return
         lossless = Stored(fmt=KVFormat(code=Code.FP32))
         found = self.run({half: [lossless] for half in units}, "exact rows")
@@ -164,7 +156,7 @@ class _Bench:
         """Trials of every half's ways."""
         pairs = [(half, way) for half, some in ways.items() for way in some]
         recipes = [
-            recipe_of(self._model.geometry, {(half.layer, half.part): way}, self._rest, self._centers)
+            recipe_of(self._model.geometry, {(half.layer, half.part): way}, self.rest, self._centers)
             for half, way in pairs
         ]
         before = self.trials
@@ -202,25 +194,39 @@ class _Bench:
 
     def _rows(self, half: Half, is_centered: bool) -> Tensor:
         """Some rows of a half, spread over the windows: fp32 [up to _SAMPLED_ROWS, kv_heads, dim]."""
-        if not self._samples:
-            self._samples = _sample_rows(self._model, self._windows)
         own = self._centers.layers[half.layer]
         center = own.k if half.part == "k" else own.v
         rows = self._samples[half.layer, half.part]
         return rows - torch.tensor(center) if is_centered and center is not None else rows
 
+    @cached_property
+    def _samples(self) -> dict[tuple[int, str], Tensor]:
+        each = -(-_SAMPLED_ROWS // len(self._windows))
+        seen: dict[tuple[int, str], list[Tensor]] = defaultdict(list)
 
-def _sample_rows(model: Model, windows: list[list[int]]) -> dict[tuple[int, str], Tensor]:
-    each = -(-_SAMPLED_ROWS // len(windows))
-    seen: dict[tuple[int, str], list[Tensor]] = {}
+        def take(layer: int, k: Tensor, v: Tensor) -> None:
+            step = max(1, k.shape[0] // each)
+            for part, rows in (("k", k), ("v", v)):
+                seen[layer, part].append(rows[::step].float().cpu())
 
-    def take(layer: int, k: Tensor, v: Tensor) -> None:
-        step = max(1, k.shape[0] // each)
-        for part, rows in (("k", k), ("v", v)):
-            seen.setdefault((layer, part), []).append(rows[::step].float().cpu())
+        watched = self._model.with_kv("fp32").session(max_tokens=max(map(len, self._windows)))
+        watched.observer = take
+        for _ in one_by_one(watched, self._windows):
+            pass
+        return {half: torch.cat(rows) for half, rows in seen.items()}
 
-    session = model.with_kv("fp32").session(max_tokens=max(map(len, windows)))
-    session.observer = take
-    for _ in one_by_one(session, windows):
-        pass
-    return {half: torch.cat(rows) for half, rows in seen.items()}
+
+def best_clip(rows: Tensor, fmt: KVFormat) -> float:
+    """The clip among `CLIPS` whose decoded rows lie nearest to `rows`, fp32 [tokens, kv_heads, dim].
+
+    Few levels over the whole range leave large steps for the many elements near the middle; for normally
+    distributed elements four levels serve best over about two thirds of a group's range.
+    Source: Max 1960, Quantizing for minimum distortion, for the trade.
+    """
+    target = rotate(rows) if fmt.rotated else rows  # decoded rows are rotated still, and distances the same
+
+    def error(clip: float) -> float:
+        decoded = decode(*encode(rows, fmt, clip=clip), fmt)
+        return float((decoded - target).square().double().sum())
+
+    return min(CLIPS, key=error)

@@ -40,14 +40,6 @@ def summarize(observations: Observations) -> list[HeadSummary]:
     ]
 
 
-def fp8_per_tensor(observations: Observations) -> list[dict[str, float]]:
-    """Scales of one FP8 tensor per layer, as other engines take them: absmax over all heads / 448."""
-    return [
-        {part: max(float(layer[part].magnitudes.absmax.max()), 2.0**-100) / 448.0 for part in ("k", "v")}
-        for layer in observations.layers
-    ]
-
-
 def _heads(index: int, part: str, seen: RowStatistics) -> list[HeadSummary]:
     plain, rotated = seen.magnitudes, seen.rotated
     percentiles = [plain.percentile(share) for share in (0.99, 0.999, 0.9999)]

@@ -7,16 +7,28 @@ from pathlib import Path
 from typing import Any
 
 from kvq import fileio
-from kvq.calib.candidates import halves
+from kvq.calib.candidates import halves, stored_in
 from kvq.calib.search import Tuned
 from kvq.calib.sensitivity import Trial
-from kvq.evals.figure import drawing, finish, legend_beside, new_figure, short, write_figure
+from kvq.evals.columns import SIZES, Columns, table
+from kvq.evals.figure import drawing, finish, legend_beside, new_figure, short
 from kvq.evals.labels import label_point
 from kvq.evals.page import html_table, origin, page
+from kvq.evals.plot import finish_kl
 from kvq.formats import KVRecipe
 from kvq.models import Model
 
 Row = dict[str, Any]
+POINTS: Columns = {
+    "kv": ("recipe", ""),
+    **SIZES,
+    "kl_mean": ("KL mean", ".6f"),
+    "expected_kl": ("expected", ".6f"),
+    "perplexity": ("perplexity", ".3f"),
+    "perplexity_change": ("change", "+.3%"),
+    "top1_agreement": ("same top token", ".2%"),
+}
+RECIPE = ("layer", "K", "V")
 _KINDS = {"uniform": ("#7d8590", "o"), "tuned": ("#0969da", "s"), "chosen": ("#cf222e", "D")}
 
 
@@ -32,6 +44,19 @@ def point_rows(tuned: Tuned) -> list[Row]:
         }
         for point in tuned.points
     ]
+
+
+def tuned_facts(model: Model, tuned: Tuned) -> Row:
+    """What the JSON says beside the points."""
+    return {
+        "context": len(tuned.sensitivities.windows[0]),
+        "budget_bytes": tuned.budget_bytes,
+        "expected_kl": tuned.expected_kl,
+        "search_kl": tuned.search_kl,
+        "verdict": verdict(tuned),
+        "recipe": recipe_rows(model, tuned.recipe),
+        "sensitivities": sensitivity_rows(tuned.sensitivities.trials),
+    }
 
 
 def sensitivity_rows(trials: Iterable[Trial]) -> list[Row]:
@@ -54,13 +79,15 @@ def recipe_rows(model: Model, recipe: KVRecipe) -> list[list[str]]:
     """A recipe as a table: layer, K, V."""
     cells: dict[int, list[str]] = {}
     for half in halves(model.geometry):
-        layer = recipe.layers[half.layer]
-        fmt, clip = (layer.k, layer.k_clip) if half.part == "k" else (layer.v, layer.v_clip)
-        own = None if recipe.centers is None else recipe.centers.layers[half.layer]
-        center = None if own is None else (own.k if half.part == "k" else own.v)
-        marks = (", centered" if center else "") + (f", clip {clip:g}" if clip < 1 else "")
-        cells.setdefault(half.layer, [str(half.layer)]).append(fmt.name + marks)
+        way = stored_in(recipe, half)
+        marks = (", centered" if way.is_centered else "") + (f", clip {way.clip:g}" if way.clip < 1 else "")
+        cells.setdefault(half.layer, [str(half.layer)]).append(way.fmt.name + marks)
     return list(cells.values())
+
+
+def marked(rows: list[Row]) -> list[Row]:
+    """Points as their table shows them: a star at those on the front."""
+    return [row | {"kv": f"{row['kv']} *"} if row["is_on_front"] else row for row in rows]
 
 
 def front_figure(rows: list[Row]) -> Any:
@@ -68,58 +95,38 @@ def front_figure(rows: list[Row]) -> Any:
     shown = [row for row in rows if row["kl_mean"] > 0]
     figure = new_figure(9.6, 4.6)
     axes = figure.subplots()
-    front = sorted(
-        ((row["bits_per_element"], row["kl_mean"]) for row in shown if row["is_on_front"]), key=lambda p: p[0]
-    )
+    front = sorted((row["bits_per_element"], row["kl_mean"]) for row in shown if row["is_on_front"])
     axes.plot(*zip(*front, strict=True), color=_KINDS["tuned"][0], lw=1.2, zorder=2, label="front")
     for kind, (color, marker) in _KINDS.items():
-        some = [row for row in shown if row["kind"] == kind]
-        axes.scatter(
-            [row["bits_per_element"] for row in some],
-            [row["kl_mean"] for row in some],
-            color=color,
-            marker=marker,
-            s=30,
-            zorder=3,
-            label=kind,
-        )
+        points = [(row["bits_per_element"], row["kl_mean"]) for row in shown if row["kind"] == kind]
+        x, y = [bits for bits, _ in points], [kl for _, kl in points]
+        axes.scatter(x, y, color=color, marker=marker, s=30, zorder=3, label=kind)
     for row in shown:
         if row["kind"] == "uniform":
-            label_point(axes, short(row["kv"]), (row["bits_per_element"], row["kl_mean"]), fontsize=7)
-    axes.set_yscale("log")
-    axes.grid(alpha=0.25, which="both")
-    finish(axes, "bits per stored element, scales included", "mean KL divergence, nats per token")
+            label_point(axes, short(row["kv"]), (row["bits_per_element"], row["kl_mean"]), 7)
+    finish_kl(axes, "bits per stored element, scales included")
     legend_beside(figure, axes)
     return figure
 
 
 def sensitivity_figure(rows: list[Row]) -> Any:
     """Bars per half: the least divergence of each code, logarithmic."""
-    codes = sorted({row["format"].split("_")[0] for row in rows}, key=lambda code: -int(code[3:]))
-    units = sorted({(row["layer"], row["part"]) for row in rows}, key=lambda unit: (unit[1], unit[0]))
+    least: dict[str, dict[tuple[str, int], float]] = {}  # by code
+    for row in rows:
+        of_code = least.setdefault(row["format"].split("_")[0], {})
+        unit = (row["part"], row["layer"])
+        of_code[unit] = min(row["kl"], of_code.get(unit, row["kl"]))
+    units = sorted({(row["part"], row["layer"]) for row in rows})
     figure = new_figure(9.6, 3.6)
     axes = figure.subplots()
-    for place, code in enumerate(codes):
-        heights = [
-            min(
-                row["kl"]
-                for row in rows
-                if (row["layer"], row["part"]) == unit and row["format"].split("_")[0] == code
-            )
-            for unit in units
-        ]
-        at = [index + 0.8 * ((place + 0.5) / len(codes) - 0.5) for index in range(len(units))]
-        axes.bar(at, heights, width=0.8 / len(codes), label=f"best {code}")
-    axes.set_xticks(range(len(units)), [f"{part.upper()}{layer}" for layer, part in units])
+    for place, code in enumerate(sorted(least, key=lambda code: -int(code[3:]))):
+        at = [index + 0.8 * ((place + 0.5) / len(least) - 0.5) for index in range(len(units))]
+        axes.bar(at, [least[code][unit] for unit in units], width=0.8 / len(least), label=f"best {code}")
+    axes.set_xticks(range(len(units)), [f"{part.upper()}{layer}" for part, layer in units])
     axes.set_yscale("log")
     finish(axes, "", "mean KL divergence alone")
     legend_beside(figure, axes)
     return figure
-
-
-def write_front(path: str | Path, rows: list[Row]) -> None:
-    """Draw the front into an .svg, .png or .pdf file."""
-    write_figure(path, front_figure, rows)
 
 
 def write_report(path: str | Path, result: Row) -> None:
@@ -137,40 +144,14 @@ def render(result: Row) -> str:
         f"{escape(result['date'])}. Every token went through kvq's own write-then-read path.</p>",
         drawing(front_figure, result["rows"]),
         "<h2>Measured</h2>",
-        html_table(HEADS, map(point_cells, result["rows"])),
+        html_table(*table(marked(result["rows"]), POINTS)),
         "<h2>The recipe</h2>",
-        html_table(("layer", "K", "V"), result["recipe"]),
+        html_table(RECIPE, result["recipe"]),
         "<h2>What each half costs alone</h2>",
         drawing(sensitivity_figure, result["sensitivities"]),
         origin(result),
     ]
     return page(f"kvq tune: {result['model']}", parts)
-
-
-HEADS = (
-    "recipe",
-    "bits / element",
-    "bytes / token",
-    "KL mean",
-    "expected",
-    "perplexity",
-    "change",
-    "same top token",
-)
-
-
-def point_cells(row: Row) -> list[str]:
-    """A row of the table of measured points."""
-    return [
-        row["kv"] + (" *" if row["is_on_front"] else ""),
-        f"{row['bits_per_element']:.3f}".rstrip("0").rstrip("."),
-        f"{row['kv_bytes_per_token']:,.0f}",
-        f"{row['kl_mean']:.6f}",
-        "" if row["expected_kl"] is None else f"{row['expected_kl']:.6f}",
-        f"{row['perplexity']:.3f}",
-        f"{row['perplexity_change']:+.3%}",
-        f"{row['top1_agreement']:.2%}",
-    ]
 
 
 def verdict(tuned: Tuned) -> str:

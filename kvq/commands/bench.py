@@ -64,7 +64,7 @@ def blocks(asked: Asked, json_path: str | None) -> None:
         f"{filled.median_length} tokens, block {filled.block_size}.\n"
         f"One buffer of {filled.longest:,} tokens each: {filled.contiguous_mean:.1%}."
     )
-    write_rows(rows, json_path, utilization=asdict(filled))
+    write_rows(rows, json_path, facts={"utilization": asdict(filled)})
 
 
 _COLUMNS = {

@@ -46,7 +46,7 @@ class Asked:
     blocks: int | None = option(None, "Size of the KV pool in blocks per layer group.", type=AT_LEAST_1)
     max_num_seqs: int = option(128, type=click.IntRange(1, 65_536))
     max_num_batched_tokens: int = option(2048, type=click.IntRange(1, 1 << 20))
-    prefix_caching: bool = option(True, names="--prefix-caching/--no-prefix-caching")
+    prefix_caching: bool = option(True)
     rivals: str = option("none", "none, or of hf-static,hf-continuous.")
     slo_ttft_ms: float | None = option(
         None, "For the 99th percentile.", type=click.FloatRange(min=0, min_open=True)
@@ -95,7 +95,9 @@ def engine(
     }
 
     more: dict[str, Any] = {"model": model.description, "load": load, "refused": checked.refused}
-    with FinishedRows(json_path, partial(result_of, device=model.weights.device, **more), _print) as finished:
+    with FinishedRows(
+        json_path, partial(result_of, device=model.weights.device, facts=more), _print
+    ) as finished:
         with progress_bar("serving") as progress:
             rows = bench_engine(model, checked.kv, plan, progress=progress, keep=finished.keep)
         result = finished.end(rows)

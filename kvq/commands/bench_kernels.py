@@ -82,7 +82,7 @@ class Beside:
     rivals: Path | None = option(
         None, "A folder with a rivals.py of yours.", type=click.Path(file_okay=False, path_type=Path)
     )
-    dense: bool = option(True, "torch's attention beside.", names="--dense/--no-dense")
+    dense: bool = option(True, "torch's attention beside.")
     plot_path: str | None = option(
         None, "Draw speed over bytes (.svg, .png, .pdf).", names="--plot", type=click.Path()
     )
@@ -121,7 +121,7 @@ def attention(
             progress=counted(progress, how.repeats),
         )
     _print_attention(rows, bandwidth)
-    result = result_of(rows, workload.device, read_gb_per_s=bandwidth)
+    result = result_of(rows, workload.device, {"read_gb_per_s": bandwidth})
     if json_path is not None:
         write_json(json_path, result)
     if beside.plot_path is not None:

@@ -22,7 +22,7 @@ _COLUMNS = {
     "out_features": ("outputs", ","),
     "in_features": ("inputs", ","),
     **TIMES,
-    "fraction_of_limit": ("of reading", ".1%"),
+    "fraction_of_limit": ("of limit", ".1%"),
     "max_relative_error": ("error", ".1e"),
 }
 
@@ -36,9 +36,7 @@ class Asked:
     shapes: tuple[str, ...] = option(
         ("4096x4096",), "OUTPUTSxINPUTS; may be given several times.", names="--shape", multiple=True
     )
-    rivals: bool = option(
-        True, "Unquantized weights beside: kvq's product and torch's.", names="--rivals/--no-rivals"
-    )
+    rivals: bool = option(True, "Unquantized weights beside: kvq's product and torch's.")
 
 
 @click.command(name="linear")
@@ -80,7 +78,7 @@ def linear(asked: Asked, how: KernelOptions, json_path: str | None) -> None:
     bandwidths: list[float] = []
 
     def result(rows: "Sequence[Any]") -> dict[str, Any]:
-        return result_of(rows, device, read_gb_per_s=max(bandwidths))
+        return result_of(rows, device, {"read_gb_per_s": max(bandwidths)})
 
     with FinishedRows(json_path, result, _print) as finished:
         with progress_bar("linear") as progress:

@@ -29,7 +29,7 @@ class Asked:
         type=OneNumber(1, 4096, "run the command once for each"),
     )
     repeats: int = option(3, type=click.IntRange(1, 1000))
-    pin: bool = option(True, "HTTP on one core, engine on the others.", names="--pin/--no-pin")
+    pin: bool = option(True, "HTTP on one core, engine on the others.")
 
 
 @click.command(name="serve", context_settings={"ignore_unknown_options": True})
@@ -57,7 +57,7 @@ def serve(kv: list[str], asked: Asked, load_options: LoadOptions, json_path: str
     make = load_options.make(asked.requests, asked.concurrency)
     plan = Plan(make_load=make, users=asked.concurrency, repeats=asked.repeats)
     load = asdict(load_options) | {"requests": asked.requests, "users": asked.concurrency}
-    with FinishedRows(json_path, partial(result_of, load=load), _print) as finished:
+    with FinishedRows(json_path, partial(result_of, facts={"load": load}), _print) as finished:
         with named_progress() as named:
             progress = partial(named, "serving")
             if url is None:

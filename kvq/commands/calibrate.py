@@ -3,13 +3,15 @@
 import dataclasses
 import sys
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from kvq.commands.names import MODEL
-from kvq.commands.options import gathered, kv_option, text_options
+from kvq.commands.options import gathered, kv_option, option, text_options
 from kvq.commands.screen import echo
+from kvq.errors import ConfigError
 
 if TYPE_CHECKING:
     from kvq.calib import Observations
@@ -25,50 +27,36 @@ class Asked:
 
     text: str | None
     text_field: str | None
-    out: str
-    centered: bool
-    context: int | None
-    max_windows: int
-    check: str | None
-    fp8_out: str | None
-    json_path: str | None
-    device: str
-    dtype: str
-    max_model_len: int | None
-    revision: str | None
-    token: str | None
+    out: str = option("kvq.json", "Where to write the recipe.", type=click.Path())
+    centered: bool = option(
+        False, "Store int4 and int2 without the means of K and V, which cost no bytes then."
+    )
+    context: int | None = option(
+        None, "Tokens per window.  [default: 1024, or what the model takes]", type=int
+    )
+    max_windows: int = option(32, "Windows taken, spread over the text.")
+    check: str | None = option(
+        None, "Another text: are the scales fit for it? Exit 1 if they are not.", type=click.Path()
+    )
+    fp8_out: str | None = option(
+        None, "FP8 scales per tensor for other engines: .safetensors or .json.", type=click.Path()
+    )
+    json_path: str | None = option(
+        None, "Write what was seen of every head as JSON.", names="--json", type=click.Path()
+    )
+    device: str = option("auto", "auto, cpu or cuda.")
+    dtype: str = option("auto", "Of the weights: auto, fp32, bf16 or fp16.")
+    max_model_len: int | None = option(
+        None, "Longest context in tokens; pins longrope and dynamic RoPE.", type=click.IntRange(min=1)
+    )
+    revision: str | None = option(None, "Branch, tag or commit of a hub model.")
+    token: str | None = option(None, "Hub token for gated or private models.")
 
 
 @click.command(name="calibrate")
 @click.argument("model", type=MODEL)
 @text_options("help topics of CPython that are not held out")
-@click.option(
-    "--out", default="kvq.json", show_default=True, type=click.Path(), help="Where to write the recipe."
-)
 @kv_option("fp8_per_head", many=False)
-@click.option(
-    "--centered",
-    is_flag=True,
-    help="Store int4 and int2 without the means of K and V, which cost no bytes then.",
-)
-@click.option("--context", type=int, help="Tokens per window.  [default: 1024, or what the model takes]")
-@click.option("--max-windows", default=32, show_default=True, help="Windows taken, spread over the text.")
-@click.option(
-    "--check", type=click.Path(), help="Another text: are the scales fit for it? Exit 1 if they are not."
-)
-@click.option(
-    "--fp8-out", type=click.Path(), help="FP8 scales per tensor for other engines: .safetensors or .json."
-)
-@click.option("--json", "json_path", type=click.Path(), help="Write what was seen of every head as JSON.")
-@click.option("--device", default="auto", show_default=True, help="auto, cpu or cuda.")
-@click.option("--dtype", default="auto", show_default=True, help="Of the weights: auto, fp32, bf16 or fp16.")
-@click.option(
-    "--max-model-len",
-    type=click.IntRange(min=1),
-    help="Longest context in tokens; pins longrope and dynamic RoPE.",
-)
-@click.option("--revision", help="Branch, tag or commit of a hub model.")
-@click.option("--token", help="Hub token for gated or private models.")
 @gathered(Asked, "asked")
 def command(model: str, kv: list[str], asked: Asked) -> None:
     """Observe MODEL and write what static formats need to a kvq.json.
@@ -79,7 +67,7 @@ def command(model: str, kv: list[str], asked: Asked) -> None:
     from kvq.calib import observe
     from kvq.calib.domain import check_length
     from kvq.calib.export import check_export_path, write_fp8_scales
-    from kvq.calib.observe import spread_windows
+    from kvq.calib.observe import some_centers, spread_windows
     from kvq.calib.summary import summarize
     from kvq.commands.loading import load_checked
     from kvq.commands.progress import progress_bar
@@ -102,8 +90,8 @@ def command(model: str, kv: list[str], asked: Asked) -> None:
         token=asked.token,
     )
     recipe = prepared.recipe(kv[0])
-    if asked.centered:
-        _check_centered(recipe)
+    if asked.centered and not any(map(any, _is_grouped(recipe))):
+        raise ConfigError(f"--centered is for int4 and int2, got --kv {recipe.name}; leave it out")
     spread_windows(prepared, source.text, context=asked.context, max_windows=asked.max_windows)
     if other is not None:
         check_length(prepared, other, asked.context)
@@ -113,7 +101,8 @@ def command(model: str, kv: list[str], asked: Asked) -> None:
             loaded, source, context=asked.context, max_windows=asked.max_windows, progress=progress
         )
     recipe = dataclasses.replace(
-        _with_centers(recipe, seen) if asked.centered else recipe,
+        recipe,
+        centers=some_centers(seen.centers(), _is_grouped(recipe)) if asked.centered else recipe.centers,
         static_scales=seen.scales(),
         model_digest=loaded.weights.digest,
     )
@@ -123,16 +112,14 @@ def command(model: str, kv: list[str], asked: Asked) -> None:
     found = None if other is None else _check(loaded, recipe, seen, other, asked.context)
     if asked.fp8_out is not None:
         write_fp8_scales(asked.fp8_out, seen, loaded.geometry)
-    write_rows(
-        heads,
-        asked.json_path,
-        loaded.weights.device,
-        model_digest=loaded.weights.digest,
-        text=seen.text.name,
-        text_digest=seen.text.digest,
-        tokens=seen.tokens,
-        **({} if found is None else {"check": dataclasses.asdict(found)}),
-    )
+    facts = {
+        "model_digest": loaded.weights.digest,
+        "text": seen.text.name,
+        "text_digest": seen.text.digest,
+        "tokens": seen.tokens,
+    }
+    checked = {} if found is None else {"check": dataclasses.asdict(found)}
+    write_rows(heads, asked.json_path, loaded.weights.device, facts | checked)
     echo(
         f"wrote {asked.out}: {recipe.name}{', centered' if asked.centered else ''}, static scales of "
         f"{len(seen.layers)} layers from {seen.tokens:,} tokens of {source.name}"
@@ -145,28 +132,11 @@ def command(model: str, kv: list[str], asked: Asked) -> None:
             sys.exit(1)
 
 
-def _check_centered(recipe: "KVRecipe") -> None:
-    """Raise ConfigError unless some half has centers."""
-    from kvq.errors import ConfigError
+def _is_grouped(recipe: "KVRecipe") -> list[tuple[bool, bool]]:
+    """K and V of every layer: whether centers serve its format."""
     from kvq.formats import Grouped
 
-    if not any(isinstance(fmt.scale, Grouped) for layer in recipe.layers for fmt in (layer.k, layer.v)):
-        raise ConfigError(f"--centered is for int4 and int2, got --kv {recipe.name}; leave it out")
-
-
-def _with_centers(recipe: "KVRecipe", seen: "Observations") -> "KVRecipe":
-    """The recipe with the centers of its grouped halves."""
-    from kvq.formats import Grouped, LayerCenters
-
-    centers = seen.centers()
-    kept = tuple(
-        LayerCenters(
-            k=own.k if isinstance(layer.k.scale, Grouped) else None,
-            v=own.v if isinstance(layer.v.scale, Grouped) else None,
-        )
-        for layer, own in zip(recipe.layers, centers.layers, strict=True)
-    )
-    return dataclasses.replace(recipe, centers=dataclasses.replace(centers, layers=kept))
+    return [(isinstance(one.k.scale, Grouped), isinstance(one.v.scale, Grouped)) for one in recipe.layers]
 
 
 def _check(
@@ -185,21 +155,22 @@ def _check(
 def _notes(heads: "list[HeadSummary]") -> list[str]:
     """What stands out, a line each."""
     notes = []
-    for what, name, why in (
-        ("outlier channels", "outlier_channels", "rotated formats spread them over the row"),
-        ("huge biases", "biased_channels", "--centered, or kvq tune, takes them out"),
+    for what, channels, size, why in (
+        (
+            "outlier channels",
+            "outlier_channels",
+            "largest_outlier",
+            "rotated formats spread them over the row",
+        ),
+        ("huge biases", "biased_channels", "largest_bias", "--centered, or kvq tune, takes them out"),
     ):
-        found = [row for row in heads if getattr(row, name)]
-        if not found:
+        if not (found := [row for row in heads if getattr(row, channels)]):
             continue
-        most = max(
-            found, key=lambda row: row.largest_outlier if name == "outlier_channels" else row.largest_bias
-        )
-        size = most.largest_outlier if name == "outlier_channels" else most.largest_bias
-        count = sum(len(getattr(row, name)) for row in found)
+        most = max(found, key=attrgetter(size))
+        count = sum(len(getattr(row, channels)) for row in found)
         layers = sorted({f"{row.part.upper()}{row.layer}" for row in found}, key=lambda x: (x[0], int(x[1:])))
         notes.append(
             f"{what}: {count} channels in {', '.join(layers)}; the largest, in {most.part.upper()} of layer "
-            f"{most.layer}, head {most.head}, is {size:.1f} times the median channel ({why})"
+            f"{most.layer}, head {most.head}, is {getattr(most, size):.1f} times the median channel ({why})"
         )
     return notes

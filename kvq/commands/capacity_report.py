@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from kvq import fileio
-from kvq.commands.tables import Columns, cells
+from kvq.evals.columns import Columns, table
 from kvq.evals.figure import drawing, finish, legend_beside, log_axis, new_figure, short
 from kvq.evals.page import html_table, origin, page
 from kvq.sizes import binary, decimal
@@ -73,7 +73,7 @@ def write_simulation(path: str | Path, result: dict[str, Any], columns: Columns)
 
 
 def _table(rows: list[dict[str, Any]], columns: Columns) -> str:
-    return html_table([head for head, _ in columns.values()], [cells(row, columns) for row in rows])
+    return html_table(*table(rows, columns))
 
 
 def _users(rows: Sequence[dict[str, Any]], gpus: Sequence[str]) -> Any:

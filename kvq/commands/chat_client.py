@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from contextlib import suppress
 from http.client import HTTPException
 from time import monotonic
 from typing import IO, Any, NoReturn
@@ -15,6 +16,7 @@ from kvq.errors import ConfigError, EngineError, RequestError, first_lines
 _TIMEOUT_S = 600.0  # without a byte
 _MAX_BYTES = 1 << 20  # of an answer that is no stream, or of one event
 _MAX_STREAM = 256 << 20  # bytes; a million tokens, each an event
+_BROKEN = (OSError, HTTPException, ValueError, OverflowError)  # an answer, or a header that can't be sent
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
@@ -32,7 +34,7 @@ class ServerPartner:
         self._url = url.rstrip("/") + ("" if address.path.strip("/") else "/v1")
         self._key = key
         self._sampling = sampling
-        self._opener = _opener(address.host)
+        self._opener = _opener(address.hostname)
         self.name = model or self._first_model()
 
     def answer(self, turns: list[Turn], show: Show) -> Answered:
@@ -73,7 +75,7 @@ class ServerPartner:
         with self._open("/models") as answer:
             try:
                 return str(read_model(answer.read(_MAX_BYTES))["id"])
-            except (EngineError, HTTPException, OSError, OverflowError) as error:
+            except (EngineError, *_BROKEN) as error:
                 raise ConfigError(
                     f"{self._url} lists no models: {first_lines(error)}; is it an OpenAI base URL?"
                 ) from error
@@ -87,11 +89,7 @@ class ServerPartner:
             answer: IO[bytes] = self._opener.open(Request(self._url + path, raw, headers), timeout=_TIMEOUT_S)
         except HTTPError as error:
             _refuse(error)
-        except (
-            OSError,
-            HTTPException,
-            ValueError,
-        ) as error:  # the last: of a key
+        except _BROKEN as error:
             reason = getattr(error, "reason", error)
             raise EngineError(f"{self._url} can't be reached: {first_lines(reason)}") from error
         return answer
@@ -100,11 +98,11 @@ class ServerPartner:
 class _NoRedirects(HTTPRedirectHandler):
     """The key is for the server that was named."""
 
-    def redirect_request(self, *_: Any, **__: Any) -> None:
+    def redirect_request(self, *_: Any) -> None:
         return None
 
 
-def _opener(host: str) -> OpenerDirector:
+def _opener(host: str | None) -> OpenerDirector:
     """Proxies of the environment are for other machines."""
     return build_opener(_NoRedirects(), *([ProxyHandler({})] if host in _LOOPBACK else []))
 
@@ -129,17 +127,15 @@ def _events(answer: IO[bytes]) -> Iterator[Event]:
             if data == b"[DONE]":
                 return
             yield read_event(data)
-    except (OSError, HTTPException, ValueError, OverflowError) as error:
+    except _BROKEN as error:
         raise EngineError(f"the server's stream broke: {first_lines(error)}") from error
     raise EngineError("the server ended the stream before the answer was complete")
 
 
 def _refuse(error: HTTPError) -> NoReturn:
-    try:
-        with error:
-            raw = error.read(_MAX_BYTES)
-    except (OSError, HTTPException, ValueError, OverflowError):
-        raw = b""
+    raw = b""
+    with suppress(*_BROKEN), error:
+        raw = error.read(_MAX_BYTES)
     message = read_refusal(raw, error.code)
     if error.code < 400:
         raise EngineError(f"the server redirects (HTTP status {error.code}); name the address it leads to")

@@ -1,10 +1,10 @@
 """A chat partner in this process: the engine, with the model's own template."""
 
 import asyncio
-import contextlib
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from kvq.commands.chat_partner import Answered, ContextFull, Sampling, Show, Turn
 from kvq.commands.loading import check_for
@@ -19,19 +19,6 @@ from kvq.models.prompts import PromptEncoder
 
 _LEAST_ROOM = 64  # tokens, for an answer
 _Result = TypeVar("_Result")
-
-
-class Reader(Protocol):
-    """Makes token ids of conversations."""
-
-    def check(self) -> None:
-        """Raise KVQError if it can't."""
-
-    def read(self, turns: list[Turn]) -> list[int]:
-        """Token ids, with what begins an answer. Raises KVQError: there are none."""
-
-    def close(self) -> None:
-        """Give back what it holds."""
 
 
 class EnginePartner:
@@ -57,15 +44,13 @@ class EnginePartner:
         _check_template(checked.prepared)
         self.name = checked.prepared.source.name
         self._params = params
-        self._runner = asyncio.Runner()  # its loop outlives an answer: the engine may still have a word
-        self._reader = _reader(checked.prepared, self._runner)
-        try:
-            self._reader.check()
-            model = checked.load()
-            self._engine = AsyncLLM(model, kv, max_num_seqs=1, kv_memory=kv_memory)
-        except BaseException:
-            self._close_reader()
-            raise
+        with ExitStack() as held:
+            # Its loop outlives an answer: the engine may still have a word
+            self._loop = held.enter_context(asyncio.Runner()).get_loop()
+            self._read = held.enter_context(_reading(checked.prepared, self._loop))
+            self._engine = AsyncLLM(checked.load(), kv, max_num_seqs=1, kv_memory=kv_memory)
+            held.callback(self._engine.close)
+            self._held = held.pop_all()
         self._max_context = self._engine.core.max_context
 
     def answer(self, turns: list[Turn], show: Show) -> Answered:
@@ -76,7 +61,7 @@ class EnginePartner:
             RequestError: the template or the engine refuses the turns.
             EngineError: the engine broke down, or what reads prompts.
         """
-        tokens = self._reader.read(turns)
+        tokens = self._read(turns)
         room = self._max_context - len(tokens)
         wanted = self._params.max_tokens
         if room < min(wanted or _LEAST_ROOM, self._max_context // 4):
@@ -96,23 +81,17 @@ class EnginePartner:
 
     def close(self) -> None:
         """End the engine, and what reads prompts."""
-        self._engine.close()
-        self._close_reader()
-
-    def _close_reader(self) -> None:
-        self._reader.close()
-        self._runner.close()
+        self._held.close()
 
     def _run(self, work: Coroutine[None, None, _Result]) -> _Result:
         """Its result; a KeyboardInterrupt, also while an answer is being printed, cancels it."""
-        loop = self._runner.get_loop()
-        task = loop.create_task(work)
+        task = self._loop.create_task(work)
         try:
-            return loop.run_until_complete(task)
+            return self._loop.run_until_complete(task)
         except KeyboardInterrupt:
             if task.cancel():
-                with contextlib.suppress(asyncio.CancelledError):
-                    loop.run_until_complete(task)
+                with suppress(asyncio.CancelledError):
+                    self._loop.run_until_complete(task)
             raise
 
     async def _stream(self, tokens: list[int], max_tokens: int | None, show: Show) -> RequestOutput:
@@ -125,28 +104,19 @@ class EnginePartner:
         return output
 
 
-class _ReaderHere:
-    """In this process, for want of the server's packages: a template has all the time until Ctrl-C."""
+@contextmanager
+def _reading(
+    prepared: PreparedModel, loop: asyncio.AbstractEventLoop
+) -> Iterator[Callable[[list[Turn]], list[int]]]:
+    """Yield a function that makes token ids of turns, with what begins an answer."""
+    if all(map(is_installed, SERVER)):
+        from kvq.commands.chat_reader import reading_aside
 
-    def __init__(self, prepared: PreparedModel) -> None:
-        self._encoder = PromptEncoder(prepared.tokenizer)
-
-    def check(self) -> None:
-        """What it reads is tried when it comes."""
-
-    def read(self, turns: list[Turn]) -> list[int]:
-        return self._encoder.encode_chat(turns, {"add_generation_prompt": True})
-
-    def close(self) -> None:
-        """There is nothing."""
-
-
-def _reader(prepared: PreparedModel, runner: asyncio.Runner) -> Reader:
-    if not all(map(is_installed, SERVER)):
-        return _ReaderHere(prepared)
-    from kvq.commands.chat_reader import ReaderAside
-
-    return ReaderAside(prepared, runner)
+        with reading_aside(prepared, loop) as read:
+            yield read
+    else:  # in this process: a template has all the time until Ctrl-C
+        encoder = PromptEncoder(prepared.tokenizer)
+        yield lambda turns: encoder.encode_chat(turns, {"add_generation_prompt": True})
 
 
 def _check_template(prepared: PreparedModel) -> None:

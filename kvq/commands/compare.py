@@ -1,6 +1,5 @@
 """`kvq compare`: two results of `kvq perplexity` or `kvq eval`, side by side."""
 
-import dataclasses
 import math
 from typing import TYPE_CHECKING, Any
 
@@ -37,12 +36,12 @@ def command(a: str, b: str, json_path: str | None) -> None:
 
 
 def _print(paths: tuple[str, str], results: tuple[Any, Any], found: "Comparison") -> None:
-    from kvq.commands.eval_tables import text_table
-    from kvq.commands.tables import console
+    from kvq.commands.eval_tables import WORDS
+    from kvq.commands.tables import console, text_table
     from kvq.printable import one_line
 
     for warning in found.warnings:
-        echo(f"kvq: warning: {one_line(warning)}", err=True, fg="yellow", bold=True)
+        echo(f"kvq: warning: {one_line(warning)}", err=True, color="yellow")
     out = console()
     for name, path, result in zip("AB", paths, results, strict=True):
         out.print(
@@ -64,7 +63,7 @@ def _print(paths: tuple[str, str], results: tuple[Any, Any], found: "Comparison"
             [", ".join(filter(None, row)), *(cells.get((*row, figure), "-") for figure in figures)]
             for row in rows
         ]
-        out.print(text_table(("kv", *figures), table))
+        out.print(text_table(("kv", *figures), table, WORDS))
     if any(not _overlap(one.a_interval, one.b_interval) for one in found.differences):
         out.print("!  the 95% intervals don't overlap", highlight=False)
     for name, labels in (("A", found.only_in_a), ("B", found.only_in_b)):
@@ -99,5 +98,5 @@ def _write(path: str | None, paths: tuple[str, str], results: tuple[Any, Any], f
         name: {"path": one, **{key: result.get(key) for key in keys}}
         for name, one, result in zip("ab", paths, results, strict=True)
     }
-    rows = [dataclasses.asdict(one) for one in found.differences]
-    write_rows(rows, path, **origins, **found.to_json())
+    told = {"warnings": found.warnings, "only_in_a": found.only_in_a, "only_in_b": found.only_in_b}
+    write_rows(found.differences, path, facts=origins | told)

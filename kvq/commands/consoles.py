@@ -11,9 +11,8 @@ from kvq.printable import printable
 class PlainConsole(console.Console):  # noqa: TID251 - the one place
     """rich's, for texts from outside."""
 
-    def __init__(self, **options: Any) -> None:
-        super().__init__(markup=False, emoji=False, **options)
+    def __init__(self, *, stderr: bool = False, width: int | None = None) -> None:
+        super().__init__(markup=False, emoji=False, stderr=stderr, width=width)
 
     def render_str(self, text: str, **options: Any) -> Text:
-        """Of every text that is printed, in a table or alone."""
         return super().render_str(printable(text), **options)

@@ -21,14 +21,16 @@ PROMPT = "The history of the city of"
 @click.option("--max-windows", type=int, help="Stop after this many windows.  [default: the whole text]")
 def command(out: str, max_windows: int | None) -> None:
     """Measure every format on the embedded model and write a report."""
+    from kvq.commands.eval_tables import print_check
     from kvq.commands.eval_tasks import EvalPlan
     from kvq.commands.perplexity import measure
     from kvq.commands.progress import status
     from kvq.engine import LLM, SamplingParams
     from kvq.errors import ConfigError
     from kvq.evals import default_text
-    from kvq.evals.figure import check_plot_path
-    from kvq.evals.plot import write_plot
+    from kvq.evals.divergence import TokenPlan
+    from kvq.evals.figure import check_plot_path, write_figure
+    from kvq.evals.plot import perplexity_figure
     from kvq.evals.report import write_report
     from kvq.models.model import load
 
@@ -44,10 +46,10 @@ def command(out: str, max_windows: int | None) -> None:
         prepared=model.prepared,
         recipes=[model.prepared.recipe(kv, model.static_scales) for kv in KV.split(",")],
         text=default_text(),
-        max_windows=max_windows,
-        instrument=True,
+        tokens=TokenPlan(max_windows=max_windows, instrument=True),
     )
     result = measure(model, plan, json_path=str(folder / "results.json"))
+    print_check(result)
     echo("\nThe same prompt and random numbers; a very small model: compare, don't expect sense.\n")
     samples = {}
     for kv in ("fp32", "int4"):
@@ -60,6 +62,6 @@ def command(out: str, max_windows: int | None) -> None:
         samples[kv] = PROMPT + "".join(pieces)
         echo("\n")
     write_report(folder / "report.html", result, samples)
-    write_plot(folder / "plot.svg", result)
+    write_figure(folder / "plot.svg", perplexity_figure, result)
     echo(f"wrote {folder}/report.html, {folder}/results.json and {folder}/plot.svg")
     echo("next: kvq serve --model tiny; kvq perplexity --model FOLDER measures a model of yours")

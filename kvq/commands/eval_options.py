@@ -1,109 +1,125 @@
-"""Options of single tasks of `kvq eval`."""
+"""Options of `kvq eval`, by what they are of."""
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvq.commands.options import Size
+from kvq.commands.options import Size, option
 
 if TYPE_CHECKING:
+    from kvq.evals.generation import GenerationPlan
+    from kvq.evals.lm_eval_loading import LMEvalPlan
     from kvq.evals.needle import NeedlePlan
 
-_Command = TypeVar("_Command", bound=Callable[..., Any])
+_COUNT, _SHARE = click.IntRange(min=1), click.FloatRange(0, 1)
 
 
-def _numbers(of: Any) -> Callable[..., Any]:
-    """A callback that reads numbers separated by commas."""
+class _Several(click.ParamType):  # type: ignore[type-arg]
+    """Numbers separated by commas."""
 
-    def read(ctx: click.Context, param: click.Parameter, value: str | None) -> Any:
-        return None if value is None else tuple(of.convert(word, param, ctx) for word in value.split(","))
+    def __init__(self, one: click.IntRange | click.FloatRange, name: str) -> None:
+        self._one, self.name = one, name
 
-    return read
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """The numbers."""
+        return tuple(self._one.convert(word, param, ctx) for word in value.split(","))
 
 
-_NEEDLE = (
-    click.option(
-        "--needle-lengths",
-        metavar="N,...",
-        callback=_numbers(click.IntRange(min=1)),
-        help="Tokens of prompt and answer.  [default: those of 512,1024,2048,4096 that model and text allow]",
-    ),
-    click.option(
-        "--needle-depths",
-        metavar="X,...",
-        callback=_numbers(click.FloatRange(0, 1)),
-        default="0,0.25,0.5,0.75,1",
-        show_default=True,
-        help="Shares of the text before the needle.",
-    ),
-    click.option(
-        "--needle-trials",
-        type=click.IntRange(min=1),
-        default=10,
-        show_default=True,
-        help="Prompts per length and depth.",
-    ),
-    click.option(
-        "--needle",
-        metavar="TEXT",
-        help="A sentence with {key} and {value}, or 'tokens', random ones.  [default: The secret number of "
-        "{key} is {value}.]",
-    ),
-    click.option(
-        "--needle-distractors",
-        type=click.IntRange(min=0),
-        default=0,
-        show_default=True,
-        help="Needles with other keys.",
-    ),
-)
-_LM_EVAL = (
-    click.option("--include-path", type=click.Path(), help="Folder with more task files for lm_eval."),
-    click.option("--limit", type=click.IntRange(min=1), help="Samples of each lm_eval task.  [default: all]"),
-    click.option(
-        "--num-fewshot",
-        type=click.IntRange(min=0),
-        help="Examples before each question of lm_eval.  [default: the task's]",
-    ),
-    click.option("--apply-chat-template", is_flag=True, help="Ask lm_eval's questions as a chat."),
-    click.option(
-        "--kv-memory",
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Asked:
+    """What is measured, which limits it must keep, and where results go."""
+
+    text: str | None
+    text_field: str | None
+    tasks: str = option(
+        "perplexity,kl",
+        (
+            "Separated by commas: perplexity, kl, generation, attention, needle, and lm_eval:TASK, a task, "
+            "a pattern or a YAML file of lm-eval."
+        ),
+    )
+    gates: tuple[str, ...] = option(
+        (),
+        (
+            "Exit 1 unless it holds: 'kl_mean<0.01', 'int4:perplexity_change_high<=1%', "
+            "'needle.retrieved>=0.95' over the whole grid, 'lm_eval:TASK.acc>=0.6', "
+            "'lm_eval.acc_change>=-1%' against the baseline. May be repeated."
+        ),
+        names="--gate",
+        multiple=True,
+    )
+    attention_windows: int = option(8, "Windows for the attention error.", type=_COUNT)
+    resamples: int = option(2000, "Of documents, for 95% intervals.")
+    seed: int = option(0, "Of resampling and of needles.", type=click.IntRange(min=0))
+    json_path: str | None = option(None, "Write everything as JSON.", names="--json", type=click.Path())
+    html_path: str | None = option(
+        None, "Write a page that needs no other file, JSON beside it.", names="--html", type=click.Path()
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TaskOptions:
+    """Of single tasks; those of lm_eval are called as lm-eval calls them."""
+
+    prompts: int = option(32, "Of generation.", type=_COUNT)
+    prompt_tokens: int = option(128, "Per prompt.", type=_COUNT)
+    new_tokens: int = option(64, "Generated after each.", type=_COUNT)
+    needle_lengths: tuple[int, ...] | None = option(
+        None,
+        "Tokens of prompt and answer.  [default: those of 512,1024,2048,4096 that model and text allow]",
+        type=_Several(_COUNT, "n,..."),
+    )
+    needle_depths: tuple[float, ...] = option(
+        "0,0.25,0.5,0.75,1", "Shares of the text before the needle.", type=_Several(_SHARE, "x,...")
+    )
+    needle_trials: int = option(10, "Prompts per length and depth.", type=_COUNT)
+    needle: str | None = option(
+        None,
+        (
+            "A sentence with {key} and {value}, or 'tokens', random ones.  [default: The secret number of "
+            "{key} is {value}.]"
+        ),
+    )
+    needle_distractors: int = option(0, "Needles with other keys.", type=click.IntRange(min=0))
+    include_path: str | None = option(None, "Folder with more task files for lm_eval.", type=click.Path())
+    limit: int | None = option(None, "Samples of each lm_eval task.  [default: all]", type=_COUNT)
+    num_fewshot: int | None = option(
+        None, "Examples before each question of lm_eval.  [default: the task's]", type=click.IntRange(min=0)
+    )
+    apply_chat_template: bool = option(False, "Ask lm_eval's questions as a chat.")
+    kv_memory: str | None = option(
+        None,
+        "KV pool for lm_eval, such as 2GiB; one format at a time.  [default: from free memory]",
         type=Size(),
-        help="KV pool for lm_eval, such as 2GiB; one format at a time.  [default: from free memory]",
-    ),
-)
+    )
 
+    def generation_plan(self) -> "GenerationPlan":
+        """What the task generation does."""
+        from kvq.evals.generation import GenerationPlan
 
-def needle_options(command: _Command) -> _Command:
-    """Add the options of the task needle."""
-    return _add(_NEEDLE, command)
+        return GenerationPlan(
+            prompts=self.prompts, prompt_tokens=self.prompt_tokens, new_tokens=self.new_tokens
+        )
 
+    def needle_plan(self, seed: int, chunk: int | None) -> "NeedlePlan":
+        """What the task needle asks, in chunks of its own size for None."""
+        from kvq.evals.needle import NeedlePlan
+        from kvq.evals.needle_prompts import SENTENCE
 
-def lm_eval_options(command: _Command) -> _Command:
-    """Add the options of the task lm_eval, named as lm-eval names them."""
-    return _add(_LM_EVAL, command)
+        return NeedlePlan(
+            lengths=self.needle_lengths,
+            depths=self.needle_depths,
+            trials=self.needle_trials,
+            needle=self.needle or SENTENCE,
+            distractors=self.needle_distractors,
+            seed=seed,
+            **({} if chunk is None else {"chunk": chunk}),
+        )
 
+    def lm_eval_plan(self) -> "LMEvalPlan":
+        """How tasks of lm-eval are run."""
+        from kvq.evals.lm_eval_loading import LMEvalPlan
 
-def needle_plan(options: dict[str, Any]) -> "NeedlePlan":
-    """Take the needle's options out of all."""
-    from kvq.evals.needle import NeedlePlan
-    from kvq.evals.needle_prompts import SENTENCE
-
-    names = ("lengths", "depths", "trials", "distractors")
-    given = {name: options.pop(f"needle_{name}") for name in names}
-    if options["chunk"] is not None:
-        given["chunk"] = options["chunk"]
-    return NeedlePlan(needle=options.pop("needle") or SENTENCE, seed=options["seed"], **given)
-
-
-def lm_eval_plan(options: dict[str, Any]) -> dict[str, Any]:
-    """Take lm-eval's options out of all: fields of `LMEvalPlan`, which can't be imported without lm-eval."""
-    names = ("include_path", "limit", "num_fewshot", "apply_chat_template")
-    return {name: options.pop(name) for name in names}
-
-
-def _add(options: Any, command: _Command) -> _Command:
-    for option in reversed(options):
-        command = option(command)
-    return command
+        names = ("include_path", "limit", "num_fewshot", "apply_chat_template")
+        return LMEvalPlan(**{name: getattr(self, name) for name in names})

@@ -1,17 +1,18 @@
 """The evaluations of `kvq eval` by name. A new one is an entry of `TASKS`."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from typing import Any
 
 from kvq.engine.build import check_cache
 from kvq.errors import ConfigError, nearest
-from kvq.evals import EvalText, metrics
+from kvq.evals import EvalText
 from kvq.evals.attention_error import AttentionRow, measure_attention
 from kvq.evals.bootstrap import Bootstrap
-from kvq.evals.divergence import INSTRUMENT_FORMAT, Progress, check_windows
-from kvq.evals.gates import Gate
+from kvq.evals.divergence import INSTRUMENT_FORMAT, TokenPlan, Watch
+from kvq.evals.gates import Gate, metric_figures, metric_rows
 from kvq.evals.generation import GenerationPlan, GenerationRow, cut_prompts, measure_generation
+from kvq.evals.lm_eval_loading import LMEvalPlan, load_tasks, task_metrics
 from kvq.evals.needle import (
     NeedlePlan,
     NeedleRow,
@@ -21,7 +22,7 @@ from kvq.evals.needle import (
     summarize_needle,
     void_reason,
 )
-from kvq.evals.perplexity import PerplexityRow, instrument_check, measure_perplexity
+from kvq.evals.perplexity import instrument_check
 from kvq.evals.quality import QualityRow, measure_quality
 from kvq.extras import LM_EVAL, require
 from kvq.formats import KVRecipe
@@ -38,22 +39,13 @@ class EvalPlan:
     prepared: PreparedModel
     recipes: list[KVRecipe]  # the baseline first: the first unquantized one, or the weights' own type
     text: EvalText
-    context: int = 1024
-    max_windows: int | None = None
-    chunk: int | None = None
-    instrument: bool = False
-    attention_window: int | None = None  # tokens that attention is cut to
+    tokens: TokenPlan = field(default_factory=TokenPlan)
     attention_windows: int = 8  # of the text, for the attention error
     bootstrap: Bootstrap = field(default_factory=Bootstrap)
     generation: GenerationPlan = field(default_factory=GenerationPlan)
     needle: NeedlePlan = field(default_factory=NeedlePlan)
-    lm_eval: dict[str, Any] = field(default_factory=dict)  # LMEvalPlan's, which needs lm-eval to be imported
+    lm_eval: LMEvalPlan = field(default_factory=LMEvalPlan)
     kv_memory: str | None = None  # of the engines' pools
-
-    def token_options(self) -> dict[str, Any]:
-        """What `kvq.evals.divergence.measure_tokens` takes of it."""
-        names = ("context", "max_windows", "chunk", "instrument", "attention_window")
-        return {name: getattr(self, name) for name in names}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -84,144 +76,95 @@ class Running:
 
     plan: EvalPlan
     model: Model
-    progress: Progress
-    keep: Callable[[Callable[[], dict[str, Any]]], object]  # told how to make what is finished of its result
+    watch: Watch  # told how to make what is finished of the task's result
 
-    @property
-    def kv(self) -> list[str | KVRecipe]:
-        """The formats, the baseline first."""
-        return list(self.plan.recipes)
+    def measured(
+        self, measure: Callable[..., list[Any]], result: Callable[[list[Any]], dict[str, Any]], *plans: object
+    ) -> dict[str, Any]:
+        """The result of the rows that a function of `kvq.evals` measures in every format by the plans."""
+        plan = self.plan
+        rows = measure(self.model, plan.recipes, plan.text.text, *plans, watch=self.watch.through(result))
+        return result(rows)
 
 
-def _check_quality(plan: EvalPlan, _: list[str]) -> None:
-    check_windows(plan.prepared, plan.text, context=plan.context, max_windows=plan.max_windows)
-    if plan.instrument:
+def check_windows(plan: EvalPlan, _: object = None) -> None:
+    """Raise RequestError or ConfigError for windows, or a check of the instrument, that can't be had."""
+    plan.tokens.windows(plan.prepared, plan.text.text)
+    if plan.tokens.instrument:
         plan.prepared.recipe(INSTRUMENT_FORMAT)
 
 
 def _quality(running: Running, _: object) -> dict[str, Any]:
     plan = running.plan
-    rows = measure_quality(
-        running.model,
-        running.kv,
-        plan.text.text,
-        bootstrap=plan.bootstrap,
-        progress=running.progress,
-        keep=lambda make: running.keep(lambda: _quality_result(plan, make())),
-        **plan.token_options(),
-    )
-    return _quality_result(plan, rows)
-
-
-def _quality_result(plan: EvalPlan, rows: list[QualityRow]) -> dict[str, Any]:
-    if not plan.instrument:
-        return {"rows": rows}
-    # The rows that were added to check the instrument say nothing about a format that was asked for.
     named = {recipe.name for recipe in plan.recipes}
-    kept = [row for row in rows if row.instrument != "window" and (not row.instrument or row.kv in named)]
-    return {"rows": kept, "instrument": instrument_check(list(rows))}
 
+    def result(rows: list[QualityRow]) -> dict[str, Any]:
+        if not plan.tokens.instrument:
+            return {"rows": rows}
+        # The rows that were added to check the instrument say nothing about a format that was asked for.
+        kept = [row for row in rows if row.instrument != "window" and (not row.instrument or row.kv in named)]
+        return {"rows": kept, "instrument": instrument_check(rows)}
 
-def _perplexity(running: Running, _: object) -> dict[str, Any]:
-    """The rows of `kvq perplexity`: without intervals, and with those that check the instrument."""
-    plan = running.plan
-
-    def result(rows: list[PerplexityRow]) -> dict[str, Any]:
-        return {"rows": rows} | ({"instrument": instrument_check(rows)} if plan.instrument else {})
-
-    rows = measure_perplexity(
-        running.model,
-        running.kv,
-        plan.text.text,
-        progress=running.progress,
-        keep=lambda make: running.keep(lambda: result(make())),
-        **plan.token_options(),
-    )
-    return result(rows)
+    return running.measured(measure_quality, result, plan.tokens, plan.bootstrap)
 
 
 def _generation(running: Running, _: object) -> dict[str, Any]:
     plan = running.plan
-    rows = measure_generation(
-        running.model,
-        running.kv,
-        plan.text.text,
-        plan=plan.generation,
-        bootstrap=plan.bootstrap,
-        progress=running.progress,
-        keep=lambda make: running.keep(lambda: {"generation": make()}),
+    return running.measured(
+        measure_generation, lambda rows: {"generation": rows}, plan.generation, plan.bootstrap
     )
-    return {"generation": rows}
 
 
 def _attention(running: Running, _: object) -> dict[str, Any]:
-    plan = running.plan
-    rows = measure_attention(
-        running.model,
-        running.kv,
-        plan.text.text,
-        context=plan.context,
-        max_windows=min(plan.attention_windows, plan.max_windows or plan.attention_windows),
-        progress=running.progress,
-    )
-    return {"attention": rows}
+    tokens, most = running.plan.tokens, running.plan.attention_windows
+    tokens = replace(tokens, max_windows=min(most, tokens.max_windows or most))
+    return running.measured(measure_attention, lambda rows: {"attention": rows}, tokens)
 
 
 def _needle(running: Running, _: object) -> dict[str, Any]:
-    plan = running.plan
+    plan = running.plan.needle
 
     def result(rows: list[NeedleRow]) -> dict[str, Any]:
         reason = void_reason(rows)
         return {
             "needle_summary": summarize_needle(rows),
             "needle": rows,
-            "needle_plan": asdict(plan.needle),
+            "needle_plan": asdict(plan),
             "void": {} if reason is None else {"needle": reason},
         }
 
-    rows = measure_needle(
-        running.model,
-        running.kv,
-        plan.text.text,
-        plan.needle,
-        progress=running.progress,
-        keep=lambda make: running.keep(lambda: result(make())),
+    return running.measured(measure_needle, result, plan)
+
+
+def _load_lm_eval(plan: EvalPlan, names: list[str]) -> list[Any]:
+    check_cache(plan.prepared)
+    if plan.lm_eval.apply_chat_template and not plan.prepared.tokenizer.chat_template:
+        raise ConfigError("the model has no chat template; leave --apply-chat-template out")
+    return load_tasks(names, include_path=plan.lm_eval.include_path)
+
+
+def _lm_eval(running: Running, loaded: list[Any]) -> dict[str, Any]:
+    from kvq.evals.lm_eval_tasks import measure_tasks, void_tasks
+
+    plan = running.plan.lm_eval
+    told = {name: value for name, value in asdict(plan).items() if name != "include_path"}
+
+    def result(rows: list[Any]) -> dict[str, Any]:
+        return {"lm_eval": rows, "lm_eval_plan": told, "void": void_tasks(rows)}
+
+    rows = measure_tasks(
+        [running.model.with_kv(recipe) for recipe in running.plan.recipes],
+        loaded,
+        plan,
+        kv_memory=running.plan.kv_memory,
+        watch=running.watch.through(result),
     )
     return result(rows)
 
 
-def _load_lm_eval(plan: EvalPlan, names: list[str]) -> list[Any]:
-    from kvq.evals.lm_eval_loading import load_tasks
-    from kvq.evals.lm_eval_tasks import LMEvalPlan
-
-    check_cache(plan.prepared)
-    given = LMEvalPlan(**plan.lm_eval)
-    if given.apply_chat_template and not plan.prepared.tokenizer.chat_template:
-        raise ConfigError("the model has no chat template; leave --apply-chat-template out")
-    return load_tasks(names, include_path=given.include_path)
-
-
-def _lm_eval(running: Running, loaded: list[Any]) -> dict[str, Any]:
-    from kvq.evals.lm_eval_tasks import LMEvalPlan, measure_tasks, void_tasks
-
-    given = LMEvalPlan(**running.plan.lm_eval)
-    told = {name: getattr(given, name) for name in ("limit", "num_fewshot", "apply_chat_template", "seed")}
-    rows = measure_tasks(
-        [running.model.with_kv(recipe) for recipe in running.plan.recipes],
-        loaded,
-        given,
-        kv_memory=running.plan.kv_memory,
-        progress=lambda kv, task, done, total: running.progress(done, total),
-        keep=lambda make: running.keep(lambda: {"lm_eval": make(), "lm_eval_plan": told}),
-    )
-    return {"lm_eval": rows, "lm_eval_plan": told, "void": void_tasks(rows)}
-
-
 def _lm_eval_figures(name: str, loaded: list[Any]) -> dict[str, list[str]]:
     """Metrics of all tasks under the name, and those of each; with filters, and against the baseline."""
-    from kvq.evals.lm_eval_loading import task_metrics
-
-    found = {f"{name}:{task}": metrics.metric_figures(names) for task, names in task_metrics(loaded).items()}
+    found = {f"{name}:{task}": metric_figures(names) for task, names in task_metrics(loaded).items()}
     every = dict.fromkeys(figure for figures in found.values() for figure in figures)
     return {name: list(every), **found}
 
@@ -231,11 +174,7 @@ def _of_rows(key: str, row: type) -> dict[str, Any]:
     return {"figures": lambda name, _: {name: _numbers(row)}, "gate_rows": lambda found, _: found[key]}
 
 
-_QUALITY = Task(key="rows", prepare=_check_quality, run=_quality, **_of_rows("rows", QualityRow))
-
-PERPLEXITY = Task(
-    key="rows", prepare=_check_quality, run=_perplexity, **_of_rows("rows", PerplexityRow)
-)  # alone, as `kvq perplexity` measures it
+_QUALITY = Task(key="rows", prepare=check_windows, run=_quality, **_of_rows("rows", QualityRow))
 
 TASKS: dict[str, Task] = {
     "perplexity": _QUALITY,
@@ -247,7 +186,7 @@ TASKS: dict[str, Task] = {
         **_of_rows("generation", GenerationRow),
     ),
     "attention": Task(
-        key="attention", prepare=_check_quality, run=_attention, **_of_rows("attention", AttentionRow)
+        key="attention", prepare=check_windows, run=_attention, **_of_rows("attention", AttentionRow)
     ),
     "needle": Task(
         key="needle",
@@ -260,7 +199,7 @@ TASKS: dict[str, Task] = {
         prepare=_load_lm_eval,
         run=_lm_eval,
         figures=_lm_eval_figures,
-        gate_rows=lambda found, gate: metrics.gate_rows(found["lm_eval"], gate),
+        gate_rows=lambda found, gate: metric_rows(found["lm_eval"], gate),
         takes_argument=True,
         modules=LM_EVAL,
     ),

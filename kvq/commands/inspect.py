@@ -66,22 +66,18 @@ def command(
         "q_heads": geometry.q_heads,
         "block_size": block_size,
         "layout_version": VERSION,
-        "layers": [
-            {
-                "index": x.index,
-                "kind": x.kind,
-                "kv_heads": x.kv_heads,
-                "head_dim": x.k_head_dim,
-                "v_head_dim": x.v_head_dim,
-                "window": x.window,
-            }
-            for x in geometry.layers
-        ],
+        "layers": [_layer_row(layer) for layer in geometry.layers],
         "formats": rows,
         "layout": [_group_row(group) for group in layout.groups],
     }
     _print(result, name)
     write_rows([result], json_path)
+
+
+def _layer_row(layer: Any) -> dict[str, Any]:
+    names = {"head_dim": "k_head_dim"}
+    keys = ("index", "kind", "kv_heads", "head_dim", "v_head_dim", "window")
+    return {key: getattr(layer, names.get(key, key)) for key in keys}
 
 
 def _format_row(label: str, recipe: Any, layout: Any, geometry: Any) -> dict[str, Any]:
@@ -105,11 +101,7 @@ def _group_row(group: Any) -> dict[str, Any]:
         "layers": len(group.layers),
         "block_bytes": group.block_bytes,
         "regions": {
-            name: {
-                "offset": getattr(layer, name).offset,
-                "row_bytes": getattr(layer, name).row_bytes,
-                "nbytes": getattr(layer, name).nbytes,
-            }
+            name: {key: getattr(getattr(layer, name), key) for key in ("offset", "row_bytes", "nbytes")}
             for name in ("k_codes", "v_codes", "k_scales", "v_scales")
         },
         "layer_bytes": layer.nbytes,
@@ -117,7 +109,8 @@ def _group_row(group: Any) -> dict[str, Any]:
 
 
 def _print(result: dict[str, Any], chosen: str) -> None:
-    from kvq.commands.tables import console, new_table
+    from kvq.commands.tables import console, print_columns
+    from kvq.evals.columns import SIZES, Columns
 
     out = console()
     first = result["layers"][0]
@@ -134,25 +127,15 @@ def _print(result: dict[str, Any], chosen: str) -> None:
         kind = f"sliding window of {window:,} tokens" if window else "full attention"
         out.print(f"  {count} layers of {kind}", highlight=False)
     out.print()
-    heads = ("kv", "K", "V", "bits", "bytes/token", "vs bf16", f"block of {result['block_size']}")
-    table = new_table(heads, ("kv", "K", "V"))
-    refused = []
+    columns: Columns = {
+        **{"kv": ("kv", ""), "k": ("K", ""), "v": ("V", "")},
+        **SIZES,
+        "block_bytes": (f"block of {result['block_size']}", "{:,} B".format),
+    }
+    print_columns([row for row in result["formats"] if "refused" not in row], columns)
     for row in result["formats"]:
         if "refused" in row:
-            refused.append(f"{row['kv']}: {row['refused']}")
-            continue
-        table.add_row(
-            row["kv"],
-            row["k"],
-            row["v"],
-            f"{row['bits_per_element']:.3f}".rstrip("0").rstrip("."),
-            f"{row['kv_bytes_per_token']:,.0f}",
-            f"{row['compression']:.2f}x",
-            f"{row['block_bytes']:,} B",
-        )
-    out.print(table)
-    for line in refused:
-        out.print(f"does not fit: {line}", highlight=False)
+            out.print(f"does not fit: {row['kv']}: {row['refused']}", highlight=False)
     out.print()
     out.print(f"layout of one {chosen} block of {result['block_size']} tokens:", highlight=False)
     for group in result["layout"]:

@@ -55,7 +55,10 @@ def check_for(options: ModelOptions, kv: list[str]) -> CheckedModel:
     """
     with status(f"checking {options.model}"):
         prepared = prepare(options.model, **options.load_options())
-        _check_scales_options(options)
+        if options.scales and options.calibrate_on_load:
+            raise ConfigError(
+                "--calibrate-on-load makes static scales and --scales names some; give one of them"
+            )
         scales = find_scales(prepared, options.scales)
         recipes: list[tuple[str, KVRecipe]] = []
         refused: dict[str, UnfitFormat] = {}
@@ -99,16 +102,6 @@ def load_checked(prepared: PreparedModel, scales: StaticScales | None) -> Model:
 def say_model(source: ModelSource, digest: str) -> None:
     """Say on standard error which model was loaded."""
     echo(f"kvq: model {source}, digest {digest[:_SHOWN_DIGITS]}", err=True)
-
-
-def load_for(options: ModelOptions, kv: list[str]) -> Model:
-    """Check and load in one, for commands that have nothing to check in between; see `check_for`."""
-    return check_for(options, kv).load()
-
-
-def _check_scales_options(options: ModelOptions) -> None:
-    if options.scales and options.calibrate_on_load:
-        raise ConfigError("--calibrate-on-load makes static scales and --scales names some; give one of them")
 
 
 def _check_scales_are_used(options: ModelOptions, recipes: list[tuple[str, KVRecipe]]) -> None:

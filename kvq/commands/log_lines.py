@@ -18,7 +18,6 @@ class _Lines(logging.Handler):
         self.on_stage: Callable[[str], None] | None = None
 
     def emit(self, record: logging.LogRecord) -> None:
-        """One record."""
         if record.levelno >= logging.WARNING:
             echo(f"kvq: {record.levelname.lower()}: {record.getMessage()}", err=True)
         elif self.on_stage is not None and record.levelno == logging.INFO:

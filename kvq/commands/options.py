@@ -26,8 +26,8 @@ def option(
 ) -> Any:
     """A field of a frozen dataclass that is an option of the commands which take one, by `gathered`.
 
-    It is called as the field is, unless `names` has spellings with blanks between. True or False as the
-    default makes a flag. Defaults are shown, but for flags that are off.
+    It is called as the field is, unless `names` has spellings with blanks between. False as the default
+    makes a flag, True one with a --no- beside it. Defaults are shown, but for flags that are off.
     """
     attributes = {
         "default": default,
@@ -47,18 +47,31 @@ def gathered(kind: type[Any], name: str) -> Callable[[_Command], _Command]:
     """
 
     def gather(command: _Command) -> _Command:
-        @functools.wraps(command)
-        def wrapped(**values: Any) -> Any:
+        def change(values: dict[str, Any]) -> dict[str, Any]:
             own = {field.name: values.pop(field.name) for field in dataclasses.fields(kind)}
-            return command(**{name: kind(**own)}, **values)
+            return values | {name: kind(**own)}
 
+        command = adapted(command, change)
         for field in reversed(dataclasses.fields(kind)):
             if field.metadata:
-                names = field.metadata["names"] or ["--" + field.name.replace("_", "-")]
-                click.option(*names, field.name, **field.metadata["attributes"])(wrapped)
-        return wrapped  # type: ignore[return-value]
+                own = field.name.replace("_", "-")
+                names = field.metadata["names"] or [
+                    f"--{own}/--no-{own}" if field.default is True else f"--{own}"
+                ]
+                click.option(*names, field.name, **field.metadata["attributes"])(command)
+        return command
 
     return gather
+
+
+def adapted(command: _Command, change: Callable[[dict[str, Any]], dict[str, Any]]) -> _Command:
+    """The command, given other values than those of its options."""
+
+    @functools.wraps(command)
+    def wrapped(**values: Any) -> Any:
+        return command(**change(values))
+
+    return wrapped  # type: ignore[return-value]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -117,43 +130,37 @@ def text_options(default: str) -> Callable[[_Command], _Command]:
     return lambda command: text(field(command))
 
 
-def window_options(command: _Command) -> _Command:
-    """Add --context, --max-windows and --chunk: how a text is cut and computed."""
-    count = click.IntRange(min=1)
-    for option in (
-        click.option("--chunk", type=count, help="Prefill tokens per step.  [default: as many as fit]"),
-        click.option(
-            "--max-windows", type=count, help="Stop after this many windows.  [default: the whole text]"
-        ),
-        click.option(
-            "--context",
-            default=1024,
-            show_default=True,
-            help="Tokens per window; windows are documents.",
-        ),
-    ):
-        command = option(command)
-    return command
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WindowOptions:
+    """How a text is cut and computed, and whether it can show damage: fields of `TokenPlan`."""
+
+    context: int = option(1024, "Tokens per window; windows are documents.")
+    max_windows: int | None = option(
+        None, "Stop after this many windows.  [default: the whole text]", type=click.IntRange(min=1)
+    )
+    chunk: int | None = option(
+        None, "Prefill tokens per step.  [default: as many as fit]", type=click.IntRange(min=1)
+    )
+    instrument: bool = option(False, "Also check that model and text can show damage; exit 1 if not.")
 
 
 def model_argument(command: _Command) -> _Command:
     """Let the model be named as an argument too; goes above `model_options`."""
 
-    @functools.wraps(command)
-    def wrapped(named: str | None, model: str, **values: Any) -> Any:
+    def change(values: dict[str, Any]) -> dict[str, Any]:
+        named, model = values.pop("named"), values["model"]
         context = click.get_current_context()
         if named is not None and context.get_parameter_source("model") is not ParameterSource.DEFAULT:
             raise ConfigError(f"the model was named twice, {named!r} and --model {model!r}; name it once")
-        return command(model=named or model, **values)
+        return values | {"model": named or model}
 
-    return click.argument("named", metavar="[MODEL]", required=False, type=MODEL)(wrapped)  # type: ignore[return-value]
+    return click.argument("named", metavar="[MODEL]", required=False, type=MODEL)(adapted(command, change))
 
 
 class Finite(click.FloatRange):
     """A number with bounds; NaN and infinity, which pass comparisons, are none."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """The number."""
         number = super().convert(value, param, ctx)
         if not math.isfinite(number):
             self.fail(f"{value} is not a finite number.", param, ctx)
@@ -173,7 +180,6 @@ class OneNumber(click.IntRange):
         self._instead = instead
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """The number."""
         if isinstance(value, str) and "," in value:
             self.fail(f"one number is taken here, got {value!r}; {self._instead}.", param, ctx)
         return super().convert(value, param, ctx)
@@ -185,7 +191,6 @@ class Size(StringParamType):
     name = "size"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """The same."""
         try:
             parse_bytes(value, "it")
         except ConfigError as error:
@@ -198,10 +203,11 @@ def kv_option(default: str, many: bool) -> Callable[[_Command], _Command]:
     what = "KV formats, separated by commas" if many else "KV format"
 
     def add(command: _Command) -> _Command:
-        @functools.wraps(command)
-        def wrapped(kv: str | None, cache_type_k: str | None, cache_type_v: str | None, **values: Any) -> Any:
-            return command(kv=_named(kv, cache_type_k, cache_type_v, default, many), **values)
+        def change(values: dict[str, Any]) -> dict[str, Any]:
+            kv, k, v = (values.pop(name) for name in ("kv", "cache_type_k", "cache_type_v"))
+            return values | {"kv": _named(kv, k, v, default, many)}
 
+        command = adapted(command, change)
         for option in (
             click.option("-ctv", "--cache-type-v", type=HALF_FORMAT, help="Format of V alone, with -ctk."),
             click.option("-ctk", "--cache-type-k", type=HALF_FORMAT, help="Format of K alone, with -ctv."),
@@ -212,8 +218,8 @@ def kv_option(default: str, many: bool) -> Callable[[_Command], _Command]:
                 help=f"{what}: a name, a pair K/V, or a kvq.json.  [default: {default}]",
             ),
         ):
-            wrapped = option(wrapped)
-        return wrapped  # type: ignore[return-value]
+            command = option(command)
+        return command
 
     return add
 

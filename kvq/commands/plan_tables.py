@@ -2,7 +2,8 @@
 
 from typing import Any
 
-from kvq.commands.tables import Columns, console, new_table, print_columns
+from kvq.commands.tables import console, new_table, print_columns
+from kvq.evals.columns import Columns
 from kvq.sizes import binary, decimal, dollars
 from kvq.sizing.pools import MAX_NUM_SEQS
 

@@ -113,7 +113,7 @@ def named_progress() -> Iterator[Callable[[str, int, int | None], None]]:
     """Yield a function (what, done, total) for work of several steps: each new `what` begins one."""
     with ExitStack() as stack:
         current: str | None = None
-        update: Update = _nowhere
+        update: Update = lambda done, total: None  # noqa: E731 - before any step has begun
 
         def progress(what: str, done: int, total: int | None) -> None:
             nonlocal current, update
@@ -123,10 +123,6 @@ def named_progress() -> Iterator[Callable[[str, int, int | None], None]]:
             update(done, total)
 
         yield progress
-
-
-def _nowhere(done: int, total: int | None) -> None:
-    """Before any step has begun."""
 
 
 @contextmanager

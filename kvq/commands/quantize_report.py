@@ -1,56 +1,54 @@
 """The report of `kvq quantize`: for people, and as JSON."""
 
+from dataclasses import asdict
 from typing import Any
 
-import torch
-from rich.table import Table
-
-from kvq.calib.quantize import Quantized, QuantizeSettings
+from kvq.calib.quantize import Quantized
 from kvq.commands.resources import Used
-from kvq.commands.results import result_of
 from kvq.commands.screen import echo
-from kvq.commands.tables import console, new_table
+from kvq.commands.tables import print_columns
 from kvq.sizes import binary
 from kvq.weights.files import TRANSFORMERS_NEEDS
 
 _SHOWN = 12  # modules in the table for people
+_COLUMNS = {
+    "module": ("module", ""),
+    "format": ("format", ""),
+    "relative_error": ("error", ".4f"),
+    "bytes_after": ("size", binary),
+    "bytes_before": ("from", binary),
+    "alpha": ("alpha", ".2f"),
+    "seconds": ("seconds", ".2f"),
+}
 
 
-def report(
-    device: torch.device,
-    model: str,
-    settings: QuantizeSettings,
-    done: Quantized,
-    used: Used,
-    quality: dict[str, Any] | None,
-    file_format: str,
-) -> dict[str, Any]:
-    """The common envelope; a row for each module."""
-    return result_of(
-        done.rows,
-        device,
-        model=model,
-        out=str(done.out),
-        settings=settings.described(),
-        samples=done.samples,
-        tokens=done.tokens,
-        bytes_before=done.bytes_before,
-        bytes_after=done.bytes_after,
-        seconds=used.seconds,
-        peak_bytes=used.peak_bytes,
-        device_peak_bytes=used.device_peak_bytes,
-        ignored=done.ignored,
-        not_scaled=done.skipped,
-        notes=list(done.notes),
-        file_format=file_format,
-        transformers_needs=list(TRANSFORMERS_NEEDS[file_format]),
-        perplexity=quality,
-    )
+def report(done: Quantized, used: Used, quality: dict[str, Any] | None, file_format: str) -> dict[str, Any]:
+    """What is said beside the rows, one for each module."""
+    return {
+        "out": str(done.out),
+        "samples": done.samples,
+        "tokens": done.tokens,
+        "bytes_before": done.bytes_before,
+        "bytes_after": done.bytes_after,
+        "seconds": used.seconds,
+        "peak_bytes": used.peak_bytes,
+        "device_peak_bytes": used.device_peak_bytes,
+        "ignored": done.ignored,
+        "not_scaled": done.skipped,
+        "notes": list(done.notes),
+        "file_format": file_format,
+        "transformers_needs": list(TRANSFORMERS_NEEDS[file_format]),
+        "perplexity": quality,
+    }
 
 
 def print_report(done: Quantized, used: Used, quality: dict[str, Any] | None, file_format: str) -> None:
     """The worst modules, the totals, and what stayed as it was."""
-    console().print(_table(done))
+    worst = sorted(done.rows, key=lambda row: -row.relative_error)[:_SHOWN]
+    prefix = done.rows[0].module.partition(f".{done.rows[0].layer}.")[0] + "."
+    which = "the modules that lost most" if len(done.rows) > _SHOWN else "modules"
+    echo(f"{which} (relative error of {worst[0].error_of})")
+    print_columns([asdict(row) | {"module": row.module.removeprefix(prefix)} for row in worst], _COLUMNS)
     saved = 1 - done.bytes_after / done.bytes_before
     echo(
         f"wrote {done.out}: {len(done.rows)} Linear layers, {binary(done.bytes_before)} to "
@@ -74,26 +72,6 @@ def print_report(done: Quantized, used: Used, quality: dict[str, Any] | None, fi
             f"{quality['perplexity_before']:.4f} before, {quality['perplexity_after']:.4f} after "
             f"({quality['perplexity_change']:+.2%})"
         )
-
-
-def _table(done: Quantized) -> Table:
-    worst = sorted(done.rows, key=lambda row: -row.relative_error)[:_SHOWN]
-    title = "the modules that lost most" if len(done.rows) > _SHOWN else "modules"
-    prefix = done.rows[0].module.partition(f".{done.rows[0].layer}.")[0] + "."
-    heads = ("module", "format", "error", "size", "from", "alpha", "seconds")
-    title += f" (relative error of {worst[0].error_of})"
-    table = new_table(heads, ("module", "format"), no_wrap=False, title=title)
-    for row in worst:
-        table.add_row(
-            row.module.removeprefix(prefix),
-            row.format,
-            f"{row.relative_error:.4f}",
-            binary(row.bytes_after),
-            binary(row.bytes_before),
-            "" if row.alpha is None else f"{row.alpha:.2f}",
-            f"{row.seconds:.2f}",
-        )
-    return table
 
 
 def _summary(found: dict[str, str]) -> str:

@@ -2,16 +2,16 @@
 
 import sys
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
-from kvq.commands.options import PATH, ModelOptions, gathered, kv_option, model_options, option
+from kvq.commands.options import PATH, gathered, option
 from kvq.commands.screen import echo
-from kvq.commands.served import EngineOptions, RequestOptions, engine_of
+from kvq.commands.served import Service, service_options
 from kvq.extras import SERVER, require
 
 if TYPE_CHECKING:
@@ -40,18 +40,9 @@ class Asked:
 @click.command(name="run-batch")
 @click.argument("source", metavar="IN.jsonl", type=PATH)
 @click.argument("target", metavar="OUT.jsonl", type=PATH)
-@kv_option("auto", many=False)
-@model_options
+@service_options
 @gathered(Asked, "asked")
-@gathered(RequestOptions, "requests")
-@gathered(EngineOptions, "engine")
-def command(
-    kv: list[str],
-    model_options: ModelOptions,
-    asked: Asked,
-    requests: RequestOptions,
-    engine: EngineOptions,
-) -> None:
+def command(service: Service, asked: Asked) -> None:
     """Answer the requests of IN.jsonl, in OpenAI's batch format, into OUT.jsonl.
 
     Results are in the order in which they were ready. Run the same command again to go on after an
@@ -65,12 +56,9 @@ def command(
     config = BatchConfig(
         source=asked.source,
         target=asked.target,
-        model=model_options.model,
-        kv=kv[0],
-        max_in_flight=asked.max_in_flight or 2 * engine.max_num_seqs,
+        max_in_flight=asked.max_in_flight or 2 * service.engine.max_num_seqs,
         retry_failed=asked.retry_failed,
-        engine=engine_of(model_options, engine),
-        **asdict(requests),
+        **service.fields(),
     )
     with suppress(_Stopped), named_progress() as progress:
         progress("starting the engine", 0, None)
@@ -82,7 +70,7 @@ def command(
         summary = run_batch(config, partial(progress, "answering"), on_model)
         if not summary.is_complete:
             raise _Stopped  # nothing says "done" then
-    _print(summary, asked.target, is_strict=requests.strict_requests)
+    _print(summary, asked.target, is_strict=service.requests.strict_requests)
     if not summary.is_complete:
         echo("kvq: stopped; run the same command again to go on", err=True)
         raise click.Abort

@@ -2,17 +2,17 @@
 
 import io
 import sys
-from typing import Any
 
 import click
 
 from kvq.printable import printable
 
 
-def echo(message: object = "", *, nl: bool = True, err: bool = False, **style: Any) -> None:
-    """Print a text, its controls shown; `style` is what `click.style` takes."""
+def echo(message: object = "", *, nl: bool = True, err: bool = False, color: str | None = None) -> None:
+    """Print a text, its controls shown, or bold in a colour."""
     text = printable(str(message))
-    click.echo(click.style(text, **style) if style else text, nl=nl, err=err)  # noqa: TID251 - the one place
+    text = text if color is None else click.style(text, fg=color, bold=True)
+    click.echo(text, nl=nl, err=err)  # noqa: TID251 - the one place
 
 
 def stream(text: str) -> None:

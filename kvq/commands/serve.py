@@ -1,6 +1,6 @@
 """`kvq serve`: an OpenAI-compatible server."""
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,14 +14,11 @@ from kvq.commands.options import (
     PATH,
     POSITIVE,
     Finite,
-    ModelOptions,
     gathered,
-    kv_option,
-    model_options,
     option,
 )
 from kvq.commands.screen import echo
-from kvq.commands.served import EngineOptions, RequestOptions, engine_of
+from kvq.commands.served import Service, service_options
 from kvq.errors import ConfigError
 from kvq.extras import SERVER, require
 
@@ -89,25 +86,16 @@ class Asked:
 
 @click.command(name="serve")
 @config_option
-@kv_option("auto", many=False)
-@model_options
+@service_options
 @gathered(Asked, "asked")
-@gathered(RequestOptions, "requests")
-@gathered(EngineOptions, "engine")
-def command(
-    kv: list[str],
-    model_options: ModelOptions,
-    asked: Asked,
-    requests: RequestOptions,
-    engine: EngineOptions,
-) -> None:
+def command(service: Service, asked: Asked) -> None:
     """Serve a model over HTTP as OpenAI does: /v1/completions and /v1/chat/completions."""
     require("kvq serve", SERVER)
     with nothing_begun():  # until the event loop takes the signals
         from kvq.server.check import check_config
         from kvq.server.run import serve
 
-        config = _config(asked, kv[0], model_options, requests, engine)
+        config = _config(service, asked)
         if not asked.check:
             serve(config)
             return
@@ -118,9 +106,7 @@ def command(
         raise click.exceptions.Exit(1)
 
 
-def _config(
-    asked: Asked, kv: str, model_options: ModelOptions, requests: RequestOptions, engine: EngineOptions
-) -> "ServerConfig":
+def _config(service: Service, asked: Asked) -> "ServerConfig":
     from kvq.server.admission import AdmissionConfig
     from kvq.server.config import ServerConfig, allowed_hosts, read_keys
     from kvq.server.guard import Access
@@ -129,10 +115,7 @@ def _config(
     from kvq.server.tenants import TenantLimits
 
     return ServerConfig(
-        model=model_options.model,
-        kv=kv,
-        engine=engine_of(model_options, engine),
-        **asdict(requests),
+        **service.fields(),
         host=asked.host,
         port=asked.port,
         access=Access(

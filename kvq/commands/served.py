@@ -1,18 +1,31 @@
 """What commands share whose engine runs in a process of its own."""
 
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import click
 
-from kvq.commands.options import POSITIVE, Finite, ModelOptions, Size, option
+from kvq.commands.options import (
+    POSITIVE,
+    Finite,
+    ModelOptions,
+    Size,
+    adapted,
+    gathered,
+    kv_option,
+    model_options,
+    option,
+)
 from kvq.errors import ConfigError
 from kvq.sizing.pools import CPU_FRACTION, CPU_MOST, GPU_FRACTION, MAX_NUM_BATCHED_TOKENS, MAX_NUM_SEQS
+
+_Command = TypeVar("_Command", bound=Callable[..., Any])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineOptions:
-    """How a command was told to build its engine, for `engine_of`."""
+    """How a command was told to build its engine."""
 
     max_num_seqs: int = option(
         MAX_NUM_SEQS, "Sequences that run side by side.", type=click.IntRange(1, 1 << 24)
@@ -57,15 +70,41 @@ class RequestOptions:
     )
 
 
-def engine_of(model_options: ModelOptions, engine_options: EngineOptions) -> dict[str, Any]:
-    """Options of `kvq.LLM`, from those of the model and of the engine.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Service:
+    """What is served, to which requests, by which engine."""
 
-    Raises:
-        ConfigError: one that such an engine does not take.
-    """
-    if model_options.calibrate_on_load:
-        name = click.get_current_context().info_name
-        raise ConfigError(f"kvq {name} takes scales from --scales; make them with kvq calibrate")
-    load = model_options.load_options() | {"scales": model_options.scales}
-    options = load | asdict(engine_options)
-    return {name: value for name, value in options.items() if value is not None}
+    model: ModelOptions
+    kv: str
+    requests: RequestOptions
+    engine: EngineOptions
+
+    def fields(self) -> dict[str, Any]:
+        """Those of `ServerConfig` and `BatchConfig`; `engine` are options of `kvq.LLM`.
+
+        Raises:
+            ConfigError: an option that such an engine does not take.
+        """
+        if self.model.calibrate_on_load:
+            name = click.get_current_context().info_name
+            raise ConfigError(f"kvq {name} takes scales from --scales; make them with kvq calibrate")
+        options = self.model.load_options() | {"scales": self.model.scales} | asdict(self.engine)
+        return {
+            "model": self.model.model,
+            "kv": self.kv,
+            "engine": {name: value for name, value in options.items() if value is not None},
+            **asdict(self.requests),
+        }
+
+
+def service_options(command: _Command) -> _Command:
+    """Add --kv and the options of a model, of requests and of an engine; the command gets a `service`."""
+
+    def change(values: dict[str, Any]) -> dict[str, Any]:
+        (kv,), model = values.pop("kv"), values.pop("model_options")
+        requests, engine = values.pop("requests"), values.pop("engine")
+        return values | {"service": Service(model=model, kv=kv, requests=requests, engine=engine)}
+
+    command = gathered(EngineOptions, "engine")(adapted(command, change))
+    command = model_options(gathered(RequestOptions, "requests")(command))
+    return kv_option("auto", many=False)(command)

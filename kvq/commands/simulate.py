@@ -15,7 +15,7 @@ from kvq.errors import ConfigError
 from kvq.sizes import dollars
 
 if TYPE_CHECKING:
-    from kvq.commands.tables import Columns
+    from kvq.evals.columns import Columns
 
 _ROUTINGS = ("round-robin", "least-loaded", "session", "prefix")
 _PROGRESS_EVERY = 100  # requests

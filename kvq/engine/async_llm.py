@@ -5,31 +5,24 @@ import logging
 import threading
 from collections.abc import AsyncIterator, Callable
 from functools import partial
-from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
-from kvq.engine.build import build
-from kvq.engine.core import EngineCore
-from kvq.engine.intake import Origin
+from kvq.engine.intake import Origin, Terms
 from kvq.engine.job import Job
-from kvq.engine.loop import Command, EngineLoop
+from kvq.engine.loop import Command, LoopedEngine
 from kvq.engine.outputs import Event, Piece, RequestOutput, as_piece
 from kvq.engine.params import Params, as_params
 from kvq.engine.prompts import Prompt
 from kvq.engine.publisher import StepSubscriber
 from kvq.engine.stats import StepStats
 from kvq.errors import EngineError, KVQError
-from kvq.formats import KVRecipe
 from kvq.kernels.neighbours import end_team
-from kvq.models import Model
-from kvq.models.resolve import ModelSource
-from kvq.models.stays_here import StaysHere
 from kvq.scheduler import Priority
 
 _log = logging.getLogger("kvq")
 
 
-class AsyncLLM(StaysHere):
+class AsyncLLM(LoopedEngine):
     """An engine that steps in a thread of its own.
 
         async with kvq.AsyncLLM("tiny", kv="int4") as engine:
@@ -39,28 +32,12 @@ class AsyncLLM(StaysHere):
     Leaving a stream early, or cancelling its task, cancels the request within a step.
     """
 
-    def __init__(
-        self,
-        model: str | Path | ModelSource | Model,
-        kv: str | KVRecipe = "auto",
-        *,
-        on_stuck: Callable[[float], object] | None = None,
-        **options: Any,
-    ) -> None:
-        """As `kvq.LLM`; `on_stuck` is told, in the watchdog's thread, of a step beyond its deadline."""
-        loaded, config = build(model, kv, options)
-        self.core = EngineCore(loaded, config)
-        self._loop = EngineLoop(self.core, on_stuck)
+    def _start(self) -> None:
         self._error: KVQError | None = None  # why no command is taken any more
         self._lock = threading.Lock()  # held to set it, and to send unless it is set
         self._thread = threading.Thread(target=self._run, name="kvq-engine", daemon=True)
         end_team()  # this thread's, with which the model was loaded
         self._thread.start()
-
-    @property
-    def model(self) -> Model:
-        """The model that runs."""
-        return self.core.model
 
     async def stream(
         self,
@@ -86,7 +63,8 @@ class AsyncLLM(StaysHere):
             loop.call_soon_threadsafe(events.put_nowait, event)
 
         origin = Origin(priority=priority, tenant=tenant, cache_salt=cache_salt, request_id=request_id)
-        job = self.core.intake.new_job(prompt, as_params(params), origin, listener=tell)
+        terms = Terms(params=as_params(params), origin=origin)
+        job = self.core.intake.new_job(prompt, terms, listener=tell)
         self._ask(partial(self._submit, job))
         try:
             while True:
@@ -97,14 +75,25 @@ class AsyncLLM(StaysHere):
         finally:
             self._ask(partial(self.core.cancel, job), quiet=True)
 
-    async def generate(self, prompt: Prompt, params: Params | None = None, **options: Any) -> RequestOutput:
-        """One prompt's results when they are complete; options are those of `stream`.
+    async def generate(
+        self,
+        prompt: Prompt,
+        params: Params | None = None,
+        *,
+        priority: str | Priority = Priority.INTERACTIVE,
+        tenant: str = "",
+        cache_salt: str | None = None,
+        request_id: str | None = None,
+    ) -> RequestOutput:
+        """One prompt's results when they are complete; all as in `stream`.
 
         Raises:
             RequestError: the request can't be served, or failed while it ran.
         """
         output: RequestOutput | None = None
-        async for piece in self.stream(prompt, params, **options):
+        async for piece in self.stream(
+            prompt, params, priority=priority, tenant=tenant, cache_salt=cache_salt, request_id=request_id
+        ):
             output = piece.output
         assert output is not None, "a stream ends with the output"
         return output

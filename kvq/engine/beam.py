@@ -5,6 +5,8 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from kvq.engine.params import SamplingParams
+
 BeamEnd = Literal["stop", "length"]
 
 
@@ -17,17 +19,12 @@ class Hypothesis:
     finish_reason: BeamEnd
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class _Beam:
+    parent: int  # index of the beam that it continues
     tokens: tuple[int, ...]
     logprob: float  # of all tokens together
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Candidate:
-    parent: int  # index of the running beam
-    beam: _Beam
-    finish_reason: BeamEnd | None
+    finish_reason: BeamEnd | None = None
 
 
 class BeamSearch:
@@ -42,26 +39,13 @@ class BeamSearch:
     Source: Wu et al. 2016, Google's Neural Machine Translation System, section 7.
     """
 
-    def __init__(
-        self,
-        width: int,
-        num_returned: int,
-        *,
-        length_penalty: float,
-        early_stopping: bool,
-        max_tokens: int,
-        end_ids: Collection[int],
-        min_tokens: int = 0,
-    ) -> None:
-        assert 1 <= num_returned <= width, f"{num_returned} of {width} beams can't be returned"
-        self.width = width
-        self._num_returned = num_returned
-        self._length_penalty = length_penalty
-        self._early_stopping = early_stopping
+    def __init__(self, params: SamplingParams, *, max_tokens: int, end_ids: Collection[int]) -> None:
+        assert params.beam_width is not None, "a search has a width"
+        self.width = params.beam_width
+        self._params = params
         self._max_tokens = max_tokens
-        self._min_tokens = min_tokens  # end tokens are left out before
         self._end_ids = frozenset(end_ids)
-        self._running = [_Beam(tokens=(), logprob=0.0)]  # best first; the prompt alone at first
+        self._running = [_Beam(0, (), 0.0)]  # best first; the prompt alone at first
         self._finished: list[Hypothesis] = []  # best first
         self.is_done = False
 
@@ -87,24 +71,24 @@ class BeamSearch:
             f"candidates of {len(candidates)} beams, but {len(self._running)} run"
         )
         best = self._continuations(candidates)
-        for candidate in best[: self.width]:
-            if candidate.finish_reason is not None:
-                self._finished.append(self._hypothesis(candidate.beam, candidate.finish_reason))
+        for beam in best[: self.width]:
+            if (reason := beam.finish_reason) is not None:
+                found = Hypothesis(tokens=beam.tokens, score=self._score(beam), finish_reason=reason)
+                self._finished.append(found)
         self._finished.sort(key=lambda hypothesis: -hypothesis.score)
         del self._finished[self.width :]
-        going_on = [c for c in best if c.finish_reason is None][: self.width]
-        self._running = [c.beam for c in going_on]
+        self._running = [beam for beam in best if beam.finish_reason is None][: self.width]
         self.is_done = not self._can_improve()
-        return [] if self.is_done else [(c.parent, c.beam.tokens[-1]) for c in going_on]
+        return [] if self.is_done else [(beam.parent, beam.tokens[-1]) for beam in self._running]
 
     def results(self) -> list[Hypothesis]:
         """The hypotheses to return, best first; fewer than asked for if too few could be finished."""
-        return self._finished[: self._num_returned]
+        return self._finished[: self._params.n]
 
-    def _continuations(self, candidates: Sequence[Sequence[tuple[float, int]]]) -> list[_Candidate]:
+    def _continuations(self, candidates: Sequence[Sequence[tuple[float, int]]]) -> list[_Beam]:
         """The likeliest continuations of all beams together, best first."""
         length = len(self._running[0].tokens) + 1
-        barred = self._end_ids if length <= self._min_tokens else frozenset[int]()
+        barred = self._end_ids if length <= self._params.min_tokens else frozenset[int]()
         scored = [
             (self._running[parent].logprob + logprob, parent, token)
             for parent, tokens in enumerate(candidates)
@@ -116,8 +100,7 @@ class BeamSearch:
         for logprob, parent, token in scored[: self.num_candidates]:
             ends = token in self._end_ids
             reason: BeamEnd | None = "stop" if ends else "length" if length >= self._max_tokens else None
-            beam = _Beam(tokens=(*self._running[parent].tokens, token), logprob=logprob)
-            best.append(_Candidate(parent=parent, beam=beam, finish_reason=reason))
+            best.append(_Beam(parent, (*self._running[parent].tokens, token), logprob, reason))
         return best
 
     def _can_improve(self) -> bool:
@@ -125,15 +108,10 @@ class BeamSearch:
             return False
         if len(self._finished) < self.width:
             return True
-        if self._early_stopping:
+        if self._params.early_stopping:
             return False
-        best = self._running[0]
-        return self._score(best.logprob, len(best.tokens)) > self._finished[-1].score
+        return self._score(self._running[0]) > self._finished[-1].score
 
-    def _hypothesis(self, beam: _Beam, reason: BeamEnd) -> Hypothesis:
-        score = self._score(beam.logprob, len(beam.tokens))
-        return Hypothesis(tokens=beam.tokens, score=score, finish_reason=reason)
-
-    def _score(self, logprob: float, length: int) -> float:
-        # The power is kept within what a float holds, at any length.
-        return logprob / math.exp(max(-700.0, min(700.0, self._length_penalty * math.log(length))))
+    def _score(self, beam: _Beam) -> float:
+        power = self._params.length_penalty * math.log(len(beam.tokens))
+        return beam.logprob / math.exp(max(-700.0, min(700.0, power)))  # within what a float holds

@@ -58,12 +58,7 @@ def check_engine(
         UnsupportedKernel: no kernel runs the formats here.
         OutOfMemory: not one block fits into `kv_memory`.
     """
-    known = {*_ENGINE_OPTIONS, *_LOAD_OPTIONS}
-    for name in options:
-        if name not in known:
-            raise ConfigError(
-                f"unknown option {name!r}{nearest(name, sorted(known)) or ';'} known: {sorted(known)}"
-            )
+    _check_known(options, {*_ENGINE_OPTIONS, *_LOAD_OPTIONS}, "known:")
     config = EngineConfig(**{name: value for name, value in options.items() if name in _ENGINE_OPTIONS})
     rest = {name: value for name, value in options.items() if name not in _ENGINE_OPTIONS}
     path = rest.pop("scales", None)
@@ -98,9 +93,11 @@ def build(
     if not isinstance(model, Model):
         checked = check_engine(model, kv, options)
         return checked.load(), checked.config
-    for name in sorted(options.keys() - {*_ENGINE_OPTIONS}):
-        raise ConfigError(
-            f"unknown option {name!r}{nearest(name, sorted(_ENGINE_OPTIONS)) or ';'} an engine over a "
-            f"loaded model takes {sorted(_ENGINE_OPTIONS)}"
-        )
+    _check_known(options, {*_ENGINE_OPTIONS}, "an engine over a loaded model takes")
     return model if kv == "auto" else model.with_kv(kv), EngineConfig(**options)
+
+
+def _check_known(options: dict[str, Any], known: set[str], what: str) -> None:
+    for name in sorted(options.keys() - known):
+        hint = nearest(name, sorted(known)) or ";"
+        raise ConfigError(f"unknown option {name!r}{hint} {what} {sorted(known)}")

@@ -41,19 +41,15 @@ class _Draw:
     plan_index: int | None  # None: a fork's first token
 
 
+@dataclass(slots=True, eq=False)  # one a step
 class PendingChoices:
     """Choices whose tokens are on their way to the host."""
 
-    def __init__(self, plan: StepPlan, choices: Choices, bad_tokens: Tensor) -> None:
-        self._plan = plan
-        self._choices = choices
-        self._bad_tokens = Readback(bad_tokens)
-        self._draws: list[_Draw] = []
-        self._samples: PendingSamples | None = None
-
-    def expect(self, draws: list[_Draw], samples: PendingSamples) -> None:
-        """Take in what was drawn."""
-        self._draws, self._samples = draws, samples
+    _plan: StepPlan
+    _choices: Choices
+    _bad_tokens: Readback
+    _draws: list[_Draw]
+    _samples: PendingSamples | None  # of the draws, if there are any
 
     def drew(self, branches: list[int]) -> bool:
         """True if some of the plan's branches, by index, draw exactly one token each and nothing failed."""
@@ -99,10 +95,9 @@ class Chooser:
     ) -> PendingChoices:
         """Tokens for every branch that wants one, but for requests in `errors` and those that ended."""
         choices = Choices(errors=errors)
-        pending = PendingChoices(plan, choices, output.bad_tokens)
+        bad_tokens = Readback(output.bad_tokens)
         draws: list[_Draw] = []
         beams: list[tuple[Branch, int]] = []
-        masks: dict[int, Tensor] = {}
         for i, branch in enumerate(plan.branches):
             if branch.is_done or branch.request in errors:
                 continue
@@ -120,12 +115,11 @@ class Chooser:
                 draws.append(_Draw(branch, row, i))
             else:
                 draws.extend(_Draw(fork, row, None) for fork in job.request.branches)
-        draws = [draw for draw in draws if self._mask(draw, jobs, masks, errors)]
-        if draws:
-            pending.expect(draws, self._draw(draws, output.logits, jobs, _renumber(draws, masks)))
+        draws, masks = _masked(draws, jobs, errors)
+        samples = self._draw(draws, output.logits, jobs, masks) if draws else None
         if beams:
             _expand(beams, output.logits, jobs, choices)
-        return pending
+        return PendingChoices(plan, choices, bad_tokens, draws, samples)
 
     def record(self, branch: Branch, token: int) -> None:
         """A token was accepted: penalties count it from now on."""
@@ -138,34 +132,8 @@ class Chooser:
             self._sampler.remove(row)
             self._bound[row] = None
 
-    def _mask(
-        self,
-        draw: _Draw,
-        jobs: dict[Request, Job],
-        masks: dict[int, Tensor],
-        errors: dict[Request, KVQError],
-    ) -> bool:
-        """Ask a branch's grammar what may come; False if it failed."""
-        job = jobs[draw.branch.request]
-        matcher = job.results[job.index_of(draw.branch)].matcher
-        if matcher is None or job.request in errors:
-            return job.request not in errors
-        try:
-            masks[id(draw)] = matcher.mask()
-        except KVQError as error:
-            errors[job.request] = error
-            return False
-        except Exception as error:  # noqa: BLE001 - whatever a grammar's library raises: this request's alone
-            errors[job.request] = EngineError(f"its grammar raised {describe(error)}")
-            return False
-        return True
-
     def _draw(
-        self,
-        draws: list[_Draw],
-        logits: Tensor,
-        jobs: dict[Request, Job],
-        masks: dict[int, Tensor],
+        self, draws: list[_Draw], logits: Tensor, jobs: dict[Request, Job], masks: dict[int, Tensor]
     ) -> PendingSamples:
         rows = [draw.row for draw in draws]
         if rows != list(range(logits.shape[0])):
@@ -202,8 +170,23 @@ def _row(branch: Branch) -> int:
     return branch.row
 
 
-def _renumber(draws: list[_Draw], masks: dict[int, Tensor]) -> dict[int, Tensor]:
-    return {i: masks[id(draw)] for i, draw in enumerate(draws) if id(draw) in masks} if masks else {}
+def _masked(
+    draws: list[_Draw], jobs: dict[Request, Job], errors: dict[Request, KVQError]
+) -> tuple[list[_Draw], dict[int, Tensor]]:
+    """Draws without those whose grammars failed, and by place what the others' grammars let come."""
+    kept: list[_Draw] = []
+    masks: dict[int, Tensor] = {}
+    for draw in draws:
+        job = jobs[draw.branch.request]
+        matcher = job.results[job.index_of(draw.branch)].matcher
+        if job.request not in errors and matcher is not None:
+            try:
+                masks[len(kept)] = matcher.mask()
+            except Exception as error:  # noqa: BLE001 - whatever a grammar's library raises
+                errors[job.request] = as_known(error, "its grammar raised ")
+        if job.request not in errors:
+            kept.append(draw)
+    return kept, masks
 
 
 def _not_finite(what: str) -> NumericalError:
@@ -253,6 +236,11 @@ def _read_prompt(job: Job, rows: Tensor, end: int) -> None:
         return
     rows = rows[skipped : skipped + len(targets)]
     job.prompt_logprobs += prompt_logprobs(rows, targets.tolist(), job.params.prompt_logprobs or 0)
+
+
+def as_known(error: BaseException, what: str = "") -> KVQError:
+    """An error as who asked may be told it, on one line: ours with its own words, any other with its type."""
+    return error if isinstance(error, KVQError) else EngineError(what + describe(error))
 
 
 def describe(error: BaseException) -> str:

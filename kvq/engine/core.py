@@ -8,10 +8,9 @@ from time import perf_counter
 
 from kvq.cache.memory import held_bytes
 from kvq.engine.build import check_cache
-from kvq.engine.choose import Choices, Chooser, Token, describe
+from kvq.engine.choose import Choices, Chooser, as_known
 from kvq.engine.config import EngineConfig
-from kvq.engine.grammar import Grammar, GrammarCompiler
-from kvq.engine.here import Home
+from kvq.engine.grammar import GrammarCompiler, Matcher
 from kvq.engine.intake import Intake
 from kvq.engine.job import Job
 from kvq.engine.launch import Launcher
@@ -24,7 +23,7 @@ from kvq.engine.runner import StepOutput
 from kvq.engine.sampling import Sampler, TokenLogprobs
 from kvq.errors import EngineError, KVQError
 from kvq.models import Model
-from kvq.models.stays_here import StaysHere
+from kvq.models.stays_here import Home, StaysHere
 from kvq.scheduler import Branch, Request, StepPlan
 
 _log = logging.getLogger("kvq")
@@ -57,9 +56,7 @@ class EngineCore(StaysHere):
         )
         self._chooser = Chooser(sampler, config.max_num_seqs)
         self._jobs: dict[Request, Job] = {}
-        self.intake = Intake(
-            model, self.scheduler, max_context=self.max_context, home=self._home, clock=clock
-        )
+        self.intake = Intake(model, self.scheduler, home=self._home, clock=clock)
         self.pinning = Pinning(self.scheduler.manager)
         asks = config.async_scheduling
         self._launcher = Launcher(
@@ -72,7 +69,7 @@ class EngineCore(StaysHere):
         num_blocks = [pool.num_blocks for pool in self.scheduler.manager.pools]
         self.memory = reconcile(model, self.runner.cache, num_blocks, before)
         self.memory.report()
-        self._compiling: list[tuple[Job, Future[Grammar]]] = []
+        self._compiling: dict[Job, Future[Matcher]] = {}
         self._grammars: GrammarCompiler | None = None
         self._publisher = Publisher(model, self.scheduler)
         self._is_stepping = False
@@ -100,7 +97,7 @@ class EngineCore(StaysHere):
             self._grammars = GrammarCompiler(
                 self.model.tokenizer, self.model.geometry.vocab_size, eos_ids=sorted(self.model.end_ids)
             )
-        self._compiling.append((job, self._grammars.submit(job.params.structured, tenant=job.request.tenant)))
+        self._compiling[job] = self._grammars.submit(job.params.structured, tenant=job.request.tenant)
 
     def refuse(self, job: Job, error: KVQError) -> None:
         """End a job that was never submitted: its listener is told why."""
@@ -108,13 +105,10 @@ class EngineCore(StaysHere):
 
     def cancel(self, job: Job) -> None:
         """End a job now; nothing happens if it has ended."""
-        for entry in self._compiling:
-            if entry[0] is job:
-                entry[1].cancel()
-                self._compiling.remove(entry)
-                self._complete(job, None, "cancelled")
-                return
-        if job.request in self._jobs:
+        if (future := self._compiling.pop(job, None)) is not None:
+            future.cancel()
+            self._complete(job, None, "cancelled")
+        elif job.request in self._jobs:
             self._end(job, None, "cancelled")
 
     def on_step(self, subscriber: StepSubscriber) -> Callable[[], None]:
@@ -186,13 +180,12 @@ class EngineCore(StaysHere):
                 depth=plan.ends[-1],
                 seconds=chosen - began,
             )
-        if self._publisher.has_subscribers:
-            self._publisher.publish(
-                running,
-                seconds=self._clock() - began,
-                sampling_s=launched - ran + chosen - waited,
-                finished=self._finished,
-            )
+        self._publisher.publish(
+            running,
+            seconds=self._clock() - began,
+            sampling_s=launched - ran + chosen - waited,
+            finished=self._finished,
+        )
         return True
 
     def close(self, error: KVQError | None = None) -> None:
@@ -202,7 +195,7 @@ class EngineCore(StaysHere):
         if not self._home.is_here:  # in a forked child, what lies outside is still its parent's
             return
         self._launcher.forget()
-        for job, future in self._compiling:
+        for job, future in self._compiling.items():
             future.cancel()
             self._complete(job, error, reason)
         self._compiling.clear()
@@ -227,22 +220,20 @@ class EngineCore(StaysHere):
 
     def _begin_compiled(self) -> None:
         """Queue the jobs whose grammars are ready, end those whose grammars are refused."""
-        for entry in [entry for entry in self._compiling if entry[1].done()]:
-            self._compiling.remove(entry)
-            job, future = entry
+        for job in [job for job, future in self._compiling.items() if future.done()]:
+            future = self._compiling.pop(job)
             error = future.exception()
             if error is None:
                 self._begin(job, future.result())
             else:
-                self._complete(job, _known(error), "error")
+                self._complete(job, as_known(error), "error")
 
-    def _begin(self, job: Job, grammar: Grammar | None) -> None:
-        tokenizer = self.model.tokenizer
+    def _begin(self, job: Job, matcher: Matcher | None) -> None:
         try:
-            job.begin(tokenizer, None if grammar is None else grammar.matcher())
+            job.begin(self.model.tokenizer, matcher)
         except Exception as error:  # noqa: BLE001 - a tokenizer or a grammar: this request's alone
             _log.exception("request %s failed", job.request.id)
-            self._complete(job, _known(error), "error")
+            self._complete(job, as_known(error), "error")
             return
         self.scheduler.add(job.request, job.timing.arrival_s)
         self._jobs[job.request] = job
@@ -257,7 +248,8 @@ class EngineCore(StaysHere):
     def _settle(self, plan: StepPlan, output: StepOutput, choices: Choices, now: float) -> None:
         """Commit the step, then give everybody their tokens and end who is done."""
         bad = {i for i, branch in enumerate(plan.branches) if branch.request in choices.errors}
-        tokens = [None if i in bad else _id(choices.tokens.get(i)) for i in range(len(plan.branches))]
+        drawn = {i: token for i, (token, _) in choices.tokens.items() if i not in bad}
+        tokens = [drawn.get(i) for i in range(len(plan.branches))]
         self.scheduler.commit(plan, tokens, bad=bad, failed_swaps=output.failed_swaps)
         self.pinning.apply(now)
         for request, error in choices.errors.items():
@@ -295,12 +287,10 @@ class EngineCore(StaysHere):
         self._chooser.record(branch, token)
         try:
             ended = job.accept(job.index_of(branch), token, logprobs)
-        except KVQError as error:
-            self._fail(job, error)
-            return
         except Exception as error:  # noqa: BLE001 - a listener or a tokenizer: this request's alone
-            _log.exception("request %s failed", job.request.id)
-            self._fail(job, EngineError(describe(error)))
+            if not isinstance(error, KVQError):
+                _log.exception("request %s failed", job.request.id)
+            self._fail(job, as_known(error))
             return
         if ended:
             self._release(branch)
@@ -346,11 +336,3 @@ class EngineCore(StaysHere):
             job.deliver(output)
         except Exception:  # noqa: BLE001 - somebody else's code must not stop the others' steps
             _log.exception("the listener of request %s failed", job.request.id)
-
-
-def _id(token: Token | None) -> int | None:
-    return None if token is None else token[0]
-
-
-def _known(error: BaseException) -> KVQError:
-    return error if isinstance(error, KVQError) else EngineError(describe(error))

@@ -8,15 +8,14 @@ from functools import cached_property
 from typing import Any
 
 from kvq.engine.beam import BeamSearch
-from kvq.engine.here import Home
 from kvq.engine.job import Job, Listener
 from kvq.engine.outputs import Timing
-from kvq.engine.params import MAX_PINS, MAX_SALT, PrefixPin, SamplingParams
+from kvq.engine.params import MAX_PINS, MAX_SALT, PrefixPin, SamplingParams, check_params
 from kvq.engine.prompts import Prompt, prompt_tokens
-from kvq.engine.sampling import check_params
 from kvq.errors import RequestError
 from kvq.models import Model
 from kvq.models.prompts import check_length, longest_token
+from kvq.models.stays_here import Home
 from kvq.scheduler import Priority, Request, Scheduler
 
 _PROMPT_LOGPROB_BYTES = 64 << 20  # logits of one step that prompt log-probabilities may take
@@ -78,12 +77,9 @@ class Terms:
 class Intake:
     """Makes jobs for one engine. May be used from any thread."""
 
-    def __init__(
-        self, model: Model, scheduler: Scheduler, *, max_context: int, home: Home, clock: Callable[[], float]
-    ) -> None:
+    def __init__(self, model: Model, scheduler: Scheduler, *, home: Home, clock: Callable[[], float]) -> None:
         self._model = model
         self._scheduler = scheduler
-        self._max_context = max_context
         self._home = home
         self._clock = clock
         self._ids = itertools.count()
@@ -91,26 +87,16 @@ class Intake:
         block_bytes = [group.block_bytes for group in model.layout.groups]
         self._block_bytes = sum(block_bytes) / len(block_bytes)
 
-    def new_job(
-        self,
-        prompt: Prompt,
-        params: SamplingParams,
-        origin: Origin = Origin(),
-        *,
-        listener: Listener | None = None,
-        pins: Sequence[PrefixPin] = (),
-    ) -> Job:
+    def new_job(self, prompt: Prompt, terms: Terms = Terms(), *, listener: Listener | None = None) -> Job:
         """Check a request and prepare it; `EngineCore.submit` makes it run.
-
-        `pins`: prefixes of the prompt that shall stay cached, for its tenant or its salt only.
 
         Raises:
             RequestError: it can't be served, or can never fit.
             EngineError: this process was forked from the one that made the engine.
         """
         self._home.check()
-        tokens = self._tokens(prompt)
-        self._check(params, len(tokens), pins)
+        tokens, params, origin = self._tokens(prompt), terms.params, terms.origin
+        self._check(terms, len(tokens))
         request = Request(
             id=origin.request_id or f"request-{next(self._ids)}",
             tokens=tokens,
@@ -135,26 +121,20 @@ class Intake:
             listener=listener,
             timing=Timing(arrival_s=self._clock()),
             prompt_logprobs=None if params.prompt_logprobs is None else [None] * max(1, start),
-            pins=sorted(pins, key=lambda pin: pin.length),
+            pins=sorted(terms.pins, key=lambda pin: pin.length),
         )
         if params.beam_width is not None:
-            job.beams = BeamSearch(
-                params.beam_width,
-                params.n,
-                length_penalty=params.length_penalty,
-                early_stopping=params.early_stopping,
-                max_tokens=max_tokens,
-                end_ids=job.end_ids,
-                min_tokens=params.min_tokens,
-            )
+            job.beams = BeamSearch(params, max_tokens=max_tokens, end_ids=job.end_ids)
         return job
 
     def _tokens(self, prompt: Prompt) -> Any:
-        if isinstance(prompt, str) and len(prompt) > self._max_context:
-            check_length(prompt, self._max_context, self._longest_token)
+        most = self._scheduler.config.max_context
+        if isinstance(prompt, str) and len(prompt) > most:
+            check_length(prompt, most, self._longest_token)
         return prompt_tokens(prompt, self._model.tokenizer, self._model.geometry.vocab_size)
 
-    def _check(self, params: SamplingParams, num_tokens: int, pins: Sequence[PrefixPin]) -> None:
+    def _check(self, terms: Terms, num_tokens: int) -> None:
+        params, pins = terms.params, terms.pins
         check_params(params, self._model.geometry.vocab_size)
         start = params.prompt_logprobs_start
         if start and (params.prompt_logprobs is None or start >= num_tokens):
@@ -178,7 +158,6 @@ class Intake:
         reused = max(0, params.prompt_logprobs_start - 1)  # the token before the first one has its row
         rows = max(16, _PROMPT_LOGPROB_BYTES // (4 * self._model.geometry.vocab_size))
         return {
-            "reuse": reused > 0,
             "max_reuse": reused,
             "max_chunk": rows if num_tokens - reused > rows else None,
         }

@@ -146,32 +146,23 @@ class Job:
                 result.matcher.accept(token)
             if result.matcher is not None and result.matcher.is_finished:
                 text += result.end("stop")
-                ends = True
             elif count == self.request.max_tokens:
                 text += result.end("length")
-                ends = True
-        ends = ends or result.stream.stop is not None
-        self._tell(result, text, [token], None if logprobs is None else [logprobs], ends)
-        return ends
+        if self.listener is not None and self.streams:
+            self._tell(self.listener, result, text)
+        return result.is_done
 
-    def _tell(
-        self,
-        result: Result,
-        text: str,
-        tokens: list[int],
-        logprobs: list[TokenLogprobs] | None,
-        ends: bool,
-    ) -> None:
-        if self.listener is None or not self.streams:
-            return
+    def _tell(self, listener: Listener, result: Result, text: str) -> None:
+        """Tell of a result's last token, and of the text that came with it."""
         output = result.output
         if self.params.echo and len(output.token_ids) == 1:
             text = (self.prompt or "") + text
-        piece = self._piece(output, text, tokens, None if output.logprobs is None else logprobs, ends=ends)
+        logprobs = None if output.logprobs is None else output.logprobs[-1:]
+        piece = self._piece(output, text, output.token_ids[-1:], logprobs, ends=result.is_done)
         if output.index == 0 and len(output.token_ids) == 1:
             usage, total = self.request.usage, self.request.prompt_length
             piece.prompt = PromptUse(total=total, cached=usage.cached_tokens, pinned=self.pinned_tokens)
-        self.listener(piece)
+        listener(piece)
 
     def _piece(
         self,
@@ -195,7 +186,10 @@ class Job:
     def complete(self, now: float, error: KVQError | None, reason: FinishReason | None) -> RequestOutput:
         """The request's output. `reason`: how results ended that had not ended by themselves."""
         self.timing.e2e_s = now - self.timing.arrival_s
-        outputs = self._hypotheses() if self.beams is not None and reason is None else self._outputs(reason)
+        if self.beams is not None and reason is None:
+            outputs = [self._of_beam(i, found) for i, found in enumerate(self.beams.results())]
+        else:
+            outputs = self._outputs(reason)
         prompt = (self.prompt or "") if self.params.echo else ""
         for output in outputs:
             output.text = prompt + output.text
@@ -229,10 +223,6 @@ class Job:
             for index, output in enumerate(outputs):
                 output.index = index
         return outputs
-
-    def _hypotheses(self) -> list[CompletionOutput]:
-        assert self.beams is not None, "beam search has beams"
-        return [self._of_beam(i, found) for i, found in enumerate(self.beams.results())]
 
     def _of_beam(self, index: int, found: Hypothesis) -> CompletionOutput:
         stream = self.results[index].stream

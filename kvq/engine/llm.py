@@ -1,27 +1,20 @@
 """`kvq.LLM`: prompts in, results out, as many at a time as the pool holds."""
 
-import weakref
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
-from typing import Any, Self, cast
+from functools import partial
+from typing import Self, cast
 
-from kvq.engine.build import build
-from kvq.engine.core import EngineCore
-from kvq.engine.intake import Origin
+from kvq.engine.intake import Origin, Terms
 from kvq.engine.job import Job
-from kvq.engine.loop import EngineLoop
+from kvq.engine.loop import LoopedEngine
 from kvq.engine.outputs import Event, Piece, RequestOutput, as_piece
 from kvq.engine.params import Params, as_params, each_params
 from kvq.engine.prompts import Prompt, as_prompts
 from kvq.engine.publisher import StepSubscriber
-from kvq.formats import KVRecipe
-from kvq.models import Model
-from kvq.models.resolve import ModelSource
-from kvq.models.stays_here import StaysHere
 from kvq.scheduler import Priority
 
 
-class LLM(StaysHere):
+class LLM(LoopedEngine):
     """An engine that runs in the caller's thread.
 
         llm = kvq.LLM("tiny", kv="int4", kv_memory="1GiB")
@@ -31,32 +24,6 @@ class LLM(StaysHere):
     Requests are batched continuously: each step computes the next token of everybody who runs, and a
     part of the prompts of those who start.
     """
-
-    def __init__(
-        self,
-        model: str | Path | ModelSource | Model,
-        kv: str | KVRecipe = "auto",
-        *,
-        on_stuck: Callable[[float], object] | None = None,
-        **options: Any,
-    ) -> None:
-        """`model`: a folder, a name, or what `kvq.load` returned. Options are those of `EngineConfig`
-        and, unless the model is loaded already, of `kvq.load`.
-
-        Raises:
-            ModelError: missing, damaged or refused model.
-            ConfigError: an unknown option, or one out of range.
-            OutOfMemory: the pools don't fit.
-        """
-        loaded, config = build(model, kv, options)
-        self.core = EngineCore(loaded, config)
-        self._loop = EngineLoop(self.core, on_stuck)
-        weakref.finalize(self, self._loop.watchdog.stop)  # for those who forget to close
-
-    @property
-    def model(self) -> Model:
-        """The model that runs."""
-        return self.core.model
 
     def generate(
         self,
@@ -82,7 +49,9 @@ class LLM(StaysHere):
         origin = Origin(priority=priority, tenant=tenant, cache_salt=cache_salt)
         outputs: list[RequestOutput | None] = [None] * len(many)
         jobs = [
-            self.core.intake.new_job(prompt, chosen, origin, listener=_Keeper(outputs, i, progress))
+            self.core.intake.new_job(
+                prompt, Terms(params=chosen, origin=origin), listener=partial(_keep, outputs, i, progress)
+            )
             for i, (prompt, chosen) in enumerate(zip(many, each, strict=True))
         ]
         self._run(jobs)
@@ -104,8 +73,8 @@ class LLM(StaysHere):
             RequestError: the request can't be served, or failed while it ran.
         """
         events: list[Event] = []
-        origin = Origin(tenant=tenant, cache_salt=cache_salt)
-        job = self.core.intake.new_job(prompt, as_params(params), origin, listener=events.append)
+        terms = Terms(params=as_params(params), origin=Origin(tenant=tenant, cache_salt=cache_salt))
+        job = self.core.intake.new_job(prompt, terms, listener=events.append)
         return self._stream(job, events)
 
     def on_step(self, subscriber: StepSubscriber) -> Callable[[], None]:
@@ -155,22 +124,14 @@ class LLM(StaysHere):
             self.core.cancel(job)
 
 
-class _Keeper:
-    """Keeps a request's output at its place."""
-
-    def __init__(
-        self,
-        outputs: list[RequestOutput | None],
-        index: int,
-        progress: Callable[[int, int], object] | None,
-    ) -> None:
-        self._outputs = outputs
-        self._index = index
-        self._progress = progress
-
-    def __call__(self, event: Event) -> None:
-        if isinstance(event, RequestOutput):
-            self._outputs[self._index] = event
-            if self._progress is not None:
-                done = sum(output is not None for output in self._outputs)
-                self._progress(done, len(self._outputs))
+def _keep(
+    outputs: list[RequestOutput | None],
+    index: int,
+    progress: Callable[[int, int], object] | None,
+    event: Event,
+) -> None:
+    """Keep a request's output at its place."""
+    if isinstance(event, RequestOutput):
+        outputs[index] = event
+        if progress is not None:
+            progress(sum(output is not None for output in outputs), len(outputs))

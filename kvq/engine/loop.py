@@ -1,11 +1,19 @@
 """The loop that every engine runs in: do what was asked for, then take a step."""
 
 import queue
+import weakref
 from collections.abc import Callable
+from pathlib import Path
 from time import sleep
+from typing import Any
 
+from kvq.engine.build import build
 from kvq.engine.core import EngineCore
 from kvq.engine.watchdog import Watchdog
+from kvq.formats import KVRecipe
+from kvq.models import Model
+from kvq.models.resolve import ModelSource
+from kvq.models.stays_here import StaysHere
 
 _GRAMMAR_POLL_S = 0.002
 Command = Callable[[], object]
@@ -57,3 +65,38 @@ class EngineLoop:
     def close(self) -> None:
         """End the watchdog."""
         self.watchdog.close()
+
+
+class LoopedEngine(StaysHere):
+    """An engine and its loop: what `LLM` and `AsyncLLM` are."""
+
+    def __init__(
+        self,
+        model: str | Path | ModelSource | Model,
+        kv: str | KVRecipe = "auto",
+        *,
+        on_stuck: Callable[[float], object] | None = None,
+        **options: Any,
+    ) -> None:
+        """`model`: a folder, a name, or what `kvq.load` returned. Options are those of `EngineConfig`
+        and, unless the model is loaded already, of `kvq.load`. `on_stuck` is told, in the watchdog's thread,
+        of a step beyond its deadline.
+
+        Raises:
+            ModelError: missing, damaged or refused model.
+            ConfigError: an unknown option, or one out of range.
+            OutOfMemory: the pools don't fit.
+        """
+        loaded, config = build(model, kv, options)
+        self.core = EngineCore(loaded, config)
+        self._loop = EngineLoop(self.core, on_stuck)
+        weakref.finalize(self, self._loop.watchdog.stop)  # for those who forget to close
+        self._start()
+
+    @property
+    def model(self) -> Model:
+        """The model that runs."""
+        return self.core.model
+
+    def _start(self) -> None:
+        """Begin what runs beside it."""

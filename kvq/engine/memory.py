@@ -2,35 +2,11 @@
 
 import math
 
-import torch
-
-from kvq.cache.memory import available_bytes
 from kvq.engine.config import EngineConfig
 from kvq.errors import OutOfMemory
 from kvq.layout import KVLayout
 from kvq.sizes import binary, parse_bytes
 from kvq.sizing.pools import pool_budget, share_blocks, wanted_blocks
-
-
-def pool_blocks(
-    layout: KVLayout, config: EngineConfig, *, device: torch.device, max_context: int, activation_bytes: int
-) -> list[int]:
-    """Blocks per layer group: as configured, or as many as free memory holds and could ever be used.
-
-    `activation_bytes`: what the largest step needs beside weights and pools, as measured.
-
-    Raises:
-        ConfigError: kv_memory is not a size.
-        OutOfMemory: not one block fits.
-    """
-    return planned_blocks(
-        layout,
-        config,
-        on_gpu=device.type == "cuda",
-        max_context=max_context,
-        free_bytes=available_bytes(device),
-        activation_bytes=activation_bytes,
-    )
 
 
 def planned_blocks(
@@ -42,7 +18,10 @@ def planned_blocks(
     free_bytes: int | None,
     activation_bytes: int,
 ) -> list[int]:
-    """The same where `free_bytes` are free once the weights are loaded; None: nobody knows.
+    """Blocks per layer group: as configured, or as many as free memory holds and could ever be used.
+
+    `free_bytes`: once the weights are loaded; None: nobody knows. `activation_bytes`: what the largest step
+    needs beside weights and pools.
 
     Raises:
         ConfigError: kv_memory is not a size.

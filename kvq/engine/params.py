@@ -66,32 +66,20 @@ def flag(params: object, name: str) -> None:
         raise RequestError(f"{name} must be True or False, got {getattr(params, name)!r}")
 
 
-def _texts(params: object, name: str) -> None:
-    """Stop strings: one, or a list."""
-    stops = getattr(params, name)
-    _check_list(name, stops)
-    stops = (stops,) if isinstance(stops, str) else stops
-    if not all(isinstance(s, str) and 0 < len(s) <= MAX_STOP_CHARACTERS for s in stops):
-        raise RequestError(
-            f"{name} must be strings of 1 to {MAX_STOP_CHARACTERS} characters, "
-            f"got {getattr(params, name)!r:.200}"
-        )
-    if len(stops) > MAX_STOPS:
-        raise RequestError(f"at most {MAX_STOPS} {name} strings, got {len(stops)}")
+def _list_of(what: str, is_one: Callable[[Any], bool], noun: str = "") -> Check:
+    """A list, of so many at most; of texts, one will do as well."""
 
+    def check(params: object, name: str) -> None:
+        given = getattr(params, name)
+        if not isinstance(given, Sequence):
+            raise RequestError(f"{name} must be a list, empty for none, got {given!r:.200}")
+        items = (given,) if isinstance(given, str) else given
+        if len(items) > MAX_STOPS:
+            raise RequestError(f"at most {MAX_STOPS} {name}{noun}, got {len(items)}")
+        if not all(map(is_one, items)):
+            raise RequestError(f"{name} must be {what}, got {given!r:.200}")
 
-def _token_ids(params: object, name: str) -> None:
-    ids = getattr(params, name)
-    _check_list(name, ids)
-    if len(ids) > MAX_STOPS:
-        raise RequestError(f"{name} may be {MAX_STOPS} ids at most, got {len(ids)}")
-    if not all(_is_whole(t) and t >= 0 for t in ids):
-        raise RequestError(f"{name} must be token ids, got {ids!r:.200}")
-
-
-def _check_list(name: str, given: object) -> None:
-    if not isinstance(given, Sequence):
-        raise RequestError(f"{name} must be a list, empty for none, got {given!r:.200}")
+    return check
 
 
 def _biases(params: object, name: str) -> None:
@@ -103,6 +91,14 @@ def _biases(params: object, name: str) -> None:
     for token, value in bias.items():
         if not _is_whole(token) or token < 0 or not _is_real(value) or not -100 <= value <= 100:
             raise RequestError(f"{name} maps token ids to numbers of -100 to 100, got {token!r}: {value!r}")
+
+
+_texts = _list_of(
+    f"strings of 1 to {MAX_STOP_CHARACTERS} characters",
+    lambda given: isinstance(given, str) and 0 < len(given) <= MAX_STOP_CHARACTERS,
+    noun=" strings",
+)
+_token_ids = _list_of("token ids", lambda given: _is_whole(given) and given >= 0)
 
 
 def _structured(params: object, name: str) -> None:
@@ -243,7 +239,13 @@ def as_params(params: Params | None) -> SamplingParams:
         return params or SamplingParams()
     if not isinstance(params, Mapping):
         raise RequestError(f"params must be SamplingParams or a dict of its fields, got {params!r:.100}")
-    return sampling_params(params)
+    known = [f.name for f in fields(SamplingParams)]
+    for name in params:
+        if name not in known:
+            raise RequestError(
+                f"unknown sampling option {name!r}{nearest(name, known) or ';'} known: {known}"
+            )
+    return SamplingParams(**params)
 
 
 def each_params(params: Params | Sequence[Params] | None, count: int) -> list[SamplingParams]:
@@ -259,19 +261,22 @@ def each_params(params: Params | Sequence[Params] | None, count: int) -> list[Sa
     return [as_params(one) for one in params]
 
 
-def sampling_params(options: Mapping[str, Any]) -> SamplingParams:
-    """`SamplingParams(**options)`, with unknown names refused by a RequestError.
+def check_params(params: SamplingParams, vocab_size: int) -> None:
+    """Refuse token ids that the model can't generate.
 
     Raises:
-        RequestError: an unknown option, or one out of range.
+        RequestError: logit_bias or stop_token_ids name a token of `vocab_size` or above.
     """
-    known = [f.name for f in fields(SamplingParams)]
-    for name in options:
-        if name not in known:
+    for name, tokens in (
+        ("logit_bias", params.logit_bias or ()),
+        ("stop_token_ids", params.stop_token_ids),
+    ):
+        beyond = [token for token in tokens if token >= vocab_size]
+        if beyond:
             raise RequestError(
-                f"unknown sampling option {name!r}{nearest(name, known) or ';'} known: {known}"
+                f"{name} may name tokens 0 to {vocab_size - 1}, the model's vocabulary, got "
+                f"{', '.join(map(str, beyond[:5]))}{', ...' if len(beyond) > 5 else ''}; leave them out"
             )
-    return SamplingParams(**options)
 
 
 def _is_whole(value: object) -> bool:

@@ -3,9 +3,10 @@
 import logging
 
 from kvq.blockmgr import BlockManager
+from kvq.cache.memory import available_bytes
 from kvq.engine.config import EngineConfig
 from kvq.engine.dry_run import dry_run
-from kvq.engine.memory import pool_blocks, swap_slots
+from kvq.engine.memory import planned_blocks, swap_slots
 from kvq.engine.runner import Runner
 from kvq.models import Model
 from kvq.scheduler import MeasuredCosts, Scheduler, SchedulerConfig
@@ -23,11 +24,12 @@ def build_parts(model: Model, config: EngineConfig, max_context: int) -> tuple[S
         _log.info("measuring a step of %d tokens", config.max_num_batched_tokens)
         tried = dry_run(model, max_num_batched_tokens=config.max_num_batched_tokens, max_context=max_context)
         costs, activation_bytes = MeasuredCosts(prefill_token_s=tried.token_s), tried.activation_bytes
-    num_blocks = pool_blocks(
+    num_blocks = planned_blocks(
         layout,
         config,
-        device=device,
+        on_gpu=device.type == "cuda",
         max_context=max_context,
+        free_bytes=available_bytes(device),
         activation_bytes=activation_bytes,
     )
     host_slots = swap_slots(layout, config, num_blocks)

@@ -43,6 +43,12 @@ def prompt_tokens(prompt: Prompt, tokenizer: Any, vocab_size: int) -> "array[int
     else:
         check_token_ids(prompt, _PROMPT)
         tokens = token_array(prompt)
+    check_known(tokens, vocab_size)
+    return tokens
+
+
+def check_known(tokens: Sequence[int], vocab_size: int) -> None:
+    """Raise RequestError unless a prompt's tokens are some, and all of the vocabulary."""
     if not tokens:
         raise RequestError("the prompt is empty; give some text to go on from")
     if max(tokens) >= vocab_size:
@@ -50,4 +56,3 @@ def prompt_tokens(prompt: Prompt, tokenizer: Any, vocab_size: int) -> "array[int
             f"token id {max(tokens)} is outside the vocabulary of 0 to {vocab_size - 1}; "
             f"if a tokenizer made it, it is not this model's"
         )
-    return tokens

@@ -2,15 +2,52 @@
 
 import logging
 from collections.abc import Callable
+from time import perf_counter
+from typing import Any
+
+from torch import nn
 
 from kvq.engine.launch import Launched
-from kvq.engine.linear_time import LinearTime
 from kvq.engine.stats import StepStats
 from kvq.models import Model
 from kvq.scheduler import Scheduler
+from kvq.weights import PackedLinear
+from kvq.weights.install import GatedMLP
 
 _log = logging.getLogger("kvq")
 StepSubscriber = Callable[[StepStats], object]
+
+
+class LinearTime:
+    """Adds up the time in all Linear layers of a model on a CPU."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.seconds = 0.0
+        self._began = 0.0
+        self._hooks = []
+        fused = {
+            child for module in model.modules() if isinstance(module, GatedMLP) for child in module.children()
+        }
+        for module in model.modules():
+            if isinstance(module, nn.Linear | PackedLinear | GatedMLP) and module not in fused:
+                self._hooks.append(module.register_forward_pre_hook(self._begin))
+                self._hooks.append(module.register_forward_hook(self._end))
+
+    def take(self) -> float:
+        """The seconds since the last call."""
+        seconds, self.seconds = self.seconds, 0.0
+        return seconds
+
+    def close(self) -> None:
+        """Stop measuring."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def _begin(self, *_: Any) -> None:
+        self._began = perf_counter()
+
+    def _end(self, *_: Any) -> None:
+        self.seconds += perf_counter() - self._began
 
 
 class Publisher:
@@ -24,11 +61,6 @@ class Publisher:
         self._linear: LinearTime | None = None
         self._is_closed = False
 
-    @property
-    def has_subscribers(self) -> bool:
-        """True while anybody wants to know."""
-        return bool(self._subscribers)
-
     def subscribe(self, subscriber: StepSubscriber) -> Callable[[], None]:
         """Call `subscriber` with the stats of every step from now on. Returns a function that ends it."""
         if self._is_closed:
@@ -40,6 +72,8 @@ class Publisher:
 
     def publish(self, running: Launched, *, seconds: float, sampling_s: float, finished: int) -> None:
         """Tell of a step that took so long. A subscriber that raises is reported and dropped."""
+        if not self._subscribers:
+            return
         stats = self._stats(running, seconds, sampling_s, finished)
         for subscriber in tuple(self._subscribers):
             try:

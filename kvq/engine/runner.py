@@ -64,7 +64,7 @@ class Runner:
             layout,
             num_blocks=[count + spare for count in num_blocks],
             device=weights.device,
-            backend=model.backend,
+            backend=model.prepared.backend,
             host_slots=host_slots,
             swap_folder=swap_folder,
         )

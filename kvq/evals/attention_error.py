@@ -5,16 +5,17 @@ its own, and attends from it with the same Q: the error is the layer's own, not 
 left. K and V are also quantized one at a time, which says where the error comes from.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 from torch import Tensor
 
 from kvq.cache.backend import CacheBackend
-from kvq.evals.divergence import check_context, with_baseline
+from kvq.evals.divergence import UNWATCHED, TokenPlan, Watch, with_baseline
 from kvq.evals.side_by_side import one_by_one
-from kvq.evals.windows import spread, token_windows
+from kvq.evals.windows import spread
 from kvq.formats import KVRecipe
 from kvq.kernels import AttentionOptions, SequenceBatch
 from kvq.models import Model
@@ -60,28 +61,25 @@ class _Errors:
         return self.total / self.tokens
 
 
-@dataclass(slots=True)
-class _Other:
-    """A cache that is compared with the session's own."""
-
-    cache: CacheBackend
-    layers: dict[int, _Errors] = field(default_factory=dict)
+_Found = dict[tuple[str, int], _Errors]  # by the digest of a recipe, and layer
 
 
 class _ComparedCache:
     """A session's cache; everything written to it goes to others too, and they attend beside it."""
 
-    def __init__(self, baseline: CacheBackend, others: list[_Other]) -> None:
+    def __init__(self, baseline: CacheBackend, others: dict[str, CacheBackend]) -> None:
+        """`others`: by the digest of their recipe."""
         self._baseline = baseline
         self._others = others
+        self.found: _Found = defaultdict(_Errors)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._baseline, name)
 
     def write(self, layer: int, k: Tensor, v: Tensor, slots: Tensor) -> Tensor:
         """Store new rows everywhere."""
-        for other in self._others:
-            other.cache.write(layer, k, v, slots)
+        for other in self._others.values():
+            other.write(layer, k, v, slots)
         return self._baseline.write(layer, k, v, slots)
 
     def attend(
@@ -89,24 +87,22 @@ class _ComparedCache:
     ) -> tuple[Tensor, Tensor]:
         """The baseline's attention; how far the others are off it is kept."""
         out, lse = self._baseline.attend(layer, q, batch, options)
-        for other in self._others:
-            got, _ = other.cache.attend(layer, q, batch, options)
-            other.layers.setdefault(layer, _Errors()).update(got, out)
+        for digest, other in self._others.items():
+            self.found[digest, layer].update(other.attend(layer, q, batch, options)[0], out)
         return out, lse
 
 
 def measure_attention(
     model: Model,
-    kv: list[str | KVRecipe],
+    kv: Sequence[str | KVRecipe],
     text: str,
-    *,
-    context: int = 1024,
-    max_windows: int = 8,
-    progress: Callable[[int, int], None] = lambda done, total: None,
+    plan: TokenPlan,
+    watch: Watch = UNWATCHED,
 ) -> list[AttentionRow]:
     """Measure every format but the baseline in every layer, over windows spread over a text.
 
-    The baseline is the first unquantized format, or the weights' own type.
+    The baseline is the first unquantized format, or the weights' own type. Of the plan count its context, and
+    its windows, which are all those of the text if it names none.
 
     Raises:
         RequestError: text shorter than a window, a context beyond the model's, or K or V that are
@@ -114,19 +110,19 @@ def measure_attention(
         ConfigError: a format that is unknown, doesn't fit, or lacks its scales.
     """
     baseline, *models = with_baseline(model, kv)
-    check_context(model.prepared, context)
-    windows = spread(token_windows(model.tokenizer, text, context=context), max_windows)
-    others: dict[str, _Other] = {}  # by the digest of their recipe: int8 and k8v4 share a K
+    windows = replace(plan, max_windows=None).windows(model.prepared, text)
+    windows = spread(windows, plan.max_windows or len(windows))
+    others: dict[str, CacheBackend] = {}  # int8 and k8v4 share a K
     for one in models:
         for recipe in (one.recipe, *_halves(one.recipe, baseline.recipe)):
             if recipe.digest() not in others:
-                cache = baseline.with_kv(recipe).session(max_tokens=context).cache
-                others[recipe.digest()] = _Other(cache)
-    session = baseline.session(max_tokens=context)
-    session.cache = cast(CacheBackend, _ComparedCache(session.cache, list(others.values())))
+                others[recipe.digest()] = baseline.with_kv(recipe).session(max_tokens=plan.context).cache
+    session = baseline.session(max_tokens=plan.context)
+    compared = _ComparedCache(session.cache, others)
+    session.cache = cast(CacheBackend, compared)
     for done in one_by_one(session, windows):
-        progress(done, len(windows))
-    return [row for one in models for row in _rows(one.recipe, baseline.recipe, others)]
+        watch.progress(done, len(windows))
+    return [row for one in models for row in _rows(one.recipe, baseline.recipe, compared.found)]
 
 
 def _halves(recipe: KVRecipe, baseline: KVRecipe) -> tuple[KVRecipe, KVRecipe]:
@@ -145,18 +141,20 @@ def _halves(recipe: KVRecipe, baseline: KVRecipe) -> tuple[KVRecipe, KVRecipe]:
     )
 
 
-def _rows(recipe: KVRecipe, baseline: KVRecipe, others: dict[str, _Other]) -> list[AttentionRow]:
-    whole = others[recipe.digest()].layers
-    k_only, v_only = (others[half.digest()].layers for half in _halves(recipe, baseline))
-    return [
-        AttentionRow(
-            kv=recipe.name,
-            layer=layer,
-            tokens=whole[layer].tokens,
-            error_mean=whole[layer].mean,
-            error_max=whole[layer].largest,
-            k_error_mean=k_only[layer].mean,
-            v_error_mean=v_only[layer].mean,
+def _rows(recipe: KVRecipe, baseline: KVRecipe, found: _Found) -> list[AttentionRow]:
+    digests = [one.digest() for one in (recipe, *_halves(recipe, baseline))]
+    rows = []
+    for layer in sorted(layer for digest, layer in found if digest == digests[0]):
+        whole, k_only, v_only = (found[digest, layer] for digest in digests)
+        rows.append(
+            AttentionRow(
+                kv=recipe.name,
+                layer=layer,
+                tokens=whole.tokens,
+                error_mean=whole.mean,
+                error_max=whole.largest,
+                k_error_mean=k_only.mean,
+                v_error_mean=v_only.mean,
+            )
         )
-        for layer in sorted(whole)
-    ]
+    return rows

@@ -1,13 +1,13 @@
 """Two results side by side: what changed from one to the other."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from kvq.errors import ConfigError
 from kvq.evals.bootstrap import Z95
-from kvq.evals.gates import IDENTITIES, identity
-from kvq.evals.result_file import FIGURES, is_figure
+from kvq.evals.gates import IDENTITIES, identity, is_figure
+from kvq.evals.result_file import FIGURES
 from kvq.evals.sections import row_keys
 
 _SAME = {  # what must agree for figures to be comparable
@@ -49,12 +49,6 @@ class Comparison:
     only_in_b: list[str]
     differences: list[Difference]
 
-    def to_json(self) -> dict[str, Any]:
-        """The keys that `kvq compare --json` writes beside its rows."""
-        found = asdict(self)
-        del found["differences"]
-        return found
-
 
 def compare(a: Mapping[str, Any], b: Mapping[str, Any]) -> Comparison:
     """Compare results of one kind, row by row.
@@ -66,20 +60,19 @@ def compare(a: Mapping[str, Any], b: Mapping[str, Any]) -> Comparison:
         raise ConfigError(
             f"one result is of kvq {kind(a)}, the other of kvq {kind(b)}; compare two of a kind"
         )
-    only_a: list[str] = []
-    only_b: list[str] = []
+    only: dict[str, list[str]] = {"a": [], "b": []}
     differences: list[Difference] = []
-    for section in _section_keys(a, b):
+    for section in dict.fromkeys([*_keys(a), *_keys(b)]):
         rows_a, rows_b = (_by_identity(_rows(one, section)) for one in (a, b))
-        only_a += _only(section, rows_a, rows_b)
-        only_b += _only(section, rows_b, rows_a)
+        only["a"] += _only(section, rows_a, rows_b)
+        only["b"] += _only(section, rows_b, rows_a)
         for key in rows_a:
             if key in rows_b:
                 differences += _differences(section, rows_a[key], rows_b[key])
     return Comparison(
         warnings=_warnings(a, b),
-        only_in_a=list(dict.fromkeys(only_a)),
-        only_in_b=list(dict.fromkeys(only_b)),
+        only_in_a=list(dict.fromkeys(only["a"])),
+        only_in_b=list(dict.fromkeys(only["b"])),
         differences=differences,
     )
 
@@ -87,11 +80,6 @@ def compare(a: Mapping[str, Any], b: Mapping[str, Any]) -> Comparison:
 def kind(result: Mapping[str, Any]) -> str:
     """The command that a result is of."""
     return "eval" if "tasks" in result else "perplexity"
-
-
-def _section_keys(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
-    """Of either, in order."""
-    return list(dict.fromkeys([*_keys(a), *_keys(b)]))
 
 
 def _keys(result: Mapping[str, Any]) -> list[str]:
@@ -167,12 +155,10 @@ def _warnings(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
     for key, words in _PLANS.items():
         if key in a and key in b and a[key] != b[key]:
             found.append(f"{words}: {a[key]} against {b[key]}")
-    tokens = [one["rows"][0].get("tokens") for one in (a, b)]
-    if tokens[0] != tokens[1]:
-        found.append(f"the numbers of predicted tokens differ: {tokens[0]} against {tokens[1]}")
-    bases = [_baseline(one) for one in (a, b)]
-    if bases[0] != bases[1]:
-        found.append(f"the baselines differ: {bases[0]} against {bases[1]}")
+    first = [one["rows"][0] for one in (a, b)]
+    for key, words in (("tokens", "the numbers of predicted tokens differ"), ("kv", "the baselines differ")):
+        if first[0].get(key) != first[1].get(key):
+            found.append(f"{words}: {first[0].get(key)} against {first[1].get(key)}")
     return found
 
 
@@ -180,7 +166,3 @@ def _shown(key: str, result: Mapping[str, Any]) -> str:
     if not key.endswith("_digest"):
         return str(result.get(key))
     return f"{result.get(key.removesuffix('_digest'))} ({str(result.get(key))[:12]})"
-
-
-def _baseline(result: Mapping[str, Any]) -> str:
-    return str(result["rows"][0]["kv"])

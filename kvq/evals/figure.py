@@ -21,6 +21,7 @@ _SUFFIXES = (".svg", ".png", ".pdf")
 _BLACK = "#000000"  # what matplotlib draws frames and ticks in
 _LONGEST = 36  # characters of a name
 _TITLE_WIDTH = 15  # characters an inch, of small letters
+_DPI = 160  # of .png files
 _LINE = 0.17  # inches between lines of a legend
 
 
@@ -31,8 +32,8 @@ def check_plot_path(path: str | Path) -> None:
     require(f"the plot {path}", PLOTS)
 
 
-def figure_class() -> Any:
-    """matplotlib's Figure, which needs no display.
+def new_figure(width: float, height: float) -> Any:
+    """An empty figure, in inches, whose parts make room for each other; it needs no display.
 
     Raises:
         ConfigError: matplotlib is not installed.
@@ -40,12 +41,7 @@ def figure_class() -> Any:
     require("a plot", PLOTS)
     from matplotlib.figure import Figure
 
-    return Figure
-
-
-def new_figure(width: float, height: float) -> Any:
-    """An empty figure, in inches, whose parts make room for each other."""
-    return figure_class()(figsize=(width, height), layout="constrained")
+    return Figure(figsize=(width, height), layout="constrained")
 
 
 def write_figure(path: str | Path, make: Callable[..., Any], *given: Any) -> None:
@@ -57,7 +53,7 @@ def write_figure(path: str | Path, make: Callable[..., Any], *given: Any) -> Non
     check_plot_path(path)
     image = io.BytesIO()
     try:
-        _save(make(*given), image, format=Path(path).suffix[1:], dpi=160)
+        _save(make(*given), image, Path(path).suffix[1:])
     except Exception as error:  # whatever matplotlib makes of it
         raise EngineError(f"can't draw {path}: {first_lines(error)}") from error
     fileio.write_bytes(path, image.getvalue())
@@ -80,17 +76,17 @@ def drawing(make: Callable[..., Any], *given: Any) -> str:
 def svg_of(figure: Any) -> str:
     """A figure as SVG text for a page: labels apart, no background, black drawn in the page's colour."""
     text = io.StringIO()
-    _save(figure, text, format="svg", transparent=True)
+    _save(figure, text, "svg", is_transparent=True)
     svg = text.getvalue()
     return svg[svg.index("<svg") :].replace(_BLACK, "currentColor")
 
 
-def _save(figure: Any, to: IO[Any], **options: Any) -> None:
+def _save(figure: Any, to: IO[Any], form: str, *, is_transparent: bool = False) -> None:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Glyph ", UserWarning)  # of a name's letters: drawn as boxes
         draw_literally(figure)
         settle(figure)
-        figure.savefig(to, **options)
+        figure.savefig(to, format=form, dpi=_DPI, transparent=is_transparent)
 
 
 def finish(axes: Any, x: str, y: str) -> None:
@@ -101,11 +97,10 @@ def finish(axes: Any, x: str, y: str) -> None:
     axes.set_ylabel(y, fontsize=8)
     axes.tick_params(labelsize=8)
     for axis in (axes.xaxis, axes.yaxis):
-        if isinstance(
-            axis.get_major_formatter(), ScalarFormatter
-        ):  # no factor beside the axis, under its name
-            axis.get_major_formatter().set_scientific(False)
-            axis.get_major_formatter().set_useOffset(False)
+        ticks = axis.get_major_formatter()
+        if isinstance(ticks, ScalarFormatter):  # no factor beside the axis, under its name
+            ticks.set_scientific(False)
+            ticks.set_useOffset(False)
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
 

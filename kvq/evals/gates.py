@@ -12,21 +12,21 @@ every task that has it and `lm_eval:TASK.acc` of one; `acc,FILTER` is of one fil
 the baseline.
 """
 
+import itertools
 import math
 import operator
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 from kvq.errors import ConfigError, nearest
 
 _OPERATORS: dict[str, Callable[[float, float], bool]] = {
-    "<=": operator.le,
-    ">=": operator.ge,
-    "<": operator.lt,
-    ">": operator.gt,
+    **{"<=": operator.le, ">=": operator.ge},
+    **{"<": operator.lt, ">": operator.gt},
 }
+_LARGEST = 1e300  # of any figure; the difference of two is finite, too
 _NUMBER = r"[+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?"
 _GATE = re.compile(
     r"\s*(?:(?P<kv>(?!\s*lm_eval:)[^:<>=]+):)?\s*(?:(?P<task>lm_eval:[^<>=\s]+|[a-z_]\w*)\.)?"
@@ -50,6 +50,7 @@ _UNITS: dict[str, dict[str, float]] = {  # by the beginning of a figure's name; 
     "tokens": {"tokens": 1.0},
 }
 IDENTITIES = ("attention_window", "task", "metric", "filter", "length", "depth", "layer")  # and the format
+_FROM_BASE = "_change"  # behind the name of lm-eval's metric: less the baseline's value
 _EXAMPLES = (
     "kl_mean<0.01, perplexity_change<=1%, int4:top1_agreement>0.9, needle.retrieved>=0.95, "
     "lm_eval:TASK.acc>=0.6"
@@ -75,10 +76,8 @@ class Gate:
         return f"{value / self.scale:.6g}{'' if self.unit in ('', '%', 'x') else ' '}{self.unit}"
 
     def holds(self, value: object) -> bool:
-        """True if a value keeps the limit; NaN, None and what is no number never do."""
-        if not isinstance(value, int | float) or isinstance(value, bool) or math.isnan(value):
-            return False
-        return _OPERATORS[self.operator](value, self.limit)
+        """True if a value keeps the limit; what is no number never does."""
+        return is_figure(value) and _OPERATORS[self.operator](value, self.limit)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -178,14 +177,13 @@ def check_gate(
         raise ConfigError(
             f"--gate {gate.text!r}: there is no task {gate.task!r}{hint} {', '.join(figures)} are run"
         )
-    tasks = figures if gate.task is None else [gate.task]
-    found = [task for task in tasks if gate.figure in figures[task]]
+    tasks = figures if gate.task is None else {gate.task: figures[gate.task]}
+    found = [task for task, names in tasks.items() if gate.figure in names]
     if not found:
-        known = list(dict.fromkeys(name for task in tasks for name in figures[task]))
-        hint = nearest(gate.figure, known) or ";"
+        known = list(dict.fromkeys(itertools.chain(*tasks.values())))
         raise ConfigError(
-            f"--gate {gate.text!r}: no task that is run measures {gate.figure!r}{hint} "
-            f"there are {', '.join(known)}"
+            f"--gate {gate.text!r}: no task that is run measures {gate.figure!r}"
+            f"{nearest(gate.figure, known) or ';'} there are {', '.join(known)}"
         )
     if gate.filter is not None and not found[0].startswith("lm_eval"):
         raise ConfigError(f"--gate {gate.text!r}: {gate.figure} has no filters; leave out ,{gate.filter}")
@@ -195,13 +193,13 @@ def check_gate(
 def failures(gate: Gate, rows: Sequence[Mapping[str, Any]], formats: Mapping[str, bool]) -> list[GateFailure]:
     """The rows that break a gate. `rows`: of its task; `formats`: as for `check_gate`."""
     kvs = [kv for kv, quantized in formats.items() if (quantized if gate.kv is None else kv == gate.kv)]
-    concerned = [row for row in rows if row["kv"] in kvs]
+    concerned = [(row, figure(row, gate.figure)) for row in rows if row["kv"] in kvs]
     if not concerned:
         return [missing(gate, "not measured")]
     return [
-        GateFailure(kv=row["kv"], where=identity(row), value=_number(figure(row, gate.figure)))
-        for row in concerned
-        if not gate.holds(figure(row, gate.figure))
+        GateFailure(kv=row["kv"], where=identity(row), value=value if is_figure(value) else None)
+        for row, value in concerned
+        if not gate.holds(value)
     ]
 
 
@@ -228,7 +226,41 @@ def identity(row: Mapping[str, Any]) -> str:
     )
 
 
-def _number(value: object) -> float | None:
-    if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
-        return float(value)
-    return None
+def is_figure(value: object) -> TypeGuard[float]:
+    """True for a number that can be compared; NaN and infinities are none."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and -_LARGEST <= value <= _LARGEST
+
+
+def metric_figures(metrics: Sequence[str]) -> list[str]:
+    """What gates may name of lm-eval's metrics."""
+    return [figure for metric in metrics for figure in (metric, metric + _FROM_BASE)]
+
+
+def changes(rows: Sequence[Mapping[str, Any]]) -> list[float | None]:
+    """What each row of lm-eval's has more than the first format's, where both are numbers."""
+    found = []
+    for row in rows:
+        base = next(one["value"] for one in rows if _place(one) == _place(row))
+        known = base is not None and row["value"] is not None
+        found.append(row["value"] - base if known else None)
+    return found
+
+
+def metric_rows(rows: Sequence[Mapping[str, Any]], gate: Gate) -> list[dict[str, Any]]:
+    """Those of lm-eval's rows that a gate concerns, with its figure by name.
+
+    A task that lacks the metric is not among them, unless the gate names the task: then it fails.
+    """
+    task = (gate.task or "").partition(":")[2]
+    metric = gate.figure
+    found = []
+    for row, change in zip(rows, changes(rows), strict=True):
+        if metric not in (row["metric"], row["metric"] + _FROM_BASE):
+            continue
+        if task in ("", row["task"]) and gate.filter in (None, row["filter"]):
+            found.append({**row, metric: row["value"] if metric == row["metric"] else change})
+    return found
+
+
+def _place(row: Mapping[str, Any]) -> tuple[str, str, str]:
+    return row["task"], row["metric"], row["filter"]

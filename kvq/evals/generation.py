@@ -1,7 +1,7 @@
 """How long greedy generation over quantized KV stays token for token what it is over unquantized KV."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,7 +10,7 @@ from kvq.engine import LLM, SamplingParams
 from kvq.engine.build import check_cache
 from kvq.errors import RequestError
 from kvq.evals.bootstrap import Bootstrap, Interval, share_interval
-from kvq.evals.divergence import Keep, with_baseline
+from kvq.evals.divergence import UNWATCHED, Watch, with_baseline
 from kvq.evals.windows import spread, token_windows
 from kvq.formats import KVRecipe
 from kvq.models import Model
@@ -76,13 +76,11 @@ def cut_prompts(model: PreparedModel, text: str, plan: GenerationPlan) -> list[l
 
 def measure_generation(
     model: Model,
-    kv: list[str | KVRecipe],
+    kv: Sequence[str | KVRecipe],
     text: str,
-    *,
-    plan: GenerationPlan | None = None,
+    plan: GenerationPlan = GenerationPlan(),
     bootstrap: Bootstrap | None = None,
-    progress: Callable[[int, int], None] = lambda done, total: None,
-    keep: Keep = lambda make: None,
+    watch: Watch = UNWATCHED,
 ) -> list[GenerationRow]:
     """Continue pieces of a text greedily by the engine in every format; the baseline's row is first.
 
@@ -93,7 +91,7 @@ def measure_generation(
             logits that are not finite.
         ConfigError: a format that is unknown, doesn't fit, or lacks its scales.
     """
-    plan, bootstrap = plan or GenerationPlan(), bootstrap or Bootstrap()
+    bootstrap = bootstrap or Bootstrap()
     models = with_baseline(model, kv)
     prompts = cut_prompts(model.prepared, text, plan)
     total = len(models) * len(prompts)
@@ -102,11 +100,11 @@ def measure_generation(
     for index, one in enumerate(models):
         began = time.perf_counter()
         done = index * len(prompts)
-        got = _continuations(one, prompts, plan, lambda n, _, done=done: progress(done + n, total))
+        got = _continuations(one, prompts, plan, lambda n, _, done=done: watch.progress(done + n, total))
         seconds = time.perf_counter() - began
         expected = expected or got
         rows.append(_row(one.recipe.name, expected, got, seconds, bootstrap))
-        keep(rows.copy)
+        watch.keep(rows.copy)
     return rows
 
 

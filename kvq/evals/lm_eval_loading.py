@@ -1,17 +1,39 @@
-"""Finding and reading lm-eval's tasks, whose files, functions and data are others' work."""
+"""Finding and reading lm-eval's tasks, whose files, functions and data are others' work.
+
+lm-eval is imported when tasks are looked for.
+"""
 
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
+from dataclasses import dataclass
 from functools import partialmethod
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from kvq.errors import ConfigError, RequestError, first_lines, nearest
 
 _SUFFIXES = (".yaml", ".yml")
 
 Loaded = tuple[str, dict[str, Any]]  # what was asked for, what lm-eval's TaskManager makes of it
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LMEvalPlan:
+    """How tasks are run."""
+
+    include_path: str | Path | None = None  # a folder with more task files
+    limit: int | None = None  # samples of each task, the first ones
+    num_fewshot: int | None = None  # examples before each question, where a task does not fix them
+    apply_chat_template: bool = False
+    seed: int = 1234  # lm-eval's own; of examples and of tasks that sample
+
+    def __post_init__(self) -> None:
+        if self.limit is not None and self.limit < 1:
+            raise RequestError(f"limit must be at least 1 sample, got {self.limit}")
+        if self.num_fewshot is not None and self.num_fewshot < 0:
+            raise RequestError(f"num_fewshot must be at least 0, got {self.num_fewshot}")
 
 
 def load_tasks(tasks: Sequence[str], *, include_path: str | Path | None = None) -> list[Loaded]:
@@ -56,13 +78,9 @@ def quiet_bars() -> Iterator[None]:
     """No bars of lm-eval's, which can't be told; what it and its tasks print goes to standard error."""
     from tqdm import tqdm
 
-    shown = tqdm.__init__
-    tqdm.__init__ = partialmethod(shown, disable=True)
-    try:
-        with redirect_stdout(sys.stderr):
-            yield
-    finally:
-        tqdm.__init__ = shown
+    silent = partialmethod(tqdm.__init__, disable=True)
+    with patch.object(tqdm, "__init__", silent), redirect_stdout(sys.stderr):
+        yield
 
 
 @contextmanager

@@ -12,11 +12,12 @@ imports lm-eval: pip install 'kvq-toolkit[eval]'.
 """
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvq.engine import LLM, SamplingParams
 from kvq.errors import ConfigError, RequestError
+from kvq.evals.divergence import UNWATCHED, Progress
 from kvq.evals.scoring import generate, score_continuations
 from kvq.extras import LM_EVAL, install_command, require
 from kvq.models import Model
@@ -37,7 +38,6 @@ except ImportError as error:
 
 _log = logging.getLogger("kvq")
 
-Progress = Callable[[int, int], object]  # (requests done, requests in all), of one kind of request
 _SAMPLING = ("top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "seed")
 _WITHOUT_EFFECT = ("use_cache", "pad_token_id", "eos_token_id", "do_sample", "temperature")
 
@@ -50,6 +50,11 @@ class KvqLM(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
     """
 
     backend = "causal"
+    # Properties of lm-eval's class, here plain values.
+    device: Any = None
+    tokenizer_name = ""
+    eot_token_id: int | None = None
+    prefix_token_id = -1
 
     def __init__(
         self,
@@ -62,14 +67,14 @@ class KvqLM(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
         chat_template_args: Mapping[str, Any] | None = None,
         think_end_token: str | None = None,
         seed: int = 1234,
-        progress: Progress = lambda done, total: None,
     ) -> None:
         """`llm`: an engine, or a model to make one over.
 
-        `max_length`: tokens of context, by default the engine's. `max_gen_toks`: for tasks that say
-        nothing. `add_bos_token`: None does what the tokenizer does. `prefix_token_id`: stands before
-        texts without a context; by default BOS, else EOS. `chat_template_args`: for the chat template.
-        `think_end_token`: answers begin behind it. `seed`: of tasks that sample.
+        `max_length`: tokens of context, by default the engine's; one more may be scored, which is predicted
+        only. `max_gen_toks`: for tasks that say nothing. `add_bos_token`: None does what the tokenizer does.
+        `prefix_token_id`: stands before texts without a context; by default BOS, else EOS.
+        `chat_template_args`: for the chat template. `think_end_token`: answers begin behind it. `seed`: of
+        tasks that sample.
 
         Raises:
             ConfigError: a length that the engine can't hold, or no token to stand before a text.
@@ -80,49 +85,24 @@ class KvqLM(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
         most = self.llm.core.max_context
         if max_length is not None and not 1 <= max_length <= most:
             raise ConfigError(f"max_length must be 1 to {most}, the engine's context, got {max_length}")
-        self._max_length = max_length or most
-        self._max_gen_toks = max_gen_toks
+        self.max_length = max_length or most
+        self.max_gen_toks = max_gen_toks
         self.add_bos_token = add_bos_token
-        self._prefix_token_id = _first_known(
-            prefix_token_id, self.tokenizer.bos_token_id, self.tokenizer.eos_token_id
-        )
+        self.eot_token_id = self.tokenizer.eos_token_id
+        known = (prefix_token_id, self.tokenizer.bos_token_id, self.eot_token_id)
+        self.prefix_token_id = next((token for token in known if token is not None), -1)
+        if self.prefix_token_id < 0:
+            raise ConfigError("the tokenizer has neither a BOS nor an EOS token; give prefix_token_id")
+        self.device = self.llm.model.weights.device
+        self.tokenizer_name = str(self.tokenizer.name_or_path).replace(
+            "/", "__"
+        )  # of requests that are cached
+        self.progress: Progress = UNWATCHED.progress
         self._chat_template_args = dict(chat_template_args or {})
         self._think_end_token = think_end_token
         self._seed = seed
-        self.progress = progress
 
     # What lm-eval asks of a model
-
-    @property
-    def eot_token_id(self) -> int | None:
-        """The token that ends a text; None if the tokenizer has none."""
-        token: int | None = self.tokenizer.eos_token_id
-        return token
-
-    @property
-    def prefix_token_id(self) -> int:
-        """The token that stands before texts without a context."""
-        return self._prefix_token_id
-
-    @property
-    def max_length(self) -> int:
-        """Tokens of context. One more may be scored, which is predicted only."""
-        return self._max_length
-
-    @property
-    def max_gen_toks(self) -> int:
-        """Tokens to generate, for tasks that say nothing."""
-        return self._max_gen_toks
-
-    @property
-    def device(self) -> Any:
-        """Where the model runs."""
-        return self.llm.model.weights.device
-
-    @property
-    def tokenizer_name(self) -> str:
-        """What tells tokenizers apart in lm-eval's caches of requests."""
-        return str(self.tokenizer.name_or_path).replace("/", "__")
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
         """Token ids, special ones as the tokenizer adds them unless told otherwise; never a second BOS.
@@ -153,19 +133,20 @@ class KvqLM(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
         """
         import jinja2
 
+        spoken = [message for message in chat_history if message["role"] != "system"]
         try:
             return self._apply_template(chat_history, add_generation_prompt)
         except jinja2.exceptions.TemplateError as error:
-            turns = [message for message in chat_history if message["role"] != "system"]
-            if len(turns) == len(chat_history):
-                raise RequestError(f"the chat template refuses a conversation: {error}") from error
+            refused = error
+        if len(spoken) < len(chat_history):
             _log.warning(
-                "the chat template refuses a conversation (%s); leaving out its system message", error
+                "the chat template refuses a conversation (%s); leaving out its system message", refused
             )
-        try:
-            return self._apply_template(turns, add_generation_prompt)
-        except jinja2.exceptions.TemplateError as error:
-            raise RequestError(f"the chat template refuses a conversation: {error}") from error
+            try:
+                return self._apply_template(spoken, add_generation_prompt)
+            except jinja2.exceptions.TemplateError as error:
+                refused = error
+        raise RequestError(f"the chat template refuses a conversation: {refused}") from refused
 
     def loglikelihood(self, requests: Sequence[Any], disable_tqdm: bool = True) -> list[tuple[float, bool]]:
         """Log-probability in nats of each continuation after its context, and whether it is greedy.
@@ -233,8 +214,7 @@ class KvqLM(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
             prompts.append(ids[count - self.max_length :])
             params.append(self._sampling_params(kwargs, until, count, len(prompts[-1]), index))
             stops.append(until)
-        if num_cut:
-            _log.warning("%d of %d contexts lost tokens from the left", num_cut, len(requests))
+        _warn_of_cuts(num_cut, len(requests))
         texts = [""] * len(requests)
         order = sorted(range(len(requests)), key=prompts.__getitem__)  # those that share a prefix in a row
         outputs = generate(
@@ -283,8 +263,7 @@ class KvqLM(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
                 )
             num_cut += len(context) > room
             pairs.append((context[-room:] or [self.prefix_token_id], continuation))
-        if num_cut:
-            _log.warning("%d of %d contexts lost tokens from the left", num_cut, len(requests))
+        _warn_of_cuts(num_cut, len(requests))
         answers = [
             (score.logprob, score.is_greedy)
             for score in score_continuations(self.llm, pairs, progress=self.progress)
@@ -329,8 +308,6 @@ class KvqLM(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
         )
 
 
-def _first_known(*tokens: int | None) -> int:
-    for token in tokens:
-        if token is not None:
-            return int(token)
-    raise ConfigError("the tokenizer has neither a BOS nor an EOS token; give prefix_token_id")
+def _warn_of_cuts(number: int, requests: int) -> None:
+    if number:
+        _log.warning("%d of %d contexts lost tokens from the left", number, requests)

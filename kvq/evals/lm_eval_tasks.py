@@ -19,19 +19,18 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 from kvq.engine import LLM
 from kvq.errors import KVQError, RequestError, first_lines
-from kvq.evals.divergence import Keep
-from kvq.evals.lm_eval_loading import Loaded, load_tasks, quiet_bars
+from kvq.evals.divergence import UNWATCHED, Progress, Watch
+from kvq.evals.lm_eval_loading import LMEvalPlan, Loaded, load_tasks, quiet_bars
 from kvq.evals.lm_eval_model import KvqLM
 from kvq.models import Model
 
 _BOOTSTRAPS = 1000  # resamples, of metrics whose standard error has no formula
-
-Progress = Callable[[str, str, int, int], object]  # (kv, task, requests done, requests in all)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,34 +48,17 @@ class TaskRow:
     seconds: float  # of all that was run for the task that was asked for
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LMEvalPlan:
-    """How tasks are run."""
-
-    include_path: str | Path | None = None  # a folder with more task files
-    limit: int | None = None  # samples of each task, the first ones
-    num_fewshot: int | None = None  # examples before each question, where a task does not fix them
-    apply_chat_template: bool = False
-    seed: int = 1234  # lm-eval's own; of examples and of tasks that sample
-
-    def __post_init__(self) -> None:
-        if self.limit is not None and self.limit < 1:
-            raise RequestError(f"limit must be at least 1 sample, got {self.limit}")
-        if self.num_fewshot is not None and self.num_fewshot < 0:
-            raise RequestError(f"num_fewshot must be at least 0, got {self.num_fewshot}")
-
-
 def run_tasks(
     models: Mapping[str, LLM | KvqLM],
     tasks: Sequence[str],
     plan: LMEvalPlan | None = None,
     *,
-    progress: Progress = lambda kv, task, done, total: None,
+    progress: Callable[[str, str, int, int], None] = lambda kv, task, done, total: None,
 ) -> list[TaskRow]:
     """Rows for every KV format, task and metric, in the order of tasks, then formats.
 
     `models`: engines by the name of their format, or `KvqLM`s with options of their own. All tasks are loaded
-    before any is run.
+    before any is run. `progress` hears of format, task, requests done and requests in all.
 
     Raises:
         RequestError: a task that is unknown, broken, out of reach, or fails.
@@ -88,7 +70,10 @@ def run_tasks(
     lms = {kv: one if isinstance(one, KvqLM) else KvqLM(one, seed=plan.seed) for kv, one in models.items()}
     loaded = load_tasks(tasks, include_path=plan.include_path)
     return [
-        row for one in loaded for kv, lm in lms.items() for row in run_loaded(lm, kv, one, plan, progress)
+        row
+        for one in loaded
+        for kv, lm in lms.items()
+        for row in run_loaded(lm, kv, one, plan, partial(progress, kv, one[0]))
     ]
 
 
@@ -98,8 +83,7 @@ def measure_tasks(
     plan: LMEvalPlan,
     *,
     kv_memory: int | str | None = None,
-    progress: Progress = lambda kv, task, done, total: None,
-    keep: Keep = lambda make: None,
+    watch: Watch = UNWATCHED,
 ) -> list[TaskRow]:
     """Rows of tasks that `load_tasks` returned, for every format, task and metric in this order.
 
@@ -119,11 +103,11 @@ def measure_tasks(
             for one in loaded:
                 if one[0] in void:
                     continue
-                found = run_loaded(lm, model.recipe.name, one, plan, progress)
+                found = run_loaded(lm, model.recipe.name, one, plan, watch.progress)
                 if model is models[0] and not model.recipe.is_quantized and _found_nothing(found):
                     void.add(one[0])
                 rows += found
-                keep(rows.copy)
+                watch.keep(rows.copy)
     return rows
 
 
@@ -148,9 +132,8 @@ def _found_nothing(rows: Sequence[TaskRow]) -> bool:
 
 def run_loaded(lm: KvqLM, kv: str, loaded: Loaded, plan: LMEvalPlan, progress: Progress) -> list[TaskRow]:
     """Rows of one task, or group, over one format. Examples are drawn anew, the same for every format."""
-    name, spec = loaded
-    _set_fewshot(spec, plan)
-    lm.progress = lambda done, total: progress(kv, name, done, total)
+    _set_fewshot(loaded[1], plan)
+    lm.progress = progress
     began = time.perf_counter()
     results = _evaluate(lm, loaded, plan)
     return _rows(kv, results, time.perf_counter() - began)
@@ -174,10 +157,8 @@ def _evaluate(lm: KvqLM, loaded: Loaded, plan: LMEvalPlan) -> dict[str, Any]:
     from lm_eval import evaluate
 
     name, spec = loaded
-    before = os.environ.get("DISABLE_MULTIPROC")
-    os.environ["DISABLE_MULTIPROC"] = "1"  # lm-eval would fork this process to resample
-    try:
-        with quiet_bars():
+    try:  # lm-eval would fork this process to resample
+        with quiet_bars(), patch.dict(os.environ, DISABLE_MULTIPROC="1"):
             results: dict[str, Any] = evaluate(
                 lm,
                 spec,
@@ -191,11 +172,6 @@ def _evaluate(lm: KvqLM, loaded: Loaded, plan: LMEvalPlan) -> dict[str, Any]:
         raise RequestError(f"the task {name}: {error}") from error
     except Exception as error:  # a task's functions and metrics are others' work
         raise RequestError(f"the task {name} failed: {type(error).__name__}: {first_lines(error)}") from error
-    finally:
-        if before is None:
-            del os.environ["DISABLE_MULTIPROC"]
-        else:
-            os.environ["DISABLE_MULTIPROC"] = before
     return results
 
 

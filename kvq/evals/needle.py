@@ -8,18 +8,16 @@ beside the one asked for, as in Hsieh et al., "RULER", 2024.
 
 import itertools
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from kvq.errors import RequestError
 from kvq.evals.bootstrap import wilson_interval
-from kvq.evals.divergence import Keep
+from kvq.evals.divergence import UNWATCHED, Watch
 from kvq.evals.needle_prompts import SENTENCE, NeedlePrompt, NeedlePrompts
 from kvq.formats import KVRecipe
 from kvq.models import Model, Session
 from kvq.models.prepared import PreparedModel
-
-Progress = Callable[[int, int], None]  # (prompts answered, prompts in all), every format counted
 
 LENGTHS = (512, 1024, 2048, 4096)  # tokens
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
@@ -37,6 +35,16 @@ class NeedlePlan:
     distractors: int = 0  # needles with other keys, and other values, anywhere
     chunk: int = 512  # tokens per prefill step
     seed: int = 0
+
+    def __post_init__(self) -> None:
+        if (self.lengths is not None and not len(self.lengths)) or not len(self.depths):
+            raise RequestError("a needle grid needs at least one length and one depth")
+        for depth in self.depths:
+            if not 0 <= depth <= 1:  # NaN too
+                raise RequestError(f"a depth must be a share of the haystack, 0 to 1, got {depth}")
+        for name in ("trials", "chunk"):
+            if getattr(self, name) < 1:
+                raise RequestError(f"{name} must be at least 1, got {getattr(self, name)}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,26 +76,33 @@ class NeedleSummary:
 
 @dataclass(kw_only=True, slots=True)
 class _Score:
+    """What came of a cell so far."""
+
+    kv: str
+    length: int
+    depth: float
     trials: int = 0
     hits: int = 0
     right: int = 0
     tokens: int = 0
     seconds: float = 0.0
 
-    def take(self, given: list[int], answer: list[int], seconds: float) -> None:
+    def ask(self, session: Session, prompt: NeedlePrompt, chunk: int) -> None:
         """Add up one answer."""
+        began = time.perf_counter()
+        given = _answer(session, prompt, chunk)
+        self.seconds += time.perf_counter() - began
         self.trials += 1
-        self.hits += given == answer
-        self.right += sum(a == b for a, b in zip(given, answer, strict=True))
-        self.tokens += len(answer)
-        self.seconds += seconds
+        self.hits += given == prompt.answer
+        self.right += sum(a == b for a, b in zip(given, prompt.answer, strict=True))
+        self.tokens += len(prompt.answer)
 
-    def row(self, kv: str, length: int, depth: float) -> NeedleRow:
-        """What it says of a cell."""
+    def row(self) -> NeedleRow:
+        """What it says."""
         return NeedleRow(
-            kv=kv,
-            length=length,
-            depth=depth,
+            kv=self.kv,
+            length=self.length,
+            depth=self.depth,
             trials=self.trials,
             hits=self.hits,
             retrieved=self.hits / self.trials,
@@ -100,14 +115,12 @@ def measure_needle(
     model: Model,
     kv: str | Sequence[str | KVRecipe],
     text: str,
-    plan: NeedlePlan | None = None,
-    *,
-    progress: Progress = lambda done, total: None,
-    keep: Keep = lambda make: None,
+    plan: NeedlePlan = NeedlePlan(),
+    watch: Watch = UNWATCHED,
 ) -> list[NeedleRow]:
     """Measure how often formats find a needle, for every format, length and depth in this order.
 
-    `keep` is told how to make the rows of what was asked so far. The first format is asked first. Where it is
+    `watch` hears of prompts answered, every format counted. The first format is asked first. Where it is
     unquantized and finds nothing in `VOID_AFTER` prompts, all over the grid, the test is void: no more is
     asked, and its rows alone come back.
 
@@ -119,21 +132,27 @@ def measure_needle(
     names: list[str | KVRecipe] = [kv] if isinstance(kv, str | KVRecipe) else list(kv)
     if not names:
         raise RequestError("no KV format was named; try fp32,int8,int4")
-    plan = plan or NeedlePlan()
     prompts, sizes = needle_prompts(model.prepared, text, plan)
     models = [model.with_kv(name) for name in names]
+    sessions = [one.session(max_tokens=max(sizes)) for one in models]
     grid = list(itertools.product(range(plan.trials), sizes, dict.fromkeys(plan.depths)))
-    asking = _Asking(models, prompts, plan.chunk, max(sizes), progress, len(grid) * len(models))
-    for count, place in enumerate(grid, start=1):
-        asking.ask([0], *place)
-        keep(asking.rows)
-        if count >= VOID_AFTER and not models[0].recipe.is_quantized and not asking.has_hits:
-            return asking.rows()
-    if len(models) > 1 and (models[0].recipe.is_quantized or asking.has_hits):
-        for place in grid:
-            asking.ask(range(1, len(models)), *place)
-            keep(asking.rows)
-    return asking.rows()
+    asked = [(0, *place) for place in grid]
+    asked += [(which, *place) for place in grid for which in range(1, len(models))]
+    scores: dict[tuple[int, int, float], _Score] = {}
+
+    def rows() -> list[NeedleRow]:
+        return [scores[key].row() for key in sorted(scores, key=lambda key: key[0])]
+
+    for done, (which, trial, length, depth) in enumerate(asked, start=1):
+        new = _Score(kv=models[which].recipe.name, length=length, depth=depth)
+        score = scores.setdefault((which, length, depth), new)
+        score.ask(sessions[which], prompts.make(length=length, depth=depth, trial=trial), plan.chunk)
+        watch.progress(done, len(asked))
+        watch.keep(rows)
+        is_void = not models[0].recipe.is_quantized and not any(one.hits for one in scores.values())
+        if done in (VOID_AFTER, len(grid)) and is_void:
+            break
+    return rows()
 
 
 def void_reason(rows: Sequence[NeedleRow]) -> str | None:
@@ -144,51 +163,6 @@ def void_reason(rows: Sequence[NeedleRow]) -> str | None:
     return f"{rows[0].kv} found nothing in {asked} prompts, so other formats have nothing to lose"
 
 
-class _Asking:
-    """Prompts, asked of sessions, and what came of them."""
-
-    def __init__(
-        self,
-        models: list[Model],
-        prompts: NeedlePrompts,
-        chunk: int,
-        longest: int,
-        progress: Progress,
-        total: int,
-    ) -> None:
-        self._models = models
-        self._sessions = [model.session(max_tokens=longest) for model in models]
-        self._prompts = prompts
-        self._chunk = chunk
-        self._progress = progress
-        self._total = total
-        self._done = 0
-        self._cells: dict[tuple[int, int, float], _Score] = {}
-
-    @property
-    def has_hits(self) -> bool:
-        """True if anything was found so far."""
-        return any(score.hits for score in self._cells.values())
-
-    def ask(self, which: Iterable[int], trial: int, length: int, depth: float) -> None:
-        """One prompt of some formats."""
-        prompt = self._prompts.make(length=length, depth=depth, trial=trial)
-        for index in which:
-            score = self._cells.setdefault((index, length, depth), _Score())
-            start = time.perf_counter()
-            given = _answer(self._sessions[index], prompt, self._chunk)
-            score.take(given, prompt.answer, time.perf_counter() - start)
-            self._done += 1
-            self._progress(self._done, self._total)
-
-    def rows(self) -> list[NeedleRow]:
-        """Of every format, length and depth that was asked, in this order."""
-        return [
-            score.row(self._models[which].recipe.name, length, depth)
-            for (which, length, depth), score in sorted(self._cells.items(), key=lambda item: item[0][0])
-        ]
-
-
 def needle_prompts(model: PreparedModel, text: str, plan: NeedlePlan) -> tuple[NeedlePrompts, list[int]]:
     """What makes the prompts of a plan, and its lengths.
 
@@ -196,7 +170,11 @@ def needle_prompts(model: PreparedModel, text: str, plan: NeedlePlan) -> tuple[N
         RequestError: as `measure_needle` does.
     """
     limit = model.max_context
-    _check(plan, limit)
+    for length in plan.lengths or ():
+        if not 1 <= length <= limit:
+            raise RequestError(
+                f"a length of {length} tokens was asked for; this model takes 1 to {limit}, answer included"
+            )
     prompts = NeedlePrompts(
         model.tokenizer,
         text,
@@ -236,22 +214,6 @@ def summarize_needle(rows: Iterable[NeedleRow]) -> list[NeedleSummary]:
             )
         )
     return summaries
-
-
-def _check(plan: NeedlePlan, limit: int) -> None:
-    if (plan.lengths is not None and not len(plan.lengths)) or not len(plan.depths):
-        raise RequestError("a needle grid needs at least one length and one depth")
-    for length in plan.lengths or ():
-        if not 1 <= length <= limit:
-            raise RequestError(
-                f"a length of {length} tokens was asked for; this model takes 1 to {limit}, answer included"
-            )
-    for depth in plan.depths:
-        if not 0 <= depth <= 1:  # NaN too
-            raise RequestError(f"a depth must be a share of the haystack, 0 to 1, got {depth}")
-    for name, count in (("trials", plan.trials), ("chunk", plan.chunk)):
-        if count < 1:
-            raise RequestError(f"{name} must be at least 1, got {count}")
 
 
 def _answer(session: Session, prompt: NeedlePrompt, chunk: int) -> list[int]:

@@ -1,13 +1,13 @@
 """Perplexity, KL divergence and top-1 agreement of KV formats, over the path that serves."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Unpack
 
 import numpy as np
 
 from kvq.errors import RequestError
-from kvq.evals.divergence import INSTRUMENT_WINDOW, Keep, MeasureKeywords, TokenFigures, measure_tokens
+from kvq.evals.divergence import INSTRUMENT_WINDOW, UNWATCHED, TokenFigures, TokenPlan, Watch, measure_tokens
 from kvq.formats import KVRecipe
 from kvq.models import Model
 
@@ -36,22 +36,13 @@ class PerplexityRow:
 
 def measure_perplexity(
     model: Model,
-    kv: str | list[str | KVRecipe],
+    kv: str | Sequence[str | KVRecipe],
     text: str,
-    *,
-    keep: Keep = lambda make: None,
-    **options: Unpack[MeasureKeywords],
+    plan: TokenPlan,
+    watch: Watch = UNWATCHED,
 ) -> list[PerplexityRow]:
-    """Measure formats against the first unquantized one among them.
-
-    Options are the fields of `kvq.evals.divergence.TokenPlan` and progress. `keep` is told how to make
-    the rows of what was measured so far.
-
-    Raises:
-        RequestError: text shorter than a window, or a context beyond the model's.
-        ConfigError: a format that is unknown, doesn't fit, or lacks its scales.
-    """
-    return _rows(measure_tokens(model, kv, text, keep=lambda make: keep(lambda: _rows(make())), **options))
+    """Measure formats against the first unquantized one among them; see `measure_tokens`."""
+    return _rows(measure_tokens(model, kv, text, plan, watch.through(_rows)))
 
 
 def _rows(figures: list[TokenFigures]) -> list[PerplexityRow]:
@@ -91,7 +82,7 @@ def size_figures(model: Model) -> dict[str, float]:
     }
 
 
-def instrument_check(rows: list[PerplexityRow]) -> dict[str, object]:
+def instrument_check(rows: Sequence[PerplexityRow]) -> dict[str, object]:
     """Say whether the model and text of these rows can see damage; see `measure_tokens`.
 
     Returns JSON: the relative changes with a short window and with 2-bit KV, the limit, and `passed`.

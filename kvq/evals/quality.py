@@ -1,12 +1,14 @@
 """What one format costs in quality: over the text, by context depth, by difficulty, with intervals."""
 
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Unpack
+from functools import partial
+from typing import Any
 
 import numpy as np
 
 from kvq.evals.bootstrap import Bootstrap, Floats, Interval, verdict
-from kvq.evals.divergence import Keep, MeasureKeywords, TokenFigures, measure_tokens
+from kvq.evals.divergence import UNWATCHED, TokenFigures, TokenPlan, Watch, measure_tokens
 from kvq.evals.perplexity import PerplexityRow, perplexity_row
 from kvq.formats import KVRecipe
 from kvq.models import Model
@@ -70,51 +72,49 @@ class QualityRow(PerplexityRow):
 
 def measure_quality(
     model: Model,
-    kv: str | list[str | KVRecipe],
+    kv: str | Sequence[str | KVRecipe],
     text: str,
-    *,
+    plan: TokenPlan,
     bootstrap: Bootstrap | None = None,
-    keep: Keep = lambda make: None,
-    **options: Unpack[MeasureKeywords],
+    watch: Watch = UNWATCHED,
 ) -> list[QualityRow]:
     """Measure formats against the first unquantized one among them; every window is a document.
 
-    Options are those of `measure_perplexity`. `keep` is told how to make the rows of what
-    was measured so far.
-
-    Raises:
-        RequestError: text shorter than a window, or a context beyond the model's.
-        ConfigError: a format that is unknown, doesn't fit, or lacks its scales.
+    See `measure_tokens`.
     """
     drawing = bootstrap or Bootstrap()
 
     def rows(figures: list[TokenFigures]) -> list[QualityRow]:
         return [quality_row(one, figures[0], drawing) for one in figures]
 
-    return rows(measure_tokens(model, kv, text, keep=lambda make: keep(lambda: rows(make())), **options))
+    return rows(measure_tokens(model, kv, text, plan, watch.through(rows)))
 
 
 def quality_row(figures: TokenFigures, baseline: TokenFigures, bootstrap: Bootstrap) -> QualityRow:
     """Everything that is said of one format."""
-    kl = figures.kl.astype(np.float64).ravel()
-    median, p99 = np.quantile(kl, (0.5, 0.99))
+    median, p99 = np.quantile(figures.kl.astype(np.float64), (0.5, 0.99))
+    part = partial(_part, figures, baseline, bootstrap)
+    shares = part(slice(None))
     whole = perplexity_row(figures, baseline)
-    intervals = _intervals(figures, baseline, bootstrap)
-    documents = len(figures.nll)
-    words = "baseline" if figures is baseline else ""
+    change, documents = shares["intervals"].perplexity_change, len(figures.nll)
     return QualityRow(
         **asdict(whole),
         kl_median=float(median),
         kl_p99=float(p99),
         top5_agreement=_mean(figures.top5),
         documents=documents,
-        verdict=words or verdict(whole.perplexity_change, intervals.perplexity_change, documents),
-        intervals=intervals,
-        by_depth=[_depth_row(figures, baseline, bootstrap, span) for span in depths(figures.nll.shape[1])],
-        by_difficulty=[
-            _difficulty_row(figures, baseline, bootstrap, number, chosen)
-            for number, chosen in enumerate(quarters(_document_means(baseline.nll)), start=1)
+        verdict="baseline" if figures is baseline else verdict(whole.perplexity_change, change, documents),
+        intervals=shares["intervals"],
+        by_depth=[
+            DepthRow(
+                first_depth=first,
+                last_depth=last,
+                top5_agreement=_mean(figures.top5[:, first - 1 : last]),  # column i was predicted from i + 1
+                **part((slice(None), slice(first - 1, last))),
+            )
+            for first, last in depths(figures.nll.shape[1])
         ],
+        by_difficulty=_by_difficulty(figures, baseline, part),
     )
 
 
@@ -133,56 +133,38 @@ def quarters(losses: Floats) -> list[Floats]:
     return list(np.array_split(np.argsort(losses, kind="stable"), QUARTERS))
 
 
-def _depth_row(
-    figures: TokenFigures, baseline: TokenFigures, bootstrap: Bootstrap, span: tuple[int, int]
-) -> DepthRow:
-    columns = slice(span[0] - 1, span[1])  # column i was predicted from i + 1 tokens
-    part = (slice(None), columns)
-    return DepthRow(
-        first_depth=span[0],
-        last_depth=span[1],
-        tokens=figures.nll[part].size,
-        perplexity_change=_change(figures, baseline, part),
-        kl_mean=_mean(figures.kl[part]),
-        top1_agreement=_mean(figures.top1[part]),
-        top5_agreement=_mean(figures.top5[part]),
-        intervals=_intervals(figures, baseline, bootstrap, part),
+def _by_difficulty(
+    figures: TokenFigures, baseline: TokenFigures, part: Callable[[Any], dict[str, Any]]
+) -> list[DifficultyRow]:
+    losses = _document_means(baseline.nll)
+    return [
+        DifficultyRow(
+            quarter=quarter,
+            documents=len(chosen),
+            lowest_loss=float(losses[chosen].min()),
+            highest_loss=float(losses[chosen].max()),
+            perplexity=float(np.exp(_mean(figures.nll[chosen]))),
+            **part(chosen),
+        )
+        for quarter, chosen in enumerate(quarters(losses), start=1)
+    ]
+
+
+def _part(figures: TokenFigures, baseline: TokenFigures, bootstrap: Bootstrap, part: Any) -> dict[str, Any]:
+    """The fields that a row of some documents or columns shares with those of all."""
+    nll, base, kl, top1 = (x[part] for x in (figures.nll, baseline.nll, figures.kl, figures.top1))
+    intervals = Intervals(
+        perplexity_change=bootstrap.interval(np.expm1, _document_means(nll) - _document_means(base)),
+        kl_mean=bootstrap.interval(lambda mean: mean, _document_means(kl)),
+        top1_agreement=bootstrap.interval(lambda mean: mean, _document_means(top1)),
     )
-
-
-def _difficulty_row(
-    figures: TokenFigures, baseline: TokenFigures, bootstrap: Bootstrap, quarter: int, chosen: Floats
-) -> DifficultyRow:
-    losses = _document_means(baseline.nll)[chosen]
-    return DifficultyRow(
-        quarter=quarter,
-        documents=len(chosen),
-        tokens=figures.nll[chosen].size,
-        lowest_loss=float(losses.min()),
-        highest_loss=float(losses.max()),
-        perplexity=float(np.exp(_mean(figures.nll[chosen]))),
-        perplexity_change=_change(figures, baseline, chosen),
-        kl_mean=_mean(figures.kl[chosen]),
-        top1_agreement=_mean(figures.top1[chosen]),
-        intervals=_intervals(figures, baseline, bootstrap, chosen),
-    )
-
-
-def _intervals(
-    figures: TokenFigures, baseline: TokenFigures, bootstrap: Bootstrap, part: Any = slice(None)
-) -> Intervals:
-    """Of documents as rows, or a part of them or of their columns."""
-    nll, base = _document_means(figures.nll[part]), _document_means(baseline.nll[part])
-    return Intervals(
-        perplexity_change=bootstrap.interval(lambda difference: np.expm1(difference), nll - base),
-        kl_mean=bootstrap.interval(lambda mean: mean, _document_means(figures.kl[part])),
-        top1_agreement=bootstrap.interval(lambda mean: mean, _document_means(figures.top1[part])),
-    )
-
-
-def _change(figures: TokenFigures, baseline: TokenFigures, part: Any) -> float:
-    """Relative change of perplexity over a part of the tokens."""
-    return float(np.expm1(_mean(figures.nll[part]) - _mean(baseline.nll[part])))
+    return {
+        "tokens": nll.size,
+        "perplexity_change": float(np.expm1(_mean(nll) - _mean(base))),
+        "kl_mean": _mean(kl),
+        "top1_agreement": _mean(top1),
+        "intervals": intervals,
+    }
 
 
 def _mean(values: Any) -> float:

@@ -6,17 +6,18 @@ from pathlib import Path
 from typing import Any
 
 from kvq import fileio
-from kvq.evals.eval_plots import (
+from kvq.evals.columns import Columns, table
+from kvq.evals.figure import drawing
+from kvq.evals.page import html_table, origin, page
+from kvq.evals.plot import (
     attention_plot,
     difficulty_plot,
     divergence_plot,
     generation_plot,
     needle_plot,
+    perplexity_figure,
 )
-from kvq.evals.figure import drawing
-from kvq.evals.page import html_table, origin, page
-from kvq.evals.plot import svg_plot
-from kvq.evals.sections import sections, size_cells
+from kvq.evals.sections import outcomes, sections
 from kvq.sizes import binary
 
 _PLOTS: dict[str, Callable[[list[dict[str, Any]]], Any]] = {  # section -> its plot, drawn above the table
@@ -34,8 +35,13 @@ _HOW_TO_READ = (
     "of tokens with the same likeliest successor are against the first unquantized format of the table. "
     "Other models lose more or less: measure your own with <code>kvq perplexity --model PATH</code>.</p>"
 )
-_HEADS = ("KV format", "bits / element", "bytes / token", "vs bf16", "perplexity", "change", "KL mean",
-          "KL 99.9%", "same top token", "seconds")  # fmt: skip
+_TOOK: Columns = {
+    "names": ("evaluation", ", ".join),
+    "seconds": ("seconds", ",.1f"),
+    "peak_bytes": ("peak memory", binary),
+    "grown_bytes": ("grown by", binary),
+    "device_peak_bytes": ("on the GPU", binary),
+}
 
 
 def write_report(path: str | Path, result: dict[str, Any], samples: dict[str, str] | None = None) -> None:
@@ -50,31 +56,29 @@ def render(result: dict[str, Any], samples: dict[str, str]) -> str:
     first = rows[0]
     measured = f", {first['tokens']:,} predicted tokens" if "tokens" in first else ""
     documents = f", {first['documents']} documents" if "documents" in first else ""
+    drawn = ""
+    if "resamples" in result:
+        drawn = f" Intervals are at 95%, from {result['resamples']:,} resamples of documents."
     parts = [
         f"<h1>What KV formats save and cost: {escape(result['model'])}</h1>",
         _verdicts(rows) if is_eval else f"<p>{_summary(rows)}</p>",
         f'<p class="small">On {escape(result["text"])}{measured} (windows of {result["context"]}'
         f"{documents}). {escape(result['device'])}, {escape(result['date'])}. Against {escape(first['kv'])}; "
         f"every token went through kvq's own write-then-read path: quantized into "
-        f"blocks first, attended from there.{_intervals(result)}</p>",
-        _checks(result),
-        *(_sections(result) if is_eval else [svg_plot(result), _table(rows)]),
+        f"blocks first, attended from there.{drawn}</p>",
+        *(f'<p class="{"good" if ok else "bad"}">{escape(line)}</p>' for ok, line in outcomes(result)),
+        "" if is_eval else drawing(perplexity_figure, result),
+        *_sections(result),
         _samples(samples),
-        _took(result) if is_eval else _HOW_TO_READ,
+        "<h2>What it took</h2>" + html_table(*table(result["tasks"], _TOOK)) if is_eval else _HOW_TO_READ,
         origin(result),
         _digests(result),
     ]
     return page(f"kvq: {result['model']}", parts)
 
 
-def _intervals(result: dict[str, Any]) -> str:
-    if "resamples" not in result:
-        return ""
-    return f" Intervals are at 95%, from {result['resamples']:,} resamples of documents."
-
-
 def _sections(result: dict[str, Any]) -> list[str]:
-    """The tables of an evaluation, some of them under a plot."""
+    """The tables, some of them under a plot."""
     parts = []
     for section in sections(result):
         parts.append(f"<h2>{escape(section.title)}</h2>")
@@ -106,54 +110,6 @@ def _summary(rows: list[dict[str, Any]]) -> str:
     )
 
 
-def _checks(result: dict[str, Any]) -> str:
-    lines = []
-    if check := result.get("instrument"):
-        lines.append(
-            _mark(check["passed"], "instrument")
-            + f": perplexity changes by {check['window_change']:+.1%} with attention cut to "
-            f"{check['window_tokens']} tokens and by {check['int2_change']:+.1%} with "
-            f"{escape(check['int2_format'])}; both must reach {check['limit']:+.0%}"
-            + ("" if check["passed"] else "; do not trust small differences")
-        )
-    lines += [
-        _mark(False, f"{name} is void") + f": {escape(reason)}"
-        for name, reason in result.get("void", {}).items()
-    ]
-    for gate in result.get("gates", []):
-        broken = "; ".join(one["told"] for one in gate["failures"])
-        lines.append(
-            _mark(gate["passed"], f"gate {gate['gate']}") + (f" by {escape(broken)}" if broken else "")
-        )
-    return "".join(f"<p>{line}</p>" for line in lines)
-
-
-def _mark(passed: bool, what: str) -> str:
-    mark, word = ("good", "passed") if passed else ("bad", "failed")
-    return f'{escape(what)} <span class="{mark}">{word}</span>'
-
-
-def _table(rows: list[dict[str, Any]]) -> str:
-    return "<h2>All figures</h2>" + html_table(_HEADS, map(row_cells, rows))
-
-
-def row_cells(row: dict[str, Any]) -> list[str]:
-    """One row of a perplexity result as text cells, in the order of the tables."""
-    label = row["kv"]
-    if row["attention_window"]:
-        label += f", {row['attention_window']}-token window"
-    return [
-        label,
-        *size_cells(row)[1:],
-        f"{row['perplexity']:.3f}",
-        f"{row['perplexity_change']:+.3%}",
-        f"{row['kl_mean']:.6f}",
-        f"{row['kl_p999']:.4f}",
-        f"{row['top1_agreement']:.2%}",
-        f"{row['seconds']:.1f}",
-    ]
-
-
 def _samples(samples: dict[str, str]) -> str:
     if not samples:
         return ""
@@ -165,21 +121,6 @@ def _samples(samples: dict[str, str]) -> str:
         f"model: read for differences between the columns, not for sense.</p>"
         f'<div class="pair">{boxes}</div>'
     )
-
-
-def _took(result: dict[str, Any]) -> str:
-    cells = [
-        [
-            ", ".join(task["names"]),
-            f"{task['seconds']:,.1f}",
-            binary(task["peak_bytes"]),
-            binary(task["grown_bytes"]),
-            "-" if task["device_peak_bytes"] is None else binary(task["device_peak_bytes"]),
-        ]
-        for task in result["tasks"]
-    ]
-    heads = ("evaluation", "seconds", "peak memory", "grown by", "on the GPU")
-    return "<h2>What it took</h2>" + html_table(heads, cells)
 
 
 def _digests(result: dict[str, Any]) -> str:

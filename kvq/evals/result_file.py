@@ -2,11 +2,12 @@
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any, get_args
 
 from kvq import strict_json
+from kvq.arguments import fits
 from kvq.errors import ConfigError, first_lines
-from kvq.evals.gates import IDENTITIES
+from kvq.evals.gates import IDENTITIES, is_figure
 from kvq.evals.sections import row_keys
 
 SIZES = ("bits_per_element", "kv_bytes_per_token", "compression")  # in every row, measured or not
@@ -20,12 +21,25 @@ FIGURES = {  # section of a result -> what is compared of its rows; every number
     "needle": ("retrieved", "token_accuracy"),
     "lm_eval": ("value",),
 }
-_TEXTS = ("kvq_version", "date", "device", "command", "model", "model_digest", "text", "text_digest")
-_REQUIRED = (*_TEXTS, "context", "versions")
-_MORE_TEXTS = ("commit", "held_out", "held_out_digest")
-_MORE_NUMBERS = ("seed", "resamples")
+_REQUIRED = {
+    **dict.fromkeys(("kvq_version", "date", "device", "command", "model", "model_digest", "text"), str),
+    **{"text_digest": str, "context": int, "versions": dict},
+}
+_FIELDS: dict[str, Any] = {
+    **_REQUIRED,
+    **dict.fromkeys(("commit", "held_out", "held_out_digest"), str | None),
+    **dict.fromkeys(("seed", "resamples"), int | None),
+    **{"complete": bool | None, "tasks": list | None},
+}
+_ROW: dict[str, Any] = {
+    **{"kv": str, "tokens": int | None, "intervals": dict | None},
+    **dict.fromkeys(IDENTITIES, str | float | None),
+}
+_WORDS: dict[Any, str] = {
+    **{str: "a text", int: "a whole number", float: "a number", bool: "true or false"},
+    **{dict: "an object", list: "a list", type(None): "null"},
+}
 _MAX_TEXT = 10_000  # characters
-_LARGEST = 1e300  # of any figure; the difference of two is finite, too
 
 
 def read_result(path: str | Path) -> dict[str, Any]:
@@ -43,7 +57,7 @@ def read_result(path: str | Path) -> dict[str, Any]:
     if not isinstance(result, dict) or not isinstance(result.get("rows"), list):
         raise ConfigError(f"{path} is no result of kvq: it is no JSON object with rows")
     rows = result["rows"]
-    if not (set(_REQUIRED) <= set(result) and rows and all(_has_sizes(row) for row in rows)):
+    if not (_REQUIRED.keys() <= result.keys() and rows and all(_has_sizes(row) for row in rows)):
         told = f" (its command: {result['command']!s:.200})" if result.get("command") else ""
         raise ConfigError(f"{path} is no result of kvq perplexity or kvq eval{told}; write one with --json")
     try:
@@ -53,65 +67,41 @@ def read_result(path: str | Path) -> dict[str, Any]:
     return result
 
 
-def is_figure(value: object) -> TypeGuard[float]:
-    """True for a number that can be compared."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and -_LARGEST <= value <= _LARGEST
-
-
 class _Misfit(Exception):
     """A field that is not as kvq writes it."""
-
-
-def _need(holds: bool, field: str, wanted: str) -> None:
-    if not holds:
-        raise _Misfit(f"{field} must be {wanted}")
 
 
 def _has_sizes(row: object) -> bool:
     return isinstance(row, dict) and set(SIZES) <= set(row)
 
 
-def _is_text(value: object) -> bool:
-    return isinstance(value, str) and len(value) <= _MAX_TEXT
-
-
-def _is_whole(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+def _need(value: object, hint: Any, field: str) -> None:
+    """Raise _Misfit unless a value is of a type, and of a size that can be shown and compared."""
+    is_whole = len(value) <= _MAX_TEXT if isinstance(value, str) else True
+    if not (fits(value, hint) and is_whole and (not isinstance(value, float) or is_figure(value))):
+        words = " or ".join(_WORDS[kind] for kind in get_args(hint) or (hint,))
+        raise _Misfit(
+            f"{field} must be {words}" + ("" if is_whole else f" of at most {_MAX_TEXT} characters")
+        )
 
 
 def _check(result: Mapping[str, Any]) -> None:
-    for name in _TEXTS:
-        _need(_is_text(result[name]), name, f"a text of at most {_MAX_TEXT} characters")
-    for name in _MORE_TEXTS:
-        _need(result.get(name) is None or _is_text(result[name]), name, "a text or null")
-    for name in _MORE_NUMBERS:
-        _need(result.get(name) is None or _is_whole(result[name]), name, "a whole number or null")
-    _need(_is_whole(result["context"]), "context", "a whole number of tokens")
-    _need(isinstance(result["versions"], dict), "versions", "an object")
-    _need(isinstance(result.get("complete", True), bool), "complete", "true or false")
-    tasks = result.get("tasks", [])
-    _need(isinstance(tasks, list), "tasks", "a list")
-    for index, task in enumerate(tasks):
-        _need(isinstance(task, dict) and _is_text(task.get("key")), f"tasks[{index}]", "an object with a key")
+    for name, hint in _FIELDS.items():
+        _need(result.get(name), hint, name)
+    for index, task in enumerate(result.get("tasks") or []):
+        if not isinstance(task, dict) or not isinstance(task.get("key"), str):
+            raise _Misfit(f"tasks[{index}] must be an object with a key")
     for key in dict.fromkeys(["rows", *row_keys(result)]):
-        rows = result.get(key)
-        _need(isinstance(rows, list), key, "a list of rows, as the tasks say")
-        for index, row in enumerate(rows or []):
+        _need(result.get(key), list, key)
+        for index, row in enumerate(result[key]):
             _check_row(f"{key}[{index}]", row, (*SIZES, *QUALITY) if key == "rows" else FIGURES.get(key, ()))
 
 
 def _check_row(where: str, row: Any, figures: Iterable[str]) -> None:
-    _need(isinstance(row, dict), where, "an object")
-    _need(_is_text(row.get("kv")), f"{where}.kv", "a text")
-    for name in IDENTITIES:
-        value = row.get(name)
-        _need(value is None or _is_text(value) or is_figure(value), f"{where}.{name}", "a text or a number")
-    for name in figures:
-        _need(row.get(name) is None or is_figure(row[name]), f"{where}.{name}", "a number or null")
-    tokens = row.get("tokens")
-    _need(tokens is None or _is_whole(tokens), f"{where}.tokens", "a whole number")
-    intervals = row.get("intervals") or {}
-    _need(isinstance(intervals, dict), f"{where}.intervals", "an object")
-    for name, span in intervals.items():
-        is_span = isinstance(span, list) and len(span) == 2 and all(map(is_figure, span))
-        _need(span is None or is_span, f"{where}.intervals.{name:.40}", "two numbers or null")
+    _need(row, dict, where)
+    for name, hint in (_ROW | dict.fromkeys(figures, float | None)).items():
+        _need(row.get(name), hint, f"{where}.{name}")
+    for name, span in (row.get("intervals") or {}).items():
+        _need(span, list | None, f"{where}.intervals.{name:.40}")
+        for bound in () if span is None else span if len(span) == 2 else [None]:
+            _need(bound, float, f"{where}.intervals.{name:.40}")

@@ -7,6 +7,7 @@ import platform
 import shlex
 import subprocess
 import sys
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -17,11 +18,10 @@ from kvq import fileio
 from kvq.version import __version__
 
 
-def envelope(command: list[str], device: torch.device, rows: list[Any], **more: object) -> dict[str, Any]:
-    """Return the JSON object of a measuring command.
-
-    `rows` are dicts or dataclasses. `more` adds keys beside the promised ones.
-    """
+def envelope(
+    command: list[str], device: torch.device, rows: Sequence[Any], facts: Mapping[str, object] | None = None
+) -> dict[str, Any]:
+    """The JSON object of a measuring command: `rows` are dicts or dataclasses, `facts` further keys."""
     return {
         "kvq_version": __version__,
         "commit": source_commit(),
@@ -29,23 +29,18 @@ def envelope(command: list[str], device: torch.device, rows: list[Any], **more: 
         "device": describe_device(device),
         "versions": versions(),
         "command": shlex.join(_without_secrets(command)),
-        **more,
+        **(facts or {}),
         "rows": [dataclasses.asdict(r) if dataclasses.is_dataclass(r) else r for r in rows],  # type: ignore[arg-type]
     }
 
 
 def _without_secrets(command: list[str]) -> list[str]:
     """The command line with the value of --token left out."""
-    shown, hide = [], False
-    for word in command:
-        if hide:
-            shown.append("***")
-        elif word.startswith("--token="):
-            shown.append("--token=***")
-        else:
-            shown.append(word)
-        hide = word == "--token"
-    return shown
+    before = ["", *command]
+    return [
+        "***" if last == "--token" else "--token=***" if word.startswith("--token=") else word
+        for last, word in zip(before, command, strict=False)
+    ]
 
 
 def write_json(path: str | Path, result: dict[str, Any]) -> None:

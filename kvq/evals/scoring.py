@@ -1,19 +1,20 @@
 """How likely continuations are after their contexts, many at a time on one engine."""
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
 from kvq.blockmgr import Sequence as BlockSequence
 from kvq.engine import LLM, RequestOutput, SamplingParams
 from kvq.errors import KVQError, RequestError
+from kvq.evals.divergence import UNWATCHED, Progress
 from kvq.models import Model, Session
 
-Progress = Callable[[int, int], object]  # (done, in all)
 Tokens = Sequence[int]
 
 _WAVE_TOKENS = 1 << 20  # prompt tokens of requests that are kept at once, results included
+_SCORED = SamplingParams(max_tokens=1, prompt_logprobs=0, prompt_logprobs_start=0, ignore_eos=True)
 _LOGITS_BYTES = 64 << 20  # of one chunk's logits
 
 
@@ -26,7 +27,7 @@ class Score:
 
 
 def score_continuations(
-    llm: LLM, pairs: Sequence[tuple[Tokens, Tokens]], *, progress: Progress = lambda done, total: None
+    llm: LLM, pairs: Sequence[tuple[Tokens, Tokens]], *, progress: Progress = UNWATCHED.progress
 ) -> list[Score]:
     """Score (context, continuation) pairs of token ids, neither of them empty, in their order.
 
@@ -49,7 +50,7 @@ def score_continuations(
         outputs = generate(
             llm,
             [[*pairs[i][0], *pairs[i][1]] for i in wave],
-            [_params(len(pairs[i][0])) for i in wave],
+            [replace(_SCORED, prompt_logprobs_start=len(pairs[i][0])) for i in wave],
             progress=lambda done, _, before=before: progress(before + done, len(pairs)),  # type: ignore[misc]
         )
         for i, output in zip(wave, outputs, strict=True):
@@ -66,7 +67,7 @@ def generate(
     prompts: Sequence[Tokens],
     params: Sequence[SamplingParams],
     *,
-    progress: Progress = lambda done, total: None,
+    progress: Progress = UNWATCHED.progress,
 ) -> list[RequestOutput]:
     """`llm.generate`, where no request may fail.
 
@@ -99,10 +100,6 @@ def _check(index: int, context: Tokens, continuation: Tokens, max_context: int) 
 
 def _length(pair: tuple[Tokens, Tokens]) -> int:
     return len(pair[0]) + len(pair[1])
-
-
-def _params(start: int) -> SamplingParams:
-    return SamplingParams(max_tokens=1, prompt_logprobs=0, prompt_logprobs_start=start, ignore_eos=True)
 
 
 def _waves(order: Sequence[int], lengths: Sequence[int]) -> Iterator[list[int]]:

@@ -5,11 +5,20 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvq.evals.bootstrap import FEWEST_DOCUMENTS
-from kvq.evals.metrics import changes
+from kvq.evals.columns import SIZES, Columns, span, table
+from kvq.evals.gates import changes
 
 Row = dict[str, Any]
 _KEYS = {"needle": ("needle_summary", "needle")}  # of a task that puts rows under more than one
 _RUN_KEYS = ("seconds", "intervals")  # of a row, not of what it measured
+_KV: Columns = {"kv": ("kv", "")}
+_SECONDS: Columns = {"seconds": ("seconds", ".1f")}
+_PERPLEXITY: Columns = {
+    **_KV,
+    **SIZES,
+    "perplexity": ("perplexity", ".3f"),
+    "perplexity_change": ("change", "+.3%"),
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -24,8 +33,11 @@ class Section:
 
 
 def sections(result: dict[str, Any]) -> Iterator[Section]:
-    """Every table that a result of `kvq eval` has figures for."""
+    """Every table that a result of `kvq eval` has figures for; the one of `kvq perplexity`."""
     rows: list[Row] = result["rows"]
+    if "tasks" not in result:
+        yield _plain_perplexity(rows)
+        return
     if "perplexity" in rows[0]:
         yield _perplexity(rows)
         yield _divergence(rows)
@@ -33,12 +45,32 @@ def sections(result: dict[str, Any]) -> Iterator[Section]:
         if rows[0]["by_difficulty"]:
             yield _by_difficulty(rows)
     else:
-        yield _sizes(rows)
+        yield _section("sizes", "What is stored", rows, {**_KV, **SIZES})
     for key in row_keys(result):
         if key in _SECTIONS:
             yield _SECTIONS[key](result[key])
         elif key != "rows":
             yield _other(key, result[key])
+
+
+def outcomes(result: Mapping[str, Any]) -> Iterator[tuple[bool, str]]:
+    """How the check of the instrument, the tasks and the gates ended: whether well, and in words."""
+    for name, reason in result.get("void", {}).items():
+        yield False, f"{name} is VOID: {reason}"
+    if check := result.get("instrument"):
+        verdict, advice = ("can", "") if check["passed"] else ("can NOT", "; do not trust small differences")
+        yield (
+            check["passed"],
+            f"instrument: this model on this text {verdict} show damage: "
+            f"perplexity {check['window_change']:+.1%} with a {check['window_tokens']}-token window, "
+            f"{check['int2_change']:+.1%} with {check['int2_format']} "
+            f"(both must reach {check['limit']:+.0%}){advice}",
+        )
+    for gate in result.get("gates", []):
+        if gate["passed"]:
+            yield True, f"gate {gate['gate']}: passed"
+        for failure in gate["failures"]:
+            yield False, f"gate {gate['gate']}: FAILED by {failure['told']}"
 
 
 def row_keys(result: Mapping[str, Any]) -> list[str]:
@@ -47,232 +79,184 @@ def row_keys(result: Mapping[str, Any]) -> list[str]:
     return [part for key in keys for part in _KEYS.get(key, (key,))]
 
 
-def interval_text(span: Sequence[float] | None, form: str) -> str:
-    """Both bounds in a number format; a dash where there is no interval."""
-    return "-" if span is None else f"{span[0]:{form}} .. {span[1]:{form}}"
-
-
 def depth_name(row: Row) -> str:
     """A bucket of context depth."""
     return f"{row['first_depth']}-{row['last_depth']}"
 
 
-def size_cells(row: Row) -> list[str]:
-    """Format, bits, bytes, saving."""
-    return [
-        row["kv"],
-        f"{row['bits_per_element']:.3f}".rstrip("0").rstrip("."),
-        f"{row['kv_bytes_per_token']:,.0f}",
-        f"{row['compression']:.2f}x",
-    ]
+def _section(key: str, title: str, rows: Sequence[Row], columns: Columns, note: str = "") -> Section:
+    heads, cells = table(rows, columns)
+    return Section(key=key, title=title, heads=heads, cells=cells, note=note)
 
 
-_SIZE_HEADS = ("kv", "bits", "bytes/token", "vs bf16")
-
-
-def _sizes(rows: list[Row]) -> Section:
-    return Section(
-        key="sizes", title="What is stored", heads=_SIZE_HEADS, cells=[size_cells(row) for row in rows]
-    )
+def _plain_perplexity(rows: list[Row]) -> Section:
+    cut = "{kv}, {attention_window}-token window"
+    named = [row | {"kv": cut.format_map(row)} if row["attention_window"] else row for row in rows]
+    columns = {
+        **_PERPLEXITY,
+        "kl_mean": ("KL mean", ".6f"),
+        "kl_p999": ("KL 99.9%", ".4f"),
+        "top1_agreement": ("top-1", ".2%"),
+        **_SECONDS,
+    }
+    return _section("perplexity", "All figures", named, columns)
 
 
 def _perplexity(rows: list[Row]) -> Section:
-    cells = [
-        [
-            *size_cells(row),
-            f"{row['perplexity']:.3f}",
-            f"{row['perplexity_change']:+.3%}",
-            row["verdict"],
-            f"{row['seconds']:.1f}",
-        ]
-        for row in rows
-    ]
-    heads = (*_SIZE_HEADS, "perplexity", "change", "what that says", "seconds")
-    return Section(key="perplexity", title="Perplexity", heads=heads, cells=cells)
+    columns = {**_PERPLEXITY, "verdict": ("what that says", ""), **_SECONDS}
+    return _section("perplexity", "Perplexity", rows, columns)
 
 
 def _divergence(rows: list[Row]) -> Section:
-    cells = [
-        [
-            row["kv"],
-            f"{row['kl_mean']:.6f}",
-            interval_text(row["intervals"]["kl_mean"], ".6f"),
-            f"{row['kl_median']:.6f}",
-            f"{row['kl_p99']:.4f}",
-            f"{row['kl_p999']:.4f}",
-            f"{row['top1_agreement']:.2%}",
-            interval_text(row["intervals"]["top1_agreement"], ".2%"),
-            f"{row['top5_agreement']:.2%}",
-        ]
-        for row in rows
-    ]
-    heads = ("kv", "KL mean", "95%", "median", "99%", "99.9%", "top-1", "95%", "top-5")
-    return Section(
-        key="kl",
-        title=f"Divergence from {rows[0]['kv']}",
-        heads=heads,
-        cells=cells,
-        note="KL divergence in nats per token. Top-1: share of tokens with the same likeliest successor; "
-        "top-5: share of the five likeliest that are among this format's five.",
+    columns = {
+        **_KV,
+        "kl_mean": ("KL mean", ".6f"),
+        "intervals.kl_mean": ("95%", span(".6f")),
+        "kl_median": ("median", ".6f"),
+        "kl_p99": ("99%", ".4f"),
+        "kl_p999": ("99.9%", ".4f"),
+        "top1_agreement": ("top-1", ".2%"),
+        "intervals.top1_agreement": ("95%", span(".2%")),
+        "top5_agreement": ("top-5", ".2%"),
+    }
+    note = (
+        "KL divergence in nats per token. Top-1: share of tokens with the same likeliest successor; "
+        "top-5: share of the five likeliest that are among this format's five."
     )
+    return _section("kl", f"Divergence from {rows[0]['kv']}", rows, columns, note)
 
 
 def _by_depth(rows: list[Row]) -> Section:
-    heads = ["kv", *(depth_name(depth) for depth in rows[0]["by_depth"])]
-    cells = [
-        [row["kv"], *(f"{depth['kl_mean']:.5f}, {depth['top1_agreement']:.1%}" for depth in row["by_depth"])]
-        for row in rows
-    ]
-    return Section(
-        key="by_depth",
-        title="By context depth",
-        heads=heads,
-        cells=cells,
-        note="Mean KL and top-1 agreement of tokens that were predicted from so many tokens.",
-    )
+    cell = "{0[kl_mean]:.5f}, {0[top1_agreement]:.1%}".format
+    buckets = {f"by_depth.{i}": (depth_name(one), cell) for i, one in enumerate(rows[0]["by_depth"])}
+    note = "Mean KL and top-1 agreement of tokens that were predicted from so many tokens."
+    return _section("by_depth", "By context depth", rows, {**_KV, **buckets}, note)
 
 
 def _by_difficulty(rows: list[Row]) -> Section:
-    heads = ["kv"]
-    for part in rows[0]["by_difficulty"]:
+    parts = rows[0]["by_difficulty"]
+    columns = dict(_KV)
+    for i, part in enumerate(parts):
         name = {1: "easiest quarter", 4: "hardest quarter"}.get(part["quarter"], f"quarter {part['quarter']}")
-        heads.append(f"{name}, {part['documents']} documents")
-    cells = [
-        [
-            row["kv"],
-            *(
-                f"{part['perplexity_change']:+.2%} "
-                f"({interval_text(part['intervals']['perplexity_change'], '+.2%')})"
-                for part in row["by_difficulty"]
-            ),
-        ]
-        for row in rows
-    ]
-    return Section(
-        key="by_difficulty",
-        title="By difficulty",
-        heads=heads,
-        cells=cells,
-        note="Change of perplexity, with its 95% interval, over quarters of the documents by the baseline's "
-        "loss on them"
-        + (
-            "."
-            if rows[0]["by_difficulty"][0]["intervals"]["kl_mean"]
-            else f"; a quarter of fewer than {FEWEST_DOCUMENTS} documents has none: give more text, or a "
-            f"shorter --context."
-        ),
+        columns[f"by_difficulty.{i}"] = (f"{name}, {part['documents']} documents", _quarter)
+    few = (
+        f"; a quarter of fewer than {FEWEST_DOCUMENTS} documents has none: give more text, or a shorter "
+        f"--context."
     )
+    note = (
+        "Change of perplexity, with its 95% interval, over quarters of the documents by the baseline's "
+        "loss on them" + ("." if parts[0]["intervals"]["kl_mean"] else few)
+    )
+    return _section("by_difficulty", "By difficulty", rows, columns, note)
+
+
+def _quarter(part: Row) -> str:
+    bounds = part["intervals"]["perplexity_change"]
+    return f"{part['perplexity_change']:+.2%} ({span('+.2%')(bounds) if bounds else '-'})"
 
 
 def _generation(rows: list[Row]) -> Section:
-    cells = [
-        [
-            row["kv"],
-            f"{row['same_tokens_mean']:.1f}",
-            interval_text(row["intervals"]["same_tokens_mean"], ".1f"),
-            f"{row['same_tokens_median']:.0f}",
-            f"{row['identical']:.1%}",
-            interval_text(row["intervals"]["identical"], ".1%"),
-            f"{row['seconds']:.1f}",
-        ]
-        for row in rows
-    ]
+    columns = {
+        **_KV,
+        "same_tokens_mean": ("same tokens, mean", ".1f"),
+        "intervals.same_tokens_mean": ("95%", span(".1f")),
+        "same_tokens_median": ("median", ".0f"),
+        "identical": ("identical", ".1%"),
+        "intervals.identical": ("95%", span(".1%")),
+        **_SECONDS,
+    }
     first = rows[0]
-    return Section(
-        key="generation",
-        title="Greedy generation",
-        heads=("kv", "same tokens, mean", "95%", "median", "identical", "95%", "seconds"),
-        cells=cells,
-        note=f"Tokens until the first that differs from {first['kv']}, of {first['new_tokens']} after each "
-        f"of {first['prompts']} prompts.",
+    note = (
+        f"Tokens until the first that differs from {first['kv']}, of {first['new_tokens']} after each "
+        f"of {first['prompts']} prompts."
     )
+    return _section("generation", "Greedy generation", rows, columns, note)
 
 
 def _attention(rows: list[Row]) -> Section:
-    formats = list(dict.fromkeys(row["kv"] for row in rows))
-    layers = sorted({row["layer"] for row in rows})
-    found = {(row["kv"], row["layer"]): row for row in rows}
-    cells = [[str(layer), *(_attention_cell(found[kv, layer]) for kv in formats)] for layer in layers]
+    cell = "{error_mean:.4f} ({k_error_mean:.4f}, {v_error_mean:.4f})".format_map
+    heads, cells = _crossed(rows, lambda row: (str(row["layer"]),), "kv", cell)
     return Section(
         key="attention",
         title="Error of the attention output, by layer",
-        heads=("layer", *formats),
+        heads=("layer", *heads),
         cells=cells,
         note="Mean |a - b| / |b| against unquantized KV on the same inputs (K alone quantized, V alone).",
     )
 
 
-def _attention_cell(row: Row) -> str:
-    return f"{row['error_mean']:.4f} ({row['k_error_mean']:.4f}, {row['v_error_mean']:.4f})"
-
-
 def _needle_summary(rows: list[Row]) -> Section:
-    cells = [
-        [
-            row["kv"],
-            f"{row['retrieved']:.1%}",
-            interval_text((row["retrieved_low"], row["retrieved_high"]), ".1%"),
-            f"{row['token_accuracy']:.1%}",
-            f"{row['trials']:,}",
-            f"{row['seconds']:.1f}",
-        ]
-        for row in rows
-    ]
-    return Section(
-        key="needle_summary",
-        title="Needle in a haystack",
-        heads=("kv", "retrieved", "95%", "tokens right", "trials", "seconds"),
-        cells=cells,
-        note="Answers with every token right, over all lengths and depths; Wilson's interval.",
-    )
+    columns = {
+        **_KV,
+        "retrieved": ("retrieved", ".1%"),
+        "bounds": ("95%", span(".1%")),
+        "token_accuracy": ("tokens right", ".1%"),
+        "trials": ("trials", ",d"),
+        **_SECONDS,
+    }
+    bounded = [row | {"bounds": (row["retrieved_low"], row["retrieved_high"])} for row in rows]
+    note = "Answers with every token right, over all lengths and depths; Wilson's interval."
+    return _section("needle_summary", "Needle in a haystack", bounded, columns, note)
 
 
 def _needle(rows: list[Row]) -> Section:
-    depths = sorted({row["depth"] for row in rows})
-    lines: dict[tuple[str, int], dict[float, str]] = {}
-    for row in rows:
-        lines.setdefault((row["kv"], row["length"]), {})[row["depth"]] = f"{row['retrieved']:.0%}"
+    rows = sorted(rows, key=lambda row: row["depth"])  # stable
+    heads, cells = _crossed(
+        rows, lambda row: (row["kv"], f"{row['length']:,}"), "depth", "{retrieved:.0%}".format_map
+    )
     return Section(
         key="needle",
         title="Retrieved, by length and depth",
-        heads=("kv", "length", *(f"{depth:.0%}" for depth in depths)),
-        cells=[[kv, f"{length:,}", *map(cells.__getitem__, depths)] for (kv, length), cells in lines.items()],
+        heads=("kv", "length", *(f"{depth:.0%}" for depth in heads)),
+        cells=cells,
         note="Length in tokens, answer included. Depth: share of the text that stands before the needle.",
     )
 
 
 def _lm_eval(rows: list[Row]) -> Section:
-    formats = list(dict.fromkeys(row["kv"] for row in rows))
-    lines: dict[tuple[str, ...], dict[str, str]] = {}
-    for row, change in zip(rows, changes(rows), strict=True):
+    first = rows[0]["kv"]
+
+    def line(row: Row) -> tuple[str, ...]:
         sign = {True: " \u2191", False: " \u2193"}.get(row["higher_is_better"], "")
-        line = (row["task"], row["metric"] + sign, row["filter"], f"{row['samples']:,}")
-        cell = _metric_cell(row) + ("" if change is None or row["kv"] == formats[0] else f" ({change:+.4f})")
-        lines.setdefault(line, {})[row["kv"]] = cell
+        return row["task"], row["metric"] + sign, row["filter"], f"{row['samples']:,}"
+
+    def cell(row: Row) -> str:
+        if row["value"] is None:
+            return "not a number"
+        error = "" if row["stderr"] is None else f" \u00b1 {row['stderr']:.4f}"
+        change = "" if row["change"] is None or row["kv"] == first else f" ({row['change']:+.4f})"
+        return f"{row['value']:.4f}{error}{change}"
+
+    changed = [row | {"change": change} for row, change in zip(rows, changes(rows), strict=True)]
+    heads, cells = _crossed(changed, line, "kv", cell)
     return Section(
         key="lm_eval",
         title="lm-eval",
-        heads=("task", "metric", "filter", "samples", *formats),
-        cells=[[*line, *(cells.get(kv, "-") for kv in formats)] for line, cells in lines.items()],
-        note=f"Value, its standard error, and the change from {formats[0]}. An arrow says where better is.",
+        heads=("task", "metric", "filter", "samples", *heads),
+        cells=cells,
+        note=f"Value, its standard error, and the change from {first}. An arrow says where better is.",
     )
 
 
-def _metric_cell(row: Row) -> str:
-    if row["value"] is None:
-        return "not a number"
-    return f"{row['value']:.4f}" + ("" if row["stderr"] is None else f" \u00b1 {row['stderr']:.4f}")
+def _crossed(
+    rows: list[Row], line: Callable[[Row], tuple[str, ...]], across: str, cell: Callable[[Row], str]
+) -> tuple[list[Any], list[list[str]]]:
+    """The values of a key as columns, and lines of cells by what tells them apart; a dash for no row."""
+    heads = list(dict.fromkeys(row[across] for row in rows))
+    lines: dict[tuple[str, ...], dict[Any, str]] = {}
+    for row in rows:
+        lines.setdefault(line(row), {})[row[across]] = cell(row)
+    return heads, [[*names, *(cells.get(head, "-") for head in heads)] for names, cells in lines.items()]
 
 
 def _other(key: str, rows: list[Row]) -> Section:
     """A table of whatever the rows of a task hold."""
-    heads = [name for name in rows[0] if name not in _RUN_KEYS]
-    cells = [[_plain(row[name]) for name in heads] for row in rows]
-    return Section(key=key, title=key.replace("_", "-"), heads=heads, cells=cells)
+    columns = {name: (name, _plain) for name in rows[0] if name not in _RUN_KEYS}
+    return _section(key, key.replace("_", "-"), rows, columns)
 
 
 def _plain(value: object) -> str:
-    return "-" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 _SECTIONS: dict[str, Callable[[list[Row]], Section]] = {

@@ -2,7 +2,7 @@
 
 from kvq.formats.centers import Centers, LayerCenters
 from kvq.formats.codes import CODES, Code, Kind
-from kvq.formats.names import FOREIGN_NAMES, KVName, known_names, parse_format, split_pair
+from kvq.formats.names import FOREIGN_NAMES, known_names, parse_format, split_pair
 from kvq.formats.recipe import KVRecipe, LayerFormats
 from kvq.formats.scales import SMALLEST_MAXIMUM, HeadMaxima, StaticScales
 from kvq.formats.spec import Grouped, KVFormat, PerHead, PerTokenHead, legal_group_sizes
@@ -16,7 +16,6 @@ __all__ = [
     "Grouped",
     "HeadMaxima",
     "KVFormat",
-    "KVName",
     "KVRecipe",
     "Kind",
     "LayerCenters",

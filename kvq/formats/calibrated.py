@@ -7,7 +7,8 @@ another layer or field, cut, reordered or edited is found, and named.
 import hashlib
 import json
 from collections.abc import Sequence
-from typing import NamedTuple
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar, Generic, Self, TypeVar
 
 from kvq.errors import ConfigError
 
@@ -16,12 +17,74 @@ _DIGEST_CHARACTERS = 16
 AGAIN = "make the file again: `kvq calibrate MODEL --out kvq.json`, or `kvq tune` if that made it"
 
 
-class Header(NamedTuple):
-    """What calibrated numbers come from."""
+Layer = TypeVar("Layer")  # a dataclass whose fields are tuples of numbers, of such tuples, or None
 
-    model_digest: str
-    text_digest: str
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Calibrated(Generic[Layer]):
+    """Numbers of every layer of one model, and what they come from."""
+
+    name: ClassVar[str]  # in kvq.json
+    kind: ClassVar[Any]  # of `layers`; its `read(where, data)` checks the lists of a JSON object
+
+    model_digest: str  # the weights they were observed on
+    text_digest: str  # SHA-256 of the calibration text
     tokens: int
+    layers: tuple[Layer, ...]
+
+    def to_json(self) -> dict[str, object]:
+        """The JSON object kept in kvq.json under `name`."""
+        layers = []
+        for index, layer in enumerate(self.layers):
+            lists = {field.name: _lists(getattr(layer, field.name)) for field in fields(self.kind)}
+            layers.append({**lists, "digests": self._digests(self.model_digest, index, layer)})
+        header = {key: getattr(self, key) for key in ("model_digest", "text_digest", "tokens")}
+        return {**header, "layers": layers}
+
+    @classmethod
+    def from_json(cls, data: object) -> Self:
+        """Read `to_json`'s object, checking every number and every list's digest.
+
+        Raises:
+            ConfigError: a key is missing or too many, a number is not what it may be, or a list is not the
+                one that was written for its layer and field.
+        """
+        keys = ("model_digest", "text_digest", "tokens", "layers")
+        if not isinstance(data, dict) or set(data) != set(keys):
+            raise ConfigError(f"{cls.name} must hold model_digest, text_digest, tokens and layers")
+        tokens, layers = data["tokens"], data["layers"]
+        is_number = isinstance(tokens, int) and not isinstance(tokens, bool)
+        if not isinstance(layers, list) or not is_number or tokens < 0:
+            raise ConfigError(f"{cls.name}.layers must be a list and {cls.name}.tokens a number")
+        model_digest = str(data["model_digest"])
+        return cls(
+            model_digest=model_digest,
+            text_digest=str(data["text_digest"]),
+            tokens=tokens,
+            layers=tuple(cls._layer(model_digest, index, layer) for index, layer in enumerate(layers)),
+        )
+
+    @classmethod
+    def _layer(cls, model_digest: str, index: int, data: object) -> Any:
+        where, parts = f"{cls.name}.layers[{index}]", [field.name for field in fields(cls.kind)]
+        if not isinstance(data, dict) or set(data) != {*parts, "digests"}:
+            raise ConfigError(f"{where} must hold {', '.join(parts)} and digests; {AGAIN}")
+        layer = cls.kind.read(where, data)
+        digests = data["digests"] if isinstance(data["digests"], dict) else {}
+        for part, expected in cls._digests(model_digest, index, layer).items():
+            check_digest(f"{where}.{part}", digests.get(part), expected)
+        return layer
+
+    @staticmethod
+    def _digests(model_digest: str, index: int, layer: Any) -> dict[str, str]:
+        return {
+            field.name: field_digest(model_digest, index, field.name, getattr(layer, field.name))
+            for field in fields(layer)
+        }
+
+
+def _lists(values: Any) -> Any:
+    return [_lists(x) for x in values] if isinstance(values, tuple) else values
 
 
 def field_digest(model_digest: str, layer: int, field: str, values: object) -> str:
@@ -37,21 +100,6 @@ def check_model(what: str, found: str, expected: str) -> None:
             f"these {what} belong to another model (digest {found[:12]}, this model is {expected[:12]}); "
             f"{AGAIN}"
         )
-
-
-def read_header(name: str, data: object) -> tuple[Header, list[object]]:
-    """Where a calibrated object's numbers come from, and its layers, unread.
-
-    Raises:
-        ConfigError: a key is missing or too many, or of another type.
-    """
-    keys = ("model_digest", "text_digest", "tokens", "layers")
-    if not isinstance(data, dict) or set(data) != set(keys):
-        raise ConfigError(f"{name} must hold model_digest, text_digest, tokens and layers")
-    tokens, layers = data["tokens"], data["layers"]
-    if not isinstance(layers, list) or isinstance(tokens, bool) or not isinstance(tokens, int) or tokens < 0:
-        raise ConfigError(f"{name}.layers must be a list and {name}.tokens a number")
-    return Header(str(data["model_digest"]), str(data["text_digest"]), tokens), layers
 
 
 def check_numbers(where: str, values: object, *, positive: bool) -> tuple[float, ...]:

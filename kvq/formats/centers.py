@@ -6,17 +6,10 @@ no bits. Source: Zhang et al. 2024, SageAttention, section 4.2 (smoothing K), th
 """
 
 from dataclasses import dataclass
+from typing import Any, ClassVar, Self
 
 from kvq.errors import ConfigError
-from kvq.formats.calibrated import (
-    AGAIN,
-    check_digest,
-    check_model,
-    check_numbers,
-    check_shape,
-    field_digest,
-    read_header,
-)
+from kvq.formats.calibrated import AGAIN, Calibrated, check_model, check_numbers, check_shape
 
 HeadCenters = tuple[tuple[float, ...], ...]  # [kv_heads][head_dim]
 
@@ -28,15 +21,18 @@ class LayerCenters:
     k: HeadCenters | None = None
     v: HeadCenters | None = None
 
+    @classmethod
+    def read(cls, where: str, data: dict[str, Any]) -> Self:
+        """From lists of one list per KV head, or null."""
+        return cls(**{part: _rows(f"{where}.{part}", data[part]) for part in ("k", "v")})
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Centers:
+class Centers(Calibrated[LayerCenters]):
     """Calibrated means of K (after RoPE) and V of every layer of one model."""
 
-    model_digest: str  # the weights they were observed on
-    text_digest: str  # SHA-256 of the calibration text
-    tokens: int
-    layers: tuple[LayerCenters, ...]
+    name: ClassVar = "centers"
+    kind: ClassVar = LayerCenters
 
     def check(self, *, model_digest: str, kv_heads: list[int]) -> None:
         """Raise ConfigError unless these centers were made for that model."""
@@ -46,49 +42,6 @@ class Centers:
             for part, rows in (("k", layer.k), ("v", layer.v)):
                 if rows is not None:
                     check_shape(f"centers.layers[{index}].{part}", rows, heads, "KV heads")
-
-    def to_json(self) -> dict[str, object]:
-        """The JSON object kept in kvq.json under `centers`."""
-        layers = []
-        for index, layer in enumerate(self.layers):
-            rows = {"k": _lists(layer.k), "v": _lists(layer.v)}
-            digests = {part: field_digest(self.model_digest, index, part, rows[part]) for part in rows}
-            layers.append({**rows, "digests": digests})
-        return {
-            "model_digest": self.model_digest,
-            "text_digest": self.text_digest,
-            "tokens": self.tokens,
-            "layers": layers,
-        }
-
-    @classmethod
-    def from_json(cls, data: object) -> "Centers":
-        """Read `to_json`'s object, checking every number and every list's digest.
-
-        Raises:
-            ConfigError: a key is missing, a number is not finite, or a list is not the one that was
-                written for its layer and field.
-        """
-        header, found = read_header("centers", data)
-        layers = tuple(_layer(header.model_digest, index, layer) for index, layer in enumerate(found))
-        return cls(
-            model_digest=header.model_digest,
-            text_digest=header.text_digest,
-            tokens=header.tokens,
-            layers=layers,
-        )
-
-
-def _layer(model_digest: str, index: int, data: object) -> LayerCenters:
-    where = f"centers.layers[{index}]"
-    if not isinstance(data, dict) or set(data) != {"k", "v", "digests"}:
-        raise ConfigError(f"{where} must hold k, v and digests; {AGAIN}")
-    digests = data["digests"] if isinstance(data["digests"], dict) else {}
-    k, v = (_rows(f"{where}.{part}", data[part]) for part in ("k", "v"))
-    for part, rows in (("k", k), ("v", v)):
-        expected = field_digest(model_digest, index, part, _lists(rows))
-        check_digest(f"{where}.{part}", digests.get(part), expected)
-    return LayerCenters(k=k, v=v)
 
 
 def _rows(where: str, data: object) -> HeadCenters | None:
@@ -100,7 +53,3 @@ def _rows(where: str, data: object) -> HeadCenters | None:
     for head, row in enumerate(rows):
         check_shape(f"{where}[{head}]", row, len(rows[0]), "channels")
     return rows
-
-
-def _lists(rows: HeadCenters | None) -> list[list[float]] | None:
-    return None if rows is None else [list(row) for row in rows]

@@ -29,7 +29,7 @@ FOREIGN_NAMES = {
     "int4_per_token_head": "int4",
 }
 
-_BASE = re.compile(r"([a-z]+[0-9]+)(?:_(?:(per_token_head)|(per_head)|g(0|[1-9][0-9]{0,4})))?")
+_NAME = re.compile(r"([a-z]+[0-9]+)(?:_(?:(per_token_head)|(per_head)|g(0|[1-9][0-9]{0,4})))?(_rot)?")
 _PAIR = re.compile(r"k([0-9]{1,2})v([0-9]{1,2})")
 
 
@@ -77,7 +77,7 @@ def split_pair(text: str) -> KVName:
         mapped = FOREIGN_NAMES.get(part, part)
         if mapped != part:
             notes.append(f"{part} is read as kvq's {mapped}")
-        _check_known(mapped, text)
+        _read(mapped, text)
         ours.append(mapped)
     return KVName(ours[0], ours[1], "; ".join(dict.fromkeys(notes)))
 
@@ -91,10 +91,7 @@ def parse_format(name: str, head_dim: int) -> KVFormat:
     Raises:
         ConfigError: unknown name, or one that `head_dim` does not fit.
     """
-    base, rotated = _strip_rotation(name)
-    if (found := _read(base)) is None:
-        raise _unknown(name)
-    code, per_head, group = found
+    code, per_head, group, rotated = _read(name, name)
     scale: ScaleMode | None = None
     if code.kind is Kind.SCALED:
         scale = PerHead() if per_head else PerTokenHead()
@@ -108,32 +105,27 @@ def parse_format(name: str, head_dim: int) -> KVFormat:
     return fmt
 
 
-def _strip_rotation(name: str) -> tuple[str, bool]:
-    return (name[:-4], True) if name.endswith("_rot") else (name, False)
+def _read(name: str, given: str) -> tuple[Code, bool, int | None, bool]:
+    """A name's code, whether scales are per head, its group size if it tells one, whether rows are rotated.
 
-
-def _read(base: str) -> tuple[Code, bool, int | None] | None:
-    """A name's code, whether scales are per head, and its group size, if it tells one; None: not a name."""
-    match = _BASE.fullmatch(base)
+    Raises:
+        ConfigError: it is no format's; the message shows what was `given`.
+    """
+    match = _NAME.fullmatch(name)
     code = CODES.get(match[1]) if match else None
     if match is None or code is None:
-        return None
-    _, per_token_head, per_head, group = match.groups()
+        raise _unknown(given)
+    _, per_token_head, per_head, group, rotated = match.groups()
     allowed = {Kind.FLOAT: (), Kind.SCALED: (per_token_head, per_head), Kind.GROUPED: (group,)}[code.kind]
     if any(end is not None and end not in allowed for end in (per_token_head, per_head, group)):
-        return None
-    return code, per_head is not None, None if group is None else int(group)
+        raise _unknown(given)
+    return code, per_head is not None, None if group is None else int(group), rotated is not None
 
 
 def _of_width(bits: int) -> str | None:
     """The name of a code in a pair."""
     grouped = (code.name for code in CODES.values() if code.is_grouped and code.bits == bits)
     return _OF_WIDTH.get(bits) or next(grouped, None)
-
-
-def _check_known(name: str, given: str) -> None:
-    if _read(_strip_rotation(name)[0]) is None:
-        raise _unknown(given)
 
 
 def _unknown(name: str) -> ConfigError:

@@ -263,22 +263,19 @@ class KVRecipe:
         if scales is not None:
             check_shape("static_scales.layers", scales.layers, len(layers), "layers")
         centers = None if data.get("centers") is None else Centers.from_json(data["centers"])
+        model_digest = data.get("model_digest")
+        if model_digest is not None and not isinstance(model_digest, str):
+            raise ConfigError(f"model_digest must be a digest or null, got {model_digest!r:.40}")
         recipe = cls(
             layers=layers,
             static_scales=scales,
             centers=centers,
-            model_digest=_model_digest(data.get("model_digest")),
+            model_digest=model_digest or "",
         )
         if recipe.model_digest:
             for index, layer in enumerate(data["layers"]):
                 check_digest(f"layers[{index}]", layer.get("digest"), recipe._layer_digest(index))
         return recipe
-
-
-def _model_digest(data: object) -> str:
-    if data is not None and not isinstance(data, str):
-        raise ConfigError(f"model_digest must be a digest or null, got {data!r:.40}")
-    return data or ""
 
 
 def _layer(data: object) -> LayerFormats:

@@ -18,13 +18,13 @@ WindowRule = Literal["none", "uniform", "pattern", "upper", "optional"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Family:
-    """Defaults of one `model_type`. `None` means: derived from the other numbers."""
+    """Defaults of one `model_type`: those of Llama, but for what is given. `None`: derived from others."""
 
-    num_layers: int
-    q_heads: int
-    hidden_size: int
-    vocab_size: int
-    max_context: int  # tokens
+    num_layers: int = 32
+    q_heads: int = 32
+    hidden_size: int = 4096
+    vocab_size: int = 32000
+    max_context: int = 2048  # tokens
     kv_heads: int | None = None  # None: as many as query heads
     head_dim: int | None = None  # None: hidden_size / q_heads
     head_dim_is_fixed: bool = False  # the config's head_dim is ignored by the model code
@@ -40,109 +40,74 @@ class Family:
 
 
 FAMILIES: dict[str, Family] = {
-    "arcee": Family(num_layers=32, q_heads=32, hidden_size=2560, vocab_size=32000, max_context=4096),
+    "arcee": Family(hidden_size=2560, max_context=4096),
     "cohere": Family(num_layers=40, q_heads=64, hidden_size=8192, vocab_size=256000, max_context=8192),
     "cohere2": Family(
-        num_layers=40, q_heads=64, hidden_size=8192, vocab_size=256000, max_context=8192,
-        window=4096, window_rule="pattern", pattern=4,
+        num_layers=40, q_heads=64, hidden_size=8192, vocab_size=256000, max_context=8192, window=4096,
+        window_rule="pattern", pattern=4,
     ),
     "deepseek_v3": Family(
-        num_layers=61, q_heads=128, hidden_size=7168, vocab_size=129280, max_context=4096,
-        latent=True,
+        num_layers=61, q_heads=128, hidden_size=7168, vocab_size=129280, max_context=4096, latent=True,
     ),
-    "exaone4": Family(
-        num_layers=32, q_heads=32, hidden_size=4096, vocab_size=102400, max_context=2048,
-        window=4096, window_rule="pattern", pattern=4,
-    ),
+    "exaone4": Family(vocab_size=102400, window=4096, window_rule="pattern", pattern=4),
     "gemma": Family(
-        num_layers=28, q_heads=16, hidden_size=3072, vocab_size=256000, max_context=8192,
-        kv_heads=16, head_dim=256,
+        num_layers=28, q_heads=16, hidden_size=3072, vocab_size=256000, max_context=8192, kv_heads=16,
+        head_dim=256,
     ),
     "gemma2": Family(
-        num_layers=26, q_heads=8, hidden_size=2304, vocab_size=256000, max_context=8192,
-        kv_heads=4, head_dim=256, window=4096, window_rule="pattern", pattern=2, softcap=50.0,
+        num_layers=26, q_heads=8, hidden_size=2304, vocab_size=256000, max_context=8192, kv_heads=4,
+        head_dim=256, window=4096, window_rule="pattern", pattern=2, softcap=50.0,
     ),
     "gemma3_text": Family(
-        num_layers=26, q_heads=8, hidden_size=2304, vocab_size=262208, max_context=131072,
-        kv_heads=4, head_dim=256, window=4096, window_rule="pattern", pattern=6,
+        num_layers=26, q_heads=8, hidden_size=2304, vocab_size=262208, max_context=131072, kv_heads=4,
+        head_dim=256, window=4096, window_rule="pattern", pattern=6,
     ),
-    "glm": Family(
-        num_layers=40, q_heads=32, hidden_size=4096, vocab_size=151552, max_context=131072,
-        kv_heads=2, head_dim=128,
-    ),
-    "glm4": Family(
-        num_layers=40, q_heads=32, hidden_size=4096, vocab_size=151552, max_context=131072,
-        kv_heads=2, head_dim=128,
-    ),
+    "glm": Family(num_layers=40, vocab_size=151552, max_context=131072, kv_heads=2, head_dim=128),
+    "glm4": Family(num_layers=40, vocab_size=151552, max_context=131072, kv_heads=2, head_dim=128),
     "gpt2": Family(num_layers=12, q_heads=12, hidden_size=768, vocab_size=50257, max_context=1024),
-    "gpt_neox": Family(
-        num_layers=44, q_heads=64, hidden_size=6144, vocab_size=50432, max_context=2048
-    ),
+    "gpt_neox": Family(num_layers=44, q_heads=64, hidden_size=6144, vocab_size=50432),
     "gpt_oss": Family(
-        num_layers=36, q_heads=64, hidden_size=2880, vocab_size=201088, max_context=131072,
-        kv_heads=8, head_dim=64, window=128, window_rule="pattern", pattern=2, has_sinks=True,
+        num_layers=36, q_heads=64, hidden_size=2880, vocab_size=201088, max_context=131072, kv_heads=8,
+        head_dim=64, window=128, window_rule="pattern", pattern=2, has_sinks=True,
     ),
-    "granite": Family(
-        num_layers=32, q_heads=32, hidden_size=4096, vocab_size=32000, max_context=2048
-    ),
-    "llama": Family(num_layers=32, q_heads=32, hidden_size=4096, vocab_size=32000, max_context=2048),
-    "ministral": Family(
-        num_layers=32, q_heads=32, hidden_size=4096, vocab_size=32000, max_context=131072,
-        kv_heads=8, window=4096, window_rule="uniform",
-    ),
+    "granite": Family(),
+    "llama": Family(),
+    "ministral": Family(max_context=131072, kv_heads=8, window=4096, window_rule="uniform"),
     "mistral": Family(
-        num_layers=32, q_heads=32, hidden_size=4096, vocab_size=32000, max_context=131072,
-        kv_heads=8, window=4096, window_rule="uniform", ignores_layer_types=True,
+        max_context=131072, kv_heads=8, window=4096, window_rule="uniform", ignores_layer_types=True,
     ),
-    "mixtral": Family(
-        num_layers=32, q_heads=32, hidden_size=4096, vocab_size=32000, max_context=131072,
-        kv_heads=8, window_rule="uniform", ignores_layer_types=True,
-    ),
-    "olmo": Family(num_layers=32, q_heads=32, hidden_size=4096, vocab_size=50304, max_context=2048),
-    "olmo2": Family(num_layers=32, q_heads=32, hidden_size=4096, vocab_size=50304, max_context=2048),
-    "olmo3": Family(
-        num_layers=32, q_heads=32, hidden_size=4096, vocab_size=50304, max_context=2048,
-        window=4096, window_rule="pattern", pattern=4,
-    ),
-    "phi": Family(
-        num_layers=24, q_heads=32, hidden_size=2048, vocab_size=51200, max_context=2048,
-        head_dim_is_fixed=True,
-    ),
+    "mixtral": Family(max_context=131072, kv_heads=8, window_rule="uniform", ignores_layer_types=True),
+    "olmo": Family(vocab_size=50304),
+    "olmo2": Family(vocab_size=50304),
+    "olmo3": Family(vocab_size=50304, window=4096, window_rule="pattern", pattern=4),
+    "phi": Family(num_layers=24, hidden_size=2048, vocab_size=51200, head_dim_is_fixed=True),
     "phi3": Family(
-        num_layers=32, q_heads=32, hidden_size=3072, vocab_size=32064, max_context=4096,
-        window_rule="uniform", ignores_layer_types=True,
+        hidden_size=3072, vocab_size=32064, max_context=4096, window_rule="uniform", ignores_layer_types=True,
     ),
-    "qwen2": Family(
-        num_layers=32, q_heads=32, hidden_size=4096, vocab_size=151936, max_context=32768,
-        kv_heads=32, window=4096, window_rule="upper",
-    ),
+    "qwen2": Family(vocab_size=151936, max_context=32768, kv_heads=32, window=4096, window_rule="upper"),
     "qwen3": Family(
-        num_layers=32, q_heads=32, hidden_size=4096, vocab_size=151936, max_context=32768,
-        kv_heads=32, head_dim=128, window=4096, window_rule="upper",
+        vocab_size=151936, max_context=32768, kv_heads=32, head_dim=128, window=4096, window_rule="upper",
     ),
     "qwen3_moe": Family(
-        num_layers=24, q_heads=32, hidden_size=2048, vocab_size=151936, max_context=32768,
-        kv_heads=4, window=4096, window_rule="optional", ignores_layer_types=True,
+        num_layers=24, hidden_size=2048, vocab_size=151936, max_context=32768, kv_heads=4, window=4096,
+        window_rule="optional", ignores_layer_types=True,
     ),
     "seed_oss": Family(
-        num_layers=64, q_heads=80, hidden_size=4096, vocab_size=155136, max_context=524288,
-        kv_heads=8, head_dim=128,
+        num_layers=64, q_heads=80, vocab_size=155136, max_context=524288, kv_heads=8, head_dim=128,
     ),
     "smollm3": Family(
-        num_layers=36, q_heads=16, hidden_size=2048, vocab_size=128256, max_context=32768,
-        kv_heads=4,
+        num_layers=36, q_heads=16, hidden_size=2048, vocab_size=128256, max_context=32768, kv_heads=4,
     ),
     "starcoder2": Family(
-        num_layers=30, q_heads=24, hidden_size=3072, vocab_size=49152, max_context=4096,
-        kv_heads=2, window_rule="uniform", ignores_layer_types=True,
+        num_layers=30, q_heads=24, hidden_size=3072, vocab_size=49152, max_context=4096, kv_heads=2,
+        window_rule="uniform", ignores_layer_types=True,
     ),
 }  # fmt: skip
 
 # Families that can be sized, but not run. Chunks, whose tokens see each other only, hold as much as windows.
 SIZED: dict[str, Family] = {
     "llama4_text": Family(
-        num_layers=48, q_heads=40, hidden_size=5120, vocab_size=202048, max_context=131072,
-        kv_heads=8, head_dim=128, window=8192, window_rule="pattern", pattern=4,
-        window_key="attention_chunk_size",
+        num_layers=48, q_heads=40, hidden_size=5120, vocab_size=202048, max_context=131072, kv_heads=8,
+        head_dim=128, window=8192, window_rule="pattern", pattern=4, window_key="attention_chunk_size",
     ),
 }  # fmt: skip

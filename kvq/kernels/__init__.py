@@ -1,15 +1,13 @@
 """Kernels over quantized blocks, one folder per operation, each with its PyTorch reference."""
 
 from kvq.kernels.attend.options import AttentionOptions
-from kvq.kernels.linear.spec import LINEAR_OPERATIONS, LinearSpec
 from kvq.kernels.linear.weight import PlainWeight, QuantizedWeight
 from kvq.kernels.paged import PagedKV, PagedRows, SequenceBatch
 from kvq.kernels.registry import BACKENDS, Kernel, check_backend, register, registered, select
-from kvq.kernels.spec import Device, KernelSpec, Support
+from kvq.kernels.spec import Device, KernelSpec, LinearSpec, Support
 
 __all__ = [
     "BACKENDS",
-    "LINEAR_OPERATIONS",
     "AttentionOptions",
     "Device",
     "Kernel",

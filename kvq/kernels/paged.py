@@ -43,6 +43,12 @@ class PagedKV:
     block_size: int  # tokens
     kept: Kept = field(default_factory=Kept, init=False, repr=False)
 
+    def dense(self, sequences: int, tokens: int) -> tuple[Tensor, Tensor]:
+        """Room for K and V of some tokens: fp32 [sequences, kv_heads, tokens, dim] each."""
+        shape, device = (sequences, self.k.codes.shape[1], tokens), self.k.codes.device
+        k_dim, v_dim = self.formats.k_head_dim, self.formats.v_head_dim
+        return torch.empty(*shape, k_dim, device=device), torch.empty(*shape, v_dim, device=device)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class SequenceBatch:

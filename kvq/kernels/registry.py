@@ -1,33 +1,23 @@
 """Which kernel runs an operation: asked by backend name, answered with a kernel or every reason."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache, partial
+from importlib import import_module
 from typing import Any
 
 from kvq.errors import ConfigError, UnsupportedKernel, nearest
-from kvq.kernels.attend.cpu import attend as cpu_attend
-from kvq.kernels.attend.reference import attend
-from kvq.kernels.copy_blocks.cpu import copy_blocks as cpu_copy_blocks
-from kvq.kernels.copy_blocks.reference import copy_blocks
-from kvq.kernels.gather_dense.cpu import gather_dense as cpu_gather_dense
-from kvq.kernels.gather_dense.reference import gather_dense
 from kvq.kernels.gpu.support import lazy as gpu_lazy
 from kvq.kernels.gpu.support import lazy_linear as gpu_linear
 from kvq.kernels.gpu.support import supports as gpu_supports
 from kvq.kernels.gpu.support import supports_linear as gpu_supports_linear
 from kvq.kernels.linear.cpu import CpuLinear
-from kvq.kernels.linear.cpu import supports as cpu_linear_supports
 from kvq.kernels.linear.reference import ReferenceLinear
-from kvq.kernels.linear.spec import LINEAR_OPERATIONS, LinearSpec
-from kvq.kernels.merge_partials.cpu import merge_partials as cpu_merge_partials
-from kvq.kernels.merge_partials.reference import merge_partials
 from kvq.kernels.native.support import supports as cpu_supports
+from kvq.kernels.native.support import supports_linear as cpu_supports_linear
 from kvq.kernels.neighbours import watch_neighbours
-from kvq.kernels.spec import Device, KernelSpec, Support
-from kvq.kernels.write_kv.cpu import write_kv as cpu_write_kv
-from kvq.kernels.write_kv.reference import write_kv
+from kvq.kernels.spec import LINEAR_OPERATIONS, Device, KernelSpec, LinearSpec, Support
 
 _log = logging.getLogger("kvq")
 
@@ -50,46 +40,36 @@ def supported_everywhere(spec: KernelSpec | LinearSpec, device: Device) -> Suppo
     return Support(True)
 
 
-_KERNELS: list[Kernel] = (
-    [
-        Kernel(operation=name, backend="reference", run=run, supports=supported_everywhere)
-        for name, run in (
-            ("write_kv", write_kv),
-            ("attend", attend),
-            ("merge_partials", merge_partials),
-            ("gather_dense", gather_dense),
-            ("copy_blocks", copy_blocks),
-        )
-    ]
-    + [
-        Kernel(operation=name, backend=backend, run=ReferenceLinear, supports=supported_everywhere)
-        for name in LINEAR_OPERATIONS
-        for backend in ("reference", "cpu-fp32")
-    ]
-    + [
-        Kernel(operation=name, backend="cpu", run=CpuLinear, supports=cpu_linear_supports)
-        for name in LINEAR_OPERATIONS
-    ]
-    + [
-        Kernel(operation=name, backend=backend, run=run, supports=cpu_supports)
-        for backend, attend_ in (("cpu", cpu_attend), ("cpu-fp32", partial(cpu_attend, exact=True)))
-        for name, run in (
-            ("write_kv", cpu_write_kv),
-            ("attend", attend_),
-            ("gather_dense", cpu_gather_dense),
-            ("merge_partials", cpu_merge_partials),
-            ("copy_blocks", cpu_copy_blocks),
-        )
-    ]
-    + [
-        Kernel(operation=name, backend="triton", run=gpu_lazy(name), supports=gpu_supports)
-        for name in ("write_kv", "attend", "merge_partials", "gather_dense", "copy_blocks")
-    ]
-    + [
-        Kernel(operation=name, backend="triton", run=gpu_linear, supports=gpu_supports_linear)
-        for name in LINEAR_OPERATIONS
-    ]
-)
+def _function(operation: str, backend: str) -> Callable[..., Any]:
+    """An operation on blocks lies in the file of its backend, in a folder of its own."""
+    function: Callable[..., Any] = getattr(import_module(f"kvq.kernels.{operation}.{backend}"), operation)
+    return function
+
+
+def _kernels() -> Iterator[Kernel]:
+    """What kvq itself brings."""
+    for name in ("write_kv", "attend", "merge_partials", "gather_dense", "copy_blocks"):
+        cpu = _function(name, "cpu")
+        exact = partial(cpu, exact=True) if name == "attend" else cpu
+        supports: Callable[[Any, Device], Support]
+        for backend, run, supports in (
+            ("reference", _function(name, "reference"), supported_everywhere),
+            ("cpu", cpu, cpu_supports),
+            ("cpu-fp32", exact, cpu_supports),
+            ("triton", gpu_lazy(name), gpu_supports),
+        ):
+            yield Kernel(operation=name, backend=backend, run=run, supports=supports)
+    for name in LINEAR_OPERATIONS:
+        for backend, run, supports in (
+            ("reference", ReferenceLinear, supported_everywhere),
+            ("cpu", CpuLinear, cpu_supports_linear),
+            ("cpu-fp32", ReferenceLinear, supported_everywhere),
+            ("triton", gpu_linear, gpu_supports_linear),
+        ):
+            yield Kernel(operation=name, backend=backend, run=run, supports=supports)
+
+
+_KERNELS = list(_kernels())
 
 
 def register(kernel: Kernel) -> None:

@@ -2,7 +2,6 @@
 
 import json
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeGuard
@@ -165,16 +164,7 @@ def content_digest(files: list[Path]) -> str:
             for entry in entries:
                 file.seek(entry.begin)
                 hasher = xxhash.xxh3_128()
-                for chunk in _chunks(file.read, entry.end - entry.begin):
-                    hasher.update(chunk)
+                for at in range(entry.begin, entry.end, _CHUNK_BYTES):
+                    hasher.update(file.read(min(_CHUNK_BYTES, entry.end - at)))
                 lines.append(f"{entry.name} {entry.dtype} {entry.shape} {hasher.hexdigest()}")
     return xxhash.xxh3_128("\n".join(sorted(lines)).encode()).hexdigest()
-
-
-def _chunks(read: Any, left: int) -> Iterator[bytes]:
-    while left > 0:
-        chunk = read(min(left, _CHUNK_BYTES))
-        if not chunk:
-            return
-        left -= len(chunk)
-        yield chunk

@@ -9,11 +9,11 @@ import torch
 
 from kvq.errors import ModelError
 from kvq.models.checkpoint import read_json
+from kvq.weights.files.fields import shown
 
 _LARGEST = 1 << 53  # what all readers of JSON agree on; a rope_theta may be 10^10
 _MOST_EXPERTS = 10_000  # of which modules are made, one by one
 _POSITIVE = ("rope_theta", "rotary_emb_base", "factor")  # ends of names; logits would be NaN otherwise
-_SHOWN = 60  # characters
 
 
 def check_values(folder: Path, config: Mapping[str, Any], vocab_size: int) -> None:
@@ -27,14 +27,14 @@ def check_values(folder: Path, config: Mapping[str, Any], vocab_size: int) -> No
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         if not is_number:
             if name.endswith(_POSITIVE) and value is not None:
-                raise ModelError(f"{where}: {name} must be a number above 0, got {_shown(value)}; correct it")
+                raise ModelError(f"{where}: {name} must be a number above 0, got {shown(value)}; correct it")
             continue
         if not math.isfinite(value) or (abs(value) > _LARGEST and isinstance(value, int)):
-            raise ModelError(f"{where}: {name} is {_shown(value)}, which no model's can be; correct it")
+            raise ModelError(f"{where}: {name} is {shown(value)}, which no model's can be; correct it")
         if name.endswith(_POSITIVE) and value <= 0:
-            raise ModelError(f"{where}: {name} must be above 0, got {_shown(value)}; correct it")
+            raise ModelError(f"{where}: {name} must be above 0, got {shown(value)}; correct it")
         if "experts" in name and value > _MOST_EXPERTS:
-            raise ModelError(f"{where}: {name} may be up to {_MOST_EXPERTS}, got {_shown(value)}")
+            raise ModelError(f"{where}: {name} may be up to {_MOST_EXPERTS}, got {shown(value)}")
     _check_architectures(where, config.get("architectures"))
     for name in ("dtype", "torch_dtype"):
         check_dtype(where, name, config.get(name))
@@ -49,7 +49,7 @@ def _check_architectures(where: Path, given: object) -> None:
     if given is not None and not is_list:
         raise ModelError(
             f"{where}: architectures must be a list of names such as ['LlamaForCausalLM'], "
-            f"got {_shown(given)}; correct it"
+            f"got {shown(given)}; correct it"
         )
 
 
@@ -60,7 +60,7 @@ def check_dtype(where: Path, name: str, value: object) -> None:
     text = value.removeprefix("torch.") if isinstance(value, str) else ""
     if not isinstance(getattr(torch, text or "none", None), torch.dtype):
         raise ModelError(
-            f"{where}: {name} must be a type of torch's such as 'bfloat16' or 'float32', got {_shown(value)}"
+            f"{where}: {name} must be a type of torch's such as 'bfloat16' or 'float32', got {shown(value)}"
         )
 
 
@@ -74,7 +74,7 @@ def _check_ids(where: Path, config: Mapping[str, Any], vocab_size: int) -> None:
         if type(value) is not int or not -1 <= value < vocab_size:
             raise ModelError(
                 f"{where}: {name} must be a token's id, 0 to {vocab_size - 1}, or a list of ends; "
-                f"got {_shown(value)}"
+                f"got {shown(value)}"
             )
 
 
@@ -88,10 +88,3 @@ def _values(value: object, name: str = "") -> Iterator[tuple[str, Any]]:
             yield from _values(inner, name)
     else:
         yield name, value
-
-
-def _shown(value: object) -> str:
-    if isinstance(value, int) and abs(value) >= 1 << 64:  # Python writes no number of 5,000 digits
-        return f"a number of {value.bit_length()} bits"
-    text = repr(value)
-    return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 3]}..."

@@ -7,7 +7,7 @@ own code; that code stays in place, runs whatever is no step of kvq's, and the l
 
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -50,6 +50,13 @@ def unfuse_layers(model: nn.Module) -> None:
             del layer.forward
 
 
+class _Passed(TypedDict, total=False):
+    """What a step needs of the keywords that transformers hands to a layer."""
+
+    position_embeddings: tuple[Tensor, Tensor]
+    kvq_step: object
+
+
 class FusedForward:
     """A layer's forward pass; what is no step of a kvq session goes to the layer's own.
 
@@ -68,7 +75,7 @@ class FusedForward:
         self._options = AttentionOptions(scale=attention.scaling)
         self._index: int = attention.layer_idx
 
-    def __call__(self, hidden_states: Tensor, *args: Any, **options: Any) -> Any:
+    def __call__(self, hidden_states: Tensor, *args: Any, **options: Unpack[_Passed]) -> Any:
         """[1, rows, hidden] -> the same."""
         step = options.get("kvq_step")
         if not isinstance(step, PackedStep) or args or any(self._hooks):

@@ -29,19 +29,12 @@ class Model(StaysHere):
     """A model whose KV cache lies in blocks of one recipe."""
 
     def __init__(
-        self,
-        weights: LoadedWeights,
-        recipe: KVRecipe,
-        *,
-        static_scales: StaticScales | None = None,
-        backend: str | None = None,
+        self, weights: LoadedWeights, recipe: KVRecipe, *, static_scales: StaticScales | None = None
     ) -> None:
-        """`static_scales` go to every static recipe of `with_kv` that brings none of its own. `backend`: of
-        the cache's kernels, where it is not the one that the weights were loaded with."""
+        """`static_scales` go to every static recipe of `with_kv` that brings none of its own."""
         self.weights = weights
         self.recipe = recipe
         self.static_scales = static_scales
-        self.backend = backend or weights.prepared.backend
 
     @property
     def prepared(self) -> PreparedModel:
@@ -69,7 +62,7 @@ class Model(StaysHere):
     @property
     def tokenizer(self) -> Any:
         """The model's transformers tokenizer."""
-        return self.weights.tokenizer
+        return self.prepared.tokenizer
 
     @property
     def end_ids(self) -> frozenset[int]:
@@ -112,7 +105,7 @@ class Model(StaysHere):
         self.prepared.check_scales(self.recipe)
 
     def _with(self, recipe: KVRecipe, scales: StaticScales | None) -> "Model":
-        other = Model(self.weights, recipe, static_scales=scales, backend=self.backend)
+        other = Model(self.weights, recipe, static_scales=scales)
         other.check_scales()
         return other
 
@@ -124,8 +117,6 @@ class Model(StaysHere):
             self.layout,
             max_tokens=max_tokens,
             max_sequences=max_sequences,
-            backend=self.backend,
-            cache=self.prepared.cache,
         )
 
     def logits(self, token_ids: list[int], *, chunk: int | None = None) -> torch.Tensor:
@@ -165,7 +156,7 @@ def load(
     `path_or_name`: a Hugging Face folder, a hub name, or "tiny", the embedded model; a `Path` is a folder,
     whatever it is called. `kv`: a format name, a pair, a kvq.json or a KVRecipe; "auto" is the weights' own
     type. `scales`: a kvq.json with static scales; one inside the model folder is found by itself. A static
-    format without any is refused when it is first used.
+    format without any is refused when it is first used. `options`: see `LoadOptions`.
 
     Raises:
         ModelError: missing, damaged or refused model.

@@ -15,6 +15,7 @@ from kvq.cache.attention import PACKED_NAME, register_attention
 from kvq.errors import ModelError, first_lines
 from kvq.kernels.neighbours import watch_neighbours
 from kvq.models.checkpoint import read_json
+from kvq.models.support import BATCH_DEPENDENT_ROPE
 from kvq.weights.files.fields import shown
 
 _loading = threading.Lock()  # two loads at a time confuse transformers for good
@@ -38,7 +39,7 @@ def load_config(folder: Path) -> Any:
     from transformers import AutoConfig
 
     try:
-        with _quiet():
+        with quiet_logs("transformers"):
             return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # whatever a damaged file makes transformers raise
         raise _blamed(folder, read_json(folder / "config.json"), _config_of, error) from error
@@ -54,7 +55,7 @@ def build_on_meta(folder: Path, config: Mapping[str, Any]) -> nn.Module:
     def build(given: Mapping[str, Any]) -> nn.Module:
         from transformers import AutoModelForCausalLM
 
-        with _loading, _quiet(), torch.device("meta"):
+        with _loading, quiet_logs("transformers"), torch.device("meta"):
             model: nn.Module = AutoModelForCausalLM.from_config(_config_of(given))
             return model
 
@@ -95,7 +96,7 @@ def _blamed(
 
 def _works(make: Callable[[Mapping[str, Any]], object], config: Mapping[str, Any]) -> bool:
     try:
-        with _quiet():
+        with quiet_logs("transformers"):
             make(config)
     except Exception:  # noqa: BLE001 - this is what is asked
         return False
@@ -122,12 +123,15 @@ def load_module(folder: Path, dtype: torch.dtype | str, *, attention: str = PACK
 def load_module_from(
     folder: Path, config: Any, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype
 ) -> Any:
-    """The same of a folder's configuration and generation settings, with tensors that were read already.
+    """The same of a folder's configuration and generation settings, with tensors that hold no codes.
 
     Raises:
         ModelError: damaged or incomplete; the message says what.
     """
     from transformers import AutoModelForCausalLM, GenerationConfig
+
+    if hasattr(config, "quantization_config"):  # or transformers would look for codes
+        del config.quantization_config
 
     def make(settings: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         made = AutoModelForCausalLM._model_mapping[type(config)]
@@ -145,12 +149,40 @@ def _load(
     """What `make` makes, with every tensor accounted for."""
     _prepare_process()
     try:
-        with _loading, _quiet():  # mismatches are told below, in kvq's words
+        with _loading, quiet_logs("transformers"):  # mismatches are told below, in kvq's words
             model, info = make({**settings, "output_loading_info": True, "ignore_mismatched_sizes": True})
     except Exception as error:  # whatever a damaged folder makes transformers raise
         raise ModelError(f"{folder} can't be loaded: {first_lines(error)}") from error
     _check_whole(folder, info)
     return model
+
+
+def pin_rope(model: Any, max_context: int) -> None:
+    """Fix the frequencies of every longrope or dynamic RoPE module as for `max_context` tokens.
+
+    From then on each token is rotated the same in any batch: longrope takes its short factors if
+    `max_context` is within the original training length, else its long ones, for all positions.
+
+    Raises:
+        ModelError: a batch-dependent RoPE of a form that can't be pinned.
+    """
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    for module in model.modules():
+        kind = getattr(module, "rope_type", None)
+        if isinstance(kind, dict):
+            if any(part in BATCH_DEPENDENT_ROPE for part in kind.values()):
+                raise ModelError(
+                    f"kvq does not run {model.config.model_type} with {sorted(set(kind.values()))} RoPE "
+                    f"per layer type: its frequencies change with batch neighbours and can't be pinned"
+                )
+        elif kind in BATCH_DEPENDENT_ROPE:
+            frequencies, scaling = ROPE_INIT_FUNCTIONS[kind](
+                module.config, module.inv_freq.device, seq_len=max_context
+            )
+            module.inv_freq.data = frequencies.to(module.inv_freq.dtype)
+            module.attention_scaling = scaling
+            module.rope_type = f"pinned at {max_context} tokens"
 
 
 def _prepare_process() -> None:
@@ -183,17 +215,19 @@ def _check_whole(folder: Path, info: dict[str, Any]) -> None:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
-    """Keep transformers' load report and progress bars off the terminal; its errors still raise."""
+def quiet_logs(*names: str, level: int = logging.ERROR) -> Iterator[None]:
+    """Keep what these loggers say below `level`, and transformers' progress bars, off the terminal."""
     from transformers.utils import logging as hf_logging
 
-    logger = logging.getLogger("transformers")
-    level, bars = logger.level, hf_logging.is_progress_bar_enabled()
-    logger.setLevel(logging.ERROR)
+    loggers = [logging.getLogger(name) for name in names]
+    levels, bars = [logger.level for logger in loggers], hf_logging.is_progress_bar_enabled()
+    for logger in loggers:
+        logger.setLevel(level)
     hf_logging.disable_progress_bar()
     try:
         yield
     finally:
-        logger.setLevel(level)
+        for logger, before in zip(loggers, levels, strict=True):
+            logger.setLevel(before)
         if bars:
             hf_logging.enable_progress_bar()

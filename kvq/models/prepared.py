@@ -164,18 +164,18 @@ class PreparedModel:
 
 
 class LoadOptions(TypedDict, total=False):
-    """How a model is loaded, and how its K and V are kept."""
+    """How a model is loaded, and how its K and V are kept. What is left out is as in `_DEFAULTS`."""
 
-    device: str
-    dtype: str
-    max_context: int | None  # tokens
-    weights: str
+    device: str  # "auto": the first GPU, or the CPU
+    dtype: str  # what it computes in; "auto": fp32 on a CPU, else what its config says
+    max_context: int | None  # tokens; None: the model's own
+    weights: str  # a format that Linear layers are rounded to; "auto": as stored
     block_size: int  # tokens
     order: BlockOrder
-    backend: str
-    cache: str
-    revision: str | None
-    token: str | None
+    backend: str  # of kernels
+    cache: str  # a cache backend
+    revision: str | None  # on the hub
+    token: str | None  # for the hub
 
 
 _DEFAULTS = LoadOptions(
@@ -207,7 +207,10 @@ def prepare(model: str | Path | ModelSource, **given: Unpack[LoadOptions]) -> Pr
     options = _DEFAULTS | given
     backend, cache, max_context = options["backend"], options["cache"], options["max_context"]
     check_backend(backend)
-    check_kernels_unnamed(cache, backend)
+    if cache != "kvq" and backend != "auto":
+        raise ConfigError(
+            f"--backend {backend} names kernels of kvq's own cache, but the cache is {cache!r}; leave one out"
+        )
     cache_backend(cache)
     device, weights = pick_device(options["device"]), options["weights"]
     rounded_to = None if weights == "auto" else parse_weight_format(weights)
@@ -245,25 +248,19 @@ def prepare(model: str | Path | ModelSource, **given: Unpack[LoadOptions]) -> Pr
 
 
 def make_cache(
-    model: PreparedModel,
-    layout: KVLayout,
-    *,
-    num_blocks: list[int],
-    cache: str | None = None,
-    backend: str | None = None,
+    model: PreparedModel, layout: KVLayout, *, num_blocks: list[int], backend: str | None = None
 ) -> CacheBackend:
-    """A cache of so many blocks per layer group; `cache` and `backend` where they are not the model's.
+    """A cache of so many blocks per layer group; kvq's own, whatever the model's is, if kernels are named.
 
     Raises:
-        ConfigError: no such cache backend, or one that can't store the recipe.
+        ConfigError: a cache backend that can't store the layout's recipe.
         OutOfMemory: the blocks don't fit.
         UnsupportedKernel: no kernel runs the recipe here.
     """
-    cache, backend = cache or model.cache, backend or model.backend
-    check_kernels_unnamed(cache, backend)
-    if cache == "kvq":
-        return KVCache(layout, num_blocks=num_blocks, device=model.device, backend=backend)
-    return cache_backend(cache)(layout, num_blocks=num_blocks, device=model.device)
+    if model.cache == "kvq" or backend is not None:
+        kernels = backend or model.backend
+        return KVCache(layout, num_blocks=num_blocks, device=model.device, backend=kernels)
+    return cache_backend(model.cache)(layout, num_blocks=num_blocks, device=model.device)
 
 
 def find_scales(model: PreparedModel, path: str | Path | None) -> StaticScales | None:
@@ -281,14 +278,6 @@ def find_scales(model: PreparedModel, path: str | Path | None) -> StaticScales |
     check_recipe_fits(model.geometry, recipe)
     model.check_belongs(recipe)
     return recipe.static_scales
-
-
-def check_kernels_unnamed(cache: str, backend: str) -> None:
-    """Raise ConfigError if kernels were named for a cache backend that brings its own."""
-    if cache != "kvq" and backend != "auto":
-        raise ConfigError(
-            f"--backend {backend} names kernels of kvq's own cache, but the cache is {cache!r}; leave one out"
-        )
 
 
 def _context(geometry: ModelGeometry, max_context: int | None, *, dynamic: bool) -> int:

@@ -59,7 +59,9 @@ def probe(weights: LoadedWeights) -> None:
     ):
         worst = max(relative_error(a, b) for a, b in zip(packed, others, strict=True))
         if math.isnan(worst):
-            raise ModelError(f"{weights.folder}: its weights or config give NaN or infinity in the logits")
+            raise ModelError(
+                f"{weights.prepared.folder}: its weights or config give NaN or infinity in the logits"
+            )
         if not worst <= limit:
             raise ModelError(
                 f"kvq does not run {geometry.model_type}: {what} (relative error {worst:.1e}, "

@@ -41,16 +41,6 @@ class PromptEncoder:
         self._is_text_template = is_text_template
         self._trusts_chats = trusts_chats
 
-    @property
-    def has_template(self) -> bool:
-        """Whether conversations can be encoded."""
-        return bool(getattr(self._tokenizer, "chat_template", None))
-
-    @property
-    def control_spellings(self) -> frozenset[str]:
-        """What its control tokens are written as."""
-        return self._control.spellings
-
     def encode(
         self, text: str, *, special: bool = True, plain: bool = False, max_tokens: int | None = None
     ) -> list[int]:

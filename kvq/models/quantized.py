@@ -130,7 +130,14 @@ def read_weights(scheme: QuantizationScheme, stored: StoredTensors) -> dict[str,
     Raises:
         ModelError: a tensor that is missing, or not what the scheme says.
     """
-    return {name: _read_weight(scheme, name, stored) for name in coded_layers(stored)}
+    weights = {}
+    for name in coded_layers(stored):
+        try:
+            weights[name] = read_linear(scheme, name, stored)
+        except ModelError as error:
+            path = next(stored.path_of(part) for part in stored if part.startswith(f"{name}."))
+            raise ModelError(f"{path}: {error}") from error
+    return weights
 
 
 def coded_layers(stored: Collection[str]) -> list[str]:
@@ -139,14 +146,6 @@ def coded_layers(stored: Collection[str]) -> list[str]:
     names += [name.removesuffix(".weight_packed") for name in stored if name.endswith(".weight_packed")]
     scaled = [name.removesuffix("_scale") for name in stored if name.endswith(".weight_scale")]
     return names + [name.removesuffix(".weight") for name in scaled if name in stored]
-
-
-def _read_weight(scheme: QuantizationScheme, name: str, stored: StoredTensors) -> QuantizedWeight:
-    try:
-        return read_linear(scheme, name, stored)
-    except ModelError as error:
-        path = next(stored.path_of(part) for part in stored if part.startswith(f"{name}."))
-        raise ModelError(f"{path}: {error}") from error
 
 
 def plain_tensors(
@@ -171,10 +170,8 @@ def _stand_in(weight: QuantizedWeight, dtype: torch.dtype) -> Tensor:
 
 
 def _load(folder: Path, plain: dict[str, Tensor], whole: dict[str, Tensor], dtype: torch.dtype) -> Any:
-    config = load_config(folder)
-    del config.quantization_config
     named = {f"{name}.weight": tensor for name, tensor in whole.items()}
-    return load_module_from(folder, config, plain | named, dtype)
+    return load_module_from(folder, load_config(folder), plain | named, dtype)
 
 
 def _places(model: nn.Module, stand_ins: Mapping[str, Tensor]) -> dict[str, str]:

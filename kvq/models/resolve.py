@@ -69,9 +69,9 @@ def resolve_model(
     if "/" not in name and (hint := nearest(name, list(EMBEDDED))):
         raise ModelError(f"there is no model {name!r}{hint} or give a folder, or a hub name such as org/name")
     folder = _download(name, revision, token, _HUB_FILES if weights else _SMALL_FILES)
-    return ModelSource(
-        folder=folder, name=Path(name).name, repository=name, revision=_commit(folder, revision)
-    )
+    # The hub's cache names folders by the commit that they hold
+    commit = folder.name if hub_name(folder) is not None else revision or "main"
+    return ModelSource(folder=folder, name=Path(name).name, repository=name, revision=commit)
 
 
 def _embedded(name: str) -> ModelSource | None:
@@ -98,11 +98,6 @@ def _local(name: str) -> ModelSource | None:
 def _last_part(path: Path) -> str:
     """What a path calls its folder; where that is dots, what the folder is called."""
     return path.name if path.name not in ("", "..") else path.resolve().name
-
-
-def _commit(folder: Path, revision: str | None) -> str:
-    """The commit that a hub's folder holds, which its cache names folders by."""
-    return folder.name if hub_name(folder) is not None else revision or "main"
 
 
 def hub_name(folder: Path) -> str | None:

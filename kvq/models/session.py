@@ -43,16 +43,15 @@ class Session:
         *,
         max_tokens: int,
         max_sequences: int = 1,
-        backend: str = "auto",
-        cache: str = "kvq",
+        backend: str | None = None,
     ) -> None:
         """Allocate pools for `max_sequences` sequences of up to `max_tokens` tokens each.
 
-        `backend` names the kernels of kvq's own cache, `cache` the cache backend that keeps K and V.
+        `backend` names kernels of kvq's own cache; without, cache and kernels are the model's.
 
         Raises:
             RequestError: `max_tokens` is beyond the model's context.
-            ConfigError: no such cache backend, or one that can't store the recipe.
+            ConfigError: a cache backend that can't store the recipe.
             OutOfMemory: the pools don't fit.
         """
         if not 1 <= max_tokens <= weights.max_context:
@@ -62,7 +61,7 @@ class Session:
         count = max_sequences * -(-max_tokens // layout.block_size)
         num_blocks = [count] * len(layout.groups)
         self.weights = weights
-        self.cache = make_cache(weights.prepared, layout, num_blocks=num_blocks, cache=cache, backend=backend)
+        self.cache = make_cache(weights.prepared, layout, num_blocks=num_blocks, backend=backend)
         self.manager = BlockManager(
             num_blocks=num_blocks,
             block_size=layout.block_size,
@@ -72,11 +71,9 @@ class Session:
         self.observer: Observer | None = None
 
     def new_sequence(self) -> Sequence:
-        """Start an empty sequence."""
         return self.manager.new_sequence()
 
     def free(self, sequence: Sequence) -> None:
-        """Give back a sequence's blocks."""
         self.manager.free(sequence)
 
     @torch.inference_mode()

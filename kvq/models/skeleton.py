@@ -5,7 +5,6 @@ gigabytes are read.
 """
 
 import logging
-from collections.abc import Mapping
 from dataclasses import fields
 from functools import partial
 from typing import Any
@@ -31,7 +30,6 @@ class _StandIn(Tensor):
     """A tensor without memory, which stays so wherever a loader moves it."""
 
     def to(self, *_: object, dtype: torch.dtype | None = None, **__: object) -> Tensor:
-        """The same in another type."""
         return torch.empty(self.shape, dtype=dtype or self.dtype, device="meta")
 
 
@@ -47,11 +45,15 @@ def build_skeleton(prepared: PreparedModel) -> nn.Module | None:
     config = prepared.config.get("quantization_config")
     plain = load_config(prepared.folder)
     tensors = _stand_ins(prepared, config)
-    _check_shapes(prepared, tensors)
+    check_shapes(
+        prepared.folder,
+        {name: value for name, value in prepared.config.items() if name != "quantization_config"},
+        partial(build_on_meta, prepared.folder),
+        {name: tuple(tensor.shape) for name, tensor in tensors.items()},
+        prepared.stored_bytes,
+    )
     if is_bitsandbytes(config):  # whose layers are made from the numbers
         return None
-    if config is not None:
-        del plain.quantization_config
     try:
         model: Any = load_module_from(prepared.folder, plain, tensors, prepared.dtype)
     except ModelError as error:
@@ -79,17 +81,6 @@ def check_runs(model: Any, prepared: PreparedModel) -> None:
             f"kvq reads {name} in {prepared.folder}/config.json as {here}, transformers as {there}; correct "
             f"the file, or report this model: it would be run wrongly"
         )
-
-
-def _check_shapes(prepared: PreparedModel, tensors: Mapping[str, Tensor]) -> None:
-    config = {name: value for name, value in prepared.config.items() if name != "quantization_config"}
-    check_shapes(
-        prepared.folder,
-        config,
-        partial(build_on_meta, prepared.folder),
-        {name: tuple(tensor.shape) for name, tensor in tensors.items()},
-        prepared.stored_bytes,
-    )
 
 
 def _stand_ins(prepared: PreparedModel, config: object) -> dict[str, Tensor]:

@@ -13,12 +13,11 @@ from kvq.geometry import ModelGeometry
 from kvq.models.device import pick_dtype
 from kvq.models.fused_layers import is_fused
 from kvq.models.linear import invariant_rows, pack_linears, padded_rows
-from kvq.models.modules import import_class, load_module
+from kvq.models.modules import import_class, load_module, pin_rope
 from kvq.models.norms import fuse_norms
 from kvq.models.prepared import PreparedModel
 from kvq.models.quantized import load_quantized, load_rounded
 from kvq.models.resolve import ModelSource, hub_name
-from kvq.models.rope import pin_rope
 from kvq.models.skeleton import build_skeleton, check_runs
 from kvq.sizes import decimal
 from kvq.weights.manifest import MANIFEST, verify_manifest
@@ -36,38 +35,20 @@ class LoadedWeights:
         self.held_bytes = held_bytes  # by which the device's memory grew when they were loaded
 
     @property
-    def folder(self) -> Path:
-        """Where the checkpoint is."""
-        return self.prepared.folder
-
-    @property
     def geometry(self) -> ModelGeometry:
-        """Layers, heads, head dimensions, windows."""
         return self.prepared.geometry
 
     @property
     def device(self) -> torch.device:
-        """Where they are."""
         return self.prepared.device
 
     @property
     def max_context(self) -> int:
-        """Tokens."""
         return self.prepared.max_context
 
     @property
     def digest(self) -> str:
-        """Digest of all tensors of the checkpoint."""
         return self.prepared.digest
-
-    @property
-    def tokenizer(self) -> Any:
-        """The model's tokenizer.
-
-        Raises:
-            ModelError: the folder has none that loads without running its code.
-        """
-        return self.prepared.tokenizer
 
     def step_rows(self, count: int) -> int:
         """Rows to pad a step of `count` tokens to: results then don't depend on the batch."""

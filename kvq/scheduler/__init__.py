@@ -4,14 +4,13 @@ from kvq.scheduler.config import SchedulerConfig
 from kvq.scheduler.costs import CostModel, FixedCosts, MeasuredCosts
 from kvq.scheduler.fit import PoolShape, most_blocks, resolve_max_tokens, worst_case
 from kvq.scheduler.plan import StepPlan
-from kvq.scheduler.request import Branch, Priority, Request, Usage
+from kvq.scheduler.request import Branch, Priority, Request
 from kvq.scheduler.scheduler import Scheduler
-from kvq.scheduler.snapshot import Counters, Snapshot
+from kvq.scheduler.snapshot import Snapshot
 
 __all__ = [
     "Branch",
     "CostModel",
-    "Counters",
     "FixedCosts",
     "MeasuredCosts",
     "PoolShape",
@@ -21,7 +20,6 @@ __all__ = [
     "SchedulerConfig",
     "Snapshot",
     "StepPlan",
-    "Usage",
     "most_blocks",
     "resolve_max_tokens",
     "worst_case",

@@ -1,5 +1,7 @@
 """Whether a request without blocks may start or come back beside those that run."""
 
+from dataclasses import dataclass
+
 from kvq.blockmgr import BlockManager, PrefixQuery
 from kvq.scheduler.config import SchedulerConfig
 from kvq.scheduler.costs import CostModel
@@ -9,26 +11,19 @@ from kvq.scheduler.request import Request
 from kvq.scheduler.step import Step
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class Admission:
     """Looks at blocks, rows and goals. Changes nothing."""
 
-    def __init__(
-        self,
-        manager: BlockManager,
-        config: SchedulerConfig,
-        costs: CostModel,
-        holders: Holders,
-        shape: PoolShape,
-    ) -> None:
-        self._manager = manager
-        self._config = config
-        self._costs = costs
-        self._holders = holders
-        self._shape = shape
+    manager: BlockManager
+    config: SchedulerConfig
+    costs: CostModel
+    holders: Holders
+    shape: PoolShape
 
     def num_blocks(self, tokens: int) -> int:
         """Blocks of full attention that so many tokens take."""
-        return -(-tokens // self._shape.block_size)
+        return -(-tokens // self.shape.block_size)
 
     def promised(self, step: Step) -> int:
         """Blocks that prefills under way will still take."""
@@ -40,26 +35,25 @@ class Admission:
 
     def has_seats(self, request: Request) -> bool:
         """True if its branches have rows, and steps would still keep the inter-token goal with them."""
-        if not self._holders.has_rows(request):
+        if not self.holders.has_rows(request):
             return False
-        goal, running = self._config.itl_slo_s, self._holders.num_sequences
-        return goal is None or not running or self._costs.decode_s(running + len(request.live)) <= goal
+        goal, running = self.config.itl_slo_s, self.holders.num_sequences
+        return goal is None or not running or self.costs.decode_s(running + len(request.live)) <= goal
 
-    def can_start(self, step: Step, request: Request, prompt: PrefixQuery, reused: int | None) -> bool:
-        """True if a prompt's first chunk fits and those that run can grow; `reused`: tokens, if it may."""
-        manager, total, found = self._manager, len(prompt.tokens), reused or 0
+    def can_start(self, step: Step, request: Request, prompt: PrefixQuery, found: int) -> bool:
+        """True if a prompt's first chunk fits and those that run can grow; `found`: tokens of its hit."""
+        total = len(prompt.tokens)
         count = min(total - found, step.budget, request.max_chunk or total)
         later = self.num_blocks(total) - self.num_blocks(found + count)
-        can_admit = manager.can_admit_without_reuse if reused is None else manager.can_admit
-        return can_admit(prompt, count, spare=self._spare(request, step.promised + later))
+        return self.manager.can_admit(prompt, count, spare=self._spare(request, step.promised + later))
 
     def can_swap_in(self, step: Step, request: Request) -> bool:
         """True if there is room for a swapped-out request's blocks and for growth."""
         sequence = held(request.live[0])
         need = [len(slots) for slots in sequence.swapped or []]
-        pools = zip(self._manager.pools, need, self._spare(request, step.promised), strict=True)
+        pools = zip(self.manager.pools, need, self._spare(request, step.promised), strict=True)
         fits = all(pool.num_available >= blocks + left for pool, blocks, left in pools)
-        return fits and self._manager.can_swap_in(sequence)
+        return fits and self.manager.can_swap_in(sequence)
 
     def _spare(self, request: Request, promised: int) -> list[int]:
         """Blocks per layer group that must be left over when a request starts.
@@ -68,15 +62,15 @@ class Admission:
         running ones could grow by some blocks each, more after every preemption, or it would be
         preempted again at once. Alone it may have everything.
         """
-        if not self._holders.running:
-            return [0] * len(self._shape.windows)
+        if not self.holders.running:
+            return [0] * len(self.shape.windows)
         growth = 0
         if request.usage.preemptions:
-            growth = self._holders.num_sequences << min(request.usage.preemptions - 1, 8)
-        size = self._shape.block_size
+            growth = self.holders.num_sequences << min(request.usage.preemptions - 1, 8)
+        size = self.shape.block_size
         return [
-            self._manager.reserve_blocks
+            self.manager.reserve_blocks
             + growth
             + (promised if window is None else min(promised, -(-window // size) + 1))
-            for window in self._shape.windows
+            for window in self.shape.windows
         ]

@@ -1,36 +1,46 @@
 """What steps cost, as far as scheduling depends on it. Times in seconds."""
 
-from typing import Protocol
+from abc import ABC, abstractmethod
 
 from kvq.scheduler.regression import Regression
 
 
-class CostModel(Protocol):
-    """Predicts step times; learns from measured ones if it can."""
+class CostModel(ABC):
+    """Predicts step times. Moving blocks costs by the block, and nothing is learned, unless a model does."""
 
+    def __init__(self, *, swap_block_s: float) -> None:
+        self._swap_block_s = swap_block_s
+
+    @abstractmethod
     def decode_s(self, num_decodes: int) -> float:
         """A step of that many decodes and nothing else."""
 
+    @abstractmethod
     def prefill_token_s(self, depth: int) -> float:
         """What one more prefill token at a position near `depth` adds to a step."""
 
+    @abstractmethod
     def prefill_step_s(self) -> float:
         """What prefill adds to a step however few its tokens."""
 
     def prefill_share(self, num_decodes: int) -> float:
         """How much of its prefill a step should compute, so that something is learned from its time."""
+        return 1.0
 
     def swap_s(self, num_blocks: int) -> float:
         """Moving blocks to host memory and back."""
+        return num_blocks * self._swap_block_s
 
-    def observe(self, *, num_decodes: int, prefill_tokens: int, depth: int, seconds: float) -> None:
+    def observe(  # noqa: B027 - there may be nothing to learn
+        self, *, num_decodes: int, prefill_tokens: int, depth: int, seconds: float
+    ) -> None:
         """A step took that long."""
 
-    def observe_swap(self, num_blocks: float, seconds: float) -> None:
+    def observe_swap(self, num_blocks: float, seconds: float) -> None:  # noqa: B027 - nor here
         """Moving so many blocks out and in took that long; a move in one direction is half a block."""
 
 
-class FixedCosts:
+class FixedCosts(CostModel):
     """Costs that are known beforehand."""
 
     def __init__(
@@ -42,11 +52,11 @@ class FixedCosts:
         prefill_step_s: float = 0.0,
         swap_block_s: float = 1e-4,
     ) -> None:
+        super().__init__(swap_block_s=swap_block_s)
         self._step_s = step_s
         self._prefill_step_s = prefill_step_s
         self._decode_token_s = decode_token_s
         self._prefill_token_s = prefill_token_s
-        self._swap_block_s = swap_block_s
 
     def decode_s(self, num_decodes: int) -> float:
         """A fixed part and one per decode."""
@@ -60,20 +70,6 @@ class FixedCosts:
         """The same for any number of tokens."""
         return self._prefill_step_s
 
-    def prefill_share(self, num_decodes: int) -> float:
-        """All of it: nothing to learn."""
-        return 1.0
-
-    def swap_s(self, num_blocks: int) -> float:
-        """Proportional to the blocks."""
-        return num_blocks * self._swap_block_s
-
-    def observe(self, *, num_decodes: int, prefill_tokens: int, depth: int, seconds: float) -> None:
-        """Nothing to learn."""
-
-    def observe_swap(self, num_blocks: float, seconds: float) -> None:
-        """Nothing to learn."""
-
 
 _SLOWLY, _QUICKLY = 0.1, 0.5  # how far an estimate follows one measurement
 _NOISE = 0.1  # of a step's time
@@ -83,7 +79,7 @@ _OUTLIER = 2.0  # of what a size is believed to take; whatever takes longer coun
 _FADE = 0.998  # of what larger sizes are believed to take, with every step: they may never be tried again
 
 
-class MeasuredCosts:
+class MeasuredCosts(CostModel):
     """Running estimates: decode steps by powers of two of their size, prefill as a linear regression.
 
     No formula holds for decode steps on all devices: on CPUs 16 rows cost less than 15, on GPUs 64 what
@@ -95,7 +91,7 @@ class MeasuredCosts:
 
     def __init__(self, *, prefill_token_s: float = 1e-3, swap_block_s: float = 1e-4) -> None:
         """The arguments hold until something was measured."""
-        self._swap_block_s = swap_block_s
+        super().__init__(swap_block_s=swap_block_s)
         self._decode_s: dict[int, float] = {}
         self._decode_count: dict[int, int] = {}  # measurements
         self._decode_age: dict[int, int] = {}  # number of the last step with prefill when it was measured
@@ -106,7 +102,7 @@ class MeasuredCosts:
     def decode_s(self, num_decodes: int) -> float:
         """The estimate of the nearest size that was measured; 0 before any was."""
         known = self._decode_s
-        return known[_nearest(num_decodes, known)] if num_decodes and known else 0.0
+        return known[_nearest(num_decodes.bit_length(), known)] if num_decodes and known else 0.0
 
     def prefill_token_s(self, depth: int) -> float:
         """What was learned from all depths."""
@@ -123,12 +119,8 @@ class MeasuredCosts:
             return 0.0
         return 0.5 if self._num_prefills % _HALVE == 0 else 1.0
 
-    def swap_s(self, num_blocks: int) -> float:
-        """Proportional to the blocks."""
-        return num_blocks * self._swap_block_s
-
     def observe_swap(self, num_blocks: float, seconds: float) -> None:
-        """Moving so many blocks out and in took that long; a move in one direction is half a block."""
+        """Follow what a block took, slowly."""
         self._swap_block_s += _SLOWLY * (seconds / num_blocks - self._swap_block_s)
 
     def observe(self, *, num_decodes: int, prefill_tokens: int, depth: int, seconds: float) -> None:
@@ -147,7 +139,7 @@ class MeasuredCosts:
     def _observe_decodes(self, key: int, seconds: float) -> None:
         """Follow quicker steps quickly, slower ones slowly; a new size starts from its neighbour's."""
         known = self._decode_s
-        before = known[_nearest_key(key, known)] if known else seconds
+        before = known[_nearest(key, known)] if known else seconds
         seconds = min(seconds, _OUTLIER * before) if before > 0 else seconds
         count = self._decode_count[key] = self._decode_count.get(key, 0) + 1
         rate = _QUICKLY if count == 1 or seconds < before else _SLOWLY
@@ -160,9 +152,5 @@ class MeasuredCosts:
                 known[larger] = min(_FADE * known[larger], known[key] * 2.0 ** (larger - key + 1))
 
 
-def _nearest(value: int, estimates: dict[int, float]) -> int:
-    return _nearest_key(value.bit_length(), estimates)
-
-
-def _nearest_key(key: int, estimates: dict[int, float]) -> int:
+def _nearest(key: int, estimates: dict[int, float]) -> int:
     return key if key in estimates else min(estimates, key=lambda known: abs(known - key))

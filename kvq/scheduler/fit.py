@@ -1,5 +1,6 @@
 """Whether a request can ever fit: its worst case beside an empty pool."""
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -82,26 +83,23 @@ def resolve_max_tokens(request: Request, shape: PoolShape, config: SchedulerConf
             f"the request asks for {request.num_branches} sequences side by side, the engine runs at most "
             f"{config.max_num_seqs}; ask for fewer, or raise max_num_seqs"
         )
+    chunk = config.max_num_batched_tokens
+    _check(request, 1 if asked is None else asked, shape, chunk)
     if asked is not None:
-        _check(request, asked, shape, config)
         return asked
-    _check(request, 1, shape, config)
-    low, high = 1, room
-    while low < high:  # the worst case grows with max_tokens
-        middle = (low + high + 1) // 2
-        if _fits(worst_case(request, middle, shape, config.max_num_batched_tokens), shape):
-            low = middle
-        else:
-            high = middle - 1
-    return low
+
+    def is_beyond(tokens: int) -> bool:
+        return not _fits(worst_case(request, tokens, shape, chunk), shape)
+
+    return bisect_left(range(1, room + 1), True, key=is_beyond)  # the worst case grows with max_tokens
 
 
 def _fits(need: list[int], shape: PoolShape) -> bool:
     return all(blocks <= total for blocks, total in zip(need, shape.num_blocks, strict=True))
 
 
-def _check(request: Request, max_tokens: int, shape: PoolShape, config: SchedulerConfig) -> None:
-    need = worst_case(request, max_tokens, shape, config.max_num_batched_tokens)
+def _check(request: Request, max_tokens: int, shape: PoolShape, chunk: int) -> None:
+    need = worst_case(request, max_tokens, shape, chunk)
     if _fits(need, shape):
         return
     many = f"{request.num_branches} times " if request.num_branches > 1 else ""

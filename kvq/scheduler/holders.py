@@ -4,20 +4,21 @@ from array import array
 
 from kvq.blockmgr import BlockManager, PrefixQuery, Sequence
 from kvq.errors import OutOfBlocks
+from kvq.scheduler.config import SchedulerConfig
 from kvq.scheduler.request import Branch, Priority, Request, RequestState
 
 
 class Holders:
     """Carries out what the scheduler decided. A row is a branch's place in persistent tables."""
 
-    def __init__(self, manager: BlockManager, *, max_num_seqs: int, prefix_caching: bool) -> None:
+    def __init__(self, manager: BlockManager, config: SchedulerConfig) -> None:
         self.manager = manager
         self.running: dict[Request, None] = {}  # requests that hold blocks
         self.num_interactive = 0  # of these
         self.active: dict[Branch, None] = {}  # branches whose blocks can be used now
-        self._caching = prefix_caching
-        self._free_rows = list(range(max_num_seqs))[::-1]
-        self._num_rows = max_num_seqs
+        self._caching = config.prefix_caching
+        self._free_rows = list(range(config.max_num_seqs))[::-1]
+        self._num_rows = config.max_num_seqs
         self._places = 0
 
     @property
@@ -38,19 +39,17 @@ class Holders:
                 tenant=request.tenant,
                 shared_salt=request.shared_salt,
                 cache_salt=request.cache_salt,
-                max_reuse=request.max_reuse,
+                max_reuse=request.max_reuse if self._caching else 0,
             )
         return request.prompt
 
     def start(self, request: Request, prompt: PrefixQuery) -> Branch:
         """Give a request's first branch what the prefix index holds of its tokens."""
         root = request.live[0]
-        if not self._caching:
-            root.sequence = self.manager.new_sequence(tenant=request.tenant)
-        elif request.reuse:
+        if self._caching:
             root.sequence = self.manager.start(prompt)
         else:
-            root.sequence = self.manager.start_without_reuse(prompt)
+            root.sequence = self.manager.new_sequence(tenant=request.tenant)
         if root.lost_tokens:
             request.usage.recomputed_tokens += max(0, root.lost_tokens - root.sequence.length)
             root.lost_tokens = 0
@@ -59,22 +58,14 @@ class Holders:
         return root
 
     def swap_in(self, request: Request) -> Branch:
-        """Order a request's blocks back; its branch becomes active when they are confirmed.
-
-        Raises:
-            OutOfBlocks: too few blocks; nothing changed.
-        """
+        """Order a request's blocks back; its branch becomes active when they are confirmed."""
         branch = request.live[0]
         self.manager.swap_in(held(branch))
         self._enter(request)
         return branch
 
     def swap_out(self, branch: Branch) -> None:
-        """Order a request's only branch out.
-
-        Raises:
-            OutOfBlocks: too few host slots; nothing changed.
-        """
+        """Order a request's only branch out; OutOfBlocks, and nothing changed, without host slots."""
         sequence = held(branch)
         if not self.manager.swap.can_swap_out(sequence):
             raise OutOfBlocks(f"request {branch.request.id!r} has more blocks than host slots are free")
@@ -124,7 +115,7 @@ class Holders:
         for i, ((parent, token), branch) in enumerate(zip(picks, request.branches, strict=False)):
             branch.sequence, branch.tokens = after[i], before[parent][1] + array("I", (token,))
             if keeper[parent] == i != parent:
-                _mark_all(after[i])  # another row has to learn its tables
+                after[i].mark_all()  # another row has to learn its tables
             self.manager.commit(after[i], (token,) if self._caching else None)
             self.active[branch] = None
         request.is_forked = True
@@ -152,7 +143,7 @@ class Holders:
         for branch in request.live:
             branch.row = self._free_rows.pop()
             if branch.sequence is not None:
-                _mark_all(branch.sequence)
+                branch.sequence.mark_all()
         if request.place < 0:
             self._places += 1
             request.place = self._places
@@ -187,8 +178,3 @@ def held(branch: Branch) -> Sequence:
     """The sequence of a branch that has one."""
     assert branch.sequence is not None, "the branch has no blocks"
     return branch.sequence
-
-
-def _mark_all(sequence: Sequence) -> None:
-    for group in range(len(sequence.tables)):
-        sequence.mark(group, 0)

@@ -74,12 +74,10 @@ class Lines:
 
         A preempted request goes before waiting ones of its class, so that nobody overtakes it.
         """
-        waiting = [line[0] for line in self._ready.values() if line]
-        queued = self.queue.first(below=below)
-        ranked = [(self.rank(request, now), request) for request in waiting]
-        if queued is not None:
+        outside = [*self.preempted, *(line[0] for line in self._ready.values() if line)]
+        ranked = [(self.rank(request, now), request) for request in outside]
+        if (queued := self.queue.first()) is not None:
             ranked.append((self.queue.rank(queued), queued))
-        ranked = [(self.rank(request, now), request) for request in self.preempted] + ranked
         ranked = [entry for entry in ranked if below is None or entry[0] < below]
         return min(ranked, key=lambda entry: entry[0], default=(None, None))[1]
 

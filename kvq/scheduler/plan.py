@@ -1,6 +1,6 @@
 """What one step does: who computes which tokens, after which orders."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from kvq.blockmgr import BlockId, Order
 from kvq.scheduler.request import Branch
@@ -20,44 +20,37 @@ class StepPlan:
     branches: list[Branch]
     num_decodes: int  # leading branches with one token each
     counts: list[int]
-    ends: list[int]
-    samples: list[bool]
-    token_ids: list[int]  # all new tokens
+    ends: list[int] = field(default_factory=list)
+    samples: list[bool] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)  # all new tokens
     orders: list[Order]  # to be carried out before the forward pass, in order
-    table_changes: list[tuple[int, int, int, list[BlockId]]]  # (row, layer group, first index, entries)
+    # (row, layer group, first index, entries)
+    table_changes: list[tuple[int, int, int, list[BlockId]]] = field(default_factory=list)
     restored: list[Branch]  # swapped in by the orders; run from the next step on
     follows: list[int] | None = None  # of a step planned ahead: whose tokens of the step before its are
 
     def part(self, index: int) -> "StepPlan":
         """The same step for one of its branches alone, its orders and changes carried out already."""
         count, before = self.counts[index], sum(self.counts[:index])
-        return replace(
-            self,
-            branches=[self.branches[index]],
-            num_decodes=int(index < self.num_decodes),
-            counts=[count],
-            ends=[self.ends[index]],
-            samples=[self.samples[index]],
-            token_ids=self.token_ids[before : before + count],
-            orders=[],
-            table_changes=[],
-            restored=[],
-        )
+        tokens = self.token_ids[before : before + count]
+        return replace(self._only([index], tokens), num_decodes=int(index < self.num_decodes), restored=[])
 
     def after_all(self) -> "StepPlan":
         """A step that was planned ahead, its orders carried out, now that its tokens are known."""
         left = [i for i, branch in enumerate(self.branches) if not branch.is_done]
+        tokens = [self.branches[i].tokens[-1] for i in left]
+        return replace(self._only(left, tokens), num_decodes=len(left), follows=None)
+
+    def _only(self, indices: list[int], token_ids: list[int]) -> "StepPlan":
         return replace(
             self,
-            branches=[self.branches[i] for i in left],
-            num_decodes=len(left),
-            counts=[1] * len(left),
-            ends=[self.ends[i] for i in left],
-            samples=[True] * len(left),
-            token_ids=[self.branches[i].tokens[-1] for i in left],
+            branches=[self.branches[i] for i in indices],
+            counts=[self.counts[i] for i in indices],
+            ends=[self.ends[i] for i in indices],
+            samples=[self.samples[i] for i in indices],
+            token_ids=token_ids,
             orders=[],
             table_changes=[],
-            follows=None,
         )
 
     @property

@@ -134,15 +134,9 @@ class WaitingQueue:
         since = (request.arrival_s for request in self._batch if self._where.get(request) is waiting)
         return next(since, inf) + self._aging_s
 
-    def first(self, *, below: Priority | None = None) -> Request | None:
-        """The request whose turn it is, or None; `below`: only of classes that go before that one."""
-        for priority in Priority:
-            if below is not None and priority >= below:
-                return None
-            request = self._classes[priority].first()
-            if request is not None:
-                return request
-        return None
+    def first(self) -> Request | None:
+        """The request whose turn it is, or None."""
+        return self._classes[Priority.INTERACTIVE].first() or self._classes[Priority.BATCH].first()
 
     def rank(self, request: Request) -> Priority:
         """The class in whose line a request stands."""

@@ -96,8 +96,7 @@ class Request:
     tenant: str = ""
     shared_salt: str | None = None
     cache_salt: str | None = None
-    reuse: bool = True  # False: every prompt token is computed, whatever is cached
-    max_reuse: int | None = None  # most prompt tokens taken from the cache, if limited
+    max_reuse: int | None = None  # most prompt tokens taken from the cache, if limited; 0: all are computed
     max_chunk: int | None = None  # prefill tokens of this request in one step, if limited
     arrival_s: float = 0.0
     state: RequestState = RequestState.WAITING

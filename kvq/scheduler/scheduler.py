@@ -34,9 +34,7 @@ class Scheduler:
         self.costs = costs
         self.counters = Counters()
         self.lines = Lines(config)
-        self.holders = Holders(
-            manager, max_num_seqs=config.max_num_seqs, prefix_caching=config.prefix_caching
-        )
+        self.holders = Holders(manager, config)
         self.shape = PoolShape(
             num_blocks=[pool.num_blocks for pool in manager.pools],
             windows=manager.blocks.windows,
@@ -68,7 +66,19 @@ class Scheduler:
 
     def snapshot(self) -> Snapshot:
         """Where everything stands."""
-        return Snapshot.of(self.counters, self.holders, self.lines, self.num_held_up, self.manager.usage())
+        counters, holders, lines = self.counters, self.holders, self.lines
+        return Snapshot(
+            running=len(holders.running),
+            sequences=holders.num_sequences,
+            waiting=lines.num_waiting,
+            preempted=len(lines.preempted),
+            held_up=self.num_held_up,
+            queued_tokens=sum(request.prompt_length for request in lines.queue),
+            preemptions=counters.swaps + counters.recomputes,
+            prompt_tokens=counters.prompt_tokens,
+            cached_tokens=counters.cached_tokens,
+            pools=self.manager.usage(),
+        )
 
     def check(self, request: Request) -> int:
         """How many tokens a request may generate. Changes nothing.
@@ -137,7 +147,9 @@ class Scheduler:
             self.manager.extend([(held(branch), 1) for branch in branches])
         except OutOfBlocks:
             return None
-        return self._pack([(branch, 1) for branch in branches], len(branches), follows=follows)
+        return pack(
+            [(branch, 1) for branch in branches], len(branches), self.manager, self.counters, follows=follows
+        )
 
     def commit(
         self,
@@ -347,13 +359,13 @@ class Scheduler:
             step.restored.append(self.holders.swap_in(request))
             return True
         prompt = self.holders.prompt(request)
-        match = self.manager.lookup(prompt) if self.config.prefix_caching and request.reuse else None
-        if match is not None and match.waits_for is not None:
+        match = self.manager.lookup(prompt)
+        if match.waits_for is not None:
             if is_back or self.lines.num_parked >= self.config.max_num_seqs:
                 return False
             self.lines.park(request, match.waits_for)
             return True
-        if not admission.can_start(step, request, prompt, None if match is None else match.length):
+        if not admission.can_start(step, request, prompt, match.length):
             return False
         self.lines.remove(request)
         if is_back:
@@ -382,19 +394,7 @@ class Scheduler:
         chosen += [(branch, count) for branch, count in step.prefills if branch in active]
         if not chosen and not self.manager.blocks.orders and not step.restored:
             return None
-        plan = self._pack(chosen, num_decodes, restored=step.restored)
+        plan = pack(chosen, num_decodes, self.manager, self.counters, restored=step.restored)
         if num_decodes and plan.num_tokens > num_decodes:
             self._last_chunk = max(plan.num_tokens - num_decodes, self.config.min_chunk)
         return plan
-
-    def _pack(
-        self,
-        chosen: list[tuple[Branch, int]],
-        num_decodes: int,
-        *,
-        restored: Sequence[Branch] = (),
-        follows: list[int] | None = None,
-    ) -> StepPlan:
-        number, orders = self.counters.steps, self.manager.take_orders()
-        self.counters.steps += 1
-        return pack(chosen, num_decodes, number=number, orders=orders, restored=restored, follows=follows)

@@ -4,8 +4,6 @@ from dataclasses import dataclass, fields
 from typing import Any, TypeVar
 
 from kvq.blockmgr import PoolUsage
-from kvq.scheduler.holders import Holders
-from kvq.scheduler.lines import Lines
 
 T = TypeVar("T", bound="Snapshot")
 
@@ -37,24 +35,6 @@ class Snapshot:
     prompt_tokens: int  # total
     cached_tokens: int  # of these, found in the prefix index
     pools: list[PoolUsage]  # per layer group
-
-    @classmethod
-    def of(
-        cls, counters: Counters, holders: Holders, lines: Lines, held_up: int, pools: list[PoolUsage]
-    ) -> "Snapshot":
-        """Where a scheduler's parts stand."""
-        return cls(
-            running=len(holders.running),
-            sequences=holders.num_sequences,
-            waiting=lines.num_waiting,
-            preempted=len(lines.preempted),
-            held_up=held_up,
-            queued_tokens=sum(request.prompt_length for request in lines.queue),
-            preemptions=counters.swaps + counters.recomputes,
-            prompt_tokens=counters.prompt_tokens,
-            cached_tokens=counters.cached_tokens,
-            pools=pools,
-        )
 
     def as_part_of(self, kind: type[T], **more: Any) -> T:
         """A snapshot of a kind that knows more."""

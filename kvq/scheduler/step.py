@@ -3,10 +3,11 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from kvq.blockmgr import Order
+from kvq.blockmgr import BlockManager
 from kvq.scheduler.holders import held
 from kvq.scheduler.plan import StepPlan
 from kvq.scheduler.request import Branch, Request
+from kvq.scheduler.snapshot import Counters
 
 
 @dataclass(slots=True, eq=False)
@@ -30,29 +31,24 @@ class Step:
 def pack(
     chosen: list[tuple[Branch, int]],
     num_decodes: int,
+    manager: BlockManager,
+    counters: Counters,
     *,
-    number: int,
-    orders: list[Order],
     restored: Sequence[Branch] = (),
     follows: list[int] | None = None,
 ) -> StepPlan:
-    """The plan of branches and how many tokens each computes, which have their slots already."""
-    ends: list[int] = []
-    samples: list[bool] = []
-    token_ids: list[int] = []
+    """The next step: branches and how many tokens each computes, which have their slots already."""
     plan = StepPlan(
-        number=number,
+        number=counters.steps,
         branches=[branch for branch, _ in chosen],
         num_decodes=num_decodes,
         counts=[count for _, count in chosen],
-        ends=ends,
-        samples=samples,
-        token_ids=token_ids,
-        orders=orders,
-        table_changes=[],
+        orders=manager.take_orders(),
         restored=list(restored),
         follows=follows,
     )
+    counters.steps += 1
+    ends, samples, token_ids = plan.ends, plan.samples, plan.token_ids
     for i, (branch, count) in enumerate(chosen):
         sequence = held(branch)
         end = sequence.length

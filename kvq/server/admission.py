@@ -13,8 +13,10 @@ from kvq.engine import SamplingParams
 from kvq.errors import RequestError
 from kvq.scheduler import Request, resolve_max_tokens, worst_case
 from kvq.server.first_tokens import FirstTokens
-from kvq.server.messages import Gauges, Ready
+from kvq.server.messages import Ready
 from kvq.server.problems import Problem, unavailable
+from kvq.server.prompts import Prompts
+from kvq.server.remote import Remote
 from kvq.server.seating import Seating, Seats
 from kvq.server.tenants import Tenant, TenantLimits
 
@@ -51,8 +53,6 @@ class Admission:
     """Counts what waits and what runs, and refuses what is too much.
 
     400: can never fit. 429: the tenant's own limit. 503: the server's, with the seconds to wait.
-    `gauges` tells where the engine stood after its last step, None while there is no engine;
-    `num_seats` how many sequences it runs side by side, `tokenizing` how many prompts are on their way to it.
     """
 
     def __init__(
@@ -60,9 +60,8 @@ class Admission:
         config: AdmissionConfig | None = None,
         limits: TenantLimits | None = None,
         *,
-        gauges: Callable[[], Gauges | None] = lambda: None,
-        num_seats: Callable[[], int | None] = lambda: None,
-        tokenizing: Callable[[], int] = lambda: 0,
+        engine: Remote,
+        prompts: Prompts,
         clock: Callable[[], float] = monotonic,
         chance: Callable[[], float] = random.random,
     ) -> None:
@@ -72,29 +71,29 @@ class Admission:
         self._chance = chance
         self._first_tokens = FirstTokens(clock)
         self._tenants: defaultdict[str, Tenant] = defaultdict(lambda: Tenant(self._limits, clock))
-        self._seating = Seating(num_seats)
+        self._seating = Seating(lambda: engine.num_seats)
         self._queued: set[Queued] = set()
         self._waiting_tokens = 0
         self._overcommit = 0.0
-        self._gauges = gauges
-        self._tokenizing = tokenizing
+        self._engine = engine
+        self._prompts = prompts
 
     @property
     def num_waiting(self) -> int:
         """Requests without a seat at the engine; without blocks, if those are what is short."""
-        gauges = self._gauges()
+        gauges = self._engine.gauges
         return max(self._seating.num_waiting, 0 if gauges is None else gauges.held_up)
 
     @property
     def expected_wait_s(self) -> float:
         """What a new request would wait for its first token; 0 where too little is known."""
         per_s = self._first_tokens.per_s()
-        return 0.0 if per_s is None else (self._tokenizing() + self._first_tokens.num_awaited) / per_s
+        return 0.0 if per_s is None else (self._prompts.num_waiting + self._first_tokens.num_awaited) / per_s
 
     @property
     def kv_pressure(self) -> float:
         """Live blocks / blocks of the fullest pool."""
-        gauges = self._gauges()
+        gauges = self._engine.gauges
         pools = [] if gauges is None else gauges.pools
         return max((pool.live / pool.total for pool in pools), default=0.0)
 
@@ -160,7 +159,7 @@ class Admission:
         """
         entry = Queued(
             prompt_tokens=len(tokens),
-            share=_share(tokens, params, info),
+            share=check_fits(tokens, params, info),
             seats=seats,
             left=params.num_sequences,
             tells=params.best_of is None,
@@ -176,17 +175,11 @@ class Admission:
         finally:
             self.ended(entry)
 
-    def check_fits(self, tokens: list[int], params: SamplingParams, info: Ready) -> None:
-        """Raise Problem, with 400, if a prompt can never fit."""
-        _share(tokens, params, info)
-
     def started(self, entry: Queued) -> None:
         """It has its first token."""
         if not entry.has_started:
             self._seating.begin(entry.seats, entry.left)
-            self._start(entry)
-            if entry.tells:
-                self._first_tokens.leave(started=True)
+            self._wait_no_more(entry, started=True)
 
     def ended_one(self, entry: Queued) -> None:
         """One of its sequences ended."""
@@ -196,16 +189,16 @@ class Admission:
         """All of it ended, maybe before its reader knows; told again, nothing happens."""
         self._end(entry, entry.left)
         if not entry.has_started:
-            self._start(entry)
-            if entry.tells:
-                self._first_tokens.leave(started=False)
+            self._wait_no_more(entry, started=False)
         if entry in self._queued:
             self._queued.remove(entry)
             self._overcommit = self._overcommit - entry.share if self._queued else 0.0
 
-    def _start(self, entry: Queued) -> None:
+    def _wait_no_more(self, entry: Queued, *, started: bool) -> None:
         entry.has_started = True
         self._waiting_tokens -= entry.prompt_tokens
+        if entry.tells:
+            self._first_tokens.leave(started=started)
 
     def _end(self, entry: Queued, count: int) -> None:
         entry.left -= count
@@ -251,8 +244,12 @@ class Admission:
         return unavailable(f"the server is overloaded: {message}; try again later", retry_after_s=wait_s)
 
 
-def _share(tokens: list[int], params: SamplingParams, info: Ready) -> float:
-    """Worst-case blocks / blocks of the pool where they are scarcest. Raises Problem: it can never fit."""
+def check_fits(tokens: list[int], params: SamplingParams, info: Ready) -> float:
+    """The worst-case blocks of a prompt / blocks of the pool where they are scarcest.
+
+    Raises:
+        Problem: with 400, it can never fit.
+    """
     request = Request(
         id="",
         tokens=array("I", tokens),

@@ -1,49 +1,27 @@
 """A request of OpenAI's protocol, from its prompts to the answer: whole, or in pieces as they come."""
 
 import asyncio
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections import defaultdict
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
 from time import time
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 from uuid import uuid4
 
 from kvq.engine import SamplingParams, TokenLogprobs
-from kvq.engine.outputs import Piece
+from kvq.engine.outputs import Piece, Receipt
 from kvq.server.bodies import Common
 from kvq.server.messages import Ended
+from kvq.server.respond import Call
 from kvq.server.sampling import terms_of
 from kvq.server.seating import Seats
 from kvq.server.service import Service
-from kvq.server.streams import merge
+
+T = TypeVar("T")
 
 
-@dataclass(slots=True)
-class _Usage:
-    """Tokens of all the prompts of a request."""
-
-    prompt: int = 0
-    completion: int = 0
-    cached: int = 0
-
-    def take(self, ended: Ended) -> None:
-        if ended.receipt is not None:
-            self.prompt += ended.receipt.prompt_tokens
-            self.completion += ended.receipt.generated_tokens
-            self.cached += ended.receipt.cached_tokens
-
-    def body(self) -> dict[str, Any]:
-        return {
-            "prompt_tokens": self.prompt,
-            "completion_tokens": self.completion,
-            "total_tokens": self.prompt + self.completion,
-            "prompt_tokens_details": {"cached_tokens": self.cached},
-        }
-
-
-class Answer(ABC):
+class Answer(Call):
     """That of one request, over `n` results of each of its prompts."""
 
     OBJECT: ClassVar[str]  # what an answer is called
@@ -58,42 +36,28 @@ class Answer(ABC):
         self._terms = terms_of(body, params, tenant)
         self._options = body.stream_options
         self._id, self._created = f"{self.ID}-{uuid4().hex}", int(time())
-        self._usage = _Usage()
+        self._receipts: list[Receipt] = []  # of prompts that ended
         self._prompts: list[list[int]] = []
         self._scores: dict[int, list[TokenLogprobs | None]] = {}  # of prompts, by their index
+        self.is_heavy = params.logprobs is not None
         self.seats = Seats(prompts=num_prompts, sequences=params.num_sequences)
 
-    @property
-    @abstractmethod
-    def is_heavy(self) -> bool:
-        """With log-probabilities."""
-
     async def answer(self) -> dict[str, Any]:
-        """The whole answer.
-
-        Raises:
-            Problem: it can't be served, or failed.
-        """
         results = await self._results()
 
         def choices() -> list[dict[str, Any]]:
             return [self._choice(index, whole) for index, whole in enumerate(results)]
 
         done = await asyncio.to_thread(choices) if self.is_heavy else choices()
-        return self._head(self.OBJECT) | {"choices": done, "usage": self._usage.body()}
+        return self._head(self.OBJECT) | {"choices": done, "usage": self._usage()}
 
     async def chunks(self) -> AsyncGenerator[dict[str, Any]]:
-        """The answer in pieces, as they come.
-
-        Raises:
-            Problem: it can't be served, or failed on the way.
-        """
-        async with aclosing(self._pieces()) as pieces:
+        async with aclosing(await self._pieces()) as pieces:
             async for index, piece in pieces:
                 if (choice := self._delta(index, piece)) is not None:
                     yield self._head(self.CHUNK) | {"choices": [choice]}
         if self._options is not None and self._options.include_usage:
-            yield self._head(self.CHUNK) | {"choices": [], "usage": self._usage.body()}
+            yield self._head(self.CHUNK) | {"choices": [], "usage": self._usage()}
 
     @abstractmethod
     async def _read(self) -> list[list[int]]:
@@ -110,22 +74,37 @@ class Answer(ABC):
     async def _results(self) -> list[Piece]:
         """What the pieces of each result add up to."""
         wholes = defaultdict[int, Piece](_nothing)
-        async with aclosing(self._pieces()) as pieces:
+        async with aclosing(await self._pieces()) as pieces:
             async for index, piece in pieces:
                 _add(wholes[index], piece)
         return [wholes[index] for index in range(len(self._prompts) * self._n)]
 
     async def _pieces(self) -> AsyncGenerator[tuple[int, Piece]]:
-        """(index of the result, what a step added to it); what ended prompts used is noted."""
+        """(index of the result, what a step added to it), as they come."""
         self._prompts = await self._read()
-        streams = [self._service.stream(tokens, self._terms, self.seats) for tokens in self._prompts]
-        async with aclosing(merge(streams)) as messages:
-            async for i, message in messages:
+        streams = [self._pieces_of(i, tokens) for i, tokens in enumerate(self._prompts)]
+        return streams[0] if len(streams) == 1 else _merge(streams)
+
+    async def _pieces_of(self, i: int, tokens: list[int]) -> AsyncGenerator[tuple[int, Piece]]:
+        first = i * self._n
+        async with aclosing(self._service.stream(tokens, self._terms, self.seats)) as messages:
+            async for message in messages:
                 if isinstance(message, Ended):
-                    self._usage.take(message)
                     self._scores[i] = message.prompt_logprobs or []
+                    if message.receipt is not None:
+                        self._receipts.append(message.receipt)
                 else:
-                    yield i * self._n + message.index, message
+                    yield first + message.index, message
+
+    def _usage(self) -> dict[str, Any]:
+        prompt = sum(used.prompt_tokens for used in self._receipts)
+        generated = sum(used.generated_tokens for used in self._receipts)
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": generated,
+            "total_tokens": prompt + generated,
+            "prompt_tokens_details": {"cached_tokens": sum(used.cached_tokens for used in self._receipts)},
+        }
 
     def _head(self, object: str) -> dict[str, Any]:
         return {"id": self._id, "object": object, "created": self._created, "model": self._service.name}
@@ -146,3 +125,34 @@ def _add(whole: Piece, piece: Piece) -> None:
     if whole.logprobs is not None:
         whole.logprobs += piece.logprobs or ()
     whole.finish_reason = piece.finish_reason
+
+
+async def _merge(streams: Sequence[AsyncGenerator[T]]) -> AsyncGenerator[T]:
+    """What comes of several streams, as it comes; the first failure ends all."""
+    queue: asyncio.Queue[T | BaseException | None] = asyncio.Queue(64)
+
+    async def pump(stream: AsyncGenerator[T]) -> None:
+        try:
+            async with aclosing(stream):
+                async for item in stream:
+                    await queue.put(item)
+        except Exception as error:  # noqa: BLE001 - raised where it is read
+            await queue.put(error)
+        else:
+            await queue.put(None)
+
+    tasks = [asyncio.create_task(pump(stream)) for stream in streams]
+    try:
+        left = len(tasks)
+        while left:
+            item = await queue.get()
+            if isinstance(item, BaseException):
+                raise item
+            if item is None:
+                left -= 1
+            else:
+                yield item
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

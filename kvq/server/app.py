@@ -1,5 +1,7 @@
 """The routes."""
 
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from functools import partial
 from time import time
 from typing import Any
@@ -14,18 +16,20 @@ from starlette.routing import Route
 
 from kvq.errors import nearest
 from kvq.server import answer_types, health
-from kvq.server.anthropic.errors import PATH as ANTHROPIC_PATH
-from kvq.server.anthropic.routes import add_routes as add_anthropic
+from kvq.server.anthropic.bodies import MessagesBody, PromptBody
+from kvq.server.anthropic.message import MessageCall
+from kvq.server.anthropic.prompt import conversation
 from kvq.server.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from kvq.server.chat import Chat
 from kvq.server.complaints import of_body
 from kvq.server.completions import Completion
+from kvq.server.dialects import MESSAGES_PATH
 from kvq.server.guard import REASON, Access, Guard, as_response
 from kvq.server.ignored import HEADER
 from kvq.server.metrics import CONTENT_TYPE
 from kvq.server.openapi import ONE_OR_STREAM, describe_routes
 from kvq.server.problems import Problem
-from kvq.server.prompts import Conversation
+from kvq.server.prompts import Conversation, Prompts
 from kvq.server.respond import admitted, note_fields, respond, tenant
 from kvq.server.service import Service, describe
 from kvq.server.strict_json import JsonRoute
@@ -35,8 +39,8 @@ from kvq.version import __version__
 _SHOWN = 100  # characters of a path that nobody knows
 _ALIKE = 0.8  # as /v1/completion and /v1/completions are, and /v1/responses and /v1/messages are not
 _CLIENTS_OWN = (400, 404)
-_ASIDE = ("/tokenize", "/detokenize", f"{ANTHROPIC_PATH}/count_tokens")
-_GENERATING = ("/v1/completions", "/v1/chat/completions", ANTHROPIC_PATH)
+_ASIDE = ("/tokenize", "/detokenize", f"{MESSAGES_PATH}/count_tokens")
+_GENERATING = ("/v1/completions", "/v1/chat/completions", MESSAGES_PATH)
 
 
 def create_app(service: Service, access: Access | None = None) -> FastAPI:
@@ -73,32 +77,47 @@ def create_app(service: Service, access: Access | None = None) -> FastAPI:
         service.check_model(model)
         return describe(service, created)
 
-    @app.post("/tokenize", responses={200: {"model": answer_types.Tokens}})
-    async def tokenize(request: Request, body: TokenizeBody) -> dict[str, Any]:
+    @asynccontextmanager
+    async def aside(
+        request: Request, body: TokenizeBody | DetokenizeBody | PromptBody
+    ) -> AsyncIterator[tuple[Prompts, str]]:
+        """A request that the engine does not see: who reads its texts, and who asks."""
         await note_fields(request, service, body)
         service.check_model(body.model)
-        asks = tenant(request)
-        with admitted(request, service.aside(asks)):
+        with admitted(request, service.aside(tenant(request))):
+            yield service.counting, tenant(request)
+
+    @app.post("/tokenize", responses={200: {"model": answer_types.Tokens}})
+    async def tokenize(request: Request, body: TokenizeBody) -> dict[str, Any]:
+        async with aside(request, body) as (prompts, asks):
             if body.messages is not None:
                 options = {"add_generation_prompt": body.add_generation_prompt}
                 asked = Conversation(messages=body.messages, options=options)
-                tokens = await service.counting.chat(asked, tenant=asks)
+                tokens = await prompts.chat(asked, tenant=asks)
             else:
-                tokens = await service.counting.tokenize(
-                    body.prompt or "", special=body.add_special_tokens, tenant=asks
-                )
+                special = body.add_special_tokens
+                tokens = await prompts.tokenize(body.prompt or "", special=special, tenant=asks)
         info = service.remote.info
         return {"tokens": tokens, "count": len(tokens), "max_model_len": info.max_context if info else None}
 
     @app.post("/detokenize", responses={200: {"model": answer_types.Prompt}})
     async def detokenize(request: Request, body: DetokenizeBody) -> dict[str, Any]:
+        async with aside(request, body) as (prompts, asks):
+            info = service.remote.info
+            if info is not None and body.tokens and max(body.tokens) >= info.vocab_size:
+                raise Problem(400, f"token ids go up to {info.vocab_size - 1}", param="tokens")
+            return {"prompt": await prompts.detokenize(body.tokens, tenant=asks)}
+
+    @app.post(MESSAGES_PATH, responses={200: ONE_OR_STREAM | {"model": answer_types.Message}})
+    async def messages(request: Request, body: MessagesBody) -> Response:
         await note_fields(request, service, body)
-        service.check_model(body.model)
-        info = service.remote.info
-        if info is not None and body.tokens and max(body.tokens) >= info.vocab_size:
-            raise Problem(400, f"token ids go up to {info.vocab_size - 1}", param="tokens")
-        with admitted(request, service.aside(tenant(request))):
-            return {"prompt": await service.counting.detokenize(body.tokens, tenant=tenant(request))}
+        call = MessageCall(service, body, tenant(request))
+        return await respond(request, service, call, stream=body.stream)
+
+    @app.post(f"{MESSAGES_PATH}/count_tokens", responses={200: {"model": answer_types.InputTokens}})
+    async def count_tokens(request: Request, body: PromptBody) -> dict[str, Any]:
+        async with aside(request, body) as (prompts, asks):
+            return {"input_tokens": len(await prompts.chat(conversation(body), tenant=asks))}
 
     @app.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:
@@ -106,7 +125,6 @@ def create_app(service: Service, access: Access | None = None) -> FastAPI:
 
     health.add_routes(app, service)
     add_page(app, service, has_keys=bool(access.api_keys))
-    add_anthropic(app, service)
     _answer_problems(app, service)
     describe_routes(app, has_keys=bool(access.api_keys), is_strict=service.is_strict)
     app.add_middleware(

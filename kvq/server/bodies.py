@@ -7,7 +7,6 @@ Fields that nobody here knows are ignored, as other servers do, and named in the
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
-    BaseModel,
     BeforeValidator,
     ConfigDict,
     Discriminator,
@@ -18,14 +17,17 @@ from pydantic import (
 )
 
 from kvq.engine.params import MAX_BIASES, MAX_LOGPROBS, MAX_SALT, MAX_SAMPLES, MAX_STOP_CHARACTERS, MAX_STOPS
-from kvq.server.ignored import Labelled, check_usual
+from kvq.server.complaints import content_of
+from kvq.server.ignored import Body, check_usual
 from kvq.server.strict_json import WHOLE, Flag, JsonObject, LongText, Real
-from kvq.server.text_only import content_of
-from kvq.server.tool_bodies import ToolCallId, ToolCalls, ToolChoices, Tools
 from kvq.strict_json import check_value
 
 MAX_PROMPTS = 64  # of one completions request
 MAX_MESSAGES = 2048
+MAX_TOOLS = 128
+_MAX_CALLS = 128  # of one message
+_CallId = Annotated[str, Field(max_length=256)]
+_FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
 _TokenId = Annotated[int, Field(strict=True, ge=0, lt=1 << 32)]  # many: no call of Python for each
 _TokenIds = Annotated[list[_TokenId], Field(min_length=1, max_length=1 << 20, fail_fast=True)]
 _Name = Annotated[str, Field(max_length=1024)]
@@ -62,7 +64,7 @@ _Choices = Annotated[list[LongText], Field(min_length=1, max_length=1024)]
 _Biases = Annotated[dict[_Biased, _Penalty], BeforeValidator(_few), Field(max_length=MAX_BIASES)]
 
 
-class StreamOptions(Labelled, BaseModel):
+class StreamOptions(Body):
     """Of a streamed answer."""
 
     USUAL: ClassVar = {"include_obfuscation": False}
@@ -70,7 +72,7 @@ class StreamOptions(Labelled, BaseModel):
     _is_usual = model_validator(mode="before")(check_usual)
 
 
-class JsonSchema(Labelled, BaseModel):
+class JsonSchema(Body):
     """A named schema; the name is for the reader only."""
 
     LABELS: ClassVar = frozenset(("description",))
@@ -81,7 +83,7 @@ class JsonSchema(Labelled, BaseModel):
     strict: Flag | None = None  # it always is
 
 
-class ResponseFormat(BaseModel):
+class ResponseFormat(Body):
     """What the text has to be."""
 
     type: Literal["text", "json_object", "json_schema"]
@@ -94,7 +96,7 @@ class ResponseFormat(BaseModel):
         return self
 
 
-class StructuredOutputs(BaseModel):
+class StructuredOutputs(Body):
     """The same constraints as the `guided_*` fields, as vLLM has them now."""
 
     model_config = ConfigDict(extra="forbid")  # a constraint that is passed over is none
@@ -118,7 +120,7 @@ def _says_null(schema: dict[str, Any]) -> None:
                 field["anyOf"].append(_NULL)
 
 
-class Common(Labelled, BaseModel):
+class Common(Body):
     """Of completions and chat. A field that is null counts as left out, as it does elsewhere."""
 
     model_config = ConfigDict(json_schema_extra=_says_null)
@@ -151,7 +153,7 @@ class Common(Labelled, BaseModel):
     repetition_penalty: Annotated[Real, Field(ge=0.01, le=100)] = 1.0
     min_tokens: Annotated[int, Field(strict=True, ge=0, le=1 << 30), WHOLE] = 0
     ignore_eos: Flag = False
-    stop_token_ids: Annotated[list[_TokenId], Field(max_length=MAX_STOPS)] = []
+    stop_token_ids: Annotated[list[_TokenId], Field(max_length=MAX_STOPS)] = Field([])
     include_stop_str_in_output: Flag = False
     skip_special_tokens: Flag = True
     guided_json: JsonObject | LongText | None = None  # or its text
@@ -198,7 +200,7 @@ class CompletionBody(Common):
     suffix: LongText | None = None
 
 
-class TextPart(Labelled, BaseModel):
+class TextPart(Body):
     """A part of a message's content."""
 
     LABELS: ClassVar = frozenset(("prompt_cache_breakpoint",))
@@ -209,15 +211,73 @@ class TextPart(Labelled, BaseModel):
 _Parts = Annotated[list[TextPart], Field(max_length=1024, fail_fast=True)]
 
 
-class ChatMessage(BaseModel):
+class FunctionBody(Body):
+    """A function that the model may call."""
+
+    name: _FunctionName
+    description: Annotated[str, Field(max_length=1 << 16)] | None = None
+    parameters: Annotated[JsonObject, Field(max_length=256)] | None = None  # JSON schema
+    strict: Flag | None = Field(default=None, exclude=True)  # forced calls always are; no template asks
+
+    @field_validator("parameters")
+    @classmethod
+    def _are_of_an_object(cls, schema: dict[str, Any] | None) -> dict[str, Any] | None:
+        if schema is not None and schema.get("type", "object") != "object":
+            raise ValueError('arguments are an object: the schema\'s type has to be "object"')
+        return schema
+
+
+class ToolBody(Body):
+    """A tool; only functions are known."""
+
+    type: Literal["function"]
+    function: FunctionBody
+
+
+class ChosenFunction(Body):
+    """Its name."""
+
+    name: _FunctionName
+
+
+class ToolChoiceBody(Body):
+    """The tool that has to be called."""
+
+    type: Literal["function"]
+    function: ChosenFunction
+
+
+class CalledFunction(Body):
+    """What was called, with the arguments' JSON text."""
+
+    LABELS: ClassVar = frozenset(("parsed_arguments",))  # of the client's own `parse`, beside their text
+    name: _CallId
+    arguments: LongText = ""
+
+
+class ToolCallBody(Body):
+    """A call that an assistant's message made."""
+
+    LABELS: ClassVar = frozenset(("index",))  # of its place in the stream that it was read from
+    id: _CallId | None = None
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
+_Tools = Annotated[list[ToolBody], Field(max_length=MAX_TOOLS)]
+_ToolCalls = Annotated[list[ToolCallBody], Field(max_length=_MAX_CALLS)]
+_ToolChoices = Literal["none", "auto", "required"] | ToolChoiceBody
+
+
+class ChatMessage(Body):
     """One turn; whatever else it holds is for the model's template."""
 
     model_config = ConfigDict(extra="allow")
 
     role: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
     content: Annotated[LongText | _Parts | None, BeforeValidator(content_of("part", ("text",)))] = None
-    tool_calls: ToolCalls | None = None
-    tool_call_id: ToolCallId | None = None
+    tool_calls: _ToolCalls | None = None
+    tool_call_id: _CallId | None = None
 
     @model_validator(mode="after")
     def _holds_what_can_be_passed_on(self) -> "ChatMessage":
@@ -235,8 +295,8 @@ class ChatBody(Common):
     max_completion_tokens: _Count | None = None
     logprobs: Flag = False
     top_logprobs: _Logprobs | None = None
-    tools: Tools | None = None
-    tool_choice: ToolChoices | None = None
+    tools: _Tools | None = None
+    tool_choice: _ToolChoices | None = None
     parallel_tool_calls: Flag = True
     add_generation_prompt: Flag = True
     continue_final_message: Flag = False
@@ -259,7 +319,7 @@ class ChatBody(Common):
         return given
 
 
-class TokenizeBody(BaseModel):
+class TokenizeBody(Body):
     """`POST /tokenize`: a prompt, or a chat."""
 
     model: _Name | None = None
@@ -275,7 +335,7 @@ class TokenizeBody(BaseModel):
         return self
 
 
-class DetokenizeBody(BaseModel):
+class DetokenizeBody(Body):
     """`POST /detokenize`."""
 
     model: _Name | None = None

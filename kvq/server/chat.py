@@ -1,16 +1,25 @@
 """`POST /v1/chat/completions`."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from kvq.engine.outputs import Piece
-from kvq.errors import RequestError
-from kvq.server.answers import Answer
-from kvq.server.bodies import ChatBody
-from kvq.server.chat_tools import Reading, offer_of, template_tools
-from kvq.server.problems import Problem
+from kvq.server.answers import Answer, reason_of
+from kvq.server.bodies import ChatBody, ToolChoiceBody
 from kvq.server.prompts import Conversation
 from kvq.server.sampling import chat_params
 from kvq.server.service import Service
+from kvq.server.tools import (
+    CallArguments,
+    CallStart,
+    Event,
+    Named,
+    Offer,
+    Parser,
+    Text,
+    Tool,
+    ToolCalling,
+)
 
 
 class Chat(Answer):
@@ -22,24 +31,14 @@ class Chat(Answer):
         """Raises Problem: something in it that this server does not do."""
         service.check_model(body.model)
         params = chat_params(body)
-        self._offer = offer_of(body, service.tools)
-        if self._offer is not None:
-            try:
-                params = self._offer.params(params)
-            except RequestError as error:
-                raise Problem(400, str(error), param="tool_choice") from error
+        self._offer = _offer(body, service.tools)
         self._body = body
-        self._readings: dict[int, Reading] = {}  # by the result's index
-        super().__init__(service, body, params, tenant)
-
-    @property
-    def is_heavy(self) -> bool:
-        """With log-probabilities."""
-        return self._body.logprobs
+        self._readings: dict[int, _Reading] = {}  # by the result's index
+        super().__init__(service, body, params if self._offer is None else self._offer.params(params), tenant)
 
     async def _read(self) -> list[list[int]]:
         body = self._body
-        options = (body.chat_template_kwargs or {}) | {"tools": template_tools(body)}
+        options = (body.chat_template_kwargs or {}) | {"tools": _template_tools(body)}
         options["add_generation_prompt"] = body.add_generation_prompt and not body.continue_final_message
         if body.continue_final_message:
             options["continue_final_message"] = True
@@ -48,22 +47,104 @@ class Chat(Answer):
 
     def _choice(self, index: int, whole: Piece) -> dict[str, Any]:
         reading = self._reading()
-        return self._told(index, whole, reading, {"message": reading.message(whole)})
+        message = reading.message(whole)
+        return {
+            "index": index,
+            "message": message,
+            "logprobs": self._logprobs(whole),
+            "finish_reason": reading.reason(whole),
+        }
 
     def _delta(self, index: int, piece: Piece) -> dict[str, Any] | None:
-        first: dict[str, Any] = {}
-        if index not in self._readings:
-            self._readings[index] = self._reading()
-            first = {"role": "assistant", "content": None}
-        reading = self._readings[index]
-        told = self._told(index, piece, reading, {"delta": first | reading.delta(piece)})
-        return told if told["delta"] or told["logprobs"] or told["finish_reason"] else None
+        reading = self._readings.get(index)
+        if reading is None:
+            reading = self._readings[index] = self._reading()
+            delta = {"role": "assistant", "content": None} | reading.delta(piece)
+        else:
+            delta = reading.delta(piece)
+        logprobs = self._logprobs(piece)
+        reason = reading.reason(piece)
+        if not (delta or logprobs or reason):
+            return None
+        return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
 
-    def _told(self, index: int, piece: Piece, reading: Reading, text: dict[str, Any]) -> dict[str, Any]:
-        logprobs = None
-        if piece.logprobs is not None and self.is_heavy:
-            logprobs = self._service.prompts.texts.chat_logprobs(piece.logprobs)
-        return {"index": index} | text | {"logprobs": logprobs, "finish_reason": reading.reason(piece)}
+    def _logprobs(self, piece: Piece) -> dict[str, Any] | None:
+        if piece.logprobs is None or not self.is_heavy:
+            return None
+        return self._service.prompts.texts.chat_logprobs(piece.logprobs)
 
-    def _reading(self) -> Reading:
-        return Reading(None if self._offer is None else self._offer.parser())
+    def _reading(self) -> "_Reading":
+        return _Reading(None if self._offer is None else self._offer.parser())
+
+
+class _Reading:
+    """One result's text, read as it comes."""
+
+    def __init__(self, parser: Parser | None) -> None:
+        """Without a parser all is content."""
+        self._parser = parser
+
+    def message(self, whole: Piece) -> dict[str, Any]:
+        """A whole result."""
+        added = self.delta(whole)
+        message = {"role": "assistant", "refusal": None, "content": added.get("content", "")}
+        if calls := added.get("tool_calls"):
+            message["content"] = message["content"] or None
+            message["tool_calls"] = [{k: v for k, v in call.items() if k != "index"} for call in calls]
+        return message
+
+    def delta(self, delta: Piece) -> dict[str, Any]:
+        """What a step adds to a result; may be nothing."""
+        if self._parser is None:
+            return {"content": delta.text}
+        events = self._parser.feed(delta.text)
+        if delta.finish_reason is not None:
+            events += self._parser.close()
+        added: dict[str, Any] = {}
+        if content := "".join(event.text for event in events if isinstance(event, Text)):
+            added["content"] = content
+        if calls := _call_deltas(events):
+            added["tool_calls"] = calls
+        return added
+
+    def reason(self, piece: Piece) -> str | None:
+        """Why the result ended, as OpenAI says it; last of all that is asked about a piece."""
+        reason = reason_of(piece)
+        has_calls = self._parser is not None and self._parser.num_calls
+        return "tool_calls" if has_calls and reason == "stop" else reason
+
+
+def _offer(body: ChatBody, calling: ToolCalling) -> Offer | None:
+    functions = [tool.function for tool in body.tools or ()]
+    choice = body.tool_choice
+    return calling.offer(
+        [Tool(name=function.name, parameters=function.parameters or {}) for function in functions],
+        choice=Named(choice.function.name) if isinstance(choice, ToolChoiceBody) else choice or "auto",
+        parallel=body.parallel_tool_calls,
+        is_formatted=body.response_format is not None and body.response_format.type != "text",
+    )
+
+
+def _template_tools(body: ChatBody) -> list[dict[str, Any]] | None:
+    """The tools that the model is told of: none if nobody would read its calls."""
+    if not body.tools or body.tool_choice == "none":
+        return None
+    return [tool.model_dump(exclude_none=True) for tool in body.tools]
+
+
+def _call_deltas(events: Sequence[Event]) -> list[dict[str, Any]]:
+    """One for each call that something was added to: clients know no more than one of an index in a chunk."""
+    deltas: dict[int, dict[str, Any]] = {}
+    for event in events:
+        if isinstance(event, CallStart):
+            function = {"name": event.name, "arguments": ""}
+            deltas[event.index] = {
+                "index": event.index,
+                "id": event.id,
+                "type": "function",
+                "function": function,
+            }
+        elif isinstance(event, CallArguments):
+            delta = deltas.setdefault(event.index, {"index": event.index, "function": {"arguments": ""}})
+            delta["function"]["arguments"] += event.text
+    return list(deltas.values())

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from kvq.cache.memory import available_bytes
 from kvq.engine.build import CheckedEngine, check_engine
-from kvq.engine.memory import pool_blocks
+from kvq.engine.memory import planned_blocks
 from kvq.errors import ConfigError, KVQError, OutOfMemory
 from kvq.models.prepared import PreparedModel
 from kvq.models.skeleton import build_skeleton
@@ -18,6 +18,7 @@ from kvq.server.reading import Readers, Setup
 from kvq.server.run import listen
 from kvq.server.tools.calling import ToolCalling
 from kvq.sizes import binary, parse_bytes
+from kvq.sizing.pools import bytes_of
 from kvq.weights.manifest import verify_manifest
 
 _LIVE_FLOATS = 6  # values a token and hidden dimension that a layer's step holds at once, roughly
@@ -39,165 +40,133 @@ class Finding:
         return f"{self.level:<8}{self.text}"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Facts:
-    """What the files and the options say."""
+def _ok(text: str) -> Finding:
+    return Finding(level="ok", text=text)
 
-    config: ServerConfig
-    engine: CheckedEngine
 
-    @property
-    def model(self) -> PreparedModel:
-        """Its files, and what they are loaded as."""
-        return self.engine.model
+def _warning(text: str) -> Finding:
+    return Finding(level="warning", text=text)
 
-    @property
-    def weight_bytes(self) -> int:
-        """As they are held."""
-        model = self.model
-        return model.stored_bytes if model.is_quantized else model.dtype.itemsize * model.stored_values
 
-    @property
-    def activation_bytes(self) -> int:
-        """Of the largest step, estimated."""
-        values = self.engine.config.max_num_batched_tokens * self.model.geometry.hidden_size
-        return values * _LIVE_FLOATS * self.model.dtype.itemsize
+def _error(text: str) -> Finding:
+    return Finding(level="error", text=text)
 
 
 def check_config(config: ServerConfig) -> list[Finding]:
     """Look at the address, the model's files, formats, memory and the prefill budget; try its template."""
     findings = list(_address(config))
     try:
-        facts = _facts(config)
+        engine = check_engine(config.model, config.kv, config.engine)
+        verify_manifest(engine.model.folder)
+        build_skeleton(engine.model)
+        tools = ToolCalling.of(engine.model.tokenizer, config.tool_call_parser)
     except KVQError as error:
         what = "memory" if isinstance(error, OutOfMemory) else "model"
-        return [*findings, Finding(level="error", text=f"{what}: {error}")]
-    for check in (_model, _memory, _prefill, _template):
-        findings += check(facts)
-    return findings
+        return [*findings, _error(f"{what}: {error}")]
+    model = engine.model
+    return [
+        *findings,
+        _ok(f"model: {model.source}, digest {model.digest[:12]}"),
+        _ok(f"formats: KV in {config.kv}, computed in {str(model.dtype)[6:]} on {model.device}"),
+        *_memory(engine),
+        *_prefill(engine),
+        *_template(config, model, tools),
+    ]
 
 
 def _address(config: ServerConfig) -> Iterator[Finding]:
     try:
         listen(config).close()
-        yield Finding(level="ok", text=f"address: {config.host}:{config.port} is free")
+        yield _ok(f"address: {config.host}:{config.port} is free")
     except ConfigError as error:
-        yield Finding(level="error", text=f"address: {error}")
+        yield _error(f"address: {error}")
     if config.host not in LOCAL and config.tls is None:
-        yield Finding(
-            level="warning",
-            text="address: keys and prompts cross the network in the clear; give --ssl-certfile, or put a "
-            "proxy with TLS before it",
+        yield _warning(
+            "address: keys and prompts cross the network in the clear; give --ssl-certfile, or put a "
+            "proxy with TLS before it"
         )
 
 
-def _facts(config: ServerConfig) -> _Facts:
-    """What the engine would be built from, checked as it would be.
-
-    Raises:
-        KVQError: it would be refused.
-    """
-    engine = check_engine(config.model, config.kv, config.engine)
-    verify_manifest(engine.model.folder)
-    build_skeleton(engine.model)
-    ToolCalling.of(engine.model.tokenizer, config.tool_call_parser)
-    return _Facts(config=config, engine=engine)
-
-
-def _model(facts: _Facts) -> Iterator[Finding]:
-    model = facts.model
-    yield Finding(level="ok", text=f"model: {model.source}, digest {model.digest[:12]}")
-    yield Finding(
-        level="ok",
-        text=f"formats: KV in {facts.config.kv}, computed in {str(model.dtype)[6:]} on {model.device}",
-    )
-
-
-def _memory(facts: _Facts) -> Iterator[Finding]:
-    engine, layout, context = facts.engine.config, facts.engine.layout, facts.model.max_context
-    free = available_bytes(facts.model.device)
-    needed = facts.weight_bytes + facts.activation_bytes
+def _memory(checked: CheckedEngine) -> Iterator[Finding]:
+    model, config, layout = checked.model, checked.config, checked.layout
+    weights = model.stored_bytes if model.is_quantized else model.dtype.itemsize * model.stored_values
+    live_values = config.max_num_batched_tokens * model.geometry.hidden_size * _LIVE_FLOATS
+    needed = weights + live_values * model.dtype.itemsize
+    free = available_bytes(model.device)
     if free is not None and needed > free:
-        yield Finding(
-            level="error",
-            text=f"memory: weights and activations take about {binary(needed)}, {binary(free)} are free",
-        )
+        yield _error(f"memory: weights and activations take about {binary(needed)}, {binary(free)} are free")
         return
+    context = model.max_context
     try:  # free memory is before the weights are loaded, so they are taken off with the activations
-        blocks = pool_blocks(
-            layout, engine, device=facts.model.device, max_context=context, activation_bytes=needed
+        blocks = planned_blocks(
+            layout,
+            config,
+            on_gpu=model.device.type == "cuda",
+            max_context=context,
+            free_bytes=free,
+            activation_bytes=needed,
         )
-    except (KVQError, ConfigError) as error:
-        yield Finding(level="error", text=f"memory: {error}")
+    except KVQError as error:
+        yield _error(f"memory: {error}")
         return
-    pool = sum(n * group.block_bytes for n, group in zip(blocks, layout.groups, strict=True))
-    total = f"weights {binary(facts.weight_bytes)}, KV pool {binary(pool)}"
+    pool = bytes_of(layout, blocks)
+    total = f"weights {binary(weights)}, KV pool {binary(pool)}"
     if free is not None and needed + pool > free:
-        yield Finding(level="error", text=f"memory: {total} are more than the {binary(free)} that are free")
+        yield _error(f"memory: {total} are more than the {binary(free)} that are free")
     else:
-        yield Finding(level="ok", text=f"memory: {total} of {'?' if free is None else binary(free)} free")
-    asked = engine.kv_memory
+        yield _ok(f"memory: {total} of {'?' if free is None else binary(free)} free")
+    asked, seqs = config.kv_memory, config.max_num_seqs
     if asked is not None and pool < 0.9 * parse_bytes(asked, "kv_memory"):
-        text = f"memory: of --kv-memory {asked} no more could be used by {engine.max_num_seqs} sequences"
-        yield Finding(level="ok", text=text)
+        yield _ok(f"memory: of --kv-memory {asked} no more could be used by {seqs} sequences")
     tokens = min(blocks) * layout.block_size
     if tokens < context:
-        yield Finding(
-            level="warning",
-            text=f"context: the pool holds {tokens} tokens, the context is {context}: longer requests are "
-            f"refused; raise --kv-memory, take a smaller --kv format, or set --max-model-len {tokens}",
+        yield _warning(
+            f"context: the pool holds {tokens} tokens, the context is {context}: longer requests are "
+            f"refused; raise --kv-memory, take a smaller --kv format, or set --max-model-len {tokens}"
         )
     else:
-        yield Finding(
-            level="ok", text=f"context: {tokens // context} requests of {context} tokens fit at once"
-        )
-    if min(blocks) < engine.max_num_seqs:
-        yield Finding(
-            level="warning",
-            text=f"memory: {min(blocks)} blocks for --max-num-seqs {engine.max_num_seqs}: requests will take "
-            f"blocks from one another; lower it to {max(1, min(blocks) // 2)}",
+        yield _ok(f"context: {tokens // context} requests of {context} tokens fit at once")
+    if min(blocks) < seqs:
+        yield _warning(
+            f"memory: {min(blocks)} blocks for --max-num-seqs {seqs}: requests will take "
+            f"blocks from one another; lower it to {max(1, min(blocks) // 2)}"
         )
 
 
-def _prefill(facts: _Facts) -> Iterator[Finding]:
-    engine = facts.engine.config
-    budget, rows = engine.max_num_batched_tokens, engine.max_num_seqs
+def _prefill(checked: CheckedEngine) -> Iterator[Finding]:
+    budget, rows = checked.config.max_num_batched_tokens, checked.config.max_num_seqs
     if budget < rows:
-        yield Finding(
-            level="warning",
-            text=f"prefill: --max-num-batched-tokens {budget} is below --max-num-seqs and counts as {rows}",
+        yield _warning(
+            f"prefill: --max-num-batched-tokens {budget} is below --max-num-seqs and counts as {rows}"
         )
     elif budget < rows + 64:
-        yield Finding(
-            level="warning",
-            text=f"prefill: beside {rows} streams a step has {budget - rows} tokens left for new prompts; "
-            f"raise --max-num-batched-tokens to {rows + 512}",
+        yield _warning(
+            f"prefill: beside {rows} streams a step has {budget - rows} tokens left for new prompts; "
+            f"raise --max-num-batched-tokens to {rows + 512}"
         )
     else:
-        steps = -(-facts.model.max_context // budget)
-        yield Finding(level="ok", text=f"prefill: a prompt of full context takes {steps} steps at least")
+        steps = -(-checked.model.max_context // budget)
+        yield _ok(f"prefill: a prompt of full context takes {steps} steps at least")
 
 
-def _template(facts: _Facts) -> Iterator[Finding]:
-    if not getattr(facts.model.tokenizer, "chat_template", None):
-        yield Finding(level="warning", text="chat template: none: /v1/chat/completions will be refused")
+def _template(config: ServerConfig, model: PreparedModel, tools: ToolCalling) -> Iterator[Finding]:
+    if not getattr(model.tokenizer, "chat_template", None):
+        yield _warning("chat template: none: /v1/chat/completions will be refused")
         return
     try:
-        why = asyncio.run(_try_prompts(facts))
+        why = asyncio.run(_try_prompts(config, model, tools))
     except asyncio.CancelledError:
         raise KeyboardInterrupt from None
     except (KVQError, Problem) as error:
         why = f"it could not be tried: {error}"
     if why is None:
-        yield Finding(level="ok", text="chat template: found, and reads one short message")
+        yield _ok("chat template: found, and reads one short message")
     else:
-        yield Finding(level="error", text=f"chat template: {why}")
+        yield _error(f"chat template: {why}")
 
 
-async def _try_prompts(facts: _Facts) -> str | None:
+async def _try_prompts(config: ServerConfig, model: PreparedModel, tools: ToolCalling) -> str | None:
     """Why no conversation can be read, if so; aside from this process, as the server reads them."""
-    config, model = facts.config, facts.model
-    tools = ToolCalling.of(model.tokenizer, config.tool_call_parser)
     setup = Setup(
         folder=str(model.folder), is_text_template=tools.is_text_template, trusts_chats=config.trusts_chats
     )

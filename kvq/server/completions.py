@@ -1,6 +1,7 @@
 """`POST /v1/completions`."""
 
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 from kvq.engine.outputs import Piece
@@ -35,11 +36,6 @@ class Completion(Answer):
         self._num_characters = Counter[int]()  # told so far, by the result's index
         super().__init__(service, body, params, tenant, num_prompts=len(self._given))
 
-    @property
-    def is_heavy(self) -> bool:
-        """With log-probabilities."""
-        return self._body.logprobs is not None
-
     async def _read(self) -> list[list[int]]:
         prompts = [await self._tokens(prompt) for prompt in self._given]
         for i, tokens in enumerate(prompts):
@@ -56,7 +52,7 @@ class Completion(Answer):
         """With `max_tokens` 0 the prompts, and not the tokens that the engine made."""
         results = await super()._results()
         if self._body.max_tokens == 0:
-            self._usage.completion = 0
+            self._receipts = [replace(used, generated_tokens=0) for used in self._receipts]
             for index, result in enumerate(results):
                 result.text = await self._text(self._prompts[index // self._n])
                 result.token_ids, result.logprobs, result.finish_reason = [], [], "length"

@@ -6,9 +6,19 @@ from typing import Any
 
 import msgspec
 
-from kvq.server.anthropic.errors import error_body, is_messages_path
 from kvq.server.problems import Problem
 
+MESSAGES_PATH = "/v1/messages"
+_ANTHROPICS_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+    529: "overloaded_error",
+}
 _encoder = msgspec.json.Encoder()
 
 
@@ -21,9 +31,22 @@ class Dialect:
     done: bytes  # what ends a complete stream
 
 
+def is_messages_path(path: str) -> bool:
+    """True if whoever asks there speaks Anthropic's protocol."""
+    return path == MESSAGES_PATH or path.startswith(MESSAGES_PATH + "/")
+
+
 def dialect_of(path: str) -> Dialect:
     """What whoever asks at `path` expects."""
     return ANTHROPIC if is_messages_path(path) else OPENAI
+
+
+def _anthropics_error(problem: Problem) -> dict[str, Any]:
+    other = "invalid_request_error" if problem.status < 500 else "api_error"
+    error: dict[str, Any] = {"type": _ANTHROPICS_TYPES.get(problem.status, other), "message": problem.message}
+    if problem.code is not None:
+        error["details"] = {"error_code": problem.code}
+    return {"type": "error", "error": error}
 
 
 def _data(body: dict[str, Any]) -> bytes:
@@ -35,4 +58,4 @@ def _named(body: dict[str, Any]) -> bytes:
 
 
 OPENAI = Dialect(error=Problem.body, event=_data, done=b"data: [DONE]\n\n")
-ANTHROPIC = Dialect(error=error_body, event=_named, done=b"")
+ANTHROPIC = Dialect(error=_anthropics_error, event=_named, done=b"")

@@ -112,8 +112,7 @@ class Door:
         max_connections: int,
         max_per_address: int,
     ) -> None:
-        """`max_connections`: lowered to what the system's limit of
-        descriptors leaves.
+        """`max_connections`: lowered to what the system's limit of descriptors leaves.
 
         Raises:
             ConfigError: that is none.
@@ -154,16 +153,17 @@ class Door:
         self._pause()
         self._make = None
         self._listener.close()
-        silent = [slot for one in self._addresses.values() for slot in one.slots[Stage.SILENT]]
-        for slot in silent:
-            if slot.transport is None:
+        for slot in self._slots():
+            if slot.stage is Stage.SILENT and slot.transport is None:
                 slot.drop()
 
     def drop_all(self) -> None:
         """Close every connection, whatever it does."""
-        slots = [slot for one in self._addresses.values() for stage in Stage for slot in one.slots[stage]]
-        for slot in slots:
+        for slot in self._slots():
             slot.drop()
+
+    def _slots(self) -> list[Slot]:
+        return [slot for one in self._addresses.values() for stage in Stage for slot in one.slots[stage]]
 
     def _resume(self) -> None:
         if self._make is not None and not self._is_accepting:
@@ -226,8 +226,7 @@ class Door:
                 return
             slot.drop()
         slot = Slot(self, address, sock, loop.time())
-        self._addresses.setdefault(address, _Address()).slots[slot.stage][slot] = None
-        self._num[slot.stage] += 1
+        self._put(slot, Stage.SILENT)
         if self._tls is None:
             slot.task = loop.create_task(self._begin(slot))
             return
@@ -298,28 +297,32 @@ class Door:
                 self.turns.soon(slot.address, self._admit)
 
     def _move(self, slot: Slot, stage: Stage) -> None:
-        theirs = self._addresses.get(slot.address)
-        if theirs is None or slot not in theirs.slots[slot.stage]:
-            return
-        del theirs.slots[slot.stage][slot]
-        self._num[slot.stage] -= 1
-        slot.stage = stage
-        theirs.slots[stage][slot] = None
-        self._num[stage] += 1
-        if stage is not Stage.BUSY:
-            self._resume()
+        if self._take(slot):
+            self._put(slot, stage)
+            if stage is not Stage.BUSY:
+                self._resume()
 
     def _leave(self, slot: Slot) -> None:
+        if self._take(slot):
+            if not self._addresses[slot.address]:
+                del self._addresses[slot.address]
+            self._handshakes.pop(slot, None)
+            self._spoken.pop(slot, None)
+            self._resume()
+
+    def _put(self, slot: Slot, stage: Stage) -> None:
+        slot.stage = stage
+        self._addresses.setdefault(slot.address, _Address()).slots[stage][slot] = None
+        self._num[stage] += 1
+
+    def _take(self, slot: Slot) -> bool:
+        """Take a connection from where it is counted; False: it has left."""
         theirs = self._addresses.get(slot.address)
         if theirs is None or slot not in theirs.slots[slot.stage]:
-            return
+            return False
         del theirs.slots[slot.stage][slot]
         self._num[slot.stage] -= 1
-        self._handshakes.pop(slot, None)
-        self._spoken.pop(slot, None)
-        if not theirs:
-            del self._addresses[slot.address]
-        self._resume()
+        return True
 
     def _tell(self, trouble: str) -> None:
         """Once, until it has been quiet for a while."""

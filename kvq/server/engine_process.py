@@ -15,6 +15,23 @@ from kvq.server.messages import Message
 _END_S = 0.4  # for the process to end by itself: all that it holds ends with it
 
 
+def start_module(name: str, end: socket.socket, *, is_quiet: bool = False) -> subprocess.Popen[bytes]:
+    """A process of its own for a module of this library, which is told its end of a socket pair.
+
+    `is_quiet`: it writes nothing; a crash would quote a prompt. Raises OSError: no memory, no descriptors.
+    """
+    output = subprocess.DEVNULL if is_quiet else None
+    return subprocess.Popen(
+        # -P: no module of the working directory, which may be a model's, goes before the library's
+        [sys.executable, "-P", "-m", name, str(end.fileno())],
+        pass_fds=[end.fileno()],
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=output,
+        process_group=0,  # an interrupt at the terminal is this process's to handle
+    )
+
+
 @dataclass(slots=True, eq=False)
 class EngineProcess:
     """A process of `kvq.server.worker`."""
@@ -34,13 +51,7 @@ class EngineProcess:
         """
         ours, theirs = socket.socketpair()
         with theirs:
-            popen = subprocess.Popen(
-                # -P: no module of the working directory, which may be a model's, goes before the library's
-                [sys.executable, "-P", "-m", "kvq.server.worker", str(theirs.fileno())],
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                process_group=0,  # an interrupt at the terminal is this process's to handle
-            )
+            popen = start_module("kvq.server.worker", theirs)
         try:
             reader, writer = await asyncio.open_connection(sock=ours)
         except BaseException:  # whoever is to end it doesn't know it yet

@@ -2,19 +2,20 @@
 
 import asyncio
 import socket
+from collections.abc import Awaitable, Callable
 from typing import Generic, TypeVar
 
 import msgspec
 
 from kvq.errors import EngineError
-from kvq.server.messages import FromEngine, Message, ToEngine
+from kvq.server.messages import FromEngine, ToEngine
 
 T = TypeVar("T")
 MAX_FRAME = 64 << 20  # bytes
 _encoder = msgspec.msgpack.Encoder()
 
 
-def encode(message: Message) -> bytes:
+def encode(message: msgspec.Struct) -> bytes:
     """A message with its length.
 
     Raises:
@@ -46,15 +47,16 @@ class Decoder(Generic[T]):
             raise EngineError("the other process ended within a message")
         return self.decode(payload)
 
-    async def read_async(self, reader: asyncio.StreamReader) -> T | None:
-        """The next message of a stream; None at its end, also within a message.
+    async def read_async(self, receive: Callable[[int], Awaitable[bytes]]) -> T | None:
+        """The next message; None at the end of the stream, also within a message.
+
+        `receive`: reads so many bytes, or raises IncompleteReadError, as asyncio's `readexactly` does.
 
         Raises:
             EngineError: not a message of this side, or too long.
         """
         try:
-            head = await reader.readexactly(4)
-            payload = await reader.readexactly(_length(head))
+            payload = await receive(_length(await receive(4)))
         except (asyncio.IncompleteReadError, ConnectionError):
             return None
         return self.decode(payload)
@@ -71,39 +73,21 @@ class Decoder(Generic[T]):
             raise EngineError(f"not a message of the other process: {error}") from error
 
 
-def to_engine() -> Decoder[ToEngine]:
-    """For the engine process."""
-    return Decoder(ToEngine)  # type: ignore[arg-type]
+to_engine: Decoder[ToEngine] = Decoder(ToEngine)  # type: ignore[arg-type]
+from_engine: Decoder[FromEngine] = Decoder(FromEngine)  # type: ignore[arg-type]
 
 
-def from_engine() -> Decoder[FromEngine]:
-    """For the HTTP process."""
-    return Decoder(FromEngine)  # type: ignore[arg-type]
-
-
-async def ask(sock: socket.socket, message: bytes, decoder: Decoder[T]) -> T | None:
-    """What the other end of a non-blocking socket answers to an encoded message; None if it ends instead.
+async def receive(sock: socket.socket, count: int) -> bytes:
+    """That many bytes of a non-blocking socket.
 
     Raises:
-        EngineError: not a message of that side, or too long.
+        IncompleteReadError: the stream ends before.
     """
-    loop = asyncio.get_running_loop()
-    try:
-        await loop.sock_sendall(sock, message)
-        head = await _receive_async(sock, 4)
-        payload = None if head is None else await _receive_async(sock, _length(head))
-    except ConnectionError:
-        return None
-    return None if payload is None else decoder.decode(payload)
-
-
-async def _receive_async(sock: socket.socket, count: int) -> bytes | None:
-    """That many bytes; None if the stream ends before."""
     loop, parts = asyncio.get_running_loop(), bytearray()
     while len(parts) < count:
         part = await loop.sock_recv(sock, min(count - len(parts), 1 << 20))
         if not part:
-            return None
+            raise asyncio.IncompleteReadError(bytes(parts), count)
         parts += part
     return bytes(parts)
 

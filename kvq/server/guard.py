@@ -1,5 +1,7 @@
 """What every request passes before anything reads it: host, origin, key, size, time."""
 
+import base64
+import binascii
 import logging
 import re
 import secrets
@@ -14,7 +16,6 @@ from fastapi.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kvq.errors import ConfigError
-from kvq.server.browsed import CHALLENGE, POLLED, basic_password, is_browsed
 from kvq.server.dialects import dialect_of
 from kvq.server.ignored import HEADER, IGNORED
 from kvq.server.incoming import FREE, MAX_BODY, Incoming, skip, too_large
@@ -24,6 +25,8 @@ from kvq.server.problems import Problem
 MAX_HEADERS = 64 << 10  # bytes, of their names and values together
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#@\s]+")
 OPEN = ("/health/live",)  # need no key
+POLLED = "/pool"  # by every open page, four times a second
+CHALLENGE = 'Basic realm="kvq: any name, an API key as the password", charset="UTF-8"'
 # Asked every few seconds by machines, which alone would fill the log. It says once that there is no engine,
 # but not that one does not generate.
 _QUIET = {
@@ -96,7 +99,9 @@ class Guard:
                 await response(scope, receive, answer.send)
                 return
             if whole is not None:
-                await self._app(_with_get(scope), whole, answer.send)
+                # HEAD is GET whose body the connection leaves out
+                asked = {**scope, "method": "GET"} if scope["method"] == "HEAD" else scope
+                await self._app(asked, whole, answer.send)
         finally:
             body.release()
             if answer.status in _COSTLY and ADMITTED not in scope and "kvq_tenant" in scope:
@@ -162,6 +167,22 @@ class Guard:
         return f"key-{found[0]}"
 
 
+def is_browsed(path: str) -> bool:
+    """True for what a browser asks for by itself, where a key may come as a Basic password."""
+    return path in ("/", POLLED) or path.startswith("/page/")
+
+
+def basic_password(authorization: bytes) -> bytes:
+    """The password of a `Basic` authorization header; empty if it is none."""
+    scheme, _, credentials = authorization.partition(b" ")
+    if scheme.lower() != b"basic":
+        return b""
+    try:
+        return base64.b64decode(credentials, validate=True).partition(b":")[2]
+    except binascii.Error:
+        return b""
+
+
 class _Answer:
     """Sees the status of an answer, and adds the request's id and the names of ignored fields to it."""
 
@@ -185,11 +206,6 @@ def _most_bytes(scope: Scope) -> int:
     """That the body of a request may have; where nobody reads one, those that nobody else has to wait for."""
     is_read = scope["method"] in ("POST", "PUT", "PATCH") and scope["path"] not in OPEN
     return MAX_BODY if is_read else FREE
-
-
-def _with_get(scope: Scope) -> Scope:
-    """HEAD is GET whose body the connection leaves out."""
-    return {**scope, "method": "GET"} if scope["method"] == "HEAD" else scope
 
 
 def as_response(problem: Problem, path: str) -> JSONResponse:

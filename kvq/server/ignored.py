@@ -3,15 +3,14 @@
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cache
 from typing import Any, ClassVar, get_args
 
 from pydantic import BaseModel, GetJsonSchemaHandler
 from pydantic_core import CoreSchema, PydanticCustomError
 
 from kvq.errors import nearest
+from kvq.server.complaints import json_kind
 from kvq.server.problems import Problem
-from kvq.server.text_only import json_kind
 
 HEADER = "x-kvq-ignored-fields"
 IGNORED = "kvq_ignored"  # its value in a request's scope
@@ -30,24 +29,41 @@ _SAME = (  # of other protocols and servers
 _UNSAFE = re.compile(r"[^\w.$:/@+-]", re.ASCII)  # in a header or on a terminal
 
 
-class Labelled:
-    """A model to which some unknown fields are labels: they ask for nothing, so that nothing is lost."""
+class Body(BaseModel):
+    """What clients send. Some fields that it has not are labels: they ask for nothing, so nothing is lost."""
 
     LABELS: ClassVar[frozenset[str]] = frozenset()  # whatever they say
     USUAL: ClassVar[Mapping[str, Any]] = {}  # those that ask for nothing while they say what holds anyway
+    NAMES: ClassVar[frozenset[str]]  # that may be given
+    PARTS: ClassVar[Mapping[str, str]]  # of these, those that hold models: their attributes
+    PLAIN: ClassVar[frozenset[str]]  # and the others
+
+    @classmethod
+    def __pydantic_on_complete__(cls) -> None:
+        fields = cls.model_fields
+        names = {field.alias or name: name for name, field in fields.items()}
+        if cls.model_config.get("populate_by_name"):
+            names |= {name: name for name in fields}
+        cls.NAMES = frozenset(names)
+        cls.PARTS = {given: name for given, name in names.items() if _holds_models(fields[name].annotation)}
+        cls.PLAIN = cls.NAMES - cls.PARTS.keys()
 
     @classmethod
     def __get_pydantic_json_schema__(cls, core: CoreSchema, make: GetJsonSchemaHandler) -> dict[str, Any]:
         made = make(core)
-        properties = make.resolve_ref_schema(made)["properties"]
-        properties |= {name: {"description": "Ignored."} for name in sorted(cls.LABELS)}
-        properties |= {
-            name: {"default": usual, "description": ONLY_USUAL} for name, usual in cls.USUAL.items()
-        }
+        told = {name: {"description": "Ignored."} for name in sorted(cls.LABELS)}
+        told |= {name: {"default": usual, "description": ONLY_USUAL} for name, usual in cls.USUAL.items()}
+        make.resolve_ref_schema(made)["properties"] |= told
         return made
 
 
-def check_usual(cls: type[Labelled], given: Any) -> Any:
+def _holds_models(annotation: Any) -> bool:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return True
+    return any(_holds_models(part) for part in get_args(annotation))
+
+
+def check_usual(cls: type[Body], given: Any) -> Any:
     """Before a model with `USUAL` fields is made: other values are ignored, those of another type refused."""
     for name, usual in cls.USUAL.items():
         value = given.get(name) if isinstance(given, dict) else None
@@ -63,12 +79,12 @@ class Field:
 
     path: str  # with dots
     name: str  # the last of it
-    owner: type[BaseModel]  # which has no such field
+    owner: type[Body]  # which has no such field
     is_label: bool  # it asks for nothing, so that nothing is lost
 
     def refusal(self) -> Problem:
         """What a strict server says to it."""
-        message = unknown_field(self.path, self.name, _shape(self.owner).known)
+        message = unknown_field(self.path, self.name, self.owner.NAMES)
         return Problem(400, message, code="unknown_field", param=self.path[:_MAX_NAME])
 
 
@@ -108,7 +124,7 @@ class Ignored:
         return ", ".join(self.names)
 
 
-def find_ignored(given: Any, body: BaseModel) -> Ignored:
+def find_ignored(given: Any, body: Body) -> Ignored:
     """What of a decoded body its model has no place for. Null counts as left out.
 
     Objects that are whole a template's, a tool's or a schema's own are not looked into. Stops when enough are
@@ -126,63 +142,23 @@ def find_ignored(given: Any, body: BaseModel) -> Ignored:
     return Ignored(fields[:_MOST], len(fields) > _MOST)
 
 
-@dataclass(frozen=True, slots=True)
-class _Shape:
-    """What may be given for a model."""
-
-    known: frozenset[str]
-    labels: frozenset[str]
-    usual: Mapping[str, Any]
-    plain: frozenset[str]  # of the known ones, those that hold no models
-    parts: Mapping[str, str]  # attribute by name, of those that do
-    is_open: bool  # takes anything else, too
-
-    def is_label(self, name: str, value: Any) -> bool:
-        """Whether an unknown field asks for nothing."""
-        return name in self.labels or (name in self.usual and self.usual[name] == value)
-
-
-@cache
-def _shape(model: type[BaseModel]) -> _Shape:
-    config, fields = model.model_config, model.model_fields
-    names = {field.alias or name: name for name, field in fields.items()}
-    if config.get("populate_by_name"):
-        names |= {name: name for name in fields}
-    parts = {given: name for given, name in names.items() if _holds_models(fields[name].annotation)}
-    labelled = model if issubclass(model, Labelled) else Labelled
-    return _Shape(
-        known=frozenset(names),
-        plain=frozenset(names.keys() - parts.keys()),
-        labels=labelled.LABELS,
-        usual=labelled.USUAL,
-        parts=parts,
-        is_open=config.get("extra") == "allow",
-    )
-
-
-def _holds_models(annotation: Any) -> bool:
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return True
-    return any(_holds_models(part) for part in get_args(annotation))
-
-
-def _walk(given: Any, body: BaseModel, place: str) -> Iterator[Field]:
+def _walk(given: Any, body: Body, place: str) -> Iterator[Field]:
     """`place`: where `given` is, with a dot behind it."""
     if not isinstance(given, dict):
         return
     model = type(body)
-    shape = _shape(model)
-    if not (shape.is_open or given.keys() <= shape.known):
+    if not (model.model_config.get("extra") == "allow" or given.keys() <= model.NAMES):
         for name, value in given.items():
-            if name not in shape.known and value is not None:
+            if name not in model.NAMES and value is not None:
                 told = name[:_MAX_NAME]
-                yield Field(place + told, told, model, shape.is_label(name, value))
-    for name, attribute in shape.parts.items():
+                is_label = name in model.LABELS or (name in model.USUAL and model.USUAL[name] == value)
+                yield Field(place + told, told, model, is_label)
+    for name, attribute in model.PARTS.items():
         if (value := given.get(name)) is not None:
             part = getattr(body, attribute)
-            if isinstance(part, BaseModel):
+            if isinstance(part, Body):
                 yield from _walk(value, part, f"{place}{name}.")
             elif isinstance(part, list) and isinstance(value, list):
                 for i, (one, item) in enumerate(zip(value, part, strict=False)):
-                    if isinstance(item, BaseModel) and not one.keys() <= _shape(type(item)).plain:
+                    if isinstance(item, Body) and not one.keys() <= item.PLAIN:
                         yield from _walk(one, item, f"{place}{name}.{i}.")

@@ -65,7 +65,6 @@ class _Scan:
     escape: int = 0  # the next one, or one before `pos`; -1: there is none
     has_ids: bool = False  # the field of the body that is being read
     entries: list[int] = field(default_factory=list)  # of all that is open; an object's names and values
-    most: list[int] = field(default_factory=list)  # of these
     names: list[set[bytes] | None] = field(default_factory=list)  # of objects; of a list None
     way: list[bytes] = field(default_factory=list)  # the name that was last read in each of these, quoted
 
@@ -86,7 +85,6 @@ class _Scan:
             if (kind := body[self.pos - 1]) in b"]}":
                 if self.entries:
                     self.entries.pop()
-                    self.most.pop()
                     self.names.pop()
                     self.way.pop()
                 continue
@@ -109,14 +107,13 @@ class _Scan:
             raise ValueError(f"it may have {MAX_VALUES} values")
         if self.entries:
             self.entries[-1] += 1
-            if self.entries[-1] > self.most[-1]:
+            if self.entries[-1] > 2 * MAX_KEYS and self.names[-1] is not None:
                 raise ValueError(f"an object may have {MAX_KEYS} fields")
 
     def _open(self, kind: int) -> None:
         if len(self.entries) == MAX_NESTING + self.inside:
             raise ValueError(f"it may be nested {MAX_NESTING} levels deep")
         self.entries.append(0)
-        self.most.append(2 * MAX_KEYS if kind == ord("{") else MAX_VALUES)
         self.names.append(set() if kind == ord("{") else None)
         self.way.append(b"")
 

@@ -39,14 +39,9 @@ class _Memory:
     def latency(self) -> Latency:
         """Percentiles of what is remembered."""
         ttft, itl = sorted(self.ttft_s), sorted(self.itl_s)
-        return Latency(
-            requests=len(ttft),
-            ttft_p50=_percentile(ttft, 0.5),
-            ttft_p95=_percentile(ttft, 0.95),
-            itl_p50=_percentile(itl, 0.5),
-            itl_p95=_percentile(itl, 0.95),
-            itl_p99=_percentile(itl, 0.99),
-        )
+        of_ttft = {f"ttft_p{percent}": _percentile(ttft, percent) for percent in (50, 95)}
+        of_itl = {f"itl_p{percent}": _percentile(itl, percent) for percent in (50, 95, 99)}
+        return Latency(requests=len(ttft), **of_ttft, **of_itl)
 
 
 class Lookout:
@@ -177,6 +172,6 @@ def _parts(layout: GroupLayout) -> list[Part]:
     return sorted(parts, key=lambda part: -part.block_bytes)
 
 
-def _percentile(values: list[float], share: float) -> float | None:
+def _percentile(values: list[float], percent: int) -> float | None:
     """The nearest-rank percentile of sorted values."""
-    return values[min(len(values) - 1, ceil(share * len(values)) - 1)] if values else None
+    return values[ceil(percent * len(values) / 100) - 1] if values else None

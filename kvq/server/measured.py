@@ -1,4 +1,4 @@
-"""What the engine process measures for `/metrics` beside the scheduler's own counters."""
+"""What the engine process measures of itself for `/metrics`, and the memory that it gives back."""
 
 import os
 from collections.abc import Iterable
@@ -6,10 +6,12 @@ from time import monotonic
 
 import torch
 
+from kvq.cache.memory import give_back
 from kvq.engine.job import Job
 from kvq.engine.outputs import Timing
 
 _MEMORY_EVERY_S = 1.0
+_GIVE_BACK_EVERY_S = 30.0
 
 
 class Gaps:
@@ -49,6 +51,34 @@ class Memory:
             self._looked_s = now
             self._bytes = _host_bytes() | _device_bytes(self._device)
         return self._bytes
+
+
+class Heap:
+    """Gives back what the C library keeps of freed memory, now and then.
+
+    A prompt's activations are freed and cut up for smaller things; glibc then keeps most of their pages. On
+    the mixed load of benchmarks/reliability.py that was 49 of 75 MB gained in the first minute. Giving them
+    back takes 0.3 to 2 ms.
+    """
+
+    def __init__(self, every_s: float = _GIVE_BACK_EVERY_S) -> None:
+        self._every_s = every_s
+        self._trimmed_s = monotonic()
+        self._is_used = False
+
+    @property
+    def left_s(self) -> float | None:
+        """Seconds until it is time to; None: nothing was done since the last time."""
+        return max(0.0, self._trimmed_s + self._every_s - monotonic()) if self._is_used else None
+
+    def tend(self) -> bool:
+        """Give memory back if it is time to; True if this was done. Called after whatever was done."""
+        now = monotonic()
+        self._is_used = now - self._trimmed_s < self._every_s
+        if self._is_used:
+            return False
+        self._trimmed_s = now
+        return give_back()
 
 
 def _host_bytes() -> dict[str, int]:

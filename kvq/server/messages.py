@@ -11,6 +11,7 @@ import msgspec
 
 from kvq.engine import Piece, Receipt, Timing, TokenLogprobs
 from kvq.engine.intake import Terms
+from kvq.errors import KVQError, Overloaded, RequestError
 from kvq.scheduler import PoolShape, SchedulerConfig, Snapshot
 from kvq.server.logs import LogConfig
 from kvq.server.picture import Picture
@@ -48,13 +49,11 @@ class Cancel(Message, frozen=True):
 
 
 class Ping(Message, frozen=True):
-    """To be answered at once, whatever the engine is doing."""
-
-    number: int
+    """To be answered at once with another one, whatever the engine is doing."""
 
 
 class Look(Message, frozen=True):
-    """Somebody wants to see the engine; one answer may serve several of these."""
+    """Somebody wants to see the engine; one picture, taken between two steps, may serve several of these."""
 
 
 # From the engine
@@ -83,12 +82,6 @@ class Refused(Message, frozen=True):
     may_pass: bool = False
 
 
-class Pong(Message, frozen=True):
-    """The answer to a ping."""
-
-    number: int
-
-
 ErrorKind = Literal["request", "busy", "engine"]  # whose fault it is: busy is everybody's
 
 
@@ -101,6 +94,12 @@ class Ended(msgspec.Struct, frozen=True, kw_only=True):
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     error: str | None = None
     kind: ErrorKind | None = None  # of the error
+
+    def failed(self, error: KVQError) -> "Ended":
+        """The same of a request that failed."""
+        kind: ErrorKind = "request" if isinstance(error, RequestError) else "engine"
+        kind = "busy" if isinstance(error, Overloaded) else kind
+        return msgspec.structs.replace(self, error=str(error), kind=kind)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -124,11 +123,5 @@ class Stepped(Message, frozen=True):
     block_times: BlockTimes | None = None  # since the last time; None: nothing happened
 
 
-class Looked(Message, frozen=True):
-    """The engine between two steps, for whoever asked since the last one."""
-
-    picture: Picture
-
-
 ToEngine = Start | Submit | Cancel | Ping | Look
-FromEngine = Ready | Refused | Pong | Stepped | Looked
+FromEngine = Ready | Refused | Ping | Stepped | Picture

@@ -1,14 +1,15 @@
 """`/openapi.json`: what FastAPI can't know of the routes is added."""
 
+import json
+import re
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
 from fastapi import FastAPI
 
-from kvq.server.anthropic.errors import is_messages_path
-from kvq.server.browsed import is_browsed
-from kvq.server.guard import MAX_HEADERS, OPEN
+from kvq.server.dialects import is_messages_path
+from kvq.server.guard import MAX_HEADERS, OPEN, is_browsed
 from kvq.server.ignored import HEADER, ONLY_USUAL
 from kvq.server.incoming import MAX_BODY
 
@@ -71,16 +72,15 @@ def _document(app: FastAPI, make: Any, has_keys: bool, is_strict: bool) -> Docum
     if app.openapi_schema is not None:
         return app.openapi_schema
     document: Document = make()
-    for path, operations in document["paths"].items():
-        for operation in operations.values():
-            responses = operation["responses"]
-            responses.pop("422", None)  # FastAPI's own words, which nobody hears here
-            for status in _statuses(path, operation, has_keys):
-                responses[str(status)] = _refusal(status, path)
-            if "requestBody" in operation:
-                responses["200"].setdefault("headers", {})[HEADER] = _IGNORED
-            if has_keys:
-                operation["security"] = list(_keys(path))
+    for path, operation in _operations(document):
+        responses = operation["responses"]
+        responses.pop("422", None)  # FastAPI's own words, which nobody hears here
+        for status in _statuses(path, operation, has_keys):
+            responses[str(status)] = _refusal(status, path)
+        if "requestBody" in operation:
+            responses["200"].setdefault("headers", {})[HEADER] = _IGNORED
+        if has_keys:
+            operation["security"] = [{way: []} for way in _keys(path)]
     components = document.setdefault("components", {})
     schemas = components.setdefault("schemas", {})
     for name in ("HTTPValidationError", "ValidationError"):
@@ -93,33 +93,27 @@ def _document(app: FastAPI, make: Any, has_keys: bool, is_strict: bool) -> Docum
     return document
 
 
+def _operations(document: Document) -> Iterator[tuple[str, Document]]:
+    for path, operations in document["paths"].items():
+        for operation in operations.values():
+            yield path, operation
+
+
 def _close(document: Document) -> None:
     """Say of all objects that are sent that unknown fields are refused."""
-    schemas, seen = document["components"]["schemas"], set()
-    bodies = [
-        operation.get("requestBody")
-        for operations in document["paths"].values()
-        for operation in operations.values()
-    ]
-    left = list(_references(bodies))
+    schemas = dict(document["components"]["schemas"])
+    left = _references([operation.get("requestBody") for _, operation in _operations(document)])
     while left:
-        name = left.pop().rpartition("/")[2]
-        if name not in seen:
-            seen.add(name)
-            left += _references(schemas[name])
-            schemas[name].setdefault("additionalProperties", False)
-            for field in schemas[name].get("properties", {}).values():
+        if (schema := schemas.pop(left.pop(), None)) is not None:
+            left += _references(schema)
+            schema.setdefault("additionalProperties", False)
+            for field in schema.get("properties", {}).values():
                 if field.get("description") == ONLY_USUAL:
                     field["enum"] = [field["default"], None]
 
 
-def _references(schema: Any) -> Iterator[str]:
-    if isinstance(schema, dict):
-        for key, value in schema.items():
-            yield from [value] if key == "$ref" else _references(value)
-    elif isinstance(schema, list):
-        for one in schema:
-            yield from _references(one)
+def _references(schema: Any) -> list[str]:
+    return re.findall('"#/components/schemas/([^"]+)"', json.dumps(schema))
 
 
 def _statuses(path: str, operation: Document, has_keys: bool) -> Iterator[int]:
@@ -131,9 +125,7 @@ def _statuses(path: str, operation: Document, has_keys: bool) -> Iterator[int]:
     if takes_body or "{" in path:
         yield 404
     if takes_body:
-        yield from (415, 429)
-    if takes_body and path.startswith("/v1/"):
-        yield 504
+        yield from (415, 429, 504) if path.startswith("/v1/") else (415, 429)
 
 
 def _refusal(status: int, path: str) -> Document:
@@ -146,10 +138,8 @@ def _refusal(status: int, path: str) -> Document:
     return found
 
 
-def _keys(path: str) -> Iterator[dict[str, list[str]]]:
+def _keys(path: str) -> tuple[str, ...]:
     """The ways to give a key there, of which one has to be used."""
-    if path not in OPEN:
-        yield {"bearer": []}
-        yield {"header": []}
-        if is_browsed(path):
-            yield {"browser": []}
+    if path in OPEN:
+        return ()
+    return ("bearer", "header", "browser") if is_browsed(path) else ("bearer", "header")

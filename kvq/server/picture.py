@@ -79,7 +79,7 @@ class TenantPicture(msgspec.Struct, frozen=True, kw_only=True):
     latency: Latency
 
 
-class Picture(msgspec.Struct, frozen=True, kw_only=True):
+class Picture(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """The engine between two steps."""
 
     cost_s: float  # what making it took

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from time import monotonic
@@ -66,26 +67,21 @@ class Prompts:
         plain_texts: bool = False,
         deadline_s: float = _DEADLINE_S,
         max_tokens: Callable[[], int | None] = lambda: None,
-        lane: Lane | None = None,
-        most_told: int | None = None,
     ) -> None:
         """`tokenizer`: the readers' own, for what is quick whoever asks. `plain_texts`: texts that are no
         conversations hold no control tokens, whatever they spell. `deadline_s`: for one prompt, the wait
         for a free reader included. `max_tokens` tells what fits the model: a text that has more tokens
-        however it is cut is refused by its length. `lane`: for all there is, in place of two.
-        `most_told`: token ids that one text may become; None: as many as a prompt may have.
+        however it is cut is refused by its length.
         """
         self.texts = TokenTexts(tokenizer)
         self.why_broken: str | None = None  # why no conversation can be read, as far as that is known
-        self._tokenizer = tokenizer
         self._has_template = bool(getattr(tokenizer, "chat_template", None))
         self._readers = readers
         self._plain_texts = plain_texts
         self._deadline_s = deadline_s
         self._max_tokens = max_tokens
-        self._bounds: dict[str, Any] = {} if most_told is None else {"most_told": most_told}
-        self._for_texts = lane or Lane(readers, width=_WIDTH)
-        self._for_chats = lane or Lane(readers, width=_WIDTH)
+        self._bounds: dict[str, Any] = {}  # of token ids that one text may become, but for a prompt's
+        self._for_texts, self._for_chats = Lane(readers, width=_WIDTH), Lane(readers, width=_WIDTH)
         self._probing: asyncio.Task[None] | None = None
         self._probed_s = -_BROKEN_S
 
@@ -104,14 +100,11 @@ class Prompts:
 
     def aside(self) -> "Prompts":
         """The same, of any length, for who only wants to know: a line and a reader of its own."""
-        return Prompts(
-            self._readers,
-            self._tokenizer,
-            plain_texts=self._plain_texts,
-            deadline_s=self._deadline_s,
-            lane=Lane(self._readers, width=1, max_waiting=_MAX_ASIDE),
-            most_told=MAX_TOKEN_IDS,
-        )
+        other = copy.copy(self)
+        other._max_tokens = lambda: None
+        other._bounds = {"most_told": MAX_TOKEN_IDS}
+        other._for_texts = other._for_chats = Lane(self._readers, width=1, max_waiting=_MAX_ASIDE)
+        return other
 
     async def tokenize(self, text: str, *, special: bool = True, tenant: str = "") -> list[int]:
         """Token ids of a text.

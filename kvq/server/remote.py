@@ -12,23 +12,10 @@ from time import monotonic
 
 from kvq.engine import Piece
 from kvq.engine.intake import Terms
-from kvq.errors import ConfigError, EngineError
+from kvq.errors import ConfigError, EngineError, KVQError
 from kvq.server.engine_process import EngineProcess
 from kvq.server.frames import from_engine
-from kvq.server.messages import (
-    Cancel,
-    Ended,
-    Gauges,
-    Look,
-    Looked,
-    Ping,
-    Pong,
-    Ready,
-    Refused,
-    Start,
-    Stepped,
-    Submit,
-)
+from kvq.server.messages import Cancel, Ended, Gauges, Look, Ping, Ready, Refused, Start, Stepped, Submit
 from kvq.server.picture import Picture
 
 _log = logging.getLogger("kvq")
@@ -88,7 +75,6 @@ class Remote:
         start: Start,
         *,
         watch: Watch | None = None,
-        on_gauges: Callable[[Gauges], object] | None = None,
         on_failed: Callable[[str], object] | None = None,
     ) -> None:
         """`on_failed` is told why there will be no engine any more."""
@@ -99,7 +85,6 @@ class Remote:
         self.on_stepped: Callable[[Stepped], object] | None = None  # told of every step
         self._start = start
         self._watch = watch or Watch()
-        self._on_gauges = on_gauges
         self._on_failed = on_failed
         self._numbers = itertools.count()
         self._streams: dict[int, _Stream] = {}
@@ -129,7 +114,8 @@ class Remote:
         """
         self._life = asyncio.create_task(self._live())
         while self.state in (State.STARTING, State.RESTARTING):
-            await self._next_change()
+            self._changed.clear()
+            await self._changed.wait()
         if self.state is not State.READY:
             await asyncio.gather(self._life)
         assert self.info is not None, "a ready engine said what it is"
@@ -151,9 +137,7 @@ class Remote:
             EngineError: no engine is ready, or it ended before the request did.
             TimeoutError: the request did not end in time; it is cancelled.
         """
-        process = self._process
-        if self.state is not State.READY or process is None:
-            raise EngineError(f"no engine is ready, it is {self.state.value}")
+        process = self._ready_process()
         number = next(self._numbers)
         stream = self._streams[number] = _Stream(on_message)
         timer = None
@@ -182,13 +166,16 @@ class Remote:
         Raises:
             EngineError: no engine is ready, or it ended before it answered.
         """
-        process = self._process
-        if self.state is not State.READY or process is None:
-            raise EngineError(f"no engine is ready, it is {self.state.value}")
+        process = self._ready_process()
         if self._looking is None:
             self._looking = asyncio.get_running_loop().create_future()
             process.say(Look())
         return await asyncio.shield(self._looking)
+
+    def _ready_process(self) -> EngineProcess:
+        if self.state is not State.READY or self._process is None:
+            raise EngineError(f"no engine is ready, it is {self.state.value}")
+        return self._process
 
     async def close(self) -> None:
         """End the process; who still waits gets an `EngineError`."""
@@ -233,24 +220,23 @@ class Remote:
 
     async def _serve(self, process: EngineProcess) -> None:
         """Read what the engine says until it ends."""
-        decoder = from_engine()
+        receive = process.reader.readexactly
         await process.send(self._start)
         async with asyncio.timeout(self._watch.start_s):
-            first = await decoder.read_async(process.reader)
+            first = await from_engine.read_async(receive)
         if isinstance(first, Refused) and first.may_pass and self.info is not None:  # it was there before
             raise EngineError(first.reason)
         if isinstance(first, Refused):
-            self._fail(first.reason)
-            raise ConfigError(first.reason)
+            raise self._failed(ConfigError(first.reason))
         if not isinstance(first, Ready):
             return
         if self.info is not None and first.model_digest != self.info.model_digest:
-            reason = (
-                f"the model's files changed while they were served, from digest {self.info.model_digest} "
-                f"to {first.model_digest}; start the server again"
+            raise self._failed(
+                ConfigError(
+                    f"the model's files changed while they were served, from digest {self.info.model_digest} "
+                    f"to {first.model_digest}; start the server again"
+                )
             )
-            self._fail(reason)
-            raise ConfigError(reason)
         self.info = first
         self._delay_s = 0.0
         if self.state is State.RESTARTING:
@@ -260,13 +246,13 @@ class Remote:
         process.answered_s = monotonic()
         pinging = asyncio.create_task(self._ping(process))
         try:
-            while (message := await decoder.read_async(process.reader)) is not None:
+            while (message := await from_engine.read_async(receive)) is not None:
                 process.answered_s = monotonic()
                 if isinstance(message, Stepped):
                     self._take(message)
-                elif isinstance(message, Looked):
-                    self._show(message.picture)
-                elif not isinstance(message, Pong):
+                elif isinstance(message, Picture):
+                    self._show(message)
+                elif not isinstance(message, Ping):
                     raise EngineError(f"the engine sent {type(message).__name__} while it runs")
         finally:
             pinging.cancel()
@@ -275,8 +261,8 @@ class Remote:
 
     async def _ping(self, process: EngineProcess) -> None:
         """Kill a process that does not answer: it is stopped, or something holds its interpreter."""
-        for number in itertools.count():
-            process.say(Ping(number=number))
+        while True:
+            process.say(Ping())
             said = monotonic()
             await asyncio.sleep(self._watch.ping_s)
             if monotonic() - said > self._watch.ping_s + 1.0:  # it was we who stood still
@@ -290,31 +276,29 @@ class Remote:
         items: list[tuple[int, Piece | Ended]] = [(int(piece.request_id), piece) for piece in message.pieces]
         items += [(ended.number, ended) for ended in message.ended]
         for number, item in items:
-            stream = self._streams.get(number)
-            if stream is not None:  # else nobody waits for it any more
-                stream.put(item)
+            if number in self._streams:  # else nobody waits for it any more
+                self._streams[number].put(item)
         self.gauges = message.gauges
         if self.on_stepped is not None:
             self.on_stepped(message)
-        if self._on_gauges is not None:
-            self._on_gauges(message.gauges)
 
     def _restart_or_raise(self) -> None:
         now = monotonic()
         while self._restarts and now - self._restarts[0] > _RESTART_WINDOW_S:
             self._restarts.popleft()
         if len(self._restarts) >= self._watch.max_restarts:
-            reason = f"the engine ended {len(self._restarts) + 1} times within ten minutes"
-            self._fail(reason)
-            raise EngineError(reason)
+            times = len(self._restarts) + 1
+            raise self._failed(EngineError(f"the engine ended {times} times within ten minutes"))
         self._restarts.append(now)
         self.num_restarts += 1
         self._set(State.RESTARTING)
 
-    def _fail(self, reason: str) -> None:
+    def _failed(self, error: KVQError) -> KVQError:
+        """There will be no engine any more; returns why."""
         self._set(State.FAILED)
         if self._on_failed is not None:
-            self._on_failed(reason)
+            self._on_failed(str(error))
+        return error
 
     def _tell_all(self, error: EngineError) -> None:
         for stream in self._streams.values():
@@ -334,7 +318,3 @@ class Remote:
     def _set(self, state: State) -> None:
         self.state = state
         self._changed.set()
-
-    async def _next_change(self) -> None:
-        self._changed.clear()
-        await self._changed.wait()

@@ -2,40 +2,38 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Iterator
-from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator, Coroutine, Iterator
+from contextlib import AbstractContextManager, aclosing
+from typing import Any, TypeVar
 
 import msgspec
 from fastapi import Request
 from fastapi.responses import Response
-from pydantic import BaseModel
 
 from kvq.server.dialects import dialect_of
-from kvq.server.event_stream import EventStream
 from kvq.server.guard import ADMITTED
-from kvq.server.ignored import IGNORED
+from kvq.server.ignored import IGNORED, Body
+from kvq.server.problems import Problem
 from kvq.server.seating import Seats
+from kvq.server.sending import EventStream, WholeAnswer, until_gone
 from kvq.server.service import Service
-from kvq.server.streams import first_of, while_connected
 from kvq.server.strict_json import DECODED
-from kvq.server.whole_answer import WholeAnswer
+
+T = TypeVar("T")
 
 
-class Call(Protocol):
+class Call(ABC):
     """One request of an API that generates."""
 
-    @property
-    def seats(self) -> Seats:
-        """What it needs at the engine."""
+    seats: Seats  # what it needs at the engine
+    is_heavy = False  # whether its whole answer may take long to encode, as log-probabilities do
 
-    @property
-    def is_heavy(self) -> bool:
-        """Whether its whole answer may take long to encode, as log-probabilities do."""
-
+    @abstractmethod
     async def answer(self) -> dict[str, Any]:
         """The whole answer. Raises Problem: it can't be served, or failed."""
 
+    @abstractmethod
     def chunks(self) -> AsyncGenerator[dict[str, Any]]:
         """The answer in pieces, as they come. Raises Problem: it can't be served, or failed on the way."""
 
@@ -53,7 +51,7 @@ def admitted(request: Request, entered: AbstractContextManager[None]) -> Iterato
         yield
 
 
-async def note_fields(request: Request, service: Service, body: BaseModel) -> None:
+async def note_fields(request: Request, service: Service, body: Body) -> None:
     """Name fields of a body that are ignored in the answer's head, whatever the answer will be.
 
     Others have their turn before and after: a body was just checked, and is to be taken apart.
@@ -80,12 +78,12 @@ async def respond(request: Request, service: Service, call: Call, *, stream: boo
         stack.enter_context(admitted(request, service.enter(tenant(request), call.seats)))
         cut = service.metrics.cut
         if stream:
-            chunks = await while_connected(request, first_of(call.chunks()))
+            chunks = await _while_connected(request, _first_of(call.chunks()))
             if chunks is not None:
                 dialect = dialect_of(request.url.path)
                 return EventStream(chunks, dialect, on_cut=cut, on_end=stack.pop_all().close)
         else:
-            content = await while_connected(request, _encoded(call))
+            content = await _while_connected(request, _encoded(call))
             if content is not None:
                 return WholeAnswer(content, on_cut=cut, on_end=stack.pop_all().close)
     return Response(status_code=499)  # nobody reads it
@@ -94,3 +92,32 @@ async def respond(request: Request, service: Service, call: Call, *, stream: boo
 async def _encoded(call: Call) -> bytes:
     body = await call.answer()
     return await asyncio.to_thread(msgspec.json.encode, body) if call.is_heavy else msgspec.json.encode(body)
+
+
+async def _while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T | None:
+    """The result of some work; None, and the work is cancelled, if the client goes before."""
+    task = asyncio.create_task(work)
+    watch = asyncio.create_task(until_gone(request.receive))
+    try:
+        await asyncio.wait((task, watch), return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        return None
+    finally:
+        for one in (task, watch):
+            one.cancel()
+            with contextlib.suppress(asyncio.CancelledError, Problem):
+                await one
+
+
+async def _first_of(chunks: AsyncGenerator[T]) -> AsyncGenerator[T]:
+    """Wait for the first item, so that what fails at once is an error and not a broken stream."""
+    return _chain(await anext(chunks, None), chunks)
+
+
+async def _chain(first: T | None, rest: AsyncGenerator[T]) -> AsyncGenerator[T]:
+    async with aclosing(rest):
+        if first is not None:
+            yield first
+        async for item in rest:
+            yield item

@@ -18,7 +18,6 @@ import uvicorn
 from kvq.errors import ConfigError, EngineError
 from kvq.models.resolve import resolve_model
 from kvq.models.tokenizer import load_tokenizer
-from kvq.server.admission import Admission
 from kvq.server.app import create_app
 from kvq.server.config import ServerConfig
 from kvq.server.door import Door
@@ -178,23 +177,7 @@ def _service(config: ServerConfig, name: str, folder: Path, remote: Remote, toke
         plain_texts=not config.trusts_completions,
         max_tokens=lambda: None if remote.info is None else remote.info.max_context,
     )
-    admission = Admission(
-        config.admission,
-        config.tenants,
-        gauges=lambda: remote.gauges,
-        num_seats=lambda: remote.num_seats,
-        tokenizing=lambda: prompts.num_waiting,
-    )
-    return Service(
-        name,
-        remote,
-        prompts,
-        tools=tools,
-        admission=admission,
-        timeout_s=config.timeout_s,
-        metrics_names=config.metrics_names,
-        is_strict=config.strict_requests,
-    )
+    return Service(name, remote, prompts, config, tools=tools)
 
 
 def _open(config: ServerConfig, server: uvicorn.Server, listener: socket.socket) -> Door:

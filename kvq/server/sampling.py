@@ -1,12 +1,10 @@
 """From a request's body to the engine's parameters."""
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
 import msgspec
-from pydantic import BaseModel
 
 from kvq.engine import SamplingParams, StructuredOutput
 from kvq.engine.grammar import GrammarLimits
@@ -14,6 +12,7 @@ from kvq.engine.intake import Origin, Terms
 from kvq.errors import RequestError
 from kvq.scheduler import Priority
 from kvq.server.bodies import ChatBody, Common, CompletionBody, StructuredOutputs
+from kvq.server.ignored import Body
 from kvq.server.problems import Problem
 from kvq.strict_json import check_value
 
@@ -33,26 +32,26 @@ def completion_params(body: CompletionBody) -> SamplingParams:
     Raises:
         Problem: a parameter that the engine does not take.
     """
-    return _params(
-        body,
-        max_tokens=1 if body.max_tokens == 0 else body.max_tokens,
-        prompt_logprobs=body.logprobs if body.echo and body.logprobs is not None else None,
-        echo=body.echo and body.max_tokens != 0,
-    )
+    others = {
+        "max_tokens": 1 if body.max_tokens == 0 else body.max_tokens,
+        "prompt_logprobs": body.logprobs if body.echo else None,
+        "echo": body.echo and body.max_tokens != 0,
+    }
+    return params_of(body, _other_fields(body) | others)
 
 
 def chat_params(body: ChatBody) -> SamplingParams:
     """Raises Problem: a parameter that the engine does not take."""
     if body.top_logprobs is not None and not body.logprobs:
         raise Problem(400, "top_logprobs needs logprobs: true", param="top_logprobs")
-    return _params(
-        body,
-        max_tokens=body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens,
-        logprobs=(body.top_logprobs or 0) if body.logprobs else None,
-    )
+    others = {
+        "max_tokens": body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens,
+        "logprobs": (body.top_logprobs or 0) if body.logprobs else None,
+    }
+    return params_of(body, _other_fields(body) | others)
 
 
-def priority_of(body: Common) -> Priority:
+def _priority_of(body: Common) -> Priority:
     """The scheduler's class: `priority` by its name, or `service_tier` "flex" for batch."""
     if body.priority is not None:
         return Priority[body.priority.upper()]
@@ -61,28 +60,24 @@ def priority_of(body: Common) -> Priority:
 
 def terms_of(body: Common, params: SamplingParams, tenant: str) -> Terms:
     """What a body asks of the engine, for whom, and how urgent it is."""
-    origin = Origin(priority=priority_of(body), tenant=tenant, cache_salt=body.cache_salt)
+    origin = Origin(priority=_priority_of(body), tenant=tenant, cache_salt=body.cache_salt)
     return Terms(params=params, origin=origin)
 
 
-@contextmanager
-def engine_refusals() -> Iterator[None]:
-    """What the engine's parameters refuse becomes a Problem."""
+def params_of(body: Body, others: dict[str, Any]) -> SamplingParams:
+    """What a body says of the engine's parameters in the engine's own words: a new one needs no more.
+
+    `others`: what it says in the protocol's.
+
+    Raises:
+        Problem: a parameter that the engine does not take.
+    """
+    given = type(body).model_fields
+    own = {f.name: getattr(body, f.name) for f in fields(SamplingParams) if f.name in given}
     try:
-        yield
+        return SamplingParams(**own | others)
     except RequestError as error:
         raise Problem(400, str(error)) from error
-
-
-def _params(body: Common, **own: Any) -> SamplingParams:
-    with engine_refusals():
-        return SamplingParams(**same_fields(body) | _other_fields(body) | own)
-
-
-def same_fields(body: BaseModel) -> dict[str, Any]:
-    """What a body says of the engine's parameters in the engine's own words: a new one needs no more."""
-    given = type(body).model_fields
-    return {f.name: getattr(body, f.name) for f in fields(SamplingParams) if f.name in given}
 
 
 def _other_fields(body: Common) -> dict[str, Any]:

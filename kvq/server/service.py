@@ -2,21 +2,21 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Iterable, Iterator
-from contextlib import aclosing, contextmanager
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
-
-from pydantic import BaseModel
 
 from kvq.engine import SamplingParams
 from kvq.engine.intake import Terms
 from kvq.engine.outputs import Piece
-from kvq.errors import EngineError
-from kvq.server.admission import Admission, Queued
-from kvq.server.ignored import Ignored, find_ignored
+from kvq.engine.prompts import check_known
+from kvq.errors import EngineError, RequestError
+from kvq.server.admission import Admission, Queued, check_fits
+from kvq.server.config import ServerConfig
+from kvq.server.ignored import Body, Ignored, find_ignored
 from kvq.server.logs import log_event
-from kvq.server.messages import Ended, ErrorKind
+from kvq.server.messages import Ended, ErrorKind, Ready
 from kvq.server.metrics import Metrics
 from kvq.server.problems import Problem, failed, timed_out, unavailable
 from kvq.server.prompts import Prompts
@@ -34,31 +34,24 @@ class Service:
         name: str,
         remote: Remote,
         prompts: Prompts,
+        config: ServerConfig | None = None,
         *,
         tools: ToolCalling | None = None,
-        admission: Admission | None = None,
-        timeout_s: float | None = None,
-        metrics_names: Iterable[str] = ("kvq",),
-        is_strict: bool = False,
     ) -> None:
-        """`name`: of the model, as clients see it; `tools`: how it calls them, if that is known.
-        `timeout_s`: for each request at the engine; `is_strict`: unknown fields are refused."""
+        """`name`: of the model, as clients see it; `tools`: how it calls them, if that is known."""
+        config = config or ServerConfig()
         self.name = name
         self.remote = remote
         self.prompts = prompts
         self.counting = prompts.aside()  # for requests that the engine does not see
         self.tools = tools or ToolCalling()
-        self.admission = admission or Admission(
-            gauges=lambda: remote.gauges,
-            num_seats=lambda: remote.num_seats,
-            tokenizing=lambda: prompts.num_waiting,
-        )
-        self.metrics = Metrics(remote, name, metrics_names)
+        self.admission = Admission(config.admission, config.tenants, engine=remote, prompts=prompts)
+        self.metrics = Metrics(remote, name, config.metrics_names)
         self.turns = Turns()
         self.num_active = 0
-        self.is_strict = is_strict
+        self.is_strict = config.strict_requests
         self._watch()
-        self._timeout_s = timeout_s
+        self._timeout_s = config.timeout_s
         self._draining = False
         self._idle = asyncio.Event()
         self._idle.set()
@@ -87,7 +80,7 @@ class Service:
                 param="model",
             )
 
-    def check_fields(self, given: Any, body: BaseModel) -> Ignored:
+    def check_fields(self, given: Any, body: Body) -> Ignored:
         """What of a decoded body was ignored, counted.
 
         Raises:
@@ -110,15 +103,13 @@ class Service:
 
     def check_prompt(self, tokens: list[int], params: SamplingParams, where: str) -> None:
         """Raise Problem if the engine would refuse a prompt: of several, before any is begun."""
-        self.check_ready()
-        info = self.remote.info
-        assert info is not None, "a ready engine said what it is"
+        info = self._info()
         with self._counting_refusals():
-            if not tokens:
-                raise Problem(400, f"{where} is empty; give some text to go on from", param=where)
-            if max(tokens) >= info.vocab_size:
-                raise Problem(400, f"{where} has token ids outside the vocabulary", param=where)
-            self.admission.check_fits(tokens, params, info)
+            try:
+                check_known(tokens, info.vocab_size)
+            except RequestError as error:
+                raise Problem(400, str(error), param=where) from error
+            check_fits(tokens, params, info)
 
     @contextmanager
     def aside(self, tenant: str) -> Iterator[None]:
@@ -148,29 +139,44 @@ class Service:
             stack.callback(self._leave)
             yield
 
-    async def stream(
-        self,
-        tokens: list[int],
-        terms: Terms,
-        seats: Seats,
-    ) -> AsyncGenerator[Piece | Ended]:
+    async def stream(self, tokens: list[int], terms: Terms, seats: Seats) -> AsyncGenerator[Piece | Ended]:
         """A prompt's messages up to its `Ended`, which has no error. `seats`: of its request.
 
         Raises:
             Problem: it can't be served now, never, or failed.
         """
-        self.check_ready()
-        info = self.remote.info
-        assert info is not None, "a ready engine said what it is"
+        info = self._info()
         with contextlib.ExitStack() as stack:
             with self._counting_refusals():
                 entry = stack.enter_context(self.admission.queue(tokens, terms.params, info, seats))
             messages = self.remote.stream(
                 tokens, terms, timeout_s=self._timeout_s, on_message=partial(self._note, entry)
             )
-            async with aclosing(self._counted(messages, terms.origin.tenant)) as counted:
-                async for message in counted:
+            status = "cancelled"  # unless something else happens
+            try:
+                async for message in messages:
+                    if isinstance(message, Ended):
+                        status = ""  # counted by what it says
+                        self._count(message, terms.origin.tenant)
+                        if message.error is not None:
+                            raise _problem(message.kind, message.error)
                     yield message
+            except TimeoutError as error:
+                status = "timeout"
+                raise timed_out(f"the request did not end within {self._timeout_s:g} s") from error
+            except EngineError as error:
+                status = "error"
+                raise unavailable(str(error)) from error
+            finally:
+                if status:
+                    self.metrics.count(status)
+                await messages.aclose()
+
+    def _info(self) -> Ready:
+        """What the engine is. Raises Problem: there is none now."""
+        self.check_ready()
+        assert self.remote.info is not None, "a ready engine said what it is"
+        return self.remote.info
 
     def _note(self, entry: Queued, message: Piece | Ended | EngineError) -> None:
         """Tell admission what became of a prompt, however far behind its reader is."""
@@ -180,30 +186,6 @@ class Service:
         self.admission.started(entry)
         if message.finish_reason is not None:
             self.admission.ended_one(entry)
-
-    async def _counted(
-        self, messages: AsyncGenerator[Piece | Ended], tenant: str
-    ) -> AsyncGenerator[Piece | Ended]:
-        """The engine's messages; its failures as problems, and each end counted."""
-        status = "cancelled"  # unless something else happens
-        try:
-            async for message in messages:
-                if isinstance(message, Ended):
-                    status = ""  # counted by what it says
-                    self._count(message, tenant)
-                    if message.error is not None:
-                        raise _problem(message.kind, message.error)
-                yield message
-        except TimeoutError as error:
-            status = "timeout"
-            raise timed_out(f"the request did not end within {self._timeout_s:g} s") from error
-        except EngineError as error:
-            status = "error"
-            raise unavailable(str(error)) from error
-        finally:
-            if status:
-                self.metrics.count(status)
-            await messages.aclose()
 
     async def drain(self, grace_s: float) -> None:
         """Take no new requests; return when the running ones ended, after `grace_s` at the latest."""
@@ -233,8 +215,8 @@ class Service:
 
     def _count(self, ended: Ended, tenant: str) -> None:
         self.metrics.ended(ended)
-        timing = ended.timing
         if (used := ended.receipt) is not None:
+            timing = ended.timing
             log_event(
                 "generated",
                 prompt_tokens=used.prompt_tokens,

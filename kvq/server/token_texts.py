@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 from kvq.engine import TokenLogprobs
@@ -18,9 +18,9 @@ class TokenTexts:
         self._tokenizer = tokenizer
         backend = getattr(tokenizer, "backend_tokenizer", None)
         decoder = repr(getattr(backend, "decoder", None))
-        self._is_byte_level = "ByteLevel" in decoder
+        self._byte_of = _byte_level() if "ByteLevel" in decoder else None
         self._has_spaces = _SPACE in decoder or "Metaspace" in decoder
-        self._cache: dict[int, tuple[str, bytes]] = {}
+        self._look = cache(self._read)
 
     def text(self, token: int) -> str:
         r"""Its text; bytes that are no whole character as OpenAI writes them: `bytes:\xf0\x9f`."""
@@ -55,12 +55,6 @@ class TokenTexts:
     def _named(self, token: int, logprob: float) -> dict[str, Any]:
         return {"token": self.text(token), "logprob": _finite(logprob), "bytes": list(self.raw(token))}
 
-    def _look(self, token: int) -> tuple[str, bytes]:
-        found = self._cache.get(token)
-        if found is None:
-            found = self._cache[token] = self._read(token)
-        return found
-
     def _read(self, token: int) -> tuple[str, bytes]:
         raw = self._raw(token)
         if raw is None:
@@ -76,9 +70,9 @@ class TokenTexts:
         piece = self._tokenizer.convert_ids_to_tokens(token)
         if not isinstance(piece, str):
             return None
-        if self._is_byte_level:
-            values = [_byte_level().get(character) for character in piece]
-            return None if None in values else bytes(value for value in values if value is not None)
+        if self._byte_of is not None:
+            values = [self._byte_of.get(character, -1) for character in piece]
+            return None if -1 in values else bytes(values)
         if found := _BYTE.fullmatch(piece):
             return bytes([int(found[1], 16)])
         return piece.replace(_SPACE, " ").encode() if self._has_spaces else None
@@ -89,7 +83,6 @@ def _finite(value: float) -> float:
     return max(value, -9999.0)
 
 
-@lru_cache
 def _byte_level() -> dict[str, int]:
     """The character that stands for each byte in byte-level vocabularies (GPT-2, Radford et al., 2019):
     printable ones for themselves, the others from U+0100 on.

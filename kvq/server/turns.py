@@ -52,15 +52,7 @@ class Turns:
 
     def soon(self, owner: str, step: Callable[[], Again]) -> None:
         """Call `step` at once; in its turn, if many have been called at once lately, or it wants another."""
-        if not self._has_spare():
-            self.add(owner, step)
-            return
-        began = perf_counter()
-        try:
-            again = step()
-        finally:
-            self._spare_s -= max(_LEAST_S, perf_counter() - began)
-        if again:
+        if not self._has_spare() or self._at_once(step):
             self.add(owner, step)
 
     async def through(self, owner: str, steps: Iterator[Again]) -> None:
@@ -71,7 +63,7 @@ class Turns:
         """
         if self._is_closed:
             raise Closing
-        if self._has_spare() and self._first(steps):
+        if self._has_spare() and not self._at_once(lambda: next(steps, Again.NO)):
             return
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         failures: list[Exception] = []  # a future that held one would live as long as its traceback, and back
@@ -110,11 +102,10 @@ class Turns:
         self._counted_s = now
         return self._spare_s > 0
 
-    def _first(self, steps: Iterator[Again]) -> bool:
-        """Take the first step; True if it was the only one."""
+    def _at_once(self, step: Callable[[], Again]) -> Again:
         began = perf_counter()
         try:
-            return not next(steps, Again.NO)
+            return step()
         finally:
             self._spare_s -= max(_LEAST_S, perf_counter() - began)
 

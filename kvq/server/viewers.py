@@ -83,12 +83,9 @@ class Viewers:
 
     def _of(self, picture: Picture, tenant: str) -> dict[str, Any]:
         tenants = [
-            {
-                "name": _name(one.name),
-                "running": one.running,
-                "waiting": one.waiting,
-                "latency": msgspec.to_builtins(one.latency) if one.name == tenant else None,
-            }
+            msgspec.to_builtins(one)
+            | {"name": _name(one.name)}
+            | ({} if one.name == tenant else {"latency": None})
             for one in picture.tenants
         ]
         return {

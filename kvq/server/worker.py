@@ -20,30 +20,13 @@ from kvq.engine.core import EngineCore
 from kvq.engine.job import Job
 from kvq.engine.loop import EngineLoop
 from kvq.engine.outputs import Event
-from kvq.errors import EngineError, KVQError, OutOfMemory, Overloaded, RequestError, first_lines
+from kvq.errors import EngineError, KVQError, OutOfMemory, RequestError, first_lines
 from kvq.layout import GroupLayout
-from kvq.server.frames import Decoder, encode, to_engine
-from kvq.server.heap import Heap
+from kvq.server.frames import encode, to_engine
 from kvq.server.logs import configure
 from kvq.server.lookout import Lookout
-from kvq.server.measured import Gaps, Memory
-from kvq.server.messages import (
-    Cancel,
-    Ended,
-    ErrorKind,
-    Gauges,
-    Look,
-    Looked,
-    Message,
-    Ping,
-    Pong,
-    Ready,
-    Refused,
-    Start,
-    Stepped,
-    Submit,
-    ToEngine,
-)
+from kvq.server.measured import Gaps, Heap, Memory
+from kvq.server.messages import Cancel, Ended, Gauges, Look, Ping, Ready, Refused, Start, Stepped, Submit
 from kvq.server.residency import Residency
 
 _log = logging.getLogger("kvq")
@@ -69,17 +52,16 @@ class Worker:
 
     def run(self) -> None:
         """Build the engine, serve, and end."""
-        decoder = to_engine()
-        start = decoder.read(self._sock)
+        start = to_engine.read(self._sock)
         if not isinstance(start, Start):
             return
         logs = configure(start.log)
         try:
-            self._run(start, decoder)
+            self._run(start)
         finally:
             logs.stop()
 
-    def _run(self, start: Start, decoder: Decoder[ToEngine]) -> None:
+    def _run(self, start: Start) -> None:
         try:
             model, config = build(Path(start.folder), start.kv, start.options)
             core = EngineCore(model, config)
@@ -97,7 +79,7 @@ class Worker:
         memory = Memory(model.weights.device)
         gc.collect()
         gc.freeze()  # else what requests leave in circles waits for a look through all the libraries' objects
-        threading.Thread(target=self._listen, args=(loop, decoder), name="kvq-listen", daemon=True).start()
+        threading.Thread(target=self._listen, args=(loop,), name="kvq-listen", daemon=True).start()
         layout = model.layout
         self._send(
             Ready(
@@ -124,7 +106,7 @@ class Worker:
                 self._tell(core, memory)
             if self._is_looked_at:
                 self._is_looked_at = False
-                self._send(Looked(picture=self._lookout.look(core, self._jobs)))
+                self._send(self._lookout.look(core, self._jobs))
             self._heap.tend()
 
     def _do(self, core: EngineCore, message: Submit | Cancel | Look, came_s: float) -> None:
@@ -139,19 +121,14 @@ class Worker:
     def _submit(self, core: EngineCore, command: Submit, came_s: float) -> None:
         number, terms = command.number, command.terms
         try:
-            job = core.intake.new_job(
-                command.prompt,
-                terms.params,
-                replace(terms.origin, request_id=str(number)),
-                listener=partial(self._take, number),
-                pins=terms.pins,
-            )
+            terms = replace(terms, origin=replace(terms.origin, request_id=str(number)))
+            job = core.intake.new_job(command.prompt, terms, listener=partial(self._take, number))
             self._jobs[number] = job
             self._lookout.meet(terms.origin.tenant)
             core.submit(job, arrival_s=came_s)
         except KVQError as error:
             self._jobs.pop(number, None)
-            self._ended.append(_failed(Ended(number=number), error))
+            self._ended.append(Ended(number=number).failed(error))
 
     def _take(self, number: int, event: Event) -> None:
         if isinstance(event, Piece):
@@ -168,7 +145,7 @@ class Worker:
             timing=replace(event.timing, itl_s=[]),
             prompt_logprobs=event.prompt_logprobs,
         )
-        self._ended.append(ended if event.error is None else _failed(ended, event.error))
+        self._ended.append(ended if event.error is None else ended.failed(event.error))
 
     def _tell(self, core: EngineCore, memory: Memory) -> None:
         """Tell what came of a step, in one message."""
@@ -191,22 +168,20 @@ class Worker:
         self._pieces, self._ended = [], []
         try:
             self._send(stepped)
-        except (
-            EngineError
-        ) as error:  # too large for a frame, which only a long prompt's log-probabilities are
+        except EngineError as error:  # a frame too large, which only a long prompt's log-probabilities make
             wrong = RequestError(f"the prompt's log-probabilities can't be sent: {error}")
             ended = [
-                one if one.prompt_logprobs is None else _failed(Ended(number=one.number), wrong)
+                one if one.prompt_logprobs is None else Ended(number=one.number).failed(wrong)
                 for one in stepped.ended
             ]
             self._send(msgspec.structs.replace(stepped, ended=ended))
 
-    def _listen(self, loop: EngineLoop, decoder: Decoder[ToEngine]) -> None:
+    def _listen(self, loop: EngineLoop) -> None:
         """Read what the HTTP process says, in a thread of its own: pings are answered during steps too."""
         try:
-            while (message := decoder.read(self._sock)) is not None:
+            while (message := to_engine.read(self._sock)) is not None:
                 if isinstance(message, Ping):
-                    self._send(Pong(number=message.number))
+                    self._send(message)
                 elif isinstance(message, Submit | Cancel | Look):
                     loop.ask(partial(self._do, loop.core, message, perf_counter()))
         except ConnectionError:  # it is gone
@@ -215,25 +190,15 @@ class Worker:
             _log.exception("the HTTP process can't be understood")
         loop.ask(None)
 
-    def _send(self, message: Message) -> None:
+    def _send(self, message: msgspec.Struct) -> None:
         with self._sending:
             self._sock.sendall(encode(message))
-
-
-def _failed(ended: Ended, error: KVQError) -> Ended:
-    return msgspec.structs.replace(ended, error=str(error), kind=_kind(error))
 
 
 def _formats(group: GroupLayout) -> str:
     """The full names of a layer group's formats; several where its layers differ."""
     pairs = [(layer.formats.k.name, layer.formats.v.name) for layer in group.layers]
     return "+".join(dict.fromkeys(k if k == v else f"{k}/{v}" for k, v in pairs))
-
-
-def _kind(error: KVQError) -> ErrorKind:
-    if isinstance(error, Overloaded):
-        return "busy"
-    return "request" if isinstance(error, RequestError) else "engine"
 
 
 def main() -> None:

@@ -15,7 +15,7 @@ from kvq.kernels.linear.weight import QuantizedWeight
 from kvq.weights.rounding import codes_of, scales_of
 
 Cost = Callable[[Tensor], Tensor]  # errors [out, groups, inputs of a group] -> cost [out, groups]
-SHRINKS = tuple(1 - 0.025 * step for step in range(-4, 17))  # 1.1 down to 0.6 of the range
+_SHRINKS = tuple(1 - 0.025 * step for step in range(-4, 17))  # 1.1 down to 0.6 of the range
 
 
 def squares(error: Tensor) -> Tensor:
@@ -46,13 +46,15 @@ def quadratic(gram: Tensor, groups: int) -> Cost:
 
 
 def search_scales(
-    weight: Tensor, fmt: WeightFormat, dtype: torch.dtype, cost: Cost, shrinks: tuple[float, ...] = SHRINKS
+    weight: Tensor, fmt: WeightFormat, dtype: torch.dtype, cost: Cost | None
 ) -> tuple[Tensor, Tensor | None]:
-    """Scales and zero points as `scales_of` makes them, each group with the range of least cost."""
+    """Scales and zero points as `scales_of` makes them, each group with the range of least cost, if any."""
     weight = weight.float()
     scale, zero = scales_of(weight, fmt, dtype)
+    if cost is None:
+        return scale, zero
     least = cost(_error(weight, fmt, scale, zero))
-    for shrink in shrinks:
+    for shrink in _SHRINKS:
         if shrink == 1:
             continue
         other, other_zero = scales_of(weight, fmt, dtype, shrink=shrink)

@@ -15,7 +15,6 @@ from kvq.errors import ConfigError, RequestError
 from kvq.formats.weights import WeightFormat
 from kvq.kernels.linear.weight import QuantizedWeight
 from kvq.weights.clipping import Cost, search_scales, squares, weighted
-from kvq.weights.rounding import scales_of
 
 _BLOCK = 128  # columns whose updates of all later columns are applied at once
 _MOST_TRIES = 5
@@ -72,7 +71,9 @@ def gptq(
         raise ConfigError("GPTQ is for integer codes; fp8 weights are rounded to nearest")
     count = weight.shape[1]
     size = count // fmt.groups(count)
-    order = _order(gram, options.order)
+    order = None
+    if options.order is not ActOrder.NONE:
+        order = torch.argsort(gram.diagonal(), descending=True, stable=True)
     weight = weight.float().contiguous()
     columns = weight.T.contiguous()  # [in, out]: a column is rounded at a time
     if order is not None:
@@ -81,7 +82,7 @@ def gptq(
     price = gram.diagonal()
     static = None
     if order is not None and options.order is ActOrder.STATIC:
-        static = _scales(
+        static = search_scales(
             weight, fmt, dtype, _cost(torch.empty_like(price).index_copy_(0, order, price), options)
         )
     block = _block(size, fmt)
@@ -116,7 +117,7 @@ class _Columns:
         """Choose scales for the columns from `at` on, as they are by now."""
         group = self.columns[at : at + size].T.contiguous()
         whole = WeightFormat(code=self.fmt.code, symmetric=self.fmt.symmetric)
-        scale, zero = _scales(group, whole, dtype, cost)
+        scale, zero = search_scales(group, whole, dtype, cost)
         self.scales.append(scale)
         if zero is not None:
             self.zeros.append(zero)
@@ -171,18 +172,6 @@ def _block(size: int, fmt: WeightFormat) -> int:
     if size <= _BLOCK:
         return _BLOCK // size * size
     return max(part for part in range(1, _BLOCK + 1) if size % part == 0)
-
-
-def _order(gram: Tensor, order: ActOrder) -> Tensor | None:
-    if order is ActOrder.NONE:
-        return None
-    return torch.argsort(gram.diagonal(), descending=True, stable=True)
-
-
-def _scales(
-    weight: Tensor, fmt: WeightFormat, dtype: torch.dtype, cost: Cost | None
-) -> tuple[Tensor, Tensor | None]:
-    return scales_of(weight, fmt, dtype) if cost is None else search_scales(weight, fmt, dtype, cost)
 
 
 def _cost(price: Tensor, options: GPTQOptions) -> Cost | None:

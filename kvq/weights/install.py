@@ -5,7 +5,8 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from kvq.kernels import Device, LinearSpec, PlainWeight, QuantizedWeight, select
+from kvq.kernels import Device, Kernel, LinearSpec, PlainWeight, QuantizedWeight, select
+from kvq.kernels.linear.cpu import CpuLinear
 from kvq.kernels.linear.mlp import Activation, CpuMLP
 from kvq.weights.joined import Joined, JoinedPart
 from kvq.weights.linear import PackedLinear, PlainLinear, QuantizedLinear, hooks_of, replace_linear
@@ -64,9 +65,20 @@ def _layers(
 def _layer(
     weight: Weight, bias: Tensor | None, device: torch.device, backend: str, kernel: JoinedPart | None = None
 ) -> PackedLinear:
+    """`kernel`: one that holds the weight already."""
     if isinstance(weight, PlainWeight):
-        return PlainLinear(weight, bias, kernel=kernel)
-    return QuantizedLinear(weight, bias, device, backend=backend, kernel=kernel)
+        return PlainLinear(weight, bias, kernel or CpuLinear(weight), "cpu")
+    bias = None if bias is None else bias.to(device)
+    if kernel is not None:
+        return QuantizedLinear(weight, bias, kernel, backend)
+    chosen = _kernel_for(weight, device, backend)
+    return QuantizedLinear(weight, bias, chosen.run(weight.to(device)), chosen.backend)
+
+
+def _kernel_for(weight: QuantizedWeight, device: torch.device, backend: str) -> Kernel:
+    """The best one for the device, or that of the named backend."""
+    spec = LinearSpec(fmt=weight.fmt, in_features=weight.in_features, out_features=weight.out_features)
+    return select(spec.operation, spec, Device.of(device), backend)
 
 
 def _bias(parent: nn.Module, name: str) -> Tensor | None:
@@ -85,8 +97,7 @@ def _can_join(group: Sequence[Weight], device: torch.device, backend: str) -> bo
         isinstance(weight, QuantizedWeight) and weight.fmt == first.fmt and weight.order is None
         for weight in group
     )
-    spec = LinearSpec(fmt=first.fmt, in_features=first.in_features, out_features=first.out_features)
-    return alike and select(spec.operation, spec, Device.of(device), backend).backend == "cpu"
+    return alike and _kernel_for(first, device, backend).backend == "cpu"
 
 
 class GatedMLP(nn.Module):

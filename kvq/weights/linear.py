@@ -3,25 +3,20 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from kvq.kernels import Device, LinearSpec, PlainWeight, QuantizedWeight, select
-from kvq.kernels.linear.cpu import CpuLinear
+from kvq.kernels import PlainWeight, QuantizedWeight
 
 ROUTERS = ("gate", "router", "shared_expert_gate")  # small layers that choose experts: never quantized
+
+Kernel = Callable[[Tensor], Tensor]
 
 
 class PackedLinear(nn.Module):
     """A Linear layer for inference, whose weight a kernel keeps in an order of its own."""
 
     def __init__(
-        self,
-        weight: QuantizedWeight | PlainWeight,
-        bias: Tensor | None,
-        *,
-        backend: str,
-        kernel: Callable[[Tensor], Tensor],
+        self, weight: QuantizedWeight | PlainWeight, bias: Tensor | None, kernel: Kernel, backend: str
     ) -> None:
         """`kernel`: one of that backend that holds the weight."""
         super().__init__()
@@ -44,22 +39,11 @@ class PackedLinear(nn.Module):
         return output.view(*input.shape[:-1], self.out_features)
 
     def extra_repr(self) -> str:
-        """Shape and backend."""
         return f"{self.in_features}, {self.out_features}, {self.backend}"
 
 
 class PlainLinear(PackedLinear):
-    """One whose weight is no code, on a CPU."""
-
-    def __init__(
-        self, weight: PlainWeight, bias: Tensor | None, *, kernel: Callable[[Tensor], Tensor] | None = None
-    ) -> None:
-        """`kernel`: one that holds the weight already.
-
-        Raises:
-            UnsupportedKernel: the C++ kernels were not built.
-        """
-        super().__init__(weight, bias, backend="cpu", kernel=kernel or CpuLinear(weight))
+    """One whose weight is no code."""
 
     @property
     def weight(self) -> Tensor:
@@ -69,35 +53,13 @@ class PlainLinear(PackedLinear):
 
 
 class QuantizedLinear(PackedLinear):
-    """One over a quantized weight, by the best kernel for its device."""
+    """One over a quantized weight."""
 
-    def __init__(
-        self,
-        weight: QuantizedWeight,
-        bias: Tensor | None,
-        device: torch.device,
-        *,
-        backend: str = "auto",
-        kernel: Callable[[Tensor], Tensor] | None = None,
-    ) -> None:
-        """Hand the weight to a kernel, which may keep it in an order of its own.
-
-        `kernel`: one of that backend that holds the weight already.
-
-        Raises:
-            UnsupportedKernel: the named backend has no kernel for this weight.
-        """
-        if kernel is None:
-            spec = LinearSpec(
-                fmt=weight.fmt, in_features=weight.in_features, out_features=weight.out_features
-            )
-            chosen = select(spec.operation, spec, Device.of(device), backend)
-            backend, kernel = chosen.backend, chosen.run(weight.to(device))
-        super().__init__(weight, None if bias is None else bias.to(device), backend=backend, kernel=kernel)
+    def __init__(self, weight: QuantizedWeight, bias: Tensor | None, kernel: Kernel, backend: str) -> None:
+        super().__init__(weight, bias, kernel, backend)
         self.fmt = weight.fmt
 
     def extra_repr(self) -> str:
-        """Shape, backend and format."""
         return f"{super().extra_repr()}, {self.fmt.name}"
 
 

@@ -47,7 +47,9 @@ class FileDigest:
 
 def manifest_bytes(files: Mapping[str, FileDigest]) -> bytes:
     """The manifest of these files; the same files give the same bytes."""
-    return _serialized({name: {"bytes": file.nbytes, "xxh3": file.xxh3} for name, file in files.items()})
+    listed = {name: {"bytes": file.nbytes, "xxh3": file.xxh3} for name, file in files.items()}
+    content = {"files": listed, "format_version": _FORMAT_VERSION}
+    return _canonical({**content, "digest": xxhash.xxh3_128(_canonical(content)).hexdigest()})
 
 
 def read_manifest(folder: Path) -> dict[str, FileDigest] | None:
@@ -64,7 +66,7 @@ def read_manifest(folder: Path) -> dict[str, FileDigest] | None:
     except FileNotFoundError:
         return None
     except OSError as error:
-        raise ModelError(f"can't read {path}: {error.strerror}") from error
+        raise _unreadable(path, error) from error
     try:
         data = strict_json.loads(raw)
     except ValueError as error:
@@ -146,8 +148,8 @@ def _faults(
     for name, wanted in files.items():
         try:
             _check_size(folder / name, wanted)
-            if is_read(name):
-                _check_content(folder / name, wanted, tell)
+            if is_read(name) and (found := _digest(folder / name, tell)) != wanted:
+                raise _damaged(folder / name, f"xxh3: {found.xxh3}, but {MANIFEST} says {wanted.xxh3}")
         except ModelError as fault:
             yield fault
     for path in sorted(folder.glob("*.safetensors*")) if files else []:
@@ -165,22 +167,16 @@ def _check_size(path: Path, wanted: FileDigest) -> None:
     except FileNotFoundError as error:
         raise _damaged(path, f"missing, but {MANIFEST} lists it") from error
     except OSError as error:
-        raise ModelError(f"can't read {path}: {error.strerror}") from error
+        raise _unreadable(path, error) from error
     if nbytes != wanted.nbytes:
         raise _damaged(path, f"bytes: {nbytes}, but {MANIFEST} says {wanted.nbytes}")
-
-
-def _check_content(path: Path, wanted: FileDigest, tell: Tell) -> None:
-    found = _digest(path, tell)
-    if found != wanted:
-        raise _damaged(path, f"xxh3: {found.xxh3}, but {MANIFEST} says {wanted.xxh3}")
 
 
 def _digest(path: Path, tell: Tell = int) -> FileDigest:
     try:
         return FileDigest.of(path, tell)
     except OSError as error:
-        raise ModelError(f"can't read {path}: {error.strerror}") from error
+        raise _unreadable(path, error) from error
 
 
 def _files(path: Path, data: object) -> dict[str, FileDigest]:
@@ -203,14 +199,12 @@ def _file(path: Path, name: str, entry: object) -> FileDigest:
     return FileDigest(nbytes=nbytes, xxh3=digest)
 
 
-def _serialized(files: Mapping[str, Any]) -> bytes:
-    content = {"files": files, "format_version": _FORMAT_VERSION}
-    digest = xxhash.xxh3_128(_canonical(content)).hexdigest()
-    return _canonical({**content, "digest": digest})
-
-
 def _canonical(content: Mapping[str, Any]) -> bytes:
     return (json.dumps(content, indent=1, sort_keys=True) + "\n").encode("ascii")
+
+
+def _unreadable(path: Path, error: OSError) -> ModelError:
+    return ModelError(f"can't read {path}: {error.strerror}")
 
 
 def _damaged(path: Path, why: str) -> ModelError:

@@ -108,15 +108,9 @@ def served(*token_s: float, due_s: float = 0.0) -> Served:
     return Served(request=request, due_s=due_s, token_s=list(token_s))
 
 
-class Named:
-    """A server that is only a name."""
-
-    name, kv = "kvq", "int4"
-
-
 def test_rows_add_up() -> None:
     one = ServedLoad(served=[served(1.0, 1.5, 2.0), served(1.25, 2.0, due_s=0.25)])
-    found = row(Named(), [one], None)  # type: ignore[arg-type]
+    found = row("kvq", "int4", [one], None)
     assert found["output_tokens_per_s"] == 5 / 2
     assert found["total_tokens_per_s"] == 11 / 2
     assert found["concurrency"] == round((2 + 1.75) / 2, 1)
@@ -126,7 +120,7 @@ def test_rows_add_up() -> None:
 
 
 def test_single_tokens_have_no_itl() -> None:
-    found = row(Named(), [ServedLoad(served=[served(1.0)])], 1)  # type: ignore[arg-type]
+    found = row("kvq", "int4", [ServedLoad(served=[served(1.0)])], 1)
     assert found["itl_ms_p99"] is None
 
 

@@ -191,7 +191,6 @@ def test_tuning_times_what_is_right_and_refuses_when_nothing_is(monkeypatch: pyt
         out, lse = attend(cache, *arguments, **options)
         return (out * 1.1 if current.keys == 32 else out), lse
 
-    monkeypatch.setattr(tuning, "filled_cache", lambda workload, kv, _: filled_cache(workload, kv, "cpu"))
     monkeypatch.setattr(tuning, "candidates", lambda _: shape)
     monkeypatch.setattr(KVCache, "attend", recorded)
     key, best, rows = tuning.tune(small(), "int4", repeats=2)
@@ -199,7 +198,7 @@ def test_tuning_times_what_is_right_and_refuses_when_nothing_is(monkeypatch: pyt
     assert set(seen[:3]) == set(shape), "every candidate ran under its own entry of the table"
     assert best == shape[2]
     assert [row["keys"] for row in rows] == [64]
-    assert key not in shapes._table()
+    assert shapes.entry(key) is None
     monkeypatch.setattr(tuning, "candidates", lambda _: shape[:2])
     with pytest.raises(KVQError, match="nothing was tuned"):
         tuning.tune(small(), "int4", repeats=2)
@@ -216,6 +215,7 @@ def small() -> Workload:
         block_size=5,
         dtype=torch.float32,
         device=torch.device("cpu"),
+        backend="cpu",
     )
 
 

@@ -43,7 +43,8 @@ class Simulation:
         match = self.manager.lookup(prompt)
         assert match.length == hit_length(self.manager, prompt)
         self._check_wait(match, tokens, prompt.root)
-        sequence = self.manager.start(prompt) if reuse else self.manager.start_without_reuse(prompt)
+        prompt.max_reuse = None if reuse else 0
+        sequence = self.manager.start(prompt)
         expected = match.length if reuse else 0
         whole = expected // self.size * self.size
         assert sequence.length in (expected, min(expected, whole))  # the part needs a free block

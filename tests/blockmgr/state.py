@@ -20,7 +20,7 @@ def state(manager: BlockManager) -> dict[str, Any]:
         "pins": [(pin.length, pin.blocks, pin.until) for pin in manager.pins.all()],
         "host": [sorted(manager.swap.free_slots(group)) for group in range(len(manager.pools))],
         "computing": {digest: names[id(s)] for digest, s in manager.prefixes.computing().items()},
-        "accounts": {t: [_account(a) for a in accounts] for t, accounts in manager.quotas.accounts.items()},
+        "accounts": {t: [_account(a) for a in accounts] for t, accounts in manager.accounts.items()},
         "orders": manager.blocks.orders[:],
         "events": manager.blocks.events._queue[:],
     }
@@ -43,7 +43,7 @@ def _pool(pool: BlockPool) -> dict[str, Any]:
         "cached": pool.cached_blocks(),
         "refs": pool._refs[:],
         "entries": [getattr(pool.entry(block), "digest", None) for block in blocks],
-        "owners": [id(pool.account(block)) if pool.account(block) else None for block in blocks],
+        "owners": [id(owner) if owner else None for owner in pool.owners()],
     }
 
 

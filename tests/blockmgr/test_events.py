@@ -6,7 +6,7 @@ from dataclasses import fields
 
 import pytest
 
-from kvq.blockmgr import Copied, Event, Evicted, Stored, SwappedIn, SwappedOut
+from kvq.blockmgr import Copy, Event, Evicted, Stored, SwapIn, SwapOut
 from tests.blockmgr.helpers import cache, compute, hit, manager, run
 
 
@@ -23,13 +23,13 @@ def test_a_life_of_a_block_is_told_in_order() -> None:
     ]
     seen.clear()
     blocks.swap_out(sequence)
-    assert [type(event) for event in seen] == [SwappedOut, SwappedOut]
+    assert [type(event) for event in seen] == [SwapOut, SwapOut]
     seen.clear()
     blocks.drop_cached()
     assert seen == [Evicted(group=0, block=1, digest=second), Evicted(group=0, block=0, digest=first)]
     seen.clear()
     blocks.swap_in(sequence)
-    assert [type(event) for event in seen] == [SwappedIn, SwappedIn]
+    assert [type(event) for event in seen] == [SwapIn, SwapIn]
     seen.clear()
     blocks.take_orders()
     blocks.recover(sequence, [])
@@ -38,7 +38,7 @@ def test_a_life_of_a_block_is_told_in_order() -> None:
     seen.clear()
     blocks.truncate(sequence, 3)
     blocks.append([(sequence, 1)])
-    assert [type(event) for event in seen] == [Copied]
+    assert [type(event) for event in seen] == [Copy]
 
 
 def test_evictions_are_told_by_the_operation_that_caused_them() -> None:
@@ -62,11 +62,11 @@ def test_a_part_copied_at_start_is_told() -> None:
     seen: list[Event] = []
     blocks.subscribe(seen.append)
     sequence = blocks.start(blocks.prompt([0, 9, 9]))
-    assert seen == [Copied(group=g, source=0, target=sequence.tables[g][0]) for g in range(2)]
+    assert seen == [Copy(group=g, source=0, target=sequence.tables[g][0]) for g in range(2)]
 
 
 def test_events_carry_no_token_ids() -> None:
-    for kind in (Stored, Evicted, Copied, SwappedOut, SwappedIn):
+    for kind in (Stored, Evicted, Copy, SwapOut, SwapIn):
         names = {field.name for field in fields(kind)}
         assert names <= {"group", "block", "digest", "parent", "source", "target", "slot"}
 

@@ -25,7 +25,7 @@ class Scene:
         self.away: Sequence = run(self.blocks, range(40, 45))
         self.blocks.swap_out(self.away)
         self.coming: Sequence = self.blocks.start(self.blocks.prompt(range(30, 36)))
-        self.account: Account = self.blocks.quotas.accounts["a"][0]
+        self.account: Account = self.blocks.accounts["a"][0]
 
     @property
     def nodes(self) -> dict[bytes, Node]:

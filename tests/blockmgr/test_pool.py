@@ -164,7 +164,7 @@ def test_an_account_owns_a_block_until_it_is_free() -> None:
     a, b = pool.allocate(2, account)
     pool.keep(a, "entry")
     pool.release_all([a, b])
-    assert (account.owned, pool.account(a), pool.account(b)) == (1, account, None)
+    assert (account.owned, pool.owners()[a], pool.owners()[b]) == (1, account, None)
     pool.drop_cached()
     assert (account.owned, pool.owners()) == (0, [None] * 4)
     assert not account.cached

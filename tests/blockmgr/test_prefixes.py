@@ -79,7 +79,7 @@ def test_digests_are_visible_only_after_commit() -> None:
 def test_a_start_without_reuse_computes_everything_and_is_found_again() -> None:
     blocks = manager(8)
     cache(blocks, range(4))
-    sequence = blocks.start_without_reuse(blocks.prompt(range(4)))
+    sequence = blocks.start(blocks.prompt(range(4), max_reuse=0))
     assert (sequence.length, sequence.receipt.reused) == (0, 0)
     compute(blocks, sequence)
     assert sequence.tables == [[0, 1]]  # its copy gave way to the known one

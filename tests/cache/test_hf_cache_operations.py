@@ -364,7 +364,7 @@ def test_the_attention_of_kvq_load_takes_no_cache(tiny: Any) -> None:
 
 
 def test_static_scales_come_from_a_file_and_must_be_for_these_heads(tiny: Any) -> None:
-    folder = tiny.weights.folder
+    folder = tiny.prepared.folder
     ids = random_tokens(50, seed=0, vocab=4000)
     want = tiny.with_kv("fp8_per_head").logits(ids)
     with attention_of(tiny.weights.model, "sdpa") as model, torch.no_grad():

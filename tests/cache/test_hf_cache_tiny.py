@@ -11,7 +11,7 @@ from transformers import DynamicCache
 from transformers.utils import is_optimum_quanto_available
 
 from kvq.cache import KvqCache
-from kvq.models import Model
+from kvq.models import Session
 from tests.cache.hf_kit import attention_of
 
 _BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "quantized_cache.py"
@@ -45,9 +45,9 @@ def test_a_thousand_tokens_in_int4_hold_less_than_a_third_of_bf16(
 @pytest.mark.parametrize("attention", ["sdpa", "kvq"])
 def test_int4_tokens_are_those_of_kvqs_own_sessions_up_to_a_near_tie(tiny: Any, attention: str) -> None:
     # fp32 arithmetic on both sides: what rounding a query changes, a flipped INT4 code makes larger
-    own = Model(tiny.weights, tiny.with_kv("int4").recipe, backend="cpu-fp32")
     prompt = tiny.tokenizer(_TEXT)["input_ids"][3:943]  # with 60 more, 1,000 tokens
-    session = own.session(max_tokens=len(prompt) + 60)
+    layout = tiny.with_kv("int4").layout
+    session = Session(tiny.weights, layout, max_tokens=len(prompt) + 60, backend="cpu-fp32")
     sequence = session.new_sequence()
     logits = [session.forward([(sequence, prompt)])[0].logits[-1]]
     for _ in range(59):

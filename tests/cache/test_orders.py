@@ -131,9 +131,9 @@ def swap(run: Run) -> None:
         return
     run.carry_out()
     if run.random.random() < 0.3:
-        assert run.cache._store is not None
-        for key in list(run.cache._store._stored):
-            run.cache._store._stored[key] = b"another digest."
+        assert run.cache._host is not None
+        for key in list(run.cache._host._stored):
+            run.cache._host._stored[key] = b"another digest."
     run.manager.swap_in(sequence)
     orders = run.manager.take_orders()
     failed = run.cache.carry_out(orders)
@@ -203,8 +203,8 @@ def test_a_failed_swap_in_zeroes_its_block_and_the_others_go_on(
     cache.write_block(1, 0, first)
     cache.write_block(1, 1, second)
     cache.carry_out([SwapOut(group=1, block=BlockId(i), slot=HostSlot(i)) for i in (0, 1)])
-    assert cache._store is not None
-    cache._store._storage.read(cache._store._offset(1, 0), 1)[0] ^= 1
+    assert cache._host is not None
+    cache._host._storage.read(cache._host._offset(1, 0), 1)[0] ^= 1
     back = [SwapIn(group=1, slot=HostSlot(i), block=BlockId(5 + i)) for i in (0, 1)]
     assert cache.carry_out(back) == [back[0]]
     assert not cache.read_block(1, 5).any()

@@ -91,7 +91,7 @@ def test_random_steps_crops_and_reorders_keep_exactly_the_rows_that_are_held(see
 def test_recent_tokens_count_as_memory_and_help(tiny: Any) -> None:
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(tiny.weights.folder, dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_pretrained(tiny.prepared.folder, dtype=torch.float32).eval()
     ids = torch.tensor([random_tokens(90, seed=1, vocab=tiny.geometry.vocab_size)])
     errors, sizes = [], []
     with torch.inference_mode():

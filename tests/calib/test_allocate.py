@@ -1,13 +1,22 @@
 """The knapsack: exactly the best of all choices, for every budget."""
 
 import itertools
+from dataclasses import dataclass
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvq.calib.allocate import Allocation, Option
+from kvq.calib.allocate import Allocation
 from kvq.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Option:
+    choice: object
+    nbytes: int
+    kl: float
+
 
 OPTIONS = st.lists(
     st.tuples(st.integers(1, 40).map(lambda n: 8 * n), st.floats(1e-9, 10.0)), min_size=1, max_size=4
@@ -16,7 +25,7 @@ OPTIONS = st.lists(
 
 def units_of(drawn):
     return [
-        [Option(choice=(i, j), nbytes=nbytes, cost=cost) for j, (nbytes, cost) in enumerate(options)]
+        [Option(choice=(i, j), nbytes=nbytes, kl=cost) for j, (nbytes, cost) in enumerate(options)]
         for i, options in enumerate(drawn)
     ]
 
@@ -26,7 +35,7 @@ def units_of(drawn):
 def test_the_choice_is_the_best_of_all(drawn, budget):
     units = units_of(drawn)
     every = [
-        (sum(o.nbytes for o in picked), sum(o.cost for o in picked), [o.choice for o in picked])
+        (sum(o.nbytes for o in picked), sum(o.kl for o in picked), [o.choice for o in picked])
         for picked in itertools.product(*units)
     ]
     fitting = [found for found in every if found[0] <= budget]
@@ -39,7 +48,7 @@ def test_the_choice_is_the_best_of_all(drawn, budget):
         return
     best = min(found[1] for found in fitting)
     assert allocation.cost(budget) == pytest.approx(best)
-    chosen = allocation.choose(budget)
+    chosen = [option.choice for option in allocation.choose(budget)]
     nbytes, cost = next(found[:2] for found in every if found[2] == chosen)
     assert nbytes <= budget
     assert cost == pytest.approx(best)
@@ -48,7 +57,7 @@ def test_the_choice_is_the_best_of_all(drawn, budget):
 
 
 def test_a_limit_that_nothing_meets_is_refused_with_the_best():
-    allocation = Allocation([[Option(choice="a", nbytes=8, cost=0.5)]])
+    allocation = Allocation([[Option(choice="a", nbytes=8, kl=0.5)]])
     with pytest.raises(ConfigError, match=r"expected to cost 0\.1 or less; the best costs 0\.5"):
         allocation.budget_for(0.1)
 
@@ -61,6 +70,6 @@ def test_a_unit_needs_an_option(units):
 
 def test_a_large_model_is_solved_in_seconds():
     """126 layers of K and V with twelve options: Llama 3.1 405B."""
-    options = [Option(choice=i, nbytes=512 + 64 * i, cost=1.0 / (1 + i)) for i in range(12)]
+    options = [Option(choice=i, nbytes=512 + 64 * i, kl=1.0 / (1 + i)) for i in range(12)]
     allocation = Allocation([options] * 252)
     assert allocation.cost(252 * 800) <= allocation.cost(252 * 700)

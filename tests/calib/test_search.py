@@ -12,7 +12,7 @@ import kvq
 from kvq.calib import budget, observe, search
 from kvq.calib.budget import ALL_CODES, TunePlan, bytes_of_bits, default_codes, parse_budget, recipe_bytes
 from kvq.calib.candidates import codes_of, recipe_of
-from kvq.calib.clipping import best_clip
+from kvq.calib.sensitivity import best_clip
 from kvq.errors import ConfigError
 from kvq.evals import calibration_text, default_text
 from kvq.evals.side_by_side import mean_divergences

@@ -76,7 +76,7 @@ def test_gates_decide_the_exit_status_and_say_why(kvq, tmp_path):
         (("--tasks", "kl,generation", "--prompt-tokens", 4096), "beyond this model's context"),
         (("--tasks", "generation", "--instrument"), "--instrument checks perplexity"),
         (("--model", "tiny"), "named twice"),
-        (("--html", "x.json", "--json", "x.json"), "are both x.json"),
+        (("--html", "x.json", "--json", "x.json"), "into one file: x.json, x.json"),
     ],
 )
 def test_what_can_not_be_done_is_refused_before_any_work(kvq, arguments, says):

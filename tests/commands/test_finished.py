@@ -77,14 +77,14 @@ def test_a_signal_keeps_what_was_measured(tmp_path, number):
 
 
 def test_perplexity_keeps_the_windows_before_an_error(kvq, tmp_path, monkeypatch):
-    account = divergence._account
+    take = divergence.TokenFigures.take
 
-    def fail(candidate, chunk, reference, targets):
+    def fail(figures, chunk, reference, targets):
         if chunk.window == 3:
             raise EngineError("no luck")
-        account(candidate, chunk, reference, targets)
+        take(figures, chunk, reference, targets)
 
-    monkeypatch.setattr(divergence, "_account", fail)
+    monkeypatch.setattr(divergence.TokenFigures, "take", fail)
     kept = _kept(kvq, tmp_path, "perplexity", "--kv", "bf16,int4", "--context", 32, "--max-windows", 5)
     assert [(row["kv"], row["tokens"]) for row in kept] == [("bf16", 3 * 31), ("int4", 3 * 31)]
 

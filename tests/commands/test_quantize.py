@@ -154,7 +154,7 @@ def test_a_folder_that_kvq_wrote_is_replaced_if_asked(kvq, model, tmp_path):
 
 
 def test_every_method_is_named_as_it_is_known(kvq):
-    from kvq.calib.quantize.choose import METHODS
+    from kvq.calib.quantize.settings import METHODS
 
     assert set(_METHODS) == set(METHODS)
     status, said, _ = kvq("quantize", "--help")

@@ -17,7 +17,7 @@ def test_the_command_that_a_result_names_is_one_to_be_typed(monkeypatch):
 
 def test_rows_are_written_where_that_was_asked_for(tmp_path):
     write_rows([{"a": 1}], None)
-    write_rows([{"a": 1}], str(tmp_path / "r.json"), tokens=3)
+    write_rows([{"a": 1}], str(tmp_path / "r.json"), facts={"tokens": 3})
     written = json.loads((tmp_path / "r.json").read_text())
     assert (written["rows"], written["tokens"]) == ([{"a": 1}], 3)
 

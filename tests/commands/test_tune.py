@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from kvq.calib import candidates
+from kvq.calib import budget
 from kvq.calib.budget import ALL_CODES
 from kvq.commands import tune
 from tests.helpers_models import save_first_layers
@@ -65,9 +65,7 @@ def test_a_limit_that_text_it_did_not_see_exceeds_ends_with_1(kvq, short, tmp_pa
 
 
 def test_codes_that_are_slow_here_are_named(tiny, monkeypatch, capsys):
-    monkeypatch.setattr(
-        candidates, "has_fast_kernel", lambda geometry, half, fmt, device: "int2" not in fmt.name
-    )
+    monkeypatch.setattr(budget, "has_fast_kernel", lambda geometry, half, fmt, device: "int2" not in fmt.name)
     tune._say_codes(tiny.prepared, ALL_CODES)
     assert "int2 has no fast kernel here" in capsys.readouterr().err
     tune._say_codes(tiny.prepared, ALL_CODES[:2])

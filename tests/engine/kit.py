@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 from kvq.engine import LLM, Piece, RequestOutput, SamplingParams, TokenLogprobs
-from kvq.engine.intake import Origin
+from kvq.engine.intake import Origin, Terms
 from kvq.models import Model
 from kvq.scheduler import FixedCosts
 from tests.helpers_models import VOCAB, eager_logits, load_eager, load_fp32, random_tokens, save_model
@@ -106,8 +106,8 @@ class Collector:
 def submit(llm: LLM, prompt: Any, params: SamplingParams, **options: Any) -> tuple[Any, Collector]:
     """Queue one request; return its job and what collects its pieces."""
     collector = Collector()
-    pins = options.pop("pins", ())
-    job = llm.core.intake.new_job(prompt, params, Origin(**options), listener=collector, pins=pins)
+    terms = Terms(params=params, pins=options.pop("pins", ()), origin=Origin(**options))
+    job = llm.core.intake.new_job(prompt, terms, listener=collector)
     llm.core.submit(job)
     return job, collector
 

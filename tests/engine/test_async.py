@@ -9,6 +9,7 @@ from functools import partial
 import pytest
 
 from kvq.engine import AsyncLLM, SamplingParams
+from kvq.engine.intake import Terms
 from kvq.engine.job import Job
 from kvq.engine.watchdog import Watchdog
 from kvq.errors import EngineError, RequestError
@@ -274,7 +275,7 @@ def test_a_refusal_that_cannot_be_told_and_a_failing_tokenizer_stop_nobody_else(
     def broken(*_args):
         raise RequestError("too many") if refused else KeyError("no such piece")
 
-    job = engine.core.intake.new_job([5], GREEDY, listener=deaf)
+    job = engine.core.intake.new_job([5], Terms(params=GREEDY), listener=deaf)
     if refused:
         submit = engine.core.submit
         engine.core.submit = lambda one: broken() if one is job else submit(one)

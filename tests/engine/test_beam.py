@@ -8,8 +8,14 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from kvq.engine.beam import BeamSearch, Hypothesis
+from kvq.engine.params import SamplingParams
 
 PENALTIES = [0.0, 1.0, 2.0, 0.5, -1.0]
+
+
+def _new(width: int, num_returned: int, *, max_tokens: int, end_ids, **options) -> BeamSearch:
+    params = SamplingParams(beam_width=width, n=num_returned, max_tokens=max_tokens, **options)
+    return BeamSearch(params, max_tokens=max_tokens, end_ids=end_ids)
 
 
 def _model(seed: int, vocab: int) -> LlamaForCausalLM:
@@ -78,7 +84,7 @@ def _case(seed: int) -> tuple[LlamaForCausalLM, list[int], dict]:
         "min_tokens": rng.choice([0, 0, 0, 1, 3]),
     }
     options["min_tokens"] = min(options["min_tokens"], options["max_tokens"])
-    endless = _search(model, prompt, BeamSearch(**options, end_ids=()))
+    endless = _search(model, prompt, _new(**options, end_ids=()))
     likely = {token for hypothesis in endless for token in hypothesis.tokens} - {vocab - 1}
     options["end_ids"] = rng.sample([*likely, *range(vocab - 1)], rng.choice([0, 1, 2, 6]))
     if likely:
@@ -104,7 +110,7 @@ def test_tokens_and_scores_are_those_of_generate(seeds):
     num_stopped = num_early = 0
     for seed in seeds:
         model, prompt, options = _case(seed)
-        found = _search(model, prompt, BeamSearch(**options))
+        found = _search(model, prompt, _new(**options))
         sequences, scores = _generate(model, prompt, **_as_generate(options))
         assert [list(h.tokens) for h in found] == sequences, (seed, options)
         if scores:
@@ -120,7 +126,7 @@ def test_tokens_and_scores_are_those_of_generate(seeds):
 
 def _beams(**options) -> BeamSearch:
     plain = {"length_penalty": 1.0, "early_stopping": False, "max_tokens": 9, "end_ids": (0,)}
-    return BeamSearch(2, 2, **{**plain, **options})
+    return _new(2, 2, **{**plain, **options})
 
 
 def test_one_beam_seeds_all_and_children_name_their_parent():

@@ -211,7 +211,7 @@ def test_seeded_samples_are_the_same_in_any_chunks_and_preemptions():
 
 def test_the_embedded_model_gives_the_text_of_generate(tiny):
     reference = AutoModelForCausalLM.from_pretrained(
-        tiny.weights.folder, attn_implementation="eager", dtype=torch.float32
+        tiny.prepared.folder, attn_implementation="eager", dtype=torch.float32
     ).eval()
     llm = engine(tiny.with_kv("fp32"), max_num_seqs=5, max_num_batched_tokens=24)
     prompts = [tiny.tokenizer(text)["input_ids"] for text in TEXTS]

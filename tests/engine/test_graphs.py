@@ -10,6 +10,7 @@ import torch
 
 import kvq
 from kvq.engine.graphs import DecodeGraphs
+from kvq.engine.intake import Terms
 from kvq.engine.runner import Runner
 
 
@@ -86,7 +87,8 @@ def test_only_steps_of_decodes_that_want_a_token_are_taken(tiny):
     llm = kvq.LLM(tiny, "fp32", num_blocks=24, max_num_seqs=7, max_context=128)
     graphs, _ = graphs_over(llm.core.runner, spare=24)
     core = llm.core
-    core.submit(core.intake.new_job([1, 2, 3], kvq.SamplingParams(max_tokens=3, ignore_eos=True)))
+    terms = Terms(params=kvq.SamplingParams(max_tokens=3, ignore_eos=True))
+    core.submit(core.intake.new_job([1, 2, 3], terms))
     prefill = core.scheduler.schedule(0.0)
     assert not graphs.takes(prefill)
     core.runner.prepare(prefill)

@@ -19,7 +19,7 @@ from kvq.capacity.plan.plan import Engine, make_plan
 from kvq.capacity.plan.target import make_target
 from kvq.commands.plan_verify import _planned_pool
 from kvq.engine.config import EngineConfig
-from kvq.engine.memory import pool_blocks
+from kvq.engine.memory import planned_blocks
 from kvq.geometry import parse_geometry
 from kvq.models.footprint import planned_activations, planned_weights
 from kvq.models.prepared import prepare
@@ -68,10 +68,11 @@ def test_a_default_engine_on_that_gpu_has_the_pools_that_were_planned(record, na
     plan = make_plan(target, find_gpu(gpu), kv, Demand(lengths=fixed(1024)), engine=Engine(sequences=128))
     [activations] = [term.nbytes for term in plan.terms if term.name == ACTIVATION_TERM]
     record(gpu, sum(term.nbytes for term in target.terms()))
-    found = pool_blocks(
+    found = planned_blocks(
         kv_layout(target.geometry, kv),
         EngineConfig(),
-        device=CUDA,
+        on_gpu=True,
+        free_bytes=available_bytes(CUDA),
         max_context=target.geometry.max_context,
         activation_bytes=activations,
     )
@@ -91,10 +92,11 @@ def test_verify_predicts_the_pool_from_what_is_free_before_the_weights_load(reco
     free = available_bytes(CUDA)
     record("h100", weights)
     assert available_bytes(CUDA) == free - weights
-    found = pool_blocks(
+    found = planned_blocks(
         layout,
         engine,
-        device=CUDA,
+        on_gpu=True,
+        free_bytes=available_bytes(CUDA),
         max_context=model.max_context,
         activation_bytes=planned_activations(model, engine.max_num_batched_tokens).nbytes,
     )

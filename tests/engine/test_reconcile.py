@@ -53,7 +53,7 @@ def planned(model: kvq.Model, kv: str, block_size: int, users: int) -> CapacityP
 
     def plan(memory_gb: float) -> CapacityPlan:
         gpu = Gpu(name="host", memory_gb=memory_gb, bandwidth_tb_s=1, usd_per_hour=1, tflops={"fp16": 1})
-        folder = model.weights.folder
+        folder = model.prepared.folder
         return kvq.plan(folder, gpu=gpu, kv=kv, context=CONTEXT, output=OUTPUT, weights="fp32", engine=engine)
 
     large = plan(100.0)

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from kvq.engine import LLM, Priority, SamplingParams
-from kvq.engine.intake import Origin
-from kvq.engine.params import param, real, sampling_params
+from kvq.engine.intake import Origin, Terms
+from kvq.engine.params import as_params, param, real
 from kvq.errors import ConfigError, EngineError, KVQError, RequestError
 from tests.engine.kit import (
     BLOCK,
@@ -525,7 +525,7 @@ def test_beam_search_of_the_embedded_model_returns_the_beams_of_generate(tiny):
     from transformers import AutoModelForCausalLM
 
     reference = AutoModelForCausalLM.from_pretrained(
-        tiny.weights.folder, attn_implementation="eager", dtype=torch.float32
+        tiny.prepared.folder, attn_implementation="eager", dtype=torch.float32
     ).eval()
     llm = LLM(tiny.with_kv("fp32"), num_blocks=128, max_num_seqs=16)
     params = SamplingParams(beam_width=4, n=4, max_tokens=12)
@@ -598,7 +598,7 @@ def test_the_defaults_are_what_the_bounds_allow():
 
 def test_an_unknown_sampling_option_names_the_nearest():
     with pytest.raises(RequestError, match=r"unknown sampling option 'max_token'; did you mean 'max_tokens'"):
-        sampling_params({"max_token": 3})
+        as_params({"max_token": 3})
 
 
 @pytest.mark.parametrize(
@@ -684,7 +684,7 @@ def test_sampling_parameters_of_wrong_types_are_refused(options, names):
 def test_names_that_are_no_text_are_refused_before_anything_is_queued(model, options):
     llm = engine(model)
     with pytest.raises(RequestError, match="must be a text"):
-        llm.core.intake.new_job(PROMPT, SamplingParams(), Origin(**options))
+        llm.core.intake.new_job(PROMPT, Terms(origin=Origin(**options)))
     assert not llm.core.has_work
 
 

@@ -8,6 +8,7 @@ import torch
 from kvq.calib import observe
 from kvq.evals import default_text
 from kvq.evals.attention_error import measure_attention
+from kvq.evals.divergence import TokenPlan
 from kvq.evals.windows import spread, token_windows
 from kvq.formats import KVRecipe
 from tests.helpers_models import VOCAB, load_fp32, save_model
@@ -17,7 +18,8 @@ TEXT = default_text().text
 
 @pytest.fixture(scope="module")
 def rows(tiny):
-    found = measure_attention(tiny, ["fp32", "int8", "k8v4", "int4"], TEXT, context=63, max_windows=2)
+    plan = TokenPlan(context=63, max_windows=2)
+    found = measure_attention(tiny, ["fp32", "int8", "k8v4", "int4"], TEXT, plan)
     return {(row.kv, row.layer): row for row in found}
 
 
@@ -58,7 +60,7 @@ def test_k_and_v_alone_are_the_formats_of_their_half(rows):
 
 
 def test_an_unquantized_half_adds_no_error(tiny):
-    found = measure_attention(tiny, ["fp32", "fp32/int4"], TEXT, context=63, max_windows=1)
+    found = measure_attention(tiny, ["fp32", "fp32/int4"], TEXT, TokenPlan(context=63, max_windows=1))
     assert all(row.k_error_mean == 0 < row.v_error_mean == row.error_mean for row in found)
 
 
@@ -68,8 +70,8 @@ def test_halves_of_a_recipe_keep_their_own_centers_and_clips(tiny):
     recipe = KVRecipe.uniform("int2", tiny.geometry.head_dims)
     layers = tuple(replace(layer, k_clip=0.8, v_clip=0.75) for layer in recipe.layers)
     recipe = replace(recipe, layers=layers, centers=centers, model_digest=tiny.weights.digest)
-    plain = measure_attention(tiny, ["fp32", "int2"], TEXT, context=63, max_windows=1)
-    found = measure_attention(tiny, ["fp32", recipe], TEXT, context=63, max_windows=1)
+    plain = measure_attention(tiny, ["fp32", "int2"], TEXT, TokenPlan(context=63, max_windows=1))
+    found = measure_attention(tiny, ["fp32", recipe], TEXT, TokenPlan(context=63, max_windows=1))
     for row, other in zip(found[6:], plain[6:], strict=True):
         assert 0 < row.k_error_mean < other.k_error_mean
         assert 0 < row.v_error_mean < other.v_error_mean
@@ -90,7 +92,7 @@ def test_windows_softcaps_sinks_and_unequal_heads_are_attended_alike(family, tmp
     """With unquantized formats beside each other no layer may differ, chunked windows or not."""
     model = load_fp32(save_model(tmp_path, family))
     model.prepared.__dict__["tokenizer"] = _Numbers()
-    found = measure_attention(model, ["fp32", "bf16", "int8"], TEXT, context=60, max_windows=2)
+    found = measure_attention(model, ["fp32", "bf16", "int8"], TEXT, TokenPlan(context=60, max_windows=2))
     errors = {kv: [row.error_mean for row in found if row.kv == kv] for kv in ("bf16", "int8")}
     assert len(errors["bf16"]) == len(model.geometry.layers)
     assert 0 < max(errors["bf16"]) < 0.01

@@ -12,10 +12,9 @@ from kvq.bench.roofline import roofline_figure
 from kvq.calib.tune_report import front_figure, sensitivity_figure
 from kvq.commands import capacity_report
 from kvq.errors import EngineError
-from kvq.evals import eval_plots
-from kvq.evals.figure import drawing, figure_class, new_figure, short, write_figure
+from kvq.evals import plot
+from kvq.evals.figure import drawing, new_figure, short, write_figure
 from kvq.evals.labels import draw_literally, label_point, settle
-from kvq.evals.plot import perplexity_figure
 from kvq.printable import printable
 from tests.evals.drawn import check_labels
 
@@ -114,13 +113,13 @@ def _loads() -> dict[str, Any]:
 
 
 FIGURES = {
-    "perplexity": lambda: perplexity_figure({"rows": ROWS, "model": LONG, "text": "held out"}),
-    "divergence": lambda: eval_plots.divergence_plot(ROWS),
-    "difficulty": lambda: eval_plots.difficulty_plot(ROWS),
-    "attention": lambda: eval_plots.attention_plot(_attention()),
-    "generation": lambda: eval_plots.generation_plot(ROWS),
-    "needle": lambda: eval_plots.needle_plot(_needles(4)),
-    "many needles": lambda: eval_plots.needle_plot(_needles(20)),
+    "perplexity": lambda: plot.perplexity_figure({"rows": ROWS, "model": LONG, "text": "held out"}),
+    "divergence": lambda: plot.divergence_plot(ROWS),
+    "difficulty": lambda: plot.difficulty_plot(ROWS),
+    "attention": lambda: plot.attention_plot(_attention()),
+    "generation": lambda: plot.generation_plot(ROWS),
+    "needle": lambda: plot.needle_plot(_needles(4)),
+    "many needles": lambda: plot.needle_plot(_needles(20)),
     "front": lambda: front_figure(ROWS),
     "sensitivity": lambda: sensitivity_figure(_halves()),
     "roofline": lambda: roofline_figure(_timings()),
@@ -139,7 +138,7 @@ def test_labels_of_crowded_figures_lie_apart(name: str) -> None:
 def test_names_are_drawn_letter_by_letter(tmp_path: Any) -> None:
     names = [r"$\frac{$", "$x^2$", "a\x1b[2J", "\u4e2d\U0001f600\ud800"]
     rows = [{**_row(name), "instrument": None} for name in names]
-    figure = perplexity_figure({"rows": rows, "model": names[0], "text": names[3]})
+    figure = plot.perplexity_figure({"rows": rows, "model": names[0], "text": names[3]})
     write_figure(tmp_path / "a.svg", lambda: figure)
     shown = [printable(name).replace("$", r"\$") for name in names]
     assert figure._suptitle.get_text() == f"{shown[0]}, {shown[3]}"
@@ -245,7 +244,7 @@ def test_labels_that_lie_apart_keep_next_to_their_points() -> None:
 
 
 def test_names_that_touch_are_turned_and_figures_thinned_out() -> None:
-    figure = figure_class()(figsize=(3, 3), layout="constrained")
+    figure = new_figure(3, 3)
     axes = figure.subplots()
     axes.plot([0, 1])
     axes.set_xticks([n / 12 for n in range(12)], [f"name {n}" for n in range(12)])

@@ -2,8 +2,7 @@
 
 import pytest
 
-from kvq.evals.gates import failures, parse_gate
-from kvq.evals.metrics import changes, gate_rows, metric_figures
+from kvq.evals.gates import changes, failures, metric_figures, metric_rows, parse_gate
 
 FORMATS = {"fp32": False, "int4": True}
 
@@ -45,4 +44,4 @@ def test_changes_are_from_the_first_format():
 )
 def test_gates_concern_the_rows_that_they_name(text, where):
     gate = parse_gate(text)
-    assert [one.where for one in failures(gate, gate_rows(ROWS, gate), FORMATS)] == where
+    assert [one.where for one in failures(gate, metric_rows(ROWS, gate), FORMATS)] == where

@@ -7,9 +7,10 @@ import pytest
 import torch
 
 from kvq.errors import ConfigError, RequestError
-from kvq.evals import default_text, needle, summarize_needle
+from kvq.evals import default_text, needle
 from kvq.evals.bootstrap import wilson_interval
-from kvq.evals.needle import NeedlePlan, NeedleRow
+from kvq.evals.divergence import Watch
+from kvq.evals.needle import NeedlePlan, NeedleRow, summarize_needle
 from kvq.evals.needle_prompts import SENTENCE, TOKENS, NeedlePrompts
 from kvq.models import Session
 from kvq.models.session import StepResult
@@ -20,7 +21,7 @@ SMALL = {"lengths": [96, 160], "depths": [0, 0.5, 1], "trials": 2}
 
 def measure_needle(model, kv, text, progress=lambda done, total: None, **plan):
     """`kvq.evals.measure_needle` with the fields of its plan by name."""
-    return needle.measure_needle(model, kv, text, NeedlePlan(**plan), progress=progress)
+    return needle.measure_needle(model, kv, text, NeedlePlan(**plan), Watch(progress))
 
 
 class Recorder:

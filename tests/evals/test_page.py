@@ -2,7 +2,7 @@
 
 import re
 
-from kvq.evals.figure import figure_class, svg_of
+from kvq.evals.figure import new_figure, svg_of
 from kvq.evals.page import page
 
 
@@ -17,7 +17,7 @@ def test_pages_follow_the_readers_light_or_dark():
 
 
 def test_a_plot_has_no_background_and_draws_frames_in_the_pages_colour():
-    figure = figure_class()()
+    figure = new_figure(6.4, 4.8)
     axes = figure.subplots()
     axes.plot([1, 2], [3, 4], label="x")
     axes.legend(frameon=False)

@@ -5,7 +5,7 @@ import pytest
 
 from kvq.evals import default_text
 from kvq.evals.bootstrap import Bootstrap
-from kvq.evals.divergence import measure_tokens
+from kvq.evals.divergence import TokenPlan, measure_tokens
 from kvq.evals.quality import depths, quality_row, quarters
 
 TEXT = default_text().text
@@ -13,7 +13,7 @@ TEXT = default_text().text
 
 @pytest.fixture(scope="module")
 def figures(tiny):
-    return measure_tokens(tiny, ["fp32", "int4"], TEXT, context=40, max_windows=34)
+    return measure_tokens(tiny, ["fp32", "int4"], TEXT, TokenPlan(context=40, max_windows=34))
 
 
 @pytest.fixture(scope="module")

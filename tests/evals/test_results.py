@@ -8,7 +8,7 @@ from kvq.evals.results import envelope, write_json
 
 
 def test_the_envelope_says_what_ran_where_and_on_which_versions():
-    result = envelope(["kvq", "perplexity"], torch.device("cpu"), [{"kv": "int4"}], model="m")
+    result = envelope(["kvq", "perplexity"], torch.device("cpu"), [{"kv": "int4"}], {"model": "m"})
     assert {"kvq_version", "commit", "date", "device", "versions", "command", "rows"} <= set(result)
     assert result["versions"]["torch"] == torch.__version__
     assert result["rows"] == [{"kv": "int4"}]

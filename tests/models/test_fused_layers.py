@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import kvq
-from kvq.engine.linear_time import LinearTime
+from kvq.engine.publisher import LinearTime
 from kvq.errors import ModelError
 from kvq.kernels.decoder.cpu import CpuDecoder
 from kvq.kernels.native.library import load

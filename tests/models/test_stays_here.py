@@ -18,7 +18,7 @@ def test_a_model_is_neither_pickled_nor_copied(tiny, copied):
 
 def test_another_recipe_keeps_weights_scales_and_backend(tiny):
     other = tiny.with_kv("int8")
-    assert (other.weights, other.static_scales, other.backend) == (
-        *(tiny.weights, tiny.static_scales, tiny.backend),
+    assert (other.weights, other.static_scales, other.prepared.backend) == (
+        *(tiny.weights, tiny.static_scales, tiny.prepared.backend),
     )
     assert other.recipe != tiny.with_kv("int4").recipe

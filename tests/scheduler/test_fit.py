@@ -93,7 +93,7 @@ def test_a_request_that_shares_nothing_is_not_charged_for_what_it_could_share() 
     scheduler = make(10, block_size=1)
     add(scheduler, ask(6, 1, first=1))
     drain(scheduler)
-    request = ask(6, 2, first=1, reuse=False)  # five of its tokens are cached
+    request = ask(6, 2, first=1, max_reuse=0)  # five of its tokens are cached
     add(scheduler, request)
     drain(scheduler)
     assert not scheduler.take_failed()

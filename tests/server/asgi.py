@@ -7,14 +7,15 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from kvq.models.resolve import resolve_model
 from kvq.models.tokenizer import load_tokenizer
-from kvq.server.admission import Admission
 from kvq.server.app import create_app
+from kvq.server.config import ServerConfig
 from kvq.server.guard import Access
 from kvq.server.messages import Start
 from kvq.server.prompts import Prompts
 from kvq.server.reading import Readers, Setup
 from kvq.server.remote import Remote
 from kvq.server.service import Service
+from kvq.server.tenants import TenantLimits
 
 
 def service(*, is_strict=False, limits=None):
@@ -22,7 +23,8 @@ def service(*, is_strict=False, limits=None):
     remote = Remote(Start(folder="tiny", kv="int4", options={}))
     folder = resolve_model("tiny").folder
     prompts = Prompts(Readers(Setup(folder=str(folder))), load_tokenizer(folder))
-    return Service("tiny", remote, prompts, is_strict=is_strict, admission=Admission(limits=limits))
+    config = ServerConfig(strict_requests=is_strict, tenants=limits or TenantLimits())
+    return Service("tiny", remote, prompts, config)
 
 
 class Client:

@@ -2,6 +2,7 @@
 
 import random
 from contextlib import ExitStack
+from types import SimpleNamespace
 
 import pytest
 
@@ -46,13 +47,14 @@ class World:
     """An admission whose surroundings the test decides."""
 
     def __init__(self, limits=None, seats=4, **config):
-        self.now, self.die, self.gauges, self.tokenizing = 0.0, 1.0, gauges(), 0
+        self.now, self.die = 0.0, 1.0
+        self.engine = SimpleNamespace(gauges=gauges(), num_seats=seats)
+        self.prompts = SimpleNamespace(num_waiting=0)
         self.admission = Admission(
             AdmissionConfig(**config),
             limits,
-            gauges=lambda: self.gauges,
-            num_seats=lambda: seats,
-            tokenizing=lambda: self.tokenizing,
+            engine=self.engine,
+            prompts=self.prompts,
             clock=lambda: self.now,
             chance=lambda: self.die,
         )
@@ -214,10 +216,10 @@ def test_requests_that_lack_blocks_wait_though_there_are_seats():
     with ExitStack() as stack:
         for _ in range(10):
             world.queue(stack)
-        world.gauges = gauges(held_up=2)
+        world.engine.gauges = gauges(held_up=2)
         assert world.admission.num_waiting == 2
         assert world.status() == 200
-        world.gauges = gauges(held_up=3)
+        world.engine.gauges = gauges(held_up=3)
         with pytest.raises(Problem, match="3 requests wait"):
             world.enter()
 
@@ -246,7 +248,7 @@ def test_a_refusal_says_when_to_come_again():
             world.now += 0.5
             world.admission.started(entry)
         assert world.admission.expected_wait_s == pytest.approx(10, rel=0.1)
-        world.tokenizing = 5
+        world.prompts.num_waiting = 5
         with pytest.raises(Problem, match=r"a first token takes about 1[12] s") as refused:
             world.enter()
     assert refused.value.status == 503
@@ -280,9 +282,9 @@ def test_rates_of_long_ago_say_nothing():
 
 def test_live_blocks_beyond_the_limit_refuse_cached_ones_do_not():
     world = World()
-    world.gauges = gauges(live=60)  # 93.75%
+    world.engine.gauges = gauges(live=60)  # 93.75%
     assert world.status() == 200
-    world.gauges = gauges(live=61)
+    world.engine.gauges = gauges(live=61)
     with pytest.raises(Problem, match="95% of the KV pool"):
         world.enter()
 
@@ -395,7 +397,7 @@ def test_random_comings_and_goings_leave_nothing_behind():
     stacks, statuses = [], set()
     for _ in range(3000):
         world.now += rng.random()
-        world.gauges = gauges(held_up=rng.randrange(10), live=rng.randrange(POOL))
+        world.engine.gauges = gauges(held_up=rng.randrange(10), live=rng.randrange(POOL))
         if stacks and rng.random() < 0.5:
             stacks.pop(rng.randrange(len(stacks))).close()
         stack = ExitStack()
@@ -412,7 +414,7 @@ def test_random_comings_and_goings_leave_nothing_behind():
     for stack in stacks:
         stack.close()
     assert statuses == {503}
-    world.gauges = gauges()
+    world.engine.gauges = gauges()
     assert world.admission.num_waiting == 0
     assert world.admission.load == 0
     assert world.admission._waiting_tokens == 0

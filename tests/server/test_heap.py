@@ -6,10 +6,10 @@ import sys
 
 import pytest
 
-from kvq.server.heap import Heap
+from kvq.server.measured import Heap
 
 _FREED = """
-from kvq.server.heap import Heap
+from kvq.server.measured import Heap
 
 def resident():
     with open("/proc/self/status", encoding="ascii") as file:

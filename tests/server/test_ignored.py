@@ -9,6 +9,7 @@ import kvq.server.batch.run
 import kvq.server.run
 from kvq.cli import main
 from kvq.models.resolve import EMBEDDED, resolve_model
+from kvq.models.tokenizer import load_tokenizer
 from kvq.server.anthropic.bodies import MessagesBody, PromptBody
 from kvq.server.batch.calls import Calls
 from kvq.server.batch.lines import parse_line
@@ -347,7 +348,7 @@ def test_the_option_reaches_the_server(tmp_path, monkeypatch, options, config, i
     with pytest.raises(SystemExit):
         main(["serve", "--config", str(path), *options])
     made = service()
-    folder, tokenizer = EMBEDDED["tiny"], made.prompts._tokenizer
+    folder, tokenizer = EMBEDDED["tiny"], load_tokenizer(EMBEDDED["tiny"])
     assert kvq.server.run._service(taken[0], "tiny", folder, made.remote, tokenizer).is_strict is is_strict
 
 

@@ -79,7 +79,8 @@ def test_requests_get_what_an_engine_in_this_process_gives(tmp_path, monkeypatch
 
     async def run():
         seen = []
-        remote = Remote(START, on_gauges=seen.append)
+        remote = Remote(START)
+        remote.on_stepped = lambda stepped: seen.append(stepped.gauges)
         ready = await remote.start()
         assert ready.shape.num_blocks == [64]
         found = await asyncio.gather(*(collect(remote, p, q) for p, q in zip(prompts, params, strict=True)))
@@ -225,7 +226,7 @@ def unlogged(monkeypatch):
 )
 def test_what_cannot_be_built_is_refused_with_its_reason(unlogged, start, reason):
     said = answer_of_a_worker(encode(start))
-    refused = roundtrip(from_engine(), said)
+    refused = roundtrip(from_engine, said)
     assert isinstance(refused, Refused)
     assert reason in refused.reason
 
@@ -244,11 +245,11 @@ def test_whatever_fails_while_an_engine_is_built_is_told(unlogged, monkeypatch, 
         raise error
 
     monkeypatch.setattr(worker, "build", build)
-    refused = roundtrip(from_engine(), answer_of_a_worker(encode(START)))
+    refused = roundtrip(from_engine, answer_of_a_worker(encode(START)))
     assert (refused.reason.splitlines()[0].startswith(reason), refused.may_pass) == (True, may_pass)
 
 
-@pytest.mark.parametrize("sent", [b"\xff\xff\xff\xff", encode(Ping(number=1)), encode(START)[:-1]])
+@pytest.mark.parametrize("sent", [b"\xff\xff\xff\xff", encode(Ping()), encode(START)[:-1]])
 def test_the_engine_builds_nothing_that_was_not_said(unlogged, sent):
     assert answer_of_a_worker(sent) == b""
 
@@ -295,8 +296,8 @@ def test_messages_come_out_as_they_went_in():
     pins = [PrefixPin(length=2, seconds=1.0)]
     origin = Origin(priority="batch", tenant="x", cache_salt="y")
     submit = Submit(number=7, prompt=[1, 2], terms=Terms(params=params, origin=origin, pins=pins))
-    assert roundtrip(to_engine(), encode(submit)) == submit
-    assert roundtrip(to_engine(), b"") is None
+    assert roundtrip(to_engine, encode(submit)) == submit
+    assert roundtrip(to_engine, b"") is None
 
 
 @pytest.mark.parametrize(
@@ -310,10 +311,10 @@ def test_messages_come_out_as_they_went_in():
 )
 def test_what_is_no_message_is_refused(data):
     with pytest.raises(EngineError):
-        roundtrip(to_engine(), data)
+        roundtrip(to_engine, data)
 
 
 def test_messages_of_the_other_side_are_refused():
     with pytest.raises(EngineError, match="not a message of the other process"):
-        roundtrip(from_engine(), encode(Cancel(number=1)))
+        roundtrip(from_engine, encode(Cancel(number=1)))
     assert Ended(number=1).error is None

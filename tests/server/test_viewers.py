@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from kvq.errors import EngineError
-from kvq.server.browsed import basic_password
+from kvq.server.guard import basic_password
 from kvq.server.picture import Picture
 from kvq.server.remote import State
 from kvq.server.viewers import Viewers

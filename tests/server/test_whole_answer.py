@@ -2,8 +2,8 @@
 
 import asyncio
 
-from kvq.server import whole_answer
-from kvq.server.whole_answer import WholeAnswer
+from kvq.server import sending
+from kvq.server.sending import WholeAnswer
 from tests.waiting import HANG_S
 
 
@@ -19,11 +19,11 @@ def deliver(content, send, patience_s=HANG_S):
     told, transport = [], Transport()
     answer = WholeAnswer(content, on_cut=lambda: told.append("cut"), on_end=lambda: told.append("end"))
     scope = {"type": "http", "state": {"kvq_transport": transport}}
-    old, whole_answer._PATIENCE_S = whole_answer._PATIENCE_S, patience_s
+    old, sending._PIECE_S = sending._PIECE_S, patience_s
     try:
         asyncio.run(answer(scope, None, send))
     finally:
-        whole_answer._PATIENCE_S = old
+        sending._PIECE_S = old
     return transport.aborted, told
 
 

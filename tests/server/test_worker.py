@@ -6,9 +6,9 @@ from time import perf_counter
 import pytest
 
 from kvq.engine import SamplingParams
+from kvq.engine.build import build
 from kvq.engine.core import EngineCore
 from kvq.engine.intake import Terms
-from kvq.engine.llm import build
 from kvq.engine.sampling.logprobs import TokenLogprobs
 from kvq.server import frames
 from kvq.server.frames import from_engine
@@ -33,7 +33,7 @@ def test_log_probabilities_beyond_a_frame_fail_their_own_request(core, monkeypat
         worker = Worker(theirs)
         worker._ended = [Ended(number=1, prompt_logprobs=scored), Ended(number=2)]
         worker._tell(core, Memory(core.model.weights.device))
-        stepped = from_engine().read(ours)
+        stepped = from_engine.read(ours)
     large, other = stepped.ended
     assert (large.number, large.kind, large.prompt_logprobs) == (1, "request", None)
     assert "can't be sent: a message of" in large.error

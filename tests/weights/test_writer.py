@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from kvq.errors import ConfigError
-from kvq.weights import partial
+from kvq.weights import writer as writing
 from kvq.weights.manifest import MANIFEST, verify_manifest
 from kvq.weights.writer import INDEX, CheckpointWriter
 from tests.waiting import HANG_S
@@ -149,7 +149,7 @@ class FullDisk:
     def install(self, patch: pytest.MonkeyPatch) -> None:
         for name in ("mkdir", "rename", "replace", "fsync", "unlink"):
             patch.setattr(os, name, self.wrapped(getattr(os, name)))
-        patch.setattr(partial, "save_file", self.half_written(partial.save_file))
+        patch.setattr(writing, "save_file", self.half_written(writing.save_file))
         plain = Path.open
 
         def opened(path: Path, mode: str = "r", *rest: Any, **options: Any) -> Any:

@@ -2,7 +2,6 @@
 
 from kvq.calib.quantize.layer import ModuleReport
 from kvq.calib.quantize.run import Quantized, quantize_model
-from kvq.calib.quantize.settings import Method, QuantizeSettings
-from kvq.calib.quantize.work import Quantizing
+from kvq.calib.quantize.settings import Method, QuantizeSettings, Quantizing
 
 __all__ = ["Method", "ModuleReport", "QuantizeSettings", "Quantized", "Quantizing", "quantize_model"]

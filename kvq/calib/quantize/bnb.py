@@ -10,36 +10,27 @@ from typing import Any
 
 from kvq import fileio
 from kvq.calib.quantize.output import small_files
+from kvq.calib.quantize.settings import Quantizing
 from kvq.errors import ConfigError, ModelError, first_lines
 from kvq.models.checkpoint import read_json
-from kvq.models.prepared import QUANTIZED_FROM, prepare
-from kvq.models.resolve import ModelSource
+from kvq.models.prepared import QUANTIZED_FROM
 from kvq.weights.manifest import verify_manifest, write_manifest
 from kvq.weights.writer import check_target
 
 
-def write_bitsandbytes(
-    model: str | Path | ModelSource,
-    out: Path,
-    method: str,
-    *,
-    device: str = "auto",
-    revision: str | None = None,
-    token: str | None = None,
-) -> None:
+def write_bitsandbytes(work: Quantizing, method: str) -> None:
     """Quantize with bitsandbytes into a folder of its own; transformers and vLLM load it.
 
     `method`: nf4 (4-bit normal floats, double quantization) or int8-bnb (8 bits, outliers apart).
 
     Raises:
-        ConfigError: nothing can be written at `out`.
+        ConfigError: nothing can be written there.
         ModelError: missing, damaged or refused model, or one that the package can't quantize.
     """
+    out = work.out
     check_target(out, overwrite=False)
-    prepared = prepare(model, device=device, max_context=1, revision=revision, token=token)
+    prepared = work.prepared()
     folder = prepared.folder
-    if prepared.is_quantized:
-        raise ModelError(f"{folder} is quantized already; take an unquantized copy")
     verify_manifest(folder)
     aside = out.with_name(f".{out.name}.partial")
     try:
@@ -64,19 +55,16 @@ def _quantized(folder: Path, method: str, device: str) -> Any:
     import torch
     from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
-    if method == "nf4":
-        config = BitsAndBytesConfig(
-            load_in_4bit=True,
-            bnb_4bit_quant_type="nf4",
-            bnb_4bit_use_double_quant=True,
-            bnb_4bit_compute_dtype=torch.bfloat16,
-        )
-    else:
-        config = BitsAndBytesConfig(load_in_8bit=True)
+    nf4 = {
+        "load_in_4bit": True,
+        "bnb_4bit_quant_type": "nf4",
+        "bnb_4bit_use_double_quant": True,
+        "bnb_4bit_compute_dtype": torch.bfloat16,
+    }
     try:
         return AutoModelForCausalLM.from_pretrained(
             folder,
-            quantization_config=config,
+            quantization_config=BitsAndBytesConfig(**(nf4 if method == "nf4" else {"load_in_8bit": True})),
             device_map={"": device},
             use_safetensors=True,
             trust_remote_code=False,

@@ -1,19 +1,21 @@
 """Quantizing one decoder layer, given what its inputs look like."""
 
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from kvq.calib.quantize.settings import Method, QuantizeSettings
+from kvq.calib.quantize.targets import Targets
+from kvq.calib.quantize.walk import Walk
 from kvq.formats.weights import Inputs
 from kvq.kernels import QuantizedWeight
 from kvq.kernels.linear.inputs import rounded_inputs
 from kvq.weights.awq import ChannelScales, awq_scales
 from kvq.weights.clipping import clip_weight
-from kvq.weights.folding import Fold, Folds, apply_fold, find_folds, is_same, trace_inputs, undoing
+from kvq.weights.folding import Fold, Folds, Run, apply_fold, find_folds, is_same, trace_inputs, undoing
 from kvq.weights.gptq import gptq
 from kvq.weights.rounding import round_weight
 from kvq.weights.smoothquant import ALPHAS, smooth_scales
@@ -50,72 +52,90 @@ class LayerResult:
     skipped: dict[str, str] = field(default_factory=dict)  # Linear layer -> why its inputs are not scaled
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Place:
-    """One decoder layer in fp32, and where it stands in the model."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Source:
+    """The model to quantize, as transformers has loaded it."""
 
-    layer: nn.Module
-    index: int
-    prefix: str  # of its own name in the model, dot included
-    names: tuple[str, ...]  # of the Linear layers to quantize, inside it
-    dtype: torch.dtype  # of the checkpoint's weights
-    head_dim: int  # of V
+    model: Any
+    targets: Targets
+    head_dims: tuple[int, ...]  # of V, layer by layer
+    device: torch.device  # that computes; the model itself lies in main memory
 
-    def linear(self, name: str) -> nn.Linear:
-        """One of its Linear layers."""
-        return _linear(self.layer, name)
+    def layer(self, index: int) -> nn.Module:
+        """A decoder layer."""
+        layer: nn.Module = self.model.get_submodule(f"{self.targets.prefix}.{index}")
+        return layer
 
 
 class LayerQuantizer:
-    """One decoder layer on its way to codes."""
+    """One decoder layer, in fp32, on its way to codes."""
 
-    def __init__(self, place: Place, settings: QuantizeSettings, run: Callable[[], Tensor]) -> None:
-        """`run` computes the layer's output on a few tokens."""
-        self.place, self.settings, self.run = place, settings, run
-        self.layer, self.names, self.dtype = place.layer, place.names, place.dtype
-        self.folds = self._folds()
+    def __init__(self, source: Source, settings: QuantizeSettings, index: int, dtype: torch.dtype) -> None:
+        """`dtype`: of the checkpoint's weights."""
+        self.settings, self.index, self.dtype = settings, index, dtype
+        self.layer, self.names = source.layer(index), source.targets.layers[index]
+        self.prefix, self.head_dim = source.targets.full_name(index, ""), source.head_dims[index]
+        self.run: Run = lambda: torch.empty(0)
+        self.folds = Folds()
         self.alphas: dict[str, float] = {}
         self.statistics: dict[str, InputStatistics] = {}
-        self._handles = [hook for group in self.folds.shared for hook in self._listen(group.names)]
 
-    def quantize(self) -> LayerResult:
-        """Codes for every chosen Linear layer; the layer itself computes with them from now on."""
-        for handle in self._handles:
-            handle.remove()
+    @torch.no_grad()
+    def quantize(self, walk: Walk | None) -> LayerResult:
+        """Codes for every chosen Linear layer; the layer itself computes with them from now on.
+
+        `walk`: the samples, for methods that need them.
+        """
+        began = time.perf_counter()
+        if walk is not None:
+            self.run = lambda: walk.probe(self.index)
+            self._look(walk)
         result = LayerResult(skipped=dict(self.folds.skipped))
-        original = {name: self.place.linear(name).weight.detach().clone() for name in self.names}
         before = {name: p.detach().clone() for name, p in self.layer.named_parameters()}
         for fold in self.folds.folds:
             if not self._fold(fold):
                 result.skipped |= dict.fromkeys(fold.names, "scales changed the layer's output; left out")
+        spent_s = {}
         for name in self.names:
-            began = time.perf_counter()
-            weight = self._codes(name)
-            result.weights[name] = weight
-            result.rows.append(self._row(name, weight, original[name], time.perf_counter() - began))
+            at = time.perf_counter()
+            result.weights[name] = self._codes(name)
+            spent_s[name] = time.perf_counter() - at
+            result.rows.append(self._row(name, result.weights[name]))
         quantized = {f"{name}.weight" for name in self.names}
         result.parameters = {
             name: p.detach().to(self.dtype).cpu()
             for name, p in self.layer.named_parameters()
             if name not in quantized and not torch.equal(p, before[name])
         }
+        shared_s = (time.perf_counter() - began - sum(spent_s.values())) / max(1, len(self.names))
+        result.rows = [
+            replace(row, seconds=spent_s[name] + shared_s)
+            for name, row in zip(self.names, result.rows, strict=True)
+        ]
         return result
 
-    def _folds(self) -> Folds:
-        if not self.settings.method.needs_text:
-            return Folds()
+    def _look(self, walk: Walk) -> None:
+        """Find what the Linear layers share and where scales can go, and what their inputs look like."""
         if self.settings.method.folds:
-            return find_folds(self.layer, self.run, head_dim=self.place.head_dim)
-        return Folds(shared=trace_inputs(self.layer, self.run))
+            self.folds = find_folds(self.layer, self.run, head_dim=self.head_dim)
+        else:
+            self.folds = Folds(shared=trace_inputs(self.layer, self.run))
+        handles = [hook for group in self.folds.shared for hook in self._listen(group.names)]
+        walk.see(self.index)
+        for handle in handles:
+            handle.remove()
+
+    def _linear(self, name: str) -> nn.Linear:
+        return _linear(self.layer, name)
 
     def _listen(self, names: tuple[str, ...]) -> list[torch.utils.hooks.RemovableHandle]:
         """Collect statistics of the inputs that these layers share."""
         chosen = [name for name in names if name in self.names]
         if not chosen:
             return []
-        first = self.place.linear(chosen[0])
+        first = self._linear(chosen[0])
         rows = _ROWS if self.settings.method is Method.SMOOTHQUANT else 0
-        full = self.place.prefix + chosen[0]
+        full = self.prefix + chosen[0]
         found = InputStatistics(full, first.in_features, first.weight.device, rows=rows)
         self.statistics |= dict.fromkeys(chosen, found)
         return [first.register_forward_pre_hook(lambda _, args: found.add(args[0]))]
@@ -138,7 +158,7 @@ class LayerQuantizer:
         return True
 
     def _scales(self, fold: Fold) -> ChannelScales:
-        weights = [self.place.linear(name).weight.detach() for name in fold.names if name in self.names]
+        weights = [self._linear(name).weight.detach() for name in fold.names if name in self.names]
         found = next(self.statistics[name] for name in fold.names if name in self.statistics)
         fmt, dtype, alpha = self.settings.fmt, self.dtype, self.settings.alpha
         if self.settings.method is Method.AWQ:
@@ -147,8 +167,8 @@ class LayerQuantizer:
         return smooth_scales(weights, found, fmt, dtype, alphas=alphas, tied=fold.tied)
 
     def _codes(self, name: str) -> QuantizedWeight:
-        settings, weight = self.settings, self.place.linear(name).weight.detach()
-        full = self.place.prefix + name
+        settings, weight = self.settings, self._linear(name).weight.detach()
+        full = self.prefix + name
         if settings.method is Method.GPTQ:
             gram = self.statistics[name].gram
             return gptq(weight, gram, settings.fmt, options=settings.gptq, dtype=self.dtype, name=full)
@@ -156,49 +176,47 @@ class LayerQuantizer:
             return clip_weight(weight, settings.fmt, self.dtype, self.statistics[name].gram)
         return round_weight(weight, settings.fmt, dtype=self.dtype)
 
-    def _row(self, name: str, weight: QuantizedWeight, original: Tensor, seconds: float) -> ModuleReport:
+    def _row(self, name: str, weight: QuantizedWeight) -> ModuleReport:
         found = self.statistics.get(name)
-        wanted, stored = self.place.linear(name).weight.detach(), weight.dequantize().float()
+        wanted, stored = self._linear(name).weight.detach(), weight.dequantize().float()
         if found is None:
             error = float((stored - wanted).norm() / wanted.norm().clamp_min(1e-30))
         else:
             error = found.relative_error(wanted, stored)
         return ModuleReport(
-            layer=self.place.index,
-            module=self.place.prefix + name,
+            layer=self.index,
+            module=self.prefix + name,
             method=self.settings.method.value,
             format=weight.fmt.name,
             in_features=weight.in_features,
             out_features=weight.out_features,
             relative_error=error,
             error_of="weights" if found is None else "outputs",
-            bytes_before=original.numel() * self.dtype.itemsize,
+            bytes_before=wanted.numel() * self.dtype.itemsize,
             bytes_after=_packed_bytes(weight),
             alpha=self.alphas.get(name),
-            seconds=seconds,
+            seconds=0.0,  # known when the layer is done
         )
 
 
 @torch.no_grad()
-def install(layer: nn.Module, weights: dict[str, QuantizedWeight], parameters: dict[str, Tensor]) -> None:
+def install(layer: nn.Module, result: LayerResult, device: torch.device) -> None:
     """Let a layer compute with quantized weights, and inputs rounded as their formats ask."""
-    for name, value in parameters.items():
+    for name, value in result.parameters.items():
         layer.get_parameter(name).copy_(value)
-    for name, weight in weights.items():
+    for name, weight in result.weights.items():
         linear = _linear(layer, name)
-        linear.weight.copy_(weight.dequantize())
+        linear.weight.copy_(weight.to(device).dequantize())
         if weight.fmt.inputs is not Inputs.FULL:
-            linear.register_forward_pre_hook(_rounding(weight.fmt.inputs))
+            linear.register_forward_pre_hook(
+                lambda _, args, kind=weight.fmt.inputs: rounded_inputs(args[0], kind)
+            )
 
 
 def _linear(layer: nn.Module, name: str) -> nn.Linear:
     linear = layer.get_submodule(name)
     assert isinstance(linear, nn.Linear), f"{name} was chosen as a Linear layer"
     return linear
-
-
-def _rounding(inputs: Inputs) -> Callable[[nn.Module, tuple[Tensor, ...]], Tensor]:
-    return lambda _, args: rounded_inputs(args[0], inputs)
 
 
 def _packed_bytes(weight: QuantizedWeight) -> int:

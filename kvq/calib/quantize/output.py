@@ -6,12 +6,10 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 
-from kvq.calib.quantize.driver import results
 from kvq.calib.quantize.layer import ModuleReport
 from kvq.calib.quantize.partial import Partial
-from kvq.calib.quantize.settings import QuantizeSettings
+from kvq.calib.quantize.settings import QuantizeSettings, Quantizing
 from kvq.calib.quantize.targets import Targets
-from kvq.calib.quantize.work import Quantizing
 from kvq.errors import ConfigError
 from kvq.formats.weights import WeightFormat
 from kvq.models.checkpoint import read_json, weight_files
@@ -62,8 +60,9 @@ def write_checkpoint(
     replaced: set[str] = set()
     ordered = False
     with CheckpointWriter(work.out, overwrite=work.overwrite) as writer:
-        for index, result in results(partial, targets):
+        for index in range(len(targets.layers)):
             progress(index, len(targets.layers))
+            result = partial.load(index)
             for name, weight in result.weights.items():
                 full = targets.full_name(index, name)
                 writer.add(pack_linear(work.file_format, full, weight))

@@ -1,15 +1,16 @@
 """Finished layers on disk, so that a run that was cut off goes on where it was."""
 
 import fcntl
+import hashlib
 import json
 import os
 import shutil
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
+from typing import Self
 
 from safetensors import safe_open
 from safetensors.torch import save
-from torch import Tensor
 
 from kvq import fileio, strict_json
 from kvq.calib.quantize.layer import LayerResult, ModuleReport
@@ -35,24 +36,28 @@ def count_finished(folder: Path) -> int:
     return count
 
 
-@dataclass(frozen=True, slots=True)
-class Kept:
-    """Where finished layers are kept, and all that decides their bytes."""
+class Partial:
+    """The folder OUT.partial: a settings file, and a file for each finished layer.
 
-    folder: Path
-    settings: dict[str, object]
-    digest: str  # of these
-    restart: bool = field(kw_only=True)
+    `with partial:` makes it, holds it for this process alone, and lets it go.
+    """
+
+    def __init__(self, out: Path, settings: dict[str, object], *, restart: bool) -> None:
+        """`settings`: all that decides the layers' bytes. `restart`: throws finished ones away."""
+        self.folder = partial_folder(out)
+        self._settings = settings
+        self._digest = hashlib.sha256(json.dumps([settings], sort_keys=True).encode()).hexdigest()
+        self._restart = restart
 
     def check(self) -> None:
         """Raise ConfigError if layers that are there were made with other settings."""
         path = self.folder / _SETTINGS
-        if self.restart or not path.is_file():
+        if self._restart or not path.is_file():
             return
         try:
             header = strict_json.read(path)
             known = header["format_version"] == _VERSION
-            same, before = header["digest"] == self.digest, dict(header["settings"])
+            same, before = header["digest"] == self._digest, dict(header["settings"])
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ConfigError(
                 f"{path} can't be read ({first_lines(error)}); start anew with --restart"
@@ -61,7 +66,7 @@ class Kept:
             return
         changed = [
             f"{name} {before.get(name)!r}, now {value!r}"
-            for name, value in self.settings.items()
+            for name, value in self._settings.items()
             if before.get(name) != value
         ]
         raise ConfigError(
@@ -69,36 +74,35 @@ class Kept:
             f"use those settings again, or --restart to throw it away"
         )
 
-
-class Partial:
-    """The folder OUT.partial: a settings file, and a file for each finished layer."""
-
-    def __init__(self, kept: Kept) -> None:
+    def __enter__(self) -> Self:
         """Open or make it.
 
         Raises:
-            ConfigError: it was made with other settings, or can't be made.
+            ConfigError: it was made with other settings, is another process's, or can't be made.
         """
-        self.folder = kept.folder
         try:
             self.folder.mkdir(exist_ok=True)
             self._lock = _locked(self.folder)
         except OSError as error:
             raise ConfigError(f"can't make {self.folder}: {error.strerror}") from error
         try:
-            self._begin(kept)
+            self._begin()
         except BaseException:
-            self.close()
+            self.__exit__()
             raise
+        return self
 
-    def _begin(self, kept: Kept) -> None:
-        if kept.restart:
+    def __exit__(self, *_: object) -> None:
+        os.close(self._lock)
+
+    def _begin(self) -> None:
+        if self._restart:
             for path in self.folder.iterdir():
                 path.unlink()
-        kept.check()
+        self.check()
         path = self.folder / _SETTINGS
         if not path.is_file():
-            header = {"format_version": _VERSION, "digest": kept.digest, "settings": kept.settings}
+            header = {"format_version": _VERSION, "digest": self._digest, "settings": self._settings}
             fileio.write_text(path, json.dumps(header, indent=1) + "\n")
 
     @property
@@ -134,7 +138,13 @@ class Partial:
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
             result = LayerResult(
                 weights={
-                    name: _weight(fmt, {part: tensors.get(f"{part}/{name}") for part in _PARTS})
+                    name: QuantizedWeight(
+                        fmt=parse_weight_format(fmt),
+                        codes=tensors[f"codes/{name}"],
+                        scale=tensors[f"scale/{name}"],
+                        zero=tensors.get(f"zero/{name}"),
+                        order=tensors.get(f"order/{name}"),
+                    )
                     for name, fmt in facts["formats"].items()
                 },
                 rows=[ModuleReport(**row) for row in facts["rows"]],
@@ -152,10 +162,6 @@ class Partial:
         """Throw the folder away."""
         shutil.rmtree(self.folder, ignore_errors=True)
 
-    def close(self) -> None:
-        """Let another process have the folder."""
-        os.close(self._lock)
-
 
 def _layer_path(folder: Path, index: int) -> Path:
     return folder / f"layer-{index:05}.safetensors"
@@ -172,12 +178,3 @@ def _locked(folder: Path) -> int:
             f"another kvq quantize is writing {folder}; wait until it is done, or name another --out"
         ) from error
     return descriptor
-
-
-def _weight(fmt: str, parts: dict[str, Tensor | None]) -> QuantizedWeight:
-    codes, scale = parts["codes"], parts["scale"]
-    assert codes is not None, "a weight has codes"
-    assert scale is not None, "a weight has scales"
-    return QuantizedWeight(
-        fmt=parse_weight_format(fmt), codes=codes, scale=scale, zero=parts["zero"], order=parts["order"]
-    )

@@ -1,21 +1,20 @@
 """`kvq.quantize`: from a model to a quantized checkpoint beside it."""
 
-from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from kvq.calib.export import fp8_scale_tensors
 from kvq.calib.observe import Observations, observe
-from kvq.calib.quantize.driver import Source, quantize_layers
-from kvq.calib.quantize.layer import ModuleReport
+from kvq.calib.quantize.layer import LayerQuantizer, ModuleReport, Source, install
 from kvq.calib.quantize.output import check_output, write_checkpoint
-from kvq.calib.quantize.partial import Kept, Partial, partial_folder
+from kvq.calib.quantize.partial import Partial
 from kvq.calib.quantize.samples import draw_samples
-from kvq.calib.quantize.settings import QuantizeSettings, digest_of
+from kvq.calib.quantize.settings import Progress, QuantizeSettings, Quantizing
 from kvq.calib.quantize.targets import Targets, find_targets
-from kvq.calib.quantize.walk import decoder_layers
-from kvq.calib.quantize.work import Quantizing
+from kvq.calib.quantize.walk import Walk, decoder_layers
 from kvq.errors import ConfigError, ModelError
 from kvq.evals import EvalText, calibration_text
 from kvq.formats import KVRecipe
@@ -68,8 +67,6 @@ def quantize_model(work: Quantizing, settings: QuantizeSettings) -> Quantized:
     dtype = work.stored_dtype()
     prepared = work.prepared()
     folder, geometry = prepared.folder, prepared.geometry
-    if prepared.is_quantized:
-        raise ModelError(f"{folder} is quantized already; take an unquantized copy")
     if folder == work.out.resolve():
         raise ConfigError(f"{work.out} is the model itself; name another folder with --out")
     held = {entry.name for entry in prepared.entries}
@@ -86,25 +83,23 @@ def quantize_model(work: Quantizing, settings: QuantizeSettings) -> Quantized:
             max_context=geometry.max_context,
             seed=settings.seed,
         )
-    kept = _kept(work, settings, prepared, text)
-    kept.check()  # before the weights are loaded
+    partial = Partial(work.out, _decisive(work, settings, prepared, text), restart=work.restart)
+    partial.check()  # before the weights are loaded
     model = load_plain(prepared, dtype=dtype)
     _check_finite(model, dtype)
     targets = find_targets(model, settings.fmt, held)
     seen = _observed(work, prepared.source, text) if work.kv_scales else None
     source = Source(
         model=model,
-        folder=folder,
         targets=targets,
         head_dims=tuple(layer.v_head_dim for layer in geometry.layers),
         device=prepared.device,
     )
     assert len(decoder_layers(model)[1]) == len(geometry.layers), "one geometry for each layer"
-    partial = Partial(kept)
-    with closing(partial):
+    with partial:
         if partial.finished:
             work.on_resumed(partial.finished)
-        quantize_layers(source, settings, windows, partial, work.progress("quantizing layers"))
+        _quantize_layers(source, settings, windows, partial, work.progress("quantizing layers"))
         scales = None if seen is None else fp8_scale_tensors(seen)
         rows, skipped = write_checkpoint(work, prepared, partial, targets, scales)
         if seen is not None:
@@ -122,16 +117,56 @@ def quantize_model(work: Quantizing, settings: QuantizeSettings) -> Quantized:
     )
 
 
-def _kept(work: Quantizing, settings: QuantizeSettings, prepared: PreparedModel, text: EvalText) -> Kept:
-    """Where finished layers are kept, under a digest of all that decides their bytes."""
-    said = settings.described() | {
+def _quantize_layers(
+    source: Source,
+    settings: QuantizeSettings,
+    windows: list[list[int]],
+    partial: Partial,
+    progress: Progress,
+) -> None:
+    """Quantize every layer into `partial`, going on after those that are finished there.
+
+    With a method that needs data every layer runs twice over all samples: once for its inputs'
+    statistics, once with quantized weights for the hidden states that the next layer sees. Layers
+    that were finished before run the second time only, so what comes after them is bit for bit the
+    same. Finished layers leave memory.
+
+    Raises:
+        RequestError: activations that are not finite; the message names the layer.
+    """
+    total = len(source.targets.layers)
+    finished = partial.finished
+    walk = Walk(source.model, windows, source.device) if settings.method.needs_text else None
+    for index in range(total):
+        progress(index, total)
+        if index < finished and walk is None:
+            continue
+        layer = source.layer(index)
+        dtype = next(layer.parameters()).dtype
+        layer.to(source.device, torch.float32)
+        if index < finished:
+            result = partial.load(index)
+        else:
+            result = LayerQuantizer(source, settings, index, dtype).quantize(walk)
+            partial.save(index, result)
+        if walk is not None and index + 1 < total:
+            install(layer, result, source.device)
+            walk.advance(index)
+        layer.to("meta")
+    progress(total, total)
+
+
+def _decisive(
+    work: Quantizing, settings: QuantizeSettings, prepared: PreparedModel, text: EvalText
+) -> dict[str, object]:
+    """All that decides the bytes of a layer."""
+    return settings.described() | {
         "model": prepared.digest,
         "text": text.digest if settings.method.needs_text else None,
         "dtype": work.stored_dtype(),
         "device": prepared.device.type,
         "kvq": __version__,
     }
-    return Kept(partial_folder(work.out), said, digest_of(said), restart=work.restart)
 
 
 def _check_finite(model: Any, dtype: str) -> None:

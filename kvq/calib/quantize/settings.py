@@ -1,17 +1,26 @@
-"""What a quantized checkpoint is made by."""
+"""What is asked of `kvq.quantize`: a method with its options, where a model comes from and goes to."""
 
-import hashlib
-import json
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from enum import Enum
+from functools import cached_property
+from pathlib import Path
 from typing import Any
 
-from kvq.errors import ConfigError
-from kvq.formats.weights import Inputs, WeightCode, WeightFormat
-from kvq.weights.gptq import GPTQOptions
+from kvq.errors import ConfigError, ModelError, nearest
+from kvq.evals import EvalText
+from kvq.formats.weights import INTEGER_CODES, Inputs, WeightCode, WeightFormat
+from kvq.models.prepared import PreparedModel, prepare
+from kvq.models.resolve import ModelSource
+from kvq.weights.gptq import ActOrder, GPTQOptions, ScaleSearch
+
+Progress = Callable[[int, int], None]  # (layers done, layers in all)
 
 MOST_SAMPLES = 1024
 FEWEST_SAMPLES = 8
+WHOLE_ROW = -1  # as a group size, in other programs too
+PACKAGE_METHODS = ("nf4", "int8-bnb")  # bitsandbytes' own
+_INPUTS = {"none": Inputs.FULL, "int8": Inputs.INT8, "fp8": Inputs.FP8}
 
 
 class Method(Enum):
@@ -22,6 +31,14 @@ class Method(Enum):
     AWQ = "awq"
     SMOOTHQUANT = "smoothquant"
     FP8 = "fp8"  # to nearest, no data
+
+    @classmethod
+    def named(cls, name: str) -> "Method":
+        """The method of that name, or ConfigError."""
+        if name not in [method.value for method in cls]:
+            hint = nearest(name, list(METHODS)) or ";"
+            raise ConfigError(f"unknown method {name!r}{hint} allowed: {', '.join(METHODS)}")
+        return cls(name)
 
     @property
     def needs_text(self) -> bool:
@@ -34,52 +51,147 @@ class Method(Enum):
         return self in (Method.AWQ, Method.SMOOTHQUANT)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+METHODS = (*(method.value for method in Method), *PACKAGE_METHODS)
+
+
+@dataclass(frozen=True, kw_only=True)
 class QuantizeSettings:
-    """A method, the format it makes, and what it is calibrated on."""
+    """A method, the format it makes, and what it is calibrated on; what isn't said follows from it."""
 
     method: Method
-    fmt: WeightFormat
-    gptq: GPTQOptions = field(default_factory=GPTQOptions)
+    bits: int | None = None  # 8 for smoothquant and fp8, else 4
+    group_size: int | None = None  # 128 inputs; of 8-bit codes the whole row (-1)
+    symmetric: bool = True
+    activations: str | None = None  # int8 for smoothquant, else none
+    act_order: str = ActOrder.NONE.value
+    damp: float = 0.01
+    scale_search: str = ScaleSearch.WEIGHTED.value
     alpha: float | None = None  # SmoothQuant's; None: the best of a grid
     samples: int = 128
     context: int | None = None  # tokens of a sample; None: 2,048 or what the model takes
     seed: int = 0  # of the choice of samples
 
     def __post_init__(self) -> None:
+        """Raise ConfigError for options that don't go together."""
+        name = self.method.value
+        own_of_gptq = (self.act_order, self.damp, self.scale_search)
+        if self.method is not Method.GPTQ and own_of_gptq != ("none", 0.01, "weighted"):
+            raise ConfigError(
+                f"act-order, damp and scale search are gptq's, got method {name}; leave them out"
+            )
+        if self.method is not Method.SMOOTHQUANT and self.alpha is not None:
+            raise ConfigError(f"alpha is smoothquant's, got method {name}; leave it out")
         if not FEWEST_SAMPLES <= self.samples <= MOST_SAMPLES:
             raise ConfigError(f"samples must be {FEWEST_SAMPLES} to {MOST_SAMPLES}, got {self.samples}")
         if self.context is not None and self.context < 2:
             raise ConfigError(f"context must be at least 2 tokens, got {self.context}; 2048 is usual")
         if self.alpha is not None and not 0 <= self.alpha <= 1:
             raise ConfigError(f"alpha must lie between 0 and 1, got {self.alpha}; 0.5 is usual")
-        self._check_format()
+        _ = self.gptq, self.fmt  # checks them
 
-    def _check_format(self) -> None:
-        is_fp8 = self.fmt.code is WeightCode.FP8
-        if (self.method is Method.FP8) != is_fp8:
-            raise ConfigError(f"method {self.method.value} doesn't make {self.fmt.name} weights")
-        if self.method is Method.SMOOTHQUANT and self.fmt.inputs is not Inputs.INT8:
+    @cached_property
+    def gptq(self) -> GPTQOptions:
+        """Those of the options that are GPTQ's."""
+        order, search = ActOrder(self.act_order), ScaleSearch(self.scale_search)
+        return GPTQOptions(damping=self.damp, order=order, search=search)
+
+    @cached_property
+    def fmt(self) -> WeightFormat:
+        """The format of the weights.
+
+        Raises:
+            ConfigError: there is none such, or the method doesn't make it.
+        """
+        is_smooth = self.method is Method.SMOOTHQUANT
+        eight = is_smooth or self.method is Method.FP8
+        bits, size = self.bits or (8 if eight else 4), self.group_size
+        if bits not in INTEGER_CODES or (eight and bits != 8):
+            allowed = "8" if eight else "8, 4 or 3"
+            raise ConfigError(f"bits must be {allowed} for {self.method.value}, got {bits}")
+        if size is not None and size < 8 and size != WHOLE_ROW:
+            raise ConfigError(f"group size must be -1 (one scale a row) or 8 and more, got {size}")
+        if size is None:
+            size = WHOLE_ROW if bits == 8 else 128
+        named = self.activations or ("int8" if is_smooth else "none")
+        if named not in _INPUTS:
+            raise ConfigError(f"activations must be none, int8 or fp8, got {named!r}")
+        fmt = WeightFormat(
+            code=WeightCode.FP8 if self.method is Method.FP8 else INTEGER_CODES[bits],
+            group_size=None if size == WHOLE_ROW else size,
+            symmetric=self.symmetric,
+            inputs=_INPUTS[named],
+        )
+        if is_smooth and fmt.inputs is not Inputs.INT8:
             raise ConfigError(
-                f"smoothquant makes int8 weights for int8 inputs, got {self.fmt.name}; "
+                f"smoothquant makes int8 weights for int8 inputs, got {fmt.name}; "
                 f"for weights alone use gptq or awq"
             )
+        return fmt
 
     def described(self) -> dict[str, Any]:
         """As JSON."""
+        is_gptq, has_samples = self.method is Method.GPTQ, self.method.needs_text
         return {
             "method": self.method.value,
             "format": self.fmt.name,
-            "damping": self.gptq.damping if self.method is Method.GPTQ else None,
-            "act_order": self.gptq.order.value if self.method is Method.GPTQ else None,
-            "scale_search": self.gptq.search.value if self.method is Method.GPTQ else None,
+            "damping": self.damp if is_gptq else None,
+            "act_order": self.act_order if is_gptq else None,
+            "scale_search": self.scale_search if is_gptq else None,
             "alpha": self.alpha,
-            "samples": self.samples if self.method.needs_text else None,
-            "context": self.context if self.method.needs_text else None,
-            "seed": self.seed if self.method.needs_text else None,
+            "samples": self.samples if has_samples else None,
+            "context": self.context if has_samples else None,
+            "seed": self.seed if has_samples else None,
         }
 
 
-def digest_of(*parts: object) -> str:
-    """SHA-256 of JSON values, in hex."""
-    return hashlib.sha256(json.dumps(parts, sort_keys=True, default=asdict).encode()).hexdigest()
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Quantizing:
+    """Where a quantized checkpoint comes from and goes to."""
+
+    model: str | Path | ModelSource | PreparedModel
+    out: Path
+    file_format: str = "compressed-tensors"
+    text: EvalText | None = None  # None: CPython's help topics
+    device: str = "auto"
+    dtype: str = "auto"
+    kv_scales: bool = False
+    overwrite: bool = False
+    restart: bool = False
+    revision: str | None = None
+    token: str | None = None
+    progress: Callable[[str], Progress] = field(default=lambda what: lambda done, total: None)
+    on_resumed: Callable[[int], object] = field(default=lambda layers: None)  # told how many are finished
+
+    def stored_dtype(self) -> str:
+        """The dtype of scales and of what stays unquantized; GPTQ's and AWQ's is fp16.
+
+        Raises:
+            ConfigError: another was asked for where the file format has fp16 alone.
+        """
+        if self.file_format == "compressed-tensors":
+            return self.dtype
+        if self.dtype not in ("auto", "fp16"):
+            raise ConfigError(
+                f"{self.file_format} keeps fp16, got dtype {self.dtype!r}; leave --dtype out, or write "
+                f"compressed-tensors"
+            )
+        return "fp16"
+
+    def prepared(self) -> PreparedModel:
+        """The model, checked; none of its weights are read.
+
+        Raises:
+            ModelError: missing, damaged or refused model, or one that is quantized already.
+        """
+        if isinstance(self.model, PreparedModel):
+            return self.model
+        model = prepare(
+            self.model,
+            device=self.device,
+            max_context=1,  # of no consequence: nothing is served
+            revision=self.revision,
+            token=self.token,
+        )
+        if model.is_quantized:
+            raise ModelError(f"{model.folder} is quantized already; take an unquantized copy")
+        return model

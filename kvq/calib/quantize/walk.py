@@ -2,11 +2,11 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from kvq.errors import ModelError, RequestError
 
@@ -17,15 +17,7 @@ class _Recorded(Exception):
     """The model has been run as far as was wanted."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Call:
-    """What the model hands a layer beside the hidden states."""
-
-    positional: tuple[Any, ...]
-    named: dict[str, Any]
-
-    def to(self, device: torch.device) -> "_Call":
-        return _Call(positional=_moved(self.positional, device), named=_moved(self.named, device))
+_Call = tuple[tuple[Any, ...], dict[str, Any]]  # what the model hands a layer beside the hidden states
 
 
 def decoder_layers(model: nn.Module) -> tuple[str, list[nn.Module]]:
@@ -82,8 +74,8 @@ class Walk:
         return self._run(index, self._probe_hidden[0], self._probe_calls)
 
     def _run(self, index: int, hidden: Tensor, calls: list[_Call]) -> Tensor:
-        call = calls[index].to(self.device)
-        output = self.layers[index](hidden[None].to(self.device), *call.positional, **call.named)
+        positional, named = tree_map_only(Tensor, lambda x: x.to(self.device), calls[index])
+        output = self.layers[index](hidden[None].to(self.device), *positional, **named)
         result: Tensor = output[0] if isinstance(output, tuple) else output
         return result
 
@@ -101,7 +93,7 @@ def _record(
             if index == 0:
                 embedded.append(hidden_states[0].float().clone())
             if len(calls) == index:
-                calls.append(_Call(positional=positional, named=named))
+                calls.append((positional, named))
             if len(calls) == len(layers):
                 raise _Recorded
             return hidden_states
@@ -143,13 +135,3 @@ def _embedding_in_fp32(model: nn.Module) -> Iterator[None]:
     finally:
         for handle in handles:
             handle.remove()
-
-
-def _moved(value: Any, device: torch.device) -> Any:
-    if isinstance(value, Tensor):
-        return value.to(device)
-    if isinstance(value, tuple):
-        return tuple(_moved(part, device) for part in value)
-    if isinstance(value, dict):
-        return {name: _moved(part, device) for name, part in value.items()}
-    return value

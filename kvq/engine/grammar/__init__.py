@@ -1,11 +1,11 @@
 """Structured output: masks that keep generated text inside a JSON schema, regex, choice or grammar.
 
-`GrammarCompiler` turns a `StructuredOutput` into a `Grammar`, off the step loop; each branch of a
-request then asks its own `Matcher` which tokens may come next, and tells it which one came.
+`GrammarCompiler` turns a `StructuredOutput` into a `Matcher`, off the step loop; each branch of a
+request then asks its own copy which tokens may come next, and tells it which one came.
 """
 
 from kvq.engine.grammar.compiler import GrammarCompiler
-from kvq.engine.grammar.limits import GrammarLimits
-from kvq.engine.grammar.matcher import Grammar, Matcher
+from kvq.engine.grammar.matcher import Matcher
+from kvq.engine.grammar.source import GrammarLimits
 
-__all__ = ["Grammar", "GrammarCompiler", "GrammarLimits", "Matcher"]
+__all__ = ["GrammarCompiler", "GrammarLimits", "Matcher"]

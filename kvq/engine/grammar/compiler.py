@@ -1,7 +1,6 @@
 """Grammars compiled off the step loop, each tried in a child process first."""
 
 import os
-import queue
 import sys
 import threading
 from collections import Counter, OrderedDict
@@ -13,10 +12,9 @@ from typing import Any
 
 from llguidance import LLMatcher, LLTokenizer
 
-from kvq.engine.grammar.limits import GrammarLimits
-from kvq.engine.grammar.matcher import Grammar
+from kvq.engine.grammar.matcher import Matcher
 from kvq.engine.grammar.process import NICENESS, CompileProcess
-from kvq.engine.grammar.source import grammar_text
+from kvq.engine.grammar.source import GrammarLimits, grammar_text
 from kvq.engine.grammar.vocabulary import read_vocabulary
 from kvq.engine.grammar.worker import compile_grammar
 from kvq.engine.params import StructuredOutput
@@ -50,14 +48,11 @@ class GrammarCompiler:
         self.limits = limits or GrammarLimits()
         self._vocabulary = read_vocabulary(tokenizer, vocab_size, eos_ids)
         self._children = [CompileProcess(self._vocabulary, self.limits) for _ in range(workers)]
-        self._idle: queue.SimpleQueue[CompileProcess] = queue.SimpleQueue()
-        for child in self._children:
-            self._idle.put(child)
-        self._threads: list[threading.Thread] = []
-        self._line: FairLine[Future[Grammar]] = FairLine()
+        self._threads: list[threading.Thread] = []  # one for each, as they are needed
+        self._line: FairLine[Future[Matcher]] = FairLine()
         # What each is of. Not beside it in one object that its callback knows: such a circle would keep a
         # grammar, of some megabytes, until somebody looks for garbage.
-        self._specs: dict[Future[Grammar], StructuredOutput] = {}
+        self._specs: dict[Future[Matcher], StructuredOutput] = {}
         self._num: Counter[str] = Counter()  # of each tenant's grammars that are not done
         self._changed = threading.Condition(threading.RLock())  # a future's end may be told within
         self._is_closed = False
@@ -69,7 +64,7 @@ class GrammarCompiler:
         with self._changed:
             return self._has_room(tenant)
 
-    def submit(self, spec: StructuredOutput, *, tenant: str = "") -> Future[Grammar]:
+    def submit(self, spec: StructuredOutput, *, tenant: str = "") -> Future[Matcher]:
         """Compile `spec` on another thread; the future may be cancelled while it waits.
 
         It holds a RequestError if the grammar is bad, too deep, too large or too slow. Tenants take turns, by
@@ -79,7 +74,7 @@ class GrammarCompiler:
             Overloaded: too many wait already.
             RequestError: the compiler is closed.
         """
-        future: Future[Grammar] = Future()
+        future: Future[Matcher] = Future()
         with self._changed:
             if self._is_closed:
                 raise RequestError("structured output: the grammar compiler is closed")
@@ -92,7 +87,10 @@ class GrammarCompiler:
             self._line.put(tenant, future)
             self._specs[future] = spec
             if len(self._threads) < len(self._children):
-                thread = threading.Thread(target=self._work_off, name="kvq-grammar", daemon=True)
+                child = self._children[len(self._threads)]
+                thread = threading.Thread(
+                    target=self._work_off, args=(child,), name="kvq-grammar", daemon=True
+                )
                 self._threads.append(thread)
                 thread.start()
             self._changed.notify()
@@ -106,16 +104,18 @@ class GrammarCompiler:
             self._changed.notify_all()
         while (taken := self._take(wait=False)) is not None:
             taken[1].cancel()
-        self._close_children()
+        for child in self._children:
+            child.close()
         for thread in self._threads:
             thread.join()
-        self._close_children()  # one may have started in between
+        for child in self._children:  # one may have started in between
+            child.close()
 
     def _has_room(self, tenant: str) -> bool:
         most = self.limits.max_waiting
         return self._num.total() < most and self._num[tenant] < -(-most * 3 // 4)
 
-    def _leave(self, tenant: str, future: Future[Grammar]) -> None:
+    def _leave(self, tenant: str, future: Future[Matcher]) -> None:
         with self._changed:
             self._line.remove(future)
             self._specs.pop(future, None)
@@ -123,14 +123,14 @@ class GrammarCompiler:
             if not self._num[tenant]:
                 del self._num[tenant]
 
-    def _take(self, *, wait: bool = True) -> tuple[str, Future[Grammar]] | None:
+    def _take(self, *, wait: bool = True) -> tuple[str, Future[Matcher]] | None:
         """Whose turn it is; None: the compiler is closed, or nothing is there."""
         with self._changed:
             while wait and not self._line and not self._is_closed:
                 self._changed.wait()
             return None if wait and self._is_closed else self._line.take()
 
-    def _work_off(self) -> None:
+    def _work_off(self, child: CompileProcess) -> None:
         if sys.platform == "linux":  # where threads have a niceness of their own
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
         while (taken := self._take()) is not None:
@@ -141,40 +141,25 @@ class GrammarCompiler:
             assert spec is not None, "it is forgotten when its future ends"
             began = monotonic()
             try:
-                future.set_result(self._compile(spec))
+                future.set_result(self._compile(spec, child))
             except BaseException as error:  # noqa: BLE001 - for who waits
                 future.set_exception(error)
             del taken, future, spec  # else they live until the next one comes
             with self._changed:
                 self._line.charge(tenant, monotonic() - began)
 
-    def _close_children(self) -> None:
-        for child in self._children:
-            child.close()
-
-    def _compile(self, spec: StructuredOutput) -> Grammar:
+    def _compile(self, spec: StructuredOutput, child: CompileProcess) -> Matcher:
         text = grammar_text(spec, self.limits)
-        if not self._is_sound(text):
-            self._try_in_child(text)
-        return Grammar(self._vocabulary, _compile(self._vocabulary.tokenizer, text, self.limits))
-
-    def _is_sound(self, text: str) -> bool:
         with self._lock:
-            if text not in self._sound:
-                return False
-            self._sound.move_to_end(text)
-            return True
-
-    def _try_in_child(self, text: str) -> None:
-        child = self._idle.get()
-        try:
+            is_sound = text in self._sound
+        if not is_sound:
             child.check(text)
-        finally:
-            self._idle.put(child)
         with self._lock:
             self._sound[text] = None
+            self._sound.move_to_end(text)
             if len(self._sound) > self.limits.max_cached:
                 self._sound.popitem(last=False)
+        return Matcher(self._vocabulary, _compile(self._vocabulary.tokenizer, text, self.limits))
 
 
 def _compile(tokenizer: LLTokenizer, text: str, limits: GrammarLimits) -> LLMatcher:

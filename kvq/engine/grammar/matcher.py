@@ -8,24 +8,12 @@ from kvq.engine.grammar.worker import reason
 from kvq.errors import RequestError
 
 
-class Grammar:
-    """One request's grammar, compiled. Its matchers share what llguidance learns while they run.
-
-    Not shared between requests: llguidance's limit on lexer states counts for a grammar and all its
-    copies, so one request that reaches it would end every other.
-    """
-
-    def __init__(self, vocabulary: Vocabulary, start: LLMatcher):
-        self._vocabulary = vocabulary
-        self._start = start
-
-    def matcher(self) -> "Matcher":
-        """Return a matcher at the start of the text."""
-        return Matcher(self._vocabulary, self._start.deep_copy())
-
-
 class Matcher:
-    """Where one branch stands: what may come next."""
+    """Where one branch of a request stands in its grammar: what may come next.
+
+    Branches share what llguidance learns while they run, requests don't: its limit on lexer states counts for
+    a grammar and all its copies, so one request that reaches it would end every other.
+    """
 
     def __init__(self, vocabulary: Vocabulary, state: LLMatcher):
         self._vocabulary = vocabulary

@@ -1,5 +1,6 @@
 """The engine's end of the child process in which grammars are tried."""
 
+import contextlib
 import json
 import os
 import signal
@@ -9,7 +10,7 @@ import threading
 from typing import Any
 
 from kvq.engine.grammar import worker
-from kvq.engine.grammar.limits import GrammarLimits
+from kvq.engine.grammar.source import GrammarLimits
 from kvq.engine.grammar.vocabulary import Vocabulary
 from kvq.errors import RequestError
 
@@ -115,8 +116,9 @@ class CompileProcess:
         if child is not None:
             child.kill()
             child.wait()
-            for pipe in (child.stdin, child.stdout):
-                _close(pipe)
+            for pipe in filter(None, (child.stdin, child.stdout)):
+                with contextlib.suppress(OSError):  # what was still to be written has no reader
+                    pipe.close()
 
 
 def _ask(child: subprocess.Popen[bytes], line: bytes) -> bytes:
@@ -129,10 +131,3 @@ def _ask(child: subprocess.Popen[bytes], line: bytes) -> bytes:
         return child.stdout.readline(MAX_REPLY_BYTES)
     except (OSError, ValueError):  # the pipe broke, or `close` closed it
         return b""
-
-
-def _close(pipe: Any) -> None:
-    try:
-        pipe.close()
-    except OSError:  # what was still to be written has no reader
-        return

@@ -1,6 +1,5 @@
 """Choosing tokens: many rows of logits at once, each with its own parameters and random stream."""
 
-from kvq.engine.sampling.checks import check_params
 from kvq.engine.sampling.logprobs import TokenLogprobs, beam_candidates, prompt_logprobs
 from kvq.engine.sampling.sampler import PendingSamples, Sampler, Samples
 from kvq.engine.sampling.seeds import mix_seed
@@ -11,7 +10,6 @@ __all__ = [
     "Samples",
     "TokenLogprobs",
     "beam_candidates",
-    "check_params",
     "mix_seed",
     "prompt_logprobs",
 ]

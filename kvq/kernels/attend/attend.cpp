@@ -5,17 +5,10 @@
 // A tile of TILE keys is decoded once for all query rows of the task. Splits lie at fixed key positions
 // and every query row is computed by itself, so how a context came in changes no bit of what comes out.
 
-#if defined(_OPENMP)
-#include <omp.h>
-#endif
-
 #include "floats.h"
 #include "memory.h"
 #include "plan.h"
 #include "softmax.h"
-
-#define NAME_(variant, name) kvq_##variant##_##name
-#define NAME(variant, name) NAME_(variant, name)
 
 namespace {
 
@@ -177,8 +170,8 @@ inline void merge_task(const Call& call, const Task& task, Scratch scratch, cons
 
 }  // namespace
 
-extern "C" int NAME(KVQ_VARIANT, attend)(const KvqLayer* layer, const KvqDense* q, const KvqDense* out,
-                                         float* lse, const KvqBatch* batch, const KvqAttention* options) {
+KVQ_KERNEL(attend)(const KvqLayer* layer, const KvqDense* q, const KvqDense* out, float* lse, const KvqBatch* batch,
+                   const KvqAttention* options) {
     Call call = {*layer, *q, *out, lse, *batch, *options, options->q_heads / layer->kv_heads, 1,
                  padded(layer->k.dim), padded(layer->v.dim), false, false, {}, {}};
     if (!blocks_exist(call)) return KVQ_BAD_BLOCK;
@@ -217,11 +210,7 @@ extern "C" int NAME(KVQ_VARIANT, attend)(const KvqLayer* layer, const KvqDense* 
     neighbours = neighbours < 1 ? 1 : neighbours > 8 ? 8 : neighbours;
 #pragma omp parallel num_threads(threads)
     {
-#if defined(_OPENMP)
-        Memory own = {scratches + each * omp_get_thread_num(), 0};
-#else
-        Memory own = {scratches, 0};
-#endif
+        Memory own = {scratches + each * thread_number(), 0};
         Scratch scratch = take_scratch(call, own);
 #pragma omp for schedule(dynamic, neighbours)
         for (int64_t i = 0; i < plan.num_items; i++) run_item(call, plan, plan.items[i], scratch, partials);

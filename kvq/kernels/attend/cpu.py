@@ -1,14 +1,13 @@
 """`attend` in C++ for CPUs."""
 
-import ctypes
-
 import torch
 from torch import Tensor
 
 from kvq.errors import ConfigError
 from kvq.kernels.attend.options import AttentionOptions
-from kvq.kernels.native.library import check, loaded
-from kvq.kernels.native.structs import Attention, batch_of, check_shape, dense_of, layer_of
+from kvq.kernels.native.abi import struct
+from kvq.kernels.native.library import run
+from kvq.kernels.native.structs import batch_of, check_shape, dense_of, layer_of
 from kvq.kernels.paged import PagedKV, SequenceBatch
 
 _MOST = 2**31 - 2**13  # tokens; positions in blocks of up to 4,096 must not pass 2^31
@@ -57,7 +56,7 @@ def attend(
     sequences, _kept_tables = batch_of(batch, min(skip_last, _MOST))
     if sinks is not None:
         sinks = sinks.float().contiguous()
-    asked = Attention(
+    asked = struct("KvqAttention")(
         scale=options.scale,
         softcap=options.softcap or 0.0,
         window=min(options.window or 0, _MOST),
@@ -66,14 +65,5 @@ def attend(
         threads=torch.get_num_threads(),
         exact=exact,
     )
-    check(
-        loaded().attend(
-            ctypes.byref(layer_of(kv)),
-            ctypes.byref(queries),
-            ctypes.byref(results),
-            ctypes.c_void_p(lse.data_ptr()),
-            ctypes.byref(sequences),
-            ctypes.byref(asked),
-        )
-    )
+    run("attend", layer_of(kv), queries, results, lse.data_ptr(), sequences, asked)
     return out.to(q.dtype), lse

@@ -8,9 +8,7 @@ namespace {
 KVQ_PREFETCHES void prefetch_row(const KvqRows& rows, int64_t block, int head, int offset) {
     const uint8_t* codes = row_codes(rows, block, head, offset);
     for (int64_t i = 0; i < rows.codes_slot; i += 64) __builtin_prefetch(codes + i);
-    if (rows.scales)
-        __builtin_prefetch(rows.scales + block * rows.scales_block + head * rows.scales_head +
-                           offset * rows.scales_slot);
+    if (rows.scales) __builtin_prefetch(row_scales(rows, block, head, offset));
 }
 
 // Decode the rows [skip, keys) from `here` on into their places in `tile`, [TILE, width], and ask for

@@ -47,7 +47,7 @@ inline float integer_query(int16_t* out, float* sums, const float* q, int dim, c
 
 // score += one group's share.
 inline void add_score(vf& score, vi dots, const Tile& tile, int group, int key, bool has_minimum, float sum) {
-    score += floats_of(dots) * load(tile.scales + group * tile.stride + key);
+    score += floats(dots) * load(tile.scales + group * tile.stride + key);
     if (has_minimum) score += load(tile.minimums + group * tile.stride + key) * all(sum);
 }
 
@@ -55,7 +55,7 @@ constexpr int MOST_FEW = 8;   // query rows at a time
 constexpr int PIECE = 4;      // registers of 16-bit numbers that a key takes up at a time
 constexpr int QUADS = W / 4;  // of W keys
 
-// Quarter sums of W keys' products with some rows, in the order that `keys_of` reads them back in.
+// Quarter sums of W keys' products with some rows, one register for every four keys.
 struct Quads {
     vi low[MOST_FEW][QUADS], high[MOST_FEW][QUADS];
 };
@@ -124,25 +124,10 @@ inline void multiply_run(Quads& quads, const IntegerQuery* q, int rows, int at, 
     }
 }
 
-// The sums of W keys.
-template <bool PAIR>
-inline vi keys_of(const vi* quads) {
-    if constexpr (!PAIR) return sums_of_quarters(quads);
-#if defined(__AVX512F__)
-    return add_quarters(quads[0], quads[1]);
-#else
-    return quads[0];
-#endif
-}
-
 // The sums of W keys of which half a register is a group's: of the first (0) or second (1) group.
 inline vi keys_of_half(const vi* quads, int half) {
-#if defined(__AVX512F__)
-    vi a = add_quarters(quads[0], quads[1]), b = add_quarters(quads[2], quads[3]);
+    vi a = sums_of_quarters<QUADS / 2>(quads), b = sums_of_quarters<QUADS / 2>(quads + QUADS / 2);
     return half ? odd_quarters(a, b) : even_quarters(a, b);
-#else
-    return half ? odd_quarters(quads[0], quads[1]) : even_quarters(quads[0], quads[1]);
-#endif
 }
 
 // Scores [rows, TILE] of at most MOST_FEW query rows over the tile's first `keys` keys, rounded up to
@@ -164,7 +149,7 @@ inline void integer_scores(float* scores, const IntegerQuery* q, int rows, const
                         dots[r][group] = keys_of_half(x, 0);
                         dots[r][group + 1] = keys_of_half(x, 1);
                     } else {
-                        dots[r][group] = keys_of<PAIR>(x);
+                        dots[r][group] = sums_of_quarters<PAIR ? QUADS / 2 : QUADS>(x);
                     }
                 }
         }

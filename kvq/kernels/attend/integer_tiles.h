@@ -144,8 +144,7 @@ KVQ_PREFETCHES void prefetch_scales(const KvqRows& rows, Cursor cursor, int head
     if (!rows.scales) return;
     for (int i = 0; i < keys;) {
         int count = cursor.run(keys - i);
-        const uint8_t* from =
-            rows.scales + *cursor.entry * rows.scales_block + head * rows.scales_head + cursor.offset * rows.scales_slot;
+        const uint8_t* from = row_scales(rows, *cursor.entry, head, cursor.offset);
         for (int64_t j = 0; j < count * rows.scales_slot; j += 64) __builtin_prefetch(from + j);
         i += count;
         cursor.skip(count);
@@ -182,8 +181,7 @@ inline void read_scales(const IntegerScratch& s, const KvqRows& rows, const Cut&
     for (int i = keys * n; i < TILE * n; i++) to[i] = 0;
     for (int i = skip; i < keys;) {
         int count = cursor.run(keys - i);
-        const uint8_t* from =
-            rows.scales + *cursor.entry * rows.scales_block + head * rows.scales_head + cursor.offset * rows.scales_slot;
+        const uint8_t* from = row_scales(rows, *cursor.entry, head, cursor.offset);
         if (rows.scales_slot == 2 * n)
             read_fp16(to + i * n, (const uint16_t*)from, count * n);
         else

@@ -184,7 +184,7 @@ inline void integer_values(float* out, int stride, const IntegerWeights* w, cons
                     for (int i = 0; i < 4; i++) {  // unrolled, or the sums would lie in memory all along
                         vi x = TWO && cut.is_pair ? folded(sums[r][i]) : sums[r][i];
                         float* to = out + (int64_t)r * stride + at + i * W;
-                        store(to, load(to) * all(decays[r]) + floats_of(x) * (i >= 2 ? other : factor));
+                        store(to, load(to) * all(decays[r]) + floats(x) * (i >= 2 ? other : factor));
                     }
                 }
             }

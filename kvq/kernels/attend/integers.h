@@ -20,26 +20,26 @@ constexpr int MOST_GROUPS = 16;
 constexpr int MOST_INTEGER_DIM = 512;  // 127 * 32767 * 512 < 2^31: sums can't overflow
 constexpr float MOST = 32767.0f;
 
-#if defined(__AVX512F__)
-typedef __m512i reg;
-inline reg both(int32_t pair) { return _mm512_set1_epi32(pair); }
-inline reg load16(const int16_t* p) { return _mm512_loadu_si512(p); }
-inline reg pairs_low(reg a, reg b) { return _mm512_unpacklo_epi16(a, b); }
-inline reg pairs_high(reg a, reg b) { return _mm512_unpackhi_epi16(a, b); }
-inline reg even_bytes(reg x) { return _mm512_srai_epi16(_mm512_slli_epi16(x, 8), 8); }
-inline reg odd_bytes(reg x) { return _mm512_srai_epi16(x, 8); }
+inline reg both(int32_t pair) { return KVQ_MM(set1_epi32)(pair); }
+inline reg load16(const int16_t* p) { return load_as<reg>(p); }
+inline reg pairs_low(reg a, reg b) { return KVQ_MM(unpacklo_epi16)(a, b); }
+inline reg pairs_high(reg a, reg b) { return KVQ_MM(unpackhi_epi16)(a, b); }
+inline reg even_bytes(reg x) { return KVQ_MM(srai_epi16)(KVQ_MM(slli_epi16)(x, 8), 8); }
+inline reg odd_bytes(reg x) { return KVQ_MM(srai_epi16)(x, 8); }
 template <int SHIFT>
 inline reg nibbles(reg x) {
-    reg y = SHIFT ? _mm512_srli_epi16(x, SHIFT) : x;
-    return SHIFT == 12 ? y : _mm512_and_si512(y, _mm512_set1_epi16(15));
+    reg y = SHIFT ? KVQ_MM(srli_epi16)(x, SHIFT) : x;
+    return SHIFT == 12 ? y : y & KVQ_MM(set1_epi16)(15);
 }
 inline vi multiply_add(vi sum, reg a, reg b) {
 #if defined(__AVX512VNNI__)
     return (vi)_mm512_dpwssd_epi32((reg)sum, a, b);
 #else
-    return sum + (vi)_mm512_madd_epi16(a, b);
+    return sum + (vi)KVQ_MM(madd_epi16)(a, b);
 #endif
 }
+
+#if defined(__AVX512F__)
 // The first `n` bytes at `p`, then zeros; n >= 1.
 inline reg load_bytes_of(const uint8_t* p, int n) {
     return _mm512_maskz_loadu_epi8(n >= 64 ? ~0ull : (1ull << n) - 1, p);
@@ -60,19 +60,6 @@ inline void store_pairs(int32_t* out, vf a, vf b) {  // 2 W whole numbers as 16 
     _mm256_storeu_si256((__m256i*)(out + W / 2), high);
 }
 #else
-typedef __m256i reg;
-inline reg both(int32_t pair) { return _mm256_set1_epi32(pair); }
-inline reg load16(const int16_t* p) { return _mm256_loadu_si256((const __m256i*)p); }
-inline reg pairs_low(reg a, reg b) { return _mm256_unpacklo_epi16(a, b); }
-inline reg pairs_high(reg a, reg b) { return _mm256_unpackhi_epi16(a, b); }
-inline reg even_bytes(reg x) { return _mm256_srai_epi16(_mm256_slli_epi16(x, 8), 8); }
-inline reg odd_bytes(reg x) { return _mm256_srai_epi16(x, 8); }
-template <int SHIFT>
-inline reg nibbles(reg x) {
-    reg y = SHIFT ? _mm256_srli_epi16(x, SHIFT) : x;
-    return SHIFT == 12 ? y : _mm256_and_si256(y, _mm256_set1_epi16(15));
-}
-inline vi multiply_add(vi sum, reg a, reg b) { return sum + (vi)_mm256_madd_epi16(a, b); }
 inline reg load_bytes_of(const uint8_t* p, int n) {
     if (n >= BYTES) return _mm256_loadu_si256((const __m256i*)p);
     uint8_t last[BYTES] = {};
@@ -174,23 +161,8 @@ struct Tile {
     int stride;
 };
 
-template <class V>
-inline V evens(V a, V b) {
-#if defined(__AVX512F__)
-    return KVQ_SHUFFLE(a, b, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
-#else
-    return KVQ_SHUFFLE(a, b, 0, 2, 4, 6, 8, 10, 12, 14);
-#endif
-}
-
-template <class V>
-inline V odds(V a, V b) {
-#if defined(__AVX512F__)
-    return KVQ_SHUFFLE(a, b, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
-#else
-    return KVQ_SHUFFLE(a, b, 1, 3, 5, 7, 9, 11, 13, 15);
-#endif
-}
+constexpr int even(int i) { return 2 * i; }
+constexpr int odd(int i) { return 2 * i + 1; }
 
 // Take the N registers `x` for [W, N] numbers; column i goes to out + i * stride.
 template <int N, int FIRST = 0, int STEP = 1, class V, class T>
@@ -198,14 +170,15 @@ inline void transpose(T* out, int stride, const V* x) {
     if constexpr (N == 1) {
         memcpy(out + FIRST * stride, x, sizeof *x);
     } else {
-        V even[N / 2], odd[N / 2];
-        for (int i = 0; i < N / 2; i++) even[i] = evens(x[2 * i], x[2 * i + 1]), odd[i] = odds(x[2 * i], x[2 * i + 1]);
-        transpose<N / 2, FIRST, 2 * STEP>(out, stride, even);
-        transpose<N / 2, FIRST + STEP, 2 * STEP>(out, stride, odd);
+        V evens[N / 2], odds[N / 2];
+        for (int i = 0; i < N / 2; i++) {
+            evens[i] = KVQ_PICKED(x[2 * i], x[2 * i + 1], even);
+            odds[i] = KVQ_PICKED(x[2 * i], x[2 * i + 1], odd);
+        }
+        transpose<N / 2, FIRST, 2 * STEP>(out, stride, evens);
+        transpose<N / 2, FIRST + STEP, 2 * STEP>(out, stride, odds);
     }
 }
-
-inline vf floats_of(vi x) { return __builtin_convertvector(x, vf); }
 
 }  // namespace
 #endif

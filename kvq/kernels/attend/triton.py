@@ -1,6 +1,7 @@
 """`attend` in Triton: tiles of few query rows split their keys, tiles of many take them all."""
 
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -11,9 +12,8 @@ from torch import Tensor
 from kvq.formats import Code
 from kvq.kernels.attend.options import AttentionOptions
 from kvq.kernels.attend.triton_kernel import attend_kernel, merge_kernel
-from kvq.kernels.gpu.kinds import kind_of
 from kvq.kernels.gpu.layer import dense_strides, part_arguments
-from kvq.kernels.gpu.rows import unit
+from kvq.kernels.gpu.rows import kind_of, unit
 from kvq.kernels.gpu.shapes import (
     DECODE_ROWS,
     MOST_DECODE_ROWS,
@@ -45,8 +45,7 @@ def attend(
     out = torch.empty(tokens, q_heads, kv.formats.v_head_dim, dtype=q.dtype, device=q.device)
     lse = torch.empty(tokens, q_heads, device=q.device)
     for step in _steps(batch, share, q.device, extend_shape(kv, q)):
-        if step.tiles is not None:
-            _launch(q, kv, step, (out, lse), options, skip_last)
+        _launch(q, kv, step, (out, lse), options, skip_last)
     return out, lse
 
 
@@ -56,7 +55,7 @@ class _Step:
 
     tables: Tensor  # of all sequences
     rows: int  # of a tile
-    tiles: Tensor | None  # int32 [tiles, 2]: sequence, first row; None if there are none
+    tiles: Tensor  # int32 [tiles, 2]: sequence, first row
     longest: int  # keys
     keys: int  # of all sequences
     is_decode: bool
@@ -71,23 +70,18 @@ def _steps(batch: SequenceBatch, share: int, device: torch.device, shape: TileSh
         few = [i for i, new in enumerate(batch.query_lens) if 0 < new * share <= MOST_DECODE_ROWS]
         many = [i for i, new in enumerate(batch.query_lens) if new * share > MOST_DECODE_ROWS]
         batch.kept[name] = [
-            _step(batch, few, share, DECODE_ROWS, lens, is_decode=True),
-            _step(batch, many, share, shape.rows, lens, is_decode=False),
+            _step(batch, chosen, share, rows, lens, is_decode=chosen is few)
+            for chosen, rows in ((few, DECODE_ROWS), (many, shape.rows))
+            if chosen
         ]
     steps: list[_Step] = batch.kept[name]
     return steps
 
 
 def _lens(batch: SequenceBatch, device: torch.device) -> tuple[Tensor, ...]:
-    """int32 [sequences] each: first token, new tokens, context."""
-    first, at = [], 0
-    for new in batch.query_lens:
-        first.append(at)
-        at += new
-    return tuple(
-        torch.tensor(x, dtype=torch.int32, device=device)
-        for x in (first, batch.query_lens, batch.context_lens)
-    )
+    """int32 [sequences] each, so that all are aligned alike: first token, new tokens, context."""
+    lens = list(accumulate(batch.query_lens, initial=0))[:-1], batch.query_lens, batch.context_lens
+    return tuple(torch.tensor(x, dtype=torch.int32, device=device) for x in lens)
 
 
 def _step(
@@ -104,8 +98,8 @@ def _step(
     return _Step(
         tables=batch.tables,
         rows=rows,
-        tiles=torch.tensor(tiles, dtype=torch.int32, device=lens[0].device) if tiles else None,
-        longest=max(keys, default=0),
+        tiles=torch.tensor(tiles, dtype=torch.int32, device=lens[0].device),
+        longest=max(keys),
         keys=sum(keys),
         is_decode=is_decode,
         lens=lens,
@@ -120,11 +114,10 @@ def _launch(
     options: AttentionOptions,
     skip_last: int,
 ) -> None:
-    assert step.tiles is not None, "checked by attend"
     out, lse = results
     kv_heads, (first, new, context) = kv.k.codes.shape[1], step.lens
     shape = decode_shape(kv, q) if step.is_decode else extend_shape(kv, q)
-    k, v = (_with_paired_scales(x, part_arguments(x, kv), kv) for x in ("k", "v"))
+    k, v = (_part(x, q, kv) for x in ("k", "v"))
     per_split = split_keys(step.longest, step.keys * kv_heads, q.device, shape)
     splits = -(-step.longest // per_split) if step.is_decode else 1
     parts, part_lses = out, lse
@@ -155,8 +148,6 @@ def _launch(
         out_head=strides[2],
         **k,
         **v,
-        **_computing("K", k, q, kv),
-        **_computing("V", v, q, kv),
         BLOCK_SIZE=kv.block_size,
         ROWS=step.rows,
         KEYS=shape.keys,
@@ -188,36 +179,29 @@ def _launch(
         )
 
 
-def _with_paired_scales(name: str, part: dict[str, Any], kv: PagedKV) -> dict[str, Any]:
-    """Scales of one per row as words of two neighbouring tokens, where strides allow it."""
-    scales = (kv.k if name == "k" else kv.v).scales
+def _part(name: str, q: Tensor, kv: PagedKV) -> dict[str, Any]:
+    """K or V as the kernel takes it: scales by pairs of tokens, numbers to compute in, runs of int4 rows."""
+    part, upper = part_arguments(name, kv), name.upper()
+    scales, code = getattr(kv, name).scales, getattr(kv.formats, name).code
+    # Scales of one per row as words of two neighbouring tokens, where strides allow it.
     paired = (
         scales is not None
         and scales.shape[3] == 1
         and scales.stride(2) == 1
         and not any(n % 2 for n in (*scales.shape[2:3], *scales.stride()[:2]))
     )
-    if paired and scales is not None:
+    if paired:
         words = scales[..., 0].view(torch.int32)
-        part = part | {
-            f"{name}_scales": words,
-            f"{name}s_block": words.stride(0),
-            f"{name}s_head": words.stride(1),
-        }
-    return part | {f"{name.upper()}_PAIRED": paired}
-
-
-def _computing(name: str, part: dict[str, Any], q: Tensor, kv: PagedKV) -> dict[str, Any]:
-    """In what numbers codes are multiplied, and how an int4 row is cut into runs of one group."""
-    half, group = part[f"{name}_DIM"] // 2, part[f"{name}_GROUP"]
-    run = min(group, half)
-    code = (kv.formats.k if name == "K" else kv.formats.v).code
+        block, head, _ = words.stride()
+        part |= {f"{name}_scales": words, f"{name}s_block": block, f"{name}s_head": head}
+    run = min(part[f"{upper}_GROUP"], part[f"{upper}_DIM"] // 2)
     compute = _compute_dtype(code, q)
-    return {
-        f"{name}_RUN": run,
-        f"{name}_WIDTH": max(16, triton.next_power_of_2(run)),
-        f"{name}_COMPUTE": compute,
-        f"{name}_UNIT": unit(kind_of(code), compute),
+    return part | {
+        f"{upper}_PAIRED": paired,
+        f"{upper}_RUN": run,
+        f"{upper}_WIDTH": max(16, triton.next_power_of_2(run)),
+        f"{upper}_COMPUTE": compute,
+        f"{upper}_UNIT": unit(kind_of(code), compute),
     }
 
 

@@ -58,7 +58,7 @@ def int4_scores(
     total = tl.zeros((low_q[0].shape[0], codes_at.shape[0]), tl.float32)
     for j in tl.static_range(DIM // 2 // RUN):
         packed = tl.load(codes + codes_at[:, None] + (j * RUN + col)[None, :], mask=mask, other=0)
-        low, high = nibbles(packed, COMPUTE)
+        low, high = nibbles(packed, COMPUTE, 0)
         total += _run_scores(
             low_q[j], high_q[j], low_sum[j], high_sum[j], low, high, scales, scales_at, inside,
             j * RUN // GROUP, (DIM // 2 + j * RUN) // GROUP, UNIT,
@@ -102,7 +102,7 @@ def add_int4_values(
     new = ()
     for j in tl.static_range(DIM // 2 // RUN):
         packed = tl.load(codes + codes_at[:, None] + (j * RUN + col)[None, :], mask=mask, other=0)
-        low, high = nibbles(packed, COMPUTE)
+        low, high = nibbles(packed, COMPUTE, 0)
         new = new + _run_values(
             outs[4 * j], outs[4 * j + 1], outs[4 * j + 2], outs[4 * j + 3], p, decay, low, high,
             scales, scales_at, inside,

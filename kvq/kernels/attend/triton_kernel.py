@@ -34,7 +34,7 @@ def _plain_codes(codes, at, mask, KIND: tl.constexpr, COMPUTE: tl.constexpr):
     if KIND == FP8:
         values = fp8_codes(x, COMPUTE)
     elif KIND == INT8:
-        values = int8_codes(x, COMPUTE)
+        values = int8_codes(x, COMPUTE, True)
     else:
         values = x.to(COMPUTE)
     return values

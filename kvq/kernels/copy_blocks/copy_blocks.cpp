@@ -4,9 +4,6 @@
 
 #include "../native/abi.h"
 
-#define NAME_(variant, name) kvq_##variant##_##name
-#define NAME(variant, name) NAME_(variant, name)
-
 namespace {
 
 constexpr int64_t SLICE = 1 << 16;       // bytes of every block that one task copies
@@ -16,8 +13,7 @@ constexpr int64_t WORTH_THREADS = 1 << 20;  // bytes
 
 // `pairs`: [count, (source, target)]. A task goes through all pairs in order for its own bytes of a
 // block, so what one pair writes the next may read.
-extern "C" int NAME(KVQ_VARIANT, copy_blocks)(const KvqRun* runs, int64_t num_runs, const int64_t* pairs,
-                                              int64_t count, int threads) {
+KVQ_KERNEL(copy_blocks)(const KvqRun* runs, int64_t num_runs, const int64_t* pairs, int64_t count, int threads) {
     int64_t slices = 0, total = 0;
     for (int64_t r = 0; r < num_runs; r++) {
         for (int64_t i = 0; i < 2 * count; i++)

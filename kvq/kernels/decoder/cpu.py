@@ -1,7 +1,8 @@
 """A plain decoder layer in C++ for CPUs, but for its attention: two calls instead of eight and more."""
 
-import ctypes
+from ctypes import addressof
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -9,9 +10,12 @@ from torch import Tensor
 from kvq.errors import ConfigError
 from kvq.kernels.linear.cpu import CpuLinear
 from kvq.kernels.linear.mlp import Activation
-from kvq.kernels.native.library import check, loaded
-from kvq.kernels.native.structs import DTYPES, Decoder, Norm
+from kvq.kernels.native.abi import struct
+from kvq.kernels.native.library import run
+from kvq.kernels.native.structs import DTYPES
 from kvq.kernels.rope.cpu import MOST_DIM
+
+_Norm = struct("KvqNorm")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -21,8 +25,8 @@ class NormWeight:
     weight: Tensor
     eps: float
 
-    def _struct(self) -> Norm:
-        return Norm(self.weight.data_ptr(), self.eps, DTYPES[self.weight.dtype])
+    def _struct(self) -> Any:
+        return _Norm(self.weight.data_ptr(), self.eps, DTYPES[self.weight.dtype])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -55,17 +59,17 @@ class CpuDecoder:
         """
         self._weights = w = weights
         _check(w)
-        none = Norm(None, 0, 0)
+        none = _Norm(None, 0, 0)
         q_norm, k_norm = (norm._struct() for norm in w.head_norms) if w.head_norms else (none, none)
-        self._struct = Decoder(
+        self._struct = struct("KvqDecoder")(
             input_norm=w.input_norm._struct(),
             output_norm=w.output_norm._struct(),
             q_norm=q_norm,
             k_norm=k_norm,
-            qkv=w.qkv.address,
-            output=w.output.address,
-            gate_up=w.gate_up.address,
-            down=w.down.address,
+            qkv=addressof(w.qkv.struct),
+            output=addressof(w.output.struct),
+            gate_up=addressof(w.gate_up.struct),
+            down=addressof(w.down.struct),
             qkv_bias=None if w.qkv_bias is None else w.qkv_bias.data_ptr(),
             output_bias=None if w.output_bias is None else w.output_bias.data_ptr(),
             q_heads=w.q_heads,
@@ -73,7 +77,6 @@ class CpuDecoder:
             dim=w.dim,
             activation=w.activation,
         )
-        self._address = ctypes.addressof(self._struct)
         self._dtypes = {bias.dtype for bias in (w.qkv_bias, w.output_bias) if bias is not None}
 
     def before(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -89,18 +92,7 @@ class CpuDecoder:
                 f"angles must be those of {rows} rows in {x.dtype}, got {list(cos.shape)}, {cos.dtype}"
             )
         out = torch.empty(rows, w.q_heads + 2 * w.kv_heads, w.dim, dtype=x.dtype)
-        check(
-            loaded().decoder_in(
-                self._address,
-                x.data_ptr(),
-                cos.data_ptr(),
-                sin.data_ptr(),
-                out.data_ptr(),
-                DTYPES[x.dtype],
-                rows,
-                torch.get_num_threads(),
-            )
-        )
+        self._run("decoder_in", x, cos, sin, out)
         return out
 
     def after(self, x: Tensor, attended: Tensor) -> Tensor:
@@ -117,18 +109,12 @@ class CpuDecoder:
                 f"got {list(attended.shape)}, {attended.dtype}"
             )
         out = torch.empty_like(x)
-        check(
-            loaded().decoder_out(
-                self._address,
-                x.data_ptr(),
-                attended.data_ptr(),
-                out.data_ptr(),
-                DTYPES[x.dtype],
-                rows,
-                torch.get_num_threads(),
-            )
-        )
+        self._run("decoder_out", x, attended, out)
         return out
+
+    def _run(self, kernel: str, x: Tensor, *others: Tensor) -> None:
+        pointers = (tensor.data_ptr() for tensor in (x, *others))
+        run(kernel, self._struct, *pointers, DTYPES[x.dtype], len(x), torch.get_num_threads())
 
     def _rows(self, x: Tensor, features: int) -> Tensor:
         if x.dim() != 2 or x.shape[1] != features or x.dtype not in DTYPES or not self._dtypes <= {x.dtype}:

@@ -1,31 +1,12 @@
 // A plain decoder layer on CPUs but for its attention: what comes before it in one call, what follows in another.
 
-#include "../attend/memory.h"
-#include "../native/rows.h"
-
-#define NAME_(variant, name) kvq_##variant##_##name
-#define NAME(variant, name) NAME_(variant, name)
-
-extern "C" {
-int NAME(KVQ_VARIANT, linear)(const KvqLinear* linear, const uint8_t* x, int64_t x_row, uint8_t* out, int64_t out_row,
-                              int code, int64_t rows, int threads);
-int NAME(KVQ_VARIANT, linear_mlp)(const KvqLinear* gate_up, const KvqLinear* down, const uint8_t* x, int64_t x_row,
-                                  uint8_t* out, int64_t out_row, int code, int activation, int64_t rows, int threads);
-int NAME(KVQ_VARIANT, rms_norm)(const uint8_t* x, const uint8_t* weight, uint8_t* out, int64_t dim, int code,
-                                int weight_code, float eps, int64_t rows, int threads);
-int NAME(KVQ_VARIANT, rope)(uint8_t* x, int64_t x_row, const uint8_t* cos, const uint8_t* sin, int heads, int half,
-                            int code, int64_t rows, int threads);
-}
+#include "../native/rowwise.h"
 
 namespace {
 
-constexpr int PIECE = 512;                  // elements converted at a time
-constexpr int64_t WORTH_THREADS = 1 << 16;  // elements
-constexpr int64_t MOST_ROWS = 504;          // between two products at a time, as linear.cpp takes them
-
 // out += x, row by row; `x_row` 0 adds the same to all.
 inline void add_rows(uint8_t* out, const uint8_t* x, int64_t x_row, int64_t dim, int code, int64_t rows, int threads) {
-    int64_t size = code == KVQ_FP32 ? 4 : 2;
+    int64_t size = bytes_of(code);
     if (rows * dim < WORTH_THREADS) threads = 1;
 #pragma omp parallel for num_threads(threads) schedule(static)
     for (int64_t row = 0; row < rows; row++)
@@ -42,13 +23,13 @@ inline void add_rows(uint8_t* out, const uint8_t* x, int64_t x_row, int64_t dim,
 
 inline void normalize(const KvqNorm& norm, const uint8_t* x, uint8_t* out, int64_t dim, int code, int64_t rows,
                       int threads) {
-    NAME(KVQ_VARIANT, rms_norm)(x, norm.weight, out, dim, code, norm.code, norm.eps, rows, threads);
+    KVQ_CALL(rms_norm)(x, norm.weight, out, dim, code, norm.code, norm.eps, rows, threads);
 }
 
 // Heads of queries and keys by their own norms, where a family has them.
 inline void normalize_heads(const KvqDecoder& l, uint8_t* heads, int64_t row_bytes, int code, int64_t rows,
                             int threads) {
-    int64_t keys = (int64_t)l.q_heads * l.dim * (code == KVQ_FP32 ? 4 : 2);
+    int64_t keys = (int64_t)l.q_heads * l.dim * bytes_of(code);
     if (rows * (l.q_heads + l.kv_heads) * l.dim < WORTH_THREADS) threads = 1;
 #pragma omp parallel for num_threads(threads) schedule(static)
     for (int64_t row = 0; row < rows; row++) {
@@ -62,53 +43,40 @@ inline void normalize_heads(const KvqDecoder& l, uint8_t* heads, int64_t row_byt
 
 // Queries, keys and values of `x` [rows, hidden]: `out` [rows, (q_heads + 2 kv_heads) dim], queries and keys turned
 // by the angles `cos` and `sin` [rows, dim]; all of `code`.
-extern "C" int NAME(KVQ_VARIANT, decoder_in)(const KvqDecoder* layer, const uint8_t* x, const uint8_t* cos,
-                                             const uint8_t* sin, uint8_t* out, int code, int64_t rows, int threads) {
+KVQ_KERNEL(decoder_in)(const KvqDecoder* layer, const uint8_t* x, const uint8_t* cos, const uint8_t* sin,
+                       uint8_t* out, int code, int64_t rows, int threads) {
     const KvqDecoder& l = *layer;
-    int64_t size = code == KVQ_FP32 ? 4 : 2, x_row = l.qkv->in_features * size, out_row = l.qkv->out_features * size;
+    int64_t size = bytes_of(code), x_row = l.qkv->in_features * size, out_row = l.qkv->out_features * size;
     int64_t angles = l.dim * size;
-    Kept* kept = take_memory((rows < MOST_ROWS ? rows : MOST_ROWS) * x_row);
-    if (!kept) return KVQ_NO_MEMORY;
-    uint8_t* normed = (uint8_t*)kept + 64;
-    int status = KVQ_OK;
-    for (int64_t first = 0; first < rows && !status; first += MOST_ROWS) {
-        int64_t n = rows - first < MOST_ROWS ? rows - first : MOST_ROWS;
+    return run_rows(rows, x_row, [&](uint8_t* normed, int64_t first, int64_t n) {
         uint8_t* heads = out + first * out_row;
         normalize(l.input_norm, x + first * x_row, normed, l.qkv->in_features, code, n, threads);
-        status = NAME(KVQ_VARIANT, linear)(l.qkv, normed, x_row, heads, out_row, code, n, threads);
-        if (status) break;
+        int status = KVQ_CALL(linear)(l.qkv, normed, x_row, heads, out_row, code, n, threads);
+        if (status) return status;
         if (l.qkv_bias) add_rows(heads, l.qkv_bias, 0, l.qkv->out_features, code, n, threads);
         if (l.q_norm.weight) normalize_heads(l, heads, out_row, code, n, threads);
-        NAME(KVQ_VARIANT, rope)(heads, out_row, cos + first * angles, sin + first * angles, l.q_heads + l.kv_heads,
-                                l.dim / 2, code, n, threads);
-    }
-    give_back(kept);
-    return status;
+        return KVQ_CALL(rope)(heads, out_row, cos + first * angles, sin + first * angles, l.q_heads + l.kv_heads,
+                              l.dim / 2, code, n, threads);
+    });
 }
 
 // The layer's result `out` from its inputs `x` [rows, hidden] and `attended` [rows, q_heads dim]; all of `code`.
-extern "C" int NAME(KVQ_VARIANT, decoder_out)(const KvqDecoder* layer, const uint8_t* x, const uint8_t* attended,
-                                              uint8_t* out, int code, int64_t rows, int threads) {
+KVQ_KERNEL(decoder_out)(const KvqDecoder* layer, const uint8_t* x, const uint8_t* attended, uint8_t* out, int code,
+                        int64_t rows, int threads) {
     const KvqDecoder& l = *layer;
-    int64_t size = code == KVQ_FP32 ? 4 : 2, hidden = l.output->out_features, row_bytes = hidden * size;
-    int64_t attended_row = l.output->in_features * size, most = rows < MOST_ROWS ? rows : MOST_ROWS;
-    Kept* kept = take_memory(2 * most * row_bytes);
-    if (!kept) return KVQ_NO_MEMORY;
-    uint8_t *added = (uint8_t*)kept + 64, *normed = added + most * row_bytes;
-    int status = KVQ_OK;
-    for (int64_t first = 0; first < rows && !status; first += MOST_ROWS) {
-        int64_t n = rows - first < MOST_ROWS ? rows - first : MOST_ROWS;
-        uint8_t* to = out + first * row_bytes;
-        status = NAME(KVQ_VARIANT, linear)(l.output, attended + first * attended_row, attended_row, added, row_bytes,
-                                           code, n, threads);
-        if (status) break;
+    int64_t size = bytes_of(code), hidden = l.output->out_features, row_bytes = hidden * size;
+    int64_t attended_row = l.output->in_features * size;
+    return run_rows(rows, 2 * row_bytes, [&](uint8_t* added, int64_t first, int64_t n) {
+        uint8_t *normed = added + n * row_bytes, *to = out + first * row_bytes;
+        int status = KVQ_CALL(linear)(l.output, attended + first * attended_row, attended_row, added, row_bytes, code,
+                                      n, threads);
+        if (status) return status;
         if (l.output_bias) add_rows(added, l.output_bias, 0, hidden, code, n, threads);
         add_rows(added, x + first * row_bytes, row_bytes, hidden, code, n, threads);
         normalize(l.output_norm, added, normed, hidden, code, n, threads);
-        status = NAME(KVQ_VARIANT, linear_mlp)(l.gate_up, l.down, normed, row_bytes, to, row_bytes, code, l.activation,
-                                               n, threads);
+        status = KVQ_CALL(linear_mlp)(l.gate_up, l.down, normed, row_bytes, to, row_bytes, code, l.activation, n,
+                                      threads);
         if (!status) add_rows(to, added, row_bytes, hidden, code, n, threads);
-    }
-    give_back(kept);
-    return status;
+        return status;
+    });
 }

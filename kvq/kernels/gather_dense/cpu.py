@@ -1,13 +1,14 @@
 """`gather_dense` in C++ for CPUs."""
 
-import ctypes
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from kvq.errors import ConfigError
-from kvq.kernels.native.library import check, loaded
-from kvq.kernels.native.structs import DTYPES, Gathered, Positions, entries_of, layer_of
+from kvq.kernels.native.abi import struct
+from kvq.kernels.native.library import run
+from kvq.kernels.native.structs import DTYPES, entries_of, layer_of
 from kvq.kernels.paged import PagedKV
 
 
@@ -27,33 +28,20 @@ def gather_dense(
         ConfigError: positions or shapes that don't fit.
     """
     tables = entries_of(tables)
-    shape = (tables.shape[0], kv.k.codes.shape[1], end - start)
-    dims = (kv.formats.k_head_dim, kv.formats.v_head_dim)
     if not 0 <= start <= end:
         raise ConfigError(f"positions must be 0 <= start <= end, got {start} and {end}")
-    if out is None:
-        out = (torch.empty(*shape, dims[0]), torch.empty(*shape, dims[1]))
-    for x, dim in zip(out, dims, strict=True):
-        if x.shape != (*shape, dim) or x.dtype not in DTYPES:
-            raise ConfigError(f"out must be float {[*shape, dim]}, got {x.dtype} {list(x.shape)}")
-    positions = Positions(
-        tables.data_ptr(), tables.stride(0), tables.shape[1], len(tables), start, end, kv.block_size
-    )
-    k, v = (_gathered(x) for x in out)
-    check(
-        loaded().gather_dense(
-            ctypes.byref(layer_of(kv)),
-            ctypes.byref(positions),
-            ctypes.byref(k),
-            ctypes.byref(v),
-            int(unrotate),
-            torch.get_num_threads(),
-        )
-    )
+    out = kv.dense(len(tables), end - start) if out is None else out
+    for x, dim in zip(out, (kv.formats.k_head_dim, kv.formats.v_head_dim), strict=True):
+        shape = [len(tables), kv.k.codes.shape[1], end - start, dim]
+        if list(x.shape) != shape or x.dtype not in DTYPES:
+            raise ConfigError(f"out must be float {shape}, got {x.dtype} {list(x.shape)}")
+    sizes = tables.shape[1], len(tables), start, end, kv.block_size
+    positions = struct("KvqPositions")(tables.data_ptr(), tables.stride(0), *sizes)
+    run("gather_dense", layer_of(kv), positions, *map(_gathered, out), unrotate, torch.get_num_threads())
     return out
 
 
-def _gathered(x: Tensor) -> Gathered:
+def _gathered(x: Tensor) -> Any:
     assert x.stride(3) == 1, "token rows are contiguous"
     strides = (stride * x.element_size() for stride in x.stride()[:3])
-    return Gathered(x.data_ptr(), *strides, DTYPES[x.dtype])
+    return struct("KvqGathered")(x.data_ptr(), *strides, DTYPES[x.dtype])

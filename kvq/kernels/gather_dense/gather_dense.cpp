@@ -2,9 +2,6 @@
 
 #include "../native/rows.h"
 
-#define NAME_(variant, name) kvq_##variant##_##name
-#define NAME(variant, name) NAME_(variant, name)
-
 namespace {
 
 constexpr int TOKENS = 64;  // of one task
@@ -36,9 +33,8 @@ inline bool blocks_exist(const KvqLayer& layer, const KvqPositions& from) {
 
 }  // namespace
 
-extern "C" int NAME(KVQ_VARIANT, gather_dense)(const KvqLayer* layer, const KvqPositions* from,
-                                               const KvqGathered* k, const KvqGathered* v, int unrotate,
-                                               int threads) {
+KVQ_KERNEL(gather_dense)(const KvqLayer* layer, const KvqPositions* from, const KvqGathered* k,
+                         const KvqGathered* v, int unrotate, int threads) {
     if (from->start >= from->end) return KVQ_OK;
     if (!blocks_exist(*layer, *from)) return KVQ_BAD_BLOCK;
     int64_t parts = (from->end - from->start + TOKENS - 1) / TOKENS;

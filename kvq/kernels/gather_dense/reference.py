@@ -1,6 +1,5 @@
 """Reference `gather_dense`: K and V of some positions, dequantized, as dense tensors."""
 
-import torch
 from torch import Tensor
 
 from kvq.formats import KVFormat
@@ -28,10 +27,7 @@ def gather_dense(
     first, last = start // kv.block_size, -(-end // kv.block_size)
     skip = start - first * kv.block_size
     window = slice(skip, skip + end - start)
-    if out is None:
-        shape = (tables.shape[0], kv.k.codes.shape[1], end - start)
-        dims, device = (kv.formats.k_head_dim, kv.formats.v_head_dim), kv.k.codes.device
-        out = (torch.empty(*shape, dims[0], device=device), torch.empty(*shape, dims[1], device=device))
+    out = kv.dense(len(tables), end - start) if out is None else out
     for i, table in enumerate(tables):  # one after another: dequantizing takes memory
         blocks = table[first:last].long()
         for into, rows, fmt in zip(out, (kv.k, kv.v), (kv.formats.k, kv.formats.v), strict=True):

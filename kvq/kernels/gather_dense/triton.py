@@ -1,6 +1,5 @@
 """`gather_dense` in Triton: the tokens of a tile are dequantized, turned back if asked, and stored."""
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -23,39 +22,23 @@ def gather_dense(
     out: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Do what the reference does, with the same bits; see there. Tables are not checked."""
-    device, shape = kv.k.codes.device, (tables.shape[0], kv.k.codes.shape[1], end - start)
-    if out is None:
-        dims = (kv.formats.k_head_dim, kv.formats.v_head_dim)
-        out = (torch.empty(*shape, dims[0], device=device), torch.empty(*shape, dims[1], device=device))
-    if not all(shape):
+    out = kv.dense(len(tables), end - start) if out is None else out
+    sequences, kv_heads, length, _ = out[0].shape
+    if not out[0].numel():
         return out
-    tokens = _INTERPRETED_TOKENS if device.type == "cpu" else _TOKENS
+    tokens = _INTERPRETED_TOKENS if tables.device.type == "cpu" else _TOKENS
     for name, into in zip(("k", "v"), out, strict=True):
-        part = {
-            argument.removeprefix(f"{name}_").removeprefix(f"{name.upper()}_"): value
-            for argument, value in part_arguments(name, kv).items()
-        }
-        c, s = f"{name}c_", f"{name}s_"
-        _gather_kernel[(triton.cdiv(end - start, tokens), shape[1], shape[0])](
+        part = part_arguments(name, kv, prefix="")
+        _gather_kernel[(triton.cdiv(length, tokens), kv_heads, sequences)](
             into,
             tables,
-            **{
-                x: part[x]
-                for x in ("codes", "scales", "static", "KIND", "BITS", "DIM", "PAD", "GROUP", "STATIC")
-            },
-            c_block=part[f"{c}block"],
-            c_head=part[f"{c}head"],
-            c_slot=part[f"{c}slot"],
-            s_block=part[f"{s}block"],
-            s_head=part[f"{s}head"],
-            s_slot=part[f"{s}slot"],
+            **part | {"ROTATED": part["ROTATED"] if unrotate else 1},
             table_stride=tables.stride(0),
             out_sequence=into.stride(0),
             out_head=into.stride(1),
             out_token=into.stride(2),
             start=start,
             end=end,
-            ROTATED=part["ROTATED"] if unrotate else 1,
             BLOCK_SIZE=kv.block_size,
             TOKENS=tokens,
             num_warps=4,

@@ -8,20 +8,17 @@ the change of layout before a product, and shared memory is read byte by byte.
 import triton
 import triton.language as tl
 
-from kvq.kernels.gpu import kinds
+from kvq.formats import Code
 
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
-FLOAT = tl.constexpr(kinds.FLOAT)
-FP8 = tl.constexpr(kinds.FP8)
-INT8 = tl.constexpr(kinds.INT8)
-INT4 = tl.constexpr(kinds.INT4)
-GROUPED = tl.constexpr(kinds.GROUPED)
+# How a format's codes lie in memory: what the kernels are specialized by.
+FLOAT, FP8, INT8, INT4, GROUPED = (tl.constexpr(kind) for kind in range(5))
 
 # One 32-bit register of four packed bytes becomes four 16-bit floats from the low nibbles and four from
 # the high ones: a nibble under the exponent byte of 128 (bf16) or 1024 (fp16) is 128 or 1024 more than
 # the code, which a multiply-add takes away, and divides by `unit`. Exact: sums of products must not
 # hold a bias, since tensor cores round what they add.
-SPREAD_NIBBLES = """
+_SPREAD_NIBBLES = """
 {{
 .reg .b32 low, high, factor, minus;
 mov.b32 factor, {factor};
@@ -39,16 +36,18 @@ fma.rn.{kind} $2, $2, factor, minus;
 fma.rn.{kind} $3, $3, factor, minus;
 }}
 """
-_NIBBLES_BF16 = tl.constexpr(
-    SPREAD_NIBBLES.format(magic="0x43434343", kind="bf16x2", factor="0x3f803f80", minus="0xc300c300")
+_BF16 = {"magic": "0x43434343", "kind": "bf16x2", "factor": "0x3f803f80"}
+_FP16 = {"magic": "0x64646464", "kind": "f16x2"}
+NIBBLES_BF16 = tl.constexpr(_SPREAD_NIBBLES.format(**_BF16, minus="0xc300c300"))
+NIBBLES_BF16_LESS_8 = tl.constexpr(_SPREAD_NIBBLES.format(**_BF16, minus="0xc308c308"))
+NIBBLES_FP16 = tl.constexpr(  # (1024 + q) / 256 - 4
+    _SPREAD_NIBBLES.format(**_FP16, factor="0x1c001c00", minus="0xc400c400")
 )
-_NIBBLES_FP16 = tl.constexpr(  # (1024 + q) / 256 - 4
-    SPREAD_NIBBLES.format(magic="0x64646464", kind="f16x2", factor="0x1c001c00", minus="0xc400c400")
-)
+NIBBLES_FP16_LESS_8 = tl.constexpr(_SPREAD_NIBBLES.format(**_FP16, factor="0x3c003c00", minus="0xe408e408"))
 
 # Four E4M3FN bytes become four fp16 numbers, each the value divided by 256: sign in place, exponent
 # and mantissa one bit further down.
-SPREAD_FP8 = tl.constexpr("""
+FP8_FP16 = tl.constexpr("""
 {
 .reg .b32 first, second, sign;
 prmt.b32 first, $2, 0, 0x1404;
@@ -63,10 +62,30 @@ and.b32 second, second, 0x3f803f80;
 or.b32 $1, second, sign;
 }
 """)
-
+# Or four bf16 numbers: exponent and mantissa at the low end of bf16's, which is the value times 2^-120, and
+# that times 2^112.
+FP8_BF16 = tl.constexpr("""
+{
+.reg .b32 first, second, sign, factor, zero;
+mov.b32 factor, 0x77807780;
+mov.b32 zero, 0x80008000;
+prmt.b32 first, $2, 0, 0x1404;
+prmt.b32 second, $2, 0, 0x3424;
+and.b32 sign, first, 0x80008000;
+shr.u32 first, first, 4;
+and.b32 first, first, 0x07f007f0;
+or.b32 first, first, sign;
+fma.rn.bf16x2 $0, first, factor, zero;
+and.b32 sign, second, 0x80008000;
+shr.u32 second, second, 4;
+and.b32 second, second, 0x07f007f0;
+or.b32 second, second, sign;
+fma.rn.bf16x2 $1, second, factor, zero;
+}
+""")
 
 # Four INT8 bytes become four bf16 numbers: 128 + the low seven bits, less 128 or, with the sign bit, 256.
-SPREAD_INT8_BF16 = tl.constexpr("""
+INT8_BF16 = tl.constexpr("""
 {
 .reg .b32 low, sign, first, second, one;
 mov.b32 one, 0x3f803f80;
@@ -80,45 +99,45 @@ prmt.b32 second, sign, 0xc3c3c3c3, 0x4342;
 fma.rn.bf16x2 $1, first, one, second;
 }
 """)
-# Or four fp16 numbers, each divided by 128: (1152 + x) / 128 - 9.
-_SPREAD_INT8_FP16 = tl.constexpr("""
-{
-.reg .b32 moved, first, factor, minus;
-mov.b32 factor, 0x20002000;
-mov.b32 minus, 0xc880c880;
+# Or four fp16 numbers: 1024 + 128 + x, less 1152, or each divided by 128: (1152 + x) / 128 - 9.
+_SPREAD_INT8_FP16 = """
+{{
+.reg .b32 moved, factor, minus;
+mov.b32 factor, {factor};
+mov.b32 minus, {minus};
 xor.b32 moved, $2, 0x80808080;
-prmt.b32 first, moved, 0x64646464, 0x4140;
-fma.rn.f16x2 $0, first, factor, minus;
-prmt.b32 first, moved, 0x64646464, 0x4342;
-fma.rn.f16x2 $1, first, factor, minus;
-}
-""")
+prmt.b32 $0, moved, 0x64646464, 0x4140;
+prmt.b32 $1, moved, 0x64646464, 0x4342;
+fma.rn.f16x2 $0, $0, factor, minus;
+fma.rn.f16x2 $1, $1, factor, minus;
+}}
+"""
+INT8_FP16 = tl.constexpr(_SPREAD_INT8_FP16.format(factor="0x3c003c00", minus="0xe480e480"))
+INT8_FP16_DIVIDED = tl.constexpr(_SPREAD_INT8_FP16.format(factor="0x20002000", minus="0xc880c880"))
+
+
+def kind_of(code: Code) -> int:
+    """Grouped codes of 4 bits have a way of their own; those of any other width are unpacked one by one."""
+    grouped = INT4 if code.bits == 4 else GROUPED
+    kind = grouped if code.is_grouped else {Code.FP8: FP8, Code.INT8: INT8}.get(code, FLOAT)
+    return int(kind.value)
 
 
 @triton.jit
-def nibbles(packed, COMPUTE: tl.constexpr):
-    """Packed bytes uint8 -> low and high nibbles as COMPUTE numbers, divided by `unit`."""
-    if COMPUTE == tl.float32:
-        low, high = (packed & 15).to(tl.float32), (packed >> 4).to(tl.float32)
-    elif INTERPRETED:
-        divisor: tl.constexpr = 256.0 if COMPUTE == tl.float16 else 1.0
-        low = ((packed & 15).to(tl.float32) / divisor).to(COMPUTE)
-        high = ((packed >> 4).to(tl.float32) / divisor).to(COMPUTE)
-    elif COMPUTE == tl.bfloat16:
-        low, high = tl.inline_asm_elementwise(
-            _NIBBLES_BF16,
-            "=&r,=&r,=&r,=&r,r",
-            [packed],
-            dtype=(tl.bfloat16, tl.bfloat16),
-            is_pure=False,
-            pack=4,
-        )
+def nibbles(packed, COMPUTE: tl.constexpr, OFFSET: tl.constexpr):
+    """Packed bytes uint8 -> low and high nibbles less OFFSET as COMPUTE numbers, of OFFSET 0 over `unit`."""
+    if INTERPRETED or COMPUTE == tl.float32:
+        DIVISOR: tl.constexpr = 256.0 if COMPUTE == tl.float16 and OFFSET == 0 else 1.0
+        low = (((packed & 15).to(tl.float32) - OFFSET) / DIVISOR).to(COMPUTE)
+        high = (((packed >> 4).to(tl.float32) - OFFSET) / DIVISOR).to(COMPUTE)
     else:
+        OF_BF16: tl.constexpr = NIBBLES_BF16 if OFFSET == 0 else NIBBLES_BF16_LESS_8
+        OF_FP16: tl.constexpr = NIBBLES_FP16 if OFFSET == 0 else NIBBLES_FP16_LESS_8
         low, high = tl.inline_asm_elementwise(
-            _NIBBLES_FP16,
+            OF_BF16 if COMPUTE == tl.bfloat16 else OF_FP16,
             "=&r,=&r,=&r,=&r,r",
             [packed],
-            dtype=(tl.float16, tl.float16),
+            dtype=(COMPUTE.value, COMPUTE.value),
             is_pure=False,
             pack=4,
         )
@@ -136,19 +155,20 @@ def unit(kind: int, compute: tl.dtype) -> float:
 
 
 @triton.jit
-def int8_codes(codes, COMPUTE: tl.constexpr):
-    """INT8 codes as COMPUTE numbers, divided by `unit`."""
-    if COMPUTE == tl.float32:
-        values = codes.to(tl.float32)
-    elif INTERPRETED:
-        values = (codes.to(tl.float32) * (1.0 / 128.0 if COMPUTE == tl.float16 else 1.0)).to(COMPUTE)
-    elif COMPUTE == tl.bfloat16:
-        values = tl.inline_asm_elementwise(
-            SPREAD_INT8_BF16, "=&r,=&r,r", [codes], dtype=tl.bfloat16, is_pure=False, pack=4
-        )
+def int8_codes(codes, COMPUTE: tl.constexpr, DIVIDED: tl.constexpr):
+    """INT8 codes, or their bytes, as COMPUTE numbers, DIVIDED by `unit` or not."""
+    if INTERPRETED or COMPUTE == tl.float32:
+        FACTOR: tl.constexpr = 1.0 / 128.0 if DIVIDED and COMPUTE == tl.float16 else 1.0
+        values = (codes.to(tl.int8, bitcast=True).to(tl.float32) * FACTOR).to(COMPUTE)
     else:
+        OF_FP16: tl.constexpr = INT8_FP16_DIVIDED if DIVIDED else INT8_FP16
         values = tl.inline_asm_elementwise(
-            _SPREAD_INT8_FP16, "=&r,=&r,r", [codes], dtype=tl.float16, is_pure=False, pack=4
+            INT8_BF16 if COMPUTE == tl.bfloat16 else OF_FP16,
+            "=&r,=&r,r",
+            [codes],
+            dtype=COMPUTE.value,
+            is_pure=False,
+            pack=4,
         )
     return values
 
@@ -185,14 +205,9 @@ def grouped_rows(
     mask = inside[:, None] & (col < DIM)[None, :]
     code = tl.zeros((inside.shape[0], col.shape[0]), tl.int32)
     at = codes_at[:, None]
-    if BITS & 8:
-        code = code | _plane(codes, at, mask, col, DIM, 8, 0)
-    if BITS & 4:
-        code = code | _plane(codes, at, mask, col, DIM, 4, BITS & 8)
-    if BITS & 2:
-        code = code | _plane(codes, at, mask, col, DIM, 2, BITS & 12)
-    if BITS & 1:
-        code = code | _plane(codes, at, mask, col, DIM, 1, BITS & 14)
+    for i in tl.static_range(4):
+        if BITS & (8 >> i):
+            code = code | _plane(codes, at, mask, col, DIM, 8 >> i, BITS & (16 - (16 >> i)))
     words = tl.load(scales + scales_at[:, None] + (col // GROUP)[None, :], mask=mask, other=0)
     scale, minimum = scale_and_minimum(words)
     return code.to(tl.float32) * scale + minimum
@@ -200,16 +215,36 @@ def grouped_rows(
 
 @triton.jit
 def fp8_codes(codes, COMPUTE: tl.constexpr):
-    """E4M3FN bytes uint8 -> their values divided by 256, by integer operations on any GPU."""
-    if COMPUTE == tl.float16 and not INTERPRETED:
-        values = tl.inline_asm_elementwise(
-            SPREAD_FP8, "=&r,=&r,r", [codes], dtype=tl.float16, is_pure=False, pack=4
-        )
-    else:
+    """E4M3FN bytes uint8 -> their values divided by 256, without FP8 instructions."""
+    if INTERPRETED or COMPUTE == tl.float32:
         wide = codes.to(tl.int16)
         half = (((wide & 0x80) << 8) | ((wide & 0x7F) << 7)).to(tl.float16, bitcast=True)
-        values = half.to(COMPUTE)
+        values = half.to(tl.float32).to(COMPUTE)
+    else:
+        values = tl.inline_asm_elementwise(
+            FP8_BF16 if COMPUTE == tl.bfloat16 else FP8_FP16,
+            "=&r,=&r,r",
+            [codes],
+            dtype=COMPUTE.value,
+            is_pure=False,
+            pack=4,
+        )
     return values
+
+
+@triton.jit
+def e4m3(x):
+    """fp32 in [-448, 448] rounded to E4M3 values, and their bytes; see codec/e4m3.py."""
+    bits = x.to(tl.int32, bitcast=True)
+    sign = (bits >> 24) & 0x80
+    bits = bits & 0x7FFFFFFF
+    magnitude = bits.to(tl.float32, bitcast=True)
+    normal = (bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20
+    small = magnitude < 0.015625
+    moved = magnitude + 16384.0
+    codes = tl.where(small, moved.to(tl.int32, bitcast=True) - 0x46800000, normal - ((127 - 7) << 3)) | sign
+    rounded = tl.where(small, moved - 16384.0, (normal << 20).to(tl.float32, bitcast=True))
+    return tl.where(sign != 0, -rounded, rounded), codes
 
 
 @triton.jit

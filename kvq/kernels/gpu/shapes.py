@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,7 +17,7 @@ from kvq.kernels.paged import PagedKV
 DECODE_ROWS = 16  # query rows of a tile that splits its keys: the least that tensor cores take
 MOST_DECODE_ROWS = 64  # of one sequence and KV head: several such tiles, for drafts and many query heads
 TABLE = Path(__file__).with_name("shapes.json")
-_FP32 = "fp32 queries"
+FP32 = "fp32"  # queries or inputs, for which nothing is tuned
 _PROGRAMS = 8  # of a decode step per multiprocessor, at least, if there are keys enough
 _LEAST_SPLIT, _MOST_SPLIT = 256, 8192  # keys
 
@@ -33,12 +34,12 @@ class TileShape:
 
 def decode_shape(kv: PagedKV, q: Tensor) -> TileShape:
     """The shape for tiles of at most `DECODE_ROWS` rows."""
-    return _shape("decode", format_name(kv), _head_dim(kv), _target(q), _groups(kv))
+    return _kept("decode", kv, q)
 
 
 def extend_shape(kv: PagedKV, q: Tensor) -> TileShape:
     """The shape for tiles of many rows."""
-    return _shape("extend", format_name(kv), _head_dim(kv), _target(q), _groups(kv))
+    return _kept("extend", kv, q)
 
 
 def split_keys(longest: int, work: int, device: torch.device, shape: TileShape) -> int:
@@ -51,51 +52,53 @@ def split_keys(longest: int, work: int, device: torch.device, shape: TileShape) 
     return max(shape.keys, keys // shape.keys * shape.keys)
 
 
-def table_key(kind: str, fmt: str, head_dim: int, device: str) -> str:
-    """How an entry of the table is named."""
-    return f"{kind} {fmt} {head_dim} {device}"
+def table_key(kind: str, fmt: str, size: int, device: str) -> str:
+    """How an entry of the table is named; `size`: the head dimension, or of "linear" the class of rows."""
+    return f"{kind} {fmt} {size} {device}"
 
 
 def entry(key: str) -> dict[str, int] | None:
     """What the table has under that key."""
-    return _table().get(key)
+    return _table().entries.get(key)
+
+
+def sizes_for(kind: str, fmt: str, size: int, device: str) -> dict[str, int] | None:
+    """The table's entry for this device, else for any."""
+    return entry(table_key(kind, fmt, size, device)) or entry(table_key(kind, fmt, size, "any"))
 
 
 @contextmanager
-def replaced(key: str, fields: dict[str, int]) -> Iterator[None]:
-    """Let one entry of the table be another."""
-    before = _table().get(key)
-    _table()[key] = fields
+def using(key: str, shape: Any) -> Iterator[None]:
+    """Let one entry of the table be another (a dataclass of a kernel's sizes), for tuning."""
+    table = _table()
+    before = table.entries
+    table.entries, table.changes = {**before, key: asdict(shape)}, table.changes + 1
     try:
         yield
     finally:
-        if before is None:
-            del _table()[key]
-        else:
-            _table()[key] = before
+        table.entries, table.changes = before, table.changes + 1
 
 
-@contextmanager
-def using(key: str, shape: TileShape) -> Iterator[None]:
-    """Let one entry of the table be another, for tuning."""
-    try:
-        with replaced(key, asdict(shape)):
-            _shape.cache_clear()
-            yield
-    finally:
-        _shape.cache_clear()
+def changes() -> int:
+    """How often entries were replaced: whoever keeps a shape keeps it for one such number."""
+    return _table().changes
 
 
-@lru_cache(maxsize=256)
+def _kept(kind: str, kv: PagedKV, q: Tensor) -> TileShape:
+    name = TileShape, kind, target(q), changes()
+    if name not in kv.kept:
+        kv.kept[name] = _shape(kind, format_name(kv), _head_dim(kv), target(q), _groups(kv))
+    shape: TileShape = kv.kept[name]
+    return shape
+
+
 def _shape(kind: str, fmt: str, head_dim: int, device: str, groups: int) -> TileShape:
     """The table's entry for this device, else for any, else for the format on any device."""
-    table = _table()
-    for key in (table_key(kind, fmt, head_dim, device), table_key(kind, fmt, head_dim, "any")):
-        if key in table:
-            return TileShape(**table[key])
+    if (sizes := sizes_for(kind, fmt, head_dim, device)) is not None:
+        return TileShape(**sizes)
     if device == "interpreter":
         return TileShape(rows=DECODE_ROWS if kind == "decode" else 32, keys=32, warps=1, stages=1)
-    if device == _FP32:  # products in fp32 take registers and memory
+    if device == FP32:  # products in fp32 take registers and memory
         return TileShape(rows=DECODE_ROWS if kind == "decode" else 32, keys=16, warps=4, stages=2)
     # Every group has sums per key of its own in registers.
     keys, stages = (64, 3) if head_dim <= 128 and groups <= 2 else (32, 2)
@@ -104,10 +107,15 @@ def _shape(kind: str, fmt: str, head_dim: int, device: str, groups: int) -> Tile
     return TileShape(rows=64, keys=keys, warps=8, stages=2)
 
 
+@dataclass
+class _Table:
+    entries: dict[str, dict[str, int]]
+    changes: int = 0
+
+
 @lru_cache(maxsize=1)
-def _table() -> dict[str, dict[str, int]]:
-    entries: dict[str, dict[str, int]] = json.loads(TABLE.read_text())["shapes"]
-    return entries
+def _table() -> _Table:
+    return _Table(json.loads(TABLE.read_text())["shapes"])
 
 
 def format_name(kv: PagedKV) -> str:
@@ -126,10 +134,10 @@ def _groups(kv: PagedKV) -> int:
     return max(dim // f.scale.group_size if isinstance(f.scale, Grouped) else 1 for f, dim in formats)
 
 
-def _target(q: Tensor) -> str:
-    """The device, or that queries are fp32, for which nothing is tuned."""
-    is_fp32 = q.dtype is torch.float32 and q.device.type != "cpu"
-    return _FP32 if is_fp32 else device_name(q.device)
+def target(x: Tensor) -> str:
+    """The device, or that what is multiplied is fp32."""
+    is_fp32 = x.dtype is torch.float32 and x.device.type != "cpu"
+    return FP32 if is_fp32 else device_name(x.device)
 
 
 def _head_dim(kv: PagedKV) -> int:

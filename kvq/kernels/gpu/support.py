@@ -9,10 +9,8 @@ import torch
 from torch import Tensor
 
 from kvq.extras import install_command, is_installed
-from kvq.formats import LayerFormats
-from kvq.kernels.linear.spec import LinearSpec
 from kvq.kernels.linear.weight import QuantizedWeight
-from kvq.kernels.spec import Device, KernelSpec, Support
+from kvq.kernels.spec import Device, KernelSpec, LinearSpec, Support
 
 LEAST_CAPABILITY = (8, 0)  # bf16 products and asynchronous copies
 MOST_DIM = 256  # elements of a token row
@@ -40,7 +38,9 @@ def lazy_linear(weight: QuantizedWeight) -> Any:
 def supports(spec: KernelSpec, device: Device) -> Support:
     """Yes for NVIDIA GPUs from SM80 on and all formats, if Triton is installed."""
     runs = _runs_on(device)
-    return _fits(spec.formats, spec.block_size) if runs.yes else runs
+    if runs.yes and max(spec.formats.k_head_dim, spec.formats.v_head_dim) > MOST_DIM:
+        return Support(False, f"takes head dimensions up to {MOST_DIM}")
+    return runs
 
 
 def supports_linear(spec: LinearSpec, device: Device) -> Support:
@@ -54,7 +54,8 @@ def _runs_on(device: Device) -> Support:
     if not _has_triton():
         return Support(False, f"Triton is not installed; {install_command('gpu')}")
     if device.capability < LEAST_CAPABILITY:
-        return Support(False, f"needs compute capability 8.0, {device.name} has {_dotted(device.capability)}")
+        has = ".".join(map(str, device.capability))
+        return Support(False, f"needs compute capability 8.0, {device.name} has {has}")
     return Support(True)
 
 
@@ -67,14 +68,3 @@ def _has_triton() -> bool:
 def _kernel(operation: str) -> Callable[..., Any]:
     kernel: Callable[..., Any] = getattr(import_module(f"kvq.kernels.{operation}.triton"), operation)
     return kernel
-
-
-@lru_cache(maxsize=256)
-def _fits(formats: LayerFormats, block_size: int) -> Support:
-    if max(formats.k_head_dim, formats.v_head_dim) > MOST_DIM:
-        return Support(False, f"takes head dimensions up to {MOST_DIM}")
-    return Support(True)
-
-
-def _dotted(capability: tuple[int, int]) -> str:
-    return f"{capability[0]}.{capability[1]}"

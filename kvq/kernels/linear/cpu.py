@@ -1,29 +1,20 @@
 """`linear_w4` and `linear_w8` in C++ for CPUs, and products with weights that are no codes."""
 
-import ctypes
-
 import torch
 from torch import Tensor
 
 from kvq.errors import ConfigError
-from kvq.formats.weights import Inputs, WeightCode
+from kvq.formats.weights import WeightCode
 from kvq.kernels.linear.pack import pack_panels, pack_plain, unpack_plain
-from kvq.kernels.linear.spec import LinearSpec
 from kvq.kernels.linear.weight import PlainWeight, QuantizedWeight
-from kvq.kernels.native.library import check, load, loaded
-from kvq.kernels.native.structs import DTYPES, Linear
-from kvq.kernels.spec import Device, Support
-
-_CODES = {WeightCode.FP8: 3, WeightCode.INT8: 4, WeightCode.INT4: 5, WeightCode.INT3: 5}  # KvqCode
-_INPUTS = {Inputs.FULL: 0, Inputs.INT8: 1, Inputs.FP8: 2}  # KvqInputs
+from kvq.kernels.native.abi import NUMBERS, struct
+from kvq.kernels.native.library import run
+from kvq.kernels.native.structs import DTYPES
 
 
-def supports(spec: LinearSpec, device: Device) -> Support:
-    """Yes for memory of a CPU, if the library is there; every format and shape."""
-    if device.type != "cpu":
-        return Support(False, f"works on CPU memory, not on {device.name}", is_missed=False)
-    library = load()
-    return Support(False, library) if isinstance(library, str) else Support(True)
+def _code_of(code: WeightCode) -> int:
+    """KvqCode: three bits lie in four."""
+    return NUMBERS["KVQ_INT4" if code is WeightCode.INT3 else f"KVQ_{code.name}"]
 
 
 class CpuLinear:
@@ -52,7 +43,7 @@ class CpuLinear:
         self.nbytes = panels.nbytes
         self.code_bytes = panels.codes.nbytes
         scales, zeros, order = panels.scales, panels.zeros, panels.order
-        self._struct = Linear(
+        self.struct = struct("KvqLinear")(
             codes=panels.codes.data_ptr(),
             scales=None if scales is None else scales.data_ptr(),
             zeros=None if zeros is None else zeros.data_ptr(),
@@ -61,11 +52,10 @@ class CpuLinear:
             out_features=self.out_features,
             k=panels.columns,
             groups=1 if scales is None else scales.shape[1],
-            code=DTYPES[panels.codes.dtype] if plain else _CODES[codes[0].fmt.code],
+            code=DTYPES[panels.codes.dtype] if plain else _code_of(codes[0].fmt.code),
             scale_code=0 if scales is None else DTYPES[scales.dtype],
-            inputs=0 if plain else _INPUTS[codes[0].fmt.inputs],
+            inputs=NUMBERS[f"KVQ_INPUTS_{'FULL' if plain else codes[0].fmt.inputs.name}"],
         )
-        self.address = ctypes.addressof(self._struct)
 
     def values(self) -> Tensor:
         """A copy of a weight in floats, [out, in].
@@ -81,19 +71,14 @@ class CpuLinear:
         """[rows, in] -> [rows, out] of x's dtype."""
         x = checked_rows(x, self.in_features)
         out = torch.empty(x.shape[0], self.out_features, dtype=x.dtype)
-        check(
-            loaded().linear(
-                self.address,
-                x.data_ptr(),
-                x.stride(0) * x.element_size(),
-                out.data_ptr(),
-                self.out_features * x.element_size(),
-                DTYPES[x.dtype],
-                x.shape[0],
-                torch.get_num_threads(),
-            )
-        )
+        sizes = DTYPES[x.dtype], len(x), torch.get_num_threads()
+        run("linear", self.struct, *rows_of(x), *rows_of(out), *sizes)
         return out
+
+
+def rows_of(x: Tensor) -> tuple[int, int]:
+    """Address and bytes from row to row, as kernels take a matrix."""
+    return x.data_ptr(), x.stride(0) * x.element_size()
 
 
 def checked_rows(x: Tensor, features: int) -> Tensor:

@@ -18,109 +18,67 @@ struct Floats {
 
 // The only contraction there is (the file is compiled with none): every tile rounds alike.
 inline vf multiply_add(vf a, vf b, vf c) {
-#if defined(__AVX512F__)
-    return (vf)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
-#elif defined(__AVX2__)
-    return (vf)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#if defined(__AVX2__)
+    return (vf)KVQ_MM(fmadd_ps)(a, b, c);
 #else
     return a * b + c;
 #endif
 }
 
-#if defined(__AVX512F__)
-typedef __m512i reg;
-inline reg load_codes(const uint8_t* p) { return _mm512_loadu_si512(p); }
-inline reg low_nibbles(reg x) { return _mm512_and_si512(x, _mm512_set1_epi8(15)); }
-inline reg high_nibbles(reg x) { return low_nibbles(_mm512_srli_epi16(x, 4)); }
-#elif defined(__AVX2__)
-typedef __m256i reg;
-inline reg load_codes(const uint8_t* p) { return _mm256_loadu_si256((const __m256i*)p); }
-inline reg low_nibbles(reg x) { return _mm256_and_si256(x, _mm256_set1_epi8(15)); }
-inline reg high_nibbles(reg x) { return low_nibbles(_mm256_srli_epi16(x, 4)); }
-#else
-typedef uint8_t reg __attribute__((vector_size(16)));
-inline reg load_codes(const uint8_t* p) {
-    reg x;
-    memcpy(&x, p, sizeof x);
-    return x;
-}
-inline reg low_nibbles(reg x) { return x & 15; }
-inline reg high_nibbles(reg x) { return x >> 4; }
-#endif
+// A register of codes, four inputs of W outputs.
+typedef uint8_t Codes __attribute__((vector_size(4 * W)));
 
 // `Weights` is a register of codes made ready for `dot`, which adds four products to each of W sums.
 // `offset`: what the codes in it are larger by than q.
-#if defined(__AVX512VNNI__)
-struct Weights {
-    reg codes;
-};
-template <bool NIBBLES>
-constexpr int offset = NIBBLES ? 8 : 128;
-template <bool NIBBLES>
-inline Weights ready(reg codes) {
-    return {codes};
-}
-template <bool NIBBLES>
-inline vi dot(vi sums, Weights w, int32_t inputs) {
-    return (vi)_mm512_dpbusd_epi32((reg)sums, w.codes, _mm512_set1_epi32(inputs));
-}
-#elif defined(__AVX2__)
+#if defined(__AVX2__) && !defined(__AVX512VNNI__)
 // Pairs of products are summed in 16 bits: 2 * 15 * 127 fits, 2 * 255 * 127 does not. So INT8 is multiplied
 // as magnitudes of up to 128 with inputs that take the sign: 2 * 128 * 127 fits.
+#if defined(__AVX512F__)
+typedef __mmask64 Signs;
+inline Signs signs_of(reg q) { return _mm512_movepi8_mask(q); }
+inline reg signed_by(Signs signs, reg x) { return _mm512_mask_sub_epi8(x, signs, _mm512_setzero_si512(), x); }
+#else
+typedef reg Signs;
+inline Signs signs_of(reg q) { return q; }
+inline reg signed_by(Signs signs, reg x) { return _mm256_sign_epi8(x, signs); }
+#endif
 struct Weights {
     reg magnitudes;
-#if defined(__AVX512F__)
-    __mmask64 negative;
-#else
-    reg signs;
-#endif
+    Signs signs;
 };
 template <bool NIBBLES>
 constexpr int offset = NIBBLES ? 8 : 0;
-#if defined(__AVX512F__)
 template <bool NIBBLES>
-inline Weights ready(reg codes) {
-    if (NIBBLES) return {codes, 0};
-    reg q = _mm512_xor_si512(codes, _mm512_set1_epi8((char)128));
-    return {_mm512_abs_epi8(q), _mm512_movepi8_mask(q)};
+inline Weights ready(Codes codes) {
+    if (NIBBLES) return {(reg)codes, Signs{}};
+    reg q = (reg)(codes ^ 128);
+    return {KVQ_MM(abs_epi8)(q), signs_of(q)};
 }
 template <bool NIBBLES>
 inline vi dot(vi sums, Weights w, int32_t inputs) {
-    reg x = _mm512_set1_epi32(inputs);
-    if (!NIBBLES) x = _mm512_mask_sub_epi8(x, w.negative, _mm512_setzero_si512(), x);
-    return sums + (vi)_mm512_madd_epi16(_mm512_maddubs_epi16(w.magnitudes, x), _mm512_set1_epi16(1));
+    reg x = KVQ_MM(set1_epi32)(inputs);
+    if (!NIBBLES) x = signed_by(w.signs, x);
+    return sums + (vi)KVQ_MM(madd_epi16)(KVQ_MM(maddubs_epi16)(w.magnitudes, x), KVQ_MM(set1_epi16)(1));
 }
 #else
-template <bool NIBBLES>
-inline Weights ready(reg codes) {
-    if (NIBBLES) return {codes, codes};
-    reg q = _mm256_xor_si256(codes, _mm256_set1_epi8((char)128));
-    return {_mm256_abs_epi8(q), q};
-}
-template <bool NIBBLES>
-inline vi dot(vi sums, Weights w, int32_t inputs) {
-    reg x = _mm256_set1_epi32(inputs);
-    if (!NIBBLES) x = _mm256_sign_epi8(x, w.signs);
-    return sums + (vi)_mm256_madd_epi16(_mm256_maddubs_epi16(w.magnitudes, x), _mm256_set1_epi16(1));
-}
-#endif
-#else
-struct Weights {
-    reg codes;
-};
+typedef Codes Weights;
 template <bool NIBBLES>
 constexpr int offset = NIBBLES ? 8 : 128;
 template <bool NIBBLES>
-inline Weights ready(reg codes) {
-    return {codes};
+inline Weights ready(Codes codes) {
+    return codes;
 }
 template <bool NIBBLES>
 inline vi dot(vi sums, Weights w, int32_t inputs) {
+#if defined(__AVX512VNNI__)
+    return (vi)_mm512_dpbusd_epi32((reg)sums, (reg)w, _mm512_set1_epi32(inputs));
+#else
     int8_t x[4];
     memcpy(x, &inputs, 4);
     for (int o = 0; o < W; o++)
-        for (int i = 0; i < 4; i++) sums[o] += w.codes[4 * o + i] * x[i];
+        for (int i = 0; i < 4; i++) sums[o] += w[4 * o + i] * x[i];
     return sums;
+#endif
 }
 #endif
 
@@ -135,14 +93,10 @@ inline Floats load_floats(const uint8_t* p, int code) {
             continue;
         }
         const uint8_t* at = p + i * W * 2;
-#if defined(__AVX512F__)
-        __m256i bits = _mm256_loadu_si256((const __m256i*)at);
-        x.part[i] = code == KVQ_BF16 ? (vf)_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16)
-                                     : (vf)_mm512_cvtph_ps(bits);
-#elif defined(__AVX2__)
-        __m128i bits = _mm_loadu_si128((const __m128i*)at);
-        x.part[i] = code == KVQ_BF16 ? (vf)_mm256_slli_epi32(_mm256_cvtepu16_epi32(bits), 16)
-                                     : (vf)_mm256_cvtph_ps(bits);
+#if defined(__AVX2__)
+        half_reg bits = load_as<half_reg>(at);
+        x.part[i] = code == KVQ_BF16 ? (vf)KVQ_MM(slli_epi32)(KVQ_MM(cvtepu16_epi32)(bits), 16)
+                                     : (vf)KVQ_MM(cvtph_ps)(bits);
 #else
         float values[W];
         read_floats(values, at, W, code);
@@ -160,8 +114,6 @@ inline Floats load_minus_zeros(const int8_t* p) {
     return x;
 }
 
-constexpr int bytes_of(int code) { return code == KVQ_FP32 ? 4 : code == KVQ_BF16 || code == KVQ_FP16 ? 2 : 1; }
-
 // E4M3 codes as floats: 64 bytes of four inputs, where byte 2 (16 h + o) + b is output o of input h + 2 b.
 // So the bytes of a 16-bit lane belong to two inputs, and shifts alone give fp16 numbers, which have the
 // same mantissa bits further up and a larger exponent offset: they are 2^-8 of the value.
@@ -171,25 +123,25 @@ constexpr float FP8_FACTOR = 256.0f;
 constexpr float FP8_FACTOR = 1.0f;
 #endif
 
-inline void decode_fp8(Floats out[4], const uint8_t* p) {
 #if defined(__AVX512F__)
-    reg x = load_codes(p), keep = _mm512_set1_epi16((short)0xbf80);
-    reg even = _mm512_and_si512(_mm512_srai_epi16(_mm512_slli_epi16(x, 8), 1), keep);
-    reg odd = _mm512_and_si512(_mm512_srai_epi16(x, 1), keep);
-    out[0].part[0] = (vf)_mm512_cvtph_ps(_mm512_castsi512_si256(even));
-    out[1].part[0] = (vf)_mm512_cvtph_ps(_mm512_extracti64x4_epi64(even, 1));
-    out[2].part[0] = (vf)_mm512_cvtph_ps(_mm512_castsi512_si256(odd));
-    out[3].part[0] = (vf)_mm512_cvtph_ps(_mm512_extracti64x4_epi64(odd, 1));
+inline void split(half_reg out[2], reg x) { out[0] = _mm512_castsi512_si256(x), out[1] = _mm512_extracti64x4_epi64(x, 1); }
 #elif defined(__AVX2__)
-    reg keep = _mm256_set1_epi16((short)0xbf80);
-    for (int h = 0; h < 2; h++) {
-        reg x = load_codes(p + 32 * h);
-        reg even = _mm256_and_si256(_mm256_srai_epi16(_mm256_slli_epi16(x, 8), 1), keep);
-        reg odd = _mm256_and_si256(_mm256_srai_epi16(x, 1), keep);
-        out[h].part[0] = (vf)_mm256_cvtph_ps(_mm256_castsi256_si128(even));
-        out[h].part[1] = (vf)_mm256_cvtph_ps(_mm256_extracti128_si256(even, 1));
-        out[h + 2].part[0] = (vf)_mm256_cvtph_ps(_mm256_castsi256_si128(odd));
-        out[h + 2].part[1] = (vf)_mm256_cvtph_ps(_mm256_extracti128_si256(odd, 1));
+inline void split(half_reg out[2], reg x) { out[0] = _mm256_castsi256_si128(x), out[1] = _mm256_extracti128_si256(x, 1); }
+#endif
+
+inline void decode_fp8(Floats out[4], const uint8_t* p) {
+#if defined(__AVX2__)
+    const reg keep = KVQ_MM(set1_epi16)((short)0xbf80);
+    for (int i = 0; i < PARTS; i++) {  // registers, each with W numbers of two inputs or 2 W of one
+        reg x = load_as<reg>(p + 4 * W * i);
+        half_reg even[2], odd[2];
+        split(even, KVQ_MM(srai_epi16)(KVQ_MM(slli_epi16)(x, 8), 1) & keep);
+        split(odd, KVQ_MM(srai_epi16)(x, 1) & keep);
+        for (int j = 0; j < 2; j++) {
+            int at = 2 * i + j;
+            out[at / PARTS].part[at % PARTS] = (vf)KVQ_MM(cvtph_ps)(even[j]);
+            out[2 + at / PARTS].part[at % PARTS] = (vf)KVQ_MM(cvtph_ps)(odd[j]);
+        }
     }
 #else
     for (int i = 0; i < 4; i++)

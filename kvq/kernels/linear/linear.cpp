@@ -6,13 +6,6 @@
 
 #include "tiles.h"
 
-#if defined(_OPENMP)
-#include <omp.h>
-#endif
-
-#define NAME_(variant, name) kvq_##variant##_##name
-#define NAME(variant, name) NAME_(variant, name)
-
 namespace {
 
 constexpr int64_t CACHED = 384 << 10;    // bytes of weights that stay while tiles pass
@@ -156,11 +149,7 @@ inline void run(const Call& call) {
     if (tiles == 1) round_tile(call, 0, call.columns);  // too little to share
 #pragma omp parallel num_threads(call.threads)
     {
-#if defined(_OPENMP)
-        int64_t thread = omp_get_thread_num();
-#else
-        int64_t thread = 0;
-#endif
+        int64_t thread = thread_number();
         float* columns = call.columns + thread * (call.cut.k + W);
         float* kept = call.kept + thread * call.kept_size;
         if (tiles > 1) {
@@ -181,8 +170,8 @@ inline void run(const Call& call) {
 
 // `x` [rows, in_features] and `out` [rows, out_features], both of `code`: KVQ_FP32, KVQ_BF16 or KVQ_FP16.
 // Strides of rows are bytes.
-extern "C" int NAME(KVQ_VARIANT, linear)(const KvqLinear* linear, const uint8_t* x, int64_t x_row, uint8_t* out,
-                                         int64_t out_row, int code, int64_t rows, int threads) {
+KVQ_KERNEL(linear)(const KvqLinear* linear, const uint8_t* x, int64_t x_row, uint8_t* out, int64_t out_row,
+                   int code, int64_t rows, int threads) {
     Call call = {*linear, cut_of(*linear), x, x_row, {out, out_row, code}, rows, divided(linear->out_features, OUTPUTS),
                  threads, rows_of(*linear), nullptr, 0, 0, nullptr, nullptr, 0};
     if (call.panels == 0) return KVQ_OK;

@@ -1,19 +1,8 @@
 // A gated MLP in one call: down(activation(gate(x)) * up(x)), with gate and up joined in one weight.
 
-#include "../attend/memory.h"
-#include "../native/rows.h"
-
-#define NAME_(variant, name) kvq_##variant##_##name
-#define NAME(variant, name) NAME_(variant, name)
-
-extern "C" int NAME(KVQ_VARIANT, linear)(const KvqLinear* linear, const uint8_t* x, int64_t x_row, uint8_t* out,
-                                         int64_t out_row, int code, int64_t rows, int threads);
+#include "../native/rowwise.h"
 
 namespace {
-
-constexpr int PIECE = 512;             // elements of a task
-constexpr int64_t WORTH_THREADS = 1 << 16;  // elements
-constexpr int64_t MOST_ROWS = 504;     // between the two products at a time, as linear.cpp takes them
 
 // x times the logistic function of x (SiLU), or of 2 sqrt(2 / pi) (x + 0.044715 x^3) (GELU with tanh).
 inline vf activated(vf x, int activation) {
@@ -24,9 +13,8 @@ inline vf activated(vf x, int activation) {
 
 inline void gate_piece(uint8_t* out, const uint8_t* gate, const uint8_t* up, int n, int code, int activation) {
     float a[PIECE], b[PIECE];
-    read_floats(a, gate, n, code);
-    read_floats(b, up, n, code);
-    for (int i = n; i % W; i++) a[i] = b[i] = 0;
+    read_padded(a, gate, n, code);
+    read_padded(b, up, n, code);
     for (int i = 0; i < n; i += W) store(a + i, activated(load(a + i), activation) * load(b + i));
     write_floats(out, a, n, code);
 }
@@ -34,9 +22,9 @@ inline void gate_piece(uint8_t* out, const uint8_t* gate, const uint8_t* up, int
 }  // namespace
 
 // `x` [rows, 2 n]: gates, then what they gate; `out` [rows, n], which may be the same memory as the gates.
-extern "C" int NAME(KVQ_VARIANT, gated)(const uint8_t* x, int64_t x_row, uint8_t* out, int64_t out_row, int64_t n,
-                                        int code, int activation, int64_t rows, int threads) {
-    int64_t pieces = (n + PIECE - 1) / PIECE, size = code == KVQ_FP32 ? 4 : 2;
+KVQ_KERNEL(gated)(const uint8_t* x, int64_t x_row, uint8_t* out, int64_t out_row, int64_t n, int code,
+                  int activation, int64_t rows, int threads) {
+    int64_t pieces = (n + PIECE - 1) / PIECE, size = bytes_of(code);
     if (rows * n < WORTH_THREADS) threads = 1;
 #pragma omp parallel for num_threads(threads) schedule(static)
     for (int64_t i = 0; i < rows * pieces; i++) {
@@ -49,21 +37,13 @@ extern "C" int NAME(KVQ_VARIANT, gated)(const uint8_t* x, int64_t x_row, uint8_t
 }
 
 // Bit for bit what the three calls give one after the other.
-extern "C" int NAME(KVQ_VARIANT, linear_mlp)(const KvqLinear* gate_up, const KvqLinear* down, const uint8_t* x,
-                                             int64_t x_row, uint8_t* out, int64_t out_row, int code, int activation,
-                                             int64_t rows, int threads) {
-    int64_t hidden_row = gate_up->out_features * (code == KVQ_FP32 ? 4 : 2);
-    Kept* kept = take_memory(hidden_row * (rows < MOST_ROWS ? rows : MOST_ROWS));
-    if (!kept) return KVQ_NO_MEMORY;
-    uint8_t* hidden = (uint8_t*)kept + 64;
-    int status = KVQ_OK;
-    for (int64_t first = 0; first < rows && !status; first += MOST_ROWS) {
-        int64_t n = rows - first < MOST_ROWS ? rows - first : MOST_ROWS;
-        status = NAME(KVQ_VARIANT, linear)(gate_up, x + first * x_row, x_row, hidden, hidden_row, code, n, threads);
-        if (status) break;
-        NAME(KVQ_VARIANT, gated)(hidden, hidden_row, hidden, hidden_row, down->in_features, code, activation, n, threads);
-        status = NAME(KVQ_VARIANT, linear)(down, hidden, hidden_row, out + first * out_row, out_row, code, n, threads);
-    }
-    give_back(kept);
-    return status;
+KVQ_KERNEL(linear_mlp)(const KvqLinear* gate_up, const KvqLinear* down, const uint8_t* x, int64_t x_row,
+                       uint8_t* out, int64_t out_row, int code, int activation, int64_t rows, int threads) {
+    int64_t hidden_row = gate_up->out_features * bytes_of(code);
+    return run_rows(rows, hidden_row, [=](uint8_t* hidden, int64_t first, int64_t n) {
+        int status = KVQ_CALL(linear)(gate_up, x + first * x_row, x_row, hidden, hidden_row, code, n, threads);
+        if (status) return status;
+        KVQ_CALL(gated)(hidden, hidden_row, hidden, hidden_row, down->in_features, code, activation, n, threads);
+        return KVQ_CALL(linear)(down, hidden, hidden_row, out + first * out_row, out_row, code, n, threads);
+    });
 }

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from kvq.errors import ConfigError
-from kvq.kernels.linear.cpu import CpuLinear, checked_rows
-from kvq.kernels.native.library import check, loaded
+from kvq.kernels.linear.cpu import CpuLinear, checked_rows, rows_of
+from kvq.kernels.native.library import run
 from kvq.kernels.native.structs import DTYPES
 
 
@@ -24,13 +24,8 @@ def gated(x: Tensor, activation: Activation) -> Tensor:
         raise ConfigError(f"gates and what they gate must be [rows, 2 n], got {list(x.shape)}")
     x = checked_rows(x, x.shape[1])
     out = torch.empty(x.shape[0], x.shape[1] // 2, dtype=x.dtype)
-    size, n = x.element_size(), out.shape[1]
-    code, threads = DTYPES[x.dtype], torch.get_num_threads()
-    check(
-        loaded().gated(
-            x.data_ptr(), x.stride(0) * size, out.data_ptr(), n * size, n, code, activation, len(x), threads
-        )
-    )
+    sizes = out.shape[1], DTYPES[x.dtype], activation, len(x), torch.get_num_threads()
+    run("gated", *rows_of(x), *rows_of(out), *sizes)
     return out
 
 
@@ -54,20 +49,7 @@ class CpuMLP:
     def __call__(self, x: Tensor) -> Tensor:
         """[rows, in] -> [rows, out] of x's dtype."""
         x = checked_rows(x, self._gate_up.in_features)
-        size = x.element_size()
         out = torch.empty(x.shape[0], self._down.out_features, dtype=x.dtype)
-        check(
-            loaded().linear_mlp(
-                self._gate_up.address,
-                self._down.address,
-                x.data_ptr(),
-                x.stride(0) * size,
-                out.data_ptr(),
-                self._down.out_features * size,
-                DTYPES[x.dtype],
-                self.activation,
-                x.shape[0],
-                torch.get_num_threads(),
-            )
-        )
+        sizes = DTYPES[x.dtype], self.activation, len(x), torch.get_num_threads()
+        run("linear_mlp", self._gate_up.struct, self._down.struct, *rows_of(x), *rows_of(out), *sizes)
         return out

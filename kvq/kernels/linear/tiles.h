@@ -99,9 +99,9 @@ void integer_tile(const KvqLinear& l, const Cut& cut, const Tile& tile, int64_t 
             UNROLL for (int p = 0; p < P; p++) {
                 const uint8_t* from = codes + p * panel_bytes<NIBBLES>(cut);
                 UNROLL for (int i = 0; i < PARTS; i++) {
-                    reg x = load_codes(from + i * W * 4);
-                    even[p][i] = ready<NIBBLES>(NIBBLES ? low_nibbles(x) : x);
-                    odd[p][i] = ready<NIBBLES>(NIBBLES ? high_nibbles(x) : load_codes(from + 64 + i * W * 4));
+                    Codes x = load_as<Codes>(from + i * W * 4);
+                    even[p][i] = ready<NIBBLES>(NIBBLES ? x & 15 : x);
+                    odd[p][i] = ready<NIBBLES>(NIBBLES ? x >> 4 : load_as<Codes>(from + 64 + i * W * 4));
                 }
                 if (R <= 4) __builtin_prefetch(from + AHEAD);
                 if (R <= 4 && !NIBBLES) __builtin_prefetch(from + AHEAD + 64);

@@ -1,9 +1,6 @@
 """How products are cut on a GPU: tiles by rows of the step, and parts of the inputs. Tuned in shapes.json."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
-from functools import lru_cache
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -13,7 +10,6 @@ from kvq.kernels.linear.triton_pack import OUTPUTS, Kind, PackedWeight
 ROW_CLASSES = (16, 32, 64)  # steps of up to so many rows are one tile high and split their inputs
 MANY_ROWS = 128  # how the class of larger steps is called
 _LEAST_SPLIT = 512  # inputs of one part
-_FP32 = "fp32 inputs"
 _LARGE_SHARED = ("sm80", "sm90", "sm100", "sm103")  # more than 99 KB of shared memory for one program
 
 
@@ -35,14 +31,18 @@ def row_class(rows: int) -> int:
 
 def tile_for(weight: PackedWeight, name: str, x: torch.Tensor, rows: int) -> LinearTile:
     """The tile of a format (`name`) for a step of `rows` rows; outputs divide the padded ones."""
-    is_fp32 = x.dtype is torch.float32 and x.device.type != "cpu"
-    device = _FP32 if is_fp32 else shapes.device_name(x.device)
-    return _fitted(name, row_class(rows), device, weight.kind, weight.block, weight.padded_outputs)
+    return fitted(weight, name, row_class(rows), shapes.target(x))
 
 
-def table_key(name: str, rows: int, device: str) -> str:
-    """How an entry of the table is named; `rows` is a class."""
-    return f"linear {name} {rows} {device}"
+def fitted(weight: PackedWeight, name: str, rows: int, device: str) -> LinearTile:
+    """The same for a class of rows on a device."""
+    sizes = shapes.sizes_for("linear", name, rows, device)
+    tile = LinearTile(**sizes) if sizes else _guess(rows, device, weight.kind, weight.block)
+    outputs = tile.outputs
+    while weight.padded_outputs % outputs:
+        outputs //= 2
+    assert outputs >= OUTPUTS, "weights are padded to that"
+    return replace(tile, outputs=outputs)
 
 
 def splits(weight: PackedWeight, tile: LinearTile, rows: int, device: torch.device) -> tuple[int, int]:
@@ -59,33 +59,11 @@ def splits(weight: PackedWeight, tile: LinearTile, rows: int, device: torch.devi
     return -(-weight.blocks // each), each
 
 
-@contextmanager
-def using(key: str, tile: LinearTile) -> Iterator[None]:
-    """Let one entry of the table be another, for tuning."""
-    try:
-        with shapes.replaced(key, asdict(tile)):
-            _fitted.cache_clear()
-            yield
-    finally:
-        _fitted.cache_clear()
-
-
-@lru_cache(maxsize=1024)
-def _fitted(name: str, rows: int, device: str, kind: Kind, block: int, padded: int) -> LinearTile:
-    entry = shapes.entry(table_key(name, rows, device)) or shapes.entry(table_key(name, rows, "any"))
-    tile = LinearTile(**entry) if entry else _guess(rows, device, kind, block)
-    outputs = tile.outputs
-    while padded % outputs:
-        outputs //= 2
-    assert outputs >= OUTPUTS, "weights are padded to that"
-    return LinearTile(**{**asdict(tile), "outputs": outputs})
-
-
 def _guess(rows: int, device: str, kind: Kind, block: int) -> LinearTile:
     """What was thought out for Hopper and not yet measured."""
     if device == "interpreter":
         return LinearTile(rows=rows, outputs=64, warps=1, stages=1, programs=8)
-    if device == _FP32:  # products in fp32 take registers and memory
+    if device == shapes.FP32:  # products in fp32 take registers and memory
         return LinearTile(rows=min(rows, 32), outputs=64, warps=4, stages=2, programs=2)
     # A stage is 8 KB of weights at 128 outputs; smaller blocks need more of them in flight.
     step_bytes = block * (64 if kind in (Kind.NIBBLES, Kind.SIGNED_NIBBLES) else 128)

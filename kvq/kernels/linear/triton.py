@@ -1,5 +1,6 @@
 """`linear_w4` and `linear_w8` in Triton: a weight packed once, and the launches of a step."""
 
+from collections.abc import Hashable
 from typing import Any
 
 import torch
@@ -8,6 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kvq.formats.weights import Inputs
+from kvq.kernels.gpu import shapes
 from kvq.kernels.linear import tiles
 from kvq.kernels.linear.tiles import LinearTile
 from kvq.kernels.linear.triton_kernel import (
@@ -45,6 +47,7 @@ class TritonLinear:
         self.weight = pack(weight, kind_of(weight, has_fp8=has_fp8))
         self.nbytes = self.weight.nbytes
         self.code_bytes = self.weight.codes.nbytes
+        self._tiles: dict[Hashable, LinearTile] = {}
 
     def __call__(self, x: Tensor) -> Tensor:
         """[rows, in] -> [rows, out] of x's dtype."""
@@ -67,7 +70,7 @@ class TritonLinear:
 
     def _tiled(self, x: Tensor, out: Tensor) -> Tensor:
         weight, rows = self.weight, x.shape[0]
-        tile = tiles.tile_for(weight, self.fmt.name, x, rows)
+        tile = self._tile(x)
         splits, each = tiles.splits(weight, tile, rows, x.device)
         compute = compute_dtype(weight, self.fmt.inputs, x)
         is_integer = self.fmt.inputs is Inputs.INT8
@@ -104,6 +107,12 @@ class TritonLinear:
                 parts, out, count, splits, WIDTH=_SUMMED, num_warps=4
             )
         return out
+
+    def _tile(self, x: Tensor) -> LinearTile:
+        name = tiles.row_class(len(x)), x.dtype, shapes.changes()
+        if name not in self._tiles:
+            self._tiles[name] = tiles.tile_for(self.weight, self.fmt.name, x, len(x))
+        return self._tiles[name]
 
     def _tensors(self, x: Tensor) -> tuple[Tensor, ...]:
         """Inputs, codes, scales and zero points; bytes of ROWS are of the inputs' type."""

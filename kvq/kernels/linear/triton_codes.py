@@ -10,7 +10,7 @@ are put together by shifts and masks.
 import triton
 import triton.language as tl
 
-from kvq.kernels.gpu.rows import INTERPRETED, SPREAD_FP8, SPREAD_INT8_BF16, SPREAD_NIBBLES
+from kvq.kernels.gpu.rows import INTERPRETED, fp8_codes, int8_codes, nibbles
 from kvq.kernels.linear.triton_pack import Kind
 
 NIBBLES = tl.constexpr(Kind.NIBBLES.value)
@@ -18,15 +18,6 @@ SIGNED_NIBBLES = tl.constexpr(Kind.SIGNED_NIBBLES.value)
 INT8 = tl.constexpr(Kind.INT8.value)
 FP8 = tl.constexpr(Kind.FP8.value)
 ROWS = tl.constexpr(Kind.ROWS.value)
-
-# Four packed bytes become four codes from the low nibbles and four from the high ones: a nibble under the
-# exponent byte of 128 (bf16) or 1024 (fp16) is 128 or 1024 more than q + 8, which a multiply-add takes away.
-_NIBBLES_BF16 = tl.constexpr(
-    SPREAD_NIBBLES.format(magic="0x43434343", kind="bf16x2", factor="0x3f803f80", minus="0xc308c308")
-)
-_NIBBLES_FP16 = tl.constexpr(
-    SPREAD_NIBBLES.format(magic="0x64646464", kind="f16x2", factor="0x3c003c00", minus="0xe408e408")
-)
 
 # Four bytes of two codes in two's complement become INT8 numbers, each 16 times its code.
 _NIBBLES_INT8 = tl.constexpr("""
@@ -37,69 +28,6 @@ and.b32 $0, low, 0xf0f0f0f0;
 and.b32 $1, $2, 0xf0f0f0f0;
 }
 """)
-
-# Four INT8 bytes become four fp16 numbers: 1024 + 128 + x, less 1152.
-_INT8_FP16 = tl.constexpr("""
-{
-.reg .b32 moved, one, minus;
-mov.b32 one, 0x3c003c00;
-mov.b32 minus, 0xe480e480;
-xor.b32 moved, $2, 0x80808080;
-prmt.b32 $0, moved, 0x64646464, 0x4140;
-prmt.b32 $1, moved, 0x64646464, 0x4342;
-fma.rn.f16x2 $0, $0, one, minus;
-fma.rn.f16x2 $1, $1, one, minus;
-}
-""")
-
-# Four E4M3FN bytes become four bf16 numbers, each the value divided by 256: exponent and mantissa at the
-# low end of bf16's, which is the value times 2^-120, and that times 2^112.
-_FP8_BF16 = tl.constexpr("""
-{
-.reg .b32 first, second, sign, factor, zero;
-mov.b32 factor, 0x77807780;
-mov.b32 zero, 0x80008000;
-prmt.b32 first, $2, 0, 0x1404;
-prmt.b32 second, $2, 0, 0x3424;
-and.b32 sign, first, 0x80008000;
-shr.u32 first, first, 4;
-and.b32 first, first, 0x07f007f0;
-or.b32 first, first, sign;
-fma.rn.bf16x2 $0, first, factor, zero;
-and.b32 sign, second, 0x80008000;
-shr.u32 second, second, 4;
-and.b32 second, second, 0x07f007f0;
-or.b32 second, second, sign;
-fma.rn.bf16x2 $1, second, factor, zero;
-}
-""")
-
-
-@triton.jit
-def nibble_codes(packed, COMPUTE: tl.constexpr):
-    """Bytes of two codes q + 8 -> the low codes and the high ones, as COMPUTE numbers."""
-    if INTERPRETED or COMPUTE == tl.float32:
-        low = ((packed & 15).to(tl.float32) - 8.0).to(COMPUTE)
-        high = ((packed >> 4).to(tl.float32) - 8.0).to(COMPUTE)
-    elif COMPUTE == tl.bfloat16:
-        low, high = tl.inline_asm_elementwise(
-            _NIBBLES_BF16,
-            "=&r,=&r,=&r,=&r,r",
-            [packed],
-            dtype=(tl.bfloat16, tl.bfloat16),
-            is_pure=False,
-            pack=4,
-        )
-    else:
-        low, high = tl.inline_asm_elementwise(
-            _NIBBLES_FP16,
-            "=&r,=&r,=&r,=&r,r",
-            [packed],
-            dtype=(tl.float16, tl.float16),
-            is_pure=False,
-            pack=4,
-        )
-    return low, high
 
 
 @triton.jit
@@ -113,40 +41,6 @@ def nibble_integers(packed):
             _NIBBLES_INT8, "=&r,=r,r", [packed], dtype=(tl.int8, tl.int8), is_pure=False, pack=4
         )
     return low, high
-
-
-@triton.jit
-def int8_codes(codes, COMPUTE: tl.constexpr):
-    """INT8 bytes (as uint8) as COMPUTE numbers."""
-    if INTERPRETED or COMPUTE == tl.float32:
-        values = codes.to(tl.int8, bitcast=True).to(tl.float32).to(COMPUTE)
-    elif COMPUTE == tl.bfloat16:
-        values = tl.inline_asm_elementwise(
-            SPREAD_INT8_BF16, "=&r,=&r,r", [codes], dtype=tl.bfloat16, is_pure=False, pack=4
-        )
-    else:
-        values = tl.inline_asm_elementwise(
-            _INT8_FP16, "=&r,=&r,r", [codes], dtype=tl.float16, is_pure=False, pack=4
-        )
-    return values
-
-
-@triton.jit
-def fp8_codes(codes, COMPUTE: tl.constexpr):
-    """E4M3FN bytes as COMPUTE numbers, each the value divided by 256, without FP8 instructions."""
-    if INTERPRETED or COMPUTE == tl.float32:
-        wide = codes.to(tl.int16)
-        half = (((wide & 0x80) << 8) | ((wide & 0x7F) << 7)).to(tl.float16, bitcast=True)
-        values = half.to(tl.float32).to(COMPUTE)
-    elif COMPUTE == tl.bfloat16:
-        values = tl.inline_asm_elementwise(
-            _FP8_BF16, "=&r,=&r,r", [codes], dtype=tl.bfloat16, is_pure=False, pack=4
-        )
-    else:
-        values = tl.inline_asm_elementwise(
-            SPREAD_FP8, "=&r,=&r,r", [codes], dtype=tl.float16, is_pure=False, pack=4
-        )
-    return values
 
 
 @triton.jit
@@ -204,11 +98,11 @@ def weight_tile(
         row = tl.arange(0, BN // RUNS)
         packed = tl.load(w_ptr + start * 64 + (row[:, None] * 64 + tl.arange(0, 64)[None, :]))
         if KIND == NIBBLES:
-            low, high = nibble_codes(packed, COMPUTE)
+            low, high = nibbles(packed, COMPUTE, 8)
         elif KIND == SIGNED_NIBBLES:
             low, high = nibble_integers(packed)
         elif KIND == INT8:
-            low = int8_codes(packed, COMPUTE)
+            low = int8_codes(packed, COMPUTE, False)
             high = low
         else:
             low = fp8_codes(packed, COMPUTE)

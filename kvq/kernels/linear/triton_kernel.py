@@ -3,6 +3,7 @@
 import triton
 import triton.language as tl
 
+from kvq.kernels.gpu.rows import e4m3
 from kvq.kernels.linear.triton_codes import ROWS, SIGNED_NIBBLES, columns, weight_tile
 
 
@@ -146,21 +147,6 @@ def add_parts_kernel(parts_ptr, out_ptr, count, splits, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def _e4m3(x):
-    """fp32 in [-448, 448] rounded to E4M3 values, and their bytes; see codec/e4m3.py."""
-    bits = x.to(tl.int32, bitcast=True)
-    sign = (bits >> 24) & 0x80
-    bits = bits & 0x7FFFFFFF
-    magnitude = bits.to(tl.float32, bitcast=True)
-    normal = (bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20
-    small = magnitude < 0.015625
-    moved = magnitude + 16384.0
-    codes = tl.where(small, moved.to(tl.int32, bitcast=True) - 0x46800000, normal - ((127 - 7) << 3)) | sign
-    rounded = tl.where(small, moved - 16384.0, (normal << 20).to(tl.float32, bitcast=True))
-    return tl.where(sign != 0, -rounded, rounded), codes
-
-
-@triton.jit
 def quantize_kernel(
     x_ptr, codes_ptr, scale_ptr, x_row, inputs,
     FP8: tl.constexpr, BYTES: tl.constexpr, WIDTH: tl.constexpr,
@@ -182,7 +168,7 @@ def quantize_kernel(
         y = tl.div_rn(x, scale + tl.zeros((WIDTH,), tl.float32))
         y = tl.minimum(tl.maximum(y, -limit), limit)
         if FP8:
-            values, bits = _e4m3(y)
+            values, bits = e4m3(y)
             codes = bits if BYTES else values
         else:
             codes = (y + 12582912.0) - 12582912.0  # to nearest, ties to even: the last bit is 1

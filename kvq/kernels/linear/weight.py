@@ -1,6 +1,6 @@
 """A Linear layer's weight in codes, as every kernel, quantizer and file format hands it on."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor
@@ -81,16 +81,8 @@ class QuantizedWeight:
 
     def to(self, device: torch.device) -> "QuantizedWeight":
         """The same on another device."""
-        moved = {
-            name: None if x is None else x.to(device)
-            for name, x in (
-                ("codes", self.codes),
-                ("scale", self.scale),
-                ("zero", self.zero),
-                ("order", self.order),
-            )
-        }
-        return QuantizedWeight(fmt=self.fmt, **moved)  # type: ignore[arg-type]
+        tensors = {field.name: getattr(self, field.name) for field in fields(self)[1:]}
+        return replace(self, **{name: x.to(device) for name, x in tensors.items() if x is not None})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

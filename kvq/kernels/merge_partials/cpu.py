@@ -1,12 +1,10 @@
 """`merge_partials` in C++ for CPUs."""
 
-import ctypes
-
 import torch
 from torch import Tensor
 
 from kvq.errors import ConfigError
-from kvq.kernels.native.library import check, loaded
+from kvq.kernels.native.library import run
 
 
 def merge_partials(outs: Tensor, lses: Tensor, sinks: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -24,17 +22,7 @@ def merge_partials(outs: Tensor, lses: Tensor, sinks: Tensor | None = None) -> t
     parts, tokens, heads, dim = outs.shape
     sinks = None if sinks is None else sinks.float().contiguous()
     out, lse = torch.empty(tokens, heads, dim), torch.empty(tokens, heads)
-    check(
-        loaded().merge_partials(
-            ctypes.c_void_p(outs.data_ptr()),
-            ctypes.c_void_p(lses.data_ptr()),
-            ctypes.c_void_p(None if sinks is None else sinks.data_ptr()),
-            ctypes.c_void_p(out.data_ptr()),
-            ctypes.c_void_p(lse.data_ptr()),
-            parts,
-            ctypes.c_int64(tokens * heads),
-            heads,
-            dim,
-        )
-    )
+    sink = None if sinks is None else sinks.data_ptr()
+    into = out.data_ptr(), lse.data_ptr()
+    run("merge_partials", outs.data_ptr(), lses.data_ptr(), sink, *into, parts, tokens * heads, heads, dim)
     return out, lse

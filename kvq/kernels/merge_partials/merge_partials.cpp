@@ -2,13 +2,9 @@
 
 #include "../native/rows.h"
 
-#define NAME_(variant, name) kvq_##variant##_##name
-#define NAME(variant, name) NAME_(variant, name)
-
 // `outs` [parts, rows, dim], `lses` [parts, rows], `sinks` [heads] or null; a row is a (token, head).
-extern "C" int NAME(KVQ_VARIANT, merge_partials)(const float* outs, const float* lses, const float* sinks,
-                                                 float* out, float* lse, int parts, int64_t rows, int heads,
-                                                 int dim) {
+KVQ_KERNEL(merge_partials)(const float* outs, const float* lses, const float* sinks, float* out, float* lse,
+                           int parts, int64_t rows, int heads, int dim) {
     const float nothing = -__builtin_inff();
     for (int64_t row = 0; row < rows; row++) {
         float top = sinks ? sinks[row % heads] : nothing;

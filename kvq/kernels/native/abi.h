@@ -1,7 +1,14 @@
-// What Python hands to the CPU kernels; `structs.py` mirrors it field by field. Plain C types only.
+// What Python hands to the CPU kernels: `abi.py` reads numbers, structures and kernels from this text, so
+// that nothing is declared twice. Plain C types only.
 #pragma once
 
 #include <stdint.h>
+
+// A kernel's name in its variant.
+#define KVQ_NAME_(variant, name) kvq_##variant##_##name
+#define KVQ_NAME(variant, name) KVQ_NAME_(variant, name)
+#define KVQ_CALL(name) KVQ_NAME(KVQ_VARIANT, name)
+#define KVQ_KERNEL(name) extern "C" int KVQ_CALL(name)
 
 // Grouped codes of 4 bits are KVQ_INT4, those of any other width KVQ_GROUPED.
 enum KvqCode { KVQ_FP32, KVQ_BF16, KVQ_FP16, KVQ_FP8, KVQ_INT8, KVQ_INT4, KVQ_GROUPED };
@@ -112,3 +119,28 @@ struct KvqDecoder {
     int32_t q_heads, kv_heads, dim;  // dim: of a head
     int32_t activation;              // KvqActivation
 };
+
+// The kernels, each with a KvqStatus; what is read and written is said where they are defined.
+KVQ_KERNEL(write_kv)(const KvqLayer* layer, const KvqDense* k, const KvqDense* v, const int64_t* slots,
+                     int64_t tokens, uint8_t* bad, int threads);
+KVQ_KERNEL(attend)(const KvqLayer* layer, const KvqDense* q, const KvqDense* out, float* lse,
+                   const KvqBatch* batch, const KvqAttention* options);
+KVQ_KERNEL(gather_dense)(const KvqLayer* layer, const KvqPositions* from, const KvqGathered* k,
+                         const KvqGathered* v, int unrotate, int threads);
+KVQ_KERNEL(merge_partials)(const float* outs, const float* lses, const float* sinks, float* out, float* lse,
+                           int parts, int64_t rows, int heads, int dim);
+KVQ_KERNEL(copy_blocks)(const KvqRun* runs, int64_t num_runs, const int64_t* pairs, int64_t count, int threads);
+KVQ_KERNEL(linear)(const KvqLinear* linear, const uint8_t* x, int64_t x_row, uint8_t* out, int64_t out_row,
+                   int code, int64_t rows, int threads);
+KVQ_KERNEL(gated)(const uint8_t* x, int64_t x_row, uint8_t* out, int64_t out_row, int64_t n, int code,
+                  int activation, int64_t rows, int threads);
+KVQ_KERNEL(linear_mlp)(const KvqLinear* gate_up, const KvqLinear* down, const uint8_t* x, int64_t x_row,
+                       uint8_t* out, int64_t out_row, int code, int activation, int64_t rows, int threads);
+KVQ_KERNEL(rms_norm)(const uint8_t* x, const uint8_t* weight, uint8_t* out, int64_t dim, int code,
+                     int weight_code, float eps, int64_t rows, int threads);
+KVQ_KERNEL(rope)(uint8_t* x, int64_t x_row, const uint8_t* cos, const uint8_t* sin, int heads, int half,
+                 int code, int64_t rows, int threads);
+KVQ_KERNEL(decoder_in)(const KvqDecoder* layer, const uint8_t* x, const uint8_t* cos, const uint8_t* sin,
+                       uint8_t* out, int code, int64_t rows, int threads);
+KVQ_KERNEL(decoder_out)(const KvqDecoder* layer, const uint8_t* x, const uint8_t* attended, uint8_t* out,
+                        int code, int64_t rows, int threads);

@@ -1,7 +1,6 @@
 """Finds and loads the compiled kernels, and picks the variant for this CPU."""
 
 import ctypes
-from ctypes import c_float, c_int, c_int64, c_void_p
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib.machinery import EXTENSION_SUFFIXES
@@ -11,21 +10,9 @@ from typing import Any
 import torch  # noqa: F401  its OpenMP runtime must be there before the kernels ask for one
 
 from kvq.errors import UnsupportedKernel
+from kvq.kernels.native.abi import KERNELS, NUMBERS
 
 VARIANTS = ("avx512vnni", "avx512", "avx2", "portable")  # the best first
-# What is given more than addresses of structs and small numbers: the types of its arguments.
-_MATRIX = (c_void_p, c_int64)  # address and bytes of a row
-_ARGUMENTS: dict[str, tuple[Any, ...]] = {
-    "linear": (c_void_p, *_MATRIX, *_MATRIX, c_int, c_int64, c_int),
-    "gated": (*_MATRIX, *_MATRIX, c_int64, c_int, c_int, c_int64, c_int),
-    "linear_mlp": (c_void_p, c_void_p, *_MATRIX, *_MATRIX, c_int, c_int, c_int64, c_int),
-    "rms_norm": (c_void_p, c_void_p, c_void_p, c_int64, c_int, c_int, c_float, c_int64, c_int),
-    "decoder_in": (c_void_p, c_void_p, c_void_p, c_void_p, c_void_p, c_int, c_int64, c_int),
-    "decoder_out": (c_void_p, c_void_p, c_void_p, c_void_p, c_int, c_int64, c_int),
-    "rope": (*_MATRIX, c_void_p, c_void_p, c_int, c_int, c_int, c_int64, c_int),
-}
-OPERATIONS = ("write_kv", "attend", "gather_dense", "merge_partials", "copy_blocks", *_ARGUMENTS)
-_NO_MEMORY, _BAD_BLOCK = 1, 2  # KvqStatus
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,18 +20,7 @@ class Library:
     """One variant of the loaded kernels."""
 
     variant: str
-    write_kv: Any
-    attend: Any
-    gather_dense: Any
-    merge_partials: Any
-    copy_blocks: Any
-    linear: Any
-    gated: Any
-    linear_mlp: Any
-    rms_norm: Any
-    decoder_in: Any
-    decoder_out: Any
-    rope: Any
+    kernels: dict[str, Any]  # by name; each returns a KvqStatus
 
 
 @lru_cache(maxsize=1)
@@ -70,15 +46,15 @@ def variants() -> list[Library] | str:
     library.kvq_cpu_features.restype = ctypes.c_char_p
     best = library.kvq_cpu_features().decode()
     return [
-        Library(variant, *(_function(library, variant, name) for name in OPERATIONS))
+        Library(variant, {name: _kernel(library, variant, name) for name in KERNELS})
         for variant in VARIANTS[VARIANTS.index(best) :]
         if hasattr(library, f"kvq_{variant}_attend")
     ]
 
 
-def _function(library: ctypes.CDLL, variant: str, operation: str) -> Any:
-    function = getattr(library, f"kvq_{variant}_{operation}")
-    function.argtypes = _ARGUMENTS.get(operation)
+def _kernel(library: ctypes.CDLL, variant: str, name: str) -> Any:
+    function = getattr(library, f"kvq_{variant}_{name}")
+    function.argtypes = KERNELS[name]
     return function
 
 
@@ -94,16 +70,18 @@ def loaded() -> Library:
     return library
 
 
-def check(status: int) -> None:
-    """Raise what a kernel's status stands for.
+def run(kernel: str, *arguments: Any) -> None:
+    """Call a kernel of the library.
 
     Raises:
         IndexError: a table or a slot names a block that does not exist; nothing was written.
         MemoryError: no room for scratch memory.
+        UnsupportedKernel: there is no library.
     """
-    if status == _BAD_BLOCK:
+    status = loaded().kernels[kernel](*arguments)
+    if status == NUMBERS["KVQ_BAD_BLOCK"]:
         raise IndexError("a table or a slot names a block outside the pool")
-    if status == _NO_MEMORY:
+    if status == NUMBERS["KVQ_NO_MEMORY"]:
         raise MemoryError("the CPU kernel found no memory for its scratch space")
 
 

@@ -9,6 +9,8 @@ namespace {
 constexpr int MOST_DIM = 4096;  // elements of a row
 constexpr int PAD = 16;  // rows in scratch memory are padded with zeros to a multiple of this
 
+constexpr int bytes_of(int code) { return code == KVQ_FP32 ? 4 : code == KVQ_BF16 || code == KVQ_FP16 ? 2 : 1; }
+
 inline int padded(int dim) { return (dim + PAD - 1) / PAD * PAD; }
 
 inline void read_bf16(float* out, const uint16_t* in, int n) {
@@ -17,12 +19,8 @@ inline void read_bf16(float* out, const uint16_t* in, int n) {
 
 inline void read_fp16(float* out, const uint16_t* in, int n) {
     int i = 0;
-#if defined(__AVX512F__)
-    for (; i + 16 <= n; i += 16)
-        _mm512_storeu_ps(out + i, _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)(in + i))));
-#elif defined(__F16C__)
-    for (; i + 8 <= n; i += 8)
-        _mm256_storeu_ps(out + i, _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)(in + i))));
+#if defined(__F16C__)
+    for (; i + W <= n; i += W) store(out + i, (vf)KVQ_MM(cvtph_ps)(load_as<half_reg>(in + i)));
 #endif
     for (; i < n; i++) out[i] = from_fp16(in[i]);
 }
@@ -34,6 +32,12 @@ inline void read_floats(float* out, const uint8_t* in, int n, int code) {
         read_bf16(out, (const uint16_t*)in, n);
     else
         read_fp16(out, (const uint16_t*)in, n);
+}
+
+// Then zeros up to a whole register.
+inline void read_padded(float* out, const uint8_t* in, int n, int code) {
+    read_floats(out, in, n, code);
+    for (int i = n; i % W; i++) out[i] = 0;
 }
 
 inline void write_floats(uint8_t* out, const float* in, int n, int code) {
@@ -132,17 +136,18 @@ inline void read_grouped(float* out, const uint8_t* codes, const uint16_t* scale
     }
 }
 
-inline const uint8_t* row_codes(const KvqRows& rows, int64_t block, int head, int offset) {
+inline uint8_t* row_codes(const KvqRows& rows, int64_t block, int head, int64_t offset) {
     return rows.codes + block * rows.codes_block + head * rows.codes_head + offset * rows.codes_slot;
+}
+
+inline uint8_t* row_scales(const KvqRows& rows, int64_t block, int head, int64_t offset) {
+    return rows.scales + block * rows.scales_block + head * rows.scales_head + offset * rows.scales_slot;
 }
 
 // Decode one token row into `out`, still rotated. Elements past `dim` stay as they are.
 inline void read_row(float* __restrict out, const KvqRows& rows, int64_t block, int head, int offset) {
     const uint8_t* codes = row_codes(rows, block, head, offset);
-    const uint16_t* scales = nullptr;
-    if (rows.scales)
-        scales = (const uint16_t*)(rows.scales + block * rows.scales_block + head * rows.scales_head +
-                                   offset * rows.scales_slot);
+    const uint16_t* scales = rows.scales ? (const uint16_t*)row_scales(rows, block, head, offset) : nullptr;
     if (rows.code <= KVQ_FP16) return read_floats(out, codes, rows.dim, rows.code);
     if (rows.code == KVQ_INT4) return read_int4(out, codes, scales, rows.dim, rows.group_size);
     if (rows.code == KVQ_GROUPED)

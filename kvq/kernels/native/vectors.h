@@ -13,12 +13,19 @@
 
 namespace {
 
+// W: floats in a register. KVQ_MM(name): the intrinsic of registers that wide. KVQ_LANES(f): f of every lane.
 #if defined(__AVX512F__)
-constexpr int W = 16;  // floats in a register
+constexpr int W = 16;
+#define KVQ_MM(name) _mm512_##name
+#define KVQ_LANES(f) \
+    f(0), f(1), f(2), f(3), f(4), f(5), f(6), f(7), f(8), f(9), f(10), f(11), f(12), f(13), f(14), f(15)
 #elif defined(__AVX2__)
 constexpr int W = 8;
+#define KVQ_MM(name) _mm256_##name
+#define KVQ_LANES(f) f(0), f(1), f(2), f(3), f(4), f(5), f(6), f(7)
 #else
 constexpr int W = 4;
+#define KVQ_LANES(f) f(0), f(1), f(2), f(3)
 #endif
 
 // GCC takes a function that only prefetches for one without any effect, and drops calls of it.
@@ -26,85 +33,78 @@ constexpr int W = 4;
 
 typedef float vf __attribute__((vector_size(W * 4)));
 typedef int32_t vi __attribute__((vector_size(W * 4)));
+#if defined(__AVX512F__)
+typedef __m512i reg;
+typedef __m256i half_reg;
+#elif defined(__AVX2__)
+typedef __m256i reg;
+typedef __m128i half_reg;
+#endif
 
-inline vf load(const float* p) {
-    vf x;
+template <class V>
+inline V load_as(const void* p) {
+    V x;
     memcpy(&x, p, sizeof x);
     return x;
 }
+
+inline vf load(const float* p) { return load_as<vf>(p); }
 
 inline void store(float* p, vf x) { memcpy(p, &x, sizeof x); }
 
 inline vf all(float x) { return x - vf{}; }
 
+// Lane i of the result is lane f(i) of `a`, or lane f(i) - W of `b`.
 #if defined(__clang__)
-#define KVQ_SHUFFLE __builtin_shufflevector
+#define KVQ_PICKED(a, b, f) __builtin_shufflevector(a, b, KVQ_LANES(f))
 #else  // GCC knows that name from version 12 on
-#define KVQ_SHUFFLE(a, b, ...) __builtin_shuffle(a, b, vi{__VA_ARGS__})
+#define KVQ_PICKED(a, b, f) __builtin_shuffle(a, b, vi{KVQ_LANES(f)})
 #endif
 
 // Sums of lanes go by quarters of a register, which is what CPUs shuffle fastest: of four registers into
 // one whose quarters hold the four sums of that quarter, then over quarters.
-#if defined(__AVX512F__)
-#define KVQ_EACH_QUARTER(a, b, c, d) a, b, c, d, a + 4, b + 4, c + 4, d + 4, a + 8, b + 8, c + 8, d + 8, a + 12, b + 12, c + 12, d + 12
-#elif defined(__AVX2__)
-#define KVQ_EACH_QUARTER(a, b, c, d) a, b, c, d, a + 4, b + 4, c + 4, d + 4
-#else
-#define KVQ_EACH_QUARTER(a, b, c, d) a, b, c, d
-#endif
+constexpr int quarter(int i) { return i & ~3; }
+constexpr int first_pairs(int i) { return quarter(i) + (i >> 1 & 1) + (i & 1) * W; }  // 0, W, 1, W + 1 of each quarter
+constexpr int last_pairs(int i) { return first_pairs(i) + 2; }
+constexpr int first_halves(int i) { return quarter(i) + (i & 1) + (i >> 1 & 1) * W; }  // 0, 1, W, W + 1
+constexpr int last_halves(int i) { return first_halves(i) + 2; }
+constexpr int even_quarter(int i) { return i + quarter(i); }
+constexpr int odd_quarter(int i) { return even_quarter(i) + 4; }
 
 // Lane 4 k + i of the result is the sum of lanes 4 k to 4 k + 3 of the i-th argument.
 template <class V>
 inline V quarter_sums(V a, V b, V c, V d) {
-    V ab = KVQ_SHUFFLE(a, b, KVQ_EACH_QUARTER(0, W, 1, W + 1)) + KVQ_SHUFFLE(a, b, KVQ_EACH_QUARTER(2, W + 2, 3, W + 3));
-    V cd = KVQ_SHUFFLE(c, d, KVQ_EACH_QUARTER(0, W, 1, W + 1)) + KVQ_SHUFFLE(c, d, KVQ_EACH_QUARTER(2, W + 2, 3, W + 3));
-    return KVQ_SHUFFLE(ab, cd, KVQ_EACH_QUARTER(0, 1, W, W + 1)) +
-           KVQ_SHUFFLE(ab, cd, KVQ_EACH_QUARTER(2, 3, W + 2, W + 3));
+    V ab = KVQ_PICKED(a, b, first_pairs) + KVQ_PICKED(a, b, last_pairs);
+    V cd = KVQ_PICKED(c, d, first_pairs) + KVQ_PICKED(c, d, last_pairs);
+    return KVQ_PICKED(ab, cd, first_halves) + KVQ_PICKED(ab, cd, last_halves);
 }
 
-#if defined(__AVX2__)
 // Even and odd quarters of a, then of b.
 template <class V>
 inline V even_quarters(V a, V b) {
-#if defined(__AVX512F__)
-    return KVQ_SHUFFLE(a, b, 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27);
-#else
-    return KVQ_SHUFFLE(a, b, 0, 1, 2, 3, 8, 9, 10, 11);
-#endif
+    return KVQ_PICKED(a, b, even_quarter);
 }
 
 template <class V>
 inline V odd_quarters(V a, V b) {
-#if defined(__AVX512F__)
-    return KVQ_SHUFFLE(a, b, 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31);
-#else
-    return KVQ_SHUFFLE(a, b, 4, 5, 6, 7, 12, 13, 14, 15);
-#endif
+    return KVQ_PICKED(a, b, odd_quarter);
 }
 
-template <class V>
-inline V add_quarters(V a, V b) {
-    return even_quarters(a, b) + odd_quarters(a, b);
-}
-#endif
-
-// From W / 4 registers of quarter sums: lane i is the sum of the i-th of W registers.
-template <class V>
-inline V sums_of_quarters(const V x[W / 4]) {
-#if defined(__AVX512F__)
-    return add_quarters(add_quarters(x[0], x[1]), add_quarters(x[2], x[3]));
-#elif defined(__AVX2__)
-    return add_quarters(x[0], x[1]);
-#else
-    return x[0];
-#endif
+// From N registers of quarter sums, of as many quarters: W / 4 give the sums of W registers, lane by lane.
+template <int N, class V>
+inline V sums_of_quarters(const V* x) {
+    if constexpr (N == 1) return x[0];
+    if constexpr (N > 1) {
+        V a = sums_of_quarters<N / 2>(x), b = sums_of_quarters<N / 2>(x + N / 2);
+        return even_quarters(a, b) + odd_quarters(a, b);
+    }
 }
 
 // Lane i of the result is the sum of x[i]'s lanes.
 inline vf sums_of(const vf x[W]) {
     vf quarters[W / 4];
     for (int i = 0; i < W / 4; i++) quarters[i] = quarter_sums(x[4 * i], x[4 * i + 1], x[4 * i + 2], x[4 * i + 3]);
-    return sums_of_quarters(quarters);
+    return sums_of_quarters<W / 4>(quarters);
 }
 
 inline vf maximum(vf a, vf b) { return a > b ? a : b; }
@@ -117,27 +117,20 @@ inline vf swapped(vf x) {
     return y;
 }
 
-inline float sum(vf x) {
-#if defined(__AVX512F__)
-    x += swapped<8>(x);
-#endif
-#if defined(__AVX2__)
-    x += swapped<4>(x);
-#endif
-    x += swapped<2>(x);
-    x += swapped<1>(x);
+// What `join` makes of all lanes.
+template <int H = W / 2, class Join>
+inline float joined(vf x, Join join) {
+    x = join(x, swapped<H>(x));
+    if constexpr (H > 1) return joined<H / 2>(x, join);
     return x[0];
 }
 
+inline float sum(vf x) {
+    return joined(x, [](vf a, vf b) { return a + b; });
+}
+
 inline float largest(vf x) {
-#if defined(__AVX512F__)
-    x = maximum(x, swapped<8>(x));
-#endif
-#if defined(__AVX2__)
-    x = maximum(x, swapped<4>(x));
-#endif
-    x = maximum(x, swapped<2>(x));
-    return maximum(x, swapped<1>(x))[0];
+    return joined(x, [](vf a, vf b) { return maximum(a, b); });
 }
 
 // e^x for x <= 0 to 2 ulp; 0 below -87.
@@ -218,26 +211,19 @@ inline uint16_t to_fp16(float x) {  // nearest even
 
 inline int hadamard_block(int dim) { return dim & -dim; }
 
-// One stage inside a register: lane i becomes x[i] + x[i + H] or x[i - H] - x[i].
-template <int H>
-inline vf butterfly(vf x) {
+// The stages inside a register from H on: lane i becomes x[i] + x[i + H] or x[i - H] - x[i].
+template <int H = 1>
+inline vf butterflies(vf x) {
     vf sign;
     for (int i = 0; i < W; i++) sign[i] = i & H ? -1.0f : 1.0f;
-    return swapped<H>(x) + x * sign;  // the product is exact
+    x = swapped<H>(x) + x * sign;  // the product is exact
+    if constexpr (2 * H < W) x = butterflies<2 * H>(x);
+    return x;
 }
 
 // Rotate a row in place whose blocks are whole registers.
 inline void rotate_wide(float* x, int dim, int block, float scale) {
-    for (int i = 0; i < dim; i += W) {
-        vf y = butterfly<2>(butterfly<1>(load(x + i)));
-#if defined(__AVX2__)
-        y = butterfly<4>(y);
-#endif
-#if defined(__AVX512F__)
-        y = butterfly<8>(y);
-#endif
-        store(x + i, y);
-    }
+    for (int i = 0; i < dim; i += W) store(x + i, butterflies(load(x + i)));
     for (int h = W; h < block; h *= 2)
         for (int at = 0; at < dim; at += 2 * h)
             for (int i = at; i < at + h; i += W) {

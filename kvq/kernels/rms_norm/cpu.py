@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from kvq.errors import ConfigError
-from kvq.kernels.native.library import check, loaded
+from kvq.kernels.native.library import run
 from kvq.kernels.native.structs import DTYPES
 
 
@@ -24,17 +24,6 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         )
     x, weight = x.contiguous(), weight.contiguous()
     out = torch.empty_like(x)
-    check(
-        loaded().rms_norm(
-            x.data_ptr(),
-            weight.data_ptr(),
-            out.data_ptr(),
-            dim,
-            DTYPES[x.dtype],
-            DTYPES[weight.dtype],
-            eps,
-            x.numel() // dim,
-            torch.get_num_threads(),
-        )
-    )
+    sizes = dim, DTYPES[x.dtype], DTYPES[weight.dtype], eps, x.numel() // dim, torch.get_num_threads()
+    run("rms_norm", x.data_ptr(), weight.data_ptr(), out.data_ptr(), *sizes)
     return out

@@ -1,20 +1,13 @@
 // rms_norm on CPUs: see reference.py. A task is a row; squares are summed lane by lane, so rows are alike.
 
-#include "../native/rows.h"
-
-#define NAME_(variant, name) kvq_##variant##_##name
-#define NAME(variant, name) NAME_(variant, name)
+#include "../native/rowwise.h"
 
 namespace {
-
-constexpr int PIECE = 512;                  // elements converted at a time
-constexpr int64_t WORTH_THREADS = 1 << 16;  // elements
 
 // Elements from `first` on as floats, zeros behind the end; how many there are.
 inline int read_piece(float* out, const uint8_t* x, int64_t first, int64_t dim, int code) {
     int n = (int)(dim - first < PIECE ? dim - first : PIECE);
-    read_floats(out, x + first * (code == KVQ_FP32 ? 4 : 2), n, code);
-    for (int i = n; i % W; i++) out[i] = 0;
+    read_padded(out, x + first * bytes_of(code), n, code);
     return n;
 }
 
@@ -31,16 +24,16 @@ inline void normalize(uint8_t* out, const uint8_t* x, const uint8_t* weight, int
         int n = read_piece(a, x, first, dim, code);
         read_piece(b, weight, first, dim, weight_code);
         for (int i = 0; i < n; i += W) store(a + i, load(a + i) * factor * load(b + i));
-        write_floats(out + first * (code == KVQ_FP32 ? 4 : 2), a, n, code);
+        write_floats(out + first * bytes_of(code), a, n, code);
     }
 }
 
 }  // namespace
 
 // `x` and `out` [rows, dim] of `code`, `weight` [dim] of `weight_code`.
-extern "C" int NAME(KVQ_VARIANT, rms_norm)(const uint8_t* x, const uint8_t* weight, uint8_t* out, int64_t dim, int code,
-                                           int weight_code, float eps, int64_t rows, int threads) {
-    int64_t row_bytes = dim * (code == KVQ_FP32 ? 4 : 2);
+KVQ_KERNEL(rms_norm)(const uint8_t* x, const uint8_t* weight, uint8_t* out, int64_t dim, int code, int weight_code,
+                     float eps, int64_t rows, int threads) {
+    int64_t row_bytes = dim * bytes_of(code);
     if (rows * dim < WORTH_THREADS) threads = 1;
 #pragma omp parallel for num_threads(threads) schedule(static)
     for (int64_t row = 0; row < rows; row++)

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from kvq.errors import ConfigError
-from kvq.kernels.native.library import check, loaded
+from kvq.kernels.native.library import run
 from kvq.kernels.native.structs import DTYPES
 
 MOST_DIM = 1024  # elements of a head that rope.cpp has room for
@@ -27,16 +27,5 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor) -> None:
             f"angles [rows, dim], got {x.dtype} {list(x.shape)} and {cos.dtype} {list(cos.shape)}"
         )
     cos, sin = cos.contiguous(), sin.contiguous()
-    check(
-        loaded().rope(
-            x.data_ptr(),
-            x.stride(0) * x.element_size(),
-            cos.data_ptr(),
-            sin.data_ptr(),
-            heads,
-            dim // 2,
-            DTYPES[x.dtype],
-            rows,
-            torch.get_num_threads(),
-        )
-    )
+    sizes = heads, dim // 2, DTYPES[x.dtype], rows, torch.get_num_threads()
+    run("rope", x.data_ptr(), x.stride(0) * x.element_size(), cos.data_ptr(), sin.data_ptr(), *sizes)

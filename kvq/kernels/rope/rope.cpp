@@ -1,23 +1,14 @@
 // rope on CPUs: see reference.py. A task is a row; heads lie one after the other in it.
 
-#include "../native/rows.h"
-
-#define NAME_(variant, name) kvq_##variant##_##name
-#define NAME(variant, name) NAME_(variant, name)
+#include "../native/rowwise.h"
 
 namespace {
 
 constexpr int MOST_HALF = 512;              // elements of half a head
-constexpr int64_t WORTH_THREADS = 1 << 16;  // elements
-
-inline void read_padded(float* out, const uint8_t* x, int n, int code) {
-    read_floats(out, x, n, code);
-    for (int i = n; i % W; i++) out[i] = 0;
-}
 
 inline void turn(uint8_t* row, const uint8_t* cos, const uint8_t* sin, int heads, int half, int code) {
     float c[2][MOST_HALF], s[2][MOST_HALF], a[MOST_HALF], b[MOST_HALF], y[MOST_HALF];
-    int step = half * (code == KVQ_FP32 ? 4 : 2);
+    int step = half * bytes_of(code);
     for (int i = 0; i < 2; i++) {
         read_padded(c[i], cos + i * step, half, code);
         read_padded(s[i], sin + i * step, half, code);
@@ -35,9 +26,9 @@ inline void turn(uint8_t* row, const uint8_t* cos, const uint8_t* sin, int heads
 }  // namespace
 
 // `x` [rows, heads, 2 half] with `x_row` bytes from row to row, `cos` and `sin` [rows, 2 half], all of `code`.
-extern "C" int NAME(KVQ_VARIANT, rope)(uint8_t* x, int64_t x_row, const uint8_t* cos, const uint8_t* sin, int heads,
-                                       int half, int code, int64_t rows, int threads) {
-    int64_t angles = 2 * (int64_t)half * (code == KVQ_FP32 ? 4 : 2);
+KVQ_KERNEL(rope)(uint8_t* x, int64_t x_row, const uint8_t* cos, const uint8_t* sin, int heads, int half, int code,
+                 int64_t rows, int threads) {
+    int64_t angles = 2 * (int64_t)half * bytes_of(code);
     if (rows * heads * half < WORTH_THREADS) threads = 1;
 #pragma omp parallel for num_threads(threads) schedule(static)
     for (int64_t row = 0; row < rows; row++)

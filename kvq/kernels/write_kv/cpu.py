@@ -1,12 +1,10 @@
 """`write_kv` in C++ for CPUs."""
 
-import ctypes
-
 import torch
 from torch import Tensor
 
 from kvq.errors import ConfigError
-from kvq.kernels.native.library import check, loaded
+from kvq.kernels.native.library import run
 from kvq.kernels.native.structs import check_shape, dense_of, layer_of
 from kvq.kernels.paged import PagedKV
 
@@ -29,15 +27,6 @@ def write_kv(k: Tensor, v: Tensor, kv: PagedKV, slots: Tensor) -> Tensor:
     from_v, v = dense_of(v)
     slots = slots.long().contiguous()
     bad = torch.empty(tokens, dtype=torch.bool)
-    check(
-        loaded().write_kv(
-            ctypes.byref(layer_of(kv)),
-            ctypes.byref(from_k),
-            ctypes.byref(from_v),
-            ctypes.c_void_p(slots.data_ptr()),
-            ctypes.c_int64(tokens),
-            ctypes.c_void_p(bad.data_ptr()),
-            torch.get_num_threads(),
-        )
-    )
+    into = bad.data_ptr(), torch.get_num_threads()
+    run("write_kv", layer_of(kv), from_k, from_v, slots.data_ptr(), tokens, *into)
     return bad

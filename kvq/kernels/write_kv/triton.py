@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kvq.kernels.gpu.layer import dense_strides, part_arguments
-from kvq.kernels.gpu.rows import FLOAT, FP8, INT4, rotate
+from kvq.kernels.gpu.rows import FLOAT, FP8, INT4, e4m3, rotate
 from kvq.kernels.paged import PagedKV
 
 _FP32_LARGEST = tl.constexpr(3.4028234663852886e38)
@@ -58,19 +58,6 @@ def _stored_as_bits(part: dict[str, Any], prefix: str) -> dict[str, Any]:
 def _as_scale(x):
     """fp32 as the nearest fp16 number within the range of scales, as fp32."""
     return tl.minimum(tl.maximum(x.to(tl.float16).to(tl.float32), _SMALLEST_SCALE), _FP16_LARGEST)
-
-
-@triton.jit
-def _to_fp8(x):
-    """fp32 -> E4M3FN bytes; see codec/e4m3.py."""
-    x = tl.minimum(tl.maximum(x, -448.0), 448.0)
-    bits = x.to(tl.int32, bitcast=True)
-    sign = (bits >> 24) & 0x80
-    bits = bits & 0x7FFFFFFF
-    magnitude = bits.to(tl.float32, bitcast=True)
-    normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - ((127 - 7) << 3)
-    subnormal = (magnitude + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
-    return (tl.where(magnitude < 0.015625, subnormal, normal) | sign).to(tl.uint8)
 
 
 @triton.jit
@@ -141,14 +128,9 @@ def _write_rows(
         tl.store(codes + at, _as_float(x, codes), mask=mask)
     elif KIND >= INT4:  # or GROUPED
         q = _quantize_groups(x, scales, scales_at, inside, col, DIM, GROUP, BITS, CUT)
-        if BITS & 8:
-            _store_plane(codes + at, q, mask, col, DIM, PAD, 8, 0)
-        if BITS & 4:
-            _store_plane(codes + at, q, mask, col, DIM, PAD, 4, BITS & 8)
-        if BITS & 2:
-            _store_plane(codes + at, q, mask, col, DIM, PAD, 2, BITS & 12)
-        if BITS & 1:
-            _store_plane(codes + at, q, mask, col, DIM, PAD, 1, BITS & 14)
+        for i in tl.static_range(4):
+            if BITS & (8 >> i):
+                _store_plane(codes + at, q, mask, col, DIM, PAD, 8 >> i, BITS & (16 - (16 >> i)))
     else:
         largest: tl.constexpr = 448.0 if KIND == FP8 else 127.0
         if STATIC:
@@ -158,7 +140,8 @@ def _write_rows(
             tl.store(scales + scales_at, scale.to(tl.float16), mask=inside)
         y = tl.div_rn(x, scale[:, None])
         if KIND == FP8:
-            tl.store(codes + at, _to_fp8(y), mask=mask)
+            _, codes_of_y = e4m3(tl.minimum(tl.maximum(y, -largest), largest))
+            tl.store(codes + at, codes_of_y.to(tl.uint8), mask=mask)
         else:
             y = tl.minimum(tl.maximum(tl.floor(y + 0.5), -127.0), 127.0)
             tl.store(codes + at, y.to(tl.int8), mask=mask)

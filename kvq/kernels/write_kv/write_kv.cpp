@@ -3,9 +3,6 @@
 
 #include "../native/rows.h"
 
-#define NAME_(variant, name) kvq_##variant##_##name
-#define NAME(variant, name) NAME_(variant, name)
-
 namespace {
 
 constexpr float FP32_LARGEST = 3.40282346638528859812e38f, FP16_LARGEST = 65504.0f;
@@ -99,11 +96,8 @@ inline void encode_symmetric(uint8_t* codes, const float* x, int dim, int code, 
 // Store the finite row `x`, which is overwritten.
 inline void write_row(float* x, const KvqRows& rows, int64_t block, int head, int64_t offset) {
     int dim = rows.dim;
-    uint8_t* codes = rows.codes + block * rows.codes_block + head * rows.codes_head + offset * rows.codes_slot;
-    uint16_t* scales = nullptr;
-    if (rows.scales)
-        scales = (uint16_t*)(rows.scales + block * rows.scales_block + head * rows.scales_head +
-                             offset * rows.scales_slot);
+    uint8_t* codes = row_codes(rows, block, head, offset);
+    uint16_t* scales = rows.scales ? (uint16_t*)row_scales(rows, block, head, offset) : nullptr;
     if (rows.rotated) {
         float bound = FP32_LARGEST / (float)hadamard_block(dim);
         for (int i = 0; i < dim; i++) x[i] = clamped(x[i], -bound, bound);
@@ -141,8 +135,8 @@ inline bool write_token(const KvqDense& from, const KvqRows& rows, int kv_heads,
 }  // namespace
 
 // Slots are checked before anything is written. `bad`: [tokens], set to 1 where a row was not finite.
-extern "C" int NAME(KVQ_VARIANT, write_kv)(const KvqLayer* layer, const KvqDense* k, const KvqDense* v,
-                                           const int64_t* slots, int64_t tokens, uint8_t* bad, int threads) {
+KVQ_KERNEL(write_kv)(const KvqLayer* layer, const KvqDense* k, const KvqDense* v, const int64_t* slots,
+                     int64_t tokens, uint8_t* bad, int threads) {
     for (int64_t t = 0; t < tokens; t++)
         if (slots[t] < 0 || slots[t] / layer->block_size >= layer->num_blocks) return KVQ_BAD_BLOCK;
     int64_t work = tokens * layer->kv_heads * (layer->k.dim + layer->v.dim);

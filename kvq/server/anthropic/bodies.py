@@ -5,39 +5,122 @@ Fields that nobody here knows are ignored and named, but for those whose loss wo
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, Field, field_validator, model_validator
+from pydantic import BeforeValidator, Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
-from kvq.server.anthropic.blocks import (
-    MAX_BLOCKS,
-    CacheControl,
-    CustomTool,
-    TextBlock,
-    TextBlocks,
-    ToolChoice,
-    ToolResultBlock,
-    ToolUseBlock,
-    blocks_of,
-)
-from kvq.server.bodies import MAX_MESSAGES, CacheSalt
-from kvq.server.ignored import Labelled, check_usual
+from kvq.server.bodies import MAX_MESSAGES, MAX_TOOLS, CacheSalt, FunctionBody
+from kvq.server.complaints import content_of
+from kvq.server.ignored import Body, check_usual
 from kvq.server.strict_json import WHOLE, Flag, JsonObject, LongText, Real
-from kvq.server.tool_bodies import MAX_TOOLS
 
+_MAX_BLOCKS = 1024
+# What other models' turns are made of, beside what is in this module.
+_THOUGHTS = ("thinking", "redacted_thinking", "server_tool_use", "mcp_tool_use", "mcp_tool_result")
 _Share = Annotated[Real, Field(ge=0, le=1)]
 _UNSUPPORTED = ("container", "mcp_servers", "context_management", "compaction", "output_format")
 # What Anthropic's client looks for: it then sends whole conversations, and no thread.
 _NO_THREADS = "thread_unsupported_request"
+_Id = Annotated[str, Field(max_length=256)]
 
 
-class Message(BaseModel):
+class CacheControl(Body):
+    """What lies before it, and the block itself, shall stay cached."""
+
+    type: Literal["ephemeral"]
+    ttl: Literal["5m", "1h"] = "5m"
+
+    @property
+    def seconds(self) -> float:
+        """For how long."""
+        return 300.0 if self.ttl == "5m" else 3600.0
+
+
+class Marked(Body):
+    """Anything that a breakpoint may lie behind."""
+
+    cache_control: CacheControl | None = None
+
+
+class TextBlock(Marked):
+    """Text."""
+
+    type: Literal["text"]
+    text: LongText
+
+
+def _blocks_of(*kinds: str) -> BeforeValidator:
+    """Before blocks of these kinds: a text is one block; others are refused in words."""
+    check = content_of("block", kinds, _THOUGHTS)
+
+    def as_blocks(content: Any) -> Any:
+        return [{"type": "text", "text": content}] if isinstance(content, str) else check(content)
+
+    return BeforeValidator(as_blocks)
+
+
+TextBlocks = Annotated[list[TextBlock], Field(max_length=_MAX_BLOCKS, fail_fast=True), _blocks_of("text")]
+
+
+class ToolUseBlock(Marked):
+    """A call that the assistant made."""
+
+    USUAL: ClassVar = {"caller": {"type": "direct"}}
+    type: Literal["tool_use"]
+    id: _Id
+    name: _Id
+    input: Annotated[JsonObject, Field(max_length=1024)]
+    _is_usual = model_validator(mode="before")(check_usual)
+
+
+class ToolResultBlock(Marked):
+    """What came of a call. Whether it failed is for its text to say: no template asks."""
+
+    LABELS: ClassVar = frozenset(("is_error",))
+    type: Literal["tool_result"]
+    tool_use_id: _Id
+    content: TextBlocks = Field([])
+
+
+class CustomTool(FunctionBody, Marked):
+    """A function that the model may call; Anthropic's own tools are not here."""
+
+    LABELS: ClassVar = frozenset(("eager_input_streaming",))  # as arguments always come here
+    USUAL: ClassVar = {"allowed_callers": ["direct"], "defer_loading": False}
+    type: Literal["custom"] = "custom"
+    parameters: Annotated[JsonObject, Field(alias="input_schema", max_length=256)]
+    _is_usual = model_validator(mode="before")(check_usual)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _is_the_clients_own(cls, tool: Any) -> Any:
+        kind = tool.get("type", "custom") if isinstance(tool, dict) else "custom"
+        if kind != "custom":
+            raise ValueError(f"tools of type {kind!r:.50} are not supported, only custom ones")
+        return tool
+
+
+class ToolChoice(Body):
+    """Which tools may or have to be called."""
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: _Id | None = None
+    disable_parallel_tool_use: Flag = False
+
+    @model_validator(mode="after")
+    def _names_its_tool(self) -> "ToolChoice":
+        if (self.type == "tool") != (self.name is not None):
+            raise ValueError("a name belongs to type tool")
+        return self
+
+
+class Message(Body):
     """One turn."""
 
     role: Literal["user", "assistant"]
     content: Annotated[
         list[Annotated[TextBlock | ToolUseBlock | ToolResultBlock, Field(discriminator="type")]],
-        Field(max_length=MAX_BLOCKS, fail_fast=True),
-        blocks_of("text", "tool_use", "tool_result"),
+        Field(max_length=_MAX_BLOCKS, fail_fast=True),
+        _blocks_of("text", "tool_use", "tool_result"),
     ]
 
     @model_validator(mode="after")
@@ -49,40 +132,40 @@ class Message(BaseModel):
         return self
 
 
-class Thinking(BaseModel):
+class Thinking(Body):
     """Whether the model shall think; it can't be told to."""
 
     type: Literal["disabled"]
 
 
-class OutputFormat(BaseModel):
+class OutputFormat(Body):
     """What the text has to be."""
 
     type: Literal["json_schema"]
     definition: JsonObject = Field(alias="schema")
 
 
-class OutputConfig(BaseModel):
+class OutputConfig(Body):
     """How to answer; `effort` is not known."""
 
     format: OutputFormat | None = None
 
 
-class Metadata(BaseModel):
+class Metadata(Body):
     """Of the request; not used."""
 
     user_id: Annotated[str, Field(max_length=256)] | None = None
 
 
-class PromptBody(Labelled, BaseModel):
+class PromptBody(Body):
     """What a prompt is made of, and what else may be asked about one that is only counted."""
 
     LABELS: ClassVar = frozenset(("user_profile_id",))
     USUAL: ClassVar = {"speed": "standard"}
     model: Annotated[str, Field(max_length=1024)]
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
-    system: TextBlocks = []
-    tools: Annotated[list[CustomTool], Field(max_length=MAX_TOOLS)] = []
+    system: TextBlocks = Field([])
+    tools: Annotated[list[CustomTool], Field(max_length=MAX_TOOLS)] = Field([])
     tool_choice: ToolChoice = ToolChoice(type="auto")
     thinking: Thinking | None = None
     cache_control: CacheControl | None = None  # behind the last block
@@ -115,7 +198,7 @@ class MessagesBody(PromptBody):
     temperature: _Share = 1.0
     top_p: _Share | None = None
     top_k: Annotated[int, Field(strict=True, ge=0, le=1 << 30), WHOLE] | None = None
-    stop_sequences: Annotated[list[LongText], Field(max_length=64)] = []
+    stop_sequences: Annotated[list[LongText], Field(max_length=64)] = Field([])
     stream: Flag = False
     metadata: Metadata | None = None
     service_tier: Literal["auto", "standard_only"] = "auto"

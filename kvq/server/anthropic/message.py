@@ -1,5 +1,6 @@
-"""`POST /v1/messages`."""
+"""`POST /v1/messages`: an answer's content, block by block, and the events that tell of it."""
 
+import json
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
@@ -9,23 +10,37 @@ from kvq.engine import SamplingParams, StructuredOutput
 from kvq.engine.intake import Origin, Terms
 from kvq.engine.outputs import Piece, PromptUse
 from kvq.server.anthropic.bodies import MessagesBody
-from kvq.server.anthropic.content import Content, Event
-from kvq.server.anthropic.offer import offer_of
-from kvq.server.anthropic.prompt import prompt_pins, prompt_tokens
+from kvq.server.anthropic.prompt import conversation, prompt_pins
 from kvq.server.messages import Ended
-from kvq.server.sampling import engine_refusals, same_fields, schema_text
+from kvq.server.respond import Call
+from kvq.server.sampling import params_of, schema_text
 from kvq.server.seating import Seats
 from kvq.server.service import Service
-from kvq.server.tools.calling import Offer
+from kvq.server.tools import (
+    CallArguments,
+    CallStart,
+    Named,
+    Offer,
+    Parser,
+    Text,
+    Tool,
+    ToolCalling,
+    ToolChoice,
+)
+from kvq.server.tools import Event as Found
+
+Event = dict[str, Any]
+
+_CHOICES: dict[str, ToolChoice] = {"auto": "auto", "any": "required", "none": "none"}
 
 
-class MessageCall:
+class MessageCall(Call):
     """One request. The whole answer is what the events of the streamed one add up to."""
 
     def __init__(self, service: Service, body: MessagesBody, tenant: str) -> None:
         """Raises Problem: something in it that this server does not do."""
         service.check_model(body.model)
-        offer = offer_of(body, service.tools)
+        offer = _offer(body, service.tools)
         self._params = _params(body, offer)
         self._service = service
         self._body = body
@@ -36,24 +51,12 @@ class MessageCall:
         self._usage: dict[str, int] = {}
         self.seats = Seats()
 
-    is_heavy = False
-
     async def answer(self) -> dict[str, Any]:
-        """The whole answer.
-
-        Raises:
-            Problem: it can't be served, or failed.
-        """
         async for _ in self.chunks():
             pass
         return self._message(self._content.blocks, self._ending(), self._usage)
 
     async def chunks(self) -> AsyncGenerator[Event]:
-        """The answer's events, as they come.
-
-        Raises:
-            Problem: it can't be served, or failed on the way.
-        """
         async with aclosing(await self._stream()) as messages:
             async for message in messages:
                 if isinstance(message, Ended):
@@ -73,7 +76,7 @@ class MessageCall:
 
     async def _stream(self) -> AsyncGenerator[Piece | Ended]:
         prompts = self._service.prompts
-        tokens = await prompt_tokens(prompts, self._body, self._tenant)
+        tokens = await prompts.chat(conversation(self._body), tenant=self._tenant)
         pins = await prompt_pins(prompts, self._body, tokens, self._tenant)
         origin = Origin(tenant=self._tenant, cache_salt=self._body.cache_salt)
         return self._service.stream(tokens, Terms(params=self._params, origin=origin, pins=pins), self.seats)
@@ -93,18 +96,89 @@ class MessageCall:
         return head | {"content": content} | ending | {"usage": usage | {"service_tier": "standard"}}
 
 
+class Content:
+    """The blocks of an answer while it is written."""
+
+    def __init__(self, parser: Parser | None) -> None:
+        """Without a parser all is text."""
+        self.blocks: list[dict[str, Any]] = []
+        self._parser = parser
+        self._arguments: list[str] = []  # of the last block, if it is a call
+        self._is_open = False
+
+    @property
+    def has_calls(self) -> bool:
+        """True if the answer calls a tool."""
+        return any(block["type"] == "tool_use" for block in self.blocks)
+
+    def feed(self, text: str) -> list[Event]:
+        """Go on with the answer; what there is to tell of it."""
+        found = [Text(text)] if self._parser is None else self._parser.feed(text)
+        return [event for one in found for event in self._take(one)]
+
+    def close(self) -> list[Event]:
+        """End the answer."""
+        found = [] if self._parser is None else self._parser.close()
+        return [*(event for one in found for event in self._take(one)), *self._stop()]
+
+    def _take(self, found: Found) -> list[Event]:
+        if isinstance(found, CallStart):
+            return self._start({"type": "tool_use", "id": found.id, "name": found.name, "input": {}})
+        if isinstance(found, CallArguments):
+            self._arguments.append(found.text)
+            return [self._delta({"type": "input_json_delta", "partial_json": found.text})]
+        if not found.text:
+            return []
+        is_text = self._is_open and self.blocks[-1]["type"] == "text"
+        started = [] if is_text else self._start({"type": "text", "text": ""})
+        self.blocks[-1]["text"] += found.text
+        return [*started, self._delta({"type": "text_delta", "text": found.text})]
+
+    def _start(self, block: dict[str, Any]) -> list[Event]:
+        stopped = self._stop()
+        self.blocks.append(block)
+        self._is_open = True
+        started = {
+            "type": "content_block_start",
+            "index": len(self.blocks) - 1,
+            "content_block": dict(block),
+        }
+        return [*stopped, started]
+
+    def _stop(self) -> list[Event]:
+        if not self._is_open:
+            return []
+        self._is_open = False
+        if self.blocks[-1]["type"] == "tool_use":
+            self.blocks[-1]["input"] = _object("".join(self._arguments))
+            self._arguments.clear()
+        return [{"type": "content_block_stop", "index": len(self.blocks) - 1}]
+
+    def _delta(self, delta: dict[str, Any]) -> Event:
+        return {"type": "content_block_delta", "index": len(self.blocks) - 1, "delta": delta}
+
+
+def _offer(body: MessagesBody, calling: ToolCalling) -> Offer | None:
+    choice = body.tool_choice
+    return calling.offer(
+        [Tool(name=tool.name, parameters=tool.parameters) for tool in body.tools],
+        choice=_CHOICES[choice.type] if choice.name is None else Named(choice.name),
+        parallel=not choice.disable_parallel_tool_use,
+        is_formatted=body.output_config is not None and body.output_config.format is not None,
+    )
+
+
 def _params(body: MessagesBody, offer: Offer | None) -> SamplingParams:
     format = None if body.output_config is None else body.output_config.format
     schema = None if format is None else schema_text(format.definition)
-    with engine_refusals():
-        others = {
-            "top_p": 1.0 if body.top_p is None else body.top_p,
-            "top_k": body.top_k or None,  # 0 keeps all
-            "stop": body.stop_sequences,
-            "structured": None if schema is None else StructuredOutput(json_schema=schema),
-        }
-        params = SamplingParams(**same_fields(body) | others)
-        return params if offer is None else offer.params(params)
+    others = {
+        "top_p": 1.0 if body.top_p is None else body.top_p,
+        "top_k": body.top_k or None,  # 0 keeps all
+        "stop": body.stop_sequences,
+        "structured": None if schema is None else StructuredOutput(json_schema=schema),
+    }
+    params = params_of(body, others)
+    return params if offer is None else offer.params(params)
 
 
 def _usage(prompt: PromptUse) -> dict[str, int]:
@@ -116,3 +190,12 @@ def _usage(prompt: PromptUse) -> dict[str, int]:
         "cache_read_input_tokens": prompt.cached,
         "output_tokens": 0,
     }
+
+
+def _object(text: str) -> dict[str, Any]:
+    """Arguments as the object that they are; empty if the model wrote something else, or was broken off."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return {}
+    return value if isinstance(value, dict) else {}

@@ -1,18 +1,27 @@
-"""The tokens of a conversation, and which prefixes of them shall stay cached."""
+"""The tokens of a conversation as the model's chat template has it, and what shall stay cached of them."""
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import groupby
+from typing import Any, TypeVar
 
 from kvq.engine import PrefixPin
-from kvq.server.anthropic.bodies import PromptBody
-from kvq.server.anthropic.turns import breakpoints, conversation
-from kvq.server.prompts import Prompts
+from kvq.server.anthropic.bodies import (
+    CacheControl,
+    CustomTool,
+    Message,
+    PromptBody,
+    TextBlock,
+    ToolResultBlock,
+    ToolUseBlock,
+)
+from kvq.server.bodies import CalledFunction, ChatMessage, ToolCallBody
+from kvq.server.problems import Problem
+from kvq.server.prompts import Conversation, Prompts
 
-
-async def prompt_tokens(prompts: Prompts, body: PromptBody, tenant: str) -> list[int]:
-    """Token ids of the prompt.
-
-    Raises:
-        Problem: the model has no template, or its template refuses the conversation.
-    """
-    return await prompts.chat(conversation(body), tenant=tenant)
+T = TypeVar("T")
+_MAX_BREAKPOINTS = 4
+_OTHER = "\ue000"  # for private use: nobody's text goes on with it
 
 
 async def prompt_pins(prompts: Prompts, body: PromptBody, tokens: list[int], tenant: str) -> list[PrefixPin]:
@@ -23,12 +32,122 @@ async def prompt_pins(prompts: Prompts, body: PromptBody, tokens: list[int], ten
     Raises:
         Problem: too many breakpoints, or the template takes too long.
     """
-    found = breakpoints(body)
+    found = _breakpoints(body)
     if not found:
         return []
-    others = [conversation(body, changed=block) for block, _ in found]
+    others = [_changed(body, blocks, at) for blocks, at, _ in found]
     lengths = await prompts.shared_lengths(tokens, conversation(body), others, tenant=tenant)
     return [
         PrefixPin(length=length, seconds=control.seconds)
-        for length, (_, control) in zip(lengths, found, strict=True)
+        for length, (_, _, control) in zip(lengths, found, strict=True)
     ]
+
+
+def _breakpoints(body: PromptBody) -> list[tuple[list[Any], int, CacheControl]]:
+    """Where the blocks are that breakpoints lie behind."""
+    lists: list[list[Any]] = [body.tools, body.system, *(message.content for message in body.messages)]
+    places = [(blocks, at, block.cache_control) for blocks in lists for at, block in enumerate(blocks)]
+    if places and places[-1][2] is None:
+        places[-1] = (*places[-1][:2], body.cache_control)
+    found = [(blocks, at, control) for blocks, at, control in places if control is not None]
+    if len(found) > _MAX_BREAKPOINTS:
+        raise Problem(400, f"cache_control may stand {_MAX_BREAKPOINTS} times, it stands {len(found)} times")
+    return found
+
+
+def _changed(body: PromptBody, blocks: list[Any], at: int) -> Conversation:
+    """The conversation if something else followed a block; the body is as before in the end."""
+    block = blocks[at]
+    others = [block]
+    if isinstance(block, CustomTool):
+        others.append(block.model_copy(update={"name": _OTHER, "description": _OTHER, "parameters": {}}))
+    elif isinstance(block, TextBlock):
+        others = [block.model_copy(update={"text": block.text + _OTHER})]
+    elif isinstance(block, ToolResultBlock):
+        content = [*block.content, TextBlock(type="text", text=_OTHER)]
+        others = [block.model_copy(update={"content": content})]
+    elif isinstance(block, ToolUseBlock):
+        others = [block.model_copy(update={"input": block.input | {_OTHER: ""}})]
+    blocks[at : at + 1] = others
+    changed = conversation(body)
+    blocks[at : at + len(others)] = [block]
+    return changed
+
+
+def conversation(body: PromptBody) -> Conversation:
+    """What the model's template is given.
+
+    Turns of one role after another are one turn, as Anthropic has it: templates want roles to alternate.
+    A last turn of the assistant is continued.
+
+    Raises:
+        Problem: it can't be.
+    """
+    messages: list[ChatMessage] = []
+    if body.system:
+        messages.append(ChatMessage(role="system", content=_text(body.system)))
+    names: dict[str, str] = {}  # of the tools that were called
+    for role, turns in groupby(body.messages, key=lambda message: message.role):
+        if role == "user":
+            messages += _user(list(turns), names)
+        else:
+            messages.append(_assistant(list(turns), names))
+    options = _ending(body.messages[-1])
+    if body.tools and body.tool_choice.type != "none":  # else nobody would read the model's calls
+        told = {"name", "description", "parameters"}
+        functions = [tool.model_dump(include=told, exclude_none=True) for tool in body.tools]
+        options["tools"] = [{"type": "function", "function": function} for function in functions]
+    return Conversation(messages=messages, options=options)
+
+
+def _user(turns: Sequence[Message], names: dict[str, str]) -> Iterator[ChatMessage]:
+    """Results of calls are turns of their own."""
+    parts: list[str | ChatMessage] = []
+    for turn in turns:
+        for is_result, blocks in groupby(turn.content, key=lambda block: isinstance(block, ToolResultBlock)):
+            if is_result:
+                parts += [_result(block, names) for block in _only(ToolResultBlock, blocks)]
+            else:
+                parts.append(_text(_only(TextBlock, blocks)))
+    for is_text, run in groupby(parts, key=lambda part: isinstance(part, str)):
+        if is_text:
+            yield ChatMessage(role="user", content="\n\n".join(_only(str, run)))
+        else:
+            yield from _only(ChatMessage, run)
+
+
+def _result(block: ToolResultBlock, names: dict[str, str]) -> ChatMessage:
+    named = {"name": names[block.tool_use_id]} if block.tool_use_id in names else {}
+    return ChatMessage.model_validate(
+        {"role": "tool", "tool_call_id": block.tool_use_id, "content": _text(block.content)} | named
+    )
+
+
+def _assistant(turns: Sequence[Message], names: dict[str, str]) -> ChatMessage:
+    texts = [_text(_only(TextBlock, turn.content)) for turn in turns]
+    calls = []
+    for block in (block for turn in turns for block in _only(ToolUseBlock, turn.content)):
+        names[block.id] = block.name
+        function = CalledFunction(name=block.name, arguments=json.dumps(block.input, ensure_ascii=False))
+        calls.append(ToolCallBody(id=block.id, function=function))
+    content = "\n\n".join(text for text in texts if text)
+    return ChatMessage(role="assistant", content=content, tool_calls=calls or None)
+
+
+def _ending(last: Message) -> dict[str, Any]:
+    if last.role == "user":
+        return {"add_generation_prompt": True}
+    text = _text(_only(TextBlock, last.content[-1:]))
+    if not text or text[-1].isspace():
+        raise Problem(
+            400, "the assistant's last turn is continued: it has to end in text, and not in white space"
+        )
+    return {"continue_final_message": True}
+
+
+def _only(kind: type[T], items: Iterable[object]) -> list[T]:
+    return [item for item in items if isinstance(item, kind)]
+
+
+def _text(blocks: Iterable[TextBlock]) -> str:
+    return "".join(block.text for block in blocks)

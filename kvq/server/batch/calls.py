@@ -2,15 +2,14 @@
 
 import asyncio
 import logging
-from collections.abc import Callable
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
 from pydantic import ValidationError
 
 from kvq.errors import EngineError
 from kvq.server.batch.lines import FIELDS, Line
-from kvq.server.batch.turns import Turns
 from kvq.server.bodies import ChatBody, CompletionBody
 from kvq.server.chat import Chat
 from kvq.server.complaints import of_body
@@ -44,7 +43,7 @@ class Calls:
         """`on_ignored` is told the names of fields that were ignored, once for each line that has any."""
         self._service = service
         self._on_ignored = on_ignored
-        self._turns = Turns()
+        self._room = _Room()
         self._grammars = asyncio.Semaphore(_GRAMMARS)
 
     async def answer(self, line: Line) -> dict[str, Any]:
@@ -68,7 +67,7 @@ class Calls:
         async with AsyncExitStack() as stack:
             if _MAY_HAVE_GRAMMAR & line.body.keys():
                 await stack.enter_async_context(self._grammars)
-            await stack.enter_async_context(self._turns.alone() if alone else self._turns.beside())
+            await stack.enter_async_context(self._room.enter(alone=alone))
             await self._until_ready()
             try:
                 return await self._call(body).answer()
@@ -117,3 +116,28 @@ class Calls:
             names.append(safe_name(line.unknown))
         if names:
             self._on_ignored(names)
+
+
+class _Room:
+    """For many side by side, or one alone; who wants to be alone goes before those who come after."""
+
+    def __init__(self) -> None:
+        self._changed = asyncio.Condition()
+        self._num_inside = 0
+        self._num_alone = 0  # or who want to be
+
+    @asynccontextmanager
+    async def enter(self, *, alone: bool) -> AsyncIterator[None]:
+        self._num_alone += alone
+        try:
+            async with self._changed:
+                await self._changed.wait_for(lambda: not (self._num_inside if alone else self._num_alone))
+                self._num_inside += 1
+            try:
+                yield
+            finally:
+                self._num_inside -= 1
+        finally:
+            self._num_alone -= alone
+            async with self._changed:
+                self._changed.notify_all()

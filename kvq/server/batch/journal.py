@@ -11,8 +11,7 @@ from typing import BinaryIO, Self
 
 from kvq.errors import ConfigError
 from kvq.fileio import NEW, PRIVATE, check_writable, keep_permissions
-from kvq.server.batch.lines import Fault, Line
-from kvq.server.batch.results import BEGIN, Result, parse_result
+from kvq.server.batch.lines import BEGIN, Fault, Line, Result, parse_result
 
 _FINISHED, _SEEN = 1, 2  # has a result; was in the input of this run
 

@@ -1,9 +1,10 @@
-"""The lines of a batch, in OpenAI's format, one at a time."""
+"""The lines of a batch and of its results, in OpenAI's format, one at a time."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import msgspec
 
@@ -13,6 +14,9 @@ MAX_LINE = 8 << 20  # bytes, as many as the server takes for one request
 MAX_CUSTOM_ID = 512  # characters
 FIELDS = ("custom_id", "method", "url", "body")
 _BOM = b"\xef\xbb\xbf"
+_ID = "batch_req_"
+BEGIN = f'{{"id":"{_ID}'.encode()  # every line that we write begins so
+_PASSING = (429, 500, 502, 503, 504)  # statuses that are not the request's own fault
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,3 +88,65 @@ def parse_line(number: int, raw: bytes) -> Line:
 def _faulty(number: int, custom_id: str | None, message: str) -> Line:
     fault = Fault(code="invalid_line", message=f"line {number}: {message}")
     return Line(number=number, custom_id=custom_id, fault=fault)
+
+
+class Response(msgspec.Struct, frozen=True):
+    """What is read again of a request that was run."""
+
+    status_code: int
+
+
+class Error(msgspec.Struct, frozen=True):
+    """What is read again of a line that was no request."""
+
+    code: str
+    line: int
+
+
+class Result(msgspec.Struct, frozen=True):
+    """What is read again of a line."""
+
+    id: str
+    custom_id: str | None
+    response: Response | None
+    error: Error | None
+
+    @property
+    def is_failed(self) -> bool:
+        """True unless it holds an answer."""
+        return self.response is None or self.response.status_code != 200
+
+    @property
+    def is_passing(self) -> bool:
+        """True if it failed by the engine or for too much load, so that it may succeed another time."""
+        return self.response is not None and self.response.status_code in _PASSING
+
+
+_decoder = msgspec.json.Decoder(Result)
+
+
+def parse_result(raw: bytes) -> Result | None:
+    """A line that we wrote; None if it is something else."""
+    try:
+        result = _decoder.decode(raw)
+    except (msgspec.DecodeError, ValueError, RecursionError):
+        return None
+    return result if result.id.startswith(_ID) and (result.response or result.error) else None
+
+
+def encode_answer(line: Line, body: dict[str, Any], status: int = 200) -> bytes:
+    """The result of a request; of one that was refused, or failed, the error object."""
+    response = {"status_code": status, "request_id": f"req_{uuid4().hex}", "body": body}
+    return _encode(line.custom_id, response, None)
+
+
+def encode_fault(line: Line) -> bytes:
+    """Of a line that is no request."""
+    assert line.fault is not None, "only a faulty line has a fault"
+    error = {"code": line.fault.code, "message": line.fault.message, "line": line.number}
+    return _encode(line.custom_id, None, error)
+
+
+def _encode(custom_id: str | None, response: dict[str, Any] | None, error: dict[str, Any] | None) -> bytes:
+    line = {"id": _ID + uuid4().hex, "custom_id": custom_id, "response": response, "error": error}
+    return msgspec.json.encode(line)

@@ -13,11 +13,11 @@ from typing import Any
 from kvq.errors import ConfigError, EngineError
 from kvq.models.resolve import ModelSource, resolve_model
 from kvq.models.tokenizer import load_tokenizer
-from kvq.server.admission import Admission, AdmissionConfig
+from kvq.server.admission import AdmissionConfig
 from kvq.server.batch.calls import Calls
 from kvq.server.batch.journal import Journal
-from kvq.server.batch.lines import Line, read_lines
-from kvq.server.batch.results import encode_answer, encode_fault, encode_problem
+from kvq.server.batch.lines import Line, encode_answer, encode_fault, read_lines
+from kvq.server.config import ServerConfig
 from kvq.server.logs import LogConfig
 from kvq.server.messages import Start
 from kvq.server.problems import Problem
@@ -125,7 +125,6 @@ class _Batch:
         self._progress = progress
         self._on_model = on_model
         self._total: int | None = None
-        self._why_failed = ""
         self.summary = Summary(num_failed=journal.num_failed)
 
     async def run(self) -> Summary:
@@ -140,9 +139,13 @@ class _Batch:
 
     async def _run(self) -> None:
         config, lines = self._config, self._unfinished()
-        first = await self._first(lines)
-        if first is None:
+        for first in lines:  # found before an engine is started for nothing
+            if first is not None:
+                break
+            await asyncio.sleep(0)
+        else:
             return
+        why_failed: list[str] = []
         options = dict(config.engine)
         source = resolve_model(
             config.model, revision=options.pop("revision", None), token=options.pop("token", None)
@@ -150,7 +153,7 @@ class _Batch:
         start = Start(
             folder=str(source.folder), kv=config.kv, options=options, log=LogConfig(level="warning")
         )
-        service = _service(config, source, Remote(start, on_failed=self._note_failure))
+        service = _service(config, source, Remote(start, on_failed=why_failed.append))
         try:
             self._on_model(source, (await service.remote.start()).model_digest)
             began = monotonic()
@@ -159,17 +162,10 @@ class _Batch:
             finally:
                 self.summary.seconds = monotonic() - began
         except EngineError as error:
-            raise EngineError(f"{self._why_failed or error}; run the same command again to go on") from error
+            reason = why_failed[-1] if why_failed else error
+            raise EngineError(f"{reason}; run the same command again to go on") from error
         finally:
             await service.close()
-
-    async def _first(self, lines: Iterator[Line | None]) -> Line | None:
-        """The first line to answer, found before an engine is started for nothing."""
-        for line in lines:
-            if line is not None:
-                return line
-            await asyncio.sleep(0)
-        return None
 
     async def _answer_all(self, calls: Calls, lines: Iterator[Line | None]) -> None:
         """Answer lines, so many at a time as are allowed; whoever is free takes the next."""
@@ -201,7 +197,7 @@ class _Batch:
             body = await calls.answer(line)
         except Problem as problem:
             self.summary.num_failed += 1
-            return encode_problem(line, problem)
+            return encode_answer(line, problem.body(), problem.status)
         self.summary.take(body["usage"])
         return encode_answer(line, body)
 
@@ -230,9 +226,6 @@ class _Batch:
         self._total = count
         self._show()
 
-    def _note_failure(self, reason: str) -> None:
-        self._why_failed = reason
-
 
 def _service(config: BatchConfig, source: ModelSource, remote: Remote) -> Service:
     """Over an engine that is yet to be started, before which as many lines may wait as are held."""
@@ -241,14 +234,8 @@ def _service(config: BatchConfig, source: ModelSource, remote: Remote) -> Servic
     setup = Setup(folder=str(source.folder), is_text_template=tools.is_text_template)
     prompts = Prompts(Readers(setup), tokenizer, deadline_s=_TOKENIZE_S)
     name = config.served_model_name or source.name
-    return Service(
-        name,
-        remote,
-        prompts,
-        tools=tools,
-        admission=Admission(_BOUNDLESS),
-        is_strict=config.strict_requests,
-    )
+    options = ServerConfig(admission=_BOUNDLESS, timeout_s=None, strict_requests=config.strict_requests)
+    return Service(name, remote, prompts, options, tools=tools)
 
 
 def _first_of(errors: BaseExceptionGroup[BaseException]) -> BaseException:

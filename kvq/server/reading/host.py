@@ -18,23 +18,7 @@ from kvq.errors import KVQError, RequestError
 from kvq.models.prompts import PromptEncoder, TemplateFails, TooLong
 from kvq.models.tokenizer import load_tokenizer
 from kvq.server.frames import Decoder, encode
-from kvq.server.reading.jobs import (
-    Chat,
-    Decode,
-    FromReader,
-    Job,
-    Loaded,
-    Numbers,
-    Piece,
-    Refusal,
-    Said,
-    Setup,
-    Shared,
-    Text,
-    ToReader,
-    pack,
-    unpack,
-)
+from kvq.server.reading.jobs import FromReader, Job, Loaded, Piece, Refusal, Setup, ToReader
 from kvq.server.reading.pieces import put_together
 
 ID_BYTES = 4  # of a process id, and of an exit status
@@ -129,7 +113,7 @@ def read_jobs(descriptor: int, encoder: PromptEncoder, memory_bytes: int) -> NoR
 
 def _answer(encoder: PromptEncoder, job: Job, pieces: list[str]) -> FromReader:
     try:
-        return _do(encoder, put_together(job, pieces))
+        return put_together(job, pieces).do(encoder)
     except RequestError as error:
         return Refusal(
             reason=str(error),
@@ -140,24 +124,6 @@ def _answer(encoder: PromptEncoder, job: Job, pieces: list[str]) -> FromReader:
         os._exit(NO_MEMORY)
     except Exception as error:  # noqa: BLE001 - this job's, whatever it is; its words may quote a prompt
         return Refusal(reason=f"the tokenizer failed: {type(error).__name__}", has_failed=True)
-
-
-def _do(encoder: PromptEncoder, job: Job) -> FromReader:
-    if isinstance(job, Text):
-        tokens = encoder.encode(job.text, special=job.special, plain=job.plain, max_tokens=job.max_tokens)
-        return _numbers(job, tokens)
-    if isinstance(job, Chat):
-        return _numbers(job, encoder.encode_chat(job.turns, job.options, max_tokens=job.max_tokens))
-    if isinstance(job, Shared):
-        return Numbers(packed=pack(encoder.shared_lengths(unpack(job.tokens), job.whole, job.others)))
-    assert isinstance(job, Decode), "there are no others"
-    return Said(text=encoder.decode(unpack(job.tokens)))
-
-
-def _numbers(job: Job, tokens: list[int]) -> FromReader:
-    if len(tokens) > job.most_told:
-        return Refusal(reason=f"it has {len(tokens)} tokens; {job.most_told} are allowed here")
-    return Numbers(packed=pack(tokens))
 
 
 def _limit_memory(extra_bytes: int) -> None:

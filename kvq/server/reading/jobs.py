@@ -3,6 +3,7 @@
 from array import array
 from typing import Any
 
+from kvq.models.prompts import PromptEncoder
 from kvq.server.messages import Message
 
 
@@ -19,50 +20,6 @@ class Loaded(Message, frozen=True):
     """Its answer."""
 
     refusal: str | None = None
-
-
-class Job(Message, frozen=True, kw_only=True):
-    """One to be done."""
-
-    processor_s: float = 0.0  # that it may take; it ends the process
-    most_told: int = 1 << 20  # token ids of an answer
-
-
-class Piece(Message, frozen=True):
-    """Of a long text in the job that follows; see `in_pieces`."""
-
-    text: str
-
-
-class Text(Job, frozen=True, kw_only=True):
-    """A text to tokenize."""
-
-    text: str
-    special: bool  # with what the tokenizer puts around it
-    plain: bool  # it holds no control tokens, whatever it spells
-    max_tokens: int | None
-
-
-class Chat(Job, frozen=True, kw_only=True):
-    """A conversation to render and tokenize."""
-
-    turns: list[dict[str, Any]]  # with a number for a content that came in so many pieces
-    options: dict[str, Any]
-    max_tokens: int | None
-
-
-class Shared(Job, frozen=True, kw_only=True):
-    """How many tokens a conversation shares with others from the start."""
-
-    tokens: bytes
-    whole: tuple[list[dict[str, Any]], dict[str, Any]]
-    others: list[tuple[list[dict[str, Any]], dict[str, Any]]]
-
-
-class Decode(Job, frozen=True, kw_only=True):
-    """Token ids whose text is wanted."""
-
-    tokens: bytes
 
 
 class Numbers(Message, frozen=True):
@@ -86,7 +43,77 @@ class Refusal(Message, frozen=True):
     has_failed: bool = False
 
 
-ToHost = Setup
+class Job(Message, frozen=True, kw_only=True):
+    """One to be done."""
+
+    processor_s: float = 0.0  # that it may take; it ends the process
+    most_told: int = 1 << 20  # token ids of an answer
+
+    def do(self, encoder: PromptEncoder) -> Numbers | Said | Refusal:
+        """Its answer. Raises RequestError: it can't be done."""
+        raise NotImplementedError
+
+    def _told(self, tokens: list[int]) -> Numbers | Refusal:
+        if len(tokens) > self.most_told:
+            return Refusal(reason=f"it has {len(tokens)} tokens; {self.most_told} are allowed here")
+        return Numbers(packed=pack(tokens))
+
+
+class Piece(Message, frozen=True):
+    """Of a long text in the job that follows; see `in_pieces`."""
+
+    text: str
+
+
+class Text(Job, frozen=True, kw_only=True):
+    """A text to tokenize."""
+
+    text: str
+    special: bool  # with what the tokenizer puts around it
+    plain: bool  # it holds no control tokens, whatever it spells
+    max_tokens: int | None
+
+    def do(self, encoder: PromptEncoder) -> Numbers | Refusal:
+        """Its token ids."""
+        return self._told(
+            encoder.encode(self.text, special=self.special, plain=self.plain, max_tokens=self.max_tokens)
+        )
+
+
+class Chat(Job, frozen=True, kw_only=True):
+    """A conversation to render and tokenize."""
+
+    turns: list[dict[str, Any]]  # with a number for a content that came in so many pieces
+    options: dict[str, Any]
+    max_tokens: int | None
+
+    def do(self, encoder: PromptEncoder) -> Numbers | Refusal:
+        """Its token ids."""
+        return self._told(encoder.encode_chat(self.turns, self.options, max_tokens=self.max_tokens))
+
+
+class Shared(Job, frozen=True, kw_only=True):
+    """How many tokens a conversation shares with others from the start."""
+
+    tokens: bytes
+    whole: tuple[list[dict[str, Any]], dict[str, Any]]
+    others: list[tuple[list[dict[str, Any]], dict[str, Any]]]
+
+    def do(self, encoder: PromptEncoder) -> Numbers:
+        """With each of them."""
+        return Numbers(packed=pack(encoder.shared_lengths(unpack(self.tokens), self.whole, self.others)))
+
+
+class Decode(Job, frozen=True, kw_only=True):
+    """Token ids whose text is wanted."""
+
+    tokens: bytes
+
+    def do(self, encoder: PromptEncoder) -> Said:
+        """That text."""
+        return Said(text=encoder.decode(unpack(self.tokens)))
+
+
 ToReader = Piece | Text | Chat | Shared | Decode
 FromReader = Loaded | Numbers | Said | Refusal
 

@@ -6,12 +6,13 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from kvq.errors import ConfigError, EngineError
-from kvq.server.frames import Decoder, ask, encode
+from kvq.server.engine_process import start_module
+from kvq.server.frames import Decoder, encode, receive
 from kvq.server.reading.host import FORK, ID_BYTES
 from kvq.server.reading.jobs import FromReader, Loaded, Piece, Setup
 
@@ -29,11 +30,13 @@ class Reader:
 
     async def do(self, pieces: Sequence[Piece], job: bytes) -> FromReader | None:
         """The answer to an encoded job and the pieces of its texts; None if it ended instead."""
-        for piece in pieces:
-            with contextlib.suppress(ConnectionError):  # then there is no answer either
-                await asyncio.get_running_loop().sock_sendall(self.sock, encode(piece))
-            await asyncio.sleep(0)
-        return await ask(self.sock, job, _decoder)
+        loop = asyncio.get_running_loop()
+        with contextlib.suppress(ConnectionError):  # then there is no answer either
+            for piece in pieces:
+                await loop.sock_sendall(self.sock, encode(piece))
+                await asyncio.sleep(0)
+            await loop.sock_sendall(self.sock, job)
+        return await _decoder.read_async(partial(receive, self.sock))
 
     def yield_to_others(self, niceness: int) -> None:
         """Let whatever else wants to run go before it."""
@@ -81,7 +84,7 @@ class Readers:
                     try:
                         socket.send_fds(host, [FORK], [theirs.fileno()])
                         pid = await _number(host)
-                    except OSError:
+                    except (OSError, EOFError):
                         ours.close()
                         self._drop_host()
                         continue
@@ -100,7 +103,7 @@ class Readers:
             try:
                 self._sock.send(reader.pid.to_bytes(ID_BYTES, "little"))
                 return await _number(self._sock)
-            except OSError:
+            except (OSError, EOFError):
                 self._drop_host()
                 return None
 
@@ -118,28 +121,22 @@ class Readers:
     async def _connected(self) -> socket.socket:
         """The host's socket."""
         if self._is_closed:
-            raise _closed()
+            raise EngineError("the server is shutting down")
         if self._sock is not None:
             return self._sock
         ours, theirs = _pair()
         with theirs:
             try:
-                self._host = subprocess.Popen(
-                    # -P: no module of the working directory goes before the library's
-                    [sys.executable, "-P", "-m", "kvq.server.reading.host", str(theirs.fileno())],
-                    pass_fds=[theirs.fileno()],
-                    stdin=subprocess.DEVNULL,
-                    stdout=subprocess.DEVNULL,
-                    stderr=subprocess.DEVNULL,  # a crash would quote a prompt
-                    process_group=0,  # an interrupt at the terminal is this process's to handle
-                )
+                self._host = start_module("kvq.server.reading.host", theirs, is_quiet=True)
             except OSError as error:
                 ours.close()
                 raise _none(error) from error
         self._sock = ours
         try:
             async with asyncio.timeout(_LOAD_S):
-                loaded = await ask(ours, encode(self._setup), _loaded)
+                with contextlib.suppress(ConnectionError):
+                    await asyncio.get_running_loop().sock_sendall(ours, encode(self._setup))
+                loaded = await _loaded.read_async(partial(receive, ours))
         except BaseException:
             self._drop_host()
             raise
@@ -184,15 +181,5 @@ def _none(error: OSError) -> EngineError:
 
 
 async def _number(sock: socket.socket) -> int:
-    """A process id or a status that the host tells. Raises OSError: it is gone."""
-    loop, told = asyncio.get_running_loop(), b""
-    while len(told) < ID_BYTES:
-        part = await loop.sock_recv(sock, ID_BYTES - len(told))
-        if not part:
-            raise ConnectionResetError("the host is gone")
-        told += part
-    return int.from_bytes(told, "little", signed=True)
-
-
-def _closed() -> EngineError:
-    return EngineError("the server is shutting down")
+    """A process id or a status that the host tells. Raises OSError or EOFError: it is gone."""
+    return int.from_bytes(await receive(sock, ID_BYTES), "little", signed=True)

@@ -1,11 +1,11 @@
 """How the served model calls tools, and what one request may call."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from kvq.engine import SamplingParams, StructuredOutput
-from kvq.errors import RequestError
+from kvq.server.problems import Problem
 from kvq.server.tools.format import Tool, ToolFormat, Wording
 from kvq.server.tools.parser import Parser
 from kvq.server.tools.plain import PLAIN
@@ -41,26 +41,24 @@ class Offer:
         """Parameters that keep the markers of calls in the text, and force calls if they have to be made.
 
         Raises:
-            RequestError: calls are forced, and the text has to be something else, too.
+            Problem: calls are forced, and the text has to be something else, too.
         """
         structured = params.structured
         if self.grammar is not None:
             if structured is not None:
-                raise RequestError("a forced tool call can't be structured output of another kind, too")
+                words = "a forced tool call can't be structured output of another kind, too"
+                raise Problem(400, words, param="tool_choice")
             structured = StructuredOutput(lark=self.grammar)
         return replace(params, structured=structured, kept_special_ids=self.kept_special_ids)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ToolCalling:
     """The model's format, if it is known, and its spelling."""
 
-    def __init__(
-        self, format: ToolFormat | None = None, wording: Wording | None = None, *, is_guess: bool = False
-    ) -> None:
-        """`is_guess`: the format was recognised, not named."""
-        self._format = format
-        self._wording = wording or Wording()
-        self._is_guess = is_guess
+    format: ToolFormat | None = None
+    wording: Wording = field(default_factory=Wording)
+    is_guess: bool = False  # the format was recognised, not named
 
     @classmethod
     def of(cls, tokenizer: Any, name: str) -> "ToolCalling":
@@ -73,31 +71,40 @@ class ToolCalling:
         if not isinstance(template, str):  # one for tools, others
             template = "\n".join(template.values())
         special = {str(token): i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
-        return cls(
-            find_format(name, template), Wording(template=template, special=special), is_guess=name == "auto"
-        )
+        wording = Wording(template=template, special=special)
+        return cls(format=find_format(name, template), wording=wording, is_guess=name == "auto")
 
     @property
     def description(self) -> str:
         """The format's name and how it was found, for the log."""
-        if self._format is None:
-            why = "; the model's chat template has none that is known" if self._is_guess else ""
+        if self.format is None:
+            why = "; the model's chat template has none that is known" if self.is_guess else ""
             return f"not read{why}"
-        return self._format.name + (", by the model's chat template" if self._is_guess else "")
+        return self.format.name + (", by the model's chat template" if self.is_guess else "")
 
     @property
     def is_text_template(self) -> bool:
         """True if the model's template wants arguments as text; others want objects."""
-        return self._format is not None and self._format.is_text_template
+        return self.format is not None and self.format.is_text_template
 
     def offer(
-        self, tools: Sequence[Tool], *, choice: ToolChoice = "auto", parallel: bool = True
+        self,
+        tools: Sequence[Tool],
+        *,
+        choice: ToolChoice = "auto",
+        parallel: bool = True,
+        is_formatted: bool = False,
     ) -> Offer | None:
         """What a request with these tools needs; None if nothing in its answer is read as a call.
 
         `parallel`: more than one call may be made. A `Named` choice makes exactly one, of one of the tools.
+        `is_formatted`: the answer has to be something else, too.
+
+        Raises:
+            Problem: the tools, the choice and the format don't go together.
         """
-        format, special = self._format, self._wording.special
+        _check(tools, choice, is_formatted)
+        format, special = self.format, self.wording.special
         if not tools or choice == "none" or (choice == "auto" and format is None):
             return None
         max_calls, grammar = None if parallel else 1, None
@@ -106,9 +113,25 @@ class ToolCalling:
         assert format is not None, "forced calls have one, and others were looked for"
         if isinstance(choice, Named):
             tools = [tool for tool in tools if tool.name == choice.name]
-            assert tools, "a named choice is one of the tools"
         if choice != "auto":
             max_calls = _MAX_FORCED_CALLS if parallel and choice == "required" else 1
-            grammar = format.grammar(tools, self._wording, max_calls)
+            grammar = format.grammar(tools, self.wording, max_calls)
         kept = tuple(special[marker] for marker in format.markers if marker in special)
         return Offer(tools=tools, format=format, max_calls=max_calls, grammar=grammar, kept_special_ids=kept)
+
+
+def _check(tools: Sequence[Tool], choice: ToolChoice, is_formatted: bool) -> None:
+    names = [tool.name for tool in tools]
+    if len(set(names)) < len(names):
+        raise Problem(400, "two tools have the same name", param="tools")
+    if not tools and choice not in ("none", "auto"):
+        raise Problem(400, "tool_choice needs tools", param="tool_choice")
+    if isinstance(choice, Named) and choice.name not in names:
+        raise Problem(400, f"tool_choice names no tool of this request: {choice.name}", param="tool_choice")
+    if tools and choice != "none" and is_formatted:
+        raise Problem(
+            400,
+            "an output format (response_format) and calls exclude each other: leave out the tools, or use "
+            'tool_choice "none"',
+            param="response_format",
+        )

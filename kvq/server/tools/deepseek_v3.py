@@ -9,8 +9,7 @@ import re
 
 from kvq.server.tools.format import Schemas, Spelling, ToolFormat, Wording
 from kvq.server.tools.json_calls import call_named
-from kvq.server.tools.markers import end_of_call
-from kvq.server.tools.output import Output
+from kvq.server.tools.output import Output, end_of_call
 from kvq.server.tools.source import Source, Steps
 
 

@@ -5,8 +5,7 @@ Source: the chat templates of Hermes 2 Pro, Qwen 2.5 and Qwen 3.
 
 from kvq.server.tools.format import Schemas, Spelling, ToolFormat, Wording, json_call
 from kvq.server.tools.json_calls import call_object
-from kvq.server.tools.markers import end_of_call
-from kvq.server.tools.output import Output
+from kvq.server.tools.output import Output, end_of_call
 from kvq.server.tools.source import Source, Steps
 
 _BEGIN, _END = "<tool_call>", "</tool_call>"

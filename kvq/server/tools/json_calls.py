@@ -4,12 +4,11 @@ import json
 import re
 from collections.abc import Callable, Collection
 
-from kvq.server.tools.markers import no_call
-from kvq.server.tools.output import Output
+from kvq.server.tools.output import Output, no_call
 from kvq.server.tools.source import Source, Steps
 
 _NAME = re.compile(r"[\w.\-:/]{1,256}", re.ASCII)
-_STRING = re.compile(r'[^"\\]+')
+_STRING = re.compile(r"""[^"'\\]+""")
 _PLAIN = re.compile(r'[^"{}\[\]]+')
 _SCALAR = re.compile(r"[\w.+\-]+")
 _ARGUMENTS = ("arguments", "parameters")
@@ -114,21 +113,22 @@ def call_array(source: Source, output: Output, names: Collection[str] | None = N
     return has_calls
 
 
-def json_object(source: Source, sink: Callable[[str], None]) -> Steps[bool]:
-    """Pass on an object (or an array) as it comes. True if it is complete.
+def bracket(source: Source, sink: Callable[[str], None], plain: re.Pattern[str] = _PLAIN) -> Steps[bool]:
+    """Pass on what is in a bracket, which comes next, to the one that closes it. True if it is complete.
 
-    Brackets and strings are looked at, no more: what a model writes between them is its own.
+    Brackets and strings are looked at, no more: what a model writes between them is its own. `plain` matches
+    what is neither.
     """
     depth = 0
     while char := (yield from source.peek()):
-        if text := source.run(_PLAIN):
+        if text := source.run(plain):
             sink(text)
-        elif char == '"':
+        elif char in "\"'":
             if not (yield from _string_text(source, sink)):
                 return False
         else:
             sink(source.take())
-            depth += 1 if char in "{[" else -1
+            depth += 1 if char in "([{" else -1
             if depth <= 0:
                 return True
     return False
@@ -140,7 +140,7 @@ def call_named(source: Source, output: Output, name: str) -> Steps[bool]:
         return False
     source.drop()
     output.start(name)
-    yield from json_object(source, output.arguments)
+    yield from bracket(source, output.arguments)
     return True
 
 
@@ -178,7 +178,7 @@ def _member(source: Source, draft: _Draft, *, is_open: bool) -> Steps[bool]:
 def _arguments(source: Source, draft: _Draft) -> Steps[bool]:
     char = yield from source.peek()
     if char == "{":
-        return (yield from json_object(source, draft.add))
+        return (yield from bracket(source, draft.add))
     if char == '"':  # JSON within JSON
         text = yield from _string(source)
         if text is None or not text.lstrip().startswith("{"):
@@ -194,7 +194,7 @@ def _arguments(source: Source, draft: _Draft) -> Steps[bool]:
 def _any_value(source: Source) -> Steps[bool]:
     char = yield from source.peek()
     if char and char in "{[":
-        return (yield from json_object(source, _forget))
+        return (yield from bracket(source, _forget))
     if char == '"':
         return (yield from _string_text(source, _forget))
     return (yield from source.all_of(_SCALAR)) != ""
@@ -214,15 +214,16 @@ def _string(source: Source) -> Steps[str | None]:
 
 def _string_text(source: Source, sink: Callable[[str], None]) -> Steps[bool]:
     """Pass on a string from its quote to its quote, as it is written. True if it is complete."""
-    sink(source.take())
+    quote = source.take()
+    sink(quote)
     while char := (yield from source.peek()):
         if text := source.run(_STRING):
             sink(text)
             continue
         sink(source.take())
-        if char == '"':
+        if char == quote:
             return True
-        if (yield from source.peek()):  # what is escaped
+        if char == "\\" and (yield from source.peek()):  # what is escaped
             sink(source.take())
     return False
 

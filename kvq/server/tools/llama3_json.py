@@ -8,8 +8,7 @@ import re
 
 from kvq.server.tools.format import Schemas, Spelling, ToolFormat, json_call
 from kvq.server.tools.json_calls import call_object
-from kvq.server.tools.markers import no_call
-from kvq.server.tools.output import Output
+from kvq.server.tools.output import Output, no_call
 from kvq.server.tools.source import Source, Steps
 
 _BEGINS = ("<|python_tag|>", "<|python_start|>")

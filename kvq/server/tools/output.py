@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from itertools import groupby
 from uuid import uuid4
 
+from kvq.server.tools.source import Source, Steps
+
 
 @dataclass(frozen=True, slots=True)
 class Text:
@@ -108,3 +110,21 @@ class Output:
 
 def _kind(event: Event) -> tuple[type[Event], int]:
     return type(event), -1 if isinstance(event, Text) else event.index
+
+
+def end_of_call(source: Source, output: Output, end: str) -> Steps[None]:
+    """Read the marker behind a call, if it is there."""
+    source.hold()
+    yield from source.skip_space()
+    if (yield from source.word(end)):
+        source.drop()
+    else:
+        yield from no_call(source, output)
+
+
+def no_call(source: Source, output: Output) -> Steps[None]:
+    """Show what was held: it was no call. Behind one, the rest of an answer that breaks off is left out."""
+    if output.is_behind_call and not (yield from source.peek()):
+        source.drop()
+    else:
+        output.text(source.release())

@@ -1,10 +1,10 @@
 """Text in, events out."""
 
+import re
 from collections.abc import Sequence
 
 from kvq.server.tools.format import Schemas, Tool, ToolFormat
-from kvq.server.tools.markers import no_call, until_marker
-from kvq.server.tools.output import Event, Output
+from kvq.server.tools.output import Event, Output, no_call
 from kvq.server.tools.source import Source, Steps
 
 
@@ -40,10 +40,38 @@ class Parser:
     def _read(self, format: ToolFormat, tools: Schemas) -> Steps[None]:
         source, output = self._source, self._output
         starts = [word for word in (*format.wraps, format.opening) if word]
-        while marker := (yield from until_marker(source, output, starts, ends=format.ends)):
+        while marker := (yield from _until_marker(source, output, starts, ends=format.ends)):
             is_open = marker == format.opening
             if not is_open:  # it wraps a call
                 yield from source.skip_space()
                 is_open = not format.opening or (yield from source.word(format.opening))
             if not is_open or not (yield from format.read(source, output, tools)):
                 yield from no_call(source, output)
+
+
+def _until_marker(
+    source: Source, output: Output, markers: Sequence[str], *, ends: Sequence[str]
+) -> Steps[str]:
+    """Show text up to a marker and read that; "" at the end of the text.
+
+    What is read from the marker on is held in the source: if no call follows, it is text. Markers of a single
+    character count at the start of a line only. `ends` are those behind calls, left out once there was one.
+    """
+    words = (*markers, *ends)
+    plain = re.compile(f"[^{re.escape(''.join({word[0] for word in words}))}]+")
+    while char := (yield from source.peek()):
+        if text := source.run(plain):
+            output.text(text)
+            continue
+        if char in markers and not output.is_line_start:
+            output.text(source.take())
+            continue
+        source.hold()
+        word = yield from source.one_of(words)
+        if word and word not in ends:
+            return word
+        if word and output.num_calls:
+            source.drop()
+        else:
+            yield from no_call(source, output)
+    return ""

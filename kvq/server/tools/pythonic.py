@@ -9,13 +9,12 @@ import re
 import warnings
 
 from kvq.server.tools.format import Schemas, ToolFormat
-from kvq.server.tools.json_calls import write_json
+from kvq.server.tools.json_calls import bracket, write_json
 from kvq.server.tools.output import Output
 from kvq.server.tools.source import Source, Steps
 
 _NAME = re.compile(r"[\w.]+")
 _PLAIN = re.compile(r"""[^"'()\[\]{}]+""")
-_INNER = re.compile(r"""[^"'\\]+""")
 _MAX_CALL = 1 << 18  # characters that Python's parser gets to see
 
 
@@ -27,8 +26,9 @@ def _read(source: Source, output: Output, tools: Schemas) -> Steps[bool]:
         name = yield from source.all_of(_NAME)
         if name not in tools or (yield from source.peek()) != "(":
             return False
-        text = yield from _bracket(source)
-        arguments = None if text is None else _arguments(text)
+        parts: list[str] = []
+        is_whole = yield from bracket(source, parts.append, _PLAIN)
+        arguments = _arguments("".join(parts)) if is_whole else None
         if arguments is None:
             return False
         source.drop()
@@ -43,46 +43,13 @@ def _read(source: Source, output: Output, tools: Schemas) -> Steps[bool]:
     return True
 
 
-def _bracket(source: Source) -> Steps[str | None]:
-    """Read from an opening bracket to the one that closes it; None if it breaks off."""
-    parts: list[str] = []
-    depth = 0
-    while char := (yield from source.peek()):
-        if text := source.run(_PLAIN):
-            parts.append(text)
-            continue
-        parts.append(source.take())
-        if char in "'\"":
-            yield from _string(source, char, parts)
-        elif char in "([{":
-            depth += 1
-        elif char in ")]}":
-            depth -= 1
-            if not depth:
-                return "".join(parts)
-    return None
-
-
-def _string(source: Source, quote: str, parts: list[str]) -> Steps[None]:
-    """Read a string behind its quote, to its quote or the end."""
-    while char := (yield from source.peek()):
-        if text := source.run(_INNER):
-            parts.append(text)
-            continue
-        parts.append(source.take())
-        if char == quote:
-            return
-        if char == "\\" and (yield from source.peek()):
-            parts.append(source.take())
-
-
-def _arguments(bracket: str) -> str | None:
+def _arguments(text: str) -> str | None:
     """JSON of `(a=1, b="x")`; None unless all are literals with names."""
-    if len(bracket) > _MAX_CALL:
+    if len(text) > _MAX_CALL:
         return None
     try:
         with warnings.catch_warnings(action="ignore"):  # of escapes that Python doesn't know
-            call = ast.parse(f"f{bracket}", mode="eval").body
+            call = ast.parse(f"f{text}", mode="eval").body
             if not isinstance(call, ast.Call) or call.args:
                 return None
             values = {keyword.arg: ast.literal_eval(keyword.value) for keyword in call.keywords}

@@ -40,6 +40,7 @@ _CONFIGS = {  # by quant_method
     "awq": flat_config.parse_awq,
 }
 _TENSORS = {"compressed-tensors": compressed_tensors, "autogptq": gptq, "autoawq": awq}
+_TOLD = ("code", "group_size", "inputs")  # of a format, by every config
 _OTHER = "write compressed-tensors"
 
 
@@ -131,7 +132,17 @@ def quantization_config(
     if file_format == "compressed-tensors":
         config = config_groups.dump(formats, ignore, kv_scales=kv_scales)
     else:
-        config = _flat(file_format, formats, ignore, kv_scales=kv_scales, act_order=act_order)
+        kinds = {fmt.name: fmt for fmt in formats.values()}
+        if len(kinds) > 1:
+            told = ", ".join(sorted(kinds))
+            raise ConfigError(f"{file_format} holds one format for all layers, got {told}; {_OTHER}")
+        if kv_scales:
+            raise ConfigError(f"{file_format} can't hold scales of K and V; {_OTHER}")
+        (fmt,) = kinds.values()
+        if file_format == "autogptq":
+            config = flat_config.dump_gptq(fmt, list(formats), ignore, act_order=act_order)
+        else:
+            config = flat_config.dump_awq(fmt, ignore)
     _check_reads_back(config, formats, ignore)
     return config
 
@@ -146,36 +157,13 @@ def parse_config(config: object) -> QuantizationScheme:
     return _CONFIGS[fields.choice("quant_method", tuple(_CONFIGS))](fields)
 
 
-def _flat(
-    file_format: str,
-    formats: Mapping[str, WeightFormat],
-    ignore: Sequence[str],
-    *,
-    kv_scales: bool,
-    act_order: bool,
-) -> dict[str, Any]:
-    names = sorted({fmt.name for fmt in formats.values()})
-    if len(names) > 1:
-        raise ConfigError(f"{file_format} holds one format for all layers, got {', '.join(names)}; {_OTHER}")
-    if kv_scales:
-        raise ConfigError(f"{file_format} can't hold scales of K and V; {_OTHER}")
-    fmt = next(iter(formats.values()))
-    if file_format == "autogptq":
-        return flat_config.dump_gptq(fmt, list(formats), ignore, act_order=act_order)
-    return flat_config.dump_awq(fmt, ignore)
-
-
 def _check_reads_back(
     config: dict[str, Any], formats: Mapping[str, WeightFormat], ignore: Sequence[str]
 ) -> None:
     scheme = parse_config(config)
     for name, fmt in formats.items():
         found = scheme.format_of(name)
-        if found is None or (found.code, found.group_size, found.inputs) != (
-            fmt.code,
-            fmt.group_size,
-            fmt.inputs,
-        ):
+        if found is None or any(getattr(found, part) != getattr(fmt, part) for part in _TOLD):
             raise ConfigError(
                 f"{scheme.file_format} can't say that {name} is {fmt.name} beside layers that are left out "
                 f"({', '.join(ignore) or 'none'}); {_OTHER} or quantize another set of layers"

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from kvq.errors import ConfigError, ModelError
-from kvq.formats.weights import WeightFormat
 from kvq.kernels.linear.weight import QuantizedWeight
 from kvq.weights.files.columns import check_fp16_scales, offset, signed, whole_groups
 from kvq.weights.files.fields import WHERE
@@ -21,11 +20,6 @@ GEMM = "gemm"
 SUFFIXES = ("qweight", "qzeros", "scales")
 _BITS = 4
 _COLUMNS = 8  # of a word
-
-
-def layer_scheme(fmt: WeightFormat) -> LayerScheme:
-    """How a layer of that format lies on disk."""
-    return LayerScheme(fmt=fmt, version=GEMM, suffixes=SUFFIXES)
 
 
 def pack_linear(name: str, weight: QuantizedWeight) -> dict[str, Tensor]:
@@ -47,7 +41,6 @@ def pack_linear(name: str, weight: QuantizedWeight) -> dict[str, Tensor]:
 
 
 def read_linear(layer: LayerScheme, name: str, tensors: Mapping[str, Tensor]) -> QuantizedWeight:
-    """One layer's weight from its tensors; see `kvq.weights.files.read_linear`."""
     words = take_matrix(tensors, f"{name}.qweight", (torch.int32,))  # [in, out / 8]
     inputs, out = words.shape[0], words.shape[1] * _COLUMNS
     groups = layer.fmt.groups(inputs)
@@ -63,6 +56,5 @@ def read_linear(layer: LayerScheme, name: str, tensors: Mapping[str, Tensor]) ->
 
 
 def stored_shape(layer: LayerScheme, name: str, tensors: Mapping[str, Tensor]) -> tuple[int, int]:
-    """[out, in] of a layer's weight, without its codes."""
     inputs, words = tensors[f"{name}.qweight"].shape
     return words * _COLUMNS, inputs

@@ -68,7 +68,6 @@ def pack_linear(name: str, weight: QuantizedWeight) -> dict[str, Tensor]:
 
 
 def read_linear(layer: LayerScheme, name: str, tensors: Mapping[str, Tensor]) -> QuantizedWeight:
-    """One layer's weight from its tensors; see `kvq.weights.files.read_linear`."""
     fmt = layer.fmt
     if fmt.code is WeightCode.FP8:
         return _read_float(fmt, name, tensors)
@@ -85,7 +84,6 @@ def read_linear(layer: LayerScheme, name: str, tensors: Mapping[str, Tensor]) ->
 
 
 def stored_shape(layer: LayerScheme, name: str, tensors: Mapping[str, Tensor]) -> tuple[int, int]:
-    """[out, in] of a layer's weight, without its codes."""
     if layer.version == PACKED:
         out, inputs = take(tensors, f"{name}.weight_shape", (torch.int64, torch.int32), [2]).tolist()
         return out, inputs

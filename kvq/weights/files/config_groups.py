@@ -4,6 +4,7 @@ Source: the compressed-tensors package, version 0.20, folder `quantization`: `qu
 `quant_scheme.py` and `quant_args.py`.
 """
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,7 +12,7 @@ from kvq.errors import ConfigError, ModelError
 from kvq.formats.weights import INTEGER_CODES, Inputs, WeightCode, WeightFormat
 from kvq.weights.files import compressed_tensors as tensors
 from kvq.weights.files.fields import Fields
-from kvq.weights.files.scheme import Match, QuantizationScheme, Rule, Target
+from kvq.weights.files.scheme import EVERY, QuantizationScheme, Rule, exactly, fitting
 
 METHOD = "compressed-tensors"
 _MIXED = "mixed-precision"
@@ -53,16 +54,16 @@ def parse(fields: Fields) -> QuantizationScheme:
     """Read the config; see `kvq.weights.files.parse_config`."""
     fields.no_typos(_FIELDS, _HARMLESS)
     fields.absent("transform_config", "moe_sparsity_config")
-    _check_sparsity(fields)
+    if fields.values.get("sparsity_config") not in (None, {}):
+        fields.object("sparsity_config").choice("format", ("dense",), "dense")
     version = fields.choice("format", (*_VERSIONS, _MIXED))
     fields.choice("quantization_status", ("compressed", "frozen", None), None)
     named = fields.object("config_groups")
     if not named.values:
         raise named.refusal("group_0", "there: config_groups is empty")
     rules = [Rule(_target(text, fields.where), None) for text in fields.strings("ignore")]
-    found = [rule for name in named.values for rule in _group(named.object(name), version)]
-    rank = {Match.EXACT: 0, Match.REGEX: 1, Match.ANY: 2}
-    rules += sorted(found, key=lambda rule: rank[rule.target.match])
+    found = [pair for name in named.values for pair in _group(named.object(name), version)]
+    rules += [rule for _, rule in sorted(found, key=lambda pair: pair[0])]
     return QuantizationScheme(
         file_format=METHOD, version=version, rules=tuple(rules), kv_scales=_kv_scales(fields)
     )
@@ -87,7 +88,8 @@ def _dump_group(fmt: WeightFormat, targets: list[str]) -> dict[str, Any]:
     }
 
 
-def _group(group: Fields, version: str) -> list[Rule]:
+def _group(group: Fields, version: str) -> list[tuple[int, Rule]]:
+    """Its rules, with their ranks: layers' names go before patterns, and both before all layers."""
     group.only(_GROUP)
     group.absent("output_activations")
     weights = group.object("weights")
@@ -104,7 +106,9 @@ def _group(group: Fields, version: str) -> list[Rule]:
     targets = group.strings("targets")
     if not targets:
         raise group.refusal("targets", "a list of layers")
-    return [Rule(_target(text, group.where), layer) for text in targets]
+    ranks = [2 if text == "Linear" else int(text.startswith("re:")) for text in targets]
+    rules = [Rule(_target(text, group.where), layer) for text in targets]
+    return list(zip(ranks, rules, strict=True))
 
 
 def _weight_format(weights: Fields, group: Fields) -> WeightFormat:
@@ -135,22 +139,16 @@ def _inputs(group: Fields, kind: str) -> Inputs:
     return Inputs.FP8 if kind == "float" else Inputs.INT8
 
 
-def _target(text: str, where: str) -> Target:
+def _target(text: str, where: str) -> re.Pattern[str]:
     if text.startswith("re:"):
-        return Target(Match.REGEX, text.removeprefix("re:"))
+        return fitting(text.removeprefix("re:"))
     if text == "Linear":
-        return Target(Match.ANY)
+        return EVERY
     if text in ("Embedding", "Conv2d", "Attention"):
         raise ModelError(
             f"{where}: targets must be Linear layers, by class, name or re:pattern, got {text!r}"
         )
-    return Target(Match.EXACT, text)
-
-
-def _check_sparsity(fields: Fields) -> None:
-    if fields.values.get("sparsity_config") in (None, {}):
-        return
-    fields.object("sparsity_config").choice("format", ("dense",), "dense")
+    return exactly(text)
 
 
 def _kv_scales(fields: Fields) -> bool:

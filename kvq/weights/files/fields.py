@@ -8,6 +8,7 @@ from typing import Any
 from kvq.errors import ModelError
 
 MISSING = object()
+_SHOWN = 80  # characters of a value
 WHERE = "config.json's quantization_config"
 
 
@@ -42,9 +43,9 @@ class Fields:
             raise self.refusal(name, " or ".join(shown(option) for option in allowed))
         return value
 
-    def number(self, name: str, default: Any = MISSING) -> int:
+    def number(self, name: str) -> int:
         """An integer."""
-        value = self.values.get(name, default)
+        value = self.values.get(name)
         if type(value) is not int:
             raise self.refusal(name, "an integer")
         return value
@@ -84,10 +85,12 @@ class Fields:
                 raise ModelError(f"{self.where}: unknown field {shown(name)}{meant}")
 
 
-def shown(value: object, limit: int = 80) -> str:
+def shown(value: object) -> str:
     """A JSON value as an error shows it, shortened."""
+    if isinstance(value, int) and abs(value) >= 1 << 64:  # Python writes no number of 5,000 digits
+        return f"a number of {value.bit_length()} bits"
     text = repr(value)
-    return text if len(text) <= limit else text[: limit - 3] + "..."
+    return text if len(text) <= _SHOWN else text[: _SHOWN - 3] + "..."
 
 
 def _meant(name: str, known: Sequence[str], cutoff: float) -> str:

@@ -12,7 +12,7 @@ from kvq.errors import ConfigError, ModelError
 from kvq.formats.weights import INTEGER_CODES, WeightCode, WeightFormat
 from kvq.weights.files import awq, gptq
 from kvq.weights.files.fields import Fields
-from kvq.weights.files.scheme import Match, QuantizationScheme, Rule, Target
+from kvq.weights.files.scheme import LayerScheme, QuantizationScheme, Rule, containing, ending, fitting
 
 _IN_BLOCKS = r"(.*\.)?\d+\..*"  # layers outside of the numbered blocks keep their weights
 _GPTQ = (
@@ -50,12 +50,12 @@ def parse_gptq(fields: Fields) -> QuantizationScheme:
     fields.choice("format", (gptq.V1, gptq.V2, None), None)
     fields.choice("checkpoint_format", (gptq.V1, gptq.V2, None), None)
     version = fields.values.get("checkpoint_format") or fields.values.get("format") or gptq.V1
-    layer = gptq.layer_scheme(_gptq_format(fields), version)
+    layer = _gptq_layer(fields, version)
     rules = _dynamic(fields, version)
     head = fields.choice("lm_head", (True, False, None), False)
-    rules.append(Rule(Target(Match.LAST, "lm_head"), layer if head else None))
+    rules.append(Rule(ending("lm_head"), layer if head else None))
     parts = _parts(fields)
-    rules += [Rule(Target(Match.LAST, part), layer) for part in parts]
+    rules += [Rule(ending(part), layer) for part in parts]
     if not parts:
         rules.append(Rule(_in_blocks(fields), layer))
     return QuantizationScheme(file_format="autogptq", version=version, rules=tuple(rules))
@@ -80,15 +80,16 @@ def parse_awq(fields: Fields) -> QuantizationScheme:
         fields.choice(name, (awq.GEMM, awq.GEMM.upper(), None), None)
     fields.choice("bits", (4,))
     fmt = _format(fields, WeightCode.INT4, symmetric=not fields.choice("zero_point", (True, False)))
-    rules = [Rule(Target(Match.PART, part), None) for part in fields.strings("modules_to_not_convert")]
-    rules.append(Rule(Target(Match.REGEX, _IN_BLOCKS), awq.layer_scheme(fmt)))
+    rules = [Rule(containing(part), None) for part in fields.strings("modules_to_not_convert")]
+    rules.append(Rule(fitting(_IN_BLOCKS), LayerScheme(fmt=fmt, version=awq.GEMM, suffixes=awq.SUFFIXES)))
     return QuantizationScheme(file_format="autoawq", version=awq.GEMM, rules=tuple(rules))
 
 
-def _gptq_format(fields: Fields) -> WeightFormat:
+def _gptq_layer(fields: Fields, version: str) -> LayerScheme:
     fields.choice("desc_act", (True, False, None), False)
     code = INTEGER_CODES[fields.choice("bits", tuple(INTEGER_CODES))]
-    return _format(fields, code, symmetric=fields.choice("sym", (True, False), True))
+    fmt = _format(fields, code, symmetric=fields.choice("sym", (True, False), True))
+    return LayerScheme(fmt=fmt, version=version, suffixes=gptq.SUFFIXES)
 
 
 def _format(fields: Fields, code: WeightCode, *, symmetric: bool) -> WeightFormat:
@@ -105,14 +106,14 @@ def _dynamic(fields: Fields, version: str) -> list[Rule]:
         return []
     dynamic, rules = fields.object("dynamic"), []
     for pattern, change in dynamic.values.items():
-        target = Target(Match.REGEX, pattern.removeprefix("-:").removeprefix("+:"))
+        target = fitting(pattern.removeprefix("-:").removeprefix("+:"))
         if pattern.startswith("-:"):
             rules.append(Rule(target, None))
             continue
         own = Fields.of(change, f"{dynamic.where}.{pattern}")
         own.only(_OVERRIDES)
         merged = Fields({**fields.values, **own.values}, own.where)
-        rules.append(Rule(target, gptq.layer_scheme(_gptq_format(merged), version)))
+        rules.append(Rule(target, _gptq_layer(merged, version)))
     return rules
 
 
@@ -128,11 +129,11 @@ def _parts(fields: Fields) -> list[str]:
     return flat
 
 
-def _in_blocks(fields: Fields) -> Target:
+def _in_blocks(fields: Fields) -> re.Pattern[str]:
     """The layers of all blocks, or of the list of blocks that the config names."""
     name = fields.values.get("block_name_to_quantize")
     if name is None:
-        return Target(Match.REGEX, _IN_BLOCKS)
+        return fitting(_IN_BLOCKS)
     if not isinstance(name, str):
         raise fields.refusal("block_name_to_quantize", "a name")
-    return Target(Match.REGEX, rf"{re.escape(name)}\.\d+\..*")
+    return fitting(rf"{re.escape(name)}\.\d+\..*")

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from kvq.errors import ConfigError, ModelError
-from kvq.formats.weights import WeightFormat
 from kvq.kernels.linear.weight import QuantizedWeight
 from kvq.weights.files.columns import check_fp16_scales, offset, own_order, signed
 from kvq.weights.files.fields import WHERE
@@ -20,11 +19,6 @@ from kvq.weights.files.words import WORD_BITS, num_words, pack_words, unpack_wor
 V1 = "gptq"  # zero points are stored minus 1
 V2 = "gptq_v2"  # as they are
 SUFFIXES = ("qweight", "qzeros", "scales", "g_idx")
-
-
-def layer_scheme(fmt: WeightFormat, version: str) -> LayerScheme:
-    """How a layer of that format lies on disk."""
-    return LayerScheme(fmt=fmt, version=version, suffixes=SUFFIXES)
 
 
 def pack_linear(name: str, weight: QuantizedWeight) -> dict[str, Tensor]:
@@ -52,7 +46,6 @@ def pack_linear(name: str, weight: QuantizedWeight) -> dict[str, Tensor]:
 
 
 def read_linear(layer: LayerScheme, name: str, tensors: Mapping[str, Tensor]) -> QuantizedWeight:
-    """One layer's weight from its tensors; see `kvq.weights.files.read_linear`."""
     fmt, bits = layer.fmt, layer.fmt.code.bits
     words = take_matrix(tensors, f"{name}.qweight", (torch.int32,))  # [words of in, out]
     out = words.shape[1]
@@ -68,7 +61,6 @@ def read_linear(layer: LayerScheme, name: str, tensors: Mapping[str, Tensor]) ->
 
 
 def stored_shape(layer: LayerScheme, name: str, tensors: Mapping[str, Tensor]) -> tuple[int, int]:
-    """[out, in] of a layer's weight, without its codes."""
     words, out = tensors[f"{name}.qweight"].shape
     return out, words * WORD_BITS // layer.fmt.code.bits
 

@@ -2,7 +2,6 @@
 
 import re
 from dataclasses import dataclass
-from enum import Enum
 
 from kvq.errors import ModelError
 from kvq.formats.weights import WeightFormat
@@ -11,40 +10,42 @@ _MAX_PATTERN = 1000
 _MAX_REPEATS = 5
 
 
-class Match(Enum):
-    """How a target chooses layers."""
-
-    EXACT = "exact"  # the layer's own name
-    REGEX = "regex"  # a regular expression that fits the name from its start
-    PART = "part"  # a piece of the name
-    LAST = "last"  # the end of the name, whole words
-    ANY = "any"  # every Linear layer
+EVERY = re.compile("")  # patterns fit a layer's name from its start
 
 
-@dataclass(frozen=True, slots=True)
-class Target:
-    """A choice of layers by name."""
+def exactly(name: str) -> re.Pattern[str]:
+    """The layer of that name."""
+    return re.compile(rf"{re.escape(name)}\Z")
 
-    match: Match
-    text: str = ""
 
-    def __post_init__(self) -> None:
-        if self.match is Match.REGEX:
-            _check_pattern(self.text)
+def containing(part: str) -> re.Pattern[str]:
+    """Layers with that in their names."""
+    return re.compile(rf"(?s:.*){re.escape(part)}")
 
-    def hits(self, name: str) -> bool:
-        """Whether the layer of that name is chosen."""
-        match self.match:
-            case Match.EXACT:
-                return name == self.text
-            case Match.REGEX:
-                return re.match(self.text, name) is not None
-            case Match.PART:
-                return self.text in name
-            case Match.LAST:
-                return f".{name}".endswith(f".{self.text}")
-            case Match.ANY:
-                return True
+
+def ending(part: str) -> re.Pattern[str]:
+    """Layers whose names end so, in whole words."""
+    return re.compile(rf"(?s:.*\.)?{re.escape(part)}\Z")
+
+
+def fitting(pattern: str) -> re.Pattern[str]:
+    """Layers that a config's regular expression fits.
+
+    Raises:
+        ModelError: it is none, or one that could take for ever on a long name.
+    """
+    repeats = len(re.findall(r"(?<!\\)[*+{]", pattern))
+    if len(pattern) > _MAX_PATTERN or repeats > _MAX_REPEATS or re.search(r"(?<!\\)\)[*+{]", pattern):
+        raise ModelError(
+            f"config.json's quantization_config: pattern {pattern[:80]!r} is too involved: at most "
+            f"{_MAX_PATTERN} characters, {_MAX_REPEATS} repeats and none of a group; name the layers instead"
+        )
+    try:
+        return re.compile(pattern)
+    except (re.error, RecursionError, OverflowError) as error:
+        raise ModelError(
+            f"config.json's quantization_config: {pattern[:80]!r} is no regular expression ({error})"
+        ) from error
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,9 +59,9 @@ class LayerScheme:
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """Layers that a target chooses, and how they are quantized; None: not at all."""
+    """Layers that a pattern chooses, and how they are quantized; None: not at all."""
 
-    target: Target
+    pattern: re.Pattern[str]
     layer: LayerScheme | None
 
 
@@ -75,7 +76,7 @@ class QuantizationScheme:
 
     def layer_of(self, name: str) -> LayerScheme | None:
         """How the Linear layer of that name is stored; None: not quantized."""
-        return next((rule.layer for rule in self.rules if rule.target.hits(name)), None)
+        return next((rule.layer for rule in self.rules if rule.pattern.match(name)), None)
 
     def format_of(self, name: str) -> WeightFormat | None:
         """The format of the Linear layer of that name; None: not quantized."""
@@ -86,19 +87,3 @@ class QuantizationScheme:
         """The tensors that stand for the layer's weight on disk; of one that isn't quantized, its weight."""
         layer = self.layer_of(name)
         return (f"{name}.weight",) if layer is None else tuple(f"{name}.{part}" for part in layer.suffixes)
-
-
-def _check_pattern(pattern: str) -> None:
-    """Refuse patterns that aren't any, and those that could take for ever on a long name."""
-    repeats = len(re.findall(r"(?<!\\)[*+{]", pattern))
-    if len(pattern) > _MAX_PATTERN or repeats > _MAX_REPEATS or re.search(r"(?<!\\)\)[*+{]", pattern):
-        raise ModelError(
-            f"config.json's quantization_config: pattern {pattern[:80]!r} is too involved: at most "
-            f"{_MAX_PATTERN} characters, {_MAX_REPEATS} repeats and none of a group; name the layers instead"
-        )
-    try:
-        re.compile(pattern)
-    except (re.error, RecursionError, OverflowError) as error:
-        raise ModelError(
-            f"config.json's quantization_config: {pattern[:80]!r} is no regular expression ({error})"
-        ) from error

@@ -38,7 +38,7 @@ class SimulatedRequest:
             priority=self.priority,
             tenant=self.tenant,
             shared_salt=self.shared_salt,
-            reuse=self.reuse,
+            max_reuse=None if self.reuse else 0,
             max_chunk=self.max_chunk,
         )
 

@@ -8,7 +8,7 @@ from tests.waiting import HANG_S
 
 
 def matcher_of(compiler, **spec):
-    return compiler.submit(StructuredOutput(**spec)).result(HANG_S).matcher()
+    return compiler.submit(StructuredOutput(**spec)).result(HANG_S)
 
 
 def allowed_tokens(matcher) -> list[int]:

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from kvq.engine.params import SamplingParams
-from kvq.engine.sampling.masks import apply_masks
+from kvq.engine.sampling.penalties import apply_masks
 from tests.engine.sampling.reference import add, bitmask, sampler
 
 

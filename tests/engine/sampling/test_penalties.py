@@ -6,8 +6,7 @@ import pytest
 import torch
 from transformers import RepetitionPenaltyLogitsProcessor
 
-from kvq.engine.params import SamplingParams
-from kvq.engine.sampling import check_params
+from kvq.engine.params import SamplingParams, check_params
 from kvq.errors import RequestError
 from tests.engine.sampling.reference import add, adjusted, sampler
 

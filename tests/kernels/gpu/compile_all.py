@@ -87,8 +87,6 @@ def kernels(kv: str, dtype: torch.dtype, dims: tuple[int, int]) -> dict[str, tup
         torch.zeros(16, dtype=torch.int32),
         torch.zeros(16, dtype=torch.int64),
     )
-    k, v = part_arguments("k", layer), part_arguments("v", layer)
-    paired_k, paired_v = (attend._with_paired_scales(x, part_arguments(x, layer), layer) for x in ("k", "v"))
     gpu_q: Any = SimpleNamespace(device=torch.device("cuda"), dtype=dtype)
     common = {
         **dict.fromkeys(("tiles_ptr", "first_ptr", "new_ptr", "context_ptr", "tables_ptr"), ints),
@@ -96,9 +94,8 @@ def kernels(kv: str, dtype: torch.dtype, dims: tuple[int, int]) -> dict[str, tup
         **{"skip_last": 0, "split_keys": 2048, "lse_part": 512, "Q_HEADS": Q_HEADS, "SINKS": False},
         **{"SHARE": Q_HEADS // KV_HEADS, "out_part": 1 << 16, "out_token": 4096, "out_head": 128},
         **{"scale": 0.1, "softcap": 1.0, "window": 0, "table_stride": 128, "BLOCK_SIZE": BLOCK_SIZE},
-        **{"WINDOW": False, "SOFTCAP": False, "q_ptr": q, **dense_strides("q", q), **paired_k, **paired_v},
-        **attend._computing("K", k, gpu_q, layer),
-        **attend._computing("V", v, gpu_q, layer),
+        **{"WINDOW": False, "SOFTCAP": False, "q_ptr": q, **dense_strides("q", q)},
+        **{**attend._part("k", gpu_q, layer), **attend._part("v", gpu_q, layer)},
     }
     found: dict[str, tuple[Any, dict[str, Any], Any]] = {}
     for kind, out in (("decode", floats), ("extend", q)):
@@ -106,7 +103,7 @@ def kernels(kv: str, dtype: torch.dtype, dims: tuple[int, int]) -> dict[str, tup
             kind,
             shapes.format_name(layer),
             max(dims),
-            shapes._FP32 if dtype is torch.float32 else "sm90",
+            shapes.FP32 if dtype is torch.float32 else "sm90",
             shapes._groups(layer),
         )
         sizes = {"ROWS": shape.rows, "KEYS": shape.keys, "SPLIT": kind == "decode", "out_ptr": out}
@@ -123,9 +120,7 @@ def kernels(kv: str, dtype: torch.dtype, dims: tuple[int, int]) -> dict[str, tup
     exact = {"num_warps": 4, "enable_fp_fusion": False}
     found["write_kv"] = (_write_kernel, written, exact)
     gathered = {
-        **{name.removeprefix("k_"): value for name, value in k.items() if name.startswith("k_")},
-        **{name.removeprefix("K_"): value for name, value in k.items() if name.startswith("K_")},
-        **{name[1:]: value for name, value in k.items() if name[:3] in ("kc_", "ks_")},
+        **part_arguments("k", layer, prefix=""),
         **{"out_ptr": rows, "tables_ptr": ints, "table_stride": 128, "out_sequence": 1 << 16},
         **{"out_head": 4096, "out_token": 128, "start": 0, "end": 4096},
         **{"BLOCK_SIZE": BLOCK_SIZE, "TOKENS": 32},

@@ -60,8 +60,8 @@ def halves(words: list[int], dtype: torch.dtype) -> list[float]:
 @pytest.mark.parametrize(
     ("program", "dtype", "compute"),
     [
-        (rows._NIBBLES_BF16, torch.bfloat16, tl.bfloat16),
-        (rows._NIBBLES_FP16, torch.float16, tl.float16),
+        (rows.NIBBLES_BF16, torch.bfloat16, tl.bfloat16),
+        (rows.NIBBLES_FP16, torch.float16, tl.float16),
     ],
     ids=["bf16", "fp16"],
 )
@@ -86,14 +86,14 @@ def test_fp8_bytes_become_their_values_over_256() -> None:
         packed = [byte, byte ^ 0x80, finite[(byte * 5) % len(finite)], finite[(byte + 99) % len(finite)]]
         word = sum(x << 8 * i for i, x in enumerate(packed))
         want = e4m3.decode(torch.tensor(packed, dtype=torch.uint8)) / 256
-        assert halves(run(rows.SPREAD_FP8.value, word, 2), torch.float16) == want.tolist()
+        assert halves(run(rows.FP8_FP16.value, word, 2), torch.float16) == want.tolist()
 
 
 @pytest.mark.parametrize(
     ("program", "dtype", "compute"),
     [
-        (rows.SPREAD_INT8_BF16, torch.bfloat16, tl.bfloat16),
-        (rows._SPREAD_INT8_FP16, torch.float16, tl.float16),
+        (rows.INT8_BF16, torch.bfloat16, tl.bfloat16),
+        (rows.INT8_FP16_DIVIDED, torch.float16, tl.float16),
     ],
     ids=["bf16", "fp16"],
 )

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from kvq.formats.weights import Inputs
+from kvq.kernels.gpu import shapes
 from kvq.kernels.linear import tiles
 from kvq.kernels.linear import triton as linear
 from kvq.kernels.linear.tiles import LinearTile
@@ -57,8 +58,8 @@ def arguments(name: str, rows: str, dtype: torch.dtype, capability: int) -> tupl
             **linear.constants(packed, tile),
             **{"out_ptr": x, "first_tile": 0, "out_row": INPUTS},
         }
-    device = tiles._FP32 if dtype is torch.float32 else f"sm{capability}"
-    tile = tiles._fitted(name, int(rows), device, packed.kind, packed.block, packed.padded_outputs)
+    device = shapes.FP32 if dtype is torch.float32 else f"sm{capability}"
+    tile = tiles.fitted(packed, name, int(rows), device)
     is_split = int(rows) <= tiles.ROW_CLASSES[-1]
     return linear_kernel, {
         **common,

@@ -197,7 +197,9 @@ def test_nothing_beyond_the_outputs_is_written(backend: str) -> None:
     cpu_only(backend)
     kernel_, x = linear(weight_of("int8", 21, 64)), rows_of(13, 64)
     around = torch.full((15, 40), 7.0)
-    library.loaded().linear(kernel_.address, x.data_ptr(), 256, around[1:, 4:].data_ptr(), 160, 0, 13, 1)
+    library.loaded().kernels["linear"](
+        kernel_.struct, x.data_ptr(), 256, around[1:, 4:].data_ptr(), 160, 0, 13, 1
+    )
     assert torch.equal(around[1:14, 4:25], kernel_(x))
     around[1:14, 4:25] = 7
     assert (around == 7).all()

@@ -181,10 +181,10 @@ def test_layouts_follow_inputs_and_the_device() -> None:
 def test_a_tile_of_the_table_takes_the_guesss_place() -> None:
     weight = random_weight("int4_g64_asym", 384, 130)
     layer = TritonLinear(weight)
-    key = tiles.table_key("int4_g64_asym", 16, "interpreter")
+    key = shapes.table_key("linear", "int4_g64_asym", 16, "interpreter")
     own = LinearTile(rows=16, outputs=64, warps=2, stages=1, programs=1)
     before = tiles.tile_for(layer.weight, layer.fmt.name, torch.empty(1, 1), 3)
-    with tiles.using(key, own):
+    with shapes.using(key, own):
         assert tiles.tile_for(layer.weight, layer.fmt.name, torch.empty(1, 1), 3) == own
         x = inputs(3, 384)
         assert error(layer(x), ReferenceLinear(weight)(x)) < 1e-5
@@ -200,7 +200,7 @@ def test_outputs_lie_right_for_any_number_of_warps(name: str, warps: int) -> Non
     layer = TritonLinear(weight)
     tile = LinearTile(rows=16, outputs=256, warps=warps, stages=1, programs=1)
     x = inputs(3, 384)
-    with tiles.using(tiles.table_key(name, 16, "interpreter"), tile):
+    with shapes.using(shapes.table_key("linear", name, 16, "interpreter"), tile):
         assert error(layer(x), ReferenceLinear(weight)(x)) < 1e-5
 
 

@@ -5,6 +5,7 @@ import torch
 import triton.language as tl
 
 from kvq.kernels.codec import e4m3
+from kvq.kernels.gpu import rows
 from kvq.kernels.linear import triton_codes as codes
 from tests.kernels.gpu.test_rows import halves, run
 
@@ -19,7 +20,8 @@ def signed_bytes(registers: list[int]) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("program", "dtype"), [(codes._NIBBLES_BF16, torch.bfloat16), (codes._NIBBLES_FP16, torch.float16)]
+    ("program", "dtype"),
+    [(rows.NIBBLES_BF16_LESS_8, torch.bfloat16), (rows.NIBBLES_FP16_LESS_8, torch.float16)],
 )
 def test_nibbles_become_signed_codes_in_the_order_of_the_bytes(
     program: tl.constexpr, dtype: torch.dtype
@@ -40,7 +42,7 @@ def test_nibbles_become_bytes_of_sixteen_times_the_code() -> None:
 
 
 @pytest.mark.parametrize(
-    ("program", "dtype"), [(codes.SPREAD_INT8_BF16, torch.bfloat16), (codes._INT8_FP16, torch.float16)]
+    ("program", "dtype"), [(rows.INT8_BF16, torch.bfloat16), (rows.INT8_FP16, torch.float16)]
 )
 def test_int8_bytes_become_their_values(program: tl.constexpr, dtype: torch.dtype) -> None:
     for code in range(-128, 128):
@@ -49,7 +51,7 @@ def test_int8_bytes_become_their_values(program: tl.constexpr, dtype: torch.dtyp
 
 
 @pytest.mark.parametrize(
-    ("program", "dtype"), [(codes._FP8_BF16, torch.bfloat16), (codes.SPREAD_FP8, torch.float16)]
+    ("program", "dtype"), [(rows.FP8_BF16, torch.bfloat16), (rows.FP8_FP16, torch.float16)]
 )
 def test_fp8_bytes_become_their_values_over_256(program: tl.constexpr, dtype: torch.dtype) -> None:
     finite = [x for x in range(256) if x & 0x7F != 0x7F]

@@ -11,21 +11,6 @@
 
 #include "../../../kvq/kernels/native/abi.h"
 
-#define NAME_(variant, name) kvq_##variant##_##name
-#define NAME(variant, name) NAME_(variant, name)
-#define KERNEL(name) NAME(KVQ_VARIANT, name)
-
-extern "C" {
-int KERNEL(write_kv)(const KvqLayer*, const KvqDense*, const KvqDense*, const int64_t*, int64_t, uint8_t*, int);
-int KERNEL(gather_dense)(const KvqLayer*, const KvqPositions*, const KvqGathered*, const KvqGathered*, int, int);
-int KERNEL(attend)(const KvqLayer*, const KvqDense*, const KvqDense*, float*, const KvqBatch*, const KvqAttention*);
-int KERNEL(merge_partials)(const float*, const float*, const float*, float*, float*, int, int64_t, int, int);
-int KERNEL(copy_blocks)(const KvqRun*, int64_t, const int64_t*, int64_t, int);
-int KERNEL(linear)(const KvqLinear*, const uint8_t*, int64_t, uint8_t*, int64_t, int, int64_t, int);
-int KERNEL(gated)(const uint8_t*, int64_t, uint8_t*, int64_t, int64_t, int, int, int64_t, int);
-int KERNEL(rms_norm)(const uint8_t*, const uint8_t*, uint8_t*, int64_t, int, int, float, int64_t, int);
-}
-
 namespace {
 
 constexpr int HEADS = 2, GROUP = 3, BLOCK = 5, CONTEXT = 133, NEW = 7, THREADS = 2;
@@ -110,14 +95,14 @@ bool check(const Format& f, int dim) {
     KvqDense from = {(uint8_t*)x.data(), (int64_t)HEADS * dim * 4, (int64_t)dim * 4, KVQ_FP32}, other = from;
     other.data = (uint8_t*)y.data();
     std::vector<uint8_t> bad(CONTEXT);
-    if (KERNEL(write_kv)(&layer, &from, &other, slots.data(), CONTEXT, bad.data(), THREADS)) return false;
+    if (KVQ_CALL(write_kv)(&layer, &from, &other, slots.data(), CONTEXT, bad.data(), THREADS)) return false;
     uint64_t hash = hashed(v.scales, hashed(v.codes, hashed(k.scales, hashed(k.codes, 14695981039346656037ull))));
 
     std::vector<float> keys((size_t)HEADS * CONTEXT * dim), values(keys.size());
     KvqPositions all = {table.data(), (int64_t)table.size(), (int32_t)table.size(), 1, 0, CONTEXT, BLOCK};
     KvqGathered to = {(uint8_t*)keys.data(), 0, (int64_t)CONTEXT * dim * 4, (int64_t)dim * 4, KVQ_FP32}, too = to;
     too.data = (uint8_t*)values.data();
-    if (KERNEL(gather_dense)(&layer, &all, &to, &too, 1, THREADS)) return false;
+    if (KVQ_CALL(gather_dense)(&layer, &all, &to, &too, 1, THREADS)) return false;
 
     std::vector<float> q((size_t)NEW * HEADS * GROUP * dim), out(q.size()), lse(NEW * HEADS * GROUP);
     for (float& value : q) value = draw();
@@ -129,7 +114,7 @@ bool check(const Format& f, int dim) {
     double worst = 0;
     for (int window : {0, 9, 70}) {
         KvqAttention options = {1 / std::sqrt((float)dim), 0, window, HEADS * GROUP, nullptr, THREADS, 1};
-        if (KERNEL(attend)(&layer, &queries, &results, lse.data(), &batch, &options)) return false;
+        if (KVQ_CALL(attend)(&layer, &queries, &results, lse.data(), &batch, &options)) return false;
         worst = std::fmax(worst, error_of(q, keys, values, out, dim, window));
     }
     std::printf("%-14s dim %3d  %016llx  %s\n", f.name, dim, (unsigned long long)hash, worst < 1e-5 ? "ok" : "WRONG");
@@ -140,14 +125,14 @@ bool check_copies() {
     std::vector<uint8_t> bytes = {0, 1, 2, 3, 4, 5, 6, 7};
     KvqRun run = {bytes.data(), 2, 2, 4};
     int64_t pairs[] = {0, 1, 1, 3}, wrong[] = {0, 4};
-    bool refused = KERNEL(copy_blocks)(&run, 1, wrong, 1, THREADS) == KVQ_BAD_BLOCK;
-    return refused && !KERNEL(copy_blocks)(&run, 1, pairs, 2, THREADS) &&
+    bool refused = KVQ_CALL(copy_blocks)(&run, 1, wrong, 1, THREADS) == KVQ_BAD_BLOCK;
+    return refused && !KVQ_CALL(copy_blocks)(&run, 1, pairs, 2, THREADS) &&
            bytes == std::vector<uint8_t>({0, 1, 0, 1, 4, 5, 0, 1});
 }
 
 bool check_merge() {
     float outs[] = {1, 3}, lses[] = {0, 0}, out = 0, lse = 0;
-    return !KERNEL(merge_partials)(outs, lses, nullptr, &out, &lse, 2, 1, 1, 1) && std::fabs(out - 2) < 1e-6f &&
+    return !KVQ_CALL(merge_partials)(outs, lses, nullptr, &out, &lse, 2, 1, 1, 1) && std::fabs(out - 2) < 1e-6f &&
            std::fabs(lse - std::log(2.0f)) < 1e-6f;
 }
 
@@ -175,7 +160,7 @@ bool check_linear(const char* name, int code, int inputs, int groups) {
     for (float& scale : scales) scale = 1 + draw() / 64;
     for (float& value : x) value = draw();
     KvqLinear l = {codes.data(), (uint8_t*)scales.data(), nullptr, nullptr, IN, OUT, IN, groups, code, KVQ_FP32, inputs};
-    if (KERNEL(linear)(&l, (uint8_t*)x.data(), IN * 4, (uint8_t*)out.data(), OUT * 4, KVQ_FP32, ROWS, THREADS)) return false;
+    if (KVQ_CALL(linear)(&l, (uint8_t*)x.data(), IN * 4, (uint8_t*)out.data(), OUT * 4, KVQ_FP32, ROWS, THREADS)) return false;
     double worst = 0, largest = 0;
     for (int r = 0; r < ROWS; r++)
         for (int o = 0; o < OUT; o++) {
@@ -194,8 +179,8 @@ bool check_linear(const char* name, int code, int inputs, int groups) {
 
 bool check_elementwise() {
     float x[] = {2, -1, 3, 5}, weight[] = {1, 2}, gates[2], normed[4];
-    KERNEL(gated)((uint8_t*)x, 16, (uint8_t*)gates, 8, 2, KVQ_FP32, KVQ_SILU, 1, 1);
-    KERNEL(rms_norm)((uint8_t*)x, (uint8_t*)weight, (uint8_t*)normed, 2, KVQ_FP32, KVQ_FP32, 0, 2, 1);
+    KVQ_CALL(gated)((uint8_t*)x, 16, (uint8_t*)gates, 8, 2, KVQ_FP32, KVQ_SILU, 1, 1);
+    KVQ_CALL(rms_norm)((uint8_t*)x, (uint8_t*)weight, (uint8_t*)normed, 2, KVQ_FP32, KVQ_FP32, 0, 2, 1);
     return std::fabs(gates[0] - 6 / (1 + std::exp(-2.0))) < 1e-6 && std::fabs(gates[1] + 5 / (1 + std::exp(1.0))) < 1e-6 &&
            std::fabs(normed[1] + 2 / std::sqrt(2.5)) < 1e-6 && std::fabs(normed[2] - 3 / std::sqrt(17.0)) < 1e-6;
 }

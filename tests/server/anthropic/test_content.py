@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from kvq.server.anthropic.content import Content
+from kvq.server.anthropic.message import Content
 from kvq.server.tools import Parser, find_format
 
 CALL = '<tool_call>\n{"name": "now", "arguments": {"zone": "UTC"}}\n</tool_call>'

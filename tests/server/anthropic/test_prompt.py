@@ -8,7 +8,7 @@ import pytest
 
 from kvq.models.resolve import EMBEDDED
 from kvq.server.anthropic.bodies import MessagesBody
-from kvq.server.anthropic.prompt import prompt_pins, prompt_tokens
+from kvq.server.anthropic.prompt import conversation, prompt_pins
 from kvq.server.problems import Problem
 from tests.server.templates import folder_with, prompts_of
 
@@ -70,7 +70,7 @@ def pins_of(prompts, asked):
     """The tokens, and the texts and times that are pinned."""
 
     async def run():
-        tokens = await prompt_tokens(prompts, asked, "")
+        tokens = await prompts.chat(conversation(asked))
         pins = await prompt_pins(prompts, asked, tokens, "")
         return tokens, [(await prompts.detokenize(tokens[: pin.length]), pin.seconds) for pin in pins]
 
@@ -109,7 +109,7 @@ def test_turns_of_one_role_are_one_and_a_last_turn_of_the_assistant_is_continued
     asked = MessagesBody(
         model="tiny", max_tokens=1, messages=[{"role": role, "content": text} for role, text in turns]
     )
-    text = asyncio.run(prompts.detokenize(asyncio.run(prompt_tokens(prompts, asked, ""))))
+    text = asyncio.run(prompts.detokenize(asyncio.run(prompts.chat(conversation(asked)))))
     assert "Hello.\n\nWho are you?" in text
     assert text.endswith("I am\n\nthe cap")
 

@@ -9,11 +9,14 @@ import pytest
 
 from kvq.errors import ConfigError
 from kvq.server.batch.journal import Journal
-from kvq.server.batch.lines import Line, parse_line, read_lines
-from kvq.server.batch.results import encode_answer, encode_fault, encode_problem
+from kvq.server.batch.lines import Line, encode_answer, encode_fault, parse_line, read_lines
 from kvq.server.problems import Problem, unavailable
 
 LINES = [Line(number=i, custom_id=f"id-{i}") for i in range(1, 6)]
+
+
+def encode_problem(line, problem):
+    return encode_answer(line, problem.body(), problem.status)
 
 
 def names(path):

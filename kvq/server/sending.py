@@ -1,4 +1,4 @@
-"""Server-sent events for one reader, who may be slow, stop reading, or go."""
+"""Answers to one reader, who may be slow, stop reading, or go: whole, or as server-sent events."""
 
 import asyncio
 import logging
@@ -11,12 +11,39 @@ from starlette.types import Receive, Scope, Send
 
 from kvq.server.dialects import OPENAI, Dialect
 from kvq.server.problems import Problem, failed
-from kvq.server.streams import until_gone
-from kvq.server.whole_answer import cut_off
 
 _log = logging.getLogger("kvq")
 MAX_BEHIND = 24 << 10  # bytes; as much again may lie in the connection, beside its own 8 KiB
 _PATIENCE_S = 2.0  # for a reader who is so far behind
+_PIECE = 64 << 10  # bytes of a whole answer
+_PIECE_S = 10.0  # for a reader to take one
+
+
+class WholeAnswer(Response):
+    """JSON, sent as fast as it is taken. Who takes no piece for ten seconds is cut off."""
+
+    media_type = "application/json"
+
+    def __init__(self, content: bytes, *, on_cut: Callable[[], object], on_end: Callable[[], object]) -> None:
+        """`on_cut` is called if the reader is too slow, `on_end` when nothing is left to send."""
+        super().__init__(content)
+        self._on_cut = on_cut
+        self._on_end = on_end
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send it, or as much as the reader takes."""
+        content = bytes(self.body)
+        try:
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            for start in range(0, len(content), _PIECE):
+                end = start + _PIECE
+                piece = {"body": content[start:end], "more_body": end < len(content)}
+                async with asyncio.timeout(_PIECE_S):
+                    await send({"type": "http.response.body", **piece})
+        except TimeoutError:
+            _cut_off(scope, self._on_cut)
+        finally:
+            self._on_end()
 
 
 class EventStream(Response):
@@ -73,7 +100,7 @@ class EventStream(Response):
                     self._put(self._dialect.event(chunk))
             self._put(self._dialect.done)
         except TimeoutError:
-            cut_off(scope, self._on_cut)
+            _cut_off(scope, self._on_cut)
         except Problem as problem:
             self._put_error(problem)
         except Exception as error:  # noqa: BLE001 - the answer has begun, so its reader is told in it
@@ -112,3 +139,17 @@ class EventStream(Response):
 
     def _put_error(self, problem: Problem) -> None:
         self._put(self._dialect.event(self._dialect.error(problem)))
+
+
+def _cut_off(scope: Scope, on_cut: Callable[[], object]) -> None:
+    """End a connection whose reader is too slow, whatever is still to be sent."""
+    on_cut()
+    transport = scope.get("state", {}).get("kvq_transport")
+    if transport is not None:
+        transport.abort()
+
+
+async def until_gone(receive: Receive) -> None:
+    """Return when the client went; what it still sends is dropped."""
+    while (await receive())["type"] != "http.disconnect":
+        pass

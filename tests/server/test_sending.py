@@ -5,17 +5,17 @@ import json
 
 import pytest
 
-from kvq.server import event_stream
+from kvq.server import sending
 from kvq.server.dialects import OPENAI
-from kvq.server.event_stream import MAX_BEHIND, EventStream
 from kvq.server.problems import unavailable
+from kvq.server.sending import MAX_BEHIND, EventStream
 from tests.waiting import HANG_S, wait_for_async
 
 
 @pytest.fixture(autouse=True)
 def _patient(monkeypatch):
     """Nobody is cut off who is only slow, unless a test says so."""
-    monkeypatch.setattr(event_stream, "_PATIENCE_S", HANG_S)
+    monkeypatch.setattr(sending, "_PATIENCE_S", HANG_S)
 
 
 class Reader:
@@ -79,7 +79,7 @@ def test_everything_arrives_in_order_and_the_stream_ends():
 
 
 def test_a_reader_who_stops_is_cut_off_with_bounded_memory(monkeypatch):
-    monkeypatch.setattr(event_stream, "_PATIENCE_S", 0.05)
+    monkeypatch.setattr(sending, "_PATIENCE_S", 0.05)
 
     async def main():
         reader, closed, made = Reader(), [], 0

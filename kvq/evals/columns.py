@@ -1,0 +1,38 @@
+"""Tables as text cells, the same for the terminal and for pages: which columns, and how each is written."""
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+# Key of a row, dots leading further in -> head, and number format or what makes a text; "" for texts.
+Columns = Mapping[str, tuple[str, Any]]
+
+
+def table(rows: Iterable[Mapping[str, Any]], columns: Columns) -> tuple[list[str], list[list[str]]]:
+    """Heads and cells; None is a dash."""
+    heads = [head for head, _ in columns.values()]
+    return heads, [[_cell(row, key, style) for key, (_, style) in columns.items()] for row in rows]
+
+
+def _cell(row: Any, key: str, style: Any) -> str:
+    for part in key.split("."):
+        row = row[int(part)] if isinstance(row, list) else row[part]
+    if row is None:
+        return "-"
+    return style(row) if callable(style) else format(row, style)
+
+
+def span(form: str) -> Callable[[tuple[float, float]], str]:
+    """Writes both bounds in a number format."""
+    return lambda bounds: f"{bounds[0]:{form}} .. {bounds[1]:{form}}"
+
+
+def bits(value: float) -> str:
+    """To three digits, no zeros at the end."""
+    return f"{value:.3f}".rstrip("0").rstrip(".")
+
+
+SIZES: Columns = {  # what a format takes
+    "bits_per_element": ("bits", bits),
+    "kv_bytes_per_token": ("bytes/token", ",.0f"),
+    "compression": ("vs bf16", "{:.2f}x".format),
+}
