@@ -133,7 +133,6 @@ def simulated(server: KvqServer, requests: list[LoadRequest], time: StepTime) ->
         block_size=manager.block_size,
         config=scheduler.config,
         time=time,
-        reserve_blocks=manager.reserve_blocks,
     )
     calls = [
         Call(

@@ -26,10 +26,11 @@ def write_plan(path: str | Path, result: dict[str, Any], columns: Columns) -> No
     first = rows[0]
     gpus = list(dict.fromkeys(row["gpu"] for row in rows))
     best = max(rows, key=lambda row: row["max_users"])
+    up_to = "up to " if best["mixed_lengths"] else ""
     parts = [
         f"<h1>How many users fit: {escape(first['model'])}</h1>",
         f"<p>Most of them fit on <b>{escape(best['gpu'])}</b> with KV in <b>{escape(best['kv'])}</b>: "
-        f"{best['max_users']:,} requests of {_length(best)} at once. An engine that "
+        f"{best['max_users']:,} requests of {up_to}{best['context']:,} tokens at once. An engine that "
         f"reserves a contiguous slot of {best['slot_tokens']:,} tokens for each, whatever it turns out to "
         f"need, would hold {best['contiguous_users']:,}.</p>",
         "<h2>Requests at once, by their length</h2>",
@@ -73,11 +74,6 @@ def write_simulation(path: str | Path, result: dict[str, Any], columns: Columns)
 
 def _table(rows: list[dict[str, Any]], columns: Columns) -> str:
     return html_table(*table(rows, columns))
-
-
-def _length(row: dict[str, Any]) -> str:
-    """Of the requests, in words."""
-    return f"up to {row['context']:,} tokens" if row["mixed_lengths"] else f"{row['context']:,} tokens"
 
 
 def _users(rows: Sequence[dict[str, Any]], gpus: Sequence[str]) -> Any:

@@ -102,27 +102,24 @@ def command(kv: list[str], sizing: SizingOptions, asked: Asked) -> None:
 def _demand(sizing: SizingOptions, asked: Asked, target: "Target") -> "Demand":
     from kvq.capacity.plan.lengths import Demand
 
-    lengths, most = _lengths(asked, target.geometry.max_context), target.geometry.max_context
+    most = target.geometry.max_context
+    lengths = _lengths(asked, most)
     longest = max(length.total for length in lengths)
-    if longest > most:
-        raise ConfigError(f"a request of {longest:,} tokens is above the model's context of {most:,}")
     if (sizing.max_model_len or longest) < longest:
         raise ConfigError(f"--max-model-len {sizing.max_model_len} is below a request of {longest} tokens")
-    slot = asked.slot or (longest if asked.context is None else sizing.max_model_len or most)
-    if slot < longest:
-        raise ConfigError(f"--slot {slot} does not hold a request of {longest} tokens")
-    return Demand(lengths=lengths, slot_tokens=slot, prefix_share=asked.prefix_share)
+    reserved = None if asked.context is None else max(longest, sizing.max_model_len or most)
+    return Demand(lengths=lengths, slot_tokens=asked.slot or reserved, prefix_share=asked.prefix_share)
 
 
 def _lengths(asked: Asked, most: int) -> "list[Length]":
-    from kvq.capacity.plan.lengths import lognormal, read_trace, within_context
+    from kvq.capacity.plan.lengths import fixed, lognormal, read_trace
 
     if [asked.context, asked.lognormal, asked.trace].count(None) != 2:
         raise ConfigError(
             "how long requests are decides how many fit: give one of --context, --lognormal, --trace"
         )
     if asked.context is not None:
-        return within_context(asked.context, asked.output, most=most)
+        return fixed(asked.context, asked.output or asked.context // 8)
     if asked.output is not None:
         raise ConfigError("--output goes with --context; distributions and traces say it themselves")
     if asked.trace is not None:
@@ -150,15 +147,32 @@ def _row(
     engine = sizing.engine(asked.max_num_batched_tokens)
     planned = partial(make_plan, target, gpu, kv, demand, efficiency=sizing.efficiency(gpu, kv))
     plan = planned(engine=engine)
-    users, served, latent = plan.users, plan.serving, plan.latent
-    if not users.paged:
+    if not plan.users.paged:
         raise ConfigError(
             f"{plan.model} on {plan.split.gpus} x {plan.gpu} with KV in {plan.kv}: not one request of up to "
-            f"{demand.longest:,} tokens fits, it takes {decimal(users.bytes_per_request)} of the pool's "
+            f"{demand.longest:,} tokens fits, it takes {decimal(plan.users.bytes_per_request)} of the pool's "
             f"{decimal(plan.pool_bytes)}; take narrower KV, narrower weights (--weights int4), more GPUs "
             f"(--tensor-parallel), or shorter requests"
         )
+    active = None if asked.users is None else math.ceil(asked.users * asked.active)
     row = {
+        **_figures(plan, demand),
+        **_at_rate(plan, asked.rate),
+        "gpus_needed": active and -(-active // plan.users.paged) * plan.split.gpus,
+        "serve": serve_command(plan, sizing, asked.max_num_batched_tokens),
+        "users_at_context": users_of_a_shorter_context(plan, planned, engine, demand.longest),
+    }
+    if sizing.html_path is not None:
+        from kvq.capacity.plan.curves import speed_by_users, users_by_context
+
+        row["users_by_context"] = users_by_context(target, gpu, kv, engine)
+        row["speed_by_users"] = speed_by_users(plan, gpu.usd_per_hour * plan.split.gpus)
+    return row
+
+
+def _figures(plan: "CapacityPlan", demand: "Demand") -> dict[str, Any]:
+    users, served, latent = plan.users, plan.serving, plan.latent
+    return {
         "model": plan.model,
         "gpu": plan.gpu,
         "kv": plan.kv,
@@ -180,21 +194,10 @@ def _row(
         "ttft_ms": served and 1e3 * served.ttft_s,
         "itl_ms": served and 1e3 * served.itl_s,
         "usd_per_million_tokens": plan.usd_per_million_tokens,
-        "gpus_needed": asked.users
-        and -(-math.ceil(asked.users * asked.active) // users.paged) * plan.split.gpus,
         "latent_kv_bytes_per_token": latent and latent.bytes_per_token,
         "latent_users": latent and latent.users,
         "terms": [{"name": t.name, "bytes": t.nbytes, "formula": t.formula} for t in plan.terms],
-        **_at_rate(plan, asked.rate),
-        "serve": serve_command(plan, sizing, asked.max_num_batched_tokens),
-        "users_at_context": users_of_a_shorter_context(plan, planned, engine, demand.longest),
     }
-    if sizing.html_path is not None:
-        from kvq.capacity.plan.curves import speed_by_users, users_by_context
-
-        row["users_by_context"] = users_by_context(target, gpu, kv, engine)
-        row["speed_by_users"] = speed_by_users(plan, gpu.usd_per_hour * plan.split.gpus)
-    return row
 
 
 def _at_rate(plan: "CapacityPlan", rate: float | None) -> dict[str, Any]:

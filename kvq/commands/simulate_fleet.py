@@ -1,9 +1,8 @@
 """What `kvq simulate` simulates: one load, served by a fleet for each KV format and policy."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from itertools import islice, product
-from typing import TYPE_CHECKING, Any
+from itertools import islice, product, starmap
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvq.capacity.draws import parse_lengths
 from kvq.capacity.fleet.arrivals import Arrivals, traced
@@ -32,8 +31,7 @@ _REQUESTS = 2000
 _DRAWN = {"input_len", "output_len", "shared_prefix", "num_prefixes", "turns", "think_s", "batch_share"}
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Case:
+class Case(NamedTuple):
     """What distinguishes a row."""
 
     kv: str
@@ -72,15 +70,12 @@ class Study:
                 f"--max-num-batched-tokens {least} is below --max-num-seqs {self._seats}, of which each adds "
                 f"a token to a step; lower that too"
             )
-        combined = list(
-            product(dict.fromkeys(kv), asked.max_num_batched_tokens, asked.routing, asked.replicas or (1,))
-        )
-        if len(combined) > _MOST_ROWS:
-            raise ConfigError(f"{len(combined)} combinations are too many to simulate; at most {_MOST_ROWS}")
-        return [
-            Case(kv=name, chunk=chunk, routing=Routing(routing), replicas=replicas)
-            for name, chunk, routing, replicas in combined
-        ]
+        routings, replicas = map(Routing, asked.routing), asked.replicas or (1,)
+        combined = product(dict.fromkeys(kv), asked.max_num_batched_tokens, routings, replicas)
+        cases = list(starmap(Case, combined))
+        if len(cases) > _MOST_ROWS:
+            raise ConfigError(f"{len(cases)} combinations are too many to simulate; at most {_MOST_ROWS}")
+        return cases
 
     def row(self, case: Case, tell: Callable[[int], object]) -> dict[str, Any]:
         """Simulate one case; `tell` hears how many requests have come.
@@ -105,7 +100,10 @@ class Study:
             engine=sizing.engine(case.chunk, sequences=self._seats),
             efficiency=sizing.efficiency(gpu, case.kv),
         )
-        spec = EngineSpec.of(plan, config, block_size=sizing.block_size)
+        assert plan.time is not None, "the model's parameters are known"
+        spec = EngineSpec(
+            num_blocks=list(plan.num_blocks), block_size=sizing.block_size, config=config, time=plan.time
+        )
         sent_bytes = plan.kv_bytes_per_token * plan.split.gpus
         runs = 0
 

@@ -57,7 +57,7 @@ def test_lengths_may_be_distributions_and_models_folders(kvq, tmp_path):
         (("-m", "llama-3-70", "--gpu", "h100", "--context", "8192"), "did you mean 'llama-3-70b'"),
         (("-m", "llama-3-8b", "--gpu", "h10", "--context", "8192"), "did you mean 'h100'"),
         (("-m", "llama-3-8b", "--gpu", "h100"), "give one of --context, --lognormal, --trace"),
-        (("-m", "llama-3-8b", "--gpu", "h100", "--context", "9999"), "above the model's 8192"),
+        (("-m", "llama-3-8b", "--gpu", "h100", "--context", "9999"), "above the model's context of 8,192"),
         (("-m", "llama-3-8b", "--gpu", "h100", "--context", "0"), "--context"),
         (("-m", "llama-3-8b", "--gpu", "h100", "--lognormal", "9"), "MEDIAN,SIGMA"),
         (("-m", "llama-3-8b", "--gpu", "h100", "--lognormal", "9,1", "--output", "3"), "goes with --context"),

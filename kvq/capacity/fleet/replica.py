@@ -10,7 +10,6 @@ from kvq.capacity.fleet.call import Call
 from kvq.capacity.fleet.faults import NONE, Faults, Trouble
 from kvq.capacity.fleet.histogram import Histogram
 from kvq.capacity.fleet.records import Fate, Records
-from kvq.capacity.plan.plan import CapacityPlan
 from kvq.capacity.plan.step_time import StepTime
 from kvq.errors import RequestError
 from kvq.scheduler import (
@@ -37,20 +36,7 @@ class EngineSpec:
     block_size: int  # tokens
     config: SchedulerConfig
     time: StepTime  # which knows the windows
-    reserve_blocks: int = 0
     computes_prompts: bool = True  # False: somebody else does, and their KV comes with them
-
-    @classmethod
-    def of(cls, plan: CapacityPlan, config: SchedulerConfig, *, block_size: int) -> "EngineSpec":
-        """What was planned, of a model whose parameters are known."""
-        assert plan.time is not None, "known where the parameters are"
-        return cls(
-            num_blocks=list(plan.num_blocks),
-            block_size=block_size,
-            config=config,
-            time=plan.time,
-            reserve_blocks=reserve_blocks(plan.num_blocks),
-        )
 
     @property
     def can_leap(self) -> bool:
@@ -136,7 +122,7 @@ class Replica:
             num_blocks=spec.num_blocks,
             block_size=spec.block_size,
             windows=list(spec.time.windows),
-            reserve_blocks=spec.reserve_blocks,
+            reserve_blocks=reserve_blocks(spec.num_blocks),
         )
         most = spec.config.max_num_batched_tokens
         self._costs: CostModel = FixedCosts()

@@ -58,8 +58,10 @@ def summarize(run: Run, slo: Slo, bill: Bill | None = None) -> dict[str, Any]:
     outputs = sum([records.output_tokens[i] for i in served])
     prompts = sum([records.prompt_tokens[i] for i in served])
     gauges = run.gauges
-    busy_s = sum(one.busy_s for one in gauges)
     cached = sum([records.cached_tokens[i] for i in served])
+
+    def total(gauge: str) -> Any:
+        return sum(getattr(one, gauge) for one in gauges)
 
     def per_second(amount: float) -> float:
         return amount / seconds if seconds > 0 else 0.0
@@ -68,6 +70,7 @@ def summarize(run: Run, slo: Slo, bill: Bill | None = None) -> dict[str, Any]:
         times = sorted([until[i] - records.arrival_s[i] for i in served])
         return {f"{name}_ms_p{n}": _ms(percentile(times, n) if times else None) for n in _RANKS}
 
+    busy_s = total("busy_s")
     figures = {
         "requests": len(records),
         **{fate.name.lower(): number for fate, number in count.items()},
@@ -84,16 +87,13 @@ def summarize(run: Run, slo: Slo, bill: Bill | None = None) -> dict[str, Any]:
         **waited("queue", records.admitted_s),
         **waited("e2e", records.end_s),
         "preemptions": sum(records.preemptions),
-        "slow_steps": sum(one.slow_steps for one in gauges),
-        "restarts": sum(one.restarts for one in gauges),
-        "recomputed_tokens": sum(one.recomputed_tokens for one in gauges),
+        **{name: total(name) for name in ("slow_steps", "restarts", "recomputed_tokens", "steps")},
         "prefix_hit_rate": cached / prompts if prompts else None,
         "utilization": per_second(busy_s / len(gauges)),
-        "mean_batch": sum(one.running_s for one in gauges) / busy_s if busy_s else None,
-        "mean_pool": sum(one.live_s for one in gauges) / busy_s if busy_s else None,
+        "mean_batch": total("running_s") / busy_s if busy_s else None,
+        "mean_pool": total("live_s") / busy_s if busy_s else None,
         "peak_pool": max(one.peak_live for one in gauges),
         "peak_waiting": max(one.peak_waiting for one in gauges),
-        "steps": sum(one.steps for one in gauges),
         "digest": run.digest,
     }
     if bill is not None:

@@ -61,17 +61,6 @@ def fixed(context: int, output: int = 0) -> list[Length]:
     return [Length(context - output, output)]
 
 
-def within_context(context: int, output: int | None, *, most: int) -> list[Length]:
-    """Requests of one length, within a model's context of `most`; an eighth is output unless said.
-
-    Raises:
-        ConfigError: it is longer.
-    """
-    if context > most:
-        raise ConfigError(f"a context of {context} tokens is above the model's {most}")
-    return fixed(context, output or context // 8)
-
-
 def lognormal(median: int, sigma: float, *, most: int) -> list[Length]:
     """Quantiles of a log-normal distribution of total lengths, half output, cut at the model's context.
 

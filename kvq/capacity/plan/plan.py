@@ -90,8 +90,11 @@ def make_plan(
     """Plan one KV format.
 
     Raises:
-        ConfigError: the model doesn't fit, with by how much and what would help.
+        ConfigError: a request beyond the model's context; a model that doesn't fit, with by how much and
+            what would help.
     """
+    if demand.longest > (most := target.geometry.max_context):
+        raise ConfigError(f"a request of {demand.longest:,} tokens is above the model's context of {most:,}")
     engine = engine or Engine()
     layout = kv_layout(split_geometry(target.geometry, target.split), kv, block_size=engine.block_size)
     room = _Room.of(target, gpu, engine)

@@ -6,7 +6,7 @@ from typing import TypedDict, Unpack
 
 from kvq.arguments import checked
 from kvq.capacity.plan.gpus import Gpu, find_gpu
-from kvq.capacity.plan.lengths import Demand, Length, within_context
+from kvq.capacity.plan.lengths import Demand, Length, fixed
 from kvq.capacity.plan.plan import CapacityPlan, Engine, make_plan
 from kvq.capacity.plan.target import make_target
 from kvq.errors import ConfigError
@@ -53,7 +53,7 @@ def plan(
     )
     if (context is None) == (lengths is None):
         raise ConfigError("how long requests are decides how many fit: give either context or lengths")
-    drawn = lengths or within_context(context or 0, output, most=target.geometry.max_context)
+    drawn = lengths or fixed(context or 0, output or (context or 0) // 8)
     demand = Demand(lengths=drawn, prefix_share=options.get("prefix_share", 0.0))
     found = gpu if isinstance(gpu, Gpu) else find_gpu(gpu)
     return make_plan(target, found, kv, demand, engine=options.get("engine"))

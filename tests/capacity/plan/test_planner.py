@@ -42,7 +42,7 @@ def test_a_folder_will_do(tmp_path):
     [
         ({}, "give either context or lengths"),
         ({"context": 10, "lengths": [Length(1, 1)]}, "give either"),
-        ({"context": 100_000}, "above the model's 8192"),
+        ({"context": 100_000}, "above the model's context of 8,192"),
         ({"context": 100, "output": 100}, "is none"),
         ({"context": 100, "kv": "int5"}, "int5"),
     ],
