@@ -33,16 +33,14 @@ from kvq.bench.engine_load import Load, LoadRequest
 from kvq.bench.engine_server import KvqServer, Limits
 from kvq.bench.step_costs import fit_costs
 from kvq.bench.timing import percentile
-from kvq.capacity.draws import Lengths
-from kvq.capacity.fleet.call import Call
+from kvq.capacity.fleet.arrivals import Call
 from kvq.capacity.fleet.fleet import FleetSpec, serve
 from kvq.capacity.fleet.replica import EngineSpec
 from kvq.capacity.fleet.summary import Slo, summarize
-from kvq.capacity.plan.calibration import efficiency
+from kvq.capacity.lengths import Lengths
 from kvq.capacity.plan.gpus import Gpu
-from kvq.capacity.plan.plan import CapacityPlan, Engine
-from kvq.capacity.plan.planner import plan
-from kvq.capacity.plan.step_time import StepTime, roofline
+from kvq.capacity.plan.plan import CapacityPlan, Engine, plan
+from kvq.capacity.plan.step_time import StepTime, efficiency, roofline
 from kvq.capacity.plan.target import make_target
 from kvq.engine import LLM, SamplingParams
 from kvq.evals.results import envelope, source_commit, write_json

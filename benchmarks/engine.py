@@ -29,7 +29,7 @@ from kvq.bench.engine_result import ServedLoad, row
 from kvq.bench.engine_rivals import RIVALS
 from kvq.bench.engine_server import KvqServer, Limits
 from kvq.bench.timing import in_turn, percentile
-from kvq.capacity.draws import Lengths
+from kvq.capacity.lengths import Lengths
 from kvq.evals.results import envelope, source_commit, write_json
 from kvq.models import Model, load
 from kvq.scheduler import Priority

@@ -30,7 +30,7 @@ from kvq.bench.serve_client import Manner, Sent, send
 from kvq.bench.serve_load import as_served, outcomes, run_load, some_rude
 from kvq.bench.serve_process import ServerProcess
 from kvq.bench.timing import percentile
-from kvq.capacity.draws import Lengths
+from kvq.capacity.lengths import Lengths
 from kvq.evals.results import source_commit
 
 

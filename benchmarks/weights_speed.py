@@ -21,8 +21,8 @@ from kvq.evals.results import envelope, source_commit, write_json
 from kvq.formats.weights import parse_weight_format
 from kvq.weights import round_weight
 from kvq.weights.awq import awq_scales
-from kvq.weights.clipping import clip_weight
 from kvq.weights.gptq import ActOrder, GPTQOptions, ScaleSearch, gptq
+from kvq.weights.rounding import clip_weight
 from kvq.weights.statistics import InputStatistics
 
 GPTQ = {

@@ -28,7 +28,7 @@ from kvq.version import __version__
 if TYPE_CHECKING:
     from kvq.api import load, perplexity, quantize, tune
     from kvq.calib import calibrate
-    from kvq.capacity.plan.planner import plan
+    from kvq.capacity.plan.plan import plan
     from kvq.engine import LLM, AsyncLLM, SamplingParams, StructuredOutput
     from kvq.formats import KVRecipe
     from kvq.models import Model
@@ -43,7 +43,7 @@ _HOMES = {
     "calibrate": "kvq.calib",
     "load": "kvq.api",
     "perplexity": "kvq.api",
-    "plan": "kvq.capacity.plan.planner",
+    "plan": "kvq.capacity.plan.plan",
     "quantize": "kvq.api",
     "tune": "kvq.api",
 }

@@ -5,7 +5,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvq.capacity.draws import Lengths
+from kvq.capacity.lengths import Lengths
 from kvq.errors import ConfigError
 from kvq.scheduler import Priority
 

@@ -14,7 +14,7 @@ from kvq.errors import ConfigError
 from kvq.formats.weights import Inputs, parse_weight_format
 from kvq.kernels import Device, LinearSpec, PlainWeight, select
 from kvq.kernels.linear.cpu import CpuLinear
-from kvq.kernels.linear.inputs import rounded_inputs
+from kvq.kernels.linear.reference import rounded_inputs
 from kvq.kernels.native.library import load
 from kvq.models.linear import OneDNNLinear
 from kvq.weights.rounding import round_weight

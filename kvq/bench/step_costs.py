@@ -21,7 +21,7 @@ _NEGLIGIBLE = 0.02  # relative error
 
 
 def fit_costs(steps: Sequence[StepStats], model: Model) -> dict[str, Any] | None:
-    """Costs as `kvq.capacity.plan.calibration` reads them; None of too few steps.
+    """Costs as `kvq.capacity.plan.step_time` reads them; None of too few steps.
 
     Also None of models with sliding windows, whose decodes see less than is counted here, with experts, of
     which a step reads more the more tokens it has, and of families whose parameters are not counted.

@@ -1,10 +1,8 @@
 """Block memory: pools, prefix index, tables, copy-on-write, swap orders. Plain Python, no torch."""
 
-from kvq.blockmgr.events import Event, Evicted, Found, Stored
-from kvq.blockmgr.ids import BlockId, HostSlot
+from kvq.blockmgr.events import Copy, Event, Evicted, Found, Order, Scrub, Stored, SwapIn, SwapOut
 from kvq.blockmgr.manager import BlockManager
-from kvq.blockmgr.orders import Copy, Order, Scrub, SwapIn, SwapOut
-from kvq.blockmgr.pool import BlockPool, PoolUsage
+from kvq.blockmgr.pool import BlockId, BlockPool, HostSlot, PoolUsage
 from kvq.blockmgr.prefix import PrefixQuery
 from kvq.blockmgr.prefixes import Match
 from kvq.blockmgr.sequence import BlockUse, Sequence

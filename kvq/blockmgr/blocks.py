@@ -3,10 +3,8 @@
 from itertools import chain
 from typing import Any
 
-from kvq.blockmgr.events import Events, Evicted, Stored
-from kvq.blockmgr.ids import BlockId
-from kvq.blockmgr.orders import Copy, Order, SwapIn, SwapOut
-from kvq.blockmgr.pool import Account, BlockPool, EvictionListener
+from kvq.blockmgr.events import Copy, Events, Evicted, Order, Stored, SwapIn, SwapOut
+from kvq.blockmgr.pool import Account, BlockId, BlockPool, EvictionListener
 from kvq.blockmgr.prefix import Digest, Node, PrefixIndex
 from kvq.blockmgr.sequence import Sequence
 from kvq.errors import ConfigError

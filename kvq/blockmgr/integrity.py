@@ -4,9 +4,8 @@ from collections import Counter
 from itertools import pairwise
 
 from kvq.blockmgr.blocks import Blocks
-from kvq.blockmgr.ids import BlockId
 from kvq.blockmgr.pins import Pins
-from kvq.blockmgr.pool import Account, BlockPool
+from kvq.blockmgr.pool import Account, BlockId, BlockPool
 from kvq.blockmgr.prefix import TOKEN_BYTES, Node
 from kvq.blockmgr.sequence import Sequence
 from kvq.blockmgr.swap import SwapSpace

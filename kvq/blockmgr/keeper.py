@@ -3,14 +3,11 @@
 from collections.abc import Callable, Iterable
 
 from kvq.blockmgr.blocks import Blocks
-from kvq.blockmgr.events import Subscriber
-from kvq.blockmgr.ids import BlockId
-from kvq.blockmgr.matching import find, needed_blocks
-from kvq.blockmgr.orders import Order
+from kvq.blockmgr.events import Order, Subscriber
 from kvq.blockmgr.pins import Pins
-from kvq.blockmgr.pool import Account, BlockPool, PoolUsage
+from kvq.blockmgr.pool import Account, BlockId, BlockPool, PoolUsage
 from kvq.blockmgr.prefix import Digest, PrefixQuery, sha256_digest, token_array
-from kvq.blockmgr.prefixes import Match, Prefixes
+from kvq.blockmgr.prefixes import Match, Prefixes, find, needed_blocks
 from kvq.blockmgr.register import Register
 from kvq.blockmgr.swap import SwapSpace
 from kvq.blockmgr.tables import Tables

@@ -1,12 +1,13 @@
 """The block manager: sequences over shared blocks, from the first token to the last release."""
 
 from collections.abc import Iterable
+from dataclasses import replace
 
+from kvq.blockmgr.events import SwapIn
 from kvq.blockmgr.integrity import check_integrity
 from kvq.blockmgr.keeper import BlockKeeper
-from kvq.blockmgr.matching import check_prompt
-from kvq.blockmgr.orders import SwapIn
 from kvq.blockmgr.prefix import PrefixQuery, token_array
+from kvq.blockmgr.prefixes import check_prompt
 from kvq.blockmgr.sequence import BlockUse, Sequence
 from kvq.blockmgr.tables import Work
 from kvq.errors import ConfigError
@@ -151,10 +152,6 @@ class BlockManager(BlockKeeper):
         if self.blocks.events.active:
             self.blocks.events.deliver()
 
-    def leads(self, sequence: Sequence) -> bool:
-        """True if no indexed block begins as the next one to index of this sequence does: it will be new."""
-        return self.prefixes.leads(sequence)
-
     def fork(self, sequence: Sequence) -> Sequence:
         """A second sequence with the same tokens; all blocks are shared until one of them writes.
 
@@ -205,7 +202,7 @@ class BlockManager(BlockKeeper):
         """End a sequence and give back what it holds. Indexed blocks stay cached."""
         self._register.check_live(sequence)
         self._end(sequence)
-        return sequence.receipt.snapshot()
+        return replace(sequence.receipt)
 
     def can_swap_out(self, sequence: Sequence) -> bool:
         """True if host slots are free for all of a sequence's blocks. Changes nothing."""

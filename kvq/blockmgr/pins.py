@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from math import inf, isfinite
 
 from kvq.blockmgr.blocks import Blocks
-from kvq.blockmgr.ids import BlockId
-from kvq.blockmgr.matching import needed_blocks
+from kvq.blockmgr.pool import BlockId
 from kvq.blockmgr.prefix import Node
+from kvq.blockmgr.prefixes import needed_blocks
 from kvq.blockmgr.sequence import Sequence
 from kvq.errors import ConfigError, OutOfBlocks
 

@@ -1,11 +1,14 @@
-"""The pool: which blocks of a layer group are free, cached or live."""
+"""The pool: which blocks of a layer group are free, cached or live; and the ids that stand for them."""
 
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from typing import NewType
 
-from kvq.blockmgr.ids import BlockId
 from kvq.errors import ConfigError, OutOfBlocks
+
+BlockId = NewType("BlockId", int)  # index of a block in the pool of its layer group
+HostSlot = NewType("HostSlot", int)  # index of a block's place in host memory or a file
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from hashlib import sha256
 
-from kvq.blockmgr.ids import BlockId
+from kvq.blockmgr.pool import BlockId
 from kvq.errors import RequestError
 
 TOKEN_BYTES = 4

@@ -1,10 +1,9 @@
 """A sequence: its tokens, its tables in every layer group, and what it used."""
 
 from array import array
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields
 
-from kvq.blockmgr.ids import BlockId, HostSlot
-from kvq.blockmgr.pool import Account
+from kvq.blockmgr.pool import Account, BlockId, HostSlot
 from kvq.blockmgr.prefix import Node
 
 
@@ -16,13 +15,16 @@ class BlockUse:
     shared: int = 0  # found in the prefix index, or taken over by a fork
     reused: int = 0  # tokens that did not have to be computed
     copied: int = 0  # blocks copied before a write, or for their first tokens
-    recomputed: int = 0  # tokens whose KV was lost and computed again
+    recomputed: int = 0  # tokens whose KV was lost, by a preemption or a failed swap, and computed again
     swapped: int = 0  # blocks moved to host slots
-    peak: int = 0  # most blocks held at once
+    peak: int = 0  # most blocks that one sequence held at once
 
-    def snapshot(self) -> "BlockUse":
-        """A copy that later operations don't change."""
-        return replace(self)
+    def add(self, other: "BlockUse") -> None:
+        """Count what another one used too; the peak is of the one that held most."""
+        peak = max(self.peak, other.peak)
+        for name in (one.name for one in fields(self)):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        self.peak = peak
 
 
 @dataclass(slots=True, eq=False)

@@ -4,8 +4,8 @@ from collections import deque
 from collections.abc import Iterable
 
 from kvq.blockmgr.blocks import Blocks, Demand
-from kvq.blockmgr.ids import BlockId, HostSlot
-from kvq.blockmgr.orders import SwapIn, SwapOut
+from kvq.blockmgr.events import SwapIn, SwapOut
+from kvq.blockmgr.pool import BlockId, HostSlot
 from kvq.blockmgr.prefix import Node
 from kvq.blockmgr.sequence import Sequence
 from kvq.errors import ConfigError, OutOfBlocks

@@ -3,8 +3,8 @@
 from collections.abc import Iterator
 
 from kvq.blockmgr.blocks import Blocks, Demand
-from kvq.blockmgr.ids import BlockId
-from kvq.blockmgr.orders import Copy, Scrub
+from kvq.blockmgr.events import Copy, Scrub
+from kvq.blockmgr.pool import BlockId
 from kvq.blockmgr.sequence import Sequence
 from kvq.errors import ConfigError
 

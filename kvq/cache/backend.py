@@ -9,7 +9,7 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor
 
-from kvq.blockmgr.orders import Order, SwapIn
+from kvq.blockmgr.events import Order, SwapIn
 from kvq.errors import ConfigError, first_lines, nearest
 from kvq.kernels import AttentionOptions, SequenceBatch
 from kvq.layout import KVLayout

@@ -6,7 +6,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from kvq.blockmgr.orders import Copy, Order, Scrub, SwapIn, SwapOut
+from kvq.blockmgr.events import Copy, Order, Scrub, SwapIn, SwapOut
 from kvq.errors import ConfigError
 from kvq.kernels.copy_blocks.reference import copy_blocks
 

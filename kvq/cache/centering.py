@@ -4,8 +4,7 @@ import torch
 from torch import Tensor
 
 from kvq.errors import ConfigError
-from kvq.formats.calibrated import AGAIN
-from kvq.formats.centers import HeadCenters
+from kvq.formats.calibrated import AGAIN, HeadCenters
 from kvq.geometry import LayerGeometry
 from kvq.kernels import AttentionOptions, Device, KernelSpec, select
 from kvq.kernels.codec import rotate

@@ -9,8 +9,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from kvq.blockmgr.ids import BlockId, HostSlot
-from kvq.blockmgr.orders import Copy, Order, Scrub, SwapIn, SwapOut
+from kvq.blockmgr.events import Copy, Order, Scrub, SwapIn, SwapOut
+from kvq.blockmgr.pool import BlockId, HostSlot
 from kvq.cache.backend import CacheBackend, CacheFactory
 from kvq.cache.conformance_model import BLOCK_SIZE, LAYERS, WINDOW, Step, Trial
 from kvq.errors import ConfigError, KVQError, UnsupportedKernel

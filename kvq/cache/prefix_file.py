@@ -19,7 +19,7 @@ from torch import Tensor
 from kvq import fileio
 from kvq.blockmgr.manager import BlockManager
 from kvq.blockmgr.prefix import TOKEN_BYTES, PrefixIndex, PrefixQuery
-from kvq.cache.digest import BlockDigests, layout_numbers
+from kvq.cache.host_store import BlockDigests, layout_numbers
 from kvq.cache.kv_cache import KVCache
 from kvq.errors import ConfigError, OutOfBlocks, first_lines
 

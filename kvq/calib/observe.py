@@ -12,7 +12,7 @@ from kvq.evals.side_by_side import one_by_one
 from kvq.evals.text import EvalText
 from kvq.evals.windows import begin_ids, cut_windows, spread, text_ids
 from kvq.formats import SMALLEST_MAXIMUM, Centers, HeadMaxima, LayerCenters, StaticScales
-from kvq.formats.centers import HeadCenters
+from kvq.formats.calibrated import HeadCenters
 from kvq.kernels.codec import rotate
 from kvq.models import Model
 from kvq.models.prepared import PreparedModel

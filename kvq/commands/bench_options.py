@@ -57,7 +57,7 @@ class LoadOptions:
             ConfigError: options that can't be used as given.
         """
         from kvq.bench.engine_load import Load
-        from kvq.capacity.draws import parse_lengths
+        from kvq.capacity.lengths import parse_lengths
 
         if concurrency is not None and self.rate != "inf":
             raise ConfigError("--rate and --concurrency both say when requests come; give one of them")

@@ -9,7 +9,7 @@ from kvq.commands.results import write_rows
 from kvq.sizes import binary, count
 
 if TYPE_CHECKING:
-    from kvq.capacity.plan.known import KnownModel
+    from kvq.capacity.plan.target import KnownModel
 
 _COLUMNS = {
     "model": ("model", ""),
@@ -28,7 +28,7 @@ _COLUMNS = {
 @json_option
 def command(json_path: str | None) -> None:
     """List models that `kvq plan` knows, with what decides about memory."""
-    from kvq.capacity.plan.known import known_models
+    from kvq.capacity.plan.target import known_models
     from kvq.commands.tables import print_columns
 
     rows = [_row(model) for model in known_models().values()]

@@ -18,8 +18,8 @@ from kvq.errors import ConfigError
 from kvq.sizes import decimal
 
 if TYPE_CHECKING:
+    from kvq.capacity.lengths import Demand, Length
     from kvq.capacity.plan.gpus import Gpu
-    from kvq.capacity.plan.lengths import Demand, Length
     from kvq.capacity.plan.plan import CapacityPlan
     from kvq.capacity.plan.target import Target
 
@@ -100,7 +100,7 @@ def command(kv: list[str], sizing: SizingOptions, asked: Asked) -> None:
 
 
 def _demand(sizing: SizingOptions, asked: Asked, target: "Target") -> "Demand":
-    from kvq.capacity.plan.lengths import Demand
+    from kvq.capacity.lengths import Demand
 
     most = target.geometry.max_context
     lengths = _lengths(asked, most)
@@ -112,7 +112,7 @@ def _demand(sizing: SizingOptions, asked: Asked, target: "Target") -> "Demand":
 
 
 def _lengths(asked: Asked, most: int) -> "list[Length]":
-    from kvq.capacity.plan.lengths import fixed, lognormal, read_trace
+    from kvq.capacity.lengths import fixed, lognormal, read_trace
 
     if [asked.context, asked.lognormal, asked.trace].count(None) != 2:
         raise ConfigError(
@@ -163,7 +163,7 @@ def _row(
         "users_at_context": users_of_a_shorter_context(plan, planned, engine, demand.longest),
     }
     if sizing.html_path is not None:
-        from kvq.capacity.plan.curves import speed_by_users, users_by_context
+        from kvq.capacity.plan.plan import speed_by_users, users_by_context
 
         row["users_by_context"] = users_by_context(target, gpu, kv, engine)
         row["speed_by_users"] = speed_by_users(plan, gpu.usd_per_hour * plan.split.gpus)

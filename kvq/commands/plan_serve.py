@@ -53,7 +53,7 @@ def users_of_a_shorter_context(
 
 def _served(model: str) -> str:
     """A folder or hub name as it is; a model of which only the shape is known is somewhere."""
-    from kvq.capacity.plan.known import known_models
+    from kvq.capacity.plan.target import known_models
 
     return "DIR" if model.lower() in known_models() and not Path(model).is_dir() else model
 

@@ -4,18 +4,14 @@ from collections.abc import Callable, Iterator
 from itertools import islice, product, starmap
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from kvq.capacity.draws import parse_lengths
-from kvq.capacity.fleet.arrivals import Arrivals, traced
-from kvq.capacity.fleet.call import Call
+from kvq.capacity.fleet.arrivals import Arrivals, Call, traced
 from kvq.capacity.fleet.faults import NONE, Faults
-from kvq.capacity.fleet.fleet import FleetSpec, serve
+from kvq.capacity.fleet.fleet import FleetSpec, Routing, fewest_replicas, serve
 from kvq.capacity.fleet.replica import EngineSpec
-from kvq.capacity.fleet.routing import Routing
-from kvq.capacity.fleet.sizing import fewest_replicas
 from kvq.capacity.fleet.summary import Bill, Slo, summarize
+from kvq.capacity.lengths import Demand, Length, parse_lengths
 from kvq.capacity.plan.cost import Prices
 from kvq.capacity.plan.gpus import Gpu
-from kvq.capacity.plan.lengths import Demand, Length
 from kvq.capacity.plan.plan import make_plan
 from kvq.capacity.trace_file import read_lines
 from kvq.commands.sizing import SizingOptions, given_options

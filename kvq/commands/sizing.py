@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from kvq.capacity.plan.cost import Prices
     from kvq.capacity.plan.gpus import Gpu
     from kvq.capacity.plan.plan import Engine
-    from kvq.capacity.plan.roofline import Efficiency
+    from kvq.capacity.plan.step_time import Efficiency
     from kvq.capacity.plan.target import Target
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
@@ -115,7 +115,7 @@ class SizingOptions:
 
     def efficiency(self, gpu: "Gpu", kv: str) -> "Efficiency | None":
         """What --calibrate has measured with a KV format; None without it."""
-        from kvq.capacity.plan.calibration import read_efficiency
+        from kvq.capacity.plan.step_time import read_efficiency
 
         return None if self.calibrate is None else read_efficiency(self.calibrate, gpu, kv)
 
@@ -172,7 +172,7 @@ def gpus_of(file: Path | None) -> "Mapping[str, Gpu]":
 
 def _shape_or_folder(name: str) -> Path | str:
     """A model's name if its shape is known by it, else its folder: here, embedded, or from the hub."""
-    from kvq.capacity.plan.known import known_models
+    from kvq.capacity.plan.target import known_models
 
     if name.lower() in known_models() or not (Path(name).exists() or "/" in name or name == "tiny"):
         return name

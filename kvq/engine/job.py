@@ -160,8 +160,8 @@ class Job:
         logprobs = None if output.logprobs is None else output.logprobs[-1:]
         piece = self._piece(output, text, output.token_ids[-1:], logprobs, ends=result.is_done)
         if output.index == 0 and len(output.token_ids) == 1:
-            usage, total = self.request.usage, self.request.prompt_length
-            piece.prompt = PromptUse(total=total, cached=usage.cached_tokens, pinned=self.pinned_tokens)
+            cached, total = self.request.cached_tokens, self.request.prompt_length
+            piece.prompt = PromptUse(total=total, cached=cached, pinned=self.pinned_tokens)
         listener(piece)
 
     def _piece(
@@ -244,17 +244,17 @@ class Job:
         usage = self.request.usage
         return Receipt(
             prompt_tokens=self.request.prompt_length,
-            cached_tokens=usage.cached_tokens,
+            cached_tokens=self.request.cached_tokens,
             pinned_tokens=self.pinned_tokens,
             generated_tokens=sum(len(output.token_ids) for output in generated),
-            recomputed_tokens=usage.recomputed_tokens,
+            recomputed_tokens=usage.recomputed,
             blocks=usage.own,
             shared_blocks=usage.shared,
             copied_blocks=usage.copied,
             swapped_blocks=usage.swapped,
             peak_blocks=usage.peak,
             peak_bytes=round(usage.peak * self.block_bytes),
-            preemptions=usage.preemptions,
+            preemptions=self.request.preemptions,
         )
 
 

@@ -1,22 +1,25 @@
-"""What every calibrated list of numbers in a kvq.json has: a check of its numbers, and a digest.
+"""What calibration leaves in a kvq.json: static scales and centers, each list of numbers with a digest.
 
-The digest is over the model, the layer, the field's name and the numbers, so that a list that was moved to
+A digest is over the model, the layer, the field's name and the numbers, so that a list that was moved to
 another layer or field, cut, reordered or edited is found, and named.
 """
 
 import hashlib
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar, Generic, Self, TypeVar
 
 from kvq.errors import ConfigError
+from kvq.formats.spec import KVFormat
 
-LARGEST = float.fromhex("0x1.fffffep127")  # the largest fp32 number
+SMALLEST_MAXIMUM = 2.0**-100  # of a head that was always zero: a file holds no zero scale
+_SMALLEST_SCALE = 2.0**-126  # the smallest normal fp32 number: a scale never rounds to zero
+_LARGEST = float.fromhex("0x1.fffffep127")  # the largest fp32 number
 _DIGEST_CHARACTERS = 16
 AGAIN = "make the file again: `kvq calibrate MODEL --out kvq.json`, or `kvq tune` if that made it"
 
-
+HeadCenters = tuple[tuple[float, ...], ...]  # [kv_heads][head_dim]
 Layer = TypeVar("Layer")  # a dataclass whose fields are tuples of numbers, of such tuples, or None
 
 
@@ -132,7 +135,7 @@ def check_shape(where: str, found: Sequence[object], expected: int, what: str) -
 def _is_number(x: object, positive: bool) -> bool:
     if isinstance(x, bool) or not isinstance(x, int | float):
         return False
-    return 0 < x <= LARGEST if positive else -LARGEST <= x <= LARGEST
+    return 0 < x <= _LARGEST if positive else -_LARGEST <= x <= _LARGEST
 
 
 def _first_bad(values: object, positive: bool) -> str:
@@ -140,3 +143,102 @@ def _first_bad(values: object, positive: bool) -> str:
         return f", got {values!r:.40}"
     index = next(i for i, x in enumerate(values) if not _is_number(x, positive))
     return f", got {values[index]!r:.40} at place {index}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HeadMaxima:
+    """Largest absolute value per KV head of one layer, before and after the Hadamard rotation."""
+
+    k: tuple[float, ...]
+    v: tuple[float, ...]
+    k_rotated: tuple[float, ...]
+    v_rotated: tuple[float, ...]
+
+    def scales(self, part: str, fmt: KVFormat) -> tuple[float, ...]:
+        """Static fp32 scales of `part` ("k" or "v") for a per-head format, one per KV head.
+
+        scale = max(amax / 448, 2**-126) for FP8, amax / 127 for INT8.
+        """
+        maxima: tuple[float, ...] = getattr(self, part + ("_rotated" if fmt.rotated else ""))
+        return tuple(max(a / fmt.code.largest, _SMALLEST_SCALE) for a in maxima)
+
+    @classmethod
+    def read(cls, where: str, data: dict[str, Any]) -> Self:
+        """From lists of one number above 0 per KV head."""
+        parts = [field.name for field in fields(cls)]
+        heads = {part: check_numbers(f"{where}.{part}", data[part], positive=True) for part in parts}
+        for part, maxima in heads.items():
+            check_shape(f"{where}.{part}", maxima, len(heads["k"]), "heads")
+        return cls(**heads)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StaticScales(Calibrated[HeadMaxima]):
+    """Calibrated maxima of every layer of one model."""
+
+    name: ClassVar = "static_scales"
+    kind: ClassVar = HeadMaxima
+
+    def check(self, *, model_digest: str, kv_heads: list[int]) -> None:
+        """Raise ConfigError unless these scales were made for that model."""
+        check_model("static scales", self.model_digest, model_digest)
+        found = [len(layer.k) for layer in self.layers]
+        if found != kv_heads:
+            raise ConfigError(
+                f"static scales hold {found} KV heads per layer, the model has {kv_heads}; "
+                f"run `kvq calibrate MODEL --out kvq.json`"
+            )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayerCenters:
+    """The centers of one layer; None leaves K or V as it is."""
+
+    k: HeadCenters | None = None
+    v: HeadCenters | None = None
+
+    @classmethod
+    def read(cls, where: str, data: dict[str, Any]) -> Self:
+        """From lists of one list per KV head, or null."""
+        return cls(**{part: _rows(f"{where}.{part}", data[part]) for part in ("k", "v")})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Centers(Calibrated[LayerCenters]):
+    """Calibrated means of K (after RoPE) and V, per channel, which grouped formats need not store.
+
+    K - c changes every score of a query by the same number, which softmax does not see; V - c takes c from
+    every output, which is added back. So a constant offset, such as a key bias that outlives RoPE, costs
+    no bits. Source: Zhang et al. 2024, SageAttention, section 4.2 (smoothing K), there per sequence.
+    """
+
+    name: ClassVar = "centers"
+    kind: ClassVar = LayerCenters
+
+    def check(self, *, model_digest: str, kv_heads: list[int]) -> None:
+        """Raise ConfigError unless these centers were made for that model."""
+        check_model("centers", self.model_digest, model_digest)
+        check_shape("centers.layers", self.layers, len(kv_heads), "layers")
+        for index, (layer, heads) in enumerate(zip(self.layers, kv_heads, strict=True)):
+            for part, rows in (("k", layer.k), ("v", layer.v)):
+                if rows is not None:
+                    check_shape(f"centers.layers[{index}].{part}", rows, heads, "KV heads")
+
+    def some(self, wanted: Iterable[tuple[bool, bool]]) -> "Centers":
+        """Those of some halves: `wanted` says of every layer whether of K and whether of V."""
+        layers = (
+            LayerCenters(k=own.k if k else None, v=own.v if v else None)
+            for own, (k, v) in zip(self.layers, wanted, strict=True)
+        )
+        return replace(self, layers=tuple(layers))
+
+
+def _rows(where: str, data: object) -> HeadCenters | None:
+    if data is None:
+        return None
+    if not isinstance(data, list) or not data:
+        raise ConfigError(f"{where} must be null or a list of one list per KV head; {AGAIN}")
+    rows = tuple(check_numbers(f"{where}[{head}]", row, positive=False) for head, row in enumerate(data))
+    for head, row in enumerate(rows):
+        check_shape(f"{where}[{head}]", row, len(rows[0]), "channels")
+    return rows

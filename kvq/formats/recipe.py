@@ -8,11 +8,9 @@ from pathlib import Path
 
 from kvq import fileio, strict_json
 from kvq.errors import ConfigError, first_lines, nearest
-from kvq.formats.calibrated import check_digest, check_model, check_shape, field_digest
-from kvq.formats.centers import Centers
+from kvq.formats.calibrated import Centers, StaticScales, check_digest, check_model, check_shape, field_digest
 from kvq.formats.codes import Code
 from kvq.formats.names import parse_format, split_pair
-from kvq.formats.scales import StaticScales
 from kvq.formats.spec import Grouped, KVFormat
 
 FORMAT_VERSION = 2
@@ -142,11 +140,6 @@ class KVRecipe:
                 bits += heads * dim * fmt.bits_per_element(dim)
                 elements += heads * dim
         return bits / elements
-
-    def check_scales(self, *, model_digest: str, kv_heads: list[int]) -> None:
-        """Raise ConfigError unless every static format has scales, and all was made for this model."""
-        self.require_scales()
-        self.check_belongs(model_digest=model_digest, kv_heads=kv_heads)
 
     @property
     def is_bound(self) -> bool:

@@ -3,7 +3,6 @@
 import re
 from dataclasses import dataclass, replace
 from enum import Enum
-from fractions import Fraction
 
 from kvq.errors import ConfigError, nearest
 
@@ -82,11 +81,6 @@ class WeightFormat:
                 f"groups of {self.group_size} don't divide {in_features} inputs; use one of {fits} or none"
             )
         return in_features // self.group_size
-
-    def bits_per_weight(self, in_features: int, scale_bits: int = 16) -> Fraction:
-        """Stored bits per weight, scales and zero points included."""
-        each = scale_bits + (0 if self.symmetric else self.code.bits)
-        return self.code.bits + Fraction(each * self.groups(in_features), in_features)
 
 
 _SUFFIXES = {Inputs.FULL: "", Inputs.INT8: "_a8", Inputs.FP8: "_a8"}

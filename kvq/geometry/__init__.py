@@ -1,12 +1,11 @@
 """Model geometry from configs. No torch."""
 
-from kvq.geometry.families import FAMILIES, Family
+from kvq.geometry.families import FAMILIES
 from kvq.geometry.geometry import LayerGeometry, LayerGroup, ModelGeometry
 from kvq.geometry.parse import field_name, parse_geometry
 
 __all__ = [
     "FAMILIES",
-    "Family",
     "LayerGeometry",
     "LayerGroup",
     "ModelGeometry",

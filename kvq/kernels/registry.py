@@ -8,14 +8,10 @@ from importlib import import_module
 from typing import Any
 
 from kvq.errors import ConfigError, UnsupportedKernel, nearest
-from kvq.kernels.gpu.support import lazy as gpu_lazy
-from kvq.kernels.gpu.support import lazy_linear as gpu_linear
-from kvq.kernels.gpu.support import supports as gpu_supports
-from kvq.kernels.gpu.support import supports_linear as gpu_supports_linear
+from kvq.kernels.gpu import support as gpu
 from kvq.kernels.linear.cpu import CpuLinear
 from kvq.kernels.linear.reference import ReferenceLinear
-from kvq.kernels.native.support import supports as cpu_supports
-from kvq.kernels.native.support import supports_linear as cpu_supports_linear
+from kvq.kernels.native import library
 from kvq.kernels.neighbours import watch_neighbours
 from kvq.kernels.spec import LINEAR_OPERATIONS, Device, KernelSpec, LinearSpec, Support
 
@@ -54,17 +50,17 @@ def _kernels() -> Iterator[Kernel]:
         supports: Callable[[Any, Device], Support]
         for backend, run, supports in (
             ("reference", _function(name, "reference"), supported_everywhere),
-            ("cpu", cpu, cpu_supports),
-            ("cpu-fp32", exact, cpu_supports),
-            ("triton", gpu_lazy(name), gpu_supports),
+            ("cpu", cpu, library.supports),
+            ("cpu-fp32", exact, library.supports),
+            ("triton", gpu.lazy(name), gpu.supports),
         ):
             yield Kernel(operation=name, backend=backend, run=run, supports=supports)
     for name in LINEAR_OPERATIONS:
         for backend, run, supports in (
             ("reference", ReferenceLinear, supported_everywhere),
-            ("cpu", CpuLinear, cpu_supports_linear),
+            ("cpu", CpuLinear, library.supports_linear),
             ("cpu-fp32", ReferenceLinear, supported_everywhere),
-            ("triton", gpu_linear, gpu_supports_linear),
+            ("triton", gpu.lazy_linear, gpu.supports_linear),
         ):
             yield Kernel(operation=name, backend=backend, run=run, supports=supports)
 

@@ -18,8 +18,7 @@ from kvq.kernels.rope.cpu import MOST_DIM
 from kvq.models.norms import FusedRMSNorm
 from kvq.models.step import PackedStep
 from kvq.weights import PackedLinear, hooks_of
-from kvq.weights.install import GatedMLP
-from kvq.weights.joined import JoinedPart
+from kvq.weights.install import GatedMLP, JoinedPart
 
 # Layers that add attention of normed inputs, then an MLP of normed inputs, and turn whole heads by halves.
 _LAYERS = {

@@ -3,10 +3,10 @@
 from kvq.scheduler.config import SchedulerConfig
 from kvq.scheduler.costs import CostModel, FixedCosts, MeasuredCosts
 from kvq.scheduler.fit import PoolShape, most_blocks, resolve_max_tokens, worst_case
-from kvq.scheduler.plan import StepPlan
 from kvq.scheduler.request import Branch, Priority, Request
 from kvq.scheduler.scheduler import Scheduler
 from kvq.scheduler.snapshot import Snapshot
+from kvq.scheduler.step import StepPlan
 
 __all__ = [
     "Branch",

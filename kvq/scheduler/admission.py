@@ -65,8 +65,8 @@ class Admission:
         if not self.holders.running:
             return [0] * len(self.shape.windows)
         growth = 0
-        if request.usage.preemptions:
-            growth = self.holders.num_sequences << min(request.usage.preemptions - 1, 8)
+        if request.preemptions:
+            growth = self.holders.num_sequences << min(request.preemptions - 1, 8)
         size = self.shape.block_size
         return [
             self.manager.reserve_blocks

@@ -51,7 +51,7 @@ class Holders:
         else:
             root.sequence = self.manager.new_sequence(tenant=request.tenant)
         if root.lost_tokens:
-            request.usage.recomputed_tokens += max(0, root.lost_tokens - root.sequence.length)
+            request.usage.recomputed += max(0, root.lost_tokens - root.sequence.length)
             root.lost_tokens = 0
         self._enter(request)
         self.active[root] = None
@@ -134,7 +134,7 @@ class Holders:
 
     def _know(self, branch: Branch, length: int) -> None:
         """Tell the block manager the tokens after the prompt, and count them as computed again."""
-        branch.request.usage.recomputed_tokens += max(0, branch.lost_tokens - length)
+        branch.request.usage.recomputed += max(0, branch.lost_tokens - length)
         branch.lost_tokens = 0
         if self._caching:
             self.manager.commit(held(branch), branch.tokens[length:])

@@ -48,6 +48,6 @@ def choose_victim(candidates: Iterable[Request], manager: BlockManager, costs: C
         branch = swappable(request, manager)
         if branch is not None:
             cost = min(cost, swap_s(branch, costs))
-        return -request.priority, cost * 2.0 ** min(request.usage.preemptions, 30), -request.place
+        return -request.priority, cost * 2.0 ** min(request.preemptions, 30), -request.place
 
     return min(candidates, key=loss, default=None)

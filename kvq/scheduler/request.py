@@ -24,29 +24,6 @@ class RequestState(Enum):
     ENDED = "ended"
 
 
-@dataclass(kw_only=True, slots=True)
-class Usage:
-    """What a request used so far, in blocks over all layer groups unless said otherwise."""
-
-    own: int = 0  # taken from the pools
-    shared: int = 0  # found in the prefix index, or shared with another branch
-    copied: int = 0  # copied before a write
-    swapped: int = 0  # moved to host memory
-    peak: int = 0  # most that one branch held at once
-    cached_tokens: int = 0  # prompt tokens that did not have to be computed
-    recomputed_tokens: int = 0  # tokens computed a second time after a preemption or a failed swap
-    preemptions: int = 0
-
-    def add(self, receipt: BlockUse) -> None:
-        """Add what one branch used."""
-        self.own += receipt.own
-        self.shared += receipt.shared
-        self.copied += receipt.copied
-        self.swapped += receipt.swapped
-        self.recomputed_tokens += receipt.recomputed
-        self.peak = max(self.peak, receipt.peak)
-
-
 @dataclass(kw_only=True, slots=True, eq=False)
 class Branch:
     """One result in the making: the prompt's tokens and those generated after them.
@@ -106,7 +83,9 @@ class Request:
     place: int = -1  # order of first admission; decides who keeps blocks and who returns first
     preempted_s: float = 0.0  # when it was preempted last
     admitted_s: float | None = None
-    usage: Usage = field(default_factory=Usage)
+    usage: BlockUse = field(default_factory=BlockUse)  # of all its branches
+    cached_tokens: int = 0  # prompt tokens that did not have to be computed
+    preemptions: int = 0
     error: KVQError | None = None  # why it was given up, if it was
 
     def begin(self, *, max_tokens: int, now: float) -> None:

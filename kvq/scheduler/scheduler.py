@@ -2,20 +2,18 @@
 
 from collections.abc import Collection, Iterable, Sequence
 
-from kvq.blockmgr import BlockManager, SwapIn
+from kvq.blockmgr import BlockManager, Match, SwapIn
 from kvq.errors import ConfigError, KVQError, OutOfBlocks
 from kvq.scheduler.admission import Admission
-from kvq.scheduler.budget import prefill_budget
 from kvq.scheduler.config import SchedulerConfig
 from kvq.scheduler.costs import CostModel
 from kvq.scheduler.fit import PoolShape, resolve_max_tokens
 from kvq.scheduler.holders import Holders, held
 from kvq.scheduler.lines import Lines
-from kvq.scheduler.plan import StepPlan
 from kvq.scheduler.preemption import choose_victim, prefers_swap, swappable
 from kvq.scheduler.request import Branch, Priority, Request, RequestState
 from kvq.scheduler.snapshot import Counters, Snapshot
-from kvq.scheduler.step import Step, pack
+from kvq.scheduler.step import Step, StepPlan, pack, prefill_budget
 
 _FIRST_CHUNK = 16  # prefill tokens beside streams, before anything is known of their cost
 
@@ -248,7 +246,7 @@ class Scheduler:
             self.holders.drop(request)
             self.counters.recomputes += 1
         request.preempted_s = now
-        request.usage.preemptions += 1
+        request.preemptions += 1
         self.lines.put_back(request)
 
     def _decode(self, step: Step) -> None:
@@ -359,7 +357,7 @@ class Scheduler:
             step.restored.append(self.holders.swap_in(request))
             return True
         prompt = self.holders.prompt(request)
-        match = self.manager.lookup(prompt)
+        match = self.manager.lookup(prompt) if self.config.prefix_caching else Match(0, None)
         if match.waits_for is not None:
             if is_back or self.lines.num_parked >= self.config.max_num_seqs:
                 return False
@@ -381,7 +379,7 @@ class Scheduler:
 
     def _count_admission(self, request: Request, reused: int, now: float) -> None:
         request.admitted_s = now
-        request.usage.cached_tokens = reused
+        request.cached_tokens = reused
         self.counters.prompt_tokens += request.prompt_length
         self.counters.cached_tokens += reused
         self.lines.queue.tenants.charge(request.tenant, request.prompt_length - reused)

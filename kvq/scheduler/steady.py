@@ -16,7 +16,7 @@ def is_settled(scheduler: Scheduler) -> bool:
     config = scheduler.config
     if len(scheduler.lines) and (not scheduler.nobody_fits or config.itl_slo_s is not None):
         return False
-    leads, active = scheduler.manager.leads, scheduler.holders.active
+    leads, active = scheduler.manager.prefixes.leads, scheduler.holders.active
     return not config.prefix_caching or all(leads(held(branch)) for branch in active)
 
 

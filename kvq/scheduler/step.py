@@ -1,13 +1,74 @@
-"""A step in the making, and the plan that it becomes."""
+"""A step in the making: how many prefill tokens it may take, and the plan that it becomes."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from math import ceil
 
-from kvq.blockmgr import BlockManager
+from kvq.blockmgr import BlockId, BlockManager, Order
+from kvq.scheduler.config import SchedulerConfig
+from kvq.scheduler.costs import CostModel
 from kvq.scheduler.holders import held
-from kvq.scheduler.plan import StepPlan
 from kvq.scheduler.request import Branch, Request
 from kvq.scheduler.snapshot import Counters
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class StepPlan:
+    """One step. Lists run over the branches in the order their tokens are packed, decodes first.
+
+    `ends[i]` is branch i's length with the step's tokens, so they take the positions from
+    `ends[i] - counts[i]` on. Only branches with `samples[i]` need a token: the others are in the
+    middle of a prefill. A step may be planned while the one before it runs: `token_ids` are zeros then,
+    and branch i's token is the one that comes of branch `follows[i]` of the step before.
+    """
+
+    number: int
+    branches: list[Branch]
+    num_decodes: int  # leading branches with one token each
+    counts: list[int]
+    ends: list[int] = field(default_factory=list)
+    samples: list[bool] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)  # all new tokens
+    orders: list[Order]  # to be carried out before the forward pass, in order
+    # (row, layer group, first index, entries)
+    table_changes: list[tuple[int, int, int, list[BlockId]]] = field(default_factory=list)
+    restored: list[Branch]  # swapped in by the orders; run from the next step on
+    follows: list[int] | None = None  # of a step planned ahead: whose tokens of the step before its are
+
+    def part(self, index: int) -> "StepPlan":
+        """The same step for one of its branches alone, its orders and changes carried out already."""
+        count, before = self.counts[index], sum(self.counts[:index])
+        tokens = self.token_ids[before : before + count]
+        return replace(self._only([index], tokens), num_decodes=int(index < self.num_decodes), restored=[])
+
+    def after_all(self) -> "StepPlan":
+        """A step that was planned ahead, its orders carried out, now that its tokens are known."""
+        left = [i for i, branch in enumerate(self.branches) if not branch.is_done]
+        tokens = [self.branches[i].tokens[-1] for i in left]
+        return replace(self._only(left, tokens), num_decodes=len(left), follows=None)
+
+    def _only(self, indices: list[int], token_ids: list[int]) -> "StepPlan":
+        return replace(
+            self,
+            branches=[self.branches[i] for i in indices],
+            counts=[self.counts[i] for i in indices],
+            ends=[self.ends[i] for i in indices],
+            samples=[self.samples[i] for i in indices],
+            token_ids=token_ids,
+            orders=[],
+            table_changes=[],
+        )
+
+    @property
+    def prefill_context(self) -> int:
+        """Pairs of a prefill token and a token up to it, itself included; windows aside."""
+        chunks = zip(self.counts[self.num_decodes :], self.ends[self.num_decodes :], strict=True)
+        return sum([count * (2 * end - count + 1) // 2 for count, end in chunks])
+
+    @property
+    def num_tokens(self) -> int:
+        """New tokens of the step."""
+        return len(self.token_ids)
 
 
 @dataclass(slots=True, eq=False)
@@ -67,3 +128,41 @@ def pack(
             assert row is not None, "a branch with blocks has a row"
             plan.table_changes.extend((row, *change) for change in sequence.take_changes())
     return plan
+
+
+def prefill_budget(
+    step: Step,
+    config: SchedulerConfig,
+    costs: CostModel,
+    *,
+    has_streams: bool,
+    oldest: Request | None,
+    last: int,
+) -> int:
+    """Prefill tokens for this step.
+
+    Without interactive streams beside it, as many as a step may hold. With streams, as many as the
+    inter-token goal leaves time for: the SLO, else the usual step stretched by `max_step_stretch`. Where
+    prefill of any size costs nearly that much, its tokens may take as long again: in smaller chunks the
+    streams would be held up more often, for next to nothing.
+
+    `oldest`: the request that has waited longest for its first token; when its TTFT goal is in danger it
+    gets a larger share. `last`: prefill tokens of the last step beside streams; a step takes twice as many
+    at most, since what more would cost is unknown.
+    """
+    num_decodes, unfinished = len(step.decodes), step.unfinished
+    most = config.max_num_batched_tokens - num_decodes
+    if not has_streams:
+        return most
+    usual = costs.decode_s(num_decodes)
+    fixed = costs.prefill_step_s()
+    goal = config.itl_slo_s or max(usual * config.max_step_stretch, usual + 2 * fixed)
+    depth = held(unfinished[0]).length if unfinished else 0  # position of the next prefill token
+    token_s = max(costs.prefill_token_s(depth), 1e-9)
+    tokens = min(int((goal - usual - fixed) / token_s), 2 * last)
+    if config.ttft_slo_s is not None and oldest is not None:
+        left = oldest.arrival_s + config.ttft_slo_s - step.now
+        steps = max(1.0, left / max(goal, 1e-9))
+        tokens = max(tokens, int(oldest.prompt_length / steps))
+    tokens = max(tokens, config.min_chunk)
+    return max(0, min(most, ceil(tokens * costs.prefill_share(num_decodes))))

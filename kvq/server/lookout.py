@@ -142,10 +142,10 @@ def _live(number: int, job: Job, now: float) -> LiveRequest:
         state=request.state,
         branches=len(live) or job.params.num_sequences,
         prompt_tokens=request.prompt_length,
-        cached_tokens=request.usage.cached_tokens,
+        cached_tokens=request.cached_tokens,
         generated_tokens=sum(len(result.output.token_ids) for result in job.results),
         blocks=sum(branch.sequence.num_held for branch in live if branch.sequence is not None),
-        preemptions=request.usage.preemptions,
+        preemptions=request.preemptions,
         seconds=now - job.timing.arrival_s,
         ttft_s=job.timing.ttft_s,
     )

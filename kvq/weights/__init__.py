@@ -8,7 +8,6 @@ from kvq.weights.linear import (
     hooks_of,
     packed_layers,
     quantized_layers,
-    replace_linear,
     weight_bytes,
     weight_count,
 )
@@ -22,7 +21,6 @@ __all__ = [
     "install",
     "packed_layers",
     "quantized_layers",
-    "replace_linear",
     "round_weight",
     "weight_bytes",
     "weight_count",

@@ -14,7 +14,7 @@ from torch import Tensor
 from kvq.errors import ConfigError, RequestError
 from kvq.formats.weights import WeightFormat
 from kvq.kernels.linear.weight import QuantizedWeight
-from kvq.weights.clipping import Cost, search_scales, squares, weighted
+from kvq.weights.rounding import Cost, search_scales, squares, weighted
 
 _BLOCK = 128  # columns whose updates of all later columns are applied at once
 _MOST_TRIES = 5

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kvq.formats.weights import WeightFormat
-from kvq.kernels.linear.inputs import rounded_inputs
+from kvq.kernels.linear.reference import rounded_inputs
 from kvq.weights.awq import ChannelScales, over_tied
 from kvq.weights.rounding import round_weight
 from kvq.weights.statistics import InputStatistics

@@ -16,7 +16,7 @@ from kvq.bench.engine_continuous import ContinuousBatching
 from kvq.bench.engine_load import Arrivals, Load, LoadRequest
 from kvq.bench.engine_result import Served, ServedLoad, is_saturated, mark, row
 from kvq.bench.engine_server import KvqServer, Limits
-from kvq.capacity.draws import Lengths, parse_lengths
+from kvq.capacity.lengths import Lengths, parse_lengths
 from kvq.errors import ConfigError, EngineError
 from kvq.models import Model
 

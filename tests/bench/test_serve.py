@@ -10,7 +10,7 @@ from kvq.bench.engine_load import Load
 from kvq.bench.serve_client import Manner, Target
 from kvq.bench.serve_load import as_served, outcomes, run_load, some_rude
 from kvq.bench.serve_process import ServerProcess
-from kvq.capacity.draws import Lengths
+from kvq.capacity.lengths import Lengths
 from kvq.errors import ConfigError
 
 SMALL = ["--requests", "5", "--input-len", "7:40", "--output-len", "3:6", "--repeats", "2"]

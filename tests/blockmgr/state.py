@@ -1,6 +1,7 @@
 """Everything that an operation of the block manager could change, as values that can be compared."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from kvq.blockmgr import BlockManager, BlockPool, Sequence
@@ -59,5 +60,5 @@ def _sequence(s: Sequence) -> dict[str, Any]:
         "sizes": [len(table) for table in s.tables],
         "tokens": list(s.tokens),
         "node": s.node.digest,
-        "receipt": s.receipt.snapshot(),
+        "receipt": replace(s.receipt),
     }

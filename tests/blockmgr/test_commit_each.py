@@ -55,14 +55,14 @@ def test_a_sequence_that_ended_is_refused():
 def test_a_block_is_new_unless_one_begins_like_it():
     blocks = manager()
     first = started(blocks, [1, 2, 3, 4, 5, 6])
-    assert blocks.leads(first)
+    assert blocks.prefixes.leads(first)
     blocks.commit(first)
     second = started(blocks, [1, 2, 3, 4, 5])
     blocks.commit(second)
-    assert blocks.leads(second)  # nobody has indexed a block after the one that both share
+    assert blocks.prefixes.leads(second)  # nobody has indexed a block after the one that both share
     blocks.append([(first, 2)])
     blocks.commit(first, [7, 8])
-    assert not blocks.leads(second)  # it may become 5, 6, 7, 8 too
+    assert not blocks.prefixes.leads(second)  # it may become 5, 6, 7, 8 too
     blocks.append([(second, 1)])
     blocks.commit(second, [9])
-    assert blocks.leads(second)
+    assert blocks.prefixes.leads(second)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvq.blockmgr.orders import Order, Scrub, SwapIn
+from kvq.blockmgr.events import Order, Scrub, SwapIn
 from kvq.cache import KVCache
 from kvq.cache.conformance import CHECKS, NotConforming, check_backend
 from kvq.cache.dense_backend import DenseCache

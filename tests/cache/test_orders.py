@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kvq.blockmgr import BlockManager, Copy, HostSlot, Scrub, Sequence, SwapIn, SwapOut
-from kvq.blockmgr.ids import BlockId
+from kvq.blockmgr.pool import BlockId
 from kvq.cache import KVCache
 from kvq.errors import ConfigError, OutOfBlocks
 from kvq.formats import KVRecipe

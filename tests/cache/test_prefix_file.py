@@ -14,7 +14,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from kvq.blockmgr import BlockManager, Copy, PrefixQuery
-from kvq.blockmgr.ids import BlockId
+from kvq.blockmgr.pool import BlockId
 from kvq.cache import KVCache
 from kvq.cache.prefix_file import load_prefix, save_prefix
 from kvq.errors import ConfigError

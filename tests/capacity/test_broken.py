@@ -9,10 +9,9 @@ from kvq.blockmgr import BlockManager, Copy, Scrub, SwapOut
 from kvq.blockmgr.blocks import Blocks
 from kvq.blockmgr.sequence import Sequence
 from kvq.blockmgr.swap import SwapSpace
-from kvq.scheduler import Priority, Request, Scheduler, fit, holders
+from kvq.scheduler import Priority, Request, Scheduler, fit
 from kvq.scheduler.holders import Holders
-from kvq.scheduler.lines import Lines
-from kvq.scheduler.queue import WaitingQueue
+from kvq.scheduler.lines import Lines, WaitingQueue
 from tests.capacity.harness import fuzz
 from tests.capacity.harness.fake_model import FakeModel
 
@@ -64,7 +63,7 @@ def end_without_record(real: Defect, self: Scheduler, request: Request) -> None:
 
 
 DEFECTS: dict[str, tuple[object, str, Defect]] = {
-    "rows don't learn of kept tables": (holders, "_mark_all", nothing),
+    "rows don't learn of kept tables": (Sequence, "mark_all", nothing),
     "a table change is lost": (FakeModel, "run", lose_last_change),
     "merged blocks are not marked": (Sequence, "mark", lambda real, self, group, index: real(
         self, group, max(index, len(self.tables[group]) - 1)

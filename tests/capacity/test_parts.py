@@ -6,7 +6,7 @@ from itertools import islice
 import pytest
 
 from kvq.blockmgr import BlockManager, Sequence
-from kvq.capacity.fleet.histogram import percentile
+from kvq.capacity.fleet.records import percentile
 from kvq.errors import ConfigError
 from kvq.scheduler import Branch, Priority, Request, StepPlan
 from tests.capacity.harness import FakeModel, Faults, Mix, Pools, jobs

@@ -40,11 +40,11 @@ def test_a_recipe_with_centers_survives_its_file(tmp_path: Path) -> None:
 
 
 def test_centers_of_another_model_or_other_heads_are_refused() -> None:
-    recipe().check_scales(model_digest=DIGEST, kv_heads=HEADS)
+    recipe().check_belongs(model_digest=DIGEST, kv_heads=HEADS)
     with pytest.raises(ConfigError, match="centers belong to another model"):
-        recipe().check_scales(model_digest="ff" * 32, kv_heads=HEADS)
+        recipe().check_belongs(model_digest="ff" * 32, kv_heads=HEADS)
     with pytest.raises(ConfigError, match=r"centers\.layers\[1\]\.v holds 1 KV heads, expected 2"):
-        recipe().check_scales(model_digest=DIGEST, kv_heads=[2, 2])
+        recipe().check_belongs(model_digest=DIGEST, kv_heads=[2, 2])
 
 
 @pytest.mark.parametrize("kv", ["int8", "fp8", "bf16", "int8_per_head"])
@@ -125,9 +125,9 @@ def test_a_changed_recipe_is_refused_by_layer(change: Any, reason: str, tmp_path
 
 def test_a_recipe_made_for_one_model_is_refused_by_another() -> None:
     made = replace(KVRecipe.uniform("int8", DIMS), model_digest=DIGEST)
-    made.check_scales(model_digest=DIGEST, kv_heads=HEADS)
+    made.check_belongs(model_digest=DIGEST, kv_heads=HEADS)
     with pytest.raises(ConfigError, match="these formats belong to another model"):
-        made.check_scales(model_digest="ee" * 32, kv_heads=HEADS)
+        made.check_belongs(model_digest="ee" * 32, kv_heads=HEADS)
 
 
 def test_a_clip_survives_the_file(tmp_path: Path) -> None:

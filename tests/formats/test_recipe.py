@@ -53,7 +53,8 @@ def test_static_scales_are_saved_and_loaded_to_the_last_bit(tmp_path: Path) -> N
     assert loaded.static_scales == scales()
     assert loaded.layers == recipe.layers
     assert loaded.digest() == recipe.digest()
-    loaded.check_scales(model_digest=DIGEST, kv_heads=[2, 3, 1])
+    loaded.require_scales()
+    loaded.check_belongs(model_digest=DIGEST, kv_heads=[2, 3, 1])
 
 
 def test_the_digest_changes_with_formats_and_with_scales() -> None:
@@ -104,16 +105,19 @@ def test_a_static_format_without_scales_is_refused_and_never_scaled_by_1(kv: str
     recipe = KVRecipe.uniform(kv, HEAD_DIMS)
     assert recipe.is_static
     with pytest.raises(ConfigError, match=r"needs static scales") as refused:
-        recipe.check_scales(model_digest=DIGEST, kv_heads=[2, 3, 1])
+        recipe.require_scales()
     assert "kvq calibrate" in str(refused.value)
     assert "--calibrate-on-load" in str(refused.value)
-    recipe.with_scales(scales()).check_scales(model_digest=DIGEST, kv_heads=[2, 3, 1])
+    scaled = recipe.with_scales(scales())
+    scaled.require_scales()
+    scaled.check_belongs(model_digest=DIGEST, kv_heads=[2, 3, 1])
 
 
 def test_dynamic_formats_need_no_scales() -> None:
     recipe = KVRecipe.uniform("int8/int4", HEAD_DIMS)
     assert not recipe.is_static
-    recipe.check_scales(model_digest=DIGEST, kv_heads=[2, 3, 1])
+    recipe.require_scales()
+    recipe.check_belongs(model_digest=DIGEST, kv_heads=[2, 3, 1])
 
 
 @pytest.mark.parametrize(
@@ -128,7 +132,7 @@ def test_dynamic_formats_need_no_scales() -> None:
 def test_scales_of_another_model_are_refused(digest: str, kv_heads: list[int], reason: str) -> None:
     recipe = KVRecipe.uniform("fp8_per_head", HEAD_DIMS).with_scales(scales())
     with pytest.raises(ConfigError, match=reason):
-        recipe.check_scales(model_digest=digest, kv_heads=kv_heads)
+        recipe.check_belongs(model_digest=digest, kv_heads=kv_heads)
 
 
 @pytest.mark.parametrize("version", [0, 1, 3, "2", None, 2.5, []])

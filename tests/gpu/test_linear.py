@@ -10,7 +10,7 @@ from torch import Tensor
 from kvq.bench.truth import relative_error
 from kvq.formats.weights import Inputs, WeightCode, WeightFormat
 from kvq.kernels import QuantizedWeight
-from kvq.kernels.linear.inputs import quantize_inputs, rounded_inputs
+from kvq.kernels.linear.reference import quantize_inputs, rounded_inputs
 from tests.kernels.linear.triton_kit import FORMATS, random_weight
 
 if not torch.cuda.is_available():

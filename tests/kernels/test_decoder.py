@@ -9,8 +9,7 @@ from torch import Tensor
 from kvq.errors import ConfigError
 from kvq.kernels import PlainWeight
 from kvq.kernels.decoder.cpu import CpuDecoder, DecoderWeights, NormWeight
-from kvq.kernels.linear.cpu import CpuLinear
-from kvq.kernels.linear.mlp import Activation, CpuMLP
+from kvq.kernels.linear.cpu import Activation, CpuLinear, CpuMLP
 from kvq.kernels.rms_norm.cpu import rms_norm
 from kvq.kernels.rope.cpu import rope
 from tests.kernels.backends import NAMES, kernel

@@ -98,4 +98,4 @@ def test_a_request_that_shares_nothing_is_not_charged_for_what_it_could_share() 
     drain(scheduler)
     assert not scheduler.take_failed()
     assert request.branches[0].num_generated == 2
-    assert request.usage.cached_tokens == 0
+    assert request.cached_tokens == 0

@@ -26,7 +26,7 @@ def test_everybody_ends_and_nobody_is_preempted_all_the_time(options: dict[str, 
     drain(scheduler)
     assert [request.branches[0].num_generated for request in requests] == [33] * 12
     assert not scheduler.take_failed()
-    preemptions = [request.usage.preemptions for request in requests]
+    preemptions = [request.preemptions for request in requests]
     assert sum(preemptions) > 0
     assert max(preemptions) <= 4
     assert preemptions[0] == 0  # the oldest never gives way
@@ -54,8 +54,8 @@ def test_batch_requests_give_way_first() -> None:
     interactive = [ask(8, 33) for _ in range(2)]
     add(scheduler, *batch, *interactive)
     drain(scheduler)
-    assert sum(request.usage.preemptions for request in batch) > 0
-    assert sum(request.usage.preemptions for request in interactive) <= 1  # older batch ones stay
+    assert sum(request.preemptions for request in batch) > 0
+    assert sum(request.preemptions for request in interactive) <= 1  # older batch ones stay
 
 
 def test_a_prefill_displaces_nobody_older() -> None:
@@ -66,7 +66,7 @@ def test_a_prefill_displaces_nobody_older() -> None:
     step(scheduler)
     add(scheduler, ask(32, 1))
     drain(scheduler)
-    assert old.usage.preemptions == 0
+    assert old.preemptions == 0
 
 
 def test_a_request_can_be_preempted_by_hand_and_goes_on() -> None:
@@ -84,7 +84,7 @@ def test_a_request_can_be_preempted_by_hand_and_goes_on() -> None:
     drain(scheduler)
     for request in (swapped, dropped, forked):
         assert [branch.num_generated for branch in request.branches] == [6] * request.num_branches
-    assert swapped.usage.recomputed_tokens == 0
+    assert swapped.usage.recomputed == 0
     assert scheduler.manager.swap.num_free == [10]
 
 
@@ -97,7 +97,7 @@ def test_who_is_preempted_and_comes_back_in_one_step_runs_once_in_it() -> None:
     scheduler.manager.refuses = (False, True)  # the decode of one, then the prefill of the other
     plan = scheduler.schedule(0.0)
     assert plan is not None
-    assert young.usage.preemptions == 1
+    assert young.preemptions == 1
     assert [branch.request for branch in plan.branches] == [old, young]
     commit(scheduler, plan)
     drain(scheduler)

@@ -14,8 +14,8 @@ def test_requests_wait_for_the_prefix_that_another_computes() -> None:
     step(scheduler)
     assert scheduler.lines.num_parked == 3
     drain(scheduler)
-    assert first.usage.cached_tokens == 0
-    assert [other.usage.cached_tokens for other in others] == [40] * 3
+    assert first.cached_tokens == 0
+    assert [other.cached_tokens for other in others] == [40] * 3
     assert scheduler.counters.steps < 15  # instead of 20, were all four prompts computed
 
 

@@ -6,7 +6,7 @@ import torch
 from kvq.formats.weights import parse_weight_format
 from kvq.weights import round_weight
 from kvq.weights.awq import awq_scales
-from kvq.weights.clipping import clip_weight, quadratic, search_scales, squares
+from kvq.weights.rounding import clip_weight, quadratic, search_scales, squares
 from tests.weights.kit import KINDS, inputs, output_error, statistics, weights
 
 

@@ -11,8 +11,7 @@ from torch import nn
 from kvq.formats.weights import parse_weight_format
 from kvq.kernels.native.library import load
 from kvq.weights import QuantizedLinear, install, round_weight
-from kvq.weights.install import GatedMLP
-from kvq.weights.joined import Joined, JoinedPart
+from kvq.weights.install import GatedMLP, Joined, JoinedPart
 
 pytestmark = pytest.mark.skipif(isinstance(load(), str), reason="the C++ kernels were not built")
 CPU = torch.device("cpu")

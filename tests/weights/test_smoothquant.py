@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from kvq.formats.weights import parse_weight_format
-from kvq.kernels.linear.inputs import rounded_inputs
+from kvq.kernels.linear.reference import rounded_inputs
 from kvq.weights import round_weight
 from kvq.weights.smoothquant import smooth_scales
 from tests.weights.kit import inputs, statistics, weights

@@ -12,12 +12,11 @@ from kvq.calib.quantize.targets import Targets
 from kvq.calib.quantize.walk import Walk
 from kvq.formats.weights import Inputs
 from kvq.kernels import QuantizedWeight
-from kvq.kernels.linear.inputs import rounded_inputs
+from kvq.kernels.linear.reference import rounded_inputs
 from kvq.weights.awq import ChannelScales, awq_scales
-from kvq.weights.clipping import clip_weight
 from kvq.weights.folding import Fold, Folds, Run, apply_fold, find_folds, is_same, trace_inputs, undoing
 from kvq.weights.gptq import gptq
-from kvq.weights.rounding import round_weight
+from kvq.weights.rounding import clip_weight, round_weight
 from kvq.weights.smoothquant import ALPHAS, smooth_scales
 from kvq.weights.statistics import InputStatistics
 

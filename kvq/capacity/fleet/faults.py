@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from math import inf, log1p
 from sys import maxsize
 
-from kvq.capacity.fleet.call import Call
+from kvq.capacity.fleet.arrivals import Call
 from kvq.errors import ConfigError
 
 

@@ -1,20 +1,70 @@
-"""Several replicas under one load: routed, split into prefill and decode, or spilling over to an API."""
+"""Several replicas under one load: routed, split into prefill and decode, or spilling over to an API.
+
+And how many of them a load needs.
+"""
 
 import gc
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from enum import Enum
 from hashlib import sha256
 from heapq import heappop, heappush
+from itertools import count
 from math import inf
+from typing import Any
+from zlib import crc32
 
-from kvq.capacity.fleet.call import Call
+from kvq.capacity.fleet.arrivals import Call
 from kvq.capacity.fleet.faults import NONE, Faults
-from kvq.capacity.fleet.histogram import Histogram
-from kvq.capacity.fleet.records import Fate, Records
+from kvq.capacity.fleet.records import Fate, Histogram, Records
 from kvq.capacity.fleet.replica import EngineSpec, Gauges, Replica
-from kvq.capacity.fleet.routing import Router, Routing, make_router
 from kvq.errors import ConfigError
+
+_MOST_AHEAD = 8  # requests that a replica with a prefix may have more than the least loaded one
+_LONG_PREFIX = 0.25  # of a prompt, from which on a replica that holds it is worth going to
+
+Router = Callable[[Call, Sequence[Replica]], Replica]
+
+
+class Routing(Enum):
+    """Policies."""
+
+    ROUND_ROBIN = "round-robin"
+    LEAST_LOADED = "least-loaded"  # fewest requests that have not ended
+    SESSION = "session"  # always the same replica for the turns of a conversation
+    PREFIX = "prefix"  # the replica that has most of the prompt cached, unless it is much busier
+
+
+def make_router(routing: Routing) -> Router:
+    """A function that chooses among replicas that are ready, and have come as far as the arrival."""
+    turn = count()
+
+    def least_loaded(call: Call, replicas: Sequence[Replica]) -> Replica:
+        return min(replicas, key=lambda replica: (len(replica.live), replica.index))
+
+    def in_turn(call: Call, replicas: Sequence[Replica]) -> Replica:
+        return replicas[next(turn) % len(replicas)]
+
+    def by_session(call: Call, replicas: Sequence[Replica]) -> Replica:
+        return replicas[crc32(call.session.encode()) % len(replicas)]
+
+    def by_prefix(call: Call, replicas: Sequence[Replica]) -> Replica:
+        fallback = least_loaded(call, replicas)
+        cached = {replica: replica.cached(call) for replica in replicas}
+        best = max(replicas, key=lambda replica: (cached[replica], -len(replica.live), -replica.index))
+        is_worth_it = cached[best] >= _LONG_PREFIX * len(call.prompt)
+        return best if is_worth_it and len(best.live) <= len(fallback.live) + _MOST_AHEAD else fallback
+
+    routers: dict[Routing, Router] = {
+        Routing.ROUND_ROBIN: in_turn,
+        Routing.LEAST_LOADED: least_loaded,
+        Routing.SESSION: by_session,
+        Routing.PREFIX: by_prefix,
+    }
+    return routers[routing]
+
 
 Progress = Callable[[int], object]  # told how many requests have come
 _OBJECTS = 100_000  # between two collections of the young
@@ -196,3 +246,45 @@ def _decoding(spec: EngineSpec) -> EngineSpec:
     most = 1 << 24
     config = replace(spec.config, max_num_batched_tokens=most, min_chunk=most, prefix_caching=False)
     return replace(spec, computes_prompts=False, config=config)
+
+
+MOST_REPLICAS = 1024
+_IDLE = 0.5  # utilization below which more replicas don't help those who wait
+
+
+def fewest_replicas(run: Callable[[int], dict[str, Any]], share: float) -> tuple[int, dict[str, Any]]:
+    """The fewest replicas with which that share of the requests keeps the SLO, and their figures.
+
+    `run` serves the load with so many. They are doubled until it does, then halved in between: more
+    replicas are taken to be no worse.
+
+    Raises:
+        ConfigError: not even `MOST_REPLICAS` do, or no request can be served at all.
+    """
+    if not 0 < share <= 1:
+        raise ConfigError(
+            f"the share of requests that keep the SLO must be above 0 and at most 1, got {share}"
+        )
+    tried: dict[int, dict[str, Any]] = {}
+
+    def met(number: int) -> float:
+        if number not in tried:
+            tried[number] = run(number)
+        return tried[number]["slo_met"] or 0.0
+
+    def enough(number: int) -> bool:
+        return met(number) >= share
+
+    high = 1
+    while not enough(high):
+        is_idle = tried[high]["utilization"] < _IDLE
+        is_hopeless = high > 1 and is_idle and met(high) <= met(high // 2)
+        if high >= MOST_REPLICAS or is_hopeless:
+            raise ConfigError(
+                f"{high} replicas keep the SLO for {100 * met(high):.1f}% of the requests, "
+                f"{100 * share:g}% are asked for, and more don't help; loosen the SLO, or use a faster GPU"
+            )
+        high = min(MOST_REPLICAS, 2 * high)
+    between = range(high // 2 + 1, high)
+    found = (*between, high)[bisect_left(between, True, key=enough)]
+    return found, tried[found]

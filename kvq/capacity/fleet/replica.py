@@ -6,10 +6,9 @@ from dataclasses import dataclass, field
 from math import inf, isnan
 
 from kvq.blockmgr import BlockManager
-from kvq.capacity.fleet.call import Call
+from kvq.capacity.fleet.arrivals import Call
 from kvq.capacity.fleet.faults import NONE, Faults, Trouble
-from kvq.capacity.fleet.histogram import Histogram
-from kvq.capacity.fleet.records import Fate, Records
+from kvq.capacity.fleet.records import Fate, Histogram, Records
 from kvq.capacity.plan.step_time import StepTime
 from kvq.errors import RequestError
 from kvq.scheduler import (
@@ -215,7 +214,7 @@ class Replica:
         tokens, attention_s = num_decodes, 0.0
         for i in range(num_decodes, len(plan.branches)):
             count, end = plan.counts[i], plan.ends[i]
-            if self._spec.computes_prompts or plan.branches[i].request.usage.preemptions:
+            if self._spec.computes_prompts or plan.branches[i].request.preemptions:
                 tokens += count
                 attention_s += time.prefill_attention(end - count, end)
             else:  # its KV was sent along, but for the newest token's
@@ -322,11 +321,11 @@ class Replica:
 
     def _end(self, request: Request, fate: Fate, now: float) -> None:
         ticket, records = self.live.pop(request), self._records
-        number, usage = ticket.call.number, request.usage
+        number = ticket.call.number
         if request.admitted_s is not None and isnan(records.admitted_s[number]):
             records.admitted_s[number] = request.admitted_s
-        records.cached_tokens[number] += usage.cached_tokens
-        records.preemptions[number] += usage.preemptions
-        self.gauges.recomputed_tokens += usage.recomputed_tokens
+        records.cached_tokens[number] += request.cached_tokens
+        records.preemptions[number] += request.preemptions
+        self.gauges.recomputed_tokens += request.usage.recomputed
         if fate is not Fate.SERVED or not self._hand_over(ticket.call, now):
             records.close(number, fate, now)

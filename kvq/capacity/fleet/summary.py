@@ -5,8 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvq.capacity.fleet.fleet import Run
-from kvq.capacity.fleet.histogram import percentile
-from kvq.capacity.fleet.records import Fate, Records
+from kvq.capacity.fleet.records import Fate, Records, percentile
 from kvq.capacity.plan.cost import Prices
 from kvq.errors import ConfigError
 

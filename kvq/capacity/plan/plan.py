@@ -1,21 +1,26 @@
-"""Where a GPU's memory goes, and how many users what is left holds."""
+"""Where a GPU's memory goes, and how many users what is left holds; `kvq.plan` says it in one call.
 
-from collections.abc import Callable
+Beside it what it would be for other lengths and other numbers of users, for plots.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
+from typing import Any, TypedDict, Unpack
 
+from kvq.arguments import checked
+from kvq.capacity.lengths import Demand, Length, fixed
 from kvq.capacity.plan.cost import check_share, usd_per_million
-from kvq.capacity.plan.gpus import Gpu
-from kvq.capacity.plan.latent import LatentKV, latent_kv
-from kvq.capacity.plan.lengths import Demand
-from kvq.capacity.plan.roofline import Efficiency
+from kvq.capacity.plan.gpus import Gpu, find_gpu
 from kvq.capacity.plan.speed import Serving, serving
-from kvq.capacity.plan.step_time import StepTime, roofline
-from kvq.capacity.plan.target import Target
-from kvq.capacity.plan.users import Users, count_users
+from kvq.capacity.plan.step_time import Efficiency, StepTime, roofline
+from kvq.capacity.plan.target import Target, make_target
+from kvq.capacity.plan.users import LatentKV, Users, count_users, latent_kv
 from kvq.errors import ConfigError
 from kvq.layout import BLOCK_SIZE, KVLayout
 from kvq.sizes import decimal
+from kvq.sizing.held import AUTO
 from kvq.sizing.memory import Split, Term, activation_term, kv_layout, split_geometry
 from kvq.sizing.pools import (
     GPU_FRACTION,
@@ -29,6 +34,7 @@ from kvq.sizing.pools import (
 _ROOMY = 0.9  # of a GPU, below which advice is no trap: something is left for KV
 FREE_TERM = "left free"
 _FRAGMENTS = 0.01  # of what is free, that is no whole block
+_SHORTEST = 1024  # tokens, of plots
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -205,3 +211,83 @@ def _does_not_fit(target: Target, gpu: Gpu, engine: Engine, room: _Room, block_b
         f"take {decimal(taken)} of each GPU's {decimal(gpu.memory_bytes)}, {decimal(more)} too much; "
         f"{', '.join(ways)}"
     )
+
+
+class PlanKeywords(TypedDict, total=False):
+    """What `plan` takes of the model's weights, of the engine and of what requests share."""
+
+    weights: str
+    weight_bytes: int | None
+    split: Split | None
+    engine: Engine | None
+    prefix_share: float
+
+
+@checked
+def plan(
+    model: str | Path,
+    *,
+    gpu: str | Gpu,
+    kv: str = "int4",
+    context: int | None = None,
+    output: int | None = None,
+    lengths: Sequence[Length] | None = None,
+    **options: Unpack[PlanKeywords],
+) -> CapacityPlan:
+    """How many requests of `context` tokens, or of these `lengths`, fit on a GPU.
+
+    `model`: a name of `kvq models`, or a folder with a config.json. `output`: of the context, an eighth
+    unless said. `weights`: the format of the linear layers, by default what the config says of
+    the checkpoint's; `weight_bytes` replaces the count. `split`: over how many GPUs it is spread; `engine`:
+    settings that take memory; `prefix_share`: of the prompts, what all requests have in common.
+
+    Raises:
+        ConfigError: something unknown, no lengths, or the model doesn't fit, with by how much.
+    """
+    target = make_target(
+        model,
+        weights=options.get("weights", AUTO),
+        weight_bytes=options.get("weight_bytes"),
+        split=options.get("split"),
+    )
+    if (context is None) == (lengths is None):
+        raise ConfigError("how long requests are decides how many fit: give either context or lengths")
+    drawn = lengths or fixed(context or 0, output or (context or 0) // 8)
+    demand = Demand(lengths=drawn, prefix_share=options.get("prefix_share", 0.0))
+    found = gpu if isinstance(gpu, Gpu) else find_gpu(gpu)
+    return make_plan(target, found, kv, demand, engine=options.get("engine"))
+
+
+def users_by_context(target: Target, gpu: Gpu, kv: str, engine: Engine) -> list[tuple[int, int]]:
+    """(context, requests that fit at once), the context doubling up to the longest that the engine takes."""
+    longest = min(target.geometry.max_context, engine.max_context or target.geometry.max_context)
+    found = []
+    for context in _doubling(_SHORTEST, longest):
+        made = make_plan(target, gpu, kv, Demand(lengths=fixed(context)), engine=engine)
+        found.append((context, made.users.paged))
+    return found
+
+
+def speed_by_users(plan: CapacityPlan, usd_per_hour: float) -> list[dict[str, Any]]:
+    """Latency and cost as more requests run side by side, doubling up to as many as fit."""
+    if plan.serve is None or not plan.users.paged:
+        return []
+    points = []
+    for users in _doubling(1, plan.users.paged):
+        served = plan.serve(users)
+        points.append(
+            {
+                "users": users,
+                "tokens_per_s": served.tokens_per_s,
+                "itl_ms": 1e3 * served.itl_s,
+                "usd_per_million_tokens": usd_per_million(usd_per_hour, served.tokens_per_s),
+            }
+        )
+    return points
+
+
+def _doubling(first: int, last: int) -> Iterator[int]:
+    while first < last:
+        yield first
+        first *= 2
+    yield last

@@ -5,8 +5,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import fmean
 
+from kvq.capacity.lengths import Demand
 from kvq.capacity.plan.gpus import check_positive
-from kvq.capacity.plan.lengths import Demand
 from kvq.capacity.plan.step_time import StepTime
 from kvq.errors import ConfigError
 

@@ -1,19 +1,154 @@
-"""How long a step of an engine takes, from what is in it.
+"""What a step takes, from bytes and operations: as a GPU's bandwidth and arithmetic allow, less what is lost.
 
-Its parts run one after the other on a GPU: linear layers, which read the weights once or multiply for
-every token, whatever takes longer; attention of decodes, which reads the KV of each; attention of
-prefill, which multiplies; and what the engine does for every sequence.
+Linear layers read the weights once or multiply for every token, whatever takes longer; attention of decodes
+reads the KV of each; attention of prefill multiplies; and the engine does something for every sequence
+(Williams et al., 2009, "Roofline"). What is lost is assumed, or a benchmark measured it.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
+from typing import Any
 
+from kvq import strict_json
+from kvq.capacity.plan.cost import check_share
 from kvq.capacity.plan.gpus import Gpu
-from kvq.capacity.plan.roofline import Efficiency, Machine, expert_share
 from kvq.capacity.plan.target import Target
+from kvq.errors import ConfigError
 from kvq.layout import KVLayout
 from kvq.sizing.parameters import Parameters
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Efficiency:
+    """What of a GPU's figures an engine reaches. Assumed, until a benchmark has measured yours.
+
+    `measured`: (tokens, share) of steps' linear layers, in rising order: what of the roofline they reach
+    there. It takes the place of the assumed shares of bandwidth and arithmetic for them.
+    """
+
+    bandwidth: float = 0.8  # of the data sheet's, by kernels that read weights or KV
+    step: float = 0.7  # of a step's time, in such kernels
+    arithmetic: float = 0.5  # of the dense peak, in prefill
+    measured: tuple[tuple[int, float], ...] = ()
+    kv: float | None = None  # of the bandwidth, by decodes that read KV; None: as weights
+    attention: float | None = None  # of the dense peak, by prefill's attention; None: as linear layers
+    sequence_s: float = 0.0  # for every sequence that gets a token, beside all that
+
+    def __post_init__(self) -> None:
+        for name in ("bandwidth", "step", "arithmetic", "kv", "attention"):
+            if getattr(self, name) is not None:
+                check_share(name, getattr(self, name))
+        for tokens, share in self.measured:
+            check_share(f"the efficiency of {tokens} tokens", share)
+        if not 0 <= self.sequence_s < 60:
+            raise ConfigError(f"seconds a sequence must be 0 to 60, got {self.sequence_s}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Machine:
+    """What one step runs on: one GPU, with its own share of the bytes and operations."""
+
+    bandwidth: float  # bytes a second
+    flops: float  # operations a second, dense
+    efficiency: Efficiency
+
+    def __post_init__(self) -> None:
+        for name in ("bandwidth", "flops"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"{name} must be above 0, got {getattr(self, name)}")
+
+    def linear_s(self, weight_bytes: float, flops: float, *, tokens: int) -> float:
+        """Seconds of linear layers for so many tokens."""
+        reached = self.efficiency
+        if reached.measured:
+            return self._measured_s(weight_bytes, flops / tokens, tokens)
+        read = weight_bytes / (self.bandwidth * reached.bandwidth * reached.step)
+        return max(read, flops / (self.flops * reached.arithmetic))
+
+    def _measured_s(self, weight_bytes: float, token_flops: float, tokens: int) -> float:
+        """A line between the points that were measured; beyond them as efficient as at the nearest."""
+
+        def at(number: int, share: float) -> float:
+            return max(weight_bytes / self.bandwidth, token_flops * number / self.flops) / share
+
+        before, *rest = self.efficiency.measured
+        if tokens <= before[0]:
+            return at(tokens, before[1])
+        for after in rest:
+            if tokens <= after[0]:
+                way = (tokens - before[0]) / (after[0] - before[0])
+                return at(*before) + way * (at(*after) - at(*before))
+            before = after
+        return at(tokens, before[1])
+
+    def read_s(self, kv_bytes: float) -> float:
+        """Seconds of reading so much KV."""
+        reached = self.efficiency
+        share = reached.bandwidth * reached.step if reached.kv is None else reached.kv
+        return kv_bytes / (self.bandwidth * share)
+
+    def attention_s(self, flops: float) -> float:
+        """Seconds of so many operations of a prefill's attention."""
+        reached = self.efficiency
+        share = reached.arithmetic if reached.attention is None else reached.attention
+        return flops / (self.flops * share)
+
+
+def expert_share(experts: float, chosen: float, tokens: int) -> float:
+    """Of the routed experts, those that a step of so many tokens reads on average, chosen evenly."""
+    return 1 - (1 - chosen / experts) ** tokens if experts else 0.0
+
+
+_KEYS = {"linear", "read_s", "pair_s", "sequence_s", "weight_bytes", "token_flops", "kv_bytes", "pair_flops"}
+
+
+def read_efficiency(path: Path, gpu: Gpu, kv: str) -> Efficiency:
+    """Of a KV format, from the results of `kvq bench engine --json`.
+
+    Raises:
+        ConfigError: no such file or format, or what was measured is faster than the data sheet allows.
+    """
+    try:
+        data = strict_json.read(path)
+        rows = data["rows"]
+        costs = {row["kv"]: row["step_costs"] for row in rows if row.get("step_costs")}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(f"{path} has no results of kvq bench engine: {error!r}") from error
+    if kv not in costs:
+        known = ", ".join(costs) or "none"
+        raise ConfigError(f"{path} has no costs of steps with KV in {kv}, only of {known}")
+    if not isinstance(costs[kv], Mapping) or set(costs[kv]) != _KEYS or not costs[kv]["linear"]:
+        raise ConfigError(f"{path}: the costs of steps must have {', '.join(sorted(_KEYS))}")
+    return efficiency(costs[kv], gpu, source=str(path))
+
+
+def efficiency(costs: Mapping[str, Any], gpu: Gpu, *, source: str) -> Efficiency:
+    """What of a GPU's data sheet was reached.
+
+    `costs`: seconds of steps' linear layers by their tokens (`linear`, [tokens, s] each), of a token of KV
+    that a decode reads, of a pair in prefill, of a sequence; and what those parts read and compute.
+    """
+    bandwidth, flops = gpu.bandwidth, 1e12 * gpu.tflops["fp16"]
+
+    def ideal(tokens: int) -> float:
+        return float(max(costs["weight_bytes"] / bandwidth, costs["token_flops"] * tokens / flops))
+
+    try:
+        return Efficiency(
+            measured=tuple((int(tokens), ideal(tokens) / seconds) for tokens, seconds in costs["linear"]),
+            kv=_share(costs["kv_bytes"] / bandwidth, costs["read_s"]),
+            attention=_share(costs["pair_flops"] / flops, costs["pair_s"]),
+            sequence_s=costs["sequence_s"],
+        )
+    except (ConfigError, TypeError, ValueError, ArithmeticError) as error:
+        raise ConfigError(f"{source} does not fit the data sheet of {gpu.name}: {error}") from error
+
+
+def _share(ideal_s: float, measured_s: float) -> float:
+    """At most all of it: what is a small part of every step may come out as less than it can be."""
+    return min(1.0, ideal_s / measured_s) if measured_s else 1.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -5,9 +5,8 @@ from torch import Tensor
 
 from kvq.errors import ConfigError
 from kvq.kernels.attend.options import AttentionOptions
-from kvq.kernels.native.abi import struct
+from kvq.kernels.native.abi import batch_of, check_shape, dense_of, layer_of, struct
 from kvq.kernels.native.library import run
-from kvq.kernels.native.structs import batch_of, check_shape, dense_of, layer_of
 from kvq.kernels.paged import PagedKV, SequenceBatch
 
 _MOST = 2**31 - 2**13  # tokens; positions in blocks of up to 4,096 must not pass 2^31

@@ -12,8 +12,7 @@ from torch import Tensor
 from kvq.formats import Code
 from kvq.kernels.attend.options import AttentionOptions
 from kvq.kernels.attend.triton_kernel import attend_kernel, merge_kernel
-from kvq.kernels.gpu.layer import dense_strides, part_arguments
-from kvq.kernels.gpu.rows import kind_of, unit
+from kvq.kernels.gpu.rows import dense_strides, kind_of, part_arguments, unit
 from kvq.kernels.gpu.shapes import (
     DECODE_ROWS,
     MOST_DECODE_ROWS,

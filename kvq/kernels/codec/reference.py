@@ -6,6 +6,11 @@ Token rows are the last dimension. `encode` returns codes and scales as they lie
     fp32 bf16 fp16  that dtype [..., dim]       none
     fp8, int8       uint8 / int8 [..., dim]     fp16 [..., 1] per token row; none if static
     grouped         uint8 [..., dim*bits/8]     fp16 [..., 2*groups]: scale, minimum, scale, ...
+
+Grouped codes of 2 to 8 bits lie in planes of 8, 4, 2 or 1 bits, the widest first, with the low bits: a code
+of 6 bits is a plane of its low 4 bits, then one of its high 2. With p = 8 / width elements to a byte, byte i
+of a plane holds elements i, i + dim/p, i + 2 dim/p, ... from its low bits up, so that one load per packed
+byte yields p whole runs of neighbours.
 """
 
 import torch
@@ -14,7 +19,6 @@ from torch import Tensor
 from kvq.formats import Code, Grouped, KVFormat
 from kvq.kernels.codec import e4m3
 from kvq.kernels.codec.hadamard import hadamard_block, rotate
-from kvq.kernels.codec.packing import pack, unpack
 
 _DTYPES = {
     Code.FP32: torch.float32,
@@ -115,3 +119,28 @@ def _decode_grouped(codes: Tensor, scales: Tensor, code: Code) -> Tensor:
     q = unpack(codes, code).float().unflatten(-1, (pairs.shape[-2], -1))
     rows: Tensor = (q * pairs[..., :1] + pairs[..., 1:]).flatten(-2)
     return rows
+
+
+def pack(codes: Tensor, code: Code) -> Tensor:
+    """uint8 codes [..., dim] -> uint8 bytes [..., dim * bits / 8]."""
+    planes, shift = [], 0
+    for width in code.planes:
+        parts = ((codes >> shift) & ((1 << width) - 1)).chunk(8 // width, dim=-1)
+        plane = parts[0].clone()
+        for i, part in enumerate(parts[1:], start=1):
+            plane |= part << (width * i)
+        planes.append(plane)
+        shift += width
+    return planes[0] if len(planes) == 1 else torch.cat(planes, dim=-1)
+
+
+def unpack(packed: Tensor, code: Code) -> Tensor:
+    """uint8 bytes [..., dim * bits / 8] -> uint8 codes [..., dim]."""
+    dim = packed.shape[-1] * 8 // code.bits
+    planes = packed.split([dim * width // 8 for width in code.planes], dim=-1)
+    codes, shift = torch.zeros(*packed.shape[:-1], dim, dtype=torch.uint8, device=packed.device), 0
+    for width, plane in zip(code.planes, planes, strict=True):
+        mask = (1 << width) - 1
+        codes |= torch.cat([(plane >> (width * i)) & mask for i in range(8 // width)], dim=-1) << shift
+        shift += width
+    return codes

@@ -8,11 +8,9 @@ import torch
 from torch import Tensor
 
 from kvq.errors import ConfigError
-from kvq.kernels.linear.cpu import CpuLinear
-from kvq.kernels.linear.mlp import Activation
-from kvq.kernels.native.abi import struct
+from kvq.kernels.linear.cpu import Activation, CpuLinear
+from kvq.kernels.native.abi import DTYPES, struct
 from kvq.kernels.native.library import run
-from kvq.kernels.native.structs import DTYPES
 from kvq.kernels.rope.cpu import MOST_DIM
 
 _Norm = struct("KvqNorm")

@@ -6,9 +6,8 @@ import torch
 from torch import Tensor
 
 from kvq.errors import ConfigError
-from kvq.kernels.native.abi import struct
+from kvq.kernels.native.abi import DTYPES, entries_of, layer_of, struct
 from kvq.kernels.native.library import run
-from kvq.kernels.native.structs import DTYPES, entries_of, layer_of
 from kvq.kernels.paged import PagedKV
 
 

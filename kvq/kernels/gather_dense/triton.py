@@ -4,8 +4,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvq.kernels.gpu.layer import part_arguments
-from kvq.kernels.gpu.rows import FLOAT, FP8, INT4, fp8_codes, grouped_rows, rotate
+from kvq.kernels.gpu.rows import FLOAT, FP8, INT4, fp8_codes, grouped_rows, part_arguments, rotate
 from kvq.kernels.paged import PagedKV
 
 _TOKENS = 32  # of one program

@@ -1,14 +1,21 @@
-"""Device functions of the Triton kernels: the rotation, and 16-bit values out of packed bytes.
+"""Device functions of the Triton kernels: the rotation, and 16-bit values out of packed bytes; and a layer's
+blocks as the arguments that kernels take.
 
-Everything here also runs in Triton's interpreter, which knows no inline assembly: there the same bits
+What runs on the device also runs in Triton's interpreter, which knows no inline assembly: there the same bits
 are put together by shifts and masks. Assembly is not marked as pure: else the compiler moves it behind
 the change of layout before a product, and shared memory is read byte by byte.
 """
 
+from typing import Any
+
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
-from kvq.formats import Code
+from kvq.formats import Code, Grouped, KVFormat
+from kvq.kernels.codec import hadamard_block
+from kvq.kernels.paged import PagedKV, PagedRows
 
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 # How a format's codes lie in memory: what the kernels are specialized by.
@@ -201,7 +208,7 @@ def grouped_rows(
     GROUP: tl.constexpr,
     BITS: tl.constexpr,
 ):
-    """Rows of grouped codes of any width, fp32 [rows, columns]; see codec/packing.py for their planes."""
+    """Rows of grouped codes of any width, fp32 [rows, columns]; see codec/reference.py for their planes."""
     mask = inside[:, None] & (col < DIM)[None, :]
     code = tl.zeros((inside.shape[0], col.shape[0]), tl.int32)
     at = codes_at[:, None]
@@ -263,3 +270,45 @@ def rotate(x, ROWS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr):
             x = _butterfly(x, ROWS, DIM, 1 << stage)
     SCALE: tl.constexpr = BLOCK**-0.5
     return x * SCALE
+
+
+def part_arguments(part: str, kv: PagedKV, *, prefix: str | None = None) -> dict[str, Any]:
+    """Pointers, strides (elements) and constants of K or V: `part` is "k" or "v", which names begin with.
+
+    `prefix`: what they begin with instead, for kernels that take one of both.
+    """
+    rows: PagedRows = getattr(kv, part)
+    fmt: KVFormat = getattr(kv.formats, part)
+    dim: int = getattr(kv.formats, f"{part}_head_dim")
+    of = part if prefix is None else prefix
+    scales = rows.codes  # a pointer that is not read
+    if rows.scales is not None:
+        # A group's scale and minimum are one 32-bit word: the scale in its low half.
+        scales = rows.scales.view(torch.int32) if isinstance(fmt.scale, Grouped) else rows.scales
+    strides = (0, 0, 0) if rows.scales is None else scales.stride()[:3]
+    static = rows.codes if rows.static_scale is None else rows.static_scale
+    lower = f"{of}_" if of else ""
+    upper = lower.upper()
+    return {
+        f"{lower}codes": rows.codes,
+        f"{lower}scales": scales,
+        f"{lower}static": static,
+        **_strides(f"{of}c", rows.codes.stride()[:3]),
+        **_strides(f"{of}s", strides),
+        f"{upper}KIND": kind_of(fmt.code),
+        f"{upper}BITS": fmt.code.bits,
+        f"{upper}DIM": dim,
+        f"{upper}PAD": triton.next_power_of_2(dim),
+        f"{upper}GROUP": fmt.scale.group_size if isinstance(fmt.scale, Grouped) else dim,
+        f"{upper}ROTATED": hadamard_block(dim) if fmt.rotated else 1,  # the block; 1: not rotated
+        f"{upper}STATIC": rows.static_scale is not None,
+    }
+
+
+def _strides(name: str, strides: Any) -> dict[str, int]:
+    return dict(zip((f"{name}_block", f"{name}_head", f"{name}_slot"), strides, strict=True))
+
+
+def dense_strides(name: str, x: Tensor) -> dict[str, int]:
+    """Strides of [tokens, heads, dim], in elements."""
+    return dict(zip((f"{name}_token", f"{name}_head", f"{name}_dim"), x.stride(), strict=True))

@@ -37,16 +37,12 @@ def lazy_linear(weight: QuantizedWeight) -> Any:
 
 def supports(spec: KernelSpec, device: Device) -> Support:
     """Yes for NVIDIA GPUs from SM80 on and all formats, if Triton is installed."""
-    runs = _runs_on(device)
+    runs = supports_linear(spec, device)
     return spec.fits_compiled(MOST_DIM) if runs.yes else runs
 
 
-def supports_linear(spec: LinearSpec, device: Device) -> Support:
-    """Yes for NVIDIA GPUs from SM80 on, every format and shape, if Triton is installed."""
-    return _runs_on(device)
-
-
-def _runs_on(device: Device) -> Support:
+def supports_linear(spec: KernelSpec | LinearSpec, device: Device) -> Support:
+    """The same; every format and shape."""
     if device.type != "cuda" or device.capability is None:
         return Support(False, f"needs an NVIDIA GPU, not {device.name}", is_missed=False)
     if not _has_triton():

@@ -1,4 +1,6 @@
-"""`linear_w4` and `linear_w8` in C++ for CPUs, and products with weights that are no codes."""
+"""`linear_w4` and `linear_w8` in C++ for CPUs, products with weights that are no codes, and gated MLPs."""
+
+from enum import IntEnum
 
 import torch
 from torch import Tensor
@@ -7,9 +9,8 @@ from kvq.errors import ConfigError
 from kvq.formats.weights import WeightCode
 from kvq.kernels.linear.pack import pack_panels, pack_plain, unpack_plain
 from kvq.kernels.linear.weight import PlainWeight, QuantizedWeight
-from kvq.kernels.native.abi import NUMBERS, struct
+from kvq.kernels.native.abi import DTYPES, NUMBERS, struct
 from kvq.kernels.native.library import run
-from kvq.kernels.native.structs import DTYPES
 
 
 def _code_of(code: WeightCode) -> int:
@@ -92,3 +93,47 @@ def checked_rows(x: Tensor, features: int) -> Tensor:
             f"inputs must be fp32, bf16 or fp16 [rows, {features}], got {x.dtype} {list(x.shape)}"
         )
     return x if x.stride(1) == 1 else x.contiguous()
+
+
+class Activation(IntEnum):
+    """What is applied to the gates; KvqActivation."""
+
+    SILU = 0  # x * sigmoid(x)
+    GELU_TANH = 1  # GELU by its approximation with tanh
+
+
+def gated(x: Tensor, activation: Activation) -> Tensor:
+    """activation(gates) * rest, in fp32: [rows, 2 n], gates first -> [rows, n] of x's dtype."""
+    if x.dim() != 2 or x.shape[1] % 2:
+        raise ConfigError(f"gates and what they gate must be [rows, 2 n], got {list(x.shape)}")
+    x = checked_rows(x, x.shape[1])
+    out = torch.empty(x.shape[0], x.shape[1] // 2, dtype=x.dtype)
+    sizes = out.shape[1], DTYPES[x.dtype], activation, len(x), torch.get_num_threads()
+    run("gated", *rows_of(x), *rows_of(out), *sizes)
+    return out
+
+
+class CpuMLP:
+    """y = down(activation(gate(x)) * up(x)) in one call, with the bits of three one after the other."""
+
+    def __init__(self, gate_up: CpuLinear, down: CpuLinear, activation: Activation) -> None:
+        """`gate_up`: gate and up joined, in this order.
+
+        Raises:
+            ConfigError: `down` does not take what the two others give.
+        """
+        if gate_up.out_features != 2 * down.in_features:
+            raise ConfigError(
+                f"gate and up give {gate_up.out_features} outputs together, "
+                f"but down takes {down.in_features} inputs; it must be half as many"
+            )
+        self._gate_up, self._down, self.activation = gate_up, down, activation
+        self.nbytes = gate_up.nbytes + down.nbytes
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[rows, in] -> [rows, out] of x's dtype."""
+        x = checked_rows(x, self._gate_up.in_features)
+        out = torch.empty(x.shape[0], self._down.out_features, dtype=x.dtype)
+        sizes = DTYPES[x.dtype], self.activation, len(x), torch.get_num_threads()
+        run("linear_mlp", self._gate_up.struct, self._down.struct, *rows_of(x), *rows_of(out), *sizes)
+        return out

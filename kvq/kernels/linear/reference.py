@@ -1,11 +1,36 @@
-"""The definition of correct for `linear_w4` and `linear_w8`: dequantize, round inputs, multiply in fp32."""
+"""The definition of correct for `linear_w4` and `linear_w8`: dequantize, round inputs where the format asks
+for it, token by token, and multiply in fp32.
+"""
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kvq.kernels.linear.inputs import rounded_inputs
+from kvq.formats.weights import Inputs
+from kvq.kernels.codec import e4m3
 from kvq.kernels.linear.weight import QuantizedWeight
+
+
+def quantize_inputs(x: Tensor, inputs: Inputs) -> tuple[Tensor, Tensor]:
+    """Codes as fp32 whole numbers (or E4M3 values) and scales fp32 [rows, 1]; x: fp32 [rows, in].
+
+    The scale is the row's largest magnitude over the largest code; a row of zeros has scale 1.
+    """
+    largest = 127.0 if inputs is Inputs.INT8 else e4m3.LARGEST
+    amax = x.abs().amax(-1, keepdim=True)
+    scale = (amax / largest).where(amax > 0, 1.0)
+    scaled = x / scale
+    if inputs is Inputs.INT8:
+        return scaled.round().clamp(-127, 127), scale
+    return e4m3.decode(e4m3.encode(scaled.contiguous())), scale
+
+
+def rounded_inputs(x: Tensor, inputs: Inputs) -> Tensor:
+    """What the product sees: fp32 [rows, in], every value a code times its row's scale."""
+    if inputs is Inputs.FULL:
+        return x
+    codes, scale = quantize_inputs(x, inputs)
+    return codes * scale
 
 
 class ReferenceLinear:

@@ -151,7 +151,7 @@ def quantize_kernel(
     x_ptr, codes_ptr, scale_ptr, x_row, inputs,
     FP8: tl.constexpr, BYTES: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """One program per row: the bits of linear/inputs.py. FP8: E4M3, as bytes or as their values."""
+    """One program per row: the bits of linear/reference.py. FP8: E4M3, as bytes or as their values."""
     row = tl.program_id(0).to(tl.int64)
     col = tl.arange(0, WIDTH)
     largest = tl.zeros((WIDTH,), tl.float32)

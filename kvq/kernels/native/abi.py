@@ -1,9 +1,20 @@
-"""What `abi.h` declares, as Python sees it: numbers, structures, and what each kernel is called with."""
+"""What `abi.h` declares, as Python sees it: numbers, structures, and what each kernel is called with.
+
+Structures that several kernels are called with are filled from tensors here.
+"""
 
 import ctypes
 import re
+from ctypes import addressof, c_int32
 from pathlib import Path
 from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvq.errors import ConfigError
+from kvq.formats import Code, Grouped, KVFormat
+from kvq.kernels.paged import PagedKV, PagedRows, SequenceBatch
 
 _TEXT = re.sub(r"//.*", "", Path(__file__).with_name("abi.h").read_text(encoding="utf-8"))
 NUMBERS: dict[str, int] = {  # of every enumeration
@@ -52,3 +63,91 @@ KERNELS: dict[str, list[Any]] = {  # the types of their arguments
     name: [_argument(argument) for argument in arguments.split(",")]
     for name, arguments in re.findall(r"KVQ_KERNEL\((\w+)\)\((.*?)\);", _TEXT, re.DOTALL)
 }
+
+
+Layer, Rows, Dense, Batch = (struct(f"Kvq{name}") for name in ("Layer", "Rows", "Dense", "Batch"))
+DTYPES = {
+    torch.float32: NUMBERS["KVQ_FP32"],
+    torch.bfloat16: NUMBERS["KVQ_BF16"],
+    torch.float16: NUMBERS["KVQ_FP16"],
+}
+
+
+def layer_of(kv: PagedKV) -> Any:
+    """The layer's blocks; kept for as long as `kv` lives."""
+    if Layer not in kv.kept:
+        num_blocks, kv_heads = kv.k.codes.shape[:2]
+        kv.kept[Layer] = Layer(
+            k=_rows(kv.k, kv.formats.k, kv.formats.k_head_dim, kv.formats.k_clip),
+            v=_rows(kv.v, kv.formats.v, kv.formats.v_head_dim, kv.formats.v_clip),
+            num_blocks=num_blocks,
+            kv_heads=kv_heads,
+            block_size=kv.block_size,
+        )
+    return kv.kept[Layer]
+
+
+def check_shape(name: str, x: Tensor, heads: int, dim: int) -> None:
+    """Raise ConfigError unless `x` is [tokens, heads, dim]: compiled code would read past its end."""
+    if x.dim() != 3 or x.shape[1:] != (heads, dim):
+        raise ConfigError(f"{name} must be [tokens, {heads}, {dim}], got {list(x.shape)}")
+
+
+def dense_of(x: Tensor) -> tuple[Any, Tensor]:
+    """A tensor [tokens, heads, dim] and what keeps its memory: `x`, or a copy with contiguous rows."""
+    if x.stride(2) != 1 or x.dtype not in DTYPES:
+        x = x.contiguous() if x.dtype in DTYPES else x.float().contiguous()
+    size = x.element_size()
+    return Dense(x.data_ptr(), x.stride(0) * size, x.stride(1) * size, DTYPES[x.dtype]), x
+
+
+def batch_of(batch: SequenceBatch, skip_last: int) -> tuple[Any, Tensor]:
+    """The sequences of a step, and the table tensor whose memory it names."""
+    lens = batch.kept.get(Batch)
+    if lens is None:
+        array = c_int32 * len(batch.query_lens)
+        lens = batch.kept[Batch] = (array(*batch.query_lens), array(*batch.context_lens))
+    tables = entries_of(batch.tables)
+    width, sequences = tables.shape[1], len(batch.query_lens)
+    found = Batch(*map(addressof, lens), tables.data_ptr(), tables.stride(0), width, sequences, skip_last)
+    return found, tables
+
+
+def entries_of(tables: Tensor) -> Tensor:
+    """`tables` [sequences, blocks] as int32 with contiguous rows, copied only if it must be.
+
+    Numbers too large for int32 stay too large for any pool.
+    """
+    if tables.dtype is not torch.int32:
+        tables = tables.clamp(-1, torch.iinfo(torch.int32).max).int()
+    return tables if tables.stride(1) == 1 else tables.contiguous()
+
+
+def _number_of(code: Code) -> int:
+    """KvqCode."""
+    name = code.name if not code.is_grouped else "int4" if code.bits == 4 else "grouped"
+    return NUMBERS[f"KVQ_{name.upper()}"]
+
+
+def _rows(rows: PagedRows, fmt: KVFormat, dim: int, clip: float) -> Any:
+    assert rows.codes.stride(3) == 1, "token rows are contiguous"
+    code_bytes = rows.codes.element_size()
+    scales = rows.scales
+    block, head, slot = (0, 0, 0) if scales is None else (2 * stride for stride in scales.stride()[:3])
+    return Rows(
+        codes=rows.codes.data_ptr(),
+        codes_block=rows.codes.stride(0) * code_bytes,
+        codes_head=rows.codes.stride(1) * code_bytes,
+        codes_slot=rows.codes.stride(2) * code_bytes,
+        scales=None if scales is None else scales.data_ptr(),
+        scales_block=block,
+        scales_head=head,
+        scales_slot=slot,
+        static_scales=None if rows.static_scale is None else rows.static_scale.data_ptr(),
+        code=_number_of(fmt.code),
+        bits=fmt.code.bits,
+        dim=dim,
+        group_size=fmt.scale.group_size if isinstance(fmt.scale, Grouped) else 0,
+        rotated=fmt.rotated,
+        cut=(1 - clip) / 2,
+    )

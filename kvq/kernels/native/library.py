@@ -1,4 +1,4 @@
-"""Finds and loads the compiled kernels, and picks the variant for this CPU."""
+"""Finds and loads the compiled kernels, picks the variant for this CPU, and says what they take."""
 
 import ctypes
 from dataclasses import dataclass
@@ -11,8 +11,10 @@ import torch  # noqa: F401  its OpenMP runtime must be there before the kernels 
 
 from kvq.errors import UnsupportedKernel
 from kvq.kernels.native.abi import KERNELS, NUMBERS
+from kvq.kernels.spec import Device, KernelSpec, LinearSpec, Support
 
 VARIANTS = ("avx512vnni", "avx512", "avx2", "portable")  # the best first
+MOST_DIM = 4096  # elements of a token row that write_kv.cpp has room for
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,3 +91,17 @@ def _path() -> Path | None:
     folder = Path(__file__).parent
     candidates = (folder / f"_kernels{suffix}" for suffix in EXTENSION_SUFFIXES)
     return next((path for path in candidates if path.exists()), None)
+
+
+def supports(spec: KernelSpec, device: Device) -> Support:
+    """Yes for memory of a CPU, if the library is there, and every format of `CODES`."""
+    runs = supports_linear(spec, device)
+    return spec.fits_compiled(MOST_DIM) if runs.yes else runs
+
+
+def supports_linear(spec: KernelSpec | LinearSpec, device: Device) -> Support:
+    """The same; every format and shape."""
+    if device.type != "cpu":
+        return Support(False, f"works on CPU memory, not on {device.name}", is_missed=False)
+    library = load()
+    return Support(False, library) if isinstance(library, str) else Support(True)

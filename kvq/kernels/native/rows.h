@@ -122,7 +122,7 @@ inline void read_one_plane(float* out, const uint8_t* codes, const uint16_t* sca
     }
 }
 
-// Codes of any width, in planes; see codec/packing.py.
+// Codes of any width, in planes; see codec/reference.py.
 inline void read_grouped(float* out, const uint8_t* codes, const uint16_t* scales, int dim, int group, int bits) {
     if ((bits & (bits - 1)) == 0) return read_one_plane(out, codes, scales, dim, group, bits);
     uint8_t q[MOST_DIM] = {};

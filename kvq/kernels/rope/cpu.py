@@ -4,8 +4,8 @@ import torch
 from torch import Tensor
 
 from kvq.errors import ConfigError
+from kvq.kernels.native.abi import DTYPES
 from kvq.kernels.native.library import run
-from kvq.kernels.native.structs import DTYPES
 
 MOST_DIM = 1024  # elements of a head that rope.cpp has room for
 

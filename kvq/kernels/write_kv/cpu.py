@@ -4,8 +4,8 @@ import torch
 from torch import Tensor
 
 from kvq.errors import ConfigError
+from kvq.kernels.native.abi import check_shape, dense_of, layer_of
 from kvq.kernels.native.library import run
-from kvq.kernels.native.structs import check_shape, dense_of, layer_of
 from kvq.kernels.paged import PagedKV
 
 

@@ -7,8 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvq.kernels.gpu.layer import dense_strides, part_arguments
-from kvq.kernels.gpu.rows import FLOAT, FP8, INT4, e4m3, rotate
+from kvq.kernels.gpu.rows import FLOAT, FP8, INT4, dense_strides, e4m3, part_arguments, rotate
 from kvq.kernels.paged import PagedKV
 
 _FP32_LARGEST = tl.constexpr(3.4028234663852886e38)
@@ -102,7 +101,7 @@ def _quantize_groups(
 def _store_plane(
     to, q, mask, col, DIM: tl.constexpr, PAD: tl.constexpr, WIDTH: tl.constexpr, BEFORE: tl.constexpr
 ):
-    """One plane of codes uint8 [heads, PAD]; BEFORE: bits of the wider planes. See codec/packing.py."""
+    """One plane of codes uint8 [heads, PAD]; BEFORE: bits of the wider planes. See codec/reference.py."""
     RUN: tl.constexpr = DIM * WIDTH // 8
     plane = (q >> BEFORE) & ((1 << WIDTH) - 1)
     packed = plane

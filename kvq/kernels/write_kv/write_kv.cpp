@@ -55,7 +55,7 @@ inline uint8_t* pack_plane(uint8_t* codes, const uint8_t* q, int dim, int shift)
     return codes + run;
 }
 
-// Codes of 2 to 8 bits, in planes; see codec/packing.py.
+// Codes of 2 to 8 bits, in planes; see codec/reference.py.
 inline void encode_grouped(uint8_t* codes, uint16_t* scales, const float* x, const KvqRows& rows) {
     uint8_t q[MOST_DIM];
     int dim = rows.dim, group = rows.group_size, bits = rows.bits;

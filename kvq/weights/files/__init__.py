@@ -18,7 +18,6 @@ from kvq.weights.files.scheme import LayerScheme, QuantizationScheme
 __all__ = [
     "FILE_FORMATS",
     "TRANSFORMERS_NEEDS",
-    "LayerScheme",
     "QuantizationScheme",
     "check_fits",
     "pack_linear",

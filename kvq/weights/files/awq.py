@@ -10,11 +10,10 @@ from torch import Tensor
 
 from kvq.errors import ConfigError, ModelError
 from kvq.kernels.linear.weight import QuantizedWeight
-from kvq.weights.files.columns import check_fp16_scales, offset, signed, whole_groups
 from kvq.weights.files.fields import WHERE
 from kvq.weights.files.scheme import LayerScheme
 from kvq.weights.files.tensors import take, take_matrix, take_scale
-from kvq.weights.files.words import pack_awq, unpack_awq
+from kvq.weights.files.words import check_fp16_scales, offset, pack_awq, signed, unpack_awq, whole_groups
 
 GEMM = "gemm"
 SUFFIXES = ("qweight", "qzeros", "scales")

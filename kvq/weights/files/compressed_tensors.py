@@ -12,10 +12,9 @@ from torch import Tensor
 from kvq.errors import ModelError
 from kvq.formats.weights import Inputs, WeightCode, WeightFormat
 from kvq.kernels.linear.weight import QuantizedWeight
-from kvq.weights.files.columns import offset, signed, whole_groups
 from kvq.weights.files.scheme import LayerScheme
 from kvq.weights.files.tensors import take, take_groups, take_matrix, take_scale
-from kvq.weights.files.words import num_words, pack_words, unpack_words
+from kvq.weights.files.words import num_words, offset, pack_words, signed, unpack_words, whole_groups
 
 PACKED = "pack-quantized"
 INT = "int-quantized"

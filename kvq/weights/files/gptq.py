@@ -10,11 +10,19 @@ from torch import Tensor
 
 from kvq.errors import ConfigError, ModelError
 from kvq.kernels.linear.weight import QuantizedWeight
-from kvq.weights.files.columns import check_fp16_scales, offset, own_order, signed
 from kvq.weights.files.fields import WHERE
 from kvq.weights.files.scheme import LayerScheme
 from kvq.weights.files.tensors import take, take_groups, take_matrix, take_scale
-from kvq.weights.files.words import WORD_BITS, num_words, pack_words, unpack_words
+from kvq.weights.files.words import (
+    WORD_BITS,
+    check_fp16_scales,
+    num_words,
+    offset,
+    own_order,
+    pack_words,
+    signed,
+    unpack_words,
+)
 
 V1 = "gptq"  # zero points are stored minus 1
 V2 = "gptq_v2"  # as they are

@@ -7,11 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from kvq.capacity.draws import Lengths
 from kvq.capacity.fleet.arrivals import Arrivals, traced
-from kvq.capacity.fleet.histogram import Histogram, percentile
-from kvq.capacity.fleet.sizing import fewest_replicas
-from kvq.capacity.plan.lengths import read_trace
+from kvq.capacity.fleet.fleet import fewest_replicas
+from kvq.capacity.fleet.records import Histogram, percentile
+from kvq.capacity.lengths import Lengths, read_trace
 from kvq.capacity.trace_file import read_lines
 from kvq.errors import ConfigError
 from kvq.scheduler import Priority

@@ -219,11 +219,11 @@ class FakeEngine:
         assert request.state is RequestState.ENDED, (
             f"request {request.id} is {request.state.value} at its end"
         )
-        record, usage = ticket.record, request.usage
+        record = ticket.record
         record.outcome, record.end_s = outcome, now
         record.admitted_s = request.admitted_s
-        record.preemptions, record.cached_tokens = usage.preemptions, usage.cached_tokens
-        record.recomputed_tokens = usage.recomputed_tokens
+        record.preemptions, record.cached_tokens = request.preemptions, request.cached_tokens
+        record.recomputed_tokens = request.usage.recomputed
         record.reason = "" if request.error is None else str(request.error)
         self.trace.end(now, record.number, outcome)
         self._progress.ended(request, len(self.result.gauges))

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, NamedTuple
 
-from kvq.capacity.fleet.histogram import percentile
+from kvq.capacity.fleet.records import percentile
 
 
 class Outcome(Enum):

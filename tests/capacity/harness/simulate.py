@@ -116,7 +116,7 @@ class _Simulation:
             self._pin(injector.one_of(list(engine.live)))
 
     def _preempt(self, request: Request | None) -> None:
-        if request is None or request.usage.preemptions >= _MOST_PREEMPTIONS:
+        if request is None or request.preemptions >= _MOST_PREEMPTIONS:
             return
         try:
             self._engine.scheduler.preempt(request, self._now, swap=self._injector.coin())

@@ -5,9 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from kvq.capacity.plan.calibration import efficiency, read_efficiency
 from kvq.capacity.plan.gpus import Gpu
-from kvq.capacity.plan.step_time import StepTime, read_share, roofline
+from kvq.capacity.plan.step_time import StepTime, efficiency, read_efficiency, read_share, roofline
 from kvq.capacity.plan.target import make_target
 from kvq.errors import ConfigError
 from kvq.sizing.memory import kv_layout

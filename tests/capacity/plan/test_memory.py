@@ -3,8 +3,8 @@
 import pytest
 
 import kvq
-from kvq.capacity.plan.known import find_model
-from kvq.capacity.plan.lengths import Demand, Length, fixed, lognormal, read_trace
+from kvq.capacity.lengths import Demand, Length, fixed, lognormal, read_trace
+from kvq.capacity.plan.target import find_model
 from kvq.capacity.plan.users import count_users
 from kvq.errors import ConfigError
 from kvq.geometry import parse_geometry

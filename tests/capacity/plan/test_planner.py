@@ -7,8 +7,8 @@ import sys
 import pytest
 
 import kvq
+from kvq.capacity.lengths import Demand, Length
 from kvq.capacity.plan.gpus import find_gpu
-from kvq.capacity.plan.lengths import Demand, Length
 from kvq.capacity.plan.plan import Engine, make_plan
 from kvq.capacity.plan.speed import at_rate
 from kvq.capacity.plan.target import make_target

@@ -10,12 +10,12 @@ from kvq.capacity.plan.cost import (
     tokens_per_usd,
     usd_per_million,
 )
-from kvq.capacity.plan.roofline import (
+from kvq.capacity.plan.speed import steady_state
+from kvq.capacity.plan.step_time import (
     Efficiency,
     Machine,
     expert_share,
 )
-from kvq.capacity.plan.speed import steady_state
 from kvq.errors import ConfigError
 
 PERFECT = Efficiency(bandwidth=1, step=1, arithmetic=1)

@@ -4,13 +4,13 @@ import pytest
 import torch
 
 from kvq.formats import Code, Kind
-from kvq.kernels.codec.packing import pack, unpack
+from kvq.kernels.codec.reference import pack, unpack
 
 HEAD_DIMS = [48, 60, 64, 80, 96, 128, 192, 256]
 
 
 def code_of(bits: int) -> Code:
-    return Code(name="any", bits=bits, kind=Kind.GROUPED, group=32)
+    return Code(name=f"any{bits}", bits=bits, kind=Kind.GROUPED, group=32)
 
 
 def codes_of(bits: int, dim: int) -> torch.Tensor:

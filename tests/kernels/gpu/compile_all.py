@@ -24,7 +24,7 @@ from kvq.kernels.attend import triton as attend
 from kvq.kernels.attend.triton_kernel import attend_kernel, merge_kernel
 from kvq.kernels.gather_dense.triton import _gather_kernel
 from kvq.kernels.gpu import shapes
-from kvq.kernels.gpu.layer import dense_strides, part_arguments
+from kvq.kernels.gpu.rows import dense_strides, part_arguments
 from kvq.kernels.write_kv.triton import _stored_as_bits, _write_kernel
 from tests.kernels.kit import poisoned_cache
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from kvq.formats.weights import WeightCode, parse_weight_format
 from kvq.kernels import QuantizedWeight
 from kvq.kernels.codec import e4m3
-from kvq.kernels.linear.inputs import rounded_inputs
+from kvq.kernels.linear.reference import rounded_inputs
 from kvq.weights.rounding import round_weight
 
 FORMATS = (

@@ -9,7 +9,6 @@ import torch
 from kvq.errors import ConfigError
 from kvq.formats.weights import Inputs, parse_weight_format
 from kvq.kernels import Device, LinearSpec, QuantizedWeight, select
-from kvq.kernels.linear import cpu
 from kvq.kernels.linear.cpu import CpuLinear
 from kvq.kernels.native import library
 from tests.kernels.backends import NAMES, kernel
@@ -214,6 +213,6 @@ def test_auto_takes_the_compiled_kernel(backend: str, monkeypatch: pytest.Monkey
     spec = LinearSpec(fmt=parse_weight_format("int4"), in_features=256, out_features=3)
     assert select(spec.operation, spec, CPU).backend == "cpu"
     gpu = Device(type="cuda", name="H200", capability=(9, 0))
-    assert cpu.supports(spec, gpu).reason == "works on CPU memory, not on H200"
-    monkeypatch.setattr(cpu, "load", lambda: "not built")
+    assert library.supports_linear(spec, gpu).reason == "works on CPU memory, not on H200"
+    monkeypatch.setattr(library, "load", lambda: "not built")
     assert select(spec.operation, spec, CPU).backend == "reference"

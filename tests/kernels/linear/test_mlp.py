@@ -5,8 +5,7 @@ import torch
 from torch.nn import functional
 
 from kvq.errors import ConfigError
-from kvq.kernels.linear.cpu import CpuLinear
-from kvq.kernels.linear.mlp import Activation, CpuMLP, gated
+from kvq.kernels.linear.cpu import Activation, CpuLinear, CpuMLP, gated
 from kvq.kernels.native import library
 from tests.kernels.backends import NAMES
 from tests.kernels.linear.kit import error, rows_of, weight_of

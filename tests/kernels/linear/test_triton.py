@@ -13,8 +13,7 @@ from kvq.kernels.codec import e4m3
 from kvq.kernels.gpu import shapes
 from kvq.kernels.linear import tiles
 from kvq.kernels.linear import triton as kernel
-from kvq.kernels.linear.inputs import quantize_inputs
-from kvq.kernels.linear.reference import ReferenceLinear
+from kvq.kernels.linear.reference import ReferenceLinear, quantize_inputs
 from kvq.kernels.linear.tiles import LinearTile
 from kvq.kernels.linear.triton import TritonLinear
 from kvq.kernels.linear.triton_pack import Kind, kind_of, pack

@@ -15,7 +15,7 @@ from kvq.kernels import AttentionOptions, Device, KernelSpec, registry, select
 from kvq.kernels.attend.cpu import attend
 from kvq.kernels.gather_dense.cpu import gather_dense
 from kvq.kernels.merge_partials.cpu import merge_partials
-from kvq.kernels.native import library, support
+from kvq.kernels.native import library
 from kvq.kernels.write_kv.cpu import write_kv
 from tests.kernels.kit import POISON, Tables, poisoned_cache, rows_like_kv
 
@@ -49,7 +49,6 @@ def test_without_the_library_the_reference_runs_and_one_line_says_what_to_instal
     registry._log_fallback.cache_clear()
     try:
         assert library.variants() == reason
-        monkeypatch.setattr(support, "load", lambda: reason)
         monkeypatch.setattr(library, "load", lambda: reason)
         with caplog.at_level(logging.WARNING, logger="kvq"):
             for operation in ("attend", "write_kv", "gather_dense", "attend"):
@@ -81,11 +80,11 @@ def test_a_library_that_is_no_library_is_a_reason_not_a_crash(
 
 def test_rows_too_long_and_other_devices_are_refused_by_name() -> None:
     long = replace(spec("int2").formats, k_head_dim=8192)
-    reason = support.supports(replace(spec("int2"), formats=long), CPU).reason
+    reason = library.supports(replace(spec("int2"), formats=long), CPU).reason
     assert reason == "takes head dimensions up to 4096"
-    assert support.supports(spec("int2"), CPU).yes
+    assert library.supports(spec("int2"), CPU).yes
     gpu = Device(type="cuda", name="H200", capability=(9, 0))
-    assert support.supports(spec("int4"), gpu).reason == "works on CPU memory, not on H200"
+    assert library.supports(spec("int4"), gpu).reason == "works on CPU memory, not on H200"
 
 
 @pytest.mark.parametrize("bad", [-1, 11, 1 << 30])
