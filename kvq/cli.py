@@ -10,8 +10,7 @@ from click.shell_completion import CompletionItem
 
 from kvq.commands import shells
 from kvq.commands.interrupts import interruptible
-from kvq.commands.log_lines import show_warnings
-from kvq.commands.screen import echo, take_every_text
+from kvq.commands.screen import echo, show_warnings, take_every_text
 from kvq.commands.shortage import check_addresses, shortage
 from kvq.errors import KVQError, nearest
 from kvq.version import __version__

@@ -139,15 +139,6 @@ class ServerProcess:
             for sample in family.samples
         }
 
-    def memory_bytes(self) -> dict[str, int]:
-        """Resident bytes of both processes."""
-        return {"http": _resident(self.process.pid), "engine": _resident(self.engine_pid)}
-
-    def num_sockets(self) -> int:
-        """Open sockets of the HTTP process."""
-        folder = f"/proc/{self.process.pid}/fd"
-        return sum(_link(f"{folder}/{name}").startswith("socket:") for name in os.listdir(folder))
-
     def _pin(self) -> None:
         if len(self._cores) > 1:
             os.sched_setaffinity(0, self._cores[:1])
@@ -158,15 +149,3 @@ class ServerProcess:
 def _pin_threads(pid: int, cores: Sequence[int]) -> None:
     for thread in os.listdir(f"/proc/{pid}/task"):
         os.sched_setaffinity(int(thread), cores)
-
-
-def _resident(pid: int) -> int:
-    with open(f"/proc/{pid}/statm", encoding="ascii") as file:
-        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-
-def _link(path: str) -> str:
-    try:
-        return os.readlink(path)
-    except OSError:  # closed meanwhile
-        return ""

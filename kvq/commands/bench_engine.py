@@ -80,11 +80,12 @@ def engine(
     requests. Fill: tokens held by the slots of live blocks.
     """
     from kvq.bench.engine import bench_engine
-    from kvq.bench.engine_plot import write_engine_plot
+    from kvq.bench.figures import engine_figure
     from kvq.commands.finished import FinishedRows
     from kvq.commands.loading import check_for
     from kvq.commands.progress import progress_bar
     from kvq.commands.results import begin, result_of
+    from kvq.evals.figure import write_figure
 
     begin(json_path, plot=plot_path)
     checked = check_for(model_options, kv)
@@ -108,7 +109,7 @@ def engine(
             err=True,
         )
     if plot_path is not None:
-        write_engine_plot(plot_path, result)
+        write_figure(plot_path, engine_figure, result)
 
 
 def _plan(model: "PreparedModel", load_options: LoadOptions, asked: Asked) -> "Plan":

@@ -104,9 +104,10 @@ def attention(
     several times the last-level cache, or rotated past it.
     """
     from kvq.bench.attention import bench_attention
-    from kvq.bench.roofline import write_roofline
+    from kvq.bench.figures import roofline_figure
     from kvq.commands.progress import counted, progress_bar
     from kvq.commands.results import begin, result_of
+    from kvq.evals.figure import write_figure
     from kvq.evals.results import write_json
 
     begin(json_path, plot=beside.plot_path)
@@ -125,7 +126,7 @@ def attention(
     if json_path is not None:
         write_json(json_path, result)
     if beside.plot_path is not None:
-        write_roofline(beside.plot_path, result)
+        write_figure(beside.plot_path, roofline_figure, result)
 
 
 @click.command(name="write")

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from kvq.engine.sampling.chunks import chunks
-from kvq.engine.sampling.mass import log_probability, masses
+from kvq.engine.sampling.filters import log_probability, masses
 from kvq.engine.sampling.ranking import likeliest, ranked
 
 
