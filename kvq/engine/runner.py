@@ -18,7 +18,8 @@ from kvq.engine.transfers import upload
 from kvq.kernels import SequenceBatch
 from kvq.layout import KVLayout
 from kvq.models import Model
-from kvq.models.step import Integers, Observer, PackedStep, padded, positions_of, run_packed
+from kvq.models.packing import Integers, padded, positions_of, run_packed
+from kvq.models.step import Observer, PackedStep
 from kvq.scheduler import StepPlan
 
 _NONE: Mapping[int, int] = MappingProxyType({})

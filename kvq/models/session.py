@@ -11,8 +11,9 @@ from kvq.cache.attention import NAME, PACKED_NAME
 from kvq.errors import ModelError, RequestError
 from kvq.kernels import SequenceBatch
 from kvq.layout import KVLayout
+from kvq.models.packing import positions_of, run_packed
 from kvq.models.prepared import make_cache
-from kvq.models.step import Observer, PackedStep, positions_of, run_packed
+from kvq.models.step import Observer, PackedStep
 from kvq.models.weights import LoadedWeights
 
 
