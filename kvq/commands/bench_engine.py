@@ -9,6 +9,7 @@ import click
 from kvq.commands.bench_options import LATENCIES, THROUGHPUT, LoadOptions
 from kvq.commands.options import (
     AT_LEAST_1,
+    POSITIVE,
     ModelOptions,
     Size,
     gathered,
@@ -48,12 +49,8 @@ class Asked:
     max_num_batched_tokens: int = option(2048, type=click.IntRange(1, 1 << 20))
     prefix_caching: bool = option(True)
     rivals: str = option("none", "none, or of hf-static,hf-continuous.")
-    slo_ttft_ms: float | None = option(
-        None, "For the 99th percentile.", type=click.FloatRange(min=0, min_open=True)
-    )
-    slo_itl_ms: float | None = option(
-        None, "For the 99th percentile.", type=click.FloatRange(min=0, min_open=True)
-    )
+    slo_ttft_ms: float | None = option(None, "For the 99th percentile.", type=POSITIVE)
+    slo_itl_ms: float | None = option(None, "For the 99th percentile.", type=POSITIVE)
     repeats: int = option(3, type=click.IntRange(1, 1000))
     step_costs: bool = option(False, "Also what the parts of steps take, for --calibrate of others.")
 

@@ -11,7 +11,7 @@ import click
 
 from kvq.commands.bench_options import TIMES, KernelOptions, listed
 from kvq.commands.names import FORMATS
-from kvq.commands.options import BLOCK_SIZES, gathered, json_option, option
+from kvq.commands.options import BLOCK_SIZES, gathered, json_option, option, path_option
 from kvq.commands.screen import echo
 from kvq.errors import ConfigError
 from kvq.sizes import speed
@@ -83,9 +83,7 @@ class Beside:
         None, "A folder with a rivals.py of yours.", type=click.Path(file_okay=False, path_type=Path)
     )
     dense: bool = option(True, "torch's attention beside.")
-    plot_path: str | None = option(
-        None, "Draw speed over bytes (.svg, .png, .pdf).", names="--plot", type=click.Path()
-    )
+    plot_path: str | None = path_option("--plot", "Draw speed over bytes (.svg, .png, .pdf).")
 
 
 @click.command(name="attention")

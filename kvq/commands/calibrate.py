@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kvq.commands.names import MODEL
-from kvq.commands.options import gathered, kv_option, option, text_options
+from kvq.commands.options import AT_LEAST_1, gathered, kv_option, option, path_option, text_options
 from kvq.commands.screen import echo
 from kvq.errors import ConfigError
 
@@ -35,19 +35,17 @@ class Asked:
         None, "Tokens per window.  [default: 1024, or what the model takes]", type=int
     )
     max_windows: int = option(32, "Windows taken, spread over the text.")
-    check: str | None = option(
-        None, "Another text: are the scales fit for it? Exit 1 if they are not.", type=click.Path()
+    check: str | None = path_option(
+        "--check", "Another text: are the scales fit for it? Exit 1 if they are not."
     )
-    fp8_out: str | None = option(
-        None, "FP8 scales per tensor for other engines: .safetensors or .json.", type=click.Path()
+    fp8_out: str | None = path_option(
+        "--fp8-out", "FP8 scales per tensor for other engines: .safetensors or .json."
     )
-    json_path: str | None = option(
-        None, "Write what was seen of every head as JSON.", names="--json", type=click.Path()
-    )
+    json_path: str | None = path_option("--json", "Write what was seen of every head as JSON.")
     device: str = option("auto", "auto, cpu or cuda.")
     dtype: str = option("auto", "Of the weights: auto, fp32, bf16 or fp16.")
     max_model_len: int | None = option(
-        None, "Longest context in tokens; pins longrope and dynamic RoPE.", type=click.IntRange(min=1)
+        None, "Longest context in tokens; pins longrope and dynamic RoPE.", type=AT_LEAST_1
     )
     revision: str | None = option(None, "Branch, tag or commit of a hub model.")
     token: str | None = option(None, "Hub token for gated or private models.")

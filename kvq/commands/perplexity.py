@@ -8,12 +8,14 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kvq.commands.options import (
+    AT_LEAST_1,
     ModelOptions,
     WindowOptions,
     gathered,
     kv_option,
     model_options,
     option,
+    path_option,
     text_options,
 )
 from kvq.extras import PLOTS, require
@@ -31,15 +33,11 @@ class Asked:
     text: str | None
     text_field: str | None
     attention_window: int | None = option(
-        None, "Cut attention to this many tokens, to see what context is worth.", type=click.IntRange(min=1)
+        None, "Cut attention to this many tokens, to see what context is worth.", type=AT_LEAST_1
     )
-    json_path: str | None = option(None, "Write the rows as JSON.", names="--json", type=click.Path())
-    plot_path: str | None = option(
-        None, "Write a plot (.svg, .png or .pdf).", names="--plot", type=click.Path()
-    )
-    html_path: str | None = option(
-        None, "Write a report that needs no other file.", names="--html", type=click.Path()
-    )
+    json_path: str | None = path_option("--json", "Write the rows as JSON.")
+    plot_path: str | None = path_option("--plot", "Write a plot (.svg, .png or .pdf).")
+    html_path: str | None = path_option("--html", "Write a report that needs no other file.")
 
 
 @click.command(name="perplexity")
