@@ -7,11 +7,10 @@ from typing import Any
 
 from kvq.bench.engine_check import compare, one_by_one
 from kvq.bench.engine_continuous import ContinuousBatching
-from kvq.bench.engine_hf import load_rival, own_format
+from kvq.bench.engine_hf import StaticBatches, load_rival, own_format
 from kvq.bench.engine_load import LoadRequest
 from kvq.bench.engine_result import Server
 from kvq.bench.engine_server import KvqServer, Limits
-from kvq.bench.engine_static import StaticBatches
 from kvq.models import Model
 
 RIVALS = {rival.name: rival for rival in (StaticBatches, ContinuousBatching)}

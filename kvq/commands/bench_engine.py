@@ -78,10 +78,9 @@ def engine(
     """
     from kvq.bench.engine import bench_engine
     from kvq.bench.figures import engine_figure
-    from kvq.commands.finished import FinishedRows
     from kvq.commands.loading import check_for
     from kvq.commands.progress import progress_bar
-    from kvq.commands.results import begin, result_of
+    from kvq.commands.results import FinishedRows, begin, result_of
     from kvq.evals.figure import write_figure
 
     begin(json_path, plot=plot_path)

@@ -174,9 +174,8 @@ def tune(
     if not torch.cuda.is_available() or how.backend not in ("auto", "triton"):
         raise ConfigError("kvq bench tune times Triton kernels on an NVIDIA GPU, and torch sees none here")
     from kvq.bench.tune import candidates, tune, write_table
-    from kvq.commands.finished import FinishedRows
     from kvq.commands.progress import counted, progress_bar
-    from kvq.commands.results import begin, result_of
+    from kvq.commands.results import FinishedRows, begin, result_of
     from kvq.kernels.gpu.shapes import TABLE
 
     path = Path(table) if table else TABLE

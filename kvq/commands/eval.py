@@ -100,7 +100,7 @@ def _measure(
     """Check everything, run the tasks one after another: the JSON envelope, written and shown."""
     from kvq.commands.eval_tables import print_eval
     from kvq.commands.eval_tasks import TASKS, gate_figures
-    from kvq.commands.finished import FinishedRows
+    from kvq.commands.results import FinishedRows
     from kvq.evals.gates import check_gate
 
     formats = {recipe.name: recipe.is_quantized for recipe in plan.recipes}

@@ -90,8 +90,8 @@ def measure(
     """The JSON envelope of a measurement, which is written and shown."""
     from kvq.commands.eval import plan_result
     from kvq.commands.eval_tables import print_eval
-    from kvq.commands.finished import FinishedRows
     from kvq.commands.progress import progress_bar
+    from kvq.commands.results import FinishedRows
     from kvq.evals.divergence import Watch
     from kvq.evals.perplexity import instrument_check, measure_perplexity
 

@@ -79,8 +79,8 @@ def command(kv: list[str], sizing: SizingOptions, asked: Asked, api: PriceOption
     With --faults clients leave in the middle of their answers, steps take 10 to 100 times as long, and
     engines die and come back empty, at moments that the seed decides.
     """
-    from kvq.commands.finished import FinishedRows
     from kvq.commands.progress import progress_bar
+    from kvq.commands.results import FinishedRows
     from kvq.commands.simulate_fleet import Study
 
     sizing.check_paths()

@@ -149,9 +149,8 @@ def _tune(
     """Search, write the recipe and the JSON."""
     from kvq.calib.search import tune
     from kvq.calib.tune_report import point_rows, sensitivity_rows, tuned_facts
-    from kvq.commands.finished import FinishedRows
     from kvq.commands.progress import named_progress
-    from kvq.commands.results import result_of
+    from kvq.commands.results import FinishedRows, result_of
     from kvq.weights.manifest import relist
 
     source, other = texts

@@ -7,7 +7,7 @@ from math import inf
 from time import perf_counter
 
 from kvq.cache.memory import held_bytes
-from kvq.engine.build import check_cache
+from kvq.engine.build import build_parts, check_cache
 from kvq.engine.choose import Choices, Chooser, as_known
 from kvq.engine.config import EngineConfig
 from kvq.engine.grammar import GrammarCompiler, Matcher
@@ -15,7 +15,6 @@ from kvq.engine.intake import Intake
 from kvq.engine.job import Job
 from kvq.engine.launch import Launcher
 from kvq.engine.outputs import FinishReason
-from kvq.engine.parts import build_parts
 from kvq.engine.pinning import Pinning
 from kvq.engine.publisher import Publisher, StepSubscriber
 from kvq.engine.reconcile import reconcile

@@ -18,8 +18,7 @@ from kvq.errors import KVQError, RequestError
 from kvq.models.prompts import PromptEncoder, TemplateFails, TooLong
 from kvq.models.tokenizer import load_tokenizer
 from kvq.server.frames import Decoder, encode
-from kvq.server.reading.jobs import FromReader, Job, Loaded, Piece, Refusal, Setup, ToReader
-from kvq.server.reading.pieces import put_together
+from kvq.server.reading.jobs import FromReader, Job, Loaded, Piece, Refusal, Setup, ToReader, put_together
 
 ID_BYTES = 4  # of a process id, and of an exit status
 NO_MEMORY = 1  # exit status of a reader
