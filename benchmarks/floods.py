@@ -30,7 +30,7 @@ from typing import Any
 import trustme
 
 from benchmarks.findings import NO_BOUNDS, RESULTS, Rows, finding, report
-from benchmarks.rude import memory_bytes
+from benchmarks.rude import memory_bytes, metrics
 from benchmarks.worst_bodies import CHATS, SHAPES
 from kvq.bench.engine_load import LoadRequest
 from kvq.bench.serve_client import Sent, Target, get, send
@@ -328,7 +328,7 @@ async def beside(name: str, seconds: float) -> Rows:
         log_bytes = len(server.log) - log_bytes
         await asyncio.sleep(_REST_S)
         after = memory_bytes(server)
-        stretch_ms = 1e3 * (await server.metrics())["kvq_http_longest_stretch_seconds"]
+        stretch_ms = 1e3 * (await metrics(server))["kvq_http_longest_stretch_seconds"]
     return _rows(name, calm, during, json.loads(told), log_bytes, stretch_ms) + _memory(name, before, after)
 
 

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from benchmarks.findings import NO_BOUNDS, RESULTS, Rows, finding, report
-from benchmarks.rude import memory_bytes, num_sockets, some_rude, stall
+from benchmarks.rude import memory_bytes, metrics, num_sockets, some_rude, stall
 from kvq.bench.engine_load import Load, LoadRequest
 from kvq.bench.serve_client import Sent, send
 from kvq.bench.serve_load import as_served, outcomes, run_load
@@ -74,7 +74,7 @@ def a_load(
 async def leaks(server: ServerProcess, sockets: int) -> Rows:
     """What is left five seconds after a load."""
     await asyncio.sleep(5)
-    seen = await server.metrics()
+    seen = await metrics(server)
     states = ("running", "waiting", "preempted")
     requests = sum(seen[f"kvq_engine_requests/{state}"] for state in states)
     live = sum(
@@ -93,7 +93,7 @@ async def leaks(server: ServerProcess, sockets: int) -> Rows:
 async def rude(run: Run) -> Rows:
     """Clients that reset and stall."""
     async with tiny_server("--num-blocks", "64", *NO_BOUNDS) as server:
-        await server.metrics()
+        await metrics(server)
         sockets = num_sockets(server)
         requests = a_load(server, run.count(10_000), Lengths(low=1, high=64), Lengths(low=1, high=32))
         leave = some_rude(resets=0.3, stalls=0.1, stall_s=2.0, seed=1)
@@ -160,7 +160,7 @@ async def overload(run: Run) -> Rows:
 
 async def _watch(server: ServerProcess, name: str, seen: list[float]) -> None:
     while True:
-        seen.append((await server.metrics()).get(name, 0.0))
+        seen.append((await metrics(server)).get(name, 0.0))
         await asyncio.sleep(0.5)
 
 
@@ -221,7 +221,7 @@ async def drain(run: Run) -> Rows:
     async with tiny_server("--num-blocks", "2048", "--max-num-seqs", "256", *NO_BOUNDS) as server:
         requests = a_load(server, count, Lengths(low=8, high=8), Lengths(low=48, high=48))
         tasks = [asyncio.create_task(send(server.target, one, perf_counter())) for one in requests]
-        while (await server.metrics()).get("kvq_engine_requests/running", 0) < count:
+        while (await metrics(server)).get("kvq_engine_requests/running", 0) < count:
             await asyncio.sleep(0.05)
         began = perf_counter()
         server.process.send_signal(signal.SIGTERM)
@@ -259,7 +259,7 @@ async def stalled(run: Run) -> Rows:
         stalling = asyncio.create_task(
             run_load(server.target, many, None, leave=lambda _: stall(run.seconds(120)))
         )
-        while (await server.metrics()).get("kvq_requests_total/success", 0) < count:
+        while (await metrics(server)).get("kvq_requests_total/success", 0) < count:
             await asyncio.sleep(0.5)
             if stalling.done():
                 break
@@ -307,7 +307,7 @@ async def overhead(run: Run) -> Rows:
                 else:
                     runs[name].append(as_served(await run_load(server.target, drawn, 16)))
         alone.close()
-        seen = await server.metrics()
+        seen = await metrics(server)
     speed = {name: median(one.output_tokens_per_s for one in loads) for name, loads in runs.items()}
     ttft = {name: fmean(s.ttft_s for one in loads for s in one.served) for name, loads in runs.items()}
     inside = seen["kvq_ttft_seconds_sum"] / seen["kvq_ttft_seconds_count"]

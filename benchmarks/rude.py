@@ -1,4 +1,4 @@
-"""Clients that don't read to the end, and what they leave behind in a server's processes."""
+"""Clients that don't read to the end, and what can be seen of a server that has them."""
 
 import asyncio
 import os
@@ -7,8 +7,10 @@ import socket
 import struct
 from collections.abc import Callable
 
+from prometheus_client.parser import text_string_to_metric_families
+
 from kvq.bench.engine_load import LoadRequest
-from kvq.bench.serve_client import Leave
+from kvq.bench.serve_client import Leave, get
 from kvq.bench.serve_process import ServerProcess
 
 
@@ -41,6 +43,16 @@ def some_rude(
         return stall(stall_s) if drawn < resets + stalls else None
 
     return pick
+
+
+async def metrics(server: ServerProcess) -> dict[str, float]:
+    """All samples without labels by name, those with labels by name and labels' values."""
+    _, body = await get(server.target, "/metrics")
+    return {
+        "/".join((sample.name, *sample.labels.values())): sample.value
+        for family in text_string_to_metric_families(body.decode())
+        for sample in family.samples
+    }
 
 
 def memory_bytes(server: ServerProcess) -> dict[str, int]:

@@ -38,7 +38,7 @@ from benchmarks.floods import certify
 from benchmarks.fuzz import handshakes, inside, wire
 from benchmarks.fuzz.door import Tally, seeds_of
 from benchmarks.fuzz.http import Requests
-from benchmarks.rude import memory_bytes, reset, stall
+from benchmarks.rude import memory_bytes, metrics, reset, stall
 from kvq.bench.engine_load import LoadRequest
 from kvq.bench.serve_client import send
 from kvq.bench.serve_process import ServerProcess
@@ -116,7 +116,7 @@ async def main_server(run: Run, doors: list[str]) -> None:
 
 
 async def _note_stretch(run: Run, server: ServerProcess, name: str) -> None:
-    run.stretches_s[name] = (await server.metrics())["kvq_http_longest_stretch_seconds"]
+    run.stretches_s[name] = (await metrics(server))["kvq_http_longest_stretch_seconds"]
 
 
 def _wire(run: Run, server: ServerProcess, thread: int) -> None:
@@ -130,7 +130,7 @@ async def _left(server: ServerProcess) -> dict[str, float]:
     """What is left at the server once those of the last answer are gone; pins hold their blocks."""
     left: dict[str, float] = {}
     for _ in range(100):
-        seen = await server.metrics()
+        seen = await metrics(server)
         live = sum(v for name, v in seen.items() if name.startswith("kvq_blocks/") and name.endswith("/live"))
         pinned = sum(value for name, value in seen.items() if name.startswith("kvq_blocks_pinned/"))
         running = sum(value for name, value in seen.items() if name.startswith("kvq_engine_requests/"))

@@ -17,8 +17,6 @@ from time import perf_counter
 from types import TracebackType
 from typing import Any, Self
 
-from prometheus_client.parser import text_string_to_metric_families
-
 from kvq.bench.serve_client import Target, first_model, get
 from kvq.errors import EngineError
 
@@ -129,15 +127,6 @@ class ServerProcess:
             return (await get(self.target, path))[0]
         except (OSError, EOFError, ValueError, TimeoutError):
             return 0
-
-    async def metrics(self) -> dict[str, float]:
-        """All samples without labels by name, those with labels by name and labels' values."""
-        _, body = await get(self.target, "/metrics")
-        return {
-            "/".join((sample.name, *sample.labels.values())): sample.value
-            for family in text_string_to_metric_families(body.decode())
-            for sample in family.samples
-        }
 
     def _pin(self) -> None:
         if len(self._cores) > 1:

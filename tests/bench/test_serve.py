@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from benchmarks.rude import num_sockets, some_rude
+from benchmarks.rude import metrics, num_sockets, some_rude
 from kvq import cli
 from kvq.bench.engine_load import Load
 from kvq.bench.serve_client import Target
@@ -63,7 +63,7 @@ def test_rude_clients_leave_nothing_behind():
     async def main():
         options = ["--model", "tiny", "--kv", "int4", "--num-blocks", "48", "--max-num-seqs", "8"]
         async with ServerProcess([*options, "--max-queue", "10000", "--max-kv-pressure", "1"]) as server:
-            await server.metrics()
+            await metrics(server)
             idle = num_sockets(server)
             load = Load(
                 num_requests=150,
@@ -80,7 +80,7 @@ def test_rude_clients_leave_nothing_behind():
             assert outcomes(sent)["other"] == 0
             assert len(as_served(sent).served) >= len(polite)
             for _ in range(100):
-                seen = await server.metrics()
+                seen = await metrics(server)
                 left = seen["kvq_blocks/0/live"], seen["kvq_active_requests"], num_sockets(server) - idle
                 if left[:2] == (0, 0) and left[2] <= 0:
                     return
