@@ -22,10 +22,9 @@ from typing import Any
 import torch
 
 from kvq.bench.engine import Plan, bench_engine
-from kvq.bench.engine_check import check_requests, compare, one_by_one
 from kvq.bench.engine_load import Load, LoadRequest
 from kvq.bench.engine_result import ServedLoad, row
-from kvq.bench.engine_rivals import RIVALS
+from kvq.bench.engine_rivals import RIVALS, check_requests, compare, one_by_one
 from kvq.bench.engine_server import KvqServer, Limits
 from kvq.bench.figures import engine_figure
 from kvq.bench.timing import in_turn, percentile

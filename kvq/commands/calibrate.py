@@ -16,7 +16,7 @@ from kvq.errors import ConfigError
 if TYPE_CHECKING:
     from kvq.calib import Observations
     from kvq.calib.domain import DomainCheck
-    from kvq.calib.summary import HeadSummary
+    from kvq.calib.observe import HeadSummary
     from kvq.formats import KVRecipe
     from kvq.models import Model
 
@@ -65,8 +65,7 @@ def command(model: str, kv: list[str], asked: Asked) -> None:
     from kvq.calib import observe
     from kvq.calib.domain import check_length
     from kvq.calib.export import check_export_path, write_fp8_scales
-    from kvq.calib.observe import spread_windows
-    from kvq.calib.summary import summarize
+    from kvq.calib.observe import spread_windows, summarize
     from kvq.commands.loading import load_checked
     from kvq.commands.progress import progress_bar
     from kvq.commands.results import begin, write_rows
