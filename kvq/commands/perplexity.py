@@ -53,10 +53,10 @@ def command(kv: list[str], model_options: ModelOptions, windows: WindowOptions, 
     over tokens that go through kvq's own write-then-read path.
     """
     from kvq.commands.eval import load_for_plan, recipes_of
-    from kvq.commands.eval_tables import print_check
     from kvq.commands.eval_tasks import EvalPlan, check_windows
     from kvq.commands.loading import check_for
     from kvq.commands.results import begin
+    from kvq.commands.tables import print_check
     from kvq.evals import default_text, read_text
     from kvq.evals.divergence import TokenPlan
     from kvq.evals.figure import write_figure
@@ -89,9 +89,9 @@ def measure(
 ) -> dict[str, Any]:
     """The JSON envelope of a measurement, which is written and shown."""
     from kvq.commands.eval import plan_result
-    from kvq.commands.eval_tables import print_eval
     from kvq.commands.progress import progress_bar
     from kvq.commands.results import FinishedRows
+    from kvq.commands.tables import print_eval
     from kvq.evals.divergence import Watch
     from kvq.evals.perplexity import instrument_check, measure_perplexity
 
