@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kvq.commands.options import AT_LEAST_1, PATH, Finite, Size, gathered, kv_option, option
-from kvq.commands.plan_tables import serve_command, users_of_a_shorter_context
+from kvq.commands.plan_serve import serve_command, users_of_a_shorter_context
 from kvq.commands.results import result_of, write_rows
 from kvq.commands.screen import echo
 from kvq.commands.sizing import SizingOptions, sizing_options, target_options

@@ -1,18 +1,11 @@
 """Plans as tables, and in words: where memory goes, who fits, at which rate, on which server."""
 
-import shlex
-from collections.abc import Callable
-from dataclasses import replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from kvq.commands.sizing import SizingOptions
 from kvq.commands.tables import console, new_table, print_columns
-from kvq.errors import ConfigError
 from kvq.evals.columns import Columns
-from kvq.formats.weights import parse_weight_format
 from kvq.sizes import binary, decimal, dollars
-from kvq.sizing.pools import GPU_FRACTION, MAX_NUM_BATCHED_TOKENS, MAX_NUM_SEQS
+from kvq.sizing.pools import MAX_NUM_SEQS
 
 
 def columns(rows: list[dict[str, Any]]) -> Columns:
@@ -99,59 +92,3 @@ def _remarks(rows: list[dict[str, Any]], *, assumed: bool, seats: int | None) ->
                 f"--max-model-len {row['context']}: layers with windows share memory for the longest context"
             )
     return lines
-
-
-if TYPE_CHECKING:
-    from kvq.capacity.plan.plan import CapacityPlan, Engine
-
-_BLOCK_SIZE = 32
-_MUCH = 1.05  # more users, for which an option is worth its name
-
-
-def serve_command(plan: "CapacityPlan", sizing: SizingOptions, step_tokens: int) -> str | None:
-    """The `kvq serve` that a plan of these options of `kvq plan` predicts; None where GPUs share a model."""
-    if plan.split.gpus > 1:
-        return None
-    seats = sizing.max_num_seqs or max(plan.users.paged, MAX_NUM_SEQS)
-    words = ["--model", _served(sizing.model), "--kv", plan.kv]
-    for name, value, default in (
-        ("weights", _rounded_to(sizing.weights), None),
-        ("block-size", sizing.block_size, _BLOCK_SIZE),
-        ("max-model-len", sizing.max_model_len, None),
-        ("max-num-seqs", seats, MAX_NUM_SEQS),
-        ("max-num-batched-tokens", step_tokens, MAX_NUM_BATCHED_TOKENS),
-        ("gpu-memory-utilization", sizing.gpu_memory_utilization, GPU_FRACTION),
-    ):
-        if value not in (None, default):
-            words += [f"--{name}", f"{value}"]
-    return "kvq serve " + shlex.join(words)
-
-
-def users_of_a_shorter_context(
-    plan: "CapacityPlan", again: Callable[..., "CapacityPlan"], engine: "Engine", longest: int
-) -> int | None:
-    """How many would fit if layer groups shared memory for requests of `longest` tokens; None if no more.
-
-    Layers whose windows slide hold little of a long context, and an engine shares its memory out for the
-    longest that it takes. `again` plans the same for another engine.
-    """
-    if len(plan.num_blocks) < 2 or engine.max_context == longest:
-        return None
-    users = again(engine=replace(engine, max_context=longest)).users.paged
-    return users if users > _MUCH * plan.users.paged else None
-
-
-def _served(model: str) -> str:
-    """A folder or hub name as it is; a model of which only the shape is known is somewhere."""
-    from kvq.capacity.plan.known import known_models
-
-    return "DIR" if model.lower() in known_models() and not Path(model).is_dir() else model
-
-
-def _rounded_to(weights: str) -> str | None:
-    """What --weights of `kvq serve` rounds to; plain types and NF4 are a checkpoint's own."""
-    try:
-        parse_weight_format(weights)
-    except ConfigError:
-        return None
-    return weights
