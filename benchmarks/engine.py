@@ -22,14 +22,14 @@ from typing import Any
 import torch
 
 from kvq.bench.engine import Plan, bench_engine
-from kvq.bench.engine_check import check_requests, compare, one_by_one
 from kvq.bench.engine_load import Load, LoadRequest
-from kvq.bench.engine_plot import write_engine_plot
 from kvq.bench.engine_result import ServedLoad, row
-from kvq.bench.engine_rivals import RIVALS
+from kvq.bench.engine_rivals import RIVALS, check_requests, compare, one_by_one
 from kvq.bench.engine_server import KvqServer, Limits
+from kvq.bench.figures import engine_figure
 from kvq.bench.timing import in_turn, percentile
 from kvq.capacity.lengths import Lengths
+from kvq.evals.figure import write_figure
 from kvq.evals.results import envelope, source_commit, write_json
 from kvq.models import Model, load
 from kvq.scheduler import Priority
@@ -243,7 +243,7 @@ def main() -> None:
         result = envelope(sys.argv, model.weights.device, rows, facts)
         write_json(options.out / f"engine-{name}-cpu.json", result)
         if name == "sweep":
-            write_engine_plot(options.out / f"engine-{name}-cpu.svg", result)
+            write_figure(options.out / f"engine-{name}-cpu.svg", engine_figure, result)
         show(rows)
 
 

@@ -30,6 +30,7 @@ from typing import Any
 import trustme
 
 from benchmarks.findings import NO_BOUNDS, RESULTS, Rows, finding, report
+from benchmarks.rude import memory_bytes, metrics
 from benchmarks.worst_bodies import CHATS, SHAPES
 from kvq.bench.engine_load import LoadRequest
 from kvq.bench.serve_client import Sent, Target, get, send
@@ -313,7 +314,7 @@ async def beside(name: str, seconds: float) -> Rows:
         calm = Beside(server, name)
         await Beside(server, name).run(seconds / 4)  # everything has been used once
         await calm.run(seconds / 2)
-        before, log_bytes = server.memory_bytes(), len(server.log)
+        before, log_bytes = memory_bytes(server), len(server.log)
         flood = start_flood(name, server.target.port, seconds)
         try:
             assert flood.stdout is not None, "it was started with a pipe"
@@ -326,8 +327,8 @@ async def beside(name: str, seconds: float) -> Rows:
             flood.kill()
         log_bytes = len(server.log) - log_bytes
         await asyncio.sleep(_REST_S)
-        after = server.memory_bytes()
-        stretch_ms = 1e3 * (await server.metrics())["kvq_http_longest_stretch_seconds"]
+        after = memory_bytes(server)
+        stretch_ms = 1e3 * (await metrics(server))["kvq_http_longest_stretch_seconds"]
     return _rows(name, calm, during, json.loads(told), log_bytes, stretch_ms) + _memory(name, before, after)
 
 

@@ -178,6 +178,7 @@ def tune() -> list[dict]:
 
 def tune_linear() -> list[dict]:
     """The fastest tiles of Linear layers, into the same table."""
+    from benchmarks import linear_tiles
     from kvq.bench import tune as tuning
     from kvq.kernels.linear import tiles
 
@@ -186,7 +187,7 @@ def tune_linear() -> list[dict]:
     for kind in WEIGHTS:
         for height in (*tiles.ROW_CLASSES, tiles.MANY_ROWS):
             layer = linear_workload(SHAPES[0], 256 if height == tiles.MANY_ROWS else height)
-            key, best, tried = tuning.tune_linear(layer, kind)
+            key, best, tried = linear_tiles.tune_linear(layer, kind)
             found.append((key, best))
             rows += tried
             print(key, best, flush=True)

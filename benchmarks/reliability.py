@@ -25,9 +25,10 @@ from typing import Any
 import torch
 
 from benchmarks.findings import NO_BOUNDS, RESULTS, Rows, finding, report
+from benchmarks.rude import memory_bytes, metrics, num_sockets, some_rude, stall
 from kvq.bench.engine_load import Load, LoadRequest
-from kvq.bench.serve_client import Manner, Sent, send
-from kvq.bench.serve_load import as_served, outcomes, run_load, some_rude
+from kvq.bench.serve_client import Sent, send
+from kvq.bench.serve_load import as_served, outcomes, run_load
 from kvq.bench.serve_process import ServerProcess
 from kvq.bench.timing import percentile
 from kvq.capacity.lengths import Lengths
@@ -73,14 +74,14 @@ def a_load(
 async def leaks(server: ServerProcess, sockets: int) -> Rows:
     """What is left five seconds after a load."""
     await asyncio.sleep(5)
-    seen = await server.metrics()
+    seen = await metrics(server)
     states = ("running", "waiting", "preempted")
     requests = sum(seen[f"kvq_engine_requests/{state}"] for state in states)
     live = sum(
         value for name, value in seen.items() if name.startswith("kvq_blocks/") and name.endswith("/live")
     )
     tasks = seen["kvq_http_tasks"]
-    left = server.num_sockets() - sockets
+    left = num_sockets(server) - sockets
     return [
         finding("requests left at the engine", requests, "0", requests == 0),
         finding("live blocks left", live, "0", live == 0),
@@ -92,14 +93,13 @@ async def leaks(server: ServerProcess, sockets: int) -> Rows:
 async def rude(run: Run) -> Rows:
     """Clients that reset and stall."""
     async with tiny_server("--num-blocks", "64", *NO_BOUNDS) as server:
-        await server.metrics()
-        sockets = server.num_sockets()
+        await metrics(server)
+        sockets = num_sockets(server)
         requests = a_load(server, run.count(10_000), Lengths(low=1, high=64), Lengths(low=1, high=32))
-        sent = await run_load(
-            server.target, requests, 48, manner=some_rude(resets=0.3, stalls=0.1, seed=1), stall_s=2.0
-        )
+        leave = some_rude(resets=0.3, stalls=0.1, stall_s=2.0, seed=1)
+        sent = await run_load(server.target, requests, 48, leave=leave)
         ends = outcomes(sent)
-        polite = [one for one in sent if one.manner is Manner.POLITE]
+        polite = [one for one in sent if one.leave is None]
         complete = sum(one.is_complete for one in polite)
         return [
             finding("requests sent", len(sent), "10,000", True, **ends),
@@ -160,7 +160,7 @@ async def overload(run: Run) -> Rows:
 
 async def _watch(server: ServerProcess, name: str, seen: list[float]) -> None:
     while True:
-        seen.append((await server.metrics()).get(name, 0.0))
+        seen.append((await metrics(server)).get(name, 0.0))
         await asyncio.sleep(0.5)
 
 
@@ -221,7 +221,7 @@ async def drain(run: Run) -> Rows:
     async with tiny_server("--num-blocks", "2048", "--max-num-seqs", "256", *NO_BOUNDS) as server:
         requests = a_load(server, count, Lengths(low=8, high=8), Lengths(low=48, high=48))
         tasks = [asyncio.create_task(send(server.target, one, perf_counter())) for one in requests]
-        while (await server.metrics()).get("kvq_engine_requests/running", 0) < count:
+        while (await metrics(server)).get("kvq_engine_requests/running", 0) < count:
             await asyncio.sleep(0.05)
         began = perf_counter()
         server.process.send_signal(signal.SIGTERM)
@@ -253,19 +253,19 @@ async def stalled(run: Run) -> Rows:
             ]
 
         await eight()
-        before_bytes = server.memory_bytes()["http"]
+        before_bytes = memory_bytes(server)["http"]
         alone = await eight()
         many = a_load(server, count, Lengths(low=4, high=4), Lengths(low=200, high=200))
         stalling = asyncio.create_task(
-            run_load(server.target, many, None, manner=lambda _: Manner.STALL, stall_s=run.seconds(120))
+            run_load(server.target, many, None, leave=lambda _: stall(run.seconds(120)))
         )
-        while (await server.metrics()).get("kvq_requests_total/success", 0) < count:
+        while (await metrics(server)).get("kvq_requests_total/success", 0) < count:
             await asyncio.sleep(0.5)
             if stalling.done():
                 break
         beside = await eight()
-        grown = (server.memory_bytes()["http"] - before_bytes) / 1e6
-        open_sockets = server.num_sockets()
+        grown = (memory_bytes(server)["http"] - before_bytes) / 1e6
+        open_sockets = num_sockets(server)
         stalling.cancel()
     p99 = [1e3 * percentile(gaps, 99) for gaps in (alone, beside)]
     return [
@@ -307,7 +307,7 @@ async def overhead(run: Run) -> Rows:
                 else:
                     runs[name].append(as_served(await run_load(server.target, drawn, 16)))
         alone.close()
-        seen = await server.metrics()
+        seen = await metrics(server)
     speed = {name: median(one.output_tokens_per_s for one in loads) for name, loads in runs.items()}
     ttft = {name: fmean(s.ttft_s for one in loads for s in one.served) for name, loads in runs.items()}
     inside = seen["kvq_ttft_seconds_sum"] / seen["kvq_ttft_seconds_count"]
@@ -329,22 +329,17 @@ async def soak(run: Run) -> Rows:
     gaps: list[list[float]] = []
     failed = 0
     async with tiny_server("--num-blocks", "256", *NO_BOUNDS) as server:
-        sockets = server.num_sockets()
+        sockets = num_sockets(server)
         began = perf_counter()
         index = 0
         while perf_counter() - began < seconds:
             requests = a_load(server, 200, Lengths(low=1, high=300), Lengths(low=1, high=100), seed=index)
             index += 1
-            sent = await run_load(
-                server.target,
-                requests,
-                12,
-                manner=some_rude(resets=0.1, stalls=0.05, seed=index),
-                stall_s=1.0,
-            )
-            failed += sum(one.manner is Manner.POLITE and not one.is_complete for one in sent)
+            leave = some_rude(resets=0.1, stalls=0.05, stall_s=1.0, seed=index)
+            sent = await run_load(server.target, requests, 12, leave=leave)
+            failed += sum(one.leave is None and not one.is_complete for one in sent)
             gaps.append([gap for one in as_served(sent).served for gap in one.itl_s])
-            memory.append(server.memory_bytes())
+            memory.append(memory_bytes(server))
         left = await leaks(server, sockets)
     tenth = max(1, len(gaps) // 10)
     first, last = gaps[tenth : 2 * tenth] or gaps[:1], gaps[-tenth:]

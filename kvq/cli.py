@@ -8,10 +8,9 @@ from typing import Any
 import click
 from click.shell_completion import CompletionItem
 
-from kvq.commands import shells
+from kvq.commands import completion
 from kvq.commands.interrupts import interruptible
-from kvq.commands.log_lines import show_warnings
-from kvq.commands.screen import echo, take_every_text
+from kvq.commands.screen import echo, show_warnings, take_every_text
 from kvq.commands.shortage import check_addresses, shortage
 from kvq.errors import KVQError, nearest
 from kvq.version import __version__
@@ -112,7 +111,7 @@ def main(args: list[str] | None = None) -> Any:
         sys.exit(2)
     take_every_text()
     show_warnings()
-    shells.register()
+    completion.register()
     try:
         with interruptible():
             sys.exit(root.main(args, prog_name="kvq", standalone_mode=False))

@@ -30,10 +30,6 @@ class FairLine(Generic[T]):
     def __len__(self) -> int:
         return self._length
 
-    def num_of(self, tenant: str) -> int:
-        """Items of one tenant that wait."""
-        return len(self._items.get(tenant, ()))
-
     def put(self, tenant: str, item: T) -> None:
         """Take a place at the end of the tenant's own line."""
         if tenant not in self._items:

@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from kvq.bench.roofline import write_roofline
+from kvq.bench.figures import roofline_figure
 from kvq.evals.figure import write_figure
 from kvq.evals.plot import perplexity_figure
 
@@ -19,7 +19,8 @@ def main() -> None:
     rows = [row for row in result["rows"] if row.get("case") == CASE]
     rows = [row for row in rows if row["name"] != "kvq" or row["kv"] in SHOWN]
     bandwidth = rows[0]["read_gb_per_s"]
-    write_roofline(ROOT / "docs" / "attention-cpu.svg", {**result, "rows": rows, "read_gb_per_s": bandwidth})
+    drawn = {**result, "rows": rows, "read_gb_per_s": bandwidth}
+    write_figure(ROOT / "docs" / "attention-cpu.svg", roofline_figure, drawn)
 
 
 def _read(name: str) -> dict:

@@ -38,8 +38,9 @@ from benchmarks.floods import certify
 from benchmarks.fuzz import handshakes, inside, wire
 from benchmarks.fuzz.door import Tally, seeds_of
 from benchmarks.fuzz.http import Requests
+from benchmarks.rude import memory_bytes, metrics, reset, stall
 from kvq.bench.engine_load import LoadRequest
-from kvq.bench.serve_client import Manner, send
+from kvq.bench.serve_client import send
 from kvq.bench.serve_process import ServerProcess
 from kvq.errors import EngineError
 from kvq.evals.results import source_commit
@@ -100,7 +101,7 @@ async def main_server(run: Run, doors: list[str]) -> None:
         working = asyncio.gather(*threads)
         try:
             while not working.done():
-                for name, held in server.memory_bytes().items():
+                for name, held in memory_bytes(server).items():
                     run.memory.setdefault(name, []).append(held)
                 await asyncio.wait([working], timeout=_LOOK_S)
             await working
@@ -115,7 +116,7 @@ async def main_server(run: Run, doors: list[str]) -> None:
 
 
 async def _note_stretch(run: Run, server: ServerProcess, name: str) -> None:
-    run.stretches_s[name] = (await server.metrics())["kvq_http_longest_stretch_seconds"]
+    run.stretches_s[name] = (await metrics(server))["kvq_http_longest_stretch_seconds"]
 
 
 def _wire(run: Run, server: ServerProcess, thread: int) -> None:
@@ -129,7 +130,7 @@ async def _left(server: ServerProcess) -> dict[str, float]:
     """What is left at the server once those of the last answer are gone; pins hold their blocks."""
     left: dict[str, float] = {}
     for _ in range(100):
-        seen = await server.metrics()
+        seen = await metrics(server)
         live = sum(v for name, v in seen.items() if name.startswith("kvq_blocks/") and name.endswith("/live"))
         pinned = sum(value for name, value in seen.items() if name.startswith("kvq_blocks_pinned/"))
         running = sum(value for name, value in seen.items() if name.startswith("kvq_engine_requests/"))
@@ -191,8 +192,8 @@ async def _long(server: ServerProcess, odds: random.Random) -> None:
         request = LoadRequest(
             index=0, prompt=[odds.randrange(2, 4000)], output_tokens=odds.choice((50, 1900))
         )
-        manner = odds.choice((Manner.POLITE, Manner.RESET, Manner.STALL))
-        await send(server.target, request, monotonic(), manner, stall_s=odds.uniform(0, 20))
+        leave = odds.choice((None, reset, stall(odds.uniform(0, 20))))
+        await send(server.target, request, monotonic(), leave)
         await asyncio.sleep(0.05)
 
 

@@ -11,8 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention.bias import causal_lower_right
 
-from kvq.bench.measure import Contender, Run, compete, copies_for
-from kvq.bench.truth import exact_attention, relative_error
+from kvq.bench.measure import Contender, Run, compete, copies_for, exact_attention, relative_error
 from kvq.bench.workload import Workload, dense_kv, filled_cache, queries
 from kvq.cache import KVCache
 from kvq.errors import ConfigError

@@ -5,10 +5,9 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from kvq.bench.engine_check import check_requests, compare, one_by_one
 from kvq.bench.engine_load import Load
 from kvq.bench.engine_result import ServedLoad, Server, is_saturated, mark, row
-from kvq.bench.engine_rivals import RIVALS, Opened, open_rivals
+from kvq.bench.engine_rivals import RIVALS, Opened, check_requests, compare, one_by_one, open_rivals
 from kvq.bench.engine_server import KvqServer, Limits
 from kvq.bench.step_costs import fit_costs
 from kvq.bench.timing import in_turn

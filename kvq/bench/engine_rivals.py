@@ -2,17 +2,83 @@
 
 from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from kvq.bench.engine_check import compare, one_by_one
+import torch
+
 from kvq.bench.engine_continuous import ContinuousBatching
-from kvq.bench.engine_hf import load_rival, own_format
+from kvq.bench.engine_hf import StaticBatches, load_rival, own_format
 from kvq.bench.engine_load import LoadRequest
 from kvq.bench.engine_result import Server
 from kvq.bench.engine_server import KvqServer, Limits
-from kvq.bench.engine_static import StaticBatches
+from kvq.engine import CompletionOutput
+from kvq.errors import EngineError
 from kvq.models import Model
+
+_REQUESTS, _TOKENS = 4, 16
+_NEAR_FP32, _NEAR_16_BIT = 0.02, 0.2  # gaps between log-probabilities that rounding may close
+
+
+def check_requests(requests: Sequence[LoadRequest]) -> list[LoadRequest]:
+    """The first few requests, cut to a few output tokens."""
+    return [
+        replace(request, output_tokens=min(_TOKENS, request.output_tokens), arrival_s=0.0)
+        for request in requests[:_REQUESTS]
+    ]
+
+
+def one_by_one(server: KvqServer, requests: Sequence[LoadRequest]) -> list[CompletionOutput]:
+    """Results of requests that each had the engine to themselves."""
+    return [server.generate([request])[0] for request in requests]
+
+
+def compare(
+    name: str, model: Model, alone: Sequence[CompletionOutput], tokens: Sequence[list[int]]
+) -> dict[str, Any]:
+    """Compare token ids with those of requests that ran one by one.
+
+    Where two likely tokens are closer than rounding, batches may differ; such a difference is counted with
+    the gap between the two, any other one raises.
+
+    Raises:
+        EngineError: tokens differ where they must not.
+    """
+    near = _NEAR_FP32 if next(model.weights.model.parameters()).dtype == torch.float32 else _NEAR_16_BIT
+    gaps = []
+    for i, (expected, found) in enumerate(zip(alone, tokens, strict=True)):
+        at = _first_difference(expected.token_ids, found)
+        if at is None:
+            continue
+        gap = _gap(expected, at)
+        if gap > near:
+            raise EngineError(
+                f"{name}: request {i} goes on with {found[at : at + 2]} after {at} tokens and, run alone by "
+                f"kvq, with {expected.token_ids[at : at + 2]}, whose first is {gap:.3g} above the next "
+                f"likely one in log-probability; rounding explains {near}, so this computes something else"
+            )
+        gaps.append(gap)
+    return {
+        "check_requests": len(alone),
+        "check_equal": len(alone) - len(gaps),
+        "check_largest_gap": max(gaps, default=None),  # where the others first differ
+    }
+
+
+def _first_difference(expected: Sequence[int], found: Sequence[int]) -> int | None:
+    if list(expected) == list(found):
+        return None
+    pairs = enumerate(zip(expected, found, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), min(len(expected), len(found)))
+
+
+def _gap(output: CompletionOutput, at: int) -> float:
+    """Between the two largest log-probabilities of a step; infinite where the output is over."""
+    if output.logprobs is None or at >= len(output.logprobs):
+        return float("inf")
+    (_, first), (_, second) = output.logprobs[at].top[:2]
+    return first - second
+
 
 RIVALS = {rival.name: rival for rival in (StaticBatches, ContinuousBatching)}
 

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from kvq.bench.timing import in_turn, percentile
-from kvq.bench.truth import relative_error
 from kvq.errors import KVQError
 
 Run = Callable[[int], Tensor]  # one call; the number picks one of several copies of the data
@@ -157,3 +156,26 @@ def cache_bytes(device: torch.device) -> int:
 def copies_for(device: torch.device, nbytes: int) -> int:
     """How many copies of that many bytes are four times the last-level cache; at most 64."""
     return max(1, min(_MOST_COPIES, -(-4 * cache_bytes(device) // max(1, nbytes))))
+
+
+def exact_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    """Causal attention of one sequence's last tokens.
+
+    `q`: [new, q_heads, dim]; `k`, `v`: [kv_heads, keys, dim]. Returns fp64 [new, q_heads, dim].
+    """
+    new, q_heads, _ = q.shape
+    heads, keys, _ = k.shape
+    position = torch.arange(keys - new, keys, device=q.device)[:, None]
+    hidden = torch.arange(keys, device=q.device) > position  # [new, keys]
+    out = torch.empty(new, q_heads, v.shape[2], dtype=torch.float64, device=q.device)
+    for head in range(q_heads):
+        of = head * heads // q_heads
+        scores = q[:, head].double() @ k[of].double().T * scale
+        weights = torch.softmax(scores.masked_fill_(hidden, float("-inf")), dim=-1)
+        out[:, head] = weights @ v[of].double()
+    return out
+
+
+def relative_error(got: Tensor, want: Tensor) -> float:
+    """max|got - want| / max|want|."""
+    return float((got.double() - want).abs().max() / want.abs().max())

@@ -1,13 +1,10 @@
-"""A client of an OpenAI-compatible server that measures, and that can be as rude as some clients are."""
+"""A client of an OpenAI-compatible server that measures."""
 
 import asyncio
 import json
-import socket
 import ssl
-import struct
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
-from enum import Enum
 from time import perf_counter
 from typing import Any
 
@@ -21,13 +18,8 @@ _MAX_HEADERS = 200
 _MAX_BODY = 1 << 30  # bytes
 _MAX_DIGITS = 16  # of a size
 
-
-class Manner(Enum):
-    """How a client behaves."""
-
-    POLITE = "polite"  # reads to the end
-    RESET = "reset"  # resets the connection after its first token
-    STALL = "stall"  # stops reading after its first token, and goes later
+# How a client goes after its first token, which doesn't read to the end
+Leave = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,7 +49,7 @@ class Sent:
 
     request: LoadRequest
     due_s: float
-    manner: Manner = Manner.POLITE
+    leave: Leave | None = None  # None: it reads to the end
     status: int = 0  # 0: the connection broke before an answer
     token_s: list[float] = field(default_factory=list)
     text: str = ""
@@ -66,25 +58,12 @@ class Sent:
     error: str | None = None  # the error object's message
 
 
-async def send(
-    target: Target,
-    request: LoadRequest,
-    due_s: float,
-    manner: Manner = Manner.POLITE,
-    *,
-    stall_s: float = 0.0,
-    begun: list[Sent] | None = None,
-) -> Sent:
-    """Ask for a completion as a stream; never raises for what the server does.
-
-    What is known so far can be seen in `begun`, to which it is added.
-    """
-    sent = Sent(request, due_s, manner)
-    if begun is not None:
-        begun.append(sent)
+async def send(target: Target, request: LoadRequest, due_s: float, leave: Leave | None = None) -> Sent:
+    """Ask for a completion as a stream; never raises for what the server does."""
+    sent = Sent(request, due_s, leave)
     try:
         async with asyncio.timeout(_TIMEOUT_S):
-            await _exchange(target, sent, stall_s)
+            await _exchange(target, sent)
     except EngineError as error:  # the server's words
         sent.error = str(error)
     except (OSError, EOFError, ValueError, TimeoutError) as error:
@@ -122,7 +101,7 @@ async def first_model(target: Target) -> dict[str, Any]:
     return read_model(body)
 
 
-async def _exchange(target: Target, sent: Sent, stall_s: float) -> None:
+async def _exchange(target: Target, sent: Sent) -> None:
     request = sent.request
     body = {
         "model": target.model,
@@ -144,12 +123,8 @@ async def _exchange(target: Target, sent: Sent, stall_s: float) -> None:
             return
         async for part in _body(reader, headers):
             _take(sent, part)
-            if sent.manner is Manner.RESET and sent.token_s:
-                _reset(writer)
-                return
-            if sent.manner is Manner.STALL and sent.token_s:
-                reader._transport.pause_reading()  # type: ignore[attr-defined]
-                await asyncio.sleep(stall_s)
+            if sent.leave is not None and sent.token_s:
+                await sent.leave(reader, writer)
                 return
     finally:
         writer.close()
@@ -215,10 +190,3 @@ def _take(sent: Sent, part: bytes) -> None:
         elif event and (texts := read_event(event.removeprefix(b"data: ")).texts):
             sent.token_s.append(now)
             sent.text += texts[0]
-
-
-def _reset(writer: asyncio.StreamWriter) -> None:
-    """End a connection so that the other side sees a reset."""
-    sock = writer.get_extra_info("socket")
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-    writer.transport.abort()

@@ -1,7 +1,6 @@
 """Requests over HTTP: each at its time, or so many users at a time."""
 
 import asyncio
-import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from time import perf_counter
@@ -9,27 +8,8 @@ from typing import Any
 
 from kvq.bench.engine_load import LoadRequest
 from kvq.bench.engine_result import Served, ServedLoad
-from kvq.bench.serve_client import Manner, Sent, Target, send
+from kvq.bench.serve_client import Leave, Sent, Target, send
 from kvq.bench.timing import percentile
-
-PickManner = Callable[[LoadRequest], Manner]
-
-
-def polite(_: LoadRequest) -> Manner:
-    """Everybody reads to the end."""
-    return Manner.POLITE
-
-
-def some_rude(*, resets: float, stalls: float, seed: int) -> PickManner:
-    """That share of all clients resets or stalls, by the request's index and the seed."""
-
-    def pick(request: LoadRequest) -> Manner:
-        drawn = random.Random(f"{seed}/{request.index}").random()
-        if drawn < resets:
-            return Manner.RESET
-        return Manner.STALL if drawn < resets + stalls else Manner.POLITE
-
-    return pick
 
 
 async def run_load(
@@ -37,18 +17,17 @@ async def run_load(
     requests: Sequence[LoadRequest],
     users: int | None,
     *,
-    manner: PickManner = polite,
-    stall_s: float = 5.0,
+    leave: Callable[[LoadRequest], Leave | None] = lambda request: None,
     step: Callable[[], object] = lambda: None,
 ) -> list[Sent]:
     """Send all, as they arrive or `users` at a time; results in the order of `requests`.
 
-    `step` is told of each that is over.
+    `leave`: how a request's client goes before its end, if it does. `step` is told of each that is over.
     """
     began = perf_counter()
 
     async def one(request: LoadRequest, due_s: float) -> Sent:
-        sent = await send(target, request, due_s, manner(request), stall_s=stall_s)
+        sent = await send(target, request, due_s, leave(request))
         step()
         return sent
 
@@ -89,7 +68,7 @@ def outcomes(sent: Sequence[Sent]) -> dict[str, Any]:
     """How requests ended, and how fast those were that were refused."""
     refused = [one for one in sent if one.status in (429, 503)]
     waits = [one.end_s - one.due_s for one in refused]
-    polite_ones = [one for one in sent if one.manner is Manner.POLITE]
+    polite_ones = [one for one in sent if one.leave is None]
     return {
         "sent": len(sent),
         "complete": sum(one.is_complete for one in sent),

@@ -17,8 +17,6 @@ from time import perf_counter
 from types import TracebackType
 from typing import Any, Self
 
-from prometheus_client.parser import text_string_to_metric_families
-
 from kvq.bench.serve_client import Target, first_model, get
 from kvq.errors import EngineError
 
@@ -130,24 +128,6 @@ class ServerProcess:
         except (OSError, EOFError, ValueError, TimeoutError):
             return 0
 
-    async def metrics(self) -> dict[str, float]:
-        """All samples without labels by name, those with labels by name and labels' values."""
-        _, body = await get(self.target, "/metrics")
-        return {
-            "/".join((sample.name, *sample.labels.values())): sample.value
-            for family in text_string_to_metric_families(body.decode())
-            for sample in family.samples
-        }
-
-    def memory_bytes(self) -> dict[str, int]:
-        """Resident bytes of both processes."""
-        return {"http": _resident(self.process.pid), "engine": _resident(self.engine_pid)}
-
-    def num_sockets(self) -> int:
-        """Open sockets of the HTTP process."""
-        folder = f"/proc/{self.process.pid}/fd"
-        return sum(_link(f"{folder}/{name}").startswith("socket:") for name in os.listdir(folder))
-
     def _pin(self) -> None:
         if len(self._cores) > 1:
             os.sched_setaffinity(0, self._cores[:1])
@@ -158,15 +138,3 @@ class ServerProcess:
 def _pin_threads(pid: int, cores: Sequence[int]) -> None:
     for thread in os.listdir(f"/proc/{pid}/task"):
         os.sched_setaffinity(int(thread), cores)
-
-
-def _resident(pid: int) -> int:
-    with open(f"/proc/{pid}/statm", encoding="ascii") as file:
-        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-
-def _link(path: str) -> str:
-    try:
-        return os.readlink(path)
-    except OSError:  # closed meanwhile
-        return ""

@@ -1,4 +1,4 @@
-"""`kvq bench tune`: which tiles are the fastest on this GPU, of attention and of Linear layers."""
+"""`kvq bench tune`: which tiles are the fastest on this GPU."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -8,13 +8,11 @@ from typing import Any, TypeVar
 
 from kvq import fileio
 from kvq.bench.attention import over_blocks
-from kvq.bench.linear import LinearWorkload, over_codes
 from kvq.bench.measure import Contender, Stopwatch, interleaved
 from kvq.bench.workload import Workload
 from kvq.errors import KVQError
 from kvq.kernels.gpu import shapes
 from kvq.kernels.gpu.shapes import DECODE_ROWS, TileShape
-from kvq.kernels.linear import tiles
 from kvq.kernels.linear.tiles import LinearTile
 
 FORMAT_VERSION = 1
@@ -34,19 +32,6 @@ def candidates(kind: str) -> list[TileShape]:
     ]
 
 
-def linear_candidates(rows: int) -> list[LinearTile]:
-    """Tiles worth trying for a class of rows."""
-    many = rows == tiles.MANY_ROWS
-    return [
-        LinearTile(rows=height, outputs=outputs, warps=warps, stages=stages, programs=programs)
-        for height in ((64, 128) if many else (rows,))
-        for outputs in ((128, 256) if many else (64, 128, 256))
-        for warps in ((4, 8) if many else (2, 4, 8))
-        for stages in ((3, 4) if rows > 32 else (3, 4, 6))
-        for programs in ((1,) if many else (1, 2, 4, 8))
-    ]
-
-
 def tune(
     workload: Workload, kv: str, *, repeats: int = 9, progress: Callable[[], None] = lambda: None
 ) -> tuple[str, TileShape, list[dict[str, Any]]]:
@@ -61,24 +46,10 @@ def tune(
     name, device = shapes.format_name(cache.layer(0)), shapes.device_name(workload.device)
     key = shapes.table_key(kind, name, workload.head_dim, device)
     own = replace(own, allowed=_ALLOWED)
-    return key, *_fastest(own, key, candidates(kind), repeats=repeats, progress=progress)
+    return key, *fastest(own, key, candidates(kind), repeats=repeats, progress=progress)
 
 
-def tune_linear(
-    workload: LinearWorkload, name: str, *, repeats: int = 5
-) -> tuple[str, LinearTile, list[dict[str, Any]]]:
-    """The same of a Linear layer's product over weights of a format, for the class of its rows.
-
-    Raises:
-        KVQError: there is none.
-    """
-    rows = tiles.row_class(workload.rows)
-    key = shapes.table_key("linear", name, rows, shapes.device_name(workload.device))
-    own = over_codes(workload, name)
-    return key, *_fastest(own, key, linear_candidates(rows), repeats=repeats)
-
-
-def _fastest(
+def fastest(
     own: Contender,
     key: str,
     found: Sequence[_Tile],
@@ -86,7 +57,11 @@ def _fastest(
     repeats: int,
     progress: Callable[[], None] = lambda: None,
 ) -> tuple[_Tile, list[dict[str, Any]]]:
-    """The best tile, and the times of all with which a contender runs and is right."""
+    """The best tile, and the times of all with which a contender runs and is right.
+
+    Raises:
+        KVQError: there is none.
+    """
     watches: dict[_Tile, Stopwatch] = {}
     for tile in found:
         with shapes.using(key, tile):

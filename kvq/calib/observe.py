@@ -5,7 +5,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvq.calib.histogram import Magnitudes
 from kvq.errors import RequestError
 from kvq.evals.divergence import Progress
 from kvq.evals.side_by_side import one_by_one
@@ -16,6 +15,61 @@ from kvq.formats.calibrated import HeadCenters
 from kvq.kernels.codec import rotate
 from kvq.models import Model
 from kvq.models.prepared import PreparedModel
+
+_PER_OCTAVE = 32  # a bin is 2.2% wide
+_LOWEST, _HIGHEST = -40, 40  # powers of two that bins reach; smaller elements count as zero
+_BINS = (_HIGHEST - _LOWEST) * _PER_OCTAVE + 1  # the first holds what is smaller
+
+
+class Magnitudes:
+    """Absolute values of elements per head: maximum, percentiles, and the best clip of symmetric codes.
+
+    Counted in logarithmic bins: one pass, no range known beforehand.
+    """
+
+    def __init__(self, heads: int) -> None:
+        self.absmax = torch.zeros(heads)  # [heads]
+        self._counts = torch.zeros(heads, _BINS, dtype=torch.int64)
+
+    def update(self, rows: Tensor) -> None:
+        """Take in rows [tokens, heads, dim]."""
+        size = rows.abs().float()
+        self.absmax = torch.maximum(self.absmax, size.amax(dim=(0, 2)).cpu())
+        heads = size.shape[1]
+        bins = (size.log2() * _PER_OCTAVE).floor() - (_LOWEST * _PER_OCTAVE - 1)
+        bins = bins.nan_to_num(0.0).clamp(0, _BINS - 1).long()  # [tokens, heads, dim]
+        flat = (bins + torch.arange(heads, device=bins.device)[:, None] * _BINS).flatten()
+        self._counts += torch.bincount(flat, minlength=heads * _BINS).view(heads, _BINS).cpu()
+
+    def percentile(self, share: float) -> list[float]:
+        """The magnitude that `share` (0 to 1) of each head's elements do not exceed, to a bin's width."""
+        reached = self._counts.cumsum(1).double() / self._counts.sum(1, keepdim=True)
+        index = (reached < share).sum(1).clamp(max=_BINS - 1)
+        return torch.minimum(_edges()[index + 1].float(), self.absmax).tolist()
+
+    def least_squares_clip(self, levels: int) -> list[float]:
+        """Per head, the largest magnitude that symmetric codes of +-`levels` should reach.
+
+        It minimizes the squared error: (c / levels)^2 / 12 of each element within c, (|x| - c)^2 of
+        each beyond. Source: Choi et al. 2018, PACT, for why; found here by trying every bin's edge.
+        """
+        middle = (_edges()[:-1] + _edges()[1:]) / 2  # [bins]
+        counts = self._counts.double()
+        clips = _edges()[1:]
+        inside = counts.cumsum(1)  # [heads, bins], elements of at most the bin's upper edge
+        beyond = counts.sum(1, keepdim=True) - inside
+        first = (counts * middle).flip(1).cumsum(1).flip(1) - counts * middle
+        second = (counts * middle**2).flip(1).cumsum(1).flip(1) - counts * middle**2
+        saturated = second - 2 * clips * first + clips**2 * beyond
+        error = inside * (clips / levels) ** 2 / 12 + saturated
+        best = clips[error.argmin(1)]
+        return torch.minimum(best.float(), self.absmax).tolist()
+
+
+def _edges() -> Tensor:
+    """Lower edges of the bins and the last one's upper edge, fp64 [bins + 1]."""
+    exponents = torch.arange(_BINS, dtype=torch.float64) / _PER_OCTAVE + _LOWEST
+    return torch.cat((torch.zeros(1, dtype=torch.float64), 2.0**exponents))
 
 
 class RowStatistics:
@@ -171,3 +225,70 @@ def _maxima(magnitudes: Magnitudes) -> tuple[float, ...]:
 def _rounded(rows: Tensor) -> HeadCenters:
     """Six digits: more than any code keeps, and a file half as large."""
     return tuple(tuple(float(f"{x:.6g}") for x in row) for row in rows.tolist())
+
+
+_OUTLIER = 4.0  # times the median channel's root mean square
+_BIAS = 2.0  # standard deviations from zero, and times the median channel's root mean square
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HeadSummary:
+    """K or V of one KV head of one layer. Fields are the JSON keys of `kvq calibrate --json`."""
+
+    layer: int
+    part: str  # "k" or "v"
+    head: int
+    absmax: float
+    p99: float  # magnitude that 99% of the elements do not exceed
+    p999: float
+    p9999: float
+    clip_int8: float  # of least squared error for 8-bit symmetric codes
+    absmax_rotated: float
+    clip_int8_rotated: float
+    outlier_channels: tuple[int, ...]  # root mean square of at least 4 times the median channel's
+    biased_channels: tuple[int, ...]  # mean of 2 standard deviations, and of 2 median root mean squares
+    largest_outlier: float  # times the median channel's root mean square
+    largest_bias: float  # of channel means, in median root mean squares
+
+
+def summarize(observations: Observations) -> list[HeadSummary]:
+    """One row per layer, K or V, and head."""
+    return [
+        row
+        for index, layer in enumerate(observations.layers)
+        for part in ("k", "v")
+        for row in _heads(index, part, layer[part])
+    ]
+
+
+def _heads(index: int, part: str, seen: RowStatistics) -> list[HeadSummary]:
+    plain, rotated = seen.magnitudes, seen.rotated
+    percentiles = [plain.percentile(share) for share in (0.99, 0.999, 0.9999)]
+    clips, rotated_clips = plain.least_squares_clip(127), rotated.least_squares_clip(127)
+    middle = seen.rms.median(dim=1, keepdim=True).values.clamp_min(1e-30)  # [heads, 1]
+    outlying = seen.rms / middle
+    bias = seen.mean.abs()
+    is_biased = (bias >= _BIAS * seen.std) & (bias >= _BIAS * middle)
+    return [
+        HeadSummary(
+            layer=index,
+            part=part,
+            head=head,
+            absmax=float(plain.absmax[head]),
+            p99=percentiles[0][head],
+            p999=percentiles[1][head],
+            p9999=percentiles[2][head],
+            clip_int8=clips[head],
+            absmax_rotated=float(rotated.absmax[head]),
+            clip_int8_rotated=rotated_clips[head],
+            outlier_channels=_where(outlying[head] >= _OUTLIER),
+            biased_channels=_where(is_biased[head]),
+            largest_outlier=float(outlying[head].max()),
+            largest_bias=float((bias / middle)[head].max()),
+        )
+        for head in range(seen.rms.shape[0])
+    ]
+
+
+def _where(mask: torch.Tensor) -> tuple[int, ...]:
+    return tuple(mask.nonzero().flatten().tolist())

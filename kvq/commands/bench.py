@@ -41,8 +41,7 @@ def blocks(asked: Asked, json_path: str | None) -> None:
 
     Plain Python on one core, prefix index on. Times are medians in microseconds.
     """
-    from kvq.bench.blocks import bench_blocks
-    from kvq.bench.utilization import measure_utilization
+    from kvq.bench.blocks import bench_blocks, measure_utilization
     from kvq.commands.progress import progress_bar
     from kvq.commands.results import begin, write_rows
 

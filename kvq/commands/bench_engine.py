@@ -9,6 +9,7 @@ import click
 from kvq.commands.bench_options import LATENCIES, THROUGHPUT, LoadOptions
 from kvq.commands.options import (
     AT_LEAST_1,
+    POSITIVE,
     ModelOptions,
     Size,
     gathered,
@@ -48,12 +49,8 @@ class Asked:
     max_num_batched_tokens: int = option(2048, type=click.IntRange(1, 1 << 20))
     prefix_caching: bool = option(True)
     rivals: str = option("none", "none, or of hf-static,hf-continuous.")
-    slo_ttft_ms: float | None = option(
-        None, "For the 99th percentile.", type=click.FloatRange(min=0, min_open=True)
-    )
-    slo_itl_ms: float | None = option(
-        None, "For the 99th percentile.", type=click.FloatRange(min=0, min_open=True)
-    )
+    slo_ttft_ms: float | None = option(None, "For the 99th percentile.", type=POSITIVE)
+    slo_itl_ms: float | None = option(None, "For the 99th percentile.", type=POSITIVE)
     repeats: int = option(3, type=click.IntRange(1, 1000))
     step_costs: bool = option(False, "Also what the parts of steps take, for --calibrate of others.")
 
@@ -80,11 +77,11 @@ def engine(
     requests. Fill: tokens held by the slots of live blocks.
     """
     from kvq.bench.engine import bench_engine
-    from kvq.bench.engine_plot import write_engine_plot
-    from kvq.commands.finished import FinishedRows
+    from kvq.bench.figures import engine_figure
     from kvq.commands.loading import check_for
     from kvq.commands.progress import progress_bar
-    from kvq.commands.results import begin, result_of
+    from kvq.commands.results import FinishedRows, begin, result_of
+    from kvq.evals.figure import write_figure
 
     begin(json_path, plot=plot_path)
     checked = check_for(model_options, kv)
@@ -108,7 +105,7 @@ def engine(
             err=True,
         )
     if plot_path is not None:
-        write_engine_plot(plot_path, result)
+        write_figure(plot_path, engine_figure, result)
 
 
 def _plan(model: "PreparedModel", load_options: LoadOptions, asked: Asked) -> "Plan":

@@ -11,7 +11,7 @@ import click
 
 from kvq.commands.bench_options import TIMES, KernelOptions, listed
 from kvq.commands.names import FORMATS
-from kvq.commands.options import BLOCK_SIZES, gathered, json_option, option
+from kvq.commands.options import BLOCK_SIZES, gathered, json_option, option, path_option
 from kvq.commands.screen import echo
 from kvq.errors import ConfigError
 from kvq.sizes import speed
@@ -83,9 +83,7 @@ class Beside:
         None, "A folder with a rivals.py of yours.", type=click.Path(file_okay=False, path_type=Path)
     )
     dense: bool = option(True, "torch's attention beside.")
-    plot_path: str | None = option(
-        None, "Draw speed over bytes (.svg, .png, .pdf).", names="--plot", type=click.Path()
-    )
+    plot_path: str | None = path_option("--plot", "Draw speed over bytes (.svg, .png, .pdf).")
 
 
 @click.command(name="attention")
@@ -104,9 +102,10 @@ def attention(
     several times the last-level cache, or rotated past it.
     """
     from kvq.bench.attention import bench_attention
-    from kvq.bench.roofline import write_roofline
+    from kvq.bench.figures import roofline_figure
     from kvq.commands.progress import counted, progress_bar
     from kvq.commands.results import begin, result_of
+    from kvq.evals.figure import write_figure
     from kvq.evals.results import write_json
 
     begin(json_path, plot=beside.plot_path)
@@ -125,7 +124,7 @@ def attention(
     if json_path is not None:
         write_json(json_path, result)
     if beside.plot_path is not None:
-        write_roofline(beside.plot_path, result)
+        write_figure(beside.plot_path, roofline_figure, result)
 
 
 @click.command(name="write")
@@ -175,9 +174,8 @@ def tune(
     if not torch.cuda.is_available() or how.backend not in ("auto", "triton"):
         raise ConfigError("kvq bench tune times Triton kernels on an NVIDIA GPU, and torch sees none here")
     from kvq.bench.tune import candidates, tune, write_table
-    from kvq.commands.finished import FinishedRows
     from kvq.commands.progress import counted, progress_bar
-    from kvq.commands.results import begin, result_of
+    from kvq.commands.results import FinishedRows, begin, result_of
     from kvq.kernels.gpu.shapes import TABLE
 
     path = Path(table) if table else TABLE

@@ -50,9 +50,8 @@ def linear(asked: Asked, how: KernelOptions, json_path: str | None) -> None:
     rotated past the last-level cache; few rows are limited by reading them.
     """
     from kvq.bench.linear import LinearWorkload, bench_linear, parse_shape
-    from kvq.commands.finished import FinishedRows
     from kvq.commands.progress import counted, progress_bar
-    from kvq.commands.results import begin, result_of
+    from kvq.commands.results import FinishedRows, begin, result_of
     from kvq.formats.weights import parse_weight_format
 
     begin(json_path)

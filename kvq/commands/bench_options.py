@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from kvq.commands.options import option
+from kvq.commands.options import Finite, option
 from kvq.errors import ConfigError
 from kvq.sizes import speed
 
@@ -45,9 +45,7 @@ class LoadOptions:
     input_len: str = option("128", "Tokens of prompts: 128, 16:512 (uniform), or lognormal:MEDIAN:SIGMA.")
     output_len: str = option("64", "Tokens of outputs, likewise.")
     rate: str = option("inf", "Requests per second, with random gaps.")
-    shared_prefix: float = option(
-        0.0, "Share of each prompt that all have in common.", type=click.FloatRange(0, 1)
-    )
+    shared_prefix: float = option(0.0, "Share of each prompt that all have in common.", type=Finite(0, 1))
     seed: int = option(0, "Of lengths, arrivals and token ids.")
 
     def make(self, num_requests: int, concurrency: object) -> "Callable[..., Load]":

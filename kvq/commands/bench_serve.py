@@ -46,9 +46,8 @@ def serve(kv: list[str], asked: Asked, load_options: LoadOptions, json_path: str
     """
     require("kvq bench serve", SERVER)
     from kvq.bench.serve import Plan, bench_serve, bench_url
-    from kvq.commands.finished import FinishedRows
     from kvq.commands.progress import named_progress
-    from kvq.commands.results import begin, result_of
+    from kvq.commands.results import FinishedRows, begin, result_of
 
     begin(json_path)
     url, options = asked.url, asked.serve_options

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kvq.commands.names import MODEL
-from kvq.commands.options import gathered, kv_option, option, text_options
+from kvq.commands.options import AT_LEAST_1, gathered, kv_option, option, path_option, text_options
 from kvq.commands.screen import echo
 from kvq.errors import ConfigError
 
 if TYPE_CHECKING:
     from kvq.calib import Observations
     from kvq.calib.domain import DomainCheck
-    from kvq.calib.summary import HeadSummary
+    from kvq.calib.observe import HeadSummary
     from kvq.formats import KVRecipe
     from kvq.models import Model
 
@@ -35,19 +35,17 @@ class Asked:
         None, "Tokens per window.  [default: 1024, or what the model takes]", type=int
     )
     max_windows: int = option(32, "Windows taken, spread over the text.")
-    check: str | None = option(
-        None, "Another text: are the scales fit for it? Exit 1 if they are not.", type=click.Path()
+    check: str | None = path_option(
+        "--check", "Another text: are the scales fit for it? Exit 1 if they are not."
     )
-    fp8_out: str | None = option(
-        None, "FP8 scales per tensor for other engines: .safetensors or .json.", type=click.Path()
+    fp8_out: str | None = path_option(
+        "--fp8-out", "FP8 scales per tensor for other engines: .safetensors or .json."
     )
-    json_path: str | None = option(
-        None, "Write what was seen of every head as JSON.", names="--json", type=click.Path()
-    )
+    json_path: str | None = path_option("--json", "Write what was seen of every head as JSON.")
     device: str = option("auto", "auto, cpu or cuda.")
     dtype: str = option("auto", "Of the weights: auto, fp32, bf16 or fp16.")
     max_model_len: int | None = option(
-        None, "Longest context in tokens; pins longrope and dynamic RoPE.", type=click.IntRange(min=1)
+        None, "Longest context in tokens; pins longrope and dynamic RoPE.", type=AT_LEAST_1
     )
     revision: str | None = option(None, "Branch, tag or commit of a hub model.")
     token: str | None = option(None, "Hub token for gated or private models.")
@@ -67,8 +65,7 @@ def command(model: str, kv: list[str], asked: Asked) -> None:
     from kvq.calib import observe
     from kvq.calib.domain import check_length
     from kvq.calib.export import check_export_path, write_fp8_scales
-    from kvq.calib.observe import spread_windows
-    from kvq.calib.summary import summarize
+    from kvq.calib.observe import spread_windows, summarize
     from kvq.commands.loading import load_checked
     from kvq.commands.progress import progress_bar
     from kvq.commands.results import begin, write_rows

@@ -8,10 +8,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import click
-from click.core import ParameterSource
 
 from kvq.commands.chat_partner import Sampling
-from kvq.commands.options import ModelOptions, Size, gathered, kv_option, model_options, option
+from kvq.commands.options import ModelOptions, Size, gathered, given_options, kv_option, model_options, option
 from kvq.commands.screen import echo
 from kvq.errors import ConfigError
 from kvq.printable import one_line
@@ -82,15 +81,12 @@ def _typed(name: str) -> Iterator[str]:
 def _server(url: str, api_key_env: str | None, sampling: Sampling) -> "Partner":
     from kvq.commands.chat_client import ServerPartner
 
-    context = click.get_current_context()
-    given = {
-        parameter.name: max(parameter.opts, key=len)
-        for parameter in context.command.params
-        if parameter.name and context.get_parameter_source(parameter.name) is ParameterSource.COMMANDLINE
-    }
+    given = given_options()
     if wrong := sorted(given[name] for name in given.keys() - _WITH_URL):
         raise ConfigError(f"with --url the server decides about {', '.join(wrong)}; leave it out")
     key = None
     if api_key_env is not None and not (key := os.environ.get(api_key_env)):
         raise ConfigError(f"the environment has no {api_key_env}")
-    return ServerPartner(url, key, context.params["model"] if "model" in given else None, sampling)
+    return ServerPartner(
+        url, key, click.get_current_context().params["model"] if "model" in given else None, sampling
+    )

@@ -36,8 +36,7 @@ def command(a: str, b: str, json_path: str | None) -> None:
 
 
 def _print(paths: tuple[str, str], results: tuple[Any, Any], found: "Comparison") -> None:
-    from kvq.commands.eval_tables import WORDS
-    from kvq.commands.tables import console, text_table
+    from kvq.commands.tables import WORDS, console, text_table
     from kvq.printable import one_line
 
     for warning in found.warnings:

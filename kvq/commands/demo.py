@@ -21,10 +21,10 @@ PROMPT = "The history of the city of"
 @click.option("--max-windows", type=int, help="Stop after this many windows.  [default: the whole text]")
 def command(out: str, max_windows: int | None) -> None:
     """Measure every format on the embedded model and write a report."""
-    from kvq.commands.eval_tables import print_check
     from kvq.commands.eval_tasks import EvalPlan
     from kvq.commands.perplexity import measure
     from kvq.commands.progress import status
+    from kvq.commands.tables import print_check
     from kvq.engine import LLM, SamplingParams
     from kvq.errors import ConfigError
     from kvq.evals import default_text

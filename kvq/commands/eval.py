@@ -51,10 +51,10 @@ def command(
     Everything is against the first unquantized format listed, over tokens that go through kvq's own
     write-then-read path. Intervals are at 95%, from resampling documents.
     """
-    from kvq.commands.eval_tables import print_check
     from kvq.commands.eval_tasks import EvalPlan, choose_tasks
     from kvq.commands.loading import check_for
     from kvq.commands.results import begin, json_beside
+    from kvq.commands.tables import print_check
     from kvq.evals import default_text, read_text
     from kvq.evals.bootstrap import Bootstrap
     from kvq.evals.divergence import TokenPlan
@@ -98,9 +98,9 @@ def _measure(
     json_path: str | None,
 ) -> dict[str, Any]:
     """Check everything, run the tasks one after another: the JSON envelope, written and shown."""
-    from kvq.commands.eval_tables import print_eval
     from kvq.commands.eval_tasks import TASKS, gate_figures
-    from kvq.commands.finished import FinishedRows
+    from kvq.commands.results import FinishedRows
+    from kvq.commands.tables import print_eval
     from kvq.evals.gates import check_gate
 
     formats = {recipe.name: recipe.is_quantized for recipe in plan.recipes}

@@ -1,29 +1,16 @@
 """Options of `kvq eval`, by what they are of."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
-from kvq.commands.options import Size, option
+from kvq.commands.options import AT_LEAST_1, Finite, Several, Size, option, path_option
 
 if TYPE_CHECKING:
     from kvq.evals.generation import GenerationPlan
     from kvq.evals.lm_eval_loading import LMEvalPlan
     from kvq.evals.needle import NeedlePlan
-
-_COUNT, _SHARE = click.IntRange(min=1), click.FloatRange(0, 1)
-
-
-class _Several(click.ParamType):  # type: ignore[type-arg]
-    """Numbers separated by commas."""
-
-    def __init__(self, one: click.IntRange | click.FloatRange, name: str) -> None:
-        self._one, self.name = one, name
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """The numbers."""
-        return tuple(self._one.convert(word, param, ctx) for word in value.split(","))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,31 +36,29 @@ class Asked:
         names="--gate",
         multiple=True,
     )
-    attention_windows: int = option(8, "Windows for the attention error.", type=_COUNT)
+    attention_windows: int = option(8, "Windows for the attention error.", type=AT_LEAST_1)
     resamples: int = option(2000, "Of documents, for 95% intervals.")
     seed: int = option(0, "Of resampling and of needles.", type=click.IntRange(min=0))
-    json_path: str | None = option(None, "Write everything as JSON.", names="--json", type=click.Path())
-    html_path: str | None = option(
-        None, "Write a page that needs no other file, JSON beside it.", names="--html", type=click.Path()
-    )
+    json_path: str | None = path_option("--json", "Write everything as JSON.")
+    html_path: str | None = path_option("--html", "Write a page that needs no other file, JSON beside it.")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TaskOptions:
     """Of single tasks; those of lm_eval are called as lm-eval calls them."""
 
-    prompts: int = option(32, "Of generation.", type=_COUNT)
-    prompt_tokens: int = option(128, "Per prompt.", type=_COUNT)
-    new_tokens: int = option(64, "Generated after each.", type=_COUNT)
+    prompts: int = option(32, "Of generation.", type=AT_LEAST_1)
+    prompt_tokens: int = option(128, "Per prompt.", type=AT_LEAST_1)
+    new_tokens: int = option(64, "Generated after each.", type=AT_LEAST_1)
     needle_lengths: tuple[int, ...] | None = option(
         None,
         "Tokens of prompt and answer.  [default: those of 512,1024,2048,4096 that model and text allow]",
-        type=_Several(_COUNT, "n,..."),
+        type=Several(AT_LEAST_1, "n,..."),
     )
     needle_depths: tuple[float, ...] = option(
-        "0,0.25,0.5,0.75,1", "Shares of the text before the needle.", type=_Several(_SHARE, "x,...")
+        "0,0.25,0.5,0.75,1", "Shares of the text before the needle.", type=Several(Finite(0, 1), "x,...")
     )
-    needle_trials: int = option(10, "Prompts per length and depth.", type=_COUNT)
+    needle_trials: int = option(10, "Prompts per length and depth.", type=AT_LEAST_1)
     needle: str | None = option(
         None,
         (
@@ -82,8 +67,8 @@ class TaskOptions:
         ),
     )
     needle_distractors: int = option(0, "Needles with other keys.", type=click.IntRange(min=0))
-    include_path: str | None = option(None, "Folder with more task files for lm_eval.", type=click.Path())
-    limit: int | None = option(None, "Samples of each lm_eval task.  [default: all]", type=_COUNT)
+    include_path: str | None = path_option("--include-path", "Folder with more task files for lm_eval.")
+    limit: int | None = option(None, "Samples of each lm_eval task.  [default: all]", type=AT_LEAST_1)
     num_fewshot: int | None = option(
         None, "Examples before each question of lm_eval.  [default: the task's]", type=click.IntRange(min=0)
     )

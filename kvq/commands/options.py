@@ -20,6 +20,21 @@ from kvq.layout import BLOCK_SIZE, MAX_BLOCK_SIZE
 from kvq.sizes import parse_bytes
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
+
+
+class Finite(click.FloatRange):
+    """A number with bounds; NaN and infinity, which pass comparisons, are none."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        number = super().convert(value, param, ctx)
+        if not math.isfinite(number):
+            self.fail(f"{value} is not a finite number.", param, ctx)
+        return number
+
+
+AT_LEAST_0, POSITIVE = Finite(min=0), Finite(min=0, min_open=True)
+AT_LEAST_1 = click.IntRange(min=1)
+PATH = click.Path(path_type=Path)
 BLOCK_SIZES = click.IntRange(1, MAX_BLOCK_SIZE)
 
 
@@ -40,6 +55,21 @@ def option(
         "show_default": default is not None and default is not False and default != (),
     }
     return dataclasses.field(default=default, metadata={"names": names.split(), "attributes": attributes})
+
+
+def path_option(names: str, help: str) -> Any:
+    """A field that is an `option` whose value is a path, and None unless it is given."""
+    return option(None, help, names=names, type=click.Path())
+
+
+def given_options() -> dict[str, str]:
+    """The options that somebody typed: name and longest spelling."""
+    context = click.get_current_context()
+    return {
+        one.name: max(one.opts, key=len)
+        for one in context.command.params
+        if one.name and context.get_parameter_source(one.name) is ParameterSource.COMMANDLINE
+    }
 
 
 def gathered(kind: type[Any], name: str) -> Callable[[_Command], _Command]:
@@ -91,7 +121,7 @@ class ModelOptions:
         None,
         "Longest context in tokens; pins longrope and dynamic RoPE.",
         names="--max-model-len",
-        type=click.IntRange(min=1),
+        type=AT_LEAST_1,
     )
     weights: str = option(
         "auto",
@@ -103,9 +133,7 @@ class ModelOptions:
     cache: str = option("kvq", "Cache backend: kvq, dense (unquantized), or an installed package's.")
     revision: str | None = option(None, "Branch, tag or commit of a hub model.")
     token: str | None = option(None, "Hub token for gated or private models.")
-    scales: str | None = option(
-        None, "A kvq.json with static scales, for the per-head formats.", type=click.Path()
-    )
+    scales: str | None = path_option("--scales", "A kvq.json with static scales, for the per-head formats.")
     calibrate_on_load: bool = option(False, "Make static scales now, from CPython's help topics.")
 
     def load_options(self) -> dict[str, Any]:
@@ -138,11 +166,9 @@ class WindowOptions:
 
     context: int = option(1024, "Tokens per window; windows are documents.")
     max_windows: int | None = option(
-        None, "Stop after this many windows.  [default: the whole text]", type=click.IntRange(min=1)
+        None, "Stop after this many windows.  [default: the whole text]", type=AT_LEAST_1
     )
-    chunk: int | None = option(
-        None, "Prefill tokens per step.  [default: as many as fit]", type=click.IntRange(min=1)
-    )
+    chunk: int | None = option(None, "Prefill tokens per step.  [default: as many as fit]", type=AT_LEAST_1)
     instrument: bool = option(False, "Also check that model and text can show damage; exit 1 if not.")
 
 
@@ -159,19 +185,19 @@ def model_argument(command: _Command) -> _Command:
     return click.argument("named", metavar="[MODEL]", required=False, type=MODEL)(adapted(command, change))
 
 
-class Finite(click.FloatRange):
-    """A number with bounds; NaN and infinity, which pass comparisons, are none."""
+class Several(StringParamType):
+    """Values with commas between; a tuple of them, each once."""
+
+    def __init__(self, of: Any, name: str = "text") -> None:
+        self._of, self.name = of, name
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        number = super().convert(value, param, ctx)
-        if not math.isfinite(number):
-            self.fail(f"{value} is not a finite number.", param, ctx)
-        return number
-
-
-AT_LEAST_0, POSITIVE = Finite(min=0), Finite(min=0, min_open=True)
-AT_LEAST_1 = click.IntRange(min=1)
-PATH = click.Path(path_type=Path)
+        if isinstance(value, tuple):
+            return value
+        try:
+            return tuple(dict.fromkeys(self._of.convert(one.strip(), param, ctx) for one in value.split(",")))
+        except click.BadParameter as error:
+            self.fail(f"{error.message} Several have commas between.", param, ctx)
 
 
 class OneNumber(click.IntRange):

@@ -8,12 +8,14 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kvq.commands.options import (
+    AT_LEAST_1,
     ModelOptions,
     WindowOptions,
     gathered,
     kv_option,
     model_options,
     option,
+    path_option,
     text_options,
 )
 from kvq.extras import PLOTS, require
@@ -31,15 +33,11 @@ class Asked:
     text: str | None
     text_field: str | None
     attention_window: int | None = option(
-        None, "Cut attention to this many tokens, to see what context is worth.", type=click.IntRange(min=1)
+        None, "Cut attention to this many tokens, to see what context is worth.", type=AT_LEAST_1
     )
-    json_path: str | None = option(None, "Write the rows as JSON.", names="--json", type=click.Path())
-    plot_path: str | None = option(
-        None, "Write a plot (.svg, .png or .pdf).", names="--plot", type=click.Path()
-    )
-    html_path: str | None = option(
-        None, "Write a report that needs no other file.", names="--html", type=click.Path()
-    )
+    json_path: str | None = path_option("--json", "Write the rows as JSON.")
+    plot_path: str | None = path_option("--plot", "Write a plot (.svg, .png or .pdf).")
+    html_path: str | None = path_option("--html", "Write a report that needs no other file.")
 
 
 @click.command(name="perplexity")
@@ -55,10 +53,10 @@ def command(kv: list[str], model_options: ModelOptions, windows: WindowOptions, 
     over tokens that go through kvq's own write-then-read path.
     """
     from kvq.commands.eval import load_for_plan, recipes_of
-    from kvq.commands.eval_tables import print_check
     from kvq.commands.eval_tasks import EvalPlan, check_windows
     from kvq.commands.loading import check_for
     from kvq.commands.results import begin
+    from kvq.commands.tables import print_check
     from kvq.evals import default_text, read_text
     from kvq.evals.divergence import TokenPlan
     from kvq.evals.figure import write_figure
@@ -91,9 +89,9 @@ def measure(
 ) -> dict[str, Any]:
     """The JSON envelope of a measurement, which is written and shown."""
     from kvq.commands.eval import plan_result
-    from kvq.commands.eval_tables import print_eval
-    from kvq.commands.finished import FinishedRows
     from kvq.commands.progress import progress_bar
+    from kvq.commands.results import FinishedRows
+    from kvq.commands.tables import print_eval
     from kvq.evals.divergence import Watch
     from kvq.evals.perplexity import instrument_check, measure_perplexity
 

@@ -5,9 +5,10 @@ import sys
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from kvq.commands.options import given_options
 from kvq.commands.results import result_of
 from kvq.commands.screen import echo
-from kvq.commands.sizing import SizingOptions, given_options
+from kvq.commands.sizing import SizingOptions
 from kvq.errors import ConfigError
 from kvq.sizes import decimal
 from kvq.sizing.pools import MAX_NUM_SEQS
@@ -35,13 +36,12 @@ _COLUMNS = {
 def run(formats: list[str], sizing: SizingOptions, asked: "Asked") -> None:
     """Start one engine a format; exit code 1 if any term is off by more than the tolerance."""
     from kvq.capacity.plan.target import known_models
-    from kvq.commands.finished import FinishedRows
     from kvq.commands.loading import say_model
+    from kvq.commands.results import FinishedRows
     from kvq.models.prepared import prepare
 
-    if wrong := sorted(given_options() - _ALLOWED):
-        names = ", ".join("--" + name.replace("_", "-") for name in wrong)
-        raise ConfigError(f"--verify measures this machine; leave out {names}")
+    if wrong := sorted(spelled for name, spelled in given_options().items() if name not in _ALLOWED):
+        raise ConfigError(f"--verify measures this machine; leave out {', '.join(wrong)}")
     if sizing.model.lower() in known_models():
         raise ConfigError(
             f"--verify starts the model, and of {sizing.model} only the shape is known; give its folder "

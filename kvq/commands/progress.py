@@ -13,8 +13,7 @@ from typing import Self
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from kvq.commands.consoles import PlainConsole
-from kvq.commands.log_lines import hear_stages
-from kvq.commands.screen import echo
+from kvq.commands.screen import echo, hear_stages
 
 Update = Callable[[int, int | None], None]  # (done, total, if it is known yet)
 

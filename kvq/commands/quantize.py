@@ -10,7 +10,15 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kvq.commands.names import MODEL
-from kvq.commands.options import Finite, gathered, option, text_options
+from kvq.commands.options import (
+    AT_LEAST_1,
+    Finite,
+    gathered,
+    given_options,
+    option,
+    path_option,
+    text_options,
+)
 from kvq.commands.screen import echo
 from kvq.errors import ConfigError
 from kvq.extras import BITSANDBYTES, require
@@ -81,12 +89,12 @@ class Asked:
     out: str
     kv_scales: bool = option(False, "Add static FP8 scales of K and V, and a kvq.json beside.")
     eval_text: str | None
-    eval_windows: int | None = option(None, "Windows of it.  [default: all]", type=click.IntRange(1))
+    eval_windows: int | None = option(None, "Windows of it.  [default: all]", type=AT_LEAST_1)
     overwrite: bool = option(False, "Replace a folder that kvq wrote.")
     resume: bool = option(
         True, "Go on after an interruption, or throw away what is finished.", names="--resume/--restart"
     )
-    json_path: str | None = option(None, "Write the report as JSON.", names="--json", type=click.Path())
+    json_path: str | None = path_option("--json", "Write the report as JSON.")
     device: str = option("auto", "That computes: auto, cpu or cuda.")
     dtype: str = option("auto", "Of what stays: auto, fp32, bf16 or fp16.")
     revision: str | None = option(None, "Branch, tag or commit of a hub model.")
@@ -237,17 +245,12 @@ def _by_package(model: str, method: str, asked: Asked) -> None:
     from kvq.commands.progress import status
 
     require(f"--method {method}", BITSANDBYTES)
-    context = click.get_current_context()
-    own = [one.name for one in fields(Method) if one.name != "method"]
-    given = [
-        name
-        for name in (*own, "file_format", "text", "kv_scales", "eval_text", "json_path")
-        if context.get_parameter_source(name) is not click.core.ParameterSource.DEFAULT
-    ]
-    if given:
+    own = {one.name for one in fields(Method)} - {"method"}
+    own |= {"file_format", "text", "kv_scales", "eval_text", "json_path"}
+    if given := [spelled for name, spelled in given_options().items() if name in own]:
         raise ConfigError(
             f"method {method} is bitsandbytes' own and takes none of kvq's options; leave out "
-            f"{', '.join('--' + name.replace('_', '-') for name in given)}"
+            f"{', '.join(given)}"
         )
     with status(f"quantizing {model} with bitsandbytes"):
         write_bitsandbytes(asked.work(model), method)

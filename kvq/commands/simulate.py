@@ -5,9 +5,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
-from click.types import StringParamType
 
-from kvq.commands.options import AT_LEAST_1, PATH, POSITIVE, Finite, gathered, kv_option, option
+from kvq.commands.options import AT_LEAST_1, PATH, POSITIVE, Finite, Several, gathered, kv_option, option
 from kvq.commands.results import result_of
 from kvq.commands.screen import echo
 from kvq.commands.sizing import PriceOptions, SizingOptions, sizing_options, target_options
@@ -19,22 +18,6 @@ if TYPE_CHECKING:
 
 _ROUTINGS = ("round-robin", "least-loaded", "session", "prefix")
 _PROGRESS_EVERY = 100  # requests
-
-
-class _Several(StringParamType):
-    """Values with commas between; a tuple of them, each once."""
-
-    def __init__(self, of: Any) -> None:
-        self._of = of
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """The tuple."""
-        if isinstance(value, tuple):
-            return value
-        try:
-            return tuple(dict.fromkeys(self._of.convert(one.strip(), param, ctx) for one in value.split(",")))
-        except click.BadParameter as error:
-            self.fail(f"{error.message} Several have commas between.", param, ctx)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,12 +37,12 @@ class Asked:
     think_s: float = option(30.0, "Between turns, mean.", type=POSITIVE)
     batch_share: float = option(0.0, "Of requests in no hurry.", type=Finite(0, 1))
     replicas: tuple[int, ...] | None = option(
-        None, "Engines: 4, or 1,2,4 to compare.  [default: 1]", type=_Several(AT_LEAST_1)
+        None, "Engines: 4, or 1,2,4 to compare.  [default: 1]", type=Several(AT_LEAST_1)
     )
     routing: tuple[str, ...] = option(
         "least-loaded",
         f"{', '.join(_ROUTINGS)}; several to compare.",
-        type=_Several(click.Choice(_ROUTINGS)),
+        type=Several(click.Choice(_ROUTINGS)),
     )
     prefill_replicas: int = option(0, "More engines, for prompts only.", type=click.IntRange(min=0))
     transfer_gb_s: float = option(50.0, "Of KV from those.", type=POSITIVE)
@@ -72,7 +55,7 @@ class Asked:
         None, "Find the replicas that meet it this often.", type=Finite(0, 1, min_open=True)
     )
     max_num_batched_tokens: tuple[int, ...] = option(
-        "2048", "New tokens of a step; several to compare.", type=_Several(AT_LEAST_1)
+        "2048", "New tokens of a step; several to compare.", type=Several(AT_LEAST_1)
     )
     prefix_caching: bool = option(
         True, "Find what was computed before.", names="--prefix-caching/--no-prefix-caching"
@@ -96,8 +79,8 @@ def command(kv: list[str], sizing: SizingOptions, asked: Asked, api: PriceOption
     With --faults clients leave in the middle of their answers, steps take 10 to 100 times as long, and
     engines die and come back empty, at moments that the seed decides.
     """
-    from kvq.commands.finished import FinishedRows
     from kvq.commands.progress import progress_bar
+    from kvq.commands.results import FinishedRows
     from kvq.commands.simulate_fleet import Study
 
     sizing.check_paths()

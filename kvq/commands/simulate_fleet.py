@@ -14,7 +14,8 @@ from kvq.capacity.plan.cost import Prices
 from kvq.capacity.plan.gpus import Gpu
 from kvq.capacity.plan.plan import make_plan
 from kvq.capacity.trace_file import read_lines
-from kvq.commands.sizing import SizingOptions, given_options
+from kvq.commands.options import given_options
+from kvq.commands.sizing import SizingOptions
 from kvq.errors import ConfigError
 from kvq.scheduler import SchedulerConfig
 
@@ -154,9 +155,8 @@ def _load(asked: "Asked", context: int) -> tuple[int, Callable[[], Iterator[Call
     """How many requests, and a function that draws the same ones every time."""
     path, rate, seed = asked.trace, asked.rate, asked.seed
     if path is not None:
-        if wrong := sorted(_DRAWN & given_options()):
-            names = ", ".join("--" + name.replace("_", "-") for name in wrong)
-            raise ConfigError(f"--trace says what requests are like; leave out {names}")
+        if wrong := sorted(spelled for name, spelled in given_options().items() if name in _DRAWN):
+            raise ConfigError(f"--trace says what requests are like; leave out {', '.join(wrong)}")
         number = sum(1 for _ in read_lines(path))  # every line is checked before any work
         if not number:
             raise ConfigError(f"{path} has no requests")

@@ -8,7 +8,16 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from kvq.commands.names import GPUS, PLANNED_MODEL
-from kvq.commands.options import AT_LEAST_0, AT_LEAST_1, BLOCK_SIZES, PATH, Finite, gathered, option
+from kvq.commands.options import (
+    AT_LEAST_0,
+    AT_LEAST_1,
+    BLOCK_SIZES,
+    PATH,
+    Finite,
+    gathered,
+    option,
+    path_option,
+)
 from kvq.errors import ConfigError
 from kvq.layout import BLOCK_SIZE
 from kvq.sizing.pools import GPU_FRACTION
@@ -55,8 +64,8 @@ class SizingOptions:
     calibrate: Path | None = option(
         None, "Results of kvq bench engine on this GPU, for the efficiencies.", type=PATH
     )
-    json_path: str | None = option(None, "Write the rows as JSON.", names="--json", type=click.Path())
-    html_path: str | None = option(None, "Write a report with plots.", names="--html", type=click.Path())
+    json_path: str | None = path_option("--json", "Write the rows as JSON.")
+    html_path: str | None = path_option("--html", "Write a report with plots.")
     model: str
     gpu: str | None
 
@@ -151,16 +160,6 @@ class PriceOptions:
         if self.api_input is None or self.api_output is None:
             raise ConfigError("an API has two prices: give --api-input and --api-output")
         return Prices(input=self.api_input, output=self.api_output)
-
-
-def given_options() -> set[str]:
-    """Names of the options that somebody typed."""
-    context = click.get_current_context()
-    return {
-        name
-        for name in context.params
-        if context.get_parameter_source(name) is not click.core.ParameterSource.DEFAULT
-    }
 
 
 def gpus_of(file: Path | None) -> "Mapping[str, Gpu]":

@@ -8,12 +8,14 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kvq.commands.options import (
-    Finite,
+    AT_LEAST_1,
+    POSITIVE,
     ModelOptions,
     gathered,
     model_argument,
     model_options,
     option,
+    path_option,
     text_options,
 )
 from kvq.commands.screen import echo
@@ -32,7 +34,6 @@ if TYPE_CHECKING:
     from kvq.models.prepared import PreparedModel
 
 DEFAULT_BUDGET = "int4"
-_COUNT = click.IntRange(min=1)
 _DEAR = 0.05  # relative change of perplexity
 _TRIAL = {  # key -> its column where a search is not finished
     "layer": ("layer", "d"),
@@ -58,13 +59,9 @@ class Asked:
             f"[default: {DEFAULT_BUDGET}]"
         ),
     )
-    max_kl: float | None = option(
-        None, "Instead: mean KL divergence to stay below.", type=Finite(min=0, min_open=True)
-    )
-    held_out: str | None = option(
-        None,
-        "Text to measure on.  [default: the last third of --text, or held-out help topics]",
-        type=click.Path(),
+    max_kl: float | None = option(None, "Instead: mean KL divergence to stay below.", type=POSITIVE)
+    held_out: str | None = path_option(
+        "--held-out", "Text to measure on.  [default: the last third of --text, or held-out help topics]"
     )
     formats: str | None = option(
         None, "Codes to choose from: int8,int4,int2.  [default: those with fast kernels here]"
@@ -73,17 +70,11 @@ class Asked:
     context: int | None = option(
         None, "Tokens per window.  [default: 1024, or what the model takes]", type=int
     )
-    max_windows: int = option(8, "To search on.", type=_COUNT)
-    verify_windows: int = option(16, "To measure on.", type=_COUNT)
-    json_path: str | None = option(
-        None, "Write all that was measured as JSON.", names="--json", type=click.Path()
-    )
-    plot_path: str | None = option(
-        None, "Write the Pareto front (.svg, .png or .pdf).", names="--plot", type=click.Path()
-    )
-    html_path: str | None = option(
-        None, "Write a page that needs no other file, JSON beside it.", names="--html", type=click.Path()
-    )
+    max_windows: int = option(8, "To search on.", type=AT_LEAST_1)
+    verify_windows: int = option(16, "To measure on.", type=AT_LEAST_1)
+    json_path: str | None = path_option("--json", "Write all that was measured as JSON.")
+    plot_path: str | None = path_option("--plot", "Write the Pareto front (.svg, .png or .pdf).")
+    html_path: str | None = path_option("--html", "Write a page that needs no other file, JSON beside it.")
 
     def plan(self, model: "PreparedModel", codes: "Sequence[Code] | None") -> "TunePlan":
         """What the search is given; without codes, those with fast kernels here."""
@@ -158,9 +149,8 @@ def _tune(
     """Search, write the recipe and the JSON."""
     from kvq.calib.search import tune
     from kvq.calib.tune_report import point_rows, sensitivity_rows, tuned_facts
-    from kvq.commands.finished import FinishedRows
     from kvq.commands.progress import named_progress
-    from kvq.commands.results import result_of
+    from kvq.commands.results import FinishedRows, result_of
     from kvq.weights.manifest import relist
 
     source, other = texts

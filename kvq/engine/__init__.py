@@ -5,8 +5,8 @@ from kvq.engine.config import EngineConfig
 from kvq.engine.llm import LLM
 from kvq.engine.outputs import CompletionOutput, Piece, Receipt, RequestOutput, Timing
 from kvq.engine.params import PrefixPin, SamplingParams, StructuredOutput
+from kvq.engine.publisher import StepStats
 from kvq.engine.sampling import TokenLogprobs
-from kvq.engine.stats import StepStats
 from kvq.scheduler import Priority
 
 __all__ = [

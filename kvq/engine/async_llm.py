@@ -13,8 +13,7 @@ from kvq.engine.loop import Command, LoopedEngine
 from kvq.engine.outputs import Event, Piece, RequestOutput, as_piece
 from kvq.engine.params import Params, as_params
 from kvq.engine.prompts import Prompt
-from kvq.engine.publisher import StepSubscriber
-from kvq.engine.stats import StepStats
+from kvq.engine.publisher import StepStats, StepSubscriber
 from kvq.errors import EngineError, KVQError
 from kvq.kernels.neighbours import end_team
 from kvq.scheduler import Priority

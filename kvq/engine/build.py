@@ -1,11 +1,16 @@
-"""From a model and options to what an engine runs on, all that needs no weights checked first."""
+"""From a model and options to what an engine is made of, sized for its model and its device."""
 
+import logging
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from kvq.blockmgr import BlockManager
+from kvq.cache.memory import available_bytes
 from kvq.engine.config import EngineConfig
-from kvq.engine.memory import planned_blocks
+from kvq.engine.dry_run import dry_run
+from kvq.engine.memory import planned_blocks, swap_slots
+from kvq.engine.runner import Runner
 from kvq.errors import ConfigError, nearest
 from kvq.formats import KVRecipe, StaticScales
 from kvq.layout import KVLayout
@@ -13,7 +18,11 @@ from kvq.models import Model
 from kvq.models.model import load_prepared
 from kvq.models.prepared import LoadOptions, PreparedModel, find_scales, prepare
 from kvq.models.resolve import ModelSource
+from kvq.scheduler import MeasuredCosts, Scheduler, SchedulerConfig
+from kvq.sizes import decimal
+from kvq.sizing.pools import bytes_of, reserve_blocks
 
+_log = logging.getLogger("kvq")
 _ENGINE_OPTIONS = tuple(field.name for field in fields(EngineConfig))
 _LOAD_OPTIONS = ("scales", *LoadOptions.__annotations__)
 
@@ -101,3 +110,53 @@ def _check_known(options: dict[str, Any], known: set[str], what: str) -> None:
     for name in sorted(options.keys() - known):
         hint = nearest(name, sorted(known)) or ";"
         raise ConfigError(f"unknown option {name!r}{hint} {what} {sorted(known)}")
+
+
+def build_parts(model: Model, config: EngineConfig, max_context: int) -> tuple[Scheduler, Runner]:
+    """Size everything: a step of full size over a small pool first, then the real pools."""
+    layout, device = model.layout, model.weights.device
+    costs, activation_bytes = MeasuredCosts(), 0
+    if config.num_blocks is None and config.kv_memory is None:
+        _log.info("measuring a step of %d tokens", config.max_num_batched_tokens)
+        tried = dry_run(model, max_num_batched_tokens=config.max_num_batched_tokens, max_context=max_context)
+        costs, activation_bytes = MeasuredCosts(prefill_token_s=tried.token_s), tried.activation_bytes
+    num_blocks = planned_blocks(
+        layout,
+        config,
+        on_gpu=device.type == "cuda",
+        max_context=max_context,
+        free_bytes=available_bytes(device),
+        activation_bytes=activation_bytes,
+    )
+    host_slots = swap_slots(layout, config, num_blocks)
+    _log.info("making the KV pool, %s", decimal(bytes_of(layout, num_blocks)))
+    runner = Runner(
+        model,
+        num_blocks=num_blocks,
+        host_slots=host_slots,
+        swap_folder=config.swap_folder,
+        max_num_seqs=config.max_num_seqs,
+        max_context=max_context,
+    )
+    manager = BlockManager(
+        num_blocks=num_blocks,
+        block_size=layout.block_size,
+        windows=[group.group.window for group in layout.groups],
+        host_slots=host_slots,
+        reserve_blocks=reserve_blocks(num_blocks, config.reserve_fraction),
+    )
+    scheduler = Scheduler(
+        manager,
+        SchedulerConfig(
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=max(config.max_num_batched_tokens, config.max_num_seqs),
+            max_context=max_context,
+            prefix_caching=config.prefix_caching,
+            max_step_stretch=config.max_step_stretch,
+            aging_s=config.aging_s,
+            itl_slo_s=config.itl_slo_s,
+            ttft_slo_s=config.ttft_slo_s,
+        ),
+        costs,
+    )
+    return scheduler, runner

@@ -7,7 +7,7 @@ from math import inf
 from time import perf_counter
 
 from kvq.cache.memory import held_bytes
-from kvq.engine.build import check_cache
+from kvq.engine.build import build_parts, check_cache
 from kvq.engine.choose import Choices, Chooser, as_known
 from kvq.engine.config import EngineConfig
 from kvq.engine.grammar import GrammarCompiler, Matcher
@@ -15,7 +15,6 @@ from kvq.engine.intake import Intake
 from kvq.engine.job import Job
 from kvq.engine.launch import Launcher
 from kvq.engine.outputs import FinishReason
-from kvq.engine.parts import build_parts
 from kvq.engine.pinning import Pinning
 from kvq.engine.publisher import Publisher, StepSubscriber
 from kvq.engine.reconcile import reconcile
@@ -254,7 +253,7 @@ class EngineCore(StaysHere):
         self.pinning.apply(now)
         for request, error in choices.errors.items():
             if request in self._jobs:
-                self._fail(self._jobs[request], error)
+                self._end(self._jobs[request], error, "error")
         timed: set[Request] = set()
         for i, (token, logprobs) in choices.tokens.items():
             branch = plan.branches[i]
@@ -290,7 +289,8 @@ class EngineCore(StaysHere):
         except Exception as error:  # noqa: BLE001 - a listener or a tokenizer: this request's alone
             if not isinstance(error, KVQError):
                 _log.exception("request %s failed", job.request.id)
-            self._fail(job, as_known(error))
+            if job.request in self._jobs:
+                self._end(job, as_known(error), "error")
             return
         if ended:
             self._release(branch)
@@ -310,12 +310,8 @@ class EngineCore(StaysHere):
         else:
             self.scheduler.branch_out(job.request, picks)
 
-    def _fail(self, job: Job, error: KVQError) -> None:
-        """End a job whose values can't be trusted; nothing of it stays cached."""
-        if job.request in self._jobs:
-            self._end(job, error, "error")
-
     def _end(self, job: Job, error: KVQError | None, reason: FinishReason | None) -> None:
+        """End a job. With an error its values can't be trusted: nothing of it stays cached."""
         for branch in job.request.live:
             self._release(branch)
         if error is None:

@@ -1,18 +1,42 @@
-"""Who wants to know what every step was like, and telling them."""
+"""What every step was like, who wants to know it, and telling them."""
 
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
 
 from torch import nn
 
 from kvq.engine.launch import Launched
-from kvq.engine.stats import StepStats
 from kvq.models import Model
-from kvq.scheduler import Scheduler
+from kvq.scheduler import Scheduler, Snapshot
 from kvq.weights import PackedLinear
 from kvq.weights.install import GatedMLP
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepStats(Snapshot):
+    """One step. Times in seconds; counts of requests and tokens at its end unless said otherwise.
+
+    On a GPU `attention_s` and `linear_s` are None: kernels run while the host goes on.
+    """
+
+    number: int
+    decode_tokens: int
+    prefill_tokens: int
+    decode_context: int  # tokens that the decodes see together, windows aside
+    prefill_context: int  # pairs of a prefill token and one that it sees, likewise
+    sampled: int  # sequences that get a token
+    finished: int  # in this step
+    utilization: float | None  # filled slots of live blocks; None unless it is asked for
+    seconds: float  # the whole step
+    scheduling_s: float
+    forward_s: float
+    attention_s: float | None  # of the forward pass: writing to blocks and attending from them
+    linear_s: float | None  # of the forward pass: Linear layers; None unless somebody subscribed
+    sampling_s: float
+
 
 _log = logging.getLogger("kvq")
 StepSubscriber = Callable[[StepStats], object]

@@ -12,12 +12,12 @@ from kvq.formats import KVRecipe, StaticScales
 from kvq.geometry import ModelGeometry
 from kvq.layout import KVLayout
 from kvq.models.fused_layers import fuse_layers, unfuse_layers
+from kvq.models.inputs import check_token_ids
 from kvq.models.prepared import LoadOptions, PreparedModel, find_scales, prepare
 from kvq.models.probe import probe
 from kvq.models.resolve import ModelSource
 from kvq.models.session import Session
 from kvq.models.stays_here import StaysHere
-from kvq.models.token_ids import check_token_ids
 from kvq.models.weights import LoadedWeights, load_weights
 from kvq.sizes import count
 from kvq.weights import quantized_layers, weight_count

@@ -9,7 +9,7 @@ from typing import Any
 
 from kvq.errors import RequestError, first_lines
 from kvq.models.control_tokens import ControlTokens
-from kvq.models.unicode import check_unicode
+from kvq.models.inputs import check_unicode
 
 TRUSTED = ("system", "developer", "assistant")  # roles whose texts may hold control tokens
 _ROLES = frozenset((*TRUSTED, "user", "tool", "function"))

@@ -11,10 +11,9 @@ from kvq.cache.memory import held_bytes
 from kvq.errors import ModelError
 from kvq.geometry import ModelGeometry
 from kvq.models.device import pick_dtype
-from kvq.models.fused_layers import is_fused
+from kvq.models.fused_layers import fuse_norms, is_fused
 from kvq.models.linear import invariant_rows, pack_linears, padded_rows
 from kvq.models.modules import import_class, load_module, pin_rope
-from kvq.models.norms import fuse_norms
 from kvq.models.prepared import PreparedModel
 from kvq.models.quantized import load_quantized, load_rounded
 from kvq.models.resolve import ModelSource, hub_name

@@ -12,12 +12,11 @@ from time import monotonic
 from kvq.engine import SamplingParams
 from kvq.errors import RequestError
 from kvq.scheduler import Request, resolve_max_tokens, worst_case
-from kvq.server.first_tokens import FirstTokens
 from kvq.server.messages import Ready
 from kvq.server.problems import Problem, unavailable
 from kvq.server.prompts import Prompts
 from kvq.server.remote import Remote
-from kvq.server.seating import Seating, Seats
+from kvq.server.seating import FirstTokens, Seating, Seats
 from kvq.server.tenants import Tenant, TenantLimits
 
 _MAX_RETRY_S = 60

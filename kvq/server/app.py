@@ -23,12 +23,11 @@ from kvq.server.bodies import ChatBody, CompletionBody, DetokenizeBody, Tokenize
 from kvq.server.chat import Chat
 from kvq.server.complaints import of_body
 from kvq.server.completions import Completion
-from kvq.server.dialects import MESSAGES_PATH
 from kvq.server.guard import REASON, Access, Guard, as_response
 from kvq.server.ignored import HEADER
 from kvq.server.metrics import CONTENT_TYPE
 from kvq.server.openapi import ONE_OR_STREAM, describe_routes
-from kvq.server.problems import Problem
+from kvq.server.problems import MESSAGES_PATH, Problem
 from kvq.server.prompts import Conversation, Prompts
 from kvq.server.respond import admitted, note_fields, respond, tenant
 from kvq.server.service import Service, describe

@@ -16,11 +16,10 @@ from fastapi.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kvq.errors import ConfigError
-from kvq.server.dialects import dialect_of
 from kvq.server.ignored import HEADER, IGNORED
 from kvq.server.incoming import FREE, MAX_BODY, Incoming, skip, too_large
 from kvq.server.logs import Sparse, log_event, request_id
-from kvq.server.problems import Problem
+from kvq.server.problems import Problem, dialect_of
 
 MAX_HEADERS = 64 << 10  # bytes, of their names and values together
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#@\s]+")

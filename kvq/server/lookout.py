@@ -12,7 +12,7 @@ from kvq.engine.job import Job
 from kvq.engine.outputs import RequestOutput
 from kvq.layout import GroupLayout
 from kvq.scheduler.request import RequestState
-from kvq.server.picture import (
+from kvq.server.messages import (
     Latency,
     LiveRequest,
     Part,

@@ -8,10 +8,10 @@ from typing import Any
 
 from fastapi import FastAPI
 
-from kvq.server.dialects import is_messages_path
 from kvq.server.guard import MAX_HEADERS, OPEN, is_browsed
 from kvq.server.ignored import HEADER, ONLY_USUAL
 from kvq.server.incoming import MAX_BODY
+from kvq.server.problems import is_messages_path
 
 Document = dict[str, Any]
 ONE_OR_STREAM: dict[str, Any] = {

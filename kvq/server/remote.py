@@ -15,8 +15,19 @@ from kvq.engine.intake import Terms
 from kvq.errors import ConfigError, EngineError, KVQError
 from kvq.server.engine_process import EngineProcess
 from kvq.server.frames import from_engine
-from kvq.server.messages import Cancel, Ended, Gauges, Look, Ping, Ready, Refused, Start, Stepped, Submit
-from kvq.server.picture import Picture
+from kvq.server.messages import (
+    Cancel,
+    Ended,
+    Gauges,
+    Look,
+    Picture,
+    Ping,
+    Ready,
+    Refused,
+    Start,
+    Stepped,
+    Submit,
+)
 
 _log = logging.getLogger("kvq")
 _RESTART_WINDOW_S = 600.0

@@ -11,10 +11,9 @@ import msgspec
 from fastapi import Request
 from fastapi.responses import Response
 
-from kvq.server.dialects import dialect_of
 from kvq.server.guard import ADMITTED
 from kvq.server.ignored import IGNORED, Body
-from kvq.server.problems import Problem
+from kvq.server.problems import Problem, dialect_of
 from kvq.server.seating import Seats
 from kvq.server.sending import EventStream, WholeAnswer, until_gone
 from kvq.server.service import Service

@@ -28,8 +28,8 @@ from kvq.server.protocol import Connection, prepare
 from kvq.server.reading import Readers, Setup
 from kvq.server.remote import Remote, Watch
 from kvq.server.service import Service
-from kvq.server.stretches import Stretches
 from kvq.server.tools.calling import ToolCalling
+from kvq.server.turns import Stretches
 
 _log = logging.getLogger("kvq")
 _END_S = 0.3  # for answers to be written after the engine is gone

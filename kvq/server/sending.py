@@ -9,8 +9,7 @@ from typing import Any
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from kvq.server.dialects import OPENAI, Dialect
-from kvq.server.problems import Problem, failed
+from kvq.server.problems import OPENAI, Dialect, Problem, failed
 
 _log = logging.getLogger("kvq")
 MAX_BEHIND = 24 << 10  # bytes; as much again may lie in the connection, beside its own 8 KiB

@@ -11,7 +11,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import HTMLResponse, JSONResponse, Response
 
 from kvq.errors import EngineError
-from kvq.server.picture import LiveRequest, PastRequest, Picture
+from kvq.server.messages import LiveRequest, PastRequest, Picture
 from kvq.server.problems import Problem
 from kvq.server.respond import tenant as who_asks
 from kvq.server.service import Service

@@ -5,8 +5,8 @@ import json
 import pytest
 
 from kvq import cli
+from kvq.bench.blocks import measure_utilization
 from kvq.bench.timing import Timings, percentile
-from kvq.bench.utilization import measure_utilization
 
 SMALL = ["--sequences", "20", "--blocks-per-sequence", "4", "--blocks", "256", "--block-size", "3"]
 OPERATIONS = {

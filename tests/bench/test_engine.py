@@ -11,10 +11,10 @@ import pytest
 import kvq
 from kvq import cli
 from kvq.bench.engine import Plan, bench_engine
-from kvq.bench.engine_check import check_requests, compare, one_by_one
 from kvq.bench.engine_continuous import ContinuousBatching
 from kvq.bench.engine_load import Arrivals, Load, LoadRequest
 from kvq.bench.engine_result import Served, ServedLoad, is_saturated, mark, row
+from kvq.bench.engine_rivals import check_requests, compare, one_by_one
 from kvq.bench.engine_server import KvqServer, Limits
 from kvq.capacity.lengths import Lengths, parse_lengths
 from kvq.errors import ConfigError, EngineError

@@ -10,8 +10,7 @@ import torch
 from kvq import cli
 from kvq.bench import attention, measure
 from kvq.bench import tune as tuning
-from kvq.bench.measure import percentile
-from kvq.bench.truth import exact_attention
+from kvq.bench.measure import exact_attention, percentile
 from kvq.bench.tune import candidates, write_table
 from kvq.bench.workload import Workload, filled_cache, lengths, queries
 from kvq.cache import KVCache

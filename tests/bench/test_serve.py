@@ -5,10 +5,11 @@ import json
 
 import pytest
 
+from benchmarks.rude import metrics, num_sockets, some_rude
 from kvq import cli
 from kvq.bench.engine_load import Load
-from kvq.bench.serve_client import Manner, Target
-from kvq.bench.serve_load import as_served, outcomes, run_load, some_rude
+from kvq.bench.serve_client import Target
+from kvq.bench.serve_load import as_served, outcomes, run_load
 from kvq.bench.serve_process import ServerProcess
 from kvq.capacity.lengths import Lengths
 from kvq.errors import ConfigError
@@ -62,8 +63,8 @@ def test_rude_clients_leave_nothing_behind():
     async def main():
         options = ["--model", "tiny", "--kv", "int4", "--num-blocks", "48", "--max-num-seqs", "8"]
         async with ServerProcess([*options, "--max-queue", "10000", "--max-kv-pressure", "1"]) as server:
-            await server.metrics()
-            idle = server.num_sockets()
+            await metrics(server)
+            idle = num_sockets(server)
             load = Load(
                 num_requests=150,
                 input_lengths=Lengths(low=1, high=64),
@@ -71,16 +72,16 @@ def test_rude_clients_leave_nothing_behind():
                 vocab_size=server.model["vocab_size"],
                 max_context=server.model["max_model_len"],
             )
-            manner = some_rude(resets=0.3, stalls=0.1, seed=3)
-            sent = await run_load(server.target, load.draw(0), 24, manner=manner, stall_s=0.3)
-            polite = [one for one in sent if one.manner is Manner.POLITE]
+            leave = some_rude(resets=0.3, stalls=0.1, stall_s=0.3, seed=3)
+            sent = await run_load(server.target, load.draw(0), 24, leave=leave)
+            polite = [one for one in sent if one.leave is None]
             assert 60 < len(polite) < 120
             assert all(one.is_complete for one in polite)
             assert outcomes(sent)["other"] == 0
             assert len(as_served(sent).served) >= len(polite)
             for _ in range(100):
-                seen = await server.metrics()
-                left = seen["kvq_blocks/0/live"], seen["kvq_active_requests"], server.num_sockets() - idle
+                seen = await metrics(server)
+                left = seen["kvq_blocks/0/live"], seen["kvq_active_requests"], num_sockets(server) - idle
                 if left[:2] == (0, 0) and left[2] <= 0:
                     return
                 await asyncio.sleep(0.05)

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from kvq.bench import tune as tuning
+from benchmarks import linear_tiles
+from benchmarks.linear_tiles import candidates, tune_linear
 from kvq.bench.linear import LinearWorkload
-from kvq.bench.tune import linear_candidates, tune_linear
 from kvq.errors import KVQError
 from kvq.kernels.linear import tiles
 from kvq.kernels.linear.cpu import CpuLinear
@@ -13,7 +13,7 @@ from kvq.kernels.linear.cpu import CpuLinear
 
 @pytest.mark.parametrize("rows", [*tiles.ROW_CLASSES, tiles.MANY_ROWS])
 def test_tiles_to_try_are_of_their_class_and_differ(rows: int) -> None:
-    tried = linear_candidates(rows)
+    tried = candidates(rows)
     assert len(tried) == len(set(tried)) > 10
     if rows != tiles.MANY_ROWS:
         assert {x.rows for x in tried} == {rows}, "one tile is as high as the step"
@@ -30,8 +30,8 @@ def test_the_fastest_tile_of_those_that_are_right_is_found(monkeypatch: pytest.M
         backend="cpu",
     )
     monkeypatch.setattr("kvq.bench.measure.cache_bytes", lambda _: 1 << 12)
-    few = linear_candidates(16)[:2]
-    monkeypatch.setattr(tuning, "linear_candidates", lambda _: few)
+    few = candidates(16)[:2]
+    monkeypatch.setattr(linear_tiles, "candidates", lambda _: few)
     key, best, rows = tune_linear(workload, "int8", repeats=3)
     assert key == "linear int8 16 interpreter"
     assert best == min(zip(few, rows, strict=True), key=lambda pair: pair[1]["ms_median"])[0]

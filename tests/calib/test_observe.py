@@ -8,7 +8,7 @@ from safetensors.torch import load_file, save_file
 
 import kvq
 from kvq.calib import calibrate, observe
-from kvq.calib.histogram import Magnitudes
+from kvq.calib.observe import Magnitudes
 from kvq.errors import ConfigError
 from kvq.evals import EvalText, calibration_text
 from kvq.formats import KVRecipe

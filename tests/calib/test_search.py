@@ -191,7 +191,7 @@ def test_in_16_bit_weights_rounding_is_no_cost_of_a_format(tmp_path):
 
 
 def test_calibration_flags_the_huge_biases_and_nothing_like_them_elsewhere(biased):
-    from kvq.calib.summary import summarize
+    from kvq.calib.observe import summarize
 
     rows = summarize(observe(biased, calibration_text(), context=256, max_windows=2))
     flagged = {(row.layer, row.part): set() for row in rows}

@@ -12,8 +12,8 @@ import pytest
 
 import kvq
 from kvq import cli
-from kvq.commands import shells
-from kvq.commands.shells import MARK, SHELLS
+from kvq.commands import completion
+from kvq.commands.completion import MARK, SHELLS
 
 # Completes lines as bash asks for it, one after another in one process.
 ASK = """
@@ -222,14 +222,14 @@ def test_a_startup_file_that_takes_nothing_is_named_with_the_line_it_needs(kvq, 
 
 
 def test_the_users_own_shell_is_taken_where_none_called(kvq, home, monkeypatch):
-    monkeypatch.setattr(shells, "_process", lambda pid: ("python3", pid - 1))
+    monkeypatch.setattr(completion, "_process", lambda pid: ("python3", pid - 1))
     status, _, error = kvq("completion")
     assert status == 2
     assert "can't tell which shell this is; name it: kvq completion bash | zsh | fish" in error
     monkeypatch.setenv("SHELL", "/usr/local/bin/fish")
     assert "--command kvq" in kvq("completion")[1]
     callers = {os.getppid(): ("make", 7), 7: ("zsh", 1)}
-    monkeypatch.setattr(shells, "_process", callers.get)
+    monkeypatch.setattr(completion, "_process", callers.get)
     assert "#compdef kvq" in kvq("completion")[1]
 
 

@@ -10,7 +10,7 @@ import pytest
 from kvq.bench.engine_server import KvqServer
 from kvq.calib import search
 from kvq.commands import simulate_fleet
-from kvq.commands.finished import FinishedRows
+from kvq.commands.results import FinishedRows
 from kvq.errors import EngineError
 from kvq.evals import divergence
 from tests.waiting import HANG_S, wait_for

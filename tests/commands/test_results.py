@@ -5,8 +5,7 @@ import sys
 
 import pytest
 
-from kvq.commands.finished import FinishedRows
-from kvq.commands.results import begin, result_of, write_rows
+from kvq.commands.results import FinishedRows, begin, result_of, write_rows
 from kvq.errors import ConfigError
 
 

@@ -11,7 +11,7 @@ import pytest
 from kvq.engine import AsyncLLM, SamplingParams
 from kvq.engine.intake import Terms
 from kvq.engine.job import Job
-from kvq.engine.watchdog import Watchdog
+from kvq.engine.loop import Watchdog
 from kvq.errors import EngineError, RequestError
 from tests.engine.kit import assert_balanced, mixed_prompts, pair, tokens_of
 

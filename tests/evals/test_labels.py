@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 from matplotlib.text import Text
 
-from kvq.bench.engine_plot import engine_figure
-from kvq.bench.roofline import roofline_figure
+from kvq.bench.figures import engine_figure, roofline_figure
 from kvq.calib.tune_report import front_figure, sensitivity_figure
 from kvq.commands import capacity_report
 from kvq.errors import EngineError

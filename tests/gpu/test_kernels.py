@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kvq.bench.truth import exact_attention, relative_error
+from kvq.bench.measure import exact_attention, relative_error
 from kvq.bench.workload import Workload, filled_cache, queries
 from kvq.cache import KVCache
 from kvq.kernels import AttentionOptions, PagedKV, PagedRows, SequenceBatch, registry

@@ -5,14 +5,13 @@ import random
 import pytest
 
 from kvq.server.frames import Decoder, encode
-from kvq.server.reading import pieces as pieces_module
-from kvq.server.reading.jobs import Chat, Text, ToReader
-from kvq.server.reading.pieces import in_pieces, put_together
+from kvq.server.reading import jobs
+from kvq.server.reading.jobs import Chat, Text, ToReader, in_pieces, put_together
 
 
 @pytest.fixture(autouse=True)
 def short(monkeypatch):
-    monkeypatch.setattr(pieces_module, "PIECE", 10)
+    monkeypatch.setattr(jobs, "PIECE", 10)
 
 
 def sent(job):

@@ -6,8 +6,7 @@ import json
 import pytest
 
 from kvq.server import sending
-from kvq.server.dialects import OPENAI
-from kvq.server.problems import unavailable
+from kvq.server.problems import OPENAI, unavailable
 from kvq.server.sending import MAX_BEHIND, EventStream
 from tests.waiting import HANG_S, wait_for_async
 

@@ -9,8 +9,7 @@ from time import thread_time
 
 import pytest
 
-from kvq.server.stretches import Stretches
-from kvq.server.turns import Again, Closing, Turns
+from kvq.server.turns import Again, Closing, Stretches, Turns
 from tests.waiting import HANG_S
 
 

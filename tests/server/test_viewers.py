@@ -7,7 +7,7 @@ import pytest
 
 from kvq.errors import EngineError
 from kvq.server.guard import basic_password
-from kvq.server.picture import Picture
+from kvq.server.messages import Picture
 from kvq.server.remote import State
 from kvq.server.viewers import Viewers
 

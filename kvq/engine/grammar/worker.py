@@ -52,7 +52,7 @@ def serve(source: BinaryIO, sink: BinaryIO) -> None:
     while line := source.readline(setup["max_line_bytes"]):
         # Of processor time, on which it dies: what a busy machine does meanwhile is no fault of the grammar.
         signal.setitimer(signal.ITIMER_PROF, setup["timeout_s"])
-        _limit_memory(setup["memory_bytes"])
+        limit_memory(setup["memory_bytes"])
         _reply(sink, _refusal(tokenizer, json.loads(line)["grammar"], setup["parser"]))
         signal.setitimer(signal.ITIMER_PROF, 0)
 
@@ -65,7 +65,7 @@ def _refusal(tokenizer: LLTokenizer, text: str, limits: Mapping[str, Any]) -> st
     return ""
 
 
-def _limit_memory(extra_bytes: int) -> None:
+def limit_memory(extra_bytes: int) -> None:
     """Let the process take `extra_bytes` more address space than it has now; the rest aborts it."""
     if sys.platform != "linux":  # elsewhere the kernel doesn't keep this limit
         return

@@ -1,14 +1,26 @@
 """Log-probabilities under the model's own distribution, in natural logarithms."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from kvq.engine.sampling.chunks import chunks
-from kvq.engine.sampling.mass import log_probability, masses
+from kvq.engine.sampling.filters import log_probability, masses
 from kvq.engine.sampling.ranking import likeliest, ranked
+
+# Elements. On a CPU the copies of a chunk stay in its cache, which halves the time; elsewhere larger
+# chunks mean fewer launches, and 64 MiB of fp32 bounds what 256 rows over a vocabulary of 128k take.
+_CPU_ELEMENTS = 1 << 18
+_DEVICE_ELEMENTS = 1 << 24
+
+
+def chunks(num_rows: int, vocab_size: int, device: torch.device) -> Iterator[slice]:
+    """Split `num_rows` rows into slices whose temporary copies stay small. Rows never affect each other."""
+    elements = _CPU_ELEMENTS if device.type == "cpu" else _DEVICE_ELEMENTS
+    step = max(1, elements // vocab_size)
+    for start in range(0, num_rows, step):
+        yield slice(start, min(start + step, num_rows))
 
 
 @dataclass(frozen=True, slots=True)

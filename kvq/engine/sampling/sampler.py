@@ -9,10 +9,8 @@ import torch
 from torch import Tensor
 
 from kvq.engine.params import SamplingParams, check_params
-from kvq.engine.sampling.chunks import chunks
-from kvq.engine.sampling.filters import draw_ranked, draw_whole
-from kvq.engine.sampling.logprobs import TokenLogprobs, measure, read_logprobs
-from kvq.engine.sampling.mass import MAX_VOCAB
+from kvq.engine.sampling.filters import MAX_VOCAB, draw_ranked, draw_whole
+from kvq.engine.sampling.logprobs import TokenLogprobs, chunks, measure, read_logprobs
 from kvq.engine.sampling.penalties import apply_biases, apply_masks, apply_penalties
 from kvq.engine.sampling.ranking import likeliest
 from kvq.engine.sampling.rows import Draw, RowTable

@@ -7,19 +7,18 @@ with how that one ended. It ends, and all readers with it, when the other end is
 
 import gc
 import os
-import resource
 import signal
 import socket
 import sys
 from pathlib import Path
 from typing import NoReturn
 
+from kvq.engine.grammar.worker import limit_memory
 from kvq.errors import KVQError, RequestError
 from kvq.models.prompts import PromptEncoder, TemplateFails, TooLong
 from kvq.models.tokenizer import load_tokenizer
 from kvq.server.frames import Decoder, encode
-from kvq.server.reading.jobs import FromReader, Job, Loaded, Piece, Refusal, Setup, ToReader
-from kvq.server.reading.pieces import put_together
+from kvq.server.reading.jobs import FromReader, Job, Loaded, Piece, Refusal, Setup, ToReader, put_together
 
 ID_BYTES = 4  # of a process id, and of an exit status
 NO_MEMORY = 1  # exit status of a reader
@@ -100,7 +99,7 @@ def read_jobs(descriptor: int, encoder: PromptEncoder, memory_bytes: int) -> NoR
                     continue
                 # Of processor time, on which it dies: a busy machine is no fault of the job's.
                 signal.setitimer(signal.ITIMER_PROF, job.processor_s)
-                _limit_memory(memory_bytes)
+                limit_memory(memory_bytes)
                 answer = encode(_answer(encoder, job, pieces))
                 pieces.clear()
                 signal.setitimer(signal.ITIMER_PROF, 0)
@@ -124,17 +123,6 @@ def _answer(encoder: PromptEncoder, job: Job, pieces: list[str]) -> FromReader:
         os._exit(NO_MEMORY)
     except Exception as error:  # noqa: BLE001 - this job's, whatever it is; its words may quote a prompt
         return Refusal(reason=f"the tokenizer failed: {type(error).__name__}", has_failed=True)
-
-
-def _limit_memory(extra_bytes: int) -> None:
-    """Let the process take so much more address space than it has now."""
-    if sys.platform != "linux":  # elsewhere the kernel doesn't keep this limit
-        return
-    with open("/proc/self/statm", encoding="ascii") as file:
-        pages = int(file.read().split()[0])
-    hard = resource.getrlimit(resource.RLIMIT_AS)[1]
-    soft = pages * resource.getpagesize() + extra_bytes
-    resource.setrlimit(resource.RLIMIT_AS, (soft if hard < 0 else min(soft, hard), hard))
 
 
 if __name__ == "__main__":

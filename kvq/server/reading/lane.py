@@ -14,8 +14,7 @@ from kvq.errors import EngineError
 from kvq.fair_line import FairLine
 from kvq.server.frames import encode
 from kvq.server.problems import unavailable
-from kvq.server.reading.jobs import FromReader, Job, Piece
-from kvq.server.reading.pieces import in_pieces
+from kvq.server.reading.jobs import FromReader, Job, Piece, in_pieces
 from kvq.server.reading.readers import Reader, Readers
 
 _PROCESSOR_S = 1.0  # that a job may take

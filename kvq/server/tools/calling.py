@@ -7,8 +7,8 @@ from typing import Any, Literal
 from kvq.engine import SamplingParams, StructuredOutput
 from kvq.server.problems import Problem
 from kvq.server.tools.format import Tool, ToolFormat, Wording
+from kvq.server.tools.json_calls import PLAIN
 from kvq.server.tools.parser import Parser
-from kvq.server.tools.plain import PLAIN
 from kvq.server.tools.registry import find_format
 
 

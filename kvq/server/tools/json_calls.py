@@ -4,6 +4,7 @@ import json
 import re
 from collections.abc import Callable, Collection
 
+from kvq.server.tools.format import Spelling, ToolFormat, json_call
 from kvq.server.tools.output import Output, no_call
 from kvq.server.tools.source import Source, Steps
 
@@ -230,3 +231,13 @@ def _string_text(source: Source, sink: Callable[[str], None]) -> Steps[bool]:
 
 def _forget(_: str) -> None:
     pass
+
+
+# `[{"name": "f", "arguments": {...}}, ...]`, for forced calls where the model's format is no help.
+PLAIN = ToolFormat(
+    name="plain",
+    read=call_array,
+    is_template=lambda _: False,
+    opening="[",
+    spelling=lambda _: Spelling(call=json_call, before="[", between=", ", after="]"),
+)

@@ -3,7 +3,7 @@
 import json
 
 from kvq.server.tools import FORMATS, CallArguments, CallStart, Parser, Text, Tool
-from kvq.server.tools.plain import PLAIN
+from kvq.server.tools.json_calls import PLAIN
 
 BAR, LOW = "\uff5c", "\u2581"
 TOOLS = [

@@ -1,4 +1,4 @@
-"""What holds token ids: what is taken for them runs as others."""
+"""What a model is given: texts that can be tokenized, and what holds token ids; others would run as such."""
 
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Set
@@ -33,3 +33,13 @@ def check_holds_items(given: object, wanted: str) -> None:
     wrong = isinstance(given, bytes | bytearray | memoryview | Mapping | Set)
     if is_one or wrong or not isinstance(given, Iterable):
         raise RequestError(f"{wanted}, got {type(given).__name__}")
+
+
+def check_unicode(text: str, what: str) -> None:
+    """Raise RequestError if `text` holds lone surrogates, as bytes that were not UTF-8 leave them."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise RequestError(
+            f"{what} is not valid Unicode at character {error.start}; give UTF-8 text"
+        ) from error

@@ -1,19 +1,44 @@
-"""The plot of `kvq bench engine`: what throughput costs in latency, format by format."""
+"""The plots of `kvq bench attention` and `kvq bench engine`."""
 
 import itertools
-from pathlib import Path
 from typing import Any
 
-from kvq.evals.figure import finish, legend_beside, new_figure, title, write_figure
+from kvq.evals.figure import finish, legend_beside, log_axis, new_figure, title
 from kvq.evals.labels import label_point
+from kvq.sizes import speed
+
+
+def roofline_figure(result: dict[str, Any]) -> Any:
+    """Every row's time over the bytes it reads, and the line that reading sets; both axes logarithmic."""
+    rows, bandwidth = result["rows"], result["read_gb_per_s"]
+    figure = new_figure(7.0, 4.4)
+    axes = figure.subplots()
+    sizes = [row["gb_per_s"] * row["ms_median"] for row in rows]  # MB
+    ends = (min(sizes) / 1.5, max(sizes) * 1.5)
+    axes.plot(ends, [size / bandwidth for size in ends], color="0.5", lw=1)
+    label_point(axes, f"reading, {speed(bandwidth)}", (max(sizes), max(sizes) / bandwidth), 8)
+    for row, size in zip(rows, sizes, strict=True):
+        mine = row["name"] == "kvq"
+        axes.plot(size, row["ms_median"], "o" if mine else "x", color="tab:blue" if mine else "0.3")
+        label = row["kv"] if mine else f"{row['name']} {row['kv']}"
+        label_point(axes, label, (size, row["ms_median"]), 8)
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    log_axis(axes.xaxis)
+    log_axis(axes.yaxis)
+    axes.margins(x=0.15, y=0.1)
+    finish(axes, "MB of K and V that one call reads", "ms, median")
+    first = rows[0]
+    title(
+        figure,
+        f"{first['operation']}, batch {first['batch']}, context {first['context']:,}, "
+        f"{result['device']}, {result['date'][:10]}",
+    )
+    return figure
+
 
 _COLORS = ("#57606a", "#bc4c00", "#1a7f37", "#0969da", "#8250df", "#cf222e")
 _PANELS = (("itl_ms_p50", "time between tokens, ms, median"), ("ttft_ms_p99", "time to first token, ms, p99"))
-
-
-def write_engine_plot(path: str | Path, result: dict[str, Any]) -> None:
-    """Draw the plot into an .svg, .png or .pdf file."""
-    write_figure(path, engine_figure, result)
 
 
 def engine_figure(result: dict[str, Any]) -> Any:
