@@ -12,6 +12,7 @@ import socket
 from functools import cache
 from typing import Any
 
+from kvq.models.control_tokens import ControlTokens
 from kvq.models.prompts import PromptEncoder
 from kvq.server.frames import Decoder, encode
 from kvq.server.reading.host import NO_MEMORY, read_jobs
@@ -42,7 +43,7 @@ def case(odds: random.Random) -> str | None:
     name = odds.choice(sorted(FAMILIES))
     encoder, tokenizer, whole = _encoder(name)
     is_whole = odds.random() < 0.4
-    turns = _turns(odds, sorted(encoder.control_spellings))
+    turns = _turns(odds, _spellings(name))
     tokenizer.chat_template = whole if is_whole else _damaged(odds, whole)
     try:
         answers, status = _read(encoder, [turns, [{**turn, "content": "x"} for turn in turns]])
@@ -55,7 +56,7 @@ def case(odds: random.Random) -> str | None:
         if isinstance(answer, Refusal) and answer.has_failed:
             return f"{answer.reason}: {told}"
     if is_whole and all(isinstance(answer, Numbers) for answer in answers) and len(answers) == 2:
-        found, wanted = (_structure(encoder, tokenizer, answer) for answer in answers)
+        found, wanted = (_structure(name, tokenizer, answer) for answer in answers)
         if found != wanted and not any(
             turn["role"] in ("assistant", "system", "developer") for turn in turns
         ):
@@ -69,6 +70,12 @@ def _encoder(name: str) -> tuple[PromptEncoder, Any, str]:
     encoder = PromptEncoder(tokenizer)
     encoder.warm_up()
     return encoder, tokenizer, tokenizer.chat_template
+
+
+@cache
+def _spellings(name: str) -> list[str]:
+    """Of the control tokens."""
+    return sorted(ControlTokens(FAMILIES[name]()).spellings)
 
 
 def _turns(odds: random.Random, spellings: list[str]) -> list[dict[str, Any]]:
@@ -125,9 +132,9 @@ def _read(encoder: PromptEncoder, talks: list[list[dict[str, Any]]]) -> tuple[li
     return answers, None if is_done or status == 0 else status
 
 
-def _structure(encoder: PromptEncoder, tokenizer: Any, answer: FromReader) -> list[int]:
+def _structure(name: str, tokenizer: Any, answer: FromReader) -> list[int]:
     assert isinstance(answer, Numbers), "token ids"
-    known = {tokenizer.convert_tokens_to_ids(one) for one in encoder.control_spellings}
+    known = {tokenizer.convert_tokens_to_ids(one) for one in _spellings(name)}
     return [
         token
         for token in unpack(answer.packed)
