@@ -34,18 +34,12 @@ if TYPE_CHECKING:
     from kvq.models import Model
 
 _HOMES = {
-    "AsyncLLM": "kvq.engine",
-    "KVRecipe": "kvq.formats",
-    "LLM": "kvq.engine",
-    "Model": "kvq.models",
-    "SamplingParams": "kvq.engine",
-    "StructuredOutput": "kvq.engine",
-    "calibrate": "kvq.calib",
-    "load": "kvq.api",
-    "perplexity": "kvq.api",
-    "plan": "kvq.capacity.plan.plan",
-    "quantize": "kvq.api",
-    "tune": "kvq.api",
+    "kvq.api": ("load", "perplexity", "quantize", "tune"),
+    "kvq.calib": ("calibrate",),
+    "kvq.capacity.plan.plan": ("plan",),
+    "kvq.engine": ("LLM", "AsyncLLM", "SamplingParams", "StructuredOutput"),
+    "kvq.formats": ("KVRecipe",),
+    "kvq.models": ("Model",),
 }
 
 __all__ = [
@@ -76,11 +70,12 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    home = next((home for home, names in _HOMES.items() if name in names), None)
+    if home is None:
         raise AttributeError(f"module 'kvq' has no attribute {name!r}")
     import importlib
 
-    return getattr(importlib.import_module(_HOMES[name]), name)
+    return getattr(importlib.import_module(home), name)
 
 
 def __dir__() -> list[str]:

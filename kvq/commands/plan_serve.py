@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 from kvq.commands.sizing import SizingOptions
 from kvq.errors import ConfigError
 from kvq.formats.weights import parse_weight_format
+from kvq.layout import BLOCK_SIZE
 from kvq.sizing.pools import GPU_FRACTION, MAX_NUM_BATCHED_TOKENS, MAX_NUM_SEQS
 
 if TYPE_CHECKING:
     from kvq.capacity.plan.plan import CapacityPlan, Engine
 
-_BLOCK_SIZE = 32
 _MUCH = 1.05  # more users, for which an option is worth its name
 
 
@@ -26,7 +26,7 @@ def serve_command(plan: "CapacityPlan", sizing: SizingOptions, step_tokens: int)
     words = ["--model", _served(sizing.model), "--kv", plan.kv]
     for name, value, default in (
         ("weights", _rounded_to(sizing.weights), None),
-        ("block-size", sizing.block_size, _BLOCK_SIZE),
+        ("block-size", sizing.block_size, BLOCK_SIZE),
         ("max-model-len", sizing.max_model_len, None),
         ("max-num-seqs", seats, MAX_NUM_SEQS),
         ("max-num-batched-tokens", step_tokens, MAX_NUM_BATCHED_TOKENS),

@@ -61,16 +61,13 @@ class Reconciliation:
 
     def report(self) -> None:
         """Log it: a warning where a term is off."""
-        told = ", ".join(_told(line) for line in (*self.lines, self.whole))
+        lines = (*self.lines, self.whole)
+        told = ", ".join(f"{one.name} {decimal(one.found)} (planned {decimal(one.planned)})" for one in lines)
         if self.wrong:
             names = " and ".join(line.name for line in self.wrong)
             _log.warning("memory: %s; more than %.0f%% off the plan: %s", told, 100 * TOLERANCE, names)
         else:
             _log.info("memory: %s", told)
-
-
-def _told(line: Line) -> str:
-    return f"{line.name} {decimal(line.found)} (planned {decimal(line.planned)})"
 
 
 def reconcile(model: Model, cache: KVCache, num_blocks: list[int], before: int) -> Reconciliation:

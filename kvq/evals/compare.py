@@ -1,6 +1,6 @@
 """Two results side by side: what changed from one to the other."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,7 +63,7 @@ def compare(a: Mapping[str, Any], b: Mapping[str, Any]) -> Comparison:
     only: dict[str, list[str]] = {"a": [], "b": []}
     differences: list[Difference] = []
     for section in dict.fromkeys([*_keys(a), *_keys(b)]):
-        rows_a, rows_b = (_by_identity(_rows(one, section)) for one in (a, b))
+        rows_a, rows_b = (_rows(one, section) for one in (a, b))
         only["a"] += _only(section, rows_a, rows_b)
         only["b"] += _only(section, rows_b, rows_a)
         for key in rows_a:
@@ -87,12 +87,9 @@ def _keys(result: Mapping[str, Any]) -> list[str]:
     return ["rows", *row_keys(result)]
 
 
-def _rows(result: Mapping[str, Any], section: str) -> list[Any]:
-    """Of a section that a task names: no others were checked when the result was read."""
-    return result.get(section, []) if section in _keys(result) else []
-
-
-def _by_identity(rows: Sequence[Mapping[str, Any]]) -> dict[tuple[Any, ...], Mapping[str, Any]]:
+def _rows(result: Mapping[str, Any], section: str) -> dict[tuple[Any, ...], Mapping[str, Any]]:
+    """Of a section that a task names, by identity: no others were checked when the result was read."""
+    rows = result.get(section, []) if section in _keys(result) else []
     return {tuple(row.get(key) for key in ("kv", *IDENTITIES)): row for row in rows}
 
 

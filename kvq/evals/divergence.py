@@ -166,12 +166,8 @@ def measure_tokens(
         found[chunk.session].take(chunk, reference, targets)
         watch.progress(done, len(windows) * per_window)
         if done % per_window == 0:
-            watch.keep(partial(_of_first, found, chunk.window + 1))
+            watch.keep(partial(lambda windows: [one.first(windows) for one in found], chunk.window + 1))
     return found
-
-
-def _of_first(found: list[TokenFigures], windows: int) -> list[TokenFigures]:
-    return [one.first(windows) for one in found]
 
 
 def with_baseline(model: Model, kv: str | Sequence[str | KVRecipe]) -> list[Model]:

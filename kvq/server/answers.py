@@ -73,7 +73,9 @@ class Answer(Call):
 
     async def _results(self) -> list[Piece]:
         """What the pieces of each result add up to."""
-        wholes = defaultdict[int, Piece](_nothing)
+        wholes = defaultdict[int, Piece](
+            lambda: Piece(request_id="", index=0, text="", token_ids=[], logprobs=[])
+        )
         async with aclosing(await self._pieces()) as pieces:
             async for index, piece in pieces:
                 _add(wholes[index], piece)
@@ -113,10 +115,6 @@ class Answer(Call):
 def reason_of(piece: Piece) -> str | None:
     """Why a result ended, in OpenAI's words."""
     return "stop" if piece.finish_reason == "cancelled" else piece.finish_reason
-
-
-def _nothing() -> Piece:
-    return Piece(request_id="", index=0, text="", token_ids=[], logprobs=[])
 
 
 def _add(whole: Piece, piece: Piece) -> None:

@@ -23,8 +23,6 @@ from kvq.server.tools import (
 
 
 class Chat(Answer):
-    """One request."""
-
     OBJECT, CHUNK, ID = "chat.completion", "chat.completion.chunk", "chatcmpl"
 
     def __init__(self, service: Service, body: ChatBody, tenant: str) -> None:
@@ -85,7 +83,6 @@ class _Reading:
         self._parser = parser
 
     def message(self, whole: Piece) -> dict[str, Any]:
-        """A whole result."""
         added = self.delta(whole)
         message = {"role": "assistant", "refusal": None, "content": added.get("content", "")}
         if calls := added.get("tool_calls"):

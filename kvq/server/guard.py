@@ -77,7 +77,6 @@ class Guard:
         self._refused = Sparse()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """One request."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return

@@ -56,7 +56,6 @@ class Lookout:
             self._memories[tenant] = _Memory()
 
     def ended(self, number: int, tenant: str, output: RequestOutput) -> None:
-        """A request ended."""
         memory = self._memories.get(tenant)
         if memory is None:
             return

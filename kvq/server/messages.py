@@ -33,8 +33,6 @@ class Start(Message, frozen=True):
 
 
 class Submit(Message, frozen=True):
-    """A request."""
-
     number: int
     prompt: list[int]  # token ids
     terms: Terms

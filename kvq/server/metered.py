@@ -33,7 +33,6 @@ class MeteredParser(h11.Connection):
         self._num_wire = 0
 
     def receive_data(self, data: bytes) -> None:
-        """What came from the socket."""
         self._num_wire += len(data)
         super().receive_data(data)
 

@@ -163,7 +163,6 @@ class Metrics:
             named.observe(key, value)
 
     def _stepped(self, stepped: Stepped) -> None:
-        """The engine did something."""
         self._source.take(stepped)
         for gap in stepped.itl_s:
             self._observe("itl", gap)
@@ -191,12 +190,10 @@ class _Named(Collector):
         registry.register(self)
 
     def count(self, ending: str) -> None:
-        """Something ended."""
         if ending in self._ends:
             self._ends[ending].inc()
 
     def observe(self, key: str, value: float) -> None:
-        """A duration or a size."""
         if key in self._observed:
             self._observed[key].observe(value)
 

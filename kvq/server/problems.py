@@ -30,7 +30,6 @@ class Problem(Exception):
         self.is_counted = False  # among the requests that ended
 
     def body(self) -> dict[str, Any]:
-        """The error object."""
         error = {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
         return {"error": error}
 

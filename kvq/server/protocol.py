@@ -83,7 +83,6 @@ class Connection(H11Protocol):
         self._counted_s = 0.0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Take a connection."""
         super().connection_made(transport)
         self.flow = _Flow(transport)
         transport.set_write_buffer_limits(high=_WRITE_BUFFER)
@@ -113,7 +112,6 @@ class Connection(H11Protocol):
                 self._slot.enter(Stage.BUSY)  # it has asked for something, as far as anybody knows yet
 
     def on_response_complete(self) -> None:
-        """A request was answered."""
         if self._slot is not None:
             self._slot.enter(Stage.IDLE)
         super().on_response_complete()

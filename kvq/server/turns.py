@@ -149,7 +149,6 @@ class Stretches:
         self.longest_s = 0.0  # since the start
 
     def make_loop(self) -> asyncio.AbstractEventLoop:
-        """A loop that is seen."""
         return asyncio.SelectorEventLoop(_Selector(self))
 
 

@@ -31,8 +31,6 @@ class Overran(Exception):
 
 @dataclass(slots=True, eq=False)
 class _Work:
-    """One job in line."""
-
     pieces: list[Piece]  # of the job's long texts
     job: bytes  # encoded
     may_s: float  # of processor time

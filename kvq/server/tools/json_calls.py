@@ -50,7 +50,6 @@ class _Draft:
         return self.has_begun or bool(self._arguments)
 
     def add(self, text: str) -> None:
-        """Go on with the arguments."""
         if self._name is not None and not self.has_begun:
             self._begin()
         if self.has_begun:

@@ -63,7 +63,6 @@ class Output:
         return self.num_calls > 0 and not self._follows_text
 
     def text(self, text: str) -> None:
-        """Show text."""
         text = self._space + text
         shown = text.rstrip()
         self._space = text[len(shown) :]
@@ -72,7 +71,6 @@ class Output:
             self._events.append(Text(shown))
 
     def start(self, name: str) -> None:
-        """Begin a call."""
         self._space = ""
         self._follows_text = False
         if self._is_wanted(self.num_calls):
