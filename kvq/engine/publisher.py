@@ -121,8 +121,8 @@ class Publisher:
 
     def _stats(self, running: Launched, seconds: float, sampling_s: float, finished: int) -> StepStats:
         plan = running.plan
-        return self._scheduler.snapshot().as_part_of(
-            StepStats,
+        return StepStats(
+            **self._scheduler.snapshot().known(),
             number=plan.number,
             decode_tokens=plan.num_decodes,
             prefill_tokens=plan.num_tokens - plan.num_decodes,

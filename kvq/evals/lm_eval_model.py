@@ -248,7 +248,7 @@ class KvqLM(TemplateLM):  # type: ignore[misc]  # lm-eval has no types
         return [self.prefix_token_id], ids
 
     def _loglikelihood_tokens(
-        self, requests: Sequence[tuple[Any, list[int], list[int]]], **ignored: Any
+        self, requests: Sequence[tuple[Any, list[int], list[int]]], disable_tqdm: bool = False
     ) -> list[tuple[float, bool]]:
         """Scores of (texts or None, context ids, continuation ids)."""
         pairs, num_cut = [], 0

@@ -29,7 +29,9 @@ _log = logging.getLogger("kvq")
 class _StandIn(Tensor):
     """A tensor without memory, which stays so wherever a loader moves it."""
 
-    def to(self, *_: object, dtype: torch.dtype | None = None, **__: object) -> Tensor:
+    def to(  # type: ignore[override]  # torch's overloads, without what no loader asks for
+        self, *_: object, dtype: torch.dtype | None = None, device: object = None, non_blocking: bool = False
+    ) -> Tensor:
         return torch.empty(self.shape, dtype=dtype or self.dtype, device="meta")
 
 

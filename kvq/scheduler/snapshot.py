@@ -1,11 +1,9 @@
 """Where the scheduler stands between two steps, as plain data."""
 
 from dataclasses import dataclass, fields
-from typing import Any, TypeVar
+from typing import Any
 
 from kvq.blockmgr import PoolUsage
-
-T = TypeVar("T", bound="Snapshot")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -36,6 +34,6 @@ class Snapshot:
     cached_tokens: int  # of these, found in the prefix index
     pools: list[PoolUsage]  # per layer group
 
-    def as_part_of(self, kind: type[T], **more: Any) -> T:
-        """A snapshot of a kind that knows more."""
-        return kind(**{field.name: getattr(self, field.name) for field in fields(Snapshot)}, **more)
+    def known(self) -> dict[str, Any]:
+        """What it knows, for one that knows more."""
+        return {field.name: getattr(self, field.name) for field in fields(Snapshot)}

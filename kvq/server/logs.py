@@ -42,7 +42,7 @@ class LogConfig:
                 raise ConfigError(f"log {name} must be one of {', '.join(allowed)}, got {value!r}{hint}")
 
 
-def log_event(name: str, *, level: int = logging.INFO, **fields: Any) -> None:
+def log_event(name: str, *, level: int = logging.INFO, **fields: str | float | None) -> None:
     """One line about something that happened, with its fields; None are left out."""
     logger = logging.getLogger("kvq")
     if not logger.isEnabledFor(level):

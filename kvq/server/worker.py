@@ -150,8 +150,8 @@ class Worker:
     def _tell(self, core: EngineCore, memory: Memory) -> None:
         """Tell what came of a step, in one message."""
         manager = core.scheduler.manager
-        gauges = core.scheduler.snapshot().as_part_of(
-            Gauges,
+        gauges = Gauges(
+            **core.scheduler.snapshot().known(),
             generated_tokens=self._generated,
             evictions=self._residency.evictions,
             pinned=[manager.pins.num_pinned(group) for group in range(len(manager.pools))],

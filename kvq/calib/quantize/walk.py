@@ -48,7 +48,10 @@ class _Recorded(Exception):
     """The model has been run as far as was wanted."""
 
 
-_Call = tuple[tuple[Any, ...], dict[str, Any]]  # what the model hands a layer beside the hidden states
+_Argument = Tensor | tuple[Tensor, ...] | bool | None
+_Call = tuple[
+    tuple[_Argument, ...], dict[str, _Argument]
+]  # what the model hands a layer beside the hidden states
 
 
 def decoder_layers(model: nn.Module) -> tuple[str, list[nn.Module]]:
@@ -120,7 +123,7 @@ def _record(
     calls: list[_Call] = []
 
     def stand_in(index: int) -> Callable[..., Tensor]:
-        def forward(hidden_states: Tensor, *positional: Any, **named: Any) -> Tensor:
+        def forward(hidden_states: Tensor, *positional: _Argument, **named: _Argument) -> Tensor:
             if index == 0:
                 embedded.append(hidden_states[0].float().clone())
             if len(calls) == index:

@@ -19,7 +19,7 @@ MOST_DIM = 256  # elements of a token row
 def lazy(operation: str) -> Callable[..., Any]:
     """The operation's kernel, which imports Triton when it is first called."""
 
-    def run(*args: Any, **options: Any) -> Any:
+    def run(*args: Any, **options: int | Tensor | tuple[Tensor, Tensor] | None) -> Any:
         first = args[0][0] if isinstance(args[0], list | tuple) else args[0]
         tensor = first if isinstance(first, Tensor) else first.k.codes  # of PagedKV
         if tensor.device.type != "cuda":
