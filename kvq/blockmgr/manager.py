@@ -297,6 +297,6 @@ class BlockManager(BlockKeeper):
         if sequence.is_swapped:
             self.swap.discard(sequence)
         self.blocks.release(sequence.held)
-        sequence.fill([0] * len(self.pools), [[] for _ in self.pools])
+        sequence.tables, sequence.starts = [[] for _ in self.pools], [0] * len(self.pools)
         sequence.length = sequence.committed = 0
         self._register.remove(sequence)

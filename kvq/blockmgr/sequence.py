@@ -65,8 +65,8 @@ class Sequence:
 
     def mark_all(self) -> None:
         """Say so of all tables."""
-        for group in range(len(self.tables)):
-            self.mark(group, 0)
+        self.is_changed = True
+        self.changed = [0] * len(self.tables)
 
     def fill(self, starts: list[int], held: list[list[BlockId]]) -> None:
         """Let tables be these blocks, the first of each group at an index; nothing stands before it."""

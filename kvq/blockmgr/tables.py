@@ -95,7 +95,8 @@ class Tables:
     def share_all(self, source: Sequence, target: Sequence) -> None:
         """Give `target`, an empty sequence, all of another's tokens, and its blocks by reference."""
         self._blocks.share(source.held)
-        target.fill(source.starts[:], source.held)
+        target.starts, target.tables = source.starts[:], [table[:] for table in source.tables]
+        target.mark_all()
         target.receipt.shared = target.receipt.peak = target.num_held
         target.node, target.depth, target.indexing = source.node, source.depth, source.indexing
         target.length, target.committed, target.found = source.length, source.committed, source.found
