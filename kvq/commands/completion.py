@@ -16,7 +16,6 @@ from click.shell_completion import (
     add_completion_class,
 )
 
-from kvq import fileio
 from kvq.commands.screen import echo
 from kvq.errors import ConfigError
 
@@ -187,6 +186,8 @@ def _write(shell: str, path: Path, script: str) -> bool:
             f"{path} is there and not by kvq completion; move it away, or put what kvq completion {shell} "
             f"prints where your shell reads it"
         )
+    from kvq import fileio  # tempfile and hashes, which help and completions need not wait for
+
     fileio.write_text(path, script)
     return True
 
