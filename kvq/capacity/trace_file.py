@@ -46,7 +46,7 @@ def read_lines(path: Path) -> Iterator[TraceLine]:
         with path.open(encoding="utf-8-sig", newline="") as file:
             yield from _rows(path, file) if path.suffix.lower() == ".csv" else _objects(path, file)
     except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise ConfigError(f"{path} can't be read: {error}") from error
+        raise ConfigError(f"{path} can't be read: {getattr(error, 'strerror', None) or error}") from error
 
 
 def _objects(path: Path, file: Iterator[str]) -> Iterator[TraceLine]:

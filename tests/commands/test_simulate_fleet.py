@@ -20,7 +20,9 @@ def test_formats_side_by_side(run, tmp_path):
     path = tmp_path / "s.json"
     status, out, _ = run(*LOAD, "--kv", "fp16,int4", "--json", path, "--slo-ttft-ms", 1000)
     assert status == 0
-    first, second = json.loads(path.read_text())["rows"]
+    result = json.loads(path.read_text())
+    assert {"kvq_version", "commit", "date", "device", "versions", "command", "rows"} <= set(result)
+    first, second = result["rows"]
     assert (first["kv"], second["kv"]) == ("fp16", "int4")
     assert first["served"] == second["served"] == 200
     assert second["itl_ms_p50"] < first["itl_ms_p50"]  # less to read
