@@ -202,8 +202,8 @@ def prepare(model: str | Path | ModelSource, **given: Unpack[LoadOptions]) -> Pr
     """
     for name in given:
         if name not in _DEFAULTS:
-            known = sorted(_DEFAULTS)
-            raise ConfigError(f"unknown option {name!r}{nearest(name, known) or ';'} known: {known}")
+            hint = nearest(name, list(_DEFAULTS)) or ";"
+            raise ConfigError(f"unknown option {name!r}{hint} known: {', '.join(sorted(_DEFAULTS))}")
     options = _DEFAULTS | given
     backend, cache, max_context = options["backend"], options["cache"], options["max_context"]
     check_backend(backend)

@@ -22,9 +22,15 @@ class Faults:
 
     def __post_init__(self) -> None:
         if not (0 <= self.leaving <= 1 and 0 <= self.slow_steps <= 1):
-            raise ConfigError("shares of clients that leave and of slow steps must be 0 to 1")
+            raise ConfigError(
+                "shares of clients that leave and of slow steps must be 0 to 1, "
+                f"got {self.leaving} and {self.slow_steps}"
+            )
         if not self.life_s > 0 or self.restart_s < 0:
-            raise ConfigError("the life of an engine must be above 0 seconds, its restart at least 0")
+            raise ConfigError(
+                "the life of an engine must be above 0 seconds, its restart at least 0, "
+                f"got {self.life_s} and {self.restart_s}"
+            )
 
     def visit(self, calls: Iterable[Call]) -> Iterator[Call]:
         """The same requests, some of whose clients will leave."""

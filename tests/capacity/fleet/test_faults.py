@@ -115,5 +115,6 @@ def test_others_take_over_or_an_api():
     "wrong", [{"leaving": 1.5}, {"slow_steps": -0.1}, {"life_s": 0.0}, {"restart_s": -1.0}]
 )
 def test_faults_that_are_none_are_refused(wrong: dict):
-    with pytest.raises(ConfigError):
+    [given] = wrong.values()
+    with pytest.raises(ConfigError, match=f"must be .*got .*{given}"):
         Faults(**wrong)
