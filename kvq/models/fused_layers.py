@@ -13,9 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from kvq.kernels import AttentionOptions
-from kvq.kernels.decoder.cpu import CpuDecoder, DecoderWeights, NormWeight
+from kvq.kernels.decoder.cpu import CpuDecoder, DecoderWeights
 from kvq.kernels.native.library import load
 from kvq.kernels.rms_norm.cpu import rms_norm
+from kvq.kernels.rms_norm.weight import NormWeight
 from kvq.kernels.rope.cpu import MOST_DIM
 from kvq.models.step import PackedStep
 from kvq.weights import PackedLinear, hooks_of

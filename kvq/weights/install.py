@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from kvq.kernels import Device, Kernel, LinearSpec, PlainWeight, QuantizedWeight, select
-from kvq.kernels.linear.cpu import Activation, CpuLinear, CpuMLP
+from kvq.kernels.gated.activation import Activation
+from kvq.kernels.linear.cpu import CpuLinear, CpuMLP
 from kvq.weights.linear import PackedLinear, PlainLinear, QuantizedLinear, hooks_of, replace_linear
 
 

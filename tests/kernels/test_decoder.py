@@ -8,9 +8,11 @@ from torch import Tensor
 
 from kvq.errors import ConfigError
 from kvq.kernels import PlainWeight
-from kvq.kernels.decoder.cpu import CpuDecoder, DecoderWeights, NormWeight
-from kvq.kernels.linear.cpu import Activation, CpuLinear, CpuMLP
+from kvq.kernels.decoder.cpu import CpuDecoder, DecoderWeights
+from kvq.kernels.gated.activation import Activation
+from kvq.kernels.linear.cpu import CpuLinear, CpuMLP
 from kvq.kernels.rms_norm.cpu import rms_norm
+from kvq.kernels.rms_norm.weight import NormWeight
 from kvq.kernels.rope.cpu import rope
 from tests.kernels.backends import NAMES, kernel
 from tests.kernels.linear.kit import weight_of

@@ -8,23 +8,14 @@ import torch
 from torch import Tensor
 
 from kvq.errors import ConfigError
-from kvq.kernels.linear.cpu import Activation, CpuLinear
+from kvq.kernels.gated.activation import Activation, check_activation
+from kvq.kernels.linear.cpu import CpuLinear
 from kvq.kernels.native.abi import DTYPES, struct
 from kvq.kernels.native.library import run
+from kvq.kernels.rms_norm.weight import NormWeight
 from kvq.kernels.rope.cpu import MOST_DIM
 
 _Norm = struct("KvqNorm")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class NormWeight:
-    """An RMS norm: weight [dim] of fp32, bf16 or fp16, and what is added to the mean square."""
-
-    weight: Tensor
-    eps: float
-
-    def _struct(self) -> Any:
-        return _Norm(self.weight.data_ptr(), self.eps, DTYPES[self.weight.dtype])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -58,10 +49,10 @@ class CpuDecoder:
         self._weights = w = weights
         _check(w)
         none = _Norm(None, 0, 0)
-        q_norm, k_norm = (norm._struct() for norm in w.head_norms) if w.head_norms else (none, none)
+        q_norm, k_norm = (_norm_struct(norm) for norm in w.head_norms) if w.head_norms else (none, none)
         self._struct = struct("KvqDecoder")(
-            input_norm=w.input_norm._struct(),
-            output_norm=w.output_norm._struct(),
+            input_norm=_norm_struct(w.input_norm),
+            output_norm=_norm_struct(w.output_norm),
             q_norm=q_norm,
             k_norm=k_norm,
             qkv=addressof(w.qkv.struct),
@@ -123,7 +114,12 @@ class CpuDecoder:
         return x.contiguous()
 
 
+def _norm_struct(norm: NormWeight) -> Any:
+    return _Norm(norm.weight.data_ptr(), norm.eps, DTYPES[norm.weight.dtype])
+
+
 def _check(w: DecoderWeights) -> None:
+    check_activation(w.activation)
     hidden, heads, dim = w.qkv.in_features, w.q_heads + 2 * w.kv_heads, w.dim
     outputs = [
         (w.qkv.out_features, heads * dim),

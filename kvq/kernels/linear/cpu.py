@@ -1,12 +1,11 @@
 """`linear_w4` and `linear_w8` in C++ for CPUs, products with weights that are no codes, and gated MLPs."""
 
-from enum import IntEnum
-
 import torch
 from torch import Tensor
 
 from kvq.errors import ConfigError
 from kvq.formats.weights import WeightCode
+from kvq.kernels.gated.activation import Activation, check_activation
 from kvq.kernels.linear.pack import pack_panels, pack_plain, unpack_plain
 from kvq.kernels.linear.weight import PlainWeight, QuantizedWeight
 from kvq.kernels.native.abi import DTYPES, NUMBERS, struct
@@ -95,24 +94,6 @@ def checked_rows(x: Tensor, features: int) -> Tensor:
     return x if x.stride(1) == 1 else x.contiguous()
 
 
-class Activation(IntEnum):
-    """What is applied to the gates; KvqActivation."""
-
-    SILU = 0  # x * sigmoid(x)
-    GELU_TANH = 1  # GELU by its approximation with tanh
-
-
-def gated(x: Tensor, activation: Activation) -> Tensor:
-    """activation(gates) * rest, in fp32: [rows, 2 n], gates first -> [rows, n] of x's dtype."""
-    if x.dim() != 2 or x.shape[1] % 2:
-        raise ConfigError(f"gates and what they gate must be [rows, 2 n], got {list(x.shape)}")
-    x = checked_rows(x, x.shape[1])
-    out = torch.empty(x.shape[0], x.shape[1] // 2, dtype=x.dtype)
-    sizes = out.shape[1], DTYPES[x.dtype], activation, len(x), torch.get_num_threads()
-    run("gated", *rows_of(x), *rows_of(out), *sizes)
-    return out
-
-
 class CpuMLP:
     """y = down(activation(gate(x)) * up(x)) in one call, with the bits of three one after the other."""
 
@@ -120,8 +101,9 @@ class CpuMLP:
         """`gate_up`: gate and up joined, in this order.
 
         Raises:
-            ConfigError: `down` does not take what the two others give.
+            ConfigError: `down` does not take what the two others give, or an activation without C++.
         """
+        check_activation(activation)
         if gate_up.out_features != 2 * down.in_features:
             raise ConfigError(
                 f"gate and up give {gate_up.out_features} outputs together, "

@@ -1,7 +1,10 @@
-"""The definition of correct for `rms_norm`."""
+"""The definition of correct for `rms_norm` and `add_norm`."""
 
 import torch
 from torch import Tensor
+
+from kvq.errors import ConfigError
+from kvq.kernels.rms_norm.weight import NormWeight
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -11,3 +14,48 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """
     y = x.float()
     return (y * torch.rsqrt(y.square().mean(-1, keepdim=True) + eps) * weight.float()).to(x.dtype)
+
+
+def add_norm(
+    x: Tensor,
+    residual: Tensor | None,
+    norm: NormWeight | None,
+    *,
+    post: NormWeight | None = None,
+    scale: float = 1.0,
+) -> Tensor:
+    """Add what a layer's half gave to the residual, in place, and norm the sum for the next half.
+
+    y = scale * rms_norm(x, post), or scale * x without `post`; residual += y, in fp32 and rounded once;
+    returns rms_norm(residual, norm) of x's dtype, [rows, dim]. x: [rows, dim]; residual: the same shape, of
+    fp32, bf16 or fp16. Without a residual y itself is normed, without a norm the residual is returned.
+
+    Raises:
+        ConfigError: neither a residual nor a norm, or shapes that differ.
+    """
+    check_add_norm(x, residual, norm, post)
+    y = x.float()
+    if post is not None:
+        y = rms_norm(y, post.weight, post.eps)
+    y = y * scale
+    if residual is not None:
+        residual.copy_(residual.float() + y)
+        y = residual.float()
+    if norm is None:
+        assert residual is not None, "checked"
+        return residual
+    return rms_norm(y, norm.weight, norm.eps).to(x.dtype)
+
+
+def check_add_norm(
+    x: Tensor, residual: Tensor | None, norm: NormWeight | None, post: NormWeight | None
+) -> None:
+    """Raise ConfigError for parts that don't fit each other."""
+    norms = [own.weight.shape for own in (norm, post) if own is not None]
+    fits = x.dim() == 2 and (residual is None or residual.shape == x.shape)
+    if not fits or any(shape != x.shape[1:] for shape in norms) or (norm is None and residual is None):
+        other = "none" if residual is None else list(residual.shape)
+        raise ConfigError(
+            f"add_norm takes [rows, dim], a residual of this shape, weights [dim], and a residual or a norm "
+            f"at least; got {list(x.shape)}, {other} and weights {[list(shape) for shape in norms]}"
+        )

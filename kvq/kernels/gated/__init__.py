@@ -1,0 +1,1 @@
+"""What a gated MLP does between its products."""

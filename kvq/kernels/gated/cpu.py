@@ -1,0 +1,25 @@
+"""`gated` in C++ for CPUs."""
+
+import torch
+from torch import Tensor
+
+from kvq.kernels.gated.activation import Activation, check_activation
+from kvq.kernels.gated.reference import check_gated
+from kvq.kernels.linear.cpu import checked_rows, rows_of
+from kvq.kernels.native.abi import DTYPES
+from kvq.kernels.native.library import run
+
+
+def gated(x: Tensor, activation: Activation) -> Tensor:
+    """Do what the reference does; see there.
+
+    Raises:
+        ConfigError: another shape or dtype, or an activation without C++.
+    """
+    check_activation(activation)
+    check_gated(x)
+    x = checked_rows(x, x.shape[1])
+    out = torch.empty(x.shape[0], x.shape[1] // 2, dtype=x.dtype)
+    sizes = out.shape[1], DTYPES[x.dtype], activation, len(x), torch.get_num_threads()
+    run("gated", *rows_of(x), *rows_of(out), *sizes)
+    return out

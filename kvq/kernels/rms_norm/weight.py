@@ -1,0 +1,13 @@
+"""What an RMS norm multiplies by."""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class NormWeight:
+    """An RMS norm: weight [dim] of fp32, bf16 or fp16, and what is added to the mean square."""
+
+    weight: Tensor
+    eps: float

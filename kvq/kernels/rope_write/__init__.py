@@ -1,0 +1,1 @@
+"""Heads normed, turned and stored: what lies between the QKV product and attention."""

@@ -1,0 +1,90 @@
+"""The definition of correct for `rope_write`."""
+
+import torch
+from torch import Tensor
+
+from kvq.errors import ConfigError
+from kvq.kernels.paged import PagedKV
+from kvq.kernels.rms_norm.reference import rms_norm
+from kvq.kernels.rms_norm.weight import NormWeight
+from kvq.kernels.rope.reference import rope
+from kvq.kernels.rope_write.heads import LayerHeads, Pairs
+from kvq.kernels.write_kv.reference import write_kv
+
+Angles = tuple[Tensor, Tensor]  # cos, sin: [rows, columns], of the heads' dtype
+
+
+def rope_write(
+    heads: Tensor, angles: Angles | None, kv: PagedKV, slots: Tensor, bad: Tensor, layer: LayerHeads
+) -> None:
+    """Norm and turn queries in place and keys on their way into the blocks, with the values.
+
+    `heads`: [rows, layer.width], elements of a row side by side, as the QKV product gives it. `angles`: of
+    every row, or None where nothing is turned; `slots`: int64 [tokens], all different. Rows from `tokens` on
+    are padding: neither read nor written. `bad`: bool [rows], set to True where K or V as they would be
+    stored held a NaN or an infinity, which is stored as zero. Keys and values in `heads` hold what they held,
+    or anything else.
+
+    The bias' sum, the norm's result, the turned heads and what is left of K and V when their centers are
+    taken off are computed in fp32 and rounded to the heads' dtype, each.
+
+    Raises:
+        ConfigError: shapes that don't fit each other.
+    """
+    check_rope_write(heads, angles, slots, bad, layer)
+    tokens, dtype = len(slots), heads.dtype
+    rows = heads[:tokens]
+    if layer.bias is not None:
+        rows = rows + layer.bias
+    counts, dims = (layer.q_heads, layer.kv_heads, layer.kv_heads), (layer.k_dim, layer.k_dim, layer.v_dim)
+    parts = rows.split([count * dim for count, dim in zip(counts, dims, strict=True)], 1)
+    q, k, v = (part.unflatten(1, (count, -1)) for part, count in zip(parts, counts, strict=True))
+    if layer.norms is not None:
+        q, k = (_normed(part, norm) for part, norm in zip((q, k), layer.norms, strict=True))
+    if angles is not None and layer.rotary_dim:
+        q, k = (_turned(part, angles, layer).to(dtype) for part in (q, k))
+    heads[:tokens, : layer.q_heads * layer.k_dim] = q.flatten(1)
+    k, v = (
+        part if center is None else (part.float() - center).to(dtype)
+        for part, center in zip((k, v), layer.centers, strict=True)
+    )
+    bad[:tokens] |= write_kv(k, v, kv, slots)
+
+
+def check_rope_write(
+    heads: Tensor, angles: Angles | None, slots: Tensor, bad: Tensor, layer: LayerHeads
+) -> None:
+    """Raise ConfigError for tensors that don't fit each other."""
+    rows = len(heads)
+    columns = layer.rotary_dim // (1 if layer.pairs is Pairs.NEIGHBOURS_TWICE else 2)
+    fits = heads.shape == (rows, layer.width) and heads.stride(1) == 1 and len(slots) <= rows
+    turned = angles is None or all(x.shape[0] >= len(slots) and x.shape[1] >= columns for x in angles)
+    if not fits or not turned or len(bad) < len(slots):
+        angled = [] if angles is None else [list(x.shape) for x in angles]
+        raise ConfigError(
+            f"rope_write takes heads [rows, {layer.width}], and angles [tokens, {columns} or more] and flags "
+            f"for {len(slots)} slots; got {list(heads.shape)}, {angled} and {len(bad)} flags"
+        )
+
+
+def _normed(x: Tensor, norm: NormWeight) -> Tensor:
+    """Every head of [tokens, heads, dim], or all of a token at once."""
+    if norm.weight.shape == x.shape[-1:]:
+        return rms_norm(x, norm.weight, norm.eps)
+    return rms_norm(x.flatten(1), norm.weight, norm.eps).view(x.shape)
+
+
+def _turned(x: Tensor, angles: Angles, layer: LayerHeads) -> Tensor:
+    """Heads [tokens, heads, dim] turned, fp32."""
+    x, half = x.float(), layer.rotary_dim // 2
+    part = x[..., : layer.rotary_dim]
+    step = 2 if layer.pairs is Pairs.NEIGHBOURS_TWICE else 1
+    cos, sin = (torch.cat([y[: len(x), : step * half : step].float()] * 2, 1) for y in angles)
+    if layer.pairs is Pairs.HALVES:
+        part = part.clone()
+        rope(part, cos, sin)
+    else:
+        apart = torch.cat((part[..., ::2], part[..., 1::2]), -1)
+        rope(apart, cos, sin)
+        part = apart.unflatten(-1, (2, half)).transpose(-1, -2).flatten(-2)
+    return torch.cat((part, x[..., layer.rotary_dim :]), -1)
