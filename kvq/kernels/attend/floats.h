@@ -67,7 +67,7 @@ inline void float_values(float* out, const float* decays, const float* weights, 
 
 // True if rows are fp32 and lie in their blocks as in a tile, so that they can be read where they are.
 inline bool lies_as_tile(const KvqLayer& layer, const KvqRows& rows) {
-    return rows.code == KVQ_FP32 && rows.codes_slot == (int64_t)rows.dim * 4 && rows.dim % W == 0 &&
+    return rows.code == KVQ_FP32 && rows.codes_slot == (int64_t)rows.dim * 4 && rows.dim % PAD == 0 &&
            layer.block_size % W == 0;
 }
 

@@ -85,6 +85,7 @@ class Case:
     fill: int = POISON
     unused: int = -1
     num_blocks: int = NUM_BLOCKS
+    block_size: int = BLOCK_SIZE
 
     def __post_init__(self) -> None:
         q_heads, kv_heads = self.heads
@@ -93,12 +94,12 @@ class Case:
             [self.dims, self.dims],
             kv_heads=kv_heads,
             q_heads=q_heads,
-            block_size=BLOCK_SIZE,
+            block_size=self.block_size,
             num_blocks=self.num_blocks,
             order=self.order,
             fill=self.fill,
         )
-        self.tables = Tables.scattered(self.context_lens, BLOCK_SIZE, self.num_blocks)
+        self.tables = Tables.scattered(self.context_lens, self.block_size, self.num_blocks)
         self.batch: SequenceBatch = self.tables.batch(self.query_lens, self.context_lens, self.unused)
         self.k, self.v = [], []
         for i, context in enumerate(self.context_lens):
@@ -173,6 +174,12 @@ def test_every_query_head_reads_its_groups_kv_head(heads: tuple[int, int], kv: s
 @pytest.mark.parametrize("dims", [(60, 60), (80, 80), (96, 96), (192, 128), (48, 80), (64, 256)])
 def test_any_head_dimension_and_k_unlike_v(dims: tuple[int, int], kv: str) -> None:
     Case(kv, dims=dims).check()
+
+
+@pytest.mark.parametrize("dims", [(16, 24), (24, 40), (72, 32)])
+def test_rows_of_floats_that_may_be_read_where_they_lie(dims: tuple[int, int]) -> None:
+    """Blocks of as many tokens as registers have lanes, rows that fill some registers and not others."""
+    Case(kv="fp32", dims=dims, block_size=16).check(window=20)
 
 
 @pytest.mark.parametrize("window", [1, 2, 5, 7, 16, 32, 33, 100])
