@@ -1,5 +1,7 @@
 """Taking calibrated centers from K and V before they are stored, and putting them back."""
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -8,6 +10,7 @@ from kvq.formats.calibrated import AGAIN, HeadCenters
 from kvq.geometry import LayerGeometry
 from kvq.kernels import AttentionOptions, Device, KernelSpec, select
 from kvq.kernels.codec import rotate
+from kvq.kernels.rope_write.heads import LayerHeads
 from kvq.layout import KVLayout, LayerLayout
 
 
@@ -32,6 +35,7 @@ class Centering:
                 f"K can't be centered; leave its center out of the recipe"
             )
         self._k, self._v = (_tensor(rows, own, device) for rows in (centers.k, centers.v))
+        self._heads: tuple[LayerHeads, LayerHeads] | None = None  # of the layer, and with the centers
         spec = KernelSpec(
             formats=self._formats, q_heads=geometry.q_heads, kv_heads=own.kv_heads, block_size=1
         )
@@ -44,6 +48,12 @@ class Centering:
             k if self._k is None else (k.float() - self._k).to(k.dtype),
             v if self._v is None else (v.float() - self._v).to(v.dtype),
         )
+
+    def taken_from(self, heads: LayerHeads) -> LayerHeads:
+        """The heads of a layer whose K and V lose their centers on their way into the blocks."""
+        if self._heads is None or self._heads[0] is not heads:
+            self._heads = heads, replace(heads, centers=(self._k, self._v))
+        return self._heads[1]
 
     def restored(
         self, q: Tensor, out: Tensor, lse: Tensor, options: AttentionOptions

@@ -13,6 +13,7 @@ from kvq.cache.memory import check_room
 from kvq.cache.pool import PoolBytes
 from kvq.formats import LayerCenters
 from kvq.kernels import AttentionOptions, Device, Kernel, KernelSpec, PagedKV, SequenceBatch, select
+from kvq.kernels.rope_write.heads import LayerHeads
 from kvq.layout import KVLayout, LayerLayout
 
 _OPERATIONS = ("write_kv", "attend", "gather_dense")
@@ -59,6 +60,10 @@ class KVCache(BlockCache):
                 self.group_of[index] = group.group.index
                 spec = _kernel_spec(layout, layer)
                 self._kernels[index] = {name: select(name, spec, where, backend) for name in _OPERATIONS}
+                fused = (
+                    backend if backend in ("reference", "triton") else "auto"
+                )  # C++ has its own, see CpuDecoder
+                self._kernels[index]["rope_write"] = select("rope_write", spec, where, fused)
                 if centers is not None and centers.layers[index] != LayerCenters():
                     self._centering[index] = Centering(layout, layer, device)
             # Every backend moves the same bytes, so the user's choice of one does not matter here.
@@ -85,6 +90,20 @@ class KVCache(BlockCache):
             k, v = self._centering[layer].centered(k, v)
         bad: Tensor = self._kernels[layer]["write_kv"].run(k, v, self._layers[layer], slots)
         return bad
+
+    def rope_write(
+        self,
+        layer: int,
+        joined: Tensor,
+        angles: tuple[Tensor, Tensor] | None,
+        slots: Tensor,
+        bad: Tensor,
+        heads: LayerHeads,
+    ) -> None:
+        """`rope_write` for one layer, with the recipe's centers; flags what was not finite in `bad`."""
+        if layer in self._centering:
+            heads = self._centering[layer].taken_from(heads)
+        self._kernels[layer]["rope_write"].run(joined, angles, self._layers[layer], slots, bad, heads)
 
     def attend(
         self,

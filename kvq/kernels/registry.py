@@ -55,6 +55,12 @@ def _kernels() -> Iterator[Kernel]:
             ("triton", gpu.lazy(name), gpu.supports),
         ):
             yield Kernel(operation=name, backend=backend, run=run, supports=supports)
+    reference, triton = _function("rope_write", "reference"), gpu.lazy("rope_write")
+    for backend, run, supports in (
+        ("reference", reference, supported_everywhere),
+        ("triton", triton, gpu.supports),
+    ):
+        yield Kernel(operation="rope_write", backend=backend, run=run, supports=supports)
     for name in LINEAR_OPERATIONS:
         for backend, run, supports in (
             ("reference", ReferenceLinear, supported_everywhere),

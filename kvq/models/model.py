@@ -189,7 +189,7 @@ def probe_layers(weights: LoadedWeights) -> None:
     Raises:
         ModelError: see `probe`.
     """
-    if weights.device.type == "cpu" and fuse_layers(weights.model):
+    if fuse_layers(weights.model, in_triton=weights.device.type == "cuda"):
         try:
             return probe(weights)
         except (ModelError, ConfigError):

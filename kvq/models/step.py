@@ -8,8 +8,11 @@ from torch import Tensor
 from torch.nn import functional
 
 from kvq.cache.backend import CacheBackend
+from kvq.cache.kv_cache import KVCache
 from kvq.geometry import ModelGeometry
 from kvq.kernels import AttentionOptions, SequenceBatch
+from kvq.kernels.rope_write.heads import LayerHeads
+from kvq.kernels.rope_write.reference import turned_heads
 
 Observer = Callable[[int, Tensor, Tensor], None]  # (layer, K, V), both [tokens, kv_heads, dim]
 
@@ -39,9 +42,37 @@ class PackedStep:
             self.observer(layer, k, v)
         batch = self.batches[self.cache.group_of[layer]]
         self.bad_tokens |= self.cache.write(layer, k, v, batch.slots)
-        options = options.within(self.geometry.layers[layer].window).within(self.window_limit)
-        out, _ = self.cache.attend(layer, q, batch, options)
+        out = self._attended(layer, q, batch, options)
         if rows > tokens:
             out = functional.pad(out, (0, 0, 0, 0, 0, rows - tokens))
         self.attention_s += perf_counter() - began
+        return out
+
+    def attend_joined(
+        self,
+        layer: int,
+        joined: Tensor,
+        angles: tuple[Tensor, Tensor] | None,
+        heads: LayerHeads,
+        options: AttentionOptions,
+    ) -> Tensor:
+        """The same of queries, keys and values side by side, [tokens, heads.width], before they are turned.
+
+        `angles`: of every token, None where nothing is turned; `joined` becomes the turned queries and anything.
+        """
+        if self.observer is not None or not isinstance(self.cache, KVCache):
+            return self.attend(layer, *turned_heads(joined, angles, heads), options)
+        began = perf_counter()
+        batch = self.batches[self.cache.group_of[layer]]
+        self.cache.rope_write(layer, joined, angles, batch.slots, self.bad_tokens, heads)
+        dims = (len(joined), heads.q_heads, heads.k_dim)
+        q = joined.as_strided(dims, (joined.stride(0), heads.k_dim, 1))
+        out = self._attended(layer, q, batch, options)
+        self.attention_s += perf_counter() - began
+        return out
+
+    def _attended(self, layer: int, q: Tensor, batch: SequenceBatch, options: AttentionOptions) -> Tensor:
+        """[tokens, q_heads, v_head_dim]; the layer's own window comes on top of the options."""
+        options = options.within(self.geometry.layers[layer].window).within(self.window_limit)
+        out, _ = self.cache.attend(layer, q, batch, options)
         return out

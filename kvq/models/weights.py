@@ -11,7 +11,8 @@ from kvq.cache.memory import held_bytes
 from kvq.errors import ModelError
 from kvq.geometry import ModelGeometry
 from kvq.models.device import pick_dtype
-from kvq.models.fused_layers import fuse_norms, is_fused
+from kvq.models.fused_layers import is_fused
+from kvq.models.fused_norms import fuse_norms
 from kvq.models.linear import invariant_rows, pack_linears, padded_rows
 from kvq.models.modules import import_class, load_module, pin_rope
 from kvq.models.prepared import PreparedModel
@@ -67,7 +68,7 @@ class LoadedWeights:
         if self.device.type != "cpu":
             return 0, 0
         body, head = invariant_rows(self.model, self.model.get_output_embeddings())
-        return (0 if is_fused(self.model, len(self.geometry.layers)) else body), head
+        return (0 if is_fused(self.model) else body), head
 
 
 def load_weights(prepared: PreparedModel) -> LoadedWeights:

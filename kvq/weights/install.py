@@ -101,7 +101,7 @@ class JoinedPart:
 
 
 _SHARED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-_ACTIVATIONS = {
+ACTIVATIONS = {  # by the class of transformers' module
     "SiLU": Activation.SILU,
     "SiLUActivation": Activation.SILU,
     "GELUTanh": Activation.GELU_TANH,
@@ -217,7 +217,7 @@ def _fuse(model: nn.Module, name: str, dtype: torch.dtype) -> None:
     """Replace a gated MLP by one call, if it computes what that does: it is tried on a row."""
     mlp = model.get_submodule(name)
     gate, down = (getattr(mlp, own, None) for own in ("gate_proj", "down_proj"))
-    activation = _ACTIVATIONS.get(type(getattr(mlp, "act_fn", None)).__name__)
+    activation = ACTIVATIONS.get(type(getattr(mlp, "act_fn", None)).__name__)
     if activation is None or not isinstance(gate, PackedLinear) or not isinstance(down, PackedLinear):
         return
     up = getattr(mlp, "up_proj", None)

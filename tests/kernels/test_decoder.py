@@ -8,12 +8,15 @@ from torch import Tensor
 
 from kvq.errors import ConfigError
 from kvq.kernels import PlainWeight
-from kvq.kernels.decoder.cpu import CpuDecoder, DecoderWeights
+from kvq.kernels.attend.options import AttentionOptions
+from kvq.kernels.decoder.cpu import CpuDecoder
+from kvq.kernels.decoder.parts import DecoderParts, GatedParts
 from kvq.kernels.gated.activation import Activation
 from kvq.kernels.linear.cpu import CpuLinear, CpuMLP
 from kvq.kernels.rms_norm.cpu import rms_norm
 from kvq.kernels.rms_norm.weight import NormWeight
 from kvq.kernels.rope.cpu import rope
+from kvq.kernels.rope_write.heads import LayerHeads
 from tests.kernels.backends import NAMES, kernel
 from tests.kernels.linear.kit import weight_of
 
@@ -42,45 +45,59 @@ def norm(dim: int) -> NormWeight:
     return NormWeight(weight=1 + 0.1 * numbers(dim), eps=1e-5)
 
 
-def weights(fmt: str, dtype: torch.dtype, *, biases: bool, head_norms: bool) -> DecoderWeights:
-    heads = (HEADS + 2 * KV_HEADS) * DIM
-    return DecoderWeights(
-        input_norm=norm(HIDDEN),
-        qkv=linear(heads, HIDDEN, fmt),
-        qkv_bias=numbers(heads).to(dtype) if biases else None,
-        head_norms=(norm(DIM), NormWeight(weight=numbers(DIM), eps=1e-3)) if head_norms else None,
-        output=linear(HIDDEN, HEADS * DIM, fmt),
-        output_bias=numbers(HIDDEN).to(dtype) if biases else None,
-        output_norm=NormWeight(weight=numbers(HIDDEN).to(dtype), eps=1e-6),
-        gate_up=linear(2 * INNER, HIDDEN, fmt),
-        down=linear(HIDDEN, INNER, fmt),
-        activation=Activation.SILU,
+def weights(fmt: str, dtype: torch.dtype, *, biases: bool, head_norms: bool) -> DecoderParts:
+    heads = LayerHeads(
         q_heads=HEADS,
         kv_heads=KV_HEADS,
-        dim=DIM,
+        k_dim=DIM,
+        v_dim=DIM,
+        rotary_dim=DIM,
+        norms=(norm(DIM), NormWeight(weight=numbers(DIM), eps=1e-3)) if head_norms else None,
+        bias=numbers((HEADS + 2 * KV_HEADS) * DIM).to(dtype) if biases else None,
+    )
+    return DecoderParts(
+        index=0,
+        input_norm=norm(HIDDEN),
+        qkv=linear(heads.width, HIDDEN, fmt),
+        heads=heads,
+        options=AttentionOptions(scale=1.0),
+        output=linear(HIDDEN, HEADS * DIM, fmt),
+        output_bias=numbers(HIDDEN).to(dtype) if biases else None,
+        attention_norm=None,
+        mlp_norm=NormWeight(weight=numbers(HIDDEN).to(dtype), eps=1e-6),
+        mlp=GatedParts(
+            gate_up=linear(2 * INNER, HIDDEN, fmt),
+            down=linear(HIDDEN, INNER, fmt),
+            activation=Activation.SILU,
+        ),
+        out_norm=None,
+        scale=1.0,
+        angles="",
     )
 
 
-def before(w: DecoderWeights, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def before(w: DecoderParts, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     joined = w.qkv(rms_norm(x, w.input_norm.weight, w.input_norm.eps))
-    if w.qkv_bias is not None:
-        joined = joined + w.qkv_bias
+    if w.heads.bias is not None:
+        joined = joined + w.heads.bias
     heads = joined.view(len(x), HEADS + 2 * KV_HEADS, DIM)
     q, k, v = heads.split([HEADS, KV_HEADS, KV_HEADS], 1)
-    if w.head_norms:
-        q, k = (rms_norm(a, n.weight, n.eps) for a, n in zip((q, k), w.head_norms, strict=True))
+    if w.heads.norms:
+        q, k = (rms_norm(a, n.weight, n.eps) for a, n in zip((q, k), w.heads.norms, strict=True))
     q, k = q.contiguous(), k.contiguous()
     rope(q, cos, sin)
     rope(k, cos, sin)
     return torch.cat([q, k, v], 1)
 
 
-def after(w: DecoderWeights, x: Tensor, attended: Tensor) -> Tensor:
+def after(w: DecoderParts, x: Tensor, attended: Tensor) -> Tensor:
     added = w.output(attended)
     if w.output_bias is not None:
         added = added + w.output_bias
     x = x + added
-    return x + CpuMLP(w.gate_up, w.down, w.activation)(rms_norm(x, w.output_norm.weight, w.output_norm.eps))
+    return x + CpuMLP(w.mlp.gate_up, w.mlp.down, w.mlp.activation)(
+        rms_norm(x, w.mlp_norm.weight, w.mlp_norm.eps)
+    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -9,7 +9,7 @@ from kvq.errors import ModelError
 from kvq.kernels.decoder.cpu import CpuDecoder
 from kvq.kernels.native.library import load
 from kvq.models import model as loading
-from kvq.models.fused_layers import FusedForward, unfuse_layers
+from kvq.models.fused_layers import is_fused, unfuse_layers
 from tests.helpers_models import random_tokens, save_model
 
 pytestmark = pytest.mark.skipif(isinstance(load(), str), reason="the C++ kernels were not built")
@@ -17,18 +17,14 @@ FUSED = ("llama", "mistral", "ministral", "qwen2", "qwen3", "seed_oss")
 IDS = random_tokens(60, seed=3)
 
 
-def fused_layers(model: kvq.Model) -> int:
-    return sum(isinstance(m.__dict__.get("forward"), FusedForward) for m in model.weights.model.modules())
-
-
 @pytest.mark.parametrize("weights", ["int8_g16", "auto"])
 @pytest.mark.parametrize("family", FUSED)
 def test_fused_layers_give_the_results_of_their_own_code(family: str, weights: str, tmp_path) -> None:
     model = kvq.load(save_model(tmp_path, family), kv="fp32", weights=weights, device="cpu")
-    assert fused_layers(model) == len(model.geometry.layers)
+    assert is_fused(model.weights.model)
     fused, chunked = model.logits(IDS), model.logits(IDS, chunk=7)
     unfuse_layers(model.weights.model)
-    assert fused_layers(model) == 0
+    assert not is_fused(model.weights.model)
     own = model.logits(IDS)
     assert (fused - own).abs().max() < 2e-3 * own.abs().max()
     assert (chunked - fused).abs().max() < 1e-5 * own.abs().max()
@@ -39,7 +35,7 @@ def test_fused_layers_give_the_results_of_their_own_code(family: str, weights: s
 )
 def test_other_layers_run_their_own_code(family: str, tmp_path) -> None:
     model = kvq.load(save_model(tmp_path, family), kv="fp32", weights="int8_g16", device="cpu")
-    assert fused_layers(model) == 0
+    assert not is_fused(model.weights.model)
     assert model.logits(IDS).isfinite().all()
 
 
@@ -51,7 +47,7 @@ def test_layers_that_would_be_wrong_get_their_own_code_back(
     before = CpuDecoder.before
     monkeypatch.setattr(CpuDecoder, "before", lambda self, x, cos, sin: before(self, x, -cos, sin))
     model = kvq.load(folder, kv="fp32", weights="int8_g16")
-    assert fused_layers(model) == 0
+    assert not is_fused(model.weights.model)
     torch.testing.assert_close(model.logits(IDS), right, rtol=1e-3, atol=1e-3)
 
     def refuse(weights: object) -> None:
@@ -66,7 +62,7 @@ def test_layers_that_would_be_wrong_get_their_own_code_back(
 def test_layers_that_stay_as_they_are_give_a_row_the_same_bits_in_any_step(weights: str, tmp_path) -> None:
     folder = save_model(tmp_path, "llama", hidden_act="gelu", intermediate_size=128)
     model = kvq.load(folder, kv="fp32", weights=weights, device="cpu")
-    assert fused_layers(model) == 0
+    assert not is_fused(model.weights.model)
     whole = model.logits(IDS)
     assert all(torch.equal(model.logits(IDS, chunk=size), whole) for size in (1, 7))
 
@@ -94,7 +90,7 @@ def test_time_in_linear_layers_is_seen_while_somebody_looks() -> None:
     assert watch.take() > 0
     watch.close()
     assert (after - before).abs().max() < 1e-3 * before.abs().max()
-    assert fused_layers(model) == 6
+    assert is_fused(model.weights.model)
 
 
 def test_transformers_runs_the_model_past_kvq_as_before() -> None:

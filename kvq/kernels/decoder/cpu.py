@@ -1,86 +1,97 @@
 """A plain decoder layer in C++ for CPUs, but for its attention: two calls instead of eight and more."""
 
 from ctypes import addressof
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from kvq.errors import ConfigError
-from kvq.kernels.gated.activation import Activation, check_activation
+from kvq.kernels.decoder.parts import DecoderParts, GatedParts
+from kvq.kernels.gated.activation import COMPILED
 from kvq.kernels.linear.cpu import CpuLinear
 from kvq.kernels.native.abi import DTYPES, struct
 from kvq.kernels.native.library import run
 from kvq.kernels.rms_norm.weight import NormWeight
 from kvq.kernels.rope.cpu import MOST_DIM
+from kvq.kernels.rope_write.heads import Pairs
 
 _Norm = struct("KvqNorm")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class DecoderWeights:
-    """What a layer multiplies and adds: `qkv` for all heads; biases are of the inputs' dtype."""
+def runs_in_cpp(parts: DecoderParts) -> bool:
+    """True of layers of the plainest kind: two norms before, a gated MLP, whole heads turned by halves."""
+    heads, mlp = parts.heads, parts.mlp
+    plain = parts.attention_norm is parts.out_norm is None and parts.scale == 1.0
+    norms = parts.input_norm is not None and parts.mlp_norm is not None
+    turned = heads.rotary_dim == heads.k_dim == heads.v_dim <= MOST_DIM and heads.pairs is Pairs.HALVES
+    own = all(norm.weight.shape == (heads.k_dim,) for norm in heads.norms or ())
+    gated = isinstance(mlp, GatedParts) and mlp.activation in COMPILED
+    return (
+        plain
+        and norms
+        and turned
+        and own
+        and gated
+        and all(isinstance(p, CpuLinear) for p in _products(parts))
+    )
 
-    input_norm: NormWeight
-    qkv: CpuLinear
-    qkv_bias: Tensor | None
-    head_norms: tuple[NormWeight, NormWeight] | None  # of queries and keys
-    output: CpuLinear
-    output_bias: Tensor | None
-    output_norm: NormWeight
-    gate_up: CpuLinear
-    down: CpuLinear
-    activation: Activation
-    q_heads: int
-    kv_heads: int
-    dim: int  # of a head
+
+def _products(parts: DecoderParts) -> tuple[Any, ...]:
+    """Of a layer with a gated MLP."""
+    mlp = parts.mlp
+    return (parts.qkv, parts.output) + ((mlp.gate_up, mlp.down) if isinstance(mlp, GatedParts) else ())
 
 
 class CpuDecoder:
     """Both halves of a layer, with the bits that its operations give one after the other."""
 
-    def __init__(self, weights: DecoderWeights) -> None:
+    def __init__(self, parts: DecoderParts) -> None:
         """Take a layer's parts.
 
         Raises:
             ConfigError: they don't fit each other: compiled code would read past their ends.
         """
-        self._weights = w = weights
-        _check(w)
+        self.parts = parts
+        self._heads = heads = parts.heads
+        _check(parts)
+        self._qkv, self._output, gate_up, down = _products(parts)
+        assert isinstance(parts.mlp, GatedParts), "checked"
+        assert parts.input_norm is not None, "checked"
+        assert parts.mlp_norm is not None, "checked"
         none = _Norm(None, 0, 0)
-        q_norm, k_norm = (_norm_struct(norm) for norm in w.head_norms) if w.head_norms else (none, none)
+        q_norm, k_norm = (_norm_struct(norm) for norm in heads.norms) if heads.norms else (none, none)
         self._struct = struct("KvqDecoder")(
-            input_norm=_norm_struct(w.input_norm),
-            output_norm=_norm_struct(w.output_norm),
+            input_norm=_norm_struct(parts.input_norm),
+            output_norm=_norm_struct(parts.mlp_norm),
             q_norm=q_norm,
             k_norm=k_norm,
-            qkv=addressof(w.qkv.struct),
-            output=addressof(w.output.struct),
-            gate_up=addressof(w.gate_up.struct),
-            down=addressof(w.down.struct),
-            qkv_bias=None if w.qkv_bias is None else w.qkv_bias.data_ptr(),
-            output_bias=None if w.output_bias is None else w.output_bias.data_ptr(),
-            q_heads=w.q_heads,
-            kv_heads=w.kv_heads,
-            dim=w.dim,
-            activation=w.activation,
+            qkv=addressof(self._qkv.struct),
+            output=addressof(self._output.struct),
+            gate_up=addressof(gate_up.struct),
+            down=addressof(down.struct),
+            qkv_bias=None if heads.bias is None else heads.bias.data_ptr(),
+            output_bias=None if parts.output_bias is None else parts.output_bias.data_ptr(),
+            q_heads=heads.q_heads,
+            kv_heads=heads.kv_heads,
+            dim=heads.k_dim,
+            activation=parts.mlp.activation,
         )
-        self._dtypes = {bias.dtype for bias in (w.qkv_bias, w.output_bias) if bias is not None}
+        self._dtypes = {bias.dtype for bias in (heads.bias, parts.output_bias) if bias is not None}
 
     def before(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Queries, keys and values of the normed inputs, queries and keys turned: [rows, heads of all, dim].
 
         x: [rows, hidden] of fp32, bf16 or fp16; cos, sin: [rows, dim] of its dtype.
         """
-        w = self._weights
-        x, cos, sin = self._rows(x, w.qkv.in_features), self._rows(cos, w.dim), self._rows(sin, w.dim)
+        heads, dim = self._heads, self._heads.k_dim
+        x, cos, sin = self._rows(x, self._qkv.in_features), self._rows(cos, dim), self._rows(sin, dim)
         rows = x.shape[0]
         if not (rows == cos.shape[0] == sin.shape[0] and x.dtype == cos.dtype == sin.dtype):
             raise ConfigError(
                 f"angles must be those of {rows} rows in {x.dtype}, got {list(cos.shape)}, {cos.dtype}"
             )
-        out = torch.empty(rows, w.q_heads + 2 * w.kv_heads, w.dim, dtype=x.dtype)
+        out = torch.empty(rows, heads.q_heads + 2 * heads.kv_heads, dim, dtype=x.dtype)
         self._run("decoder_in", x, cos, sin, out)
         return out
 
@@ -89,8 +100,7 @@ class CpuDecoder:
 
         x: its inputs; attended: [rows, q_heads * dim] of the same dtype.
         """
-        w = self._weights
-        x, attended = self._rows(x, w.qkv.in_features), self._rows(attended, w.output.in_features)
+        x, attended = self._rows(x, self._qkv.in_features), self._rows(attended, self._output.in_features)
         rows = x.shape[0]
         if rows != attended.shape[0] or x.dtype != attended.dtype:
             raise ConfigError(
@@ -118,31 +128,30 @@ def _norm_struct(norm: NormWeight) -> Any:
     return _Norm(norm.weight.data_ptr(), norm.eps, DTYPES[norm.weight.dtype])
 
 
-def _check(w: DecoderWeights) -> None:
-    check_activation(w.activation)
-    hidden, heads, dim = w.qkv.in_features, w.q_heads + 2 * w.kv_heads, w.dim
-    outputs = [
-        (w.qkv.out_features, heads * dim),
-        (w.output.in_features, w.q_heads * dim),
-        (w.output.out_features, hidden),
-        (w.gate_up.in_features, hidden),
-        (w.gate_up.out_features, 2 * w.down.in_features),
-        (w.down.out_features, hidden),
-        (dim % 2, 0),
+def _check(parts: DecoderParts) -> None:
+    if not runs_in_cpp(parts):
+        raise ConfigError("this decoder layer has parts that only its own code or Triton runs")
+    qkv, output, gate_up, down = _products(parts)
+    heads, hidden = parts.heads, qkv.in_features
+    dim = heads.k_dim
+    sizes = [
+        (qkv.out_features, heads.width),
+        (output.in_features, heads.q_heads * dim),
+        (output.out_features, hidden),
+        (gate_up.in_features, hidden),
+        (gate_up.out_features, 2 * down.in_features),
+        (down.out_features, hidden),
     ]
-    norms = [(w.input_norm.weight, hidden), (w.output_norm.weight, hidden)]
-    norms += [(norm.weight, dim) for norm in w.head_norms or ()]
-    biases = [(w.qkv_bias, heads * dim), (w.output_bias, hidden)]
-    vectors = norms + [(bias, size) for bias, size in biases if bias is not None]
-    if (
-        any(found != wanted for found, wanted in outputs)
-        or dim > MOST_DIM
-        or any(
-            vector.shape != (size,) or vector.dtype not in DTYPES or not vector.is_contiguous()
-            for vector, size in vectors
-        )
+    norms = [(norm, hidden) for norm in (parts.input_norm, parts.mlp_norm)]
+    norms += [(norm, dim) for norm in heads.norms or ()]
+    vectors = [(norm.weight, size) for norm, size in norms if norm is not None]
+    biases = [(heads.bias, heads.width), (parts.output_bias, hidden)]
+    vectors += [(bias, size) for bias, size in biases if bias is not None]
+    if any(found != wanted for found, wanted in sizes) or any(
+        vector.shape != (size,) or vector.dtype not in DTYPES or not vector.is_contiguous()
+        for vector, size in vectors
     ):
         raise ConfigError(
-            f"parts of a decoder layer of {w.q_heads} and {w.kv_heads} heads of {dim} and {hidden} hidden "
-            f"numbers don't fit each other"
+            f"parts of a decoder layer of {heads.q_heads} and {heads.kv_heads} heads of {dim} and {hidden} "
+            f"hidden numbers don't fit each other"
         )

@@ -40,6 +40,11 @@ class LayerHeads:
         """Elements of all heads."""
         return self.q_heads * self.k_dim + self.kv_heads * (self.k_dim + self.v_dim)
 
+    @property
+    def counts(self) -> list[int]:
+        """Heads of queries, keys and values."""
+        return [self.q_heads, self.kv_heads, self.kv_heads]
+
     def __post_init__(self) -> None:
         """Raises:
         ConfigError: sizes that don't fit each other: kernels would read past their ends.

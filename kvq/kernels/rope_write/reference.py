@@ -33,22 +33,26 @@ def rope_write(
     """
     check_rope_write(heads, angles, slots, bad, layer)
     tokens, dtype = len(slots), heads.dtype
-    rows = heads[:tokens]
-    if layer.bias is not None:
-        rows = rows + layer.bias
-    counts, dims = (layer.q_heads, layer.kv_heads, layer.kv_heads), (layer.k_dim, layer.k_dim, layer.v_dim)
-    parts = rows.split([count * dim for count, dim in zip(counts, dims, strict=True)], 1)
-    q, k, v = (part.unflatten(1, (count, -1)) for part, count in zip(parts, counts, strict=True))
-    if layer.norms is not None:
-        q, k = (_normed(part, norm) for part, norm in zip((q, k), layer.norms, strict=True))
-    if angles is not None and layer.rotary_dim:
-        q, k = (_turned(part, angles, layer).to(dtype) for part in (q, k))
+    q, k, v = turned_heads(heads[:tokens], angles, layer)
     heads[:tokens, : layer.q_heads * layer.k_dim] = q.flatten(1)
     k, v = (
         part if center is None else (part.float() - center).to(dtype)
         for part, center in zip((k, v), layer.centers, strict=True)
     )
     bad[:tokens] |= write_kv(k, v, kv, slots)
+
+
+def turned_heads(heads: Tensor, angles: Angles | None, layer: LayerHeads) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values as attention takes them: [tokens, heads, dim] each, copies or views."""
+    rows = heads if layer.bias is None else heads + layer.bias
+    dims = (layer.k_dim, layer.k_dim, layer.v_dim)
+    parts = rows.split([count * dim for count, dim in zip(layer.counts, dims, strict=True)], 1)
+    q, k, v = (part.unflatten(1, (count, -1)) for part, count in zip(parts, layer.counts, strict=True))
+    if layer.norms is not None:
+        q, k = (_normed(part, norm) for part, norm in zip((q, k), layer.norms, strict=True))
+    if angles is not None and layer.rotary_dim:
+        q, k = (_turned(part, angles, layer).to(heads.dtype) for part in (q, k))
+    return q, k, v
 
 
 def check_rope_write(

@@ -1,0 +1,56 @@
+"""A decoder layer as what it multiplies, norms and adds: one description for C++ and for Triton."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from kvq.kernels.attend.options import AttentionOptions
+from kvq.kernels.gated.activation import Activation
+from kvq.kernels.rms_norm.weight import NormWeight
+from kvq.kernels.rope_write.heads import LayerHeads
+
+
+class Product(Protocol):
+    """A weight that multiplies rows: [rows, in] -> [rows, out] of their dtype."""
+
+    @property
+    def in_features(self) -> int: ...
+
+    @property
+    def out_features(self) -> int: ...
+
+    def __call__(self, x: Tensor) -> Tensor: ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class GatedParts:
+    """down(activation(gates) * rest), where gate_up gives gates and rest side by side."""
+
+    gate_up: Product
+    down: Product
+    activation: Activation
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class DecoderParts:
+    """The layer, where a norm that is None is left out:
+
+    x = x + scale * attention_norm(output(attention(heads of qkv(input_norm(x)))))
+    x = x + scale * out_norm(mlp(mlp_norm(x)))
+    """
+
+    index: int
+    input_norm: NormWeight | None
+    qkv: Product  # of all heads; their bias is in `heads`
+    heads: LayerHeads
+    options: AttentionOptions
+    output: Product
+    output_bias: Tensor | None
+    attention_norm: NormWeight | None
+    mlp_norm: NormWeight | None
+    mlp: GatedParts | Callable[[Tensor], Tensor]  # experts and others: [rows, hidden] -> the same
+    out_norm: NormWeight | None
+    scale: float
+    angles: str  # which of the model's angles turn its heads
