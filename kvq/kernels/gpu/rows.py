@@ -255,6 +255,18 @@ def e4m3(x):
 
 
 @triton.jit
+def rounded(x, DTYPE: tl.constexpr):
+    """fp32 rounded to the nearest number of a dtype, as fp32; the interpreter cuts off what bf16 lacks."""
+    if INTERPRETED and DTYPE == tl.bfloat16:
+        bits = x.to(tl.int32, bitcast=True)
+        cut = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16) << 16
+        y = tl.where(x == x, cut.to(tl.float32, bitcast=True), x)
+    else:
+        y = x.to(DTYPE).to(tl.float32)
+    return y
+
+
+@triton.jit
 def _butterfly(x, ROWS: tl.constexpr, DIM: tl.constexpr, H: tl.constexpr):
     pairs = tl.permute(tl.reshape(x, (ROWS, DIM // (2 * H), 2, H)), (0, 1, 3, 2))
     low, high = tl.split(pairs)

@@ -51,11 +51,16 @@ def check_add_norm(
     x: Tensor, residual: Tensor | None, norm: NormWeight | None, post: NormWeight | None
 ) -> None:
     """Raise ConfigError for parts that don't fit each other."""
-    norms = [own.weight.shape for own in (norm, post) if own is not None]
-    fits = x.dim() == 2 and (residual is None or residual.shape == x.shape)
-    if not fits or any(shape != x.shape[1:] for shape in norms) or (norm is None and residual is None):
+    weights = [own.weight for own in (norm, post) if own is not None]
+    fits = x.dim() == 2 and all(y.shape == x.shape[1:] and y.stride(0) == 1 for y in weights)
+    if residual is None:
+        fits = fits and norm is not None
+    else:
+        fits = fits and residual.shape == x.shape and residual.stride(1) == 1
+    if not fits:
         other = "none" if residual is None else list(residual.shape)
         raise ConfigError(
-            f"add_norm takes [rows, dim], a residual of this shape, weights [dim], and a residual or a norm "
-            f"at least; got {list(x.shape)}, {other} and weights {[list(shape) for shape in norms]}"
+            f"add_norm takes [rows, dim], a residual of this shape, weights [dim], all but the first with "
+            f"elements side by side, and a residual or a norm at least; got {list(x.shape)}, a residual "
+            f"{other}, and weights {[list(weight.shape) for weight in weights]}"
         )

@@ -28,8 +28,8 @@ def write_kv(k: Tensor, v: Tensor, kv: PagedKV, slots: Tensor) -> Tensor:
         v,
         slots,
         bad.view(torch.int8),
-        **_stored_as_bits(k_part, "k"),
-        **_stored_as_bits(v_part, "v"),
+        **stored_as_bits(k_part, "k"),
+        **stored_as_bits(v_part, "v"),
         **dense_strides("k", k),
         **dense_strides("v", v),
         K_CUT=(1 - kv.formats.k_clip) / 2,
@@ -43,7 +43,7 @@ def write_kv(k: Tensor, v: Tensor, kv: PagedKV, slots: Tensor) -> Tensor:
     return bad
 
 
-def _stored_as_bits(part: dict[str, Any], prefix: str) -> dict[str, Any]:
+def stored_as_bits(part: dict[str, Any], prefix: str) -> dict[str, Any]:
     """bf16 codes as the integers that they are: the interpreter can't cast to bf16."""
     codes = part[f"{prefix}_codes"]
     if codes.dtype is torch.bfloat16:
@@ -112,7 +112,7 @@ def _store_plane(
 
 
 @triton.jit
-def _write_rows(
+def write_rows(
     x, codes, scales, static, codes_at, scales_at, head, col, inside,
     KIND: tl.constexpr, BITS: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr, GROUP: tl.constexpr,
     ROTATED: tl.constexpr, STATIC: tl.constexpr, CUT: tl.constexpr, ROWS: tl.constexpr,
@@ -147,11 +147,10 @@ def _write_rows(
 
 
 @triton.jit
-def _read_rows(x, at, mask):
-    """Rows as fp32 with zero for what is not finite, and whether anything was not."""
-    y = tl.load(x + at, mask=mask, other=0.0).to(tl.float32)
-    finite = tl.abs(y) <= _FP32_LARGEST
-    return tl.where(finite, y, 0.0), tl.max(tl.max(tl.where(finite, 0, 1), axis=1), axis=0)
+def finite_rows(x):
+    """Rows fp32 with zero for what is not finite, and whether anything was not, 0 or 1."""
+    finite = tl.abs(x) <= _FP32_LARGEST
+    return tl.where(finite, x, 0.0), tl.max(tl.max(tl.where(finite, 0, 1), axis=1), axis=0)
 
 
 @triton.jit
@@ -176,8 +175,9 @@ def _write_kernel(
     wide = head.to(tl.int64)
     col = tl.arange(0, K_PAD)
     at = token * k_token + wide[:, None] * k_head + col[None, :] * k_dim
-    k, k_bad = _read_rows(k_ptr, at, inside[:, None] & (col < K_DIM)[None, :])
-    _write_rows(
+    mask = inside[:, None] & (col < K_DIM)[None, :]
+    k, k_bad = finite_rows(tl.load(k_ptr + at, mask=mask, other=0.0).to(tl.float32))
+    write_rows(
         k, k_codes, k_scales, k_static,
         block * kc_block + wide * kc_head + offset * kc_slot,
         block * ks_block + wide * ks_head + offset * ks_slot,
@@ -185,8 +185,9 @@ def _write_kernel(
     )  # fmt: skip
     col = tl.arange(0, V_PAD)
     at = token * v_token + wide[:, None] * v_head + col[None, :] * v_dim
-    v, v_bad = _read_rows(v_ptr, at, inside[:, None] & (col < V_DIM)[None, :])
-    _write_rows(
+    mask = inside[:, None] & (col < V_DIM)[None, :]
+    v, v_bad = finite_rows(tl.load(v_ptr + at, mask=mask, other=0.0).to(tl.float32))
+    write_rows(
         v, v_codes, v_scales, v_static,
         block * vc_block + wide * vc_head + offset * vc_slot,
         block * vs_block + wide * vs_head + offset * vs_slot,

@@ -25,7 +25,7 @@ from kvq.kernels.attend.triton_kernel import attend_kernel, merge_kernel
 from kvq.kernels.gather_dense.triton import _gather_kernel
 from kvq.kernels.gpu import shapes
 from kvq.kernels.gpu.rows import dense_strides, part_arguments
-from kvq.kernels.write_kv.triton import _stored_as_bits, _write_kernel
+from kvq.kernels.write_kv.triton import _write_kernel, stored_as_bits
 from tests.kernels.kit import poisoned_cache
 
 TYPES = {
@@ -111,8 +111,8 @@ def kernels(kv: str, dtype: torch.dtype, dims: tuple[int, int]) -> dict[str, tup
         found[f"attend {kind}"] = (attend_kernel, {**common, **sizes}, launch)
     found["merge"] = (merge_kernel, {**common, "AT_ONCE": 16, "out_ptr": q}, {"num_warps": 4})
     written = {
-        **_stored_as_bits(part_arguments("k", layer), "k"),
-        **_stored_as_bits(part_arguments("v", layer), "v"),
+        **stored_as_bits(part_arguments("k", layer), "k"),
+        **stored_as_bits(part_arguments("v", layer), "v"),
         **{"k_ptr": rows, "v_ptr": rows, "slots_ptr": longs, "bad_ptr": torch.zeros(16, dtype=torch.int8)},
         **{**dense_strides("k", rows), **dense_strides("v", rows)},
         **{"BLOCK_SIZE": BLOCK_SIZE, "HEADS": KV_HEADS, "HEADS_PAD": KV_HEADS, "K_CUT": 0.0, "V_CUT": 0.0},

@@ -1,0 +1,52 @@
+"""`gated` in Triton."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kvq.kernels.gated.activation import Activation
+from kvq.kernels.gated.reference import check_gated
+from kvq.kernels.gpu.rows import rounded
+
+_WIDTH = 1024  # columns of one program, 8 of a thread: 16 bytes of bf16
+_SILU, _GELU_TANH = tl.constexpr(Activation.SILU.value), tl.constexpr(Activation.GELU_TANH.value)
+
+
+def gated(x: Tensor, activation: Activation) -> Tensor:
+    """Do what the reference does; see there. Runs on the current device."""
+    check_gated(x)
+    if x.stride(1) != 1:
+        x = x.contiguous()
+    rows, count = x.shape[0], x.shape[1] // 2
+    out = torch.empty(rows, count, dtype=x.dtype, device=x.device)
+    if out.numel():
+        _gated_kernel[(rows, triton.cdiv(count, _WIDTH))](
+            x, out, x.stride(0), count, ACTIVATION=int(activation), WIDTH=_WIDTH, num_warps=4
+        )
+    return out
+
+
+@triton.jit
+def _activated(x, ACTIVATION: tl.constexpr):
+    if ACTIVATION == _SILU:
+        y = x * tl.sigmoid(x)
+    elif ACTIVATION == _GELU_TANH:  # (1 + tanh(z)) / 2 = sigmoid(2 z)
+        y = x * tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
+    else:
+        y = x * (0.5 + 0.5 * tl.erf(x * 0.7071067811865476))
+    return y
+
+
+@triton.jit
+def _gated_kernel(x_ptr, out_ptr, x_row, count, ACTIVATION: tl.constexpr, WIDTH: tl.constexpr):
+    """Grid: (rows, parts of their columns)."""
+    row = tl.program_id(0).to(tl.int64)
+    col = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
+    inside = col < count
+    at = x_ptr + row * x_row + col
+    gate = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+    rest = tl.load(at + count, mask=inside, other=0.0).to(tl.float32)
+    OUT: tl.constexpr = out_ptr.dtype.element_ty
+    y = rounded(_activated(gate, ACTIVATION) * rest, OUT)
+    tl.store(out_ptr + row * count + col, y.to(OUT), mask=inside)

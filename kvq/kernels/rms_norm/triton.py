@@ -1,0 +1,97 @@
+"""`add_norm` in Triton: one program a row, which stays in registers from the sum to its norm."""
+
+from functools import lru_cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kvq.kernels.gpu.rows import rounded
+from kvq.kernels.rms_norm.reference import check_add_norm
+from kvq.kernels.rms_norm.weight import NormWeight
+
+_ELEMENTS = 8  # of one thread: 16 bytes of bf16
+_MOST_WARPS = 16
+
+
+def add_norm(
+    x: Tensor,
+    residual: Tensor | None,
+    norm: NormWeight | None,
+    *,
+    post: NormWeight | None = None,
+    scale: float = 1.0,
+) -> Tensor:
+    """Do what the reference does; see there. Runs on the current device."""
+    check_add_norm(x, residual, norm, post)
+    if x.stride(1) != 1:
+        x = x.contiguous()
+    added = x if residual is None else residual  # a pointer that is not read, as the weights below
+    out = added if norm is None else torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    rows, dim = x.shape
+    if not rows:
+        return out
+    pad, warps = _sizes(dim)
+    _add_norm_kernel[(rows,)](
+        x,
+        added,
+        x if post is None else post.weight,
+        x if norm is None else norm.weight,
+        out,
+        x.stride(0),
+        added.stride(0),
+        0.0 if post is None else post.eps,
+        0.0 if norm is None else norm.eps,
+        float(scale),
+        DIM=dim,
+        PAD=pad,
+        POST=post is not None,
+        ADDS=residual is not None,
+        NORMS=norm is not None,
+        num_warps=warps,
+    )
+    return out
+
+
+@lru_cache(maxsize=64)
+def _sizes(dim: int) -> tuple[int, int]:
+    """Columns, a power of two, and warps."""
+    pad = triton.next_power_of_2(dim)
+    return pad, min(max(1, pad // (32 * _ELEMENTS)), _MOST_WARPS)
+
+
+@triton.jit
+def _normed(y, weight, eps, DIM: tl.constexpr):
+    """A row fp32 [columns], zero past its end, over its root mean square, times its weight."""
+    return y * tl.rsqrt(tl.sum(y * y, axis=0) / DIM + eps) * weight
+
+
+@triton.jit
+def _add_norm_kernel(
+    x_ptr, residual_ptr, post_ptr, norm_ptr, out_ptr, x_row, residual_row, post_eps, eps, scale,
+    DIM: tl.constexpr, PAD: tl.constexpr, POST: tl.constexpr, ADDS: tl.constexpr, NORMS: tl.constexpr,
+):  # fmt: skip
+    """Grid: rows. All loads come first, so that they are on their way together."""
+    row = tl.program_id(0).to(tl.int64)
+    col = tl.arange(0, PAD)
+    inside = col < DIM
+    y = tl.load(x_ptr + row * x_row + col, mask=inside, other=0.0).to(tl.float32)
+    at = residual_ptr + row * residual_row + col
+    if ADDS:
+        residual = tl.load(at, mask=inside, other=0.0)
+    if POST:
+        post = tl.load(post_ptr + col, mask=inside, other=0.0)
+    if NORMS:
+        weight = tl.load(norm_ptr + col, mask=inside, other=0.0)
+    if POST:
+        y = _normed(y, post.to(tl.float32), post_eps, DIM)
+    y = y * scale
+    if ADDS:
+        STORED: tl.constexpr = residual_ptr.dtype.element_ty
+        y = rounded(residual.to(tl.float32) + y, STORED)
+        tl.store(at, y.to(STORED), mask=inside)
+    if NORMS:
+        OUT: tl.constexpr = out_ptr.dtype.element_ty
+        y = rounded(_normed(y, weight.to(tl.float32), eps, DIM), OUT)
+        tl.store(out_ptr + row * DIM + col, y.to(OUT), mask=inside)
