@@ -48,7 +48,7 @@ def fuse_layers(model: Any, *, in_triton: bool) -> bool:
 
 
 def is_fused(model: Any) -> bool:
-    """True if all layers run in compiled kernels; on CPUs their results for a row never depend on other rows."""
+    """True if all layers run in compiled kernels; on CPUs a row's results never depend on other rows."""
     return isinstance(model.base_model.__dict__.get("forward"), FusedForward)
 
 

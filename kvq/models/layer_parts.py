@@ -139,8 +139,9 @@ def _turns(attention: Any, name: str) -> bool:
 def _kind(inner: Any, index: int) -> str:
     """Under which name the model's rotary module has a layer's frequencies; "" where all share some."""
     kinds = getattr(inner.config, "layer_types", None)
-    has_own = kinds is not None and hasattr(inner.rotary_emb, f"{kinds[index]}_inv_freq")
-    return str(kinds[index]) if has_own else ""
+    if kinds is None or not hasattr(inner.rotary_emb, f"{kinds[index]}_inv_freq"):
+        return ""
+    return str(kinds[index])
 
 
 def _rotary_dim(inner: Any, index: int) -> int:

@@ -9,7 +9,9 @@ import torch
 
 from kvq.errors import ConfigError, ModelError, RequestError
 from kvq.formats import KVRecipe, StaticScales
+from kvq.formats.weights import WeightCode, WeightFormat
 from kvq.geometry import ModelGeometry
+from kvq.kernels import Device, LinearSpec, select
 from kvq.layout import KVLayout
 from kvq.models.fused_layers import fuse_layers, unfuse_layers
 from kvq.models.inputs import check_token_ids
@@ -183,13 +185,20 @@ def load_prepared(prepared: PreparedModel, recipe: KVRecipe, scales: StaticScale
     return Model(weights, recipe, static_scales=scales)
 
 
+def runs_in_triton(prepared: PreparedModel) -> bool:
+    """True if a model's kernels are Triton's, so that its layers can be."""
+    spec = LinearSpec(fmt=WeightFormat(code=WeightCode.INT8), in_features=1, out_features=1)
+    device = Device.of(prepared.device)
+    return device.type != "cpu" and select(spec.operation, spec, device, prepared.backend).backend == "triton"
+
+
 def probe_layers(weights: LoadedWeights) -> None:
     """Probe the model, with its layers fused where they can be, and as they are if that were wrong.
 
     Raises:
         ModelError: see `probe`.
     """
-    if fuse_layers(weights.model, in_triton=weights.device.type == "cuda"):
+    if fuse_layers(weights.model, in_triton=runs_in_triton(weights.prepared)):
         try:
             return probe(weights)
         except (ModelError, ConfigError):

@@ -58,7 +58,8 @@ class PackedStep:
     ) -> Tensor:
         """The same of queries, keys and values side by side, [tokens, heads.width], before they are turned.
 
-        `angles`: of every token, None where nothing is turned; `joined` becomes the turned queries and anything.
+        `angles`: of every token, None where nothing is turned. `joined` becomes the turned queries and
+        anything.
         """
         if self.observer is not None or not isinstance(self.cache, KVCache):
             return self.attend(layer, *turned_heads(joined, angles, heads), options)

@@ -128,18 +128,27 @@ def test_inputs_stay_what_they_were_and_need_not_be_contiguous() -> None:
 
 def test_parts_and_inputs_that_do_not_fit_are_refused() -> None:
     w = weights("plain", torch.float32, biases=True, head_norms=True)
+    smaller = {"k_dim": 8, "v_dim": 8, "rotary_dim": 8, "norms": None, "bias": None}
     for wrong in (
-        {"dim": 8},
-        {"q_heads": 4},
-        {"qkv_bias": numbers(3)},
+        {"heads": replace(w.heads, **smaller)},
+        {"heads": replace(w.heads, q_heads=4, bias=None)},
         {"input_norm": norm(HIDDEN - 1)},
-        {"output_norm": NormWeight(weight=numbers(2 * HIDDEN)[::2], eps=1e-5)},
-        {"head_norms": (norm(DIM), norm(8))},
-        {"down": linear(HIDDEN, 96, "plain")},
+        {"mlp_norm": NormWeight(weight=numbers(2 * HIDDEN)[::2], eps=1e-5)},
+        {"mlp": replace(w.mlp, down=linear(HIDDEN, 96, "plain"))},
         {"output": linear(HIDDEN - 8, HEADS * DIM, "plain")},
     ):
         with pytest.raises(ConfigError, match="don't fit each other"):
             CpuDecoder(replace(w, **wrong))
+    for other in (
+        {"scale": 0.5},
+        {"out_norm": norm(HIDDEN)},
+        {"input_norm": None},
+        {"mlp": lambda x: x},
+        {"mlp": replace(w.mlp, activation=Activation.GELU)},
+        {"heads": replace(w.heads, rotary_dim=DIM // 2)},
+    ):
+        with pytest.raises(ConfigError, match="only its own code or Triton"):
+            CpuDecoder(replace(w, **other))
     decoder = CpuDecoder(w)
     x, angles, attended = numbers(5, HIDDEN), numbers(5, DIM), numbers(5, HEADS * DIM)
     for x_, cos, sin in (

@@ -13,7 +13,7 @@ from kvq.models.fused_layers import is_fused, unfuse_layers
 from tests.helpers_models import random_tokens, save_model
 
 pytestmark = pytest.mark.skipif(isinstance(load(), str), reason="the C++ kernels were not built")
-FUSED = ("llama", "mistral", "ministral", "qwen2", "qwen3", "seed_oss")
+FUSED = ("llama", "mistral", "ministral", "qwen2", "qwen3", "seed_oss", "gemma", "phi3")
 IDS = random_tokens(60, seed=3)
 
 
@@ -31,7 +31,7 @@ def test_fused_layers_give_the_results_of_their_own_code(family: str, weights: s
 
 
 @pytest.mark.parametrize(
-    "family", ["gemma2", "phi3", "olmo2", "cohere", "glm", "mixtral", "gpt_neox", "smollm3"]
+    "family", ["gemma2", "granite", "olmo2", "cohere", "glm", "mixtral", "gpt_neox", "smollm3"]
 )
 def test_other_layers_run_their_own_code(family: str, tmp_path) -> None:
     model = kvq.load(save_model(tmp_path, family), kv="fp32", weights="int8_g16", device="cpu")

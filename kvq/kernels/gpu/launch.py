@@ -39,7 +39,7 @@ class Bound:
         self._template = [fixed.get(name) for name in names]
         self._tensors = [names.index(name) for name in tensors]
         self._numbers = [names.index(name) for name in numbers]
-        self._index = device.index if device.type == "cuda" else None
+        self._index = -1 if device.index is None else device.index  # the interpreter's CPU has none
         self._compiled: dict[int, tuple[Any, Any, Any]] = {}  # what launches, the machine code, its settings
 
     def __call__(self, grid: Grid, tensors: tuple[Tensor, ...], numbers: tuple[int, ...] = ()) -> None:
@@ -63,5 +63,5 @@ class Bound:
         """Let Triton look at all arguments, and compile where it must; keep what it compiled for a kind."""
         assert all(isinstance(value, Tensor) or value < _MOST for value in values), "numbers have 32 bits"
         compiled = self._kernel[grid](**dict(zip(self._varying, values, strict=True)), **self._fixed)
-        if kind is not None and self._index is not None:  # the interpreter compiles nothing
+        if kind is not None and self._index >= 0:  # the interpreter compiles nothing
             self._compiled[kind] = compiled.run, compiled.function, compiled.packed_metadata
