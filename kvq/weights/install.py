@@ -6,6 +6,7 @@ Those of one input are one product then: queries, keys, values; gates and what t
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from threading import get_ident
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -44,13 +45,9 @@ class Joined:
     memory can't meanwhile become another's. Threads that share a model compute their own.
     """
 
-    def __init__(self, weights: Sequence[QuantizedWeight | PlainWeight]) -> None:
-        """Pack them one after the other.
-
-        Raises:
-            ConfigError: formats, inputs or their order differ.
-        """
-        self.kernel = CpuLinear(*weights)
+    def __init__(self, weights: Sequence[QuantizedWeight | PlainWeight], kernel: Any) -> None:
+        """`kernel`: one that multiplies by all of them, one after the other."""
+        self.kernel = kernel
         ends = [sum(weight.out_features for weight in weights[: i + 1]) for i in range(len(weights))]
         self.parts = [
             JoinedPart(self, slice(end - weight.out_features, end))
@@ -93,7 +90,8 @@ class JoinedPart:
 
     def values(self) -> Tensor:
         """A copy of its rows of a weight in floats, [out, in]."""
-        return self.joined.kernel.values()[self.part]
+        values: Tensor = self.joined.kernel.values()
+        return values[self.part]
 
     def __call__(self, x: Tensor) -> Tensor:
         """[rows, in] -> [rows, out] of x's dtype, contiguous: of views torch rounds gelu in another way."""
@@ -138,13 +136,14 @@ def install(
 def _layers(
     parent: nn.Module, weights: dict[str, Weight], device: torch.device, backend: str
 ) -> dict[str, PackedLinear]:
-    """The layers of one module; those that share their input share a product, too, on CPUs."""
+    """The layers of one module; those that share their input share a product, too."""
     layers: dict[str, PackedLinear] = {}
     for names in _SHARED:
         group = [weights[name] for name in names if name in weights]
-        if len(group) == len(names) and _can_join(group, device, backend):
-            for name, weight, part in zip(names, group, Joined(group).parts, strict=True):
-                layers[name] = _layer(weight, _bias(parent, name), device, "cpu", part)
+        if len(group) == len(names) and (kernel := _joined(group, device, backend)) is not None:
+            own = "cpu" if isinstance(kernel, CpuLinear) else "triton"
+            for name, weight, part in zip(names, group, Joined(group, kernel).parts, strict=True):
+                layers[name] = _layer(weight, _bias(parent, name), device, own, part)
     for name, weight in weights.items():
         if name not in layers:
             layers[name] = _layer(weight, _bias(parent, name), device, backend)
@@ -176,17 +175,21 @@ def _bias(parent: nn.Module, name: str) -> Tensor | None:
     return linear.bias
 
 
-def _can_join(group: Sequence[Weight], device: torch.device, backend: str) -> bool:
-    first = group[0]
+def _joined(group: Sequence[Weight], device: torch.device, backend: str) -> Any:
+    """The kernel that multiplies by several weights at once; None where there is none."""
     if len({weight.in_features for weight in group}) > 1:
-        return False
-    if isinstance(first, PlainWeight):
-        return all(isinstance(weight, PlainWeight) for weight in group)
-    alike = all(
-        isinstance(weight, QuantizedWeight) and weight.fmt == first.fmt and weight.order is None
-        for weight in group
-    )
-    return alike and _kernel_for(first, device, backend).backend == "cpu"
+        return None
+    if all(isinstance(weight, PlainWeight) for weight in group):
+        return CpuLinear(*group)
+    coded = [weight for weight in group if isinstance(weight, QuantizedWeight) and weight.order is None]
+    if len(coded) < len(group) or len({weight.fmt for weight in coded}) > 1:
+        return None
+    chosen = _kernel_for(coded[0], device, backend)
+    if chosen.backend == "cpu":
+        return CpuLinear(*coded)
+    if chosen.backend == "triton":
+        return chosen.run(QuantizedWeight.joined(coded).to(device))
+    return None
 
 
 class GatedMLP(nn.Module):

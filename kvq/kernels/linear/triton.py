@@ -1,6 +1,7 @@
 """`linear_w4` and `linear_w8` in Triton: a weight packed once, and the launches of a step."""
 
 from collections.abc import Hashable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from kvq.formats.weights import Inputs
 from kvq.kernels.gpu import shapes
+from kvq.kernels.gpu.launch import Bound
 from kvq.kernels.linear import tiles
 from kvq.kernels.linear.tiles import LinearTile
 from kvq.kernels.linear.triton_kernel import (
@@ -30,6 +32,16 @@ _QUANTIZED = 4096  # elements of a row that one step of quantizing takes
 _UNITS = {Kind.FP8: 256.0, Kind.SIGNED_NIBBLES: 1 / 16}  # what decoded codes are to be multiplied by
 
 
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """The launches of one class of steps."""
+
+    tile: LinearTile
+    splits: int
+    product: Bound
+    sum: Bound
+
+
 class TritonLinear:
     """y = x W^T over packed codes: ReferenceLinear's results but for rounding.
 
@@ -47,7 +59,17 @@ class TritonLinear:
         self.weight = pack(weight, kind_of(weight, has_fp8=has_fp8))
         self.nbytes = self.weight.nbytes
         self.code_bytes = self.weight.codes.nbytes
-        self._tiles: dict[Hashable, LinearTile] = {}
+        self._plans: dict[Hashable, _Plan] = {}
+
+    @property
+    def in_features(self) -> int:
+        """Inputs."""
+        return self.weight.in_features
+
+    @property
+    def out_features(self) -> int:
+        """Outputs."""
+        return self.weight.out_features
 
     def __call__(self, x: Tensor) -> Tensor:
         """[rows, in] -> [rows, out] of x's dtype."""
@@ -69,56 +91,65 @@ class TritonLinear:
         return self._tiled(x, out)
 
     def _tiled(self, x: Tensor, out: Tensor) -> Tensor:
-        weight, rows = self.weight, x.shape[0]
-        tile = self._tile(x)
-        splits, each = tiles.splits(weight, tile, rows, x.device)
-        compute = compute_dtype(weight, self.fmt.inputs, x)
-        is_integer = self.fmt.inputs is Inputs.INT8
+        weight, rows, plan = self.weight, x.shape[0], self._plan(x)
         x_scale = x_sum = weight.scale  # pointers that are not read
         if self.fmt.inputs is not Inputs.FULL:
             x, x_scale = quantized(x, self.fmt.inputs, as_bytes=weight.kind is Kind.ROWS)
-            if is_integer and weight.zero is not None:
+            if self.fmt.inputs is Inputs.INT8 and weight.zero is not None:
                 x_sum = x.view(rows, weight.groups, weight.group).sum(-1, dtype=torch.int32)
-        parts = out if splits == 1 else torch.empty(splits, *out.shape, device=out.device)
-        grid = (triton.cdiv(rows, tile.rows), weight.padded_outputs // tile.outputs, splits)
-        linear_kernel[grid](
-            *self._tensors(x),
-            x_scale,
-            x_sum,
-            parts,
-            rows=rows,
-            x_row=x.stride(0),
+        is_split = plan.splits > 1
+        parts = torch.empty(plan.splits, *out.shape, device=out.device) if is_split else out
+        grid = triton.cdiv(rows, plan.tile.rows), weight.padded_outputs // plan.tile.outputs, plan.splits
+        plan.product(grid, (x, x_scale, x_sum, parts), (rows, x.stride(0), out.numel() if is_split else 0))
+        if is_split:
+            plan.sum((triton.cdiv(out.numel(), _SUMMED), 1, 1), (parts, out), (out.numel(),))
+        return out
+
+    def _plan(self, x: Tensor) -> _Plan:
+        name = tiles.row_class(len(x)), x.dtype, shapes.changes()
+        if name not in self._plans:
+            self._plans[name] = self._planned(x)
+        return self._plans[name]
+
+    def _planned(self, x: Tensor) -> _Plan:
+        weight, inputs, device = self.weight, self.fmt.inputs, x.device
+        tile = tiles.tile_for(weight, self.fmt.name, x, len(x))
+        splits, each = tiles.splits(weight, tile, len(x), device)
+        codes, scale, zero = self._tensors()
+        product = Bound(
+            linear_kernel,
+            device,
+            ("x_ptr", "x_scale_ptr", "x_sum_ptr", "out_ptr"),
+            ("rows", "x_row", "out_split"),
+            w_ptr=codes,
+            scale_ptr=scale,
+            zero_ptr=zero,
             outputs=weight.out_features,
+            out_row=weight.out_features,
             blocks=weight.blocks,
             split_blocks=each,
             groups=weight.groups,
-            out_split=parts.stride(0) if splits > 1 else 0,
-            out_row=parts.stride(-2),
-            COMPUTE=compute,
+            COMPUTE=compute_dtype(weight, inputs, x),
             BM=tile.rows,
             GROUPED=weight.groups > 1,
-            INTEGER=is_integer,
-            SCALED=self.fmt.inputs is not Inputs.FULL,
+            INTEGER=inputs is Inputs.INT8,
+            SCALED=inputs is not Inputs.FULL,
             **constants(weight, tile),
         )
-        if splits > 1:
-            count = out.numel()
-            add_parts_kernel[(triton.cdiv(count, _SUMMED),)](
-                parts, out, count, splits, WIDTH=_SUMMED, num_warps=4
-            )
-        return out
+        own = {"splits": splits, "WIDTH": _SUMMED, "num_warps": 4}
+        return _Plan(
+            tile,
+            splits,
+            product,
+            Bound(add_parts_kernel, device, ("parts_ptr", "out_ptr"), ("count",), **own),
+        )
 
-    def _tile(self, x: Tensor) -> LinearTile:
-        name = tiles.row_class(len(x)), x.dtype, shapes.changes()
-        if name not in self._tiles:
-            self._tiles[name] = tiles.tile_for(self.weight, self.fmt.name, x, len(x))
-        return self._tiles[name]
-
-    def _tensors(self, x: Tensor) -> tuple[Tensor, ...]:
-        """Inputs, codes, scales and zero points; bytes of ROWS are of the inputs' type."""
+    def _tensors(self) -> tuple[Tensor, ...]:
+        """Codes, scales and zero points; bytes of ROWS are of the rounded inputs' type."""
         weight = self.weight
-        codes = weight.codes.view(x.dtype) if weight.kind is Kind.ROWS else weight.codes
-        return x, codes, weight.scale, weight.scale if weight.zero is None else weight.zero
+        rounded = torch.int8 if self.fmt.inputs is Inputs.INT8 else torch.float8_e4m3fn
+        codes = weight.codes.view(rounded) if weight.kind is Kind.ROWS else weight.codes
+        return codes, weight.scale, weight.scale if weight.zero is None else weight.zero
 
     def _dense(self, x: Tensor, out: Tensor) -> Tensor:
         """Dequantize so many outputs that they fit into the workspace, multiply, and so on."""
@@ -131,7 +162,7 @@ class TritonLinear:
             begin = first * tile.outputs
             end = min(begin + count * tile.outputs, weight.out_features)
             dequantize_kernel[(weight.blocks, triton.cdiv(end - begin, tile.outputs))](
-                *self._tensors(x)[1:],
+                *self._tensors(),
                 dense,
                 first_tile=first,
                 outputs=weight.out_features,

@@ -1,5 +1,6 @@
 """A Linear layer's weight in codes, as every kernel, quantizer and file format hands it on."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 
 import torch
@@ -40,6 +41,18 @@ class QuantizedWeight:
         """From integer codes int8 [out, in] (of FP8: E4M3FN bytes, uint8), columns in the order of groups."""
         codes = pack_nibbles(q) if fmt.code in (WeightCode.INT4, WeightCode.INT3) else q.contiguous()
         return cls(fmt=fmt, codes=codes, scale=scale, zero=zero, order=order)
+
+    @classmethod
+    def joined(cls, weights: Sequence["QuantizedWeight"]) -> "QuantizedWeight":
+        """Weights of one format for the same inputs, in their own order, as one."""
+        first = weights[0]
+        zeros = [weight.zero for weight in weights if weight.zero is not None]
+        return cls(
+            fmt=first.fmt,
+            codes=torch.cat([weight.codes for weight in weights]),
+            scale=torch.cat([weight.scale for weight in weights]),
+            zero=torch.cat(zeros) if zeros else None,
+        )
 
     @property
     def out_features(self) -> int:
