@@ -12,7 +12,7 @@ from kvq.kernels.rms_norm.reference import check_add_norm
 from kvq.kernels.rms_norm.weight import NormWeight
 
 _ELEMENTS = 8  # of one thread: 16 bytes of bf16
-_MOST_WARPS = 16
+_MOST_WARPS = 32
 
 
 def add_norm(

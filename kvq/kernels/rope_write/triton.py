@@ -4,36 +4,37 @@ from typing import Any
 
 import torch
 import triton
-import triton.language as tl
 from torch import Tensor
 
-from kvq.kernels.gpu.rows import part_arguments, rounded
+from kvq.kernels.gpu.rows import part_arguments
 from kvq.kernels.paged import PagedKV
 from kvq.kernels.rms_norm.weight import NormWeight
-from kvq.kernels.rope_write.heads import LayerHeads, Pairs
+from kvq.kernels.rope_write.heads import LayerHeads
 from kvq.kernels.rope_write.reference import Angles, check_rope_write
-from kvq.kernels.write_kv.triton import finite_rows, stored_as_bits, write_rows
+from kvq.kernels.rope_write.triton_kernel import EACH, TOGETHER, rope_write_kernel
+from kvq.kernels.write_kv.triton import stored_as_bits
 
-_HALVES, _TWICE = tl.constexpr(Pairs.HALVES.value), tl.constexpr(Pairs.NEIGHBOURS_TWICE.value)
-_EACH, _TOGETHER = tl.constexpr(1), tl.constexpr(2)  # what a norm is taken over: a head, or all of them
-_ELEMENTS = 512  # of one warp: 16 of a thread
+# A decode step waits for its slowest program, so a warp gets few elements there. A step of more tokens has
+# programs enough, and 16 elements a thread take fewer instructions each than 4.
+_FEW_TOKENS = 64
+_FEW_ELEMENTS, _ELEMENTS = 128, 512  # of a warp
 _MOST_WARPS = 8
 
 
 def rope_write(
     heads: Tensor, angles: Angles | None, kv: PagedKV, slots: Tensor, bad: Tensor, layer: LayerHeads
 ) -> None:
-    """Do what the reference does, with the same bytes but for norms' last bits; see there.
+    """Do what the reference does, with the same bytes but for the last bits of norms; see there.
 
-    Runs on the current device. Slots are not checked.
+    Runs on the current device. Slots are not checked. Steps of up to 64 tokens may round a norm otherwise
+    than longer ones; nothing depends on the other tokens of a step.
     """
     check_rope_write(heads, angles, slots, bad, layer)
-    tokens = len(slots)
-    if not tokens:
+    if not (tokens := len(slots)):
         return
-    programs, kept = _kept(kv, layer, angles is not None)
-    cos, sin = (heads, heads) if angles is None else angles  # else pointers that are not read
-    _rope_write_kernel[(tokens, programs)](
+    programs, kept = _kept(kv, layer, angles is not None, tokens <= _FEW_TOKENS)
+    cos, sin = (heads, heads) if angles is None else angles  # without angles pointers that are not read
+    rope_write_kernel[(tokens, programs)](
         heads,
         heads if layer.bias is None else layer.bias,
         cos,
@@ -47,205 +48,72 @@ def rope_write(
     )
 
 
-def _kept(kv: PagedKV, layer: LayerHeads, is_turned: bool) -> tuple[int, dict[str, Any]]:
+def _kept(kv: PagedKV, layer: LayerHeads, is_turned: bool, is_few: bool) -> tuple[int, dict[str, Any]]:
     """Programs of a token, and what doesn't change from step to step."""
-    name = rope_write, layer, is_turned
+    name = rope_write, layer, is_turned, is_few
     if name not in kv.kept:
-        kv.kept[name] = _constants(kv, layer, is_turned)
+        kv.kept[name] = _constants(kv, layer, is_turned, _FEW_ELEMENTS if is_few else _ELEMENTS)
     found: tuple[int, dict[str, Any]] = kv.kept[name]
     return found
 
 
-def _constants(kv: PagedKV, layer: LayerHeads, is_turned: bool) -> tuple[int, dict[str, Any]]:
-    k_part, v_part = (
-        stored_as_bits(part_arguments("k", kv), "k"),
-        stored_as_bits(part_arguments("v", kv), "v"),
-    )
-    rotary = layer.rotary_dim if is_turned else 0
+def _constants(kv: PagedKV, layer: LayerHeads, is_turned: bool, elements: int) -> tuple[int, dict[str, Any]]:
     q_norm, k_norm = layer.norms or (None, None)
-    q_kind, k_kind = _norm_kind(q_norm, layer.k_dim), _norm_kind(k_norm, layer.k_dim)
-    q_tile, warps = _tile(layer.q_heads, k_part["K_PAD"], 1, whole=q_kind == _TOGETHER.value)
-    k_tile, warps = _tile(layer.kv_heads, k_part["K_PAD"], warps, whole=k_kind == _TOGETHER.value)
-    v_tile, warps = _tile(layer.kv_heads, v_part["V_PAD"], warps, whole=False)
-    k_tiles, v_tiles = triton.cdiv(layer.kv_heads, k_tile), triton.cdiv(layer.kv_heads, v_tile)
-    is_q_changed = bool(rotary or q_kind or layer.bias is not None)
-    unread = kv.k.codes  # a pointer that is not read
-    k_center, v_center = layer.centers
-    return k_tiles + v_tiles + is_q_changed * triton.cdiv(layer.q_heads, q_tile), {
-        **k_part,
-        **v_part,
-        "q_norm": unread if q_norm is None else q_norm.weight,
-        "k_norm": unread if k_norm is None else k_norm.weight,
-        "k_center": unread if k_center is None else k_center,
-        "v_center": unread if v_center is None else v_center,
-        "q_eps": 0.0 if q_norm is None else q_norm.eps,
-        "k_eps": 0.0 if k_norm is None else k_norm.eps,
-        "Q_HEADS": layer.q_heads,
-        "KV_HEADS": layer.kv_heads,
-        "Q_TILE": q_tile,
-        "K_TILE": k_tile,
-        "V_TILE": v_tile,
-        "K_TILES": k_tiles,
-        "V_TILES": v_tiles,
-        "Q_NORM": q_kind,
-        "K_NORM": k_kind,
-        "BIAS": layer.bias is not None,
-        "ROTARY": rotary,
-        "PAIRS": int(layer.pairs),
-        "K_CENTERED": k_center is not None,
-        "V_CENTERED": v_center is not None,
+    parts = {
+        **stored_as_bits(part_arguments("k", kv), "k"),
+        **stored_as_bits(part_arguments("v", kv), "v"),
+        **_of_norm("q", q_norm, kv, layer.k_dim),
+        **_of_norm("k", k_norm, kv, layer.k_dim),
+        **_of_center("k", layer.centers[0], kv),
+        **_of_center("v", layer.centers[1], kv),
         "K_CUT": (1 - kv.formats.k_clip) / 2,
         "V_CUT": (1 - kv.formats.v_clip) / 2,
+        "Q_HEADS": layer.q_heads,
+        "KV_HEADS": layer.kv_heads,
+        "BIAS": layer.bias is not None,
+        "ROTARY": layer.rotary_dim if is_turned else 0,
+        "PAIRS": int(layer.pairs),
         "BLOCK_SIZE": kv.block_size,
-        "num_warps": warps,
         "enable_fp_fusion": False,  # a product and a sum rounded once would change codes
+    }
+    parts |= _tiles(parts, elements)
+    is_q_changed = parts["ROTARY"] or parts["Q_NORM"] or parts["BIAS"]
+    q_tiles = triton.cdiv(layer.q_heads, parts["Q_TILE"]) if is_q_changed else 0
+    return parts["K_TILES"] + parts["V_TILES"] + q_tiles, parts
+
+
+def _of_norm(name: str, norm: NormWeight | None, kv: PagedKV, dim: int) -> dict[str, Any]:
+    kind = EACH if norm is not None and norm.weight.shape == (dim,) else TOGETHER
+    return {
+        f"{name}_norm": kv.k.codes if norm is None else norm.weight,  # or a pointer that is not read
+        f"{name}_eps": 0.0 if norm is None else norm.eps,
+        f"{name.upper()}_NORM": 0 if norm is None else int(kind.value),
     }
 
 
-def _norm_kind(norm: NormWeight | None, dim: int) -> int:
-    if norm is None:
-        return 0
-    return int((_EACH if norm.weight.shape == (dim,) else _TOGETHER).value)
+def _of_center(name: str, center: Tensor | None, kv: PagedKV) -> dict[str, Any]:
+    return {
+        f"{name}_center": kv.k.codes if center is None else center,
+        f"{name.upper()}_CENTERED": center is not None,
+    }
 
 
-def _tile(heads: int, pad: int, warps: int, *, whole: bool) -> tuple[int, int]:
-    """Heads of one program, and warps: what is normed together is one program's, since others write."""
-    most = triton.next_power_of_2(heads)
-    if whole:
-        return most, min(max(warps, most * pad // _ELEMENTS), _MOST_WARPS)
-    return min(max(1, warps * _ELEMENTS // pad), most), warps
+def _tiles(parts: dict[str, Any], elements: int) -> dict[str, int]:
+    """Heads of one program, and its warps.
 
-
-@triton.jit
-def _some_heads(
-    heads_ptr, bias_ptr, norm_ptr, start, eps, head, inside, col,
-    HEADS: tl.constexpr, DIM: tl.constexpr, BIAS: tl.constexpr, NORM: tl.constexpr, DTYPE: tl.constexpr,
-):  # fmt: skip
-    """Heads fp32 [heads, columns] with their bias, normed; `start`: elements of a row before the first."""
-    at = head[:, None] * DIM + col[None, :]
-    mask = inside[:, None] & (col < DIM)[None, :]
-    x = tl.load(heads_ptr + start + at, mask=mask, other=0.0).to(tl.float32)
-    if BIAS:
-        x = rounded(x + tl.load(bias_ptr + start + at, mask=mask, other=0.0).to(tl.float32), DTYPE)
-    if NORM == _EACH:
-        weight = tl.load(norm_ptr + col, mask=col < DIM, other=0.0).to(tl.float32)[None, :]
-        x = rounded(x * tl.rsqrt(tl.sum(x * x, axis=1) / DIM + eps)[:, None] * weight, DTYPE)
-    elif NORM == _TOGETHER:
-        weight = tl.load(norm_ptr + at, mask=mask, other=0.0).to(tl.float32)
-        mean = tl.sum(tl.sum(x * x, axis=1), axis=0) / (HEADS * DIM)
-        x = rounded(x * tl.rsqrt(mean + eps) * weight, DTYPE)
-    return x
-
-
-@triton.jit
-def _turned(x, cos_ptr, sin_ptr, col, ROTARY: tl.constexpr, PAIRS: tl.constexpr, DTYPE: tl.constexpr):
-    """Heads fp32 [heads, columns], the first ROTARY elements turned; see Pairs."""
-    if ROTARY > 0:
-        HALF: tl.constexpr = ROTARY // 2
-        if PAIRS == _HALVES:
-            is_first = col < HALF
-            partner = tl.where(is_first, col + HALF, col - HALF)
-            pair = tl.where(is_first, col, col - HALF)
-        else:
-            is_first = col % 2 == 0
-            partner = col ^ 1
-            pair = col - col % 2 if PAIRS == _TWICE else col // 2
-        inside = col < ROTARY
-        cos = tl.load(cos_ptr + pair, mask=inside, other=0.0).to(tl.float32)
-        sin = tl.load(sin_ptr + pair, mask=inside, other=0.0).to(tl.float32)
-        sin = tl.where(is_first, -sin, sin)
-        partner = tl.where(inside, partner, col)
-        other = tl.gather(x, tl.broadcast_to(partner[None, :], x.shape), axis=1)
-        turned = rounded(x * cos[None, :] + other * sin[None, :], DTYPE)
-        x = tl.where(inside[None, :], turned, x)
-    return x
-
-
-@triton.jit
-def _stored(
-    heads_ptr, bias_ptr, cos_ptr, sin_ptr, slot_ptr, bad_ptr, norm_ptr, center_ptr, start, eps, first,
-    codes, scales, static, c_block, c_head, c_slot, s_block, s_head, s_slot,
-    KIND: tl.constexpr, BITS: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr, GROUP: tl.constexpr,
-    ROTATED: tl.constexpr, STATIC: tl.constexpr, CUT: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    HEADS: tl.constexpr, TILE: tl.constexpr, BIAS: tl.constexpr, NORM: tl.constexpr, ROTARY: tl.constexpr,
-    PAIRS: tl.constexpr, CENTERED: tl.constexpr, DTYPE: tl.constexpr,
-):  # fmt: skip
-    """Some heads of K or of V, from the token's row of heads into its slot."""
-    slot = tl.load(slot_ptr).to(tl.int64)
-    block, offset = slot // BLOCK_SIZE, slot % BLOCK_SIZE
-    head, col = first + tl.arange(0, TILE), tl.arange(0, PAD)
-    inside, wide = head < HEADS, head.to(tl.int64)
-    x = _some_heads(
-        heads_ptr, bias_ptr, norm_ptr, start, eps, head, inside, col, HEADS, DIM, BIAS, NORM, DTYPE
-    )
-    x = _turned(x, cos_ptr, sin_ptr, col, ROTARY, PAIRS, DTYPE)
-    if CENTERED:
-        at = head[:, None] * DIM + col[None, :]
-        mask = inside[:, None] & (col < DIM)[None, :]
-        x = rounded(x - tl.load(center_ptr + at, mask=mask, other=0.0), DTYPE)
-    x, is_bad = finite_rows(x)
-    write_rows(
-        x, codes, scales, static,
-        block * c_block + wide * c_head + offset * c_slot,
-        block * s_block + wide * s_head + offset * s_slot,
-        head, col, inside, KIND, BITS, DIM, PAD, GROUP, ROTATED, STATIC, CUT, TILE,
-    )  # fmt: skip
-    tl.store(bad_ptr, is_bad.to(tl.int8), mask=is_bad > 0)  # other programs of the token say it, too
-
-
-@triton.jit
-def _turn_queries(
-    heads_ptr, bias_ptr, cos_ptr, sin_ptr, norm_ptr, eps, first,
-    DIM: tl.constexpr, PAD: tl.constexpr, HEADS: tl.constexpr, TILE: tl.constexpr, BIAS: tl.constexpr,
-    NORM: tl.constexpr, ROTARY: tl.constexpr, PAIRS: tl.constexpr, DTYPE: tl.constexpr,
-):  # fmt: skip
-    """Some heads of a token's queries, in place."""
-    head, col = first + tl.arange(0, TILE), tl.arange(0, PAD)
-    inside = head < HEADS
-    x = _some_heads(heads_ptr, bias_ptr, norm_ptr, 0, eps, head, inside, col, HEADS, DIM, BIAS, NORM, DTYPE)
-    x = _turned(x, cos_ptr, sin_ptr, col, ROTARY, PAIRS, DTYPE)
-    mask = inside[:, None] & (col < DIM)[None, :]
-    tl.store(heads_ptr + head[:, None] * DIM + col[None, :], x.to(DTYPE), mask=mask)
-
-
-@triton.jit
-def _rope_write_kernel(
-    heads_ptr, bias_ptr, cos_ptr, sin_ptr, slots_ptr, bad_ptr, heads_row, cos_row, sin_row,
-    k_codes, k_scales, k_static, kc_block, kc_head, kc_slot, ks_block, ks_head, ks_slot,
-    v_codes, v_scales, v_static, vc_block, vc_head, vc_slot, vs_block, vs_head, vs_slot,
-    q_norm, k_norm, k_center, v_center, q_eps, k_eps,
-    K_KIND: tl.constexpr, K_BITS: tl.constexpr, K_DIM: tl.constexpr, K_PAD: tl.constexpr,
-    K_GROUP: tl.constexpr, K_ROTATED: tl.constexpr, K_STATIC: tl.constexpr, K_CUT: tl.constexpr,
-    V_KIND: tl.constexpr, V_BITS: tl.constexpr, V_DIM: tl.constexpr, V_PAD: tl.constexpr,
-    V_GROUP: tl.constexpr, V_ROTATED: tl.constexpr, V_STATIC: tl.constexpr, V_CUT: tl.constexpr,
-    Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, Q_TILE: tl.constexpr, K_TILE: tl.constexpr,
-    V_TILE: tl.constexpr, K_TILES: tl.constexpr, V_TILES: tl.constexpr, BIAS: tl.constexpr,
-    Q_NORM: tl.constexpr, K_NORM: tl.constexpr, ROTARY: tl.constexpr, PAIRS: tl.constexpr,
-    K_CENTERED: tl.constexpr, V_CENTERED: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-):  # fmt: skip
-    """Grid: (tokens, tiles of heads: of K, then V, then queries)."""
-    DTYPE: tl.constexpr = heads_ptr.dtype.element_ty
-    token, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    row, cos, sin = heads_ptr + token * heads_row, cos_ptr + token * cos_row, sin_ptr + token * sin_row
-    slot, bad = slots_ptr + token, bad_ptr + token
-    if tile < K_TILES:
-        _stored(
-            row, bias_ptr, cos, sin, slot, bad, k_norm, k_center, Q_HEADS * K_DIM, k_eps, tile * K_TILE,
-            k_codes, k_scales, k_static, kc_block, kc_head, kc_slot, ks_block, ks_head, ks_slot,
-            K_KIND, K_BITS, K_DIM, K_PAD, K_GROUP, K_ROTATED, K_STATIC, K_CUT, BLOCK_SIZE,
-            KV_HEADS, K_TILE, BIAS, K_NORM, ROTARY, PAIRS, K_CENTERED, DTYPE,
-        )  # fmt: skip
-    elif tile < K_TILES + V_TILES:
-        first = (tile - K_TILES) * V_TILE
-        _stored(
-            row, bias_ptr, cos, sin, slot, bad, k_norm, v_center, (Q_HEADS + KV_HEADS) * K_DIM, 0.0, first,
-            v_codes, v_scales, v_static, vc_block, vc_head, vc_slot, vs_block, vs_head, vs_slot,
-            V_KIND, V_BITS, V_DIM, V_PAD, V_GROUP, V_ROTATED, V_STATIC, V_CUT, BLOCK_SIZE,
-            KV_HEADS, V_TILE, BIAS, 0, 0, PAIRS, V_CENTERED, DTYPE,
-        )  # fmt: skip
-    else:
-        first = (tile - K_TILES - V_TILES) * Q_TILE
-        _turn_queries(
-            row, bias_ptr, cos, sin, q_norm, q_eps, first,
-            K_DIM, K_PAD, Q_HEADS, Q_TILE, BIAS, Q_NORM, ROTARY, PAIRS, DTYPE,
-        )  # fmt: skip
+    Heads that are normed together are one program's: another would write some of them meanwhile.
+    """
+    of_heads = {"Q": ("Q_HEADS", "K_PAD"), "K": ("KV_HEADS", "K_PAD"), "V": ("KV_HEADS", "V_PAD")}
+    most = {name: triton.next_power_of_2(parts[heads]) for name, (heads, _) in of_heads.items()}
+    whole = [name for name in "QK" if parts[f"{name}_NORM"] == TOGETHER.value]
+    largest = max((most[name] * parts["K_PAD"] for name in whole), default=elements)
+    warps = min(max(1, largest // elements), _MOST_WARPS)
+    tiles = {
+        name: most[name] if name in whole else min(max(1, warps * elements // parts[pad]), most[name])
+        for name, (_, pad) in of_heads.items()
+    }
+    return {
+        **{f"{name}_TILE": tile for name, tile in tiles.items()},
+        **{f"{name}_TILES": triton.cdiv(parts["KV_HEADS"], tiles[name]) for name in "KV"},
+        "num_warps": warps,
+    }

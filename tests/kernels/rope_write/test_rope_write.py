@@ -20,7 +20,7 @@ from kvq.kernels.write_kv.reference import write_kv
 from tests.kernels.kit import KINDS, poisoned_cache
 
 Q_HEADS, KV_HEADS = 7, 3
-SLOTS = torch.tensor([7, 33, 18, 0, 54])
+SLOTS = torch.tensor([33, 7, 54])
 TOKENS, PADDING = len(SLOTS), 2
 
 rope_write: Any = None  # the implementation under test
@@ -31,6 +31,8 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, in
 def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every test below holds for every implementation."""
     found = import_module(f"kvq.kernels.rope_write.{request.param}")
+    if request.param == "triton":  # many heads a program: the interpreter is slow; others in test_triton.py
+        monkeypatch.setattr(found, "_FEW_ELEMENTS", found._ELEMENTS)
     monkeypatch.setitem(globals(), "rope_write", found.rope_write)
 
 
@@ -106,7 +108,7 @@ def test_turned_keys_and_values_are_stored_as_write_kv_stores_them(kv: str) -> N
 
 
 @pytest.mark.parametrize("pairs", list(Pairs))
-@pytest.mark.parametrize(("k_dim", "rotary_dim"), [(64, 64), (80, 32), (96, 60), (60, 2)])
+@pytest.mark.parametrize(("k_dim", "rotary_dim"), [(64, 64), (80, 32), (60, 2)])
 def test_heads_are_turned_as_the_modules_turn_them(pairs: Pairs, k_dim: int, rotary_dim: int) -> None:
     layer = layer_of(k_dim, 64, rotary_dim=rotary_dim, pairs=pairs)
     heads, angles = heads_of(layer), angles_of(layer)
@@ -191,13 +193,13 @@ def test_tokens_that_are_not_finite_are_flagged_beside_those_that_were(kv: str) 
     layer = layer_of()
     heads, angles = heads_of(layer), angles_of(layer)
     _, k, v = split(layer, heads)
-    split(layer, heads)[0][4, 6, 59] = math.nan  # a query: nothing is stored of it
+    split(layer, heads)[0][0, 6, 59] = math.nan  # a query: nothing is stored of it
     k[1, 2, 59], v[2, 0, 0] = math.inf, math.nan
     want = written(layer, kv, modules_turn(layer, k, angles), v)
     cache = poisoned_cache(kv, [(60, 48)])
-    bad = torch.tensor([True, False, False, False, False, False, True])
+    bad = torch.tensor([True, False, False, False, True])
     rope_write(heads, angles, cache.layer(0), SLOTS, bad, layer)
-    assert bad.tolist() == [True, True, True, False, False, False, True]
+    assert bad.tolist() == [True, True, True, False, True]
     assert torch.equal(cache.pool(0), want.pool(0))
 
 
@@ -239,11 +241,11 @@ def test_parts_that_do_not_fit_are_refused() -> None:
     kv = poisoned_cache("int4", [(60, 48)]).layer(0)
     for rows, angles, bad in (
         (heads[:, 1:], (cos, sin), flags),
-        (heads[:4], (cos, sin), flags),
+        (heads[:2], (cos, sin), flags),
         (heads.T.contiguous().T, (cos, sin), flags),
-        (heads, (cos[:4], sin), flags),
+        (heads, (cos[:2], sin), flags),
         (heads, (cos, sin[:, :29]), flags),
-        (heads, (cos, sin), flags[:4]),
+        (heads, (cos, sin), flags[:2]),
     ):
         with pytest.raises(ConfigError, match="rope_write takes"):
             rope_write(rows, angles, kv, SLOTS, bad, layer)
