@@ -20,6 +20,9 @@ from torch.utils._pytree import tree_leaves
 from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITFunction
 
+from kvq.engine import transfers
+from kvq.kernels.gpu import uploads
+
 _aten = torch.ops.aten
 
 
@@ -94,6 +97,9 @@ def imaginary_gpu(index: int = 1) -> Iterator[ImaginaryGPU]:
     with ExitStack() as stack:
         for name, value in _cuda(gpu).items():
             stack.enter_context(patch.object(torch.cuda, name, value))
+        stack.enter_context(patch.object(transfers, "_free", {}))
+        uploads.ring.cache_clear()
+        stack.callback(uploads.ring.cache_clear)
         for kind in (InterpretedFunction, JITFunction):
             stack.enter_context(patch.object(kind, "run", _launcher(gpu)))
         stack.enter_context(torch.inference_mode())  # autograd's copies ask for a driver
