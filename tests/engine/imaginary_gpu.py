@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -54,7 +55,8 @@ class ImaginaryGPU:
     launches: list[Launch] = field(default_factory=list)
     made: list[tuple[str, torch.device]] = field(default_factory=list)  # streams, events and captures
     streams: dict[torch.device, Stream] = field(default_factory=dict)  # the current one of each device
-    current: list[torch.device] = field(default_factory=lambda: [torch.device("cuda", 0)])
+    current: torch.device = field(default_factory=lambda: torch.device("cuda", 0))
+    kept: WeakSet[Any] = field(default_factory=WeakSet)  # graphs and their pools that somebody holds
     pinned: dict[int, Tensor] = field(default_factory=dict)  # by address, and kept: addresses stay theirs
     waits: list[Callable[[str], None]] = field(default_factory=list)
 
@@ -69,11 +71,8 @@ class ImaginaryGPU:
         self.pinned[host.untyped_storage().data_ptr()] = host
         return host
 
-    def current_device(self) -> torch.device:
-        return self.current[-1]
-
     def current_stream(self, device: Any = None) -> Stream:
-        where = self.current_device() if device is None else whole(device)
+        where = self.current if device is None else whole(device)
         return self.streams.setdefault(where, Stream(where, "the default stream"))
 
 
@@ -129,7 +128,8 @@ class _HostIsReal(TorchDispatchMode):
             with unset_fake_temporarily():
                 return func(*args, **kwargs)
         if func is _aten.copy_.default and not is_there(args[0]):
-            return args[0].zero_()
+            with unset_fake_temporarily():
+                return args[0].zero_()
         if func is _aten._to_copy.default and target is not None and not makes_there:
             return _zeros(args[0], kwargs.get("dtype"))
         if func is _aten._local_scalar_dense.default:
@@ -240,8 +240,8 @@ def _launcher(gpu: ImaginaryGPU) -> Callable[..., None]:
 
     def run(kernel: Any, *args: Any, grid: Any, warmup: bool, **constants: Any) -> None:
         tensors = [x for x in (*args, *constants.values()) if isinstance(x, Tensor)]
-        elsewhere = {str(x.device) for x in tensors if x.device != gpu.current_device()}
-        assert not elsewhere, f"{kernel.fn.__name__} launched on {gpu.current_device()}, given {elsewhere}"
+        elsewhere = {str(x.device) for x in tensors if x.device != gpu.current}
+        assert not elsewhere, f"{kernel.fn.__name__} launched on {gpu.current}, given {elsewhere}"
         named = {**dict(zip(kernel.arg_names, args, strict=False)), **constants}
         sizes = grid(named) if callable(grid) else grid
         assert all(type(n) is int for n in sizes), f"{kernel.fn.__name__} launched with a grid {sizes}"
@@ -255,7 +255,7 @@ def _cuda(gpu: ImaginaryGPU) -> dict[str, Any]:
 
     class NewStream(Stream):
         def __init__(self, device: Any = None) -> None:
-            super().__init__(gpu.current_device() if device is None else whole(device))
+            super().__init__(gpu.current if device is None else whole(device))
             gpu.made.append(("stream", self.device))
 
         def synchronize(self) -> None:
@@ -279,46 +279,57 @@ def _cuda(gpu: ImaginaryGPU) -> dict[str, Any]:
         def __init__(self) -> None:
             self.pool: object = None
             self.device: torch.device | None = None
+            gpu.kept.add(self)
 
         def capture_begin(self, pool: object = None, **_: Any) -> None:
-            self.pool, self.device = pool, gpu.current_device()
+            self.pool, self.device = pool, gpu.current
             gpu.made.append(("graph", self.device))
 
         def capture_end(self) -> None:
-            assert gpu.current_device() == self.device, "a capture ends on the device that it began on"
+            assert gpu.current == self.device, "a capture ends on the device that it began on"
 
         def replay(self) -> None:
             gpu.launches.append(Launch("a graph", ()))
 
-    @contextmanager
-    def current(device: Any) -> Iterator[None]:
-        gpu.current.append(whole(device))
-        try:
-            yield
-        finally:
-            gpu.current.pop()
+    class Pool:
+        def __init__(self) -> None:
+            gpu.kept.add(self)
 
-    @contextmanager
-    def stream(entered: Stream) -> Iterator[None]:
-        before = gpu.current_stream(entered.device)
-        gpu.streams[entered.device] = entered
-        with current(entered.device):
-            try:
-                yield
-            finally:
-                gpu.streams[entered.device] = before
+    class Current:
+        def __init__(self, device: Any) -> None:
+            self._device = whole(device)
+
+        def __enter__(self) -> None:
+            self._outside, gpu.current = gpu.current, self._device
+
+        def __exit__(self, *_: object) -> None:
+            gpu.current = self._outside
+
+    class OnStream(Current):
+        def __init__(self, entered: Stream) -> None:
+            super().__init__(entered.device)
+            self._entered = entered
+
+        def __enter__(self) -> None:
+            super().__enter__()
+            self._before = gpu.current_stream()
+            gpu.streams[self._device] = self._entered
+
+        def __exit__(self, *_: object) -> None:
+            gpu.streams[self._device] = self._before
+            super().__exit__()
 
     memory = 80 << 30
     told = SimpleNamespace(
         Stream=NewStream,
         Event=Event,
         CUDAGraph=CUDAGraph,
-        graph=_graph_of(stream),
-        device=current,
-        stream=stream,
+        graph=_graph_of(OnStream),
+        device=Current,
+        stream=OnStream,
         current_stream=gpu.current_stream,
-        current_device=lambda: gpu.current_device().index,
-        graph_pool_handle=lambda: object(),
+        current_device=lambda: gpu.current.index,
+        graph_pool_handle=Pool,
         synchronize=lambda _=None: gpu.wait("the device"),
         empty_cache=lambda: None,
         get_device_name=lambda _=None: "an imaginary GPU",
@@ -333,7 +344,7 @@ def _cuda(gpu: ImaginaryGPU) -> dict[str, Any]:
     return vars(told)
 
 
-def _graph_of(stream: Callable[[Stream], Any]) -> type:
+def _graph_of(on_stream: Callable[[Stream], Any]) -> type:
     class Graph:
         """torch.cuda.graph, which stays on its stream where the end of a capture raises."""
 
@@ -342,12 +353,12 @@ def _graph_of(stream: Callable[[Stream], Any]) -> type:
             self._graph, self._pool, self._stream = graph, pool, stream
 
         def __enter__(self) -> None:
-            self._on = stream(self._stream)
+            self._on = on_stream(self._stream)
             self._on.__enter__()
             self._graph.capture_begin(self._pool)
 
         def __exit__(self, *raised: object) -> None:
             self._graph.capture_end()
-            self._on.__exit__(None, None, None)
+            self._on.__exit__()
 
     return Graph
