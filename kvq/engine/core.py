@@ -22,6 +22,7 @@ from kvq.engine.runner import StepOutput
 from kvq.engine.sampling import Sampler, TokenLogprobs
 from kvq.errors import EngineError, KVQError
 from kvq.models import Model
+from kvq.models.device import current
 from kvq.models.stays_here import Home, StaysHere
 from kvq.scheduler import Branch, Request, StepPlan
 
@@ -138,7 +139,8 @@ class EngineCore(StaysHere):
             raise EngineError("the engine is inside a step: whoever listens to it can't step it")
         self._is_stepping = True
         try:
-            return self._step()
+            with current(self.model.weights.device):
+                return self._step()
         finally:
             self._is_stepping = False
 

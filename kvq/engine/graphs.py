@@ -1,17 +1,18 @@
 """Pure-decode steps on a GPU as CUDA graphs: one replay instead of a thousand launches."""
 
 import logging
-from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from kvq.cache import KVCache
+from kvq.engine.transfers import send
 from kvq.errors import first_lines
 from kvq.kernels import SequenceBatch
 from kvq.models import Model
+from kvq.models.packing import Integers
 from kvq.models.step import PackedStep
 from kvq.scheduler import StepPlan
 
@@ -46,28 +47,22 @@ class DecodeGraphs:
         self._tables = tables
         self._spare_row = max_num_seqs
         self._max_context = max_context
-        self._sizes = sorted(
-            {n for n in (1, 2, 4, 8, *range(16, max_num_seqs, 16)) if n < max_num_seqs} | {max_num_seqs}
-        )
-        device = model.weights.device
-        # Token id, position and table row of every branch; what graphs read.
-        self._inputs = torch.zeros(3, max_num_seqs, dtype=torch.int64, device=device)
-        # Two of them in turns: a step may be launched while the copy for the one before it is on its way.
-        self._hosts = [
-            torch.zeros(3, max_num_seqs, dtype=torch.int64, pin_memory=device.type == "cuda")
-            for _ in range(2)
-        ]
-        self._bad = torch.zeros(max_num_seqs, dtype=torch.bool, device=device)
+        sizes = {n for n in (1, 2, 4, 8, *range(16, max_num_seqs, 16)) if n < max_num_seqs} | {max_num_seqs}
+        self._size_of = [min(n for n in sizes if n >= count) for count in range(max_num_seqs + 1)]
+        self._device = model.weights.device
+        # Token id, position and table row of every branch, [3, size] from the start: what graphs read.
+        self._inputs = torch.zeros(3 * max_num_seqs, dtype=torch.int64, device=self._device)
+        self._bad = torch.zeros(max_num_seqs, dtype=torch.bool, device=self._device)
         self._logits: dict[int, Tensor] = {}
         self._replay: dict[int, Callable[[], None]] = {}
-        self._fill([], [], [], max_num_seqs)
-        record = capture or cuda_capture(device)
-        for size in reversed(self._sizes):
+        record = capture or cuda_capture(self._device)
+        for size in sorted(sizes, reverse=True):
+            self._fill((), (), (), size)
             self._replay[size] = record(self._work(size))
 
     def takes(self, plan: StepPlan) -> bool:
         """True for steps in which every branch computes one token and wants the next."""
-        return 0 < plan.num_decodes == len(plan.branches) <= self._sizes[-1] and all(plan.samples)
+        return 0 < plan.num_decodes == len(plan.branches) < len(self._size_of) and all(plan.samples)
 
     @torch.inference_mode()
     def run(self, plan: StepPlan, tokens: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -77,26 +72,28 @@ class DecodeGraphs:
         Valid until the next run. Nothing here waits for the device.
         """
         count = len(plan.branches)
-        size = self._sizes[bisect_left(self._sizes, count)]
+        size = self._size_of[count]
         rows = [self._spare_row if branch.row is None else branch.row for branch in plan.branches]
-        self._fill(plan.token_ids, [end - 1 for end in plan.ends], rows, size)
+        ids = plan.token_ids if tokens is None else ()
+        self._fill(ids, np.array(plan.ends) - 1, rows, size)
         if tokens is not None:
-            self._inputs[0, :count].copy_(tokens)
+            self._inputs[:count].copy_(tokens)
         self._replay[size]()
         return self._logits[size][:count], self._bad[:count]
 
-    def _fill(self, ids: list[int], positions: list[int], rows: list[int], size: int) -> None:
+    def _fill(
+        self, ids: Sequence[int], positions: Sequence[int] | Integers, rows: Sequence[int], size: int
+    ) -> None:
         """Copy a step's inputs to the device; what is not given is padding."""
-        self._hosts.reverse()
-        host = self._hosts[0].numpy()
-        host[:, :size] = np.array([[0], [0], [self._spare_row]])
-        for i, values in enumerate((ids, positions, rows)):
-            host[i, : len(values)] = values
-        self._inputs[:, :size].copy_(self._hosts[0][:, :size], non_blocking=True)
+        numbers = np.zeros((3, size), np.int64)
+        numbers[2] = self._spare_row
+        for own, values in zip(numbers, (ids, positions, rows), strict=True):
+            own[: len(values)] = values
+        send(numbers, self._inputs[: 3 * size])
 
     def _work(self, size: int) -> Callable[[], None]:
         """A decode step of that size, from the input buffer to logits and flags."""
-        device = self._inputs.device
+        device, inputs = self._device, self._inputs[: 3 * size].view(3, size)
         lens = torch.ones(3, size, dtype=torch.int32, device=device)  # first token, new tokens, context
         lens[0] = torch.arange(size, dtype=torch.int32, device=device)
         keep = torch.arange(size, device=device)
@@ -104,7 +101,7 @@ class DecodeGraphs:
 
         @torch.inference_mode()
         def work() -> None:
-            ids, positions, rows = self._inputs[:, :size]
+            ids, positions, rows = inputs
             lens[2] = positions + 1
             bad = self._bad[:size].zero_()
             output = self._model.weights.model(
@@ -136,19 +133,25 @@ class DecodeGraphs:
 
 
 def cuda_capture(device: torch.device) -> Capture:
-    """Record work as a CUDA graph; all graphs share their memory."""
+    """Record work as CUDA graphs of that device; all share their memory.
+
+    Where a capture fails, the streams are what they were before.
+    """
     pool = torch.cuda.graph_pool_handle()
+    stream = torch.cuda.Stream(device)
 
     def capture(work: Callable[[], None]) -> Callable[[], None]:
-        stream = torch.cuda.Stream(device)
-        stream.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(stream):  # compiles kernels and fills allocators' caches
-            work()
-            work()
-        torch.cuda.current_stream(device).wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=pool):
-            work()
+        graph, current = torch.cuda.CUDAGraph(), torch.cuda.current_stream(device)
+        stream.wait_stream(current)
+        try:
+            # The stream is entered here too: torch.cuda.graph stays on it if a capture can't be ended.
+            with torch.cuda.device(device), torch.cuda.stream(stream):
+                work()  # compiles kernels and fills allocators' caches
+                work()
+                with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
+                    work()
+        finally:
+            current.wait_stream(stream)
         return graph.replay
 
     return capture

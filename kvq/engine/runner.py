@@ -1,6 +1,6 @@
 """The runner: carries out a step's plan with one packed forward pass."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -14,11 +14,11 @@ from kvq.blockmgr import SwapIn
 from kvq.cache import KVCache
 from kvq.cache.memory import check_room
 from kvq.engine.graphs import decode_graphs
-from kvq.engine.transfers import upload
+from kvq.engine.transfers import prepare_transfers, upload_all
 from kvq.kernels import SequenceBatch
 from kvq.layout import KVLayout
 from kvq.models import Model
-from kvq.models.packing import Integers, padded, positions_of, run_packed
+from kvq.models.packing import Integers, positions_of, run_packed
 from kvq.models.step import Observer, PackedStep
 from kvq.scheduler import StepPlan
 
@@ -34,6 +34,16 @@ class StepOutput:
     bad_tokens: Tensor  # bool [new tokens]: K or V held a NaN or an infinity; on the device
     failed_swaps: list[SwapIn]
     attention_s: float  # time in write and attend; on a GPU the time to launch them
+
+
+@dataclass(frozen=True, slots=True)
+class _Inputs:
+    """What a forward pass takes, on a GPU all of it there."""
+
+    tokens: Sequence[int] | Tensor
+    positions: Integers | Tensor
+    wanted: Sequence[int] | Tensor
+    batches: tuple[SequenceBatch, ...]
 
 
 class Runner:
@@ -70,6 +80,7 @@ class Runner:
         )
         self.observer: Observer | None = None  # sees K and V of every layer before they are written
         self._device = weights.device
+        prepare_transfers(self._device)
         self._block_size = layout.block_size
         longest = longest_context(layout, num_blocks, max_context)
         self._width = -(-longest // layout.block_size)
@@ -120,12 +131,18 @@ class Runner:
                 failed_swaps=failed,
                 attention_s=0.0,
             )
-        positions = positions_of(plan.counts, plan.ends)
-        step = self._step(plan, positions)
         starts, wanted = _wanted(plan, last_rows)
-        ids = plan.token_ids if tokens is None else tokens
+        find = self._inputs_on_cpu if self._device.type == "cpu" else self._inputs_on_gpu
+        found = find(plan, wanted, tokens)
+        step = PackedStep(
+            cache=self.cache,
+            geometry=self.model.geometry,
+            batches=found.batches,
+            bad_tokens=torch.zeros(plan.num_tokens, dtype=torch.bool, device=self._device),
+            observer=self.observer,
+        )
         return StepOutput(
-            logits=run_packed(self.model.weights, step, ids, positions, wanted),
+            logits=run_packed(self.model.weights, step, found.tokens, found.positions, found.wanted),
             starts=starts,
             bad_tokens=step.bad_tokens,
             failed_swaps=failed,
@@ -143,56 +160,74 @@ class Runner:
         """Give back what lies outside the device."""
         self.cache.close()
 
-    def _step(self, plan: StepPlan, positions: Integers) -> PackedStep:
-        rows = [-1 if b.row is None else b.row for b in plan.branches]
-        width = -(-max(plan.ends) // self._block_size)
-        find = self._find_on_cpu if self._device.type == "cpu" else self._find
-        batches = [
-            SequenceBatch(
-                query_lens=tuple(plan.counts), context_lens=tuple(plan.ends), tables=tables, slots=slots
-            )
-            for tables, slots in find(rows, plan.counts, positions, width)
+    def _inputs_on_gpu(self, plan: StepPlan, wanted: list[int], tokens: Tensor | None) -> _Inputs:
+        """All whole numbers of the step in one copy."""
+        counts, rows = np.array(plan.counts), _rows(plan)
+        firsts = np.cumsum(counts) - counts
+        told = () if tokens is not None else plan.token_ids
+        positions = positions_of(plan.counts, plan.ends)
+        numbers = (told, positions, np.repeat(rows, counts), rows, wanted)
+        arrays = [np.asarray(values, np.int64) for values in numbers]
+        arrays.append(np.array((firsts, counts, plan.ends), np.int32))
+        ids, where, owners, sequences, keep, lens = upload_all(arrays, self._device)
+        size, width = self._block_size, self._blocks_of(plan)
+        pairs = [
+            (table[sequences, :width], table[owners, where // size].long() * size + where % size)
+            for table in self._tables
         ]
-        return PackedStep(
-            cache=self.cache,
-            geometry=self.model.geometry,
-            batches=tuple(batches),
-            bad_tokens=torch.zeros(plan.num_tokens, dtype=torch.bool, device=self._device),
-            observer=self.observer,
-        )
+        return _Inputs(ids if tokens is None else tokens, where, keep, _batches(plan, pairs, lens))
 
-    def _find(
-        self, rows: Sequence[int], counts: Sequence[int], positions: Integers, width: int
-    ) -> Iterator[tuple[Tensor, Tensor]]:
-        """Per layer group the sequences' tables, int32 [sequences, width], and slots, int64 [tokens]."""
-        size, where = self._block_size, padded(positions, len(positions), self._device)
-        sequences = upload(rows, self._device)
-        owners = torch.repeat_interleave(sequences, upload(counts, self._device), output_size=len(positions))
-        for table in self._tables:
-            blocks = table[owners, where // size].long()
-            yield table[sequences, :width], blocks * size + where % size
-
-    def _find_on_cpu(
-        self, rows: Sequence[int], counts: Sequence[int], positions: Integers, width: int
-    ) -> Iterator[tuple[Tensor, Tensor]]:
+    def _inputs_on_cpu(self, plan: StepPlan, wanted: list[int], tokens: Tensor | None) -> _Inputs:
         """The same by numpy, which takes a tenth of torch's time for so few numbers."""
-        size, owners = self._block_size, np.repeat(rows, counts)
+        size, width, rows = self._block_size, self._blocks_of(plan), _rows(plan)
+        positions, owners = positions_of(plan.counts, plan.ends), np.repeat(rows, plan.counts)
+        pairs = []
         for table in self._tables:
             entries = table.numpy()
             slots = entries[owners, positions // size].astype(np.int64) * size + positions % size
-            yield torch.from_numpy(entries[rows, :width]), torch.from_numpy(slots)
+            pairs.append((torch.from_numpy(entries[rows, :width]), torch.from_numpy(slots)))
+        ids = plan.token_ids if tokens is None else tokens
+        return _Inputs(ids, positions, wanted, _batches(plan, pairs, None))
+
+    def _blocks_of(self, plan: StepPlan) -> int:
+        """Blocks of the step's longest sequence."""
+        return -(-max(plan.ends) // self._block_size)
 
     def _update_tables(self, plan: StepPlan) -> None:
-        """Write what changed into the persistent rows, one upload per layer group."""
+        """Write what changed into the persistent rows, in one copy."""
         places: list[list[int]] = [[] for _ in self._tables]
         blocks: list[list[int]] = [[] for _ in self._tables]
         for row, group, first, entries in plan.table_changes:
             at = row * self._width + first
             places[group].extend(range(at, at + len(entries)))
             blocks[group].extend(entries)
-        for table, where, what in zip(self._tables, places, blocks, strict=True):
-            if where:
-                table.view(-1)[upload(where, self._device)] = upload(what, self._device, torch.int32)
+        changed = [group for group, where in enumerate(places) if where]
+        if not changed:
+            return
+        arrays = [
+            np.asarray(values[group], kind)
+            for group in changed
+            for values, kind in ((places, np.int64), (blocks, np.int32))
+        ]
+        moved = upload_all(arrays, self._device)
+        for group, where, what in zip(changed, moved[::2], moved[1::2], strict=True):
+            self._tables[group].view(-1)[where] = what
+
+
+def _rows(plan: StepPlan) -> list[int]:
+    """Of the tables; those that a branch without one has are nobody's."""
+    return [-1 if branch.row is None else branch.row for branch in plan.branches]
+
+
+def _batches(
+    plan: StepPlan, pairs: Sequence[tuple[Tensor, Tensor]], lens: Tensor | None
+) -> tuple[SequenceBatch, ...]:
+    """Per layer group the sequences, with their tables and slots."""
+    counts, ends = tuple(plan.counts), tuple(plan.ends)
+    return tuple(
+        SequenceBatch(query_lens=counts, context_lens=ends, tables=tables, slots=slots, lens=lens)
+        for tables, slots in pairs
+    )
 
 
 def longest_context(layout: KVLayout, num_blocks: Sequence[int], max_context: int) -> int:

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -15,23 +16,27 @@ _STORED = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 
 
 def pick_device(device: str) -> torch.device:
-    """Return the torch device for a name; `auto` is the first GPU, or the CPU.
+    """Return the torch device for a name; `auto` is the current GPU, or the CPU. GPUs have their index.
 
     Raises:
         ConfigError: no such device on this machine.
     """
     if device == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        device = "cuda" if torch.cuda.is_available() else "cpu"
     if not _DEVICES.fullmatch(device):
         raise ConfigError(f"unknown device {device!r}; use auto, cpu, mps, cuda or cuda:N")
     try:
-        chosen = torch.device(device)
-        torch.empty(1, device=chosen)
+        chosen = torch.empty(1, device=device).device
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         raise ConfigError(
             f"device {device!r} is not usable here ({first_lines(error)}); use auto, cpu or cuda"
         ) from error
     return chosen
+
+
+def current(device: torch.device) -> AbstractContextManager[object]:
+    """Make a GPU the current one: Triton launches there, and what is captured is captured there."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def pick_dtype(dtype: str, device: torch.device, config: Mapping[str, Any]) -> torch.dtype:

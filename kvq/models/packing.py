@@ -26,13 +26,14 @@ def run_packed(
     weights: LoadedWeights,
     step: PackedStep,
     tokens: Sequence[int] | Tensor,
-    positions: Integers,
-    wanted: Sequence[int],
+    positions: Integers | Tensor,
+    wanted: Sequence[int] | Tensor,
 ) -> Tensor:
     """Layer by layer write, then attend; then logits of the `wanted` rows, [len(wanted), vocab].
 
-    `tokens`: one id per position, as int64 [tokens] on the device where only the device knows them. Rows are
-    padded where results would depend on their number else.
+    One token id and one position per row. What is a tensor, int64, is on the device already; what isn't is
+    copied there, for which a GPU's host waits. Rows are padded where results would depend on their number
+    else.
     """
     rows, device = weights.step_rows(len(positions)), weights.device
     output = weights.model(
@@ -47,11 +48,9 @@ def run_packed(
 
 
 def padded(values: Sequence[int] | Integers | Tensor, rows: int, device: torch.device) -> Tensor:
-    """int64 [rows] on the device: the values, then zeros; on a GPU through pinned memory, without waiting."""
+    """int64 [rows] on the device: the values, then zeros."""
     if isinstance(values, Tensor):
-        return functional.pad(values, (0, rows - len(values)))
+        return values if len(values) == rows else functional.pad(values, (0, rows - len(values)))
     whole = np.zeros(rows, dtype=np.int64)
     whole[: len(values)] = values
-    host = torch.from_numpy(whole)
-    host = host.pin_memory() if device.type == "cuda" else host
-    return host.to(device, non_blocking=True)
+    return torch.from_numpy(whole).to(device)

@@ -93,14 +93,20 @@ def load_weights(prepared: PreparedModel) -> LoadedWeights:
     else:
         model = load_rounded(folder, prepared.dtype, prepared.rounded_to, where, backend=backend)
     check_runs(model, prepared)
+    model = place(model, prepared)
+    return LoadedWeights(prepared, model, held_bytes=held_bytes(where) - before)
+
+
+def place(model: Any, prepared: PreparedModel) -> Any:
+    """A model that was read, ready to run on its device."""
     pin_rope(model, prepared.max_context)
-    model = model.to(where).eval()
-    if where.type == "cpu":
+    model = model.to(prepared.device).eval()
+    if prepared.device.type == "cpu":
         _log.info("packing weights")
-        pack_linears(model, backend=backend)
+        pack_linears(model, backend=prepared.backend)
         fuse_norms(model)
         _unmap(model)
-    return LoadedWeights(prepared, model, held_bytes=held_bytes(where) - before)
+    return model
 
 
 def _say_unverified(source: ModelSource) -> None:

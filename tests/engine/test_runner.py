@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from types import SimpleNamespace
 
 import numpy as np
 import torch
@@ -10,7 +11,7 @@ import kvq
 from kvq.models.resolve import resolve_model
 
 
-def test_both_ways_to_find_slots_and_tables_agree():
+def test_both_ways_to_make_the_inputs_of_a_step_agree():
     pick = np.random.default_rng(0)
     with kvq.LLM("tiny", "k8v4", num_blocks=64, block_size=8) as llm:
         runner = llm.core.runner
@@ -20,16 +21,25 @@ def test_both_ways_to_find_slots_and_tables_agree():
             rows = pick.permutation(len(runner._tables[0]))[: pick.integers(1, 6)].tolist()
             rows = [-1, *rows] if pick.integers(2) else rows
             counts = pick.integers(1, 20, len(rows)).tolist()
-            positions = np.concatenate([pick.integers(0, 100) + np.arange(count) for count in counts])
-            width = int(positions.max()) // 8 + 1
-            given = rows, counts, positions, width
-            found, wanted = list(runner._find_on_cpu(*given)), list(runner._find(*given))
-            assert len(found) == len(wanted) == len(runner._tables)
-            for (tables, slots), (same_tables, same_slots) in zip(found, wanted, strict=True):
-                assert (tables.dtype, slots.dtype) == (same_tables.dtype, same_slots.dtype)
-                assert torch.equal(tables, same_tables)
-                assert torch.equal(slots, same_slots)
-                assert tables.is_contiguous()
+            ends = [count + int(pick.integers(100)) for count in counts]
+            branches = [SimpleNamespace(row=None if row < 0 else row) for row in rows]
+            tokens = pick.integers(0, 50, sum(counts)).tolist()
+            plan = SimpleNamespace(branches=branches, counts=counts, ends=ends, token_ids=tokens)
+            wanted = sorted(pick.integers(0, len(tokens), 3).tolist())
+            host, device = (
+                find(plan, wanted, None) for find in (runner._inputs_on_cpu, runner._inputs_on_gpu)
+            )
+            assert (host.tokens, host.wanted) == (device.tokens.tolist(), device.wanted.tolist())
+            assert host.positions.tolist() == device.positions.tolist()
+            assert len(host.batches) == len(device.batches) == len(runner._tables)
+            for one, other in zip(host.batches, device.batches, strict=True):
+                assert (one.query_lens, one.context_lens) == (other.query_lens, other.context_lens)
+                assert (one.tables.dtype, one.slots.dtype) == (other.tables.dtype, other.slots.dtype)
+                assert torch.equal(one.tables, other.tables)
+                assert torch.equal(one.slots, other.slots)
+                assert one.tables.is_contiguous()
+                firsts = [sum(counts[:i]) for i in range(len(counts))]
+                assert other.lens.tolist() == [firsts, counts, ends]
 
 
 def test_tables_are_as_wide_as_the_pool_and_not_as_the_context(tmp_path):

@@ -2,8 +2,9 @@
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
+
+from kvq.kernels.gpu.uploads import upload
 
 
 def copy_blocks(parts: Sequence[Tensor], pairs: Sequence[tuple[int, int]]) -> None:
@@ -27,9 +28,7 @@ def copy_together(parts: Sequence[Tensor], pairs: Sequence[tuple[int, int]]) -> 
     origin = final_sources(pairs)
     if not origin:
         return
-    device = parts[0].device
-    targets = torch.tensor(list(origin), dtype=torch.int64, device=device)
-    sources = torch.tensor(list(origin.values()), dtype=torch.int64, device=device)
+    targets, sources = upload([list(origin), list(origin.values())], parts[0].device)
     for part in parts:
         part[targets] = part[sources]  # all are gathered before the first is overwritten
 

@@ -2,12 +2,13 @@
 
 from collections.abc import Sequence
 
-import torch
+import numpy as np
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from kvq.kernels.copy_blocks.reference import copy_together, final_sources
+from kvq.kernels.gpu.uploads import upload_all
 
 _CHUNK = 8192  # bytes of one program
 _WIDTH = 16  # bytes that a thread moves at once
@@ -21,13 +22,10 @@ def copy_blocks(parts: Sequence[Tensor], pairs: Sequence[tuple[int, int]]) -> No
     if set(origin) & set(origin.values()):  # a block is read and written: gather all first
         copy_together(parts, pairs)
         return
-    device, largest = parts[0].device, max(part.shape[1] for part in parts)
-    moved = torch.tensor(list(origin.items()), dtype=torch.int64, device=device)  # [pairs, (target, source)]
-    runs = torch.tensor(
-        [(part.data_ptr(), part.stride(0), part.shape[1]) for part in parts],
-        dtype=torch.int64,
-        device=device,
-    )
+    largest = max(part.shape[1] for part in parts)
+    places = [(part.data_ptr(), part.stride(0), part.shape[1]) for part in parts]
+    arrays = [np.array(numbers, np.int64) for numbers in (list(origin.items()), places)]
+    moved, runs = upload_all(arrays, parts[0].device)  # [pairs, (target, source)], [runs, 3]
     aligned = not any(n % _WIDTH for part in parts for n in (part.data_ptr(), part.stride(0), part.shape[1]))
     _copy_kernel[(len(moved), len(parts), triton.cdiv(largest, _CHUNK))](
         moved, runs, CHUNK=_CHUNK, WIDTH=_WIDTH if aligned else 1, num_warps=4
