@@ -2,6 +2,7 @@
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -63,9 +64,25 @@ class SequenceBatch:
     tables: Tensor  # int32 [sequences, blocks of the longest]; entries past a sequence's end unused
     slots: Tensor  # int64 [tokens]: block * block_size + offset of every new token
     # int32 [3, sequences] on the device: first token, new tokens, context. Where it is given, as in a
-    # captured graph, kernels on a GPU read it, and `context_lens` are upper limits.
+    # captured graph, `context_lens` are upper limits.
     lens: Tensor | None = None
     kept: Kept = field(default_factory=Kept, init=False, repr=False)
+
+    def device_lens(self) -> Tensor:
+        """`lens`, which kernels on a GPU read; made once where nobody gave it, without waiting."""
+        if self.lens is not None:
+            return self.lens
+        if "lens" not in self.kept:
+            starts = (0, *accumulate(self.query_lens))[: len(self.query_lens)]
+            device = self.tables.device
+            lens = torch.tensor(
+                (starts, self.query_lens, self.context_lens),
+                dtype=torch.int32,
+                pin_memory=device.type == "cuda",
+            )
+            self.kept["lens"] = lens.to(device, non_blocking=True)
+        kept: Tensor = self.kept["lens"]
+        return kept
 
     @classmethod
     def of(

@@ -1,8 +1,8 @@
-"""`attend` in Triton: tiles of few query rows split their keys, tiles of many take them all."""
+"""`attend` in Triton: what a layer's launches are made of, once for all steps, and the launches."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -11,17 +11,23 @@ from torch import Tensor
 
 from kvq.formats import Code
 from kvq.kernels.attend.options import AttentionOptions
-from kvq.kernels.attend.triton_kernel import attend_kernel, merge_kernel
-from kvq.kernels.gpu.rows import dense_strides, kind_of, part_arguments, unit
+from kvq.kernels.attend.triton_kernel import attend_kernel
+from kvq.kernels.attend.triton_merge import merge_kernel
+from kvq.kernels.attend.triton_work import Cut, WorkList, work_list
+from kvq.kernels.gpu.rows import kind_of, part_arguments, unit
 from kvq.kernels.gpu.shapes import (
-    DECODE_ROWS,
     MOST_DECODE_ROWS,
     TileShape,
+    changes,
     decode_shape,
     extend_shape,
-    split_keys,
+    least_split,
+    pieces,
 )
 from kvq.kernels.paged import PagedKV, SequenceBatch
+
+_MERGED_TOGETHER = 16  # rows of parts that a program of the merge reads together
+_MANY = (1 << 31) - 1  # query rows: no limit
 
 
 def attend(
@@ -35,146 +41,179 @@ def attend(
     """Do what the reference does; see there. Tables are not checked.
 
     Queries of fp16 and bf16 are multiplied in 16 bits and summed in fp32, fp32 queries in fp32.
+    Nothing here asks the device or the length of a context, so that all of it can be captured in a graph.
     """
     if q.device.type == "cpu" and q.dtype is not torch.float32:  # the interpreter can't round to bf16
         out, lse = attend(q.float(), kv, batch, options, skip_last=skip_last)
         return out.to(q.dtype), lse
+    plan = _plan(q, kv, options)
     tokens, q_heads, _ = q.shape
-    share = q_heads // kv.k.codes.shape[1]
-    out = torch.empty(tokens, q_heads, kv.formats.v_head_dim, dtype=q.dtype, device=q.device)
-    lse = torch.empty(tokens, q_heads, device=q.device)
-    for step in _steps(batch, share, q.device, extend_shape(kv, q)):
-        _launch(q, kv, step, (out, lse), options, skip_last)
+    out = torch.empty((tokens, q_heads, plan.v_dim), dtype=q.dtype, device=q.device)
+    lse = torch.empty((tokens, q_heads), dtype=torch.float32, device=q.device)
+    for work in _work(batch, plan, skip_last):
+        _launch(plan, work, q, batch.tables, (out, lse), options.sinks)
     return out, lse
 
 
-@dataclass(frozen=True, slots=True)
-class _Step:
-    """The sequences of a batch whose new tokens fill tiles of one height."""
+class _Cutting(NamedTuple):
+    """What the work of a step depends on beside the batch: layers that agree in it share their lists."""
 
-    tables: Tensor  # of all sequences
-    rows: int  # of a tile
-    tiles: Tensor  # int32 [tiles, 2]: sequence, first row
-    longest: int  # keys
-    keys: int  # of all sequences
-    is_decode: bool
-    lens: tuple[Tensor, Tensor, Tensor]  # int32 [sequences]: first token, new tokens, context
+    share: int
+    kv_heads: int
+    v_pad: int
+    window: int | None
+    decode: TileShape
+    extend: TileShape
 
 
-def _steps(batch: SequenceBatch, share: int, device: torch.device, shape: TileShape) -> list[_Step]:
-    """Decode and extend tiles of a batch; worked out once for all layers of a kind."""
-    name = (_Step, share, shape.rows)
-    if name not in batch.kept:
-        lens = _lens(batch, device) if batch.lens is None else batch.lens.unbind(0)
-        few = [i for i, new in enumerate(batch.query_lens) if 0 < new * share <= MOST_DECODE_ROWS]
-        many = [i for i, new in enumerate(batch.query_lens) if new * share > MOST_DECODE_ROWS]
-        batch.kept[name] = [
-            _step(batch, chosen, share, rows, lens, is_decode=chosen is few)
-            for chosen, rows in ((few, DECODE_ROWS), (many, shape.rows))
-            if chosen
-        ]
-    steps: list[_Step] = batch.kept[name]
-    return steps
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class _Plan:
+    """A layer's launches, but for what changes from step to step."""
+
+    cutting: _Cutting
+    v_dim: int
+    attend: tuple[dict[str, Any], dict[str, Any]]  # arguments: of decode tiles, and of extend tiles
+    merge: dict[str, Any]
 
 
-def _lens(batch: SequenceBatch, device: torch.device) -> tuple[Tensor, ...]:
-    """int32 [sequences] each, so that all are aligned alike: first token, new tokens, context."""
-    lens = list(accumulate(batch.query_lens, initial=0))[:-1], batch.query_lens, batch.context_lens
-    return tuple(torch.tensor(x, dtype=torch.int32, device=device) for x in lens)
+@dataclass(frozen=True, slots=True, eq=False)
+class _Work:
+    """A step's tiles of one height, and room for the parts of those that are split."""
+
+    items: WorkList
+    is_extend: bool
+    parts: Tensor  # fp32 [parts, kv_heads, height, V_PAD]; layers run one after another, so all use this
+    lses: Tensor  # fp32 [parts, kv_heads, height]
+    grid: tuple[int]
+    merge_grid: tuple[int, int, int] | None
+    merge_rows: int
 
 
-def _step(
-    batch: SequenceBatch,
-    chosen: list[int],
-    share: int,
-    rows: int,
-    lens: Any,
-    *,
-    is_decode: bool,
-) -> _Step:
-    tiles = [(i, row) for i in chosen for row in range(0, batch.query_lens[i] * share, rows)]
-    keys = [batch.context_lens[i] for i in chosen]
-    return _Step(
-        tables=batch.tables,
-        rows=rows,
-        tiles=torch.tensor(tiles, dtype=torch.int32, device=lens[0].device),
-        longest=max(keys),
-        keys=sum(keys),
-        is_decode=is_decode,
-        lens=lens,
+def _plan(q: Tensor, kv: PagedKV, options: AttentionOptions) -> _Plan:
+    """Worked out once for a layer's blocks and kept with them."""
+    name = (
+        *(attend, q.dtype, q.shape[1], changes()),
+        *(options.scale, options.window, options.softcap, options.sinks is None),
     )
+    found: _Plan | None = kv.kept.get(name)
+    if found is None:
+        found = kv.kept[name] = _planned(q, kv, options)
+    return found
+
+
+def _planned(q: Tensor, kv: PagedKV, options: AttentionOptions) -> _Plan:
+    q_heads, kv_heads = q.shape[1], kv.k.codes.shape[1]
+    shapes = decode_shape(kv, q), extend_shape(kv, q)
+    k, v = (_part(x, q, kv) for x in ("k", "v"))
+    merge = {
+        **{x: v[x] for x in ("V_DIM", "V_PAD", "V_ROTATED")},
+        "Q_HEADS": q_heads,
+        "SHARE": q_heads // kv_heads,
+        "SINKS": options.sinks is not None,
+    }
+    common = {
+        **merge,
+        **k,
+        **v,
+        "BLOCK_SIZE": kv.block_size,
+        "scale": options.scale,
+        "softcap": options.softcap or 1.0,
+        "window": options.window or 0,
+        "WINDOW": options.window is not None,
+        "SOFTCAP": options.softcap is not None,
+    }
+    decode, extend = (
+        {**common, "ROWS": x.rows, "KEYS": x.keys, "num_warps": x.warps, "num_stages": x.stages}
+        for x in shapes
+    )
+    return _Plan(
+        cutting=_Cutting(q_heads // kv_heads, kv_heads, v["V_PAD"], options.window, *shapes),
+        v_dim=v["V_DIM"],
+        attend=(decode, extend),
+        merge=merge,
+    )
+
+
+def _work(batch: SequenceBatch, plan: _Plan, skip_last: int) -> list[_Work]:
+    """Decode and extend tiles of a batch; worked out once for all layers that cut alike."""
+    name = plan.cutting, skip_last
+    found: list[_Work] | None = batch.kept.get(name)
+    if found is None:
+        found = batch.kept[name] = list(_works(batch, plan.cutting, skip_last))
+    return found
+
+
+def _works(batch: SequenceBatch, cutting: _Cutting, skip_last: int) -> Iterator[_Work]:
+    limits = (1, MOST_DECODE_ROWS), (MOST_DECODE_ROWS + 1, _MANY)
+    for shape, (fewest, most) in zip((cutting.decode, cutting.extend), limits, strict=True):
+        cut = Cut(
+            share=cutting.share,
+            rows=shape.rows,
+            keys=shape.keys,
+            fewest=fewest,
+            most=most,
+            window=cutting.window,
+            skip_last=skip_last,
+            pieces=pieces(shape, cutting.kv_heads, batch.tables.device),
+            least=least_split(shape),
+        )
+        if (items := work_list(batch, cut)) is not None:
+            yield _with_room(batch, items, cutting, is_extend=shape is cutting.extend)
+
+
+def _with_room(batch: SequenceBatch, items: WorkList, cutting: _Cutting, *, is_extend: bool) -> _Work:
+    heads, height = cutting.kv_heads, items.height
+    shape = items.parts, heads, height
+    name = _Work, shape, cutting.v_pad
+    if name not in batch.kept:
+        device = batch.tables.device
+        batch.kept[name] = [torch.empty(*shape, *row, device=device) for row in ((cutting.v_pad,), ())]
+    parts, lses = batch.kept[name]
+    rows = 4 if is_extend else 1
+    merged = None if items.merged is None else (len(items.merged), heads, -(-height // rows))
+    return _Work(items, is_extend, parts, lses, (len(items.items) * heads,), merged, rows)
 
 
 def _launch(
+    plan: _Plan,
+    work: _Work,
     q: Tensor,
-    kv: PagedKV,
-    step: _Step,
+    tables: Tensor,
     results: tuple[Tensor, Tensor],
-    options: AttentionOptions,
-    skip_last: int,
+    sinks: Tensor | None,
 ) -> None:
     out, lse = results
-    kv_heads, (first, new, context) = kv.k.codes.shape[1], step.lens
-    shape = decode_shape(kv, q) if step.is_decode else extend_shape(kv, q)
-    k, v = (_part(x, q, kv) for x in ("k", "v"))
-    per_split = split_keys(step.longest, step.keys * kv_heads, q.device, shape)
-    splits = -(-step.longest // per_split) if step.is_decode else 1
-    parts, part_lses = out, lse
-    if splits > 1:
-        parts = torch.empty(splits, *lse.shape, v["V_PAD"], device=q.device)
-        part_lses = torch.empty(splits, *lse.shape, device=q.device)
-    strides = parts.stride() if splits > 1 else (0, *out.stride())
-    lens = {"tiles_ptr": step.tiles, "first_ptr": first, "new_ptr": new, "context_ptr": context}
-    common = {
-        **lens,
-        "sink_ptr": lse if options.sinks is None else options.sinks,
-        "skip_last": skip_last,
-        "lse_part": part_lses.stride(0),
-        "split_keys": per_split,
-        "Q_HEADS": q.shape[1],
-        "SHARE": q.shape[1] // kv_heads,
-        "SINKS": options.sinks is not None,
-    }
-    attend_kernel[(len(step.tiles), kv_heads, splits)](
+    q_token, q_head, q_dim = q.stride()
+    height = work.items.height
+    attend_kernel[work.grid](
         q,
-        parts,
-        part_lses,
-        tables_ptr=step.tables,
-        table_stride=step.tables.stride(0),
-        **dense_strides("q", q),
-        out_part=strides[0],
-        out_token=strides[1],
-        out_head=strides[2],
-        **k,
-        **v,
-        BLOCK_SIZE=kv.block_size,
-        ROWS=step.rows,
-        KEYS=shape.keys,
-        SPLIT=splits > 1,
-        num_warps=shape.warps,
-        num_stages=shape.stages,
-        scale=options.scale,
-        softcap=options.softcap or 1.0,
-        window=options.window or 0,
-        WINDOW=options.window is not None,
-        SOFTCAP=options.softcap is not None,
-        **common,
+        out,
+        lse,
+        work.parts,
+        work.lses,
+        work.items.items,
+        tables,
+        lse if sinks is None else sinks,
+        q_token=q_token,
+        q_head=q_head,
+        q_dim=q_dim,
+        table_stride=tables.stride(0),
+        height=height,
+        **plan.attend[work.is_extend],
     )
-    if splits > 1:
-        merge_kernel[(len(step.tiles), kv_heads, step.rows)](
-            parts,
-            part_lses,
+    if work.merge_grid is not None:
+        merge_kernel[work.merge_grid](
+            work.parts,
+            work.lses,
             out,
             lse,
-            out_part=parts.stride(0),
-            out_token=out.stride(0),
-            out_head=out.stride(1),
-            V_DIM=v["V_DIM"],
-            V_PAD=v["V_PAD"],
-            V_ROTATED=v["V_ROTATED"],
-            AT_ONCE=16,
+            work.items.merged,
+            lse if sinks is None else sinks,
+            height=height,
+            ROWS=work.merge_rows,
+            AT_ONCE=_MERGED_TOGETHER // work.merge_rows,
             num_warps=4,
-            **common,
+            **plan.merge,
         )
 
 

@@ -1,8 +1,8 @@
-"""The device code of `attend` in Triton: one kernel for decode and extend, one that merges splits.
+"""The device code of `attend` in Triton: one kernel for decode and extend.
 
 A program takes one tile of query rows (new token, query head of the KV head) of one sequence and one
-KV head, and some or all of the keys. Codes are never scaled: the K scale and minimum go to the
-scores, the V scale and minimum to the probabilities.
+KV head, and some or all of the keys, as the work list says. Codes are never scaled: the K scale and
+minimum go to the scores, the V scale and minimum to the probabilities.
 
 Source: Dao, "FlashAttention-2", 2023, section 3.1; Dao et al., "Flash-Decoding", 2023, for splits.
 """
@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from kvq.kernels.attend.triton_int4 import add_int4_values, dot, int4_queries, int4_scores, joined
+from kvq.kernels.attend.triton_work import ITEM_WORDS
 from kvq.kernels.gpu.rows import (
     FLOAT,
     FP8,
@@ -23,7 +24,7 @@ from kvq.kernels.gpu.rows import (
     rotate,
 )
 
-_LOG2_E = tl.constexpr(1.4426950408889634)
+LOG2_E = tl.constexpr(1.4426950408889634)
 _LN_2 = tl.constexpr(0.6931471805599453)
 
 
@@ -111,8 +112,8 @@ def _capped_and_masked(
 ):
     """Scores as exponents of two, -inf where a query must not see a key."""
     if SOFTCAP:
-        grown = tl.exp2(scores * (2.0 / softcap * _LOG2_E))
-        scores = (softcap * _LOG2_E) * (1.0 - 2.0 / (grown + 1.0))
+        grown = tl.exp2(scores * (2.0 / softcap * LOG2_E))
+        scores = (softcap * LOG2_E) * (1.0 - 2.0 / (grown + 1.0))
     visible = inside[None, :] & (key[None, :] <= position[:, None])
     if WINDOW:
         visible = visible & (key[None, :] > position[:, None] - window)
@@ -143,13 +144,13 @@ def _read_queries(
 
 
 @triton.jit
-def _store_rows(
+def store_rows(
     out, top, total, out_ptr, lse_ptr, out_at, lse_at, sink_ptr, head, valid,
     ROWS: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr, ROTATED: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
     """Divide, let the sink join, undo V's rotation, and store; `top` counts in powers of two."""
     if SINKS:
-        sink = tl.load(sink_ptr + head, mask=valid, other=float("-inf")).to(tl.float32) * _LOG2_E
+        sink = tl.load(sink_ptr + head, mask=valid, other=float("-inf")).to(tl.float32) * LOG2_E
         higher = tl.maximum(top, sink)
         safe = tl.where(higher == float("-inf"), 0.0, higher)
         decay = tl.exp2(top - safe)
@@ -168,18 +169,17 @@ def _store_rows(
 
 
 # Numbers that change from step to step would else be compiled for: 1, multiples of 16, and others.
-_VARYING = ["table_stride", "window", "skip_last", "split_keys", "lse_part"]
+_VARYING = ["table_stride", "window", "height"]
 
 
 @triton.jit(do_not_specialize=_VARYING)
 def attend_kernel(
-    q_ptr, out_ptr, lse_ptr, tiles_ptr, first_ptr, new_ptr, context_ptr, tables_ptr, sink_ptr,
+    q_ptr, out_ptr, lse_ptr, parts_ptr, part_lses_ptr, items_ptr, tables_ptr, sink_ptr,
     k_codes, k_scales, k_static, kc_block, kc_head, kc_slot: tl.constexpr,
     ks_block, ks_head, ks_slot: tl.constexpr,
     v_codes, v_scales, v_static, vc_block, vc_head, vc_slot: tl.constexpr,
     vs_block, vs_head, vs_slot: tl.constexpr,
-    q_token, q_head, q_dim, out_part, out_token, out_head, lse_part, table_stride,
-    scale, softcap, window, skip_last, split_keys,
+    q_token, q_head, q_dim, table_stride, scale, softcap, window, height,
     K_KIND: tl.constexpr, K_BITS: tl.constexpr, K_DIM: tl.constexpr, K_PAD: tl.constexpr,
     K_GROUP: tl.constexpr, K_ROTATED: tl.constexpr, K_STATIC: tl.constexpr,
     K_PAIRED: tl.constexpr, K_UNIT: tl.constexpr,
@@ -190,32 +190,30 @@ def attend_kernel(
     V_RUN: tl.constexpr, V_WIDTH: tl.constexpr, V_COMPUTE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, Q_HEADS: tl.constexpr, SHARE: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr,
-    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, SPLIT: tl.constexpr,
+    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (tiles, KV heads, splits). `SHARE`: query heads of one KV head.
+    """Grid: items times KV heads, the heads of an item side by side. `SHARE`: query heads of one KV head.
 
-    With SPLIT, `out_ptr` and `lse_ptr` take the parts, [splits, tokens, q_heads, V_PAD] fp32 and
-    still rotated; a split without keys stores nothing, and the merge knows which those are.
+    An item that is part of a tile's keys stores to `parts_ptr`, fp32 [parts, KV heads, height, V_PAD],
+    still rotated, and to `part_lses_ptr`; one that is all of them stores the results.
     """
-    sequence = tl.load(tiles_ptr + 2 * tl.program_id(0))
-    kv_head = tl.program_id(1).to(tl.int64)
-    new, context = tl.load(new_ptr + sequence), tl.load(context_ptr + sequence)
-    row = tl.load(tiles_ptr + 2 * tl.program_id(0) + 1) + tl.arange(0, ROWS)
+    KV_HEADS: tl.constexpr = Q_HEADS // SHARE
+    item = items_ptr + tl.program_id(0) // KV_HEADS * ITEM_WORDS
+    sequence = tl.load(item)
+    if sequence < 0:
+        return
+    kv_head = (tl.program_id(0) % KV_HEADS).to(tl.int64)
+    own = tl.arange(0, ROWS)
+    row = tl.load(item + 1) + own
+    new, context = tl.load(item + 3), tl.load(item + 4)
+    begin = tl.load(item + 5) * KEYS  # so that the compiler knows what divides it
+    end, part = tl.load(item + 6), tl.load(item + 7)
     valid = row < new * SHARE
     position = context - new + row // SHARE
-    newest = tl.minimum(tl.max(tl.where(valid, position, 0), axis=0) + 1, context - skip_last)
-    oldest = 0
     if WINDOW:
-        oldest = tl.maximum(tl.min(tl.where(valid, position, context), axis=0) - window + 1, 0)
-    begin, end = 0, newest
-    if SPLIT:
-        begin = tl.program_id(2) * split_keys
-        if (begin >= context - skip_last) & (begin > 0):
-            return
-        end = tl.minimum(begin + split_keys, newest)
-    begin = tl.maximum(begin, oldest // KEYS * KEYS)
+        oldest = tl.maximum(context - new + tl.load(item + 1) // SHARE - window + 1, 0)
 
-    token = (tl.load(first_ptr + sequence) + row // SHARE).to(tl.int64)
+    token = (tl.load(item + 2) + row // SHARE).to(tl.int64)
     head = kv_head * SHARE + row % SHARE
     col = tl.arange(0, K_PAD)
     q_mask = valid[:, None] & (col < K_DIM)[None, :]
@@ -236,7 +234,7 @@ def attend_kernel(
     table = tables_ptr + sequence.to(tl.int64) * table_stride
     row_scale = unit * scale
     if not SOFTCAP:
-        row_scale = row_scale * _LOG2_E
+        row_scale = row_scale * LOG2_E
 
     k_codes += kv_head * kc_head
     k_scales += kv_head * ks_head
@@ -244,7 +242,9 @@ def attend_kernel(
     v_scales += kv_head * vs_head
     for at in range(begin, end, KEYS):
         key = at + tl.arange(0, KEYS)
-        inside = (key < end) & (key >= oldest)
+        inside = key < end
+        if WINDOW:
+            inside = inside & (key >= oldest)
         block = tl.load(table + key // BLOCK_SIZE, mask=inside, other=0).to(tl.int64)
         slot = key % BLOCK_SIZE
         codes_at = block * kc_block + slot * kc_slot
@@ -282,59 +282,15 @@ def attend_kernel(
     total = tl.sum(totals, axis=1)
     if V_KIND == INT4:
         out = joined(outs, ROWS, V_DIM, V_PAD, V_GROUP, V_RUN, V_WIDTH)
-    lse_at = token * Q_HEADS + head
-    out_at = token * out_token + head * out_head
-    if SPLIT:
-        part = tl.program_id(2).to(tl.int64)
-        _store_rows(
-            out, top, total, out_ptr, lse_ptr, part * out_part + out_at, part * lse_part + lse_at,
-            sink_ptr, head, valid, ROWS, V_PAD, V_PAD, 1, False,
-        )  # fmt: skip
-    else:
-        _store_rows(
-            out, top, total, out_ptr, lse_ptr, out_at, lse_at, sink_ptr, head, valid,
+    if part < 0:
+        row_at = token * Q_HEADS + head
+        store_rows(
+            out, top, total, out_ptr, lse_ptr, row_at * V_DIM, row_at, sink_ptr, head, valid,
             ROWS, V_DIM, V_PAD, V_ROTATED, SINKS,
         )  # fmt: skip
-
-
-@triton.jit(do_not_specialize=["skip_last", "split_keys", "lse_part"])
-def merge_kernel(
-    parts_ptr, part_lses_ptr, out_ptr, lse_ptr, tiles_ptr, first_ptr, new_ptr, context_ptr, sink_ptr,
-    out_part, out_token, out_head, lse_part, skip_last, split_keys,
-    V_DIM: tl.constexpr, V_PAD: tl.constexpr, V_ROTATED: tl.constexpr,
-    Q_HEADS: tl.constexpr, SHARE: tl.constexpr, AT_ONCE: tl.constexpr, SINKS: tl.constexpr,
-):  # fmt: skip
-    """Merge a row's splits by their log-sum-exp, AT_ONCE at a time. Grid: (tiles, KV heads, rows)."""
-    sequence = tl.load(tiles_ptr + 2 * tl.program_id(0))
-    new, context = tl.load(new_ptr + sequence), tl.load(context_ptr + sequence)
-    row = tl.load(tiles_ptr + 2 * tl.program_id(0) + 1) + tl.program_id(2)
-    if row >= new * SHARE:
-        return
-    token = (tl.load(first_ptr + sequence) + row // SHARE).to(tl.int64)
-    head = tl.program_id(1) * SHARE + row % SHARE
-    part = tl.arange(0, AT_ONCE)
-    col = tl.arange(0, V_PAD)
-    lse_at = part.to(tl.int64) * lse_part + token * Q_HEADS + head
-    at = part.to(tl.int64)[:, None] * out_part + (token * Q_HEADS + head) * V_PAD + col[None, :]
-    top = float("-inf")
-    total = 0.0
-    out = tl.zeros((V_PAD,), tl.float32)
-    splits = tl.maximum((context - skip_last + split_keys - 1) // split_keys, 1)
-    for done in range(0, splits, AT_ONCE):
-        there = done + part < splits
-        lse = tl.load(part_lses_ptr + lse_at, mask=there, other=float("-inf")) * _LOG2_E
-        x = tl.load(parts_ptr + at, mask=there[:, None], other=0.0)
-        lse_at += AT_ONCE * lse_part
-        at += AT_ONCE * out_part
-        higher = tl.maximum(top, tl.max(lse, axis=0))
-        safe = tl.where(higher == float("-inf"), 0.0, higher)
-        decay, weight = tl.exp2(top - safe), tl.exp2(lse - safe)
-        total = total * decay + tl.sum(weight, axis=0)
-        out = out * decay + tl.sum(x * weight[:, None], axis=0)
-        top = higher
-    one = tl.arange(0, 1)
-    _store_rows(
-        out[None, :], top + tl.zeros((1,), tl.float32), total + tl.zeros((1,), tl.float32), out_ptr,
-        lse_ptr, token * out_token + head * out_head + one, token * Q_HEADS + head + one, sink_ptr,
-        head + one, one == 0, 1, V_DIM, V_PAD, V_ROTATED, SINKS,
-    )  # fmt: skip
+    else:
+        part_at = (part.to(tl.int64) * KV_HEADS + kv_head) * height + own
+        store_rows(
+            out, top, total, parts_ptr, part_lses_ptr, part_at * V_PAD, part_at, sink_ptr, head, valid,
+            ROWS, V_PAD, V_PAD, 1, False,
+        )  # fmt: skip

@@ -14,12 +14,12 @@ from torch import Tensor
 from kvq.formats import Grouped
 from kvq.kernels.paged import PagedKV
 
-DECODE_ROWS = 16  # query rows of a tile that splits its keys: the least that tensor cores take
+DECODE_ROWS = 16  # query rows of a tile of a short sequence: the least that tensor cores take
 MOST_DECODE_ROWS = 64  # of one sequence and KV head: several such tiles, for drafts and many query heads
 TABLE = Path(__file__).with_name("shapes.json")
 FP32 = "fp32"  # queries or inputs, for which nothing is tuned
-_PROGRAMS = 8  # of a decode step per multiprocessor, at least, if there are keys enough
-_LEAST_SPLIT, _MOST_SPLIT = 256, 8192  # keys
+_WARPS = 32  # of the programs of a step per multiprocessor, at least, if there are keys enough
+_LEAST_SPLIT = 256  # keys of a tile of DECODE_ROWS
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,14 +42,15 @@ def extend_shape(kv: PagedKV, q: Tensor) -> TileShape:
     return _kept("extend", kv, q)
 
 
-def split_keys(longest: int, work: int, device: torch.device, shape: TileShape) -> int:
-    """Keys of one split, a multiple of the tile: few enough that every multiprocessor has work.
+def pieces(shape: TileShape, kv_heads: int, device: torch.device) -> int:
+    """Pieces of work for one KV head, so that every multiprocessor has several programs."""
+    return -(-multiprocessors(device) * _WARPS // (shape.warps * kv_heads))
 
-    `longest`: keys of the longest sequence; `work`: keys times KV heads of all sequences.
-    """
-    wanted = work // (multiprocessors(device) * _PROGRAMS)
-    keys = min(max(1 << max(0, wanted - 1).bit_length(), _LEAST_SPLIT), _MOST_SPLIT)
-    return max(shape.keys, keys // shape.keys * shape.keys)
+
+def least_split(shape: TileShape) -> int:
+    """The fewest keys worth a program of their own, a multiple of the tile: what a part's rows cost, written
+    and merged, must be little beside them."""
+    return max(1, _LEAST_SPLIT * shape.rows // (DECODE_ROWS * shape.keys)) * shape.keys
 
 
 def table_key(kind: str, fmt: str, size: int, device: str) -> str:

@@ -62,7 +62,6 @@ def test_keys_split_over_programs_merge_to_the_same(
     kv: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shapes, "_LEAST_SPLIT", 32)
-    monkeypatch.setattr(shapes, "_MOST_SPLIT", 32)
     cache, tables = filled(kv, (64, 48), [130, 1, 33, 96])
     q = rows_like_kv(6, 6, 64, 9)
     compare(q, cache, tables.batch([2, 1, 2, 1], [130, 1, 33, 96]), **options)
@@ -104,25 +103,3 @@ def test_products_in_fp16_with_divided_codes_and_scaled_rows(
     cache, tables = filled(kv, (64, 64), [50, 20])
     q = rows_like_kv(3, 6, 64, 9) * torch.tensor([1e-4, 1.0, 3e5])[:, None, None]
     compare(q, cache, tables.batch([1, 2], [50, 20]), allowed=4e-3, scale=2e-6)
-
-
-def test_tiles_are_worked_out_once_for_all_layers() -> None:
-    cache, tables = filled("int4", (64, 64), [20, 40])
-    batch = tables.batch([1, 40], [20, 40])
-    shape = kernel.extend_shape(cache.layer(1), torch.zeros(1, 6, 64))
-    decode, extend = kernel._steps(batch, 2, torch.device("cpu"), shape)
-    assert kernel._steps(batch, 2, torch.device("cpu"), shape)[0] is decode
-    assert decode.tiles is not None
-    assert extend.tiles is not None
-    assert decode.tiles.tolist() == [[0, 0]]
-    assert extend.tiles.tolist() == [[1, row] for row in range(0, 80, shape.rows)]
-    assert decode.longest == 20
-
-
-def test_splits_follow_from_the_work_and_the_device() -> None:
-    shape = shapes.TileShape(rows=16, keys=64, warps=4, stages=3)
-    cpu = torch.device("cpu")
-    assert shapes.split_keys(100_000, 1, cpu, shape) == shapes._LEAST_SPLIT
-    assert shapes.split_keys(100_000, 1 << 40, cpu, shape) == shapes._MOST_SPLIT
-    for work in (10_000, 100_000, 3_000_000):
-        assert shapes.split_keys(100_000, work, cpu, shape) % shape.keys == 0

@@ -11,6 +11,8 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,7 +23,10 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from kvq.kernels.attend import triton as attend
-from kvq.kernels.attend.triton_kernel import attend_kernel, merge_kernel
+from kvq.kernels.attend.options import AttentionOptions
+from kvq.kernels.attend.triton_kernel import attend_kernel
+from kvq.kernels.attend.triton_merge import merge_kernel
+from kvq.kernels.attend.triton_work import list_kernel
 from kvq.kernels.gather_dense.triton import _gather_kernel
 from kvq.kernels.gpu import shapes
 from kvq.kernels.gpu.rows import dense_strides, part_arguments
@@ -74,6 +79,16 @@ def resources(binary: Any) -> dict[str, int]:
     return {"registers": int(found[1]), "stack": int(found[2]), "shared": binary.metadata.shared}
 
 
+@contextmanager
+def pretended(device: str) -> Iterator[None]:
+    """Let every GPU be of that kind: there is none to ask."""
+    own, shapes.device_name = shapes.device_name, lambda _: device
+    try:
+        yield
+    finally:
+        shapes.device_name = own
+
+
 def kernels(kv: str, dtype: torch.dtype, dims: tuple[int, int]) -> dict[str, tuple[Any, dict[str, Any], Any]]:
     """Every kernel for that format with its arguments and launch options, as `attend` would choose them."""
     cache = poisoned_cache(
@@ -87,29 +102,25 @@ def kernels(kv: str, dtype: torch.dtype, dims: tuple[int, int]) -> dict[str, tup
         torch.zeros(16, dtype=torch.int32),
         torch.zeros(16, dtype=torch.int64),
     )
-    gpu_q: Any = SimpleNamespace(device=torch.device("cuda"), dtype=dtype)
+    strides = dense_strides("q", q)
+    gpu_q: Any = SimpleNamespace(device=torch.device("cuda"), dtype=dtype, shape=q.shape)
+    with pretended("sm90"):
+        plan = attend._planned(gpu_q, layer, AttentionOptions(scale=0.1))
     common = {
-        **dict.fromkeys(("tiles_ptr", "first_ptr", "new_ptr", "context_ptr", "tables_ptr"), ints),
         **dict.fromkeys(("lse_ptr", "sink_ptr", "parts_ptr", "part_lses_ptr"), floats),
-        **{"skip_last": 0, "split_keys": 2048, "lse_part": 512, "Q_HEADS": Q_HEADS, "SINKS": False},
-        **{"SHARE": Q_HEADS // KV_HEADS, "out_part": 1 << 16, "out_token": 4096, "out_head": 128},
-        **{"scale": 0.1, "softcap": 1.0, "window": 0, "table_stride": 128, "BLOCK_SIZE": BLOCK_SIZE},
-        **{"WINDOW": False, "SOFTCAP": False, "q_ptr": q, **dense_strides("q", q)},
-        **{**attend._part("k", gpu_q, layer), **attend._part("v", gpu_q, layer)},
+        **dict.fromkeys(("items_ptr", "merged_ptr", "tables_ptr", "lens_ptr"), ints),
+        **{"q_ptr": q, "out_ptr": q, **strides, "table_stride": 128, "height": 4},
     }
     found: dict[str, tuple[Any, dict[str, Any], Any]] = {}
-    for kind, out in (("decode", floats), ("extend", q)):
-        shape = shapes._shape(
-            kind,
-            shapes.format_name(layer),
-            max(dims),
-            shapes.FP32 if dtype is torch.float32 else "sm90",
-            shapes._groups(layer),
-        )
-        sizes = {"ROWS": shape.rows, "KEYS": shape.keys, "SPLIT": kind == "decode", "out_ptr": out}
-        launch = {"num_warps": shape.warps, "num_stages": shape.stages}
-        found[f"attend {kind}"] = (attend_kernel, {**common, **sizes}, launch)
-    found["merge"] = (merge_kernel, {**common, "AT_ONCE": 16, "out_ptr": q}, {"num_warps": 4})
+    for kind, own in zip(("decode", "extend"), plan.attend, strict=True):
+        launch = {name: own[name] for name in ("num_warps", "num_stages")}
+        found[f"attend {kind}"] = (attend_kernel, {**common, **own}, launch)
+    for kind, rows_merged in (("decode", 1), ("extend", 4)):
+        sizes = {"ROWS": rows_merged, "AT_ONCE": 16 // rows_merged}
+        found[f"merge {kind}"] = (merge_kernel, {**common, **plan.merge, **sizes}, {"num_warps": 4})
+    counts = dict.fromkeys(list_kernel.arg_names[3:15], 100)
+    listed = {"SHARE": 4, "ROWS": 16, "KEYS": 64, "WINDOW": True, "BLOCK": 256}
+    found["list"] = (list_kernel, {**common, **counts, **listed}, {"num_warps": 4})
     written = {
         **stored_as_bits(part_arguments("k", layer), "k"),
         **stored_as_bits(part_arguments("v", layer), "v"),

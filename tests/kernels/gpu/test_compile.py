@@ -42,7 +42,7 @@ def compile_all(device: str, formats: list[str]) -> None:
     )
     assert run.returncode == 0, run.stderr[-2000:]
     found = [json.loads(line) for line in run.stdout.splitlines()]
-    assert len(found) == 5 * len(formats)
+    assert len(found) == 7 * len(formats)
     for used in found:
         assert used["shared"] <= SHARED_BYTES[device], used
         if used["kernel"] == "attend decode" and "fp32" not in used["kv"] and "256" not in used["kv"]:
