@@ -12,6 +12,7 @@ from typing import Protocol, TypedDict, Unpack
 import torch
 from torch import Tensor, nn
 
+from kvq.cache.eager import eager
 from kvq.errors import ConfigError, ModelError
 from kvq.geometry import ModelGeometry
 from kvq.kernels import AttentionOptions
@@ -112,6 +113,7 @@ def hand_over(step: BatchAttention) -> None:
         )
 
 
+@eager
 def kvq_attention(
     module: nn.Module,
     query: Tensor,

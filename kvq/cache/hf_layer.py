@@ -8,6 +8,7 @@ from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
 from kvq.cache.attention import hand_over
+from kvq.cache.eager import eager
 from kvq.cache.hf_state import CacheState
 from kvq.cache.rows import BatchRows
 from kvq.errors import ConfigError, RequestError
@@ -57,6 +58,7 @@ class KvqLayer(CacheLayerMixin):  # type: ignore[misc]
         self.is_initialized = True
         return rows
 
+    @eager
     @torch.no_grad()
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         """Store new rows [batch, kv_heads, tokens, dim]; return all that `get_mask_sizes` names.

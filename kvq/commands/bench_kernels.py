@@ -172,7 +172,7 @@ def tune(
     import torch
 
     if not torch.cuda.is_available() or how.backend not in ("auto", "triton"):
-        raise ConfigError("kvq bench tune times Triton kernels on an NVIDIA GPU, and torch sees none here")
+        raise ConfigError("kvq bench tune times Triton kernels on a GPU, and torch sees none here")
     from kvq.bench.tune import candidates, tune, write_table
     from kvq.commands.progress import counted, progress_bar
     from kvq.commands.results import FinishedRows, begin, result_of

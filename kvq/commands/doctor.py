@@ -97,10 +97,15 @@ def _line(name: str, value: str) -> None:
 def _gpu() -> str:
     import torch
 
+    from kvq.kernels import Device
+
     if not torch.cuda.is_available():
         return "none that torch can use"
-    major, minor = torch.cuda.get_device_capability()
-    return f"{torch.cuda.get_device_name()}, compute capability {major}.{minor}, CUDA {torch.version.cuda}"
+    device = Device.of(torch.device("cuda"))
+    if device.capability is None:
+        return f"{device.name}, {device.gfx}, ROCm {torch.version.hip}"
+    major, minor = device.capability
+    return f"{device.name}, compute capability {major}.{minor}, CUDA {torch.version.cuda}"
 
 
 def _compiler() -> str:

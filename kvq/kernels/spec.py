@@ -55,20 +55,34 @@ class LinearSpec:
 class Device:
     """A device as kernels see it."""
 
-    type: str  # "cpu", "cuda" or "mps"
+    type: str  # "cpu", "mps" or "cuda", which torch calls AMD GPUs, too
     name: str
-    capability: tuple[int, int] | None = None  # compute capability of a CUDA device
+    capability: tuple[int, int] | None = None  # compute capability of an NVIDIA GPU
+    gfx: str | None = None  # what ROCm calls the architecture of an AMD GPU: "gfx942"
 
     @classmethod
     def of(cls, device: torch.device) -> "Device":
         """Describe a torch device."""
-        if device.type == "cuda":
-            return cls(
-                type="cuda",
-                name=torch.cuda.get_device_name(device),
-                capability=torch.cuda.get_device_capability(device),
-            )
-        return cls(type=device.type, name=device.type)
+        if device.type != "cuda":
+            return cls(type=device.type, name=device.type)
+        name = torch.cuda.get_device_name(device)
+        if torch.version.hip is None:
+            return cls(type="cuda", name=name, capability=torch.cuda.get_device_capability(device))
+        # Its numbers are in "capability", too: (9, 4) is no compute capability.
+        gfx = torch.cuda.get_device_properties(device).gcnArchName.partition(":")[0]
+        return cls(type="cuda", name=name, gfx=gfx)
+
+    @property
+    def architecture(self) -> str:
+        """What GPU kernels are compiled for: `sm90`, `gfx942`; of others their type."""
+        if self.gfx is not None:
+            return self.gfx
+        return self.type if self.capability is None else "sm{}{}".format(*self.capability)
+
+    @property
+    def multiplies_e4m3fn(self) -> bool:
+        """Whether kernels may multiply FP8 codes as they are: on AMD the format differs between GPUs."""
+        return self.capability is not None and self.capability >= (8, 9)
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from kvq.kernels import Device, Kernel, LinearSpec, PlainWeight, QuantizedWeight, select
 from kvq.kernels.gated.activation import Activation
 from kvq.kernels.linear.cpu import CpuLinear, CpuMLP
+from kvq.kernels.ops import keep, packed_linear
 from kvq.weights.linear import PackedLinear, PlainLinear, QuantizedLinear, hooks_of, replace_linear
 
 
@@ -206,13 +207,19 @@ class GatedMLP(nn.Module):
         self.in_features, self.out_features = self.gate_proj.in_features, self.down_proj.out_features
         self.act_fn = mlp.get_submodule("act_fn")
         self.kernel = CpuMLP(self.gate_proj.kernel.joined.kernel, self.down_proj.kernel, activation)
+        self._kernel_number = keep(self.kernel)
         self._hooks = [hooks for own in self.children() for hooks in hooks_of(own)]
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., in] -> [..., out]."""
         if any(self._hooks):  # somebody wants to see the layers run
             return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))  # type: ignore[no-any-return]
-        return self.kernel(x.reshape(-1, self.in_features)).view(*x.shape[:-1], self.out_features)
+        rows = x.reshape(-1, self.in_features)
+        if torch.compiler.is_compiling():  # as in PackedLinear
+            output: Tensor = packed_linear(rows, self._kernel_number, self.out_features)
+        else:
+            output = self.kernel(rows)
+        return output.view(*x.shape[:-1], self.out_features)
 
 
 @torch.inference_mode()

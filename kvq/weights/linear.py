@@ -3,9 +3,11 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from kvq.kernels import PlainWeight, QuantizedWeight
+from kvq.kernels.ops import keep, packed_linear
 
 ROUTERS = ("gate", "router", "shared_expert_gate")  # small layers that choose experts: never quantized
 
@@ -24,6 +26,7 @@ class PackedLinear(nn.Module):
         self.out_features = weight.out_features
         self.backend = backend
         self.kernel: Any = kernel
+        self._kernel_number = keep(kernel)
         self.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
 
     @property
@@ -33,7 +36,11 @@ class PackedLinear(nn.Module):
 
     def forward(self, input: Tensor) -> Tensor:
         """[..., in] -> [..., out]."""
-        output: Tensor = self.kernel(input.reshape(-1, self.in_features))
+        rows = input.reshape(-1, self.in_features)
+        if torch.compiler.is_compiling():  # a graph holds operators, not objects
+            output: Tensor = packed_linear(rows, self._kernel_number, self.out_features)
+        else:
+            output = self.kernel(rows)
         if self.bias is not None:
             output = output + self.bias
         return output.view(*input.shape[:-1], self.out_features)

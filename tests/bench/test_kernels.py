@@ -147,7 +147,7 @@ def test_write_rows_hold_what_was_promised(tmp_path: Path, monkeypatch: pytest.M
         (["--dtype", "fp64"], "--dtype must be"),
         (["--kv", "int3"], "int3"),
         (["--backend", "gpu"], "unknown backend"),
-        (["--backend", "triton"], "needs an NVIDIA GPU"),
+        (["--backend", "triton"], "needs an NVIDIA or AMD GPU"),
     ],
 )
 def test_bad_options_say_what_is_allowed(

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,9 +21,11 @@ from kvq.kernels import (
     registry,
     select,
 )
+from kvq.kernels.gpu import support
 
 OPERATIONS = ("write_kv", "attend", "merge_partials", "gather_dense", "copy_blocks")
 CPU = Device(type="cpu", name="cpu")
+MI300X = Device(type="cuda", name="AMD Instinct MI300X", gfx="gfx942")
 OLD_GPUS = [
     Device(type="cuda", name="A100", capability=(8, 0)),
     Device(type="cuda", name="T4", capability=(7, 5)),
@@ -187,7 +190,42 @@ def test_a_torch_device_is_described_by_its_type() -> None:
     assert Device.of(torch.device("cpu")) == CPU
 
 
-def test_a_cuda_device_is_described_by_name_and_capability(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_nvidia_gpu_is_described_by_name_and_capability(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "T4")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (7, 5))
     assert Device.of(torch.device("cuda:0")) == OLD_GPUS[1]
+    assert Device.of(torch.device("cuda:0")).architecture == "sm75"
+
+
+def test_an_amd_gpu_is_described_by_its_architecture(monkeypatch: pytest.MonkeyPatch) -> None:
+    """ROCm calls it a cuda device and gives it numbers that look like a compute capability."""
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "AMD Instinct MI300X")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 4))
+    facts = SimpleNamespace(gcnArchName="gfx942:sramecc+:xnack-", multi_processor_count=304)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: facts)
+    found = Device.of(torch.device("cuda:0"))
+    assert found == MI300X
+    assert found.architecture == "gfx942"
+    assert not found.multiplies_e4m3fn, "its FP8 is another one"
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_triton_runs_on_amd_gpus_that_it_is_compiled_for(
+    operation: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(support, "_has_triton", lambda: True)
+    assert select(operation, spec("int4"), MI300X).backend == "triton"
+    old = Device(type="cuda", name="AMD Instinct MI50", gfx="gfx906")
+    with pytest.raises(
+        UnsupportedKernel, match=r"is not compiled for gfx906 \(AMD Instinct MI50\); .*gfx942"
+    ):
+        select(operation, spec("int4"), old, "triton")
+
+
+@pytest.mark.parametrize("kind", ["mps", "xpu"])
+def test_other_gpus_are_refused_by_name(kind: str) -> None:
+    device = Device.of(torch.device(kind))
+    with pytest.raises(UnsupportedKernel, match=f"needs an NVIDIA or AMD GPU, not {kind}"):
+        select("attend", spec("int4"), device, "triton")
+    assert select("attend", spec("int4"), device).backend == "reference"

@@ -1,9 +1,9 @@
 """Device functions of the Triton kernels: the rotation, and 16-bit values out of packed bytes; and a layer's
 blocks as the arguments that kernels take.
 
-What runs on the device also runs in Triton's interpreter, which knows no inline assembly: there the same bits
-are put together by shifts and masks. Assembly is not marked as pure: else the compiler moves it behind
-the change of layout before a product, and shared memory is read byte by byte.
+Only NVIDIA GPUs take the inline assembly (PTX). For all others, and in Triton's interpreter, the same bits are
+put together by shifts, masks and exact conversions. Assembly is not marked as pure: else the compiler moves it
+behind the change of layout before a product, and shared memory is read byte by byte.
 """
 
 from typing import Any
@@ -123,6 +123,17 @@ INT8_FP16 = tl.constexpr(_SPREAD_INT8_FP16.format(factor="0x3c003c00", minus="0x
 INT8_FP16_DIVIDED = tl.constexpr(_SPREAD_INT8_FP16.format(factor="0x20002000", minus="0xc880c880"))
 
 
+def takes_ptx(_semantic: Any = None) -> tl.constexpr:
+    """Whether the code that is being compiled is for an NVIDIA GPU; in the interpreter no.
+
+    It asks the compilation, not the device at hand: kernels are also compiled for GPUs that aren't there.
+    """
+    return tl.constexpr(not INTERPRETED.value and _semantic.builder.options.backend_name == "cuda")
+
+
+takes_ptx.__triton_builtin__ = True  # device code calls it with the compilation as `_semantic`
+
+
 def kind_of(code: Code) -> int:
     """Grouped codes of 4 bits have a way of their own; those of any other width are unpacked one by one."""
     grouped = INT4 if code.bits == 4 else GROUPED
@@ -131,12 +142,23 @@ def kind_of(code: Code) -> int:
 
 
 @triton.jit
+def _exactly(x, COMPUTE: tl.constexpr):
+    """fp32 numbers that need no rounding as COMPUTE: of bf16 the upper half, since rounding to it takes AMD
+    GPUs five instructions."""
+    if COMPUTE == tl.bfloat16:
+        values = (x.to(tl.int32, bitcast=True) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
+    else:
+        values = x.to(COMPUTE)
+    return values
+
+
+@triton.jit
 def nibbles(packed, COMPUTE: tl.constexpr, OFFSET: tl.constexpr):
     """Packed bytes uint8 -> low and high nibbles less OFFSET as COMPUTE numbers, of OFFSET 0 over `unit`."""
-    if INTERPRETED or COMPUTE == tl.float32:
+    if COMPUTE == tl.float32 or not takes_ptx():
         DIVISOR: tl.constexpr = 256.0 if COMPUTE == tl.float16 and OFFSET == 0 else 1.0
-        low = (((packed & 15).to(tl.float32) - OFFSET) / DIVISOR).to(COMPUTE)
-        high = (((packed >> 4).to(tl.float32) - OFFSET) / DIVISOR).to(COMPUTE)
+        low = _exactly(((packed & 15).to(tl.float32) - OFFSET) / DIVISOR, COMPUTE)
+        high = _exactly(((packed >> 4).to(tl.float32) - OFFSET) / DIVISOR, COMPUTE)
     else:
         OF_BF16: tl.constexpr = NIBBLES_BF16 if OFFSET == 0 else NIBBLES_BF16_LESS_8
         OF_FP16: tl.constexpr = NIBBLES_FP16 if OFFSET == 0 else NIBBLES_FP16_LESS_8
@@ -164,9 +186,9 @@ def unit(kind: int, compute: tl.dtype) -> float:
 @triton.jit
 def int8_codes(codes, COMPUTE: tl.constexpr, DIVIDED: tl.constexpr):
     """INT8 codes, or their bytes, as COMPUTE numbers, DIVIDED by `unit` or not."""
-    if INTERPRETED or COMPUTE == tl.float32:
+    if COMPUTE == tl.float32 or not takes_ptx():
         FACTOR: tl.constexpr = 1.0 / 128.0 if DIVIDED and COMPUTE == tl.float16 else 1.0
-        values = (codes.to(tl.int8, bitcast=True).to(tl.float32) * FACTOR).to(COMPUTE)
+        values = _exactly(codes.to(tl.int8, bitcast=True).to(tl.float32) * FACTOR, COMPUTE)
     else:
         OF_FP16: tl.constexpr = INT8_FP16_DIVIDED if DIVIDED else INT8_FP16
         values = tl.inline_asm_elementwise(
@@ -223,10 +245,10 @@ def grouped_rows(
 @triton.jit
 def fp8_codes(codes, COMPUTE: tl.constexpr):
     """E4M3FN bytes uint8 -> their values divided by 256, without FP8 instructions."""
-    if INTERPRETED or COMPUTE == tl.float32:
-        wide = codes.to(tl.int16)
-        half = (((wide & 0x80) << 8) | ((wide & 0x7F) << 7)).to(tl.float16, bitcast=True)
-        values = half.to(tl.float32).to(COMPUTE)
+    if COMPUTE == tl.float32 or not takes_ptx():
+        wide = codes.to(tl.int8, bitcast=True).to(tl.int16) << 7  # the sign twice, at the top
+        half = (wide & -0x4080).to(tl.float16, bitcast=True)
+        values = half if COMPUTE == tl.float16 else _exactly(half.to(tl.float32), COMPUTE)
     else:
         values = tl.inline_asm_elementwise(
             FP8_BF16 if COMPUTE == tl.bfloat16 else FP8_FP16,

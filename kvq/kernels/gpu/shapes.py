@@ -13,6 +13,7 @@ from torch import Tensor
 
 from kvq.formats import Grouped
 from kvq.kernels.paged import PagedKV
+from kvq.kernels.spec import Device
 
 DECODE_ROWS = 16  # query rows of a tile of a short sequence: the least that tensor cores take
 MOST_DECODE_ROWS = 64  # of one sequence and KV head: several such tiles, for drafts and many query heads
@@ -101,11 +102,22 @@ def _shape(kind: str, fmt: str, head_dim: int, device: str, groups: int) -> Tile
         return TileShape(rows=DECODE_ROWS if kind == "decode" else 32, keys=32, warps=1, stages=1)
     if device == FP32:  # products in fp32 take registers and memory
         return TileShape(rows=DECODE_ROWS if kind == "decode" else 32, keys=16, warps=4, stages=2)
+    if device.startswith("gfx"):
+        return _amd_shape(kind, device)
     # Every group has sums per key of its own in registers.
     keys, stages = (64, 3) if head_dim <= 128 and groups <= 2 else (32, 2)
     if kind == "decode":
         return TileShape(rows=DECODE_ROWS, keys=keys, warps=4, stages=stages)
     return TileShape(rows=64, keys=keys, warps=8, stages=2)
+
+
+def _amd_shape(kind: str, device: str) -> TileShape:
+    """What spills no registers, or the fewest: nothing is copied asynchronously, so more stages are more of
+    them. gfx9 has 64 lanes a warp, others 32."""
+    keys = 32 if device.startswith("gfx9") else 16
+    if kind == "decode":
+        return TileShape(rows=DECODE_ROWS, keys=keys, warps=2, stages=1)
+    return TileShape(rows=64, keys=keys, warps=4, stages=1)
 
 
 @dataclass
@@ -147,11 +159,8 @@ def _head_dim(kv: PagedKV) -> int:
 
 @lru_cache(maxsize=8)
 def device_name(device: torch.device) -> str:
-    """How the table calls a device: by compute capability."""
-    if device.type == "cpu":
-        return "interpreter"
-    major, minor = torch.cuda.get_device_capability(device)
-    return f"sm{major}{minor}"
+    """How the table calls a device: by its architecture, as `sm90` or `gfx942`."""
+    return "interpreter" if device.type == "cpu" else Device.of(device).architecture
 
 
 @lru_cache(maxsize=8)

@@ -12,7 +12,9 @@ from kvq.extras import install_command, is_installed
 from kvq.kernels.linear.weight import QuantizedWeight
 from kvq.kernels.spec import Device, KernelSpec, LinearSpec, Support
 
-LEAST_CAPABILITY = (8, 0)  # bf16 products and asynchronous copies
+LEAST_CAPABILITY = (8, 0)  # of NVIDIA: bf16 products and asynchronous copies
+# AMD's GPUs with products of bf16 matrices, for which tests compile the kernels: Instinct, and Radeon.
+AMD = ("gfx90a", "gfx942", "gfx950", "gfx1100", "gfx1101", "gfx1102", "gfx1200", "gfx1201")
 MOST_DIM = 256  # elements of a token row
 
 
@@ -36,20 +38,25 @@ def lazy_linear(weight: QuantizedWeight) -> Any:
 
 
 def supports(spec: KernelSpec, device: Device) -> Support:
-    """Yes for NVIDIA GPUs from SM80 on and all formats, if Triton is installed."""
+    """Yes for NVIDIA GPUs from SM80 on, for `AMD` and for all formats, if Triton is installed."""
     runs = supports_linear(spec, device)
     return spec.fits_compiled(MOST_DIM) if runs.yes else runs
 
 
 def supports_linear(spec: KernelSpec | LinearSpec, device: Device) -> Support:
     """The same; every format and shape."""
-    if device.type != "cuda" or device.capability is None:
-        return Support(False, f"needs an NVIDIA GPU, not {device.name}", is_missed=False)
+    if device.capability is None and device.gfx is None:
+        return Support(False, f"needs an NVIDIA or AMD GPU, not {device.name}", is_missed=False)
     if not _has_triton():
         return Support(False, f"Triton is not installed; {install_command('gpu')}")
-    if device.capability < LEAST_CAPABILITY:
+    if device.capability is not None and device.capability < LEAST_CAPABILITY:
         has = ".".join(map(str, device.capability))
         return Support(False, f"needs compute capability 8.0, {device.name} has {has}")
+    if device.gfx is not None and device.gfx not in AMD:
+        takes = ", ".join(AMD)
+        return Support(
+            False, f"is not compiled for {device.gfx} ({device.name}); of AMD GPUs it takes {takes}"
+        )
     return Support(True)
 
 

@@ -60,7 +60,7 @@ def splits(weight: PackedWeight, tile: LinearTile, rows: int, device: torch.devi
 
 
 def _guess(rows: int, device: str, kind: Kind, block: int) -> LinearTile:
-    """What was thought out for Hopper and not yet measured."""
+    """What was thought out for Hopper (of AMD: compiled and counted) and not yet measured."""
     if device == "interpreter":
         return LinearTile(rows=rows, outputs=64, warps=1, stages=1, programs=8)
     if device == shapes.FP32:  # products in fp32 take registers and memory
@@ -68,6 +68,8 @@ def _guess(rows: int, device: str, kind: Kind, block: int) -> LinearTile:
     # A stage is 8 KB of weights at 128 outputs; smaller blocks need more of them in flight.
     step_bytes = block * (64 if kind in (Kind.NIBBLES, Kind.SIGNED_NIBBLES) else 128)
     stages = min(6, max(4, 4 * 8192 // step_bytes))
+    if device.startswith("gfx"):  # AMD: stages pass through registers
+        stages = 2
     if rows <= 32:
         return LinearTile(rows=rows, outputs=128, warps=4, stages=stages, programs=4)
     if rows >= 64 and device not in _LARGE_SHARED:

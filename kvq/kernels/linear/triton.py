@@ -22,11 +22,11 @@ from kvq.kernels.linear.triton_kernel import (
 )
 from kvq.kernels.linear.triton_pack import Kind, PackedWeight, kind_of, pack
 from kvq.kernels.linear.weight import QuantizedWeight
+from kvq.kernels.spec import Device
 
 # From so many rows on the weight is dequantized and multiplied by torch. A guess until measured.
 DENSE_ROWS = 512
 DENSE_BYTES = 128 << 20  # of dequantized weight at a time
-_FP8_CAPABILITY = (8, 9)
 _SUMMED = 1024  # elements of one program that adds parts up
 _QUANTIZED = 4096  # elements of a row that one step of quantizing takes
 _UNITS = {Kind.FP8: 256.0, Kind.SIGNED_NIBBLES: 1 / 16}  # what decoded codes are to be multiplied by
@@ -53,8 +53,7 @@ class TritonLinear:
     """
 
     def __init__(self, weight: QuantizedWeight) -> None:
-        device = weight.codes.device
-        has_fp8 = device.type == "cuda" and torch.cuda.get_device_capability(device) >= _FP8_CAPABILITY
+        has_fp8 = Device.of(weight.codes.device).multiplies_e4m3fn
         self.fmt = weight.fmt
         self.weight = pack(weight, kind_of(weight, has_fp8=has_fp8))
         self.nbytes = self.weight.nbytes

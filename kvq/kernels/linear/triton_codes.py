@@ -3,14 +3,13 @@
 The host packs weights so that the 16 bytes that one thread loads are the codes which the tensor cores want
 from that very thread (see triton_pack.py): codes go from memory to the product without a change of layout.
 
-Everything here also runs in Triton's interpreter, which knows no inline assembly: there the same values
-are put together by shifts and masks.
+Only NVIDIA GPUs take the inline assembly: elsewhere the same values are put together by shifts and masks.
 """
 
 import triton
 import triton.language as tl
 
-from kvq.kernels.gpu.rows import INTERPRETED, fp8_codes, int8_codes, nibbles
+from kvq.kernels.gpu.rows import fp8_codes, int8_codes, nibbles, takes_ptx
 from kvq.kernels.linear.triton_pack import Kind
 
 NIBBLES = tl.constexpr(Kind.NIBBLES.value)
@@ -33,7 +32,7 @@ and.b32 $1, $2, 0xf0f0f0f0;
 @triton.jit
 def nibble_integers(packed):
     """Bytes of two codes in two's complement -> 16 times the low codes and the high ones, int8."""
-    if INTERPRETED:
+    if not takes_ptx():
         low = (packed << 4).to(tl.int8, bitcast=True)
         high = (packed & 0xF0).to(tl.int8, bitcast=True)
     else:

@@ -32,10 +32,15 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 TYPES[torch.float8_e4m3fn] = "*fp8e4nv"
 
 
-def arguments(name: str, rows: str, dtype: torch.dtype, capability: int) -> tuple[Any, dict[str, Any]]:
+def multiplies_fp8(device: str) -> bool:
+    """What `Device` would say of it."""
+    return device.startswith("sm") and int(device.removeprefix("sm")) >= 89
+
+
+def arguments(name: str, rows: str, dtype: torch.dtype, device: str) -> tuple[Any, dict[str, Any]]:
     """The kernel that such a step runs, and what it is launched with."""
     weight = random_weight(name, INPUTS, OUTPUTS, dtype=dtype)
-    packed = pack(weight, kind_of(weight, has_fp8=capability >= 89))
+    packed = pack(weight, kind_of(weight, has_fp8=multiplies_fp8(device)))
     x = torch.zeros(1, INPUTS, dtype=dtype)
     gpu_x: Any = SimpleNamespace(device=torch.device("cuda"), dtype=dtype)
     rounding = weight.fmt.inputs
@@ -58,8 +63,7 @@ def arguments(name: str, rows: str, dtype: torch.dtype, capability: int) -> tupl
             **linear.constants(packed, tile),
             **{"out_ptr": x, "first_tile": 0, "out_row": INPUTS},
         }
-    device = shapes.FP32 if dtype is torch.float32 else f"sm{capability}"
-    tile = tiles.fitted(packed, name, int(rows), device)
+    tile = tiles.fitted(packed, name, int(rows), shapes.FP32 if dtype is torch.float32 else device)
     is_split = int(rows) <= tiles.ROW_CLASSES[-1]
     return linear_kernel, {
         **common,
@@ -77,7 +81,7 @@ def arguments(name: str, rows: str, dtype: torch.dtype, capability: int) -> tupl
     }
 
 
-def others(dtype: torch.dtype, capability: int) -> dict[str, tuple[Any, dict[str, Any]]]:
+def others(dtype: torch.dtype, device: str) -> dict[str, tuple[Any, dict[str, Any]]]:
     """The kernels that don't know the weight's format."""
     floats, x = torch.zeros(1), torch.zeros(1, dtype=dtype)
     parts = {"parts_ptr": floats, "out_ptr": x, "count": 4096, "splits": 5, "WIDTH": 1024}
@@ -85,7 +89,7 @@ def others(dtype: torch.dtype, capability: int) -> dict[str, tuple[Any, dict[str
     int8 = {"codes_ptr": x.to(torch.int8), "FP8": False, "BYTES": False}
     fp8 = {"codes_ptr": x.to(torch.uint8), "FP8": True, "BYTES": True}
     values = {"codes_ptr": x.to(torch.bfloat16), "FP8": True, "BYTES": False}
-    rounding = int8, fp8 if capability >= 89 else values
+    rounding = int8, fp8 if multiplies_fp8(device) else values
     return {
         "add_parts": (add_parts_kernel, parts),
         **{f"quantize {i}": (quantize_kernel, {**rows, **kind}) for i, kind in enumerate(rounding)},
@@ -94,18 +98,19 @@ def others(dtype: torch.dtype, capability: int) -> dict[str, tuple[Any, dict[str
 
 def main() -> None:
     """Compile what the command line names."""
-    capability = int(sys.argv[1].removeprefix("sm"))
+    device = sys.argv[1]
     for case in sys.argv[2:]:
         case_name, _, dtype = case.partition("@")
         name, rows = case_name.split(":")
-        kernel, launch = arguments(name, rows, DTYPES[dtype or "bf16"], capability)
+        kernel, launch = arguments(name, rows, DTYPES[dtype or "bf16"], device)
         options = {option: launch.pop(option) for option in ("num_warps", "num_stages")}
-        binary = compiled(kernel, launch, capability, **options)
-        ptx = binary.asm["ptx"]
+        binary = compiled(kernel, launch, device, **options)
+        ptx = binary.asm.get("ptx", "")
         counts = {"shuffles": ptx.count("shfl."), "copies": ptx.count("cp.async.cg.shared.global")}
         print(json.dumps({"kernel": case, **resources(binary), **counts}), flush=True)
-    for name, (kernel, launch) in others(torch.bfloat16, capability).items():
-        print(json.dumps({"kernel": name, **resources(compiled(kernel, launch, capability, num_warps=4))}))
+    for name, (kernel, launch) in others(torch.bfloat16, device).items():
+        exact = {"num_warps": 4, "enable_fp_fusion": False}
+        print(json.dumps({"kernel": name, **resources(compiled(kernel, launch, device, **exact))}))
 
 
 if __name__ == "__main__":

@@ -209,7 +209,7 @@ def test_gpus_from_sm80_on_are_supported_and_others_refused_with_the_reason(name
     assert select(spec.operation, spec, H100).backend == "triton"
     with pytest.raises(UnsupportedKernel, match=r"needs compute capability 8.0, T4 has 7.5"):
         select(spec.operation, spec, Device(type="cuda", name="T4", capability=(7, 5)), "triton")
-    with pytest.raises(UnsupportedKernel, match="needs an NVIDIA GPU, not cpu"):
+    with pytest.raises(UnsupportedKernel, match="needs an NVIDIA or AMD GPU, not cpu"):
         select(spec.operation, spec, Device(type="cpu", name="cpu"), "triton")
 
 

@@ -1,0 +1,182 @@
+"""Operators over blocks, with `PagedKV` and `SequenceBatch` taken apart into tensors, numbers and names.
+
+`k_codes`, `k_scales`, `k_static` and those of V are the tensors of `PagedRows`; `kv` is a format's name or a
+pair, as `--kv` takes it; head dimensions and the block size are read off the codes. What the operators return is
+what `kvq/kernels/*/reference.py` says.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.library import custom_op
+
+from kvq.formats import CODES, KVRecipe, LayerFormats, split_pair
+from kvq.kernels.attend.options import AttentionOptions
+from kvq.kernels.paged import PagedKV, PagedRows, SequenceBatch
+from kvq.kernels.registry import select
+from kvq.kernels.spec import Device, KernelSpec
+
+
+@custom_op("kvq::write_kv", mutates_args=("k_codes", "k_scales", "v_codes", "v_scales"))
+def write_kv(
+    k: Tensor,
+    v: Tensor,
+    slots: Tensor,
+    k_codes: Tensor,
+    k_scales: Tensor | None,
+    v_codes: Tensor,
+    v_scales: Tensor | None,
+    kv: str,
+    k_static: Tensor | None = None,
+    v_static: Tensor | None = None,
+    backend: str = "auto",
+) -> Tensor:
+    """Quantize rows [tokens, kv_heads, dim] into their slots; bool [tokens], True where one was not finite."""
+    paged = _paged(_rows(k_codes, k_scales, k_static), _rows(v_codes, v_scales, v_static), kv)
+    bad: Tensor = _kernel("write_kv", paged, k.shape[1], backend)(k, v, paged, slots)
+    return bad
+
+
+@write_kv.register_fake
+def _(k: Tensor, *_: Any, **__: Any) -> Tensor:
+    return k.new_empty(k.shape[0], dtype=torch.bool)
+
+
+@custom_op("kvq::attend", mutates_args=())
+def attend(
+    q: Tensor,
+    k_codes: Tensor,
+    k_scales: Tensor | None,
+    v_codes: Tensor,
+    v_scales: Tensor | None,
+    tables: Tensor,
+    query_lens: Sequence[int],
+    context_lens: Sequence[int],
+    kv: str,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    k_static: Tensor | None = None,
+    v_static: Tensor | None = None,
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor]:
+    """Attention of q [tokens, q_heads, dim] over written blocks: out in q's dtype, lse fp32 [tokens, q_heads].
+
+    `tables`: int32 [sequences, blocks]. `query_lens`, `context_lens`: of every sequence, as in SequenceBatch.
+    """
+    paged = _paged(_rows(k_codes, k_scales, k_static), _rows(v_codes, v_scales, v_static), kv)
+    batch = SequenceBatch(
+        query_lens=tuple(query_lens),
+        context_lens=tuple(context_lens),
+        tables=tables,
+        slots=tables.new_empty(0, dtype=torch.int64),  # attention reads none
+    )
+    options = AttentionOptions(scale=scale, window=window, softcap=softcap, sinks=sinks)
+    out, lse = _kernel("attend", paged, q.shape[1], backend)(q, paged, batch, options)
+    return out, lse
+
+
+@attend.register_fake
+def _(q: Tensor, k_codes: Tensor, k_scales: Tensor | None, v_codes: Tensor, *rest: Any, **named: Any) -> Any:
+    kv = named["kv"] if "kv" in named else rest[4]
+    out = q.new_empty(*q.shape[:2], _head_dims(k_codes, v_codes, kv)[1])
+    return out, q.new_empty(*q.shape[:2], dtype=torch.float32)
+
+
+@custom_op("kvq::gather_dense", mutates_args=())
+def gather_dense(
+    k_codes: Tensor,
+    k_scales: Tensor | None,
+    v_codes: Tensor,
+    v_scales: Tensor | None,
+    tables: Tensor,
+    start: int,
+    end: int,
+    kv: str,
+    unrotate: bool = False,
+    k_static: Tensor | None = None,
+    v_static: Tensor | None = None,
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor]:
+    """K and V of the positions [start, end) of every table, fp32 [sequences, kv_heads, end - start, dim]."""
+    paged = _paged(_rows(k_codes, k_scales, k_static), _rows(v_codes, v_scales, v_static), kv)
+    run = _kernel("gather_dense", paged, k_codes.shape[1], backend)
+    k, v = run(paged, tables, start, end, unrotate=unrotate)
+    return k, v
+
+
+@gather_dense.register_fake
+def _(
+    k_codes: Tensor, k_scales: Any, v_codes: Tensor, v_scales: Any, tables: Tensor, start: int, end: int,
+    kv: str, *_: Any, **__: Any,
+) -> Any:  # fmt: skip
+    shape = tables.shape[0], k_codes.shape[1], end - start
+    dims = _head_dims(k_codes, v_codes, kv)
+    return tuple(k_codes.new_empty(*shape, dim, dtype=torch.float32) for dim in dims)
+
+
+@custom_op("kvq::merge_partials", mutates_args=())
+def merge_partials(
+    outs: Tensor, lses: Tensor, sinks: Tensor | None = None, backend: str = "auto"
+) -> tuple[Tensor, Tensor]:
+    """Join attention over parts of a context, [parts, tokens, heads, dim]: out fp32 and lse."""
+    spec = _spec("fp32", (outs.shape[3], outs.shape[3]), (outs.shape[2], outs.shape[2]), 16)
+    out, lse = select("merge_partials", spec, _device(outs.device), backend).run(outs, lses, sinks)
+    return out, lse
+
+
+@merge_partials.register_fake
+def _(outs: Tensor, *_: Any, **__: Any) -> Any:
+    return outs.new_empty(outs.shape[1:], dtype=torch.float32), outs.new_empty(
+        outs.shape[1:3], dtype=torch.float32
+    )
+
+
+def _rows(codes: Tensor, scales: Tensor | None, static_scale: Tensor | None) -> PagedRows:
+    return PagedRows(codes=codes, scales=scales, static_scale=static_scale)
+
+
+def _paged(k: PagedRows, v: PagedRows, kv: str) -> PagedKV:
+    formats = _formats(kv, _head_dims(k.codes, v.codes, kv))
+    return PagedKV(k=k, v=v, formats=formats, block_size=k.codes.shape[2])
+
+
+def _kernel(operation: str, paged: PagedKV, q_heads: int, backend: str) -> Callable[..., Any]:
+    dims = paged.formats.k_head_dim, paged.formats.v_head_dim
+    codes = paged.k.codes
+    name = f"{paged.formats.k.name}/{paged.formats.v.name}"
+    spec = _spec(name, dims, (q_heads, codes.shape[1]), codes.shape[2])
+    return select(operation, spec, _device(codes.device), backend).run
+
+
+def _head_dims(k_codes: Tensor, v_codes: Tensor, kv: str) -> tuple[int, int]:
+    """Elements of a row: codes of several to a byte fill `bits` in eight of them."""
+    pair = split_pair(kv)
+    k_bits, v_bits = (_bits(name) for name in (pair.k, pair.v))
+    return k_codes.shape[3] * 8 // k_bits, v_codes.shape[3] * 8 // v_bits
+
+
+def _bits(name: str) -> int:
+    """Bits of memory for an element of a row's tensor of codes, 8 where it has its own."""
+    code = CODES[name.partition("_")[0]]
+    return code.bits if code.is_grouped else 8
+
+
+@lru_cache(maxsize=64)
+def _formats(kv: str, dims: tuple[int, int]) -> LayerFormats:
+    return KVRecipe.uniform(kv, [dims]).layers[0]
+
+
+@lru_cache(maxsize=64)
+def _spec(kv: str, dims: tuple[int, int], heads: tuple[int, int], block_size: int) -> KernelSpec:
+    q_heads, kv_heads = heads
+    return KernelSpec(formats=_formats(kv, dims), q_heads=q_heads, kv_heads=kv_heads, block_size=block_size)
+
+
+@lru_cache(maxsize=16)
+def _device(device: torch.device) -> Device:
+    return Device.of(device)

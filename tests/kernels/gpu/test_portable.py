@@ -1,0 +1,69 @@
+"""Packed bytes to 16-bit floats without inline assembly, as other GPUs than NVIDIA's do it: for every byte."""
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kvq.kernels.codec import e4m3
+from kvq.kernels.gpu import rows
+
+BYTES = torch.arange(256, dtype=torch.int32).to(torch.uint8)
+TYPES = [(torch.bfloat16, tl.bfloat16), (torch.float16, tl.float16)]
+IDS = ["bf16", "fp16"]
+COMPUTE = pytest.mark.parametrize(("dtype", "compute"), TYPES, ids=IDS)
+
+
+@triton.jit
+def _nibbles(x_ptr, low_ptr, high_ptr, COMPUTE: tl.constexpr, OFFSET: tl.constexpr):  # noqa: N803
+    at = tl.arange(0, 256)
+    low, high = rows.nibbles(tl.load(x_ptr + at), COMPUTE, OFFSET)
+    tl.store(low_ptr + at, low.to(tl.int16, bitcast=True))
+    tl.store(high_ptr + at, high.to(tl.int16, bitcast=True))
+
+
+@triton.jit
+def _int8(x_ptr, out_ptr, COMPUTE: tl.constexpr, DIVIDED: tl.constexpr):  # noqa: N803
+    at = tl.arange(0, 256)
+    values = rows.int8_codes(tl.load(x_ptr + at), COMPUTE, DIVIDED)
+    tl.store(out_ptr + at, values.to(tl.int16, bitcast=True))
+
+
+@triton.jit
+def _fp8(x_ptr, out_ptr, COMPUTE: tl.constexpr):  # noqa: N803
+    at = tl.arange(0, 256)
+    tl.store(out_ptr + at, rows.fp8_codes(tl.load(x_ptr + at), COMPUTE).to(tl.int16, bitcast=True))
+
+
+def outputs(count: int) -> list[Tensor]:
+    return [torch.full((256,), -1, dtype=torch.int16) for _ in range(count)]
+
+
+@COMPUTE
+@pytest.mark.parametrize("offset", [0, 8])
+def test_nibbles_become_their_codes(dtype: torch.dtype, compute: tl.dtype, offset: int) -> None:
+    low, high = outputs(2)
+    _nibbles[(1,)](BYTES, low, high, COMPUTE=compute, OFFSET=offset)
+    unit = 1.0 if offset else rows.unit(rows.INT4.value, compute)
+    wide = BYTES.int()
+    assert torch.equal(low.view(dtype).float(), ((wide & 15) - offset) / unit)
+    assert torch.equal(high.view(dtype).float(), ((wide >> 4) - offset) / unit)
+
+
+@COMPUTE
+@pytest.mark.parametrize("divided", [False, True])
+def test_int8_bytes_become_their_values(dtype: torch.dtype, compute: tl.dtype, divided: bool) -> None:
+    (out,) = outputs(1)
+    _int8[(1,)](BYTES, out, COMPUTE=compute, DIVIDED=divided)
+    unit = rows.unit(rows.INT8.value, compute) if divided else 1.0
+    assert torch.equal(out.view(dtype).float(), BYTES.view(torch.int8).float() / unit)
+
+
+@COMPUTE
+def test_fp8_bytes_become_their_values_over_256(dtype: torch.dtype, compute: tl.dtype) -> None:
+    (out,) = outputs(1)
+    _fp8[(1,)](BYTES, out, COMPUTE=compute)
+    finite = (BYTES & 0x7F) != 0x7F
+    want = e4m3.decode(BYTES) / rows.unit(rows.FP8.value, compute)
+    assert torch.equal(out.view(dtype).float()[finite], want[finite])
