@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvq.engine.sampling.ranking import ranked
+from kvq.kernels.draw.ranking import ranked
 
 MASS_OF_LIKELIEST = 1 << 43
 MAX_VOCAB = (1 << 20) - 1
