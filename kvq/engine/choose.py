@@ -211,7 +211,7 @@ def _expand(
 ) -> None:
     """Keep the likeliest tokens of every beam until those of all its request's beams are there."""
     most = max(job.beams.num_candidates for b, _ in beams if (job := jobs[b.request]).beams is not None)
-    rows = logits[torch.tensor([row for _, row in beams], device=logits.device)]
+    rows = logits[upload([row for _, row in beams], logits.device)]
     finite = torch.isfinite(rows).all(dim=-1).tolist()
     values, tokens = beam_candidates(rows, min(most, rows.shape[-1]))
     for i, (branch, _) in enumerate(beams):

@@ -1,14 +1,13 @@
 """Values on their way between the host and the device, for which neither waits."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 
-def upload(values: Sequence[int], device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
-    """Whole numbers as a tensor on the device; on a GPU through pinned memory, or the copy would wait."""
+def upload(values: Any, device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
+    """A list or array of numbers as a tensor on the device; through pinned memory, or it would wait."""
     host = torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda")
     return host.to(device, non_blocking=True)
 

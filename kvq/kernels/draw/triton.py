@@ -31,10 +31,11 @@ def draw(
 ) -> tuple[Tensor, Tensor]:
     """Choose a token for each row as `draw_whole` and `draw_ranked` of the reference do.
 
-    `logits`: any float type, [rows, vocab]; `parameters`: int64 [rows, COLUMNS] on the device, None if all rows
-    are greedy; `most`: the kind with most work among the rows; `raw`: the logits before changes, if there were
-    any. Returns the tokens, int64 [rows], and fp64 [3 * rows]: the tokens, then the highest logits before
-    changes and after, NaN where a row holds NaN. The token of a row whose highest isn't finite means nothing.
+    `logits`: any float type, [rows, vocab]; `parameters`: int64 [rows, COLUMNS] on the device, None if all
+    rows are greedy; `most`: the kind with most work among the rows; `raw`: the logits before changes, if
+    there were any. Returns the tokens, int64 [rows], and fp64 [3 * rows]: the tokens, then the highest logits
+    before changes and after, NaN where a row holds NaN. Where the highest isn't finite, the token means
+    nothing.
     """
     assert (parameters is None) == (most is Kind.GREEDY), "rows that draw have parameters"
     rows = _Rows(_dense(logits), None if raw is None else _dense(raw), parameters)
@@ -95,7 +96,8 @@ class _Rows:
             self._logits, tokens if self._parameters is None else self._parameters,
             self._tops, self._lows, self._raws, self._masses, self._plans, self._gathered, tokens, numbers,
             self._vocab, self._logits.stride(0), self._spans,
-            SPANS_PAD=self._pad, CHANGED=self._raw is not None, ALL_GREEDY=self._parameters is None, **_LAUNCH,
+            SPANS_PAD=self._pad, CHANGED=self._raw is not None,
+            ALL_GREEDY=self._parameters is None, **_LAUNCH,
         )  # fmt: skip
         return tokens, numbers
 

@@ -127,7 +127,7 @@ def _seek(source, measured, first, last, before, least, BY_COUNT: tl.constexpr):
     `before`: the mass of what is likelier than these bins, whose count is already taken off `least`. The
     interval's ends are always keys that exist, so it halves until one is left.
     """
-    count, mass, low, high = _up_to(source, measured, first, last, _NONE)
+    _, mass, low, high = _up_to(source, measured, first, last, _NONE)
     mass += before
     while low < high:
         middle = low + ((high - low + 1) >> 1)

@@ -1,6 +1,6 @@
 """Compile the kernels that draw for GPUs that are not there; prints a line of JSON per kernel.
 
-    python -m tests.kernels.draw.compile_draw sm90 bf16 fp32
+python -m tests.kernels.draw.compile_draw sm90 bf16 fp32
 """
 
 import json
