@@ -20,7 +20,7 @@ from torch import Tensor
 from kvq.kernels.draw.parameters import Kind
 from kvq.kernels.draw.triton_passes import bins_kernel, brackets_kernel, gather_kernel, peaks_kernel
 from kvq.kernels.draw.triton_plan import open_kernel, plan_kernel
-from kvq.kernels.draw.triton_rows import BINS, BRACKETS, PLAN, ROOM, SPAN
+from kvq.kernels.draw.triton_rows import SPAN, SPAN_SLOTS, SPANS
 from kvq.kernels.draw.triton_search import choose_kernel
 
 _LAUNCH = {"num_warps": 8, "enable_fp_fusion": False}  # masses are the same in every kernel
@@ -41,9 +41,12 @@ def draw(
     rows = _Rows(_dense(logits), None if raw is None else _dense(raw), parameters)
     rows.find_peaks()
     if most is not Kind.GREEDY:
-        rows.sum_brackets()
+        rows.run(brackets_kernel)
     if most is Kind.RANKED:
-        rows.gather_candidates()
+        rows.run_by_row(open_kernel)
+        rows.run(bins_kernel)
+        rows.run_by_row(plan_kernel)
+        rows.run(gather_kernel)
     return rows.choose()
 
 
@@ -52,70 +55,48 @@ def _dense(logits: Tensor) -> Tensor:
 
 
 class _Rows:
-    """One call's rows, and what its launches leave for each other on the device.
+    """One call's rows, and the scratch memory in which its launches leave things for each other.
 
-    Nothing is zeroed: what is read was written by an earlier launch, or belongs to rows of another kind.
+    Nothing of it is zeroed by the host: what is read was written by an earlier launch.
     """
 
     def __init__(self, logits: Tensor, raw: Tensor | None, parameters: Tensor | None) -> None:
         self._logits, self._raw, self._parameters = logits, raw, parameters
         self._rows, self._vocab = logits.shape
+        self._stride = logits.stride(0)
         self._spans = triton.cdiv(self._vocab, SPAN.value)
-        self._pad = triton.next_power_of_2(self._spans)
-        self._tops = self._longs(self._spans)  # the key of a span's likeliest token
-        self._lows = self._ints(self._spans)  # the rank of its lowest finite logit
-        self._raws = self._lows if raw is None else self._ints(self._spans)  # of its highest before changes
-        self._masses, self._plans, self._gathered = self._tops, self._tops, self._tops
+        slots = triton.cdiv(SPANS.value + SPAN_SLOTS.value * self._spans, 16) * 16  # rows begin aligned
+        self._scratch = torch.empty(self._rows, slots, dtype=torch.int64, device=logits.device)
+        self._slots = slots
+        self._launch = {"SPANS_PAD": triton.next_power_of_2(self._spans), **_LAUNCH}
 
     def find_peaks(self) -> None:
+        """Launch `peaks_kernel`."""
         raw = self._logits if self._raw is None else self._raw
+        strides = self._stride, raw.stride(0), self._slots
         peaks_kernel[(self._spans, self._rows)](
-            self._logits, raw, self._tops, self._lows, self._raws,
-            self._vocab, self._logits.stride(0), raw.stride(0),
-            CHANGED=self._raw is not None, **_LAUNCH,
-        )  # fmt: skip
+            self._logits, raw, self._scratch, self._vocab, *strides, CHANGED=self._raw is not None, **_LAUNCH
+        )
 
-    def sum_brackets(self) -> None:
-        self._masses = self._longs(self._spans, BRACKETS.value)
-        self._counts = self._ints(self._spans, BRACKETS.value)
-        self._pass(brackets_kernel, self._masses, self._counts)
+    def run(self, kernel: Any) -> None:
+        """Launch a pass over all logits, a program a span."""
+        numbers = self._vocab, self._stride, self._slots
+        kernel[(self._spans, self._rows)](
+            self._logits, self._parameters, self._scratch, *numbers, **self._launch
+        )
 
-    def gather_candidates(self) -> None:
-        self._plans = self._longs(PLAN.value)
-        self._gathered = self._longs(ROOM.value)
-        bins = self._longs(BINS.value), self._ints(BINS.value)
-        self._per_row(open_kernel, self._masses, self._counts, self._plans, *bins)
-        self._pass(bins_kernel, self._plans, *bins)
-        self._per_row(plan_kernel, self._plans, *bins)
-        self._pass(gather_kernel, self._plans, self._gathered)
+    def run_by_row(self, kernel: Any) -> None:
+        """Launch a program a row."""
+        kernel[(self._rows,)](self._parameters, self._scratch, self._vocab, self._slots, **self._launch)
 
     def choose(self) -> tuple[Tensor, Tensor]:
-        tokens = self._longs()
-        numbers = torch.empty(3 * self._rows, dtype=torch.float64, device=tokens.device)
+        """Launch `choose_kernel`, and return what `draw` returns."""
+        tokens = torch.empty(self._rows, dtype=torch.int64, device=self._logits.device)
+        numbers = torch.empty(3 * self._rows, dtype=torch.float64, device=self._logits.device)
+        greedy = self._parameters is None
         choose_kernel[(self._rows,)](
-            self._logits, tokens if self._parameters is None else self._parameters,
-            self._tops, self._lows, self._raws, self._masses, self._plans, self._gathered, tokens, numbers,
-            self._vocab, self._logits.stride(0), self._spans,
-            SPANS_PAD=self._pad, CHANGED=self._raw is not None,
-            ALL_GREEDY=self._parameters is None, **_LAUNCH,
+            self._logits, tokens if greedy else self._parameters, self._scratch, tokens, numbers,
+            self._vocab, self._stride, self._slots,
+            CHANGED=self._raw is not None, ALL_GREEDY=greedy, **self._launch,
         )  # fmt: skip
         return tokens, numbers
-
-    def _pass(self, kernel: Any, *between: Tensor) -> None:
-        """A launch that reads all logits, a program a span."""
-        kernel[(self._spans, self._rows)](
-            self._logits, self._parameters, self._tops, self._lows, *between,
-            self._vocab, self._logits.stride(0), SPANS_PAD=self._pad, **_LAUNCH,
-        )  # fmt: skip
-
-    def _per_row(self, kernel: Any, *between: Tensor) -> None:
-        kernel[(self._rows,)](
-            self._parameters, self._tops, self._lows, *between,
-            self._spans, SPANS_PAD=self._pad, **_LAUNCH,
-        )  # fmt: skip
-
-    def _longs(self, *shape: int) -> Tensor:
-        return torch.empty(self._rows, *shape, dtype=torch.int64, device=self._logits.device)
-
-    def _ints(self, *shape: int) -> Tensor:
-        return torch.empty(self._rows, *shape, dtype=torch.int32, device=self._logits.device)

@@ -9,25 +9,29 @@ import triton
 import triton.language as tl
 
 from kvq.kernels.draw.triton_rows import (
+    BIN_COUNTS,
+    BIN_MASSES,
     BINS,
     BRACKETS,
     COLUMNS,
+    COUNTS,
     CUT,
     CUT_COUNT,
     CUT_MASS,
     DRAWN,
     FOUND,
     KEPT,
-    KIND,
     MASS,
+    MASSES,
     NUCLEUS,
     OPEN,
-    PLAN,
     RANKED,
+    SPAN,
+    SPANS,
     TOP_K,
     TOP_P,
     UNIFORM,
-    is_finite,
+    WIDE,
     measures,
     real,
 )
@@ -81,46 +85,45 @@ def _bounds(mass, counts, bins, params):
 
 
 @triton.jit
-def open_kernel(
-    params_ptr, tops_ptr, lows_ptr, sums_ptr, tokens_ptr, plans_ptr, masses_ptr, counts_ptr, spans,
-    SPANS_PAD: tl.constexpr,
-):  # fmt: skip
-    """Choose the brackets whose bins are told apart; every other is one bin, its first."""
-    row = tl.program_id(0).to(tl.int64)
-    params = params_ptr + row * COLUMNS
-    peak, _, _, _ = measures(tops_ptr + row * spans, lows_ptr + row * spans, params, spans, SPANS_PAD)
-    if (tl.load(params + KIND) != RANKED) | (is_finite(peak) == 0):
-        return
-    span = tl.arange(0, SPANS_PAD)[:, None]
-    brackets = tl.arange(0, BRACKETS)
-    at = (row * spans + span) * BRACKETS + brackets[None, :]
-    mass = tl.sum(tl.load(sums_ptr + at, mask=span < spans, other=0), axis=0)  # [BRACKETS]
-    counts = tl.sum(tl.load(tokens_ptr + at, mask=span < spans, other=0), axis=0)
-    cut, _, first, last, drawn, drawn_last = _bounds(mass, counts, brackets, params)
-    wanted = (brackets == cut) | ((brackets >= first) & (brackets <= last))
-    wanted |= (brackets >= drawn) & (brackets <= drawn_last)
-    tl.store(plans_ptr + row * PLAN + OPEN, tl.sum(tl.where(wanted, 1 << brackets, 0), axis=0))
-    fine = tl.arange(0, BINS // BRACKETS)[None, :]
-    closed = (fine == 0) & (wanted[:, None] == 0)
-    at = row * BINS + brackets[:, None] * (BINS // BRACKETS) + fine
-    tl.store(masses_ptr + at, tl.where(closed, mass[:, None], 0))
-    tl.store(counts_ptr + at, tl.where(closed, counts[:, None], 0))
+def _between(bins, first, last):
+    return (bins >= first) & (bins <= last)
 
 
 @triton.jit
-def plan_kernel(params_ptr, tops_ptr, lows_ptr, plans_ptr, masses_ptr, counts_ptr, spans,
-    SPANS_PAD: tl.constexpr,
-):  # fmt: skip
+def open_kernel(params_ptr, scratch_ptr, vocab, scratch_stride, SPANS_PAD: tl.constexpr):
+    """Choose the brackets whose bins are told apart; every other is one bin, its first."""
+    row = tl.program_id(0).to(tl.int64)
+    scratch, params = scratch_ptr + row * scratch_stride, params_ptr + row * COLUMNS
+    kind, _, _, _, _ = measures(scratch, params, vocab, SPANS_PAD)
+    if kind != RANKED:
+        return
+    spans = tl.cdiv(vocab, SPAN)
+    span = tl.arange(0, SPANS_PAD)[None, :]
+    brackets = tl.arange(0, BRACKETS)
+    at = scratch + SPANS + brackets[:, None] * spans + span
+    mass = tl.sum(tl.load(at + MASSES * spans, mask=span < spans, other=0), axis=1)  # [BRACKETS]
+    counts = tl.sum(tl.load(at + COUNTS * spans, mask=span < spans, other=0), axis=1)
+    cut, _, first, last, drawn, drawn_last = _bounds(mass, counts, brackets, params)
+    wanted = (brackets == cut) | _between(brackets, first, last) | _between(brackets, drawn, drawn_last)
+    tl.store(scratch + OPEN, tl.sum(tl.where(wanted, 1 << brackets, 0), axis=0))
+    fine = tl.arange(0, WIDE)[None, :]
+    closed = (fine == 0) & (wanted[:, None] == 0)
+    bins = brackets[:, None] * WIDE + fine
+    tl.store(scratch + BIN_MASSES + bins, tl.where(closed, mass[:, None], 0))
+    tl.store(scratch + BIN_COUNTS + bins, tl.where(closed, counts[:, None], 0))
+
+
+@triton.jit
+def plan_kernel(params_ptr, scratch_ptr, vocab, scratch_stride, SPANS_PAD: tl.constexpr):
     """Choose the bins that have to be searched token by token."""
     row = tl.program_id(0).to(tl.int64)
-    params = params_ptr + row * COLUMNS
-    peak, _, _, _ = measures(tops_ptr + row * spans, lows_ptr + row * spans, params, spans, SPANS_PAD)
-    if (tl.load(params + KIND) != RANKED) | (is_finite(peak) == 0):
+    plan, params = scratch_ptr + row * scratch_stride, params_ptr + row * COLUMNS
+    kind, _, _, _, _ = measures(plan, params, vocab, SPANS_PAD)
+    if kind != RANKED:
         return
     bins = tl.arange(0, BINS)
-    mass, counts = tl.load(masses_ptr + row * BINS + bins), tl.load(counts_ptr + row * BINS + bins)
+    mass, counts = tl.load(plan + BIN_MASSES + bins), tl.load(plan + BIN_COUNTS + bins)
     cut, kept, first, last, drawn, drawn_last = _bounds(mass, counts, bins, params)
-    plan = plans_ptr + row * PLAN
     tl.store(plan + FOUND, 0)
     tl.store(plan + CUT, cut)
     tl.store(plan + CUT_COUNT, _before(counts, bins, cut))

@@ -5,31 +5,32 @@ import triton.language as tl
 
 from kvq.kernels.draw.triton_plan import goal, needed
 from kvq.kernels.draw.triton_rows import (
-    BRACKETS,
     COLUMNS,
     CUT,
     CUT_COUNT,
     CUT_MASS,
     DRAWN,
     FOUND,
+    GATHERED,
     KEPT,
-    KIND,
+    MASSES,
     NUCLEUS,
-    PLAN,
     RANKED,
+    RAW,
     ROOM,
     SPAN,
+    TOP,
     TOP_K,
     TOP_P,
     UNIFORM,
     WHOLE,
-    is_finite,
     key_of,
     load_logits,
     logit,
     logit_of,
     masses_and_bins,
     measures,
+    of_spans,
     real,
     token_of,
 )
@@ -41,35 +42,26 @@ _ABOVE = tl.constexpr(1 << 62)
 
 @triton.jit
 def choose_kernel(
-    logits_ptr, params_ptr, tops_ptr, lows_ptr, raws_ptr, sums_ptr, plans_ptr, candidates_ptr,
-    tokens_ptr, numbers_ptr, vocab, row_stride, spans,
+    logits_ptr, params_ptr, scratch_ptr, tokens_ptr, numbers_ptr, vocab, row_stride, scratch_stride,
     SPANS_PAD: tl.constexpr, CHANGED: tl.constexpr, ALL_GREEDY: tl.constexpr,
 ):  # fmt: skip
     """A row's token; beside it the highest logit before and after changes, for the host."""
     row, rows = tl.program_id(0).to(tl.int64), tl.num_programs(0)
-    span = tl.arange(0, SPANS_PAD)
-    seen = span < spans
-    top = tl.max(tl.load(tops_ptr + row * spans + span, mask=seen, other=_NONE), axis=0)
+    scratch = scratch_ptr + row * scratch_stride
+    top = tl.max(of_spans(scratch, TOP, vocab, _NONE, SPANS_PAD), axis=0)
     peak = logit_of(top)
     raw = peak
     if CHANGED:
-        ranks = tl.load(raws_ptr + row * spans + span, mask=seen, other=-0x80000000)
-        raw = logit(tl.max(ranks, axis=0))
+        raw = logit(tl.max(of_spans(scratch, RAW, vocab, _NONE, SPANS_PAD), axis=0))
     token = token_of(top)
     if not ALL_GREEDY:
         params = params_ptr + row * COLUMNS
-        kind = tl.load(params + KIND)
-        if is_finite(peak):
-            if kind == WHOLE:
-                token = _draw_whole(
-                    logits_ptr + row * row_stride, params, tops_ptr + row * spans, lows_ptr + row * spans,
-                    sums_ptr + row * spans * BRACKETS, vocab, spans, SPANS_PAD,
-                )  # fmt: skip
-            if kind == RANKED:
-                token = _draw_ranked(
-                    logits_ptr + row * row_stride, params, tops_ptr + row * spans, lows_ptr + row * spans,
-                    plans_ptr + row * PLAN, candidates_ptr + row * ROOM, vocab, spans, SPANS_PAD,
-                )  # fmt: skip
+        measured = measures(scratch, params, vocab, SPANS_PAD)
+        row_ptr = logits_ptr + row * row_stride
+        if measured[0] == WHOLE:
+            token = _draw_whole(row_ptr, params, scratch, measured, vocab, SPANS_PAD)
+        if measured[0] == RANKED:
+            token = _draw_ranked(row_ptr, params, scratch, measured, vocab)
     tl.store(tokens_ptr + row, token)
     tl.store(numbers_ptr + row, token.to(tl.float64))
     tl.store(numbers_ptr + rows + row, raw.to(tl.float64))
@@ -77,39 +69,30 @@ def choose_kernel(
 
 
 @triton.jit
-def _draw_whole(logits_ptr, params, tops, lows, sums, vocab, spans, SPANS_PAD: tl.constexpr):
+def _draw_whole(row_ptr, params, scratch, measured, vocab, SPANS_PAD: tl.constexpr):
     """The token at which the running sum in token order reaches its goal."""
-    span = tl.arange(0, SPANS_PAD)
-    mass = tl.load(sums + span * BRACKETS, mask=span < spans, other=0)
-    through = tl.cumsum(mass, axis=0)
+    mass = of_spans(scratch, MASSES, vocab, 0, SPANS_PAD)
     least = goal(tl.sum(mass, axis=0), real(params, UNIFORM))
-    found = tl.sum((through < least).to(tl.int32), axis=0)
-    before = tl.sum(tl.where(span < found, mass, 0), axis=0)
-    tokens = found * SPAN + tl.arange(0, SPAN)
-    peak, temperature, bar, steps = measures(tops, lows, params, spans, SPANS_PAD)
-    logits = load_logits(logits_ptr, tokens, vocab)
+    span = tl.sum((tl.cumsum(mass, axis=0) < least).to(tl.int32), axis=0)
+    before = tl.sum(tl.where(tl.arange(0, SPANS_PAD) < span, mass, 0), axis=0)
+    _, peak, temperature, bar, steps = measured
+    logits = load_logits(row_ptr, span * SPAN + tl.arange(0, SPAN), vocab)
     mass, _ = masses_and_bins(logits, peak, temperature, bar, steps)
     running = tl.cumsum(mass, axis=0) + before
-    return (found * SPAN + tl.sum((running < least).to(tl.int32), axis=0)).to(tl.int64)
+    return (span * SPAN + tl.sum((running < least).to(tl.int32), axis=0)).to(tl.int64)
 
 
 @triton.jit
-def _draw_ranked(
-    logits_ptr, params, tops, lows, plan, candidates, vocab, spans, SPANS_PAD: tl.constexpr
-):  # fmt: skip
+def _draw_ranked(row_ptr, params, plan, measured, vocab):
     """The token at which the running sum in order of likelihood reaches its goal."""
-    peak, temperature, bar, steps = measures(tops, lows, params, spans, SPANS_PAD)
-    measured = peak, temperature, bar, steps
     found = tl.load(plan + FOUND).to(tl.int32)
     gathered = found <= ROOM
-    source = logits_ptr, candidates, gathered, tl.where(gathered, found, vocab)
+    source = row_ptr, plan + GATHERED, gathered, tl.where(gathered, found, vocab)
     top_p = real(params, TOP_P)
-    cut = tl.load(plan + CUT)
-    total = tl.load(plan + KEPT)
+    cut, total = tl.load(plan + CUT), tl.load(plan + KEPT)
     if cut >= 0:
-        before, mass = tl.load(plan + CUT_COUNT), tl.load(plan + CUT_MASS)
-        left = tl.load(params + TOP_K) - before
-        _, total = _seek(source, measured, cut, cut, mass, left, True)
+        left = tl.load(params + TOP_K) - tl.load(plan + CUT_COUNT)
+        _, total = _seek(source, measured, cut, cut, tl.load(plan + CUT_MASS), left, True)
     if top_p < 1:
         first, last = tl.load(plan + NUCLEUS), tl.load(plan + NUCLEUS + 1)
         least = needed(total, top_p)
@@ -146,8 +129,8 @@ def _up_to(source, measured, first, last, middle):
 
     Where `middle` is below all, the highest of all takes the place of the last.
     """
-    logits_ptr, candidates, gathered, length = source
-    peak, temperature, bar, steps = measured
+    row_ptr, candidates, gathered, length = source
+    _, peak, temperature, bar, steps = measured
     count = tl.zeros((), tl.int64)
     mass = tl.zeros((), tl.int64)
     lowest = tl.full((), _ABOVE, tl.int64)
@@ -157,7 +140,7 @@ def _up_to(source, measured, first, last, middle):
         if gathered:
             keys = tl.load(candidates + at, mask=at < length, other=_NONE)
         else:
-            keys = key_of(load_logits(logits_ptr, at, length), at)
+            keys = key_of(load_logits(row_ptr, at, length), at)
         masses, bins = masses_and_bins(logit_of(keys), peak, temperature, bar, steps)
         here = (at < length) & (bins >= first) & (bins <= last)
         above = here & (keys >= middle)

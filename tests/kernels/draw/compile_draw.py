@@ -17,7 +17,6 @@ from tests.kernels.gpu.compile_all import compiled, resources
 
 VOCAB = 152_064
 KERNELS = (peaks_kernel, brackets_kernel, open_kernel, bins_kernel, plan_kernel, gather_kernel, choose_kernel)
-_INTS = ("lows_ptr", "raws_ptr", "counts_ptr")
 
 
 def arguments(kernel: Any, dtype: torch.dtype) -> dict[str, Any]:
@@ -25,9 +24,8 @@ def arguments(kernel: Any, dtype: torch.dtype) -> dict[str, Any]:
     logits, longs = torch.zeros(16, dtype=dtype), torch.zeros(16, dtype=torch.int64)
     known: dict[str, Any] = {
         **{"logits_ptr": logits, "raw_ptr": logits, "numbers_ptr": torch.zeros(16, dtype=torch.float64)},
-        **dict.fromkeys(_INTS, torch.zeros(16, dtype=torch.int32)),
-        **{"vocab": VOCAB, "row_stride": VOCAB, "raw_stride": VOCAB, "spans": 38, "SPANS_PAD": 64},
-        **{"CHANGED": True, "ALL_GREEDY": False},
+        **{"vocab": VOCAB, "row_stride": VOCAB, "raw_stride": VOCAB, "scratch_stride": 9024},
+        **{"SPANS_PAD": 64, "CHANGED": True, "ALL_GREEDY": False},
     }
     return {name: known.get(name, longs) for name in kernel.arg_names}
 
