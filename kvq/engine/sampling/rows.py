@@ -57,15 +57,14 @@ class Row:
         return self.params.logprobs is not None or self.params.best_of is not None
 
     @property
+    def changes_logits(self) -> bool:
+        """True if penalties, a bias or a ban change its logits, or did so for its first tokens."""
+        return self.params.has_penalties or self.bias is not None or self.forbidden is not None
+
+    @property
     def is_plain(self) -> bool:
         """True if its likeliest token is all that anyone needs."""
-        return (
-            self.draw is Draw.GREEDY
-            and not self.params.has_penalties
-            and not self.wants_logprobs
-            and self.bias is None
-            and self.forbidden is None
-        )
+        return self.draw is Draw.GREEDY and not self.changes_logits and not self.wants_logprobs
 
 
 class RowTable:

@@ -62,6 +62,8 @@ class Sampler:
         self._counts = TokenCounts(device)
         self._kernel = kernel_for(device)
         self._demanding: set[int] = set()  # rows that need more than their likeliest token
+        self._changing: set[int] = set()  # rows whose logits change
+        self._measured: set[int] = set()  # rows whose tokens' log-probabilities are wanted
 
     def add(
         self,
@@ -87,11 +89,16 @@ class Sampler:
             self._counts.add(row, prompt if params.repetition_penalty != 1 else (), generated)
         if not held.is_plain:
             self._demanding.add(row)
+        if held.changes_logits:
+            self._changing.add(row)
+        if held.wants_logprobs:
+            self._measured.add(row)
 
     def remove(self, row: int) -> None:
         """Forget a row in use; the next `add` finds nothing of it."""
         self._table.remove(row)
-        self._demanding.discard(row)
+        for rows in (self._demanding, self._changing, self._measured):
+            rows.discard(row)
         if row in self._counts:
             self._counts.remove(row)
 
@@ -116,17 +123,13 @@ class Sampler:
         bitmask of the tokens allowed, int32, [ceil(vocab / 32)], bit j of word w for token 32 * w + j.
         A mask that allows only stops before min_tokens leaves nothing, and the row isn't finite.
         """
-        plain = not masks and self._demanding.isdisjoint(rows)
-        scores = logits if plain else self._scores(logits, rows, counts, masks or {})
+        changes = masks or not self._changing.isdisjoint(rows)
+        scores = self._scores(logits, rows, counts, masks or {}) if changes else logits
         raw = None if scores is logits else logits  # a change may hide what isn't finite
         if self._kernel is None:
             tokens, numbers = self._draw(scores.float(), rows, counts, raw)
-        elif plain:
-            tokens, numbers = self._kernel(logits, None, Kind.GREEDY)
         else:
-            parameters, most = self._table.parameters(rows, counts)
-            there = None if most is Kind.GREEDY else upload(parameters, self._device)
-            tokens, numbers = self._kernel(scores, there, most, raw)
+            tokens, numbers = self._kernel(scores, *self._parameters(rows, counts), raw)
         return self._pending(logits, rows, tokens, numbers)
 
     def _scores(self, logits: Tensor, rows: list[int], counts: list[int], masks: dict[int, Tensor]) -> Tensor:
@@ -148,16 +151,19 @@ class Sampler:
             apply_masks(scores, masks)
         return scores
 
+    def _parameters(self, rows: list[int], counts: list[int]) -> tuple[Tensor | None, Kind]:
+        """What the kernel for GPUs draws with."""
+        if self._demanding.isdisjoint(rows):
+            return None, Kind.GREEDY
+        parameters, most = self._table.parameters(rows, counts)
+        return None if most is Kind.GREEDY else upload(parameters, self._device), most
+
     def _draw(
         self, scores: Tensor, rows: list[int], counts: list[int], raw: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """Tokens, and what the host is told, as the kernel for GPUs returns them."""
         peaks, tokens = likeliest(scores)
-        groups: dict[Draw, list[int]] = {}
-        for place, row in enumerate(rows):
-            groups.setdefault(self._table[row].draw, []).append(place)
-        groups.pop(Draw.GREEDY, None)
-        for kind, places in groups.items():
+        for kind, places in self._groups(rows).items():
             mine = [rows[place] for place in places]
             settings = self._table.settings(mine, [counts[place] for place in places])
             width = self._table.width(mine)
@@ -174,9 +180,18 @@ class Sampler:
         raw_peaks = peaks if raw is None else raw.amax(dim=-1)
         return tokens, torch.cat((tokens.double(), raw_peaks.double(), peaks.double()))
 
+    def _groups(self, rows: list[int]) -> dict[Draw, list[int]]:
+        """The places of rows that draw, by how they do."""
+        groups: dict[Draw, list[int]] = {}
+        if not self._demanding.isdisjoint(rows):
+            for place, row in enumerate(rows):
+                groups.setdefault(self._table[row].draw, []).append(place)
+        groups.pop(Draw.GREEDY, None)
+        return groups
+
     def _pending(self, logits: Tensor, rows: list[int], tokens: Tensor, numbers: Tensor) -> PendingSamples:
         """Bring everything to the host in one transfer. `numbers`: tokens, peaks before and after changes."""
-        wanted = [place for place, row in enumerate(rows) if self._table[row].wants_logprobs]
+        wanted = [place for place, row in enumerate(rows) if row in self._measured]
         tops = [min(self._table[rows[place]].params.logprobs or 0, self._vocab_size) for place in wanted]
         if wanted:
             index, pieces = upload(wanted, self._device), [numbers]

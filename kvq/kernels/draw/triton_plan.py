@@ -1,7 +1,7 @@
 """Where a row's searches end, as far as sums by bin tell: in Triton, a program a row.
 
 Three searches follow each other. top_k ends at a count and leaves a mass; the nucleus ends at a share of
-that; the draw, at a share of what the nucleus holds. Sums by bin bound the first mass from both sides, and so,
+that; the draw, at a share of what the nucleus holds. Sums by bin bound the first mass from both sides and so,
 since each goal rises with the mass before it, the bins in which the others can end.
 """
 
