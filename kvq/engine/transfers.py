@@ -1,15 +1,36 @@
 """Values on their way between the host and the device, for which neither waits."""
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from kvq.kernels.gpu.uploads import ring, send, upload, upload_all
 
-def upload(values: Any, device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
-    """A list or array of numbers as a tensor on the device; through pinned memory, or it would wait."""
-    host = torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda")
-    return host.to(device, non_blocking=True)
+__all__ = ["Readback", "prepare_transfers", "send", "upload", "upload_all"]
+
+_LEAST_ROOM = 1 << 16  # bytes
+_ROOMS = 8  # of the least size: a step reads two or three times, and two steps are on their way
+
+
+@dataclass(frozen=True, slots=True)
+class _Room:
+    """Pinned memory for one copy, and the event behind that."""
+
+    host: Tensor  # uint8 [bytes]
+    copied: torch.cuda.Event
+
+
+_free: dict[tuple[torch.device, int], list[_Room]] = {}  # by device and bytes
+
+
+def prepare_transfers(device: torch.device) -> None:
+    """Pin what the transfers of a device take, which is slow and must not happen in a step."""
+    if device.type == "cuda":
+        ring(device)
+        rooms = _free.setdefault((device, _LEAST_ROOM), [])
+        rooms += [_new_room(_LEAST_ROOM) for _ in range(_ROOMS - len(rooms))]
 
 
 class Readback:
@@ -19,19 +40,33 @@ class Readback:
     """
 
     def __init__(self, values: Tensor) -> None:
-        self._copied: torch.cuda.Event | None = None
+        self._room: _Room | None = None
         if values.device.type == "cuda":
-            host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
-            host.copy_(values, non_blocking=True)
-            self._copied = torch.cuda.Event()
-            self._copied.record()
-            self._host = host
+            self._device = values.device
+            self._room = _take(values.device, values.nbytes)
+            self._host = self._room.host[: values.nbytes].view(values.dtype).view(values.shape)
+            self._host.copy_(values, non_blocking=True)
+            self._room.copied.record(torch.cuda.current_stream(values.device))
         else:
             self._values = values.tolist()
 
     def wait(self) -> Any:
         """The values as (nested) lists."""
-        if self._copied is not None:
-            self._copied.synchronize()
-            self._values, self._copied = self._host.tolist(), None
+        if self._room is not None:
+            self._room.copied.synchronize()
+            self._values = self._host.tolist()
+            del self._host
+            _free[self._device, len(self._room.host)].append(self._room)
+            self._room = None
         return self._values
+
+
+def _take(device: torch.device, nbytes: int) -> _Room:
+    """A free room of that size or larger; a new one where all are in use or were never given back."""
+    size = max(_LEAST_ROOM, 1 << (nbytes - 1).bit_length())
+    rooms = _free.setdefault((device, size), [])
+    return rooms.pop() if rooms else _new_room(size)
+
+
+def _new_room(size: int) -> _Room:
+    return _Room(torch.empty(size, dtype=torch.uint8, pin_memory=True), torch.cuda.Event())

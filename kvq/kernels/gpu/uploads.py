@@ -1,0 +1,133 @@
+"""Numbers on their way to a device: through pinned memory that was there before, so that nobody waits."""
+
+from collections.abc import Sequence
+from functools import lru_cache
+from threading import Lock
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+Array = npt.NDArray[Any]
+SEGMENTS, SEGMENT_BYTES = 8, 1 << 20
+_ALIGNED = 16  # bytes: what kernels read at once
+_NUMPY: dict[torch.dtype, type[np.generic]] = {
+    torch.int64: np.int64,
+    torch.int32: np.int32,
+    torch.uint8: np.uint8,
+    torch.bool: np.bool_,
+    torch.float64: np.float64,
+    torch.float32: np.float32,
+}
+_TORCH = {np.dtype(kind): dtype for dtype, kind in _NUMPY.items()}
+
+
+def upload(values: Any, device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
+    """Numbers as a tensor on the device: a list of them, lists of lists, or an array. Nobody waits."""
+    if device.type != "cuda":
+        return torch.tensor(values, dtype=dtype, device=device)
+    return upload_all([np.asarray(values, _NUMPY[dtype])], device)[0]
+
+
+def upload_all(arrays: Sequence[Array], device: torch.device) -> list[Tensor]:
+    """Several arrays in one copy, each with its own dtype and shape."""
+    if device.type != "cuda":
+        return [torch.tensor(array, device=device) for array in arrays]
+    sizes = [_aligned(array.nbytes) for array in arrays]
+    whole = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
+    ring(device).send(arrays, whole)
+    return [
+        part[: array.nbytes].view(_TORCH[array.dtype]).view(array.shape)
+        for part, array in zip(whole.split(sizes), arrays, strict=True)
+    ]
+
+
+def send(array: Array, target: Tensor) -> None:
+    """Copy an array over a tensor of as many bytes, contiguous."""
+    if target.device.type == "cuda":
+        ring(target.device).send([array], target.view(torch.uint8))
+    else:
+        target.view(array.shape).copy_(torch.from_numpy(array))
+
+
+class Ring:
+    """Pinned memory in segments that are used in turns.
+
+    A segment is used again once its copies have ended. They were made a whole turn ago, so that this never
+    waits in practice; `waits` counts how often it did.
+    """
+
+    def __init__(
+        self, device: torch.device, *, segments: int = SEGMENTS, segment_bytes: int = SEGMENT_BYTES
+    ) -> None:
+        assert segment_bytes % _ALIGNED == 0, "pieces begin aligned"
+        self.waits = 0
+        self._device = device
+        self._segments = [
+            torch.empty(segment_bytes, dtype=torch.uint8, pin_memory=True) for _ in range(segments)
+        ]
+        self._bytes = [segment.numpy() for segment in self._segments]
+        self._copied = [torch.cuda.Event() for _ in range(segments)]
+        self._segment = 0
+        self._used = 0  # bytes of that segment
+        self._lock = Lock()  # engines in several threads share a device
+
+    def send(self, arrays: Sequence[Array], target: Tensor) -> None:
+        """Copy arrays one after another, each from an aligned place on, to uint8 [bytes] on the device."""
+        with self._lock:
+            if len(target) <= len(self._bytes[0]):
+                start, at = self._room(len(target)), 0
+                for array in arrays:
+                    self._put(start + at, array)
+                    at += _aligned(array.nbytes)
+                self._copy(start, target)
+            else:
+                self._send_long(arrays, target)
+
+    def _send_long(self, arrays: Sequence[Array], target: Tensor) -> None:
+        """Piece by piece."""
+        whole, at = np.zeros(len(target), np.uint8), 0
+        for array in arrays:
+            whole[at : at + array.nbytes] = _as_bytes(array)
+            at += _aligned(array.nbytes)
+        most = len(self._bytes[0])
+        for first in range(0, len(whole), most):
+            piece = whole[first : first + most]
+            start = self._room(len(piece))
+            self._put(start, piece)
+            self._copy(start, target[first : first + most])
+
+    def _room(self, nbytes: int) -> int:
+        """Where so many bytes begin in the current segment, which may be another one than before."""
+        if self._used + nbytes > len(self._bytes[0]):
+            self._copied[self._segment].record(torch.cuda.current_stream(self._device))
+            self._segment, self._used = (self._segment + 1) % len(self._bytes), 0
+            if not self._copied[self._segment].query():
+                self.waits += 1
+                self._copied[self._segment].synchronize()
+        start = self._used
+        self._used += _aligned(nbytes)
+        return start
+
+    def _put(self, start: int, array: Array) -> None:
+        self._bytes[self._segment][start : start + array.nbytes] = _as_bytes(array)
+
+    def _copy(self, start: int, target: Tensor) -> None:
+        host = self._segments[self._segment][start : start + len(target)]
+        target.copy_(host, non_blocking=True)
+
+
+@lru_cache(maxsize=16)
+def ring(device: torch.device) -> Ring:
+    """The ring of a device, made when it is first asked for: before the first step, and before any graph."""
+    return Ring(device)
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // _ALIGNED) * _ALIGNED
+
+
+def _as_bytes(array: Array) -> Array:
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
