@@ -6,8 +6,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvq.engine.sampling.filters import log_probability, masses
-from kvq.engine.sampling.ranking import likeliest, ranked
+from kvq.engine.transfers import upload
+from kvq.kernels.draw.ranking import likeliest, ranked
+from kvq.kernels.draw.reference import log_probability, masses
 
 # Elements. On a CPU the copies of a chunk stay in its cache, which halves the time; elsewhere larger
 # chunks mean fewer launches, and 64 MiB of fp32 bounds what 256 rows over a vocabulary of 128k take.
@@ -76,7 +77,7 @@ def prompt_logprobs(logits: Tensor, targets: Sequence[int], top: int) -> list[To
     likeliest tokens to name beside it.
     """
     num_rows, vocab_size = logits.shape
-    tokens = torch.tensor(targets, dtype=torch.int64, device=logits.device)
+    tokens = upload(targets, logits.device)
     top, found = min(top, vocab_size), []
     for part in chunks(num_rows, vocab_size, logits.device):
         rows = measure(logits[part].float(), tokens[part], top).tolist()

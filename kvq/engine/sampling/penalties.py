@@ -3,8 +3,11 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
+
+from kvq.engine.transfers import upload
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +39,7 @@ def apply_penalties(
 
 def apply_biases(logits: Tensor, places: Sequence[int], biases: Sequence[Bias]) -> None:
     """Add `biases[i]` to row `places[i]` of the logits, in place; a row may come more than once."""
-    lengths = torch.tensor([len(bias.tokens) for bias in biases])
-    rows = torch.tensor(places).repeat_interleave(lengths).to(logits.device)
+    rows = upload(np.repeat(places, [len(bias.tokens) for bias in biases]), logits.device)
     tokens = torch.cat([bias.tokens for bias in biases])
     amounts = torch.cat([bias.amounts for bias in biases])
     logits.index_put_((rows, tokens), amounts, accumulate=True)
@@ -46,16 +48,17 @@ def apply_biases(logits: Tensor, places: Sequence[int], biases: Sequence[Bias]) 
 def apply_masks(logits: Tensor, masks: dict[int, Tensor]) -> None:
     """Set the logits of tokens that a row's mask forbids to -inf, in place.
 
-    `logits`: fp32, [rows, vocab]; `masks`: row -> int32, [ceil(vocab / 32)], on any device. Bit j of
+    `logits`: fp32, [rows, vocab]; `masks`: row -> int32, [ceil(vocab / 32)], on the host. Bit j of
     word w allows token 32 * w + j.
     """
     vocab_size = logits.shape[-1]
-    words = torch.stack(list(masks.values())).to(logits.device)  # [masks, words]
+    given = torch.stack(list(masks.values())).numpy()
+    words = upload(given, logits.device, torch.int32)  # [masks, words]
     assert words.shape[-1] == -(-vocab_size // 32), (
         f"a mask of {vocab_size} tokens has {-(-vocab_size // 32)} words, got {words.shape[-1]}"
     )
     shifts = torch.arange(32, dtype=torch.int32, device=logits.device)
     forbidden = (words[:, :, None] >> shifts & 1) == 0  # [masks, words, 32]
     forbidden = forbidden.flatten(1)[:, :vocab_size]
-    rows = torch.tensor(list(masks), device=logits.device)
+    rows = upload(list(masks), logits.device)
     logits[rows] = logits[rows].masked_fill_(forbidden, -torch.inf)

@@ -5,13 +5,16 @@ from dataclasses import dataclass, fields
 from enum import Enum
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from kvq.engine.params import SamplingParams
-from kvq.engine.sampling.filters import Settings
 from kvq.engine.sampling.penalties import Bias
 from kvq.engine.sampling.seeds import seed_words, uniforms
+from kvq.engine.transfers import upload
+from kvq.kernels.draw.parameters import COLUMNS, KIND, UNIFORM, Kind, packed
+from kvq.kernels.draw.reference import Settings
 
 # Up to this top_k a row shares a selection with others; beyond, it sorts, and slows nobody else.
 _SHORT_TOP_K = 1024
@@ -33,6 +36,11 @@ class Draw(Enum):
     SHORT = "from the few likeliest tokens"
     LONG = "from the whole vocabulary, sorted"
 
+    @property
+    def kind(self) -> Kind:
+        """The same for kernels that sort nothing."""
+        return {Draw.GREEDY: Kind.GREEDY, Draw.WHOLE: Kind.WHOLE}.get(self, Kind.RANKED)
+
 
 @dataclass(frozen=True, slots=True)
 class Row:
@@ -49,15 +57,14 @@ class Row:
         return self.params.logprobs is not None or self.params.best_of is not None
 
     @property
+    def changes_logits(self) -> bool:
+        """True if penalties, a bias or a ban change its logits, or did so for its first tokens."""
+        return self.params.has_penalties or self.bias is not None or self.forbidden is not None
+
+    @property
     def is_plain(self) -> bool:
         """True if its likeliest token is all that anyone needs."""
-        return (
-            self.draw is Draw.GREEDY
-            and not self.params.has_penalties
-            and not self.wants_logprobs
-            and self.bias is None
-            and self.forbidden is None
-        )
+        return self.draw is Draw.GREEDY and not self.changes_logits and not self.wants_logprobs
 
 
 class RowTable:
@@ -73,6 +80,7 @@ class RowTable:
         self._rows: list[Row | None] = [None] * max_rows
         self._numbers = np.zeros((max_rows, len(_COLUMNS)), dtype=np.float64)
         self._plain = np.array(self._numbers_of(SamplingParams()))  # of rows that filter nothing
+        self._lines = np.zeros((max_rows, COLUMNS), dtype=np.int64)  # the same for kernels on a GPU
         self._seeds = np.zeros(max_rows, dtype=np.uint64)
 
     def __getitem__(self, row: int) -> Row:
@@ -93,6 +101,13 @@ class RowTable:
             forbidden=self._bias(dict.fromkeys(stops, -np.inf)),
         )
         self._rows[row] = held
+        self._lines[row] = packed(
+            held.draw.kind,
+            temperature=max(params.temperature, _LOWEST_TEMPERATURE),
+            min_p=params.min_p,
+            top_k=self._top_k(params),
+            top_p=params.top_p,
+        )
         return held
 
     def remove(self, row: int) -> None:
@@ -103,8 +118,9 @@ class RowTable:
     def settings(self, rows: Sequence[int], counts: Sequence[int]) -> Settings:
         """Return what `rows` draw with after `counts` tokens, on the device."""
         numbers = self._numbers[rows, : 1 + len(_FILTERS)]
-        packed = np.concatenate((uniforms(self._seeds[rows], counts)[None], numbers.T))  # [2 + filters, rows]
-        uniform, temperature, *filters = torch.from_numpy(packed).to(self._device)
+        first = uniforms(self._seeds[rows], counts)[None]
+        sent = upload(np.concatenate((first, numbers.T)), self._device, torch.float64)  # [2 + filters, rows]
+        uniform, temperature, *filters = sent
         asked = (numbers != self._plain[: numbers.shape[1]]).any(axis=0)[1:]  # [filters]
         named = zip(_FILTERS, filters, asked, strict=True)
         return Settings(
@@ -113,13 +129,19 @@ class RowTable:
             **{name: values if is_asked else None for name, values, is_asked in named},
         )
 
+    def parameters(self, rows: Sequence[int], counts: Sequence[int]) -> tuple[npt.NDArray[np.int64], Kind]:
+        """Return the same as kernels on a GPU read it, [rows, COLUMNS], and the kind with most work."""
+        lines = self._lines[rows]
+        lines[:, UNIFORM] = uniforms(self._seeds[rows], counts).view(np.int64)
+        return lines, Kind(int(lines[:, KIND].max()))
+
     def width(self, rows: Sequence[int]) -> int:
         """Return how many of the likeliest tokens hold whatever `rows` may draw."""
         return int(self._numbers[rows, _TOP_K].max())
 
     def penalties(self, rows: Sequence[int]) -> Tensor:
         """Return repetition, presence and frequency penalties: fp32, [3, rows], on the device."""
-        return torch.from_numpy(self._numbers[rows, -len(_PENALTIES) :].T).to(self._device, torch.float32)
+        return upload(self._numbers[rows, -len(_PENALTIES) :].T, self._device, torch.float32)
 
     def biases(self, rows: Sequence[int], counts: Sequence[int]) -> tuple[list[int], list[Bias]]:
         """Return which of `rows`, by place, have logits to change by how much after `counts` tokens."""
@@ -155,7 +177,5 @@ class RowTable:
     def _bias(self, amounts: Mapping[int, float]) -> Bias | None:
         if not amounts:
             return None
-        return Bias(
-            torch.tensor(list(amounts), dtype=torch.int64, device=self._device),
-            torch.tensor(list(amounts.values()), dtype=torch.float32, device=self._device),
-        )
+        tokens = upload(list(amounts), self._device)
+        return Bias(tokens, upload(list(amounts.values()), self._device, torch.float32))

@@ -9,13 +9,15 @@ import torch
 from torch import Tensor
 
 from kvq.engine.params import SamplingParams, check_params
-from kvq.engine.sampling.filters import MAX_VOCAB, draw_ranked, draw_whole
 from kvq.engine.sampling.logprobs import TokenLogprobs, chunks, measure, read_logprobs
 from kvq.engine.sampling.penalties import apply_biases, apply_masks, apply_penalties
-from kvq.engine.sampling.ranking import likeliest
 from kvq.engine.sampling.rows import Draw, RowTable
 from kvq.engine.sampling.token_counts import TokenCounts
-from kvq.engine.transfers import Readback
+from kvq.engine.transfers import Readback, upload
+from kvq.kernels.draw import kernel_for
+from kvq.kernels.draw.parameters import Kind
+from kvq.kernels.draw.ranking import likeliest
+from kvq.kernels.draw.reference import MAX_VOCAB, draw_ranked, draw_whole
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +60,10 @@ class Sampler:
         self._device = device
         self._table = RowTable(max_rows=max_rows, vocab_size=vocab_size, device=device)
         self._counts = TokenCounts(device)
+        self._kernel = kernel_for(device)
         self._demanding: set[int] = set()  # rows that need more than their likeliest token
+        self._changing: set[int] = set()  # rows whose logits change
+        self._measured: set[int] = set()  # rows whose tokens' log-probabilities are wanted
 
     def add(
         self,
@@ -84,11 +89,16 @@ class Sampler:
             self._counts.add(row, prompt if params.repetition_penalty != 1 else (), generated)
         if not held.is_plain:
             self._demanding.add(row)
+        if held.changes_logits:
+            self._changing.add(row)
+        if held.wants_logprobs:
+            self._measured.add(row)
 
     def remove(self, row: int) -> None:
         """Forget a row in use; the next `add` finds nothing of it."""
         self._table.remove(row)
-        self._demanding.discard(row)
+        for rows in (self._demanding, self._changing, self._measured):
+            rows.discard(row)
         if row in self._counts:
             self._counts.remove(row)
 
@@ -113,14 +123,14 @@ class Sampler:
         bitmask of the tokens allowed, int32, [ceil(vocab / 32)], bit j of word w for token 32 * w + j.
         A mask that allows only stops before min_tokens leaves nothing, and the row isn't finite.
         """
-        logits = logits.float()
-        if not masks and self._demanding.isdisjoint(rows):
-            return _greedy(logits)
-        scores = self._scores(logits, rows, counts, masks or {})
-        peaks, tokens = likeliest(scores)
-        raw_peaks = peaks if scores is logits else logits.amax(dim=-1)  # a mask may hide what isn't finite
-        self._draw(scores, peaks, rows, counts, tokens)
-        return self._packed(logits, rows, tokens, torch.stack((raw_peaks, peaks)))
+        changes = masks or not self._changing.isdisjoint(rows)
+        scores = self._scores(logits, rows, counts, masks or {}) if changes else logits
+        raw = None if scores is logits else logits  # a change may hide what isn't finite
+        if self._kernel is None:
+            tokens, numbers = self._draw(scores.float(), rows, counts, raw)
+        else:
+            tokens, numbers = self._kernel(scores, *self._parameters(rows, counts), raw)
+        return self._pending(logits, rows, tokens, numbers)
 
     def _scores(self, logits: Tensor, rows: list[int], counts: list[int], masks: dict[int, Tensor]) -> Tensor:
         """The logits after penalties, biases, forbidden stops and masks; a copy if anything changes."""
@@ -128,12 +138,12 @@ class Sampler:
         biased, biases = self._table.biases(rows, counts)
         if not (penalized or biases or masks):
             return logits
-        scores = logits.clone()
+        scores = logits.to(torch.float32, copy=True)
         if penalized:
             mine = [rows[place] for place in penalized]
             owners, tokens, seen = self._counts.read(mine)
             strengths = self._table.penalties(mine)[:, owners]
-            places = torch.tensor(penalized, device=self._device)[owners]
+            places = upload(penalized, self._device)[owners]
             apply_penalties(scores, places, tokens, seen, strengths)
         if biases:
             apply_biases(scores, biased, biases)
@@ -141,19 +151,23 @@ class Sampler:
             apply_masks(scores, masks)
         return scores
 
+    def _parameters(self, rows: list[int], counts: list[int]) -> tuple[Tensor | None, Kind]:
+        """What the kernel for GPUs draws with."""
+        if self._demanding.isdisjoint(rows):
+            return None, Kind.GREEDY
+        parameters, most = self._table.parameters(rows, counts)
+        return None if most is Kind.GREEDY else upload(parameters, self._device), most
+
     def _draw(
-        self, scores: Tensor, peaks: Tensor, rows: list[int], counts: list[int], tokens: Tensor
-    ) -> None:
-        """Put what is drawn into `tokens`, in place; those of greedy rows stay."""
-        groups: dict[Draw, list[int]] = {}
-        for place, row in enumerate(rows):
-            groups.setdefault(self._table[row].draw, []).append(place)
-        groups.pop(Draw.GREEDY, None)
-        for kind, places in groups.items():
+        self, scores: Tensor, rows: list[int], counts: list[int], raw: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Tokens, and what the host is told, as the kernel for GPUs returns them."""
+        peaks, tokens = likeliest(scores)
+        for kind, places in self._groups(rows).items():
             mine = [rows[place] for place in places]
             settings = self._table.settings(mine, [counts[place] for place in places])
             width = self._table.width(mine)
-            index = torch.tensor(places, device=self._device)
+            index = upload(places, self._device)
             for part in chunks(len(places), self._vocab_size, self._device):
                 chosen = index[part]
                 whole = len(chosen) == len(rows)  # then a selection would be a copy of everything
@@ -163,19 +177,31 @@ class Sampler:
                     if kind is Draw.WHOLE
                     else draw_ranked(some, tops, settings[part], width)
                 )
+        raw_peaks = peaks if raw is None else raw.amax(dim=-1)
+        return tokens, torch.cat((tokens.double(), raw_peaks.double(), peaks.double()))
 
-    def _packed(self, logits: Tensor, rows: list[int], tokens: Tensor, peaks: Tensor) -> PendingSamples:
-        """Bring everything to the host in one transfer. `peaks`: before and after changes, [2, batch]."""
-        wanted = [place for place, row in enumerate(rows) if self._table[row].wants_logprobs]
+    def _groups(self, rows: list[int]) -> dict[Draw, list[int]]:
+        """The places of rows that draw, by how they do."""
+        groups: dict[Draw, list[int]] = {}
+        if not self._demanding.isdisjoint(rows):
+            for place, row in enumerate(rows):
+                groups.setdefault(self._table[row].draw, []).append(place)
+        groups.pop(Draw.GREEDY, None)
+        return groups
+
+    def _pending(self, logits: Tensor, rows: list[int], tokens: Tensor, numbers: Tensor) -> PendingSamples:
+        """Bring everything to the host in one transfer. `numbers`: tokens, peaks before and after changes."""
+        wanted = [place for place, row in enumerate(rows) if row in self._measured]
         tops = [min(self._table[rows[place]].params.logprobs or 0, self._vocab_size) for place in wanted]
-        pieces = [tokens.double(), peaks.double().flatten()]
         if wanted:
-            index = torch.tensor(wanted, device=self._device)
+            index, pieces = upload(wanted, self._device), [numbers]
             for part in chunks(len(wanted), self._vocab_size, self._device):
                 chosen = index[part]
-                pieces.append(measure(logits[chosen], tokens[chosen], max(tops)).flatten())
-        unpack = partial(_unpack, batch=len(rows), wanted=wanted, tops=tops)
-        return PendingSamples(tokens, Readback(torch.cat(pieces)), unpack)
+                pieces.append(measure(logits[chosen].float(), tokens[chosen], max(tops)).flatten())
+            numbers = torch.cat(pieces)
+        return PendingSamples(
+            tokens, Readback(numbers), partial(_unpack, batch=len(rows), wanted=wanted, tops=tops)
+        )
 
 
 def _unpack(numbers: list[float], *, batch: int, wanted: list[int], tops: list[int]) -> Samples:
@@ -189,18 +215,3 @@ def _unpack(numbers: list[float], *, batch: int, wanted: list[int], tops: list[i
         if finite[place]:
             logprobs[place] = read_logprobs(tokens[place], numbers[start : start + stride], top)
     return Samples(tokens, finite, logprobs)
-
-
-def _greedy(logits: Tensor) -> PendingSamples:
-    """The likeliest tokens of rows that ask for nothing else."""
-    peaks, tokens = likeliest(logits)
-    return PendingSamples(tokens, Readback(torch.cat((tokens.double(), peaks.double()))), _unpack_greedy)
-
-
-def _unpack_greedy(numbers: list[float]) -> Samples:
-    batch = len(numbers) // 2
-    return Samples(
-        tokens=[int(token) for token in numbers[:batch]],
-        finite=[math.isfinite(peak) for peak in numbers[batch:]],
-        logprobs=[None] * batch,
-    )

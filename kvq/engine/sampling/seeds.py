@@ -32,7 +32,7 @@ def seed_words(seeds: Sequence[int]) -> npt.NDArray[np.uint64]:
 
 def uniforms(words: npt.NDArray[np.uint64], counts: Sequence[int]) -> npt.NDArray[np.float64]:
     """Return number `counts[i]` of stream `words[i]`, in [0, 1), with 53 random bits. [rows], float64."""
-    bits = _hash(words + _words([count + 1 for count in counts]) * _GOLDEN)
+    bits = _hash(words + (np.array(counts, dtype=np.uint64) + np.uint64(1)) * _GOLDEN)
     return (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 

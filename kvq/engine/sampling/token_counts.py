@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from kvq.engine.transfers import upload
+
 _SMALLEST_SPAN = 64  # tokens
 
 
@@ -81,7 +83,7 @@ class TokenCounts:
         for row, length in zip(rows, lengths, strict=True):
             shifts.append(self._spans[row].start - total)
             total += length
-        bounds = torch.tensor([lengths, shifts], device=device)
+        bounds = upload([lengths, shifts], device)
         places = torch.arange(len(rows), device=device).repeat_interleave(bounds[0], output_size=total)
         index = torch.arange(total, device=device) + bounds[1][places]
         return places, self._tokens[index], self._counts[index]
@@ -109,8 +111,9 @@ class TokenCounts:
     def _write(self, span: _Span) -> _Span:
         """Put a whole span into the arena."""
         place = slice(span.start, span.start + len(span.counts))
-        self._tokens[place] = torch.tensor(list(span.counts), dtype=torch.int64)
-        self._counts[place] = torch.tensor(list(span.counts.values()), dtype=torch.float32)
+        self._tokens[place], self._counts[place] = upload(
+            [[*span.counts], [*span.counts.values()]], self._tokens.device
+        )
         return span
 
     def _flush(self) -> None:
@@ -118,7 +121,7 @@ class TokenCounts:
             return
         places, entries = list(self._unwritten), list(self._unwritten.values())
         tokens, counts = zip(*entries, strict=True)
-        written = torch.tensor([places, tokens, counts], device=self._tokens.device)  # [3, tokens]
+        written = upload([places, tokens, counts], self._tokens.device)  # [3, tokens]
         self._tokens[written[0]] = written[1]
         self._counts[written[0]] = written[2].float()
         self._unwritten.clear()

@@ -43,8 +43,8 @@ def supports(spec: KernelSpec, device: Device) -> Support:
     return spec.fits_compiled(MOST_DIM) if runs.yes else runs
 
 
-def supports_linear(spec: KernelSpec | LinearSpec, device: Device) -> Support:
-    """The same; every format and shape."""
+def supports_linear(spec: KernelSpec | LinearSpec | None, device: Device) -> Support:
+    """The same; every format and shape, and what has none."""
     if device.capability is None and device.gfx is None:
         return Support(False, f"needs an NVIDIA or AMD GPU, not {device.name}", is_missed=False)
     if not _has_triton():

@@ -38,6 +38,7 @@ TYPES = {
     torch.float32: "*fp32",
     torch.bfloat16: "*bf16",
     torch.float16: "*fp16",
+    torch.float64: "*fp64",
     torch.int8: "*i8",
     torch.uint8: "*u8",
     torch.int16: "*i16",

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from kvq.engine.sampling.filters import MASS_OF_LIKELIEST, MAX_VOCAB, draw, log_probability, masses
+from kvq.kernels.draw.reference import MASS_OF_LIKELIEST, MAX_VOCAB, draw, log_probability, masses
 
 _LAST = 1 - 2.0**-53  # the highest number a row can get
 

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvq.engine.sampling.ranking import ranked
+from kvq.kernels.draw.ranking import ranked
 
 MASS_OF_LIKELIEST = 1 << 43
 MAX_VOCAB = (1 << 20) - 1
@@ -124,5 +124,6 @@ def _nucleus(sums: Tensor, top_p: Tensor) -> Tensor:
     totals = sums[:, -1]
     needed = (top_p * totals.double()).ceil().to(torch.int64)
     needed = torch.minimum(needed, totals).clamp_(min=1)  # rounding up may pass the total
+    needed = torch.where(top_p < 1, needed, totals)  # a large total, in fp64, may be rounded down
     last = torch.searchsorted(sums, needed[:, None]).clamp_(max=sums.shape[-1] - 1)
     return sums.gather(1, last)[:, 0]

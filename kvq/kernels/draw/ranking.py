@@ -41,11 +41,11 @@ def _pack(logits: Tensor) -> Tensor:
     bits = (logits.detach() + 0.0).view(torch.int32)  # -0.0 + 0.0 is 0.0, which it equals
     rising = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # negative floats count backwards; now they don't
     tokens = torch.arange(logits.shape[-1], device=logits.device)
-    return (~rising).to(torch.int64).bitwise_left_shift_(32).bitwise_or_(tokens)  # [rows, vocab]
+    return rising.bitwise_not().to(torch.int64).bitwise_left_shift_(32).bitwise_or_(tokens)  # [rows, vocab]
 
 
 def _unpack_logits(keys: Tensor) -> Tensor:
-    rising = ~(keys >> 32).to(torch.int32)
+    rising = (keys >> 32).to(torch.int32).bitwise_not()
     return (rising ^ ((rising >> 31) & 0x7FFFFFFF)).view(torch.float32)
 
 

@@ -1,0 +1,31 @@
+"""What a row draws with, as the kernels on a GPU read it."""
+
+import math
+from enum import IntEnum
+
+import numpy as np
+import numpy.typing as npt
+
+from kvq.kernels.draw.reference import MASS_OF_LIKELIEST
+
+# Columns of a row's parameters, whole numbers of 64 bits; the floats are the bits of an fp64.
+KIND, UNIFORM, TEMPERATURE, BAR, TOP_K, TOP_P = range(6)
+COLUMNS = 6
+
+
+class Kind(IntEnum):
+    """How a row's token is found, each kind with more work than the one before."""
+
+    GREEDY = 0  # the likeliest
+    WHOLE = 1  # from running sums in token order
+    RANKED = 2  # from running sums in order of likelihood
+
+
+def packed(
+    kind: Kind, *, temperature: float, min_p: float, top_k: int, top_p: float
+) -> npt.NDArray[np.int64]:
+    """A row's parameters but for its random number, [COLUMNS]; a `top_k` of the vocabulary keeps all."""
+    line = np.zeros(COLUMNS, dtype=np.int64)
+    line[[KIND, BAR, TOP_K]] = kind, math.ceil(min_p * MASS_OF_LIKELIEST), top_k
+    line[[TEMPERATURE, TOP_P]] = np.array([temperature, top_p]).view(np.int64)
+    return line

@@ -1,0 +1,125 @@
+"""Device functions over rows of logits: keys in order of likelihood, masses, bins; and where things lie.
+
+A token's key is a whole number that falls along the ranking, no two of a row alike:
+
+    key = rank of the logit, likeliest highest (32 bits) | LAST_ID - token id (20 bits)
+
+Its bin is how far its score lies below the likeliest one's, in equal steps. Division, product and floor round
+to the same side for all, so a token of a higher logit never has a later bin, and equal logits share one.
+"""
+
+import triton
+import triton.language as tl
+
+from kvq.kernels.draw import parameters
+from kvq.kernels.draw.reference import MASS_OF_LIKELIEST, MAX_VOCAB
+
+SPAN = tl.constexpr(4096)  # tokens that a program reads
+BINS = tl.constexpr(2048)
+BRACKETS = tl.constexpr(8)
+WIDE = tl.constexpr(BINS.value // BRACKETS.value)  # neighbouring bins of a bracket
+ROOM = tl.constexpr(4096)  # candidates that are gathered; a row with more is searched where it lies
+MASS = tl.constexpr(MASS_OF_LIKELIEST)  # of the likeliest token
+# Scores this far below the likeliest have no mass: exp(-30.5) * 2**43 < 1. They share the last bin.
+REACH = tl.constexpr(30.5)
+LAST_ID = tl.constexpr(MAX_VOCAB)
+
+KIND, UNIFORM = tl.constexpr(parameters.KIND), tl.constexpr(parameters.UNIFORM)
+TEMPERATURE, BAR = tl.constexpr(parameters.TEMPERATURE), tl.constexpr(parameters.BAR)
+TOP_K, TOP_P = tl.constexpr(parameters.TOP_K), tl.constexpr(parameters.TOP_P)
+COLUMNS = tl.constexpr(parameters.COLUMNS)
+GREEDY, WHOLE, RANKED = (tl.constexpr(kind.value) for kind in parameters.Kind)
+
+# A row's scratch memory begins with its plan: how many candidates were gathered; the brackets whose bins are
+# told apart, as bits; the bin in which top_k ends with the count and mass before it, or -1 and the mass that
+# is kept; the bins in which the nucleus may end and the drawn token may lie, first and last, each pair with
+# the mass before it. Then come masses and counts by bin, the candidates' keys, and what spans leave.
+FOUND, OPEN, CUT, CUT_COUNT, CUT_MASS, KEPT = (tl.constexpr(slot) for slot in range(6))
+NUCLEUS, DRAWN = tl.constexpr(6), tl.constexpr(9)
+BIN_MASSES = tl.constexpr(16)
+BIN_COUNTS = tl.constexpr(BIN_MASSES.value + BINS.value)
+GATHERED = tl.constexpr(BIN_COUNTS.value + BINS.value)
+SPANS = tl.constexpr(GATHERED.value + ROOM.value)
+# A span's likeliest key, rank of the lowest finite logit, and of the highest before changes; masses and
+# counts by bracket.
+TOP, LOW, RAW, MASSES, COUNTS = (tl.constexpr(n) for n in (0, 1, 2, 3, 3 + BRACKETS.value))
+SPAN_SLOTS = tl.constexpr(3 + 2 * BRACKETS.value)
+
+
+@triton.jit
+def rank(logits):
+    """Whole numbers of 32 bits that rise with the logit; NaN is above all."""
+    bits = tl.where(logits == 0, 0.0, logits).to(tl.int32, bitcast=True)  # -0.0 equals 0.0
+    rising = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # negative floats count backwards; now they don't
+    return tl.where(logits != logits, 0x7FFFFFFF, rising)
+
+
+@triton.jit
+def logit(rising):
+    """The inverse of `rank`."""
+    bits = rising.to(tl.int32)
+    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def key_of(logits, tokens):
+    return (rank(logits).to(tl.int64) << 20) | (LAST_ID - tokens)
+
+
+@triton.jit
+def logit_of(keys):
+    return logit(keys >> 20)
+
+
+@triton.jit
+def token_of(key):
+    return LAST_ID - (key & LAST_ID)
+
+
+@triton.jit
+def load_logits(row_ptr, tokens, vocab):
+    """fp32, and -inf behind the vocabulary."""
+    return tl.load(row_ptr + tokens, mask=tokens < vocab, other=float("-inf")).to(tl.float32)
+
+
+@triton.jit
+def real(params, column):
+    """A parameter that is an fp64."""
+    return tl.load(params + column).to(tl.float64, bitcast=True)
+
+
+@triton.jit
+def is_finite(logits):
+    return tl.abs(logits) < float("inf")  # False for NaN
+
+
+@triton.jit
+def of_spans(scratch, slot, vocab, other, SPANS_PAD: tl.constexpr):
+    """What every span left in a slot, [SPANS_PAD]; the slots of one kind lie together."""
+    spans = tl.cdiv(vocab, SPAN)
+    span = tl.arange(0, SPANS_PAD)
+    return tl.load(scratch + SPANS + slot * spans + span, mask=span < spans, other=other)
+
+
+@triton.jit
+def measures(scratch, params, vocab, SPANS_PAD: tl.constexpr):
+    """A row's kind, its highest logit, its temperature, min_p's bar, and bins per unit of score.
+
+    A row whose highest logit isn't finite is greedy: nothing can be drawn from it.
+    """
+    peak = logit_of(tl.max(of_spans(scratch, TOP, vocab, -(1 << 62), SPANS_PAD), axis=0))
+    low = logit(tl.min(of_spans(scratch, LOW, vocab, 0x7FFFFFFF, SPANS_PAD), axis=0))
+    kind = tl.where(is_finite(peak), tl.load(params + KIND), GREEDY)
+    temperature = real(params, TEMPERATURE).to(tl.float32)
+    depth = tl.minimum(tl.div_rn(peak - low, temperature), REACH)
+    steps = tl.div_rn(BINS - 2.0, tl.maximum(depth, 1e-30))  # the last bin holds no mass
+    return kind, peak, temperature, tl.load(params + BAR), steps
+
+
+@triton.jit
+def masses_and_bins(logits, peak, temperature, bar, steps):
+    """floor(2**43 * exp((logit - peak) / temperature)), 0 below the bar, and where the score lies."""
+    scores = tl.div_rn(logits - peak, temperature)
+    mass = (tl.exp(scores) * MASS).to(tl.int64)
+    bins = tl.minimum(-scores * steps, BINS - 1.0).to(tl.int32)
+    return tl.where(mass < bar, 0, mass), bins

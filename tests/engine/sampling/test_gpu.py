@@ -1,0 +1,118 @@
+"""Promises: on a GPU the sampler chooses as on a CPU, in few launches, and the host waits for nothing."""
+
+import random
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from kvq.engine.params import SamplingParams
+from kvq.engine.sampling import Sampler, sampler
+from kvq.engine.transfers import prepare_transfers
+from kvq.kernels.draw import reference, triton
+from tests.engine.guard import no_host_waits
+from tests.engine.imaginary_gpu import ImaginaryGPU, imaginary_gpu, is_there
+from tests.engine.sampling.reference import add, bitmask
+from tests.engine.sampling.test_sampler import _random_request, _run
+from tests.kernels.draw.kit import interpreted_masses
+
+_MIX = [
+    SamplingParams(temperature=0.0),
+    SamplingParams(temperature=0.7),
+    SamplingParams(temperature=1.0, min_p=0.1),
+    SamplingParams(temperature=1.0, top_k=40),
+    SamplingParams(temperature=0.8, top_p=0.9, min_p=0.02),
+    SamplingParams(temperature=1.3, top_k=5000, top_p=0.95),
+]
+_ALL = SamplingParams(
+    temperature=0.9, top_p=0.9, repetition_penalty=1.2, frequency_penalty=0.1, logit_bias={3: 1.0},
+    min_tokens=4, logprobs=3,
+)  # fmt: skip
+_VIEWS = {
+    "device",
+    "split_with_sizes",
+    "view",
+    "slice",
+    "select",
+    "unsqueeze",
+    "alias",
+    "expand",
+    "detach",
+    "split",
+    "as_strided",
+    "t",
+}
+_FREE = {"empty", "empty_like", "new_empty", "empty_strided"}
+
+
+class _Launches(TorchDispatchMode):
+    """Counts operations on the imaginary GPU that launch something: kernels, and copies to or from it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kernels = 0
+        self.copies = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        tensors = [x for x in tree_leaves((args, kwargs, out)) if isinstance(x, torch.Tensor)]
+        there = [is_there(x) for x in tensors]
+        if any(there) and func.overloadpacket.__name__ not in _VIEWS | _FREE:
+            self.copies += not all(there)
+            self.kernels += all(there)
+        return out
+
+
+def _on(gpu: ImaginaryGPU, params: list[SamplingParams], vocab: int) -> Sampler:
+    target = Sampler(max_rows=len(params), vocab_size=vocab, device=gpu.device)
+    for row, each in enumerate(params):
+        add(target, row, each, prompt=range(50), generated=[row, 7], seed=row, stop_ids=[1, 2])
+    return target
+
+
+def _launched(params: list[SamplingParams], masks: bool = False) -> tuple[int, int, int]:
+    """Launches of Triton's kernels, of torch's, and copies of a step that waits for nothing."""
+    vocab = 5000
+    with imaginary_gpu() as gpu:
+        target = _on(gpu, params, vocab)
+        logits = torch.zeros(len(params), vocab, dtype=torch.bfloat16, device=gpu.device)
+        allowed = {0: bitmask({1}, vocab), 2: bitmask({9}, vocab)} if masks else None
+        prepare_transfers(gpu.device)
+        rows, launches = list(range(len(params))), _Launches()
+        for row in rows:
+            target.record(row, 100)
+        with no_host_waits(gpu), launches:
+            target.sample(logits, rows, [1] * len(rows), masks=allowed)
+        return len(gpu.launches), launches.kernels, launches.copies
+
+
+@pytest.mark.parametrize("batch", [6, 60])
+def test_a_step_of_any_mix_takes_few_launches_and_waits_for_nothing(batch: int) -> None:
+    triton_launches, kernels, copies = _launched(_MIX * (batch // len(_MIX)))
+    assert (triton_launches, kernels) == (7, 0)
+    assert copies == 2, "the parameters go up, the tokens come down"
+
+
+def test_greedy_rows_take_two_launches() -> None:
+    assert _launched([SamplingParams(temperature=0.0)] * 3) == (2, 0, 1)
+
+
+def test_penalties_biases_masks_and_logprobs_wait_for_nothing() -> None:
+    few, many = (_launched([_ALL, *_MIX] * times, masks=True) for times in (1, 9))
+    print(few, many)
+    assert few == many, "launches grow with the rows"
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_a_gpu_chooses_what_a_cpu_chooses(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reference, "masses", interpreted_masses)
+    pick = random.Random(seed)
+    requests = [_random_request(pick, 33) for _ in range(10)]
+    wanted = _run(requests, 33, list(range(10)))
+    monkeypatch.setattr(sampler, "kernel_for", lambda device: triton.draw)
+    with warnings.catch_warnings():  # NumPy reports the casts of what is masked
+        warnings.simplefilter("ignore", RuntimeWarning)
+        assert _run(requests, 33, list(range(10))) == wanted
