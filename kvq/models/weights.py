@@ -91,12 +91,22 @@ def load_weights(prepared: PreparedModel) -> LoadedWeights:
         model = load_module(folder, prepared.dtype)
     else:
         model = load_rounded(folder, prepared.dtype, prepared.rounded_to, where, backend=backend)
+    return settle(prepared, model, before)
+
+
+def settle(prepared: PreparedModel, model: Any, before: int) -> LoadedWeights:
+    """A module of the prepared model on its device, as kvq runs it. `before`: bytes held there without it.
+
+    Raises:
+        ModelError: a model that would be run wrongly.
+    """
+    where = prepared.device
     check_runs(model, prepared)
     pin_rope(model, prepared.max_context)
     model = model.to(where).eval()
     if where.type == "cpu":
         _log.info("packing weights")
-        pack_linears(model, backend=backend)
+        pack_linears(model, backend=prepared.backend)
         fuse_norms(model)
         _unmap(model)
     return LoadedWeights(prepared, model, held_bytes=held_bytes(where) - before)
