@@ -98,6 +98,15 @@ def slope(kv: str) -> Callable[[Rows], Value]:
     return lambda rows: ratio(of(rows, kv), of(rows, "bf16"))
 
 
+def at_8k(kv: str) -> Callable[[Rows], Value]:
+    """The time of a step at 8,192 tokens over bf16's."""
+
+    def of(rows: Rows, kv: str) -> Value:
+        return find(rows, "ms_median", part="slope", depth=8192, kv=kv)
+
+    return lambda rows: ratio(of(rows, kv), of(rows, "bf16"))
+
+
 def served(case: str, kv: str, name: str = "kvq") -> Callable[[Rows], Value]:
     """Output tokens a second of an engine's run: the case, or a piece of it."""
 
@@ -132,6 +141,8 @@ GOALS: Iterable[Goal] = (
     Goal("extend: int4, speedup over bf16", 0.9, faster("extend 2048 over 32768", "int4")),
     Goal("ITL slope of fp8 over bf16's", 0.58, slope("fp8"), at_most=True),
     Goal("ITL slope of int4 over bf16's", 0.45, slope("int4"), at_most=True),
+    Goal("ITL at 8,192 tokens, fp8 over bf16", 1.0, at_8k("fp8"), at_most=True),
+    Goal("ITL at 8,192 tokens, int4 over bf16", 1.0, at_8k("int4"), at_most=True),
     Goal(
         "8B, requests: int4 over bf16, output tokens/s",
         1.8,

@@ -21,6 +21,7 @@ from kvq.sizing.parameters import count_parameters
 _WARM_UP = 8
 _PROFILED = 8
 _ROOM = 4  # tokens that requests have left when the last step was measured
+_STEP_TOKENS = 8192
 
 
 def bench_steps(
@@ -37,43 +38,55 @@ def bench_steps(
         EngineError: a request failed.
     """
     spent = _WARM_UP + 2 * steps + _PROFILED
+    meanwhile = _ROOM + 2 * -(-batch * context // _STEP_TOKENS)  # the first decode while others are prefilled
+    output = spent + meanwhile
     load = Load(
         num_requests=batch,
         input_lengths=Lengths(low=context, high=context),
-        output_lengths=Lengths(low=spent + _ROOM, high=spent + _ROOM),
+        output_lengths=Lengths(low=output, high=output),
         vocab_size=model.geometry.vocab_size,
         max_context=model.weights.max_context,
         priority=Priority.BATCH,
     )
     requests = load.draw(0)
-    limits = Limits(max_num_seqs=batch, max_num_batched_tokens=8192, prefix_caching=False)
+    limits = Limits(max_num_seqs=batch, max_num_batched_tokens=_STEP_TOKENS, prefix_caching=False)
     with _opened(model, kv, limits, requests) as server:
-        prefill_s = _prefill(server, requests)
-        _step(server, _WARM_UP)
-        times = _step(server, steps)
-        seen = _watched(server, steps)
-        row = {
-            "name": "kvq",
-            "kv": kv,
-            "batch": batch,
-            "context": context,
-            "layers": len(model.geometry.layers),
-            "prefill_s": prefill_s,
-            "ms_median": percentile(times, 50),
-            "ms_p10": percentile(times, 10),
-            "ms_p90": percentile(times, 90),
-            "tokens_per_s": 1e3 * batch / (sum(times) / len(times)),
-            **server.graphs,
-            **seen,
-            **_profile(server, model),
-        }
-    parameters = count_parameters(model.prepared.config, model.geometry)
-    depth = context + _WARM_UP + steps // 2
-    nbytes = read_bytes(model, parameters) + batch * depth * model.with_kv(kv).kv_bytes_per_token
-    row["read_mb"] = nbytes / 1e6
-    row["limit_ms"] = nbytes / read_gb_per_s / 1e6
-    row["fraction_of_limit"] = row["limit_ms"] / row["ms_median"]
+        found = _measured(server, requests, steps)
+    depth = context + meanwhile // 2 + _WARM_UP + steps // 2
+    nbytes = read_bytes(model, count_parameters(model.prepared.config, model.geometry))
+    nbytes += batch * depth * model.with_kv(kv).kv_bytes_per_token
+    limit_ms = nbytes / read_gb_per_s / 1e6
+    return {
+        "name": "kvq",
+        "kv": kv,
+        "batch": batch,
+        "context": context,
+        "layers": len(model.geometry.layers),
+        **found,
+        "read_mb": nbytes / 1e6,
+        "limit_ms": limit_ms,
+        "fraction_of_limit": limit_ms / found["ms_median"],
+    }
+
+
+def _measured(server: KvqServer, requests: list[LoadRequest], steps: int) -> dict[str, Any]:
+    """What was found of the steps of one engine."""
+    prefill_s = _prefill(server, requests)
+    _step(server, _WARM_UP)
+    times = _step(server, steps)
+    row = {
+        "prefill_s": prefill_s,
+        "ms_median": percentile(times, 50),
+        "ms_p10": percentile(times, 10),
+        "ms_p90": percentile(times, 90),
+        "tokens_per_s": 1e3 * len(requests) * len(times) / sum(times),
+        **server.graphs,
+        **_watched(server, steps, len(requests)),
+        **_profile(server),
+    }
     if row["gpu_busy_ms"] is not None:
+        if not row["graph_launches"] and row["graph"]:
+            row |= {"graph": False, "graph_reason": "none was replayed while steps were profiled"}
         row["gpu_idle_share"] = max(0.0, 1 - row["gpu_busy_ms"] / row["ms_median"])
     return row
 
@@ -111,13 +124,13 @@ def _step(server: KvqServer, count: int) -> list[float]:
     return times
 
 
-def _watched(server: KvqServer, count: int) -> dict[str, float]:
+def _watched(server: KvqServer, count: int, batch: int) -> dict[str, float]:
     """Milliseconds that the host takes for the parts of a step."""
     stats: list[StepStats] = []
     end = server.llm.on_step(stats.append)
     _step(server, count)
     end()
-    if any(one.decode_tokens != stats[0].decode_tokens or one.prefill_tokens for one in stats):
+    if any(one.decode_tokens != batch or one.prefill_tokens for one in stats):
         raise EngineError("a request ended, or was preempted, while its steps were measured")
     parts: dict[str, Callable[[StepStats], float]] = {
         "scheduling_ms": lambda one: one.scheduling_s,
@@ -127,8 +140,9 @@ def _watched(server: KvqServer, count: int) -> dict[str, float]:
     return {name: 1e3 * percentile(map(part, stats), 50) for name, part in parts.items()}
 
 
-def _profile(server: KvqServer, model: Model) -> dict[str, Any]:
+def _profile(server: KvqServer) -> dict[str, Any]:
     """What the GPU did, per step; on a CPU, and where the profiler fails, nothing and why."""
+    model = server.llm.core.model
     if model.weights.device.type != "cuda":
         return {"gpu_busy_ms": None, "profile": "not on a GPU"}
     try:

@@ -8,9 +8,10 @@ from typing import Any
 import torch
 
 KINDS = (  # the first whose words are found in a kernel's name; names are torch's, cuBLAS's and kvq's
-    ("attention", ("attend", "merge_", "write_", "flash", "fmha", "work_list")),
-    ("linear", ("linear", "gemm", "gemv", "cutlass", "nvjet", "splitk", "cublas", "dense_kernel")),
-    ("sampling", ("sample", "sort", "argmax", "topk", "multinomial", "cumsum", "scan")),
+    ("attention", ("attend", "merge_kernel", "write_kernel", "list_kernel", "flash", "fmha")),
+    ("linear", ("linear", "gemm", "gemv", "cutlass", "nvjet", "splitk", "cublas", "parts", "quantize")),
+    ("sampling", ("peaks", "brackets", "bins", "choose", "plan_kernel", "sort", "argmax", "topk", "scan")),
+    ("layers", ("norm", "gated", "rope", "elementwise", "reduce")),
     ("copies", ("memcpy", "memset")),
 )
 _LAUNCHES = ("cudaLaunchKernel", "cuLaunchKernel", "cudaGraphLaunch")

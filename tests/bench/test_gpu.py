@@ -244,7 +244,11 @@ def test_a_profile_counts_overlapping_kernels_once() -> None:
     assert row["gpu_busy_ms"] == pytest.approx((20 + 1) / 2e3)
     assert (row["attention_ms"], row["linear_ms"]) == pytest.approx((10 / 2e3, 15 / 2e3))
     assert (row["kernels"], row["launches"], row["graph_launches"], row["host_waits"]) == (1, 1, 0.5, 0.5)
-    assert kind_of("_rms_norm_kernel") == "other"
+    assert [kind_of(name) for name in ("_rms_norm_kernel", "rope_write_kernel", "indexing_backward")] == [
+        "layers",
+        "attention",
+        "other",
+    ]
 
 
 def imported(folder: Path) -> set[str]:
