@@ -59,6 +59,7 @@ def measure(options: argparse.Namespace, worker: str = WORKER) -> bool:
         ends_at=time.monotonic() + 60 * options.minutes,
         options=worker_options(options),
         worker=worker,
+        patience=options.patience,
         changed=keep,
     )
     run.log.write_bytes(b"")
@@ -98,6 +99,7 @@ def parsed() -> argparse.Namespace:
     out = Path(os.environ.get("OUT") or work)
     parser.add_argument("--out", type=Path, default=out, help="folder of results.json and log.txt")
     parser.add_argument("--work", type=Path, default=work / "parts", help="folder of each part's own file")
+    parser.add_argument("--patience", type=float, default=1.0, help="times every part's and case's limit")
     parser.add_argument("--resume", action="store_true", help="go on where files in --work end")
     parser.add_argument("--rivals", type=Path, help="a folder with a rivals.py, see kvq bench attention")
     parser.add_argument("--commit", help="what is measured, where there is no git to ask")

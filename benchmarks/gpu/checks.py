@@ -6,10 +6,10 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
-from importlib.util import find_spec
 from pathlib import Path
 
 from benchmarks.gpu.case import Case, Rows, Target
+from benchmarks.gpu.facts import has
 
 ROOT = Path(__file__).resolve().parents[2]
 _PROCESSES = 12
@@ -20,10 +20,10 @@ def tests(target: Target) -> Iterator[Case]:
     """All of tests/gpu; one that hangs is ended alone where pytest-timeout is installed."""
     command = [sys.executable, "-m", "pytest", "tests/gpu", "-q", "-rfE", "--durations=10"]
     command += ["-p", "no:cacheprovider", "--maxfail=40"]
-    if find_spec("xdist") is not None:
+    if has("xdist"):
         count = target.pick(min(_PROCESSES, os.cpu_count() or 1), 0)
         command += ["-n", str(count)]
-    if find_spec("pytest_timeout") is not None:
+    if has("pytest_timeout"):
         command += ["--timeout", "90"]
     yield Case(name="tests/gpu", run=lambda: ran(target, command), limit_s=190)
 

@@ -25,13 +25,18 @@ def small(target: Target) -> Iterator[Case]:
         )
     yield Case(
         name="0.6B, beside transformers",
-        run=lambda: served(target, ["bf16"], 1.0, rivals=("hf-continuous",)),
+        run=lambda: served(target, ["bf16"], 1.0, seats=128, rivals=("hf-continuous",)),
         limit_s=200,
     )
 
 
-def served(target: Target, formats: Sequence[str], share: float, rivals: tuple[str, ...] = ()) -> Rows:
-    """Rows of `kvq bench engine`; K and V get that share of what all requests need in bf16."""
+def served(
+    target: Target, formats: Sequence[str], share: float, *, seats: int = 256, rivals: tuple[str, ...] = ()
+) -> Rows:
+    """Rows of `kvq bench engine`; K and V get that share of what all requests need in bf16.
+
+    `seats`: requests at a time. A rival has its own pool and logits of whole steps beside kvq's.
+    """
     from kvq.bench.engine import Plan, bench_engine
     from kvq.bench.engine_server import Limits
 
@@ -40,8 +45,8 @@ def served(target: Target, formats: Sequence[str], share: float, rivals: tuple[s
     load = a_load(model, target.pick(256, 16), (target.pick(100, 9), high), (target.pick(100, 9), high))
     demand = sum(request.tokens for request in load.draw(0)) * model.with_kv("bf16").kv_bytes_per_token
     limits = Limits(
-        max_num_seqs=load.num_requests,
-        max_num_batched_tokens=8192,
+        max_num_seqs=min(seats, load.num_requests),
+        max_num_batched_tokens=32 * seats,
         kv_memory=None if share == 1 else round(share * demand),
     )
     plan = Plan(load=load, limits=limits, rivals=rivals, repeats=1)
@@ -74,7 +79,7 @@ def taken_apart(target: Target, kv: str) -> Rows:
     row = bench_steps(
         model,
         kv,
-        batch=batch(target, model),
+        batch=batch(target, model, ["bf16"]),
         context=target.pick(8192, 48),
         read_gb_per_s=read,
         steps=target.pick(32, 4),
@@ -83,12 +88,12 @@ def taken_apart(target: Target, kv: str) -> Rows:
 
 
 def from_end_to_end(target: Target, formats: Sequence[str]) -> Rows:
-    """As many requests of 7,680 tokens in and 512 out as fit in bf16, 64 at most, all at once."""
+    """As many requests of 7,680 tokens in and 512 out as fit in both formats, 64 at most, all at once."""
     from kvq.bench.engine import Plan, bench_engine
     from kvq.bench.engine_server import Limits
 
     model = models.model(target, "large")
-    count = batch(target, model)
+    count = batch(target, model, ["bf16", "int4"])  # whatever is measured, so that runs compare
     prompt, output = target.pick(7680, 40), target.pick(512, 8)
     load = a_load(model, count, (prompt, prompt), (output, output))
     limits = Limits(max_num_seqs=count, max_num_batched_tokens=8192, prefix_caching=False)
@@ -96,12 +101,11 @@ def from_end_to_end(target: Target, formats: Sequence[str]) -> Rows:
     return [{"model": model.description, **row} for row in rows]
 
 
-def batch(target: Target, model: Any) -> int:
-    """Sequences of 8,448 tokens, 64 at most, whose K and V fit in bf16: as many for every format."""
-    from kvq.bench.engine_steps import fitting
-
-    room = int(_KEPT * models.free_bytes(target))
-    return fitting(model, "bf16", batch=target.pick(64, 3), context=target.pick(8448, 64), free_bytes=room)
+def batch(target: Target, model: Any, formats: Sequence[str]) -> int:
+    """Sequences of 8,448 tokens, 64 at most, whose K and V fit in all these formats at once."""
+    token_bytes = sum(model.with_kv(kv).kv_bytes_per_token for kv in formats)
+    fit = _KEPT * models.free_bytes(target) // (8448 * token_bytes)
+    return max(1, min(target.pick(64, 3), int(fit)))
 
 
 def a_load(model: Any, requests: int, prompt: tuple[int, int], output: tuple[int, int]) -> Any:

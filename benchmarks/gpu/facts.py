@@ -21,7 +21,7 @@ def device(target: Target) -> Rows:
     """What torch and the driver say of it; on a CPU stand-ins."""
     import torch
 
-    row = {"missing": [name for name in _OPTIONAL if find_spec(name) is None], **driver()}
+    row = {"missing": [name for name in _OPTIONAL if not has(name)], **driver()}
     if not target.is_rehearsal:
         seen = torch.cuda.get_device_properties(0)
         row |= {
@@ -33,6 +33,14 @@ def device(target: Target) -> Rows:
             "devices": torch.cuda.device_count(),
         }
     return [row]
+
+
+def has(package: str) -> bool:
+    """True if a package can be imported."""
+    try:
+        return find_spec(package) is not None
+    except ImportError:
+        return False
 
 
 def rates(target: Target) -> Rows:

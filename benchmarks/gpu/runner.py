@@ -30,6 +30,7 @@ class Run:
     ends_at: float  # on the monotonic clock
     options: Sequence[str] = ()  # of workers
     worker: str = WORKER  # the module that runs a part
+    patience: float = 1.0  # times every limit
     changed: Callable[[Part], None] = lambda part: None
 
     def file(self, part: Part) -> Path:
@@ -48,9 +49,10 @@ def run_part(part: Part, run: Run) -> str:
     ended: every case was tried. stopped: the time was over. broken: its process failed outside of its cases.
     skipped: no time was left for it. Without a file it could not even begin.
     """
-    if run.left_s < min(_LEAST_S, part.limit_s):
+    limit_s = run.patience * part.limit_s
+    if run.left_s < min(_LEAST_S, limit_s):
         return "skipped"
-    ends_at = time.monotonic() + min(part.limit_s, run.left_s)
+    ends_at = time.monotonic() + min(limit_s, run.left_s)
     status = "running"
     while status == "running":
         status = _one_process(part, run, ends_at)
@@ -72,17 +74,19 @@ def _one_process(part: Part, run: Run, ends_at: float) -> str:
     state = record.read(run.file(part))
     if process.returncode == 0:
         return "ended"
-    if state is not None and state["running"] is None and process.returncode == POISONED:
-        return "running"
-    name = _START if state is None or state["running"] is None else state["running"]["case"]
-    if state is not None:
-        is_late = time.monotonic() >= ends_at
-        status = "stopped" if is_late else "broken" if name == _START else "running"
-        state = record.failed(state, name, reason) | {"status": status}
-        record.write(run.file(part), state)
-        run.changed(part)
-        return str(status)
-    return "broken"
+    status = "stopped" if time.monotonic() >= ends_at else "running"
+    if state is None:
+        return "stopped" if status == "stopped" else "broken"
+    if state["running"] is None and process.returncode == POISONED:
+        return status
+    name = _START
+    if state["running"] is not None:
+        name = state["running"]["case"]
+    elif status == "running":
+        status = "broken"
+    record.write(run.file(part), record.failed(state, name, reason) | {"status": status})
+    run.changed(part)
+    return status
 
 
 def _watch(process: "subprocess.Popen[bytes]", part: Part, run: Run, ends_at: float) -> str:
@@ -98,8 +102,8 @@ def _watch(process: "subprocess.Popen[bytes]", part: Part, run: Run, ends_at: fl
         running = None if state is None else state["running"]
         if time.monotonic() >= ends_at:
             return "stopped: the part's time was over"
-        if running is not None and time.time() > running["since"] + running["limit_s"]:
-            return f"stopped after {running['limit_s']:.0f} s"
+        if running is not None and time.time() > running["since"] + run.patience * running["limit_s"]:
+            return f"stopped after {run.patience * running['limit_s']:.0f} s"
     if process.returncode < 0:
         return f"its process was ended by {signal.Signals(-process.returncode).name}"
     return f"its process ended with status {process.returncode}"

@@ -1,6 +1,5 @@
 """Decode steps of the engine, a full batch at one depth: their time, its limit, and where it goes."""
 
-import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from time import perf_counter
@@ -152,8 +151,3 @@ def _profile(server: KvqServer) -> dict[str, Any]:
     if not any(one.on_gpu for one in found):
         return {"gpu_busy_ms": None, "profile": "the profiler saw no kernel"}
     return summed_up(found, _PROFILED, len(model.geometry.layers))
-
-
-def fitting(model: Model, kv: str, *, batch: int, context: int, free_bytes: int) -> int:
-    """The most sequences, up to `batch`, whose K and V fit into so many bytes."""
-    return max(1, min(batch, math.floor(free_bytes / (context * model.with_kv(kv).kv_bytes_per_token))))

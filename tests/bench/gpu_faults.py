@@ -99,10 +99,16 @@ def work() -> None:
 
 def measure(folder: Path) -> bool:
     """The whole command over two parts, going on where files are."""
-    parts = [Part(name, f"{HERE}:{name}", 600, "") for name in ("gated", "late")]
-    parts[1] = Part("late", f"{HERE}:late", 3, "")
+    parts = [Part("gated", f"{HERE}:gated", 600, ""), Part("late", f"{HERE}:late", 3, "")]
     options = argparse.Namespace(
-        chosen=parts, out=folder, work=folder, minutes=10, device="cpu", rivals=None, commit=None
+        chosen=parts,
+        out=folder,
+        work=folder,
+        minutes=10,
+        patience=1.0,
+        device="cpu",
+        rivals=None,
+        commit=None,
     )
     for part in parts:
         command.prepare(folder / f"{part.name}.json", resumes=True)
