@@ -6,7 +6,8 @@
 #   make arm        the portable C++ kernels on an emulated Arm CPU (aarch64-linux-gnu-g++, qemu-aarch64-static)
 #   make docs       the documentation as a site, in build/docs/index.html
 #   make fuzz       everything from outside, made up and broken, for an hour; FUZZ_SECONDS=60 for a minute
-#   make gpu        check and measure the Triton kernels on an NVIDIA GPU; PARTS=tests,decode,... for some
+#   make gpu        check and measure all that runs on an NVIDIA GPU, without installing anything (docs/gpu.md);
+#                   PARTS=facts,tests,decode for some, OUT=folder, MINUTES=9
 
 SHELL := /bin/bash
 comma := ,
@@ -78,7 +79,8 @@ arm:
 	diff build/arm/found build/here/found && echo "codes and scales are bit-equal to this CPU's"
 
 gpu:
-	$(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) benchmarks/gpu.py $(if $(PARTS),--parts $(PARTS))
+	$(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) -m benchmarks.gpu $(if $(PARTS),--parts $(PARTS)) \
+		$(if $(OUT),--out $(OUT)) $(if $(MINUTES),--minutes $(MINUTES)) $(if $(RIVALS),--rivals $(RIVALS))
 
 lint: setup
 	$(BIN)/ruff check .

@@ -97,7 +97,8 @@ def _servers(model: Model, formats: Sequence[str], plan: Plan) -> Iterator[Opene
             server = KvqServer(model, kv, plan.limits, requests)
             stack.callback(server.close)
             together = [output.token_ids for output in server.generate(few)]
-            opened.add(server, compare(f"kvq {kv}", model, one_by_one(server, few), together))
+            check = compare(f"kvq {kv}", model, one_by_one(server, few), together)
+            opened.add(server, check | server.graphs)
         if plan.rivals:
             open_rivals(opened, plan.rivals, model, plan.limits, few)
         yield opened

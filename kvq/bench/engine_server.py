@@ -1,7 +1,9 @@
 """kvq's engine as a server under load, with one KV format."""
 
 import itertools
-from collections.abc import Sequence
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from copy import copy
 from dataclasses import asdict, dataclass, replace
 from time import perf_counter, sleep
@@ -51,7 +53,12 @@ class KvqServer:
         self.kv = kv
         if limits.num_blocks is None and limits.kv_memory is None:
             limits = replace(limits, num_blocks=limits.blocks_for(requests, model.layout.block_size))
-        self.llm = LLM(model, kv, **asdict(limits))
+        told = _GraphsRefused()
+        with told.listening():
+            self.llm = LLM(model, kv, **asdict(limits))
+        if model.weights.device.type != "cuda":
+            told.reason = "not on a GPU"
+        self.graphs = {"graph": told.reason is None, "graph_reason": told.reason}  # of decode steps
 
     def run(self, requests: Sequence[LoadRequest], users: int | None) -> ServedLoad:
         """Serve all requests, as they arrive or `users` at a time; the prefix index begins empty.
@@ -129,10 +136,36 @@ class KvqServer:
             if isinstance(event, RequestOutput):
                 ended.append((request, due_s, event))
 
+        self.submit(request, listen)
+
+    def submit(self, request: LoadRequest, listen: Callable[[Event], object]) -> None:
+        """Queue a request of greedy tokens up to its length."""
         core = self.llm.core
         params = SamplingParams(max_tokens=request.output_tokens, ignore_eos=True)
         terms = Terms(params=params, origin=Origin(priority=request.priority))
         core.submit(core.intake.new_job(request.prompt, terms, listener=listen))
+
+
+class _GraphsRefused(logging.Handler):
+    """Hears the engine say why its decode steps are not captured as graphs."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.reason: str | None = None
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if "without CUDA graphs" in record.getMessage():
+            self.reason = record.getMessage()
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """Hear what is said inside."""
+        logger = logging.getLogger("kvq")
+        logger.addHandler(self)
+        try:
+            yield
+        finally:
+            logger.removeHandler(self)
 
 
 class _Gauge:

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kvq.bench.measure import Contender, Stopwatch, compete, copies_for
-from kvq.bench.timing import percentile
+from kvq.bench.measure import Contender, compete, copies_for, matrix_rate
 from kvq.errors import ConfigError
 from kvq.formats.weights import Inputs, parse_weight_format
 from kvq.kernels import Device, LinearSpec, PlainWeight, select
@@ -19,7 +18,6 @@ from kvq.kernels.native.library import load
 from kvq.models.linear import OneDNNLinear
 from kvq.weights.rounding import round_weight
 
-_PEAK_SIZE = 8192
 _ALLOWED = {torch.float32: 2e-4, torch.float16: 4e-3, torch.bfloat16: 2e-2}  # relative errors
 
 
@@ -68,7 +66,7 @@ def bench_linear(
         if rivals:
             found += _plain(workload)
         rows, bandwidth = compete(found, repeats, progress)
-        rate = _matrix_rate(workload) if workload.device.type == "cuda" else math.inf
+        rate = matrix_rate(workload.device, workload.dtype) if workload.device.type == "cuda" else math.inf
     rounding = {name for name in formats if parse_weight_format(name).inputs is not Inputs.FULL}
     operations = 2 * workload.rows * workload.in_features * workload.out_features
     for row in rows:
@@ -81,14 +79,6 @@ def bench_linear(
             "fraction_of_limit": 1e3 * max(read_s, compute_s) / row["ms_median"],
         }
     return rows, bandwidth
-
-
-def _matrix_rate(workload: LinearWorkload) -> float:
-    """Operations a second of torch's product of two large matrices on a GPU."""
-    size, dtype = _PEAK_SIZE, workload.dtype
-    a, b = (torch.randn(size, size, device=workload.device, dtype=dtype) for _ in range(2))
-    watch = Stopwatch(lambda _: a @ b, 1, workload.device)
-    return 2e3 * size**3 / percentile([watch.sample() for _ in range(5)], 50)
 
 
 def parse_shape(text: str) -> tuple[int, int]:

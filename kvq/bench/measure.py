@@ -15,6 +15,7 @@ Run = Callable[[int], Tensor]  # one call; the number picks one of several copie
 _GPU_CALLS = 20  # in one sample, at least
 _WARM_UP = 3
 _MOST_COPIES = 64
+_PEAK_SIZE = 8192  # of the matrices by which products are timed
 
 
 class Stopwatch:
@@ -143,6 +144,13 @@ def read_bandwidth(device: torch.device, nbytes: int | None = None) -> float:
     watch = Stopwatch(lambda _: x.sum(), 1, device)
     ms = percentile([watch.sample() for _ in range(9)], 50)
     return nbytes / ms / 1e6
+
+
+def matrix_rate(device: torch.device, dtype: torch.dtype) -> float:
+    """Operations a second of torch's product of two large matrices, the median of several."""
+    a, b = (torch.randn(_PEAK_SIZE, _PEAK_SIZE, device=device, dtype=dtype) for _ in range(2))
+    watch = Stopwatch(lambda _: a @ b, 1, device)
+    return 2e3 * _PEAK_SIZE**3 / percentile([watch.sample() for _ in range(5)], 50)
 
 
 def cache_bytes(device: torch.device) -> int:

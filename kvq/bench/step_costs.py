@@ -11,7 +11,7 @@ from kvq.engine import StepStats
 from kvq.errors import ConfigError
 from kvq.models import Model
 from kvq.models.checkpoint import read_json
-from kvq.sizing.parameters import count_parameters
+from kvq.sizing.parameters import Parameters, count_parameters
 from kvq.weights import weight_bytes
 
 _LEAST = 4  # steps near a number of tokens, for a point of its own
@@ -50,18 +50,22 @@ def fit_costs(steps: Sequence[StepStats], model: Model) -> dict[str, Any] | None
     linear, (read_s, pair_s, sequence_s) = found[: len(knots)], found[len(knots) :]
     if min(linear) <= 0:
         return None
-    held = weight_bytes(model.weights.model)
     heads = sum(layer.k_head_dim + layer.v_head_dim for layer in geometry.layers)
     return {
         "linear": [[knot, cost] for knot, cost in zip(knots, linear, strict=True)],
         "read_s": read_s,
         "pair_s": pair_s,
         "sequence_s": sequence_s,
-        "weight_bytes": held * read_share(parameters, 1),
+        "weight_bytes": read_bytes(model, parameters),
         "token_flops": 2 * parameters.active,
         "kv_bytes": sum(group.block_bytes for group in layout.groups) / layout.block_size,
         "pair_flops": 2 * geometry.q_heads * heads,
     }
+
+
+def read_bytes(model: Model, parameters: Parameters) -> float:
+    """Of the weights, what a step of one token reads."""
+    return weight_bytes(model.weights.model) * read_share(parameters, 1)
 
 
 def _knots(rows: Sequence[int]) -> list[int]:

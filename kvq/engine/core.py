@@ -5,12 +5,12 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from math import inf
 from time import perf_counter
+from typing import TYPE_CHECKING
 
 from kvq.cache.memory import held_bytes
 from kvq.engine.build import build_parts, check_cache
 from kvq.engine.choose import Choices, Chooser, as_known
 from kvq.engine.config import EngineConfig
-from kvq.engine.grammar import GrammarCompiler, Matcher
 from kvq.engine.intake import Intake
 from kvq.engine.job import Job
 from kvq.engine.launch import Launcher
@@ -25,6 +25,9 @@ from kvq.models import Model
 from kvq.models.device import current
 from kvq.models.stays_here import Home, StaysHere
 from kvq.scheduler import Branch, Request, StepPlan
+
+if TYPE_CHECKING:  # imported with the first grammar: llguidance is not needed without one
+    from kvq.engine.grammar import GrammarCompiler, Matcher
 
 _log = logging.getLogger("kvq")
 
@@ -94,6 +97,8 @@ class EngineCore(StaysHere):
             self._begin(job, None)
             return
         if self._grammars is None:
+            from kvq.engine.grammar import GrammarCompiler
+
             self._grammars = GrammarCompiler(
                 self.model.tokenizer, self.model.geometry.vocab_size, eos_ids=sorted(self.model.end_ids)
             )
@@ -229,7 +234,7 @@ class EngineCore(StaysHere):
             else:
                 self._complete(job, as_known(error), "error")
 
-    def _begin(self, job: Job, matcher: Matcher | None) -> None:
+    def _begin(self, job: Job, matcher: "Matcher | None") -> None:
         try:
             job.begin(self.model.tokenizer, matcher)
         except Exception as error:  # noqa: BLE001 - a tokenizer or a grammar: this request's alone

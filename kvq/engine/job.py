@@ -2,10 +2,9 @@
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvq.engine.beam import BeamSearch, Hypothesis
-from kvq.engine.grammar import Matcher
 from kvq.engine.outputs import (
     CompletionOutput,
     Event,
@@ -22,6 +21,9 @@ from kvq.engine.text import TextStream
 from kvq.errors import KVQError
 from kvq.scheduler import Branch, Request
 
+if TYPE_CHECKING:  # see core.py
+    from kvq.engine.grammar import Matcher
+
 Listener = Callable[[Event], object]
 
 
@@ -31,7 +33,7 @@ class Result:
 
     output: CompletionOutput
     stream: TextStream
-    matcher: Matcher | None = None
+    matcher: "Matcher | None" = None
     is_done: bool = False
 
     def end(self, reason: FinishReason, stop_reason: str | int | None = None) -> str:
@@ -100,7 +102,7 @@ class Job:
                 self.listener(self._piece(one, one.text, one.token_ids, one.logprobs, ends=True))
         self.listener(output)
 
-    def begin(self, tokenizer: Any, matcher: Matcher | None) -> None:
+    def begin(self, tokenizer: Any, matcher: "Matcher | None") -> None:
         """Make the results that the branches will fill."""
         stream = TextStream(tokenizer, self.request.tokens, self.params)
         wants = self.params.logprobs is not None or self.params.best_of is not None

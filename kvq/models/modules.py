@@ -66,6 +66,20 @@ def build_on_meta(folder: Path, config: Mapping[str, Any]) -> nn.Module:
         raise _blamed(folder, config, build, error) from error
 
 
+def build_random(config: Mapping[str, Any], dtype: torch.dtype, device: torch.device) -> Any:
+    """The module that a config.json's dict describes, with the numbers that its training would begin with.
+
+    Made on the device, with kvq's attention.
+    """
+    from transformers import AutoModelForCausalLM
+
+    _prepare_process()
+    with _loading, quiet_logs("transformers"), device:
+        return AutoModelForCausalLM.from_config(
+            _config_of(config), dtype=dtype, attn_implementation=PACKED_NAME
+        )
+
+
 def _config_of(given: Mapping[str, Any]) -> Any:
     from transformers import AutoConfig
 

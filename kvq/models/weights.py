@@ -92,6 +92,16 @@ def load_weights(prepared: PreparedModel) -> LoadedWeights:
         model = load_module(folder, prepared.dtype)
     else:
         model = load_rounded(folder, prepared.dtype, prepared.rounded_to, where, backend=backend)
+    return settle(prepared, model, before)
+
+
+def settle(prepared: PreparedModel, model: Any, before: int) -> LoadedWeights:
+    """A module of the prepared model on its device, as kvq runs it. `before`: bytes held there without it.
+
+    Raises:
+        ModelError: a model that would be run wrongly.
+    """
+    where = prepared.device
     check_runs(model, prepared)
     model = place(model, prepared)
     return LoadedWeights(prepared, model, held_bytes=held_bytes(where) - before)

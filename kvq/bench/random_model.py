@@ -1,0 +1,70 @@
+"""Models of random weights, made on the device: what a step costs depends on shapes, not on what they say."""
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kvq.cache.memory import held_bytes
+from kvq.layout import BLOCK_SIZE, BlockOrder
+from kvq.models import Model
+from kvq.models.device import pick_dtype
+from kvq.models.model import probe_layers
+from kvq.models.modules import build_random, quiet_logs
+from kvq.models.prepared import PreparedModel
+from kvq.models.resolve import EMBEDDED, ModelSource
+from kvq.models.support import check_supported
+from kvq.models.weights import settle
+
+_TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
+
+
+def random_model(
+    config: Mapping[str, Any],
+    folder: Path,
+    device: torch.device,
+    *,
+    backend: str = "auto",
+    stored: bool = False,
+) -> Model:
+    """A model of the shapes of a config.json's dict, with the embedded model's tokenizer.
+
+    `folder`: gets what a model's folder holds; its weights too if they are to be `stored`, for rivals that
+    read them, and always on a CPU, whose engine looks at a few of them there. As with any other model, kvq's
+    way to run it is compared with its own code first.
+
+    Raises:
+        ModelError: a family that kvq does not run, or runs wrongly.
+    """
+    torch.manual_seed(0)
+    before = held_bytes(device)
+    dtype = pick_dtype("auto", device, config)
+    module = build_random(config, dtype, device)
+    folder.mkdir(parents=True, exist_ok=True)
+    if stored or device.type == "cpu":
+        with quiet_logs("transformers"):
+            module.save_pretrained(folder)
+    (folder / "config.json").write_text(json.dumps(dict(config)), encoding="utf-8")
+    for name in _TOKENIZER:
+        shutil.copy(EMBEDDED["tiny"] / name, folder / name)
+    geometry = check_supported(config, max_context=None)
+    prepared = PreparedModel(
+        source=ModelSource(folder=folder.resolve(), name=folder.name),
+        config=config,
+        geometry=geometry,
+        entries=(),
+        device=device,
+        dtype=dtype,
+        rounded_to=None,
+        max_context=geometry.max_context,
+        block_size=BLOCK_SIZE,
+        order=BlockOrder.LAYER_MAJOR,
+        backend=backend,
+        cache="kvq",
+    )
+    weights = settle(prepared, module, before)
+    probe_layers(weights)
+    return Model(weights, prepared.recipe("auto"))
