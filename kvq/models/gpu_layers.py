@@ -8,6 +8,7 @@ from kvq.kernels.decoder.parts import DecoderParts, GatedParts, Product
 from kvq.kernels.gated.triton import gated
 from kvq.kernels.rms_norm.triton import add_norm
 from kvq.kernels.rms_norm.weight import NormWeight
+from kvq.models.device import current
 from kvq.models.step import PackedStep
 
 
@@ -21,6 +22,10 @@ class GpuLayers:
 
     def __call__(self, x: Tensor, angles: dict[str, tuple[Tensor, Tensor]], step: PackedStep) -> Tensor:
         """[rows, hidden], which becomes the residual -> the same, normed."""
+        with current(x.device):
+            return self._all(x, angles, step)
+
+    def _all(self, x: Tensor, angles: dict[str, tuple[Tensor, Tensor]], step: PackedStep) -> Tensor:
         h = x if self._first is None else add_norm(x, None, self._first)
         for layer, norm in zip(self._layers, self._next, strict=True):
             parts = layer.parts

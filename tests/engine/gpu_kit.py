@@ -5,12 +5,15 @@ from functools import cache
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from kvq.engine.runner import Runner
-from kvq.models import Model
+from kvq.kernels.rms_norm.weight import NormWeight
+from kvq.models import Model, fused_layers, layer_parts
+from kvq.models.fused_layers import fuse_layers
 from kvq.models.modules import load_module
 from kvq.models.prepared import PreparedModel, prepare
 from kvq.models.weights import LoadedWeights, place
@@ -34,7 +37,17 @@ def model_on(gpu: ImaginaryGPU, family: str, kv: str = "int4", **changes: Any) -
     found = replace(prepared(family), device=gpu.device, dtype=torch.bfloat16, **changes)
     with unset_fake_temporarily():
         module = load_module(found.folder, found.dtype)
-    return Model(LoadedWeights(found, place(module, found)), found.recipe(kv))
+    module = place(module, found)
+    with (  # no number of the GPU can be looked at
+        patch.object(layer_parts, "norm_weight", _taken_as_is),
+        patch.object(fused_layers, "norm_weight", _taken_as_is),
+    ):
+        assert fuse_layers(module, in_triton=True)
+    return Model(LoadedWeights(found, module), found.recipe(kv))
+
+
+def _taken_as_is(norm: Any) -> NormWeight:
+    return NormWeight(weight=norm.weight.detach(), eps=getattr(norm, "variance_epsilon", 1e-5))
 
 
 def runner_on(gpu: ImaginaryGPU, family: str, kv: str = "int4", **options: Any) -> Runner:

@@ -23,6 +23,7 @@ from triton.runtime.jit import JITFunction
 
 from kvq.engine import transfers
 from kvq.kernels.gpu import uploads
+from kvq.kernels.gpu.launch import Bound
 
 _aten = torch.ops.aten
 
@@ -101,6 +102,7 @@ def imaginary_gpu(index: int = 1) -> Iterator[ImaginaryGPU]:
         stack.callback(uploads.ring.cache_clear)
         for kind in (InterpretedFunction, JITFunction):
             stack.enter_context(patch.object(kind, "run", _launcher(gpu)))
+        stack.enter_context(patch.object(Bound, "__call__", _launch))  # which asks tensors for addresses
         stack.enter_context(torch.inference_mode())  # autograd's copies ask for a driver
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(_HostIsReal(gpu))
@@ -233,6 +235,10 @@ def _assign(x: Tensor, index: Any, value: Any) -> None:
         _aten.copy_(view, value)
     else:
         _aten.fill_(view, value)
+
+
+def _launch(bound: Bound, grid: Any, tensors: tuple[Tensor, ...], numbers: tuple[int, ...] = ()) -> None:
+    bound._look(grid, (*tensors, *numbers), None)
 
 
 def _launcher(gpu: ImaginaryGPU) -> Callable[..., None]:

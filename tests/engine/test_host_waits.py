@@ -16,7 +16,6 @@ from tests.engine.guard import no_host_waits
 from tests.engine.imaginary_gpu import imaginary_gpu
 
 FIRST, SECOND = (torch.device("cuda", i) for i in range(2))
-until_attend = pytest.mark.xfail(strict=True, reason="attend's tiles are made from numbers of the host")
 
 
 @pytest.fixture
@@ -26,7 +25,6 @@ def gpu():
         yield there
 
 
-@until_attend
 @pytest.mark.parametrize("family", ["tiny", "qwen3", "gpt_oss"])
 def test_the_work_of_graphs_is_all_on_the_device_and_leaves_only_logits(gpu, family):
     model = model_on(gpu, family)
@@ -46,7 +44,7 @@ def test_the_work_of_graphs_is_all_on_the_device_and_leaves_only_logits(gpu, fam
     graphs = DecodeGraphs(model, cache, tables, max_num_seqs=2, max_context=100, capture=capture)
     assert len(kept) == 2
     layers = len(model.geometry.layers)
-    assert [launch.kernel for launch in gpu.launches].count("_write_kernel") == layers
+    assert [launch.kernel for launch in gpu.launches].count("rope_write_kernel") == layers
     for made in kept:
         assert made.left(besides=list(graphs._logits.values())) == []
 
@@ -66,7 +64,6 @@ def waits_for_tokens(gpu, monkeypatch):
     monkeypatch.setattr(Readback, "wait", waited)
 
 
-@until_attend
 @pytest.mark.usefixtures("waits_for_tokens")
 @pytest.mark.parametrize("is_captured", [True, False], ids=["graphs", "eager"])
 def test_no_step_of_an_engine_waits_but_for_its_tokens(gpu, is_captured, monkeypatch):

@@ -131,7 +131,7 @@ def takes_ptx(_semantic: Any = None) -> tl.constexpr:
     return tl.constexpr(not INTERPRETED.value and _semantic.builder.options.backend_name == "cuda")
 
 
-takes_ptx.__triton_builtin__ = True  # device code calls it with the compilation as `_semantic`
+takes_ptx.__triton_builtin__ = True  # type: ignore[attr-defined]  # device code calls it with the compilation as `_semantic`
 
 
 def kind_of(code: Code) -> int:
