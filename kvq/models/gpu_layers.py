@@ -1,6 +1,7 @@
 """Decoder layers in Triton: what is added to the residual is normed for the next half in the same launch."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from torch import Tensor
 
@@ -10,6 +11,7 @@ from kvq.kernels.rms_norm.triton import add_norm
 from kvq.kernels.rms_norm.weight import NormWeight
 from kvq.models.device import current
 from kvq.models.step import PackedStep
+from kvq.weights.dense import Dense
 
 
 class GpuLayers:
@@ -53,4 +55,8 @@ def _gated(parts: GatedParts) -> Callable[[Tensor], Tensor]:
 
 
 def _biased(product: Product, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
-    return product if bias is None else lambda x: product(x) + bias
+    if bias is None:
+        return product
+    if isinstance(product, Dense):
+        return partial(product.added_to, bias)
+    return lambda x: product(x) + bias

@@ -28,3 +28,7 @@ class Dense:
     def __call__(self, x: Tensor) -> Tensor:
         """[rows, in] -> [rows, out] of x's dtype."""
         return torch.mm(x, self.transposed)
+
+    def added_to(self, bias: Tensor, x: Tensor) -> Tensor:
+        """The same plus a bias [out], in one launch."""
+        return torch.addmm(bias, x, self.transposed)

@@ -1,5 +1,6 @@
 """Real models on the imaginary GPU, and runners over them."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -25,16 +26,21 @@ from tests.helpers_models import save_model
 @cache
 def prepared(family: str) -> PreparedModel:
     """The embedded model, or a random one of a family."""
-    if family == "tiny":
-        return prepare("tiny", device="cpu")
-    folder = save_model(Path(mkdtemp(prefix=f"kvq-{family}-")), family)
+    return prepare("tiny", device="cpu") if family == "tiny" else _random(family, {})
+
+
+def _random(family: str, options: Mapping[str, Any]) -> PreparedModel:
+    folder = save_model(Path(mkdtemp(prefix=f"kvq-{family}-")), family, **options)
     one_character_tokenizer().save_pretrained(folder)
     return prepare(folder, device="cpu")
 
 
-def model_on(gpu: ImaginaryGPU, family: str, kv: str = "int4", **changes: Any) -> Model:
-    """A model in bf16, placed on the GPU as any is that was loaded for one."""
-    found = replace(prepared(family), device=gpu.device, dtype=torch.bfloat16, **changes)
+def model_on(
+    gpu: ImaginaryGPU, family: str, kv: str = "int4", options: Mapping[str, Any] | None = None, **changes: Any
+) -> Model:
+    """A model in bf16, placed on the GPU as any is that was loaded for one. `options`: of its config."""
+    known = prepared(family) if options is None else _random(family, options)
+    found = replace(known, device=gpu.device, dtype=torch.bfloat16, **changes)
     with unset_fake_temporarily():
         module = load_module(found.folder, found.dtype)
     module = place(module, found)

@@ -1,0 +1,48 @@
+"""How many kernels a layer takes in a decode step on a GPU, counted on one that isn't there."""
+
+import pytest
+import torch
+
+from kvq.cache import KVCache
+from kvq.engine.graphs import DecodeGraphs
+from tests.engine.gpu_kit import model_on
+from tests.engine.imaginary_gpu import ImaginaryGPU, imaginary_gpu
+from tests.engine.launches import Launches
+
+MOST_DENSE = 14
+# Of a layer: two norms, heads, attention and, but for short windows, its merge, activation; then products.
+# Experts are transformers' own code.
+TRITON = {"llama": 6, "qwen3": 5, "gemma2": 5.5, "mixtral": 4, "gpt_oss": 4.5}
+TORCH = {"llama": 4, "qwen3": 4, "gemma2": 4, "mixtral": 22, "gpt_oss": 29}
+
+
+def launched(gpu: ImaginaryGPU, family: str, layers: int) -> tuple[list[str], list[str]]:
+    """Triton's and torch's kernels of one decode step of a model of so many layers."""
+    types = ["sliding_attention", "full_attention"] * (layers // 2)
+    sized = {"layer_types": types} if family in ("gemma2", "gpt_oss") else {"num_hidden_layers": layers}
+    model = model_on(gpu, family, options=sized)
+    groups = model.layout.groups
+    cache = KVCache(model.layout, num_blocks=[5] * len(groups), device=gpu.device)
+    tables = [torch.zeros(3, 4, dtype=torch.int32, device=gpu.device) for _ in groups]
+    torchs: list[str] = []
+
+    def capture(work):
+        work()
+        gpu.launches.clear()
+        with Launches() as found:
+            work()
+        assert found.copies == 0
+        torchs[:] = found.kernels
+        return work
+
+    DecodeGraphs(model, cache, tables, max_num_seqs=1, max_context=131_072, capture=capture)
+    return [launch.kernel for launch in gpu.launches], torchs
+
+
+@pytest.mark.parametrize("family", sorted(TRITON))
+def test_a_layer_takes_few_kernels(family):
+    with imaginary_gpu() as gpu:
+        few, more = (launched(gpu, family, layers) for layers in (2, 4))
+    triton, torchs = ((len(b) - len(a)) / 2 for a, b in zip(few, more, strict=True))
+    assert (triton, torchs) == (TRITON[family], TORCH[family]), more
+    assert family in ("mixtral", "gpt_oss") or triton + torchs <= MOST_DENSE
