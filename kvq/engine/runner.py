@@ -7,6 +7,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -89,6 +90,10 @@ class Runner:
         self._tables = [torch.zeros(shape, dtype=torch.int32, device=self._device) for _ in layout.groups]
         for table, count in zip(self._tables, num_blocks, strict=True):
             table[max_num_seqs:] = count
+        # The same where the host can read it: what it finds, no kernels have to be launched for.
+        self._mirrors = (
+            [] if self._device.type == "cpu" else [np.zeros(shape, np.int32) for _ in layout.groups]
+        )
         self._graphs = (
             decode_graphs(model, self.cache, self._tables, max_num_seqs=max_num_seqs, max_context=longest)
             if uses_graphs
@@ -161,33 +166,34 @@ class Runner:
         self.cache.close()
 
     def _inputs_on_gpu(self, plan: StepPlan, wanted: list[int], tokens: Tensor | None) -> _Inputs:
-        """All whole numbers of the step in one copy."""
+        """All whole numbers of the step in one copy, but for the tables, which are there."""
         counts, rows = np.array(plan.counts), _rows(plan)
-        firsts = np.cumsum(counts) - counts
-        told = () if tokens is not None else plan.token_ids
         positions = positions_of(plan.counts, plan.ends)
-        numbers = (told, positions, np.repeat(rows, counts), rows, wanted)
+        told = () if tokens is not None else plan.token_ids
+        numbers = (told, positions, wanted, rows, *self._slots(self._mirrors, plan, rows, positions))
         arrays = [np.asarray(values, np.int64) for values in numbers]
-        arrays.append(np.array((firsts, counts, plan.ends), np.int32))
-        ids, where, owners, sequences, keep, lens = upload_all(arrays, self._device)
-        size, width = self._block_size, self._blocks_of(plan)
-        pairs = [
-            (table[sequences, :width], table[owners, where // size].long() * size + where % size)
-            for table in self._tables
-        ]
-        return _Inputs(ids if tokens is None else tokens, where, keep, _batches(plan, pairs, lens))
+        arrays.append(np.array((np.cumsum(counts) - counts, counts, plan.ends), np.int32))
+        ids, where, keep, sequences, *slots, lens = upload_all(arrays, self._device)
+        width = self._blocks_of(plan)
+        tables = [table[sequences, :width] for table in self._tables]
+        return _Inputs(ids if tokens is None else tokens, where, keep, _batches(plan, tables, slots, lens))
 
     def _inputs_on_cpu(self, plan: StepPlan, wanted: list[int], tokens: Tensor | None) -> _Inputs:
         """The same by numpy, which takes a tenth of torch's time for so few numbers."""
-        size, width, rows = self._block_size, self._blocks_of(plan), _rows(plan)
-        positions, owners = positions_of(plan.counts, plan.ends), np.repeat(rows, plan.counts)
-        pairs = []
-        for table in self._tables:
-            entries = table.numpy()
-            slots = entries[owners, positions // size].astype(np.int64) * size + positions % size
-            pairs.append((torch.from_numpy(entries[rows, :width]), torch.from_numpy(slots)))
+        rows, positions = _rows(plan), positions_of(plan.counts, plan.ends)
+        entries, width = [table.numpy() for table in self._tables], self._blocks_of(plan)
+        slots = [torch.from_numpy(own) for own in self._slots(entries, plan, rows, positions)]
+        tables = [torch.from_numpy(own[rows, :width]) for own in entries]
         ids = plan.token_ids if tokens is None else tokens
-        return _Inputs(ids, positions, wanted, _batches(plan, pairs, None))
+        return _Inputs(ids, positions, wanted, _batches(plan, tables, slots, None))
+
+    def _slots(
+        self, entries: Sequence[npt.NDArray[np.int32]], plan: StepPlan, rows: list[int], positions: Integers
+    ) -> list[Integers]:
+        """Per layer group, int64 [new tokens]: block * block_size + offset."""
+        owners = rows if len(rows) == len(positions) else np.repeat(rows, plan.counts)
+        index, offset = np.divmod(positions, self._block_size)
+        return [own[owners, index].astype(np.int64) * self._block_size + offset for own in entries]
 
     def _blocks_of(self, plan: StepPlan) -> int:
         """Blocks of the step's longest sequence."""
@@ -209,6 +215,8 @@ class Runner:
             for group in changed
             for values, kind in ((places, np.int64), (blocks, np.int32))
         ]
+        for group in changed if self._mirrors else ():
+            self._mirrors[group].reshape(-1)[places[group]] = blocks[group]
         moved = upload_all(arrays, self._device)
         for group, where, what in zip(changed, moved[::2], moved[1::2], strict=True):
             self._tables[group].view(-1)[where] = what
@@ -220,13 +228,13 @@ def _rows(plan: StepPlan) -> list[int]:
 
 
 def _batches(
-    plan: StepPlan, pairs: Sequence[tuple[Tensor, Tensor]], lens: Tensor | None
+    plan: StepPlan, tables: Sequence[Tensor], slots: Sequence[Tensor], lens: Tensor | None
 ) -> tuple[SequenceBatch, ...]:
     """Per layer group the sequences, with their tables and slots."""
     counts, ends = tuple(plan.counts), tuple(plan.ends)
     return tuple(
-        SequenceBatch(query_lens=counts, context_lens=ends, tables=tables, slots=slots, lens=lens)
-        for tables, slots in pairs
+        SequenceBatch(query_lens=counts, context_lens=ends, tables=table, slots=own, lens=lens)
+        for table, own in zip(tables, slots, strict=True)
     )
 
 

@@ -17,6 +17,9 @@ Integers = npt.NDArray[np.int64]
 def positions_of(counts: Sequence[int], ends: Sequence[int]) -> Integers:
     """int64 [tokens]: where each of `counts` new tokens lies in its sequence, which then ends at `ends`."""
     new, last = np.array(counts), np.array(ends)
+    if (new == 1).all():  # decodes only
+        positions: Integers = last - 1
+        return positions
     before = np.cumsum(new) - new  # new tokens of the sequences packed before
     first: Integers = np.repeat(last - new - before, new)
     return first + np.arange(len(first))

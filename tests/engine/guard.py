@@ -102,11 +102,13 @@ class _Operations(TorchDispatchMode):
         if func.overloadpacket is _aten.copy_:
             target, source = args[:2]
             to, waits = is_there(target), not (args[2] if len(args) > 2 else kwargs.get("non_blocking"))
+            staged = target.dtype != source.dtype or not target.is_contiguous() or not source.is_contiguous()
             host = source if to else target
         else:
             source, device = args[0], kwargs.get("device")
             to = is_there(source) if device is None else torch.device(device).type == "cuda"
             waits, host = not kwargs.get("non_blocking"), None if is_there(source) else source
+            staged = kwargs.get("dtype") not in (None, source.dtype) or not source.is_contiguous()
         if is_there(source) == to:
             return
         where = "from the host to the device" if to else "from the device to the host"
@@ -114,6 +116,8 @@ class _Operations(TorchDispatchMode):
             raise HostWait(f"a graph would hold a copy {where}")
         if waits or host is None or not self._gpu.is_pinned(host):
             raise HostWait(f"a copy {where} that is not asynchronous, or not of pinned memory")
+        if staged:
+            raise HostWait(f"a copy {where} of other strides or types goes through memory that is not pinned")
 
 
 def _check_index(tensors: Sequence[Tensor | None]) -> None:

@@ -60,6 +60,14 @@ def test_what_waits_is_refused(gpu, waits):
         waits(x)
 
 
+@pytest.mark.parametrize("staged", [lambda x, host: (x[:, 1:], host[:, 1:]), lambda x, host: (x.int(), host)])
+def test_copies_of_other_strides_or_types_are_refused(gpu, staged):
+    pinned = torch.zeros(2, 4, dtype=torch.int64, pin_memory=True)
+    target, source = staged(numbers(gpu, 8).view(2, 4), pinned)
+    with pytest.raises(HostWait, match="other strides or types"), no_host_waits(gpu):
+        target.copy_(source, non_blocking=True)
+
+
 def test_what_does_not_wait_is_carried_out(gpu):
     x, pinned = numbers(gpu), torch.zeros(8, dtype=torch.int64, pin_memory=True)
     with no_host_waits(gpu):

@@ -17,6 +17,7 @@ def test_both_ways_to_make_the_inputs_of_a_step_agree():
         runner = llm.core.runner
         for table in runner._tables:
             table.copy_(torch.from_numpy(pick.integers(0, 64, tuple(table.shape))))
+        runner._mirrors = [table.numpy() for table in runner._tables]
         for _ in range(20):
             rows = pick.permutation(len(runner._tables[0]))[: pick.integers(1, 6)].tolist()
             rows = [-1, *rows] if pick.integers(2) else rows
