@@ -138,7 +138,6 @@ def test_windows_caps_sinks_and_splits(
 ) -> None:
     if splits:
         monkeypatch.setattr(shapes, "_LEAST_SPLIT", 64)
-        monkeypatch.setattr(shapes, "_MOST_SPLIT", 64)
     cache, tables, _ = filled(kv, (64, 64))
     check_attention(cache, tables.batch(NEW, CONTEXTS), (64, 64), torch.bfloat16, **options)
 

@@ -1,7 +1,9 @@
 """Blocks full of poison for kernel tests, and where every slot's bytes lie in them."""
 
 from dataclasses import dataclass
+from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -129,6 +131,19 @@ def slot_bytes(cache: KVCache, layer: int, slots: list[int], *, padding: bool = 
                 mask[region_at + size : region_at + padded] = True
             region_at += padded
     return mask
+
+
+def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let `torch.empty` give NaN, and integers that are neither an index nor a length."""
+    empty = torch.empty
+
+    def poisoned(*size: Any, **options: Any) -> Tensor:
+        x = empty(*size, **options)
+        return x.fill_(
+            float("nan") if x.is_floating_point() else 0x7F7F7F7F if x.dtype == torch.int32 else 127
+        )
+
+    monkeypatch.setattr(torch, "empty", poisoned)
 
 
 @dataclass(frozen=True)

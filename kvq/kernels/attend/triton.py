@@ -1,7 +1,7 @@
 """`attend` in Triton: what a layer's launches are made of, once for all steps, and the launches."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -70,6 +70,7 @@ class _Cutting(NamedTuple):
 class _Plan:
     """A layer's launches, but for what changes from step to step."""
 
+    name: tuple[Any, ...]  # the cutting as plain numbers, whose hash costs little
     cutting: _Cutting
     v_dim: int
     attend: tuple[dict[str, Any], dict[str, Any]]  # arguments: of decode tiles, and of extend tiles
@@ -126,8 +127,10 @@ def _planned(q: Tensor, kv: PagedKV, options: AttentionOptions) -> _Plan:
         {**common, "ROWS": x.rows, "KEYS": x.keys, "num_warps": x.warps, "num_stages": x.stages}
         for x in shapes
     )
+    cutting = _Cutting(q_heads // kv_heads, kv_heads, v["V_PAD"], options.window, *shapes)
     return _Plan(
-        cutting=_Cutting(q_heads // kv_heads, kv_heads, v["V_PAD"], options.window, *shapes),
+        name=(*cutting[:4], *astuple(shapes[0]), *astuple(shapes[1])),
+        cutting=cutting,
         v_dim=v["V_DIM"],
         attend=(decode, extend),
         merge=merge,
@@ -136,7 +139,7 @@ def _planned(q: Tensor, kv: PagedKV, options: AttentionOptions) -> _Plan:
 
 def _work(batch: SequenceBatch, plan: _Plan, skip_last: int) -> list[_Work]:
     """Decode and extend tiles of a batch; worked out once for all layers that cut alike."""
-    name = plan.cutting, skip_last
+    name = plan.name, skip_last
     found: list[_Work] | None = batch.kept.get(name)
     if found is None:
         found = batch.kept[name] = list(_works(batch, plan.cutting, skip_last))

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from kvq.kernels.attend.triton_int4 import add_int4_values, dot, int4_queries, int4_scores, joined
-from kvq.kernels.attend.triton_work import ITEM_WORDS
+from kvq.kernels.attend.triton_list import ITEM_WORDS
 from kvq.kernels.gpu.rows import (
     FLOAT,
     FP8,

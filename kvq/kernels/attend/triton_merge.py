@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from kvq.kernels.attend.triton_kernel import LOG2_E, store_rows
-from kvq.kernels.attend.triton_work import MERGE_WORDS
+from kvq.kernels.attend.triton_list import MERGE_WORDS
 
 
 @triton.jit(do_not_specialize=["height"])

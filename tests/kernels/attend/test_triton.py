@@ -1,6 +1,7 @@
 """attend in Triton's interpreter: what its host code decides, beyond the suite of all backends."""
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from kvq.kernels.attend import triton as kernel
 from kvq.kernels.attend.reference import attend as reference
 from kvq.kernels.gpu import shapes
 from kvq.layout import BlockOrder
-from tests.kernels.kit import Tables, poisoned_cache, rows_like_kv
+from tests.kernels.kit import Tables, poisoned_cache, poisoned_memory, rows_like_kv
 
 SINKS = torch.tensor([0.0, 4.0, -3.0, 9.0, 1.0, -math.inf])
 
@@ -47,11 +48,15 @@ def filled(
 
 
 def compare(q: Tensor, cache: KVCache, batch: SequenceBatch, allowed: float = 5e-6, **options: Any) -> None:
-    """Both kernels on one batch: outputs relative to the largest, log-sum-exps absolutely."""
+    """Both kernels on one batch: outputs relative to the largest, log-sum-exps absolutely.
+
+    As in a captured graph, this one's host knows only an upper limit of the contexts.
+    """
     skip_last = options.pop("skip_last", 0)
+    limits = replace(batch, context_lens=(4096,) * len(batch.context_lens), lens=batch.device_lens())
     settings = AttentionOptions(**{"scale": q.shape[2] ** -0.5, **options})
     want, want_lse = reference(q.float(), cache.layer(1), batch, settings, skip_last=skip_last)
-    out, lse = kernel.attend(q, cache.layer(1), batch, settings, skip_last=skip_last)
+    out, lse = kernel.attend(q, cache.layer(1), limits, settings, skip_last=skip_last)
     assert float((out - want).abs().max() / want.abs().max()) < allowed
     torch.testing.assert_close(lse, want_lse, rtol=max(allowed, 1e-5), atol=max(allowed, 1e-5))
 
@@ -63,8 +68,22 @@ def test_keys_split_over_programs_merge_to_the_same(
 ) -> None:
     monkeypatch.setattr(shapes, "_LEAST_SPLIT", 32)
     cache, tables = filled(kv, (64, 48), [130, 1, 33, 96])
+    poisoned_memory(monkeypatch)
     q = rows_like_kv(6, 6, 64, 9)
     compare(q, cache, tables.batch([2, 1, 2, 1], [130, 1, 33, 96]), **options)
+
+
+@pytest.mark.parametrize("options", [{"sinks": SINKS}, {"window": 60, "softcap": 3.0}])
+def test_a_batch_of_decodes_drafts_and_chunks(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tiles of both heights split their keys; a sequence adds nothing."""
+    monkeypatch.setattr(shapes, "_LEAST_SPLIT", 16)
+    new, contexts = [1, 0, 12, 4, 1], [70, 20, 90, 33, 40]
+    cache, tables = filled("int4_g32_rot", (64, 64), contexts, kv_heads=1)
+    poisoned_memory(monkeypatch)
+    batch = tables.batch(new, contexts)
+    compare(rows_like_kv(sum(new), 6, 64, 9), cache, batch, **options)
 
 
 @pytest.mark.parametrize("order", list(BlockOrder))

@@ -26,8 +26,8 @@ from triton.compiler import ASTSource
 from kvq.kernels.attend import triton as attend
 from kvq.kernels.attend.options import AttentionOptions
 from kvq.kernels.attend.triton_kernel import attend_kernel
+from kvq.kernels.attend.triton_list import list_kernel
 from kvq.kernels.attend.triton_merge import merge_kernel
-from kvq.kernels.attend.triton_work import list_kernel
 from kvq.kernels.gather_dense.triton import _gather_kernel
 from kvq.kernels.gpu import shapes
 from kvq.kernels.gpu.rows import dense_strides, part_arguments

@@ -1,0 +1,156 @@
+"""The kernel that builds the work list of a step; see triton_work.py.
+
+The tiles of a step have slots, which need not be counted out: sequence i's begin at slot (query rows
+before it) // ROWS + i, so no two share one, and a search in the first tokens finds whose a slot is.
+"""
+
+import triton
+import triton.language as tl
+
+# Of an item: sequence (-1: none), first row, first token, new tokens, context, first tile of keys, end, part.
+ITEM_WORDS = tl.constexpr(8)
+# Of a tile in several parts: parts (0: no tile), first part, first row, first token, new tokens.
+MERGE_WORDS = tl.constexpr(5)
+_CLASSES = tl.constexpr(16)  # of sizes, by which pieces are ordered
+
+
+@triton.jit
+def _tiles(
+    slot, lens_ptr, lens_row, sequences, search_bits, fewest, most, window, skip_last,
+    SHARE: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, WINDOW: tl.constexpr,
+):  # fmt: skip
+    """The tiles in some slots: sequence, row, first token, new tokens, context, first tile of keys, end,
+    tiles of keys; the last is -1 where a slot holds none.
+    """
+    sequence = slot * 0
+    for i in range(0, search_bits):
+        probe = sequence + (1 << (search_bits - 1 - i))
+        first = tl.load(lens_ptr + probe, mask=probe < sequences, other=0)
+        begins = first * SHARE // ROWS + probe
+        sequence = tl.where((probe < sequences) & (begins <= slot), probe, sequence)
+    first = tl.load(lens_ptr + sequence)
+    new = tl.load(lens_ptr + lens_row + sequence)
+    context = tl.load(lens_ptr + 2 * lens_row + sequence)
+    row = (slot - first * SHARE // ROWS - sequence) * ROWS
+    rows = new * SHARE
+    last = tl.minimum(row + ROWS, rows) - 1
+    end = tl.minimum(context - new + last // SHARE + 1, context - skip_last)
+    begin = slot * 0
+    if WINDOW:
+        begin = tl.maximum(context - new + row // SHARE - window + 1, 0) // KEYS
+    is_tile = (row < rows) & (rows >= fewest) & (rows <= most)
+    keys = (tl.maximum(end - begin * KEYS, 0) + KEYS - 1) // KEYS
+    return sequence, row, first, new, context, begin, end, tl.where(is_tile, keys, -1)
+
+
+@triton.jit
+def _pieces(keys, before, total, pieces):
+    """Parts of tiles, 0 where there is no tile; bool and int32 [slots, _CLASSES]: which class of size theirs
+    is, largest first, and how many of them are in each.
+
+    `pieces` are dealt out to the tiles by their share of all keys, `total`; of the tiles in earlier slots
+    `before` are. What is rounded off one goes to the next, so together no more parts are made.
+    """
+    whole = tl.maximum(keys, 0)
+    upto = before + tl.cumsum(whole.to(tl.int64), axis=0)
+    dealt = (upto * pieces + total // 2) // total - ((upto - whole) * pieces + total // 2) // total
+    parts = tl.where(keys < 0, 0, tl.maximum(dealt, 1)).to(tl.int32)
+    size = whole // tl.maximum(parts, 1)  # of a split tile less than twice what a piece has on average
+    rank = tl.maximum(-(size * pieces * (_CLASSES // 2) // total) + (_CLASSES - 1), 0)
+    own = rank[:, None] == tl.arange(0, _CLASSES)[None, :]
+    return parts, own, tl.where(own, parts[:, None], 0)
+
+
+@triton.jit
+def _store_items(
+    items, at, parts, first_part, sequence, row, first, new, context, begin, end, keys, KEYS: tl.constexpr
+):
+    """The items of some tiles, whose keys are shared out evenly in whole tiles."""
+    for part in range(0, tl.max(parts, axis=0)):
+        there = part < parts
+        item = items + (at + part) * ITEM_WORDS
+        divisor = tl.maximum(parts, 1)
+        stop = tl.minimum((begin + keys * (part + 1) // divisor) * KEYS, end)
+        tl.store(item, sequence, mask=there)
+        tl.store(item + 1, row, mask=there)
+        tl.store(item + 2, first, mask=there)
+        tl.store(item + 3, new, mask=there)
+        tl.store(item + 4, context, mask=there)
+        tl.store(item + 5, begin + keys * part // divisor, mask=there)
+        tl.store(item + 6, stop, mask=there)
+        tl.store(item + 7, tl.where(parts > 1, first_part + part, -1), mask=there)
+
+
+@triton.jit
+def _fill(words, begin, end, value, WORDS: tl.constexpr, BLOCK: tl.constexpr):
+    """Say of the records from `begin` to `end` that they hold nothing."""
+    for done in range(begin, end, BLOCK):
+        at = done + tl.arange(0, BLOCK)
+        tl.store(words + at * WORDS, tl.zeros((BLOCK,), tl.int32) + value, mask=at < end)
+
+
+_COUNTS = [
+    *("lens_row", "sequences", "search_bits", "slots", "num_items", "num_merged"),
+    *("fewest", "most", "window", "skip_last", "pieces", "least"),
+]
+
+
+@triton.jit(do_not_specialize=_COUNTS)
+def list_kernel(
+    lens_ptr, items_ptr, merged_ptr, lens_row, sequences, search_bits, slots, num_items, num_merged,
+    fewest, most, window, skip_last, pieces, least,
+    SHARE: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, WINDOW: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Cut the keys of all tiles into `pieces`, or fewer of `least` tiles of keys, and one for every tile that
+    is smaller. One program: the lists are short, and every place in them depends on what comes before.
+    """
+    total = tl.zeros((1,), tl.int64)
+    for done in range(0, slots, BLOCK):
+        _, _, _, _, _, _, _, keys = _tiles(
+            done + tl.arange(0, BLOCK), lens_ptr, lens_row, sequences, search_bits, fewest, most, window,
+            skip_last, SHARE, ROWS, KEYS, WINDOW,
+        )  # fmt: skip
+        total += tl.sum(tl.maximum(keys, 0).to(tl.int64), axis=0)
+    total = tl.maximum(total, 1)
+    wanted = tl.maximum(tl.minimum(total // least, pieces), 1)
+
+    counts = tl.zeros((_CLASSES,), tl.int32)
+    work = tl.zeros((1,), tl.int64)
+    for done in range(0, slots, BLOCK):
+        _, _, _, _, _, _, _, keys = _tiles(
+            done + tl.arange(0, BLOCK), lens_ptr, lens_row, sequences, search_bits, fewest, most, window,
+            skip_last, SHARE, ROWS, KEYS, WINDOW,
+        )  # fmt: skip
+        _, _, found = _pieces(keys, work, total, wanted)
+        counts += tl.sum(found, axis=0)
+        work += tl.sum(tl.maximum(keys, 0).to(tl.int64), axis=0)
+
+    starts = tl.cumsum(counts, axis=0) - counts  # of every class among the items
+    num_parts, num_split = tl.zeros((1,), tl.int32), tl.zeros((1,), tl.int32)
+    work = tl.zeros((1,), tl.int64)
+    for done in range(0, slots, BLOCK):
+        sequence, row, first, new, context, begin, end, keys = _tiles(
+            done + tl.arange(0, BLOCK), lens_ptr, lens_row, sequences, search_bits, fewest, most, window,
+            skip_last, SHARE, ROWS, KEYS, WINDOW,
+        )  # fmt: skip
+        parts, own, found = _pieces(keys, work, total, wanted)
+        before = starts[None, :] + tl.cumsum(found, axis=0) - found
+        at = tl.sum(tl.where(own, before, 0), axis=1)
+        is_split = (parts > 1).to(tl.int32)
+        kept = parts * is_split
+        first_part = num_parts + tl.cumsum(kept, axis=0) - kept
+        _store_items(
+            items_ptr, at, parts, first_part, sequence, row, first, new, context, begin, end, keys, KEYS
+        )
+        merged = merged_ptr + (num_split + tl.cumsum(is_split, axis=0) - is_split) * MERGE_WORDS
+        tl.store(merged, parts, mask=parts > 1)
+        tl.store(merged + 1, first_part, mask=parts > 1)
+        tl.store(merged + 2, row, mask=parts > 1)
+        tl.store(merged + 3, first, mask=parts > 1)
+        tl.store(merged + 4, new, mask=parts > 1)
+        starts += tl.sum(found, axis=0)
+        num_parts += tl.sum(kept, axis=0)
+        num_split += tl.sum(is_split, axis=0)
+        work += tl.sum(tl.maximum(keys, 0).to(tl.int64), axis=0)
+    _fill(items_ptr, tl.sum(counts, axis=0), num_items, -1, ITEM_WORDS, BLOCK)
+    _fill(merged_ptr, tl.max(num_split, axis=0), num_merged, 0, MERGE_WORDS, BLOCK)
