@@ -123,6 +123,8 @@ def test_parts_and_inputs_that_do_not_fit_are_refused() -> None:
     ):
         with pytest.raises(ConfigError, match="don't fit each other"):
             CpuDecoder(replace(w, **wrong))
+    with pytest.raises(ConfigError, match="GELU has no C"):
+        CpuDecoder(replace(w, activation=Activation.GELU))
     decoder = CpuDecoder(w)
     x, angles, attended = numbers(5, HIDDEN), numbers(5, DIM), numbers(5, HEADS * DIM)
     for x_, cos, sin in (
