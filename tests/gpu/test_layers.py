@@ -3,6 +3,7 @@
 TRITON_INTERPRET=0 python -m pytest tests/gpu
 """
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -89,11 +90,10 @@ def layer_to(layer: LayerHeads, device: torch.device) -> LayerHeads:
     def moved(own: NormWeight) -> NormWeight:
         return NormWeight(weight=own.weight.to(device), eps=own.eps)
 
-    fields = {name: getattr(layer, name) for name in LayerHeads.__slots__}
     norms = layer.norms and (moved(layer.norms[0]), moved(layer.norms[1]))
     bias = None if layer.bias is None else layer.bias.to(device)
     centers = tuple(None if center is None else center.to(device) for center in layer.centers)
-    return LayerHeads(**{**fields, "norms": norms, "bias": bias, "centers": centers})
+    return replace(layer, norms=norms, bias=bias, centers=centers)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

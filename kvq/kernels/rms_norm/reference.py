@@ -51,16 +51,17 @@ def check_add_norm(
     x: Tensor, residual: Tensor | None, norm: NormWeight | None, post: NormWeight | None
 ) -> None:
     """Raise ConfigError for parts that don't fit each other."""
-    weights = [own.weight for own in (norm, post) if own is not None]
-    fits = x.dim() == 2 and all(y.shape == x.shape[1:] and y.stride(0) == 1 for y in weights)
-    if residual is None:
-        fits = fits and norm is not None
-    else:
-        fits = fits and residual.shape == x.shape and residual.stride(1) == 1
+    shape, dim = x.shape, x.shape[-1:]
+    fits = len(shape) == 2 and (norm is not None or residual is not None)
+    for own in (norm, post):
+        if own is not None:
+            fits = fits and own.weight.shape == dim and own.weight.stride(0) == 1
+    if residual is not None:
+        fits = fits and residual.shape == shape and residual.stride(1) == 1
     if not fits:
         other = "none" if residual is None else list(residual.shape)
         raise ConfigError(
             f"add_norm takes [rows, dim], a residual of this shape, weights [dim], all but the first with "
-            f"elements side by side, and a residual or a norm at least; got {list(x.shape)}, a residual "
-            f"{other}, and weights {[list(weight.shape) for weight in weights]}"
+            f"elements side by side, and a residual or a norm at least; got {list(shape)}, a residual "
+            f"{other}, and weights {[list(own.weight.shape) for own in (norm, post) if own]}"
         )

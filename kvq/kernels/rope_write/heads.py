@@ -1,6 +1,6 @@
 """The heads that a layer's QKV product gives, and what is done to them before attention."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum
 
 from torch import Tensor
@@ -34,11 +34,8 @@ class LayerHeads:
     norms: tuple[NormWeight, NormWeight] | None = None
     bias: Tensor | None = None  # [width], of the heads' dtype
     centers: tuple[Tensor | None, Tensor | None] = (None, None)  # fp32 [kv_heads, dim], off K and V stored
-
-    @property
-    def width(self) -> int:
-        """Elements of all heads."""
-        return self.q_heads * self.k_dim + self.kv_heads * (self.k_dim + self.v_dim)
+    width: int = field(init=False)  # elements of all heads
+    angle_columns: int = field(init=False)  # that are read
 
     @property
     def counts(self) -> list[int]:
@@ -49,6 +46,12 @@ class LayerHeads:
         """Raises:
         ConfigError: sizes that don't fit each other: kernels would read past their ends.
         """
+        # kernels are launched often, so these are worked out once
+        object.__setattr__(
+            self, "width", self.q_heads * self.k_dim + self.kv_heads * (self.k_dim + self.v_dim)
+        )
+        halved = 1 if self.pairs is Pairs.NEIGHBOURS_TWICE else 2
+        object.__setattr__(self, "angle_columns", self.rotary_dim // halved)
         turned = self.rotary_dim % 2 == 0 and 0 <= self.rotary_dim <= self.k_dim
         norms = zip(self.norms or (), (self.q_heads, self.kv_heads), strict=False)
         weights = [n.weight.shape in ((self.k_dim,), (heads * self.k_dim,)) for n, heads in norms]

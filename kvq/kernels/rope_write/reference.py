@@ -59,15 +59,18 @@ def check_rope_write(
     heads: Tensor, angles: Angles | None, slots: Tensor, bad: Tensor, layer: LayerHeads
 ) -> None:
     """Raise ConfigError for tensors that don't fit each other."""
-    rows = len(heads)
-    columns = layer.rotary_dim // (1 if layer.pairs is Pairs.NEIGHBOURS_TWICE else 2)
-    fits = heads.shape == (rows, layer.width) and heads.stride(1) == 1 and len(slots) <= rows
-    turned = angles is None or all(x.shape[0] >= len(slots) and x.shape[1] >= columns for x in angles)
-    if not fits or not turned or len(bad) < len(slots):
+    tokens, shape, columns = slots.shape[0], heads.shape, layer.angle_columns
+    fits = len(shape) == 2 and shape[1] == layer.width and heads.stride(1) == 1
+    fits = fits and tokens <= shape[0] and tokens <= bad.shape[0]
+    if angles is not None:
+        (cos_rows, cos_columns), (sin_rows, sin_columns) = angles[0].shape, angles[1].shape
+        fits = fits and min(cos_rows, sin_rows) >= tokens and min(cos_columns, sin_columns) >= columns
+    if not fits:
         angled = [] if angles is None else [list(x.shape) for x in angles]
         raise ConfigError(
-            f"rope_write takes heads [rows, {layer.width}], and angles [tokens, {columns} or more] and flags "
-            f"for {len(slots)} slots; got {list(heads.shape)}, {angled} and {len(bad)} flags"
+            f"rope_write takes heads [rows, {layer.width}] with elements side by side, and angles [tokens, "
+            f"{columns} or more] and flags for {tokens} slots; got {list(shape)}, {angled} and "
+            f"{bad.shape[0]} flags"
         )
 
 

@@ -30,7 +30,7 @@ def rope_write(
     than longer ones; nothing depends on the other tokens of a step.
     """
     check_rope_write(heads, angles, slots, bad, layer)
-    if not (tokens := len(slots)):
+    if not (tokens := slots.shape[0]):
         return
     programs, kept = _kept(kv, layer, angles is not None, tokens <= _FEW_TOKENS)
     cos, sin = (heads, heads) if angles is None else angles  # without angles pointers that are not read

@@ -41,7 +41,7 @@ def compile_layers(device: str, names: list[str]) -> None:
         assert used["shared"] <= 16 * 1024, used
 
 
-@pytest.mark.parametrize("device", ["sm80", "sm90"])
+@pytest.mark.parametrize("device", [pytest.param("sm80", marks=pytest.mark.long), "sm90"])
 def test_kernels_compile(device: str) -> None:
     compile_layers(device, FEW)
 
