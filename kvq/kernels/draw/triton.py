@@ -1,7 +1,7 @@
 """Drawing in Triton: no row is sorted, and the launches are as many for any rows and any vocabulary.
 
     peaks      each span's likeliest token                      every row
-    brackets   masses and counts by 8 bins                      rows that draw
+    brackets   masses and counts by 4 brackets                      rows that draw
     open       which of them to tell apart                      rows that rank tokens, and below
     bins       masses and counts by 2,048 bins, in those
     plan       which bins to search

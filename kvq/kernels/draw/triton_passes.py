@@ -13,6 +13,7 @@ from kvq.kernels.draw.triton_rows import (
     DRAWN,
     FOUND,
     GATHERED,
+    LAST_ID,
     LOW,
     MASSES,
     NUCLEUS,
@@ -25,11 +26,13 @@ from kvq.kernels.draw.triton_rows import (
     TOP,
     WHOLE,
     WIDE,
+    between,
     is_finite,
     key_of,
     load_logits,
     masses_and_bins,
     measures,
+    place_in,
     rank,
 )
 
@@ -44,10 +47,11 @@ def peaks_kernel(
     tokens = span * SPAN + tl.arange(0, SPAN)
     logits = load_logits(logits_ptr + row * row_stride, tokens, vocab)
     into = scratch_ptr + row * scratch_stride + SPANS + span
-    keys = tl.where(tokens < vocab, key_of(logits, tokens), -(1 << 62))
-    tl.store(into + TOP * spans, tl.max(keys, axis=0))
-    low = tl.min(tl.where(is_finite(logits), rank(logits), 0x7FFFFFFF), axis=0)
-    tl.store(into + LOW * spans, low)
+    ranks = rank(logits)
+    top = tl.max(ranks, axis=0)  # behind the vocabulary is -inf, which the lower ids beat
+    first = tl.min(tl.where(ranks == top, tokens, LAST_ID), axis=0)
+    tl.store(into + TOP * spans, (top.to(tl.int64) << 20) | (LAST_ID - first))
+    tl.store(into + LOW * spans, tl.min(tl.where(is_finite(logits), ranks, 0x7FFFFFFF), axis=0))
     if CHANGED:
         raw = load_logits(raw_ptr + row * raw_stride, tokens, vocab)
         tl.store(into + RAW * spans, tl.max(rank(raw), axis=0))
@@ -90,7 +94,7 @@ def bins_kernel(
     tokens = span * SPAN + tl.arange(0, SPAN)
     logits = load_logits(logits_ptr + row * row_stride, tokens, vocab)
     mass, bins = masses_and_bins(logits, peak, temperature, bar, steps)
-    brackets = tl.load(scratch + OPEN).to(tl.int32)
+    brackets = place_in(scratch, OPEN)
     wanted = (tokens < vocab) & (((brackets >> (bins // WIDE)) & 1) == 1)
     tl.atomic_add(scratch + BIN_MASSES + bins, mass, mask=wanted & (mass > 0), sem="relaxed")
     tl.atomic_add(scratch + BIN_COUNTS + bins, tl.full((SPAN,), 1, tl.int64), mask=wanted, sem="relaxed")
@@ -109,12 +113,12 @@ def gather_kernel(
     tokens = span * SPAN + tl.arange(0, SPAN)
     logits = load_logits(logits_ptr + row * row_stride, tokens, vocab)
     _, bins = masses_and_bins(logits, peak, temperature, bar, steps)
-    wanted = bins == tl.load(plan + CUT)
-    wanted |= (bins >= tl.load(plan + NUCLEUS)) & (bins <= tl.load(plan + NUCLEUS + 1))
-    wanted |= (bins >= tl.load(plan + DRAWN)) & (bins <= tl.load(plan + DRAWN + 1))
+    wanted = bins == place_in(plan, CUT)
+    wanted |= between(bins, place_in(plan, NUCLEUS), place_in(plan, NUCLEUS + 1))
+    wanted |= between(bins, place_in(plan, DRAWN), place_in(plan, DRAWN + 1))
     wanted &= tokens < vocab
     found = tl.sum(wanted.to(tl.int32), axis=0)
     if found > 0:
-        first = tl.atomic_add(plan + FOUND, found.to(tl.int64), sem="relaxed")
+        first = tl.atomic_add(plan + FOUND, found.to(tl.int64), sem="relaxed").to(tl.int32)
         place = first + tl.cumsum(wanted.to(tl.int32), axis=0) - 1
         tl.store(plan + GATHERED + place, key_of(logits, tokens), mask=wanted & (place < ROOM))

@@ -32,6 +32,7 @@ from kvq.kernels.draw.triton_rows import (
     TOP_P,
     UNIFORM,
     WIDE,
+    between,
     measures,
     real,
 )
@@ -85,11 +86,6 @@ def _bounds(mass, counts, bins, params):
 
 
 @triton.jit
-def _between(bins, first, last):
-    return (bins >= first) & (bins <= last)
-
-
-@triton.jit
 def open_kernel(params_ptr, scratch_ptr, vocab, scratch_stride, SPANS_PAD: tl.constexpr):
     """Choose the brackets whose bins are told apart; every other is one bin, its first."""
     row = tl.program_id(0).to(tl.int64)
@@ -104,7 +100,7 @@ def open_kernel(params_ptr, scratch_ptr, vocab, scratch_stride, SPANS_PAD: tl.co
     mass = tl.sum(tl.load(at + MASSES * spans, mask=span < spans, other=0), axis=1)  # [BRACKETS]
     counts = tl.sum(tl.load(at + COUNTS * spans, mask=span < spans, other=0), axis=1)
     cut, _, first, last, drawn, drawn_last = _bounds(mass, counts, brackets, params)
-    wanted = (brackets == cut) | _between(brackets, first, last) | _between(brackets, drawn, drawn_last)
+    wanted = (brackets == cut) | between(brackets, first, last) | between(brackets, drawn, drawn_last)
     tl.store(scratch + OPEN, tl.sum(tl.where(wanted, 1 << brackets, 0), axis=0))
     fine = tl.arange(0, WIDE)[None, :]
     closed = (fine == 0) & (wanted[:, None] == 0)

@@ -16,7 +16,7 @@ from kvq.kernels.draw.reference import MASS_OF_LIKELIEST, MAX_VOCAB
 
 SPAN = tl.constexpr(4096)  # tokens that a program reads
 BINS = tl.constexpr(2048)
-BRACKETS = tl.constexpr(8)
+BRACKETS = tl.constexpr(4)
 WIDE = tl.constexpr(BINS.value // BRACKETS.value)  # neighbouring bins of a bracket
 ROOM = tl.constexpr(4096)  # candidates that are gathered; a row with more is searched where it lies
 MASS = tl.constexpr(MASS_OF_LIKELIEST)  # of the likeliest token
@@ -86,6 +86,17 @@ def load_logits(row_ptr, tokens, vocab):
 def real(params, column):
     """A parameter that is an fp64."""
     return tl.load(params + column).to(tl.float64, bitcast=True)
+
+
+@triton.jit
+def place_in(plan, slot):
+    """A plan's number that 32 bits hold."""
+    return tl.load(plan + slot).to(tl.int32)
+
+
+@triton.jit
+def between(bins, first, last):
+    return (bins >= first) & (bins <= last)
 
 
 @triton.jit

@@ -24,6 +24,7 @@ from kvq.kernels.draw.triton_rows import (
     TOP_P,
     UNIFORM,
     WHOLE,
+    between,
     key_of,
     load_logits,
     logit,
@@ -31,6 +32,7 @@ from kvq.kernels.draw.triton_rows import (
     masses_and_bins,
     measures,
     of_spans,
+    place_in,
     real,
     token_of,
 )
@@ -85,19 +87,19 @@ def _draw_whole(row_ptr, params, scratch, measured, vocab, SPANS_PAD: tl.constex
 @triton.jit
 def _draw_ranked(row_ptr, params, plan, measured, vocab):
     """The token at which the running sum in order of likelihood reaches its goal."""
-    found = tl.load(plan + FOUND).to(tl.int32)
+    found = place_in(plan, FOUND)
     gathered = found <= ROOM
     source = row_ptr, plan + GATHERED, gathered, tl.where(gathered, found, vocab)
     top_p = real(params, TOP_P)
-    cut, total = tl.load(plan + CUT), tl.load(plan + KEPT)
+    cut, total = place_in(plan, CUT), tl.load(plan + KEPT)
     if cut >= 0:
         left = tl.load(params + TOP_K) - tl.load(plan + CUT_COUNT)
         _, total = _seek(source, measured, cut, cut, tl.load(plan + CUT_MASS), left, True)
     if top_p < 1:
-        first, last = tl.load(plan + NUCLEUS), tl.load(plan + NUCLEUS + 1)
+        first, last = place_in(plan, NUCLEUS), place_in(plan, NUCLEUS + 1)
         least = needed(total, top_p)
         _, total = _seek(source, measured, first, last, tl.load(plan + NUCLEUS + 2), least, False)
-    first, last = tl.load(plan + DRAWN), tl.load(plan + DRAWN + 1)
+    first, last = place_in(plan, DRAWN), place_in(plan, DRAWN + 1)
     least = goal(total, real(params, UNIFORM))
     key, _ = _seek(source, measured, first, last, tl.load(plan + DRAWN + 2), least, False)
     return token_of(key)
@@ -142,7 +144,7 @@ def _up_to(source, measured, first, last, middle):
         else:
             keys = key_of(load_logits(row_ptr, at, length), at)
         masses, bins = masses_and_bins(logit_of(keys), peak, temperature, bar, steps)
-        here = (at < length) & (bins >= first) & (bins <= last)
+        here = (at < length) & between(bins, first, last)
         above = here & (keys >= middle)
         count += tl.sum(above.to(tl.int64), axis=0)
         mass += tl.sum(tl.where(above, masses, 0), axis=0)
