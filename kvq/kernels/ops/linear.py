@@ -12,6 +12,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from kvq.errors import ModelError
 from kvq.formats.weights import parse_weight_format
+from kvq.kernels.linear.reference import ReferenceLinear
 from kvq.kernels.linear.weight import QuantizedWeight
 from kvq.kernels.registry import select
 from kvq.kernels.spec import Device, LinearSpec
@@ -61,26 +62,26 @@ def linear(
 ) -> Tensor:
     """[rows, in] -> [rows, out] by the tensors of a `QuantizedWeight` of format `fmt`.
 
-    The first call packs the weight, and what is packed lives as long as `codes` does.
+    The first call packs the weight; what is packed lives as long as `codes` does, and is packed again when
+    codes or scales were written to.
     """
-    name = fmt, backend, x.device, codes._version
+    weight = QuantizedWeight(fmt=parse_weight_format(fmt), codes=codes, scale=scale, zero=zero, order=order)
+    spec = LinearSpec(fmt=weight.fmt, in_features=weight.in_features, out_features=weight.out_features)
+    chosen = select(spec.operation, spec, Device.of(codes.device), backend)
+    if chosen.run is ReferenceLinear:  # packs nothing, and would keep its own key alive
+        return ReferenceLinear(weight)(x)
+    name = fmt, chosen.backend, _version(codes), scale.data_ptr(), _version(scale)
     if codes not in _packed or _packed[codes][0] != name:
-        weight = QuantizedWeight(
-            fmt=parse_weight_format(fmt), codes=codes, scale=scale, zero=zero, order=order
-        )
-        _packed[codes] = name, _kernel(weight, backend)
+        _packed[codes] = name, chosen.run(weight)
     run: Callable[[Tensor], Tensor] = _packed[codes][1]
     return run(x)
+
+
+def _version(x: Tensor) -> int:
+    """How often it was written to; of tensors made in inference mode nobody counts that."""
+    return 0 if x.is_inference() else x._version
 
 
 @linear.register_fake
 def _(x: Tensor, codes: Tensor, *_: Any, **__: Any) -> Tensor:
     return x.new_empty(x.shape[0], codes.shape[0])
-
-
-def _kernel(weight: QuantizedWeight, backend: str) -> Callable[[Tensor], Tensor]:
-    spec = LinearSpec(fmt=weight.fmt, in_features=weight.in_features, out_features=weight.out_features)
-    kernel: Callable[[Tensor], Tensor] = select(
-        spec.operation, spec, Device.of(weight.codes.device), backend
-    ).run(weight)
-    return kernel
