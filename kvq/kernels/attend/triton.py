@@ -14,6 +14,7 @@ from kvq.kernels.attend.options import AttentionOptions
 from kvq.kernels.attend.triton_kernel import attend_kernel
 from kvq.kernels.attend.triton_merge import merge_kernel
 from kvq.kernels.attend.triton_work import Cut, WorkList, work_list
+from kvq.kernels.gpu.launch import Bound
 from kvq.kernels.gpu.rows import kind_of, part_arguments, unit
 from kvq.kernels.gpu.shapes import (
     MOST_DECODE_ROWS,
@@ -27,6 +28,13 @@ from kvq.kernels.gpu.shapes import (
 from kvq.kernels.paged import PagedKV, SequenceBatch
 
 _MERGED_TOGETHER = 16  # rows of parts that a program of the merge reads together
+_MERGED_ROWS = 1, 4  # of the result, of decode tiles and of extend tiles
+_ATTENDED = (
+    *("q_ptr", "out_ptr", "lse_ptr", "parts_ptr", "part_lses_ptr"),
+    *("items_ptr", "tables_ptr", "sink_ptr"),
+)
+_MERGED = "parts_ptr", "part_lses_ptr", "out_ptr", "lse_ptr", "merged_ptr", "sink_ptr"
+_NUMBERS = "q_token", "q_head", "q_dim", "table_stride", "height"
 _MANY = (1 << 31) - 1  # query rows: no limit
 
 
@@ -73,8 +81,8 @@ class _Plan:
     name: tuple[Any, ...]  # the cutting as plain numbers, whose hash costs little
     cutting: _Cutting
     v_dim: int
-    attend: tuple[dict[str, Any], dict[str, Any]]  # arguments: of decode tiles, and of extend tiles
-    merge: dict[str, Any]
+    attend: tuple[Bound, Bound]  # of decode tiles, and of extend tiles
+    merge: tuple[Bound, Bound]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -85,9 +93,8 @@ class _Work:
     is_extend: bool
     parts: Tensor  # fp32 [parts, kv_heads, height, V_PAD]; layers run one after another, so all use this
     lses: Tensor  # fp32 [parts, kv_heads, height]
-    grid: tuple[int]
+    grid: tuple[int, int, int]
     merge_grid: tuple[int, int, int] | None
-    merge_rows: int
 
 
 def _plan(q: Tensor, kv: PagedKV, options: AttentionOptions) -> _Plan:
@@ -123,17 +130,20 @@ def _planned(q: Tensor, kv: PagedKV, options: AttentionOptions) -> _Plan:
         "WINDOW": options.window is not None,
         "SOFTCAP": options.softcap is not None,
     }
-    decode, extend = (
+    attends = (
         {**common, "ROWS": x.rows, "KEYS": x.keys, "num_warps": x.warps, "num_stages": x.stages}
         for x in shapes
     )
+    merges = ({**merge, "ROWS": n, "AT_ONCE": _MERGED_TOGETHER // n, "num_warps": 4} for n in _MERGED_ROWS)
+    decode, extend = (Bound(attend_kernel, _ATTENDED, _NUMBERS, **own) for own in attends)
+    one, more = (Bound(merge_kernel, _MERGED, ("height",), **own) for own in merges)
     cutting = _Cutting(q_heads // kv_heads, kv_heads, v["V_PAD"], options.window, *shapes)
     return _Plan(
         name=(*cutting[:4], *astuple(shapes[0]), *astuple(shapes[1])),
         cutting=cutting,
         v_dim=v["V_DIM"],
         attend=(decode, extend),
-        merge=merge,
+        merge=(one, more),
     )
 
 
@@ -172,9 +182,9 @@ def _with_room(batch: SequenceBatch, items: WorkList, cutting: _Cutting, *, is_e
         device = batch.tables.device
         batch.kept[name] = [torch.empty(*shape, *row, device=device) for row in ((cutting.v_pad,), ())]
     parts, lses = batch.kept[name]
-    rows = 4 if is_extend else 1
+    rows = _MERGED_ROWS[is_extend]
     merged = None if items.merged is None else (len(items.merged), heads, -(-height // rows))
-    return _Work(items, is_extend, parts, lses, (len(items.items) * heads,), merged, rows)
+    return _Work(items, is_extend, parts, lses, (len(items.items) * heads, 1, 1), merged)
 
 
 def _launch(
@@ -186,38 +196,14 @@ def _launch(
     sinks: Tensor | None,
 ) -> None:
     out, lse = results
-    q_token, q_head, q_dim = q.stride()
-    height = work.items.height
-    attend_kernel[work.grid](
-        q,
-        out,
-        lse,
-        work.parts,
-        work.lses,
-        work.items.items,
-        tables,
-        lse if sinks is None else sinks,
-        q_token=q_token,
-        q_head=q_head,
-        q_dim=q_dim,
-        table_stride=tables.stride(0),
-        height=height,
-        **plan.attend[work.is_extend],
-    )
+    parts, lses, items = work.parts, work.lses, work.items
+    read = lse if sinks is None else sinks  # else a pointer that is not read
+    tensors = q, out, lse, parts, lses, items.items, tables, read
+    plan.attend[work.is_extend](work.grid, tensors, (*q.stride(), tables.stride(0), items.height))
     if work.merge_grid is not None:
-        merge_kernel[work.merge_grid](
-            work.parts,
-            work.lses,
-            out,
-            lse,
-            work.items.merged,
-            lse if sinks is None else sinks,
-            height=height,
-            ROWS=work.merge_rows,
-            AT_ONCE=_MERGED_TOGETHER // work.merge_rows,
-            num_warps=4,
-            **plan.merge,
-        )
+        assert items.merged is not None, "what is merged has a list"
+        merged = parts, lses, out, lse, items.merged, read
+        plan.merge[work.is_extend](work.merge_grid, merged, (items.height,))
 
 
 def _part(name: str, q: Tensor, kv: PagedKV) -> dict[str, Any]:

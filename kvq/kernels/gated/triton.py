@@ -1,5 +1,7 @@
 """`gated` in Triton."""
 
+from functools import lru_cache
+
 import torch
 import triton
 import triton.language as tl
@@ -7,6 +9,7 @@ from torch import Tensor
 
 from kvq.kernels.gated.activation import Activation
 from kvq.kernels.gated.reference import check_gated
+from kvq.kernels.gpu.launch import Bound
 from kvq.kernels.gpu.rows import rounded
 
 _WIDTH = 1024  # columns of one program, 8 of a thread: 16 bytes of bf16
@@ -21,10 +24,15 @@ def gated(x: Tensor, activation: Activation) -> Tensor:
     rows, count = x.shape[0], x.shape[1] // 2
     out = torch.empty(rows, count, dtype=x.dtype, device=x.device)
     if out.numel():
-        _gated_kernel[(rows, triton.cdiv(count, _WIDTH))](
-            x, out, x.stride(0), count, ACTIVATION=int(activation), WIDTH=_WIDTH, num_warps=4
-        )
+        launch = _launch(x.device, x.dtype, activation)
+        launch((rows, triton.cdiv(count, _WIDTH), 1), (x, out), (x.stride(0), count))
     return out
+
+
+@lru_cache(maxsize=64)
+def _launch(device: torch.device, dtype: torch.dtype, activation: Activation) -> Bound:
+    sizes = {"ACTIVATION": int(activation), "WIDTH": _WIDTH, "num_warps": 4}
+    return Bound(_gated_kernel, ("x_ptr", "out_ptr"), ("x_row", "count"), **sizes)
 
 
 @triton.jit

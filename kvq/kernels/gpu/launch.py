@@ -20,27 +20,26 @@ _MOST = 1 << 31  # and for numbers of 64 bits
 class Bound:
     """A kernel with most arguments bound: constants, weights, strides, options of the compiler.
 
-    What varies are tensors, each of one dtype for ever, and whole numbers.
+    What varies are tensors, each of one dtype and on one device for ever, and whole numbers.
     """
 
     def __init__(
         self,
         kernel: Any,
-        device: torch.device,
         tensors: Sequence[str],
         numbers: Sequence[str] = (),
         **fixed: Any,
     ) -> None:
         """`kernel`: a function of `triton.jit`; `tensors`, `numbers`: what varies, in the order of calls."""
+        self.fixed = fixed
         self._kernel = kernel
         self._varying = (*tensors, *numbers)
-        self._fixed = fixed
         names = kernel.arg_names
         self._template = [fixed.get(name) for name in names]
         self._tensors = [names.index(name) for name in tensors]
         self._numbers = [names.index(name) for name in numbers]
-        self._index = -1 if device.index is None else device.index  # the interpreter's CPU has none
-        self._compiled: dict[int, tuple[Any, Any, Any]] = {}  # what launches, the machine code, its settings
+        # What launches, the machine code, its settings, and the device.
+        self._compiled: dict[int, tuple[Any, Any, Any, int]] = {}
 
     def __call__(self, grid: Grid, tensors: tuple[Tensor, ...], numbers: tuple[int, ...] = ()) -> None:
         """Launch on the current stream of the kernel's device, which is to be the current one."""
@@ -55,13 +54,14 @@ class Bound:
         if found is None or addresses % _DIVISOR or knobs.runtime.launch_enter_hook.calls:
             self._look(grid, (*tensors, *numbers), None if addresses % _DIVISOR else kind)
             return
-        run, function, metadata = found
-        stream = torch._C._cuda_getCurrentRawStream(self._index)
+        run, function, metadata, device = found
+        stream = torch._C._cuda_getCurrentRawStream(device)
         run(*grid, stream, function, metadata, None, None, None, *arguments)
 
     def _look(self, grid: Grid, values: tuple[Tensor | int, ...], kind: int | None) -> None:
         """Let Triton look at all arguments, and compile where it must; keep what it compiled for a kind."""
         assert all(isinstance(value, Tensor) or value < _MOST for value in values), "numbers have 32 bits"
-        compiled = self._kernel[grid](**dict(zip(self._varying, values, strict=True)), **self._fixed)
-        if kind is not None and self._index >= 0:  # the interpreter compiles nothing
-            self._compiled[kind] = compiled.run, compiled.function, compiled.packed_metadata
+        compiled = self._kernel[grid](**dict(zip(self._varying, values, strict=True)), **self.fixed)
+        where = next(value.device.index for value in values if isinstance(value, Tensor))
+        if kind is not None and where is not None:  # the interpreter's CPU has no index
+            self._compiled[kind] = compiled.run, compiled.function, compiled.packed_metadata, where

@@ -117,7 +117,6 @@ class TritonLinear:
         codes, scale, zero = self._tensors()
         product = Bound(
             linear_kernel,
-            device,
             ("x_ptr", "x_scale_ptr", "x_sum_ptr", "out_ptr"),
             ("rows", "x_row", "out_split"),
             w_ptr=codes,
@@ -140,7 +139,7 @@ class TritonLinear:
             tile,
             splits,
             product,
-            Bound(add_parts_kernel, device, ("parts_ptr", "out_ptr"), ("count",), **own),
+            Bound(add_parts_kernel, ("parts_ptr", "out_ptr"), ("count",), **own),
         )
 
     def _tensors(self) -> tuple[Tensor, ...]:

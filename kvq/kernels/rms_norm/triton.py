@@ -1,12 +1,14 @@
 """`add_norm` in Triton: one program a row, which stays in registers from the sum to its norm."""
 
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from kvq.kernels.gpu.launch import Bound
 from kvq.kernels.gpu.rows import rounded
 from kvq.kernels.rms_norm.reference import check_add_norm
 from kvq.kernels.rms_norm.weight import NormWeight
@@ -32,33 +34,51 @@ def add_norm(
     rows, dim = x.shape
     if not rows:
         return out
-    pad, warps = _sizes(dim)
-    _add_norm_kernel[(rows,)](
-        x,
-        added,
-        x if post is None else post.weight,
-        x if norm is None else norm.weight,
-        out,
-        x.stride(0),
-        added.stride(0),
-        0.0 if post is None else post.eps,
-        0.0 if norm is None else norm.eps,
-        float(scale),
-        DIM=dim,
-        PAD=pad,
-        POST=post is not None,
-        ADDS=residual is not None,
-        NORMS=norm is not None,
-        num_warps=warps,
+    before = x if post is None else post.weight
+    after = x if norm is None else norm.weight
+    launch = _launch(
+        _Kind(
+            *(x.device, x.dtype, added.dtype, before.dtype, after.dtype, dim),
+            *(None if post is None else post.eps, None if norm is None else norm.eps),
+            *(scale, residual is not None),
+        )
     )
+    launch((rows, 1, 1), (x, added, before, after, out), (x.stride(0), added.stride(0)))
     return out
 
 
-@lru_cache(maxsize=64)
-def _sizes(dim: int) -> tuple[int, int]:
-    """Columns, a power of two, and warps."""
-    pad = triton.next_power_of_2(dim)
-    return pad, min(max(1, pad // (32 * _ELEMENTS)), _MOST_WARPS)
+class _Kind(NamedTuple):
+    """Launches that run the same machine code."""
+
+    device: torch.device
+    dtype: torch.dtype
+    added: torch.dtype
+    before: torch.dtype  # of weights
+    after: torch.dtype
+    dim: int
+    post_eps: float | None
+    eps: float | None
+    scale: float
+    adds: bool
+
+
+@lru_cache(maxsize=256)
+def _launch(kind: _Kind) -> Bound:
+    pad = triton.next_power_of_2(kind.dim)
+    return Bound(
+        _add_norm_kernel,
+        ("x_ptr", "residual_ptr", "post_ptr", "norm_ptr", "out_ptr"),
+        ("x_row", "residual_row"),
+        post_eps=kind.post_eps or 0.0,
+        eps=kind.eps or 0.0,
+        scale=float(kind.scale),
+        DIM=kind.dim,
+        PAD=pad,
+        POST=kind.post_eps is not None,
+        ADDS=kind.adds,
+        NORMS=kind.eps is not None,
+        num_warps=min(max(1, pad // (32 * _ELEMENTS)), _MOST_WARPS),
+    )
 
 
 @triton.jit

@@ -6,6 +6,7 @@ import torch
 import triton
 from torch import Tensor
 
+from kvq.kernels.gpu.launch import Bound
 from kvq.kernels.gpu.rows import part_arguments
 from kvq.kernels.paged import PagedKV
 from kvq.kernels.rms_norm.weight import NormWeight
@@ -19,6 +20,8 @@ from kvq.kernels.write_kv.triton import stored_as_bits
 _FEW_TOKENS = 64
 _FEW_ELEMENTS, _ELEMENTS = 128, 512  # of a warp
 _MOST_WARPS = 8
+_TENSORS = "heads_ptr", "bias_ptr", "cos_ptr", "sin_ptr", "slots_ptr", "bad_ptr"
+_ROWS = "heads_row", "cos_row", "sin_row"
 
 
 def rope_write(
@@ -32,28 +35,23 @@ def rope_write(
     check_rope_write(heads, angles, slots, bad, layer)
     if not (tokens := slots.shape[0]):
         return
-    programs, kept = _kept(kv, layer, angles is not None, tokens <= _FEW_TOKENS)
+    programs, launch = _kept(kv, layer, angles is not None, tokens <= _FEW_TOKENS, heads.dtype)
     cos, sin = (heads, heads) if angles is None else angles  # without angles pointers that are not read
-    rope_write_kernel[(tokens, programs)](
-        heads,
-        heads if layer.bias is None else layer.bias,
-        cos,
-        sin,
-        slots,
-        bad.view(torch.int8),
-        heads.stride(0),
-        cos.stride(0),
-        sin.stride(0),
-        **kept,
-    )
+    bias = heads if layer.bias is None else layer.bias
+    flags = bad.view(torch.int8) if bad.dtype is torch.bool else bad
+    rows = heads.stride(0), cos.stride(0), sin.stride(0)
+    launch((tokens, programs, 1), (heads, bias, cos, sin, slots, flags), rows)
 
 
-def _kept(kv: PagedKV, layer: LayerHeads, is_turned: bool, is_few: bool) -> tuple[int, dict[str, Any]]:
-    """Programs of a token, and what doesn't change from step to step."""
-    name = rope_write, layer, is_turned, is_few
+def _kept(
+    kv: PagedKV, layer: LayerHeads, is_turned: bool, is_few: bool, dtype: torch.dtype
+) -> tuple[int, Bound]:
+    """Programs of a token, and the launch but for what changes from step to step."""
+    name = rope_write, layer, is_turned, is_few, dtype
     if name not in kv.kept:
-        kv.kept[name] = _constants(kv, layer, is_turned, _FEW_ELEMENTS if is_few else _ELEMENTS)
-    found: tuple[int, dict[str, Any]] = kv.kept[name]
+        programs, own = _constants(kv, layer, is_turned, _FEW_ELEMENTS if is_few else _ELEMENTS)
+        kv.kept[name] = programs, Bound(rope_write_kernel, _TENSORS, _ROWS, **own)
+    found: tuple[int, Bound] = kv.kept[name]
     return found
 
 

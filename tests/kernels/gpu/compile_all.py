@@ -143,11 +143,10 @@ def kernels(
     }
     found: dict[str, tuple[Any, dict[str, Any], Any]] = {}
     for kind, own in zip(("decode", "extend"), plan.attend, strict=True):
-        launch = {name: own[name] for name in ("num_warps", "num_stages")}
-        found[f"attend {kind}"] = (attend_kernel, {**common, **own}, launch)
-    for kind, rows_merged in (("decode", 1), ("extend", 4)):
-        sizes = {"ROWS": rows_merged, "AT_ONCE": 16 // rows_merged}
-        found[f"merge {kind}"] = (merge_kernel, {**common, **plan.merge, **sizes}, {"num_warps": 4})
+        launch = {name: own.fixed[name] for name in ("num_warps", "num_stages")}
+        found[f"attend {kind}"] = (attend_kernel, {**common, **own.fixed}, launch)
+    for kind, own in zip(("decode", "extend"), plan.merge, strict=True):
+        found[f"merge {kind}"] = (merge_kernel, {**common, **own.fixed}, {"num_warps": 4})
     counts = dict.fromkeys(list_kernel.arg_names[3:15], 100)
     listed = {"SHARE": 4, "ROWS": 16, "KEYS": 64, "WINDOW": True, "BLOCK": 256}
     found["list"] = (list_kernel, {**common, **counts, **listed}, {"num_warps": 4})

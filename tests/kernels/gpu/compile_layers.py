@@ -31,15 +31,14 @@ class Recorder:
 
     def __init__(self, module: ModuleType, name: str) -> None:
         self.kernel = getattr(module, name)
+        self.arg_names = self.kernel.arg_names
         self.launches: list[tuple[tuple[int, ...], dict[str, Any], dict[str, Any]]] = []
         setattr(module, name, self)
 
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
-        def launch(*values: Any, **named: Any) -> None:
-            names = self.kernel.arg_names
-            arguments = dict(zip(names, values, strict=False)) | named
-            options = {key: arguments.pop(key) for key in named if key not in names}
-            self.launches.append((grid, arguments, options))
+        def launch(**named: Any) -> None:
+            options = {key: named.pop(key) for key in set(named) - set(self.arg_names)}
+            self.launches.append((grid, named, options))
 
         return launch
 

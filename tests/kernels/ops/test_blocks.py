@@ -45,7 +45,9 @@ def test_operators_give_what_kernels_give(kv: str, dims: tuple[int, int]) -> Non
     out, lse = ops.attend(q, **own, tables=TABLES, query_lens=[7], context_lens=[7], kv=kv, scale=0.125)
     dense = ops.gather_dense(**own, tables=TABLES, start=2, end=7, kv=kv)
     paged = _paged(
-        _rows(theirs["k_codes"], theirs["k_scales"], None), _rows(theirs["v_codes"], theirs["v_scales"], None), kv
+        _rows(theirs["k_codes"], theirs["k_scales"], None),
+        _rows(theirs["v_codes"], theirs["v_scales"], None),
+        kv,
     )
     assert (paged.formats.k_head_dim, paged.formats.v_head_dim) == dims
     assert torch.equal(bad, _kernel("write_kv", paged, 3, "auto")(k, v, paged, SLOTS))

@@ -26,7 +26,7 @@ def test_heads_are_the_same_in_any_tiles(
         bad = torch.zeros(TOKENS, dtype=torch.bool)
         kernel.rope_write(heads, angles_of(layer), cache.layer(0), SLOTS, bad, layer)
         found.append((heads[:TOKENS], cache.pool(0)))
-    assert counted.grids == [(TOKENS, programs), (TOKENS, 3)]
+    assert counted.grids == [(TOKENS, programs, 1), (TOKENS, 3, 1)]
     for a, b in zip(*found, strict=True):
         assert torch.equal(a, b)
 
@@ -40,11 +40,13 @@ def test_heads_that_are_normed_together_are_one_programs(monkeypatch: pytest.Mon
     layer = layer_of(norms=norms_of(60 * 7, 60 * 3))
     kv, bad = poisoned_cache("int4", [(60, 48)]).layer(0), torch.zeros(TOKENS, dtype=torch.bool)
     kernel.rope_write(heads_of(layer), angles_of(layer), kv, SLOTS, bad, layer)
-    assert counted.grids == [(TOKENS, 1 + 3 + 1)]
+    assert counted.grids == [(TOKENS, 1 + 3 + 1, 1)]
 
 
 class Ignored:
     """A kernel that does nothing."""
+
+    arg_names = kernel.rope_write_kernel.arg_names
 
     def __getitem__(self, grid: Any) -> Any:
         return lambda *values, **named: None

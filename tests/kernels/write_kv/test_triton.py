@@ -13,7 +13,7 @@ class Counted:
     """A kernel that counts its launches."""
 
     def __init__(self, launched: Any) -> None:
-        self.launched = launched
+        self.launched, self.arg_names = launched, launched.arg_names
         self.grids: list[Any] = []
 
     def __getitem__(self, grid: Any) -> Any:

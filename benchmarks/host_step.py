@@ -1,0 +1,161 @@
+"""What a decode step costs the host on a GPU, without one: everything but the launches themselves.
+
+    python -m benchmarks.host_step [--layers 28] [--batch 64] [--out FILE]
+
+Kernels of Triton are "launched" up to the call of the driver, which does nothing; torch's own operations run
+on CPU tensors of a model so narrow that calling them is what they cost. Processor time of this process.
+"""
+
+import argparse
+import os
+import statistics
+import sys
+import tempfile
+import time
+from array import array
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+os.environ["TRITON_INTERPRET"] = "0"  # before anything imports Triton
+
+import torch
+from triton.runtime.jit import JITFunction
+
+from kvq.bench.random_model import random_model
+from kvq.cache import centering, kv_cache
+from kvq.engine.graphs import DecodeGraphs
+from kvq.engine.runner import Runner
+from kvq.evals.results import envelope, write_json
+from kvq.kernels import Device
+from kvq.kernels.gpu.launch import Bound
+from kvq.models import fused_layers, layer_parts
+from kvq.models import model as model_module
+from kvq.models import weights as weights_module
+from kvq.models.norms import norm_weight
+from kvq.scheduler import Branch, Request, StepPlan
+
+DEPTH, BLOCK = 200, 32
+QWEN3 = {
+    "model_type": "qwen3", "hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2,
+    "num_key_value_heads": 1, "head_dim": 16, "vocab_size": 1024, "max_position_embeddings": 40_960,
+    "tie_word_embeddings": False,
+}  # fmt: skip
+
+
+class _Hopper(Device):
+    """Every device is one."""
+
+    @classmethod
+    def of(cls, device: torch.device) -> Device:
+        return Device(type="cuda", name="H200", capability=(9, 0))
+
+
+class _Compiled:
+    """What Triton would have compiled; launching it does nothing."""
+
+    function, packed_metadata = 0, ()
+
+    @staticmethod
+    def run(*_: Any) -> None:
+        """The driver's call."""
+
+
+def _look(bound: Any, grid: Any, values: Any, kind: int | None) -> None:
+    if kind is not None:
+        bound._compiled[kind] = _Compiled.run, _Compiled.function, _Compiled.packed_metadata, 0
+
+
+@contextmanager
+def imagined() -> Iterator[None]:
+    """Kernels are chosen as on a GPU and launched nowhere."""
+    with ExitStack() as stack:
+        for module in (kv_cache, centering):
+            stack.enter_context(patch.object(module, "Device", _Hopper))
+        stack.enter_context(patch.object(model_module, "runs_in_triton", lambda _: False))
+        stack.enter_context(patch.object(weights_module, "pack_linears", lambda *_, **__: None))
+        stack.enter_context(patch.object(weights_module, "fuse_norms", lambda _: None))
+        stack.enter_context(patch.object(JITFunction, "run", lambda *_, **__: _Compiled))
+        stack.enter_context(patch.object(Bound, "_look", _look))
+        stack.enter_context(patch.object(torch._C, "_cuda_getCurrentRawStream", lambda _: 0, create=True))
+        yield
+
+
+def plan_of(batch: int) -> StepPlan:
+    """A decode step of so many requests."""
+    requests = [Request(id=str(i), tokens=array("I", (0,)), max_tokens=1) for i in range(batch)]
+    return StepPlan(
+        number=0,
+        branches=[Branch(request=r, tokens=r.tokens, row=row) for row, r in enumerate(requests)],
+        num_decodes=batch,
+        counts=[1] * batch,
+        ends=[DEPTH + i % 7 for i in range(batch)],
+        samples=[True] * batch,
+        token_ids=[i % 100 for i in range(batch)],
+        orders=[],
+        table_changes=[(row, 0, DEPTH // BLOCK, [row]) for row in range(0, batch, BLOCK)],
+        restored=[],
+    )
+
+
+def timed(run: Callable[[], object], count: int = 200) -> dict[str, float]:
+    """Milliseconds of processor time a call, after a few that aren't counted."""
+    for _ in range(20):
+        run()
+    found = []
+    for _ in range(count):
+        began = time.process_time_ns()
+        run()
+        found.append((time.process_time_ns() - began) / 1e6)
+    cuts = statistics.quantiles(found, n=10)
+    return {"ms_median": statistics.median(found), "ms_p10": cuts[0], "ms_p90": cuts[-1], "ms_min": min(found)}
+
+
+def measured(layers: int, batch: int, *, fused: bool) -> list[dict[str, Any]]:
+    """Rows of an eager and of a captured step."""
+    config = QWEN3 | {"num_hidden_layers": layers}
+    with tempfile.TemporaryDirectory() as folder, imagined():
+        model = random_model(config, Path(folder) / "model", torch.device("cpu"))
+        module = model.weights.model
+        assert not fused or fused_layers.fuse_layers(module, in_triton=True), "a Qwen3 is known"
+        model = model.with_kv("int4_g16")
+        runner = Runner(
+            model, num_blocks=[batch * 8], host_slots=None, max_num_seqs=batch, max_context=4096
+        )
+        plan = plan_of(batch)
+        eager = timed(lambda: runner.forward(plan, runner.prepare(plan)))
+        graphs = DecodeGraphs(
+            model,
+            runner.cache,
+            [torch.zeros(batch + 1, 8, dtype=torch.int32) for _ in runner.cache.num_blocks],
+            max_num_seqs=batch,
+            max_context=4096,
+            capture=lambda work: lambda: None,
+        )
+        for size in graphs._logits:
+            graphs._logits[size] = torch.empty(size, 1)
+        captured = timed(lambda: (runner.prepare(plan), graphs.run(plan)))
+    base = {"layers": layers, "batch": batch, "fused": fused}
+    return [{**base, "step": "eager", **eager}, {**base, "step": "captured", **captured}]
+
+
+def main() -> None:
+    """Measure, print, write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layers", type=int, default=28)
+    parser.add_argument("--batch", type=int, default=64)
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    rows = [row for fused in (True, False) for row in measured(options.layers, options.batch, fused=fused)]
+    for row in rows:
+        kind = "fused" if row["fused"] else "transformers' layers"
+        print(f"{row['step']:9s} {kind:20s} {row['ms_median']:6.3f} ms ({row['ms_p10']:.3f} - {row['ms_p90']:.3f})")
+    if options.out:
+        write_json(options.out, envelope(sys.argv, torch.device("cpu"), rows, {}))
+
+
+if __name__ == "__main__":
+    main()
