@@ -2,8 +2,10 @@
 
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -12,12 +14,19 @@ from kvq.engine.transfers import send
 from kvq.errors import first_lines
 from kvq.kernels import SequenceBatch
 from kvq.models import Model
-from kvq.models.packing import Integers
 from kvq.models.step import PackedStep
 from kvq.scheduler import StepPlan
 
 _log = logging.getLogger("kvq")
 Capture = Callable[[Callable[[], None]], Callable[[], None]]  # work -> what repeats it
+
+
+@dataclass(frozen=True, slots=True)
+class Tables:
+    """Block ids per layer group, [rows, blocks] each: on the device, and the same for the host."""
+
+    there: list[Tensor]  # int32
+    here: list[npt.NDArray[np.int32]]
 
 
 class DecodeGraphs:
@@ -32,7 +41,7 @@ class DecodeGraphs:
         self,
         model: Model,
         cache: KVCache,
-        tables: list[Tensor],
+        tables: Tables,
         *,
         max_num_seqs: int,
         max_context: int,
@@ -40,7 +49,7 @@ class DecodeGraphs:
     ) -> None:
         """Capture all sizes, largest first, so that they share one memory pool.
 
-        `tables`: int32 [max_num_seqs + 1, blocks] per layer group; the last row names the spare block.
+        The tables' last row, of max_num_seqs + 1, names the spare block.
         """
         self._model = model
         self._cache = cache
@@ -50,8 +59,9 @@ class DecodeGraphs:
         sizes = {n for n in (1, 2, 4, 8, *range(16, max_num_seqs, 16)) if n < max_num_seqs} | {max_num_seqs}
         self._size_of = [min(n for n in sizes if n >= count) for count in range(max_num_seqs + 1)]
         self._device = model.weights.device
-        # Token id, position and table row of every branch, [3, size] from the start: what graphs read.
-        self._inputs = torch.zeros(3 * max_num_seqs, dtype=torch.int64, device=self._device)
+        self._rows = 3 + len(tables.there)  # token ids, positions, rows of the tables; slots by layer group
+        # These, int64 [rows, size], then `lens` of a batch, from the start: what graphs read.
+        self._inputs = torch.zeros(self._words(max_num_seqs), dtype=torch.int64, device=self._device)
         self._bad = torch.zeros(max_num_seqs, dtype=torch.bool, device=self._device)
         self._logits: dict[int, Tensor] = {}
         self._replay: dict[int, Callable[[], None]] = {}
@@ -74,35 +84,42 @@ class DecodeGraphs:
         count = len(plan.branches)
         size = self._size_of[count]
         rows = [self._spare_row if branch.row is None else branch.row for branch in plan.branches]
-        ids = plan.token_ids if tokens is None else ()
-        self._fill(ids, np.array(plan.ends) - 1, rows, size)
+        self._fill(plan.token_ids if tokens is None else (), plan.ends, rows, size)
         if tokens is not None:
             self._inputs[:count].copy_(tokens)
         self._replay[size]()
         return self._logits[size][:count], self._bad[:count]
 
-    def _fill(
-        self, ids: Sequence[int], positions: Sequence[int] | Integers, rows: Sequence[int], size: int
-    ) -> None:
-        """Copy a step's inputs to the device; what is not given is padding."""
-        numbers = np.zeros((3, size), np.int64)
-        numbers[2] = self._spare_row
-        for own, values in zip(numbers, (ids, positions, rows), strict=True):
-            own[: len(values)] = values
-        send(numbers, self._inputs[: 3 * size])
+    def _fill(self, ids: Sequence[int], ends: Sequence[int], rows: Sequence[int], size: int) -> None:
+        """Copy a step's inputs to the device; what is not given is padding, of one token each."""
+        words, block_size = np.zeros(self._words(size), np.int64), self._model.layout.block_size
+        lens = words[self._rows * size :].view(np.int32)[: 3 * size].reshape(3, size)
+        lens[0], lens[1:] = np.arange(size), 1
+        lens[2, : len(ends)] = ends
+        own_ids, positions, own_rows, *slots = words[: self._rows * size].reshape(self._rows, size)
+        own_ids[: len(ids)] = ids
+        positions[:] = lens[2] - 1
+        own_rows[: len(rows)], own_rows[len(rows) :] = rows, self._spare_row
+        index, offset = np.divmod(positions, block_size)
+        for own, entries in zip(slots, self._tables.here, strict=True):
+            np.multiply(entries[own_rows, index], block_size, out=own)
+            own += offset
+        send(words, self._inputs[: len(words)])
+
+    def _words(self, size: int) -> int:
+        """Of the inputs of a step: `lens` are three half words a branch."""
+        return self._rows * size + -(-3 * size // 2)
 
     def _work(self, size: int) -> Callable[[], None]:
         """A decode step of that size, from the input buffer to logits and flags."""
-        device, inputs = self._device, self._inputs[: 3 * size].view(3, size)
-        lens = torch.ones(3, size, dtype=torch.int32, device=device)  # first token, new tokens, context
-        lens[0] = torch.arange(size, dtype=torch.int32, device=device)
-        keep = torch.arange(size, device=device)
+        inputs = self._inputs[: self._words(size)]
+        lens = inputs[self._rows * size :].view(torch.int32)[: 3 * size].view(3, size)
+        keep = torch.arange(size, device=self._device)
         self._logits[size] = torch.empty(0)
 
         @torch.inference_mode()
         def work() -> None:
-            ids, positions, rows = inputs
-            lens[2] = positions + 1
+            ids, positions, rows, *slots = inputs[: self._rows * size].view(self._rows, size)
             bad = self._bad[:size].zero_()
             output = self._model.weights.model(
                 input_ids=ids[None],
@@ -112,24 +129,22 @@ class DecodeGraphs:
                 kvq_step=PackedStep(
                     cache=self._cache,
                     geometry=self._model.geometry,
-                    batches=tuple(self._batch(table, positions, rows, lens) for table in self._tables),
+                    batches=tuple(
+                        SequenceBatch(
+                            query_lens=(1,) * size,
+                            context_lens=(self._max_context,) * size,
+                            tables=table[rows],
+                            slots=own,
+                            lens=lens,
+                        )
+                        for table, own in zip(self._tables.there, slots, strict=True)
+                    ),
                     bad_tokens=bad,
                 ),
             )
             self._logits[size] = output.logits[0]
 
         return work
-
-    def _batch(self, table: Tensor, positions: Tensor, rows: Tensor, lens: Tensor) -> SequenceBatch:
-        size, count = self._model.layout.block_size, len(rows)
-        blocks = table[rows, positions // size].long()
-        return SequenceBatch(
-            query_lens=(1,) * count,
-            context_lens=(self._max_context,) * count,
-            tables=table[rows],
-            slots=blocks * size + positions % size,
-            lens=lens,
-        )
 
 
 def cuda_capture(device: torch.device) -> Capture:
@@ -158,7 +173,7 @@ def cuda_capture(device: torch.device) -> Capture:
 
 
 def decode_graphs(
-    model: Model, cache: KVCache, tables: list[Tensor], *, max_num_seqs: int, max_context: int
+    model: Model, cache: KVCache, tables: Tables, *, max_num_seqs: int, max_context: int
 ) -> DecodeGraphs | None:
     """Graphs on a CUDA device; None elsewhere, or, with a warning, where a model can't be captured."""
     if model.weights.device.type != "cuda":

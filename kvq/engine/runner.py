@@ -7,14 +7,13 @@ from pathlib import Path
 from types import MappingProxyType
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from kvq.blockmgr import SwapIn
 from kvq.cache import KVCache
 from kvq.cache.memory import check_room
-from kvq.engine.graphs import decode_graphs
+from kvq.engine.graphs import Tables, decode_graphs
 from kvq.engine.transfers import prepare_transfers, upload_all
 from kvq.kernels import SequenceBatch
 from kvq.layout import KVLayout
@@ -87,13 +86,11 @@ class Runner:
         self._width = -(-longest // layout.block_size)
         shape = (max_num_seqs + spare, self._width)
         check_room(4 * prod(shape) * len(layout.groups), self._device, purpose="the block tables")
-        self._tables = [torch.zeros(shape, dtype=torch.int32, device=self._device) for _ in layout.groups]
-        for table, count in zip(self._tables, num_blocks, strict=True):
+        tables = [torch.zeros(shape, dtype=torch.int32, device=self._device) for _ in layout.groups]
+        for table, count in zip(tables, num_blocks, strict=True):
             table[max_num_seqs:] = count
-        # The same where the host can read it: what it finds, no kernels have to be launched for.
-        self._mirrors = (
-            [] if self._device.type == "cpu" else [np.zeros(shape, np.int32) for _ in layout.groups]
-        )
+        # What the host finds in its own, no kernels have to be launched for; on a CPU both are one.
+        self._tables = Tables(tables, [table.cpu().numpy() for table in tables])
         self._graphs = (
             decode_graphs(model, self.cache, self._tables, max_num_seqs=max_num_seqs, max_context=longest)
             if uses_graphs
@@ -170,30 +167,28 @@ class Runner:
         counts, rows = np.array(plan.counts), _rows(plan)
         positions = positions_of(plan.counts, plan.ends)
         told = () if tokens is not None else plan.token_ids
-        numbers = (told, positions, wanted, rows, *self._slots(self._mirrors, plan, rows, positions))
+        numbers = (told, positions, wanted, rows, *self._slots(plan, rows, positions))
         arrays = [np.asarray(values, np.int64) for values in numbers]
         arrays.append(np.array((np.cumsum(counts) - counts, counts, plan.ends), np.int32))
         ids, where, keep, sequences, *slots, lens = upload_all(arrays, self._device)
         width = self._blocks_of(plan)
-        tables = [table[sequences, :width] for table in self._tables]
+        tables = [table[sequences, :width] for table in self._tables.there]
         return _Inputs(ids if tokens is None else tokens, where, keep, _batches(plan, tables, slots, lens))
 
     def _inputs_on_cpu(self, plan: StepPlan, wanted: list[int], tokens: Tensor | None) -> _Inputs:
         """The same by numpy, which takes a tenth of torch's time for so few numbers."""
         rows, positions = _rows(plan), positions_of(plan.counts, plan.ends)
-        entries, width = [table.numpy() for table in self._tables], self._blocks_of(plan)
-        slots = [torch.from_numpy(own) for own in self._slots(entries, plan, rows, positions)]
-        tables = [torch.from_numpy(own[rows, :width]) for own in entries]
+        width = self._blocks_of(plan)
+        slots = [torch.from_numpy(own) for own in self._slots(plan, rows, positions)]
+        tables = [torch.from_numpy(own[rows, :width]) for own in self._tables.here]
         ids = plan.token_ids if tokens is None else tokens
         return _Inputs(ids, positions, wanted, _batches(plan, tables, slots, None))
 
-    def _slots(
-        self, entries: Sequence[npt.NDArray[np.int32]], plan: StepPlan, rows: list[int], positions: Integers
-    ) -> list[Integers]:
+    def _slots(self, plan: StepPlan, rows: list[int], positions: Integers) -> list[Integers]:
         """Per layer group, int64 [new tokens]: block * block_size + offset."""
-        owners = rows if len(rows) == len(positions) else np.repeat(rows, plan.counts)
-        index, offset = np.divmod(positions, self._block_size)
-        return [own[owners, index].astype(np.int64) * self._block_size + offset for own in entries]
+        size, owners = self._block_size, np.repeat(rows, plan.counts)
+        index, offset = np.divmod(positions, size)
+        return [own[owners, index].astype(np.int64) * size + offset for own in self._tables.here]
 
     def _blocks_of(self, plan: StepPlan) -> int:
         """Blocks of the step's longest sequence."""
@@ -201,25 +196,25 @@ class Runner:
 
     def _update_tables(self, plan: StepPlan) -> None:
         """Write what changed into the persistent rows, in one copy."""
-        places: list[list[int]] = [[] for _ in self._tables]
-        blocks: list[list[int]] = [[] for _ in self._tables]
+        places: list[list[int]] = [[] for _ in self._tables.here]
+        blocks: list[list[int]] = [[] for _ in self._tables.here]
         for row, group, first, entries in plan.table_changes:
             at = row * self._width + first
             places[group].extend(range(at, at + len(entries)))
             blocks[group].extend(entries)
         changed = [group for group, where in enumerate(places) if where]
-        if not changed:
+        for group in changed:
+            self._tables.here[group].reshape(-1)[places[group]] = blocks[group]
+        if not changed or self._device.type == "cpu":
             return
         arrays = [
             np.asarray(values[group], kind)
             for group in changed
             for values, kind in ((places, np.int64), (blocks, np.int32))
         ]
-        for group in changed if self._mirrors else ():
-            self._mirrors[group].reshape(-1)[places[group]] = blocks[group]
         moved = upload_all(arrays, self._device)
         for group, where, what in zip(changed, moved[::2], moved[1::2], strict=True):
-            self._tables[group].view(-1)[where] = what
+            self._tables.there[group].view(-1)[where] = what
 
 
 def _rows(plan: StepPlan) -> list[int]:

@@ -68,5 +68,6 @@ def _take(device: torch.device, nbytes: int) -> _Room:
     return rooms.pop() if rooms else _new_room(size)
 
 
+@torch.inference_mode(False)  # else none but steps in inference mode could write it
 def _new_room(size: int) -> _Room:
     return _Room(torch.empty(size, dtype=torch.uint8, pin_memory=True), torch.cuda.Event())

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import kvq
-from kvq.engine.graphs import DecodeGraphs
+from kvq.engine.graphs import DecodeGraphs, Tables
 from kvq.engine.intake import Terms
 from kvq.engine.runner import Runner
 
@@ -69,8 +69,8 @@ def test_steps_through_static_buffers_equal_plain_ones(tiny, kv, count):
 def graphs_over(runner, *, spare):
     """Decode graphs over a runner's blocks, enlarged by a spare one."""
     runner.cache.grow([spare + 1])
-    with torch.inference_mode():
-        runner._tables = [torch.cat([t, torch.full_like(t[:1], spare)]) for t in runner._tables]
+    tables = [torch.cat([t, torch.full_like(t[:1], spare)]) for t in runner._tables.there]
+    runner._tables = Tables(tables, [table.numpy() for table in tables])
     cache = Watched(runner.cache)
     graphs = DecodeGraphs(
         runner.model,

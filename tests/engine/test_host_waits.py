@@ -7,7 +7,7 @@ import torch
 
 import kvq
 from kvq.cache import KVCache
-from kvq.engine.graphs import DecodeGraphs
+from kvq.engine.graphs import DecodeGraphs, Tables
 from kvq.engine.transfers import Readback
 from kvq.models.device import pick_device
 from kvq.scheduler import Branch, Request, StepPlan
@@ -30,7 +30,8 @@ def test_the_work_of_graphs_is_all_on_the_device_and_leaves_only_logits(gpu, fam
     model = model_on(gpu, family)
     groups = model.layout.groups
     cache = KVCache(model.layout, num_blocks=[5] * len(groups), device=gpu.device)
-    tables = [torch.zeros(3, 4, dtype=torch.int32, device=gpu.device) for _ in groups]
+    there = [torch.zeros(3, 4, dtype=torch.int32, device=gpu.device) for _ in groups]
+    tables = Tables(there, [table.cpu().numpy() for table in there])
     kept = []
 
     def capture(work):
@@ -82,13 +83,13 @@ def test_no_step_of_an_engine_waits_but_for_its_tokens(gpu, is_captured, monkeyp
     monkeypatch.setattr(
         llm.core.runner, "prepare", lambda plan: (copies.extend(plan.orders), prepare(plan))[1]
     )
-    llm.on_step(lambda stats: kinds.add((stats.decode_tokens > 0, stats.prefill_tokens > 0)))
+    llm.on_step(lambda stats: kinds.add((stats.decode_tokens > 0, stats.prefill_tokens > 0, gpu.current)))
     gpu.made.clear()
     params = kvq.SamplingParams(max_tokens=3, ignore_eos=True, temperature=0)
     several = kvq.SamplingParams(max_tokens=3, ignore_eos=True, temperature=0, n=2)
     outputs = llm.generate([[5] * 3, [7] * 20], [several, params])
     assert [output.error for output in outputs] == [None, None]
-    assert kinds == {(False, True), (True, True), (True, False)}
+    assert kinds == {(False, True, SECOND), (True, True, SECOND), (True, False, SECOND)}
     assert copies
     assert ("a graph" in {launch.kernel for launch in gpu.launches}) == is_captured
     assert {where for _, where in gpu.made} == {SECOND}

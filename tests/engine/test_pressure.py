@@ -265,4 +265,4 @@ def pool_tensors(llm):
     pools = [value for pool in llm.core.runner.cache._pools for value in vars(pool).values()]
     tensors = [value for value in pools if isinstance(value, torch.Tensor)]
     assert sum(tensor.nbytes for tensor in tensors) >= llm.core.runner.cache.nbytes > 0, "all of the pools"
-    return [*tensors, *llm.core.runner._tables]
+    return [*tensors, *llm.core.runner._tables.there]

@@ -15,11 +15,10 @@ def test_both_ways_to_make_the_inputs_of_a_step_agree():
     pick = np.random.default_rng(0)
     with kvq.LLM("tiny", "k8v4", num_blocks=64, block_size=8) as llm:
         runner = llm.core.runner
-        for table in runner._tables:
+        for table in runner._tables.there:
             table.copy_(torch.from_numpy(pick.integers(0, 64, tuple(table.shape))))
-        runner._mirrors = [table.numpy() for table in runner._tables]
         for _ in range(20):
-            rows = pick.permutation(len(runner._tables[0]))[: pick.integers(1, 6)].tolist()
+            rows = pick.permutation(len(runner._tables.here[0]))[: pick.integers(1, 6)].tolist()
             rows = [-1, *rows] if pick.integers(2) else rows
             counts = pick.integers(1, 20, len(rows)).tolist()
             ends = [count + int(pick.integers(100)) for count in counts]
@@ -32,7 +31,7 @@ def test_both_ways_to_make_the_inputs_of_a_step_agree():
             )
             assert (host.tokens, host.wanted) == (device.tokens.tolist(), device.wanted.tolist())
             assert host.positions.tolist() == device.positions.tolist()
-            assert len(host.batches) == len(device.batches) == len(runner._tables)
+            assert len(host.batches) == len(device.batches) == len(runner._tables.here)
             for one, other in zip(host.batches, device.batches, strict=True):
                 assert (one.query_lens, one.context_lens) == (other.query_lens, other.context_lens)
                 assert (one.tables.dtype, one.slots.dtype) == (other.tables.dtype, other.slots.dtype)
@@ -50,6 +49,6 @@ def test_tables_are_as_wide_as_the_pool_and_not_as_the_context(tmp_path):
     config = folder / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"max_position_embeddings": 10**9}))
     with kvq.LLM(folder, "int4", num_blocks=70) as llm:
-        assert [table.shape[1] for table in llm.core.runner._tables] == [70]
+        assert [table.shape[1] for table in llm.core.runner._tables.here] == [70]
         output = llm.generate([[5] * 900], kvq.SamplingParams(max_tokens=70 * 16 - 900, ignore_eos=True))[0]
         assert len(output.outputs[0].token_ids) == 70 * 16 - 900, "the whole pool can be one request's"
