@@ -22,8 +22,7 @@ def rope_write(
     `heads`: [rows, layer.width], elements of a row side by side, as the QKV product gives it. `angles`: of
     every row, or None where nothing is turned; `slots`: int64 [tokens], all different. Rows from `tokens` on
     are padding: neither read nor written. `bad`: bool [rows], set to True where K or V as they would be
-    stored held a NaN or an infinity, which is stored as zero. Keys and values in `heads` hold what they held,
-    or anything else.
+    stored held a NaN or an infinity, which is stored as zero. Keys and values in `heads` stay as they are.
 
     The bias' sum, the norm's result, the turned heads and what is left of K and V when their centers are
     taken off are computed in fp32 and rounded to the heads' dtype, each.

@@ -101,7 +101,10 @@ def test_turned_keys_and_values_are_stored_as_write_kv_stores_them(kv: str) -> N
     assert not bad.any()
     want = written(layer, kv, modules_turn(layer, k, angles), v)
     assert torch.equal(cache.pool(0), want.pool(0))
-    assert torch.equal(split(layer, heads)[0], modules_turn(layer, q, angles))
+    left = split(layer, heads)
+    assert torch.equal(left[0], modules_turn(layer, q, angles))
+    assert torch.equal(left[1], k)
+    assert torch.equal(left[2], v)
     assert heads[TOKENS:].isnan().all()  # padding
     assert heads._base is not None
     assert heads._base.isnan().sum() == (TOKENS + PADDING) * 9 + PADDING * layer.width
