@@ -238,7 +238,7 @@ def _assign(x: Tensor, index: Any, value: Any) -> None:
 
 
 def _launch(bound: Bound, grid: Any, tensors: tuple[Tensor, ...], numbers: tuple[int, ...] = ()) -> None:
-    bound._look(grid, (*tensors, *numbers), None)
+    bound.look(grid, tensors, numbers)
 
 
 def _launcher(gpu: ImaginaryGPU) -> Callable[..., None]:

@@ -175,11 +175,12 @@ _VARYING = ["table_stride", "window", "height"]
 @triton.jit(do_not_specialize=_VARYING)
 def attend_kernel(
     q_ptr, out_ptr, lse_ptr, parts_ptr, part_lses_ptr, items_ptr, tables_ptr, sink_ptr,
+    q_token, q_head, q_dim, table_stride, height,
     k_codes, k_scales, k_static, kc_block, kc_head, kc_slot: tl.constexpr,
     ks_block, ks_head, ks_slot: tl.constexpr,
     v_codes, v_scales, v_static, vc_block, vc_head, vc_slot: tl.constexpr,
     vs_block, vs_head, vs_slot: tl.constexpr,
-    q_token, q_head, q_dim, table_stride, scale, softcap, window, height,
+    scale, softcap, window,
     K_KIND: tl.constexpr, K_BITS: tl.constexpr, K_DIM: tl.constexpr, K_PAD: tl.constexpr,
     K_GROUP: tl.constexpr, K_ROTATED: tl.constexpr, K_STATIC: tl.constexpr,
     K_PAIRED: tl.constexpr, K_UNIT: tl.constexpr,

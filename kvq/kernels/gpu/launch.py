@@ -1,11 +1,13 @@
-"""Launching a Triton kernel again and again: what stays is bound once, what changes is put in its place.
+"""Launching a Triton kernel again and again: what stays is bound once, what changes is put before it.
 
-Triton's own launch looks at every argument every time, some 40 of attention's, which takes several times as
+Triton's own launch looks at every argument every time, some 50 of attention's, which takes several times as
 long as a small kernel runs. Here it looks at the first launch of a kind; later ones hand their arguments to
 what was compiled for that.
 """
 
 from collections.abc import Sequence
+from functools import reduce
+from operator import or_
 from typing import Any
 
 import torch
@@ -14,54 +16,61 @@ from triton import knobs
 
 Grid = tuple[int, int, int]
 _DIVISOR = 16  # Triton compiles another kernel for addresses and numbers that it divides
-_MOST = 1 << 31  # and for numbers of 64 bits
+_LIMIT = 1 << 31  # and for numbers of 64 bits
+_MOST_KEPT = 4096  # combinations of numbers
 
 
 class Bound:
-    """A kernel with most arguments bound: constants, weights, strides, options of the compiler.
+    """A kernel whose first arguments vary, with all others bound: constants, weights, options of the compiler.
 
-    What varies are tensors, each of one dtype and on one device for ever, and whole numbers.
+    What varies are tensors, each of one dtype and on one device for ever, then whole numbers.
     """
 
     def __init__(
-        self,
-        kernel: Any,
-        tensors: Sequence[str],
-        numbers: Sequence[str] = (),
-        **fixed: Any,
+        self, kernel: Any, tensors: Sequence[str], numbers: Sequence[str] = (), **fixed: Any
     ) -> None:
-        """`kernel`: a function of `triton.jit`; `tensors`, `numbers`: what varies, in the order of calls."""
+        """`kernel`: a function of `triton.jit`; `tensors`, `numbers`: its first arguments."""
+        names = list(kernel.arg_names)
+        self._varying = [*tensors, *numbers]
+        count = len(self._varying)
+        assert names[:count] == self._varying, f"{names[:count]} come first, not {self._varying}"
         self.fixed = fixed
         self._kernel = kernel
-        self._varying = (*tensors, *numbers)
-        names = kernel.arg_names
-        self._template = [fixed.get(name) for name in names]
-        self._tensors = [names.index(name) for name in tensors]
-        self._numbers = [names.index(name) for name in numbers]
-        # What launches, the machine code, its settings, and the device.
-        self._compiled: dict[int, tuple[Any, Any, Any, int]] = {}
+        self._rest = tuple(fixed.get(name) for name in names[count:])
+        # What launches, the machine code, its settings, and the device; by kinds of numbers, and by numbers.
+        self._compiled: dict[tuple[int, ...], tuple[Any, Any, Any, int]] = {}
+        self._known: dict[tuple[int, ...], tuple[Any, Any, Any, int]] = {}
 
     def __call__(self, grid: Grid, tensors: tuple[Tensor, ...], numbers: tuple[int, ...] = ()) -> None:
-        """Launch on the current stream of the kernel's device, which is to be the current one."""
-        arguments, addresses, kind = self._template.copy(), 0, 0
-        for place, tensor in zip(self._tensors, tensors, strict=True):
-            arguments[place] = tensor
-            addresses |= tensor.data_ptr()
-        for place, number in zip(self._numbers, numbers, strict=True):
-            arguments[place] = number
-            kind = 4 * kind + (1 if number == 1 else 2 if number % _DIVISOR == 0 else 3)
-        found = self._compiled.get(kind)
-        if found is None or addresses % _DIVISOR or knobs.runtime.launch_enter_hook.calls:
-            self._look(grid, (*tensors, *numbers), None if addresses % _DIVISOR else kind)
+        """Launch on the current stream of the tensors' device, which is to be the current one."""
+        found = self._known.get(numbers) or self._of_kind(numbers)
+        unaligned = reduce(or_, map(Tensor.data_ptr, tensors)) % _DIVISOR
+        if found is None or unaligned or knobs.runtime.launch_enter_hook.calls:
+            compiled = self.look(grid, tensors, numbers)
+            device = tensors[0].device.index
+            if not unaligned and device is not None:  # the interpreter's CPU has no index
+                kept = compiled.run, compiled.function, compiled.packed_metadata, device
+                self._compiled[_kinds(numbers)] = kept
             return
         run, function, metadata, device = found
         stream = torch._C._cuda_getCurrentRawStream(device)
-        run(*grid, stream, function, metadata, None, None, None, *arguments)
+        run(*grid, stream, function, metadata, None, None, None, *tensors, *numbers, *self._rest)
 
-    def _look(self, grid: Grid, values: tuple[Tensor | int, ...], kind: int | None) -> None:
-        """Let Triton look at all arguments, and compile where it must; keep what it compiled for a kind."""
-        assert all(isinstance(value, Tensor) or value < _MOST for value in values), "numbers have 32 bits"
-        compiled = self._kernel[grid](**dict(zip(self._varying, values, strict=True)), **self.fixed)
-        where = next(value.device.index for value in values if isinstance(value, Tensor))
-        if kind is not None and where is not None:  # the interpreter's CPU has no index
-            self._compiled[kind] = compiled.run, compiled.function, compiled.packed_metadata, where
+    def look(self, grid: Grid, tensors: tuple[Tensor, ...], numbers: tuple[int, ...]) -> Any:
+        """Launch, and let Triton look at all arguments and compile where it must; returns what it compiled."""
+        assert all(number < _LIMIT for number in numbers), "numbers have 32 bits"
+        named = dict(zip(self._varying, (*tensors, *numbers), strict=True))
+        return self._kernel[grid](**named, **self.fixed)
+
+    def _of_kind(self, numbers: tuple[int, ...]) -> tuple[Any, Any, Any, int] | None:
+        found = self._compiled.get(_kinds(numbers))
+        if found is not None:
+            if len(self._known) >= _MOST_KEPT:
+                self._known.clear()
+            self._known[numbers] = found
+        return found
+
+
+def _kinds(numbers: tuple[int, ...]) -> tuple[int, ...]:
+    """What Triton would compile for: 1, what 16 divides, and others."""
+    return tuple(1 if n == 1 else 2 if n % _DIVISOR == 0 else 3 for n in numbers)
