@@ -57,6 +57,7 @@ class EngineCore(StaysHere):
         sampler = Sampler(
             max_rows=config.max_num_seqs, vocab_size=model.geometry.vocab_size, device=weights.device
         )
+        sampler.compile(model.prepared.dtype)
         self._chooser = Chooser(sampler, config.max_num_seqs)
         self._jobs: dict[Request, Job] = {}
         self.intake = Intake(model, self.scheduler, home=self._home, clock=clock)

@@ -15,7 +15,7 @@ from kvq.engine.sampling.rows import Draw, RowTable
 from kvq.engine.sampling.token_counts import TokenCounts
 from kvq.engine.transfers import Readback, upload
 from kvq.kernels.draw import kernel_for
-from kvq.kernels.draw.parameters import Kind
+from kvq.kernels.draw.parameters import Kind, packed
 from kvq.kernels.draw.ranking import likeliest
 from kvq.kernels.draw.reference import MAX_VOCAB, draw_ranked, draw_whole
 
@@ -64,6 +64,17 @@ class Sampler:
         self._demanding: set[int] = set()  # rows that need more than their likeliest token
         self._changing: set[int] = set()  # rows whose logits change
         self._measured: set[int] = set()  # rows whose tokens' log-probabilities are wanted
+
+    def compile(self, dtype: torch.dtype) -> None:
+        """Compile what steps launch on a GPU over logits of that dtype, which takes seconds."""
+        if self._kernel is None:
+            return
+        logits = torch.zeros(1, self._vocab_size, dtype=dtype, device=self._device)
+        line = packed(Kind.RANKED, temperature=1.0, min_p=0.0, top_k=1, top_p=1.0)
+        drawing = upload(line[None], self._device)
+        for scores, raw in ((logits, None), (logits.float(), logits)):
+            self._kernel(scores, None, Kind.GREEDY, raw)
+            self._kernel(scores, drawing, Kind.RANKED, raw)
 
     def add(
         self,

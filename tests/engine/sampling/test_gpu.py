@@ -2,12 +2,14 @@
 
 import random
 import warnings
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from triton.runtime.interpreter import InterpretedFunction
 
 from kvq.engine.params import SamplingParams
 from kvq.engine.sampling import Sampler, sampler
@@ -102,7 +104,6 @@ def test_greedy_rows_take_two_launches() -> None:
 
 def test_penalties_biases_masks_and_logprobs_wait_for_nothing() -> None:
     few, many = (_launched([_ALL, *_MIX] * times, masks=True) for times in (1, 9))
-    print(few, many)
     assert few == many, "launches grow with the rows"
 
 
@@ -116,3 +117,24 @@ def test_a_gpu_chooses_what_a_cpu_chooses(seed: int, monkeypatch: pytest.MonkeyP
     with warnings.catch_warnings():  # NumPy reports the casts of what is masked
         warnings.simplefilter("ignore", RuntimeWarning)
         assert _run(requests, 33, list(range(10))) == wanted
+
+
+def test_what_steps_launch_was_compiled_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: set[object] = set()
+
+    def run(kernel: Any, *args: Any, grid: object, warmup: bool, **constants: Any) -> None:
+        dtypes = tuple(x.dtype for x in args if isinstance(x, torch.Tensor))
+        seen.add((kernel.fn.__name__, dtypes, tuple(constants.items())))
+
+    monkeypatch.setattr(InterpretedFunction, "run", run)
+    monkeypatch.setattr(sampler, "kernel_for", lambda device: triton.draw)
+    target = Sampler(max_rows=8, vocab_size=5000, device=torch.device("cpu"))
+    target.compile(torch.bfloat16)
+    before = seen.copy()
+    for row, params in enumerate([*_MIX, replace(_ALL, logprobs=None)]):
+        add(target, row, params)
+    logits = torch.zeros(7, 5000, dtype=torch.bfloat16)
+    for rows in ([0], [1], [1, 2, 3], [6, 5], range(7)):
+        for masks in (None, {0: bitmask({1}, 5000)}):
+            target.sample(logits[: len(rows)], list(rows), [9] * len(rows), masks=masks)
+    assert seen == before

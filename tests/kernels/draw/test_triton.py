@@ -66,9 +66,10 @@ _ROWS = [
     Row(top_p=0.9, uniform=0.37),
     Row(top_k=5, uniform=LAST),
     Row(temperature=1e6, top_k=20, top_p=0.6, min_p=0.05, uniform=0.8),
+    Row(temperature=3.0, top_k=77, top_p=0.97, uniform=LAST),  # ends among ties, with others before
     Row(temperature=2.0**-126, top_p=0.5, uniform=LAST),
-    Row(temperature=1e6, top_p=1 - 1e-16, uniform=LAST),
     Row(min_p=0.1, uniform=0.0),
+    Row(temperature=1e6, top_p=1 - 1e-16, uniform=LAST),
 ]
 
 
@@ -121,6 +122,7 @@ def test_bad_rows_are_flagged_and_their_neighbours_untouched() -> None:
     rows = [Row(top_p=0.8), Row(top_k=9, top_p=0.8), Row(), Row(temperature=0.0)] * 2
     tokens, finite = drawn(logits, rows)
     assert finite == [False, True, False, True, False, True, False, True]
+    assert all(0 <= token < 100 for token in tokens), "others read their logits"
     for i in (1, 3, 5, 7):
         assert tokens[i] == rows[i].token(logits[i])
 
