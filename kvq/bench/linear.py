@@ -35,14 +35,13 @@ class LinearWorkload:
 
     def weight(self) -> Tensor:
         """Random, fp32 [out, in]."""
-        source = torch.Generator().manual_seed(self.seed)
-        weight = torch.randn(self.out_features, self.in_features, generator=source)
-        return weight.to(self.device)
+        source = torch.Generator(self.device).manual_seed(self.seed)
+        return torch.randn(self.out_features, self.in_features, generator=source, device=self.device)
 
     def inputs(self) -> Tensor:
         """Random, fp32 [rows, in]."""
-        source = torch.Generator().manual_seed(self.seed + 1)
-        return torch.randn(self.rows, self.in_features, generator=source).to(self.device)
+        source = torch.Generator(self.device).manual_seed(self.seed + 1)
+        return torch.randn(self.rows, self.in_features, generator=source, device=self.device)
 
 
 def bench_linear(
