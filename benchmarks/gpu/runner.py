@@ -91,13 +91,12 @@ def _one_process(part: Part, run: Run, ends_at: float) -> str:
 
 def _watch(process: "subprocess.Popen[bytes]", part: Part, run: Run, ends_at: float) -> str:
     """Wait until a process ends, or its case's or part's time does; returns how it ended."""
-    seen, state = 0.0, None
-    file = run.file(part)
+    seen = None
     while process.poll() is None:
         time.sleep(_POLL_S)
-        changed = file.stat().st_mtime if file.is_file() else 0.0
-        if changed != seen:
-            seen, state = changed, record.read(file)
+        state = record.read(run.file(part))
+        if state != seen:
+            seen = state
             run.changed(part)
         running = None if state is None else state["running"]
         if time.monotonic() >= ends_at:

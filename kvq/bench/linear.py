@@ -15,7 +15,7 @@ from kvq.kernels import Device, LinearSpec, PlainWeight, select
 from kvq.kernels.linear.cpu import CpuLinear
 from kvq.kernels.linear.reference import rounded_inputs
 from kvq.kernels.native.library import load
-from kvq.models.linear import OneDNNLinear
+from kvq.models.linear import OneDNNLinear, is_supported
 from kvq.weights.rounding import round_weight
 
 _ALLOWED = {torch.float32: 2e-4, torch.float16: 4e-3, torch.bfloat16: 2e-2}  # relative errors
@@ -35,14 +35,13 @@ class LinearWorkload:
 
     def weight(self) -> Tensor:
         """Random, fp32 [out, in]."""
-        source = torch.Generator().manual_seed(self.seed)
-        weight = torch.randn(self.out_features, self.in_features, generator=source)
-        return weight.to(self.device)
+        source = torch.Generator(self.device).manual_seed(self.seed)
+        return torch.randn(self.out_features, self.in_features, generator=source, device=self.device)
 
     def inputs(self) -> Tensor:
         """Random, fp32 [rows, in]."""
-        source = torch.Generator().manual_seed(self.seed + 1)
-        return torch.randn(self.rows, self.in_features, generator=source).to(self.device)
+        source = torch.Generator(self.device).manual_seed(self.seed + 1)
+        return torch.randn(self.rows, self.in_features, generator=source, device=self.device)
 
 
 def bench_linear(
@@ -124,7 +123,7 @@ def _plain(workload: LinearWorkload) -> Iterator[Contender]:
     if is_cpu and workload.backend != "reference" and not isinstance(load(), str):
         for dtype in (torch.float32, torch.bfloat16):  # of weights; the product is in fp32
             yield _unquantized(workload, "kvq", "cpu", dtype, workload.dtype)
-    dtypes = {torch.float32, torch.bfloat16} if is_cpu else {workload.dtype}
+    dtypes = filter(is_supported, (torch.float32, torch.bfloat16)) if is_cpu else [workload.dtype]
     for dtype in sorted(dtypes, key=str, reverse=True):
         yield _unquantized(workload, "torch", "onednn" if is_cpu else "cublas", dtype, dtype)
 

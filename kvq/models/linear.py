@@ -91,7 +91,7 @@ def pack_linears(model: nn.Module, *, backend: str = "auto") -> None:
         _install_own(model, looked_up)
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
-            if type(child) is nn.Linear and _is_supported(child.weight.dtype):
+            if type(child) is nn.Linear and is_supported(child.weight.dtype):
                 setattr(parent, name, OneDNNLinear(child, packs=id(child.weight) not in looked_up))
 
 
@@ -119,7 +119,8 @@ def _install_own(model: nn.Module, looked_up: set[int]) -> None:
     install(model, weights, torch.device("cpu"), backend="cpu", dtype=torch.float32)
 
 
-def _is_supported(dtype: torch.dtype) -> bool:
+def is_supported(dtype: torch.dtype) -> bool:
+    """True if oneDNN multiplies with packed weights of this type here."""
     if not torch.backends.mkldnn.is_available() or not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
         return False
     return dtype == torch.float32 or (

@@ -93,16 +93,19 @@ def test_a_run_that_is_killed_keeps_its_rows_and_goes_on_where_it_was(tmp_path: 
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL)
 
-    def running_case() -> Any:
-        state = record.read(tmp_path / "gated.json")
-        return state and state["running"] and state["running"]["case"] == "second"
+    def kept() -> Any:
+        """The rows of the result while the second case runs."""
+        file = tmp_path / "results.json"
+        result = json.loads(file.read_text()) if file.is_file() else {"rows": []}
+        return result["rows"] and (result["parts"]["gated"]["running"] or {}).get("case") == "second"
 
     try:
-        wait_for(running_case, "the second case")
-        wait_for((tmp_path / "results.json").is_file, "a result while the part runs")
+        wait_for(kept, "the second case")
+        worker = child_of(process)
     finally:
         process.kill()
         process.wait()
+    wait_for(lambda: not lives(worker), "the worker's end")
     state = record.read(tmp_path / "gated.json")
     assert state is not None
     assert state["rows"] == [{"case": "first", **ROW}]
@@ -127,14 +130,20 @@ def test_a_workers_process_ends_with_its_runner(tmp_path: Path) -> None:
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     parent = subprocess.Popen([sys.executable, "-c", script, *given], cwd=ROOT, env=environment)
     wait_for(lambda: (record.read(file) or {}).get("running"), "the worker")
-    children = Path(f"/proc/{parent.pid}/task/{parent.pid}/children")
-    (worker,) = children.read_text().split()
+    worker = child_of(parent)
     parent.send_signal(signal.SIGKILL)
     parent.wait()
-    wait_for(lambda: not _lives(int(worker)), "the worker's end")
+    wait_for(lambda: not lives(worker), "the worker's end")
 
 
-def _lives(process: int) -> bool:
+def child_of(parent: subprocess.Popen[Any]) -> int:
+    """The only child of a process."""
+    (child,) = Path(f"/proc/{parent.pid}/task/{parent.pid}/children").read_text().split()
+    return int(child)
+
+
+def lives(process: int) -> bool:
+    """True unless it has ended."""
     status = Path(f"/proc/{process}/status")
     try:
         return "State:\tZ" not in status.read_text()

@@ -11,6 +11,7 @@ from kvq.bench import measure
 from kvq.bench.linear import LinearWorkload, bench_linear
 from kvq.errors import KVQError
 from kvq.kernels.linear.cpu import CpuLinear
+from kvq.models.linear import is_supported
 
 
 @pytest.fixture(autouse=True)
@@ -32,7 +33,8 @@ def test_rows_hold_what_was_promised(tmp_path: Path, capsys: pytest.CaptureFixtu
     run("--weights", "int8,int4_g64_asym,w8a8", "--rows", "1,7", "--shape", "33x64", "--shape", "5X128",
         "--backend", "cpu", "--device", "cpu", "--repeats", "3", "--json", str(path))  # fmt: skip
     result = json.loads(path.read_text())
-    names = ["int8", "int4_g64_asym", "w8a8", *2 * ("float32", "bfloat16")]  # kvq's and torch's
+    names = ["int8", "int4_g64_asym", "w8a8", "float32", "bfloat16"]  # kvq's, then torch's
+    names += ["float32", *(["bfloat16"] if is_supported(torch.bfloat16) else [])]
     assert [(r["out_features"], r["rows"], r["weights"]) for r in result["rows"]] == [
         (outputs, rows, name) for outputs in (33, 5) for rows in (1, 7) for name in names
     ]
