@@ -6,7 +6,6 @@ from secrets import randbits
 from typing import Any
 from weakref import WeakValueDictionary
 
-import torch
 from torch import Tensor
 from torch.library import custom_op
 from torch.utils.weak import WeakTensorKeyDictionary
