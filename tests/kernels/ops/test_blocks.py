@@ -73,7 +73,7 @@ def checked() -> dict[str, tuple[Any, ...]]:
     ops.write_kv(k, v, SLOTS, **own, kv=KV)
     tensors = tuple(own.values())
     return {
-        "write_kv": (k, v, SLOTS, *tensors, KV),
+        "write_kv": (k, v, SLOTS, *blocks(KV, dims).values(), KV),  # unwritten: writing again changes nothing
         "attend": (q, *tensors, TABLES, *LENS, KV, 0.125),
         "gather_dense": (*tensors, TABLES, 1, 7, KV),
         "merge_partials": (torch.randn(2, 5, 3, 16), torch.randn(2, 5, 3), torch.randn(3)),
