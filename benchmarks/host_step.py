@@ -110,7 +110,12 @@ def timed(run: Callable[[], object], count: int = 200) -> dict[str, float]:
         run()
         found.append((time.process_time_ns() - began) / 1e6)
     cuts = statistics.quantiles(found, n=10)
-    return {"ms_median": statistics.median(found), "ms_p10": cuts[0], "ms_p90": cuts[-1], "ms_min": min(found)}
+    return {
+        "ms_median": statistics.median(found),
+        "ms_p10": cuts[0],
+        "ms_p90": cuts[-1],
+        "ms_min": min(found),
+    }
 
 
 def measured(layers: int, batch: int, *, fused: bool) -> list[dict[str, Any]]:
@@ -121,9 +126,7 @@ def measured(layers: int, batch: int, *, fused: bool) -> list[dict[str, Any]]:
         module = model.weights.model
         assert not fused or fused_layers.fuse_layers(module, in_triton=True), "a Qwen3 is known"
         model = model.with_kv("int4_g16")
-        runner = Runner(
-            model, num_blocks=[batch * 8], host_slots=None, max_num_seqs=batch, max_context=4096
-        )
+        runner = Runner(model, num_blocks=[batch * 8], host_slots=None, max_num_seqs=batch, max_context=4096)
         plan = plan_of(batch)
         eager = timed(lambda: runner.forward(plan, runner.prepare(plan)))
         graphs = DecodeGraphs(
@@ -143,7 +146,9 @@ def measured(layers: int, batch: int, *, fused: bool) -> list[dict[str, Any]]:
 
 def main() -> None:
     """Measure, print, write."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--layers", type=int, default=28)
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--out", type=Path)
@@ -152,7 +157,9 @@ def main() -> None:
     rows = [row for fused in (True, False) for row in measured(options.layers, options.batch, fused=fused)]
     for row in rows:
         kind = "fused" if row["fused"] else "transformers' layers"
-        print(f"{row['step']:9s} {kind:20s} {row['ms_median']:6.3f} ms ({row['ms_p10']:.3f} - {row['ms_p90']:.3f})")
+        print(
+            f"{row['step']:9s} {kind:20s} {row['ms_median']:6.3f} ms ({row['ms_p10']:.3f} - {row['ms_p90']:.3f})"
+        )
     if options.out:
         write_json(options.out, envelope(sys.argv, torch.device("cpu"), rows, {}))
 

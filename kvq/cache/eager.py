@@ -1,4 +1,4 @@
-"""What `torch.compile` must leave alone: bookkeeping in Python, whose every number changes from step to step."""
+"""What `torch.compile` must leave alone: bookkeeping in Python, whose numbers change from step to step."""
 
 from collections.abc import Callable
 from functools import wraps
@@ -13,8 +13,8 @@ R = TypeVar("R")
 def eager(function: Callable[P, R]) -> Callable[P, R]:
     """Let compiled code break its graph here and call the function as it is, with all that it calls.
 
-    `torch.compiler.disable` would do it, but importing what that needs takes seconds; so it waits for the first
-    call out of compiled code.
+    `torch.compiler.disable` would do it, but importing what that needs takes seconds; so it waits for the
+    first call out of compiled code.
     """
 
     @wraps(function)
@@ -26,9 +26,8 @@ def eager(function: Callable[P, R]) -> Callable[P, R]:
     return call
 
 
-_DISABLED: dict[
-    Callable[..., Any], Callable[..., Any]
-] = {}  # torch.compile can't see through functools.cache
+# torch.compile can't see through functools.cache.
+_DISABLED: dict[Callable[..., Any], Callable[..., Any]] = {}
 
 
 def _disabled(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,9 +1,9 @@
 """Device functions of the Triton kernels: the rotation, and 16-bit values out of packed bytes; and a layer's
 blocks as the arguments that kernels take.
 
-Only NVIDIA GPUs take the inline assembly (PTX). For all others, and in Triton's interpreter, the same bits are
-put together by shifts, masks and exact conversions. Assembly is not marked as pure: else the compiler moves it
-behind the change of layout before a product, and shared memory is read byte by byte.
+Only NVIDIA GPUs take the inline assembly (PTX). For all others, and in Triton's interpreter, the same bits
+are put together by shifts, masks and exact conversions. Assembly is not marked as pure: else the compiler
+moves it behind the change of layout before a product, and shared memory is read byte by byte.
 """
 
 from typing import Any
@@ -131,7 +131,8 @@ def takes_ptx(_semantic: Any = None) -> tl.constexpr:
     return tl.constexpr(not INTERPRETED.value and _semantic.builder.options.backend_name == "cuda")
 
 
-takes_ptx.__triton_builtin__ = True  # type: ignore[attr-defined]  # device code calls it with the compilation as `_semantic`
+# Device code calls it with the compilation as `_semantic`.
+takes_ptx.__triton_builtin__ = True  # type: ignore[attr-defined]
 
 
 def kind_of(code: Code) -> int:

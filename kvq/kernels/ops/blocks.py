@@ -1,8 +1,8 @@
 """Operators over blocks, with `PagedKV` and `SequenceBatch` taken apart into tensors, numbers and names.
 
 `k_codes`, `k_scales`, `k_static` and those of V are the tensors of `PagedRows`; `kv` is a format's name or a
-pair, as `--kv` takes it; head dimensions and the block size are read off the codes. What the operators return is
-what `kvq/kernels/*/reference.py` says.
+pair, as `--kv` takes it; head dimensions and the block size are read off the codes. What the operators return
+is what `kvq/kernels/*/reference.py` says.
 """
 
 from collections.abc import Callable, Sequence
@@ -34,7 +34,7 @@ def write_kv(
     v_static: Tensor | None = None,
     backend: str = "auto",
 ) -> Tensor:
-    """Quantize rows [tokens, kv_heads, dim] into their slots; bool [tokens], True where one was not finite."""
+    """Quantize rows [tokens, kv_heads, dim] into their slots; bool [tokens], True where one isn't finite."""
     paged = _paged(_rows(k_codes, k_scales, k_static), _rows(v_codes, v_scales, v_static), kv)
     bad: Tensor = _kernel("write_kv", paged, k.shape[1], backend)(k, v, paged, slots)
     return bad
@@ -64,7 +64,7 @@ def attend(
     v_static: Tensor | None = None,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:
-    """Attention of q [tokens, q_heads, dim] over written blocks: out in q's dtype, lse fp32 [tokens, q_heads].
+    """Attention of q [tokens, q_heads, dim] over written blocks: out in q's dtype, lse [tokens, q_heads].
 
     `tables`: int32 [sequences, blocks]. `query_lens`, `context_lens`: of every sequence, as in SequenceBatch.
     """

@@ -81,13 +81,12 @@ def target(device: str) -> GPUTarget:
 
 def resources(binary: Any) -> dict[str, int]:
     """Registers and bytes of stack (spills) of a thread, and bytes of shared memory of all."""
-    found = (
-        _amd_resources(binary.asm["amdgcn"]) if "amdgcn" in binary.asm else _resources(binary.asm["cubin"])
-    )
+    amd = binary.asm.get("amdgcn")
+    found = _nvidia_resources(binary.asm["cubin"]) if amd is None else _amd_resources(amd)
     return {**found, "shared": binary.metadata.shared}
 
 
-def _resources(cubin: bytes) -> dict[str, int]:
+def _nvidia_resources(cubin: bytes) -> dict[str, int]:
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)

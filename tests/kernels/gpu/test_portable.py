@@ -1,4 +1,4 @@
-"""Packed bytes to 16-bit floats without inline assembly, as other GPUs than NVIDIA's do it: for every byte."""
+"""Packed bytes to 16-bit floats without inline assembly, as GPUs do it that are not NVIDIA's: every byte."""
 
 import pytest
 import torch

@@ -54,7 +54,8 @@ def test_without_the_library_the_reference_runs_and_one_line_says_what_to_instal
             for operation in ("attend", "write_kv", "gather_dense", "attend"):
                 assert select(operation, spec("int4"), CPU).backend == "reference"
         assert [r.getMessage() for r in caplog.records] == [
-            f"kernels run on the reference backend (triton: needs an NVIDIA or AMD GPU, not cpu; cpu: {reason})"
+            f"kernels run on the reference backend "
+            f"(triton: needs an NVIDIA or AMD GPU, not cpu; cpu: {reason})"
         ]
         with pytest.raises(UnsupportedKernel, match="not built"):
             select("attend", spec("int4"), CPU, "cpu")

@@ -44,11 +44,8 @@ def test_operators_give_what_kernels_give(kv: str, dims: tuple[int, int]) -> Non
     bad = ops.write_kv(k, v, SLOTS, **own, kv=kv)
     out, lse = ops.attend(q, **own, tables=TABLES, query_lens=[7], context_lens=[7], kv=kv, scale=0.125)
     dense = ops.gather_dense(**own, tables=TABLES, start=2, end=7, kv=kv)
-    paged = _paged(
-        _rows(theirs["k_codes"], theirs["k_scales"], None),
-        _rows(theirs["v_codes"], theirs["v_scales"], None),
-        kv,
-    )
+    k_rows, v_rows = (_rows(theirs[f"{x}_codes"], theirs[f"{x}_scales"], None) for x in "kv")
+    paged = _paged(k_rows, v_rows, kv)
     assert (paged.formats.k_head_dim, paged.formats.v_head_dim) == dims
     assert torch.equal(bad, _kernel("write_kv", paged, 3, "auto")(k, v, paged, SLOTS))
     batch = SequenceBatch.of([[1, 4, 0]], SLOTS.tolist(), *LENS, torch.device("cpu"))
@@ -76,7 +73,7 @@ def checked() -> dict[str, tuple[Any, ...]]:
     ops.write_kv(k, v, SLOTS, **own, kv=KV)
     tensors = tuple(own.values())
     return {
-        "write_kv": (k, v, SLOTS, *tensors, KV),
+        "write_kv": (k, v, SLOTS, *blocks(KV, dims).values(), KV),  # unwritten: writing again changes nothing
         "attend": (q, *tensors, TABLES, *LENS, KV, 0.125),
         "gather_dense": (*tensors, TABLES, 1, 7, KV),
         "merge_partials": (torch.randn(2, 5, 3, 16), torch.randn(2, 5, 3), torch.randn(3)),
