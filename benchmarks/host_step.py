@@ -26,15 +26,14 @@ from triton.runtime.jit import JITFunction
 
 from kvq.bench.random_model import random_model
 from kvq.cache import centering, kv_cache
-from kvq.engine.graphs import DecodeGraphs
+from kvq.engine.graphs import DecodeGraphs, Tables
 from kvq.engine.runner import Runner
 from kvq.evals.results import envelope, write_json
 from kvq.kernels import Device
 from kvq.kernels.gpu.launch import Bound
-from kvq.models import fused_layers, layer_parts
+from kvq.models import fused_layers
 from kvq.models import model as model_module
 from kvq.models import weights as weights_module
-from kvq.models.norms import norm_weight
 from kvq.scheduler import Branch, Request, StepPlan
 
 DEPTH, BLOCK = 200, 32
@@ -129,10 +128,11 @@ def measured(layers: int, batch: int, *, fused: bool) -> list[dict[str, Any]]:
         runner = Runner(model, num_blocks=[batch * 8], host_slots=None, max_num_seqs=batch, max_context=4096)
         plan = plan_of(batch)
         eager = timed(lambda: runner.forward(plan, runner.prepare(plan)))
+        tables = [torch.zeros(batch + 1, 8, dtype=torch.int32) for _ in runner.cache.num_blocks]
         graphs = DecodeGraphs(
             model,
             runner.cache,
-            [torch.zeros(batch + 1, 8, dtype=torch.int32) for _ in runner.cache.num_blocks],
+            Tables(there=tables, here=[table.numpy() for table in tables]),
             max_num_seqs=batch,
             max_context=4096,
             capture=lambda work: lambda: None,

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from kvq.kernels.decoder.parts import DecoderParts, GatedParts, Product
 from kvq.kernels.gated.triton import gated
-from kvq.kernels.rms_norm.triton import add_norm
+from kvq.kernels.rms_norm.triton import AddNorm
 from kvq.kernels.rms_norm.weight import NormWeight
 from kvq.models.device import current
 from kvq.models.step import PackedStep
@@ -18,40 +18,42 @@ class GpuLayers:
     """All layers of a model and its last norm."""
 
     def __init__(self, layers: Sequence[DecoderParts], norm: NormWeight) -> None:
-        self._layers = [_Layer(parts) for parts in layers]
-        self._first = layers[0].input_norm
-        self._next = [*(parts.input_norm for parts in layers[1:]), norm]
+        following = [*(parts.input_norm for parts in layers[1:]), norm]
+        self._layers = [_Layer(parts, after) for parts, after in zip(layers, following, strict=True)]
+        self._first = None if layers[0].input_norm is None else AddNorm(layers[0].input_norm)
 
     def __call__(self, x: Tensor, angles: dict[str, tuple[Tensor, Tensor]], step: PackedStep) -> Tensor:
         """[rows, hidden], which becomes the residual -> the same, normed."""
         with current(x.device):
-            return self._all(x, angles, step)
-
-    def _all(self, x: Tensor, angles: dict[str, tuple[Tensor, Tensor]], step: PackedStep) -> Tensor:
-        h = x if self._first is None else add_norm(x, None, self._first)
-        for layer, norm in zip(self._layers, self._next, strict=True):
-            parts = layer.parts
-            heads = parts.qkv(h)
-            turned = angles[parts.angles] if parts.heads.rotary_dim else None
-            attended = step.attend_joined(parts.index, heads, turned, parts.heads, parts.options)
-            y = layer.output(attended.flatten(1))
-            h = add_norm(y, x, parts.mlp_norm, post=parts.attention_norm, scale=parts.scale)
-            h = add_norm(layer.mlp(h), x, norm, post=parts.out_norm, scale=parts.scale)
-        return h
+            h = x if self._first is None else self._first(x, None)
+            for layer in self._layers:
+                h = layer(h, x, angles, step)
+            return h
 
 
 class _Layer:
-    def __init__(self, parts: DecoderParts) -> None:
-        self.parts = parts
-        self.output = _biased(parts.output, parts.output_bias)
-        self.mlp = _gated(parts.mlp) if isinstance(parts.mlp, GatedParts) else parts.mlp
+    def __init__(self, parts: DecoderParts, following: NormWeight | None) -> None:
+        """`following`: the norm of the next layer's inputs, or the model's last."""
+        self._parts = parts
+        self._output = _biased(parts.output, parts.output_bias)
+        self._mlp = _gated(parts.mlp) if isinstance(parts.mlp, GatedParts) else parts.mlp
+        self._mlp_norm = AddNorm(parts.mlp_norm, post=parts.attention_norm, scale=parts.scale)
+        self._following = AddNorm(following, post=parts.out_norm, scale=parts.scale)
+
+    def __call__(
+        self, h: Tensor, residual: Tensor, angles: dict[str, tuple[Tensor, Tensor]], step: PackedStep
+    ) -> Tensor:
+        """Normed inputs [rows, hidden] -> those of the next layer; both halves are added to the residual."""
+        parts = self._parts
+        turned = angles[parts.angles] if parts.heads.rotary_dim else None
+        attended = step.attend_joined(parts.index, parts.qkv(h), turned, parts.heads, parts.options)
+        h = self._mlp_norm(self._output(attended.flatten(1)), residual)
+        return self._following(self._mlp(h), residual)
 
 
 def _gated(parts: GatedParts) -> Callable[[Tensor], Tensor]:
-    def run(x: Tensor) -> Tensor:
-        return parts.down(gated(parts.gate_up(x), parts.activation))
-
-    return run
+    gate_up, down, activation = parts.gate_up, parts.down, parts.activation
+    return lambda x: down(gated(gate_up(x), activation))
 
 
 def _biased(product: Product, bias: Tensor | None) -> Callable[[Tensor], Tensor]:

@@ -46,11 +46,11 @@ def test_every_family_gives_transformers_results_alone_and_beside_others(family,
 
 
 def test_layers_that_would_be_wrong_get_their_own_code_back(tmp_path, monkeypatch):
-    def wrong(x, residual, norm, *, scale=1.0, post=None):
-        return add_norm(x, residual, norm, scale=1.1 * scale, post=post)
+    def wrong(norm, *, scale=1.0, post=None):
+        return right(norm, scale=1.1 * scale, post=post)
 
-    add_norm = gpu_layers.add_norm
-    monkeypatch.setattr(gpu_layers, "add_norm", wrong)
+    right = gpu_layers.AddNorm
+    monkeypatch.setattr(gpu_layers, "AddNorm", wrong)
     assert not is_fused(load_as_on_gpu(save_model(tmp_path, "llama")).weights.model)
 
 

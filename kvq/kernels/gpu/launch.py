@@ -21,7 +21,7 @@ _MOST_KEPT = 4096  # combinations of numbers
 
 
 class Bound:
-    """A kernel whose first arguments vary, with all others bound: constants, weights, options of the compiler.
+    """A kernel whose first arguments vary, with all others bound: weights, constants, compiler options.
 
     What varies are tensors, each of one dtype and on one device for ever, then whole numbers.
     """
@@ -57,7 +57,7 @@ class Bound:
         run(*grid, stream, function, metadata, None, None, None, *tensors, *numbers, *self._rest)
 
     def look(self, grid: Grid, tensors: tuple[Tensor, ...], numbers: tuple[int, ...]) -> Any:
-        """Launch, and let Triton look at all arguments and compile where it must; returns what it compiled."""
+        """Launch, and let Triton look at all arguments and compile where it must; what it compiled."""
         assert all(number < _LIMIT for number in numbers), "numbers have 32 bits"
         named = dict(zip(self._varying, (*tensors, *numbers), strict=True))
         return self._kernel[grid](**named, **self.fixed)

@@ -24,9 +24,10 @@ def lazy(operation: str) -> Callable[..., Any]:
     def run(*args: Any, **options: int | Tensor | tuple[Tensor, Tensor] | None) -> Any:
         first = args[0][0] if isinstance(args[0], list | tuple) else args[0]
         tensor = first if isinstance(first, Tensor) else first.k.codes  # of PagedKV
-        if tensor.device.type != "cuda":
+        device = tensor.device
+        if device.type != "cuda" or device.index == torch.cuda.current_device():
             return _kernel(operation)(*args, **options)
-        with torch.cuda.device(tensor.device):  # Triton launches on the current device
+        with torch.cuda.device(device):  # Triton launches on the current device
             return _kernel(operation)(*args, **options)
 
     return run

@@ -71,8 +71,8 @@ def _less_zeros(
 @triton.jit
 def linear_kernel(
     x_ptr, x_scale_ptr, x_sum_ptr, out_ptr, rows, x_row, out_split,
-    w_ptr, scale_ptr, zero_ptr, w_rows, outputs, padded, blocks, split_blocks, group, blocks_per_group, groups,
-    out_row,
+    w_ptr, scale_ptr, zero_ptr, w_rows, outputs, padded, blocks, split_blocks, group, blocks_per_group,
+    groups, out_row,
     KIND: tl.constexpr, COMPUTE: tl.constexpr, UNIT: tl.constexpr, BK: tl.constexpr, WIDTH: tl.constexpr,
     RUNS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, WARPS: tl.constexpr, WHOLE: tl.constexpr,
     GROUPED: tl.constexpr, ASYMMETRIC: tl.constexpr, INTEGER: tl.constexpr, SCALED: tl.constexpr,

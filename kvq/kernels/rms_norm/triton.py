@@ -1,7 +1,6 @@
 """`add_norm` in Triton: one program a row, which stays in registers from the sum to its norm."""
 
-from functools import lru_cache
-from typing import NamedTuple
+from collections.abc import Hashable
 
 import torch
 import triton
@@ -26,59 +25,53 @@ def add_norm(
     scale: float = 1.0,
 ) -> Tensor:
     """Do what the reference does; see there. Runs on the current device."""
-    check_add_norm(x, residual, norm, post)
-    if x.stride(1) != 1:
-        x = x.contiguous()
-    added = x if residual is None else residual  # a pointer that is not read, as the weights below
-    out = added if norm is None else torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    rows, dim = x.shape
-    if not rows:
+    return AddNorm(norm, post=post, scale=scale)(x, residual)
+
+
+class AddNorm:
+    """`add_norm` with the same weights again and again."""
+
+    def __init__(
+        self, norm: NormWeight | None, *, post: NormWeight | None = None, scale: float = 1.0
+    ) -> None:
+        self._norm = norm
+        self._post = post
+        self._scale = float(scale)
+        self._launches: dict[Hashable, Bound] = {}
+
+    def __call__(self, x: Tensor, residual: Tensor | None) -> Tensor:
+        """x: [rows, dim]; what is added is added to the residual in place."""
+        norm, post = self._norm, self._post
+        if x.stride(1) != 1:
+            x = x.contiguous()
+        name = x.dtype, x.shape[1], residual is None or residual.dtype
+        launch = self._launches.get(name)
+        if launch is None or (residual is not None and residual.shape != x.shape):
+            check_add_norm(x, residual, norm, post)
+            launch = self._launches[name] = self._bound(x.shape[1], adds=residual is not None)
+        added = x if residual is None else residual  # a pointer that is not read, as the weights below
+        out = added if norm is None else torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        if rows := x.shape[0]:
+            before, after = (x if own is None else own.weight for own in (post, norm))
+            launch((rows, 1, 1), (x, added, before, after, out), (x.stride(0), added.stride(0)))
         return out
-    before = x if post is None else post.weight
-    after = x if norm is None else norm.weight
-    launch = _launch(
-        _Kind(
-            *(x.device, x.dtype, added.dtype, before.dtype, after.dtype, dim),
-            *(None if post is None else post.eps, None if norm is None else norm.eps),
-            *(scale, residual is not None),
+
+    def _bound(self, dim: int, *, adds: bool) -> Bound:
+        pad, norm, post = triton.next_power_of_2(dim), self._norm, self._post
+        return Bound(
+            _add_norm_kernel,
+            ("x_ptr", "residual_ptr", "post_ptr", "norm_ptr", "out_ptr"),
+            ("x_row", "residual_row"),
+            post_eps=0.0 if post is None else post.eps,
+            eps=0.0 if norm is None else norm.eps,
+            scale=self._scale,
+            DIM=dim,
+            PAD=pad,
+            POST=post is not None,
+            ADDS=adds,
+            NORMS=norm is not None,
+            num_warps=min(max(1, pad // (32 * _ELEMENTS)), _MOST_WARPS),
         )
-    )
-    launch((rows, 1, 1), (x, added, before, after, out), (x.stride(0), added.stride(0)))
-    return out
-
-
-class _Kind(NamedTuple):
-    """Launches that run the same machine code."""
-
-    device: torch.device
-    dtype: torch.dtype
-    added: torch.dtype
-    before: torch.dtype  # of weights
-    after: torch.dtype
-    dim: int
-    post_eps: float | None
-    eps: float | None
-    scale: float
-    adds: bool
-
-
-@lru_cache(maxsize=256)
-def _launch(kind: _Kind) -> Bound:
-    pad = triton.next_power_of_2(kind.dim)
-    return Bound(
-        _add_norm_kernel,
-        ("x_ptr", "residual_ptr", "post_ptr", "norm_ptr", "out_ptr"),
-        ("x_row", "residual_row"),
-        post_eps=kind.post_eps or 0.0,
-        eps=kind.eps or 0.0,
-        scale=float(kind.scale),
-        DIM=kind.dim,
-        PAD=pad,
-        POST=kind.post_eps is not None,
-        ADDS=kind.adds,
-        NORMS=kind.eps is not None,
-        num_warps=min(max(1, pad // (32 * _ELEMENTS)), _MOST_WARPS),
-    )
 
 
 @triton.jit
