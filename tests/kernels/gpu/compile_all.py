@@ -101,7 +101,7 @@ def _amd_resources(assembly: str) -> dict[str, int]:
     names = {"registers": "vgpr_count", "stack": "private_segment_fixed_size"}
     found = {key: re.search(rf"^ *\.{name}: +(\d+)", assembly, re.MULTILINE) for key, name in names.items()}
     # Products and sums that are one instruction, but for the five of every exact division.
-    fused = len(re.findall(r"\bv_(?:pk_)?fma(?:c|mk|ak)?_f32", assembly))
+    fused = len(re.findall(r"\bv_(?:pk_|dual_)?fma(?:c|mk|ak)?_f32", assembly))
     divisions = len(re.findall(r"\bv_div_fixup_f32", assembly))
     return {**{key: int(match[1]) for key, match in found.items() if match}, "fused": fused - 5 * divisions}
 
