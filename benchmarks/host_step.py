@@ -157,9 +157,8 @@ def main() -> None:
     rows = [row for fused in (True, False) for row in measured(options.layers, options.batch, fused=fused)]
     for row in rows:
         kind = "fused" if row["fused"] else "transformers' layers"
-        print(
-            f"{row['step']:9s} {kind:20s} {row['ms_median']:6.3f} ms ({row['ms_p10']:.3f} - {row['ms_p90']:.3f})"
-        )
+        spread = f"{row['ms_p10']:.3f} - {row['ms_p90']:.3f}"
+        print(f"{row['step']:9s} {kind:20s} {row['ms_median']:6.3f} ms ({spread})")
     if options.out:
         write_json(options.out, envelope(sys.argv, torch.device("cpu"), rows, {}))
 

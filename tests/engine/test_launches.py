@@ -1,10 +1,11 @@
 """How many kernels a layer takes in a decode step on a GPU, counted on one that isn't there."""
 
+import numpy as np
 import pytest
 import torch
 
 from kvq.cache import KVCache
-from kvq.engine.graphs import DecodeGraphs
+from kvq.engine.graphs import DecodeGraphs, Tables
 from tests.engine.gpu_kit import model_on
 from tests.engine.imaginary_gpu import ImaginaryGPU, imaginary_gpu
 from tests.engine.launches import Launches
@@ -35,7 +36,8 @@ def launched(gpu: ImaginaryGPU, family: str, layers: int) -> tuple[list[str], li
         torchs[:] = found.kernels
         return work
 
-    DecodeGraphs(model, cache, tables, max_num_seqs=1, max_context=131_072, capture=capture)
+    known = Tables(there=tables, here=[np.zeros((3, 4), np.int32) for _ in groups])
+    DecodeGraphs(model, cache, known, max_num_seqs=1, max_context=131_072, capture=capture)
     return [launch.kernel for launch in gpu.launches], torchs
 
 

@@ -32,11 +32,10 @@ def arguments(kernel: Any, dtype: torch.dtype) -> dict[str, Any]:
 
 def main() -> None:
     """Compile what the command line names."""
-    capability = int(sys.argv[1].removeprefix("sm"))
     for name in sys.argv[2:]:
         dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[name]
         for kernel in KERNELS:
-            used = resources(compiled(kernel, arguments(kernel, dtype), capability, **_LAUNCH))
+            used = resources(compiled(kernel, arguments(kernel, dtype), sys.argv[1], **_LAUNCH))
             print(json.dumps({"logits": name, "kernel": kernel.__name__, **used}), flush=True)
 
 

@@ -84,7 +84,6 @@ def writes(name: str) -> None:
 
 def main() -> None:
     """Compile what the command line names."""
-    capability = int(sys.argv[1].removeprefix("sm"))
     for name in sys.argv[2:]:
         module, kernel, call = {
             "add_norm": (rms_norm, "_add_norm_kernel", add_norms),
@@ -93,7 +92,7 @@ def main() -> None:
         recorder = Recorder(module, kernel)
         call()
         for grid, arguments, options in recorder.launches:
-            used = resources(compiled(recorder.kernel, arguments, capability, **options))
+            used = resources(compiled(recorder.kernel, arguments, sys.argv[1], **options))
             found = {"kernel": name, "programs": grid, "warps": options["num_warps"], **used}
             print(json.dumps(found), flush=True)
         setattr(module, kernel, recorder.kernel)
