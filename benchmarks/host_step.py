@@ -31,9 +31,9 @@ from kvq.engine.runner import Runner
 from kvq.evals.results import envelope, write_json
 from kvq.kernels import Device
 from kvq.kernels.gpu.launch import Bound
-from kvq.models import fused_layers
 from kvq.models import model as model_module
 from kvq.models import weights as weights_module
+from kvq.models.fused_layers import fuse_layers
 from kvq.scheduler import Branch, Request, StepPlan
 
 DEPTH, BLOCK = 200, 32
@@ -123,7 +123,7 @@ def measured(layers: int, batch: int, *, fused: bool) -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as folder, imagined():
         model = random_model(config, Path(folder) / "model", torch.device("cpu"))
         module = model.weights.model
-        assert not fused or fused_layers.fuse_layers(module, in_triton=True), "a Qwen3 is known"
+        assert not fused or fuse_layers(module, [None] * layers, in_triton=True), "a Qwen3 is known"
         model = model.with_kv("int4_g16")
         runner = Runner(model, num_blocks=[batch * 8], host_slots=None, max_num_seqs=batch, max_context=4096)
         plan = plan_of(batch)

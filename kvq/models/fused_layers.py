@@ -7,7 +7,7 @@ compares both.
 """
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 from typing import Any
 
@@ -25,11 +25,14 @@ from kvq.weights import hooks_of
 Layers = Callable[[Tensor, dict[str, tuple[Tensor, Tensor]], PackedStep], Tensor]
 
 
-def fuse_layers(model: Any, *, in_triton: bool) -> bool:
-    """Let a model run steps in few calls; False, and nothing changed, if any layer is of another kind."""
+def fuse_layers(model: Any, windows: Sequence[int | None], *, in_triton: bool) -> bool:
+    """Let a model run steps in few calls; False, and nothing changed, if any layer is of another kind.
+
+    `windows`: of every layer's attention, in tokens.
+    """
     inner = model.base_model
     own: Iterable[nn.Module] = getattr(inner, "layers", ())
-    layers = [describe(layer, inner) for layer in own]
+    layers = [describe(layer, inner, window) for layer, window in zip(own, windows, strict=True)]
     known = [layer for layer in layers if layer is not None]
     norm = norm_weight(getattr(inner, "norm", None))
     if not known or len(known) < len(layers) or norm is None or "forward" in inner.__dict__:

@@ -4,7 +4,7 @@ That code is known by the names of its classes; whether it was understood is tri
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -50,8 +50,11 @@ _NEIGHBOURS = ("Glm", "Glm4")
 _PARTS = {"self_attn", "mlp", "resid_attn_dropout", "resid_mlp_dropout"}
 
 
-def describe(layer: Any, inner: Any) -> DecoderParts | None:
-    """The parts of a decoder layer of the model `inner`; None where its code is not known."""
+def describe(layer: Any, inner: Any, window: int | None) -> DecoderParts | None:
+    """The parts of a decoder layer of the model `inner`; None where its code is not known.
+
+    `window`: tokens that its attention sees, None for all.
+    """
     name = type(layer).__name__.removesuffix("DecoderLayer")
     names = _FAMILIES.get(name)
     if names is None or type(layer).__name__ == name or "forward" in layer.__dict__:
@@ -60,9 +63,10 @@ def describe(layer: Any, inner: Any) -> DecoderParts | None:
     if not set(dict(layer.named_children())) <= {*_PARTS, *norms}:
         return None
     try:
-        return _described(layer, inner, name, names)
+        found = _described(layer, inner, name, names)
     except _Unknown:
         return None
+    return replace(found, options=found.options.within(window))
 
 
 class _Unknown(Exception):

@@ -198,7 +198,8 @@ def probe_layers(weights: LoadedWeights) -> None:
     Raises:
         ModelError: see `probe`.
     """
-    if fuse_layers(weights.model, in_triton=runs_in_triton(weights.prepared)):
+    windows = [layer.window for layer in weights.geometry.layers]
+    if fuse_layers(weights.model, windows, in_triton=runs_in_triton(weights.prepared)):
         try:
             return probe(weights)
         except (ModelError, ConfigError):

@@ -44,11 +44,12 @@ def model_on(
     with unset_fake_temporarily():
         module = load_module(found.folder, found.dtype)
     module = place(module, found)
+    windows = [layer.window for layer in found.geometry.layers]
     with (  # no number of the GPU can be looked at
         patch.object(layer_parts, "norm_weight", _taken_as_is),
         patch.object(fused_layers, "norm_weight", _taken_as_is),
     ):
-        assert fuse_layers(module, in_triton=True)
+        assert fuse_layers(module, windows, in_triton=True)
     return Model(LoadedWeights(found, module), found.recipe(kv))
 
 

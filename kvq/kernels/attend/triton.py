@@ -56,8 +56,8 @@ def attend(
         return out.to(q.dtype), lse
     plan = _plan(q, kv, options)
     tokens, q_heads, _ = q.shape
-    out = torch.empty((tokens, q_heads, plan.v_dim), dtype=q.dtype, device=q.device)
-    lse = torch.empty((tokens, q_heads), dtype=torch.float32, device=q.device)
+    out = q.new_empty((tokens, q_heads, plan.v_dim))
+    lse = q.new_empty((tokens, q_heads), dtype=torch.float32)
     for work in _work(batch, plan, skip_last):
         _launch(plan, work, q, batch.tables, (out, lse), options.sinks)
     return out, lse

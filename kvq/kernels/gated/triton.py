@@ -19,13 +19,14 @@ _SILU, _GELU_TANH = tl.constexpr(Activation.SILU.value), tl.constexpr(Activation
 def gated(x: Tensor, activation: Activation) -> Tensor:
     """Do what the reference does; see there. Runs on the current device."""
     check_gated(x)
-    if x.stride(1) != 1:
+    if not x.is_contiguous():
         x = x.contiguous()
-    rows, count = x.shape[0], x.shape[1] // 2
-    out = torch.empty(rows, count, dtype=x.dtype, device=x.device)
-    if out.numel():
+    rows, both = x.shape
+    count = both // 2
+    out = x.new_empty((rows, count))
+    if rows and count:
         launch = _launch(x.device, x.dtype, activation)
-        launch((rows, triton.cdiv(count, _WIDTH), 1), (x, out), (x.stride(0), count))
+        launch((rows, -(-count // _WIDTH), 1), (x, out), (both, count))
     return out
 
 

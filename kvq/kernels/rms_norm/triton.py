@@ -42,18 +42,20 @@ class AddNorm:
     def __call__(self, x: Tensor, residual: Tensor | None) -> Tensor:
         """x: [rows, dim]; what is added is added to the residual in place."""
         norm, post = self._norm, self._post
-        if x.stride(1) != 1:
+        if not x.is_contiguous():
             x = x.contiguous()
-        name = x.dtype, x.shape[1], residual is None or residual.dtype
-        launch = self._launches.get(name)
-        if launch is None or (residual is not None and residual.shape != x.shape):
+        rows, dim = x.shape
+        launch = self._launches.get((dim, x.dtype, residual is None))
+        if launch is None:  # checked once: all steps are of the same model
             check_add_norm(x, residual, norm, post)
-            launch = self._launches[name] = self._bound(x.shape[1], adds=residual is not None)
+            launch = self._bound(dim, adds=residual is not None)
+            self._launches[dim, x.dtype, residual is None] = launch
         added = x if residual is None else residual  # a pointer that is not read, as the weights below
-        out = added if norm is None else torch.empty(x.shape, dtype=x.dtype, device=x.device)
-        if rows := x.shape[0]:
-            before, after = (x if own is None else own.weight for own in (post, norm))
-            launch((rows, 1, 1), (x, added, before, after, out), (x.stride(0), added.stride(0)))
+        out = added if norm is None else torch.empty_like(x)
+        before = x if post is None else post.weight
+        after = x if norm is None else norm.weight
+        if rows:
+            launch((rows, 1, 1), (x, added, before, after, out), (dim, added.stride(0)))
         return out
 
     def _bound(self, dim: int, *, adds: bool) -> Bound:

@@ -32,10 +32,14 @@ def rope_write(
     Runs on the current device. Slots are not checked. Steps of up to 64 tokens may round a norm otherwise
     than longer ones; nothing depends on the other tokens of a step.
     """
-    check_rope_write(heads, angles, slots, bad, layer)
-    if not (tokens := slots.shape[0]):
+    tokens = slots.shape[0]
+    name = rope_write, layer, angles is None, tokens <= _FEW_TOKENS, heads.dtype
+    if name not in kv.kept or heads.shape[0] < tokens:  # all steps of a layer are alike but for their rows
+        check_rope_write(heads, angles, slots, bad, layer)
+        kv.kept[name] = _bound(kv, layer, angles is not None, tokens)
+    programs, launch = kv.kept[name]
+    if not tokens:
         return
-    programs, launch = _kept(kv, layer, angles is not None, tokens <= _FEW_TOKENS, heads.dtype)
     cos, sin = (heads, heads) if angles is None else angles  # without angles pointers that are not read
     bias = heads if layer.bias is None else layer.bias
     flags = bad.view(torch.int8) if bad.dtype is torch.bool else bad
@@ -43,16 +47,11 @@ def rope_write(
     launch((tokens, programs, 1), (heads, bias, cos, sin, slots, flags), rows)
 
 
-def _kept(
-    kv: PagedKV, layer: LayerHeads, is_turned: bool, is_few: bool, dtype: torch.dtype
-) -> tuple[int, Bound]:
+def _bound(kv: PagedKV, layer: LayerHeads, is_turned: bool, tokens: int) -> tuple[int, Bound]:
     """Programs of a token, and the launch but for what changes from step to step."""
-    name = rope_write, layer, is_turned, is_few, dtype
-    if name not in kv.kept:
-        programs, own = _constants(kv, layer, is_turned, _FEW_ELEMENTS if is_few else _ELEMENTS)
-        kv.kept[name] = programs, Bound(rope_write_kernel, _TENSORS, _ROWS, **own)
-    found: tuple[int, Bound] = kv.kept[name]
-    return found
+    elements = _FEW_ELEMENTS if tokens <= _FEW_TOKENS else _ELEMENTS
+    programs, own = _constants(kv, layer, is_turned, elements)
+    return programs, Bound(rope_write_kernel, _TENSORS, _ROWS, **own)
 
 
 def _constants(kv: PagedKV, layer: LayerHeads, is_turned: bool, elements: int) -> tuple[int, dict[str, Any]]:
