@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-os.environ["TRITON_INTERPRET"] = "0"  # before anything imports Triton
+os.environ["TRITON_INTERPRET"] = "0"  # before anything imports Triton, or torch
+os.environ["OMP_NUM_THREADS"] = "1"
 
 import torch
 from triton.runtime.jit import JITFunction

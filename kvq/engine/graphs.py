@@ -59,6 +59,7 @@ class DecodeGraphs:
         sizes = {n for n in (1, 2, 4, 8, *range(16, max_num_seqs, 16)) if n < max_num_seqs} | {max_num_seqs}
         self._size_of = [min(n for n in sizes if n >= count) for count in range(max_num_seqs + 1)]
         self._device = model.weights.device
+        self._block_size = model.layout.block_size
         self._rows = 3 + len(tables.there)  # token ids, positions, rows of the tables; slots by layer group
         # These, int64 [rows, size], then `lens` of a batch, from the start: what graphs read.
         self._inputs = torch.zeros(self._words(max_num_seqs), dtype=torch.int64, device=self._device)
@@ -92,7 +93,7 @@ class DecodeGraphs:
 
     def _fill(self, ids: Sequence[int], ends: Sequence[int], rows: Sequence[int], size: int) -> None:
         """Copy a step's inputs to the device; what is not given is padding, of one token each."""
-        words, block_size = np.zeros(self._words(size), np.int64), self._model.layout.block_size
+        words, block_size = np.zeros(self._words(size), np.int64), self._block_size
         lens = words[self._rows * size :].view(np.int32)[: 3 * size].reshape(3, size)
         lens[0], lens[1:] = np.arange(size), 1
         lens[2, : len(ends)] = ends
