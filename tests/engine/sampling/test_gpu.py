@@ -7,8 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from triton.runtime.interpreter import InterpretedFunction
 
 from kvq.engine.params import SamplingParams
@@ -16,7 +14,8 @@ from kvq.engine.sampling import Sampler, sampler
 from kvq.engine.transfers import prepare_transfers
 from kvq.kernels.draw import reference, triton
 from tests.engine.guard import no_host_waits
-from tests.engine.imaginary_gpu import ImaginaryGPU, imaginary_gpu, is_there
+from tests.engine.imaginary_gpu import ImaginaryGPU, imaginary_gpu
+from tests.engine.launches import Launches
 from tests.engine.sampling.reference import add, bitmask
 from tests.engine.sampling.test_sampler import _random_request, _run
 from tests.kernels.draw.kit import interpreted_masses
@@ -33,39 +32,6 @@ _ALL = SamplingParams(
     temperature=0.9, top_p=0.9, repetition_penalty=1.2, frequency_penalty=0.1, logit_bias={3: 1.0},
     min_tokens=4, logprobs=3,
 )  # fmt: skip
-_VIEWS = {
-    "device",
-    "split_with_sizes",
-    "view",
-    "slice",
-    "select",
-    "unsqueeze",
-    "alias",
-    "expand",
-    "detach",
-    "split",
-    "as_strided",
-    "t",
-}
-_FREE = {"empty", "empty_like", "new_empty", "empty_strided"}
-
-
-class _Launches(TorchDispatchMode):
-    """Counts operations on the imaginary GPU that launch something: kernels, and copies to or from it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.kernels = 0
-        self.copies = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        tensors = [x for x in tree_leaves((args, kwargs, out)) if isinstance(x, torch.Tensor)]
-        there = [is_there(x) for x in tensors]
-        if any(there) and func.overloadpacket.__name__ not in _VIEWS | _FREE:
-            self.copies += not all(there)
-            self.kernels += all(there)
-        return out
 
 
 def _on(gpu: ImaginaryGPU, params: list[SamplingParams], vocab: int) -> Sampler:
@@ -83,12 +49,12 @@ def _launched(params: list[SamplingParams], masks: bool = False) -> tuple[int, i
         logits = torch.zeros(len(params), vocab, dtype=torch.bfloat16, device=gpu.device)
         allowed = {0: bitmask({1}, vocab), 2: bitmask({9}, vocab)} if masks else None
         prepare_transfers(gpu.device)
-        rows, launches = list(range(len(params))), _Launches()
+        rows, launches = list(range(len(params))), Launches()
         for row in rows:
             target.record(row, 100)
         with no_host_waits(gpu), launches:
             target.sample(logits, rows, [1] * len(rows), masks=allowed)
-        return len(gpu.launches), launches.kernels, launches.copies
+        return len(gpu.launches), len(launches.kernels), launches.copies
 
 
 @pytest.mark.parametrize("batch", [6, 60])
