@@ -32,10 +32,10 @@ def fuse_layers(model: Any, windows: Sequence[int | None], *, in_triton: bool) -
     """
     inner = model.base_model
     own: Iterable[nn.Module] = getattr(inner, "layers", ())
-    layers = [describe(layer, inner, window) for layer, window in zip(own, windows, strict=True)]
+    layers = [describe(layer, inner, window) for layer, window in zip(own, windows, strict=False)]
     known = [layer for layer in layers if layer is not None]
     norm = norm_weight(getattr(inner, "norm", None))
-    if not known or len(known) < len(layers) or norm is None or "forward" in inner.__dict__:
+    if len(known) < len(windows) or norm is None or "forward" in inner.__dict__:
         return False
     if not in_triton and not all(map(runs_in_cpp, known)):
         return False
