@@ -3,13 +3,13 @@
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import kvq
-import kvq.weights.install as install_module
 from kvq.cache import centering, kv_cache
 from kvq.kernels import Device
 from kvq.models import model as model_module
@@ -31,7 +31,7 @@ def as_on_gpu() -> Iterator[None]:
     """Let kernels be chosen, and models be made, as on an H200."""
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # numpy reports what saturates on purpose
-        for module in (kv_cache, centering, install_module):
+        for module in (kv_cache, centering, import_module("kvq.weights.install")):
             patch.setattr(module, "Device", _Devices)
         patch.setattr(model_module, "runs_in_triton", lambda prepared: True)
         patch.setattr(weights_module, "pack_linears", lambda model, backend: None)
