@@ -2,8 +2,9 @@
 
     python -m benchmarks.host_step [--layers 28] [--batch 64] [--out FILE]
 
-Kernels of Triton are "launched" up to the call of the driver, which does nothing; torch's own operations run
-on CPU tensors of a model so narrow that calling them is what they cost. Processor time of this process.
+Kernels of Triton are "launched" up to what Triton compiled, whose own launch (in C for the most part) does
+nothing; the work list of attention, one launch a step, is left out. torch's own operations run on CPU tensors
+of a model so narrow that calling them is what they cost. Processor time of this process.
 """
 
 import argparse
@@ -37,7 +38,7 @@ from kvq.models import weights as weights_module
 from kvq.models.fused_layers import fuse_layers
 from kvq.scheduler import Branch, Request, StepPlan
 
-DEPTH, BLOCK = 200, 32
+DEPTH, BLOCK = 1000, 32
 QWEN3 = {
     "model_type": "qwen3", "hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2,
     "num_key_value_heads": 1, "head_dim": 16, "vocab_size": 1024, "max_position_embeddings": 40_960,
@@ -126,10 +127,10 @@ def measured(layers: int, batch: int, *, fused: bool) -> list[dict[str, Any]]:
         module = model.weights.model
         assert not fused or fuse_layers(module, [None] * layers, in_triton=True), "a Qwen3 is known"
         model = model.with_kv("int4_g16")
-        runner = Runner(model, num_blocks=[batch * 8], host_slots=None, max_num_seqs=batch, max_context=4096)
+        runner = Runner(model, num_blocks=[batch * 33], host_slots=None, max_num_seqs=batch, max_context=4096)
         plan = plan_of(batch)
         eager = timed(lambda: runner.forward(plan, runner.prepare(plan)))
-        tables = [torch.zeros(batch + 1, 8, dtype=torch.int32) for _ in runner.cache.num_blocks]
+        tables = [torch.zeros(batch + 1, 33, dtype=torch.int32) for _ in runner.cache.num_blocks]
         graphs = DecodeGraphs(
             model,
             runner.cache,
@@ -138,8 +139,6 @@ def measured(layers: int, batch: int, *, fused: bool) -> list[dict[str, Any]]:
             max_context=4096,
             capture=lambda work: lambda: None,
         )
-        for size in graphs._logits:
-            graphs._logits[size] = torch.empty(size, 1)
         captured = timed(lambda: (runner.prepare(plan), graphs.run(plan)))
     base = {"layers": layers, "batch": batch, "fused": fused}
     return [{**base, "step": "eager", **eager}, {**base, "step": "captured", **captured}]

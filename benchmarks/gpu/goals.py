@@ -117,6 +117,16 @@ def served(case: str, kv: str, name: str = "kvq") -> Callable[[Rows], Value]:
     return value
 
 
+_ENGINES = ("step", "slope", "engine", "engine8b")  # parts
+
+
+def captured(rows: Rows) -> Value:
+    """The share of decode steps' rows that were replayed as graphs."""
+    engines = [row for row in rows if row.get("part") in _ENGINES]
+    told = [bool(row["graph"]) for row in engines if "graph" in row]
+    return sum(told) / len(told) if told else None
+
+
 def over(above: Callable[[Rows], Value], below: Callable[[Rows], Value]) -> Callable[[Rows], Value]:
     """The ratio of two figures."""
     return lambda rows: ratio(above(rows), below(rows))
@@ -143,6 +153,18 @@ GOALS: Iterable[Goal] = (
     Goal("ITL slope of int4 over bf16's", 0.45, slope("int4"), at_most=True),
     Goal("ITL at 8,192 tokens, fp8 over bf16", 1.0, at_8k("fp8"), at_most=True),
     Goal("ITL at 8,192 tokens, int4 over bf16", 1.0, at_8k("int4"), at_most=True),
+    Goal(
+        "0.6B, a step of one sequence, bf16: bytes over bandwidth, share of its time",
+        1 / 1.35,
+        lambda rows: find(rows, "fraction_of_limit", part="step", batch=1, kv="bf16"),
+    ),
+    Goal(
+        "0.6B, a step of 64 sequences, int4: GPU idle",
+        0.1,
+        lambda rows: find(rows, "gpu_idle_share", part="step", batch=64, kv="int4"),
+        at_most=True,
+    ),
+    Goal("decode steps captured as graphs, share of rows", 1.0, captured),
     Goal(
         "8B, requests: int4 over bf16, output tokens/s",
         1.8,

@@ -73,6 +73,7 @@ def free_bytes(target: Target) -> int:
         return 1 << 30
     import torch
 
+    torch.cuda.empty_cache()  # or what a model's loading left in torch's hands would count as taken
     return int(torch.cuda.mem_get_info()[0])
 
 

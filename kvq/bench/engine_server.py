@@ -16,6 +16,7 @@ from kvq.engine import LLM, CompletionOutput, RequestOutput, SamplingParams, Ste
 from kvq.engine.intake import Origin, Terms
 from kvq.engine.outputs import Event
 from kvq.models import Model
+from kvq.models.fused_layers import is_fused
 from kvq.scheduler import Priority
 
 _SLACK_BLOCKS = 8  # beyond what the load holds at once: the engine's reserve, and room to copy
@@ -58,7 +59,11 @@ class KvqServer:
             self.llm = LLM(model, kv, **asdict(limits))
         if model.weights.device.type != "cuda":
             told.reason = "not on a GPU"
-        self.graphs = {"graph": told.reason is None, "graph_reason": told.reason}  # of decode steps
+        self.graphs = {  # of decode steps
+            "graph": told.reason is None,
+            "graph_reason": told.reason,
+            "fused": is_fused(model.weights.model),
+        }
 
     def run(self, requests: Sequence[LoadRequest], users: int | None) -> ServedLoad:
         """Serve all requests, as they arrive or `users` at a time; the prefix index begins empty.

@@ -64,7 +64,10 @@ class DecodeGraphs:
         # These, int64 [rows, size], then `lens` of a batch, from the start: what graphs read.
         self._inputs = torch.zeros(self._words(max_num_seqs), dtype=torch.int64, device=self._device)
         self._bad = torch.zeros(max_num_seqs, dtype=torch.bool, device=self._device)
-        self._logits: dict[int, Tensor] = {}
+        # Of all sizes: a graph that kept its own could not share that memory with the others.
+        self._logits = torch.empty(
+            max_num_seqs, model.geometry.vocab_size, dtype=model.prepared.dtype, device=self._device
+        )
         self._replay: dict[int, Callable[[], None]] = {}
         record = capture or cuda_capture(self._device)
         for size in sorted(sizes, reverse=True):
@@ -89,7 +92,7 @@ class DecodeGraphs:
         if tokens is not None:
             self._inputs[:count].copy_(tokens)
         self._replay[size]()
-        return self._logits[size][:count], self._bad[:count]
+        return self._logits[:count], self._bad[:count]
 
     def _fill(self, ids: Sequence[int], ends: Sequence[int], rows: Sequence[int], size: int) -> None:
         """Copy a step's inputs to the device; what is not given is padding, of one token each."""
@@ -116,7 +119,6 @@ class DecodeGraphs:
         inputs = self._inputs[: self._words(size)]
         lens = inputs[self._rows * size :].view(torch.int32)[: 3 * size].view(3, size)
         keep = torch.arange(size, device=self._device)
-        self._logits[size] = torch.empty(0)
 
         @torch.inference_mode()
         def work() -> None:
@@ -143,7 +145,7 @@ class DecodeGraphs:
                     bad_tokens=bad,
                 ),
             )
-            self._logits[size] = output.logits[0]
+            self._logits[:size].copy_(output.logits[0])
 
         return work
 

@@ -34,6 +34,11 @@ class GpuLayers:
 class _Layer:
     def __init__(self, parts: DecoderParts, following: NormWeight | None) -> None:
         """`following`: the norm of the next layer's inputs, or the model's last."""
+        products = [parts.qkv, parts.output]
+        products += [parts.mlp.gate_up, parts.mlp.down] if isinstance(parts.mlp, GatedParts) else []
+        for product in products:
+            if isinstance(product, Dense):
+                product.join()
         self._parts = parts
         self._output = _biased(parts.output, parts.output_bias)
         self._mlp = _gated(parts.mlp) if isinstance(parts.mlp, GatedParts) else parts.mlp

@@ -205,7 +205,7 @@ def _product(layers: Sequence[nn.Module]) -> Product:
     """Linear layers that share their input as one product."""
     given: list[Any] = list(layers)
     if all(type(layer) is nn.Linear for layer in given):
-        return Dense.of(given)
+        return Dense(given)
     if not all(isinstance(layer, PackedLinear) for layer in given):
         raise _Unknown
     kernels = [layer.kernel for layer in given]

@@ -7,7 +7,7 @@ from typing import Any, Unpack
 
 import torch
 
-from kvq.errors import ConfigError, ModelError, RequestError
+from kvq.errors import RequestError, first_lines
 from kvq.formats import KVRecipe, StaticScales
 from kvq.formats.weights import WeightCode, WeightFormat
 from kvq.geometry import ModelGeometry
@@ -202,7 +202,8 @@ def probe_layers(weights: LoadedWeights) -> None:
     if fuse_layers(weights.model, windows, in_triton=runs_in_triton(weights.prepared)):
         try:
             return probe(weights)
-        except (ModelError, ConfigError):
+        except Exception as error:  # noqa: BLE001 - whatever kernels raise on a device of another kind
+            _log.warning("layers run in the model's own code: %s", first_lines(error))
             unfuse_layers(weights.model)
             weights.forget_rows()
     return probe(weights)

@@ -34,7 +34,7 @@ def probe(weights: LoadedWeights) -> None:
         plan_layout(geometry, KVRecipe.uniform("fp32", geometry.head_dims)),
         max_tokens=length,
         max_sequences=2,
-        backend="reference",
+        backend="reference" if weights.device.type == "cpu" else weights.prepared.backend,
     )
     tokens = [
         [(31 * i + 977 * s + 5) % geometry.vocab_size for i in range(min(n, length))]
@@ -42,6 +42,8 @@ def probe(weights: LoadedWeights) -> None:
     ]
     layers: list[int] = []
     session.observer = lambda layer, k, v: layers.append(layer)
+    _run(session, tokens)
+    session.observer = None  # for it layers may go another way
     packed = _run(session, tokens)
     if sorted(layers) != list(range(len(geometry.layers))):
         raise ModelError(

@@ -7,23 +7,25 @@ from torch import Tensor, nn
 
 
 class Dense:
-    """y = x W^T, of torch."""
+    """y = x W^T, of layers with the same inputs, one after the other."""
 
-    def __init__(self, weight: Tensor) -> None:
-        """`weight`: [out, in]."""
-        self.out_features, self.in_features = weight.shape
-        self.transposed = weight.t()
+    def __init__(self, layers: Sequence[nn.Linear]) -> None:
+        """Nothing is multiplied before `join`."""
+        self._layers = tuple(layers)
+        self.in_features = layers[0].in_features
+        self.out_features = sum(layer.out_features for layer in layers)
+        self.transposed = torch.empty(0)
 
-    @classmethod
-    def of(cls, layers: Sequence[nn.Linear]) -> "Dense":
-        """Layers with the same inputs, whose weights become parts of one tensor."""
-        if len(layers) == 1:
-            return cls(layers[0].weight.detach())
-        joined = torch.cat([layer.weight.detach() for layer in layers])
-        parts = joined.split([layer.out_features for layer in layers])
-        for layer, part in zip(layers, parts, strict=True):
+    def join(self) -> None:
+        """Make the weights parts of one tensor; the layers go on with their parts."""
+        if len(self._layers) == 1:
+            self.transposed = self._layers[0].weight.detach().t()
+            return
+        joined = torch.cat([layer.weight.detach() for layer in self._layers])
+        parts = joined.split([layer.out_features for layer in self._layers])
+        for layer, part in zip(self._layers, parts, strict=True):
             layer.weight.data = part
-        return cls(joined)
+        self.transposed = joined.t()
 
     def __call__(self, x: Tensor) -> Tensor:
         """[rows, in] -> [rows, out] of x's dtype."""

@@ -77,7 +77,7 @@ def drawn(logits: Tensor, rows: Sequence[Row], raw: Tensor | None = None) -> tup
     """What the kernels draw, and whether the rows were finite."""
     vocab = logits.shape[-1]
     most = max(row.kind(vocab) for row in rows)
-    lines = torch.from_numpy(np.stack([row.line(vocab) for row in rows]))
+    lines = torch.from_numpy(np.stack([row.line(vocab) for row in rows])).to(logits.device)
     tokens, numbers = triton.draw(logits, None if most is Kind.GREEDY else lines, most, raw)
     told = numbers.view(3, len(rows))
     assert told[0].tolist() == tokens.tolist()
