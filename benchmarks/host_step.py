@@ -26,15 +26,12 @@ os.environ["OMP_NUM_THREADS"] = "1"
 import torch
 from triton.runtime.jit import JITFunction
 
+from benchmarks.as_on_gpu import as_on_gpu
 from kvq.bench.random_model import random_model
-from kvq.cache import centering, kv_cache
 from kvq.engine.graphs import DecodeGraphs, Tables
 from kvq.engine.runner import Runner
 from kvq.evals.results import envelope, write_json
-from kvq.kernels import Device
 from kvq.kernels.gpu.launch import Bound
-from kvq.models import model as model_module
-from kvq.models import weights as weights_module
 from kvq.models.fused_layers import fuse_layers
 from kvq.scheduler import Branch, Request, StepPlan
 
@@ -44,14 +41,6 @@ QWEN3 = {
     "num_key_value_heads": 1, "head_dim": 16, "vocab_size": 1024, "max_position_embeddings": 40_960,
     "tie_word_embeddings": False,
 }  # fmt: skip
-
-
-class _Hopper(Device):
-    """Every device is one."""
-
-    @classmethod
-    def of(cls, device: torch.device) -> Device:
-        return Device(type="cuda", name="H200", capability=(9, 0))
 
 
 class _Compiled:
@@ -73,11 +62,7 @@ def _look(bound: Any, grid: Any, tensors: Any, numbers: tuple[int, ...]) -> None
 def imagined() -> Iterator[None]:
     """Kernels are chosen as on a GPU and launched nowhere."""
     with ExitStack() as stack:
-        for module in (kv_cache, centering):
-            stack.enter_context(patch.object(module, "Device", _Hopper))
-        stack.enter_context(patch.object(model_module, "runs_in_triton", lambda _: False))
-        stack.enter_context(patch.object(weights_module, "pack_linears", lambda *_, **__: None))
-        stack.enter_context(patch.object(weights_module, "fuse_norms", lambda _: None))
+        stack.enter_context(as_on_gpu(in_triton=False))
         stack.enter_context(patch.object(JITFunction, "run", lambda *_, **__: _Compiled))
         stack.enter_context(patch.object(Bound, "look", _look))
         stack.enter_context(patch.object(torch._C, "_cuda_getCurrentRawStream", lambda _: 0, create=True))

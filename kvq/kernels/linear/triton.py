@@ -72,10 +72,13 @@ class TritonLinear:
 
     def __call__(self, x: Tensor) -> Tensor:
         """[rows, in] -> [rows, out] of x's dtype."""
-        if x.device.type == "cuda":
-            with torch.cuda.device(x.device):  # Triton launches on the current device
-                return self._multiplied(x)
-        return self._multiplied(x.float()).to(x.dtype)  # the interpreter can't round to bf16
+        device = x.device
+        if device.type == "cpu":  # the interpreter can't round to bf16
+            return self._multiplied(x.float()).to(x.dtype)
+        if device.index == torch.cuda.current_device():
+            return self._multiplied(x)
+        with torch.cuda.device(device):  # Triton launches on the current device
+            return self._multiplied(x)
 
     def _multiplied(self, x: Tensor) -> Tensor:
         if self.weight.order is not None:
