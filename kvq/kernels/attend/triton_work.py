@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from kvq.kernels.attend.triton_list import ITEM_WORDS, MERGE_WORDS, list_kernel
+from kvq.kernels.gpu.launch import launch
 from kvq.kernels.paged import SequenceBatch
 
 _FEW, _BLOCK = 16, 256  # slots of tiles looked at together, in small batches and others
@@ -64,22 +65,13 @@ def _built(batch: SequenceBatch, cut: Cut) -> WorkList | None:
     items, merged = (torch.empty(size, dtype=torch.int32, device=lens.device) for size in sizes)
     sequences = len(batch.query_lens)
     slots = sum(batch.query_lens) * cut.share // cut.rows + sequences
-    list_kernel[(1,)](
-        lens,
-        items,
-        merged,
-        lens_row=lens.stride(0),
-        sequences=sequences,
-        search_bits=(sequences - 1).bit_length(),
-        slots=slots,
-        num_items=len(items),
-        num_merged=len(merged),
-        fewest=cut.fewest,
-        most=cut.most,
-        window=cut.window or 0,
-        skip_last=cut.skip_last,
-        pieces=cut.pieces,
-        least=cut.least // cut.keys,
+    counts = sequences, (sequences - 1).bit_length(), slots, len(items), len(merged)
+    limits = cut.fewest, cut.most, cut.window or 0, cut.skip_last, cut.pieces, cut.least // cut.keys
+    launch(
+        list_kernel,
+        (1, 1, 1),
+        (lens, items, merged),
+        (lens.stride(0), *counts, *limits),
         SHARE=cut.share,
         ROWS=cut.rows,
         KEYS=cut.keys,

@@ -22,6 +22,7 @@ from kvq.kernels.draw.triton_passes import bins_kernel, brackets_kernel, gather_
 from kvq.kernels.draw.triton_plan import open_kernel, plan_kernel
 from kvq.kernels.draw.triton_rows import SPAN, SPAN_SLOTS, SPANS
 from kvq.kernels.draw.triton_search import choose_kernel
+from kvq.kernels.gpu.launch import launch
 
 _LAUNCH = {"num_warps": 8, "enable_fp_fusion": False}  # masses are the same in every kernel
 
@@ -74,29 +75,30 @@ class _Rows:
         """Launch `peaks_kernel`."""
         raw = self._logits if self._raw is None else self._raw
         strides = self._stride, raw.stride(0), self._slots
-        peaks_kernel[(self._spans, self._rows)](
-            self._logits, raw, self._scratch, self._vocab, *strides, CHANGED=self._raw is not None, **_LAUNCH
-        )
+        grid, tensors = (self._spans, self._rows, 1), (self._logits, raw, self._scratch)
+        launch(peaks_kernel, grid, tensors, (self._vocab, *strides), CHANGED=self._raw is not None, **_LAUNCH)
 
     def run(self, kernel: Any) -> None:
         """Launch a pass over all logits, a program a span."""
+        assert self._parameters is not None, "rows that draw have parameters"
+        tensors = self._logits, self._parameters, self._scratch
         numbers = self._vocab, self._stride, self._slots
-        kernel[(self._spans, self._rows)](
-            self._logits, self._parameters, self._scratch, *numbers, **self._launch
-        )
+        launch(kernel, (self._spans, self._rows, 1), tensors, numbers, **self._launch)
 
     def run_by_row(self, kernel: Any) -> None:
         """Launch a program a row."""
-        kernel[(self._rows,)](self._parameters, self._scratch, self._vocab, self._slots, **self._launch)
+        assert self._parameters is not None, "rows that draw have parameters"
+        tensors, numbers = (self._parameters, self._scratch), (self._vocab, self._slots)
+        launch(kernel, (self._rows, 1, 1), tensors, numbers, **self._launch)
 
     def choose(self) -> tuple[Tensor, Tensor]:
         """Launch `choose_kernel`, and return what `draw` returns."""
         tokens = torch.empty(self._rows, dtype=torch.int64, device=self._logits.device)
         numbers = torch.empty(3 * self._rows, dtype=torch.float64, device=self._logits.device)
         greedy = self._parameters is None
-        choose_kernel[(self._rows,)](
-            self._logits, tokens if greedy else self._parameters, self._scratch, tokens, numbers,
-            self._vocab, self._stride, self._slots,
-            CHANGED=self._raw is not None, ALL_GREEDY=greedy, **self._launch,
-        )  # fmt: skip
+        read = tokens if self._parameters is None else self._parameters
+        tensors = self._logits, read, self._scratch, tokens, numbers
+        sizes, flags = (self._vocab, self._stride, self._slots), {"CHANGED": self._raw is not None}
+        grid = self._rows, 1, 1
+        launch(choose_kernel, grid, tensors, sizes, ALL_GREEDY=greedy, **flags, **self._launch)
         return tokens, numbers

@@ -6,7 +6,7 @@ what was compiled for that.
 """
 
 from collections.abc import Sequence
-from functools import reduce
+from functools import lru_cache, reduce
 from operator import or_
 from typing import Any
 
@@ -69,6 +69,30 @@ class Bound:
                 self._known.clear()
             self._known[numbers] = found
         return found
+
+
+def launch(
+    kernel: Any, grid: Grid, tensors: tuple[Tensor, ...], numbers: tuple[int, ...], **constants: Any
+) -> None:
+    """Launch a kernel whose arguments are these tensors, then these numbers, then constants.
+
+    For what no object keeps bound: it costs the host some microseconds to find that again.
+    """
+    dtypes = tuple(tensor.dtype for tensor in tensors)
+    bound = _bound(kernel, tensors[0].device, dtypes, len(numbers), tuple(constants.items()))
+    bound(grid, tensors, numbers)
+
+
+@lru_cache(maxsize=512)
+def _bound(
+    kernel: Any,
+    device: torch.device,
+    dtypes: tuple[torch.dtype, ...],
+    numbers: int,
+    constants: tuple[tuple[str, Any], ...],
+) -> Bound:
+    names, count = kernel.arg_names, len(dtypes)
+    return Bound(kernel, names[:count], names[count : count + numbers], **dict(constants))
 
 
 def _kinds(numbers: tuple[int, ...]) -> tuple[int, ...]:

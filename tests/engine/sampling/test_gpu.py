@@ -88,9 +88,10 @@ def test_a_gpu_chooses_what_a_cpu_chooses(seed: int, monkeypatch: pytest.MonkeyP
 def test_what_steps_launch_was_compiled_before(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: set[object] = set()
 
-    def run(kernel: Any, *args: Any, grid: object, warmup: bool, **constants: Any) -> None:
-        dtypes = tuple(x.dtype for x in args if isinstance(x, torch.Tensor))
-        seen.add((kernel.fn.__name__, dtypes, tuple(constants.items())))
+    def run(kernel: Any, *, grid: object, warmup: bool, **given: Any) -> None:
+        dtypes = tuple(x.dtype for x in given.values() if isinstance(x, torch.Tensor))
+        compiled_in = {k: v for k, v in given.items() if k.isupper() or k not in kernel.arg_names}
+        seen.add((kernel.fn.__name__, dtypes, tuple(compiled_in.items())))
 
     monkeypatch.setattr(InterpretedFunction, "run", run)
     monkeypatch.setattr(sampler, "kernel_for", lambda device: triton.draw)
