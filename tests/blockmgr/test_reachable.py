@@ -8,7 +8,6 @@ from tests.blockmgr.tiny import EMPTY, World, build, can_reach, describe, explor
 
 TURNS = ((0, 0, 0), (0, 1, 0))  # two prompts that share the first half of a block
 WORLDS: dict[str, tuple[World, int]] = {
-    "three requests": (World(prompts=((0,), *TURNS), splits=False), 5_738),
     "two requests, whose steps and commits interleave": (World(prompts=TURNS, num_sequences=2), 1_359),
     "two requests that are swapped": (
         World(prompts=TURNS, splits=False, num_sequences=2, host_slots=3),
@@ -16,6 +15,7 @@ WORLDS: dict[str, tuple[World, int]] = {
     ),
 }
 LONG: dict[str, tuple[World, int]] = {
+    "three requests": (World(prompts=((0,), *TURNS), splits=False), 5_738),
     "all prompts, two requests": (World(num_sequences=2), 277_930),
     "three requests, whose steps and commits interleave": (World(prompts=TURNS), 11_492),
     "three requests that are swapped": (World(prompts=TURNS, splits=False, host_slots=3), 16_616),

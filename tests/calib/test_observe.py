@@ -173,6 +173,7 @@ def test_a_head_that_is_always_zero_gets_a_scale_above_zero(bare_copy):
     assert KVRecipe.load(bare_copy / "kvq.json").static_scales == scales
 
 
+@pytest.mark.long
 def test_static_scales_cost_at_most_three_thousandths_over_their_twins(tiny):
     names = ("fp8_per_head", "int8_per_head", "int8_per_head_rot", "fp8_per_head_rot")
     twins = {name: name.replace("_per_head", "") for name in names}

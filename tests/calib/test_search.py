@@ -149,6 +149,7 @@ def test_huge_key_biases_in_two_layers_cost_uniform_int4_dearly_and_the_recipe_l
     assert found.chosen.perplexity_change < 0.10
 
 
+@pytest.mark.long
 def test_biases_that_rope_turns_are_paid_for_with_2_bits_elsewhere(tmp_path):
     """No center takes these out: their keys get 8 bits."""
     model = with_key_biases(tmp_path / "model", MIDDLE)

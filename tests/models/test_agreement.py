@@ -142,7 +142,7 @@ def test_fields_of_other_families_are_found_without_a_rule_for_each(tmp_path, fa
     assert says in refusal(save_model(tmp_path / family, family), **changes)
 
 
-def test_hundreds_of_mutations_load_rightly_or_are_refused_in_own_words(folder):
+def test_a_hundred_mutations_load_rightly_or_are_refused_in_own_words(folder):
     """Of config.json alone; each in a hundredth of a second and without memory."""
     path, chance = folder / "config.json", random.Random(7)
     whole = path.read_bytes()
@@ -150,13 +150,13 @@ def test_hundreds_of_mutations_load_rightly_or_are_refused_in_own_words(folder):
     check(folder)
     began = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     texts = [json.dumps(config | {name: odd}) for name in config for odd in mutations.ODD_VALUES]
-    texts = chance.sample(texts, 110)
-    for _ in range(50):
+    texts = chance.sample(texts, 70)
+    for _ in range(30):
         path.write_bytes(whole)
         chance.choice(mutations.IN_PLACE)(path, chance)
         texts.append(path.read_text(encoding="utf-8", errors="replace"))
     refusals = list(filter(None, map(partial(_refusal, path), texts)))
-    assert len(refusals) > 100
+    assert len(refusals) > 60
     for said in refusals:
         assert not [part for part in FOREIGN if part in said.replace("or report this model", "")]
         assert len(said) < 1_000

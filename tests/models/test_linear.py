@@ -40,7 +40,7 @@ def test_results_are_those_of_linear_for_inputs_of_any_shape(dtype, bias, shape,
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("shape", [(96, 40), (333, 97), (768, 256)])
+@pytest.mark.parametrize("shape", [(96, 40), (333, 97), pytest.param((768, 256), marks=pytest.mark.long)])
 @torch.inference_mode()
 def test_from_the_measured_number_of_rows_on_a_row_is_the_same_in_any_batch(dtype, shape):
     layer = packed(nn.Linear(*shape, bias=False).to(dtype))

@@ -99,7 +99,7 @@ def test_what_lies_beside_the_inputs_never_enters(name: str) -> None:
         assert torch.isfinite(TritonLinear(weight)(x)).all()
 
 
-@pytest.mark.parametrize("name", ["int4_g128", "w4a8", "fp8"])
+@pytest.mark.parametrize("name", ["int4_g128", pytest.param("w4a8", marks=pytest.mark.long), "fp8"])
 def test_a_row_is_the_same_in_every_step_of_its_class(name: str) -> None:
     layer = TritonLinear(random_weight(name, 640, 63))
     for most, fewer in ((16, (1, 3, 15)), (32, (17, 31)), (64, (33,)), (130, (65,))):
