@@ -214,7 +214,7 @@ def test_formats_that_do_not_exist_or_fit_are_refused_with_what_does(run, kv, sa
         (["perplexity", "--device", "cuda:99"], "device 'cuda:99' is not usable here"),
         (["perplexity", "--dtype", "fp33"], "unknown dtype 'fp33'; did you mean 'fp32'?"),
         (["perplexity", "--backend", "trition"], "did you mean 'triton'?"),
-        (["perplexity", "--backend", "triton"], "triton: needs an nvidia gpu, not cpu"),
+        (["perplexity", "--backend", "triton"], "triton: needs an nvidia or amd gpu, not cpu"),
         (["perplexity", "--kv", "int8", "-ctk", "int8"], "give one of them"),
         (["perplexity", "--kv", "int4", "--scales", "kvq.json"], "kvq.json"),
         (["perplexity", "--max-model-len", "99999"], "this model takes 1 to 4096"),
