@@ -145,7 +145,10 @@ def main() -> None:
         spread = f"{row['ms_p10']:.3f} - {row['ms_p90']:.3f}"
         print(f"{row['step']:9s} {kind:20s} {row['ms_median']:6.3f} ms ({spread})")
     if options.out:
-        write_json(options.out, envelope(sys.argv, torch.device("cpu"), rows, {}))
+        write_json(
+            options.out,
+            envelope(["python -m benchmarks.host_step", *sys.argv[1:]], torch.device("cpu"), rows, {}),
+        )
 
 
 if __name__ == "__main__":
