@@ -1,30 +1,14 @@
 """The kernels that draw compile for GPUs that are not at hand, and spill no registers."""
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
 from tests.kernels.draw.compile_draw import KERNELS
-
-ROOT = Path(__file__).parents[3]
+from tests.kernels.gpu.compiling import compiled_by
 
 
 def compile_all(device: str, *dtypes: str) -> None:
-    """Compile in a process of its own, since here kernels are interpreted."""
-    run = subprocess.run(
-        [sys.executable, "-m", "tests.kernels.draw.compile_draw", device, *dtypes],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        env={k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"},
-        check=False,
-    )
-    assert run.returncode == 0, run.stderr[-2000:]
-    found = [json.loads(line) for line in run.stdout.splitlines()]
+    """Compile, and check that registers suffice."""
+    found = compiled_by("tests.kernels.draw.compile_draw", device, *dtypes)
     assert len(found) == len(KERNELS) * len(dtypes)
     for used in found:
         assert used["stack"] == 0, f"registers spilled: {used}"

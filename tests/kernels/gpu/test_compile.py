@@ -1,16 +1,10 @@
 """The Triton kernels compile for GPUs that are not at hand, and decode keeps its state in registers."""
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
 from kvq.kernels.gpu.support import AMD
+from tests.kernels.gpu.compiling import compiled_by
 
-ROOT = Path(__file__).parents[3]
 SHARED_BYTES = {"sm80": 163 * 1024, "sm86": 99 * 1024, "sm90": 227 * 1024}  # that a block may have
 AMD_SHARED_BYTES = 64 * 1024
 FEW = ["int4", "fp8@fp16,64,64", "int8/bf16"]
@@ -33,18 +27,8 @@ MANY = [
 
 
 def compile_all(device: str, formats: list[str]) -> None:
-    """Compile in a process of its own and check what the kernels use."""
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    run = subprocess.run(
-        [sys.executable, "-m", "tests.kernels.gpu.compile_all", device, *formats],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        env=environment,
-        check=False,
-    )
-    assert run.returncode == 0, run.stderr[-2000:]
-    found = [json.loads(line) for line in run.stdout.splitlines()]
+    """Compile, and check what the kernels use."""
+    found = compiled_by("tests.kernels.gpu.compile_all", device, *formats)
     assert len(found) == 7 * len(formats)
     for used in found:
         assert used["shared"] <= SHARED_BYTES.get(device, AMD_SHARED_BYTES), used

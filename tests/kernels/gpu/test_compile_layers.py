@@ -1,14 +1,9 @@
 """What lies between a layer's products compiles for GPUs that are not at hand, and keeps to registers."""
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
-ROOT = Path(__file__).parents[3]
+from tests.kernels.gpu.compiling import compiled_by
+
 FEW = ["add_norm", "gated", "int4_g64_rot@bf16,128"]
 MANY = [
     "bf16",
@@ -23,18 +18,8 @@ LAUNCHES = {"add_norm": 4, "gated": 3}  # of rope_write 4
 
 
 def compile_layers(device: str, names: list[str]) -> None:
-    """Compile in a process of its own and check what the kernels use."""
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    run = subprocess.run(
-        [sys.executable, "-m", "tests.kernels.gpu.compile_layers", device, *names],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        env=environment,
-        check=False,
-    )
-    assert run.returncode == 0, run.stderr[-2000:]
-    found = [json.loads(line) for line in run.stdout.splitlines()]
+    """Compile, and check what the kernels use."""
+    found = compiled_by("tests.kernels.gpu.compile_layers", device, *names)
     assert len(found) == sum(LAUNCHES.get(name, 4) for name in names)
     for used in found:
         assert used["stack"] == 0, f"registers spilled: {used}"

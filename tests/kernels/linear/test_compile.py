@@ -1,16 +1,10 @@
 """The Linear kernels compile for GPUs that are not at hand; codes stay in the registers of their load."""
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
 from kvq.kernels.gpu.support import AMD
+from tests.kernels.gpu.compiling import compiled_by
 
-ROOT = Path(__file__).parents[3]
 SHARED_BYTES = {"sm80": 163 * 1024, "sm86": 99 * 1024, "sm90": 227 * 1024}  # that a block may have
 AMD_SHARED_BYTES = 64 * 1024
 FEW = ["int4_g128:16", "int4_g64_asym:16", "int8:16", "w4a8:16"]
@@ -24,18 +18,8 @@ MANY += [f"{name}:{rows}" for name in NAMES if "a8" not in name for rows in ("de
 
 
 def compile_all(device: str, cases: list[str]) -> None:
-    """Compile in a process of its own and check what the kernels use."""
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    run = subprocess.run(
-        [sys.executable, "-m", "tests.kernels.linear.compile_all", device, *cases],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        env=environment,
-        check=False,
-    )
-    assert run.returncode == 0, run.stderr[-2000:]
-    found = {x["kernel"]: x for x in map(json.loads, run.stdout.splitlines())}
+    """Compile, and check what the kernels use."""
+    found = {x["kernel"]: x for x in compiled_by("tests.kernels.linear.compile_all", device, *cases)}
     assert len(found) == len(cases) + 3
     for case, used in found.items():
         assert used["shared"] <= SHARED_BYTES.get(device, AMD_SHARED_BYTES), used
