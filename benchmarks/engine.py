@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from kvq.bench.engine import Plan, bench_engine
-from kvq.bench.engine_load import Load, LoadRequest
+from kvq.bench.engine_load import LoadRequest, burst
 from kvq.bench.engine_result import ServedLoad, row
 from kvq.bench.engine_rivals import RIVALS, check_requests, compare, one_by_one
 from kvq.bench.engine_server import KvqServer, Limits
@@ -38,18 +38,6 @@ RESULTS = Path(__file__).resolve().parent / "results"
 Rows = list[dict[str, Any]]
 Draw = Callable[[int], list[LoadRequest]]
 Case = tuple[KvqServer, Draw]
-
-
-def a_load(model: Model, requests: int, prompt: tuple[int, int], output: tuple[int, int]) -> Load:
-    """Requests that all arrive at once, in no hurry; lengths lie between the two given."""
-    return Load(
-        num_requests=requests,
-        input_lengths=Lengths(low=prompt[0], high=prompt[1]),
-        output_lengths=Lengths(low=output[0], high=output[1]),
-        vocab_size=model.geometry.vocab_size,
-        max_context=model.weights.max_context,
-        priority=Priority.BATCH,
-    )
 
 
 @contextmanager
@@ -82,7 +70,7 @@ def rows_of(cases: dict[str, Case], runs: dict[str, list[ServedLoad]]) -> Rows:
 def uniform(model: Model, repeats: int) -> Rows:
     """16 requests of 128 and 64 tokens, beside both rivals."""
     plan = Plan(
-        load=a_load(model, 16, (128, 128), (64, 64)), limits=Limits(), rivals=tuple(RIVALS), repeats=repeats
+        load=burst(model, 16, (128, 128), (64, 64)), limits=Limits(), rivals=tuple(RIVALS), repeats=repeats
     )
     return [{"case": "uniform", **one} for one in bench_engine(model, ["fp32"], plan)]
 
@@ -90,8 +78,8 @@ def uniform(model: Model, repeats: int) -> Rows:
 def mixed(model: Model, repeats: int) -> Rows:
     """64 requests of 16 to 512 and 8 to 256 tokens, beside the uniform load."""
     draws = {
-        "uniform": a_load(model, 16, (128, 128), (64, 64)).draw,
-        "mixed": a_load(model, 64, (16, 512), (8, 256)).draw,
+        "uniform": burst(model, 16, (128, 128), (64, 64)).draw,
+        "mixed": burst(model, 64, (16, 512), (8, 256)).draw,
     }
     with a_server(model, "fp32", draws["mixed"]) as server:
         cases = {name: (server, draw) for name, draw in draws.items()}
@@ -103,7 +91,7 @@ def mixed(model: Model, repeats: int) -> Rows:
 
 def pressure(model: Model, repeats: int) -> Rows:
     """16 requests of 128 and 256 tokens in the bytes of 4 of them in bf16, and in a pool that holds all."""
-    draw = a_load(model, 16, (128, 128), (256, 256)).draw
+    draw = burst(model, 16, (128, 128), (256, 256)).draw
     blocks = 4 * -(-(128 + 256) // model.block_size)
     nbytes = blocks * sum(group.block_bytes for group in model.with_kv("bf16").layout.groups)
     with ExitStack() as stack:
@@ -117,7 +105,7 @@ def pressure(model: Model, repeats: int) -> Rows:
 
 def prefix(model: Model, repeats: int) -> Rows:
     """16 prompts of 512 tokens that arrive together, one output token each."""
-    alike = a_load(model, 16, (512, 512), (1, 1))
+    alike = burst(model, 16, (512, 512), (1, 1))
     half = replace(alike, shared_prefix=0.5)
     with ExitStack() as stack:
         on, off = (
@@ -143,7 +131,7 @@ def long(model: Model, repeats: int) -> Rows:
     """8 interactive streams, with and without a long prompt that arrives among them after a second."""
     context = model.weights.max_context
     prompt, output = min(8000, context // 2), min(768, context // 8)
-    streams = replace(a_load(model, 8, (128, 128), (output, output)), priority=Priority.INTERACTIVE)
+    streams = replace(burst(model, 8, (128, 128), (output, output)), priority=Priority.INTERACTIVE)
 
     def with_long(repeat: int) -> list[LoadRequest]:
         one = replace(streams, num_requests=1, input_lengths=Lengths(low=prompt, high=prompt), seed=1)
@@ -187,7 +175,7 @@ def stream_latencies(runs: Sequence[ServedLoad]) -> dict[str, float | None]:
 def sweep(model: Model, repeats: int) -> Rows:
     """bf16, int8 and int4 under 1 to 32 users; stops where throughput grows no more."""
     plan = Plan(
-        load=replace(a_load(model, 32, (128, 128), (32, 32)), priority=Priority.INTERACTIVE),
+        load=replace(burst(model, 32, (128, 128), (32, 32)), priority=Priority.INTERACTIVE),
         limits=Limits(),
         users=(1, 2, 4, 8, 16, 32),
         repeats=repeats,

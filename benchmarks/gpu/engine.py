@@ -38,11 +38,12 @@ def served(
     `seats`: requests at a time. A rival has its own pool and logits of whole steps beside kvq's.
     """
     from kvq.bench.engine import Plan, bench_engine
+    from kvq.bench.engine_load import burst
     from kvq.bench.engine_server import Limits
 
     model = models.model(target, "small", stored=True)
     high = target.pick(1024, 40)
-    load = a_load(model, target.pick(256, 16), (target.pick(100, 9), high), (target.pick(100, 9), high))
+    load = burst(model, target.pick(256, 16), (target.pick(100, 9), high), (target.pick(100, 9), high))
     demand = sum(request.tokens for request in load.draw(0)) * model.with_kv("bf16").kv_bytes_per_token
     limits = Limits(
         max_num_seqs=min(seats, load.num_requests),
@@ -90,12 +91,13 @@ def taken_apart(target: Target, kv: str) -> Rows:
 def from_end_to_end(target: Target, formats: Sequence[str]) -> Rows:
     """As many requests of 7,680 tokens in and 512 out as fit in both formats, 64 at most, all at once."""
     from kvq.bench.engine import Plan, bench_engine
+    from kvq.bench.engine_load import burst
     from kvq.bench.engine_server import Limits
 
     model = models.model(target, "large")
     count = batch(target, model, ["bf16", "int4"])  # whatever is measured, so that runs compare
     prompt, output = target.pick(7680, 40), target.pick(512, 8)
-    load = a_load(model, count, (prompt, prompt), (output, output))
+    load = burst(model, count, (prompt, prompt), (output, output))
     limits = Limits(max_num_seqs=count, max_num_batched_tokens=8192, prefix_caching=False)
     rows = bench_engine(model, formats, Plan(load=load, limits=limits, repeats=1))
     return [{"model": model.description, **row} for row in rows]
@@ -106,19 +108,3 @@ def batch(target: Target, model: Any, formats: Sequence[str]) -> int:
     token_bytes = sum(model.with_kv(kv).kv_bytes_per_token for kv in formats)
     fit = _KEPT * models.free_bytes(target) // (8448 * token_bytes)
     return max(1, min(target.pick(64, 3), int(fit)))
-
-
-def a_load(model: Any, requests: int, prompt: tuple[int, int], output: tuple[int, int]) -> Any:
-    """Requests that all arrive at once, in no hurry; lengths lie between the two given."""
-    from kvq.bench.engine_load import Load
-    from kvq.capacity.lengths import Lengths
-    from kvq.scheduler import Priority
-
-    return Load(
-        num_requests=requests,
-        input_lengths=Lengths(low=prompt[0], high=prompt[1]),
-        output_lengths=Lengths(low=output[0], high=output[1]),
-        vocab_size=model.geometry.vocab_size,
-        max_context=model.weights.max_context,
-        priority=Priority.BATCH,
-    )

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from kvq.capacity.lengths import Lengths
 from kvq.errors import ConfigError
+from kvq.models import Model
 from kvq.scheduler import Priority
 
 
@@ -24,6 +25,18 @@ class LoadRequest:
     def tokens(self) -> int:
         """Of prompt and output together."""
         return len(self.prompt) + self.output_tokens
+
+
+def burst(model: Model, requests: int, prompt: tuple[int, int], output: tuple[int, int]) -> "Load":
+    """Requests that all arrive at once, in no hurry; lengths lie between the two given."""
+    return Load(
+        num_requests=requests,
+        input_lengths=Lengths(low=prompt[0], high=prompt[1]),
+        output_lengths=Lengths(low=output[0], high=output[1]),
+        vocab_size=model.geometry.vocab_size,
+        max_context=model.weights.max_context,
+        priority=Priority.BATCH,
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
