@@ -21,8 +21,8 @@ from kvq.engine.reconcile import reconcile
 from kvq.engine.runner import StepOutput
 from kvq.engine.sampling import Sampler, TokenLogprobs
 from kvq.errors import EngineError, KVQError
+from kvq.kernels.gpu.current import current
 from kvq.models import Model
-from kvq.models.device import current
 from kvq.models.stays_here import Home, StaysHere
 from kvq.scheduler import Branch, Request, StepPlan
 

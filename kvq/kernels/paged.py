@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from kvq.formats import LayerFormats
+from kvq.kernels.gpu.uploads import upload
 
 
 class Kept(dict[Hashable, Any]):
@@ -74,13 +75,8 @@ class SequenceBatch:
             return self.lens
         if "lens" not in self.kept:
             starts = (0, *accumulate(self.query_lens))[: len(self.query_lens)]
-            device = self.tables.device
-            lens = torch.tensor(
-                (starts, self.query_lens, self.context_lens),
-                dtype=torch.int32,
-                pin_memory=device.type == "cuda",
-            )
-            self.kept["lens"] = lens.to(device, non_blocking=True)
+            lens = starts, self.query_lens, self.context_lens
+            self.kept["lens"] = upload(lens, self.tables.device, torch.int32)
         kept: Tensor = self.kept["lens"]
         return kept
 

@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -32,11 +31,6 @@ def pick_device(device: str) -> torch.device:
             f"device {device!r} is not usable here ({first_lines(error)}); use auto, cpu or cuda"
         ) from error
     return chosen
-
-
-def current(device: torch.device) -> AbstractContextManager[object]:
-    """Make a GPU the current one: Triton launches there, and what is captured is captured there."""
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def pick_dtype(dtype: str, device: torch.device, config: Mapping[str, Any]) -> torch.dtype:

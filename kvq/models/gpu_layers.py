@@ -7,9 +7,9 @@ from torch import Tensor
 
 from kvq.kernels.decoder.parts import DecoderParts, GatedParts, Product
 from kvq.kernels.gated.triton import gated
+from kvq.kernels.gpu.current import current
 from kvq.kernels.rms_norm.triton import AddNorm
 from kvq.kernels.rms_norm.weight import NormWeight
-from kvq.models.device import current
 from kvq.models.step import PackedStep
 from kvq.weights.dense import Dense
 

@@ -240,6 +240,16 @@ def test_goals_are_judged_by_ratios_and_left_open_where_nothing_was_measured() -
     assert found["8B, step at 8,192: GPU idle: at most 0.1"] == (None, None)
 
 
+def test_goals_of_steps_look_at_graphs_idle_time_and_bytes() -> None:
+    one = {"part": "step", "batch": 1, "kv": "bf16", "fraction_of_limit": 0.8, "graph": True}
+    many = {"part": "step", "batch": 64, "kv": "int4", "gpu_idle_share": 0.2, "graph": False}
+    found = {line["goal"].partition(":")[0]: line for line in goals.judged([one, many])}
+    assert found["0.6B, a step of one sequence, bf16"]["is_met"]
+    assert not found["0.6B, a step of 64 sequences, int4"]["is_met"]
+    captured = found["decode steps captured as graphs, share of rows"]
+    assert (captured["value"], captured["is_met"]) == (0.5, False)
+
+
 def test_a_profile_counts_overlapping_kernels_once() -> None:
     found = [
         Activity("cudaGraphLaunch", False, 0, 5),

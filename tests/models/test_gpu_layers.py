@@ -45,13 +45,35 @@ def test_every_family_gives_transformers_results_alone_and_beside_others(family,
     assert first.tokens == tokens
 
 
-def test_layers_that_would_be_wrong_get_their_own_code_back(tmp_path, monkeypatch):
-    def wrong(norm, *, scale=1.0, post=None):
-        return right(norm, scale=1.1 * scale, post=post)
-
+def _scaled(monkeypatch):
     right = gpu_layers.AddNorm
-    monkeypatch.setattr(gpu_layers, "AddNorm", wrong)
+    monkeypatch.setattr(
+        gpu_layers, "AddNorm", lambda norm, **options: right(norm, **options | {"scale": 1.1})
+    )
+
+
+def _turned_back(monkeypatch):
+    """Keys and queries turn the wrong way on their way into the blocks, which no observer of K sees."""
+    right = KVCache.rope_write
+
+    def wrong(cache, layer, joined, angles, *others):
+        right(cache, layer, joined, (angles[0], -angles[1]), *others)
+
+    monkeypatch.setattr(KVCache, "rope_write", wrong)
+
+
+def _out_of_resources(monkeypatch):
+    def wrong(norm, x, residual):
+        raise RuntimeError("out of resource: shared memory")
+
+    monkeypatch.setattr(gpu_layers.AddNorm, "__call__", wrong)
+
+
+@pytest.mark.parametrize("spoil", [_scaled, _turned_back, _out_of_resources])
+def test_layers_that_would_be_wrong_get_their_own_code_back(spoil, tmp_path, monkeypatch, caplog):
+    spoil(monkeypatch)
     assert not is_fused(load_as_on_gpu(save_model(tmp_path, "llama")).weights.model)
+    assert "layers run in the model's own code: " in caplog.text
 
 
 @pytest.mark.long

@@ -5,10 +5,10 @@ from functools import lru_cache
 from importlib import import_module
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from kvq.extras import install_command, is_installed
+from kvq.kernels.gpu.current import current
 from kvq.kernels.linear.weight import QuantizedWeight
 from kvq.kernels.spec import Device, KernelSpec, LinearSpec, Support
 
@@ -24,10 +24,7 @@ def lazy(operation: str) -> Callable[..., Any]:
     def run(*args: Any, **options: int | Tensor | tuple[Tensor, Tensor] | None) -> Any:
         first = args[0][0] if isinstance(args[0], list | tuple) else args[0]
         tensor = first if isinstance(first, Tensor) else first.k.codes  # of PagedKV
-        device = tensor.device
-        if device.type != "cuda" or device.index == torch.cuda.current_device():
-            return _kernel(operation)(*args, **options)
-        with torch.cuda.device(device):  # Triton launches on the current device
+        with current(tensor.device):
             return _kernel(operation)(*args, **options)
 
     return run

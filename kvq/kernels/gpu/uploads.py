@@ -55,8 +55,8 @@ def send(array: Array, target: Tensor) -> None:
 class Ring:
     """Pinned memory in segments that are used in turns.
 
-    A segment is used again once its copies have ended. They were made a whole turn ago, so that this never
-    waits in practice; `waits` counts how often it did.
+    A segment is used again once its copies have ended, on whatever streams they were made. That was a whole
+    turn ago, so that this never waits in practice; `waits` counts how often it did.
     """
 
     def __init__(
@@ -69,7 +69,8 @@ class Ring:
             torch.empty(segment_bytes, dtype=torch.uint8, pin_memory=True) for _ in range(segments)
         ]
         self._bytes = [segment.numpy() for segment in self._segments]
-        self._copied = [torch.cuda.Event() for _ in range(segments)]
+        self._copied: list[list[torch.cuda.Event]] = [[] for _ in range(segments)]
+        self._streams: set[torch.cuda.Stream] = set()  # of the copies of the current segment
         self._segment = 0
         self._used = 0  # bytes of that segment
         self._lock = Lock()  # engines in several threads share a device
@@ -102,11 +103,13 @@ class Ring:
     def _room(self, nbytes: int) -> int:
         """Where so many bytes begin in the current segment, which may be another one than before."""
         if self._used + nbytes > len(self._bytes[0]):
-            self._copied[self._segment].record(torch.cuda.current_stream(self._device))
+            self._copied[self._segment] = [_behind(stream) for stream in self._streams]
+            self._streams.clear()
             self._segment, self._used = (self._segment + 1) % len(self._bytes), 0
-            if not self._copied[self._segment].query():
-                self.waits += 1
-                self._copied[self._segment].synchronize()
+            for copied in self._copied[self._segment]:
+                if not copied.query():
+                    self.waits += 1
+                    copied.synchronize()
         start = self._used
         self._used += _aligned(nbytes)
         return start
@@ -117,6 +120,13 @@ class Ring:
     def _copy(self, start: int, target: Tensor) -> None:
         host = self._segments[self._segment][start : start + len(target)]
         target.copy_(host, non_blocking=True)
+        self._streams.add(torch.cuda.current_stream(self._device))
+
+
+def _behind(stream: torch.cuda.Stream) -> torch.cuda.Event:
+    copied = torch.cuda.Event()
+    copied.record(stream)
+    return copied
 
 
 @lru_cache(maxsize=16)

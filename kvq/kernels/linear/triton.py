@@ -11,6 +11,7 @@ from torch import Tensor
 
 from kvq.formats.weights import Inputs
 from kvq.kernels.gpu import shapes
+from kvq.kernels.gpu.current import current
 from kvq.kernels.gpu.launch import Bound
 from kvq.kernels.linear import tiles
 from kvq.kernels.linear.tiles import LinearTile
@@ -75,9 +76,7 @@ class TritonLinear:
         device = x.device
         if device.type == "cpu":  # the interpreter can't round to bf16
             return self._multiplied(x.float()).to(x.dtype)
-        if device.index == torch.cuda.current_device():
-            return self._multiplied(x)
-        with torch.cuda.device(device):  # Triton launches on the current device
+        with current(device):
             return self._multiplied(x)
 
     def _multiplied(self, x: Tensor) -> Tensor:

@@ -16,13 +16,15 @@ class Copies:
     def __init__(self, monkeypatch):
         self.waited = 0
         self.is_late = False
+        self.late_stream = None  # the only one on which they take so long; None: all are late
+        self.stream = "first"
         copies = self
 
         class Event:
             is_done = True
 
-            def record(self, _stream):
-                self.is_done = not copies.is_late
+            def record(self, stream):
+                self.is_done = not (copies.is_late and copies.late_stream in (None, stream))
 
             def query(self):
                 return self.is_done
@@ -33,7 +35,7 @@ class Copies:
 
         empty = torch.empty
         monkeypatch.setattr(torch.cuda, "Event", Event)
-        monkeypatch.setattr(torch.cuda, "current_stream", lambda _: None)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda _: self.stream)
         monkeypatch.setattr(torch, "empty", lambda *size, pin_memory=False, **rest: empty(*size, **rest))
 
 
@@ -75,6 +77,19 @@ def test_a_segment_is_overwritten_only_when_its_copies_have_ended(copies):
     for _ in range(12):
         sent(ring, np.zeros(2))
     assert ring.waits == before
+
+
+def test_copies_of_one_segment_on_several_streams_are_all_waited_for(copies):
+    ring = Ring(CPU, segments=2, segment_bytes=32)
+    copies.is_late, copies.late_stream = True, "first"
+    for copies.stream in ("first", "second", "second", "second"):
+        sent(ring, np.zeros(2))
+    assert copies.waited == 0
+    sent(ring, np.zeros(2))
+    assert copies.waited == 1, "the copy on the stream that isn't current any more"
+    sent(ring, np.zeros(2))
+    sent(ring, np.zeros(2))
+    assert copies.waited == 1, "those on the other one had ended"
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.float32, torch.float64, torch.bool])
