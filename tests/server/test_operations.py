@@ -244,7 +244,6 @@ def half_a_request(server):
 def test_the_end_does_not_wait_for_ever(server):
     """Last of all: the server ends in it."""
     answers = []
-    asking = half_a_request(server)
     body = {"max_tokens": 3900, "ignore_eos": True, "stream": True}
     fields = {f"field_{i}": {"type": "string", "minLength": i % 7} for i in range(2500)}
     schema = {"type": "object", "properties": fields}
@@ -260,6 +259,8 @@ def test_the_end_does_not_wait_for_ever(server):
     thread = threading.Thread(target=lambda: answers.append(ask(server, **body)))
     thread.start()
     wait_for(lambda: gauge(server, RUNNING), "the request to run")
+    asking = half_a_request(server)  # as late as can be: a body has half a minute to arrive
+    assert gauge(server, RUNNING), "answered after the half was accepted"
     server.process.send_signal(signal.SIGTERM)
     assert server.process.wait(HANG_S) == 0
     for one in (thread, *readings):
