@@ -15,7 +15,7 @@ from kvq.kernels.attend.triton_kernel import attend_kernel
 from kvq.kernels.attend.triton_merge import merge_kernel
 from kvq.kernels.attend.triton_work import Cut, WorkList, work_list
 from kvq.kernels.gpu.launch import Bound
-from kvq.kernels.gpu.rows import kind_of, part_arguments, unit
+from kvq.kernels.gpu.rows import INT4, part_arguments
 from kvq.kernels.gpu.shapes import (
     MOST_DECODE_ROWS,
     TileShape,
@@ -207,35 +207,46 @@ def _launch(
 
 
 def _part(name: str, q: Tensor, kv: PagedKV) -> dict[str, Any]:
-    """K or V as the kernel takes it: scales by pairs of tokens, numbers to compute in, runs of int4 rows."""
+    """K or V as the kernel takes it: codes as words of two bytes and scales by pairs of tokens where they lie
+    so that they can be, and numbers to compute in."""
     part, upper = part_arguments(name, kv), name.upper()
-    scales, code = getattr(kv, name).scales, getattr(kv.formats, name).code
+    rows, code = getattr(kv, name), getattr(kv.formats, name).code
+    half_row = part[f"{upper}_DIM"] // 2
+    is_int4 = part[f"{upper}_KIND"] == INT4.value
+    run = min(part[f"{upper}_GROUP"], half_row) if is_int4 else part[f"{upper}_DIM"]  # bytes
+    words = code.bits in (4, 8) and run % 2 == 0 and _as_pairs(rows.codes)
+    if words:
+        part |= _in_pairs(part, f"{name}_codes", f"{name}c", rows.codes.view(torch.int16))
     # Scales of one per row as words of two neighbouring tokens, where strides allow it.
     paired = (
-        scales is not None
-        and scales.shape[3] == 1
-        and scales.stride(2) == 1
-        and not any(n % 2 for n in (*scales.shape[2:3], *scales.stride()[:2]))
+        words and rows.scales is not None and rows.scales.shape[3] == 1 and _as_pairs(rows.scales[..., 0])
     )
     if paired:
-        words = scales[..., 0].view(torch.int32)
-        block, head, _ = words.stride()
-        part |= {f"{name}_scales": words, f"{name}s_block": block, f"{name}s_head": head}
-    run = min(part[f"{upper}_GROUP"], part[f"{upper}_DIM"] // 2)
-    compute = _compute_dtype(code, q)
+        part |= _in_pairs(part, f"{name}_scales", f"{name}s", rows.scales[..., 0].view(torch.int32))
     return part | {
         f"{upper}_PAIRED": paired,
+        f"{upper}_WORDS": words,
         f"{upper}_RUN": run,
-        f"{upper}_WIDTH": max(16, triton.next_power_of_2(run)),
-        f"{upper}_COMPUTE": compute,
-        f"{upper}_UNIT": unit(kind_of(code), compute),
+        f"{upper}_WIDTH": max(16, triton.next_power_of_2(run // 2)),
+        f"{upper}_COMPUTE": _compute_dtype(code, q, words=words),
     }
 
 
-def _compute_dtype(code: Code, q: Tensor) -> tl.dtype:
+def _as_pairs(x: Tensor) -> bool:
+    """Whether neighbours in the last dimension can be seen as one element of twice the size."""
+    return x.stride(-1) == 1 and not any(n % 2 for n in (x.shape[-1], x.storage_offset(), *x.stride()[:-1]))
+
+
+def _in_pairs(part: dict[str, Any], pointer: str, strides: str, pairs: Tensor) -> dict[str, Any]:
+    """The arguments of rows seen as elements of twice the size."""
+    names = (f"{strides}_block", f"{strides}_head", f"{strides}_slot")
+    return {pointer: pairs, **{name: stride for name, stride in zip(names, pairs.stride(), strict=False)}}
+
+
+def _compute_dtype(code: Code, q: Tensor, *, words: bool) -> tl.dtype:
     if q.device.type == "cpu" or q.dtype is torch.float32 or code is Code.FP32:
         return tl.float32  # the interpreter's 16-bit products can't be trusted
-    if code in (Code.FP8, Code.FP16):
+    if words or code is Code.FP16:
         return tl.float16
     if code is Code.BF16:
         return tl.bfloat16

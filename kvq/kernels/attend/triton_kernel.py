@@ -10,42 +10,45 @@ Source: Dao, "FlashAttention-2", 2023, section 3.1; Dao et al., "Flash-Decoding"
 import triton
 import triton.language as tl
 
-from kvq.kernels.attend.triton_int4 import add_int4_values, dot, int4_queries, int4_scores, joined
 from kvq.kernels.attend.triton_list import ITEM_WORDS
-from kvq.kernels.gpu.rows import (
-    FLOAT,
-    FP8,
-    GROUPED,
-    INT4,
-    INT8,
-    fp8_codes,
-    grouped_rows,
-    int8_codes,
-    rotate,
+from kvq.kernels.attend.triton_words import (
+    add_byte_values,
+    add_int4_values,
+    added_dot,
+    byte_scores,
+    dot,
+    int4_scores,
+    joined,
+    word_outputs,
+    word_queries,
 )
+from kvq.kernels.gpu.rows import FLOAT, INT4, rotate, stored_rows
+from kvq.kernels.gpu.words import low_unit
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 _LN_2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
-def _plain_codes(codes, at, mask, KIND: tl.constexpr, COMPUTE: tl.constexpr):
-    """Codes of float, FP8 and INT8 formats as COMPUTE numbers, without their scale."""
-    x = tl.load(codes + at, mask=mask, other=0)
-    if KIND == FP8:
-        values = fp8_codes(x, COMPUTE)
-    elif KIND == INT8:
-        values = int8_codes(x, COMPUTE, True)
+def _rows_at(
+    start, block, first, slot, stride, STEP: tl.constexpr, PER: tl.constexpr, IN_ONE_BLOCK: tl.constexpr
+):
+    """Where a tile's rows lie: a pointer, and offsets [keys] from it; PER: neighbouring tokens of an element.
+
+    In one block, the block is a number and `slot` counts from its token `first`; else it is one of each key.
+    """
+    if IN_ONE_BLOCK:
+        start += block * stride + first // PER * STEP
+        at = slot // PER * STEP
     else:
-        values = x.to(COMPUTE)
-    return values
+        at = block * stride + slot // PER * STEP
+    return start, at
 
 
 @triton.jit
 def _row_scales(
-    scales, static, block_at, slot, head, inside,
-    SLOT: tl.constexpr, STATIC: tl.constexpr, PAIRED: tl.constexpr, UNIT: tl.constexpr,
-):  # fmt: skip
+    scales, at, static, slot, head, inside, STATIC: tl.constexpr, PAIRED: tl.constexpr
+):
     """What codes of those tokens are multiplied by, fp32 [keys].
 
     PAIRED: `scales` are words of two neighbouring tokens, since only words are copied asynchronously.
@@ -53,70 +56,93 @@ def _row_scales(
     if STATIC:
         scale = tl.where(inside, tl.load(static + head), 0.0)
     elif PAIRED:
-        words = tl.load(scales + block_at + slot // 2, mask=inside, other=0)
+        words = tl.load(scales + at, mask=inside, other=0)
         half = tl.where(slot % 2 == 0, words, words >> 16).to(tl.int16)
         scale = half.to(tl.float16, bitcast=True).to(tl.float32)
     else:
-        scale = tl.load(scales + block_at + slot * SLOT, mask=inside, other=0.0).to(tl.float32)
-    return scale * UNIT
+        scale = tl.load(scales + at, mask=inside, other=0.0).to(tl.float32)
+    return scale
 
 
 @triton.jit
 def _scores(
-    q, runs, codes, scales, static, codes_at, scales_at, block_at, slot, kv_head, inside, col,
-    KIND: tl.constexpr, DIM: tl.constexpr, GROUP: tl.constexpr, RUN: tl.constexpr, WIDTH: tl.constexpr,
-    COMPUTE: tl.constexpr, UNIT: tl.constexpr, SLOT: tl.constexpr, STATIC: tl.constexpr,
-    PAIRED: tl.constexpr, BITS: tl.constexpr,
+    q, runs, sums, codes, scales, static, codes_at, scales_at, slot, kv_head, inside, col,
+    KIND: tl.constexpr, WORDS: tl.constexpr, BITS: tl.constexpr, DIM: tl.constexpr, GROUP: tl.constexpr,
+    RUN: tl.constexpr, WIDTH: tl.constexpr, COMPUTE: tl.constexpr, STATIC: tl.constexpr, PAIRED: tl.constexpr,
 ):  # fmt: skip
-    """q . k of one tile, fp32 [rows, keys]; `runs`: the queries as int4 rows need them."""
-    if KIND == INT4:
+    """q . k of one tile, fp32 [rows, keys]; `runs`, `sums`: the queries as words of codes need them."""
+    if WORDS and KIND == INT4:
         scores = int4_scores(
-            runs[0], runs[1], runs[2], runs[3], codes, scales, codes_at, scales_at, inside,
-            DIM, GROUP, RUN, WIDTH, COMPUTE, UNIT,
-        )  # fmt: skip
-    elif KIND == GROUPED:
-        k = grouped_rows(codes, scales, codes_at, scales_at, inside, col, DIM, GROUP, BITS)
-        scores = dot(q, tl.trans(k.to(COMPUTE)))
+            runs, sums, codes, scales, codes_at, scales_at, inside, DIM, GROUP, RUN, WIDTH, COMPUTE
+        )
+    elif WORDS:
+        scores = byte_scores(runs, codes, codes_at, inside, KIND, DIM, WIDTH, COMPUTE)
+        scale = _row_scales(scales, scales_at, static, slot, kv_head, inside, STATIC, PAIRED)
+        UNIT: tl.constexpr = low_unit(KIND, COMPUTE)
+        scores = scores * (scale * UNIT)[None, :]
     else:
-        mask = inside[:, None] & (col < DIM)[None, :]
-        k = _plain_codes(codes, codes_at[:, None] + col[None, :], mask, KIND, COMPUTE)
+        k = _dense_rows(
+            codes, scales, static, codes_at, scales_at, kv_head, inside, col,
+            KIND, BITS, DIM, GROUP, COMPUTE, STATIC,
+        )  # fmt: skip
         scores = dot(q, tl.trans(k))
-        if KIND != FLOAT:
-            scale = _row_scales(scales, static, block_at, slot, kv_head, inside, SLOT, STATIC, PAIRED, UNIT)
-            scores = scores * scale[None, :]
     return scores
 
 
 @triton.jit
-def _plain_values(
-    out, p, decay, codes, scales, static, codes_at, scales_at, block_at, slot, kv_head, inside,
-    KIND: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr, GROUP: tl.constexpr, COMPUTE: tl.constexpr,
-    UNIT: tl.constexpr, SLOT: tl.constexpr, STATIC: tl.constexpr, PAIRED: tl.constexpr, BITS: tl.constexpr,
+def _dense_rows(
+    codes, scales, static, codes_at, scales_at, head, inside, col,
+    KIND: tl.constexpr, BITS: tl.constexpr, DIM: tl.constexpr, GROUP: tl.constexpr, COMPUTE: tl.constexpr,
+    STATIC: tl.constexpr,
 ):  # fmt: skip
-    """The output [rows, PAD] of all formats but int4 with one tile taken in."""
-    col = tl.arange(0, PAD)
-    mask = inside[:, None] & (col < DIM)[None, :]
-    if KIND == GROUPED:
-        v = grouped_rows(codes, scales, codes_at, scales_at, inside, col, DIM, GROUP, BITS).to(COMPUTE)
+    """Rows that are not read as words, as COMPUTE numbers [keys, columns]."""
+    if KIND == FLOAT:
+        mask = inside[:, None] & (col < DIM)[None, :]
+        rows = tl.load(codes + (codes_at[:, None] + col[None, :]), mask=mask, other=0).to(COMPUTE)
     else:
-        v = _plain_codes(codes, codes_at[:, None] + col[None, :], mask, KIND, COMPUTE)
-    if (KIND != FLOAT) and (KIND != GROUPED):
-        scale = _row_scales(scales, static, block_at, slot, kv_head, inside, SLOT, STATIC, PAIRED, UNIT)
-        p = p * scale[None, :]
-    return out * decay[:, None] + dot(p.to(COMPUTE), v)
+        rows = stored_rows(
+            codes, scales, static, codes_at, scales_at, head, inside, col, KIND, BITS, DIM, GROUP, STATIC
+        ).to(COMPUTE)
+    return rows
+
+
+@triton.jit
+def _values(
+    outs, p, decay, codes, scales, static, codes_at, scales_at, slot, kv_head, inside,
+    KIND: tl.constexpr, WORDS: tl.constexpr, BITS: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr,
+    GROUP: tl.constexpr, RUN: tl.constexpr, WIDTH: tl.constexpr, COMPUTE: tl.constexpr, STATIC: tl.constexpr,
+    PAIRED: tl.constexpr,
+):  # fmt: skip
+    """The parts of the output with one tile taken in."""
+    if WORDS and KIND == INT4:
+        new = add_int4_values(
+            outs, p, decay, codes, scales, codes_at, scales_at, inside, DIM, GROUP, RUN, WIDTH, COMPUTE
+        )
+    elif WORDS:
+        scale = _row_scales(scales, scales_at, static, slot, kv_head, inside, STATIC, PAIRED)
+        new = add_byte_values(outs, p, decay, codes, scale, codes_at, inside, KIND, DIM, WIDTH, COMPUTE)
+    else:
+        v = _dense_rows(
+            codes, scales, static, codes_at, scales_at, kv_head, inside, tl.arange(0, PAD),
+            KIND, BITS, DIM, GROUP, COMPUTE, STATIC,
+        )  # fmt: skip
+        new = (added_dot(p.to(COMPUTE), v, outs[0] * decay[:, None]),)
+    return new
 
 
 @triton.jit
 def _capped_and_masked(
-    scores, softcap, key, position, inside, window, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr
+    scores, softcap, key, last, before, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr
 ):
-    """Scores as exponents of two, -inf where a query must not see a key."""
+    """Scores, capped ones as exponents of two, -inf where a row must not see a key: it sees up to `last`, and
+    in a window what comes after `before`.
+    """
     if SOFTCAP:
         grown = tl.exp2(scores * (2.0 / softcap * LOG2_E))
         scores = (softcap * LOG2_E) * (1.0 - 2.0 / (grown + 1.0))
-    visible = inside[None, :] & (key[None, :] <= position[:, None])
+    visible = key[None, :] <= last[:, None]
     if WINDOW:
-        visible = visible & (key[None, :] > position[:, None] - window)
+        visible = visible & (key[None, :] > before[:, None])
     return tl.where(visible, scores, float("-inf"))
 
 
@@ -182,13 +208,11 @@ def attend_kernel(
     vs_block, vs_head, vs_slot: tl.constexpr,
     scale, softcap, window,
     K_KIND: tl.constexpr, K_BITS: tl.constexpr, K_DIM: tl.constexpr, K_PAD: tl.constexpr,
-    K_GROUP: tl.constexpr, K_ROTATED: tl.constexpr, K_STATIC: tl.constexpr,
-    K_PAIRED: tl.constexpr, K_UNIT: tl.constexpr,
+    K_GROUP: tl.constexpr, K_ROTATED: tl.constexpr, K_STATIC: tl.constexpr, K_PAIRED: tl.constexpr,
     V_KIND: tl.constexpr, V_BITS: tl.constexpr, V_DIM: tl.constexpr, V_PAD: tl.constexpr,
-    V_GROUP: tl.constexpr, V_ROTATED: tl.constexpr, V_STATIC: tl.constexpr,
-    V_PAIRED: tl.constexpr, V_UNIT: tl.constexpr,
-    K_RUN: tl.constexpr, K_WIDTH: tl.constexpr, K_COMPUTE: tl.constexpr,
-    V_RUN: tl.constexpr, V_WIDTH: tl.constexpr, V_COMPUTE: tl.constexpr,
+    V_GROUP: tl.constexpr, V_ROTATED: tl.constexpr, V_STATIC: tl.constexpr, V_PAIRED: tl.constexpr,
+    K_WORDS: tl.constexpr, K_RUN: tl.constexpr, K_WIDTH: tl.constexpr, K_COMPUTE: tl.constexpr,
+    V_WORDS: tl.constexpr, V_RUN: tl.constexpr, V_WIDTH: tl.constexpr, V_COMPUTE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, Q_HEADS: tl.constexpr, SHARE: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr,
     WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr,
@@ -221,68 +245,71 @@ def attend_kernel(
     q_at = token[:, None] * q_token + head[:, None] * q_head + col[None, :] * q_dim
     q, unit = _read_queries(q_ptr, q_at, q_mask, ROWS, K_PAD, K_ROTATED, K_COMPUTE)
     runs = ()
-    if K_KIND == INT4:
-        runs = int4_queries(q, ROWS, K_DIM, K_PAD, K_RUN, K_WIDTH)
+    sums = ()
+    if K_WORDS:
+        runs, sums = word_queries(q, K_KIND, K_DIM, K_RUN, K_WIDTH)
 
     top = tl.full((ROWS,), float("-inf"), tl.float32)
     totals = tl.zeros((ROWS, KEYS), tl.float32)  # summed over the keys at the end
-    out = tl.zeros((ROWS, V_PAD if V_KIND != INT4 else 16), tl.float32)
-    outs = ()
-    if V_KIND == INT4:
-        for _ in tl.static_range(V_DIM // 2 // V_RUN):
-            run = tl.zeros((ROWS, V_WIDTH), tl.float32)
-            outs = outs + (run, run, totals, totals)
+    outs = (tl.zeros((ROWS, V_PAD), tl.float32),)
+    if V_WORDS:
+        outs = word_outputs(totals, ROWS, V_KIND, V_DIM, V_RUN, V_WIDTH)
     table = tables_ptr + sequence.to(tl.int64) * table_stride
     row_scale = unit * scale
     if not SOFTCAP:
         row_scale = row_scale * LOG2_E
+    last = tl.minimum(position, end - 1)
 
     k_codes += kv_head * kc_head
     k_scales += kv_head * ks_head
     v_codes += kv_head * vc_head
     v_scales += kv_head * vs_head
+    ONE: tl.constexpr = BLOCK_SIZE % KEYS == 0  # a tile lies in one block
+    own_key = tl.arange(0, KEYS)
     for at in range(begin, end, KEYS):
-        key = at + tl.arange(0, KEYS)
+        key = at + own_key
         inside = key < end
         if WINDOW:
             inside = inside & (key >= oldest)
-        block = tl.load(table + key // BLOCK_SIZE, mask=inside, other=0).to(tl.int64)
-        slot = key % BLOCK_SIZE
-        codes_at = block * kc_block + slot * kc_slot
-        scales_at = block * ks_block + slot * ks_slot
+        first = at % BLOCK_SIZE
+        if ONE:
+            block = tl.load(table + at // BLOCK_SIZE).to(tl.int64)
+            slot = own_key
+        else:
+            block = tl.load(table + key // BLOCK_SIZE, mask=inside, other=0).to(tl.int64)
+            slot = key % BLOCK_SIZE
+        codes, codes_at = _rows_at(k_codes, block, first, slot, kc_block, kc_slot, 1, ONE)
+        scales, scales_at = _rows_at(k_scales, block, first, slot, ks_block, ks_slot, 1 + K_PAIRED, ONE)
         scores = _scores(
-            q, runs, k_codes, k_scales, k_static, codes_at, scales_at, block * ks_block, slot, kv_head,
-            inside, col, K_KIND, K_DIM, K_GROUP, K_RUN, K_WIDTH, K_COMPUTE, K_UNIT, ks_slot, K_STATIC,
-            K_PAIRED, K_BITS,
+            q, runs, sums, codes, scales, k_static, codes_at, scales_at, slot, kv_head, inside, col,
+            K_KIND, K_WORDS, K_BITS, K_DIM, K_GROUP, K_RUN, K_WIDTH, K_COMPUTE, K_STATIC, K_PAIRED,
         )  # fmt: skip
-        scores = _capped_and_masked(
-            scores * row_scale[:, None], softcap, key, position, inside, window, SOFTCAP, WINDOW
-        )
+        if SOFTCAP:
+            scores = scores * row_scale[:, None]
+        scores = _capped_and_masked(scores, softcap, key, last, position - window, SOFTCAP, WINDOW)
 
-        higher = tl.maximum(top, tl.max(scores, axis=1))
+        highest = tl.max(scores, axis=1)
+        if not SOFTCAP:  # scaled where the maximum is taken away: a product and a sum are one instruction
+            highest = highest * row_scale
+            scores = scores * row_scale[:, None]
+        higher = tl.maximum(top, highest)
         safe = tl.where(higher == float("-inf"), 0.0, higher)
         p = tl.exp2(scores - safe[:, None])
         decay = tl.exp2(top - safe)
         totals = totals * decay[:, None] + p
         top = higher
 
-        codes_at = block * vc_block + slot * vc_slot
-        scales_at = block * vs_block + slot * vs_slot
-        if V_KIND == INT4:
-            outs = add_int4_values(
-                outs, p, decay, v_codes, v_scales, codes_at, scales_at, inside,
-                V_DIM, V_GROUP, V_RUN, V_WIDTH, V_COMPUTE, V_UNIT,
-            )  # fmt: skip
-        else:
-            out = _plain_values(
-                out, p, decay, v_codes, v_scales, v_static, codes_at, scales_at, block * vs_block, slot,
-                kv_head, inside, V_KIND, V_DIM, V_PAD, V_GROUP, V_COMPUTE, V_UNIT, vs_slot, V_STATIC,
-                V_PAIRED, V_BITS,
-            )  # fmt: skip
+        codes, codes_at = _rows_at(v_codes, block, first, slot, vc_block, vc_slot, 1, ONE)
+        scales, scales_at = _rows_at(v_scales, block, first, slot, vs_block, vs_slot, 1 + V_PAIRED, ONE)
+        outs = _values(
+            outs, p, decay, codes, scales, v_static, codes_at, scales_at, slot, kv_head, inside,
+            V_KIND, V_WORDS, V_BITS, V_DIM, V_PAD, V_GROUP, V_RUN, V_WIDTH, V_COMPUTE, V_STATIC, V_PAIRED,
+        )  # fmt: skip
 
     total = tl.sum(totals, axis=1)
-    if V_KIND == INT4:
-        out = joined(outs, ROWS, V_DIM, V_PAD, V_GROUP, V_RUN, V_WIDTH)
+    out = outs[0]
+    if V_WORDS:
+        out = joined(outs, V_KIND, V_DIM, V_PAD, V_GROUP, V_RUN, V_COMPUTE)
     if part < 0:
         row_at = token * Q_HEADS + head
         store_rows(

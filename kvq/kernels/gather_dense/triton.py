@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvq.kernels.gpu.rows import FLOAT, FP8, INT4, fp8_codes, grouped_rows, part_arguments, rotate
+from kvq.kernels.gpu.rows import part_arguments, rotate, stored_rows
 from kvq.kernels.paged import PagedKV
 
 _TOKENS = 32  # of one program
@@ -64,19 +64,9 @@ def _gather_kernel(
     mask = inside[:, None] & (col < DIM)[None, :]
     codes_at = block * c_block + head * c_head + slot * c_slot
     scales_at = block * s_block + head * s_head + slot * s_slot
-    if KIND >= INT4:  # or GROUPED
-        x = grouped_rows(codes, scales, codes_at, scales_at, inside, col, DIM, GROUP, BITS)
-    else:
-        stored = tl.load(codes + codes_at[:, None] + col[None, :], mask=mask, other=0)
-        if KIND == FP8:
-            x = fp8_codes(stored, tl.float32) * 256.0
-        else:
-            x = stored.to(tl.float32)
-        if KIND != FLOAT:
-            if STATIC:
-                x = x * tl.load(static + head)
-            else:
-                x = x * tl.load(scales + scales_at, mask=inside, other=0.0).to(tl.float32)[:, None]
+    x = stored_rows(
+        codes, scales, static, codes_at, scales_at, head, inside, col, KIND, BITS, DIM, GROUP, STATIC
+    )
     if ROTATED > 1:
         x = rotate(x, TOKENS, PAD, ROTATED)
     row = sequence * out_sequence + head * out_head + (token - start).to(tl.int64) * out_token

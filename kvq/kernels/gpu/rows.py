@@ -244,6 +244,40 @@ def grouped_rows(
 
 
 @triton.jit
+def stored_rows(
+    codes,
+    scales,
+    static,
+    codes_at,
+    scales_at,
+    head,
+    inside,
+    col,
+    KIND: tl.constexpr,
+    BITS: tl.constexpr,
+    DIM: tl.constexpr,
+    GROUP: tl.constexpr,
+    STATIC: tl.constexpr,
+):
+    """Rows of any format, fp32 [rows, columns], still rotated."""
+    mask = inside[:, None] & (col < DIM)[None, :]
+    if KIND >= INT4:  # or GROUPED
+        x = grouped_rows(codes, scales, codes_at, scales_at, inside, col, DIM, GROUP, BITS)
+    else:
+        stored = tl.load(codes + (codes_at[:, None] + col[None, :]), mask=mask, other=0)
+        if KIND == FP8:
+            x = fp8_codes(stored, tl.float32) * 256.0
+        else:
+            x = stored.to(tl.float32)
+        if KIND != FLOAT:
+            if STATIC:
+                x = x * tl.load(static + head)
+            else:
+                x = x * tl.load(scales + scales_at, mask=inside, other=0.0).to(tl.float32)[:, None]
+    return x
+
+
+@triton.jit
 def fp8_codes(codes, COMPUTE: tl.constexpr):
     """E4M3FN bytes uint8 -> their values divided by 256, without FP8 instructions."""
     if COMPUTE == tl.float32 or not takes_ptx():

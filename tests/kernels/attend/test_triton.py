@@ -114,11 +114,11 @@ def test_sequences_may_share_blocks() -> None:
 
 
 @pytest.mark.parametrize("kv", ["int4", "int4_g16_rot", "fp8", "int8", "fp8/int4", "fp16"])
-def test_products_in_fp16_with_divided_codes_and_scaled_rows(
+def test_products_in_fp16_with_enlarged_weights_and_divided_queries(
     kv: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As on a GPU: codes are divided by 128 or 256, rows of q by a power of two."""
-    monkeypatch.setattr(kernel, "_compute_dtype", lambda code, q: tl.float16)
+    """As on a GPU: scaled probabilities are enlarged, rows of q divided by a power of two."""
+    monkeypatch.setattr(kernel, "_compute_dtype", lambda code, q, words: tl.float16)
     cache, tables = filled(kv, (64, 64), [50, 20])
     q = rows_like_kv(3, 6, 64, 9) * torch.tensor([1e-4, 1.0, 3e5])[:, None, None]
     compare(q, cache, tables.batch([1, 2], [50, 20]), allowed=4e-3, scale=2e-6)

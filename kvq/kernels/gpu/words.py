@@ -1,0 +1,141 @@
+"""Device functions for codes that are read two bytes at a time, as 16-bit words.
+
+Tensor cores take 16-bit numbers, and `ldmatrix` brings 16-bit elements from shared memory straight to the
+registers where a product wants them. So packed bytes travel as words, and become numbers behind it, in
+registers: a word's even byte gives one operand, its odd byte another, of products that are summed or that
+make every other column of the output. The assembly is pure, so that the compiler may move it there.
+"""
+
+from typing import Any
+
+import triton
+import triton.language as tl
+
+from kvq.kernels.gpu.rows import FP8, INT4, INT8, fp8_codes, takes_ptx
+
+_LEAST_WITH_E4M3 = 89  # the first capability that converts FP8 by an instruction
+
+# Inputs are two neighbouring words, of bytes 0 to 3; outputs are fp16 numbers of both words.
+# INT8: 1024 + 128 + x, less 1152.
+_INT8 = tl.constexpr("""
+{
+.reg .b32 moved, minus;
+mov.b32 minus, 0xe480e480;
+xor.b32 moved, $2, 0x80808080;
+prmt.b32 $0, moved, 0x64646464, 0x4240;
+prmt.b32 $1, moved, 0x64646464, 0x4341;
+add.rn.f16x2 $0, $0, minus;
+add.rn.f16x2 $1, $1, minus;
+}
+""")
+_E4M3 = tl.constexpr("""
+{
+.reg .b16 even, odd;
+.reg .b32 sorted;
+prmt.b32 sorted, $2, 0, 0x3120;
+mov.b32 {even, odd}, sorted;
+cvt.rn.f16x2.e4m3x2 $0, even;
+cvt.rn.f16x2.e4m3x2 $1, odd;
+}
+""")
+# Without that instruction: sign in place, exponent and mantissa one bit further down, the value over 256.
+_E4M3_BY_BITS = tl.constexpr("""
+{
+.reg .b32 even, odd, sign;
+prmt.b32 even, $2, 0, 0x2404;
+prmt.b32 odd, $2, 0, 0x3414;
+and.b32 sign, even, 0x80008000;
+shr.u32 even, even, 1;
+and.b32 even, even, 0x3f803f80;
+or.b32 $0, even, sign;
+and.b32 sign, odd, 0x80008000;
+shr.u32 odd, odd, 1;
+and.b32 odd, odd, 0x3f803f80;
+or.b32 $1, odd, sign;
+}
+""")
+# INT4: a nibble at the low end of fp16's mantissa is the subnormal number code * 2^-24, one 4 bits further up
+# 16 times that. Tensor cores multiply subnormal fp16 numbers exactly (Fasi et al., "Numerical behavior of
+# NVIDIA tensor cores", 2021, section 4).
+_INT4 = tl.constexpr("""
+{
+.reg .b32 odd;
+shr.u32 odd, $4, 8;
+and.b32 $0, $4, 0x000f000f;
+and.b32 $1, $4, 0x00f000f0;
+and.b32 $2, odd, 0x000f000f;
+and.b32 $3, odd, 0x00f000f0;
+}
+""")
+
+
+def converts_e4m3(_semantic: Any = None) -> tl.constexpr:
+    """Whether the GPU that code is being compiled for converts FP8 by an instruction."""
+    if not takes_ptx(_semantic=_semantic).value:
+        return tl.constexpr(False)
+    return tl.constexpr(int(_semantic.builder.options.arch.removeprefix("sm")) >= _LEAST_WITH_E4M3)
+
+
+def low_unit(kind: Any, compute: Any, _semantic: Any = None) -> tl.constexpr:
+    """What the numbers of `word_parts` are to be multiplied by to be the values of codes."""
+    by_bits = _plain(compute) == tl.float16 and takes_ptx(_semantic=_semantic).value
+    if _plain(kind) == FP8.value:
+        return tl.constexpr(1.0 if by_bits and converts_e4m3(_semantic=_semantic).value else 256.0)
+    return tl.constexpr(2.0**24 if by_bits and _plain(kind) == INT4.value else 1.0)
+
+
+def high_unit(kind: Any, compute: Any, _semantic: Any = None) -> tl.constexpr:
+    """The same for the high nibbles of INT4."""
+    unit = low_unit(kind, compute, _semantic=_semantic).value
+    return tl.constexpr(unit / 16 if unit > 1 else unit)
+
+
+def _plain(x: Any) -> Any:
+    return x.value if isinstance(x, tl.constexpr) else x
+
+
+for _function in (converts_e4m3, low_unit, high_unit):  # device code calls them with the compilation
+    _function.__triton_builtin__ = True  # type: ignore[attr-defined]
+
+
+@triton.jit
+def _bytes_apart(words, KIND: tl.constexpr, COMPUTE: tl.constexpr):
+    """Even and odd bytes of words int16 as numbers, by shifts and exact conversions."""
+    wide = words.to(tl.int32)
+    even, odd = (wide & 255).to(tl.uint8), ((wide >> 8) & 255).to(tl.uint8)
+    if KIND == FP8:
+        parts = (fp8_codes(even, tl.float32).to(COMPUTE), fp8_codes(odd, tl.float32).to(COMPUTE))
+    elif KIND == INT8:
+        even, odd = even.to(tl.int8, bitcast=True), odd.to(tl.int8, bitcast=True)
+        parts = (even.to(tl.float32).to(COMPUTE), odd.to(tl.float32).to(COMPUTE))
+    else:
+        parts = (
+            (even & 15).to(tl.float32).to(COMPUTE), (even >> 4).to(tl.float32).to(COMPUTE),
+            (odd & 15).to(tl.float32).to(COMPUTE), (odd >> 4).to(tl.float32).to(COMPUTE),
+        )  # fmt: skip
+    return parts
+
+
+@triton.jit
+def word_parts(words, KIND: tl.constexpr, COMPUTE: tl.constexpr):
+    """Words int16 of FP8, INT8 or INT4 codes -> COMPUTE numbers times `low_unit`, of each word: its even
+    and its odd byte; of INT4 the even byte's low and high nibble, then the odd one's, the high ones times
+    `high_unit`.
+    """
+    if COMPUTE == tl.float32 or not takes_ptx():
+        parts = _bytes_apart(words, KIND, COMPUTE)
+    elif KIND == INT8:
+        parts = tl.inline_asm_elementwise(
+            _INT8, "=&r,=&r,r", [words], dtype=(tl.float16, tl.float16), is_pure=True, pack=2
+        )
+    elif KIND == FP8:
+        parts = tl.inline_asm_elementwise(
+            _E4M3 if converts_e4m3() else _E4M3_BY_BITS,
+            "=&r,=&r,r", [words], dtype=(tl.float16, tl.float16), is_pure=True, pack=2,
+        )  # fmt: skip
+    else:
+        parts = tl.inline_asm_elementwise(
+            _INT4, "=&r,=&r,=&r,=&r,r", [words],
+            dtype=(tl.float16, tl.float16, tl.float16, tl.float16), is_pure=True, pack=2,
+        )  # fmt: skip
+    return parts
