@@ -22,6 +22,7 @@ from kvq.kernels.gpu.shapes import (
     changes,
     decode_shape,
     extend_shape,
+    folded_keys,
     least_split,
     pieces,
 )
@@ -131,7 +132,11 @@ def _planned(q: Tensor, kv: PagedKV, options: AttentionOptions) -> _Plan:
         "SOFTCAP": options.softcap is not None,
     }
     attends = (
-        {**common, "ROWS": x.rows, "KEYS": x.keys, "num_warps": x.warps, "num_stages": x.stages}
+        {
+            **common,
+            **{"ROWS": x.rows, "KEYS": x.keys, "FOLDED": folded_keys(x)},
+            **{"num_warps": x.warps, "num_stages": x.stages},
+        }
         for x in shapes
     )
     merges = ({**merge, "ROWS": n, "AT_ONCE": _MERGED_TOGETHER // n, "num_warps": 4} for n in _MERGED_ROWS)

@@ -17,6 +17,7 @@ from kvq.kernels.attend.triton_words import (
     added_dot,
     byte_scores,
     dot,
+    folded,
     int4_scores,
     joined,
     word_outputs,
@@ -214,10 +215,12 @@ def attend_kernel(
     K_WORDS: tl.constexpr, K_RUN: tl.constexpr, K_WIDTH: tl.constexpr, K_COMPUTE: tl.constexpr,
     V_WORDS: tl.constexpr, V_RUN: tl.constexpr, V_WIDTH: tl.constexpr, V_COMPUTE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, Q_HEADS: tl.constexpr, SHARE: tl.constexpr,
-    ROWS: tl.constexpr, KEYS: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, FOLDED: tl.constexpr,
     WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
     """Grid: items times KV heads, the heads of an item side by side. `SHARE`: query heads of one KV head.
+
+    FOLDED: sums over keys that are kept apart till the end, so that no loop adds over threads.
 
     An item that is part of a tile's keys stores to `parts_ptr`, fp32 [parts, KV heads, height, V_PAD],
     still rotated, and to `part_lses_ptr`; one that is all of them stores the results.
@@ -250,7 +253,7 @@ def attend_kernel(
         runs, sums = word_queries(q, K_KIND, K_DIM, K_RUN, K_WIDTH)
 
     top = tl.full((ROWS,), float("-inf"), tl.float32)
-    totals = tl.zeros((ROWS, KEYS), tl.float32)  # summed over the keys at the end
+    totals = tl.zeros((ROWS, FOLDED), tl.float32)  # summed over the keys at the end
     outs = (tl.zeros((ROWS, V_PAD), tl.float32),)
     if V_WORDS:
         outs = word_outputs(totals, ROWS, V_KIND, V_DIM, V_RUN, V_WIDTH)
@@ -296,7 +299,7 @@ def attend_kernel(
         safe = tl.where(higher == float("-inf"), 0.0, higher)
         p = tl.exp2(scores - safe[:, None])
         decay = tl.exp2(top - safe)
-        totals = totals * decay[:, None] + p
+        totals = totals * decay[:, None] + folded(p, FOLDED)
         top = higher
 
         codes, codes_at = _rows_at(v_codes, block, first, slot, vc_block, vc_slot, 1, ONE)

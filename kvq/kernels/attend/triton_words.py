@@ -16,6 +16,12 @@ _ENLARGED = tl.constexpr(16.0)
 
 
 @triton.jit
+def folded(x, FOLDED: tl.constexpr):
+    """Sums over every FOLDED-th key of x fp32 [rows, keys], fp32 [rows, FOLDED]: each thread adds its own."""
+    return tl.sum(tl.reshape(x, (x.shape[0], x.shape[1] // FOLDED, FOLDED)), axis=1)
+
+
+@triton.jit
 def dot(a, b):
     return tl.dot(a, b, input_precision="ieee")
 
@@ -133,7 +139,7 @@ def word_outputs(
     WIDTH: tl.constexpr,
 ):  # fmt: skip
     """The parts of an output of zeros, [ROWS, WIDTH] each. INT4 runs have four, then what minimums add to the
-    low and the high half, summed over the keys at the end: `nothing`, zeros [ROWS, keys].
+    low and the high half, summed over the keys at the end: `nothing`, zeros [ROWS, FOLDED].
     """
     run = tl.zeros((ROWS, WIDTH), tl.float32)
     outs = ()
@@ -155,13 +161,13 @@ def _int4_run_values(
     decay = decay[:, None]
     scale, minimum = _group(scales, at, inside, FIRST)
     weights = _weights(p, scale, COMPUTE)
-    low_added = low_added * decay + p * minimum[None, :]
+    low_added = low_added * decay + folded(p * minimum[None, :], low_added.shape[1])
     a = added_dot(weights, parts[0], outs[6 * J] * decay)
     c = added_dot(weights, parts[2], outs[6 * J + 2] * decay)
     if FIRST != SECOND:  # else both halves are one group, and `low_added` serves both
         scale, minimum = _group(scales, at, inside, SECOND)
         weights = _weights(p, scale, COMPUTE)
-        high_added = high_added * decay + p * minimum[None, :]
+        high_added = high_added * decay + folded(p * minimum[None, :], low_added.shape[1])
     b = added_dot(weights, parts[1], outs[6 * J + 1] * decay)
     d = added_dot(weights, parts[3], outs[6 * J + 3] * decay)
     return a, b, c, d, low_added, high_added

@@ -43,6 +43,11 @@ def extend_shape(kv: PagedKV, q: Tensor) -> TileShape:
     return _kept("extend", kv, q)
 
 
+def folded_keys(shape: TileShape) -> int:
+    """Keys whose sums no two threads of a row share: products have 8 columns, warps side by side in decode."""
+    return min(8 * (shape.warps if shape.rows == DECODE_ROWS else 1), shape.keys)
+
+
 def pieces(shape: TileShape, kv_heads: int, device: torch.device) -> int:
     """Pieces of work for one KV head, so that every multiprocessor has several programs."""
     return -(-multiprocessors(device) * _WARPS // (shape.warps * kv_heads))
