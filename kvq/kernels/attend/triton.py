@@ -233,6 +233,7 @@ def _part(name: str, q: Tensor, kv: PagedKV) -> dict[str, Any]:
         f"{upper}_WORDS": words,
         f"{upper}_RUN": run,
         f"{upper}_WIDTH": max(16, triton.next_power_of_2(run // 2)),
+        f"{upper}_PAIRS": max(16, triton.next_power_of_2(2 * part[f"{upper}_DIM"] // part[f"{upper}_GROUP"])),
         f"{upper}_COMPUTE": _compute_dtype(code, q, words=words),
     }
 

@@ -69,12 +69,13 @@ def _row_scales(
 def _scores(
     q, runs, sums, codes, scales, static, codes_at, scales_at, slot, kv_head, inside, col,
     KIND: tl.constexpr, WORDS: tl.constexpr, BITS: tl.constexpr, DIM: tl.constexpr, GROUP: tl.constexpr,
-    RUN: tl.constexpr, WIDTH: tl.constexpr, COMPUTE: tl.constexpr, STATIC: tl.constexpr, PAIRED: tl.constexpr,
+    RUN: tl.constexpr, WIDTH: tl.constexpr, PAIRS: tl.constexpr, COMPUTE: tl.constexpr, STATIC: tl.constexpr,
+    PAIRED: tl.constexpr,
 ):  # fmt: skip
     """q . k of one tile, fp32 [rows, keys]; `runs`, `sums`: the queries as words of codes need them."""
     if WORDS and KIND == INT4:
         scores = int4_scores(
-            runs, sums, codes, scales, codes_at, scales_at, inside, DIM, GROUP, RUN, WIDTH, COMPUTE
+            runs, sums, codes, scales, codes_at, scales_at, inside, DIM, GROUP, RUN, WIDTH, PAIRS, COMPUTE
         )
     elif WORDS:
         scores = byte_scores(runs, codes, codes_at, inside, KIND, DIM, WIDTH, COMPUTE)
@@ -111,13 +112,13 @@ def _dense_rows(
 def _values(
     outs, p, decay, codes, scales, static, codes_at, scales_at, slot, kv_head, inside,
     KIND: tl.constexpr, WORDS: tl.constexpr, BITS: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr,
-    GROUP: tl.constexpr, RUN: tl.constexpr, WIDTH: tl.constexpr, COMPUTE: tl.constexpr, STATIC: tl.constexpr,
-    PAIRED: tl.constexpr,
+    GROUP: tl.constexpr, RUN: tl.constexpr, WIDTH: tl.constexpr, PAIRS: tl.constexpr, COMPUTE: tl.constexpr,
+    STATIC: tl.constexpr, PAIRED: tl.constexpr,
 ):  # fmt: skip
     """The parts of the output with one tile taken in."""
     if WORDS and KIND == INT4:
         new = add_int4_values(
-            outs, p, decay, codes, scales, codes_at, scales_at, inside, DIM, GROUP, RUN, WIDTH, COMPUTE
+            outs, p, decay, codes, scales, codes_at, scales_at, inside, DIM, GROUP, RUN, WIDTH, PAIRS, COMPUTE
         )
     elif WORDS:
         scale = _row_scales(scales, scales_at, static, slot, kv_head, inside, STATIC, PAIRED)
@@ -195,6 +196,16 @@ def store_rows(
     tl.store(lse_ptr + lse_at, lse, mask=valid)
 
 
+@triton.jit
+def _tile_rows(item, own, kv_head, SHARE: tl.constexpr):
+    """Of an item's rows: whether there is one, its position, token and query head."""
+    row = tl.load(item + 1, volatile=True) + own
+    new = tl.load(item + 3, volatile=True)
+    position = tl.load(item + 4, volatile=True) - new + row // SHARE
+    token = (tl.load(item + 2, volatile=True) + row // SHARE).to(tl.int64)
+    return row < new * SHARE, position, token, kv_head * SHARE + row % SHARE
+
+
 # Numbers that change from step to step would else be compiled for: 1, multiples of 16, and others.
 _VARYING = ["table_stride", "window", "height"]
 
@@ -212,8 +223,10 @@ def attend_kernel(
     K_GROUP: tl.constexpr, K_ROTATED: tl.constexpr, K_STATIC: tl.constexpr, K_PAIRED: tl.constexpr,
     V_KIND: tl.constexpr, V_BITS: tl.constexpr, V_DIM: tl.constexpr, V_PAD: tl.constexpr,
     V_GROUP: tl.constexpr, V_ROTATED: tl.constexpr, V_STATIC: tl.constexpr, V_PAIRED: tl.constexpr,
-    K_WORDS: tl.constexpr, K_RUN: tl.constexpr, K_WIDTH: tl.constexpr, K_COMPUTE: tl.constexpr,
-    V_WORDS: tl.constexpr, V_RUN: tl.constexpr, V_WIDTH: tl.constexpr, V_COMPUTE: tl.constexpr,
+    K_WORDS: tl.constexpr, K_RUN: tl.constexpr, K_WIDTH: tl.constexpr, K_PAIRS: tl.constexpr,
+    K_COMPUTE: tl.constexpr,
+    V_WORDS: tl.constexpr, V_RUN: tl.constexpr, V_WIDTH: tl.constexpr, V_PAIRS: tl.constexpr,
+    V_COMPUTE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, Q_HEADS: tl.constexpr, SHARE: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, FOLDED: tl.constexpr,
     WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr,
@@ -230,19 +243,15 @@ def attend_kernel(
     sequence = tl.load(item)
     if sequence < 0:
         return
-    kv_head = (tl.program_id(0) % KV_HEADS).to(tl.int64)
+    kv_head = tl.program_id(0) % KV_HEADS
     own = tl.arange(0, ROWS)
-    row = tl.load(item + 1) + own
-    new, context = tl.load(item + 3), tl.load(item + 4)
+    valid, position, token, head = _tile_rows(item, own, kv_head, SHARE)
+    context = tl.load(item + 4)
     begin = tl.load(item + 5) * KEYS  # so that the compiler knows what divides it
-    end, part = tl.load(item + 6), tl.load(item + 7)
-    valid = row < new * SHARE
-    position = context - new + row // SHARE
+    end = tl.load(item + 6)
     if WINDOW:
-        oldest = tl.maximum(context - new + tl.load(item + 1) // SHARE - window + 1, 0)
+        oldest = tl.maximum(context - tl.load(item + 3) + tl.load(item + 1) // SHARE - window + 1, 0)
 
-    token = (tl.load(item + 2) + row // SHARE).to(tl.int64)
-    head = kv_head * SHARE + row % SHARE
     col = tl.arange(0, K_PAD)
     q_mask = valid[:, None] & (col < K_DIM)[None, :]
     q_at = token[:, None] * q_token + head[:, None] * q_head + col[None, :] * q_dim
@@ -250,23 +259,23 @@ def attend_kernel(
     runs = ()
     sums = ()
     if K_WORDS:
-        runs, sums = word_queries(q, K_KIND, K_DIM, K_RUN, K_WIDTH)
+        runs, sums = word_queries(q, K_KIND, K_DIM, K_GROUP, K_RUN, K_WIDTH, K_PAIRS)
 
     top = tl.full((ROWS,), float("-inf"), tl.float32)
     totals = tl.zeros((ROWS, FOLDED), tl.float32)  # summed over the keys at the end
     outs = (tl.zeros((ROWS, V_PAD), tl.float32),)
     if V_WORDS:
-        outs = word_outputs(totals, ROWS, V_KIND, V_DIM, V_RUN, V_WIDTH)
+        outs = word_outputs(ROWS, V_KIND, V_DIM, V_RUN, V_WIDTH, V_PAIRS)
     table = tables_ptr + sequence.to(tl.int64) * table_stride
     row_scale = unit * scale
     if not SOFTCAP:
         row_scale = row_scale * LOG2_E
     last = tl.minimum(position, end - 1)
 
-    k_codes += kv_head * kc_head
-    k_scales += kv_head * ks_head
-    v_codes += kv_head * vc_head
-    v_scales += kv_head * vs_head
+    k_codes += kv_head.to(tl.int64) * kc_head
+    k_scales += kv_head.to(tl.int64) * ks_head
+    v_codes += kv_head.to(tl.int64) * vc_head
+    v_scales += kv_head.to(tl.int64) * vs_head
     ONE: tl.constexpr = BLOCK_SIZE % KEYS == 0  # a tile lies in one block
     own_key = tl.arange(0, KEYS)
     for at in range(begin, end, KEYS):
@@ -285,7 +294,8 @@ def attend_kernel(
         scales, scales_at = _rows_at(k_scales, block, first, slot, ks_block, ks_slot, 1 + K_PAIRED, ONE)
         scores = _scores(
             q, runs, sums, codes, scales, k_static, codes_at, scales_at, slot, kv_head, inside, col,
-            K_KIND, K_WORDS, K_BITS, K_DIM, K_GROUP, K_RUN, K_WIDTH, K_COMPUTE, K_STATIC, K_PAIRED,
+            K_KIND, K_WORDS, K_BITS, K_DIM, K_GROUP, K_RUN, K_WIDTH, K_PAIRS, K_COMPUTE, K_STATIC,
+            K_PAIRED,
         )  # fmt: skip
         if SOFTCAP:
             scores = scores * row_scale[:, None]
@@ -306,9 +316,12 @@ def attend_kernel(
         scales, scales_at = _rows_at(v_scales, block, first, slot, vs_block, vs_slot, 1 + V_PAIRED, ONE)
         outs = _values(
             outs, p, decay, codes, scales, v_static, codes_at, scales_at, slot, kv_head, inside,
-            V_KIND, V_WORDS, V_BITS, V_DIM, V_PAD, V_GROUP, V_RUN, V_WIDTH, V_COMPUTE, V_STATIC, V_PAIRED,
+            V_KIND, V_WORDS, V_BITS, V_DIM, V_PAD, V_GROUP, V_RUN, V_WIDTH, V_PAIRS, V_COMPUTE, V_STATIC,
+            V_PAIRED,
         )  # fmt: skip
 
+    valid, _, token, head = _tile_rows(item, own, kv_head, SHARE)  # again: no registers for them in the loop
+    part = tl.load(item + 7)
     total = tl.sum(totals, axis=1)
     out = outs[0]
     if V_WORDS:

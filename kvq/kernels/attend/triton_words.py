@@ -8,7 +8,7 @@ output that lie apart until the end. Codes are never scaled: what scales them go
 import triton
 import triton.language as tl
 
-from kvq.kernels.gpu.rows import INT4, scale_and_minimum
+from kvq.kernels.gpu.rows import INT4
 from kvq.kernels.gpu.words import high_unit, low_unit, word_parts
 
 # Scaled probabilities are made larger by it where they are fp16: scales are small numbers.
@@ -40,22 +40,30 @@ def _every_other(x, START: tl.constexpr, COUNT: tl.constexpr, WIDTH: tl.constexp
 
 
 @triton.jit
+def _in_column(out, x, COLUMN: tl.constexpr):
+    """`out` [ROWS, PAIRS] with the sums of x's rows added to one column."""
+    return out + tl.where(tl.arange(0, out.shape[1])[None, :] == COLUMN, tl.sum(x, axis=1)[:, None], 0.0)
+
+
+@triton.jit
 def word_queries(
-    q, KIND: tl.constexpr, DIM: tl.constexpr, RUN: tl.constexpr, WIDTH: tl.constexpr
+    q, KIND: tl.constexpr, DIM: tl.constexpr, GROUP: tl.constexpr, RUN: tl.constexpr, WIDTH: tl.constexpr,
+    PAIRS: tl.constexpr,
 ):
-    """Queries [ROWS, PAD] as the parts of K's runs, and of INT4 the sums of each half of a run, fp32 [ROWS]."""
+    """Queries [ROWS, PAD] as the parts of K's runs, and of INT4 what minimums are multiplied by."""
     parts = ()
     sums = ()
     if KIND == INT4:
+        total = tl.zeros((q.shape[0], PAIRS), tl.float32)
         for j in tl.static_range(DIM // 2 // RUN):
             low, high = j * RUN, DIM // 2 + j * RUN
             a, b = _every_other(q, low, RUN // 2, WIDTH), _every_other(q, high, RUN // 2, WIDTH)
             c, d = _every_other(q, low + 1, RUN // 2, WIDTH), _every_other(q, high + 1, RUN // 2, WIDTH)
             parts = parts + (a, b, c, d)
-            sums = sums + (
-                tl.sum(a.to(tl.float32) + c.to(tl.float32), axis=1),
-                tl.sum(b.to(tl.float32) + d.to(tl.float32), axis=1),
-            )
+            total = _in_column(total, a.to(tl.float32) + c.to(tl.float32), 2 * (low // GROUP) + 1)
+            total = _in_column(total, b.to(tl.float32) + d.to(tl.float32), 2 * (high // GROUP) + 1)
+        coarse = total.to(q.dtype)
+        sums = (coarse, (total - coarse.to(tl.float32)).to(q.dtype))
     else:
         parts = (_every_other(q, 0, DIM // 2, WIDTH), _every_other(q, 1, DIM // 2, WIDTH))
     return parts, sums
@@ -72,46 +80,45 @@ def _run_of_words(
 
 
 @triton.jit
-def _group(scales, at, inside, GROUP_INDEX: tl.constexpr):
-    """Scale and minimum of one group of those tokens, fp32 [keys]."""
-    return scale_and_minimum(tl.load(scales + (at + GROUP_INDEX), mask=inside, other=0))
+def _scale(scales, at, inside, GROUP_INDEX: tl.constexpr):
+    """The scale of one group of those tokens, fp32 [keys]."""
+    word = tl.load(scales + (at + GROUP_INDEX), mask=inside, other=0)
+    return word.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
 
 
 @triton.jit
-def _int4_run_scores(
-    q, sums, parts, scales, at, inside,
-    J: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr, COMPUTE: tl.constexpr,
-):  # fmt: skip
-    """What run J of INT4 rows, of the groups FIRST and SECOND, adds to the scores."""
-    low = added_dot(q[4 * J + 2], tl.trans(parts[2]), dot(q[4 * J], tl.trans(parts[0])))
-    high = added_dot(q[4 * J + 3], tl.trans(parts[3]), dot(q[4 * J + 1], tl.trans(parts[1])))
-    LOW: tl.constexpr = low_unit(INT4, COMPUTE)
-    HIGH: tl.constexpr = high_unit(INT4, COMPUTE)
-    scale, minimum = _group(scales, at, inside, FIRST)
-    if FIRST == SECOND:  # one group for the whole row
-        both = low * LOW + high * HIGH
-        added = both * scale[None, :] + (sums[2 * J] + sums[2 * J + 1])[:, None] * minimum[None, :]
-    else:
-        added = low * (scale * LOW)[None, :] + sums[2 * J][:, None] * minimum[None, :]
-        scale, minimum = _group(scales, at, inside, SECOND)
-        added += high * (scale * HIGH)[None, :] + sums[2 * J + 1][:, None] * minimum[None, :]
-    return added
+def _scales_and_minimums(
+    scales, at, inside, GROUPS: tl.constexpr, PAIRS: tl.constexpr, COMPUTE: tl.constexpr
+):
+    """All that scales those tokens, COMPUTE [keys, PAIRS]: scale, minimum, scale, ... and zeros."""
+    col = tl.arange(0, PAIRS)
+    halves = scales.to(tl.pointer_type(tl.float16), bitcast=True)
+    mask = inside[:, None] & (col < 2 * GROUPS)[None, :]
+    return tl.load(halves + ((2 * at)[:, None] + col[None, :]), mask=mask, other=0.0).to(COMPUTE)
 
 
 @triton.jit
 def int4_scores(
     q, sums, codes, scales, codes_at, scales_at, inside,
-    DIM: tl.constexpr, GROUP: tl.constexpr, RUN: tl.constexpr, WIDTH: tl.constexpr, COMPUTE: tl.constexpr,
+    DIM: tl.constexpr, GROUP: tl.constexpr, RUN: tl.constexpr, WIDTH: tl.constexpr, PAIRS: tl.constexpr,
+    COMPUTE: tl.constexpr,
 ):  # fmt: skip
-    """q . k of one tile, fp32 [rows, keys]: partial products of every group, then its scale and minimum."""
-    total = tl.zeros((q[0].shape[0], inside.shape[0]), tl.float32)
+    """q . k of one tile, fp32 [rows, keys]: partial products of every group times its scale, and one product
+    of the queries' sums with all minimums; sums come in two numbers, so that nothing is rounded.
+    """
+    LOW: tl.constexpr = low_unit(INT4, COMPUTE)
+    HIGH: tl.constexpr = high_unit(INT4, COMPUTE)
+    pairs = tl.trans(_scales_and_minimums(scales, scales_at, inside, DIM // GROUP, PAIRS, COMPUTE))
+    total = added_dot(sums[0], pairs, dot(sums[1], pairs))
     for j in tl.static_range(DIM // 2 // RUN):
-        words = _run_of_words(codes, codes_at, inside, j * RUN, RUN, WIDTH)
-        parts = word_parts(words, INT4, COMPUTE)
-        total += _int4_run_scores(
-            q, sums, parts, scales, scales_at, inside,
-            j, j * RUN // GROUP, (DIM // 2 + j * RUN) // GROUP, COMPUTE,
-        )  # fmt: skip
+        parts = word_parts(_run_of_words(codes, codes_at, inside, j * RUN, RUN, WIDTH), INT4, COMPUTE)
+        low = added_dot(q[4 * j + 2], tl.trans(parts[2]), dot(q[4 * j], tl.trans(parts[0])))
+        high = added_dot(q[4 * j + 3], tl.trans(parts[3]), dot(q[4 * j + 1], tl.trans(parts[1])))
+        scale = _scale(scales, scales_at, inside, j * RUN // GROUP)
+        total += low * (scale * LOW)[None, :]
+        if GROUP != DIM:
+            scale = _scale(scales, scales_at, inside, (DIM // 2 + j * RUN) // GROUP)
+        total += high * (scale * HIGH)[None, :]
     return total
 
 
@@ -135,58 +142,43 @@ def _weights(p, scale, COMPUTE: tl.constexpr):
 
 @triton.jit
 def word_outputs(
-    nothing, ROWS: tl.constexpr, KIND: tl.constexpr, DIM: tl.constexpr, RUN: tl.constexpr,
-    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr, KIND: tl.constexpr, DIM: tl.constexpr, RUN: tl.constexpr, WIDTH: tl.constexpr,
+    PAIRS: tl.constexpr,
 ):  # fmt: skip
-    """The parts of an output of zeros, [ROWS, WIDTH] each. INT4 runs have four, then what minimums add to the
-    low and the high half, summed over the keys at the end: `nothing`, zeros [ROWS, FOLDED].
+    """The parts of an output of zeros, [ROWS, WIDTH] each; INT4 has four a run, and before them one [ROWS,
+    PAIRS] for what minimums add, in the columns where the minimums are.
     """
     run = tl.zeros((ROWS, WIDTH), tl.float32)
-    outs = ()
+    outs = (run, run)
     if KIND == INT4:
+        outs = (tl.zeros((ROWS, PAIRS), tl.float32),)
         for _ in tl.static_range(DIM // 2 // RUN):
-            outs = outs + (run, run, run, run, nothing, nothing)
-    else:
-        outs = (run, run)
+            outs = outs + (run, run, run, run)
     return outs
-
-
-@triton.jit
-def _int4_run_values(
-    outs, p, decay, parts, scales, at, inside,
-    J: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr, COMPUTE: tl.constexpr,
-):  # fmt: skip
-    """Run J of the output, of the groups FIRST and SECOND, with one tile taken in."""
-    low_added, high_added = outs[6 * J + 4], outs[6 * J + 5]
-    decay = decay[:, None]
-    scale, minimum = _group(scales, at, inside, FIRST)
-    weights = _weights(p, scale, COMPUTE)
-    low_added = low_added * decay + folded(p * minimum[None, :], low_added.shape[1])
-    a = added_dot(weights, parts[0], outs[6 * J] * decay)
-    c = added_dot(weights, parts[2], outs[6 * J + 2] * decay)
-    if FIRST != SECOND:  # else both halves are one group, and `low_added` serves both
-        scale, minimum = _group(scales, at, inside, SECOND)
-        weights = _weights(p, scale, COMPUTE)
-        high_added = high_added * decay + folded(p * minimum[None, :], low_added.shape[1])
-    b = added_dot(weights, parts[1], outs[6 * J + 1] * decay)
-    d = added_dot(weights, parts[3], outs[6 * J + 3] * decay)
-    return a, b, c, d, low_added, high_added
 
 
 @triton.jit
 def add_int4_values(
     outs, p, decay, codes, scales, codes_at, scales_at, inside,
-    DIM: tl.constexpr, GROUP: tl.constexpr, RUN: tl.constexpr, WIDTH: tl.constexpr, COMPUTE: tl.constexpr,
+    DIM: tl.constexpr, GROUP: tl.constexpr, RUN: tl.constexpr, WIDTH: tl.constexpr, PAIRS: tl.constexpr,
+    COMPUTE: tl.constexpr,
 ):  # fmt: skip
     """Let the parts of the output take in one tile of INT4 rows."""
-    new = ()
+    decay = decay[:, None]
+    pairs = _scales_and_minimums(scales, scales_at, inside, DIM // GROUP, PAIRS, COMPUTE)
+    new = (added_dot(p.to(COMPUTE), pairs, outs[0] * decay),)
     for j in tl.static_range(DIM // 2 // RUN):
-        words = _run_of_words(codes, codes_at, inside, j * RUN, RUN, WIDTH)
-        parts = word_parts(words, INT4, COMPUTE)
-        new = new + _int4_run_values(
-            outs, p, decay, parts, scales, scales_at, inside,
-            j, j * RUN // GROUP, (DIM // 2 + j * RUN) // GROUP, COMPUTE,
-        )  # fmt: skip
+        parts = word_parts(_run_of_words(codes, codes_at, inside, j * RUN, RUN, WIDTH), INT4, COMPUTE)
+        low = _weights(p, _scale(scales, scales_at, inside, j * RUN // GROUP), COMPUTE)
+        high = low
+        if GROUP != DIM:
+            high = _weights(p, _scale(scales, scales_at, inside, (DIM // 2 + j * RUN) // GROUP), COMPUTE)
+        new = new + (
+            added_dot(low, parts[0], outs[4 * j + 1] * decay),
+            added_dot(high, parts[1], outs[4 * j + 2] * decay),
+            added_dot(low, parts[2], outs[4 * j + 3] * decay),
+            added_dot(high, parts[3], outs[4 * j + 4] * decay),
+        )
     return new
 
 
@@ -201,6 +193,13 @@ def add_byte_values(
     even = added_dot(weights, parts[0], outs[0] * decay[:, None])
     odd = added_dot(weights, parts[1], outs[1] * decay[:, None])
     return even, odd
+
+
+@triton.jit
+def _column(x, COLUMN: tl.constexpr):
+    """One column of x [ROWS, PAIRS], [ROWS, 1]."""
+    own = tl.arange(0, x.shape[1])[None, :] == COLUMN
+    return tl.sum(tl.where(own, x, 0.0), axis=1)[:, None]
 
 
 @triton.jit
@@ -225,14 +224,12 @@ def joined(
     HIGH: tl.constexpr = high_unit(KIND, COMPUTE) / ENLARGED
     if KIND == INT4:
         for j in tl.static_range(DIM // 2 // RUN):
-            low = tl.sum(outs[6 * j + 4], axis=1)[:, None]
-            high = low
-            if GROUP != DIM:
-                high = tl.sum(outs[6 * j + 5], axis=1)[:, None]
-            out = _placed(out, outs[6 * j] * LOW + low, col, j * RUN, RUN // 2)
-            out = _placed(out, outs[6 * j + 2] * LOW + low, col, j * RUN + 1, RUN // 2)
-            out = _placed(out, outs[6 * j + 1] * HIGH + high, col, DIM // 2 + j * RUN, RUN // 2)
-            out = _placed(out, outs[6 * j + 3] * HIGH + high, col, DIM // 2 + j * RUN + 1, RUN // 2)
+            low = _column(outs[0], 2 * (j * RUN // GROUP) + 1)
+            high = _column(outs[0], 2 * ((DIM // 2 + j * RUN) // GROUP) + 1)
+            out = _placed(out, outs[4 * j + 1] * LOW + low, col, j * RUN, RUN // 2)
+            out = _placed(out, outs[4 * j + 2] * HIGH + high, col, DIM // 2 + j * RUN, RUN // 2)
+            out = _placed(out, outs[4 * j + 3] * LOW + low, col, j * RUN + 1, RUN // 2)
+            out = _placed(out, outs[4 * j + 4] * HIGH + high, col, DIM // 2 + j * RUN + 1, RUN // 2)
     else:
         out = _placed(out, outs[0] * LOW, col, 0, DIM // 2)
         out = _placed(out, outs[1] * LOW, col, 1, DIM // 2)
