@@ -27,8 +27,8 @@ def candidates(kind: str) -> list[TileShape]:
         TileShape(rows=rows, keys=keys, warps=warps, stages=stages)
         for rows in ((DECODE_ROWS,) if decodes else (64, 128))
         for keys in ((32, 64, 128) if decodes else (32, 64))
-        for warps in ((2, 4, 8) if decodes else (4, 8))
-        for stages in ((2, 3, 5) if decodes else (2, 3))  # 4 compiles to what 3 does: keys wait for a table
+        for warps in ((1, 2, 4) if decodes else (4, 8))
+        for stages in (3, 5, 7)  # tiles in flight: one, two, three, as rows wait for a table
     ]
 
 

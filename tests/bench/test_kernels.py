@@ -172,7 +172,7 @@ def test_tuning_needs_a_gpu_and_its_table_keeps_other_entries(tmp_path: Path) ->
     assert list(table["shapes"]) == ["decode int4/int4 128 sm90", "decode int8/int8 128 sm90"]
     assert TileShape(**table["shapes"]["decode int4/int4 128 sm90"]) == shape
     with shapes.using("decode int4/int4 128 sm90", shape):
-        assert shapes._shape("decode", "int4/int4", 128, "sm90", 2) == shape
+        assert shapes._shape("decode", "int4/int4", 128, "sm90", 64, 64) == shape
     assert all(x.rows == shapes.DECODE_ROWS for x in candidates("decode"))
 
 
@@ -183,7 +183,7 @@ def test_tuning_times_what_is_right_and_refuses_when_nothing_is(monkeypatch: pyt
     attend = KVCache.attend
 
     def recorded(cache: KVCache, *arguments: Any, **options: Any) -> Any:
-        current = shapes._shape("decode", "int4_g32/int4_g32", 32, "interpreter", 1)
+        current = shapes._shape("decode", "int4_g32/int4_g32", 32, "interpreter", 32, 32)
         seen.append(current)
         if current.keys == 16:
             raise RuntimeError("out of resources")

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvq.formats import Grouped
+from kvq.formats import Grouped, KVFormat
 from kvq.kernels.paged import PagedKV
 from kvq.kernels.spec import Device
 
@@ -94,12 +94,14 @@ def changes() -> int:
 def _kept(kind: str, kv: PagedKV, q: Tensor) -> TileShape:
     name = TileShape, kind, target(q), changes()
     if name not in kv.kept:
-        kv.kept[name] = _shape(kind, format_name(kv), _head_dim(kv), target(q), _groups(kv))
+        kv.kept[name] = _shape(
+            kind, format_name(kv), _head_dim(kv), target(q), _shortest_run(kv), kv.block_size
+        )
     shape: TileShape = kv.kept[name]
     return shape
 
 
-def _shape(kind: str, fmt: str, head_dim: int, device: str, groups: int) -> TileShape:
+def _shape(kind: str, fmt: str, head_dim: int, device: str, run: int, block_size: int) -> TileShape:
     """The table's entry for this device, else for any, else for the format on any device."""
     if (sizes := sizes_for(kind, fmt, head_dim, device)) is not None:
         return TileShape(**sizes)
@@ -109,11 +111,27 @@ def _shape(kind: str, fmt: str, head_dim: int, device: str, groups: int) -> Tile
         return TileShape(rows=DECODE_ROWS if kind == "decode" else 32, keys=16, warps=4, stages=2)
     if device.startswith("gfx"):
         return _amd_shape(kind, device)
-    # Every group has sums per key of its own in registers.
-    keys, stages = (64, 3) if head_dim <= 128 and groups <= 2 else (32, 2)
-    if kind == "decode":
-        return TileShape(rows=DECODE_ROWS, keys=keys, warps=4, stages=stages)
-    return TileShape(rows=64, keys=keys, warps=8, stages=2)
+    return _nvidia_shape(kind, head_dim, run, block_size)
+
+
+def _nvidia_shape(kind: str, head_dim: int, run: int, block_size: int) -> TileShape:
+    """Counted, not timed: what takes the fewest instructions a key without spilling (docs/kernels.md).
+
+    `run`: bytes of a row that are read together; 0: bit by bit, in registers. Five stages are two tiles in
+    flight, since a table's entry is read two stages before the rows that it names.
+    """
+    if run == 0:
+        keys, rows, warps = 32, 64, 4 if kind == "decode" else 8
+        return TileShape(rows=DECODE_ROWS if kind == "decode" else rows, keys=keys, warps=warps, stages=2)
+    if kind == "extend":
+        return TileShape(rows=64, keys=64 if head_dim <= 128 and run > 32 else 32, warps=4, stages=5)
+    if head_dim > 192:
+        return TileShape(rows=DECODE_ROWS, keys=32, warps=2, stages=5)
+    # Products of short runs have too few columns for two warps. Blocks of 32 tokens hold a tile of one warp
+    # whole, which pays if rows fill it.
+    whole = block_size % 64 != 0 and block_size % 32 == 0 and head_dim in (32, 64, 128)
+    keys, warps = (32, 1) if run <= 32 or whole else (64, 2)
+    return TileShape(rows=DECODE_ROWS, keys=keys, warps=warps, stages=5)
 
 
 def _amd_shape(kind: str, device: str) -> TileShape:
@@ -145,11 +163,17 @@ def format_name(kv: PagedKV) -> str:
     return "/".join(names)
 
 
-def _groups(kv: PagedKV) -> int:
-    """Groups of a token row, of K or V, whichever has more."""
+def _shortest_run(kv: PagedKV) -> int:
+    """Bytes of K's or V's rows that attention reads together, of whichever are fewer; 0 if not as they lie."""
     dims = (kv.formats.k_head_dim, kv.formats.v_head_dim)
     formats = zip((kv.formats.k, kv.formats.v), dims, strict=True)
-    return max(dim // f.scale.group_size if isinstance(f.scale, Grouped) else 1 for f, dim in formats)
+    return min(_run(fmt, dim) for fmt, dim in formats)
+
+
+def _run(fmt: KVFormat, dim: int) -> int:
+    if not isinstance(fmt.scale, Grouped):
+        return dim * fmt.code.bits // 8
+    return min(fmt.scale.group_size, dim // 2) if fmt.code.bits == 4 else 0
 
 
 def target(x: Tensor) -> str:
