@@ -1,5 +1,6 @@
 """Fixtures that several tests share. Nothing here reaches for a network."""
 
+import contextlib
 import os
 from pathlib import Path
 
@@ -7,6 +8,11 @@ import pytest
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TRITON_INTERPRET", "1")  # kernels on CPU tensors, before anything imports Triton
+
+with contextlib.suppress(ImportError):  # Triton is not everywhere
+    from tests.interpreter import make_quicker
+
+    make_quicker()
 
 if "KVQ_TEST_KERNELS" in os.environ:  # a folder with another build of the C++ kernels: `make sanitize`
     from kvq.kernels.native import library

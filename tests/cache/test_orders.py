@@ -142,9 +142,16 @@ def swap(run: Run) -> None:
     run.back += sum(isinstance(order, SwapIn) for order in orders) - len(failed)
 
 
-@pytest.mark.parametrize("order", list(BlockOrder))
 @pytest.mark.parametrize(
-    ("kv", "seed", "to_file"), [("fp32", 1, True), ("int4", 2, False), ("k8v4", 3, True)]
+    ("kv", "seed", "to_file", "order"),
+    [
+        ("int4", 2, False, BlockOrder.LAYER_MAJOR),
+        ("k8v4", 3, True, BlockOrder.BLOCK_MAJOR),
+        pytest.param("fp32", 1, True, BlockOrder.LAYER_MAJOR, marks=pytest.mark.long),
+        pytest.param("fp32", 1, True, BlockOrder.BLOCK_MAJOR, marks=pytest.mark.long),
+        pytest.param("int4", 2, False, BlockOrder.BLOCK_MAJOR, marks=pytest.mark.long),
+        pytest.param("k8v4", 3, True, BlockOrder.LAYER_MAJOR, marks=pytest.mark.long),
+    ],
 )
 def test_sequences_keep_their_rows_through_random_operations(
     kv: str, seed: int, to_file: bool, order: BlockOrder, tmp_path: Path

@@ -23,7 +23,7 @@ from tests.capacity.harness import (
     simulate,
 )
 
-SEEDS, STEPS = 300, 120
+SEEDS, STEPS = 120, 120
 SMALL = Setup(
     pools=Pools(num_blocks=[32], block_size=4, windows=[None], host_slots=[16]),
     config=SchedulerConfig(max_num_seqs=6, max_num_batched_tokens=32),

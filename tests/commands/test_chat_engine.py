@@ -78,8 +78,8 @@ def alarms_interrupt():
     ("template", "says"),
     [
         (LOOP, "more than 1.0 s of processor time"),
-        ("{% if %}", "TemplateSyntaxError"),
-        ("{{ 1 + none }}", "Type"),
+        pytest.param("{% if %}", "TemplateSyntaxError", marks=pytest.mark.long),
+        pytest.param("{{ 1 + none }}", "Type", marks=pytest.mark.long),
     ],
 )
 def test_a_broken_template_is_refused_before_the_weights_are_read(folder_of, template, says):

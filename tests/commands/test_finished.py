@@ -53,7 +53,10 @@ def test_nothing_is_shown_where_nothing_is_finished(tmp_path, capsys):
     assert capsys.readouterr().err == ""
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    "number",
+    [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.long)],  # ends as Ctrl-C does
+)
 def test_a_signal_keeps_what_was_measured(tmp_path, number):
     command = [sys.executable, "-m", "kvq", "perplexity", "--kv", "bf16,int4", "--context", "32"]
     partial = tmp_path / "r.partial.json"

@@ -157,8 +157,15 @@ def test_a_server_does_not_wait_for_a_tokenizer_that_loads_for_ever(monkeypatch,
     never.set()
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-@pytest.mark.parametrize("moment", ["tool calls", "loading weights"])
+@pytest.mark.parametrize(
+    ("moment", "number"),
+    [
+        ("tool calls", signal.SIGINT),
+        ("loading weights", signal.SIGTERM),
+        pytest.param("tool calls", signal.SIGTERM, marks=pytest.mark.long),
+        pytest.param("loading weights", signal.SIGINT, marks=pytest.mark.long),
+    ],
+)
 def test_a_server_that_is_interrupted_before_it_is_ready(number, moment):
     """At a terminal all its processes get the signal: one line is said, by one of them."""
     with subprocess.Popen(

@@ -49,7 +49,10 @@ def logprobs(outputs):
     return [entry.logprob for o in outputs for r in o.outputs for entry in r.logprobs or ()]
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt_oss"])
+@pytest.mark.parametrize(
+    "family",
+    ["llama", pytest.param("gemma3_text", marks=pytest.mark.long), "gpt_oss"],
+)
 @pytest.mark.parametrize(
     ("kv", "options"),
     [

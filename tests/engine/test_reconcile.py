@@ -62,7 +62,15 @@ def planned(model: kvq.Model, kv: str, block_size: int, users: int) -> CapacityP
 
 
 @pytest.mark.parametrize(
-    ("kv", "block_size"), [("fp32", 8), ("k8v4", 8), ("int2", 8), ("bf16", 32), ("fp8", 32), ("int4", 32)]
+    ("kv", "block_size"),
+    [
+        ("k8v4", 8),
+        ("bf16", 32),
+        *(
+            pytest.param(*x, marks=pytest.mark.long)
+            for x in (("fp32", 8), ("int2", 8), ("fp8", 32), ("int4", 32))
+        ),
+    ],
 )
 def test_as_many_users_as_planned_run_without_preemption_and_more_do_not(kv: str, block_size: int):
     model = kvq.load("tiny", kv, block_size=block_size)

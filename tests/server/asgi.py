@@ -18,11 +18,16 @@ from kvq.server.service import Service
 from kvq.server.tenants import TenantLimits
 
 
-def service(*, is_strict=False, limits=None):
-    """With the embedded model's tokenizer, and an engine that is never started."""
-    remote = Remote(Start(folder="tiny", kv="int4", options={}))
+def tinys_prompts():
+    """With the embedded model's tokenizer."""
     folder = resolve_model("tiny").folder
-    prompts = Prompts(Readers(Setup(folder=str(folder))), load_tokenizer(folder))
+    return Prompts(Readers(Setup(folder=str(folder))), load_tokenizer(folder))
+
+
+def service(*, is_strict=False, limits=None, prompts=None):
+    """With the embedded model's tokenizer, or `prompts` of others, and an engine that is never started."""
+    remote = Remote(Start(folder="tiny", kv="int4", options={}))
+    prompts = prompts or tinys_prompts()
     config = ServerConfig(strict_requests=is_strict, tenants=limits or TenantLimits())
     return Service("tiny", remote, prompts, config)
 

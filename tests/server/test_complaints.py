@@ -6,7 +6,7 @@ import pytest
 
 from kvq.server.guard import Access
 from kvq.server.tenants import TenantLimits
-from tests.server.asgi import Client, service
+from tests.server.asgi import Client, service, tinys_prompts
 
 IMAGE = {"type": "image_url", "image_url": {"url": "http://127.0.0.1/a.png"}}
 TEXT = {"type": "text", "text": "a"}
@@ -241,11 +241,18 @@ WRONG = [
 ]
 
 
+@pytest.fixture(scope="module")
+def prompts():
+    made = tinys_prompts()
+    yield made
+    made.close()
+
+
 @pytest.mark.parametrize(("path", "body", "status"), WRONG)
-def test_a_refused_request_costs_one_of_those_that_its_key_may_send(path, body, status):
+def test_a_refused_request_costs_one_of_those_that_its_key_may_send(prompts, path, body, status):
     limits = TenantLimits(requests_per_minute=3)
     access = Access(api_keys=("one", "two"))
-    client = Client(service(limits=limits), access)
+    client = Client(service(limits=limits, prompts=prompts), access)
 
     def post(path, body, key="one"):
         return client.post(path, body, authorization=f"Bearer {key}")[0]

@@ -36,7 +36,7 @@ TOOLS = (
 TURNS_ROUND = "{{ messages[-1].content }}{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
 
 
-@pytest.fixture(params=[None, TRIMS, JOINS], ids=["plain", "trims", "joins"])
+@pytest.fixture(scope="module", params=[None, TRIMS, JOINS], ids=["plain", "trims", "joins"])
 def prompts(request):
     yield from make(request.param)
 

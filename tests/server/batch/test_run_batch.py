@@ -14,7 +14,7 @@ from kvq.commands.run_batch import command
 from kvq.server.remote import Remote
 from tests.waiting import HANG_S
 
-NUM_LINES, TOKENS = 40, 24
+NUM_LINES, TOKENS = 24, 8
 OPTIONS = ("--kv", "int4", "--num-blocks", "128", "--max-num-seqs", "4")
 
 
