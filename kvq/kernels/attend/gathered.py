@@ -119,8 +119,8 @@ def _parts(
 ) -> Iterator[_Result]:
     """Results over one chunk of keys after the other, all of which go through the same memory."""
     for begin, end in chunks(own.start, own.end, scratch[0].shape[2]):
-        room = tuple(x[:, :, : end - begin] for x in scratch)
-        k, v = gather_dense(kv, table, begin, end, unrotate=True, out=room)
+        k, v = (x[:, :, : end - begin] for x in scratch)
+        gather_dense(kv, table, begin, end, unrotate=True, out=(k, v))
         yield _over_chunk(q, k, v, begin - own.start, scale)
 
 
