@@ -18,13 +18,12 @@ from kvq.formats import Code
 from kvq.kernels.attend.options import AttentionOptions
 from kvq.kernels.gather_dense.triton import gather_dense
 from kvq.kernels.gpu import shapes
-from kvq.kernels.merge_partials.triton import merge_partials
+from kvq.kernels.merge_partials.triton import merge_into
 from kvq.kernels.paged import PagedKV, SequenceBatch
 
 SCRATCH_BYTES = 64 << 20  # K and V of one chunk; allocated once a step, for all layers alike
 LEAST_ROWS = 1024  # query rows of one KV head that share a chunk's decoding
 LEAST_PAIRS = 1 << 27  # query rows of all heads times keys
-_MOST_PARTS = 4  # results that are held until they are merged
 _MOST_DIM, _DIM_STEP = 256, 8  # head dimensions that flash attention takes
 _TOO_WIDE = {torch.float16: (Code.FP32, Code.BF16), torch.bfloat16: (Code.FP32,)}
 
@@ -63,17 +62,18 @@ def pays(new: int, q_heads: int, share: int, keys: int) -> bool:
 
     For H100 and H200 and heads of 128, a tile of 64 query rows of a KV head takes for every key:
 
-    - In the fused kernel as many instructions as its loop has (128 rows, Triton 3.6): 120 with int4, 95 with
-      int8, 37 with bf16. 132 multiprocessors issue 900 of them a nanosecond at most: 0.13, 0.11 and 0.04 ns.
-    - In flash attention 64 x 512 operations, at the 350 TFLOP/s it is known for 0.09 ns. It has about the
-      fused bf16 loop's instructions, so it issues them in less than half of the slots.
+    - In the fused kernel as many instructions as its loop has (tiles of 128 rows, Triton 3.6): 120 with int4,
+      95 with int8, 37 with bf16. 132 multiprocessors issue 900 of them a nanosecond at most, so that is 0.13,
+      0.11 and 0.04 ns at best.
+    - In flash attention 64 x 512 operations, at the 350 TFLOP/s that it is known for 0.09 ns.
 
-    Gathering a key of a KV head takes its codes, 512 bytes written and read again, and in int4, turned back,
-    214 instructions: 0.5 ns. If the fused loop issued in every slot, int4 would break even at 13 tiles. If it
-    issued in as few as flash attention does, at 3 with int4, 4 with int8, and bf16 would gain little.
-    `LEAST_ROWS` are 16 tiles. All formats are treated alike: what flash attention reaches is known.
+    Gathering a key of a KV head takes its codes and 512 bytes written and read again, 0.3 ns, and with int4,
+    turned back, 214 instructions, 0.24 ns. At best int4 breaks even at 13 tiles, int8 at 31 and bf16 never.
+    But nothing issues in every slot, and if the fused loop issues in half of them, int4 breaks even at 3 and
+    int8 at 4. `LEAST_ROWS` are 16 tiles. bf16 is treated like the others: what flash attention
+    reaches is known, what the fused kernel reaches is not.
 
-    A sequence takes about ten launches more, some 0.2 ms of the host: as long as flash attention takes for
+    A sequence takes ten launches more, some 0.2 ms of the host: as long as flash attention takes for
     `LEAST_PAIRS`.
 
     Source: Shah et al., "FlashAttention-3", 2024, for FlashAttention-2 on H100.
@@ -165,19 +165,18 @@ def _flash(q: Tensor, k: Tensor, v: Tensor, scale: float, *, is_causal: bool) ->
     return out[0].transpose(0, 1), lse[0].transpose(0, 1)
 
 
-def _merged(parts: Iterable[_Result], sinks: Tensor | None) -> _Result:
-    """All parts in one, in fp32; few are held at a time."""
-    held: list[_Result] = []
+def _merged(parts: Iterator[_Result], sinks: Tensor | None) -> _Result:
+    """All parts in one, in fp32: each is merged into the first one's memory before the next is computed."""
+    first = next(parts)
+    outs, lses = (x.new_empty((2, *x.shape), dtype=torch.float32) for x in first)
+    whole = outs[0], lses[0]
+    outs[0], lses[0] = first
     for part in parts:
-        held.append(part)
-        if len(held) == _MOST_PARTS:
-            held = [_joined(held, None)]
-    return _joined(held, sinks)
-
-
-def _joined(parts: list[_Result], sinks: Tensor | None) -> _Result:
-    outs, lses = (torch.stack(x) for x in zip(*parts, strict=True))  # fp32 if one of them is
-    return merge_partials(outs, lses, sinks)
+        outs[1], lses[1] = part
+        merge_into(whole, outs, lses)
+    if sinks is not None:
+        merge_into(whole, outs[:1], lses[:1], sinks)
+    return whole
 
 
 def _scratch(q: Tensor, kv: PagedKV, batch: SequenceBatch) -> tuple[Tensor, Tensor]:

@@ -19,6 +19,7 @@ DECODE_ROWS = 16  # query rows of a tile of a short sequence: the least that ten
 MOST_DECODE_ROWS = 64  # of one sequence and KV head: several such tiles, for drafts and many query heads
 TABLE = Path(__file__).with_name("shapes.json")
 FP32 = "fp32"  # queries or inputs, for which nothing is tuned
+_FLOATS = {"bf16", "fp16"}  # formats whose tiles take few registers
 _WARPS = 48  # of all programs of a step per multiprocessor: 12 programs, whether 2, 3 or 4 fit at once
 _LEAST_SPLIT = 256  # keys of a tile of DECODE_ROWS
 
@@ -108,7 +109,16 @@ def _shape(kind: str, fmt: str, head_dim: int, device: str, groups: int) -> Tile
     keys, stages = (64, 3) if head_dim <= 128 and groups <= 2 else (32, 2)
     if kind == "decode":
         return TileShape(rows=DECODE_ROWS, keys=keys, warps=4, stages=stages)
+    if device == "sm90" and head_dim <= 128:
+        return _hopper_extend_shape(fmt, groups)
     return TileShape(rows=64, keys=keys, warps=8, stages=2)
+
+
+def _hopper_extend_shape(fmt: str, groups: int) -> TileShape:
+    """64 rows for each group of 4 warps, which is what its matrix instruction takes: of 64 rows, 8 warps do
+    the softmax twice. Beside 128 rows as many keys as registers hold."""
+    keys = 64 if set(fmt.split("/")) <= _FLOATS else 32 if groups <= 2 else 16
+    return TileShape(rows=128, keys=keys, warps=8, stages=2)
 
 
 def _amd_shape(kind: str, device: str) -> TileShape:

@@ -108,6 +108,17 @@ def test_layers_share_memory_and_lists(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(steps) == 1
 
 
+def test_the_fused_kernel_leaves_out_what_is_gathered() -> None:
+    """Also where the engine gave the lengths, with all new tokens of the step."""
+    cache, batch, q = case("int8")
+    batch = replace(batch, lens=batch.device_lens())
+    step = kernel._step(batch, kernel._plan(q, cache.layer(1), AttentionOptions(scale=0.1)), 0)
+    assert [own.sequence for own in step.gathered] == [1, 4]
+    [work] = step.works
+    items = [item for item in work.items.items.tolist() if item[0] >= 0]
+    assert sorted((sequence, first, new) for sequence, _, first, new, *_ in items) == [(0, 0, 1), (3, 10, 2)]
+
+
 def test_a_captured_batch_is_never_gathered() -> None:
     _, batch, _ = case("int8")
     assert [own.sequence for own in chosen(batch, 6, 2, None, 0)] == [1, 4]
@@ -123,7 +134,7 @@ def test_chunks_hold_every_key_once_and_never_old_keys_with_new_ones(start: int,
 
 
 def test_rows_and_results_of_16_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU, where parts that were merged before are fp32 and others not."""
+    """As on a GPU, where parts are not fp32 but what they are merged into is."""
     cache, batch, q = case("int8")
     monkeypatch.setattr(gathered, "SCRATCH_BYTES", 8 * 2 * 3 * 64 * 2)
     q = q.bfloat16()

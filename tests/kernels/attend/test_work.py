@@ -23,6 +23,7 @@ MULTIPROCESSORS, KV_HEADS = 132, 8
 CUT = Cut(
     share=4, rows=16, keys=64, fewest=1, most=64, window=None, skip_last=0, pieces=198, least=256
 )  # of an int4 decode step on an H100 or H200, 8 KV heads
+EXTEND = CUT._replace(rows=128, keys=32, fewest=65, most=1 << 30, pieces=99, least=2048)  # of more new tokens
 RESIDENT = (2, 3, 4)  # programs of a multiprocessor at a time
 MIXED = lengths("128-32768", 128, 0)
 START, EMPTY = 64, 16  # what beginning a program costs, and one without work, in keys: assumed
@@ -226,6 +227,12 @@ def test_one_long_sequence_fills_the_machine() -> None:
     pieces = pieces_of(batch_of([1], [131_072]), CUT)
     for resident in RESIDENT:
         assert rate(pieces, resident) >= 0.85
+
+
+@pytest.mark.parametrize("new", [17, 33, 64])
+def test_few_new_tokens_over_a_long_context_fill_it_too(new: int) -> None:
+    """With a program on each multiprocessor: 128 rows take most of its registers."""
+    assert rate(pieces_of(batch_of([new], [32_768 + new]), EXTEND), 1) >= 0.85
 
 
 def test_the_simulation_finds_what_splitting_by_the_longest_costs() -> None:
