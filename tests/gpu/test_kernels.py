@@ -161,7 +161,7 @@ def test_head_dimensions_and_block_sizes(
 def gather_all(monkeypatch: pytest.MonkeyPatch, chunk_bytes: int) -> None:
     """Let sequences of a few new tokens be gathered, in chunks of so many bytes."""
     monkeypatch.setattr(gathered, "LEAST_ROWS", 18)
-    monkeypatch.setattr(gathered, "LEAST_PAIRS", 0)
+    monkeypatch.setattr(gathered, "LEAST_PAIRS", 1)
     monkeypatch.setattr(gathered, "SCRATCH_BYTES", chunk_bytes)
 
 
