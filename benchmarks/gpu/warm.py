@@ -84,9 +84,13 @@ def launches(target: Target) -> list[tuple[str, Callable[[], object]]]:
 
 
 def _attend(target: Target, shape: attention.Shape, kv: str) -> None:
-    from kvq.bench.attention import over_blocks
+    from kvq.bench.attention import fused, over_blocks
 
-    over_blocks(shape.workload(target), kv)[0].check()
+    workload = shape.workload(target)
+    own, cache, batch = over_blocks(workload, kv)
+    own.check()
+    if shape.new > 1:
+        fused(workload, own, cache, batch).check()
 
 
 def _multiply(target: Target, shape: tuple[int, int], rows: int, kind: str) -> None:

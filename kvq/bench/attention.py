@@ -60,6 +60,8 @@ def _contenders(workload: Workload, formats: Sequence[str], dense_rivals: bool) 
     for kv in formats:
         own, cache, batch = over_blocks(workload, kv)
         yield own
+        if own.backend == "triton" and workload.new > 1:
+            yield fused(workload, own, cache, batch)
         if dense_rivals and kv == "int4":
             yield _dequantized(workload, own, cache, batch)
     if dense_rivals:
@@ -91,6 +93,13 @@ def over_blocks(workload: Workload, kv: str) -> tuple[Contender, KVCache, Sequen
         allowed=max(2 * relative_error(same.transpose(0, 1), truth), _SLACK),
     )
     return own, cache, batch
+
+
+def fused(workload: Workload, own: Contender, cache: KVCache, batch: SequenceBatch) -> Contender:
+    """The Triton kernel for the whole of it: of a captured batch no rows are gathered."""
+    q, options = queries(workload).flatten(0, 1), AttentionOptions(scale=workload.head_dim**-0.5)
+    captured = replace(batch, is_captured=True)
+    return replace(own, name="kvq, fused", run=lambda copy: cache.attend(copy, q, captured, options)[0])
 
 
 def _dequantized(workload: Workload, own: Contender, cache: KVCache, batch: SequenceBatch) -> Contender:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from kvq import fileio
-from kvq.bench.attention import over_blocks
+from kvq.bench.attention import fused, over_blocks
 from kvq.bench.measure import Contender, Stopwatch, interleaved
 from kvq.bench.workload import Workload
 from kvq.errors import KVQError
@@ -42,7 +42,8 @@ def tune(
     """
     height = workload.new * workload.q_heads // workload.kv_heads
     kind = "decode" if height <= shapes.MOST_DECODE_ROWS else "extend"
-    own, cache, _ = over_blocks(workload, kv)
+    own, cache, batch = over_blocks(workload, kv)
+    own = fused(workload, own, cache, batch)
     name, device = shapes.format_name(cache.layer(0)), shapes.device_name(workload.device)
     key = shapes.table_key(kind, name, workload.head_dim, device)
     own = replace(own, allowed=_ALLOWED)

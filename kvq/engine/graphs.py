@@ -139,6 +139,7 @@ class DecodeGraphs:
                             tables=table[rows],
                             slots=own,
                             lens=lens,
+                            is_captured=True,
                         )
                         for table, own in zip(self._tables.there, slots, strict=True)
                     ),

@@ -1,7 +1,7 @@
 """The tensors that kernels work on: one layer's blocks, and the sequences of one step."""
 
-from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Any
 
@@ -64,9 +64,9 @@ class SequenceBatch:
     context_lens: tuple[int, ...]
     tables: Tensor  # int32 [sequences, blocks of the longest]; entries past a sequence's end unused
     slots: Tensor  # int64 [tokens]: block * block_size + offset of every new token
-    # int32 [3, sequences] on the device: first token, new tokens, context. Where it is given, as in a
-    # captured graph, `context_lens` are upper limits.
-    lens: Tensor | None = None
+    lens: Tensor | None = None  # int32 [3, sequences] on the device: first token, new tokens, context
+    is_captured: bool = False  # contexts grow while a graph is replayed: `context_lens` are upper limits
+    left_out: frozenset[int] = frozenset()  # sequences whose new tokens another kernel attends from
     kept: Kept = field(default_factory=Kept, init=False, repr=False)
 
     def device_lens(self) -> Tensor:
@@ -75,9 +75,24 @@ class SequenceBatch:
             return self.lens
         if "lens" not in self.kept:
             starts = (0, *accumulate(self.query_lens))[: len(self.query_lens)]
-            lens = starts, self.query_lens, self.context_lens
+            lens = starts, self.own_lens, self.context_lens
             self.kept["lens"] = upload(lens, self.tables.device, torch.int32)
         kept: Tensor = self.kept["lens"]
+        return kept
+
+    @property
+    def own_lens(self) -> tuple[int, ...]:
+        """New tokens of every sequence, 0 of those that are left out, which stay packed among the others."""
+        return tuple(0 if i in self.left_out else new for i, new in enumerate(self.query_lens))
+
+    def without(self, sequences: Iterable[int]) -> "SequenceBatch":
+        """The same batch for a kernel that leaves those sequences to another; made once for all layers."""
+        if not (some := frozenset(sequences)):
+            return self
+        name = SequenceBatch.without, some
+        if name not in self.kept:
+            self.kept[name] = replace(self, left_out=some, lens=None)
+        kept: SequenceBatch = self.kept[name]
         return kept
 
     @classmethod

@@ -91,6 +91,7 @@ def decomposed(mode: TorchDispatchMode, func: Any, args: Any, kwargs: Any) -> An
 # Those whose bindings ask for a driver, in operations.
 _BY_HAND: dict[Any, Callable[..., Any]] = {
     Tensor.copy_: _aten.copy_,
+    Tensor.contiguous: _aten.contiguous,
     Tensor.nonzero: _aten.nonzero,
     torch.nonzero: _aten.nonzero,
     Tensor.item: _aten._local_scalar_dense,

@@ -9,6 +9,7 @@ import kvq
 from kvq.cache import KVCache
 from kvq.engine.graphs import DecodeGraphs, Tables
 from kvq.engine.transfers import Readback
+from kvq.kernels.attend import gathered
 from kvq.models.device import pick_device
 from kvq.scheduler import Branch, Request, StepPlan
 from tests.engine.gpu_kit import model_on, runner_on
@@ -94,6 +95,36 @@ def test_no_step_of_an_engine_waits_but_for_its_tokens(gpu, is_captured, monkeyp
     assert ("a graph" in {launch.kernel for launch in gpu.launches}) == is_captured
     assert {where for _, where in gpu.made} == {SECOND}
     assert gpu.current == FIRST
+    llm.close()
+
+
+@pytest.mark.usefixtures("waits_for_tokens")
+def test_steps_that_gather_rows_wait_for_nothing(gpu, monkeypatch):
+    """Prompts in chunks, beside decodes; torch here was built without flash attention for GPUs."""
+    monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
+    monkeypatch.setattr(gathered, "LEAST_ROWS", 4)
+    monkeypatch.setattr(gathered, "LEAST_PAIRS", 1)
+    llm = kvq.LLM(
+        model_on(gpu, "qwen3"), num_blocks=40, max_num_seqs=3, max_context=64, max_num_batched_tokens=16
+    )
+    step = llm.core.step
+    flash, rows = gathered._flash, []
+
+    def guarded():
+        with no_host_waits(gpu):
+            return step()
+
+    def noted(q, *args, **options):
+        rows.append(len(q))
+        return flash(q, *args, **options)
+
+    monkeypatch.setattr(llm.core, "step", guarded)
+    monkeypatch.setattr(gathered, "_flash", noted)
+    params = kvq.SamplingParams(max_tokens=3, ignore_eos=True, temperature=0)
+    outputs = llm.generate([[5] * 3, [7] * 40], params)
+    assert [output.error for output in outputs] == [None, None]
+    assert max(rows) > 4
+    assert "_gather_kernel" in {launch.kernel for launch in gpu.launches}
     llm.close()
 
 

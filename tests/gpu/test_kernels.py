@@ -25,6 +25,7 @@ from tests.kernels.kit import KINDS, POISON, Tables, poisoned_cache, rows_like_k
 if not torch.cuda.is_available():
     pytest.skip("needs an NVIDIA GPU", allow_module_level=True)
 
+from kvq.kernels.attend import gathered
 from kvq.kernels.attend.triton import attend
 from kvq.kernels.copy_blocks.triton import copy_blocks
 from kvq.kernels.gather_dense.triton import gather_dense
@@ -157,8 +158,31 @@ def test_head_dimensions_and_block_sizes(
     check_attention(cache, tables.batch(NEW, CONTEXTS), dims, torch.bfloat16)
 
 
+def gather_all(monkeypatch: pytest.MonkeyPatch, chunk_bytes: int) -> None:
+    """Let sequences of a few new tokens be gathered, in chunks of so many bytes."""
+    monkeypatch.setattr(gathered, "LEAST_ROWS", 18)
+    monkeypatch.setattr(gathered, "LEAST_PAIRS", 1)
+    monkeypatch.setattr(gathered, "SCRATCH_BYTES", chunk_bytes)
+
+
+@pytest.mark.parametrize("options", [{}, {"sinks": SINKS}, {"skip_last": 5}])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kv", ["int4", "fp8", "int8_per_head", "fp16"])
+def test_gathered_rows_attend_as_blocks_do(
+    kv: str, dtype: torch.dtype, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gather_all(monkeypatch, 7 * 2 * 3 * 64 * 2)  # 7 keys of 3 heads
+    cache, tables, _ = filled(kv, (64, 64))
+    check_attention(cache, tables.batch(NEW, CONTEXTS), (64, 64), dtype, **options)
+
+
+@pytest.mark.parametrize("is_gathered", [False, True])
 @pytest.mark.parametrize("kv", ["int4", "int8", "fp8", "bf16"])
-def test_a_long_extend_errs_no_more_than_twice_what_torch_does(kv: str) -> None:
+def test_a_long_extend_errs_no_more_than_twice_what_torch_does(
+    kv: str, is_gathered: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if is_gathered:
+        gather_all(monkeypatch, 1 << 20)
     workload = Workload(
         contexts=(9000, 700),
         new=300,

@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kvq.formats import Code
+from kvq.kernels.attend.gathered import Gathered, attend_gathered, chosen, suits
 from kvq.kernels.attend.options import AttentionOptions
 from kvq.kernels.attend.triton_kernel import attend_kernel
 from kvq.kernels.attend.triton_merge import merge_kernel
@@ -50,7 +51,8 @@ def attend(
     """Do what the reference does; see there. Tables are not checked.
 
     Queries of fp16 and bf16 are multiplied in 16 bits and summed in fp32, fp32 queries in fp32.
-    Nothing here asks the device or the length of a context, so that all of it can be captured in a graph.
+    Nothing here asks the device, nor of a captured batch the length of a context, so that all of it can be
+    captured in a graph.
     """
     if q.device.type == "cpu" and q.dtype is not torch.float32:  # the interpreter can't round to bf16
         out, lse = attend(q.float(), kv, batch, options, skip_last=skip_last)
@@ -59,8 +61,11 @@ def attend(
     tokens, q_heads, _ = q.shape
     out = q.new_empty((tokens, q_heads, plan.v_dim))
     lse = q.new_empty((tokens, q_heads), dtype=torch.float32)
-    for work in _work(batch, plan, skip_last):
+    step = _step(batch, plan, skip_last)
+    for work in step.works:
         _launch(plan, work, q, batch.tables, (out, lse), options.sinks)
+    if step.gathered:
+        attend_gathered(q, kv, batch, options, step.gathered, (out, lse))
     return out, lse
 
 
@@ -71,6 +76,7 @@ class _Cutting(NamedTuple):
     kv_heads: int
     v_pad: int
     window: int | None
+    may_gather: bool
     decode: TileShape
     extend: TileShape
 
@@ -96,6 +102,14 @@ class _Work:
     lses: Tensor  # fp32 [parts, kv_heads, height]
     grid: tuple[int, int, int]
     merge_grid: tuple[int, int, int] | None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Step:
+    """Who attends to which sequence of a step."""
+
+    works: list[_Work]
+    gathered: list[Gathered]
 
 
 def _plan(q: Tensor, kv: PagedKV, options: AttentionOptions) -> _Plan:
@@ -142,9 +156,10 @@ def _planned(q: Tensor, kv: PagedKV, options: AttentionOptions) -> _Plan:
     merges = ({**merge, "ROWS": n, "AT_ONCE": _MERGED_TOGETHER // n, "num_warps": 4} for n in _MERGED_ROWS)
     decode, extend = (Bound(attend_kernel, _ATTENDED, _NUMBERS, **own) for own in attends)
     one, more = (Bound(merge_kernel, _MERGED, ("height",), **own) for own in merges)
-    cutting = _Cutting(q_heads // kv_heads, kv_heads, v["V_PAD"], options.window, *shapes)
+    may_gather = suits(q, kv, options)
+    cutting = _Cutting(q_heads // kv_heads, kv_heads, v["V_PAD"], options.window, may_gather, *shapes)
     return _Plan(
-        name=(*cutting[:4], *astuple(shapes[0]), *astuple(shapes[1])),
+        name=(*cutting[:5], *astuple(shapes[0]), *astuple(shapes[1])),
         cutting=cutting,
         v_dim=v["V_DIM"],
         attend=(decode, extend),
@@ -152,13 +167,22 @@ def _planned(q: Tensor, kv: PagedKV, options: AttentionOptions) -> _Plan:
     )
 
 
-def _work(batch: SequenceBatch, plan: _Plan, skip_last: int) -> list[_Work]:
-    """Decode and extend tiles of a batch; worked out once for all layers that cut alike."""
+def _step(batch: SequenceBatch, plan: _Plan, skip_last: int) -> _Step:
+    """Tiles of a batch, and what is gathered; worked out once for all layers that cut alike."""
     name = plan.name, skip_last
-    found: list[_Work] | None = batch.kept.get(name)
+    found: _Step | None = batch.kept.get(name)
     if found is None:
-        found = batch.kept[name] = list(_works(batch, plan.cutting, skip_last))
+        found = batch.kept[name] = _shared_out(batch, plan.cutting, skip_last)
     return found
+
+
+def _shared_out(batch: SequenceBatch, cutting: _Cutting, skip_last: int) -> _Step:
+    gathered: list[Gathered] = []
+    if cutting.may_gather:
+        q_heads = cutting.share * cutting.kv_heads
+        gathered = list(chosen(batch, q_heads, cutting.share, cutting.window, skip_last))
+    rest = batch.without(own.sequence for own in gathered)
+    return _Step(list(_works(rest, cutting, skip_last)), gathered)
 
 
 def _works(batch: SequenceBatch, cutting: _Cutting, skip_last: int) -> Iterator[_Work]:

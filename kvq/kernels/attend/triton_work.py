@@ -85,7 +85,7 @@ def _built(batch: SequenceBatch, cut: Cut) -> WorkList | None:
 
 def _heights(batch: SequenceBatch, cut: Cut) -> Iterator[tuple[int, int]]:
     """Query rows, and how many sequences have that many."""
-    for new, count in Counter(batch.query_lens).items():
+    for new, count in Counter(batch.own_lens).items():
         if cut.fewest <= new * cut.share <= cut.most:
             yield new * cut.share, count
 

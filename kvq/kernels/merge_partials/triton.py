@@ -9,16 +9,26 @@ from torch import Tensor
 def merge_partials(outs: Tensor, lses: Tensor, sinks: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Do what the reference does; see there."""
     outs, lses = outs.contiguous(), lses.contiguous()
+    out = torch.empty(outs.shape[1:], device=outs.device)
+    lse = torch.empty(lses.shape[1:], device=outs.device)
+    merge_into((out, lse), outs, lses, sinks)
+    return out, lse
+
+
+def merge_into(
+    results: tuple[Tensor, Tensor], outs: Tensor, lses: Tensor, sinks: Tensor | None = None
+) -> None:
+    """Merge contiguous parts into given memory, fp32 and contiguous, too.
+
+    It may be that of a part: a program reads its row of all parts before it writes it.
+    """
     parts, tokens, heads, dim = outs.shape
-    out = torch.empty(tokens, heads, dim, device=outs.device)
-    lse = torch.empty(tokens, heads, device=outs.device)
     if tokens:
         _merge_kernel[(tokens, heads)](
             outs,
             lses,
             lses if sinks is None else sinks,
-            out,
-            lse,
+            *results,
             part_rows=tokens * heads,
             parts=parts,
             HEADS=heads,
@@ -27,7 +37,6 @@ def merge_partials(outs: Tensor, lses: Tensor, sinks: Tensor | None = None) -> t
             SINKS=sinks is not None,
             num_warps=1,
         )
-    return out, lse
 
 
 @triton.jit(do_not_specialize=["part_rows", "parts"])

@@ -53,7 +53,9 @@ def compare(q: Tensor, cache: KVCache, batch: SequenceBatch, allowed: float = 5e
     As in a captured graph, this one's host knows only an upper limit of the contexts.
     """
     skip_last = options.pop("skip_last", 0)
-    limits = replace(batch, context_lens=(4096,) * len(batch.context_lens), lens=batch.device_lens())
+    limits = replace(
+        batch, context_lens=(4096,) * len(batch.context_lens), lens=batch.device_lens(), is_captured=True
+    )
     settings = AttentionOptions(**{"scale": q.shape[2] ** -0.5, **options})
     want, want_lse = reference(q.float(), cache.layer(1), batch, settings, skip_last=skip_last)
     out, lse = kernel.attend(q, cache.layer(1), limits, settings, skip_last=skip_last)

@@ -16,6 +16,7 @@ from kvq.kernels import AttentionOptions, SequenceBatch
 from kvq.kernels.attend import triton as kernel
 from kvq.kernels.attend import triton_work
 from kvq.kernels.attend.triton_work import Cut, work_list
+from kvq.kernels.gpu.shapes import TileShape, least_split
 from tests.kernels.attend.test_triton import filled
 from tests.kernels.kit import poisoned_memory
 
@@ -23,6 +24,8 @@ MULTIPROCESSORS, KV_HEADS = 132, 8
 CUT = Cut(
     share=4, rows=16, keys=64, fewest=1, most=64, window=None, skip_last=0, pieces=198, least=256
 )  # of an int4 decode step on an H100 or H200, 8 KV heads
+WIDE = TileShape(rows=128, keys=32, warps=8, stages=2)
+EXTEND = CUT._replace(rows=128, keys=32, fewest=65, most=1 << 30, pieces=99, least=least_split(WIDE))
 RESIDENT = (2, 3, 4)  # programs of a multiprocessor at a time
 MIXED = lengths("128-32768", 128, 0)
 START, EMPTY = 64, 16  # what beginning a program costs, and one without work, in keys: assumed
@@ -37,7 +40,7 @@ def batch_of(new: Sequence[int], contexts: Sequence[int], limit: int | None = No
     """A step whose host knows only `limit` of the contexts, as a captured graph's does."""
     batch = SequenceBatch.of([[0]] * len(new), [0] * sum(new), new, contexts, torch.device("cpu"))
     limits = batch.context_lens if limit is None else (limit,) * len(new)
-    return replace(batch, context_lens=limits, lens=batch.device_lens())
+    return replace(batch, context_lens=limits, lens=batch.device_lens(), is_captured=limit is not None)
 
 
 def tiles(batch: SequenceBatch, cut: Cut) -> Iterator[tuple[tuple[int, ...], range]]:
@@ -226,6 +229,12 @@ def test_one_long_sequence_fills_the_machine() -> None:
     pieces = pieces_of(batch_of([1], [131_072]), CUT)
     for resident in RESIDENT:
         assert rate(pieces, resident) >= 0.85
+
+
+@pytest.mark.parametrize("new", [17, 33, 64])
+def test_few_new_tokens_over_a_long_context_fill_it_too(new: int) -> None:
+    """With a program on each multiprocessor: 128 rows take most of its registers."""
+    assert rate(pieces_of(batch_of([new], [32_768 + new]), EXTEND), 1) >= 0.85
 
 
 def test_the_simulation_finds_what_splitting_by_the_longest_costs() -> None:

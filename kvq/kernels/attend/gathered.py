@@ -1,0 +1,196 @@
+"""Attention of many new tokens over a long context: its rows become 16-bit numbers, a chunk at a time, and
+torch's flash attention takes them.
+
+Every tile of query rows that the fused kernel takes decodes the same codes again. Here each is decoded once,
+into memory of at most `SCRATCH_BYTES`. The chunks' results are merged by their log-sum-exp, in fp32.
+
+Source: Dao, "FlashAttention-2", 2023, section 3.1.
+"""
+
+from collections.abc import Iterable, Iterator
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from kvq.formats import Code
+from kvq.kernels.attend.options import AttentionOptions
+from kvq.kernels.gather_dense.triton import gather_dense
+from kvq.kernels.gpu import shapes
+from kvq.kernels.merge_partials.triton import merge_into
+from kvq.kernels.paged import PagedKV, SequenceBatch
+
+SCRATCH_BYTES = 64 << 20  # K and V of one chunk; allocated once a step, for all layers alike
+LEAST_ROWS = 1024  # query rows of one KV head that share a chunk's decoding
+LEAST_PAIRS = 1 << 27  # query rows of all heads times keys
+_MOST_DIM, _DIM_STEP = 256, 8  # head dimensions that flash attention takes
+_TOO_WIDE = {torch.float16: (Code.FP32, Code.BF16), torch.bfloat16: (Code.FP32,)}
+
+_Result = tuple[Tensor, Tensor]  # [new, q_heads, dim], and fp32 [new, q_heads]
+
+
+class Gathered(NamedTuple):
+    """One sequence that is attended to in this way."""
+
+    sequence: int
+    first: int  # packed new token
+    new: int
+    start: int  # position of the first new token
+    end: int  # behind the last key that a query may see
+
+
+def suits(q: Tensor, kv: PagedKV, options: AttentionOptions) -> bool:
+    """Whether a layer's attention can be had from flash attention over rows in the dtype of its queries.
+
+    Not with a softcap, with heads of K unlike those of V, with queries of fp32 (but for the interpreter's) or
+    with codes whose numbers that dtype can't hold. Windows are looked at sequence by sequence.
+    """
+    dim, formats = kv.formats.k_head_dim, kv.formats
+    wide = _TOO_WIDE.get(q.dtype, ())
+    return (
+        (q.device.type == "cpu" or q.dtype in _TOO_WIDE)
+        and not any(fmt.code in wide for fmt in (formats.k, formats.v))
+        and options.softcap is None
+        and (dim == formats.v_head_dim and dim <= _MOST_DIM and dim % _DIM_STEP == 0)
+        and _has_flash(q.device)
+    )
+
+
+def pays(new: int, q_heads: int, share: int, keys: int) -> bool:
+    """Whether gathering is less work than decoding in every tile; counted, not yet timed.
+
+    For H100 and H200 and heads of 128, a tile of 64 query rows of a KV head takes for every key:
+
+    - In the fused kernel as many instructions as its loop has (tiles of 128 rows, Triton 3.6): 120 with int4,
+      95 with int8, 37 with bf16. 132 multiprocessors issue 900 of them a nanosecond at most, so that is 0.13,
+      0.11 and 0.04 ns at best.
+    - In flash attention 64 x 512 operations, at the 350 TFLOP/s that it is known for 0.09 ns.
+
+    Gathering a key of a KV head takes its codes and 512 bytes written and read again, 0.3 ns, and with int4,
+    turned back, 214 instructions, 0.24 ns. At best int4 breaks even at 13 tiles, int8 at 31 and bf16 never.
+    But nothing issues in every slot, and if the fused loop issues in half of them, int4 breaks even at 3 and
+    int8 at 4. `LEAST_ROWS` are 16 tiles. bf16 is treated like the others: what flash attention reaches is
+    known, what the fused kernel reaches is not.
+
+    A sequence takes eight launches, and six for every chunk after the first. `LEAST_PAIRS` take flash
+    attention 0.2 ms, which is 25 us for each of the eight.
+
+    Source: Shah et al., "FlashAttention-3", 2024, for FlashAttention-2 on H100.
+    """
+    return new * share >= LEAST_ROWS and new * q_heads * keys >= LEAST_PAIRS
+
+
+def chosen(
+    batch: SequenceBatch, q_heads: int, share: int, window: int | None, skip_last: int
+) -> Iterator[Gathered]:
+    """The sequences for which it pays. A captured graph has none: its host doesn't know the contexts."""
+    if batch.is_captured:
+        return
+    starts = accumulate(batch.query_lens, initial=0)
+    for i, (first, new, context) in enumerate(
+        zip(starts, batch.query_lens, batch.context_lens, strict=False)
+    ):
+        sees_all = window is None or window >= context
+        if sees_all and pays(new, q_heads, share, context - skip_last):
+            yield Gathered(i, first, new, context - new, context - skip_last)
+
+
+def attend_gathered(
+    q: Tensor,
+    kv: PagedKV,
+    batch: SequenceBatch,
+    options: AttentionOptions,
+    sequences: Iterable[Gathered],
+    results: _Result,
+) -> None:
+    """Do for those sequences what `attend` does, into their rows of its results."""
+    scratch = _scratch(q, kv, batch)
+    for own in sequences:
+        rows = slice(own.first, own.first + own.new)
+        table = batch.tables[own.sequence : own.sequence + 1]
+        parts = _parts(q[rows].contiguous(), kv, table, own, scratch, options.scale)
+        for into, merged in zip(results, _merged(parts, options.sinks), strict=True):
+            into[rows] = merged
+
+
+def _parts(
+    q: Tensor, kv: PagedKV, table: Tensor, own: Gathered, scratch: tuple[Tensor, Tensor], scale: float
+) -> Iterator[_Result]:
+    """Results over one chunk of keys after the other, all of which go through the same memory."""
+    for begin, end in chunks(own.start, own.end, scratch[0].shape[2]):
+        k, v = (x[:, :, : end - begin] for x in scratch)
+        gather_dense(kv, table, begin, end, unrotate=True, out=(k, v))
+        yield _over_chunk(q, k, v, begin - own.start, scale)
+
+
+def chunks(start: int, end: int, most: int) -> Iterator[tuple[int, int]]:
+    """Ranges of at most so many keys, of those before position `start` and then of the others."""
+    for low, high in ((0, min(start, end)), (start, end)):
+        count = -(-(high - low) // most)
+        for i in range(count):
+            yield low + (high - low) * i // count, low + (high - low) * (i + 1) // count
+
+
+def _over_chunk(q: Tensor, k: Tensor, v: Tensor, before: int, scale: float) -> _Result:
+    """Results of all rows over [1, kv_heads, keys, dim]. `before`: rows at earlier positions than the first
+    key, which see none; negative where the chunk lies before the new tokens, and all see all of it.
+    """
+    keys = k.shape[2]
+    if before < 0:
+        return _flash(q, k, v, scale, is_causal=False)
+    if before == 0 and keys == len(q):
+        return _flash(q, k, v, scale, is_causal=True)
+    out, lse = torch.empty_like(q), q.new_full(q.shape[:2], float("-inf"), dtype=torch.float32)
+    own, later = slice(before, before + keys), slice(before + keys, len(q))
+    out[own], lse[own] = _flash(q[own], k, v, scale, is_causal=True)
+    if before + keys < len(q):
+        out[later], lse[later] = _flash(q[later], k, v, scale, is_causal=False)
+    return out, lse
+
+
+def _flash(q: Tensor, k: Tensor, v: Tensor, scale: float, *, is_causal: bool) -> _Result:
+    """torch's flash attention of q [new, q_heads, dim]; causal where there are as many keys as rows.
+
+    Both of its kernels take fewer KV heads than query heads.
+    """
+    aten = torch.ops.aten
+    on_cpu = q.device.type == "cpu"
+    run: Any = (
+        aten._scaled_dot_product_flash_attention_for_cpu
+        if on_cpu
+        else aten._scaled_dot_product_flash_attention
+    )
+    out, lse = run(q.transpose(0, 1)[None], k, v, 0.0, is_causal, scale=scale)[:2]
+    return out[0].transpose(0, 1), lse[0].transpose(0, 1)
+
+
+def _merged(parts: Iterator[_Result], sinks: Tensor | None) -> _Result:
+    """All parts in one, in fp32: each is merged into the first one's memory before the next is computed."""
+    first = next(parts)
+    outs, lses = (x.new_empty((2, *x.shape), dtype=torch.float32) for x in first)
+    whole = outs[0], lses[0]
+    outs[0], lses[0] = first
+    for part in parts:
+        outs[1], lses[1] = part
+        merge_into(whole, outs, lses)
+    if sinks is not None:
+        merge_into(whole, outs[:1], lses[:1], sinks)
+    return whole
+
+
+def _scratch(q: Tensor, kv: PagedKV, batch: SequenceBatch) -> tuple[Tensor, Tensor]:
+    """Room for K and V of a chunk, [1, kv_heads, keys, dim] each; layers run one after another."""
+    heads, dim = kv.k.codes.shape[1], kv.formats.k_head_dim
+    keys = SCRATCH_BYTES // (2 * heads * dim * q.element_size())
+    name = _scratch, q.dtype, heads, keys, dim
+    if name not in batch.kept:
+        batch.kept[name] = tuple(q.new_empty(1, heads, keys, dim) for _ in range(2))
+    room: tuple[Tensor, Tensor] = batch.kept[name]
+    return room
+
+
+def _has_flash(device: torch.device) -> bool:
+    return device.type == "cpu" or (
+        shapes.device_name(device).startswith("sm") and torch.backends.cuda.is_flash_attention_available()
+    )
