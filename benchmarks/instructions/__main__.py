@@ -19,7 +19,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-FORMATS = ("bf16", "fp8", "int8", "int4_g64", "int4_g32", "int4_g64_rot", "int2", "k8v4")
+FORMATS = ("bf16", "fp8", "int8", "int4_g64", "int4_g32", "int4_g64_rot")
 
 
 def main() -> None:
@@ -46,7 +46,7 @@ def main() -> None:
         write_json(options.out, envelope(sys.argv, torch.device("cpu"), rows, facts))
     if options.write_budgets:
         budgets.write(rows)
-    if options.check and (wrong := budgets.broken(rows)):
+    if options.check and (wrong := budgets.broken(rows, budgets.read())):
         sys.exit("\n".join(wrong))
 
 

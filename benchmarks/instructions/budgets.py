@@ -9,71 +9,73 @@ from kvq import fileio
 
 FILE = Path(__file__).with_name("budgets.json")
 SLACK = 0.03  # of instructions and registers
-_MOST = ("instructions_a_key", "instructions", "registers")  # a loop's length is its instructions a key
+COLUMNS = ("instructions", "registers", "stack", "programs_at_once", "tiles_under_way")
 _FORMAT_VERSION = 1
 
+Row = dict[str, Any]
+Budgets = dict[str, dict[str, dict[str, list[float]]]]  # Triton's version, device and kernel, format
 
-def read() -> dict[str, dict[str, dict[str, Any]]]:
-    """Budgets by Triton's version and a row's name."""
-    known: dict[str, dict[str, dict[str, Any]]] = json.loads(FILE.read_text())["budgets"]
+
+def read(file: Path = FILE) -> Budgets:
+    """Figures in the order of COLUMNS."""
+    kept = json.loads(file.read_text())
+    assert kept["format_version"] == _FORMAT_VERSION, kept["format_version"]
+    assert kept["columns"] == list(COLUMNS), kept["columns"]
+    known: Budgets = kept["budgets"]
     return known
 
 
-def name(row: dict[str, Any]) -> str:
-    """How a row is found again."""
-    return " ".join(filter(None, (row["device"], row["kernel"], row["kv"])))
-
-
-def write(rows: Sequence[dict[str, Any]]) -> None:
+def write(rows: Sequence[Row], file: Path = FILE) -> None:
     """Take these rows for what is allowed from now on; others stay as they were."""
-    known = read() if FILE.exists() else {}
+    known = read(file) if file.exists() else {}
     for row in rows:
         if "error" not in row:
-            known.setdefault(row["triton"], {})[name(row)] = budget(row)
-    kept = {version: dict(sorted(known[version].items())) for version in sorted(known)}
-    text = json.dumps({"format_version": _FORMAT_VERSION, "budgets": kept})
-    fileio.write_text(FILE, text.replace("}, ", "},\n").replace(": {", ":\n{") + "\n")
+            kernels = known.setdefault(row["triton"], {})
+            kernels.setdefault(_kernel(row), {})[row["kv"]] = figures(row)
+    lines = [f'{{"format_version": {_FORMAT_VERSION}, "columns": {json.dumps(COLUMNS)}, "budgets": {{']
+    for version in sorted(known):
+        kernels = known[version]
+        told = [
+            f"{json.dumps(name)}: {json.dumps(kernels[name], sort_keys=True)}" for name in sorted(kernels)
+        ]
+        lines += [f'"{version}": {{', ",\n".join(told), "},"]
+    lines[-1] = lines[-1].rstrip(",")
+    fileio.write_text(file, "\n".join([*lines, "}}"]) + "\n")
 
 
-def budget(row: dict[str, Any]) -> dict[str, Any]:
-    """What of a row is held to."""
-    most = [
-        key for key in _MOST if key in row and not (key == "instructions" and "instructions_a_key" in row)
-    ]
-    return {
-        **{key: row[key] for key in most},
-        "stack": row["stack"],
-        "tiles_under_way": row["tiles_under_way"],
-    }
+def figures(row: Row) -> list[float]:
+    """A row's, as COLUMNS; instructions are those a key, where a loop goes over keys."""
+    counted = row | {"instructions": row.get("instructions_a_key", row["instructions"])}
+    return [counted[column] for column in COLUMNS]
 
 
-def broken(rows: Iterable[dict[str, Any]]) -> list[str]:
-    """Where rows ask for more than allowed, spill more, or have fewer tiles under way; or have no budget.
+def broken(rows: Iterable[Row], known: Budgets) -> list[str]:
+    """Where rows take more than allowed, spill more, fit or copy fewer at once, fail, or have no budget.
 
-    Only for versions of Triton that there are budgets for.
+    Rows of a version of Triton that there are no budgets for are not judged.
     """
-    known, found = read(), []
+    found = []
     for row in rows:
-        allowed = known.get(row["triton"])
-        if allowed is None:
+        if row["triton"] not in known:
             continue
-        if name(row) not in allowed:
-            found.append(f"{name(row)} has no budget")
+        name = f"{_kernel(row)} {row['kv']}"
+        allowed = known[row["triton"]].get(_kernel(row), {}).get(row["kv"])
+        if allowed is None:
+            found += [] if "error" in row else [f"{name}: there is no budget"]
         elif "error" in row:
-            found.append(f"{name(row)} does not compile: {row['error']}")
+            found.append(f"{name}: does not compile: {row['error']}")
         else:
-            found += [f"{name(row)}: {text}" for text in _beyond(row, allowed[name(row)])]
+            found += [f"{name}: {text}" for text in _beyond(figures(row), allowed)]
     return found
 
 
-def _beyond(row: dict[str, Any], allowed: dict[str, Any]) -> list[str]:
-    found = [
-        f"{key} {row.get(key)}, allowed {allowed[key]} and {SLACK:.0%}"
-        for key in _MOST
-        if key in allowed and row.get(key, 1e9) > allowed[key] * (1 + SLACK)
-    ]
-    if row["stack"] > allowed["stack"]:
-        found.append(f"{row['stack']} bytes spilled, allowed {allowed['stack']}")
-    if row["tiles_under_way"] < allowed["tiles_under_way"]:
-        found.append(f"{row['tiles_under_way']} tiles under way, not {allowed['tiles_under_way']}")
-    return found
+def _kernel(row: Row) -> str:
+    return f"{row['device']} {row['kernel']}"
+
+
+def _beyond(own: list[float], allowed: list[float]) -> list[str]:
+    slack = 1 + SLACK
+    most = [allowed[0] * slack, allowed[1] * slack, allowed[2]]
+    over = [i for i in range(3) if own[i] > most[i]]
+    under = [i for i in (3, 4) if own[i] < allowed[i]]
+    return [f"{COLUMNS[i]} {own[i]:g}, budget {allowed[i]:g}" for i in over + under]
