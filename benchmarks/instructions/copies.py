@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 _PRODUCT = re.compile(r"tt\.dot |warp_group_dot |tc_gen5_mma ")
 _WAIT = re.compile(r"async_wait .*?num = (\d+)")
+_LOAD = re.compile(r"(%[\w#]+) = tt\.load ")
 _ROOM = re.compile(r"local_alloc : \(\) -> !ttg\.memdesc<(\d+)x(\d+)x")
 
 
@@ -15,6 +16,7 @@ class Copies(NamedTuple):
     waits: list[int]  # groups of copies that each wait in the loop leaves under way
     groups: int  # of copies that a round of the loop begins
     tiles: float  # under way wherever a product begins, at least
+    awaited_loads: int  # into registers, for an address in the same round as a rule
 
 
 def copies(ttgir: str) -> Copies:
@@ -24,7 +26,18 @@ def copies(ttgir: str) -> Copies:
     groups = sum("async_commit_group" in line for line in body)
     buffers = max((int(n) for n, _ in _ROOM.findall(ttgir)), default=0) if groups else 0
     least = min(_under_way(body), default=0)
-    return Copies(buffers, waits, groups, round(least / groups, 2) if groups else 0.0)
+    tiles = round(least / groups, 2) if groups else 0.0
+    return Copies(buffers, waits, groups, tiles, _awaited_loads(body))
+
+
+def _awaited_loads(body: list[str]) -> int:
+    """Those whose value is asked for in the round that they are begun in."""
+    found = 0
+    for i, line in enumerate(body):
+        if load := _LOAD.search(line):
+            asks = re.compile(rf"{re.escape(load[1])}(?![\w#])")
+            found += any(asks.search(later) for later in body[i + 1 :] if "scf.yield" not in later)
+    return found
 
 
 def _under_way(body: list[str]) -> list[int]:

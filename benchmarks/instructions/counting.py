@@ -87,7 +87,7 @@ def figures(asked: Asked, binary: Any) -> dict[str, Any]:
         "kinds": sass.kinds(names),
         "loads": sass.loads(names),
         **{"buffers": of_loop.buffers, "waits": of_loop.waits, "copy_groups": of_loop.groups},
-        "tiles_under_way": of_loop.tiles,
+        **{"tiles_under_way": of_loop.tiles, "awaited_loads": of_loop.awaited_loads},
     }
     if loop and keys:
         size = key_bytes(asked.kv)

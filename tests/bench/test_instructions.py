@@ -69,9 +69,13 @@ def test_tiles_under_way_are_those_that_no_wait_asks_for() -> None:
     found = copies(LOOP)
     assert (found.buffers, found.waits, found.groups, found.tiles) == (5, [6], 2, 3.0)
     assert copies(LOOP.replace("num = 6", "num = 4")).tiles == 2.0
+    loaded = LOOP.replace("%4 =", "%9 = tt.load %p : i32\n      %10 = tt.load %q : i32\n      %4 =")
+    assert copies(loaded).awaited_loads == 0
+    assert copies(loaded.replace("commit_group tokens %4", "commit_group tokens %9")).awaited_loads == 1
+    assert copies(loaded.replace("yield %7", "yield %7, %9, %10")).awaited_loads == 0
     assert copies(LOOP.replace("num = 6", "num = 0")).tiles == 0.0
     plain = "\n".join(line for line in LOOP.splitlines() if "async" not in line)
-    assert copies(plain) == (0, [], 0, 0.0)
+    assert copies(plain) == (0, [], 0, 0.0, 0)
 
 
 def test_programs_at_once_are_limited_by_what_runs_out_first() -> None:
