@@ -19,6 +19,7 @@ DECODE_ROWS = 16  # query rows of a tile of a short sequence: the least that ten
 MOST_DECODE_ROWS = 64  # of one sequence and KV head: several such tiles, for drafts and many query heads
 TABLE = Path(__file__).with_name("shapes.json")
 FP32 = "fp32"  # queries or inputs, for which nothing is tuned
+_PLAIN = ("bf16/bf16", "fp16/fp16")  # formats whose codes are multiplied as they are
 _WARPS = 48  # of all programs of a step per multiprocessor: 12 programs, whether 2, 3 or 4 fit at once
 _LEAST_SPLIT = 256  # keys of a tile of DECODE_ROWS
 
@@ -108,7 +109,9 @@ def _shape(kind: str, fmt: str, head_dim: int, device: str, groups: int) -> Tile
     keys, stages = (64, 3) if head_dim <= 128 and groups <= 2 else (32, 2)
     if kind == "decode":
         return TileShape(rows=DECODE_ROWS, keys=keys, warps=4, stages=stages)
-    return TileShape(rows=64, keys=keys, warps=8, stages=2)
+    # Where products go to tensor memory, Triton can't pipeline the assembly that converts codes.
+    is_converted = device.startswith("sm10") and fmt not in _PLAIN
+    return TileShape(rows=64, keys=keys, warps=8, stages=1 if is_converted else 2)
 
 
 def _amd_shape(kind: str, device: str) -> TileShape:
