@@ -19,7 +19,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-FORMATS = ("bf16", "fp8", "int8", "int4_g64", "int4_g32", "int4_g64_rot")
+FORMATS = ("bf16", "fp8", "int8", "int4_g64", "int4_g32", "int4")
 
 
 def main() -> None:
