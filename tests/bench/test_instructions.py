@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import triton
 
-from benchmarks.instructions import budgets, sass, table
+from benchmarks.instructions import budgets, counting, sass, table
 from benchmarks.instructions.cards import CARDS, MULTIPROCESSORS
 from benchmarks.instructions.copies import copies
 from kvq.capacity.plan.gpus import known_gpus
@@ -17,7 +17,7 @@ from kvq.capacity.plan.gpus import known_gpus
 ROOT = Path(__file__).parents[2]
 DECODE = "bf16,fp8,int8,int4_g64,int4_g32"
 
-# A loop over keys in a loop over work, with a branch that is laid out behind both, and what pads the end.
+# A loop over keys in a loop over work, with a branch that is laid out behind both; what is never reached.
 NESTED = """
 .text.kernel:
         /*0000*/                   S2R R0, SR_TID.X ;
@@ -32,6 +32,7 @@ NESTED = """
         /*0060*/               @P1 BRA `(.L_x_1) ;
         /*0070*/                   BRA.U !UP0, `(.L_x_0) ;
         /*0080*/                   EXIT ;
+        /*0088*/                   BRA `(.L_x_2) ;
 .L_x_3:
         /*0090*/                   LDSM.16.M88.4 R12, [R13] ;
         /*00a0*/                   BRA `(.L_x_2) ;
@@ -59,7 +60,7 @@ def test_the_loop_over_keys_is_found_wherever_its_parts_are_laid_out() -> None:
     code = sass.blocks(NESTED)
     loop = sass.tensor_loop(code)
     assert [name.split(".")[0] for name in loop] == ["LDGSTS", "BRA", "HMMA", "IMAD", "BRA", "LDSM", "BRA"]
-    assert len(sass.all_names(code)) == 11  # not what pads the end
+    assert len(sass.all_names(code)) == 11  # not what is never reached
     assert len(sass.loops(code)) == 2
     assert sass.kinds(loop) == {"branch": 3, "copy": 1, "tensor": 1, "move": 1, "shared": 1}
     assert sass.loads(sass.all_names(code)) == {"LDG 8": 1, "LDGSTS 16": 1, "LDSM 16": 1}
@@ -69,6 +70,8 @@ def test_tiles_under_way_are_those_that_no_wait_asks_for() -> None:
     found = copies(LOOP)
     assert (found.buffers, found.waits, found.groups, found.tiles) == (5, [6], 2, 3.0)
     assert copies(LOOP.replace("num = 6", "num = 4")).tiles == 2.0
+    early = LOOP.replace("num = 6 : i32}", "num = 0 : i32}\n      %9 = ttg.async_commit_group tokens %3")
+    assert copies(early).tiles == 0.33  # one group of three
     loaded = LOOP.replace("%4 =", "%9 = tt.load %p : i32\n      %10 = tt.load %q : i32\n      %4 =")
     assert copies(loaded).awaited_loads == 0
     assert copies(loaded.replace("commit_group tokens %4", "commit_group tokens %9")).awaited_loads == 1
@@ -87,6 +90,7 @@ def test_programs_at_once_are_limited_by_what_runs_out_first() -> None:
     assert sm90.programs_at_once(warps=4, registers=32, shared=76 * 1024) == 2
     assert sm89.programs_at_once(warps=4, registers=32, shared=0) == 12
     assert sm90.programs_at_once(warps=1, registers=16, shared=0) == 32
+    assert sm90.programs_at_once(warps=1, registers=80, shared=0) == 24  # 6 at each of 4 schedulers
 
 
 def test_cards_are_those_of_their_data_sheets() -> None:
@@ -149,6 +153,21 @@ def test_tables_hold_every_row_once() -> None:
     assert kinds == [["format", "kernel", "bits", "fp32"], ["int8", "attend decode", "0.5", "0.2"]]
     assert table.markdown(kinds).splitlines()[1] == "| --- | --- | --: | --: |"
     assert table.plain(kinds).splitlines()[0] == "format  kernel         bits  fp32"
+
+
+def test_what_does_not_compile_is_a_row_with_the_compilers_error(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def fails(*_: object, **__: object) -> None:
+        os.write(2, b"module {\na.py:1:2: error: no such op\nmore {\n")
+        raise RuntimeError("PassManager::run failed")
+
+    monkeypatch.setattr(counting, "compiled", fails)
+    asked = counting.Asked("int8", "attend decode", "sm90", None, {}, {})
+    row = counting.counted(asked)
+    assert row.items() >= {"kv": "int8", "device": "sm90", "error": "a.py:1:2: error: no such op"}.items()
+    os.write(2, b"heard again")
+    assert capfd.readouterr().err == "heard again"
 
 
 def check(*options: str) -> None:
