@@ -27,11 +27,7 @@ def main() -> None:
     options = parsed()
     if os.environ.get("TRITON_INTERPRET", "0") not in ("", "0"):
         sys.exit("TRITON_INTERPRET is set, so kernels are interpreted: unset it")
-    import torch
-    import triton
-
     from benchmarks.instructions import budgets, table
-    from kvq.evals.results import envelope, write_json
 
     rows = []
     for row in counted_rows(options):
@@ -42,12 +38,26 @@ def main() -> None:
     for title, found in table.tables(rows):
         print(f"{title}\n\n{shown(found)}\n")
     if options.out:
-        facts = {"triton": triton.__version__, "counted": "compiled without a GPU; nothing was run"}
-        write_json(options.out, envelope(sys.argv, torch.device("cpu"), rows, facts))
+        keep(options.out, rows)
     if options.write_budgets:
         budgets.write(rows)
-    if options.check and (wrong := budgets.broken(rows, budgets.read())):
-        sys.exit("\n".join(wrong))
+    if options.check:
+        known = budgets.read()
+        for version in {row["triton"] for row in rows} - known.keys():
+            print(f"there are no budgets for Triton {version}", file=sys.stderr)
+        if wrong := budgets.broken(rows, known):
+            sys.exit("\n".join(wrong))
+
+
+def keep(file: Path, rows: list[dict[str, Any]]) -> None:
+    """Write them as other measurements are written."""
+    import torch
+    import triton
+
+    from kvq.evals.results import envelope, write_json
+
+    facts = {"triton": triton.__version__, "counted": "compiled without a GPU; nothing was run"}
+    write_json(file, envelope(sys.argv, torch.device("cpu"), rows, facts))
 
 
 def counted_rows(options: argparse.Namespace) -> Iterator[dict[str, Any]]:

@@ -82,23 +82,24 @@ def resources(binary: Any) -> dict[str, int]:
 
 def disassembled(cubin: bytes) -> str:
     """NVIDIA's machine code as text, with labels where it jumps to."""
-    return _asked("nvdisasm", "-c", cubin)
+    return _asked("nvdisasm", ["-c", "-ndf"], cubin)
 
 
 def _nvidia_resources(cubin: bytes) -> dict[str, int]:
-    told = _asked("cuobjdump", "-res-usage", cubin)
+    told = _asked("cuobjdump", ["-res-usage"], cubin)
     found = re.search(r"REG:(\d+) STACK:(\d+)", told)
     assert found, told
     return {"registers": int(found[1]), "stack": int(found[2])}
 
 
-def _asked(tool: str, option: str, cubin: bytes) -> str:
+def _asked(tool: str, options: list[str], cubin: bytes) -> str:
     """What a tool says that comes with Triton."""
     path = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / tool
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        return subprocess.run([path, option, file.name], capture_output=True, text=True, check=True).stdout
+        command = [path, *options, file.name]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
 def _amd_resources(assembly: str) -> dict[str, int]:
