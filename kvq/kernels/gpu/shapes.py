@@ -3,7 +3,7 @@
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -111,7 +111,10 @@ def _shape(kind: str, fmt: str, head_dim: int, device: str, run: int, block_size
         return TileShape(rows=DECODE_ROWS if kind == "decode" else 32, keys=16, warps=4, stages=2)
     if device.startswith("gfx"):
         return _amd_shape(kind, device)
-    return _nvidia_shape(kind, head_dim, run, block_size)
+    shape = _nvidia_shape(kind, head_dim, run, block_size)
+    if kind == "extend" and device.startswith("sm10"):  # products go to tensor memory: nothing is pipelined
+        shape = replace(shape, stages=1)
+    return shape
 
 
 def _nvidia_shape(kind: str, head_dim: int, run: int, block_size: int) -> TileShape:

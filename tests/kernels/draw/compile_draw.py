@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
+from benchmarks.instructions.compiling import compiled, resources
 from kvq.kernels.draw.triton import _LAUNCH
 from kvq.kernels.draw.triton_passes import bins_kernel, brackets_kernel, gather_kernel, peaks_kernel
 from kvq.kernels.draw.triton_plan import open_kernel, plan_kernel
 from kvq.kernels.draw.triton_search import choose_kernel
-from tests.kernels.gpu.compile_all import compiled, resources
 
 VOCAB = 152_064
 KERNELS = (peaks_kernel, brackets_kernel, open_kernel, bins_kernel, plan_kernel, gather_kernel, choose_kernel)

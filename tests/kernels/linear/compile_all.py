@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.instructions.compiling import compiled, resources
 from kvq.formats.weights import Inputs
 from kvq.kernels.gpu import shapes
 from kvq.kernels.linear import tiles
@@ -24,12 +25,10 @@ from kvq.kernels.linear.triton_kernel import (
     quantize_kernel,
 )
 from kvq.kernels.linear.triton_pack import Kind, kind_of, pack
-from tests.kernels.gpu.compile_all import TYPES, compiled, resources
 from tests.kernels.linear.triton_kit import random_weight
 
 INPUTS, OUTPUTS = 4096, 256
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-TYPES[torch.float8_e4m3fn] = "*fp8e4nv"
 
 
 def multiplies_fp8(device: str) -> bool:

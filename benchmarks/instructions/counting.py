@@ -1,0 +1,119 @@
+"""One kernel compiled and counted: a row of the table."""
+
+import os
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from triton.compiler.errors import CompilationError
+
+from benchmarks.instructions import layers, sass
+from benchmarks.instructions.cards import MULTIPROCESSORS, slots
+from benchmarks.instructions.compiling import compiled, disassembled, resources
+from benchmarks.instructions.copies import copies
+from benchmarks.instructions.kernels import kernels
+from kvq.formats import KVRecipe
+from tests.kernels.linear import compile_all as linear
+
+DIM = 128
+LINEAR = ("int4_g128", "int8", "w8a8", "fp8_a8", "w4a8")
+
+
+class Asked(NamedTuple):
+    """A kernel to compile for a device."""
+
+    kv: str  # the KV format, or that of weights; empty where there is none
+    name: str
+    device: str
+    kernel: Any
+    arguments: dict[str, Any]
+    options: dict[str, Any]
+
+
+def of_format(kv: str, device: str) -> Iterator[Asked]:
+    """Attention, and what writes and reads blocks: bf16 queries, 32 and 8 heads of dimension 128."""
+    for name, found in kernels(kv, torch.bfloat16, (DIM, DIM), device).items():
+        yield Asked(kv, name, device, *found)
+    for i, launch in enumerate(layers.launches(f"{kv}@bf16,{DIM}")):
+        yield Asked(kv, f"rope_write {i}", device, launch.kernel, launch.arguments, launch.options)
+
+
+def of_any_format(device: str) -> Iterator[Asked]:
+    """What lies between a layer's products, and the products over quantized weights."""
+    for name in ("add_norm", "gated"):
+        for i, launch in enumerate(layers.launches(name)):
+            yield Asked("", f"{name} {i}", device, launch.kernel, launch.arguments, launch.options)
+    for weights in LINEAR:
+        kernel, launched = linear.arguments(weights, "16", torch.bfloat16, device)
+        options = {name: launched.pop(name) for name in ("num_warps", "num_stages")}
+        yield Asked(weights, "linear", device, kernel, launched, options)
+
+
+def counted(asked: Asked) -> dict[str, Any]:
+    """Its row; with `error` instead of figures where the compiler fails."""
+    row: dict[str, Any] = {"kv": asked.kv, "kernel": asked.name, "device": asked.device}
+    row |= {"triton": triton.__version__}
+    try:
+        with _unheard() as heard:
+            binary = compiled(asked.kernel, asked.arguments, asked.device, **asked.options)
+    except (CompilationError, RuntimeError) as error:
+        told = [line for line in heard.read_text(errors="replace").splitlines() if "error:" in line]
+        return row | {"error": (told or str(error).splitlines() or [repr(error)])[0][:200]}
+    finally:
+        heard.unlink(missing_ok=True)
+    return row | figures(asked, binary)
+
+
+def figures(asked: Asked, binary: Any) -> dict[str, Any]:
+    """Instructions, registers, memory and copies of what was compiled."""
+    used, warps = resources(binary), binary.metadata.num_warps
+    code = sass.blocks(sass_text := disassembled(binary.asm["cubin"]))
+    assert any(block.instructions for block in code), f"no instruction is read from {sass_text[:200]!r}"
+    loop, keys = sass.tensor_loop(code), asked.arguments.get("KEYS")
+    names = loop or sass.all_names(code)
+    of_loop = copies(binary.asm["ttgir"])
+    found = {
+        **{"warps": warps, "stages": binary.metadata.num_stages, **used},
+        "programs_at_once": MULTIPROCESSORS[asked.device].programs_at_once(
+            warps=warps, registers=used["registers"], shared=used["shared"]
+        ),
+        "instructions": len(sass.all_names(code)),
+        "loop_instructions": len(loop),
+        "kinds": sass.kinds(names),
+        "loads": sass.loads(names),
+        **{"buffers": of_loop.buffers, "waits": of_loop.waits, "copy_groups": of_loop.groups},
+        **{"tiles_under_way": of_loop.tiles, "awaited_loads": of_loop.awaited_loads},
+    }
+    if loop and keys:
+        size = key_bytes(asked.kv)
+        found |= {"rows": asked.arguments["ROWS"], "keys": keys, "key_bytes": size}
+        found |= {
+            "instructions_a_key": round(len(loop) * warps / keys, 1),
+            "slots_a_key": slots(asked.device, size),
+        }
+    return found
+
+
+def key_bytes(kv: str) -> int:
+    """Codes and scales of a token's K and V of one head."""
+    formats = KVRecipe.uniform(kv, [(DIM, DIM)]).layers[0]
+    return sum(part.code_bytes(DIM) + part.scale_bytes(DIM) for part in (formats.k, formats.v))
+
+
+@contextmanager
+def _unheard() -> Iterator[Path]:
+    """Keep what the compiler writes to stderr (a whole module where it fails) in a file for the caller."""
+    sys.stderr.flush()
+    own = os.dup(2)
+    with tempfile.NamedTemporaryFile(delete=False) as file:
+        os.dup2(file.fileno(), 2)
+        try:
+            yield Path(file.name)
+        finally:
+            os.dup2(own, 2)
+            os.close(own)
