@@ -46,26 +46,67 @@ def _in_column(out, x, COLUMN: tl.constexpr):
 
 
 @triton.jit
+def _cut(x, COUNT: tl.constexpr):
+    """x [ROWS, columns] as COUNT runs of neighbouring columns, COUNT a power of two."""
+    ROWS: tl.constexpr = x.shape[0]
+    if COUNT == 1:
+        cut = (x,)
+    else:
+        low, high = tl.split(tl.permute(tl.reshape(x, (ROWS, 2, x.shape[1] // 2)), (0, 2, 1)))
+        cut = _cut(low, COUNT // 2) + _cut(high, COUNT // 2)
+    return cut
+
+
+@triton.jit
+def _glued(low, high):
+    """The columns of two, side by side."""
+    both = tl.permute(tl.join(low, high), (0, 2, 1))
+    return tl.reshape(both, (low.shape[0], 2 * low.shape[1]))
+
+
+@triton.jit
+def _interleaved(even, odd):
+    """The columns of two, taking turns."""
+    return tl.reshape(tl.join(even, odd), (even.shape[0], 2 * even.shape[1]))
+
+
+@triton.jit
+def _even_and_odd(q, HALVES: tl.constexpr, RUNS: tl.constexpr, RUN: tl.constexpr, WIDTH: tl.constexpr):
+    """Queries [ROWS, PAD] as words have them: of each of HALVES * RUNS runs the even columns, then of each the
+    odd ones, [ROWS, WIDTH], padded with zeros."""
+    if RUN == 2 * WIDTH and q.shape[1] == HALVES * RUNS * RUN:
+        even, odd = tl.split(tl.reshape(q, (q.shape[0], q.shape[1] // 2, 2)))
+        parts = _cut(even, HALVES * RUNS) + _cut(odd, HALVES * RUNS)
+    else:
+        parts = ()
+        for odd in tl.static_range(2):
+            for i in tl.static_range(HALVES * RUNS):
+                parts = parts + (_every_other(q, i * RUN + odd, RUN // 2, WIDTH),)
+    return parts
+
+
+@triton.jit
 def word_queries(
     q, KIND: tl.constexpr, DIM: tl.constexpr, GROUP: tl.constexpr, RUN: tl.constexpr, WIDTH: tl.constexpr,
     PAIRS: tl.constexpr,
-):
+):  # fmt: skip
     """Queries [ROWS, PAD] as the parts of K's runs, and of INT4 what minimums are multiplied by."""
     parts = ()
     sums = ()
     if KIND == INT4:
+        RUNS: tl.constexpr = DIM // 2 // RUN
+        cut = _even_and_odd(q, 2, RUNS, RUN, WIDTH)
         total = tl.zeros((q.shape[0], PAIRS), tl.float32)
-        for j in tl.static_range(DIM // 2 // RUN):
-            low, high = j * RUN, DIM // 2 + j * RUN
-            a, b = _every_other(q, low, RUN // 2, WIDTH), _every_other(q, high, RUN // 2, WIDTH)
-            c, d = _every_other(q, low + 1, RUN // 2, WIDTH), _every_other(q, high + 1, RUN // 2, WIDTH)
+        for j in tl.static_range(RUNS):
+            a, b, c, d = cut[j], cut[RUNS + j], cut[2 * RUNS + j], cut[3 * RUNS + j]
             parts = parts + (a, b, c, d)
-            total = _in_column(total, a.to(tl.float32) + c.to(tl.float32), 2 * (low // GROUP) + 1)
-            total = _in_column(total, b.to(tl.float32) + d.to(tl.float32), 2 * (high // GROUP) + 1)
+            low, high = j * RUN // GROUP, (DIM // 2 + j * RUN) // GROUP
+            total = _in_column(total, a.to(tl.float32) + c.to(tl.float32), 2 * low + 1)
+            total = _in_column(total, b.to(tl.float32) + d.to(tl.float32), 2 * high + 1)
         coarse = total.to(q.dtype)
         sums = (coarse, (total - coarse.to(tl.float32)).to(q.dtype))
     else:
-        parts = (_every_other(q, 0, DIM // 2, WIDTH), _every_other(q, 1, DIM // 2, WIDTH))
+        parts = _even_and_odd(q, 1, 1, RUN, WIDTH)
     return parts, sums
 
 
@@ -203,34 +244,48 @@ def _column(x, COLUMN: tl.constexpr):
 
 
 @triton.jit
-def _placed(out, part, col, START: tl.constexpr, COUNT: tl.constexpr):
-    """`out` with the columns START, START + 2, ..., COUNT of them, taken from `part`."""
-    own = (col >= START) & (col < START + 2 * COUNT) & ((col - START) % 2 == 0)
-    at = tl.minimum(tl.maximum(col - START, 0) // 2, part.shape[1] - 1)
-    return tl.where(own, tl.gather(part, at, axis=1), out)
-
-
-@triton.jit
 def joined(
     outs, KIND: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr, GROUP: tl.constexpr, RUN: tl.constexpr,
     COMPUTE: tl.constexpr,
 ):  # fmt: skip
     """The output [ROWS, PAD] of its parts."""
-    ROWS: tl.constexpr = outs[0].shape[0]
-    col = tl.arange(0, PAD)[None, :] + tl.zeros((ROWS, 1), tl.int32)
-    out = tl.zeros((ROWS, PAD), tl.float32)
     ENLARGED: tl.constexpr = _ENLARGED if COMPUTE == tl.float16 else 1.0
     LOW: tl.constexpr = low_unit(KIND, COMPUTE) / ENLARGED
     HIGH: tl.constexpr = high_unit(KIND, COMPUTE) / ENLARGED
+    RUNS: tl.constexpr = DIM // 2 // RUN if KIND == INT4 else 1
+    runs = ()  # as [ROWS, 2 * WIDTH], those of the low halves before those of the high ones
     if KIND == INT4:
-        for j in tl.static_range(DIM // 2 // RUN):
-            low = _column(outs[0], 2 * (j * RUN // GROUP) + 1)
-            high = _column(outs[0], 2 * ((DIM // 2 + j * RUN) // GROUP) + 1)
-            out = _placed(out, outs[4 * j + 1] * LOW + low, col, j * RUN, RUN // 2)
-            out = _placed(out, outs[4 * j + 2] * HIGH + high, col, DIM // 2 + j * RUN, RUN // 2)
-            out = _placed(out, outs[4 * j + 3] * LOW + low, col, j * RUN + 1, RUN // 2)
-            out = _placed(out, outs[4 * j + 4] * HIGH + high, col, DIM // 2 + j * RUN + 1, RUN // 2)
+        for j in tl.static_range(RUNS):
+            added = _column(outs[0], 2 * (j * RUN // GROUP) + 1)
+            runs = runs + (_interleaved(outs[4 * j + 1] * LOW + added, outs[4 * j + 3] * LOW + added),)
+        for j in tl.static_range(RUNS):
+            added = _column(outs[0], 2 * ((DIM // 2 + j * RUN) // GROUP) + 1)
+            runs = runs + (_interleaved(outs[4 * j + 2] * HIGH + added, outs[4 * j + 4] * HIGH + added),)
     else:
-        out = _placed(out, outs[0] * LOW, col, 0, DIM // 2)
-        out = _placed(out, outs[1] * LOW, col, 1, DIM // 2)
+        runs = (_interleaved(outs[0] * LOW, outs[1] * LOW),)
+    return _side_by_side(runs, 2 * RUNS if KIND == INT4 else 1, PAD, RUN)
+
+
+@triton.jit
+def _side_by_side(runs, COUNT: tl.constexpr, PAD: tl.constexpr, RUN: tl.constexpr):
+    """The first RUN columns of COUNT runs as [ROWS, PAD]."""
+    ROWS: tl.constexpr = runs[0].shape[0]
+    if runs[0].shape[1] == RUN and COUNT * RUN == PAD:
+        out = _all_glued(runs, 0, COUNT)
+    else:
+        col = tl.arange(0, PAD)[None, :] + tl.zeros((ROWS, 1), tl.int32)
+        out = tl.zeros((ROWS, PAD), tl.float32)
+        for i in tl.static_range(COUNT):
+            own = (col >= i * RUN) & (col < (i + 1) * RUN)
+            at = tl.minimum(tl.maximum(col - i * RUN, 0), runs[i].shape[1] - 1)
+            out = tl.where(own, tl.gather(runs[i], at, axis=1), out)
+    return out
+
+
+@triton.jit
+def _all_glued(runs, START: tl.constexpr, COUNT: tl.constexpr):
+    if COUNT == 1:
+        out = runs[START]
+    else:
+        out = _glued(_all_glued(runs, START, COUNT // 2), _all_glued(runs, START + COUNT // 2, COUNT // 2))
     return out
