@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from kvq.kernels.gpu.rows import INT4
-from kvq.kernels.gpu.words import high_unit, low_unit, word_parts
+from kvq.kernels.gpu.words import high_unit, low_unit, settled, word_parts
 
 # Scaled probabilities are made larger by it where they are fp16: scales are small numbers.
 _ENLARGED = tl.constexpr(16.0)
@@ -76,7 +76,10 @@ def _even_and_odd(q, HALVES: tl.constexpr, RUNS: tl.constexpr, RUN: tl.constexpr
     odd ones, [ROWS, WIDTH], padded with zeros."""
     if RUN == 2 * WIDTH and q.shape[1] == HALVES * RUNS * RUN:
         even, odd = tl.split(tl.reshape(q, (q.shape[0], q.shape[1] // 2, 2)))
-        parts = _cut(even, HALVES * RUNS) + _cut(odd, HALVES * RUNS)
+        cut = _cut(even, HALVES * RUNS) + _cut(odd, HALVES * RUNS)
+        parts = ()
+        for i in tl.static_range(2 * HALVES * RUNS):
+            parts = parts + (settled(cut[i]),)
     else:
         parts = ()
         for odd in tl.static_range(2):

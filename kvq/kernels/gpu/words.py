@@ -139,3 +139,11 @@ def word_parts(words, KIND: tl.constexpr, COMPUTE: tl.constexpr):
             dtype=(tl.float16, tl.float16, tl.float16, tl.float16), is_pure=True, pack=2,
         )  # fmt: skip
     return parts
+
+
+@triton.jit
+def settled(x):
+    """x in 16 bits, computed once: the compiler looks for what it can move no further back than here."""
+    if takes_ptx() and x.dtype.primitive_bitwidth == 16:
+        x = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=2)
+    return x
