@@ -47,9 +47,7 @@ def _rows_at(
 
 
 @triton.jit
-def _row_scales(
-    scales, at, static, slot, head, inside, STATIC: tl.constexpr, PAIRED: tl.constexpr
-):
+def _row_scales(scales, at, static, slot, head, inside, STATIC: tl.constexpr, PAIRED: tl.constexpr):
     """What codes of those tokens are multiplied by, fp32 [keys].
 
     PAIRED: `scales` are words of two neighbouring tokens, since only words are copied asynchronously.
@@ -133,9 +131,7 @@ def _values(
 
 
 @triton.jit
-def _capped_and_masked(
-    scores, softcap, key, last, before, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr
-):
+def _capped_and_masked(scores, softcap, key, last, before, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr):
     """Scores, capped ones as exponents of two, -inf where a row must not see a key: it sees up to `last`, and
     in a window what comes after `before`.
     """

@@ -114,9 +114,7 @@ def word_queries(
 
 
 @triton.jit
-def _run_of_words(
-    codes, at, inside, START: tl.constexpr, RUN: tl.constexpr, WIDTH: tl.constexpr
-):
+def _run_of_words(codes, at, inside, START: tl.constexpr, RUN: tl.constexpr, WIDTH: tl.constexpr):
     """The words of bytes [START, START + RUN) of every row, int16 [keys, WIDTH]."""
     col = tl.arange(0, WIDTH)
     mask = inside[:, None] & (col < RUN // 2)[None, :]

@@ -19,7 +19,7 @@ DECODE_ROWS = 16  # query rows of a tile of a short sequence: the least that ten
 MOST_DECODE_ROWS = 64  # of one sequence and KV head: several such tiles, for drafts and many query heads
 TABLE = Path(__file__).with_name("shapes.json")
 FP32 = "fp32"  # queries or inputs, for which nothing is tuned
-_WARPS = 48  # of all programs of a step per multiprocessor: 12 programs, whether 2, 3 or 4 fit at once
+_WARPS = 24  # of all programs of a step per multiprocessor: 12 programs of two, whether 2, 3 or 4 fit at once
 _LEAST_SPLIT = 256  # keys of a tile of DECODE_ROWS
 
 

@@ -12,7 +12,8 @@ import sys
 
 import torch
 
-from benchmarks.instructions.compiling import compiled, resources
+from benchmarks.instructions import sass
+from benchmarks.instructions.compiling import compiled, disassembled, resources
 from benchmarks.instructions.kernels import kernels
 
 
@@ -26,7 +27,11 @@ def main() -> None:
         for kernel, (function, arguments, options) in kernels(
             kv, torch_dtype, (int(k_dim), int(v_dim)), device
         ).items():
-            used = resources(compiled(function, arguments, device, **options))
+            binary = compiled(function, arguments, device, **options)
+            used = resources(binary)
+            if kernel.startswith("attend") and "cubin" in binary.asm:
+                loop = sass.tensor_loop(sass.blocks(disassembled(binary.asm["cubin"])))
+                used["spilled_in_loop"] = sass.kinds(loop).get("spill", 0)
             print(json.dumps({"kv": name, "kernel": kernel, **used}), flush=True)
 
 

@@ -1,4 +1,4 @@
-"""The Triton kernels compile for GPUs that are not at hand, and decode keeps its state in registers."""
+"""The Triton kernels compile for GPUs that are not at hand, and attention keeps its state in registers."""
 
 import pytest
 
@@ -34,10 +34,10 @@ def compile_all(device: str, formats: list[str]) -> None:
     for used in found:
         assert used["shared"] <= SHARED_BYTES.get(device, OTHER_SHARED_BYTES[device[:2]]), used
         is_wide = "fp32" in used["kv"] or "256" in used["kv"] or device.startswith("gfx1")
-        if used["kernel"] == "attend decode" and not is_wide:
+        if used["kernel"].startswith("attend") and not is_wide and "spilled_in_loop" in used:
+            assert used["spilled_in_loop"] == 0, f"registers spilled in the loop over keys: {used}"
+        if used["kernel"] == "attend decode" and device.startswith("gfx9") and not is_wide:
             assert used["stack"] == 0, f"registers spilled: {used}"
-        if used["kernel"] == "attend extend" and device == "sm90" and not is_wide:
-            assert used["stack"] <= 16, f"registers spilled: {used}"
         if used["kernel"] in ("write_kv", "gather_dense") and "fused" in used:
             assert used["fused"] == 0, f"a product and a sum are rounded once, so bits change: {used}"
 
@@ -57,14 +57,10 @@ def test_kernels_compile_for_every_format(device: str) -> None:
     compile_all(device, MANY)
 
 
-def test_conversions_are_not_pipelined_where_products_go_to_tensor_memory() -> None:
-    """Triton fails at their assembly there."""
-
-    def stages(fmt: str, device: str) -> int:
-        return shapes._shape("extend", fmt, 128, device, 1).stages
-
-    assert [stages(fmt, "sm100") for fmt in ("int4_g64/int4_g64", "fp8/fp8", "bf16/int8")] == [1, 1, 1]
-    assert stages("bf16/bf16", "sm100") == stages("int4_g64/int4_g64", "sm90") == 2
+def test_nothing_is_pipelined_where_products_go_to_tensor_memory() -> None:
+    """Its loops are longer with more stages."""
+    assert shapes._shape("extend", "int4_g64/int4_g64", 128, "sm100", 64, 32).stages == 1
+    assert shapes._shape("extend", "int4_g64/int4_g64", 128, "sm90", 64, 32).stages == 5
 
 
 @pytest.mark.long
