@@ -270,7 +270,7 @@ def _as_pairs(x: Tensor) -> bool:
 def _in_pairs(part: dict[str, Any], pointer: str, strides: str, pairs: Tensor) -> dict[str, Any]:
     """The arguments of rows seen as elements of twice the size."""
     names = (f"{strides}_block", f"{strides}_head", f"{strides}_slot")
-    return {pointer: pairs, **{name: stride for name, stride in zip(names, pairs.stride(), strict=False)}}
+    return {pointer: pairs, **dict(zip(names, pairs.stride(), strict=False))}
 
 
 def _compute_dtype(code: Code, q: Tensor, *, words: bool) -> tl.dtype:

@@ -2,7 +2,7 @@
 
 A row is read in runs: all of FP8 and INT8 rows, and of INT4 rows the bytes of one group in each half. Every
 run gives two parts, or four of INT4, each with a product of its own: K's are summed, V's are columns of the
-output that lie apart until the end. Codes are never scaled: what scales them goes to scores and probabilities.
+output that lie apart until the end. Codes are never scaled: scores and probabilities are.
 """
 
 import triton
@@ -72,8 +72,8 @@ def _interleaved(even, odd):
 
 @triton.jit
 def _even_and_odd(q, HALVES: tl.constexpr, RUNS: tl.constexpr, RUN: tl.constexpr, WIDTH: tl.constexpr):
-    """Queries [ROWS, PAD] as words have them: of each of HALVES * RUNS runs the even columns, then of each the
-    odd ones, [ROWS, WIDTH], padded with zeros."""
+    """Queries [ROWS, PAD] as words have them: the even columns of each of HALVES * RUNS runs, then the odd
+    ones, [ROWS, WIDTH], padded with zeros."""
     if RUN == 2 * WIDTH and q.shape[1] == HALVES * RUNS * RUN:
         even, odd = tl.split(tl.reshape(q, (q.shape[0], q.shape[1] // 2, 2)))
         cut = _cut(even, HALVES * RUNS) + _cut(odd, HALVES * RUNS)

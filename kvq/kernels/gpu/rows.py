@@ -23,8 +23,8 @@ FLOAT, FP8, INT8, INT4, GROUPED = (tl.constexpr(kind) for kind in range(5))
 
 # One 32-bit register of four packed bytes becomes four 16-bit floats from the low nibbles and four from
 # the high ones: a nibble under the exponent byte of 128 (bf16) or 1024 (fp16) is 128 or 1024 more than
-# the code, which a multiply-add takes away, and divides by `unit`. Exact: sums of products must not
-# hold a bias, since tensor cores round what they add.
+# the code, which a multiply-add takes away, and 8 with it. Exact: sums of products must not hold a bias,
+# since tensor cores round what they add.
 _SPREAD_NIBBLES = """
 {{
 .reg .b32 low, high, factor, minus;
@@ -45,11 +45,7 @@ fma.rn.{kind} $3, $3, factor, minus;
 """
 _BF16 = {"magic": "0x43434343", "kind": "bf16x2", "factor": "0x3f803f80"}
 _FP16 = {"magic": "0x64646464", "kind": "f16x2"}
-NIBBLES_BF16 = tl.constexpr(_SPREAD_NIBBLES.format(**_BF16, minus="0xc300c300"))
 NIBBLES_BF16_LESS_8 = tl.constexpr(_SPREAD_NIBBLES.format(**_BF16, minus="0xc308c308"))
-NIBBLES_FP16 = tl.constexpr(  # (1024 + q) / 256 - 4
-    _SPREAD_NIBBLES.format(**_FP16, factor="0x1c001c00", minus="0xc400c400")
-)
 NIBBLES_FP16_LESS_8 = tl.constexpr(_SPREAD_NIBBLES.format(**_FP16, factor="0x3c003c00", minus="0xe408e408"))
 
 # Four E4M3FN bytes become four fp16 numbers, each the value divided by 256: sign in place, exponent
@@ -106,21 +102,19 @@ prmt.b32 second, sign, 0xc3c3c3c3, 0x4342;
 fma.rn.bf16x2 $1, first, one, second;
 }
 """)
-# Or four fp16 numbers: 1024 + 128 + x, less 1152, or each divided by 128: (1152 + x) / 128 - 9.
-_SPREAD_INT8_FP16 = """
-{{
+# Or four fp16 numbers: 1024 + 128 + x, less 1152.
+INT8_FP16 = tl.constexpr("""
+{
 .reg .b32 moved, factor, minus;
-mov.b32 factor, {factor};
-mov.b32 minus, {minus};
+mov.b32 factor, 0x3c003c00;
+mov.b32 minus, 0xe480e480;
 xor.b32 moved, $2, 0x80808080;
 prmt.b32 $0, moved, 0x64646464, 0x4140;
 prmt.b32 $1, moved, 0x64646464, 0x4342;
 fma.rn.f16x2 $0, $0, factor, minus;
 fma.rn.f16x2 $1, $1, factor, minus;
-}}
-"""
-INT8_FP16 = tl.constexpr(_SPREAD_INT8_FP16.format(factor="0x3c003c00", minus="0xe480e480"))
-INT8_FP16_DIVIDED = tl.constexpr(_SPREAD_INT8_FP16.format(factor="0x20002000", minus="0xc880c880"))
+}
+""")
 
 
 def takes_ptx(_semantic: Any = None) -> tl.constexpr:
@@ -154,17 +148,14 @@ def _exactly(x, COMPUTE: tl.constexpr):
 
 
 @triton.jit
-def nibbles(packed, COMPUTE: tl.constexpr, OFFSET: tl.constexpr):
-    """Packed bytes uint8 -> low and high nibbles less OFFSET as COMPUTE numbers, of OFFSET 0 over `unit`."""
+def nibbles(packed, COMPUTE: tl.constexpr):
+    """Packed bytes uint8 -> low and high nibbles less 8 as COMPUTE numbers."""
     if COMPUTE == tl.float32 or not takes_ptx():
-        DIVISOR: tl.constexpr = 256.0 if COMPUTE == tl.float16 and OFFSET == 0 else 1.0
-        low = _exactly(((packed & 15).to(tl.float32) - OFFSET) / DIVISOR, COMPUTE)
-        high = _exactly(((packed >> 4).to(tl.float32) - OFFSET) / DIVISOR, COMPUTE)
+        low = _exactly((packed & 15).to(tl.float32) - 8.0, COMPUTE)
+        high = _exactly((packed >> 4).to(tl.float32) - 8.0, COMPUTE)
     else:
-        OF_BF16: tl.constexpr = NIBBLES_BF16 if OFFSET == 0 else NIBBLES_BF16_LESS_8
-        OF_FP16: tl.constexpr = NIBBLES_FP16 if OFFSET == 0 else NIBBLES_FP16_LESS_8
         low, high = tl.inline_asm_elementwise(
-            OF_BF16 if COMPUTE == tl.bfloat16 else OF_FP16,
+            NIBBLES_BF16_LESS_8 if COMPUTE == tl.bfloat16 else NIBBLES_FP16_LESS_8,
             "=&r,=&r,=&r,=&r,r",
             [packed],
             dtype=(COMPUTE.value, COMPUTE.value),
@@ -174,26 +165,14 @@ def nibbles(packed, COMPUTE: tl.constexpr, OFFSET: tl.constexpr):
     return low, high
 
 
-def unit(kind: int, compute: tl.dtype) -> float:
-    """What `nibbles`, `fp8_codes` and `int8_codes` divide codes by, so that scaled probabilities, which
-    fp16 multiplies with them, are not so small that it can't hold them."""
-    if kind == FP8.value:
-        return 256.0
-    if compute != tl.float16:
-        return 1.0
-    return {INT4.value: 256.0, INT8.value: 128.0}.get(kind, 1.0)
-
-
 @triton.jit
-def int8_codes(codes, COMPUTE: tl.constexpr, DIVIDED: tl.constexpr):
-    """INT8 codes, or their bytes, as COMPUTE numbers, DIVIDED by `unit` or not."""
+def int8_codes(codes, COMPUTE: tl.constexpr):
+    """INT8 codes, or their bytes, as COMPUTE numbers."""
     if COMPUTE == tl.float32 or not takes_ptx():
-        FACTOR: tl.constexpr = 1.0 / 128.0 if DIVIDED and COMPUTE == tl.float16 else 1.0
-        values = _exactly(codes.to(tl.int8, bitcast=True).to(tl.float32) * FACTOR, COMPUTE)
+        values = _exactly(codes.to(tl.int8, bitcast=True).to(tl.float32), COMPUTE)
     else:
-        OF_FP16: tl.constexpr = INT8_FP16_DIVIDED if DIVIDED else INT8_FP16
         values = tl.inline_asm_elementwise(
-            INT8_BF16 if COMPUTE == tl.bfloat16 else OF_FP16,
+            INT8_BF16 if COMPUTE == tl.bfloat16 else INT8_FP16,
             "=&r,=&r,r",
             [codes],
             dtype=COMPUTE.value,

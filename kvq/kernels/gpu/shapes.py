@@ -44,7 +44,7 @@ def extend_shape(kv: PagedKV, q: Tensor) -> TileShape:
 
 
 def folded_keys(shape: TileShape) -> int:
-    """Keys whose sums no two threads of a row share: products have 8 columns, warps side by side in decode."""
+    """Keys whose sums no two threads of a row share: products have 8 columns, decode's warps side by side."""
     return min(8 * (shape.warps if shape.rows == DECODE_ROWS else 1), shape.keys)
 
 
@@ -167,7 +167,7 @@ def format_name(kv: PagedKV) -> str:
 
 
 def _shortest_run(kv: PagedKV) -> int:
-    """Bytes of K's or V's rows that attention reads together, of whichever are fewer; 0 if not as they lie."""
+    """Bytes of K's or V's rows that attention reads together, whichever are fewer; 0 if not as they lie."""
     dims = (kv.formats.k_head_dim, kv.formats.v_head_dim)
     formats = zip((kv.formats.k, kv.formats.v), dims, strict=True)
     return min(_run(fmt, dim) for fmt, dim in formats)

@@ -95,7 +95,7 @@ def _plain(x: Any) -> Any:
 
 
 for _function in (converts_e4m3, low_unit, high_unit):  # device code calls them with the compilation
-    _function.__triton_builtin__ = True  # type: ignore[attr-defined]
+    _function.__triton_builtin__ = True
 
 
 @triton.jit

@@ -97,11 +97,11 @@ def weight_tile(
         row = tl.arange(0, BN // RUNS)
         packed = tl.load(w_ptr + start * 64 + (row[:, None] * 64 + tl.arange(0, 64)[None, :]))
         if KIND == NIBBLES:
-            low, high = nibbles(packed, COMPUTE, 8)
+            low, high = nibbles(packed, COMPUTE)
         elif KIND == SIGNED_NIBBLES:
             low, high = nibble_integers(packed)
         elif KIND == INT8:
-            low = int8_codes(packed, COMPUTE, False)
+            low = int8_codes(packed, COMPUTE)
             high = low
         else:
             low = fp8_codes(packed, COMPUTE)

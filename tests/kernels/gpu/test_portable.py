@@ -16,17 +16,17 @@ COMPUTE = pytest.mark.parametrize(("dtype", "compute"), TYPES, ids=IDS)
 
 
 @triton.jit
-def _nibbles(x_ptr, low_ptr, high_ptr, COMPUTE: tl.constexpr, OFFSET: tl.constexpr):  # noqa: N803
+def _nibbles(x_ptr, low_ptr, high_ptr, COMPUTE: tl.constexpr):  # noqa: N803
     at = tl.arange(0, 256)
-    low, high = rows.nibbles(tl.load(x_ptr + at), COMPUTE, OFFSET)
+    low, high = rows.nibbles(tl.load(x_ptr + at), COMPUTE)
     tl.store(low_ptr + at, low.to(tl.int16, bitcast=True))
     tl.store(high_ptr + at, high.to(tl.int16, bitcast=True))
 
 
 @triton.jit
-def _int8(x_ptr, out_ptr, COMPUTE: tl.constexpr, DIVIDED: tl.constexpr):  # noqa: N803
+def _int8(x_ptr, out_ptr, COMPUTE: tl.constexpr):  # noqa: N803
     at = tl.arange(0, 256)
-    values = rows.int8_codes(tl.load(x_ptr + at), COMPUTE, DIVIDED)
+    values = rows.int8_codes(tl.load(x_ptr + at), COMPUTE)
     tl.store(out_ptr + at, values.to(tl.int16, bitcast=True))
 
 
@@ -41,23 +41,19 @@ def outputs(count: int) -> list[Tensor]:
 
 
 @COMPUTE
-@pytest.mark.parametrize("offset", [0, 8])
-def test_nibbles_become_their_codes(dtype: torch.dtype, compute: tl.dtype, offset: int) -> None:
+def test_nibbles_become_their_codes_less_8(dtype: torch.dtype, compute: tl.dtype) -> None:
     low, high = outputs(2)
-    _nibbles[(1,)](BYTES, low, high, COMPUTE=compute, OFFSET=offset)
-    unit = 1.0 if offset else rows.unit(rows.INT4.value, compute)
+    _nibbles[(1,)](BYTES, low, high, COMPUTE=compute)
     wide = BYTES.int()
-    assert torch.equal(low.view(dtype).float(), ((wide & 15) - offset) / unit)
-    assert torch.equal(high.view(dtype).float(), ((wide >> 4) - offset) / unit)
+    assert torch.equal(low.view(dtype).float(), (wide & 15) - 8.0)
+    assert torch.equal(high.view(dtype).float(), (wide >> 4) - 8.0)
 
 
 @COMPUTE
-@pytest.mark.parametrize("divided", [False, True])
-def test_int8_bytes_become_their_values(dtype: torch.dtype, compute: tl.dtype, divided: bool) -> None:
+def test_int8_bytes_become_their_values(dtype: torch.dtype, compute: tl.dtype) -> None:
     (out,) = outputs(1)
-    _int8[(1,)](BYTES, out, COMPUTE=compute, DIVIDED=divided)
-    unit = rows.unit(rows.INT8.value, compute) if divided else 1.0
-    assert torch.equal(out.view(dtype).float(), BYTES.view(torch.int8).float() / unit)
+    _int8[(1,)](BYTES, out, COMPUTE=compute)
+    assert torch.equal(out.view(dtype).float(), BYTES.view(torch.int8).float())
 
 
 @COMPUTE
@@ -65,5 +61,5 @@ def test_fp8_bytes_become_their_values_over_256(dtype: torch.dtype, compute: tl.
     (out,) = outputs(1)
     _fp8[(1,)](BYTES, out, COMPUTE=compute)
     finite = (BYTES & 0x7F) != 0x7F
-    want = e4m3.decode(BYTES) / rows.unit(rows.FP8.value, compute)
+    want = e4m3.decode(BYTES) / 256
     assert torch.equal(out.view(dtype).float()[finite], want[finite])

@@ -2,15 +2,13 @@
 
 import re
 
-import pytest
 import torch
-import triton.language as tl
 
 from kvq.kernels.codec import e4m3
-from kvq.kernels.gpu import rows
+from kvq.kernels.gpu import words
 
 INSTRUCTION = re.compile(
-    r"(and|or|xor|shr|shl|prmt|fma|mov)\.(?:rn\.)?([bu]32|b?f16x2) (\S+), (\S+?)(?:, (\S+?))?(?:, (\S+))?;"
+    r"(and|or|xor|sh[rl]|prmt|fma|add|mov)\.(?:rn\.)?([bu]32|b?f16x2) (\S+), (\S+?)(?:, (\S+?))?(?:, (\S+))?;"
 )
 
 
@@ -35,10 +33,10 @@ def run(program: str, value: int, outputs: int) -> list[int]:
             registers[into] = read(arguments[0])
             continue
         a, b = read(arguments[0]), read(arguments[1])
-        if name == "fma":
+        if name in ("fma", "add"):
             dtype = torch.bfloat16 if kind == "bf16x2" else torch.float16
-            x, y, z = (lanes(argument).view(dtype).double() for argument in arguments)
-            low, high = (x * y + z).to(dtype).view(torch.int16).int().tolist()
+            x, *factors, z = (lanes(argument).view(dtype).double() for argument in arguments if argument)
+            low, high = (x * factors[0] + z if factors else x + z).to(dtype).view(torch.int16).int().tolist()
             registers[into] = (low & 0xFFFF) | (high & 0xFFFF) << 16
             continue
         if name == "prmt":  # PTX ISA, prmt: byte i of the result is the byte of {b, a} that nibble i names
@@ -51,55 +49,46 @@ def run(program: str, value: int, outputs: int) -> list[int]:
     return [registers[f"${i}"] for i in range(outputs)]
 
 
+def joined(packed: list[int]) -> int:
+    """Bytes as a register, the first lowest."""
+    return sum((x & 0xFF) << 8 * i for i, x in enumerate(packed))
+
+
 def halves(words: list[int], dtype: torch.dtype) -> list[float]:
     """The 16-bit floats in 32-bit registers, low halves first."""
     bits = [word >> shift & 0xFFFF for word in words for shift in (0, 16)]
     return torch.tensor(bits, dtype=torch.int32).to(torch.int16).view(dtype).float().tolist()
 
 
-@pytest.mark.parametrize(
-    ("program", "dtype", "compute"),
-    [
-        (rows.NIBBLES_BF16, torch.bfloat16, tl.bfloat16),
-        (rows.NIBBLES_FP16, torch.float16, tl.float16),
-    ],
-    ids=["bf16", "fp16"],
-)
-def test_nibbles_become_their_codes_in_the_order_of_the_bytes(
-    program: tl.constexpr, dtype: torch.dtype, compute: tl.dtype
-) -> None:
-    for byte in range(256):
-        packed = [byte, byte ^ 0xFF, (byte * 7) & 0xFF, (byte + 13) & 0xFF]
-        word = sum(x << 8 * i for i, x in enumerate(packed))
-        registers = run(program.value, word, 4)
-        assert halves(registers[:2], dtype) == [
-            (x & 15) / rows.unit(rows.INT4.value, compute) for x in packed
-        ]
-        assert halves(registers[2:], dtype) == [
-            (x >> 4) / rows.unit(rows.INT4.value, compute) for x in packed
-        ]
+def test_words_of_int8_become_the_values_of_their_even_and_odd_bytes() -> None:
+    for code in range(-128, 128):
+        packed = [code, -code - 1, (code * 7 + 64) % 128, code // 2]
+        even, odd = (halves([x], torch.float16) for x in run(words._INT8.value, joined(packed), 2))
+        assert (even, odd) == (packed[::2], packed[1::2])
 
 
-def test_fp8_bytes_become_their_values_over_256() -> None:
+def test_words_of_fp8_become_the_values_of_their_bytes_over_256_where_no_instruction_converts() -> None:
     finite = [x for x in range(256) if x & 0x7F != 0x7F]
     for byte in finite:
         packed = [byte, byte ^ 0x80, finite[(byte * 5) % len(finite)], finite[(byte + 99) % len(finite)]]
-        word = sum(x << 8 * i for i, x in enumerate(packed))
-        want = e4m3.decode(torch.tensor(packed, dtype=torch.uint8)) / 256
-        assert halves(run(rows.FP8_FP16.value, word, 2), torch.float16) == want.tolist()
+        want = (e4m3.decode(torch.tensor(packed, dtype=torch.uint8)) / 256).tolist()
+        even, odd = (halves([x], torch.float16) for x in run(words._E4M3_BY_BITS.value, joined(packed), 2))
+        assert (even, odd) == (want[::2], want[1::2])
 
 
-@pytest.mark.parametrize(
-    ("program", "dtype", "compute"),
-    [
-        (rows.INT8_BF16, torch.bfloat16, tl.bfloat16),
-        (rows.INT8_FP16_DIVIDED, torch.float16, tl.float16),
-    ],
-    ids=["bf16", "fp16"],
-)
-def test_int8_bytes_become_their_values(program: tl.constexpr, dtype: torch.dtype, compute: tl.dtype) -> None:
-    for code in range(-128, 128):
-        packed = [code, -code - 1, (code * 7 + 64) % 128, code // 2]
-        word = sum((x & 0xFF) << 8 * i for i, x in enumerate(packed))
-        want = [x / rows.unit(rows.INT8.value, compute) for x in packed]
-        assert halves(run(program.value, word, 2), dtype) == want
+def test_the_instruction_that_converts_fp8_takes_even_bytes_then_odd_ones() -> None:
+    """All but the conversion itself."""
+    sorting = next(line for line in words._E4M3.value.splitlines() if line.startswith("prmt"))
+    (found,) = run(sorting.replace("$2", "$1").replace("sorted", "$0"), joined([1, 2, 3, 4]), 1)
+    assert found == joined([1, 3, 2, 4])
+
+
+def test_words_of_int4_become_subnormal_numbers() -> None:
+    for byte in range(256):
+        packed = [byte, byte ^ 0xFF, (byte * 7) & 0xFF, (byte + 13) & 0xFF]
+        low, high, odd_low, odd_high = (
+            halves([x], torch.float16) for x in run(words._INT4.value, joined(packed), 4)
+        )
+        for even, at, nibbles in ((low, 0, high), (odd_low, 1, odd_high)):
+            assert even == [(x & 15) * 2.0**-24 for x in packed[at::2]]
+            assert nibbles == [(x >> 4) * 2.0**-20 for x in packed[at::2]]
