@@ -121,7 +121,7 @@ def _nvidia_shape(kind: str, head_dim: int, run: int, block_size: int) -> TileSh
     """Counted, not timed: what takes the fewest instructions a key without spilling (docs/kernels.md).
 
     `run`: bytes of a row that are read together; 0: bit by bit, in registers. Five stages are two tiles in
-    flight, since a table's entry is read two stages before the rows that it names.
+    shared memory, seven are three, since a table's entry is read two stages before the rows that it names.
     """
     if run == 0:
         keys, rows, warps = 32, 64, 4 if kind == "decode" else 8
@@ -134,7 +134,8 @@ def _nvidia_shape(kind: str, head_dim: int, run: int, block_size: int) -> TileSh
     # whole, which pays if rows fill it.
     whole = block_size % 64 != 0 and block_size % 32 == 0 and head_dim in (32, 64, 128)
     keys, warps = (32, 1) if run <= 32 or whole else (64, 2)
-    return TileShape(rows=DECODE_ROWS, keys=keys, warps=warps, stages=5)
+    stages = 7 if run <= 64 else 5  # tiles of short rows are small: three cover the latency of memory
+    return TileShape(rows=DECODE_ROWS, keys=keys, warps=warps, stages=stages)
 
 
 def _amd_shape(kind: str, device: str) -> TileShape:
