@@ -37,7 +37,8 @@ GPU = torch.device("cuda")
 FORMATS = [kv for kv in KINDS if "int2" not in kv]
 DIMS = [(64, 64), (128, 128), (48, 60), (80, 96), (192, 128), (256, 256)]
 CONTEXTS = [130, 1, 63, 300, 17]
-NEW = [1, 1, 9, 2, 17]
+NEW = [1, 1, 9, 2, 17]  # at two query heads a KV head, tiles of decode
+MANY_NEW = [70, 1, 63, 120, 17]  # and of extend
 SINKS = torch.tensor([0.0, 4.0, -3.0, 9.0, 1.0, -math.inf])
 
 
@@ -125,10 +126,37 @@ def test_written_bytes_are_the_references(kv: str, dims: tuple[int, int]) -> Non
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("kv", [*FORMATS, "int4_g32_rot", "int4_g16"])
-def test_attention_of_every_format(kv: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("new", "block_size"),
+    [(NEW, 64), (MANY_NEW, 64), (NEW, 32), (NEW, 16)],
+    ids=["decode", "extend", "blocks of 32", "blocks of 16"],
+)
+def test_attention_of_every_format(kv: str, dtype: torch.dtype, new: list[int], block_size: int) -> None:
     dims = (64, 64) if dtype is torch.float32 else (128, 128)
-    cache, tables, _ = filled(kv, dims)
-    check_attention(cache, tables.batch(NEW, CONTEXTS), dims, dtype)
+    cache, tables, _ = filled(kv, dims, block_size=block_size)
+    check_attention(cache, tables.batch(new, CONTEXTS), dims, dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dims", DIMS)
+@pytest.mark.parametrize("kv", ["int4", "int8", "fp8", "k8v4", "bf16", "fp16"])
+def test_extends_of_every_head_dimension(kv: str, dims: tuple[int, int], dtype: torch.dtype) -> None:
+    cache, tables, _ = filled(kv, dims, block_size=64)
+    check_attention(cache, tables.batch(MANY_NEW, CONTEXTS), dims, dtype)
+
+
+@pytest.mark.parametrize("kv", ["int4_g32", "int4", "int8", "fp8"])
+def test_values_of_any_size(kv: str) -> None:
+    """Weights are fp16 numbers: neither large scales nor small ones leave their range."""
+    for size in (1e-3, 3e4):
+        cache = poisoned_cache(kv, [(64, 64)], kv_heads=3, q_heads=6, block_size=64, num_blocks=3)
+        tables = Tables.scattered([50], 64, 3)
+        k, v = rows_like_kv(50, 3, 64, 1), rows_like_kv(50, 3, 64, 2)
+        cache.write(0, k, v * (size / v.abs().max()), torch.tensor(tables.slots(0, 0, 50)))
+        q, batch, settings = rows_like_kv(1, 6, 64, 3), tables.batch([1], [50]), AttentionOptions(scale=0.1)
+        want, _ = reference_attend(q, cache.layer(0), batch, settings)
+        out, _ = attend(q.to(GPU, torch.bfloat16), layer_on_gpu(cache), moved(batch), settings)
+        assert relative_error(out.cpu(), want.double()) < 3e-2
 
 
 @pytest.mark.parametrize("options", [{"window": 40}, {"softcap": 5.0, "sinks": SINKS}, {"skip_last": 20}])

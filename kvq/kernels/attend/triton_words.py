@@ -8,11 +8,12 @@ output that lie apart until the end. Codes are never scaled: scores and probabil
 import triton
 import triton.language as tl
 
-from kvq.kernels.gpu.rows import INT4
+from kvq.kernels.gpu.rows import INT4, INT8
 from kvq.kernels.gpu.words import high_unit, low_unit, settled, word_parts
 
-# Scaled probabilities are made larger by it where they are fp16: scales are small numbers.
-_ENLARGED = tl.constexpr(16.0)
+# What scaled probabilities are multiplied by where they are fp16: scales are small numbers, but nothing may
+# overflow with the largest that rows of fp16 have.
+_ENLARGED_INT4, _ENLARGED_INT8, _ENLARGED_FP8 = tl.constexpr(16.0), tl.constexpr(128.0), tl.constexpr(256.0)
 
 
 @triton.jit
@@ -175,10 +176,15 @@ def byte_scores(
 
 
 @triton.jit
-def _weights(p, scale, COMPUTE: tl.constexpr):
+def _weights(p, scale, KIND: tl.constexpr, COMPUTE: tl.constexpr):
     """Probabilities times a scale [keys] as COMPUTE numbers, enlarged."""
     if COMPUTE == tl.float16:
-        scale = scale * _ENLARGED
+        if KIND == INT4:
+            scale = scale * _ENLARGED_INT4
+        elif KIND == INT8:
+            scale = scale * _ENLARGED_INT8
+        else:
+            scale = scale * _ENLARGED_FP8
     return (p * scale[None, :]).to(COMPUTE)
 
 
@@ -211,10 +217,12 @@ def add_int4_values(
     new = (added_dot(p.to(COMPUTE), pairs, outs[0] * decay),)
     for j in tl.static_range(DIM // 2 // RUN):
         parts = word_parts(_run_of_words(codes, codes_at, inside, j * RUN, RUN, WIDTH), INT4, COMPUTE)
-        low = _weights(p, _scale(scales, scales_at, inside, j * RUN // GROUP), COMPUTE)
+        low = _weights(p, _scale(scales, scales_at, inside, j * RUN // GROUP), INT4, COMPUTE)
         high = low
         if GROUP != DIM:
-            high = _weights(p, _scale(scales, scales_at, inside, (DIM // 2 + j * RUN) // GROUP), COMPUTE)
+            high = _weights(
+                p, _scale(scales, scales_at, inside, (DIM // 2 + j * RUN) // GROUP), INT4, COMPUTE
+            )
         new = new + (
             added_dot(low, parts[0], outs[4 * j + 1] * decay),
             added_dot(high, parts[1], outs[4 * j + 2] * decay),
@@ -231,7 +239,7 @@ def add_byte_values(
 ):  # fmt: skip
     """Let the parts of the output take in one tile of FP8 or INT8 rows; `scale`: fp32 [keys]."""
     parts = word_parts(_run_of_words(codes, codes_at, inside, 0, DIM, WIDTH), KIND, COMPUTE)
-    weights = _weights(p, scale, COMPUTE)
+    weights = _weights(p, scale, KIND, COMPUTE)
     even = added_dot(weights, parts[0], outs[0] * decay[:, None])
     odd = added_dot(weights, parts[1], outs[1] * decay[:, None])
     return even, odd
@@ -250,7 +258,9 @@ def joined(
     COMPUTE: tl.constexpr,
 ):  # fmt: skip
     """The output [ROWS, PAD] of its parts."""
-    ENLARGED: tl.constexpr = _ENLARGED if COMPUTE == tl.float16 else 1.0
+    OF_BYTES: tl.constexpr = _ENLARGED_INT8 if KIND == INT8 else _ENLARGED_FP8
+    OF_KIND: tl.constexpr = _ENLARGED_INT4 if KIND == INT4 else OF_BYTES
+    ENLARGED: tl.constexpr = OF_KIND if COMPUTE == tl.float16 else 1.0
     LOW: tl.constexpr = low_unit(KIND, COMPUTE) / ENLARGED
     HIGH: tl.constexpr = high_unit(KIND, COMPUTE) / ENLARGED
     RUNS: tl.constexpr = DIM // 2 // RUN if KIND == INT4 else 1

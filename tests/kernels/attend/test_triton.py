@@ -124,3 +124,16 @@ def test_products_in_fp16_with_enlarged_weights_and_divided_queries(
     cache, tables = filled(kv, (64, 64), [50, 20])
     q = rows_like_kv(3, 6, 64, 9) * torch.tensor([1e-4, 1.0, 3e5])[:, None, None]
     compare(q, cache, tables.batch([1, 2], [50, 20]), allowed=4e-3, scale=2e-6)
+
+
+@pytest.mark.parametrize("size", [1e-3, 3e4])
+@pytest.mark.parametrize("kv", ["int4", "int8", "fp8"])
+def test_weights_in_fp16_hold_values_of_any_size(
+    kv: str, size: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernel, "_compute_dtype", lambda code, q, words: tl.float16)
+    cache = poisoned_cache(kv, [(64, 64)] * 2, kv_heads=3, q_heads=6, block_size=16, num_blocks=5)
+    tables = Tables.scattered([50], 16, 5)
+    k, v = rows_like_kv(50, 3, 64, 1), rows_like_kv(50, 3, 64, 2)
+    cache.write(1, k, v * (size / v.abs().max()), torch.tensor(tables.slots(0, 0, 50)))
+    compare(rows_like_kv(1, 6, 64, 3), cache, tables.batch([1], [50]), allowed=4e-3)
