@@ -24,7 +24,7 @@ SHAPES = {"decode 64 x 8192": (64, 8192), "decode 1 x 131072": (1, 131_072)}  # 
 CYCLES = (4.0, 10.0)  # least and most that an instruction of a lone warp may take: nobody told
 _HALF_RATE = ("bits", "integer", "convert")  # 64 lanes a clock on sm80 to sm90, half of what is issued
 _WARPS, _LEAST, _START = (
-    48,
+    24,
     256,
     64,
 )  # of all programs a multiprocessor; keys of a program, and those of its start
