@@ -46,7 +46,7 @@ def kernels(
     }
     found: dict[str, tuple[Any, dict[str, Any], Any]] = {}
     for kind, own in zip(("decode", "extend"), plan.attend, strict=True):
-        launch = {name: own.fixed[name] for name in ("num_warps", "num_stages")}
+        launch = {x: own.fixed[x] for x in ("num_warps", "num_stages", "maxnreg") if x in own.fixed}
         found[f"attend {kind}"] = (attend_kernel, {**common, **own.fixed}, launch)
     for kind, own in zip(("decode", "extend"), plan.merge, strict=True):
         found[f"merge {kind}"] = (merge_kernel, {**common, **own.fixed}, {"num_warps": 4})

@@ -149,7 +149,7 @@ def _planned(q: Tensor, kv: PagedKV, options: AttentionOptions) -> _Plan:
         {
             **common,
             **{"ROWS": x.rows, "KEYS": x.keys, "FOLDED": folded_keys(x)},
-            **{"num_warps": x.warps, "num_stages": x.stages},
+            **x.options(),
         }
         for x in shapes
     )
@@ -252,12 +252,14 @@ def _part(name: str, q: Tensor, kv: PagedKV) -> dict[str, Any]:
     )
     if paired:
         part |= _in_pairs(part, f"{name}_scales", f"{name}s", rows.scales[..., 0].view(torch.int32))
+    groups = part[f"{upper}_DIM"] // part[f"{upper}_GROUP"]
+    least = 16 if name == "k" else 8  # summed over by K's product, columns of V's
     return part | {
         f"{upper}_PAIRED": paired,
         f"{upper}_WORDS": words,
         f"{upper}_RUN": run,
         f"{upper}_WIDTH": max(16, triton.next_power_of_2(run // 2)),
-        f"{upper}_PAIRS": max(16, triton.next_power_of_2(2 * part[f"{upper}_DIM"] // part[f"{upper}_GROUP"])),
+        f"{upper}_PAIRS": max(least, triton.next_power_of_2(2 * groups)),
         f"{upper}_COMPUTE": _compute_dtype(code, q, words=words),
     }
 
