@@ -24,11 +24,12 @@ def candidates(kind: str) -> list[TileShape]:
     """Shapes worth trying, to decode or to extend."""
     decodes = kind == "decode"
     return [
-        TileShape(rows=rows, keys=keys, warps=warps, stages=stages)
+        TileShape(rows=rows, keys=keys, warps=warps, stages=stages, registers=registers)
         for rows in ((DECODE_ROWS,) if decodes else (64, 128))
         for keys in ((32, 64, 128) if decodes else (32, 64))
         for warps in ((1, 2, 4) if decodes else (4, 8))
         for stages in (3, 5, 7)  # tiles in flight: one, two, three, as rows wait for a table
+        for registers in ((None, 168) if decodes else (None,))
     ]
 
 
