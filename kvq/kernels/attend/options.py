@@ -17,7 +17,7 @@ class AttentionOptions:
     without a value.
 
     Raises:
-        ConfigError: a window of no token, or a softcap that is not above 0.
+        ConfigError: a window of no token, or a scale or softcap that is not above 0.
     """
 
     scale: float
@@ -26,6 +26,8 @@ class AttentionOptions:
     sinks: Tensor | None = None
 
     def __post_init__(self) -> None:
+        if not self.scale > 0:
+            raise ConfigError(f"scale must be more than 0, got {self.scale}")
         if self.window is not None and self.window < 1:
             raise ConfigError(f"window must be 1 token at least, or None for no window, got {self.window}")
         if self.softcap is not None and self.softcap <= 0:

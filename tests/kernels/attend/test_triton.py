@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kvq.cache import KVCache
+from kvq.errors import ConfigError
 from kvq.kernels import AttentionOptions, SequenceBatch
 from kvq.kernels.attend import triton as kernel
 from kvq.kernels.attend.reference import attend as reference
@@ -137,3 +138,9 @@ def test_weights_in_fp16_hold_values_of_any_size(
     k, v = rows_like_kv(50, 3, 64, 1), rows_like_kv(50, 3, 64, 2)
     cache.write(1, k, v * (size / v.abs().max()), torch.tensor(tables.slots(0, 0, 50)))
     compare(rows_like_kv(1, 6, 64, 3), cache, tables.batch([1], [50]), allowed=4e-3)
+
+
+@pytest.mark.parametrize("scale", [0.0, -0.1, float("nan")])
+def test_a_scale_that_turns_scores_around_is_refused(scale: float) -> None:
+    with pytest.raises(ConfigError, match=f"scale must be more than 0, got {scale}"):
+        AttentionOptions(scale=scale)
