@@ -16,7 +16,7 @@ from kvq.kernels.attend.triton_kernel import attend_kernel
 from kvq.kernels.attend.triton_merge import merge_kernel
 from kvq.kernels.attend.triton_work import Cut, WorkList, work_list
 from kvq.kernels.gpu.launch import Bound
-from kvq.kernels.gpu.rows import INT4, part_arguments
+from kvq.kernels.gpu.rows import FP8, INT4, INT8, part_arguments
 from kvq.kernels.gpu.shapes import (
     MOST_DECODE_ROWS,
     TileShape,
@@ -243,7 +243,8 @@ def _part(name: str, q: Tensor, kv: PagedKV) -> dict[str, Any]:
     half_row = part[f"{upper}_DIM"] // 2
     is_int4 = part[f"{upper}_KIND"] == INT4.value
     run = min(part[f"{upper}_GROUP"], half_row) if is_int4 else part[f"{upper}_DIM"]  # bytes
-    words = code.bits in (4, 8) and run % 2 == 0 and _as_pairs(rows.codes)
+    is_packed = part[f"{upper}_KIND"] in (FP8.value, INT8.value, INT4.value)
+    words = is_packed and run % 2 == 0 and _as_pairs(rows.codes)
     if words:
         part |= _in_pairs(part, f"{name}_codes", f"{name}c", rows.codes.view(torch.int16))
     # Scales of one per row as words of two neighbouring tokens, where strides allow it.
