@@ -115,9 +115,9 @@ class Lane:
                 self._num_at_work[tenant] += 1
                 began = monotonic()
                 try:
-                    reader = reader or await self._readers.fork()
+                    own, reader = reader or await self._readers.fork(), None  # kept if its job ends well
                     soon_s = _WARY_SOON_S if tenant in self._wary_until_s else _SOON_S
-                    reader = await self._do(reader, work, soon_s)
+                    reader = await self._do(own, work, soon_s)
                 except Exception as error:  # noqa: BLE001 - one job's failure is not the others'
                     work.fail(error)
                 except asyncio.CancelledError:
