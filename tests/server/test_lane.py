@@ -71,3 +71,32 @@ def test_whose_jobs_were_slow_yield_sooner():
         assert wary < other, "it was told to yield before the other"
 
     asyncio.run(main())
+
+
+def test_a_reader_whose_end_is_cancelled_takes_no_other_job():
+    """Its job was slow, so it is ended; the line is closed meanwhile."""
+    begun, jobs = asyncio.Event(), []
+
+    class Ending(Readers):
+        async def fork(self):
+            reader = await super().fork()
+            reader.is_ended = False
+            return reader
+
+        async def end(self, reader):
+            reader.is_ended = True
+            begun.set()
+            await asyncio.Event().wait()
+
+    async def main():
+        readers = Ending(is_slow=True)
+        lane = Lane(readers, width=1)
+        await lane.do(JOB, tenant="a", num_bytes=1, deadline_s=HANG_S)
+        await begun.wait()
+        for task in list(lane._working):
+            task.cancel()
+        await asyncio.sleep(0)
+        jobs.extend(lane._idle)
+
+    asyncio.run(main())
+    assert not jobs
