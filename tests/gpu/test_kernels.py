@@ -145,6 +145,18 @@ def test_extends_of_every_head_dimension(kv: str, dims: tuple[int, int], dtype: 
     check_attention(cache, tables.batch(MANY_NEW, CONTEXTS), dims, dtype)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kv", ["int4_g64", "int8", "fp16"])
+def test_large_queries_of_one_sign(kv: str, dtype: torch.dtype) -> None:
+    """fp16 holds them, but not their sums, which minimums are multiplied by."""
+    cache, tables, _ = filled(kv, (128, 128), block_size=64)
+    q = (rows_like_kv(5, 6, 128, 77).abs() + 1e4).to(dtype)
+    batch, settings = tables.batch([1] * 5, CONTEXTS), AttentionOptions(scale=1e-5)
+    want, _ = reference_attend(q.float(), cache.layer(1), batch, settings)
+    out, _ = attend(q.to(GPU), layer_on_gpu(cache, 1), moved(batch), settings)
+    assert relative_error(out.cpu(), want.double()) < 3e-2
+
+
 @pytest.mark.parametrize("kv", ["int4_g32", "int4", "int8", "fp8"])
 def test_values_of_any_size(kv: str) -> None:
     """Weights are fp16 numbers: neither large scales nor small ones leave their range."""

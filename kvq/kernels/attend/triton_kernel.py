@@ -150,16 +150,15 @@ def _read_queries(
 ):
     """Queries as COMPUTE numbers [ROWS, PAD], and what each row's scores are to be multiplied by.
 
-    fp16 can't hold every bf16 number, so rows are divided by a power of two where it is needed.
+    fp16 can't hold every bf16 number, nor the sums of large ones, so rows are divided by a power of two.
     """
     x = tl.load(q_ptr + at, mask=mask, other=0.0)
     unit = tl.full((ROWS,), 1.0, tl.float32)
-    narrow: tl.constexpr = (COMPUTE == tl.float16) and (q_ptr.dtype.element_ty != tl.float16)
-    if (ROTATED > 1) or narrow:
+    if (ROTATED > 1) or COMPUTE == tl.float16:
         y = x.to(tl.float32)
         if ROTATED > 1:
             y = rotate(y, ROWS, PAD, ROTATED)
-        if narrow:
+        if COMPUTE == tl.float16:
             top = tl.max(tl.abs(y), axis=1)
             unit = tl.exp2(tl.ceil(tl.log2(tl.where(top > 0, top, 1.0))))
             y = y / unit[:, None]

@@ -49,12 +49,12 @@ NIBBLES_BF16_LESS_8 = tl.constexpr(_SPREAD_NIBBLES.format(**_BF16, minus="0xc308
 NIBBLES_FP16_LESS_8 = tl.constexpr(_SPREAD_NIBBLES.format(**_FP16, factor="0x3c003c00", minus="0xe408e408"))
 
 # Four E4M3FN bytes become four fp16 numbers, each the value divided by 256: sign in place, exponent
-# and mantissa one bit further down.
-FP8_FP16 = tl.constexpr("""
-{
+# and mantissa one bit further down. `first` and `second` name the bytes of each result, by `prmt`.
+SPREAD_E4M3 = """
+{{
 .reg .b32 first, second, sign;
-prmt.b32 first, $2, 0, 0x1404;
-prmt.b32 second, $2, 0, 0x3424;
+prmt.b32 first, $2, 0, {first};
+prmt.b32 second, $2, 0, {second};
 and.b32 sign, first, 0x80008000;
 shr.u32 first, first, 1;
 and.b32 first, first, 0x3f803f80;
@@ -63,8 +63,9 @@ and.b32 sign, second, 0x80008000;
 shr.u32 second, second, 1;
 and.b32 second, second, 0x3f803f80;
 or.b32 $1, second, sign;
-}
-""")
+}}
+"""
+FP8_FP16 = tl.constexpr(SPREAD_E4M3.format(first="0x1404", second="0x3424"))
 # Or four bf16 numbers: exponent and mantissa at the low end of bf16's, which is the value times 2^-120, and
 # that times 2^112.
 FP8_BF16 = tl.constexpr("""
@@ -103,18 +104,18 @@ fma.rn.bf16x2 $1, first, one, second;
 }
 """)
 # Or four fp16 numbers: 1024 + 128 + x, less 1152.
-INT8_FP16 = tl.constexpr("""
-{
-.reg .b32 moved, factor, minus;
-mov.b32 factor, 0x3c003c00;
+SPREAD_INT8 = """
+{{
+.reg .b32 moved, minus;
 mov.b32 minus, 0xe480e480;
 xor.b32 moved, $2, 0x80808080;
-prmt.b32 $0, moved, 0x64646464, 0x4140;
-prmt.b32 $1, moved, 0x64646464, 0x4342;
-fma.rn.f16x2 $0, $0, factor, minus;
-fma.rn.f16x2 $1, $1, factor, minus;
-}
-""")
+prmt.b32 $0, moved, 0x64646464, {first};
+prmt.b32 $1, moved, 0x64646464, {second};
+add.rn.f16x2 $0, $0, minus;
+add.rn.f16x2 $1, $1, minus;
+}}
+"""
+INT8_FP16 = tl.constexpr(SPREAD_INT8.format(first="0x4140", second="0x4342"))
 
 
 def takes_ptx(_semantic: Any = None) -> tl.constexpr:

@@ -127,11 +127,11 @@ def _nvidia_shape(kind: str, head_dim: int, run: int, block_size: int) -> TileSh
     """Counted, not timed: what takes the fewest instructions a key without spilling (docs/kernels.md).
 
     `run`: bytes of a row that are read together; 0: bit by bit, in registers. Five stages are two tiles in
-    shared memory, seven are three, since a table's entry is read two stages before the rows that it names.
+    shared memory, since a table's entry is read two stages before the rows that it names.
     """
     if run == 0:
-        keys, rows, warps = 32, 64, 4 if kind == "decode" else 8
-        return TileShape(rows=DECODE_ROWS if kind == "decode" else rows, keys=keys, warps=warps, stages=2)
+        rows, warps = (DECODE_ROWS, 4) if kind == "decode" else (64, 8)
+        return TileShape(rows=rows, keys=32, warps=warps, stages=2)
     if kind == "extend":
         return TileShape(rows=64, keys=64 if head_dim <= 128 and run > 32 else 32, warps=4, stages=5)
     if head_dim > 192:

@@ -11,23 +11,12 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from kvq.kernels.gpu.rows import FP8, INT4, INT8, fp8_codes, takes_ptx
+from kvq.kernels.gpu.rows import FP8, INT4, INT8, SPREAD_E4M3, SPREAD_INT8, fp8_codes, takes_ptx
 
 _LEAST_WITH_E4M3 = 89  # the first capability that converts FP8 by an instruction
 
 # Inputs are two neighbouring words, of bytes 0 to 3; outputs are fp16 numbers of both words.
-# INT8: 1024 + 128 + x, less 1152.
-_INT8 = tl.constexpr("""
-{
-.reg .b32 moved, minus;
-mov.b32 minus, 0xe480e480;
-xor.b32 moved, $2, 0x80808080;
-prmt.b32 $0, moved, 0x64646464, 0x4240;
-prmt.b32 $1, moved, 0x64646464, 0x4341;
-add.rn.f16x2 $0, $0, minus;
-add.rn.f16x2 $1, $1, minus;
-}
-""")
+_INT8 = tl.constexpr(SPREAD_INT8.format(first="0x4240", second="0x4341"))
 _E4M3 = tl.constexpr("""
 {
 .reg .b16 even, odd;
@@ -38,22 +27,7 @@ cvt.rn.f16x2.e4m3x2 $0, even;
 cvt.rn.f16x2.e4m3x2 $1, odd;
 }
 """)
-# Without that instruction: sign in place, exponent and mantissa one bit further down, the value over 256.
-_E4M3_BY_BITS = tl.constexpr("""
-{
-.reg .b32 even, odd, sign;
-prmt.b32 even, $2, 0, 0x2404;
-prmt.b32 odd, $2, 0, 0x3414;
-and.b32 sign, even, 0x80008000;
-shr.u32 even, even, 1;
-and.b32 even, even, 0x3f803f80;
-or.b32 $0, even, sign;
-and.b32 sign, odd, 0x80008000;
-shr.u32 odd, odd, 1;
-and.b32 odd, odd, 0x3f803f80;
-or.b32 $1, odd, sign;
-}
-""")
+_E4M3_BY_BITS = tl.constexpr(SPREAD_E4M3.format(first="0x2404", second="0x3414"))  # the value over 256
 # INT4: a nibble at the low end of fp16's mantissa is the subnormal number code * 2^-24, one 4 bits further up
 # 16 times that. Tensor cores multiply subnormal fp16 numbers exactly (Fasi et al., "Numerical behavior of
 # NVIDIA tensor cores", 2021, section 4).
