@@ -23,7 +23,7 @@ from kvq.kernels.attend.triton_words import (
     word_outputs,
     word_queries,
 )
-from kvq.kernels.gpu.rows import FLOAT, INT4, rotate, stored_rows
+from kvq.kernels.gpu.rows import FLOAT, INT4, rotate, rotated, stored_rows
 from kvq.kernels.gpu.words import low_unit
 
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -184,7 +184,7 @@ def store_rows(
     out = tl.where(seen[:, None], out / tl.where(seen, total, 1.0)[:, None], 0.0)
     lse = tl.where(seen, (top + tl.log2(tl.where(seen, total, 1.0))) * _LN_2, float("-inf"))
     if ROTATED > 1:
-        out = rotate(out, ROWS, PAD, ROTATED)
+        out = rotated(out, ROWS, PAD, ROTATED)
     col = tl.arange(0, PAD)
     mask = valid[:, None] & (col < DIM)[None, :]
     tl.store(out_ptr + out_at[:, None] + col[None, :], out.to(out_ptr.dtype.element_ty), mask=mask)

@@ -36,6 +36,14 @@ def _fp8(x_ptr, out_ptr, COMPUTE: tl.constexpr):  # noqa: N803
     tl.store(out_ptr + at, rows.fp8_codes(tl.load(x_ptr + at), COMPUTE).to(tl.int16, bitcast=True))
 
 
+@triton.jit
+def _rotations(x_ptr, out_ptr, DIM: tl.constexpr, BLOCK: tl.constexpr):  # noqa: N803
+    at = tl.arange(0, 4)[:, None] * DIM + tl.arange(0, DIM)[None, :]
+    x = tl.load(x_ptr + at)
+    tl.store(out_ptr + at, rows.rotate(x, 4, DIM, BLOCK))
+    tl.store(out_ptr + 4 * DIM + at, rows.rotated(x, 4, DIM, BLOCK))
+
+
 def outputs(count: int) -> list[Tensor]:
     return [torch.full((256,), -1, dtype=torch.int16) for _ in range(count)]
 
@@ -63,3 +71,14 @@ def test_fp8_bytes_become_their_values_over_256(dtype: torch.dtype, compute: tl.
     finite = (BYTES & 0x7F) != 0x7F
     want = e4m3.decode(BYTES) / 256
     assert torch.equal(out.view(dtype).float()[finite], want[finite])
+
+
+@pytest.mark.parametrize(
+    ("dim", "block"), [(16, 4), (16, 16), (64, 2), (64, 32), (128, 128), (128, 64), (256, 256)]
+)
+def test_products_rotate_as_butterflies_do(dim: int, block: int) -> None:
+    x = torch.randn(4, dim, generator=torch.Generator().manual_seed(0))
+    out = torch.full((2, 4, dim), float("nan"))
+    _rotations[(1,)](x, out, DIM=dim, BLOCK=block)
+    torch.testing.assert_close(out[1], out[0], rtol=1e-5, atol=1e-5)
+    assert not torch.equal(out[0], x)
