@@ -62,8 +62,9 @@ def pays(new: int, q_heads: int, share: int, keys: int) -> bool:
 
     For H100 and H200 and heads of 128, a tile of 64 query rows of a KV head takes for every key:
 
-    - In the fused kernel as many instructions as its loop has (Triton 3.6): 80 with int4, 60 with int8, 30 with
-      bf16. 132 multiprocessors issue 900 of them a nanosecond at most, so that is 0.09, 0.07 and 0.03 ns at best.
+    - In the fused kernel as many instructions as its loop has (Triton 3.6): 80 with int4, 60 with int8, 30
+      with bf16. 132 multiprocessors issue 900 of them a nanosecond at most, so that is 0.09, 0.07 and 0.03 ns
+      at best.
     - In flash attention 64 x 512 operations, at the 350 TFLOP/s that it is known for 0.09 ns.
 
     Gathering a key of a KV head takes its codes and 512 bytes written and read again, 0.3 ns, and with int4,
