@@ -194,7 +194,7 @@ def test_a_template_that_always_loops_is_broken_and_texts_go_on(run):
             await prompts.chat(TURN)
         assert await prompts.tokenize("a b")
 
-    run(work, LOOP)
+    run(work, LOOP, deadline_s=HANG_S)
 
 
 def test_closing_waits_for_nothing(run):
