@@ -1,8 +1,6 @@
-"""`attend` in Triton: what a layer's launches are made of, once for all steps, and the launches."""
+"""`attend` in Triton: what a layer's launches are made of, and the launches."""
 
-from collections.abc import Iterator
-from dataclasses import astuple, dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -10,34 +8,13 @@ import triton.language as tl
 from torch import Tensor
 
 from kvq.formats import Code
-from kvq.kernels.attend.gathered import Gathered, attend_gathered, chosen, suits
+from kvq.kernels.attend.gathered import attend_gathered, suits
 from kvq.kernels.attend.options import AttentionOptions
 from kvq.kernels.attend.triton_kernel import attend_kernel
-from kvq.kernels.attend.triton_merge import merge_kernel
-from kvq.kernels.attend.triton_work import Cut, WorkList, work_list
-from kvq.kernels.gpu.launch import Bound
+from kvq.kernels.attend.triton_step import Cutting, Plan, launched, options_of_layer, plan_of
 from kvq.kernels.gpu.rows import FP8, INT4, INT8, part_arguments
-from kvq.kernels.gpu.shapes import (
-    MOST_DECODE_ROWS,
-    TileShape,
-    changes,
-    decode_shape,
-    extend_shape,
-    folded_keys,
-    least_split,
-    pieces,
-)
+from kvq.kernels.gpu.shapes import MOST_DECODE_ROWS, decode_shape, extend_shape
 from kvq.kernels.paged import PagedKV, SequenceBatch
-
-_MERGED_TOGETHER = 16  # rows of parts that a program of the merge reads together
-_MERGED_ROWS = 1, 4  # of the result, of decode tiles and of extend tiles
-_ATTENDED = (
-    *("q_ptr", "out_ptr", "lse_ptr", "parts_ptr", "part_lses_ptr"),
-    *("items_ptr", "tables_ptr", "sink_ptr"),
-)
-_MERGED = "parts_ptr", "part_lses_ptr", "out_ptr", "lse_ptr", "merged_ptr", "sink_ptr"
-_NUMBERS = "q_token", "q_head", "q_dim", "table_stride", "height"
-_MANY = (1 << 31) - 1  # query rows: no limit
 
 
 def attend(
@@ -57,182 +34,28 @@ def attend(
     if q.device.type == "cpu" and q.dtype is not torch.float32:  # the interpreter can't round to bf16
         out, lse = attend(q.float(), kv, batch, options, skip_last=skip_last)
         return out.to(q.dtype), lse
-    plan = _plan(q, kv, options)
-    tokens, q_heads, _ = q.shape
-    out = q.new_empty((tokens, q_heads, plan.v_dim))
-    lse = q.new_empty((tokens, q_heads), dtype=torch.float32)
-    step = _step(batch, plan, skip_last)
-    for work in step.works:
-        _launch(plan, work, q, batch.tables, (out, lse), options.sinks)
-    if step.gathered:
-        attend_gathered(q, kv, batch, options, step.gathered, (out, lse))
-    return out, lse
+    plan = plan_of(_planned, q, kv, options)
+    results, gathered = launched(plan, q, batch, options.sinks, skip_last)
+    if gathered:
+        attend_gathered(q, kv, batch, options, gathered, results)
+    return results
 
 
-class _Cutting(NamedTuple):
-    """What the work of a step depends on beside the batch: layers that agree in it share their lists."""
-
-    share: int
-    kv_heads: int
-    v_pad: int
-    window: int | None
-    may_gather: bool
-    decode: TileShape
-    extend: TileShape
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class _Plan:
-    """A layer's launches, but for what changes from step to step."""
-
-    name: tuple[Any, ...]  # the cutting as plain numbers, whose hash costs little
-    cutting: _Cutting
-    v_dim: int
-    attend: tuple[Bound, Bound]  # of decode tiles, and of extend tiles
-    merge: tuple[Bound, Bound]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Work:
-    """A step's tiles of one height, and room for the parts of those that are split."""
-
-    items: WorkList
-    is_extend: bool
-    parts: Tensor  # fp32 [parts, kv_heads, height, V_PAD]; layers run one after another, so all use this
-    lses: Tensor  # fp32 [parts, kv_heads, height]
-    grid: tuple[int, int, int]
-    merge_grid: tuple[int, int, int] | None
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Step:
-    """Who attends to which sequence of a step."""
-
-    works: list[_Work]
-    gathered: list[Gathered]
-
-
-def _plan(q: Tensor, kv: PagedKV, options: AttentionOptions) -> _Plan:
-    """Worked out once for a layer's blocks and kept with them."""
-    name = (
-        *(attend, q.dtype, q.shape[1], changes()),
-        *(options.scale, options.window, options.softcap, options.sinks is None),
-    )
-    found: _Plan | None = kv.kept.get(name)
-    if found is None:
-        found = kv.kept[name] = _planned(q, kv, options)
-    return found
-
-
-def _planned(q: Tensor, kv: PagedKV, options: AttentionOptions) -> _Plan:
+def _planned(q: Tensor, kv: PagedKV, options: AttentionOptions) -> Plan:
     q_heads, kv_heads = q.shape[1], kv.k.codes.shape[1]
-    shapes = decode_shape(kv, q), extend_shape(kv, q)
     k, v = (_part(x, q, kv) for x in ("k", "v"))
-    merge = {
-        **{x: v[x] for x in ("V_DIM", "V_PAD", "V_ROTATED")},
-        "Q_HEADS": q_heads,
-        "SHARE": q_heads // kv_heads,
-        "SINKS": options.sinks is not None,
-    }
-    common = {
-        **merge,
-        **k,
-        **v,
-        "BLOCK_SIZE": kv.block_size,
-        "scale": options.scale,
-        "softcap": options.softcap or 1.0,
-        "window": options.window or 0,
-        "WINDOW": options.window is not None,
-        "SOFTCAP": options.softcap is not None,
-    }
-    attends = (
-        {
-            **common,
-            **{"ROWS": x.rows, "KEYS": x.keys, "FOLDED": folded_keys(x)},
-            **x.options(),
-        }
-        for x in shapes
+    fixed = {**options_of_layer(options, q_heads, kv_heads), **k, **v, "BLOCK_SIZE": kv.block_size}
+    cutting = Cutting(
+        share=q_heads // kv_heads,
+        kv_heads=kv_heads,
+        v_pad=v["V_PAD"],
+        window=options.window,
+        may_gather=suits(q, kv, options),
+        most_decode=MOST_DECODE_ROWS,
+        decode=decode_shape(kv, q),
+        extend=extend_shape(kv, q),
     )
-    merges = ({**merge, "ROWS": n, "AT_ONCE": _MERGED_TOGETHER // n, "num_warps": 4} for n in _MERGED_ROWS)
-    decode, extend = (Bound(attend_kernel, _ATTENDED, _NUMBERS, **own) for own in attends)
-    one, more = (Bound(merge_kernel, _MERGED, ("height",), **own) for own in merges)
-    may_gather = suits(q, kv, options)
-    cutting = _Cutting(q_heads // kv_heads, kv_heads, v["V_PAD"], options.window, may_gather, *shapes)
-    return _Plan(
-        name=(*cutting[:5], *astuple(shapes[0]), *astuple(shapes[1])),
-        cutting=cutting,
-        v_dim=v["V_DIM"],
-        attend=(decode, extend),
-        merge=(one, more),
-    )
-
-
-def _step(batch: SequenceBatch, plan: _Plan, skip_last: int) -> _Step:
-    """Tiles of a batch, and what is gathered; worked out once for all layers that cut alike."""
-    name = plan.name, skip_last
-    found: _Step | None = batch.kept.get(name)
-    if found is None:
-        found = batch.kept[name] = _shared_out(batch, plan.cutting, skip_last)
-    return found
-
-
-def _shared_out(batch: SequenceBatch, cutting: _Cutting, skip_last: int) -> _Step:
-    gathered: list[Gathered] = []
-    if cutting.may_gather:
-        q_heads = cutting.share * cutting.kv_heads
-        gathered = list(chosen(batch, q_heads, cutting.share, cutting.window, skip_last))
-    rest = batch.without(own.sequence for own in gathered)
-    return _Step(list(_works(rest, cutting, skip_last)), gathered)
-
-
-def _works(batch: SequenceBatch, cutting: _Cutting, skip_last: int) -> Iterator[_Work]:
-    limits = (1, MOST_DECODE_ROWS), (MOST_DECODE_ROWS + 1, _MANY)
-    for shape, (fewest, most) in zip((cutting.decode, cutting.extend), limits, strict=True):
-        cut = Cut(
-            share=cutting.share,
-            rows=shape.rows,
-            keys=shape.keys,
-            fewest=fewest,
-            most=most,
-            window=cutting.window,
-            skip_last=skip_last,
-            pieces=pieces(shape, cutting.kv_heads, batch.tables.device),
-            least=least_split(shape),
-        )
-        if (items := work_list(batch, cut)) is not None:
-            yield _with_room(batch, items, cutting, is_extend=shape is cutting.extend)
-
-
-def _with_room(batch: SequenceBatch, items: WorkList, cutting: _Cutting, *, is_extend: bool) -> _Work:
-    heads, height = cutting.kv_heads, items.height
-    shape = items.parts, heads, height
-    name = _Work, shape, cutting.v_pad
-    if name not in batch.kept:
-        device = batch.tables.device
-        batch.kept[name] = [torch.empty(*shape, *row, device=device) for row in ((cutting.v_pad,), ())]
-    parts, lses = batch.kept[name]
-    rows = _MERGED_ROWS[is_extend]
-    merged = None if items.merged is None else (len(items.merged), heads, -(-height // rows))
-    return _Work(items, is_extend, parts, lses, (len(items.items) * heads, 1, 1), merged)
-
-
-def _launch(
-    plan: _Plan,
-    work: _Work,
-    q: Tensor,
-    tables: Tensor,
-    results: tuple[Tensor, Tensor],
-    sinks: Tensor | None,
-) -> None:
-    out, lse = results
-    parts, lses, items = work.parts, work.lses, work.items
-    read = lse if sinks is None else sinks  # else a pointer that is not read
-    tensors = q, out, lse, parts, lses, items.items, tables, read
-    plan.attend[work.is_extend](work.grid, tensors, (*q.stride(), tables.stride(0), items.height))
-    if work.merge_grid is not None:
-        assert items.merged is not None, "what is merged has a list"
-        merged = parts, lses, out, lse, items.merged, read
-        plan.merge[work.is_extend](work.merge_grid, merged, (items.height,))
+    return Plan.of(attend_kernel, fixed, cutting)
 
 
 def _part(name: str, q: Tensor, kv: PagedKV) -> dict[str, Any]:

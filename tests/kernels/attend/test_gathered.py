@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kvq.cache import KVCache
 from kvq.kernels import AttentionOptions, SequenceBatch
-from kvq.kernels.attend import gathered
+from kvq.kernels.attend import gathered, triton_step
 from kvq.kernels.attend import triton as kernel
 from kvq.kernels.attend.gathered import Gathered, attend_gathered, chosen, chunks, suits
 from kvq.kernels.attend.reference import attend as reference
@@ -104,7 +104,7 @@ def test_layers_share_memory_and_lists(monkeypatch: pytest.MonkeyPatch) -> None:
         kernel.attend(q, cache.layer(layer), batch, AttentionOptions(scale=0.1))
     assert len({id(room) for room in rooms}) == 1
     assert sum(x.nbytes for x in rooms[0]) <= gathered.SCRATCH_BYTES
-    steps = [kept for kept in batch.kept.values() if isinstance(kept, kernel._Step)]
+    steps = [kept for kept in batch.kept.values() if isinstance(kept, triton_step._Step)]
     assert len(steps) == 1
 
 
@@ -112,7 +112,8 @@ def test_the_fused_kernel_leaves_out_what_is_gathered() -> None:
     """Also where the engine gave the lengths, with all new tokens of the step."""
     cache, batch, q = case("int8")
     batch = replace(batch, lens=batch.device_lens())
-    step = kernel._step(batch, kernel._plan(q, cache.layer(1), AttentionOptions(scale=0.1)), 0)
+    plan = kernel._planned(q, cache.layer(1), AttentionOptions(scale=0.1))
+    step = triton_step._step(batch, plan, 0)
     assert [own.sequence for own in step.gathered] == [1, 4]
     [work] = step.works
     items = [item for item in work.items.items.tolist() if item[0] >= 0]

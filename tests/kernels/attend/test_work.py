@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from kvq.bench.workload import lengths
 from kvq.kernels import AttentionOptions, SequenceBatch
 from kvq.kernels.attend import triton as kernel
-from kvq.kernels.attend import triton_work
+from kvq.kernels.attend import triton_step, triton_work
 from kvq.kernels.attend.triton_work import Cut, work_list
 from kvq.kernels.gpu.shapes import TileShape, least_split
 from tests.kernels.attend.test_triton import filled
@@ -158,7 +158,7 @@ def test_layers_share_a_list_and_nothing_comes_from_the_host(
 ) -> None:
     """Per layer attend and merge, of both heights if there are both; grids don't know the contexts."""
     monkeypatch.undo()  # memory is made by torch.empty alone
-    modules = {"attend_kernel": kernel, "merge_kernel": kernel, "list_kernel": triton_work}
+    modules = {"attend_kernel": kernel, "merge_kernel": triton_step, "list_kernel": triton_work}
     fake = {name: Launches(getattr(module, name)) for name, module in modules.items()}
     for name, launches in fake.items():
         monkeypatch.setattr(modules[name], name, launches)
@@ -166,7 +166,7 @@ def test_layers_share_a_list_and_nothing_comes_from_the_host(
     q = torch.zeros(sum(new), 12, 64)
     options = [AttentionOptions(scale=1.0, window=window) for window in (None, 600)]
     for each in options:  # layers' own arguments are worked out once, for all steps
-        kernel._plan(q, cache.layer(1), each)
+        triton_step.plan_of(kernel._planned, q, cache.layer(1), each)
     seen = []
     for contexts in ([30, 7, 60, 900, 1], [4000, 4000, 4000, 4000, 4000]):
         batch = batch_of(new, contexts, limit=4096)

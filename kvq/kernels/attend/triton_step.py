@@ -1,0 +1,205 @@
+"""A step's launches of attention over blocks: how its work is cut, room for parts of results, the merge.
+
+What stays from step to step is a plan, made once for a layer's blocks; what a step has is made once for all
+layers that cut alike.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import astuple, dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from kvq.kernels.attend.gathered import Gathered, chosen
+from kvq.kernels.attend.options import AttentionOptions
+from kvq.kernels.attend.triton_merge import merge_kernel
+from kvq.kernels.attend.triton_work import Cut, WorkList, work_list
+from kvq.kernels.gpu.launch import Bound
+from kvq.kernels.gpu.shapes import TileShape, changes, folded_keys, least_split, pieces
+from kvq.kernels.paged import PagedKV, SequenceBatch
+
+_MERGED_TOGETHER = 16  # rows of parts that a program of the merge reads together
+_MERGED_ROWS = 1, 4  # of the result, of decode tiles and of extend tiles
+_ATTENDED = (
+    *("q_ptr", "out_ptr", "lse_ptr", "parts_ptr", "part_lses_ptr"),
+    *("items_ptr", "tables_ptr", "sink_ptr"),
+)
+_MERGED = "parts_ptr", "part_lses_ptr", "out_ptr", "lse_ptr", "merged_ptr", "sink_ptr"
+_NUMBERS = "q_token", "q_head", "q_dim", "table_stride", "height"
+_MANY = (1 << 31) - 1  # query rows: no limit
+
+
+class Cutting(NamedTuple):
+    """What the work of a step depends on beside the batch: layers that agree in it share their lists."""
+
+    share: int  # query heads of a KV head
+    kv_heads: int
+    v_pad: int
+    window: int | None
+    may_gather: bool
+    most_decode: int  # query rows of a sequence and KV head that tiles of decode take
+    decode: TileShape
+    extend: TileShape
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Plan:
+    """A layer's launches, but for what changes from step to step."""
+
+    name: tuple[Any, ...]  # the cutting as plain numbers, whose hash costs little
+    cutting: Cutting
+    v_dim: int
+    attend: tuple[Bound, Bound]  # of decode tiles, and of extend tiles
+    merge: tuple[Bound, Bound]
+
+    @classmethod
+    def of(cls, kernel: Any, fixed: Mapping[str, Any], cutting: Cutting) -> "Plan":
+        """`kernel` begins with the arguments that all have; `fixed`: its others, but for the tiles' sizes."""
+        shapes = cutting.decode, cutting.extend
+        attends = (
+            {**fixed, "ROWS": x.rows, "KEYS": x.keys, "FOLDED": folded_keys(x), **x.options()} for x in shapes
+        )
+        merged = {x: fixed[x] for x in ("V_DIM", "V_PAD", "V_ROTATED", "Q_HEADS", "SHARE", "SINKS")}
+        merges = (
+            {**merged, "ROWS": n, "AT_ONCE": _MERGED_TOGETHER // n, "num_warps": 4} for n in _MERGED_ROWS
+        )
+        decode, extend = (Bound(kernel, _ATTENDED, _NUMBERS, **own) for own in attends)
+        one, more = (Bound(merge_kernel, _MERGED, ("height",), **own) for own in merges)
+        return cls(
+            name=(*cutting[:6], *astuple(shapes[0]), *astuple(shapes[1])),
+            cutting=cutting,
+            v_dim=fixed["V_DIM"],
+            attend=(decode, extend),
+            merge=(one, more),
+        )
+
+
+def options_of_layer(options: AttentionOptions, q_heads: int, kv_heads: int) -> dict[str, Any]:
+    """What kernels are compiled for, of a layer's options and heads."""
+    return {
+        "Q_HEADS": q_heads,
+        "SHARE": q_heads // kv_heads,
+        "SINKS": options.sinks is not None,
+        "scale": options.scale,
+        "softcap": options.softcap or 1.0,
+        "window": options.window or 0,
+        "WINDOW": options.window is not None,
+        "SOFTCAP": options.softcap is not None,
+    }
+
+
+_Planned = Callable[[Tensor, PagedKV, AttentionOptions], Plan]
+
+
+def plan_of(planned: _Planned, q: Tensor, kv: PagedKV, options: AttentionOptions) -> Plan:
+    """What `planned` makes of them, once for a layer's blocks and kept with them."""
+    name = (
+        *(planned, q.dtype, q.shape[1], changes()),
+        *(options.scale, options.window, options.softcap, options.sinks is None),
+    )
+    found: Plan | None = kv.kept.get(name)
+    if found is None:
+        found = kv.kept[name] = planned(q, kv, options)
+    return found
+
+
+def launched(
+    plan: Plan, q: Tensor, batch: SequenceBatch, sinks: Tensor | None, skip_last: int
+) -> tuple[tuple[Tensor, Tensor], list[Gathered]]:
+    """Launch a step's work; the results, out and lse, and what is left to gathered rows."""
+    tokens, q_heads, _ = q.shape
+    out = q.new_empty((tokens, q_heads, plan.v_dim))
+    lse = q.new_empty((tokens, q_heads), dtype=torch.float32)
+    step = _step(batch, plan, skip_last)
+    for work in step.works:
+        _launch(plan, work, q, batch.tables, (out, lse), sinks)
+    return (out, lse), step.gathered
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Work:
+    """A step's tiles of one height, and room for the parts of those that are split."""
+
+    items: WorkList
+    is_extend: bool
+    parts: Tensor  # fp32 [parts, kv_heads, height, V_PAD]; layers run one after another, so all use this
+    lses: Tensor  # fp32 [parts, kv_heads, height]
+    grid: tuple[int, int, int]
+    merge_grid: tuple[int, int, int] | None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Step:
+    """Who attends to which sequence of a step."""
+
+    works: list[_Work]
+    gathered: list[Gathered]
+
+
+def _step(batch: SequenceBatch, plan: Plan, skip_last: int) -> _Step:
+    """Tiles of a batch, and what is gathered; worked out once for all layers that cut alike."""
+    name = plan.name, skip_last
+    found: _Step | None = batch.kept.get(name)
+    if found is None:
+        found = batch.kept[name] = _shared_out(batch, plan.cutting, skip_last)
+    return found
+
+
+def _shared_out(batch: SequenceBatch, cutting: Cutting, skip_last: int) -> _Step:
+    gathered: list[Gathered] = []
+    if cutting.may_gather:
+        q_heads = cutting.share * cutting.kv_heads
+        gathered = list(chosen(batch, q_heads, cutting.share, cutting.window, skip_last))
+    rest = batch.without(own.sequence for own in gathered)
+    return _Step(list(_works(rest, cutting, skip_last)), gathered)
+
+
+def _works(batch: SequenceBatch, cutting: Cutting, skip_last: int) -> Iterator[_Work]:
+    limits = (1, cutting.most_decode), (cutting.most_decode + 1, _MANY)
+    for shape, (fewest, most) in zip((cutting.decode, cutting.extend), limits, strict=True):
+        cut = Cut(
+            share=cutting.share,
+            rows=shape.rows,
+            keys=shape.keys,
+            fewest=fewest,
+            most=most,
+            window=cutting.window,
+            skip_last=skip_last,
+            pieces=pieces(shape, cutting.kv_heads, batch.tables.device),
+            least=least_split(shape),
+        )
+        if (items := work_list(batch, cut)) is not None:
+            yield _with_room(batch, items, cutting, is_extend=shape is cutting.extend)
+
+
+def _with_room(batch: SequenceBatch, items: WorkList, cutting: Cutting, *, is_extend: bool) -> _Work:
+    heads, height = cutting.kv_heads, items.height
+    shape = items.parts, heads, height
+    name = _Work, shape, cutting.v_pad
+    if name not in batch.kept:
+        device = batch.tables.device
+        batch.kept[name] = [torch.empty(*shape, *row, device=device) for row in ((cutting.v_pad,), ())]
+    parts, lses = batch.kept[name]
+    rows = _MERGED_ROWS[is_extend]
+    merged = None if items.merged is None else (len(items.merged), heads, -(-height // rows))
+    return _Work(items, is_extend, parts, lses, (len(items.items) * heads, 1, 1), merged)
+
+
+def _launch(
+    plan: Plan,
+    work: _Work,
+    q: Tensor,
+    tables: Tensor,
+    results: tuple[Tensor, Tensor],
+    sinks: Tensor | None,
+) -> None:
+    out, lse = results
+    parts, lses, items = work.parts, work.lses, work.items
+    read = lse if sinks is None else sinks  # else a pointer that is not read
+    tensors = q, out, lse, parts, lses, items.items, tables, read
+    plan.attend[work.is_extend](work.grid, tensors, (*q.stride(), tables.stride(0), items.height))
+    if work.merge_grid is not None:
+        assert items.merged is not None, "what is merged has a list"
+        merged = parts, lses, out, lse, items.merged, read
+        plan.merge[work.is_extend](work.merge_grid, merged, (items.height,))
