@@ -44,23 +44,21 @@ def _function(operation: str, backend: str) -> Callable[..., Any]:
 
 def _kernels() -> Iterator[Kernel]:
     """What kvq itself brings."""
+    supports: Callable[[Any, Device], Support]
     for name in ("write_kv", "attend", "merge_partials", "gather_dense", "copy_blocks"):
         cpu = _function(name, "cpu")
         exact = partial(cpu, exact=True) if name == "attend" else cpu
-        supports: Callable[[Any, Device], Support]
         for backend, run, supports in (
             ("reference", _function(name, "reference"), supported_everywhere),
             ("cpu", cpu, library.supports),
             ("cpu-fp32", exact, library.supports),
-            ("triton", gpu.lazy(name), gpu.supports),
+            ("triton", gpu.lazy(name), gpu.supports if name == "attend" else gpu.supports_stored),
         ):
             yield Kernel(operation=name, backend=backend, run=run, supports=supports)
-    reference, triton = _function("rope_write", "reference"), gpu.lazy("rope_write")
-    for backend, run, supports in (
-        ("reference", reference, supported_everywhere),
-        ("triton", triton, gpu.supports),
-    ):
-        yield Kernel(operation="rope_write", backend=backend, run=run, supports=supports)
+    for name, supports in (("rope_write", gpu.supports), ("attend_latent", gpu.supports_latent)):
+        reference = _function(name, "reference")
+        yield Kernel(operation=name, backend="reference", run=reference, supports=supported_everywhere)
+        yield Kernel(operation=name, backend="triton", run=gpu.lazy(name), supports=supports)
     for name in LINEAR_OPERATIONS:
         for backend, run, supports in (
             ("reference", ReferenceLinear, supported_everywhere),

@@ -1,5 +1,7 @@
 """Reference `attend`: attention of new tokens over blocks, for mixed prefill and decode batches."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -36,14 +38,36 @@ def attend(
     Returns out [tokens, q_heads, v_head_dim] in q's dtype and lse fp32 [tokens, q_heads], natural
     log, sinks included; (0, -inf) where a query sees nothing.
     """
-    tokens, q_heads, _ = q.shape
     fmt = kv.formats
     query = rotate(q) if fmt.k.rotated else q.float()
-    out = torch.zeros(tokens, q_heads, fmt.v_head_dim, device=q.device)
-    lse = torch.full((tokens, q_heads), float("-inf"), device=q.device)
+
+    def rows(table: Tensor, start: int, end: int) -> tuple[Tensor, Tensor]:
+        k, v = (x[0] for x in gather_dense(kv, table, start, end))
+        return k, v
+
+    out, lse = attend_rows(query, rows, fmt.v_head_dim, batch, options, skip_last)
+    if fmt.v.rotated:
+        out = rotate(out)
+    return out.to(q.dtype), lse
+
+
+def attend_rows(
+    query: Tensor,
+    rows_of: Callable[[Tensor, int, int], tuple[Tensor, Tensor]],
+    v_dim: int,
+    batch: SequenceBatch,
+    options: AttentionOptions,
+    skip_last: int,
+) -> tuple[Tensor, Tensor]:
+    """The same over rows from anywhere, fp32: `rows_of` gives K and V [kv_heads, keys, dim] of a table's
+    positions [start, end). `query`: fp32 [tokens, q_heads, dim].
+    """
+    tokens, q_heads, _ = query.shape
+    out = torch.zeros(tokens, q_heads, v_dim, device=query.device)
+    lse = torch.full((tokens, q_heads), float("-inf"), device=query.device)
     at = 0
     for i, (new, context) in enumerate(zip(batch.query_lens, batch.context_lens, strict=True)):
-        rows = slice(at, at + new)
+        own = slice(at, at + new)
         at += new
         if new:
             start = context - new
@@ -51,13 +75,11 @@ def attend(
             end = context - skip_last
             if end <= oldest:
                 continue
-            k, v = (x[0] for x in gather_dense(kv, batch.tables[i : i + 1], oldest, end))
-            out[rows], lse[rows] = _attend_one(query[rows] * options.scale, k, v, start, oldest, options)
+            k, v = rows_of(batch.tables[i : i + 1], oldest, end)
+            out[own], lse[own] = _attend_one(query[own] * options.scale, k, v, start, oldest, options)
     if options.sinks is not None:
         out, lse = merge_partials(out[None], lse[None], options.sinks)
-    if fmt.v.rotated:
-        out = rotate(out)
-    return out.to(q.dtype), lse
+    return out, lse
 
 
 def _attend_one(

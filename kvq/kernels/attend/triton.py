@@ -84,7 +84,7 @@ def _part(name: str, q: Tensor, kv: PagedKV) -> dict[str, Any]:
         f"{upper}_RUN": run,
         f"{upper}_WIDTH": max(16, triton.next_power_of_2(run // 2)),
         f"{upper}_PAIRS": max(least, triton.next_power_of_2(2 * groups)),
-        f"{upper}_COMPUTE": _compute_dtype(code, q, words=words),
+        f"{upper}_COMPUTE": compute_dtype(code, q, words=words),
     }
 
 
@@ -99,7 +99,8 @@ def _in_pairs(part: dict[str, Any], pointer: str, strides: str, pairs: Tensor) -
     return {pointer: pairs, **dict(zip(names, pairs.stride(), strict=False))}
 
 
-def _compute_dtype(code: Code, q: Tensor, *, words: bool) -> tl.dtype:
+def compute_dtype(code: Code, q: Tensor, *, words: bool) -> tl.dtype:
+    """What products are of, for queries and codes; `words`: packed codes that lie so that fp16 holds them."""
     if q.device.type == "cpu" or q.dtype is torch.float32 or code is Code.FP32:
         return tl.float32  # the interpreter's 16-bit products can't be trusted
     if words or code is Code.FP16:

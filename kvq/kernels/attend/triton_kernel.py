@@ -31,7 +31,7 @@ _LN_2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
-def _rows_at(
+def rows_at(
     start, block, first, slot, stride, STEP: tl.constexpr, PER: tl.constexpr, IN_ONE_BLOCK: tl.constexpr
 ):
     """Where a tile's rows lie: a pointer, and offsets [keys] from it; PER: neighbouring tokens of an element.
@@ -47,7 +47,7 @@ def _rows_at(
 
 
 @triton.jit
-def _row_scales(scales, at, static, slot, head, inside, STATIC: tl.constexpr, PAIRED: tl.constexpr):
+def row_scales(scales, at, static, slot, head, inside, STATIC: tl.constexpr, PAIRED: tl.constexpr):
     """What codes of those tokens are multiplied by, fp32 [keys].
 
     PAIRED: `scales` are words of two neighbouring tokens, since only words are copied asynchronously.
@@ -77,11 +77,11 @@ def _scores(
         )
     elif WORDS:
         scores = byte_scores(runs, codes, codes_at, inside, KIND, DIM, WIDTH, COMPUTE)
-        scale = _row_scales(scales, scales_at, static, slot, kv_head, inside, STATIC, PAIRED)
+        scale = row_scales(scales, scales_at, static, slot, kv_head, inside, STATIC, PAIRED)
         UNIT: tl.constexpr = low_unit(KIND, COMPUTE)
         scores = scores * (scale * UNIT)[None, :]
     else:
-        k = _dense_rows(
+        k = dense_rows(
             codes, scales, static, codes_at, scales_at, kv_head, inside, col,
             KIND, BITS, DIM, GROUP, COMPUTE, STATIC,
         )  # fmt: skip
@@ -90,7 +90,7 @@ def _scores(
 
 
 @triton.jit
-def _dense_rows(
+def dense_rows(
     codes, scales, static, codes_at, scales_at, head, inside, col,
     KIND: tl.constexpr, BITS: tl.constexpr, DIM: tl.constexpr, GROUP: tl.constexpr, COMPUTE: tl.constexpr,
     STATIC: tl.constexpr,
@@ -119,10 +119,10 @@ def _values(
             outs, p, decay, codes, scales, codes_at, scales_at, inside, DIM, GROUP, RUN, WIDTH, PAIRS, COMPUTE
         )
     elif WORDS:
-        scale = _row_scales(scales, scales_at, static, slot, kv_head, inside, STATIC, PAIRED)
+        scale = row_scales(scales, scales_at, static, slot, kv_head, inside, STATIC, PAIRED)
         new = add_byte_values(outs, p, decay, codes, scale, codes_at, inside, KIND, DIM, WIDTH, COMPUTE)
     else:
-        v = _dense_rows(
+        v = dense_rows(
             codes, scales, static, codes_at, scales_at, kv_head, inside, tl.arange(0, PAD),
             KIND, BITS, DIM, GROUP, COMPUTE, STATIC,
         )  # fmt: skip
@@ -145,6 +145,35 @@ def _capped_and_masked(scores, softcap, key, last, before, SOFTCAP: tl.constexpr
 
 
 @triton.jit
+def weighed(
+    scores, row_scale, top, totals, key, last, before, softcap,
+    SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, FOLDED: tl.constexpr,
+):  # fmt: skip
+    """Weights of one tile, what earlier outputs are to be multiplied by, and the new maxima and sums.
+
+    `row_scale`: of scores, and of exponents of e where they are not capped, as powers of two.
+    """
+    if SOFTCAP:
+        scores = scores * row_scale[:, None]
+    scores = _capped_and_masked(scores, softcap, key, last, before, SOFTCAP, WINDOW)
+    highest = tl.max(scores, axis=1)
+    if not SOFTCAP:  # scaled where the maximum is taken away: a product and a sum are one instruction
+        highest = highest * row_scale
+        scores = scores * row_scale[:, None]
+    higher = tl.maximum(top, highest)
+    safe = tl.where(higher == float("-inf"), 0.0, higher)
+    p = tl.exp2(scores - safe[:, None])
+    decay = tl.exp2(top - safe)
+    return p, decay, higher, totals * decay[:, None] + folded(p, FOLDED)
+
+
+@triton.jit
+def power_of_two(top):
+    """The least that is not below `top`; 1 for 0."""
+    return tl.exp2(tl.ceil(tl.log2(tl.where(top > 0, top, 1.0))))
+
+
+@triton.jit
 def _read_queries(
     q_ptr, at, mask, ROWS: tl.constexpr, PAD: tl.constexpr, ROTATED: tl.constexpr, COMPUTE: tl.constexpr
 ):
@@ -159,8 +188,7 @@ def _read_queries(
         if ROTATED > 1:
             y = rotate(y, ROWS, PAD, ROTATED)
         if COMPUTE == tl.float16:
-            top = tl.max(tl.abs(y), axis=1)
-            unit = tl.exp2(tl.ceil(tl.log2(tl.where(top > 0, top, 1.0))))
+            unit = power_of_two(tl.max(tl.abs(y), axis=1))
             y = y / unit[:, None]
         x = y.to(COMPUTE)
     return x.to(COMPUTE), unit
@@ -192,7 +220,7 @@ def store_rows(
 
 
 @triton.jit
-def _tile_rows(item, own, kv_head, SHARE: tl.constexpr):
+def tile_rows(item, own, kv_head, SHARE: tl.constexpr):
     """Of an item's rows: whether there is one, its position, token and query head."""
     row = tl.load(item + 1, volatile=True) + own
     new = tl.load(item + 3, volatile=True)
@@ -201,11 +229,38 @@ def _tile_rows(item, own, kv_head, SHARE: tl.constexpr):
     return row < new * SHARE, position, token, kv_head * SHARE + row % SHARE
 
 
+@triton.jit
+def store_results(
+    out, top, total, out_ptr, lse_ptr, parts_ptr, part_lses_ptr, item, kv_head, height, sink_ptr,
+    ROWS: tl.constexpr, KV_HEADS: tl.constexpr, SHARE: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr,
+    ROTATED: tl.constexpr, SINKS: tl.constexpr,
+):  # fmt: skip
+    """Store what an item's rows gave: results, or a part that is merged with others.
+
+    Where its rows lie is read again, so that the loop before needs no registers for that.
+    """
+    own = tl.arange(0, ROWS)
+    valid, _, token, head = tile_rows(item, own, kv_head, SHARE)
+    part = tl.load(item + 7)
+    if part < 0:
+        row_at = token * (KV_HEADS * SHARE) + head
+        store_rows(
+            out, top, total, out_ptr, lse_ptr, row_at * DIM, row_at, sink_ptr, head, valid,
+            ROWS, DIM, PAD, ROTATED, SINKS,
+        )  # fmt: skip
+    else:
+        part_at = (part.to(tl.int64) * KV_HEADS + kv_head) * height + own
+        store_rows(
+            out, top, total, parts_ptr, part_lses_ptr, part_at * PAD, part_at, sink_ptr, head, valid,
+            ROWS, PAD, PAD, 1, False,
+        )  # fmt: skip
+
+
 # Numbers that change from step to step would else be compiled for: 1, multiples of 16, and others.
-_VARYING = ["table_stride", "window", "height"]
+VARYING = ["table_stride", "window", "height"]
 
 
-@triton.jit(do_not_specialize=_VARYING)
+@triton.jit(do_not_specialize=VARYING)
 def attend_kernel(
     q_ptr, out_ptr, lse_ptr, parts_ptr, part_lses_ptr, items_ptr, tables_ptr, sink_ptr,
     q_token, q_head, q_dim, table_stride, height,
@@ -240,7 +295,7 @@ def attend_kernel(
         return
     kv_head = tl.program_id(0) % KV_HEADS
     own = tl.arange(0, ROWS)
-    valid, position, token, head = _tile_rows(item, own, kv_head, SHARE)
+    valid, position, token, head = tile_rows(item, own, kv_head, SHARE)
     context = tl.load(item + 4)
     begin = tl.load(item + 5) * KEYS  # so that the compiler knows what divides it
     end = tl.load(item + 6)
@@ -285,51 +340,29 @@ def attend_kernel(
         else:
             block = tl.load(table + key // BLOCK_SIZE, mask=inside, other=0).to(tl.int64)
             slot = key % BLOCK_SIZE
-        codes, codes_at = _rows_at(k_codes, block, first, slot, kc_block, kc_slot, 1, ONE)
-        scales, scales_at = _rows_at(k_scales, block, first, slot, ks_block, ks_slot, 1 + K_PAIRED, ONE)
+        codes, codes_at = rows_at(k_codes, block, first, slot, kc_block, kc_slot, 1, ONE)
+        scales, scales_at = rows_at(k_scales, block, first, slot, ks_block, ks_slot, 1 + K_PAIRED, ONE)
         scores = _scores(
             q, runs, sums, codes, scales, k_static, codes_at, scales_at, slot, kv_head, inside, col,
             K_KIND, K_WORDS, K_BITS, K_DIM, K_GROUP, K_RUN, K_WIDTH, K_PAIRS, K_COMPUTE, K_STATIC,
             K_PAIRED,
         )  # fmt: skip
-        if SOFTCAP:
-            scores = scores * row_scale[:, None]
-        scores = _capped_and_masked(scores, softcap, key, last, position - window, SOFTCAP, WINDOW)
+        p, decay, top, totals = weighed(
+            scores, row_scale, top, totals, key, last, position - window, softcap, SOFTCAP, WINDOW, FOLDED
+        )
 
-        highest = tl.max(scores, axis=1)
-        if not SOFTCAP:  # scaled where the maximum is taken away: a product and a sum are one instruction
-            highest = highest * row_scale
-            scores = scores * row_scale[:, None]
-        higher = tl.maximum(top, highest)
-        safe = tl.where(higher == float("-inf"), 0.0, higher)
-        p = tl.exp2(scores - safe[:, None])
-        decay = tl.exp2(top - safe)
-        totals = totals * decay[:, None] + folded(p, FOLDED)
-        top = higher
-
-        codes, codes_at = _rows_at(v_codes, block, first, slot, vc_block, vc_slot, 1, ONE)
-        scales, scales_at = _rows_at(v_scales, block, first, slot, vs_block, vs_slot, 1 + V_PAIRED, ONE)
+        codes, codes_at = rows_at(v_codes, block, first, slot, vc_block, vc_slot, 1, ONE)
+        scales, scales_at = rows_at(v_scales, block, first, slot, vs_block, vs_slot, 1 + V_PAIRED, ONE)
         outs = _values(
             outs, p, decay, codes, scales, v_static, codes_at, scales_at, slot, kv_head, inside,
             V_KIND, V_WORDS, V_BITS, V_DIM, V_PAD, V_GROUP, V_RUN, V_WIDTH, V_PAIRS, V_COMPUTE, V_STATIC,
             V_PAIRED,
         )  # fmt: skip
 
-    valid, _, token, head = _tile_rows(item, own, kv_head, SHARE)  # again: no registers for them in the loop
-    part = tl.load(item + 7)
-    total = tl.sum(totals, axis=1)
     out = outs[0]
     if V_WORDS:
         out = joined(outs, V_KIND, V_DIM, V_PAD, V_GROUP, V_RUN, V_COMPUTE)
-    if part < 0:
-        row_at = token * Q_HEADS + head
-        store_rows(
-            out, top, total, out_ptr, lse_ptr, row_at * V_DIM, row_at, sink_ptr, head, valid,
-            ROWS, V_DIM, V_PAD, V_ROTATED, SINKS,
-        )  # fmt: skip
-    else:
-        part_at = (part.to(tl.int64) * KV_HEADS + kv_head) * height + own
-        store_rows(
-            out, top, total, parts_ptr, part_lses_ptr, part_at * V_PAD, part_at, sink_ptr, head, valid,
-            ROWS, V_PAD, V_PAD, 1, False,
-        )  # fmt: skip
+    store_results(
+        out, top, tl.sum(totals, axis=1), out_ptr, lse_ptr, parts_ptr, part_lses_ptr, item, kv_head, height,
+        sink_ptr, ROWS, KV_HEADS, SHARE, V_DIM, V_PAD, V_ROTATED, SINKS,
+    )  # fmt: skip

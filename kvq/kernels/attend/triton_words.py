@@ -5,15 +5,17 @@ run gives two parts, or four of INT4, each with a product of its own: K's are su
 output that lie apart until the end. Codes are never scaled: scores and probabilities are.
 """
 
+from typing import Any
+
 import triton
 import triton.language as tl
 
-from kvq.kernels.gpu.rows import INT4, INT8
-from kvq.kernels.gpu.words import high_unit, low_unit, settled, word_parts
+from kvq.kernels.gpu.rows import FP8, INT4, INT8
+from kvq.kernels.gpu.words import high_unit, low_unit, plain, settled, word_parts
 
 # What scaled probabilities are multiplied by where they are fp16: scales are small numbers, but nothing may
 # overflow with the largest that rows of fp16 have.
-_ENLARGED_INT4, _ENLARGED_INT8, _ENLARGED_FP8 = tl.constexpr(16.0), tl.constexpr(128.0), tl.constexpr(256.0)
+_ENLARGED = {INT4.value: 16.0, INT8.value: 128.0, FP8.value: 256.0}
 
 
 @triton.jit
@@ -47,19 +49,19 @@ def _in_column(out, x, COLUMN: tl.constexpr):
 
 
 @triton.jit
-def _cut(x, COUNT: tl.constexpr):
+def columns_apart(x, COUNT: tl.constexpr):
     """x [ROWS, columns] as COUNT runs of neighbouring columns, COUNT a power of two."""
     ROWS: tl.constexpr = x.shape[0]
     if COUNT == 1:
         cut = (x,)
     else:
         low, high = tl.split(tl.permute(tl.reshape(x, (ROWS, 2, x.shape[1] // 2)), (0, 2, 1)))
-        cut = _cut(low, COUNT // 2) + _cut(high, COUNT // 2)
+        cut = columns_apart(low, COUNT // 2) + columns_apart(high, COUNT // 2)
     return cut
 
 
 @triton.jit
-def _glued(low, high):
+def side_by_side(low, high):
     """The columns of two, side by side."""
     both = tl.permute(tl.join(low, high), (0, 2, 1))
     return tl.reshape(both, (low.shape[0], 2 * low.shape[1]))
@@ -77,7 +79,7 @@ def _even_and_odd(q, HALVES: tl.constexpr, RUNS: tl.constexpr, RUN: tl.constexpr
     ones, [ROWS, WIDTH], padded with zeros."""
     if RUN == 2 * WIDTH and q.shape[1] == HALVES * RUNS * RUN:
         even, odd = tl.split(tl.reshape(q, (q.shape[0], q.shape[1] // 2, 2)))
-        cut = _cut(even, HALVES * RUNS) + _cut(odd, HALVES * RUNS)
+        cut = columns_apart(even, HALVES * RUNS) + columns_apart(odd, HALVES * RUNS)
         parts = ()
         for i in tl.static_range(2 * HALVES * RUNS):
             parts = parts + (settled(cut[i]),)
@@ -175,16 +177,21 @@ def byte_scores(
     return added_dot(q[1], tl.trans(parts[1]), dot(q[0], tl.trans(parts[0])))
 
 
+def enlarged(kind: Any, compute: Any, _semantic: Any = None) -> tl.constexpr:
+    """What `scaled_weights` are too large by."""
+    if plain(compute) != tl.float16:
+        return tl.constexpr(1.0)
+    return tl.constexpr(_ENLARGED[plain(kind)])
+
+
+enlarged.__triton_builtin__ = True  # type: ignore[attr-defined]
+
+
 @triton.jit
-def _weights(p, scale, KIND: tl.constexpr, COMPUTE: tl.constexpr):
-    """Probabilities times a scale [keys] as COMPUTE numbers, enlarged."""
+def scaled_weights(p, scale, KIND: tl.constexpr, COMPUTE: tl.constexpr):
+    """Probabilities times a scale [keys] as COMPUTE numbers, `enlarged`."""
     if COMPUTE == tl.float16:
-        if KIND == INT4:
-            scale = scale * _ENLARGED_INT4
-        elif KIND == INT8:
-            scale = scale * _ENLARGED_INT8
-        else:
-            scale = scale * _ENLARGED_FP8
+        scale = scale * enlarged(KIND, COMPUTE)
     return (p * scale[None, :]).to(COMPUTE)
 
 
@@ -217,10 +224,10 @@ def add_int4_values(
     new = (added_dot(p.to(COMPUTE), pairs, outs[0] * decay),)
     for j in tl.static_range(DIM // 2 // RUN):
         parts = word_parts(_run_of_words(codes, codes_at, inside, j * RUN, RUN, WIDTH), INT4, COMPUTE)
-        low = _weights(p, _scale(scales, scales_at, inside, j * RUN // GROUP), INT4, COMPUTE)
+        low = scaled_weights(p, _scale(scales, scales_at, inside, j * RUN // GROUP), INT4, COMPUTE)
         high = low
         if GROUP != DIM:
-            high = _weights(
+            high = scaled_weights(
                 p, _scale(scales, scales_at, inside, (DIM // 2 + j * RUN) // GROUP), INT4, COMPUTE
             )
         new = new + (
@@ -239,7 +246,7 @@ def add_byte_values(
 ):  # fmt: skip
     """Let the parts of the output take in one tile of FP8 or INT8 rows; `scale`: fp32 [keys]."""
     parts = word_parts(_run_of_words(codes, codes_at, inside, 0, DIM, WIDTH), KIND, COMPUTE)
-    weights = _weights(p, scale, KIND, COMPUTE)
+    weights = scaled_weights(p, scale, KIND, COMPUTE)
     even = added_dot(weights, parts[0], outs[0] * decay[:, None])
     odd = added_dot(weights, parts[1], outs[1] * decay[:, None])
     return even, odd
@@ -258,11 +265,8 @@ def joined(
     COMPUTE: tl.constexpr,
 ):  # fmt: skip
     """The output [ROWS, PAD] of its parts."""
-    OF_BYTES: tl.constexpr = _ENLARGED_INT8 if KIND == INT8 else _ENLARGED_FP8
-    OF_KIND: tl.constexpr = _ENLARGED_INT4 if KIND == INT4 else OF_BYTES
-    ENLARGED: tl.constexpr = OF_KIND if COMPUTE == tl.float16 else 1.0
-    LOW: tl.constexpr = low_unit(KIND, COMPUTE) / ENLARGED
-    HIGH: tl.constexpr = high_unit(KIND, COMPUTE) / ENLARGED
+    LOW: tl.constexpr = low_unit(KIND, COMPUTE) / enlarged(KIND, COMPUTE)
+    HIGH: tl.constexpr = high_unit(KIND, COMPUTE) / enlarged(KIND, COMPUTE)
     RUNS: tl.constexpr = DIM // 2 // RUN if KIND == INT4 else 1
     runs = ()  # as [ROWS, 2 * WIDTH], those of the low halves before those of the high ones
     if KIND == INT4:
@@ -274,11 +278,11 @@ def joined(
             runs = runs + (_interleaved(outs[4 * j + 2] * HIGH + added, outs[4 * j + 4] * HIGH + added),)
     else:
         runs = (_interleaved(outs[0] * LOW, outs[1] * LOW),)
-    return _side_by_side(runs, 2 * RUNS if KIND == INT4 else 1, PAD, RUN)
+    return _runs_together(runs, 2 * RUNS if KIND == INT4 else 1, PAD, RUN)
 
 
 @triton.jit
-def _side_by_side(runs, COUNT: tl.constexpr, PAD: tl.constexpr, RUN: tl.constexpr):
+def _runs_together(runs, COUNT: tl.constexpr, PAD: tl.constexpr, RUN: tl.constexpr):
     """The first RUN columns of COUNT runs as [ROWS, PAD]."""
     ROWS: tl.constexpr = runs[0].shape[0]
     if runs[0].shape[1] == RUN and COUNT * RUN == PAD:
@@ -298,5 +302,6 @@ def _all_glued(runs, START: tl.constexpr, COUNT: tl.constexpr):
     if COUNT == 1:
         out = runs[START]
     else:
-        out = _glued(_all_glued(runs, START, COUNT // 2), _all_glued(runs, START + COUNT // 2, COUNT // 2))
+        HALF: tl.constexpr = COUNT // 2
+        out = side_by_side(_all_glued(runs, START, HALF), _all_glued(runs, START + HALF, HALF))
     return out

@@ -49,6 +49,11 @@ def extend_shape(kv: PagedKV, q: Tensor) -> TileShape:
     return _kept("extend", kv, q)
 
 
+def latent_shape(kind: str, kv: PagedKV, q: Tensor) -> TileShape:
+    """Of "latent decode" or "latent extend": tiles of at most `DECODE_ROWS` rows, or of more."""
+    return _kept(kind, kv, q)
+
+
 def folded_keys(shape: TileShape) -> int:
     """Keys whose sums no two threads of a row share: products have 8 columns, decode's warps side by side."""
     return min(8 * (shape.warps if shape.rows == DECODE_ROWS else 1), shape.keys)
@@ -111,10 +116,13 @@ def _shape(kind: str, fmt: str, head_dim: int, device: str, run: int, block_size
     """The table's entry for this device, else for any, else for the format on any device."""
     if (sizes := sizes_for(kind, fmt, head_dim, device)) is not None:
         return TileShape(**sizes)
+    decodes = kind.endswith("decode")
     if device == "interpreter":
-        return TileShape(rows=DECODE_ROWS if kind == "decode" else 32, keys=32, warps=1, stages=1)
+        return TileShape(rows=DECODE_ROWS if decodes else 32, keys=32, warps=1, stages=1)
     if device == FP32:  # products in fp32 take registers and memory
-        return TileShape(rows=DECODE_ROWS if kind == "decode" else 32, keys=16, warps=4, stages=2)
+        return TileShape(rows=DECODE_ROWS if decodes else 32, keys=16, warps=4, stages=2)
+    if kind.startswith("latent"):
+        return TileShape(rows=DECODE_ROWS if decodes else 64, keys=32, warps=4 if decodes else 8, stages=3)
     if device.startswith("gfx"):
         return _amd_shape(kind, device)
     shape = _nvidia_shape(kind, head_dim, run, block_size)

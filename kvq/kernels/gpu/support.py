@@ -15,7 +15,8 @@ from kvq.kernels.spec import Device, KernelSpec, LinearSpec, Support
 LEAST_CAPABILITY = (8, 0)  # of NVIDIA: bf16 products and asynchronous copies
 # AMD's GPUs with products of bf16 matrices, for which tests compile the kernels: Instinct, and Radeon.
 AMD = ("gfx90a", "gfx942", "gfx950", "gfx1100", "gfx1101", "gfx1102", "gfx1200", "gfx1201")
-MOST_DIM = 256  # elements of a token row
+MOST_DIM = 256  # elements of a token row that is read by attention
+MOST_STORED_DIM = 512  # or of one that is written and gathered, and of a latent
 
 
 def lazy(operation: str) -> Callable[..., Any]:
@@ -39,6 +40,19 @@ def supports(spec: KernelSpec, device: Device) -> Support:
     """Yes for NVIDIA GPUs from SM80 on, for `AMD` and for all formats, if Triton is installed."""
     runs = supports_linear(spec, device)
     return spec.fits_compiled(MOST_DIM) if runs.yes else runs
+
+
+def supports_stored(spec: KernelSpec, device: Device) -> Support:
+    """The same for operations that store rows or gather them."""
+    runs = supports_linear(spec, device)
+    return spec.fits_compiled(MOST_STORED_DIM) if runs.yes else runs
+
+
+def supports_latent(spec: KernelSpec, device: Device) -> Support:
+    """The same for attention over latents: one KV head."""
+    if spec.kv_heads != 1:
+        return Support(False, f"takes latents of one KV head for all query heads, not {spec.kv_heads}")
+    return supports_stored(spec, device)
 
 
 def supports_linear(spec: KernelSpec | LinearSpec | None, device: Device) -> Support:

@@ -52,10 +52,10 @@ def converts_e4m3(_semantic: Any = None) -> tl.constexpr:
 
 def low_unit(kind: Any, compute: Any, _semantic: Any = None) -> tl.constexpr:
     """What the numbers of `word_parts` are to be multiplied by to be the values of codes."""
-    by_bits = _plain(compute) == tl.float16 and takes_ptx(_semantic=_semantic).value
-    if _plain(kind) == FP8.value:
+    by_bits = plain(compute) == tl.float16 and takes_ptx(_semantic=_semantic).value
+    if plain(kind) == FP8.value:
         return tl.constexpr(1.0 if by_bits and converts_e4m3(_semantic=_semantic).value else 256.0)
-    return tl.constexpr(2.0**24 if by_bits and _plain(kind) == INT4.value else 1.0)
+    return tl.constexpr(2.0**24 if by_bits and plain(kind) == INT4.value else 1.0)
 
 
 def high_unit(kind: Any, compute: Any, _semantic: Any = None) -> tl.constexpr:
@@ -64,7 +64,8 @@ def high_unit(kind: Any, compute: Any, _semantic: Any = None) -> tl.constexpr:
     return tl.constexpr(unit / 16 if unit > 1 else unit)
 
 
-def _plain(x: Any) -> Any:
+def plain(x: Any) -> Any:
+    """A constant of device code as Python's own."""
     return x.value if isinstance(x, tl.constexpr) else x
 
 

@@ -1,12 +1,21 @@
 """kvq's operations as operators of torch, in the namespace `kvq`, for programs that compile or export.
 
-Importing this package registers `torch.ops.kvq.write_kv`, `attend`, `gather_dense`, `merge_partials`,
-`linear` and `packed_linear`: tensors, numbers and formats by their names in, fresh tensors out. They run the
-kernels that `select` chooses. kvq's own engine calls kernels directly: torch's dispatcher takes longer than a
-small kernel.
+Importing this package registers `torch.ops.kvq.write_kv`, `attend`, `attend_latent`, `gather_dense`,
+`merge_partials`, `linear` and `packed_linear`: tensors, numbers and formats by their names in, fresh tensors
+out. They run the kernels that `select` chooses. kvq's own engine calls kernels directly: torch's dispatcher
+takes longer than a small kernel.
 """
 
-from kvq.kernels.ops.blocks import attend, gather_dense, merge_partials, write_kv
+from kvq.kernels.ops.blocks import attend, attend_latent, gather_dense, merge_partials, write_kv
 from kvq.kernels.ops.linear import keep, linear, packed_linear
 
-__all__ = ["attend", "gather_dense", "keep", "linear", "merge_partials", "packed_linear", "write_kv"]
+__all__ = [
+    "attend",
+    "attend_latent",
+    "gather_dense",
+    "keep",
+    "linear",
+    "merge_partials",
+    "packed_linear",
+    "write_kv",
+]

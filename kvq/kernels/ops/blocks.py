@@ -69,22 +69,50 @@ def attend(
     `tables`: int32 [sequences, blocks]. `query_lens`, `context_lens`: of every sequence, as in SequenceBatch.
     """
     paged = _paged(_rows(k_codes, k_scales, k_static), _rows(v_codes, v_scales, v_static), kv)
-    batch = SequenceBatch(
-        query_lens=tuple(query_lens),
-        context_lens=tuple(context_lens),
-        tables=tables,
-        slots=tables.new_empty(0, dtype=torch.int64),  # attention reads none
-    )
     options = AttentionOptions(scale=scale, window=window, softcap=softcap, sinks=sinks)
+    batch = _read_batch(tables, query_lens, context_lens)
     out, lse = _kernel("attend", paged, q.shape[1], backend)(q, paged, batch, options)
     return out, lse
 
 
-@attend.register_fake
-def _(q: Tensor, k_codes: Tensor, k_scales: Tensor | None, v_codes: Tensor, *rest: Any, **named: Any) -> Any:
+def _attended(
+    q: Tensor, k_codes: Tensor, k_scales: Tensor | None, v_codes: Tensor, *rest: Any, **named: Any
+) -> Any:
     kv = named["kv"] if "kv" in named else rest[4]
     out = q.new_empty(*q.shape[:2], _head_dims(k_codes, v_codes, kv)[1])
     return out, q.new_empty(*q.shape[:2], dtype=torch.float32)
+
+
+attend.register_fake(_attended)
+
+
+@custom_op("kvq::attend_latent", mutates_args=())
+def attend_latent(
+    q: Tensor,
+    k_codes: Tensor,
+    k_scales: Tensor | None,
+    v_codes: Tensor,
+    v_scales: Tensor | None,
+    tables: Tensor,
+    query_lens: Sequence[int],
+    context_lens: Sequence[int],
+    kv: str,
+    scale: float,
+    k_static: Tensor | None = None,
+    v_static: Tensor | None = None,
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor]:
+    """Latent attention of absorbed q [tokens, q_heads, v dim + k dim] over blocks whose V holds latents and
+    whose K the rotary part of keys, of one head: latents [tokens, q_heads, v dim] and lse.
+    """
+    paged = _paged(_rows(k_codes, k_scales, k_static), _rows(v_codes, v_scales, v_static), kv)
+    batch = _read_batch(tables, query_lens, context_lens)
+    run = _kernel("attend_latent", paged, q.shape[1], backend)
+    out, lse = run(q, paged, batch, AttentionOptions(scale=scale))
+    return out, lse
+
+
+attend_latent.register_fake(_attended)
 
 
 @custom_op("kvq::gather_dense", mutates_args=())
@@ -143,6 +171,16 @@ def _rows(codes: Tensor, scales: Tensor | None, static_scale: Tensor | None) -> 
 def _paged(k: PagedRows, v: PagedRows, kv: str) -> PagedKV:
     formats = _formats(kv, _head_dims(k.codes, v.codes, kv))
     return PagedKV(k=k, v=v, formats=formats, block_size=k.codes.shape[2])
+
+
+def _read_batch(tables: Tensor, query_lens: Sequence[int], context_lens: Sequence[int]) -> SequenceBatch:
+    """Sequences that are only read."""
+    return SequenceBatch(
+        query_lens=tuple(query_lens),
+        context_lens=tuple(context_lens),
+        tables=tables,
+        slots=tables.new_empty(0, dtype=torch.int64),
+    )
 
 
 def _kernel(operation: str, paged: PagedKV, q_heads: int, backend: str) -> Callable[..., Any]:

@@ -121,7 +121,7 @@ def test_products_in_fp16_with_enlarged_weights_and_divided_queries(
     kv: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As on a GPU: scaled probabilities are enlarged, rows of q divided by a power of two."""
-    monkeypatch.setattr(kernel, "_compute_dtype", lambda code, q, words: tl.float16)
+    monkeypatch.setattr(kernel, "compute_dtype", lambda code, q, words: tl.float16)
     cache, tables = filled(kv, (64, 64), [50, 20])
     q = rows_like_kv(3, 6, 64, 9) * torch.tensor([1e-4, 1.0, 3e5])[:, None, None]
     compare(q, cache, tables.batch([1, 2], [50, 20]), allowed=4e-3, scale=2e-6)
@@ -132,7 +132,7 @@ def test_products_in_fp16_with_enlarged_weights_and_divided_queries(
 def test_weights_in_fp16_hold_values_of_any_size(
     kv: str, size: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kernel, "_compute_dtype", lambda code, q, words: tl.float16)
+    monkeypatch.setattr(kernel, "compute_dtype", lambda code, q, words: tl.float16)
     cache = poisoned_cache(kv, [(64, 64)] * 2, kv_heads=3, q_heads=6, block_size=16, num_blocks=5)
     tables = Tables.scattered([50], 16, 5)
     k, v = rows_like_kv(50, 3, 64, 1), rows_like_kv(50, 3, 64, 2)

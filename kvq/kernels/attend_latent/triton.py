@@ -1,0 +1,58 @@
+"""`attend_latent` in Triton: what a layer's launches are made of, and the launches."""
+
+import torch
+from torch import Tensor
+
+from kvq.kernels.attend.options import AttentionOptions
+from kvq.kernels.attend.triton import compute_dtype
+from kvq.kernels.attend.triton_step import Cutting, Plan, launched, options_of_layer, plan_of
+from kvq.kernels.attend_latent.triton_kernel import latent_kernel
+from kvq.kernels.gpu.rows import FP8, INT4, INT8, part_arguments
+from kvq.kernels.gpu.shapes import DECODE_ROWS, latent_shape
+from kvq.kernels.paged import PagedKV, SequenceBatch
+
+
+def attend_latent(
+    q: Tensor,
+    kv: PagedKV,
+    batch: SequenceBatch,
+    options: AttentionOptions,
+    *,
+    skip_last: int = 0,
+) -> tuple[Tensor, Tensor]:
+    """Do what the reference does; see there, and Triton's `attend` for dtypes. Tables are not checked."""
+    if q.device.type == "cpu" and q.dtype is not torch.float32:  # the interpreter can't round to bf16
+        out, lse = attend_latent(q.float(), kv, batch, options, skip_last=skip_last)
+        return out.to(q.dtype), lse
+    plan = plan_of(_planned, q, kv, options)
+    results, _ = launched(plan, q, batch, options.sinks, skip_last)
+    return results
+
+
+def _planned(q: Tensor, kv: PagedKV, options: AttentionOptions) -> Plan:
+    q_heads = q.shape[1]
+    k, v = part_arguments("k", kv), part_arguments("v", kv)
+    code = kv.formats.v.code
+    in_halves = v["V_KIND"] == INT4.value and v["V_DIM"] == v["V_PAD"]
+    unscaled = v["V_KIND"] in (FP8.value, INT8.value)
+    fixed = {
+        **options_of_layer(options, q_heads, 1),
+        **k,
+        **v,
+        "K_COMPUTE": compute_dtype(kv.formats.k.code, q, words=False),
+        "V_COMPUTE": compute_dtype(code, q, words=in_halves or unscaled),
+        "PARTS": 2 if in_halves else 1,
+        "CODES": unscaled,
+        "BLOCK_SIZE": kv.block_size,
+    }
+    cutting = Cutting(
+        share=q_heads,
+        kv_heads=1,
+        v_pad=v["V_PAD"],
+        window=options.window,
+        may_gather=False,
+        most_decode=DECODE_ROWS,
+        decode=latent_shape("latent decode", kv, q),
+        extend=latent_shape("latent extend", kv, q),
+    )
+    return Plan.of(latent_kernel, fixed, cutting)

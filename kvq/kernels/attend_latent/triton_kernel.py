@@ -1,0 +1,205 @@
+"""The device code of `attend_latent` in Triton: decode and extend, as the kernel of `attend` has them.
+
+Codes become numbers once a tile, in registers, and lie in shared memory from there: both products read them,
+for all query heads of a tile. FP8 and INT8 stay unscaled, so that their numbers are exact; INT4 gets its
+groups' scales and minimums.
+"""
+
+import triton
+import triton.language as tl
+
+from kvq.kernels.attend.triton_kernel import (
+    LOG2_E,
+    VARYING,
+    dense_rows,
+    power_of_two,
+    row_scales,
+    rows_at,
+    store_results,
+    tile_rows,
+    weighed,
+)
+from kvq.kernels.attend.triton_list import ITEM_WORDS
+from kvq.kernels.attend.triton_words import (
+    added_dot,
+    columns_apart,
+    dot,
+    enlarged,
+    scaled_weights,
+    side_by_side,
+)
+from kvq.kernels.gpu.rows import FP8, fp8_codes, int8_codes, nibbles, rotate, scale_and_minimum
+
+
+@triton.jit
+def _queries(
+    q_ptr, at, valid, stride,
+    K_DIM: tl.constexpr, K_PAD: tl.constexpr, K_ROTATED: tl.constexpr, K_COMPUTE: tl.constexpr,
+    V_DIM: tl.constexpr, V_PAD: tl.constexpr, V_ROTATED: tl.constexpr, V_COMPUTE: tl.constexpr,
+    ROWS: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """The queries' rotary part, that for latents cut into PARTS, and what scores are to be multiplied by."""
+    col = tl.arange(0, V_PAD)
+    mask = valid[:, None] & (col < V_DIM)[None, :]
+    latent = tl.load(q_ptr + at[:, None] + col[None, :] * stride, mask=mask, other=0.0)
+    col = tl.arange(0, K_PAD)
+    mask = valid[:, None] & (col < K_DIM)[None, :]
+    rotary = tl.load(q_ptr + at[:, None] + (V_DIM + col)[None, :] * stride, mask=mask, other=0.0)
+    if V_ROTATED > 1:
+        latent = rotate(latent.to(tl.float32), ROWS, V_PAD, V_ROTATED)
+    if K_ROTATED > 1:
+        rotary = rotate(rotary.to(tl.float32), ROWS, K_PAD, K_ROTATED)
+    unit = tl.full((ROWS,), 1.0, tl.float32)
+    if K_COMPUTE == tl.float16 or V_COMPUTE == tl.float16:  # as queries of `attend` are divided
+        latent, rotary = latent.to(tl.float32), rotary.to(tl.float32)
+        unit = power_of_two(tl.maximum(tl.max(tl.abs(latent), axis=1), tl.max(tl.abs(rotary), axis=1)))
+        latent, rotary = latent / unit[:, None], rotary / unit[:, None]
+    return rotary.to(K_COMPUTE), columns_apart(latent.to(V_COMPUTE), PARTS), unit
+
+
+@triton.jit
+def _scaled(codes, words, SHIFT: tl.constexpr, COMPUTE: tl.constexpr):
+    """Codes less SHIFT, COMPUTE [keys, columns], as values; `words`: int32 [keys, groups], their scales."""
+    GROUPS: tl.constexpr = words.shape[1]
+    scale, minimum = scale_and_minimum(words)
+    grouped = tl.reshape(codes, (codes.shape[0], GROUPS, codes.shape[1] // GROUPS))
+    moved = (minimum + SHIFT * scale).to(COMPUTE)
+    values = grouped * scale.to(COMPUTE)[:, :, None] + moved[:, :, None]
+    return tl.reshape(values, codes.shape)
+
+
+@triton.jit
+def _latents(
+    codes, scales, static, codes_at, scales_at, inside,
+    KIND: tl.constexpr, BITS: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr, GROUP: tl.constexpr,
+    STATIC: tl.constexpr, COMPUTE: tl.constexpr, PARTS: tl.constexpr, CODES: tl.constexpr,
+):  # fmt: skip
+    """One tile's latents as PARTS tensors of neighbouring columns, COMPUTE [keys, columns]; CODES: unscaled,
+    those of FP8 over 256."""
+    if PARTS == 2:
+        col = tl.arange(0, PAD // 2)
+        packed = tl.load(codes + (codes_at[:, None] + col[None, :]), mask=inside[:, None], other=0)
+        low, high = nibbles(packed, COMPUTE)
+        GROUPS: tl.constexpr = max(1, DIM // 2 // GROUP)
+        SECOND: tl.constexpr = 0 if GROUP == DIM else GROUPS
+        group = tl.arange(0, GROUPS)[None, :]
+        words = tl.load(scales + scales_at[:, None] + group, mask=inside[:, None], other=0)
+        low = _scaled(low, words, 8.0, COMPUTE)
+        words = tl.load(scales + scales_at[:, None] + SECOND + group, mask=inside[:, None], other=0)
+        parts = (low, _scaled(high, words, 8.0, COMPUTE))
+    elif CODES:
+        col = tl.arange(0, PAD)
+        mask = inside[:, None] & (col < DIM)[None, :]
+        stored = tl.load(codes + (codes_at[:, None] + col[None, :]), mask=mask, other=0)
+        parts = (fp8_codes(stored, COMPUTE) if KIND == FP8 else int8_codes(stored, COMPUTE),)
+    else:
+        col = tl.arange(0, PAD)
+        parts = (
+            dense_rows(
+                codes, scales, static, codes_at, scales_at, 0, inside, col,
+                KIND, BITS, DIM, GROUP, COMPUTE, STATIC,
+            ),
+        )  # fmt: skip
+    return parts
+
+
+@triton.jit(do_not_specialize=VARYING)
+def latent_kernel(
+    q_ptr, out_ptr, lse_ptr, parts_ptr, part_lses_ptr, items_ptr, tables_ptr, sink_ptr,
+    q_token, q_head, q_dim, table_stride, height,
+    k_codes, k_scales, k_static, kc_block, kc_head, kc_slot: tl.constexpr,
+    ks_block, ks_head, ks_slot: tl.constexpr,
+    v_codes, v_scales, v_static, vc_block, vc_head, vc_slot: tl.constexpr,
+    vs_block, vs_head, vs_slot: tl.constexpr,
+    scale, softcap, window,
+    K_KIND: tl.constexpr, K_BITS: tl.constexpr, K_DIM: tl.constexpr, K_PAD: tl.constexpr,
+    K_GROUP: tl.constexpr, K_ROTATED: tl.constexpr, K_STATIC: tl.constexpr, K_COMPUTE: tl.constexpr,
+    V_KIND: tl.constexpr, V_BITS: tl.constexpr, V_DIM: tl.constexpr, V_PAD: tl.constexpr,
+    V_GROUP: tl.constexpr, V_ROTATED: tl.constexpr, V_STATIC: tl.constexpr, V_COMPUTE: tl.constexpr,
+    PARTS: tl.constexpr, CODES: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, Q_HEADS: tl.constexpr, SHARE: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, FOLDED: tl.constexpr,
+    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr,
+):  # fmt: skip
+    """Grid: items. Arguments are those of `attend_kernel`, with one KV head; K is the rotary part of keys, V
+    the latents. PARTS: 2 where the halves of INT4 rows are told apart, else 1. CODES: FP8 or INT8.
+    """
+    item = items_ptr + tl.program_id(0) * ITEM_WORDS
+    sequence = tl.load(item)
+    if sequence < 0:
+        return
+    own = tl.arange(0, ROWS)
+    valid, position, token, head = tile_rows(item, own, 0, SHARE)
+    context = tl.load(item + 4)
+    begin = tl.load(item + 5) * KEYS
+    end = tl.load(item + 6)
+    if WINDOW:
+        oldest = tl.maximum(context - tl.load(item + 3) + tl.load(item + 1) // SHARE - window + 1, 0)
+    rotary, latents, unit = _queries(
+        q_ptr, token * q_token + head * q_head, valid, q_dim,
+        K_DIM, K_PAD, K_ROTATED, K_COMPUTE, V_DIM, V_PAD, V_ROTATED, V_COMPUTE, ROWS, PARTS,
+    )  # fmt: skip
+
+    top = tl.full((ROWS,), float("-inf"), tl.float32)
+    totals = tl.zeros((ROWS, FOLDED), tl.float32)
+    outs = ()
+    for _ in tl.static_range(PARTS):
+        outs = outs + (tl.zeros((ROWS, V_PAD // PARTS), tl.float32),)
+    table = tables_ptr + sequence.to(tl.int64) * table_stride
+    row_scale = unit * scale
+    if not SOFTCAP:
+        row_scale = row_scale * LOG2_E
+    last = tl.minimum(position, end - 1)
+    UNIT: tl.constexpr = 256.0 if V_KIND == FP8 else 1.0
+    ONE: tl.constexpr = BLOCK_SIZE % KEYS == 0  # a tile lies in one block
+    own_key = tl.arange(0, KEYS)
+    for at in range(begin, end, KEYS):
+        key = at + own_key
+        inside = key < end
+        if WINDOW:
+            inside = inside & (key >= oldest)
+        first = at % BLOCK_SIZE
+        if ONE:
+            block = tl.load(table + at // BLOCK_SIZE).to(tl.int64)
+            slot = own_key
+        else:
+            block = tl.load(table + key // BLOCK_SIZE, mask=inside, other=0).to(tl.int64)
+            slot = key % BLOCK_SIZE
+        codes, codes_at = rows_at(v_codes, block, first, slot, vc_block, vc_slot, 1, ONE)
+        scales, scales_at = rows_at(v_scales, block, first, slot, vs_block, vs_slot, 1, ONE)
+        parts = _latents(
+            codes, scales, v_static, codes_at, scales_at, inside,
+            V_KIND, V_BITS, V_DIM, V_PAD, V_GROUP, V_STATIC, V_COMPUTE, PARTS, CODES,
+        )  # fmt: skip
+        scores = dot(latents[0], tl.trans(parts[0]))
+        for i in tl.static_range(1, PARTS):
+            scores = added_dot(latents[i], tl.trans(parts[i]), scores)
+        if CODES:
+            of_row = row_scales(scales, scales_at, v_static, slot, 0, inside, V_STATIC, False)
+            scores = scores * (of_row * UNIT)[None, :]
+        codes, codes_at = rows_at(k_codes, block, first, slot, kc_block, kc_slot, 1, ONE)
+        scales, scales_at = rows_at(k_scales, block, first, slot, ks_block, ks_slot, 1, ONE)
+        k = dense_rows(
+            codes, scales, k_static, codes_at, scales_at, 0, inside, tl.arange(0, K_PAD),
+            K_KIND, K_BITS, K_DIM, K_GROUP, K_COMPUTE, K_STATIC,
+        )  # fmt: skip
+        scores = added_dot(rotary, tl.trans(k), scores)
+        p, decay, top, totals = weighed(
+            scores, row_scale, top, totals, key, last, position - window, softcap, SOFTCAP, WINDOW, FOLDED
+        )
+        if CODES:
+            p = scaled_weights(p, of_row, V_KIND, V_COMPUTE)
+        new = ()
+        for i in tl.static_range(PARTS):
+            new = new + (added_dot(p.to(V_COMPUTE), parts[i], outs[i] * decay[:, None]),)
+        outs = new
+
+    out = outs[0]
+    if PARTS == 2:
+        out = side_by_side(outs[0], outs[1])
+    if CODES:
+        out = out * (UNIT / enlarged(V_KIND, V_COMPUTE))
+    store_results(
+        out, top, tl.sum(totals, axis=1), out_ptr, lse_ptr, parts_ptr, part_lses_ptr, item, 0, height,
+        sink_ptr, ROWS, 1, SHARE, V_DIM, V_PAD, V_ROTATED, SINKS,
+    )  # fmt: skip
