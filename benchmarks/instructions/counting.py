@@ -16,11 +16,12 @@ from benchmarks.instructions import layers, sass
 from benchmarks.instructions.cards import MULTIPROCESSORS, slots
 from benchmarks.instructions.compiling import compiled, disassembled, resources
 from benchmarks.instructions.copies import copies
-from benchmarks.instructions.kernels import kernels
+from benchmarks.instructions.kernels import LATENT, kernels, latent_kernels
 from kvq.formats import KVRecipe
 from tests.kernels.linear import compile_all as linear
 
 DIM = 128
+LATENTS = ("bf16", "bf16/fp8", "bf16/int8", "bf16/int4_g64")  # rotary parts and latents
 LINEAR = ("int4_g128", "int8", "w8a8", "fp8_a8", "w4a8")
 
 
@@ -33,6 +34,7 @@ class Asked(NamedTuple):
     kernel: Any
     arguments: dict[str, Any]
     options: dict[str, Any]
+    dims: tuple[int, int] = (DIM, DIM)  # of a token's K and V
 
 
 def of_format(kv: str, device: str) -> Iterator[Asked]:
@@ -44,10 +46,13 @@ def of_format(kv: str, device: str) -> Iterator[Asked]:
 
 
 def of_any_format(device: str) -> Iterator[Asked]:
-    """What lies between a layer's products, and the products over quantized weights."""
+    """What lies between a layer's products, attention over latents, and products over quantized weights."""
     for name in ("add_norm", "gated"):
         for i, launch in enumerate(layers.launches(name)):
             yield Asked("", f"{name} {i}", device, launch.kernel, launch.arguments, launch.options)
+    for kv in LATENTS:
+        for name, found in latent_kernels(kv, torch.bfloat16, device).items():
+            yield Asked(kv, name, device, *found, dims=LATENT)
     for weights in LINEAR:
         kernel, launched = linear.arguments(weights, "16", torch.bfloat16, device)
         options = {name: launched.pop(name) for name in ("num_warps", "num_stages")}
@@ -90,7 +95,7 @@ def figures(asked: Asked, binary: Any) -> dict[str, Any]:
         **{"tiles_under_way": of_loop.tiles, "awaited_loads": of_loop.awaited_loads},
     }
     if loop and keys:
-        size = key_bytes(asked.kv)
+        size = key_bytes(asked.kv, asked.dims)
         found |= {"rows": asked.arguments["ROWS"], "keys": keys, "key_bytes": size}
         found |= {
             "instructions_a_key": round(len(loop) * warps / keys, 1),
@@ -99,10 +104,11 @@ def figures(asked: Asked, binary: Any) -> dict[str, Any]:
     return found
 
 
-def key_bytes(kv: str) -> int:
+def key_bytes(kv: str, dims: tuple[int, int]) -> int:
     """Codes and scales of a token's K and V of one head."""
-    formats = KVRecipe.uniform(kv, [(DIM, DIM)]).layers[0]
-    return sum(part.code_bytes(DIM) + part.scale_bytes(DIM) for part in (formats.k, formats.v))
+    formats = KVRecipe.uniform(kv, [dims]).layers[0]
+    parts = zip((formats.k, formats.v), dims, strict=True)
+    return sum(part.code_bytes(dim) + part.scale_bytes(dim) for part, dim in parts)
 
 
 @contextmanager

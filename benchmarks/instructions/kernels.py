@@ -11,6 +11,9 @@ from kvq.kernels.attend.options import AttentionOptions
 from kvq.kernels.attend.triton_kernel import attend_kernel
 from kvq.kernels.attend.triton_list import list_kernel
 from kvq.kernels.attend.triton_merge import merge_kernel
+from kvq.kernels.attend.triton_step import Plan
+from kvq.kernels.attend_latent import triton as latent
+from kvq.kernels.attend_latent.triton_kernel import latent_kernel
 from kvq.kernels.gather_dense.triton import _gather_kernel
 from kvq.kernels.gpu.rows import dense_strides, part_arguments
 from kvq.kernels.write_kv.triton import _write_kernel, stored_as_bits
@@ -18,6 +21,46 @@ from tests.kernels.kit import poisoned_cache
 
 BLOCK_SIZE = 64
 Q_HEADS, KV_HEADS = 32, 8
+
+
+LATENT = (64, 512)  # elements of a token's rotary part and of its latent
+LATENT_HEADS = 128
+
+
+def latent_kernels(kv: str, dtype: torch.dtype, device: str) -> dict[str, tuple[Any, dict[str, Any], Any]]:
+    """Those of `attend_latent`, with the heads of DeepSeek V3."""
+    cache = poisoned_cache(
+        kv, [LATENT], kv_heads=1, q_heads=LATENT_HEADS, block_size=BLOCK_SIZE, num_blocks=2, fill=0
+    )
+    q = torch.zeros(16, LATENT_HEADS, sum(LATENT), dtype=dtype)
+    with pretended(device):
+        plan = latent._planned(_on_gpu(q), cache.layer(0), AttentionOptions(scale=0.1))
+    return _of_plan("attend_latent", latent_kernel, plan, q)
+
+
+def _on_gpu(q: torch.Tensor) -> Any:
+    return SimpleNamespace(device=torch.device("cuda"), dtype=q.dtype, shape=q.shape)
+
+
+def _given(q: torch.Tensor) -> dict[str, Any]:
+    """What varies from step to step."""
+    return {
+        **dict.fromkeys(("lse_ptr", "sink_ptr", "parts_ptr", "part_lses_ptr"), torch.zeros(16)),
+        **dict.fromkeys(
+            ("items_ptr", "merged_ptr", "tables_ptr", "lens_ptr"), torch.zeros(16, dtype=torch.int32)
+        ),
+        **{"q_ptr": q, "out_ptr": q, **dense_strides("q", q), "table_stride": 128, "height": 4},
+    }
+
+
+def _of_plan(
+    name: str, kernel: Any, plan: Plan, q: torch.Tensor
+) -> dict[str, tuple[Any, dict[str, Any], Any]]:
+    found: dict[str, tuple[Any, dict[str, Any], Any]] = {}
+    for kind, own in zip(("decode", "extend"), plan.attend, strict=True):
+        launch = {x: own.fixed[x] for x in ("num_warps", "num_stages", "maxnreg") if x in own.fixed}
+        found[f"{name} {kind}"] = (kernel, {**_given(q), **own.fixed}, launch)
+    return found
 
 
 def kernels(
@@ -30,24 +73,10 @@ def kernels(
     layer = cache.layer(0)
     q = torch.zeros(16, Q_HEADS, dims[0], dtype=dtype)
     rows = torch.zeros(16, KV_HEADS, max(dims), dtype=dtype)
-    floats, ints, longs = (
-        torch.zeros(16),
-        torch.zeros(16, dtype=torch.int32),
-        torch.zeros(16, dtype=torch.int64),
-    )
-    strides = dense_strides("q", q)
-    gpu_q: Any = SimpleNamespace(device=torch.device("cuda"), dtype=dtype, shape=q.shape)
+    common, ints, longs = _given(q), torch.zeros(16, dtype=torch.int32), torch.zeros(16, dtype=torch.int64)
     with pretended(device):
-        plan = attend._planned(gpu_q, layer, AttentionOptions(scale=0.1))
-    common = {
-        **dict.fromkeys(("lse_ptr", "sink_ptr", "parts_ptr", "part_lses_ptr"), floats),
-        **dict.fromkeys(("items_ptr", "merged_ptr", "tables_ptr", "lens_ptr"), ints),
-        **{"q_ptr": q, "out_ptr": q, **strides, "table_stride": 128, "height": 4},
-    }
-    found: dict[str, tuple[Any, dict[str, Any], Any]] = {}
-    for kind, own in zip(("decode", "extend"), plan.attend, strict=True):
-        launch = {x: own.fixed[x] for x in ("num_warps", "num_stages", "maxnreg") if x in own.fixed}
-        found[f"attend {kind}"] = (attend_kernel, {**common, **own.fixed}, launch)
+        plan = attend._planned(_on_gpu(q), layer, AttentionOptions(scale=0.1))
+    found = _of_plan("attend", attend_kernel, plan, q)
     for kind, own in zip(("decode", "extend"), plan.merge, strict=True):
         found[f"merge {kind}"] = (merge_kernel, {**common, **own.fixed}, {"num_warps": 4})
     counts = dict.fromkeys(list_kernel.arg_names[3:15], 100)

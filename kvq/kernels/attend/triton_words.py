@@ -286,7 +286,7 @@ def _runs_together(runs, COUNT: tl.constexpr, PAD: tl.constexpr, RUN: tl.constex
     """The first RUN columns of COUNT runs as [ROWS, PAD]."""
     ROWS: tl.constexpr = runs[0].shape[0]
     if runs[0].shape[1] == RUN and COUNT * RUN == PAD:
-        out = _all_glued(runs, 0, COUNT)
+        out = all_side_by_side(runs, 0, COUNT)
     else:
         col = tl.arange(0, PAD)[None, :] + tl.zeros((ROWS, 1), tl.int32)
         out = tl.zeros((ROWS, PAD), tl.float32)
@@ -298,10 +298,11 @@ def _runs_together(runs, COUNT: tl.constexpr, PAD: tl.constexpr, RUN: tl.constex
 
 
 @triton.jit
-def _all_glued(runs, START: tl.constexpr, COUNT: tl.constexpr):
+def all_side_by_side(runs, START: tl.constexpr, COUNT: tl.constexpr):
+    """The columns of COUNT runs, a power of two."""
     if COUNT == 1:
         out = runs[START]
     else:
         HALF: tl.constexpr = COUNT // 2
-        out = side_by_side(_all_glued(runs, START, HALF), _all_glued(runs, START + HALF, HALF))
+        out = side_by_side(all_side_by_side(runs, START, HALF), all_side_by_side(runs, START + HALF, HALF))
     return out

@@ -1,5 +1,7 @@
 """`attend_latent` in Triton: what a layer's launches are made of, and the launches."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -10,6 +12,8 @@ from kvq.kernels.attend_latent.triton_kernel import latent_kernel
 from kvq.kernels.gpu.rows import FP8, INT4, INT8, part_arguments
 from kvq.kernels.gpu.shapes import DECODE_ROWS, latent_shape
 from kvq.kernels.paged import PagedKV, SequenceBatch
+
+_PART_COLUMNS = 128  # of a row that are numbers in registers at once
 
 
 def attend_latent(
@@ -41,7 +45,8 @@ def _planned(q: Tensor, kv: PagedKV, options: AttentionOptions) -> Plan:
         **v,
         "K_COMPUTE": compute_dtype(kv.formats.k.code, q, words=False),
         "V_COMPUTE": compute_dtype(code, q, words=in_halves or unscaled),
-        "PARTS": 2 if in_halves else 1,
+        "PARTS": _parts(v, in_halves=in_halves),
+        "HALVES": in_halves,
         "CODES": unscaled,
         "BLOCK_SIZE": kv.block_size,
     }
@@ -56,3 +61,10 @@ def _planned(q: Tensor, kv: PagedKV, options: AttentionOptions) -> Plan:
         extend=latent_shape("latent extend", kv, q),
     )
     return Plan.of(latent_kernel, fixed, cutting)
+
+
+def _parts(v: dict[str, Any], *, in_halves: bool) -> int:
+    """Parts that a row is read in: of _PART_COLUMNS columns, or of as many as a group has."""
+    dim, padded, group = (int(v[name]) for name in ("V_DIM", "V_PAD", "V_GROUP"))
+    least = group if in_halves and group < dim else 1
+    return max(1 + in_halves, padded // max(_PART_COLUMNS, least))

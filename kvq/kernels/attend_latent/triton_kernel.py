@@ -22,13 +22,13 @@ from kvq.kernels.attend.triton_kernel import (
 from kvq.kernels.attend.triton_list import ITEM_WORDS
 from kvq.kernels.attend.triton_words import (
     added_dot,
+    all_side_by_side,
     columns_apart,
-    dot,
     enlarged,
     scaled_weights,
-    side_by_side,
 )
-from kvq.kernels.gpu.rows import FP8, fp8_codes, int8_codes, nibbles, rotate, scale_and_minimum
+from kvq.kernels.gpu.rows import FP8, int8_codes, nibbles, rotate, scale_and_minimum
+from kvq.kernels.gpu.words import fp8_numbers, low_unit
 
 
 @triton.jit
@@ -69,31 +69,29 @@ def _scaled(codes, words, SHIFT: tl.constexpr, COMPUTE: tl.constexpr):
 
 
 @triton.jit
-def _latents(
-    codes, scales, static, codes_at, scales_at, inside,
-    KIND: tl.constexpr, BITS: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr, GROUP: tl.constexpr,
-    STATIC: tl.constexpr, COMPUTE: tl.constexpr, PARTS: tl.constexpr, CODES: tl.constexpr,
+def _run(
+    codes, scales, static, codes_at, scales_at, inside, START: tl.constexpr, WIDTH: tl.constexpr,
+    KIND: tl.constexpr, BITS: tl.constexpr, DIM: tl.constexpr, GROUP: tl.constexpr, STATIC: tl.constexpr,
+    COMPUTE: tl.constexpr, CODES: tl.constexpr, HALVES: tl.constexpr,
 ):  # fmt: skip
-    """One tile's latents as PARTS tensors of neighbouring columns, COMPUTE [keys, columns]; CODES: unscaled,
-    those of FP8 over 256."""
-    if PARTS == 2:
-        col = tl.arange(0, PAD // 2)
+    """Columns [START, START + WIDTH) of one tile's latents, COMPUTE [keys, WIDTH], and of HALVES those as far
+    behind the middle of the row; CODES: unscaled.
+    """
+    col = START + tl.arange(0, WIDTH)
+    if HALVES:
         packed = tl.load(codes + (codes_at[:, None] + col[None, :]), mask=inside[:, None], other=0)
         low, high = nibbles(packed, COMPUTE)
-        GROUPS: tl.constexpr = max(1, DIM // 2 // GROUP)
-        SECOND: tl.constexpr = 0 if GROUP == DIM else GROUPS
-        group = tl.arange(0, GROUPS)[None, :]
-        words = tl.load(scales + scales_at[:, None] + group, mask=inside[:, None], other=0)
-        low = _scaled(low, words, 8.0, COMPUTE)
-        words = tl.load(scales + scales_at[:, None] + SECOND + group, mask=inside[:, None], other=0)
-        parts = (low, _scaled(high, words, 8.0, COMPUTE))
+        GROUPS: tl.constexpr = max(1, WIDTH // GROUP)
+        MIDDLE: tl.constexpr = 0 if GROUP == DIM else DIM // 2 // GROUP
+        at = scales_at[:, None] + START // GROUP + tl.arange(0, GROUPS)[None, :]
+        low = _scaled(low, tl.load(scales + at, mask=inside[:, None], other=0), 8.0, COMPUTE)
+        high = _scaled(high, tl.load(scales + (at + MIDDLE), mask=inside[:, None], other=0), 8.0, COMPUTE)
+        parts = (low, high)
     elif CODES:
-        col = tl.arange(0, PAD)
         mask = inside[:, None] & (col < DIM)[None, :]
         stored = tl.load(codes + (codes_at[:, None] + col[None, :]), mask=mask, other=0)
-        parts = (fp8_codes(stored, COMPUTE) if KIND == FP8 else int8_codes(stored, COMPUTE),)
+        parts = (fp8_numbers(stored, COMPUTE) if KIND == FP8 else int8_codes(stored, COMPUTE),)
     else:
-        col = tl.arange(0, PAD)
         parts = (
             dense_rows(
                 codes, scales, static, codes_at, scales_at, 0, inside, col,
@@ -116,13 +114,14 @@ def latent_kernel(
     K_GROUP: tl.constexpr, K_ROTATED: tl.constexpr, K_STATIC: tl.constexpr, K_COMPUTE: tl.constexpr,
     V_KIND: tl.constexpr, V_BITS: tl.constexpr, V_DIM: tl.constexpr, V_PAD: tl.constexpr,
     V_GROUP: tl.constexpr, V_ROTATED: tl.constexpr, V_STATIC: tl.constexpr, V_COMPUTE: tl.constexpr,
-    PARTS: tl.constexpr, CODES: tl.constexpr,
+    PARTS: tl.constexpr, HALVES: tl.constexpr, CODES: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, Q_HEADS: tl.constexpr, SHARE: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, FOLDED: tl.constexpr,
     WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
     """Grid: items. Arguments are those of `attend_kernel`, with one KV head; K is the rotary part of keys, V
-    the latents. PARTS: 2 where the halves of INT4 rows are told apart, else 1. CODES: FP8 or INT8.
+    the latents, which are read in PARTS so that few registers hold them. HALVES: INT4, whose bytes hold an
+    element of each half. CODES: FP8 or INT8.
     """
     item = items_ptr + tl.program_id(0) * ITEM_WORDS
     sequence = tl.load(item)
@@ -150,7 +149,7 @@ def latent_kernel(
     if not SOFTCAP:
         row_scale = row_scale * LOG2_E
     last = tl.minimum(position, end - 1)
-    UNIT: tl.constexpr = 256.0 if V_KIND == FP8 else 1.0
+    UNIT: tl.constexpr = low_unit(V_KIND, V_COMPUTE)
     ONE: tl.constexpr = BLOCK_SIZE % KEYS == 0  # a tile lies in one block
     own_key = tl.arange(0, KEYS)
     for at in range(begin, end, KEYS):
@@ -167,13 +166,17 @@ def latent_kernel(
             slot = key % BLOCK_SIZE
         codes, codes_at = rows_at(v_codes, block, first, slot, vc_block, vc_slot, 1, ONE)
         scales, scales_at = rows_at(v_scales, block, first, slot, vs_block, vs_slot, 1, ONE)
-        parts = _latents(
-            codes, scales, v_static, codes_at, scales_at, inside,
-            V_KIND, V_BITS, V_DIM, V_PAD, V_GROUP, V_STATIC, V_COMPUTE, PARTS, CODES,
-        )  # fmt: skip
-        scores = dot(latents[0], tl.trans(parts[0]))
-        for i in tl.static_range(1, PARTS):
-            scores = added_dot(latents[i], tl.trans(parts[i]), scores)
+        scores = tl.zeros((ROWS, KEYS), tl.float32)
+        parts = ()
+        for i in tl.static_range(PARTS // (1 + HALVES)):
+            run = _run(
+                codes, scales, v_static, codes_at, scales_at, inside, i * (V_PAD // PARTS), V_PAD // PARTS,
+                V_KIND, V_BITS, V_DIM, V_GROUP, V_STATIC, V_COMPUTE, CODES, HALVES,
+            )  # fmt: skip
+            scores = added_dot(latents[i], tl.trans(run[0]), scores)
+            if HALVES:
+                scores = added_dot(latents[PARTS // 2 + i], tl.trans(run[1]), scores)
+            parts = parts + run
         if CODES:
             of_row = row_scales(scales, scales_at, v_static, slot, 0, inside, V_STATIC, False)
             scores = scores * (of_row * UNIT)[None, :]
@@ -189,14 +192,14 @@ def latent_kernel(
         )
         if CODES:
             p = scaled_weights(p, of_row, V_KIND, V_COMPUTE)
+        p = p.to(V_COMPUTE)
         new = ()
         for i in tl.static_range(PARTS):
-            new = new + (added_dot(p.to(V_COMPUTE), parts[i], outs[i] * decay[:, None]),)
+            part = parts[i * 2 % PARTS + i * 2 // PARTS] if HALVES else parts[i]  # halves take turns
+            new = new + (added_dot(p, part, outs[i] * decay[:, None]),)
         outs = new
 
-    out = outs[0]
-    if PARTS == 2:
-        out = side_by_side(outs[0], outs[1])
+    out = all_side_by_side(outs, 0, PARTS)
     if CODES:
         out = out * (UNIT / enlarged(V_KIND, V_COMPUTE))
     store_results(

@@ -122,7 +122,7 @@ def _shape(kind: str, fmt: str, head_dim: int, device: str, run: int, block_size
     if device == FP32:  # products in fp32 take registers and memory
         return TileShape(rows=DECODE_ROWS if decodes else 32, keys=16, warps=4, stages=2)
     if kind.startswith("latent"):
-        return TileShape(rows=DECODE_ROWS if decodes else 64, keys=32, warps=4 if decodes else 8, stages=3)
+        return _latent_shape(decodes, device, block_size)
     if device.startswith("gfx"):
         return _amd_shape(kind, device)
     shape = _nvidia_shape(kind, head_dim, run, block_size)
@@ -151,6 +151,17 @@ def _nvidia_shape(kind: str, head_dim: int, run: int, block_size: int) -> TileSh
     # Conversions keep a multiprocessor busy with 12 warps rather than 8, for half an instruction a key more.
     registers = 168 if run <= 64 and head_dim <= 128 else None
     return TileShape(rows=DECODE_ROWS, keys=keys, warps=warps, stages=5, registers=registers)
+
+
+def _latent_shape(decodes: bool, device: str, block_size: int) -> TileShape:
+    """Counted, not timed. A latent's sums fill the registers that more rows or programs would need."""
+    if device.startswith("gfx"):
+        return TileShape(rows=DECODE_ROWS, keys=32, warps=4, stages=1)
+    has_room = device.startswith(("sm9", "sm10"))  # in shared memory
+    keys = 64 if has_room and block_size % 64 == 0 else 32
+    if decodes:
+        return TileShape(rows=DECODE_ROWS, keys=keys, warps=keys // 8, stages=3 if device == "sm80" else 5)
+    return TileShape(rows=64 if device == "sm90" else 32, keys=keys, warps=8, stages=2)
 
 
 def _amd_shape(kind: str, device: str) -> TileShape:

@@ -27,6 +27,14 @@ cvt.rn.f16x2.e4m3x2 $0, even;
 cvt.rn.f16x2.e4m3x2 $1, odd;
 }
 """)
+_E4M3_IN_ORDER = tl.constexpr("""
+{
+.reg .b16 first, second;
+mov.b32 {first, second}, $2;
+cvt.rn.f16x2.e4m3x2 $0, first;
+cvt.rn.f16x2.e4m3x2 $1, second;
+}
+""")
 _E4M3_BY_BITS = tl.constexpr(SPREAD_E4M3.format(first="0x2404", second="0x3414"))  # the value over 256
 # INT4: a nibble at the low end of fp16's mantissa is the subnormal number code * 2^-24, one 4 bits further up
 # 16 times that. Tensor cores multiply subnormal fp16 numbers exactly (Fasi et al., "Numerical behavior of
@@ -114,6 +122,18 @@ def word_parts(words, KIND: tl.constexpr, COMPUTE: tl.constexpr):
             dtype=(tl.float16, tl.float16, tl.float16, tl.float16), is_pure=True, pack=2,
         )  # fmt: skip
     return parts
+
+
+@triton.jit
+def fp8_numbers(codes, COMPUTE: tl.constexpr):
+    """E4M3 bytes uint8 -> COMPUTE numbers times `low_unit`, in their order."""
+    if COMPUTE == tl.float16 and converts_e4m3():
+        values = tl.inline_asm_elementwise(
+            _E4M3_IN_ORDER, "=&r,=&r,r", [codes], dtype=tl.float16, is_pure=False, pack=4
+        )
+    else:
+        values = fp8_codes(codes, COMPUTE)
+    return values
 
 
 @triton.jit
