@@ -27,6 +27,8 @@ if not torch.cuda.is_available():
 
 from kvq.kernels.attend import gathered
 from kvq.kernels.attend.triton import attend
+from kvq.kernels.attend_latent.reference import attend_latent as reference_latent
+from kvq.kernels.attend_latent.triton import attend_latent
 from kvq.kernels.copy_blocks.triton import copy_blocks
 from kvq.kernels.gather_dense.triton import gather_dense
 from kvq.kernels.gpu import shapes
@@ -122,6 +124,30 @@ def test_written_bytes_are_the_references(kv: str, dims: tuple[int, int]) -> Non
         want = caches[1].write(1, k.to(dtype), v.to(dtype), slots)
         assert torch.equal(bad.cpu(), want)
         assert torch.equal(bytes_of(on_gpu), caches[1].pool(0))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("kv", ["bf16", "fp8", "int8", "int4_g64", "int4", "fp8_per_head", "int8_rot"])
+@pytest.mark.parametrize(("heads", "block_size"), [(16, 64), (16, 32), (128, 64), (5, 16)])
+def test_attention_over_latents(kv: str, dtype: torch.dtype, heads: int, block_size: int) -> None:
+    """Decodes and prompts in one batch; the rotary part stays in bf16."""
+    dims = (64, 512)
+    need = sum(-(-n // block_size) for n in CONTEXTS)
+    cache = poisoned_cache(
+        f"bf16/{kv}", [dims, dims], kv_heads=1, q_heads=heads, block_size=block_size, num_blocks=need
+    )
+    tables = Tables.scattered(CONTEXTS, block_size, need)
+    for i, n in enumerate(CONTEXTS):
+        k, v = rows_like_kv(n, 1, dims[0], i), rows_like_kv(n, 1, dims[1], i + 50)
+        cache.write(1, k, v, torch.tensor(tables.slots(i, 0, n)))
+    batch, options = tables.batch(NEW, CONTEXTS), AttentionOptions(scale=sum(dims) ** -0.5)
+    q = rows_like_kv(sum(NEW), heads, sum(dims), 77).to(dtype)
+    want, want_lse = reference_latent(q.float(), cache.layer(1), batch, options)
+    out, lse = attend_latent(q.to(GPU), layer_on_gpu(cache, 1), moved(batch), options)
+    assert out.dtype == dtype
+    allowed = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}[dtype]
+    assert relative_error(out.cpu(), want.double()) < allowed
+    assert float((lse.cpu() - want_lse).abs().max()) < allowed * 4
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])

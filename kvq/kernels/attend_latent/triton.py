@@ -5,10 +5,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvq.formats import KVFormat
 from kvq.kernels.attend.options import AttentionOptions
 from kvq.kernels.attend.triton import compute_dtype
 from kvq.kernels.attend.triton_step import Cutting, Plan, launched, options_of_layer, plan_of
 from kvq.kernels.attend_latent.triton_kernel import latent_kernel
+from kvq.kernels.attend_latent.triton_turn import turned
+from kvq.kernels.codec import hadamard_block
 from kvq.kernels.gpu.rows import FP8, INT4, INT8, part_arguments
 from kvq.kernels.gpu.shapes import DECODE_ROWS, latent_shape
 from kvq.kernels.paged import PagedKV, SequenceBatch
@@ -29,8 +32,13 @@ def attend_latent(
         out, lse = attend_latent(q.float(), kv, batch, options, skip_last=skip_last)
         return out.to(q.dtype), lse
     plan = plan_of(_planned, q, kv, options)
-    results, _ = launched(plan, q, batch, options.sinks, skip_last)
-    return results
+    fmt = kv.formats
+    if not (fmt.k.rotated or fmt.v.rotated):
+        return launched(plan, q, batch, options.sinks, skip_last)[0]
+    latent, rotary = ((dim, hadamard_block(dim) if own.rotated else 1) for own, dim in _parts_of(kv))
+    queries = turned(q, (latent, rotary), torch.float32)
+    (out, lse), _ = launched(plan, queries, batch, options.sinks, skip_last)
+    return turned(out, (latent,), q.dtype), lse
 
 
 def _planned(q: Tensor, kv: PagedKV, options: AttentionOptions) -> Plan:
@@ -43,6 +51,7 @@ def _planned(q: Tensor, kv: PagedKV, options: AttentionOptions) -> Plan:
         **options_of_layer(options, q_heads, 1),
         **k,
         **v,
+        "V_ROTATED": 1,  # for the merge: results are turned behind it
         "K_COMPUTE": compute_dtype(kv.formats.k.code, q, words=False),
         "V_COMPUTE": compute_dtype(code, q, words=in_halves or unscaled),
         "PARTS": _parts(v, in_halves=in_halves),
@@ -61,6 +70,12 @@ def _planned(q: Tensor, kv: PagedKV, options: AttentionOptions) -> Plan:
         extend=latent_shape("latent extend", kv, q),
     )
     return Plan.of(latent_kernel, fixed, cutting)
+
+
+def _parts_of(kv: PagedKV) -> tuple[tuple[KVFormat, int], tuple[KVFormat, int]]:
+    """Formats and elements of a key's two parts, in the order that queries have."""
+    fmt = kv.formats
+    return (fmt.v, fmt.v_head_dim), (fmt.k, fmt.k_head_dim)
 
 
 def _parts(v: dict[str, Any], *, in_halves: bool) -> int:

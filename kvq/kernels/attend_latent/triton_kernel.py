@@ -2,7 +2,7 @@
 
 Codes become numbers once a tile, in registers, and lie in shared memory from there: both products read them,
 for all query heads of a tile. FP8 and INT8 stay unscaled, so that their numbers are exact; INT4 gets its
-groups' scales and minimums.
+groups' scales and minimums. Queries come rotated as the rows are, and results go that way.
 """
 
 import triton
@@ -27,16 +27,15 @@ from kvq.kernels.attend.triton_words import (
     enlarged,
     scaled_weights,
 )
-from kvq.kernels.gpu.rows import FP8, int8_codes, nibbles, rotate, scale_and_minimum
+from kvq.kernels.gpu.rows import FP8, int8_codes, nibbles, scale_and_minimum
 from kvq.kernels.gpu.words import fp8_numbers, low_unit
 
 
 @triton.jit
 def _queries(
     q_ptr, at, valid, stride,
-    K_DIM: tl.constexpr, K_PAD: tl.constexpr, K_ROTATED: tl.constexpr, K_COMPUTE: tl.constexpr,
-    V_DIM: tl.constexpr, V_PAD: tl.constexpr, V_ROTATED: tl.constexpr, V_COMPUTE: tl.constexpr,
-    ROWS: tl.constexpr, PARTS: tl.constexpr,
+    K_DIM: tl.constexpr, K_PAD: tl.constexpr, K_COMPUTE: tl.constexpr,
+    V_DIM: tl.constexpr, V_PAD: tl.constexpr, V_COMPUTE: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """The queries' rotary part, that for latents cut into PARTS, and what scores are to be multiplied by."""
     col = tl.arange(0, V_PAD)
@@ -45,11 +44,7 @@ def _queries(
     col = tl.arange(0, K_PAD)
     mask = valid[:, None] & (col < K_DIM)[None, :]
     rotary = tl.load(q_ptr + at[:, None] + (V_DIM + col)[None, :] * stride, mask=mask, other=0.0)
-    if V_ROTATED > 1:
-        latent = rotate(latent.to(tl.float32), ROWS, V_PAD, V_ROTATED)
-    if K_ROTATED > 1:
-        rotary = rotate(rotary.to(tl.float32), ROWS, K_PAD, K_ROTATED)
-    unit = tl.full((ROWS,), 1.0, tl.float32)
+    unit = tl.full((valid.shape[0],), 1.0, tl.float32)
     if K_COMPUTE == tl.float16 or V_COMPUTE == tl.float16:  # as queries of `attend` are divided
         latent, rotary = latent.to(tl.float32), rotary.to(tl.float32)
         unit = power_of_two(tl.maximum(tl.max(tl.abs(latent), axis=1), tl.max(tl.abs(rotary), axis=1)))
@@ -111,9 +106,9 @@ def latent_kernel(
     vs_block, vs_head, vs_slot: tl.constexpr,
     scale, softcap, window,
     K_KIND: tl.constexpr, K_BITS: tl.constexpr, K_DIM: tl.constexpr, K_PAD: tl.constexpr,
-    K_GROUP: tl.constexpr, K_ROTATED: tl.constexpr, K_STATIC: tl.constexpr, K_COMPUTE: tl.constexpr,
+    K_GROUP: tl.constexpr, K_STATIC: tl.constexpr, K_COMPUTE: tl.constexpr,
     V_KIND: tl.constexpr, V_BITS: tl.constexpr, V_DIM: tl.constexpr, V_PAD: tl.constexpr,
-    V_GROUP: tl.constexpr, V_ROTATED: tl.constexpr, V_STATIC: tl.constexpr, V_COMPUTE: tl.constexpr,
+    V_GROUP: tl.constexpr, V_STATIC: tl.constexpr, V_COMPUTE: tl.constexpr,
     PARTS: tl.constexpr, HALVES: tl.constexpr, CODES: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, Q_HEADS: tl.constexpr, SHARE: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, FOLDED: tl.constexpr,
@@ -136,7 +131,7 @@ def latent_kernel(
         oldest = tl.maximum(context - tl.load(item + 3) + tl.load(item + 1) // SHARE - window + 1, 0)
     rotary, latents, unit = _queries(
         q_ptr, token * q_token + head * q_head, valid, q_dim,
-        K_DIM, K_PAD, K_ROTATED, K_COMPUTE, V_DIM, V_PAD, V_ROTATED, V_COMPUTE, ROWS, PARTS,
+        K_DIM, K_PAD, K_COMPUTE, V_DIM, V_PAD, V_COMPUTE, PARTS,
     )  # fmt: skip
 
     top = tl.full((ROWS,), float("-inf"), tl.float32)
@@ -204,5 +199,5 @@ def latent_kernel(
         out = out * (UNIT / enlarged(V_KIND, V_COMPUTE))
     store_results(
         out, top, tl.sum(totals, axis=1), out_ptr, lse_ptr, parts_ptr, part_lses_ptr, item, 0, height,
-        sink_ptr, ROWS, 1, SHARE, V_DIM, V_PAD, V_ROTATED, SINKS,
+        sink_ptr, ROWS, 1, SHARE, V_DIM, V_PAD, 1, SINKS,
     )  # fmt: skip

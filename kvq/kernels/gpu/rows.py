@@ -322,31 +322,28 @@ def rotate(x, ROWS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _signs(SIZE: tl.constexpr, MASK: tl.constexpr):
-    """SIZE x SIZE, Hadamard's matrix of MASK + 1 along the diagonal: -1 to the bits two indices share."""
-    i, j = tl.arange(0, SIZE)[:, None], tl.arange(0, SIZE)[None, :]
+def _signs(MASK: tl.constexpr):
+    """16 x 16, Hadamard's matrix of MASK + 1 along the diagonal: -1 to the bits that two indices share."""
+    i, j = tl.arange(0, 16)[:, None], tl.arange(0, 16)[None, :]
     both = i & j & MASK
-    both = both ^ (both >> 4)
     both = both ^ (both >> 2)
     odd = (both ^ (both >> 1)) & 1
-    return tl.where(((i ^ j) & (SIZE - 1 - MASK)) == 0, 1.0 - 2.0 * odd.to(tl.float32), 0.0)
+    return tl.where(((i ^ j) & (15 - MASK)) == 0, 1.0 - 2.0 * odd.to(tl.float32), 0.0)
 
 
 @triton.jit
 def rotated(x, ROWS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr):
-    """What `rotate` does to fp32 rounding, in products of 16 columns, the second of more in blocks above 256
-    (on tensor cores three of TF32 for one).
+    """What `rotate` does to fp32 rounding, in products of 16 columns (on tensor cores three of TF32 for one).
 
     Behind products of attention the compiler gives butterflies a layout with all columns in every thread.
     """
     PRECISION: tl.constexpr = "tf32x3" if takes_ptx() else "ieee"
     LOW: tl.constexpr = min(BLOCK, 16)
-    x = tl.dot(tl.reshape(x, (ROWS * DIM // 16, 16)), _signs(16, LOW - 1), input_precision=PRECISION)
+    x = tl.dot(tl.reshape(x, (ROWS * DIM // 16, 16)), _signs(LOW - 1), input_precision=PRECISION)
     if BLOCK > 16:
-        HIGH: tl.constexpr = max(BLOCK // 16, 16)
         x = tl.permute(tl.reshape(x, (ROWS, DIM // 16, 16)), (0, 2, 1))
-        x = tl.reshape(x, (ROWS * DIM // HIGH, HIGH))
-        x = tl.dot(x, _signs(HIGH, BLOCK // 16 - 1), input_precision=PRECISION)
+        x = tl.reshape(x, (ROWS * DIM // 16, 16))
+        x = tl.dot(x, _signs(BLOCK // 16 - 1), input_precision=PRECISION)
         x = tl.permute(tl.reshape(x, (ROWS, 16, DIM // 16)), (0, 2, 1))
     SCALE: tl.constexpr = BLOCK**-0.5
     return tl.reshape(x, (ROWS, DIM)) * SCALE

@@ -119,10 +119,10 @@ def _shape(kind: str, fmt: str, head_dim: int, device: str, run: int, block_size
     decodes = kind.endswith("decode")
     if device == "interpreter":
         return TileShape(rows=DECODE_ROWS if decodes else 32, keys=32, warps=1, stages=1)
+    if kind.startswith("latent"):
+        return _latent_shape(decodes, device, run, block_size)
     if device == FP32:  # products in fp32 take registers and memory
         return TileShape(rows=DECODE_ROWS if decodes else 32, keys=16, warps=4, stages=2)
-    if kind.startswith("latent"):
-        return _latent_shape(decodes, device, block_size)
     if device.startswith("gfx"):
         return _amd_shape(kind, device)
     shape = _nvidia_shape(kind, head_dim, run, block_size)
@@ -153,9 +153,11 @@ def _nvidia_shape(kind: str, head_dim: int, run: int, block_size: int) -> TileSh
     return TileShape(rows=DECODE_ROWS, keys=keys, warps=warps, stages=5, registers=registers)
 
 
-def _latent_shape(decodes: bool, device: str, block_size: int) -> TileShape:
+def _latent_shape(decodes: bool, device: str, run: int, block_size: int) -> TileShape:
     """Counted, not timed. A latent's sums fill the registers that more rows or programs would need."""
-    if device.startswith("gfx"):
+    if device == FP32:
+        return TileShape(rows=DECODE_ROWS, keys=16, warps=4, stages=2 if run else 1)
+    if run == 0 or device.startswith("gfx"):
         return TileShape(rows=DECODE_ROWS, keys=32, warps=4, stages=1)
     has_room = device.startswith(("sm9", "sm10"))  # in shared memory
     keys = 64 if has_room and block_size % 64 == 0 else 32

@@ -1,7 +1,7 @@
 """Compile the Triton kernels for GPUs that are not there; prints a line of JSON per kernel.
 
     python -m tests.kernels.gpu.compile_all sm90 int4 int8 ...
-    python -m tests.kernels.gpu.compile_all gfx942 int4 ...
+    python -m tests.kernels.gpu.compile_all gfx942 int4 latents:bf16/int8 ...
 
 Runs in a process of its own, since a kernel is interpreted or compiled by what the environment says
 when it is imported.
@@ -14,7 +14,7 @@ import torch
 
 from benchmarks.instructions import sass
 from benchmarks.instructions.compiling import compiled, disassembled, resources
-from benchmarks.instructions.kernels import kernels
+from benchmarks.instructions.kernels import kernels, latent_kernels
 
 
 def main() -> None:
@@ -24,9 +24,11 @@ def main() -> None:
         kv, _, rest = name.partition("@")  # int4@fp16,64,80: queries of fp16, K of 64, V of 80
         dtype, k_dim, v_dim = (rest or "bf16,128,128").split(",")
         torch_dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[dtype]
-        for kernel, (function, arguments, options) in kernels(
-            kv, torch_dtype, (int(k_dim), int(v_dim)), device
-        ).items():
+        if kv.startswith("latents:"):
+            found = latent_kernels(kv.removeprefix("latents:"), torch_dtype, device)
+        else:
+            found = kernels(kv, torch_dtype, (int(k_dim), int(v_dim)), device)
+        for kernel, (function, arguments, options) in found.items():
             binary = compiled(function, arguments, device, **options)
             used = resources(binary)
             if kernel.startswith("attend") and "cubin" in binary.asm:

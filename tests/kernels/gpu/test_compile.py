@@ -6,7 +6,12 @@ from kvq.kernels.gpu import shapes
 from kvq.kernels.gpu.support import AMD
 from tests.kernels.gpu.compiling import compiled_by
 
-SHARED_BYTES = {"sm80": 163 * 1024, "sm86": 99 * 1024, "sm90": 227 * 1024}  # that a block may have
+SHARED_BYTES = {
+    "sm80": 163 * 1024,
+    "sm86": 99 * 1024,
+    "sm89": 99 * 1024,
+    "sm90": 227 * 1024,
+}  # that a block may have
 OTHER_SHARED_BYTES = {"sm": 227 * 1024, "gf": 64 * 1024}
 FEW = ["int4", "fp8@fp16,64,64", "int8/bf16"]
 MANY = [
@@ -51,8 +56,30 @@ def test_kernels_compile_for_amd() -> None:
     compile_all("gfx942", ["int4"])
 
 
+def latents(device: str, formats: list[str]) -> None:
+    """Compile attention over latents; its tiles of many rows may spill some on sm90, as counted."""
+    found = compiled_by("tests.kernels.gpu.compile_all", device, *(f"latents:{kv}" for kv in formats))
+    assert len(found) == 2 * len(formats)
+    for used in found:
+        assert used["shared"] <= SHARED_BYTES.get(device, OTHER_SHARED_BYTES[device[:2]]), used
+        if used["kernel"] == "attend_latent decode" and "spilled_in_loop" in used and "bf16/" in used["kv"]:
+            assert used["stack"] == 0, f"registers spilled: {used}"
+
+
+def test_attention_over_latents_compiles() -> None:
+    latents("sm90", ["bf16/int4_g64"])
+
+
 @pytest.mark.long
-@pytest.mark.parametrize("device", [*SHARED_BYTES, "gfx942"])
+@pytest.mark.parametrize("device", ["sm80", "sm89", "sm90", "sm100", "gfx942"])
+def test_attention_over_latents_compiles_for_every_format(device: str) -> None:
+    latents(
+        device, ["bf16", "bf16/fp8", "bf16/int8", "bf16/int4_g64", "bf16/int4", "int8", "bf16/int2@fp16,0,0"]
+    )
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("device", ["sm80", "sm86", "sm90", "gfx942"])
 def test_kernels_compile_for_every_format(device: str) -> None:
     compile_all(device, MANY)
 
