@@ -21,6 +21,7 @@ class Shape:
     block_size: int = 64
     formats: Sequence[str] = FORMATS
     has_rivals: bool = False  # torch's attention and, where they are given, others' kernels
+    latent_heads: int | None = None  # query heads of latent attention, with the dimensions of DeepSeek V3
 
     def workload(self, target: Target) -> Any:
         """As `kvq.bench` takes it."""
@@ -28,12 +29,14 @@ class Shape:
 
         from kvq.bench.workload import Workload
 
+        is_latent = self.latent_heads is not None
         return Workload(
             contexts=self.contexts,
             new=self.new,
-            q_heads=target.pick(32, 4),
-            kv_heads=target.pick(8, 2),
-            head_dim=target.pick(128, 64),
+            q_heads=self.latent_heads or target.pick(32, 4),
+            kv_heads=1 if is_latent else target.pick(8, 2),
+            head_dim=64 if is_latent else target.pick(128, 64),
+            latent_dim=target.pick(512, 128) if is_latent else None,
             block_size=self.block_size,
             dtype=target.pick(torch.bfloat16, torch.float32),
             device=torch.device(target.device),
@@ -76,6 +79,16 @@ def mixed_shapes(target: Target) -> list[Shape]:
     ]
 
 
+def latent_shapes(target: Target) -> list[Shape]:
+    """Batch 64 at depth 8,192 with the heads of one GPU of eight, and with all 128."""
+    contexts = target.pick((8192,) * 64, (130,) * 2)
+    few = ("bf16", "fp8", "int8", "int4_g64")
+    return [
+        Shape(name=f"latent decode 64 x 8192, {n} heads", contexts=contexts, formats=few, latent_heads=n)
+        for n in (16, 128)
+    ]
+
+
 def extend_shapes(target: Target) -> list[Shape]:
     """2,048 new tokens over 32,768."""
     contexts, new = target.pick((34_816,), (150,)), target.pick(2048, 20)
@@ -100,6 +113,11 @@ def long(target: Target) -> Iterator[Case]:
 def mixed(target: Target) -> Iterator[Case]:
     """Uneven lengths."""
     return (case(target, shape) for shape in mixed_shapes(target))
+
+
+def latent(target: Target) -> Iterator[Case]:
+    """Latent attention."""
+    return (case(target, shape) for shape in latent_shapes(target))
 
 
 def extend(target: Target) -> Iterator[Case]:
@@ -139,7 +157,7 @@ def attended(target: Target, shape: Shape, formats: Sequence[str]) -> Rows:
     rows, bandwidth = bench_attention(
         shape.workload(target),
         [kv for kv in formats if kv != DENSE],
-        rivals=target.rivals if dense else None,
+        rivals=target.rivals if dense and shape.latent_heads is None else None,
         dense_rivals=dense,
         repeats=target.repeats,
     )

@@ -27,6 +27,7 @@ PARTS = (
     Part("mixed", "benchmarks.gpu.attention:mixed", 60, "attention, 128 log-normal lengths and equal ones"),
     Part("extend", "benchmarks.gpu.attention:extend", 120, "attention, 2,048 tokens over 32,768"),
     Part("write", "benchmarks.gpu.attention:write", 60, "256 tokens quantized and appended"),
+    Part("latent", "benchmarks.gpu.attention:latent", 90, "latent attention, batch 64 x 8,192"),
     Part("slope", "benchmarks.gpu.steps:slope", 150, "decode steps of one sequence, 1k to 128k tokens"),
     Part("linear", "benchmarks.gpu.linear:cases", 150, "Linear layers over quantized weights"),
     Part("sampler", "benchmarks.gpu.sampler:cases", 60, "tokens for 256 rows of 152k logits"),

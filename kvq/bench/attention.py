@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention.bias import causal_lower_right
 
+from kvq.bench.latent import latent_contenders
 from kvq.bench.measure import Contender, Run, compete, copies_for, exact_attention, relative_error
 from kvq.bench.workload import Workload, dense_kv, filled_cache, queries
 from kvq.cache import KVCache
@@ -37,7 +38,8 @@ def bench_attention(
         KVQError: a contender's error is too large; nothing was timed.
     """
     with torch.inference_mode():
-        found = list(_contenders(workload, formats, dense_rivals))
+        contenders = _contenders if workload.latent_dim is None else latent_contenders
+        found = list(contenders(workload, formats, dense_rivals))
         if rivals is not None:
             found += _third_parties(workload, rivals)
         rows, bandwidth = compete(found, repeats, progress)
@@ -51,6 +53,7 @@ def bench_attention(
         "kv_heads": workload.kv_heads,
         "head_dim": workload.head_dim,
         "block_size": workload.block_size,
+        **({} if workload.latent_dim is None else {"latent_dim": workload.latent_dim}),
     }
     return [row | shape | {"fraction_of_bandwidth": row["gb_per_s"] / bandwidth} for row in rows], bandwidth
 

@@ -2,6 +2,7 @@
 
 import math
 import random
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -33,6 +34,19 @@ class Workload:
     backend: str = "auto"  # of kvq's kernels
     order: BlockOrder = BlockOrder.LAYER_MAJOR
     seed: int = 0
+    latent_dim: int | None = (
+        None  # of latent attention: `head_dim` is of the rotary part then, of one KV head
+    )
+
+    @property
+    def dims(self) -> tuple[int, int]:
+        """Elements of a token's K and V."""
+        return self.head_dim, self.head_dim if self.latent_dim is None else self.latent_dim
+
+    @property
+    def query_dim(self) -> int:
+        """Elements of a query: of latent attention those of both parts."""
+        return self.head_dim + (self.latent_dim or 0)
 
     @property
     def is_even(self) -> bool:
@@ -63,9 +77,9 @@ def lengths(context: str, batch: int, seed: int) -> tuple[int, ...]:
 
 
 def queries(workload: Workload) -> Tensor:
-    """Q of the new tokens, [sequences, new, q_heads, head_dim]."""
+    """Q of the new tokens, [sequences, new, q_heads, query_dim]."""
     source = torch.Generator().manual_seed(workload.seed + 1)
-    shape = (len(workload.contexts), workload.new, workload.q_heads, workload.head_dim)
+    shape = (len(workload.contexts), workload.new, workload.q_heads, workload.query_dim)
     return torch.randn(shape, generator=source).to(workload.device, workload.dtype)
 
 
@@ -81,12 +95,22 @@ def filled_cache(workload: Workload, kv: str, backend: str) -> tuple[KVCache, Se
     """A cache with random rows in shuffled blocks, and as many layers as rotate it past the CPU's or
     GPU's cache: every layer holds a copy of the same shape.
     """
-    size, heads, dim = workload.block_size, workload.kv_heads, workload.head_dim
-    needs = [-(-n // size) for n in workload.contexts]
-    one = _plan(workload, kv, layers=1)
-    copies = copies_for(workload.device, round(one.kv_bytes_per_token * workload.tokens))
-    layout = _plan(workload, kv, layers=copies)
+    layout, needs = layout_of(workload, kv), blocks_of(workload)
     cache = KVCache(layout, num_blocks=[sum(needs)], device=workload.device, backend=backend)
+    copies = len(layout.geometry.layers)
+    return cache, filled(workload, range(copies), cache.write), copies
+
+
+def blocks_of(workload: Workload) -> list[int]:
+    """Of every sequence."""
+    return [-(-n // workload.block_size) for n in workload.contexts]
+
+
+def filled(
+    workload: Workload, layers: Iterable[int], write: Callable[[int, Tensor, Tensor, Tensor], object]
+) -> SequenceBatch:
+    """Write the same random rows to shuffled blocks of layers; the step that reads them."""
+    needs, size, heads = blocks_of(workload), workload.block_size, workload.kv_heads
     order = torch.randperm(sum(needs), generator=torch.Generator().manual_seed(workload.seed))
     tables = torch.zeros(len(needs), max(needs), dtype=torch.int32)
     for i, (blocks, need) in enumerate(zip(order.split(needs), needs, strict=True)):
@@ -99,17 +123,16 @@ def filled_cache(workload: Workload, kv: str, backend: str) -> tuple[KVCache, Se
             slots = slots_of(tables[i], position, size)
             k, v = (
                 torch.randn(len(position), heads, dim, generator=source, device=workload.device)
-                for _ in range(2)
+                for dim in workload.dims
             )
-            for layer in range(copies):
-                cache.write(layer, k.to(workload.dtype), v.to(workload.dtype), slots)
-    batch = SequenceBatch(
+            for layer in layers:
+                write(layer, k.to(workload.dtype), v.to(workload.dtype), slots)
+    return SequenceBatch(
         query_lens=(workload.new,) * len(needs),
         context_lens=workload.contexts,
         tables=tables,
         slots=torch.zeros(0, dtype=torch.int64, device=workload.device),
     )
-    return cache, batch, copies
 
 
 def slots_of(table: Tensor, position: Tensor, block_size: int) -> Tensor:
@@ -117,20 +140,26 @@ def slots_of(table: Tensor, position: Tensor, block_size: int) -> Tensor:
     return table[position // block_size].long() * block_size + position % block_size
 
 
+def layout_of(workload: Workload, kv: str) -> KVLayout:
+    """Of as many layers, alike, as rotate the data past the CPU's or GPU's cache."""
+    one = _plan(workload, kv, layers=1)
+    return _plan(workload, kv, copies_for(workload.device, round(one.kv_bytes_per_token * workload.tokens)))
+
+
 def _plan(workload: Workload, kv: str, layers: int) -> KVLayout:
-    heads, dim = workload.kv_heads, workload.head_dim
+    heads, (k_dim, v_dim) = workload.kv_heads, workload.dims
     geometry = ModelGeometry(
         model_type="bench",
         layers=tuple(
-            LayerGeometry(index=i, kv_heads=heads, k_head_dim=dim, v_head_dim=dim, window=None)
+            LayerGeometry(index=i, kv_heads=heads, k_head_dim=k_dim, v_head_dim=v_dim, window=None)
             for i in range(layers)
         ),
         q_heads=workload.q_heads,
-        hidden_size=workload.q_heads * dim,
+        hidden_size=workload.q_heads * k_dim,
         vocab_size=1,
         max_context=max(workload.contexts),
     )
-    recipe = KVRecipe.uniform(kv, [(dim, dim)] * layers)
+    recipe = KVRecipe.uniform(kv, [workload.dims] * layers)
     if recipe.is_static:  # random rows of deviation 1 stay within 6
         maxima = HeadMaxima(**dict.fromkeys(("k", "v", "k_rotated", "v_rotated"), (6.0,) * heads))
         recipe = recipe.with_scales(

@@ -1,7 +1,7 @@
 """`kvq bench attention`, `write` and `tune`: the kernels, beside rivals of the same run."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -83,6 +83,12 @@ class Beside:
         None, "A folder with a rivals.py of yours.", type=click.Path(file_okay=False, path_type=Path)
     )
     dense: bool = option(True, "torch's attention beside.")
+    latent_dim: int | None = option(
+        None,
+        "Latent attention over latents of so many elements, --head-dim being their rotary part's, with "
+        "--kv-heads 1: 512 and 64 in DeepSeek V3.",
+        type=click.IntRange(16, 512),
+    )
     plot_path: str | None = path_option("--plot", "Draw speed over bytes (.svg, .png, .pdf).")
 
 
@@ -109,7 +115,9 @@ def attention(
     from kvq.evals.results import write_json
 
     begin(json_path, plot=beside.plot_path)
-    workload = shape.workload(new, how)
+    workload = replace(shape.workload(new, how), latent_dim=beside.latent_dim)
+    if workload.latent_dim is not None and beside.rivals is not None:
+        raise ConfigError("--rivals get dense K and V of heads, so they don't go with --latent-dim")
     with progress_bar("attention") as progress:
         rows, bandwidth = bench_attention(
             workload,

@@ -164,6 +164,7 @@ EXPECTED = {
     "decode": {"shape", "kv", "name", "ms_median", "fraction_of_bandwidth", "graph", "max_relative_error"},
     "mixed": {"tokens", "kv", "ms_median"},
     "write": {"kv"},
+    "latent": {"shape", "kv", "latent_dim", "ms_median", "fraction_of_bandwidth"},
     "sampler": {"sampling", "ms_median", "gb_per_s"},
     "linear": {"weights", "ms_median", "fraction_of_limit", "speedup_over_bf16"},
     "engine": {"kv", "name", "output_tokens_per_s", "share_of_demand", "check_equal"},
