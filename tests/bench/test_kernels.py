@@ -71,20 +71,9 @@ def test_attention_rows_hold_what_was_promised(new: str, operation: str, tmp_pat
 @pytest.mark.parametrize("new", ["1", "7"])
 def test_latent_attention_beside_torchs(new: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "a.json"
-    shape = [
-        "--q-heads",
-        "6",
-        "--head-dim",
-        "16",
-        "--latent-dim",
-        "64",
-        "--block-size",
-        "16",
-        "--repeats",
-        "2",
-    ]
-    run("attention", *shape, "--kv-heads", "1", "--kv", "int8,int4_g16_rot", "--batch", "3", "--context", "23",
-        "--new", new, "--json", str(path))  # fmt: skip
+    shape = ["--q-heads", "6", "--head-dim", "16", "--latent-dim", "64", "--context", "23", "--repeats", "2"]
+    step = ["--kv-heads", "1", "--kv", "int8,int4_g16_rot", "--batch", "3", "--new", new]
+    run("attention", *shape, *step, "--json", str(path))
     rows = json.loads(path.read_text())["rows"]
     assert [(row["name"], row["latent_dim"]) for row in rows] == [
         ("kvq, latent", 64),
@@ -93,7 +82,7 @@ def test_latent_attention_beside_torchs(new: str, tmp_path: Path, capsys: pytest
     ]
     assert all(row["max_relative_error"] < 1e-5 for row in rows)
     with pytest.raises(SystemExit):
-        cli.main(["bench", "attention", *shape, "--kv-heads", "2", "--context", "23"])
+        cli.main(["bench", "attention", *shape, "--kv-heads", "2"])
     assert "latents are one KV head for all query heads, got --kv-heads 2" in capsys.readouterr().err
 
 

@@ -18,7 +18,8 @@ from kvq.blockmgr.pool import BlockId
 from kvq.cache import KVCache
 from kvq.cache.prefix_file import load_prefix, save_prefix
 from kvq.errors import ConfigError
-from kvq.kernels import AttentionOptions, SequenceBatch
+from kvq.kernels import AttentionOptions, SequenceBatch, Support
+from kvq.kernels.gpu import support
 from kvq.layout import BlockOrder
 from tests.kernels.kit import POISON, poisoned_cache, rows_like_kv, slot_bytes
 
@@ -37,10 +38,11 @@ def pair(
     block_size: int = SIZE,
     num_blocks: int = 12,
     identity: bytes = b"model a",
+    backend: str = "reference",
 ) -> Pair:
     """A poisoned cache and its block manager."""
     cache = poisoned_cache(
-        kv, DIMS, windows=windows, block_size=block_size, num_blocks=num_blocks, order=order
+        kv, DIMS, windows=windows, block_size=block_size, num_blocks=num_blocks, order=order, backend=backend
     )
     own = [group.group.window for group in cache.layout.groups]
     manager = BlockManager(num_blocks=cache.num_blocks, block_size=block_size, windows=own, identity=identity)
@@ -125,6 +127,36 @@ def scale_bytes(cache: KVCache, group: int, block: int) -> Tensor:
             mask[region.offset : region.offset + region.nbytes] = True
         parts.append(mask)
     return torch.cat(parts)
+
+
+def contents(path: Path) -> tuple[dict[str, str], dict[str, bytes]]:
+    """The header and the bytes of all tensors of a file; safetensors writes its metadata in any order."""
+    with safe_open(path, "pt") as file:
+        return file.metadata(), {name: file.get_tensor(name).numpy().tobytes() for name in file.keys()}
+
+
+@pytest.mark.parametrize("kv", ["int8", "fp8_rot", "int4", "k8v4", "int2/bf16"])
+def test_files_and_swapped_blocks_are_the_same_bytes_whichever_kernels_wrote_them(
+    kv: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """And each reads what another wrote: what a GPU's kernels keep fits a CPU's, and the other way round."""
+    monkeypatch.setattr(support, "supports_linear", lambda *_: Support(True))  # Triton's, interpreted
+    written = {name: saved(tmp_path / name, kv, backend=name) for name in ("reference", "cpu", "triton")}
+    files = [contents(tmp_path / name) for name in written]
+    assert files[0] == files[1] == files[2]
+    outs = []
+    for name, other in (("cpu", "triton"), ("triton", "cpu"), ("reference", "triton")):
+        cache, manager = pair(kv, backend=name)
+        assert cache.backend_of("attend", 0) == name
+        prompt = manager.prompt(TOKENS)
+        assert load_prefix(tmp_path / other, cache, manager, prompt) == 40
+        outs.append(attention(cache, manager, prompt))
+        blocks = manager.held_prefix(prompt)[2][0], written[other][1].held_prefix(prompt)[2][0]
+        for new, old in zip(*blocks, strict=True):  # what goes to swap slots
+            assert torch.equal(cache.read_block(0, new), written[other][0].read_block(0, old))
+    for layer in range(len(DIMS)):
+        for out in outs[:2]:
+            torch.testing.assert_close(out[layer], outs[2][layer], rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize("order", list(BlockOrder))

@@ -68,6 +68,7 @@ def poisoned_cache(
     num_blocks: int = 11,
     order: BlockOrder = BlockOrder.LAYER_MAJOR,
     fill: int = POISON,
+    backend: str = "reference",
 ) -> KVCache:
     """A cache on the CPU whose every byte is `fill`, with static scales where the format needs them."""
     model = geometry(dims, kv_heads=kv_heads, q_heads=q_heads, windows=windows)
@@ -76,7 +77,7 @@ def poisoned_cache(
         recipe = recipe.with_scales(static_scales(model.kv_heads))
     layout = plan_layout(model, recipe, block_size=block_size, order=order)
     blocks = [num_blocks] * len(layout.groups)
-    cache = KVCache(layout, num_blocks=blocks, device=CPU, backend="reference")
+    cache = KVCache(layout, num_blocks=blocks, device=CPU, backend=backend)
     for group in range(len(layout.groups)):
         cache.pool(group).fill_(fill)
     return cache
