@@ -132,7 +132,8 @@ def scale_bytes(cache: KVCache, group: int, block: int) -> Tensor:
 def contents(path: Path) -> tuple[dict[str, str], dict[str, bytes]]:
     """The header and the bytes of all tensors of a file; safetensors writes its metadata in any order."""
     with safe_open(path, "pt") as file:
-        return file.metadata(), {name: file.get_tensor(name).numpy().tobytes() for name in file.keys()}
+        names = sorted(file.keys())
+        return file.metadata(), {name: file.get_tensor(name).numpy().tobytes() for name in names}
 
 
 @pytest.mark.parametrize("kv", ["int8", "fp8_rot", "int4", "k8v4", "int2/bf16"])
