@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 
 from kvq import cli
+from kvq.kernels import Device, registered
+from kvq.kernels.gpu import support
 from kvq.models.resolve import EMBEDDED
 from tests.helpers_cli import remarks
 from tests.waiting import HANG_S
@@ -170,6 +172,16 @@ def test_doctor_says_what_runs_and_why_the_rest_does_not(run):
     assert re.search(r"reference +runs here: write_kv, attend", out)
     assert re.search(r"triton +does not run: .*", out)
     assert re.search(r"cpu +runs here: write_kv, attend, .* \((avx512vnni|avx512|avx2|portable)\)", out)
+
+
+def test_doctor_finds_every_operation_of_a_gpu(run, monkeypatch):
+    h200 = Device(type="cuda", name="H200", capability=(9, 0))
+    monkeypatch.setattr(Device, "of", classmethod(lambda cls, _: h200))
+    monkeypatch.setattr(support, "_has_triton", lambda: True)
+    code, out, _ = run("doctor")
+    assert code == 0
+    [ran] = re.findall(r"triton +runs here: (.*)", out)
+    assert {*registered("triton"), "linear_w4", "linear_w8"} == set(ran.split(", "))
 
 
 def test_calibrate_writes_a_recipe_that_serves_static_formats(run, tmp_path):
