@@ -1,5 +1,9 @@
 """Tokenizers: transformers' own, loaded without code from the folder."""
 
+import logging
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +28,35 @@ def load_tokenizer(folder: Path) -> Any:
         )
     except Exception as error:  # whatever a damaged file makes the parsers raise
         raise ModelError(f"{folder} has no tokenizer that loads: {first_lines(error)}") from error
+
+
+def load_without_torch(folder: Path) -> Any:
+    """`load_tokenizer` for a process that runs no model.
+
+    transformers, if nothing has imported it yet, takes torch for not installed, then and later on: its
+    tokenizers don't need it, and importing it takes two seconds and 180 MB.
+    """
+    if not sys.modules.keys() & {"torch", "transformers"}:
+        with _no_torch():
+            import transformers  # noqa: F401 - it looks for torch once
+    return load_tokenizer(folder)
+
+
+@contextmanager
+def _no_torch() -> Iterator[None]:
+    """Whoever looks for torch finds none, and transformers does not say that it found none."""
+    log = logging.getLogger("transformers")
+    sys.modules["torch"] = None  # type: ignore[assignment] - what Python has for modules that can't be
+    log.addFilter(_nothing)
+    try:
+        yield
+    finally:
+        log.removeFilter(_nothing)
+        del sys.modules["torch"]
+
+
+def _nothing(_: logging.LogRecord) -> bool:
+    return False
 
 
 def check_vocabulary(tokenizer: Any, folder: Path, vocab_size: int) -> None:

@@ -1,0 +1,20 @@
+"""Packages that import a name's module when somebody asks for the name: a process loads what it uses."""
+
+from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
+from typing import Any
+
+
+def lazily(package: str, homes: Mapping[str, Sequence[str]]) -> Callable[[str], Any]:
+    """The `__getattr__` of a package. `homes`: its names, by the modules that define them.
+
+    Modules of the package that need one of the names import it from where it is defined.
+    """
+    found = {name: home for home, names in homes.items() for name in names}
+
+    def look_up(name: str) -> Any:
+        if name not in found:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        return getattr(import_module(found[name]), name)
+
+    return look_up
