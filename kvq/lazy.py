@@ -1,6 +1,8 @@
-"""Packages that import a name's module when somebody asks for the name: a process loads what it uses."""
+"""A process loads what it uses: packages import a name's module when somebody asks for the name."""
 
-from collections.abc import Callable, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from importlib import import_module
 from typing import Any
 
@@ -18,3 +20,16 @@ def lazily(package: str, homes: Mapping[str, Sequence[str]]) -> Callable[[str], 
         return getattr(import_module(found[name]), name)
 
     return look_up
+
+
+@contextmanager
+def unseen(library: str) -> Iterator[None]:
+    """Who looks for a library meanwhile finds it not installed, unless it is imported already."""
+    if library in sys.modules:
+        yield
+        return
+    sys.modules[library] = None  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        del sys.modules[library]

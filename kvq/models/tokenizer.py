@@ -1,13 +1,11 @@
 """Tokenizers: transformers' own, loaded without code from the folder."""
 
 import logging
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from kvq.errors import ModelError, first_lines
+from kvq.lazy import unseen
 from kvq.models.checkpoint import read_json
 
 
@@ -33,29 +31,20 @@ def load_tokenizer(folder: Path) -> Any:
 def load_without_torch(folder: Path) -> Any:
     """`load_tokenizer` for a process that runs no model.
 
-    transformers, if nothing has imported it yet, takes torch for not installed, then and later on: its
-    tokenizers don't need it, and importing it takes two seconds and 180 MB.
+    transformers, unless one of both is imported already, takes torch for not installed, then and later on:
+    its tokenizers don't need it, and importing it takes two seconds and 180 MB.
     """
-    if not sys.modules.keys() & {"torch", "transformers"}:
-        with _no_torch():
+    log = logging.getLogger("transformers")
+    log.addFilter(_says_nothing)  # such as that there is no torch
+    try:
+        with unseen("torch"):
             import transformers  # noqa: F401 - it looks for torch once
+    finally:
+        log.removeFilter(_says_nothing)
     return load_tokenizer(folder)
 
 
-@contextmanager
-def _no_torch() -> Iterator[None]:
-    """Whoever looks for torch finds none, and transformers does not say that it found none."""
-    log = logging.getLogger("transformers")
-    sys.modules["torch"] = None  # type: ignore[assignment] - what Python has for modules that can't be
-    log.addFilter(_nothing)
-    try:
-        yield
-    finally:
-        log.removeFilter(_nothing)
-        del sys.modules["torch"]
-
-
-def _nothing(_: logging.LogRecord) -> bool:
+def _says_nothing(_: logging.LogRecord) -> bool:
     return False
 
 
