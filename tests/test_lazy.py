@@ -8,7 +8,7 @@ import pytest
 from kvq.lazy import lazily, unseen
 
 
-@pytest.mark.parametrize("package", ["kvq", "kvq.cache", "kvq.engine", "kvq.models"])
+@pytest.mark.parametrize("package", ["kvq", "kvq.cache", "kvq.engine", "kvq.evals", "kvq.models"])
 def test_all_that_a_package_names_is_there_and_nothing_else(package):
     module = importlib.import_module(package)
     for name in module.__all__:
