@@ -33,6 +33,18 @@ if TYPE_CHECKING:
     from kvq.engine import LLM, AsyncLLM, SamplingParams, StructuredOutput
     from kvq.formats import KVRecipe
     from kvq.models import Model
+else:
+    __getattr__ = lazily(
+        __name__,
+        {
+            "kvq.api": ("load", "perplexity", "quantize", "tune"),
+            "kvq.calib": ("calibrate",),
+            "kvq.capacity.plan.plan": ("plan",),
+            "kvq.engine": ("LLM", "AsyncLLM", "SamplingParams", "StructuredOutput"),
+            "kvq.formats": ("KVRecipe",),
+            "kvq.models": ("Model",),
+        },
+    )
 
 __all__ = [
     "LLM",
@@ -59,18 +71,6 @@ __all__ = [
     "quantize",
     "tune",
 ]
-
-__getattr__ = lazily(
-    __name__,
-    {
-        "kvq.api": ("load", "perplexity", "quantize", "tune"),
-        "kvq.calib": ("calibrate",),
-        "kvq.capacity.plan.plan": ("plan",),
-        "kvq.engine": ("LLM", "AsyncLLM", "SamplingParams", "StructuredOutput"),
-        "kvq.formats": ("KVRecipe",),
-        "kvq.models": ("Model",),
-    },
-)
 
 
 def __dir__() -> list[str]:

@@ -10,7 +10,8 @@ from typing import Any
 def lazily(package: str, homes: Mapping[str, Sequence[str]]) -> Callable[[str], Any]:
     """The `__getattr__` of a package. `homes`: its names, by the modules that define them.
 
-    Modules of the package that need one of the names import it from where it is defined.
+    It is the `else` of the package's imports under `TYPE_CHECKING`, so that type checkers know its names and
+    no others. What the package itself needs is imported from where it is defined.
     """
     found = {name: home for home, names in homes.items() for name in names}
 

@@ -11,6 +11,18 @@ if TYPE_CHECKING:
     from kvq.cache.kv_cache import KVCache
     from kvq.cache.memory import available_bytes
     from kvq.cache.prefix_file import load_prefix, save_prefix
+else:
+    __getattr__ = lazily(
+        __name__,
+        {
+            "kvq.cache.attention": ("register_attention",),
+            "kvq.cache.backend": ("cache_backend", "cache_backends"),
+            "kvq.cache.hf_cache": ("KvqCache",),
+            "kvq.cache.kv_cache": ("KVCache",),
+            "kvq.cache.memory": ("available_bytes",),
+            "kvq.cache.prefix_file": ("load_prefix", "save_prefix"),
+        },
+    )
 
 __all__ = [
     "KVCache",
@@ -22,15 +34,3 @@ __all__ = [
     "register_attention",
     "save_prefix",
 ]
-
-__getattr__ = lazily(
-    __name__,
-    {
-        "kvq.cache.attention": ("register_attention",),
-        "kvq.cache.backend": ("cache_backend", "cache_backends"),
-        "kvq.cache.hf_cache": ("KvqCache",),
-        "kvq.cache.kv_cache": ("KVCache",),
-        "kvq.cache.memory": ("available_bytes",),
-        "kvq.cache.prefix_file": ("load_prefix", "save_prefix"),
-    },
-)

@@ -12,6 +12,26 @@ if TYPE_CHECKING:
     from kvq.engine.params import PrefixPin, SamplingParams, StructuredOutput
     from kvq.engine.publisher import StepStats
     from kvq.scheduler import Priority
+else:
+    __getattr__ = lazily(
+        __name__,
+        {
+            "kvq.engine.async_llm": ("AsyncLLM",),
+            "kvq.engine.config": ("EngineConfig",),
+            "kvq.engine.llm": ("LLM",),
+            "kvq.engine.outputs": (
+                "CompletionOutput",
+                "Piece",
+                "Receipt",
+                "RequestOutput",
+                "Timing",
+                "TokenLogprobs",
+            ),
+            "kvq.engine.params": ("PrefixPin", "SamplingParams", "StructuredOutput"),
+            "kvq.engine.publisher": ("StepStats",),
+            "kvq.scheduler": ("Priority",),
+        },
+    )
 
 __all__ = [
     "LLM",
@@ -29,23 +49,3 @@ __all__ = [
     "Timing",
     "TokenLogprobs",
 ]
-
-__getattr__ = lazily(
-    __name__,
-    {
-        "kvq.engine.async_llm": ("AsyncLLM",),
-        "kvq.engine.config": ("EngineConfig",),
-        "kvq.engine.llm": ("LLM",),
-        "kvq.engine.outputs": (
-            "CompletionOutput",
-            "Piece",
-            "Receipt",
-            "RequestOutput",
-            "Timing",
-            "TokenLogprobs",
-        ),
-        "kvq.engine.params": ("PrefixPin", "SamplingParams", "StructuredOutput"),
-        "kvq.engine.publisher": ("StepStats",),
-        "kvq.scheduler": ("Priority",),
-    },
-)
