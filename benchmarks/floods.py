@@ -31,7 +31,7 @@ import trustme
 
 from benchmarks.findings import NO_BOUNDS, RESULTS, Rows, finding, report
 from benchmarks.rude import memory_bytes, metrics
-from benchmarks.worst_bodies import CHATS, SHAPES
+from benchmarks.worst_bodies import CHATS, SHAPES, body_of
 from kvq.bench.engine_load import LoadRequest
 from kvq.bench.serve_client import Sent, Target, get, send
 from kvq.bench.serve_load import as_served
@@ -110,13 +110,13 @@ async def heads(host: str, port: int) -> None:
 
 async def bodies(host: str, port: int) -> None:
     """32 clients with 8 MiB each, of every bad shape in turn."""
-    shapes = itertools.cycle(sorted(SHAPES))
+    shapes = itertools.cycle([(name, body_of(name)) for name in sorted(SHAPES)])
 
     async def one() -> None:
         while True:
-            name = next(shapes)
+            name, body = next(shapes)
             path = "/v1/chat/completions" if name in CHATS else "/v1/completions"
-            await _post(host, port, path, SHAPES[name])
+            await _post(host, port, path, body)
 
     await asyncio.gather(*(one() for _ in range(32)))
 

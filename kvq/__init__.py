@@ -9,7 +9,7 @@
 Importing kvq loads nothing else: torch and transformers come with the first name that needs them.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from kvq.errors import (
     ConfigError,
@@ -23,6 +23,7 @@ from kvq.errors import (
     RequestError,
     UnsupportedKernel,
 )
+from kvq.lazy import lazily
 from kvq.version import __version__
 
 if TYPE_CHECKING:
@@ -32,15 +33,18 @@ if TYPE_CHECKING:
     from kvq.engine import LLM, AsyncLLM, SamplingParams, StructuredOutput
     from kvq.formats import KVRecipe
     from kvq.models import Model
-
-_HOMES = {
-    "kvq.api": ("load", "perplexity", "quantize", "tune"),
-    "kvq.calib": ("calibrate",),
-    "kvq.capacity.plan.plan": ("plan",),
-    "kvq.engine": ("LLM", "AsyncLLM", "SamplingParams", "StructuredOutput"),
-    "kvq.formats": ("KVRecipe",),
-    "kvq.models": ("Model",),
-}
+else:
+    __getattr__ = lazily(
+        __name__,
+        {
+            "kvq.api": ("load", "perplexity", "quantize", "tune"),
+            "kvq.calib": ("calibrate",),
+            "kvq.capacity.plan.plan": ("plan",),
+            "kvq.engine": ("LLM", "AsyncLLM", "SamplingParams", "StructuredOutput"),
+            "kvq.formats": ("KVRecipe",),
+            "kvq.models": ("Model",),
+        },
+    )
 
 __all__ = [
     "LLM",
@@ -67,15 +71,6 @@ __all__ = [
     "quantize",
     "tune",
 ]
-
-
-def __getattr__(name: str) -> Any:
-    home = next((home for home, names in _HOMES.items() if name in names), None)
-    if home is None:
-        raise AttributeError(f"module 'kvq' has no attribute {name!r}")
-    import importlib
-
-    return getattr(importlib.import_module(home), name)
 
 
 def __dir__() -> list[str]:

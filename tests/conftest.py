@@ -9,6 +9,8 @@ import pytest
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TRITON_INTERPRET", "1")  # kernels on CPU tensors, before anything imports Triton
 
+import torch  # noqa: F401 - first: a command that runs no model in this process would hide it from transformers
+
 with contextlib.suppress(ImportError):  # Triton is not everywhere
     from tests.interpreter import make_quicker
 

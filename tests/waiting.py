@@ -13,12 +13,15 @@ HANG_S = 600.0  # for processes, connections and everything else that takes a ti
 _POLL_S = 0.01
 
 
-def wait_for(condition: Callable[[], T], what: str | Callable[[], str]) -> T:
-    """The condition's value once it is true; `what` says, or tells, what never came otherwise."""
+def wait_for(condition: Callable[[], T], what: str | Callable[[], str], *, every_s: float = _POLL_S) -> T:
+    """The condition's value once it is true; `what` says, or tells, what never came otherwise.
+
+    `every_s`: how long it is left alone, since to be asked may cost it something.
+    """
     began = monotonic()
     while not (found := condition()):
         _check(began, what)
-        sleep(_POLL_S)
+        sleep(every_s)
     return found
 
 

@@ -4,11 +4,14 @@ import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from kvq.capacity.lengths import Lengths
 from kvq.errors import ConfigError
-from kvq.models import Model
 from kvq.scheduler import Priority
+
+if TYPE_CHECKING:  # who sends a load to a server has no model
+    from kvq.models import Model
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,7 +30,7 @@ class LoadRequest:
         return len(self.prompt) + self.output_tokens
 
 
-def burst(model: Model, requests: int, prompt: tuple[int, int], output: tuple[int, int]) -> "Load":
+def burst(model: "Model", requests: int, prompt: tuple[int, int], output: tuple[int, int]) -> "Load":
     """Requests that all arrive at once, in no hurry; lengths lie between the two given."""
     return Load(
         num_requests=requests,

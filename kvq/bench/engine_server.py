@@ -13,8 +13,8 @@ from kvq.bench.engine_result import Served, ServedLoad
 from kvq.bench.timing import percentile
 from kvq.blockmgr import BlockManager
 from kvq.engine import LLM, CompletionOutput, RequestOutput, SamplingParams, StepStats
-from kvq.engine.intake import Origin, Terms
 from kvq.engine.outputs import Event
+from kvq.engine.terms import Origin, Terms
 from kvq.models import Model
 from kvq.models.fused_layers import is_fused
 from kvq.scheduler import Priority

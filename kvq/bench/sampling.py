@@ -10,7 +10,8 @@ from torch import Tensor
 
 from kvq.bench.timing import in_turn, percentile
 from kvq.engine import SamplingParams
-from kvq.engine.sampling import Sampler, mix_seed
+from kvq.engine.sampling.sampler import Sampler
+from kvq.engine.sampling.seeds import mix_seed
 from kvq.errors import KVQError
 
 KINDS = {

@@ -20,7 +20,7 @@ from typing import Any, Self
 from kvq.bench.serve_client import Target, first_model, get
 from kvq.errors import EngineError
 
-_POLL_S = 0.02
+_POLL_S = 0.1  # to answer takes some of what it starts with
 _ENGINE = b"kvq.server.worker"  # in its command line
 _END_S = 90.0
 _PORTS = range(20_000, 32_000)  # below those that systems give away

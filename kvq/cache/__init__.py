@@ -1,15 +1,28 @@
 """The tensors behind the block pools, and the cache that transformers' own `generate` can use."""
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from kvq.cache.attention import register_attention
-from kvq.cache.backend import cache_backend, cache_backends
-from kvq.cache.kv_cache import KVCache
-from kvq.cache.memory import available_bytes
-from kvq.cache.prefix_file import load_prefix, save_prefix
+from kvq.lazy import lazily
 
 if TYPE_CHECKING:
+    from kvq.cache.attention import register_attention
+    from kvq.cache.backend import cache_backend, cache_backends
     from kvq.cache.hf_cache import KvqCache
+    from kvq.cache.kv_cache import KVCache
+    from kvq.cache.memory import available_bytes
+    from kvq.cache.prefix_file import load_prefix, save_prefix
+else:
+    __getattr__ = lazily(
+        __name__,
+        {
+            "kvq.cache.attention": ("register_attention",),
+            "kvq.cache.backend": ("cache_backend", "cache_backends"),
+            "kvq.cache.hf_cache": ("KvqCache",),
+            "kvq.cache.kv_cache": ("KVCache",),
+            "kvq.cache.memory": ("available_bytes",),
+            "kvq.cache.prefix_file": ("load_prefix", "save_prefix"),
+        },
+    )
 
 __all__ = [
     "KVCache",
@@ -21,11 +34,3 @@ __all__ = [
     "register_attention",
     "save_prefix",
 ]
-
-
-def __getattr__(name: str) -> Any:
-    if name != "KvqCache":  # loaded when asked for: the cache itself needs no transformers
-        raise AttributeError(f"module 'kvq.cache' has no attribute {name!r}")
-    from kvq.cache.hf_cache import KvqCache
-
-    return KvqCache

@@ -6,6 +6,7 @@ import os
 
 import torch
 
+from kvq.cache.heap import give_back
 from kvq.errors import OutOfMemory
 from kvq.sizes import binary
 
@@ -50,17 +51,6 @@ def held_bytes(device: torch.device) -> int:
             return (resident - shared) * mmap.PAGESIZE
     except OSError:  # not Linux
         return 0
-
-
-def give_back() -> bool:
-    """Give memory that was freed back to the system; False where the C library can't: musl, macOS."""
-    try:
-        trim = ctypes.CDLL(None).malloc_trim
-    except (AttributeError, OSError, TypeError):
-        return False
-    trim.argtypes, trim.restype = [ctypes.c_size_t], ctypes.c_int
-    trim(0)
-    return True
 
 
 def check_room(nbytes: int, device: torch.device, *, purpose: str = "the KV pool") -> None:

@@ -113,7 +113,7 @@ def _plan(model: "PreparedModel", load_options: LoadOptions, asked: Asked) -> "P
     from kvq.bench.engine import Plan
     from kvq.bench.engine_server import Limits
     from kvq.engine.build import check_cache
-    from kvq.engine.intake import as_priority
+    from kvq.engine.terms import as_priority
 
     check_cache(model)
     make = load_options.make(asked.requests, asked.concurrency)

@@ -5,15 +5,13 @@ from dataclasses import dataclass
 from kvq.api import with_fresh_scales
 from kvq.commands.options import ModelOptions
 from kvq.commands.progress import progress_bar, status
+from kvq.commands.said import say_model
 from kvq.commands.screen import echo
 from kvq.errors import ConfigError, UnfitFormat
 from kvq.formats import KVRecipe, StaticScales
 from kvq.models import Model
 from kvq.models.model import load_prepared
 from kvq.models.prepared import PreparedModel, find_scales, prepare
-from kvq.models.resolve import ModelSource
-
-_SHOWN_DIGITS = 12  # of a digest
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -97,11 +95,6 @@ def load_checked(prepared: PreparedModel, scales: StaticScales | None) -> Model:
         digest = model.weights.digest
     say_model(prepared.source, digest)
     return model
-
-
-def say_model(source: ModelSource, digest: str) -> None:
-    """Say on standard error which model was loaded."""
-    echo(f"kvq: model {source}, digest {digest[:_SHOWN_DIGITS]}", err=True)
 
 
 def _check_scales_are_used(options: ModelOptions, recipes: list[tuple[str, KVRecipe]]) -> None:

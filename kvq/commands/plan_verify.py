@@ -36,8 +36,8 @@ _COLUMNS = {
 def run(formats: list[str], sizing: SizingOptions, asked: "Asked") -> None:
     """Start one engine a format; exit code 1 if any term is off by more than the tolerance."""
     from kvq.capacity.plan.target import known_models
-    from kvq.commands.loading import say_model
     from kvq.commands.results import FinishedRows
+    from kvq.commands.said import say_model
     from kvq.models.prepared import prepare
 
     if wrong := sorted(spelled for name, spelled in given_options().items() if name not in _ALLOWED):

@@ -170,11 +170,11 @@ def _quantize(
 ) -> None:
     from kvq.calib.quantize import quantize_model
     from kvq.calib.quantize.output import check_output
-    from kvq.commands.loading import say_model
     from kvq.commands.progress import named_progress
     from kvq.commands.quantize_report import print_report, report
     from kvq.commands.resources import measured
     from kvq.commands.results import write_rows
+    from kvq.commands.said import say_model
     from kvq.evals.divergence import TokenPlan
     from kvq.evals.windows import token_windows
 

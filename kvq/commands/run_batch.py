@@ -49,8 +49,8 @@ def command(service: Service, asked: Asked) -> None:
     interruption: what has a result in OUT.jsonl is not run again. Exit code 1 if a line has no answer.
     """
     require("kvq run-batch", SERVER)
-    from kvq.commands.loading import say_model
     from kvq.commands.progress import named_progress
+    from kvq.commands.said import say_model
     from kvq.server.batch.run import BatchConfig, run_batch
 
     config = BatchConfig(

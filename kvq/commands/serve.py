@@ -92,13 +92,14 @@ def command(service: Service, asked: Asked) -> None:
     """Serve a model over HTTP as OpenAI does: /v1/completions and /v1/chat/completions."""
     require("kvq serve", SERVER)
     with nothing_begun():  # until the event loop takes the signals
-        from kvq.server.check import check_config
-        from kvq.server.run import serve
-
         config = _config(service, asked)
         if not asked.check:
+            from kvq.server.run import serve
+
             serve(config)
             return
+        from kvq.server.check import check_config  # with torch, which this process needs to check only
+
         findings = check_config(config)
     for finding in findings:
         echo(finding)

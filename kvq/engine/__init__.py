@@ -1,13 +1,37 @@
 """The engine: continuous batching over quantized blocks, offline and for asyncio."""
 
-from kvq.engine.async_llm import AsyncLLM
-from kvq.engine.config import EngineConfig
-from kvq.engine.llm import LLM
-from kvq.engine.outputs import CompletionOutput, Piece, Receipt, RequestOutput, Timing
-from kvq.engine.params import PrefixPin, SamplingParams, StructuredOutput
-from kvq.engine.publisher import StepStats
-from kvq.engine.sampling import TokenLogprobs
-from kvq.scheduler import Priority
+from typing import TYPE_CHECKING
+
+from kvq.lazy import lazily
+
+if TYPE_CHECKING:
+    from kvq.engine.async_llm import AsyncLLM
+    from kvq.engine.config import EngineConfig
+    from kvq.engine.llm import LLM
+    from kvq.engine.outputs import CompletionOutput, Piece, Receipt, RequestOutput, Timing, TokenLogprobs
+    from kvq.engine.params import PrefixPin, SamplingParams, StructuredOutput
+    from kvq.engine.publisher import StepStats
+    from kvq.scheduler import Priority
+else:
+    __getattr__ = lazily(
+        __name__,
+        {
+            "kvq.engine.async_llm": ("AsyncLLM",),
+            "kvq.engine.config": ("EngineConfig",),
+            "kvq.engine.llm": ("LLM",),
+            "kvq.engine.outputs": (
+                "CompletionOutput",
+                "Piece",
+                "Receipt",
+                "RequestOutput",
+                "Timing",
+                "TokenLogprobs",
+            ),
+            "kvq.engine.params": ("PrefixPin", "SamplingParams", "StructuredOutput"),
+            "kvq.engine.publisher": ("StepStats",),
+            "kvq.scheduler": ("Priority",),
+        },
+    )
 
 __all__ = [
     "LLM",

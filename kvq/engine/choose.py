@@ -6,15 +6,11 @@ import torch
 from torch import Tensor
 
 from kvq.engine.job import Job
+from kvq.engine.outputs import TokenLogprobs
 from kvq.engine.runner import StepOutput
-from kvq.engine.sampling import (
-    PendingSamples,
-    Sampler,
-    TokenLogprobs,
-    beam_candidates,
-    mix_seed,
-    prompt_logprobs,
-)
+from kvq.engine.sampling.logprobs import beam_candidates, prompt_logprobs
+from kvq.engine.sampling.sampler import PendingSamples, Sampler
+from kvq.engine.sampling.seeds import mix_seed
 from kvq.engine.transfers import Readback, upload
 from kvq.errors import EngineError, KVQError, NumericalError, first_lines
 from kvq.scheduler import Branch, Request, StepPlan

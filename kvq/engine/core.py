@@ -14,12 +14,12 @@ from kvq.engine.config import EngineConfig
 from kvq.engine.intake import Intake
 from kvq.engine.job import Job
 from kvq.engine.launch import Launcher
-from kvq.engine.outputs import FinishReason
+from kvq.engine.outputs import FinishReason, TokenLogprobs
 from kvq.engine.pinning import Pinning
 from kvq.engine.publisher import Publisher, StepSubscriber
 from kvq.engine.reconcile import reconcile
 from kvq.engine.runner import StepOutput
-from kvq.engine.sampling import Sampler, TokenLogprobs
+from kvq.engine.sampling.sampler import Sampler
 from kvq.errors import EngineError, KVQError
 from kvq.kernels.gpu.current import current
 from kvq.models import Model
@@ -27,7 +27,8 @@ from kvq.models.stays_here import Home, StaysHere
 from kvq.scheduler import Branch, Request, StepPlan
 
 if TYPE_CHECKING:  # imported with the first grammar: llguidance is not needed without one
-    from kvq.engine.grammar import GrammarCompiler, Matcher
+    from kvq.engine.grammar.compiler import GrammarCompiler
+    from kvq.engine.grammar.matcher import Matcher
 
 _log = logging.getLogger("kvq")
 
@@ -98,7 +99,7 @@ class EngineCore(StaysHere):
             self._begin(job, None)
             return
         if self._grammars is None:
-            from kvq.engine.grammar import GrammarCompiler
+            from kvq.engine.grammar.compiler import GrammarCompiler
 
             self._grammars = GrammarCompiler(
                 self.model.tokenizer, self.model.geometry.vocab_size, eos_ids=sorted(self.model.end_ids)

@@ -2,76 +2,23 @@
 
 import itertools
 import random
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from functools import cached_property
 from typing import Any
 
 from kvq.engine.beam import BeamSearch
 from kvq.engine.job import Job, Listener
 from kvq.engine.outputs import Timing
-from kvq.engine.params import MAX_PINS, MAX_SALT, PrefixPin, SamplingParams, check_params
+from kvq.engine.params import MAX_PINS, SamplingParams, check_params
 from kvq.engine.prompts import Prompt, prompt_tokens
+from kvq.engine.terms import Terms, as_priority
 from kvq.errors import RequestError
 from kvq.models import Model
 from kvq.models.prompts import check_length, longest_token
 from kvq.models.stays_here import Home
-from kvq.scheduler import Priority, Request, Scheduler
+from kvq.scheduler import Request, Scheduler
 
 _PROMPT_LOGPROB_BYTES = 64 << 20  # logits of one step that prompt log-probabilities may take
-
-
-def as_priority(priority: str | Priority) -> Priority:
-    """A priority from its name.
-
-    Raises:
-        RequestError: no such class.
-    """
-    if isinstance(priority, Priority):
-        return priority
-    names = {p.name.lower(): p for p in Priority}
-    if priority not in names:
-        raise RequestError(f"priority must be one of {', '.join(names)}, got {priority!r}")
-    return names[priority]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Origin:
-    """Whose a request is, and how urgent.
-
-    `cache_salt`: it shares cached prefixes only with requests of its tenant that name the same, of 1 to 1,024
-    characters.
-
-    Raises:
-        RequestError: one of another type, or a priority that there is none of.
-    """
-
-    priority: str | Priority = Priority.INTERACTIVE
-    tenant: str = ""
-    shared_salt: str | None = None
-    cache_salt: str | None = None
-    request_id: str | None = None
-
-    def __post_init__(self) -> None:
-        for name in ("tenant", "shared_salt", "request_id"):
-            value = getattr(self, name)
-            if not isinstance(value, str) and (value is not None or name == "tenant"):
-                raise RequestError(f"{name} must be a text, got {value!r}")
-        salt = self.cache_salt
-        if salt is not None and not (isinstance(salt, str) and 1 <= len(salt) <= MAX_SALT):
-            raise RequestError(f"cache_salt must be a text of 1 to {MAX_SALT} characters, got {salt!r:.100}")
-        object.__setattr__(self, "priority", as_priority(self.priority))
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Terms:
-    """What a request asks for beside its prompt. `pins`: prefixes of the prompt that shall stay cached, for
-    its tenant or its salt only.
-    """
-
-    params: SamplingParams = field(default_factory=SamplingParams)
-    origin: Origin = Origin()
-    pins: Sequence[PrefixPin] = ()
 
 
 class Intake:

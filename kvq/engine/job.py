@@ -14,15 +14,15 @@ from kvq.engine.outputs import (
     Receipt,
     RequestOutput,
     Timing,
+    TokenLogprobs,
 )
 from kvq.engine.params import PrefixPin, SamplingParams
-from kvq.engine.sampling import TokenLogprobs
 from kvq.engine.text import TextStream
 from kvq.errors import KVQError
 from kvq.scheduler import Branch, Request
 
 if TYPE_CHECKING:  # see core.py
-    from kvq.engine.grammar import Matcher
+    from kvq.engine.grammar.matcher import Matcher
 
 Listener = Callable[[Event], object]
 

@@ -3,10 +3,23 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
-from kvq.engine.sampling import TokenLogprobs
 from kvq.errors import KVQError
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """How likely a token was, beside the likeliest ones.
+
+    `rank`: 1 is the likeliest; of equally likely tokens the lower id comes first. `top`: the likeliest
+    tokens with their log-probabilities, in that order. -inf is legal, and NaN where the logits were NaN.
+    """
+
+    token: int
+    logprob: float
+    rank: int
+    top: tuple[tuple[int, float], ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,6 +1,19 @@
 """Running Hugging Face models over kvq's blocks."""
 
-from kvq.models.model import Model, load
-from kvq.models.session import Session, StepResult
+from typing import TYPE_CHECKING
+
+from kvq.lazy import lazily
+
+if TYPE_CHECKING:
+    from kvq.models.model import Model, load
+    from kvq.models.session import Session, StepResult
+else:
+    __getattr__ = lazily(
+        __name__,
+        {
+            "kvq.models.model": ("Model", "load"),
+            "kvq.models.session": ("Session", "StepResult"),
+        },
+    )
 
 __all__ = ["Model", "Session", "StepResult", "load"]

@@ -1,9 +1,11 @@
 """Tokenizers: transformers' own, loaded without code from the folder."""
 
+import logging
 from pathlib import Path
 from typing import Any
 
 from kvq.errors import ModelError, first_lines
+from kvq.lazy import unseen
 from kvq.models.checkpoint import read_json
 
 
@@ -24,6 +26,26 @@ def load_tokenizer(folder: Path) -> Any:
         )
     except Exception as error:  # whatever a damaged file makes the parsers raise
         raise ModelError(f"{folder} has no tokenizer that loads: {first_lines(error)}") from error
+
+
+def load_without_torch(folder: Path) -> Any:
+    """`load_tokenizer` for a process that runs no model.
+
+    transformers, unless one of both is imported already, takes torch for not installed, then and later on:
+    its tokenizers don't need it, and importing it takes two seconds and 180 MB.
+    """
+    log = logging.getLogger("transformers")
+    log.addFilter(_says_nothing)  # such as that there is no torch
+    try:
+        with unseen("torch"):
+            import transformers  # noqa: F401 - it looks for torch once
+    finally:
+        log.removeFilter(_says_nothing)
+    return load_tokenizer(folder)
+
+
+def _says_nothing(_: logging.LogRecord) -> bool:
+    return False
 
 
 def check_vocabulary(tokenizer: Any, folder: Path, vocab_size: int) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 from fastapi import FastAPI
 
 from kvq.engine import SamplingParams
-from kvq.engine.intake import Terms
+from kvq.engine.terms import Terms
 from kvq.errors import EngineError
 from kvq.server.answer_types import Status
 from kvq.server.messages import Ended

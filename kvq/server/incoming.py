@@ -6,7 +6,7 @@ from collections import Counter
 
 from starlette.types import Message, Receive
 
-from kvq.cache.memory import give_back
+from kvq.cache.heap import give_back
 from kvq.server.problems import Problem, unavailable
 
 MAX_BODY = 8 << 20  # bytes

@@ -6,7 +6,7 @@ from time import monotonic
 
 import torch
 
-from kvq.cache.memory import give_back
+from kvq.cache.heap import give_back
 from kvq.engine.job import Job
 from kvq.engine.outputs import Timing
 

@@ -7,8 +7,8 @@ import msgspec
 
 from kvq.blockmgr import PoolUsage
 from kvq.engine import Piece, Receipt, Timing, TokenLogprobs
-from kvq.engine.intake import Terms
 from kvq.engine.outputs import FinishReason
+from kvq.engine.terms import Terms
 from kvq.errors import KVQError, Overloaded, RequestError
 from kvq.scheduler import PoolShape, SchedulerConfig, Snapshot
 from kvq.scheduler.request import RequestState

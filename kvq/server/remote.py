@@ -11,7 +11,7 @@ from enum import Enum
 from time import monotonic
 
 from kvq.engine import Piece
-from kvq.engine.intake import Terms
+from kvq.engine.terms import Terms
 from kvq.errors import ConfigError, EngineError, KVQError
 from kvq.server.engine_process import EngineProcess
 from kvq.server.frames import from_engine

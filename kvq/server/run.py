@@ -17,7 +17,7 @@ import uvicorn
 
 from kvq.errors import ConfigError, EngineError
 from kvq.models.resolve import resolve_model
-from kvq.models.tokenizer import load_tokenizer
+from kvq.models.tokenizer import load_without_torch
 from kvq.server.app import create_app
 from kvq.server.config import ServerConfig
 from kvq.server.door import Door
@@ -85,7 +85,7 @@ async def _serve(config: ServerConfig, stretches: Stretches) -> None:
     remote = Remote(start, watch=Watch(max_restarts=config.max_restarts), on_failed=end)
     starting = asyncio.create_task(remote.start())
     try:
-        tokenizer = await _unless(ended, partial(load_tokenizer, source.folder))
+        tokenizer = await _unless(ended, partial(load_without_torch, source.folder))
         service = _service(config, config.served_model_name or source.name, source.folder, remote, tokenizer)
     except BaseException:
         await remote.close()

@@ -7,8 +7,8 @@ from typing import Any
 import msgspec
 
 from kvq.engine import SamplingParams, StructuredOutput
-from kvq.engine.grammar import GrammarLimits
-from kvq.engine.intake import Origin, Terms
+from kvq.engine.grammar.source import GrammarLimits
+from kvq.engine.terms import Origin, Terms
 from kvq.errors import RequestError
 from kvq.scheduler import Priority
 from kvq.server.bodies import ChatBody, Common, CompletionBody, StructuredOutputs

@@ -8,9 +8,9 @@ from functools import partial
 from typing import Any
 
 from kvq.engine import SamplingParams
-from kvq.engine.intake import Terms
 from kvq.engine.outputs import Piece
 from kvq.engine.prompts import check_known
+from kvq.engine.terms import Terms
 from kvq.errors import EngineError, RequestError
 from kvq.server.admission import Admission, Queued, check_fits
 from kvq.server.config import ServerConfig

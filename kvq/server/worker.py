@@ -22,6 +22,7 @@ from kvq.engine.loop import EngineLoop
 from kvq.engine.outputs import Event
 from kvq.errors import EngineError, KVQError, OutOfMemory, RequestError, first_lines
 from kvq.layout import GroupLayout
+from kvq.lazy import unseen
 from kvq.server.frames import encode, to_engine
 from kvq.server.logs import configure
 from kvq.server.lookout import Lookout
@@ -63,6 +64,8 @@ class Worker:
 
     def _run(self, start: Start) -> None:
         try:
+            with unseen("scipy"):  # which transformers would import for losses: half a second and 40 MB
+                import transformers  # noqa: F401
             model, config = build(Path(start.folder), start.kv, start.options)
             core = EngineCore(model, config)
         except Exception as error:  # noqa: BLE001 - whatever it is, another try would find the same

@@ -9,9 +9,9 @@ from functools import partial
 import pytest
 
 from kvq.engine import AsyncLLM, SamplingParams
-from kvq.engine.intake import Terms
 from kvq.engine.job import Job
 from kvq.engine.loop import Watchdog
+from kvq.engine.terms import Terms
 from kvq.errors import EngineError, RequestError
 from tests.engine.kit import assert_balanced, mixed_prompts, pair, tokens_of
 

@@ -10,8 +10,8 @@ import torch
 
 import kvq
 from kvq.engine.graphs import DecodeGraphs, Tables
-from kvq.engine.intake import Terms
 from kvq.engine.runner import Runner
+from kvq.engine.terms import Terms
 
 
 class Watched:

@@ -5,7 +5,7 @@ import math
 import pytest
 
 from kvq.engine import PrefixPin, SamplingParams
-from kvq.engine.intake import Terms
+from kvq.engine.terms import Terms
 from kvq.errors import RequestError
 from tests.engine.kit import BLOCK, assert_balanced, drive, engine, pair, submit
 from tests.helpers_models import random_tokens

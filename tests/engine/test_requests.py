@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from kvq.engine import LLM, Priority, SamplingParams
-from kvq.engine.intake import Origin, Terms
 from kvq.engine.params import as_params, param, real
+from kvq.engine.terms import Origin, Terms
 from kvq.errors import ConfigError, EngineError, KVQError, RequestError
 from tests.engine.kit import (
     BLOCK,

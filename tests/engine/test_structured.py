@@ -134,7 +134,7 @@ def test_a_grammar_that_fails_while_it_runs_ends_its_own_request_alone(
         llm.step()
     matcher = jobs[1][0].results[0].matcher
     if method == "fork":  # of a request that begins
-        from kvq.engine.grammar import Matcher
+        from kvq.engine.grammar.matcher import Matcher
 
         monkeypatch.setattr(Matcher, "fork", fail)
         failing = submit(llm, PROMPT, SamplingParams(structured=spec, max_tokens=12))[1]

@@ -7,10 +7,11 @@ import sys
 
 import pytest
 from transformers import AutoTokenizer
+from transformers.utils import is_torch_available
 
 from kvq.errors import ModelError
 from kvq.models.resolve import resolve_model
-from kvq.models.tokenizer import load_tokenizer
+from kvq.models.tokenizer import load_tokenizer, load_without_torch
 
 TEXT = "The 1,000 häuser  of <|user|>\nthe “city”\t and <|endoftext|>"
 
@@ -52,17 +53,45 @@ def test_the_class_and_the_tokens_are_transformers_own(folder, model_type, name)
     assert (got.eos_token_id, got.bos_token_id) == (wanted.eos_token_id, wanted.bos_token_id)
 
 
-def test_no_models_code_is_imported_for_a_tokenizer():
-    """Half of transformers and torch: a second and 150 MB of a process that has no model."""
-    code = """
-import sys
-from kvq.models.resolve import resolve_model
-from kvq.models.tokenizer import load_tokenizer
-load_tokenizer(resolve_model("tiny").folder)
-print([name for name in ("torch._dynamo", "transformers.models.llama") if name in sys.modules])
+ALONE = f"""
+import json, sys
+from pathlib import Path
+from kvq.models.tokenizer import load_without_torch
+folder = Path(sys.argv[1])
+load_without_torch(folder)
+models = [name for name in ("torch", "transformers.models.llama") if name in sys.modules]
+found = []
+for name in {NAMES}:
+    told = json.loads((folder / "tokenizer_config.json").read_text()) | {{"tokenizer_class": name}}
+    (folder / "tokenizer_config.json").write_text(json.dumps(told))
+    tokenizer = load_without_torch(folder)
+    turns = [{{"role": "user", "content": {TEXT!r}}}]
+    text = tokenizer.apply_chat_template(turns, tokenize=False)
+    found.append([type(tokenizer).__name__, tokenizer(text)["input_ids"], text])
+print(json.dumps([models, found]))
 """
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert run.stdout == "[]\n"
+
+
+def test_no_models_code_is_imported_for_a_tokenizer_and_it_is_the_same(folder):
+    """Half of transformers, and torch: two seconds and 180 MB of a process that has no model."""
+    command = [sys.executable, "-c", ALONE, str(folder)]
+    run = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert "PyTorch" not in run.stderr  # which transformers would miss
+    models, found = json.loads(run.stdout)
+    assert models == []
+    for name, (kind, tokens, text) in zip(NAMES, found, strict=True):
+        rewrite(folder / "tokenizer_config.json", tokenizer_class=name)
+        here = load_tokenizer(folder)
+        turns = [{"role": "user", "content": TEXT}]
+        assert kind == type(here).__name__
+        assert text == here.apply_chat_template(turns, tokenize=False)
+        assert tokens == here(text)["input_ids"]
+
+
+def test_torch_stays_where_it_is_in_use(folder):
+    assert load_without_torch(folder)(TEXT)["input_ids"] == load_tokenizer(folder)(TEXT)["input_ids"]
+    assert "torch" in sys.modules
+    assert is_torch_available()
 
 
 def test_a_broken_configuration_is_named(folder):

@@ -12,6 +12,8 @@ from pathlib import Path
 from kvq.bench.serve_process import free_port
 from tests.waiting import HANG_S, wait_for
 
+_ASK_S = 0.2  # a hundred times a second would take it 2 s of a core until it is ready
+
 
 class Server:
     """`kvq serve` on a free port of this machine; `with` ends it."""
@@ -61,7 +63,7 @@ class Server:
             assert self.process.poll() is None, self.log
             return self.status("/health/ready") == 200
 
-        wait_for(is_ready, lambda: f"the server is ready\n{self.log}")
+        wait_for(is_ready, lambda: f"the server is ready\n{self.log}", every_s=_ASK_S)
 
     @property
     def log(self) -> str:

@@ -9,7 +9,7 @@ from time import sleep
 
 import pytest
 
-from benchmarks.worst_bodies import CHATS, SHAPES
+from benchmarks.worst_bodies import CHATS, SHAPES, body_of
 from kvq.server.ignored import HEADER
 from tests.waiting import HANG_S
 
@@ -201,7 +201,8 @@ def test_bodies_of_any_shape_hold_up_nobody(server, name):
     """
     answers = []
     path = "/v1/chat/completions" if name in CHATS else "/v1/completions"
-    sender = threading.Thread(target=lambda: answers.append(post(server, SHAPES[name], path)))
+    body = body_of(name)
+    sender = threading.Thread(target=lambda: answers.append(post(server, body, path)))
     sender.start()
     slowest = 0.0
     while sender.is_alive():

@@ -10,6 +10,7 @@ import socket
 import threading
 import urllib.error
 import urllib.request
+from pathlib import Path
 
 import pytest
 import trustme
@@ -62,6 +63,13 @@ def test_processes_share_a_session_and_no_ctrl_c(server):
     assert len(pids) == 3, "the engine has a process that compiles grammars"
     assert {os.getsid(pid) for pid in pids} == {os.getsid(server.process.pid)}
     assert len({os.getpgid(pid) for pid in (*pids, server.process.pid)}) == 4
+
+
+def test_torch_is_loaded_by_the_engine_alone(server):
+    pids = {"engine": server.engine_pid, "HTTP": server.process.pid, "prompts": server.reading_pid}
+    mapped = {name: Path(f"/proc/{pid}/maps").read_text() for name, pid in pids.items()}
+    assert [name for name, maps in mapped.items() if "libtorch_cpu" in maps] == ["engine"]
+    assert not [name for name, maps in mapped.items() if "/scipy/" in maps]
 
 
 def test_options_come_from_the_file_and_the_command_line_goes_before_it(server):

@@ -16,8 +16,8 @@ import pytest
 
 import kvq
 from kvq.engine import PrefixPin, SamplingParams
-from kvq.engine.intake import Origin, Terms
 from kvq.engine.outputs import Piece
+from kvq.engine.terms import Origin, Terms
 from kvq.errors import ConfigError, EngineError, OutOfMemory
 from kvq.models.checkpoint import content_digest
 from kvq.models.resolve import EMBEDDED

@@ -8,8 +8,8 @@ import pytest
 from kvq.engine import SamplingParams
 from kvq.engine.build import build
 from kvq.engine.core import EngineCore
-from kvq.engine.intake import Terms
 from kvq.engine.sampling.logprobs import TokenLogprobs
+from kvq.engine.terms import Terms
 from kvq.server import frames
 from kvq.server.frames import from_engine
 from kvq.server.measured import Memory

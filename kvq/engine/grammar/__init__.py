@@ -3,9 +3,3 @@
 `GrammarCompiler` turns a `StructuredOutput` into a `Matcher`, off the step loop; each branch of a
 request then asks its own copy which tokens may come next, and tells it which one came.
 """
-
-from kvq.engine.grammar.compiler import GrammarCompiler
-from kvq.engine.grammar.matcher import Matcher
-from kvq.engine.grammar.source import GrammarLimits
-
-__all__ = ["GrammarCompiler", "GrammarLimits", "Matcher"]

@@ -1,11 +1,11 @@
 """Log-probabilities under the model's own distribution, in natural logarithms."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from kvq.engine.outputs import TokenLogprobs
 from kvq.engine.transfers import upload
 from kvq.kernels.draw.ranking import likeliest, ranked
 from kvq.kernels.draw.reference import log_probability, masses
@@ -22,20 +22,6 @@ def chunks(num_rows: int, vocab_size: int, device: torch.device) -> Iterator[sli
     step = max(1, elements // vocab_size)
     for start in range(0, num_rows, step):
         yield slice(start, min(start + step, num_rows))
-
-
-@dataclass(frozen=True, slots=True)
-class TokenLogprobs:
-    """How likely a token was, beside the likeliest ones.
-
-    `rank`: 1 is the likeliest; of equally likely tokens the lower id comes first. `top`: the likeliest
-    tokens with their log-probabilities, in that order. -inf is legal, and NaN where the logits were NaN.
-    """
-
-    token: int
-    logprob: float
-    rank: int
-    top: tuple[tuple[int, float], ...]
 
 
 def measure(logits: Tensor, tokens: Tensor, top: int) -> Tensor:

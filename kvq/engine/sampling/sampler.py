@@ -8,8 +8,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from kvq.engine.outputs import TokenLogprobs
 from kvq.engine.params import SamplingParams, check_params
-from kvq.engine.sampling.logprobs import TokenLogprobs, chunks, measure, read_logprobs
+from kvq.engine.sampling.logprobs import chunks, measure, read_logprobs
 from kvq.engine.sampling.penalties import apply_biases, apply_masks, apply_penalties
 from kvq.engine.sampling.rows import Draw, RowTable
 from kvq.engine.sampling.token_counts import TokenCounts

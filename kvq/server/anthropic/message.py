@@ -7,8 +7,8 @@ from typing import Any
 from uuid import uuid4
 
 from kvq.engine import SamplingParams, StructuredOutput
-from kvq.engine.intake import Origin, Terms
 from kvq.engine.outputs import Piece, PromptUse
+from kvq.engine.terms import Origin, Terms
 from kvq.server.anthropic.bodies import MessagesBody
 from kvq.server.anthropic.prompt import conversation, prompt_pins
 from kvq.server.messages import Ended

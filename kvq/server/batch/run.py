@@ -12,7 +12,7 @@ from typing import Any
 
 from kvq.errors import ConfigError, EngineError
 from kvq.models.resolve import ModelSource, resolve_model
-from kvq.models.tokenizer import load_tokenizer
+from kvq.models.tokenizer import load_without_torch
 from kvq.server.admission import AdmissionConfig
 from kvq.server.batch.calls import Calls
 from kvq.server.batch.journal import Journal
@@ -229,7 +229,7 @@ class _Batch:
 
 def _service(config: BatchConfig, source: ModelSource, remote: Remote) -> Service:
     """Over an engine that is yet to be started, before which as many lines may wait as are held."""
-    tokenizer = load_tokenizer(source.folder)
+    tokenizer = load_without_torch(source.folder)
     tools = ToolCalling.of(tokenizer, config.tool_call_parser)
     setup = Setup(folder=str(source.folder), is_text_template=tools.is_text_template)
     prompts = Prompts(Readers(setup), tokenizer, deadline_s=_TOKENIZE_S)

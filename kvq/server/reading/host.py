@@ -16,7 +16,7 @@ from typing import NoReturn
 from kvq.engine.grammar.worker import limit_memory
 from kvq.errors import KVQError, RequestError
 from kvq.models.prompts import PromptEncoder, TemplateFails, TooLong
-from kvq.models.tokenizer import load_tokenizer
+from kvq.models.tokenizer import load_without_torch
 from kvq.server.frames import Decoder, encode
 from kvq.server.reading.jobs import FromReader, Job, Loaded, Piece, Refusal, Setup, ToReader, put_together
 
@@ -44,7 +44,7 @@ def main() -> None:
 
 def _load(setup: Setup) -> PromptEncoder:
     encoder = PromptEncoder(
-        load_tokenizer(Path(setup.folder)),
+        load_without_torch(Path(setup.folder)),
         is_text_template=setup.is_text_template,
         trusts_chats=setup.trusts_chats,
     )

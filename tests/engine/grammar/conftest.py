@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvq.engine.grammar import GrammarCompiler
+from kvq.engine.grammar.compiler import GrammarCompiler
 
 VOCAB_SIZE = 4128
 

@@ -11,10 +11,11 @@ from contextlib import contextmanager
 
 import pytest
 
-from kvq.engine.grammar import GrammarCompiler, GrammarLimits
 from kvq.engine.grammar import compiler as compiler_module
 from kvq.engine.grammar import process as process_module
+from kvq.engine.grammar.compiler import GrammarCompiler
 from kvq.engine.grammar.process import CompileProcess
+from kvq.engine.grammar.source import GrammarLimits
 from kvq.engine.params import StructuredOutput
 from kvq.errors import ConfigError, Overloaded, RequestError
 from tests.engine.grammar.conftest import VOCAB_SIZE

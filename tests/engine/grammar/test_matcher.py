@@ -5,7 +5,8 @@ import random
 import pytest
 import torch
 
-from kvq.engine.grammar import GrammarCompiler, GrammarLimits
+from kvq.engine.grammar.compiler import GrammarCompiler
+from kvq.engine.grammar.source import GrammarLimits
 from kvq.errors import RequestError
 from tests.engine.grammar.conftest import VOCAB_SIZE
 from tests.engine.grammar.walks import accepts, allowed_tokens, matcher_of

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from kvq.engine.grammar import GrammarLimits
+from kvq.engine.grammar.source import GrammarLimits
 from kvq.engine.params import StructuredOutput
 from kvq.errors import ConfigError, RequestError
 from tests.engine.grammar.walks import accepts, matcher_of

@@ -5,7 +5,7 @@ import math
 import torch
 
 from kvq.engine.params import SamplingParams
-from kvq.engine.sampling import Sampler
+from kvq.engine.sampling.sampler import Sampler
 
 
 def adjusted(logits, params: SamplingParams, prompt=(), generated=(), forbidden=(), allowed=None):

@@ -10,7 +10,8 @@ import torch
 from triton.runtime.interpreter import InterpretedFunction
 
 from kvq.engine.params import SamplingParams
-from kvq.engine.sampling import Sampler, sampler
+from kvq.engine.sampling import sampler
+from kvq.engine.sampling.sampler import Sampler
 from kvq.engine.transfers import prepare_transfers
 from kvq.kernels.draw import reference, triton
 from tests.engine.guard import no_host_waits

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kvq.engine.params import SamplingParams
-from kvq.engine.sampling import beam_candidates, prompt_logprobs
+from kvq.engine.sampling.logprobs import beam_candidates, prompt_logprobs
 from tests.engine.sampling.reference import add, sampler
 
 

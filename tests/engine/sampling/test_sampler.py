@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kvq.engine.params import SamplingParams
-from kvq.engine.sampling import mix_seed
+from kvq.engine.sampling.seeds import mix_seed
 from tests.engine.sampling.reference import add, adjusted, bitmask, distribution, sampler
 
 _ROWS = 24
