@@ -16,7 +16,7 @@ from benchmarks.instructions import layers, sass
 from benchmarks.instructions.cards import MULTIPROCESSORS, slots
 from benchmarks.instructions.compiling import compiled, disassembled, resources
 from benchmarks.instructions.copies import copies
-from benchmarks.instructions.kernels import kernels
+from benchmarks.instructions.kernels import KV_HEADS, kernels
 from kvq.formats import KVRecipe
 from tests.kernels.linear import compile_all as linear
 
@@ -33,6 +33,7 @@ class Asked(NamedTuple):
     kernel: Any
     arguments: dict[str, Any]
     options: dict[str, Any]
+    dim: int = DIM  # of heads
 
 
 def of_format(kv: str, device: str) -> Iterator[Asked]:
@@ -52,6 +53,14 @@ def of_any_format(device: str) -> Iterator[Asked]:
         kernel, launched = linear.arguments(weights, "16", torch.bfloat16, device)
         options = {name: launched.pop(name) for name in ("num_warps", "num_stages")}
         yield Asked(weights, "linear", device, kernel, launched, options)
+
+
+def of_shares(device: str) -> Iterator[Asked]:
+    """Decode by the query heads that share a KV head."""
+    for kv in ("bf16", "int4_g64"):
+        for share in (1, 2, 4, 8, 16):
+            found = kernels(kv, torch.bfloat16, (DIM, DIM), device, q_heads=share * KV_HEADS)
+            yield Asked(kv, f"attend decode, {share} heads", device, *found["attend decode"])
 
 
 def counted(asked: Asked) -> dict[str, Any]:
@@ -90,7 +99,7 @@ def figures(asked: Asked, binary: Any) -> dict[str, Any]:
         **{"tiles_under_way": of_loop.tiles, "awaited_loads": of_loop.awaited_loads},
     }
     if loop and keys:
-        size = key_bytes(asked.kv)
+        size = key_bytes(asked.kv, asked.dim)
         found |= {"rows": asked.arguments["ROWS"], "keys": keys, "key_bytes": size}
         found |= {
             "instructions_a_key": round(len(loop) * warps / keys, 1),
@@ -99,10 +108,10 @@ def figures(asked: Asked, binary: Any) -> dict[str, Any]:
     return found
 
 
-def key_bytes(kv: str) -> int:
+def key_bytes(kv: str, dim: int = DIM) -> int:
     """Codes and scales of a token's K and V of one head."""
-    formats = KVRecipe.uniform(kv, [(DIM, DIM)]).layers[0]
-    return sum(part.code_bytes(DIM) + part.scale_bytes(DIM) for part in (formats.k, formats.v))
+    formats = KVRecipe.uniform(kv, [(dim, dim)]).layers[0]
+    return sum(part.code_bytes(dim) + part.scale_bytes(dim) for part in (formats.k, formats.v))
 
 
 @contextmanager

@@ -1,0 +1,44 @@
+"""Tiles of attention worth trying, and a way through them that compiles few: to be timed or counted."""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+
+from kvq.kernels.gpu.shapes import DECODE_ROWS, TileShape
+
+Cost = tuple[float, ...]  # the lowest is the best
+Costs = dict[TileShape, Cost | None]  # None: not to be had, or wrong
+_DECODE = ((32, 1), (32, 2), (64, 1), (64, 2), (64, 4), (128, 4), (128, 8))  # keys, warps
+_EXTEND = ((64, 4), (64, 8), (128, 8))  # rows, warps
+_REGISTERS = (None, 168, 128)  # 8, 12 and 16 warps of a multiprocessor
+STAGES = range(2, 8)  # two more are a tile more in memory, as rows wait for a table's entry
+
+
+def axes(kind: str, stages: Iterable[int] = STAGES) -> list[list[dict[str, int | None]]]:
+    """What is varied together, to decode or to extend: the tile, its registers, its stages."""
+    if kind == "decode":
+        tiles = [{"rows": DECODE_ROWS, "keys": keys, "warps": warps} for keys, warps in _DECODE]
+    else:
+        tiles = [{"rows": rows, "keys": keys, "warps": warps} for rows, warps in _EXTEND for keys in (32, 64)]
+    return [[*tiles], [{"registers": n} for n in _REGISTERS], [{"stages": n} for n in stages]]
+
+
+def search(
+    ways: Sequence[Sequence[dict[str, int | None]]],
+    start: TileShape,
+    cost: Callable[[TileShape], Cost | None],
+) -> Costs:
+    """What was tried, with its cost: along one of `axes` after another, from the best so far."""
+    found = {start: cost(start)}
+    for axis in ways:
+        own = cheapest(found) or start
+        for changed in axis:
+            tile = replace(own, **changed)  # type: ignore[arg-type]
+            if tile not in found:
+                found[tile] = cost(tile)
+    return found
+
+
+def cheapest(found: Costs) -> TileShape | None:
+    """The first of those of the lowest cost; None if all were refused."""
+    had = {tile: cost for tile, cost in found.items() if cost is not None}
+    return min(had, key=lambda tile: had[tile], default=None)
