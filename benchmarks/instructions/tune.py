@@ -5,8 +5,10 @@
 
 Needs no GPU. Another shape takes the present one's place only where the model has it no slower on any card of
 the device, in any workload and at both ends of what the model does not know, and faster by `CLEARLY` in one
-of these cases; the present one stays where they can't be told apart. What `--out` has of the same kernel and
-version of Triton is not compiled again.
+of these cases, and if it takes no more instructions or leaves a third of all cards' slots free: what the
+model says of latency is unsure. The present one stays where they can't be told apart.
+
+What `--out` has of the same kernel and version of Triton is not compiled again.
 """
 
 import argparse
@@ -35,8 +37,9 @@ from kvq.kernels.gpu import shapes
 from kvq.kernels.gpu.shapes import TileShape
 
 CLEARLY = 0.05  # less time
+BUDGET = 2 / 3  # of a card's slots for a key, that a shape of more instructions than the present one may take
 _WORKLOADS = SHAPES | {"decode 64 x 1024": (64, 1024)}
-_COUNTED_STAGES = (3, 5, 7)  # one more is the same loop, and with two nothing is under way
+_COUNTED_STAGES = (5, 7)  # one more is the same loop, and with fewer nothing is under way
 Row = dict[str, Any]
 
 
@@ -79,6 +82,8 @@ def tried(place: Place, known: list[Row]) -> list[Row]:
     present, rows = place.present, {}
 
     def cost(tile: TileShape) -> Cost | None:
+        if any(_is_looser(tile, other, row) for other, row in rows.items()):
+            return None
         row = rows[tile] = _row(place, tile, known)
         print("." if row["us"] else "x", end="", file=sys.stderr, flush=True)
         return (sum(row["us"].values()), row["instructions_a_key"]) if row["us"] else None
@@ -88,11 +93,21 @@ def tried(place: Place, known: list[Row]) -> list[Row]:
     return [row | {"present": row is rows[present], "chosen": row is best} for row in rows.values()]
 
 
+def _is_looser(tile: TileShape, other: TileShape, row: Row) -> bool:
+    """Whether it only allows registers that the same shape was counted not to take."""
+    return replace(tile, registers=None) == other and (tile.registers or 0) >= row.get("registers", 256)
+
+
 def chosen(rows: list[Row], present: Row) -> Row:
     """The present shape's row, unless it is refused or another is clearly faster whatever is assumed."""
-    better = [row for row in rows if _is_better(row["us"], present["us"])]
+    better = [row for row in rows if _is_better(row["us"], present["us"]) and _is_within_budget(row, present)]
     by_time: Callable[[Row], Cost] = lambda row: (sum(row["us"].values()), row["instructions_a_key"])  # noqa: E731
     return min(better, key=by_time, default=present)
+
+
+def _is_within_budget(row: Row, present: Row) -> bool:
+    least = BUDGET * min(row["slots_a_key"].values())
+    return not present["us"] or row["instructions_a_key"] <= max(least, present["instructions_a_key"])
 
 
 def _is_better(us: dict[str, float], present: dict[str, float]) -> bool:
@@ -105,7 +120,7 @@ def _is_better(us: dict[str, float], present: dict[str, float]) -> bool:
 
 def _row(place: Place, tile: TileShape, known: list[Row]) -> Row:
     name = asdict(place) | {"tile": asdict(tile)}
-    name |= {"triton": triton.__version__, "kernel": getattr(attend_kernel, "cache_key", "interpreted")}
+    name |= {"triton": triton.__version__, "kernel": getattr(attend_kernel, "cache_key", "interpreted")[:16]}
     row = next((row for row in known if name.items() <= row.items()), None)
     row = row or counted(place.asked(tile)) | name
     return row | {"us": {} if _is_refused(row) else _times(place.kind, row)}

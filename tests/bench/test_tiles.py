@@ -29,7 +29,8 @@ def test_one_axis_after_another_is_varied_from_the_best_so_far(kind: str) -> Non
     assert cheapest({START: None}) is None
 
 
-PRESENT = {"us": {"few": 100.0, "many": 200.0}, "instructions_a_key": 20.0}
+SLOTS = {"slots_a_key": {"h100": 60.0, "h200": 45.0}}
+PRESENT = {"us": {"few": 100.0, "many": 200.0}, "instructions_a_key": 20.0, **SLOTS}
 
 
 @pytest.mark.parametrize(
@@ -44,12 +45,14 @@ PRESENT = {"us": {"few": 100.0, "many": 200.0}, "instructions_a_key": 20.0}
 def test_the_present_shape_stays_unless_another_is_never_slower_and_clearly_faster_once(
     us: dict[str, float], replaces: bool
 ) -> None:
-    other = {"us": us, "instructions_a_key": 10.0}
+    other = {"us": us, "instructions_a_key": 30.0, **SLOTS}
     assert chosen([PRESENT, other], PRESENT) is (other if replaces else PRESENT)
+    heavy = other | {"instructions_a_key": 31.0}  # leaves less than a third of the H200's slots
+    assert chosen([PRESENT, heavy], PRESENT) is PRESENT
 
 
 def test_any_shape_that_can_run_takes_the_place_of_one_that_is_refused() -> None:
-    refused, other = {"us": {}, "instructions_a_key": 5.0}, PRESENT
+    refused, other = {"us": {}, "instructions_a_key": 5.0, **SLOTS}, PRESENT
     assert chosen([refused, other], refused) is other
     assert chosen([refused], refused) is refused
 
@@ -57,7 +60,7 @@ def test_any_shape_that_can_run_takes_the_place_of_one_that_is_refused() -> None
 def test_shapes_are_counted_for_their_own_place_and_what_spills_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The compiler is left out: more warps are fewer instructions, and eight spill."""
+    """The compiler is left out: more warps are fewer instructions, and one tile spills."""
 
     def counted(asked: object) -> dict:
         cut, warps = asked.arguments, asked.options["num_warps"]  # type: ignore[attr-defined]
@@ -66,8 +69,9 @@ def test_shapes_are_counted_for_their_own_place_and_what_spills_is_refused(
             **{"kv": "int8", "device": "sm89", "kernel": "attend decode", "warps": warps},
             **{"rows": cut["ROWS"], "keys": cut["KEYS"], "key_bytes": 132, "awaited_loads": 0},
             **{"loop_instructions": 4000 // warps, "instructions_a_key": 4000 / cut["KEYS"]},
+            **{"slots_a_key": {"rtx-4090": 300.0}},
             **{"programs_at_once": 12 // warps or 1, "tiles_under_way": 1.0},
-            "kinds": {"spill": 3} if warps == 8 else {},
+            "kinds": {"spill": 3} if warps == 4 and cut["KEYS"] == 64 else {},
         }
 
     monkeypatch.setattr(counting, "counted", counted)
@@ -75,7 +79,7 @@ def test_shapes_are_counted_for_their_own_place_and_what_spills_is_refused(
     assert place.key == "decode int8/int8 64 sm89 blocks 32"
     rows = tried(place, [])
     [best] = [row for row in rows if row["chosen"]]
-    assert all(not row["us"] for row in rows if row["tile"]["warps"] == 8)
+    assert all(not row["us"] for row in rows if row["tile"]["keys"] == 64 and row["tile"]["warps"] == 4)
     assert {name.partition(",")[0] for name in best["us"]} == {"rtx-4090"}
     assert best["tile"]["keys"] == 128
     assert sum(row["present"] for row in rows) == 1
