@@ -33,7 +33,7 @@ class Asked(NamedTuple):
     kernel: Any
     arguments: dict[str, Any]
     options: dict[str, Any]
-    dim: int = DIM  # of heads
+    dims: tuple[int, int] = (DIM, DIM)  # of a token's K and V
 
 
 def of_format(kv: str, device: str) -> Iterator[Asked]:
@@ -99,7 +99,7 @@ def figures(asked: Asked, binary: Any) -> dict[str, Any]:
         **{"tiles_under_way": of_loop.tiles, "awaited_loads": of_loop.awaited_loads},
     }
     if loop and keys:
-        size = key_bytes(asked.kv, asked.dim)
+        size = key_bytes(asked.kv, asked.dims)
         found |= {"rows": asked.arguments["ROWS"], "keys": keys, "key_bytes": size}
         found |= {
             "instructions_a_key": round(len(loop) * warps / keys, 1),
@@ -108,10 +108,11 @@ def figures(asked: Asked, binary: Any) -> dict[str, Any]:
     return found
 
 
-def key_bytes(kv: str, dim: int = DIM) -> int:
+def key_bytes(kv: str, dims: tuple[int, int]) -> int:
     """Codes and scales of a token's K and V of one head."""
-    formats = KVRecipe.uniform(kv, [(dim, dim)]).layers[0]
-    return sum(part.code_bytes(dim) + part.scale_bytes(dim) for part in (formats.k, formats.v))
+    formats = KVRecipe.uniform(kv, [dims]).layers[0]
+    parts = zip((formats.k, formats.v), dims, strict=True)
+    return sum(part.code_bytes(dim) + part.scale_bytes(dim) for part, dim in parts)
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from benchmarks.instructions import budgets
 from benchmarks.instructions.cards import CARDS, slots
-from benchmarks.instructions.counting import key_bytes
+from benchmarks.instructions.counting import DIM, key_bytes
 from benchmarks.instructions.table import Table, markdown
 from kvq import fileio
 from kvq.kernels.gpu import shapes
@@ -33,7 +33,8 @@ Triton {first}, the second of {second}.
 """
 _SHARES = """## Query heads a KV head
 
-A tile of decode has 16 rows, which 1 to 16 query heads of a KV head fill:
+A tile of decode has 16 rows, which 1 to 16 query heads of a KV head fill. Its loop takes the same whatever
+their number is: with 16 heads a head costs a sixteenth of what it costs alone.
 """
 _TILES = """## Tiles
 
@@ -59,21 +60,24 @@ def rendered() -> str:
 
 
 def _tables(known: budgets.Budgets, device: str) -> Iterator[tuple[str, Table]]:
-    """Loops over keys beside slots, then all other kernels."""
-    found = _figures(known, device)
+    """Loops over keys beside slots, those over latents, then all other kernels."""
+    found = {name: own for name, own in _figures(known, device).items() if not name[0].endswith(" heads")}
     loops = {name: own for name, own in found.items() if name[0] in ("attend decode", "attend extend")}
     cards = [card.name for card in CARDS if card.device == device]
     table = [["kernel", "format", "bytes a key", *(f"slots {name}" for name in cards), *_NAMES]]
     for (kernel, kv), own in loops.items():
-        size = key_bytes(kv)
+        size = key_bytes(kv, (DIM, DIM))
         free = slots(device, size)
         table.append([kernel, kv, f"{size}", *(f"{free[name]:.0f}" for name in cards), *own])
     yield "Loops over keys", table
-    rest = {name: own for name, own in found.items() if name not in loops and " heads" not in name[0]}
-    yield (
-        "Other kernels",
-        [["kernel", "format", *_NAMES[:4]], *([*name, *own[:4]] for name, own in rest.items())],
-    )
+    latents = {name: own for name, own in found.items() if name[0].startswith("attend_latent")}
+    if latents:
+        yield (
+            "Loops over latents",
+            [["kernel", "format", *_NAMES], *([*name, *latents[name]] for name in latents)],
+        )
+    rest = [[*name, *own[:4]] for name, own in found.items() if name not in loops | latents]
+    yield "Other kernels", [["kernel", "format", *_NAMES[:4]], *rest]
 
 
 def _figures(known: budgets.Budgets, device: str) -> dict[tuple[str, str], list[str]]:

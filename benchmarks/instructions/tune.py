@@ -74,7 +74,7 @@ class Place:
         dims = self.dim, self.dim
         with shapes.using(self.key, tile):
             found = kernels(self.kv, torch.bfloat16, dims, self.device, block_size=self.block_size)
-        return Asked(self.kv, f"attend {self.kind}", self.device, *found[f"attend {self.kind}"], self.dim)
+        return Asked(self.kv, f"attend {self.kind}", self.device, *found[f"attend {self.kind}"], dims)
 
 
 def tried(place: Place, known: list[Row]) -> list[Row]:
