@@ -18,8 +18,9 @@ FILE = Path(__file__).parents[2] / "docs" / "instructions.md"
 _NAMES = "instructions", "registers", "spilled bytes", "programs at once", "tiles under way"
 _HEAD = """# Instructions of every kernel
 
-Counted in kernels compiled without a GPU, with Triton {versions}. Nothing here is timed.
-[How it is counted](kernels.md#instructions-the-other-limit), and what a column means, is told there. Made by
+Counted in kernels compiled without a GPU, with Triton {versions}: the
+days when some were last counted. Nothing here is timed. What a column means is told
+[beside the kernels](kernels.md#instructions-the-other-limit). Made by
 
 ```sh
 python -m benchmarks.instructions --write-budgets   # with each version of Triton
