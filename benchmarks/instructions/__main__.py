@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 FORMATS = ("bf16", "fp8", "int8", "int4_g64", "int4_g32", "int4")
+SHARED = "sm90"  # where decode is counted for all numbers of query heads, too
 
 
 def main() -> None:
@@ -62,12 +63,13 @@ def keep(file: Path, rows: list[dict[str, Any]]) -> None:
 
 def counted_rows(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Of all kernels with that in their names, device by device."""
-    from benchmarks.instructions.counting import counted, of_any_format, of_format
+    from benchmarks.instructions.counting import counted, of_any_format, of_format, of_shares
 
     for sm in options.sm:
         device = f"sm{sm}"
         asked = chain.from_iterable(of_format(kv, device) for kv in options.kv)
-        for one in chain(asked, of_any_format(device) if options.all_kernels else ()):
+        shares = of_shares(device) if device == SHARED else ()
+        for one in chain(asked, *((shares, of_any_format(device)) if options.all_kernels else ())):
             if options.kernel in one.name:
                 yield counted(one)
 

@@ -1,5 +1,6 @@
 """What kernels may ask for at most: `budgets.json`, for the versions of Triton that it was counted with."""
 
+import datetime
 import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -25,14 +26,22 @@ def read(file: Path = FILE) -> Budgets:
     return known
 
 
+def days(file: Path = FILE) -> dict[str, str]:
+    """When something was last counted with each version of Triton."""
+    known: dict[str, str] = json.loads(file.read_text()).get("counted", {})
+    return known
+
+
 def write(rows: Sequence[Row], file: Path = FILE) -> None:
     """Take these rows for what is allowed from now on; others stay as they were."""
-    known = read(file) if file.exists() else {}
+    known, dates = (read(file), days(file)) if file.exists() else ({}, {})
+    dates |= {row["triton"]: datetime.datetime.now(datetime.UTC).date().isoformat() for row in rows}
     for row in rows:
         if "error" not in row:
             kernels = known.setdefault(row["triton"], {})
             kernels.setdefault(_kernel(row), {})[row["kv"]] = figures(row)
-    lines = [f'{{"format_version": {_FORMAT_VERSION}, "columns": {json.dumps(COLUMNS)}, "budgets": {{']
+    lines = [f'{{"format_version": {_FORMAT_VERSION}, "columns": {json.dumps(COLUMNS)},']
+    lines += [f'"counted": {json.dumps(dates, sort_keys=True)},', '"budgets": {']
     for version in sorted(known):
         kernels = known[version]
         told = [

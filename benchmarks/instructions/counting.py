@@ -16,7 +16,7 @@ from benchmarks.instructions import layers, sass
 from benchmarks.instructions.cards import MULTIPROCESSORS, slots
 from benchmarks.instructions.compiling import compiled, disassembled, resources
 from benchmarks.instructions.copies import copies
-from benchmarks.instructions.kernels import LATENT, kernels, latent_kernels
+from benchmarks.instructions.kernels import KV_HEADS, LATENT, kernels, latent_kernels
 from kvq.formats import KVRecipe
 from tests.kernels.linear import compile_all as linear
 
@@ -57,6 +57,14 @@ def of_any_format(device: str) -> Iterator[Asked]:
         kernel, launched = linear.arguments(weights, "16", torch.bfloat16, device)
         options = {name: launched.pop(name) for name in ("num_warps", "num_stages")}
         yield Asked(weights, "linear", device, kernel, launched, options)
+
+
+def of_shares(device: str) -> Iterator[Asked]:
+    """Decode by the query heads that share a KV head."""
+    for kv in ("bf16", "int4_g64"):
+        for share in (1, 2, 4, 8, 16):
+            found = kernels(kv, torch.bfloat16, (DIM, DIM), device, q_heads=share * KV_HEADS)
+            yield Asked(kv, f"attend decode, {share} heads", device, *found["attend decode"])
 
 
 def counted(asked: Asked) -> dict[str, Any]:

@@ -64,14 +64,20 @@ def _of_plan(
 
 
 def kernels(
-    kv: str, dtype: torch.dtype, dims: tuple[int, int], device: str
+    kv: str,
+    dtype: torch.dtype,
+    dims: tuple[int, int],
+    device: str,
+    *,
+    block_size: int = BLOCK_SIZE,
+    q_heads: int = Q_HEADS,
 ) -> dict[str, tuple[Any, dict[str, Any], Any]]:
     """Every kernel for that format with its arguments and launch options, as `attend` would choose them."""
     cache = poisoned_cache(
-        kv, [dims], kv_heads=KV_HEADS, q_heads=Q_HEADS, block_size=BLOCK_SIZE, num_blocks=2, fill=0
+        kv, [dims], kv_heads=KV_HEADS, q_heads=q_heads, block_size=block_size, num_blocks=2, fill=0
     )
     layer = cache.layer(0)
-    q = torch.zeros(16, Q_HEADS, dims[0], dtype=dtype)
+    q = torch.zeros(16, q_heads, dims[0], dtype=dtype)
     rows = torch.zeros(16, KV_HEADS, max(dims), dtype=dtype)
     common, ints, longs = _given(q), torch.zeros(16, dtype=torch.int32), torch.zeros(16, dtype=torch.int64)
     with pretended(device):
@@ -87,7 +93,7 @@ def kernels(
         **stored_as_bits(part_arguments("v", layer), "v"),
         **{"k_ptr": rows, "v_ptr": rows, "slots_ptr": longs, "bad_ptr": torch.zeros(16, dtype=torch.int8)},
         **{**dense_strides("k", rows), **dense_strides("v", rows)},
-        **{"BLOCK_SIZE": BLOCK_SIZE, "HEADS": KV_HEADS, "HEADS_PAD": KV_HEADS, "K_CUT": 0.0, "V_CUT": 0.01},
+        **{"BLOCK_SIZE": block_size, "HEADS": KV_HEADS, "HEADS_PAD": KV_HEADS, "K_CUT": 0.0, "V_CUT": 0.01},
     }
     exact = {"num_warps": 4, "enable_fp_fusion": False}
     found["write_kv"] = (_write_kernel, written, exact)
@@ -95,7 +101,7 @@ def kernels(
         **part_arguments("k", layer, prefix=""),
         **{"out_ptr": rows, "tables_ptr": ints, "table_stride": 128, "out_sequence": 1 << 16},
         **{"out_head": 4096, "out_token": 128, "start": 0, "end": 4096},
-        **{"BLOCK_SIZE": BLOCK_SIZE, "TOKENS": 32},
+        **{"BLOCK_SIZE": block_size, "TOKENS": 32},
     }
     found["gather_dense"] = (_gather_kernel, gathered, exact)
     return found

@@ -148,7 +148,7 @@ def attention_us(loop: Loop, card: Card, machine: Machine, sequences: int, depth
     """One launch over sequences of one length, cut into programs as kvq cuts them, in waves."""
     keys = sequences * depth * KV_HEADS
     programs = min(card.multiprocessors * _WARPS // loop.warps, keys // _LEAST)
-    tiles = (keys / programs + _START) / loop.keys
+    tiles = (keys / programs + _START) / loop.keys + 0.5  # the last one is full or not
     at_once = card.multiprocessors * loop.programs_at_once
     waves = [at_once] * (programs // at_once) + [programs % at_once]
     return sum(tiles * tile_us(loop, card, machine, n) for n in waves if n)

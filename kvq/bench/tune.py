@@ -9,46 +9,61 @@ from typing import Any, TypeVar
 from kvq import fileio
 from kvq.bench.attention import fused, over_blocks
 from kvq.bench.measure import Contender, Stopwatch, interleaved
+from kvq.bench.tiles import Cost, axes, search
+from kvq.bench.timing import percentile
 from kvq.bench.workload import Workload
 from kvq.errors import KVQError
 from kvq.kernels.gpu import shapes
-from kvq.kernels.gpu.shapes import DECODE_ROWS, TileShape
+from kvq.kernels.gpu.launch import compiled_meanwhile
+from kvq.kernels.gpu.shapes import TileShape
 from kvq.kernels.linear.tiles import LinearTile
 
 FORMAT_VERSION = 1
 _ALLOWED = 3e-2  # relative error; bf16 rounds probabilities
+_TIMED_IN_TURN = 6  # shapes
+_LOOKS = 3  # samples of each before
+_FEW_SPILLED = 16  # registers: some wait outside of the loop over keys
 _Tile = TypeVar("_Tile", TileShape, LinearTile)
-
-
-def candidates(kind: str) -> list[TileShape]:
-    """Shapes worth trying, to decode or to extend."""
-    decodes = kind == "decode"
-    return [
-        TileShape(rows=rows, keys=keys, warps=warps, stages=stages, registers=registers)
-        for rows in ((DECODE_ROWS,) if decodes else (64, 128))
-        for keys in ((32, 64, 128) if decodes else (32, 64))
-        for warps in ((1, 2, 4) if decodes else (4, 8))
-        for stages in (3, 5, 7)  # tiles in flight: one, two, three, as rows wait for a table
-        for registers in ((None, 168) if decodes else (None,))
-    ]
 
 
 def tune(
     workload: Workload, kv: str, *, repeats: int = 9, progress: Callable[[], None] = lambda: None
 ) -> tuple[str, TileShape, list[dict[str, Any]]]:
-    """Time every shape of attention that compiles and is right; returns its key, the best shape and all rows.
+    """Time shapes of attention; returns their key, the best shape, and the rows of those timed in turn.
+
+    A first look, each alone, finds which compile and are right. What spills no registers comes before what
+    does; of the fastest `_TIMED_IN_TURN` the best is found.
 
     Raises:
-        KVQError: there is none.
+        KVQError: none compiles and is right.
     """
     height = workload.new * workload.q_heads // workload.kv_heads
     kind = "decode" if height <= shapes.MOST_DECODE_ROWS else "extend"
     own, cache, batch = over_blocks(workload, kv)
-    own = fused(workload, own, cache, batch)
-    name, device = shapes.format_name(cache.layer(0)), shapes.device_name(workload.device)
-    key = shapes.table_key(kind, name, workload.head_dim, device)
-    own = replace(own, allowed=_ALLOWED)
-    return key, *fastest(own, key, candidates(kind), repeats=repeats, progress=progress)
+    own = replace(fused(workload, own, cache, batch), allowed=_ALLOWED)
+    formats, device = cache.layer(0).formats, shapes.device_name(workload.device)
+    name, size = shapes.format_name(formats), workload.block_size
+    key = shapes.table_key(kind, name, workload.head_dim, device, size)
+    present = shapes.shape_for(kind, formats, device, size)
+
+    def cost(tile: TileShape) -> Cost | None:
+        progress()
+        return _first_look(own, key, tile)
+
+    found = search(axes(kind), present, cost)
+    had = {tile: told for tile, told in found.items() if told is not None}
+    first = sorted(had, key=lambda tile: had[tile])[:_TIMED_IN_TURN]
+    return key, *fastest(own, key, first, repeats=repeats)
+
+
+def _first_look(own: Contender, key: str, tile: TileShape) -> Cost | None:
+    """Whether more than a few registers are spilled, and the time in ms; None if it can't run or is wrong."""
+    with shapes.using(key, tile), compiled_meanwhile() as seen:
+        if not _is_right(own):
+            return None
+        watch = Stopwatch(own.run, own.copies, own.truth.device)
+        spilled = max((getattr(kernel, "n_spills", 0) or 0 for kernel in seen), default=0)
+        return float(spilled > _FEW_SPILLED), percentile([watch.sample() for _ in range(_LOOKS)], 50)
 
 
 def fastest(
@@ -57,7 +72,6 @@ def fastest(
     found: Sequence[_Tile],
     *,
     repeats: int,
-    progress: Callable[[], None] = lambda: None,
 ) -> tuple[_Tile, list[dict[str, Any]]]:
     """The best tile, and the times of all with which a contender runs and is right.
 
@@ -69,7 +83,6 @@ def fastest(
         with shapes.using(key, tile):
             if _is_right(own):
                 watches[tile] = Stopwatch(own.run, own.copies, own.truth.device)
-        progress()
     if not watches:
         raise KVQError(f"no tile of {key} compiles and is right on this device; nothing was tuned")
     times = dict(zip(watches, interleaved(list(watches.values()), repeats, lambda: None), strict=True))
@@ -85,12 +98,13 @@ def _is_right(own: Contender) -> bool:
     return True
 
 
-def write_table(found: Sequence[tuple[str, TileShape | LinearTile]], path: Path = shapes.TABLE) -> None:
-    """Put shapes into the checked-in table; other entries stay."""
-    table: dict[str, Any] = (
-        json.loads(path.read_text()) if path.exists() else {"format_version": FORMAT_VERSION, "shapes": {}}
-    )
+def write_table(
+    found: Sequence[tuple[str, TileShape | LinearTile]], path: Path = shapes.TABLE, *, origin: str = "timed"
+) -> None:
+    """Put shapes into the checked-in table; others stay, and those that were timed where these were not."""
+    entries: dict[str, Any] = json.loads(path.read_text())["shapes"] if path.exists() else {}
     for key, shape in found:
-        table["shapes"][key] = asdict(shape)
-    table["shapes"] = dict(sorted(table["shapes"].items()))
-    fileio.write_text(path, json.dumps(table, indent=1) + "\n")
+        if origin == "timed" or entries.get(key, {}).get(shapes.ORIGIN) != "timed":
+            entries[key] = {**asdict(shape), shapes.ORIGIN: origin}
+    lines = ",\n".join(f"  {json.dumps(key)}: {json.dumps(entries[key])}" for key in sorted(entries))
+    fileio.write_text(path, f'{{\n "format_version": {FORMAT_VERSION},\n "shapes": {{\n{lines}\n }}\n}}\n')

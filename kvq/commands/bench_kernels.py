@@ -181,7 +181,8 @@ def tune(
 
     if not torch.cuda.is_available() or how.backend not in ("auto", "triton"):
         raise ConfigError("kvq bench tune times Triton kernels on a GPU, and torch sees none here")
-    from kvq.bench.tune import candidates, tune, write_table
+    from kvq.bench.tiles import axes
+    from kvq.bench.tune import tune, write_table
     from kvq.commands.progress import counted, progress_bar
     from kvq.commands.results import FinishedRows, begin, result_of
     from kvq.kernels.gpu.shapes import TABLE
@@ -196,7 +197,7 @@ def tune(
         for workload, name in product(workloads, formats):
             kind = "decode" if workload.new == 1 else "extend"
             with progress_bar(f"{kind} {name}") as progress:
-                step = counted(progress, len(candidates(kind)))
+                step = counted(progress, sum(map(len, axes(kind))))
                 key, best, tried = tune(workload, name, repeats=how.repeats, progress=step)
             write_table([(key, best)], path)
             rows.extend(tried)

@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 import triton
 
-from benchmarks.instructions import budgets, counting, sass, table
+from benchmarks.instructions import budgets, counting, document, sass, table
 from benchmarks.instructions.cards import CARDS, MULTIPROCESSORS
 from benchmarks.instructions.copies import copies
 from kvq.capacity.plan.gpus import known_gpus
+from kvq.kernels.gpu import shapes
 
 ROOT = Path(__file__).parents[2]
 DECODE = "bf16,fp8,int8,int4_g64,int4_g32"
@@ -135,6 +136,17 @@ def test_a_budget_is_broken_by_what_costs_more(change: dict, told: str, tmp_path
     }
     found = budgets.broken([ROW | change], budgets.read(file))
     assert [text.partition(": ")[2] for text in found] == ([told] if told else [])
+
+
+def test_the_document_shows_the_budgets_and_shapes_as_they_are() -> None:
+    """`python -m benchmarks.instructions.document` writes it."""
+    assert document.FILE.read_text() == document.rendered()
+    text, known = document.FILE.read_text(), budgets.read()
+    for version, day in budgets.days().items():
+        assert f"{version} ({day})" in text
+    lines = text.count("\n| ")
+    kernels = {(name, kv) for version in known.values() for name in version for kv in version[name]}
+    assert lines >= len(kernels) + len(shapes.entries()), "a line for each"
 
 
 def test_tables_hold_every_row_once() -> None:

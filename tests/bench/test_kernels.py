@@ -11,7 +11,7 @@ from kvq import cli
 from kvq.bench import attention, measure
 from kvq.bench import tune as tuning
 from kvq.bench.measure import exact_attention, percentile
-from kvq.bench.tune import candidates, write_table
+from kvq.bench.tune import write_table
 from kvq.bench.workload import Workload, filled_cache, lengths, queries
 from kvq.cache import KVCache
 from kvq.errors import ConfigError, KVQError
@@ -188,10 +188,37 @@ def test_tuning_needs_a_gpu_and_its_table_keeps_other_entries(tmp_path: Path) ->
     write_table([("decode int8/int8 128 sm90", shape)], path)
     table = json.loads(path.read_text())
     assert list(table["shapes"]) == ["decode int4/int4 128 sm90", "decode int8/int8 128 sm90"]
-    assert TileShape(**table["shapes"]["decode int4/int4 128 sm90"]) == shape
     with shapes.using("decode int4/int4 128 sm90", shape):
         assert shapes._shape("decode", "int4/int4", 128, "sm90", 64, 64) == shape
-    assert all(x.rows == shapes.DECODE_ROWS for x in candidates("decode"))
+
+
+def test_what_was_counted_never_replaces_what_was_timed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, key = tmp_path / "shapes.json", shapes.table_key("decode", "int8/int8", 128, "sm90", 128)
+    counted, timed = (TileShape(rows=16, keys=64, warps=2, stages=n) for n in (5, 7))
+    monkeypatch.setattr(shapes, "TABLE", path)
+    for shape, origin, kept in (
+        (timed, "counted", (timed, "counted")),
+        (counted, "counted", (counted, "counted")),
+        (timed, "timed", (timed, "timed")),
+        (counted, "counted", (timed, "timed")),
+        (counted, "timed", (counted, "timed")),
+    ):
+        write_table([(key, shape)], path, origin=origin)
+        [line] = [line for line in path.read_text().splitlines() if key in line]
+        assert line.endswith(f'"from": "{kept[1]}"}}'), "an entry is a line"
+        shapes._table.cache_clear()
+        assert shapes._shape("decode", "int8/int8", 128, "sm90", 128, 64) == kept[0]
+    shapes._table.cache_clear()
+
+
+def test_an_entry_is_for_one_block_size_or_for_all() -> None:
+    name = "decode", "int8/int8", 128, "sm90"
+    one, other = (TileShape(rows=16, keys=keys, warps=4, stages=7) for keys in (32, 64))
+    with shapes.using(shapes.table_key(*name), one), shapes.using(shapes.table_key(*name, 256), other):
+        found = {size: shapes._shape(*name, 128, size) for size in (64, 128, 192, 32, 96, 16, 5)}
+    assert found == {64: other, 128: other, 192: other, 32: one, 96: one, 16: one, 5: one}
 
 
 def test_tuning_times_what_is_right_and_refuses_when_nothing_is(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -201,22 +228,22 @@ def test_tuning_times_what_is_right_and_refuses_when_nothing_is(monkeypatch: pyt
     attend = KVCache.attend
 
     def recorded(cache: KVCache, *arguments: Any, **options: Any) -> Any:
-        current = shapes._shape("decode", "int4_g32/int4_g32", 32, "interpreter", 32, 32)
+        current = shapes._shape("decode", "int4_g32/int4_g32", 32, "interpreter", 32, 5)
         seen.append(current)
         if current.keys == 16:
             raise RuntimeError("out of resources")
         out, lse = attend(cache, *arguments, **options)
         return (out * 1.1 if current.keys == 32 else out), lse
 
-    monkeypatch.setattr(tuning, "candidates", lambda _: shape)
+    monkeypatch.setattr(tuning, "axes", lambda _: [[{"keys": x.keys} for x in shape]])
     monkeypatch.setattr(KVCache, "attend", recorded)
     key, best, rows = tuning.tune(small(), "int4", repeats=2)
-    assert key == "decode int4_g32/int4_g32 32 interpreter"
+    assert key == "decode int4_g32/int4_g32 32 interpreter blocks 1"
     assert set(seen[:3]) == set(shape), "every candidate ran under its own entry of the table"
     assert best == shape[2]
     assert [row["keys"] for row in rows] == [64]
     assert shapes.entry(key) is None
-    monkeypatch.setattr(tuning, "candidates", lambda _: shape[:2])
+    monkeypatch.setattr(tuning, "axes", lambda _: [[{"keys": x.keys} for x in shape[:2]]])
     with pytest.raises(KVQError, match="nothing was tuned"):
         tuning.tune(small(), "int4", repeats=2)
 

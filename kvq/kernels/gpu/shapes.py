@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
+from math import gcd
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,15 @@ import torch
 from torch import Tensor
 
 from kvq.formats import Grouped, KVFormat
+from kvq.formats.recipe import LayerFormats
 from kvq.kernels.paged import PagedKV
 from kvq.kernels.spec import Device
 
 DECODE_ROWS = 16  # query rows of a tile of a short sequence: the least that tensor cores take
 MOST_DECODE_ROWS = 64  # of one sequence and KV head: several such tiles, for drafts and many query heads
 TABLE = Path(__file__).with_name("shapes.json")
+_MOST_BLOCK = 64  # tokens: larger blocks are as these
+ORIGIN = "from"  # of an entry: "timed" on a GPU, or "counted" in what was compiled without one
 FP32 = "fp32"  # queries or inputs, for which nothing is tuned
 _WARPS = 24  # of all programs of a step per multiprocessor: 12 programs of two, whether 2, 3 or 4 fit at once
 _LEAST_SPLIT = 256  # keys of a tile of DECODE_ROWS
@@ -70,9 +74,19 @@ def least_split(shape: TileShape) -> int:
     return max(1, _LEAST_SPLIT * shape.rows // (DECODE_ROWS * shape.keys)) * shape.keys
 
 
-def table_key(kind: str, fmt: str, size: int, device: str) -> str:
-    """How an entry of the table is named; `size`: the head dimension, or of "linear" the class of rows."""
-    return f"{kind} {fmt} {size} {device}"
+def table_key(kind: str, fmt: str, size: int, device: str, block_size: int | None = None) -> str:
+    """How an entry of the table is named; `size`: the head dimension, or of "linear" the class of rows.
+
+    Attention's have the block size that they are for, or none if they are for any; 64 stands for its
+    multiples, and other sizes for the power of two that divides them.
+    """
+    blocks = "" if block_size is None else f" blocks {gcd(block_size, _MOST_BLOCK)}"
+    return f"{kind} {fmt} {size} {device}{blocks}"
+
+
+def entries() -> dict[str, dict[str, int]]:
+    """All of the table."""
+    return _table().entries
 
 
 def entry(key: str) -> dict[str, int] | None:
@@ -80,9 +94,15 @@ def entry(key: str) -> dict[str, int] | None:
     return _table().entries.get(key)
 
 
-def sizes_for(kind: str, fmt: str, size: int, device: str) -> dict[str, int] | None:
-    """The table's entry for this device, else for any."""
-    return entry(table_key(kind, fmt, size, device)) or entry(table_key(kind, fmt, size, "any"))
+def sizes_for(
+    kind: str, fmt: str, size: int, device: str, block_size: int | None = None
+) -> dict[str, int] | None:
+    """The table's entry for this device and block size, else for all block sizes, else for any device."""
+    keys = (
+        *([] if block_size is None else [table_key(kind, fmt, size, device, block_size)]),
+        *(table_key(kind, fmt, size, name) for name in (device, "any")),
+    )
+    return next((found for key in keys if (found := entry(key)) is not None), None)
 
 
 @contextmanager
@@ -105,16 +125,20 @@ def changes() -> int:
 def _kept(kind: str, kv: PagedKV, q: Tensor) -> TileShape:
     name = TileShape, kind, target(q), changes()
     if name not in kv.kept:
-        kv.kept[name] = _shape(
-            kind, format_name(kv), _head_dim(kv), target(q), _shortest_run(kv), kv.block_size
-        )
+        kv.kept[name] = shape_for(kind, kv.formats, target(q), kv.block_size)
     shape: TileShape = kv.kept[name]
     return shape
 
 
+def shape_for(kind: str, formats: LayerFormats, device: str, block_size: int) -> TileShape:
+    """The shape to "decode" or "extend" with on a device by that name."""
+    dim, run = max(formats.k_head_dim, formats.v_head_dim), _shortest_run(formats)
+    return _shape(kind, format_name(formats), dim, device, run, block_size)
+
+
 def _shape(kind: str, fmt: str, head_dim: int, device: str, run: int, block_size: int) -> TileShape:
     """The table's entry for this device, else for any, else for the format on any device."""
-    if (sizes := sizes_for(kind, fmt, head_dim, device)) is not None:
+    if (sizes := sizes_for(kind, fmt, head_dim, device, block_size)) is not None:
         return TileShape(**sizes)
     decodes = kind.endswith("decode")
     if device == "interpreter":
@@ -183,23 +207,23 @@ class _Table:
 
 @lru_cache(maxsize=1)
 def _table() -> _Table:
-    return _Table(json.loads(TABLE.read_text())["shapes"])
+    kept = json.loads(TABLE.read_text())["shapes"]
+    return _Table({key: {x: n for x, n in own.items() if x != ORIGIN} for key, own in kept.items()})
 
 
-def format_name(kv: PagedKV) -> str:
+def format_name(formats: LayerFormats) -> str:
     """K and V codes and groups, as `int4_g64/int8`; rotation doesn't change what a tile costs."""
     names = []
-    for fmt in (kv.formats.k, kv.formats.v):
+    for fmt in (formats.k, formats.v):
         group = f"_g{fmt.scale.group_size}" if isinstance(fmt.scale, Grouped) else ""
         names.append(f"{fmt.code.name}{group}")
     return "/".join(names)
 
 
-def _shortest_run(kv: PagedKV) -> int:
+def _shortest_run(formats: LayerFormats) -> int:
     """Bytes of K's or V's rows that attention reads together, whichever are fewer; 0 if not as they lie."""
-    dims = (kv.formats.k_head_dim, kv.formats.v_head_dim)
-    formats = zip((kv.formats.k, kv.formats.v), dims, strict=True)
-    return min(_run(fmt, dim) for fmt, dim in formats)
+    parts = (formats.k, formats.k_head_dim), (formats.v, formats.v_head_dim)
+    return min(_run(fmt, dim) for fmt, dim in parts)
 
 
 def _run(fmt: KVFormat, dim: int) -> int:
@@ -212,10 +236,6 @@ def target(x: Tensor) -> str:
     """The device, or that what is multiplied is fp32."""
     is_fp32 = x.dtype is torch.float32 and x.device.type != "cpu"
     return FP32 if is_fp32 else device_name(x.device)
-
-
-def _head_dim(kv: PagedKV) -> int:
-    return max(kv.formats.k_head_dim, kv.formats.v_head_dim)
 
 
 @lru_cache(maxsize=8)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from triton import knobs
 
-from kvq.kernels.gpu.launch import Bound
+from kvq.kernels.gpu.launch import Bound, compiled_meanwhile
 
 
 class Kernel:
@@ -103,3 +103,14 @@ def test_what_is_interpreted_is_never_kept_and_numbers_have_32_bits(kernel: Kern
 def test_varying_arguments_come_first(kernel: Kernel) -> None:
     with pytest.raises(AssertionError, match="come first"):
         Bound(kernel, ("out", "x"), ("rows",))
+
+
+def test_what_triton_looks_at_meanwhile_is_seen(kernel: Kernel) -> None:
+    launch, x = bound(kernel), there()
+    with compiled_meanwhile() as seen, compiled_meanwhile() as same:
+        launch((1, 1, 1), (x, x), (5, 64))
+        launch((1, 1, 1), (x, x), (5, 64))  # of what was compiled before
+    launch((1, 1, 1), (x, x), (16, 64))
+    assert [compiled.function for compiled in seen] == ["code"]
+    assert len(same) == 1
+    assert len(kernel.looked) == 2
