@@ -38,14 +38,15 @@ def kernels(
     strides = dense_strides("q", q)
     gpu_q: Any = SimpleNamespace(device=torch.device("cuda"), dtype=dtype, shape=q.shape)
     with pretended(device):
-        plan = attend._planned(gpu_q, layer, AttentionOptions(scale=0.1))
+        plan = attend._planned(gpu_q, layer, AttentionOptions(scale=0.1), rounded=False)
+        eight = attend._planned(gpu_q, layer, AttentionOptions(scale=0.1), rounded=True)
     common = {
         **dict.fromkeys(("lse_ptr", "sink_ptr", "parts_ptr", "part_lses_ptr"), floats),
         **dict.fromkeys(("items_ptr", "merged_ptr", "tables_ptr", "lens_ptr"), ints),
         **{"q_ptr": q, "out_ptr": q, **strides, "table_stride": 128, "height": 4},
     }
     found: dict[str, tuple[Any, dict[str, Any], Any]] = {}
-    for kind, own in zip(("decode", "extend"), plan.attend, strict=True):
+    for kind, own in zip(("decode", "extend", "decode 8-bit", "extend 8-bit"), (*plan.attend, *eight.attend), strict=True):
         launch = {x: own.fixed[x] for x in ("num_warps", "num_stages", "maxnreg") if x in own.fixed}
         found[f"attend {kind}"] = (attend_kernel, {**common, **own.fixed}, launch)
     for kind, own in zip(("decode", "extend"), plan.merge, strict=True):

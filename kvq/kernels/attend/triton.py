@@ -37,6 +37,8 @@ _ATTENDED = (
 )
 _MERGED = "parts_ptr", "part_lses_ptr", "out_ptr", "lse_ptr", "merged_ptr", "sink_ptr"
 _NUMBERS = "q_token", "q_head", "q_dim", "table_stride", "height"
+_ROUNDED = Code.FP8, Code.INT8  # codes of K that queries may be rounded to
+_LEAST_PAD = 32  # columns of an 8-bit product
 _MANY = (1 << 31) - 1  # query rows: no limit
 
 
@@ -47,17 +49,19 @@ def attend(
     options: AttentionOptions,
     *,
     skip_last: int = 0,
+    rounded: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Do what the reference does; see there. Tables are not checked.
 
-    Queries of fp16 and bf16 are multiplied in 16 bits and summed in fp32, fp32 queries in fp32.
+    Queries of fp16 and bf16 are multiplied in 16 bits and summed in fp32, fp32 queries in fp32. With
+    `rounded`, queries over K of FP8 or INT8 are rounded to 8 bits and multiplied by its codes as they lie.
     Nothing here asks the device, nor of a captured batch the length of a context, so that all of it can be
     captured in a graph.
     """
     if q.device.type == "cpu" and q.dtype is not torch.float32:  # the interpreter can't round to bf16
-        out, lse = attend(q.float(), kv, batch, options, skip_last=skip_last)
+        out, lse = attend(q.float(), kv, batch, options, skip_last=skip_last, rounded=rounded)
         return out.to(q.dtype), lse
-    plan = _plan(q, kv, options)
+    plan = _plan(q, kv, options, rounded=rounded and kv.formats.k.code in _ROUNDED)
     tokens, q_heads, _ = q.shape
     out = q.new_empty((tokens, q_heads, plan.v_dim))
     lse = q.new_empty((tokens, q_heads), dtype=torch.float32)
@@ -112,22 +116,23 @@ class _Step:
     gathered: list[Gathered]
 
 
-def _plan(q: Tensor, kv: PagedKV, options: AttentionOptions) -> _Plan:
+def _plan(q: Tensor, kv: PagedKV, options: AttentionOptions, *, rounded: bool) -> _Plan:
     """Worked out once for a layer's blocks and kept with them."""
     name = (
-        *(attend, q.dtype, q.shape[1], changes()),
+        *(attend, q.dtype, q.shape[1], rounded, changes()),
         *(options.scale, options.window, options.softcap, options.sinks is None),
     )
     found: _Plan | None = kv.kept.get(name)
     if found is None:
-        found = kv.kept[name] = _planned(q, kv, options)
+        found = kv.kept[name] = _planned(q, kv, options, rounded=rounded)
     return found
 
 
-def _planned(q: Tensor, kv: PagedKV, options: AttentionOptions) -> _Plan:
+def _planned(q: Tensor, kv: PagedKV, options: AttentionOptions, *, rounded: bool) -> _Plan:
     q_heads, kv_heads = q.shape[1], kv.k.codes.shape[1]
     shapes = decode_shape(kv, q), extend_shape(kv, q)
     k, v = (_part(x, q, kv) for x in ("k", "v"))
+    k |= _rounded(q, kv, k) if rounded else {"K_ROUNDED": False}
     merge = {
         **{x: v[x] for x in ("V_DIM", "V_PAD", "V_ROTATED")},
         "Q_HEADS": q_heads,
@@ -156,7 +161,7 @@ def _planned(q: Tensor, kv: PagedKV, options: AttentionOptions) -> _Plan:
     merges = ({**merge, "ROWS": n, "AT_ONCE": _MERGED_TOGETHER // n, "num_warps": 4} for n in _MERGED_ROWS)
     decode, extend = (Bound(attend_kernel, _ATTENDED, _NUMBERS, **own) for own in attends)
     one, more = (Bound(merge_kernel, _MERGED, ("height",), **own) for own in merges)
-    may_gather = suits(q, kv, options)
+    may_gather = not rounded and suits(q, kv, options)  # rounded: the same numbers for every step
     cutting = _Cutting(q_heads // kv_heads, kv_heads, v["V_PAD"], options.window, may_gather, *shapes)
     return _Plan(
         name=(*cutting[:5], *astuple(shapes[0]), *astuple(shapes[1])),
@@ -246,13 +251,13 @@ def _part(name: str, q: Tensor, kv: PagedKV) -> dict[str, Any]:
     is_packed = part[f"{upper}_KIND"] in (FP8.value, INT8.value, INT4.value)
     words = is_packed and run % 2 == 0 and _as_pairs(rows.codes)
     if words:
-        part |= _in_pairs(part, f"{name}_codes", f"{name}c", rows.codes.view(torch.int16))
+        part |= _strided(f"{name}_codes", f"{name}c", rows.codes.view(torch.int16))
     # Scales of one per row as words of two neighbouring tokens, where strides allow it.
     paired = (
         words and rows.scales is not None and rows.scales.shape[3] == 1 and _as_pairs(rows.scales[..., 0])
     )
     if paired:
-        part |= _in_pairs(part, f"{name}_scales", f"{name}s", rows.scales[..., 0].view(torch.int32))
+        part |= _strided(f"{name}_scales", f"{name}s", rows.scales[..., 0].view(torch.int32))
     groups = part[f"{upper}_DIM"] // part[f"{upper}_GROUP"]
     least = 16 if name == "k" else 8  # summed over by K's product, columns of V's
     return part | {
@@ -265,15 +270,27 @@ def _part(name: str, q: Tensor, kv: PagedKV) -> dict[str, Any]:
     }
 
 
+def _rounded(q: Tensor, kv: PagedKV, k: dict[str, Any]) -> dict[str, Any]:
+    """What differs for K where queries are rounded: bytes are read as they are multiplied."""
+    codes = kv.k.codes
+    is_fp8 = kv.formats.k.code is Code.FP8 and q.device.type != "cpu"  # the interpreter has no such numbers
+    return {
+        **_strided("k_codes", "kc", codes.view(torch.float8_e4m3fn) if is_fp8 else codes),
+        "K_ROUNDED": True,
+        "K_WORDS": False,
+        "K_PAD": max(k["K_PAD"], _LEAST_PAD),
+    }
+
+
 def _as_pairs(x: Tensor) -> bool:
     """Whether neighbours in the last dimension can be seen as one element of twice the size."""
     return x.stride(-1) == 1 and not any(n % 2 for n in (x.shape[-1], x.storage_offset(), *x.stride()[:-1]))
 
 
-def _in_pairs(part: dict[str, Any], pointer: str, strides: str, pairs: Tensor) -> dict[str, Any]:
-    """The arguments of rows seen as elements of twice the size."""
+def _strided(pointer: str, strides: str, rows: Tensor) -> dict[str, Any]:
+    """Rows as arguments of the kernel."""
     names = (f"{strides}_block", f"{strides}_head", f"{strides}_slot")
-    return {pointer: pairs, **dict(zip(names, pairs.stride(), strict=False))}
+    return {pointer: rows, **dict(zip(names, rows.stride(), strict=False))}
 
 
 def _compute_dtype(code: Code, q: Tensor, *, words: bool) -> tl.dtype:

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from kvq.kernels.attend.triton_list import ITEM_WORDS
+from kvq.kernels.attend.triton_rounded import rounded_queries, rounded_scores
 from kvq.kernels.attend.triton_words import (
     add_byte_values,
     add_int4_values,
@@ -68,10 +69,13 @@ def _scores(
     q, runs, sums, codes, scales, static, codes_at, scales_at, slot, kv_head, inside, col,
     KIND: tl.constexpr, WORDS: tl.constexpr, BITS: tl.constexpr, DIM: tl.constexpr, GROUP: tl.constexpr,
     RUN: tl.constexpr, WIDTH: tl.constexpr, PAIRS: tl.constexpr, COMPUTE: tl.constexpr, STATIC: tl.constexpr,
-    PAIRED: tl.constexpr,
+    PAIRED: tl.constexpr, ROUNDED: tl.constexpr,
 ):  # fmt: skip
     """q . k of one tile, fp32 [rows, keys]; `runs`, `sums`: the queries as words of codes need them."""
-    if WORDS and KIND == INT4:
+    if ROUNDED:
+        scale = _row_scales(scales, scales_at, static, slot, kv_head, inside, STATIC, PAIRED)
+        scores = rounded_scores(q, codes, codes_at, inside, KIND, DIM) * scale[None, :]
+    elif WORDS and KIND == INT4:
         scores = int4_scores(
             runs, sums, codes, scales, codes_at, scales_at, inside, DIM, GROUP, RUN, WIDTH, PAIRS, COMPUTE
         )
@@ -146,24 +150,31 @@ def _capped_and_masked(scores, softcap, key, last, before, SOFTCAP: tl.constexpr
 
 @triton.jit
 def _read_queries(
-    q_ptr, at, mask, ROWS: tl.constexpr, PAD: tl.constexpr, ROTATED: tl.constexpr, COMPUTE: tl.constexpr
-):
-    """Queries as COMPUTE numbers [ROWS, PAD], and what each row's scores are to be multiplied by.
+    q_ptr, at, mask, ROWS: tl.constexpr, PAD: tl.constexpr, ROTATED: tl.constexpr, COMPUTE: tl.constexpr,
+    ROUNDED: tl.constexpr, KIND: tl.constexpr,
+):  # fmt: skip
+    """Queries as COMPUTE numbers [ROWS, PAD], or ROUNDED to codes of K's KIND, and what each row's scores are
+    to be multiplied by.
 
     fp16 can't hold every bf16 number, nor the sums of large ones, so rows are divided by a power of two.
     """
     x = tl.load(q_ptr + at, mask=mask, other=0.0)
     unit = tl.full((ROWS,), 1.0, tl.float32)
-    if (ROTATED > 1) or COMPUTE == tl.float16:
+    if (ROTATED > 1) or ROUNDED or COMPUTE == tl.float16:
         y = x.to(tl.float32)
         if ROTATED > 1:
             y = rotate(y, ROWS, PAD, ROTATED)
-        if COMPUTE == tl.float16:
-            top = tl.max(tl.abs(y), axis=1)
-            unit = tl.exp2(tl.ceil(tl.log2(tl.where(top > 0, top, 1.0))))
-            y = y / unit[:, None]
-        x = y.to(COMPUTE)
-    return x.to(COMPUTE), unit
+        if ROUNDED:
+            x, unit = rounded_queries(y, KIND)
+        else:
+            if COMPUTE == tl.float16:
+                top = tl.max(tl.abs(y), axis=1)
+                unit = tl.exp2(tl.ceil(tl.log2(tl.where(top > 0, top, 1.0))))
+                y = y / unit[:, None]
+            x = y.to(COMPUTE)
+    else:
+        x = x.to(COMPUTE)
+    return x, unit
 
 
 @triton.jit
@@ -219,7 +230,7 @@ def attend_kernel(
     V_KIND: tl.constexpr, V_BITS: tl.constexpr, V_DIM: tl.constexpr, V_PAD: tl.constexpr,
     V_GROUP: tl.constexpr, V_ROTATED: tl.constexpr, V_STATIC: tl.constexpr, V_PAIRED: tl.constexpr,
     K_WORDS: tl.constexpr, K_RUN: tl.constexpr, K_WIDTH: tl.constexpr, K_PAIRS: tl.constexpr,
-    K_COMPUTE: tl.constexpr,
+    K_COMPUTE: tl.constexpr, K_ROUNDED: tl.constexpr,
     V_WORDS: tl.constexpr, V_RUN: tl.constexpr, V_WIDTH: tl.constexpr, V_PAIRS: tl.constexpr,
     V_COMPUTE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, Q_HEADS: tl.constexpr, SHARE: tl.constexpr,
@@ -250,7 +261,9 @@ def attend_kernel(
     col = tl.arange(0, K_PAD)
     q_mask = valid[:, None] & (col < K_DIM)[None, :]
     q_at = token[:, None] * q_token + head[:, None] * q_head + col[None, :] * q_dim
-    q, unit = _read_queries(q_ptr, q_at, q_mask, ROWS, K_PAD, K_ROTATED, K_COMPUTE)
+    q, unit = _read_queries(
+        q_ptr, q_at, q_mask, ROWS, K_PAD, K_ROTATED, K_COMPUTE, K_ROUNDED, K_KIND
+    )  # fmt: skip
     runs = ()
     sums = ()
     if K_WORDS:
@@ -290,7 +303,7 @@ def attend_kernel(
         scores = _scores(
             q, runs, sums, codes, scales, k_static, codes_at, scales_at, slot, kv_head, inside, col,
             K_KIND, K_WORDS, K_BITS, K_DIM, K_GROUP, K_RUN, K_WIDTH, K_PAIRS, K_COMPUTE, K_STATIC,
-            K_PAIRED,
+            K_PAIRED, K_ROUNDED,
         )  # fmt: skip
         if SOFTCAP:
             scores = scores * row_scale[:, None]
