@@ -153,7 +153,7 @@ def _planned(q: Tensor, kv: PagedKV, options: AttentionOptions, *, rounded: bool
     attends = (
         {
             **common,
-            **{"ROWS": x.rows, "KEYS": x.keys, "FOLDED": folded_keys(x)},
+            **{"ROWS": x.rows, "KEYS": x.keys, "FOLDED": folded_keys(x), "SPREAD": 64 * x.warps // x.keys if 32 * x.warps > x.keys else 1},
             **x.options(),
         }
         for x in shapes

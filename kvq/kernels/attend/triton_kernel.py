@@ -18,9 +18,11 @@ from kvq.kernels.attend.triton_words import (
     added_dot,
     byte_scores,
     dot,
+    enlargement,
     folded,
     int4_scores,
     joined,
+    scaled,
     word_outputs,
     word_queries,
 )
@@ -48,20 +50,42 @@ def _rows_at(
 
 
 @triton.jit
-def _row_scales(scales, at, static, slot, head, inside, STATIC: tl.constexpr, PAIRED: tl.constexpr):
-    """What codes of those tokens are multiplied by, fp32 [keys].
+def _row_scales(scales, at, slot, inside, PAIRED: tl.constexpr, SPREAD: tl.constexpr):
+    """What codes of those tokens are multiplied by, fp16 [keys]; 0 of tokens that are not `inside`.
 
     PAIRED: `scales` are words of two neighbouring tokens, since only words are copied asynchronously.
+    SPREAD: where a program has more threads than a tile has keys, words are read as the first of that many
+    rows: of smaller tensors than threads the compiler lets many threads copy every element.
     """
-    if STATIC:
-        scale = tl.where(inside, tl.load(static + head), 0.0)
+    if PAIRED and SPREAD > 1:
+        WORDS: tl.constexpr = at.shape[0] // 2
+        at, _ = tl.split(tl.reshape(at, (WORDS, 2)))
+        even, odd = tl.split(tl.reshape(inside, (WORDS, 2)))
+        row = tl.arange(0, SPREAD)[:, None]
+        words = tl.load(scales + (at[None, :] + row * 0), mask=(even | odd)[None, :] & (row == 0), other=0)
+        words = _first_row(words, SPREAD)
+        words = words & tl.where(odd, -1, 0xFFFF)
+        low = words.to(tl.int16).to(tl.float16, bitcast=True)
+        high = (words >> 16).to(tl.int16).to(tl.float16, bitcast=True)
+        scale = tl.reshape(tl.join(low, high), (2 * WORDS,))
     elif PAIRED:
         words = tl.load(scales + at, mask=inside, other=0)
         half = tl.where(slot % 2 == 0, words, words >> 16).to(tl.int16)
-        scale = half.to(tl.float16, bitcast=True).to(tl.float32)
+        scale = half.to(tl.float16, bitcast=True)
     else:
-        scale = tl.load(scales + at, mask=inside, other=0.0).to(tl.float32)
+        scale = tl.load(scales + at, mask=inside, other=0.0)
     return scale
+
+
+@triton.jit
+def _first_row(x, ROWS: tl.constexpr):
+    """The first of ROWS rows of x, a power of two."""
+    if ROWS == 1:
+        first = tl.reshape(x, (x.shape[1],))
+    else:
+        low, _ = tl.split(tl.permute(tl.reshape(x, (2, ROWS // 2, x.shape[1])), (1, 2, 0)))
+        first = _first_row(low, ROWS // 2)
+    return first
 
 
 @triton.jit
@@ -69,24 +93,24 @@ def _scores(
     q, runs, sums, codes, scales, static, codes_at, scales_at, slot, kv_head, inside, col,
     KIND: tl.constexpr, WORDS: tl.constexpr, BITS: tl.constexpr, DIM: tl.constexpr, GROUP: tl.constexpr,
     RUN: tl.constexpr, WIDTH: tl.constexpr, PAIRS: tl.constexpr, COMPUTE: tl.constexpr, STATIC: tl.constexpr,
-    PAIRED: tl.constexpr, ROUNDED: tl.constexpr,
+    PAIRED: tl.constexpr, SPREAD: tl.constexpr, ROUNDED: tl.constexpr,
 ):  # fmt: skip
-    """q . k of one tile, fp32 [rows, keys]; `runs`, `sums`: the queries as words of codes need them."""
-    if ROUNDED:
-        scale = _row_scales(scales, scales_at, static, slot, kv_head, inside, STATIC, PAIRED)
-        scores = rounded_scores(q, codes, codes_at, inside, KIND, DIM) * scale[None, :]
-    elif WORDS and KIND == INT4:
+    """q . k of one tile, fp32 [rows, keys], but for what is the same for all keys; `runs`, `sums`: the queries
+    as words of codes need them."""
+    if WORDS and KIND == INT4:
         scores = int4_scores(
             runs, sums, codes, scales, codes_at, scales_at, inside, DIM, GROUP, RUN, WIDTH, PAIRS, COMPUTE
         )
-    elif WORDS:
-        scores = byte_scores(runs, codes, codes_at, inside, KIND, DIM, WIDTH, COMPUTE)
-        scale = _row_scales(scales, scales_at, static, slot, kv_head, inside, STATIC, PAIRED)
-        UNIT: tl.constexpr = low_unit(KIND, COMPUTE)
-        scores = scores * (scale * UNIT)[None, :]
+    elif WORDS or ROUNDED:
+        if ROUNDED:
+            scores = rounded_scores(q, codes, codes_at, inside, KIND, DIM)
+        else:
+            scores = byte_scores(runs, codes, codes_at, inside, KIND, DIM, WIDTH, COMPUTE)
+        if not STATIC:
+            scores = scores * _row_scales(scales, scales_at, slot, inside, PAIRED, SPREAD).to(tl.float32)[None, :]
     else:
         k = _dense_rows(
-            codes, scales, static, codes_at, scales_at, kv_head, inside, col,
+            codes, scales, static, codes_at, scales_at, slot, kv_head, inside, col,
             KIND, BITS, DIM, GROUP, COMPUTE, STATIC,
         )  # fmt: skip
         scores = dot(q, tl.trans(k))
@@ -115,7 +139,7 @@ def _values(
     outs, p, decay, codes, scales, static, codes_at, scales_at, slot, kv_head, inside,
     KIND: tl.constexpr, WORDS: tl.constexpr, BITS: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr,
     GROUP: tl.constexpr, RUN: tl.constexpr, WIDTH: tl.constexpr, PAIRS: tl.constexpr, COMPUTE: tl.constexpr,
-    STATIC: tl.constexpr, PAIRED: tl.constexpr,
+    STATIC: tl.constexpr, PAIRED: tl.constexpr, SPREAD: tl.constexpr,
 ):  # fmt: skip
     """The parts of the output with one tile taken in."""
     if WORDS and KIND == INT4:
@@ -123,11 +147,14 @@ def _values(
             outs, p, decay, codes, scales, codes_at, scales_at, inside, DIM, GROUP, RUN, WIDTH, PAIRS, COMPUTE
         )
     elif WORDS:
-        scale = _row_scales(scales, scales_at, static, slot, kv_head, inside, STATIC, PAIRED)
-        new = add_byte_values(outs, p, decay, codes, scale, codes_at, inside, KIND, DIM, WIDTH, COMPUTE)
+        weights = p.to(COMPUTE)
+        if not STATIC:
+            scale = _row_scales(scales, scales_at, slot, inside, PAIRED, SPREAD)
+            weights = scaled(weights, scale)
+        new = add_byte_values(outs, weights, decay, codes, codes_at, inside, KIND, DIM, WIDTH, COMPUTE)
     else:
         v = _dense_rows(
-            codes, scales, static, codes_at, scales_at, kv_head, inside, tl.arange(0, PAD),
+            codes, scales, static, codes_at, scales_at, slot, kv_head, inside, tl.arange(0, PAD),
             KIND, BITS, DIM, GROUP, COMPUTE, STATIC,
         )  # fmt: skip
         new = (added_dot(p.to(COMPUTE), v, outs[0] * decay[:, None]),)
@@ -234,7 +261,7 @@ def attend_kernel(
     V_WORDS: tl.constexpr, V_RUN: tl.constexpr, V_WIDTH: tl.constexpr, V_PAIRS: tl.constexpr,
     V_COMPUTE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, Q_HEADS: tl.constexpr, SHARE: tl.constexpr,
-    ROWS: tl.constexpr, KEYS: tl.constexpr, FOLDED: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, FOLDED: tl.constexpr, SPREAD: tl.constexpr,
     WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
     """Grid: items times KV heads, the heads of an item side by side. `SHARE`: query heads of one KV head.
@@ -276,6 +303,11 @@ def attend_kernel(
         outs = word_outputs(ROWS, V_KIND, V_DIM, V_RUN, V_WIDTH, V_PAIRS)
     table = tables_ptr + sequence.to(tl.int64) * table_stride
     row_scale = unit * scale
+    if K_ROUNDED or (K_WORDS and K_KIND != INT4):
+        if K_STATIC:
+            row_scale = row_scale * tl.load(k_static + kv_head)
+        if not K_ROUNDED:
+            row_scale = row_scale * low_unit(K_KIND, K_COMPUTE)
     if not SOFTCAP:
         row_scale = row_scale * LOG2_E
     last = tl.minimum(position, end - 1)
@@ -284,6 +316,8 @@ def attend_kernel(
     k_scales += kv_head.to(tl.int64) * ks_head
     v_codes += kv_head.to(tl.int64) * vc_head
     v_scales += kv_head.to(tl.int64) * vs_head
+    # Exponents of probabilities are raised by that, for weights in fp16.
+    ENLARGED: tl.constexpr = enlargement(V_KIND, V_COMPUTE) if V_WORDS else 0.0
     ONE: tl.constexpr = BLOCK_SIZE % KEYS == 0  # a tile lies in one block
     own_key = tl.arange(0, KEYS)
     for at in range(begin, end, KEYS):
@@ -303,7 +337,7 @@ def attend_kernel(
         scores = _scores(
             q, runs, sums, codes, scales, k_static, codes_at, scales_at, slot, kv_head, inside, col,
             K_KIND, K_WORDS, K_BITS, K_DIM, K_GROUP, K_RUN, K_WIDTH, K_PAIRS, K_COMPUTE, K_STATIC,
-            K_PAIRED, K_ROUNDED,
+            K_PAIRED, SPREAD, K_ROUNDED,
         )  # fmt: skip
         if SOFTCAP:
             scores = scores * row_scale[:, None]
@@ -315,7 +349,7 @@ def attend_kernel(
             scores = scores * row_scale[:, None]
         higher = tl.maximum(top, highest)
         safe = tl.where(higher == float("-inf"), 0.0, higher)
-        p = tl.exp2(scores - safe[:, None])
+        p = tl.exp2(scores + (ENLARGED - safe)[:, None])
         decay = tl.exp2(top - safe)
         totals = totals * decay[:, None] + folded(p, FOLDED)
         top = higher
@@ -325,7 +359,7 @@ def attend_kernel(
         outs = _values(
             outs, p, decay, codes, scales, v_static, codes_at, scales_at, slot, kv_head, inside,
             V_KIND, V_WORDS, V_BITS, V_DIM, V_PAD, V_GROUP, V_RUN, V_WIDTH, V_PAIRS, V_COMPUTE, V_STATIC,
-            V_PAIRED,
+            V_PAIRED, SPREAD,
         )  # fmt: skip
 
     valid, _, token, head = _tile_rows(item, own, kv_head, SHARE)  # again: no registers for them in the loop
@@ -334,6 +368,9 @@ def attend_kernel(
     out = outs[0]
     if V_WORDS:
         out = joined(outs, V_KIND, V_DIM, V_PAD, V_GROUP, V_RUN, V_COMPUTE)
+        if V_STATIC:
+            out = out * tl.load(v_static + kv_head)
+    top = top - ENLARGED
     if part < 0:
         row_at = token * Q_HEADS + head
         store_rows(

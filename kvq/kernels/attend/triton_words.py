@@ -11,9 +11,9 @@ import triton.language as tl
 from kvq.kernels.gpu.rows import INT4, INT8
 from kvq.kernels.gpu.words import high_unit, low_unit, settled, word_parts
 
-# What scaled probabilities are multiplied by where they are fp16: scales are small numbers, but nothing may
-# overflow with the largest that rows of fp16 have.
-_ENLARGED_INT4, _ENLARGED_INT8, _ENLARGED_FP8 = tl.constexpr(16.0), tl.constexpr(128.0), tl.constexpr(256.0)
+# How many powers of two probabilities are enlarged by where they are fp16, and then multiplied by scales: these
+# are small numbers, but nothing may overflow with the largest that rows of fp16 have.
+_OF_INT4, _OF_INT8, _OF_FP8 = tl.constexpr(4.0), tl.constexpr(7.0), tl.constexpr(8.0)
 
 
 @triton.jit
@@ -124,9 +124,9 @@ def _run_of_words(codes, at, inside, START: tl.constexpr, RUN: tl.constexpr, WID
 
 @triton.jit
 def _scale(scales, at, inside, GROUP_INDEX: tl.constexpr):
-    """The scale of one group of those tokens, fp32 [keys]."""
+    """The scale of one group of those tokens, fp16 [keys]."""
     word = tl.load(scales + (at + GROUP_INDEX), mask=inside, other=0)
-    return word.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+    return word.to(tl.int16).to(tl.float16, bitcast=True)
 
 
 @triton.jit
@@ -158,10 +158,10 @@ def int4_scores(
         low = added_dot(q[4 * j + 2], tl.trans(parts[2]), dot(q[4 * j], tl.trans(parts[0])))
         high = added_dot(q[4 * j + 3], tl.trans(parts[3]), dot(q[4 * j + 1], tl.trans(parts[1])))
         scale = _scale(scales, scales_at, inside, j * RUN // GROUP)
-        total += low * (scale * LOW)[None, :]
+        total += low * (scale.to(tl.float32) * LOW)[None, :]
         if GROUP != DIM:
             scale = _scale(scales, scales_at, inside, (DIM // 2 + j * RUN) // GROUP)
-        total += high * (scale * HIGH)[None, :]
+        total += high * (scale.to(tl.float32) * HIGH)[None, :]
     return total
 
 
@@ -176,16 +176,18 @@ def byte_scores(
 
 
 @triton.jit
-def _weights(p, scale, KIND: tl.constexpr, COMPUTE: tl.constexpr):
-    """Probabilities times a scale [keys] as COMPUTE numbers, enlarged."""
-    if COMPUTE == tl.float16:
-        if KIND == INT4:
-            scale = scale * _ENLARGED_INT4
-        elif KIND == INT8:
-            scale = scale * _ENLARGED_INT8
-        else:
-            scale = scale * _ENLARGED_FP8
-    return (p * scale[None, :]).to(COMPUTE)
+def enlargement(KIND: tl.constexpr, COMPUTE: tl.constexpr):
+    """What is added to the exponents of probabilities that V's codes of that kind are multiplied by."""
+    OF_BYTES: tl.constexpr = _OF_INT8 if KIND == INT8 else _OF_FP8
+    OF_KIND: tl.constexpr = _OF_INT4 if KIND == INT4 else OF_BYTES
+    ENLARGED: tl.constexpr = OF_KIND if COMPUTE == tl.float16 else 0.0
+    return ENLARGED
+
+
+@triton.jit
+def scaled(weights, scale):
+    """Weights [rows, keys] times a scale [keys], in the weights' dtype."""
+    return weights * scale.to(weights.dtype)[None, :]
 
 
 @triton.jit
@@ -214,15 +216,14 @@ def add_int4_values(
     """Let the parts of the output take in one tile of INT4 rows."""
     decay = decay[:, None]
     pairs = _scales_and_minimums(scales, scales_at, inside, DIM // GROUP, PAIRS, COMPUTE)
-    new = (added_dot(p.to(COMPUTE), pairs, outs[0] * decay),)
+    weights = p.to(COMPUTE)
+    new = (added_dot(weights, pairs, outs[0] * decay),)
     for j in tl.static_range(DIM // 2 // RUN):
         parts = word_parts(_run_of_words(codes, codes_at, inside, j * RUN, RUN, WIDTH), INT4, COMPUTE)
-        low = _weights(p, _scale(scales, scales_at, inside, j * RUN // GROUP), INT4, COMPUTE)
+        low = scaled(weights, _scale(scales, scales_at, inside, j * RUN // GROUP))
         high = low
         if GROUP != DIM:
-            high = _weights(
-                p, _scale(scales, scales_at, inside, (DIM // 2 + j * RUN) // GROUP), INT4, COMPUTE
-            )
+            high = scaled(weights, _scale(scales, scales_at, inside, (DIM // 2 + j * RUN) // GROUP))
         new = new + (
             added_dot(low, parts[0], outs[4 * j + 1] * decay),
             added_dot(high, parts[1], outs[4 * j + 2] * decay),
@@ -234,12 +235,11 @@ def add_int4_values(
 
 @triton.jit
 def add_byte_values(
-    outs, p, decay, codes, scale, codes_at, inside,
+    outs, weights, decay, codes, codes_at, inside,
     KIND: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, COMPUTE: tl.constexpr,
 ):  # fmt: skip
-    """Let the parts of the output take in one tile of FP8 or INT8 rows; `scale`: fp32 [keys]."""
+    """Let the parts of the output take in one tile of FP8 or INT8 rows."""
     parts = word_parts(_run_of_words(codes, codes_at, inside, 0, DIM, WIDTH), KIND, COMPUTE)
-    weights = _weights(p, scale, KIND, COMPUTE)
     even = added_dot(weights, parts[0], outs[0] * decay[:, None])
     odd = added_dot(weights, parts[1], outs[1] * decay[:, None])
     return even, odd
@@ -258,11 +258,8 @@ def joined(
     COMPUTE: tl.constexpr,
 ):  # fmt: skip
     """The output [ROWS, PAD] of its parts."""
-    OF_BYTES: tl.constexpr = _ENLARGED_INT8 if KIND == INT8 else _ENLARGED_FP8
-    OF_KIND: tl.constexpr = _ENLARGED_INT4 if KIND == INT4 else OF_BYTES
-    ENLARGED: tl.constexpr = OF_KIND if COMPUTE == tl.float16 else 1.0
-    LOW: tl.constexpr = low_unit(KIND, COMPUTE) / ENLARGED
-    HIGH: tl.constexpr = high_unit(KIND, COMPUTE) / ENLARGED
+    LOW: tl.constexpr = low_unit(KIND, COMPUTE)
+    HIGH: tl.constexpr = high_unit(KIND, COMPUTE)
     RUNS: tl.constexpr = DIM // 2 // RUN if KIND == INT4 else 1
     runs = ()  # as [ROWS, 2 * WIDTH], those of the low halves before those of the high ones
     if KIND == INT4:
