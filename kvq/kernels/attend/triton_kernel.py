@@ -18,7 +18,6 @@ from kvq.kernels.attend.triton_words import (
     added_dot,
     byte_scores,
     dot,
-    enlargement,
     folded,
     int4_scores,
     joined,
@@ -27,7 +26,7 @@ from kvq.kernels.attend.triton_words import (
     word_queries,
 )
 from kvq.kernels.gpu.rows import FLOAT, INT4, rotate, rotated, stored_rows
-from kvq.kernels.gpu.words import low_unit
+from kvq.kernels.gpu.words import enlargement, low_unit
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 _LN_2 = tl.constexpr(0.6931471805599453)
@@ -99,8 +98,9 @@ def _scores(
     as words of codes need them."""
     if WORDS and KIND == INT4:
         scores = int4_scores(
-            runs, sums, codes, scales, codes_at, scales_at, inside, DIM, GROUP, RUN, WIDTH, PAIRS, COMPUTE
-        )
+            runs, sums, codes, scales, codes_at, scales_at, inside, DIM, GROUP, RUN, WIDTH, PAIRS, COMPUTE,
+            SPREAD,
+        )  # fmt: skip
     elif WORDS or ROUNDED:
         if ROUNDED:
             scores = rounded_scores(q, codes, codes_at, inside, KIND, DIM)
@@ -110,7 +110,7 @@ def _scores(
             scores = scores * _row_scales(scales, scales_at, slot, inside, PAIRED, SPREAD).to(tl.float32)[None, :]
     else:
         k = _dense_rows(
-            codes, scales, static, codes_at, scales_at, slot, kv_head, inside, col,
+            codes, scales, static, codes_at, scales_at, kv_head, inside, col,
             KIND, BITS, DIM, GROUP, COMPUTE, STATIC,
         )  # fmt: skip
         scores = dot(q, tl.trans(k))
@@ -144,8 +144,9 @@ def _values(
     """The parts of the output with one tile taken in."""
     if WORDS and KIND == INT4:
         new = add_int4_values(
-            outs, p, decay, codes, scales, codes_at, scales_at, inside, DIM, GROUP, RUN, WIDTH, PAIRS, COMPUTE
-        )
+            outs, p, decay, codes, scales, codes_at, scales_at, inside, DIM, GROUP, RUN, WIDTH, PAIRS, COMPUTE,
+            SPREAD,
+        )  # fmt: skip
     elif WORDS:
         weights = p.to(COMPUTE)
         if not STATIC:
@@ -154,7 +155,7 @@ def _values(
         new = add_byte_values(outs, weights, decay, codes, codes_at, inside, KIND, DIM, WIDTH, COMPUTE)
     else:
         v = _dense_rows(
-            codes, scales, static, codes_at, scales_at, slot, kv_head, inside, tl.arange(0, PAD),
+            codes, scales, static, codes_at, scales_at, kv_head, inside, tl.arange(0, PAD),
             KIND, BITS, DIM, GROUP, COMPUTE, STATIC,
         )  # fmt: skip
         new = (added_dot(p.to(COMPUTE), v, outs[0] * decay[:, None]),)
@@ -321,15 +322,15 @@ def attend_kernel(
     ONE: tl.constexpr = BLOCK_SIZE % KEYS == 0  # a tile lies in one block
     own_key = tl.arange(0, KEYS)
     for at in range(begin, end, KEYS):
-        key = at + own_key
-        inside = key < end
+        inside = own_key < end - at
         if WINDOW:
-            inside = inside & (key >= oldest)
+            inside = inside & (own_key >= oldest - at)
         first = at % BLOCK_SIZE
         if ONE:
             block = tl.load(table + at // BLOCK_SIZE).to(tl.int64)
             slot = own_key
         else:
+            key = at + own_key
             block = tl.load(table + key // BLOCK_SIZE, mask=inside, other=0).to(tl.int64)
             slot = key % BLOCK_SIZE
         codes, codes_at = _rows_at(k_codes, block, first, slot, kc_block, kc_slot, 1, ONE)
@@ -341,7 +342,9 @@ def attend_kernel(
         )  # fmt: skip
         if SOFTCAP:
             scores = scores * row_scale[:, None]
-        scores = _capped_and_masked(scores, softcap, key, last, position - window, SOFTCAP, WINDOW)
+        scores = _capped_and_masked(
+            scores, softcap, own_key, last - at, position - window - at, SOFTCAP, WINDOW
+        )
 
         highest = tl.max(scores, axis=1)
         if not SOFTCAP:  # scaled where the maximum is taken away: a product and a sum are one instruction
@@ -349,7 +352,7 @@ def attend_kernel(
             scores = scores * row_scale[:, None]
         higher = tl.maximum(top, highest)
         safe = tl.where(higher == float("-inf"), 0.0, higher)
-        p = tl.exp2(scores + (ENLARGED - safe)[:, None])
+        p = tl.exp2(scores - (safe - ENLARGED)[:, None])
         decay = tl.exp2(top - safe)
         totals = totals * decay[:, None] + folded(p, FOLDED)
         top = higher

@@ -8,12 +8,8 @@ output that lie apart until the end. Codes are never scaled: scores and probabil
 import triton
 import triton.language as tl
 
-from kvq.kernels.gpu.rows import INT4, INT8
+from kvq.kernels.gpu.rows import INT4
 from kvq.kernels.gpu.words import high_unit, low_unit, settled, word_parts
-
-# How many powers of two probabilities are enlarged by where they are fp16, and then multiplied by scales: these
-# are small numbers, but nothing may overflow with the largest that rows of fp16 have.
-_OF_INT4, _OF_INT8, _OF_FP8 = tl.constexpr(4.0), tl.constexpr(7.0), tl.constexpr(8.0)
 
 
 @triton.jit
@@ -123,10 +119,26 @@ def _run_of_words(codes, at, inside, START: tl.constexpr, RUN: tl.constexpr, WID
 
 
 @triton.jit
-def _scale(scales, at, inside, GROUP_INDEX: tl.constexpr):
-    """The scale of one group of those tokens, fp16 [keys]."""
-    word = tl.load(scales + (at + GROUP_INDEX), mask=inside, other=0)
-    return word.to(tl.int16).to(tl.float16, bitcast=True)
+def _group_scales(scales, at, inside, GROUPS: tl.constexpr, SPREAD: tl.constexpr):
+    """The scales of all groups of those tokens, fp16 [keys] each.
+
+    Few of them are read as one tile, which is to have an element for every thread; see `row_scales`.
+    """
+    parts = ()
+    if GROUPS <= 2 or (GROUPS <= 4 and SPREAD > 1):
+        COUNT: tl.constexpr = max(4 if GROUPS == 3 else GROUPS, SPREAD // 2)
+        col = tl.arange(0, COUNT)
+        mask = inside[:, None] & (col < GROUPS)[None, :]
+        words = tl.load(scales + (at[:, None] + col[None, :]), mask=mask, other=0)
+        cut = _cut(words, COUNT)
+        for i in tl.static_range(GROUPS):
+            word = tl.reshape(cut[i], (at.shape[0],))
+            parts = parts + (word.to(tl.int16).to(tl.float16, bitcast=True),)
+    else:
+        for i in tl.static_range(GROUPS):
+            word = tl.load(scales + (at + i), mask=inside, other=0)
+            parts = parts + (word.to(tl.int16).to(tl.float16, bitcast=True),)
+    return parts
 
 
 @triton.jit
@@ -144,7 +156,7 @@ def _scales_and_minimums(
 def int4_scores(
     q, sums, codes, scales, codes_at, scales_at, inside,
     DIM: tl.constexpr, GROUP: tl.constexpr, RUN: tl.constexpr, WIDTH: tl.constexpr, PAIRS: tl.constexpr,
-    COMPUTE: tl.constexpr,
+    COMPUTE: tl.constexpr, SPREAD: tl.constexpr,
 ):  # fmt: skip
     """q . k of one tile, fp32 [rows, keys]: partial products of every group times its scale, and one product
     of the queries' sums with all minimums; sums come in two numbers, so that nothing is rounded.
@@ -153,14 +165,14 @@ def int4_scores(
     HIGH: tl.constexpr = high_unit(INT4, COMPUTE)
     pairs = tl.trans(_scales_and_minimums(scales, scales_at, inside, DIM // GROUP, PAIRS, COMPUTE))
     total = added_dot(sums[0], pairs, dot(sums[1], pairs))
+    groups = _group_scales(scales, scales_at, inside, DIM // GROUP, SPREAD)
     for j in tl.static_range(DIM // 2 // RUN):
         parts = word_parts(_run_of_words(codes, codes_at, inside, j * RUN, RUN, WIDTH), INT4, COMPUTE)
         low = added_dot(q[4 * j + 2], tl.trans(parts[2]), dot(q[4 * j], tl.trans(parts[0])))
         high = added_dot(q[4 * j + 3], tl.trans(parts[3]), dot(q[4 * j + 1], tl.trans(parts[1])))
-        scale = _scale(scales, scales_at, inside, j * RUN // GROUP)
+        scale = groups[j * RUN // GROUP]
         total += low * (scale.to(tl.float32) * LOW)[None, :]
-        if GROUP != DIM:
-            scale = _scale(scales, scales_at, inside, (DIM // 2 + j * RUN) // GROUP)
+        scale = groups[(DIM // 2 + j * RUN) // GROUP]
         total += high * (scale.to(tl.float32) * HIGH)[None, :]
     return total
 
@@ -173,15 +185,6 @@ def byte_scores(
     """q . k of one tile of FP8 or INT8 rows, fp32 [rows, keys], to be multiplied by scale and `low_unit`."""
     parts = word_parts(_run_of_words(codes, codes_at, inside, 0, DIM, WIDTH), KIND, COMPUTE)
     return added_dot(q[1], tl.trans(parts[1]), dot(q[0], tl.trans(parts[0])))
-
-
-@triton.jit
-def enlargement(KIND: tl.constexpr, COMPUTE: tl.constexpr):
-    """What is added to the exponents of probabilities that V's codes of that kind are multiplied by."""
-    OF_BYTES: tl.constexpr = _OF_INT8 if KIND == INT8 else _OF_FP8
-    OF_KIND: tl.constexpr = _OF_INT4 if KIND == INT4 else OF_BYTES
-    ENLARGED: tl.constexpr = OF_KIND if COMPUTE == tl.float16 else 0.0
-    return ENLARGED
 
 
 @triton.jit
@@ -211,19 +214,18 @@ def word_outputs(
 def add_int4_values(
     outs, p, decay, codes, scales, codes_at, scales_at, inside,
     DIM: tl.constexpr, GROUP: tl.constexpr, RUN: tl.constexpr, WIDTH: tl.constexpr, PAIRS: tl.constexpr,
-    COMPUTE: tl.constexpr,
+    COMPUTE: tl.constexpr, SPREAD: tl.constexpr,
 ):  # fmt: skip
     """Let the parts of the output take in one tile of INT4 rows."""
     decay = decay[:, None]
     pairs = _scales_and_minimums(scales, scales_at, inside, DIM // GROUP, PAIRS, COMPUTE)
     weights = p.to(COMPUTE)
     new = (added_dot(weights, pairs, outs[0] * decay),)
+    groups = _group_scales(scales, scales_at, inside, DIM // GROUP, SPREAD)
     for j in tl.static_range(DIM // 2 // RUN):
         parts = word_parts(_run_of_words(codes, codes_at, inside, j * RUN, RUN, WIDTH), INT4, COMPUTE)
-        low = scaled(weights, _scale(scales, scales_at, inside, j * RUN // GROUP))
-        high = low
-        if GROUP != DIM:
-            high = scaled(weights, _scale(scales, scales_at, inside, (DIM // 2 + j * RUN) // GROUP))
+        low = scaled(weights, groups[j * RUN // GROUP])
+        high = scaled(weights, groups[(DIM // 2 + j * RUN) // GROUP])
         new = new + (
             added_dot(low, parts[0], outs[4 * j + 1] * decay),
             added_dot(high, parts[1], outs[4 * j + 2] * decay),
