@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from benchmarks.instructions.compiling import pretended
+from kvq.formats import Code
 from kvq.kernels.attend import triton as attend
 from kvq.kernels.attend.options import AttentionOptions
 from kvq.kernels.attend.triton_kernel import attend_kernel
@@ -13,11 +14,19 @@ from kvq.kernels.attend.triton_list import list_kernel
 from kvq.kernels.attend.triton_merge import merge_kernel
 from kvq.kernels.gather_dense.triton import _gather_kernel
 from kvq.kernels.gpu.rows import dense_strides, part_arguments
+from kvq.kernels.paged import PagedKV
 from kvq.kernels.write_kv.triton import _write_kernel, stored_as_bits
 from tests.kernels.kit import poisoned_cache
 
 BLOCK_SIZE = 64
 Q_HEADS, KV_HEADS = 32, 8
+
+
+def _arithmetics(layer: PagedKV, device: str) -> tuple[bool, ...]:
+    """Whether queries are rounded to 8 bits: in some rows where that GPU has products of K's codes."""
+    code = layer.formats.k.code
+    can = device.startswith("sm") and (code is not Code.FP8 or int(device.removeprefix("sm")) >= 89)
+    return (False, True) if can and code in attend.ROUNDED else (False,)
 
 
 def kernels(
@@ -38,18 +47,22 @@ def kernels(
     strides = dense_strides("q", q)
     gpu_q: Any = SimpleNamespace(device=torch.device("cuda"), dtype=dtype, shape=q.shape)
     with pretended(device):
-        plan = attend._planned(gpu_q, layer, AttentionOptions(scale=0.1), rounded=False)
-        eight = attend._planned(gpu_q, layer, AttentionOptions(scale=0.1), rounded=True)
+        plans = [
+            attend._planned(gpu_q, layer, AttentionOptions(scale=0.1), rounded=rounded)
+            for rounded in _arithmetics(layer, device)
+        ]
     common = {
         **dict.fromkeys(("lse_ptr", "sink_ptr", "parts_ptr", "part_lses_ptr"), floats),
         **dict.fromkeys(("items_ptr", "merged_ptr", "tables_ptr", "lens_ptr"), ints),
         **{"q_ptr": q, "out_ptr": q, **strides, "table_stride": 128, "height": 4},
     }
     found: dict[str, tuple[Any, dict[str, Any], Any]] = {}
-    for kind, own in zip(("decode", "extend", "decode 8-bit", "extend 8-bit"), (*plan.attend, *eight.attend), strict=True):
-        launch = {x: own.fixed[x] for x in ("num_warps", "num_stages", "maxnreg") if x in own.fixed}
-        found[f"attend {kind}"] = (attend_kernel, {**common, **own.fixed}, launch)
-    for kind, own in zip(("decode", "extend"), plan.merge, strict=True):
+    for plan in plans:
+        for kind, own in zip(("decode", "extend"), plan.attend, strict=True):
+            name = f"attend {kind} 8-bit" if own.fixed["K_ROUNDED"] else f"attend {kind}"
+            launch = {x: own.fixed[x] for x in ("num_warps", "num_stages", "maxnreg") if x in own.fixed}
+            found[name] = (attend_kernel, {**common, **own.fixed}, launch)
+    for kind, own in zip(("decode", "extend"), plans[0].merge, strict=True):
         found[f"merge {kind}"] = (merge_kernel, {**common, **own.fixed}, {"num_warps": 4})
     counts = dict.fromkeys(list_kernel.arg_names[3:15], 100)
     listed = {"SHARE": 4, "ROWS": 16, "KEYS": 64, "WINDOW": True, "BLOCK": 256}

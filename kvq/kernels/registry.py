@@ -18,7 +18,9 @@ from kvq.kernels.spec import LINEAR_OPERATIONS, Device, KernelSpec, LinearSpec, 
 _log = logging.getLogger("kvq")
 
 BACKENDS = ("triton", "cpu", "reference")  # `auto` tries them in this order
-NAMED_BACKENDS = ("cpu-fp32",)  # `auto` never takes: attention in fp32 arithmetic for every format
+# What `auto` never takes. Attention in fp32 arithmetic for every format; and with queries rounded to 8 bits
+# over K of FP8 and INT8.
+NAMED_BACKENDS = ("cpu-fp32", "triton-8bit")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,6 +31,11 @@ class Kernel:
     backend: str
     run: Callable[..., Any]
     supports: Callable[[Any, Device], Support]  # of a KernelSpec; of a LinearSpec for Linear layers
+
+    @property
+    def is_triton(self) -> bool:
+        """Whether it is one of the GPU kernels."""
+        return self.backend.startswith("triton")
 
 
 def supported_everywhere(spec: KernelSpec | LinearSpec, device: Device) -> Support:
@@ -45,20 +52,24 @@ def _function(operation: str, backend: str) -> Callable[..., Any]:
 def _kernels() -> Iterator[Kernel]:
     """What kvq itself brings."""
     for name in ("write_kv", "attend", "merge_partials", "gather_dense", "copy_blocks"):
-        cpu = _function(name, "cpu")
-        exact = partial(cpu, exact=True) if name == "attend" else cpu
+        cpu, triton = _function(name, "cpu"), gpu.lazy(name)
+        exact, rounded = cpu, triton
+        if name == "attend":
+            exact, rounded = partial(cpu, exact=True), partial(triton, rounded=True)
         supports: Callable[[Any, Device], Support]
         for backend, run, supports in (
             ("reference", _function(name, "reference"), supported_everywhere),
             ("cpu", cpu, library.supports),
             ("cpu-fp32", exact, library.supports),
-            ("triton", gpu.lazy(name), gpu.supports),
+            ("triton", triton, gpu.supports),
+            ("triton-8bit", rounded, gpu.supports_8bit),
         ):
             yield Kernel(operation=name, backend=backend, run=run, supports=supports)
     reference, triton = _function("rope_write", "reference"), gpu.lazy("rope_write")
     for backend, run, supports in (
         ("reference", reference, supported_everywhere),
         ("triton", triton, gpu.supports),
+        ("triton-8bit", triton, gpu.supports_8bit),
     ):
         yield Kernel(operation="rope_write", backend=backend, run=run, supports=supports)
     for name in LINEAR_OPERATIONS:
@@ -67,6 +78,7 @@ def _kernels() -> Iterator[Kernel]:
             ("cpu", CpuLinear, library.supports_linear),
             ("cpu-fp32", ReferenceLinear, supported_everywhere),
             ("triton", gpu.lazy_linear, gpu.supports_linear),
+            ("triton-8bit", gpu.lazy_linear, gpu.supports_linear),
         ):
             yield Kernel(operation=name, backend=backend, run=run, supports=supports)
 

@@ -26,6 +26,7 @@ from kvq.kernels.gpu.shapes import (
     folded_keys,
     least_split,
     pieces,
+    target,
 )
 from kvq.kernels.paged import PagedKV, SequenceBatch
 
@@ -37,8 +38,9 @@ _ATTENDED = (
 )
 _MERGED = "parts_ptr", "part_lses_ptr", "out_ptr", "lse_ptr", "merged_ptr", "sink_ptr"
 _NUMBERS = "q_token", "q_head", "q_dim", "table_stride", "height"
-_ROUNDED = Code.FP8, Code.INT8  # codes of K that queries may be rounded to
+ROUNDED = Code.FP8, Code.INT8  # codes of K that queries may be rounded to
 _LEAST_PAD = 32  # columns of an 8-bit product
+_LARGE_ROWS = 64  # of Hopper's own products
 _MANY = (1 << 31) - 1  # query rows: no limit
 
 
@@ -61,7 +63,7 @@ def attend(
     if q.device.type == "cpu" and q.dtype is not torch.float32:  # the interpreter can't round to bf16
         out, lse = attend(q.float(), kv, batch, options, skip_last=skip_last, rounded=rounded)
         return out.to(q.dtype), lse
-    plan = _plan(q, kv, options, rounded=rounded and kv.formats.k.code in _ROUNDED)
+    plan = _plan(q, kv, options, rounded=rounded and kv.formats.k.code in ROUNDED)
     tokens, q_heads, _ = q.shape
     out = q.new_empty((tokens, q_heads, plan.v_dim))
     lse = q.new_empty((tokens, q_heads), dtype=torch.float32)
@@ -132,7 +134,6 @@ def _planned(q: Tensor, kv: PagedKV, options: AttentionOptions, *, rounded: bool
     q_heads, kv_heads = q.shape[1], kv.k.codes.shape[1]
     shapes = decode_shape(kv, q), extend_shape(kv, q)
     k, v = (_part(x, q, kv) for x in ("k", "v"))
-    k |= _rounded(q, kv, k) if rounded else {"K_ROUNDED": False}
     merge = {
         **{x: v[x] for x in ("V_DIM", "V_PAD", "V_ROTATED")},
         "Q_HEADS": q_heads,
@@ -141,7 +142,6 @@ def _planned(q: Tensor, kv: PagedKV, options: AttentionOptions, *, rounded: bool
     }
     common = {
         **merge,
-        **k,
         **v,
         "BLOCK_SIZE": kv.block_size,
         "scale": options.scale,
@@ -153,7 +153,8 @@ def _planned(q: Tensor, kv: PagedKV, options: AttentionOptions, *, rounded: bool
     attends = (
         {
             **common,
-            **{"ROWS": x.rows, "KEYS": x.keys, "FOLDED": folded_keys(x), "SPREAD": 64 * x.warps // x.keys if 32 * x.warps > x.keys else 1},
+            **(_rounded(q, kv, k) if rounded and _has_product(kv, q, x) else k),
+            **{"ROWS": x.rows, "KEYS": x.keys, "FOLDED": folded_keys(x), "SPREAD": _spread(x)},
             **x.options(),
         }
         for x in shapes
@@ -267,15 +268,31 @@ def _part(name: str, q: Tensor, kv: PagedKV) -> dict[str, Any]:
         f"{upper}_WIDTH": max(16, triton.next_power_of_2(run // 2)),
         f"{upper}_PAIRS": max(least, triton.next_power_of_2(2 * groups)),
         f"{upper}_COMPUTE": _compute_dtype(code, q, words=words),
+        **({"K_ROUNDED": False} if name == "k" else {}),
     }
 
 
+def _has_product(kv: PagedKV, q: Tensor, shape: TileShape) -> bool:
+    """Whether a tile's codes of K are multiplied as they lie: of few rows Triton makes products of fp16 out of
+    those of FP8 wherever the GPU has products of 64 rows, which is more work than queries in 16 bits are."""
+    has_large = target(q).startswith(("sm9", "sm10"))
+    return kv.formats.k.code is Code.INT8 or shape.rows >= _LARGE_ROWS or not has_large
+
+
+def _spread(shape: TileShape) -> int:
+    """Rows of a tile of words that have an element for every thread; 1: there are keys enough."""
+    threads = 32 * shape.warps
+    return 2 * threads // shape.keys if threads > shape.keys else 1
+
+
 def _rounded(q: Tensor, kv: PagedKV, k: dict[str, Any]) -> dict[str, Any]:
-    """What differs for K where queries are rounded: bytes are read as they are multiplied."""
+    """K where queries are rounded: its bytes are read as they are multiplied."""
     codes = kv.k.codes
-    is_fp8 = kv.formats.k.code is Code.FP8 and q.device.type != "cpu"  # the interpreter has no such numbers
+    if kv.formats.k.code is Code.FP8 and q.device.type != "cpu":  # the interpreter has no such numbers
+        codes = codes.view(torch.float8_e4m3fn)
     return {
-        **_strided("k_codes", "kc", codes.view(torch.float8_e4m3fn) if is_fp8 else codes),
+        **k,
+        **_strided("k_codes", "kc", codes),
         "K_ROUNDED": True,
         "K_WORDS": False,
         "K_PAD": max(k["K_PAD"], _LEAST_PAD),

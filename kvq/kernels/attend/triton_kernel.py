@@ -107,7 +107,9 @@ def _scores(
         else:
             scores = byte_scores(runs, codes, codes_at, inside, KIND, DIM, WIDTH, COMPUTE)
         if not STATIC:
-            scores = scores * _row_scales(scales, scales_at, slot, inside, PAIRED, SPREAD).to(tl.float32)[None, :]
+            scores = (
+                scores * _row_scales(scales, scales_at, slot, inside, PAIRED, SPREAD).to(tl.float32)[None, :]
+            )
     else:
         k = _dense_rows(
             codes, scales, static, codes_at, scales_at, kv_head, inside, col,

@@ -76,7 +76,12 @@ def _plain(x: Any) -> Any:
     return x.value if isinstance(x, tl.constexpr) else x
 
 
-for _function in (converts_e4m3, low_unit, high_unit, enlargement):  # device code calls them with the compilation
+for _function in (
+    converts_e4m3,
+    low_unit,
+    high_unit,
+    enlargement,
+):  # device code calls them with the compilation
     _function.__triton_builtin__ = True
 
 
