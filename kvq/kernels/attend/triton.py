@@ -273,8 +273,8 @@ def _part(name: str, q: Tensor, kv: PagedKV) -> dict[str, Any]:
 
 
 def _has_product(kv: PagedKV, q: Tensor, shape: TileShape) -> bool:
-    """Whether a tile's codes of K are multiplied as they lie: of few rows Triton makes products of fp16 out of
-    those of FP8 wherever the GPU has products of 64 rows, which is more work than queries in 16 bits are."""
+    """Whether a tile's codes of K are multiplied as they lie. Where a GPU has products of 64 rows, Triton
+    makes products of fp16 out of smaller ones of FP8; then words and queries in 16 bits are less work."""
     has_large = target(q).startswith(("sm9", "sm10"))
     return kv.formats.k.code is Code.INT8 or shape.rows >= _LARGE_ROWS or not has_large
 

@@ -12,6 +12,7 @@ import triton.language as tl
 
 from kvq.kernels.attend.triton_list import ITEM_WORDS
 from kvq.kernels.attend.triton_rounded import rounded_queries, rounded_scores
+from kvq.kernels.attend.triton_scales import row_scales, scaled
 from kvq.kernels.attend.triton_words import (
     add_byte_values,
     add_int4_values,
@@ -21,7 +22,6 @@ from kvq.kernels.attend.triton_words import (
     folded,
     int4_scores,
     joined,
-    scaled,
     word_outputs,
     word_queries,
 )
@@ -49,57 +49,18 @@ def _rows_at(
 
 
 @triton.jit
-def _row_scales(scales, at, slot, inside, PAIRED: tl.constexpr, SPREAD: tl.constexpr):
-    """What codes of those tokens are multiplied by, fp16 [keys]; 0 of tokens that are not `inside`.
-
-    PAIRED: `scales` are words of two neighbouring tokens, since only words are copied asynchronously.
-    SPREAD: where a program has more threads than a tile has keys, words are read as the first of that many
-    rows: of smaller tensors than threads the compiler lets many threads copy every element.
-    """
-    if PAIRED and SPREAD > 1:
-        WORDS: tl.constexpr = at.shape[0] // 2
-        at, _ = tl.split(tl.reshape(at, (WORDS, 2)))
-        even, odd = tl.split(tl.reshape(inside, (WORDS, 2)))
-        row = tl.arange(0, SPREAD)[:, None]
-        words = tl.load(scales + (at[None, :] + row * 0), mask=(even | odd)[None, :] & (row == 0), other=0)
-        words = _first_row(words, SPREAD)
-        words = words & tl.where(odd, -1, 0xFFFF)
-        low = words.to(tl.int16).to(tl.float16, bitcast=True)
-        high = (words >> 16).to(tl.int16).to(tl.float16, bitcast=True)
-        scale = tl.reshape(tl.join(low, high), (2 * WORDS,))
-    elif PAIRED:
-        words = tl.load(scales + at, mask=inside, other=0)
-        half = tl.where(slot % 2 == 0, words, words >> 16).to(tl.int16)
-        scale = half.to(tl.float16, bitcast=True)
-    else:
-        scale = tl.load(scales + at, mask=inside, other=0.0)
-    return scale
-
-
-@triton.jit
-def _first_row(x, ROWS: tl.constexpr):
-    """The first of ROWS rows of x, a power of two."""
-    if ROWS == 1:
-        first = tl.reshape(x, (x.shape[1],))
-    else:
-        low, _ = tl.split(tl.permute(tl.reshape(x, (2, ROWS // 2, x.shape[1])), (1, 2, 0)))
-        first = _first_row(low, ROWS // 2)
-    return first
-
-
-@triton.jit
 def _scores(
     q, runs, sums, codes, scales, static, codes_at, scales_at, slot, kv_head, inside, col,
     KIND: tl.constexpr, WORDS: tl.constexpr, BITS: tl.constexpr, DIM: tl.constexpr, GROUP: tl.constexpr,
     RUN: tl.constexpr, WIDTH: tl.constexpr, PAIRS: tl.constexpr, COMPUTE: tl.constexpr, STATIC: tl.constexpr,
-    PAIRED: tl.constexpr, SPREAD: tl.constexpr, ROUNDED: tl.constexpr,
+    PAIRED: tl.constexpr, SPREAD: tl.constexpr, WINDOW: tl.constexpr, ROUNDED: tl.constexpr,
 ):  # fmt: skip
-    """q . k of one tile, fp32 [rows, keys], but for what is the same for all keys; `runs`, `sums`: the queries
-    as words of codes need them."""
+    """q . k of one tile, fp32 [rows, keys], but for what is the same for all keys; `runs`, `sums`: the
+    queries as words of codes need them."""
     if WORDS and KIND == INT4:
         scores = int4_scores(
-            runs, sums, codes, scales, codes_at, scales_at, inside, DIM, GROUP, RUN, WIDTH, PAIRS, COMPUTE,
-            SPREAD,
+            runs, sums, codes, scales, codes_at, scales_at, inside,
+            DIM, GROUP, RUN, WIDTH, PAIRS, COMPUTE, SPREAD,
         )  # fmt: skip
     elif WORDS or ROUNDED:
         if ROUNDED:
@@ -108,7 +69,8 @@ def _scores(
             scores = byte_scores(runs, codes, codes_at, inside, KIND, DIM, WIDTH, COMPUTE)
         if not STATIC:
             scores = (
-                scores * _row_scales(scales, scales_at, slot, inside, PAIRED, SPREAD).to(tl.float32)[None, :]
+                scores
+                * row_scales(scales, scales_at, slot, inside, PAIRED, SPREAD, WINDOW).to(tl.float32)[None, :]
             )
     else:
         k = _dense_rows(
@@ -141,18 +103,18 @@ def _values(
     outs, p, decay, codes, scales, static, codes_at, scales_at, slot, kv_head, inside,
     KIND: tl.constexpr, WORDS: tl.constexpr, BITS: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr,
     GROUP: tl.constexpr, RUN: tl.constexpr, WIDTH: tl.constexpr, PAIRS: tl.constexpr, COMPUTE: tl.constexpr,
-    STATIC: tl.constexpr, PAIRED: tl.constexpr, SPREAD: tl.constexpr,
+    STATIC: tl.constexpr, PAIRED: tl.constexpr, SPREAD: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
     """The parts of the output with one tile taken in."""
     if WORDS and KIND == INT4:
         new = add_int4_values(
-            outs, p, decay, codes, scales, codes_at, scales_at, inside, DIM, GROUP, RUN, WIDTH, PAIRS, COMPUTE,
-            SPREAD,
+            outs, p, decay, codes, scales, codes_at, scales_at, inside,
+            DIM, GROUP, RUN, WIDTH, PAIRS, COMPUTE, SPREAD,
         )  # fmt: skip
     elif WORDS:
         weights = p.to(COMPUTE)
         if not STATIC:
-            scale = _row_scales(scales, scales_at, slot, inside, PAIRED, SPREAD)
+            scale = row_scales(scales, scales_at, slot, inside, PAIRED, SPREAD, WINDOW)
             weights = scaled(weights, scale)
         new = add_byte_values(outs, weights, decay, codes, codes_at, inside, KIND, DIM, WIDTH, COMPUTE)
     else:
@@ -340,7 +302,7 @@ def attend_kernel(
         scores = _scores(
             q, runs, sums, codes, scales, k_static, codes_at, scales_at, slot, kv_head, inside, col,
             K_KIND, K_WORDS, K_BITS, K_DIM, K_GROUP, K_RUN, K_WIDTH, K_PAIRS, K_COMPUTE, K_STATIC,
-            K_PAIRED, SPREAD, K_ROUNDED,
+            K_PAIRED, SPREAD, WINDOW, K_ROUNDED,
         )  # fmt: skip
         if SOFTCAP:
             scores = scores * row_scale[:, None]
@@ -364,7 +326,7 @@ def attend_kernel(
         outs = _values(
             outs, p, decay, codes, scales, v_static, codes_at, scales_at, slot, kv_head, inside,
             V_KIND, V_WORDS, V_BITS, V_DIM, V_PAD, V_GROUP, V_RUN, V_WIDTH, V_PAIRS, V_COMPUTE, V_STATIC,
-            V_PAIRED, SPREAD,
+            V_PAIRED, SPREAD, WINDOW,
         )  # fmt: skip
 
     valid, _, token, head = _tile_rows(item, own, kv_head, SHARE)  # again: no registers for them in the loop

@@ -8,6 +8,7 @@ output that lie apart until the end. Codes are never scaled: scores and probabil
 import triton
 import triton.language as tl
 
+from kvq.kernels.attend.triton_scales import group_scales, runs_of, scaled, scales_and_minimums
 from kvq.kernels.gpu.rows import INT4
 from kvq.kernels.gpu.words import high_unit, low_unit, settled, word_parts
 
@@ -43,18 +44,6 @@ def _in_column(out, x, COLUMN: tl.constexpr):
 
 
 @triton.jit
-def _cut(x, COUNT: tl.constexpr):
-    """x [ROWS, columns] as COUNT runs of neighbouring columns, COUNT a power of two."""
-    ROWS: tl.constexpr = x.shape[0]
-    if COUNT == 1:
-        cut = (x,)
-    else:
-        low, high = tl.split(tl.permute(tl.reshape(x, (ROWS, 2, x.shape[1] // 2)), (0, 2, 1)))
-        cut = _cut(low, COUNT // 2) + _cut(high, COUNT // 2)
-    return cut
-
-
-@triton.jit
 def _glued(low, high):
     """The columns of two, side by side."""
     both = tl.permute(tl.join(low, high), (0, 2, 1))
@@ -73,7 +62,7 @@ def _even_and_odd(q, HALVES: tl.constexpr, RUNS: tl.constexpr, RUN: tl.constexpr
     ones, [ROWS, WIDTH], padded with zeros."""
     if RUN == 2 * WIDTH and q.shape[1] == HALVES * RUNS * RUN:
         even, odd = tl.split(tl.reshape(q, (q.shape[0], q.shape[1] // 2, 2)))
-        cut = _cut(even, HALVES * RUNS) + _cut(odd, HALVES * RUNS)
+        cut = runs_of(even, HALVES * RUNS) + runs_of(odd, HALVES * RUNS)
         parts = ()
         for i in tl.static_range(2 * HALVES * RUNS):
             parts = parts + (settled(cut[i]),)
@@ -119,40 +108,6 @@ def _run_of_words(codes, at, inside, START: tl.constexpr, RUN: tl.constexpr, WID
 
 
 @triton.jit
-def _group_scales(scales, at, inside, GROUPS: tl.constexpr, SPREAD: tl.constexpr):
-    """The scales of all groups of those tokens, fp16 [keys] each.
-
-    Few of them are read as one tile, which is to have an element for every thread; see `row_scales`.
-    """
-    parts = ()
-    if GROUPS <= 2 or (GROUPS <= 4 and SPREAD > 1):
-        COUNT: tl.constexpr = max(4 if GROUPS == 3 else GROUPS, SPREAD // 2)
-        col = tl.arange(0, COUNT)
-        mask = inside[:, None] & (col < GROUPS)[None, :]
-        words = tl.load(scales + (at[:, None] + col[None, :]), mask=mask, other=0)
-        cut = _cut(words, COUNT)
-        for i in tl.static_range(GROUPS):
-            word = tl.reshape(cut[i], (at.shape[0],))
-            parts = parts + (word.to(tl.int16).to(tl.float16, bitcast=True),)
-    else:
-        for i in tl.static_range(GROUPS):
-            word = tl.load(scales + (at + i), mask=inside, other=0)
-            parts = parts + (word.to(tl.int16).to(tl.float16, bitcast=True),)
-    return parts
-
-
-@triton.jit
-def _scales_and_minimums(
-    scales, at, inside, GROUPS: tl.constexpr, PAIRS: tl.constexpr, COMPUTE: tl.constexpr
-):
-    """All that scales those tokens, COMPUTE [keys, PAIRS]: scale, minimum, scale, ... and zeros."""
-    col = tl.arange(0, PAIRS)
-    halves = scales.to(tl.pointer_type(tl.float16), bitcast=True)
-    mask = inside[:, None] & (col < 2 * GROUPS)[None, :]
-    return tl.load(halves + ((2 * at)[:, None] + col[None, :]), mask=mask, other=0.0).to(COMPUTE)
-
-
-@triton.jit
 def int4_scores(
     q, sums, codes, scales, codes_at, scales_at, inside,
     DIM: tl.constexpr, GROUP: tl.constexpr, RUN: tl.constexpr, WIDTH: tl.constexpr, PAIRS: tl.constexpr,
@@ -163,9 +118,9 @@ def int4_scores(
     """
     LOW: tl.constexpr = low_unit(INT4, COMPUTE)
     HIGH: tl.constexpr = high_unit(INT4, COMPUTE)
-    pairs = tl.trans(_scales_and_minimums(scales, scales_at, inside, DIM // GROUP, PAIRS, COMPUTE))
+    pairs = tl.trans(scales_and_minimums(scales, scales_at, inside, DIM // GROUP, PAIRS, COMPUTE))
     total = added_dot(sums[0], pairs, dot(sums[1], pairs))
-    groups = _group_scales(scales, scales_at, inside, DIM // GROUP, SPREAD)
+    groups = group_scales(scales, scales_at, inside, DIM // GROUP, SPREAD)
     for j in tl.static_range(DIM // 2 // RUN):
         parts = word_parts(_run_of_words(codes, codes_at, inside, j * RUN, RUN, WIDTH), INT4, COMPUTE)
         low = added_dot(q[4 * j + 2], tl.trans(parts[2]), dot(q[4 * j], tl.trans(parts[0])))
@@ -185,12 +140,6 @@ def byte_scores(
     """q . k of one tile of FP8 or INT8 rows, fp32 [rows, keys], to be multiplied by scale and `low_unit`."""
     parts = word_parts(_run_of_words(codes, codes_at, inside, 0, DIM, WIDTH), KIND, COMPUTE)
     return added_dot(q[1], tl.trans(parts[1]), dot(q[0], tl.trans(parts[0])))
-
-
-@triton.jit
-def scaled(weights, scale):
-    """Weights [rows, keys] times a scale [keys], in the weights' dtype."""
-    return weights * scale.to(weights.dtype)[None, :]
 
 
 @triton.jit
@@ -218,10 +167,10 @@ def add_int4_values(
 ):  # fmt: skip
     """Let the parts of the output take in one tile of INT4 rows."""
     decay = decay[:, None]
-    pairs = _scales_and_minimums(scales, scales_at, inside, DIM // GROUP, PAIRS, COMPUTE)
+    pairs = scales_and_minimums(scales, scales_at, inside, DIM // GROUP, PAIRS, COMPUTE)
     weights = p.to(COMPUTE)
     new = (added_dot(weights, pairs, outs[0] * decay),)
-    groups = _group_scales(scales, scales_at, inside, DIM // GROUP, SPREAD)
+    groups = group_scales(scales, scales_at, inside, DIM // GROUP, SPREAD)
     for j in tl.static_range(DIM // 2 // RUN):
         parts = word_parts(_run_of_words(codes, codes_at, inside, j * RUN, RUN, WIDTH), INT4, COMPUTE)
         low = scaled(weights, groups[j * RUN // GROUP])

@@ -13,8 +13,8 @@ import triton.language as tl
 
 from kvq.kernels.gpu.rows import FP8, INT4, INT8, SPREAD_E4M3, SPREAD_INT8, fp8_codes, takes_ptx
 
-# Powers of two by which probabilities are enlarged where they are fp16, before scales of V multiply them: these
-# are small numbers, but nothing may overflow with the largest that rows of fp16 have.
+# Powers of two by which probabilities are enlarged where they are fp16, before V's scales multiply them:
+# these are small numbers, but nothing may overflow with the largest that rows of fp16 have.
 _ENLARGEMENT = {INT4.value: 4.0, INT8.value: 7.0, FP8.value: 8.0}
 _LEAST_WITH_E4M3 = 89  # the first capability that converts FP8 by an instruction
 

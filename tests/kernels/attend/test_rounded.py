@@ -1,4 +1,4 @@
-"""attend with queries rounded to 8 bits, in Triton's interpreter: the numbers of a reference that rounds alike."""
+"""attend with queries rounded to 8 bits, in the interpreter: the numbers of a reference that rounds alike."""
 
 import math
 from typing import Any
