@@ -12,6 +12,7 @@ from torch import Tensor
 from kvq.formats import Code
 from kvq.kernels.attend.gathered import Gathered, attend_gathered, chosen, suits
 from kvq.kernels.attend.options import AttentionOptions
+from kvq.kernels.attend.rounding import ROUNDED
 from kvq.kernels.attend.triton_kernel import attend_kernel
 from kvq.kernels.attend.triton_merge import merge_kernel
 from kvq.kernels.attend.triton_work import Cut, WorkList, work_list
@@ -38,7 +39,7 @@ _ATTENDED = (
 )
 _MERGED = "parts_ptr", "part_lses_ptr", "out_ptr", "lse_ptr", "merged_ptr", "sink_ptr"
 _NUMBERS = "q_token", "q_head", "q_dim", "table_stride", "height"
-ROUNDED = Code.FP8, Code.INT8  # codes of K that queries may be rounded to
+
 _LEAST_PAD = 32  # columns of an 8-bit product
 _LARGE_ROWS = 64  # of Hopper's own products
 _MANY = (1 << 31) - 1  # query rows: no limit

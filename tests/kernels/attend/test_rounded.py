@@ -7,11 +7,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvq.formats import Code
+from kvq.bench.attention import in_8_bits, over_blocks
+from kvq.bench.measure import relative_error
+from kvq.bench.workload import Workload
 from kvq.kernels import AttentionOptions, Device, KernelSpec, PagedKV, SequenceBatch, registry
 from kvq.kernels.attend import triton as kernel
 from kvq.kernels.attend.reference import attend as reference
-from kvq.kernels.codec import rotate
+from kvq.kernels.attend.rounding import rounded_queries
 from kvq.kernels.gpu import shapes
 from tests.kernels.attend.test_triton import SINKS, filled
 from tests.kernels.kit import poisoned_memory, rows_like_kv
@@ -23,21 +25,9 @@ A100, H100 = (
 )
 
 
-def rounded_as(q: Tensor, kv: PagedKV) -> Tensor:
-    """Queries as K's code holds them with one scale a row; turned back, so that K may be."""
-    fmt = kv.formats.k
-    y = rotate(q) if fmt.rotated else q
-    limit = 448.0 if fmt.code is Code.FP8 else 127.0
-    top = y.abs().amax(dim=-1, keepdim=True)
-    codes = y * (limit / top)
-    held = codes.to(torch.float8_e4m3fn).float() if fmt.code is Code.FP8 else codes.round()
-    held = held * (top / limit)
-    return rotate(held) if fmt.rotated else held
-
-
 def compare(q: Tensor, kv: PagedKV, batch: SequenceBatch, **options: Any) -> None:
     settings = AttentionOptions(**{"scale": q.shape[2] ** -0.5, **options})
-    want, want_lse = reference(rounded_as(q, kv), kv, batch, settings)
+    want, want_lse = reference(rounded_queries(q, kv.formats.k), kv, batch, settings)
     out, lse = kernel.attend(q, kv, batch, settings, rounded=True)
     assert float((out - want).abs().max() / want.abs().max()) < 5e-6
     torch.testing.assert_close(lse, want_lse, rtol=1e-5, atol=1e-5)
@@ -129,3 +119,15 @@ def test_a_backend_to_be_named_and_never_chosen() -> None:
     amd = Device(type="cuda", name="MI300X", gfx="gfx942")
     with pytest.raises(registry.UnsupportedKernel, match="on NVIDIA GPUs, not on MI300X"):
         registry.select("attend", spec("int8"), amd, "triton-8bit")
+
+
+@pytest.mark.parametrize("kv", ["int8_rot", "fp8"])
+def test_a_benchmark_allows_what_rounding_costs(kv: str) -> None:
+    workload = Workload(
+        **{"contexts": (23, 40), "new": 1, "q_heads": 4, "kv_heads": 2, "head_dim": 32, "block_size": 16},
+        **{"dtype": torch.float32, "device": torch.device("cpu"), "backend": "reference"},
+    )
+    own, cache, batch = over_blocks(workload, kv)
+    rounded = in_8_bits(workload, own, cache, batch)
+    error = relative_error(rounded.run(0)[-1:], own.truth)
+    assert own.allowed < error < rounded.allowed
