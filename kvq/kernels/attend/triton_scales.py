@@ -19,8 +19,9 @@ def row_scales(scales, at, slot, inside, PAIRED: tl.constexpr, SPREAD: tl.conste
     """
     if PAIRED and SPREAD > 1:
         WORDS: tl.constexpr = at.shape[0] // 2
-        at, _ = tl.split(tl.reshape(at, (WORDS, 2)))
+        of_even, of_odd = tl.split(tl.reshape(at, (WORDS, 2)))
         even, odd = tl.split(tl.reshape(inside, (WORDS, 2)))
+        at = tl.where(even, of_even, of_odd)  # the same, but where the other's block was not looked up
         row = tl.arange(0, SPREAD)[:, None]
         words = tl.load(scales + (at[None, :] + row * 0), mask=(even | odd)[None, :] & (row == 0), other=0)
         words = _first_row(words, SPREAD)
