@@ -70,8 +70,8 @@ def pays(new: int, q_heads: int, share: int, keys: int) -> bool:
     Gathering a key of a KV head takes its codes and 512 bytes written and read again, 0.3 ns, and with int4,
     turned back, 214 instructions, 0.24 ns. If no slot stayed empty it would never pay. But nothing issues in
     every slot, and if the fused loop issues in half of them, int4 breaks even at 17 tiles, int8 at 22 and
-    bf16 never; in a third, at 6, 5 and 53. `LEAST_ROWS` are 16 tiles. bf16 is treated like the others: what flash
-    attention reaches is known, what the fused kernel reaches is not.
+    bf16 never; in a third, at 6, 5 and 53. `LEAST_ROWS` are 16 tiles. bf16 is treated like the others: what
+    flash attention reaches is known, what the fused kernel reaches is not.
 
     A sequence takes eight launches, and six for every chunk after the first. `LEAST_PAIRS` take flash
     attention 0.2 ms, which is 25 us for each of the eight.

@@ -11,6 +11,7 @@ from kvq.bench.attention import in_8_bits, over_blocks
 from kvq.bench.measure import relative_error
 from kvq.bench.workload import Workload
 from kvq.kernels import AttentionOptions, Device, KernelSpec, PagedKV, SequenceBatch, registry
+from kvq.kernels.attend import gathered
 from kvq.kernels.attend import triton as kernel
 from kvq.kernels.attend.reference import attend as reference
 from kvq.kernels.attend.rounding import rounded_queries
@@ -90,6 +91,13 @@ def test_rows_of_zeros_and_of_nan_are_not_each_others(kv: str) -> None:
     out, _ = kernel.attend(q, cache.layer(1), batch, settings, rounded=True)
     assert torch.equal(out.isnan().any(dim=-1), want.isnan().any(dim=-1))
     torch.testing.assert_close(out[0, 0], want[0, 0])
+
+
+def test_what_else_would_be_gathered_is_rounded_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gathered, "LEAST_ROWS", 2)
+    monkeypatch.setattr(gathered, "LEAST_PAIRS", 1)
+    cache, tables = filled("int8", (64, 64), [40])
+    compare(rows_like_kv(4, 6, 64, 9), cache.layer(1), tables.batch([4], [40]))
 
 
 def test_k_of_other_codes_is_multiplied_as_ever() -> None:
