@@ -119,7 +119,7 @@ class _Step:
     gathered: list[Gathered]
 
 
-def _plan(q: Tensor, kv: PagedKV, options: AttentionOptions, *, rounded: bool) -> _Plan:
+def _plan(q: Tensor, kv: PagedKV, options: AttentionOptions, *, rounded: bool = False) -> _Plan:
     """Worked out once for a layer's blocks and kept with them."""
     name = (
         *(attend, q.dtype, q.shape[1], rounded, changes()),
@@ -131,7 +131,7 @@ def _plan(q: Tensor, kv: PagedKV, options: AttentionOptions, *, rounded: bool) -
     return found
 
 
-def _planned(q: Tensor, kv: PagedKV, options: AttentionOptions, *, rounded: bool) -> _Plan:
+def _planned(q: Tensor, kv: PagedKV, options: AttentionOptions, *, rounded: bool = False) -> _Plan:
     q_heads, kv_heads = q.shape[1], kv.k.codes.shape[1]
     shapes = decode_shape(kv, q), extend_shape(kv, q)
     k, v = (_part(x, q, kv) for x in ("k", "v"))
