@@ -6,8 +6,10 @@ from typing import Any
 import torch
 
 from benchmarks.instructions.compiling import pretended
+from kvq.formats import Code
 from kvq.kernels.attend import triton as attend
 from kvq.kernels.attend.options import AttentionOptions
+from kvq.kernels.attend.rounding import ROUNDED
 from kvq.kernels.attend.triton_kernel import attend_kernel
 from kvq.kernels.attend.triton_list import list_kernel
 from kvq.kernels.attend.triton_merge import merge_kernel
@@ -16,13 +18,12 @@ from kvq.kernels.attend_latent import triton as latent
 from kvq.kernels.attend_latent.triton_kernel import latent_kernel
 from kvq.kernels.gather_dense.triton import _gather_kernel
 from kvq.kernels.gpu.rows import dense_strides, part_arguments
+from kvq.kernels.paged import PagedKV
 from kvq.kernels.write_kv.triton import _write_kernel, stored_as_bits
 from tests.kernels.kit import poisoned_cache
 
 BLOCK_SIZE = 64
 Q_HEADS, KV_HEADS = 32, 8
-
-
 LATENT = (64, 512)  # elements of a token's rotary part and of its latent
 LATENT_HEADS = 128
 
@@ -36,6 +37,13 @@ def latent_kernels(kv: str, dtype: torch.dtype, device: str) -> dict[str, tuple[
     with pretended(device):
         plan = latent._planned(_on_gpu(q), cache.layer(0), AttentionOptions(scale=0.1))
     return _of_plan("attend_latent", latent_kernel, plan, q)
+
+
+def _arithmetics(layer: PagedKV, device: str) -> tuple[bool, ...]:
+    """Whether queries are rounded to 8 bits: in some rows where that GPU has products of K's codes."""
+    code = layer.formats.k.code
+    can = device.startswith("sm") and (code is not Code.FP8 or int(device.removeprefix("sm")) >= 89)
+    return (False, True) if can and code in ROUNDED else (False,)
 
 
 def _on_gpu(q: torch.Tensor) -> Any:
@@ -59,7 +67,8 @@ def _of_plan(
     found: dict[str, tuple[Any, dict[str, Any], Any]] = {}
     for kind, own in zip(("decode", "extend"), plan.attend, strict=True):
         launch = {x: own.fixed[x] for x in ("num_warps", "num_stages", "maxnreg") if x in own.fixed}
-        found[f"{name} {kind}"] = (kernel, {**_given(q), **own.fixed}, launch)
+        rounded = " 8-bit" if own.fixed.get("K_ROUNDED") else ""
+        found[f"{name} {kind}{rounded}"] = (kernel, {**_given(q), **own.fixed}, launch)
     return found
 
 
@@ -81,9 +90,14 @@ def kernels(
     rows = torch.zeros(16, KV_HEADS, max(dims), dtype=dtype)
     common, ints, longs = _given(q), torch.zeros(16, dtype=torch.int32), torch.zeros(16, dtype=torch.int64)
     with pretended(device):
-        plan = attend._planned(_on_gpu(q), layer, AttentionOptions(scale=0.1))
-    found = _of_plan("attend", attend_kernel, plan, q)
-    for kind, own in zip(("decode", "extend"), plan.merge, strict=True):
+        plans = [
+            attend._planned(_on_gpu(q), layer, AttentionOptions(scale=0.1), rounded=rounded)
+            for rounded in _arithmetics(layer, device)
+        ]
+    found = {}
+    for plan in plans:
+        found |= _of_plan("attend", attend_kernel, plan, q)
+    for kind, own in zip(("decode", "extend"), plans[0].merge, strict=True):
         found[f"merge {kind}"] = (merge_kernel, {**common, **own.fixed}, {"num_warps": 4})
     counts = dict.fromkeys(list_kernel.arg_names[3:15], 100)
     listed = {"SHARE": 4, "ROWS": 16, "KEYS": 64, "WINDOW": True, "BLOCK": 256}

@@ -16,7 +16,9 @@ from kvq.bench.measure import Contender, Run, compete, copies_for, exact_attenti
 from kvq.bench.workload import Workload, dense_kv, filled_cache, queries
 from kvq.cache import KVCache
 from kvq.errors import ConfigError
-from kvq.kernels import AttentionOptions, SequenceBatch
+from kvq.kernels import AttentionOptions, Device, KernelSpec, SequenceBatch
+from kvq.kernels.attend.rounding import ROUNDED, rounded_queries
+from kvq.kernels.gpu import support as gpu
 
 _SLACK = 1e-5  # a relative error as small as this is fine whatever SDPA's is
 
@@ -65,6 +67,8 @@ def _contenders(workload: Workload, formats: Sequence[str], dense_rivals: bool) 
         yield own
         if own.backend == "triton" and workload.new > 1:
             yield fused(workload, own, cache, batch)
+        if own.backend == "triton" and _multiplies_8_bits(workload, cache):
+            yield in_8_bits(workload, own, cache, batch)
         if dense_rivals and kv == "int4":
             yield _dequantized(workload, own, cache, batch)
     if dense_rivals:
@@ -85,6 +89,9 @@ def over_blocks(workload: Workload, kv: str) -> tuple[Contender, KVCache, Sequen
     mine, keys, values = (x.to(rounding) for x in (q[-1:].transpose(1, 2), k, v))
     same = _sdpa(mine, keys, values, scale, folded=True)[0]
     options = AttentionOptions(scale=scale)
+    allowed = max(2 * relative_error(same.transpose(0, 1), truth), _SLACK)
+    if ran == "triton-8bit":
+        allowed += _of_rounding(workload, cache, batch, truth)
     own = Contender(
         name="kvq",
         backend=ran,
@@ -93,7 +100,7 @@ def over_blocks(workload: Workload, kv: str) -> tuple[Contender, KVCache, Sequen
         nbytes=round(cache.layout.kv_bytes_per_token / copies * workload.tokens),
         copies=copies,
         truth=truth,
-        allowed=max(2 * relative_error(same.transpose(0, 1), truth), _SLACK),
+        allowed=allowed,
     )
     return own, cache, batch
 
@@ -103,6 +110,36 @@ def fused(workload: Workload, own: Contender, cache: KVCache, batch: SequenceBat
     q, options = queries(workload).flatten(0, 1), AttentionOptions(scale=workload.head_dim**-0.5)
     captured = replace(batch, is_captured=True)
     return replace(own, name="kvq, fused", run=lambda copy: cache.attend(copy, q, captured, options)[0])
+
+
+def in_8_bits(workload: Workload, own: Contender, cache: KVCache, batch: SequenceBatch) -> Contender:
+    """The Triton kernel with queries rounded to 8 bits, over the same blocks."""
+    q, options = queries(workload).flatten(0, 1), AttentionOptions(scale=workload.head_dim**-0.5)
+    attend = gpu.lazy("attend")
+    return replace(
+        own,
+        name="kvq, 8-bit products",
+        run=lambda copy: attend(q, cache.layer(copy), batch, options, rounded=True)[0],
+        allowed=own.allowed + _of_rounding(workload, cache, batch, own.truth),
+    )
+
+
+def _of_rounding(workload: Workload, cache: KVCache, batch: SequenceBatch, truth: Tensor) -> float:
+    """Twice what rounding queries to 8 bits, and nothing else, changes in the last sequence's output."""
+    k, v = cache.gather(0, batch.tables[-1:], 0, workload.contexts[-1], unrotate=True)
+    held = rounded_queries(queries(workload)[-1], cache.layer(0).formats.k)
+    return 2 * relative_error(exact_attention(held, k[0], v[0], workload.head_dim**-0.5), truth)
+
+
+def _multiplies_8_bits(workload: Workload, cache: KVCache) -> bool:
+    formats = cache.layer(0).formats
+    spec = KernelSpec(
+        formats=formats,
+        q_heads=workload.q_heads,
+        kv_heads=workload.kv_heads,
+        block_size=workload.block_size,
+    )
+    return formats.k.code in ROUNDED and gpu.supports_8bit(spec, Device.of(workload.device)).yes
 
 
 def _dequantized(workload: Workload, own: Contender, cache: KVCache, batch: SequenceBatch) -> Contender:

@@ -60,7 +60,9 @@ class KVCache(BlockCache):
                 self.group_of[index] = group.group.index
                 spec = _kernel_spec(layout, layer)
                 self._kernels[index] = {name: select(name, spec, where, backend) for name in _OPERATIONS}
-                fused = backend if backend in ("reference", "triton") else "auto"  # C++: see CpuDecoder
+                fused = (
+                    backend if backend.startswith(("reference", "triton")) else "auto"
+                )  # C++: see CpuDecoder
                 self._kernels[index]["rope_write"] = select("rope_write", spec, where, fused)
                 if centers is not None and centers.layers[index] != LayerCenters():
                     self._centering[index] = Centering(layout, layer, device)

@@ -79,7 +79,9 @@ class KernelOptions:
     """Where kernels are measured, and how often."""
 
     device: str = option("auto", "auto, cpu, cuda or cuda:N.")
-    backend: str = option("auto", "auto, triton, cpu, cpu-fp32 (attention in fp32) or reference.")
+    backend: str = option(
+        "auto", "auto, triton, triton-8bit (8-bit products), cpu, cpu-fp32 (attention in fp32) or reference."
+    )
     dtype: str = option("auto", "Of the inputs, such as Q: fp32, bf16, fp16.")
     repeats: int = option(20, type=click.IntRange(1, 10_000))
     seed: int = option(0)

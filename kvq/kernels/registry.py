@@ -18,7 +18,9 @@ from kvq.kernels.spec import LINEAR_OPERATIONS, Device, KernelSpec, LinearSpec, 
 _log = logging.getLogger("kvq")
 
 BACKENDS = ("triton", "cpu", "reference")  # `auto` tries them in this order
-NAMED_BACKENDS = ("cpu-fp32",)  # `auto` never takes: attention in fp32 arithmetic for every format
+# What `auto` never takes. Attention in fp32 arithmetic for every format; and with queries rounded to 8 bits
+# over K of FP8 and INT8.
+NAMED_BACKENDS = ("cpu-fp32", "triton-8bit")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,6 +31,11 @@ class Kernel:
     backend: str
     run: Callable[..., Any]
     supports: Callable[[Any, Device], Support]  # of a KernelSpec; of a LinearSpec for Linear layers
+
+    @property
+    def is_triton(self) -> bool:
+        """Whether it is one of the GPU kernels."""
+        return self.backend.startswith("triton")
 
 
 def supported_everywhere(spec: KernelSpec | LinearSpec, device: Device) -> Support:
@@ -46,25 +53,34 @@ def _kernels() -> Iterator[Kernel]:
     """What kvq itself brings."""
     supports: Callable[[Any, Device], Support]
     for name in ("write_kv", "attend", "merge_partials", "gather_dense", "copy_blocks"):
-        cpu = _function(name, "cpu")
-        exact = partial(cpu, exact=True) if name == "attend" else cpu
+        cpu, triton = _function(name, "cpu"), gpu.lazy(name)
+        exact, rounded, fits = cpu, triton, gpu.supports_stored
+        if name == "attend":
+            exact, rounded = partial(cpu, exact=True), partial(triton, rounded=True)
+            fits = gpu.supports
         for backend, run, supports in (
             ("reference", _function(name, "reference"), supported_everywhere),
             ("cpu", cpu, library.supports),
             ("cpu-fp32", exact, library.supports),
-            ("triton", gpu.lazy(name), gpu.supports if name == "attend" else gpu.supports_stored),
+            ("triton", triton, fits),
+            ("triton-8bit", rounded, gpu.supports_8bit),
         ):
             yield Kernel(operation=name, backend=backend, run=run, supports=supports)
-    for name, supports in (("rope_write", gpu.supports), ("attend_latent", gpu.supports_latent)):
+    for name, backends in (
+        ("rope_write", {"triton": gpu.supports, "triton-8bit": gpu.supports_8bit}),
+        ("attend_latent", dict.fromkeys(("triton", "triton-8bit"), gpu.supports_latent)),
+    ):
         reference = _function(name, "reference")
         yield Kernel(operation=name, backend="reference", run=reference, supports=supported_everywhere)
-        yield Kernel(operation=name, backend="triton", run=gpu.lazy(name), supports=supports)
+        for backend, supports in backends.items():
+            yield Kernel(operation=name, backend=backend, run=gpu.lazy(name), supports=supports)
     for name in LINEAR_OPERATIONS:
         for backend, run, supports in (
             ("reference", ReferenceLinear, supported_everywhere),
             ("cpu", CpuLinear, library.supports_linear),
             ("cpu-fp32", ReferenceLinear, supported_everywhere),
             ("triton", gpu.lazy_linear, gpu.supports_linear),
+            ("triton-8bit", gpu.lazy_linear, gpu.supports_linear),
         ):
             yield Kernel(operation=name, backend=backend, run=run, supports=supports)
 

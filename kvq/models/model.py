@@ -189,7 +189,7 @@ def runs_in_triton(prepared: PreparedModel) -> bool:
     """True if a model's kernels are Triton's, so that its layers can be."""
     spec = LinearSpec(fmt=WeightFormat(code=WeightCode.INT8), in_features=1, out_features=1)
     device = Device.of(prepared.device)
-    return device.type != "cpu" and select(spec.operation, spec, device, prepared.backend).backend == "triton"
+    return device.type != "cpu" and select(spec.operation, spec, device, prepared.backend).is_triton
 
 
 def probe_layers(weights: LoadedWeights) -> None:

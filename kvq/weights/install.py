@@ -188,7 +188,7 @@ def _joined(group: Sequence[Weight], device: torch.device, backend: str) -> Any:
     chosen = _kernel_for(coded[0], device, backend)
     if chosen.backend == "cpu":
         return CpuLinear(*coded)
-    if chosen.backend == "triton":
+    if chosen.is_triton:
         return chosen.run(QuantizedWeight.joined(coded).to(device))
     return None
 

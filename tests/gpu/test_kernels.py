@@ -19,6 +19,7 @@ from kvq.bench.workload import Workload, filled_cache, queries
 from kvq.cache import KVCache
 from kvq.kernels import AttentionOptions, PagedKV, PagedRows, SequenceBatch, registry
 from kvq.kernels.attend.reference import attend as reference_attend
+from kvq.kernels.attend.rounding import rounded_queries
 from kvq.layout import BlockOrder
 from tests.kernels.kit import KINDS, POISON, Tables, poisoned_cache, rows_like_kv
 
@@ -169,6 +170,26 @@ def test_attention_of_every_format(kv: str, dtype: torch.dtype, new: list[int], 
 def test_extends_of_every_head_dimension(kv: str, dims: tuple[int, int], dtype: torch.dtype) -> None:
     cache, tables, _ = filled(kv, dims, block_size=64)
     check_attention(cache, tables.batch(MANY_NEW, CONTEXTS), dims, dtype)
+
+
+@pytest.mark.parametrize("new", [NEW, MANY_NEW], ids=["decode", "extend"])
+@pytest.mark.parametrize("block_size", [64, 16])
+@pytest.mark.parametrize("dims", [(128, 128), (80, 96), (48, 60)])
+@pytest.mark.parametrize("kv", ["int8", "int8_per_head_rot", "k8v4", "fp8", "fp8_rot"])
+def test_products_of_8_bits(kv: str, dims: tuple[int, int], block_size: int, new: list[int]) -> None:
+    """Those of rounded queries; of few rows and FP8 on Hopper queries are not rounded, and err less."""
+    if "fp8" in kv and torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("this GPU has no products of FP8")
+    cache, tables, _ = filled(kv, dims, block_size=block_size)
+    layer, batch, settings = cache.layer(1), tables.batch(new, CONTEXTS), AttentionOptions(scale=0.1)
+    q = rows_like_kv(sum(new), 6, dims[0], 77).half()
+    want, _ = reference_attend(rounded_queries(q, layer.formats.k), layer, batch, settings)
+    exact, _ = reference_attend(q.float(), layer, batch, settings)
+    on_gpu = layer_on_gpu(cache, 1)
+    out = attend(q.to(GPU), on_gpu, moved(batch), settings, rounded=True)[0].cpu()
+    assert relative_error(out, exact.double()) < 4e-3 + 2 * relative_error(want, exact.double())
+    first = slice(None) if "fp8" not in kv else slice(0, new[0] if new is MANY_NEW else 0)
+    torch.testing.assert_close(out[first].float(), want[first], atol=4e-3 * float(want.abs().max()), rtol=0)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -62,16 +62,16 @@ def pays(new: int, q_heads: int, share: int, keys: int) -> bool:
 
     For H100 and H200 and heads of 128, a tile of 64 query rows of a KV head takes for every key:
 
-    - In the fused kernel as many instructions as its loop has (Triton 3.6): 80 with int4, 60 with int8, 30
-      with bf16. 132 multiprocessors issue 900 of them a nanosecond at most, so that is 0.09, 0.07 and 0.03 ns
+    - In the fused kernel as many instructions as its loop has (Triton 3.6): 57 with int4, 48 with int8, 30
+      with bf16. 132 multiprocessors issue 900 of them a nanosecond at most, so that is 0.06, 0.05 and 0.03 ns
       at best.
     - In flash attention 64 x 512 operations, at the 350 TFLOP/s that it is known for 0.09 ns.
 
     Gathering a key of a KV head takes its codes and 512 bytes written and read again, 0.3 ns, and with int4,
     turned back, 214 instructions, 0.24 ns. If no slot stayed empty it would never pay. But nothing issues in
-    every slot, and if the fused loop issues in half of them, int4 breaks even at 7 tiles, int8 at 8 and bf16
-    never; in a third, at 4, 3 and 47. `LEAST_ROWS` are 16 tiles. bf16 is treated like the others: what flash
-    attention reaches is known, what the fused kernel reaches is not.
+    every slot, and if the fused loop issues in half of them, int4 breaks even at 17 tiles, int8 at 22 and
+    bf16 never; in a third, at 6, 5 and 53. `LEAST_ROWS` are 16 tiles. bf16 is treated like the others: what
+    flash attention reaches is known, what the fused kernel reaches is not.
 
     A sequence takes eight launches, and six for every chunk after the first. `LEAST_PAIRS` take flash
     attention 0.2 ms, which is 25 us for each of the eight.

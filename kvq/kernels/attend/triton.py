@@ -1,5 +1,6 @@
 """`attend` in Triton: what a layer's launches are made of, and the launches."""
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,11 +11,15 @@ from torch import Tensor
 from kvq.formats import Code
 from kvq.kernels.attend.gathered import attend_gathered, suits
 from kvq.kernels.attend.options import AttentionOptions
+from kvq.kernels.attend.rounding import ROUNDED
 from kvq.kernels.attend.triton_kernel import attend_kernel
 from kvq.kernels.attend.triton_step import Cutting, Plan, launched, options_of_layer, plan_of
 from kvq.kernels.gpu.rows import FP8, INT4, INT8, part_arguments
-from kvq.kernels.gpu.shapes import MOST_DECODE_ROWS, decode_shape, extend_shape
+from kvq.kernels.gpu.shapes import MOST_DECODE_ROWS, TileShape, decode_shape, extend_shape, target
 from kvq.kernels.paged import PagedKV, SequenceBatch
+
+_LEAST_PAD = 32  # columns of an 8-bit product
+_LARGE_ROWS = 64  # of Hopper's own products
 
 
 def attend(
@@ -24,38 +29,49 @@ def attend(
     options: AttentionOptions,
     *,
     skip_last: int = 0,
+    rounded: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Do what the reference does; see there. Tables are not checked.
 
-    Queries of fp16 and bf16 are multiplied in 16 bits and summed in fp32, fp32 queries in fp32.
+    Queries of fp16 and bf16 are multiplied in 16 bits and summed in fp32, fp32 queries in fp32. With
+    `rounded`, queries over K of FP8 or INT8 are rounded to 8 bits and multiplied by its codes as they lie.
     Nothing here asks the device, nor of a captured batch the length of a context, so that all of it can be
     captured in a graph.
     """
     if q.device.type == "cpu" and q.dtype is not torch.float32:  # the interpreter can't round to bf16
-        out, lse = attend(q.float(), kv, batch, options, skip_last=skip_last)
+        out, lse = attend(q.float(), kv, batch, options, skip_last=skip_last, rounded=rounded)
         return out.to(q.dtype), lse
-    plan = plan_of(_planned, q, kv, options)
+    planned = _planned_rounded if rounded and kv.formats.k.code in ROUNDED else _planned
+    plan = plan_of(planned, q, kv, options)
     results, gathered = launched(plan, q, batch, options.sinks, skip_last)
     if gathered:
         attend_gathered(q, kv, batch, options, gathered, results)
     return results
 
 
-def _planned(q: Tensor, kv: PagedKV, options: AttentionOptions) -> Plan:
+def _planned(q: Tensor, kv: PagedKV, options: AttentionOptions, *, rounded: bool = False) -> Plan:
     q_heads, kv_heads = q.shape[1], kv.k.codes.shape[1]
+    decode, extend = decode_shape(kv, q), extend_shape(kv, q)
     k, v = (_part(x, q, kv) for x in ("k", "v"))
     fixed = {**options_of_layer(options, q_heads, kv_heads), **k, **v, "BLOCK_SIZE": kv.block_size}
+    own = [
+        {"SPREAD": _spread(x), **(_rounded(q, kv, k) if rounded and _has_product(kv, q, x) else {})}
+        for x in (decode, extend)
+    ]
     cutting = Cutting(
         share=q_heads // kv_heads,
         kv_heads=kv_heads,
         v_pad=v["V_PAD"],
         window=options.window,
-        may_gather=suits(q, kv, options),
+        may_gather=not rounded and suits(q, kv, options),  # rounded: the same numbers for every step
         most_decode=MOST_DECODE_ROWS,
-        decode=decode_shape(kv, q),
-        extend=extend_shape(kv, q),
+        decode=decode,
+        extend=extend,
     )
-    return Plan.of(attend_kernel, fixed, cutting)
+    return Plan.of(attend_kernel, [fixed | x for x in own], cutting)
+
+
+_planned_rounded = partial(_planned, rounded=True)
 
 
 def _part(name: str, q: Tensor, kv: PagedKV) -> dict[str, Any]:
@@ -69,13 +85,13 @@ def _part(name: str, q: Tensor, kv: PagedKV) -> dict[str, Any]:
     is_packed = part[f"{upper}_KIND"] in (FP8.value, INT8.value, INT4.value)
     words = is_packed and run % 2 == 0 and _as_pairs(rows.codes)
     if words:
-        part |= _in_pairs(part, f"{name}_codes", f"{name}c", rows.codes.view(torch.int16))
+        part |= _strided(f"{name}_codes", f"{name}c", rows.codes.view(torch.int16))
     # Scales of one per row as words of two neighbouring tokens, where strides allow it.
     paired = (
         words and rows.scales is not None and rows.scales.shape[3] == 1 and _as_pairs(rows.scales[..., 0])
     )
     if paired:
-        part |= _in_pairs(part, f"{name}_scales", f"{name}s", rows.scales[..., 0].view(torch.int32))
+        part |= _strided(f"{name}_scales", f"{name}s", rows.scales[..., 0].view(torch.int32))
     groups = part[f"{upper}_DIM"] // part[f"{upper}_GROUP"]
     least = 16 if name == "k" else 8  # summed over by K's product, columns of V's
     return part | {
@@ -85,6 +101,34 @@ def _part(name: str, q: Tensor, kv: PagedKV) -> dict[str, Any]:
         f"{upper}_WIDTH": max(16, triton.next_power_of_2(run // 2)),
         f"{upper}_PAIRS": max(least, triton.next_power_of_2(2 * groups)),
         f"{upper}_COMPUTE": compute_dtype(code, q, words=words),
+        **({"K_ROUNDED": False} if name == "k" else {}),
+    }
+
+
+def _has_product(kv: PagedKV, q: Tensor, shape: TileShape) -> bool:
+    """Whether a tile's codes of K are multiplied as they lie. Where a GPU has products of 64 rows, Triton
+    makes products of fp16 out of smaller ones of FP8; then words and queries in 16 bits are less work."""
+    has_large = target(q).startswith(("sm9", "sm10"))
+    return kv.formats.k.code is Code.INT8 or shape.rows >= _LARGE_ROWS or not has_large
+
+
+def _spread(shape: TileShape) -> int:
+    """Rows of a tile of words that have an element for every thread; 1: there are keys enough."""
+    threads = 32 * shape.warps
+    return 2 * threads // shape.keys if threads > shape.keys else 1
+
+
+def _rounded(q: Tensor, kv: PagedKV, k: dict[str, Any]) -> dict[str, Any]:
+    """K where queries are rounded: its bytes are read as they are multiplied."""
+    codes = kv.k.codes
+    if kv.formats.k.code is Code.FP8 and q.device.type != "cpu":  # the interpreter has no such numbers
+        codes = codes.view(torch.float8_e4m3fn)
+    return {
+        **k,
+        **_strided("k_codes", "kc", codes),
+        "K_ROUNDED": True,
+        "K_WORDS": False,
+        "K_PAD": max(k["K_PAD"], _LEAST_PAD),
     }
 
 
@@ -93,10 +137,10 @@ def _as_pairs(x: Tensor) -> bool:
     return x.stride(-1) == 1 and not any(n % 2 for n in (x.shape[-1], x.storage_offset(), *x.stride()[:-1]))
 
 
-def _in_pairs(part: dict[str, Any], pointer: str, strides: str, pairs: Tensor) -> dict[str, Any]:
-    """The arguments of rows seen as elements of twice the size."""
+def _strided(pointer: str, strides: str, rows: Tensor) -> dict[str, Any]:
+    """Rows as arguments of the kernel."""
     names = (f"{strides}_block", f"{strides}_head", f"{strides}_slot")
-    return {pointer: pairs, **dict(zip(names, pairs.stride(), strict=False))}
+    return {pointer: rows, **dict(zip(names, rows.stride(), strict=False))}
 
 
 def compute_dtype(code: Code, q: Tensor, *, words: bool) -> tl.dtype:

@@ -11,6 +11,8 @@ import triton
 import triton.language as tl
 
 from kvq.kernels.attend.triton_list import ITEM_WORDS
+from kvq.kernels.attend.triton_rounded import rounded_queries, rounded_scores
+from kvq.kernels.attend.triton_scales import row_scales, scaled
 from kvq.kernels.attend.triton_words import (
     add_byte_values,
     add_int4_values,
@@ -24,7 +26,7 @@ from kvq.kernels.attend.triton_words import (
     word_queries,
 )
 from kvq.kernels.gpu.rows import FLOAT, INT4, rotate, rotated, stored_rows
-from kvq.kernels.gpu.words import low_unit
+from kvq.kernels.gpu.words import enlargement, low_unit
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 _LN_2 = tl.constexpr(0.6931471805599453)
@@ -47,39 +49,29 @@ def rows_at(
 
 
 @triton.jit
-def row_scales(scales, at, static, slot, head, inside, STATIC: tl.constexpr, PAIRED: tl.constexpr):
-    """What codes of those tokens are multiplied by, fp32 [keys].
-
-    PAIRED: `scales` are words of two neighbouring tokens, since only words are copied asynchronously.
-    """
-    if STATIC:
-        scale = tl.where(inside, tl.load(static + head), 0.0)
-    elif PAIRED:
-        words = tl.load(scales + at, mask=inside, other=0)
-        half = tl.where(slot % 2 == 0, words, words >> 16).to(tl.int16)
-        scale = half.to(tl.float16, bitcast=True).to(tl.float32)
-    else:
-        scale = tl.load(scales + at, mask=inside, other=0.0).to(tl.float32)
-    return scale
-
-
-@triton.jit
 def _scores(
     q, runs, sums, codes, scales, static, codes_at, scales_at, slot, kv_head, inside, col,
     KIND: tl.constexpr, WORDS: tl.constexpr, BITS: tl.constexpr, DIM: tl.constexpr, GROUP: tl.constexpr,
     RUN: tl.constexpr, WIDTH: tl.constexpr, PAIRS: tl.constexpr, COMPUTE: tl.constexpr, STATIC: tl.constexpr,
-    PAIRED: tl.constexpr,
+    PAIRED: tl.constexpr, SPREAD: tl.constexpr, WINDOW: tl.constexpr, ROUNDED: tl.constexpr,
 ):  # fmt: skip
-    """q . k of one tile, fp32 [rows, keys]; `runs`, `sums`: the queries as words of codes need them."""
+    """q . k of one tile, fp32 [rows, keys], but for what is the same for all keys; `runs`, `sums`: the
+    queries as words of codes need them."""
     if WORDS and KIND == INT4:
         scores = int4_scores(
-            runs, sums, codes, scales, codes_at, scales_at, inside, DIM, GROUP, RUN, WIDTH, PAIRS, COMPUTE
-        )
-    elif WORDS:
-        scores = byte_scores(runs, codes, codes_at, inside, KIND, DIM, WIDTH, COMPUTE)
-        scale = row_scales(scales, scales_at, static, slot, kv_head, inside, STATIC, PAIRED)
-        UNIT: tl.constexpr = low_unit(KIND, COMPUTE)
-        scores = scores * (scale * UNIT)[None, :]
+            runs, sums, codes, scales, codes_at, scales_at, inside,
+            DIM, GROUP, RUN, WIDTH, PAIRS, COMPUTE, SPREAD,
+        )  # fmt: skip
+    elif WORDS or ROUNDED:
+        if ROUNDED:
+            scores = rounded_scores(q, codes, codes_at, inside, KIND, DIM)
+        else:
+            scores = byte_scores(runs, codes, codes_at, inside, KIND, DIM, WIDTH, COMPUTE)
+        if not STATIC:
+            scores = (
+                scores
+                * row_scales(scales, scales_at, slot, inside, PAIRED, SPREAD, WINDOW).to(tl.float32)[None, :]
+            )
     else:
         k = dense_rows(
             codes, scales, static, codes_at, scales_at, kv_head, inside, col,
@@ -111,16 +103,20 @@ def _values(
     outs, p, decay, codes, scales, static, codes_at, scales_at, slot, kv_head, inside,
     KIND: tl.constexpr, WORDS: tl.constexpr, BITS: tl.constexpr, DIM: tl.constexpr, PAD: tl.constexpr,
     GROUP: tl.constexpr, RUN: tl.constexpr, WIDTH: tl.constexpr, PAIRS: tl.constexpr, COMPUTE: tl.constexpr,
-    STATIC: tl.constexpr, PAIRED: tl.constexpr,
+    STATIC: tl.constexpr, PAIRED: tl.constexpr, SPREAD: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
     """The parts of the output with one tile taken in."""
     if WORDS and KIND == INT4:
         new = add_int4_values(
-            outs, p, decay, codes, scales, codes_at, scales_at, inside, DIM, GROUP, RUN, WIDTH, PAIRS, COMPUTE
-        )
+            outs, p, decay, codes, scales, codes_at, scales_at, inside,
+            DIM, GROUP, RUN, WIDTH, PAIRS, COMPUTE, SPREAD,
+        )  # fmt: skip
     elif WORDS:
-        scale = row_scales(scales, scales_at, static, slot, kv_head, inside, STATIC, PAIRED)
-        new = add_byte_values(outs, p, decay, codes, scale, codes_at, inside, KIND, DIM, WIDTH, COMPUTE)
+        weights = p.to(COMPUTE)
+        if not STATIC:
+            scale = row_scales(scales, scales_at, slot, inside, PAIRED, SPREAD, WINDOW)
+            weights = scaled(weights, scale)
+        new = add_byte_values(outs, weights, decay, codes, codes_at, inside, KIND, DIM, WIDTH, COMPUTE)
     else:
         v = dense_rows(
             codes, scales, static, codes_at, scales_at, kv_head, inside, tl.arange(0, PAD),
@@ -147,11 +143,12 @@ def _capped_and_masked(scores, softcap, key, last, before, SOFTCAP: tl.constexpr
 @triton.jit
 def weighed(
     scores, row_scale, top, totals, key, last, before, softcap,
-    SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, FOLDED: tl.constexpr,
+    SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, FOLDED: tl.constexpr, ENLARGED: tl.constexpr,
 ):  # fmt: skip
     """Weights of one tile, what earlier outputs are to be multiplied by, and the new maxima and sums.
 
-    `row_scale`: of scores, and of exponents of e where they are not capped, as powers of two.
+    `row_scale`: of scores, and of exponents of e where they are not capped, as powers of two. ENLARGED: what
+    is added to exponents of weights.
     """
     if SOFTCAP:
         scores = scores * row_scale[:, None]
@@ -162,7 +159,7 @@ def weighed(
         scores = scores * row_scale[:, None]
     higher = tl.maximum(top, highest)
     safe = tl.where(higher == float("-inf"), 0.0, higher)
-    p = tl.exp2(scores - safe[:, None])
+    p = tl.exp2(scores - (safe - ENLARGED)[:, None])
     decay = tl.exp2(top - safe)
     return p, decay, higher, totals * decay[:, None] + folded(p, FOLDED)
 
@@ -175,23 +172,30 @@ def power_of_two(top):
 
 @triton.jit
 def _read_queries(
-    q_ptr, at, mask, ROWS: tl.constexpr, PAD: tl.constexpr, ROTATED: tl.constexpr, COMPUTE: tl.constexpr
-):
-    """Queries as COMPUTE numbers [ROWS, PAD], and what each row's scores are to be multiplied by.
+    q_ptr, at, mask, ROWS: tl.constexpr, PAD: tl.constexpr, ROTATED: tl.constexpr, COMPUTE: tl.constexpr,
+    ROUNDED: tl.constexpr, KIND: tl.constexpr,
+):  # fmt: skip
+    """Queries as COMPUTE numbers [ROWS, PAD], or ROUNDED to codes of K's KIND, and what each row's scores are
+    to be multiplied by.
 
     fp16 can't hold every bf16 number, nor the sums of large ones, so rows are divided by a power of two.
     """
     x = tl.load(q_ptr + at, mask=mask, other=0.0)
     unit = tl.full((ROWS,), 1.0, tl.float32)
-    if (ROTATED > 1) or COMPUTE == tl.float16:
+    if (ROTATED > 1) or ROUNDED or COMPUTE == tl.float16:
         y = x.to(tl.float32)
         if ROTATED > 1:
             y = rotate(y, ROWS, PAD, ROTATED)
-        if COMPUTE == tl.float16:
-            unit = power_of_two(tl.max(tl.abs(y), axis=1))
-            y = y / unit[:, None]
-        x = y.to(COMPUTE)
-    return x.to(COMPUTE), unit
+        if ROUNDED:
+            x, unit = rounded_queries(y, KIND)
+        else:
+            if COMPUTE == tl.float16:
+                unit = power_of_two(tl.max(tl.abs(y), axis=1))
+                y = y / unit[:, None]
+            x = y.to(COMPUTE)
+    else:
+        x = x.to(COMPUTE)
+    return x, unit
 
 
 @triton.jit
@@ -274,11 +278,11 @@ def attend_kernel(
     V_KIND: tl.constexpr, V_BITS: tl.constexpr, V_DIM: tl.constexpr, V_PAD: tl.constexpr,
     V_GROUP: tl.constexpr, V_ROTATED: tl.constexpr, V_STATIC: tl.constexpr, V_PAIRED: tl.constexpr,
     K_WORDS: tl.constexpr, K_RUN: tl.constexpr, K_WIDTH: tl.constexpr, K_PAIRS: tl.constexpr,
-    K_COMPUTE: tl.constexpr,
+    K_COMPUTE: tl.constexpr, K_ROUNDED: tl.constexpr,
     V_WORDS: tl.constexpr, V_RUN: tl.constexpr, V_WIDTH: tl.constexpr, V_PAIRS: tl.constexpr,
     V_COMPUTE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, Q_HEADS: tl.constexpr, SHARE: tl.constexpr,
-    ROWS: tl.constexpr, KEYS: tl.constexpr, FOLDED: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, FOLDED: tl.constexpr, SPREAD: tl.constexpr,
     WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
     """Grid: items times KV heads, the heads of an item side by side. `SHARE`: query heads of one KV head.
@@ -305,7 +309,9 @@ def attend_kernel(
     col = tl.arange(0, K_PAD)
     q_mask = valid[:, None] & (col < K_DIM)[None, :]
     q_at = token[:, None] * q_token + head[:, None] * q_head + col[None, :] * q_dim
-    q, unit = _read_queries(q_ptr, q_at, q_mask, ROWS, K_PAD, K_ROTATED, K_COMPUTE)
+    q, unit = _read_queries(
+        q_ptr, q_at, q_mask, ROWS, K_PAD, K_ROTATED, K_COMPUTE, K_ROUNDED, K_KIND
+    )  # fmt: skip
     runs = ()
     sums = ()
     if K_WORDS:
@@ -318,6 +324,11 @@ def attend_kernel(
         outs = word_outputs(ROWS, V_KIND, V_DIM, V_RUN, V_WIDTH, V_PAIRS)
     table = tables_ptr + sequence.to(tl.int64) * table_stride
     row_scale = unit * scale
+    if K_ROUNDED or (K_WORDS and K_KIND != INT4):
+        if K_STATIC:
+            row_scale = row_scale * tl.load(k_static + kv_head)
+        if not K_ROUNDED:
+            row_scale = row_scale * low_unit(K_KIND, K_COMPUTE)
     if not SOFTCAP:
         row_scale = row_scale * LOG2_E
     last = tl.minimum(position, end - 1)
@@ -326,18 +337,20 @@ def attend_kernel(
     k_scales += kv_head.to(tl.int64) * ks_head
     v_codes += kv_head.to(tl.int64) * vc_head
     v_scales += kv_head.to(tl.int64) * vs_head
+    # Exponents of probabilities are raised by that, for weights in fp16.
+    ENLARGED: tl.constexpr = enlargement(V_KIND, V_COMPUTE) if V_WORDS else 0.0
     ONE: tl.constexpr = BLOCK_SIZE % KEYS == 0  # a tile lies in one block
     own_key = tl.arange(0, KEYS)
     for at in range(begin, end, KEYS):
-        key = at + own_key
-        inside = key < end
+        inside = own_key < end - at
         if WINDOW:
-            inside = inside & (key >= oldest)
+            inside = inside & (own_key >= oldest - at)
         first = at % BLOCK_SIZE
         if ONE:
             block = tl.load(table + at // BLOCK_SIZE).to(tl.int64)
             slot = own_key
         else:
+            key = at + own_key
             block = tl.load(table + key // BLOCK_SIZE, mask=inside, other=0).to(tl.int64)
             slot = key % BLOCK_SIZE
         codes, codes_at = rows_at(k_codes, block, first, slot, kc_block, kc_slot, 1, ONE)
@@ -345,24 +358,27 @@ def attend_kernel(
         scores = _scores(
             q, runs, sums, codes, scales, k_static, codes_at, scales_at, slot, kv_head, inside, col,
             K_KIND, K_WORDS, K_BITS, K_DIM, K_GROUP, K_RUN, K_WIDTH, K_PAIRS, K_COMPUTE, K_STATIC,
-            K_PAIRED,
+            K_PAIRED, SPREAD, WINDOW, K_ROUNDED,
         )  # fmt: skip
         p, decay, top, totals = weighed(
-            scores, row_scale, top, totals, key, last, position - window, softcap, SOFTCAP, WINDOW, FOLDED
-        )
+            scores, row_scale, top, totals, own_key, last - at, position - window - at, softcap,
+            SOFTCAP, WINDOW, FOLDED, ENLARGED,
+        )  # fmt: skip
 
         codes, codes_at = rows_at(v_codes, block, first, slot, vc_block, vc_slot, 1, ONE)
         scales, scales_at = rows_at(v_scales, block, first, slot, vs_block, vs_slot, 1 + V_PAIRED, ONE)
         outs = _values(
             outs, p, decay, codes, scales, v_static, codes_at, scales_at, slot, kv_head, inside,
             V_KIND, V_WORDS, V_BITS, V_DIM, V_PAD, V_GROUP, V_RUN, V_WIDTH, V_PAIRS, V_COMPUTE, V_STATIC,
-            V_PAIRED,
+            V_PAIRED, SPREAD, WINDOW,
         )  # fmt: skip
 
     out = outs[0]
     if V_WORDS:
         out = joined(outs, V_KIND, V_DIM, V_PAD, V_GROUP, V_RUN, V_COMPUTE)
+        if V_STATIC:
+            out = out * tl.load(v_static + kv_head)
     store_results(
-        out, top, tl.sum(totals, axis=1), out_ptr, lse_ptr, parts_ptr, part_lses_ptr, item, kv_head, height,
-        sink_ptr, ROWS, KV_HEADS, SHARE, V_DIM, V_PAD, V_ROTATED, SINKS,
+        out, top - ENLARGED, tl.sum(totals, axis=1), out_ptr, lse_ptr, parts_ptr, part_lses_ptr, item,
+        kv_head, height, sink_ptr, ROWS, KV_HEADS, SHARE, V_DIM, V_PAD, V_ROTATED, SINKS,
     )  # fmt: skip

@@ -4,7 +4,7 @@ What stays from step to step is a plan, made once for a layer's blocks; what a s
 layers that cut alike.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass
 from typing import Any, NamedTuple
 
@@ -54,13 +54,15 @@ class Plan:
     merge: tuple[Bound, Bound]
 
     @classmethod
-    def of(cls, kernel: Any, fixed: Mapping[str, Any], cutting: Cutting) -> "Plan":
-        """`kernel` begins with the arguments that all have; `fixed`: its others, but for the tiles' sizes."""
+    def of(cls, kernel: Any, fixed: Sequence[Mapping[str, Any]], cutting: Cutting) -> "Plan":
+        """`kernel` begins with the arguments that all have; `fixed`: its others, but for the tiles' sizes, to
+        decode and to extend."""
         shapes = cutting.decode, cutting.extend
         attends = (
-            {**fixed, "ROWS": x.rows, "KEYS": x.keys, "FOLDED": folded_keys(x), **x.options()} for x in shapes
+            {**own, "ROWS": x.rows, "KEYS": x.keys, "FOLDED": folded_keys(x), **x.options()}
+            for own, x in zip(fixed, shapes, strict=True)
         )
-        merged = {x: fixed[x] for x in ("V_DIM", "V_PAD", "V_ROTATED", "Q_HEADS", "SHARE", "SINKS")}
+        merged = {x: fixed[0][x] for x in ("V_DIM", "V_PAD", "V_ROTATED", "Q_HEADS", "SHARE", "SINKS")}
         merges = (
             {**merged, "ROWS": n, "AT_ONCE": _MERGED_TOGETHER // n, "num_warps": 4} for n in _MERGED_ROWS
         )
@@ -69,7 +71,7 @@ class Plan:
         return cls(
             name=(*cutting[:6], *astuple(shapes[0]), *astuple(shapes[1])),
             cutting=cutting,
-            v_dim=fixed["V_DIM"],
+            v_dim=fixed[0]["V_DIM"],
             attend=(decode, extend),
             merge=(one, more),
         )

@@ -5,17 +5,12 @@ run gives two parts, or four of INT4, each with a product of its own: K's are su
 output that lie apart until the end. Codes are never scaled: scores and probabilities are.
 """
 
-from typing import Any
-
 import triton
 import triton.language as tl
 
-from kvq.kernels.gpu.rows import FP8, INT4, INT8
-from kvq.kernels.gpu.words import high_unit, low_unit, plain, settled, word_parts
-
-# What scaled probabilities are multiplied by where they are fp16: scales are small numbers, but nothing may
-# overflow with the largest that rows of fp16 have.
-_ENLARGED = {INT4.value: 16.0, INT8.value: 128.0, FP8.value: 256.0}
+from kvq.kernels.attend.triton_scales import group_scales, runs_of, scaled, scales_and_minimums
+from kvq.kernels.gpu.rows import INT4
+from kvq.kernels.gpu.words import high_unit, low_unit, settled, word_parts
 
 
 @triton.jit
@@ -49,18 +44,6 @@ def _in_column(out, x, COLUMN: tl.constexpr):
 
 
 @triton.jit
-def columns_apart(x, COUNT: tl.constexpr):
-    """x [ROWS, columns] as COUNT runs of neighbouring columns, COUNT a power of two."""
-    ROWS: tl.constexpr = x.shape[0]
-    if COUNT == 1:
-        cut = (x,)
-    else:
-        low, high = tl.split(tl.permute(tl.reshape(x, (ROWS, 2, x.shape[1] // 2)), (0, 2, 1)))
-        cut = columns_apart(low, COUNT // 2) + columns_apart(high, COUNT // 2)
-    return cut
-
-
-@triton.jit
 def side_by_side(low, high):
     """The columns of two, side by side."""
     both = tl.permute(tl.join(low, high), (0, 2, 1))
@@ -79,7 +62,7 @@ def _even_and_odd(q, HALVES: tl.constexpr, RUNS: tl.constexpr, RUN: tl.constexpr
     ones, [ROWS, WIDTH], padded with zeros."""
     if RUN == 2 * WIDTH and q.shape[1] == HALVES * RUNS * RUN:
         even, odd = tl.split(tl.reshape(q, (q.shape[0], q.shape[1] // 2, 2)))
-        cut = columns_apart(even, HALVES * RUNS) + columns_apart(odd, HALVES * RUNS)
+        cut = runs_of(even, HALVES * RUNS) + runs_of(odd, HALVES * RUNS)
         parts = ()
         for i in tl.static_range(2 * HALVES * RUNS):
             parts = parts + (settled(cut[i]),)
@@ -125,45 +108,27 @@ def _run_of_words(codes, at, inside, START: tl.constexpr, RUN: tl.constexpr, WID
 
 
 @triton.jit
-def _scale(scales, at, inside, GROUP_INDEX: tl.constexpr):
-    """The scale of one group of those tokens, fp32 [keys]."""
-    word = tl.load(scales + (at + GROUP_INDEX), mask=inside, other=0)
-    return word.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
-
-
-@triton.jit
-def _scales_and_minimums(
-    scales, at, inside, GROUPS: tl.constexpr, PAIRS: tl.constexpr, COMPUTE: tl.constexpr
-):
-    """All that scales those tokens, COMPUTE [keys, PAIRS]: scale, minimum, scale, ... and zeros."""
-    col = tl.arange(0, PAIRS)
-    halves = scales.to(tl.pointer_type(tl.float16), bitcast=True)
-    mask = inside[:, None] & (col < 2 * GROUPS)[None, :]
-    return tl.load(halves + ((2 * at)[:, None] + col[None, :]), mask=mask, other=0.0).to(COMPUTE)
-
-
-@triton.jit
 def int4_scores(
     q, sums, codes, scales, codes_at, scales_at, inside,
     DIM: tl.constexpr, GROUP: tl.constexpr, RUN: tl.constexpr, WIDTH: tl.constexpr, PAIRS: tl.constexpr,
-    COMPUTE: tl.constexpr,
+    COMPUTE: tl.constexpr, SPREAD: tl.constexpr,
 ):  # fmt: skip
     """q . k of one tile, fp32 [rows, keys]: partial products of every group times its scale, and one product
     of the queries' sums with all minimums; sums come in two numbers, so that nothing is rounded.
     """
     LOW: tl.constexpr = low_unit(INT4, COMPUTE)
     HIGH: tl.constexpr = high_unit(INT4, COMPUTE)
-    pairs = tl.trans(_scales_and_minimums(scales, scales_at, inside, DIM // GROUP, PAIRS, COMPUTE))
+    pairs = tl.trans(scales_and_minimums(scales, scales_at, inside, DIM // GROUP, PAIRS, COMPUTE))
     total = added_dot(sums[0], pairs, dot(sums[1], pairs))
+    groups = group_scales(scales, scales_at, inside, DIM // GROUP, SPREAD)
     for j in tl.static_range(DIM // 2 // RUN):
         parts = word_parts(_run_of_words(codes, codes_at, inside, j * RUN, RUN, WIDTH), INT4, COMPUTE)
         low = added_dot(q[4 * j + 2], tl.trans(parts[2]), dot(q[4 * j], tl.trans(parts[0])))
         high = added_dot(q[4 * j + 3], tl.trans(parts[3]), dot(q[4 * j + 1], tl.trans(parts[1])))
-        scale = _scale(scales, scales_at, inside, j * RUN // GROUP)
-        total += low * (scale * LOW)[None, :]
-        if GROUP != DIM:
-            scale = _scale(scales, scales_at, inside, (DIM // 2 + j * RUN) // GROUP)
-        total += high * (scale * HIGH)[None, :]
+        scale = groups[j * RUN // GROUP]
+        total += low * (scale.to(tl.float32) * LOW)[None, :]
+        scale = groups[(DIM // 2 + j * RUN) // GROUP]
+        total += high * (scale.to(tl.float32) * HIGH)[None, :]
     return total
 
 
@@ -175,24 +140,6 @@ def byte_scores(
     """q . k of one tile of FP8 or INT8 rows, fp32 [rows, keys], to be multiplied by scale and `low_unit`."""
     parts = word_parts(_run_of_words(codes, codes_at, inside, 0, DIM, WIDTH), KIND, COMPUTE)
     return added_dot(q[1], tl.trans(parts[1]), dot(q[0], tl.trans(parts[0])))
-
-
-def enlarged(kind: Any, compute: Any, _semantic: Any = None) -> tl.constexpr:
-    """What `scaled_weights` are too large by."""
-    if plain(compute) != tl.float16:
-        return tl.constexpr(1.0)
-    return tl.constexpr(_ENLARGED[plain(kind)])
-
-
-enlarged.__triton_builtin__ = True  # type: ignore[attr-defined]
-
-
-@triton.jit
-def scaled_weights(p, scale, KIND: tl.constexpr, COMPUTE: tl.constexpr):
-    """Probabilities times a scale [keys] as COMPUTE numbers, `enlarged`."""
-    if COMPUTE == tl.float16:
-        scale = scale * enlarged(KIND, COMPUTE)
-    return (p * scale[None, :]).to(COMPUTE)
 
 
 @triton.jit
@@ -216,20 +163,18 @@ def word_outputs(
 def add_int4_values(
     outs, p, decay, codes, scales, codes_at, scales_at, inside,
     DIM: tl.constexpr, GROUP: tl.constexpr, RUN: tl.constexpr, WIDTH: tl.constexpr, PAIRS: tl.constexpr,
-    COMPUTE: tl.constexpr,
+    COMPUTE: tl.constexpr, SPREAD: tl.constexpr,
 ):  # fmt: skip
     """Let the parts of the output take in one tile of INT4 rows."""
     decay = decay[:, None]
-    pairs = _scales_and_minimums(scales, scales_at, inside, DIM // GROUP, PAIRS, COMPUTE)
-    new = (added_dot(p.to(COMPUTE), pairs, outs[0] * decay),)
+    pairs = scales_and_minimums(scales, scales_at, inside, DIM // GROUP, PAIRS, COMPUTE)
+    weights = p.to(COMPUTE)
+    new = (added_dot(weights, pairs, outs[0] * decay),)
+    groups = group_scales(scales, scales_at, inside, DIM // GROUP, SPREAD)
     for j in tl.static_range(DIM // 2 // RUN):
         parts = word_parts(_run_of_words(codes, codes_at, inside, j * RUN, RUN, WIDTH), INT4, COMPUTE)
-        low = scaled_weights(p, _scale(scales, scales_at, inside, j * RUN // GROUP), INT4, COMPUTE)
-        high = low
-        if GROUP != DIM:
-            high = scaled_weights(
-                p, _scale(scales, scales_at, inside, (DIM // 2 + j * RUN) // GROUP), INT4, COMPUTE
-            )
+        low = scaled(weights, groups[j * RUN // GROUP])
+        high = scaled(weights, groups[(DIM // 2 + j * RUN) // GROUP])
         new = new + (
             added_dot(low, parts[0], outs[4 * j + 1] * decay),
             added_dot(high, parts[1], outs[4 * j + 2] * decay),
@@ -241,12 +186,11 @@ def add_int4_values(
 
 @triton.jit
 def add_byte_values(
-    outs, p, decay, codes, scale, codes_at, inside,
+    outs, weights, decay, codes, codes_at, inside,
     KIND: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, COMPUTE: tl.constexpr,
 ):  # fmt: skip
-    """Let the parts of the output take in one tile of FP8 or INT8 rows; `scale`: fp32 [keys]."""
+    """Let the parts of the output take in one tile of FP8 or INT8 rows."""
     parts = word_parts(_run_of_words(codes, codes_at, inside, 0, DIM, WIDTH), KIND, COMPUTE)
-    weights = scaled_weights(p, scale, KIND, COMPUTE)
     even = added_dot(weights, parts[0], outs[0] * decay[:, None])
     odd = added_dot(weights, parts[1], outs[1] * decay[:, None])
     return even, odd
@@ -265,8 +209,8 @@ def joined(
     COMPUTE: tl.constexpr,
 ):  # fmt: skip
     """The output [ROWS, PAD] of its parts."""
-    LOW: tl.constexpr = low_unit(KIND, COMPUTE) / enlarged(KIND, COMPUTE)
-    HIGH: tl.constexpr = high_unit(KIND, COMPUTE) / enlarged(KIND, COMPUTE)
+    LOW: tl.constexpr = low_unit(KIND, COMPUTE)
+    HIGH: tl.constexpr = high_unit(KIND, COMPUTE)
     RUNS: tl.constexpr = DIM // 2 // RUN if KIND == INT4 else 1
     runs = ()  # as [ROWS, 2 * WIDTH], those of the low halves before those of the high ones
     if KIND == INT4:

@@ -69,7 +69,7 @@ def _planned(q: Tensor, kv: PagedKV, options: AttentionOptions) -> Plan:
         decode=latent_shape("latent decode", kv, q),
         extend=latent_shape("latent extend", kv, q),
     )
-    return Plan.of(latent_kernel, fixed, cutting)
+    return Plan.of(latent_kernel, [fixed, fixed], cutting)
 
 
 def _parts_of(kv: PagedKV) -> tuple[tuple[KVFormat, int], tuple[KVFormat, int]]:

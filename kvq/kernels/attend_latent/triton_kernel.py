@@ -13,22 +13,19 @@ from kvq.kernels.attend.triton_kernel import (
     VARYING,
     dense_rows,
     power_of_two,
-    row_scales,
     rows_at,
     store_results,
     tile_rows,
     weighed,
 )
 from kvq.kernels.attend.triton_list import ITEM_WORDS
+from kvq.kernels.attend.triton_scales import row_scales, runs_of, scaled
 from kvq.kernels.attend.triton_words import (
     added_dot,
     all_side_by_side,
-    columns_apart,
-    enlarged,
-    scaled_weights,
 )
 from kvq.kernels.gpu.rows import FP8, int8_codes, nibbles, scale_and_minimum
-from kvq.kernels.gpu.words import fp8_numbers, low_unit
+from kvq.kernels.gpu.words import enlargement, fp8_numbers, low_unit
 
 
 @triton.jit
@@ -49,7 +46,7 @@ def _queries(
         latent, rotary = latent.to(tl.float32), rotary.to(tl.float32)
         unit = power_of_two(tl.maximum(tl.max(tl.abs(latent), axis=1), tl.max(tl.abs(rotary), axis=1)))
         latent, rotary = latent / unit[:, None], rotary / unit[:, None]
-    return rotary.to(K_COMPUTE), columns_apart(latent.to(V_COMPUTE), PARTS), unit
+    return rotary.to(K_COMPUTE), runs_of(latent.to(V_COMPUTE), PARTS), unit
 
 
 @triton.jit
@@ -145,6 +142,7 @@ def latent_kernel(
         row_scale = row_scale * LOG2_E
     last = tl.minimum(position, end - 1)
     UNIT: tl.constexpr = low_unit(V_KIND, V_COMPUTE)
+    ENLARGED: tl.constexpr = enlargement(V_KIND, V_COMPUTE) if CODES else 0.0
     ONE: tl.constexpr = BLOCK_SIZE % KEYS == 0  # a tile lies in one block
     own_key = tl.arange(0, KEYS)
     for at in range(begin, end, KEYS):
@@ -173,8 +171,11 @@ def latent_kernel(
                 scores = added_dot(latents[PARTS // 2 + i], tl.trans(run[1]), scores)
             parts = parts + run
         if CODES:
-            of_row = row_scales(scales, scales_at, v_static, slot, 0, inside, V_STATIC, False)
-            scores = scores * (of_row * UNIT)[None, :]
+            if V_STATIC:
+                of_row = tl.where(inside, tl.load(v_static), 0.0)
+            else:
+                of_row = row_scales(scales, scales_at, slot, inside, False, 1, WINDOW)
+            scores = scores * (of_row.to(tl.float32) * UNIT)[None, :]
         codes, codes_at = rows_at(k_codes, block, first, slot, kc_block, kc_slot, 1, ONE)
         scales, scales_at = rows_at(k_scales, block, first, slot, ks_block, ks_slot, 1, ONE)
         k = dense_rows(
@@ -183,11 +184,12 @@ def latent_kernel(
         )  # fmt: skip
         scores = added_dot(rotary, tl.trans(k), scores)
         p, decay, top, totals = weighed(
-            scores, row_scale, top, totals, key, last, position - window, softcap, SOFTCAP, WINDOW, FOLDED
-        )
-        if CODES:
-            p = scaled_weights(p, of_row, V_KIND, V_COMPUTE)
+            scores, row_scale, top, totals, key, last, position - window, softcap,
+            SOFTCAP, WINDOW, FOLDED, ENLARGED,
+        )  # fmt: skip
         p = p.to(V_COMPUTE)
+        if CODES:
+            p = scaled(p, of_row)
         new = ()
         for i in tl.static_range(PARTS):
             part = parts[i * 2 % PARTS + i * 2 // PARTS] if HALVES else parts[i]  # halves take turns
@@ -196,8 +198,8 @@ def latent_kernel(
 
     out = all_side_by_side(outs, 0, PARTS)
     if CODES:
-        out = out * (UNIT / enlarged(V_KIND, V_COMPUTE))
+        out = out * UNIT
     store_results(
-        out, top, tl.sum(totals, axis=1), out_ptr, lse_ptr, parts_ptr, part_lses_ptr, item, 0, height,
-        sink_ptr, ROWS, 1, SHARE, V_DIM, V_PAD, 1, SINKS,
+        out, top - ENLARGED, tl.sum(totals, axis=1), out_ptr, lse_ptr, parts_ptr, part_lses_ptr, item, 0,
+        height, sink_ptr, ROWS, 1, SHARE, V_DIM, V_PAD, 1, SINKS,
     )  # fmt: skip

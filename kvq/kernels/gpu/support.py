@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from kvq.extras import install_command, is_installed
+from kvq.formats import Code
 from kvq.kernels.gpu.current import current
 from kvq.kernels.linear.weight import QuantizedWeight
 from kvq.kernels.spec import Device, KernelSpec, LinearSpec, Support
@@ -53,6 +54,22 @@ def supports_latent(spec: KernelSpec, device: Device) -> Support:
     if spec.kv_heads != 1:
         return Support(False, f"takes latents of one KV head for all query heads, not {spec.kv_heads}")
     return supports_stored(spec, device)
+
+
+def supports_8bit(spec: KernelSpec, device: Device) -> Support:
+    """The same where NVIDIA's tensor cores multiply K's 8-bit codes, if it has such, as they are."""
+    runs = supports(spec, device)
+    if not runs.yes:
+        return runs
+    if device.capability is None:
+        return Support(False, f"multiplies 8-bit codes on NVIDIA GPUs, not on {device.name}")
+    if spec.formats.k.code is Code.FP8 and not device.multiplies_e4m3fn:
+        has = ".".join(map(str, device.capability))
+        return Support(
+            False,
+            f"needs compute capability 8.9 for products of FP8, {device.name} has {has}; INT8 needs 8.0",
+        )
+    return runs
 
 
 def supports_linear(spec: KernelSpec | LinearSpec | None, device: Device) -> Support:

@@ -13,6 +13,9 @@ import triton.language as tl
 
 from kvq.kernels.gpu.rows import FP8, INT4, INT8, SPREAD_E4M3, SPREAD_INT8, fp8_codes, takes_ptx
 
+# Powers of two by which probabilities are enlarged where they are fp16, before V's scales multiply them:
+# these are small numbers, but nothing may overflow with the largest that rows of fp16 have.
+_ENLARGEMENT = {INT4.value: 4.0, INT8.value: 7.0, FP8.value: 8.0}
 _LEAST_WITH_E4M3 = 89  # the first capability that converts FP8 by an instruction
 
 # Inputs are two neighbouring words, of bytes 0 to 3; outputs are fp16 numbers of both words.
@@ -60,10 +63,10 @@ def converts_e4m3(_semantic: Any = None) -> tl.constexpr:
 
 def low_unit(kind: Any, compute: Any, _semantic: Any = None) -> tl.constexpr:
     """What the numbers of `word_parts` are to be multiplied by to be the values of codes."""
-    by_bits = plain(compute) == tl.float16 and takes_ptx(_semantic=_semantic).value
-    if plain(kind) == FP8.value:
+    by_bits = _plain(compute) == tl.float16 and takes_ptx(_semantic=_semantic).value
+    if _plain(kind) == FP8.value:
         return tl.constexpr(1.0 if by_bits and converts_e4m3(_semantic=_semantic).value else 256.0)
-    return tl.constexpr(2.0**24 if by_bits and plain(kind) == INT4.value else 1.0)
+    return tl.constexpr(2.0**24 if by_bits and _plain(kind) == INT4.value else 1.0)
 
 
 def high_unit(kind: Any, compute: Any, _semantic: Any = None) -> tl.constexpr:
@@ -72,12 +75,21 @@ def high_unit(kind: Any, compute: Any, _semantic: Any = None) -> tl.constexpr:
     return tl.constexpr(unit / 16 if unit > 1 else unit)
 
 
-def plain(x: Any) -> Any:
-    """A constant of device code as Python's own."""
+def enlargement(kind: Any, compute: Any, _semantic: Any = None) -> tl.constexpr:
+    """What is added to the exponents of probabilities that V's codes are multiplied by."""
+    return tl.constexpr(_ENLARGEMENT[_plain(kind)] if _plain(compute) == tl.float16 else 0.0)
+
+
+def _plain(x: Any) -> Any:
     return x.value if isinstance(x, tl.constexpr) else x
 
 
-for _function in (converts_e4m3, low_unit, high_unit):  # device code calls them with the compilation
+for _function in (
+    converts_e4m3,
+    low_unit,
+    high_unit,
+    enlargement,
+):  # device code calls them with the compilation
     _function.__triton_builtin__ = True
 
 

@@ -110,6 +110,26 @@ def test_head_dimensions_groups_and_block_sizes(
     compare(rows_like_kv(10, 6, dims[0], 9), cache, tables.batch([3, 7], [41, 7]))
 
 
+@pytest.mark.parametrize(
+    ("kv", "options"), [("int8/fp8", {"window": 10}), ("fp8/int4_g16", {}), ("int4", {"window": 10})]
+)
+def test_tiles_of_fewer_keys_than_threads_read_their_scales_at_once(
+    kv: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Words hold two tokens: neither one behind the end nor one before the window counts."""
+    monkeypatch.setattr(kernel, "_spread", lambda shape: 4)
+    cache, tables = filled(kv, (64, 64), [33])
+    q, batch = rows_like_kv(1, 6, 64, 9), tables.batch([1], [33])
+    compare(q, cache, batch, **options)
+    settings = AttentionOptions(scale=0.125, **options)
+    before, _ = kernel.attend(q, cache.layer(1), batch, settings)
+    if "window" in options:
+        block, slot = divmod(tables.slots(0, 22, 23)[0], 16)
+        cache.layer(1).v.scales[block, :, slot] = math.nan
+    after, _ = kernel.attend(q, cache.layer(1), batch, settings)
+    assert torch.equal(before, after)
+
+
 def test_sequences_may_share_blocks() -> None:
     cache, tables = filled("int4", (64, 64), [40, 40])
     shared = Tables([tables.blocks[0], tables.blocks[0][:2] + tables.blocks[1][2:]], 16)

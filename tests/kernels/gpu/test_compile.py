@@ -35,7 +35,7 @@ MANY = [
 def compile_all(device: str, formats: list[str]) -> None:
     """Compile, and check what the kernels use."""
     found = compiled_by("tests.kernels.gpu.compile_all", device, *formats)
-    assert len(found) == 7 * len(formats)
+    assert len([used for used in found if "8-bit" not in used["kernel"]]) == 7 * len(formats)
     for used in found:
         assert used["shared"] <= SHARED_BYTES.get(device, OTHER_SHARED_BYTES[device[:2]]), used
         is_wide = "fp32" in used["kv"] or "256" in used["kv"] or device.startswith("gfx1")
