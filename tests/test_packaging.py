@@ -22,7 +22,7 @@ def test_an_editable_clone_named_kvq_is_importable_from_its_parent(tmp_path):
     (clone / "kvq").mkdir(parents=True)
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, clone)
-    for name in ("__init__.py", "version.py", "errors.py"):  # all that `import kvq` reads
+    for name in ("__init__.py", "lazy.py", "version.py", "errors.py"):  # all that `import kvq` reads
         shutil.copy(PACKAGE / name, clone / "kvq")
     build = [sys.executable, "-c", "from setuptools import build_meta; build_meta.build_editable('.')"]
     subprocess.run(build, cwd=clone, check=True, capture_output=True)
