@@ -170,11 +170,10 @@ def latent_kernel(
             if HALVES:
                 scores = added_dot(latents[PARTS // 2 + i], tl.trans(run[1]), scores)
             parts = parts + run
-        if CODES:
-            if V_STATIC:
-                of_row = tl.where(inside, tl.load(v_static), 0.0)
-            else:
-                of_row = row_scales(scales, scales_at, slot, inside, False, 1, WINDOW)
+        if CODES and V_STATIC:
+            scores = scores * (tl.load(v_static) * UNIT)
+        elif CODES:
+            of_row = row_scales(scales, scales_at, slot, inside, False, 1, WINDOW)
             scores = scores * (of_row.to(tl.float32) * UNIT)[None, :]
         codes, codes_at = rows_at(k_codes, block, first, slot, kc_block, kc_slot, 1, ONE)
         scales, scales_at = rows_at(k_scales, block, first, slot, ks_block, ks_slot, 1, ONE)
@@ -188,7 +187,7 @@ def latent_kernel(
             SOFTCAP, WINDOW, FOLDED, ENLARGED,
         )  # fmt: skip
         p = p.to(V_COMPUTE)
-        if CODES:
+        if CODES and not V_STATIC:
             p = scaled(p, of_row)
         new = ()
         for i in tl.static_range(PARTS):
@@ -199,6 +198,8 @@ def latent_kernel(
     out = all_side_by_side(outs, 0, PARTS)
     if CODES:
         out = out * UNIT
+        if V_STATIC:
+            out = out * tl.load(v_static)
     store_results(
         out, top - ENLARGED, tl.sum(totals, axis=1), out_ptr, lse_ptr, parts_ptr, part_lses_ptr, item, 0,
         height, sink_ptr, ROWS, 1, SHARE, V_DIM, V_PAD, 1, SINKS,
