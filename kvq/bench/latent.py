@@ -68,7 +68,7 @@ def _over_dense(workload: Workload, own: Contender, stored: tuple[Tensor, Tensor
     """torch's attention over the same keys and values, contiguous, with all query heads as rows."""
     nbytes = stored[0].numel() * workload.dtype.itemsize
     copies = copies_for(workload.device, nbytes)
-    keys = [stored[0].to(workload.dtype) for _ in range(copies)]
+    keys = [stored[0].to(workload.dtype, copy=True) for _ in range(copies)]
     q = queries(workload)
     new, heads = q.shape[1:3]
     folded = q.transpose(1, 2).flatten(1, 2)[:, None]  # [sequences, 1, heads * new, dim]

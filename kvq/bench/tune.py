@@ -26,6 +26,12 @@ _FEW_SPILLED = 16  # registers: some wait outside of the loop over keys
 _Tile = TypeVar("_Tile", TileShape, LinearTile)
 
 
+def kind_of(workload: Workload) -> str:
+    """Which tiles its query rows of a KV head take: those to "decode" or to "extend"."""
+    height = workload.new * workload.q_heads // workload.kv_heads
+    return "decode" if height <= shapes.MOST_DECODE_ROWS else "extend"
+
+
 def tune(
     workload: Workload, kv: str, *, repeats: int = 9, progress: Callable[[], None] = lambda: None
 ) -> tuple[str, TileShape, list[dict[str, Any]]]:
@@ -37,8 +43,7 @@ def tune(
     Raises:
         KVQError: none compiles and is right.
     """
-    height = workload.new * workload.q_heads // workload.kv_heads
-    kind = "decode" if height <= shapes.MOST_DECODE_ROWS else "extend"
+    kind = kind_of(workload)
     own, cache, batch = over_blocks(workload, kv)
     own = replace(fused(workload, own, cache, batch), allowed=_ALLOWED)
     formats, device = cache.layer(0).formats, shapes.device_name(workload.device)

@@ -168,7 +168,12 @@ def write(kv: str, new: int, shape: ShapeOptions, how: KernelOptions, json_path:
 
 @click.command(name="tune")
 @_formats_option("bf16,fp8,int8,int4,int4_g32_rot")
-@click.option("--new", default="1,512", show_default=True, help="New tokens: 1 tunes decode, more extend.")
+@click.option(
+    "--new",
+    default="1,512",
+    show_default=True,
+    help="New tokens: up to 64 query rows of a KV head tune decode, more extend.",
+)
 @click.option("--table", type=click.Path(dir_okay=False), help="Where to write; default: kvq's own table.")
 @gathered(ShapeOptions, "shape")
 @gathered(KernelOptions, "how")
@@ -179,10 +184,12 @@ def tune(
     """Find the fastest tile shapes of the Triton kernels on this GPU and write them into the table."""
     import torch
 
-    if not torch.cuda.is_available() or how.backend not in ("auto", "triton"):
+    if not torch.cuda.is_available():
         raise ConfigError("kvq bench tune times Triton kernels on a GPU, and torch sees none here")
+    if how.backend not in ("auto", "triton"):
+        raise ConfigError(f"kvq bench tune tunes --backend triton, got {how.backend}")
     from kvq.bench.tiles import axes
-    from kvq.bench.tune import tune, write_table
+    from kvq.bench.tune import kind_of, tune, write_table
     from kvq.commands.progress import counted, progress_bar
     from kvq.commands.results import FinishedRows, begin, result_of
     from kvq.kernels.gpu.shapes import TABLE
@@ -190,12 +197,14 @@ def tune(
     path = Path(table) if table else TABLE
     begin(path, json_path)
     workloads = [shape.workload(int(n), how) for n in new.split(",")]
+    if workloads[0].dtype is torch.float32:  # whose kernels have tiles of their own
+        raise ConfigError("kvq bench tune tunes kernels of 16-bit queries, got --dtype fp32; use bf16")
     formats = listed(kv, "--kv")
     rows: list[dict[str, Any]] = []
     result = partial(result_of, device=workloads[0].device)
     with FinishedRows(json_path, result, lambda _: None) as finished:
         for workload, name in product(workloads, formats):
-            kind = "decode" if workload.new == 1 else "extend"
+            kind = kind_of(workload)
             with progress_bar(f"{kind} {name}") as progress:
                 step = counted(progress, sum(map(len, axes(kind))))
                 key, best, tried = tune(workload, name, repeats=how.repeats, progress=step)

@@ -1,6 +1,7 @@
 """`kvq bench attention`, `write` and `tune`: rows that add up, and nothing timed that is wrong."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -175,6 +176,29 @@ def test_bad_options_say_what_is_allowed(
         cli.main(["bench", "attention", *SHAPE, "--context", "23", *bad])
     assert stop.value.code
     assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (["--dtype", "fp32"], "16-bit queries, got --dtype fp32"),
+        (["--backend", "triton-8bit"], "got triton-8bit"),
+    ],
+)
+def test_only_what_a_tile_is_named_for_is_tuned(
+    given: list[str], said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Times of other kernels would stand in the table under their names."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["bench", "tune", "--device", "cpu", *given])
+    assert stop.value.code
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("new", "heads", "kind"), [(1, 4, "decode"), (32, 4, "decode"), (33, 4, "extend")])
+def test_query_rows_of_a_kv_head_say_which_tiles_are_tuned(new: int, heads: int, kind: str) -> None:
+    assert tuning.kind_of(replace(small(), new=new, q_heads=heads, kv_heads=2)) == kind
 
 
 def test_tuning_needs_a_gpu_and_its_table_keeps_other_entries(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from kvq.kernels.gpu.rows import FP8, INT4, INT8, part_arguments
 from kvq.kernels.gpu.shapes import DECODE_ROWS, latent_shape
 from kvq.kernels.paged import PagedKV, SequenceBatch
 
+_LEAST_COLUMNS = 16  # of a product
 _PART_COLUMNS = 128  # of a row that are numbers in registers at once
 
 
@@ -45,7 +46,7 @@ def _planned(q: Tensor, kv: PagedKV, options: AttentionOptions) -> Plan:
     q_heads = q.shape[1]
     k, v = part_arguments("k", kv), part_arguments("v", kv)
     code = kv.formats.v.code
-    in_halves = v["V_KIND"] == INT4.value and v["V_DIM"] == v["V_PAD"]
+    in_halves = v["V_KIND"] == INT4.value and v["V_DIM"] == v["V_PAD"] and v["V_DIM"] // 2 >= _LEAST_COLUMNS
     unscaled = v["V_KIND"] in (FP8.value, INT8.value)
     fixed = {
         **options_of_layer(options, q_heads, 1),

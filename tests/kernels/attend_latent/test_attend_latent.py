@@ -86,6 +86,7 @@ def test_every_format_attends_as_dense_softmax_over_what_it_stored(name: str, kv
         ((64, 512), 16, 32, "bf16/int4_g64_rot"),
         ((64, 512), 3, 64, "int8"),
         ((20, 160), 40, 17, "fp8"),
+        ((16, 16), 3, 16, "bf16/int4"),
         ((32, 256), 7, 16, "bf16/int4"),
     ],
 )
@@ -155,6 +156,15 @@ def test_absorbed_queries_give_what_expanded_heads_give(name: str) -> None:
         want, _ = dense(mine, k, v, scale=0.02)
         torch.testing.assert_close(out[at : at + new].double(), want, rtol=1e-4, atol=1e-4)
         at += new
+
+
+@pytest.mark.parametrize(("latent", "parts"), [(16, 1), (32, 2), (512, 4)])
+def test_no_part_is_narrower_than_products(latent: int, parts: int) -> None:
+    """Tensor cores sum over 16 columns at least; the interpreter takes fewer."""
+    cache = poisoned_cache("bf16/int4", [(16, latent)], kv_heads=1, q_heads=5, block_size=16)
+    q = torch.zeros(1, 5, 16 + latent)
+    plan = kernel._planned(q, cache.layer(0), AttentionOptions(scale=1.0))
+    assert plan.attend[0].fixed["PARTS"] == parts
 
 
 def test_half_precision_queries_stay_theirs() -> None:
