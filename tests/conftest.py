@@ -12,9 +12,12 @@ os.environ.setdefault("TRITON_INTERPRET", "1")  # kernels on CPU tensors, before
 import torch  # noqa: F401 - first: a command that runs no model in this process would hide it from transformers
 
 with contextlib.suppress(ImportError):  # Triton is not everywhere
+    from triton import knobs
+
     from tests.interpreter import make_quicker
 
-    make_quicker()
+    if knobs.runtime.interpret:  # what is compiled goes through the same functions
+        make_quicker()
 
 if "KVQ_TEST_KERNELS" in os.environ:  # a folder with another build of the C++ kernels: `make sanitize`
     from kvq.kernels.native import library

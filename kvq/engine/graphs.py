@@ -64,6 +64,7 @@ class DecodeGraphs:
         # These, int64 [rows, size], then `lens` of a batch, from the start: what graphs read.
         self._inputs = torch.zeros(self._words(max_num_seqs), dtype=torch.int64, device=self._device)
         self._bad = torch.zeros(max_num_seqs, dtype=torch.bool, device=self._device)
+        self._keep = torch.arange(max_num_seqs, device=self._device)  # a graph reads it where it lies
         # Of all sizes: a graph that kept its own could not share that memory with the others.
         self._logits = torch.empty(
             max_num_seqs, model.geometry.vocab_size, dtype=model.prepared.dtype, device=self._device
@@ -115,11 +116,12 @@ class DecodeGraphs:
         return self._rows * size + -(-3 * size // 2)
 
     def _work(self, size: int) -> Callable[[], None]:
-        """A decode step of that size, from the input buffer to logits and flags."""
+        """A decode step of that size, from the input buffer to logits and flags.
+
+        What it reads and doesn't make is this object's, the model's or the cache's: it is captured, then gone.
+        """
         inputs = self._inputs[: self._words(size)]
         lens = inputs[self._rows * size :].view(torch.int32)[: 3 * size].view(3, size)
-        keep = torch.arange(size, device=self._device)
-
         @torch.inference_mode()
         def work() -> None:
             ids, positions, rows, *slots = inputs[: self._rows * size].view(self._rows, size)
@@ -128,7 +130,7 @@ class DecodeGraphs:
                 input_ids=ids[None],
                 position_ids=positions[None],
                 use_cache=False,
-                logits_to_keep=keep,
+                logits_to_keep=self._keep[:size],
                 kvq_step=PackedStep(
                     cache=self._cache,
                     geometry=self._model.geometry,

@@ -3,10 +3,14 @@
 On a CPU nothing can be captured; the work that a graph would repeat is repeated as it is.
 """
 
+import gc
 from dataclasses import replace
 
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import kvq
 from kvq.engine.graphs import DecodeGraphs, Tables
@@ -66,7 +70,7 @@ def test_steps_through_static_buffers_equal_plain_ones(tiny, kv, count):
     llm.close()
 
 
-def graphs_over(runner, *, spare):
+def graphs_over(runner, *, spare, capture=lambda work: (work(), work)[1]):
     """Decode graphs over a runner's blocks, enlarged by a spare one."""
     runner.cache.grow([spare + 1])
     tables = [torch.cat([t, torch.full_like(t[:1], spare)]) for t in runner._tables.there]
@@ -78,9 +82,48 @@ def graphs_over(runner, *, spare):
         runner._tables,
         max_num_seqs=7,
         max_context=128,
-        capture=lambda work: (work(), work)[1],
+        capture=capture,
     )
     return graphs, cache
+
+
+class Outside(TorchDispatchMode):
+    """Notes whose memory operations read that none of them made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._made: set[int] = set()
+        self.read: list[StorageWeakRef] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+        mine = {x.untyped_storage()._cdata for x in given} - self._made
+        self.read += [
+            StorageWeakRef(x.untyped_storage()) for x in given if x.untyped_storage()._cdata in mine
+        ]
+        result = func(*args, **(kwargs or {}))
+        made = [x for x in tree_leaves(result) if isinstance(x, torch.Tensor)]
+        self._made |= {x.untyped_storage()._cdata for x in made} - mine
+        return result
+
+
+def test_what_a_graph_reads_outlives_its_capture(tiny):
+    """A graph knows addresses only: nobody else keeps for it what the captured work held."""
+    llm = kvq.LLM(tiny, "fp32", num_blocks=24, max_num_seqs=7, max_context=128)
+    outside = Outside()
+
+    def capture(work):
+        work()
+        with outside:
+            work()
+        return lambda: None
+
+    graphs, _ = graphs_over(llm.core.runner, spare=24, capture=capture)
+    gc.collect()
+    assert len(outside.read) > 100
+    assert not any(storage.expired() for storage in outside.read)
+    assert graphs is not None
+    llm.core.runner.close()
 
 
 def test_only_steps_of_decodes_that_want_a_token_are_taken(tiny):
