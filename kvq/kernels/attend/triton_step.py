@@ -55,12 +55,13 @@ class Plan:
 
     @classmethod
     def of(cls, kernel: Any, fixed: Sequence[Mapping[str, Any]], cutting: Cutting) -> "Plan":
-        """`kernel` begins with the arguments that all have; `fixed`: its others, but for the tiles' sizes, to
-        decode and to extend."""
+        """`kernel` begins with the arguments that all have; `fixed`: its others and the merge's, but for the
+        tiles' sizes, to decode and to extend."""
         shapes = cutting.decode, cutting.extend
         attends = (
-            {**own, "ROWS": x.rows, "KEYS": x.keys, "FOLDED": folded_keys(x), **x.options()}
-            for own, x in zip(fixed, shapes, strict=True)
+            {x: value for x, value in own.items() if x in kernel.arg_names}
+            | {"ROWS": shape.rows, "KEYS": shape.keys, "FOLDED": folded_keys(shape), **shape.options()}
+            for own, shape in zip(fixed, shapes, strict=True)
         )
         merged = {x: fixed[0][x] for x in ("V_DIM", "V_PAD", "V_ROTATED", "Q_HEADS", "SHARE", "SINKS")}
         merges = (

@@ -19,6 +19,7 @@ Grid = tuple[int, int, int]
 _DIVISOR = 16  # Triton compiles another kernel for addresses and numbers that it divides
 _LIMIT = 1 << 31  # and for numbers of 64 bits
 _MOST_KEPT = 4096  # combinations of numbers
+_OPTIONS = {"num_warps", "num_stages", "maxnreg", "enable_fp_fusion"}  # of the compiler
 _watching: list[list[Any]] = []
 
 
@@ -36,6 +37,8 @@ class Bound:
         self._varying = [*tensors, *numbers]
         count = len(self._varying)
         assert names[:count] == self._varying, f"{names[:count]} come first, not {self._varying}"
+        # Compiled kernels refuse others; interpreted ones take them silently.
+        assert fixed.keys() <= {*names[count:]} | _OPTIONS, f"{kernel.__name__} takes no such arguments"
         self.fixed = fixed
         self._kernel = kernel
         self._rest = tuple(fixed.get(name) for name in names[count:])
