@@ -160,26 +160,36 @@ def word_outputs(
 
 
 @triton.jit
+def _taken_in(out, decay, weights, values):
+    """What came before, times `decay`, and the products of one tile, rounded to nearest.
+
+    Tensor cores cut off what they add to a sum. Codes of INT4 are never negative, so a product that took in
+    the sum as well would fall short by as much in every column: over 34,816 keys by 1.5% of a result, all of
+    it in one column if V was rotated.
+    """
+    return tl.fma(out, tl.broadcast_to(decay[:, None], out.shape), dot(weights, values))
+
+
+@triton.jit
 def add_int4_values(
     outs, p, decay, codes, scales, codes_at, scales_at, inside,
     DIM: tl.constexpr, GROUP: tl.constexpr, RUN: tl.constexpr, WIDTH: tl.constexpr, PAIRS: tl.constexpr,
     COMPUTE: tl.constexpr, SPREAD: tl.constexpr,
 ):  # fmt: skip
     """Let the parts of the output take in one tile of INT4 rows."""
-    decay = decay[:, None]
     pairs = scales_and_minimums(scales, scales_at, inside, DIM // GROUP, PAIRS, COMPUTE)
     weights = p.to(COMPUTE)
-    new = (added_dot(weights, pairs, outs[0] * decay),)
+    new = (_taken_in(outs[0], decay, weights, pairs),)
     groups = group_scales(scales, scales_at, inside, DIM // GROUP, SPREAD)
     for j in tl.static_range(DIM // 2 // RUN):
         parts = word_parts(_run_of_words(codes, codes_at, inside, j * RUN, RUN, WIDTH), INT4, COMPUTE)
         low = scaled(weights, groups[j * RUN // GROUP])
         high = scaled(weights, groups[(DIM // 2 + j * RUN) // GROUP])
         new = new + (
-            added_dot(low, parts[0], outs[4 * j + 1] * decay),
-            added_dot(high, parts[1], outs[4 * j + 2] * decay),
-            added_dot(low, parts[2], outs[4 * j + 3] * decay),
-            added_dot(high, parts[3], outs[4 * j + 4] * decay),
+            _taken_in(outs[4 * j + 1], decay, low, parts[0]),
+            _taken_in(outs[4 * j + 2], decay, high, parts[1]),
+            _taken_in(outs[4 * j + 3], decay, low, parts[2]),
+            _taken_in(outs[4 * j + 4], decay, high, parts[3]),
         )
     return new
 
