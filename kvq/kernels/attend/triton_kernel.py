@@ -166,8 +166,10 @@ def weighed(
 
 @triton.jit
 def power_of_two(top):
-    """The least that is not below `top`; 1 for 0."""
-    return tl.exp2(tl.ceil(tl.log2(tl.where(top > 0, top, 1.0))))
+    """The least that is not below `top`, and its inverse; 1 for 0, and neither where fp32 has no other."""
+    exponent = tl.ceil(tl.log2(tl.where(top > 0, top, 1.0)))
+    exponent = tl.minimum(tl.maximum(exponent, -126.0), 126.0)
+    return tl.exp2(exponent), tl.exp2(-exponent)
 
 
 @triton.jit
@@ -190,8 +192,8 @@ def _read_queries(
             x, unit = rounded_queries(y, KIND)
         else:
             if COMPUTE == tl.float16:
-                unit = power_of_two(tl.max(tl.abs(y), axis=1))
-                y = y / unit[:, None]
+                unit, inverse = power_of_two(tl.max(tl.abs(y), axis=1))
+                y = y * inverse[:, None]
             x = y.to(COMPUTE)
     else:
         x = x.to(COMPUTE)
@@ -213,7 +215,7 @@ def store_rows(
         out = out * decay[:, None]
         top = higher
     seen = total != 0  # NaN stays NaN
-    out = tl.where(seen[:, None], out / tl.where(seen, total, 1.0)[:, None], 0.0)
+    out = tl.where(seen[:, None], out * (1.0 / tl.where(seen, total, 1.0))[:, None], 0.0)
     lse = tl.where(seen, (top + tl.log2(tl.where(seen, total, 1.0))) * _LN_2, float("-inf"))
     if ROTATED > 1:
         out = rotated(out, ROWS, PAD, ROTATED)
