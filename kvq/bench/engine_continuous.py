@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from inspect import signature
 from time import perf_counter
 from typing import Any
 
@@ -80,14 +81,19 @@ class ContinuousBatching:
         from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
         self._rival.set_attn_implementation(self.attention)
-        config = ContinuousBatchingConfig(
-            page_size=_PAGE,
-            num_blocks=self._num_pages(requests),
-            max_batch_tokens=self._limits.max_num_batched_tokens,
-            max_requests_per_batch=self._limits.max_num_seqs,
-            allow_block_sharing=self._limits.prefix_caching,
-            auto_switch_to_flash=self._rival.device.type == "cuda",
-        )
+        settings: dict[str, Any] = {
+            "page_size": _PAGE,
+            "block_size": _PAGE,  # its name until transformers 5.17
+            "num_blocks": self._num_pages(requests),
+            "max_batch_tokens": self._limits.max_num_batched_tokens,
+            "max_requests_per_batch": self._limits.max_num_seqs,
+            "allow_block_sharing": self._limits.prefix_caching,
+            "auto_switch_to_flash": self._rival.device.type == "cuda",
+        }
+        known = signature(ContinuousBatchingConfig).parameters
+        if "page_size" in known:
+            del settings["block_size"]
+        config = ContinuousBatchingConfig(**{x: value for x, value in settings.items() if x in known})
         try:
             with self._rival.continuous_batching_context_manager(
                 generation_config=GenerationConfig(do_sample=False, eos_token_id=-1),

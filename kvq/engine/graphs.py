@@ -122,6 +122,7 @@ class DecodeGraphs:
         """
         inputs = self._inputs[: self._words(size)]
         lens = inputs[self._rows * size :].view(torch.int32)[: 3 * size].view(3, size)
+
         @torch.inference_mode()
         def work() -> None:
             ids, positions, rows, *slots = inputs[: self._rows * size].view(self._rows, size)

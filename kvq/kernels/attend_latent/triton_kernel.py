@@ -44,7 +44,9 @@ def _queries(
     unit = tl.full((valid.shape[0],), 1.0, tl.float32)
     if K_COMPUTE == tl.float16 or V_COMPUTE == tl.float16:  # as queries of `attend` are divided
         latent, rotary = latent.to(tl.float32), rotary.to(tl.float32)
-        unit, inverse = power_of_two(tl.maximum(tl.max(tl.abs(latent), axis=1), tl.max(tl.abs(rotary), axis=1)))
+        unit, inverse = power_of_two(
+            tl.maximum(tl.max(tl.abs(latent), axis=1), tl.max(tl.abs(rotary), axis=1))
+        )
         latent, rotary = latent * inverse[:, None], rotary * inverse[:, None]
     return rotary.to(K_COMPUTE), runs_of(latent.to(V_COMPUTE), PARTS), unit
 

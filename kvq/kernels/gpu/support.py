@@ -69,6 +69,10 @@ def supports_8bit(spec: KernelSpec, device: Device) -> Support:
             False,
             f"needs compute capability 8.9 for products of FP8, {device.name} has {has}; INT8 needs 8.0",
         )
+    if spec.formats.k.code is Code.INT8 and spec.formats.k.rotated:
+        return Support(
+            False, "its products of rotated INT8 came out wrong on an H200; backend triton is right"
+        )
     return runs
 
 
