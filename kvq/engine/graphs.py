@@ -118,7 +118,7 @@ class DecodeGraphs:
     def _work(self, size: int) -> Callable[[], None]:
         """A decode step of that size, from the input buffer to logits and flags.
 
-        What it reads and doesn't make is this object's, the model's or the cache's: it is captured, then gone.
+        What it reads and doesn't make is this object's, the model's or the cache's: it is captured and gone.
         """
         inputs = self._inputs[: self._words(size)]
         lens = inputs[self._rows * size :].view(torch.int32)[: 3 * size].view(3, size)

@@ -177,8 +177,8 @@ def _nvidia_shape(kind: str, head_dim: int, run: int, block_size: int) -> TileSh
         return TileShape(rows=64, keys=64 if head_dim <= 128 and run > 32 else 32, warps=4, stages=5)
     if head_dim > 192:
         return TileShape(rows=DECODE_ROWS, keys=32, warps=2, stages=5)
-    # Products of short runs have too few columns for two warps; runs of 64 bytes are faster so, too. Blocks of
-    # 32 tokens hold a tile of one warp whole, which pays if rows fill it.
+    # Products of short runs have too few columns for two warps; runs of 64 bytes are faster so, too. Blocks
+    # of 32 tokens hold a tile of one warp whole, which pays if rows fill it.
     whole = block_size % 64 != 0 and block_size % 32 == 0 and head_dim in (32, 64, 128)
     keys, warps = (32, 1) if run <= 32 or whole or (run <= 64 and head_dim == 128) else (64, 2)
     # Conversions keep a multiprocessor busy with 12 warps rather than 8, for half an instruction a key more.
