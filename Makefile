@@ -6,6 +6,8 @@
 #   make arm        the portable C++ kernels on an emulated Arm CPU (aarch64-linux-gnu-g++, qemu-aarch64-static)
 #   make docs       the documentation as a site, in build/docs/index.html
 #   make fuzz       everything from outside, made up and broken, for an hour; FUZZ_SECONDS=60 for a minute
+#   make scale      kvq inside vLLM, LMCache, Ray Serve and Dynamo, each in an environment of its own in
+#                   build/scale (some gigabytes, once); scale-vllm, scale-lmcache, scale-ray, scale-dynamo for one
 #   make gpu        check and measure all that runs on an NVIDIA GPU, without installing anything (docs/gpu.md);
 #                   PARTS=facts,tests,decode for some, OUT=folder, MINUTES=9
 
@@ -81,6 +83,21 @@ arm:
 gpu:
 	$(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) -m benchmarks.gpu $(if $(PARTS),--parts $(PARTS)) \
 		$(if $(OUT),--out $(OUT)) $(if $(MINUTES),--minutes $(MINUTES)) $(if $(RIVALS),--rivals $(RIVALS))
+
+SCALES := vllm lmcache ray dynamo
+.PHONY: scale $(SCALES:%=scale-%)
+scale: $(SCALES:%=scale-%)
+
+$(SCALES:%=scale-%): scale-%: build/scale/%/.ready
+	TOKENIZERS_PARALLELISM=false build/scale/$*/bin/python -m pytest tests/scale/$*
+
+# requirements.txt as pip resolves it, then what is taken without its own requirements, and kvq in its place.
+build/scale/%/.ready: tests/scale/%/requirements.txt tests/scale/%/bare.txt $(NATIVE) | $(VENV)/.dev
+	test -x build/scale/$*/bin/python || $(BIN)/python -m venv build/scale/$*
+	build/scale/$*/bin/python -m pip install --quiet --disable-pip-version-check -r tests/scale/$*/requirements.txt
+	build/scale/$*/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r tests/scale/$*/bare.txt
+	build/scale/$*/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -e .
+	@touch $@
 
 lint: setup
 	$(BIN)/ruff check .
