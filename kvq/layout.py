@@ -133,7 +133,7 @@ def plan_layout(
             group=group,
             block_size=block_size,
             order=order,
-            layers=tuple(_layer(x, recipe.layers[x.index], block_size) for x in group.layers),
+            layers=tuple(plan_layer(x, recipe.layers[x.index], block_size) for x in group.layers),
         )
         for group in geometry.groups()
     )
@@ -151,7 +151,8 @@ def check_recipe_fits(geometry: ModelGeometry, recipe: KVRecipe) -> None:
         )
 
 
-def _layer(geometry: LayerGeometry, formats: LayerFormats, block_size: int) -> LayerLayout:
+def plan_layer(geometry: LayerGeometry, formats: LayerFormats, block_size: int) -> LayerLayout:
+    """Lay out one layer's part of a block of `block_size` tokens."""
     row_bytes = {
         "k_codes": formats.k.code_bytes(geometry.k_head_dim),
         "v_codes": formats.v.code_bytes(geometry.v_head_dim),

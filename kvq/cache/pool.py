@@ -35,31 +35,8 @@ class PoolBytes:
         Raises:
             ConfigError: static scales for another number of KV heads.
         """
-        layer = self.layout.layers[position]
-
-        def rows(part: str, fmt: KVFormat, codes: Region, scales: Region) -> PagedRows:
-            return PagedRows(
-                codes=self._view(position, codes, code_dtype(fmt.code)),
-                scales=self._view(position, scales, torch.float16) if scales.row_bytes else None,
-                static_scale=_static_scale(recipe, layer, part, fmt, self.memory.device),
-            )
-
-        return PagedKV(
-            k=rows("k", layer.formats.k, layer.k_codes, layer.k_scales),
-            v=rows("v", layer.formats.v, layer.v_codes, layer.v_scales),
-            formats=layer.formats,
-            block_size=self.layout.block_size,
-        )
-
-    def _view(self, position: int, region: Region, dtype: torch.dtype) -> Tensor:
-        """A region of every block as [num_blocks, kv_heads, block_size, row] of `dtype`."""
-        group, size, memory = self.layout, dtype.itemsize, self.memory.view(dtype)
-        row = region.row_bytes // size
-        return memory.as_strided(
-            (self.num_blocks, group.layers[position].geometry.kv_heads, group.block_size, row),
-            (group.block_stride(position) // size, group.block_size * row, row, 1),
-            memory.storage_offset() + (group.base(position, self.num_blocks) + region.offset) // size,
-        )
+        base, stride = self.layout.base(position, self.num_blocks), self.layout.block_stride(position)
+        return paged_layer(self.memory[base:], self.layout.layers[position], recipe, stride, self.num_blocks)
 
     def grown(self, num_blocks: int) -> "PoolBytes":
         """A larger pool with the same bytes under the same block ids; this one stays as it is.
@@ -71,6 +48,42 @@ class PoolBytes:
         for new, old in zip(larger.parts, self.parts, strict=True):
             new[: self.num_blocks] = old
         return larger
+
+
+def paged_layer(
+    memory: Tensor, layer: LayerLayout, recipe: KVRecipe, stride: int, num_blocks: int
+) -> PagedKV:
+    """One layer's codes and scales in blocks that begin at `memory`, uint8, and every `stride` bytes.
+
+    Raises:
+        ConfigError: static scales for another number of KV heads.
+    """
+    heads = layer.geometry.kv_heads
+    block_size = layer.k_codes.nbytes // (heads * layer.k_codes.row_bytes)
+
+    def view(region: Region, dtype: torch.dtype) -> Tensor:
+        """A region of every block as [num_blocks, kv_heads, block_size, row] of `dtype`."""
+        size, typed = dtype.itemsize, memory[: memory.numel() // 16 * 16].view(dtype)
+        row = region.row_bytes // size
+        return typed.as_strided(
+            (num_blocks, heads, block_size, row),
+            (stride // size, block_size * row, row, 1),
+            typed.storage_offset() + region.offset // size,
+        )
+
+    def rows(part: str, fmt: KVFormat, codes: Region, scales: Region) -> PagedRows:
+        return PagedRows(
+            codes=view(codes, code_dtype(fmt.code)),
+            scales=view(scales, torch.float16) if scales.row_bytes else None,
+            static_scale=_static_scale(recipe, layer, part, fmt, memory.device),
+        )
+
+    return PagedKV(
+        k=rows("k", layer.formats.k, layer.k_codes, layer.k_scales),
+        v=rows("v", layer.formats.v, layer.v_codes, layer.v_scales),
+        formats=layer.formats,
+        block_size=block_size,
+    )
 
 
 def _static_scale(
