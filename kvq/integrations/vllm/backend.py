@@ -1,0 +1,167 @@
+"""What every backend of vLLM that kvq stands in for has in common: the page, the metadata, the two kernels."""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.config import VllmConfig, get_current_vllm_config
+from vllm.model_executor.models.utils import extract_layer_index
+from vllm.v1.attention.backend import AttentionImpl, AttentionType, CommonAttentionMetadata
+from vllm.v1.kv_cache_interface import AttentionSpec
+
+from kvq.errors import ConfigError
+from kvq.integrations.vllm.names import recipe_of, requested
+from kvq.integrations.vllm.pages import Page
+from kvq.kernels import AttentionOptions, Device, KernelSpec, PagedKV, SequenceBatch, select
+
+
+def asked(vllm_config: VllmConfig) -> str | None:
+    """The format, pair or kvq.json that a model is to be served with; None for vLLM's own."""
+    additional = vllm_config.additional_config
+    options = additional if isinstance(additional, dict) else None
+    name = requested(str(vllm_config.cache_config.cache_dtype), options)
+    if name is not None and vllm_config.cache_config.kv_cache_dtype_skip_layers:
+        raise ConfigError(
+            "--kv-cache-dtype-skip-layers is for vLLM's formats; with kvq name a kvq.json with a format for "
+            "every layer, as kvq:FILE"
+        )
+    return name
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Metadata:
+    """A step as one group's layers see it."""
+
+    num_actual_tokens: int
+    slot_mapping: Tensor  # int64 [tokens]
+    batch: SequenceBatch
+
+
+def metadata_of(common: CommonAttentionMetadata, context_lens: list[int], lens: Tensor | None) -> Metadata:
+    """`context_lens`: of the requests, on a GPU upper limits; `lens`: int32 [3, requests] there.
+
+    Raises:
+        ConfigError: attention that is not causal.
+    """
+    if common.causal is not True:
+        raise ConfigError("kvq attends causally; this model or this way of drafting doesn't")
+    requests = common.num_reqs
+    starts = common.query_start_loc_cpu[: requests + 1].tolist()
+    new = tuple(end - start for start, end in zip(starts, starts[1:], strict=False))
+    tokens = starts[-1]
+    batch = SequenceBatch(
+        query_lens=new,
+        context_lens=tuple(context_lens[:requests]),
+        tables=common.block_table_tensor[:requests],
+        slots=common.slot_mapping[:tokens],
+        lens=lens,
+        is_captured=lens is not None,
+    )
+    return Metadata(num_actual_tokens=tokens, slot_mapping=common.slot_mapping, batch=batch)
+
+
+class KvqImpl(AttentionImpl):
+    """One layer's attention over kvq's codes in vLLM's pages."""
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int | None = None,
+        alibi_slopes: list[float] | None = None,
+        sliding_window: int | None = None,
+        kv_cache_dtype: str = "auto",
+        logits_soft_cap: float | None = None,
+        attn_type: str = AttentionType.DECODER,
+        kv_sharing_target_layer_name: str | None = None,
+        sinks: Tensor | None = None,
+    ) -> None:
+        """Raises:
+        ConfigError: what kvq's kernels have no code for.
+        """
+        if alibi_slopes is not None or attn_type != AttentionType.DECODER:
+            what = "ALiBi" if alibi_slopes is not None else f"{attn_type} attention"
+            raise ConfigError(f"kvq has no kernel for {what}; leave kvq's format out for this model")
+        config = get_current_vllm_config()
+        name = asked(config)
+        assert name is not None, "else vLLM's own was taken"
+        self._name, self._num_layers = name, config.model_config.get_total_num_hidden_layers()
+        self.num_heads, self.num_kv_heads = num_heads, num_kv_heads or num_heads
+        self.head_size, self.scale = head_size, float(scale)
+        self.sliding_window, self.kv_cache_dtype = sliding_window, kv_cache_dtype
+        self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
+        self.sinks = sinks
+        self._softcap = logits_soft_cap or None
+        self._options: AttentionOptions | None = None
+        self._paged: tuple[Any, PagedKV] | None = None
+        self._kernels: dict[str, Any] = {}
+
+    def page(self, layer: Any, block_size: int) -> Page:
+        """How this layer's pages are cut."""
+        dims = self.head_size, getattr(layer, "head_size_v", None) or self.head_size
+        recipe = recipe_of(self._name, dims, self._num_layers)
+        index = extract_layer_index(self.kv_sharing_target_layer_name or layer.layer_name)
+        return Page.of(recipe, index, self.num_kv_heads, block_size)
+
+    def spec(self, layer: Any, spec: AttentionSpec) -> AttentionSpec:
+        """vLLM's description of the layer's blocks, with the bytes that they take."""
+        cells = self.page(layer, spec.block_size).cell_bytes
+        return replace(spec, dtype=torch.uint8, state_content_bytes=cells)
+
+    def forward(
+        self,
+        layer: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        kv_cache: Tensor,
+        attn_metadata: Metadata | None,
+        output: Tensor,
+        output_scale: Tensor | None = None,
+        output_block_scale: Tensor | None = None,
+    ) -> Tensor:
+        """Attention of the step's tokens, [tokens, heads, dim], into `output`."""
+        if output_scale is not None or output_block_scale is not None:
+            raise ConfigError("kvq's attention gives no quantized outputs")
+        if attn_metadata is None:  # a run that only asks how much memory a step takes
+            return output
+        count = attn_metadata.num_actual_tokens
+        paged = self._over(layer, kv_cache)
+        out, _ = self._kernels["attend"].run(query[:count], paged, attn_metadata.batch, self._asked_for())
+        output[:count].view_as(out).copy_(out)
+        return output
+
+    def do_kv_cache_update(
+        self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
+    ) -> None:
+        """Quantize the step's K and V into their slots; a slot below 0 is nobody's."""
+        paged, count = self._over(layer, kv_cache), min(len(slot_mapping), len(key))
+        slots = slot_mapping[:count]
+        self._kernels["write_kv"].run(key[:count], value[:count], paged, slots)
+
+    def _asked_for(self) -> AttentionOptions:
+        if self._options is None:
+            sinks = None if self.sinks is None else self.sinks.float()
+            self._options = AttentionOptions(
+                scale=self.scale, window=self.sliding_window, softcap=self._softcap, sinks=sinks
+            )
+        return self._options
+
+    def _over(self, layer: Any, pages: Tensor) -> PagedKV:
+        """The layer's blocks, looked at anew when vLLM gives it others."""
+        name = pages.data_ptr(), pages.shape
+        if self._paged is None or self._paged[0] != name:
+            pages = pages.view(torch.uint8)
+            paged = self.page(layer, pages.shape[2]).over(pages)
+            self._paged = name, paged
+            spec = KernelSpec(
+                formats=paged.formats,
+                q_heads=self.num_heads,
+                kv_heads=self.num_kv_heads,
+                block_size=paged.block_size,
+            )
+            device = Device.of(pages.device)
+            self._kernels = {x: select(x, spec, device) for x in ("attend", "write_kv")}
+        return self._paged[1]

