@@ -1,6 +1,7 @@
-"""What every backend of vLLM that kvq stands in for has in common: the page, the metadata, the two kernels."""
+"""What the backends of vLLM that kvq stands in for have in common: pages, metadata, two kernels."""
 
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -48,7 +49,7 @@ def metadata_of(common: CommonAttentionMetadata, context_lens: list[int], lens: 
         raise ConfigError("kvq attends causally; this model or this way of drafting doesn't")
     requests = common.num_reqs
     starts = common.query_start_loc_cpu[: requests + 1].tolist()
-    new = tuple(end - start for start, end in zip(starts, starts[1:], strict=False))
+    new = tuple(end - start for start, end in pairwise(starts))
     tokens = starts[-1]
     batch = SequenceBatch(
         query_lens=new,

@@ -49,7 +49,9 @@ def recipe_of(name: str, head_dims: tuple[int, int], num_layers: int) -> KVRecip
     if len(recipe.layers) != num_layers:
         raise ConfigError(f"{name} is for {len(recipe.layers)} layers, the model has {num_layers}")
     if recipe.centers is not None:
-        raise ConfigError(f"{name} holds centers, which kvq takes back in its own engine only; leave them out")
+        raise ConfigError(
+            f"{name} holds centers, which kvq takes back in its own engine only; leave them out"
+        )
     if recipe.is_static:
         recipe.require_scales()
     return recipe

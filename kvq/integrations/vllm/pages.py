@@ -62,8 +62,8 @@ class Page:
         inside = (self.block_size * self.cell_bytes, self.cell_bytes, 1)
         if shape != cells or pages.stride()[1:] != inside:
             raise ConfigError(
-                f"vLLM's pages are {list(pages.shape)} bytes with strides {pages.stride()}, kvq's {cells} in a "
-                f"row; is VLLM_KV_CACHE_LAYOUT set?"
+                f"vLLM's pages are {list(pages.shape)} bytes with strides {pages.stride()}, kvq's {cells} in "
+                f"a row; is VLLM_KV_CACHE_LAYOUT set?"
             )
         stride = pages.stride(0)
         memory = pages.as_strided(((count - 1) * stride + self.layout.nbytes,), (1,))

@@ -27,10 +27,15 @@ def register() -> None:
             " and ".join(f"{x}.x" for x in SUPPORTED),
         )
         return
-    register_names()
-    from kvq.integrations.vllm import backends
+    from vllm.platforms import current_platform
 
-    backends.register()
+    if not current_platform.is_cpu():
+        _log.warning("kvq's formats are not registered: inside vLLM kvq runs on CPUs so far, not on GPUs")
+        return
+    register_names()
+    from kvq.integrations.vllm import cpu_backend
+
+    cpu_backend.register()
 
 
 def vllm_version() -> str:

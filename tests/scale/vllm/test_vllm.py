@@ -1,0 +1,127 @@
+"""kvq's formats inside a real vLLM on CPUs: its tokens, its memory, and what vLLM does with blocks."""
+
+import math
+
+import pytest
+import torch
+
+import kvq
+from kvq.formats import KVRecipe
+from kvq.integrations.vllm.names import recipe_of
+from kvq.integrations.vllm.pages import Page
+from tests.scale.vllm.kit import MEMORY, TINY, greedy, served
+
+TOKENS = 24
+TIE = 2e-2  # between logits of two tokens that rounding may exchange
+
+
+@pytest.fixture(scope="session")
+def tuned(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A kvq.json with another pair of formats in every layer."""
+    model = kvq.load(str(TINY))
+    dims = model.geometry.head_dims
+    layers = [
+        KVRecipe.uniform(("int8", "k8v4", "int4", "fp8")[i % 4], dims).layers[i] for i in range(len(dims))
+    ]
+    file = tmp_path_factory.mktemp("recipe") / "kvq.json"
+    KVRecipe(layers=tuple(layers)).save(file)
+    return str(file)
+
+
+def check_same(kv: str, prompts: list[list[int]], found: list[list[int]], want: list[list[int]]) -> int:
+    """Differences only where two tokens were nearly as likely; returns the number of prompts with one."""
+    model = kvq.load(str(TINY), kv=kv, dtype="fp32")
+    differing = 0
+    for ids, some, other in zip(prompts, found, want, strict=True):
+        at = next((i for i, (a, b) in enumerate(zip(some, other, strict=True)) if a != b), None)
+        if at is not None:
+            logits = model.logits(ids + other[:at])[-1]
+            assert abs(float(logits[some[at]] - logits[other[at]])) < TIE, (ids[:8], at)
+            differing += 1
+    return differing
+
+
+@pytest.mark.parametrize("kv", ["int8", "int4", "k8v4", "tuned"])
+def test_tokens_are_those_of_kvqs_own_engine(kv, prompts, own, tuned):
+    name = tuned if kv == "tuned" else kv
+    with served(name) as llm:
+        found = greedy(llm, prompts, TOKENS)
+    assert check_same(name, prompts, found, own(name, prompts, TOKENS)) <= 5
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"enable_prefix_caching": True},
+        {"enable_chunked_prefill": True, "max_num_batched_tokens": 16},
+        {"num_gpu_blocks_override": 9, "block_size": 32, "max_model_len": 256},
+        {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}},
+    ],
+    ids=["prefix caching", "chunked prefill", "preemption", "n-grams"],
+)
+def test_what_vllm_does_with_blocks_changes_no_tokens(options, prompts):
+    some = [prompts[i % 10][:60] for i in range(20)]  # each twice
+    with served("int4") as llm:
+        want = greedy(llm, some, TOKENS)
+    with served("int4", **options) as llm:
+        found = greedy(llm, some, TOKENS)
+    assert check_same("int4", some, found, want) <= 1
+
+
+@pytest.mark.parametrize("kv", ["int8", "int4", "k8v4"])
+def test_blocks_take_what_the_formats_take(kv):
+    """As many blocks as kvq's own pages fit into the memory, and 16-bit ones in proportion."""
+    geometry = kvq.load(str(TINY)).geometry
+    with served(kv) as llm:
+        cache = llm.llm_engine.vllm_config.cache_config
+    recipe = recipe_of(kv, geometry.head_dims[0], len(geometry.layers))
+    pages = [Page.of(recipe, x.index, x.kv_heads, cache.block_size) for x in geometry.layers]
+    assert cache.num_gpu_blocks == MEMORY // sum(page.layout.nbytes for page in pages)
+
+
+def test_prompt_log_probabilities_are_kvqs(prompts):
+    """Their mean, of which perplexity is the exponential, within 0.1%."""
+    from vllm import SamplingParams
+
+    ids = [token for prompt in prompts for token in prompt][:4096]
+    chunks = [ids[i : i + 256] for i in range(0, len(ids), 256)]
+    for kv in ("int8", "int4"):
+        with served(kv) as llm:
+            params = SamplingParams(max_tokens=1, prompt_logprobs=0, temperature=0)
+            outputs = llm.generate([{"prompt_token_ids": c} for c in chunks], params, use_tqdm=False)
+        found = [
+            rows[token].logprob
+            for chunk, output in zip(chunks, outputs, strict=True)
+            for token, rows in list(zip(chunk, output.prompt_logprobs, strict=True))[1:]
+        ]
+        model = kvq.load(str(TINY), kv=kv, dtype="fp32")
+        want = [
+            float(row[token])
+            for chunk in chunks
+            for token, row in zip(chunk[1:], torch.log_softmax(model.logits(chunk), -1), strict=False)
+        ]
+        mine, theirs = (math.exp(-sum(x) / len(x)) for x in (found, want))
+        assert abs(mine / theirs - 1) < 1e-3, (kv, mine, theirs)
+
+
+def test_models_that_ask_for_nothing_get_vllms_own(prompts):
+    with served(None) as llm:
+        block_size = llm.llm_engine.vllm_config.cache_config.block_size
+        geometry = kvq.load(str(TINY)).geometry
+        token_bytes = 4 * sum(x.elements_per_token for x in geometry.layers)
+        assert llm.llm_engine.vllm_config.cache_config.num_gpu_blocks == MEMORY // (block_size * token_bytes)
+        assert len(greedy(llm, prompts[:2], 3)[0]) == 3
+
+
+@pytest.mark.parametrize(
+    ("kv", "options", "said"),
+    [
+        ("int5", {}, "unknown"),
+        ("int4", {"kv_cache_dtype": "fp8"}, "name one"),
+        ("int4", {"kv_cache_dtype_skip_layers": ["0"]}, "kvq.json"),
+        ("fp8_per_head", {}, "static scales"),
+    ],
+)
+def test_what_cannot_be_served_is_refused_with_the_reason(kv, options, said):
+    with pytest.raises(Exception, match=said), served(kv, **options):
+        pass
