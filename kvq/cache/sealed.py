@@ -1,4 +1,4 @@
-"""Headers that travel with blocks: JSON as one version of kvq writes it, and a seal that tells of any change."""
+"""Headers that travel with blocks: JSON as kvq writes it, and a seal that tells of any change."""
 
 import hashlib
 import json

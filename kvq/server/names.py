@@ -82,6 +82,8 @@ KVQ = Names(
         ("generated_tokens", Called("kvq_tokens_generated", "Tokens generated.")),
         ("evictions", Called("kvq_evictions", "Blocks that left the prefix index.")),
         ("refused_pins", Called("kvq_pins_refused", "Pins left out since there was no room for more.")),
+        ("kv_events", Called("kvq_kv_events", "Blocks that routers were told of, entering or leaving.")),
+        ("dropped_kv_events", Called("kvq_kv_events_dropped", "Told of later, with all others: no room.")),
         ("recomputed_tokens", Called("kvq_recomputed_tokens", "Computed again after preemptions.")),
         ("swapped_blocks", Called("kvq_swapped_blocks", "Moved to host memory.")),
     ),

@@ -39,7 +39,7 @@ _WRONG = {  # what a header may say otherwise, most telling first
 
 
 class ChunkCodec:
-    """Chunks of equal layers, channels and dtype, of any number of tokens. Use it from one thread at a time."""
+    """Chunks of equal layers, channels and dtype, of any number of tokens. For one thread at a time."""
 
     def __init__(
         self,
@@ -117,8 +117,8 @@ class ChunkCodec:
         blocks = self._blocks(num_tokens)
         if payload.numel() != blocks.numel():
             raise DamagedData(
-                f"a stored chunk holds {payload.numel()} bytes of blocks, expected {blocks.numel()}: it is cut "
-                f"short, or too long; {_AGAIN}"
+                f"a stored chunk holds {payload.numel()} bytes of blocks, expected {blocks.numel()}: it is "
+                f"cut short, or too long; {_AGAIN}"
             )
         if header != {**expected, "blocks": self._digests.of(payload, 0).hex()}:
             raise DamagedData(f"a stored chunk's blocks are damaged; {_AGAIN}")
@@ -177,9 +177,13 @@ def _recipe(kv: str | Path | KVRecipe, num_layers: int, head_dim: int | None) ->
         recipe = KVRecipe.named(kv, [])
         dims = [(layer.k_head_dim, layer.v_head_dim) for layer in recipe.layers]
         if len(dims) != num_layers:
-            raise ConfigError(f"the recipe is for {len(dims)} layers, the chunk has {num_layers}; name a format")
+            raise ConfigError(
+                f"the recipe is for {len(dims)} layers, the chunk has {num_layers}; name a format"
+            )
         if any(k != v for k, v in dims):
-            raise ConfigError(f"K and V of a chunk have as many channels, the recipe's head dimensions are {dims}")
+            raise ConfigError(
+                f"K and V of a chunk have as many channels, the recipe's head dimensions are {dims}"
+            )
         if head_dim not in (None, *(k for k, _ in dims)):
             raise ConfigError(f"head_dim={head_dim}, but the recipe has {sorted(set(dims))}; leave it out")
         return recipe, [k for k, _ in dims]
@@ -214,7 +218,9 @@ def _parts(content: Tensor) -> tuple[dict[str, Any], Tensor]:
         raise DamagedData(f"a stored chunk is cut short, damaged or none of kvq's; {_AGAIN}")
     _, version, size, found = _FRONT.unpack(raw)
     if version != FORMAT_VERSION:
-        raise DamagedData(f"a stored chunk is of version {version}, this kvq reads {FORMAT_VERSION}; {_AGAIN}")
+        raise DamagedData(
+            f"a stored chunk is of version {version}, this kvq reads {FORMAT_VERSION}; {_AGAIN}"
+        )
     text = content[_FRONT.size : _FRONT.size + size].numpy().tobytes()
     if len(text) != size or found != seal(text.decode("utf-8", "replace")).encode():
         raise DamagedData(f"a stored chunk's header is cut short or damaged; {_AGAIN}")

@@ -48,8 +48,8 @@ class Codecs:
         """
         if len(shape) != 4 or shape[0] != 2:
             raise ConfigError(
-                f"the serde kvq codes chunks [2, layers, tokens, channels] of K and V, got {list(shape)}: latents "
-                f"(MLA) and other states go without it"
+                f"the serde kvq codes chunks [2, layers, tokens, channels] of K and V, got {list(shape)}: "
+                f"latents (MLA) and other states go without it"
             )
         known: dict[object, ChunkCodec] = self._own.__dict__.setdefault("codecs", {})
         kind = (shape[1], shape[3], dtype)
@@ -103,7 +103,9 @@ class KvqDeserializer(Deserializer):  # type: ignore[misc]
             codec.decode(content[done : done + size], chunk, _place(key, part))
             done += size
         if done != content.numel():
-            raise DamagedData(f"a stored chunk has {content.numel()} bytes, expected {done}; compute it again")
+            raise DamagedData(
+                f"a stored chunk has {content.numel()} bytes, expected {done}; compute it again"
+            )
 
 
 def register() -> None:
@@ -124,18 +126,22 @@ def make_processor(options: dict[str, object]) -> SerdeProcessor:
                 f"unknown option {name!r} of the serde kvq{nearest(name, list(_OPTIONS)) or ';'} "
                 f"known: {', '.join(_OPTIONS)}"
             )
-    kv, head_dim, workers = options.get("kv"), options.get("head_dim"), options.get("max_workers", 1)
+    kv, head_dim = options.get("kv"), _count(options, "head_dim")
     if not isinstance(kv, str):
         raise ConfigError(f"the serde kvq needs kv, such as 'int4', 'int8/int4' or 'kvq.json', got {kv!r}")
-    for name, count in (("head_dim", head_dim), ("max_workers", workers)):
-        if count is not None and (type(count) is not int or count < 1):
-            raise ConfigError(f"{name} of the serde kvq must be a number of at least 1, got {count!r}")
-    if head_dim is None and not kv.endswith(".json"):
-        raise ConfigError(f"the serde kvq needs the model's head_dim with kv={kv!r}")
     if not kv.endswith(".json"):
+        if head_dim is None:
+            raise ConfigError(f"the serde kvq needs the model's head_dim with kv={kv!r}")
         KVRecipe.uniform(kv, [(head_dim, head_dim)])  # refused now, not at the first chunk
-    codecs = Codecs(kv, head_dim)
+    codecs, workers = Codecs(kv, head_dim), _count(options, "max_workers") or 1
     return AsyncSerdeProcessor(KvqSerializer(codecs), KvqDeserializer(codecs), max_workers=workers)
+
+
+def _count(options: dict[str, object], name: str) -> int | None:
+    count = options.get(name)
+    if count is None or (isinstance(count, int) and not isinstance(count, bool) and count >= 1):
+        return count
+    raise ConfigError(f"{name} of the serde kvq must be a number of at least 1, got {count!r}")
 
 
 def _chunks(memory: MemoryObj) -> list[Tensor]:

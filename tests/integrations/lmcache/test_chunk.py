@@ -1,4 +1,4 @@
-"""Chunks as sealed kvq blocks, without LMCache: what is read is what the formats make of it, or nothing is."""
+"""Chunks as sealed kvq blocks, without LMCache: what is read is what the formats make of it."""
 
 import random
 

@@ -1,6 +1,5 @@
-"""LMCache's own processor, L1 memory and disk adapter with the serde `kvq`: what comes back, and what is refused."""
+"""LMCache's own processor, L1 memory and disk adapter with the serde `kvq`."""
 
-import json
 import os
 import random
 import select
@@ -21,7 +20,7 @@ from lmcache.v1.distributed.l2_adapters.config import L2AdapterConfigBase
 from lmcache.v1.distributed.l2_adapters.fs_l2_adapter import FSL2AdapterConfig
 from lmcache.v1.distributed.l2_adapters.serde_wrapper import SerdeL2AdapterWrapper
 from lmcache.v1.distributed.serde import create_serde_processor
-from lmcache.v1.memory_management import MemoryObj, MemoryObjMetadata, TensorMemoryObj
+from lmcache.v1.memory_management import MemoryObjMetadata, TensorMemoryObj
 
 from kvq.errors import ConfigError, DamagedData
 from kvq.formats import KVRecipe
@@ -66,7 +65,7 @@ def key(number: int, model: str = "tiny") -> ObjectKey:
 
 
 class Disk:
-    """LMCache's disk adapter behind a serde, as its storage manager puts them together from an adapter's JSON."""
+    """LMCache's disk adapter behind a serde, put together as its storage manager does."""
 
     def __init__(self, folder: Path, serde: dict[str, object]) -> None:
         spec = {"type": "fs", "base_path": str(folder), "serde": serde}
@@ -75,7 +74,9 @@ class Disk:
         self.folder = folder
         size = 64 << 20
         self.l1 = L1Manager(
-            L1ManagerConfig(memory_config=L1MemoryManagerConfig(size_in_bytes=size, use_lazy=False, shm_name=""))
+            L1ManagerConfig(
+                memory_config=L1MemoryManagerConfig(size_in_bytes=size, use_lazy=False, shm_name="")
+            )
         )
         self.adapter = SerdeL2AdapterWrapper(
             create_l2_adapter(config, None), create_serde_processor(config.serde_config), self.l1
@@ -135,7 +136,10 @@ def sides(x: torch.Tensor, kv: str) -> list[tuple[torch.Tensor, torch.Tensor, to
 
 @pytest.mark.parametrize(
     ("disk", "ratio"),
-    [({"kv": kv}, ratio) for kv, ratio in (("int8", 1.95), ("k8v4", 2.5), ("int4", 3.5), ("int2", 5.0), ("bf16", 0.99))],
+    [
+        ({"kv": kv}, ratio)
+        for kv, ratio in (("int8", 1.95), ("k8v4", 2.5), ("int4", 3.5), ("int2", 5.0), ("bf16", 0.99))
+    ],
     indirect=["disk"],
     ids=lambda value: value.get("kv") if isinstance(value, dict) else None,
 )
@@ -151,7 +155,7 @@ def test_a_chunk_comes_back_from_the_disk(disk, ratio, request, record_property)
         got = got.unflatten(-1, (HEADS, DIM))
         torch.testing.assert_close(got, wanted, rtol=2**-8, atol=1e-6)
         if "int" in kv or "k8" in kv:
-            # Rotations keep lengths: a row's error is at most that of its codes, half a step each, and bf16's.
+            # Rotations keep lengths: a row's error is at most that of its codes, half a step each, and bf16's
             error, bound = (got - own).norm(dim=-1), half.norm(dim=-1) + own.norm(dim=-1) * 2**-8
             print(f"  largest error {(error / bound).max():.2f} of half a step in every element")
             assert (error <= bound).all()
@@ -180,7 +184,8 @@ def test_every_one_of_1000_flipped_bits_is_found(disk, caplog):
 
 @pytest.mark.parametrize("disk", [{"kv": "int4"}], indirect=True)
 def test_cut_files_and_files_of_other_chunks_are_misses(disk):
-    assert disk.store(1, rows(1)) and disk.store(2, rows(2))
+    assert disk.store(1, rows(1))
+    assert disk.store(2, rows(2))
     first, second = disk.file(1), disk.file(2)
     good = first.read_bytes()
     first.write_bytes(second.read_bytes())
@@ -205,7 +210,8 @@ def test_a_recipe_of_its_own_for_every_layer(tmp_path):
     KVRecipe(layers=tuple(formats)).save(path)
     made = Disk(tmp_path / "cache", {"type": "kvq", "kv": str(path), "max_workers": 2})
     try:
-        assert made.store(1, rows()) and made.load(1) is not None
+        assert made.store(1, rows())
+        assert made.load(1) is not None
         other = Disk(made.folder, {"type": "kvq", "kv": "int4", "head_dim": DIM})
         assert other.load(1) is None
         other.close()
@@ -236,10 +242,13 @@ def test_sizes_are_known_before_and_other_chunks_are_refused():
         L2AdapterConfigBase._parse_serde_config({"serde": {"type": "kvq", "kv": "int4", "head_dim": DIM}})
     )
     layout = MemoryLayoutDesc(shapes=[SHAPE], dtypes=[torch.bfloat16])
-    source, room = memory(rows()), memory(torch.zeros(serde.estimate_serialized_size(layout), dtype=torch.uint8))
+    source, room = (
+        memory(rows()),
+        memory(torch.zeros(serde.estimate_serialized_size(layout), dtype=torch.uint8)),
+    )
     serde.submit_serialize([source], [room], [key(1)])
     _wait(serde.get_serialize_event_fd())
-    assert isinstance(source, MemoryObj) and room.get_size() == room.get_physical_size()
+    assert room.get_size() == room.get_physical_size()
     latents = MemoryLayoutDesc(shapes=[torch.Size((1, 4, 256, 576))], dtypes=[torch.bfloat16])
     with pytest.raises(ConfigError, match="latents"):
         serde.estimate_serialized_size(latents)
@@ -248,7 +257,10 @@ def test_sizes_are_known_before_and_other_chunks_are_refused():
 
 def test_lmcaches_own_command_line_knows_it():
     run = subprocess.run(
-        [sys.executable, "-m", "kvq.integrations.lmcache", "--help"], capture_output=True, text=True, timeout=120
+        [sys.executable, "-m", "kvq.integrations.lmcache", "--help"],
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
     assert run.returncode == 0
     assert "usage: lmcache" in run.stdout
