@@ -2,9 +2,9 @@
 
 import re
 from dataclasses import dataclass
+from ipaddress import ip_address
 
 from kvq.errors import ConfigError
-from kvq.server.guard import LOOPBACK
 
 _TCP = re.compile(r"tcp://(.+):([0-9]{1,5})")
 
@@ -49,4 +49,9 @@ def listening(text: str, option: str) -> str:
 
 def _is_local(address: str) -> bool:
     found = _TCP.fullmatch(address)
-    return found is None or found[1] in LOOPBACK
+    if found is None or found[1] == "localhost":
+        return True
+    try:
+        return ip_address(found[1].strip("[]")).is_loopback
+    except ValueError:  # another name, or *
+        return False

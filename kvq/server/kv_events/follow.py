@@ -8,7 +8,7 @@ class Followed:
     """A subscriber to block events. O(1) an event; a digest and nothing more is kept of a block that is held.
 
     Blocks of the first layer group stand for all: it is the one with full attention, if any has, whose blocks
-    every hit needs. Prompts with a salt of their own are left out: without it nobody could tell them from others.
+    every hit needs. Prompts with a salt are left out: without it nobody could tell them from others.
     """
 
     def __init__(self, manager: BlockManager) -> None:

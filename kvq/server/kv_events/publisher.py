@@ -1,8 +1,8 @@
 """Batches of block events over ZeroMQ, from a thread of its own, as vLLM publishes them.
 
 Every message is three frames: the topic, a sequence number of 8 bytes (big-endian), and the batch. Whoever
-missed some sends the first missing number to the replay address (DEALER: an empty frame, then 8 bytes) and gets
-those that are still kept, each after an empty frame, and after them the number -1.
+missed some sends the first missing number to the replay address (DEALER: an empty frame, then 8 bytes) and
+gets those still kept, each after an empty frame, and after them the number -1.
 """
 
 import logging
@@ -10,7 +10,7 @@ import queue
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from time import monotonic, time
+from time import monotonic, time, time_ns
 
 import zmq
 
@@ -43,7 +43,9 @@ class Publisher:
         self._on_join = on_join
         self._queue: queue.Queue[Sequence[Change] | None] = queue.Queue(_QUEUED)
         self._kept: deque[tuple[bytes, bytes]] = deque(maxlen=_KEPT)  # sequence number, batch
-        self._number = 0
+        self._number = (
+            time_ns() // 1000
+        )  # above all of an engine that was here before: routers drop lower ones
         self._is_joined = False  # somebody subscribed who was not told all yet
         self._told_s = -_JOIN_S
         self._context = zmq.Context()
