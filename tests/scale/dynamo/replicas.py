@@ -187,7 +187,7 @@ def _restart(old: Replica, *, orderly: bool) -> Replica:
     return Replica(old.address)
 
 
-def _bring_up_loopback() -> None:
+def bring_up_loopback() -> None:
     """A new network has a loopback that is down."""
     with socket.socket() as any_socket:
         up_and_running = struct.pack("16sh14x", b"lo", 0x1 | 0x40)
@@ -196,7 +196,7 @@ def _bring_up_loopback() -> None:
 
 def main() -> None:
     """Compare, with batches that are lost and without."""
-    _bring_up_loopback()
+    bring_up_loopback()
     cases = int(sys.argv[1])
     print(json.dumps([compare(cases, loses=0.0), compare(cases // 5, loses=0.3)]))
 
