@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
@@ -66,6 +66,11 @@ class Asked:
         None, "Publish block events, for routers: a port of loopback, or tcp://HOST:PORT to listen on."
     )
     kv_events_topic: str = option("", "Topic of their messages, such as kv@HOST@MODEL for llm-d.")
+    kv_events_form: Literal["maps", "arrays"] = option(
+        "maps",
+        "How an event is written: maps as by vLLM 0.32, arrays as before it.",
+        type=click.Choice(["maps", "arrays"]),
+    )
     kv_events_replay: str | None = option(None, "Where missed ones can be asked for: as --kv-events.")
     request_timeout: float = option(600.0, "Seconds for a request; 0: any.", type=AT_LEAST_0)
     max_connections: int = option(
@@ -166,6 +171,7 @@ def _events(asked: Asked) -> Any:
     return EventsConfig(
         address=listening(asked.kv_events, "--kv-events"),
         topic=asked.kv_events_topic,
+        form=asked.kv_events_form,
         replay=None if replay is None else listening(replay, "--kv-events-replay"),
     )
 

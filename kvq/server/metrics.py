@@ -77,6 +77,7 @@ class Source:
         found: dict[str, Value] = {"version": {(__version__,): 1}, "is_ready": is_ready}
         if info is not None:
             numbers = (info.shape.block_size, info.max_context, info.scheduler.max_num_seqs)
+            found["cache"] = {(str(info.shape.block_size), str(info.shape.num_blocks[0])): 1}
             found["engine"] = {(self.model, ",".join(dict.fromkeys(info.kv)), *map(str, numbers)): 1}
             if is_ready and self._remote.gauges is not None:
                 found |= _of_gauges(self._remote.gauges, info)

@@ -3,9 +3,11 @@
 import re
 from dataclasses import dataclass
 from ipaddress import ip_address
+from typing import Literal
 
 from kvq.errors import ConfigError
 
+Form = Literal["maps", "arrays"]  # as vLLM 0.32 writes them, and as versions before it did
 _TCP = re.compile(r"tcp://(.+):([0-9]{1,5})")
 
 
@@ -16,12 +18,18 @@ class EventsConfig:
     address: str
     topic: str = ""
     replay: str | None = None  # where missed batches are asked for
+    form: Form = "maps"  # of events in a batch
 
     def __post_init__(self) -> None:
         if self.replay == self.address:
             raise ConfigError(
                 f"--kv-events and --kv-events-replay need an address each, both are {self.address}"
             )
+
+    @property
+    def warning(self) -> str:
+        """What whoever listens beyond loopback should know."""
+        return f"they hold the token ids of prompts; whoever reaches {self.address} can read them"
 
     @property
     def is_local(self) -> bool:

@@ -39,6 +39,7 @@ class Publisher:
             ConfigError: an address can't be listened on.
         """
         self._topic = config.topic.encode()
+        self._form = config.form
         self._block_size = block_size
         self._on_join = on_join
         self._queue: queue.Queue[Sequence[Change] | None] = queue.Queue(_QUEUED)
@@ -57,7 +58,7 @@ class Publisher:
             self._context.destroy(linger=0)
             raise
         if not config.is_local:
-            _log.warning("block events hold token ids; whoever reaches %s reads them", config.address)
+            _log.warning("block events: %s", config.warning)
         self._thread = threading.Thread(target=self._run, name="kvq-events", daemon=True)
         self._thread.start()
 
@@ -103,7 +104,7 @@ class Publisher:
 
     def _send(self, changes: Sequence[Change]) -> None:
         number = self._number.to_bytes(8, "big")
-        content = encode(changes, block_size=self._block_size, now=time())
+        content = encode(changes, block_size=self._block_size, now=time(), form=self._form)
         self._number += 1
         self._kept.append((number, content))
         self._out.send_multipart((self._topic, number, content))

@@ -1,4 +1,6 @@
-"""What a batch of block events looks like to vLLM's consumers: msgpack, with names as vLLM 0.32 has them.
+"""What a batch of block events looks like to vLLM's consumers: msgpack, byte for byte as vLLM 0.32 writes it.
+
+Each event is a map there. Earlier versions wrote arrays, which some readers expect: the kind, then fields.
 
 Source: vllm/distributed/kv_events.py. Hashes are the last 64 bits of kvq's digests, which is what vLLM sends
 where it sends numbers, and all that routers keep of longer ones.
@@ -6,9 +8,11 @@ where it sends numbers, and all that routers keep of longer ones.
 
 from array import array
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
+
+from kvq.server.kv_events.config import Form
 
 MEDIUM = "GPU"  # what vLLM calls the memory that a model attends to, also on a CPU
 
@@ -44,6 +48,7 @@ class BlockStored(msgspec.Struct, omit_defaults=True, tag=True):
     lora_id: int | None
     medium: str | None
     lora_name: str | None
+    extra_keys: None = None
     group_idx: int | None = None
 
 
@@ -66,7 +71,7 @@ class EventBatch(msgspec.Struct, array_like=True, omit_defaults=True):
     """What one message holds."""
 
     ts: float  # seconds since 1970
-    events: list[Event]
+    events: list[Event] | list[list[Any]]
     data_parallel_rank: int | None = None
 
 
@@ -78,7 +83,7 @@ def name_of(digest: bytes) -> int:
     return int.from_bytes(digest[-8:], "big")
 
 
-def encode(changes: Iterable[Change], *, block_size: int, now: float) -> bytes:
+def encode(changes: Iterable[Change], *, block_size: int, now: float, form: Form = "maps") -> bytes:
     """A batch; neighbouring blocks of a chain, and neighbouring removals, are one event."""
     events: list[Event] = []
     for change in changes:
@@ -95,7 +100,8 @@ def encode(changes: Iterable[Change], *, block_size: int, now: float) -> bytes:
             last.token_ids += array("I", change.tokens)
         else:
             tokens = array("I", change.tokens).tolist()
-            events.append(
-                BlockStored([change.name], change.parent, tokens, block_size, None, MEDIUM, None, 0)
-            )
-    return _encoder.encode(EventBatch(ts=now, events=events, data_parallel_rank=0))
+            place = (None, MEDIUM, None, None, 0)  # no LoRA; the layer group
+            events.append(BlockStored([change.name], change.parent, tokens, block_size, *place))
+    arrays = [[type(event).__name__, *msgspec.structs.astuple(event)] for event in events]
+    batch = EventBatch(ts=now, events=events if form == "maps" else arrays, data_parallel_rank=0)
+    return _encoder.encode(batch)

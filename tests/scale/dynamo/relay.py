@@ -47,7 +47,7 @@ async def _overlaps() -> list[int]:
     )
     replica = Replica(f"tcp://127.0.0.1:{free_port()}")
     relay = KvEventPublisher(
-        endpoint, kv_block_size=SIZE, zmq_endpoint=replica.address, enable_local_indexer=True
+        endpoint, kv_block_size=SIZE, zmq_endpoint=replica.config.address, enable_local_indexer=True
     )
     router = KvRouter(endpoint, SIZE, KvRouterConfig())
     found = [await _settled(replica, router, 0)]

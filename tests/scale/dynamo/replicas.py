@@ -20,7 +20,7 @@ from time import monotonic, sleep
 
 from kvq.bench.serve_process import free_port
 from kvq.blockmgr import BlockManager
-from kvq.server.kv_events.config import EventsConfig
+from kvq.server.kv_events.config import EventsConfig, Form
 from kvq.server.kv_events.publisher import Publisher
 from kvq.server.kv_events.stream import EventStream
 from kvq.server.kv_events.wire import Change
@@ -33,10 +33,10 @@ _VOCABULARY = 6  # few, so that prompts begin alike
 class Replica:
     """A block manager and its events on an address; for the share `loses` of batches there is no room."""
 
-    def __init__(self, address: str, *, loses: float = 0.0, seed: int = 0) -> None:
-        self.address = address
+    def __init__(self, address: str, *, loses: float = 0.0, seed: int = 0, form: Form = "maps") -> None:
+        self.config = EventsConfig(address=address, form=form)
         self.manager = BlockManager(num_blocks=[24], block_size=SIZE, host_slots=[8])
-        self.publisher = Publisher(EventsConfig(address=address), block_size=SIZE, on_join=self._joined)
+        self.publisher = Publisher(self.config, block_size=SIZE, on_join=self._joined)
         self._loses, self._rng, self._has_joined = loses, random.Random(seed), False
         self.stream = EventStream(self.manager, self)
         self.stream.followed.include("")
@@ -130,7 +130,7 @@ def _prompt(rng: random.Random, known: list[list[int]]) -> list[int]:
     return fresh
 
 
-def compare(cases: int, *, loses: float, seed: int = 27) -> dict[str, int]:
+def compare(cases: int, *, loses: float, form: Form, seed: int = 27) -> dict[str, int]:
     """Random work on three replicas; after each, a random prompt is looked up in the index.
 
     Returns counts of what the cases were.
@@ -139,8 +139,8 @@ def compare(cases: int, *, loses: float, seed: int = 27) -> dict[str, int]:
         AssertionError: the index never said what the replicas hold.
     """
     rng, known, seen = random.Random(seed), list[list[int]](), Counter[str]()
-    replicas = [Replica(f"tcp://127.0.0.1:{free_port()}", loses=loses, seed=n) for n in range(3)]
-    index = Index([replica.address for replica in replicas])
+    replicas = [Replica(f"tcp://127.0.0.1:{free_port()}", loses=loses, seed=n, form=form) for n in range(3)]
+    index = Index([replica.config.address for replica in replicas])
     evicted = Counter[str]()
     for replica in replicas:
         replica.manager.subscribe(lambda event: evicted.update([type(event).__name__]))
@@ -184,7 +184,7 @@ def _restart(old: Replica, *, orderly: bool) -> Replica:
     if orderly:
         old.stream.close()
     old.publisher.close()
-    return Replica(old.address)
+    return Replica(old.config.address, form=old.config.form)
 
 
 def bring_up_loopback() -> None:
@@ -195,10 +195,11 @@ def bring_up_loopback() -> None:
 
 
 def main() -> None:
-    """Compare, with batches that are lost and without."""
+    """Compare; then with events of the other form, and with batches that are lost."""
     bring_up_loopback()
     cases = int(sys.argv[1])
-    print(json.dumps([compare(cases, loses=0.0), compare(cases // 5, loses=0.3)]))
+    calm, lossy = compare(cases, loses=0.0, form="maps"), compare(cases // 5, loses=0.3, form="arrays")
+    print(json.dumps([calm, lossy]))
 
 
 if __name__ == "__main__":

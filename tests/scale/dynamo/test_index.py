@@ -23,7 +23,7 @@ def alone(module: str, *arguments: str) -> str:
 
 
 def test_the_index_knows_what_every_replica_holds():
-    """Of 1,000 prompts, and of 200 more where three batches in ten are lost on their way."""
+    """Of 1,000 prompts, and of 200 with events as arrays, of which three batches in ten find no room."""
     calm, lossy = json.loads(alone("replicas", "1000"))
     for found, cases in ((calm, 1000), (lossy, 200)):
         assert found["one holds most"] + found["several do"] + found["nobody holds it"] == cases
