@@ -22,6 +22,7 @@ PACKAGES = {  # module -> its package, and the extra of pyproject.toml that brin
     "accelerate": ("accelerate", "bnb"),
     "triton": ("triton", "gpu"),
 }
+INSIDE = ("lmcache",)  # extras that bring what kvq runs inside of; "all" leaves them out
 SERVER = ("fastapi", "uvicorn", "h11", "msgspec", "prometheus_client")
 EVENTS = ("zmq",)
 LM_EVAL = ("lm_eval", "datasets")

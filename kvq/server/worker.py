@@ -86,7 +86,7 @@ class Worker:
             try:
                 self._publish(loop, start.kv_events)
             except ConfigError as error:
-                self._send(Refused(reason=str(error)))
+                self._send(Refused(reason=str(error), may_pass=True))
                 core.close()
                 return
         memory = Memory(model.weights.device)

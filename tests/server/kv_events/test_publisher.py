@@ -4,6 +4,7 @@ import json
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import pytest
 
@@ -13,6 +14,8 @@ import zmq
 
 from kvq.bench.serve_process import free_port
 from kvq.errors import ConfigError
+from kvq.server import check
+from kvq.server.config import ServerConfig
 from kvq.server.kv_events.config import EventsConfig
 from kvq.server.kv_events.publisher import Publisher
 from kvq.server.kv_events.wire import Cleared, Entered
@@ -96,6 +99,20 @@ def test_an_address_that_is_taken_is_refused_and_free_again_after_closing(config
         Publisher(config, block_size=1)
     publisher.close()
     Publisher(config, block_size=1).close()
+
+
+def test_a_check_looks_whether_the_addresses_are_free(config):
+    asked = ServerConfig(kv_events=config)
+    [fine] = check._events(asked)
+    assert (fine.is_error, fine.text) == (False, f"block events: {config.address} is free")
+    publisher = Publisher(config, block_size=1)
+    [taken] = check._events(asked)
+    publisher.close()
+    assert taken.is_error
+    assert "can't listen on" in taken.text
+    open_to_all = replace(config, address=config.address.replace("127.0.0.1", "*"))
+    *_, warning = check._events(ServerConfig(kv_events=open_to_all))
+    assert (warning.level, "token ids" in warning.text) == ("warning", True)
 
 
 def test_a_server_tells_who_subscribes_of_all_its_blocks():
