@@ -32,6 +32,10 @@ class NumericalError(RequestError):
     """A request whose K, V or logits held NaN or infinity. It alone ended; nothing of it is cached."""
 
 
+class DamagedData(KVQError, ValueError):
+    """Stored KV that is not what was written, or was written for something else. Compute it again."""
+
+
 class EngineError(KVQError):
     """A request or an engine that failed for a reason that is not the request's own fault."""
 

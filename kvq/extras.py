@@ -12,6 +12,8 @@ PACKAGES = {  # module -> its package, and the extra of pyproject.toml that brin
     "msgspec": ("msgspec", "serve"),
     "prometheus_client": ("prometheus-client", "serve"),
     "yaml": ("pyyaml", "serve"),
+    "zmq": ("pyzmq", "events"),
+    "lmcache": ("lmcache", "lmcache"),
     "lm_eval": ("lm-eval", "eval"),
     "datasets": ("datasets", "eval"),
     "pyarrow": ("pyarrow", "eval"),
@@ -20,7 +22,9 @@ PACKAGES = {  # module -> its package, and the extra of pyproject.toml that brin
     "accelerate": ("accelerate", "bnb"),
     "triton": ("triton", "gpu"),
 }
+INSIDE = ("lmcache",)  # extras that bring what kvq runs inside of; "all" leaves them out
 SERVER = ("fastapi", "uvicorn", "h11", "msgspec", "prometheus_client")
+EVENTS = ("zmq",)
 LM_EVAL = ("lm_eval", "datasets")
 PLOTS = ("matplotlib",)
 BITSANDBYTES = ("bitsandbytes", "accelerate")

@@ -4,6 +4,7 @@ A digest is of a block's bytes and of everything that decides how those bytes ar
 """
 
 import errno
+import hashlib
 import json
 import logging
 import os
@@ -65,6 +66,12 @@ def layout_numbers(layout: GroupLayout) -> dict[str, object]:
             for layer in layout.layers
         ],
     }
+
+
+def layout_digest(layout: KVLayout) -> str:
+    """SHA-256 of `layout_numbers` of every group, in hex."""
+    numbers = json.dumps([layout_numbers(group) for group in layout.groups], sort_keys=True)
+    return hashlib.sha256(numbers.encode()).hexdigest()
 
 
 _log = logging.getLogger("kvq")

@@ -19,8 +19,9 @@ from torch import Tensor
 from kvq import fileio
 from kvq.blockmgr.manager import BlockManager
 from kvq.blockmgr.prefix import TOKEN_BYTES, PrefixIndex, PrefixQuery
-from kvq.cache.host_store import BlockDigests, layout_numbers
+from kvq.cache.host_store import BlockDigests, layout_digest
 from kvq.cache.kv_cache import KVCache
+from kvq.cache.sealed import header_text, seal
 from kvq.errors import ConfigError, OutOfBlocks, first_lines
 
 _log = logging.getLogger("kvq")
@@ -55,8 +56,8 @@ def save_prefix(path: str | Path, cache: KVCache, manager: BlockManager, prompt:
         for group, (start, table) in enumerate(zip(starts, tables, strict=True))
     }
     digests = [_digest(cache, g, start, tensors[_name(g)]) for g, start in enumerate(starts)]
-    header = _text(_header(cache, prompt, length, starts, digests))
-    content = save(tensors, metadata={"kvq": header, "seal": _seal(header)})
+    header = header_text(_header(cache, prompt, length, starts, digests))
+    content = save(tensors, metadata={"kvq": header, "seal": seal(header)})
     fileio.write_bytes(path, content, permissions=fileio.PRIVATE)
     return length
 
@@ -112,7 +113,7 @@ def _read(path: str | Path, cache: KVCache, prompt: PrefixQuery) -> tuple[dict[s
     if not isinstance(length, int) or not isinstance(starts, list):
         raise _Miss("its header has no length or no starts")
     total, rest = divmod(length, cache.layout.block_size)
-    if found.get("layout") != _layout_digest(cache):
+    if found.get("layout") != layout_digest(cache.layout):
         raise _Miss("it was made for another layout: block size, layers or their formats differ")
     if rest or not 0 < length <= len(prompt.tokens):
         raise _Miss(f"it holds {length} tokens, the prompt has {len(prompt.tokens)}")
@@ -132,7 +133,7 @@ def _read(path: str | Path, cache: KVCache, prompt: PrefixQuery) -> tuple[dict[s
     }.items():
         if found.get(name) != header[name]:
             raise _Miss(reason)
-    if json.dumps(found, sort_keys=True) != _text(header):
+    if header_text(found) != header_text(header):
         raise _Miss("its header is not written as this version writes it")
     return header, tensors
 
@@ -159,8 +160,8 @@ def _sealed_header(raw: bytes) -> dict[str, Any]:
     size = int.from_bytes(raw[:8], "little")
     try:
         metadata = json.loads(raw[8 : 8 + size])["__metadata__"]
-        text, seal = metadata.pop("kvq"), metadata.pop("seal")
-        if metadata or seal != _seal(text):
+        text, found = metadata.pop("kvq"), metadata.pop("seal")
+        if metadata or found != seal(text):
             raise _Miss("its header is damaged")
         header = json.loads(text)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
@@ -196,7 +197,7 @@ def _header(
     """What a file is for. All digests are hex; the salt and the tokens appear as digests only."""
     return {
         "format_version": FORMAT_VERSION,
-        "layout": _layout_digest(cache),
+        "layout": layout_digest(cache.layout),
         "recipe": cache.layout.recipe.digest(),
         # of the model, the recipe and the salt, as the block manager knows them
         "root": hashlib.sha256(b"kvq prefix file root" + prompt.root).hexdigest(),
@@ -207,26 +208,13 @@ def _header(
     }
 
 
-def _text(header: dict[str, Any]) -> str:
-    return json.dumps(header, sort_keys=True)
-
-
 def _digest(cache: KVCache, group: int, start: int, blocks: Tensor) -> str:
     return BlockDigests(cache.layout.groups[group], cache.layout.recipe).of(blocks, start).hex()
-
-
-def _layout_digest(cache: KVCache) -> str:
-    numbers = json.dumps([layout_numbers(group) for group in cache.layout.groups], sort_keys=True)
-    return hashlib.sha256(numbers.encode()).hexdigest()
 
 
 def _largest(cache: KVCache, prompt: PrefixQuery) -> int:
     blocks = len(prompt.tokens) // cache.layout.block_size
     return _HEADER_LIMIT + sum(group.pool_bytes(blocks) for group in cache.layout.groups)
-
-
-def _seal(header: str) -> str:
-    return hashlib.sha256(header.encode()).hexdigest()
 
 
 def _name(group: int) -> str:

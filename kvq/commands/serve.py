@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
@@ -20,7 +20,7 @@ from kvq.commands.options import (
 from kvq.commands.screen import echo
 from kvq.commands.served import Service, service_options
 from kvq.errors import ConfigError
-from kvq.extras import SERVER, require
+from kvq.extras import EVENTS, SERVER, require
 
 if TYPE_CHECKING:
     from kvq.server.config import ServerConfig
@@ -62,6 +62,16 @@ class Asked:
         "Names at /metrics: kvq, vllm, llm; several with commas. kvq's are always there.",
         multiple=True,
     )
+    kv_events: str | None = option(
+        None, "Publish block events, for routers: a port of loopback, or tcp://HOST:PORT to listen on."
+    )
+    kv_events_topic: str = option("", "Topic of their messages, such as kv@HOST@MODEL for llm-d.")
+    kv_events_form: Literal["maps", "arrays"] = option(
+        "maps",
+        "How an event is written: maps as by vLLM 0.32, arrays as before it.",
+        type=click.Choice(["maps", "arrays"]),
+    )
+    kv_events_replay: str | None = option(None, "Where missed ones can be asked for: as --kv-events.")
     request_timeout: float = option(600.0, "Seconds for a request; 0: any.", type=AT_LEAST_0)
     max_connections: int = option(
         4096, "At once, as far as the limit of open files (ulimit -n) allows.", type=AT_LEAST_1
@@ -140,11 +150,29 @@ def _config(service: Service, asked: Asked) -> "ServerConfig":
         max_connections=asked.max_connections,
         max_connections_per_address=asked.max_connections_per_address,
         max_restarts=asked.max_restarts,
+        kv_events=_events(asked),
         metrics_names=parse_names(asked.metrics_names),
         trusts_chats=asked.control_tokens_in in ("chats", "both"),
         trusts_completions=asked.control_tokens_in in ("completions", "both"),
         grace_s=asked.grace,
         timeout_s=asked.request_timeout or None,
+    )
+
+
+def _events(asked: Asked) -> Any:
+    from kvq.server.kv_events.config import EventsConfig, listening
+
+    if asked.kv_events is None:
+        if asked.kv_events_replay is not None or asked.kv_events_topic:
+            raise ConfigError("--kv-events-replay and --kv-events-topic need --kv-events, such as 5557")
+        return None
+    require("--kv-events", EVENTS)
+    replay = asked.kv_events_replay
+    return EventsConfig(
+        address=listening(asked.kv_events, "--kv-events"),
+        topic=asked.kv_events_topic,
+        form=asked.kv_events_form,
+        replay=None if replay is None else listening(replay, "--kv-events-replay"),
     )
 
 

@@ -54,7 +54,7 @@ def _error(text: str) -> Finding:
 
 def check_config(config: ServerConfig) -> list[Finding]:
     """Look at the address, the model's files, formats, memory and the prefill budget; try its template."""
-    findings = list(_address(config))
+    findings = [*_address(config), *_events(config)]
     try:
         engine = check_engine(config.model, config.kv, config.engine)
         verify_manifest(engine.model.folder)
@@ -85,6 +85,20 @@ def _address(config: ServerConfig) -> Iterator[Finding]:
             "address: keys and prompts cross the network in the clear; give --ssl-certfile, or put a "
             "proxy with TLS before it"
         )
+
+
+def _events(config: ServerConfig) -> Iterator[Finding]:
+    if config.kv_events is None:
+        return
+    from kvq.server.kv_events.publisher import Publisher  # with pyzmq, which nothing else needs
+
+    try:
+        Publisher(config.kv_events, block_size=1).close()
+        yield _ok(f"block events: {config.kv_events.address} is free")
+    except ConfigError as error:
+        yield _error(f"block events: {error}")
+    if not config.kv_events.is_local:
+        yield _warning(f"block events: {config.kv_events.warning}")
 
 
 def _memory(checked: CheckedEngine) -> Iterator[Finding]:

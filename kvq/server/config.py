@@ -9,6 +9,7 @@ from kvq.errors import ConfigError
 from kvq.fileio import check_secret
 from kvq.server.admission import AdmissionConfig
 from kvq.server.guard import LOOPBACK, Access
+from kvq.server.kv_events.config import EventsConfig
 from kvq.server.logs import LogConfig
 from kvq.server.tenants import TenantLimits
 from kvq.server.tools.registry import find_format
@@ -54,6 +55,7 @@ class ServerConfig:
     max_connections: int = 4096  # as far as the limit of open files allows
     max_connections_per_address: int | None = None  # None: half of all
     max_restarts: int = 5  # of the engine within ten minutes
+    kv_events: EventsConfig | None = None
     metrics_names: tuple[str, ...] = ("kvq",)  # as `parse_names` gives them
     grace_s: float = 30.0  # for running requests after SIGTERM
     timeout_s: float | None = 600.0  # for a request, from its arrival at the engine

@@ -12,6 +12,7 @@ from kvq.engine.terms import Terms
 from kvq.errors import KVQError, Overloaded, RequestError
 from kvq.scheduler import PoolShape, SchedulerConfig, Snapshot
 from kvq.scheduler.request import RequestState
+from kvq.server.kv_events.config import EventsConfig
 from kvq.server.logs import LogConfig
 from kvq.server.residency import BlockTimes
 
@@ -30,6 +31,7 @@ class Start(Message, frozen=True):
     kv: str
     options: dict[str, Any]  # of `kvq.LLM`
     log: LogConfig = LogConfig()
+    kv_events: EventsConfig | None = None
 
 
 class Submit(Message, frozen=True):
@@ -106,6 +108,8 @@ class Gauges(Snapshot):
     evictions: int = 0  # blocks that left the prefix index
     pinned: list[int] = field(default_factory=list)  # blocks under a pin, per layer group
     refused_pins: int = 0
+    kv_events: int = 0  # changes of blocks that were published
+    dropped_kv_events: int = 0  # of these, those for which there was no room
     memory: dict[str, int] = field(default_factory=dict)  # bytes by device: "host", "cuda:0"
 
 

@@ -30,6 +30,7 @@ Value = float | Mapping[tuple[str, ...], float]  # one, or by the values of labe
 _OF_GAUGES = (
     *("preemptions", "prompt_tokens", "cached_tokens"),
     *("generated_tokens", "evictions", "refused_pins"),
+    *("kv_events", "dropped_kv_events"),
 )
 _OF_RECEIPTS = ("recomputed_tokens", "swapped_blocks")
 _OF_POOLS = ("free", "cached", "live")
@@ -76,6 +77,7 @@ class Source:
         found: dict[str, Value] = {"version": {(__version__,): 1}, "is_ready": is_ready}
         if info is not None:
             numbers = (info.shape.block_size, info.max_context, info.scheduler.max_num_seqs)
+            found["cache"] = {(str(info.shape.block_size), str(info.shape.num_blocks[0])): 1}
             found["engine"] = {(self.model, ",".join(dict.fromkeys(info.kv)), *map(str, numbers)): 1}
             if is_ready and self._remote.gauges is not None:
                 found |= _of_gauges(self._remote.gauges, info)

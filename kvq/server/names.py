@@ -82,6 +82,8 @@ KVQ = Names(
         ("generated_tokens", Called("kvq_tokens_generated", "Tokens generated.")),
         ("evictions", Called("kvq_evictions", "Blocks that left the prefix index.")),
         ("refused_pins", Called("kvq_pins_refused", "Pins left out since there was no room for more.")),
+        ("kv_events", Called("kvq_kv_events", "Blocks that routers were told of, entering or leaving.")),
+        ("dropped_kv_events", Called("kvq_kv_events_dropped", "Told of later, with all others: no room.")),
         ("recomputed_tokens", Called("kvq_recomputed_tokens", "Computed again after preemptions.")),
         ("swapped_blocks", Called("kvq_swapped_blocks", "Moved to host memory.")),
     ),
@@ -126,8 +128,9 @@ _VLLM_LATENCY_S = (
     *(0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0),
     *(120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
 )
-# vLLM's names, labels and buckets, for dashboards made for it. Tokens, not blocks, are what
-# `prefix_cache_queries` and `_hits` count. Source: vllm/v1/metrics/loggers.py.
+# vLLM's names, labels and buckets, for dashboards made for it, and for the Gateway API's inference extension.
+# Tokens, not blocks, are what `prefix_cache_queries` and `_hits` count. Sources: vllm/v1/metrics/loggers.py;
+# docs/proposals/003-model-server-protocol of kubernetes-sigs/gateway-api-inference-extension.
 VLLM = Names(
     ends=Called("vllm:request_success", "Results that ended, by how.", ("finished_reason",)),
     endings={"stop": "stop", "length": "length", "cancelled": "abort", "error": "error"},
@@ -153,6 +156,9 @@ VLLM = Names(
         "running": Called("vllm:num_requests_running", "Requests with blocks."),
         "depth": Called("vllm:num_requests_waiting", "Requests without."),
         "kv_use": Called("vllm:kv_cache_usage_perc", "Of the pools' bytes, in live blocks; 1 is all."),
+        "cache": Called(
+            "vllm:cache_config_info", "Of the first layer group's pool.", ("block_size", "num_gpu_blocks")
+        ),
     },
     block_times={
         "lifetime": Called("vllm:kv_block_lifetime_seconds", "Of indexed blocks."),

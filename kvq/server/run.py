@@ -81,7 +81,9 @@ async def _serve(config: ServerConfig, stretches: Stretches) -> None:
 
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop)
-    start = Start(folder=str(source.folder), kv=config.kv, options=options, log=config.log)
+    start = Start(
+        folder=str(source.folder), kv=config.kv, options=options, log=config.log, kv_events=config.kv_events
+    )
     remote = Remote(start, watch=Watch(max_restarts=config.max_restarts), on_failed=end)
     starting = asyncio.create_task(remote.start())
     try:

@@ -20,10 +20,12 @@ from kvq.engine.core import EngineCore
 from kvq.engine.job import Job
 from kvq.engine.loop import EngineLoop
 from kvq.engine.outputs import Event
-from kvq.errors import EngineError, KVQError, OutOfMemory, RequestError, first_lines
+from kvq.errors import ConfigError, EngineError, KVQError, OutOfMemory, RequestError, first_lines
 from kvq.layout import GroupLayout
 from kvq.lazy import unseen
 from kvq.server.frames import encode, to_engine
+from kvq.server.kv_events.config import EventsConfig
+from kvq.server.kv_events.stream import EventStream
 from kvq.server.logs import configure
 from kvq.server.lookout import Lookout
 from kvq.server.measured import Gaps, Heap, Memory
@@ -50,6 +52,7 @@ class Worker:
         self._lookout = Lookout()
         self._heap = Heap()
         self._is_looked_at = False  # somebody asked for a picture since the last one
+        self._events: EventStream | None = None  # for routers
 
     def run(self) -> None:
         """Build the engine, serve, and end."""
@@ -79,6 +82,13 @@ class Worker:
             return
         loop = EngineLoop(core, on_stuck=lambda _: os._exit(STUCK))
         core.scheduler.manager.subscribe(self._residency)
+        if start.kv_events is not None:
+            try:
+                self._publish(loop, start.kv_events)
+            except ConfigError as error:
+                self._send(Refused(reason=str(error), may_pass=True))
+                core.close()
+                return
         memory = Memory(model.weights.device)
         gc.collect()
         gc.freeze()  # else what requests leave in circles waits for a look through all the libraries' objects
@@ -97,6 +107,8 @@ class Worker:
         try:
             self._serve(loop, memory)
         finally:
+            if self._events is not None:
+                self._events.close()
             core.close()
             loop.close()
 
@@ -105,12 +117,28 @@ class Worker:
         self._tell(core, memory)
         while loop.obey(timeout_s=self._heap.left_s):  # by then the heap is to be tended
             ran = core.has_work and loop.step()
+            if self._events is not None:
+                self._events.flush()
             if ran or self._pieces or self._ended:
                 self._tell(core, memory)
             if self._is_looked_at:
                 self._is_looked_at = False
                 self._send(self._lookout.look(core, self._jobs))
             self._heap.tend()
+
+    def _publish(self, loop: EngineLoop, config: EventsConfig) -> None:
+        """Tell routers of blocks from now on, and of all that are there whenever somebody new listens."""
+        from kvq.server.kv_events.publisher import Publisher  # with pyzmq, which nothing else needs
+
+        manager = loop.core.scheduler.manager
+
+        def joined() -> None:
+            if self._events is not None:
+                loop.ask(self._events.tell_all)
+
+        publisher = Publisher(config, block_size=manager.block_size, on_join=joined)
+        self._events = EventStream(manager, publisher)
+        self._events.flush()
 
     def _do(self, core: EngineCore, message: Submit | Cancel | Look, came_s: float) -> None:
         """What the HTTP process asked for, between two steps."""
@@ -128,6 +156,8 @@ class Worker:
             job = core.intake.new_job(command.prompt, terms, listener=partial(self._take, number))
             self._jobs[number] = job
             self._lookout.meet(terms.origin.tenant)
+            if self._events is not None:
+                self._events.followed.include(terms.origin.tenant)
             core.submit(job, arrival_s=came_s)
         except KVQError as error:
             self._jobs.pop(number, None)
@@ -159,6 +189,8 @@ class Worker:
             evictions=self._residency.evictions,
             pinned=[manager.pins.num_pinned(group) for group in range(len(manager.pools))],
             refused_pins=core.pinning.num_refused,
+            kv_events=0 if self._events is None else self._events.sent,
+            dropped_kv_events=0 if self._events is None else self._events.dropped,
             memory=memory.look(),
         )
         stepped = Stepped(

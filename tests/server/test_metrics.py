@@ -20,7 +20,7 @@ from tests.waiting import HANG_S, wait_for
 
 KEYS = ("clients-key-3141", "metrics-key-5926")
 TOKENS = 24
-VLLM = """num_requests_running num_requests_waiting kv_cache_usage_perc prompt_tokens_total
+VLLM = """num_requests_running num_requests_waiting kv_cache_usage_perc cache_config_info prompt_tokens_total
     prompt_tokens_cached_total generation_tokens_total num_preemptions_total prefix_cache_queries_total
     prefix_cache_hits_total request_success_total time_to_first_token_seconds_bucket
     inter_token_latency_seconds_bucket e2e_request_latency_seconds_bucket request_queue_time_seconds_bucket
@@ -106,6 +106,21 @@ def test_numbers_are_those_of_the_requests(server):
     held = sum(value(after, "kvq_kv_bytes", kv=kv, state=state) for state in ("free", "cached", "live"))
     assert held == value(after, "kvq_pool_bytes", group="0", kv=kv) > 0
     assert value(after, "kvq_engine_memory_bytes", device="host") > held
+
+
+def test_the_inference_extensions_picker_finds_what_it_reads(server):
+    """Gauges by the names of its model server protocol, 003; what it reads of LoRA only adapters have."""
+    text = ask(server, "/metrics")
+    gauges = {
+        family.name: family for family in text_string_to_metric_families(text) if family.type == "gauge"
+    }
+    for name in ("num_requests_waiting", "num_requests_running", "kv_cache_usage_perc"):
+        [sample] = gauges[f"vllm:{name}"].samples
+        assert sample.value >= 0
+        assert sample.labels == {"model_name": "tiny", "engine": "0"}
+    [config] = gauges["vllm:cache_config_info"].samples
+    assert config.value == 1
+    assert (config.labels["block_size"], config.labels["num_gpu_blocks"]) == ("32", "12")
 
 
 def test_other_dashboards_find_their_names(server):

@@ -1,0 +1,65 @@
+"""Where block events are published."""
+
+import re
+from dataclasses import dataclass
+from ipaddress import ip_address
+from typing import Literal
+
+from kvq.errors import ConfigError
+
+Form = Literal["maps", "arrays"]  # as vLLM 0.32 writes them, and as versions before it did
+_TCP = re.compile(r"tcp://(.+):([0-9]{1,5})")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EventsConfig:
+    """Addresses to listen on, as ZeroMQ writes them; see `listening`."""
+
+    address: str
+    topic: str = ""
+    replay: str | None = None  # where missed batches are asked for
+    form: Form = "maps"  # of events in a batch
+
+    def __post_init__(self) -> None:
+        if self.replay == self.address:
+            raise ConfigError(
+                f"--kv-events and --kv-events-replay need an address each, both are {self.address}"
+            )
+
+    @property
+    def warning(self) -> str:
+        """What whoever listens beyond loopback should know."""
+        return f"they hold the token ids of prompts; whoever reaches {self.address} can read them"
+
+    @property
+    def is_local(self) -> bool:
+        """Whether only programs of this machine can listen in."""
+        return all(_is_local(address) for address in (self.address, self.replay) if address is not None)
+
+
+def listening(text: str, option: str) -> str:
+    """An address to listen on: a port, which is loopback's, `tcp://HOST:PORT`, or `ipc://PATH`.
+
+    Raises:
+        ConfigError: none of these.
+    """
+    address = f"tcp://127.0.0.1:{text}" if text.isdecimal() else text
+    if address.startswith("ipc://") and len(address) > len("ipc://"):
+        return address
+    found = _TCP.fullmatch(address)
+    if found is None or not 1 <= int(found[2]) <= 65535:
+        raise ConfigError(
+            f"{option} must be a port, tcp://HOST:PORT or ipc://PATH to listen on, got {text!r}; "
+            f"use 5557, or tcp://*:5557 for other machines"
+        )
+    return address
+
+
+def _is_local(address: str) -> bool:
+    found = _TCP.fullmatch(address)
+    if found is None or found[1] == "localhost":
+        return True
+    try:
+        return ip_address(found[1].strip("[]")).is_loopback
+    except ValueError:  # another name, or *
+        return False

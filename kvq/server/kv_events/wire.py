@@ -1,0 +1,107 @@
+"""What a batch of block events looks like to vLLM's consumers: msgpack, byte for byte as vLLM 0.32 writes it.
+
+Each event is a map there. Earlier versions wrote arrays, which some readers expect: the kind, then fields.
+
+Source: vllm/distributed/kv_events.py. Hashes are the last 64 bits of kvq's digests, which is what vLLM sends
+where it sends numbers, and all that routers keep of longer ones.
+"""
+
+from array import array
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import msgspec
+
+from kvq.server.kv_events.config import Form
+
+MEDIUM = "GPU"  # what vLLM calls the memory that a model attends to, also on a CPU
+
+
+class Entered(NamedTuple):
+    """A block can be found from now on."""
+
+    name: int
+    parent: int | None  # None: it begins a prompt
+    tokens: bytes
+
+
+class Left(NamedTuple):
+    """A block can't be found any more."""
+
+    name: int
+
+
+class Cleared(NamedTuple):
+    """Nothing can be found any more."""
+
+
+Change = Entered | Left | Cleared
+
+
+class BlockStored(msgspec.Struct, omit_defaults=True, tag=True):
+    """Blocks of one prompt, each after the one before it, can be found."""
+
+    block_hashes: list[int]
+    parent_block_hash: int | None
+    token_ids: list[int]
+    block_size: int  # tokens
+    lora_id: int | None
+    medium: str | None
+    lora_name: str | None
+    extra_keys: None = None
+    group_idx: int | None = None
+
+
+class BlockRemoved(msgspec.Struct, omit_defaults=True, tag=True):
+    """Blocks can't be found any more."""
+
+    block_hashes: list[int]
+    medium: str | None
+    group_idx: int | None = None
+
+
+class AllBlocksCleared(msgspec.Struct, omit_defaults=True, tag=True):
+    """No block can be found any more."""
+
+
+Event = BlockStored | BlockRemoved | AllBlocksCleared
+
+
+class EventBatch(msgspec.Struct, array_like=True, omit_defaults=True):
+    """What one message holds."""
+
+    ts: float  # seconds since 1970
+    events: list[Event] | list[list[Any]]
+    data_parallel_rank: int | None = None
+
+
+_encoder = msgspec.msgpack.Encoder()
+
+
+def name_of(digest: bytes) -> int:
+    """What a block is called."""
+    return int.from_bytes(digest[-8:], "big")
+
+
+def encode(changes: Iterable[Change], *, block_size: int, now: float, form: Form = "maps") -> bytes:
+    """A batch; neighbouring blocks of a chain, and neighbouring removals, are one event."""
+    events: list[Event] = []
+    for change in changes:
+        last = events[-1] if events else None
+        if isinstance(change, Cleared):
+            events.append(AllBlocksCleared())
+        elif isinstance(change, Left):
+            if isinstance(last, BlockRemoved):
+                last.block_hashes.append(change.name)
+            else:
+                events.append(BlockRemoved([change.name], MEDIUM, 0))
+        elif isinstance(last, BlockStored) and last.block_hashes[-1] == change.parent:
+            last.block_hashes.append(change.name)
+            last.token_ids += array("I", change.tokens)
+        else:
+            tokens = array("I", change.tokens).tolist()
+            place = (None, MEDIUM, None, None, 0)  # no LoRA; the layer group
+            events.append(BlockStored([change.name], change.parent, tokens, block_size, *place))
+    arrays = [[type(event).__name__, *msgspec.structs.astuple(event)] for event in events]
+    batch = EventBatch(ts=now, events=events if form == "maps" else arrays, data_parallel_rank=0)
+    return _encoder.encode(batch)
