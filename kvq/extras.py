@@ -14,6 +14,7 @@ PACKAGES = {  # module -> its package, and the extra of pyproject.toml that brin
     "yaml": ("pyyaml", "serve"),
     "zmq": ("pyzmq", "events"),
     "lmcache": ("lmcache", "lmcache"),
+    "vllm": ("vllm", "vllm"),
     "lm_eval": ("lm-eval", "eval"),
     "datasets": ("datasets", "eval"),
     "pyarrow": ("pyarrow", "eval"),
@@ -22,7 +23,7 @@ PACKAGES = {  # module -> its package, and the extra of pyproject.toml that brin
     "accelerate": ("accelerate", "bnb"),
     "triton": ("triton", "gpu"),
 }
-INSIDE = ("lmcache",)  # extras that bring what kvq runs inside of; "all" leaves them out
+INSIDE = ("lmcache", "vllm")  # extras that bring what kvq runs inside of; "all" leaves them out
 SERVER = ("fastapi", "uvicorn", "h11", "msgspec", "prometheus_client")
 EVENTS = ("zmq",)
 LM_EVAL = ("lm_eval", "datasets")
