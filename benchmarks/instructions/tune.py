@@ -25,7 +25,7 @@ import torch
 import triton
 
 from benchmarks.instructions.cards import CARDS
-from benchmarks.instructions.counting import Asked, counted
+from benchmarks.instructions.counting import SPILLED, Asked, counted
 from benchmarks.instructions.kernels import kernels
 from benchmarks.instructions.model import CYCLES, SHAPES, Loop, Machine, attention_us, fitted, tile_us
 from kvq.bench.tiles import Cost, axes, search
@@ -127,10 +127,11 @@ def _row(place: Place, tile: TileShape, known: list[Row]) -> Row:
 
 
 def _is_refused(row: Row) -> bool:
-    """It doesn't compile, doesn't fit, has no loop over keys, or spills in it."""
+    """It doesn't compile, doesn't fit, has no loop over keys, or spills more than little in it."""
     if "error" in row or "instructions_a_key" not in row:
         return True
-    return row["programs_at_once"] < 1 or row["kinds"].get("spill", 0) > 0
+    spilled = row["kinds"].get("spill", 0) / row["loop_instructions"]
+    return row["programs_at_once"] < 1 or spilled > SPILLED
 
 
 def _times(kind: str, row: Row) -> dict[str, float]:
