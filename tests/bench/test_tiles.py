@@ -70,6 +70,7 @@ def test_shapes_are_counted_for_their_own_place_and_what_spills_is_refused(
             **{"kv": "int8", "device": "sm89", "kernel": "attend decode", "warps": warps},
             **{"rows": cut["ROWS"], "keys": cut["KEYS"], "key_bytes": 132, "awaited_loads": 0},
             **{"loop_instructions": 4000 // warps, "instructions_a_key": 4000 / cut["KEYS"]},
+            "instructions": 4000 // warps + 1000,
             **{"slots_a_key": {"rtx-4090": 300.0}},
             **{"programs_at_once": 12 // warps or 1, "tiles_under_way": 1.0},
             "kinds": {"spill": 11} if warps == 4 and cut["KEYS"] == 64 else {"spill": 40 // warps},
