@@ -5,8 +5,8 @@
 
 Needs no GPU. Another shape takes the present one's place only where the model has it no slower on any card of
 the device and in any workload, and faster by `CLEARLY` in one of these cases, and if it takes no more
-instructions or leaves a third of all cards' slots free: what the model says of latency is unsure. The present one
-stays where they can't be told apart.
+instructions or leaves a third of all cards' slots free: what the model says of latency is unsure. The present
+one stays where they can't be told apart.
 
 What `--out` has of the same kernel and version of Triton is not compiled again.
 """
