@@ -1,4 +1,4 @@
-"""The model of attention's time is as near to measured times as is told; each of its limits can be reached."""
+"""The model of attention's time is as near to measured times as is told, and each limit can be reached."""
 
 import json
 import math
