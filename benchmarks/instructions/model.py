@@ -23,7 +23,8 @@ ERROR = 0.15  # of the model: nine in ten of the tiles that it is fitted to are 
 KV_HEADS = 8
 SHAPES = {"decode 64 x 8192": (64, 8192), "decode 1 x 131072": (1, 131_072)}  # sequences, tokens
 _HALF_RATE = ("bits", "integer", "convert")  # 64 lanes a clock on sm80 to sm90, half of what is issued
-_WARPS, _LEAST = 12, 256  # of all programs a multiprocessor; keys of a program at least
+# Of all programs a multiprocessor, where so many fit at once and elsewhere; keys of a program at least.
+_WARPS, _OTHER_WARPS, _LEAST = 12, 24, 256
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -96,9 +97,14 @@ def _alone_us(loop: Loop, card: Card, machine: Machine) -> float:
 
 
 def attention_us(
-    loop: Loop, card: Card, machine: Machine, sequences: int, depth: int, warps: int = _WARPS
+    loop: Loop, card: Card, machine: Machine, sequences: int, depth: int, warps: int | None = None
 ) -> float:
-    """One launch over sequences of one length, cut into programs as kvq cuts them, in waves."""
+    """One launch over sequences of one length, cut into programs as kvq cuts them, in waves.
+
+    `warps`: of all programs a multiprocessor, if not as many as kvq takes.
+    """
+    if warps is None:
+        warps = _WARPS if loop.programs_at_once * loop.warps >= _WARPS else _OTHER_WARPS
     keys = sequences * depth * KV_HEADS
     programs = min(card.multiprocessors * warps // loop.warps, keys // _LEAST)
     tiles = keys / programs / loop.keys + 0.5  # the last one is full or not

@@ -1,6 +1,7 @@
 """Which tiles a format gets, where the table has no entry and where an H200 showed what is wrong."""
 
 import pytest
+import torch
 
 from kvq.formats import KVRecipe
 from kvq.kernels.gpu import shapes
@@ -22,6 +23,17 @@ def test_int4_values_beside_other_keys_are_extended_by_tiles_of_16_rows_on_hoppe
 @pytest.mark.parametrize("kv", ["int4", "int8", "fp8", "int4/int8", "bf16"])
 def test_others_are_extended_by_tiles_of_64_rows(kv: str) -> None:
     assert shape("extend", kv).rows == 64
+
+
+@pytest.mark.parametrize(
+    ("kv", "count"), [("bf16", 132 * 3), ("int4", 132 * 12), ("fp8", 132 * 12), ("int8", 132 * 12)]
+)
+def test_pieces_are_12_warps_a_multiprocessor_where_so_many_fit_and_24_elsewhere(
+    kv: str, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Four warps a program in bf16, one in int4, two in fp8 and int8."""
+    monkeypatch.setattr(shapes, "multiprocessors", lambda _: 132)
+    assert shapes.pieces(shape("decode", kv), 1, torch.device("cpu")) == count
 
 
 @pytest.mark.parametrize("device", ["sm80", "sm89", "sm90", "sm100"])
