@@ -39,9 +39,9 @@ their number is: with 16 heads a head costs a sixteenth of what it costs alone.
 """
 _TILES = """## Tiles
 
-`kvq/kernels/gpu/shapes.json`: *counted* entries are chosen by a model from counts
-(`python -m benchmarks.instructions.tune`), **not timed**; `kvq bench tune` on a GPU writes *timed* ones over
-them. What is not in the table follows rules in `kvq/kernels/gpu/shapes.py`.
+`kvq/kernels/gpu/shapes.json`: `kvq bench tune` on a GPU writes *timed* entries (those of sm90 on an H200);
+*counted* ones would be chosen by a model from counts (`python -m benchmarks.instructions.tune`). What is not
+in the table follows rules in `kvq/kernels/gpu/shapes.py`.
 """
 
 

@@ -4,9 +4,9 @@
     python -m benchmarks.instructions.tune --out build/tiles.json --write-table
 
 Needs no GPU. Another shape takes the present one's place only where the model has it no slower on any card of
-the device, in any workload and at both ends of what the model does not know, and faster by `CLEARLY` in one
-of these cases, and if it takes no more instructions or leaves a third of all cards' slots free: what the
-model says of latency is unsure. The present one stays where they can't be told apart.
+the device and in any workload, and faster by `CLEARLY` in one of these cases, and if it takes no more
+instructions or leaves a third of all cards' slots free: what the model says of latency is unsure. The present
+one stays where they can't be told apart.
 
 What `--out` has of the same kernel and version of Triton is not compiled again.
 """
@@ -16,7 +16,6 @@ import json
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
-from functools import lru_cache
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -24,10 +23,10 @@ from typing import Any
 import torch
 import triton
 
-from benchmarks.instructions.cards import CARDS
-from benchmarks.instructions.counting import Asked, counted
+from benchmarks.instructions.cards import CARDS, Card
+from benchmarks.instructions.counting import SPILLED, Asked, counted
 from benchmarks.instructions.kernels import kernels
-from benchmarks.instructions.model import CYCLES, SHAPES, Loop, Machine, attention_us, fitted, tile_us
+from benchmarks.instructions.model import MEASURED, SHAPES, Loop, attention_us, tile_us
 from kvq.bench.tiles import Cost, axes, search
 from kvq.bench.tune import write_table
 from kvq.formats import KVRecipe
@@ -127,33 +126,30 @@ def _row(place: Place, tile: TileShape, known: list[Row]) -> Row:
 
 
 def _is_refused(row: Row) -> bool:
-    """It doesn't compile, doesn't fit, has no loop over keys, or spills in it."""
+    """It doesn't compile, doesn't fit, has no loop over keys, or spills more than little in it."""
     if "error" in row or "instructions_a_key" not in row:
         return True
-    return row["programs_at_once"] < 1 or row["kinds"].get("spill", 0) > 0
+    spilled = row["kinds"].get("spill", 0) / row["loop_instructions"]
+    return row["programs_at_once"] < 1 or spilled > SPILLED
 
 
 def _times(kind: str, row: Row) -> dict[str, float]:
-    """Modelled microseconds, by card, cycles of an instruction, and workload."""
+    """Modelled microseconds, by card and workload."""
     loop, found = Loop.of(row), {}
-    for card, cycles in product(CARDS, CYCLES):
+    for card in CARDS:
         if card.device == row["device"]:
-            name, machine = f"{card.name}, {cycles:g} cycles", _machine(cycles)
             if kind == "extend":
-                found[name] = _extend_us(loop, row["rows"], card, machine)
+                found[card.name] = _extend_us(loop, row["rows"], card)
             else:
-                times = {x: attention_us(loop, card, machine, *size) for x, size in _WORKLOADS.items()}
-                found |= {f"{name}, {x}": us for x, us in times.items()}
+                times = {x: attention_us(loop, card, MEASURED, *size) for x, size in _WORKLOADS.items()}
+                found |= {f"{card.name}, {x}": us for x, us in times.items()}
     return found
 
 
-_machine = lru_cache(fitted)
-
-
-def _extend_us(loop: Loop, rows: int, card: Any, machine: Machine) -> float:
+def _extend_us(loop: Loop, rows: int, card: Card) -> float:
     """Of a million query rows times keys: instructions and latency, as tiles of rows share what is read."""
     programs = card.multiprocessors * loop.programs_at_once
-    us = tile_us(replace(loop, key_bytes=0), card, machine, programs)
+    us = tile_us(replace(loop, key_bytes=0), card, MEASURED, programs)
     return 1e6 * us / (programs * rows * loop.keys)
 
 

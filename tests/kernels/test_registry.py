@@ -39,6 +39,21 @@ def spec(kv: str) -> KernelSpec:
     return KernelSpec(formats=layer, q_heads=6, kv_heads=3, block_size=32)
 
 
+@pytest.mark.parametrize("kv", ["int8_rot", "int8_per_head_rot", "int8_rot/int4"])
+def test_products_of_rotated_int8_are_refused_and_taken_in_16_bits(
+    kv: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They were wrong on an H200. Rotated FP8, and INT8 that isn't rotated, were right."""
+    monkeypatch.setattr(support, "_has_triton", lambda: True)
+    gpu = Device(type="cuda", name="H200", capability=(9, 0))
+    refused = support.supports_8bit(spec(kv), gpu)
+    assert not refused.yes
+    assert "backend triton is right" in refused.reason
+    assert support.supports(spec(kv), gpu).yes
+    for other in ("int8", "int8_per_head", "fp8_rot", "int8/int8_rot"):
+        assert support.supports_8bit(spec(other), gpu).yes
+
+
 @pytest.fixture
 def own_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Kernel]]:
     """The registry's list, holding the reference only and put back after the test."""

@@ -23,7 +23,9 @@ TABLE = Path(__file__).with_name("shapes.json")
 _MOST_BLOCK = 64  # tokens: larger blocks are as these
 ORIGIN = "from"  # of an entry: "timed" on a GPU, or "counted" in what was compiled without one
 FP32 = "fp32"  # queries or inputs, for which nothing is tuned
-_WARPS = 12  # of all programs of a step per multiprocessor: what fits at once of most tiles on an H200
+# Warps of all programs of a step per multiprocessor: 12 fit at once with so many registers, and one round was
+# the fastest on an H200. Of others 8 fit; they were timed in three rounds only.
+_WARPS, _REGISTERS, _OTHER_WARPS = 12, 168, 24
 _LEAST_SPLIT = 256  # keys of a tile of DECODE_ROWS
 
 
@@ -65,7 +67,9 @@ def folded_keys(shape: TileShape) -> int:
 
 def pieces(shape: TileShape, kv_heads: int, device: torch.device) -> int:
     """Pieces of work for one KV head, so that every multiprocessor has several programs."""
-    return -(-multiprocessors(device) * _WARPS // (shape.warps * kv_heads))
+    fits = shape.registers is not None and shape.registers <= _REGISTERS
+    warps = multiprocessors(device) * (_WARPS if fits else _OTHER_WARPS)
+    return -(-warps // (shape.warps * kv_heads))
 
 
 def least_split(shape: TileShape) -> int:

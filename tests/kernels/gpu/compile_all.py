@@ -33,7 +33,7 @@ def main() -> None:
             used = resources(binary)
             if kernel.startswith("attend") and "cubin" in binary.asm:
                 loop = sass.tensor_loop(sass.blocks(disassembled(binary.asm["cubin"])))
-                used["spilled_in_loop"] = sass.kinds(loop).get("spill", 0)
+                used["spilled_in_loop"] = sass.kinds(loop).get("spill", 0) / max(len(loop), 1)
             print(json.dumps({"kv": name, "kernel": kernel, **used}), flush=True)
 
 

@@ -15,6 +15,7 @@ from kvq.kernels.gpu.launch import Bound, compiled_meanwhile
 class Kernel:
     """Stands for a function of `triton.jit`: says what Triton would look at, and what runs afterwards."""
 
+    __name__ = "kernel"
     arg_names = ("x", "out", "rows", "stride", "scale", "WIDTH")
 
     def __init__(self) -> None:
@@ -103,6 +104,14 @@ def test_what_is_interpreted_is_never_kept_and_numbers_have_32_bits(kernel: Kern
 def test_varying_arguments_come_first(kernel: Kernel) -> None:
     with pytest.raises(AssertionError, match="come first"):
         Bound(kernel, ("out", "x"), ("rows",))
+
+
+def test_arguments_that_the_kernel_does_not_have_are_refused(kernel: Kernel) -> None:
+    """Compiled kernels refuse them only at a launch on a GPU, interpreted ones never do."""
+    with pytest.raises(AssertionError, match="no such arguments"):
+        Bound(kernel, ("x", "out"), ("rows", "stride"), scale=0.5, WIDTH=128, HEIGHT=4)
+    with pytest.raises(AssertionError, match="no such arguments"):
+        Bound(kernel, ("x", "out"), ("rows", "stride"), rows=3)
 
 
 def test_what_triton_looks_at_meanwhile_is_seen(kernel: Kernel) -> None:
