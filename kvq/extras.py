@@ -19,10 +19,12 @@ PACKAGES = {  # module -> its package, and the extra of pyproject.toml that brin
     "bitsandbytes": ("bitsandbytes", "bnb"),
     "accelerate": ("accelerate", "bnb"),
     "triton": ("triton", "gpu"),
+    "ray": ("ray", "ray"),
 }
 SERVER = ("fastapi", "uvicorn", "h11", "msgspec", "prometheus_client")
 LM_EVAL = ("lm_eval", "datasets")
 PLOTS = ("matplotlib",)
+RAY = ("ray",)
 BITSANDBYTES = ("bitsandbytes", "accelerate")
 
 

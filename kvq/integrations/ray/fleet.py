@@ -1,0 +1,56 @@
+"""How many replicas there are, where they run, and who gets which request."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvq.errors import ConfigError, nearest
+
+# What a router is called here and by `kvq simulate --routing`, and its class
+ROUTERS = {
+    "affinity": "kvq.integrations.ray.router.PrefixRouter",
+    "two-choices": "ray.serve._private.request_router.PowerOfTwoChoicesRequestRouter",
+    "round-robin": "ray.serve.experimental.round_robin_router.RoundRobinRouter",
+}
+# Of Ray's prefix router. Ray's own defaults never look at the load, and keep every prompt for ever.
+_AFFINITY = {
+    "imbalanced_threshold": 8,  # requests more than elsewhere
+    "match_rate_threshold": 0.1,
+    "do_eviction": True,
+    "eviction_threshold_chars": 4_000_000,  # of each replica
+    "eviction_target_chars": 3_600_000,
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fleet:
+    """Replicas and their router."""
+
+    num_replicas: int = 1
+    max_replicas: int | None = None  # up to which Ray starts more while requests wait; None: it never does
+    target_ongoing_requests: float | None = None  # of a replica, above which it does; None: its seats
+    router: str = "affinity"
+    router_options: Mapping[str, Any] = field(default_factory=dict)  # over those that are set here
+    num_ingresses: int = 1  # processes that pass requests on
+    ray_actor_options: Mapping[str, Any] = field(default_factory=dict)  # of a replica: num_cpus, num_gpus
+
+    def __post_init__(self) -> None:
+        if self.router not in ROUTERS:
+            raise ConfigError(
+                f"router must be one of {', '.join(ROUTERS)}, got {self.router!r}"
+                f"{nearest(self.router, list(ROUTERS))}"
+            )
+        if self.num_replicas < 1 or self.num_ingresses < 1:
+            raise ConfigError(
+                f"num_replicas and num_ingresses must be at least 1, got {self.num_replicas} and "
+                f"{self.num_ingresses}"
+            )
+        if self.max_replicas is not None and self.max_replicas < self.num_replicas:
+            raise ConfigError(
+                f"max_replicas {self.max_replicas} is below num_replicas {self.num_replicas}; raise it"
+            )
+
+    @property
+    def router_kwargs(self) -> dict[str, Any]:
+        """What the router's class is given."""
+        return {**(_AFFINITY if self.router == "affinity" else {}), **self.router_options}
