@@ -4,21 +4,22 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from kvq.capacity.fleet.routing import LONG_MATCH, MOST_AHEAD, REMEMBERED_TOKENS, Routing
 from kvq.errors import ConfigError, nearest
 
-# What a router is called here and by `kvq simulate --routing`, and its class
-ROUTERS = {
-    "affinity": "kvq.integrations.ray.router.PrefixRouter",
-    "two-choices": "ray.serve._private.request_router.PowerOfTwoChoicesRequestRouter",
-    "round-robin": "ray.serve.experimental.round_robin_router.RoundRobinRouter",
+ROUTERS = {  # as `kvq simulate --routing` calls and simulates them -> the class
+    Routing.AFFINITY.value: "kvq.integrations.ray.router.PrefixRouter",
+    Routing.TWO_CHOICES.value: "ray.serve._private.request_router.PowerOfTwoChoicesRequestRouter",
+    Routing.ROUND_ROBIN.value: "ray.serve.experimental.round_robin_router.RoundRobinRouter",
 }
+_TOKEN_CHARS = 4  # about as many has a token of text
 # Of Ray's prefix router. Ray's own defaults never look at the load, and keep every prompt for ever.
 _AFFINITY = {
-    "imbalanced_threshold": 8,  # requests more than elsewhere
-    "match_rate_threshold": 0.1,
+    "imbalanced_threshold": MOST_AHEAD,
+    "match_rate_threshold": LONG_MATCH,
     "do_eviction": True,
-    "eviction_threshold_chars": 4_000_000,  # of each replica
-    "eviction_target_chars": 3_600_000,
+    "eviction_threshold_chars": REMEMBERED_TOKENS * _TOKEN_CHARS,
+    "eviction_target_chars": REMEMBERED_TOKENS * _TOKEN_CHARS * 9 // 10,
 }
 
 
