@@ -77,12 +77,9 @@ def _options(fleet: Fleet, config: ServerConfig) -> dict[str, Any]:
     }
     if fleet.max_replicas is None:
         return options | {"num_replicas": fleet.num_replicas}
-    scaling = AutoscalingConfig(
-        min_replicas=fleet.num_replicas,
-        max_replicas=fleet.max_replicas,
-        target_ongoing_requests=fleet.target_ongoing_requests or seats,
-    )
-    return options | {"autoscaling_config": scaling}
+    scaling = {"target_ongoing_requests": seats, **fleet.autoscaling}  # above it some wait
+    bounds = {"min_replicas": fleet.num_replicas, "max_replicas": fleet.max_replicas}
+    return options | {"autoscaling_config": AutoscalingConfig(**scaling, **bounds)}
 
 
 class Arguments(BaseModel):
@@ -94,6 +91,7 @@ class Arguments(BaseModel):
     served_model_name: str | None = None
     num_replicas: int = 1
     max_replicas: int | None = None
+    autoscaling: dict[str, Any] = Field(default_factory=dict)
     router: str = "affinity"
     router_options: dict[str, Any] = Field(default_factory=dict)
     ray_actor_options: dict[str, Any] = Field(default_factory=dict)

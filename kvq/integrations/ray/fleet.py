@@ -29,7 +29,7 @@ class Fleet:
 
     num_replicas: int = 1
     max_replicas: int | None = None  # up to which Ray starts more while requests wait; None: it never does
-    target_ongoing_requests: float | None = None  # of a replica, above which it does; None: its seats
+    autoscaling: Mapping[str, Any] = field(default_factory=dict)  # of Ray: upscale_delay_s, ...
     router: str = "affinity"
     router_options: Mapping[str, Any] = field(default_factory=dict)  # over those that are set here
     num_ingresses: int = 1  # processes that pass requests on
