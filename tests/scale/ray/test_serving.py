@@ -92,8 +92,8 @@ def test_a_rolling_update_under_load_drops_nothing(client, url):
 
 
 def test_waiting_requests_bring_another_replica(client, url):
-    scaling = {"target_ongoing_requests": 2, "upscale_delay_s": 1.0, "metrics_interval_s": 1.0}
-    deploy(num_replicas=1, max_replicas=2, autoscaling=scaling | {"look_back_period_s": 2.0})
+    scaling = {"upscale_delay_s": 1.0, "downscale_delay_s": 1.0, "target_ongoing_requests": 2}
+    deploy(num_replicas=1, max_replicas=2, autoscaling=scaling)
     wait_for(lambda: len(pids_of(ENGINE)) == 1, "one engine is left")
     load = Load(url)
     asyncio.run(load.during(lambda: wait_for(lambda: len(pids_of(ENGINE)) == 2, "a second engine comes")))
