@@ -45,12 +45,24 @@ def test_openais_client_streams_chats_and_is_told_what_is_wrong(client):
 
 
 def test_a_prompt_that_comes_again_is_found_where_it_was(client):
-    asked = {"model": "tiny", "max_tokens": 1}
+    assert_prompts_are_found_again(client, "Story")
+
+
+def test_an_application_that_was_deleted_leaves_nothing_in_the_way(client):
+    """Ray's tree of prefixes outlives it, and names its replicas once the new ones got more than they."""
+    for text in ("One short text for the one", "And for the other another"):
+        client.completions.create(model="tiny", prompt=text, max_tokens=1)
+    serve.delete("default")
+    deploy()
+    assert_prompts_are_found_again(client, "Tale")
+
+
+def assert_prompts_are_found_again(client, kind: str) -> None:
     for i in range(4):
-        text = f"Story {i}. " + f"It was the {i}th of many long days at sea. " * 12
+        text = f"{kind} {i}. " + f"It was the {i}th of many long days at sea. " * 12
         cached = []
         for _ in range(3):
-            usage = client.completions.create(**asked, prompt=text).usage
+            usage = client.completions.create(model="tiny", prompt=text, max_tokens=1).usage
             cached.append(usage.prompt_tokens_details.cached_tokens / usage.prompt_tokens)
         assert cached[0] < 0.2
         assert min(cached[1:]) > 0.8
