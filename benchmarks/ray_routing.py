@@ -42,7 +42,6 @@ from tests.scale.ray.cluster import local_ray
 
 RESULTS = Path(__file__).resolve().parent / "results"
 SHEET = Gpu(name="this CPU", memory_gb=1.0, bandwidth_tb_s=1.0, usd_per_hour=1.0, tflops={"fp16": 10.0})
-POLICIES = (Routing.ROUND_ROBIN, Routing.TWO_CHOICES, Routing.AFFINITY)
 PROMPT, OUTPUT, SHARED, PREFIXES = 320, 8, 0.8, 16  # tokens, tokens, of the prompt, different ones
 BLOCKS, SEATS, REPLICAS = 80, 4, 2
 MOST_OFF = 0.15
@@ -67,12 +66,12 @@ def measured_engine(model: Model, folder: str, kv: str) -> EngineSpec:
     """One replica as the simulation has it, with the costs of this machine's steps."""
     length = Lengths(low=PROMPT // 5, high=PROMPT)
     mixed = Load(
-        num_requests=32,
+        num_requests=24,
         input_lengths=length,
         output_lengths=Lengths(low=OUTPUT, high=4 * OUTPUT),
         vocab_size=model.geometry.vocab_size,
         max_context=model.weights.max_context,
-        rate=1.0,
+        rate=2.0,
         seed=7,
     )
     server = KvqServer(model, kv, Limits(num_blocks=BLOCKS, max_num_seqs=SEATS), mixed.draw(0))
@@ -166,13 +165,15 @@ async def _ask(client: openai.AsyncOpenAI, prompt: list[int]) -> tuple[float, in
     return first, usage.prompt_tokens_details.cached_tokens, usage.prompt_tokens
 
 
-def compare(folder: str, kv: str, rate: float, number: int, only_simulate: bool) -> list[dict[str, Any]]:
+def compare(
+    folder: str, kv: str, rate: float, number: int, routers: Sequence[Routing], only_simulate: bool
+) -> list[dict[str, Any]]:
     """A row for each router."""
     model = load(folder)
     requests = calls(model, rate, number, seed=0)
     rows = []
     with contextlib.nullcontext("") if only_simulate else local_ray() as url:
-        for routing in POLICIES:
+        for routing in routers:
             expected = simulated(measured_engine(model, folder, kv), requests, routing)
             print(f"{routing.value}: expected {expected}", flush=True)
             if only_simulate:
@@ -200,12 +201,14 @@ def main() -> None:
     parser.add_argument("--kv", default="int4")
     parser.add_argument("--rate", type=float, default=1.0, help="requests a second")
     parser.add_argument("--requests", type=int, default=120)
+    parser.add_argument("--routers", default="round-robin,two-choices,affinity")
     parser.add_argument("--simulate", action="store_true", help="only that")
     parser.add_argument("--out", type=Path, default=RESULTS / "ray-routing-cpu.json")
     given = parser.parse_args()
     source_commit()
     torch.set_num_threads(1)
-    rows = compare(given.model, given.kv, given.rate, given.requests, given.simulate)
+    routers = [Routing(name) for name in given.routers.split(",")]
+    rows = compare(given.model, given.kv, given.rate, given.requests, routers, given.simulate)
     if rows:
         facts = {"model": load(given.model).description}
         write_json(given.out, envelope(sys.argv, torch.device("cpu"), rows, facts))

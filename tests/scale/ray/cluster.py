@@ -37,6 +37,7 @@ def local_ray() -> Iterator[str]:
             log_to_driver=False,
             _node_ip_address="127.0.0.1",
             _temp_dir=folder,
+            _system_config={"worker_niceness": 0},  # else 15: whatever else runs here would go first
         )
         try:
             port = free_port()
