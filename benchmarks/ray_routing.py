@@ -6,13 +6,15 @@
 Two replicas of one thread each. Prompts begin with one of some prefixes, of which a replica's pool holds
 about a fourth: whoever sends a prefix to the same replica every time finds it there more often. For each
 router the costs of steps are measured on one engine, it is simulated, and then served by a real Ray, which
-an OpenAI client asks over HTTP at the very times of the simulation. Writes
-benchmarks/results/ray-routing-cpu.json.
+an OpenAI client asks over HTTP at the very times of the simulation. What the way through HTTP and Ray takes
+is no matter of the simulation: it is measured with short prompts, one at a time, before the load (`way_ms`),
+and added to the times that were simulated. Writes benchmarks/results/ray-routing-cpu.json.
 """
 
 import argparse
 import asyncio
 import contextlib
+import logging
 import sys
 from array import array
 from collections.abc import Sequence
@@ -42,8 +44,9 @@ from tests.scale.ray.cluster import local_ray
 
 RESULTS = Path(__file__).resolve().parent / "results"
 SHEET = Gpu(name="this CPU", memory_gb=1.0, bandwidth_tb_s=1.0, usd_per_hour=1.0, tflops={"fp16": 10.0})
-PROMPT, OUTPUT, SHARED, PREFIXES = 320, 8, 0.8, 16  # tokens, tokens, of the prompt, different ones
-BLOCKS, SEATS, REPLICAS = 80, 4, 2
+PROMPT, OUTPUT, SHARED, PREFIXES = 640, 8, 0.8, 16  # tokens, tokens, of the prompt, different ones
+BLOCKS, SEATS, REPLICAS = 160, 4, 2
+SHORT, NUM_SHORT = 16, 12  # tokens of a prompt, and prompts, for what the way to an engine takes
 MOST_OFF = 0.15
 
 
@@ -91,6 +94,15 @@ def measured_engine(model: Model, folder: str, kv: str) -> EngineSpec:
     return spec
 
 
+def short_calls() -> list[Call]:
+    """Prompts so far apart that none waits for another."""
+    prompts = [array("I", [number] * SHORT) for number in range(NUM_SHORT)]
+    return [
+        Call(number=number, arrival_s=60.0 * number, prompt=prompt, output_tokens=OUTPUT)
+        for number, prompt in enumerate(prompts)
+    ]
+
+
 def simulated(engine: EngineSpec, load: Sequence[Call], routing: Routing) -> dict[str, float]:
     """What is to be expected."""
     run = serve(load, FleetSpec(engine=engine, replicas=REPLICAS, routing=routing))
@@ -108,7 +120,7 @@ def figures(ttft_s: Sequence[float], cached: int, prompts: int) -> dict[str, flo
 
 
 def served(url: str, load: Sequence[Call], folder: str, kv: str, routing: Routing) -> dict[str, float]:
-    """What Ray does, asked by OpenAI's client."""
+    """What Ray does, asked by OpenAI's client; `short_ms`: to the first token of a short prompt alone."""
     from ray import serve as ray_serve
 
     from kvq.integrations.ray import application
@@ -132,8 +144,7 @@ def served(url: str, load: Sequence[Call], folder: str, kv: str, routing: Routin
 
 async def _ask_all(url: str, load: Sequence[Call]) -> dict[str, float]:
     async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
-        for i in range(8):  # both replicas have answered once, with prompts that nobody else has
-            await _ask(client, [i] * PROMPT)
+        short = [await _ask(client, list(call.prompt)) for call in short_calls()]
         begin = perf_counter()
 
         async def at_its_time(call: Call) -> tuple[float, int, int]:
@@ -142,7 +153,8 @@ async def _ask_all(url: str, load: Sequence[Call]) -> dict[str, float]:
 
         found = await asyncio.gather(*[at_its_time(call) for call in load])
     waited, cached, prompts = zip(*found, strict=True)
-    return figures(waited, sum(cached), sum(prompts))
+    short_ms = 1e3 * median(ttft_s for ttft_s, _, _ in short[2:])  # each replica's first one is slower
+    return {"short_ms": short_ms} | figures(waited, sum(cached), sum(prompts))
 
 
 async def _ask(client: openai.AsyncOpenAI, prompt: list[int]) -> tuple[float, int, int]:
@@ -174,13 +186,17 @@ def compare(
     rows = []
     with contextlib.nullcontext("") if only_simulate else local_ray() as url:
         for routing in routers:
-            expected = simulated(measured_engine(model, folder, kv), requests, routing)
-            print(f"{routing.value}: expected {expected}", flush=True)
+            engine = measured_engine(model, folder, kv)
+            expected = simulated(engine, requests, routing)
+            alone = simulated(engine, short_calls(), routing)["ttft_ms_p50"]
+            print(f"{routing.value}: expected {expected}, {alone} ms for a short prompt", flush=True)
             if only_simulate:
                 continue
             found = served(url, requests, folder, kv, routing)
+            way_ms = found.pop("short_ms") - alone
+            expected = {k: v + way_ms if k.startswith("ttft") else v for k, v in expected.items()}
             row = {"routing": routing.value, "kv": kv, "requests": number, "rate": rate, **found}
-            row |= {f"simulated_{name}": value for name, value in expected.items()}
+            row |= {f"simulated_{name}": value for name, value in expected.items()} | {"way_ms": way_ms}
             row |= {f"ratio_{name}": expected[name] / value for name, value in found.items()}
             row["holds"] = all(abs(row[f"ratio_{name}"] - 1) <= MOST_OFF for name in found)
             rows.append(row)
@@ -199,14 +215,15 @@ def main() -> None:
     )
     parser.add_argument("--model", required=True)
     parser.add_argument("--kv", default="int4")
-    parser.add_argument("--rate", type=float, default=1.0, help="requests a second")
-    parser.add_argument("--requests", type=int, default=120)
+    parser.add_argument("--rate", type=float, default=0.4, help="requests a second")
+    parser.add_argument("--requests", type=int, default=80)
     parser.add_argument("--routers", default="round-robin,two-choices,affinity")
     parser.add_argument("--simulate", action="store_true", help="only that")
     parser.add_argument("--out", type=Path, default=RESULTS / "ray-routing-cpu.json")
     given = parser.parse_args()
     source_commit()
     torch.set_num_threads(1)
+    logging.getLogger("httpx").setLevel(logging.WARNING)  # Ray shows what libraries log
     routers = [Routing(name) for name in given.routers.split(",")]
     rows = compare(given.model, given.kv, given.rate, given.requests, routers, given.simulate)
     if rows:
