@@ -22,12 +22,14 @@ PACKAGES = {  # module -> its package, and the extra of pyproject.toml that brin
     "bitsandbytes": ("bitsandbytes", "bnb"),
     "accelerate": ("accelerate", "bnb"),
     "triton": ("triton", "gpu"),
+    "ray": ("ray", "ray"),
 }
-INSIDE = ("lmcache", "vllm")  # extras that bring what kvq runs inside of; "all" leaves them out
+INSIDE = ("lmcache", "ray", "vllm")  # extras that bring what kvq runs inside of; "all" leaves them out
 SERVER = ("fastapi", "uvicorn", "h11", "msgspec", "prometheus_client")
 EVENTS = ("zmq",)
 LM_EVAL = ("lm_eval", "datasets")
 PLOTS = ("matplotlib",)
+RAY = ("ray",)
 BITSANDBYTES = ("bitsandbytes", "accelerate")
 
 

@@ -102,7 +102,8 @@ def distributions(extra: str) -> set[str]:
     found = set()
     for requirement in OPTIONAL[extra]:
         name, inner = re.match(r"([\w-]+)(?:\[(.*?)\])?", requirement).groups()
-        found |= set().union(*map(distributions, inner.split(","))) if inner else {name}
+        is_own = name == extras.DISTRIBUTION
+        found |= set().union(*map(distributions, inner.split(","))) if is_own else {name}
     return found
 
 

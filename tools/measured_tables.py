@@ -36,6 +36,8 @@ def table(result: dict) -> str:
     """Return the Markdown table of a result, with what it was measured on."""
     if "load" in result["rows"][0]:
         return predictions_table(result)
+    if "routing" in result["rows"][0]:
+        return routing_table(result)
     if "terms" in result["rows"][0]:
         return memory_table(result)
     if "preempted_of_5_percent_more" in result["rows"][0]:
@@ -272,6 +274,24 @@ def predictions_table(result: dict) -> str:
         holds = "" if row["holds"] or row["load"] == "calibration" else "falls short"
         lines.append(f"| {row['load']} | `{row['kv']}` | {' | '.join(cells)} | {preempted} | {holds} |")
     return "\n".join(lines) + "\n" + _origin(result, f"Medians of {result['rows'][0]['repeats']} repeats. ")
+
+
+def routing_table(result: dict) -> str:
+    """The table of Ray's routers, as they were and as they were simulated."""
+    lines = [
+        "| router | hits, measured, simulated | TTFT p50, ms | TTFT mean, ms | |",
+        "|---|--:|--:|--:|---|",
+    ]
+    for row in result["rows"]:
+        cells = [
+            f"{row[name]:{form}}, {row[f'simulated_{name}']:{form}} ({row[f'ratio_{name}'] - 1:+.0%})"
+            for name, form in (("prefix_hit_rate", ".1%"), ("ttft_ms_p50", ",.0f"), ("ttft_ms_mean", ",.0f"))
+        ]
+        cells.append(f"{row['way_ms']:,.0f}")
+        lines.append(f"| {row['routing']} | {' | '.join(cells)} | {'' if row['holds'] else 'falls short'} |")
+    first = result["rows"][0]
+    load = f"{first['requests']} requests, {first['rate']:g} a second, `{first['kv']}`. "
+    return "\n".join(lines) + "\n" + _origin(result, load)
 
 
 def memory_table(result: dict) -> str:

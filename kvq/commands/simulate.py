@@ -16,7 +16,7 @@ from kvq.sizes import dollars
 if TYPE_CHECKING:
     from kvq.evals.columns import Columns
 
-_ROUTINGS = ("round-robin", "least-loaded", "session", "prefix")
+_ROUTINGS = ("round-robin", "two-choices", "least-loaded", "session", "prefix", "affinity")
 _PROGRESS_EVERY = 100  # requests
 
 
@@ -103,6 +103,7 @@ def command(kv: list[str], sizing: SizingOptions, asked: Asked, api: PriceOption
                 finished.keep(rows.copy)
         if not rows:
             raise ConfigError(refused[0])
+        note_winners(rows, finds_replicas=asked.meet is not None)
         result = finished.end(rows)
     for reason in dict.fromkeys(refused):
         echo(f"left out: {reason}", err=True)
@@ -110,6 +111,22 @@ def command(kv: list[str], sizing: SizingOptions, asked: Asked, api: PriceOption
         from kvq.commands.capacity_report import write_simulation
 
         write_simulation(sizing.html_path, result, columns(rows))
+
+
+def note_winners(rows: list[dict[str, Any]], *, finds_replicas: bool = False) -> None:
+    """Set `wins` of each row: is its routing the best of those that it is compared with?
+
+    The fewest replicas win, then the most requests that keep the goals, then the lowest median TTFT. None
+    where nothing else differs in its routing alone. `finds_replicas`: their number was looked for.
+    """
+    groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    for row in rows:
+        replicas = None if finds_replicas else row["replicas"]
+        groups.setdefault((row["kv"], row["max_num_batched_tokens"], replicas), []).append(row)
+    for group in groups.values():
+        best = min(group, key=lambda row: (row["replicas"], -(row["slo_met"] or 0), row["ttft_ms_p50"] or 0))
+        for row in group:
+            row["wins"] = row is best if len(group) > 1 else None
 
 
 def columns(rows: list[dict[str, Any]]) -> "Columns":
@@ -150,6 +167,9 @@ def _show(rows: list[dict[str, Any]], asked: Asked) -> None:
         del shown["slo_met"], shown["goodput_requests_per_s"]
     echo(f"{first['model']} on {first['gpu']}: {first['requests']:,} requests in {first['seconds']:,.0f} s")
     print_columns(rows, shown)
+    for row in rows:
+        if row.get("wins"):
+            echo(f"{row['kv']}, {row['replicas']} replicas: {row['routing']} wins")
     for row in rows:
         told = [str(row[key]) for key in shown if key in ("kv", "gpus", "max_num_batched_tokens", "routing")]
         echo(f"digest {row['digest']}  {', '.join(told)}")

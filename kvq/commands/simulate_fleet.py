@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvq.capacity.fleet.arrivals import Arrivals, Call, traced
 from kvq.capacity.fleet.faults import NONE, Faults
-from kvq.capacity.fleet.fleet import FleetSpec, Routing, fewest_replicas, serve
+from kvq.capacity.fleet.fleet import FleetSpec, fewest_replicas, serve
 from kvq.capacity.fleet.replica import EngineSpec
+from kvq.capacity.fleet.routing import Routing
 from kvq.capacity.fleet.summary import Bill, Slo, summarize
 from kvq.capacity.lengths import Demand, Length, parse_lengths
 from kvq.capacity.plan.cost import Prices
@@ -115,6 +116,7 @@ class Study:
                 transfer_token_s=sent_bytes / (1e9 * asked.transfer_gb_s),
                 overflow_waiting=asked.overflow_waiting,
                 faults=Faults(seed=asked.seed) if asked.faults else NONE,
+                seed=asked.seed,
             )
             gpus = fleet.engines * plan.split.gpus
             bill = Bill(usd_per_hour=gpu.usd_per_hour * gpus, api=self._api)

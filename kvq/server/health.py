@@ -73,6 +73,13 @@ class DeepCheck:
         return self._clock() - began
 
 
+async def check_readiness(service: Service) -> None:
+    """Raise Problem unless requests are taken, and their texts can be read."""
+    service.check_ready()
+    if (reason := await service.prompts.probe()) is not None:
+        raise unavailable(reason)
+
+
 def add_routes(app: FastAPI, service: Service) -> None:
     """`/health` and its three depths."""
     deep = DeepCheck(service)
@@ -85,9 +92,7 @@ def add_routes(app: FastAPI, service: Service) -> None:
     @app.get("/health", responses=answer)
     @app.get("/health/ready", responses=answer)
     async def ready() -> dict[str, str]:
-        service.check_ready()
-        if (reason := await service.prompts.probe()) is not None:
-            raise unavailable(reason)
+        await check_readiness(service)
         return {"status": "ready"}
 
     @app.get("/health/deep", responses=answer)

@@ -10,25 +10,19 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import uvicorn
 
 from kvq.errors import ConfigError, EngineError
-from kvq.models.resolve import resolve_model
 from kvq.models.tokenizer import load_without_torch
 from kvq.server.app import create_app
+from kvq.server.assembly import make_remote, make_service
 from kvq.server.config import ServerConfig
 from kvq.server.door import Door
 from kvq.server.logs import configure, log_event
-from kvq.server.messages import Start
-from kvq.server.prompts import Prompts
 from kvq.server.protocol import Connection, prepare
-from kvq.server.reading import Readers, Setup
-from kvq.server.remote import Remote, Watch
 from kvq.server.service import Service
-from kvq.server.tools.calling import ToolCalling
 from kvq.server.turns import Stretches
 
 _log = logging.getLogger("kvq")
@@ -62,16 +56,13 @@ def serve(config: ServerConfig) -> None:
 
 async def _serve(config: ServerConfig, stretches: Stretches) -> None:
     listener = listen(config)
-    options = dict(config.engine)
-    source = resolve_model(
-        config.model, revision=options.pop("revision", None), token=options.pop("token", None)
-    )
     ended: asyncio.Future[str | None] = asyncio.get_running_loop().create_future()
 
     def end(reason: str | None = None) -> None:
         if not ended.done():
             ended.set_result(reason)
 
+    source, remote = make_remote(config, on_failed=end)
     services: list[Service] = []
 
     def stop() -> None:
@@ -81,14 +72,11 @@ async def _serve(config: ServerConfig, stretches: Stretches) -> None:
 
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop)
-    start = Start(
-        folder=str(source.folder), kv=config.kv, options=options, log=config.log, kv_events=config.kv_events
-    )
-    remote = Remote(start, watch=Watch(max_restarts=config.max_restarts), on_failed=end)
     starting = asyncio.create_task(remote.start())
     try:
         tokenizer = await _unless(ended, partial(load_without_torch, source.folder))
-        service = _service(config, config.served_model_name or source.name, source.folder, remote, tokenizer)
+        service = make_service(config, source.name, source.folder, remote, tokenizer)
+        _log.info("tool calls: %s", service.tools.description)
     except BaseException:
         await remote.close()
         await asyncio.gather(starting, return_exceptions=True)
@@ -165,21 +153,6 @@ async def _unless(ended: "asyncio.Future[str | None]", work: Callable[[], Any]) 
     if (reason := ended.result()) is not None:
         raise EngineError(reason)
     raise KeyboardInterrupt
-
-
-def _service(config: ServerConfig, name: str, folder: Path, remote: Remote, tokenizer: Any) -> Service:
-    tools = ToolCalling.of(tokenizer, config.tool_call_parser)
-    _log.info("tool calls: %s", tools.description)
-    setup = Setup(
-        folder=str(folder), is_text_template=tools.is_text_template, trusts_chats=config.trusts_chats
-    )
-    prompts = Prompts(
-        Readers(setup),
-        tokenizer,
-        plain_texts=not config.trusts_completions,
-        max_tokens=lambda: None if remote.info is None else remote.info.max_context,
-    )
-    return Service(name, remote, prompts, config, tools=tools)
 
 
 def _open(config: ServerConfig, server: uvicorn.Server, listener: socket.socket) -> Door:

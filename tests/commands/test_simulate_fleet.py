@@ -52,6 +52,24 @@ def test_policies_multiply(run, tmp_path):
     }
 
 
+def test_one_of_the_routings_wins(run, tmp_path):
+    path = tmp_path / "s.json"
+    shared = ("--shared-prefix", 0.8, "--num-prefixes", 20, "--input-len", "1024:2048")
+    compared = ("--replicas", "1,3", "--routing", "round-robin,two-choices,affinity", "--kv", "int4")
+    status, out, _ = run(*LOAD, *shared, *compared, "--json", path)
+    assert status == 0
+    rows = json.loads(path.read_text())["rows"]
+    for replicas in (1, 3):
+        group = [row for row in rows if row["replicas"] == replicas]
+        [winner] = [row for row in group if row["wins"]]
+        assert winner["ttft_ms_p50"] == min(row["ttft_ms_p50"] for row in group)
+        assert f"int4, {replicas} replicas: {winner['routing']} wins" in out
+    hits = {row["routing"]: row["prefix_hit_rate"] for row in rows if row["replicas"] == 3}
+    assert hits["affinity"] > hits["round-robin"]
+    assert run(*LOAD, "--kv", "int4,fp16", "--json", path)[0] == 0
+    assert [row["wins"] for row in json.loads(path.read_text())["rows"]] == [None, None]
+
+
 def test_the_gpus_that_a_goal_needs(run, tmp_path):
     path = tmp_path / "s.json"
     goal = ("--meet", 0.95, "--slo-ttft-ms", 200, "--rate", 150, "--requests", 600, "--kv", "int4")

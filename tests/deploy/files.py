@@ -54,12 +54,13 @@ def dashboard_expressions() -> list[str]:
 
 
 def scaling_names() -> set[str]:
-    """Metrics that the autoscaler and the adapter read."""
-    found = {rule["seriesQuery"] for rule in load("kubernetes/adapter.yaml")["rules"]["custom"]}
-    metrics = load("kubernetes/autoscaler.yaml")["spec"]["metrics"]
-    return {name for query in found for name in names_in(query)} | {
-        metric["pods"]["metric"]["name"] for metric in metrics
+    """Metrics that the autoscaler of `kvq serve` reads, and the adapter for it."""
+    rules = {
+        rule["name"]["as"]: rule["seriesQuery"] for rule in load("kubernetes/adapter.yaml")["rules"]["custom"]
     }
+    metrics = load("kubernetes/autoscaler.yaml")["spec"]["metrics"]
+    scaled = {metric["pods"]["metric"]["name"] for metric in metrics}
+    return scaled | {name for adapted in scaled for name in names_in(rules[adapted])}
 
 
 def all_names() -> set[str]:

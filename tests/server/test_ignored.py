@@ -11,6 +11,7 @@ from kvq.cli import main
 from kvq.models.resolve import EMBEDDED, resolve_model
 from kvq.models.tokenizer import load_tokenizer
 from kvq.server.anthropic.bodies import MessagesBody, PromptBody
+from kvq.server.assembly import make_service
 from kvq.server.batch.calls import Calls
 from kvq.server.batch.lines import parse_line
 from kvq.server.batch.run import Summary
@@ -349,7 +350,7 @@ def test_the_option_reaches_the_server(tmp_path, monkeypatch, options, config, i
         main(["serve", "--config", str(path), *options])
     made = service()
     folder, tokenizer = EMBEDDED["tiny"], load_tokenizer(EMBEDDED["tiny"])
-    assert kvq.server.run._service(taken[0], "tiny", folder, made.remote, tokenizer).is_strict is is_strict
+    assert make_service(taken[0], "tiny", folder, made.remote, tokenizer).is_strict is is_strict
 
 
 LINE = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": "a"}}

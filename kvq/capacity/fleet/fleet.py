@@ -8,63 +8,17 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from enum import Enum
 from hashlib import sha256
 from heapq import heappop, heappush
-from itertools import count
 from math import inf
 from typing import Any
-from zlib import crc32
 
 from kvq.capacity.fleet.arrivals import Call
 from kvq.capacity.fleet.faults import NONE, Faults
 from kvq.capacity.fleet.records import Fate, Histogram, Records
 from kvq.capacity.fleet.replica import EngineSpec, Gauges, Replica
+from kvq.capacity.fleet.routing import Router, Routing, make_router
 from kvq.errors import ConfigError
-
-_MOST_AHEAD = 8  # requests that a replica with a prefix may have more than the least loaded one
-_LONG_PREFIX = 0.25  # of a prompt, from which on a replica that holds it is worth going to
-
-Router = Callable[[Call, Sequence[Replica]], Replica]
-
-
-class Routing(Enum):
-    """Policies."""
-
-    ROUND_ROBIN = "round-robin"
-    LEAST_LOADED = "least-loaded"  # fewest requests that have not ended
-    SESSION = "session"  # always the same replica for the turns of a conversation
-    PREFIX = "prefix"  # the replica that has most of the prompt cached, unless it is much busier
-
-
-def make_router(routing: Routing) -> Router:
-    """A function that chooses among replicas that are ready, and have come as far as the arrival."""
-    turn = count()
-
-    def least_loaded(call: Call, replicas: Sequence[Replica]) -> Replica:
-        return min(replicas, key=lambda replica: (len(replica.live), replica.index))
-
-    def in_turn(call: Call, replicas: Sequence[Replica]) -> Replica:
-        return replicas[next(turn) % len(replicas)]
-
-    def by_session(call: Call, replicas: Sequence[Replica]) -> Replica:
-        return replicas[crc32(call.session.encode()) % len(replicas)]
-
-    def by_prefix(call: Call, replicas: Sequence[Replica]) -> Replica:
-        fallback = least_loaded(call, replicas)
-        cached = {replica: replica.cached(call) for replica in replicas}
-        best = max(replicas, key=lambda replica: (cached[replica], -len(replica.live), -replica.index))
-        is_worth_it = cached[best] >= _LONG_PREFIX * len(call.prompt)
-        return best if is_worth_it and len(best.live) <= len(fallback.live) + _MOST_AHEAD else fallback
-
-    routers: dict[Routing, Router] = {
-        Routing.ROUND_ROBIN: in_turn,
-        Routing.LEAST_LOADED: least_loaded,
-        Routing.SESSION: by_session,
-        Routing.PREFIX: by_prefix,
-    }
-    return routers[routing]
-
 
 Progress = Callable[[int], object]  # told how many requests have come
 _OBJECTS = 100_000  # between two collections of the young
@@ -81,6 +35,7 @@ class FleetSpec:
     transfer_token_s: float = 0.0  # to send a token's KV from one to the other
     overflow_waiting: int | None = None  # waiting requests from which on the next goes to an API
     faults: Faults = NONE
+    seed: int = 0  # of routers that choose at random
 
     def __post_init__(self) -> None:
         if self.replicas < 1 or self.prefill_replicas < 0:
@@ -171,8 +126,9 @@ class _Fleet:
         self._rest = self.engines[spec.prefill_replicas :]
         self._sent: list[tuple[float, int, Call]] = []  # heap of (when the KV is there, number, rest)
         self._spec = spec
-        self._to_prefill, self._route = make_router(Routing.LEAST_LOADED), make_router(spec.routing)
-        chooses = spec.routing in (Routing.LEAST_LOADED, Routing.PREFIX) and spec.replicas > 1
+        self._to_prefill = make_router(Routing.LEAST_LOADED)
+        self._route = make_router(spec.routing, spec.seed)
+        chooses = spec.routing.goes_by_load and spec.replicas > 1
         self._looks = chooses or spec.overflow_waiting is not None or spec.faults.life_s < inf
 
     def take(self, call: Call) -> None:

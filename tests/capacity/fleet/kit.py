@@ -3,8 +3,9 @@
 import random
 
 from kvq.capacity.fleet.arrivals import Arrivals
-from kvq.capacity.fleet.fleet import FleetSpec, Routing
+from kvq.capacity.fleet.fleet import FleetSpec
 from kvq.capacity.fleet.replica import EngineSpec
+from kvq.capacity.fleet.routing import Routing
 from kvq.capacity.lengths import Lengths
 from kvq.capacity.plan.step_time import StepTime
 from kvq.scheduler import SchedulerConfig

@@ -6,9 +6,10 @@ from array import array
 import pytest
 
 from kvq.capacity.fleet.arrivals import Call
-from kvq.capacity.fleet.fleet import FleetSpec, Routing, serve
+from kvq.capacity.fleet.fleet import FleetSpec, serve
 from kvq.capacity.fleet.records import Fate
 from kvq.capacity.fleet.replica import Replica
+from kvq.capacity.fleet.routing import Routing
 from kvq.errors import ConfigError
 from tests.capacity.fleet.kit import drawn, engine, load
 

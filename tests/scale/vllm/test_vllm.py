@@ -12,7 +12,7 @@ from kvq.integrations.vllm.pages import Page
 from tests.scale.vllm.kit import MEMORY, TINY, greedy, served
 
 TOKENS = 24
-TIE = 0.25  # between logits of two tokens that may change places: a code of K or V that rounds otherwise moves them
+TIE = 0.25  # between logits of tokens that may change places, where a code rounds otherwise
 
 
 @pytest.fixture(scope="session")

@@ -1,0 +1,188 @@
+"""Which replica gets a request: kvq's policies, and those of Ray Serve."""
+
+import random
+from array import array
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from itertools import count
+from zlib import crc32
+
+from kvq.capacity.fleet.arrivals import Call
+from kvq.capacity.fleet.replica import Replica
+
+MOST_AHEAD = 8  # requests that a replica with a prefix may have more than the least loaded one
+_LONG_PREFIX = 0.25  # of a prompt, from which on a replica that holds it is worth going to
+LONG_MATCH = 0.1  # of a prompt's text, from which on Ray goes where that went before
+REMEMBERED_TOKENS = 1 << 20  # of each replica, in Ray's tree
+
+Router = Callable[[Call, Sequence[Replica]], Replica]
+
+
+class Routing(Enum):
+    """Policies."""
+
+    ROUND_ROBIN = "round-robin"
+    LEAST_LOADED = "least-loaded"  # fewest requests that have not ended
+    SESSION = "session"  # always the same replica for the turns of a conversation
+    PREFIX = "prefix"  # the replica that has most of the prompt cached, unless it is much busier
+    TWO_CHOICES = "two-choices"  # the less loaded one of two random ones, Ray's default
+    AFFINITY = "affinity"  # where most of the prompt went before, as Ray's prefix router has it
+
+    @property
+    def goes_by_load(self) -> bool:
+        """True if replicas have to be as far as the arrival."""
+        return self not in (Routing.ROUND_ROBIN, Routing.SESSION)
+
+
+def make_router(routing: Routing, seed: int = 0) -> Router:
+    """A function that chooses among replicas that are ready, and have come as far as the arrival."""
+    turn = count()
+
+    def in_turn(call: Call, replicas: Sequence[Replica]) -> Replica:
+        return replicas[next(turn) % len(replicas)]
+
+    def by_session(call: Call, replicas: Sequence[Replica]) -> Replica:
+        return replicas[crc32(call.session.encode()) % len(replicas)]
+
+    def by_prefix(call: Call, replicas: Sequence[Replica]) -> Replica:
+        fallback = _least_loaded(call, replicas)
+        cached = {replica: replica.cached(call) for replica in replicas}
+        best = max(replicas, key=lambda replica: (cached[replica], -len(replica.live), -replica.index))
+        is_worth_it = cached[best] >= _LONG_PREFIX * len(call.prompt)
+        return best if is_worth_it and len(best.live) <= len(fallback.live) + MOST_AHEAD else fallback
+
+    routers: dict[Routing, Router] = {
+        Routing.ROUND_ROBIN: in_turn,
+        Routing.LEAST_LOADED: _least_loaded,
+        Routing.SESSION: by_session,
+        Routing.PREFIX: by_prefix,
+        Routing.TWO_CHOICES: TwoChoices(seed),
+        Routing.AFFINITY: Affinity(seed),
+    }
+    return routers[routing]
+
+
+def _least_loaded(call: Call, replicas: Sequence[Replica]) -> Replica:
+    return min(replicas, key=lambda replica: (len(replica.live), replica.index))
+
+
+class TwoChoices:
+    """Of two random replicas the one with fewer requests.
+
+    Source: Mitzenmacher 2001, The Power of Two Choices; `PowerOfTwoChoicesRequestRouter` of Ray 2.60.
+    """
+
+    def __init__(self, seed: int = 0) -> None:
+        self._rng = random.Random(seed)
+
+    def __call__(self, call: Call, replicas: Sequence[Replica]) -> Replica:
+        """Choose."""
+        two = self._rng.sample(replicas, min(2, len(replicas)))
+        return min(two, key=lambda replica: len(replica.live))
+
+
+class Affinity:
+    """The replicas that got most of the prompt before; where that is little, those that got least in all.
+
+    Of several the one with fewest requests. Where one replica has more than `MOST_AHEAD` requests more than
+    another, or none was ever asked, two random ones.
+
+    Source: `PrefixCacheAffinityRouter` of Ray 2.60.
+    """
+
+    def __init__(self, seed: int = 0) -> None:
+        self._elsewhere = TwoChoices(seed)
+        self._tree = PrefixTree()
+        self._restarts: dict[int, int] = {}
+
+    def __call__(self, call: Call, replicas: Sequence[Replica]) -> Replica:
+        """Choose, and remember it."""
+        self._forget_ended(replicas)
+        loads = [len(replica.live) for replica in replicas]
+        chosen = self._elsewhere(call, replicas)
+        if max(loads) - min(loads) <= MOST_AHEAD:
+            length, holders = self._tree.match(call.prompt, {replica.index for replica in replicas})
+            if length < LONG_MATCH * len(call.prompt):
+                holders = self._tree.smallest({replica.index for replica in replicas})
+            fitting = [replica for replica in replicas if replica.index in holders]
+            chosen = min(fitting, key=lambda replica: len(replica.live), default=chosen)
+        self._tree.insert(call.prompt, chosen.index)
+        return chosen
+
+    def _forget_ended(self, replicas: Sequence[Replica]) -> None:
+        """Who comes back comes back empty, and as another replica."""
+        for replica in replicas:
+            if self._restarts.setdefault(replica.index, 0) < replica.gauges.restarts:
+                self._restarts[replica.index] = replica.gauges.restarts
+                self._tree.remove(replica.index)
+
+
+@dataclass(slots=True, eq=False)
+class _Node:
+    parent: "_Node | None" = None
+    piece: bytes = b""
+    children: "dict[bytes, _Node]" = field(default_factory=dict)
+    holders: set[int] = field(default_factory=set)
+
+
+class PrefixTree:
+    """Which replica got prompts that begin how.
+
+    Pieces of `PIECE` tokens, where Ray's tree splits wherever two texts part. Of each replica the least
+    recently used pieces are forgotten beyond `most_tokens`; a piece is never forgotten before those after it.
+    """
+
+    PIECE = 16  # tokens
+
+    def __init__(self, most_tokens: int = REMEMBERED_TOKENS) -> None:
+        self._root = _Node()
+        self._most = most_tokens // self.PIECE
+        self._of: dict[int, OrderedDict[_Node, None]] = {}  # by replica, least recently used first
+
+    def match(self, prompt: "array[int]", among: Collection[int]) -> tuple[int, set[int]]:
+        """Tokens at the prompt's beginning that one of the replicas got before, and which ones did."""
+        node, length = self._root, 0
+        for piece in self._pieces(prompt):
+            after = node.children.get(piece)
+            if after is None or after.holders.isdisjoint(among):
+                break
+            node, length = after, length + self.PIECE
+        return length, node.holders.intersection(among)
+
+    def smallest(self, among: Collection[int]) -> set[int]:
+        """The replicas of which least is remembered."""
+        least = min(self._size(index) for index in among)
+        return {index for index in among if self._size(index) == least}
+
+    def insert(self, prompt: "array[int]", replica: int) -> None:
+        """A replica gets a prompt."""
+        held, path = self._of.setdefault(replica, OrderedDict()), []
+        node = self._root
+        for piece in self._pieces(prompt):
+            node = node.children.setdefault(piece, _Node(parent=node, piece=piece))
+            path.append(node)
+        for node in reversed(path):  # so that what comes after is older
+            node.holders.add(replica)
+            held[node] = None
+            held.move_to_end(node)
+        while len(held) > self._most:
+            self._drop(held.popitem(last=False)[0], replica)
+
+    def remove(self, replica: int) -> None:
+        """Forget all that a replica got."""
+        for node in self._of.pop(replica, ()):
+            self._drop(node, replica)
+
+    def _size(self, replica: int) -> int:
+        return len(self._of.get(replica, ()))
+
+    def _pieces(self, prompt: "array[int]") -> list[bytes]:
+        size = self.PIECE
+        return [prompt[i : i + size].tobytes() for i in range(0, len(prompt) - size + 1, size)]
+
+    def _drop(self, node: _Node, replica: int) -> None:
+        node.holders.discard(replica)
+        if not node.holders and node.parent is not None:
+            node.parent.children.pop(node.piece, None)

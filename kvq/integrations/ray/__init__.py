@@ -1,0 +1,29 @@
+"""Replicas of kvq's server behind Ray Serve's routers, with Ray's autoscaling and rolling updates.
+
+    from ray import serve
+    from kvq.integrations.ray import application
+
+    serve.run(application("./my-llama", kv="int4", num_replicas=4, router="affinity"))
+
+or `serve run kvq.integrations.ray:build model=./my-llama kv=int4 num_replicas=4`. An ingress passes requests
+on to the replicas, each of which is the application of `kvq serve` over an engine of its own. Importing this
+imports no Ray; using it without says how to install it.
+"""
+
+from typing import TYPE_CHECKING
+
+from kvq.lazy import lazily
+
+if TYPE_CHECKING:
+    from kvq.integrations.ray.app import application, build
+    from kvq.integrations.ray.fleet import Fleet
+else:
+    __getattr__ = lazily(
+        __name__,
+        {
+            "kvq.integrations.ray.app": ("application", "build"),
+            "kvq.integrations.ray.fleet": ("Fleet",),
+        },
+    )
+
+__all__ = ["Fleet", "application", "build"]

@@ -1,0 +1,103 @@
+"""The Ray Serve application: an ingress and its replicas."""
+
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from kvq.errors import ConfigError, nearest
+from kvq.extras import RAY, SERVER, require
+from kvq.integrations.ray.fleet import ROUTERS, Fleet
+from kvq.server.config import ServerConfig
+from kvq.sizing.pools import MAX_NUM_SEQS
+
+require("kvq.integrations.ray", (*RAY, *SERVER))
+
+from ray import serve  # noqa: E402 - what is missing was said before
+from ray.serve.config import AutoscalingConfig, RequestRouterConfig  # noqa: E402
+
+from kvq.integrations.ray.ingress import Ingress  # noqa: E402
+from kvq.integrations.ray.replica import EngineReplica  # noqa: E402
+
+_FLEET = {field.name for field in fields(Fleet)}
+_LISTENERS = {
+    "host",
+    "port",
+    "tls",
+    "max_connections",
+    "max_connections_per_address",
+}  # Ray's proxy has its
+_SERVER = {field.name for field in fields(ServerConfig)} - {"model", "kv", *_LISTENERS}
+_WAIT_S = 0.5  # between two looks whether the last request has ended
+_LATE_S = 5.0  # after `grace_s`, for error objects to be sent
+_MANY = 100_000  # requests that an ingress passes on at once: the replicas say what they bear
+
+
+def application(model: str | Path = "tiny", kv: str = "auto", **options: Any) -> serve.Application:
+    """An application for `serve.run`: replicas of `kvq serve` behind one of Ray's routers.
+
+    `options`: those of `Fleet` (num_replicas, max_replicas, router, ray_actor_options, ...) and of
+    `ServerConfig` (served_model_name, access, admission, grace_s, `engine` with options of `kvq.LLM`, ...).
+    An engine that ends takes its replica with it unless `max_restarts` allows it more lives: Ray then starts
+    another, and its requests go elsewhere. `model` is a folder at every node, or a hub's name.
+
+    Raises:
+        ConfigError: an option that nobody knows, or that can't be used.
+    """
+    if unknown := sorted(options.keys() - _FLEET - _SERVER):
+        hint = nearest(unknown[0], sorted(_FLEET | _SERVER))
+        raise ConfigError(f"kvq.integrations.ray has no option {unknown[0]!r}{hint}")
+    fleet = Fleet(**{name: value for name, value in options.items() if name in _FLEET})
+    served = {name: value for name, value in options.items() if name in _SERVER}
+    config = ServerConfig(model=model, kv=kv, **{"max_restarts": 0, **served})
+    engines = serve.deployment(EngineReplica).options(name="kvq-engine", **_options(fleet, config))
+    ingress = serve.deployment(Ingress).options(
+        name="kvq",
+        num_replicas=fleet.num_ingresses,
+        max_ongoing_requests=_MANY,
+        graceful_shutdown_timeout_s=config.grace_s + 2 * _LATE_S,  # its replicas' requests end before
+        graceful_shutdown_wait_loop_s=_WAIT_S,
+        ray_actor_options={"num_cpus": 0},
+    )
+    return ingress.bind(engines.bind(config))
+
+
+def _options(fleet: Fleet, config: ServerConfig) -> dict[str, Any]:
+    """What Ray is told about the replicas."""
+    seats = int(config.engine.get("max_num_seqs", MAX_NUM_SEQS))
+    options: dict[str, Any] = {
+        "max_ongoing_requests": seats + config.admission.max_queue,  # beyond it the ingress keeps them
+        "graceful_shutdown_timeout_s": config.grace_s + _LATE_S,
+        "graceful_shutdown_wait_loop_s": _WAIT_S,
+        "ray_actor_options": dict(fleet.ray_actor_options),
+        "request_router_config": RequestRouterConfig(
+            request_router_class=ROUTERS[fleet.router], request_router_kwargs=fleet.router_kwargs
+        ),
+    }
+    if fleet.max_replicas is None:
+        return options | {"num_replicas": fleet.num_replicas}
+    scaling = {"target_ongoing_requests": seats, **fleet.autoscaling}  # above it some wait
+    bounds = {"min_replicas": fleet.num_replicas, "max_replicas": fleet.max_replicas}
+    return options | {"autoscaling_config": AutoscalingConfig(**scaling, **bounds)}
+
+
+class Arguments(BaseModel):
+    """What `serve run kvq.integrations.ray:build` and a file of `serve deploy` may say."""
+
+    model_config = ConfigDict(extra="forbid")
+    model: str = "tiny"
+    kv: str = "auto"
+    served_model_name: str | None = None
+    num_replicas: int = 1
+    max_replicas: int | None = None
+    autoscaling: dict[str, Any] = Field(default_factory=dict)
+    router: str = "affinity"
+    router_options: dict[str, Any] = Field(default_factory=dict)
+    ray_actor_options: dict[str, Any] = Field(default_factory=dict)
+    engine: dict[str, Any] = Field(default_factory=dict)
+
+
+def build(args: Arguments) -> serve.Application:
+    """The application that the arguments of Ray's command line or file describe."""
+    return application(**args.model_dump())

@@ -1,0 +1,54 @@
+"""The process that takes requests off Ray's proxy and passes them on by the router of the engines."""
+
+from collections.abc import AsyncGenerator
+from typing import Any
+
+from ray.exceptions import RayActorError, RayTaskError
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Message
+
+from kvq.integrations.ray.asked import Asked, read
+from kvq.integrations.ray.forward import Lost, forward
+from kvq.server.guard import as_response
+from kvq.server.problems import Problem
+
+_ENDED = "the replica ended; send the request again"
+
+
+class Ingress:
+    """Reads bodies, since routers go by prompts, and no more of them than that."""
+
+    def __init__(self, engines: Any) -> None:
+        """`engines`: the handle of their deployment."""
+        self._engines = engines.options(stream=True, method_name="answer")
+
+    async def __call__(self, request: Request) -> Response:
+        """Answer a request of Ray's proxy."""
+        try:
+            asked = await read(request)
+        except Problem as problem:
+            return as_response(problem, request.url.path)
+        return await forward(asked, self._send)
+
+    async def _send(self, asked: Asked) -> AsyncGenerator[Message]:
+        """Messages of the replica that the router chooses: by the prompt, or by load where there is none.
+
+        Raises:
+            Lost: that replica ended, or is about to.
+        """
+        answer = self._engines.remote(asked) if asked.prompt else self._engines.remote(asked=asked)
+        is_whole = False
+        try:
+            async for message in answer:
+                yield message
+            is_whole = True
+        except RayActorError as error:
+            raise Lost(_ENDED) from error
+        except RayTaskError as error:
+            if isinstance(error.cause, Lost):
+                raise Lost(str(error.cause)) from None
+            raise
+        finally:
+            if not is_whole:
+                answer.cancel()

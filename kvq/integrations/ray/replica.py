@@ -1,0 +1,70 @@
+"""One replica: the application of `kvq serve` over an engine of its own, without a listener."""
+
+import asyncio
+import os
+from collections.abc import AsyncGenerator
+from functools import partial
+
+from starlette.types import Message
+
+from kvq.integrations.ray.asked import Asked, relay
+from kvq.integrations.ray.forward import Lost
+from kvq.models.tokenizer import load_without_torch
+from kvq.server.app import create_app
+from kvq.server.assembly import make_remote, make_service
+from kvq.server.config import ServerConfig
+from kvq.server.health import check_readiness
+from kvq.server.logs import configure, log_event
+from kvq.server.problems import Problem
+
+_END_S = 0.5  # for requests of an engine that ended to be told so
+
+
+class EngineReplica:
+    """What Ray starts, watches and ends. Its engine is a process of its own, which ends with it."""
+
+    async def __init__(self, config: ServerConfig) -> None:  # type: ignore[misc]  # Ray awaits it
+        """Return when the engine is ready.
+
+        Raises:
+            KVQError: there will be none.
+        """
+        configure(config.log)
+        is_ready = False
+
+        def give_up(reason: str) -> None:
+            log_event("no engine", reason=reason)
+            if is_ready:  # Ray sends no more here, and starts another replica
+                asyncio.get_running_loop().call_later(_END_S, partial(os._exit, 1))
+
+        source, self._remote = make_remote(config, on_failed=give_up)
+        tokenizer = await asyncio.to_thread(load_without_torch, source.folder)
+        self._service = make_service(config, source.name, source.folder, self._remote, tokenizer)
+        try:
+            await asyncio.gather(self._remote.start(), self._service.prompts.start())
+        except BaseException:
+            await self._service.close()
+            raise
+        is_ready = True
+        self._app = create_app(self._service, config.access)
+
+    async def answer(self, asked: Asked) -> AsyncGenerator[Message]:
+        """What the application sends for a request.
+
+        Raises:
+            Lost: it can't be taken here, or its engine ended before anything was sent.
+        """
+        messages = relay(self._app, asked)
+        async for message in messages:
+            reason = self._service.why_not_ready
+            if reason is not None and message.get("status") == 503:
+                await messages.aclose()
+                raise Lost(reason)
+            yield message
+
+    async def check_health(self) -> None:
+        """Raise what `/health/ready` would answer."""
+        try:
+            await check_readiness(self._service)
+        except Problem as problem:
+            raise RuntimeError(problem.message) from None

@@ -1,0 +1,38 @@
+"""Ray's prefix router, which goes by load where its tree of prefixes can't tell."""
+
+from contextlib import suppress
+from typing import Any
+
+from ray.exceptions import RayActorError
+
+# Its public name, in ray.serve.llm.request_router, can be imported beside vLLM or SGLang only.
+from ray.llm._internal.serve.routing_policies.prefix_aware.prefix_aware_router import (
+    PrefixCacheAffinityRouter,
+)
+from ray.serve._private.request_router import PowerOfTwoChoicesRequestRouter
+
+_MOST_STALE = 64  # replicas that may have ended unnoticed
+
+
+class PrefixRouter(PrefixCacheAffinityRouter):  # type: ignore[misc]  # Ray's types aren't seen
+    """Where most of a prompt's text went before, unless that replica is much busier than another.
+
+    Ray loses a request whose router fails: it waits for ever. Its tree of prefixes is an actor, which may
+    end, and which still knows the replicas of an application that was deleted and came back.
+    """
+
+    async def choose_replicas(self, candidate_replicas: list[Any], pending_request: Any = None) -> Any:
+        """Ranks of replicas: one, of those that got most of the prompt, or of two random ones."""
+        with suppress(RayActorError):
+            for _ in range(_MOST_STALE):
+                try:
+                    return await super().choose_replicas(candidate_replicas, pending_request)
+                except KeyError as error:  # a replica that the tree named, and nobody else knows
+                    (unknown,) = error.args
+                    await self._tree_actor.remove_tenants.remote([unknown.to_full_id_str()])
+        return await PowerOfTwoChoicesRequestRouter.choose_replicas(self, candidate_replicas, pending_request)
+
+    def on_request_routed(self, pending_request: Any, replica_id: Any, result: Any) -> None:
+        """Remember the prompt, if there still is a tree."""
+        with suppress(RayActorError):
+            super().on_request_routed(pending_request, replica_id, result)

@@ -1,0 +1,49 @@
+"""What a server is made of: the engine's process, and the service in front of it."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from kvq.models.resolve import ModelSource, resolve_model
+from kvq.server.config import ServerConfig
+from kvq.server.messages import Start
+from kvq.server.prompts import Prompts
+from kvq.server.reading import Readers, Setup
+from kvq.server.remote import Remote, Watch
+from kvq.server.service import Service
+from kvq.server.tools.calling import ToolCalling
+
+
+def make_remote(config: ServerConfig, on_failed: Callable[[str], object]) -> tuple[ModelSource, Remote]:
+    """Where the model is, and its engine, not started yet; `on_failed` is told why there won't be one.
+
+    Raises:
+        KVQError: there is no such model.
+    """
+    options = dict(config.engine)
+    source = resolve_model(
+        config.model, revision=options.pop("revision", None), token=options.pop("token", None)
+    )
+    start = Start(
+        folder=str(source.folder), kv=config.kv, options=options, log=config.log, kv_events=config.kv_events
+    )
+    return source, Remote(start, watch=Watch(max_restarts=config.max_restarts), on_failed=on_failed)
+
+
+def make_service(config: ServerConfig, name: str, folder: Path, remote: Remote, tokenizer: Any) -> Service:
+    """The service over an engine. `name`: of the model, unless the configuration has another.
+
+    Raises:
+        ConfigError: there are no such tool calls.
+    """
+    tools = ToolCalling.of(tokenizer, config.tool_call_parser)
+    setup = Setup(
+        folder=str(folder), is_text_template=tools.is_text_template, trusts_chats=config.trusts_chats
+    )
+    prompts = Prompts(
+        Readers(setup),
+        tokenizer,
+        plain_texts=not config.trusts_completions,
+        max_tokens=lambda: None if remote.info is None else remote.info.max_context,
+    )
+    return Service(config.served_model_name or name, remote, prompts, config, tools=tools)
