@@ -228,7 +228,10 @@ def main() -> None:
     rows = compare(given.model, given.kv, given.rate, given.requests, routers, given.simulate)
     if rows:
         facts = {"model": load(given.model).description}
-        write_json(given.out, envelope(sys.argv, torch.device("cpu"), rows, facts))
+        write_json(
+            given.out,
+            envelope(["benchmarks/ray_routing.py", *sys.argv[1:]], torch.device("cpu"), rows, facts),
+        )
 
 
 if __name__ == "__main__":

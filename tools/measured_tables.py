@@ -278,10 +278,8 @@ def predictions_table(result: dict) -> str:
 
 def routing_table(result: dict) -> str:
     """The table of Ray's routers, as they were and as they were simulated."""
-    lines = [
-        "| router | hits, measured, simulated | TTFT p50, ms | TTFT mean, ms | |",
-        "|---|--:|--:|--:|---|",
-    ]
+    head = "| router | hits, measured, simulated | TTFT p50, ms | TTFT mean, ms | the way, ms | |"
+    lines = [head, "|---|--:|--:|--:|--:|---|"]
     for row in result["rows"]:
         cells = [
             f"{row[name]:{form}}, {row[f'simulated_{name}']:{form}} ({row[f'ratio_{name}'] - 1:+.0%})"
