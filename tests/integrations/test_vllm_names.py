@@ -56,7 +56,7 @@ def test_a_page_holds_what_a_block_of_kvq_does(kv):
     """The same rows through vLLM's pages, which lie apart, and through a pool of kvq's own."""
     block_size, blocks, heads = 32, 5, 2
     recipe = KVRecipe.uniform(kv, [(64, 64)] * 2)
-    page = Page.of(recipe, 1, heads, block_size)
+    page = Page.of(recipe, 1, heads, block_size, (64, 64))
     cells = (heads, block_size, page.cell_bytes)
     apart = 48  # bytes that belong to nobody
     size = heads * block_size * page.cell_bytes
@@ -81,10 +81,12 @@ def test_a_page_holds_what_a_block_of_kvq_does(kv):
 
 
 def test_pages_that_are_cut_otherwise_are_refused():
-    page = Page.of(KVRecipe.uniform("int8", [(64, 64)]), 0, 2, 16)
+    page = Page.of(KVRecipe.uniform("int8", [(64, 64)]), 0, 2, 16, (64, 64))
     with pytest.raises(ConfigError, match="vLLM's pages"):
         page.over(torch.zeros(3, 16, 2, page.cell_bytes, dtype=torch.uint8))
     with pytest.raises(ConfigError, match="multiple of 16"):
-        Page.of(KVRecipe.uniform("int8", [(64, 64)]), 0, 2, 24)
+        Page.of(KVRecipe.uniform("int8", [(64, 64)]), 0, 2, 24, (64, 64))
     with pytest.raises(ConfigError, match="a layer 7"):
-        Page.of(KVRecipe.uniform("int8", [(64, 64)]), 7, 2, 16)
+        Page.of(KVRecipe.uniform("int8", [(64, 64)]), 7, 2, 16, (64, 64))
+    with pytest.raises(ConfigError, match="head dimensions"):
+        Page.of(KVRecipe.uniform("int8", [(64, 64)]), 0, 2, 16, (128, 128))

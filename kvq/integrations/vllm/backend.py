@@ -104,7 +104,7 @@ class KvqImpl(AttentionImpl):
         dims = self.head_size, getattr(layer, "head_size_v", None) or self.head_size
         recipe = recipe_of(self._name, dims, self._num_layers)
         index = extract_layer_index(self.kv_sharing_target_layer_name or layer.layer_name)
-        return Page.of(recipe, index, self.num_kv_heads, block_size)
+        return Page.of(recipe, index, self.num_kv_heads, block_size, dims)
 
     def spec(self, layer: Any, spec: AttentionSpec) -> AttentionSpec:
         """vLLM's description of the layer's blocks, with the bytes that they take."""
@@ -137,7 +137,7 @@ class KvqImpl(AttentionImpl):
     def do_kv_cache_update(
         self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
     ) -> None:
-        """Quantize the step's K and V into their slots; a slot below 0 is nobody's."""
+        """Quantize the step's K and V into their slots."""
         paged, count = self._over(layer, kv_cache), min(len(slot_mapping), len(key))
         slots = slot_mapping[:count]
         self._kernels["write_kv"].run(key[:count], value[:count], paged, slots)

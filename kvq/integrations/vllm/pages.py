@@ -28,17 +28,25 @@ class Page:
     block_size: int  # tokens
 
     @classmethod
-    def of(cls, recipe: KVRecipe, layer: int, kv_heads: int, block_size: int) -> "Page":
-        """The pages of the layer with that index, `kv_heads` of it in this process.
+    def of(
+        cls, recipe: KVRecipe, layer: int, kv_heads: int, block_size: int, head_dims: tuple[int, int]
+    ) -> "Page":
+        """The pages of the layer with that index, `kv_heads` of it in this process; `head_dims`: (K, V).
 
         Raises:
-            ConfigError: the model has no such layer in the recipe, or a block size that pages can't have.
+            ConfigError: the recipe has no such layer, or one of other head dimensions; or a block size that
+                pages can't have.
         """
         if not 0 <= layer < len(recipe.layers):
             raise ConfigError(f"the model has a layer {layer}, the recipe {len(recipe.layers)} layers")
         if block_size % BLOCK_SIZES:
             raise ConfigError(f"kvq's blocks are of a multiple of {BLOCK_SIZES} tokens, got {block_size}")
         formats = recipe.layers[layer]
+        if (formats.k_head_dim, formats.v_head_dim) != head_dims:
+            raise ConfigError(
+                f"layer {layer} has (K, V) head dimensions {head_dims}, in the recipe "
+                f"{(formats.k_head_dim, formats.v_head_dim)}; make one for this model with `kvq tune`"
+            )
         geometry = LayerGeometry(
             index=layer, kv_heads=kv_heads, k_head_dim=formats.k_head_dim, v_head_dim=formats.v_head_dim
         )

