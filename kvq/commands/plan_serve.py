@@ -13,7 +13,8 @@ from kvq.layout import BLOCK_SIZE
 from kvq.sizing.pools import GPU_FRACTION, MAX_NUM_BATCHED_TOKENS, MAX_NUM_SEQS
 
 if TYPE_CHECKING:
-    from kvq.capacity.plan.plan import CapacityPlan, Engine
+    from kvq.capacity.plan.engine import Engine
+    from kvq.capacity.plan.plan import CapacityPlan
 
 _MUCH = 1.05  # more users, for which an option is worth its name
 
