@@ -135,7 +135,7 @@ class VllmEngine:
 def _pool_term(blocks: VllmBlocks, count: int) -> Term:
     formula = f"{count:,} x {blocks.block_bytes:,} B, blocks of {blocks.block_size} tokens"
     if len(blocks.groups) > 1:
-        layers = " + ".join(str(group.num_layers) for group in blocks.groups)
+        layers = " + ".join(str(count) for _, count in blocks.groups)
         formula += f", shared by groups of {layers} layers"
     return Term(name="KV pool", nbytes=count * blocks.block_bytes, formula=formula)
 

@@ -1,6 +1,7 @@
 """vLLM's blocks as it counts them; tests/scale/vllm holds the same to a real one."""
 
 import json
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from kvq.capacity.plan.gpus import find_gpu
 from kvq.capacity.plan.plan import CapacityPlan, make_plan
 from kvq.capacity.plan.target import make_target
 from kvq.capacity.plan.vllm import VllmEngine, batch_defaults, cache_dtype
-from kvq.capacity.plan.vllm_blocks import Group, group_layers
+from kvq.capacity.plan.vllm_blocks import Kind, group_layers
 from kvq.errors import ConfigError
 from kvq.formats import KVRecipe
 from kvq.integrations.vllm.names import recipe_of, without_prefix
@@ -40,6 +41,13 @@ def folder(path: Path, **changes: object) -> Path:
     """With a config.json alone."""
     (path / "config.json").write_text(json.dumps(WINDOWS | changes))
     return path
+
+
+def recipe_file(path: Path, names: list[str]) -> str:
+    """A kvq.json with a format for each layer."""
+    file = path / "kvq.json"
+    KVRecipe(layers=tuple(KVRecipe.uniform(kv, [(64, 64)]).layers[0] for kv in names)).save(file)
+    return str(file)
 
 
 @pytest.mark.parametrize("tensor", [1, 4, 8, 16])
@@ -84,6 +92,26 @@ def test_layers_with_windows_share_blocks_as_vllm_has_them_do(tmp_path, kv, bloc
 
 
 @pytest.mark.parametrize(
+    ("formats", "said"),
+    [
+        ([*6 * ["int8"], "int4"], (744, 14938, 14.588235294117647)),
+        (["fp32", "bf16", "bf16", *4 * ["int4"]], (192, 4468, 4.363636363636363)),
+        (["int8", "int8", "fp32", "int8", "int8", "int8", "fp32"], (96, 3389, 3.310344827586207)),
+    ],
+)
+def test_pages_of_several_sizes_share_blocks_as_vllm_has_them_do(tmp_path, formats, said):
+    """As above: larger pages pad the others, or give them more tokens."""
+    plan = planned(
+        folder(tmp_path),
+        recipe_file(tmp_path, formats),
+        **{"block_size": 128, "max_context": 1024, "step_tokens": 256},
+        **{"kv_memory": 24 << 20, "steps_at_work": 1},
+    )
+    found = plan.vllm
+    assert (found.num_gpu_blocks, found.tokens, found.max_concurrency) == said
+
+
+@pytest.mark.parametrize(
     ("kinds", "sizes"),
     [
         ({None: 32}, [32]),
@@ -96,11 +124,12 @@ def test_layers_with_windows_share_blocks_as_vllm_has_them_do(tmp_path, kv, bloc
     ],
 )
 def test_groups_are_about_as_large_as_the_rarest_kind(kinds, sizes):
-    groups = group_layers(kinds)
-    assert [group.num_layers for group in groups] == sizes
-    assert {
-        window: sum(g.num_layers for g in groups if g == Group(window, g.num_layers)) for window in kinds
-    } == (kinds)
+    counted = Counter({Kind(window=window, block_size=16): count for window, count in kinds.items()})
+    groups = group_layers(counted)
+    assert [count for _, count in groups] == sizes
+    assert [kind.window for kind, _ in groups] == sorted(
+        (kind.window for kind, _ in groups), key=list(kinds).index
+    )
 
 
 def test_memory_is_a_share_of_the_whole_gpu_and_nothing_is_unsaid():
@@ -179,14 +208,10 @@ def test_heads_that_ranks_cannot_share_evenly_are_refused(tmp_path):
         planned(path, "int4", tensor=4)
 
 
-def test_pages_of_several_sizes_beside_windows_are_refused(tmp_path):
-    path, file = folder(tmp_path), tmp_path / "kvq.json"
-    layers = [KVRecipe.uniform(kv, [(64, 64)]).layers[0] for kv in (*6 * ["int8"], "int4")]
-    KVRecipe(layers=tuple(layers)).save(file)
-    with pytest.raises(ConfigError, match="one format for all layers"):
-        planned(path, str(file))
+def test_pages_of_several_sizes_lie_side_by_side_without_windows(tmp_path):
     full = folder(tmp_path, layer_types=["full_attention"] * 7)
-    assert planned(full, str(file), kv_memory=GIB).block_bytes == 16 * 2 * 2 * (6 * (64 + 2) + (32 + 4))
+    plan = planned(full, recipe_file(tmp_path, [*6 * ["int8"], "int4"]), kv_memory=GIB)
+    assert plan.block_bytes == 16 * 2 * 2 * (6 * (64 + 2) + (32 + 4))
 
 
 @pytest.mark.parametrize("kv", ["int4", "k8v4", "int8", "some/kvq.json"])

@@ -86,12 +86,21 @@ def test_smaller_blocks_are_as_planned(models, name):
         check(llm, planned(models[name], "int4", block_size=32))
 
 
-def test_layers_of_several_formats_are_as_planned(models, tmp_path):
-    layers = [KVRecipe.uniform(kv, [(128, 128)]).layers[0] for kv in ("int8", "int4", "k8v4")]
+@pytest.mark.parametrize(
+    ("name", "head_dim", "formats"),
+    [
+        ("full", 128, ["int8", "int4", "k8v4"]),
+        ("windows", 64, ["fp32", "bf16", "bf16", *4 * ["int4"]]),
+        ("windows", 64, ["int8", "int8", "fp32", "int8", "int8", "int8", "fp32"]),
+    ],
+    ids=["full", "padded", "of more tokens"],
+)
+def test_layers_of_several_formats_are_as_planned(models, tmp_path, name, head_dim, formats):
+    layers = [KVRecipe.uniform(kv, [(head_dim, head_dim)]).layers[0] for kv in formats]
     file = tmp_path / "kvq.json"
     KVRecipe(layers=tuple(layers)).save(file)
-    with started(models["full"], str(file)) as llm:
-        check(llm, planned(models["full"], str(file), block_size=128))
+    with started(models[name], str(file)) as llm:
+        check(llm, planned(models[name], str(file), block_size=128))
 
 
 @pytest.mark.parametrize("kv", ["bf16", "int4"])
