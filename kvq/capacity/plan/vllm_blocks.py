@@ -3,8 +3,8 @@
 A page is one layer's part of a block, as large as that layer's part of a block of kvq's own. Where all
 layers have full attention, or all the same window, they are one group. Otherwise layers are sorted into
 kinds, each is cut into groups of about as many layers, and all groups take their blocks from one pool: a
-block is as large as the pages of the largest group, and a request takes blocks for every group. Pages are made
-equally large for that, of more tokens where it comes out even, else by padding.
+block is as large as the pages of the largest group, and a request takes blocks for every group. Pages are
+made equally large for that, of more tokens where it comes out even, else by padding.
 
 Source: vLLM 0.32, v1/core/kv_cache_utils.py and v1/kv_cache_interface.py; 0.33 counts the same.
 """
