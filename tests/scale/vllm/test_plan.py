@@ -122,3 +122,11 @@ def test_ranks_are_as_planned(models, name, kv):
             assert {one.num_blocks for one in found} == {plan.num_gpu_blocks}
             said = kv_cache_utils.get_kv_cache_capacity(config, found[0])
             assert said == (plan.tokens, plan.max_concurrency)
+
+
+@pytest.mark.parametrize("name", ["full", "windows"])
+def test_two_processes_are_as_planned(models, monkeypatch, name):
+    """Of vLLM: ranks with their own part of the weights and of the KV heads."""
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    with started(models[name], "int4", tensor_parallel_size=2) as llm:
+        check(llm, planned(models[name], "int4", block_size=128, tensor=2))
