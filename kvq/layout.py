@@ -16,6 +16,7 @@ VERSION = 1  # of the byte order inside a block; blocks of another version must 
 ALIGNMENT = 16  # bytes
 BLOCK_SIZE = 32  # tokens; wherever nobody chose another
 MAX_BLOCK_SIZE = 4096
+UNPADDED_TOKENS = 16  # of a block, or a multiple of them: then no region is padded
 
 
 class BlockOrder(Enum):

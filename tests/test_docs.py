@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
@@ -86,3 +87,23 @@ def test_the_notebook_runs(tmp_path, monkeypatch):
         if cell["cell_type"] == "code":
             exec("".join(cell["source"]), names)
     assert (tmp_path / "kvq.json").is_file()
+
+
+def test_the_roads_are_drawn_as_the_tool_draws_them_and_fit_a_phone():
+    drawn = (ROOT / "docs" / "roads.svg").read_text(encoding="utf-8")
+    code = "from tools.roads_figure import roads_svg; print(roads_svg(), end='')"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert drawn == run.stdout, "run python -m tools.draw_figures"
+    svg = ElementTree.fromstring(drawn)
+    width, height = float(svg.get("width")), float(svg.get("height"))
+    sizes = [float(size) for size in re.findall(r"font-size:(\d+)px", drawn)]
+    assert min(sizes) * 360 / width > 11, "readable on a phone of 360 points"
+    assert "prefers-color-scheme: dark" in drawn
+    name = "{http://www.w3.org/2000/svg}"
+    edge = max(float(box.get("x")) + float(box.get("width")) for box in svg.iter(f"{name}rect"))
+    assert edge < width
+    left = min(float(box.get("x")) for box in svg.iter(f"{name}rect"))
+    for text in svg.iter(f"{name}text"):
+        x, letter = float(text.get("x")), 8.9 if "b" in text.get("class").split() else 7.5
+        assert x + letter * len(text.text) < (edge if x >= left else left), text.text
+        assert 0 < float(text.get("y")) < height

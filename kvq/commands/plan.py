@@ -11,17 +11,21 @@ import click
 
 from kvq.commands.options import AT_LEAST_1, PATH, Finite, Size, gathered, kv_option, option
 from kvq.commands.plan_serve import serve_command, users_of_a_shorter_context
+from kvq.commands.plan_vllm import vllm_engine, vllm_figures, vllm_remarks, vllm_server
 from kvq.commands.results import result_of, write_rows
 from kvq.commands.screen import echo
 from kvq.commands.sizing import SizingOptions, sizing_options, target_options
 from kvq.errors import ConfigError
 from kvq.sizes import decimal
+from kvq.sizing.pools import MAX_NUM_SEQS
 
 if TYPE_CHECKING:
     from kvq.capacity.lengths import Demand, Length
+    from kvq.capacity.plan.engine import Engine
     from kvq.capacity.plan.gpus import Gpu
     from kvq.capacity.plan.plan import CapacityPlan
     from kvq.capacity.plan.target import Target
+    from kvq.capacity.plan.vllm import VllmEngine
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,9 +52,19 @@ class Asked:
     rate: float | None = option(
         None, "Requests a second; tells utilization, and how many are there at once.", type=Finite()
     )
+    engine: str = option(
+        "kvq",
+        "What serves: kvq, or vllm with kvq's plug-in; bf16, fp16 and fp32 are vLLM's own cache. Options "
+        "that aren't given are vLLM's then: --block-size 16, --gpu-memory-utilization 0.92 (of the whole "
+        "GPU), --max-num-batched-tokens as it is for that GPU.",
+        type=click.Choice(["kvq", "vllm"]),
+    )
     verify: bool = option(False, "Start engines on this machine, and compare their memory.")
     kv_memory: str | None = option(
-        None, "With --verify: their pools, such as 512MiB.  [default: as the engine's]", type=Size()
+        None,
+        "With --verify: their pools, such as 512MiB; with --engine vllm: its --kv-cache-memory-bytes.  "
+        "[default: as the engine's]",
+        type=Size(),
     )
     weights_gb: float | None = option(None, "GB of all weights, instead of counting them.", type=Finite())
     max_num_batched_tokens: int = option(2048, "New tokens of a step.", type=AT_LEAST_1)
@@ -64,17 +78,24 @@ class Asked:
 def command(kv: list[str], sizing: SizingOptions, asked: Asked) -> None:
     """Predict `kvq serve` on a GPU: weights, KV, activations, runtime, and how many users there is room for.
 
+    With --engine vllm it is `vllm serve` with kvq's formats: the number of its blocks, and its maximum
+    concurrency.
+
     With --verify an engine starts here for every KV format, and what it holds is compared with the plan,
     term by term; exit code 1 if one is off by more than 1%, or the whole process by more than 3%.
     """
     sizing.check_paths()
     if asked.verify:
+        if asked.engine != "kvq":
+            raise ConfigError("--verify starts kvq's engine; leave out --engine")
         from kvq.commands.plan_verify import run as verify
 
         verify(kv, sizing, asked)
         return
-    if asked.kv_memory is not None:
-        raise ConfigError("--kv-memory goes with --verify; a GPU's pool is what is left of its memory")
+    if asked.kv_memory is not None and asked.engine == "kvq":
+        raise ConfigError(
+            "--kv-memory goes with --verify or --engine vllm; a GPU's pool is what is left of its memory"
+        )
     gpus = sizing.gpus()
     target = sizing.target(asked.weights_gb)
     demand = _demand(sizing, asked, target)
@@ -89,7 +110,8 @@ def command(kv: list[str], sizing: SizingOptions, asked: Asked) -> None:
         raise refused[0]
     from kvq.commands.plan_tables import columns, show
 
-    show(rows, assumed=sizing.calibrate is None, seats=sizing.max_num_seqs)
+    remarks = vllm_remarks(rows, sizing) if asked.engine == "vllm" else []
+    show(rows, assumed=sizing.calibrate is None, seats=sizing.max_num_seqs, remarks=remarks)
     for reason in dict.fromkeys(map(str, refused)):
         echo(f"left out: {reason}", err=True)
     write_rows(rows, sizing.json_path)
@@ -144,7 +166,7 @@ def _row(
     """
     from kvq.capacity.plan.plan import make_plan
 
-    engine = sizing.engine(asked.max_num_batched_tokens)
+    engine = _engine(sizing, asked, gpu)
     planned = partial(make_plan, target, gpu, kv, demand, efficiency=sizing.efficiency(gpu, kv))
     plan = planned(engine=engine)
     if not plan.users.paged:
@@ -156,10 +178,12 @@ def _row(
         )
     active = None if asked.users is None else math.ceil(asked.users * asked.active)
     row = {
+        "engine": asked.engine,
         **_figures(plan, demand),
+        **vllm_figures(plan),
         **_at_rate(plan, asked.rate),
         "gpus_needed": active and -(-active // plan.users.paged) * plan.split.gpus,
-        "serve": serve_command(plan, sizing, asked.max_num_batched_tokens),
+        **_server(plan, sizing, asked, gpu),
         "users_at_context": users_of_a_shorter_context(plan, planned, engine, demand.longest),
     }
     if sizing.html_path is not None:
@@ -168,6 +192,20 @@ def _row(
         row["users_by_context"] = users_by_context(target, gpu, kv, engine)
         row["speed_by_users"] = speed_by_users(plan, gpu.usd_per_hour * plan.split.gpus)
     return row
+
+
+def _engine(sizing: SizingOptions, asked: Asked, gpu: "Gpu") -> "Engine | VllmEngine":
+    if asked.engine == "vllm":
+        return vllm_engine(sizing, asked, gpu)
+    return sizing.engine(asked.max_num_batched_tokens)
+
+
+def _server(plan: "CapacityPlan", sizing: SizingOptions, asked: Asked, gpu: "Gpu") -> dict[str, Any]:
+    """Its command line, and how many sequences it runs side by side unless it is told."""
+    if asked.engine == "vllm":
+        return vllm_server(plan, sizing, vllm_engine(sizing, asked, gpu), gpu)
+    command = serve_command(plan, sizing, asked.max_num_batched_tokens)
+    return {"serve": command, "default_num_seqs": MAX_NUM_SEQS}
 
 
 def _figures(plan: "CapacityPlan", demand: "Demand") -> dict[str, Any]:

@@ -13,7 +13,9 @@ from kvq.layout import BLOCK_SIZE
 from kvq.sizing.pools import GPU_FRACTION, MAX_NUM_BATCHED_TOKENS, MAX_NUM_SEQS
 
 if TYPE_CHECKING:
-    from kvq.capacity.plan.plan import CapacityPlan, Engine
+    from kvq.capacity.plan.engine import Engine
+    from kvq.capacity.plan.plan import CapacityPlan
+    from kvq.capacity.plan.vllm import VllmEngine
 
 _MUCH = 1.05  # more users, for which an option is worth its name
 
@@ -23,9 +25,9 @@ def serve_command(plan: "CapacityPlan", sizing: SizingOptions, step_tokens: int)
     if plan.split.gpus > 1:
         return None
     seats = sizing.max_num_seqs or max(plan.users.paged, MAX_NUM_SEQS)
-    words = ["--model", _served(sizing.model), "--kv", plan.kv]
+    words = ["--model", served(sizing.model), "--kv", plan.kv]
     for name, value, default in (
-        ("weights", _rounded_to(sizing.weights), None),
+        ("weights", rounded_to(sizing.weights), None),
         ("block-size", sizing.block_size, BLOCK_SIZE),
         ("max-model-len", sizing.max_model_len, None),
         ("max-num-seqs", seats, MAX_NUM_SEQS),
@@ -38,7 +40,7 @@ def serve_command(plan: "CapacityPlan", sizing: SizingOptions, step_tokens: int)
 
 
 def users_of_a_shorter_context(
-    plan: "CapacityPlan", again: Callable[..., "CapacityPlan"], engine: "Engine", longest: int
+    plan: "CapacityPlan", again: Callable[..., "CapacityPlan"], engine: "Engine | VllmEngine", longest: int
 ) -> int | None:
     """How many would fit if layer groups shared memory for requests of `longest` tokens; None if no more.
 
@@ -51,15 +53,15 @@ def users_of_a_shorter_context(
     return users if users > _MUCH * plan.users.paged else None
 
 
-def _served(model: str) -> str:
+def served(model: str) -> str:
     """A folder or hub name as it is; a model of which only the shape is known is somewhere."""
     from kvq.capacity.plan.target import known_models
 
     return "DIR" if model.lower() in known_models() and not Path(model).is_dir() else model
 
 
-def _rounded_to(weights: str) -> str | None:
-    """What --weights of `kvq serve` rounds to; plain types and NF4 are a checkpoint's own."""
+def rounded_to(weights: str) -> str | None:
+    """What --weights rounds to; plain types and NF4 are a checkpoint's own."""
     try:
         parse_weight_format(weights)
     except ConfigError:

@@ -1,11 +1,12 @@
 """Plans as tables, and in words: where memory goes, who fits, at which rate, on which server."""
 
+from collections.abc import Sequence
 from typing import Any
 
+from kvq.commands.plan_vllm import COLUMNS as VLLM_COLUMNS
 from kvq.commands.tables import console, new_table, print_columns
 from kvq.evals.columns import Columns
 from kvq.sizes import binary, decimal, dollars
-from kvq.sizing.pools import MAX_NUM_SEQS
 
 
 def columns(rows: list[dict[str, Any]]) -> Columns:
@@ -35,8 +36,10 @@ _AT_RATE: Columns = {
 }
 
 
-def show(rows: list[dict[str, Any]], *, assumed: bool, seats: int | None) -> None:
-    """All of it. `assumed`: efficiencies are; `seats`: of --max-num-seqs."""
+def show(
+    rows: list[dict[str, Any]], *, assumed: bool, seats: int | None, remarks: Sequence[str] = ()
+) -> None:
+    """All of it. `assumed`: efficiencies are; `seats`: of --max-num-seqs; `remarks`: for the end."""
     out = console()
     firsts = {row["gpu"]: row for row in reversed(rows)}
     for gpu in dict.fromkeys(row["gpu"] for row in rows):
@@ -52,11 +55,14 @@ def show(rows: list[dict[str, Any]], *, assumed: bool, seats: int | None) -> Non
         out.print(terms)
         out.print()
     print_columns(rows, columns(rows))
+    if "num_gpu_blocks" in rows[0]:
+        out.print("what vLLM says when it starts")
+        print_columns(rows, VLLM_COLUMNS)
     if "utilization" in rows[0]:
         out.print("at that rate")
         at_once = ["too many" if row["in_flight"] is None else f"{row['in_flight']:,}" for row in rows]
         print_columns([row | {"at_once": n} for row, n in zip(rows, at_once, strict=True)], _AT_RATE)
-    for line in _remarks(rows, assumed=assumed, seats=seats):
+    for line in (*_remarks(rows, assumed=assumed, seats=seats), *remarks):
         out.print(line, highlight=False, soft_wrap=True)
 
 
@@ -79,13 +85,14 @@ def _remarks(rows: list[dict[str, Any]], *, assumed: bool, seats: int | None) ->
             "kvq serve runs on one GPU; this is the fullest one of an engine that spreads the model so."
         )
     else:
-        lines.append("Predicted is, on that GPU with nothing else on it:")
+        what = "that GPU" if rows[0]["tensor_parallel"] * rows[0]["pipeline_parallel"] == 1 else "those GPUs"
+        lines.append(f"Predicted is, on {what} with nothing else there:")
     for row in rows:
         what = f"{row['gpu']}, {row['kv']}:"
         if row["serve"] is not None:
             lines.append(f"{what} {row['serve']}")
-            if seats is None and row["max_users"] > MAX_NUM_SEQS:
-                lines.append(f"  without --max-num-seqs at most {MAX_NUM_SEQS} requests run at once")
+            if seats is None and row["max_users"] > (most := row["default_num_seqs"]):
+                lines.append(f"  without --max-num-seqs at most {most} requests run at once")
         if row["users_at_context"] is not None:
             lines.append(
                 f"{what} {row['users_at_context']:,} users instead of {row['max_users']:,} with "

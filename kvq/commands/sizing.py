@@ -24,8 +24,8 @@ from kvq.sizing.pools import GPU_FRACTION
 
 if TYPE_CHECKING:
     from kvq.capacity.plan.cost import Prices
+    from kvq.capacity.plan.engine import Engine
     from kvq.capacity.plan.gpus import Gpu
-    from kvq.capacity.plan.plan import Engine
     from kvq.capacity.plan.step_time import Efficiency
     from kvq.capacity.plan.target import Target
 
@@ -111,7 +111,7 @@ class SizingOptions:
 
         `sequences`: side by side, where --max-num-seqs says nothing.
         """
-        from kvq.capacity.plan.plan import Engine
+        from kvq.capacity.plan.engine import Engine
 
         return Engine(
             block_size=self.block_size,

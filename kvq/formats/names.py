@@ -29,6 +29,9 @@ FOREIGN_NAMES = {
     "int4_per_token_head": "int4",
 }
 
+# In vLLM's --kv-cache-dtype: before a format's name, as in kvq_int4, and before a kvq.json's path.
+VLLM_PREFIX, VLLM_FILE_PREFIX = "kvq_", "kvq:"
+
 _NAME = re.compile(r"([a-z]+[0-9]+)(?:_(?:(per_token_head)|(per_head)|g(0|[1-9][0-9]{0,4})))?(_rot)?")
 _PAIR = re.compile(r"k([0-9]{1,2})v([0-9]{1,2})")
 

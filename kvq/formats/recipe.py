@@ -163,6 +163,14 @@ class KVRecipe:
                 f"--calibrate-on-load, or choose int8 or fp8, whose scales are found per token"
             )
 
+    def check_for_others(self) -> None:
+        """Raise ConfigError for what only kvq's own engine takes: centers, and scales yet to be found."""
+        if self.centers is not None:
+            raise ConfigError(
+                f"{self.name} holds centers, which kvq takes back in its own engine only; leave them out"
+            )
+        self.require_scales()
+
     def with_scales(self, scales: StaticScales | None) -> "KVRecipe":
         """The same formats with those static scales."""
         return replace(self, static_scales=scales)

@@ -315,3 +315,58 @@ def test_a_rate_tells_how_busy_gpus_are(kvq, tmp_path):
     status, _, err = kvq("plan", *options, "--rate", "1", "--weights-gb", "16")
     assert status == 2
     assert "leave --weights-gb out" in err
+
+
+def test_vllm_is_planned_with_its_own_defaults(kvq, tmp_path):
+    path = tmp_path / "plan.json"
+    model = ("plan", "--engine", "vllm", "-m", "llama-3-70b", "-tp", "4", "--context", "4096")
+    status, out, err = kvq(*model, "--gpu", "h100,l40s", "--kv", "bf16,int4,fp32", "--json", str(path))
+    assert status == 0, err
+    assert "left out: vLLM keeps its own cache in the model's type" in err
+    assert "maximum concurrency" in out
+    assert "h100, int4: vllm serve DIR --kv-cache-dtype kvq_int4 --tensor-parallel-size 4\n" in out
+    assert "h100, bf16: vllm serve DIR --dtype bfloat16 --tensor-parallel-size 4\n" in out
+    rows = json.loads(path.read_text())["rows"]
+    assert [(row["gpu"], row["kv"], row["engine"]) for row in rows][:2] == [
+        ("h100", "bf16", "vllm"),
+        ("h100", "int4", "vllm"),
+    ]
+    for row in rows:
+        assert row["num_blocks"] == [row["num_gpu_blocks"]]
+        assert row["pool_bytes"] == row["num_gpu_blocks"] * row["block_bytes"]
+        assert row["kv_cache_tokens"] == 16 * row["num_gpu_blocks"]
+        assert row["max_concurrency"] == pytest.approx(row["kv_cache_tokens"] / row["max_model_len"])
+        assert row["max_model_len"] == 8192
+    assert rows[1]["num_gpu_blocks"] > 3.4 * rows[0]["num_gpu_blocks"]
+
+
+def test_vllm_is_told_what_the_plan_was_given(kvq, tmp_path):
+    given = ("--block-size", "32", "--gpu-memory-utilization", "0.9", "--max-num-batched-tokens", "2048")
+    more = ("--max-model-len", "4096", "--max-num-seqs", "32", "--kv-memory", "8GiB", "--weights", "int4")
+    path = tmp_path / "plan.json"
+    model = ("plan", "--engine", "vllm", "-m", "llama-3-8b", "--context", "4096", "--gpu", "h100")
+    status, out, err = kvq(*model, "--kv", "int4", *given, *more, "--json", str(path))
+    assert status == 0, err
+    [row] = json.loads(path.read_text())["rows"]
+    assert row["serve"] == (
+        "vllm serve DIR --kv-cache-dtype kvq_int4 --block-size 32 --max-model-len 4096 --max-num-seqs 32 "
+        "--max-num-batched-tokens 2048 --gpu-memory-utilization 0.9 --kv-cache-memory-bytes 8589934592"
+    )
+    assert "vLLM rounds no weights to int4: DIR is a checkpoint" in out
+    assert row["num_gpu_blocks"] == (8 << 30) // row["block_bytes"]
+    assert row["max_users"] == 32
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--engine", "vllm", "--verify"), "--verify starts kvq's engine"),
+        (("--kv-memory", "1GiB", "--gpu", "h100"), "--kv-memory goes with --verify or --engine vllm"),
+        (("--engine", "vlm", "--gpu", "h100"), "vlm"),
+        (("--engine", "vllm", "--gpu", "l4", "--kv", "bf16", "--kv-memory", "1GiB"), "one request of 8,192"),
+    ],
+)
+def test_engines_that_cannot_be_planned_so_say_why(kvq, options, message):
+    status, _, err = kvq("plan", "-m", "llama-3-8b", "--context", "512", "--weights", "int4", *options)
+    assert status == 2
+    assert message in err

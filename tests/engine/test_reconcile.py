@@ -8,8 +8,9 @@ import sys
 import pytest
 
 import kvq
+from kvq.capacity.plan.engine import Engine
 from kvq.capacity.plan.gpus import Gpu
-from kvq.capacity.plan.plan import CapacityPlan, Engine
+from kvq.capacity.plan.plan import CapacityPlan
 from kvq.engine import SamplingParams
 from kvq.engine.reconcile import Line, Reconciliation
 

@@ -4,54 +4,27 @@ Beside it what it would be for other lengths and other numbers of users, for plo
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, TypedDict, Unpack
 
 from kvq.arguments import checked
 from kvq.capacity.lengths import Demand, Length, fixed
-from kvq.capacity.plan.cost import check_share, usd_per_million
+from kvq.capacity.plan.cost import usd_per_million
+from kvq.capacity.plan.engine import Engine
 from kvq.capacity.plan.gpus import Gpu, find_gpu
+from kvq.capacity.plan.room import VllmCache
 from kvq.capacity.plan.speed import Serving, serving
 from kvq.capacity.plan.step_time import Efficiency, StepTime, roofline
 from kvq.capacity.plan.target import Target, make_target
-from kvq.capacity.plan.users import LatentKV, Users, count_users, latent_kv
+from kvq.capacity.plan.users import LatentKV, Users, latent_kv
+from kvq.capacity.plan.vllm import VllmEngine
 from kvq.errors import ConfigError
-from kvq.layout import BLOCK_SIZE, KVLayout
-from kvq.sizes import decimal
 from kvq.sizing.held import AUTO
-from kvq.sizing.memory import Split, Term, activation_term, kv_layout, split_geometry
-from kvq.sizing.pools import (
-    GPU_FRACTION,
-    MAX_NUM_BATCHED_TOKENS,
-    bytes_of,
-    pool_budget,
-    share_blocks,
-    wanted_blocks,
-)
+from kvq.sizing.memory import Split, Term, kv_layout, split_geometry
 
-_ROOMY = 0.9  # of a GPU, below which advice is no trap: something is left for KV
-FREE_TERM = "left free"
-_FRAGMENTS = 0.01  # of what is free, that is no whole block
 _SHORTEST = 1024  # tokens, of plots
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Engine:
-    """What of an engine's settings takes memory; as they are, those of `kvq serve` without options."""
-
-    block_size: int = BLOCK_SIZE  # tokens
-    step_tokens: int = MAX_NUM_BATCHED_TOKENS  # most new tokens of a step
-    sequences: int | None = None  # most that run side by side; None: as many as fit
-    max_context: int | None = None  # of a sequence, by which layer groups share memory; None: the model's
-    runtime_bytes: int = 600_000_000  # of the process on the GPU before it holds a tensor; measure yours
-    memory_fraction: float = GPU_FRACTION  # of what is free once the weights are loaded
-
-    def __post_init__(self) -> None:
-        check_share("the memory fraction", self.memory_fraction)
-        if self.runtime_bytes < 0:
-            raise ConfigError(f"the runtime's bytes must be at least 0, got {self.runtime_bytes}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,14 +37,15 @@ class CapacityPlan:
     split: Split
     terms: tuple[Term, ...]  # of the fullest GPU, the pool last
     kv_bytes_per_token: float  # on it
-    block_bytes: int  # of one block of every layer group
-    num_blocks: tuple[int, ...]  # of each layer group
+    block_bytes: int  # of one block of every layer group; of vLLM's, which share blocks, of one of any
+    num_blocks: tuple[int, ...]  # of each layer group; of vLLM's one number
     users: Users
     serving: Serving | None  # at as many users as fit; None where the weights are not known one by one
     latent: LatentKV | None  # the same in latent vectors, which kvq's engine does not keep
     time: StepTime | None = field(repr=False, compare=False)  # of its steps
     serve: Callable[[int], Serving] | None = field(repr=False, compare=False)  # what so many users see
     usd_per_million_tokens: float | None  # generated ones, at full load
+    vllm: VllmCache | None = None  # what vLLM says of its blocks, where it is the engine
 
     @property
     def pool_bytes(self) -> int:
@@ -90,7 +64,7 @@ def make_plan(
     kv: str,
     demand: Demand,
     *,
-    engine: Engine | None = None,
+    engine: Engine | VllmEngine | None = None,
     efficiency: Efficiency | None = None,
 ) -> CapacityPlan:
     """Plan one KV format.
@@ -103,13 +77,8 @@ def make_plan(
         raise ConfigError(f"a request of {demand.longest:,} tokens is above the model's context of {most:,}")
     engine = engine or Engine()
     layout = kv_layout(split_geometry(target.geometry, target.split), kv, block_size=engine.block_size)
-    room = _Room.of(target, gpu, engine)
-    block_bytes = sum(group.block_bytes for group in layout.groups)
-    num_blocks = _pool_blocks(layout, target, engine, room.pool_bytes)
-    if min(num_blocks) < 1:
-        raise ConfigError(_does_not_fit(target, gpu, engine, room, block_bytes))
-    pool = _pool_term(layout, num_blocks)
-    users = count_users(layout, num_blocks, demand, step_tokens=engine.step_tokens, seats=engine.sequences)
+    pools = engine.pools(target, gpu, layout, demand)
+    users = pools.users
     time = serve = served = price = None
     if target.parameters is not None:
         time = roofline(target, layout, gpu, efficiency or Efficiency())
@@ -122,94 +91,17 @@ def make_plan(
         gpu=gpu.name,
         kv=kv,
         split=target.split,
-        terms=(*room.terms, *room.left(pool), pool),
+        terms=pools.terms,
         kv_bytes_per_token=layout.kv_bytes_per_token,
-        block_bytes=block_bytes,
-        num_blocks=tuple(num_blocks),
+        block_bytes=pools.block_bytes,
+        num_blocks=pools.num_blocks,
         users=users,
         serving=served,
-        latent=latent_kv(target.latent_values, layout, kv, pool.nbytes, demand),
+        latent=latent_kv(target.latent_values, layout, kv, pools.terms[-1].nbytes, demand),
         time=time,
         serve=serve,
         usd_per_million_tokens=price,
-    )
-
-
-def _pool_blocks(layout: KVLayout, target: Target, engine: Engine, budget: int) -> list[int]:
-    """Of each layer group, shared out as an engine does for as many sequences, or for more than fit."""
-    most = target.geometry.max_context
-    longest = min(engine.max_context or most, most)
-    one = wanted_blocks(layout, sequences=1, max_context=longest, step_tokens=engine.step_tokens)
-    sequences = engine.sequences or max(0, budget) // bytes_of(layout, one) + 1
-    return share_blocks(layout, [sequences * count for count in one], budget)
-
-
-def _pool_term(layout: KVLayout, num_blocks: list[int]) -> Term:
-    parts = [
-        f"{count:,} x {group.block_bytes:,} B ({group.group.name})"
-        for count, group in zip(num_blocks, layout.groups, strict=True)
-    ]
-    formula = f"{' + '.join(parts)}, blocks of {layout.block_size} tokens"
-    return Term(name="KV pool", nbytes=bytes_of(layout, num_blocks), formula=formula)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Room:
-    """All terms but the pool, of the fullest GPU, and what they leave for it."""
-
-    terms: tuple[Term, ...]
-    free_bytes: int  # beside the weights
-    activation_bytes: int  # that a step takes of these
-    pool_bytes: int  # at most; below 0: so much is missing
-    fraction: float
-
-    @classmethod
-    def of(cls, target: Target, gpu: Gpu, engine: Engine) -> "_Room":
-        """As an engine finds it: its share of what is free beside the weights, less what a step needs."""
-        runtime = Term(
-            name="runtime", nbytes=engine.runtime_bytes, formula="CUDA context, kernels, libraries"
-        )
-        weights = target.terms()
-        activations = activation_term(
-            target.geometry, target.parameters, step_tokens=engine.step_tokens, split=target.split
-        )
-        free = gpu.memory_bytes - runtime.nbytes - sum(term.nbytes for term in weights)
-        budget = pool_budget(
-            free, activation_bytes=activations.nbytes, on_gpu=True, fraction=engine.memory_fraction
-        )
-        return cls(
-            terms=tuple(t for t in (*weights, activations, runtime) if t.nbytes),
-            free_bytes=free,
-            activation_bytes=activations.nbytes,
-            pool_bytes=budget,
-            fraction=engine.memory_fraction,
-        )
-
-    def left(self, pool: Term) -> tuple[Term, ...]:
-        """What the pool does not take."""
-        rest = self.free_bytes - self.activation_bytes - pool.nbytes
-        formula = f"{1 - self.fraction:.3g} of {self.free_bytes:,} B: graphs, logits, fragments"
-        if self.pool_bytes > pool.nbytes + _FRAGMENTS * self.free_bytes:
-            formula += "; and what so many sequences can't use"
-        return (Term(name=FREE_TERM, nbytes=rest, formula=formula),) if rest > 0 else ()
-
-
-def _does_not_fit(target: Target, gpu: Gpu, engine: Engine, room: _Room, block_bytes: int) -> str:
-    taken = sum(term.nbytes for term in room.terms)
-    more = max(block_bytes, taken - gpu.memory_bytes, block_bytes - room.pool_bytes)
-    ways = ["take narrower weights (--weights int4)", "or a larger GPU"]
-    for ranks in (2, 4, 8, 16, 32, 64):
-        spread = replace(target, split=replace(target.split, tensor=ranks * target.split.tensor))
-        if target.geometry.q_heads % spread.split.tensor:
-            break
-        if _Room.of(spread, gpu, engine).pool_bytes > (1 - _ROOMY) * gpu.memory_bytes:
-            option = f"--tensor-parallel {spread.split.tensor}"
-            ways.insert(0, f"spread it over {spread.split.gpus} GPUs ({option})")
-            break
-    return (
-        f"{target.name} does not fit on {target.split.gpus} x {gpu.name}: weights, activations and runtime "
-        f"take {decimal(taken)} of each GPU's {decimal(gpu.memory_bytes)}, {decimal(more)} too much; "
-        f"{', '.join(ways)}"
+        vllm=pools.vllm,
     )
 
 
@@ -219,7 +111,7 @@ class PlanKeywords(TypedDict, total=False):
     weights: str
     weight_bytes: int | None
     split: Split | None
-    engine: Engine | None
+    engine: Engine | VllmEngine | None
     prefix_share: float
 
 
@@ -258,7 +150,7 @@ def plan(
     return make_plan(target, found, kv, demand, engine=options.get("engine"))
 
 
-def users_by_context(target: Target, gpu: Gpu, kv: str, engine: Engine) -> list[tuple[int, int]]:
+def users_by_context(target: Target, gpu: Gpu, kv: str, engine: Engine | VllmEngine) -> list[tuple[int, int]]:
     """(context, requests that fit at once), the context doubling up to the longest that the engine takes."""
     longest = min(target.geometry.max_context, engine.max_context or target.geometry.max_context)
     found = []

@@ -6,17 +6,15 @@ from typing import Any
 
 from kvq.errors import ConfigError
 from kvq.formats import KVRecipe
-from kvq.formats.names import known_names
+from kvq.formats.names import VLLM_FILE_PREFIX, VLLM_PREFIX, known_names
 
-PREFIX = "kvq_"  # before a format's name, as in kvq_int4
-FILE_PREFIX = "kvq:"  # before a kvq.json's path
 OPTION = "kvq"  # of `--additional-config`, where vLLM takes no names but its own
-NAMES = tuple(PREFIX + name for name in known_names())
+NAMES = tuple(VLLM_PREFIX + name for name in known_names())
 
 
 def is_own(name: object) -> bool:
     """True if a `--kv-cache-dtype` is kvq's."""
-    return isinstance(name, str) and name.startswith((PREFIX, FILE_PREFIX))
+    return isinstance(name, str) and name.startswith((VLLM_PREFIX, VLLM_FILE_PREFIX))
 
 
 def requested(kv_cache_dtype: str, additional: Mapping[str, Any] | None) -> str | None:
@@ -48,15 +46,10 @@ def recipe_of(name: str, head_dims: tuple[int, int], num_layers: int) -> KVRecip
     recipe = KVRecipe.named(name, [head_dims] * num_layers)
     if len(recipe.layers) != num_layers:
         raise ConfigError(f"{name} is for {len(recipe.layers)} layers, the model has {num_layers}")
-    if recipe.centers is not None:
-        raise ConfigError(
-            f"{name} holds centers, which kvq takes back in its own engine only; leave them out"
-        )
-    if recipe.is_static:
-        recipe.require_scales()
+    recipe.check_for_others()
     return recipe
 
 
 def without_prefix(name: str) -> str:
     """What kvq itself calls it."""
-    return name.removeprefix(FILE_PREFIX).removeprefix(PREFIX)
+    return name.removeprefix(VLLM_FILE_PREFIX).removeprefix(VLLM_PREFIX)

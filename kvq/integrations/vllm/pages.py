@@ -14,9 +14,7 @@ from kvq.errors import ConfigError
 from kvq.formats import KVRecipe
 from kvq.geometry import LayerGeometry
 from kvq.kernels import PagedKV
-from kvq.layout import LayerLayout, plan_layer
-
-BLOCK_SIZES = 16  # tokens, or a multiple: then no part of a page is padded
+from kvq.layout import UNPADDED_TOKENS, LayerLayout, plan_layer
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,8 +37,8 @@ class Page:
         """
         if not 0 <= layer < len(recipe.layers):
             raise ConfigError(f"the model has a layer {layer}, the recipe {len(recipe.layers)} layers")
-        if block_size % BLOCK_SIZES:
-            raise ConfigError(f"kvq's blocks are of a multiple of {BLOCK_SIZES} tokens, got {block_size}")
+        if block_size % UNPADDED_TOKENS:
+            raise ConfigError(f"kvq's blocks are of a multiple of {UNPADDED_TOKENS} tokens, got {block_size}")
         formats = recipe.layers[layer]
         if (formats.k_head_dim, formats.v_head_dim) != head_dims:
             raise ConfigError(

@@ -8,8 +8,9 @@ import pytest
 
 import kvq
 from kvq.capacity.lengths import Demand, Length
+from kvq.capacity.plan.engine import Engine
 from kvq.capacity.plan.gpus import find_gpu
-from kvq.capacity.plan.plan import Engine, make_plan
+from kvq.capacity.plan.plan import make_plan
 from kvq.capacity.plan.speed import at_rate
 from kvq.capacity.plan.target import make_target
 from kvq.errors import ConfigError

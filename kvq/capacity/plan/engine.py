@@ -1,0 +1,87 @@
+"""kvq's own engine: how it shares out the memory that it finds."""
+
+from dataclasses import dataclass
+
+from kvq.capacity.lengths import Demand
+from kvq.capacity.plan.cost import check_share
+from kvq.capacity.plan.gpus import Gpu
+from kvq.capacity.plan.room import FRAGMENTS, Pools, Room, does_not_fit
+from kvq.capacity.plan.target import Target
+from kvq.capacity.plan.users import count_users
+from kvq.errors import ConfigError
+from kvq.layout import BLOCK_SIZE, KVLayout
+from kvq.sizing.memory import Term
+from kvq.sizing.pools import (
+    GPU_FRACTION,
+    MAX_NUM_BATCHED_TOKENS,
+    bytes_of,
+    pool_budget,
+    share_blocks,
+    wanted_blocks,
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Engine:
+    """What of an engine's settings takes memory; as they are, those of `kvq serve` without options."""
+
+    block_size: int = BLOCK_SIZE  # tokens
+    step_tokens: int = MAX_NUM_BATCHED_TOKENS  # most new tokens of a step
+    sequences: int | None = None  # most that run side by side; None: as many as fit
+    max_context: int | None = None  # of a sequence, by which layer groups share memory; None: the model's
+    runtime_bytes: int = 600_000_000  # of the process on the GPU before it holds a tensor; measure yours
+    memory_fraction: float = GPU_FRACTION  # of what is free once the weights are loaded
+
+    def __post_init__(self) -> None:
+        check_share("the memory fraction", self.memory_fraction)
+        if self.runtime_bytes < 0:
+            raise ConfigError(f"the runtime's bytes must be at least 0, got {self.runtime_bytes}")
+
+    def budget(self, total_bytes: int, *, taken_bytes: int, activation_bytes: int) -> int:
+        """Its share of what weights and runtime leave free, less what a step needs."""
+        free = total_bytes - taken_bytes
+        return pool_budget(
+            free, activation_bytes=activation_bytes, on_gpu=True, fraction=self.memory_fraction
+        )
+
+    def pools(self, target: Target, gpu: Gpu, layout: KVLayout, demand: Demand) -> Pools:
+        """One pool for each layer group.
+
+        Raises:
+            ConfigError: the model doesn't fit.
+        """
+        room = Room.of(target, gpu, self)
+        block_bytes = sum(group.block_bytes for group in layout.groups)
+        num_blocks = self._blocks(layout, target, room.pool_bytes)
+        if min(num_blocks) < 1:
+            raise ConfigError(does_not_fit(target, gpu, self, room, block_bytes))
+        pool = _pool_term(layout, num_blocks)
+        return Pools(
+            terms=room.with_pool(pool, self._why_free(room, pool)),
+            block_bytes=block_bytes,
+            num_blocks=tuple(num_blocks),
+            users=count_users(layout, num_blocks, demand, step_tokens=self.step_tokens, seats=self.sequences),
+        )
+
+    def _blocks(self, layout: KVLayout, target: Target, budget: int) -> list[int]:
+        """Of each layer group, shared out as an engine does for as many sequences, or for more than fit."""
+        most = target.geometry.max_context
+        longest = min(self.max_context or most, most)
+        one = wanted_blocks(layout, sequences=1, max_context=longest, step_tokens=self.step_tokens)
+        sequences = self.sequences or max(0, budget) // bytes_of(layout, one) + 1
+        return share_blocks(layout, [sequences * count for count in one], budget)
+
+    def _why_free(self, room: Room, pool: Term) -> str:
+        formula = f"{1 - self.memory_fraction:.3g} of {room.free_bytes:,} B: graphs, logits, fragments"
+        if room.pool_bytes > pool.nbytes + FRAGMENTS * room.free_bytes:
+            formula += "; and what so many sequences can't use"
+        return formula
+
+
+def _pool_term(layout: KVLayout, num_blocks: list[int]) -> Term:
+    parts = [
+        f"{count:,} x {group.block_bytes:,} B ({group.group.name})"
+        for count, group in zip(num_blocks, layout.groups, strict=True)
+    ]
+    formula = f"{' + '.join(parts)}, blocks of {layout.block_size} tokens"
+    return Term(name="KV pool", nbytes=bytes_of(layout, num_blocks), formula=formula)

@@ -1,0 +1,112 @@
+"""What lies on a GPU beside KV, and what that leaves for an engine's blocks."""
+
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from kvq.capacity.plan.gpus import Gpu
+from kvq.capacity.plan.target import Target
+from kvq.capacity.plan.users import Users
+from kvq.sizes import decimal
+from kvq.sizing.memory import Term, activation_term
+
+FREE_TERM = "left free"
+FRAGMENTS = 0.01  # of what is free, that is no whole block
+_ROOMY = 0.9  # of a GPU, below which advice is no trap: something is left for KV
+
+
+class Settings(Protocol):
+    """What any engine's settings say about memory."""
+
+    @property
+    def step_tokens(self) -> int:
+        """Most new tokens of a step."""
+
+    @property
+    def runtime_bytes(self) -> int:
+        """Of the process before it holds a tensor."""
+
+    def budget(self, total_bytes: int, *, taken_bytes: int, activation_bytes: int) -> int:
+        """What blocks get beside `taken_bytes` of weights and runtime; below 0: so much is missing."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class VllmCache:
+    """What vLLM says of its KV cache when it starts."""
+
+    num_gpu_blocks: int
+    max_model_len: int  # tokens
+    max_concurrency: float  # requests of that length
+
+    @property
+    def tokens(self) -> int:
+        """Its "GPU KV cache size"."""
+        return int(self.max_concurrency * self.max_model_len)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Pools:
+    """An engine's blocks on the fullest GPU, and all that lies beside them."""
+
+    terms: tuple[Term, ...]  # the pool last
+    block_bytes: int
+    num_blocks: tuple[int, ...]  # of each pool
+    users: Users
+    vllm: VllmCache | None = None  # where it is vLLM
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Room:
+    """All terms but the pool, of the fullest GPU, and what they leave for it."""
+
+    terms: tuple[Term, ...]
+    total_bytes: int
+    free_bytes: int  # beside weights and runtime
+    activation_bytes: int  # that a step takes of these
+    pool_bytes: int  # at most; below 0: so much is missing
+
+    @classmethod
+    def of(cls, target: Target, gpu: Gpu, engine: Settings) -> "Room":
+        """As an engine finds it once the weights are loaded."""
+        runtime = Term(
+            name="runtime", nbytes=engine.runtime_bytes, formula="CUDA context, kernels, libraries"
+        )
+        weights = target.terms()
+        activations = activation_term(
+            target.geometry, target.parameters, step_tokens=engine.step_tokens, split=target.split
+        )
+        taken = runtime.nbytes + sum(term.nbytes for term in weights)
+        return cls(
+            terms=tuple(t for t in (*weights, activations, runtime) if t.nbytes),
+            total_bytes=gpu.memory_bytes,
+            free_bytes=gpu.memory_bytes - taken,
+            activation_bytes=activations.nbytes,
+            pool_bytes=engine.budget(
+                gpu.memory_bytes, taken_bytes=taken, activation_bytes=activations.nbytes
+            ),
+        )
+
+    def with_pool(self, pool: Term, why_free: str) -> tuple[Term, ...]:
+        """All terms: these, what the pool does not take, and the pool."""
+        rest = self.free_bytes - self.activation_bytes - pool.nbytes
+        left = (Term(name=FREE_TERM, nbytes=rest, formula=why_free),) if rest > 0 else ()
+        return (*self.terms, *left, pool)
+
+
+def does_not_fit(target: Target, gpu: Gpu, engine: Settings, room: Room, block_bytes: int) -> str:
+    """By how much, and what would help."""
+    taken = sum(term.nbytes for term in room.terms)
+    more = max(block_bytes, taken - gpu.memory_bytes, block_bytes - room.pool_bytes)
+    ways = ["take narrower weights (--weights int4)", "or a larger GPU"]
+    for ranks in (2, 4, 8, 16, 32, 64):
+        spread = replace(target, split=replace(target.split, tensor=ranks * target.split.tensor))
+        if target.geometry.q_heads % spread.split.tensor:
+            break
+        if Room.of(spread, gpu, engine).pool_bytes > (1 - _ROOMY) * gpu.memory_bytes:
+            option = f"--tensor-parallel {spread.split.tensor}"
+            ways.insert(0, f"spread it over {spread.split.gpus} GPUs ({option})")
+            break
+    return (
+        f"{target.name} does not fit on {target.split.gpus} x {gpu.name}: weights, activations and runtime "
+        f"take {decimal(taken)} of each GPU's {decimal(gpu.memory_bytes)}, {decimal(more)} too much; "
+        f"{', '.join(ways)}"
+    )
