@@ -78,8 +78,8 @@ class KvqGpuBackend(AttentionBackend):
 
     @classmethod
     def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
-        """Those in which a layer's page lies in one piece."""
-        return KVCacheLayout.LBHNC, KVCacheLayout.BLHNC
+        """Every layer on its own, a page in one piece; vLLM then groups pages of unlike sizes as on CPUs."""
+        return (KVCacheLayout.LBHNC,)
 
 
 class KvqGpuBuilder(AttentionMetadataBuilder[Metadata]):
