@@ -63,7 +63,7 @@ class SequenceBatch:
     query_lens: tuple[int, ...]
     context_lens: tuple[int, ...]
     tables: Tensor  # int32 [sequences, blocks of the longest]; entries past a sequence's end unused
-    slots: Tensor  # int64 [tokens]: block * block_size + offset of every new token
+    slots: Tensor  # int64 [tokens]: block * block_size + offset of every new token, below 0 of padding
     lens: Tensor | None = None  # int32 [3, sequences] on the device: first token, new tokens, context
     is_captured: bool = False  # contexts grow while a graph is replayed: `context_lens` are upper limits
     left_out: frozenset[int] = frozenset()  # sequences whose new tokens another kernel attends from
@@ -91,9 +91,18 @@ class SequenceBatch:
             return self
         name = SequenceBatch.without, some
         if name not in self.kept:
-            self.kept[name] = replace(self, left_out=some, lens=None)
+            self.kept[name] = replace(self, left_out=some, lens=self._lens_without(some))
         kept: SequenceBatch = self.kept[name]
         return kept
+
+    def _lens_without(self, sequences: frozenset[int]) -> Tensor | None:
+        """Lengths that only the device knows, but for those sequences, which have nothing new."""
+        if self.lens is None:
+            return None
+        lens = self.lens.clone()
+        for i in sequences:
+            lens[1, i].zero_()
+        return lens
 
     @classmethod
     def of(

@@ -1,5 +1,6 @@
 """What the backends of vLLM that kvq stands in for have in common: pages, metadata, two kernels."""
 
+import functools
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from vllm.config import VllmConfig, get_current_vllm_config
+from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.attention.backend import AttentionImpl, AttentionType, CommonAttentionMetadata
 from vllm.v1.kv_cache_interface import AttentionSpec
@@ -39,8 +41,16 @@ class Metadata:
     batch: SequenceBatch
 
 
-def metadata_of(common: CommonAttentionMetadata, context_lens: list[int], lens: Tensor | None) -> Metadata:
-    """`context_lens`: of the requests, on a GPU upper limits; `lens`: int32 [3, requests] there.
+def metadata_of(
+    common: CommonAttentionMetadata,
+    context_lens: list[int],
+    *,
+    lens: Tensor | None = None,
+    is_exact: bool = True,
+) -> Metadata:
+    """A step of `context_lens` tokens, which are upper limits where not `is_exact`.
+
+    `lens`: of a batch's, int32 [3, requests] on the device, where graphs read them.
 
     Raises:
         ConfigError: attention that is not causal.
@@ -57,9 +67,36 @@ def metadata_of(common: CommonAttentionMetadata, context_lens: list[int], lens: 
         tables=common.block_table_tensor[:requests],
         slots=common.slot_mapping[:tokens],
         lens=lens,
-        is_captured=lens is not None,
+        is_captured=not is_exact,
     )
     return Metadata(num_actual_tokens=tokens, slot_mapping=common.slot_mapping, batch=batch)
+
+
+def let_layers_say_their_bytes() -> None:
+    """Have kvq's layers themselves asked for the bytes of their blocks.
+
+    vLLM asks a backend, which doesn't know for which layer; formats may differ from layer to layer.
+    """
+    if not hasattr(Attention.get_kv_cache_spec, "__wrapped__"):  # plug-ins may be loaded twice
+        Attention.get_kv_cache_spec = _with_own_bytes(Attention.get_kv_cache_spec)
+
+
+def _with_own_bytes(original: Any) -> Any:
+    @functools.wraps(original)
+    def get_kv_cache_spec(layer: Any, vllm_config: Any) -> Any:
+        spec = original(layer, vllm_config)
+        if spec is None:
+            return None
+        if isinstance(layer.impl, KvqImpl):
+            return layer.impl.spec(layer, spec)
+        if asked(vllm_config) is not None:
+            raise ConfigError(
+                f"vLLM took {layer.attn_backend.get_name()} for a layer, not kvq; if another model "
+                "was loaded before in this process, start anew"
+            )
+        return spec
+
+    return get_kv_cache_spec
 
 
 class KvqImpl(AttentionImpl):

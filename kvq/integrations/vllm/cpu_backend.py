@@ -1,15 +1,13 @@
 """kvq's C++ kernels in the place of vLLM's attention on CPUs."""
 
-import functools
 from typing import Any
 
 from vllm.config import VllmConfig, get_current_vllm_config
-from vllm.model_executor.layers.attention import Attention
 from vllm.v1.attention.backend import AttentionImpl, AttentionMetadataBuilder, CommonAttentionMetadata
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend, CPUAttentionMetadataBuilder
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
-from kvq.integrations.vllm.backend import KvqImpl, Metadata, asked, metadata_of
+from kvq.integrations.vllm.backend import KvqImpl, Metadata, asked, let_layers_say_their_bytes, metadata_of
 
 
 class KvqCpuBackend(CPUAttentionBackend):
@@ -55,24 +53,10 @@ class KvqCpuBuilder(AttentionMetadataBuilder[Metadata]):
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> Metadata:
         """The step's requests; a CPU's tensors are the host's."""
-        return metadata_of(common_attn_metadata, common_attn_metadata.seq_lens.tolist(), None)
+        return metadata_of(common_attn_metadata, common_attn_metadata.seq_lens.tolist())
 
 
 def register() -> None:
-    """Override vLLM's backend for CPUs, and ask kvq's layers themselves for the bytes of their blocks.
-
-    vLLM asks a backend, which doesn't know for which layer; formats may differ from layer to layer.
-    """
+    """Override vLLM's backend for CPUs."""
     register_backend(AttentionBackendEnum.CPU_ATTN)(KvqCpuBackend)
-    if not hasattr(Attention.get_kv_cache_spec, "__wrapped__"):  # plug-ins may be loaded twice
-        Attention.get_kv_cache_spec = _with_own_bytes(Attention.get_kv_cache_spec)
-
-
-def _with_own_bytes(original: Any) -> Any:
-    @functools.wraps(original)
-    def get_kv_cache_spec(layer: Any, vllm_config: Any) -> Any:
-        spec = original(layer, vllm_config)
-        own = layer.impl.spec if isinstance(layer.impl, KvqImpl) else None
-        return spec if spec is None or own is None else own(layer, spec)
-
-    return get_kv_cache_spec
+    let_layers_say_their_bytes()

@@ -2,6 +2,7 @@
 
 import logging
 import os
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -29,13 +30,12 @@ def register() -> None:
         return
     from vllm.platforms import current_platform
 
-    if not current_platform.is_cpu():
-        _log.warning("kvq's formats are not registered: inside vLLM kvq runs on CPUs so far, not on GPUs")
+    if not (current_platform.is_cpu() or current_platform.is_cuda()):
+        _log.warning("kvq's formats are not registered: inside vLLM kvq runs on CPUs and NVIDIA's GPUs")
         return
     register_names()
-    from kvq.integrations.vllm import cpu_backend
-
-    cpu_backend.register()
+    name = "cpu_backend" if current_platform.is_cpu() else "gpu_backend"
+    import_module(f"kvq.integrations.vllm.{name}").register()
 
 
 def vllm_version() -> str:

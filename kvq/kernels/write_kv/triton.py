@@ -166,9 +166,12 @@ def _write_kernel(
     K_CUT: tl.constexpr, V_CUT: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, HEADS: tl.constexpr, HEADS_PAD: tl.constexpr,
 ):  # fmt: skip
-    """One program per token: all heads of K, then of V."""
+    """One program per token: all heads of K, then of V. A token with a slot below 0 is padding."""
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots_ptr + token).to(tl.int64)
+    if slot < 0:
+        tl.store(bad_ptr + token, 0)
+        return
     block, offset = slot // BLOCK_SIZE, slot % BLOCK_SIZE
     head = tl.arange(0, HEADS_PAD)
     inside = head < HEADS

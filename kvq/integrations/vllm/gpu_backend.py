@@ -1,0 +1,162 @@
+"""kvq's Triton kernels as a backend of vLLM on GPUs, for models that ask for one of kvq's formats."""
+
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from vllm.config import VllmConfig, get_current_vllm_config
+from vllm.platforms import current_platform
+from vllm.v1.attention.backend import (
+    AttentionBackend,
+    AttentionCGSupport,
+    AttentionImpl,
+    AttentionMetadataBuilder,
+    CommonAttentionMetadata,
+    MultipleOf,
+)
+from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+from vllm.v1.kv_cache_layout import KVCacheLayout
+
+from kvq.errors import ConfigError
+from kvq.integrations.vllm.backend import KvqImpl, Metadata, asked, let_layers_say_their_bytes, metadata_of
+from kvq.integrations.vllm.pages import BLOCK_SIZES
+
+_NAME = "CUSTOM"  # what vLLM calls a backend that isn't its own
+
+
+class KvqGpuBackend(AttentionBackend):
+    """Only for models that ask for one of kvq's formats; others never see it."""
+
+    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
+    forward_includes_kv_cache_update = False
+
+    @staticmethod
+    def get_name() -> str:
+        """As in vLLM's registry."""
+        return _NAME
+
+    @staticmethod
+    def get_impl_cls() -> type[AttentionImpl]:
+        """A layer's attention."""
+        return KvqImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[AttentionMetadataBuilder]:
+        """What is made of a step."""
+        return KvqGpuBuilder
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int | MultipleOf]:
+        """Whole pages, however many tokens they have: a part of a page is none."""
+        size = kv_cache_spec.block_size if kv_cache_spec is not None else None
+        return [MultipleOf(BLOCK_SIZES) if size is None else size]
+
+    @classmethod
+    def supports_block_size(cls, block_size: int | None) -> bool:
+        """See `BLOCK_SIZES`."""
+        return block_size is None or block_size % BLOCK_SIZES == 0
+
+    @classmethod
+    def supports_kv_cache_dtype(cls, kv_cache_dtype: Any) -> bool:
+        """kvq's."""
+        return asked(get_current_vllm_config()) is not None
+
+    @classmethod
+    def supports_sink(cls) -> bool:
+        """The kernels start from them."""
+        return True
+
+    @classmethod
+    def supports_sliding_window(cls) -> bool:
+        """The kernels skip what lies before it."""
+        return True
+
+    @classmethod
+    def supports_device_cpu_query_lens_mismatch(cls) -> bool:
+        """Launches follow from the lengths of the host."""
+        return False
+
+    @classmethod
+    def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
+        """Every layer on its own, a page in one piece; vLLM then groups pages of unlike sizes as on CPUs."""
+        return (KVCacheLayout.LBHNC,)
+
+
+class KvqGpuBuilder(AttentionMetadataBuilder[Metadata]):
+    """Steps as kvq's kernels take them; what a captured graph reads of them is this object's."""
+
+    _cudagraph_support = AttentionCGSupport.UNIFORM_BATCH  # grids follow from numbers of new tokens
+
+    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: VllmConfig, device: Any):
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        most = vllm_config.scheduler_config.max_num_seqs
+        self._lens = torch.zeros(3, most, dtype=torch.int32, device=device)
+        self._longest = vllm_config.model_config.max_model_len
+
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
+    ) -> Metadata:
+        """The step's requests. Nothing waits for the device."""
+        known = common_attn_metadata.seq_lens_cpu_upper_bound
+        return metadata_of(
+            common_attn_metadata,
+            [self._longest] * common_attn_metadata.num_reqs if known is None else known.tolist(),
+            lens=self._filled(common_attn_metadata),
+            is_exact=known is not None,
+        )
+
+    def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> Metadata:
+        """A step of which a graph keeps the launches, while contexts grow."""
+        return metadata_of(
+            common_attn_metadata,
+            [self._longest] * common_attn_metadata.num_reqs,
+            lens=self._filled(common_attn_metadata),
+            is_exact=False,
+        )
+
+    def _filled(self, common: CommonAttentionMetadata) -> Tensor:
+        """The step's `lens`, int32 [3, requests], where graphs look for them; padding has no new tokens."""
+        count = common.num_reqs
+        if count > self._lens.shape[1]:
+            raise ConfigError(f"vLLM has {count} requests in a step, --max-num-seqs is {self._lens.shape[1]}")
+        lens, starts = self._lens[:, :count], common.query_start_loc
+        lens[0].copy_(starts[:count])
+        torch.sub(starts[1 : count + 1], starts[:count], out=lens[1])
+        lens[2].copy_(common.seq_lens[:count])
+        return lens
+
+
+def register() -> None:
+    """Let vLLM find the backend, and take it for all layers of models that ask for kvq's formats."""
+    path = f"{KvqGpuBackend.__module__}.{KvqGpuBackend.__qualname__}"
+    register_backend(AttentionBackendEnum[_NAME], path)
+    let_layers_say_their_bytes()
+    platform: Any = type(current_platform)
+    chosen = platform.get_attn_backend_cls
+    if getattr(chosen, "is_kvqs", False):  # plug-ins may be loaded twice
+        return
+
+    def get_attn_backend_cls(cls: Any, selected_backend: Any, *rest: Any, **named: Any) -> str:
+        if asked(get_current_vllm_config()) is None:
+            return str(chosen(selected_backend, *rest, **named))
+        selector = named["attn_selector_config"] if "attn_selector_config" in named else rest[0]
+        require_own(selected_backend, selector, cls.get_device_capability())
+        return path
+
+    get_attn_backend_cls.is_kvqs = True  # type: ignore[attr-defined]
+    platform.get_attn_backend_cls = classmethod(get_attn_backend_cls)
+
+
+def require_own(selected: Any, selector: Any, capability: Any) -> None:
+    """Refuse layers that kvq's kernels have no code for.
+
+    Raises:
+        ConfigError: with vLLM's reasons, or another backend was asked for.
+    """
+    if selected is not None and selected.name != _NAME:
+        raise ConfigError(
+            f"--attention-backend {selected.name} has blocks that are not kvq's; leave it or kvq's format out"
+        )
+    reasons = KvqGpuBackend.validate_configuration(device_capability=capability, **selector._asdict())
+    if reasons:
+        raise ConfigError(f"this model can't have kvq's formats in vLLM: {', '.join(reasons)}")
