@@ -19,7 +19,7 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from kvq.errors import ConfigError
 from kvq.integrations.vllm.backend import KvqImpl, Metadata, asked, let_layers_say_their_bytes, metadata_of
-from kvq.integrations.vllm.pages import BLOCK_SIZES
+from kvq.layout import UNPADDED_TOKENS
 
 _NAME = "CUSTOM"  # what vLLM calls a backend that isn't its own
 
@@ -49,12 +49,12 @@ class KvqGpuBackend(AttentionBackend):
     def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int | MultipleOf]:
         """Whole pages, however many tokens they have: a part of a page is none."""
         size = kv_cache_spec.block_size if kv_cache_spec is not None else None
-        return [MultipleOf(BLOCK_SIZES) if size is None else size]
+        return [MultipleOf(UNPADDED_TOKENS) if size is None else size]
 
     @classmethod
     def supports_block_size(cls, block_size: int | None) -> bool:
-        """See `BLOCK_SIZES`."""
-        return block_size is None or block_size % BLOCK_SIZES == 0
+        """See `UNPADDED_TOKENS`."""
+        return block_size is None or block_size % UNPADDED_TOKENS == 0
 
     @classmethod
     def supports_kv_cache_dtype(cls, kv_cache_dtype: Any) -> bool:
