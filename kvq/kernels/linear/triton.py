@@ -25,8 +25,9 @@ from kvq.kernels.linear.triton_pack import Kind, PackedWeight, kind_of, pack
 from kvq.kernels.linear.weight import QuantizedWeight
 from kvq.kernels.spec import Device
 
-# From so many rows on the weight is dequantized and multiplied by torch. A guess until measured.
-DENSE_ROWS = 512
+# From so many rows on the weight is dequantized and multiplied by torch. On an H200 that adds 12 to 45 us to
+# torch's product of an 8B model's layer, and at 256 rows tiles take 30 to 150 us more than it (docs/gpu.md).
+DENSE_ROWS = 192
 DENSE_BYTES = 128 << 20  # of dequantized weight at a time
 _SUMMED = 1024  # elements of one program that adds parts up
 _QUANTIZED = 4096  # elements of a row that one step of quantizing takes
