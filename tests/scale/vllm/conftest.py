@@ -6,6 +6,7 @@ import pytest
 
 import kvq
 from kvq.evals.text import default_text
+from kvq.formats import KVRecipe
 from tests.scale.vllm.kit import TINY
 
 
@@ -27,3 +28,16 @@ def own() -> Callable[[str, list[list[int]], int], list[list[int]]]:
             return [list(output.outputs[0].token_ids) for output in llm.generate(prompts, params)]
 
     return run
+
+
+@pytest.fixture(scope="session")
+def tuned(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A kvq.json with another pair of formats in every layer."""
+    model = kvq.load(str(TINY))
+    dims = model.geometry.head_dims
+    layers = [
+        KVRecipe.uniform(("int8", "k8v4", "int4", "fp8")[i % 4], dims).layers[i] for i in range(len(dims))
+    ]
+    file = tmp_path_factory.mktemp("recipe") / "kvq.json"
+    KVRecipe(layers=tuple(layers)).save(file)
+    return str(file)

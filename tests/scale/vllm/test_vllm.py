@@ -6,26 +6,12 @@ import pytest
 import torch
 
 import kvq
-from kvq.formats import KVRecipe
 from kvq.integrations.vllm.names import recipe_of
 from kvq.integrations.vllm.pages import Page
 from tests.scale.vllm.kit import MEMORY, TINY, greedy, served
 
 TOKENS = 24
 TIE = 0.25  # between logits of tokens that may change places, where a code rounds otherwise
-
-
-@pytest.fixture(scope="session")
-def tuned(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A kvq.json with another pair of formats in every layer."""
-    model = kvq.load(str(TINY))
-    dims = model.geometry.head_dims
-    layers = [
-        KVRecipe.uniform(("int8", "k8v4", "int4", "fp8")[i % 4], dims).layers[i] for i in range(len(dims))
-    ]
-    file = tmp_path_factory.mktemp("recipe") / "kvq.json"
-    KVRecipe(layers=tuple(layers)).save(file)
-    return str(file)
 
 
 def check_same(kv: str, prompts: list[list[int]], found: list[list[int]], want: list[list[int]]) -> int:
