@@ -57,12 +57,8 @@ class VllmEngine:
         except Exception as error:  # whatever vLLM raises
             raise EngineError(f"vLLM refuses {self.name} {self.kv}: {error}") from error
         self._engine: Any = llm.llm_engine
+        self.num_blocks = int(self._engine.vllm_config.cache_config.num_gpu_blocks)  # forgotten at the end
         self._added = 0
-
-    @property
-    def num_blocks(self) -> int:
-        """Of the KV cache."""
-        return int(self._engine.vllm_config.cache_config.num_gpu_blocks)
 
     def add(self, requests: Sequence[LoadRequest]) -> list[str]:
         """Queue requests for greedy tokens; returns what vLLM calls them."""

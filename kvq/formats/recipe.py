@@ -167,6 +167,14 @@ class KVRecipe:
         """The same formats with those static scales."""
         return replace(self, static_scales=scales)
 
+    def share(self, rank: int, processes: int) -> "KVRecipe":
+        """The same formats, with what was calibrated for the KV heads that process `rank` holds."""
+        return replace(
+            self,
+            static_scales=self.static_scales and self.static_scales.share(rank, processes),
+            centers=self.centers and self.centers.share(rank, processes),
+        )
+
     def digest(self) -> str:
         """SHA-256 of everything that decides how bytes are read, in hex."""
         return hashlib.sha256(json.dumps(self.to_json(), sort_keys=True).encode()).hexdigest()

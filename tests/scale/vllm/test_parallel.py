@@ -1,4 +1,4 @@
-"""Tensor parallel: each of two processes holds half of the KV heads, in pages of half the bytes."""
+"""Tensor parallel: each of two processes holds half of the KV heads, and what was calibrated for them."""
 
 import json
 import os
@@ -13,9 +13,9 @@ from tests.scale.vllm.test_vllm import TOKENS, check_same
 pytestmark = pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core")
 
 
-@pytest.mark.parametrize("kv", ["int4", "tuned"])
-def test_two_processes_say_what_one_says(kv, prompts, tuned):
-    name, some = tuned if kv == "tuned" else kv, prompts[:24]
+@pytest.mark.parametrize("kv", ["searched", "static"])
+def test_two_processes_say_what_one_says(kv, prompts, made):
+    name, some = made(kv), prompts[:24]
     asked = json.dumps({"kv": name, "prompts": some, "count": TOKENS})
     command = [sys.executable, "-m", "tests.scale.vllm.parallel"]
     done = subprocess.run(
