@@ -105,25 +105,31 @@ def _measure(model: Model, entrants: Sequence[_Entrant], shape: Shape, repeats: 
         found = one.engine.finish(one.engine.add(few))
         name = f"{one.engine.name} {one.engine.kv}"
         one.checks[shape.name] = compare(name, model, one.alone[shape.name], found)
-        running[i] = one.engine.fill(shape.draw(model))
-        one.engine.steps_s(WARM_UP)
         if shape.steps is None:
-            one.engine.finish(running[i])
+            _burst_s(one.engine, shape.draw(model))
+        else:
+            running[i] = _running(one.engine, model, shape)
         yield
     for repeat, i in in_turn(range(len(entrants)), repeats):
         engine = entrants[i].engine
         seconds = (
             _burst_s(engine, shape.draw(model, repeat))
             if shape.steps is None
-            else engine.steps_s(shape.steps)
+            else engine.steps_s(shape.steps, shape.requests)
         )
         entrants[i].seconds.setdefault(shape.name, []).append(seconds)
         yield
     for i, one in enumerate(entrants):
-        if shape.steps is None:
-            running[i] = one.engine.fill(shape.draw(model))
-        one.parts[shape.name] = _parts(one.engine)
-        one.engine.drop(running[i])
+        names = running.get(i) or _running(one.engine, model, shape)
+        one.parts[shape.name] = _parts(one.engine, shape.requests)
+        one.engine.drop(names)
+
+
+def _running(engine: VllmEngine, model: Model, shape: Shape) -> list[str]:
+    """Requests whose prompts are computed, some steps ago."""
+    names = engine.fill(shape.lasting(model))
+    engine.steps_s(WARM_UP, shape.requests)
+    return names
 
 
 def _burst_s(engine: VllmEngine, requests: Sequence[LoadRequest]) -> float:
@@ -132,10 +138,10 @@ def _burst_s(engine: VllmEngine, requests: Sequence[LoadRequest]) -> float:
     return perf_counter() - begin
 
 
-def _parts(engine: VllmEngine) -> dict[str, float]:
+def _parts(engine: VllmEngine, requests: int) -> dict[str, float]:
     """Milliseconds that parts of a decode step take; the clocks between them cost a little."""
     with engine.clocks() as spent:
-        total = engine.steps_s(CLOCKED)
+        total = engine.steps_s(CLOCKED, requests)
     spent = spent | {"other": total - sum(spent.values())}
     return {f"{name}_ms": 1e3 * seconds / CLOCKED for name, seconds in spent.items()}
 

@@ -11,6 +11,7 @@ from typing import Any
 from kvq.bench.engine_load import LoadRequest
 from kvq.errors import EngineError
 
+STEP_TOKENS = 2048  # of prompts and outputs, at most
 OWN = "vllm"  # what vLLM's own cache is called among formats
 _PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
 _PARTS = {"attention": "forward", "write": "do_kv_cache_update"}  # -> methods of vLLM's attention
@@ -24,7 +25,7 @@ class Limits:
     kv_bytes: int
     max_context: int  # tokens
     max_num_seqs: int
-    max_num_batched_tokens: int = 2048
+    max_num_batched_tokens: int = STEP_TOKENS
 
 
 class VllmEngine:
@@ -93,12 +94,18 @@ class VllmEngine:
             waiting -= self.step().keys()
         return names
 
-    def steps_s(self, count: int) -> float:
-        """Seconds that so many steps take."""
+    def steps_s(self, count: int, requests: int) -> float:
+        """Seconds that so many steps take, each with a token for each of `requests`.
+
+        Raises:
+            EngineError: a step had fewer, so that it is not what was to be timed.
+        """
         begin = perf_counter()
-        for _ in range(count):
-            self._engine.step()
-        return perf_counter() - begin
+        given = [len(self._engine.step()) for _ in range(count)]
+        seconds = perf_counter() - begin
+        if any(n != requests for n in given):
+            raise EngineError(f"{self.name} {self.kv}: steps gave tokens to {given} of {requests} requests")
+        return seconds
 
     def drop(self, names: Sequence[str]) -> None:
         """End requests early."""

@@ -8,6 +8,7 @@ import torch
 
 from kvq.bench.engine_load import LoadRequest, burst
 from kvq.bench.random_model import random_model
+from kvq.bench.vllm_engine import STEP_TOKENS
 from kvq.errors import ConfigError
 from kvq.models import Model
 from kvq.models.model import load_prepared
@@ -55,9 +56,18 @@ class Shape:
         return f"{self.requests} at depth {self.prompt_tokens}"
 
     @property
+    def lasting_tokens(self) -> int:
+        """Output tokens of requests that are still there when all prompts are computed and steps measured.
+
+        While the last prompts are computed the first requests get tokens already.
+        """
+        computing = -(-self.requests * self.prompt_tokens // STEP_TOKENS) + self.requests
+        return computing + WARM_UP + CLOCKED + self.output_tokens
+
+    @property
     def tokens(self) -> int:
-        """Of a request in the end."""
-        return self.prompt_tokens + self.output_tokens
+        """Of a request in the end, at most."""
+        return self.prompt_tokens + self.lasting_tokens
 
     @property
     def sample_tokens(self) -> int:
@@ -77,6 +87,10 @@ class Shape:
         """
         prompt, output = (self.prompt_tokens,) * 2, (self.output_tokens,) * 2
         return burst(model, self.requests, prompt, output).draw(repeat)
+
+    def lasting(self, model: Model) -> list[LoadRequest]:
+        """The same requests with so many output tokens that none ends while steps are measured."""
+        return [replace(one, output_tokens=self.lasting_tokens) for one in self.draw(model)]
 
     def few(self, model: Model) -> list[LoadRequest]:
         """Some requests to compare by, of about as many prompt tokens whatever the load."""
@@ -102,10 +116,9 @@ class Plan:
         if min(*burst, *deep) < 1 or burst[2] < 2:
             raise ConfigError(f"loads need requests, prompts, 2 output tokens, steps; got {burst} and {deep}")
         requests, depth, steps = deep
-        tokens = 1 + WARM_UP + CLOCKED + repeats * steps + 1  # the last one is never reached
         return cls(
             burst=Shape(requests=burst[0], prompt_tokens=burst[1], output_tokens=burst[2]),
-            deep=Shape(requests=requests, prompt_tokens=depth, output_tokens=tokens, steps=steps),
+            deep=Shape(requests=requests, prompt_tokens=depth, output_tokens=repeats * steps, steps=steps),
             repeats=repeats,
         )
 

@@ -47,7 +47,8 @@ class Engine:
     def fill(self, requests: Sequence[LoadRequest]) -> list[str]:
         return self.add(requests)
 
-    def steps_s(self, count: int) -> float:
+    def steps_s(self, count: int, requests: int) -> float:
+        assert len(self.added) == requests
         return count * (2.0 if self.kv == OWN else 1.0)
 
     def drop(self, names: Sequence[str]) -> None:
@@ -75,7 +76,11 @@ def run(
 
 
 def test_loads_hold_what_a_measurement_needs() -> None:
-    assert PLAN.deep.output_tokens > 1 + WARM_UP + 2 * 2 + CLOCKED  # no request ends while it is measured
+    assert PLAN.deep.lasting_tokens > 2 + WARM_UP + 2 * 2 + CLOCKED  # none ends while steps are measured
+    long = Plan.of(
+        (3, 9, 4), (8, 4096, 8), 3
+    ).deep  # whose first request goes on while 15 steps compute others
+    assert long.lasting_tokens > 15 + WARM_UP + 3 * 8 + CLOCKED
     assert PLAN.burst.sample_tokens == 12
     assert PLAN.deep.sample_tokens == 4
     assert PLAN.burst.cache_tokens >= 3 * 128
