@@ -30,6 +30,7 @@ EVENTS = ("zmq",)
 LM_EVAL = ("lm_eval", "datasets")
 PLOTS = ("matplotlib",)
 RAY = ("ray",)
+VLLM = ("vllm",)
 BITSANDBYTES = ("bitsandbytes", "accelerate")
 
 

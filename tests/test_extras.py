@@ -51,6 +51,7 @@ NEEDS = {  # command line -> what it needs, and the extra that brings it
     "serve --config nothing.yaml": ("--config needs pyyaml", "serve"),
     "run-batch nothing.jsonl out.jsonl --model nowhere": ("kvq run-batch needs fastapi", "serve"),
     "bench serve --model nowhere": ("kvq bench serve needs fastapi", "serve"),
+    "bench vllm --model nowhere": ("kvq bench vllm needs vllm", "vllm"),
     "perplexity --model nowhere --plot out.svg --text nothing.txt": (
         "the plot out.svg needs matplotlib",
         "plot",

@@ -6,12 +6,12 @@ import torch
 from torch import Tensor
 
 from kvq.errors import ConfigError
-from kvq.formats.calibrated import AGAIN, HeadCenters
+from kvq.formats.calibrated import AGAIN, HeadCenters, LayerCenters
 from kvq.geometry import LayerGeometry
 from kvq.kernels import AttentionOptions, Device, KernelSpec, select
 from kvq.kernels.codec import rotate
 from kvq.kernels.rope_write.heads import LayerHeads
-from kvq.layout import KVLayout, LayerLayout
+from kvq.layout import LayerLayout
 
 
 class Centering:
@@ -21,25 +21,29 @@ class Centering:
     softmax as it is and moves the log-sum-exp; the output lacks d.
     """
 
-    def __init__(self, layout: KVLayout, layer: LayerLayout, device: torch.device) -> None:
+    def __init__(
+        self,
+        centers: LayerCenters,
+        layer: LayerLayout,
+        *,
+        q_heads: int,
+        softcap: float | None,
+        device: torch.device,
+    ) -> None:
         """Raises:
         ConfigError: the model caps its scores, so that softmax would see the center; or centers for
             another number of KV heads.
         """
-        assert layout.recipe.centers is not None, "checked by KVCache"
-        own, geometry, self._formats = layer.geometry, layout.geometry, layer.formats
-        centers = layout.recipe.centers.layers[own.index]
-        if centers.k is not None and geometry.softcap is not None:
+        own, self._formats = layer.geometry, layer.formats
+        if centers.k is not None and softcap is not None:
             raise ConfigError(
-                f"layer {own.index}: {geometry.model_type} caps attention scores at {geometry.softcap}, so "
-                f"K can't be centered; leave its center out of the recipe"
+                f"layer {own.index}: the model caps attention scores at {softcap}, so K can't be centered; "
+                f"leave its center out of the recipe"
             )
         self._k, self._v = (_tensor(rows, own, device) for rows in (centers.k, centers.v))
         self._heads: tuple[LayerHeads, LayerHeads] | None = None  # of the layer, and with the centers
-        spec = KernelSpec(
-            formats=self._formats, q_heads=geometry.q_heads, kv_heads=own.kv_heads, block_size=1
-        )
-        self._group = geometry.q_heads // own.kv_heads
+        spec = KernelSpec(formats=self._formats, q_heads=q_heads, kv_heads=own.kv_heads, block_size=1)
+        self._group = q_heads // own.kv_heads
         self._merge = select("merge_partials", spec, Device.of(device)).run
 
     def centered(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

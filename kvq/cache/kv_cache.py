@@ -65,7 +65,13 @@ class KVCache(BlockCache):
                 )  # C++: see CpuDecoder
                 self._kernels[index]["rope_write"] = select("rope_write", spec, where, fused)
                 if centers is not None and centers.layers[index] != LayerCenters():
-                    self._centering[index] = Centering(layout, layer, device)
+                    self._centering[index] = Centering(
+                        centers.layers[index],
+                        layer,
+                        q_heads=layout.geometry.q_heads,
+                        softcap=layout.geometry.softcap,
+                        device=device,
+                    )
             # Every backend moves the same bytes, so the user's choice of one does not matter here.
             self._copy.append(select("copy_blocks", _kernel_spec(layout, group.layers[0]), where))
             self._make_views(group.group.index)

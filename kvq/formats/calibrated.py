@@ -44,6 +44,15 @@ class Calibrated(Generic[Layer]):
         header = {key: getattr(self, key) for key in ("model_digest", "text_digest", "tokens")}
         return {**header, "layers": layers}
 
+    def share(self, rank: int, processes: int) -> Self:
+        """What process `rank` holds where KV heads are shared out; a head is several's if there are fewer."""
+        names = [field.name for field in fields(self.kind)]
+        layers = [
+            self.kind(**{name: _share(getattr(layer, name), rank, processes) for name in names})
+            for layer in self.layers
+        ]
+        return replace(self, layers=tuple(layers))
+
     @classmethod
     def from_json(cls, data: object) -> Self:
         """Read `to_json`'s object, checking every number and every list's digest.
@@ -84,6 +93,13 @@ class Calibrated(Generic[Layer]):
             field.name: field_digest(model_digest, index, field.name, getattr(layer, field.name))
             for field in fields(layer)
         }
+
+
+def _share(heads: tuple[Any, ...] | None, rank: int, processes: int) -> tuple[Any, ...] | None:
+    if heads is None:
+        return None
+    first = rank * len(heads) // processes
+    return heads[first : first + max(1, len(heads) // processes)]
 
 
 def _lists(values: Any) -> Any:

@@ -163,17 +163,17 @@ class KVRecipe:
                 f"--calibrate-on-load, or choose int8 or fp8, whose scales are found per token"
             )
 
-    def check_for_others(self) -> None:
-        """Raise ConfigError for what only kvq's own engine takes: centers, and scales yet to be found."""
-        if self.centers is not None:
-            raise ConfigError(
-                f"{self.name} holds centers, which kvq takes back in its own engine only; leave them out"
-            )
-        self.require_scales()
-
     def with_scales(self, scales: StaticScales | None) -> "KVRecipe":
         """The same formats with those static scales."""
         return replace(self, static_scales=scales)
+
+    def share(self, rank: int, processes: int) -> "KVRecipe":
+        """The same formats, with what was calibrated for the KV heads that process `rank` holds."""
+        return replace(
+            self,
+            static_scales=self.static_scales and self.static_scales.share(rank, processes),
+            centers=self.centers and self.centers.share(rank, processes),
+        )
 
     def digest(self) -> str:
         """SHA-256 of everything that decides how bytes are read, in hex."""

@@ -1,12 +1,15 @@
 """What users name inside vLLM, and the pages that the names cut; vLLM itself runs in `make scale`."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from kvq.errors import ConfigError
-from kvq.formats import KVRecipe
+from kvq.formats import Centers, KVRecipe, LayerCenters, StaticScales
+from kvq.formats.calibrated import HeadMaxima
 from kvq.integrations.vllm.names import is_own, recipe_of, requested
-from kvq.integrations.vllm.pages import Page
+from kvq.integrations.vllm.pages import Page, with_slots
 from kvq.kernels import AttentionOptions, SequenceBatch
 from kvq.kernels.attend.reference import attend
 from kvq.kernels.write_kv.reference import write_kv
@@ -90,3 +93,48 @@ def test_pages_that_are_cut_otherwise_are_refused():
         Page.of(KVRecipe.uniform("int8", [(64, 64)]), 7, 2, 16, (64, 64))
     with pytest.raises(ConfigError, match="head dimensions"):
         Page.of(KVRecipe.uniform("int8", [(64, 64)]), 0, 2, 16, (128, 128))
+
+
+def test_processes_get_what_was_calibrated_for_their_heads():
+    maxima = HeadMaxima(
+        k=(1.0, 2.0, 3.0, 4.0), v=(5.0, 6.0, 7.0, 8.0), k_rotated=(1.0,) * 4, v_rotated=(2.0,) * 4
+    )
+    rows = tuple((float(head),) * 64 for head in range(4))
+    made_for = {"model_digest": "m", "text_digest": "t", "tokens": 9}
+    recipe = replace(
+        KVRecipe.uniform("int4", [(64, 64)]),
+        static_scales=StaticScales(**made_for, layers=(maxima,)),
+        centers=Centers(**made_for, layers=(LayerCenters(k=rows),)),
+    )
+    second, last = recipe.share(1, 2), recipe.share(7, 8)  # the last one's head is another process's too
+    assert (second.static_scales.layers[0].k, second.static_scales.layers[0].v) == ((3.0, 4.0), (7.0, 8.0))
+    assert second.centers.layers[0] == LayerCenters(k=rows[2:])
+    assert last.centers.layers[0] == LayerCenters(k=rows[3:])
+    assert recipe.share(0, 1) == recipe
+
+
+def test_centers_of_a_file_are_taken_from_the_layer_that_they_are_of():
+    rows = tuple(tuple(float(x) for x in row) for row in torch.randn(2, 64))
+    centers = Centers(
+        model_digest="m", text_digest="t", tokens=9, layers=(LayerCenters(), LayerCenters(k=rows, v=rows))
+    )
+    recipe = replace(KVRecipe.uniform("int4", [(64, 64)] * 2), centers=centers)
+    pages = [Page.of(recipe, layer, 2, 16, (64, 64)) for layer in (0, 1)]
+    first, second = (page.centering(4, None, torch.device("cpu")) for page in pages)
+    assert first is None
+    k = rows_like_kv(5, 2, 64, 1)
+    stored, _ = second.centered(k, k)
+    assert torch.equal(stored, k - torch.tensor(rows))
+    with pytest.raises(ConfigError, match="caps attention scores at 30"):
+        pages[1].centering(4, 30.0, torch.device("cpu"))
+
+
+def test_padding_without_a_slot_is_not_written():
+    k, v = rows_like_kv(5, 2, 64, 1), rows_like_kv(5, 2, 64, 2)
+    kept_k, kept_v, kept = with_slots(k, v, torch.tensor([-1, 7, 3, -1, -1]))
+    assert torch.equal(kept_k, k[1:3])
+    assert torch.equal(kept_v, v[1:3])
+    assert kept.tolist() == [7, 3]
+    whole = torch.arange(5)
+    assert with_slots(k, v, whole)[2] is whole
+    assert len(with_slots(k[:0], v[:0], whole[:0])[2]) == 0

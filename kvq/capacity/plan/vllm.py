@@ -155,7 +155,7 @@ def _check_served(target: Target, layout: KVLayout) -> None:
                 f"vLLM shares or copies {heads} KV heads evenly, which {split.tensor} GPUs can't; take a "
                 f"divisor or a multiple"
             )
-    recipe.check_for_others()
+    recipe.require_scales()
     plain = own_type(recipe.label)
     if plain and HeldAs(linear=plain, other=plain).other_bytes != target.held.other_bytes:
         raise ConfigError(

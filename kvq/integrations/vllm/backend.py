@@ -3,19 +3,21 @@
 import functools
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from vllm.config import VllmConfig, get_current_vllm_config
+from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.attention.backend import AttentionImpl, AttentionType, CommonAttentionMetadata
 from vllm.v1.kv_cache_interface import AttentionSpec
 
+from kvq.cache.centering import Centering
 from kvq.errors import ConfigError
 from kvq.integrations.vllm.names import recipe_of, requested
-from kvq.integrations.vllm.pages import Page
+from kvq.integrations.vllm.pages import Page, with_slots
 from kvq.kernels import AttentionOptions, Device, KernelSpec, PagedKV, SequenceBatch, select
 
 
@@ -134,12 +136,14 @@ class KvqImpl(AttentionImpl):
         self._softcap = logits_soft_cap or None
         self._options: AttentionOptions | None = None
         self._paged: tuple[Any, PagedKV] | None = None
+        self._share = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
+        self._centering: Centering | None = None
         self._kernels: dict[str, Any] = {}
 
     def page(self, layer: Any, block_size: int) -> Page:
         """How this layer's pages are cut."""
         dims = self.head_size, getattr(layer, "head_size_v", None) or self.head_size
-        recipe = recipe_of(self._name, dims, self._num_layers)
+        recipe = recipe_of(self._name, dims, self._num_layers).share(*self._share)
         index = extract_layer_index(self.kv_sharing_target_layer_name or layer.layer_name)
         return Page.of(recipe, index, self.num_kv_heads, block_size, dims)
 
@@ -167,7 +171,7 @@ class KvqImpl(AttentionImpl):
             return output
         count = attn_metadata.num_actual_tokens
         paged = self._over(layer, kv_cache)
-        out, _ = self._kernels["attend"].run(query[:count], paged, attn_metadata.batch, self._asked_for())
+        out = self._attend(query[:count], paged, attn_metadata.batch)
         output[:count].view_as(out).copy_(out)
         return output
 
@@ -176,8 +180,21 @@ class KvqImpl(AttentionImpl):
     ) -> None:
         """Quantize the step's K and V into their slots."""
         paged, count = self._over(layer, kv_cache), min(len(slot_mapping), len(key))
-        slots = slot_mapping[:count]
-        self._kernels["write_kv"].run(key[:count], value[:count], paged, slots)
+        k, v, slots = key[:count], value[:count], slot_mapping[:count]
+        if slots.device.type == "cpu":  # on GPUs the kernel looks at them itself
+            k, v, slots = with_slots(k, v, slots)
+        if self._centering is not None:
+            k, v = self._centering.centered(k, v)
+        self._kernels["write_kv"].run(k, v, paged, slots)
+
+    def _attend(self, q: Tensor, paged: PagedKV, batch: SequenceBatch) -> Tensor:
+        options, attend = self._asked_for(), self._kernels["attend"].run
+        if self._centering is None:
+            out, _ = attend(q, paged, batch, options)
+        else:
+            out, lse = attend(q, paged, batch, options.without_sinks())
+            out, _ = self._centering.restored(q, out, lse, options)
+        return cast("Tensor", out)
 
     def _asked_for(self) -> AttentionOptions:
         if self._options is None:
@@ -192,8 +209,10 @@ class KvqImpl(AttentionImpl):
         name = pages.data_ptr(), pages.shape
         if self._paged is None or self._paged[0] != name:
             pages = pages.view(torch.uint8)
-            paged = self.page(layer, pages.shape[2]).over(pages)
+            page = self.page(layer, pages.shape[2])
+            paged = page.over(pages)
             self._paged = name, paged
+            self._centering = page.centering(self.num_heads, self._softcap, pages.device)
             spec = KernelSpec(
                 formats=paged.formats,
                 q_heads=self.num_heads,

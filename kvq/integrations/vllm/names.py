@@ -41,12 +41,12 @@ def recipe_of(name: str, head_dims: tuple[int, int], num_layers: int) -> KVRecip
     """The formats of every layer; `head_dims`: (K, V) in elements, of a layer that asks.
 
     Raises:
-        ConfigError: no such format, or a file for another model, or with what vLLM's blocks have no room for.
+        ConfigError: no such format, or a file for another model, or without the scales it needs.
     """
     recipe = KVRecipe.named(name, [head_dims] * num_layers)
     if len(recipe.layers) != num_layers:
         raise ConfigError(f"{name} is for {len(recipe.layers)} layers, the model has {num_layers}")
-    recipe.check_for_others()
+    recipe.require_scales()
     return recipe
 
 

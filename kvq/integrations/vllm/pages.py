@@ -7,11 +7,13 @@ V, scales of K, scales of V, each where kvq's kernels read them best.
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
+from kvq.cache.centering import Centering
 from kvq.cache.pool import paged_layer
 from kvq.errors import ConfigError
-from kvq.formats import KVRecipe
+from kvq.formats import KVRecipe, LayerCenters
 from kvq.geometry import LayerGeometry
 from kvq.kernels import PagedKV
 from kvq.layout import UNPADDED_TOKENS, LayerLayout, plan_layer
@@ -74,3 +76,23 @@ class Page:
         stride = pages.stride(0)
         memory = pages.as_strided(((count - 1) * stride + self.layout.nbytes,), (1,))
         return paged_layer(memory, self.layout, self.recipe, stride, count)
+
+    def centering(self, q_heads: int, softcap: float | None, device: torch.device) -> Centering | None:
+        """What takes the recipe's centers from the layer's K and V, if it has some.
+
+        Raises:
+            ConfigError: K has a center, and the model caps its scores.
+        """
+        layer = self.layout.geometry.index
+        centers = self.recipe.centers
+        if centers is None or centers.layers[layer] == LayerCenters():
+            return None
+        return Centering(centers.layers[layer], self.layout, q_heads=q_heads, softcap=softcap, device=device)
+
+
+def with_slots(k: Tensor, v: Tensor, slots: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The tokens that have a slot; vLLM pads batches with slots below 0. All [tokens, ...], on a CPU."""
+    if not len(slots) or int(slots.min()) >= 0:
+        return k, v, slots
+    kept = slots >= 0
+    return k[kept], v[kept], slots[kept]

@@ -1,12 +1,14 @@
 """kvq's formats inside a real vLLM on CPUs: its tokens, its memory, and what vLLM does with blocks."""
 
 import math
+from pathlib import Path
+from typing import Any
 
 import pytest
-import torch
 
 import kvq
-from kvq.formats import KVRecipe
+from kvq.evals.text import default_text
+from kvq.evals.windows import token_windows
 from kvq.integrations.vllm.names import recipe_of
 from kvq.integrations.vllm.pages import Page
 from tests.scale.vllm.kit import MEMORY, TINY, greedy, served
@@ -15,22 +17,11 @@ TOKENS = 24
 TIE = 0.25  # between logits of tokens that may change places, where a code rounds otherwise
 
 
-@pytest.fixture(scope="session")
-def tuned(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A kvq.json with another pair of formats in every layer."""
-    model = kvq.load(str(TINY))
-    dims = model.geometry.head_dims
-    layers = [
-        KVRecipe.uniform(("int8", "k8v4", "int4", "fp8")[i % 4], dims).layers[i] for i in range(len(dims))
-    ]
-    file = tmp_path_factory.mktemp("recipe") / "kvq.json"
-    KVRecipe(layers=tuple(layers)).save(file)
-    return str(file)
-
-
-def check_same(kv: str, prompts: list[list[int]], found: list[list[int]], want: list[list[int]]) -> int:
+def check_same(
+    kv: str, prompts: list[list[int]], found: list[list[int]], want: list[list[int]], folder: Path = TINY
+) -> int:
     """Differences only where two tokens were nearly as likely; returns the number of prompts with one."""
-    model = kvq.load(str(TINY), kv=kv, dtype="fp32")
+    model = kvq.load(str(folder), kv=kv, dtype="fp32")
     differing = 0
     for ids, some, other in zip(prompts, found, want, strict=True):
         at = next((i for i, (a, b) in enumerate(zip(some, other, strict=True)) if a != b), None)
@@ -41,9 +32,9 @@ def check_same(kv: str, prompts: list[list[int]], found: list[list[int]], want: 
     return differing
 
 
-@pytest.mark.parametrize("kv", ["int8", "int4", "k8v4", "tuned"])
-def test_tokens_are_those_of_kvqs_own_engine(kv, prompts, own, tuned):
-    name = tuned if kv == "tuned" else kv
+@pytest.mark.parametrize("kv", ["int8", "int4", "k8v4", "tuned", "centered", "static", "searched"])
+def test_tokens_are_those_of_kvqs_own_engine(kv, prompts, own, made):
+    name = made(kv)
     with served(name) as llm:
         found = greedy(llm, prompts, TOKENS)
     assert check_same(name, prompts, found, own(name, prompts, TOKENS)) <= 15
@@ -85,29 +76,30 @@ def test_blocks_take_what_the_formats_take(kv):
     assert blocks == MEMORY // sum(page.layout.nbytes for page in pages)
 
 
-def test_prompt_log_probabilities_are_kvqs(prompts):
-    """Their mean, of which perplexity is the exponential, within 0.1%."""
+@pytest.mark.parametrize("kv", ["int8", "int4", "k8v4", "searched"])
+def test_perplexity_is_what_kvq_measures(kv, made):
+    """Of the same windows of the same text, by vLLM's log-probabilities of prompts, within 0.1%."""
+    name, model, text = made(kv), kvq.load(str(TINY), dtype="fp32"), default_text().text
+    cut = {"context": 256, "max_windows": 16}
+    _, want = kvq.perplexity(model, ["fp32", name], text, **cut)
+    windows = token_windows(model.tokenizer, text, **cut)
+    with served(name) as llm:
+        found = prompt_log_probabilities(llm, windows)
+    assert len(found) == want["tokens"]
+    assert abs(math.exp(-sum(found) / len(found)) / want["perplexity"] - 1) < 1e-3
+
+
+def prompt_log_probabilities(llm: Any, windows: list[list[int]]) -> list[float]:
+    """Of every token but the first of each window."""
     from vllm import SamplingParams
 
-    ids = [token for prompt in prompts for token in prompt][:4096]
-    chunks = [ids[i : i + 256] for i in range(0, len(ids), 256)]
-    for kv in ("int8", "int4"):
-        with served(kv) as llm:
-            params = SamplingParams(max_tokens=1, prompt_logprobs=0, temperature=0)
-            outputs = llm.generate([{"prompt_token_ids": c} for c in chunks], params, use_tqdm=False)
-        found = [
-            rows[token].logprob
-            for chunk, output in zip(chunks, outputs, strict=True)
-            for token, rows in list(zip(chunk, output.prompt_logprobs, strict=True))[1:]
-        ]
-        model = kvq.load(str(TINY), kv=kv, dtype="fp32")
-        want = [
-            float(row[token])
-            for chunk in chunks
-            for token, row in zip(chunk[1:], torch.log_softmax(model.logits(chunk), -1), strict=False)
-        ]
-        mine, theirs = (math.exp(-sum(x) / len(x)) for x in (found, want))
-        assert abs(mine / theirs - 1) < 1e-3, (kv, mine, theirs)
+    params = SamplingParams(max_tokens=1, prompt_logprobs=0, temperature=0)
+    outputs = llm.generate([{"prompt_token_ids": ids} for ids in windows], params, use_tqdm=False)
+    return [
+        rows[token].logprob
+        for ids, output in zip(windows, outputs, strict=True)
+        for token, rows in list(zip(ids, output.prompt_logprobs, strict=True))[1:]
+    ]
 
 
 def test_models_that_ask_for_nothing_get_vllms_own(prompts):
