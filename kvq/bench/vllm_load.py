@@ -113,8 +113,10 @@ class Plan:
         Raises:
             ConfigError: a load of nothing.
         """
-        if min(*burst, *deep) < 1 or burst[2] < 2:
-            raise ConfigError(f"loads need requests, prompts, 2 output tokens, steps; got {burst} and {deep}")
+        if min(burst) < 1 or burst[2] < 2:
+            raise ConfigError(f"--burst needs requests, prompts and 2 or more output tokens, got {burst}")
+        if min(deep) < 1:
+            raise ConfigError(f"--deep needs requests, a depth and steps, got {deep}")
         requests, depth, steps = deep
         return cls(
             burst=Shape(requests=burst[0], prompt_tokens=burst[1], output_tokens=burst[2]),

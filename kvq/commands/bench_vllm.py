@@ -30,7 +30,10 @@ class Asked:
     model: str = option(_RANDOM, "Folder, hub name, or 'random', a Llama of 28 million.", names="--model -m")
     dtype: str = option("auto", "Of the weights: auto (fp32), fp32, bf16, fp16.")
     burst: str = option("16x128x64", "Requests x tokens of prompts x tokens of outputs.")
-    deep: str = option("8x4096x8", "Requests x depth in tokens x decode steps of a sample.")
+    deep: str = option(
+        "8x4096x8",
+        "Requests x depth in tokens x decode steps of a sample; contexts grow through all samples.",
+    )
     repeats: int = option(5, type=click.IntRange(1, 1000))
 
 

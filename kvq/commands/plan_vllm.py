@@ -91,9 +91,10 @@ def vllm_remarks(rows: list[dict[str, Any]], sizing: SizingOptions) -> list[str]
     lines = []
     if (rounded := rounded_to(sizing.weights)) is not None:
         lines.append(f"vLLM rounds no weights to {rounded}: DIR is a checkpoint that holds them so.")
-    if any(own_type(row["kv"]) is None for row in rows):
+    if (kv := next((row["kv"] for row in rows if own_type(row["kv"]) is None), None)) is not None:
+        asked = f'{{"kvq": "{kv}"}}'
         lines.append(
-            'kvq\'s formats need kvq beside vLLM; vLLM 0.32 takes --additional-config \'{"kvq": "int4"}\' in '
-            "the place of --kv-cache-dtype kvq_int4."
+            f"kvq's formats need kvq beside vLLM; vLLM 0.32 takes --additional-config '{asked}' in the "
+            "place of --kv-cache-dtype."
         )
     return lines

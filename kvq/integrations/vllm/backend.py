@@ -208,6 +208,10 @@ class KvqImpl(AttentionImpl):
         """The layer's blocks, looked at anew when vLLM gives it others."""
         name = pages.data_ptr(), pages.shape
         if self._paged is None or self._paged[0] != name:
+            if not hasattr(type(layer).get_kv_cache_spec, "__wrapped__"):
+                raise ConfigError(
+                    f"kvq has no kernel for vLLM's {type(layer).__name__}; leave kvq's format out"
+                )
             pages = pages.view(torch.uint8)
             page = self.page(layer, pages.shape[2])
             paged = page.over(pages)

@@ -7,7 +7,7 @@ from vllm.v1.attention.backend import AttentionImpl, AttentionMetadataBuilder, C
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend, CPUAttentionMetadataBuilder
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
-from kvq.integrations.vllm.backend import KvqImpl, Metadata, asked, let_layers_say_their_bytes, metadata_of
+from kvq.integrations.vllm.backend import KvqImpl, asked, let_layers_say_their_bytes, metadata_of
 
 
 class KvqCpuBackend(CPUAttentionBackend):
@@ -31,28 +31,29 @@ class KvqCpuBackend(CPUAttentionBackend):
 
     @staticmethod
     def get_builder_cls() -> type[AttentionMetadataBuilder]:
-        """One that is vLLM's own where nothing of kvq is asked for."""
+        """One that does as vLLM's own where nothing of kvq is asked for."""
         return KvqCpuBuilder
 
 
-class KvqCpuBuilder(AttentionMetadataBuilder[Metadata]):
-    """Steps as kvq's kernels take them."""
+class KvqCpuBuilder(CPUAttentionMetadataBuilder):
+    """Steps as kvq's kernels take them, and as vLLM's own do where nothing of kvq is asked for.
 
-    def __new__(cls, spec: Any, names: list[str], vllm_config: VllmConfig, *rest: Any) -> Any:
-        """vLLM's own builder for models that don't ask for kvq."""
-        if asked(vllm_config) is None:
-            return CPUAttentionMetadataBuilder(spec, names, vllm_config, *rest)
-        return super().__new__(cls)
+    vLLM derives others from it (attention of encoders, in chunks, across), so it is one class for both.
+    """
 
     def __init__(
         self, kv_cache_spec: Any, layer_names: list[str], vllm_config: VllmConfig, device: Any
     ) -> None:
-        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        self._is_own = asked(vllm_config) is not None
+        begin = AttentionMetadataBuilder if self._is_own else CPUAttentionMetadataBuilder
+        begin.__init__(self, kv_cache_spec, layer_names, vllm_config, device)
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
-    ) -> Metadata:
+    ) -> Any:
         """The step's requests; a CPU's tensors are the host's."""
+        if not self._is_own:
+            return super().build(common_prefix_len, common_attn_metadata, fast_build)
         return metadata_of(common_attn_metadata, common_attn_metadata.seq_lens.tolist())
 
 
