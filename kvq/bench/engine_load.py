@@ -61,7 +61,7 @@ class Load:
         if longest > self.max_context:
             raise ConfigError(
                 f"requests of up to {longest} tokens don't fit the model's context of {self.max_context}; "
-                f"use shorter inputs or outputs"
+                f"use a shorter --input-len or --output-len"
             )
         if not self.rate > 0:
             raise ConfigError(f"--rate must be above 0 requests per second, got {self.rate}")

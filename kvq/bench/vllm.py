@@ -44,8 +44,10 @@ def bench_vllm(
     by side and take turns, so whatever the machine does besides meets all of them.
 
     Raises:
+        ConfigError: a load's requests outgrow the model's context.
         EngineError: vLLM refuses a format, or gives other tokens than rounding explains.
     """
+    plan.require_context(model.geometry.max_context)
     total = 2 * (1 + len(formats)) * (plan.repeats + 1)
     with _entrants(model, formats, plan) as entrants:
 

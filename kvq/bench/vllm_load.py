@@ -124,6 +124,15 @@ class Plan:
             repeats=repeats,
         )
 
+    def require_context(self, most: int) -> None:
+        """Raise ConfigError for requests that end with more than `most` tokens."""
+        for option, shape in (("--burst", self.burst), ("--deep", self.deep)):
+            if shape.tokens > most:
+                raise ConfigError(
+                    f"{option} {shape.name}: requests grow to {shape.tokens} tokens through all samples, the "
+                    f"model's context is {most}; give a smaller {option} or fewer --repeats"
+                )
+
     @property
     def shapes(self) -> tuple[Shape, Shape]:
         """The burst, then the depth."""

@@ -183,7 +183,7 @@ def _row(
         **vllm_figures(plan),
         **_at_rate(plan, asked.rate),
         "gpus_needed": active and -(-active // plan.users.paged) * plan.split.gpus,
-        **_server(plan, sizing, asked, gpu),
+        **_server(plan, sizing, asked, gpu, engine),
         "users_at_context": users_of_a_shorter_context(plan, planned, engine, demand.longest),
     }
     if sizing.html_path is not None:
@@ -200,10 +200,14 @@ def _engine(sizing: SizingOptions, asked: Asked, gpu: "Gpu") -> "Engine | VllmEn
     return sizing.engine(asked.max_num_batched_tokens)
 
 
-def _server(plan: "CapacityPlan", sizing: SizingOptions, asked: Asked, gpu: "Gpu") -> dict[str, Any]:
+def _server(
+    plan: "CapacityPlan", sizing: SizingOptions, asked: Asked, gpu: "Gpu", engine: "Engine | VllmEngine"
+) -> dict[str, Any]:
     """Its command line, and how many sequences it runs side by side unless it is told."""
-    if asked.engine == "vllm":
-        return vllm_server(plan, sizing, vllm_engine(sizing, asked, gpu), gpu)
+    from kvq.capacity.plan.vllm import VllmEngine
+
+    if isinstance(engine, VllmEngine):
+        return vllm_server(plan, sizing, engine, gpu)
     command = serve_command(plan, sizing, asked.max_num_batched_tokens)
     return {"serve": command, "default_num_seqs": MAX_NUM_SEQS}
 

@@ -93,6 +93,15 @@ def test_loads_hold_what_a_measurement_needs() -> None:
         Plan.of((0, 9, 4), (2, 33, 2), 1)
 
 
+def test_requests_that_outgrow_the_model_are_refused_by_the_option_that_asks_for_them() -> None:
+    plan = Plan.of((3, 9, 4), (2, 60, 8), repeats=5)
+    plan.require_context(plan.deep.tokens)
+    with pytest.raises(ConfigError, match="--deep .* smaller --deep"):
+        plan.require_context(plan.deep.tokens - 1)
+    with pytest.raises(ConfigError, match="--burst"):
+        plan.require_context(9)
+
+
 def test_rows_add_up(monkeypatch: pytest.MonkeyPatch, model: Model) -> None:
     rows, engines = run(monkeypatch, model)
     assert [(row["load"], row["kv"]) for row in rows] == [

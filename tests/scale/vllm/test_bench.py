@@ -5,6 +5,18 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+from kvq.bench.vllm_engine import Limits, VllmEngine
+from kvq.errors import EngineError
+from tests.scale.vllm.kit import TINY
+
+
+def test_what_vllm_refuses_is_said_with_its_reason() -> None:
+    limits = Limits(dtype="float32", kv_bytes=1 << 24, max_context=128, max_num_seqs=2)
+    with pytest.raises(EngineError, match="vLLM refuses .* static scales"):
+        VllmEngine("fp8_per_head", TINY, limits)
+
 
 def test_a_run_checks_measures_and_writes_all_rows(tmp_path: Path) -> None:
     path = tmp_path / "rows.json"

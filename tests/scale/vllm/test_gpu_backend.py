@@ -7,9 +7,10 @@ import pytest
 import torch
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
+from vllm.v1.attention.selector import AttentionSelectorConfig
 
 from kvq.errors import ConfigError
-from kvq.integrations.vllm import cpu_backend, gpu_backend
+from kvq.integrations.vllm import backend, cpu_backend, gpu_backend
 from tests.scale.vllm.kit import greedy, served
 
 CONFIG = SimpleNamespace(
@@ -65,6 +66,47 @@ def test_more_requests_than_there_is_room_for_are_refused() -> None:
 def test_another_backend_beside_kvqs_format_is_refused() -> None:
     with pytest.raises(ConfigError, match="--attention-backend FLASH_ATTN"):
         gpu_backend.require_own(AttentionBackendEnum.FLASH_ATTN, None, None)
+
+
+def test_vllms_platform_takes_kvqs_backend_for_kvqs_formats_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loaded twice, as plug-ins may be; what vLLM can't have is refused with vLLM's reasons."""
+
+    class Platform:
+        @classmethod
+        def get_device_capability(cls) -> None:
+            return None
+
+        @classmethod
+        def get_attn_backend_cls(cls, selected: Any, selector: Any, num_heads: Any = None) -> str:
+            return "vllm's"
+
+    names = iter([None, "int4", "int4", "int4"])
+    selector = AttentionSelectorConfig(128, torch.bfloat16, "auto", 32)
+    monkeypatch.setattr(gpu_backend, "current_platform", Platform())
+    monkeypatch.setattr(gpu_backend, "get_current_vllm_config", lambda: None)
+    monkeypatch.setattr(gpu_backend, "asked", lambda config: next(names))
+    gpu_backend.register()
+    gpu_backend.register()
+    assert Platform.get_attn_backend_cls(None, selector) == "vllm's"
+    assert Platform.get_attn_backend_cls(None, selector).endswith("gpu_backend.KvqGpuBackend")
+    monkeypatch.setattr(gpu_backend, "asked", lambda config: "int4")
+    with pytest.raises(ConfigError, match="MLA not supported"):
+        Platform.get_attn_backend_cls(None, selector._replace(use_mla=True))
+
+
+def test_layers_that_got_another_backend_or_other_blocks_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = SimpleNamespace(impl=None, attn_backend=gpu_backend.KvqGpuBackend)
+    monkeypatch.setattr(backend, "asked", lambda config: "int4")
+    with pytest.raises(ConfigError, match="vLLM took CUSTOM for a layer"):
+        backend._with_own_bytes(lambda layer, config: "a spec")(layer, None)
+    impl = object.__new__(backend.KvqImpl)
+    impl._paged = None
+
+    class Chunked:
+        def get_kv_cache_spec(self) -> None: ...
+
+    with pytest.raises(ConfigError, match="vLLM's Chunked"):
+        impl._over(Chunked(), torch.zeros(1, 2, 16, 8, dtype=torch.uint8))
 
 
 def test_steps_of_a_real_engine_attend_to_the_same(
