@@ -96,7 +96,7 @@ def test_loads_hold_what_a_measurement_needs() -> None:
 def test_requests_that_outgrow_the_model_are_refused_by_the_option_that_asks_for_them() -> None:
     plan = Plan.of((3, 9, 4), (2, 60, 8), repeats=5)
     plan.require_context(plan.deep.tokens)
-    with pytest.raises(ConfigError, match="--deep .* smaller --deep"):
+    with pytest.raises(ConfigError, match=r"--deep .* smaller --deep"):
         plan.require_context(plan.deep.tokens - 1)
     with pytest.raises(ConfigError, match="--burst"):
         plan.require_context(9)
