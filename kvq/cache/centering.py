@@ -1,6 +1,8 @@
 """Taking calibrated centers from K and V before they are stored, and putting them back."""
 
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -8,7 +10,7 @@ from torch import Tensor
 from kvq.errors import ConfigError
 from kvq.formats.calibrated import AGAIN, HeadCenters, LayerCenters
 from kvq.geometry import LayerGeometry
-from kvq.kernels import AttentionOptions, Device, KernelSpec, select
+from kvq.kernels import AttentionOptions, Device, KernelSpec, PagedKV, SequenceBatch, select
 from kvq.kernels.codec import rotate
 from kvq.kernels.rope_write.heads import LayerHeads
 from kvq.layout import LayerLayout
@@ -58,6 +60,19 @@ class Centering:
         if self._heads is None or self._heads[0] is not heads:
             self._heads = heads, replace(heads, centers=(self._k, self._v))
         return self._heads[1]
+
+    def attended(
+        self,
+        attend: Callable[..., tuple[Tensor, Tensor]],
+        q: Tensor,
+        kv: PagedKV,
+        batch: SequenceBatch,
+        options: AttentionOptions,
+        **more: Any,
+    ) -> tuple[Tensor, Tensor]:
+        """What the kernel `attend` would give over rows that were not centered."""
+        out, lse = attend(q, kv, batch, options.without_sinks(), **more)
+        return self.restored(q, out, lse, options)
 
     def restored(
         self, q: Tensor, out: Tensor, lse: Tensor, options: AttentionOptions

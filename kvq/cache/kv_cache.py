@@ -126,8 +126,7 @@ class KVCache(BlockCache):
         if centering is None:
             found: tuple[Tensor, Tensor] = kernel(q, kv, batch, options, skip_last=skip_last)
             return found
-        out, lse = kernel(q, kv, batch, options.without_sinks(), skip_last=skip_last)
-        return centering.restored(q, out, lse, options)
+        return centering.attended(kernel, q, kv, batch, options, skip_last=skip_last)
 
     def gather(
         self,

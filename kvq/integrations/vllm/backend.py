@@ -192,8 +192,7 @@ class KvqImpl(AttentionImpl):
         if self._centering is None:
             out, _ = attend(q, paged, batch, options)
         else:
-            out, lse = attend(q, paged, batch, options.without_sinks())
-            out, _ = self._centering.restored(q, out, lse, options)
+            out, _ = self._centering.attended(attend, q, paged, batch, options)
         return cast("Tensor", out)
 
     def _asked_for(self) -> AttentionOptions:
