@@ -1,21 +1,26 @@
 """Block layout: where every layer's codes and scales lie inside a block.
 
 One block of a layer group holds, for each of its layers, K codes [kv_heads, block_size, row_bytes],
-V codes, K scales and V scales, each region aligned to 16 bytes. Codes and scales of a block live
-and move together: copies, swaps and digests go over `runs`, so scales can't be left behind.
+V codes, K scales, V scales, and where means are taken out K means and V means [kv_heads, mean_bytes], each
+region aligned to 16 bytes. All of a block lives and moves together: copies, swaps and digests go over `runs`,
+so scales can't be left behind.
+
+Under a staged recipe the same layers form further groups, of plain bf16: RECENT, a sliding window over the
+youngest tokens, from which blocks are sealed, and SINKS, the first blocks of every sequence.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 from kvq.errors import ConfigError
-from kvq.formats import KVRecipe, LayerFormats
+from kvq.formats import BLOCK_SIZE as BLOCK_SIZE
+from kvq.formats import ExactTokens, KVRecipe, LayerFormats, parse_format
 from kvq.geometry import LayerGeometry, LayerGroup, ModelGeometry
 
 VERSION = 1  # of the byte order inside a block; blocks of another version must not be read
 ALIGNMENT = 16  # bytes
-BLOCK_SIZE = 32  # tokens; wherever nobody chose another
 MAX_BLOCK_SIZE = 4096
+STAGED_FORMAT = "bf16"  # of tokens that stay unquantized
 UNPADDED_TOKENS = 16  # of a block, or a multiple of them: then no region is padded
 
 
@@ -45,7 +50,14 @@ class LayerLayout:
     v_codes: Region
     k_scales: Region
     v_scales: Region
+    k_means: Region  # a "row" per block; empty unless means are taken out
+    v_means: Region
     nbytes: int  # padding included
+
+    @property
+    def regions(self) -> tuple[Region, ...]:
+        """All of them, in the order of their offsets."""
+        return self.k_codes, self.v_codes, self.k_scales, self.v_scales, self.k_means, self.v_means
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,6 +68,14 @@ class Run:
     nbytes: int
 
 
+class Role(Enum):
+    """What a layer group's blocks hold."""
+
+    SEALED = "sealed"  # tokens as the recipe stores them
+    RECENT = "recent"  # the youngest ones, unquantized
+    SINKS = "sinks"  # the first ones, unquantized
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GroupLayout:
     """The layout of one layer group's blocks and of a pool of them."""
@@ -64,6 +84,10 @@ class GroupLayout:
     block_size: int  # tokens
     order: BlockOrder
     layers: tuple[LayerLayout, ...]
+    role: Role = Role.SEALED
+    limit: int | None = (
+        None  # tokens of every sequence, from its first on, that the group holds; None for all
+    )
 
     @property
     def block_bytes(self) -> int:
@@ -101,13 +125,37 @@ class KVLayout:
 
     geometry: ModelGeometry
     recipe: KVRecipe
-    groups: tuple[GroupLayout, ...]
+    groups: tuple[GroupLayout, ...]  # of role SEALED, then of RECENT, then of SINKS; each in the same order
     block_size: int  # tokens
 
     @property
+    def sealed(self) -> tuple[GroupLayout, ...]:
+        """The groups whose blocks the recipe's formats lie in: one per kind of layer."""
+        return tuple(group for group in self.groups if group.role is Role.SEALED)
+
+    def staging_of(self, group: int) -> GroupLayout:
+        """The group of a sealed group's youngest tokens, under a staged recipe."""
+        return self.groups[len(self.sealed) + group]
+
+    @property
+    def exact(self) -> ExactTokens:
+        """The tokens that stay unquantized, in whole blocks."""
+        sinks = -(-self.recipe.exact.sinks // self.block_size) * self.block_size
+        return replace(self.recipe.exact, sinks=sinks)
+
+    @property
     def kv_bytes_per_token(self) -> float:
-        """Pool bytes that one token takes over all layers, padding included."""
-        return sum(group.block_bytes for group in self.groups) / self.block_size
+        """Pool bytes that one more token takes over all layers in the end, padding included."""
+        return sum(group.block_bytes for group in self.sealed) / self.block_size
+
+    def sequence_bytes(self, tokens: int) -> int:
+        """Pool bytes that a sequence of `tokens` tokens holds, those waiting to be quantized included."""
+        total = 0
+        for group in self.groups:
+            first = 0 if group.group.window is None else max(0, tokens - group.group.window + 1)
+            held = -(-min(tokens, group.limit or tokens) // self.block_size) - first // self.block_size
+            total += held * group.block_bytes
+        return total
 
 
 def plan_layout(
@@ -138,7 +186,46 @@ def plan_layout(
         )
         for group in geometry.groups()
     )
+    if recipe.is_staged:
+        groups += _staging(groups, recipe.exact)
     return KVLayout(geometry=geometry, recipe=recipe, groups=groups, block_size=block_size)
+
+
+def _staging(groups: tuple[GroupLayout, ...], exact: ExactTokens) -> tuple[GroupLayout, ...]:
+    """The groups that hold tokens unquantized; see `attend.staged` for which tokens those are."""
+    size = groups[0].block_size
+    recent = [_plain(group, len(groups) + i, window=exact.recent + size) for i, group in enumerate(groups)]
+    if not exact.sinks:
+        return tuple(recent)
+    limit = -(-exact.sinks // size) * size
+    first = [_plain(group, 2 * len(groups) + i, limit=limit) for i, group in enumerate(groups)]
+    return (*recent, *first)
+
+
+def _plain(
+    group: GroupLayout, index: int, *, window: int | None = None, limit: int | None = None
+) -> GroupLayout:
+    """A group over the same layers, in bf16."""
+    layers = tuple(
+        plan_layer(
+            x.geometry,
+            LayerFormats(
+                k=parse_format(STAGED_FORMAT, x.geometry.k_head_dim),
+                v=parse_format(STAGED_FORMAT, x.geometry.v_head_dim),
+                k_head_dim=x.geometry.k_head_dim,
+                v_head_dim=x.geometry.v_head_dim,
+            ),
+            group.block_size,
+        )
+        for x in group.layers
+    )
+    return replace(
+        group,
+        group=replace(group.group, index=index, window=window),
+        layers=layers,
+        role=Role.SINKS if window is None else Role.RECENT,
+        limit=limit,
+    )
 
 
 def check_recipe_fits(geometry: ModelGeometry, recipe: KVRecipe) -> None:
@@ -154,16 +241,19 @@ def check_recipe_fits(geometry: ModelGeometry, recipe: KVRecipe) -> None:
 
 def plan_layer(geometry: LayerGeometry, formats: LayerFormats, block_size: int) -> LayerLayout:
     """Lay out one layer's part of a block of `block_size` tokens."""
-    row_bytes = {
-        "k_codes": formats.k.code_bytes(geometry.k_head_dim),
-        "v_codes": formats.v.code_bytes(geometry.v_head_dim),
-        "k_scales": formats.k.scale_bytes(geometry.k_head_dim),
-        "v_scales": formats.v.scale_bytes(geometry.v_head_dim),
+    k_dim, v_dim = geometry.k_head_dim, geometry.v_head_dim
+    rows = {
+        "k_codes": (block_size, formats.k.code_bytes(k_dim)),
+        "v_codes": (block_size, formats.v.code_bytes(v_dim)),
+        "k_scales": (block_size, formats.k.scale_bytes(k_dim)),
+        "v_scales": (block_size, formats.v.scale_bytes(v_dim)),
+        "k_means": (1, formats.k.mean_bytes(k_dim)),
+        "v_means": (1, formats.v.mean_bytes(v_dim)),
     }
     regions = {}
     offset = 0
-    for name, row in row_bytes.items():
-        nbytes = geometry.kv_heads * block_size * row
+    for name, (count, row) in rows.items():
+        nbytes = geometry.kv_heads * count * row
         regions[name] = Region(offset=offset, row_bytes=row, nbytes=nbytes)
         offset += -(-nbytes // ALIGNMENT) * ALIGNMENT
     return LayerLayout(geometry=geometry, formats=formats, nbytes=offset, **regions)

@@ -50,6 +50,8 @@ def layout_numbers(layout: GroupLayout) -> dict[str, object]:
         "layout_version": VERSION,
         "group": layout.group.index,
         "window": layout.group.window,
+        "role": layout.role.value,
+        "limit": layout.limit,
         "block_size": layout.block_size,
         "layers": [
             {
@@ -57,10 +59,7 @@ def layout_numbers(layout: GroupLayout) -> dict[str, object]:
                 "kv_heads": layer.geometry.kv_heads,
                 "head_dims": [layer.geometry.k_head_dim, layer.geometry.v_head_dim],
                 "formats": [layer.formats.k.name, layer.formats.v.name],
-                "regions": [
-                    [region.offset, region.row_bytes, region.nbytes]
-                    for region in (layer.k_codes, layer.v_codes, layer.k_scales, layer.v_scales)
-                ],
+                "regions": [[region.offset, region.row_bytes, region.nbytes] for region in layer.regions],
                 "nbytes": layer.nbytes,
             }
             for layer in layout.layers

@@ -1,6 +1,6 @@
 """The KV cache: the tensors behind the block pools, and the kernels that write and read them."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -11,12 +11,21 @@ from kvq.cache.centering import Centering
 from kvq.cache.host_store import HostStore
 from kvq.cache.memory import check_room
 from kvq.cache.pool import PoolBytes
+from kvq.cache.staging import StagedLayer
 from kvq.formats import LayerCenters
-from kvq.kernels import AttentionOptions, Device, Kernel, KernelSpec, PagedKV, SequenceBatch, select
+from kvq.kernels import (
+    AttentionOptions,
+    Device,
+    Kernel,
+    KernelSpec,
+    PagedKV,
+    SequenceBatch,
+    StagedBatch,
+    StagedKV,
+    select,
+)
 from kvq.kernels.rope_write.heads import LayerHeads
-from kvq.layout import KVLayout, LayerLayout
-
-_OPERATIONS = ("write_kv", "attend", "gather_dense")
+from kvq.layout import KVLayout, LayerLayout, Role
 
 
 class KVCache(BlockCache):
@@ -48,43 +57,73 @@ class KVCache(BlockCache):
         check_room(total, device)
         self._pools = [PoolBytes(g, n, device) for g, n in zip(layout.groups, num_blocks, strict=True)]
         super().__init__(len(layout.groups))
-        self._layers: dict[int, PagedKV] = {}
+        self._views: dict[Role, dict[int, PagedKV]] = {role: {} for role in Role}  # then by layer
         self._kernels: dict[int, dict[str, Kernel]] = {}  # by layer and operation
         self._copy: list[Kernel] = []
         self._centering: dict[int, Centering] = {}
+        self._staged: dict[int, StagedLayer] = {}
         self.group_of: dict[int, int] = {}
-        centers, where = layout.recipe.centers, Device.of(device)
-        for group in layout.groups:
+        where = Device.of(device)
+        for group in layout.sealed:
             for layer in group.layers:
-                index = layer.geometry.index
-                self.group_of[index] = group.group.index
-                spec = _kernel_spec(layout, layer)
-                self._kernels[index] = {name: select(name, spec, where, backend) for name in _OPERATIONS}
-                fused = (
-                    backend if backend.startswith(("reference", "triton")) else "auto"
-                )  # C++: see CpuDecoder
-                self._kernels[index]["rope_write"] = select("rope_write", spec, where, fused)
-                if centers is not None and centers.layers[index] != LayerCenters():
-                    self._centering[index] = Centering(
-                        centers.layers[index],
-                        layer,
-                        q_heads=layout.geometry.q_heads,
-                        softcap=layout.geometry.softcap,
-                        device=device,
-                    )
+                self.group_of[layer.geometry.index] = group.group.index
+                self._choose(layer, where, backend)
+                self._center(layer, device)
+        for group in layout.groups:
             # Every backend moves the same bytes, so the user's choice of one does not matter here.
             self._copy.append(select("copy_blocks", _kernel_spec(layout, group.layers[0]), where))
             self._make_views(group.group.index)
         if host_slots is not None:
             self._host = HostStore(layout, host_slots, swap_folder)
 
+    def _choose(self, layer: LayerLayout, where: Device, backend: str) -> None:
+        """Choose a layer's kernels; of a staged one, those that write are the staging area's."""
+        index, spec = layer.geometry.index, _kernel_spec(self.layout, layer)
+        written = spec
+        if self.layout.recipe.is_staged:
+            plain = self.layout.staging_of(self.group_of[index]).layers
+            written = next(_kernel_spec(self.layout, x) for x in plain if x.geometry.index == index)
+            self._staged[index] = StagedLayer(spec, written, where, backend)
+        fused = backend if backend.startswith(("reference", "triton")) else "auto"  # C++: see CpuDecoder
+        self._kernels[index] = {
+            "write_kv": select("write_kv", written, where, backend),
+            "attend": select("attend", spec, where, backend),
+            "gather_dense": select("gather_dense", spec, where, backend),
+            "rope_write": select("rope_write", written, where, fused),
+        }
+
+    def _center(self, layer: LayerLayout, device: torch.device) -> None:
+        """Make what takes out a layer's calibrated centers, if the recipe has any."""
+        index, centers = layer.geometry.index, self.layout.recipe.centers
+        if centers is not None and centers.layers[index] != LayerCenters():
+            self._centering[index] = Centering(
+                centers.layers[index],
+                layer,
+                q_heads=self.layout.geometry.q_heads,
+                softcap=self.layout.geometry.softcap,
+                device=device,
+            )
+
     def pool(self, group: int) -> Tensor:
         """The bytes of one layer group's pool, uint8 [pool_bytes]. Another tensor after `grow`."""
         return self._pools[group].memory
 
     def layer(self, index: int) -> PagedKV:
-        """The blocks of one layer."""
-        return self._layers[index]
+        """The blocks of one layer; of a staged one, the sealed ones."""
+        return self._views[Role.SEALED][index]
+
+    def batch_of(self, layer: int, batches: Sequence[SequenceBatch]) -> SequenceBatch | StagedBatch:
+        """What `attend` takes, of the batches of all layer groups. Its `slots` are those to write to."""
+        group = self.group_of[layer]
+        if layer not in self._staged:
+            return batches[group]
+        kinds = len(self.layout.sealed)
+        recent, sinks = group + kinds, group + 2 * kinds
+        return StagedBatch(
+            sealed=batches[group],
+            recent=batches[recent],
+            sinks=batches[sinks] if sinks < len(batches) else None,
+        )
 
     def backend_of(self, operation: str, layer: int) -> str:
         """Which backend runs `write_kv`, `attend` or `gather_dense` on a layer's blocks."""
@@ -94,7 +133,7 @@ class KVCache(BlockCache):
         """`write_kv` for one layer; returns bool [tokens], True where a row was not finite."""
         if layer in self._centering:
             k, v = self._centering[layer].centered(k, v)
-        bad: Tensor = self._kernels[layer]["write_kv"].run(k, v, self._layers[layer], slots)
+        bad: Tensor = self._kernels[layer]["write_kv"].run(k, v, self._written(layer), slots)
         return bad
 
     def rope_write(
@@ -109,24 +148,40 @@ class KVCache(BlockCache):
         """`rope_write` for one layer, with the recipe's centers; flags what was not finite in `bad`."""
         if layer in self._centering:
             heads = self._centering[layer].taken_from(heads)
-        self._kernels[layer]["rope_write"].run(joined, angles, self._layers[layer], slots, bad, heads)
+        self._kernels[layer]["rope_write"].run(joined, angles, self._written(layer), slots, bad, heads)
 
     def attend(
         self,
         layer: int,
         q: Tensor,
-        batch: SequenceBatch,
+        batch: SequenceBatch | StagedBatch,
         options: AttentionOptions,
         *,
         skip_last: int = 0,
     ) -> tuple[Tensor, Tensor]:
-        """`attend` for one layer; returns (out, lse)."""
-        centering, kernel = self._centering.get(layer), self._kernels[layer]["attend"].run
-        kv = self._layers[layer]
+        """`attend` for one layer; returns (out, lse). A staged layer's blocks are sealed first."""
+        kernel: Callable[..., tuple[Tensor, Tensor]] = self._kernels[layer]["attend"].run
+        kv: PagedKV | StagedKV = self.layer(layer)
+        more = {"skip_last": skip_last}
+        if isinstance(batch, StagedBatch):
+            assert not skip_last, "a staged layer holds its last tokens itself"
+            kernel, kv, more = self._staged[layer].attend, self._staged_kv(layer), {}
+        centering = self._centering.get(layer)
         if centering is None:
-            found: tuple[Tensor, Tensor] = kernel(q, kv, batch, options, skip_last=skip_last)
-            return found
-        return centering.attended(kernel, q, kv, batch, options, skip_last=skip_last)
+            return kernel(q, kv, batch, options, **more)
+        return centering.attended(kernel, q, kv, batch, options, **more)
+
+    def _written(self, layer: int) -> PagedKV:
+        """Where a layer's new tokens go."""
+        return self._views[Role.RECENT if layer in self._staged else Role.SEALED][layer]
+
+    def _staged_kv(self, layer: int) -> StagedKV:
+        return StagedKV(
+            sealed=self._views[Role.SEALED][layer],
+            recent=self._views[Role.RECENT][layer],
+            sinks=self._views[Role.SINKS].get(layer),
+            exact=self.layout.exact,
+        )
 
     def gather(
         self,
@@ -140,7 +195,7 @@ class KVCache(BlockCache):
     ) -> tuple[Tensor, Tensor]:
         """`gather_dense` for one layer: K and V of the positions [start, end) of every table."""
         rows: tuple[Tensor, Tensor] = self._kernels[layer]["gather_dense"].run(
-            self._layers[layer], tables, start, end, unrotate=unrotate, out=out
+            self.layer(layer), tables, start, end, unrotate=unrotate, out=out
         )
         if layer in self._centering:
             self._centering[layer].add_to(*rows, unrotate=unrotate)
@@ -177,8 +232,10 @@ class KVCache(BlockCache):
     def _make_views(self, group: int) -> None:
         """View a pool anew. Views made during inference could not be written outside it."""
         self._parts[group] = self._pools[group].parts
-        for position, layer in enumerate(self.layout.groups[group].layers):
-            self._layers[layer.geometry.index] = self._pools[group].layer(position, self.layout.recipe)
+        layout = self.layout.groups[group]
+        for position, layer in enumerate(layout.layers):
+            view = self._pools[group].layer(position, self.layout.recipe)
+            self._views[layout.role][layer.geometry.index] = view
 
 
 def _kernel_spec(layout: KVLayout, layer: LayerLayout) -> KernelSpec:
@@ -187,4 +244,5 @@ def _kernel_spec(layout: KVLayout, layer: LayerLayout) -> KernelSpec:
         q_heads=layout.geometry.q_heads,
         kv_heads=layer.geometry.kv_heads,
         block_size=layout.block_size,
+        is_staged=layout.recipe.is_staged,
     )

@@ -61,26 +61,29 @@ def paged_layer(
     heads = layer.geometry.kv_heads
     block_size = layer.k_codes.nbytes // (heads * layer.k_codes.row_bytes)
 
-    def view(region: Region, dtype: torch.dtype) -> Tensor:
-        """A region of every block as [num_blocks, kv_heads, block_size, row] of `dtype`."""
+    def view(region: Region, dtype: torch.dtype, rows: int = block_size) -> Tensor:
+        """A region of every block as [num_blocks, kv_heads, rows, row] of `dtype`."""
         size, typed = dtype.itemsize, memory[: memory.numel() // 16 * 16].view(dtype)
         row = region.row_bytes // size
         return typed.as_strided(
-            (num_blocks, heads, block_size, row),
-            (stride // size, block_size * row, row, 1),
+            (num_blocks, heads, rows, row),
+            (stride // size, rows * row, row, 1),
             typed.storage_offset() + region.offset // size,
         )
 
-    def rows(part: str, fmt: KVFormat, codes: Region, scales: Region) -> PagedRows:
+    def rows(part: str, fmt: KVFormat, codes: Region, scales: Region, means: Region) -> PagedRows:
         return PagedRows(
             codes=view(codes, code_dtype(fmt.code)),
-            scales=view(scales, torch.float16) if scales.row_bytes else None,
+            scales=view(scales, torch.uint8 if fmt.is_narrow else torch.float16)
+            if scales.row_bytes
+            else None,
             static_scale=_static_scale(recipe, layer, part, fmt, memory.device),
+            means=view(means, torch.uint8, rows=1)[:, :, 0] if means.row_bytes else None,
         )
 
     return PagedKV(
-        k=rows("k", layer.formats.k, layer.k_codes, layer.k_scales),
-        v=rows("v", layer.formats.v, layer.v_codes, layer.v_scales),
+        k=rows("k", layer.formats.k, layer.k_codes, layer.k_scales, layer.k_means),
+        v=rows("v", layer.formats.v, layer.v_codes, layer.v_scales, layer.v_means),
         formats=layer.formats,
         block_size=block_size,
     )

@@ -2,16 +2,26 @@
 
 from kvq.formats.calibrated import SMALLEST_MAXIMUM, Centers, HeadMaxima, LayerCenters, StaticScales
 from kvq.formats.codes import CODES, Code, Kind
-from kvq.formats.names import FOREIGN_NAMES, known_names, parse_format, split_pair
+from kvq.formats.names import FOREIGN_NAMES, ExactTokens, known_names, parse_format, split_exact, split_pair
 from kvq.formats.recipe import KVRecipe, LayerFormats
-from kvq.formats.spec import Grouped, KVFormat, PerHead, PerTokenHead, legal_group_sizes
+from kvq.formats.spec import (
+    BLOCK_SIZE,
+    Grouped,
+    KVFormat,
+    PerHead,
+    PerTokenHead,
+    legal_group_sizes,
+    mean_format,
+)
 
 __all__ = [
+    "BLOCK_SIZE",
     "CODES",
     "FOREIGN_NAMES",
     "SMALLEST_MAXIMUM",
     "Centers",
     "Code",
+    "ExactTokens",
     "Grouped",
     "HeadMaxima",
     "KVFormat",
@@ -24,6 +34,8 @@ __all__ = [
     "StaticScales",
     "known_names",
     "legal_group_sizes",
+    "mean_format",
     "parse_format",
+    "split_exact",
     "split_pair",
 ]

@@ -28,7 +28,10 @@ class Code:
     FP16: ClassVar["Code"]
     FP8: ClassVar["Code"]
     INT8: ClassVar["Code"]
+    INT6: ClassVar["Code"]
+    INT5: ClassVar["Code"]
     INT4: ClassVar["Code"]
+    INT3: ClassVar["Code"]
     INT2: ClassVar["Code"]
 
     name: str
@@ -37,6 +40,7 @@ class Code:
     largest: float = 0.0  # SCALED: the magnitude that the largest element of a row is scaled to
     group: int = 0  # GROUPED: elements of the largest group that the bare name chooses
     shown_groups: tuple[int, ...] = ()  # GROUPED: those that help texts name
+    span: float = 1.0  # GROUPED, with scales of 8 bits: the part of a group's range that its codes span
 
     def __post_init__(self) -> None:
         if not re.fullmatch("[a-z]+[0-9]+", self.name):
@@ -75,9 +79,16 @@ Code.BF16 = Code(name="bf16", bits=16, kind=Kind.FLOAT)
 Code.FP16 = Code(name="fp16", bits=16, kind=Kind.FLOAT)
 Code.FP8 = Code(name="fp8", bits=8, kind=Kind.SCALED, largest=448.0)  # E4M3FN
 Code.INT8 = Code(name="int8", bits=8, kind=Kind.SCALED, largest=127.0)  # [-127, 127]
-Code.INT4 = Code(name="int4", bits=4, kind=Kind.GROUPED, group=64, shown_groups=(32, 64, 128))
-Code.INT2 = Code(name="int2", bits=2, kind=Kind.GROUPED, group=32, shown_groups=(32,))
+Code.INT6 = Code(name="int6", bits=6, kind=Kind.GROUPED, group=32)
+Code.INT5 = Code(name="int5", bits=5, kind=Kind.GROUPED, group=32)
+Code.INT4 = Code(name="int4", bits=4, kind=Kind.GROUPED, group=32, shown_groups=(32, 64, 128))
+Code.INT3 = Code(name="int3", bits=3, kind=Kind.GROUPED, group=32, span=0.9)
+Code.INT2 = Code(name="int2", bits=2, kind=Kind.GROUPED, group=32, shown_groups=(32,), span=0.8)
 
 CODES = {
-    code.name: code for code in (Code.FP32, Code.BF16, Code.FP16, Code.FP8, Code.INT8, Code.INT4, Code.INT2)
+    code.name: code
+    for code in (
+        *(Code.FP32, Code.BF16, Code.FP16, Code.FP8, Code.INT8),
+        *(Code.INT6, Code.INT5, Code.INT4, Code.INT3, Code.INT2),
+    )
 }

@@ -29,10 +29,15 @@ FOREIGN_NAMES = {
     "int4_per_token_head": "int4",
 }
 
+MOST_EXACT = 65536  # tokens that stay unquantized
+
 # In vLLM's --kv-cache-dtype: before a format's name, as in kvq_int4, and before a kvq.json's path.
 VLLM_PREFIX, VLLM_FILE_PREFIX = "kvq_", "kvq:"
 
-_NAME = re.compile(r"([a-z]+[0-9]+)(?:_(?:(per_token_head)|(per_head)|g(0|[1-9][0-9]{0,4})))?(_rot)?")
+_NAME = re.compile(
+    r"([a-z]+[0-9]+)(?:_(?:(per_token_head)|(per_head)|g(0|[1-9][0-9]{0,4})(_s8)?))?(_mean)?(_rot)?"
+)
+_TAIL = re.compile(r"(sinks|recent)=([0-9]{1,6})")
 _PAIR = re.compile(r"k([0-9]{1,2})v([0-9]{1,2})")
 
 
@@ -59,6 +64,46 @@ class KVName:
     k: str
     v: str
     note: str = ""  # set when a foreign spelling was mapped, for the user to read
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExactTokens:
+    """The tokens of a sequence that stay unquantized, in bf16: the first ones, and the youngest.
+
+    Sinks are kept by whole blocks. A block is quantized when it is full and followed by `recent` tokens.
+    """
+
+    sinks: int = 0
+    recent: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("sinks", "recent"):
+            value = getattr(self, name)
+            if type(value) is not int or not 0 <= value <= MOST_EXACT:
+                raise ConfigError(f"{name} must be 0 to {MOST_EXACT} tokens, got {value!r:.40}")
+
+    def __str__(self) -> str:
+        given = [("sinks", self.sinks), ("recent", self.recent)]
+        return "".join(f"+{name}={value}" for name, value in given if value)
+
+
+def split_exact(text: str) -> tuple[str, ExactTokens]:
+    """Split what follows a `--kv` value's formats from them: `int3+sinks=4+recent=128`.
+
+    Raises:
+        ConfigError: anything else after a plus, a number out of range, or one given twice.
+    """
+    formats, *parts = text.strip().lower().split("+")
+    found: dict[str, int] = {}
+    for part in parts:
+        match = _TAIL.fullmatch(part.strip())
+        if match is None or match[1] in found:
+            raise ConfigError(
+                f"after formats come +sinks=N and +recent=N, each at most once, in tokens; got {part!r} in "
+                f"{text!r}"
+            )
+        found[match[1]] = int(match[2])
+    return formats, ExactTokens(**found)
 
 
 def split_pair(text: str) -> KVName:
@@ -88,28 +133,41 @@ def split_pair(text: str) -> KVName:
 def parse_format(name: str, head_dim: int) -> KVFormat:
     """Return the format of that name for rows of `head_dim` elements.
 
-    A grouped code's bare name chooses the largest legal group up to the code's own, rotated: 64 elements
-    for `int4`, 32 for `int2`.
+    A grouped code's bare name chooses the largest legal group up to the code's own, 32 elements, with
+    scales of 8 bits, rotated; `_mean` may follow it.
 
     Raises:
         ConfigError: unknown name, or one that `head_dim` does not fit.
     """
-    code, per_head, group, rotated = _read(name, name)
+    read = _read(name, name)
+    code, rotated = read.code, read.rotated
     scale: ScaleMode | None = None
     if code.kind is Kind.SCALED:
-        scale = PerHead() if per_head else PerTokenHead()
-    elif code.is_grouped and group is None:
+        scale = PerHead() if read.per_head else PerTokenHead()
+    elif code.is_grouped and read.group is None:
         fitting = [n for n in legal_group_sizes(head_dim) if n <= code.group]
-        scale, rotated = Grouped(max(fitting, default=head_dim)), True
-    elif group is not None:
-        scale = Grouped(group)
-    fmt = KVFormat(code=code, scale=scale, rotated=rotated)
+        scale, rotated = Grouped(max(fitting, default=head_dim), is_narrow=True), True
+    elif read.group is not None:
+        scale = Grouped(read.group, is_narrow=read.is_narrow)
+    fmt = KVFormat(code=code, scale=scale, rotated=rotated, mean=read.mean)
     fmt.check(head_dim)
     return fmt
 
 
-def _read(name: str, given: str) -> tuple[Code, bool, int | None, bool]:
-    """A name's code, whether scales are per head, its group size if it tells one, whether rows are rotated.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Read:
+    """What a name says."""
+
+    code: Code
+    per_head: bool
+    group: int | None
+    is_narrow: bool
+    mean: bool
+    rotated: bool
+
+
+def _read(name: str, given: str) -> _Read:
+    """Take a name apart.
 
     Raises:
         ConfigError: it is no format's; the message shows what was `given`.
@@ -118,11 +176,20 @@ def _read(name: str, given: str) -> tuple[Code, bool, int | None, bool]:
     code = CODES.get(match[1]) if match else None
     if match is None or code is None:
         raise _unknown(given)
-    _, per_token_head, per_head, group, rotated = match.groups()
+    _, per_token_head, per_head, group, narrow, mean, rotated = match.groups()
     allowed = {Kind.FLOAT: (), Kind.SCALED: (per_token_head, per_head), Kind.GROUPED: (group,)}[code.kind]
     if any(end is not None and end not in allowed for end in (per_token_head, per_head, group)):
         raise _unknown(given)
-    return code, per_head is not None, None if group is None else int(group), rotated is not None
+    if mean is not None and not code.is_grouped:
+        raise _unknown(given)
+    return _Read(
+        code=code,
+        per_head=per_head is not None,
+        group=None if group is None else int(group),
+        is_narrow=narrow is not None,
+        mean=mean is not None,
+        rotated=rotated is not None,
+    )
 
 
 def _of_width(bits: int) -> str | None:
@@ -137,5 +204,6 @@ def _unknown(name: str) -> ConfigError:
     return ConfigError(
         f"unknown KV format {name!r}{nearest(name, [*known, *FOREIGN_NAMES]) or ';'} "
         f"kvq knows {', '.join(known)}, {grouped} for any group size N, "
-        f"'_rot' after any of them, and pairs K/V such as int8/int4"
+        f"'_s8' after it for scales of 8 bits, then '_mean' to take out block means, '_rot' after any of "
+        f"them, pairs K/V such as int8/int4, and +sinks=N+recent=N after all"
     )

@@ -10,12 +10,13 @@ from kvq import fileio, strict_json
 from kvq.errors import ConfigError, first_lines, nearest
 from kvq.formats.calibrated import Centers, StaticScales, check_digest, check_model, check_shape, field_digest
 from kvq.formats.codes import Code
-from kvq.formats.names import parse_format, split_pair
-from kvq.formats.spec import Grouped, KVFormat
+from kvq.formats.names import ExactTokens, parse_format, split_exact, split_pair
+from kvq.formats.spec import BLOCK_SIZE, Grouped, KVFormat
 
 FORMAT_VERSION = 2
 _LEAST_CLIP = 0.1
 _CLIPS = ("k_clip", "v_clip")
+_EXACT = ("sinks", "recent")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,6 +59,7 @@ class KVRecipe:
     layers: tuple[LayerFormats, ...]
     static_scales: StaticScales | None = None
     centers: Centers | None = None
+    exact: ExactTokens = ExactTokens()
     model_digest: str = ""  # the weights it was made for; empty for formats that fit any
     label: str = ""  # what the user typed, for tables
 
@@ -84,7 +86,8 @@ class KVRecipe:
         Raises:
             ConfigError: unknown name, or a format that a head dimension does not fit.
         """
-        pair = split_pair(kv)
+        formats, exact = split_exact(kv)
+        pair = split_pair(formats)
         layers = tuple(
             LayerFormats(
                 k=parse_format(pair.k, k_dim),
@@ -94,7 +97,7 @@ class KVRecipe:
             )
             for k_dim, v_dim in head_dims
         )
-        return cls(layers=layers, label=kv.strip().lower())
+        return cls(layers=layers, exact=exact, label=kv.strip().lower())
 
     @classmethod
     def named(cls, kv: "str | Path | KVRecipe", head_dims: list[tuple[int, int]]) -> "KVRecipe":
@@ -118,9 +121,9 @@ class KVRecipe:
             return self.label
         pairs = {(layer.k.name, layer.v.name) for layer in self.layers}
         if len(pairs) > 1:
-            return "mixed"
+            return f"mixed{self.exact}"
         k, v = next(iter(pairs))
-        return k if k == v else f"{k}/{v}"
+        return (k if k == v else f"{k}/{v}") + str(self.exact)
 
     @property
     def is_static(self) -> bool:
@@ -128,16 +131,25 @@ class KVRecipe:
         return any(layer.is_static for layer in self.layers)
 
     @property
+    def is_staged(self) -> bool:
+        """True if tokens wait unquantized in a staging area: for their block's mean, or as recent ones."""
+        means = any(layer.k.mean or layer.v.mean for layer in self.layers)
+        return means or self.exact != ExactTokens()
+
+    @property
     def is_quantized(self) -> bool:
         """True if any layer stores K or V in fewer than 16 bits."""
         return any(layer.k.is_quantized or layer.v.is_quantized for layer in self.layers)
 
-    def bits_per_element(self, kv_heads: list[int]) -> Fraction:
-        """Stored bits per K or V element over all layers, scales included, block padding not."""
+    def bits_per_element(self, kv_heads: list[int], block_size: int = BLOCK_SIZE) -> Fraction:
+        """Stored bits per K or V element over all layers, scales and means of blocks included.
+
+        Block padding is not, nor are tokens in the staging area.
+        """
         bits = elements = Fraction(0)
         for layer, heads in zip(self.layers, kv_heads, strict=True):
             for fmt, dim in ((layer.k, layer.k_head_dim), (layer.v, layer.v_head_dim)):
-                bits += heads * dim * fmt.bits_per_element(dim)
+                bits += heads * dim * fmt.bits_per_element(dim, block_size)
                 elements += heads * dim
         return bits / elements
 
@@ -187,6 +199,7 @@ class KVRecipe:
             "layers": [self._layer_json(index, layer) for index, layer in enumerate(self.layers)],
             "static_scales": self.static_scales.to_json() if self.static_scales else None,
             "centers": self.centers.to_json() if self.centers else None,
+            **{part: value for part in _EXACT if (value := getattr(self.exact, part))},
         }
 
     def _layer_json(self, index: int, layer: LayerFormats) -> dict[str, object]:
@@ -256,7 +269,9 @@ class KVRecipe:
                 f"format_version must be {FORMAT_VERSION}, got {data.get('format_version')!r}; "
                 f"make the file again with `kvq calibrate`"
             )
-        _check_keys(data, ("format_version", "layers", "static_scales"), optional=("centers", "model_digest"))
+        _check_keys(
+            data, ("format_version", "layers", "static_scales"), optional=("centers", "model_digest", *_EXACT)
+        )
         if not isinstance(data["layers"], list) or not data["layers"]:
             raise ConfigError("layers must be a list of at least one layer")
         layers = tuple(_layer(layer) for layer in data["layers"])
@@ -271,6 +286,7 @@ class KVRecipe:
             layers=layers,
             static_scales=scales,
             centers=centers,
+            exact=ExactTokens(**{part: data[part] for part in _EXACT if part in data}),
             model_digest=model_digest or "",
         )
         if recipe.model_digest:

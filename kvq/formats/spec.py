@@ -6,6 +6,9 @@ from fractions import Fraction
 from kvq.errors import ConfigError, UnfitFormat
 from kvq.formats.codes import Code
 
+BLOCK_SIZE = 32  # tokens; wherever nobody chose another
+_MEAN_GROUP = 64  # elements of a block mean that share a scale, at most
+
 
 @dataclass(frozen=True, slots=True)
 class PerTokenHead:
@@ -19,9 +22,14 @@ class PerHead:
 
 @dataclass(frozen=True, slots=True)
 class Grouped:
-    """`group_size` neighbouring elements of a token row share an fp16 scale and an fp16 minimum."""
+    """`group_size` neighbouring elements of a token row share a scale and a minimum.
+
+    Both are fp16, or, where `is_narrow`, a byte each: the scale (8 + m) * 2**(e - 23) of 5 bits e and 3
+    bits m, and the minimum in steps of scale * 2**(bits - 7), -128 to 127 of them.
+    """
 
     group_size: int  # elements
+    is_narrow: bool = False
 
     def check(self, head_dim: int) -> None:
         """Raise UnfitFormat unless no group straddles the two halves of a packed row."""
@@ -44,17 +52,23 @@ def legal_group_sizes(head_dim: int) -> list[int]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KVFormat:
-    """How token rows become bytes: code, scale mode, and a block Hadamard rotation before both."""
+    """How token rows become bytes: code, scale mode, and a block Hadamard rotation before both.
+
+    `mean`: the mean of every block's rows is stored once and taken from them, which a block must be whole for.
+    """
 
     code: Code
     scale: ScaleMode | None = None
     rotated: bool = False
+    mean: bool = False
 
     def __post_init__(self) -> None:
         if self.code.is_float != (self.scale is None):
             raise ConfigError(f"{self.code.name} with scale mode {self.scale} is not a format")
         if self.code.is_grouped != isinstance(self.scale, Grouped):
             raise ConfigError(f"{self.code.name} with scale mode {self.scale} is not a format")
+        if self.mean and not self.code.is_grouped:
+            raise ConfigError(f"block means are taken from grouped codes, such as int4, not {self.code.name}")
 
     @property
     def name(self) -> str:
@@ -64,16 +78,26 @@ class KVFormat:
                 suffix = "_per_token_head"
             case PerHead():
                 suffix = "_per_head"
-            case Grouped(group_size=size):
-                suffix = f"_g{size}"
+            case Grouped(group_size=size, is_narrow=narrow):
+                suffix = f"_g{size}" + ("_s8" if narrow else "")
             case _:
                 suffix = ""
-        return self.code.name + suffix + ("_rot" if self.rotated else "")
+        return self.code.name + suffix + ("_mean" if self.mean else "") + ("_rot" if self.rotated else "")
 
     @property
     def is_static(self) -> bool:
         """True if the scales come from calibration."""
         return isinstance(self.scale, PerHead)
+
+    @property
+    def is_narrow(self) -> bool:
+        """True if a group's scale and minimum are a byte each."""
+        return isinstance(self.scale, Grouped) and self.scale.is_narrow
+
+    @property
+    def span(self) -> float:
+        """The part of a group's range that its codes span; what lies outside saturates."""
+        return self.code.span if self.is_narrow else 1.0
 
     @property
     def is_quantized(self) -> bool:
@@ -103,8 +127,20 @@ class KVFormat:
         """Bytes of scales (and minimums) stored per token row."""
         if isinstance(self.scale, PerTokenHead):
             return 2
-        return 4 * self.num_groups(head_dim)
+        return (2 if self.is_narrow else 4) * self.num_groups(head_dim)
 
-    def bits_per_element(self, head_dim: int) -> Fraction:
-        """Stored bits per element, scales and minimums included."""
-        return Fraction(8 * (self.code_bytes(head_dim) + self.scale_bytes(head_dim)), head_dim)
+    def mean_bytes(self, head_dim: int) -> int:
+        """Bytes of a KV head's mean, codes and then scales, per block; 0 without `mean`."""
+        fmt = mean_format(head_dim)
+        return fmt.code_bytes(head_dim) + fmt.scale_bytes(head_dim) if self.mean else 0
+
+    def bits_per_element(self, head_dim: int, block_size: int = BLOCK_SIZE) -> Fraction:
+        """Stored bits per element, scales and minimums included, and means of blocks of `block_size` tokens."""
+        row = self.code_bytes(head_dim) + self.scale_bytes(head_dim)
+        return Fraction(8 * (row + Fraction(self.mean_bytes(head_dim), block_size)), head_dim)
+
+
+def mean_format(head_dim: int) -> KVFormat:
+    """In which block means are stored, rotated where their rows are: INT4, the largest groups up to 64."""
+    fitting = [n for n in legal_group_sizes(head_dim) if n <= _MEAN_GROUP]
+    return KVFormat(code=Code.INT4, scale=Grouped(max(fitting, default=head_dim), is_narrow=True))

@@ -2,7 +2,7 @@
 
 from kvq.kernels.attend.options import AttentionOptions
 from kvq.kernels.linear.weight import PlainWeight, QuantizedWeight
-from kvq.kernels.paged import PagedKV, PagedRows, SequenceBatch
+from kvq.kernels.paged import PagedKV, PagedRows, SequenceBatch, StagedBatch, StagedKV
 from kvq.kernels.registry import BACKENDS, Kernel, check_backend, register, registered, select
 from kvq.kernels.spec import Device, KernelSpec, LinearSpec, Support
 
@@ -18,6 +18,8 @@ __all__ = [
     "PlainWeight",
     "QuantizedWeight",
     "SequenceBatch",
+    "StagedBatch",
+    "StagedKV",
     "Support",
     "check_backend",
     "register",

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvq.formats import LayerFormats
+from kvq.formats import ExactTokens, LayerFormats
 from kvq.kernels.gpu.uploads import upload
 
 
@@ -31,8 +31,9 @@ class PagedRows:
     """
 
     codes: Tensor  # [num_blocks, kv_heads, block_size, row elements of the code dtype]
-    scales: Tensor | None  # fp16 [num_blocks, kv_heads, block_size, scales per row]
+    scales: Tensor | None  # fp16, or uint8 if narrow: [num_blocks, kv_heads, block_size, scales per row]
     static_scale: Tensor | None  # fp32 [kv_heads]
+    means: Tensor | None = None  # uint8 [num_blocks, kv_heads, bytes of a mean: codes, then scales]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -50,6 +51,16 @@ class PagedKV:
         shape, device = (sequences, self.k.codes.shape[1], tokens), self.k.codes.device
         k_dim, v_dim = self.formats.k_head_dim, self.formats.v_head_dim
         return torch.empty(*shape, k_dim, device=device), torch.empty(*shape, v_dim, device=device)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class StagedKV:
+    """One layer's blocks under a staged recipe: sealed ones, and what stays in bf16."""
+
+    sealed: PagedKV
+    recent: PagedKV
+    sinks: PagedKV | None
+    exact: ExactTokens  # in whole blocks
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -104,6 +115,13 @@ class SequenceBatch:
             lens[1, i].zero_()
         return lens
 
+    def sealing(self, recent: int, block_size: int) -> list[range]:
+        """Of every sequence the blocks that its new tokens make old enough to be sealed, by table index."""
+        return [
+            range(*(max(0, length - recent) // block_size for length in (end - new, end)))
+            for new, end in zip(self.query_lens, self.context_lens, strict=True)
+        ]
+
     @classmethod
     def of(
         cls,
@@ -122,3 +140,17 @@ class SequenceBatch:
             tables=torch.tensor(rows, dtype=torch.int32, device=device),
             slots=torch.tensor(slots, dtype=torch.int64, device=device),
         )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class StagedBatch:
+    """The same sequences of one step as the layer groups of a staged layer see them."""
+
+    sealed: SequenceBatch
+    recent: SequenceBatch
+    sinks: SequenceBatch | None
+
+    @property
+    def slots(self) -> Tensor:
+        """int64 [tokens]: where new tokens are written to."""
+        return self.recent.slots

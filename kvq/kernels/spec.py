@@ -20,6 +20,7 @@ class KernelSpec:
     q_heads: int
     kv_heads: int
     block_size: int  # tokens
+    is_staged: bool = False  # whether attention is asked for parts of the keys
 
     def __str__(self) -> str:
         return f"K {self.formats.k.name}, V {self.formats.v.name}"
@@ -29,6 +30,8 @@ class KernelSpec:
         for code in (self.formats.k.code, self.formats.v.code):
             if not code.is_grouped and code not in _COMPILED:
                 return Support(False, f"does not know the code {code}")
+        if self.is_staged or any(fmt.is_narrow or fmt.mean for fmt in (self.formats.k, self.formats.v)):
+            return Support(False, "knows no scales of 8 bits, block means or staging yet")
         if max(self.formats.k_head_dim, self.formats.v_head_dim) > most_dim:
             return Support(False, f"takes head dimensions up to {most_dim}")
         return Support(True)

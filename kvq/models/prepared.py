@@ -160,7 +160,8 @@ class PreparedModel:
             UnsupportedKernel: none runs here, or not the one that was named.
             ConfigError: the cache backend can't store the recipe.
         """
-        make_cache(self, self.layout(recipe), num_blocks=[1] * len(self.geometry.groups())).close()
+        layout = self.layout(recipe)
+        make_cache(self, layout, num_blocks=[1] * len(layout.groups)).close()
 
 
 class LoadOptions(TypedDict, total=False):

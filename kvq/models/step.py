@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from time import perf_counter
+from typing import Any
 
 from torch import Tensor
 from torch.nn import functional
@@ -40,7 +41,7 @@ class PackedStep:
         q, k, v = q[:tokens], k[:tokens], v[:tokens]
         if self.observer is not None:
             self.observer(layer, k, v)
-        batch = self.batches[self.cache.group_of[layer]]
+        batch = self._batch(layer)
         self.bad_tokens |= self.cache.write(layer, k, v, batch.slots)
         out = self._attended(layer, q, batch, options)
         if rows > tokens:
@@ -64,7 +65,7 @@ class PackedStep:
         if self.observer is not None or not isinstance(self.cache, KVCache):
             return self.attend(layer, *turned_heads(joined, angles, heads), options)
         began = perf_counter()
-        batch = self.batches[self.cache.group_of[layer]]
+        batch = self._batch(layer)
         self.cache.rope_write(layer, joined, angles, batch.slots, self.bad_tokens, heads)
         dims = (len(joined), heads.q_heads, heads.k_dim)
         q = joined.as_strided(dims, (joined.stride(0), heads.k_dim, 1))
@@ -72,7 +73,13 @@ class PackedStep:
         self.attention_s += perf_counter() - began
         return out
 
-    def _attended(self, layer: int, q: Tensor, batch: SequenceBatch, options: AttentionOptions) -> Tensor:
+    def _batch(self, layer: int) -> Any:
+        """What the cache attends from: the layer group's sequences, of kvq's own staged layers in all forms."""
+        if isinstance(self.cache, KVCache):
+            return self.cache.batch_of(layer, self.batches)
+        return self.batches[self.cache.group_of[layer]]
+
+    def _attended(self, layer: int, q: Tensor, batch: Any, options: AttentionOptions) -> Tensor:
         """[tokens, q_heads, v_head_dim]; the layer's own window comes on top of the options."""
         options = options.within(self.geometry.layers[layer].window).within(self.window_limit)
         out, _ = self.cache.attend(layer, q, batch, options)

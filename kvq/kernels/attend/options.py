@@ -1,11 +1,61 @@
 """How a layer weighs the keys that its queries see."""
 
 from dataclasses import dataclass, replace
+from enum import Enum
 
 import torch
 from torch import Tensor
 
 from kvq.errors import ConfigError
+
+
+class Age(Enum):
+    """Of keys, seen from a query."""
+
+    OLD = "old"  # in blocks that are full and followed by `recent` tokens, up to the query
+    YOUNG = "young"  # the others
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Part:
+    """A part of the keys before a query, where tokens are held in several forms.
+
+    The first key that is young for a query at position p is edge(p) = floor((p + 1 - recent) / block_size)
+    * block_size: which form of a token a query sees depends on their positions alone. Old are those in
+    [first, min(edge, last)).
+    """
+
+    age: Age
+    recent: int  # tokens
+    block_size: int
+    first: int = 0  # OLD: earlier keys are left out; a multiple of the block size
+    last: int | None = None  # OLD: and those from here on; None: none
+
+    def edge(self, position: int) -> int:
+        """The first key that is young for a query at a position."""
+        return max(0, position + 1 - self.recent) // self.block_size * self.block_size
+
+    def edges(self, position: Tensor) -> Tensor:
+        """The same of many."""
+        return (position + 1 - self.recent).clamp(min=0) // self.block_size * self.block_size
+
+    def oldest(self, position: int) -> int:
+        """The first key that a query at a position, or any later one, may see."""
+        return self.edge(position) if self.age is Age.YOUNG else self.first
+
+    def end(self, position: int) -> int:
+        """The end of what a query at a position, or any earlier one, may see."""
+        if self.age is Age.YOUNG:
+            return position + 1
+        return self.edge(position) if self.last is None else min(self.edge(position), self.last)
+
+    def hides(self, query: Tensor, key: Tensor) -> Tensor:
+        """bool: True where the key is no part of this."""
+        edge = self.edges(query)
+        if self.age is Age.YOUNG:
+            return key < edge
+        outside = (key >= edge) | (key < self.first)
+        return outside if self.last is None else outside | (key >= self.last)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -14,7 +64,7 @@ class AttentionOptions:
 
     `scale` multiplies the scores, then `softcap` bounds them as softcap * tanh(s / softcap). `window`:
     keys that a query sees, its own position included. `sinks`: [q_heads], logits that join the softmax
-    without a value.
+    without a value. `part`: which of the keys, where others are held elsewhere.
 
     Raises:
         ConfigError: a window of no token, or a scale or softcap that is not above 0.
@@ -24,6 +74,7 @@ class AttentionOptions:
     window: int | None = None
     softcap: float | None = None
     sinks: Tensor | None = None
+    part: Part | None = None
 
     def __post_init__(self) -> None:
         if not self.scale > 0:
@@ -39,18 +90,29 @@ class AttentionOptions:
             return self
         return replace(self, window=window)
 
+    def of_part(self, part: Part) -> "AttentionOptions":
+        """The same over a part of the keys."""
+        return replace(self, part=part)
+
     def without_sinks(self) -> "AttentionOptions":
         """The same for a part of the keys: sinks join once, where parts are merged."""
         return self if self.sinks is None else replace(self, sinks=None)
 
     def oldest(self, position: int) -> int:
         """The first position that a query at `position` sees."""
-        return 0 if self.window is None else max(0, position - self.window + 1)
+        first = 0 if self.window is None else max(0, position - self.window + 1)
+        return first if self.part is None else max(first, self.part.oldest(position))
+
+    def end(self, position: int) -> int:
+        """The end of what a query at `position` sees."""
+        return position + 1 if self.part is None else self.part.end(position)
 
     def hides(self, query: Tensor, key: Tensor) -> Tensor:
         """bool: True where a query at a position does not see the key at another; both broadcast."""
-        later = key > query
-        return later if self.window is None else later | (key <= query - self.window)
+        hidden = key > query
+        if self.window is not None:
+            hidden = hidden | (key <= query - self.window)
+        return hidden if self.part is None else hidden | self.part.hides(query, key)
 
     def capped(self, scores: Tensor) -> Tensor:
         """Scaled scores within the softcap."""

@@ -72,7 +72,7 @@ def attend_rows(
         if new:
             start = context - new
             oldest = options.oldest(start)
-            end = context - skip_last
+            end = min(context - skip_last, options.end(context - 1))
             if end <= oldest:
                 continue
             k, v = rows_of(batch.tables[i : i + 1], oldest, end)

@@ -6,6 +6,7 @@ Token rows are the last dimension. `encode` returns codes and scales as they lie
     fp32 bf16 fp16  that dtype [..., dim]       none
     fp8, int8       uint8 / int8 [..., dim]     fp16 [..., 1] per token row; none if static
     grouped         uint8 [..., dim*bits/8]     fp16 [..., 2*groups]: scale, minimum, scale, ...
+    grouped, _s8    the same                    uint8 [..., 2*groups]: scale, minimum, scale, ...
 
 Grouped codes of 2 to 8 bits lie in planes of 8, 4, 2 or 1 bits, the widest first, with the low bits: a code
 of 6 bits is a plane of its low 4 bits, then one of its high 2. With p = 8 / width elements to a byte, byte i
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor
 
 from kvq.formats import Code, Grouped, KVFormat
-from kvq.kernels.codec import e4m3
+from kvq.kernels.codec import e4m3, narrow
 from kvq.kernels.codec.hadamard import hadamard_block, rotate
 
 _DTYPES = {
@@ -47,22 +48,28 @@ def encode(
     to [..., 1], for per-head formats. `clip`: the part of each group's range, around its middle, that
     the codes span; elements outside saturate. Returns (codes, scales), laid out as the table above says.
     """
-    x = x.float()
-    x = torch.where(torch.isfinite(x), x, 0.0)
-    if fmt.rotated:
-        bound = _FP32_LARGEST / hadamard_block(x.shape[-1])  # no butterfly can overflow
-        x = rotate(x.clamp(-bound, bound))
+    x = prepared(x, fmt)
     if fmt.code.is_float:
         dtype = code_dtype(fmt.code)
         largest = torch.finfo(dtype).max
         return x.clamp(-largest, largest).to(dtype), None
     if isinstance(fmt.scale, Grouped):
-        return _encode_grouped(x, fmt.code, fmt.scale.group_size, clip)
+        return _encode_grouped(x, fmt, fmt.scale.group_size, clip * fmt.span)
     if fmt.is_static:
         assert static_scale is not None, f"{fmt.name} needs a static scale"
         return _encode_symmetric(x, fmt.code, static_scale), None
     scale = _row_scale(x, fmt.code.largest)
     return _encode_symmetric(x, fmt.code, scale.float()), scale
+
+
+def prepared(x: Tensor, fmt: KVFormat) -> Tensor:
+    """Rows as they are coded, fp32 [..., dim]: finite, and rotated if the format rotates."""
+    x = x.float()
+    x = torch.where(torch.isfinite(x), x, 0.0)
+    if not fmt.rotated:
+        return x
+    bound = _FP32_LARGEST / hadamard_block(x.shape[-1])  # no butterfly can overflow
+    return rotate(x.clamp(-bound, bound))
 
 
 def decode(codes: Tensor, scales: Tensor | None, fmt: KVFormat, static_scale: Tensor | None = None) -> Tensor:
@@ -71,7 +78,7 @@ def decode(codes: Tensor, scales: Tensor | None, fmt: KVFormat, static_scale: Te
         return codes.float()
     if isinstance(fmt.scale, Grouped):
         assert scales is not None, f"{fmt.name} stores scales"
-        return _decode_grouped(codes, scales, fmt.code)
+        return _decode_grouped(codes, scales, fmt)
     scale = static_scale if fmt.is_static else scales
     assert scale is not None, f"{fmt.name} needs scales"
     values = e4m3.decode(codes) if fmt.code is Code.FP8 else codes.float()
@@ -99,24 +106,34 @@ def _encode_symmetric(x: Tensor, code: Code, scale: Tensor) -> Tensor:
     return torch.floor(x / scale + 0.5).clamp(-127, 127).to(torch.int8)
 
 
-def _encode_grouped(x: Tensor, code: Code, group_size: int, clip: float) -> tuple[Tensor, Tensor]:
-    """m = fp16(min), s = clamp(fp16((max - m) / levels)), q = clamp(floor((x - m) / s + 0.5))."""
+def _encode_grouped(x: Tensor, fmt: KVFormat, group_size: int, clip: float) -> tuple[Tensor, Tensor]:
+    """m = fp16(min), s = clamp(fp16((max - m) / levels)), q = clamp(floor((x - m) / s + 0.5)).
+
+    With scales of 8 bits m and s are what `narrow.encode` makes of minimum and maximum.
+    """
+    code = fmt.code
     levels = (1 << code.bits) - 1
     grouped = x.unflatten(-1, (-1, group_size))  # [..., groups, group_size]
     low, high = grouped.aminmax(dim=-1, keepdim=True)
     if clip != 1.0:
         cut = high * ((1 - clip) / 2) - low * ((1 - clip) / 2)  # high - low might overflow
         low, high = low + cut, high - cut
-    minimum = (low.clamp(-_FP16_LARGEST, _FP16_LARGEST) + 0.0).half()  # never -0: either may come first
-    scale = _clamp_fp16(_divided(high - minimum.float(), levels))
+    if fmt.is_narrow:
+        pairs = narrow.encode(low, high, code.bits)
+        scale, minimum = narrow.decode(pairs, code.bits).split(1, dim=-1)
+    else:
+        minimum = (low.clamp(-_FP16_LARGEST, _FP16_LARGEST) + 0.0).half()  # never -0: either may come first
+        scale = _clamp_fp16(_divided(high - minimum.float(), levels))
+        pairs = torch.cat((scale, minimum), dim=-1)
     q = torch.floor((grouped - minimum.float()) / scale.float() + 0.5).clamp(0, levels)
     codes = pack(q.to(torch.uint8).flatten(-2), code)
-    return codes, torch.cat((scale, minimum), dim=-1).flatten(-2)
+    return codes, pairs.flatten(-2)
 
 
-def _decode_grouped(codes: Tensor, scales: Tensor, code: Code) -> Tensor:
-    pairs = scales.float().unflatten(-1, (-1, 2))  # [..., groups, (scale, minimum)]
-    q = unpack(codes, code).float().unflatten(-1, (pairs.shape[-2], -1))
+def _decode_grouped(codes: Tensor, scales: Tensor, fmt: KVFormat) -> Tensor:
+    pairs = scales.unflatten(-1, (-1, 2))  # [..., groups, (scale, minimum)]
+    pairs = narrow.decode(pairs, fmt.code.bits) if fmt.is_narrow else pairs.float()
+    q = unpack(codes, fmt.code).float().unflatten(-1, (pairs.shape[-2], -1))
     rows: Tensor = (q * pairs[..., :1] + pairs[..., 1:]).flatten(-2)
     return rows
 

@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from kvq.formats import KVFormat
-from kvq.kernels.codec import decode, rotate
+from kvq.kernels.codec import decode, decode_means, rotate
 from kvq.kernels.paged import PagedKV, PagedRows
 
 
@@ -40,7 +40,11 @@ def _rows(rows: PagedRows, fmt: KVFormat, blocks: Tensor, window: slice) -> Tens
     static = None if rows.static_scale is None else rows.static_scale[:, None, None]
     codes = _dense(rows.codes, blocks, window)
     scales = None if rows.scales is None else _dense(rows.scales, blocks, window)
-    return decode(codes, scales, fmt, static)
+    x = decode(codes, scales, fmt, static)
+    if rows.means is None:
+        return x
+    means = decode_means(rows.means[blocks], x.shape[-1]).transpose(0, 1)  # [kv_heads, blocks, dim]
+    return x + means.repeat_interleave(rows.codes.shape[2], dim=1)[:, window]
 
 
 def _dense(paged: Tensor, blocks: Tensor, window: slice) -> Tensor:

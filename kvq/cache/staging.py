@@ -1,0 +1,53 @@
+"""One layer under a staged recipe: the youngest tokens and the first ones unquantized, the others in sealed blocks.
+
+Blocks are sealed by the step that makes them old enough, before it attends. Which form of a token a query sees
+depends on their positions alone, so how tokens came in, in which chunks, from a prefix, after a swap or twice,
+changes nothing.
+"""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from kvq.kernels import AttentionOptions, Device, Kernel, KernelSpec, StagedBatch, StagedKV, select
+from kvq.kernels.attend.options import Age, Part
+
+
+class StagedLayer:
+    """The kernels of a staged layer: seals blocks, and attends from all forms of its tokens."""
+
+    def __init__(self, spec: KernelSpec, plain: KernelSpec, device: Device, backend: str) -> None:
+        """`spec`: of sealed blocks; `plain`: of the staging area's.
+
+        Raises:
+            UnsupportedKernel: no backend can run them.
+        """
+        self._seal = select("seal", spec, device, backend)
+        self._attend: Mapping[bool, Kernel] = {
+            is_sealed: select("attend", one, device, backend)
+            for is_sealed, one in ((True, spec), (False, plain))
+        }
+        self._merge = select("merge_partials", plain, device)
+
+    def attend(
+        self, q: Tensor, kv: StagedKV, batch: StagedBatch, options: AttentionOptions
+    ) -> tuple[Tensor, Tensor]:
+        """Seal what the step's tokens make old enough, then attend over all tokens, as `KVCache.attend`."""
+        self._seal.run(kv, batch)
+        exact, size = kv.exact, kv.sealed.block_size
+        own = options.without_sinks()
+
+        def part(age: Age, first: int = 0, last: int | None = None) -> AttentionOptions:
+            ages = Part(age=age, recent=exact.recent, block_size=size, first=first, last=last)
+            return own.of_part(ages)
+
+        found = [
+            self._attend[True].run(q, kv.sealed, batch.sealed, part(Age.OLD, exact.sinks)),
+            self._attend[False].run(q, kv.recent, batch.recent, part(Age.YOUNG)),
+        ]
+        if kv.sinks is not None:
+            found.append(self._attend[False].run(q, kv.sinks, batch.sinks, part(Age.OLD, 0, exact.sinks)))
+        outs, lses = (torch.stack(parts) for parts in zip(*found, strict=True))
+        out, lse = self._merge.run(outs, lses, options.sinks)
+        return out.to(q.dtype), lse

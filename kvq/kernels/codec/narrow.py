@@ -1,0 +1,36 @@
+"""Scales and minimums of 8 bits, by integer arithmetic, so that every device agrees bit for bit.
+
+A scale byte 8 e + m stands for (8 + m) * 2**(e - 23), from 2**-20 to 3,840; a minimum byte, signed, for so many
+steps of scale * 2**(bits - 7). A minimum thus reaches 2**bits scales to either side of zero.
+"""
+
+import torch
+from torch import Tensor
+
+_EXPONENT = 107  # of fp32, where a scale's exponents begin
+_HALF = 1 << 19  # of the lowest bit that a scale keeps
+_SMALLEST = 2.0**-20
+_LARGEST = 3840.0
+
+
+def encode(low: Tensor, high: Tensor, bits: int) -> Tensor:
+    """Scale and minimum of groups between `low` and `high`, fp32 [..., 1] each; uint8 [..., 2].
+
+    The scale is the range over 2**bits - 1, or over it the magnitude of `low` where that is more, rounded to
+    nearest, halves up: codes at the range's end saturate where it was rounded down.
+    """
+    levels = torch.full((), float((1 << bits) - 1), device=low.device)
+    wanted = torch.maximum(high - low, low.abs()) / levels
+    rounded = wanted.clamp(_SMALLEST, _LARGEST).view(torch.int32) + _HALF
+    code = ((rounded >> 20) - (_EXPONENT << 3)).clamp(max=255)
+    scale = ((code << 20) + (_EXPONENT << 23)).view(torch.float32)
+    steps = torch.floor(low * 2.0 ** (7 - bits) / scale + 0.5).clamp(-128, 127).to(torch.int32)
+    return torch.cat((code, steps & 255), dim=-1).to(torch.uint8)
+
+
+def decode(pairs: Tensor, bits: int) -> Tensor:
+    """uint8 [..., 2] of scale and minimum -> fp32 of the same shape."""
+    code, steps = pairs.to(torch.int32).split(1, dim=-1)
+    scale = ((code << 20) + (_EXPONENT << 23)).view(torch.float32)
+    signed = (steps ^ 128) - 128
+    return torch.cat((scale, signed * 2.0 ** (bits - 7) * scale), dim=-1)

@@ -1,0 +1,1 @@
+"""Quantize the blocks of a staged sequence that became old enough."""

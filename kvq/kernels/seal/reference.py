@@ -1,0 +1,39 @@
+"""Reference `seal`: blocks of a step's sequences that became old enough, out of the staging area."""
+
+from torch import Tensor
+
+from kvq.formats import KVFormat
+from kvq.kernels.codec import encode_block
+from kvq.kernels.paged import PagedRows, StagedBatch, StagedKV
+
+
+def seal(kv: StagedKV, batch: StagedBatch) -> None:
+    """Quantize blocks that are full and followed by `recent` tokens now, each whole; sinks are moved as they are.
+
+    The new tokens' K and V must already be written to the recent blocks. A block's bytes depend on its own
+    tokens alone, so one that is sealed twice, by sequences that share it, becomes what it was.
+    """
+    size, formats = kv.sealed.block_size, kv.sealed.formats
+    recent, sinks = kv.recent, kv.sinks
+    for i, found in enumerate(batch.recent.sealing(kv.exact.recent, size)):
+        for index in found:
+            source = int(batch.recent.tables[i, index])
+            if sinks is not None and index * size < kv.exact.sinks:
+                assert batch.sinks is not None, "a layer with sinks has their tables"
+                target = int(batch.sinks.tables[i, index])
+                sinks.k.codes[target], sinks.v.codes[target] = recent.k.codes[source], recent.v.codes[source]
+                continue
+            target = int(batch.sealed.tables[i, index])
+            _store(recent.k.codes[source], kv.sealed.k, formats.k, formats.k_clip, target)
+            _store(recent.v.codes[source], kv.sealed.v, formats.v, formats.v_clip, target)
+
+
+def _store(x: Tensor, rows: PagedRows, fmt: KVFormat, clip: float, block: int) -> None:
+    """`x`: [kv_heads, block_size, dim]."""
+    static = None if rows.static_scale is None else rows.static_scale[:, None, None]
+    codes, scales, means = encode_block(x, fmt, static, clip=clip)
+    rows.codes[block] = codes
+    if rows.scales is not None:
+        rows.scales[block] = scales
+    if rows.means is not None:
+        rows.means[block] = means
