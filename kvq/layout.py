@@ -11,6 +11,7 @@ youngest tokens, from which blocks are sealed, and SINKS, the first blocks of ev
 
 from dataclasses import dataclass, replace
 from enum import Enum
+from typing import TypedDict
 
 from kvq.errors import ConfigError
 from kvq.formats import BLOCK_SIZE as BLOCK_SIZE
@@ -68,6 +69,14 @@ class Run:
     nbytes: int
 
 
+class Holding(TypedDict):
+    """Which tokens of a sequence keep their blocks, per layer group, and how old indexed ones are."""
+
+    windows: list[int | None]
+    limits: list[int | None]
+    lag: int
+
+
 class Role(Enum):
     """What a layer group's blocks hold."""
 
@@ -88,6 +97,17 @@ class GroupLayout:
     limit: int | None = (
         None  # tokens of every sequence, from its first on, that the group holds; None for all
     )
+
+    @property
+    def holds_all(self) -> bool:
+        """True if a sequence keeps a block here for every token."""
+        return self.group.window is None and self.limit is None
+
+    @property
+    def name(self) -> str:
+        """The layer group's, or what the blocks are for: `full`, `sliding-128`, `recent-160`, `sinks-32`."""
+        held = {Role.RECENT: self.group.window, Role.SINKS: self.limit}.get(self.role)
+        return self.group.name if held is None else f"{self.role.value}-{held}"
 
     @property
     def block_bytes(self) -> int:
@@ -142,6 +162,15 @@ class KVLayout:
         """The tokens that stay unquantized, in whole blocks."""
         sinks = -(-self.recipe.exact.sinks // self.block_size) * self.block_size
         return replace(self.recipe.exact, sinks=sinks)
+
+    @property
+    def holding(self) -> Holding:
+        """What a `BlockManager` of these groups has to know of them."""
+        return Holding(
+            windows=[group.group.window for group in self.groups],
+            limits=[group.limit for group in self.groups],
+            lag=self.recipe.exact.recent,
+        )
 
     @property
     def kv_bytes_per_token(self) -> float:

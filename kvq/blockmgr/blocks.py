@@ -21,6 +21,7 @@ class Blocks:
         num_blocks: list[int],
         block_size: int,
         windows: list[int | None],
+        lag: int = 0,
         identity: bytes,
         digest: Digest,
     ) -> None:
@@ -33,9 +34,12 @@ class Blocks:
                 f"windows and num_blocks need one entry per layer group, got {len(windows)} and "
                 f"{len(num_blocks)}"
             )
+        if lag < 0:
+            raise ConfigError(f"lag must be at least 0 tokens, got {lag}")
         if any(window is not None and window < 1 for window in windows):
             raise ConfigError(f"a window must be at least 1 token, or None, got {windows}")
         self.block_size = block_size
+        self.lag = lag
         self.windows = windows
         self.pools = [
             BlockPool(count, on_evict=self._listener(group)) for group, count in enumerate(num_blocks)
@@ -131,7 +135,7 @@ class Blocks:
         """
         self.climb(sequence)
         size = self.block_size
-        full = min(sequence.committed, len(sequence.tokens)) // size
+        full = self.indexable(sequence)
         while sequence.depth < full:
             i = sequence.depth
             tokens = sequence.tokens[i * size : (i + 1) * size].tobytes()
@@ -147,6 +151,11 @@ class Blocks:
             sequence.depth += 1
         self.index.prune(sequence.node)
         return sequence.depth == full
+
+    def indexable(self, sequence: Sequence) -> int:
+        """Blocks of a sequence that the index may know: full, committed, of known tokens, old enough."""
+        known = min(sequence.committed, len(sequence.tokens))
+        return min(known, max(0, sequence.committed - self.lag)) // self.block_size
 
     def climb(self, sequence: Sequence) -> None:
         """Step back from nodes that left the index while the sequence did not hold their blocks."""

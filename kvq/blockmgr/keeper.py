@@ -26,6 +26,7 @@ class BlockKeeper:
         host_slots: list[int] | None = None,
         reserve_blocks: int = 0,
         max_pinned_blocks: int | None = None,
+        lag: int = 0,
         identity: bytes = b"",
         digest: Digest = sha256_digest,
     ) -> None:
@@ -33,7 +34,8 @@ class BlockKeeper:
 
         `block_size` is in tokens; a window of None means full attention. `reserve_blocks` of every
         pool are kept from new sequences, so that running ones can grow. `max_pinned_blocks` of
-        every pool may be pinned, by default half. `identity` names the model and the recipe:
+        every pool may be pinned, by default half. `lag`: tokens that must be good after a block before the
+        index may know it, where its bytes are made only then. `identity` names the model and the recipe:
         prefixes of another identity never match.
 
         Raises:
@@ -43,6 +45,7 @@ class BlockKeeper:
             num_blocks=num_blocks,
             block_size=block_size,
             windows=[None] * len(num_blocks) if windows is None else list(windows),
+            lag=lag,
             identity=identity,
             digest=digest,
         )

@@ -133,7 +133,7 @@ class BlockManager(BlockKeeper):
         Raises:
             RequestError: a token is no whole number of 0 to 2**32 - 1; those before it are committed.
         """
-        register, size = self._register, self.block_size
+        register, size, lag = self._register, self.block_size, self.blocks.lag
         slides = any(window is not None for window in self.blocks.windows)
         for sequence, token, length in work:
             if not sequence.ready or sequence not in register:
@@ -145,7 +145,7 @@ class BlockManager(BlockKeeper):
                     token_array((token,))
                     raise
             sequence.committed = length
-            if length // size > sequence.depth and sequence.indexing:
+            if (length - lag) // size > sequence.depth and sequence.indexing:
                 self.prefixes.publish(sequence)
             if slides:
                 self._tables.release_unseen(sequence)

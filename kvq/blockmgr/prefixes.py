@@ -140,7 +140,7 @@ class Prefixes:
 
     def publish(self, sequence: Sequence) -> None:
         """Index the full blocks whose tokens are known and whose KV is good."""
-        if min(sequence.committed, len(sequence.tokens)) // self._blocks.block_size > sequence.depth:
+        if self._blocks.indexable(sequence) > sequence.depth:
             sequence.indexing = self._blocks.publish(sequence)
             self.withdraw(sequence, sequence.depth if sequence.indexing else None)
 
@@ -198,7 +198,8 @@ class Prefixes:
 
     def announce(self, sequence: Sequence, prompt: PrefixQuery) -> None:
         """Let others wait for the full blocks of a prompt that its sequence still has to compute."""
-        for i in reversed(range(sequence.depth, len(prompt.tokens) // self._blocks.block_size)):
+        known = max(0, len(prompt.tokens) - self._blocks.lag)
+        for i in reversed(range(sequence.depth, known // self._blocks.block_size)):
             digest = self._blocks.index.digest_at(prompt, i)
             if digest not in self._computing:
                 self._computing[digest] = sequence

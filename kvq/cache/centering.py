@@ -10,7 +10,16 @@ from torch import Tensor
 from kvq.errors import ConfigError
 from kvq.formats.calibrated import AGAIN, HeadCenters, LayerCenters
 from kvq.geometry import LayerGeometry
-from kvq.kernels import AttentionOptions, Device, KernelSpec, PagedKV, SequenceBatch, select
+from kvq.kernels import (
+    AttentionOptions,
+    Device,
+    KernelSpec,
+    PagedKV,
+    SequenceBatch,
+    StagedBatch,
+    StagedKV,
+    select,
+)
 from kvq.kernels.codec import rotate
 from kvq.kernels.rope_write.heads import LayerHeads
 from kvq.layout import LayerLayout
@@ -65,8 +74,8 @@ class Centering:
         self,
         attend: Callable[..., tuple[Tensor, Tensor]],
         q: Tensor,
-        kv: PagedKV,
-        batch: SequenceBatch,
+        kv: PagedKV | StagedKV,
+        batch: SequenceBatch | StagedBatch,
         options: AttentionOptions,
         **more: Any,
     ) -> tuple[Tensor, Tensor]:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from kvq.cache.hf_config import CacheConfig, read_recipe
 from kvq.cache.rows import BatchRows
-from kvq.errors import RequestError
+from kvq.errors import ConfigError, RequestError
 from kvq.formats import KVRecipe
 from kvq.layout import BlockOrder, KVLayout, plan_layout
 
@@ -53,7 +53,23 @@ class CacheState:
         """
         stored = self.config.stored
         recipe = read_recipe(self.options.kv, self.options.scales, stored)
+        if recipe.is_staged:
+            self._check_stages(recipe)
         return plan_layout(stored, recipe, block_size=self.options.block_size, order=self.options.order)
+
+    def _check_stages(self, recipe: KVRecipe) -> None:
+        """Raise ConfigError where a query could not see each token in the form that is its own."""
+        if not self.config.attends_from_blocks:
+            raise ConfigError(
+                f"{recipe.name} keeps recent tokens unquantized, which only attention over blocks can tell "
+                f"apart; call model.set_attn_implementation('kvq') before the cache is made, or use a format "
+                f"without means, sinks and recent tokens"
+            )
+        if self.options.residual_length:
+            raise ConfigError(
+                f"residual_length={self.options.residual_length} is for formats that keep no recent tokens "
+                f"themselves; leave it out with {recipe.name}, and say +recent=N"
+            )
 
     def open(self, layer: int, k: Tensor, v: Tensor) -> BatchRows:
         """Check new rows [batch, heads, tokens, dim] of one layer; allocate if they are the first.

@@ -8,8 +8,8 @@ from kvq.cache.kv_cache import KVCache
 from kvq.cache.recent import RecentRows, attend_both, put_over
 from kvq.cache.scratch import DenseScratch
 from kvq.errors import OutOfBlocks, RequestError
-from kvq.kernels import AttentionOptions, SequenceBatch
-from kvq.layout import KVLayout
+from kvq.kernels import AttentionOptions, SequenceBatch, StagedBatch
+from kvq.layout import KVLayout, Role
 
 _GROWTH = 32  # a pool that is full grows by one part in so many
 
@@ -127,7 +127,7 @@ class BatchRows:
 
     def write(self, layer: int, k: Tensor, v: Tensor) -> None:
         """Store one layer's new tokens, [batch, kv_heads, count, dim]; see `check_finite`."""
-        slots = self.batches[self.blocks.group_of[layer]].slots
+        slots = self.blocks.batch_of(layer, self.batches).slots
         bad = self.blocks.write(layer, self._packed(k), self._packed(v), slots)
         self.bad_rows |= self._unpacked(bad).any(dim=1)
 
@@ -140,7 +140,9 @@ class BatchRows:
         that knows the layer's kind.
         """
         options = options.within(self.layout.geometry.layers[layer].window)
-        batch = self.batches[self.blocks.group_of[layer]]
+        batch = self.blocks.batch_of(layer, self.batches)
+        if isinstance(batch, StagedBatch):
+            return self._unpacked(self.blocks.attend(layer, self._packed(q), batch, options)[0])
         exact = None if self.recent is None else self.recent.take(layer, *new)
         if self._prefers_dense[layer] and options.softcap is None and options.sinks is None:
             out = self.scratch.attend(layer, q, batch, options, exact)
@@ -233,8 +235,12 @@ class BatchRows:
         return torch.tensor(places, dtype=torch.int64, device=self.device)
 
     def _least_blocks(self, batch: int) -> list[int]:
-        """Blocks per group that `batch` rows start with: `max_tokens` each, or one block."""
-        return [batch * -(-(self.max_tokens or 1) // self.layout.block_size)] * len(self.layout.groups)
+        """Blocks per group that `batch` rows start with: `max_tokens` each, or one block.
+
+        Staging areas grow to what a step takes.
+        """
+        most = batch * -(-(self.max_tokens or 1) // self.layout.block_size)
+        return [most if group.role is Role.SEALED else batch for group in self.layout.groups]
 
     def _make_room(self, work: list[tuple[Sequence, int]]) -> None:
         """Let the pools grow until the tokens fit: by what they lack, and a little more."""

@@ -1,8 +1,8 @@
-"""One layer under a staged recipe: the youngest tokens and the first ones unquantized, the others in sealed blocks.
+"""One layer under a staged recipe: the youngest tokens and the first ones plain, the others in sealed blocks.
 
-Blocks are sealed by the step that makes them old enough, before it attends. Which form of a token a query sees
-depends on their positions alone, so how tokens came in, in which chunks, from a prefix, after a swap or twice,
-changes nothing.
+Blocks are sealed by the step that makes them old enough, before it attends. Which form of a token a query
+sees depends on their positions alone, so how tokens came in, in which chunks, from a prefix, after a swap or
+twice, changes nothing.
 """
 
 from collections.abc import Mapping

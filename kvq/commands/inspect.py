@@ -98,7 +98,7 @@ def _format_row(label: str, recipe: Any, layout: Any, geometry: Any) -> dict[str
 def _group_row(group: Any) -> dict[str, Any]:
     layer = group.layers[0]
     return {
-        "group": group.group.name,
+        "group": group.name,
         "layers": len(group.layers),
         "block_bytes": group.block_bytes,
         "regions": {

@@ -234,11 +234,11 @@ def _batches(
 
 
 def longest_context(layout: KVLayout, num_blocks: Sequence[int], max_context: int) -> int:
-    """Tokens of the longest sequence that its pools can hold: layers with a window keep only some."""
+    """Tokens of the longest sequence that its pools can hold: windows and staging areas keep only some."""
     full = [
         count * layout.block_size
         for count, group in zip(num_blocks, layout.groups, strict=True)
-        if group.group.window is None
+        if group.holds_all
     ]
     return min(max_context, *full) if full else max_context
 

@@ -87,6 +87,9 @@ class ExactTokens:
         return "".join(f"+{name}={value}" for name, value in given if value)
 
 
+NOTHING_EXACT = ExactTokens()
+
+
 def split_exact(text: str) -> tuple[str, ExactTokens]:
     """Split what follows a `--kv` value's formats from them: `int3+sinks=4+recent=128`.
 

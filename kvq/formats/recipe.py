@@ -10,7 +10,7 @@ from kvq import fileio, strict_json
 from kvq.errors import ConfigError, first_lines, nearest
 from kvq.formats.calibrated import Centers, StaticScales, check_digest, check_model, check_shape, field_digest
 from kvq.formats.codes import Code
-from kvq.formats.names import ExactTokens, parse_format, split_exact, split_pair
+from kvq.formats.names import NOTHING_EXACT, ExactTokens, parse_format, split_exact, split_pair
 from kvq.formats.spec import BLOCK_SIZE, Grouped, KVFormat
 
 FORMAT_VERSION = 2
@@ -59,7 +59,7 @@ class KVRecipe:
     layers: tuple[LayerFormats, ...]
     static_scales: StaticScales | None = None
     centers: Centers | None = None
-    exact: ExactTokens = ExactTokens()
+    exact: ExactTokens = NOTHING_EXACT
     model_digest: str = ""  # the weights it was made for; empty for formats that fit any
     label: str = ""  # what the user typed, for tables
 
@@ -134,7 +134,7 @@ class KVRecipe:
     def is_staged(self) -> bool:
         """True if tokens wait unquantized in a staging area: for their block's mean, or as recent ones."""
         means = any(layer.k.mean or layer.v.mean for layer in self.layers)
-        return means or self.exact != ExactTokens()
+        return means or self.exact != NOTHING_EXACT
 
     @property
     def is_quantized(self) -> bool:
@@ -173,6 +173,14 @@ class KVRecipe:
                 f"{self.name} needs static scales and none were given; run "
                 f"`kvq calibrate MODEL --out kvq.json` and pass `--scales kvq.json`, or use "
                 f"--calibrate-on-load, or choose int8 or fp8, whose scales are found per token"
+            )
+
+    def check_unstaged(self, where: str) -> None:
+        """Raise ConfigError if tokens would wait unquantized, for `where` it can't be done."""
+        if self.is_staged:
+            raise ConfigError(
+                f"{self.name} keeps tokens unquantized until their block is full and old enough, which "
+                f"{where} can't do; use formats without _mean, and no sinks or recent tokens"
             )
 
     def with_scales(self, scales: StaticScales | None) -> "KVRecipe":

@@ -54,7 +54,7 @@ def legal_group_sizes(head_dim: int) -> list[int]:
 class KVFormat:
     """How token rows become bytes: code, scale mode, and a block Hadamard rotation before both.
 
-    `mean`: the mean of every block's rows is stored once and taken from them, which a block must be whole for.
+    `mean`: the mean of every block's rows is stored once and taken from them; a block must be whole for it.
     """
 
     code: Code
@@ -135,7 +135,7 @@ class KVFormat:
         return fmt.code_bytes(head_dim) + fmt.scale_bytes(head_dim) if self.mean else 0
 
     def bits_per_element(self, head_dim: int, block_size: int = BLOCK_SIZE) -> Fraction:
-        """Stored bits per element, scales and minimums included, and means of blocks of `block_size` tokens."""
+        """Stored bits per element, scales, minimums and means of blocks of `block_size` tokens included."""
         row = self.code_bytes(head_dim) + self.scale_bytes(head_dim)
         return Fraction(8 * (row + Fraction(self.mean_bytes(head_dim), block_size)), head_dim)
 

@@ -261,6 +261,7 @@ def make_cache(
     if model.cache == "kvq" or backend is not None:
         kernels = backend or model.backend
         return KVCache(layout, num_blocks=num_blocks, device=model.device, backend=kernels)
+    layout.recipe.check_unstaged(f"the cache {model.cache!r}")
     return cache_backend(model.cache)(layout, num_blocks=num_blocks, device=model.device)
 
 

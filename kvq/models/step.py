@@ -74,7 +74,7 @@ class PackedStep:
         return out
 
     def _batch(self, layer: int) -> Any:
-        """What the cache attends from: the layer group's sequences, of kvq's own staged layers in all forms."""
+        """What the cache attends from: the layer group's sequences, of staged layers in all their forms."""
         if isinstance(self.cache, KVCache):
             return self.cache.batch_of(layer, self.batches)
         return self.batches[self.cache.group_of[layer]]

@@ -80,7 +80,7 @@ class Engine:
 
 def _pool_term(layout: KVLayout, num_blocks: list[int]) -> Term:
     parts = [
-        f"{count:,} x {group.block_bytes:,} B ({group.group.name})"
+        f"{count:,} x {group.block_bytes:,} B ({group.name})"
         for count, group in zip(num_blocks, layout.groups, strict=True)
     ]
     formula = f"{' + '.join(parts)}, blocks of {layout.block_size} tokens"

@@ -61,6 +61,7 @@ class ChunkCodec:
         if dtype not in DTYPES:
             raise ConfigError(f"chunks must be {', '.join(DTYPES.values())}, got {dtype}")
         recipe, dims = _recipe(kv, num_layers, head_dim)
+        recipe.check_unstaged("a chunk of any length")
         self._shape, self._dtype = (num_layers, channels), dtype
         self._layout = _layout(recipe, channels, dims)
         [group] = self._layout.groups

@@ -39,6 +39,7 @@ class Page:
         """
         if not 0 <= layer < len(recipe.layers):
             raise ConfigError(f"the model has a layer {layer}, the recipe {len(recipe.layers)} layers")
+        recipe.check_unstaged("vLLM's cache")
         if block_size % UNPADDED_TOKENS:
             raise ConfigError(f"kvq's blocks are of a multiple of {UNPADDED_TOKENS} tokens, got {block_size}")
         formats = recipe.layers[layer]

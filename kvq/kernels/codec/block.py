@@ -1,8 +1,8 @@
 """Reference encoder and decoder of whole blocks, whose mean may be taken out: the definition of correct.
 
 The mean is of the rows as they are coded, rotated where the format rotates: their sum in fp32, token after
-token, over their number. It is stored in `mean_format`, codes and then scales, and what it decodes to is taken
-from every row.
+token, over their number. It is stored in `mean_format`, codes and then scales, and what it decodes to is
+taken from every row.
 """
 
 from dataclasses import replace

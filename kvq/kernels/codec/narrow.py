@@ -1,7 +1,7 @@
 """Scales and minimums of 8 bits, by integer arithmetic, so that every device agrees bit for bit.
 
-A scale byte 8 e + m stands for (8 + m) * 2**(e - 23), from 2**-20 to 3,840; a minimum byte, signed, for so many
-steps of scale * 2**(bits - 7). A minimum thus reaches 2**bits scales to either side of zero.
+A scale byte 8 e + m stands for (8 + m) * 2**(e - 23), from 2**-20 to 3,840; a minimum byte, signed, for so
+many steps of scale * 2**(bits - 7). A minimum thus reaches 2**bits scales to either side of zero.
 """
 
 import torch

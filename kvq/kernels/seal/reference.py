@@ -8,7 +8,7 @@ from kvq.kernels.paged import PagedRows, StagedBatch, StagedKV
 
 
 def seal(kv: StagedKV, batch: StagedBatch) -> None:
-    """Quantize blocks that are full and followed by `recent` tokens now, each whole; sinks are moved as they are.
+    """Quantize blocks that are full and followed by `recent` tokens now, each whole; move sinks as they are.
 
     The new tokens' K and V must already be written to the recent blocks. A block's bytes depend on its own
     tokens alone, so one that is sealed twice, by sequences that share it, becomes what it was.
@@ -33,7 +33,6 @@ def _store(x: Tensor, rows: PagedRows, fmt: KVFormat, clip: float, block: int) -
     static = None if rows.static_scale is None else rows.static_scale[:, None, None]
     codes, scales, means = encode_block(x, fmt, static, clip=clip)
     rows.codes[block] = codes
-    if rows.scales is not None:
-        rows.scales[block] = scales
-    if rows.means is not None:
-        rows.means[block] = means
+    for stored, new in ((rows.scales, scales), (rows.means, means)):
+        if stored is not None and new is not None:
+            stored[block] = new
