@@ -1,0 +1,71 @@
+"""Tokens that wait unquantized: how a request came to its blocks changes nothing, and nothing of it is lost."""
+
+import pytest
+
+from kvq.engine import SamplingParams
+from kvq.layout import Role
+from tests.engine.kit import assert_balanced, engine, mixed_prompts, pair, tokens_of
+from tests.engine.test_equality import QUANTIZED_GAP, check_near_ties
+
+STAGED = ["int4_mean", "int3_mean+recent=20", "int4+sinks=4+recent=5", "int8/int4_mean+sinks=17+recent=33"]
+NEW = SamplingParams(max_tokens=40, ignore_eos=True, logprobs=2)
+# Preemptions by computing again, and by swapping; every prompt in several chunks; prefixes taken and waited for.
+WAYS = [
+    {"max_num_batched_tokens": 19},
+    {"num_blocks": 14, "max_context": 112},
+    {"num_blocks": 14, "max_context": 112, "swap_memory": "4MiB"},
+    {},
+]
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "gpt_oss"])
+@pytest.mark.parametrize("kv", STAGED)
+def test_tokens_are_those_of_one_by_one_runs_but_for_near_ties(kv, family):
+    model = pair(family)[0].with_kv(kv)
+    prompts = mixed_prompts(8, seed=5, longest=70)
+    prompts += [[*prompts[0], *prompts[1]][:71], prompts[0]]
+    alone = engine(model, max_num_seqs=1, prefix_caching=False).generate(prompts, NEW)
+    seen = 0
+    for options in WAYS:
+        llm = engine(model, **options)
+        for _ in range(2):
+            seen += check_near_ties(alone, llm.generate(prompts, NEW), gap=QUANTIZED_GAP)
+        assert_balanced(llm)
+    assert seen <= 8, f"{seen} of 80 results differ from those of one-by-one runs"
+
+
+@pytest.mark.parametrize("kv", STAGED)
+def test_a_prompt_that_came_before_is_found_up_to_the_tokens_that_are_not_sealed(kv):
+    model = pair("llama")[0].with_kv(kv)
+    llm = engine(model)
+    prompt = mixed_prompts(1, seed=6, longest=90)[0] * 3
+    prompt = prompt[:90]
+    first = llm.generate([prompt], SamplingParams(max_tokens=1, logprobs=2))
+    again = llm.generate([prompt], SamplingParams(max_tokens=1, logprobs=2))
+    size, recent = model.layout.block_size, model.layout.exact.recent
+    assert again[0].receipt.cached_tokens == (90 - recent) // size * size
+    assert tokens_of(first) == tokens_of(again)
+
+
+@pytest.mark.parametrize("kv", STAGED[1:3])
+def test_several_results_of_a_prompt_are_those_of_requests_of_their_own(kv):
+    model = pair("llama")[0].with_kv(kv)
+    prompt = mixed_prompts(1, seed=7, longest=50)[0]
+    llm = engine(model, num_blocks=40)
+    [output] = llm.generate([prompt], SamplingParams(n=4, temperature=1.0, seed=3, max_tokens=60, ignore_eos=True))
+    alone = engine(model, max_num_seqs=1)
+    [other] = alone.generate([prompt], SamplingParams(n=1, temperature=1.0, seed=3, max_tokens=60, ignore_eos=True))
+    assert output.outputs[0].token_ids == other.outputs[0].token_ids
+    beams = SamplingParams(max_tokens=50, beam_width=3)
+    assert tokens_of(llm.generate([prompt], beams)) == tokens_of(engine(model).generate([prompt], beams))
+    assert_balanced(llm)
+
+
+def test_the_pools_are_accounted_for_group_by_group():
+    model = pair("llama")[0].with_kv("int3_mean+sinks=4+recent=32")
+    llm = engine(model)
+    layout = model.layout
+    assert [group.role for group in layout.groups] == [Role.SEALED, Role.RECENT, Role.SINKS]
+    counts = llm.core.runner.cache.num_blocks
+    total = sum(group.pool_bytes(count) for group, count in zip(layout.groups, counts, strict=True))
+    assert llm.core.runner.cache.nbytes == total
