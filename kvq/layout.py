@@ -26,6 +26,14 @@ class BlockOrder(Enum):
     BLOCK_MAJOR = "block-major"  # [block, layer, bytes]
 
 
+class Role(Enum):
+    """What a layer group's blocks are for."""
+
+    SEALED = "sealed"  # rows in the recipe's formats
+    RECENT = "recent"  # staging: the youngest rows as they came
+    SINKS = "sinks"  # staging: the first rows as they came
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Region:
     """The rows of one kind inside one layer's part of a block."""
@@ -64,6 +72,8 @@ class GroupLayout:
     block_size: int  # tokens
     order: BlockOrder
     layers: tuple[LayerLayout, ...]
+    role: Role = Role.SEALED
+    limit: int | None = None  # tokens of a sequence that have blocks, the first ones (SINKS); None: all
 
     @property
     def block_bytes(self) -> int:

@@ -23,18 +23,20 @@ class BlockKeeper:
         num_blocks: list[int],
         block_size: int,
         windows: list[int | None] | None = None,
+        limits: list[int | None] | None = None,
         host_slots: list[int] | None = None,
         reserve_blocks: int = 0,
         max_pinned_blocks: int | None = None,
         identity: bytes = b"",
         digest: Digest = sha256_digest,
     ) -> None:
-        """One entry of `num_blocks`, `windows` and `host_slots` per layer group.
+        """One entry of `num_blocks`, `windows`, `limits` and `host_slots` per layer group.
 
-        `block_size` is in tokens; a window of None means full attention. `reserve_blocks` of every
-        pool are kept from new sequences, so that running ones can grow. `max_pinned_blocks` of
-        every pool may be pinned, by default half. `identity` names the model and the recipe:
-        prefixes of another identity never match.
+        `block_size` is in tokens; a window of None means full attention. A group with a limit holds the
+        first so many tokens of every sequence, a multiple of the block size, and never any others; it
+        has no window. `reserve_blocks` of every pool are kept from new sequences, so that running ones
+        can grow. `max_pinned_blocks` of every pool may be pinned, by default half. `identity` names the
+        model and the recipe: prefixes of another identity never match.
 
         Raises:
             ConfigError: a number out of range, or lists of different lengths.
@@ -43,6 +45,7 @@ class BlockKeeper:
             num_blocks=num_blocks,
             block_size=block_size,
             windows=[None] * len(num_blocks) if windows is None else list(windows),
+            limits=[None] * len(num_blocks) if limits is None else list(limits),
             identity=identity,
             digest=digest,
         )

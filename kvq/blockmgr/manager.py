@@ -58,7 +58,8 @@ class BlockManager(BlockKeeper):
     def adopt(self, prompt: PrefixQuery, length: int) -> Sequence:
         """Start a sequence whose first `length` tokens will be filled in, not computed.
 
-        Full-attention groups get blocks for all of it, sliding-window groups for the last window.
+        Full-attention groups get blocks for all of it, sliding-window groups for the last window, those
+        with a limit up to that.
         Fill every block of `tables[g][starts[g]:]`, then `commit`; without it, `free` leaves nothing.
 
         Raises:
@@ -84,7 +85,7 @@ class BlockManager(BlockKeeper):
     def append(self, work: Work) -> list[list[int]]:
         """Make room for new tokens: (sequence, count) each. Return their slots per layer group.
 
-        All or nothing over all sequences and groups. A last block that somebody else sees too, a
+        Tokens beyond a layer group's limit have the slot -1 there. All or nothing over all sequences and groups. A last block that somebody else sees too, a
         fork or the index, is copied first: the order is queued, exactly once.
 
         Raises:

@@ -46,6 +46,7 @@ class BatchRows:
             num_blocks=self._least_blocks(batch),
             block_size=layout.block_size,
             windows=[group.group.window for group in layout.groups],
+            limits=[group.limit for group in layout.groups],
         )
         self.scratch = DenseScratch(self.blocks, device)
         self.recent = RecentRows(residual_length) if residual_length else None

@@ -66,6 +66,7 @@ class Session:
             num_blocks=num_blocks,
             block_size=layout.block_size,
             windows=[group.group.window for group in layout.groups],
+            limits=[group.limit for group in layout.groups],
         )
         self.window_limit: int | None = None
         self.observer: Observer | None = None
