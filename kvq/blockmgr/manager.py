@@ -85,8 +85,9 @@ class BlockManager(BlockKeeper):
     def append(self, work: Work) -> list[list[int]]:
         """Make room for new tokens: (sequence, count) each. Return their slots per layer group.
 
-        Tokens beyond a layer group's limit have the slot -1 there. All or nothing over all sequences and groups. A last block that somebody else sees too, a
-        fork or the index, is copied first: the order is queued, exactly once.
+        All or nothing over all sequences and groups. A last block that somebody else sees too, a
+        fork or the index, is copied first: the order is queued, exactly once. Tokens beyond a group's
+        limit have no slot there: -1.
 
         Raises:
             OutOfBlocks: a pool or a quota has too few blocks; nothing changed.
