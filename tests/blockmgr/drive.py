@@ -4,7 +4,8 @@
     python -m tests.blockmgr.drive --steps 4000000 --length 400 --staged
 
 Episodes of a few thousand steps each, or of `--length`, on small pools of changing shape, so that blocks
-are always short; with `--staged` all have the layer groups that stage tokens. A step is one operation on the block manager with everything that `Simulation.check` reads.
+are always short; with `--staged` all have the layer groups that stage tokens. A step is one operation on
+the block manager with everything that `Simulation.check` reads.
 """
 
 import argparse
@@ -29,7 +30,8 @@ PATHS = [
     "hits", "parts", "copies on write", "evicted", "deduplicated", "waits", "forked", "failed", "rewound",
     "rewinds refused", "drafts accepted", "drafts rejected", "window moved", "swapped out", "swapped in",
     "found again at swap in", "damaged", "refused swap out", "refused swap in", "refused", "refused by quota",
-    "pinned", "pins expired", "refused pin", "adopted", "refused adopt", "collisions", "grown", "beyond a limit",
+    "pinned", "pins expired", "refused pin", "adopted", "refused adopt", "collisions", "grown",
+    "beyond a limit",
 ]  # fmt: skip
 
 
@@ -48,7 +50,7 @@ def random_reach(rng: random.Random, size: int, staged: bool) -> tuple[list[int 
 
 
 def random_simulation(rng: random.Random, *, staged: bool = False) -> Simulation:
-    """A manager of random shape: windows, limits, pool sizes, quotas, host slots, digests that collide or not."""
+    """A manager of random shape: groups, pool sizes, quotas, host slots, digests that collide or not."""
     size = rng.randint(1, 4)
     windows, limits = random_reach(rng, size, staged)
     collides = {"digest": tiny_digest(rng.randint(2, 5))} if rng.random() < 0.25 else {}
