@@ -94,9 +94,7 @@ class GroupLayout:
     order: BlockOrder
     layers: tuple[LayerLayout, ...]
     role: Role = Role.SEALED
-    limit: int | None = (
-        None  # tokens of every sequence, from its first on, that the group holds; None for all
-    )
+    limit: int | None = None  # tokens of a sequence that have blocks, the first ones (SINKS); None: all
 
     @property
     def holds_all(self) -> bool:

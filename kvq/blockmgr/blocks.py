@@ -21,6 +21,7 @@ class Blocks:
         num_blocks: list[int],
         block_size: int,
         windows: list[int | None],
+        limits: list[int | None],
         lag: int = 0,
         identity: bytes,
         digest: Digest,
@@ -29,18 +30,22 @@ class Blocks:
             raise ConfigError(f"block_size must be at least 1 token, got {block_size}")
         if not num_blocks:
             raise ConfigError("num_blocks must name at least one layer group's pool, got none")
-        if len(windows) != len(num_blocks):
-            raise ConfigError(
-                f"windows and num_blocks need one entry per layer group, got {len(windows)} and "
-                f"{len(num_blocks)}"
-            )
+        for name, entries in (("windows", windows), ("limits", limits)):
+            if len(entries) != len(num_blocks):
+                raise ConfigError(
+                    f"{name} and num_blocks need one entry per layer group, got {len(entries)} and "
+                    f"{len(num_blocks)}"
+                )
         if lag < 0:
             raise ConfigError(f"lag must be at least 0 tokens, got {lag}")
         if any(window is not None and window < 1 for window in windows):
             raise ConfigError(f"a window must be at least 1 token, or None, got {windows}")
+        _check_limits(limits, windows, block_size)
         self.block_size = block_size
         self.lag = lag
         self.windows = windows
+        self.limits = limits
+        self.ends = [None if limit is None else limit // block_size for limit in limits]  # of tables, blocks
         self.pools = [
             BlockPool(count, on_evict=self._listener(group)) for group, count in enumerate(num_blocks)
         ]
@@ -54,6 +59,15 @@ class Blocks:
         """Index of the first block that a token at position `length`, or any later one, can see."""
         window = self.windows[group]
         return 0 if window is None else max(0, length - window + 1) // self.block_size
+
+    def entries(self, group: int, length: int) -> int:
+        """How many entries a table has for so many tokens: none beyond the group's limit."""
+        total, end = -(-length // self.block_size), self.ends[group]
+        return total if end is None else min(total, end)
+
+    def num_groups_at(self, index: int) -> int:
+        """How many layer groups have blocks at an index of their tables: those with no limit before it."""
+        return sum(end is None or index < end for end in self.ends)
 
     def can_take(
         self, demand: Demand, *, beside: list[list[BlockId]], spare: list[int] | None = None
@@ -145,7 +159,7 @@ class Blocks:
             if node is None:
                 break
             for group in range(len(self.pools)):
-                if i >= sequence.starts[group]:
+                if sequence.holds(group, i):
                     self._settle(sequence, group, i, node)
             sequence.node = node
             sequence.depth += 1
@@ -188,15 +202,15 @@ class Blocks:
         """
         self.climb(sequence)
         for i in reversed(range(sequence.depth, max(map(len, sequence.tables)))):
-            for pool, table, start in zip(self.pools, sequence.tables, sequence.starts, strict=True):
-                if start <= i < len(table) and pool.entry(table[i]) is not None:
+            for group, (pool, table) in enumerate(zip(self.pools, sequence.tables, strict=True)):
+                if sequence.holds(group, i) and pool.entry(table[i]) is not None:
                     if pool.references(table[i]) > 1:
                         return
                     pool.forget(table[i])
         while (parent := sequence.node.parent) is not None and sequence.depth > sequence.found:
             i, held = sequence.depth - 1, list(enumerate(sequence.node.blocks))
             if any(
-                block is not None and self.pools[group].references(block) > (i >= sequence.starts[group])
+                block is not None and self.pools[group].references(block) > sequence.holds(group, i)
                 for group, block in held
             ):
                 break
@@ -217,6 +231,21 @@ class Blocks:
             return stranded if needs_prefix else []
 
         return evicted
+
+
+def _check_limits(limits: list[int | None], windows: list[int | None], block_size: int) -> None:
+    for limit, window in zip(limits, windows, strict=True):
+        if limit is None:
+            continue
+        if limit < 1 or limit % block_size:
+            raise ConfigError(
+                f"a limit must be a positive multiple of the block size {block_size}, or None, got {limit}"
+            )
+        if window is not None:
+            raise ConfigError(
+                f"a layer group keeps the first {limit} tokens or a window of the last {window}, not both; "
+                f"make two groups"
+            )
 
 
 def _by_account(parts: list[tuple[int, Account | None]]) -> dict[Account, int]:

@@ -114,6 +114,9 @@ def _check_index(blocks: Blocks) -> None:
         num_held = 0
         for group, block in enumerate(node.blocks):
             if block is not None:
+                assert node.depth <= blocks.entries(group, node.depth * blocks.block_size), (
+                    f"group {group}, block {block}: indexed beyond the group's limit"
+                )
                 num_held += 1
                 marks[group] += 1
                 assert blocks.pools[group].entry(block) is node, f"group {group}, block {block}: wrong mark"
@@ -143,7 +146,9 @@ def _check_sequence(blocks: Blocks, sequence: Sequence) -> None:
     assert 0 <= sequence.committed <= sequence.length, "more tokens are committed than appended"
     for group, table in enumerate(sequence.tables):
         start = sequence.starts[group]
-        assert len(table) == -(-sequence.length // size), f"group {group}: a table has the wrong length"
+        assert len(table) == blocks.entries(group, sequence.length), (
+            f"group {group}: a table has the wrong length"
+        )
         assert 0 <= start <= len(table), f"group {group}: a table starts outside itself"
         known = sequence.committed or sequence.length  # an adopted prefix is committed as a whole
         needed = min(blocks.first_seen(group, known), len(table))
@@ -154,7 +159,7 @@ def _check_sequence(blocks: Blocks, sequence: Sequence) -> None:
         i = node.depth - 1
         assert node.tokens == sequence.tokens[i * size : (i + 1) * size].tobytes(), "indexed tokens differ"
         for group, table in enumerate(sequence.tables):
-            held = not sequence.is_swapped and i >= sequence.starts[group]
+            held = not sequence.is_swapped and sequence.holds(group, i)
             assert not held or node.blocks[group] == table[i], f"group {group}: the index has another block"
         node = node.parent
 

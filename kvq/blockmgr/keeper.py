@@ -23,6 +23,7 @@ class BlockKeeper:
         num_blocks: list[int],
         block_size: int,
         windows: list[int | None] | None = None,
+        limits: list[int | None] | None = None,
         host_slots: list[int] | None = None,
         reserve_blocks: int = 0,
         max_pinned_blocks: int | None = None,
@@ -30,13 +31,14 @@ class BlockKeeper:
         identity: bytes = b"",
         digest: Digest = sha256_digest,
     ) -> None:
-        """One entry of `num_blocks`, `windows` and `host_slots` per layer group.
+        """One entry of `num_blocks`, `windows`, `limits` and `host_slots` per layer group.
 
-        `block_size` is in tokens; a window of None means full attention. `reserve_blocks` of every
-        pool are kept from new sequences, so that running ones can grow. `max_pinned_blocks` of
-        every pool may be pinned, by default half. `lag`: tokens that must be good after a block before the
-        index may know it, where its bytes are made only then. `identity` names the model and the recipe:
-        prefixes of another identity never match.
+        `block_size` is in tokens; a window of None means full attention. A group with a limit holds the
+        first so many tokens of every sequence, a multiple of the block size, and never any others; it
+        has no window. `reserve_blocks` of every pool are kept from new sequences, so that running ones
+        can grow. `max_pinned_blocks` of every pool may be pinned, by default half. `lag`: tokens that must
+        be good after a block before the index may know it, where its bytes are made only then. `identity`
+        names the model and the recipe: prefixes of another identity never match.
 
         Raises:
             ConfigError: a number out of range, or lists of different lengths.
@@ -46,6 +48,7 @@ class BlockKeeper:
             block_size=block_size,
             windows=[None] * len(num_blocks) if windows is None else list(windows),
             lag=lag,
+            limits=[None] * len(num_blocks) if limits is None else list(limits),
             identity=identity,
             digest=digest,
         )

@@ -58,7 +58,8 @@ class BlockManager(BlockKeeper):
     def adopt(self, prompt: PrefixQuery, length: int) -> Sequence:
         """Start a sequence whose first `length` tokens will be filled in, not computed.
 
-        Full-attention groups get blocks for all of it, sliding-window groups for the last window.
+        Full-attention groups get blocks for all of it, sliding-window groups for the last window, those
+        with a limit up to that.
         Fill every block of `tables[g][starts[g]:]`, then `commit`; without it, `free` leaves nothing.
 
         Raises:
@@ -85,7 +86,8 @@ class BlockManager(BlockKeeper):
         """Make room for new tokens: (sequence, count) each. Return their slots per layer group.
 
         All or nothing over all sequences and groups. A last block that somebody else sees too, a
-        fork or the index, is copied first: the order is queued, exactly once.
+        fork or the index, is copied first: the order is queued, exactly once. Tokens beyond a group's
+        limit have no slot there: -1.
 
         Raises:
             OutOfBlocks: a pool or a quota has too few blocks; nothing changed.

@@ -246,11 +246,12 @@ class PrefixIndex:
         if not node.children and self._roots.get(node.digest) is node:
             del self._roots[node.digest]
 
-    def best_child(self, node: Node, tokens: bytes) -> tuple[Node | None, int]:
+    def best_child(self, node: Node, tokens: bytes, num_groups: int) -> tuple[Node | None, int]:
         """The child that starts with most of `tokens`, and how many tokens they share.
 
-        Children are sorted by their tokens, so on either side the nearest that is there in every
-        layer group shares most. Only some neighbours are looked at, so that nobody can make it slow.
+        Children are sorted by their tokens, so on either side the nearest that is there in all
+        `num_groups` layer groups that have blocks at its depth shares most. Only some neighbours are
+        looked at, so that nobody can make it slow.
         """
         best: Node | None = None
         longest = 0
@@ -262,7 +263,7 @@ class PrefixIndex:
                 common = _common_tokens(node.keys[i], tokens)
                 if common <= longest:
                     break
-                if node.children[i].num_held == self._num_groups:
+                if node.children[i].num_held == num_groups:
                     best, longest = node.children[i], common
                     break
         return best, longest

@@ -25,8 +25,8 @@ class Hit:
 def find(blocks: Blocks, prompt: PrefixQuery, max_tokens: int) -> Hit:
     """The longest valid hit of at most `max_tokens` tokens. Changes nothing.
 
-    A hit of length L is valid if full-attention groups hold all of [0, L), and sliding-window groups
-    the part of it that a token at position L sees.
+    A hit of length L is valid if full-attention groups hold all of [0, L), those with a limit what of it
+    lies below that, and sliding-window groups the part of it that a token at position L sees.
     """
     check_prompt(blocks, prompt)
     size = blocks.block_size
@@ -36,7 +36,7 @@ def find(blocks: Blocks, prompt: PrefixQuery, max_tokens: int) -> Hit:
     parent = nodes[-1] if nodes else blocks.index.root(prompt.root)
     start = depth * size
     rest = prompt.data[start * TOKEN_BYTES : min(start + size, max_tokens) * TOKEN_BYTES]
-    part, common = blocks.index.best_child(parent, rest)
+    part, common = blocks.index.best_child(parent, rest, blocks.num_groups_at(depth))
     return Hit(nodes=nodes, part=part, length=start + common)
 
 
@@ -45,14 +45,14 @@ def needed_blocks(blocks: Blocks, nodes: list[Node], length: int) -> tuple[list[
 
     Returns (index of the first one, blocks from there on).
     """
-    starts = [min(blocks.first_seen(group, length), len(nodes)) for group in range(len(blocks.pools))]
-    held = [
-        [block for node in nodes[start:] if (block := node.blocks[group]) is not None]
-        for group, start in enumerate(starts)
-    ]
-    assert all(len(nodes) == start + len(found) for start, found in zip(starts, held, strict=True)), (
-        "a valid hit holds every block"
-    )
+    starts, held = [], []
+    for group in range(len(blocks.pools)):
+        start = min(blocks.first_seen(group, length), len(nodes))
+        end = blocks.entries(group, len(nodes) * blocks.block_size)
+        found = [block for node in nodes[start:end] if (block := node.blocks[group]) is not None]
+        assert start + len(found) == end, "a valid hit holds every block"
+        starts.append(start)
+        held.append(found)
     return starts, held
 
 
@@ -71,7 +71,8 @@ def _valid_depth(blocks: Blocks, nodes: list[Node]) -> int:
     sliding = []
     for group, window in enumerate(blocks.windows):
         if window is None:
-            depth = next((i for i, n in enumerate(nodes[:depth]) if n.blocks[group] is None), depth)
+            end = blocks.entries(group, depth * blocks.block_size)
+            depth = next((i for i, n in enumerate(nodes[:end]) if n.blocks[group] is None), depth)
         else:
             sliding.append(group)
     if not sliding:
@@ -132,11 +133,14 @@ class Prefixes:
 
         `spare`: blocks per layer group. Changes nothing.
         """
-        hit = self.hit(prompt)
-        need = -(-(hit.length + count) // self._blocks.block_size) - len(hit.nodes)
-        _, held = needed_blocks(self._blocks, hit.nodes, len(hit.nodes) * self._blocks.block_size)
-        demand: Demand = [[(need, accounts[group] if accounts else None)] for group in range(len(held))]
-        return self._blocks.can_take(demand, beside=held, spare=spare)
+        hit, blocks = self.hit(prompt), self._blocks
+        whole = len(hit.nodes) * blocks.block_size
+        _, held = needed_blocks(blocks, hit.nodes, whole)
+        demand: Demand = []
+        for group in range(len(held)):
+            need = blocks.entries(group, hit.length + count) - blocks.entries(group, whole)
+            demand.append([(need, accounts[group] if accounts else None)])
+        return blocks.can_take(demand, beside=held, spare=spare)
 
     def publish(self, sequence: Sequence) -> None:
         """Index the full blocks whose tokens are known and whose KV is good."""
@@ -180,17 +184,19 @@ class Prefixes:
 
     def adopt(self, sequence: Sequence, length: int) -> None:
         """Give a new, empty sequence fresh blocks for its first tokens; see `BlockManager.adopt`."""
-        total, rest = divmod(length, self._blocks.block_size)
-        if rest or not 0 <= length <= len(sequence.tokens):
+        blocks = self._blocks
+        if length % blocks.block_size or not 0 <= length <= len(sequence.tokens):
             raise ConfigError(
-                f"length must be a multiple of the block size {self._blocks.block_size} and at most the "
+                f"length must be a multiple of the block size {blocks.block_size} and at most the "
                 f"prompt's {len(sequence.tokens)} tokens, got {length}"
             )
-        starts = [
-            min(self._blocks.first_seen(group, length), total) for group in range(len(self._blocks.pools))
-        ]
-        taken = self._blocks.take(
-            [[(total - first, sequence.account(group))] for group, first in enumerate(starts)]
+        ends = [blocks.entries(group, length) for group in range(len(blocks.pools))]
+        starts = [min(blocks.first_seen(group, length), end) for group, end in enumerate(ends)]
+        taken = blocks.take(
+            [
+                [(end - first, sequence.account(group))]
+                for group, (first, end) in enumerate(zip(starts, ends, strict=True))
+            ]
         )
         sequence.fill(starts, taken)
         sequence.length = length
@@ -214,22 +220,26 @@ class Prefixes:
     def _copy_part(self, sequence: Sequence, part: Node, length: int) -> None:
         """Copy a block whose first tokens come next, if there is room; its owner keeps it."""
         blocks = self._blocks
-        sources = [[block] for block in part.blocks if block is not None]
-        assert len(sources) == len(blocks.pools), "a part is there in every layer group"
+        sources = [[] if block is None else [block] for block in part.blocks]
+        copied = sum(map(len, sources))
+        assert copied == blocks.num_groups_at(part.depth - 1), "a part is there in every layer group"
         blocks.share(sources)  # so that making room can't evict it
         try:
-            taken = blocks.take([[(1, sequence.account(group))] for group in range(len(sources))])
+            taken = blocks.take(
+                [[(len(source), sequence.account(group))] for group, source in enumerate(sources)]
+            )
         except OutOfBlocks:
             return
         finally:
             blocks.release(sources)
-        for group, ((source,), (target,)) in enumerate(zip(sources, taken, strict=True)):
-            blocks.order(Copy(group=group, source=source, target=target))
-            sequence.mark(group, len(sequence.tables[group]))
-            sequence.tables[group].append(target)
+        for group, pairs in enumerate(map(zip, sources, taken)):
+            for source, target in pairs:
+                blocks.order(Copy(group=group, source=source, target=target))
+                sequence.mark(group, len(sequence.tables[group]))
+                sequence.tables[group].append(target)
         sequence.length = length
-        sequence.receipt.own += len(sources)
-        sequence.receipt.copied += len(sources)
+        sequence.receipt.own += copied
+        sequence.receipt.copied += copied
 
 
 def _most_reused(prompt: PrefixQuery) -> int:

@@ -33,7 +33,7 @@ class Sequence:
 
     `tables[g][i]` is the block of positions [i * block_size, (i + 1) * block_size) in layer group g.
     Entries before `starts[g]` were given back, because no token can see them any more; what they
-    say means nothing.
+    say means nothing. A group that keeps only the first tokens has no entries beyond its limit.
     """
 
     tables: list[list[BlockId]]  # per layer group
@@ -97,6 +97,10 @@ class Sequence:
     def is_swapped(self) -> bool:
         """True while its blocks are in host slots."""
         return self.swapped is not None
+
+    def holds(self, group: int, index: int) -> bool:
+        """True if it has a block at an index of a table: not given back, not beyond the group's limit."""
+        return self.starts[group] <= index < len(self.tables[group])
 
     def account(self, group: int) -> Account | None:
         """Whose quota its blocks of a layer group count on, if anybody's."""

@@ -144,7 +144,7 @@ class SwapSpace:
         nodes = _path(sequence.node)
         depth = 0
         for i, node in enumerate(nodes):
-            held = [g for g, start in enumerate(sequence.starts) if i >= start]
+            held = [g for g in range(len(sequence.tables)) if sequence.holds(g, i)]
             if not node.alive or any(node.blocks[g] != sequence.tables[g][i] for g in held):
                 break
             depth = i + 1

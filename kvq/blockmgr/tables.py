@@ -26,7 +26,7 @@ class Tables:
             grow: _Grow = []
             leaving: dict[BlockId, int] = {}  # references that earlier copies of this plan give up
             is_writable = pool.is_writable
-            for sequence, count in work:
+            for sequence, count in self._within(work, group):
                 table, length = sequence.tables[group], sequence.length
                 room = len(table) * size - length
                 if room and count and not is_writable(last := table[-1]):
@@ -39,6 +39,13 @@ class Tables:
                     grow.append((sequence, -((room - count) // size), False))
             plan.append(grow)
         return plan
+
+    def _within(self, work: Work, group: int) -> Work:
+        """Of `work` the tokens that get slots in a layer group: those below its limit, if it has one."""
+        limit = self._blocks.limits[group]
+        if limit is None:
+            return work
+        return [(s, min(count, limit - s.length)) for s, count in work if s.length < limit]
 
     def demand(self, plan: list[_Grow]) -> Demand:
         """The blocks that a plan takes, and on whose quota."""
@@ -59,8 +66,11 @@ class Tables:
                 sequence.receipt.peak = max(sequence.receipt.peak, sequence.num_held)
 
     def slots(self, work: Work) -> list[list[int]]:
-        """The slots of `count` tokens from each sequence's length on, per layer group."""
-        return [self._slots(work, group) for group in range(len(self._blocks.pools))]
+        """The slots of `count` tokens from each sequence's length on, per layer group; -1 beyond a limit."""
+        return [
+            self._slots(work, group) if limit is None else self._slots_below(limit, work, group)
+            for group, limit in enumerate(self._blocks.limits)
+        ]
 
     def _extend(
         self, sequence: Sequence, group: int, fresh: Iterator[BlockId], need: int, copies: bool
@@ -90,6 +100,14 @@ class Tables:
                 stop = min(size, offset + end - at)
                 slots.extend(range(base + offset, base + stop))
                 at += stop - offset
+        return slots
+
+    def _slots_below(self, limit: int, work: Work, group: int) -> list[int]:
+        slots: list[int] = []
+        for sequence, count in work:
+            kept = max(0, min(count, limit - sequence.length))
+            slots += self._slots([(sequence, kept)], group)
+            slots += [-1] * (count - kept)
         return slots
 
     def share_all(self, source: Sequence, target: Sequence) -> None:
@@ -161,9 +179,9 @@ class Tables:
             slots += pool.num_live * size
             tails: dict[BlockId, int] = {}  # last blocks that are not full, and their empty slots
             for sequence in sequences:
-                if empty := -sequence.length % size:
-                    last = sequence.tables[group][-1]
-                    tails[last] = min(empty, tails.get(last, empty))
+                table = sequence.tables[group]
+                if (empty := len(table) * size - sequence.length) > 0:  # below 0 beyond a limit
+                    tails[table[-1]] = min(empty, tails.get(table[-1], empty))
             if any(pool.references(block) > 1 for block in tails):
                 for sequence in sequences:  # a fork may be further on in the same block
                     for block in sequence.tables[group][sequence.starts[group] : sequence.length // size]:

@@ -117,11 +117,13 @@ def _read(path: str | Path, cache: KVCache, prompt: PrefixQuery) -> tuple[dict[s
         raise _Miss("it was made for another layout: block size, layers or their formats differ")
     if rest or not 0 < length <= len(prompt.tokens):
         raise _Miss(f"it holds {length} tokens, the prompt has {len(prompt.tokens)}")
-    if len(starts) != len(cache.layout.groups) or any(
+    groups = cache.layout.groups
+    if len(starts) != len(groups) or any(
         not isinstance(start, int) or not 0 <= start <= total for start in starts
     ):
         raise _Miss("its header names blocks that can't be")
-    tensors = _tensors(raw, cache, [total - start for start in starts])
+    ends = [total if group.limit is None else min(total, group.limit // group.block_size) for group in groups]
+    tensors = _tensors(raw, cache, [end - start for start, end in zip(starts, ends, strict=True)])
     digests = [_digest(cache, g, start, tensors[g]) for g, start in enumerate(starts)]
     header = _header(cache, prompt, length, starts, digests)
     for name, reason in {

@@ -45,7 +45,7 @@ class BatchRows:
         self.manager = BlockManager(
             num_blocks=self._least_blocks(batch),
             block_size=layout.block_size,
-            windows=[group.group.window for group in layout.groups],
+            **layout.holding,
         )
         self.scratch = DenseScratch(self.blocks, device)
         self.recent = RecentRows(residual_length) if residual_length else None

@@ -141,7 +141,7 @@ def build_parts(model: Model, config: EngineConfig, max_context: int) -> tuple[S
     manager = BlockManager(
         num_blocks=num_blocks,
         block_size=layout.block_size,
-        windows=[group.group.window for group in layout.groups],
+        **layout.holding,
         host_slots=host_slots,
         reserve_blocks=reserve_blocks(num_blocks, config.reserve_fraction),
     )

@@ -65,7 +65,7 @@ class Session:
         self.manager = BlockManager(
             num_blocks=num_blocks,
             block_size=layout.block_size,
-            windows=[group.group.window for group in layout.groups],
+            **layout.holding,
         )
         self.window_limit: int | None = None
         self.observer: Observer | None = None

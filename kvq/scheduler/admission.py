@@ -60,17 +60,20 @@ class Admission:
 
         The reserve, and what others were promised. A request that was preempted also waits until
         running ones could grow by some blocks each, more after every preemption, or it would be
-        preempted again at once. Alone it may have everything.
+        preempted again at once. Alone it may have everything. A sequence in a layer group with a window
+        takes one block at most before it gives one back, one that passed a group's limit none.
         """
         if not self.holders.running:
             return [0] * len(self.shape.windows)
-        growth = 0
-        if request.preemptions:
-            growth = self.holders.num_sequences << min(request.preemptions - 1, 8)
-        size = self.shape.block_size
-        return [
-            self.manager.reserve_blocks
-            + growth
-            + (promised if window is None else min(promised, -(-window // size) + 1))
-            for window in self.shape.windows
-        ]
+        running = self.holders.num_sequences if request.preemptions else 0
+        growth = running << max(0, min(request.preemptions - 1, 8))
+        spare = []
+        for window, limit in self.shape.reaches:
+            if limit is not None:
+                left = min(promised, self.num_blocks(limit))
+            elif window is not None:
+                left = min(growth, running) + min(promised, self.num_blocks(window) + 1)
+            else:
+                left = growth + promised
+            spare.append(self.manager.reserve_blocks + left)
+        return spare

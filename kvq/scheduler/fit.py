@@ -8,6 +8,8 @@ from kvq.errors import RequestError
 from kvq.scheduler.config import SchedulerConfig
 from kvq.scheduler.request import Request
 
+Reach = tuple[int | None, int | None]  # which tokens a layer group keeps: (window, limit), None for all
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PoolShape:
@@ -16,6 +18,13 @@ class PoolShape:
     num_blocks: list[int]  # per layer group
     windows: list[int | None]  # per layer group
     block_size: int  # tokens
+    limits: list[int | None] | None = None  # per layer group, if any has one
+
+    @property
+    def reaches(self) -> list[Reach]:
+        """Per layer group."""
+        limits = [None] * len(self.windows) if self.limits is None else self.limits
+        return list(zip(self.windows, limits, strict=True))
 
 
 def worst_case(request: Request, max_tokens: int, shape: PoolShape, chunk: int) -> list[int]:
@@ -23,7 +32,7 @@ def worst_case(request: Request, max_tokens: int, shape: PoolShape, chunk: int) 
     return most_blocks(
         request.prompt_length,
         max_tokens,
-        shape.windows,
+        shape.reaches,
         shape.block_size,
         chunk,
         num_branches=request.num_branches,
@@ -33,24 +42,24 @@ def worst_case(request: Request, max_tokens: int, shape: PoolShape, chunk: int) 
 def most_blocks(
     prompt_tokens: int,
     max_tokens: int,
-    windows: Sequence[int | None],
+    reaches: Sequence[Reach],
     block_size: int,
     chunk: int,
     *,
     num_branches: int = 1,
 ) -> list[int]:
-    """Blocks per layer group, each with its window: the prompt once, the rest per branch.
+    """Blocks per layer group, each with its window and limit: the prompt once, the rest per branch.
 
     A sliding window leaves the prompt behind, so in the end its blocks may all be the branches' own.
     The last generated token needs no slot. `chunk`: the most tokens of one step.
     """
     size, length = block_size, prompt_tokens + max(max_tokens, 1) - 1
     blocks = []
-    for window in windows:
-        total = -(-length // size)
+    for window, limit in reaches:
+        end = total = -(-length // size) if limit is None else -(-min(length, limit) // size)
         if window is not None:  # before a commit a chunk lies beside the window that it sees
             total = min(total, -(-(window + min(chunk, length)) // size) + 1)
-        own = min(total, -(-length // size) - prompt_tokens // size)
+        own = min(total, max(0, end - prompt_tokens // size))
         blocks.append(total + (num_branches - 1) * own)
     return blocks
 

@@ -36,6 +36,7 @@ class Scheduler:
         self.shape = PoolShape(
             num_blocks=[pool.num_blocks for pool in manager.pools],
             windows=manager.blocks.windows,
+            limits=manager.blocks.limits,
             block_size=manager.block_size,
         )
         self._admission = Admission(manager, config, costs, self.holders, self.shape)

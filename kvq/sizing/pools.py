@@ -3,13 +3,14 @@
 import math
 from collections.abc import Sequence
 
-from kvq.layout import KVLayout
+from kvq.layout import GroupLayout, KVLayout, Role
 from kvq.scheduler import most_blocks
 
 RESERVE_FRACTION = 0.01  # of the pool, kept from new requests so that running ones can grow
 GPU_FRACTION = 0.9  # of what is free once the weights are loaded; graphs, logits and fragments have the rest
 CPU_FRACTION = 0.5
 CPU_MOST = 4 << 30  # bytes, unless somebody asks for more: others need a host's memory too
+STAGING_MOST = 0.25  # of the pools' memory, for all staging groups together
 MAX_NUM_SEQS, MAX_NUM_BATCHED_TOKENS = 128, 2048  # of an engine that is told nothing else
 
 
@@ -26,24 +27,38 @@ def pool_budget(
     return budget if on_gpu or fraction is not None else min(budget, CPU_MOST)
 
 
-def windows_of(layout: KVLayout) -> list[int | None]:
-    """Of its layer groups."""
-    return [group.group.window for group in layout.groups]
-
-
 def wanted_blocks(layout: KVLayout, *, sequences: int, max_context: int, step_tokens: int) -> list[int]:
     """The most blocks per layer group that so many sequences of full length could use."""
     size = layout.block_size
     blocks = []
-    for window in windows_of(layout):
-        tokens = max_context if window is None else min(max_context, window + step_tokens + size)
-        blocks.append(sequences * -(-tokens // size))
+    for group, shared in zip(layout.groups, step_blocks(layout, step_tokens), strict=True):
+        tokens, window = min(max_context, group.limit or max_context), group.group.window
+        if window is not None:
+            tokens = min(tokens, window + size + (0 if shared else step_tokens))
+        blocks.append(sequences * -(-tokens // size) + shared)
     return blocks
 
 
+def step_blocks(layout: KVLayout, step_tokens: int) -> list[int]:
+    """Blocks per layer group for the tokens of steps, where they are not counted with each sequence.
+
+    Where recent tokens are staged: blocks of two steps, one in flight beside the one that is planned, for
+    all sequences together share a step's tokens. 0 in other groups.
+    """
+    blocks = 2 * -(-step_tokens // layout.block_size)
+    return [blocks if group.role is Role.RECENT else 0 for group in layout.groups]
+
+
 def sequence_blocks(layout: KVLayout, prompt: int, output: int, *, step_tokens: int) -> list[int]:
-    """Blocks per layer group that a sequence holds at most, `step_tokens` being a step's most."""
-    return most_blocks(prompt, output, windows_of(layout), layout.block_size, step_tokens)
+    """Blocks per layer group that a sequence holds at most, `step_tokens` being a step's most.
+
+    Beside those of `step_blocks`, where there are any.
+    """
+    blocks = []
+    for group, shared in zip(layout.groups, step_blocks(layout, step_tokens), strict=True):
+        reach, chunk = (group.group.window, group.limit), 0 if shared else step_tokens
+        blocks += most_blocks(prompt, output, [reach], layout.block_size, chunk)
+    return blocks
 
 
 def bytes_of(layout: KVLayout, blocks: Sequence[int]) -> int:
@@ -52,8 +67,26 @@ def bytes_of(layout: KVLayout, blocks: Sequence[int]) -> int:
 
 
 def share_blocks(layout: KVLayout, wanted: Sequence[int], budget_bytes: int) -> list[int]:
-    """Of the blocks that could ever be used, the same share of each group, so that `budget_bytes` hold it."""
-    share = min(1.0, max(0, budget_bytes) / bytes_of(layout, wanted))
+    """Of the blocks that could ever be used as many as `budget_bytes` hold.
+
+    Staging groups come first, since nothing runs without them: all they want, or the same share of each, so
+    that they take a quarter of the memory. The others then get the same share of each.
+    """
+    staged = [count if _is_staging(group) else 0 for count, group in zip(wanted, layout.groups, strict=True)]
+    sealed = [count - own for count, own in zip(wanted, staged, strict=True)]
+    budget = max(0, budget_bytes)
+    staged = _scaled(layout, staged, STAGING_MOST * budget)
+    sealed = _scaled(layout, sealed, budget - bytes_of(layout, staged))
+    return [own + other for own, other in zip(staged, sealed, strict=True)]
+
+
+def _is_staging(group: GroupLayout) -> bool:
+    return group.role is not Role.SEALED
+
+
+def _scaled(layout: KVLayout, wanted: Sequence[int], budget_bytes: float) -> list[int]:
+    """The same share of each group's blocks, so that `budget_bytes` hold them."""
+    share = min(1.0, budget_bytes / max(1, bytes_of(layout, wanted)))
     return [math.floor(count * share) for count in wanted]
 
 

@@ -1,9 +1,11 @@
 """Random requests against a simulated cache, checked after every step.
 
     python -m tests.blockmgr.drive --steps 1000000 --seed 1 --processes 2
+    python -m tests.blockmgr.drive --steps 4000000 --length 400 --staged
 
-Episodes of a few thousand steps each, on small pools of changing shape, so that blocks are always
-short. A step is one operation on the block manager with everything that `Simulation.check` reads.
+Episodes of a few thousand steps each, or of `--length`, on small pools of changing shape, so that blocks
+are always short; with `--staged` all have the layer groups that stage tokens. A step is one operation on
+the block manager with everything that `Simulation.check` reads.
 """
 
 import argparse
@@ -13,6 +15,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from hashlib import sha256
 
 from kvq.blockmgr import BlockManager
@@ -28,6 +31,7 @@ PATHS = [
     "rewinds refused", "drafts accepted", "drafts rejected", "window moved", "swapped out", "swapped in",
     "found again at swap in", "damaged", "refused swap out", "refused swap in", "refused", "refused by quota",
     "pinned", "pins expired", "refused pin", "adopted", "refused adopt", "collisions", "grown",
+    "beyond a limit",
 ]  # fmt: skip
 
 
@@ -36,14 +40,25 @@ def tiny_digest(bits: int) -> Callable[[bytes], bytes]:
     return lambda data: bytes([sha256(data).digest()[0] & ((1 << bits) - 1)])
 
 
-def random_simulation(rng: random.Random) -> Simulation:
-    """A manager of random shape: windows, pool sizes, quotas, host slots, digests that collide or not."""
+def random_reach(rng: random.Random, size: int, staged: bool) -> tuple[list[int | None], list[int | None]]:
+    """Windows and limits of layer groups; a third of them, or all, stage recent tokens and the first ones."""
+    if staged or rng.random() < 1 / 3:
+        base = rng.randint(2, 9) if rng.random() < 0.2 else None
+        return [base, rng.randint(0, 6) + size, None], [None, None, rng.randint(1, 3) * size]
     windows = rng.choice([[None], [None, rng.randint(1, 9)], [rng.randint(2, 9), None], [rng.randint(2, 7)]])
+    return windows, [None] * len(windows)
+
+
+def random_simulation(rng: random.Random, *, staged: bool = False) -> Simulation:
+    """A manager of random shape: groups, pool sizes, quotas, host slots, digests that collide or not."""
+    size = rng.randint(1, 4)
+    windows, limits = random_reach(rng, size, staged)
     collides = {"digest": tiny_digest(rng.randint(2, 5))} if rng.random() < 0.25 else {}
     manager = BlockManager(
         num_blocks=[rng.randint(4, 20) for _ in windows],
-        block_size=rng.randint(1, 4),
+        block_size=size,
         windows=windows,
+        limits=limits,
         host_slots=[rng.randint(3, 12) for _ in windows],
         max_pinned_blocks=rng.choice([None, 3]),
         **collides,
@@ -170,14 +185,14 @@ def _drafts(rng: random.Random) -> list[int]:
     return [int(rng.random() * 2) for _ in range(int(rng.random() * 4))] if rng.random() < 0.3 else []
 
 
-def episode(name: str, steps: int) -> Counter[str]:
+def episode(name: str, steps: int, staged: bool = False) -> Counter[str]:
     """Drive one simulation; returns how often which path was taken.
 
     Raises:
         AssertionError: an invariant broke; the message says in which episode and step.
     """
     rng = random.Random(name)
-    sim = random_simulation(rng)
+    sim = random_simulation(rng, staged=staged)
     for step in range(steps):
         try:
             indexed = sum(pool.num_cached for pool in sim.manager.pools)
@@ -190,22 +205,25 @@ def episode(name: str, steps: int) -> Counter[str]:
     return sim.seen
 
 
-def episodes(seed: int, steps: int) -> Iterator[tuple[str, int]]:
+def episodes(seed: int, steps: int, length: int = EPISODE) -> Iterator[tuple[str, int]]:
     """Names and lengths of the episodes of a run."""
-    for number, first in enumerate(range(0, steps, EPISODE)):
-        yield f"{seed}:{number}", min(EPISODE, steps - first)
+    for number, first in enumerate(range(0, steps, length)):
+        yield f"{seed}:{number}", min(length, steps - first)
 
 
-def drive(*, steps: int, seed: int, processes: int = 1) -> Counter[str]:
+def drive(
+    *, steps: int, seed: int, processes: int = 1, length: int = EPISODE, staged: bool = False
+) -> Counter[str]:
     """All episodes of a run, over several processes; returns how often which path was taken."""
     seen: Counter[str] = Counter()
-    names, lengths = zip(*episodes(seed, steps), strict=True)
+    names, lengths = zip(*episodes(seed, steps, length), strict=True)
+    one = partial(episode, staged=staged)
     if processes == 1:
-        for name, length in zip(names, lengths, strict=True):
-            seen += episode(name, length)
+        for more in map(one, names, lengths):
+            seen += more
         return seen
     with ProcessPoolExecutor(processes) as pool:
-        for more in pool.map(episode, names, lengths, chunksize=4):
+        for more in pool.map(one, names, lengths, chunksize=4):
             seen += more
     return seen
 
@@ -216,6 +234,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=100_000)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--processes", type=int, default=1)
+    parser.add_argument("--length", type=int, default=EPISODE)
+    parser.add_argument("--staged", action="store_true")
     options = parser.parse_args()
     begin = time.perf_counter()
     seen = drive(**vars(options))

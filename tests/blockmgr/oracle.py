@@ -26,9 +26,16 @@ def is_valid(manager: BlockManager, held: Held, tokens: tuple[int, ...], length:
         return False
     for group, window in enumerate(manager.blocks.windows):
         first = 0 if window is None else max(0, length + 1 - window)
-        if not all(held[tokens[:end]][group] for end in ends if end > first):
+        last = manager.blocks.limits[group] or length
+        if not all(held[tokens[:end]][group] for end in ends if first < end <= last):
             return False
     return True
+
+
+def is_beyond(manager: BlockManager, group: int, path: tuple[int, ...]) -> bool:
+    """True if a layer group never has the block that ends a path."""
+    limit = manager.blocks.limits[group]
+    return limit is not None and len(path) > limit
 
 
 def hit_length(manager: BlockManager, prompt: PrefixQuery) -> int:
@@ -40,7 +47,8 @@ def hit_length(manager: BlockManager, prompt: PrefixQuery) -> int:
     shared = [
         n
         for path, groups in held.items()
-        if all(groups) and len(path) == whole + size
+        if len(path) == whole + size
+        and all(has or is_beyond(manager, g, path) for g, has in enumerate(groups))
         for n in range(1, min(size, usable - whole) + 1)
         if path[: whole + n] == tokens[: whole + n]
     ]

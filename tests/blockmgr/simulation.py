@@ -24,7 +24,7 @@ class Simulation:
     def __init__(self, manager: BlockManager, *, max_clients: int = 5, mirrored: bool = True) -> None:
         self.manager = manager
         self.size = manager.block_size
-        self.windows = manager.blocks.windows
+        self.windows, self.limits = manager.blocks.windows, manager.blocks.limits
         self.max_clients = max_clients
         self.kv = [[[POISON] * self.size for _ in range(pool.num_blocks)] for pool in manager.pools]
         self.host = [[[POISON] * self.size for _ in range(count)] for count in manager.swap.num_slots]
@@ -116,11 +116,15 @@ class Simulation:
         return True
 
     def _write(self, group: int, slots: Iterator[int], todo: list[tuple[Client, int, list[int]]]) -> None:
-        blocks, size = self.kv[group], self.size
+        blocks, size, limit = self.kv[group], self.size, self.limits[group]
         for client, count, drafts in todo:
             at = client.sequence.length - count - len(drafts)
-            for key in client.keys[at : at + count] + client.keys_of(drafts):
+            for p, key in enumerate(client.keys[at : at + count] + client.keys_of(drafts), start=at):
                 slot = next(slots)
+                if limit is not None and p >= limit:
+                    assert slot == -1
+                    self.seen["beyond a limit"] += 1
+                    continue
                 blocks[slot // size][slot % size] = key
         assert next(slots, None) is None
 
@@ -149,7 +153,7 @@ class Simulation:
         """The step's KV held a NaN: its blocks are scrubbed, the request ends."""
         sequence, size = client.sequence, self.size
         for group, (table, start) in enumerate(zip(sequence.tables, sequence.starts, strict=True)):
-            for p in range(max(sequence.committed, start * size), sequence.length):
+            for p in range(max(sequence.committed, start * size), min(sequence.length, len(table) * size)):
                 self.kv[group][table[p // size]][p % size] = BROKEN
         self.manager.scrub(sequence)
         self.free(client)
@@ -270,8 +274,10 @@ class Simulation:
         keys = client.keys + client.keys_of(client.drafts)
         end = min(sequence.length, len(keys))
         assert end == sequence.length, "a slot for a token that nobody knows"
-        for group, window in enumerate(self.windows):
+        length = end
+        for group, (window, limit) in enumerate(zip(self.windows, self.limits, strict=True)):
             kv, table = self.kv[group], sequence.tables[group]
+            end = length if limit is None else min(length, limit)
             first = 0 if window is None else max(0, sequence.committed - window + 1)
             if not sequence.committed:
                 first = max(first, sequence.starts[group] * size)  # adopted, only the last window

@@ -187,3 +187,22 @@ def test_check_integrity_finds_an_index_with_another_block_than_the_sequence() -
     mine[1], theirs[0] = theirs[0], mine[1]
     with pytest.raises(AssertionError, match="the index has another block"):
         blocks.check_integrity()
+
+
+def test_check_integrity_finds_a_table_beyond_its_groups_limit() -> None:
+    blocks = manager(9, 9, limits=[None, 2])
+    sequence = run(blocks, range(4))
+    sequence.tables[1] += blocks.pools[1].allocate(1)
+    with pytest.raises(AssertionError, match="group 1: a table has the wrong length"):
+        blocks.check_integrity()
+
+
+def test_check_integrity_finds_a_block_that_is_indexed_beyond_its_groups_limit() -> None:
+    blocks = manager(9, 9, limits=[None, 2])
+    sequence = run(blocks, range(4))
+    (block,) = blocks.pools[1].allocate(1)
+    blocks.pools[1].keep(block, sequence.node)
+    blocks.blocks.index.attach(sequence.node, 1, block)
+    blocks.pools[1].release(block)
+    with pytest.raises(AssertionError, match="group 1, block 1: indexed beyond the group's limit"):
+        blocks.check_integrity()

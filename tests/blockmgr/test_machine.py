@@ -1,4 +1,4 @@
-"""Any sequence of operations, as hypothesis finds and shrinks them, over two layer groups."""
+"""Any sequence of operations, as hypothesis finds and shrinks them, over layer groups of all kinds."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -45,25 +45,30 @@ def is_stepping(client: Client) -> bool:
 
 
 class Machine(RuleBasedStateMachine):
-    """The simulation's operations as rules. Two tenants, a shared salt, full and sliding layers."""
+    """The simulation's operations as rules. Two tenants, a shared salt; full, sliding and limited groups."""
 
     seen: ClassVar[Counter[str]] = Counter()
 
     @initialize(
-        blocks=st.tuples(st.integers(4, 9), st.integers(4, 9)),
+        blocks=st.lists(st.integers(4, 9), min_size=2, max_size=3),
         size=st.integers(1, 3),
         window=st.integers(1, 6),
+        sinks=st.integers(1, 3),
         quota=st.none() | st.integers(2, 6),
         bits=st.sampled_from([8, 2]),
     )
-    def begin(self, blocks: tuple[int, int], size: int, window: int, quota: int | None, bits: int) -> None:
+    def begin(
+        self, blocks: list[int], size: int, window: int, sinks: int, quota: int | None, bits: int
+    ) -> None:
         """A manager of some shape; with two bits, digests collide all the time."""
+        groups = len(blocks)
         collides = {"digest": lambda data: bytes([sha256(data).digest()[0] & 3])} if bits == 2 else {}
         manager = BlockManager(
-            num_blocks=list(blocks),
+            num_blocks=blocks,
             block_size=size,
-            windows=[None, window],
-            host_slots=[5, 5],
+            windows=[None, window, None][:groups],
+            limits=[None, None, sinks * size][:groups],
+            host_slots=[5, 5, 5][:groups],
             **collides,
         )
         if quota is not None:

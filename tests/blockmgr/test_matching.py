@@ -18,12 +18,23 @@ def lose(blocks: BlockManager, rng: random.Random) -> None:
         pool.release_all(pool.allocate(pool.num_free + gone))
 
 
-@pytest.mark.parametrize("windows", [[None], [3], [None, 3], [5, None], [2, 6], [None, None], [1, None]])
-def test_hits_equal_a_search_through_everything_that_is_indexed(windows: list[int | None]) -> None:
+@pytest.mark.parametrize(
+    ("windows", "limited"),
+    [
+        ([None], 0), ([3], 0), ([None, 3], 0), ([5, None], 0), ([2, 6], 0), ([None, None], 0), ([1, None], 0),
+        ([None, 3, None], 1), ([None, 5, None], 2), ([4, 3, None], 2), ([None], 2),
+    ],
+)  # fmt: skip
+def test_hits_equal_a_search_through_everything_that_is_indexed(
+    windows: list[int | None], limited: int
+) -> None:
+    """`limited`: blocks that the last layer group keeps at most of a sequence; 0 for no limit."""
     rng = random.Random(str(windows))
     lengths = set()
     for _ in range(150):
-        blocks = manager(*[14] * len(windows), size=rng.randint(1, 3), windows=windows)
+        size = rng.randint(1, 3)
+        limits = [*[None] * (len(windows) - 1), limited * size or None]
+        blocks = manager(*[14] * len(windows), size=size, windows=windows, limits=limits)
         for _ in range(4):
             cache(blocks, [rng.randrange(2) for _ in range(rng.randint(1, 12))])
         lose(blocks, rng)
@@ -140,3 +151,54 @@ def test_a_prompt_is_looked_up_again_after_it_was_hashed() -> None:
     assert blocks.lookup(prompt).length == 8
     assert prompt.tokens == token_array(range(9))
     assert blocks.held_prefix(prompt) == (8, [0], [[0, 1, 2, 3]])
+
+
+STAGED = {"windows": [None, 4, None], "limits": [None, None, 4]}
+
+
+def test_a_hit_needs_all_of_a_limited_groups_blocks_and_none_beyond() -> None:
+    blocks = manager(20, 20, 20, **STAGED)
+    cache(blocks, range(12))
+    assert blocks.usage()[2].cached == 2
+    sequence = blocks.start(blocks.prompt(range(13)))
+    assert (sequence.length, sequence.starts) == (12, [0, 4, 0])
+    assert [len(table) for table in sequence.tables] == [6, 6, 2]
+    assert sequence.receipt.shared == 6 + 2 + 2
+    blocks.free(sequence)
+    pool = blocks.pools[2]
+    pool.release_all(pool.allocate(pool.num_free + 1))  # one of the two is given away: the deeper
+    assert (pool.num_cached, hit(blocks, range(13))) == (1, 2)
+    blocks.check_integrity()
+
+
+def test_without_a_deep_block_of_a_limited_group_hits_end_before_it() -> None:
+    blocks = manager(20, 20, limits=[None, 4])
+    cache(blocks, range(12))
+    pool = blocks.pools[1]
+    pool.release_all(pool.allocate(pool.num_free + 1))
+    assert hit(blocks, range(13)) == 2
+    cache(blocks, range(5))  # computed again, and known again for all that came after it
+    assert hit(blocks, range(13)) == 12
+
+
+def test_a_part_beyond_a_limit_is_copied_in_the_other_groups() -> None:
+    blocks = manager(20, 20, size=4, limits=[None, 4])
+    cache(blocks, range(12))
+    sequence = blocks.start(blocks.prompt([*range(6), 99]))
+    assert sequence.length == 6
+    assert [order.group for order in blocks.take_orders()] == [0]  # type: ignore[union-attr]
+    assert [len(table) for table in sequence.tables] == [2, 1]
+    assert (sequence.receipt.shared, sequence.receipt.own, sequence.receipt.copied) == (2, 1, 1)
+    other = blocks.start(blocks.prompt([*range(3), 99]))
+    assert other.length == 3
+    assert [order.group for order in blocks.take_orders()] == [0, 1]  # type: ignore[union-attr]
+    blocks.check_integrity()
+
+
+def test_can_admit_counts_a_limited_group_up_to_its_limit() -> None:
+    blocks = manager(20, 2, limits=[None, 4])
+    assert blocks.can_admit(blocks.prompt(range(30)), 30)
+    run(blocks, range(2))
+    assert not blocks.can_admit(blocks.prompt(range(10, 40)), 3)
+    assert blocks.can_admit(blocks.prompt(range(10, 40)), 2)
+    assert blocks.can_admit(blocks.prompt([0, 1, *range(10, 40)]), 20)  # its first block is there

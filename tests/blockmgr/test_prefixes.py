@@ -228,3 +228,24 @@ def test_a_prompt_stays_as_it_is_while_its_requests_go_on() -> None:
         compute(blocks, sequence, [sampled])
         assert list(sequence.tokens) == [0, 1, 2, sampled]
     assert list(prompt.tokens) == [0, 1, 2]
+
+
+def test_an_adopted_prefix_takes_blocks_of_a_limited_group_up_to_its_limit() -> None:
+    blocks = manager(9, 9, 9, windows=[None, 3, None], limits=[None, None, 4])
+    prompt = blocks.prompt(range(9))
+    sequence = blocks.adopt(prompt, 8)
+    assert (sequence.starts, [len(table) for table in sequence.tables]) == ([0, 3, 0], [4, 4, 2])
+    assert sequence.receipt.own == 4 + 1 + 2
+    blocks.commit(sequence)
+    blocks.free(sequence)
+    assert blocks.held_prefix(prompt)[2][2] == [0, 1]
+    assert hit(blocks, range(9)) == 8
+
+
+def test_a_pin_keeps_a_limited_groups_blocks() -> None:
+    blocks = manager(20, 20, limits=[None, 4])
+    cache(blocks, range(10))
+    assert blocks.pin(blocks.prompt(range(10)), 1.0) == 10
+    assert [usage.live for usage in blocks.usage()] == [5, 2]
+    blocks.drop_cached()
+    assert hit(blocks, range(11)) == 10

@@ -190,3 +190,20 @@ def test_an_unconfirmed_sequence_may_be_freed() -> None:
     blocks.free(sequence)
     blocks.check_integrity()
     assert blocks.usage()[0].free == 9
+
+
+def test_a_limited_groups_blocks_are_swapped_and_damage_to_them_costs_all_that_follows() -> None:
+    blocks = manager(9, 9, host_slots=[9, 2], limits=[None, 4])
+    sequence = swapped(blocks, range(9))
+    assert blocks.swap.num_free == [4, 0]
+    blocks.drop_cached()
+    blocks.take_orders()
+    blocks.swap_in(sequence)
+    assert (sequence.starts, [len(table) for table in sequence.tables]) == ([0, 0], [5, 2])
+    orders = [order for order in blocks.take_orders() if isinstance(order, SwapIn)]
+    assert [order.group for order in orders] == [0] * 5 + [1] * 2
+    blocks.recover(sequence, orders[-1:])
+    assert (sequence.length, sequence.receipt.recomputed) == (2, 7)
+    blocks.check_integrity()
+    compute(blocks, sequence)
+    assert hit(blocks, range(10)) == 8

@@ -253,3 +253,75 @@ def test_scrubbing_leaves_what_others_found_first_or_still_use() -> None:
     blocks.free(other)
     assert hit(blocks, range(7)) == 4
     blocks.check_integrity()
+
+
+def test_a_limited_group_has_slots_for_the_first_tokens_only() -> None:
+    blocks = manager(9, 9, size=2, limits=[None, 4])
+    a, b = blocks.new_sequence(), blocks.new_sequence()
+    assert blocks.append([(a, 3), (b, 1)])[1] == [0, 1, 2, 4]
+    assert blocks.append([(a, 3), (b, 1)])[1] == [3, -1, -1, 5]
+    assert blocks.append([(a, 1), (b, 0)])[1] == [-1]
+    assert [len(table) for table in a.tables] == [4, 2]
+    assert (a.holds(1, 1), a.holds(1, 2), a.holds(0, 3)) == (True, False, True)
+    assert [usage.live for usage in blocks.usage()] == [4 + 1, 2 + 1]
+
+
+def test_a_full_pool_of_a_limited_group_lets_those_beyond_it_go_on() -> None:
+    blocks = manager(20, 2, size=2, limits=[None, 4])
+    sequence = run(blocks, range(4))
+    blocks.append([(sequence, 9)])
+    other = blocks.new_sequence()
+    assert not blocks.can_append([(other, 1)])
+    with pytest.raises(OutOfBlocks, match="need 1 blocks, but only 0 of 2"):
+        blocks.append([(other, 1)])
+
+
+def test_a_limited_groups_blocks_stay_when_windows_move_and_are_copied_below_the_limit_only() -> None:
+    blocks = manager(20, 20, 20, size=2, windows=[None, 4, None], limits=[None, None, 4])
+    sequence = run(blocks, range(3))
+    twin = blocks.fork(sequence)
+    blocks.append([(sequence, 1), (twin, 1)])
+    copied = [order.group for order in blocks.take_orders() if isinstance(order, Copy)]
+    assert copied == [0, 1, 2]  # the second block, half full, in every group
+    blocks.commit(sequence, [3])
+    blocks.free(twin)
+    blocks.append([(sequence, 9)])
+    blocks.commit(sequence, range(4, 13))
+    assert sequence.starts == [0, 5, 0]
+    twin = blocks.fork(sequence)
+    blocks.append([(sequence, 1), (twin, 1)])
+    copied = [order.group for order in blocks.take_orders() if isinstance(order, Copy)]
+    assert copied == [0, 1]
+    assert blocks.usage()[2].live == 2
+    blocks.check_integrity()
+
+
+@pytest.mark.parametrize(("length", "left"), [(9, 2), (5, 2), (4, 2), (3, 2), (2, 1), (1, 1), (0, 0)])
+def test_truncating_gives_back_a_limited_groups_blocks_below_its_limit(length: int, left: int) -> None:
+    blocks = manager(9, 9, size=2, limits=[None, 4])
+    sequence = run(blocks, range(9))
+    blocks.truncate(sequence, length)
+    assert len(sequence.tables[1]) == blocks.usage()[1].live == left
+    slots = blocks.append([(sequence, 5)])[1]
+    assert slots.count(-1) == max(0, min(5, length + 5 - 4))
+    blocks.check_integrity()
+
+
+def test_utilization_counts_no_empty_slots_beyond_a_limit() -> None:
+    blocks = manager(9, 9, size=4, limits=[None, 4])
+    sequence = blocks.new_sequence()
+    blocks.append([(sequence, 3)])
+    assert blocks.utilization() == 6 / 8
+    blocks.append([(sequence, 2)])
+    assert blocks.utilization() == (5 + 4) / (8 + 4)
+
+
+def test_scrubbing_zeroes_a_limited_groups_blocks_too() -> None:
+    blocks = manager(9, 9, size=2, limits=[None, 2])
+    sequence = blocks.new_sequence()
+    blocks.append([(sequence, 5)])
+    blocks.scrub(sequence)
+    assert blocks.take_orders() == [
+        *(Scrub(group=0, block=block) for block in sequence.tables[0]),
+        Scrub(group=1, block=sequence.tables[1][0]),
+    ]

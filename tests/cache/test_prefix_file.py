@@ -6,6 +6,7 @@ import random
 import resource
 import struct
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -116,6 +117,32 @@ def test_a_prefix_comes_back_bit_for_bit(kv: str, order: BlockOrder, tmp_path: P
             assert torch.equal(cache.read_block(group, new), old[0].read_block(group, known))
     for got, expected in zip(attention(cache, manager, prompt), attention(*old, prompt), strict=True):
         assert torch.equal(got, expected)
+
+
+def limited_pair() -> Pair:
+    """A pair whose full layers keep the first two blocks only."""
+    cache, _ = pair()
+    first, *others = cache.layout.groups
+    cache.layout = replace(cache.layout, groups=(replace(first, limit=2 * SIZE), *others))
+    windows = [group.group.window for group in cache.layout.groups]
+    return cache, BlockManager(
+        num_blocks=cache.num_blocks,
+        block_size=SIZE,
+        windows=windows,
+        limits=[2 * SIZE, None],
+        identity=b"model a",
+    )
+
+
+def test_of_a_group_that_keeps_the_first_tokens_a_file_has_those(tmp_path: Path) -> None:
+    (old, before), (new, after) = limited_pair(), limited_pair()
+    prompt = before.prompt(TOKENS)
+    run(old, before, prompt)
+    assert save_prefix(tmp_path / "p", old, before, prompt) == 40
+    assert load_prefix(tmp_path / "p", new, after, prompt) == 40
+    assert [usage.cached for usage in after.usage()] == [2, 3]
+    for block, known in zip(after.held_prefix(prompt)[2][0], before.held_prefix(prompt)[2][0], strict=True):
+        assert torch.equal(new.read_block(0, block), old.read_block(0, known))
 
 
 def scale_bytes(cache: KVCache, group: int, block: int) -> Tensor:

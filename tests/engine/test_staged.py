@@ -1,4 +1,4 @@
-"""Tokens that wait unquantized: how a request came to its blocks changes nothing, and nothing of it is lost."""
+"""Tokens that wait unquantized: how a request came to its blocks changes nothing, nothing is lost."""
 
 import pytest
 
@@ -7,7 +7,10 @@ from kvq.layout import Role
 from tests.engine.kit import assert_balanced, engine, mixed_prompts, pair, tokens_of
 from tests.engine.test_equality import QUANTIZED_GAP, check_near_ties
 
-STAGED = ["int4_mean", "int3_mean+recent=20", "int4+sinks=4+recent=5", "int8/int4_mean+sinks=17+recent=33"]
+STAGED = [
+    *("int4_mean", "int3_mean+recent=20"),
+    *("int4+sinks=4+recent=5", "int8/int4_mean+sinks=17+recent=33"),
+]
 NEW = SamplingParams(max_tokens=40, ignore_eos=True, logprobs=2)
 # Preemptions by computing again, and by swapping; every prompt in several chunks; prefixes taken and waited for.
 WAYS = [
@@ -52,9 +55,13 @@ def test_several_results_of_a_prompt_are_those_of_requests_of_their_own(kv):
     model = pair("llama")[0].with_kv(kv)
     prompt = mixed_prompts(1, seed=7, longest=50)[0]
     llm = engine(model, num_blocks=40)
-    [output] = llm.generate([prompt], SamplingParams(n=4, temperature=1.0, seed=3, max_tokens=60, ignore_eos=True))
+    [output] = llm.generate(
+        [prompt], SamplingParams(n=4, temperature=1.0, seed=3, max_tokens=60, ignore_eos=True)
+    )
     alone = engine(model, max_num_seqs=1)
-    [other] = alone.generate([prompt], SamplingParams(n=1, temperature=1.0, seed=3, max_tokens=60, ignore_eos=True))
+    [other] = alone.generate(
+        [prompt], SamplingParams(n=1, temperature=1.0, seed=3, max_tokens=60, ignore_eos=True)
+    )
     assert output.outputs[0].token_ids == other.outputs[0].token_ids
     beams = SamplingParams(max_tokens=50, beam_width=3)
     assert tokens_of(llm.generate([prompt], beams)) == tokens_of(engine(model).generate([prompt], beams))

@@ -31,6 +31,7 @@ def make(
     *,
     block_size: int = 4,
     windows: tuple[int | None, ...] = (None,),
+    limits: tuple[int | None, ...] | None = None,
     host_slots: int = 0,
     costs: FixedCosts | None = None,
     **config: Any,
@@ -40,6 +41,7 @@ def make(
         num_blocks=[num_blocks] * len(windows),
         block_size=block_size,
         windows=list(windows),
+        limits=None if limits is None else list(limits),
         host_slots=[host_slots] * len(windows),
     )
     return Scheduler(manager, SchedulerConfig(**config), costs or FixedCosts())

@@ -4,7 +4,9 @@ from typing import Any
 
 import pytest
 
+from kvq.blockmgr import BlockManager
 from kvq.errors import ConfigError, RequestError
+from kvq.scheduler import most_blocks
 from tests.scheduler.helpers import add, ask, drain, make
 
 # prompt, max_tokens, branches, block size, windows, tokens of a step, blocks of the largest pool
@@ -99,3 +101,43 @@ def test_a_request_that_shares_nothing_is_not_charged_for_what_it_could_share() 
     assert not scheduler.take_failed()
     assert request.branches[0].num_generated == 2
     assert request.cached_tokens == 0
+
+
+@pytest.mark.parametrize(
+    ("prompt", "max_tokens", "branches", "limit"),
+    [(13, 8, 1, 8), (13, 8, 3, 8), (13, 8, 3, 16), (13, 8, 3, 40), (3, 2, 4, 4), (3, 9, 2, 8), (8, 9, 2, 8)],
+)
+def test_a_limited_group_needs_no_blocks_beyond_its_limit(
+    prompt: int, max_tokens: int, branches: int, limit: int
+) -> None:
+    reaches = [(None, None), (None, limit)]
+    _, need = most_blocks(prompt, max_tokens, reaches, 4, 64, num_branches=branches)
+    blocks = BlockManager(num_blocks=[64, need], block_size=4, limits=[None, limit])
+    first = blocks.new_sequence()
+    blocks.append([(first, prompt)])
+    blocks.commit(first)
+    family = [first, *(blocks.fork(first) for _ in range(branches - 1))]
+    blocks.append([(sequence, max_tokens - 1) for sequence in family])
+    assert blocks.pools[1].num_live == need
+
+
+def test_requests_run_where_the_first_tokens_are_kept_apart_and_what_can_never_fit_is_refused() -> None:
+    shape: dict[str, Any] = {"windows": (None, 8, None), "limits": (None, None, 12), "max_num_seqs": 4}
+    scheduler = make(12, max_num_batched_tokens=8, **shape)
+    requests = [ask(20, 9, num_branches=branches) for branches in (1, 2, 1)]
+    add(scheduler, *requests)
+    drain(scheduler)
+    assert not scheduler.take_failed()
+    assert all(branch.num_generated == 9 for request in requests for branch in request.branches)
+    with pytest.raises(RequestError, match="need 13 and 5 and 3 blocks of 4 tokens, the pool has 12"):
+        scheduler.add(ask(40, 11), 0.0)
+
+
+@pytest.mark.parametrize(("preemptions", "spare"), [(0, [9, 4, 2]), (1, [11, 6, 2]), (4, [25, 6, 2])])
+def test_what_must_be_left_over_where_sequences_stop_growing(preemptions: int, spare: list[int]) -> None:
+    scheduler = make(64, windows=(None, 12, None), limits=(None, None, 8))
+    add(scheduler, ask(4, 9), ask(4, 9))
+    scheduler.schedule(0.0)
+    request = ask(4, 9)
+    request.preemptions = preemptions
+    assert scheduler._admission._spare(request, promised=9) == spare

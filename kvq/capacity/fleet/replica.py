@@ -121,6 +121,8 @@ class Replica:
             num_blocks=spec.num_blocks,
             block_size=spec.block_size,
             windows=list(spec.time.windows),
+            limits=list(spec.time.limits) or None,
+            lag=spec.time.lag,
             reserve_blocks=reserve_blocks(spec.num_blocks),
         )
         most = spec.config.max_num_batched_tokens

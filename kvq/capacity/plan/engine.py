@@ -1,6 +1,7 @@
 """kvq's own engine: how it shares out the memory that it finds."""
 
 from dataclasses import dataclass
+from functools import partial
 
 from kvq.capacity.lengths import Demand
 from kvq.capacity.plan.cost import check_share
@@ -67,9 +68,9 @@ class Engine:
         """Of each layer group, shared out as an engine does for as many sequences, or for more than fit."""
         most = target.geometry.max_context
         longest = min(self.max_context or most, most)
-        one = wanted_blocks(layout, sequences=1, max_context=longest, step_tokens=self.step_tokens)
-        sequences = self.sequences or max(0, budget) // bytes_of(layout, one) + 1
-        return share_blocks(layout, [sequences * count for count in one], budget)
+        wanted = partial(wanted_blocks, layout, max_context=longest, step_tokens=self.step_tokens)
+        sequences = self.sequences or max(0, budget) // bytes_of(layout, wanted(sequences=1)) + 1
+        return share_blocks(layout, wanted(sequences=sequences), budget)
 
     def _why_free(self, room: Room, pool: Term) -> str:
         formula = f"{1 - self.memory_fraction:.3g} of {room.free_bytes:,} B: graphs, logits, fragments"

@@ -7,7 +7,7 @@ reads the KV of each; attention of prefill multiplies; and the engine does somet
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -151,13 +151,15 @@ def _share(ideal_s: float, measured_s: float) -> float:
     return min(1.0, ideal_s / measured_s) if measured_s else 1.0
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class StepTime:
     """What the parts of a step take, in seconds; one entry of each tuple per layer group."""
 
     stage_s: Callable[[int], float]  # linear layers of one stage of a pipeline, for so many tokens
     stages: int = 1
     windows: tuple[int | None, ...]
+    limits: tuple[int | None, ...] = ()  # tokens that a sequence has at most; empty: none are limited
+    lag: int = 0  # tokens before a full block can be shared
     read_s: tuple[float, ...]  # of one token of KV that one decode sees
     pair_s: tuple[float, ...]  # of one token of a prefill and one token that it sees
     sequence_s: float = 0.0  # of a sequence that gets a token
@@ -176,9 +178,14 @@ class StepTime:
         """Tokens that decodes of sequences of these lengths see together, per layer group."""
         full = sum(lengths)
         return [
-            full if window is None else sum([min(length, window) for length in lengths])
-            for window in self.windows
+            full if most is None else sum([min(length, most) for length in lengths]) for most in self._most
         ]
+
+    @cached_property
+    def _most(self) -> list[int | None]:
+        """Tokens that a decode sees at most, per layer group."""
+        limits = self.limits or (None,) * len(self.windows)
+        return [window or limit for window, limit in zip(self.windows, limits, strict=True)]
 
     def prompt_s(self, start: int, end: int) -> float:
         """Computing one sequence's tokens from `start` to `end`: stages of a pipeline wait for each other."""
@@ -187,10 +194,7 @@ class StepTime:
     def prefill_attention(self, start: int, end: int) -> float:
         """Attention of a chunk: the tokens at positions `start` to `end` - 1."""
         return sum(
-            [
-                each * _pairs(start, end, window)
-                for each, window in zip(self.pair_s, self.windows, strict=True)
-            ]
+            [each * _pairs(start, end, window) for each, window in zip(self.pair_s, self._most, strict=True)]
         )
 
 
@@ -224,7 +228,9 @@ def roofline(target: Target, layout: KVLayout, gpu: Gpu, efficiency: Efficiency)
     return StepTime(
         stage_s=stage_s,
         stages=split.pipeline,
-        windows=tuple(group.group.window for group in groups),
+        windows=tuple(layout.holding["windows"]),
+        limits=tuple(layout.holding["limits"]),
+        lag=layout.holding["lag"],
         read_s=tuple(machine.read_s(group.block_bytes / layout.block_size) for group in groups),
         pair_s=tuple(
             machine.attention_s(

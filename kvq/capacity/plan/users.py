@@ -14,7 +14,7 @@ from typing import Any
 from kvq.capacity.lengths import Demand
 from kvq.geometry import ModelGeometry
 from kvq.layout import KVLayout
-from kvq.sizing.pools import bytes_of, sequence_blocks
+from kvq.sizing.pools import bytes_of, sequence_blocks, step_blocks
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,17 +36,18 @@ def count_users(
 ) -> Users:
     """Requests in pools, in blocks and in reserved slots.
 
-    A prefix that all have in common is held once in blocks, where no layer slides. `seats`: sequences that
-    the engine runs side by side at most.
+    A prefix that all have in common is held once in blocks, where no layer slides and all tokens are kept.
+    `seats`: sequences that the engine runs side by side at most.
     """
     lengths = demand.lengths
     held = [sequence_blocks(layout, x.prompt, x.output, step_tokens=step_tokens) for x in lengths]
     shared = [int(x.prompt * demand.prefix_share) // layout.block_size for x in lengths]
     fits = []
-    for group, count in enumerate(num_blocks):
-        common = 0 if layout.groups[group].group.window is not None else max(shared)
+    beside = step_blocks(layout, step_tokens)
+    for group, (count, layer) in enumerate(zip(num_blocks, layout.groups, strict=True)):
+        common = 0 if layer.group.window is not None or layer.limit is not None else max(shared)
         each = fmean([blocks[group] - (common and own) for blocks, own in zip(held, shared, strict=True)])
-        fits.append(int((count - common) / each) if each else 0)
+        fits.append(int((count - beside[group] - common) / each) if each else 0)
     slot = layout.kv_bytes_per_token * demand.slot
     most = sys.maxsize if seats is None else seats
     return Users(

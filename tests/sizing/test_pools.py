@@ -1,0 +1,70 @@
+"""How memory is shared out among layer groups, those that stage tokens first."""
+
+from dataclasses import replace
+
+import pytest
+
+from kvq.capacity.lengths import Demand, fixed
+from kvq.capacity.plan.target import find_model
+from kvq.capacity.plan.users import count_users
+from kvq.geometry import parse_geometry
+from kvq.layout import KVLayout, Role
+from kvq.sizing.memory import kv_layout
+from kvq.sizing.pools import bytes_of, sequence_blocks, share_blocks, wanted_blocks
+
+SIZE, RECENT, SINKS = 32, 64, 32
+STEP = 2048  # tokens
+
+
+def staged() -> KVLayout:
+    """The blocks of Llama 3 8B as int4, and groups for recent and first rows over the same layers."""
+    geometry = parse_geometry(find_model("llama-3-8b").config)
+    sealed, plain = (kv_layout(geometry, kv, block_size=SIZE) for kv in ("int4", "bf16"))
+    (group,) = plain.groups
+    recent = replace(group, group=replace(group.group, window=RECENT + SIZE), role=Role.RECENT)
+    sinks = replace(group, role=Role.SINKS, limit=SINKS)
+    return replace(sealed, groups=(*sealed.groups, recent, sinks))
+
+
+def test_staging_groups_want_their_windows_the_first_tokens_and_two_steps() -> None:
+    wanted = wanted_blocks(staged(), sequences=100, max_context=8192, step_tokens=STEP)
+    assert wanted == [100 * 256, 100 * (3 + 1) + 2 * 64, 100]
+    short = wanted_blocks(staged(), sequences=100, max_context=20, step_tokens=STEP)
+    assert short == [100, 100 + 2 * 64, 100]
+    assert sequence_blocks(staged(), 5000, 100, step_tokens=STEP) == [160, 4, 1]
+    assert sequence_blocks(staged(), 20, 10, step_tokens=STEP) == [1, 1, 1]
+
+
+def test_staging_groups_get_all_they_want_and_the_others_share_the_rest() -> None:
+    layout = staged()
+    wanted = wanted_blocks(layout, sequences=100, max_context=8192, step_tokens=STEP)
+    budget = bytes_of(layout, wanted) // 2
+    blocks = share_blocks(layout, wanted, budget)
+    assert blocks[1:] == wanted[1:]
+    assert budget - layout.groups[0].block_bytes < bytes_of(layout, blocks) <= budget
+    assert share_blocks(layout, wanted, 10**15) == wanted
+
+
+def test_staging_groups_take_at_most_a_quarter() -> None:
+    layout = staged()
+    wanted = wanted_blocks(layout, sequences=1000, max_context=8192, step_tokens=STEP)
+    budget = 4 * 10**9
+    blocks = share_blocks(layout, wanted, budget)
+    assert 0.99e9 < bytes_of(layout, [0, *blocks[1:]]) <= 1e9
+    assert blocks[1] / wanted[1] == pytest.approx(blocks[2] / wanted[2], rel=0.01)
+    assert 3.9e9 < bytes_of(layout, blocks) <= budget
+
+
+def test_no_memory_is_no_blocks() -> None:
+    layout = staged()
+    assert share_blocks(layout, [10, 10, 10], -5) == [0, 0, 0]
+
+
+def test_as_many_sequences_are_counted_as_staging_groups_were_made_for() -> None:
+    layout = staged()
+    blocks = wanted_blocks(layout, sequences=100, max_context=8192, step_tokens=STEP)
+    demand = Demand(lengths=fixed(8192))
+    assert count_users(layout, blocks, demand, step_tokens=STEP).paged == 100
+    for group, most in ((1, 99), (2, 99)):
+        fewer = [count - (group == i) for i, count in enumerate(blocks)]
+        assert count_users(layout, fewer, demand, step_tokens=STEP).paged == most
