@@ -21,7 +21,7 @@ POISON = 0xFF  # NaN as fp32, bf16, fp16, E4M3FN and as a scale
 KINDS = (
     *("fp32", "bf16", "fp16", "fp8", "fp8_per_head", "int8", "int8_per_head"),
     *("fp32_rot", "bf16_rot", "fp8_rot", "fp8_per_head_rot", "int8_rot", "int8_per_head_rot"),
-    *("int4", "int2", "k8v4", "fp8_per_head/int4", "int4/bf16"),
+    *("int6", "int4", "int2", "k8v4", "fp8_per_head/int4", "int4/bf16"),
 )
 
 

@@ -19,7 +19,7 @@ enum KvqStatus { KVQ_OK, KVQ_NO_MEMORY, KVQ_BAD_BLOCK };
 struct KvqRows {
     uint8_t* codes;  // [num_blocks, kv_heads, block_size, row bytes]
     int64_t codes_block, codes_head, codes_slot;
-    uint8_t* scales;  // fp16 [num_blocks, kv_heads, block_size, scales per row], or null
+    uint8_t* scales;  // fp16, or bytes if narrow: [num_blocks, kv_heads, block_size, scales per row]; or null
     int64_t scales_block, scales_head, scales_slot;
     const float* static_scales;  // [kv_heads], or null
     int32_t code;                // KvqCode
@@ -27,7 +27,8 @@ struct KvqRows {
     int32_t dim;                 // elements of a token row
     int32_t group_size;          // elements that share a scale and a minimum; 0 if not grouped
     int32_t rotated;
-    float cut;  // part of a group's range that codes leave out at each end
+    float cut;       // part of a group's range that codes leave out at each end
+    int32_t narrow;  // a group's scale and minimum are a byte each; see codec/narrow.py
 };
 
 struct KvqLayer {

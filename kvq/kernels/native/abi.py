@@ -131,14 +131,14 @@ def _number_of(code: Code) -> int:
 
 def _rows(rows: PagedRows, fmt: KVFormat, dim: int, clip: float) -> Any:
     assert rows.codes.stride(3) == 1, "token rows are contiguous"
-    code_bytes = rows.codes.element_size()
+    codes_block, codes_head, codes_slot = _byte_strides(rows.codes)
     scales = rows.scales
-    block, head, slot = (0, 0, 0) if scales is None else (2 * stride for stride in scales.stride()[:3])
+    block, head, slot = (0, 0, 0) if scales is None else _byte_strides(scales)
     return Rows(
         codes=rows.codes.data_ptr(),
-        codes_block=rows.codes.stride(0) * code_bytes,
-        codes_head=rows.codes.stride(1) * code_bytes,
-        codes_slot=rows.codes.stride(2) * code_bytes,
+        codes_block=codes_block,
+        codes_head=codes_head,
+        codes_slot=codes_slot,
         scales=None if scales is None else scales.data_ptr(),
         scales_block=block,
         scales_head=head,
@@ -149,5 +149,10 @@ def _rows(rows: PagedRows, fmt: KVFormat, dim: int, clip: float) -> Any:
         dim=dim,
         group_size=fmt.scale.group_size if isinstance(fmt.scale, Grouped) else 0,
         rotated=fmt.rotated,
-        cut=(1 - clip) / 2,
+        cut=(1 - clip * fmt.span) / 2,
+        narrow=fmt.is_narrow,
     )
+
+
+def _byte_strides(x: Tensor) -> tuple[int, ...]:
+    return tuple(stride * x.element_size() for stride in x.stride()[:-1])

@@ -6,7 +6,6 @@
 namespace {
 
 constexpr float FP32_LARGEST = 3.40282346638528859812e38f, FP16_LARGEST = 65504.0f;
-constexpr float SMALLEST_SCALE = 5.9604644775390625e-8f;  // 2^-24
 
 inline float clamped(float x, float low, float high) { return x < low ? low : x > high ? high : x; }
 
@@ -55,8 +54,23 @@ inline uint8_t* pack_plane(uint8_t* codes, const uint8_t* q, int dim, int shift)
     return codes + run;
 }
 
+// Scale and minimum of a group between `low` and `high`, as bytes; see codec/narrow.py.
+inline void encode_narrow(uint8_t* pair, float low, float high, int bits, float levels) {
+    float range = high - low, size = __builtin_fabsf(low);
+    float wanted = clamped((range > size ? range : size) / levels, narrow_scale(0), narrow_scale(255));
+    uint32_t code = ((bits_of(wanted) + (1u << 19)) >> 20) - (107u << 3);
+    pair[0] = (uint8_t)(code < 255 ? code : 255);
+    float steps = low / narrow_step(bits) / narrow_scale(pair[0]);
+    pair[1] = (uint8_t)(int8_t)(int)clamped(__builtin_floorf(steps + 0.5f), -128.0f, 127.0f);
+}
+
+inline void encode_wide(uint16_t* pair, float low, float high, float levels) {
+    pair[1] = to_fp16(clamped(low, -FP16_LARGEST, FP16_LARGEST) + 0.0f);  // never -0
+    pair[0] = to_fp16(as_scale((high - from_fp16(pair[1])) / levels));
+}
+
 // Codes of 2 to 8 bits, in planes; see codec/reference.py.
-inline void encode_grouped(uint8_t* codes, uint16_t* scales, const float* x, const KvqRows& rows) {
+inline void encode_grouped(uint8_t* codes, uint8_t* scales, const float* x, const KvqRows& rows) {
     uint8_t q[MOST_DIM];
     int dim = rows.dim, group = rows.group_size, bits = rows.bits;
     float levels = (float)((1 << bits) - 1);
@@ -71,12 +85,15 @@ inline void encode_grouped(uint8_t* codes, uint16_t* scales, const float* x, con
             float cut = high * rows.cut - low * rows.cut;
             low = low + cut, high = high - cut;
         }
-        uint16_t minimum = to_fp16(clamped(low, -FP16_LARGEST, FP16_LARGEST) + 0.0f);  // never -0
-        float start = from_fp16(minimum), scale = as_scale((high - start) / levels);
-        for (int i = 0; i < group; i++)
-            q[at + i] = (uint8_t)(int)clamped(__builtin_floorf((y[i] - start) / scale + 0.5f), 0.0f, levels);
-        scales[2 * (at / group)] = to_fp16(scale);
-        scales[2 * (at / group) + 1] = minimum;
+        if (rows.narrow)
+            encode_narrow(scales + 2 * (at / group), low, high, bits, levels);
+        else
+            encode_wide((uint16_t*)scales + 2 * (at / group), low, high, levels);
+        Pair pair = pair_of(rows, scales, at / group);
+        for (int i = 0; i < group; i++) {
+            float code = __builtin_floorf((y[i] - pair.minimum) / pair.scale + 0.5f);
+            q[at + i] = (uint8_t)(int)clamped(code, 0.0f, levels);
+        }
     }
     if (bits & 8) codes = pack_plane<8>(codes, q, dim, 0);
     if (bits & 4) codes = pack_plane<4>(codes, q, dim, bits & 8);
@@ -97,7 +114,7 @@ inline void encode_symmetric(uint8_t* codes, const float* x, int dim, int code, 
 inline void write_row(float* x, const KvqRows& rows, int64_t block, int head, int64_t offset) {
     int dim = rows.dim;
     uint8_t* codes = row_codes(rows, block, head, offset);
-    uint16_t* scales = rows.scales ? (uint16_t*)row_scales(rows, block, head, offset) : nullptr;
+    uint8_t* scales = rows.scales ? row_scales(rows, block, head, offset) : nullptr;
     if (rows.rotated) {
         float bound = FP32_LARGEST / (float)hadamard_block(dim);
         for (int i = 0; i < dim; i++) x[i] = clamped(x[i], -bound, bound);
@@ -113,7 +130,7 @@ inline void write_row(float* x, const KvqRows& rows, int64_t block, int head, in
     float scale;
     if (scales) {
         scale = as_scale(largest_magnitude(x, dim) / (rows.code == KVQ_FP8 ? 448.0f : 127.0f));
-        scales[0] = to_fp16(scale);
+        *(uint16_t*)scales = to_fp16(scale);
     } else {
         scale = rows.static_scales[head];
     }
