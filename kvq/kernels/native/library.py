@@ -96,11 +96,7 @@ def _path() -> Path | None:
 def supports(spec: KernelSpec, device: Device) -> Support:
     """Yes for memory of a CPU, if the library is there, and every format of `CODES`."""
     runs = supports_linear(spec, device)
-    if not runs.yes:
-        return runs
-    if spec.is_staged or spec.formats.k.mean or spec.formats.v.mean:
-        return Support(False, "knows no block means or staging yet")
-    return spec.fits_compiled(MOST_DIM)
+    return spec.fits_compiled(MOST_DIM) if runs.yes else runs
 
 
 def supports_linear(spec: KernelSpec | LinearSpec, device: Device) -> Support:
