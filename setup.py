@@ -32,7 +32,8 @@ SOURCES = {  # and what each file needs
     "merge_partials/merge_partials.cpp": ["-ffp-contract=fast"],
     "rms_norm/rms_norm.cpp": ["-ffp-contract=off"],
     "rope/rope.cpp": ["-ffp-contract=off"],
-    "write_kv/write_kv.cpp": ["-ffp-contract=off"],  # as are codes and scales
+    "seal/seal.cpp": ["-ffp-contract=off"],  # codes and scales are the reference's, bit for bit
+    "write_kv/write_kv.cpp": ["-ffp-contract=off"],  # as are these
 }
 # Parallel regions use the OpenMP runtime that torch has loaded: nothing is linked that could bring
 # a second pool of threads. Elsewhere than on Linux the kernels run on one thread.

@@ -67,14 +67,15 @@ def _kernels() -> Iterator[Kernel]:
         ):
             yield Kernel(operation=name, backend=backend, run=run, supports=supports)
     for name, backends in (
-        ("seal", {}),
+        ("seal", {"cpu": library.supports, "cpu-fp32": library.supports}),
         ("rope_write", {"triton": gpu.supports, "triton-8bit": gpu.supports_8bit}),
         ("attend_latent", dict.fromkeys(("triton", "triton-8bit"), gpu.supports_latent)),
     ):
         reference = _function(name, "reference")
         yield Kernel(operation=name, backend="reference", run=reference, supports=supported_everywhere)
         for backend, supports in backends.items():
-            yield Kernel(operation=name, backend=backend, run=gpu.lazy(name), supports=supports)
+            run = _function(name, "cpu") if backend.startswith("cpu") else gpu.lazy(name)
+            yield Kernel(operation=name, backend=backend, run=run, supports=supports)
     for name in LINEAR_OPERATIONS:
         for backend, run, supports in (
             ("reference", ReferenceLinear, supported_everywhere),

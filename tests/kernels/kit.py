@@ -6,12 +6,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from kvq.cache import KVCache
 from kvq.formats import HeadMaxima, KVRecipe, StaticScales
 from kvq.geometry import LayerGeometry, ModelGeometry
-from kvq.kernels import SequenceBatch
-from kvq.kernels.codec import decode, encode, rotate
+from kvq.kernels import PagedKV, SequenceBatch
+from kvq.kernels.codec import decode, decode_means, encode, encode_block, rotate
+from kvq.kernels.write_kv.reference import write_kv
 from kvq.layout import BlockOrder, plan_layout
 
 CPU = torch.device("cpu")
@@ -21,8 +23,11 @@ POISON = 0xFF  # NaN as fp32, bf16, fp16, E4M3FN and as a scale
 KINDS = (
     *("fp32", "bf16", "fp16", "fp8", "fp8_per_head", "int8", "int8_per_head"),
     *("fp32_rot", "bf16_rot", "fp8_rot", "fp8_per_head_rot", "int8_rot", "int8_per_head_rot"),
-    *("int4", "int2", "k8v4", "fp8_per_head/int4", "int4/bf16"),
+    *("int6", "int4", "int2", "k8v4", "fp8_per_head/int4", "int4/bf16"),
 )
+
+# Block means, which whole blocks are sealed with; these fit head_dim 48 and 64, the first 60, too.
+MEANS = ("int4_mean", "int3_mean/int2_mean", "int8/int4_g8_mean", "int6_mean/bf16")
 
 
 def static_scales(heads: list[int]) -> StaticScales:
@@ -91,11 +96,46 @@ def rows_like_kv(tokens: int, heads: int, dim: int, seed: int = 0) -> Tensor:
 
 
 def stored(cache: KVCache, layer: int, part: str, x: Tensor) -> Tensor:
-    """The rows that a format makes of `x` [tokens, heads, dim]: decode(encode(x)), still rotated."""
+    """The rows that a format makes of `x` [tokens, heads, dim]: decode(encode(x)), still rotated.
+
+    With block means those of a sequence from its first block on, the last one filled up with zeros.
+    """
     rows = getattr(cache.layer(layer), part)
     fmt = getattr(cache.layer(layer).formats, part)
     static = None if rows.static_scale is None else rows.static_scale[:, None]
-    return decode(*encode(x, fmt, static), fmt, static)
+    if not fmt.mean:
+        return decode(*encode(x, fmt, static), fmt, static)
+    codes, scales, means = encode_block(blocks_of(x, cache.layer(layer).block_size), fmt)
+    y = decode(codes, scales, fmt) + decode_means(means, x.shape[-1])[..., None, :]
+    return y.transpose(1, 2).flatten(0, 1)[: len(x)]
+
+
+def blocks_of(x: Tensor, size: int) -> Tensor:
+    """[tokens, heads, dim] -> [blocks, heads, size, dim], the last block filled up with zeros."""
+    padded = functional.pad(x, (0, 0, 0, 0, 0, -len(x) % size))
+    return padded.unflatten(0, (-1, size)).transpose(1, 2)
+
+
+def write_sequence(kv: PagedKV, k: Tensor, v: Tensor, table: list[int]) -> None:
+    """Write a sequence's rows [tokens, heads, dim] by the reference; what takes means out, whole blocks of it.
+
+    The slots past a sequence's end stay what they were.
+    """
+    size = kv.block_size
+    slots = [table[at // size] * size + at % size for at in range(len(k))]
+    if not (kv.formats.k.mean or kv.formats.v.mean):
+        write_kv(k, v, kv, torch.tensor(slots, dtype=torch.int64))
+        return
+    for x, rows, fmt in ((k, kv.k, kv.formats.k), (v, kv.v, kv.formats.v)):
+        static = None if rows.static_scale is None else rows.static_scale[:, None, None]
+        codes, scales, means = encode_block(blocks_of(x, size), fmt, static)
+        for i, block in enumerate(table[: len(codes)]):
+            used = min(size, len(x) - i * size)
+            rows.codes[block, :, :used] = codes[i, :, :used]
+            if rows.scales is not None:
+                rows.scales[block, :, :used] = scales[i, :, :used]
+            if means is not None:
+                rows.means[block] = means[i]
 
 
 def unrotated(cache: KVCache, layer: int, part: str, x: Tensor) -> Tensor:

@@ -5,7 +5,7 @@
 // A tile of TILE keys is decoded once for all query rows of the task. Splits lie at fixed key positions
 // and every query row is computed by itself, so how a context came in changes no bit of what comes out.
 
-#include "floats.h"
+#include "means.h"
 #include "memory.h"
 #include "plan.h"
 #include "softmax.h"
@@ -21,6 +21,15 @@ struct Scratch {
     Partial run;    // of the split at work
     Partial sum;    // of all splits before it
     IntegerScratch k, v;
+    float* block_weights;  // [rows, TILE], where means were taken from V
+    float* means;          // [rows, padded v dim], the means' share of run.out
+};
+
+// What is read of a tile, and what is asked for ahead of time.
+struct Read {
+    int at, skip, keys, next_keys;  // the keys [skip, keys) of those from position `at` on
+    bool is_first;                  // of a split
+    Cursor here, there;
 };
 
 inline void read_queries(const Call& call, const Task& task, const Scratch& scratch) {
@@ -33,77 +42,112 @@ inline void read_queries(const Call& call, const Task& task, const Scratch& scra
         for (int i = 0; i < k.dim; i++) bad += x[i] * 0.0f;
         if (bad != 0)  // something is not finite: nor shall be what comes out
             for (int i = 0; i < k.dim; i++) x[i] = __builtin_nanf("");
-        if (call.k_integer) {
-            read_integer_query(scratch.k, call.k_cut, r, x, k.dim, call.options.scale);
-            continue;
-        }
+        if (call.k_integer) read_integer_query(scratch.k, call.k_cut, r, x, k.dim, call.options.scale);
+        if (call.k_integer && !k.means) continue;
         float* q = scratch.q + (int64_t)r * call.k_width;
         for (int i = 0; i < k.dim; i++) q[i] = x[i] * call.options.scale;
         for (int i = k.dim; i < call.k_width; i++) q[i] = 0;
     }
 }
 
-// Scores of a tile into weights; a row sees what lies before it, or what its window holds of that.
-inline void weigh_tile(const Call& call, const Task& task, const Scratch& scratch, int at, int skip, int keys) {
-    int window = call.options.window, own = position(call, task, 0) - at;  // the row's own key in this tile
-    int left = call.group - task.row % call.group;                         // rows of the same token
+// Scores of a tile's keys, into scratch.scores.
+inline void score_tile(const Call& call, const Task& task, Scratch& scratch, const Read& read) {
+    const KvqRows& rows = call.layer.k;
+    if (call.k_integer) {
+        read_integer_tile(scratch.k, rows, call.k_cut, task.head, read.is_first, read.here, read.there, read.skip,
+                          read.keys, read.next_keys);
+        integer_keys(scratch.k, call.k_cut, scratch.scores, task.rows, read.keys);
+    } else if (read.skip == 0 && lies_as_tile(call.layer, rows)) {
+        prefetch_rows(rows, read.there, task.head, read.next_keys);
+        scores_in_place(scratch.scores, scratch.q, task.rows, rows, read.here, task.head, read.keys);
+    } else {
+        read_tile(scratch.tile, rows, read.here, read.there, task.head, call.k_width, read.skip, read.keys,
+                  read.next_keys);
+        for (int r = 0; r < task.rows; r++)
+            float_scores(scratch.scores + r * TILE, scratch.q + (int64_t)r * call.k_width, scratch.tile, call.k_width,
+                         read.keys);
+    }
+    if (!rows.means) return;
+    TileBlocks blocks(read.at, call.layer.block_size, read.skip, read.keys);
+    read_means(scratch.tile, rows, read.here, read.there, task.head, blocks.count, call.k_width);
+    add_means(scratch.scores, scratch.q, task.rows, scratch.tile, call.k_width, blocks);
+}
+
+// Scores of a tile into weights; a row weighs what it sees of it.
+inline void weigh_tile(const Call& call, const Task& task, const Scratch& scratch, const Read& read) {
+    int own = position(call, task, 0), left = call.group - task.row % call.group;  // rows of the same token
+    Seen seen = seen_from(call.options, own, task.keys);
     for (int r = 0; r < task.rows; r++, left--) {
-        if (left == 0) left = call.group, own++;
-        int low = window && own - window + 1 > skip ? own - window + 1 : skip;
-        mask(scratch.scores + r * TILE, low, own + 1 < keys ? own + 1 : keys, call.options.softcap);
+        if (left == 0) left = call.group, seen = seen_from(call.options, ++own, task.keys);
+        int low = seen.low - read.at, high = seen.high - read.at;
+        mask(scratch.scores + r * TILE, low > read.skip ? low : read.skip, high < read.keys ? high : read.keys,
+             call.options.softcap);
     }
     take_weights(scratch.scores, task.rows, scratch.run, scratch.running);
 }
 
-// Attention of a task's rows over one split, into scratch.run.
-inline void run_split(const Call& call, const Task& task, Scratch& scratch, int split) {
+// What a tile's values add, into scratch.run.out and scratch.means.
+inline void add_tile(const Call& call, const Task& task, Scratch& scratch, const Read& read) {
+    const KvqRows& rows = call.layer.v;
+    const float* decays = scratch.running.decays;
+    if (call.v_integer) {
+        read_integer_tile(scratch.v, rows, call.v_cut, task.head, read.is_first, read.here, read.there, read.skip,
+                          read.keys, read.next_keys);
+        integer_values(scratch.v, call.v_cut, scratch.run.out, call.v_width, decays, scratch.scores, task.rows);
+    } else if (read.skip == 0 && lies_as_tile(call.layer, rows)) {
+        prefetch_rows(rows, read.there, task.head, read.next_keys);
+        values_in_place(scratch.run.out, decays, scratch.scores, task.rows, rows, read.here, task.head, read.keys);
+    } else {
+        read_tile(scratch.tile, rows, read.here, read.there, task.head, call.v_width, read.skip, read.keys,
+                  read.next_keys);
+        all_float_values(scratch.run.out, decays, scratch.scores, task.rows, scratch.tile, call.v_width, read.skip,
+                         read.keys);
+    }
+    if (!rows.means) return;
+    int width = padded(rows.dim);
+    TileBlocks blocks(read.at, call.layer.block_size, read.skip, read.keys);
+    read_means(scratch.tile, rows, read.here, read.there, task.head, blocks.count, width);
+    sum_weights(scratch.block_weights, scratch.scores, task.rows, blocks);
+    all_float_values(scratch.means, decays, scratch.block_weights, task.rows, scratch.tile, width, 0, blocks.count);
+}
+
+inline void start_split(const Call& call, const Task& task, const Scratch& scratch) {
     start(scratch.run, task.rows, call.v_width);
     memset(scratch.running.totals, 0, (size_t)task.rows * W * 4);
     if (call.v_integer) start_values(scratch.v, call.v_cut, task.rows);
-    int window = call.options.window;
-    int oldest = window ? position(call, task, 0) - window + 1 : 0;  // what any row sees
-    int newest = position(call, task, task.rows - 1);
-    int last = task.keys < newest + 1 ? task.keys : newest + 1;  // the end of what it sees
-    int begin = split * SPLIT, end = begin + SPLIT < last ? begin + SPLIT : last;
-    if (oldest > begin) begin = oldest < end ? oldest / TILE * TILE : end;  // older blocks may be gone
-    for (int at = begin; at < end; at += TILE) {
-        int keys = end - at < TILE ? end - at : TILE, skip = oldest > at ? oldest - at : 0;
-        int next = at + TILE;  // what to ask for ahead of time; after the last tile that tile again
-        if (next >= last) next = at + skip;
-        int next_keys = last - next < TILE ? last - next : TILE;
-        Cursor here(call.layer, call.batch, task.sequence, at + skip);
-        Cursor there(call.layer, call.batch, task.sequence, next);
-        if (call.k_integer) {
-            read_integer_tile(scratch.k, call.layer.k, call.k_cut, task.head, at == begin, here, there, skip, keys,
-                              next_keys);
-            integer_keys(scratch.k, call.k_cut, scratch.scores, task.rows, keys);
-        } else if (skip == 0 && lies_as_tile(call.layer, call.layer.k)) {
-            prefetch_rows(call.layer.k, there, task.head, next_keys);
-            scores_in_place(scratch.scores, scratch.q, task.rows, call.layer.k, here, task.head, keys);
-        } else {
-            read_tile(scratch.tile, call.layer.k, here, there, task.head, call.k_width, skip, keys, next_keys);
-            for (int r = 0; r < task.rows; r++)
-                float_scores(scratch.scores + r * TILE, scratch.q + (int64_t)r * call.k_width, scratch.tile,
-                             call.k_width, keys);
-        }
-        weigh_tile(call, task, scratch, at, skip, keys);
-        if (call.v_integer) {
-            read_integer_tile(scratch.v, call.layer.v, call.v_cut, task.head, at == begin, here, there, skip, keys,
-                              next_keys);
-            integer_values(scratch.v, call.v_cut, scratch.run.out, call.v_width, scratch.running.decays,
-                           scratch.scores, task.rows);
-        } else if (skip == 0 && lies_as_tile(call.layer, call.layer.v)) {
-            prefetch_rows(call.layer.v, there, task.head, next_keys);
-            values_in_place(scratch.run.out, scratch.running.decays, scratch.scores, task.rows, call.layer.v, here,
-                            task.head, keys);
-        } else {
-            read_tile(scratch.tile, call.layer.v, here, there, task.head, call.v_width, skip, keys, next_keys);
-            all_float_values(scratch.run.out, scratch.running.decays, scratch.scores, task.rows, scratch.tile,
-                             call.v_width, skip, keys);
-        }
-    }
+    if (call.layer.v.means) memset(scratch.means, 0, (size_t)task.rows * padded(call.layer.v.dim) * 4);
+}
+
+// Where an element of V lies in a row of scratch.run.out.
+inline int place_of_value(const Call& call, int element) { return call.v_integer ? call.v_cut.index[element] : element; }
+
+inline void end_split(const Call& call, const Task& task, const Scratch& scratch) {
     for (int r = 0; r < task.rows; r++) scratch.run.total[r] = sum(load(scratch.running.totals + r * W));
     if (call.v_integer) end_values(scratch.v, call.v_cut, scratch.run.out, call.v_width, task.rows);
+    int dim = call.layer.v.dim;
+    for (int r = 0; call.layer.v.means && r < task.rows; r++)
+        for (int i = 0; i < dim; i++)
+            scratch.run.out[(int64_t)r * call.v_width + place_of_value(call, i)] += scratch.means[r * padded(dim) + i];
+}
+
+// Attention of a task's rows over one split, into scratch.run.
+inline void run_split(const Call& call, const Task& task, Scratch& scratch, int split) {
+    start_split(call, task, scratch);
+    Seen seen = seen_by(call, task);
+    int begin = split * SPLIT, end = begin + SPLIT < seen.high ? begin + SPLIT : seen.high;
+    if (seen.low > begin) begin = seen.low < end ? seen.low / TILE * TILE : end;  // older blocks may be gone
+    for (int at = begin; at < end; at += TILE) {
+        int keys = end - at < TILE ? end - at : TILE, skip = seen.low > at ? seen.low - at : 0;
+        int next = at + TILE;  // what to ask for ahead of time; after the last tile that tile again
+        if (next >= seen.high) next = at + skip;
+        int next_keys = seen.high - next < TILE ? seen.high - next : TILE;
+        Read read = {at, skip, keys, next_keys, at == begin, Cursor(call.layer, call.batch, task.sequence, at + skip),
+                     Cursor(call.layer, call.batch, task.sequence, next)};
+        score_tile(call, task, scratch, read);
+        weigh_tile(call, task, scratch, read);
+        add_tile(call, task, scratch, read);
+    }
+    end_split(call, task, scratch);
 }
 
 // Divide, add the sink, undo V's rotation, and hand the rows over.
@@ -121,7 +165,7 @@ inline void write_out(const Call& call, const Task& task, const Scratch& scratch
             top = higher;
         }
         float factor = total == 0 ? 0.0f : decay / total;
-        for (int i = 0; i < v.dim; i++) x[i] = out[call.v_integer ? call.v_cut.index[i] : i] * factor;
+        for (int i = 0; i < v.dim; i++) x[i] = out[place_of_value(call, i)] * factor;
         if (v.rotated) rotate(x, v.dim);
         write_floats(row_of(call, task, call.out, r), x, v.dim, call.out.code);
         call.lse[token * call.options.q_heads + head] = total == 0 ? minus_infinity() : top + __builtin_logf(total);
@@ -141,6 +185,9 @@ inline Scratch take_scratch(const Call& call, Memory& memory) {
     s.sum = take_partial(call, call.rows, memory);
     s.k = take_integer_scratch(call.k_cut, call.rows, memory);
     s.v = take_integer_scratch(call.v_cut, call.rows, memory);
+    int64_t rows = call.layer.v.means ? call.rows : 0;
+    s.block_weights = memory.take<float>(rows * TILE);
+    s.means = memory.take<float>(rows * padded(call.layer.v.dim));
     return s;
 }
 

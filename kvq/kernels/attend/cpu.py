@@ -4,8 +4,8 @@ import torch
 from torch import Tensor
 
 from kvq.errors import ConfigError
-from kvq.kernels.attend.options import AttentionOptions
-from kvq.kernels.native.abi import batch_of, check_shape, dense_of, layer_of, struct
+from kvq.kernels.attend.options import Age, AttentionOptions, Part
+from kvq.kernels.native.abi import NUMBERS, batch_of, check_shape, dense_of, layer_of, struct
 from kvq.kernels.native.library import run
 from kvq.kernels.paged import PagedKV, SequenceBatch
 
@@ -43,7 +43,8 @@ def attend(
     if any(not 0 <= count <= context for count, context in zip(new, contexts, strict=True)):
         raise ConfigError(f"every query_len must be 0 to its context_len, got {new} and {contexts}")
     reach = width * kv.block_size
-    if any(context - skip_last > reach for context in contexts) or max(contexts, default=0) > _MOST:
+    ends = (min(context - skip_last, options.end(context - 1)) for context in contexts)
+    if any(end > reach for end in ends) or max(contexts, default=0) > _MOST:
         raise IndexError("a table or a slot names a block outside the pool: it is shorter than its sequence")
     sinks = options.sinks
     if q_heads % kv.k.codes.shape[1] or (sinks is not None and sinks.shape != (q_heads,)):
@@ -63,6 +64,20 @@ def attend(
         sinks=None if sinks is None else sinks.data_ptr(),
         threads=torch.get_num_threads(),
         exact=exact,
+        **_part(options.part),
     )
     run("attend", layer_of(kv), queries, results, lse.data_ptr(), sequences, asked)
     return out.to(q.dtype), lse
+
+
+def _part(part: Part | None) -> dict[str, int]:
+    """The fields of KvqAttention that say which keys."""
+    if part is None:
+        return {"part": NUMBERS["KVQ_ALL"]}
+    return {
+        "part": NUMBERS["KVQ_OLD" if part.age is Age.OLD else "KVQ_YOUNG"],
+        "recent": min(part.recent, _MOST),
+        "edge_size": part.block_size,
+        "first": min(part.first, _MOST),
+        "last": _MOST if part.last is None else min(part.last, _MOST),
+    }

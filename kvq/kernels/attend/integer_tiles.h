@@ -153,19 +153,44 @@ KVQ_PREFETCHES void prefetch_scales(const KvqRows& rows, Cursor cursor, int head
 
 // Rows whose codes are all 0 get scales of 0, so that theirs, however small, don't count for the largest
 // product with a weight. Attention sinks may have such rows of V, with nearly all of the weight.
-inline void drop_zero_rows(const Tile& tile, const Cut& cut, int skip, int keys) {
-    constexpr float LEAST = 5.9604644775390625e-8f;  // 2^-24, the least scale there is
+inline void drop_zero_rows(const Tile& tile, const Cut& cut, float least, int skip, int keys) {
     vf nearest = all(-1.0f);  // to 0, of the scales that are not 0, negated
     for (int i = 0; i < TILE; i += W) {
         vf x = load(tile.scales + i);
         nearest = maximum(nearest, x > vf{} ? -x : all(-1.0f));
     }
-    bool any = largest(nearest) >= -LEAST;
+    bool any = largest(nearest) >= -least;
     for (int i = skip; any && i < keys; i++) {
         uint8_t seen = 0;
         for (int j = 0; j < cut.row_bytes; j++) seen |= tile.rows[i][j];
         for (int g = 0; seen == 0 && g < cut.groups; g++) tile.scales[g * tile.stride + i] = 0;
     }
+}
+
+inline int scale_bytes(const KvqRows& rows, int numbers) { return rows.narrow ? numbers : 2 * numbers; }
+
+// Bytes of scales and, in between, of minimums: these in parts of their scale.
+inline void read_narrow(float* out, const uint8_t* in, int n, float step) {
+    vi is_minimum;
+    for (int i = 0; i < W; i++) is_minimum[i] = -(i & 1);
+    convert_bytes(out, in, n, [=](vi x) {
+        vi scale = (x << 20) + (107 << 23);
+        return is_minimum ? floats((x ^ 128) - 128) * step : load_as<vf>(&scale);
+    });
+}
+
+// Of rows' scales.
+inline void read_numbers(float* out, const uint8_t* in, int n, const KvqRows& rows) {
+    if (rows.narrow) return read_narrow(out, in, n, narrow_step(rows.bits));
+    read_fp16(out, (const uint16_t*)in, n);
+}
+
+inline void scale_minimums(const Tile& tile, const Cut& cut) {
+    for (int g = 0; g < cut.groups; g++)
+        for (int i = 0; i < TILE; i += W) {
+            float* minimums = tile.minimums + g * tile.stride + i;
+            store(minimums, load(minimums) * load(tile.scales + g * tile.stride + i));
+        }
 }
 
 // Scales and minimums of the rows [skip, keys) by group; those of the others are zero.
@@ -182,16 +207,17 @@ inline void read_scales(const IntegerScratch& s, const KvqRows& rows, const Cut&
     for (int i = skip; i < keys;) {
         int count = cursor.run(keys - i);
         const uint8_t* from = row_scales(rows, *cursor.entry, head, cursor.offset);
-        if (rows.scales_slot == 2 * n)
-            read_fp16(to + i * n, (const uint16_t*)from, count * n);
+        if (rows.scales_slot == scale_bytes(rows, n))
+            read_numbers(to + i * n, from, count * n, rows);
         else
             for (int j = 0; j < count; j++)
-                read_fp16(to + (i + j) * n, (const uint16_t*)(from + j * rows.scales_slot), n);
+                read_numbers(to + (i + j) * n, from + j * rows.scales_slot, n, rows);
         i += count;
         cursor.skip(count);
     }
     if (n > 1) spread_scales(s.tile, s.scales, n);
-    drop_zero_rows(s.tile, cut, skip, keys);
+    if (rows.narrow) scale_minimums(s.tile, cut);
+    drop_zero_rows(s.tile, cut, rows.narrow ? narrow_scale(0) : SMALLEST_SCALE, skip, keys);
 }
 
 // Get ready the tile at `here`, and the addresses of the next one, to be asked for ahead of time:

@@ -23,6 +23,31 @@ inline int position(const Call& call, const Task& task, int row) {
     return task.start + (task.row + row) / call.group;
 }
 
+// The keys [low, high) that a query sees.
+struct Seen {
+    int low, high;
+};
+
+// A query at a position, of the `keys` keys that exist. Neither end ever goes down from a position to the next.
+inline Seen seen_from(const KvqAttention& options, int position, int keys) {
+    int low = options.window ? position + 1 - options.window : 0, high = position + 1;
+    if (low < 0) low = 0;
+    if (options.part != KVQ_ALL) {
+        int edge = high > options.recent ? (high - options.recent) / options.edge_size * options.edge_size : 0;
+        int first = options.part == KVQ_OLD ? options.first : edge;
+        if (first > low) low = first;
+        if (options.part == KVQ_OLD) high = edge < options.last ? edge : options.last;
+    }
+    return {low, high < keys ? high : keys};
+}
+
+// What any row of a task sees.
+inline Seen seen_by(const Call& call, const Task& task) {
+    Seen oldest = seen_from(call.options, position(call, task, 0), task.keys);
+    Seen newest = seen_from(call.options, position(call, task, task.rows - 1), task.keys);
+    return {oldest.low, newest.high};
+}
+
 // Where a row of Q or of the output lies.
 inline uint8_t* row_of(const Call& call, const Task& task, const KvqDense& x, int row) {
     int64_t token = task.token + (task.row + row) / call.group;
@@ -63,11 +88,8 @@ inline void plan_work(const Call& call, Plan& plan) {
         for (int head = 0; head < call.layer.kv_heads; head++)
             for (int row = 0; row < rows; row += most) {
                 Task task = {s, head, row, rows - row < most ? rows - row : most, token, context - count, keys, 0, 0, -1};
-                int low = call.options.window ? position(call, task, 0) - call.options.window + 1 : 0;
-                int high = position(call, task, task.rows - 1) + 1;
-                if (high > keys) high = keys;
-                task.first = low > 0 ? low / SPLIT : 0;
-                task.last = (high + SPLIT - 1) / SPLIT;
+                Seen seen = seen_by(call, task);
+                if (seen.low < seen.high) task.first = seen.low / SPLIT, task.last = (seen.high + SPLIT - 1) / SPLIT;
                 int splits = task.last - task.first;
                 bool apart = splits > 1 && (cuts == 1 || cuts * call.layer.kv_heads < ENOUGH_TASKS);
                 task.partial = apart ? plan.num_partials : -1;
@@ -89,14 +111,13 @@ inline bool blocks_exist(const Call& call) {
     for (int s = 0; s < call.batch.sequences; s++) {
         if (!call.batch.query_lens[s]) continue;
         const int32_t* table = call.batch.tables + s * call.batch.table_stride;
-        int context = call.batch.context_lens[s], first = 0;
-        if (call.options.window) {
-            int oldest = context - call.batch.query_lens[s] - call.options.window + 1;
-            first = oldest > 0 ? oldest / size : 0;
-        }
-        int last = (context - call.batch.skip_last + size - 1) / size;
+        int context = call.batch.context_lens[s], keys = context - call.batch.skip_last;
+        int low = seen_from(call.options, context - call.batch.query_lens[s], keys).low;
+        int high = seen_from(call.options, context - 1, keys).high;
+        if (low >= high) continue;
+        int last = (high + size - 1) / size;
         if (last > call.batch.table_width) return false;
-        for (int i = first; i < last; i++)
+        for (int i = low / size; i < last; i++)
             if (table[i] < 0 || table[i] >= call.layer.num_blocks) return false;
     }
     return true;

@@ -39,14 +39,21 @@ def lazy_linear(weight: QuantizedWeight) -> Any:
 
 def supports(spec: KernelSpec, device: Device) -> Support:
     """Yes for NVIDIA GPUs from SM80 on, for `AMD` and for all formats, if Triton is installed."""
-    runs = supports_linear(spec, device)
-    return spec.fits_compiled(MOST_DIM) if runs.yes else runs
+    return _fits(spec, device, MOST_DIM)
 
 
 def supports_stored(spec: KernelSpec, device: Device) -> Support:
     """The same for operations that store rows or gather them."""
+    return _fits(spec, device, MOST_STORED_DIM)
+
+
+def _fits(spec: KernelSpec, device: Device, most_dim: int) -> Support:
     runs = supports_linear(spec, device)
-    return spec.fits_compiled(MOST_STORED_DIM) if runs.yes else runs
+    if not runs.yes:
+        return runs
+    if spec.is_staged or any(fmt.is_narrow or fmt.mean for fmt in (spec.formats.k, spec.formats.v)):
+        return Support(False, "knows no scales of 8 bits, block means or staging yet")
+    return spec.fits_compiled(most_dim)
 
 
 def supports_latent(spec: KernelSpec, device: Device) -> Support:

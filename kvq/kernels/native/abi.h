@@ -19,7 +19,7 @@ enum KvqStatus { KVQ_OK, KVQ_NO_MEMORY, KVQ_BAD_BLOCK };
 struct KvqRows {
     uint8_t* codes;  // [num_blocks, kv_heads, block_size, row bytes]
     int64_t codes_block, codes_head, codes_slot;
-    uint8_t* scales;  // fp16 [num_blocks, kv_heads, block_size, scales per row], or null
+    uint8_t* scales;  // fp16, or bytes if narrow: [num_blocks, kv_heads, block_size, scales per row]; or null
     int64_t scales_block, scales_head, scales_slot;
     const float* static_scales;  // [kv_heads], or null
     int32_t code;                // KvqCode
@@ -27,7 +27,9 @@ struct KvqRows {
     int32_t dim;                 // elements of a token row
     int32_t group_size;          // elements that share a scale and a minimum; 0 if not grouped
     int32_t rotated;
-    float cut;  // part of a group's range that codes leave out at each end
+    float cut;       // part of a group's range that codes leave out at each end
+    int32_t narrow;  // a group's scale and minimum are a byte each; see codec/narrow.py
+    const KvqRows* means;  // what was taken from a block's rows, as the only row of its blocks; or null
 };
 
 struct KvqLayer {
@@ -74,6 +76,9 @@ struct KvqGathered {
     int32_t code;
 };
 
+// Which keys an attention takes, where others are held elsewhere: see attend/options.py.
+enum KvqPart { KVQ_ALL, KVQ_OLD, KVQ_YOUNG };
+
 struct KvqAttention {
     float scale;
     float softcap;       // 0: none
@@ -82,6 +87,8 @@ struct KvqAttention {
     const float* sinks;  // [q_heads], or null
     int32_t threads;
     int32_t exact;  // fp32 arithmetic for every format
+    int32_t part;   // KvqPart
+    int32_t recent, edge_size, first, last;  // tokens; of a part, edge_size being its blocks'
 };
 
 enum KvqInputs { KVQ_INPUTS_FULL, KVQ_INPUTS_INT8, KVQ_INPUTS_FP8 };
@@ -130,6 +137,8 @@ KVQ_KERNEL(gather_dense)(const KvqLayer* layer, const KvqPositions* from, const 
 KVQ_KERNEL(merge_partials)(const float* outs, const float* lses, const float* sinks, float* out, float* lse,
                            int parts, int64_t rows, int heads, int dim);
 KVQ_KERNEL(copy_blocks)(const KvqRun* runs, int64_t num_runs, const int64_t* pairs, int64_t count, int threads);
+KVQ_KERNEL(seal)(const KvqLayer* recent, const KvqLayer* sealed, const KvqLayer* sinks, const int64_t* moves,
+                 int64_t count, int threads);
 KVQ_KERNEL(linear)(const KvqLinear* linear, const uint8_t* x, int64_t x_row, uint8_t* out, int64_t out_row,
                    int code, int64_t rows, int threads);
 KVQ_KERNEL(gated)(const uint8_t* x, int64_t x_row, uint8_t* out, int64_t out_row, int64_t n, int code,

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from kvq.errors import ConfigError
-from kvq.formats import Code, Grouped, KVFormat
+from kvq.formats import Code, Grouped, KVFormat, mean_format
 from kvq.kernels.paged import PagedKV, PagedRows, SequenceBatch
 
 _TEXT = re.sub(r"//.*", "", Path(__file__).with_name("abi.h").read_text(encoding="utf-8"))
@@ -77,9 +77,11 @@ def layer_of(kv: PagedKV) -> Any:
     """The layer's blocks; kept for as long as `kv` lives."""
     if Layer not in kv.kept:
         num_blocks, kv_heads = kv.k.codes.shape[:2]
+        dims = kv.formats.k_head_dim, kv.formats.v_head_dim
+        means = kv.kept[Rows] = [_means(rows, dim) for rows, dim in zip((kv.k, kv.v), dims, strict=True)]
         kv.kept[Layer] = Layer(
-            k=_rows(kv.k, kv.formats.k, kv.formats.k_head_dim, kv.formats.k_clip),
-            v=_rows(kv.v, kv.formats.v, kv.formats.v_head_dim, kv.formats.v_clip),
+            k=_rows(kv.k, kv.formats.k, kv.formats.k_head_dim, kv.formats.k_clip, means[0]),
+            v=_rows(kv.v, kv.formats.v, kv.formats.v_head_dim, kv.formats.v_clip, means[1]),
             num_blocks=num_blocks,
             kv_heads=kv_heads,
             block_size=kv.block_size,
@@ -129,16 +131,16 @@ def _number_of(code: Code) -> int:
     return NUMBERS[f"KVQ_{name.upper()}"]
 
 
-def _rows(rows: PagedRows, fmt: KVFormat, dim: int, clip: float) -> Any:
+def _rows(rows: PagedRows, fmt: KVFormat, dim: int, clip: float = 1.0, means: Any = None) -> Any:
     assert rows.codes.stride(3) == 1, "token rows are contiguous"
-    code_bytes = rows.codes.element_size()
+    codes_block, codes_head, codes_slot = _byte_strides(rows.codes)
     scales = rows.scales
-    block, head, slot = (0, 0, 0) if scales is None else (2 * stride for stride in scales.stride()[:3])
+    block, head, slot = (0, 0, 0) if scales is None else _byte_strides(scales)
     return Rows(
         codes=rows.codes.data_ptr(),
-        codes_block=rows.codes.stride(0) * code_bytes,
-        codes_head=rows.codes.stride(1) * code_bytes,
-        codes_slot=rows.codes.stride(2) * code_bytes,
+        codes_block=codes_block,
+        codes_head=codes_head,
+        codes_slot=codes_slot,
         scales=None if scales is None else scales.data_ptr(),
         scales_block=block,
         scales_head=head,
@@ -149,5 +151,20 @@ def _rows(rows: PagedRows, fmt: KVFormat, dim: int, clip: float) -> Any:
         dim=dim,
         group_size=fmt.scale.group_size if isinstance(fmt.scale, Grouped) else 0,
         rotated=fmt.rotated,
-        cut=(1 - clip) / 2,
+        cut=(1 - clip * fmt.span) / 2,
+        narrow=fmt.is_narrow,
+        means=None if means is None else addressof(means),
     )
+
+
+def _means(rows: PagedRows, dim: int) -> Any:
+    """Block means as KvqRows of blocks of one row."""
+    if rows.means is None:
+        return None
+    fmt = mean_format(dim)
+    codes, scales = rows.means[:, :, None].split([fmt.code_bytes(dim), fmt.scale_bytes(dim)], dim=-1)
+    return _rows(PagedRows(codes=codes, scales=scales, static_scale=None), fmt, dim)
+
+
+def _byte_strides(x: Tensor) -> tuple[int, ...]:
+    return tuple(stride * x.element_size() for stride in x.stride()[:-1])

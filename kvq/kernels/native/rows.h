@@ -7,6 +7,7 @@
 namespace {
 
 constexpr int MOST_DIM = 4096;  // elements of a row
+constexpr float SMALLEST_SCALE = 5.9604644775390625e-8f;  // 2^-24, of fp16
 constexpr int PAD = 16;  // rows in scratch memory are padded with zeros to a multiple of this
 
 constexpr int bytes_of(int code) { return code == KVQ_FP32 ? 4 : code == KVQ_BF16 || code == KVQ_FP16 ? 2 : 1; }
@@ -88,15 +89,34 @@ inline void convert_bytes(float* out, const uint8_t* codes, int n, Convert conve
     memcpy(out + i, &x, (size_t)(n - i) * 4);
 }
 
+// A narrow scale; its exponent begins at 107.
+inline float narrow_scale(uint8_t code) { return float_of_bits(((uint32_t)code << 20) + (107u << 23)); }
+
+// The part of a scale that a narrow minimum has for its step.
+inline float narrow_step(int bits) { return float_of_bits((uint32_t)(127 + bits - 7) << 23); }
+
+// Of one group.
+struct Pair {
+    float scale, minimum;
+};
+
+// The scale and the minimum of a row's group; `scales` are the row's.
+inline Pair pair_of(const KvqRows& rows, const uint8_t* scales, int group) {
+    if (rows.narrow) {
+        float scale = narrow_scale(scales[2 * group]);
+        return {scale, (float)(int8_t)scales[2 * group + 1] * narrow_step(rows.bits) * scale};
+    }
+    const uint16_t* pair = (const uint16_t*)scales + 2 * group;
+    return {from_fp16(pair[0]), from_fp16(pair[1])};
+}
+
 // One load per packed byte: element i in the low half of byte i, element i + dim / 2 in the high one.
-inline void read_int4(float* out, const uint8_t* codes, const uint16_t* scales, int dim, int group) {
-    int half = dim / 2, run = group < half ? group : half;
+inline void read_int4(float* out, const uint8_t* codes, const uint8_t* scales, const KvqRows& rows) {
+    int half = rows.dim / 2, group = rows.group_size, run = group < half ? group : half;
     for (int at = 0; at < half; at += run) {
-        const uint16_t *low = scales + 2 * (at / group), *high = scales + 2 * ((half + at) / group);
-        float s = from_fp16(low[0]), m = from_fp16(low[1]);
-        convert_bytes(out + at, codes + at, run, [=](vi c) { return floats(c & 15) * s + m; });
-        float t = from_fp16(high[0]), n = from_fp16(high[1]);
-        convert_bytes(out + half + at, codes + at, run, [=](vi c) { return floats(c >> 4) * t + n; });
+        Pair a = pair_of(rows, scales, at / group), b = pair_of(rows, scales, (half + at) / group);
+        convert_bytes(out + at, codes + at, run, [=](vi c) { return floats(c & 15) * a.scale + a.minimum; });
+        convert_bytes(out + half + at, codes + at, run, [=](vi c) { return floats(c >> 4) * b.scale + b.minimum; });
     }
 }
 
@@ -111,28 +131,30 @@ inline const uint8_t* read_plane(uint8_t* q, const uint8_t* codes, int dim, int 
 }
 
 // Codes of one plane, straight from its bytes; groups may end inside one of the row's parts.
-inline void read_one_plane(float* out, const uint8_t* codes, const uint16_t* scales, int dim, int group, int bits) {
-    int length = dim * bits / 8, mask = (1 << bits) - 1;
+inline void read_one_plane(float* out, const uint8_t* codes, const uint8_t* scales, const KvqRows& rows) {
+    int dim = rows.dim, group = rows.group_size, bits = rows.bits, length = dim * bits / 8, mask = (1 << bits) - 1;
     for (int at = 0; at < dim;) {
         int part = at / length, byte = at - part * length, shift = bits * part;
         int to_group = group - at % group, run = length - byte < to_group ? length - byte : to_group;
-        float s = from_fp16(scales[2 * (at / group)]), m = from_fp16(scales[2 * (at / group) + 1]);
-        convert_bytes(out + at, codes + byte, run, [=](vi c) { return floats((c >> shift) & mask) * s + m; });
+        Pair x = pair_of(rows, scales, at / group);
+        convert_bytes(out + at, codes + byte, run,
+                      [=](vi c) { return floats((c >> shift) & mask) * x.scale + x.minimum; });
         at += run;
     }
 }
 
 // Codes of any width, in planes; see codec/reference.py.
-inline void read_grouped(float* out, const uint8_t* codes, const uint16_t* scales, int dim, int group, int bits) {
-    if ((bits & (bits - 1)) == 0) return read_one_plane(out, codes, scales, dim, group, bits);
+inline void read_grouped(float* out, const uint8_t* codes, const uint8_t* scales, const KvqRows& rows) {
+    int dim = rows.dim, group = rows.group_size, bits = rows.bits;
+    if ((bits & (bits - 1)) == 0) return read_one_plane(out, codes, scales, rows);
     uint8_t q[MOST_DIM] = {};
     if (bits & 8) codes = read_plane<8>(q, codes, dim, 0);
     if (bits & 4) codes = read_plane<4>(q, codes, dim, bits & 8);
     if (bits & 2) codes = read_plane<2>(q, codes, dim, bits & 12);
     if (bits & 1) read_plane<1>(q, codes, dim, bits & 14);
     for (int at = 0; at < dim; at += group) {
-        float s = from_fp16(scales[2 * (at / group)]), m = from_fp16(scales[2 * (at / group) + 1]);
-        convert_bytes(out + at, q + at, group, [=](vi c) { return floats(c) * s + m; });
+        Pair x = pair_of(rows, scales, at / group);
+        convert_bytes(out + at, q + at, group, [=](vi c) { return floats(c) * x.scale + x.minimum; });
     }
 }
 
@@ -147,12 +169,11 @@ inline uint8_t* row_scales(const KvqRows& rows, int64_t block, int head, int64_t
 // Decode one token row into `out`, still rotated. Elements past `dim` stay as they are.
 inline void read_row(float* __restrict out, const KvqRows& rows, int64_t block, int head, int offset) {
     const uint8_t* codes = row_codes(rows, block, head, offset);
-    const uint16_t* scales = rows.scales ? (const uint16_t*)row_scales(rows, block, head, offset) : nullptr;
+    const uint8_t* scales = rows.scales ? row_scales(rows, block, head, offset) : nullptr;
     if (rows.code <= KVQ_FP16) return read_floats(out, codes, rows.dim, rows.code);
-    if (rows.code == KVQ_INT4) return read_int4(out, codes, scales, rows.dim, rows.group_size);
-    if (rows.code == KVQ_GROUPED)
-        return read_grouped(out, codes, scales, rows.dim, rows.group_size, rows.bits);
-    float scale = scales ? from_fp16(scales[0]) : rows.static_scales[head];
+    if (rows.code == KVQ_INT4) return read_int4(out, codes, scales, rows);
+    if (rows.code == KVQ_GROUPED) return read_grouped(out, codes, scales, rows);
+    float scale = scales ? from_fp16(*(const uint16_t*)scales) : rows.static_scales[head];
     if (rows.code == KVQ_FP8)
         return convert_bytes(out, codes, rows.dim, [=](vi c) { return fp8_values(c) * scale; });
     convert_bytes(out, codes, rows.dim, [=](vi c) { return floats((c ^ 128) - 128) * scale; });

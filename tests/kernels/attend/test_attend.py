@@ -1,7 +1,7 @@
 """attend, against a dense fp64 softmax over the dequantized K and V, row by row."""
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -11,11 +11,21 @@ from torch import Tensor
 from kvq.cache import KVCache
 from kvq.kernels import AttentionOptions, SequenceBatch
 from kvq.kernels.attend import reference
+from kvq.kernels.attend.options import Age, Part
 from kvq.kernels.merge_partials.reference import merge_partials
 from kvq.kernels.write_kv.reference import write_kv
 from kvq.layout import BlockOrder
 from tests.kernels.backends import ATTENTION, kernel
-from tests.kernels.kit import KINDS, POISON, Tables, poisoned_cache, rows_like_kv, unrotated
+from tests.kernels.kit import (
+    KINDS,
+    MEANS,
+    POISON,
+    Tables,
+    poisoned_cache,
+    rows_like_kv,
+    unrotated,
+    write_sequence,
+)
 
 attend: Any = None  # the implementation under test
 is_integer = False  # it multiplies INT8 and INT4 codes with queries and weights rounded to 15 bits
@@ -32,6 +42,14 @@ def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 NUM_BLOCKS = 40
 BLOCK_SIZE = 5
+OLD = Part(age=Age.OLD, recent=6, block_size=BLOCK_SIZE)
+YOUNG = Part(age=Age.YOUNG, recent=6, block_size=BLOCK_SIZE)
+PARTS = [
+    *(replace(part, recent=recent) for part in (OLD, YOUNG) for recent in (0, 1, 6, 17, 100)),
+    replace(OLD, first=10),
+    replace(OLD, last=10),
+    replace(OLD, first=10, last=20),
+]
 # prefill from nothing, chunk over context, decode, empty, decode of a first token, odd prefill
 QUERY_LENS = [17, 9, 1, 0, 1, 33]
 CONTEXT_LENS = [17, 31, 23, 12, 1, 33]
@@ -46,6 +64,7 @@ def dense(
     window: int | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    part: Part | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention of the last rows of one sequence, one query and head at a time, in fp64.
 
@@ -58,17 +77,27 @@ def dense(
     lse = torch.zeros(new, q_heads, dtype=torch.float64)
     for i in range(new):
         position = context - new + i
-        oldest = 0 if window is None else max(0, position + 1 - window)
+        oldest, end = 0 if window is None else max(0, position + 1 - window), position + 1
+        if part is not None and part.age is Age.YOUNG:
+            oldest = max(oldest, edge(part, position))
+        elif part is not None:
+            oldest, end = max(oldest, part.first), min(edge(part, position), part.last or context)
+        end = max(oldest, end)
         for head in range(q_heads):
             kv_head = head // (q_heads // kv_heads)
-            scores = k[oldest : position + 1, kv_head] @ q[i, head] * scale
+            scores = k[oldest:end, kv_head] @ q[i, head] * scale
             if softcap is not None:
                 scores = softcap * torch.tanh(scores / softcap)
             logits = scores if sinks is None else torch.cat((scores, sinks[head, None].double()))
             lse[i, head] = torch.logsumexp(logits, dim=0)
             weights = torch.exp(scores - lse[i, head])
-            out[i, head] = weights @ v[oldest : position + 1, kv_head]
+            out[i, head] = weights @ v[oldest:end, kv_head]
     return out, lse
+
+
+def edge(part: Part, position: int) -> int:
+    """The first key that is young for a query."""
+    return max(0, position + 1 - part.recent) // part.block_size * part.block_size
 
 
 @dataclass
@@ -105,9 +134,7 @@ class Case:
         for i, context in enumerate(self.context_lens):
             k = rows_like_kv(context, kv_heads, self.dims[0], 2 * i)
             v = rows_like_kv(context, kv_heads, self.dims[1], 2 * i + 1)
-            write_kv(
-                k, v, self.cache.layer(1), torch.tensor(self.tables.slots(i, 0, context), dtype=torch.int64)
-            )
+            write_sequence(self.cache.layer(1), k, v, self.tables.blocks[i])
             self.k.append(unrotated(self.cache, 1, "k", k))
             self.v.append(unrotated(self.cache, 1, "v", v))
         self.q = rows_like_kv(sum(self.query_lens), q_heads, self.dims[0], 77).to(self.dtype)
@@ -144,8 +171,9 @@ def check_against(got: tuple[Tensor, Tensor], want: tuple[Tensor, Tensor], kv: s
 
 
 def relative_error(a: Tensor, b: Tensor) -> float:
-    """max|a - b| / max|b|"""
-    return ((a.double() - b.double()).abs().max() / b.double().abs().max()).item()
+    """max|a - b| / max|b|; of nothing but zeros 0."""
+    largest = b.double().abs().max().clamp(min=1e-300)
+    return ((a.double() - b.double()).abs().max() / largest).item()
 
 
 def assert_same(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor], backend: str) -> None:
@@ -159,7 +187,7 @@ def assert_same(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor], backen
 
 
 @pytest.mark.parametrize("order", list(BlockOrder))
-@pytest.mark.parametrize("kv", KINDS)
+@pytest.mark.parametrize("kv", [*KINDS, *MEANS])
 def test_every_format_attends_as_dense_softmax_over_what_it_stored(kv: str, order: BlockOrder) -> None:
     Case(kv, order=order).check()
 
@@ -170,7 +198,7 @@ def test_every_query_head_reads_its_groups_kv_head(heads: tuple[int, int], kv: s
     Case(kv, heads=heads).check()
 
 
-@pytest.mark.parametrize("kv", ["fp32", "int8", "int4", "fp8_rot"])
+@pytest.mark.parametrize("kv", ["fp32", "int8", "int4", "int4_mean", "fp8_rot"])
 @pytest.mark.parametrize("dims", [(60, 60), (80, 80), (96, 96), (192, 128), (48, 80), (64, 256)])
 def test_any_head_dimension_and_k_unlike_v(dims: tuple[int, int], kv: str) -> None:
     Case(kv, dims=dims).check()
@@ -226,7 +254,7 @@ def test_a_batch_without_new_tokens_gives_nothing(sinks: Tensor | None) -> None:
 
 
 @pytest.mark.parametrize("window", [None, 6])
-@pytest.mark.parametrize("kv", KINDS)
+@pytest.mark.parametrize("kv", [*KINDS, *MEANS])
 def test_what_lies_in_free_blocks_past_the_end_and_in_unused_table_entries_changes_nothing(
     kv: str, window: int | None
 ) -> None:
@@ -238,10 +266,10 @@ def test_what_lies_in_free_blocks_past_the_end_and_in_unused_table_entries_chang
     assert torch.equal(clean[1], poisoned[1])
 
 
-@pytest.mark.parametrize("kv", ["fp32", "int4", "fp8"])
+@pytest.mark.parametrize("kv", ["fp32", "int4", "int4_mean", "fp8"])
 def test_blocks_that_fell_out_of_the_window_may_hold_anything(kv: str) -> None:
     case = Case(kv)
-    before = case.attend(window=6)
+    before, wide = case.attend(window=6), case.attend(window=31)[0]
     for i, (new, context) in enumerate(zip(case.query_lens, case.context_lens, strict=True)):
         dead = max(0, context - new - 6 + 1)  # positions that no query sees any more
         for rows in (case.cache.layer(1).k, case.cache.layer(1).v):
@@ -250,9 +278,9 @@ def test_blocks_that_fell_out_of_the_window_may_hold_anything(kv: str) -> None:
                 if rows.codes.is_floating_point():
                     rows.codes[block] = math.nan
                 if rows.scales is not None:
-                    rows.scales[block] = math.nan
+                    rows.scales[block] = 255 if rows.scales.dtype == torch.uint8 else math.nan
     after = case.attend(window=6)
-    assert not all(torch.isfinite(x).all() for x in case.attend(window=31))  # the poison is there
+    assert not torch.equal(case.attend(window=31)[0], wide)  # the poison is there
     assert torch.equal(before[0], after[0])
     assert torch.equal(before[1], after[1])
 
@@ -301,20 +329,23 @@ def test_queries_may_have_any_strides_and_are_left_alone(dtype: torch.dtype) -> 
 
 
 @pytest.mark.parametrize("window", [None, 11])
-@pytest.mark.parametrize("kv", ["fp32", "int8", "int4"])
-def test_chunk_size_and_batch_neighbours_change_no_bit(kv: str, window: int | None, backend: str) -> None:
+@pytest.mark.parametrize("kv", ["fp32", "int8", "int4", "int4_mean"])
+@pytest.mark.parametrize("part", [None, OLD, YOUNG], ids=["all", "old", "young"])
+def test_chunk_size_and_batch_neighbours_change_no_bit(
+    kv: str, window: int | None, part: Part | None, backend: str
+) -> None:
     whole = Case(kv, query_lens=[33, 8], context_lens=[33, 21])
-    out, lse = whole.attend(window=window)
+    out, lse = whole.attend(window=window, part=part)
     at = 0
     for new in (1, 7, 24, 1):
         batch = whole.tables.batch([new, 0], [at + new, 21])
-        part = attend(
+        chunk = attend(
             whole.q[at : at + new],
             whole.cache.layer(1),
             batch,
-            AttentionOptions(scale=48**-0.5, window=window),
+            AttentionOptions(scale=48**-0.5, window=window, part=part),
         )
-        assert_same(part, (out[at : at + new], lse[at : at + new]), backend)
+        assert_same(chunk, (out[at : at + new], lse[at : at + new]), backend)
         at += new
     assert at == 33
 
@@ -406,6 +437,10 @@ def test_keys_left_out_at_the_end_are_seen_by_no_query(skip: int, window: int | 
         *(("int4_g64", dim) for dim in (64, 128, 256, 512)),
         *(("int4_g128", dim) for dim in (128, 256, 512)),
         ("int4_g36_rot", 72),
+        *(("int4_g32_s8", dim) for dim in (64, 128, 192, 512)),
+        *((f"int4_g{group}_s8_rot", 128) for group in (16, 64, 128)),
+        *(("int4_mean", dim) for dim in (64, 80, 96, 128)),
+        ("int3_mean", 96),
     ],
 )
 def test_rows_of_any_width_and_groups_of_any_size_over_several_tiles(kv: str, dim: int, backend: str) -> None:
@@ -524,6 +559,61 @@ def test_a_sink_without_a_value_hides_no_other(kv: str, gap: float, backend: str
     v = rows_like_kv(300, 1, 64, 7)
     v[7] = 0.0
     check_beside_a_sink(kv, 300, gap, v)
+
+
+@pytest.mark.parametrize("size", [16, 24, 32, 128])
+@pytest.mark.parametrize("kv", ["int4_mean", "int3_mean/int4_mean"])
+def test_means_of_blocks_that_tiles_hold_in_part_or_many_of(kv: str, size: int, backend: str) -> None:
+    if backend == "triton":
+        pytest.skip("slow in the interpreter")
+    for heads in ((3, 3), (8, 2)):
+        case = Case(
+            kv,
+            dims=(96, 96),
+            heads=heads,
+            query_lens=[1, 20, 3],
+            context_lens=[300, 163, 63],
+            num_blocks=600 // size + 3,
+            block_size=size,
+        )
+        case.check()
+        case.check(window=66, softcap=20.0)
+        case.check(part=Part(age=Age.OLD, recent=40, block_size=size, first=2 * size), window=250)
+
+
+@pytest.mark.parametrize("window", [None, 1, 9, 26])
+@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize("kv", ["fp32", "int8", "int4", "int4_mean"])
+def test_a_part_holds_the_keys_of_its_age_and_the_empty_one_nothing(
+    kv: str, part: Part, window: int | None
+) -> None:
+    Case(kv).check(part=part, window=window, softcap=9.0)
+
+
+@pytest.mark.parametrize("kv", ["fp32", "int4", "int4_mean"])
+@pytest.mark.parametrize("window", [None, 21])
+def test_parts_merge_to_all_keys_with_sinks_joining_once(kv: str, window: int | None) -> None:
+    case, sinks = Case(kv), torch.linspace(-3, 3, 6)
+    shared = {"window": window, "softcap": 20.0}
+    parts = [replace(OLD, first=10), YOUNG, replace(OLD, last=10)]
+    found = [case.attend(part=part, **shared) for part in parts]
+    outs, lses = (torch.stack(x) for x in zip(*found, strict=True))
+    check_against(merge_partials(outs, lses, sinks), case.expected(sinks=sinks, **shared), kv)
+
+
+@pytest.mark.parametrize("age", list(Age))
+@pytest.mark.parametrize("kv", ["fp32", "int4", "int4_mean"])
+def test_blocks_outside_a_part_may_hold_anything_or_be_gone(kv: str, age: Age) -> None:
+    case, part = Case(kv), Part(age=age, recent=6, block_size=BLOCK_SIZE, first=BLOCK_SIZE, last=5 * BLOCK_SIZE)
+    before = case.attend(part=part)
+    for i, (new, context) in enumerate(zip(case.query_lens, case.context_lens, strict=True)):
+        low, high = edge(part, context - new), edge(part, context - 1)
+        seen = range(low, context) if age is Age.YOUNG else range(part.first, min(high, 5 * BLOCK_SIZE))
+        for block in set(range(case.batch.tables.shape[1])) - {at // BLOCK_SIZE for at in seen}:
+            case.batch.tables[i, block] = -7
+    after = case.attend(part=part)
+    assert torch.equal(before[0], after[0])
+    assert torch.equal(before[1], after[1])
 
 
 def test_infinite_sinks_are_what_the_reference_makes_of_them(backend: str) -> None:

@@ -1,0 +1,55 @@
+"""`seal` in C++ for CPUs."""
+
+from collections.abc import Iterator
+from ctypes import c_int64
+
+import torch
+from torch import Tensor
+
+from kvq.kernels.native.abi import layer_of
+from kvq.kernels.native.library import run
+from kvq.kernels.paged import StagedBatch, StagedKV
+
+
+def seal(kv: StagedKV, batch: StagedBatch) -> None:
+    """Do what the reference does, with the same bytes; see there.
+
+    Raises:
+        IndexError: a table names a block outside its pool, or is too short; nothing was written.
+    """
+    kept = batch.recent.kept  # all layers of a group seal the same blocks
+    if seal not in kept:
+        moves = {move[1:]: move for move in _moves(kv, batch)}  # a shared block once
+        numbers = [number for move in moves.values() for number in move]
+        kept[seal] = (c_int64 * len(numbers))(*numbers), len(moves)
+    moves, count = kept[seal]
+    if count:
+        sinks = None if kv.sinks is None else layer_of(kv.sinks)
+        layers = layer_of(kv.recent), layer_of(kv.sealed), sinks
+        run("seal", *layers, moves, count, torch.get_num_threads())
+
+
+def _moves(kv: StagedKV, batch: StagedBatch) -> Iterator[tuple[int, int, bool]]:
+    """Source, target, and whether that is one of the sinks, of all blocks to be sealed."""
+    size = kv.sealed.block_size
+    sinks = kv.exact.sinks // size  # blocks
+    for i, found in enumerate(batch.recent.sealing(kv.exact.recent, size)):
+        if not found:
+            continue
+        sources = _entries(batch.recent.tables, i, found)
+        first = range(found.start, max(found.start, min(found.stop, sinks)))
+        if first:
+            assert batch.sinks is not None, "a layer with sinks has their tables"
+            for source, target in zip(sources, _entries(batch.sinks.tables, i, first), strict=False):
+                yield source, target, True
+        rest = range(first.stop, found.stop)
+        targets = _entries(batch.sealed.tables, i, rest)
+        for source, target in zip(sources[len(first) :], targets, strict=True):
+            yield source, target, False
+
+
+def _entries(tables: Tensor, sequence: int, blocks: range) -> list[int]:
+    if blocks.stop > tables.shape[1]:
+        raise IndexError("a table or a slot names a block outside the pool: it is shorter than its sequence")
+    entries: list[int] = tables[sequence, blocks.start : blocks.stop].tolist()
+    return entries
