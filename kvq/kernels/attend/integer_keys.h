@@ -156,7 +156,7 @@ inline void integer_scores(float* scores, const IntegerQuery* q, int rows, const
         for (int r = 0; r < rows; r++) {
             vf score{};
             for (int g = 0; g < cut.groups; g++)
-                add_score(score, dots[r][g], tile, g, key, NIBBLES, q[r].sums[g]);
+                add_score(score, dots[r][g], tile, g, key, cut.is_grouped, q[r].sums[g]);
             store(scores + r * TILE + key, score * q[r].factor);
         }
     }

@@ -25,10 +25,13 @@ struct IntegerCut {
     KeysKernel keys;
     Segments segments;                  // of K
     ValuesKernel values[2][MOST_ROWS];  // in place or staged, for 1, 2, 3 and 4 query rows
+    ExpandKernel expand;                // of codes in planes; else null
+    int stride;                         // bytes of an expanded row, whole registers
 };
 
 struct IntegerScratch {
     Tile tile, ahead;
+    uint8_t* expanded;        // [TILE, stride] rows of codes that lie in planes
     float* scales;            // [TILE, numbers of a row's scales] as they lie
     int16_t* q;               // [rows, width]
     float* sums;              // [rows, groups]
@@ -37,9 +40,16 @@ struct IntegerScratch {
     int32_t* staged;          // [TILE, width / 2] pairs, for many rows
 };
 
-inline IntegerCut keys_cut(const KvqRows& rows) {
+inline IntegerCut plain_cut(const KvqRows& rows) {
     IntegerCut c;
     c.cut = cut_of(rows);
+    c.expand = rows.code == KVQ_GROUPED ? expand_kernel(rows.dim, rows.bits) : nullptr;
+    c.stride = (c.cut.row_bytes + BYTES - 1) / BYTES * BYTES;
+    return c;
+}
+
+inline IntegerCut keys_cut(const KvqRows& rows) {
+    IntegerCut c = plain_cut(rows);
     for (int i = 0; i < rows.dim; i++) c.index[i] = key_index(c.cut, rows.dim, i);
     c.segments = segments_of(c.cut);
     c.stage = c.cut.is_nibbles ? stage_keys<true> : stage_keys<false>;
@@ -69,8 +79,7 @@ inline void set_values(IntegerCut& c) {
 }
 
 inline IntegerCut values_cut(const KvqRows& rows) {
-    IntegerCut c;
-    c.cut = cut_of(rows);
+    IntegerCut c = plain_cut(rows);
     for (int i = 0; i < rows.dim; i++) c.index[i] = value_index(c.cut, rows.dim, i);
     bool two = c.cut.is_pair || c.cut.is_split;
     if (c.cut.is_nibbles)
@@ -85,8 +94,9 @@ inline IntegerScratch take_integer_scratch(const IntegerCut& c, int rows, Memory
     int groups = c.cut.groups;
     s.tile.scales = memory.take<float>(2 * groups * TILE);
     s.tile.minimums = s.tile.scales + TILE;
-    s.tile.stride = c.cut.is_nibbles ? 2 * TILE : TILE;
+    s.tile.stride = c.cut.is_grouped ? 2 * TILE : TILE;
     s.ahead = s.tile;
+    s.expanded = memory.take<uint8_t>(c.expand ? (int64_t)TILE * c.stride : 0);
     s.scales = memory.take<float>(2 * groups * TILE);
     s.q = memory.take<int16_t>((int64_t)rows * c.cut.width);
     s.sums = memory.take<float>(rows * groups);
@@ -200,7 +210,7 @@ inline void read_scales(const IntegerScratch& s, const KvqRows& rows, const Cut&
         for (int i = 0; i < TILE; i++) s.tile.scales[i] = i >= skip && i < keys ? rows.static_scales[head] : 0.0f;
         return;
     }
-    int n = cut.is_nibbles ? 2 * cut.groups : 1;
+    int n = cut.is_grouped ? 2 * cut.groups : 1;
     float* to = n == 1 ? s.tile.scales : s.scales;
     for (int i = 0; i < skip * n; i++) to[i] = 0;
     for (int i = keys * n; i < TILE * n; i++) to[i] = 0;
@@ -230,6 +240,10 @@ inline void read_integer_tile(IntegerScratch& s, const KvqRows& rows, const Inte
         memcpy(s.tile.rows, s.ahead.rows, sizeof s.tile.rows);
     find_rows(s.ahead, rows, there, head, 0, next_keys);
     prefetch_scales(rows, there, head, next_keys);
+    if (c.expand) {
+        c.expand(s.expanded, c.stride, s.tile.rows, rows.dim, rows.bits);
+        for (int i = 0; i < TILE; i++) s.tile.rows[i] = s.expanded + i * c.stride;
+    }
     read_scales(s, rows, c.cut, here, head, skip, keys);
 }
 
@@ -243,7 +257,7 @@ inline void integer_keys(const IntegerScratch& s, const IntegerCut& c, float* sc
     constexpr MatrixKernel KERNELS[] = {matrix_scores<1>, matrix_scores<2>, matrix_scores<3>, matrix_scores<4>};
     for (int r = 0, some; r < rows; r += some) {
         some = some_of(rows - r, MOST_ROWS);
-        KERNELS[some - 1](scores + r * TILE, s.queries + r, s.staged, s.tile, c.segments, c.cut.is_nibbles);
+        KERNELS[some - 1](scores + r * TILE, s.queries + r, s.staged, s.tile, c.segments, c.cut.is_grouped);
     }
 }
 
@@ -256,7 +270,7 @@ inline void integer_values(const IntegerScratch& s, const IntegerCut& c, float* 
                            const float* weights, int rows) {
     bool is_staged = rows > MOST_FEW;
     if (is_staged) c.stage(s.staged, s.tile, s.ahead, c.cut);
-    (c.cut.is_nibbles ? integer_weights<true> : integer_weights<false>)(s.weights, weights, decays, rows, s.tile, c.cut);
+    (c.cut.is_grouped ? integer_weights<true> : integer_weights<false>)(s.weights, weights, decays, rows, s.tile, c.cut);
     for (int r = 0, some; r < rows; r += some) {
         some = some_of(rows - r, MOST_ROWS);
         c.values[is_staged][some - 1](out + (int64_t)r * stride, stride, s.weights + r, decays + r, s.tile, s.ahead,
@@ -265,7 +279,7 @@ inline void integer_values(const IntegerScratch& s, const IntegerCut& c, float* 
 }
 
 inline void end_values(const IntegerScratch& s, const IntegerCut& c, float* out, int stride, int rows) {
-    if (c.cut.is_nibbles)
+    if (c.cut.is_grouped)
         for (int r = 0; r < rows; r++) add_minimums(out + (int64_t)r * stride, s.weights[r], c.cut);
 }
 

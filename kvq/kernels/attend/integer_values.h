@@ -38,9 +38,9 @@ constexpr float NEGLIGIBLE = 1e-30f;
 //
 // Before it is rounded a weight is moved by up to half a step, by an amount that depends on its place in
 // the tile: beside one large weight many small ones would else all become 0. And what rounding takes from
-// a weight would have met nibbles of 0 to 15; the middle of those is made good with the minimums, which
-// keep their weights as they are.
-template <bool NIBBLES>
+// a weight would have met grouped codes, 0 or more; their middle is made good with the minimums, which keep
+// their weights as they are.
+template <bool GROUPED>
 inline void integer_weights(const IntegerWeights* out, const float* weights, const float* decays, int rows,
                             const Tile& tile, const Cut& cut) {
     for (int r = 0; r < rows; r++)
@@ -58,19 +58,19 @@ inline void integer_weights(const IntegerWeights* out, const float* weights, con
             float factor = top > 0 ? (MOST - 1) / top : 0.0f;
             out[r].factors[g] = top / (MOST - 1);
             vf minimum{}, lost{};
-            if (NIBBLES) minimum = load(out[r].minimums + g * W) * all(decays[r]);
+            if (GROUPED) minimum = load(out[r].minimums + g * W) * all(decays[r]);
             for (int i = 0; i < TILE; i += 2 * W) {
                 vf wanted[2], given[2];
                 for (int j = 0; j < 2; j++) {
                     wanted[j] = load(x + i + j * W) * load(scales + i + j * W) * factor;
                     given[j] = rounded(wanted[j] + load(DITHER.at + i + j * W));
-                    if (!NIBBLES) continue;
+                    if (!GROUPED) continue;
                     lost += wanted[j] - given[j];
                     minimum += load(x + i + j * W) * load(tile.minimums + g * tile.stride + i + j * W);
                 }
                 store_pairs(out[r].pairs + (g * TILE + i) / 2, given[0], given[1]);
             }
-            if (NIBBLES) store(out[r].minimums + g * W, minimum + lost * (7.5f * out[r].factors[g]));
+            if (GROUPED) store(out[r].minimums + g * W, minimum + lost * (cut.middle * out[r].factors[g]));
         }
 }
 
@@ -198,7 +198,7 @@ inline void add_minimums(float* out, const IntegerWeights& w, const Cut& cut) {
     for (int run = 0; run < cut.runs; run++)
         for (int chunk = 0; chunk < cut.chunks; chunk++)
             for (int part = 0; part < 2; part++)
-                for (int kind = 0; kind < 4; kind++, out += W) {
+                for (int kind = 0; kind < cut.kinds; kind++, out += W) {
                     int high = kind / 2, other = cut.is_split;
                     store(out, load(out) + halves(sums[group_of(cut, run, high, 0)],
                                                   sums[group_of(cut, run, high, other)]));

@@ -1,12 +1,16 @@
-// INT8 and INT4 codes as 16-bit numbers for multiply-adds: how token rows are cut into registers.
+// Integer codes as 16-bit numbers for multiply-adds: how token rows are cut into registers.
 //
-// A row's bytes are cut into runs: all of it, or one group's share of a half (INT4). A run is cut into
+// Rows are bytes (INT8; grouped codes of 5 bits and more) or nibbles (INT4; narrower ones); codes in planes
+// are made the one or the other first (planes.h).
+//
+// A row's bytes are cut into runs: all of it, or one group's share (of a half if nibbles). A run is cut into
 // chunks of one register, the last one padded with zeros. A 16-bit lane then holds two bytes, an even
 // and an odd one, so shifts and masks alone give 16-bit numbers, with no shuffle: two registers of them
-// for INT8 (even, odd bytes), four for INT4 (low nibbles of even and odd bytes, then high nibbles).
+// for bytes (even, odd ones), four for nibbles (low ones of even and odd bytes, then high nibbles).
 // Queries are laid out in the order that this leaves the elements in.
 #pragma once
 
+#include "planes.h"
 #include "task.h"
 
 #if defined(__AVX2__)
@@ -83,6 +87,7 @@ inline void store_pairs(int32_t* out, vf a, vf b) {
 // How the rows of K or V are cut.
 struct Cut {
     bool is_nibbles;
+    bool is_grouped;  // codes are unsigned, and have minimums
     bool is_pair;   // a chunk is half a register: two tokens share one
     bool is_split;  // a chunk is two runs of half a register each
     int row_bytes;
@@ -92,13 +97,16 @@ struct Cut {
     int chunks;     // of a run
     int kinds;      // registers of 16-bit numbers that a chunk becomes
     int width;      // 16-bit numbers of a row, padding included
+    float middle;   // of what codes may be
 };
 
 inline Cut cut_of(const KvqRows& rows) {
     Cut c = {};
-    c.is_nibbles = rows.code == KVQ_INT4;
+    c.is_grouped = rows.code != KVQ_INT8;
+    c.is_nibbles = c.is_grouped && rows.bits <= 4;
+    c.middle = c.is_grouped ? ((1 << rows.bits) - 1) / 2.0f : 0.0f;
     int bytes = c.row_bytes = c.is_nibbles ? rows.dim / 2 : rows.dim;
-    c.groups = c.is_nibbles ? rows.dim / rows.group_size : 1;
+    c.groups = c.is_grouped ? rows.dim / rows.group_size : 1;
     c.run_bytes = c.groups > 1 ? rows.group_size : bytes;
     if (c.groups > 1 && c.run_bytes == BYTES / 2 && bytes % BYTES == 0) {
         c.is_split = true;
@@ -113,8 +121,10 @@ inline Cut cut_of(const KvqRows& rows) {
 }
 
 inline bool takes_integers(const KvqRows& rows) {
-    if ((rows.code != KVQ_INT8 && rows.code != KVQ_INT4) || rows.dim > MOST_INTEGER_DIM) return false;
-    return rows.code == KVQ_INT8 || (rows.dim % 2 == 0 && rows.dim / rows.group_size <= MOST_GROUPS);
+    if (rows.dim > MOST_INTEGER_DIM) return false;
+    if (rows.code == KVQ_INT8) return true;
+    if (rows.code != KVQ_INT4 && (rows.code != KVQ_GROUPED || rows.bits > 7)) return false;
+    return rows.dim % 2 == 0 && rows.dim / rows.group_size <= MOST_GROUPS;
 }
 
 // Bytes of a chunk.
@@ -157,7 +167,7 @@ inline int value_index(const Cut& c, int dim, int element) {
 struct Tile {
     const uint8_t* rows[TILE];
     float* scales;    // of group g at g * stride, [TILE]
-    float* minimums;  // likewise, of INT4
+    float* minimums;  // likewise, of grouped codes
     int stride;
 };
 

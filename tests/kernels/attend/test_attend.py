@@ -329,7 +329,7 @@ def test_queries_may_have_any_strides_and_are_left_alone(dtype: torch.dtype) -> 
 
 
 @pytest.mark.parametrize("window", [None, 11])
-@pytest.mark.parametrize("kv", ["fp32", "int8", "int4", "int4_mean"])
+@pytest.mark.parametrize("kv", ["fp32", "int8", "int4", "int4_mean", "int3_g24", "int6_g12"])
 @pytest.mark.parametrize("part", [None, OLD, YOUNG], ids=["all", "old", "young"])
 def test_chunk_size_and_batch_neighbours_change_no_bit(
     kv: str, window: int | None, part: Part | None, backend: str
@@ -441,6 +441,11 @@ def test_keys_left_out_at_the_end_are_seen_by_no_query(skip: int, window: int | 
         *((f"int4_g{group}_s8_rot", 128) for group in (16, 64, 128)),
         *(("int4_mean", dim) for dim in (64, 80, 96, 128)),
         ("int3_mean", 96),
+        *((f"int{bits}_g32", dim) for bits in (2, 3, 5, 6) for dim in (64, 128)),
+        *(("int2_g40", 80), ("int3_g20", 80), ("int5_g8", 80), ("int6_g80", 80)),  # groups end inside a part
+        *(("int2_g24", 96), ("int3_g96", 96), ("int5_g48", 96), ("int6_g16", 96)),
+        *(("int2_g128", 128), ("int3_g64", 256), ("int5_g64_rot", 128), ("int6_g64", 256)),
+        *(("int2_g16", 128), ("int6_g16", 128), ("int5_g32", 512)),
     ],
 )
 def test_rows_of_any_width_and_groups_of_any_size_over_several_tiles(kv: str, dim: int, backend: str) -> None:
@@ -459,7 +464,7 @@ def test_rows_of_any_width_and_groups_of_any_size_over_several_tiles(kv: str, di
         case.check(window=66)
 
 
-@pytest.mark.parametrize("kv", ["int8", "int4", "k8v4"])
+@pytest.mark.parametrize("kv", ["int8", "int4", "k8v4", "int6_g32"])
 @pytest.mark.parametrize("heads", [(2, 2), (8, 2), (16, 1)])
 @pytest.mark.parametrize("sharpness", [0.3, 1.0, 4.0])
 def test_default_arithmetic_is_closer_to_exact_than_torchs_bf16_attention(
@@ -497,7 +502,7 @@ def check_beside_a_sink(kv: str, context: int, score: float, v: Tensor) -> None:
     check_against(got, want, kv)
 
 
-@pytest.mark.parametrize("kv", ["int8", "int4"])
+@pytest.mark.parametrize("kv", ["int8", "int4", "int2_g32", "int6_g32"])
 def test_many_small_weights_beside_a_large_one_are_not_rounded_away(kv: str, backend: str) -> None:
     if backend == "triton":
         pytest.skip("works on floats")
@@ -551,7 +556,7 @@ def test_queries_of_any_size_give_finite_outputs(kv: str, size: float) -> None:
         assert relative_error(out, case.expected()[0]) < 5e-4
 
 
-@pytest.mark.parametrize("kv", ["int8", "int4"])
+@pytest.mark.parametrize("kv", ["int8", "int4", "int3_g32", "int5_g64"])
 @pytest.mark.parametrize("gap", [12.0, 24.0, 40.0])
 def test_a_sink_without_a_value_hides_no_other(kv: str, gap: float, backend: str) -> None:
     if backend == "triton":

@@ -1,0 +1,108 @@
+// Codes in planes, as codec/reference.py lays them out, into the bytes that integer kernels read.
+//
+// Codes of less than 4 bits become nibbles as INT4's lie, wider ones bytes. In both, what a plane of width w
+// puts into byte j is ((plane[j % n] >> w * (j / n)) & mask) << shift, n being the plane's bytes: halves of a
+// row are whole parts of each plane, so nibbles only take a mask for two elements at once. Registers that
+// hold several parts repeat the plane's bytes and shift every 64 bits by their own count.
+#pragma once
+
+#include "task.h"
+
+#if defined(__AVX2__)
+
+namespace {
+
+constexpr int LANES = W / 2;  // of 64 bits in a register
+typedef uint64_t words __attribute__((vector_size(W * 4)));
+
+// Codes of less than 4 bits are made nibbles.
+constexpr bool in_nibbles(int bits) { return bits < 4; }
+
+// What one element (and, of nibbles, the one half a row further) keeps of a plane's shifted byte.
+constexpr int plane_mask(int bits, int plane) { return ((1 << plane) - 1) * (in_nibbles(bits) ? 0x11 : 1); }
+
+// N bytes at `p`, again and again.
+template <int N>
+inline words repeated(const uint8_t* p) {
+    if constexpr (N == 8) return load_as<uint64_t>(p) + words{};
+    if constexpr (N == 16 && W == 8) return (words)_mm256_broadcastsi128_si256(load_as<__m128i>(p));
+#if defined(__AVX512F__)
+    if constexpr (N == 16) return (words)_mm512_broadcast_i32x4(load_as<__m128i>(p));
+    if constexpr (N == 32) return (words)_mm512_broadcast_i64x4(load_as<__m256i>(p));
+#endif
+    return load_as<words>(p);
+}
+
+// What a plane of PLANE bits adds to the register at byte AT of a row of DIM elements; `shift` is where it goes.
+template <int BITS, int PLANE, int DIM, int AT>
+inline words plane_bits(const uint8_t* plane, int shift) {
+    constexpr int N = DIM * PLANE / 8, FIRST = AT / N * PLANE;
+    constexpr uint64_t MASK = 0x0101010101010101ull * plane_mask(BITS, PLANE);
+    words x = repeated<(N < 4 * W ? N : 4 * W)>(plane + AT % N);
+    if constexpr (N < 4 * W) {
+        words counts;
+        for (int i = 0; i < LANES; i++) counts[i] = (uint64_t)((AT + 8 * i) / N * PLANE);
+        x >>= counts;
+    } else if constexpr (FIRST > 0) {
+        x >>= FIRST;
+    }
+    return (x & MASK) << shift;
+}
+
+template <int BITS, int DIM, int AT>
+inline void expand_from(uint8_t* out, const uint8_t* row) {
+    constexpr int BYTES_OUT = in_nibbles(BITS) ? DIM / 2 : DIM;
+    if constexpr (AT < BYTES_OUT) {
+        words x{};
+        if constexpr (BITS & 4) x |= plane_bits<BITS, 4, DIM, AT>(row, 0);
+        if constexpr (BITS & 2) x |= plane_bits<BITS, 2, DIM, AT>(row + DIM * (BITS & 4) / 8, BITS & 4);
+        if constexpr (BITS & 1) x |= plane_bits<BITS, 1, DIM, AT>(row + DIM * (BITS & 6) / 8, BITS & 6);
+        memcpy(out + AT, &x, sizeof x);  // rows of scratch memory are whole registers
+        expand_from<BITS, DIM, AT + 4 * W>(out, row);
+    }
+}
+
+// The same for rows of any width, part after part.
+inline void expand_any(uint8_t* out, const uint8_t* row, int dim, int bits) {
+    int length = in_nibbles(bits) ? dim / 2 : dim, shift = 0;
+    memset(out, 0, length);
+    for (int plane = 4; plane > 0; plane /= 2) {
+        if (!(bits & plane)) continue;
+        int n = dim * plane / 8, mask = plane_mask(bits, plane);
+        for (int at = 0, count = 0; at < length; at += n, count += plane)
+            for (int i = 0; i < n; i++) out[at + i] |= (uint8_t)((row[i] >> count & mask) << shift);
+        row += n;
+        shift += plane;
+    }
+}
+
+typedef void (*ExpandKernel)(uint8_t* out, int stride, const uint8_t* const* rows, int dim, int bits);
+
+// Expand the rows of a tile; of BITS and DIM, or (DIM 0) of any.
+template <int BITS, int DIM>
+inline void expand_tile(uint8_t* out, int stride, const uint8_t* const* rows, int dim, int bits) {
+    for (int i = 0; i < TILE; i++, out += stride)
+        if constexpr (DIM == 0)
+            expand_any(out, rows[i], dim, bits);
+        else
+            expand_from<BITS, DIM, 0>(out, rows[i]);
+}
+
+template <int BITS>
+inline ExpandKernel expand_kernel(int dim) {
+    if (dim == 64) return expand_tile<BITS, 64>;
+    if (dim == 128) return expand_tile<BITS, 128>;
+    if (dim == 256) return expand_tile<BITS, 256>;
+    return expand_tile<0, 0>;
+}
+
+inline ExpandKernel expand_kernel(int dim, int bits) {
+    if (bits == 2) return expand_kernel<2>(dim);
+    if (bits == 3) return expand_kernel<3>(dim);
+    if (bits == 5) return expand_kernel<5>(dim);
+    if (bits == 6) return expand_kernel<6>(dim);
+    return expand_tile<0, 0>;
+}
+
+}  // namespace
+#endif
