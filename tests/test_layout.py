@@ -10,10 +10,10 @@ import torch
 from kvq.blockmgr import BlockManager
 from kvq.cache import KVCache
 from kvq.errors import ConfigError
-from kvq.formats import Code, ExactTokens, Grouped, KVFormat, KVRecipe
+from kvq.formats import ExactTokens, KVRecipe
 from kvq.geometry import ModelGeometry
 from kvq.layout import ALIGNMENT, BlockOrder, GroupLayout, KVLayout, LayerLayout, Role, plan_layout
-from tests.kernels.kit import KINDS, geometry, static_scales
+from tests.kernels.kit import KINDS, geometry, recipe_of, static_scales
 
 ORDERS = list(BlockOrder)
 REGIONS = ("k_codes", "v_codes", "k_scales", "v_scales", "k_means", "v_means")
@@ -33,30 +33,11 @@ def regions(layer: LayerLayout) -> list[tuple[str, int, int]]:
     ]
 
 
-def quarters(code: Code, dim: int, *, mean: bool = False) -> KVFormat:
-    """A grouped format with fp16 scales and minimums over a quarter of a row."""
-    return KVFormat(code=code, scale=Grouped(dim // 4), rotated=True, mean=mean)
-
-
-def wide(recipe: KVRecipe, *, mean: bool = False) -> KVRecipe:
-    """The recipe with its grouped formats in `quarters`, whose group no one name gives to all dimensions."""
-    layers = tuple(
-        replace(
-            x,
-            k=quarters(x.k.code, x.k_head_dim, mean=mean) if x.k.code.is_grouped else x.k,
-            v=quarters(x.v.code, x.v_head_dim, mean=mean) if x.v.code.is_grouped else x.v,
-        )
-        for x in recipe.layers
-    )
-    return replace(recipe, layers=layers)
-
-
 def every_layout(
     model: ModelGeometry, order: BlockOrder = BlockOrder.LAYER_MAJOR
 ) -> list[tuple[KVRecipe, KVLayout]]:
     """One layout for every format and block size, fp16 scales included; none of them staged."""
-    recipes = [KVRecipe.uniform(kv, model.head_dims) for kv in (*KINDS, "int6/int2")]
-    recipes += [wide(KVRecipe.uniform(kv, model.head_dims)) for kv in ("int4", "int2/int8")]
+    recipes = [recipe_of(kv, model.head_dims) for kv in (*KINDS, "int6/int2", "int4_gQ_rot", "int2_gQ/int8")]
     return [(r, plan_layout(model, r, block_size=n, order=order)) for r in recipes for n in BLOCK_SIZES]
 
 
@@ -254,11 +235,8 @@ def test_what_waits_or_not_decides_which_groups_there_are() -> None:
 @pytest.mark.parametrize("block_size", BLOCK_SIZES)
 def test_means_lie_once_per_block_and_head_behind_the_scales(dims: tuple[int, int], block_size: int) -> None:
     model = geometry([dims])
-    for recipe in (
-        KVRecipe.uniform("int4_mean/int2_mean", [dims]),
-        KVRecipe.uniform("int8/int6_mean", [dims]),
-        wide(KVRecipe.uniform("int4/int2", [dims]), mean=True),
-    ):
+    for kv in ("int4_mean/int2_mean", "int8/int6_mean", "int4_gQ_mean_rot/int2_gQ_mean"):
+        recipe = recipe_of(kv, [dims])
         layout = plan_layout(model, recipe, block_size=block_size)
         (layer,) = layout.sealed[0].layers
         end = 0
