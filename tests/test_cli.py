@@ -164,6 +164,43 @@ def test_inspect_counts_bytes_and_reads_no_weights(run, copy, tmp_path):
         "index": 0, "kind": "full", "kv_heads": 2, "head_dim": 64, "v_head_dim": 64, "window": None,
     }  # fmt: skip
     assert "does not fit: int4_g128" in out
+    names = {f["kv"]: f["k"] for f in row["formats"] if "k" in f}
+    assert (names["int4"], names["int2"]) == ("int4_g32_s8_rot", "int2_g32_s8_rot")
+    assert {"int3", "int5", "int6", "int4_g64_rot", "int2_g32_rot"} <= set(names)
+    assert "what they were is int4_g64_rot and int2_g32_rot" in " ".join(out.split())
+
+
+def test_inspect_lays_out_means_and_the_groups_of_what_waits(run, tmp_path):
+    name = "int3_mean+recent=64+sinks=4"
+    code, out, _ = run("inspect", "--kv", name, "--json", tmp_path / "i.json")
+    assert code == 0
+    row = json.loads((tmp_path / "i.json").read_text())["rows"][0]
+    assert [group["group"] for group in row["layout"]] == ["full", "recent-96", "sinks-32"]
+    sealed, recent, sinks = row["layout"]
+    assert sealed["regions"]["k_means"] == {"offset": sealed["regions"]["k_means"]["offset"]} | {
+        "row_bytes": 34, "nbytes": 68,  # 64 nibbles with a scale and a minimum, for 2 heads
+    }  # fmt: skip
+    assert recent["layer_bytes"] == sinks["layer_bytes"] == 2 * 32 * 2 * 2 * 64  # bf16
+    shown = next(f for f in row["formats"] if f["kv"] == name)
+    assert shown["block_bytes"] == sealed["block_bytes"] == shown["kv_bytes_per_token"] * 32
+    assert shown["bits_per_element"] == 3.5 + 8 * 34 / (32 * 64)
+    assert "recent-96: 6 layers" in out
+
+
+def test_foreign_spellings_are_noted_before_what_stays_unquantized(run, tmp_path):
+    code, _, err = run("inspect", "--kv", "q8_0/int4+recent=8")
+    assert code == 0
+    assert "q8_0 is read as kvq's int8" in err
+    code, _, err = run("inspect", "--kv", "int4+recents=8")
+    assert code != 0
+    assert "after formats come +sinks=N and +recent=N" in err
+
+
+def test_the_help_of_kv_says_what_was_renamed(run):
+    for command in ("serve", "perplexity"):
+        code, out, _ = run(command, "--help")
+        assert code == 0
+        assert "what they were is int4_g64_rot and int2_g32_rot" in " ".join(out.split())
 
 
 def test_doctor_says_what_runs_and_why_the_rest_does_not(run):
@@ -195,7 +232,7 @@ def test_calibrate_writes_a_recipe_that_serves_static_formats(run, tmp_path):
 
 
 BAD_FORMATS = [
-    ("int5", "unknown KV format 'int5'; did you mean 'int"),
+    ("int9", "unknown KV format 'int9'; did you mean 'int"),
     (
         "int4_g48",
         "group size must divide head_dim/2 or equal head_dim=64, got 48; use one of [4, 8, 16, 32, 64]",

@@ -29,7 +29,8 @@ class Asked:
     text_field: str | None
     out: str = option("kvq.json", "Where to write the recipe.", type=click.Path())
     centered: bool = option(
-        False, "Store int4 and int2 without the means of K and V, which cost no bytes then."
+        False,
+        "Store formats in groups, such as int4, without the means of K and V, which cost no bytes then.",
     )
     context: int | None = option(
         None, "Tokens per window.  [default: 1024, or what the model takes]", type=int
@@ -88,7 +89,9 @@ def command(model: str, kv: list[str], asked: Asked) -> None:
     )
     recipe = prepared.recipe(kv[0])
     if asked.centered and not any(map(any, _is_grouped(recipe))):
-        raise ConfigError(f"--centered is for int4 and int2, got --kv {recipe.name}; leave it out")
+        raise ConfigError(
+            f"--centered is for formats in groups, such as int4, got --kv {recipe.name}; leave it out"
+        )
     spread_windows(prepared, source.text, context=asked.context, max_windows=asked.max_windows)
     if other is not None:
         check_length(prepared, other, asked.context)

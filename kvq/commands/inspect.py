@@ -4,14 +4,14 @@ from typing import Any
 
 import click
 
-from kvq.commands.names import MODEL
+from kvq.commands.names import MODEL, RENAMED
 from kvq.commands.options import BLOCK_SIZES, kv_option
 from kvq.commands.results import write_rows
 from kvq.layout import BLOCK_SIZE
 
 _FORMATS = (
-    "fp32", "bf16", "fp16", "fp8", "fp8_per_head", "int8", "int8_per_head", "k8v4",
-    "int4_g32", "int4", "int4_g128", "int2_g32", "int2",
+    "fp32", "bf16", "fp16", "fp8", "fp8_per_head", "int8", "int8_per_head", "int6", "k8v4", "int5",
+    "int4_g32", "int4", "int4_g64_rot", "int4_g128", "int3", "int2_g32_rot", "int2",
 )  # fmt: skip
 
 
@@ -91,7 +91,7 @@ def _format_row(label: str, recipe: Any, layout: Any, geometry: Any) -> dict[str
         "bits_per_element": float(recipe.bits_per_element(geometry.kv_heads)),
         "kv_bytes_per_token": layout.kv_bytes_per_token,
         "compression": 2 * geometry.elements_per_token / layout.kv_bytes_per_token,
-        "block_bytes": sum(group.block_bytes for group in layout.groups),
+        "block_bytes": sum(group.block_bytes for group in layout.sealed),
     }
 
 
@@ -103,7 +103,7 @@ def _group_row(group: Any) -> dict[str, Any]:
         "block_bytes": group.block_bytes,
         "regions": {
             name: {key: getattr(getattr(layer, name), key) for key in ("offset", "row_bytes", "nbytes")}
-            for name in ("k_codes", "v_codes", "k_scales", "v_scales")
+            for name in ("k_codes", "v_codes", "k_scales", "v_scales", "k_means", "v_means")
         },
         "layer_bytes": layer.nbytes,
     }
@@ -137,6 +137,7 @@ def _print(result: dict[str, Any], chosen: str) -> None:
     for row in result["formats"]:
         if "refused" in row:
             out.print(f"does not fit: {row['kv']}: {row['refused']}", highlight=False)
+    out.print(f"{RENAMED}; a saved kvq.json says by full names what it holds", highlight=False)
     out.print()
     out.print(f"layout of one {chosen} block of {result['block_size']} tokens:", highlight=False)
     for group in result["layout"]:

@@ -78,6 +78,9 @@ def _gpus() -> tuple[str, ...]:
     return tuple(known_gpus())
 
 
+# What --kv's help and `kvq inspect` say, since the same names once stored other bytes.
+RENAMED = "int4 and int2 have scales of 8 bits now; what they were is int4_g64_rot and int2_g32_rot"
+
 FORMATS = Names(_formats, separators=",", paths="file", halves=_halves)  # or a kvq.json
 ONE_FORMAT = Names(_formats, paths="file", halves=_halves)
 HALF_FORMAT = Names(_halves)

@@ -12,10 +12,10 @@ import click
 from click.core import ParameterSource
 from click.types import StringParamType
 
-from kvq.commands.names import FORMATS, HALF_FORMAT, MODEL, ONE_FORMAT
+from kvq.commands.names import FORMATS, HALF_FORMAT, MODEL, ONE_FORMAT, RENAMED
 from kvq.commands.screen import echo
 from kvq.errors import ConfigError
-from kvq.formats import split_pair
+from kvq.formats import split_exact, split_pair
 from kvq.layout import BLOCK_SIZE, MAX_BLOCK_SIZE
 from kvq.sizes import parse_bytes
 
@@ -245,7 +245,7 @@ def kv_option(default: str, many: bool) -> Callable[[_Command], _Command]:
                 "--kv",
                 "--kv-cache-dtype",
                 type=FORMATS if many else ONE_FORMAT,
-                help=f"{what}: a name, a pair K/V, or a kvq.json.  [default: {default}]",
+                help=f"{what}: a name, a pair K/V, or a kvq.json; {RENAMED}.  [default: {default}]",
             ),
         ):
             command = option(command)
@@ -267,7 +267,7 @@ def _named(kv: str | None, k: str | None, v: str | None, default: str, many: boo
     notes = []
     for name in names:
         if name != "auto" and not name.endswith(".json"):
-            notes.append(split_pair(name).note)
+            notes.append(split_pair(split_exact(name)[0]).note)
     for note in dict.fromkeys(filter(None, notes)):
         echo(f"kvq: {note}", err=True)
     return names

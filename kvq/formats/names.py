@@ -23,6 +23,8 @@ FOREIGN_NAMES = {
     "q8_0": "int8",
     "q4_0": "int4_g32",
     "q4_1": "int4_g32",
+    "q5_0": "int5_g32",
+    "q5_1": "int5_g32",
     "iq4_nl": "int4_g32",
     "u8": "int8",
     "u4": "int4_g32",

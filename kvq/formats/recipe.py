@@ -77,7 +77,9 @@ class KVRecipe:
                 where = f"centers.layers[{index}].{part}"
                 check_shape(f"{where}[0]", rows[0], dim, "channels")
                 if not isinstance(fmt.scale, Grouped):
-                    raise ConfigError(f"{where} belongs to {fmt.name}; centers are for int4 and int2")
+                    raise ConfigError(
+                        f"{where} belongs to {fmt.name}; centers are for formats in groups, such as int4"
+                    )
 
     @classmethod
     def uniform(cls, kv: str, head_dims: list[tuple[int, int]]) -> "KVRecipe":

@@ -63,7 +63,7 @@ class Ready(Message, frozen=True):
     model_digest: str  # of the checkpoint's tensors
     vocab_size: int
     block_bytes: list[int]  # per layer group
-    kv: list[str]  # the formats' full names per layer group: "int4_g64_rot", or K/V where they differ
+    kv: list[str]  # the formats' full names per layer group: "int4_g32_s8_rot", or K/V where they differ
     shape: PoolShape
     scheduler: SchedulerConfig
 

@@ -14,7 +14,7 @@ from kvq.cache import KVCache
 from kvq.cache.conformance import CHECKS, NotConforming, check_backend
 from kvq.cache.dense_backend import DenseCache
 from kvq.errors import UnsupportedKernel
-from kvq.layout import BlockOrder
+from kvq.layout import BlockOrder, Role
 
 KINDS = ["fp32", "bf16", "fp8", "int8", "int8_per_head_rot", "int4", "int2", "k8v4", "fp8_per_head/bf16"]
 
@@ -34,9 +34,9 @@ class OldStrides(KVCache):
     """Reads through the views it had before it grew."""
 
     def grow(self, num_blocks: list[int]) -> None:
-        old = dict(self._layers)
+        old = dict(self._views[Role.SEALED])
         super().grow(num_blocks)
-        self._layers = old
+        self._views[Role.SEALED] = old
         for layer in old.values():
             layer.k.codes.zero_()
 

@@ -346,7 +346,7 @@ def test_configs_and_options_that_do_not_fit_are_refused_by_name(tmp_path: Path)
     with pytest.raises(ConfigError, match="needs static scales"):
         KvqCache(config, kv="fp8_per_head")
     with pytest.raises(ConfigError, match="unknown KV format"):
-        KvqCache(config, kv="int3")
+        KvqCache(config, kv="int7")
     with pytest.raises(ConfigError, match="max_tokens"):
         KvqCache(config, max_tokens=0)
     with pytest.raises(ConfigError, match="unknown backend"):

@@ -42,11 +42,14 @@ def test_a_thousand_tokens_in_int4_hold_less_than_a_third_of_bf16(
     assert allocated == cache.nbytes, "what is reported is what is allocated"
 
 
+@pytest.mark.parametrize("kv", ["int4", "int4_g64_rot"])
 @pytest.mark.parametrize("attention", ["sdpa", "kvq"])
-def test_int4_tokens_are_those_of_kvqs_own_sessions_up_to_a_near_tie(tiny: Any, attention: str) -> None:
+def test_int4_tokens_are_those_of_kvqs_own_sessions_up_to_a_near_tie(
+    tiny: Any, attention: str, kv: str
+) -> None:
     # fp32 arithmetic on both sides: what rounding a query changes, a flipped INT4 code makes larger
     prompt = tiny.tokenizer(_TEXT)["input_ids"][3:943]  # with 60 more, 1,000 tokens
-    layout = tiny.with_kv("int4").layout
+    layout = tiny.with_kv(kv).layout
     session = Session(tiny.weights, layout, max_tokens=len(prompt) + 60, backend="cpu-fp32")
     sequence = session.new_sequence()
     logits = [session.forward([(sequence, prompt)])[0].logits[-1]]
@@ -60,7 +63,7 @@ def test_int4_tokens_are_those_of_kvqs_own_sessions_up_to_a_near_tie(tiny: Any, 
         out = model.generate(
             torch.tensor([prompt]),
             attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
-            past_key_values=KvqCache(model.config, kv="int4", backend="cpu-fp32"),
+            past_key_values=KvqCache(model.config, kv=kv, backend="cpu-fp32"),
             max_new_tokens=60,
             min_new_tokens=60,
             do_sample=False,

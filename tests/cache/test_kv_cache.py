@@ -28,7 +28,7 @@ WINDOWS = [None, 16, None]
 
 
 @pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("kv", ["fp32", "int8", "int4"])
+@pytest.mark.parametrize("kv", ["fp32", "int8", "int4", "int2_gQ_rot"])
 def test_scrub_zeroes_codes_scales_and_padding_of_those_blocks_and_nothing_else(
     kv: str, order: BlockOrder
 ) -> None:
@@ -178,7 +178,7 @@ def test_a_layer_that_no_backend_can_run_is_refused(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("kv", ["fp32", "int4", "k8v4"])
+@pytest.mark.parametrize("kv", ["fp32", "int4", "int4_gQ_rot", "k8v4"])
 def test_growing_keeps_every_block_under_its_id_and_adds_zeroed_ones(kv: str, order: BlockOrder) -> None:
     cache = poisoned_cache(kv, DIMS, windows=WINDOWS, block_size=3, num_blocks=6, order=order)
     for group in (0, 1):

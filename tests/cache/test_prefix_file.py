@@ -99,7 +99,7 @@ def untouched(cache: KVCache, manager: BlockManager) -> None:
 
 
 @pytest.mark.parametrize("order", list(BlockOrder))
-@pytest.mark.parametrize("kv", ["fp32", "int8", "fp8_per_head", "int4", "k8v4"])
+@pytest.mark.parametrize("kv", ["fp32", "int8", "fp8_per_head", "int4", "int4_gQ_rot", "k8v4"])
 def test_a_prefix_comes_back_bit_for_bit(kv: str, order: BlockOrder, tmp_path: Path) -> None:
     old = saved(tmp_path / "p", kv, order=order)
     cache, manager = pair(kv, order=order)
@@ -163,7 +163,9 @@ def contents(path: Path) -> tuple[dict[str, str], dict[str, bytes]]:
         return file.metadata(), {name: file.get_tensor(name).numpy().tobytes() for name in names}
 
 
-@pytest.mark.parametrize("kv", ["int8", "fp8_rot", "int4", "k8v4", "int2/bf16"])
+@pytest.mark.parametrize(
+    "kv", ["int8", "fp8_rot", "int4", "int4_gQ_rot", "k8v4", "int2/bf16", "int2_gQ/bf16"]
+)
 def test_files_and_swapped_blocks_are_the_same_bytes_whichever_kernels_wrote_them(
     kv: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -188,7 +190,7 @@ def test_files_and_swapped_blocks_are_the_same_bytes_whichever_kernels_wrote_the
 
 
 @pytest.mark.parametrize("order", list(BlockOrder))
-@pytest.mark.parametrize("kv", ["int8", "fp8", "int4", "k8v4", "int4/bf16"])
+@pytest.mark.parametrize("kv", ["int8", "fp8", "int4", "k8v4", "int4/bf16", "int8/int4_gQ_rot"])
 def test_bug_8_a_persisted_prefix_brings_its_scales(
     kv: str, order: BlockOrder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

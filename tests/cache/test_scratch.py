@@ -66,7 +66,9 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", list(CASES))
-@pytest.mark.parametrize(("kv", "dims"), [("int4", (64, 64)), ("int4", (128, 60)), ("int8", (48, 60))])
+@pytest.mark.parametrize(
+    ("kv", "dims"), [("int4", (64, 64)), ("int4_g64_rot", (64, 64)), ("int4", (128, 60)), ("int8", (48, 60))]
+)
 def test_attention_by_torch_is_the_references(kv: str, dims: tuple[int, int], case: str) -> None:
     lengths, news, options = CASES[case]
     cache, batch, _ = _filled(kv, dims, lengths, news)

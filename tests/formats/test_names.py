@@ -1,5 +1,7 @@
 """Names of formats: every spelling in, the canonical name out."""
 
+from dataclasses import replace
+
 import pytest
 
 from kvq.errors import ConfigError
@@ -21,7 +23,17 @@ TABLE = {
     "int4_g128": (Code.INT4, Grouped(128)),
     "int2_g32": (Code.INT2, Grouped(32)),
     "int2_g64": (Code.INT2, Grouped(64)),
+    "int3_g32": (Code.INT3, Grouped(32)),
+    "int5_g16": (Code.INT5, Grouped(16)),
+    "int6_g128": (Code.INT6, Grouped(128)),
+    "int2_g32_s8": (Code.INT2, Grouped(32, is_narrow=True)),
+    "int3_g16_s8": (Code.INT3, Grouped(16, is_narrow=True)),
+    "int4_g64_s8": (Code.INT4, Grouped(64, is_narrow=True)),
+    "int5_g32_s8": (Code.INT5, Grouped(32, is_narrow=True)),
+    "int6_g128_s8": (Code.INT6, Grouped(128, is_narrow=True)),
 }
+GROUPED = [name for name, (code, _) in TABLE.items() if code.is_grouped]
+CODES = {"int2": Code.INT2, "int3": Code.INT3, "int4": Code.INT4, "int5": Code.INT5, "int6": Code.INT6}
 ALIASES = {"fp8": "fp8_per_token_head", "int8": "int8_per_token_head"}
 
 
@@ -40,22 +52,42 @@ def test_a_parsed_name_is_canonical_and_reads_back_as_the_same_format(name: str,
     assert parse_format(fmt.name, 128) == fmt
 
 
-@pytest.mark.parametrize(
-    ("head_dim", "group"),
-    [(48, 48), (60, 60), (64, 64), (80, 40), (96, 48), (128, 64), (192, 48), (256, 64)],
-)
-def test_int4_is_rotated_with_the_largest_legal_group_up_to_64(head_dim: int, group: int) -> None:
-    assert parse_format("int4", head_dim) == KVFormat(code=Code.INT4, scale=Grouped(group), rotated=True)
-    assert parse_format("int4_rot", head_dim) == parse_format("int4", head_dim)
-    assert parse_format("int4", head_dim).name == f"int4_g{group}_rot"
+@pytest.mark.parametrize("rotated", [False, True])
+@pytest.mark.parametrize("name", GROUPED)
+def test_mean_follows_the_scales_and_comes_before_the_rotation(name: str, rotated: bool) -> None:
+    fmt = parse_format(name + "_mean" + "_rot" * rotated, 128)
+    assert (fmt.code, fmt.scale, fmt.rotated, fmt.mean) == (*TABLE[name], rotated, True)
+    assert fmt.name == name + "_mean" + "_rot" * rotated
+    assert parse_format(name + "_rot" * rotated, 128) == replace(fmt, mean=False)
 
 
 @pytest.mark.parametrize(
     ("head_dim", "group"),
     [(48, 24), (60, 30), (64, 32), (80, 20), (96, 24), (128, 32), (192, 32), (256, 32)],
 )
-def test_int2_is_rotated_with_the_largest_legal_group_up_to_32(head_dim: int, group: int) -> None:
-    assert parse_format("int2", head_dim) == KVFormat(code=Code.INT2, scale=Grouped(group), rotated=True)
+@pytest.mark.parametrize("name", CODES)
+def test_a_bare_name_is_rotated_with_scales_of_8_bits_and_the_largest_legal_group_up_to_32(
+    name: str, head_dim: int, group: int
+) -> None:
+    if head_dim % CODES[name].multiple:
+        with pytest.raises(ConfigError, match=f"multiple of 8, got {head_dim}"):
+            parse_format(name, head_dim)
+        return
+    expected = KVFormat(code=CODES[name], scale=Grouped(group, is_narrow=True), rotated=True)
+    assert parse_format(name, head_dim) == expected
+    assert parse_format(f"{name}_rot", head_dim) == expected
+    assert parse_format(name, head_dim).name == f"{name}_g{group}_s8_rot"
+    assert parse_format(f"{name}_mean", head_dim) == replace(expected, mean=True)
+    assert parse_format(f"{name}_mean_rot", head_dim).name == f"{name}_g{group}_s8_mean_rot"
+
+
+@pytest.mark.parametrize(
+    ("name", "once"), [("int4", "int4_g64_rot"), ("int2", "int2_g32_rot")], ids=["int4", "int2"]
+)
+def test_what_int4_and_int2_once_meant_keeps_its_name_with_scales_of_16_bits(name: str, once: str) -> None:
+    fmt = parse_format(once, 128)
+    assert (fmt.is_narrow, fmt.name) == (False, once)
+    assert fmt != parse_format(name, 128)
 
 
 @pytest.mark.parametrize("name", [n for n in known_names() if n != "k8v4"])
@@ -72,6 +104,9 @@ def test_every_name_that_errors_advertise_is_accepted(name: str) -> None:
         ("k16v4", "bf16", "int4"),
         ("k16v8", "bf16", "int8"),
         ("k4v2", "int4", "int2"),
+        ("k6v5", "int6", "int5"),
+        ("k3v16", "int3", "bf16"),
+        ("int3_mean/int4_g64_s8_mean_rot", "int3_mean", "int4_g64_s8_mean_rot"),
         ("K8V4", "int8", "int4"),
         ("int8/int4", "int8", "int4"),
         (" fp8 / int4_g32_rot ", "fp8", "int4_g32_rot"),
@@ -106,7 +141,7 @@ def test_a_foreign_pair_notes_each_part_once() -> None:
 
 @pytest.mark.parametrize(
     ("given", "meant"),
-    [("int5", "int"), ("fp8_per_hed", "fp8_per_head"), ("itn4", "int4"), ("k8v5", "k8v4"), ("q8_1", "q8_0")],
+    [("int7", "int"), ("fp8_per_hed", "fp8_per_head"), ("itn4", "int4"), ("k8v7", "k8v4"), ("q8_1", "q8_0")],
 )
 def test_an_unknown_name_is_refused_with_the_nearest(given: str, meant: str) -> None:
     with pytest.raises(ConfigError, match=rf"unknown KV format '{given}'; did you mean '{meant}"):
@@ -115,7 +150,12 @@ def test_an_unknown_name_is_refused_with_the_nearest(given: str, meant: str) -> 
 
 @pytest.mark.parametrize(
     "given",
-    ["", "/", "int8/", "/int8", "int8/int4/int2", "int4_g", "int4_g-4", "_rot", "int4_rot_rot", "auto"],
+    [
+        *("", "/", "int8/", "/int8", "int8/int4/int2", "int4_g", "int4_g-4", "_rot", "int4_rot_rot", "auto"),
+        *("int4_s8", "int4_s8_rot", "int4_g32_s4", "int4_g32_s8_s8", "int8_s8", "bf16_s8", "int4_g32s8"),
+        *("int4_rot_mean", "int4_g32_mean_s8", "int4_g32_rot_s8", "int4_mean_g32", "int4_mean_mean"),
+        *("int8_mean", "bf16_mean_rot", "fp8_per_head_mean", "mean", "int7", "int4_g32_s8_mean_rot_"),
+    ],
 )
 def test_what_is_no_name_is_refused(given: str) -> None:
     with pytest.raises(ConfigError, match="unknown KV format"):
@@ -138,9 +178,9 @@ def test_parse_format_refuses_unknown_names_itself(given: str) -> None:
 )
 def test_a_group_size_that_does_not_fit_lists_what_fits(group: int, head_dim: int) -> None:
     fits = [n for n in range(4, head_dim + 1) if n == head_dim or (head_dim // 2) % n == 0]
-    for code in ("int4", "int2"):
+    for name in (f"int4_g{group}", f"int2_g{group}", f"int6_g{group}_s8", f"int3_g{group}_s8_mean_rot"):
         with pytest.raises(ConfigError) as refused:
-            parse_format(f"{code}_g{group}", head_dim)
+            parse_format(name, head_dim)
         assert f"head_dim={head_dim}" in str(refused.value)
         assert f"got {group}" in str(refused.value)
         assert f"use one of {fits}" in str(refused.value)
@@ -155,3 +195,4 @@ def test_no_legal_group_straddles_the_two_halves_of_a_packed_row(head_dim: int) 
             assert all(at + size <= half or at >= half for at in starts), size
             assert head_dim % size == 0
         parse_format(f"int4_g{size}", head_dim)
+        parse_format(f"int4_g{size}_s8_mean", head_dim)

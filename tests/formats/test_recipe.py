@@ -12,6 +12,7 @@ from kvq.errors import ConfigError
 from kvq.formats import HeadMaxima, KVRecipe, StaticScales, parse_format
 
 HEAD_DIMS = [(64, 64), (60, 48), (192, 128)]
+EXACT = ["sinks=4", "recent=4", "sinks=4+recent=4", "sinks=4+recent=8", "sinks=8+recent=4"]
 DIGEST = "0123456789abcdef" * 4
 
 
@@ -35,13 +36,18 @@ def write(path: Path, change: dict[str, Any]) -> Path:
 
 
 @pytest.mark.parametrize(
-    "kv", ["fp32", "bf16", "fp8", "int8_rot", "int4", "int2", "k8v4", "k16v4", "int8/int4_g16", "q8_0/q4_1"]
+    "kv",
+    [
+        *("fp32", "bf16", "fp8", "int8_rot", "int4", "int2", "k8v4", "k16v4", "int8/int4_g16", "q8_0/q4_1"),
+        *("int3", "int5/int6", "int4_mean", "int4_g16_s8_mean/int2_g32_s8_rot", "int4_g64_rot/int2_g32_rot"),
+        *("int3+sinks=4", "int4_mean+recent=128", "bf16+sinks=33+recent=1"),
+    ],
 )
 def test_a_saved_recipe_loads_as_the_same_formats(kv: str, tmp_path: Path) -> None:
     recipe = KVRecipe.uniform(kv, [(64, 64), (128, 192)])
     recipe.save(tmp_path / "kvq.json")
     loaded = KVRecipe.load(tmp_path / "kvq.json")
-    assert loaded.layers == recipe.layers
+    assert (loaded.layers, loaded.exact) == (recipe.layers, recipe.exact)
     assert loaded.static_scales is None
     assert loaded.digest() == recipe.digest()
 
@@ -66,16 +72,18 @@ def test_the_digest_changes_with_formats_and_with_scales() -> None:
         KVRecipe.uniform("fp8_per_head/int8_per_head", HEAD_DIMS).digest(),
         plain.with_scales(scales()).digest(),
         plain.with_scales(scales((2, 3, 2))).digest(),
+        *(KVRecipe.uniform(kv, HEAD_DIMS).digest() for kv in ("int4", "int4_mean", "int4_rot+recent=1")),
+        *(KVRecipe.uniform(f"fp8_per_head+{end}", HEAD_DIMS).digest() for end in EXACT),
     }
-    assert len(digests) == 6
+    assert len(digests) == 9 + len(EXACT)
 
 
 def test_one_name_gives_every_layer_the_group_its_own_dimension_allows() -> None:
     recipe = KVRecipe.uniform("int4", HEAD_DIMS)
     assert [(x.k.name, x.v.name) for x in recipe.layers] == [
-        ("int4_g64_rot", "int4_g64_rot"),
-        ("int4_g60_rot", "int4_g48_rot"),
-        ("int4_g48_rot", "int4_g64_rot"),
+        ("int4_g32_s8_rot", "int4_g32_s8_rot"),
+        ("int4_g30_s8_rot", "int4_g24_s8_rot"),
+        ("int4_g32_s8_rot", "int4_g32_s8_rot"),
     ]
 
 
@@ -84,7 +92,19 @@ def test_bits_per_element_weigh_layers_by_their_elements() -> None:
     # K int8: 128 + 2 and 64 + 2 bytes; V int4_g64: 64 + 8 bytes; 2 and 3 heads
     bits = 8 * (2 * (130 + 72) + 3 * (66 + 72))
     assert recipe.bits_per_element([2, 3]) == Fraction(bits, 2 * 256 + 3 * 192)
-    assert KVRecipe.uniform("int4_g64", [(128, 128)]).bits_per_element([5]) == Fraction(9, 2)
+    for kv in ("int4_g64", "int4"):
+        assert KVRecipe.uniform(kv, [(128, 128)]).bits_per_element([5]) == Fraction(9, 2)
+
+
+@pytest.mark.parametrize("block_size", [1, 16, 32, 40])
+def test_bits_per_element_share_a_mean_among_a_blocks_tokens(block_size: int) -> None:
+    recipe = KVRecipe.uniform("int3_mean/int4_g64_mean+sinks=4", [(128, 128), (64, 128)])
+    # codes and scales of K: 48 + 8 and 24 + 4 bytes, of V: 64 + 8; means: 64 + 4 and 32 + 2; 2 and 3 heads
+    rows = 2 * (56 + 72) + 3 * (28 + 72)
+    means = Fraction(2 * (68 + 68) + 3 * (34 + 68), block_size)
+    expected = 8 * (rows + means) / (2 * 256 + 3 * 192)
+    assert recipe.bits_per_element([2, 3], block_size) == expected
+    assert block_size != 32 or recipe.bits_per_element([2, 3]) == expected
 
 
 def test_a_name_without_a_label_is_the_common_pair_or_mixed(tmp_path: Path) -> None:
@@ -96,6 +116,9 @@ def test_a_name_without_a_label_is_the_common_pair_or_mixed(tmp_path: Path) -> N
     assert reloaded("int8", HEAD_DIMS) == "int8_per_token_head"
     assert reloaded("int8/int4_g32", [(64, 64)]) == "int8_per_token_head/int4_g32"
     assert reloaded("int4", HEAD_DIMS) == "mixed"
+    assert reloaded("int4+recent=64+sinks=4", HEAD_DIMS) == "mixed+sinks=4+recent=64"
+    assert reloaded("int3_mean+recent=128", [(64, 64)]) == "int3_g32_s8_mean_rot+recent=128"
+    assert KVRecipe.uniform(" INT3+Recent=7 ", [(64, 64)]).name == "int3+recent=7"
 
 
 @pytest.mark.parametrize(

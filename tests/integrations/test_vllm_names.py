@@ -51,10 +51,10 @@ def test_recipes_that_do_not_fit_are_refused(tmp_path):
     with pytest.raises(ConfigError, match="static scales"):
         recipe_of("fp8_per_head", (64, 64), 3)
     with pytest.raises(ConfigError, match="unknown"):
-        recipe_of("int5", (64, 64), 3)
+        recipe_of("int7", (64, 64), 3)
 
 
-@pytest.mark.parametrize("kv", ["bf16", "int8", "int4", "k8v4", "int4_g32_rot"])
+@pytest.mark.parametrize("kv", ["bf16", "int8", "int4", "k8v4", "int4_g32_rot", "int3/int6"])
 def test_a_page_holds_what_a_block_of_kvq_does(kv):
     """The same rows through vLLM's pages, which lie apart, and through a pool of kvq's own."""
     block_size, blocks, heads = 32, 5, 2
@@ -89,6 +89,9 @@ def test_pages_that_are_cut_otherwise_are_refused():
         page.over(torch.zeros(3, 16, 2, page.cell_bytes, dtype=torch.uint8))
     with pytest.raises(ConfigError, match="multiple of 16"):
         Page.of(KVRecipe.uniform("int8", [(64, 64)]), 0, 2, 24, (64, 64))
+    for kv in ("int4_mean", "int8+recent=16"):
+        with pytest.raises(ConfigError, match=r"keeps tokens unquantized .* vLLM's cache can't do"):
+            Page.of(KVRecipe.uniform(kv, [(64, 64)]), 0, 2, 16, (64, 64))
     with pytest.raises(ConfigError, match="a layer 7"):
         Page.of(KVRecipe.uniform("int8", [(64, 64)]), 7, 2, 16, (64, 64))
     with pytest.raises(ConfigError, match="head dimensions"):

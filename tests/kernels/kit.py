@@ -30,6 +30,23 @@ KINDS = (
 MEANS = ("int4_mean", "int3_mean/int2_mean", "int8/int4_g8_mean", "int6_mean/bf16")
 
 
+def recipe_of(kv: str, dims: list[tuple[int, int]]) -> KVRecipe:
+    """`KVRecipe.uniform`, where gQ, as in int4_gQ_rot, stands for groups of a quarter of each row.
+
+    No one group size is legal for rows of 48, 60 and 64 elements.
+    """
+    if "gQ" not in kv:
+        return KVRecipe.uniform(kv, dims)
+    k, v = kv.split("/")[0], kv.split("/")[-1]
+    layers = [
+        KVRecipe.uniform(
+            f"{k.replace('gQ', f'g{k_dim // 4}')}/{v.replace('gQ', f'g{v_dim // 4}')}", [(k_dim, v_dim)]
+        ).layers[0]
+        for k_dim, v_dim in dims
+    ]
+    return KVRecipe(layers=tuple(layers), label=kv)
+
+
 def static_scales(heads: list[int]) -> StaticScales:
     """Maxima of every layer and head, no two alike."""
     layers = []
@@ -77,7 +94,7 @@ def poisoned_cache(
 ) -> KVCache:
     """A cache on the CPU whose every byte is `fill`, with static scales where the format needs them."""
     model = geometry(dims, kv_heads=kv_heads, q_heads=q_heads, windows=windows)
-    recipe = KVRecipe.uniform(kv, dims)
+    recipe = recipe_of(kv, dims)
     if recipe.is_static:
         recipe = recipe.with_scales(static_scales(model.kv_heads))
     layout = plan_layout(model, recipe, block_size=block_size, order=order)

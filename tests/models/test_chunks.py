@@ -14,7 +14,7 @@ from kvq.models.probe import relative_error
 TOKENS = 220
 LIMITS = {
     "fp32": 1e-6, "bf16": 2e-4, "fp8": 2e-4, "fp8_per_head": 2e-4, "int8": 2e-4, "int8_per_head": 2e-4,
-    "k8v4": 2e-4, "int4": 2e-4, "int4_g32": 2e-4, "int2_g32": 2e-4,
+    "k8v4": 2e-4, "int4": 2e-4, "int4_g32": 2e-4, "int4_g64_rot": 2e-4, "int3": 2e-4, "int2_g32": 2e-4,
 }  # fmt: skip
 
 

@@ -20,6 +20,7 @@ CASES = {  # (model, kv): largest relative error
     ("tiny", "fp32"): 0.0,
     ("tiny", "int8"): 0.0,
     ("tiny", "int4"): 0.0,
+    ("tiny", "int4_g64_rot"): 0.0,
     ("gemma3_text", "fp32"): 1e-5,
     ("gemma3_text", "int8"): 2e-2,
 }

@@ -62,7 +62,7 @@ def test_huge_key_biases_keep_eight_bit_keys_close(kv, limit, biased_folder):
     assert mean_kl(exact, model.with_kv("int4").logits(ids, chunk=13)) > 3 * limit
 
 
-@pytest.mark.parametrize("kv", ["int4", "int4_g8", "int2_g16_rot", "k8v4", "fp8"])
+@pytest.mark.parametrize("kv", ["int4", "int4_g8", "int2_g16_rot", "int2", "int6", "k8v4", "fp8"])
 def test_huge_key_biases_never_give_nan(kv, biased_folder):
     logits = load_fp32(biased_folder).with_kv(kv).logits(random_tokens(90, seed=1), chunk=13)
     assert torch.isfinite(logits).all()

@@ -220,7 +220,7 @@ def unlogged(monkeypatch):
 @pytest.mark.parametrize(
     ("start", "reason"),
     [
-        (Start(folder=TINY, kv="int5", options={}), "int5"),
+        (Start(folder=TINY, kv="int7", options={}), "int7"),
         (Start(folder=TINY, kv="int4", options={"num_block": 3}), "did you mean 'num_blocks'"),
     ],
 )

@@ -46,7 +46,7 @@ def test_a_folder_will_do(tmp_path):
         ({"context": 100_000}, "above the model's context of 8,192"),
         ({"lengths": [Length(9000, 1)]}, "a request of 9,001 tokens is above the model's context of 8,192"),
         ({"context": 100, "output": 100}, "is none"),
-        ({"context": 100, "kv": "int5"}, "int5"),
+        ({"context": 100, "kv": "int7"}, "int7"),
     ],
 )
 def test_what_cannot_be_planned_says_why(options, message):

@@ -154,5 +154,8 @@ def test_chunks_and_options_that_do_not_fit_are_refused() -> None:
         ChunkCodec("int4", num_layers=1, channels=65, dtype=torch.bfloat16, head_dim=64)
     with pytest.raises(ConfigError, match="must be bf16, fp16, fp32"):
         ChunkCodec("int4", num_layers=1, channels=64, dtype=torch.float64, head_dim=64)
+    for kv in ("int4_mean", "int8+sinks=4"):
+        with pytest.raises(ConfigError, match=r"a chunk of any length can't do; use formats without _mean"):
+            ChunkCodec(kv, num_layers=1, channels=64, dtype=torch.bfloat16, head_dim=64)
     with pytest.raises(ConfigError, match="recipe is for 3 layers"):
         ChunkCodec(recipe("int4"), num_layers=2, channels=144, dtype=torch.bfloat16)

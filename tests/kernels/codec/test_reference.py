@@ -8,12 +8,13 @@ import torch
 from torch import Tensor
 
 from kvq.formats import Code, Grouped, KVFormat, parse_format
-from kvq.kernels.codec import code_dtype, decode, encode, rotate
+from kvq.kernels.codec import code_dtype, decode, encode, narrow, rotate
+from tests.kernels.codec.formulas import F16, F32, HEAD_DIMS, fp16_scale, grouped_row, packed_row, tame
 
-HEAD_DIMS = [48, 60, 64, 80, 96, 128, 192, 256]
 FLOATS = ["fp32", "bf16", "fp16"]
 SCALED = ["fp8", "fp8_per_head", "int8", "int8_per_head"]
-GROUPED = ["int4", "int2"]
+BARE = ["int2", "int3", "int4", "int5", "int6"]
+GROUPED = ["int4_gQ_rot", "int4_gQ", "int2_gQ", "int2_gQ_rot", "int6_gQ_s8"]  # groups of a quarter of a row
 ALL = [
     *FLOATS,
     *SCALED,
@@ -23,27 +24,29 @@ ALL = [
     "fp8_rot",
     "int8_rot",
     "int8_per_head_rot",
+    *BARE,
     *GROUPED,
 ]
-F32, F16 = np.float32, np.float16
-SMALLEST, LARGEST = F16(2.0**-24), F16(65504.0)
+
+
+def format_of(name: str, dim: int) -> KVFormat:
+    return parse_format(name.replace("gQ", f"g{dim // 4}"), dim)
+
+
+def fitting(names: list[str], *dims: int) -> list[tuple[str, int]]:
+    """Pairs of a name and a head dimension; 3 and 5 bits take multiples of 8 elements."""
+    return [
+        (name, dim) for dim in dims for name in names if dim % 8 == 0 or not name.startswith(("int3", "int5"))
+    ]
 
 
 def grouped_names(dim: int) -> list[str]:
-    """Unrotated and rotated grouped formats that a row of `dim` elements can take."""
+    """Grouped formats that a row of `dim` elements can take: both kinds of scales, rotated and not."""
     sizes = {48: (24, 48), 60: (10, 60), 80: (20, 40), 96: (48, 96)}.get(dim, (32, dim))
-    return [f"{code}_g{n}" for code in ("int4", "int2") for n in sizes] + ["int4", "int2"]
-
-
-def tame(dim: int, seed: int = 0) -> Tensor:
-    """Rows like K and V: spreads from 0.01 to 30, some offset, some all positive. fp32 [21, 3, dim]."""
-    source = torch.Generator().manual_seed(seed + dim)
-    x = torch.randn(21, 3, dim, generator=source)
-    x *= torch.logspace(-2, 1.5, 21)[:, None, None]
-    x[::4] += 5.0
-    x[1::4] = x[1::4].abs()
-    x[..., 3] *= 8  # an outlier channel
-    return x
+    wide = [f"{code}_g{n}" for code in ("int4", "int2") for n in sizes]
+    narrow = [f"{code}_g{sizes[0]}_s8" for code in BARE]
+    others = ["int5_gQ", "int3_gQ_rot", "int4_gQ_rot", "int2_gQ_rot", "int6_gQ"]
+    return [name for name, _ in fitting([*wide, *narrow, *others, *BARE], dim)]
 
 
 def static_of(fmt: KVFormat) -> Tensor | None:
@@ -51,67 +54,23 @@ def static_of(fmt: KVFormat) -> Tensor | None:
     return torch.tensor([[0.25], [0.01], [3.0]]) if fmt.is_static else None
 
 
-def fp16_scale(value: np.float32) -> np.float16:
-    """clamp(fp16(value), 2**-24, 65504)"""
-    with np.errstate(over="ignore", under="ignore"):
-        return min(max(F16(value), SMALLEST), LARGEST)
-
-
-def grouped_row(row: np.ndarray, bits: int, size: int) -> tuple[list[int], list[np.float16]]:
-    """One token row in numpy scalars: unpacked codes, and scale, minimum, scale, minimum, ..."""
-    codes: list[int] = []
-    scales: list[np.float16] = []
-    levels = (1 << bits) - 1
-    for at in range(0, len(row), size):
-        group = [F32(x) for x in row[at : at + size]]
-        m = F16(min(max(min(group), F32(-65504.0)), F32(65504.0)))
-        s = fp16_scale((max(group) - F32(m)) / F32(levels))
-        for x in group:
-            q = math.floor((x - F32(m)) / F32(s) + F32(0.5))
-            codes.append(min(max(q, 0), levels))
-        scales += [s, m]
-    return codes, scales
-
-
-def packed_row(codes: list[int], bits: int) -> list[int]:
-    """Byte i holds elements i, i + dim/p, i + 2 dim/p, ... from its low bits up."""
-    parts = 8 // bits
-    step = len(codes) // parts
-    return [sum(codes[i + p * step] << (bits * p) for p in range(parts)) for i in range(step)]
-
-
 @pytest.mark.parametrize("dim", HEAD_DIMS)
-def test_int4_and_int2_follow_their_formula_code_for_code_and_scale_for_scale(dim: int) -> None:
+def test_grouped_codes_follow_their_formula_code_for_code_and_scale_for_scale(dim: int) -> None:
     x = tame(dim)[::2]
     for name in grouped_names(dim):
-        fmt = parse_format(name, dim)
+        fmt = format_of(name, dim)
         assert isinstance(fmt.scale, Grouped)
         codes, scales = encode(x, fmt)
         assert scales is not None
-        assert (codes.dtype, scales.dtype) == (torch.uint8, torch.float16)
+        assert (codes.dtype, scales.dtype) == (torch.uint8, torch.uint8 if fmt.is_narrow else torch.float16)
         rows = (rotate(x) if fmt.rotated else x).reshape(-1, dim).numpy()
+        decoded = decode(codes, scales, fmt).reshape(-1, dim)
+        bits = fmt.code.bits
         for i, row in enumerate(rows):
-            expected, pairs = grouped_row(row, fmt.code.bits, fmt.scale.group_size)
-            assert codes.reshape(len(rows), -1)[i].tolist() == packed_row(expected, fmt.code.bits), name
-            assert scales.reshape(len(rows), -1)[i].tolist() == [float(p) for p in pairs], name
-
-
-@pytest.mark.parametrize("dim", HEAD_DIMS)
-def test_grouped_rows_decode_to_code_times_scale_plus_minimum(dim: int) -> None:
-    x = tame(dim)[::3]
-    for name in grouped_names(dim):
-        fmt = parse_format(name, dim)
-        assert isinstance(fmt.scale, Grouped)
-        rows = (rotate(x) if fmt.rotated else x).reshape(-1, dim).numpy()
-        decoded = decode(*encode(x, fmt), fmt).reshape(-1, dim)
-        for i, row in enumerate(rows):
-            q, pairs = grouped_row(row, fmt.code.bits, fmt.scale.group_size)
-            expected = [
-                F32(F32(c) * F32(pairs[2 * (j // fmt.scale.group_size)]))
-                + F32(pairs[2 * (j // fmt.scale.group_size) + 1])
-                for j, c in enumerate(q)
-            ]
-            assert decoded[i].tolist() == [float(e) for e in expected], name
+            expected, pairs, values = grouped_row(row, bits, fmt.scale.group_size, narrow=fmt.is_narrow)
+            assert codes.reshape(len(rows), -1)[i].tolist() == packed_row(expected, bits), name
+            assert scales.reshape(len(rows), -1)[i].tolist() == pairs, name
+            assert torch.equal(decoded[i], values), name  # code * scale + minimum
 
 
 @pytest.mark.parametrize("dim", HEAD_DIMS)
@@ -199,7 +158,7 @@ def test_int8_is_symmetric_and_never_minus_128() -> None:
     assert dynamic.min().item() == -127
 
 
-@pytest.mark.parametrize("name", ["int8", "fp8", "int4_g32", "int2_g32"])
+@pytest.mark.parametrize("name", ["int8", "fp8", "int4_g32", "int2_g32", "int6_g32"])
 @pytest.mark.parametrize(
     ("size", "stored"), [(1e-9, 2.0**-24), (1e-38, 2.0**-24), (1e9, 65504.0), (1e38, 65504.0)]
 )
@@ -208,20 +167,19 @@ def test_scales_are_clamped_to_what_fp16_holds(name: str, size: float, stored: f
     x[0, 5], x[0, 40] = size, size / 2
     _, scales = encode(x, parse_format(name, 64))
     assert scales is not None
-    assert scales.flatten()[:: 2 if "int4" in name or "int2" in name else 1].unique().tolist() == [stored]
+    assert scales.flatten()[:: 2 if "_g" in name else 1].unique().tolist() == [stored]
 
 
-@pytest.mark.parametrize("dim", HEAD_DIMS)
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize(("name", "dim"), fitting(ALL, *HEAD_DIMS))
 def test_zero_rows_decode_to_zero(name: str, dim: int) -> None:
-    fmt = parse_format(name, dim)
+    fmt = format_of(name, dim)
     for zero in (0.0, -0.0):
         codes, scales = encode(torch.full((2, 3, dim), zero), fmt, static_of(fmt))
         assert not decode(codes, scales, fmt, static_of(fmt)).any()
 
 
 @pytest.mark.parametrize("value", [1.0, -3.140625, 1000.0, 65504.0, -65504.0, 2.0**-24, 6.1035e-05])
-@pytest.mark.parametrize("name", ["int4_g32", "int4_g64", "int2_g32", "int2_g64"])
+@pytest.mark.parametrize("name", ["int4_g32", "int4_g64", "int2_g32", "int2_g64", "int3_g64", "int6_g32"])
 def test_a_constant_group_of_an_fp16_value_decodes_to_it_exactly(name: str, value: float) -> None:
     fmt = parse_format(name, 64)
     x = torch.full((1, 64), float(F16(value)))
@@ -230,8 +188,8 @@ def test_a_constant_group_of_an_fp16_value_decodes_to_it_exactly(name: str, valu
     assert torch.equal(decode(*encode(x, fmt), fmt), x.half().float())
 
 
-@pytest.mark.parametrize("code", ["int4", "int2"])
-def test_a_constant_group_decodes_at_least_as_near_as_fp16_would(code: str) -> None:
+@pytest.mark.parametrize("code", BARE)
+def test_a_constant_group_with_an_fp16_minimum_decodes_at_least_as_near_as_fp16_would(code: str) -> None:
     constants = torch.cat([torch.logspace(-8, 4.8, 999), -torch.logspace(-8, 4.8, 999)])
     fmt = parse_format(f"{code}_g64", 64)
     x = constants[:, None].expand(-1, 64)
@@ -239,7 +197,7 @@ def test_a_constant_group_decodes_at_least_as_near_as_fp16_would(code: str) -> N
     assert (error <= (x.half().float() - x).abs() * (1 + 1e-6)).all()
 
 
-@pytest.mark.parametrize("name", ["int4_g32", "int4_g64", "int2_g32"])
+@pytest.mark.parametrize("name", ["int4_g32", "int4_g64", "int2_g32", "int5_g32", "int3_g64"])
 @pytest.mark.parametrize("offset", [100.0, -100.0])
 def test_a_group_far_from_zero_round_trips(name: str, offset: float) -> None:
     fmt = parse_format(name, 64)
@@ -255,9 +213,12 @@ def half_step(x: Tensor, fmt: KVFormat, scales: Tensor | None) -> Tensor:
     """How far a decoded element may be from the (rotated) element that was stored."""
     if isinstance(fmt.scale, Grouped):
         assert scales is not None
-        pairs = scales.float().unflatten(-1, (-1, 2))
-        low = x.unflatten(-1, (-1, fmt.scale.group_size)).amin(-1)
-        step = 0.5 * pairs[..., 0] + (pairs[..., 1] - low).abs()  # of the codes, and of the fp16 minimum
+        pairs = scales.unflatten(-1, (-1, 2))
+        pairs = narrow.decode(pairs, fmt.code.bits) if fmt.is_narrow else pairs.float()
+        low, high = x.unflatten(-1, (-1, fmt.scale.group_size)).aminmax(dim=-1)
+        levels = (1 << fmt.code.bits) - 1
+        below, above = pairs[..., 1] - low, high - (pairs[..., 1] + levels * pairs[..., 0])
+        step = torch.maximum(0.5 * pairs[..., 0], torch.maximum(below, above))  # what lies outside saturates
         return step.repeat_interleave(fmt.scale.group_size, dim=-1)
     if fmt.code.is_float:
         return x.abs() * {Code.FP32: 0.0, Code.BF16: 2.0**-8, Code.FP16: 2.0**-11}[fmt.code] + 2.0**-25
@@ -268,10 +229,9 @@ def half_step(x: Tensor, fmt: KVFormat, scales: Tensor | None) -> Tensor:
     return scale.float() * ((x / scale.float()).abs() * 2.0**-4).clamp(min=2.0**-10)
 
 
-@pytest.mark.parametrize("dim", HEAD_DIMS)
-@pytest.mark.parametrize("name", [*ALL, "int4_unrotated", "int2_unrotated"])
+@pytest.mark.parametrize(("name", "dim"), fitting(ALL, *HEAD_DIMS))
 def test_no_element_is_further_off_than_half_a_step(name: str, dim: int) -> None:
-    fmt = parse_format(name.replace("unrotated", f"g{dim // 4}"), dim)
+    fmt = format_of(name, dim)
     x = tame(dim)
     static = static_of(fmt)
     if static is not None:  # within what the scales were calibrated for
@@ -299,10 +259,9 @@ def wild(dim: int) -> Tensor:
     return torch.stack(rows)[:, None].expand(-1, 3, -1)
 
 
-@pytest.mark.parametrize("dim", [60, 64, 80, 256])
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize(("name", "dim"), fitting(ALL, 60, 64, 80, 256))
 def test_no_finite_row_ever_becomes_nan_or_infinity(name: str, dim: int) -> None:
-    fmt = parse_format(name, dim)
+    fmt = format_of(name, dim)
     codes, scales = encode(wild(dim), fmt, static_of(fmt))
     if scales is not None:
         assert torch.isfinite(scales).all()
@@ -320,11 +279,11 @@ def test_float_formats_saturate_at_their_largest_value(name: str, largest: float
     assert codes.double().tolist() == [[largest, -largest, 1.0, largest]]
 
 
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize(("name", "dim"), [*fitting(ALL, 60), ("int3", 80), ("int5", 80)])
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_nan_and_infinity_are_stored_as_zero_and_spoil_no_neighbour(name: str, bad: float) -> None:
-    fmt = parse_format(name, 60)
-    x = tame(60)[:4]
+def test_nan_and_infinity_are_stored_as_zero_and_spoil_no_neighbour(name: str, dim: int, bad: float) -> None:
+    fmt = format_of(name, dim)
+    x = tame(dim)[:4]
     spoiled, cleaned = x.clone(), x.clone()
     spoiled[1, 2, 7], cleaned[1, 2, 7] = bad, 0.0
     for ours, expected in zip(
@@ -337,7 +296,7 @@ def test_nan_and_infinity_are_stored_as_zero_and_spoil_no_neighbour(name: str, b
 
 @pytest.mark.parametrize("name", ALL)
 def test_a_row_is_coded_alike_alone_strided_and_in_half_precision(name: str) -> None:
-    fmt = parse_format(name, 96)
+    fmt = format_of(name, 96)
     x = tame(96).half()
     whole, scales = encode(x, fmt, static_of(fmt))
     turned, turned_scales = encode(
@@ -351,11 +310,10 @@ def test_a_row_is_coded_alike_alone_strided_and_in_half_precision(name: str) -> 
         assert torch.equal(scales[5:6], alone_scales)
 
 
-@pytest.mark.parametrize("dim", HEAD_DIMS)
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize(("name", "dim"), fitting(ALL, *HEAD_DIMS))
 def test_rows_take_the_bytes_that_their_format_says(name: str, dim: int) -> None:
-    fmt = parse_format(name, dim)
+    fmt = format_of(name, dim)
     codes, scales = encode(tame(dim)[:2], fmt, static_of(fmt))
     assert codes.dtype == code_dtype(fmt.code)
     assert codes.shape[-1] * codes.element_size() == fmt.code_bytes(dim)
-    assert (0 if scales is None else scales.shape[-1] * 2) == fmt.scale_bytes(dim)
+    assert (0 if scales is None else scales.shape[-1] * scales.element_size()) == fmt.scale_bytes(dim)
