@@ -134,7 +134,7 @@ def blocks_of(x: Tensor, size: int) -> Tensor:
 
 
 def write_sequence(kv: PagedKV, k: Tensor, v: Tensor, table: list[int]) -> None:
-    """Write a sequence's rows [tokens, heads, dim] by the reference; what takes means out, whole blocks of it.
+    """Write a sequence's rows [tokens, heads, dim] by the reference, whole blocks of what takes means out.
 
     The slots past a sequence's end stay what they were.
     """

@@ -69,7 +69,7 @@ inline void score_tile(const Call& call, const Task& task, Scratch& scratch, con
     }
     if (!rows.means) return;
     TileBlocks blocks(read.at, call.layer.block_size, read.skip, read.keys);
-    read_means(scratch.tile, rows, read.here, read.there, task.head, blocks.count, call.k_width);
+    read_means(scratch.tile, *rows.means, read.here, read.there, task.head, blocks.count, call.k_width, read.next_keys);
     add_means(scratch.scores, scratch.q, task.rows, scratch.tile, call.k_width, blocks);
 }
 
@@ -106,7 +106,7 @@ inline void add_tile(const Call& call, const Task& task, Scratch& scratch, const
     if (!rows.means) return;
     int width = padded(rows.dim);
     TileBlocks blocks(read.at, call.layer.block_size, read.skip, read.keys);
-    read_means(scratch.tile, rows, read.here, read.there, task.head, blocks.count, width);
+    read_means(scratch.tile, *rows.means, read.here, read.there, task.head, blocks.count, width, read.next_keys);
     sum_weights(scratch.block_weights, scratch.scores, task.rows, blocks);
     all_float_values(scratch.means, decays, scratch.block_weights, task.rows, scratch.tile, width, 0, blocks.count);
 }

@@ -177,39 +177,65 @@ inline void drop_zero_rows(const Tile& tile, const Cut& cut, float least, int sk
     }
 }
 
-inline int scale_bytes(const KvqRows& rows, int numbers) { return rows.narrow ? numbers : 2 * numbers; }
-
-// Bytes of scales and, in between, of minimums: these in parts of their scale.
-inline void read_narrow(float* out, const uint8_t* in, int n, float step) {
-    vi is_minimum;
-    for (int i = 0; i < W; i++) is_minimum[i] = -(i & 1);
-    convert_bytes(out, in, n, [=](vi x) {
-        vi scale = (x << 20) + (107 << 23);
-        return is_minimum ? floats((x ^ 128) - 128) * step : load_as<vf>(&scale);
-    });
+// Scales and minimums of one group of W keys, out of words that hold the two bytes from bit SHIFT on.
+template <int SHIFT>
+inline void decode_pairs(const Tile& tile, int group, int key, vi words, float step) {
+    vi bits = ((words >> SHIFT & 255) << 20) + (107 << 23);
+    vf scale = load_as<vf>(&bits);
+    store(tile.scales + group * tile.stride + key, scale);
+    store(tile.minimums + group * tile.stride + key, floats(words << (16 - SHIFT) >> 24) * step * scale);
 }
 
-// Of rows' scales.
-inline void read_numbers(float* out, const uint8_t* in, int n, const KvqRows& rows) {
-    if (rows.narrow) return read_narrow(out, in, n, narrow_step(rows.bits));
-    read_fp16(out, (const uint16_t*)in, n);
+// [TILE, 2 N] pairs of bytes, two to a word, by group.
+template <int N>
+inline void spread_pairs(const Tile& tile, const uint8_t* from, float step) {
+    for (int key = 0; key < TILE; key += W) {
+        vi x[N], columns[N];
+        for (int i = 0; i < N; i++) x[i] = load_as<vi>(from + (key * N + i * W) * 4);
+        transpose<N>(columns, 1, x);
+        for (int i = 0; i < N; i++) {
+            decode_pairs<0>(tile, 2 * i, key, columns[i], step);
+            decode_pairs<16>(tile, 2 * i + 1, key, columns[i], step);
+        }
+    }
 }
 
-inline void scale_minimums(const Tile& tile, const Cut& cut) {
-    for (int g = 0; g < cut.groups; g++)
-        for (int i = 0; i < TILE; i += W) {
-            float* minimums = tile.minimums + g * tile.stride + i;
-            store(minimums, load(minimums) * load(tile.scales + g * tile.stride + i));
+// The same of any number of groups.
+inline void spread_pairs(const Tile& tile, const uint8_t* from, int groups, float step) {
+    if (groups == 2) return spread_pairs<1>(tile, from, step);
+    if (groups == 4) return spread_pairs<2>(tile, from, step);
+    if (groups == 8) return spread_pairs<4>(tile, from, step);
+    for (int key = 0; key < TILE; key += W)
+        for (int g = 0; g < groups; g++) {
+            vi words;
+            for (int i = 0; i < W; i++) words[i] = ((const uint16_t*)from)[(key + i) * groups + g];
+            decode_pairs<0>(tile, g, key, words, step);
         }
 }
 
-// Scales and minimums of the rows [skip, keys) by group; those of the others are zero.
-inline void read_scales(const IntegerScratch& s, const KvqRows& rows, const Cut& cut, Cursor cursor, int head,
-                        int skip, int keys) {
-    if (!rows.scales) {
-        for (int i = 0; i < TILE; i++) s.tile.scales[i] = i >= skip && i < keys ? rows.static_scales[head] : 0.0f;
-        return;
+// Narrow scales and minimums of the rows [skip, keys) by group; those of the others are small.
+inline void read_narrow_scales(const IntegerScratch& s, const KvqRows& rows, const Cut& cut, Cursor cursor, int head,
+                               int skip, int keys) {
+    int n = 2 * cut.groups;
+    uint8_t* to = (uint8_t*)s.scales;  // blocks' rows beside each other
+    memset(to, 0, (size_t)skip * n);
+    memset(to + keys * n, 0, (size_t)(TILE - keys) * n);
+    for (int i = skip; i < keys;) {
+        int count = cursor.run(keys - i);
+        const uint8_t* from = row_scales(rows, *cursor.entry, head, cursor.offset);
+        if (rows.scales_slot == n)
+            memcpy(to + i * n, from, (size_t)count * n);
+        else
+            for (int j = 0; j < count; j++) memcpy(to + (i + j) * n, from + j * rows.scales_slot, n);
+        i += count;
+        cursor.skip(count);
     }
+    spread_pairs(s.tile, to, cut.groups, narrow_step(rows.bits));
+}
+
+// Scales and minimums of the rows [skip, keys) by group; those of the others are zero.
+inline void read_wide_scales(const IntegerScratch& s, const KvqRows& rows, const Cut& cut, Cursor cursor, int head,
+                             int skip, int keys) {
     int n = cut.is_grouped ? 2 * cut.groups : 1;
     float* to = n == 1 ? s.tile.scales : s.scales;
     for (int i = 0; i < skip * n; i++) to[i] = 0;
@@ -217,16 +243,24 @@ inline void read_scales(const IntegerScratch& s, const KvqRows& rows, const Cut&
     for (int i = skip; i < keys;) {
         int count = cursor.run(keys - i);
         const uint8_t* from = row_scales(rows, *cursor.entry, head, cursor.offset);
-        if (rows.scales_slot == scale_bytes(rows, n))
-            read_numbers(to + i * n, from, count * n, rows);
+        if (rows.scales_slot == 2 * n)
+            read_fp16(to + i * n, (const uint16_t*)from, count * n);
         else
             for (int j = 0; j < count; j++)
-                read_numbers(to + (i + j) * n, from + j * rows.scales_slot, n, rows);
+                read_fp16(to + (i + j) * n, (const uint16_t*)(from + j * rows.scales_slot), n);
         i += count;
         cursor.skip(count);
     }
     if (n > 1) spread_scales(s.tile, s.scales, n);
-    if (rows.narrow) scale_minimums(s.tile, cut);
+}
+
+inline void read_scales(const IntegerScratch& s, const KvqRows& rows, const Cut& cut, Cursor cursor, int head,
+                        int skip, int keys) {
+    if (!rows.scales) {
+        for (int i = 0; i < TILE; i++) s.tile.scales[i] = i >= skip && i < keys ? rows.static_scales[head] : 0.0f;
+        return;
+    }
+    (rows.narrow ? read_narrow_scales : read_wide_scales)(s, rows, cut, cursor, head, skip, keys);
     drop_zero_rows(s.tile, cut, rows.narrow ? narrow_scale(0) : SMALLEST_SCALE, skip, keys);
 }
 

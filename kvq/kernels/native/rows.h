@@ -112,9 +112,10 @@ inline Pair pair_of(const KvqRows& rows, const uint8_t* scales, int group) {
 
 // One load per packed byte: element i in the low half of byte i, element i + dim / 2 in the high one.
 inline void read_int4(float* out, const uint8_t* codes, const uint8_t* scales, const KvqRows& rows) {
-    int half = rows.dim / 2, group = rows.group_size, run = group < half ? group : half;
+    int half = rows.dim / 2, run = rows.group_size < half ? rows.group_size : half;
+    int low = 0, high = half / rows.group_size;  // groups
     for (int at = 0; at < half; at += run) {
-        Pair a = pair_of(rows, scales, at / group), b = pair_of(rows, scales, (half + at) / group);
+        Pair a = pair_of(rows, scales, low++), b = pair_of(rows, scales, high++);
         convert_bytes(out + at, codes + at, run, [=](vi c) { return floats(c & 15) * a.scale + a.minimum; });
         convert_bytes(out + half + at, codes + at, run, [=](vi c) { return floats(c >> 4) * b.scale + b.minimum; });
     }

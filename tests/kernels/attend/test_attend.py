@@ -609,7 +609,10 @@ def test_parts_merge_to_all_keys_with_sinks_joining_once(kv: str, window: int | 
 @pytest.mark.parametrize("age", list(Age))
 @pytest.mark.parametrize("kv", ["fp32", "int4", "int4_mean"])
 def test_blocks_outside_a_part_may_hold_anything_or_be_gone(kv: str, age: Age) -> None:
-    case, part = Case(kv), Part(age=age, recent=6, block_size=BLOCK_SIZE, first=BLOCK_SIZE, last=5 * BLOCK_SIZE)
+    case, part = (
+        Case(kv),
+        Part(age=age, recent=6, block_size=BLOCK_SIZE, first=BLOCK_SIZE, last=5 * BLOCK_SIZE),
+    )
     before = case.attend(part=part)
     for i, (new, context) in enumerate(zip(case.query_lens, case.context_lens, strict=True)):
         low, high = edge(part, context - new), edge(part, context - 1)

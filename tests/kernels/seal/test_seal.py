@@ -30,15 +30,17 @@ def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 SIZE = 5
 STAGED = (
     *("int4_mean+recent=7", "int3_mean+sinks=4+recent=9", "int2_mean+sinks=11+recent=0"),
-    *("int6_mean/int5_mean+recent=1", "int8/int4_g8_mean+sinks=1+recent=5", "fp8_per_head/int2_g12_mean"),
-    *("bf16/int4_g24_s8_mean+recent=7", "int4+sinks=4+recent=8", "fp32+recent=6", "int3_mean_rot+recent=7"),
+    *("int6_mean/int5_mean+recent=1", "int8/int4_g8_mean+sinks=1+recent=5", "fp8_per_head/int2_g16_mean"),
+    *("int4_g24_s8_mean/bf16+recent=7", "int4+sinks=4+recent=8", "fp32+recent=6", "int3_mean_rot+recent=7"),
 )
 
 
 class Staged:
     """Two sequences whose K and V wait in bf16; everything else is poison."""
 
-    def __init__(self, kv: str, lengths: tuple[int, ...] = (43, 29), dims: tuple[int, int] = (48, 64)) -> None:
+    def __init__(
+        self, kv: str, lengths: tuple[int, ...] = (43, 29), dims: tuple[int, int] = (48, 64)
+    ) -> None:
         self.cache = poisoned_cache(kv, [dims], num_blocks=30, block_size=SIZE)
         self.lengths = lengths
         views = self.cache._views
@@ -149,7 +151,7 @@ def test_tables_are_checked_before_anything_is_written(which: str, bad: int, bac
     part.tables[1, 0 if which == "sinks" else 3] = bad
     with pytest.raises(IndexError, match="outside the pool"):
         seal(staged.kv, batch)
-    narrow = replace(part, tables=part.tables[:, :0 if which == "sinks" else 3].clone())
+    narrow = replace(part, tables=part.tables[:, : 0 if which == "sinks" else 3].clone())
     fresh = replace(staged.batch([43, 29], [43, 29]), **{which: narrow})
     with pytest.raises(IndexError, match="outside the pool"):
         seal(staged.kv, fresh)
