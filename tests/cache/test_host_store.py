@@ -17,7 +17,7 @@ from kvq.cache.host_store import BlockDigests, HostStore, layout_numbers
 from kvq.errors import ConfigError, OutOfMemory
 from kvq.formats import KVRecipe
 from kvq.layout import BlockOrder, KVLayout, plan_layout
-from tests.kernels.kit import KINDS, geometry, static_scales
+from tests.kernels.kit import KINDS, geometry, recipe_of, static_scales
 
 DIMS = [(60, 48), (48, 60), (64, 64)]
 WINDOWS = [None, 16, None]
@@ -27,7 +27,7 @@ SLOTS = [5, 3]
 def planned(kv: str, order: BlockOrder = BlockOrder.LAYER_MAJOR) -> tuple[KVLayout, KVRecipe]:
     """Two layer groups in that format."""
     model = geometry(DIMS, windows=WINDOWS)
-    recipe = KVRecipe.uniform(kv, DIMS)
+    recipe = recipe_of(kv, DIMS)
     if recipe.is_static:
         recipe = recipe.with_scales(static_scales(model.kv_heads))
     return plan_layout(model, recipe, block_size=3, order=order), recipe
@@ -91,9 +91,9 @@ def test_bytes_reported_are_bytes_reserved(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("quiet")
 def test_ten_thousand_flipped_bits_are_each_found() -> None:
     draw = random.Random(11)
-    flips = 0
-    per_case = -(-10_000 // (2 * len(KINDS)))
-    for kv in KINDS:
+    flips, kinds = 0, (*KINDS, "int4_gQ_rot", "int2_gQ/int6")
+    per_case = -(-10_000 // (2 * len(kinds)))
+    for kv in kinds:
         held = store(kv)
         for group in (0, 1):
             slot = draw.randrange(SLOTS[group])
