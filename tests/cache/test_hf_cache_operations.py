@@ -347,6 +347,13 @@ def test_configs_and_options_that_do_not_fit_are_refused_by_name(tmp_path: Path)
         KvqCache(config, kv="fp8_per_head")
     with pytest.raises(ConfigError, match="unknown KV format"):
         KvqCache(config, kv="int7")
+    for kv in ("int4_mean", "int8+recent=16", "bf16+sinks=4"):
+        with pytest.raises(ConfigError, match=r"set_attn_implementation\('kvq'\) before the cache is made"):
+            KvqCache(config, kv=kv)
+    config._attn_implementation = "kvq"
+    with pytest.raises(ConfigError, match=r"residual_length=8 is for formats.*say \+recent=N"):
+        KvqCache(config, kv="int8+recent=16", residual_length=8)
+    config._attn_implementation = "sdpa"
     with pytest.raises(ConfigError, match="max_tokens"):
         KvqCache(config, max_tokens=0)
     with pytest.raises(ConfigError, match="unknown backend"):

@@ -15,9 +15,9 @@ import torch
 from kvq.cache import host_store, memory
 from kvq.cache.host_store import BlockDigests, HostStore, layout_numbers
 from kvq.errors import ConfigError, OutOfMemory
-from kvq.formats import KVRecipe
-from kvq.layout import BlockOrder, KVLayout, plan_layout
-from tests.kernels.kit import KINDS, geometry, static_scales
+from kvq.formats import ExactTokens, KVRecipe
+from kvq.layout import BlockOrder, KVLayout, Region, Role, plan_layout
+from tests.kernels.kit import KINDS, geometry, recipe_of, static_scales
 
 DIMS = [(60, 48), (48, 60), (64, 64)]
 WINDOWS = [None, 16, None]
@@ -27,7 +27,7 @@ SLOTS = [5, 3]
 def planned(kv: str, order: BlockOrder = BlockOrder.LAYER_MAJOR) -> tuple[KVLayout, KVRecipe]:
     """Two layer groups in that format."""
     model = geometry(DIMS, windows=WINDOWS)
-    recipe = KVRecipe.uniform(kv, DIMS)
+    recipe = recipe_of(kv, DIMS)
     if recipe.is_static:
         recipe = recipe.with_scales(static_scales(model.kv_heads))
     return plan_layout(model, recipe, block_size=3, order=order), recipe
@@ -91,9 +91,9 @@ def test_bytes_reported_are_bytes_reserved(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("quiet")
 def test_ten_thousand_flipped_bits_are_each_found() -> None:
     draw = random.Random(11)
-    flips = 0
-    per_case = -(-10_000 // (2 * len(KINDS)))
-    for kv in KINDS:
+    flips, kinds = 0, (*KINDS, "int4_gQ_rot", "int2_gQ/int6")
+    per_case = -(-10_000 // (2 * len(kinds)))
+    for kv in kinds:
         held = store(kv)
         for group in (0, 1):
             slot = draw.randrange(SLOTS[group])
@@ -154,6 +154,7 @@ def test_a_digest_holds_for_one_place_layout_recipe_and_group_only() -> None:
     changed = replace(other, layers=(replace(other.layers[0], k=(9.0, 9.0, 9.0)), *other.layers[1:]))
     region = replace(group.layers[1].v_scales, offset=16)
     layers = (group.layers[0], replace(group.layers[1], v_scales=region))
+    with_means = replace(group.layers[0], k_means=Region(offset=0, row_bytes=34, nbytes=102))
     variants = [
         BlockDigests(group, recipe).of(content, 4),
         BlockDigests(group, recipe).of(content[:-1], 3),
@@ -161,6 +162,10 @@ def test_a_digest_holds_for_one_place_layout_recipe_and_group_only() -> None:
         BlockDigests(group, recipe.with_scales(changed)).of(content, 3),
         BlockDigests(replace(group, block_size=4), recipe).of(content, 3),
         BlockDigests(replace(group, layers=layers), recipe).of(content, 3),
+        BlockDigests(replace(group, role=Role.RECENT), recipe).of(content, 3),
+        BlockDigests(replace(group, limit=32), recipe).of(content, 3),
+        BlockDigests(group, replace(recipe, exact=ExactTokens(sinks=4))).of(content, 3),
+        BlockDigests(replace(group, layers=(with_means, *group.layers[1:])), recipe).of(content, 3),
         BlockDigests(replace(group, layers=group.layers[::-1]), recipe).of(content, 3),
     ]
     assert len({known, *variants}) == 1 + len(variants)

@@ -47,7 +47,7 @@ def test_scrub_zeroes_codes_scales_and_padding_of_those_blocks_and_nothing_else(
 
 
 @pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("kv", KINDS)
+@pytest.mark.parametrize("kv", [*KINDS, "int4_gQ_rot"])
 def test_appending_tokens_never_changes_a_byte_of_stored_ones(kv: str, order: BlockOrder) -> None:
     cache = poisoned_cache(kv, DIMS, windows=WINDOWS, block_size=3, num_blocks=8, order=order)
     manager = BlockManager(num_blocks=cache.num_blocks, block_size=3)
@@ -69,7 +69,7 @@ def test_appending_tokens_never_changes_a_byte_of_stored_ones(kv: str, order: Bl
 
 
 @pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("kv", KINDS)
+@pytest.mark.parametrize("kv", [*KINDS, "int4_gQ_rot"])
 def test_layers_never_share_a_byte(kv: str, order: BlockOrder) -> None:
     cache = poisoned_cache(kv, DIMS, windows=WINDOWS, block_size=3, order=order)
     slots = list(range(33))

@@ -35,7 +35,7 @@ def _filled(
     return cache, batch, rows
 
 
-@pytest.mark.parametrize("kv", KINDS)
+@pytest.mark.parametrize("kv", [*KINDS, "int4_gQ_rot", "int6"])
 @pytest.mark.parametrize("dims", [(64, 48), (60, 80)])
 def test_gathered_rows_are_what_was_stored_from_any_position(kv: str, dims: tuple[int, int]) -> None:
     cache, batch, rows = _filled(kv, dims, [23, 23, 23], [1, 1, 1])

@@ -63,7 +63,7 @@ def test_lengths_may_be_distributions_and_models_folders(kvq, tmp_path):
         (("-m", "llama-3-8b", "--gpu", "h100", "--lognormal", "9,1", "--output", "3"), "goes with --context"),
         (("-m", "llama-3-8b", "--gpu", "h100", "--context", "64", "--weights-gb", "-1"), "above 0"),
         (("-m", "llama-3-8b", "--gpu", "h100", "--context", "64", "--runtime-gb", "-1"), "not in the range"),
-        (("-m", "llama-3-8b", "--gpu", "h100", "--context", "64", "--kv", "int5"), "int5"),
+        (("-m", "llama-3-8b", "--gpu", "h100", "--context", "64", "--kv", "int7"), "int7"),
         (("-m", "llama-3-8b", "--gpu", "h100", "--context", "64", "-tp", "3"), "can't be shared by 3"),
     ],
 )

@@ -138,7 +138,7 @@ def test_a_report_of_a_plan(capsys, tmp_path):
         (("--rate", 1, "--gpu", "h100,l4"), "one --gpu is simulated at a time"),
         (("--rate", 1, "--input-len", "many"), "--input-len"),
         (("--rate", 1, "--max-model-len", 1 << 20), "above the model's context"),
-        (("--rate", 1, "--kv", "int5"), "int5"),
+        (("--rate", 1, "--kv", "int7"), "int7"),
         (("--rate", -1), "range"),
         (("--rate", "nan"), "not a finite number"),
         (("--rate", 1e-320), "must be"),

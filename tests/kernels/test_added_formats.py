@@ -28,25 +28,29 @@ WIDTHS = [3, 5, 6, 7, 8]
 @pytest.fixture
 def added(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Code:
     """All that there is to do."""
-    bits = getattr(request, "param", 6)
+    bits = getattr(request, "param", 7)
     code = Code(name=f"uint{bits}", bits=bits, kind=Kind.GROUPED, group=32, shown_groups=(32,))
     monkeypatch.setitem(CODES, code.name, code)
     return code
 
 
 def test_it_has_names_and_sizes(added: Code) -> None:
-    assert {"uint6", "uint6_g32"} <= set(known_names())
-    fmt = parse_format("uint6", 64)
-    assert fmt == KVFormat(code=added, scale=Grouped(32), rotated=True)
-    assert (fmt.name, fmt.code_bytes(64), fmt.bits_per_element(64)) == ("uint6_g32_rot", 48, 7)
-    pair = split_pair("k8v6")
-    assert (pair.k, pair.v) == ("int8", "uint6")
-    with pytest.raises(kvq.KVQError, match="packs 4 elements into a byte"):
-        parse_format("uint6", 62)
+    assert {"uint7", "uint7_g32"} <= set(known_names())
+    for name, scale, bits in (
+        ("uint7_g32_s8_rot", Grouped(32, is_narrow=True), 7.5),
+        ("uint7_g32_rot", Grouped(32), 8),
+    ):
+        fmt = parse_format("uint7" if scale.is_narrow else name, 64)
+        assert fmt == KVFormat(code=added, scale=scale, rotated=True)
+        assert (fmt.name, fmt.code_bytes(64), fmt.bits_per_element(64)) == (name, 56, bits)
+    pair = split_pair("k8v7")
+    assert (pair.k, pair.v) == ("int8", "uint7")
+    with pytest.raises(kvq.KVQError, match="packs 8 elements into a byte"):
+        parse_format("uint7", 60)
 
 
 def test_without_its_entry_it_is_unknown() -> None:
-    for name in ("uint6", "k8v6"):
+    for name in ("uint7", "k8v7"):
         with pytest.raises(kvq.ConfigError, match="unknown KV format"):
             split_pair(name)
 

@@ -49,7 +49,7 @@ def expected(x: Tensor, formats: LayerFormats, scales: dict[str, Tensor | None],
     return (rotate(found) if fmt.rotated else found).flatten(-2)
 
 
-@pytest.mark.parametrize("kv", KINDS)
+@pytest.mark.parametrize("kv", [*KINDS, "int4_g24_rot", "int2_g12", "int3/int5"])
 def test_every_format_comes_back_as_the_reference_makes_it(kv: str) -> None:
     own, x, formats = codec(kv), chunk(), recipe(kv)
     out = torch.full_like(x, float("nan"))

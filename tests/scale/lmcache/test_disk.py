@@ -224,7 +224,7 @@ def test_a_recipe_of_its_own_for_every_layer(tmp_path):
     [
         ({}, "needs kv, such as 'int4'"),
         ({"kv": "int4"}, "needs the model's head_dim"),
-        ({"kv": "int5", "head_dim": 64}, "unknown KV format 'int5'"),
+        ({"kv": "int7", "head_dim": 64}, "unknown KV format 'int7'"),
         ({"kv": "int4", "head_dims": 64}, "did you mean 'head_dim'"),
         ({"kv": "int4", "head_dim": 0}, "at least 1"),
         ({"kv": "int4_g48", "head_dim": 64}, "group size must divide"),

@@ -114,7 +114,7 @@ def test_models_that_ask_for_nothing_get_vllms_own(prompts):
 @pytest.mark.parametrize(
     ("kv", "options", "said"),
     [
-        ("int5", {}, "unknown"),
+        ("int7", {}, "unknown"),
         ("int4", {"kv_cache_dtype": "fp8"}, "name one"),
         ("int4", {"kv_cache_dtype_skip_layers": ["0"]}, "kvq.json"),
         ("fp8_per_head", {}, "static scales"),
