@@ -15,17 +15,9 @@ from pathlib import Path
 
 import numpy as np
 from codec import decode, encode, parse
-from files import (
-    PARTS,
-    Wrong,
-    block_regions,
-    chain,
-    check_prefix,
-    need,
-    read_layout,
-    read_recipe,
-    sha256,
-)
+from layouts import PARTS, block_regions, read_layout
+from prefixes import chain, check_prefix
+from recipes import Wrong, need, read_recipe, sha256
 
 _TYPES = {"fp32": "<f4", "uint8": "u1"}
 
