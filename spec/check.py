@@ -14,8 +14,9 @@ import sys
 from pathlib import Path
 
 import numpy as np
-from codec import decode, encode, parse
+from codec import decode, encode
 from layouts import PARTS, block_regions, read_layout
+from names import parse
 from prefixes import chain, check_prefix
 from recipes import Wrong, need, read_recipe, sha256
 
@@ -118,11 +119,18 @@ def check_recipe(path: Path) -> str:
     return f"{len(recipe['layers'])} layers, recipe digest {sha256(json.dumps(recipe, sort_keys=True))}"
 
 
+def check_recipe_vector(folder: Path, vector: dict) -> str:
+    """A kvq.json whose digest is known."""
+    said = check_recipe(folder / vector["file"])
+    need(said.endswith(vector["digest"]), f"{vector['file']}: {said}, not {vector['digest']}")
+    return said
+
+
 _KINDS = {
     "rows": check_rows,
     "blocks": check_blocks,
     "prefix": check_prefix_vector,
-    "recipe": lambda folder, vector: check_recipe(folder / vector["file"]),
+    "recipe": check_recipe_vector,
 }
 
 
@@ -143,12 +151,13 @@ def check_vector(folder: Path, name: str) -> str:
     return f"{name}: {said}"
 
 
-def check_folder(folder: Path) -> list[str]:
-    """What was checked of all vectors; field by field first, then every file's digest."""
+def check_index(folder: Path) -> dict[str, str]:
+    """The digests of a folder's files, all of which are there."""
     try:
-        index = json.loads((folder / "index.json").read_bytes())
+        text = (folder / "index.json").read_bytes()
+        index = json.loads(text)
         files = index["files"]
-        need((folder / "index.json").read_bytes() == canonical(index).encode(), "not written as it was made")
+        need(text == canonical(index).encode(), "not written as it was made")
         need(index["seal"] == sha256(canonical(files)), "the seal is not that of files")
         present = {path.name for path in folder.iterdir()} - {"index.json"}
         need(present == set(files), f"files: {sorted(present ^ set(files))} too many or missing")
@@ -156,9 +165,20 @@ def check_folder(folder: Path) -> list[str]:
         raise Wrong(f"index.json: {wrong}") from wrong
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise Wrong(f"index.json: {error}") from error
+    return dict(files)
+
+
+def check_file(folder: Path, name: str, digest: str) -> None:
+    """Raise Wrong unless a file holds the bytes that the index has the digest of."""
+    need(sha256((folder / name).read_bytes()) == digest, f"{name}: other bytes than were made")
+
+
+def check_folder(folder: Path) -> list[str]:
+    """What was checked of all vectors; field by field first, then every file's digest."""
+    files = check_index(folder)
     said = [check_vector(folder, name) for name in sorted(files) if name.endswith(".vector.json")]
     for name, digest in files.items():
-        need(sha256((folder / name).read_bytes()) == digest, f"{name}: other bytes than were made")
+        check_file(folder, name, digest)
     return said
 
 

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 import numpy as np
-from codec import Format, encode_block, parse
+from codec import encode_block
+from names import Format, parse
 from recipes import check_keys, need, read_recipe, sha256
 from xxh3 import xxh3_128
 

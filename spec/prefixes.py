@@ -15,6 +15,7 @@ def read_prefix(raw: bytes) -> tuple[dict, dict[str, np.ndarray]]:
     need(len(raw) >= 8, "bytes 0..8: the file is cut short")
     size = int.from_bytes(raw[:8], "little")
     need(size % 8 == 0 and 8 + size <= len(raw), "bytes 0..8: no length of a header")
+    need(raw[8 : 8 + size].rstrip(b" ").endswith(b"}"), "safetensors header: padded by other than spaces")
     try:
         container = json.loads(raw[8 : 8 + size])
         metadata = container.pop("__metadata__")
@@ -43,7 +44,10 @@ def read_prefix(raw: bytes) -> tuple[dict, dict[str, np.ndarray]]:
 
 def check_prefix(raw: bytes, layout: Layout | None = None) -> dict:
     """The header of a prefix file; with a layout its digests are checked too."""
-    header, tensors = read_prefix(raw)
+    try:
+        header, tensors = read_prefix(raw)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise Wrong(f"safetensors header: {type(error).__name__}: {error}") from error
     if layout is None:
         return header
     need(header["layout"] == layout.digest(), f"layout: the digest of this layout is {layout.digest()}")

@@ -3,7 +3,7 @@
 import hashlib
 import json
 
-from codec import parse
+from names import parse
 
 _LARGEST = float.fromhex("0x1.fffffep127")
 

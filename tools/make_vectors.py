@@ -265,11 +265,20 @@ def add_prefix(vectors: Vectors, name: str, kv: str, folder: Path) -> None:
     manager.commit(sequence)
     manager.free(sequence)
     save_prefix(folder / file, cache, manager, prompt)
-    vectors.files[file] = (folder / file).read_bytes()
+    vectors.files[file] = ordered((folder / file).read_bytes())
     chained = [prompt.root, *(manager.blocks.index.digest_at(prompt, i) for i in range(len(TOKENS) // SIZE))]
     vector = {"kind": "prefix", "file": file, "layout": described(layout), "tokens": TOKENS, "tenant": ""}
     ends = {"identity": IDENTITY.hex(), "chain": [x.hex() for x in chained]}
     vectors.describe(f"prefix-{name}", {**vector, **ends})
+
+
+def ordered(raw: bytes) -> bytes:
+    """A safetensors file with its metadata in order: safetensors writes them in any."""
+    end = 8 + int.from_bytes(raw[:8], "little")
+    header = json.loads(raw[8:end])
+    header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
+    text = json.dumps(header, separators=(",", ":")).encode()
+    return raw[:8] + text.ljust(end - 8) + raw[end:]
 
 
 def add_recipe(vectors: Vectors, folder: Path) -> None:
