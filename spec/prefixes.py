@@ -33,7 +33,7 @@ def read_prefix(raw: bytes) -> tuple[dict, dict[str, np.ndarray]]:
         count, width = entry["shape"]
         fits = entry["dtype"] == "U8" and begin == end and stop - begin == count * width and stop <= len(raw)
         need(fits, f"{name}: dtype, shape and data_offsets don't fit each other")
-        tensors[name], end = np.frombuffer(raw, np.uint8, count * width, begin).reshape(count, width), stop
+        tensors[name], end = np.frombuffer(raw[begin:stop], np.uint8).reshape(count, width), stop
     need(end == len(raw), f"bytes {end}..{len(raw)}: behind the last tensor")
     need(
         set(tensors) == {f"group.{i}" for i in range(len(header["starts"]))},

@@ -6,14 +6,18 @@ import re
 import shutil
 import subprocess
 import sys
+from hashlib import sha256
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 import xxhash
+from safetensors.torch import save_file
 
 from kvq.blockmgr.prefix import PrefixIndex
 from kvq.kernels.attend.options import Age, Part
+from kvq.models.checkpoint import content_digest
 from tools.make_vectors import make
 
 ROOT = Path(__file__).parents[2]
@@ -150,6 +154,27 @@ def test_the_rows_of_the_document_are_encoded_as_it_says(spec) -> None:
     assert [y.tobytes().hex(" ") for y in found] == [
         example["block"][p] for p in ("codes", "scales", "means")
     ]
+
+
+def test_the_digest_of_a_model_is_what_the_document_says(tmp_path: Path) -> None:
+    tensors = {"b.weight": torch.arange(6.0).view(2, 3), "a.norm": torch.ones(5, dtype=torch.bfloat16)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    kinds = {"a.norm": "BF16 (5,)", "b.weight": "F32 (2, 3)"}
+    lines = []
+    for name, kind in kinds.items():
+        raw = tensors[name].view(torch.uint8).numpy().tobytes()
+        lines.append(f"{name} {kind} {xxhash.xxh3_128(raw).hexdigest()}")
+    expected = xxhash.xxh3_128("\n".join(lines).encode()).hexdigest()
+    assert content_digest([tmp_path / "model.safetensors"]) == expected
+
+
+def test_salts_begin_chains_as_the_document_says() -> None:
+    index = PrefixIndex(block_size=2, num_groups=1, identity=b"model")
+    start = b"kvq-prefix-1" + sha256(b"model").digest()
+    for kind, salt, shared in ((b"t", b"anna", None), (b"s", b"all", "all")):
+        assert index.root_digest("anna", shared) == sha256(start + kind + salt).digest()
+        salted = b"c" + kind + len(salt).to_bytes(8, "little") + salt + b"own"
+        assert index.root_digest("anna", shared, "own") == sha256(start + salted).digest()
 
 
 def test_the_chain_and_the_edges_of_the_document_are_right(spec) -> None:
