@@ -53,6 +53,8 @@ def tuned_facts(model: Model, tuned: Tuned) -> Row:
         "budget_bytes": tuned.budget_bytes,
         "expected_kl": tuned.expected_kl,
         "search_kl": tuned.search_kl,
+        "exact": str(tuned.recipe.exact),
+        "is_staged": tuned.recipe.is_staged,
         "verdict": verdict(tuned),
         "recipe": recipe_rows(model, tuned.recipe),
         "sensitivities": sensitivity_rows(tuned.sensitivities.trials),
@@ -67,8 +69,7 @@ def sensitivity_rows(trials: Iterable[Trial]) -> list[Row]:
             "part": trial.half.part,
             "format": trial.stored.fmt.name,
             "centered": trial.stored.is_centered,
-            "clip": trial.stored.clip,
-            "bytes_per_token": trial.nbytes,
+            "bytes_per_token": float(trial.nbytes),
             "kl": trial.kl,
         }
         for trial in trials
@@ -80,8 +81,8 @@ def recipe_rows(model: Model, recipe: KVRecipe) -> list[list[str]]:
     cells: dict[int, list[str]] = {}
     for half in halves(model.geometry):
         way = stored_in(recipe, half)
-        marks = (", centered" if way.is_centered else "") + (f", clip {way.clip:g}" if way.clip < 1 else "")
-        cells.setdefault(half.layer, [str(half.layer)]).append(way.fmt.name + marks)
+        mark = ", centered" if way.is_centered else ""
+        cells.setdefault(half.layer, [str(half.layer)]).append(way.fmt.name + mark)
     return list(cells.values())
 
 
