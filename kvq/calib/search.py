@@ -187,7 +187,7 @@ class _Search:
 def uniform_recipes(head_dims: list[tuple[int, int]], plan: TunePlan) -> dict[str, KVRecipe]:
     """The uniform formats to compare with, in a staged search less their block means, too.
 
-    Of every code all groups, rotated; and those that short names stand for, not rotated.
+    Of every code all groups, rotated, and the smallest not rotated, too.
     """
     names = _short_names(plan)
     smallest = min(map(min, head_dims))

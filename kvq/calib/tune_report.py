@@ -165,7 +165,8 @@ def verdict(tuned: Tuned) -> str:
     ]
     words = (
         f"{chosen.bits_per_element:.4g} bits per element, {chosen.compression:.2f} times bf16's tokens in "
-        f"the same memory: mean KL {chosen.kl_mean:.5f}, perplexity {chosen.perplexity_change:+.2%}"
+        f"the same memory{_staging(tuned)}: mean KL {chosen.kl_mean:.5f}, "
+        f"perplexity {chosen.perplexity_change:+.2%}"
     )
     if not rivals:
         return words + "; no uniform format is as small."
@@ -175,3 +176,12 @@ def verdict(tuned: Tuned) -> str:
         f"({best.bits_per_element:.4g} bits), has {best.kl_mean:.5f}: the recipe has "
         f"{chosen.kl_mean / best.kl_mean:.2f} times that."
     )
+
+
+def _staging(tuned: Tuned) -> str:
+    """What a staged recipe's memory leaves out; nothing of others."""
+    if not tuned.recipe.is_staged:
+        return ""
+    exact, size = tuned.recipe.exact, tuned.sensitivities.trials[0].half.block_size
+    sinks = f" and its first {exact.sinks}" if exact.sinks else ""
+    return f" but for a sequence's youngest {exact.recent + size} tokens{sinks}, which wait in bf16"

@@ -13,6 +13,7 @@ import kvq
 from kvq.calib import budget, observe, search
 from kvq.calib.budget import TunePlan, bytes_of_bits, default_codes, parse_budget, recipe_bytes
 from kvq.calib.candidates import ALL_CODES, codes_of, grouped_formats, recipe_of, staged_alike
+from kvq.calib.tune_report import verdict
 from kvq.errors import ConfigError
 from kvq.evals import calibration_text, default_text
 from kvq.evals.side_by_side import mean_divergences
@@ -334,11 +335,13 @@ def test_layers_that_nothing_was_chosen_for_keep_the_weights_type(tiny):
     assert not recipe.is_quantized
 
 
-def test_groups_are_those_of_the_bare_name_and_larger_up_to_64():
+def test_groups_are_those_of_the_bare_name_and_larger_up_to_64_above_5_bits_the_largest():
     for dim, sizes in ((64, [64, 32]), (128, [64, 32]), (80, [40, 20]), (96, [48, 24]), (24, [24])):
         names = [fmt.name for fmt in grouped_formats(dim, Code.INT3, rotated=True)]
         assert names == [f"int3_g{size}_s8_rot" for size in sizes]
         assert parse_format("int3", dim).name == names[-1]
+    wide = [fmt.name for fmt in grouped_formats(128, Code.INT6, rotated=True)]
+    assert wide == ["int6_g64_s8_rot", "int6_g64_rot"]
 
 
 def test_a_staged_search_takes_out_means_where_they_pay_and_its_recipe_is_served(short, tmp_path):
@@ -354,6 +357,7 @@ def test_a_staged_search_takes_out_means_where_they_pay_and_its_recipe_is_served
     assert found.recipe.is_staged
     assert recipe_bytes(short.geometry, found.recipe) <= plan.budget_bytes
     assert found.chosen.kv_bytes_per_token >= found.chosen.bits_per_element / 8 * 4 * 2 * 64
+    assert "youngest" in verdict(found)
     path = tmp_path / "kvq.json"
     found.recipe.save(path)
     served = short.with_kv(str(path))
@@ -390,6 +394,8 @@ def test_bytes_of_means_count(short):
     for size in (16, 32):
         more = recipe_bytes(short.geometry, recipe, size) - recipe_bytes(short.geometry, plain, size)
         assert more == Fraction(2 * 2 * 2 * 34, size)  # layers, halves, heads
+    small = kvq.load(short.prepared.folder, kv="int4_mean", block_size=16)
+    assert small.bits_per_element == 4.5 + 34 / (8 * 16)  # 64 elements are 8 bytes a bit
 
 
 def test_more_unquantized_tokens_than_there_can_be_are_refused():
