@@ -183,5 +183,5 @@ def _staging(tuned: Tuned) -> str:
     if not tuned.recipe.is_staged:
         return ""
     exact, size = tuned.recipe.exact, tuned.sensitivities.trials[0].half.block_size
-    sinks = f" and its first {exact.sinks}" if exact.sinks else ""
+    sinks = f" and its first {-(-exact.sinks // size) * size}" if exact.sinks else ""  # whole blocks
     return f" but for a sequence's youngest {exact.recent + size} tokens{sinks}, which wait in bf16"
