@@ -1,7 +1,7 @@
 """What `import kvq` offers: loading with calibration, and measuring with plain rows."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any, TypedDict, Unpack
 
@@ -60,8 +60,11 @@ def with_fresh_scales(model: Model, progress: Progress = lambda done, total: Non
 
 
 class TuneKeywords(TypedDict, total=False):
-    """How much text `tune` takes, and who is told how far it is."""
+    """What recipes of `tune` may keep unquantized, how much text it takes, and who is told how far it is."""
 
+    staged: bool
+    recent: int
+    sinks: int
     context: int | None
     max_windows: int
     verify_windows: int
@@ -85,8 +88,10 @@ def tune(
     `budget`: bits per element ("4.5bits"), bytes per token ("900B") or a format's bytes ("int4", the
     default); or `max_kl`, the mean KL divergence in nats to stay below. `text` is searched on and
     `held_out` measured on, by default CPython's help topics. `formats`: codes to choose from, such as
-    "int8,int4", by default those with fast kernels here. The result's `recipe` is a `kv` for everything
-    that takes one; `recipe.save("kvq.json")` keeps it.
+    "int8,int4", by default those with fast kernels here. `staged` recipes may take out the means of blocks,
+    which wait unquantized until they are full; with `recent` or `sinks` so many tokens of every sequence,
+    the youngest and the first, stay so. The result's `recipe` is a `kv` for everything that takes one;
+    `recipe.save("kvq.json")` keeps it.
 
     Raises:
         ConfigError: a budget that can't be met, or both ends of the trade.
@@ -95,12 +100,12 @@ def tune(
     loaded = model if isinstance(model, Model) else load(model)
     known = loaded.prepared
     nbytes = None if max_kl is not None and budget is None else parse_budget(known, budget or "int4")
-    codes = default_codes(known, nbytes) if formats is None else codes_of(formats.split(","))
     given, told = _parted(options, ("progress", "keep"))
-    plan = TunePlan(budget_bytes=nbytes, max_kl=max_kl, codes=codes, **given)
+    plan = TunePlan(budget_bytes=nbytes, max_kl=max_kl, **given)
+    codes = default_codes(known, plan) if formats is None else codes_of(formats.split(","))
     source = calibration_text() if text is None else _named(text, "text")
     other = default_text() if held_out is None else _named(held_out, "held-out text")
-    return search(loaded, source, other, plan, **told)
+    return search(loaded, source, other, replace(plan, codes=codes), **told)
 
 
 class QuantizeKeywords(TypedDict, total=False):

@@ -75,6 +75,7 @@ def test_other_types_are_refused_by_name(given, options, named):
         (lambda: kvq.LLM("tiny", dtype=7), "dtype"),
         (lambda: kvq.tune("tiny", budget=4.5), "budget"),
         (lambda: kvq.tune("tiny", max_kl="0.1"), "max_kl"),
+        (lambda: kvq.tune("tiny", recent="64"), "recent"),
         (lambda: kvq.quantize("tiny", out=None), "out"),
         (lambda: kvq.quantize("tiny", "out", bits={}), "bits"),
         (lambda: kvq.plan("llama-3.1-8b", gpu=7), "gpu"),

@@ -8,6 +8,7 @@ to add up, which `kvq tune` then verifies on the whole recipe. Source: Kellerer,
 import itertools
 import math
 from collections.abc import Sequence
+from fractions import Fraction
 from typing import Generic, Protocol, TypeVar
 
 import numpy as np
@@ -20,8 +21,8 @@ class Option(Protocol):
     """One way to store a unit."""
 
     @property
-    def nbytes(self) -> int:
-        """Per token."""
+    def nbytes(self) -> Fraction | int:
+        """Per token; a fraction where blocks hold more than their tokens' rows."""
 
     @property
     def kl(self) -> float:
@@ -46,13 +47,13 @@ class Allocation(Generic[Choice]):
         least = [min(option.nbytes for option in options) for options in units]
         above = [[o.nbytes - fewest for o in options] for options, fewest in zip(units, least, strict=True)]
         self.least_bytes = sum(least)  # per token, of the smallest choice
-        self._unit_bytes = math.gcd(*itertools.chain(*above)) or 1
-        self._shifts = [[nbytes // self._unit_bytes for nbytes in one] for one in above]
+        self._unit_bytes = _common_divisor(list(itertools.chain(*above)))
+        self._shifts = [[int(nbytes / self._unit_bytes) for nbytes in one] for one in above]
         best = np.zeros(1)
-        self._picked: list[NDArray[np.int32]] = []  # per unit: the option that each budget takes
+        self._picked: list[NDArray[np.int16]] = []  # per unit: the option that each budget takes
         for options, shifts in zip(units, self._shifts, strict=True):
             grown = np.full(len(best) + max(shifts), np.inf)
-            picked = np.zeros(len(grown), dtype=np.int32)
+            picked = np.zeros(len(grown), dtype=np.int16)
             for index, (option, shift) in enumerate(zip(options, shifts, strict=True)):
                 total, part = best + option.kl, slice(shift, shift + len(best))
                 better = total < grown[part]
@@ -63,11 +64,11 @@ class Allocation(Generic[Choice]):
         self._costs = best  # [extra bytes / unit_bytes], exactly that many bytes
         self.most_bytes = self.least_bytes + (len(best) - 1) * self._unit_bytes  # of the largest choice
 
-    def cost(self, budget: int) -> float:
+    def cost(self, budget: Fraction | int) -> float:
         """The least total cost within `budget` bytes per token."""
         return float(self._costs[self._best(budget)])
 
-    def choose(self, budget: int) -> list[Choice]:
+    def choose(self, budget: Fraction | int) -> list[Choice]:
         """The options of least total cost within `budget` bytes per token, one per unit.
 
         Raises:
@@ -82,7 +83,7 @@ class Allocation(Generic[Choice]):
             at -= shifts[picked[at]]
         return chosen[::-1]
 
-    def budget_for(self, cost: float) -> int:
+    def budget_for(self, cost: float) -> Fraction:
         """The fewest bytes per token whose least total cost is at most `cost`.
 
         Raises:
@@ -96,11 +97,17 @@ class Allocation(Generic[Choice]):
             )
         return self.least_bytes + int(enough[0]) * self._unit_bytes
 
-    def _best(self, budget: int) -> int:
+    def _best(self, budget: Fraction | int) -> int:
         extra = (budget - self.least_bytes) // self._unit_bytes
         if extra < 0:
             raise ConfigError(
-                f"the smallest formats allowed take {self.least_bytes} bytes per token, "
-                f"the budget is {budget}"
+                f"the smallest formats allowed take {float(self.least_bytes):g} bytes per token, "
+                f"the budget is {float(budget):g}"
             )
         return int(np.argmin(self._costs[: extra + 1]))
+
+
+def _common_divisor(sizes: Sequence[Fraction | int]) -> Fraction:
+    """The largest number that all sizes are multiples of; 1 if all are zero."""
+    whole = math.lcm(*(size.denominator for size in sizes))
+    return Fraction(math.gcd(*(int(size * whole) for size in sizes)) or whole, whole)

@@ -3,19 +3,21 @@
 import re
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from math import ceil
 
-from kvq.calib.candidates import grouped_formats, halves, has_fast_kernel, stored_in
+from kvq.calib.candidates import ALL_CODES, Half, grouped_formats, halves, has_fast_kernel, stored_in
 from kvq.calib.observe import spread_windows
 from kvq.errors import ConfigError, RequestError
 from kvq.evals.text import EvalText
 from kvq.evals.windows import token_windows
-from kvq.formats import Code, KVFormat, KVRecipe, PerTokenHead
+from kvq.formats import Code, ExactTokens, KVFormat, KVRecipe, PerTokenHead
 from kvq.geometry import ModelGeometry
+from kvq.layout import BLOCK_SIZE
 from kvq.models.prepared import PreparedModel
 from kvq.sizes import parse_bytes
 
-ALL_CODES = (Code.INT8, Code.INT4, Code.INT2)
 _LEAST_WINDOW = 32  # tokens
 _BITS = re.compile(r"([0-9]*\.?[0-9]+)\s*(bits?|b/el)?", re.IGNORECASE)
 
@@ -25,11 +27,15 @@ class TunePlan:
     """What is searched for, among which formats, and on how much text.
 
     Exactly one of `budget_bytes` (per token, without block padding) and `max_kl` (nats per token) is given.
+    A staged recipe may take out block means; `recent` and `sinks` tokens of every sequence stay unquantized.
     """
 
     budget_bytes: int | None = None
     max_kl: float | None = None
     codes: Sequence[Code] = ALL_CODES
+    staged: bool = False
+    recent: int = 0  # tokens; more than 0 makes it staged, as sinks do
+    sinks: int = 0
     context: int | None = None  # tokens per window; None: 1,024 or what the model takes
     max_windows: int = 8  # to search on
     verify_windows: int = 16  # to measure on
@@ -37,6 +43,17 @@ class TunePlan:
     def __post_init__(self) -> None:
         if (self.budget_bytes is None) == (self.max_kl is None):
             raise ConfigError("give either a budget in bytes or the largest KL divergence, not both")
+        _ = self.exact  # checks both
+
+    @property
+    def exact(self) -> ExactTokens:
+        """The tokens that stay unquantized."""
+        return ExactTokens(recent=self.recent, sinks=self.sinks)
+
+    @property
+    def is_staged(self) -> bool:
+        """True if recipes may have a staging area, and with it block means."""
+        return self.staged or self.exact != ExactTokens()
 
     def check(self, model: PreparedModel, text: EvalText, held_out: EvalText) -> int:
         """Tokens of a window, if this can be done on these texts; asked before the weights are loaded.
@@ -48,7 +65,7 @@ class TunePlan:
         least, budget = smallest_bytes(model.geometry, self.codes), self.budget_bytes
         if budget is not None and budget < least:
             raise ConfigError(
-                f"the budget is {budget} bytes per token; the smallest formats searched take {least}"
+                f"the budget is {budget} bytes per token; the smallest formats searched take {float(least):g}"
             )
         windows = spread_windows(model, text.text, context=self.context, max_windows=self.max_windows)
         window = len(windows[0])
@@ -78,7 +95,7 @@ def parse_budget(model: PreparedModel, text: str) -> int:
     with suppress(ConfigError):
         return parse_bytes(text, "--budget")
     try:
-        return recipe_bytes(model.geometry, model.recipe(text))
+        return ceil(recipe_bytes(model.geometry, model.recipe(text), model.block_size))
     except ConfigError as error:
         raise ConfigError(
             f"--budget takes bits per element (4.5bits), bytes per token (900B) or a format (int4), "
@@ -86,9 +103,10 @@ def parse_budget(model: PreparedModel, text: str) -> int:
         ) from error
 
 
-def recipe_bytes(geometry: ModelGeometry, recipe: KVRecipe) -> int:
-    """Bytes per token of a recipe's rows, scales included, block padding not."""
-    return sum(half.nbytes(stored_in(recipe, half).fmt) for half in halves(geometry))
+def recipe_bytes(geometry: ModelGeometry, recipe: KVRecipe, block_size: int = BLOCK_SIZE) -> Fraction:
+    """Bytes per token of a recipe's rows, scales and block means included, block padding not."""
+    units = halves(geometry, block_size)
+    return sum((half.nbytes(stored_in(recipe, half).fmt) for half in units), Fraction(0))
 
 
 def bytes_of_bits(geometry: ModelGeometry, bits: float) -> int:
@@ -96,32 +114,33 @@ def bytes_of_bits(geometry: ModelGeometry, bits: float) -> int:
     return int(bits * sum(half.kv_heads * half.head_dim for half in halves(geometry)) / 8 + 1e-6)
 
 
-def default_codes(model: PreparedModel, budget_bytes: int | None) -> tuple[Code, ...]:
-    """Codes whose attention has a compiled kernel here; all, where the budget can't be met with those."""
-    slow = slow_codes(model, ALL_CODES)
-    fast = tuple(code for code in ALL_CODES if code not in slow)
-    if not fast or (budget_bytes is not None and budget_bytes < smallest_bytes(model.geometry, fast)):
-        return ALL_CODES
+def default_codes(model: PreparedModel, plan: TunePlan) -> tuple[Code, ...]:
+    """A plan's codes whose attention is compiled here; all of them, where those can't meet its budget."""
+    slow, budget = slow_codes(model, plan), plan.budget_bytes
+    fast = tuple(code for code in plan.codes if code not in slow)
+    if not fast or (budget is not None and budget < smallest_bytes(model.geometry, fast)):
+        return tuple(plan.codes)
     return fast
 
 
-def slow_codes(model: PreparedModel, codes: Sequence[Code]) -> list[Code]:
-    """Those of which some layer's rows would be read by the reference kernel here."""
-    return [
-        code
-        for code in codes
-        if not all(
-            has_fast_kernel(model.geometry, half, smallest_format(half.head_dim, code), model.device)
-            for half in halves(model.geometry)
-        )
-    ]
+def slow_codes(model: PreparedModel, plan: TunePlan) -> list[Code]:
+    """Those of a plan of which some layer's rows would be read by the reference kernel here."""
+    geometry, units = model.geometry, halves(model.geometry, model.block_size)
+
+    def is_fast(half: Half, code: Code) -> bool:
+        fmt = smallest_format(half.head_dim, code)
+        fmt = replace(fmt, mean=plan.is_staged and code.is_grouped)
+        return has_fast_kernel(geometry, half, fmt, model.device, is_staged=plan.is_staged)
+
+    return [code for code in plan.codes if not all(is_fast(half, code) for half in units)]
 
 
-def smallest_bytes(geometry: ModelGeometry, codes: Sequence[Code]) -> int:
+def smallest_bytes(geometry: ModelGeometry, codes: Sequence[Code]) -> Fraction:
     """Bytes per token where every half takes the smallest format of these codes."""
-    return sum(
+    least = (
         min(half.nbytes(smallest_format(half.head_dim, code)) for code in codes) for half in halves(geometry)
     )
+    return sum(least, Fraction(0))
 
 
 def smallest_format(head_dim: int, code: Code) -> KVFormat:

@@ -1,26 +1,33 @@
 """Formats that `kvq tune` chooses from, and how one half of a layer can be stored."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from fractions import Fraction
 
 import torch
 
 from kvq.errors import ConfigError, nearest
 from kvq.formats import (
+    CODES,
     Centers,
     Code,
+    ExactTokens,
     Grouped,
     KVFormat,
     KVRecipe,
     LayerFormats,
     legal_group_sizes,
+    parse_format,
 )
 from kvq.geometry import ModelGeometry
 from kvq.kernels import Device, KernelSpec, select
 from kvq.layout import BLOCK_SIZE
 
+ALL_CODES = tuple(code for code in CODES.values() if code is Code.INT8 or code.is_grouped)  # widest first
 PARTS = ("k", "v")
-_LEAST_GROUP, _LARGEST_GROUP = 16, 128  # elements
+_LARGEST_GROUP = 64  # elements
+_NARROW_BITS = 5  # up to which scales of 8 bits are worth more than larger ones
+_LEAST_RECENT = ExactTokens(recent=1)  # what keeps the open block unquantized, and nothing else
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,10 +38,11 @@ class Half:
     part: str  # "k" or "v"
     kv_heads: int
     head_dim: int
+    block_size: int = BLOCK_SIZE  # tokens
 
-    def nbytes(self, fmt: KVFormat) -> int:
-        """Bytes per token, scales included, block padding not."""
-        return self.kv_heads * (fmt.code_bytes(self.head_dim) + fmt.scale_bytes(self.head_dim))
+    def nbytes(self, fmt: KVFormat) -> Fraction:
+        """Bytes per token, scales and block means included, block padding not."""
+        return self.kv_heads * self.head_dim * fmt.bits_per_element(self.head_dim, self.block_size) / 8
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,23 +51,31 @@ class Stored:
 
     fmt: KVFormat
     is_centered: bool = False
-    clip: float = 1.0
 
 
-def halves(geometry: ModelGeometry) -> list[Half]:
+def halves(geometry: ModelGeometry, block_size: int = BLOCK_SIZE) -> list[Half]:
     """K and V of every layer, in the order of layers."""
     return [
-        Half(layer=layer.index, part=part, kv_heads=layer.kv_heads, head_dim=dim)
+        Half(layer=layer.index, part=part, kv_heads=layer.kv_heads, head_dim=dim, block_size=block_size)
         for layer in geometry.layers
         for part, dim in (("k", layer.k_head_dim), ("v", layer.v_head_dim))
     ]
 
 
 def grouped_formats(head_dim: int, code: Code, *, rotated: bool) -> list[KVFormat]:
-    """The grouped formats of one code that a head dimension allows, in groups of 16 to 128, largest first."""
-    legal = legal_group_sizes(head_dim)
-    sizes = [n for n in legal if _LEAST_GROUP <= n <= _LARGEST_GROUP] or legal[-1:]
-    return [KVFormat(code=code, scale=Grouped(n), rotated=rotated) for n in reversed(sizes)]
+    """The formats of a grouped code that are searched, smallest first: groups of 64 down to the bare name's.
+
+    With scales of 8 bits, which at the same bytes beat those of 16 in groups twice as large. Not so above 5
+    bits, whose steps are finer than such a scale: those have the largest groups only, with either scale.
+    """
+    bare = parse_format(code.name, head_dim)
+    least = bare.scale.group_size if isinstance(bare.scale, Grouped) else head_dim
+    sizes = [n for n in legal_group_sizes(head_dim) if least <= n <= max(least, _LARGEST_GROUP)]
+    if code.bits <= _NARROW_BITS:
+        scales = [Grouped(n, is_narrow=True) for n in reversed(sizes)]
+    else:
+        scales = [Grouped(sizes[-1], is_narrow=narrow) for narrow in (True, False)]
+    return [replace(bare, scale=scale, rotated=rotated) for scale in scales]
 
 
 def recipe_of(
@@ -80,8 +96,6 @@ def recipe_of(
                 v=v.fmt,
                 k_head_dim=layer.k_head_dim,
                 v_head_dim=layer.v_head_dim,
-                k_clip=k.clip,
-                v_clip=v.clip,
             )
         )
     kept = centers.some(centered)
@@ -93,31 +107,43 @@ def recipe_of(
     )
 
 
+def staged_alike(recipe: KVRecipe, exact: ExactTokens) -> KVRecipe:
+    """A recipe with `exact` tokens, staged also where there are none of those, and no block means.
+
+    Then one recent token keeps the open block unquantized, as a mean does. So trials differ in formats only.
+    """
+    recipe = replace(recipe, exact=exact)
+    return recipe if recipe.is_staged else replace(recipe, exact=_LEAST_RECENT)
+
+
 def stored_in(recipe: KVRecipe, half: Half) -> Stored:
     """How a recipe stores a half."""
     layer = recipe.layers[half.layer]
-    fmt, clip = (layer.k, layer.k_clip) if half.part == "k" else (layer.v, layer.v_clip)
     center = None if recipe.centers is None else getattr(recipe.centers.layers[half.layer], half.part)
-    return Stored(fmt=fmt, is_centered=center is not None, clip=clip)
+    return Stored(fmt=layer.k if half.part == "k" else layer.v, is_centered=center is not None)
 
 
-def has_fast_kernel(geometry: ModelGeometry, half: Half, fmt: KVFormat, device: torch.device) -> bool:
+def has_fast_kernel(
+    geometry: ModelGeometry, half: Half, fmt: KVFormat, device: torch.device, *, is_staged: bool = False
+) -> bool:
     """True if something faster than the reference attends from rows of that format here."""
-    layer = geometry.layers[half.layer]
-    formats = LayerFormats(k=fmt, v=fmt, k_head_dim=half.head_dim, v_head_dim=half.head_dim)
     spec = KernelSpec(
-        formats=formats, q_heads=geometry.q_heads, kv_heads=layer.kv_heads, block_size=BLOCK_SIZE
+        formats=LayerFormats(k=fmt, v=fmt, k_head_dim=half.head_dim, v_head_dim=half.head_dim),
+        q_heads=geometry.q_heads,
+        kv_heads=half.kv_heads,
+        block_size=half.block_size,
+        is_staged=is_staged,
     )
     return select("attend", spec, Device.of(device)).backend != "reference"
 
 
 def codes_of(names: Sequence[str]) -> tuple[Code, ...]:
-    """The codes behind `--formats int8,int4,int2`.
+    """The codes behind `--formats int8,int4,int3`.
 
     Raises:
         ConfigError: another name.
     """
-    known = {code.name: code for code in (Code.INT8, Code.INT4, Code.INT2)}
+    known = {code.name: code for code in ALL_CODES}
     for name in names:
         if name not in known:
             hint = nearest(name, list(known)) or ";"

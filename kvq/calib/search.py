@@ -8,13 +8,14 @@ Source: per-layer pairs of formats from Li et al. 2025, KVTuner; the search here
 """
 
 import itertools
-from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from fractions import Fraction
+from math import ceil
 
 from kvq.calib.allocate import Allocation
 from kvq.calib.budget import TunePlan, bytes_of_bits, recipe_bytes
-from kvq.calib.candidates import grouped_formats, halves, recipe_of
+from kvq.calib.candidates import grouped_formats, halves, recipe_of, staged_alike
 from kvq.calib.observe import spread_windows
 from kvq.calib.sensitivity import Keep, Progress, Sensitivities, measure_sensitivities
 from kvq.errors import ConfigError, UnfitFormat
@@ -83,7 +84,7 @@ def tune(
     """
     window = plan.check(model.prepared, text, held_out)
     found = measure_sensitivities(model, text, plan, progress, keep)
-    search = _Search(model, found, plan.codes)
+    search = _Search(model, found, plan)
     budget = plan.budget_bytes
     if budget is None:
         assert plan.max_kl is not None, "one of both is given"
@@ -117,20 +118,22 @@ def tune(
 class _Search:
     """The best recipe for every budget, from sensitivities, beside the uniform formats."""
 
-    def __init__(self, model: Model, found: Sensitivities, codes: Sequence[Code]) -> None:
-        self._model, self._found = model, found
-        self.allocation = Allocation([found.of(half) for half in halves(model.geometry)])
-        self.uniform = _uniform(model.geometry.head_dims, codes)
+    def __init__(self, model: Model, found: Sensitivities, plan: TunePlan) -> None:
+        self._model, self._found, self._plan = model, found, plan
+        units = halves(model.geometry, model.prepared.block_size)
+        self.allocation = Allocation([found.of(half) for half in units])
+        self.uniform = uniform_recipes(model.geometry.head_dims, plan)
 
-    def nbytes(self, recipe: KVRecipe) -> int:
+    def nbytes(self, recipe: KVRecipe) -> Fraction:
         """Per token."""
-        return recipe_bytes(self._model.geometry, recipe)
+        return recipe_bytes(self._model.geometry, recipe, self._model.prepared.block_size)
 
-    def recipe(self, budget: int, label: str) -> KVRecipe:
+    def recipe(self, budget: Fraction | int, label: str) -> KVRecipe:
         """The recipe of least expected cost within `budget` bytes per token."""
         chosen = self.allocation.choose(budget)
         stored = {(trial.half.layer, trial.half.part): trial.stored for trial in chosen}
-        return recipe_of(self._model.geometry, stored, self._found.rest, self._found.centers, label)
+        recipe = recipe_of(self._model.geometry, stored, self._found.rest, self._found.centers, label)
+        return staged_alike(recipe, self._plan.exact) if self._plan.is_staged else recipe
 
     def budget_for(self, max_kl: float) -> int:
         """Few bytes per token at which the whole recipe, measured on the search's text, meets `max_kl`.
@@ -139,7 +142,7 @@ class _Search:
         """
         target, tried = max_kl, dict[int, float]()
         for _ in range(_TRIES):
-            budget = self.allocation.budget_for(target)
+            budget = ceil(self.allocation.budget_for(target))
             if budget in tried:
                 break
             tried[budget] = mean_divergences(
@@ -167,31 +170,51 @@ class _Search:
         return recipe, costs[best], best == 0
 
     def others(self, budget: int) -> list[KVRecipe]:
-        """Tuned recipes at the bytes of the uniform formats, and between, for the front."""
-        sizes = sorted({self.nbytes(recipe) for recipe in self.uniform.values()})
-        between = [(low + high) // 2 for low, high in itertools.pairwise(sizes)]
+        """Tuned recipes at the bytes of the uniform formats with short names, and between, for the front."""
+        named = _recipes(self._model.geometry.head_dims, _short_names(self._plan))
+        sizes = sorted({self.nbytes(recipe) for recipe in named.values()})
+        between = [(low + high) / 2 for low, high in itertools.pairwise(sizes)]
         one_bit = bytes_of_bits(self._model.geometry, 1.0)
-        return [
-            self.recipe(size, f"tuned, {size / one_bit:.3g} bits")
+        found = {
+            self.nbytes(recipe): recipe
             for size in sorted({*sizes, *between} - {budget})
-            if size < self.allocation.most_bytes
-        ]
+            if self.allocation.least_bytes <= size < self.allocation.most_bytes
+            for recipe in [self.recipe(size, "")]
+        }
+        return [replace(one, label=f"tuned, {float(size / one_bit):.3g} bits") for size, one in found.items()]
 
 
-def _uniform(head_dims: list[tuple[int, int]], codes: Sequence[Code]) -> dict[str, KVRecipe]:
-    """The uniform formats to compare with: every group of the codes, rotated and not."""
-    names = ["int8"] if Code.INT8 in codes else []
+def uniform_recipes(head_dims: list[tuple[int, int]], plan: TunePlan) -> dict[str, KVRecipe]:
+    """The uniform formats to compare with, in a staged search less their block means, too.
+
+    Of every code all groups, rotated, and the smallest not rotated, too.
+    """
+    names = _short_names(plan)
+    smallest = min(map(min, head_dims))
+    for code in plan.codes:
+        if code.is_grouped:
+            rotated, plain = (grouped_formats(smallest, code, rotated=rotated) for rotated in (True, False))
+            formats = [*rotated, plain[-1]]
+            if plan.is_staged:
+                formats += [replace(fmt, mean=True) for fmt in rotated]
+            names += [f"{fmt.name}{plan.exact}" for fmt in formats]
+    recipes = _recipes(head_dims, names)
+    longest = {(x.layers, x.exact): name for name, x in recipes.items()}  # the name that says more
+    return {name: recipe for name, recipe in recipes.items() if longest[recipe.layers, recipe.exact] == name}
+
+
+def _short_names(plan: TunePlan) -> list[str]:
+    """Names without groups, which every head dimension has its own of; in a staged search less means."""
+    codes = plan.codes
+    names = [f"{code.name}_mean" if plan.is_staged and code.is_grouped else code.name for code in codes]
     if {Code.INT8, Code.INT4} <= set(codes):
         names.append("k8v4")
-    smallest = min(map(min, head_dims))
-    for code in (Code.INT4, Code.INT2):
-        if code in codes:
-            names.append(code.name)  # the default group of every head dimension, which may differ
-            for rotated in (True, False):
-                names += [fmt.name for fmt in grouped_formats(smallest, code, rotated=rotated)]
+    return [f"{name}{plan.exact}" for name in names]
+
+
+def _recipes(head_dims: list[tuple[int, int]], names: list[str]) -> dict[str, KVRecipe]:
     recipes: dict[str, KVRecipe] = {}
     for name in names:
         with suppress(UnfitFormat):  # a group of one head dimension that another lacks
             recipes[name] = KVRecipe.uniform(name, head_dims)
-    longest = {recipe.layers: name for name, recipe in recipes.items()}  # of two names the one that says more
-    return {name: recipe for name, recipe in recipes.items() if longest[recipe.layers] == name}
+    return recipes

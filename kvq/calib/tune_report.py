@@ -53,6 +53,8 @@ def tuned_facts(model: Model, tuned: Tuned) -> Row:
         "budget_bytes": tuned.budget_bytes,
         "expected_kl": tuned.expected_kl,
         "search_kl": tuned.search_kl,
+        "exact": str(tuned.recipe.exact),
+        "is_staged": tuned.recipe.is_staged,
         "verdict": verdict(tuned),
         "recipe": recipe_rows(model, tuned.recipe),
         "sensitivities": sensitivity_rows(tuned.sensitivities.trials),
@@ -67,8 +69,7 @@ def sensitivity_rows(trials: Iterable[Trial]) -> list[Row]:
             "part": trial.half.part,
             "format": trial.stored.fmt.name,
             "centered": trial.stored.is_centered,
-            "clip": trial.stored.clip,
-            "bytes_per_token": trial.nbytes,
+            "bytes_per_token": float(trial.nbytes),
             "kl": trial.kl,
         }
         for trial in trials
@@ -80,8 +81,8 @@ def recipe_rows(model: Model, recipe: KVRecipe) -> list[list[str]]:
     cells: dict[int, list[str]] = {}
     for half in halves(model.geometry):
         way = stored_in(recipe, half)
-        marks = (", centered" if way.is_centered else "") + (f", clip {way.clip:g}" if way.clip < 1 else "")
-        cells.setdefault(half.layer, [str(half.layer)]).append(way.fmt.name + marks)
+        mark = ", centered" if way.is_centered else ""
+        cells.setdefault(half.layer, [str(half.layer)]).append(way.fmt.name + mark)
     return list(cells.values())
 
 
@@ -164,7 +165,8 @@ def verdict(tuned: Tuned) -> str:
     ]
     words = (
         f"{chosen.bits_per_element:.4g} bits per element, {chosen.compression:.2f} times bf16's tokens in "
-        f"the same memory: mean KL {chosen.kl_mean:.5f}, perplexity {chosen.perplexity_change:+.2%}"
+        f"the same memory{_staging(tuned)}: mean KL {chosen.kl_mean:.5f}, "
+        f"perplexity {chosen.perplexity_change:+.2%}"
     )
     if not rivals:
         return words + "; no uniform format is as small."
@@ -174,3 +176,12 @@ def verdict(tuned: Tuned) -> str:
         f"({best.bits_per_element:.4g} bits), has {best.kl_mean:.5f}: the recipe has "
         f"{chosen.kl_mean / best.kl_mean:.2f} times that."
     )
+
+
+def _staging(tuned: Tuned) -> str:
+    """What a staged recipe's memory leaves out; nothing of others."""
+    if not tuned.recipe.is_staged:
+        return ""
+    exact, size = tuned.recipe.exact, tuned.sensitivities.trials[0].half.block_size
+    sinks = f" and its first {-(-exact.sinks // size) * size}" if exact.sinks else ""  # whole blocks
+    return f" but for a sequence's youngest {exact.recent + size} tokens{sinks}, which wait in bf16"

@@ -88,7 +88,7 @@ def _format_row(label: str, recipe: Any, layout: Any, geometry: Any) -> dict[str
         "kv": label,
         "k": k,
         "v": v,
-        "bits_per_element": float(recipe.bits_per_element(geometry.kv_heads)),
+        "bits_per_element": float(recipe.bits_per_element(geometry.kv_heads, layout.block_size)),
         "kv_bytes_per_token": layout.kv_bytes_per_token,
         "compression": 2 * geometry.elements_per_token / layout.kv_bytes_per_token,
         "block_bytes": sum(group.block_bytes for group in layout.sealed),

@@ -2,7 +2,7 @@
 
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -40,7 +40,7 @@ _TRIAL = {  # key -> its column where a search is not finished
     "part": ("part", ""),
     "format": ("format", ""),
     "centered": ("centered", str),
-    "bytes_per_token": ("bytes / token", ",d"),
+    "bytes_per_token": ("bytes / token", ",.4g"),
     "kl": ("KL alone", ".6f"),
 }
 _MOST_SHARED = 0.1  # of the held-out text's long lines
@@ -64,8 +64,15 @@ class Asked:
         "--held-out", "Text to measure on.  [default: the last third of --text, or held-out help topics]"
     )
     formats: str | None = option(
-        None, "Codes to choose from: int8,int4,int2.  [default: those with fast kernels here]"
+        None,
+        "Codes to choose from: int8,int6,int5,int4,int3,int2.  [default: those with fast kernels here]",
     )
+    staged: bool = option(
+        False,
+        "Let formats take out block means; a block waits in bf16, which takes memory, until it is full.",
+    )
+    recent: int = option(0, "Youngest tokens of a sequence to keep in bf16; makes it --staged.", type=int)
+    sinks: int = option(0, "First tokens of a sequence to keep in bf16; makes it --staged.", type=int)
     out: str = option("kvq.json", "Where the recipe goes.", type=click.Path())
     context: int | None = option(
         None, "Tokens per window.  [default: 1024, or what the model takes]", type=int
@@ -81,17 +88,21 @@ class Asked:
         from kvq.calib.budget import TunePlan, default_codes, parse_budget
 
         nbytes = None if self.max_kl is not None else parse_budget(model, self.budget or DEFAULT_BUDGET)
-        if codes is None:
-            codes = default_codes(model, nbytes)
-            _say_codes(model, codes)
-        return TunePlan(
+        plan = TunePlan(
             budget_bytes=nbytes,
             max_kl=self.max_kl,
-            codes=codes,
+            staged=self.staged,
+            recent=self.recent,
+            sinks=self.sinks,
             context=self.context,
             max_windows=self.max_windows,
             verify_windows=self.verify_windows,
         )
+        if codes is not None:
+            return replace(plan, codes=codes)
+        plan = replace(plan, codes=default_codes(model, plan))
+        _say_codes(model, plan)
+        return plan
 
 
 @click.command(name="tune")
@@ -102,12 +113,12 @@ class Asked:
 def command(model_options: ModelOptions, asked: Asked) -> None:
     """Find formats for K and V of every layer of MODEL, within a budget, and write a kvq.json.
 
-    Each half of each layer is stored in each format alone, with and without rotation and centering, and the
-    divergence of what is served measured. From these the best recipe within the budget follows; it is
-    measured whole, beside the uniform formats, on text that the search did not see. `--kv kvq.json`
-    serves it.
+    Each half of each layer is stored in each format alone, with and without rotation, centering and, if
+    --staged, block means, and the divergence of what is served measured. From these the best recipe within
+    the budget follows; it is measured whole, beside the uniform formats, on text that the search did not
+    see. `--kv kvq.json` serves it.
     """
-    from kvq.calib.candidates import codes_of
+    from kvq.calib.candidates import ALL_CODES, codes_of
     from kvq.calib.tune_report import front_figure, write_report
     from kvq.commands.loading import check_for
     from kvq.commands.results import begin, json_beside
@@ -130,10 +141,10 @@ def command(model_options: ModelOptions, asked: Asked) -> None:
         write_report(asked.html_path, result)
     if asked.plot_path:
         write_figure(asked.plot_path, front_figure, result["rows"])
-    if tuned.chosen.perplexity_change > _DEAR and len(plan.codes) < 3:
+    if tuned.chosen.perplexity_change > _DEAR and len(plan.codes) < len(ALL_CODES):
         echo(
             "that is a lot of perplexity: a few layers may need 8 bits, which others can pay for with 2; "
-            "try --formats int8,int4,int2"
+            f"try --formats {','.join(code.name for code in ALL_CODES)}"
         )
     if asked.max_kl is not None and tuned.chosen.kl_mean > asked.max_kl:
         echo(
@@ -203,10 +214,10 @@ def _texts(text: str | None, field: str | None, held_out: str | None) -> "tuple[
     )
 
 
-def _say_codes(model: "PreparedModel", codes: "Sequence[Code]") -> None:
+def _say_codes(model: "PreparedModel", plan: "TunePlan") -> None:
     from kvq.calib.budget import slow_codes
 
-    if slow := slow_codes(model, codes):
+    if slow := slow_codes(model, plan):
         echo(
             f"kvq: {', '.join(code.name for code in slow)} has no fast kernel here: layers stored so are "
             f"read by the slow reference kernel. --formats chooses others.",

@@ -87,8 +87,8 @@ class Model(StaysHere):
 
     @property
     def bits_per_element(self) -> float:
-        """Stored bits per K or V element, scales included."""
-        return float(self.recipe.bits_per_element(self.geometry.kv_heads))
+        """Stored bits per K or V element, scales and means of blocks included."""
+        return float(self.recipe.bits_per_element(self.geometry.kv_heads, self.prepared.block_size))
 
     def with_kv(self, kv: str | Path | KVRecipe) -> "Model":
         """The same weights with another KV recipe; nothing is loaded again.

@@ -2,11 +2,12 @@
 
 import json
 import re
+from dataclasses import replace
 
 import pytest
 
 from kvq.calib import budget
-from kvq.calib.budget import ALL_CODES
+from kvq.calib.budget import TunePlan
 from kvq.commands import tune
 from tests.helpers_models import save_first_layers
 
@@ -61,14 +62,15 @@ def test_a_limit_that_text_it_did_not_see_exceeds_ends_with_1(kvq, short, tmp_pa
     assert result["search_kl"] <= 0.02
     assert status == (1 if chosen["kl_mean"] > 0.02 else 0)
     assert ("above --max-kl 0.02" in said.replace("\n", " ")) == (status == 1)
-    assert "try --formats int8,int4,int2" in said
+    assert "try --formats int8,int6,int5,int4,int3,int2" in said.replace("\n", " ")
 
 
 def test_codes_that_are_slow_here_are_named(tiny, monkeypatch, capsys):
-    monkeypatch.setattr(budget, "has_fast_kernel", lambda geometry, half, fmt, device: "int2" not in fmt.name)
-    tune._say_codes(tiny.prepared, ALL_CODES)
-    assert "int2 has no fast kernel here" in capsys.readouterr().err
-    tune._say_codes(tiny.prepared, ALL_CODES[:2])
+    monkeypatch.setattr(budget, "has_fast_kernel", lambda *given, is_staged: "int2" not in given[2].name)
+    plan = TunePlan(max_kl=1.0)
+    tune._say_codes(tiny.prepared, plan)
+    assert "kvq: int2 has no fast kernel here" in capsys.readouterr().err
+    tune._say_codes(tiny.prepared, replace(plan, codes=plan.codes[:2]))
     assert not capsys.readouterr().err
 
 
@@ -76,9 +78,10 @@ def test_codes_that_are_slow_here_are_named(tiny, monkeypatch, capsys):
     ("arguments", "says"),
     [
         (("--budget", "int4", "--max-kl", "0.1"), "two ends of one trade"),
-        (("--budget", "2bits"), "the smallest formats searched take 480"),
+        (("--budget", "2bits"), "the smallest formats searched take 432"),
         (("--budget", "lots"), "--budget takes bits per element (4.5bits)"),
-        (("--formats", "int4,fp6"), "--formats takes int8, int4, int2, got 'fp6'"),
+        (("--formats", "int4,fp6"), "--formats takes int8, int6, int5, int4, int3, int2, got 'fp6'"),
+        (("--recent", "-1"), "recent must be 0 to 65536 tokens"),
         (("--plot", "front.bmp"), "must end in .svg, .png, .pdf"),
         (("--max-kl", "nan"), "not a finite number"),
         (("--max-kl", "0"), "x>0"),
