@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 _EXPONENT = 107  # of fp32, where a scale's exponents begin
-_HALF = 1 << 19  # of the lowest bit that a scale keeps
+_LOWEST = 1 << 20  # the lowest bit that a scale keeps
+_ROUNDED_UP = 5  # bits of codes from which scales are rounded up: many levels lose more by saturating
 _SMALLEST = 2.0**-20
 _LARGEST = 3840.0
 
@@ -16,12 +17,13 @@ _LARGEST = 3840.0
 def encode(low: Tensor, high: Tensor, bits: int) -> Tensor:
     """Scale and minimum of groups between `low` and `high`, fp32 [..., 1] each; uint8 [..., 2].
 
-    The scale is the range over 2**bits - 1, or over it the magnitude of `low` where that is more, rounded to
-    nearest, halves up: codes at the range's end saturate where it was rounded down.
+    The scale is the range over 2**bits - 1, or over it the magnitude of `low` where that is more. Up to 4
+    bits it is rounded to nearest, halves up, so that codes at the range's end may saturate; from 5 on up.
     """
     levels = torch.full((), float((1 << bits) - 1), device=low.device)
     wanted = torch.maximum(high - low, low.abs()) / levels
-    rounded = wanted.clamp(_SMALLEST, _LARGEST).view(torch.int32) + _HALF
+    more = _LOWEST - 1 if bits >= _ROUNDED_UP else _LOWEST // 2
+    rounded = wanted.clamp(_SMALLEST, _LARGEST).view(torch.int32) + more
     code = ((rounded >> 20) - (_EXPONENT << 3)).clamp(max=255)
     scale = ((code << 20) + (_EXPONENT << 23)).view(torch.float32)
     steps = torch.floor(low * 2.0 ** (7 - bits) / scale + 0.5).clamp(-128, 127).to(torch.int32)

@@ -29,11 +29,12 @@ def fp16_scale(value: np.float32) -> np.float16:
         return min(max(F16(value), SMALLEST), LARGEST)
 
 
-def narrow_scale(value: np.float32) -> int:
-    """The byte 8 e + m whose (8 + m) * 2**(e - 23) is nearest to `value`, halves up."""
+def narrow_scale(value: np.float32, bits: int) -> int:
+    """The byte 8 e + m whose (8 + m) * 2**(e - 23) is nearest to `value`, halves up; from 5 bits on above it."""
     within = min(max(float(value), 2.0**-20), 3840.0)
     exponent = math.frexp(within)[1] - 4  # within / 2**exponent is from 8 to 16
-    parts = math.floor(within / 2.0**exponent + 0.5)  # 16 begins the next exponent
+    parts = within / 2.0**exponent  # 16 begins the next exponent
+    parts = math.ceil(parts) if bits >= 5 else math.floor(parts + 0.5)
     return min(8 * (exponent + 23) + parts - 8, 255)
 
 
@@ -45,7 +46,7 @@ def _narrow_pair(low: np.float32, high: np.float32, bits: int) -> tuple[int, int
     """Bytes of scale and minimum, and what they stand for."""
     with np.errstate(over="ignore"):  # ranges beyond fp32's are clamped as infinity is
         wanted = max(high - low, abs(low)) / F32((1 << bits) - 1)
-        scale = narrow_scale(wanted)
+        scale = narrow_scale(wanted, bits)
         steps = math.floor(
             min(max(float(low * F32(2.0 ** (7 - bits)) / F32(narrow_value(scale))), -1e6), 1e6) + 0.5
         )
