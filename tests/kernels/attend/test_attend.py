@@ -18,7 +18,7 @@ from tests.kernels.backends import ATTENTION, kernel
 from tests.kernels.kit import KINDS, POISON, Tables, poisoned_cache, rows_like_kv, unrotated
 
 attend: Any = None  # the implementation under test
-is_integer = False  # it multiplies INT8 and INT4 codes with queries and weights rounded to 15 bits
+is_integer = False  # it multiplies INT8 and grouped codes with queries and weights rounded to 15 bits
 
 
 @pytest.fixture(autouse=True, params=ATTENTION)
