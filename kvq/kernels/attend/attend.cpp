@@ -1,4 +1,4 @@
-// attend on CPUs: see reference.py for what it computes. INT8 and INT4 codes are multiplied as integers
+// attend on CPUs: see reference.py for what it computes. INT8 and grouped codes are multiplied as integers
 // where the CPU can do that fast, everything else as fp32.
 //
 // A task is one KV head of one sequence and at most ROWS of its query rows, over splits of SPLIT keys.

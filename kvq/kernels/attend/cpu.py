@@ -23,7 +23,7 @@ def attend(
 ) -> tuple[Tensor, Tensor]:
     """Do what the reference does; see there.
 
-    INT8 and INT4 codes are multiplied with queries and probabilities as integers of 15 bits and sign,
+    INT8 and grouped codes are multiplied with queries and probabilities as integers of 15 bits and sign,
     which costs a relative error near 1e-4; with `exact`, or on CPUs without AVX2, in fp32.
 
     Raises:

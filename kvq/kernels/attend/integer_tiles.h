@@ -275,7 +275,7 @@ inline void read_integer_tile(IntegerScratch& s, const KvqRows& rows, const Inte
     find_rows(s.ahead, rows, there, head, 0, next_keys);
     prefetch_scales(rows, there, head, next_keys);
     if (c.expand) {
-        c.expand(s.expanded, c.stride, s.tile.rows, rows.dim, rows.bits);
+        c.expand(s.expanded, c.stride, s.tile.rows, rows.dim);
         for (int i = 0; i < TILE; i++) s.tile.rows[i] = s.expanded + i * c.stride;
     }
     read_scales(s, rows, c.cut, here, head, skip, keys);

@@ -1,9 +1,8 @@
 // Integer codes as 16-bit numbers for multiply-adds: how token rows are cut into registers.
 //
-// Rows are bytes (INT8; grouped codes of 5 bits and more) or nibbles (INT4; narrower ones); codes in planes
-// are made the one or the other first (planes.h).
-//
-// A row's bytes are cut into runs: all of it, or one group's share (of a half if nibbles). A run is cut into
+// A row is bytes (INT8; grouped codes of 5 bits and more) or nibbles (INT4 and narrower codes); codes in
+// planes are made the one or the other first (planes.h). Its bytes are cut into runs: all of it, or one
+// group's share (of a half, where they are nibbles). A run is cut into
 // chunks of one register, the last one padded with zeros. A 16-bit lane then holds two bytes, an even
 // and an odd one, so shifts and masks alone give 16-bit numbers, with no shuffle: two registers of them
 // for bytes (even, odd ones), four for nibbles (low ones of even and odd bytes, then high nibbles).
@@ -123,7 +122,7 @@ inline Cut cut_of(const KvqRows& rows) {
 inline bool takes_integers(const KvqRows& rows) {
     if (rows.dim > MOST_INTEGER_DIM) return false;
     if (rows.code == KVQ_INT8) return true;
-    if (rows.code != KVQ_INT4 && (rows.code != KVQ_GROUPED || rows.bits > 7)) return false;
+    if (rows.code != KVQ_INT4 && (rows.code != KVQ_GROUPED || rows.bits > 6)) return false;
     return rows.dim % 2 == 0 && rows.dim / rows.group_size <= MOST_GROUPS;
 }
 

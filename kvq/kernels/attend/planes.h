@@ -62,28 +62,51 @@ inline void expand_from(uint8_t* out, const uint8_t* row) {
     }
 }
 
-// The same for rows of any width, part after part.
-inline void expand_any(uint8_t* out, const uint8_t* row, int dim, int bits) {
-    int length = in_nibbles(bits) ? dim / 2 : dim, shift = 0;
-    memset(out, 0, length);
-    for (int plane = 4; plane > 0; plane /= 2) {
-        if (!(bits & plane)) continue;
-        int n = dim * plane / 8, mask = plane_mask(bits, plane);
-        for (int at = 0, count = 0; at < length; at += n, count += plane)
-            for (int i = 0; i < n; i++) out[at + i] |= (uint8_t)((row[i] >> count & mask) << shift);
-        row += n;
-        shift += plane;
-    }
+typedef uint64_t two_words __attribute__((vector_size(16)));
+
+// What a plane adds to the V at byte `at` of a row's `step`-th piece; pieces are of `n` bytes, the narrowest
+// plane's, so that each lies in one part of every plane.
+template <int BITS, int PLANE, class V>
+inline V piece_bits(const uint8_t* plane, unsigned step, int n, int at, int shift) {
+    constexpr unsigned PIECES = PLANE / (BITS & -BITS);  // in a part
+    constexpr uint64_t MASK = 0x0101010101010101ull * plane_mask(BITS, PLANE);
+    V x = load_as<V>(plane + step % PIECES * n + at) >> (uint64_t)(step / PIECES * PLANE);
+    return (V)((x & (V)(MASK - V{})) << (uint64_t)shift);
 }
 
-typedef void (*ExpandKernel)(uint8_t* out, int stride, const uint8_t* const* rows, int dim, int bits);
+// The same for rows of any width, a V at a time. The last one of a piece may overlap the one before.
+template <int BITS, class V>
+inline void expand_pieces(uint8_t* out, const uint8_t* row, int dim) {
+    constexpr int STEP = sizeof(V), PIECES = (in_nibbles(BITS) ? 4 : 8) / (BITS & -BITS);
+    int n = dim * (BITS & -BITS) / 8;
+    for (int step = 0; step < PIECES; step++, out += n)
+        for (int at = 0; at < n; at += STEP) {
+            if (at > n - STEP) at = n - STEP;
+            V x{};
+            if constexpr (BITS & 4) x |= piece_bits<BITS, 4, V>(row, step, n, at, 0);
+            if constexpr (BITS & 2) x |= piece_bits<BITS, 2, V>(row + dim * (BITS & 4) / 8, step, n, at, BITS & 4);
+            if constexpr (BITS & 1) x |= piece_bits<BITS, 1, V>(row + dim * (BITS & 6) / 8, step, n, at, BITS & 6);
+            memcpy(out + at, &x, STEP);
+        }
+}
 
-// Expand the rows of a tile; of BITS and DIM, or (DIM 0) of any.
+template <int BITS>
+inline void expand_any(uint8_t* out, const uint8_t* row, int dim) {
+    int n = dim * (BITS & -BITS) / 8;
+    if (n >= 4 * W) return expand_pieces<BITS, words>(out, row, dim);
+    if (n >= 16) return expand_pieces<BITS, two_words>(out, row, dim);
+    if (n >= 8) return expand_pieces<BITS, uint64_t>(out, row, dim);
+    expand_pieces<BITS, uint8_t>(out, row, dim);
+}
+
+typedef void (*ExpandKernel)(uint8_t* out, int stride, const uint8_t* const* rows, int dim);
+
+// Expand the rows of a tile; of DIM elements, or (0) of any.
 template <int BITS, int DIM>
-inline void expand_tile(uint8_t* out, int stride, const uint8_t* const* rows, int dim, int bits) {
+inline void expand_tile(uint8_t* out, int stride, const uint8_t* const* rows, int dim) {
     for (int i = 0; i < TILE; i++, out += stride)
         if constexpr (DIM == 0)
-            expand_any(out, rows[i], dim, bits);
+            expand_any<BITS>(out, rows[i], dim);
         else
             expand_from<BITS, DIM, 0>(out, rows[i]);
 }
@@ -93,15 +116,13 @@ inline ExpandKernel expand_kernel(int dim) {
     if (dim == 64) return expand_tile<BITS, 64>;
     if (dim == 128) return expand_tile<BITS, 128>;
     if (dim == 256) return expand_tile<BITS, 256>;
-    return expand_tile<0, 0>;
+    return expand_tile<BITS, 0>;
 }
 
 inline ExpandKernel expand_kernel(int dim, int bits) {
     if (bits == 2) return expand_kernel<2>(dim);
     if (bits == 3) return expand_kernel<3>(dim);
-    if (bits == 5) return expand_kernel<5>(dim);
-    if (bits == 6) return expand_kernel<6>(dim);
-    return expand_tile<0, 0>;
+    return bits == 5 ? expand_kernel<5>(dim) : expand_kernel<6>(dim);
 }
 
 }  // namespace

@@ -28,7 +28,7 @@ from tests.kernels.kit import (
 )
 
 attend: Any = None  # the implementation under test
-is_integer = False  # it multiplies INT8 and INT4 codes with queries and weights rounded to 15 bits
+is_integer = False  # it multiplies INT8 and grouped codes with queries and weights rounded to 15 bits
 
 
 @pytest.fixture(autouse=True, params=ATTENTION)
@@ -242,7 +242,7 @@ def test_sinks_join_the_softmax_and_the_log_sum_exp(kv: str, window: int | None)
     ],
 )
 def test_any_mix_of_prefill_chunks_and_decodes(query_lens: list[int], context_lens: list[int]) -> None:
-    for kv in ("fp32", "int4"):
+    for kv in ("fp32", "int3_g24", "int6_g12", "int4"):
         Case(kv, query_lens=query_lens, context_lens=context_lens).check()
 
 
