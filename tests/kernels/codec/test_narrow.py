@@ -60,11 +60,22 @@ def test_scales_are_rounded_to_nearest_with_halves_up_and_clamped() -> None:
         below = torch.nextafter(middle, torch.tensor(0.0))
         wanted = torch.stack([middle, below])[:, None]
         scales = narrow.encode(torch.zeros_like(wanted), wanted * 3, 2)[:, 0].tolist()
-        exact = [narrow_scale(float(x)) for x in (wanted * 3 / torch.tensor(3.0)).flatten()]
+        exact = [narrow_scale(float(x), 2) for x in (wanted * 3 / torch.tensor(3.0)).flatten()]
         assert scales == exact
         assert scales[0] == byte + 1
     ends = column([0.0, 1e-45, 1e-30, SMALLEST, LARGEST * 3, 1e9, 1e38, torch.finfo(torch.float32).max])
     assert narrow.encode(torch.zeros_like(ends), ends, 2)[:, 0].tolist() == [0] * 4 + [255] * 4
+
+
+@pytest.mark.parametrize("bits", [5, 6])
+def test_scales_of_wide_codes_are_rounded_up_so_that_no_code_saturates(bits: int) -> None:
+    levels = torch.tensor(float((1 << bits) - 1))
+    for byte in range(255):
+        exact = torch.tensor(narrow_value(byte))
+        wanted = torch.stack([exact, torch.nextafter(exact, torch.tensor(1e9))])[:, None] * levels
+        scales = narrow.encode(torch.zeros_like(wanted), wanted, bits)[:, 0].tolist()
+        assert scales == [narrow_scale(float(x), bits) for x in (wanted / levels).flatten()]
+        assert scales[0] == byte
 
 
 def constants() -> Tensor:
@@ -75,18 +86,13 @@ def constants() -> Tensor:
 
 @pytest.mark.parametrize("bits", BITS)
 def test_a_constant_group_is_off_by_half_a_step_of_its_minimum_at_most(bits: int) -> None:
-    """The scale is at most 18/17 of |c| / levels, and the minimum's steps are 2**(bits - 7) of it.
-
-    With 5 and 6 bits |c| may be up to 17/16 * levels scales, more than the 127 steps up or 128 down that a
-    minimum reaches: codes make up for it above zero, to half a scale; below it as much is lost as 2**bits
-    scales fall short, 17/16 * levels - 2**bits of them.
+    """The scale is at most 18/17 of |c| / levels, 9/8 where it is rounded up; a minimum's steps are
+    2**(bits - 7) of it, and 127 of them reach `levels` scales.
     """
     c, levels = constants(), (1 << bits) - 1
     fmt = parse_format(narrow_format(bits), 64)
     error = (decode(*encode(c[:, None].expand(-1, 64), fmt), fmt) - c[:, None]).abs().amax(-1)
-    short = max(0.0, 17 / 16 * levels - 2**bits)
-    scales = max(2.0 ** (bits - 8), short, 0.5 if short else 0.0)
-    bound = c.abs() * (18 / 17 if not short else 17 / 16) / levels * scales
+    bound = c.abs() * (9 / 8 if bits > 4 else 18 / 17) / levels * 2.0 ** (bits - 8)
     assert (error <= bound * 1.0001).all()
     assert (error > bound / 2).any()  # the bound is no wider than it must be
 
@@ -96,10 +102,9 @@ def test_a_constant_group_is_off_by_half_a_step_of_its_minimum_at_most(bits: int
 def test_a_group_of_one_sign_is_off_by_little_of_its_largest_magnitude(bits: int, offset: float) -> None:
     """With R = max(high - low, |low|) and a scale of 16/17 to 18/17 of R / levels, what is lost is at most
 
-    half a scale where codes reach; half a step of the minimum, 2**(bits - 8) scales, below them; and
-    R / 17 above them where the scale was rounded down, with as much again where the minimum, rounded or
-    (from 5 bits on) at the end of its steps, lies under `low`. Codes of 2 and 3 bits leave out a part of
-    the range at either end besides.
+    half a scale where codes reach; half a step of the minimum, 2**(bits - 8) scales, beside them; and
+    R / 17 above them where the scale was rounded down, which it is not from 5 bits on: there it is up to 9/8
+    of R / levels. Codes of 2 and 3 bits leave out a part of the range at either end besides.
     """
     levels, span = (1 << bits) - 1, {2: 0.8, 3: 0.9}.get(bits, 1.0)
     source = torch.Generator().manual_seed(bits)
@@ -110,8 +115,8 @@ def test_a_group_of_one_sign_is_off_by_little_of_its_largest_magnitude(bits: int
         low, high = rows.aminmax(dim=-1)
         cut = (high - low) * (1 - span) / 2
         reach = torch.maximum(high - low - 2 * cut, (low + cut).abs())
-        step = 18 / 17 * reach / levels
-        bound = step * (0.5 + 2.0 ** (bits - 8)) + reach / 17 * (2 if bits > 4 else 1) + cut
+        step = (9 / 8 if bits > 4 else 18 / 17) * reach / levels
+        bound = step * (0.5 + 2.0 ** (bits - 8)) + (0 if bits > 4 else reach / 17) + cut
         error = (decode(*encode(rows, fmt), fmt) - rows).abs().amax(-1)
         assert (error <= bound).all()
 
@@ -125,7 +130,7 @@ def test_a_group_on_the_grid_of_an_exact_scale_round_trips(bits: int, scale: flo
         x = ((torch.arange(64) % (levels + 1)) + low)[None] * scale
         codes, scales = encode(x, fmt)
         assert scales is not None
-        assert scales[0, 0] == narrow_scale(scale)  # type: ignore[arg-type]
+        assert scales[0, 0] == narrow_scale(scale, bits)  # type: ignore[arg-type]
         assert torch.equal(decode(codes, scales, fmt), x)
 
 
