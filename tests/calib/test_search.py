@@ -151,7 +151,7 @@ def test_huge_key_biases_in_two_layers_cost_uniform_int4_dearly_and_the_recipe_l
 
 @pytest.mark.long
 def test_biases_that_rope_turns_are_paid_for_with_2_bits_elsewhere(tmp_path):
-    """No center takes these out: their keys get 8 bits."""
+    """No center takes these out: their keys get 6 bits or 8."""
     model = with_key_biases(tmp_path / "model", MIDDLE)
     found = tune(
         model, calibration_text(), default_text(), budget_bytes=bytes_of_bits(model.geometry, 4.5),
@@ -159,7 +159,7 @@ def test_biases_that_rope_turns_are_paid_for_with_2_bits_elsewhere(tmp_path):
     )  # fmt: skip
     uniform = {p.row.kv: p.row for p in found.points}
     assert min(uniform[name].perplexity_change for name in ("int4_g32_s8", "int4_g32_s8_rot")) > 0.15
-    assert [found.recipe.layers[layer].k.code for layer in (1, 3)] == [Code.INT8, Code.INT8]
+    assert all(found.recipe.layers[layer].k.code.bits >= 6 for layer in (1, 3))
     assert found.chosen.bits_per_element <= 4.5
     assert found.chosen.perplexity_change < 0.10
 
