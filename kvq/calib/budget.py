@@ -115,11 +115,13 @@ def bytes_of_bits(geometry: ModelGeometry, bits: float) -> int:
 
 
 def default_codes(model: PreparedModel, plan: TunePlan) -> tuple[Code, ...]:
-    """A plan's codes whose attention is compiled here; all of them, where those can't meet its budget."""
-    slow, budget = slow_codes(model, plan), plan.budget_bytes
-    fast = tuple(code for code in plan.codes if code not in slow)
+    """A plan's codes whose attention is compiled here; all that fit, where those can't meet its budget."""
+    dims = {half.head_dim for half in halves(model.geometry)}
+    fitting = tuple(code for code in plan.codes if not any(dim % code.multiple for dim in dims))
+    slow, budget = slow_codes(model, replace(plan, codes=fitting)), plan.budget_bytes
+    fast = tuple(code for code in fitting if code not in slow)
     if not fast or (budget is not None and budget < smallest_bytes(model.geometry, fast)):
-        return tuple(plan.codes)
+        return fitting
     return fast
 
 
