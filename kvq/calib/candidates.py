@@ -26,7 +26,7 @@ from kvq.layout import BLOCK_SIZE
 ALL_CODES = tuple(code for code in CODES.values() if code is Code.INT8 or code.is_grouped)  # widest first
 PARTS = ("k", "v")
 _LARGEST_GROUP = 64  # elements
-_NARROW_BITS = 5  # up to which scales of 8 bits are worth more than larger ones
+_NARROW_BITS = 8
 _LEAST_RECENT = ExactTokens(recent=1)  # what keeps the open block unquantized, and nothing else
 
 
