@@ -99,8 +99,8 @@ def kernels(
         found |= _of_plan("attend", attend_kernel, plan, q)
     for kind, own in zip(("decode", "extend"), plans[0].merge, strict=True):
         found[f"merge {kind}"] = (merge_kernel, {**common, **own.fixed}, {"num_warps": 4})
-    counts = dict.fromkeys(list_kernel.arg_names[3:15], 100)
-    listed = {"SHARE": 4, "ROWS": 16, "KEYS": 64, "WINDOW": True, "BLOCK": 256}
+    counts = dict.fromkeys(list_kernel.arg_names[3:18], 100)
+    listed = {"SHARE": 4, "ROWS": 16, "KEYS": 64, "WINDOW": True, "AGE": 0, "AGE_BLOCK": 1, "BLOCK": 256}
     found["list"] = (list_kernel, {**common, **counts, **listed}, {"num_warps": 4})
     written = {
         **stored_as_bits(part_arguments("k", layer), "k"),

@@ -26,12 +26,10 @@ class KernelSpec:
         return f"K {self.formats.k.name}, V {self.formats.v.name}"
 
     def fits_compiled(self, most_dim: int) -> "Support":
-        """No for codes that compiled kernels don't know, and for heads of more than `most_dim` elements."""
+        """No for codes that kernels of C++ and Triton don't know, and for heads of more than `most_dim` elements."""
         for code in (self.formats.k.code, self.formats.v.code):
             if not code.is_grouped and code not in _COMPILED:
                 return Support(False, f"does not know the code {code}")
-        if self.is_staged or any(fmt.is_narrow or fmt.mean for fmt in (self.formats.k, self.formats.v)):
-            return Support(False, "knows no scales of 8 bits, block means or staging yet")
         if max(self.formats.k_head_dim, self.formats.v_head_dim) > most_dim:
             return Support(False, f"takes head dimensions up to {most_dim}")
         return Support(True)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvq.formats import Code
 from kvq.kernels.attend.gathered import attend_gathered, suits
-from kvq.kernels.attend.options import AttentionOptions
+from kvq.kernels.attend.options import Age, AttentionOptions
 from kvq.kernels.attend.rounding import ROUNDED
 from kvq.kernels.attend.triton_kernel import attend_kernel
 from kvq.kernels.attend.triton_step import Cutting, Plan, launched, options_of_layer, plan_of
@@ -55,7 +55,11 @@ def _planned(q: Tensor, kv: PagedKV, options: AttentionOptions, *, rounded: bool
     k, v = (_part(x, q, kv) for x in ("k", "v"))
     fixed = {**options_of_layer(options, q_heads, kv_heads), **k, **v, "BLOCK_SIZE": kv.block_size}
     own = [
-        {"SPREAD": _spread(x), **(_rounded(q, kv, k) if rounded and _has_product(kv, q, x) else {})}
+        {
+            "SPREAD": _spread(x),
+            "LOWER": _is_lower(options, x),
+            **(_rounded(q, kv, k) if rounded and _has_product(kv, q, x) else {}),
+        }
         for x in (decode, extend)
     ]
     cutting = Cutting(
@@ -63,6 +67,7 @@ def _planned(q: Tensor, kv: PagedKV, options: AttentionOptions, *, rounded: bool
         kv_heads=kv_heads,
         v_pad=v["V_PAD"],
         window=options.window,
+        part=options.part,
         may_gather=not rounded and suits(q, kv, options),  # rounded: the same numbers for every step
         most_decode=MOST_DECODE_ROWS,
         decode=decode,
@@ -93,13 +98,14 @@ def _part(name: str, q: Tensor, kv: PagedKV) -> dict[str, Any]:
     if paired:
         part |= _strided(f"{name}_scales", f"{name}s", rows.scales[..., 0].view(torch.int32))
     groups = part[f"{upper}_DIM"] // part[f"{upper}_GROUP"]
+    columns = groups if getattr(kv.formats, name).is_narrow else 2 * groups
     least = 16 if name == "k" else 8  # summed over by K's product, columns of V's
     return part | {
         f"{upper}_PAIRED": paired,
         f"{upper}_WORDS": words,
         f"{upper}_RUN": run,
         f"{upper}_WIDTH": max(16, triton.next_power_of_2(run // 2)),
-        f"{upper}_PAIRS": max(least, triton.next_power_of_2(2 * groups)),
+        f"{upper}_PAIRS": max(least, triton.next_power_of_2(columns)),
         f"{upper}_COMPUTE": compute_dtype(code, q, words=words),
         **({"K_ROUNDED": False} if name == "k" else {}),
     }
@@ -110,6 +116,14 @@ def _has_product(kv: PagedKV, q: Tensor, shape: TileShape) -> bool:
     makes products of fp16 out of smaller ones of FP8; then words and queries in 16 bits are less work."""
     has_large = target(q).startswith(("sm9", "sm10"))
     return kv.formats.k.code is Code.INT8 or shape.rows >= _LARGE_ROWS or not has_large
+
+
+def _is_lower(options: AttentionOptions, shape: TileShape) -> bool:
+    """Whether keys are left out before others of their tile."""
+    part = options.part
+    return options.window is not None or (
+        part is not None and (part.age is Age.YOUNG or part.first % shape.keys != 0)
+    )
 
 
 def _spread(shape: TileShape) -> int:

@@ -184,10 +184,21 @@ def int8_codes(codes, COMPUTE: tl.constexpr):
 
 
 @triton.jit
-def scale_and_minimum(words):
-    """A group's 32-bit words -> scale and minimum, fp32."""
-    scale = words.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
-    minimum = (words >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+def narrow_scale(code):
+    """The scale that a byte of 8 bits stands for, fp32; `code`: int32. See codec/narrow.py."""
+    return ((code << 20) + (107 << 23)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def scale_and_minimum(words, BITS: tl.constexpr):
+    """A group's words -> scale and minimum, fp32: in 32 bits two fp16 numbers, in 16 two bytes."""
+    if words.dtype == tl.int16:
+        wide = words.to(tl.int32)
+        scale = narrow_scale(wide & 255)
+        minimum = (wide >> 8).to(tl.float32) * 2.0 ** (BITS - 7) * scale
+    else:
+        scale = words.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+        minimum = (words >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
     return scale, minimum
 
 
@@ -219,7 +230,7 @@ def grouped_rows(
         if BITS & (8 >> i):
             code = code | _plane(codes, at, mask, col, DIM, 8 >> i, BITS & (16 - (16 >> i)))
     words = tl.load(scales + scales_at[:, None] + (col // GROUP)[None, :], mask=mask, other=0)
-    scale, minimum = scale_and_minimum(words)
+    scale, minimum = scale_and_minimum(words, BITS)
     return code.to(tl.float32) * scale + minimum
 
 
@@ -360,8 +371,9 @@ def part_arguments(part: str, kv: PagedKV, *, prefix: str | None = None) -> dict
     of = part if prefix is None else prefix
     scales = rows.codes  # a pointer that is not read
     if rows.scales is not None:
-        # A group's scale and minimum are one 32-bit word: the scale in its low half.
-        scales = rows.scales.view(torch.int32) if isinstance(fmt.scale, Grouped) else rows.scales
+        # A group's scale and minimum are one word, of 16 bits if narrow: the scale in its low half.
+        word = torch.int16 if fmt.is_narrow else torch.int32
+        scales = rows.scales.view(word) if isinstance(fmt.scale, Grouped) else rows.scales
     strides = (0, 0, 0) if rows.scales is None else scales.stride()[:3]
     static = rows.codes if rows.static_scale is None else rows.static_scale
     lower = f"{of}_" if of else ""

@@ -38,19 +38,26 @@ def lazy_linear(weight: QuantizedWeight) -> Any:
 
 
 def supports(spec: KernelSpec, device: Device) -> Support:
-    """Yes for NVIDIA GPUs from SM80 on, for `AMD` and for all formats, if Triton is installed."""
-    runs = supports_linear(spec, device)
-    return spec.fits_compiled(MOST_DIM) if runs.yes else runs
+    """Yes for NVIDIA GPUs from SM80 on, for `AMD` and for formats without block means, if Triton is installed."""
+    return _supports(spec, device, MOST_DIM)
 
 
 def supports_stored(spec: KernelSpec, device: Device) -> Support:
     """The same for operations that store rows or gather them."""
+    return _supports(spec, device, MOST_STORED_DIM)
+
+
+def _supports(spec: KernelSpec, device: Device, most_dim: int) -> Support:
     runs = supports_linear(spec, device)
-    return spec.fits_compiled(MOST_STORED_DIM) if runs.yes else runs
+    if runs.yes and (spec.formats.k.mean or spec.formats.v.mean):
+        return Support(False, "knows no block means yet")
+    return spec.fits_compiled(most_dim) if runs.yes else runs
 
 
 def supports_latent(spec: KernelSpec, device: Device) -> Support:
     """The same for attention over latents: one KV head."""
+    if spec.is_staged:
+        return Support(False, "attends to all latents before a query, not to a part of them")
     if spec.kv_heads != 1:
         return Support(False, f"takes latents of one KV head for all query heads, not {spec.kv_heads}")
     return supports_stored(spec, device)

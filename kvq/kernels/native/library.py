@@ -96,6 +96,8 @@ def _path() -> Path | None:
 def supports(spec: KernelSpec, device: Device) -> Support:
     """Yes for memory of a CPU, if the library is there, and every format of `CODES`."""
     runs = supports_linear(spec, device)
+    if runs.yes and (spec.is_staged or any(x.is_narrow or x.mean for x in (spec.formats.k, spec.formats.v))):
+        return Support(False, "knows no scales of 8 bits, block means or staging yet")
     return spec.fits_compiled(MOST_DIM) if runs.yes else runs
 
 

@@ -238,7 +238,7 @@ def test_what_lies_in_free_blocks_past_the_end_and_in_unused_table_entries_chang
     assert torch.equal(clean[1], poisoned[1])
 
 
-@pytest.mark.parametrize("kv", ["fp32", "int4", "fp8"])
+@pytest.mark.parametrize("kv", ["fp32", "int4_g24", "fp8"])  # scales of 8 bits are never NaN
 def test_blocks_that_fell_out_of_the_window_may_hold_anything(kv: str) -> None:
     case = Case(kv)
     before = case.attend(window=6)
