@@ -26,7 +26,7 @@ class KernelSpec:
         return f"K {self.formats.k.name}, V {self.formats.v.name}"
 
     def fits_compiled(self, most_dim: int) -> "Support":
-        """No for codes that kernels of C++ and Triton don't know, and for heads of more than `most_dim` elements."""
+        """No for codes that compiled kernels don't know, and for heads of more than `most_dim` elements."""
         for code in (self.formats.k.code, self.formats.v.code):
             if not code.is_grouped and code not in _COMPILED:
                 return Support(False, f"does not know the code {code}")

@@ -291,7 +291,7 @@ def attend_kernel(
     """Grid: items times KV heads, the heads of an item side by side. `SHARE`: query heads of one KV head.
 
     FOLDED: sums over keys that are kept apart till the end, so that no loop adds over threads. LOWER: whether
-    keys are left out before others of their tile. AGE, AGE_BLOCK: of the part of the keys that is attended to.
+    keys are left out before others of their tile. AGE, AGE_BLOCK: of the part of the keys that is seen.
 
     An item that is part of a tile's keys stores to `parts_ptr`, fp32 [parts, KV heads, height, V_PAD],
     still rotated, and to `part_lses_ptr`; one that is all of them stores the results.

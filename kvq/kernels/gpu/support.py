@@ -25,7 +25,7 @@ def lazy(operation: str) -> Callable[..., Any]:
 
     def run(*args: Any, **options: int | Tensor | tuple[Tensor, Tensor] | None) -> Any:
         first = args[0][0] if isinstance(args[0], list | tuple) else args[0]
-        tensor = first if isinstance(first, Tensor) else first.k.codes  # of PagedKV
+        tensor = first if isinstance(first, Tensor) else getattr(first, "recent", first).k.codes  # or PagedKV
         with current(tensor.device):
             return _kernel(operation)(*args, **options)
 
@@ -38,13 +38,21 @@ def lazy_linear(weight: QuantizedWeight) -> Any:
 
 
 def supports(spec: KernelSpec, device: Device) -> Support:
-    """Yes for NVIDIA GPUs from SM80 on, for `AMD` and for formats without block means, if Triton is installed."""
+    """Yes for NVIDIA GPUs from SM80 on, for `AMD` and formats without block means, with Triton."""
     return _supports(spec, device, MOST_DIM)
 
 
 def supports_stored(spec: KernelSpec, device: Device) -> Support:
     """The same for operations that store rows or gather them."""
     return _supports(spec, device, MOST_STORED_DIM)
+
+
+def supports_sealing(spec: KernelSpec, device: Device) -> Support:
+    """The same for operations that quantize whole blocks, whose means may be taken out."""
+    runs, fmt = supports_linear(spec, device), spec.formats
+    if runs.yes and any(x.mean and d % 4 for x, d in ((fmt.k, fmt.k_head_dim), (fmt.v, fmt.v_head_dim))):
+        return Support(False, "takes means out of heads of a multiple of 4 elements")
+    return spec.fits_compiled(MOST_STORED_DIM) if runs.yes else runs
 
 
 def _supports(spec: KernelSpec, device: Device, most_dim: int) -> Support:

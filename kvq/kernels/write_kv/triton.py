@@ -89,7 +89,7 @@ def _as_float(x, codes):
 
 @triton.jit
 def _wide_scale(low, high, LEVELS: tl.constexpr):
-    """Of groups between `low` and `high` scale and minimum, fp32, and the 32-bit words that they are stored as."""
+    """Scale and minimum of groups between `low` and `high`, fp32, and their words of 32 bits."""
     minimum = (tl.minimum(tl.maximum(low, -_FP16_LARGEST), _FP16_LARGEST) + 0.0).to(tl.float16)
     start = minimum.to(tl.float32)
     scale = _as_scale(tl.div_rn(high - start, LEVELS))
