@@ -67,7 +67,7 @@ def _kernels() -> Iterator[Kernel]:
         ):
             yield Kernel(operation=name, backend=backend, run=run, supports=supports)
     for name, backends in (
-        ("seal", dict.fromkeys(("triton", "triton-8bit"), gpu.supports_sealing)),
+        ("seal", dict.fromkeys(("triton", "triton-8bit"), gpu.supports_stored)),
         ("rope_write", {"triton": gpu.supports, "triton-8bit": gpu.supports_8bit}),
         ("attend_latent", dict.fromkeys(("triton", "triton-8bit"), gpu.supports_latent)),
     ):

@@ -14,7 +14,7 @@ from kvq.kernels.attend.options import Age, AttentionOptions
 from kvq.kernels.attend.rounding import ROUNDED
 from kvq.kernels.attend.triton_kernel import attend_kernel
 from kvq.kernels.attend.triton_step import Cutting, Plan, launched, options_of_layer, plan_of
-from kvq.kernels.gpu.rows import FP8, INT4, INT8, part_arguments
+from kvq.kernels.gpu.rows import FP8, INT4, INT8, mean_arguments, part_arguments
 from kvq.kernels.gpu.shapes import MOST_DECODE_ROWS, TileShape, decode_shape, extend_shape, target
 from kvq.kernels.paged import PagedKV, SequenceBatch
 
@@ -88,7 +88,7 @@ def _part(name: str, q: Tensor, kv: PagedKV) -> dict[str, Any]:
     is_int4 = part[f"{upper}_KIND"] == INT4.value
     run = min(part[f"{upper}_GROUP"], half_row) if is_int4 else part[f"{upper}_DIM"]  # bytes
     is_packed = part[f"{upper}_KIND"] in (FP8.value, INT8.value, INT4.value)
-    words = is_packed and run % 2 == 0 and _as_pairs(rows.codes)
+    words = is_packed and run % 2 == 0 and _as_pairs(rows.codes) and rows.means is None
     if words:
         part |= _strided(f"{name}_codes", f"{name}c", rows.codes.view(torch.int16))
     # Scales of one per row as words of two neighbouring tokens, where strides allow it.
@@ -100,15 +100,19 @@ def _part(name: str, q: Tensor, kv: PagedKV) -> dict[str, Any]:
     groups = part[f"{upper}_DIM"] // part[f"{upper}_GROUP"]
     columns = groups if getattr(kv.formats, name).is_narrow else 2 * groups
     least = 16 if name == "k" else 8  # summed over by K's product, columns of V's
-    return part | {
-        f"{upper}_PAIRED": paired,
-        f"{upper}_WORDS": words,
-        f"{upper}_RUN": run,
-        f"{upper}_WIDTH": max(16, triton.next_power_of_2(run // 2)),
-        f"{upper}_PAIRS": max(least, triton.next_power_of_2(columns)),
-        f"{upper}_COMPUTE": compute_dtype(code, q, words=words),
-        **({"K_ROUNDED": False} if name == "k" else {}),
-    }
+    return (
+        part
+        | mean_arguments(name, kv)
+        | {
+            f"{upper}_PAIRED": paired,
+            f"{upper}_WORDS": words,
+            f"{upper}_RUN": run,
+            f"{upper}_WIDTH": max(16, triton.next_power_of_2(run // 2)),
+            f"{upper}_PAIRS": max(least, triton.next_power_of_2(columns)),
+            f"{upper}_COMPUTE": compute_dtype(code, q, words=words),
+            **({"K_ROUNDED": False} if name == "k" else {}),
+        }
+    )
 
 
 def _has_product(kv: PagedKV, q: Tensor, shape: TileShape) -> bool:

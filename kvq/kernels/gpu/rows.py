@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvq.formats import Code, Grouped, KVFormat
+from kvq.formats import Code, Grouped, KVFormat, mean_format
 from kvq.kernels.codec import hadamard_block
 from kvq.kernels.paged import PagedKV, PagedRows
 
@@ -235,6 +235,13 @@ def grouped_rows(
 
 
 @triton.jit
+def mean_rows(means, at, inside, col, DIM: tl.constexpr, GROUP: tl.constexpr):
+    """Means of blocks, fp32 [rows, columns]; `at`: bytes before each. See mean_format."""
+    scales = (means + DIM // 2).to(tl.pointer_type(tl.int16), bitcast=True)
+    return grouped_rows(means, scales, at, at // 2, inside, col, DIM, GROUP, 4)
+
+
+@triton.jit
 def stored_rows(
     codes,
     scales,
@@ -391,6 +398,22 @@ def part_arguments(part: str, kv: PagedKV, *, prefix: str | None = None) -> dict
         f"{upper}GROUP": fmt.scale.group_size if isinstance(fmt.scale, Grouped) else dim,
         f"{upper}ROTATED": hadamard_block(dim) if fmt.rotated else 1,  # the block; 1: not rotated
         f"{upper}STATIC": rows.static_scale is not None,
+    }
+
+
+def mean_arguments(part: str, kv: PagedKV, *, prefix: str | None = None) -> dict[str, Any]:
+    """Means of K's or V's blocks as arguments, as `part_arguments` names them; MEAN_GROUP 0: there are none."""
+    rows: PagedRows = getattr(kv, part)
+    of = part if prefix is None else prefix
+    lower = f"{of}_" if of else ""
+    scale = mean_format(getattr(kv.formats, f"{part}_head_dim")).scale
+    assert isinstance(scale, Grouped), "means are grouped"
+    strides = (0, 0) if rows.means is None else rows.means.stride()[:2]
+    return {
+        f"{lower}means": rows.codes if rows.means is None else rows.means,  # or a pointer that is not read
+        f"{of}m_block": strides[0],
+        f"{of}m_head": strides[1],
+        f"{lower.upper()}MEAN_GROUP": 0 if rows.means is None else scale.group_size,
     }
 
 

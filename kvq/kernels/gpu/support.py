@@ -38,7 +38,7 @@ def lazy_linear(weight: QuantizedWeight) -> Any:
 
 
 def supports(spec: KernelSpec, device: Device) -> Support:
-    """Yes for NVIDIA GPUs from SM80 on, for `AMD` and formats without block means, with Triton."""
+    """Yes for NVIDIA GPUs from SM80 on, for `AMD` and for all formats, if Triton is installed."""
     return _supports(spec, device, MOST_DIM)
 
 
@@ -47,18 +47,10 @@ def supports_stored(spec: KernelSpec, device: Device) -> Support:
     return _supports(spec, device, MOST_STORED_DIM)
 
 
-def supports_sealing(spec: KernelSpec, device: Device) -> Support:
-    """The same for operations that quantize whole blocks, whose means may be taken out."""
+def _supports(spec: KernelSpec, device: Device, most_dim: int) -> Support:
     runs, fmt = supports_linear(spec, device), spec.formats
     if runs.yes and any(x.mean and d % 4 for x, d in ((fmt.k, fmt.k_head_dim), (fmt.v, fmt.v_head_dim))):
         return Support(False, "takes means out of heads of a multiple of 4 elements")
-    return spec.fits_compiled(MOST_STORED_DIM) if runs.yes else runs
-
-
-def _supports(spec: KernelSpec, device: Device, most_dim: int) -> Support:
-    runs = supports_linear(spec, device)
-    if runs.yes and (spec.formats.k.mean or spec.formats.v.mean):
-        return Support(False, "knows no block means yet")
     return spec.fits_compiled(most_dim) if runs.yes else runs
 
 

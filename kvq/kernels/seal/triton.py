@@ -6,8 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvq.formats import Grouped, mean_format
-from kvq.kernels.gpu.rows import part_arguments
+from kvq.kernels.gpu.rows import mean_arguments, part_arguments
 from kvq.kernels.paged import PagedRows, StagedBatch, StagedKV
 from kvq.kernels.write_kv.triton import (
     cut_of,
@@ -55,21 +54,15 @@ def _arguments(name: str, kv: StagedKV) -> dict[str, Any]:
     """Of K or of V, for all steps."""
     recent: PagedRows = getattr(kv.recent, name)
     sinks: PagedRows = recent if kv.sinks is None else getattr(kv.sinks, name)
-    rows: PagedRows = getattr(kv.sealed, name)
-    fmt, dim = getattr(kv.sealed.formats, name), getattr(kv.sealed.formats, f"{name}_head_dim")
+    fmt = getattr(kv.sealed.formats, name)
     part = stored_as_bits(part_arguments(name, kv.sealed), name)
-    mean = mean_format(dim).scale
-    assert isinstance(mean, Grouped), "means are grouped"
     return {
         **{_plain(key, name): x for key, x in part.items()},
         **_strides("from", "x", recent.codes),
         **_strides("to", "y", sinks.codes),
-        "means": rows.codes if rows.means is None else rows.means,
-        "m_block": 0 if rows.means is None else rows.means.stride(0),
-        "m_head": 0 if rows.means is None else rows.means.stride(1),
+        **mean_arguments(name, kv.sealed, prefix=""),
         "recent": kv.exact.recent,
         "CUT": cut_of(fmt, getattr(kv.sealed.formats, f"{name}_clip")),
-        "MEAN_GROUP": mean.group_size if fmt.mean else 0,
         "SINKS": 0 if kv.sinks is None else kv.exact.sinks,
         "BLOCK_SIZE": kv.sealed.block_size,
         "TOKENS": _TOKENS,
