@@ -298,7 +298,8 @@ def attend_kernel(
     V_GROUP: tl.constexpr, V_ROTATED: tl.constexpr, V_STATIC: tl.constexpr, V_PAIRED: tl.constexpr,
     K_WORDS: tl.constexpr, K_RUN: tl.constexpr, K_WIDTH: tl.constexpr, K_PAIRS: tl.constexpr,
     K_COMPUTE: tl.constexpr, K_ROUNDED: tl.constexpr, K_MEAN_GROUP: tl.constexpr,
-    V_MEAN_GROUP: tl.constexpr, V_WORDS: tl.constexpr, V_RUN: tl.constexpr, V_WIDTH: tl.constexpr, V_PAIRS: tl.constexpr,
+    V_MEAN_GROUP: tl.constexpr,
+    V_WORDS: tl.constexpr, V_RUN: tl.constexpr, V_WIDTH: tl.constexpr, V_PAIRS: tl.constexpr,
     V_COMPUTE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, Q_HEADS: tl.constexpr, SHARE: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, FOLDED: tl.constexpr, SPREAD: tl.constexpr,
@@ -384,7 +385,8 @@ def attend_kernel(
         scores = _scores(
             q, runs, sums, codes, scales, k_static, codes_at, scales_at, slot, kv_head, inside, col,
             K_KIND, K_WORDS, K_BITS, K_DIM, K_GROUP, K_RUN, K_WIDTH, K_PAIRS, K_COMPUTE, K_STATIC,
-            K_PAIRED, SPREAD, LOWER, K_ROUNDED, k_means, blocks * km_block + kv_head.to(tl.int64) * km_head, K_MEAN_GROUP,
+            K_PAIRED, SPREAD, LOWER, K_ROUNDED,
+            k_means, blocks * km_block + kv_head.to(tl.int64) * km_head, K_MEAN_GROUP,
         )  # fmt: skip
         p, decay, top, totals = weighed(
             scores, row_scale, top, totals, own_key, last - at, before - at, softcap,
@@ -396,8 +398,8 @@ def attend_kernel(
         outs = _values(
             outs, p, decay, codes, scales, v_static, codes_at, scales_at, slot, kv_head, inside,
             V_KIND, V_WORDS, V_BITS, V_DIM, V_PAD, V_GROUP, V_RUN, V_WIDTH, V_PAIRS, V_COMPUTE, V_STATIC,
-            V_PAIRED, SPREAD, LOWER, v_means, blocks * vm_block + kv_head.to(tl.int64) * vm_head,
-            V_MEAN_GROUP,
+            V_PAIRED, SPREAD, LOWER,
+            v_means, blocks * vm_block + kv_head.to(tl.int64) * vm_head, V_MEAN_GROUP,
         )  # fmt: skip
 
     out = outs[0]

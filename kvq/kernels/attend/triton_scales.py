@@ -98,8 +98,8 @@ def runs_of(x, COUNT: tl.constexpr):
 def group_factors(
     scales, at, inside, GROUPS: tl.constexpr, PAIRS: tl.constexpr, COMPUTE: tl.constexpr, SPREAD: tl.constexpr
 ):
-    """The scales of all groups of those tokens, [keys] each, and COMPUTE [keys, PAIRS] with their minimums: one
-    a column, or, of words of 32 bits, every other one, with scales between. SPREAD: of `row_scales`.
+    """The scales of all groups of those tokens, [keys] each, and COMPUTE [keys, PAIRS] with their minimums:
+    one a column, or, of words of 32 bits, every other one, with scales between. SPREAD: of `row_scales`.
     """
     if scales.dtype.element_ty == tl.int16:
         groups, pairs = _narrow_factors(scales, at, inside, GROUPS, PAIRS, COMPUTE)

@@ -402,7 +402,7 @@ def part_arguments(part: str, kv: PagedKV, *, prefix: str | None = None) -> dict
 
 
 def mean_arguments(part: str, kv: PagedKV, *, prefix: str | None = None) -> dict[str, Any]:
-    """Means of K's or V's blocks as arguments, as `part_arguments` names them; MEAN_GROUP 0: there are none."""
+    """Means of K's or V's blocks as arguments, named as `part_arguments` does; MEAN_GROUP 0: none."""
     rows: PagedRows = getattr(kv, part)
     of = part if prefix is None else prefix
     lower = f"{of}_" if of else ""
